@@ -1,0 +1,36 @@
+"""Structured matrix expressions over torch tensors or exact numbers.
+
+>>> import torch
+>>> A, B = Dense(torch.randn(3, 2), "A"), Dense(torch.randn(4, 5), "B")
+>>> expression = kron(A, B.T) @ Commutation(2, 4)
+>>> expression.shape, expression.latex()
+((15, 8), '\\\\left(A\\\\otimes B^\\\\top\\\\right)\\\\,K_{2,4}')
+"""
+
+from derivations.matrix.diagonal import BlockDiagonal, Diagonal, DiagonalLift, DiagonalTake
+from derivations.matrix.expression import Matrix, Product, Scaled, Sum, add, product, scaled
+from derivations.matrix.kronecker import Kronecker, kron
+from derivations.matrix.leaves import Dense, Identity, Ones, Zero
+from derivations.matrix.permutation import Commutation, VecIdentity
+
+__all__ = [
+    "BlockDiagonal",
+    "Commutation",
+    "Dense",
+    "Diagonal",
+    "DiagonalLift",
+    "DiagonalTake",
+    "Identity",
+    "Kronecker",
+    "Matrix",
+    "Ones",
+    "Product",
+    "Scaled",
+    "Sum",
+    "VecIdentity",
+    "Zero",
+    "add",
+    "kron",
+    "product",
+    "scaled",
+]

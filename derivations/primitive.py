@@ -1,0 +1,59 @@
+"""What a primitive operation has to know: its value and three derivative actions, and nothing more.
+
+The exact Hessian of a scalar loss over any graph of primitives is one sum,
+
+    H = sum over primitives v of   J_v^T  [ lambda_v . D^2 phi_v ]  J_v ,
+
+with J_v the Jacobian of v's inputs with respect to the parameters and lambda_v the adjoint of v's output.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+Inputs: TypeAlias = Sequence[Tensor]
+Tangents: TypeAlias = Sequence[Tensor | None]
+Covectors: TypeAlias = tuple[Tensor | None, ...]
+
+
+class Primitive(ABC):
+    """One differentiable operation phi(x_1, ..., x_m), known by four closed-form actions.
+
+    Tangents and covectors carry one leading axis of any length S in front of the shape of the value that they
+    belong to: a batch of directions is pushed or pulled in one call. ``None`` stands for zero.
+    """
+
+    is_linear: bool = False
+    """True when phi is affine in all its inputs together, so that its second derivative vanishes."""
+
+    @abstractmethod
+    def value(self, *inputs: Tensor) -> Tensor:
+        """Return phi(inputs)."""
+
+    @abstractmethod
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        """Push tangents forward: sum_k D_k phi [t_k], of shape (S, *output.shape)."""
+
+    @abstractmethod
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        """Pull an adjoint of shape (S, *output.shape) back to each input: (S, *input_k.shape)."""
+
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        """Contract the second derivative with an adjoint (of the output's shape, without S) and with tangents.
+
+        Entry k is the covector sum_j <adjoint, D_k D_j phi [., t_j]>, of shape (S, *input_k.shape), or None if zero.
+        """
+        if self.is_linear:
+            return (None,) * len(inputs)
+        raise NotImplementedError(f"{type(self).__name__} has no second derivative yet")
+
+    def rowwise(self, inputs: Inputs, axes: int) -> bool:
+        """Tell whether output row r depends on row r of each input alone, for rows indexed by the first ``axes`` axes.
+
+        An input that is constant over the rows (a weight shared by all) is not to be counted here.
+        """
+        return False
