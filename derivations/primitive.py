@@ -51,9 +51,17 @@ class Primitive(ABC):
             return (None,) * len(inputs)
         raise NotImplementedError(f"{type(self).__name__} has no second derivative yet")
 
-    def rowwise(self, inputs: Inputs, axes: int) -> bool:
-        """Tell whether output row r depends on row r of each input alone, for rows indexed by the first ``axes`` axes.
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        """Tell whether row r of the output moves only with row r of the moving inputs.
 
-        An input that is constant over the rows (a weight shared by all) is not to be counted here.
+        Rows are indexed by the first ``axes`` axes of the output and of every moving input; the other inputs stand
+        still (weights shared by all rows, constants). False is always safe: it only costs speed.
         """
         return False
+
+    def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        """Tell whether the contracted second derivative couples no two rows of the moving inputs.
+
+        True wherever rows stay apart altogether; a loss that sums over rows is separable although it mixes them.
+        """
+        return self.rowwise(inputs, axes, moving)

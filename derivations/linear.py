@@ -1,0 +1,327 @@
+"""Linear and bilinear primitives: matrix products, sums, products, masks and re-arrangements.
+
+For a weight W that multiplies rows from the right the vec_r closed forms are those of Property 5: with N = A W B,
+dN/dW = A (x) B^T. The actions below are the same statements at size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from derivations.arrays import Array
+from derivations.matrix import Dense, Identity, Matrix, kron
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+
+
+def weight_jacobian(X: Array, d_out: int) -> Matrix:
+    """Return d(X W)/dW = X (x) I for X of shape (L, d_in) and W of shape (d_in, d_out) (Property 5).
+
+    >>> J = weight_jacobian(torch.tensor([[1.0, 2.0]]), 2)
+    >>> (J @ torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist()
+    [7.0, 10.0]
+    """
+    return kron(Dense(X, "X"), Identity(d_out))
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _total(a: Tensor | None, b: Tensor | None) -> Tensor:
+    total = _add(a, b)
+    if total is None:
+        raise ValueError("jvp: every tangent is None; at least one input must move")
+    return total
+
+
+def align(t: Tensor, shape: torch.Size, ndim: int) -> Tensor:
+    """Return a tangent (S, *shape) with unit axes put behind S, so that it broadcasts like a value of ``ndim`` axes."""
+    return t.reshape(t.shape[0], *(1,) * (ndim - len(shape)), *shape)
+
+
+def unbroadcast(t: Tensor, shape: torch.Size) -> Tensor:
+    """Return a covector (S, ...) summed over the axes along which a value of ``shape`` was repeated: (S, *shape)."""
+    extra = t.ndim - 1 - len(shape)
+    if extra:
+        t = t.sum(dim=tuple(range(1, 1 + extra)))
+    repeated = tuple(i + 1 for i, n in enumerate(shape) if n == 1 and t.shape[i + 1] != 1)
+    return t.sum(dim=repeated, keepdim=True) if repeated else t
+
+
+def _same_rows(inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    """Tell whether the moving operands of a broadcasting operation have all of the output's leading axes."""
+    shape = torch.broadcast_shapes(*(x.shape for x in inputs))
+    return all(x.ndim == len(shape) and x.shape[:axes] == shape[:axes] for x, m in zip(inputs, moving, strict=True) if m)
+
+
+@dataclass(frozen=True)
+class MatMul(Primitive):
+    """N = A B with ``torch.matmul``'s broadcasting, for A and B of two or more axes.
+
+    Bilinear: D^2 N [(a, b), (a', b')] = a b' + a' b.
+    """
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return inputs[0] @ inputs[1]
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        (A, B), (a, b) = inputs, tangents
+        ndim = max(A.ndim, B.ndim)
+        left = None if a is None else align(a, A.shape, ndim) @ B
+        right = None if b is None else A @ align(b, B.shape, ndim)
+        return _total(left, right)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        A, B = inputs
+        return unbroadcast(adjoint @ B.mT, A.shape), self._pull_right(A, B.shape, adjoint)
+
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        (A, B), (a, b) = inputs, tangents
+        ndim = max(A.ndim, B.ndim)
+        to_a = None if b is None else unbroadcast(adjoint @ align(b, B.shape, ndim).mT, A.shape)
+        if a is None:
+            return to_a, None
+        lifted = align(a, A.shape, ndim)
+        if B.ndim == 2 and A.ndim > 2:
+            rows = lifted.flatten(1, -2)  # (S, rows, d_in)
+            return to_a, rows.mT @ adjoint.reshape(-1, adjoint.shape[-1])
+        return to_a, unbroadcast(lifted.mT @ adjoint, B.shape)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        A, B = inputs
+        if B.ndim == 2 and not moving[1]:
+            return axes <= A.ndim - 1
+        rows = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])
+        fits = (x.ndim - 2 == len(rows) and x.shape[:axes] == rows[:axes] for x, m in zip(inputs, moving, strict=True) if m)
+        return axes <= len(rows) and all(fits)
+
+    @staticmethod
+    def _pull_right(A: Tensor, shape: torch.Size, adjoint: Tensor) -> Tensor:
+        if len(shape) == 2 and A.ndim > 2:
+            return A.flatten(0, -2).mT @ adjoint.flatten(1, -2)
+        return unbroadcast(A.mT @ adjoint, shape)
+
+
+@dataclass(frozen=True)
+class Linear(Primitive):
+    """N = X W^T + b with W stored as (d_out, d_in), as ``torch.nn.functional.linear``; b may be absent (None)."""
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return torch.nn.functional.linear(*inputs)
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        X, W = inputs[0], inputs[1]
+        out = None
+        if tangents[0] is not None:
+            out = tangents[0] @ W.mT
+        if tangents[1] is not None:
+            out = _add(out, X @ align(tangents[1], W.shape, max(X.ndim, 2)).mT)
+        if len(inputs) > 2 and tangents[2] is not None:
+            bias = align(tangents[2], inputs[2].shape, X.ndim)
+            out = bias.expand(bias.shape[0], *X.shape[:-1], -1) if out is None else out + bias
+        return _total(out, None)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        X, W = inputs[0], inputs[1]
+        rows = adjoint.reshape(adjoint.shape[0], -1, W.shape[0])  # (S, rows, d_out)
+        to_weight = rows.mT @ X.reshape(-1, W.shape[1])
+        to_bias = (rows.sum(1),) if len(inputs) > 2 else ()
+        return adjoint @ W, to_weight, *to_bias
+
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        X, W = inputs[0], inputs[1]
+        rows = adjoint.reshape(-1, W.shape[0])  # (rows, d_out)
+        to_x = to_weight = None
+        if tangents[1] is not None:
+            to_x = (rows @ tangents[1]).reshape(-1, *X.shape)
+        if tangents[0] is not None:
+            to_weight = rows.mT @ tangents[0].reshape(tangents[0].shape[0], -1, W.shape[1])
+        return to_x, to_weight, *((None,) * (len(inputs) - 2))
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim - 1 and not any(moving[1:])
+
+
+@dataclass(frozen=True)
+class Add(Primitive):
+    """N = a + alpha b with broadcasting."""
+
+    alpha: float = 1.0
+    is_linear = True
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return torch.add(inputs[0], inputs[1], alpha=self.alpha)
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        shape = torch.broadcast_shapes(inputs[0].shape, inputs[1].shape)
+        a, b = (None if t is None else align(t, x.shape, len(shape)) for x, t in zip(inputs, tangents, strict=True))
+        b = b if b is None or self.alpha == 1 else self.alpha * b
+        total = _total(a, b)
+        return total.expand(total.shape[0], *shape)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        scaled = adjoint if self.alpha == 1 else self.alpha * adjoint
+        return unbroadcast(adjoint, inputs[0].shape), unbroadcast(scaled, inputs[1].shape)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return _same_rows(inputs, axes, moving)
+
+
+@dataclass(frozen=True)
+class Multiply(Primitive):
+    """N = a o b with broadcasting; D^2 N [(a, b), (a', b')] = a b' + a' b."""
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return inputs[0] * inputs[1]
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        shape = torch.broadcast_shapes(inputs[0].shape, inputs[1].shape)
+        a, b = (None if t is None else align(t, x.shape, len(shape)) for x, t in zip(inputs, tangents, strict=True))
+        total = _total(None if a is None else a * inputs[1], None if b is None else inputs[0] * b)
+        return total.expand(total.shape[0], *shape)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        a, b = inputs
+        return unbroadcast(adjoint * b, a.shape), unbroadcast(adjoint * a, b.shape)
+
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        to: list[Tensor | None] = []
+        for mine, other in ((0, 1), (1, 0)):
+            t = tangents[other]
+            moved = None if t is None else adjoint * align(t, inputs[other].shape, adjoint.ndim)
+            to.append(None if moved is None else unbroadcast(moved, inputs[mine].shape))
+        return tuple(to)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return _same_rows(inputs, axes, moving)
+
+
+@dataclass(frozen=True)
+class Scale(Primitive):
+    """N = c x for a constant number c."""
+
+    c: float
+    is_linear = True
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return inputs[0] * self.c
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        return self.c * _total(tangents[0], None)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (self.c * adjoint,)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Shift(Primitive):
+    """N = x + c for a constant number c."""
+
+    c: float
+    is_linear = True
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return inputs[0] + self.c
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        return _total(tangents[0], None)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (adjoint,)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedFill(Primitive):
+    """N = x where the mask is False and a constant where it is True (minus infinity for attention masks)."""
+
+    mask: Tensor
+    fill: float
+    is_linear = True
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return inputs[0].masked_fill(self.mask, self.fill)
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        return _total(tangents[0], None).masked_fill(self.mask, 0)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (adjoint.masked_fill(self.mask, 0),)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Reshape(Primitive):
+    """N = x read in another shape of as many entries."""
+
+    shape: tuple[int, ...]
+    is_linear = True
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return inputs[0].reshape(self.shape)
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        t = _total(tangents[0], None)
+        return t.reshape(t.shape[0], *self.shape)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (adjoint.reshape(adjoint.shape[0], *inputs[0].shape),)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        before = inputs[0].shape
+        same = tuple(before[:axes]) == tuple(self.shape[:axes])
+        return same and math.prod(before[axes:]) == math.prod(self.shape[axes:])
+
+
+@dataclass(frozen=True)
+class Permute(Primitive):
+    """N = x with its axes in another order."""
+
+    order: tuple[int, ...]
+    is_linear = True
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return inputs[0].permute(self.order)
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        return _total(tangents[0], None).permute(0, *(i + 1 for i in self.order))
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return (adjoint.permute(0, *(i + 1 for i in inverse)),)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return self.order[:axes] == tuple(range(axes))
+
+
+@dataclass(frozen=True)
+class Expand(Primitive):
+    """N = x repeated along axes of length one, or along new leading axes."""
+
+    shape: tuple[int, ...]
+    is_linear = True
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return inputs[0].expand(self.shape)
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        t = align(_total(tangents[0], None), inputs[0].shape, len(self.shape))
+        return t.expand(t.shape[0], *self.shape)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (unbroadcast(adjoint, inputs[0].shape),)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return tuple(inputs[0].shape[:axes]) == self.shape[:axes]

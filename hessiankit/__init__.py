@@ -1,0 +1,1 @@
+"""A toolkit for the exact curvature of transformers."""

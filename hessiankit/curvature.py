@@ -1,0 +1,282 @@
+"""The exact Hessian of a module's loss from the closed forms of its primitives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from derivations.loss import CrossEntropy, MeanSquaredError
+from hessiankit.errors import InputError, TraceError
+from hessiankit.problem import IGNORE_INDEX, Loss, Task, check_memory, make_task
+from hessiankit.sweep import Accumulator
+from hessiankit.trace import Application, Trace, trace
+
+WORKSPACE = 512 * 2**20  # bytes of tangents that a chunk of samples may take
+
+
+@dataclass(frozen=True, repr=False)
+class Hessian:
+    """The Hessian of a scalar loss with respect to a module's parameters.
+
+    Attributes:
+        matrix: The P x P tensor, rows and columns in the order of ``names``, each parameter in row-major order (vec_r).
+        names: Parameter names, as ``named_parameters()`` spells them.
+        slices: Rows (and columns) of each parameter.
+        shapes: Shape of each parameter.
+        loss: The loss at this point.
+        asymmetry: Largest ``|H - H^T|`` before symmetrisation, relative to the largest entry: the rounding level.
+        fallbacks: Operations without a closed form, which were differentiated automatically one by one.
+        seconds: Time taken.
+    """
+
+    matrix: Tensor
+    names: tuple[str, ...]
+    slices: dict[str, slice]
+    shapes: dict[str, tuple[int, ...]]
+    loss: float
+    asymmetry: float
+    fallbacks: tuple[str, ...]
+    seconds: float
+    _outer: Callable[[], Tensor] = field(compare=False)
+
+    def block(self, name_i: str, name_j: str) -> Tensor:
+        """Return d^2 loss / d vec_r(name_i) d vec_r(name_j)^T, of shape (n_i, n_j)."""
+        for name in (name_i, name_j):
+            if name not in self.slices:
+                raise InputError(f"Hessian.block: no parameter {name!r}; there are: {', '.join(self.names)}")
+        return self.matrix[self.slices[name_i], self.slices[name_j]]
+
+    def outer(self) -> Tensor:
+        """Return the outer-product (Gauss-Newton) part J^T L'' J, P x P (Closing the Curvature Gap, Eq. 3)."""
+        return self._outer()
+
+    def functional(self) -> Tensor:
+        """Return the functional part (L' (x) I) d^2 f, P x P: the Hessian less its outer-product part."""
+        return self.matrix - self._outer()
+
+    def spectral_norm(self, name_i: str | None = None, name_j: str | None = None) -> float:
+        """Return the spectral norm of the whole matrix, or of one block."""
+        part = self.matrix if name_i is None else self.block(name_i, name_j or name_i)
+        return float(torch.linalg.matrix_norm(part, 2))
+
+    def frobenius_norm(self, name_i: str | None = None, name_j: str | None = None) -> float:
+        """Return the Frobenius norm of the whole matrix, or of one block."""
+        return float(torch.linalg.matrix_norm(self.matrix if name_i is None else self.block(name_i, name_j or name_i)))
+
+    def eigvalsh(self) -> Tensor:
+        """Return the P eigenvalues in ascending order."""
+        return torch.linalg.eigvalsh(self.matrix)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return names, sizes and block norms as plain Python numbers (the matrix itself is left out)."""
+        blocks = [
+            {"row": i, "column": j, "spectral_norm": self.spectral_norm(i, j), "frobenius_norm": self.frobenius_norm(i, j)}
+            for a, i in enumerate(self.names) for j in self.names[a:]
+        ]
+        return {
+            "parameters": int(self.matrix.shape[0]), "dtype": str(self.matrix.dtype), "loss": self.loss,
+            "asymmetry": self.asymmetry, "fallbacks": list(self.fallbacks), "seconds": self.seconds,
+            "shapes": {n: list(s) for n, s in self.shapes.items()}, "blocks": blocks,
+        }
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        for n in self.names:
+            shape = " x ".join(map(str, self.shapes[n])) or "1"
+            yield n, shape, f"{self.spectral_norm(n):.4g}", f"{self.frobenius_norm(n):.4g}"
+
+    def __repr__(self) -> str:
+        head = ("parameter", "shape", "||H_ii||_2", "||H_ii||_F")
+        rows = [head, *self._rows()]
+        widths = [max(len(r[k]) for r in rows) for k in range(4)]
+        lines = ["  ".join(c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows]
+        p = self.matrix.shape[0]
+        title = f"Hessian: {p} x {p}, {self.matrix.dtype}, loss {self.loss:.6g}, {self.seconds:.2f} s"
+        if self.fallbacks:
+            title += f"; differentiated automatically: {', '.join(self.fallbacks)}"
+        return "\n".join([title, *lines])
+
+    def _repr_html_(self) -> str:
+        cells = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in r) + "</tr>" for r in self._rows())
+        p = self.matrix.shape[0]
+        return (f"<p>Hessian: {p} &times; {p}, loss {self.loss:.6g}, {self.seconds:.2f} s</p><table><tr><th>parameter</th><th>shape</th>"
+                f"<th>&#8214;H<sub>ii</sub>&#8214;<sub>2</sub></th><th>&#8214;H<sub>ii</sub>&#8214;<sub>F</sub></th></tr>{cells}</table>")
+
+
+def hessian(
+    module: nn.Module,
+    inputs: Any,
+    target: Tensor | None = None,
+    *,
+    loss: Loss = "mse",
+    params: Iterable[str] | None = None,
+    batch_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Hessian:
+    """Return the exact Hessian of ``loss(module(inputs), target)`` with respect to the module's parameters.
+
+    One closed form per primitive, summed as H = sum_v J_v^T [lambda_v . D^2 phi_v] J_v (Closing the Curvature Gap,
+    Eq. 3 and 6 in their corrected form, to any depth); no automatic differentiation, except for operations that
+    ``Hessian.fallbacks`` names.
+
+    Args:
+        module: Any module whose forward torch can trace and which returns one tensor.
+        inputs: A tensor, or a tuple of positional arguments.
+        target: What the loss compares with: the output's shape for "mse", labels of shape ``output.shape[:-1]``
+            for "cross_entropy".
+        loss: ``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
+            ``"cross_entropy"``: mean over the labels that are not -100. A callable ``(outputs, target) -> scalar``.
+            None: the module returns the loss.
+        params: Names of the parameters to take; all that require grad by default.
+        batch_size: Samples treated at once; chosen by available work space by default.
+        progress: Called with (samples done, samples in all).
+
+    Returns:
+        A :class:`Hessian`.
+
+    Raises:
+        InputError: If an argument cannot be used.
+        TraceError: If torch cannot trace the module.
+        OutOfMemoryError: If the P x P matrix does not fit, before anything is computed.
+
+    The Hessian of a linear layer under squared error, 2/(L d_out) X^T X (x) I, known by hand:
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> hessian(layer, x, torch.zeros(2, 1, dtype=torch.float64)).matrix.tolist()
+    [[2.0, 2.0], [2.0, 4.0]]
+    """
+    start = time.perf_counter()
+    first = next((p for p in module.parameters() if p.requires_grad), None) if isinstance(module, nn.Module) else None
+    if first is not None:
+        wanted = None if params is None else set([params] if isinstance(params, str) else (params := list(params)))
+        size = sum(p.numel() for n, p in module.named_parameters() if p.requires_grad and (wanted is None or n in wanted))
+        check_memory("hessian", size, first.dtype, first.device)
+    task = make_task("hessian", module, inputs, target, loss, params)
+    with torch.no_grad():
+        matrix, value, fallbacks = _assemble(task, batch_size, progress, outer=False)
+        asymmetry = _symmetrise(matrix)
+
+    def outer() -> Tensor:
+        if task.loss is None:
+            raise InputError("Hessian.outer: with loss=None the module returns the loss, so its output layer is unknown; pass loss=...")
+        with torch.no_grad():
+            part = _assemble(task, batch_size, None, outer=True)[0]
+            _symmetrise(part)
+        return part
+
+    return Hessian(
+        matrix, tuple(task.parameters), task.slices, {n: tuple(p.shape) for n, p in task.parameters.items()}, value,
+        asymmetry, fallbacks, time.perf_counter() - start, outer,
+    )
+
+
+def _assemble(
+    task: Task, batch_size: int | None, progress: Callable[[int, int], None] | None, *, outer: bool
+) -> tuple[Tensor, float, tuple[str, ...]]:
+    first = next(iter(task.parameters.values()))
+    matrix = torch.zeros(task.size, task.size, dtype=first.dtype, device=first.device)
+    normalizer = _normalizer(task)
+    splittable = isinstance(task.loss, str) and _samples_are_independent(task)
+    batch = task.batch
+    step = (1 if splittable else batch) if batch_size is None else batch_size
+    value, done, fallbacks = 0.0, 0, ()
+    while done < batch:
+        rows = slice(done, min(done + step, batch))
+        traced = loss_trace(task.part(rows) if splittable else task, normalizer)
+        accumulator = Accumulator(traced.trace, task.slices, matrix, traced.output if outer else None)
+        accumulator.run()
+        value += float(traced.trace.values[traced.trace.output])
+        fallbacks = traced.trace.fallbacks
+        done = rows.stop if splittable else batch
+        if batch_size is None and splittable and rows.start == 0:
+            step = max(1, min(batch - done, int(WORKSPACE / max(accumulator.peak_bytes, 1)))) if done < batch else step
+        if progress is not None:
+            progress(done, batch)
+    return matrix, value, fallbacks
+
+
+@dataclass(frozen=True)
+class LossTrace:
+    """A trace that ends in the scalar loss, with the id of the module's output in it."""
+
+    trace: Trace
+    output: int | None
+
+
+def loss_trace(task: Task, normalizer: float) -> LossTrace:
+    """Trace a module and its loss into one scalar."""
+    traced = trace(task.call, task.parameters, task.inputs)
+    output = traced.output
+    z = traced.values[output]
+    if task.loss is None:
+        if z.numel() != 1:
+            raise TraceError(f"trace: with loss=None the module must return a scalar, got shape {tuple(z.shape)}")
+        return LossTrace(traced, None)
+    target = task.target
+    assert target is not None
+    if isinstance(task.loss, str):
+        primitive = MeanSquaredError(normalizer) if task.loss == "mse" else CrossEntropy(ignore_index=IGNORE_INDEX, normalizer=normalizer)
+        at = traced.add_value(target)
+        traced.output = traced.apply(primitive, (output, at), primitive.value(z, target), task.loss)
+        return LossTrace(traced, output)
+    function = task.loss
+    tail = trace(lambda p, t: function(p["outputs"], t), {"outputs": z}, (target,))
+    if tail.values[tail.output].numel() != 1:
+        raise InputError(f"hessian: the loss returned shape {tuple(tail.values[tail.output].shape)}, expected a scalar")
+    _splice(traced, tail)
+    return LossTrace(traced, output)
+
+
+def _splice(head: Trace, tail: Trace) -> None:
+    """Append ``tail``, whose one parameter is the output of ``head``, to ``head``."""
+    new = {tail.parameters["outputs"]: head.output}
+    for at, value in enumerate(tail.values):
+        if at not in new:
+            new[at] = head.add_value(value, moving=at in tail.moving)
+    for a in tail.applications:
+        inputs = tuple(None if i is None else new[i] for i in a.inputs)
+        head.applications.append(Application(a.primitive, inputs, new[a.output], a.name))
+    head.output = new[tail.output]
+    head.fallbacks = tuple(dict.fromkeys(head.fallbacks + tail.fallbacks))
+
+
+def _normalizer(task: Task) -> float:
+    if task.target is None or not isinstance(task.loss, str):
+        return 1.0
+    return float(task.target.numel() if task.loss == "mse" else (task.target != IGNORE_INDEX).sum())
+
+
+def _samples_are_independent(task: Task) -> bool:
+    """Tell whether the module treats samples one by one, by comparing its output on all with its output on parts."""
+    batch = task.batch
+    if batch < 2 or task.target is None or task.target.ndim == 0 or task.target.shape[0] != batch:
+        return False
+    whole = task.call(task.parameters, *task.inputs)
+    if whole.ndim == 0 or whole.shape[0] != batch:
+        return False
+    cut = (batch + 1) // 3 or 1
+    try:
+        parts = torch.cat([task.call(task.parameters, *task.part(rows).inputs) for rows in (slice(0, cut), slice(cut, batch))])
+    except Exception:
+        return False
+    tolerance = 1e3 * torch.finfo(whole.dtype).eps * float(whole.abs().max())
+    return parts.shape == whole.shape and bool((parts - whole).abs().max() <= tolerance)
+
+
+def _symmetrise(matrix: Tensor) -> float:
+    """Average with the transpose, in place and in strips; return the relative asymmetry found."""
+    largest, worst, n = float(matrix.abs().max()), 0.0, matrix.shape[0]
+    step = max(1, 2**22 // max(n, 1))
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        upper, lower = matrix[rows, start:], matrix[start:, rows].T
+        worst = max(worst, float((upper - lower).abs().max()))
+        mean = (upper + lower) / 2
+        matrix[rows, start:] = mean
+        matrix[start:, rows] = mean.T
+    return worst / largest if largest else 0.0

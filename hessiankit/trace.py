@@ -1,0 +1,159 @@
+"""Any ``nn.Module`` as a list of primitive applications with their values.
+
+Torch's own tracer runs the module once; what it records are ``aten`` operations such as ``linear``, ``layer_norm`` and
+``softmax``. Each one that the parameters reach becomes an :class:`Application` of a primitive.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from derivations.primitive import Primitive
+from hessiankit.errors import TraceError
+from hessiankit.fallback import AutomaticDifferentiation
+from hessiankit.primitives import RULES
+
+
+@dataclass(frozen=True)
+class Application:
+    """One primitive applied: ids of its inputs (None where an optional input is absent) and of its output."""
+
+    primitive: Primitive
+    inputs: tuple[int | None, ...]
+    output: int
+    name: str
+
+
+@dataclass
+class Trace:
+    """A module's computation: every value by id, and the applications that the parameters reach, in order."""
+
+    values: list[Tensor] = field(default_factory=list)
+    applications: list[Application] = field(default_factory=list)
+    parameters: dict[str, int] = field(default_factory=dict)
+    moving: set[int] = field(default_factory=set)
+    output: int = -1
+    fallbacks: tuple[str, ...] = ()
+
+    def add_value(self, value: Tensor, *, moving: bool = False) -> int:
+        """Store a value and return its id."""
+        self.values.append(value)
+        if moving:
+            self.moving.add(len(self.values) - 1)
+        return len(self.values) - 1
+
+    def apply(self, primitive: Primitive, inputs: tuple[int | None, ...], value: Tensor, name: str) -> int:
+        """Append an application and return the id of its output."""
+        output = self.add_value(value, moving=True)
+        self.applications.append(Application(primitive, inputs, output, name))
+        return output
+
+    def gather(self, application: Application) -> tuple[Tensor | None, ...]:
+        """Return the values of an application's inputs."""
+        return tuple(None if i is None else self.values[i] for i in application.inputs)
+
+
+def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Trace:
+    """Trace ``function(parameters, *inputs)`` into primitive applications.
+
+    Args:
+        function: Maps a dict of parameters, and the inputs, to one tensor.
+        parameters: The values to differentiate with respect to, by name.
+        inputs: Anything that torch's tracer takes: tensors, nested tuples and dicts of them.
+
+    Raises:
+        TraceError: If torch cannot trace the function or it does not return one tensor.
+    """
+    names = list(parameters)
+    leaves = [parameters[name].detach() for name in names]
+    flat, spec = torch.utils._pytree.tree_flatten(inputs)
+    data = [x for x in flat if isinstance(x, Tensor)]
+
+    def run(weights: list[Tensor], tensors: list[Tensor]) -> Tensor:
+        given = iter(tensors)
+        rebuilt = torch.utils._pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in flat], spec)
+        return function(dict(zip(names, weights, strict=True)), *rebuilt)
+
+    try:
+        graph = make_fx(run, pre_dispatch=True)(leaves, data)
+    except Exception as error:
+        raise TraceError(
+            f"trace: torch could not trace the module ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). "
+            "A module must not branch on the values of its tensors, nor turn them into Python numbers; "
+            "move such decisions into arguments."
+        ) from error
+    return _interpret(graph, names, leaves, data)
+
+
+def _interpret(graph: torch.fx.GraphModule, names: list[str], leaves: list[Tensor], data: list[Tensor]) -> Trace:
+    result = Trace()
+    ids: dict[torch.fx.Node, int] = {}  # nodes whose values the parameters reach
+    known: dict[torch.fx.Node, Any] = {}
+    fallbacks: list[str] = []
+    given = iter([*leaves, *data])
+    for position, node in enumerate(graph.graph.nodes):
+        if node.op == "placeholder":
+            known[node] = next(given)
+            if position < len(names):
+                ids[node] = result.add_value(known[node], moving=True)
+                result.parameters[names[position]] = ids[node]
+        elif node.op == "get_attr":
+            known[node] = getattr(graph, str(node.target))
+        elif node.op == "output":
+            (out,) = torch.utils._pytree.tree_leaves(node.args) if node.args else (None,)
+            if not isinstance(out, torch.fx.Node) or out not in ids:
+                raise TraceError("trace: the module's output does not depend on the parameters, or is not one tensor; return one tensor")
+            result.output = ids[out]
+        else:
+            fallbacks += _record(node, result, ids, known)
+    result.fallbacks = tuple(dict.fromkeys(fallbacks))
+    return result
+
+
+def _record(node: torch.fx.Node, result: Trace, ids: dict[torch.fx.Node, int], known: dict[torch.fx.Node, Any]) -> list[str]:
+    """Run one node; if a moving value enters it, append its application. Return the name of a fallback, if any."""
+    target: Any = node.target
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: known[n])
+    with torch.no_grad():
+        value = known[node] = target(*args, **kwargs)
+    moving = [n for n in node.all_input_nodes if n in ids]
+    if not moving or not (isinstance(value, Tensor) and value.dtype.is_floating_point):
+        if moving and not isinstance(value, Tensor):
+            raise TraceError(f"trace: operation {target} returns several tensors, which is not supported yet")
+        return []
+    if target is torch.ops.aten.detach.default:
+        return []
+    by_tensor = {id(known[n]): ids[n] for n in moving}
+    match = None
+    if (found := RULES.get(target)) is not None:
+        wants_result = "result" in inspect.signature(found).parameters
+        match = found(*args, **kwargs, **({"result": value} if wants_result else {}))
+    if match is None:
+        primitive, inputs, missing = _fallback(node, moving, known), tuple(known[n] for n in moving), [str(target)]
+    else:
+        (primitive, inputs), missing = match, []
+    for tensor in inputs:
+        if tensor is not None and id(tensor) not in by_tensor:
+            by_tensor[id(tensor)] = result.add_value(tensor)
+    ids[node] = result.apply(primitive, tuple(None if t is None else by_tensor[id(t)] for t in inputs), value, node.name)
+    return missing
+
+
+def _fallback(node: torch.fx.Node, moving: list[torch.fx.Node], known: dict[torch.fx.Node, Any]) -> Primitive:
+    target: Any = node.target
+
+    def function(*inputs: Tensor) -> Tensor:
+        replaced = dict(zip(moving, inputs, strict=True))
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, known[n]))
+        return target(*args, **kwargs)
+
+    return AutomaticDifferentiation(function, str(target))
+
+
