@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from derivations.loss import CrossEntropy, MeanSquaredError
 from hessiankit.errors import InputError, TraceError
-from hessiankit.problem import IGNORE_INDEX, Loss, Task, check_memory, make_task
-from hessiankit.sweep import Accumulator
+from hessiankit.tables import as_html, as_text, table
+from hessiankit.task import IGNORE_INDEX, Loss, Task, check_memory, make_task
+from hessiankit.sweep import Accumulator, BlockSum
 from hessiankit.trace import Application, Trace, trace
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that a chunk of samples may take
@@ -89,22 +90,19 @@ class Hessian:
             shape = " x ".join(map(str, self.shapes[n])) or "1"
             yield n, shape, f"{self.spectral_norm(n):.4g}", f"{self.frobenius_norm(n):.4g}"
 
+    def _title(self) -> str:
+        size = self.matrix.shape[0]
+        title = f"Hessian: {size} x {size}, {self.matrix.dtype}, loss {self.loss:.6g}, {self.seconds:.2f} s"
+        return title + (f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else "")
+
     def __repr__(self) -> str:
-        head = ("parameter", "shape", "||H_ii||_2", "||H_ii||_F")
-        rows = [head, *self._rows()]
-        widths = [max(len(r[k]) for r in rows) for k in range(4)]
-        lines = ["  ".join(c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows]
-        p = self.matrix.shape[0]
-        title = f"Hessian: {p} x {p}, {self.matrix.dtype}, loss {self.loss:.6g}, {self.seconds:.2f} s"
-        if self.fallbacks:
-            title += f"; differentiated automatically: {', '.join(self.fallbacks)}"
-        return "\n".join([title, *lines])
+        return as_text(self._title(), table(_HEADERS, self._rows(), left=2))
 
     def _repr_html_(self) -> str:
-        cells = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in r) + "</tr>" for r in self._rows())
-        p = self.matrix.shape[0]
-        return (f"<p>Hessian: {p} &times; {p}, loss {self.loss:.6g}, {self.seconds:.2f} s</p><table><tr><th>parameter</th><th>shape</th>"
-                f"<th>&#8214;H<sub>ii</sub>&#8214;<sub>2</sub></th><th>&#8214;H<sub>ii</sub>&#8214;<sub>F</sub></th></tr>{cells}</table>")
+        return as_html(_HEADERS, self._rows(), caption=self._title())
+
+
+_HEADERS = ("parameter", "shape", "||H_ii||_2", "||H_ii||_F")
 
 
 def hessian(
@@ -179,7 +177,7 @@ def _assemble(
     task: Task, batch_size: int | None, progress: Callable[[int, int], None] | None, *, outer: bool
 ) -> tuple[Tensor, float, tuple[str, ...]]:
     first = next(iter(task.parameters.values()))
-    matrix = torch.zeros(task.size, task.size, dtype=first.dtype, device=first.device)
+    total = BlockSum()
     normalizer = _normalizer(task)
     splittable = isinstance(task.loss, str) and _samples_are_independent(task)
     batch = task.batch
@@ -188,15 +186,18 @@ def _assemble(
     while done < batch:
         rows = slice(done, min(done + step, batch))
         traced = loss_trace(task.part(rows) if splittable else task, normalizer)
-        accumulator = Accumulator(traced.trace, task.slices, matrix, traced.output if outer else None)
+        accumulator = Accumulator(traced.trace, total, traced.output if outer else None)
         accumulator.run()
         value += float(traced.trace.values[traced.trace.output])
         fallbacks = traced.trace.fallbacks
         done = rows.stop if splittable else batch
         if batch_size is None and splittable and rows.start == 0:
             step = max(1, min(batch - done, int(WORKSPACE / max(accumulator.peak_bytes, 1)))) if done < batch else step
+        print("step",step,accumulator.peak_bytes)
         if progress is not None:
             progress(done, batch)
+    matrix = torch.zeros(task.size, task.size, dtype=first.dtype, device=first.device)
+    total.write(matrix, task.slices)
     return matrix, value, fallbacks
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from hessiankit.sites import Lift, Site, find_site, pair
 from hessiankit.trace import Application, Trace
 
 
+Names: TypeAlias = "tuple[str, ...]"
 WEIGHT = 1  # a site's weight or gain is its primitive's second input; the third, a bias, is additive
 
 
@@ -52,22 +54,60 @@ class Source:
     """A set of Hessian columns that move together: the parameters of one site, or one whole parameter."""
 
     site: Site | None
-    columns: Tensor
+    names: Names
+
+
+class BlockSum:
+    """A symmetric matrix as a running sum of blocks between groups of parameters; half of it is kept."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[Names, Names, bool], Tensor] = {}
+
+    def add(self, rows: Names, columns: Names, block: Tensor, *, mirrored: bool) -> None:
+        """Add a block; ``mirrored`` says that its transpose belongs to the sum as well."""
+        key = (rows, columns, mirrored)
+        if key in self.blocks:
+            self.blocks[key] += block
+        else:
+            self.blocks[key] = block.clone() if block._base is not None else block
+
+    def add_product(self, rows: Names, columns: Names, a: Tensor, b: Tensor, *, mirrored: bool) -> None:
+        """Add a @ b."""
+        key = (rows, columns, mirrored)
+        if key in self.blocks:
+            self.blocks[key].addmm_(a, b)
+        else:
+            self.blocks[key] = a @ b
+
+    def write(self, matrix: Tensor, slices: Mapping[str, slice]) -> None:
+        """Add everything into the P x P matrix, releasing each block as it goes."""
+        while self.blocks:
+            (rows, columns, mirrored), block = self.blocks.popitem()
+            start_i = 0
+            for i in rows:
+                n_i, start_j = slices[i].stop - slices[i].start, 0
+                for j in columns:
+                    n_j = slices[j].stop - slices[j].start
+                    part = block[start_i : start_i + n_i, start_j : start_j + n_j]
+                    matrix[slices[i], slices[j]] += part
+                    if mirrored:
+                        matrix[slices[j], slices[i]] += part.T
+                    start_j += n_j
+                start_i += n_i
 
 
 class Accumulator:
-    """Adds the terms of one traced scalar to a Hessian.
+    """Adds the terms of one traced scalar to a sum of Hessian blocks.
 
     Args:
         trace: A trace whose output is a scalar.
-        slices: Columns of each parameter in the Hessian.
-        hessian: The P x P tensor to add to; its upper source pairs and their mirror images are written.
+        total: The sum to add to.
         downstream_of: If given, only primitives fed by this value count: the Gauss-Newton part when it is the
             module's output.
     """
 
-    def __init__(self, trace: Trace, slices: Mapping[str, slice], hessian: Tensor, downstream_of: int | None = None) -> None:
-        self.trace, self.slices, self.hessian = trace, slices, hessian
+    def __init__(self, trace: Trace, total: BlockSum, downstream_of: int | None = None) -> None:
+        self.trace, self.total = trace, total
         self.lambdas = adjoints(trace)
         self.counted = None if downstream_of is None else self._descendants(downstream_of)
         self.sources: list[Source] = []
@@ -111,17 +151,14 @@ class Accumulator:
         self.site_source: dict[int, int] = {}
         for at, site in sites.items():
             self.site_source[at] = len(self.sources)
-            self.sources.append(Source(site, self._columns([lift.parameter for lift in site.lifts])))
+            self.sources.append(Source(site, tuple(lift.parameter for lift in site.lifts)))
         for name in trace.parameters:
             if name in whole:
                 at = trace.parameters[name]
                 value = trace.values[at]
                 eye = torch.eye(value.numel(), dtype=value.dtype, device=value.device)
                 self.tangents[at][len(self.sources)] = Tangent(eye.reshape(-1, *value.shape), None)
-                self.sources.append(Source(None, self._columns([name])))
-
-    def _columns(self, names: list[str]) -> Tensor:
-        return torch.cat([torch.arange(self.slices[n].start, self.slices[n].stop, device=self.hessian.device) for n in names])
+                self.sources.append(Source(None, (name,)))
 
     def _descendants(self, value: int) -> set[int]:
         reached = {value}
@@ -196,7 +233,8 @@ class Accumulator:
             else:
                 w, right = right.expand(w), None
         if left is None and right is None:
-            self._add(u, s, t.reshape(t.shape[0], -1) @ w.reshape(w.shape[0], -1).T)
+            a, b = t.reshape(t.shape[0], -1), w.reshape(w.shape[0], -1).T
+            self.total.add_product(self.sources[u].names, self.sources[s].names, a, b, mirrored=u != s)
         elif left is not None and right is not None:
             block = _by_row(t, left.axes) @ _by_row(w, right.axes).mT  # (rows, d_left, d_right)
             self.per_row[u, s] = self.per_row[u, s] + block if (u, s) in self.per_row else block
@@ -214,7 +252,7 @@ class Accumulator:
         at = application.inputs[k]
         assert at is not None
         name = next(n for n, value in self.trace.parameters.items() if value == at)
-        own = Source(None, self._columns([name]))
+        own = Source(None, (name,))
         if site is None:
             self._add(own, s, covector.reshape(covector.shape[0], -1).T)
             return
@@ -231,11 +269,9 @@ class Accumulator:
             return
         self._add(own, s, torch.cat([_mixed(lift, rows, _by_row(t, site.axes), other) for other in site.lifts], 1))
 
-    def _add(self, u: int | Source, s: int | Source, block: Tensor) -> None:
-        left, right = (self.sources[i] if isinstance(i, int) else i for i in (u, s))
-        self.hessian.index_put_((left.columns.unsqueeze(1), right.columns), block, accumulate=True)
-        if u is not s and u != s:
-            self.hessian.index_put_((right.columns.unsqueeze(1), left.columns), block.T, accumulate=True)
+    def _add(self, u: int | Source, s: int, block: Tensor) -> None:
+        left = self.sources[u] if isinstance(u, int) else u
+        self.total.add(left.names, self.sources[s].names, block, mirrored=u != s)
 
 
 def _by_row(t: Tensor, axes: int) -> Tensor:

@@ -12,6 +12,7 @@ from derivations.matrix.expression import Matrix, Product, Scaled, Sum, add, pro
 from derivations.matrix.kronecker import Kronecker, kron
 from derivations.matrix.leaves import Dense, Identity, Ones, Zero
 from derivations.matrix.permutation import Commutation, VecIdentity
+from derivations.matrix.vectorized import SliceTranspose, Vec
 
 __all__ = [
     "BlockDiagonal",
@@ -26,7 +27,9 @@ __all__ = [
     "Ones",
     "Product",
     "Scaled",
+    "SliceTranspose",
     "Sum",
+    "Vec",
     "VecIdentity",
     "Zero",
     "add",

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from derivations.arrays import Array, as_array, concatenate, full
-from derivations.matrix.expression import Matrix, to_float
+from derivations.arrays import Array, as_array, common, concatenate, full, lift_diagonal, to_float
+from derivations.matrix.expression import Matrix
+from derivations.matrix.leaves import transposed
 
 
 class Diagonal(Matrix):
-    """diag(v) for a vector v.
+    r"""diag(v) for a vector v.
 
+    >>> import torch
     >>> D = Diagonal(torch.tensor([1.0, -5.0]), "v")
     >>> D.norm_bound(), D.latex()
-    (5.0, '\\\\operatorname{diag}(v)')
+    (5.0, '\\operatorname{diag}(v)')
     """
 
     def __init__(self, values: Any, symbol: str = r"\bullet") -> None:
@@ -29,13 +29,14 @@ class Diagonal(Matrix):
         return self.values
 
     def apply(self, y: Array) -> Array:
-        return self.values.reshape(-1, 1) * y
+        values, y = common(self.values, y)
+        return values.reshape(-1, 1) * y
 
     def transpose(self) -> Matrix:
         return self
 
     def norm_bound(self) -> float:
-        return float(to_float(self.values.reshape(1, -1)).abs().max()) if self.shape[0] else 0.0
+        return float(to_float(self.values).abs().max()) if self.shape[0] else 0.0
 
     def latex(self) -> str:
         return rf"\operatorname{{diag}}({self.symbol})"
@@ -61,14 +62,14 @@ class BlockDiagonal(Matrix):
         for block in self.blocks:
             parts.append(block.apply(y[start : start + block.shape[1]]))
             start += block.shape[1]
-        return concatenate(parts, 0)
+        return concatenate(parts, 0) if parts else full((0, int(y.shape[1])), 0, y)
 
     def transpose(self) -> Matrix:
-        symbol = None if self.symbol is None else self.symbol + r"^\top"
+        symbol = None if self.symbol is None else transposed(self.symbol)
         return BlockDiagonal([block.T for block in self.blocks], symbol)
 
     def norm_bound(self) -> float:
-        return max(block.norm_bound() for block in self.blocks)
+        return max((block.norm_bound() for block in self.blocks), default=0.0)
 
     def latex(self) -> str:
         inner = self.symbol if self.symbol is not None else r",\,".join(block.latex() for block in self.blocks)
@@ -78,6 +79,7 @@ class BlockDiagonal(Matrix):
 class DiagonalLift(Matrix):
     """E_n = (e_1 (x) e_1, ..., e_n (x) e_n), the n^2 x n matrix with vec_r(diag v) = E_n v (Proposition 6).
 
+    >>> import torch
     >>> (DiagonalLift(2) @ torch.tensor([3.0, 4.0])).tolist()
     [3.0, 0.0, 0.0, 4.0]
     """
@@ -86,9 +88,7 @@ class DiagonalLift(Matrix):
         self.n, self.shape = n, (n * n, n)
 
     def apply(self, y: Array) -> Array:
-        out = full((self.n * self.n, int(y.shape[1])), 0, y)
-        out[:: self.n + 1] = y
-        return out
+        return lift_diagonal(y)
 
     def transpose(self) -> Matrix:
         return DiagonalTake(self.n)
@@ -103,6 +103,7 @@ class DiagonalLift(Matrix):
 class DiagonalTake(Matrix):
     """E_n^T, which reads the diagonal: E_n^T vec_r(A) = diag(A).
 
+    >>> import torch
     >>> (DiagonalTake(2) @ torch.tensor([3.0, 1.0, 2.0, 4.0])).tolist()
     [3.0, 4.0]
     """
@@ -121,5 +122,3 @@ class DiagonalTake(Matrix):
 
     def latex(self) -> str:
         return rf"E_{{{self.n}}}^\top"
-
-

@@ -1,4 +1,4 @@
-"""Structured matrix expressions: what every node can do, and the four ways of combining them.
+"""Structured matrix expressions: what every node can do, and the ways of combining them.
 
 A closed form is written once as an expression and read many ways: as a dense matrix, as a fast action on vectors
 (no Kronecker product is ever formed), as a norm bound, as LaTeX, as an exact SymPy matrix.
@@ -6,15 +6,17 @@ A closed form is written once as an expression and read many ways: as a dense ma
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import sympy
 import torch
 
-from derivations.arrays import Array, Scalar, is_exact, scale, to_sympy
+from derivations.arrays import Array, Scalar, as_array, as_float, eye, scale, to_sympy
+from derivations.arrays import to_float as to_float
 
 ATOM, PRODUCT, KRONECKER, SUM = 3, 2, 1, 0  # how tightly a node binds in LaTeX
 
@@ -24,6 +26,7 @@ class Matrix(ABC):
 
     shape: tuple[int, int]
     precedence: int = ATOM
+    __array_ufunc__ = None  # NumPy scalars and arrays leave * and @ to this class
 
     @abstractmethod
     def apply(self, y: Array) -> Array:
@@ -31,7 +34,7 @@ class Matrix(ABC):
 
     @abstractmethod
     def transpose(self) -> Matrix:
-        """Return the transposed expression."""
+        """Return the transposed expression (never conjugated)."""
 
     @abstractmethod
     def norm_bound(self) -> float:
@@ -50,39 +53,55 @@ class Matrix(ABC):
         return next((found for child in self.children() if (found := child.like()) is not None), None)
 
     def dense(self, like: Array | None = None) -> Array:
-        """Return the matrix written out, in the arithmetic of its leaves (or of ``like``; else float64)."""
-        from derivations.arrays import eye
-
-        context = self.like() if like is None else like
-        return self.apply(eye(self.shape[1], torch.zeros(0, dtype=torch.float64) if context is None else context))
+        """Return the matrix written out, in the arithmetic of its leaves (else of ``like``; else float64)."""
+        own = self.like()
+        context = torch.zeros(0, dtype=torch.float64) if own is None and like is None else like if own is None else own
+        rows, columns = self.shape
+        if rows >= columns:
+            return self.apply(eye(columns, context))
+        written = self.T.apply(eye(rows, context)).T  # an action costs by the column, so act from the shorter side
+        return written.contiguous() if isinstance(written, torch.Tensor) else written
 
     def sympy(self) -> sympy.ImmutableDenseMatrix:
         """Return the matrix written out as an exact SymPy matrix (floating-point leaves become SymPy floats)."""
-        return to_sympy(self.dense(np.zeros(0, dtype=object) if self.like() is None else None))
+        return to_sympy(self.dense(np.zeros(0, dtype=object)))
 
     @property
     def T(self) -> Matrix:
+        """The transposed expression."""
         return self.transpose()
+
+    @overload
+    def __matmul__(self, other: Matrix) -> Matrix: ...
+
+    @overload
+    def __matmul__(self, other: Array) -> Array: ...
 
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, Matrix):
             return product(self, other)
-        rows = other.shape[0]
-        if rows != self.shape[1]:
-            raise ValueError(f"matmul: a matrix of shape {self.shape} cannot act on an array of shape {tuple(other.shape)}")
-        return self.apply(other.reshape(rows, 1)).reshape(-1) if other.ndim == 1 else self.apply(other)
+        y = as_array(other)
+        if y.ndim not in (1, 2) or y.shape[0] != self.shape[1]:
+            raise ValueError(
+                f"matmul: {self!r} acts on an array of {self.shape[1]} entries or of {self.shape[1]} rows, "
+                f"got shape {tuple(y.shape)}"
+            )
+        return self.apply(y.reshape(-1, 1)).reshape(-1) if y.ndim == 1 else self.apply(y)
+
+    def __rmatmul__(self, other: Array) -> Array:
+        return (self.T @ as_array(other).T).T
 
     def __add__(self, other: Matrix) -> Matrix:
-        return add(self, other)
+        return add(self, other) if isinstance(other, Matrix) else NotImplemented
 
     def __sub__(self, other: Matrix) -> Matrix:
-        return add(self, -other)
+        return add(self, -other) if isinstance(other, Matrix) else NotImplemented
 
     def __neg__(self) -> Matrix:
         return scaled(-1, self)
 
     def __mul__(self, c: Scalar) -> Matrix:
-        return scaled(c, self)
+        return NotImplemented if isinstance(c, Matrix) else scaled(c, self)
 
     __rmul__ = __mul__
 
@@ -178,56 +197,89 @@ class Scaled(Matrix):
         return scaled(self.c, self.matrix.T)
 
     def norm_bound(self) -> float:
-        return abs(float(self.c)) * self.matrix.norm_bound()
+        return as_float(abs(self.c)) * self.matrix.norm_bound()
 
     def latex(self) -> str:
-        body = self.matrix.bracketed(KRONECKER if self.c == -1 else PRODUCT)
         if self.c == -1:
-            return "-" + body
-        c = f"{self.c:.6g}" if isinstance(self.c, float) else sympy.latex(sympy.sympify(self.c))
-        return rf"{c}\,{body}"
+            return "-" + self.matrix.bracketed(KRONECKER)
+        return rf"{_scalar_latex(self.c)}\,{self.matrix.bracketed(PRODUCT)}"
 
 
 def product(*factors: Matrix) -> Matrix:
-    """Return the product, flattened, with scalars pulled out, identities dropped and K K^T = I applied."""
-    from derivations.matrix.leaves import Identity, Zero
-    from derivations.matrix.permutation import Commutation
+    """Return the product, flattened, with scalars pulled out and simplified as a person would.
 
-    for left, right in zip(factors, factors[1:], strict=False):
+    Identities are dropped, K_{n,m} K_{m,n} = I and E_n^T E_n = I are applied, and neighbouring Kronecker products are
+    joined where their factors conform: (A (x) B) (C (x) D) = A C (x) B D.
+
+    Raises:
+        ValueError: if neighbouring shapes do not conform.
+    """
+    from derivations.matrix.leaves import Zero
+
+    for left, right in itertools.pairwise(factors):
         if left.shape[1] != right.shape[0]:
             raise ValueError(f"product: shapes {left.shape} and {right.shape} do not conform: {left!r} @ {right!r}")
-    shape = (factors[0].shape[0], factors[-1].shape[1])
-    c: Scalar = 1
+    rows, columns = factors[0].shape[0], factors[-1].shape[1]
+    if any(isinstance(factor, Zero) for factor in factors):
+        return Zero(rows, columns)
     flat: list[Matrix] = []
+    c: Scalar = 1
     for factor in factors:
-        if isinstance(factor, Scaled):
-            c, factor = c * factor.c, factor.matrix
-        for part in factor.factors if isinstance(factor, Product) else (factor,):
-            if isinstance(part, Zero):
-                return Zero(*shape)
-            if isinstance(part, Identity):
-                continue
-            last = flat[-1] if flat else None
-            if isinstance(part, Commutation) and isinstance(last, Commutation) and (part.m, part.n) == (last.n, last.m):
-                flat.pop()
-            else:
-                flat.append(part)
-    if not flat:
-        return scaled(c, Identity(shape[0]))
-    return scaled(c, flat[0] if len(flat) == 1 else Product(flat))
+        c = c * _append(flat, factor)
+    return scaled(c, _join(flat, rows))
+
+
+def _append(flat: list[Matrix], factor: Matrix) -> Scalar:
+    """Multiply the product ``flat`` by one more factor on the right, in place, and return the scalar that came out."""
+    from derivations.matrix.kronecker import mixed_product
+    from derivations.matrix.permutation import cancels, is_identity
+
+    if isinstance(factor, Scaled):
+        return factor.c * _append(flat, factor.matrix)
+    if isinstance(factor, Product):
+        c: Scalar = 1
+        for part in factor.factors:
+            c = c * _append(flat, part)
+        return c
+    if is_identity(factor):
+        return 1
+    if flat and cancels(flat[-1], factor):
+        flat.pop()
+        return 1
+    if flat and (merged := mixed_product(flat[-1], factor)) is not None:
+        flat.pop()
+        return _append(flat, merged)  # the new factor may in turn meet the one before
+    flat.append(factor)
+    return 1
+
+
+def _join(flat: list[Matrix], n: int) -> Matrix:
+    from derivations.matrix.leaves import Identity
+
+    return Product(flat) if len(flat) > 1 else flat[0] if flat else Identity(n)
 
 
 def add(*terms: Matrix) -> Matrix:
-    """Return the sum, flattened, with zero terms dropped."""
+    """Return the sum, flattened, with zero terms dropped.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
     from derivations.matrix.leaves import Zero
 
     for term in terms:
         if term.shape != terms[0].shape:
             raise ValueError(f"add: shapes {terms[0].shape} and {term.shape} differ: {terms[0]!r} + {term!r}")
-    flat = [part for term in terms for part in (term.terms if isinstance(term, Sum) else (term,)) if not isinstance(part, Zero)]
+    flat = [part for term in terms for part in _terms(term) if not isinstance(part, Zero)]
     if not flat:
         return Zero(*terms[0].shape)
     return flat[0] if len(flat) == 1 else Sum(flat)
+
+
+def _terms(matrix: Matrix) -> Sequence[Matrix]:
+    if isinstance(matrix, Scaled) and isinstance(matrix.matrix, Sum) and matrix.c == -1:
+        return [-term for term in matrix.matrix.terms]
+    return matrix.terms if isinstance(matrix, Sum) else (matrix,)
 
 
 def scaled(c: Scalar, matrix: Matrix) -> Matrix:
@@ -236,13 +288,21 @@ def scaled(c: Scalar, matrix: Matrix) -> Matrix:
 
     if isinstance(matrix, Scaled):
         c, matrix = c * matrix.c, matrix.matrix
-    if isinstance(c, (int, float)) and c == 1 or isinstance(matrix, Zero):
+    if isinstance(c, torch.Tensor):  # its value may change or carry a gradient: no simplification
+        return Scaled(c, matrix)
+    if c == 1 or isinstance(matrix, Zero):
         return matrix
-    return Zero(*matrix.shape) if isinstance(c, (int, float)) and c == 0 else Scaled(c, matrix)
+    return Zero(*matrix.shape) if c == 0 else Scaled(c, matrix)
 
 
-def to_float(x: Array) -> torch.Tensor:
-    """Return an exact array as float64 (tensors as they are), for norms."""
-    if not is_exact(x):
-        return x
-    return torch.tensor([[float(v) for v in row] for row in x.tolist()], dtype=torch.float64).reshape(x.shape)
+def _scalar_latex(c: Scalar) -> str:
+    if isinstance(c, torch.Tensor):
+        c = c.item()
+    if isinstance(c, float):
+        mantissa, _, exponent = f"{c:.6g}".partition("e")
+        return rf"{mantissa}\cdot 10^{{{int(exponent)}}}" if exponent else mantissa
+    c = sympy.sympify(c)
+    text = str(sympy.latex(c))
+    if c.is_Add:
+        return rf"\left({text}\right)"
+    return "-" + text[2:] if text.startswith("- ") else text

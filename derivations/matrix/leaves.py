@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
 
-from derivations.arrays import Array, as_array, full
-from derivations.matrix.expression import Matrix, to_float
+from derivations.arrays import Array, as_array, full, matmul, to_float
+from derivations.matrix.expression import Matrix
+
+_ONE_LETTER = re.compile(r"(\\[A-Za-z]+(\{[^{}]*\})*|[A-Za-z0-9])(_(\{[^{}]*\}|[A-Za-z0-9]))?'*")
 
 
 class Dense(Matrix):
-    """A matrix of numbers with the symbol it is printed as.
+    r"""A matrix of numbers with the symbol it is printed as, and its spectral norm where that is known.
 
     >>> W = Dense(torch.tensor([[3.0, 0.0], [0.0, 4.0]]), "W_Q")
     >>> W, W.norm_bound()
     (Dense(2x2: W_Q), 4.0)
+    >>> W.T.latex(), Dense(torch.ones(2, 2), "XW_Q").T.latex()
+    ('W_Q^\\top', '\\left(XW_Q\\right)^\\top')
     """
 
     def __init__(self, value: Any, symbol: str = r"\bullet", *, norm: float | None = None) -> None:
@@ -25,6 +30,7 @@ class Dense(Matrix):
             raise ValueError(f"Dense: expected a matrix for {symbol!r}, got an array of shape {tuple(self.value.shape)}")
         self.symbol, self.norm = symbol, norm
         self.shape = (int(self.value.shape[0]), int(self.value.shape[1]))
+        self._transposed_symbol: str | None = None
 
     def like(self) -> Array:
         return self.value
@@ -33,14 +39,17 @@ class Dense(Matrix):
         return self.value
 
     def apply(self, y: Array) -> Array:
-        return self.value @ y
+        return matmul(self.value, y)
 
     def transpose(self) -> Matrix:
-        symbol = self.symbol.removesuffix(r"^\top") if self.symbol.endswith(r"^\top") else self.symbol + r"^\top"
-        return Dense(self.value.T, symbol, norm=self.norm)
+        result = Dense(self.value.T, self._transposed_symbol or transposed(self.symbol), norm=self.norm)
+        result._transposed_symbol = self.symbol
+        return result
 
     def norm_bound(self) -> float:
-        return float(torch.linalg.matrix_norm(to_float(self.value), 2)) if self.norm is None else self.norm
+        if self.norm is not None:
+            return self.norm
+        return float(torch.linalg.matrix_norm(to_float(self.value), 2)) if 0 not in self.shape else 0.0
 
     def latex(self) -> str:
         return self.symbol
@@ -116,3 +125,14 @@ class Zero(Matrix):
 
     def latex(self) -> str:
         return rf"0_{{{self.shape[0]}\times {self.shape[1]}}}"
+
+
+def transposed(symbol: str) -> str:
+    r"""Return the LaTeX of a transposed symbol, in brackets if it is more than one letter with an index.
+
+    >>> transposed("W_Q"), transposed(r"W_Q^\top"), transposed("XW_Q")
+    ('W_Q^\\top', 'W_Q', '\\left(XW_Q\\right)^\\top')
+    """
+    if symbol.endswith(r"^\top") and _ONE_LETTER.fullmatch(symbol.removesuffix(r"^\top")):
+        return symbol.removesuffix(r"^\top")
+    return symbol + r"^\top" if _ONE_LETTER.fullmatch(symbol) else rf"\left({symbol}\right)^\top"

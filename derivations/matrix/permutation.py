@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 
 from derivations.arrays import Array, full
+from derivations.matrix.diagonal import DiagonalLift, DiagonalTake
 from derivations.matrix.expression import Matrix
+from derivations.matrix.leaves import Identity
 
 
 class Commutation(Matrix):
     """K_{m,n}, the mn x mn permutation with K_{m,n} vec(A) = vec(A^T) for A in R^{m x n} (Definition 3).
 
     On row-stacked vectors: vec_r(A^T) = K_{n,m} vec_r(A). It turns a Kronecker product round:
-    K_{m,n} (x (x) y) = y (x) x for x in R^n, y in R^m.
+    K_{m,n} (x (x) y) = y (x) x for x in R^n, y in R^m. K_{1,n} = K_{n,1} = I_n.
 
     >>> import torch
     >>> A = torch.arange(6.0).reshape(2, 3)
@@ -51,9 +53,7 @@ class VecIdentity(Matrix):
     def apply(self, y: Array) -> Array:
         if self.transposed:
             return y[:: self.n + 1].sum(0).reshape(1, -1)
-        out = full((self.n * self.n, int(y.shape[1])), 0, y)
-        out[:: self.n + 1] = y
-        return out
+        return DiagonalLift(self.n).apply(full((self.n, 1), 1, y) * y)
 
     def transpose(self) -> Matrix:
         return VecIdentity(self.n, not self.transposed)
@@ -63,3 +63,19 @@ class VecIdentity(Matrix):
 
     def latex(self) -> str:
         return rf"\operatorname{{vec}}_r(I_{{{self.n}}})" + (r"^\top" if self.transposed else "")
+
+
+def is_identity(matrix: Matrix) -> bool:
+    """Tell whether the node is an identity by its structure: I_n, K_{1,n} or K_{n,1}."""
+    return isinstance(matrix, Identity) or (isinstance(matrix, Commutation) and 1 in (matrix.m, matrix.n))
+
+
+def cancels(left: Matrix, right: Matrix) -> bool:
+    """Tell whether two conforming nodes multiply to the identity: K_{n,m} K_{m,n} or E_n^T E_n.
+
+    >>> cancels(Commutation(3, 2), Commutation(2, 3)), cancels(Commutation(2, 3), Commutation(2, 3))
+    (True, False)
+    """
+    if isinstance(left, Commutation) and isinstance(right, Commutation):
+        return (left.m, left.n) == (right.n, right.m)
+    return isinstance(left, DiagonalTake) and isinstance(right, DiagonalLift)

@@ -1,0 +1,248 @@
+r"""Entrywise activations: value, first and second derivative, each written once for tensors and for exact numbers.
+
+For an entrywise sigma, d sigma(X)/dX = diag(vec_r sigma'(X)) and d2 sigma(X)/dX2 = E_n diag(vec_r sigma''(X)), with
+E_n = (e_1 (x) e_1, ..., e_n (x) e_n). For ReLU the second vanishes off the kinks: Lemma 1 (and 3) of "Closing the
+Curvature Gap" (claim Lem1/3). The smooth ones are those of claim T-FFN-silu and its GELU note; the paper has ReLU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from torch import Tensor
+
+from derivations.arrays import Array, Scalar, exp, full, is_exact, scale
+from derivations.matrix import Diagonal, DiagonalLift, Matrix, Zero
+from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+
+Derivatives = tuple[Array, Array, "Array | None"]
+"""The value, the first and the second derivative of an activation, entry by entry; None for a second that is zero."""
+
+
+def _identity(x: Array, slope: Scalar) -> Derivatives:
+    return x, full(shape_of(x), 1, x), None
+
+
+def _relu(x: Array, slope: Scalar) -> Derivatives:
+    on = _positive(x)
+    return x * on, on, None
+
+
+def _leaky_relu(x: Array, slope: Scalar) -> Derivatives:
+    on = _positive(x)
+    first = on + scale(slope, 1 - on)
+    return x * first, first, None
+
+
+def _tanh(x: Array, slope: Scalar) -> Derivatives:
+    t = _tanh_of(x)
+    first = 1 - t * t
+    return t, first, scale(-2, t * first)
+
+
+def _silu(x: Array, slope: Scalar) -> Derivatives:
+    s = torch.sigmoid(x) if isinstance(x, Tensor) else 1 / (1 + exp(-x))
+    return x * s, s + x * s * (1 - s), s * (1 - s) * (2 + x * (1 - 2 * s))
+
+
+def _gelu(x: Array, slope: Scalar) -> Derivatives:
+    density = scale(1 / sympy.sqrt(2 * sympy.pi), exp(scale(Fraction(-1, 2), x * x)))
+    cumulative = _normal_cdf(x)
+    return x * cumulative, cumulative + x * density, density * (2 - x * x)
+
+
+def _gelu_tanh(x: Array, slope: Scalar) -> Derivatives:
+    k, cubic = sympy.sqrt(2 / sympy.pi), Fraction(44715, 1_000_000)
+    t = _tanh_of(scale(k, x + scale(cubic, x * x * x)))
+    du, d2u = scale(k, 1 + scale(3 * cubic, x * x)), scale(k, scale(6 * cubic, x))  # of u, the argument of tanh
+    half, steep = scale(Fraction(1, 2), 1 + t), 1 - t * t
+    second = steep * (du + scale(Fraction(1, 2), x * (d2u - scale(2, t * du * du))))
+    return x * half, half + scale(Fraction(1, 2), x * steep * du), second
+
+
+KINDS: dict[str, Callable[[Array, Scalar], Derivatives]] = {
+    "identity": _identity,
+    "relu": _relu,
+    "leaky_relu": _leaky_relu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": _silu,
+    "tanh": _tanh,
+}
+SMOOTH = ("gelu", "gelu_tanh", "silu", "tanh")
+
+
+def derivatives(kind: str, X: Array, negative_slope: Scalar = Fraction(1, 100)) -> Derivatives:
+    r"""Return sigma(X), sigma'(X) and sigma''(X), entry by entry; the last is None where it vanishes identically.
+
+        relu        x 1{x>0},           1{x>0},                    0
+        leaky_relu  x (1{x>0} + a 1{x<=0}),  the bracket,          0
+        tanh        t,                  1 - t^2,                   -2 t (1 - t^2)
+        silu        x s,                s + x s (1 - s),           s (1 - s)(2 + x (1 - 2 s)),       s = 1/(1 + e^-x)
+        gelu        x Phi,              Phi + x phi,               phi (2 - x^2),                    the normal law's Phi, phi
+        gelu_tanh   x (1 + t)/2,        (1 + t)/2 + x t'/2,        t' + x t''/2,                     t = tanh(k (x + c x^3))
+
+    At a kink the derivative is the one from the left, as in torch.
+
+    Args:
+        kind: one of ``KINDS``.
+        X: array of any shape. Exact numbers stay exact: the smooth kinds give SymPy expressions.
+        negative_slope: a, for leaky_relu only.
+
+    Raises:
+        ValueError: if there is no such kind.
+
+    >>> [None if v is None else v.tolist() for v in derivatives("relu", torch.tensor([-2.0, 3.0]))]
+    [[-0.0, 3.0], [0.0, 1.0], None]
+    """
+    if kind not in KINDS:
+        raise ValueError(f"activation: there is no kind {kind!r}; the kinds are {', '.join(KINDS)}")
+    return KINDS[kind](X, negative_slope)
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationAt:
+    r"""N = sigma(X), entry by entry, at a point.
+
+    Args:
+        kind: "relu", "leaky_relu", "gelu" (with the error function), "gelu_tanh", "silu", "tanh" or "identity".
+        X: m x n.
+        negative_slope: the slope of leaky_relu left of 0.
+
+    Raises:
+        ValueError: if there is no such kind.
+
+    >>> point = ActivationAt("relu", torch.tensor([[-1.0, 2.0]]))
+    >>> point.jacobian("X").dense().tolist(), point.hessian("X", "X").latex()
+    ([[0.0, 0.0], [0.0, 1.0]], '0_{4\\times 2}')
+    """
+
+    kind: str
+    X: Array
+    negative_slope: Scalar = Fraction(1, 100)
+
+    def __post_init__(self) -> None:
+        _ = self._derivatives
+
+    @cached_property
+    def _derivatives(self) -> Derivatives:
+        return derivatives(self.kind, self.X, self.negative_slope)
+
+    @property
+    def arguments(self) -> dict[str, Shape]:
+        """X."""
+        return {"X": shape_of(self.X)}
+
+    @property
+    def value(self) -> Array:
+        """sigma(X), of shape (m, n)."""
+        return self._derivatives[0]
+
+    @property
+    def first(self) -> Array:
+        """sigma'(X), of shape (m, n)."""
+        return self._derivatives[1]
+
+    @property
+    def second(self) -> Array | None:
+        """sigma''(X), of shape (m, n); None where it vanishes identically."""
+        return self._derivatives[2]
+
+    def jacobian(self, name: str) -> Matrix:
+        """Return diag(vec_r sigma'(X)), mn x mn.
+
+        Raises:
+            ValueError: if the name is not "X".
+        """
+        expect_names(self, "jacobian", name)
+        return Diagonal(self.first, r"\operatorname{vec}_r\,\sigma'(X)")
+
+    def hessian(self, name_i: str, name_j: str) -> Matrix:
+        """Return E_{mn} diag(vec_r sigma''(X)), (mn)^2 x mn.
+
+        Raises:
+            ValueError: if a name is not "X".
+        """
+        expect_names(self, "hessian", name_i, name_j)
+        n = size(shape_of(self.X))
+        if self.second is None:
+            return Zero(n * n, n)
+        return DiagonalLift(n) @ Diagonal(self.second, r"\operatorname{vec}_r\,\sigma''(X)")
+
+
+@dataclass(frozen=True)
+class Activation(Primitive):
+    """An entrywise activation as a primitive, for tensors of any shape; inputs (X,).
+
+    Args:
+        kind: one of ``KINDS``.
+        negative_slope: the slope of leaky_relu left of 0.
+
+    >>> X = torch.tensor([-1.0, 2.0])
+    >>> Activation("leaky_relu", 0.5).vjp((X,), torch.ones(1, 2))[0].tolist()
+    [[0.5, 1.0]]
+    """
+
+    kind: str
+    negative_slope: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Activation: there is no kind {self.kind!r}; the kinds are {', '.join(KINDS)}")
+        object.__setattr__(self, "is_linear", self.kind == "identity")
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return self._derivatives(inputs)[0]
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        if tangents[0] is None:
+            raise ValueError("Activation.jvp: the tangent of X is None")
+        return tangents[0] * self._derivatives(inputs)[1]
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (adjoint * self._derivatives(inputs)[1],)
+
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        second = None if tangents[0] is None or self.kind not in SMOOTH else self._derivatives(inputs)[2]
+        return (None,) if second is None or tangents[0] is None else (tangents[0] * (adjoint * second),)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim
+
+    def _derivatives(self, inputs: Sequence[Tensor]) -> Derivatives:
+        return derivatives(self.kind, inputs[0], self.negative_slope)
+
+
+def _positive(x: Array) -> Array:
+    """Return 1 where x > 0 and 0 elsewhere; a case distinction where the sign of a symbol is not known."""
+    if isinstance(x, Tensor):
+        return (x > 0).to(x.dtype)
+    return np.frompyfunc(_positive_exact, 1, 1)(x)
+
+
+def _positive_exact(v: Any) -> Any:
+    holds = v > 0
+    known = holds in (True, False) or holds in (sympy.true, sympy.false)
+    return int(bool(holds)) if known else sympy.Piecewise((1, holds), (0, True))
+
+
+def _tanh_of(x: Array) -> Array:
+    return _symbolic(sympy.tanh, x) if is_exact(x) else torch.tanh(x)
+
+
+def _normal_cdf(x: Array) -> Array:
+    if is_exact(x):
+        return _symbolic(lambda v: (1 + sympy.erf(v / sympy.sqrt(2))) / 2, x)
+    return torch.special.ndtr(x)
+
+
+def _symbolic(f: Callable[[Any], Any], x: Array) -> Array:
+    return np.frompyfunc(lambda v: f(sympy.sympify(v)), 1, 1)(x)

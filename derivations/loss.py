@@ -1,0 +1,304 @@
+r"""Squared error and cross entropy: value, gradient row and Hessian in vec_r, and the losses as primitives.
+
+The losses are "the paper's" mean over all entries of a squared difference, l = ||Z - target||_F^2 / (L d_V), with second
+derivative 2/(L d_V) I (claim MSE-H), and the mean over tokens of the cross entropy (claim T-CE), with
+
+    L' = vec_r(P - Y)^T / L,    L'' = blockdiag(diag(p_i) - p_i p_i^T) / L,    P = softmax(logits), Y one-hot.
+
+Below Eq. 7 of "Closing the Curvature Gap" the loss is printed without 1/(L d_V) and its second derivative with it: the
+two belong together (claim Eq7-L).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from torch import Tensor
+
+from derivations.arrays import Array, is_exact, scale, to_sympy
+from derivations.matrix import Dense, Identity, Matrix
+from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.row_blocks import RowCovariance
+from derivations.softmax import softmax
+
+
+@dataclass(frozen=True, eq=False)
+class MeanSquaredErrorAt:
+    """l = ||Z - target||_F^2 / (L d), at a point.
+
+    Args:
+        Z: L x d.
+        target: L x d, a constant.
+
+    Raises:
+        ValueError: if the shapes differ.
+
+    >>> point = MeanSquaredErrorAt(torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 1.0]]))
+    >>> point.value.tolist(), point.jacobian("Z").dense().tolist(), point.hessian("Z", "Z")
+    ([[2.0]], [[2.0, 0.0]], Identity(2x2: I_{2}))
+    """
+
+    Z: Array
+    target: Array
+
+    def __post_init__(self) -> None:
+        if shape_of(self.Z) != shape_of(self.target):
+            raise ValueError(f"MeanSquaredErrorAt: Z has shape {shape_of(self.Z)}, the target {shape_of(self.target)}")
+
+    @property
+    def arguments(self) -> dict[str, Shape]:
+        """Z."""
+        return {"Z": shape_of(self.Z)}
+
+    @property
+    def _residual(self) -> Array:
+        return self.Z - self.target
+
+    @cached_property
+    def value(self) -> Array:
+        """l, of shape (1, 1)."""
+        residual = self._residual.reshape(1, -1)
+        return scale(Fraction(1, size(shape_of(self.Z))), (residual * residual).sum(1).reshape(1, 1))
+
+    def jacobian(self, name: str) -> Matrix:
+        """Return 2 vec_r(Z - target)^T / (L d), 1 x Ld.
+
+        Raises:
+            ValueError: if the name is not "Z".
+        """
+        expect_names(self, "jacobian", name)
+        row = Dense(self._residual.reshape(1, -1), r"\operatorname{vec}_r(Z-\text{Target})^\top")
+        return Fraction(2, size(shape_of(self.Z))) * row
+
+    def hessian(self, name_i: str, name_j: str) -> Matrix:
+        """Return 2/(L d) I, Ld x Ld (claim MSE-H).
+
+        Raises:
+            ValueError: if a name is not "Z".
+        """
+        expect_names(self, "hessian", name_i, name_j)
+        n = size(shape_of(self.Z))
+        return Fraction(2, n) * Identity(n)
+
+
+@dataclass(frozen=True, eq=False)
+class CrossEntropyAt:
+    """The mean over the rows of -log softmax(logits)[label], at a point.
+
+    Args:
+        logits: L x C.
+        labels: L integers from 0 to C - 1.
+        weights: L x C with rows that sum to one, taken for P in place of softmax(logits): rational ones give exact
+            derivatives.
+
+    Raises:
+        ValueError: if the shapes do not fit, or a label is out of range.
+
+    >>> point = CrossEntropyAt(torch.zeros(1, 2), [0])
+    >>> point.jacobian("logits").dense().tolist(), point.hessian("logits", "logits").dense().tolist()
+    ([[-0.5, 0.5]], [[0.25, -0.25], [-0.25, 0.25]])
+    """
+
+    logits: Array
+    labels: Sequence[int] | Tensor
+    weights: Array | None = None
+
+    def __post_init__(self) -> None:
+        shape, labels = shape_of(self.logits), self._labels
+        if len(shape) != 2 or len(labels) != shape[0] or not all(0 <= label < shape[1] for label in labels):
+            raise ValueError(f"CrossEntropyAt: logits of shape (L, C) need L labels below C; got shape {shape}, labels {labels}")
+        if self.weights is not None and shape_of(self.weights) != shape:
+            raise ValueError(f"CrossEntropyAt: weights have shape {shape_of(self.weights)}, the logits {shape}")
+
+    @property
+    def _labels(self) -> list[int]:
+        return [int(label) for label in self.labels]
+
+    @property
+    def arguments(self) -> dict[str, Shape]:
+        """The logits."""
+        return {"logits": shape_of(self.logits)}
+
+    @cached_property
+    def P(self) -> Array:
+        """The probabilities softmax(logits), L x C."""
+        return softmax(self.logits) if self.weights is None else self.weights
+
+    @cached_property
+    def value(self) -> Array:
+        """The loss, of shape (1, 1)."""
+        rows = len(self._labels)
+        chosen = [self.P[i, label] for i, label in enumerate(self._labels)]
+        if is_exact(self.logits):
+            logs = to_sympy(np.array([chosen], dtype=object)).applyfunc(sympy.log)
+            return np.array([[-sum(logs) / rows]], dtype=object)
+        if self.weights is not None:
+            return -torch.stack(chosen).log().mean().reshape(1, 1)
+        labels = torch.as_tensor(self._labels, device=self.logits.device)
+        return torch.nn.functional.cross_entropy(self.logits, labels).reshape(1, 1)
+
+    def jacobian(self, name: str) -> Matrix:
+        """Return vec_r(P - Y)^T / L, 1 x LC (claim T-CE).
+
+        Raises:
+            ValueError: if the name is not "logits".
+        """
+        expect_names(self, "jacobian", name)
+        rows, classes = shape_of(self.logits)
+        one_hot = np.array([[int(label == c) for c in range(classes)] for label in self._labels], dtype=object)
+        Y = one_hot if is_exact(self.P) else torch.tensor(one_hot.tolist(), dtype=self.P.dtype, device=self.P.device)
+        return Fraction(1, rows) * Dense((self.P - Y).reshape(1, -1), r"\operatorname{vec}_r(P-Y)^\top")
+
+    def hessian(self, name_i: str, name_j: str) -> Matrix:
+        """Return blockdiag(diag(p_i) - p_i p_i^T) / L, LC x LC (claim T-CE).
+
+        Raises:
+            ValueError: if a name is not "logits".
+        """
+        expect_names(self, "hessian", name_i, name_j)
+        return Fraction(1, len(self._labels)) * RowCovariance(self.P, "p_i")
+
+
+@dataclass(frozen=True)
+class MeanSquaredError(Primitive):
+    """||Z - target||^2 / normalizer as a 0-dimensional tensor; inputs (Z, target) of one shape.
+
+    The loss is differentiated in both inputs, since a target may move too (one network taught by another).
+
+    Args:
+        normalizer: the number of entries, for the mean.
+        constant_target: True promises that the target never moves: its covectors are then None.
+
+    >>> Z, target = torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])
+    >>> MeanSquaredError(2.0).value(Z, target).item(), MeanSquaredError(2.0).vjp((Z, target), torch.ones(1))[0].tolist()
+    (2.0, [[2.0, 0.0]])
+    """
+
+    normalizer: float
+    constant_target: bool = False
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return self._residual(inputs).square().sum() / self.normalizer
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        slope = (2 / self.normalizer) * self._residual(inputs).reshape(-1)
+        moved = self._difference(tangents)
+        if moved is None:
+            raise ValueError("MeanSquaredError.jvp: every tangent is None; at least one input must move")
+        return moved.reshape(moved.shape[0], -1) @ slope
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        residual = self._residual(inputs)
+        return self._both((2 / self.normalizer) * adjoint.reshape(-1, *(1,) * residual.ndim) * residual)
+
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        moved = self._difference(tangents)
+        return (None, None) if moved is None else self._both(moved * (2 / self.normalizer * adjoint))
+
+    def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim
+
+    def _both(self, to_Z: Tensor) -> Covectors:
+        return to_Z, None if self.constant_target else -to_Z
+
+    def _difference(self, tangents: Tangents) -> Tensor | None:
+        t, t_target = tangents
+        if t_target is None:
+            return t
+        if self.constant_target:
+            raise ValueError("MeanSquaredError: the target moves although constant_target=True; leave the option out")
+        return -t_target if t is None else t - t_target
+
+    @staticmethod
+    def _residual(inputs: Sequence[Tensor]) -> Tensor:
+        Z, target = inputs
+        if Z.shape != target.shape:
+            raise ValueError(f"MeanSquaredError: the output has shape {tuple(Z.shape)} and the target {tuple(target.shape)}")
+        return Z - target
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Primitive):
+    """Cross entropy of logits (..., C) with integer labels (...), over the last axis, as a 0-dimensional tensor.
+
+    The sum over the rows whose label is not ``ignore_index``, divided by ``normalizer``: by the number of those rows where
+    it is None, as in torch. A part of a batch needs the whole batch's number, or the parts do not add up.
+
+    Args:
+        ignore_index: the label of rows that do not count.
+        label_smoothing: the share of the target distribution that is spread evenly over all classes.
+        normalizer: what to divide by, or None.
+
+    >>> logits, labels = torch.zeros(2, 2), torch.tensor([0, -100])
+    >>> CrossEntropy().vjp((logits, labels), torch.ones(1))[0].tolist()
+    [[[-0.5, 0.5], [0.0, 0.0]]]
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    normalizer: float | None = None
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        logits, labels, kept, normalizer = self._rows(inputs)
+        log_p = torch.log_softmax(logits, -1)
+        loss = -(1 - self.label_smoothing) * log_p.gather(1, labels.unsqueeze(1)).squeeze(1)
+        if self.label_smoothing:
+            loss = loss - self.label_smoothing * log_p.mean(-1)
+        return loss.where(kept, 0).sum() / normalizer
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        return self._tangent(tangents).reshape(-1, inputs[0].numel()) @ self._slope(inputs).reshape(-1)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        slope = self._slope(inputs).reshape(inputs[0].shape)
+        return adjoint.reshape(-1, *(1,) * slope.ndim) * slope, None
+
+    @torch.no_grad()
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        logits, _, kept, normalizer = self._rows(inputs)
+        p = torch.softmax(logits, -1).where(kept.unsqueeze(1), 0)
+        t = self._tangent(tangents).reshape(-1, *logits.shape)
+        out = t * p
+        mean = out.sum(-1, keepdim=True)
+        torch.sub(t, mean, out=out)
+        out *= p * (adjoint / normalizer)
+        return out.reshape(-1, *inputs[0].shape), None
+
+    def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return axes < inputs[0].ndim
+
+    def _slope(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the gradient (P - Y) / normalizer in the kept rows, of shape (rows, C)."""
+        logits, labels, kept, normalizer = self._rows(inputs)
+        slope = torch.softmax(logits, -1) - self.label_smoothing / logits.shape[-1]
+        hit = torch.full_like(slope[:, :1], self.label_smoothing - 1)
+        return (slope.scatter_add(1, labels.unsqueeze(1), hit) / normalizer).where(kept.unsqueeze(1), 0)
+
+    def _rows(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Return logits (rows, C), labels and their mask of kept rows (rows,), and the number to divide by."""
+        logits, labels = inputs
+        if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"CrossEntropy: logits of shape {tuple(logits.shape)} need integer labels of shape {tuple(logits.shape[:-1])}, "
+                f"got {labels.dtype} of shape {tuple(labels.shape)}. The classes are the last axis."
+            )
+        labels = labels.reshape(-1)
+        kept = labels != self.ignore_index
+        count = int(kept.sum()) if self.normalizer is None else self.normalizer
+        if count == 0:
+            raise ValueError(f"CrossEntropy: all {labels.numel()} labels are {self.ignore_index}, so there is nothing to average")
+        return logits.reshape(-1, logits.shape[-1]), labels.masked_fill(~kept, 0), kept, count
+
+    @staticmethod
+    def _tangent(tangents: Tangents) -> Tensor:
+        if tangents[0] is None or any(t is not None for t in tangents[1:]):
+            raise ValueError("CrossEntropy: the logits, and only they, must move; labels have no tangent")
+        return tangents[0]

@@ -1,0 +1,181 @@
+r"""Row softmax: A = softmax(T), its Jacobian and its second derivative, in vec_r and as a primitive.
+
+With a a row of A, dA_j/dT_l = a_j (delta_jl - a_l), hence
+
+    dA/dT = blockdiag(diag(a_i) - a_i a_i^T)                                            (claim dA/dM)
+    d2A_ij/dT_i dT_i = A_ij (2 a a^T + E_jj - diag(a) - e_j a^T - a e_j^T)              (claim d2A/dT2).
+
+Derivatives read A alone. So masked logits need nothing more: the rows and columns of masked entries vanish with A (claim
+T-causal), and rational weights give exact derivatives without exponentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from derivations.arrays import Array, exp, is_exact
+from derivations.matrix import Commutation, DiagonalLift, Identity, Matrix, kron
+from derivations.operation import Shape, expect_names, shape_of
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.row_blocks import RowBlocks, RowCovariance
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxAt:
+    r"""A = softmax(T), row by row, at a point.
+
+    Args:
+        T: L x S, the logits.
+        mask: L x S or anything that broadcasts to it: boolean, True where an entry takes part, or additive (0 and minus
+            infinity); None for none.
+        weights: L x S with rows that sum to one; taken for A in place of softmax(T).
+
+    Raises:
+        ValueError: if T is not a matrix, or the weights' shape is not T's.
+
+    >>> point = SoftmaxAt(torch.zeros(1, 2))
+    >>> point.value.tolist(), point.jacobian("T").dense().tolist()
+    ([[0.5, 0.5]], [[0.25, -0.25], [-0.25, 0.25]])
+    """
+
+    T: Array
+    mask: Any = None
+    weights: Array | None = None
+
+    def __post_init__(self) -> None:
+        if self.T.ndim != 2:
+            raise ValueError(f"SoftmaxAt: T must be an L x S array, got shape {shape_of(self.T)}")
+        if self.weights is not None and shape_of(self.weights) != shape_of(self.T):
+            raise ValueError(f"SoftmaxAt: weights have shape {shape_of(self.weights)}, T has {shape_of(self.T)}")
+
+    @property
+    def arguments(self) -> dict[str, Shape]:
+        """T."""
+        return {"T": shape_of(self.T)}
+
+    @cached_property
+    def value(self) -> Array:
+        """A, of shape (L, S)."""
+        return softmax(self.T, self.mask) if self.weights is None else self.weights
+
+    @cached_property
+    def V(self) -> Matrix:
+        """V = blockdiag(a_i), LS x L."""
+        return RowBlocks(self.value)
+
+    def jacobian(self, name: str) -> Matrix:
+        """Return dA/dT = blockdiag(diag(a_i) - a_i a_i^T), LS x LS.
+
+        The paper prints its value at uniform attention only, with n for L (claim dA/dM-unif).
+
+        Raises:
+            ValueError: if the name is not "T".
+        """
+        expect_names(self, "jacobian", name)
+        return RowCovariance(self.value)
+
+    def hessian(self, name_i: str, name_j: str) -> Matrix:
+        r"""Return d2A/dT2, (LS)^2 x LS: rows (i, j, k, l), columns (m, n), nonzero for i = k = m only.
+
+            (I_L (x) K_{S,L} (x) I_S) (E_L (x) I_{S^2}) [I_L (x) E_S - (I + I_L (x) K_{S,S}) (V (x) I_S)] dA/dT
+
+        The bracket differentiates diag(a) - a a^T in each row; the two factors in front put the S^2 x S blocks where
+        they belong. A block diagonal of L x L blocks, as Lemma 2 may be read, does not conform (claim Z_2).
+
+        Raises:
+            ValueError: if a name is not "T".
+        """
+        expect_names(self, "hessian", name_i, name_j)
+        L, S = shape_of(self.T)
+        per_row, V_I = Identity(L), kron(self.V, Identity(S))  # V_I = blockdiag(a_i (x) I_S)
+        outer = (Identity(L * S * S) + kron(per_row, Commutation(S, S))) @ V_I
+        place = kron(per_row, Commutation(S, L), Identity(S)) @ kron(DiagonalLift(L), Identity(S * S))
+        return place @ (kron(per_row, DiagonalLift(S)) - outer) @ self.jacobian("T")
+
+
+def softmax(T: Array, mask: Any = None) -> Array:
+    """Return the row softmax of T over the entries that take part.
+
+    Args:
+        T: L x S; exact entries give SymPy expressions.
+        mask: boolean (True where an entry takes part), additive, or None.
+
+    Raises:
+        ValueError: if a boolean mask leaves a row without entries.
+
+    >>> softmax(torch.zeros(2, 2), torch.tensor([[True, False], [True, True]])).tolist()
+    [[1.0, 0.0], [0.5, 0.5]]
+    """
+    if mask is not None:
+        boolean = np.asarray(mask).dtype == bool
+        if boolean and not np.broadcast_to(np.asarray(mask), shape_of(T)).any(-1).all():
+            raise ValueError("softmax: the mask leaves a row without entries; each row needs at least one True")
+        if not boolean:
+            T = T + mask
+        elif not is_exact(T):
+            T = T.masked_fill(~torch.as_tensor(mask, device=T.device), -torch.inf)
+    if not is_exact(T):
+        return torch.softmax(T, -1)
+    powers = exp(T) if mask is None or not boolean else exp(T) * np.asarray(mask).astype(int)
+    return powers / powers.sum(1).reshape(-1, 1)
+
+
+@dataclass(frozen=True)
+class Softmax(Primitive):
+    """Softmax along one axis as a primitive; inputs (T,).
+
+    With q = A o (w - A.w) for an adjoint w, the contracted second derivative is q o t - q (A.t) - A (q.t): diagonal plus
+    rank two. Masks are additions to T before it.
+
+    >>> Softmax(-1).jvp((torch.zeros(2),), (torch.tensor([[1.0, 0.0]]),)).tolist()
+    [[0.25, -0.25]]
+    """
+
+    dim: int = -1
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return torch.softmax(inputs[0], self.dim)
+
+    @torch.no_grad()
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        if tangents[0] is None:
+            raise ValueError("Softmax.jvp: the tangent of T is None")
+        return self._covariance(inputs[0], tangents[0])
+
+    @torch.no_grad()
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (self._covariance(inputs[0], adjoint),)
+
+    @torch.no_grad()
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        t = tangents[0]
+        if t is None:
+            return (None,)
+        axis = self._axis(inputs[0])
+        a = self.value(*inputs)
+        q = self._covariance(inputs[0], adjoint)
+        out = a * t
+        along_a = out.sum(axis, keepdim=True)
+        torch.mul(q, t, out=out)
+        along_q = out.sum(axis, keepdim=True)
+        out.addcmul_(q, along_a, value=-1)
+        return (out.addcmul_(a, along_q, value=-1),)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim + self._axis(inputs[0])
+
+    def _axis(self, T: Tensor) -> int:
+        """The axis counted from the end, which is the same for T and for a stack of tangents."""
+        return self.dim if self.dim < 0 else self.dim - T.ndim
+
+    def _covariance(self, T: Tensor, t: Tensor) -> Tensor:
+        a = self.value(T)
+        out = a * t
+        return out.addcmul_(a, out.sum(self._axis(T), keepdim=True), value=-1)

@@ -1,0 +1,39 @@
+"""The papers' figures, drawn anew: one small script each. ``python -m figures --list`` names them.
+
+A script is a module of this package with a docstring, whose first line says what it shows, and a function
+``draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]`` that returns the pictures it wrote.
+Putting such a file here is all it takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def names() -> list[str]:
+    """Return the names of all figures.
+
+    >>> "curvature_gap_3_4" in names()
+    True
+    """
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def summary(name: str) -> str:
+    """Return the first line of a figure's docstring, without running its imports.
+
+    >>> summary("curvature_gap_3_4").startswith("Figures 3 and 4")
+    True
+    """
+    source = (Path(__path__[0]) / f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def script(name: str) -> Callable[..., list[Path]]:
+    """Return the ``draw`` function of a figure."""
+    draw: Callable[..., list[Path]] = importlib.import_module(f"figures.{name}").draw
+    return draw

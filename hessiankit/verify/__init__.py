@@ -1,0 +1,8 @@
+"""Verification: references that take other routes, their health, exact arithmetic, and the one call that joins them."""
+
+from hessiankit.verify.check import CheckReport, CheckRow, check
+from hessiankit.verify.health import Health, examine
+from hessiankit.verify.problem import Problem
+from hessiankit.verify.references import REFERENCES, Unsupported, run_references
+
+__all__ = ["REFERENCES", "CheckReport", "CheckRow", "Health", "Problem", "Unsupported", "check", "examine", "run_references"]

@@ -1,0 +1,195 @@
+"""Comparing Hessians block pair by block pair, so that no small block can hide behind a large one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hessiankit.errors import InputError
+from hessiankit.verify.problem import Problem
+
+FLOOR = 45.0
+"""A block whose entries all lie below FLOOR * eps times the largest entry of the whole (1e-14 in float64) counts as zero."""
+
+RESOLVED = 1e-2
+"""A route resolves a block where its own error estimate stays below this share of the block's largest entry."""
+
+
+class Probes(NamedTuple):
+    """Directions (k, P), each supported on one parameter, and the parameter that owns each."""
+
+    V: Tensor
+    owners: tuple[str, ...]
+
+
+def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Probes:
+    """Draw ``per_block`` Gaussian directions of unit length for every parameter, zero outside that parameter.
+
+    The product H v of a direction v on parameter j shows in its rows i the block pair (i, j) alone, times a generic
+    vector: an error in that block stays invisible only for directions of measure zero. With fewer entries in a parameter
+    than ``per_block``, it gets one direction per entry.
+
+    Returns:
+        The directions (k, P) and the name of the parameter that each lies on.
+
+    >>> problem = Problem(torch.nn.Linear(3, 2), torch.ones(1, 3), torch.ones(1, 2))
+    >>> V, owners = probe_directions(problem, per_block=1)
+    >>> V.shape, owners, (V[0] != 0).sum().item()
+    (torch.Size([2, 8]), ('weight', 'bias'), 6)
+    """
+    if per_block < 1:
+        raise InputError(f"probe_directions: per_block={per_block}; expected at least 1.")
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    rows, owners = [], []
+    for name, where in problem.slices.items():
+        for _ in range(min(per_block, where.stop - where.start)):
+            drawn = torch.randn(where.stop - where.start, generator=generator, dtype=torch.float64)
+            row = torch.zeros(problem.size, dtype=torch.float64)
+            row[where] = drawn / drawn.norm()
+            rows.append(row)
+            owners.append(name)
+    return Probes(torch.stack(rows).to(problem.theta), tuple(owners))
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest disagreement over all block pairs.
+
+    Args:
+        error: Largest difference relative to the largest entry of that block pair.
+        share: Largest difference anywhere relative to the largest entry of the whole.
+        pair: (i, j): the derivative of parameter i's gradient along parameter j, where ``error`` occurs.
+    """
+
+    error: float
+    share: float
+    pair: tuple[str, str] | None
+
+    def __str__(self) -> str:
+        where = f", block {self.pair[0]} x {self.pair[1]}" if self.pair else ""
+        return f"{self.share:.2g} of the largest entry{where}"
+
+
+class Blocks:
+    """Block-pair maxima of arrays laid out as products (k, P): rows are directions, columns gradient entries.
+
+    The block pair (i, j) holds the rows of directions on parameter j and the columns of parameter i. Differences are
+    measured against the largest entry of their own block pair. A block whose entries are all below ``FLOOR * eps`` of
+    the largest entry of the whole counts as zero on both sides: it is what rounding leaves of a block that vanishes
+    identically (the bias of the keys, say), and a relative error of it has no meaning.
+
+    Args:
+        problem: Gives the parameters and their slices.
+        probes: The directions of the products; None for whole matrices.
+        small: Blocks below this share of the largest entry of the whole need not be resolved by a route that has an
+            error of its own (differences).
+    """
+
+    def __init__(self, problem: Problem, probes: Probes | None = None, small: float = 1e-4) -> None:
+        self.probes, self.small = probes, small
+        self.names = tuple(problem.params)
+        self._slices = list(problem.slices.values())
+        owners = probes.owners if probes else tuple(n for n, s in problem.slices.items() for _ in range(s.stop - s.start))
+        self.along = tuple(name for name in self.names if name in owners)
+        device = problem.theta.device
+        self._rows = [torch.tensor([k for k, o in enumerate(owners) if o == name], device=device) for name in self.along]
+        self.shape = (len(owners), problem.size)
+
+    def largest(self, products: Tensor) -> Tensor:
+        """Return the largest absolute entry of every block pair (i, j): one row a parameter, one column an owner."""
+        per_direction = torch.stack([products[:, where].abs().amax(1) for where in self._slices])  # (n, k)
+        return self._over_directions(per_direction)
+
+    def zero_below(self, scales: Tensor) -> Tensor:
+        """Return the size below which a block counts as zero."""
+        return FLOOR * torch.finfo(scales.dtype).eps * scales.amax()
+
+    def relative(self, difference: Tensor, scales: Tensor, slack: Tensor | None = None) -> Tensor:
+        """Return block-pair differences relative to the block's own scale.
+
+        It is 0 where the block cannot be told from zero: below rounding, or small and below the error ``slack`` that
+        the compared routes admit, with a difference no larger than that. Zero on one side only gives 1.
+        """
+        floor = self.zero_below(scales)
+        slack = torch.zeros_like(scales) if slack is None else slack
+        unresolved = (slack > RESOLVED * scales) & (slack <= RESOLVED * self.small * scales.amax())
+        nothing = ((scales <= floor) | unresolved) & (difference <= slack + floor)
+        return torch.where(nothing, 0.0, difference / scales.clamp_min(torch.finfo(scales.dtype).tiny))
+
+    def attainable(self, own_error: Tensor, scales: Tensor) -> float:
+        """Return the relative error that a route admits, blocks below ``small`` being measured against that."""
+        reference = scales.clamp_min(self.small * float(scales.amax())).clamp_min(torch.finfo(scales.dtype).tiny)
+        return float((own_error / reference).amax())
+
+    def difference(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest difference and the largest entry (of either) of every block pair."""
+        return self.largest(a - b), torch.maximum(self.largest(a), self.largest(b))
+
+    def asymmetry(self, products: Tensor, own_error: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return how far H is from its transpose, against what to measure it, and what the route admits of it.
+
+        Whole matrices are compared entry by entry. Of probes there are only the bilinear forms v_k^T H v_l, which are
+        compared with |(H v_l)_i|, the length of the product restricted to v_k's parameter i (v_k has length one).
+        """
+        own = torch.zeros(len(self.names), len(self.along)).to(products) if own_error is None else own_error
+        if self.probes is None:
+            scales = self.largest(products)
+            return self.largest(products - products.T), torch.maximum(scales, scales.T), own + own.T
+        forms = self.probes.V.to(products) @ products.T  # (k, k), entry v_k^T H v_l
+        gaps = (forms - forms.T).abs()
+        difference = self._over_directions(torch.stack([gaps[rows].amax(0) for rows in self._rows]))
+        lengths = self._over_directions(torch.stack([products[:, where].norm(dim=1) for where in self._slices]))
+        sizes = torch.tensor([where.stop - where.start for where in self._slices]).to(products)
+        own = own * sizes.sqrt()[:, None]  # |error_i| <= sqrt(n_i) times its largest entry
+        kept = [self.names.index(name) for name in self.along]  # only these have directions on both sides
+        scales, own = lengths[kept], own[kept]
+        result = torch.zeros(3, len(self.names), len(kept)).to(products)
+        result[:, kept] = torch.stack([difference, torch.maximum(scales, scales.T), own + own.T])
+        return result[0], result[1], result[2]
+
+    def worst(self, difference: Tensor, scales: Tensor, slack: Tensor | None = None) -> Worst:
+        """Return the largest relative difference, where it is, and the largest difference as a share of the whole."""
+        relative = self.relative(difference, scales, slack)
+        if not bool(torch.isfinite(relative).all()):
+            return Worst(math.inf, math.inf, self._pair(int((~torch.isfinite(relative)).flatten().nonzero()[0])))
+        whole = float(scales.amax())
+        share = float(difference.amax()) / whole if whole > 0 else 0.0
+        at = int(relative.argmax())
+        return Worst(float(relative.flatten()[at]), share, self._pair(at))
+
+    def _pair(self, at: int) -> tuple[str, str]:
+        return self.names[at // len(self.along)], self.along[at % len(self.along)]
+
+    def _over_directions(self, per_direction: Tensor) -> Tensor:
+        return torch.stack([per_direction[:, rows].amax(1) for rows in self._rows], dim=1)
+
+
+def block_errors(a: Tensor, b: Tensor, problem: Problem, probes: Probes | None = None) -> Tensor:
+    """Return max |a - b| of every block pair relative to the block's largest entry.
+
+    Entry (i, j) belongs to the derivative of parameter i's gradient along parameter j, in the order of ``params``.
+
+    Args:
+        a: One Hessian (P, P), or products (k, P) with ``probes``.
+        b: The other, of the same layout.
+        problem: Gives the parameters and their slices.
+        probes: The directions that the products belong to.
+
+    Raises:
+        InputError: A wrong shape.
+
+    >>> problem = Problem(torch.nn.Linear(1, 1), torch.ones(1, 1), torch.ones(1, 1))
+    >>> H = torch.tensor([[2.0, 2.0], [2.0, 2.0]])
+    >>> block_errors(H, H + torch.tensor([[0.0, 1e-20], [2.0, 0.0]]), problem)
+    tensor([[0.0000, 0.0000],
+            [0.5000, 0.0000]])
+    """
+    blocks = Blocks(problem, probes)
+    for value in (a, b):
+        if tuple(value.shape) != blocks.shape:
+            raise InputError(f"block_errors: a value has shape {tuple(value.shape)}; expected {blocks.shape}.")
+    return blocks.relative(*blocks.difference(*((a, b) if probes else (a.T, b.T))))

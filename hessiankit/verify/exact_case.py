@@ -1,0 +1,194 @@
+"""What one exact check consists of: a drawn point, and closed forms set against what they must equal."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+import sympy
+import torch
+
+from derivations.arrays import Array
+from derivations.matrix import Matrix
+from derivations.operation import Operation
+from hessiankit.verify.jets import Variables, values
+
+EXACT = np.zeros(0, dtype=object)
+"""Tells a structured matrix to write itself out in exact arithmetic."""
+
+
+class Draw:
+    """A seeded source of small non-zero rationals: integers and halves, so that exact results stay short.
+
+    >>> Draw("a seed").array(2, 3).shape
+    (2, 3)
+    """
+
+    def __init__(self, seed: str) -> None:
+        self.seed = seed
+        self._random = random.Random(seed)
+
+    def number(self) -> Fraction:
+        """Return one of +-1/2, +-1, +-3/2, +-2, +-5/2, +-3."""
+        return Fraction(self._random.choice((-1, 1)) * self._random.randint(1, 6), 2)
+
+    def array(self, *shape: int) -> Array:
+        """Return an object array of such numbers."""
+        out = np.empty(math.prod(shape), dtype=object)
+        out[:] = [self.number() for _ in out]
+        return out.reshape(shape)
+
+    def weights(self, *shape: int) -> Array:
+        """Return an object array of small positive integers."""
+        return np.frompyfunc(lambda v: Fraction(abs(v) * 2), 1, 1)(self.array(*shape))
+
+    def rows(self, count: int, d: int, accepted: Callable[[Array], bool]) -> Array:
+        """Return ``count`` rows of ``d`` such numbers, each drawn until it is accepted."""
+        found: list[Array] = []
+        while len(found) < count:
+            row = self.array(d)
+            if accepted(row):
+                found.append(row)
+        return np.stack(found)
+
+
+class Reference(Protocol):
+    """The value and the derivatives of an operation in vec_r order, by a route of their own."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the variables."""
+
+    @property
+    def value(self) -> Array:
+        """The output."""
+
+    def jacobian(self, name: str) -> Array:
+        """Return d vec_r(output) / d vec_r(name)^T."""
+
+    def hessian(self, name_i: str, name_j: str) -> Array:
+        """Return d vec_r(d output / d name_i) / d vec_r(name_j)^T, with rows ordered (out, i)."""
+
+
+@dataclass(frozen=True)
+class JetReference:
+    """Derivatives read off an array of jets."""
+
+    variables: Variables
+    output: Array
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the variables."""
+        return tuple(self.variables.arrays)
+
+    @property
+    def value(self) -> Array:
+        """The rational values of the output (NaN where they are not rational)."""
+        return values(self.output)
+
+    def jacobian(self, name: str) -> Array:
+        """Return d vec_r(output) / d vec_r(name)^T."""
+        return self.variables.jacobian(self.output, name)
+
+    def hessian(self, name_i: str, name_j: str) -> Array:
+        """Return the second derivative, with rows ordered (out, i)."""
+        return self.variables.hessian(self.output, name_i, name_j)
+
+
+@dataclass(frozen=True)
+class SymbolicReference:
+    """Derivatives of an array of SymPy expressions by ``sympy.diff``, with ``substitutions`` made afterwards."""
+
+    variables: Mapping[str, Array]
+    output: Array
+    substitutions: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the variables."""
+        return tuple(self.variables)
+
+    @property
+    def value(self) -> Array:
+        """The output itself."""
+        return self._substituted(self.output)
+
+    def jacobian(self, name: str) -> Array:
+        """Return d vec_r(output) / d vec_r(name)^T."""
+        return self._substituted(self._derivative(self.output, name))
+
+    def hessian(self, name_i: str, name_j: str) -> Array:
+        """Return the second derivative, with rows ordered (out, i)."""
+        return self._substituted(self._derivative(self._derivative(self.output, name_i), name_j))
+
+    def _derivative(self, array: Array, name: str) -> Array:
+        symbols = self.variables[name].reshape(-1)
+        entries = [[sympy.diff(y, x) for x in symbols] for y in array.reshape(-1)]
+        return np.array(entries, dtype=object).reshape(array.size, symbols.size)
+
+    def _substituted(self, array: Array) -> Array:
+        return np.frompyfunc(lambda e: sympy.sympify(e).xreplace(self.substitutions), 1, 1)(array)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A closed form and the exact array that it must equal."""
+
+    label: str
+    closed: Matrix | Array
+    expected: Array
+
+    def mismatch(self, is_zero: Callable[[Any], bool]) -> str | None:
+        """Say how the closed form differs from the expected array, or return None if every entry is equal."""
+        closed = self.closed.dense(EXACT) if isinstance(self.closed, Matrix) else self.closed
+        if isinstance(closed, torch.Tensor):
+            return f"{self.label} is floating point ({closed.dtype}), expected exact numbers"
+        if closed.shape != self.expected.shape:
+            return f"{self.label} has shape {closed.shape}, expected {self.expected.shape}"
+        pairs = list(zip(closed.reshape(-1), self.expected.reshape(-1), strict=True))
+        inexact = [c for c, _ in pairs if not isinstance(c, (int, Fraction, sympy.Expr)) or isinstance(c, sympy.Float)]
+        if inexact:
+            return f"{self.label} holds {inexact[0]!r} of type {type(inexact[0]).__name__}, expected exact numbers"
+        wrong = [(c, e) for c, e in pairs if not (c == e or is_zero(c - e))]
+        if not wrong:
+            return None
+        return f"{self.label} differs in {len(wrong)} of {len(pairs)} entries (first: {wrong[0][0]}, expected {wrong[0][1]})"
+
+
+def against(operation: Operation, reference: Reference, *, value: bool = True) -> Iterator[Comparison]:
+    """Set every Jacobian and every second-derivative block of an operation against a reference.
+
+    Args:
+        operation: a chapter's operation at an exact point.
+        reference: the same operation by another route, over the same names.
+        value: False leaves the value out, where it is a logarithm and has no rational number.
+
+    Raises:
+        ValueError: if the operation's arguments are not the reference's variables.
+    """
+    names = reference.names
+    if set(operation.arguments) != set(names):
+        raise ValueError(f"{type(operation).__name__} has the arguments {list(operation.arguments)}, expected {list(names)}")
+    if value:
+        yield Comparison("value", operation.value.reshape(-1), reference.value.reshape(-1))
+    for name in names:
+        yield Comparison(f"jacobian({name!r})", operation.jacobian(name), reference.jacobian(name))
+    for i in names:
+        for j in names:
+            yield Comparison(f"hessian({i!r}, {j!r})", operation.hessian(i, j), reference.hessian(i, j))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the exact check: comparisons to be built at a drawn point."""
+
+    chapter: str
+    name: str
+    size: str
+    build: Callable[[Draw], Iterator[Comparison]]

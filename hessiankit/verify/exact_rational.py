@@ -1,0 +1,252 @@
+"""The rational cases: closed forms at rational points against jets, at tiny sizes with no two dimensions that can hide a swap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from derivations.activation import ActivationAt
+from derivations.arrays import Array
+from derivations.attention import AttentionAt
+from derivations.composition import Composite, gauss_newton
+from derivations.feedforward import FeedForwardAt
+from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
+from derivations.multihead import MultiHeadAttentionAt
+from derivations.normalization import LayerNormAt, RMSNormAt, theorem2_jacobian, theorem3_hessian
+from derivations.operation import Renamed, Total, Variable
+from derivations.pooling import MeanPoolHeadAt
+from derivations.softmax import SoftmaxAt
+from derivations.transformer import PostNormBlockAt
+from hessiankit.verify import jets
+from hessiankit.verify.exact_case import Case, Comparison, Draw, JetReference, against
+from hessiankit.verify.exact_vecr import on_jets, vecr_rules
+from hessiankit.verify.jets import FormalExponential, Variables
+
+Build = Callable[[Draw], Iterator[Comparison]]
+SCALE = Fraction(2, 3)
+"""A rational constant of the attention logits, in place of 1/sqrt(d_K)."""
+
+
+def normalization(kind: str, *names: str, eps: bool = True) -> Build:
+    """Build a layer norm or RMS norm with the named gains and shifts, with chosen eps or (d = 4) with eps = 0."""
+    kinds: dict[str, tuple[Any, Any]] = {"layer": (LayerNormAt, jets.layer_norm), "rms": (RMSNormAt, jets.rms_norm)}
+    operation, reference = kinds[kind]
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        d = 3 if eps else 4
+        X = draw.array(2, d) if eps else rows_of_rational_scale(draw, centred=kind == "layer")
+        point = {"X": X, **{name: draw.array(d) for name in names}}
+        variables = Variables(point)
+        output, used = reference(**variables.arrays, eps=None if eps else 0)
+        yield from against(operation(**point, eps=used if eps else 0), JetReference(variables, output))
+
+    return build
+
+
+def rows_of_rational_scale(draw: Draw, *, centred: bool) -> Array:
+    """Draw a 2 x 4 array whose rows have a positive rational standard deviation (or root mean square)."""
+
+    def accepted(row: Array) -> bool:
+        M = row - row.sum() * Fraction(1, 4) if centred else row
+        q = 64 * (M * M).sum() * Fraction(1, 4)  # an integer: M has denominators of at most 8
+        return q > 0 and math.isqrt(int(q)) ** 2 == q
+
+    return draw.rows(2, 4, accepted)
+
+
+def layer_norm_theorems(draw: Draw) -> Iterator[Comparison]:
+    """Build Theorems 2 and 3, the paper's own construction, with gamma = 1, beta = 0, eps = 0."""
+    X = rows_of_rational_scale(draw, centred=True)
+    variables = Variables({"X": X})
+    reference = JetReference(variables, jets.layer_norm(variables["X"], eps=0)[0])
+    yield Comparison("theorem2_jacobian", theorem2_jacobian(X), reference.jacobian("X"))
+    yield Comparison("theorem3_hessian", theorem3_hessian(X), reference.hessian("X", "X"))
+
+
+def softmax(mask: Array | None = None) -> Build:
+    """Build a row softmax at formal weights."""
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        T, exp = draw.array(2, 3), FormalExponential(draw.seed)
+        variables = Variables({"T": T})
+        at = SoftmaxAt(T, mask=mask, weights=jets.softmax(T, exp, mask))
+        yield from against(at, JetReference(variables, jets.softmax(variables["T"], exp, mask)))
+
+    return build
+
+
+def activation(kind: str, slope: Fraction) -> Build:
+    """Build relu or leaky relu off its kink."""
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        X = draw.array(2, 3)
+        variables = Variables({"X": X})
+        output = np.frompyfunc(lambda x: x.relu(slope), 1, 1)(variables["X"])
+        yield from against(ActivationAt(kind, X, negative_slope=slope), JetReference(variables, output))
+
+    return build
+
+
+def feed_forward(*biases: str, residual: bool = True) -> Build:
+    """Build the ReLU feed-forward layer with L = 2, d_V = 3, d_ff = 4."""
+    shapes = {"Y": (2, 3), "W_1": (3, 4), "W_2": (4, 3), "b_1": (4,), "b_2": (3,)}
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        point = {name: draw.array(*shapes[name]) for name in ("Y", "W_1", "W_2", *biases)}
+        variables = Variables(point)
+        output = jets.feed_forward(**variables.arrays, residual=residual)
+        yield from against(FeedForwardAt(**point, residual=residual), JetReference(variables, output))
+
+    return build
+
+
+CAUSAL = np.tril(np.ones((2, 2), dtype=bool))
+
+
+def attention(projected: bool = False, mask: Array | None = None) -> Build:
+    """Build attention with L = 2, d_V = 3, d_K = 4, and with W_O also d_v = 1, d_out = 2."""
+    shapes = {"X": (2, 3), "W_Q": (3, 4), "W_K": (3, 4), "W_V": (3, 1) if projected else (3, 3), "W_O": (1, 2)}
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        point = {name: draw.array(*shape) for name, shape in shapes.items() if projected or name != "W_O"}
+        options: dict[str, Any] = {"scale": SCALE, "mask": mask}
+        exp, variables = FormalExponential(draw.seed), Variables(point)
+        output = jets.attention(**variables.arrays, **options, exp=exp)
+        weights = attention_weights(point["X"], point, exp, mask)
+        yield from against(AttentionAt(**point, **options, weights=weights), JetReference(variables, output))
+
+    return build
+
+
+def multi_head_attention(draw: Draw) -> Iterator[Comparison]:
+    """Build two heads with L = 2, d_V = 3, d_K = 1, d_v = 1, d_out = 2, and all blocks across them."""
+    X, exp = draw.array(2, 3), FormalExponential(draw.seed)
+    shapes = {"W_Q": (3, 1), "W_K": (3, 1), "W_V": (3, 1), "W_O": (1, 2)}
+    heads = [{name: draw.array(*shape) for name, shape in shapes.items()} for _ in range(2)]
+    variables = Variables({"X": X, **{f"{name}[{h}]": W for h, head in enumerate(heads) for name, W in head.items()}})
+    of_head = [{name: variables[f"{name}[{h}]"] for name in shapes} for h in range(2)]
+    output = sum(jets.attention(variables["X"], **head, scale=SCALE, exp=exp) for head in of_head)
+    at = MultiHeadAttentionAt(X, heads, scale=SCALE, weights=[attention_weights(X, head, exp) for head in heads])
+    yield from against(at, JetReference(variables, output))
+
+
+def attention_weights(X: Array, point: dict[str, Array], exp: FormalExponential, mask: Array | None = None) -> Array:
+    """Return the rational attention matrix at a point: the softmax of the logits with formal weights."""
+    return jets.softmax(jets.attention_logits(X, point["W_Q"], point["W_K"], SCALE), exp, mask)
+
+
+def mean_squared_error(draw: Draw) -> Iterator[Comparison]:
+    """Build the mean squared error of a 2 x 3 output."""
+    Z, target = draw.array(2, 3), draw.array(2, 3)
+    variables = Variables({"Z": Z})
+    output = jets.mean_squared_error(variables["Z"], target)
+    yield from against(MeanSquaredErrorAt(Z, target), JetReference(variables, output))
+
+
+def cross_entropy(draw: Draw) -> Iterator[Comparison]:
+    """Build the cross entropy of 2 rows of 3 classes at formal weights; its value is a logarithm and is left out."""
+    logits, labels, exp = draw.array(2, 3), [2, 0], FormalExponential(draw.seed)
+    variables = Variables({"logits": logits})
+    output = jets.cross_entropy(variables["logits"], labels, exp)
+    at = CrossEntropyAt(logits, labels, weights=jets.softmax(logits, exp))
+    yield from against(at, JetReference(variables, output), value=False)
+
+
+def mean_pool_head(*biases: str) -> Build:
+    """Build the mean-pool head with L = 2, d_V = 3, C = 4."""
+    shapes = {"Z": (2, 3), "W_c": (3, 4), "b_c": (4,)}
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        point = {name: draw.array(*shapes[name]) for name in ("Z", "W_c", *biases)}
+        variables = Variables(point)
+        yield from against(MeanPoolHeadAt(**point), JetReference(variables, jets.mean_pool_head(**variables.arrays)))
+
+    return build
+
+
+def composition(draw: Draw) -> Iterator[Comparison]:
+    """Build layer norm of a residual feed-forward layer, its name X used twice, and the Gauss-Newton parts of its loss."""
+    point = {"X": draw.array(2, 3), "W_1": draw.array(3, 1), "W_2": draw.array(1, 3), "gamma": draw.array(3)}
+    variables = Variables(point)
+    v = variables.arrays
+    inner = v["X"] + jets.feed_forward(v["X"], v["W_1"], v["W_2"], residual=False)
+    output, eps = jets.layer_norm(inner, v["gamma"])
+    branch = Renamed(FeedForwardAt(point["X"], point["W_1"], point["W_2"], residual=False), {"Y": "X"})
+    residual = Total(Variable("X", point["X"]), branch)
+    model = Composite(LayerNormAt(residual.value, point["gamma"], eps=eps), {"X": residual})
+    yield from against(model, JetReference(variables, output))
+    target = draw.array(2, 3)
+    loss = JetReference(variables, jets.mean_squared_error(output, target))
+    for i in point:
+        for j in point:
+            total = gauss_newton(MeanSquaredErrorAt(model.value, target), model, i, j).total
+            yield Comparison(f"gauss_newton({i!r}, {j!r})", total, loss.hessian(i, j))
+
+
+def classifier(draw: Draw) -> Iterator[Comparison]:
+    """Build the cross entropy of the mean-pool head, whose loss Hessian couples all of Z, W_c and b_c."""
+    point = {"Z": draw.array(2, 3), "W_c": draw.array(3, 4), "b_c": draw.array(4)}
+    exp, variables, head = FormalExponential(draw.seed), Variables(point), MeanPoolHeadAt(**point)
+    output = jets.cross_entropy(jets.mean_pool_head(**variables.arrays), [2], exp)
+    loss = CrossEntropyAt(head.value, [2], weights=jets.softmax(head.value, exp))
+    yield from against(Composite(loss, {"logits": head}), JetReference(variables, output), value=False)
+
+
+BLOCK_SHAPES = {
+    "X": (2, 3), "W_Q": (3, 1), "W_K": (3, 1), "W_V": (3, 3), "W_O": (3, 3), "W_1": (3, 4), "W_2": (4, 3),
+    "b_1": (4,), "b_2": (3,), "gamma_1": (3,), "beta_1": (3,), "gamma_2": (3,), "beta_2": (3,),
+}  # fmt: skip
+
+
+def post_norm_block(*extra: str, mask: Array | None = None) -> Build:
+    """Build the whole post-norm block with L = 2, d_V = 3, d_K = 1, d_ff = 4 and the named extra parameters."""
+    names = ("X", "W_Q", "W_K", "W_V", "W_1", "W_2", *extra)
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        point = {name: draw.array(*BLOCK_SHAPES[name]) for name in names}
+        exp, variables = FormalExponential(draw.seed), Variables(point)
+        output, eps = jets.post_norm_block(variables.arrays, scale=SCALE, exp=exp, mask=mask)
+        weights = attention_weights(point["X"], point, exp, mask)
+        block = PostNormBlockAt(**point, eps=eps, scale=SCALE, weights=weights, mask=mask)
+        yield from against(block, JetReference(variables, output))
+
+    return build
+
+
+_BIASES = ("b_1", "b_2")
+_GAINS = ("gamma_1", "beta_1", "gamma_2", "beta_2")
+
+RATIONAL: tuple[Case, ...] = (
+    Case("vecr", "rules", "X 2x3, Y 3x4, D 2x2", lambda draw: vecr_rules(draw, on_jets)),
+    Case("normalization", "layer norm", "L=2 d=3", normalization("layer")),
+    Case("normalization", "layer norm, gamma, beta", "L=2 d=3", normalization("layer", "gamma", "beta")),
+    Case("normalization", "layer norm, gamma, beta, eps=0", "L=2 d=4", normalization("layer", "gamma", "beta", eps=False)),
+    Case("normalization", "layer norm, Theorems 2 and 3", "L=2 d=4", layer_norm_theorems),
+    Case("normalization", "RMS norm", "L=2 d=3", normalization("rms")),
+    Case("normalization", "RMS norm, gamma", "L=2 d=3", normalization("rms", "gamma")),
+    Case("normalization", "RMS norm, gamma, eps=0", "L=2 d=4", normalization("rms", "gamma", eps=False)),
+    Case("softmax", "softmax", "L=2 S=3", softmax()),
+    Case("softmax", "softmax, mask", "L=2 S=3", softmax(np.array([[True, False, True], [True, True, True]]))),
+    Case("activation", "relu", "2x3", activation("relu", Fraction(0))),
+    Case("activation", "leaky relu", "2x3", activation("leaky_relu", Fraction(1, 3))),
+    Case("feedforward", "relu", "L=2 d_V=3 d_ff=4", feed_forward()),
+    Case("feedforward", "relu, biases", "L=2 d_V=3 d_ff=4", feed_forward(*_BIASES)),
+    Case("feedforward", "relu, biases, no residual", "L=2 d_V=3 d_ff=4", feed_forward(*_BIASES, residual=False)),
+    Case("attention", "nine Phi, X blocks", "L=2 d_V=3 d_K=4", attention()),
+    Case("attention", "nine Phi, X blocks, causal mask", "L=2 d_V=3 d_K=4", attention(mask=CAUSAL)),
+    Case("attention", "sixteen Phi, X blocks, W_O", "L=2 d_V=3 d_K=4 d_v=1 d_out=2", attention(projected=True)),
+    Case("attention", "two heads", "L=2 d_V=3 d_K=1 d_v=1 d_out=2", multi_head_attention),
+    Case("loss", "mean squared error", "2x3", mean_squared_error),
+    Case("loss", "cross entropy", "L=2 C=3", cross_entropy),
+    Case("pooling", "mean-pool head", "L=2 d_V=3 C=4", mean_pool_head()),
+    Case("pooling", "mean-pool head, bias", "L=2 d_V=3 C=4", mean_pool_head("b_c")),
+    Case("composition", "layer norm of a residual, Gauss-Newton", "L=2 d_V=3 d_ff=1", composition),
+    Case("composition", "cross entropy of the mean-pool head", "L=2 d_V=3 C=4", classifier),
+    Case("transformer", "post-norm block, all pairs", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block()),
+    Case("transformer", "with biases, gains, shifts", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block(*_BIASES, *_GAINS)),
+    Case("transformer", "with W_O, causal mask", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block("W_O", mask=CAUSAL)),
+)

@@ -1,0 +1,158 @@
+"""The symbolic cases: closed forms on generic symbols against ``sympy.diff``, identically, at the smallest sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import sympy
+
+from derivations.activation import ActivationAt
+from derivations.attention import AttentionAt
+from derivations.loss import CrossEntropyAt
+from derivations.normalization import LayerNormAt, RMSNormAt
+from derivations.softmax import SoftmaxAt
+from hessiankit.verify.exact_case import Case, Comparison, Draw, SymbolicReference, against
+from hessiankit.verify.exact_vecr import on_symbols, symbols, vecr_rules
+
+Build = Callable[[Draw], Iterator[Comparison]]
+
+
+class Weight(sympy.Function):
+    """An exponential that SymPy differentiates (u' = u) and otherwise leaves alone: a formal weight."""
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        """Return the derivative, which is the weight itself."""
+        return self
+
+
+def is_identically_zero(expression: Any) -> bool:
+    """Tell whether an expression in symbols, square roots and exponentials vanishes identically.
+
+    Roots of perfect squares are taken, exponentials become independent generators, and what is left is rational.
+
+    >>> x, s = sympy.symbols("x s", positive=True)
+    >>> is_identically_zero(sympy.sqrt((s + x) * (s - x) + x**2) - s), is_identically_zero(sympy.exp(x) - x)
+    (True, False)
+    """
+    if sympy.expand(expression) == 0:
+        return True
+    e = sympy.sympify(expression).replace(lambda p: p.is_Pow and p.exp.is_Rational and not p.exp.is_Integer, _take_root)
+    e = e.replace(sympy.exp, _independent)
+    return bool(sympy.cancel(sympy.together(e)) == 0 or sympy.simplify(e) == 0)
+
+
+@cache
+def _take_root(power: sympy.Pow) -> sympy.Expr:
+    return sympy.sqrt(sympy.factor(sympy.expand(power.base))) ** (2 * power.exp)
+
+
+@cache
+def _independent(exponent: sympy.Expr) -> sympy.Expr:
+    """exp(sum_k c_k t_k) = prod_k Weight(t_k)^{c_k}, with c_k rational."""
+    coefficients = sympy.expand(exponent).as_coefficients_dict()
+    return sympy.Mul(*(Weight(term) ** c for term, c in coefficients.items()))
+
+
+def normalization(kind: str, L: int, d: int, *names: str) -> Build:
+    """Build a layer norm or RMS norm with eps_i = s_i^2 - var_i, so that its scale s_i is a symbol and eps is generic."""
+    operation = {"layer": LayerNormAt, "rms": RMSNormAt}[kind]
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        point = {"X": symbols("x", L, d), **{name: symbols(name, d) for name in names}}
+        eps, s = symbols("eps", L), symbols("s", L)
+        mean = point["X"].sum(1).reshape(L, 1) / sympy.Integer(d) if kind == "layer" else 0
+        centred = point["X"] - mean
+        variance = (centred**2).sum(1) / sympy.Integer(d)
+        root = np.frompyfunc(sympy.sqrt, 1, 1)(variance + eps)
+        output = centred / root.reshape(L, 1) * point.get("gamma", np.ones(d, dtype=object)) + point.get(
+            "beta", 0 * symbols("b", d)
+        )
+        chosen = s**2 - variance
+        reference = SymbolicReference(point, output, dict(zip(eps, chosen, strict=True)))
+        yield from against(operation(**point, eps=chosen), reference)
+
+    return build
+
+
+def softmax(L: int, S: int) -> Build:
+    """Build a row softmax of L x S logits."""
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        T = symbols("t", L, S)
+        u = np.frompyfunc(sympy.exp, 1, 1)(T)
+        yield from against(SoftmaxAt(T), SymbolicReference({"T": T}, u / u.sum(1).reshape(L, 1)))
+
+    return build
+
+
+def cross_entropy(draw: Draw) -> Iterator[Comparison]:
+    """Build the cross entropy of one row of three logits (its value, a logarithm, is not rational in exponentials)."""
+    logits = symbols("t", 1, 3)
+    loss = sympy.log(sum(sympy.exp(t) for t in logits[0])) - logits[0, 1]
+    reference = SymbolicReference({"logits": logits}, np.array([loss], dtype=object))
+    yield from against(CrossEntropyAt(logits, [1]), reference, value=False)
+
+
+def attention(d_V: int, d_K: int, d_v: int, d_out: int | None = None) -> Build:
+    """Build attention of L = 2 tokens with formal weights u(T_ij), differentiated by SymPy.
+
+    After differentiation row i's weights are written as (a_i s_i, (1 - a_i) s_i): the attention matrix has the rows
+    (a_i, 1 - a_i), the s_i cancel, and what is left to compare are polynomials.
+    """
+    shapes = {"X": (2, d_V), "W_Q": (d_V, d_K), "W_K": (d_V, d_K), "W_V": (d_V, d_v)}
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        point = {name: symbols(name.lower(), *shape) for name, shape in shapes.items()}
+        if d_out is not None:
+            point["W_O"] = symbols("w_o", d_v, d_out)
+        c, a, s = sympy.Symbol("c", positive=True), symbols("a", 2, 1), symbols("s", 2, 1)
+        u = np.frompyfunc(Weight, 1, 1)(c * (point["X"] @ point["W_Q"]) @ (point["X"] @ point["W_K"]).T)
+        output = u / u.sum(1).reshape(2, 1) @ point["X"] @ point["W_V"]
+        output = output if d_out is None else output @ point["W_O"]
+        A = np.concatenate([a, 1 - a], 1)
+        reference = SymbolicReference(point, output, dict(zip(u.reshape(-1), (A * s).reshape(-1), strict=True)))
+        yield from against(AttentionAt(**point, scale=c, weights=A), reference)
+
+    return build
+
+
+def activation(kind: str, function: Callable[[Any], Any]) -> Build:
+    """Build an activation of two symbols of either sign."""
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        X = np.array([sympy.symbols("x_0 x_1", real=True)], dtype=object)
+        yield from against(ActivationAt(kind, X), SymbolicReference({"X": X}, np.frompyfunc(function, 1, 1)(X)))
+
+    return build
+
+
+def _gelu(x: Any) -> Any:
+    return x * (1 + sympy.erf(x / sympy.sqrt(2))) / 2
+
+
+def _gelu_tanh(x: Any) -> Any:
+    return x * (1 + sympy.tanh(sympy.sqrt(2 / sympy.pi) * (x + sympy.Rational(44715, 10**6) * x**3))) / 2
+
+
+def _silu(x: Any) -> Any:
+    return x / (1 + sympy.exp(-x))
+
+
+SYMBOLIC: tuple[Case, ...] = (
+    Case("vecr", "rules", "X 2x3, Y 3x4, D 2x2", lambda draw: vecr_rules(draw, on_symbols)),
+    Case("normalization", "layer norm", "L=1 d=3", normalization("layer", 1, 3)),
+    Case("normalization", "layer norm, gamma, beta, eps", "L=2 d=3", normalization("layer", 2, 3, "gamma", "beta")),
+    Case("normalization", "RMS norm, gamma, eps", "L=2 d=3", normalization("rms", 2, 3, "gamma")),
+    Case("softmax", "softmax", "L=1 S=3", softmax(1, 3)),
+    Case("softmax", "softmax", "L=2 S=2", softmax(2, 2)),
+    Case("activation", "gelu", "1x2", activation("gelu", _gelu)),
+    Case("activation", "gelu, tanh form", "1x2", activation("gelu_tanh", _gelu_tanh)),
+    Case("activation", "silu", "1x2", activation("silu", _silu)),
+    Case("activation", "tanh", "1x2", activation("tanh", sympy.tanh)),
+    Case("loss", "cross entropy", "L=1 C=3", cross_entropy),
+    Case("attention", "nine Phi, X blocks", "L=2 d_V=1 d_K=1", attention(1, 1, 1)),
+    Case("attention", "sixteen Phi, X blocks, W_O", "L=2 d_V=2 d_K=1 d_v=1 d_out=1", attention(2, 1, 1, 1)),
+)

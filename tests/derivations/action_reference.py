@@ -1,0 +1,94 @@
+"""References for primitives: torch.func on a hand-written function, and the vec_r matrices contracted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from second_order_reference import relative_error
+from torch import Tensor
+
+from derivations.operation import Operation
+from derivations.primitive import Primitive
+
+
+def check_actions(
+    primitive: Primitive,
+    f: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    moving: Sequence[int],
+    tolerance: float = 1e-12,
+    directions: int = 3,
+    seed: int = 0,
+) -> None:
+    """Compare value, jvp, vjp and curvature with those of f, a function of the inputs that are not None, in order.
+
+    The moving inputs get tangents, the others None. The curvature's reference is jvp(grad) of <adjoint, f>, which is the
+    order of differentiation that torch gets right, on functions that do without fused kernels.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    present = [k for k, x in enumerate(inputs) if x is not None]
+    floating = [k for k in present if inputs[k].is_floating_point()]
+    points = {k: inputs[k] for k in floating}
+
+    def run(*moved: Tensor) -> Tensor:
+        full = {**{k: inputs[k] for k in present}, **dict(zip(floating, moved, strict=True))}
+        return f(*(full[k] for k in present))
+
+    def draw(x: Tensor, *leading: int) -> Tensor:
+        return torch.randn(*leading, *x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+
+    primals = tuple(points.values())
+    value = run(*primals)
+    assert relative_error(primitive.value(*inputs), value) <= tolerance
+    tangents = [draw(x, directions) if k in moving else None for k, x in enumerate(inputs)]
+    padded = tuple(tangents[k] if tangents[k] is not None else torch.zeros(directions, *points[k].shape).to(value) for k in floating)
+    kept = [None if t is None else t.clone() for t in tangents]
+
+    pushed = torch.stack([torch.func.jvp(run, primals, tuple(t[s] for t in padded))[1] for s in range(directions)])
+    assert relative_error(primitive.jvp(inputs, tangents), pushed) <= tolerance
+
+    adjoints = draw(value, directions)
+    seen = primitive.vjp(inputs, adjoints)
+    assert len(seen) == len(inputs)
+    pull = torch.func.vjp(run, *primals)[1]
+    expected = [torch.stack(rows) for rows in zip(*(pull(a) for a in adjoints), strict=True)]
+    compare(seen, dict(zip(floating, expected, strict=True)), tolerance)
+
+    adjoint = adjoints[0]
+    gradient = torch.func.grad(lambda *moved: (adjoint * run(*moved)).sum(), argnums=tuple(range(len(primals))))
+    columns = [torch.func.jvp(gradient, primals, tuple(t[s] for t in padded))[1] for s in range(directions)]
+    expected = [torch.stack(rows) for rows in zip(*columns, strict=True)]
+    compare(primitive.curvature(inputs, adjoint, tangents), dict(zip(floating, expected, strict=True)), tolerance)
+
+    assert all(a is b or torch.equal(a, b) for a, b in zip(tangents, kept, strict=True)), "a tangent was written to"
+
+
+def compare(seen: Sequence[Tensor | None], expected: dict[int, Tensor], tolerance: float) -> None:
+    """Compare covectors, with None standing for zero."""
+    largest = max((float(e.abs().max()) for e in expected.values()), default=0.0)
+    for k, covector in enumerate(seen):
+        if covector is None:
+            assert k not in expected or float(expected[k].abs().max()) <= tolerance * largest, f"input {k} is not zero"
+        else:
+            assert relative_error(covector, expected[k]) <= tolerance, f"input {k}"
+
+
+def check_against_matrices(primitive: Primitive, inputs: Sequence[Tensor], operation: Operation, tolerance: float = 1e-12) -> None:
+    """Compare the actions with an operation's vec_r matrices; the arguments are the inputs, in order."""
+    names, generator = list(operation.arguments), torch.Generator().manual_seed(1)
+    out = operation.value.numel()
+    for j, name_j in enumerate(names):
+        J, n = operation.jacobian(name_j).dense(inputs[0]), inputs[j].numel()
+        eye = torch.eye(n, dtype=torch.float64).reshape(n, *inputs[j].shape)
+        tangents = [eye if k == j else None for k in range(len(inputs))]
+        assert relative_error(primitive.jvp(inputs, tangents).reshape(n, out).T, J) <= tolerance
+        adjoints = torch.eye(out, dtype=torch.float64).reshape(out, *operation.value.shape)
+        assert relative_error(primitive.vjp(inputs, adjoints)[j].reshape(out, n), J) <= tolerance
+        adjoint = torch.randn(operation.value.shape, generator=generator, dtype=torch.float64)
+        seen = primitive.curvature(inputs, adjoint, tangents)
+        for i, name_i in enumerate(names):
+            stacked = operation.hessian(name_i, name_j).dense(inputs[0]).reshape(out, -1, n)
+            expected = torch.einsum("o,oij->ij", adjoint.reshape(-1), stacked)
+            contracted = torch.zeros_like(expected) if seen[i] is None else seen[i].reshape(n, -1).T
+            assert relative_error(contracted, expected) <= tolerance, (name_i, name_j)

@@ -1,0 +1,166 @@
+"""The two arithmetics do the same, and neither turns silently into the other."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import sympy
+import torch
+
+from derivations import arrays
+from derivations.arrays import Array
+
+F64 = torch.float64
+EXACT = np.array([[1, Fraction(9, 4)], [4, 16]], dtype=object)
+FLOATS = torch.tensor([[1.0, 2.25], [4.0, 16.0]], dtype=F64)
+SYMBOL = sympy.Symbol("x", positive=True)
+
+
+def as_floats(x: Array) -> torch.Tensor:
+    return torch.tensor([[float(v) for v in row] for row in x.tolist()], dtype=F64)
+
+
+class TestAsArray:
+    def test_what_is_kept(self) -> None:
+        assert arrays.as_array(FLOATS) is FLOATS
+        assert arrays.as_array(EXACT).tolist() == EXACT.tolist()
+        assert arrays.as_array(np.ones(2, dtype=np.float32)).dtype == torch.float32
+
+    def test_lists(self) -> None:
+        assert arrays.as_array([[1, SYMBOL]]).dtype == object
+        assert arrays.as_array([1, 2]).tolist() == [1, 2]
+        assert arrays.as_array([1, 2.5]).dtype == torch.float64
+        assert arrays.as_array([1, 2.5j]).dtype == torch.complex128
+
+    def test_sympy(self) -> None:
+        value = arrays.as_array(sympy.Matrix(0, 3, []))
+        assert value.shape == (0, 3)
+        assert arrays.as_array(sympy.Matrix([[SYMBOL, 1]])).shape == (1, 2)
+
+    def test_read_only_arrays(self) -> None:
+        assert arrays.as_array(np.broadcast_to(np.ones(1), (2, 2))).shape == (2, 2)
+
+    @pytest.mark.parametrize(
+        "value", [[Fraction(1, 2), 0.5], [SYMBOL, 1.0], np.array([1, 0.5], dtype=object)], ids=["Fraction", "symbol", "objects"]
+    )
+    def test_floats_among_exact_numbers(self, value: object) -> None:
+        with pytest.raises(TypeError, match="floats stand among exact numbers"):
+            arrays.as_array(value)
+
+
+class TestFunctions:
+    """Each function on exact numbers is exact, and agrees with torch."""
+
+    @pytest.mark.parametrize("name", ["sqrt", "exp", "reciprocal"])
+    def test_entrywise(self, name: str) -> None:
+        function = getattr(arrays, name)
+        assert torch.allclose(as_floats(function(EXACT)), function(FLOATS), rtol=1e-15, atol=0)
+        assert not any(isinstance(v, float) for v in function(EXACT).reshape(-1))
+
+    def test_roots_of_squares_are_rational(self) -> None:
+        assert arrays.sqrt(EXACT).tolist() == [[1, Fraction(3, 2)], [2, 4]]
+        assert all(isinstance(v, Fraction) for v in arrays.sqrt(EXACT).reshape(-1))
+
+    def test_other_roots_are_symbolic(self) -> None:
+        root = arrays.sqrt(np.array([Fraction(1, 2), SYMBOL**2, -1], dtype=object)).tolist()
+        assert root == [1 / sympy.sqrt(2), SYMBOL, sympy.I]
+
+    def test_large_integers_have_exact_roots(self) -> None:
+        assert arrays.sqrt(np.array([(10**30 + 1) ** 2], dtype=object)).tolist() == [10**30 + 1]
+
+    def test_reciprocals_of_integers_are_fractions(self) -> None:
+        assert arrays.reciprocal(np.array([3, SYMBOL], dtype=object)).tolist() == [Fraction(1, 3), 1 / SYMBOL]
+
+    @pytest.mark.parametrize("n", [1, 2, 4, 6])
+    def test_inverse_sqrt(self, n: int) -> None:
+        assert arrays.inverse_sqrt(n, FLOATS) == 1 / math.sqrt(n)
+        exact = arrays.inverse_sqrt(n, EXACT)
+        assert exact**2 == sympy.Rational(1, n) if isinstance(exact, sympy.Expr) else exact**2 == Fraction(1, n)
+
+    def test_constants(self) -> None:
+        assert arrays.eye(2, EXACT).tolist() == arrays.eye(2, FLOATS).tolist() == [[1, 0], [0, 1]]
+        assert arrays.eye(0, EXACT).shape == (0, 0)
+        assert arrays.full((1, 2), 3, EXACT).tolist() == arrays.full((1, 2), 3, FLOATS).tolist() == [[3, 3]]
+        assert arrays.eye(2, FLOATS.float()).dtype == torch.float32
+
+    def test_concatenate(self) -> None:
+        assert arrays.concatenate([EXACT, EXACT], 1).shape == (2, 4)
+        assert tuple(arrays.concatenate([FLOATS, FLOATS], 0).shape) == (4, 2)
+
+    @pytest.mark.parametrize(("n", "columns"), [(3, 2), (1, 1), (0, 2), (2, 0)])
+    def test_lift_diagonal(self, n: int, columns: int) -> None:
+        y = torch.arange(1.0, n * columns + 1, dtype=F64).reshape(n, columns)
+        expected = torch.stack([torch.diag(y[:, c]).reshape(-1) for c in range(columns)], 1) if columns else y.new_zeros(n * n, 0)
+        assert torch.equal(arrays.lift_diagonal(y), expected)
+        lifted = arrays.lift_diagonal(np.array(y.int().tolist(), dtype=object).reshape(n, columns))
+        assert lifted.dtype == object
+        assert lifted.tolist() == expected.tolist()
+
+
+class TestScale:
+    def test_rational_and_irrational_scalars(self) -> None:
+        assert torch.equal(arrays.scale(Fraction(1, 2), FLOATS), FLOATS / 2)
+        assert torch.equal(arrays.scale(sympy.sqrt(2), FLOATS), FLOATS * math.sqrt(2))
+        assert arrays.scale(Fraction(1, 2), EXACT)[0, 0] == Fraction(1, 2)
+        assert arrays.scale(sympy.sqrt(2), EXACT)[0, 0] == sympy.sqrt(2)
+        assert arrays.scale(2.0, EXACT)[0, 0] == 2
+        assert isinstance(arrays.scale(2.0, EXACT)[0, 0], int)
+
+    def test_precision_follows_the_array(self) -> None:
+        assert arrays.scale(Fraction(1, 3), FLOATS.float()).dtype == torch.float32
+        assert arrays.scale(Fraction(1, 3), torch.tensor([3])).dtype == torch.float64
+
+    @pytest.mark.parametrize("c", [0.5, 1j, torch.tensor(2.0)], ids=str)
+    def test_exact_numbers_stay_exact(self, c: object) -> None:
+        with pytest.raises(TypeError, match="Fraction"):
+            arrays.scale(c, EXACT)
+
+    def test_symbols_have_no_float(self) -> None:
+        with pytest.raises(TypeError, match="Substitute"):
+            arrays.scale(SYMBOL, FLOATS)
+
+
+class TestCommon:
+    def test_what_joins(self) -> None:
+        for a, b, dtype in [
+            (torch.float32, torch.complex64, torch.complex64),
+            (torch.int64, torch.float32, torch.float32),
+            (torch.bool, torch.float64, torch.float64),
+            (torch.int32, torch.int64, torch.int64),
+        ]:
+            joined = arrays.common(torch.ones(1, dtype=a), torch.ones(1, dtype=b))
+            assert [x.dtype for x in joined] == [dtype, dtype]
+
+    @pytest.mark.parametrize(
+        ("a", "b"),
+        [(torch.float32, torch.float64), (torch.float64, torch.complex64), (torch.float16, torch.bfloat16)],
+        ids=str,
+    )
+    def test_precisions_stay_apart(self, a: torch.dtype, b: torch.dtype) -> None:
+        with pytest.raises(TypeError, match="precision"):
+            arrays.common(torch.ones(1, dtype=a), torch.ones(1, dtype=b))
+
+    def test_kinds_stay_apart(self) -> None:
+        with pytest.raises(TypeError, match="do not mix"):
+            arrays.matmul(EXACT, FLOATS)
+        assert arrays.matmul(EXACT, EXACT).tolist() == (EXACT @ EXACT).tolist()
+
+
+class TestConversion:
+    def test_to_sympy(self) -> None:
+        value = arrays.to_sympy(EXACT)
+        assert value == sympy.Matrix([[1, sympy.Rational(9, 4)], [4, 16]])
+        assert arrays.to_sympy(np.zeros((0, 2), dtype=object)).shape == (0, 2)
+        assert all(entry.is_Float for entry in arrays.to_sympy(FLOATS))
+
+    def test_to_float(self) -> None:
+        assert torch.equal(arrays.to_float(EXACT), FLOATS)
+        assert arrays.to_float(EXACT[0]).shape == (2,)
+        assert arrays.to_float(torch.ones(1, dtype=torch.float16)).dtype == torch.float64
+        assert arrays.to_float(torch.ones(1, dtype=torch.complex64)).dtype == torch.complex64
+        assert not arrays.to_float(FLOATS.clone().requires_grad_()).requires_grad
+        with pytest.raises(TypeError, match="Substitute"):
+            arrays.to_float(np.array([SYMBOL], dtype=object))

@@ -1,0 +1,149 @@
+"""Single-head attention in vec_r: every pair of arguments against reverse-over-reverse autograd, and exactly."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from second_order_reference import random_point, relative_error
+from transformer_reference import attention, check_every_block, derivatives
+
+from derivations.attention import AttentionAt
+from derivations.matrix import Zero
+from derivations.operation import Operation
+from derivations.vecr import slice_transpose
+
+SIZES = [(3, 4, 2, 4, None), (4, 3, 2, 5, 2), (2, 3, 4, 3, 5)]  # L, d_V, d_K, d_v, d_out (None: no W_O)
+
+
+def make_point(seed, L, d, d_K, d_v, d_out):
+    point = random_point(seed, X=(L, d), W_Q=(d, d_K), W_K=(d, d_K), W_V=(d, d_v))
+    return point if d_out is None else {**point, **random_point(seed + 1, W_O=(d_v, d_out))}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_block_against_autograd(sizes, causal):
+    point = make_point(0, *sizes)
+    mask = torch.ones(sizes[0], sizes[0], dtype=torch.bool).tril() if causal else None
+    operation = AttentionAt(**point, mask=mask)
+    assert isinstance(operation, Operation)
+    check_every_block(operation, lambda **p: attention(**p, causal=causal), point)
+
+
+def test_additive_mask_and_scale():
+    point = make_point(2, *SIZES[0])
+    mask = torch.zeros(3, 3, dtype=torch.float64).masked_fill(~torch.ones(3, 3, dtype=torch.bool).tril(), -torch.inf)
+    operation = AttentionAt(**point, mask=mask, scale=0.3)
+    check_every_block(operation, lambda **p: attention(**p, causal=True, scale=0.3), point)
+
+
+def test_a_value_weight_of_another_width_without_projection():
+    point = make_point(3, 3, 4, 2, 5, None)
+    check_every_block(AttentionAt(**point), attention, point)
+
+
+def test_named_objects_are_derivatives_of_what_they_claim():
+    point = make_point(4, *SIZES[0])
+    at, d = AttentionAt(**point), 4
+    X = point["X"]
+
+    def averaged(N):  # A X as a function of the product c W_Q W_K^T
+        return torch.softmax(X @ N @ X.T, 1) @ X
+
+    N = point["W_Q"] @ point["W_K"].T / 2**0.5
+    jacobians, hessians = derivatives(averaged, {"N": N})
+    assert relative_error(at.Z_1.dense(), jacobians["N"]) <= 1e-12
+    assert relative_error(at.Z_2.dense(), hessians["N", "N"]) <= 1e-12
+    shuffled, _ = derivatives(lambda x: torch.kron(x.reshape(1, d), torch.eye(d, dtype=x.dtype)), {"x": X[0]})
+    assert relative_error(at.S.dense(X), shuffled["x"]) == 0.0
+    averages, _ = derivatives(
+        lambda **p: attention(**p, W_V=torch.eye(d, dtype=torch.float64)), {k: point[k] for k in ("X", "W_Q", "W_K")}
+    )
+    for name, block in averages.items():
+        assert relative_error(at.averaged_jacobian(name).dense(), block) <= 1e-12
+    logits, _ = derivatives(lambda X, W_Q, W_K: X @ W_Q @ W_K.T @ X.T / 2**0.5, {k: point[k] for k in ("X", "W_Q", "W_K")})
+    for name, block in logits.items():
+        assert relative_error(at.logits_jacobian(name).dense(), block) <= 1e-12
+    assert isinstance(at.logits_jacobian("W_V"), Zero)
+    assert isinstance(at.averaged_jacobian("W_V"), Zero)
+
+
+def test_phi_is_symmetric_slice_by_slice_and_not_as_a_whole():
+    at = AttentionAt(**make_point(5, *SIZES[1]))
+    L, d_out = at.value.shape
+    for k in "QKVO":
+        for ell in "QKVO":
+            n_k, n_l = at.Phi(k, k).shape[1], at.Phi(ell, ell).shape[1]
+            turned = slice_transpose(at.Phi(k, ell), L * d_out, n_k, n_l)
+            assert float((turned.dense(at.X) - at.Phi(ell, k).dense(at.X)).abs().max()) <= 1e-12
+    assert not torch.allclose(at.Phi("Q", "K").dense(), at.Phi("K", "Q").dense())
+
+
+def test_linear_weights_have_zero_blocks_that_are_not_computed():
+    at = AttentionAt(**make_point(6, *SIZES[1]))
+    assert isinstance(at.Phi("V", "V"), Zero)
+    assert isinstance(at.Phi("O", "O"), Zero)
+    assert isinstance(AttentionAt(**make_point(6, *SIZES[0])).Phi("V", "V"), Zero)
+
+
+def test_uniform_attention_has_the_mixed_value_blocks_that_the_paper_denies():
+    point = make_point(7, *SIZES[0])
+    W_Q, W_K = point["W_Q"].clone(), point["W_K"].clone()
+    W_Q[:, 1], W_K[:, 0] = 0, 0  # W_Q W_K^T = 0 with neither factor zero
+    at = AttentionAt(**{**point, "W_Q": W_Q, "W_K": W_K})
+    assert torch.allclose(at.A, torch.full_like(at.A, 1 / 3))
+    assert float(at.Phi("V", "Q").dense().abs().max()) > 1e-2
+    assert float(at.Phi("Q", "Q").dense().abs().max()) > 1e-2
+
+
+@pytest.fixture
+def exact():
+    def rational(*shape, step):
+        entries = [Fraction((7 * k + step) % 11 - 5, 1 + (k + step) % 3) for k in range(int(np.prod(shape)))]
+        return np.array(entries, dtype=object).reshape(shape)
+
+    weights = np.array([[Fraction(1, 3), Fraction(2, 3)], [Fraction(3, 4), Fraction(1, 4)]], dtype=object)
+    shapes = {"X": (2, 3), "W_Q": (3, 2), "W_K": (3, 2), "W_V": (3, 2), "W_O": (2, 3)}
+    point = {name: rational(*shape, step=step) for step, (name, shape) in enumerate(shapes.items())}
+    return AttentionAt(**point, scale=Fraction(1, 2), weights=weights)
+
+
+def test_exact_numbers_stay_exact_and_agree_with_floating_point(exact):
+    as_float = {name: torch.tensor(getattr(exact, name).astype(float)) for name in exact.arguments}
+    floating = AttentionAt(**as_float, scale=0.5, weights=torch.tensor(exact.weights.astype(float)))
+    for i in exact.arguments:
+        for j in exact.arguments:
+            block = exact.hessian(i, j).dense(exact.X)
+            assert all(isinstance(entry, (int, Fraction)) for entry in block.reshape(-1))
+            expected = floating.hessian(i, j).dense(floating.X)
+            assert relative_error(torch.tensor(block.astype(float)), expected) <= 1e-13, (i, j)
+
+
+def test_exact_blocks_are_symmetric_to_the_last_digit(exact):
+    out = exact.value.size
+    for i, n_i in ((name, int(np.prod(shape))) for name, shape in exact.arguments.items()):
+        for j, n_j in ((name, int(np.prod(shape))) for name, shape in exact.arguments.items()):
+            left = exact.hessian(i, j).dense(exact.X).reshape(out, n_i, n_j)
+            right = exact.hessian(j, i).dense(exact.X).reshape(out, n_j, n_i)
+            assert (left == right.transpose(0, 2, 1)).all(), (i, j)
+
+
+def test_latex_reads_like_the_paper():
+    at = AttentionAt(**make_point(8, *SIZES[0]))
+    assert at.G_V.latex() == r"A\,X\otimes I_{4}"
+    assert at.T_Q.latex() == r"\frac{\sqrt{2}}{2}\,\left(X\otimes X\,W_K\right)"
+
+
+def test_errors_name_the_argument_and_the_shapes():
+    point = make_point(9, *SIZES[0])
+    with pytest.raises(ValueError, match="no argument is called 'W_O'"):
+        AttentionAt(**point).jacobian("W_O")
+    with pytest.raises(ValueError, match="no argument is called 'W_O'"):
+        AttentionAt(**point).Phi("Q", "O")
+    with pytest.raises(ValueError, match="need 4 rows"):
+        AttentionAt(**{**point, "W_K": point["W_K"][:3]})
+    with pytest.raises(ValueError, match="does not conform"):
+        AttentionAt(**point, W_O=torch.ones(3, 2, dtype=torch.float64))

@@ -1,0 +1,223 @@
+"""Sharp constants against norms found by autograd with singular values, and by alternating maximisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from derivations import bounds
+
+F64 = torch.float64
+Function = Callable[[Tensor], Tensor]
+
+
+def normalization(norm: str, eps: float) -> Function:
+    """LayerNorm or RMSNorm without gain, spelled out (torch's own has second derivatives that forward mode gets wrong)."""
+
+    def f(X: Tensor) -> Tensor:
+        M = X - X.mean(1, keepdim=True) if norm == "layernorm" else X
+        return M / ((M**2).mean(1, keepdim=True) + eps).sqrt()
+
+    return f
+
+
+def jacobian(f: Function, X: Tensor) -> Tensor:
+    return torch.autograd.functional.jacobian(f, X).reshape(-1, X.numel())
+
+
+def second_derivative(f: Function, X: Tensor) -> Tensor:
+    """The tensor of shape (out, n, n), reverse over reverse."""
+
+    def first(X: Tensor) -> Tensor:
+        return torch.autograd.functional.jacobian(f, X, create_graph=True)
+
+    return torch.autograd.functional.jacobian(first, X).reshape(f(X).numel(), X.numel(), X.numel())
+
+
+def spectral(A: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(A, 2))
+
+
+def map_norm(T: Tensor, starts: int = 8, polish: int = 3000) -> float:
+    """The largest ||T[a, b]||: for fixed a it is a spectral norm, and alternating over a and b can only climb."""
+    generator = torch.Generator().manual_seed(0)
+
+    def climb(a: Tensor, steps: int) -> tuple[float, Tensor]:
+        value = -1.0
+        for _ in range(steps):
+            previous, (_, singular, right) = value, torch.linalg.svd(torch.einsum("oab,a->ob", T, a))
+            value, a = float(singular[0]), right[0]
+            if value - previous <= 1e-15 * value:
+                break
+        return value, a
+
+    found = [climb(torch.randn(T.shape[1], generator=generator, dtype=F64), 20) for _ in range(starts)]
+    return climb(max(found, key=lambda pair: pair[0])[1], polish)[0]
+
+
+NORMALIZATIONS = [
+    (norm, L, d, eps)
+    for norm, L, d in [
+        ("layernorm", 3, 5),
+        ("layernorm", 2, 3),
+        ("layernorm", 1, 8),
+        ("layernorm", 2, 2),
+        ("rmsnorm", 3, 4),
+        ("rmsnorm", 2, 2),
+        ("rmsnorm", 2, 1),
+    ]
+    for eps in (0.0, 0.3, 20.0)
+]
+
+
+@pytest.mark.parametrize(("norm", "L", "d", "eps"), NORMALIZATIONS)
+class TestNormalization:
+    """The exact norms at a point, for rows on both sides of rho^2 = 1/3 and for every small width."""
+
+    def rows(self, L: int, d: int) -> Tensor:
+        scales = torch.tensor([[1.0], [4.0], [0.4]], dtype=F64)[:L]
+        return scales * torch.randn(L, d, generator=torch.Generator().manual_seed(d), dtype=F64) + 0.5
+
+    def test_jacobian_norm(self, norm: str, L: int, d: int, eps: float) -> None:
+        X = self.rows(L, d)
+        true = spectral(jacobian(normalization(norm, eps), X))
+        assert bounds.norm_jacobian_norm(X, eps, norm=norm) == pytest.approx(true, rel=1e-12, abs=1e-13)
+
+    def test_hessian_norm(self, norm: str, L: int, d: int, eps: float) -> None:
+        X = self.rows(L, d)
+        T = second_derivative(normalization(norm, eps), X)
+        true = spectral(T.reshape(-1, X.numel()))
+        assert bounds.norm_hessian_norm(X, eps, norm=norm) == pytest.approx(true, rel=1e-12, abs=1e-12)
+
+    def test_hessian_map_norm(self, norm: str, L: int, d: int, eps: float) -> None:
+        X = self.rows(L, d)
+        T = second_derivative(normalization(norm, eps), X)
+        assert bounds.norm_hessian_map_norm(X, eps, norm=norm) == pytest.approx(map_norm(T), rel=1e-9, abs=1e-12)
+
+    def test_constants_for_every_input(self, norm: str, L: int, d: int, eps: float) -> None:
+        if eps == 0:
+            with pytest.raises(ValueError, match="eps > 0"):
+                bounds.norm_constants(d, eps)
+            return
+        constants = bounds.norm_constants(d, eps)
+        for scale in (0.01, 0.3, 1.0, 5.0):
+            X = scale * self.rows(L, d)[:1]
+            assert spectral(jacobian(normalization(norm, eps), X)) <= constants.jacobian * (1 + 1e-12)
+            assert map_norm(second_derivative(normalization(norm, eps), X), 2, 20) <= constants.hessian_map * (1 + 1e-12)
+
+
+class TestNormalizationAttained:
+    @pytest.mark.parametrize(("norm", "d"), [("layernorm", 2), ("layernorm", 6), ("rmsnorm", 1), ("rmsnorm", 5)])
+    def test_constants_are_attained(self, norm: str, d: int) -> None:
+        eps = 0.7
+        constants = bounds.norm_constants(d, eps)
+        flat = torch.zeros(1, d, dtype=F64) + (2.0 if norm == "layernorm" else 0.0)
+        assert spectral(jacobian(normalization(norm, eps), flat)) == pytest.approx(constants.jacobian, rel=1e-12)
+        assert bounds.norm_jacobian_norm(flat, eps, norm=norm) == pytest.approx(constants.jacobian, rel=1e-12)
+        x = torch.arange(1.0, d + 1, dtype=F64).reshape(1, d)
+        x = x - x.mean() if norm == "layernorm" else x
+        x = x * math.sqrt(eps / 4 / float((x**2).mean()))
+        true = map_norm(second_derivative(normalization(norm, eps), x))
+        assert true == pytest.approx(constants.hessian_map, rel=1e-10)
+        assert bounds.norm_hessian_map_norm(x, eps, norm=norm) == pytest.approx(constants.hessian_map, rel=1e-12)
+
+    def test_lemma_4_fails_as_printed(self) -> None:
+        """Claims b:Lemma4-28 and -29M: with sigma_min = min_i ||M_i||_2, a row (1, -1, 0, ...) of width 24 exceeds both."""
+        X = torch.zeros(1, 24, dtype=F64)
+        X[0, 0], X[0, 1] = 1e-3, -1e-3
+        s, x, n = float(X.norm()), spectral(X), 24
+        eq_28 = 1 / s + x**2 / (math.sqrt(n) * s**3)
+        eq_29 = x / s**3 * (1 + math.sqrt(1 / n)) + x**2 / (math.sqrt(n) * s**3) + 3 * x**3 / (n * s**5)
+        assert bounds.norm_jacobian_norm(X) > 4 * eq_28
+        assert bounds.norm_hessian_norm(X) > 11 * eq_29
+
+    def test_below_the_inverse_variance(self) -> None:
+        X = torch.randn(4, 7, generator=torch.Generator().manual_seed(0), dtype=F64)
+        variance = float(X.var(1, unbiased=False).min())
+        assert bounds.norm_hessian_norm(X) == pytest.approx(math.sqrt(5 / 7) / variance, rel=1e-12)
+        assert bounds.norm_hessian_map_norm(X) == pytest.approx(2 / math.sqrt(21) / variance, rel=1e-12)
+
+    def test_exact_rows_are_taken(self) -> None:
+        assert bounds.norm_jacobian_norm(np.array([[1, -1, Fraction(0)]], dtype=object)) == pytest.approx(math.sqrt(1.5))
+
+    @pytest.mark.parametrize("function", [bounds.norm_jacobian_norm, bounds.norm_hessian_norm, bounds.norm_hessian_map_norm])
+    def test_errors(self, function: Callable[..., float]) -> None:
+        X = torch.tensor([[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]])
+        with pytest.raises(ValueError, match=r"row 1 has variance 0.*Pass eps > 0"):
+            function(X)
+        with pytest.raises(ValueError, match="row 0 has mean square 0"):
+            function(0 * X, norm="rmsnorm")
+        with pytest.raises(ValueError, match="unknown norm 'batchnorm'"):
+            function(X, norm="batchnorm")
+        with pytest.raises(ValueError, match="expected rows"):
+            function(X[0])
+
+
+class TestSoftmax:
+    def logits(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(9)
+        found = [scale * torch.randn(1, L, generator=generator, dtype=F64) for L in (2, 3, 6) for scale in (0.1, 1.0, 4.0)]
+        return [*found, torch.zeros(1, 5, dtype=F64)]
+
+    def test_jacobian_bound_holds(self) -> None:
+        for T in self.logits():
+            A = torch.softmax(T, 1)
+            true = spectral(jacobian(lambda T: torch.softmax(T, 1), T))
+            assert true <= bounds.softmax_jacobian_bound(A) * (1 + 1e-12)
+            assert bounds.softmax_jacobian_bound(A) <= bounds.softmax_jacobian_bound() == 0.5
+
+    @pytest.mark.parametrize("L", [2, 6])
+    def test_jacobian_bound_is_attained(self, L: int) -> None:
+        """Two tokens share the attention: 1/2, where the printed bound is 1/L (claim b:dA/dT<=1/L)."""
+        T = torch.full((1, L), -1000.0, dtype=F64)
+        T[0, :2] = 0
+        true = spectral(jacobian(lambda T: torch.softmax(T, 1), T))
+        assert true == pytest.approx(0.5, rel=1e-14)
+        assert bounds.softmax_jacobian_bound(torch.softmax(T, 1)) == pytest.approx(0.5, rel=1e-14)
+
+    def test_hessian_bounds_hold(self) -> None:
+        for T in self.logits():
+            tensor = second_derivative(lambda T: torch.softmax(T, 1), T)
+            assert map_norm(tensor, 5) <= bounds.softmax_hessian_map_bound() * (1 + 1e-12)
+            assert spectral(tensor.reshape(-1, T.numel())) <= bounds.softmax_hessian_stacked_bound() * (1 + 1e-12)
+
+    @pytest.mark.parametrize("L", [2, 5])
+    def test_hessian_map_bound_is_attained(self, L: int) -> None:
+        T = torch.full((1, L), -1000.0, dtype=F64)
+        T[0, 0], T[0, 1] = math.log((1 + 1 / math.sqrt(3)) / 2), math.log((1 - 1 / math.sqrt(3)) / 2)
+        tensor = second_derivative(lambda T: torch.softmax(T, 1), T)
+        assert map_norm(tensor) == pytest.approx(bounds.softmax_hessian_map_bound(), rel=1e-12)
+        stacked = spectral(tensor.reshape(-1, L))
+        assert bounds.softmax_hessian_map_bound() * (1 - 1e-12) <= stacked <= bounds.softmax_hessian_stacked_bound()
+
+    @pytest.mark.parametrize("A", [torch.tensor([[0.5, 0.6]]), torch.tensor([[1.5, -0.5]]), torch.tensor([1.0])])
+    def test_rows_are_probabilities(self, A: Tensor) -> None:
+        for function in (bounds.softmax_jacobian_bound, bounds.row_stochastic_norm_bound):
+            with pytest.raises(ValueError, match="nonnegative and sum to 1"):
+                function(A)
+
+
+class TestRowStochastic:
+    def test_holds(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for L, S in [(2, 2), (3, 7), (8, 3)]:
+            for scale in (0.1, 1.0, 10.0):
+                A = torch.softmax(scale * torch.randn(L, S, generator=generator, dtype=F64), 1)
+                assert spectral(A) <= bounds.row_stochastic_norm_bound(A) * (1 + 1e-12)
+                assert bounds.row_stochastic_norm_bound(A) <= bounds.row_stochastic_norm_bound(L) * (1 + 1e-12)
+
+    def test_attained(self) -> None:
+        A = torch.zeros(6, 4, dtype=F64)
+        A[:, 2] = 1
+        assert spectral(A) == pytest.approx(bounds.row_stochastic_norm_bound(6), rel=1e-14)
+        assert bounds.row_stochastic_norm_bound(A) == bounds.row_stochastic_norm_bound(6)
+
+    def test_exact_rows_are_taken(self) -> None:
+        third = Fraction(1, 3)
+        assert bounds.row_stochastic_norm_bound(np.array([[third, third, third]] * 3, dtype=object)) == pytest.approx(1)

@@ -1,0 +1,177 @@
+"""Definition 1, Properties 7-12 and Proposition 2: validity on random matrices, attainment on hand-made ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from derivations import norms
+from derivations.matrix import BlockDiagonal, Dense, Ones, kron
+
+F64 = torch.float64
+
+PRINTED = """
+      max       1        inf      2        F
+max   .         1        1        1        1
+1     m         .        m        sqrt(m)  sqrt(m)
+inf   n         n        .        sqrt(n)  sqrt(n)
+2     sqrt(m*n) sqrt(n)  sqrt(m)  .        1
+F     sqrt(m*n) sqrt(n)  sqrt(m)  sqrt(d)  .
+"""
+
+
+def matrices() -> Iterator[Tensor]:
+    """Gaussian, sparse, low-rank and badly scaled matrices of several shapes."""
+    generator = torch.Generator().manual_seed(3)
+    for m, n in [(3, 5), (5, 3), (4, 4), (1, 6), (6, 1), (7, 2)]:
+        for _ in range(10):
+            G = torch.randn(m, n, generator=generator, dtype=F64)
+            yield G
+            yield G * (torch.rand(m, n, generator=generator, dtype=F64) < 0.3)
+            yield G[:, :1] @ G[:1, :]
+            yield G * 10.0 ** torch.randint(-3, 4, (m, 1), generator=generator)
+
+
+def by_hand(A: Tensor) -> dict[str, float]:
+    """The five norms of Definition 1, entry by entry; the spectral one from the eigenvalues of A^T A."""
+    rows = A.tolist()
+    return {
+        "max": max(abs(v) for row in rows for v in row),
+        "1": max(sum(abs(row[j]) for row in rows) for j in range(A.shape[1])),
+        "inf": max(sum(abs(v) for v in row) for row in rows),
+        "2": math.sqrt(max(float(torch.linalg.eigvalsh(A.T @ A)[-1]), 0.0)),
+        "F": math.sqrt(sum(v * v for row in rows for v in row)),
+    }
+
+
+class TestDefinition:
+    def test_five_norms(self) -> None:
+        for A in matrices():
+            for kind, expected in by_hand(A).items():
+                assert norms.matrix_norm(A, kind) == pytest.approx(expected, rel=1e-12)
+
+    def test_what_is_taken(self) -> None:
+        assert norms.matrix_norm(Ones(4, 9)) == pytest.approx(6)
+        assert norms.matrix_norm(np.array([[3, 4]], dtype=object), "F") == 5
+        assert norms.matrix_norm([[3, -4]], "1") == 4
+        assert norms.matrix_norm(torch.zeros(0, 3)) == 0
+
+    def test_errors(self) -> None:
+        with pytest.raises(ValueError, match="unknown norm 'nuclear'"):
+            norms.matrix_norm(torch.ones(2, 2), "nuclear")
+        with pytest.raises(ValueError, match="unknown norm 'nuclear'"):
+            norms.norm_constant("2", "nuclear", 2, 2)
+        with pytest.raises(ValueError, match="expected a matrix"):
+            norms.matrix_norm(torch.ones(2))
+
+
+class TestProperty7:
+    def test_table_is_the_printed_one(self) -> None:
+        header, *lines = PRINTED.strip().splitlines()
+        for line in lines:
+            x, *cells = line.split()
+            for y, cell in zip(header.split(), cells, strict=True):
+                expected = 1.0 if cell == "." else eval(cell, {"sqrt": math.sqrt, "m": 6, "n": 15, "d": 4})
+                assert norms.norm_constant(x, y, 6, 15, rank=4) == pytest.approx(expected), (x, y)
+
+    def test_every_inequality_holds(self) -> None:
+        for A in matrices():
+            rank = int(torch.linalg.matrix_rank(A))
+            for x in norms.NORMS:
+                for y in norms.NORMS:
+                    assert norms.norm_inequality(A, x, y, rank).ratio <= 1 + 1e-12, (x, y)
+                    assert norms.norm_inequality(A, x, y).ratio <= 1 + 1e-12, (x, y)
+
+    def test_every_constant_is_attained(self) -> None:
+        m, n = 4, 9
+        corner = torch.zeros(m, n, dtype=F64)
+        corner[0, 0] = 1
+        row, column = torch.zeros(m, n, dtype=F64), torch.zeros(m, n, dtype=F64)
+        row[0], column[:, 0] = 1, 1
+        candidates = [corner, row, column, torch.ones(m, n, dtype=F64), torch.eye(m, n, dtype=F64)]
+        for x in norms.NORMS:
+            for y in norms.NORMS:
+                ratios = [norms.norm_inequality(A, x, y, int(torch.linalg.matrix_rank(A))).ratio for A in candidates]
+                assert max(ratios) == pytest.approx(1, rel=1e-14), (x, y)
+
+    def test_ratio_of_zeros(self) -> None:
+        assert norms.Inequality(0.0, 0.0).ratio == 0
+        assert norms.Inequality(1.0, 0.0).ratio == math.inf
+
+
+class TestProperties8To12:
+    def test_sums_products_kronecker_products_and_transposes(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        A, B, C = (torch.randn(3, n, generator=generator, dtype=F64) for n in (4, 4, 5))
+        a, b, c = Dense(A), Dense(B), Dense(C)
+        assert norms.matrix_norm(A + B) <= norms.sum_norm_bound(a, b)
+        assert norms.matrix_norm(A.T @ C) <= norms.product_norm_bound(a.T, c)
+        assert norms.matrix_norm(torch.kron(A, C)) == pytest.approx(norms.kronecker_norm(a, c), rel=1e-13)
+        assert norms.matrix_norm(A.T) == pytest.approx(norms.transpose_norm(a), rel=1e-13)
+        assert (a + b).norm_bound() == norms.sum_norm_bound(a, b)
+        assert (a.T @ c).norm_bound() == pytest.approx(norms.product_norm_bound(a.T, c), rel=1e-15)
+        assert kron(a, c).norm_bound() == norms.kronecker_norm(a, c)
+
+    @pytest.mark.parametrize(("m", "n"), [(5, 5), (3, 7), (1, 4)])
+    def test_ones(self, m: int, n: int) -> None:
+        assert norms.ones_norm(m, n) == pytest.approx(float(torch.linalg.matrix_norm(torch.ones(m, n, dtype=F64), 2)), rel=1e-14)
+        assert norms.ones_norm(m) == m
+
+
+class TestProperty11:
+    sizes = [2, 1, 3], [4, 2]
+
+    def test_block_norms(self) -> None:
+        A = torch.randn(6, 6, generator=torch.Generator().manual_seed(1), dtype=F64)
+        found = norms.block_norms(A, *self.sizes)
+        assert found.shape == (3, 2)
+        assert found[2, 0] == pytest.approx(float(torch.linalg.matrix_norm(A[3:, :4], 2)), rel=1e-14)
+        assert found[0, 1] == pytest.approx(float(torch.linalg.matrix_norm(A[:2, 4:], 2)), rel=1e-14)
+        with pytest.raises(ValueError, match="do not make up"):
+            norms.block_norms(A, [2, 2], [6])
+
+    def test_the_sharper_form_is_between(self) -> None:
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(50):
+            A = torch.randn(6, 6, generator=generator, dtype=F64) * 10 ** torch.randn(6, 1, generator=generator, dtype=F64)
+            found = norms.block_norms(A, *self.sizes)
+            true, sharp = norms.matrix_norm(A), norms.block_norm_bound(found)
+            assert true <= sharp * (1 + 1e-12)
+            assert sharp <= norms.block_norm_bound_printed(found) * (1 + 1e-12)
+
+    def test_the_sharper_form_is_attained(self) -> None:
+        """Blocks c_ij Q with Q orthogonal: the norm of C (x) Q is that of C, and of its entries for C >= 0."""
+        C = torch.tensor([[1.0, 2.0, 0.5], [0.0, 3.0, 1.0]], dtype=F64)
+        Q, _ = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=F64))
+        A = torch.kron(C, Q.contiguous())
+        bound = norms.block_norm_bound(norms.block_norms(A, [4, 4], [4, 4, 4]))
+        assert norms.matrix_norm(A) == pytest.approx(bound, rel=1e-14)
+        assert bound < 0.55 * norms.block_norm_bound_printed(C)
+
+    def test_the_printed_form_is_attained(self) -> None:
+        assert norms.matrix_norm(torch.ones(6, 6, dtype=F64)) == pytest.approx(
+            norms.block_norm_bound_printed(3 * Ones(2, 2).dense())
+        )
+
+    def test_block_diagonal(self) -> None:
+        generator = torch.Generator().manual_seed(4)
+        blocks = [torch.randn(m, n, generator=generator, dtype=F64) for m, n in [(2, 3), (4, 1), (3, 3)]]
+        true = norms.matrix_norm(torch.block_diag(*blocks))
+        assert norms.block_diagonal_norm(norms.matrix_norm(block) for block in blocks) == pytest.approx(true, rel=1e-14)
+        assert BlockDiagonal([Dense(block) for block in blocks]).norm_bound() == pytest.approx(true, rel=1e-14)
+        assert norms.block_diagonal_norm([]) == 0
+
+    def test_stacked_blocks_are_not_block_diagonal(self) -> None:
+        """Claim b:maxblock: the largest block of a stack is not its norm."""
+        stack = torch.cat([torch.eye(2, dtype=F64)] * 3)
+        assert norms.matrix_norm(stack) == pytest.approx(math.sqrt(3))
+
+    @pytest.mark.parametrize("bad", [[1.0, 2.0], [[1.0, -2.0]]])
+    def test_norms_are_nonnegative_matrices(self, bad: list[float]) -> None:
+        with pytest.raises(ValueError, match="nonnegative"):
+            norms.block_norm_bound(bad)

@@ -1,0 +1,71 @@
+"""Mean-pool head in vec_r, and the reductions as primitives."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from action_reference import check_actions
+from second_order_reference import check_all_blocks, exact_hessian, exact_jacobian, random_point, same, symbols
+
+from derivations.matrix import Zero
+from derivations.operation import Operation
+from derivations.pooling import Mean, MeanPoolHeadAt, Sum
+
+
+@pytest.mark.parametrize("names", [("Z", "W_c"), ("Z", "W_c", "b_c")])
+@pytest.mark.parametrize("sizes", [(3, 4, 2), (2, 3, 5), (1, 2, 3), (3, 1, 2), (4, 2, 1)])
+def test_head_blocks_against_autograd(names, sizes):
+    L, d, C = sizes
+    everything = random_point(60, Z=(L, d), W_c=(d, C), b_c=(C,))
+    point = {name: everything[name] for name in names}
+    check_all_blocks(MeanPoolHeadAt(**point), lambda Z, W_c, b_c=0.0: Z.mean(0, keepdim=True) @ W_c + b_c, point)
+
+
+def test_head_exactly():
+    Z, W_c, b_c = symbols("z", 2, 3), symbols("w", 3, 2), symbols("b", 2)
+    point = MeanPoolHeadAt(Z, W_c, b_c)
+    assert isinstance(point, Operation)
+    outputs = [sum(Z[i, k] * W_c[k, c] for i in range(2) for k in range(3)) / 2 + b_c[c] for c in range(2)]
+    for name, s in (("Z", Z), ("W_c", W_c), ("b_c", b_c)):
+        assert same(point.jacobian(name).sympy(), exact_jacobian(outputs, s))
+    assert same(point.hessian("Z", "W_c").sympy(), exact_hessian(outputs, Z, W_c))
+    assert same(point.hessian("W_c", "Z").sympy(), exact_hessian(outputs, W_c, Z))
+    assert isinstance(point.hessian("b_c", "Z"), Zero)
+    rational = MeanPoolHeadAt(np.array([[Fraction(1)], [Fraction(2)]], dtype=object), np.array([[Fraction(5)]], dtype=object))
+    assert rational.value.tolist() == [[Fraction(15, 2)]]
+
+
+def test_head_errors():
+    Z = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="expected Z"):
+        MeanPoolHeadAt(Z, torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="expected Z"):
+        MeanPoolHeadAt(Z, torch.zeros(3, 4), torch.zeros(3))
+    with pytest.raises(ValueError, match="no argument is called 'b_c'"):
+        MeanPoolHeadAt(Z, torch.zeros(3, 4)).jacobian("b_c")
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dims", [(0,), (1,), (-1,), (0, 2), (-2, -1), (0, 1, 2), ()])
+def test_reductions(dims, keepdim):
+    X = random_point(61, X=(2, 3, 4))["X"]
+    axes = dims or (0, 1, 2)
+    for primitive, f in ((Mean(dims, keepdim), torch.mean), (Sum(dims, keepdim), torch.sum)):
+        check_actions(primitive, lambda X, f=f: f(X, dim=axes, keepdim=keepdim), (X,), (0,))
+        assert primitive.is_linear
+
+
+def test_reductions_of_a_number():
+    check_actions(Mean(()), lambda X: X * 1, (torch.tensor(3.0, dtype=torch.float64),), (0,))
+
+
+def test_rows_stay_apart_in_front_of_the_axes():
+    X = torch.zeros(2, 3, 4)
+    assert [Mean((1,)).rowwise((X,), axes, (True,)) for axes in (1, 2)] == [True, False]
+    assert Sum((-1,)).rowwise((X,), 2, (True,))
+    assert not Sum(()).rowwise((X,), 1, (True,))
+    with pytest.raises(ValueError, match="tangent of X is None"):
+        Mean((0,)).jvp((X,), (None,))

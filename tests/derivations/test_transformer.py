@@ -1,0 +1,237 @@
+"""The post-norm block in vec_r: every pair against reverse-over-reverse autograd, against composition, and exactly."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from second_order_reference import random_point, relative_error
+from transformer_reference import check_every_block, derivatives, feedforward, layer_norm, post_norm_block
+
+from derivations.attention import AttentionAt
+from derivations.composition import Composite, gauss_newton
+from derivations.feedforward import FeedForwardAt
+from derivations.loss import MeanSquaredErrorAt
+from derivations.matrix import Zero
+from derivations.normalization import LayerNormAt
+from derivations.operation import Operation, Renamed, Total, Variable
+from derivations.transformer import PostNormBlockAt
+from derivations.vecr import slice_transpose
+
+SIZES = [(3, 4, 2, 5), (4, 3, 2, 6)]  # L, d_V, d_K, d_ff
+WEIGHTS = ("W_1", "W_2", "W_K", "W_Q", "W_V")
+BIASES, NORMS = ("b_1", "b_2"), ("gamma_1", "beta_1", "gamma_2", "beta_2")
+
+
+def make_point(seed, L, d, d_K, d_ff, extra=(), d_v=None):
+    shapes = {"X": (L, d), "W_Q": (d, d_K), "W_K": (d, d_K), "W_V": (d, d_v or d), "W_1": (d, d_ff), "W_2": (d_ff, d)}
+    shapes |= {"b_1": (d_ff,), "b_2": (d,)} | dict.fromkeys(NORMS, (d,)) | {"W_O": (d_v or d, d)}
+    point = random_point(seed, **shapes)
+    return {name: value for name, value in point.items() if name not in (*BIASES, *NORMS, "W_O") or name in extra}
+
+
+def causal_mask(L):
+    return torch.ones(L, L, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_paper_s_block_against_autograd(sizes, kind):
+    point = make_point(0, *sizes)
+    operation = PostNormBlockAt(**point, activation=kind)
+    assert isinstance(operation, Operation)
+    check_every_block(operation, post_norm_block(kind), point, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu"])
+@pytest.mark.parametrize("extra", [BIASES, NORMS, ("W_O",)])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_biases_norm_parameters_and_projection_against_autograd(sizes, extra, kind):
+    point = make_point(1, *sizes, extra=extra, d_v=5 if "W_O" in extra else None)
+    check_every_block(PostNormBlockAt(**point, activation=kind), post_norm_block(kind), point, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["relu", "silu"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_everything_at_once_with_a_causal_mask_and_two_eps(sizes, kind):
+    point = make_point(2, *sizes, extra=(*BIASES, *NORMS, "W_O"), d_v=2)
+    operation = PostNormBlockAt(**point, activation=kind, mask=causal_mask(sizes[0]), eps=(0.01, 0.3))
+    check_every_block(operation, post_norm_block(kind, causal=True, eps=(0.01, 0.3)), point, tolerance=1e-11)
+
+
+def by_composition(point, kind, mask, eps):
+    """The same block from its four chapters by the generic chain rule."""
+    attention = AttentionAt(**{name: point[name] for name in ("X", "W_Q", "W_K", "W_V", "W_O")}, mask=mask)
+    N = Total(Variable("X", point["X"]), attention)
+    norm_1 = Renamed(
+        LayerNormAt(N.value, point["gamma_1"], point["beta_1"], eps[0]), {"X": "N", "gamma": "gamma_1", "beta": "beta_1"}
+    )
+    Y = Composite(norm_1, {"N": N})
+    S = Composite(FeedForwardAt(Y.value, *(point[name] for name in ("W_1", "W_2", "b_1", "b_2")), activation=kind), {"Y": Y})
+    norm_2 = Renamed(
+        LayerNormAt(S.value, point["gamma_2"], point["beta_2"], eps[1]), {"X": "S", "gamma": "gamma_2", "beta": "beta_2"}
+    )
+    return S, Composite(norm_2, {"S": S})
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu"])
+def test_named_objects_and_generic_composition_give_the_same_blocks(kind):
+    L, eps = SIZES[0][0], (0.01, 0.3)
+    point = make_point(3, *SIZES[0], extra=(*BIASES, *NORMS, "W_O"))
+    named = PostNormBlockAt(**point, activation=kind, mask=causal_mask(L), eps=eps)
+    S, whole = by_composition(point, kind, causal_mask(L), eps)
+    assert set(whole.arguments) == set(named.arguments)
+    like = point["X"]
+    for i in named.arguments:
+        assert relative_error(named.jacobian(i).dense(like), whole.jacobian(i).dense(like)) <= 1e-12
+        if i in S.arguments:
+            assert relative_error(named.B(i).dense(like), S.jacobian(i).dense(like)) <= 1e-12
+        for j in named.arguments:
+            assert relative_error(named.H_tr(i, j).dense(like), whole.hessian(i, j).dense(like)) <= 1e-12, (i, j)
+            if i in S.arguments and j in S.arguments:
+                assert relative_error(named.xi(i, j).dense(like), S.hessian(i, j).dense(like)) <= 1e-12, (i, j)
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu"])
+def test_xi_for_all_25_pairs_is_the_second_derivative_of_s(kind):
+    point = make_point(4, *SIZES[1])
+    at = PostNormBlockAt(**point, activation=kind)
+    attend = post_norm_block(kind)
+
+    def S(X, W_Q, W_K, W_V, W_1, W_2):
+        scores = torch.softmax(X @ W_Q @ W_K.T @ X.T / W_Q.shape[1] ** 0.5, 1)
+        return feedforward(layer_norm(X + scores @ X @ W_V), W_1, W_2, kind=kind)
+
+    assert relative_error(layer_norm(S(**point)), attend(**point)) <= 1e-13
+    jacobians, hessians = derivatives(S, point)
+    for i in WEIGHTS:
+        assert relative_error(at.B(i[2:]).dense(), jacobians[i]) <= 1e-12
+        for j in WEIGHTS:
+            assert relative_error(at.xi(i[2:], j[2:]).dense(point["X"]), hessians[i, j]) <= 1e-12, (i, j)
+
+
+def test_named_objects_have_the_sizes_that_theorem_10_declares():
+    L, d, d_K, d_ff = SIZES[0]
+    at, out = PostNormBlockAt(**make_point(5, *SIZES[0])), L * d
+    assert at.J_Z.shape == at.J_Y.shape == at.J_SY.shape == (out, out)
+    assert at.H_Z.shape == at.H_Y.shape == (out * out, out)
+    assert at.D_sigma.shape == (L * d_ff, L * d_ff)
+    n = {"1": d * d_ff, "2": d * d_ff, "K": d * d_K, "Q": d * d_K, "V": d * d}
+    for i in n:
+        assert at.B(i).shape == (out, n[i])
+        for j in n:
+            assert at.xi(i, j).shape == at.H_tr(i, j).shape == (out * n[i], n[j])
+            if i in "KQV" and j in "KQV":
+                assert at.Phi(i, j).shape == (out * n[i], n[j])
+
+
+def test_xi_11_vanishes_for_relu_only():
+    point = make_point(6, *SIZES[0])
+    assert isinstance(PostNormBlockAt(**point).xi("1", "1"), Zero)
+    assert isinstance(PostNormBlockAt(**point).xi("2", "2"), Zero)
+    assert float(PostNormBlockAt(**point, activation="gelu").xi("1", "1").dense().abs().max()) > 1e-2
+
+
+def test_blocks_are_symmetric_slice_by_slice():
+    at = PostNormBlockAt(**make_point(7, *SIZES[0], extra=("gamma_1", "gamma_2")), activation="gelu")
+    L, d, *_ = SIZES[0]
+    for i in at.arguments:
+        for j in at.arguments:
+            block, other = at.H_tr(i, j), at.H_tr(j, i)
+            turned = slice_transpose(block, L * d, other.shape[1], block.shape[1]).dense(at.X)
+            assert relative_error(turned, other.dense(at.X)) <= 1e-12, (i, j)
+    assert not torch.allclose(at.H_tr("Q", "K").dense(), at.H_tr("K", "Q").dense())
+
+
+def test_norm_bounds_bound():
+    at = PostNormBlockAt(**make_point(10, *SIZES[0], extra=("gamma_1", "b_1")), activation="gelu")
+    for i in at.arguments:
+        assert torch.linalg.matrix_norm(at.jacobian(i).dense(), 2) <= at.jacobian(i).norm_bound() * (1 + 1e-12)
+        for j in at.arguments:
+            block = at.H_tr(i, j)
+            assert torch.linalg.matrix_norm(block.dense(at.X), 2) <= block.norm_bound() * (1 + 1e-12), (i, j)
+
+
+def test_loss_hessian_in_its_two_parts():
+    L, d, *_ = SIZES[0]
+    point = make_point(8, *SIZES[0], extra=(*BIASES, *NORMS))
+    target = torch.linspace(-1, 1, L * d, dtype=torch.float64).reshape(L, d)
+    at = PostNormBlockAt(**point, activation="gelu")
+    block, names = post_norm_block("gelu"), list(point)
+
+    def loss(theta):
+        parts = theta.split([value.numel() for value in point.values()])
+        return (block(**{n: part.reshape(point[n].shape) for n, part in zip(names, parts, strict=True)}) - target).square().mean()
+
+    expected = torch.autograd.functional.hessian(loss, torch.cat([value.reshape(-1) for value in point.values()]))
+    blocks = {(i, j): at.loss_hessian(target, i, j) for i in names for j in names}
+    seen = torch.cat([torch.cat([blocks[i, j].total.dense() for j in names], 1) for i in names])
+    assert relative_error(seen, expected) <= 1e-11
+    generic = MeanSquaredErrorAt(at.value, target)
+    for i, j in (("W_1", "W_Q"), ("W_V", "gamma_2"), ("b_1", "b_1")):
+        split = gauss_newton(generic, at, i, j)
+        assert relative_error(blocks[i, j].outer.dense(), split.outer.dense()) <= 1e-13
+        assert relative_error(blocks[i, j].functional.dense(), split.functional.dense()) <= 1e-12
+    with pytest.raises(ValueError, match="needs the output's shape"):
+        at.loss_hessian(target[:1], "1", "1")
+
+
+def rational_block():
+    """A block of rational numbers: weights for the softmax, and eps by row that make the row scales rational."""
+
+    def rational(*shape, step):
+        entries = [Fraction((7 * k + 3 * step) % 11 - 5, 1 + (k + step) % 3) for k in range(int(np.prod(shape)))]
+        return np.array(entries, dtype=object).reshape(shape)
+
+    shapes = {"X": (2, 3), "W_Q": (3, 2), "W_K": (3, 2), "W_V": (3, 3), "W_1": (3, 2), "W_2": (2, 3), "b_1": (2,), "b_2": (3,)}
+    shapes |= dict.fromkeys(NORMS, (3,))
+    point = {name: rational(*shape, step=step) for step, (name, shape) in enumerate(shapes.items(), start=1)}
+    weights = np.array([[Fraction(1, 3), Fraction(2, 3)], [Fraction(3, 4), Fraction(1, 4)]], dtype=object)
+    constants = {"weights": weights, "scale": Fraction(1, 2)}
+
+    def eps_for(rows):
+        centred = rows - (rows.sum(1) / Fraction(3)).reshape(-1, 1)
+        variances = (centred * centred).sum(1) / Fraction(3)
+        return np.array([(int(float(v)) + 2) ** 2 - v for v in variances], dtype=object).reshape(-1, 1)
+
+    first = PostNormBlockAt(**point, **constants)
+    eps_1 = eps_for(point["X"] + first.attention.value)
+    eps = (eps_1, eps_for(PostNormBlockAt(**point, **constants, eps=(eps_1, 0)).S))
+    return PostNormBlockAt(**point, **constants, eps=eps)
+
+
+def test_exact_block_stays_in_the_rationals():
+    exact = rational_block()
+    numbers = {name: torch.tensor(getattr(exact, name).astype(float)) for name in exact.arguments}
+    eps = tuple(torch.tensor(e.astype(float)) for e in exact.eps)
+    floating = PostNormBlockAt(**numbers, eps=eps, scale=0.5, weights=torch.tensor(exact.weights.astype(float)))
+    assert all(isinstance(entry, (int, Fraction)) for entry in exact.value.reshape(-1))
+    for i in exact.arguments:
+        for j in exact.arguments:
+            direction = np.arange(1, int(np.prod(exact.arguments[j])) + 1).astype(object)
+            column = exact.H_tr(i, j) @ direction
+            assert all(isinstance(entry, (int, Fraction)) for entry in column), (i, j)
+            expected = floating.H_tr(i, j) @ torch.tensor(direction.astype(float))
+            assert relative_error(torch.tensor(column.astype(float)), expected) <= 1e-11, (i, j)
+
+
+def test_exact_loss_hessian_is_symmetric_to_the_last_digit():
+    exact = rational_block()
+    target = np.array([[1, 0, 2], [Fraction(1, 2), -1, 0]], dtype=object)
+    n = {name: int(np.prod(shape)) for name, shape in exact.arguments.items()}
+    for i, j in (("W_1", "W_Q"), ("W_K", "W_Q"), ("gamma_1", "W_2"), ("W_V", "beta_2")):
+        left = exact.loss_hessian(target, i, j).total @ np.eye(n[j], dtype=int).astype(object)
+        right = exact.loss_hessian(target, j, i).total @ np.eye(n[i], dtype=int).astype(object)
+        assert (left == right.T).all(), (i, j)
+
+
+def test_errors_name_the_argument():
+    at = PostNormBlockAt(**make_point(9, *SIZES[0]))
+    with pytest.raises(ValueError, match="no argument is called 'b_1'"):
+        at.H_tr("b_1", "1")
+    with pytest.raises(ValueError, match="no argument is called 'W_1'"):
+        at.G("1")
+    with pytest.raises(ValueError, match="no argument is called 'O'"):
+        at.xi("O", "Q")

@@ -1,0 +1,328 @@
+"""The vec_r rules against reverse-mode autograd, symbolic differentiation and explicit sums, at unequal dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+import pytest
+import sympy
+import torch
+from torch import Tensor
+
+from derivations import vecr
+from derivations.arrays import Array
+from derivations.matrix import Commutation, Dense, Diagonal, Identity, Matrix, Ones, SliceTranspose, Vec, VecIdentity, Zero, kron
+
+F64 = torch.float64
+
+
+@pytest.fixture
+def draw() -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=F64)
+
+
+def jacobian(f: Callable[[Tensor], Tensor], X: Tensor) -> Tensor:
+    """d vec_r f / d vec_r(X)^T, by reverse mode."""
+    return torch.autograd.functional.jacobian(f, X).reshape(-1, X.numel())
+
+
+def symbols(name: str, *shape: int) -> Array:
+    out = np.empty(shape, dtype=object)
+    for index in np.ndindex(*shape):
+        out[index] = sympy.Symbol(name + "".join(map(str, index)), positive=True)
+    return out
+
+
+def symbolic_jacobian(F: Array, X: Array) -> sympy.Matrix:
+    return sympy.Matrix(F.size, X.size, [sympy.diff(f, x) for f in F.reshape(-1) for x in X.reshape(-1)])
+
+
+def agrees(rule: Matrix, reference: Tensor) -> bool:
+    return rule.shape == tuple(reference.shape) and torch.allclose(
+        rule.dense(), reference, rtol=0, atol=1e-12 * float(reference.abs().max())
+    )
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-13, atol=1e-13)
+
+
+class TestDefinitions:
+    def test_vec_r_stacks_rows(self, draw: Callable[..., Tensor]) -> None:
+        A = draw(3, 5)
+        entries = [A[i, j] for i in range(3) for j in range(5)]
+        assert torch.equal(vecr.vec_r(A), torch.stack(entries))
+        assert torch.equal(vecr.vec(A), torch.stack([A[i, j] for j in range(5) for i in range(3)]))
+        assert torch.equal(vecr.vec_r(A), vecr.vec(A.T))  # Property 1
+        assert torch.equal(vecr.unvec_r(vecr.vec_r(A), 3, 5), A)
+
+    def test_exact_arrays(self) -> None:
+        A = symbols("a", 2, 3)
+        assert vecr.vec_r(A).tolist() == [*A[0], *A[1]]
+        assert (vecr.unvec_r(vecr.vec_r(A), 2, 3) == A).all()
+
+    def test_unvec_r_needs_the_right_number(self) -> None:
+        with pytest.raises(ValueError, match="has 6 entries"):
+            vecr.unvec_r(torch.zeros(5), 2, 3)
+
+    def test_commutation_between_the_two_orders(self, draw: Callable[..., Tensor]) -> None:
+        A = draw(3, 5)
+        assert torch.equal(vecr.vec_to_vec_r(3, 5) @ vecr.vec(A), vecr.vec_r(A))
+        assert torch.equal(vecr.vec_to_vec_r(3, 5).T @ vecr.vec_r(A), vecr.vec(A))
+        assert torch.equal(vecr.vec_to_vec_r(3, 5) @ vecr.vec(A), vecr.vec(A.T))  # Definition 3
+        assert (vecr.vec_to_vec_r(5, 3) @ vecr.vec_to_vec_r(3, 5)).latex() == "I_{15}"
+
+    @pytest.mark.parametrize("alpha", [2, -1, Fraction(1, 2), Fraction(-3, 2), 0])
+    def test_hadamard_power(self, alpha: int | Fraction) -> None:
+        A = torch.tensor([[1.0, 4.0, 2.25]], dtype=F64)
+        exact = vecr.hadamard_power(np.array([[1, 4, Fraction(9, 4)]], dtype=object), alpha)
+        assert close(vecr.hadamard_power(A, alpha), A ** float(alpha))
+        assert all(isinstance(v, (int, Fraction)) for v in exact.reshape(-1))
+        assert [float(v) for v in exact[0]] == pytest.approx((A[0] ** float(alpha)).tolist())
+
+    def test_other_hadamard_powers(self) -> None:
+        assert close(vecr.hadamard_power(torch.tensor([8.0], dtype=F64), Fraction(1, 3)), torch.tensor([2.0], dtype=F64))
+        with pytest.raises(ValueError, match="half-integer"):
+            vecr.hadamard_power(np.array([8], dtype=object), Fraction(1, 3))
+
+    @pytest.mark.parametrize(
+        ("node", "kind"),
+        [
+            (Identity(3), VecIdentity),
+            (Ones(2, 4), Ones),
+            (Zero(2, 4), Zero),
+            (Commutation(2, 3), Vec),
+            (Dense(torch.arange(6, dtype=F64).reshape(2, 3)), Vec),
+            (Diagonal(torch.arange(3, dtype=F64)), Vec),
+        ],
+        ids=lambda value: str(value),
+    )
+    def test_columns(self, node: Matrix, kind: type) -> None:
+        for column, factor in ((vecr.vec_r_column(node), 1), (vecr.vec_r_column(3 * node), 3)):
+            assert torch.equal(column.dense(), factor * node.dense().reshape(-1, 1))
+        assert isinstance(vecr.vec_r_column(node), kind)
+
+    def test_a_column_is_its_own_vec(self) -> None:
+        v = Dense(torch.ones(3, 1))
+        assert vecr.vec_r_column(v) is v
+
+
+class TestProducts:
+    def test_sandwich(self, draw: Callable[..., Tensor]) -> None:
+        A, X, B = draw(2, 3), draw(3, 4), draw(4, 5)
+        rule = vecr.sandwich(Dense(A), Dense(B))
+        assert close(rule @ vecr.vec_r(X), vecr.vec_r(A @ X @ B))  # Property 2
+        assert agrees(rule, jacobian(lambda X: A @ X @ B, X))  # Property 5
+
+    def test_hadamard(self, draw: Callable[..., Tensor]) -> None:
+        A, X = draw(3, 4), draw(3, 4)
+        assert close(vecr.hadamard(A) @ vecr.vec_r(X), vecr.vec_r(A * X))
+        assert (
+            vecr.hadamard(A, "M").latex()
+            == vecr.hadamard(Dense(A, "M")).latex()
+            == r"\operatorname{diag}(\operatorname{vec}_r(M))"
+        )
+
+    def test_row_scaling(self, draw: Callable[..., Tensor]) -> None:
+        A, b = draw(3, 4), draw(3, 1)
+        assert close(vecr.row_scaling(b) @ A, A / b)
+        exact = vecr.row_scaling(np.array([2, sympy.Symbol("s")], dtype=object)).sympy()
+        assert exact == sympy.diag(sympy.Rational(1, 2), 1 / sympy.Symbol("s"))
+        with pytest.raises(ValueError, match="sigma has a zero entry"):
+            vecr.row_scaling(torch.tensor([1.0, 0.0]), "sigma")
+
+
+class TestIdentification:
+    def test_a_differential_gives_its_derivative(self, draw: Callable[..., Tensor]) -> None:
+        X = draw(3, 4)
+        rule = vecr.identify(lambda dX: (X.cos() * dX) @ X.T + X.sin() @ dX.T, X)
+        assert agrees(rule, jacobian(lambda X: X.sin() @ X.T, X))
+
+    def test_exact(self) -> None:
+        X = symbols("x", 2, 3)
+        rule = vecr.identify(lambda dX: dX @ X.T + X @ dX.T, X)
+        assert rule.sympy() == symbolic_jacobian(X @ X.T, X)
+
+
+class TestKroneckerDerivative:
+    """Property 6 for every kind of constant factor: the entry of X (x) Y at ((i, a), (j, b)) is X_ij Y_ab."""
+
+    def factors(self, draw: Callable[..., Tensor]) -> Iterator[Matrix]:
+        yield Dense(draw(4, 5), "Y")
+        yield from (Identity(3), Ones(2, 3), Ones(1, 3), Ones(3), Identity(1), Commutation(2, 3), Zero(2, 3))
+        yield Diagonal(draw(3), "v")
+        yield 2 * Dense(draw(2, 2), "Y")
+        yield kron(Identity(2), Dense(draw(2, 3), "W"))
+
+    @pytest.mark.parametrize("shape", [(2, 3), (1, 3), (3, 1)])
+    def test_left(self, draw: Callable[..., Tensor], shape: tuple[int, int]) -> None:
+        X = draw(*shape)
+        for Y in self.factors(draw):
+            reference = jacobian(partial(torch.kron, other=Y.dense()), X)
+            rule = vecr.kron_derivative_left(shape, Y)
+            assert rule.shape == tuple(reference.shape)
+            assert torch.equal(rule.dense(), reference)
+
+    @pytest.mark.parametrize("shape", [(2, 3), (1, 3), (3, 1)])
+    def test_right(self, draw: Callable[..., Tensor], shape: tuple[int, int]) -> None:
+        Y = draw(*shape)
+        for X in self.factors(draw):
+            reference = jacobian(partial(torch.kron, X.dense()), Y)
+            rule = vecr.kron_derivative_right(X, shape)
+            assert rule.shape == tuple(reference.shape)
+            assert torch.equal(rule.dense(), reference)
+
+    def test_structure_keeps_any_arithmetic(self) -> None:
+        for rule in (vecr.kron_derivative_left((2, 3), Identity(4)), vecr.kron_derivative_right(Commutation(2, 2), (3, 1))):
+            assert rule.like() is None
+            assert all(entry in (0, 1) and entry.is_Integer for entry in rule.sympy())
+
+    def test_norm_bound_is_the_norm(self, draw: Callable[..., Tensor]) -> None:
+        rule = vecr.kron_derivative_left((2, 3), Dense(draw(4, 5)))
+        assert rule.norm_bound() == pytest.approx(float(torch.linalg.matrix_norm(rule.dense(), 2)), rel=1e-13)
+
+
+class TestRules:
+    """Propositions 3-9 on functions of X that depend on it nonlinearly."""
+
+    def test_product_rule(self, draw: Callable[..., Tensor]) -> None:
+        X, E = draw(2, 3), draw(2, 4)
+
+        def a(X: Tensor) -> Tensor:
+            return X.sin()
+
+        def b(X: Tensor) -> Tensor:
+            return (X**2).T @ E
+
+        dA, dB = Dense(jacobian(a, X)), Dense(jacobian(b, X))
+        assert agrees(vecr.product_rule(Dense(a(X)), dA, Dense(b(X)), dB), jacobian(lambda X: a(X) @ b(X), X))
+
+    def test_kronecker_rule(self, draw: Callable[..., Tensor]) -> None:
+        X, E = draw(2, 3), draw(2, 4)
+
+        def a(X: Tensor) -> Tensor:
+            return X.sin()
+
+        def b(X: Tensor) -> Tensor:
+            return (X**2).T @ E
+
+        dA, dB = Dense(jacobian(a, X)), Dense(jacobian(b, X))
+        reference = jacobian(lambda X: torch.kron(a(X), b(X)), X)
+        assert agrees(vecr.kronecker_rule(Dense(a(X)), dA, Dense(b(X)), dB), reference)
+
+    def test_rules_exactly(self) -> None:
+        """On symbols a rule and sympy.diff agree as expressions, so at every point."""
+        X = symbols("x", 2, 2)
+        A, B = X * X, X @ np.array([[1, 2, 0], [Fraction(1, 3), 0, 5]], dtype=object)
+        dA, dB = (Dense(symbolic_jacobian(F, X)) for F in (A, B))
+        product = vecr.product_rule(Dense(A), dA, Dense(B), dB).sympy()
+        assert sympy.expand(product - symbolic_jacobian(A @ B, X)).is_zero_matrix
+        kronecker = vecr.kronecker_rule(Dense(A), dA, Dense(B), dB).sympy()
+        assert sympy.expand(kronecker - symbolic_jacobian(np.kron(A, B), X)).is_zero_matrix
+        inverse = sympy.Matrix(X.tolist()).inv()
+        rule = vecr.inverse_rule(Dense(inverse)).sympy()
+        assert sympy.simplify(rule - symbolic_jacobian(np.array(inverse.tolist(), dtype=object), X)).is_zero_matrix
+        assert vecr.hadamard_square_rule(X).sympy() == symbolic_jacobian(X * X, X)
+        root = np.frompyfunc(sympy.sqrt, 1, 1)(X)
+        assert sympy.simplify(vecr.hadamard_sqrt_rule(X).sympy() - symbolic_jacobian(root, X)).is_zero_matrix
+        assert vecr.transpose_rule(2, 2).sympy() == symbolic_jacobian(X.T, X)
+        assert vecr.diag_rule(4).sympy() == symbolic_jacobian(np.diag(X.reshape(-1)), X)
+
+    def test_constant_factors_drop_out(self, draw: Callable[..., Tensor]) -> None:
+        A, B = Dense(draw(2, 3), "A"), Dense(draw(3, 4), "B")
+        assert vecr.product_rule(A, Zero(6, 12), B, Identity(12)).latex() == r"A\otimes I_{4}"
+        assert isinstance(vecr.product_rule(A, Zero(6, 5), B, Zero(12, 5)), Zero)
+        assert isinstance(vecr.kronecker_rule(A, Zero(6, 5), B, Zero(12, 5)), Zero)
+        left = vecr.kronecker_rule(A, Identity(6), B, Zero(12, 6))
+        assert torch.equal(left.dense(), vecr.kron_derivative_left((2, 3), B).dense())
+
+    def test_inverse_rule(self, draw: Callable[..., Tensor]) -> None:
+        D = draw(4, 4)
+        assert agrees(vecr.inverse_rule(Dense(D.inverse())), jacobian(torch.linalg.inv, D))
+
+    def test_diag_rule(self, draw: Callable[..., Tensor]) -> None:
+        assert agrees(vecr.diag_rule(4), jacobian(torch.diag, draw(4)))
+
+    def test_hadamard_rules(self, draw: Callable[..., Tensor]) -> None:
+        A = draw(3, 4).abs() + 0.5
+        assert agrees(vecr.hadamard_square_rule(A), jacobian(torch.square, A))
+        assert agrees(vecr.hadamard_square_rule(Dense(A)), jacobian(torch.square, A))
+        assert agrees(vecr.hadamard_sqrt_rule(A), jacobian(torch.sqrt, A))
+        assert vecr.hadamard_sqrt_rule(Dense(A, "Q")).latex() == (
+            r"\frac{1}{2}\,\operatorname{diag}(\operatorname{vec}_r^{\circ -1/2}(Q))"
+        )
+
+    @pytest.mark.parametrize("entry", [0.0, -1.0])
+    def test_no_root_at_the_kink(self, entry: float) -> None:
+        for A in (torch.tensor([[1.0, entry]]), np.array([[1, int(entry)]], dtype=object)):
+            with pytest.raises(ValueError, match="positive entries"):
+                vecr.hadamard_sqrt_rule(A)
+
+    def test_transpose_rule(self, draw: Callable[..., Tensor]) -> None:
+        A = draw(3, 5)
+        assert agrees(vecr.transpose_rule(3, 5), jacobian(lambda A: A.T, A))
+        assert torch.equal(vecr.transpose_rule(3, 5) @ vecr.vec_r(A), vecr.vec_r(A.T))
+
+    def test_shapes_are_checked(self) -> None:
+        A, B = Dense(torch.ones(2, 3)), Dense(torch.ones(4, 5))
+        with pytest.raises(ValueError, match="A B does not conform"):
+            vecr.product_rule(A, Zero(6, 1), B, Zero(20, 1))
+        with pytest.raises(ValueError, match="dB/dX must have one row for each of the 20 entries"):
+            vecr.kronecker_rule(A, Zero(6, 1), B, Zero(6, 1))
+        with pytest.raises(ValueError, match="square"):
+            vecr.inverse_rule(A)
+
+
+class TestSecondDerivatives:
+    """N = (X Y) o (X Y) with X 2 x 3, Y 3 x 4: out = 8, n_X = 6, n_Y = 12."""
+
+    def second(self, X: Tensor, Y: Tensor, first: str) -> Tensor:
+        """d vec_r(dN/d first) / d vec_r(the other)^T, row by row, reverse over reverse."""
+        rows = []
+        for output in range(8):
+
+            def entry(X: Tensor, Y: Tensor, output: int = output) -> Tensor:
+                return ((X @ Y) ** 2).reshape(-1)[output]
+
+            blocks = torch.autograd.functional.hessian(entry, (X, Y))
+            rows.append(blocks[0][1].reshape(6, 12) if first == "X" else blocks[1][0].reshape(12, 6))
+        return torch.cat(rows)
+
+    def test_slice_transpose(self, draw: Callable[..., Tensor]) -> None:
+        X, Y = draw(2, 3), draw(3, 4)
+        XY, YX = Dense(self.second(X, Y, "X")), self.second(X, Y, "Y")
+        turned = vecr.slice_transpose(XY, 8, 6, 12)
+        assert agrees(turned, YX)
+        shuffle = kron(Identity(8), Commutation(12, 6))
+        assert close(shuffle @ vecr.vec_r(XY.dense()), vecr.vec_r(YX))  # claim sym-agree
+        assert vecr.slice_transpose(turned, 8, 12, 6) is XY
+        v = draw(12 * 8)
+        assert close(turned.T @ v, YX.T @ v)
+
+    def test_slice_transpose_keeps_structure(self) -> None:
+        assert isinstance(vecr.slice_transpose(Zero(12, 5), 3, 4, 5), Zero)
+        assert vecr.slice_transpose(Zero(12, 5), 3, 4, 5).shape == (15, 4)
+        H = kron(Identity(4), Ones(3))
+        turned = vecr.slice_transpose(2 * H, 4, 3, 4)
+        assert isinstance(turned.children()[0], SliceTranspose)
+        assert turned.sympy() == sympy.Matrix(turned.dense().int().tolist())
+        assert vecr.slice_transpose(H, 1, 12, 4).latex() == H.T.latex()
+
+    def test_contract(self, draw: Callable[..., Tensor]) -> None:
+        X, Y, weight = draw(2, 3), draw(3, 4), draw(2, 4)
+        reference = torch.autograd.functional.hessian(lambda X, Y: (weight * (X @ Y) ** 2).sum(), (X, Y))[0][1]
+        H = Dense(self.second(X, Y, "X"))
+        row = Dense(weight.reshape(1, -1), r"\lambda^\top")
+        assert agrees(vecr.contract(weight, H, 6), reference.reshape(6, 12))
+        assert agrees(vecr.contract(row, H, 6), reference.reshape(6, 12))
+        assert vecr.contract(row, H, 6).latex().startswith(r"\left(\lambda^\top\otimes I_{6}\right)")
+
+    def test_shapes_are_checked(self) -> None:
+        with pytest.raises(ValueError, match="slice_transpose"):
+            vecr.slice_transpose(Zero(12, 5), 3, 5, 4)
+        with pytest.raises(ValueError, match="contract"):
+            vecr.contract(torch.zeros(3), Zero(12, 5), 5)

@@ -1,0 +1,176 @@
+"""The pictures: their colours are the numbers, their labels do not touch, their files are the same every time."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.image import imread
+
+from hessiankit.blocks import VisionTransformer
+from hessiankit.errors import InputError
+from hessiankit.plot_frame import ZERO, Picture
+from hessiankit.plots import block_norms_map, heatmap, side_by_side, write_numbers
+
+NAMES = ["a.W_Q", "a.b_K", "a.norm_1.weight"]
+SIZES = [6, 2, 3]
+
+
+def hessian(seed: int = 0) -> torch.Tensor:
+    half = torch.randn(11, 11, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    matrix = half + half.T
+    matrix[6:8] = matrix[:, 6:8] = 1e-18  # zero to rounding, as the Hessian of a key bias is
+    return matrix
+
+
+def vision_transformer() -> tuple[torch.Tensor, list[str], list[int]]:
+    model = VisionTransformer(4, 16, 10, d_model=16, d_ff=64, bias=True, attention_bias=True)
+    names = [name for name, _ in model.named_parameters()]
+    sizes = [p.numel() for p in model.parameters()]
+    return torch.rand(sum(sizes), sum(sizes), generator=torch.Generator().manual_seed(1)), names, sizes
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_one_number_is_one_square_of_the_right_colour(tmp_path: Path) -> None:
+    matrix = hessian()
+    picture = heatmap(matrix, NAMES, SIZES, scale="parameters", pixels=110, limits=(1e-2, 1e1), path=tmp_path / "h.png")
+    image = imread(tmp_path / "h.png")
+    box = picture.axes[0].get_window_extent()
+    left, top = round(box.x0), image.shape[0] - round(box.y1)
+    assert (round(box.width), round(box.height)) == (110, 110)
+    colours = matplotlib.colormaps["viridis"]
+    for (i, j), value in np.ndenumerate(matrix.numpy()):
+        red, green, blue = image[top + 10 * i + 5, left + 10 * j + 5, :3]
+        if abs(value) < 1e-15:
+            assert to_hex((red, green, blue)) == ZERO
+        else:
+            expected = colours((np.log10(abs(value)) + 2) / 3)[:3]
+            assert (red, green, blue) == pytest.approx(expected, abs=0.012)
+
+
+@pytest.mark.parametrize("scale", ["blocks", "parameters"])
+@pytest.mark.parametrize("several", [False, True])
+def test_labels_neither_overlap_nor_leave_the_page(scale: str, several: bool) -> None:
+    matrix, names, sizes = vision_transformer()
+    picture = side_by_side([matrix, matrix], names, sizes, scale=scale) if several else heatmap(matrix, names, sizes, scale=scale)
+    canvas = FigureCanvasAgg(picture)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    page = picture.bbox
+    boxes = [text.get_window_extent(renderer) for axes in picture.axes[: 1 + several] for text in axes.texts]
+    assert len(boxes) == (3 if several else 2) * len(names)
+    texts = [t.get_window_extent(renderer) for t in [*picture.texts, *(a.title for a in picture.axes)] if t.get_text()]
+    ticks = [t.get_window_extent(renderer) for a in picture.axes for t in [*a.get_yticklabels(), a.yaxis.label] if t.get_text()]
+    for k, box in enumerate(boxes + texts + ticks):
+        assert page.x0 <= box.x0 < box.x1 <= page.x1
+        assert page.y0 <= box.y0 < box.y1 <= page.y1
+        assert not any(box.shrunk(0.96, 0.96).overlaps(other.shrunk(0.96, 0.96)) for other in (boxes + texts)[k + 1 :])
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_the_same_numbers_give_the_same_bytes(tmp_path: Path, suffix: str) -> None:
+    for name in ("one", "two"):
+        heatmap(hessian(), NAMES, SIZES, title="H", path=tmp_path / name / f"h{suffix}", pixels=120)
+    first, second = ((tmp_path / name / f"h{suffix}").read_bytes() for name in ("one", "two"))
+    assert first == second
+
+
+def test_the_table_beside_the_picture(tmp_path: Path) -> None:
+    matrix = hessian()
+    slices = {"a.W_Q": slice(0, 6), "a.b_K": slice(6, 8), "a.norm_1.weight": slice(8, 11)}
+    order = ["a.norm_1.weight", "a.W_Q", "a.b_K"]
+    side_by_side([matrix, 2 * matrix], NAMES, slices, order=order, titles=["x", "y"], path=tmp_path / "s.svg", pixels=60)
+    rows = read(tmp_path / "s.csv")
+    assert [(r["panel"], r["row"], r["column"]) for r in rows] == [(p, i, j) for p in "xy" for i in order for j in order]
+    for row in rows:
+        block = (1 + (row["panel"] == "y")) * matrix[slices[row["row"]], slices[row["column"]]]
+        assert (int(row["rows"]), int(row["columns"])) == tuple(block.shape)
+        assert float(row["max_abs"]) == pytest.approx(block.abs().max().item())
+        assert float(row["rms"]) == pytest.approx(block.square().mean().sqrt().item())
+        assert float(row["frobenius"]) == pytest.approx(torch.linalg.matrix_norm(block).item())
+        assert float(row["zero_fraction"]) == (1.0 if "a.b_K" in (row["row"], row["column"]) else 0.0)
+
+
+def test_both_panels_share_one_scale_and_order_permutes_rows_and_columns() -> None:
+    matrix = hessian()
+    picture = side_by_side(
+        [matrix, 100 * matrix], NAMES, SIZES, order=["a.W_Q", "a.norm_1.weight"], scale="parameters", pixels=90
+    )
+    images = [axes.images[0] for axes in picture.axes[:2]]
+    assert images[0].norm.vmin == images[1].norm.vmin
+    assert images[0].norm.vmax == images[1].norm.vmax == pytest.approx(100 * matrix.abs().max().item())
+    kept = [0, 1, 2, 3, 4, 5, 8, 9, 10]
+    assert np.array_equal(images[0].get_array()[::10, ::10].data, matrix[kept][:, kept].abs().numpy())
+
+
+def test_what_the_caption_says() -> None:
+    matrix, names, sizes = vision_transformer()
+    assert heatmap(matrix, names, sizes).texts[0].get_text().startswith("3514 × 3514 entries in log scale; blocks drawn equally")
+    small = heatmap(hessian(), NAMES, SIZES, scale="parameters", pooling="rms", pixels=60)
+    said = " ".join(text.get_text() for text in small.texts)
+    assert said == "11 × 11 entries in log scale; grey: 0 to rounding, at most 9·10⁻¹⁶."
+    pooled = heatmap(matrix, names, sizes, scale="parameters", pooling="rms", zero_below=0.0)
+    assert "each pixel: the root mean square of up to 4 × 4" in " ".join(text.get_text() for text in pooled.texts)
+
+
+def test_all_zero_and_single_block() -> None:
+    assert heatmap(torch.zeros(3, 3), ["a", "b"], [1, 2]).axes[0].images[0].get_array().mask.all()
+    assert len(heatmap(torch.ones(1, 1, dtype=torch.bfloat16), ["a"], [1]).axes) == 2
+
+
+def test_block_norms(tmp_path: Path) -> None:
+    norms = [[45.02, 0.0, 123456.0], [0.012345, 1.0, 9.96], [1e-7, 0.1, 999.7]]
+    picture = block_norms_map(norms, ["blocks.0.W_Q", "b", "c"], title="Norms", path=tmp_path / "n.png")
+    cells = [text.get_text() for text in picture.axes[0].texts[:9]]
+    assert cells == ["45", "0", "1.2e5", "0.012", "1.0", "10", "1.0e-7", "0.10", "1.0e3"]
+    rows = read(tmp_path / "n.csv")
+    assert [float(row["norm"]) for row in rows] == pytest.approx([x for line in norms for x in line])
+    assert rows[3] == {"row": "b", "column": "blocks.0.W_Q", "norm": "0.012345"}
+    with pytest.raises(InputError, match="a norm is -1"):
+        block_norms_map([[-1.0]], ["a"])
+    with pytest.raises(InputError, match=r"block_norms_map: the matrix has shape \(1, 1\), expected \(2, 2\)"):
+        block_norms_map([[1.0]], ["a", "b"])
+
+
+def test_errors_come_before_anything_is_drawn() -> None:
+    matrix = hessian()
+    with pytest.raises(InputError, match=r"shape \(11, 11\), expected \(12, 12\)"):
+        heatmap(matrix, NAMES, [6, 3, 3])
+    with pytest.raises(InputError, match="3 names but sizes"):
+        heatmap(matrix, NAMES, [6, 5])
+    with pytest.raises(InputError, match=r"no slice for a\.b_K"):
+        heatmap(matrix, NAMES, {"a.W_Q": slice(0, 6), "a.norm_1.weight": slice(6, 11)})
+    with pytest.raises(InputError, match="2 labels for 3 blocks"):
+        heatmap(matrix, NAMES, SIZES, labels=["x", "y"])
+    with pytest.raises(InputError, match="order .* has unknown ones; there are: a.W_Q"):
+        heatmap(matrix, NAMES, SIZES, order=["z"])
+    with pytest.raises(InputError, match="2 matrices but 1 titles"):
+        side_by_side([matrix, matrix], NAMES, SIZES, titles=["x"])
+    with pytest.raises(InputError, match="ends in .png, .svg, .pdf"):
+        heatmap(matrix, NAMES, SIZES, path="h.jpeg")
+    matrix[0, 0] = torch.nan
+    with pytest.raises(InputError, match="1 entries of the matrix are not finite"):
+        heatmap(matrix, NAMES, SIZES)
+
+
+def test_pictures_show_themselves_in_a_notebook_and_leave_matplotlib_alone() -> None:
+    before = dict(matplotlib.rcParams)
+    picture = heatmap(hessian(), NAMES, SIZES, pixels=60)
+    assert isinstance(picture, Picture)
+    assert picture._repr_png_().startswith(b"\x89PNG")
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_write_numbers_quotes_what_needs_it(tmp_path: Path) -> None:
+    path = write_numbers(tmp_path / "new" / "t.csv", ("name", "x"), [("a, b", 1), ("c", 2.5)])
+    assert path.read_bytes() == b'name,x\n"a, b",1\nc,2.5\n'

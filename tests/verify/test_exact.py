@@ -1,0 +1,192 @@
+"""The exact check passes on every chapter, and it fails on formulas that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import sympy
+import torch
+
+from derivations import vecr
+from derivations.attention import AttentionAt
+from derivations.feedforward import FeedForwardAt
+from derivations.matrix import Commutation, Dense, Matrix
+from derivations.normalization import LayerNormAt
+from derivations.softmax import SoftmaxAt
+from hessiankit.verify.exact import ExactRow, chapters, check_exact, run_case
+from hessiankit.verify.exact_case import Case, Comparison, Draw, JetReference, against
+from hessiankit.verify.exact_rational import RATIONAL
+from hessiankit.verify.exact_symbolic import is_identically_zero
+from hessiankit.verify.jets import KinkError, Variables
+
+
+@pytest.mark.parametrize("chapter", chapters())
+def test_every_closed_form_of_the_chapter_is_exact(chapter: str) -> None:
+    rows = check_exact(chapter)
+    assert rows
+    assert all(row.passed for row in rows), "\n".join(str(row) for row in rows if not row.passed)
+    assert all(row.seconds > 0 and row.name.startswith(chapter) and "entries equal" in row.note for row in rows)
+
+
+def test_another_seed_is_another_point() -> None:
+    def point(seed: int) -> list[Any]:
+        return Draw(f"{seed}/x").array(2, 3).tolist()
+
+    assert point(0) == point(0) != point(1)
+    assert all(row.passed for row in check_exact("feedforward", seed=7))
+
+
+def test_unknown_chapter_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no exact check for the chapter 'layernorm'. There are vecr, normalization"):
+        check_exact("layernorm")
+
+
+# What must not pass --------------------------------------------------------------------------------------------------
+
+
+def failing(chapter: str) -> list[ExactRow]:
+    return [row for row in check_exact(chapter) if not row.passed]
+
+
+def test_a_commutation_turned_the_wrong_way_fails_in_both_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vecr, "transpose_rule", lambda m, n: Commutation(m, n))
+    rows = failing("vecr")
+    assert {row.method for row in rows} == {"rational", "symbolic"}
+    assert all("1 of 16 blocks: dX^T/dX differs in 8 of 36 entries" in row.note for row in rows)
+
+
+def test_a_wrong_sign_in_one_second_derivative_fails_in_both_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LayerNormAt.hessian
+
+    def wrong(at: LayerNormAt, i: str, j: str) -> Matrix:
+        return -right(at, i, j) if (i, j) == ("gamma", "X") else right(at, i, j)
+
+    monkeypatch.setattr(LayerNormAt, "hessian", wrong)
+    rows = failing("normalization")
+    assert {row.method for row in rows} == {"rational", "symbolic"}
+    assert all("hessian('gamma', 'X')" in row.note and row.note.startswith("1 of 13 blocks") for row in rows)
+
+
+def test_a_wrong_constant_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = SoftmaxAt.hessian
+    monkeypatch.setattr(SoftmaxAt, "hessian", lambda at, i, j: Fraction(1000001, 1000000) * right(at, i, j))
+    assert len(failing("softmax")) == len(check_exact("softmax"))
+
+
+def test_the_printed_commutation_of_G_K_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K_{d_V,d_K} in place of K_{d_K,d_V} (claim G_K) conforms, and is right only where d_K = d_V: the cases avoid that."""
+    right = AttentionAt.jacobian
+
+    def printed(at: AttentionAt, name: str) -> Matrix:
+        d_V, d_K = at.W_K.shape
+        return right(at, name) @ Commutation(d_V, d_K) @ Commutation(d_V, d_K) if name == "W_K" else right(at, name)
+
+    monkeypatch.setattr(AttentionAt, "jacobian", printed)
+    row = failing("attention")[0]
+    assert row.note.startswith("1 of 31 blocks: jacobian('W_K')")
+
+
+def test_exchanging_queries_and_keys_without_turning_the_softmax_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi_KQ as Lemma 2 describes it, by exchanging W_Q and W_K (claim Phi_KQ), is wrong."""
+    right = AttentionAt.hessian
+
+    def printed(at: AttentionAt, i: str, j: str) -> Matrix:
+        if (i, j) != ("W_K", "W_Q"):
+            return right(at, i, j)
+        exchanged = AttentionAt(at.X, at.W_K, at.W_Q, at.W_V, at.W_O, at.mask, at.scale, at.weights)
+        return right(exchanged, "W_Q", "W_K")
+
+    monkeypatch.setattr(AttentionAt, "hessian", printed)
+    rows = [row for row in failing("attention") if row.method == "rational"]
+    assert rows
+    assert all("hessian('W_K', 'W_Q')" in row.note for row in rows)
+
+
+def test_a_second_derivative_in_place_of_its_slice_transpose_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """d2S/dW_1dW_2 under the name of d2S/dW_2dW_1: same shape, as in the print (claim xi_12)."""
+    right = FeedForwardAt.hessian
+    monkeypatch.setattr(
+        FeedForwardAt, "hessian", lambda at, i, j: right(at, j, i) if {i, j} == {"W_1", "W_2"} else right(at, i, j)
+    )
+    rows = failing("feedforward")
+    assert rows
+    assert all("hessian('W_1', 'W_2')" in row.note for row in rows)
+
+
+def run(build: Callable[[Draw], Iterator[Comparison]], method: str = "rational") -> ExactRow:
+    return run_case(Case("test", "case", "", build), method)
+
+
+def square(closed: Any) -> Callable[[Draw], Iterator[Comparison]]:
+    variables = Variables({"X": np.array([[Fraction(3)]], dtype=object)})
+    reference = JetReference(variables, variables["X"] * variables["X"])
+    return lambda draw: iter([Comparison("d(x^2)/dx", closed, reference.jacobian("X"))])
+
+
+def test_only_the_exact_number_passes() -> None:
+    assert run(square(np.array([[6]], dtype=object))).passed
+    assert run(square(Dense(np.array([[sympy.Integer(6)]], dtype=object)))).passed
+    assert "floating point" in run(square(torch.tensor([[6.0]]))).note
+    assert "of type float" in run(square(np.array([[6.0]], dtype=object))).note
+    assert "of type Float" in run(square(np.array([[sympy.Float(6)]], dtype=object))).note
+    assert "has shape (1, 2), expected (1, 1)" in run(square(np.array([[6, 6]], dtype=object))).note
+    assert "differs in 1 of 1 entries (first: 7, expected 6)" in run(square(np.array([[7]], dtype=object))).note
+
+
+def test_a_formula_that_raises_or_compares_nothing_fails_its_row() -> None:
+    def broken(draw: Draw) -> Iterator[Comparison]:
+        raise IndexError("off by one")
+        yield
+
+    assert run(broken).note == "1 of 1 blocks: IndexError: off by one"
+    row = run(lambda draw: iter(()))
+    assert not row.passed
+    assert "nothing was compared" in row.note
+    assert str(row).startswith("FAILED rational")
+
+
+def test_arguments_must_be_those_of_the_reference() -> None:
+    X = np.array([[Fraction(1), Fraction(3)]], dtype=object)
+    variables = Variables({"X": X, "gamma": X[0]})
+    at = LayerNormAt(X)
+    row = run(lambda draw: against(at, JetReference(variables, variables["X"])))
+    assert not row.passed
+    assert "LayerNormAt has the arguments ['X'], expected ['X', 'gamma']" in row.note
+
+
+def test_points_on_a_kink_are_drawn_again() -> None:
+    drawn: list[str] = []
+
+    def build(draw: Draw) -> Iterator[Comparison]:
+        drawn.append(draw.seed)
+        if len(drawn) < 3:
+            raise KinkError("relu")
+        yield from square(np.array([[6]], dtype=object))(draw)
+
+    assert run(build).passed
+    assert len(set(drawn)) == 3
+
+
+def test_zero_test_tells_zero_from_nearly_zero() -> None:
+    x, y, s = sympy.symbols("x y s", positive=True)
+    q = s**2 - x
+    zero = [
+        1 / sympy.sqrt(q + x) - 1 / s,
+        (q + x) ** sympy.Rational(-3, 2) - s**-3,
+        sympy.exp(x) * sympy.exp(2 * y) - sympy.exp(x + 2 * y),
+        sympy.exp(-x) / (1 + sympy.exp(-x)) - 1 / (1 + sympy.exp(x)),
+        sympy.sqrt(2) / 2 - 1 / sympy.sqrt(2),
+    ]
+    assert all(is_identically_zero(e) for e in zero)
+    assert not any(is_identically_zero(e + sympy.Rational(1, 10**9)) for e in zero)
+    assert not any(is_identically_zero(e) for e in (sympy.exp(x) - sympy.exp(y), sympy.sqrt(x) - x, x - s))
+
+
+def test_the_block_case_has_all_pairs() -> None:
+    (case,) = [case for case in RATIONAL if case.name == "with biases, gains, shifts"]
+    labels = [comparison.label for comparison in case.build(Draw("0"))]
+    assert len([label for label in labels if label.startswith("hessian")]) == 12**2
