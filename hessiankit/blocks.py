@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -188,6 +189,33 @@ class TransformerBlock(nn.Module):
         return f"placement={self.placement}"
 
 
+class PatchEmbedding(nn.Module):
+    """Patches X to tokens X W_E + 1 b_E^T + P, with a learned position P for each token."""
+
+    def __init__(self, patch_dim: int, seq_len: int, d_model: int) -> None:
+        super().__init__()
+        self.W_E = _weight(patch_dim, d_model)
+        self.b_E = nn.Parameter(torch.zeros(d_model))
+        self.P = nn.Parameter(torch.randn(seq_len, d_model) / math.sqrt(d_model))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Map patches ``(B, L, patch_dim)`` to tokens ``(B, L, d_model)``."""
+        return patches @ self.W_E + self.b_E + self.P
+
+
+class MeanPoolHead(nn.Module):
+    """Tokens Z to class logits: (1/L) 1^T Z W_C + b_C^T."""
+
+    def __init__(self, d_model: int, n_classes: int) -> None:
+        super().__init__()
+        self.W_C = _weight(d_model, n_classes)
+        self.b_C = nn.Parameter(torch.zeros(n_classes))
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Map tokens ``(B, L, d_model)`` to logits ``(B, n_classes)``."""
+        return z.mean(-2) @ self.W_C + self.b_C
+
+
 class VisionTransformer(nn.Module):
     """Patches -> linear embedding + positions -> blocks -> mean over tokens -> class logits.
 
@@ -210,19 +238,16 @@ class VisionTransformer(nn.Module):
     """
 
     def __init__(
-        self, patch_dim: int, seq_len: int, n_classes: int, *, d_model: int, d_ff: int, n_blocks: int = 1, **block: object
+        self, patch_dim: int, seq_len: int, n_classes: int, *, d_model: int, d_ff: int, n_blocks: int = 1, **block: Any
     ) -> None:
         super().__init__()
-        self.W_E = _weight(patch_dim, d_model)
-        self.b_E = nn.Parameter(torch.zeros(d_model))
-        self.position = nn.Parameter(torch.randn(seq_len, d_model) / math.sqrt(d_model))
-        self.blocks = nn.ModuleList(TransformerBlock(d_model, d_ff, **block) for _ in range(n_blocks))  # type: ignore[arg-type]
-        self.W_C = _weight(d_model, n_classes)
-        self.b_C = nn.Parameter(torch.zeros(n_classes))
+        self.embedding = PatchEmbedding(patch_dim, seq_len, d_model)
+        self.blocks = nn.ModuleList(TransformerBlock(d_model, d_ff, **block) for _ in range(n_blocks))
+        self.head = MeanPoolHead(d_model, n_classes)
 
     def forward(self, patches: Tensor) -> Tensor:
         """Map patches ``(B, L, patch_dim)`` to logits ``(B, n_classes)``."""
-        x = patches @ self.W_E + self.b_E + self.position  # (B, L, d_model)
+        x = self.embedding(patches)
         for block in self.blocks:
             x = block(x)
-        return x.mean(-2) @ self.W_C + self.b_C
+        return self.head(x)

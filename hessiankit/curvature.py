@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 
 from derivations.loss import CrossEntropy, MeanSquaredError
@@ -18,6 +21,26 @@ from hessiankit.sweep import Accumulator, BlockSum
 from hessiankit.trace import Application, Trace, trace
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that a chunk of samples may take
+
+
+def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
+    """Return the spectral norm of a matrix, in float64: Lanczos for large symmetric ones, else the smaller Gram matrix.
+
+    >>> spectral_norm(torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]]))
+    4.0
+    """
+    a = matrix.detach().double().cpu()
+    largest = float(a.abs().max()) if a.numel() else 0.0
+    if largest == 0.0 or not math.isfinite(largest):
+        return largest
+    a = a / largest
+    if symmetric and a.shape[0] > 512:
+        start = np.random.default_rng(0).standard_normal(a.shape[0])
+        return largest * float(abs(eigsh(a.numpy(), k=1, which="LM", v0=start, return_eigenvectors=False)[0]))
+    if symmetric:
+        return largest * float(torch.linalg.eigvalsh(a).abs().max())
+    gram = a @ a.T if a.shape[0] <= a.shape[1] else a.T @ a
+    return largest * math.sqrt(float(torch.linalg.eigvalsh(gram)[-1]))
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +67,7 @@ class Hessian:
     fallbacks: tuple[str, ...]
     seconds: float
     _outer: Callable[[], Tensor] = field(compare=False)
+    _norms: dict[tuple[str | None, str | None], float] = field(default_factory=dict, compare=False)
 
     def block(self, name_i: str, name_j: str) -> Tensor:
         """Return d^2 loss / d vec_r(name_i) d vec_r(name_j)^T, of shape (n_i, n_j)."""
@@ -51,6 +75,21 @@ class Hessian:
             if name not in self.slices:
                 raise InputError(f"Hessian.block: no parameter {name!r}; there are: {', '.join(self.names)}")
         return self.matrix[self.slices[name_i], self.slices[name_j]]
+
+    @property
+    def short_names(self) -> tuple[str, ...]:
+        """The last parts of the names that tell the parameters apart."""
+        for parts in range(1, 1 + max(n.count(".") + 1 for n in self.names)):
+            short = tuple(".".join(n.split(".")[-parts:]) for n in self.names)
+            if len(set(short)) == len(short):
+                return short
+        return self.names
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Yield every pair of names (i, j) with i not after j."""
+        for a, i in enumerate(self.names):
+            for j in self.names[a:]:
+                yield i, j
 
     def outer(self) -> Tensor:
         """Return the outer-product (Gauss-Newton) part J^T L'' J, P x P (Closing the Curvature Gap, Eq. 3)."""
@@ -62,8 +101,11 @@ class Hessian:
 
     def spectral_norm(self, name_i: str | None = None, name_j: str | None = None) -> float:
         """Return the spectral norm of the whole matrix, or of one block."""
-        part = self.matrix if name_i is None else self.block(name_i, name_j or name_i)
-        return float(torch.linalg.matrix_norm(part, 2))
+        key = (name_i, name_j or name_i)
+        if key not in self._norms:
+            part = self.matrix if name_i is None else self.block(name_i, name_j or name_i)
+            self._norms[key] = spectral_norm(part, symmetric=key[0] == key[1])
+        return self._norms[key]
 
     def frobenius_norm(self, name_i: str | None = None, name_j: str | None = None) -> float:
         """Return the Frobenius norm of the whole matrix, or of one block."""
@@ -77,7 +119,7 @@ class Hessian:
         """Return names, sizes and block norms as plain Python numbers (the matrix itself is left out)."""
         blocks = [
             {"row": i, "column": j, "spectral_norm": self.spectral_norm(i, j), "frobenius_norm": self.frobenius_norm(i, j)}
-            for a, i in enumerate(self.names) for j in self.names[a:]
+            for i, j in self.pairs()
         ]
         return {
             "parameters": int(self.matrix.shape[0]), "dtype": str(self.matrix.dtype), "loss": self.loss,
@@ -193,7 +235,6 @@ def _assemble(
         done = rows.stop if splittable else batch
         if batch_size is None and splittable and rows.start == 0:
             step = max(1, min(batch - done, int(WORKSPACE / max(accumulator.peak_bytes, 1)))) if done < batch else step
-        print("step",step,accumulator.peak_bytes)
         if progress is not None:
             progress(done, batch)
     matrix = torch.zeros(task.size, task.size, dtype=first.dtype, device=first.device)

@@ -16,7 +16,7 @@ POOLINGS = ("max", "rms")
 
 _LINEAR = (
     (r"in_proj|c_attn|qkv|Wqkv", "QKV"),
-    (r"(self_attn|attention|attn).*(out_proj|o_proj|c_proj|dense|proj)|o_proj|wo", "O"),
+    (r"(self_attn|attention|attn)\.(.*\.)?(out_proj|o_proj|c_proj|dense|proj)|o_proj|wo", "O"),
     (r"query|q_proj|wq|to_q", "Q"),
     (r"key|k_proj|wk|to_k", "K"),
     (r"value|v_proj|wv|to_v", "V"),

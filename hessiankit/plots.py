@@ -7,6 +7,7 @@ Every picture is a Matplotlib figure that needs no display. With a ``path`` it i
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,10 +281,20 @@ def _caption(panel: _Panel, scale: str, pooling: str, covered: int, zero: float 
         what = "largest" if pooling == "max" else "root mean square"
         parts.append(f"each pixel: the {what} of up to {covered} × {covered}")
     if zero is not None:
-        mantissa, exponent = f"{zero:.0e}".split("e")
-        power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-        parts.append(f"grey: 0 to rounding, at most {mantissa}·10{power}" if zero else "grey: 0")
+        parts.append(f"grey: 0 to rounding, at most {_rounded_up(zero)}" if zero else "grey: 0")
     return parts
+
+
+def _rounded_up(value: float) -> str:
+    """Return one significant digit, not below the value, times a power of ten.
+
+    >>> _rounded_up(2.1e-15), _rounded_up(9.5e-8), _rounded_up(3.0)
+    ('3·10⁻¹⁵', '1·10⁻⁷', '3·10⁰')
+    """
+    exponent = math.floor(math.log10(value))
+    mantissa = math.ceil(value / 10.0**exponent - 1e-9)
+    mantissa, exponent = (1, exponent + 1) if mantissa == 10 else (mantissa, exponent)
+    return f"{mantissa}·10{str(exponent).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
 _HEADER = ("panel", "row", "column", "rows", "columns", "max_abs", "rms", "frobenius", "zero_fraction")

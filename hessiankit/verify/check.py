@@ -121,28 +121,33 @@ class CheckReport:
             errors.setdefault(row.name, {})[row.reference] = row
         references = [r for r in self.references if r != FORMULAS]
         H = self.hessian
-        for a, i in enumerate(H.names):
-            for j in H.names[a:]:
-                cells = [errors.get(f"{i} x {j}", {}).get(r) for r in references]
-                shown = ["" if c is None else f"{c.max_rel_error:.1e}" + ("" if c.passed else " FAIL") for c in cells]
-                size = "{} x {}".format(*H.block(i, j).shape)
-                yield f"{i} x {j}", size, f"{H.spectral_norm(i, j):.4g}", f"{H.frobenius_norm(i, j):.4g}", *shown
+        short = dict(zip(H.names, H.short_names, strict=True))
+        for i, j in H.pairs():
+            cells = [errors.get(f"{i} x {j}", {}).get(r) for r in references]
+            shown = ["" if c is None else f"{c.max_rel_error:.1e}" + ("" if c.passed else " FAIL") for c in cells]
+            size = "{} x {}".format(*H.block(i, j).shape)
+            yield f"{short[i]} x {short[j]}", size, f"{H.spectral_norm(i, j):.4g}", f"{H.frobenius_norm(i, j):.4g}", *shown
 
     @property
     def headers(self) -> tuple[str, ...]:
         """Column names of :meth:`table_rows`."""
         return ("block pair", "size", "||.||_2", "||.||_F", *(r for r in self.references if r != FORMULAS))
 
-    def __repr__(self) -> str:
+    def health_lines(self) -> list[str]:
+        """Return one line a reference: healthy or not, why, and what it cost."""
         lines = [f"{h.reference}: {'healthy' if h.healthy else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)" for h in self.health]
-        formulas = [row for row in self.rows if row.reference == FORMULAS]
+        formulas = [row.max_rel_error for row in self.rows if row.reference == FORMULAS]
         if formulas:
-            worst = max(row.max_rel_error for row in formulas)
-            lines.append(f"vec_r formulas of the chapters against the fast path, {len(formulas)} block pairs at tiny unequal sizes: {worst:.1e}")
+            pairs = f"{len(formulas)} block pairs at tiny unequal sizes"
+            lines.append(f"vec_r formulas of the chapters against the fast path: {pairs} agree to {max(formulas):.1e}")
+        return lines
+
+    def __repr__(self) -> str:
         title = f"closed form: {self.hessian.matrix.shape[0]} parameters, {self.hessian.seconds:.2f} s"
         if self.hessian.fallbacks:
             title += f"; differentiated automatically one by one: {', '.join(self.hessian.fallbacks)}"
-        return as_text(table(self.headers, self.table_rows(), left=2), title, "references:", *("  " + line for line in lines), self.verdict)
+        lines = ["  " + line for line in self.health_lines()]
+        return as_text(table(self.headers, self.table_rows(), left=2), title, "references:", *lines, self.verdict)
 
     def _repr_html_(self) -> str:
         return as_html(self.headers, self.table_rows(), caption=self.verdict)
@@ -260,8 +265,8 @@ def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, T
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(first)
 
     if isinstance(module, VisionTransformer):
-        inputs = draw(3, *(int(n) for n in (module.position.shape[0], module.W_E.shape[0])))
-        shape: tuple[int, ...] = (3, int(module.W_C.shape[1]))
+        inputs = draw(3, *(int(n) for n in (module.embedding.P.shape[0], module.embedding.W_E.shape[0])))
+        shape: tuple[int, ...] = (3, int(module.head.W_C.shape[1]))
     else:
         length = next(n for n in (3, 5, 7) if n not in {module.d_model, module.attention.d_k})
         inputs = draw(2, length, module.d_model)

@@ -85,12 +85,14 @@ class Blocks:
     Args:
         problem: Gives the parameters and their slices.
         probes: The directions of the products; None for whole matrices.
-        small: Blocks below this share of the largest entry of the whole need not be resolved by a route that has an
-            error of its own (differences).
+        precision: The lowest floating type that the module computes in; None: the type of the parameters.
     """
 
-    def __init__(self, problem: Problem, probes: Probes | None = None, small: float = 1e-4) -> None:
-        self.probes, self.small = probes, small
+    def __init__(self, problem: Problem, probes: Probes | None = None, precision: torch.dtype | None = None) -> None:
+        self.probes = probes
+        self.eps = torch.finfo(precision or problem.dtype).eps
+        # Differences need not resolve a block below this share of the whole's largest entry: they have little to spare.
+        self.small = 1e-4 if self.eps < 1e-12 else 1e-2
         self.names = tuple(problem.params)
         self._slices = list(problem.slices.values())
         owners = probes.owners if probes else tuple(n for n, s in problem.slices.items() for _ in range(s.stop - s.start))
@@ -106,7 +108,7 @@ class Blocks:
 
     def zero_below(self, scales: Tensor) -> Tensor:
         """Return the size below which a block counts as zero."""
-        return FLOOR * torch.finfo(scales.dtype).eps * scales.amax()
+        return FLOOR * self.eps * scales.amax()
 
     def relative(self, difference: Tensor, scales: Tensor, slack: Tensor | None = None) -> Tensor:
         """Return block-pair differences relative to the block's own scale.

@@ -102,7 +102,7 @@ def examine(
     """
     found = traits(problem)
     tolerance = TOLERANCE[found.precision] if tolerance is None else tolerance
-    blocks = Blocks(problem, probes, small=1e-4 if tolerance < 1e-6 else 1e-2)
+    blocks = Blocks(problem, probes, found.precision)
     cases = {name: _Case.of(name, result, blocks, tolerance) for name, result in results.items()}
     witnesses = [case for case in cases.values() if case.testifies]
     consensus = _consensus(witnesses, blocks)

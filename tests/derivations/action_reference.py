@@ -42,7 +42,9 @@ def check_actions(
     value = run(*primals)
     assert relative_error(primitive.value(*inputs), value) <= tolerance
     tangents = [draw(x, directions) if k in moving else None for k, x in enumerate(inputs)]
-    padded = tuple(tangents[k] if tangents[k] is not None else torch.zeros(directions, *points[k].shape).to(value) for k in floating)
+    padded = tuple(
+        tangents[k] if tangents[k] is not None else torch.zeros(directions, *points[k].shape).to(value) for k in floating
+    )
     kept = [None if t is None else t.clone() for t in tangents]
 
     pushed = torch.stack([torch.func.jvp(run, primals, tuple(t[s] for t in padded))[1] for s in range(directions)])
@@ -74,7 +76,9 @@ def compare(seen: Sequence[Tensor | None], expected: dict[int, Tensor], toleranc
             assert relative_error(covector, expected[k]) <= tolerance, f"input {k}"
 
 
-def check_against_matrices(primitive: Primitive, inputs: Sequence[Tensor], operation: Operation, tolerance: float = 1e-12) -> None:
+def check_against_matrices(
+    primitive: Primitive, inputs: Sequence[Tensor], operation: Operation, tolerance: float = 1e-12
+) -> None:
     """Compare the actions with an operation's vec_r matrices; the arguments are the inputs, in order."""
     names, generator = list(operation.arguments), torch.Generator().manual_seed(1)
     out = operation.value.numel()

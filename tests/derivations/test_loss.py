@@ -9,7 +9,16 @@ import pytest
 import sympy
 import torch
 from action_reference import check_actions, check_against_matrices
-from second_order_reference import at, check_all_blocks, exact_hessian, exact_jacobian, random_point, relative_error, same, symbols
+from second_order_reference import (
+    at,
+    check_all_blocks,
+    exact_hessian,
+    exact_jacobian,
+    random_point,
+    relative_error,
+    same,
+    symbols,
+)
 
 from derivations.loss import CrossEntropy, CrossEntropyAt, MeanSquaredError, MeanSquaredErrorAt
 from derivations.operation import Operation

@@ -143,9 +143,9 @@ def test_errors_name_what_is_wrong():
         LayerNormAt(X, gamma=torch.ones(3))
     with pytest.raises(ValueError, match="one sequence"):
         RMSNormAt(X.reshape(1, L, d))
-    with pytest.raises(ValueError, match="scale of row 1 is 0.*not constant"):
+    with pytest.raises(ValueError, match=r"scale of row 1 is 0.*not constant"):
         _ = LayerNormAt(torch.tensor([[1.0, 2.0], [3.0, 3.0]])).value
-    with pytest.raises(ValueError, match="scale of row 0 is 0.*not zero"):
+    with pytest.raises(ValueError, match=r"scale of row 0 is 0.*not zero"):
         _ = RMSNormAt(torch.zeros(1, 2)).value
     with pytest.raises(ValueError, match="pass a Fraction"):
         _ = LayerNormAt(X_EXACT, eps=1e-5).s

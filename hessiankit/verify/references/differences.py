@@ -156,8 +156,8 @@ def gradient_noise(problem: Problem, gradient: Callable[[Tensor], Tensor], preci
     reach = torch.finfo(precision).eps ** 0.4
     samples = []
     for direction in directions / directions.norm(dim=1, keepdim=True):
-        steps = torch.arange(1, 8, device=direction.device)[:, None]
-        gradients = gradient(problem.theta + reach * steps * direction)
+        steps = reach * torch.arange(1, 8).to(direction)[:, None]
+        gradients = gradient(problem.theta + steps * direction)
         for _ in range(6):
             gradients = gradients[1:] - gradients[:-1]
         samples.append(_per_block(problem, gradients)[0] / 924**0.5)

@@ -1,0 +1,7 @@
+"""``python -m hessiankit``."""
+
+import sys
+
+from hessiankit.cli import main
+
+sys.exit(main())

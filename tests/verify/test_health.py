@@ -1,0 +1,230 @@
+"""The instrument itself: it must see the known defect, and every error planted in any block."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from reference_cases import RIGHT, Attention, HandWrittenNorm, draw
+from torch import nn
+
+from hessiankit.errors import InputError
+from hessiankit.verify.comparison import block_errors, probe_directions
+from hessiankit.verify.health import examine
+from hessiankit.verify.problem import Problem
+from hessiankit.verify.references import REFERENCES, Outcome, Unsupported, run_references
+
+
+def linear_norm(norm: type[nn.Module] = nn.LayerNorm) -> Problem:
+    """Return mean((norm(X W) - T)^2), X 3 x 5: 35 parameters, standard normal values."""
+    torch.manual_seed(0)
+    X, T, weight, bias, W = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 5), (3, 5), (5,), (5,), (5, 5)))
+    module = nn.Sequential(nn.Linear(5, 5, bias=False), norm(5)).double()
+    return Problem(module, X, T, "mse", {"0.weight": W.T, "1.weight": weight, "1.bias": bias})
+
+
+def head(dtype: torch.dtype = torch.float64, norm: type[nn.Module] = nn.LayerNorm) -> Problem:
+    """Return one attention head with key and query biases: the Hessian of the key bias vanishes identically."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.norm = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 4), norm(4)
+
+        def forward(self, x):
+            return self.norm(x + torch.softmax(self.q(x) @ self.k(x).mT, -1) @ self.v(x))
+
+    torch.manual_seed(0)
+    return Problem(Head().to(dtype), draw(5, 3, 4, dtype=dtype), draw(5, 3, 4, dtype=dtype))
+
+
+def skip_if_fixed(result: Outcome | Unsupported, truth: torch.Tensor) -> None:
+    if isinstance(result, Outcome) and float((result.value - truth).abs().max() / truth.abs().max()) < 1e-10:
+        pytest.skip("this torch differentiates through layer_norm correctly: the known defect is gone")
+
+
+@pytest.mark.parametrize("name", ["torch.func.hessian", "curvlinops"])
+def test_the_layer_norm_defect_is_seen_and_named(name):
+    problem = linear_norm()
+    results = run_references(problem, names=[*RIGHT, name])
+    skip_if_fixed(results[name], results["reverse-over-reverse"].value)
+    health = examine(results, problem)
+    ill = health[name]
+    assert not ill.healthy
+    assert ill.worst_pair == ("1.weight", "0.weight")
+    assert ill.worst_parameter == "1.weight"
+    assert str(ill).startswith(f"{name}: unhealthy: not symmetric (0.58 of the largest entry, block 1.weight x 0.weight)")
+    assert "known torch defect" in ill.reason
+    assert ill.symmetry_error > 0.5
+    assert ill.deviation > 0.5
+    for right in RIGHT:
+        assert health[right].healthy, str(health[right])
+        assert health[right].deviation < 1e-10
+        assert health[right].symmetry_error < 1e-10
+
+
+def test_the_whole_panel_is_healthy_on_a_hand_written_norm():
+    problem = linear_norm(HandWrittenNorm)
+    health = examine(run_references(problem), problem)
+    assert list(health) == list(REFERENCES)
+    for report in health.values():
+        assert report.healthy, str(report)
+        assert report.deviation < 1e-10
+
+
+@pytest.mark.parametrize("name", ["torch.func.hessian", "curvlinops"])
+def test_probes_see_the_defect_at_a_fraction_of_the_cost(name):
+    problem = head()
+    probes = probe_directions(problem, per_block=1, seed=0)
+    assert len(probes.V) == 8
+    results = run_references(problem, probes.V, [*RIGHT, name])
+    skip_if_fixed(results[name], results["reverse-over-reverse"].value)
+    health = examine(results, problem, probes=probes)
+    assert not health[name].healthy
+    assert health[name].worst_parameter == "norm.weight"
+    assert all(health[right].healthy for right in RIGHT), health
+
+
+def test_fused_attention_is_healthy_by_three_groups():
+    torch.manual_seed(0)
+    problem = Problem(Attention().double(), draw(2, 3, 4), draw(2, 3, 4))
+    for report in examine(run_references(problem, names=RIGHT), problem).values():
+        assert report.healthy, str(report)
+
+
+def test_blocks_that_vanish_are_no_disagreement():
+    problem = head(norm=HandWrittenNorm)
+    results = run_references(problem, names=RIGHT)
+    key_bias = results["reverse-over-reverse"].value[problem.slices["k.bias"]]
+    assert float(key_bias.abs().max()) < 1e-15
+    for report in examine(results, problem).values():
+        assert report.healthy, str(report)
+        assert report.deviation < 1e-10
+
+
+def test_float32_has_its_own_tolerance():
+    problem = head(torch.float32, HandWrittenNorm)
+    health = examine(run_references(problem, names=RIGHT), problem)
+    assert all(report.healthy for report in health.values()), health
+    assert health["jvp(grad)"].attainable == 1e-4
+    assert health["jvp(grad)"].deviation < 1e-5
+
+
+def test_a_cast_to_float32_inside_a_float64_model_is_named_as_the_floor():
+    class Casting(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).float().tanh().double()
+
+    torch.manual_seed(0)
+    problem = Problem(Casting(4, 3, dtype=torch.float64), draw(5, 4), draw(5, 3))
+    health = examine(run_references(problem, names=RIGHT), problem)
+    assert all(report.healthy for report in health.values()), health
+    assert "precision floor: float computes in torch.float32" in health["jvp(grad)"].reason
+
+
+def test_a_kink_at_the_point_makes_differences_stand_down():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    nn.init.zeros_(module[0].bias)
+    x = draw(5, 4)
+    x[0] = 0
+    problem = Problem(module, x, draw(5, 3))
+    health = examine(run_references(problem, names=RIGHT), problem)
+    assert not health["central-differences"].healthy
+    assert "a kink at the point itself" in health["central-differences"].reason
+    assert health["reverse-over-reverse"].healthy
+    assert health["jvp(grad)"].healthy
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("probed", [False, True])
+def test_an_error_planted_in_any_block_is_found_there(probed, symmetric):
+    problem = head(norm=HandWrittenNorm)
+    probes = probe_directions(problem, per_block=1) if probed else None
+    matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
+    alive = [name for name in problem.params if name != "k.bias"]
+    for i in alive:
+        for j in alive:
+            wrong = matrix.clone()
+            wrong[problem.slices[i], problem.slices[j]] *= 1 + 1e-7
+            if symmetric:
+                wrong[problem.slices[j], problem.slices[i]] = wrong[problem.slices[i], problem.slices[j]].T
+            candidates = {"reverse-over-reverse": matrix, "jvp(grad)": matrix.clone(), "form": wrong}
+            if probes:
+                candidates = {name: probes.V @ value.T for name, value in candidates.items()}
+            report = examine(candidates, problem, probes=probes)["form"]
+            assert not report.healthy
+            assert report.worst_pair in ({(i, j), (j, i)} if symmetric else {(i, j)})
+            assert report.deviation == pytest.approx(1e-7, rel=1e-3)
+
+
+def test_the_form_under_test_never_judges():
+    problem = linear_norm(HandWrittenNorm)
+    matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
+    wrong = 2 * matrix
+    # Two wrong forms that agree with each other do not outvote two references, nor vouch for a lonely one.
+    health = examine({"a": wrong, "b": wrong, "reverse-over-reverse": matrix, "jvp(grad)": matrix}, problem)
+    assert [health[name].healthy for name in health] == [False, False, True, True]
+    alone = examine({"mine": matrix, "reverse-over-reverse": matrix}, problem)
+    assert not any(report.healthy for report in alone.values())
+    assert "not confirmed" in alone["reverse-over-reverse"].reason
+
+
+def test_two_members_of_one_group_do_not_confirm_each_other():
+    problem = linear_norm(HandWrittenNorm)
+    matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
+    for pair in (("torch.func.hessian", "curvlinops"), ("jvp(grad)", "torch.func.hessian")):
+        health = examine(dict.fromkeys(pair, matrix), problem)
+        assert not any(report.healthy for report in health.values())
+
+
+def test_the_majority_is_counted_by_groups():
+    problem = linear_norm(HandWrittenNorm)
+    matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
+    wrong = matrix.clone()
+    wrong[problem.slices["1.weight"], problem.slices["1.weight"]] *= 1.5
+    results = {"torch.func.hessian": wrong, "curvlinops": wrong, "reverse-over-reverse": matrix, "complex-step": matrix}
+    health = examine(results, problem)
+    assert [report.healthy for report in health.values()] == [False, False, True, True]
+    assert "disagrees with reverse-over-reverse" in health["curvlinops"].reason
+
+
+def test_results_that_are_missing_or_not_finite_are_reported():
+    problem = linear_norm(HandWrittenNorm)
+    matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
+    broken = matrix.clone()
+    broken[3, 30] = math.nan
+    health = examine(
+        {
+            "reverse-over-reverse": matrix,
+            "jvp(grad)": matrix,
+            "torch.func.hessian": broken,
+            "complex-step": Unsupported("complex-step", "relu"),
+        },
+        problem,
+    )
+    assert str(health["torch.func.hessian"]) == "torch.func.hessian: unhealthy: not finite"
+    assert str(health["complex-step"]) == "complex-step: unhealthy: unsupported: relu"
+    assert health["jvp(grad)"].healthy
+
+
+def test_shapes_are_checked():
+    problem = linear_norm()
+    with pytest.raises(InputError, match=r"'mine' has shape \(3, 35\); expected \(35, 35\)"):
+        examine({"mine": torch.ones(3, 35)}, problem)
+    with pytest.raises(InputError, match=r"expected \(35, 35\)"):
+        block_errors(torch.ones(35, 35), torch.ones(3, 35), problem)
+
+
+def test_probes_lie_on_one_parameter_each_and_depend_on_the_seed_alone():
+    problem = head()
+    V, owners = probe_directions(problem, per_block=3, seed=4)
+    assert owners.count("q.weight") == 3
+    assert owners.count("q.bias") == 2  # no more directions than entries
+    for row, owner in zip(V, owners, strict=True):
+        inside = row[problem.slices[owner]]
+        assert torch.count_nonzero(row) == torch.count_nonzero(inside) == len(inside)
+        torch.testing.assert_close(inside.norm().item(), 1.0)
+    assert torch.equal(V, probe_directions(problem, per_block=3, seed=4).V)
+    assert not torch.equal(V, probe_directions(problem, per_block=3, seed=5).V)

@@ -1,0 +1,248 @@
+"""Every route against Hessians known by hand, and against each other on transformer parts."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from reference_cases import RIGHT, Attention, HandWrittenNorm, draw
+from torch import nn
+
+from hessiankit.errors import InputError
+from hessiankit.verify.problem import Problem
+from hessiankit.verify.references import REFERENCES, Unsupported, run_references
+from hessiankit.verify.references.base import directions_at_once, in_chunks
+from hessiankit.verify.references.differences import gradient_noise
+
+TOLERANCE = {torch.float64: {"central-differences": 1e-11}, torch.float32: {"central-differences": 1e-3}}
+ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
+
+
+def least_squares(dtype: torch.dtype = torch.float64) -> tuple[Problem, torch.Tensor]:
+    """Return mean((X W^T + b - T)^2) and its Hessian: [[X^T X, X^T 1], [1^T X, n]] for each output, times 2 / (3 n)."""
+    torch.manual_seed(0)
+    X, T = draw(7, 4, dtype=dtype), draw(7, 3, dtype=dtype)
+    extended = torch.cat([X.double(), torch.ones(7, 1).double()], 1)
+    H = torch.kron(torch.eye(3, dtype=torch.float64), 2 / 21 * extended.T @ extended)  # order (output, [weights, bias])
+    order = [5 * o + i for o in range(3) for i in range(4)] + [5 * o + 4 for o in range(3)]
+    return Problem(nn.Linear(4, 3, dtype=dtype), X, T), H[order][:, order]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_least_squares_is_known_by_hand(name, dtype):
+    problem, H = least_squares(dtype)
+    assert relative(REFERENCES[name].matrix(problem), H) < TOLERANCE[dtype].get(name, ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_products_are_the_matrix_times_each_row(name):
+    problem, H = least_squares()
+    V = draw(6, problem.size)
+    assert relative(REFERENCES[name].products(problem, V), V @ H) < 1e-11
+    assert relative(REFERENCES[name].products(problem, V, chunk=4), V @ H) < 1e-11
+    assert REFERENCES[name].products(problem, V[:0]).shape == (0, problem.size)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_references_differentiate_at_the_given_parameters(name):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    values = {n: draw(*p.shape) for n, p in reversed(list(module.named_parameters())) if n != "2.bias"}
+    problem = Problem(module, draw(5, 3), draw(5, 2), "mse", values)
+    expected = torch.autograd.functional.hessian(problem.flat_loss, problem.theta)
+    assert relative(REFERENCES[name].matrix(problem), expected) < 1e-11
+
+
+@pytest.mark.parametrize("name", [*RIGHT, "torch.func.hessian", "curvlinops"])
+def test_fused_attention(name):
+    torch.manual_seed(0)
+    problem = Problem(Attention().double(), draw(2, 3, 4), draw(2, 3, 4))
+    expected = torch.autograd.functional.hessian(problem.flat_loss, problem.theta)
+    assert relative(REFERENCES[name].matrix(problem), expected) < 1e-11
+
+
+@pytest.mark.parametrize("name", [*RIGHT, "torch.func.hessian", "curvlinops"])
+def test_cross_entropy_with_unlabelled_tokens(name):
+    torch.manual_seed(0)
+    labels = torch.tensor([[2, -100, 0], [-100, -100, 1]])
+    module = nn.Linear(4, 3, bias=False, dtype=torch.float64)
+    x = draw(2, 3, 4)
+    H = torch.zeros(12, 12, dtype=torch.float64)
+    for b, s in ((0, 0), (0, 2), (1, 2)):
+        p = torch.softmax(module.weight.detach() @ x[b, s], 0)
+        H += torch.kron(torch.diag(p) - torch.outer(p, p), torch.outer(x[b, s], x[b, s])) / 3
+    assert relative(REFERENCES[name].matrix(Problem(module, x, labels, "cross_entropy")), H) < 1e-11
+
+
+def test_func_hessian_is_torchs():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).double()
+    problem = Problem(module, draw(5, 4), draw(5, 4))
+    expected = torch.func.hessian(problem.flat_loss)(problem.theta)
+    assert relative(REFERENCES["torch.func.hessian"].matrix(problem), expected) < 1e-13
+
+
+def test_complex_step_through_a_hand_written_norm():
+    torch.manual_seed(0)
+    problem = Problem(nn.Sequential(nn.Linear(4, 3), HandWrittenNorm(3)).double(), draw(5, 4), draw(5, 3))
+    expected = REFERENCES["reverse-over-reverse"].matrix(problem)
+    assert relative(REFERENCES["complex-step"].matrix(problem), expected) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.LayerNorm(3), "LayerNorm"),
+        (nn.ReLU(), "clamp|relu"),
+        (nn.Softmax(-1), "softmax"),
+    ],
+)
+def test_complex_step_says_which_operation_it_lacks(layer, reason):
+    problem = Problem(nn.Sequential(nn.Linear(4, 3), layer).double(), draw(5, 4), draw(5, 3))
+    with pytest.raises(Unsupported, match=reason):
+        REFERENCES["complex-step"].matrix(problem)
+
+
+def test_complex_step_notices_a_function_that_is_not_holomorphic():
+    class Spread(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y / (1 + y.var(-1, keepdim=True))
+
+    problem = Problem(Spread(4, 3, dtype=torch.float64), draw(5, 4), draw(5, 3))
+    with pytest.raises(Unsupported, match="not holomorphic"):
+        REFERENCES["complex-step"].matrix(problem)
+
+
+def test_differences_report_an_error_that_covers_the_true_one():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3), nn.LayerNorm(3)).double()
+    problem = Problem(module, draw(8, 4), draw(8, 3))
+    exact = REFERENCES["reverse-over-reverse"].matrix(problem)
+    outcome = REFERENCES["central-differences"].measure(problem)
+    assert bool(((outcome.value - exact).abs() <= outcome.error).all())
+    assert float(outcome.error.max() / exact.abs().max()) < 1e-10
+    assert outcome.note == ""
+
+
+def test_differences_shrink_their_step_between_the_kinks_of_a_relu():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    problem = Problem(module, draw(40, 4), draw(40, 3))
+    exact = REFERENCES["reverse-over-reverse"].matrix(problem)
+    outcome = REFERENCES["central-differences"].measure(problem)
+    assert "kinks near the point" in outcome.note
+    assert "at the point itself" not in outcome.note
+    assert bool(((outcome.value - exact).abs() <= outcome.error).all())
+    assert relative(outcome.value, exact) < 1e-9
+
+
+def test_differences_admit_a_kink_at_the_point_itself():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    nn.init.zeros_(module[0].bias)
+    x = draw(5, 4)
+    x[0] = 0  # every pre-activation of this row is exactly zero
+    outcome = REFERENCES["central-differences"].measure(Problem(module, x, draw(5, 3)))
+    assert "a kink at the point itself: along 6 of" in outcome.note
+    assert float(outcome.error.max() / outcome.value.abs().max()) > 0.1
+
+
+def test_gradient_noise_is_of_the_size_of_rounding():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3)).double()
+    problem = Problem(module, draw(8, 4), draw(8, 3))
+    gradients = torch.func.vmap(torch.func.grad(problem.flat_loss))
+    size = float(gradients(problem.theta[None]).abs().max())
+    noise = gradient_noise(problem, gradients, torch.float64)
+    assert noise.shape == (4,)
+    assert 1e-18 * size < float(noise.min()) <= float(noise.max()) < 1e-15 * size
+
+
+def test_loss_that_forward_mode_cannot_take_is_unsupported_with_a_remedy():
+    problem = Problem(nn.Linear(4, 3), draw(5, 4).float(), draw(5, 3).float(), nn.functional.mse_loss)
+    results = run_references(problem, names=["reverse-over-reverse", "jvp(grad)", "curvlinops"])
+    assert not isinstance(results["reverse-over-reverse"], Unsupported)
+    assert isinstance(results["curvlinops"], Unsupported)
+    if not isinstance(results["jvp(grad)"], Unsupported):
+        pytest.skip("this torch takes jvp(grad) through mse_loss")
+    assert "square().mean()" in results["jvp(grad)"].reason
+
+
+def test_a_linear_loss_has_no_curvature():
+    problem = Problem(nn.Linear(4, 3, dtype=torch.float64), draw(5, 4), None, lambda outputs, target: outputs.sum())
+    for outcome in run_references(problem, names=RIGHT).values():
+        assert float(outcome.value.abs().max()) < 1e-12
+
+
+def test_modules_that_vmap_cannot_batch_go_one_direction_at_a_time():
+    class Branching(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.square() if y.sum() > -1e9 else y
+
+    torch.manual_seed(0)
+    module, x, t = Branching(4, 3, dtype=torch.float64), draw(5, 4), draw(5, 3)
+    problem = Problem(module, x, t)
+    expected = torch.autograd.functional.hessian(problem.flat_loss, problem.theta)
+    outcomes = run_references(problem, names=RIGHT)
+    for name, outcome in outcomes.items():
+        assert relative(outcome.value, expected) < 1e-10, name
+    assert "one direction at a time" in outcomes["central-differences"].note
+
+
+def test_progress_counts_directions():
+    problem, _ = least_squares()
+    seen: list[tuple[str, int, int]] = []
+    run_references(problem, draw(5, problem.size), RIGHT, progress=lambda *state: seen.append(state))
+    assert {name for name, _, _ in seen} == set(RIGHT)
+    assert all(total == 5 for _, _, total in seen)
+    assert seen[-1] == ("central-differences", 5, 5)
+
+
+def test_chunks_are_halved_when_memory_runs_out():
+    sizes = []
+
+    def crowded(rows):
+        sizes.append(len(rows))
+        if len(rows) > 2:
+            raise torch.OutOfMemoryError
+        return 2 * rows
+
+    V = draw(5, 3)
+    value, note = in_chunks(crowded, lambda row: 2 * row, V, 5, lambda done, total: None)
+    assert torch.equal(value, 2 * V)
+    assert (sizes, note) == ([5, 2, 2, 1], "")
+
+
+def test_memory_bounds_the_chunk():
+    problem, _ = least_squares()
+    assert directions_at_once(problem, memory=1) == 1
+    assert directions_at_once(problem, memory=2**40) == 48
+
+
+def test_missing_package_is_unsupported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "curvlinops", None)
+    with pytest.raises(Unsupported, match="pip install curvlinops-for-pytorch"):
+        REFERENCES["curvlinops"].matrix(least_squares()[0])
+
+
+def test_unknown_names_and_wrong_directions_are_refused():
+    problem, _ = least_squares()
+    with pytest.raises(InputError, match="no reference named 'finite'"):
+        run_references(problem, names=["finite"])
+    with pytest.raises(InputError, match=r"expected \(k, 15\)"):
+        REFERENCES["jvp(grad)"].products(problem, torch.ones(15))
+
+
+def test_groups_name_the_shared_paths():
+    groups = {name: reference.independent_group for name, reference in REFERENCES.items()}
+    assert groups["torch.func.hessian"] == groups["curvlinops"] == "jacfwd(jacrev)"
+    assert groups["central-differences"] == groups["complex-step"] == "differences"
+    assert len(set(groups.values())) == 4
