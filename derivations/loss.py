@@ -1,12 +1,12 @@
 r"""Squared error and cross entropy: value, gradient row and Hessian in vec_r, and the losses as primitives.
 
-The losses are "the paper's" mean over all entries of a squared difference, l = ||Z - target||_F^2 / (L d_V), with second
-derivative 2/(L d_V) I (claim MSE-H), and the mean over tokens of the cross entropy (claim T-CE), with
+Squared error is the mean over all entries, l = ||Z - target||_F^2 / (L d_V), with second derivative 2/(L d_V) I (claim
+MSE-H). Cross entropy is the mean over the tokens, with (claim T-CE, not in the paper)
 
     L' = vec_r(P - Y)^T / L,    L'' = blockdiag(diag(p_i) - p_i p_i^T) / L,    P = softmax(logits), Y one-hot.
 
-Below Eq. 7 of "Closing the Curvature Gap" the loss is printed without 1/(L d_V) and its second derivative with it: the
-two belong together (claim Eq7-L).
+Corrected (claim Eq7-L): below its Eq. 7 "Closing the Curvature Gap" prints the loss without 1/(L d_V) and its second
+derivative with it; the two belong together.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array, is_exact, scale, to_sympy
+from derivations.directions import parts
 from derivations.matrix import Dense, Identity, Matrix
 from derivations.operation import Shape, expect_names, shape_of, size
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
@@ -266,10 +267,10 @@ class CrossEntropy(Primitive):
         logits, _, kept, normalizer = self._rows(inputs)
         p = torch.softmax(logits, -1).where(kept.unsqueeze(1), 0)
         t = self._tangent(tangents).reshape(-1, *logits.shape)
-        out = t * p
-        mean = out.sum(-1, keepdim=True)
-        torch.sub(t, mean, out=out)
-        out *= p * (adjoint / normalizer)
+        out, scaled = t.new_empty(t.shape), p * (adjoint / normalizer)
+        for part in parts(t):
+            mean = torch.mul(t[part], p, out=out[part]).sum(-1, keepdim=True)
+            torch.sub(t[part], mean, out=out[part]).mul_(scaled)
         return out.reshape(-1, *inputs[0].shape), None
 
     def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:

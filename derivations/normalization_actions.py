@@ -17,18 +17,29 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from derivations.directions import parts
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+
+
+class _Rows(NamedTuple):
+    """X read as rows: the normalised rows x (rows, d), the inverse scales r = 1/s (rows, 1), gain and shift (d,)."""
+
+    x: Tensor
+    r: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
 
 
 class _Normalize(Primitive):
     """What LayerNorm and RMSNorm share. Rows are the axes in front of the last ``dims``; X is read as (rows, d).
 
-    A tangent has S times as many entries as X, so each action makes one array of that size, its result, and uses it as
-    the scratch space on the way.
+    A tangent has S times as many entries as X. Each action makes one array of that size, its result, and uses it as
+    the scratch space on the way; whatever depends on the row alone is computed once.
     """
 
     dims: int
@@ -38,24 +49,25 @@ class _Normalize(Primitive):
     def _eps(self, X: Tensor) -> float: ...
 
     def value(self, *inputs: Tensor) -> Tensor:
-        X, gamma, beta = self._read(inputs)
-        x, _ = self._normalized(X)
+        x, _, gamma, beta = self._read(inputs)
         y = x if gamma is None else x * gamma
         return (y if beta is None else y + beta).reshape(inputs[0].shape)
 
     @torch.no_grad()
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        X, gamma, _ = self._read(inputs)
-        x, r = self._normalized(X)
-        t, t_gamma, t_beta = self._read_tangents(tangents, X)
+        x, r, gamma, _ = self._read(inputs)
+        t, t_gamma, t_beta = self._read_tangents(tangents, x)
         out = None
         if t is not None:
-            out = t * x
-            tau = out.sum(-1, keepdim=True)
-            torch.addcmul(t, tau, x, value=-1 / x.shape[-1], out=out)
-            if self.centred:
-                out -= t.mean(-1, keepdim=True)
-            out *= r if gamma is None else r * gamma
+            out = t.new_empty(t.shape)
+            scale = r if gamma is None else r * gamma
+            for part in parts(t):
+                some, into = t[part], out[part]
+                tau = torch.mul(some, x, out=into).sum(-1, keepdim=True)
+                torch.addcmul(some, tau, x, value=-1 / x.shape[-1], out=into)
+                if self.centred:
+                    into.sub_(some.mean(-1, keepdim=True))
+                into.mul_(scale)
         if t_gamma is not None:
             moved = t_gamma.unsqueeze(1)
             out = x * moved if out is None else out.addcmul_(x, moved)
@@ -68,83 +80,70 @@ class _Normalize(Primitive):
 
     @torch.no_grad()
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        X, gamma, beta = self._read(inputs)
-        x, r = self._normalized(X)
+        x, r, gamma, beta = self._read(inputs)
         d = x.shape[-1]
         u = adjoint.reshape(-1, *x.shape)
-        out = u * x
-        covectors: list[Tensor | None] = [None] * len(inputs)
-        if gamma is not None:
-            covectors[1] = out.sum(1).reshape(-1, *inputs[1].shape)
-        if beta is not None:
-            covectors[2] = u.sum(1).reshape(-1, *inputs[2].shape)
-        nu = (out.sum(-1) if gamma is None else out @ gamma).unsqueeze(-1)
-        torch.mul(u, r if gamma is None else r * gamma, out=out)
-        out.addcmul_(nu, r * x, value=-1 / d)
-        if self.centred:
-            total = (u.sum(-1) if gamma is None else u @ gamma).unsqueeze(-1)
-            out.sub_(total * (r / d))
-        covectors[0] = out.reshape(-1, *inputs[0].shape)
-        return tuple(covectors)
+        out = u.new_empty(u.shape)
+        to_gamma = u.new_empty(u.shape[0], d)
+        scale, rx = r if gamma is None else r * gamma, r * x
+        for part in parts(u):
+            some, into = u[part], out[part]
+            product = torch.mul(some, x, out=into)
+            to_gamma[part] = product.sum(1)
+            nu = product.sum(-1) if gamma is None else product @ gamma
+            torch.mul(some, scale, out=into).addcmul_(nu.unsqueeze(-1), rx, value=-1 / d)
+            if self.centred:
+                total = some.sum(-1) if gamma is None else some @ gamma
+                into.sub_(total.unsqueeze(-1) * (r / d))
+        to_weights = (to_gamma if gamma is not None else None, u.sum(1) if beta is not None else None)
+        return self._covectors(inputs, out, *to_weights)
 
     @torch.no_grad()
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        X, gamma, _ = self._read(inputs)
-        x, r = self._normalized(X)
-        d = x.shape[-1]
-        t, t_gamma, _ = self._read_tangents(tangents, X)
+        rows = self._read(inputs)
+        x, r, gamma, _ = rows
+        t, t_gamma, _ = self._read_tangents(tangents, x)
         w = adjoint.reshape(x.shape)
-        covectors: list[Tensor | None] = [None] * len(inputs)
-        out = None
+        out = to_gamma = None
         if t is not None:
-            v = w if gamma is None else w * gamma
-            nu = (x * v).mean(-1, keepdim=True)
-            v = v - v.mean(-1, keepdim=True) if self.centred else v
-            mean = t.mean(-1, keepdim=True) if self.centred else None
-            out = t * x
-            tau = out.sum(-1, keepdim=True).div_(d)
-            if gamma is None:
-                omega = torch.mul(t, v, out=out).sum(-1, keepdim=True).div_(d)
-            else:
-                omega, to_gamma = self._gain_curvature(t, mean, tau, w * r, x, r, gamma, out)
-                covectors[1] = to_gamma.reshape(-1, *inputs[1].shape)
-            r2 = r * r
-            torch.mul(t, -nu * r2, out=out)
-            if mean is not None:
-                out += mean * (nu * r2)
-            out.addcmul_(tau, r2 * v, value=-1)
-            out.addcmul_((3 * nu) * tau - omega, r2 * x)
+            out, to_gamma = self._bend(rows, w, t)
         if t_gamma is not None:
-            moved, scaled = t_gamma.unsqueeze(1), w * r
-            out = moved * scaled if out is None else out.addcmul_(moved, scaled)
-            out.addcmul_((t_gamma @ (scaled * x).mT).unsqueeze(-1), x, value=-1 / d)
+            moved, wr, d = t_gamma.unsqueeze(1), w * r, x.shape[-1]
+            out = moved * wr if out is None else out.addcmul_(moved, wr)
+            out.addcmul_((t_gamma @ (wr * x).mT).unsqueeze(-1), x, value=-1 / d)
             if self.centred:
-                out -= (t_gamma @ scaled.mT).div_(d).unsqueeze(-1)
-        covectors[0] = None if out is None else out.reshape(-1, *inputs[0].shape)
-        return tuple(covectors)
+                out -= (t_gamma @ wr.mT).div_(d).unsqueeze(-1)
+        return self._covectors(inputs, out, to_gamma if gamma is not None else None, None)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim - self.dims and not any(moving[1:])
 
-    def _gain_curvature(
-        self, t: Tensor, mean: Tensor | None, tau: Tensor, wr: Tensor, x: Tensor, r: Tensor, gamma: Tensor, scratch: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return omega, of shape (S, rows, 1), and the covector of gamma, sum over rows of w o J0 t, of shape (S, d)."""
-        product = torch.mul(t, wr, out=scratch)
-        to_gamma = product.sum(1) - tau.squeeze(-1) @ (wr * x)
-        omega = (product @ gamma).unsqueeze(-1) / (r * x.shape[-1])
-        if mean is not None:
-            to_gamma -= mean.squeeze(-1) @ wr
-            omega -= mean * ((wr @ gamma).unsqueeze(-1) / (r * x.shape[-1]))
-        return omega, to_gamma
+    def _bend(self, rows: _Rows, w: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return H[w] t, of the shape of t, and the covector of gamma, sum over rows of w o J0 t, of shape (S, d)."""
+        x, r, gamma, _ = rows
+        d = x.shape[-1]
+        v = w if gamma is None else w * gamma
+        nu = (x * v).mean(-1, keepdim=True)
+        v = v - v.mean(-1, keepdim=True) if self.centred else v
+        r2, wr = r * r, w * r
+        on_t, on_tau, on_x, v_mean, wrx = -nu * r2, -r2 * v, r2 * x, v / d, wr * x
+        out, to_gamma = t.new_empty(t.shape), t.new_empty(t.shape[0], d)
+        for part in parts(t):
+            some, into = t[part], out[part]
+            mean = some.mean(-1, keepdim=True) if self.centred else None
+            tau = torch.mul(some, x, out=into).sum(-1, keepdim=True).div_(d)
+            omega = torch.mul(some, v_mean, out=into).sum(-1, keepdim=True)
+            if gamma is not None:
+                total = torch.mul(some, wr, out=into).sum(1)
+                total -= tau.squeeze(-1) @ wrx
+                to_gamma[part] = total if mean is None else total - mean.squeeze(-1) @ wr
+            torch.mul(some, on_t, out=into)
+            if mean is not None:
+                into.sub_(mean * on_t)
+            into.addcmul_(tau, on_tau).addcmul_((3 * nu) * tau - omega, on_x)
+        return out, to_gamma
 
-    def _normalized(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalised rows (rows, d) and the inverse scales 1/s (rows, 1)."""
-        m = X - X.mean(-1, keepdim=True) if self.centred else X
-        r = (m.square().mean(-1, keepdim=True) + self._eps(X)).rsqrt()
-        return m * r, r
-
-    def _read(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _read(self, inputs: Sequence[Tensor | None]) -> _Rows:
         X, gamma, beta = (*inputs, None, None)[:3]
         if X is None:
             raise ValueError(f"{type(self).__name__}: the input X is None")
@@ -155,24 +154,33 @@ class _Normalize(Primitive):
                     f"{type(self).__name__}: {name} must have the shape {tuple(shape)} of the last {self.dims} axes of X, "
                     f"got {tuple(weight.shape)}"
                 )
-        flat = [None if weight is None else weight.reshape(-1) for weight in (gamma, beta)]
-        return X.reshape(-1, shape.numel()), flat[0], flat[1]
+        m = X.reshape(-1, shape.numel())
+        m = m - m.mean(-1, keepdim=True) if self.centred else m
+        r = (m.square().mean(-1, keepdim=True) + self._eps(X)).rsqrt()
+        return _Rows(m * r, r, *(None if weight is None else weight.reshape(-1) for weight in (gamma, beta)))
 
     @staticmethod
-    def _read_tangents(tangents: Tangents, X: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _read_tangents(tangents: Tangents, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         t, t_gamma, t_beta = (*tangents, None, None)[:3]
         return (
-            None if t is None else t.reshape(t.shape[0], *X.shape),
+            None if t is None else t.reshape(t.shape[0], *x.shape),
             None if t_gamma is None else t_gamma.reshape(t_gamma.shape[0], -1),
             None if t_beta is None else t_beta.reshape(t_beta.shape[0], -1),
         )
+
+    @staticmethod
+    def _covectors(inputs: Inputs, *flat: Tensor | None) -> Covectors:
+        """Return the covectors of X, gamma and beta in the shapes of those inputs that there are."""
+        shaped = zip(inputs, flat, strict=False)
+        return tuple(None if covector is None else covector.reshape(-1, *x.shape) for x, covector in shaped)
 
 
 @dataclass(frozen=True)
 class LayerNorm(_Normalize):
     """LayerNorm over the last ``dims`` axes, as ``torch.nn.functional.layer_norm``; inputs (X, gamma, beta).
 
-    gamma and beta have the shape of those axes and may be None or left out. No entry of a result is differentiable.
+    gamma and beta have the shape of those axes and may be None or left out. The actions themselves are not
+    differentiable.
 
     >>> X = torch.tensor([[1.0, 3.0, 2.0, 2.0]])
     >>> LayerNorm(eps=0.5).value(X).tolist()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array, exp, is_exact
+from derivations.directions import parts
 from derivations.matrix import Commutation, DiagonalLift, Identity, Matrix, kron
 from derivations.operation import Shape, expect_names, shape_of
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
@@ -159,14 +160,14 @@ class Softmax(Primitive):
         if t is None:
             return (None,)
         axis = self._axis(inputs[0])
-        a = self.value(*inputs)
-        q = self._covariance(inputs[0], adjoint)
-        out = a * t
-        along_a = out.sum(axis, keepdim=True)
-        torch.mul(q, t, out=out)
-        along_q = out.sum(axis, keepdim=True)
-        out.addcmul_(q, along_a, value=-1)
-        return (out.addcmul_(a, along_q, value=-1),)
+        a, q = self.value(*inputs), self._covariance(inputs[0], adjoint.unsqueeze(0))[0]
+        out = t.new_empty(t.shape)
+        for part in parts(t):
+            some, into = t[part], out[part]
+            along_a = torch.mul(some, a, out=into).sum(axis, keepdim=True)
+            along_q = torch.mul(some, q, out=into).sum(axis, keepdim=True)
+            into.addcmul_(q, along_a, value=-1).addcmul_(a, along_q, value=-1)
+        return (out,)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim + self._axis(inputs[0])
@@ -176,6 +177,9 @@ class Softmax(Primitive):
         return self.dim if self.dim < 0 else self.dim - T.ndim
 
     def _covariance(self, T: Tensor, t: Tensor) -> Tensor:
-        a = self.value(T)
-        out = a * t
-        return out.addcmul_(a, out.sum(self._axis(T), keepdim=True), value=-1)
+        a, axis = self.value(T), self._axis(T)
+        out = t.new_empty(t.shape)
+        for part in parts(t):
+            into = torch.mul(t[part], a, out=out[part])
+            into.addcmul_(a, into.sum(axis, keepdim=True), value=-1)
+        return out

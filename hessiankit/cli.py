@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
@@ -27,22 +28,22 @@ def parser() -> argparse.ArgumentParser:
         "after training, for squared error and cross entropy, and compare it block pair by block pair with references that take "
         "other routes. Prints a table, writes heat maps and a JSON report. Exit code 0: everything that could be compared agrees; "
         "1: something disagrees; 2: an option or a file cannot be used; 130: interrupted.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    check.add_argument("--data", default="digits", help="'digits', or a path to MNIST's IDX files or the Python version of CIFAR")
-    check.add_argument("--d-model", type=_positive, default=16, help="width of a token")
-    check.add_argument("--d-ff", type=_positive, default=64, help="hidden width of the feed-forward network")
-    check.add_argument("--seq-len", type=_positive, default=None, help="tokens an image is cut into (default: patches of 2 x 2)")
-    check.add_argument("--loss", choices=("both", "mse", "cross_entropy"), default="both", help="which loss to study")
-    check.add_argument("--steps", type=_positive, default=300, help="training steps")
-    check.add_argument("--batch", type=_positive, default=128, help="images of the Hessian's batch")
-    check.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="arithmetic")
-    check.add_argument("--device", default="cpu", help="where to compute, e.g. cuda")
-    check.add_argument("--seed", type=int, default=0, help="of initialisation, batches and directions")
-    check.add_argument("--directions", type=_positive, default=2, help="generic directions a parameter for the comparison")
-    check.add_argument("--no-full", dest="full", action="store_false", help="skip the entry-by-entry comparison at the end")
-    check.add_argument("--out", type=Path, default=Path("results/check"), help="folder for the report and the heat maps")
-    check.add_argument("--quick", action="store_true", help="a small model and batch: a few seconds")
+    add = check.add_argument
+    add("--data", help="'digits' (default), or a path to MNIST's IDX files or the Python version of CIFAR")
+    add("--d-model", type=_positive, help="width of a token (default 16; --quick 8)")
+    add("--d-ff", type=_positive, help="hidden width of the feed-forward network (default 64; --quick 16)")
+    add("--seq-len", type=_positive, help="tokens an image is cut into (default: patches of 2 x 2; --quick 4 tokens)")
+    add("--loss", choices=("both", "mse", "cross_entropy"), default="both", help="which loss to study (default both)")
+    add("--steps", type=_positive, help="training steps (default 300; --quick 40)")
+    add("--batch", type=_positive, help="images of the Hessian's batch (default 128; --quick 16)")
+    add("--dtype", choices=("float64", "float32"), help="arithmetic (default float64)")
+    add("--device", help="where to compute, e.g. cuda (default cpu)")
+    add("--seed", type=int, help="of initialisation, batches and directions (default 0)")
+    add("--directions", type=_positive, help="generic directions a parameter for the comparison (default 1)")
+    add("--no-full", dest="full", action="store_false", help="skip the entry-by-entry comparison at the end")
+    add("--out", type=Path, help="folder for the report and the heat maps (default results/check)")
+    add("--quick", action="store_true", help="a small model and batch: a few seconds; other options still count")
     return top
 
 
@@ -68,14 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(args: argparse.Namespace, console: Console) -> int:
-    from hessiankit.study import StudyOptions, run_study
+    from hessiankit.study import QUICK, StudyOptions, run_study
 
+    given = {f.name: getattr(args, f.name) for f in fields(StudyOptions) if getattr(args, f.name, None) is not None}
     losses = ("mse", "cross_entropy") if args.loss == "both" else (args.loss,)
-    options = StudyOptions(
-        data=args.data, d_model=args.d_model, d_ff=args.d_ff, seq_len=args.seq_len, losses=losses, steps=args.steps, batch=args.batch,
-        dtype=args.dtype, device=args.device, seed=args.seed, directions=args.directions, full=args.full, out=args.out,
-    )
-    return 0 if run_study(options.quick() if args.quick else options, console).passed else FAILED
+    options = StudyOptions(**{**(QUICK if args.quick else {}), **given, "losses": losses})
+    return 0 if run_study(options, console).passed else FAILED
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Frame:
         wide, high = _measure(self.labels, self.font)
         line = 1.2 * self.font * POINT
         self.rows = spread(self.centres, np.maximum(high, line).tolist(), 0, side)
-        flat = wide + 0.5 * self.font * POINT
+        flat = wide + 0.35 * self.font * POINT
         self.upright = bool(flat.sum() > side or (np.ptp(widths) <= 1 and wide.max() + 0.3 * self.font * POINT > widths.max()))
         self.columns = spread(self.centres, (np.full(len(flat), line) if self.upright else flat).tolist(), 0, side)
         moved = max(np.abs(self.rows - self.centres).max(), np.abs(self.columns - self.centres).max())
@@ -141,13 +141,18 @@ class Frame:
         axes.set_xlim(0, self.side)
         axes.set_ylim(self.side, 0)
 
-    def colour_bar(self, mappable: ScalarMappable, label: str, zeros: bool, below: bool) -> None:
-        """Draw the colour bar, a tick a decade; a grey square at its foot stands for zero, an arrow for what is smaller."""
+    def colour_bar(self, mappable: ScalarMappable, label: str, values: np.ndarray, zeros: bool) -> None:
+        """Draw the colour bar, a tick a decade, an arrow where values lie beyond its end, a grey square for zeros."""
+        low, high = mappable.get_clim()
+        assert low is not None
+        assert high is not None
+        beyond = (bool((values < low).any()), bool((values > high * (1 + 1e-6)).any()))
+        extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[beyond]
         x, y, w, h = self._bar
         square = w * self.figure.get_figwidth() / self.figure.get_figheight()
         lift = 1.8 * square if zeros else 0.0
         axes = self.figure.add_axes((x, y + lift, w, h - lift))
-        bar = self.figure.colorbar(mappable, cax=axes, extend="min" if below else "neither", extendfrac=0.03)
+        bar = self.figure.colorbar(mappable, cax=axes, extend=extend, extendfrac=0.03)
         bar.set_label(label, fontsize=10, labelpad=4)
         axes.yaxis.set_major_locator(LogLocator(10, numticks=20))
         axes.yaxis.set_minor_locator(LogLocator(10, subs=range(2, 10), numticks=20))

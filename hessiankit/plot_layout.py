@@ -31,7 +31,7 @@ _NORM = (
     (r"(norm|ln|layernorm)_?2|post_attention_layernorm|layernorm_after", "2"),
     (r"(norm|ln)_?f|norm|final_norm|final_layernorm|layernorm", "f"),
 )
-_POSITION = r"(.*\.)?(position|pos_embed|wpe|pos_emb|positional_embedding|position_embeddings?)"
+_POSITION = r"(.*\.)?(P|position|pos_embed|wpe|pos_emb|positional_embedding|position_embeddings?)"
 
 
 def short_labels(names: Sequence[str]) -> list[str]:

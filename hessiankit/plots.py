@@ -58,7 +58,7 @@ def heatmap(
             mean square (``"rms"``: blocks of different sizes compare by their typical entry).
         limits: Ends of the colour scale; by default the largest entry, and the one that 0.5 % lie below.
         zero_below: Entries up to this size count as zero; by default the rounding error of the largest one.
-        pixels: Side of the map.
+        pixels: Side of the map; more are taken where the labels need them.
 
     Raises:
         InputError: The matrix is not square, not finite, or does not fit the names and sizes.
@@ -149,9 +149,10 @@ def block_norms_map(
     cell = int(DPI * min(max(7.0 / count, 0.36), 0.62))
     zero = _zero_below([values], zero_below)
     shown = np.ma.masked_less_equal(values, zero)
-    low, high = limits or colour_range(values[values > zero], outside=0.0)
+    low, high = _limits(limits, values[values > zero], outside=0.0)
+    shown_labels = _labels(labels, names)
     with mpl.rc_context(STYLE):
-        frame = Frame([""], cell * count, labels or short_labels(names), np.full(count, cell), title, [])
+        frame = Frame([""], cell * count, shown_labels, np.full(count, cell), title, [])
         mappable = frame.image(0, shown, low, high)
         rgb = mappable.to_rgba(shown)[..., :3]
         linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
@@ -163,7 +164,7 @@ def block_norms_map(
             frame.axes[0].text(*place, text, ha="center", va="center", fontsize=min(9.0, 0.27 * cell / POINT), color=ink)
         frame.separate(0, 0.7)
         frame.label(0)
-        frame.colour_bar(mappable, norm, bool((values <= zero).any()), bool((values[values > zero] < low).any()))
+        frame.colour_bar(mappable, norm, values[values > zero], bool((values <= zero).any()))
         rows = [(names[i], names[j], f"{values[i, j]:.9g}") for i, j in np.ndindex(count, count)]
         _write(frame, path, ("row", "column", "norm"), rows)
     return frame.figure
@@ -234,6 +235,19 @@ def _zero_below(arrays: Sequence[np.ndarray], asked: float | None) -> float:
     return asked if asked is not None else max(float(np.finfo(a.dtype).eps * np.abs(a).max()) for a in arrays)
 
 
+def _limits(asked: Limits | None, values: np.ndarray, outside: float) -> Limits:
+    if asked is not None and not 0 < asked[0] < asked[1] < math.inf:
+        raise InputError(f"heatmap: limits={asked} are not the ends of a log scale; pass two numbers 0 < low < high")
+    return asked or colour_range(values, outside)
+
+
+def _labels(asked: Sequence[str] | None, names: Sequence[str]) -> list[str]:
+    labels = short_labels(names) if asked is None else list(asked)
+    if len(labels) != len(names):
+        raise InputError(f"heatmap: {len(labels)} labels for {len(names)} blocks; pass one for each")
+    return labels
+
+
 def _number(value: float) -> str:
     """Return two significant digits in at most six characters."""
     for least, decimals in ((9.95, 0), (0.995, 1), (0.0995, 2), (0.00995, 3)):
@@ -248,17 +262,15 @@ def _draw(
     limits: Limits | None, zero_below: float | None, pixels: int,
 ) -> Picture:  # fmt: skip
     first = panels[0]
-    shown_labels = list(labels) if labels is not None else short_labels(first.names)
-    if len(shown_labels) != len(first.names):
-        raise InputError(f"heatmap: {len(shown_labels)} labels for {len(first.names)} blocks; pass one for each")
-    side = max(pixels, 24 * len(first.names))  # room for the labels
+    shown_labels = _labels(labels, first.names)
+    side = max(pixels, 24 * len(first.names), 100)  # room for the labels and the colour bar
     widths = block_pixels(first.sizes, side, scale)
     starts = pixel_starts(first.sizes, widths.tolist())
     zero = _zero_below([panel.matrix for panel in panels], zero_below)
     maps = [pool(panel.matrix, starts, pooling) for panel in panels]
     coloured = np.concatenate([m[m > zero] for m in maps])
-    low, high = limits or colour_range(coloured)
-    zeros = any(bool((m <= zero).any()) for m in maps)
+    low, high = _limits(limits, coloured, outside=0.005)
+    zeros = coloured.size < sum(m.size for m in maps)
     covered = int(max(-(-size // width) for size, width in zip(first.sizes, widths, strict=True)))
     caption = _caption(first, scale, pooling, covered, zero if zeros else None)
     with mpl.rc_context(STYLE):
@@ -267,7 +279,7 @@ def _draw(
             mappable = frame.image(k, np.ma.masked_less_equal(values, zero), low, high)
             frame.separate(k, min(0.7, side / len(widths) / 60) if scale == "blocks" else 0.35)
             frame.label(k)
-        frame.colour_bar(mappable, r"$|H_{ij}|$", zeros, bool((coloured < low).any()))
+        frame.colour_bar(mappable, r"$|H_{ij}|$", coloured, zeros)
         _write(frame, path, _HEADER, (row for panel in panels for row in _summary(panel, zero)))
     return frame.figure
 

@@ -50,14 +50,13 @@ class StudyOptions:
     dtype: str = "float64"
     device: str = "cpu"
     seed: int = 0
-    directions: int = 2
+    directions: int = 1
     full: bool = True
     out: Path = Path("results/check")
 
-    def quick(self) -> StudyOptions:
-        """Return a version small enough for a few seconds."""
-        changed = {"d_model": 8, "d_ff": 16, "seq_len": self.seq_len or 4, "steps": 40, "batch": 16, "directions": 1}
-        return StudyOptions(**{**asdict(self), **changed})
+
+QUICK: dict[str, Any] = {"d_model": 8, "d_ff": 16, "seq_len": 4, "steps": 40, "batch": 16, "directions": 1}
+"""What ``--quick`` takes in place of the defaults: a few seconds."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +181,10 @@ def run_study(options: StudyOptions, console: Console | None = None) -> Study:
 
 def _load(options: StudyOptions) -> tuple[Tensor, Tensor, int, tuple[Tensor, Tensor], str]:
     dtype = DTYPES[options.dtype]
+    try:
+        torch.zeros(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"check: --device {options.device} cannot be used: {str(error).splitlines()[0]}") from error
     splits = [load_images(options.data, split=split, seed=options.seed, dtype=dtype) for split in ("train", "test")]
     size = splits[0].image_size
     patch = 2 if options.seq_len is None else patch_for(size, options.seq_len)

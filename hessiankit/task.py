@@ -111,6 +111,8 @@ def _one_kind(who: str, parameters: Mapping[str, Tensor]) -> tuple[torch.dtype, 
             listing = ", ".join(f"{name!r} on {kind}" if what == "device" else f"{name!r} is {kind}" for kind, name in seen.items())
             raise InputError(f"{who}: the parameters have several {what}s: {listing}. Bring them to one, e.g. module.to(...)")
     first = next(iter(parameters.values()))
+    if first.is_meta:
+        raise InputError(f"{who}: the parameters are on the meta device, which holds no values; load the weights first")
     if not first.dtype.is_floating_point:
         raise InputError(f"{who}: the parameters are {first.dtype}; expected a real floating-point dtype, e.g. module.double()")
     return first.dtype, first.device
@@ -147,16 +149,12 @@ def _check_output(who: str, task: Task, dtype: torch.dtype, device: torch.device
     ):
         seen = next(x.dtype for x in task.inputs if isinstance(x, Tensor) and not x.is_floating_point())
         raise InputError(f"{who}: inputs are {seen} but the module has no embedding to look them up in; pass {dtype}")
+    _check_constant_rows(who, task)
     bad: list[str] = []
     handles = [m.register_forward_hook(_watch(n, bad)) for n, m in task.module.named_modules()]
     try:
         with torch.no_grad():
-            out = task.call(task.parameters, *task.inputs)
-    except InputError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(str(tuple(x.shape)) for x in task.inputs if isinstance(x, Tensor))
-        raise InputError(f"{who}: the module does not accept inputs of shape {shapes}: {error}") from error
+            out = _run(who, task)
     finally:
         for handle in handles:
             handle.remove()
@@ -166,7 +164,6 @@ def _check_output(who: str, task: Task, dtype: torch.dtype, device: torch.device
         place = bad[0] if bad else "the module's output"
         raise InputError(f"{who}: {place} is NaN or infinite. If it is a norm, a row is constant and eps is 0: use eps > 0, "
                          "or rows that are not constant")
-    _check_constant_rows(who, task)
     if task.loss is None:
         if out.numel() != 1:
             raise InputError(f"{who}: loss=None means that the module returns the loss, but its output has shape {tuple(out.shape)}; pass loss=...")
@@ -184,7 +181,7 @@ def _watch(name: str, bad: list[str]) -> Callable[[nn.Module, Any, Any], None]:
 
 
 def _check_constant_rows(who: str, task: Task) -> None:
-    """Refuse a norm with eps = 0 that meets a row without variance even where torch returns a finite value."""
+    """Refuse a norm with eps = 0 that meets a row without variance, even where torch returns a finite value."""
     found: list[str] = []
 
     def hook(name: str) -> Callable[[nn.Module, Any], None]:
@@ -199,16 +196,26 @@ def _check_constant_rows(who: str, task: Task) -> None:
         return look
 
     norms = [(n, m) for n, m in task.module.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm)) and m.eps == 0]
+    if not norms:
+        return
     handles = [m.register_forward_pre_hook(hook(n)) for n, m in norms]
     try:
-        if norms:
-            with torch.no_grad():
-                task.call(task.parameters, *task.inputs)
+        with torch.no_grad():
+            _run(who, task)
     finally:
         for handle in handles:
             handle.remove()
     if found:
         raise InputError(f"{who}: {found[0]}; the norm is not differentiable there. Use eps > 0, or rows that are not constant.")
+
+
+def _run(who: str, task: Task) -> Any:
+    try:
+        return task.call(task.parameters, *task.inputs)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in task.inputs if isinstance(x, Tensor))
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{who}: the module does not accept inputs of shape {shapes}: {first}") from error
 
 
 def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> None:

@@ -72,7 +72,7 @@ def test_curvature_gap_3_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "validation accuracy" in capsys.readouterr().out
     rows = read(tmp_path / "curvature_gap_3_4.csv")
     assert len(rows) == 2 * 16**2
-    assert [row["column"] for row in rows[:16]][-2:] == ["W_C", "b_C"]
+    assert [row["column"] for row in rows[:16]][-2:] == ["head.W_C", "head.b_C"]
     frobenius: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         frobenius.setdefault((row["row"], row["column"]), []).append(float(row["frobenius"]))

@@ -92,11 +92,11 @@ def labels(module: nn.Module) -> str:
 
 def test_letters_of_our_blocks_and_of_torchs() -> None:
     one = VisionTransformer(4, 3, 2, d_model=4, d_ff=4, bias=True, attention_bias=True, n_heads=2)
-    assert labels(one) == ("W_E b_E P W_C b_C W_Q W_K W_V W_O b_Q b_K b_V b_O gamma_1 beta_1 W_1 b_1 W_2 b_2 gamma_2 beta_2")
+    assert labels(one) == ("W_E b_E P W_Q W_K W_V W_O b_Q b_K b_V b_O gamma_1 beta_1 W_1 b_1 W_2 b_2 gamma_2 beta_2 W_C b_C")
     layer = nn.TransformerEncoderLayer(4, 1, 4)
     assert labels(layer) == "W_{QKV} b_{QKV} W_O b_O W_1 b_1 W_2 b_2 gamma_1 beta_1 gamma_2 beta_2"
     two = VisionTransformer(4, 3, 2, d_model=4, d_ff=4, n_blocks=2)
-    assert labels(two).startswith("W_E b_E P W_C b_C W_{Q,0} W_{K,0} W_{V,0} gamma_{1,0}")
+    assert labels(two).startswith("W_E b_E P W_{Q,0} W_{K,0} W_{V,0} gamma_{1,0}")
 
 
 @pytest.mark.parametrize(

@@ -104,13 +104,20 @@ def test_the_table_beside_the_picture(tmp_path: Path) -> None:
 def test_both_panels_share_one_scale_and_order_permutes_rows_and_columns() -> None:
     matrix = hessian()
     picture = side_by_side(
-        [matrix, 100 * matrix], NAMES, SIZES, order=["a.W_Q", "a.norm_1.weight"], scale="parameters", pixels=90
+        [matrix, 100 * matrix], NAMES, SIZES, order=["a.W_Q", "a.norm_1.weight"], scale="parameters", pixels=180
     )
     images = [axes.images[0] for axes in picture.axes[:2]]
     assert images[0].norm.vmin == images[1].norm.vmin
     assert images[0].norm.vmax == images[1].norm.vmax == pytest.approx(100 * matrix.abs().max().item())
     kept = [0, 1, 2, 3, 4, 5, 8, 9, 10]
-    assert np.array_equal(np.asarray(images[0].get_array())[::10, ::10], matrix[kept][:, kept].abs().numpy())
+    assert np.array_equal(np.asarray(images[0].get_array())[::20, ::20], matrix[kept][:, kept].abs().numpy())
+
+
+def test_arrows_stand_for_what_the_scale_leaves_out() -> None:
+    matrix = np.diag([1.0, 10.0, 100.0])
+    for limits, extent in (((1.0, 100.0), 0), ((5.0, 100.0), 1), ((1.0, 50.0), 1), ((5.0, 50.0), 2)):
+        bar = heatmap(matrix, ["a"], [3], limits=limits, pixels=60).axes[1]
+        assert sum(patch.get_visible() for patch in bar.patches) == extent
 
 
 def test_what_the_caption_says() -> None:
@@ -119,8 +126,9 @@ def test_what_the_caption_says() -> None:
     small = heatmap(hessian(), NAMES, SIZES, scale="parameters", pooling="rms", pixels=60)
     said = " ".join(text.get_text() for text in small.texts)
     assert said == "11 × 11 entries in log scale; grey: 0 to rounding, at most 2·10⁻¹⁵."
-    pooled = heatmap(matrix, names, sizes, scale="parameters", pooling="rms", zero_below=0.0)
-    assert "each pixel: the root mean square of up to 5 × 5" in " ".join(text.get_text() for text in pooled.texts)
+    pooled = heatmap(torch.rand(150, 150), ["a", "b"], [120, 30], scale="parameters", pooling="rms", zero_below=0.0, pixels=100)
+    said = " ".join(text.get_text() for text in pooled.texts)
+    assert said == "150 × 150 entries in log scale; each pixel: the root mean square of up to 2 × 2."
 
 
 def test_all_zero_and_single_block() -> None:
@@ -154,6 +162,10 @@ def test_errors_come_before_anything_is_drawn() -> None:
         heatmap(matrix, NAMES, SIZES, labels=["x", "y"])
     with pytest.raises(InputError, match=r"order .* has unknown ones; there are: a\.W_Q"):
         heatmap(matrix, NAMES, SIZES, order=["z"])
+    with pytest.raises(InputError, match="1 labels for 2 blocks"):
+        block_norms_map(np.eye(2), ["a", "b"], labels=["x"])
+    with pytest.raises(InputError, match=r"limits=\(1\.0, 0\.1\) are not the ends of a log scale"):
+        heatmap(matrix, NAMES, SIZES, limits=(1.0, 0.1))
     with pytest.raises(InputError, match="2 matrices but 1 titles"):
         side_by_side([matrix, matrix], NAMES, SIZES, titles=["x"])
     with pytest.raises(InputError, match=r"ends in \.png, \.svg, \.pdf"):

@@ -104,7 +104,17 @@ class CheckReport:
         if failed:
             worst = max(failed, key=lambda row: row.max_rel_error)
             return f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; worst {worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
-        return f"PASSED: {len(self.rows)} rows agree to {self.max_rel_error:.1e} (tolerance {self.rtol:.0e}, {self.comparison})"
+        return f"PASSED: {len(self.rows)} rows; largest error {self._agreement()} (tolerance {self.rtol:.0e}, {self.comparison})"
+
+    def _agreement(self) -> str:
+        """Say how far each reference agrees, and which of them resolve less than the tolerance by their own estimate."""
+        parts = []
+        for reference in self.references:
+            rows = [row for row in self.rows if row.reference == reference]
+            worst = max(row.max_rel_error for row in rows)
+            within = " within its own error" if worst > self.rtol else ""
+            parts.append(f"{reference} {worst:.1e}{within}")
+        return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain Python data, ready for JSON."""

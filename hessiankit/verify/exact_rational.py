@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from derivations.activation import ActivationAt
+from derivations.activation import KINDS, ActivationAt
 from derivations.arrays import Array
 from derivations.attention import AttentionAt
 from derivations.composition import Composite, gauss_newton
@@ -17,14 +18,14 @@ from derivations.feedforward import FeedForwardAt
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
 from derivations.multihead import MultiHeadAttentionAt
 from derivations.normalization import LayerNormAt, RMSNormAt, theorem2_jacobian, theorem3_hessian
-from derivations.operation import Renamed, Total, Variable
+from derivations.operation import Operation, Renamed, Total, Variable
 from derivations.pooling import MeanPoolHeadAt
 from derivations.softmax import SoftmaxAt
 from derivations.transformer import PostNormBlockAt
 from hessiankit.verify import jets
 from hessiankit.verify.exact_case import Case, Comparison, Draw, JetReference, against
 from hessiankit.verify.exact_vecr import on_jets, vecr_rules
-from hessiankit.verify.jets import FormalExponential, Variables
+from hessiankit.verify.jets import FormalExponential, FormalFunction, Jet, Variables, values
 
 Build = Callable[[Draw], Iterator[Comparison]]
 SCALE = Fraction(2, 3)
@@ -91,25 +92,46 @@ def activation(kind: str, slope: Fraction) -> Build:
     return build
 
 
-def feed_forward(*biases: str, residual: bool = True) -> Build:
-    """Build the ReLU feed-forward layer with L = 2, d_V = 3, d_ff = 4."""
+@contextmanager
+def formal_activation(seed: str) -> Iterator[FormalFunction]:
+    """Teach the activation chapter a kind "formal" whose value and derivatives are drawn rationals."""
+    function = FormalFunction(seed)
+
+    def derivatives(x: Array, negative_slope: Any) -> tuple[Array, Array, Array]:
+        taylor: tuple[Array, Array, Array] = np.frompyfunc(function.taylor, 1, 3)(x)
+        return taylor
+
+    KINDS["formal"] = derivatives
+    try:
+        yield function
+    finally:
+        del KINDS["formal"]
+
+
+def feed_forward(*biases: str, residual: bool = True, smooth: bool = False) -> Build:
+    """Build the feed-forward layer with L = 2, d_V = 3, d_ff = 4, with ReLU or with any smooth activation."""
     shapes = {"Y": (2, 3), "W_1": (3, 4), "W_2": (4, 3), "b_1": (4,), "b_2": (3,)}
 
     def build(draw: Draw) -> Iterator[Comparison]:
         point = {name: draw.array(*shapes[name]) for name in ("Y", "W_1", "W_2", *biases)}
         variables = Variables(point)
-        output = jets.feed_forward(**variables.arrays, residual=residual)
-        yield from against(FeedForwardAt(**point, residual=residual), JetReference(variables, output))
+        with formal_activation(draw.seed) as formal:
+            output = jets.feed_forward(**variables.arrays, residual=residual, activation=formal if smooth else Jet.relu)
+            at = FeedForwardAt(**point, residual=residual, activation="formal" if smooth else "relu")
+            yield from against(at, JetReference(variables, output))
 
     return build
 
 
-CAUSAL = np.tril(np.ones((2, 2), dtype=bool))
+def causal(L: int) -> Array:
+    """Return the mask that lets a token see itself and what is before it."""
+    return np.tril(np.ones((L, L), dtype=bool))
 
 
 def attention(projected: bool = False, mask: Array | None = None) -> Build:
-    """Build attention with L = 2, d_V = 3, d_K = 4, and with W_O also d_v = 1, d_out = 2."""
-    shapes = {"X": (2, 3), "W_Q": (3, 4), "W_K": (3, 4), "W_V": (3, 1) if projected else (3, 3), "W_O": (1, 2)}
+    """Build attention with L = 3, d_V = 2, d_K = 4, and with W_O d_v = 4, d_out = 5 and d_K = 1."""
+    d_K, d_v = (1, 4) if projected else (4, 2)
+    shapes = {"X": (3, 2), "W_Q": (2, d_K), "W_K": (2, d_K), "W_V": (2, d_v), "W_O": (d_v, 5)}
 
     def build(draw: Draw) -> Iterator[Comparison]:
         point = {name: draw.array(*shape) for name, shape in shapes.items() if projected or name != "W_O"}
@@ -202,19 +224,42 @@ BLOCK_SHAPES = {
 }  # fmt: skip
 
 
-def post_norm_block(*extra: str, mask: Array | None = None) -> Build:
+def post_norm_block(*extra: str, mask: Array | None = None, smooth: bool = False) -> Build:
     """Build the whole post-norm block with L = 2, d_V = 3, d_K = 1, d_ff = 4 and the named extra parameters."""
     names = ("X", "W_Q", "W_K", "W_V", "W_1", "W_2", *extra)
 
     def build(draw: Draw) -> Iterator[Comparison]:
         point = {name: draw.array(*BLOCK_SHAPES[name]) for name in names}
         exp, variables = FormalExponential(draw.seed), Variables(point)
-        output, eps = jets.post_norm_block(variables.arrays, scale=SCALE, exp=exp, mask=mask)
-        weights = attention_weights(point["X"], point, exp, mask)
-        block = PostNormBlockAt(**point, eps=eps, scale=SCALE, weights=weights, mask=mask)
-        yield from against(block, JetReference(variables, output))
+        with formal_activation(draw.seed) as formal:
+            activation = formal if smooth else Jet.relu
+            output, eps = jets.post_norm_block(variables.arrays, scale=SCALE, exp=exp, mask=mask, activation=activation)
+            options: dict[str, Any] = {"mask": mask, "activation": "formal" if smooth else "relu"}
+            yield from against(_block(point, exp, eps, **options), JetReference(variables, output))
 
     return build
+
+
+def _block(point: dict[str, Array], exp: FormalExponential, eps: tuple[Array, Array], **options: Any) -> PostNormBlockAt:
+    """Return the chapter's block at a point, at the rational attention weights there."""
+    weights = attention_weights(point["X"], point, exp, options.get("mask"))
+    return PostNormBlockAt(**point, eps=eps, scale=SCALE, weights=weights, **options)
+
+
+def two_blocks(draw: Draw) -> Iterator[Comparison]:
+    """Build two stacked post-norm blocks with L = 2, d_V = 3, d_K = d_v = d_ff = 1: the chain rule to depth two."""
+    shapes = {"W_Q": (3, 1), "W_K": (3, 1), "W_V": (3, 1), "W_O": (1, 3), "W_1": (3, 1), "W_2": (1, 3)}
+    layers = [{name: draw.array(*shape) for name, shape in shapes.items()} for _ in range(2)]
+    exp, X = FormalExponential(draw.seed), draw.array(2, 3)
+    variables = Variables({"X": X, **{f"{name}[{n}]": W for n, layer in enumerate(layers) for name, W in layer.items()}})
+    whole: Operation = Variable("X", X)
+    output, value = variables["X"], X
+    for n, layer in enumerate(layers):
+        lifted = {name: variables[f"{name}[{n}]"] for name in shapes}
+        output, eps = jets.post_norm_block({"X": output, **lifted}, scale=SCALE, exp=exp)
+        block = Renamed(_block({"X": value, **layer}, exp, eps), {name: f"{name}[{n}]" for name in shapes})
+        whole, value = Composite(block, {"X": whole}), values(output)
+    yield from against(whole, JetReference(variables, output))
 
 
 _BIASES = ("b_1", "b_2")
@@ -236,9 +281,10 @@ RATIONAL: tuple[Case, ...] = (
     Case("feedforward", "relu", "L=2 d_V=3 d_ff=4", feed_forward()),
     Case("feedforward", "relu, biases", "L=2 d_V=3 d_ff=4", feed_forward(*_BIASES)),
     Case("feedforward", "relu, biases, no residual", "L=2 d_V=3 d_ff=4", feed_forward(*_BIASES, residual=False)),
-    Case("attention", "nine Phi, X blocks", "L=2 d_V=3 d_K=4", attention()),
-    Case("attention", "nine Phi, X blocks, causal mask", "L=2 d_V=3 d_K=4", attention(mask=CAUSAL)),
-    Case("attention", "sixteen Phi, X blocks, W_O", "L=2 d_V=3 d_K=4 d_v=1 d_out=2", attention(projected=True)),
+    Case("feedforward", "any smooth activation, biases", "L=2 d_V=3 d_ff=4", feed_forward(*_BIASES, smooth=True)),
+    Case("attention", "nine Phi, X blocks", "L=3 d_V=2 d_K=4", attention()),
+    Case("attention", "nine Phi, X blocks, causal mask", "L=3 d_V=2 d_K=4", attention(mask=causal(3))),
+    Case("attention", "sixteen Phi, X blocks, W_O", "L=3 d_V=2 d_K=1 d_v=4 d_out=5", attention(projected=True)),
     Case("attention", "two heads", "L=2 d_V=3 d_K=1 d_v=1 d_out=2", multi_head_attention),
     Case("loss", "mean squared error", "2x3", mean_squared_error),
     Case("loss", "cross entropy", "L=2 C=3", cross_entropy),
@@ -246,7 +292,9 @@ RATIONAL: tuple[Case, ...] = (
     Case("pooling", "mean-pool head, bias", "L=2 d_V=3 C=4", mean_pool_head("b_c")),
     Case("composition", "layer norm of a residual, Gauss-Newton", "L=2 d_V=3 d_ff=1", composition),
     Case("composition", "cross entropy of the mean-pool head", "L=2 d_V=3 C=4", classifier),
+    Case("composition", "two stacked post-norm blocks", "L=2 d_V=3, other widths 1", two_blocks),
     Case("transformer", "post-norm block, all pairs", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block()),
     Case("transformer", "with biases, gains, shifts", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block(*_BIASES, *_GAINS)),
-    Case("transformer", "with W_O, causal mask", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block("W_O", mask=CAUSAL)),
+    Case("transformer", "with b_1 and any smooth activation", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block("b_1", smooth=True)),
+    Case("transformer", "with W_O, causal mask", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block("W_O", mask=causal(2))),
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
 import sympy
+from sympy.polys.fields import field
 
 from derivations.activation import ActivationAt
 from derivations.attention import AttentionAt
@@ -31,17 +33,48 @@ class Weight(sympy.Function):
 def is_identically_zero(expression: Any) -> bool:
     """Tell whether an expression in symbols, square roots and exponentials vanishes identically.
 
-    Roots of perfect squares are taken, exponentials become independent generators, and what is left is rational.
+    Roots of perfect squares are taken and exponentials become independent generators. What is left is evaluated in the
+    field of rational functions of its generators, where zero has one form; ``sympy.simplify`` has the last word on
+    expressions with generators that are not independent (numbers' roots, error functions).
 
     >>> x, s = sympy.symbols("x s", positive=True)
     >>> is_identically_zero(sympy.sqrt((s + x) * (s - x) + x**2) - s), is_identically_zero(sympy.exp(x) - x)
     (True, False)
     """
-    if sympy.expand(expression) == 0:
-        return True
     e = sympy.sympify(expression).replace(lambda p: p.is_Pow and p.exp.is_Rational and not p.exp.is_Integer, _take_root)
     e = e.replace(sympy.exp, _independent)
-    return bool(sympy.cancel(sympy.together(e)) == 0 or sympy.simplify(e) == 0)
+    generators: dict[sympy.Expr, None] = {}
+    _collect(e, generators, set())
+    if not generators:
+        return bool(e == 0)
+    K = field([sympy.Dummy() for _ in generators], sympy.ZZ)[0]
+    zero = _evaluate(e, K, dict(zip(generators, K.gens, strict=True))) == 0
+    return bool(zero or (not all(g.is_Symbol or isinstance(g, Weight) for g in generators) and sympy.simplify(e) == 0))
+
+
+def _collect(e: sympy.Expr, generators: dict[sympy.Expr, None], seen: set[sympy.Expr]) -> None:
+    """Gather what an expression is a rational function of."""
+    if e in seen or e.is_Rational:
+        return
+    seen.add(e)
+    if e.is_Add or e.is_Mul or (e.is_Pow and e.exp.is_Integer):
+        for part in e.args[:1] if e.is_Pow else e.args:
+            _collect(part, generators, seen)
+    else:
+        generators[e] = None
+
+
+def _evaluate(e: sympy.Expr, K: Any, known: dict[sympy.Expr, Any]) -> Any:
+    """Return the element of the field K that an expression is, remembering those of its parts in ``known``."""
+    if e not in known:
+        parts = [] if e.is_Rational else [_evaluate(part, K, known) for part in (e.args[:1] if e.is_Pow else e.args)]
+        if e.is_Rational:
+            known[e] = K(e.p) / K(e.q)
+        elif e.is_Pow:
+            known[e] = parts[0] ** int(e.exp)
+        else:
+            known[e] = reduce(operator.add if e.is_Add else operator.mul, parts)
+    return known[e]
 
 
 @cache
@@ -153,6 +186,6 @@ SYMBOLIC: tuple[Case, ...] = (
     Case("activation", "silu", "1x2", activation("silu", _silu)),
     Case("activation", "tanh", "1x2", activation("tanh", sympy.tanh)),
     Case("loss", "cross entropy", "L=1 C=3", cross_entropy),
-    Case("attention", "nine Phi, X blocks", "L=2 d_V=1 d_K=1", attention(1, 1, 1)),
+    Case("attention", "nine Phi, X blocks", "L=2 d_V=2 d_K=1 d_v=1", attention(2, 1, 1)),
     Case("attention", "sixteen Phi, X blocks, W_O", "L=2 d_V=2 d_K=1 d_v=1 d_out=1", attention(2, 1, 1, 1)),
 )

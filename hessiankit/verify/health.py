@@ -168,12 +168,12 @@ class _Case:
         agrees = bool(comparisons) and all(agreed for _, agreed, _ in comparisons)
         deviation = judged[0] if judged else Worst(math.nan, math.nan, None)
         healthy = agrees and self.symmetric and self.attainable <= RESOLVED
-        reason = self._reason(judged[2] if judged else None, deviation, agrees, found)
+        reason = self._reason(judged[2] if judged else None, deviation, agrees, found, blocks)
         if agrees:
             reason += "".join(f"; {text}" for text in (self.note,) if text)
         return self._report(deviation if others else self.symmetry, deviation.error, healthy, reason)
 
-    def _reason(self, judge: _Case | None, deviation: Worst, agrees: bool, found: Traits) -> str:
+    def _reason(self, judge: _Case | None, deviation: Worst, agrees: bool, found: Traits, blocks: Blocks) -> str:
         defect = known_defect(self.group, found)
         tail = f"; {defect}" if defect else ""
         if not math.isfinite(self.symmetry.error):
@@ -181,15 +181,22 @@ class _Case:
         if self.attainable > RESOLVED:
             return f"resolves some block to {self.attainable:.1e} only{'; ' if self.note else ''}{self.note}"
         if not self.symmetric:
-            # The asymmetry does not tell a block from its transpose; the deviation, where there is one, does.
-            pair = deviation.pair if deviation.pair and self.symmetry.pair == deviation.pair[::-1] else self.symmetry.pair
-            return f"not symmetric ({replace(self.symmetry, pair=pair)}){tail}"
+            return f"not symmetric ({self._turned(judge, blocks)}){tail}"
         if judge is None:
             return "not confirmed: no two independent references agree"
         if not agrees:
             return f"disagrees with {judge.name} ({deviation}){tail}"
         floor = f"; precision floor: {found.lowered_by} computes in {found.precision}" if found.lowered_by else ""
         return f"agrees with {judge.name} to {deviation.error:.1e}{floor}"
+
+    def _turned(self, judge: _Case | None, blocks: Blocks) -> Worst:
+        """Return the worst asymmetry with its pair so turned that it names the wrong block and not its transpose."""
+        pair = self.symmetry.pair
+        if judge is None or pair is None or self.products is None or judge.products is None:
+            return self.symmetry
+        errors = blocks.relative(*blocks.difference(self.products, judge.products))
+        here, there = (float(errors[blocks.names.index(i), blocks.along.index(j)]) for i, j in (pair, pair[::-1]))
+        return self.symmetry if here >= there else replace(self.symmetry, pair=pair[::-1])
 
     def _report(self, worst: Worst, deviation: float, healthy: bool, reason: str) -> Health:
         return Health(

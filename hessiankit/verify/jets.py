@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -157,6 +157,32 @@ class FormalExponential:
         return _map(lambda t: self.weight(t.value if isinstance(t, Jet) else t), T)
 
 
+class FormalFunction:
+    """A smooth scalar function known at each argument by three drawn rationals: its value and first two derivatives.
+
+    A closed form that is an identity in sigma(x), sigma'(x), sigma''(x) holds for every smooth sigma if it holds for
+    these: some polynomial takes any such numbers at finitely many points.
+
+    >>> f = FormalFunction(seed=0)
+    >>> f.taylor(Fraction(1, 2)) == f.taylor(Fraction(1, 2)), f(Jet(Fraction(2), {0: 1})).grad[0] == f.taylor(2)[1]
+    (True, True)
+    """
+
+    def __init__(self, seed: int | str = 0) -> None:
+        self._random, self._taylor = random.Random(seed), dict[Fraction, tuple[Fraction, Fraction, Fraction]]()
+
+    def taylor(self, x: Number) -> tuple[Fraction, Fraction, Fraction]:
+        """Return the value, the first and the second derivative at x."""
+        if x not in self._taylor:
+            first, second, third = (Fraction(self._random.choice((-1, 1)) * self._random.randint(1, 9), 2) for _ in range(3))
+            self._taylor[Fraction(x)] = first, second, third
+        return self._taylor[Fraction(x)]
+
+    def __call__(self, x: Jet) -> Jet:
+        """Return the function of a jet."""
+        return x.chain(*self.taylor(x.value))
+
+
 class Variables:
     """Named rational arrays lifted to jets, one variable an entry, and the vec_r derivatives of what is built on them.
 
@@ -278,22 +304,26 @@ def feed_forward(
     b_1: Array | None = None,
     b_2: Array | None = None,
     *,
-    slope: Number = 0,
+    activation: Callable[[Jet], Jet] = Jet.relu,
     residual: bool = True,
 ) -> Array:
-    """Return (Y +) relu(Y W_1 + b_1) W_2 + b_2, with a leaky slope below zero."""
-    out = linear(_map(lambda u: u.relu(slope), linear(Y, W_1, b_1)), W_2, b_2)
+    """Return (Y +) activation(Y W_1 + b_1) W_2 + b_2."""
+    out = linear(_map(activation, linear(Y, W_1, b_1)), W_2, b_2)
     return Y + out if residual else out
 
 
-def post_norm_block(v: Mapping[str, Array], **options: Any) -> tuple[Array, tuple[Array, Array]]:
-    """Return LN_2(FFN(LN_1(X + attention(X)))) with residuals, and the two eps used, for arrays by their names.
+def post_norm_block(
+    v: Mapping[str, Array], *, activation: Callable[[Jet], Jet] = Jet.relu, **options: Any
+) -> tuple[Array, tuple[Array, Array]]:
+    """Return Z = LN_2(Y + FFN(Y)) with Y = LN_1(X + attention(X)), and the two eps used, for arrays by their names.
 
     ``options`` are those of ``attention`` (scale, exp, mask); names that are absent (biases, gains, W_O) are left out.
     """
     X, get = v["X"], v.get
-    Y, eps_1 = layer_norm(X + attention(X, v["W_Q"], v["W_K"], v["W_V"], get("W_O"), **options), get("gamma_1"), get("beta_1"))
-    Z, eps_2 = layer_norm(feed_forward(Y, v["W_1"], v["W_2"], get("b_1"), get("b_2")), get("gamma_2"), get("beta_2"))
+    F = attention(X, v["W_Q"], v["W_K"], v["W_V"], get("W_O"), **options)
+    Y, eps_1 = layer_norm(X + F, get("gamma_1"), get("beta_1"))
+    S = feed_forward(Y, v["W_1"], v["W_2"], get("b_1"), get("b_2"), activation=activation)
+    Z, eps_2 = layer_norm(S, get("gamma_2"), get("beta_2"))
     return Z, (eps_1, eps_2)
 
 

@@ -187,6 +187,6 @@ def test_zero_test_tells_zero_from_nearly_zero() -> None:
 
 
 def test_the_block_case_has_all_pairs() -> None:
-    (case,) = [case for case in RATIONAL if case.name == "with biases, gains, shifts"]
+    (case,) = (case for case in RATIONAL if case.name == "with biases, gains, shifts")
     labels = [comparison.label for comparison in case.build(Draw("0"))]
     assert len([label for label in labels if label.startswith("hessian")]) == 12**2

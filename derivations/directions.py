@@ -1,0 +1,27 @@
+"""Batches of directions, a few at a time: what keeps the scratch of an entrywise action in the processor's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+CACHE_ENTRIES = 2**17
+"""Entries of one part, about a megabyte of float64: it stays in a core's second-level cache through several passes."""
+
+
+def parts(t: Tensor) -> Iterator[slice]:
+    """Yield slices of the leading axis of ``t`` that together cover it, each of about ``CACHE_ENTRIES`` entries or of one row.
+
+    Several passes over a large array cost as many trips to memory; over its parts, in turn, they cost one. On an
+    accelerator there is one part: its memory is fast and its kernels want large arrays.
+
+    >>> import torch
+    >>> list(parts(torch.zeros(5, CACHE_ENTRIES // 2)))
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    count = int(t.shape[0])
+    row = t.numel() // count if count else 1
+    step = count if t.device.type != "cpu" else max(1, CACHE_ENTRIES // max(1, row))
+    for start in range(0, count, max(1, step)):
+        yield slice(start, min(start + step, count))

@@ -1,0 +1,60 @@
+"""The main job and the command line, on a small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hessiankit.cli import main
+
+
+def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--quick", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for expected in ("attention.W_Q x attention.W_K", "trained 2-norm", "reverse-over-reverse", "closed form", "PASSED"):
+        assert expected in printed
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["passed"] is True
+    assert [(r["loss"], r["stage"]) for r in report["reports"]] == [
+        ("mse", "initialisation"), ("mse", "trained"), ("cross_entropy", "initialisation"), ("cross_entropy", "trained"),
+    ]  # fmt: skip
+    assert report["timing"]["max_rel_error"] < 1e-10
+    assert report["environment"]["torch"]
+    for name in ("hessian_mse.png", "hessian_cross_entropy.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from derivations.softmax import Softmax
+
+    right = Softmax.curvature
+    monkeypatch.setattr(Softmax, "curvature", lambda self, *a: tuple(None if c is None else -c for c in right(self, *a)))
+    assert main(["check", "--quick", "--loss", "mse", "--no-full", "--out", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "/no/such/folder"], "neither 'digits' nor an existing path"),
+        (["--seq-len", "5"], "5"),
+        (["--batch", "99999"], "more than the 1437 training images"),
+        (["--device", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_used_is_exit_code_two(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--quick", "--out", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["check", "--quick", "--out", str(tmp_path / "file")]) == 2
+    assert "cannot write into --out" in capsys.readouterr().err
+
+
+def test_options_count_beside_quick(tmp_path: Path) -> None:
+    assert main(["check", "--quick", "--loss", "mse", "--d-ff", "5", "--seed", "3", "--no-full", "--out", str(tmp_path)]) == 0
+    options = json.loads((tmp_path / "report.json").read_text())["options"]
+    assert (options["d_ff"], options["d_model"], options["seed"], options["losses"]) == (5, 8, 3, ["mse"])

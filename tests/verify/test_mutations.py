@@ -1,0 +1,130 @@
+"""Errors that a reader of the paper could make: check() has to catch each of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hessiankit as hk
+from derivations.linear import Scale
+from derivations.loss import MeanSquaredError
+from derivations.matrix import Commutation
+from derivations.normalization import LayerNorm
+from derivations.softmax import Softmax
+from hessiankit import primitives
+from hessiankit.sweep import BlockSum
+from hessiankit.verify import formulas
+
+AGAINST = ("reverse-over-reverse", "central-differences")
+
+
+def verdict(**options: object) -> hk.CheckReport:
+    torch.manual_seed(0)
+    block = hk.TransformerBlock(d_model=4, d_ff=5, d_k=2, activation="gelu")
+    return hk.check(block, against=AGAINST, **options)
+
+
+def failed_names(report: hk.CheckReport) -> set[str]:
+    return {row.name for row in report.rows if not row.passed}
+
+
+def test_without_mutation_it_passes() -> None:
+    report = verdict()
+    assert report
+    assert report.max_rel_error < 1e-10
+
+
+def test_dropped_scale_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(primitives.RULES, torch.ops.aten.div.Tensor, lambda a, b: (Scale(1.0), (a,)))
+    report = verdict(formulas=False)
+    assert not report
+    assert "attention.W_Q x attention.W_K" in failed_names(report)
+    assert "feedforward.W_1 x feedforward.W_1" not in failed_names(report)
+
+
+def test_softmax_second_derivative_with_the_other_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Softmax.curvature
+    monkeypatch.setattr(Softmax, "curvature", lambda self, *a: tuple(None if c is None else -c for c in right(self, *a)))
+    report = verdict(formulas=False)
+    assert not report
+    assert "attention.W_Q x attention.W_Q" in failed_names(report)
+    assert "attention.W_V x attention.W_V" not in failed_names(report)
+
+
+def test_layer_norm_without_its_gain_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LayerNorm.curvature
+    monkeypatch.setattr(LayerNorm, "curvature", lambda self, *a: (right(self, *a)[0], None, None))
+    report = verdict(formulas=False)
+    assert not report
+    assert "attention.W_V x norm_1.weight" in failed_names(report)
+
+
+def test_query_and_key_swapped_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = BlockSum.write
+
+    def swapped(self: BlockSum, matrix: torch.Tensor, slices: dict[str, slice]) -> None:
+        q, k = slices["attention.W_Q"], slices["attention.W_K"]
+        right(self, matrix, {**slices, "attention.W_Q": k, "attention.W_K": q})
+
+    monkeypatch.setattr(BlockSum, "write", swapped)
+    assert not verdict(formulas=False)
+
+
+def test_query_and_key_swapped_in_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = formulas.letter
+    swap = {"W_Q": "W_K", "W_K": "W_Q"}
+    point_of = formulas.point_of
+    monkeypatch.setattr(formulas, "letter", lambda name: swap.get(right(name), right(name)))
+    monkeypatch.setattr(formulas, "point_of", lambda block, x: _with_letters(point_of, right, block, x))
+    assert not verdict()
+
+
+def _with_letters(point_of, letter, block, x):  # type: ignore[no-untyped-def]
+    """Build the point with the right letters, so that only the reading is swapped."""
+    mistaken, formulas.letter = formulas.letter, letter
+    try:
+        return point_of(block, x)
+    finally:
+        formulas.letter = mistaken
+
+
+def test_commutation_with_its_orders_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(self: Commutation, y: torch.Tensor) -> torch.Tensor:
+        return y.reshape(self.m, self.n, -1).swapaxes(0, 1).reshape(self.m * self.n, -1)
+
+    monkeypatch.setattr(Commutation, "apply", swapped)
+    report = verdict()
+    assert not report
+    assert any(name.endswith("(formula)") for name in failed_names(report))
+
+
+def test_normalisation_of_the_loss_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = MeanSquaredError.curvature
+
+    def twice(self: MeanSquaredError, *args: object) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if c is None else c * 2 / self.normalizer for c in right(self, *args))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MeanSquaredError, "curvature", twice)
+    assert not verdict(formulas=False)
+
+
+def test_normalisation_of_the_loss_twice_in_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    from derivations.composition import GaussNewton
+    from derivations.transformer import PostNormBlockAt
+
+    right = PostNormBlockAt.loss_hessian
+
+    def twice(self: PostNormBlockAt, target: torch.Tensor, i: str, j: str) -> GaussNewton:
+        found, c = right(self, target, i, j), 2 / target.numel()
+        return GaussNewton(c * found.outer, c * found.functional)
+
+    monkeypatch.setattr(PostNormBlockAt, "loss_hessian", twice)
+    assert not verdict()
+
+
+def test_one_healthy_reference_is_not_enough() -> None:
+    torch.manual_seed(0)
+    block = hk.TransformerBlock(d_model=4, d_ff=5, d_k=2)
+    report = hk.check(block, against=("reverse-over-reverse", "torch.func.hessian"))
+    assert not report
+    assert "two are needed" in report.verdict
