@@ -324,4 +324,5 @@ class Expand(Primitive):
         return (unbroadcast(adjoint, inputs[0].shape),)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return tuple(inputs[0].shape[:axes]) == self.shape[:axes]
+        same = tuple(inputs[0].shape[:axes]) == self.shape[:axes]
+        return same and inputs[0].ndim == len(self.shape)  # a new axis in front would shift the rows

@@ -53,8 +53,20 @@ class Attention(nn.Module):
         causal: Whether a token attends to itself and earlier tokens only.
     """
 
+    W_O: nn.Parameter | None
+    b_Q: nn.Parameter | None
+    b_K: nn.Parameter | None
+    b_V: nn.Parameter | None
+    b_O: nn.Parameter | None
+
     def __init__(
-        self, d_model: int, n_heads: int = 1, *, d_k: int | None = None, output_projection: bool = False, bias: bool = False,
+        self,
+        d_model: int,
+        n_heads: int = 1,
+        *,
+        d_k: int | None = None,
+        output_projection: bool = False,
+        bias: bool = False,
         causal: bool = False,
     ) -> None:
         super().__init__()
@@ -94,6 +106,9 @@ class Attention(nn.Module):
 
 class FeedForward(nn.Module):
     """Position-wise feed-forward network sigma(Y W_1 + 1 b_1^T) W_2 + 1 b_2^T."""
+
+    b_1: nn.Parameter | None
+    b_2: nn.Parameter | None
 
     def __init__(self, d_model: int, d_ff: int, *, activation: str = "relu", bias: bool = False) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
         help="train the paper's classifier and check its exact Hessian against automatic differentiation",
         description="Train one post-norm transformer block on images, compute the exact Hessian of a batch at initialisation and "
         "after training, for squared error and cross entropy, and compare it block pair by block pair with references that take "
-        "other routes. Prints a table, writes heat maps and a JSON report. Exit code 0: everything that could be compared agrees; "
+        "other routes. Prints a table, writes heat maps and a JSON report. Exit code 0: all that could be compared agrees; "
         "1: something disagrees; 2: an option or a file cannot be used; 130: interrupted.",
     )
     add = check.add_argument

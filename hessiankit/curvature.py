@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from derivations.loss import CrossEntropy, MeanSquaredError
 from hessiankit.errors import InputError, TraceError
+from hessiankit.sweep import Accumulator, BlockSum
 from hessiankit.tables import as_html, as_text, table
 from hessiankit.task import IGNORE_INDEX, Loss, Task, check_memory, make_task
-from hessiankit.sweep import Accumulator, BlockSum
 from hessiankit.trace import Application, Trace, trace
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that a chunk of samples may take
@@ -122,9 +122,14 @@ class Hessian:
             for i, j in self.pairs()
         ]
         return {
-            "parameters": int(self.matrix.shape[0]), "dtype": str(self.matrix.dtype), "loss": self.loss,
-            "asymmetry": self.asymmetry, "fallbacks": list(self.fallbacks), "seconds": self.seconds,
-            "shapes": {n: list(s) for n, s in self.shapes.items()}, "blocks": blocks,
+            "parameters": int(self.matrix.shape[0]),
+            "dtype": str(self.matrix.dtype),
+            "loss": self.loss,
+            "asymmetry": self.asymmetry,
+            "fallbacks": list(self.fallbacks),
+            "seconds": self.seconds,
+            "shapes": {n: list(s) for n, s in self.shapes.items()},
+            "blocks": blocks,
         }
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
@@ -203,15 +208,24 @@ def hessian(
 
     def outer() -> Tensor:
         if task.loss is None:
-            raise InputError("Hessian.outer: with loss=None the module returns the loss, so its output layer is unknown; pass loss=...")
+            raise InputError(
+                "Hessian.outer: with loss=None the module returns the loss, so its output layer is unknown; pass loss=..."
+            )
         with torch.no_grad():
             part = _assemble(task, batch_size, None, outer=True)[0]
             _symmetrise(part)
         return part
 
     return Hessian(
-        matrix, tuple(task.parameters), task.slices, {n: tuple(p.shape) for n, p in task.parameters.items()}, value,
-        asymmetry, fallbacks, time.perf_counter() - start, outer,
+        matrix,
+        tuple(task.parameters),
+        task.slices,
+        {n: tuple(p.shape) for n, p in task.parameters.items()},
+        value,
+        asymmetry,
+        fallbacks,
+        time.perf_counter() - start,
+        outer,
     )
 
 
@@ -224,7 +238,8 @@ def _assemble(
     splittable = isinstance(task.loss, str) and _samples_are_independent(task)
     batch = task.batch
     step = (1 if splittable else batch) if batch_size is None else batch_size
-    value, done, fallbacks = 0.0, 0, ()
+    value, done = 0.0, 0
+    fallbacks: tuple[str, ...] = ()
     while done < batch:
         rows = slice(done, min(done + step, batch))
         traced = loss_trace(task.part(rows) if splittable else task, normalizer)
@@ -262,7 +277,9 @@ def loss_trace(task: Task, normalizer: float) -> LossTrace:
     target = task.target
     assert target is not None
     if isinstance(task.loss, str):
-        primitive = MeanSquaredError(normalizer) if task.loss == "mse" else CrossEntropy(ignore_index=IGNORE_INDEX, normalizer=normalizer)
+        primitive = (
+            MeanSquaredError(normalizer) if task.loss == "mse" else CrossEntropy(ignore_index=IGNORE_INDEX, normalizer=normalizer)
+        )
         at = traced.add_value(target)
         traced.output = traced.apply(primitive, (output, at), primitive.value(z, target), task.loss)
         return LossTrace(traced, output)

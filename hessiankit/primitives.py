@@ -43,6 +43,8 @@ def _matmul(a: Tensor, b: Tensor) -> Match:
 
 @rule(aten.linear.default)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Match:
+    if weight.ndim != 2:
+        return None
     return Linear(), (x, weight) if bias is None else (x, weight, bias)
 
 
@@ -93,8 +95,16 @@ def _permute(x: Tensor, order: Sequence[int]) -> Match:
 
 
 @rule(
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int, aten.flatten.using_ints,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.clone.default, aten.contiguous.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unflatten.int,
+    aten.flatten.using_ints,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.default,
+    aten.clone.default,
+    aten.contiguous.default,
 )
 def _reshape(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
     return Reshape(tuple(result.shape)), (x,)

@@ -85,9 +85,9 @@ def _pair(u: Lift, v: Lift, per_row: Tensor) -> Tensor:
     i, j = u.weights.shape[1], v.weights.shape[1]
     outer = (u.weights.unsqueeze(2) * v.weights.unsqueeze(1)).reshape(rows, i * j)
     block = (outer.T @ per_row.reshape(rows, p * q)).reshape(i, j, p, q)
-    order = (0, 2) if u.order == "io" else (2, 0)
-    order += (1, 3) if v.order == "io" else (3, 1)
-    return block.permute(order).reshape(i * p, j * q)
+    left = (0, 2) if u.order == "io" else (2, 0)
+    right = (1, 3) if v.order == "io" else (3, 1)
+    return block.permute(*left, *right).reshape(i * p, j * q)
 
 
 def find_site(

@@ -117,8 +117,13 @@ def environment() -> dict[str, Any]:
     import sympy
 
     return {
-        "python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__, "sympy": sympy.__version__,
-        "curvlinops": getattr(curvlinops, "__version__", "unknown"), "machine": platform.machine(), "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "sympy": sympy.__version__,
+        "curvlinops": getattr(curvlinops, "__version__", "unknown"),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -210,8 +215,12 @@ def _time(
 def _draw(before: Hessian, after: Hessian, loss: str, out: Path) -> Path:
     path = out / f"hessian_{loss}.png"
     side_by_side(
-        [before.matrix, after.matrix], before.names, before.slices, titles=["initialisation", "trained"],
-        title=f"Hessian of the {LOSS_NAMES[loss]}", path=path,
+        [before.matrix, after.matrix],
+        before.names,
+        before.slices,
+        titles=["initialisation", "trained"],
+        title=f"Hessian of the {LOSS_NAMES[loss]}",
+        path=path,
     )
     return path
 
@@ -232,14 +241,23 @@ def _block_table(before: CheckReport, after: CheckReport, loss: str) -> Any:
         errors = (f"{worst[f'{i} x {j}', r]:.1e}" for r in references)
         rows.append((f"{labels[i]} x {labels[j]}", size, *(f"{n:.3g}" for n in norms), *errors))
     headers = ("block pair", "size", "init. 2-norm", "F-norm", "trained 2-norm", "F-norm", *references)
-    return table(headers, rows, left=2, title=f"Hessian of the {LOSS_NAMES[loss]}; largest error of both, relative to the block's largest entry")
+    return table(
+        headers,
+        rows,
+        left=2,
+        title=f"Hessian of the {LOSS_NAMES[loss]}; largest error of both, relative to the block's largest entry",
+    )
 
 
 def _summary(study: Study) -> Any:
     rows = [
         (
-            f"{LOSS_NAMES[loss]}, {stage}", f"{report.hessian.loss:.4g}", f"{report.hessian.spectral_norm():.4g}",
-            f"{report.max_rel_error:.1e}", ", ".join(report.healthy_groups), "passed" if report else "FAILED",
+            f"{LOSS_NAMES[loss]}, {stage}",
+            f"{report.hessian.loss:.4g}",
+            f"{report.hessian.spectral_norm():.4g}",
+            f"{report.max_rel_error:.1e}",
+            ", ".join(report.healthy_groups),
+            "passed" if report else "FAILED",
         )
         for (loss, stage), report in study.reports.items()
     ]
@@ -279,4 +297,3 @@ def _make_folder(out: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise InputError(f"check: cannot write into --out {out}: {error.strerror or error}; choose another folder") from error
-

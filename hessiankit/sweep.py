@@ -9,17 +9,15 @@ needed and adding each primitive's term as it passes. No array of size (outputs 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from derivations.primitive import Primitive
 from hessiankit.sites import Lift, Site, find_site, pair
 from hessiankit.trace import Application, Trace
-
 
 Names: TypeAlias = "tuple[str, ...]"
 WEIGHT = 1  # a site's weight or gain is its primitive's second input; the third, a bias, is additive
@@ -128,7 +126,8 @@ class Accumulator:
                 self.tangents.pop(at, None)
         for (u, v), block in self.per_row.items():
             left, right = self.sources[u].site, self.sources[v].site
-            assert left is not None and right is not None
+            assert left is not None
+            assert right is not None
             self._add(u, v, pair(left, right, block))
 
     # Where parameters enter
@@ -139,7 +138,7 @@ class Accumulator:
         sites: dict[int, Site] = {}
         self.accounted: dict[int, tuple[int, ...]] = {}
         whole: set[str] = set()
-        uses = defaultdict(int)
+        uses: dict[int, int] = defaultdict(int)
         for application in trace.applications:
             for at in application.inputs:
                 if at is not None:
@@ -173,21 +172,41 @@ class Accumulator:
         primitive = application.primitive
         inputs = self.trace.gather(application)
         covered = self.accounted[application.output]
-        open_inputs = [(k, at) for k, at in enumerate(application.inputs) if at is not None and k not in covered]
-        present = sorted({s for _, at in open_inputs for s in self.tangents.get(at, ())})
-        raw = {s: [self.tangents[at].get(s) if at is not None and k not in covered else None
-                   for k, at in enumerate(application.inputs)] for s in present}
-        counts = self.counted is None or application.output in self.counted
-        if present and counts and not primitive.is_linear:
-            self._accumulate(application, inputs, covered, {
-                s: self._settle(primitive, inputs, ts, primitive.separable) for s, ts in raw.items()})
+        found = [{} if at is None or k in covered else self.tangents.get(at, {}) for k, at in enumerate(application.inputs)]
+        tangents = {s: [by.get(s) for by in found] for s in sorted({s for by in found for s in by})}
+        settled: dict[int, tuple[list[Tensor | None], Site | None]] = {}
+        if not primitive.is_linear and (self.counted is None or application.output in self.counted):
+            anyone = [bool(by) for by in found]
+            for s, ts in tangents.items():
+                site = _site(ts)
+                settled[s] = _settle(ts, site if site and self._stay_apart(application, inputs, site.axes, anyone) else None)
+            self._accumulate(application, inputs, covered, settled)
         if application.output != self.trace.output:
             out = self.tangents[application.output]
-            for s, ts in raw.items():
-                moved, site = self._settle(primitive, inputs, ts, primitive.rowwise)
+            for s, ts in tangents.items():
+                site = _site(ts)
+                if site and primitive.rowwise(inputs, site.axes, [t is not None for t in ts]):  # type: ignore[arg-type]
+                    moved, site = _settle(ts, site)
+                elif s in settled and settled[s][1] is None:  # expanded already
+                    moved, site = settled[s]
+                else:
+                    moved, site = _settle(ts, None)
                 out[s] = Tangent(primitive.jvp(inputs, moved), site)  # type: ignore[arg-type]
-            if (s := self.site_source.get(application.output)) is not None:
-                out[s] = self._seed(s)
+            if application.output in self.site_source:
+                source = self.site_source[application.output]
+                out[source] = self._seed(source)
+
+    def _stay_apart(
+        self, application: Application, inputs: tuple[Tensor | None, ...], axes: int, moving: Sequence[bool]
+    ) -> bool:
+        """Tell whether covectors of an application keep the rows of a site with so many axes.
+
+        They go to every input that any source moves, hence ``moving`` is about all sources together; and to a weight of
+        the application's own site, whose rows have to be the same.
+        """
+        own = self.sources[self.site_source[application.output]].site if application.output in self.site_source else None
+        same = own is None or own.axes == axes
+        return same and application.primitive.separable(inputs, axes, moving)  # type: ignore[arg-type]
 
     def _seed(self, s: int) -> Tangent:
         site = self.sources[s].site
@@ -196,20 +215,11 @@ class Accumulator:
         eye = torch.eye(site.width, dtype=value.dtype, device=value.device)
         return Tangent(eye.reshape(site.width, *(1,) * site.axes, site.width).expand(site.width, *value.shape), site)
 
-    @staticmethod
-    def _settle(primitive: Primitive, inputs: tuple[Tensor | None, ...], tangents: list[Tangent | None], test: object) -> tuple[
-        list[Tensor | None], Site | None]:
-        """Return one source's tangents in one kind of coordinates: by site if the rows stay apart, else by parameter."""
-        site = next((t.site for t in tangents if t is not None and t.site is not None), None)
-        if site is None:
-            return [None if t is None else t.data for t in tangents], None
-        moving = [t is not None for t in tangents]
-        if all(t is None or t.site is not None for t in tangents) and test(inputs, site.axes, moving):  # type: ignore[operator]
-            return [None if t is None else t.data for t in tangents], site
-        return [None if t is None else t.data if t.site is None else t.site.expand(t.data) for t in tangents], None
-
     def _accumulate(
-        self, application: Application, inputs: tuple[Tensor | None, ...], covered: tuple[int, ...],
+        self,
+        application: Application,
+        inputs: tuple[Tensor | None, ...],
+        covered: tuple[int, ...],
         settled: dict[int, tuple[list[Tensor | None], Site | None]],
     ) -> None:
         adjoint = self.lambdas[application.output]
@@ -221,9 +231,8 @@ class Accumulator:
                 for t, w in zip(other, covectors, strict=True):
                     if t is not None and w is not None:
                         self._add_pair(u, t, other_site, s, w, site)
-            for k in covered:
-                if k == WEIGHT and covectors[k] is not None:
-                    self._add_direct(application, k, adjoint, s, moved, covectors[k], site)
+            if WEIGHT in covered and (mixed := covectors[WEIGHT]) is not None:
+                self._add_direct(application, adjoint, s, moved, mixed, site)
 
     def _add_pair(self, u: int, t: Tensor, left: Site | None, s: int, w: Tensor, right: Site | None) -> None:
         """Add <t_u, w_s> for a tangent and a covector of one value, each in its own coordinates."""
@@ -245,33 +254,45 @@ class Accumulator:
             self._add(u, s, right.reduce(_by_row(w, right.axes) @ _by_row(t, right.axes).mT).T)
 
     def _add_direct(
-        self, application: Application, k: int, adjoint: Tensor, s: int, moved: list[Tensor | None], covector: Tensor, site: Site | None,
+        self, application: Application, adjoint: Tensor, s: int, moved: list[Tensor | None], covector: Tensor, site: Site | None
     ) -> None:
-        """Add the mixed term between a site's own parameter (input k) and a source that moves the site's input."""
-        u = self.site_source.get(application.output)
-        at = application.inputs[k]
-        assert at is not None
+        """Add the mixed term between a site's own weight or gain and a source that moves the site's input."""
+        at = application.inputs[WEIGHT]
+        own_site = self.sources[self.site_source[application.output]].site
+        assert own_site is not None
         name = next(n for n, value in self.trace.parameters.items() if value == at)
         own = Source(None, (name,))
         if site is None:
             self._add(own, s, covector.reshape(covector.shape[0], -1).T)
             return
-        assert u is not None
-        lift = next(lift for lift in self.sources[u].site.lifts if lift.parameter == name)  # type: ignore[union-attr]
-        rows = adjoint.reshape(-1, adjoint.shape[-1])  # (rows, d_out)
+        lift = next(lift for lift in own_site.lifts if lift.parameter == name)
         t = moved[0]
         assert t is not None
         if lift.order == "o":
-            inputs = self.trace.gather(application)
-            plain = application.primitive.jvp((inputs[0], *([None] * (len(inputs) - 1))), (t, *([None] * (len(inputs) - 1))))  # type: ignore[arg-type]
-            mixed = _by_row(plain * adjoint, site.axes)  # (rows, d_s, d_out)
-            self._add(own, s, site.reduce(mixed).T)
+            x, *rest = self.trace.gather(application)
+            absent = [None] * len(rest)
+            plain = application.primitive.jvp((x, *absent), (t, *absent))  # type: ignore[arg-type]
+            self._add(own, s, site.reduce(_by_row(plain * adjoint, site.axes)).T)
             return
+        rows = adjoint.reshape(-1, adjoint.shape[-1])  # (rows, d_out)
         self._add(own, s, torch.cat([_mixed(lift, rows, _by_row(t, site.axes), other) for other in site.lifts], 1))
 
     def _add(self, u: int | Source, s: int, block: Tensor) -> None:
         left = self.sources[u] if isinstance(u, int) else u
         self.total.add(left.names, self.sources[s].names, block, mirrored=u != s)
+
+
+def _site(tangents: list[Tangent | None]) -> Site | None:
+    """Return the site by whose perturbation all of one source's tangents are kept, or None if there is none."""
+    sites = [t.site for t in tangents if t is not None]
+    return sites[0] if all(site is not None for site in sites) else None
+
+
+def _settle(tangents: list[Tangent | None], site: Site | None) -> tuple[list[Tensor | None], Site | None]:
+    """Return one source's tangents by their site, or, if ``site`` is None, all of them by parameter."""
+    if site is not None:
+        return [None if t is None else t.data for t in tangents], site
+    return [None if t is None else t.data if t.site is None else t.site.expand(t.data) for t in tangents], None
 
 
 def _by_row(t: Tensor, axes: int) -> Tensor:
@@ -292,6 +313,6 @@ def _mixed(lift: Lift, adjoint: Tensor, t: Tensor, other: Lift) -> Tensor:
     o, j = adjoint.shape[1], other.weights.shape[1]
     outer = (adjoint.unsqueeze(2) * other.weights.unsqueeze(1)).reshape(rows, o * j)
     block = (outer.T @ t.reshape(rows, p * d_in)).reshape(o, j, p, d_in)
-    order = (3, 0) if lift.order == "io" else (0, 3)
-    order += (1, 2) if other.order == "io" else (2, 1)
-    return block.permute(order).reshape(o * d_in, j * p)
+    mine = (3, 0) if lift.order == "io" else (0, 3)
+    theirs = (1, 2) if other.order == "io" else (2, 1)
+    return block.permute(*mine, *theirs).reshape(o * d_in, j * p)

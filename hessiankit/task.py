@@ -76,12 +76,18 @@ def make_task(
             _check_tensor(who, f"inputs[{i}]" if len(args) > 1 else "inputs", x, dtype, device)
     for name, value in [*parameters.items(), *module.named_buffers()]:
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise InputError(f"{who}: {name!r} contains NaN or infinity; a Hessian at such a point is not defined. Re-initialise it.")
+            raise InputError(
+                f"{who}: {name!r} contains NaN or infinity; a Hessian at such a point is not defined. Re-initialise it."
+            )
     if isinstance(loss, str) and loss not in LOSSES:
-        raise InputError(f"{who}: loss={loss!r} is not known; pass one of {', '.join(map(repr, LOSSES))}, a callable "
-                         "(outputs, target) -> scalar, or None if the module returns the loss itself")
+        raise InputError(
+            f"{who}: loss={loss!r} is not known; pass one of {', '.join(map(repr, LOSSES))}, a callable "
+            "(outputs, target) -> scalar, or None if the module returns the loss itself"
+        )
     if loss is not None and target is None:
-        raise InputError(f"{who}: loss={loss if isinstance(loss, str) else 'a callable'!r} needs a target; pass target=..., or loss=None")
+        raise InputError(
+            f"{who}: loss={loss if isinstance(loss, str) else 'a callable'!r} needs a target; pass target=..., or loss=None"
+        )
     task = Task(module, args, target, loss, parameters)
     _check_output(who, task, dtype, device)
     return task
@@ -97,7 +103,9 @@ def _parameters(who: str, module: nn.Module, params: Iterable[str] | None) -> di
         wanted = [params] if isinstance(params, str) else list(params)
         unknown = [n for n in wanted if n not in every]
         if unknown:
-            raise InputError(f"{who}: params names {unknown}, which are not parameters that require grad; there are: {', '.join(every)}")
+            raise InputError(
+                f"{who}: params names {unknown}, which are not parameters that require grad; there are: {', '.join(every)}"
+            )
         chosen = {n: every[n] for n in every if n in wanted}
     return {n: p.detach() for n, p in chosen.items()}
 
@@ -108,7 +116,9 @@ def _one_kind(who: str, parameters: Mapping[str, Tensor]) -> tuple[torch.dtype, 
         for name, p in parameters.items():
             seen.setdefault(getattr(p, what), name)
         if len(seen) > 1:
-            listing = ", ".join(f"{name!r} on {kind}" if what == "device" else f"{name!r} is {kind}" for kind, name in seen.items())
+            listing = ", ".join(
+                f"{name!r} on {kind}" if what == "device" else f"{name!r} is {kind}" for kind, name in seen.items()
+            )
             raise InputError(f"{who}: the parameters have several {what}s: {listing}. Bring them to one, e.g. module.to(...)")
     first = next(iter(parameters.values()))
     if first.is_meta:
@@ -121,11 +131,15 @@ def _one_kind(who: str, parameters: Mapping[str, Tensor]) -> tuple[torch.dtype, 
 def _check_mode(who: str, module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.training and child.p > 0:
-            raise InputError(f"{who}: {name or 'the module'!r} is a dropout layer (p={child.p}) in training mode, so the loss is random; "
-                             "call module.eval() first")
+            raise InputError(
+                f"{who}: {name or 'the module'!r} is a dropout layer (p={child.p}) in training mode, so the loss is random; "
+                "call module.eval() first"
+            )
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
-            raise InputError(f"{who}: {name or 'the module'!r} is a batch norm in training mode, which couples the samples and changes its "
-                             "buffers; call module.eval() first")
+            raise InputError(
+                f"{who}: {name or 'the module'!r} is a batch norm in training mode, which couples the samples and changes its "
+                "buffers; call module.eval() first"
+            )
 
 
 def _check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device) -> None:
@@ -137,7 +151,9 @@ def _check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype, device: to
         raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype}")
     if x.is_floating_point():
         if x.dtype != dtype:
-            raise InputError(f"{who}: {name} is {x.dtype}, the parameters are {dtype}; convert one of them, e.g. inputs.to({dtype})")
+            raise InputError(
+                f"{who}: {name} is {x.dtype}, the parameters are {dtype}; convert one of them, e.g. inputs.to({dtype})"
+            )
         if not bool(torch.isfinite(x).all()):
             where = tuple(int(i) for i in (~torch.isfinite(x)).nonzero()[0])
             raise InputError(f"{who}: {name} contains NaN or infinity, first at index {where}; clean the data first")
@@ -159,14 +175,20 @@ def _check_output(who: str, task: Task, dtype: torch.dtype, device: torch.device
         for handle in handles:
             handle.remove()
     if not isinstance(out, Tensor):
-        raise InputError(f"{who}: the module returned {type(out).__name__}, expected one tensor; wrap it so that it returns what the loss needs")
+        raise InputError(
+            f"{who}: the module returned {type(out).__name__}, expected one tensor; wrap it to return what the loss needs"
+        )
     if bad or not bool(torch.isfinite(out).all()):
         place = bad[0] if bad else "the module's output"
-        raise InputError(f"{who}: {place} is NaN or infinite. If it is a norm, a row is constant and eps is 0: use eps > 0, "
-                         "or rows that are not constant")
+        raise InputError(
+            f"{who}: {place} is NaN or infinite. If it is a norm, a row is constant and eps is 0: use eps > 0, "
+            "or rows that are not constant"
+        )
     if task.loss is None:
         if out.numel() != 1:
-            raise InputError(f"{who}: loss=None means that the module returns the loss, but its output has shape {tuple(out.shape)}; pass loss=...")
+            raise InputError(
+                f"{who}: loss=None means that the module returns the loss, but its output has shape {tuple(out.shape)}; pass loss=..."
+            )
         return
     _check_target(who, task, out, device)
 
@@ -225,8 +247,10 @@ def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> No
         raise InputError(f"{who}: target is on {target.device}, the parameters are on {device}; move one of them")
     if task.loss == "mse":
         if target.shape != out.shape:
-            raise InputError(f"{who}: target has shape {tuple(target.shape)}, the module's output has {tuple(out.shape)}; "
-                             "squared error needs equal shapes (nothing is broadcast)")
+            raise InputError(
+                f"{who}: target has shape {tuple(target.shape)}, the module's output has {tuple(out.shape)}; "
+                "squared error needs equal shapes (nothing is broadcast)"
+            )
         _check_tensor(who, "target", target, out.dtype, device)
         if not target.is_floating_point():
             raise InputError(f"{who}: target is {target.dtype}; squared error needs {out.dtype} (one-hot encode class labels)")
@@ -234,14 +258,18 @@ def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> No
         if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
             raise InputError(f"{who}: target is {target.dtype}; cross entropy needs integer class labels")
         if target.shape != out.shape[:-1]:
-            raise InputError(f"{who}: target has shape {tuple(target.shape)}, expected {tuple(out.shape[:-1])}: one label for each row of the "
-                             f"logits {tuple(out.shape)}, whose last axis holds the classes")
+            raise InputError(
+                f"{who}: target has shape {tuple(target.shape)}, expected {tuple(out.shape[:-1])}: one label for each row of the "
+                f"logits {tuple(out.shape)}, whose last axis holds the classes"
+            )
         kept = target[target != IGNORE_INDEX]
         if kept.numel() == 0:
             raise InputError(f"{who}: every label is {IGNORE_INDEX} (ignored), so the loss is not defined; keep at least one")
         if int(kept.min()) < 0 or int(kept.max()) >= out.shape[-1]:
-            raise InputError(f"{who}: labels lie in [{int(kept.min())}, {int(kept.max())}], expected 0 to {out.shape[-1] - 1} "
-                             f"for {out.shape[-1]} classes (or {IGNORE_INDEX} to ignore)")
+            raise InputError(
+                f"{who}: labels lie in [{int(kept.min())}, {int(kept.max())}], expected 0 to {out.shape[-1] - 1} "
+                f"for {out.shape[-1]} classes (or {IGNORE_INDEX} to ignore)"
+            )
 
 
 def available_memory(device: torch.device) -> int:

@@ -109,7 +109,9 @@ def _interpret(graph: torch.fx.GraphModule, names: list[str], leaves: list[Tenso
         elif node.op == "output":
             (out,) = torch.utils._pytree.tree_leaves(node.args) if node.args else (None,)
             if not isinstance(out, torch.fx.Node) or out not in ids:
-                raise TraceError("trace: the module's output does not depend on the parameters, or is not one tensor; return one tensor")
+                raise TraceError(
+                    "trace: the module's output does not depend on the parameters, or is not one tensor; return one tensor"
+                )
             result.output = ids[out]
         else:
             fallbacks += _record(node, result, ids, known)
@@ -155,5 +157,3 @@ def _fallback(node: torch.fx.Node, moving: list[torch.fx.Node], known: dict[torc
         return target(*args, **kwargs)
 
     return AutomaticDifferentiation(function, str(target))
-
-

@@ -43,7 +43,9 @@ def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.Monke
         (["--device", "nowhere"], "nowhere"),
     ],
 )
-def test_what_cannot_be_used_is_exit_code_two(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_used_is_exit_code_two(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", "--quick", "--out", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -119,8 +119,13 @@ class CheckReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain Python data, ready for JSON."""
         return {
-            "passed": self.passed, "verdict": self.verdict, "rtol": self.rtol, "comparison": self.comparison,
-            "seconds": self.seconds, "rows": [asdict(row) for row in self.rows], "health": [asdict(h) for h in self.health],
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "rtol": self.rtol,
+            "comparison": self.comparison,
+            "seconds": self.seconds,
+            "rows": [asdict(row) for row in self.rows],
+            "health": [asdict(h) for h in self.health],
             "hessian": self.hessian.to_dict(),
         }
 
@@ -236,7 +241,12 @@ def check(
 
 
 def _rows(
-    found: Hessian, problem: Problem, blocks: Blocks, results: dict[str, Outcome | Unsupported], health: dict[str, Health], rtol: float
+    found: Hessian,
+    problem: Problem,
+    blocks: Blocks,
+    results: dict[str, Outcome | Unsupported],
+    health: dict[str, Health],
+    rtol: float,
 ) -> Iterator[CheckRow]:
     """Compare the closed form with every healthy reference, block pair by block pair (i, j) with i before j."""
     mine = found.matrix if blocks.probes is None else blocks.probes.V @ found.matrix

@@ -66,8 +66,8 @@ def check_exact(chapter: str | None = None, *, seed: int = 0) -> tuple[ExactRow,
     Raises:
         ValueError: if there is no such chapter.
 
-    >>> [(row.method, row.passed) for row in check_exact("pooling")]
-    [('rational', True)]
+    >>> [(row.method, row.size, row.passed) for row in check_exact("loss")]
+    [('rational', '2x3', True), ('rational', 'L=2 C=3', True), ('symbolic', 'L=1 C=3', True)]
     """
     if chapter is not None and chapter not in chapters():
         raise ValueError(f"check_exact: no exact check for the chapter {chapter!r}. There are {', '.join(chapters())}.")

@@ -43,10 +43,6 @@ class Draw:
         out[:] = [self.number() for _ in out]
         return out.reshape(shape)
 
-    def weights(self, *shape: int) -> Array:
-        """Return an object array of small positive integers."""
-        return np.frompyfunc(lambda v: Fraction(abs(v) * 2), 1, 1)(self.array(*shape))
-
     def rows(self, count: int, d: int, accepted: Callable[[Array], bool]) -> Array:
         """Return ``count`` rows of ``d`` such numbers, each drawn until it is accepted."""
         found: list[Array] = []

@@ -1,4 +1,8 @@
-"""The rational cases: closed forms at rational points against jets, at tiny sizes with no two dimensions that can hide a swap."""
+"""The rational cases: closed forms at rational points against jets, at tiny sizes.
+
+Attention, the feed-forward layer and the norms have all their dimensions different, so that a swapped index or a turned
+commutation shows. Blocks and compositions, which are made of them, keep the widths small.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +102,8 @@ def formal_activation(seed: str) -> Iterator[FormalFunction]:
     function = FormalFunction(seed)
 
     def derivatives(x: Array, negative_slope: Any) -> tuple[Array, Array, Array]:
-        taylor: tuple[Array, Array, Array] = np.frompyfunc(function.taylor, 1, 3)(x)
-        return taylor
+        taylor: Any = np.frompyfunc(function.taylor, 1, 3)(x)
+        return taylor[0], taylor[1], taylor[2]
 
     KINDS["formal"] = derivatives
     try:
@@ -129,9 +133,9 @@ def causal(L: int) -> Array:
 
 
 def attention(projected: bool = False, mask: Array | None = None) -> Build:
-    """Build attention with L = 3, d_V = 2, d_K = 4, and with W_O d_v = 4, d_out = 5 and d_K = 1."""
-    d_K, d_v = (1, 4) if projected else (4, 2)
-    shapes = {"X": (3, 2), "W_Q": (2, d_K), "W_K": (2, d_K), "W_V": (2, d_v), "W_O": (d_v, 5)}
+    """Build attention with L = 3, d_V = 2, d_K = 4, or with W_O and L = 2, d_V = 3, d_K = 4, d_v = 5, d_out = 6."""
+    L, d_V, d_v = (2, 3, 5) if projected else (3, 2, 2)
+    shapes = {"X": (L, d_V), "W_Q": (d_V, 4), "W_K": (d_V, 4), "W_V": (d_V, d_v), "W_O": (d_v, 6)}
 
     def build(draw: Draw) -> Iterator[Comparison]:
         point = {name: draw.array(*shape) for name, shape in shapes.items() if projected or name != "W_O"}
@@ -195,18 +199,19 @@ def composition(draw: Draw) -> Iterator[Comparison]:
     point = {"X": draw.array(2, 3), "W_1": draw.array(3, 1), "W_2": draw.array(1, 3), "gamma": draw.array(3)}
     variables = Variables(point)
     v = variables.arrays
-    inner = v["X"] + jets.feed_forward(v["X"], v["W_1"], v["W_2"], residual=False)
-    output, eps = jets.layer_norm(inner, v["gamma"])
-    branch = Renamed(FeedForwardAt(point["X"], point["W_1"], point["W_2"], residual=False), {"Y": "X"})
-    residual = Total(Variable("X", point["X"]), branch)
-    model = Composite(LayerNormAt(residual.value, point["gamma"], eps=eps), {"X": residual})
-    yield from against(model, JetReference(variables, output))
-    target = draw.array(2, 3)
-    loss = JetReference(variables, jets.mean_squared_error(output, target))
-    for i in point:
-        for j in point:
-            total = gauss_newton(MeanSquaredErrorAt(model.value, target), model, i, j).total
-            yield Comparison(f"gauss_newton({i!r}, {j!r})", total, loss.hessian(i, j))
+    with formal_activation(draw.seed) as formal:
+        network = jets.feed_forward(v["X"], v["W_1"], v["W_2"], residual=False, activation=formal)
+        output, eps = jets.layer_norm(v["X"] + network, v["gamma"])
+        branch = FeedForwardAt(point["X"], point["W_1"], point["W_2"], activation="formal", residual=False)
+        residual = Total(Variable("X", point["X"]), Renamed(branch, {"Y": "X"}))
+        model = Composite(LayerNormAt(residual.value, point["gamma"], eps=eps), {"X": residual})
+        yield from against(model, JetReference(variables, output))
+        target = draw.array(2, 3)
+        loss = JetReference(variables, jets.mean_squared_error(output, target))
+        for i in point:
+            for j in point:
+                total = gauss_newton(MeanSquaredErrorAt(model.value, target), model, i, j).total
+                yield Comparison(f"gauss_newton({i!r}, {j!r})", total, loss.hessian(i, j))
 
 
 def classifier(draw: Draw) -> Iterator[Comparison]:
@@ -246,6 +251,18 @@ def _block(point: dict[str, Array], exp: FormalExponential, eps: tuple[Array, Ar
     return PostNormBlockAt(**point, eps=eps, scale=SCALE, weights=weights, **options)
 
 
+def block_loss(draw: Draw) -> Iterator[Comparison]:
+    """Build the 25 blocks of Eq. 7, the Hessian of the squared error of a block in its five weights."""
+    weights = ("W_Q", "W_K", "W_V", "W_1", "W_2")
+    point = {name: draw.array(*BLOCK_SHAPES[name]) for name in ("X", *weights)}
+    exp, target, variables = FormalExponential(draw.seed), draw.array(2, 3), Variables(point)
+    Z, eps = jets.post_norm_block(variables.arrays, scale=SCALE, exp=exp)
+    block, loss = _block(point, exp, eps), JetReference(variables, jets.mean_squared_error(Z, target))
+    for i in weights:
+        for j in weights:
+            yield Comparison(f"loss_hessian({i!r}, {j!r})", block.loss_hessian(target, i, j).total, loss.hessian(i, j))
+
+
 def two_blocks(draw: Draw) -> Iterator[Comparison]:
     """Build two stacked post-norm blocks with L = 2, d_V = 3, d_K = d_v = d_ff = 1: the chain rule to depth two."""
     shapes = {"W_Q": (3, 1), "W_K": (3, 1), "W_V": (3, 1), "W_O": (1, 3), "W_1": (3, 1), "W_2": (1, 3)}
@@ -254,12 +271,14 @@ def two_blocks(draw: Draw) -> Iterator[Comparison]:
     variables = Variables({"X": X, **{f"{name}[{n}]": W for n, layer in enumerate(layers) for name, W in layer.items()}})
     whole: Operation = Variable("X", X)
     output, value = variables["X"], X
-    for n, layer in enumerate(layers):
-        lifted = {name: variables[f"{name}[{n}]"] for name in shapes}
-        output, eps = jets.post_norm_block({"X": output, **lifted}, scale=SCALE, exp=exp)
-        block = Renamed(_block({"X": value, **layer}, exp, eps), {name: f"{name}[{n}]" for name in shapes})
-        whole, value = Composite(block, {"X": whole}), values(output)
-    yield from against(whole, JetReference(variables, output))
+    with formal_activation(draw.seed) as formal:
+        for n, layer in enumerate(layers):
+            lifted = {name: variables[f"{name}[{n}]"] for name in shapes}
+            output, eps = jets.post_norm_block({"X": output, **lifted}, scale=SCALE, exp=exp, activation=formal)
+            block = _block({"X": value, **layer}, exp, eps, activation="formal")
+            renamed = Renamed(block, {name: f"{name}[{n}]" for name in shapes})
+            whole, value = Composite(renamed, {"X": whole}), values(output)
+        yield from against(whole, JetReference(variables, output))
 
 
 _BIASES = ("b_1", "b_2")
@@ -284,7 +303,7 @@ RATIONAL: tuple[Case, ...] = (
     Case("feedforward", "any smooth activation, biases", "L=2 d_V=3 d_ff=4", feed_forward(*_BIASES, smooth=True)),
     Case("attention", "nine Phi, X blocks", "L=3 d_V=2 d_K=4", attention()),
     Case("attention", "nine Phi, X blocks, causal mask", "L=3 d_V=2 d_K=4", attention(mask=causal(3))),
-    Case("attention", "sixteen Phi, X blocks, W_O", "L=3 d_V=2 d_K=1 d_v=4 d_out=5", attention(projected=True)),
+    Case("attention", "sixteen Phi, X blocks, W_O", "L=2 d_V=3 d_K=4 d_v=5 d_out=6", attention(projected=True)),
     Case("attention", "two heads", "L=2 d_V=3 d_K=1 d_v=1 d_out=2", multi_head_attention),
     Case("loss", "mean squared error", "2x3", mean_squared_error),
     Case("loss", "cross entropy", "L=2 C=3", cross_entropy),
@@ -294,6 +313,7 @@ RATIONAL: tuple[Case, ...] = (
     Case("composition", "cross entropy of the mean-pool head", "L=2 d_V=3 C=4", classifier),
     Case("composition", "two stacked post-norm blocks", "L=2 d_V=3, other widths 1", two_blocks),
     Case("transformer", "post-norm block, all pairs", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block()),
+    Case("transformer", "Eq. 7, the loss Hessian", "L=2 d_V=3 d_K=1 d_ff=4", block_loss),
     Case("transformer", "with biases, gains, shifts", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block(*_BIASES, *_GAINS)),
     Case("transformer", "with b_1 and any smooth activation", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block("b_1", smooth=True)),
     Case("transformer", "with W_O, causal mask", "L=2 d_V=3 d_K=1 d_ff=4", post_norm_block("W_O", mask=causal(2))),

@@ -50,11 +50,23 @@ def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
     """
     generator = torch.Generator().manual_seed(seed)
     attention, feedforward = block.attention, block.feedforward
-    affine = block.norm_1.weight is not None
+    norm = block.norm_1
+    assert isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm))
+    affine = norm.weight is not None
     twin = TransformerBlock(
-        WIDTH, HIDDEN, attention.n_heads, block.placement, "layernorm" if isinstance(block.norm_1, torch.nn.LayerNorm) else "rmsnorm",
-        feedforward.activation, feedforward.b_1 is not None, attention_bias=attention.b_Q is not None,
-        output_projection=attention.W_O is not None, d_k=HEAD, causal=attention.causal, eps=float(block.norm_1.eps or 1e-6), affine=affine,
+        WIDTH,
+        HIDDEN,
+        attention.n_heads,
+        block.placement,
+        "layernorm" if isinstance(norm, torch.nn.LayerNorm) else "rmsnorm",
+        feedforward.activation,
+        feedforward.b_1 is not None,
+        attention_bias=attention.b_Q is not None,
+        output_projection=attention.W_O is not None,
+        d_k=HEAD,
+        causal=attention.causal,
+        eps=norm.eps or 1e-6,
+        affine=affine,
     ).double()
     x, target = (torch.randn(LENGTH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
     for p in twin.parameters():

@@ -12,9 +12,10 @@ import sympy
 import torch
 
 from derivations import vecr
+from derivations.activation import KINDS
 from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
-from derivations.matrix import Commutation, Dense, Matrix
+from derivations.matrix import Commutation, Dense, Matrix, Zero
 from derivations.normalization import LayerNormAt
 from derivations.softmax import SoftmaxAt
 from hessiankit.verify.exact import ExactRow, chapters, check_exact, run_case
@@ -52,6 +53,11 @@ def failing(chapter: str) -> list[ExactRow]:
     return [row for row in check_exact(chapter) if not row.passed]
 
 
+def rational(chapter: str, containing: str = "") -> dict[str, ExactRow]:
+    cases = [case for case in RATIONAL if case.chapter == chapter and containing in case.name]
+    return {case.name: run_case(case, "rational") for case in cases}
+
+
 def test_a_commutation_turned_the_wrong_way_fails_in_both_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecr, "transpose_rule", lambda m, n: Commutation(m, n))
     rows = failing("vecr")
@@ -86,8 +92,9 @@ def test_the_printed_commutation_of_G_K_fails(monkeypatch: pytest.MonkeyPatch) -
         return right(at, name) @ Commutation(d_V, d_K) @ Commutation(d_V, d_K) if name == "W_K" else right(at, name)
 
     monkeypatch.setattr(AttentionAt, "jacobian", printed)
-    row = failing("attention")[0]
-    assert row.note.startswith("1 of 31 blocks: jacobian('W_K')")
+    rows = rational("attention", "Phi")
+    assert not any(row.passed for row in rows.values())
+    assert rows["sixteen Phi, X blocks, W_O"].note.startswith("1 of 31 blocks: jacobian('W_K')")
 
 
 def test_exchanging_queries_and_keys_without_turning_the_softmax_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +108,18 @@ def test_exchanging_queries_and_keys_without_turning_the_softmax_fails(monkeypat
         return right(exchanged, "W_Q", "W_K")
 
     monkeypatch.setattr(AttentionAt, "hessian", printed)
-    rows = [row for row in failing("attention") if row.method == "rational"]
-    assert rows
-    assert all("hessian('W_K', 'W_Q')" in row.note for row in rows)
+    rows = rational("attention")
+    assert not any(row.passed for row in rows.values())
+    assert rows["nine Phi, X blocks"].note.startswith("1 of 21 blocks: hessian('W_K', 'W_Q')")
+
+
+def test_a_formula_that_is_right_for_relu_only_fails_for_smooth_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sigma'' the feed-forward layer and xi_kl of the block are right for ReLU alone (claim T-xi-smooth)."""
+    monkeypatch.setattr(FeedForwardAt, "D_2", property(lambda at: Zero(at.U.size, at.U.size)))
+    rows = {**rational("feedforward"), **rational("transformer", "smooth")}
+    assert {name for name in rows if not rows[name].passed} == {name for name in rows if "smooth" in name}
+    assert len(rows) == 5
+    assert "formal" not in KINDS
 
 
 def test_a_second_derivative_in_place_of_its_slice_transpose_fails(monkeypatch: pytest.MonkeyPatch) -> None:

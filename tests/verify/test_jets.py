@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from fractions import Fraction
@@ -12,7 +13,7 @@ import sympy
 import torch
 
 from hessiankit.verify import jets
-from hessiankit.verify.jets import FormalExponential, Jet, Variables
+from hessiankit.verify.jets import FormalExponential, FormalFunction, Jet, Variables
 
 
 def draw(seed: int, *shape: int) -> np.ndarray:
@@ -129,6 +130,56 @@ def test_cross_entropy_against_automatic_differentiation() -> None:
     T = torch.log(to_tensor(exp.weights(logits)))
     expected = _hessian(lambda t: torch.nn.functional.cross_entropy(t, torch.tensor([2, 0])), T)
     torch.testing.assert_close(to_tensor(v.hessian(loss, "logits", "logits")), expected, rtol=1e-13, atol=1e-14)
+
+
+class RoundedExponential(FormalExponential):
+    """The exponential itself, rounded to a double: what floating-point arithmetic sees."""
+
+    def weight(self, t: int | Fraction) -> Fraction:
+        return Fraction(math.exp(t))
+
+
+def test_post_norm_block_against_automatic_differentiation() -> None:
+    shapes = {
+        "X": (2, 3),
+        "W_Q": (3, 2),
+        "W_K": (3, 2),
+        "W_V": (3, 3),
+        "W_1": (3, 4),
+        "W_2": (4, 3),
+        "b_1": (4,),
+        "gamma_2": (3,),
+    }
+    point = {name: draw(20 + k, *shape) for k, (name, shape) in enumerate(shapes.items())}
+    v = Variables({name: point[name] for name in ("X", "W_Q")})
+    Z, eps = jets.post_norm_block({**point, **v.arrays}, scale=Fraction(1, 2), exp=RoundedExponential())
+    w = {name: to_tensor(array) for name, array in point.items()}
+
+    def norm(x: torch.Tensor, eps: np.ndarray) -> torch.Tensor:
+        centred = x - x.mean(1, keepdim=True)
+        return centred / torch.sqrt((centred**2).mean(1, keepdim=True) + to_tensor(eps).reshape(-1, 1))
+
+    def block(flat: torch.Tensor) -> torch.Tensor:
+        X, W_Q = flat[:6].reshape(2, 3), flat[6:].reshape(3, 2)
+        A = torch.softmax(X @ W_Q @ (X @ w["W_K"]).T / 2, 1)
+        Y = norm(X + A @ X @ w["W_V"], eps[0])
+        return (norm(Y + torch.relu(Y @ w["W_1"] + w["b_1"]) @ w["W_2"], eps[1]) * w["gamma_2"]).reshape(-1)
+
+    flat = torch.cat([w["X"].reshape(-1), w["W_Q"].reshape(-1)])
+    torch.testing.assert_close(to_tensor(jets.values(Z)).reshape(-1), block(flat), rtol=1e-12, atol=1e-13)
+    expected = torch.stack([torch.autograd.functional.hessian(lambda x, k=k: block(x)[k], flat) for k in range(6)])
+    for i, rows in (("X", slice(0, 6)), ("W_Q", slice(6, 12))):
+        for j, columns in (("X", slice(0, 6)), ("W_Q", slice(6, 12))):
+            got = to_tensor(v.hessian(Z, i, j)).reshape(6, 6, 6)
+            torch.testing.assert_close(got, expected[:, rows, columns], rtol=1e-10, atol=1e-11)
+
+
+def test_formal_function_is_drawn_once_for_each_argument() -> None:
+    f = FormalFunction(1)
+    jet = f(Jet(Fraction(2), {0: Fraction(3)}, {(0, 0): Fraction(5)}))
+    value, first, second = f.taylor(2)
+    assert (jet.value, jet.grad, jet.hess) == (value, {0: 3 * first}, {(0, 0): 5 * first + 9 * second})
+    assert len({f.taylor(Fraction(k, 2)) for k in range(8)}) > 5
 
 
 def test_second_derivatives_of_a_bilinear_map_by_hand() -> None:
