@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.dense_hessian import CLOSED, CONFIGURATIONS, Measurement, markdown, measure
+from benchmarks.dense_hessian import CLOSED, CONFIGURATIONS, Measurement, Tell, markdown, measure
 from benchmarks.timing import environment
 
 WRONG, USAGE, INTERRUPTED = 1, 2, 130
@@ -26,9 +27,9 @@ def parser() -> argparse.ArgumentParser:
     dense = commands.add_parser(
         "dense_hessian",
         help="the dense Hessian by closed form beside reverse-over-reverse, jvp(grad), torch.func.hessian and curvlinops",
-        description="Time the dense Hessian by closed form and by its peers on the same problems, in turn, in one process. Prints "
-        "a Markdown table and writes it, with every number behind it as JSON. Ctrl-C keeps the rounds that are finished. Exit "
-        "code 0: measured; 1: the closed form was not confirmed; 2: an option cannot be used; 130: interrupted.",
+        description="Time the dense Hessian by closed form and by its peers on the same problems, in turn, in one process. "
+        "Prints a Markdown table and writes it, with every number behind it as JSON. Ctrl-C keeps the rounds that are "
+        "finished. Exit code 0: measured; 1: the closed form was not confirmed; 2: an option cannot be used; 130: interrupted.",
     )
     dense.add_argument("--quick", action="store_true", help=f"configuration {names[0]!r} alone, 2 rounds: a few seconds")
     dense.add_argument(
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
     except OSError as error:
         print(f"benchmarks: cannot write into --out {options.out}: {error.strerror}; choose another folder", file=sys.stderr)
         return USAGE
@@ -63,43 +65,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dense_hessian(options: argparse.Namespace) -> int:
+    """Measure, write after every round, print, and return the exit status."""
     wanted = options.only or [c.name for c in (CONFIGURATIONS[:1] if options.quick else CONFIGURATIONS)]
     chosen = [c for c in CONFIGURATIONS if c.name in wanted]
     rounds = options.repeats or (2 if options.quick else 5)
-    where, found, interrupted = environment(), {}, False
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    where, interrupted = environment(), False
+    found: dict[str, Measurement] = {}
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("")
+        with _Bar() as tell:
             for configuration in chosen:
-                for measurement in measure(
-                    configuration, rounds, lambda w, d, n: bar.update(task, description=w, completed=d, total=n)
-                ):
+                for measurement in measure(configuration, rounds, tell):
                     found[configuration.name] = measurement
                     _write(options.out, list(found.values()), where, complete=False)
-                console.print(f"{configuration.name}: {rounds} round(s) measured")
+                print(f"{configuration.name}: {rounds} round(s) measured", file=sys.stderr)
     except KeyboardInterrupt:
         interrupted = True
     if not found:
         print("benchmarks: interrupted before the first round was finished; nothing was written", file=sys.stderr)
         return INTERRUPTED
-    text = _write(options.out, list(found.values()), where, complete=not interrupted)
-    print(text)
+    print(_write(options.out, list(found.values()), where, complete=not interrupted))
     print(f"wrote {options.out / 'dense_hessian.json'} and {options.out / 'dense_hessian.md'}", file=sys.stderr)
     if interrupted:
         print("benchmarks: interrupted; the table holds the rounds that were finished", file=sys.stderr)
         return INTERRUPTED
-    unconfirmed = [
-        m.configuration.name for m in found.values() if any(r.method == CLOSED and r.status != "right" for r in m.rows)
-    ]
-    if unconfirmed:
-        print(
-            f"benchmarks: the closed form was not confirmed on {', '.join(unconfirmed)}: see the reasons in the JSON",
-            file=sys.stderr,
-        )
+    doubtful = [name for name, m in found.items() for row in m.rows if row.method == CLOSED and row.status != "right"]
+    if doubtful:
+        print(f"benchmarks: the closed form was not confirmed on {', '.join(doubtful)}: the JSON says why", file=sys.stderr)
         return WRONG
     return 0
+
+
+class _Bar:
+    """A progress bar on standard error that follows one configuration after the other; nothing where nobody looks."""
+
+    def __enter__(self) -> Tell:
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        console = Console(stderr=True)
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.bar.start()
+        task = self.bar.add_task("")
+        return lambda what, done, total: self.bar.update(task, description=what, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
 
 
 def _write(out: Path, measurements: list[Measurement], where: dict[str, object], *, complete: bool) -> str:

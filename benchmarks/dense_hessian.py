@@ -226,7 +226,7 @@ _TEXT = ("configuration", "loss", "method")
 
 def markdown(measurements: Sequence[Measurement], where: dict[str, Any]) -> str:
     """Return the measurements as a Markdown document: where they were made, one table, what the columns mean."""
-    lines = [_HEADER]
+    lines: list[tuple[str, ...]] = [_HEADER]
     for m in measurements:
         about = (m.configuration.name, str(m.parameters), str(m.batch), m.configuration.loss)
         lines += [(*about, *row.cells()) for row in m.rows]

@@ -35,9 +35,9 @@ class Lift:
 
     def expand(self, t: Tensor) -> Tensor:
         """Turn (d_out, rows, f), derivatives by delta, into (parameters, rows, f), derivatives by the parameter."""
+        a = self.weights.T.unsqueeze(-1).to(t.dtype)  # (d_in, rows, 1); a module may cast between the site and here
         if self.order == "o":
-            return t * self.weights.T.unsqueeze(-1)
-        a = self.weights.T.unsqueeze(-1)  # (d_in, rows, 1)
+            return t * a
         pairs = t.unsqueeze(0) * a.unsqueeze(1) if self.order == "io" else t.unsqueeze(1) * a.unsqueeze(0)
         return pairs.flatten(0, 1)
 

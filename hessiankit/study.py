@@ -51,11 +51,11 @@ class StudyOptions:
     device: str = "cpu"
     seed: int = 0
     directions: int = 1
-    full: bool = True
+    full: bool = False
     out: Path = Path("results/check")
 
 
-QUICK: dict[str, Any] = {"d_model": 8, "d_ff": 16, "seq_len": 4, "steps": 40, "batch": 16, "directions": 1}
+QUICK: dict[str, Any] = {"d_model": 8, "d_ff": 16, "seq_len": 4, "steps": 40, "batch": 16, "full": True}
 """What ``--quick`` takes in place of the defaults: a few seconds."""
 
 

@@ -106,6 +106,7 @@ class Accumulator:
 
     def __init__(self, trace: Trace, total: BlockSum, downstream_of: int | None = None) -> None:
         self.trace, self.total = trace, total
+        self.dtype = next((trace.values[at].dtype for at in trace.parameters.values()), None)  # of the blocks; values may be cast
         self.lambdas = adjoints(trace)
         self.counted = None if downstream_of is None else self._descendants(downstream_of)
         self.sources: list[Source] = []
@@ -236,6 +237,7 @@ class Accumulator:
 
     def _add_pair(self, u: int, t: Tensor, left: Site | None, s: int, w: Tensor, right: Site | None) -> None:
         """Add <t_u, w_s> for a tangent and a covector of one value, each in its own coordinates."""
+        t, w = t.to(self.dtype), w.to(self.dtype)
         if left is not None and right is not None and left.axes != right.axes:
             if left.axes > right.axes:
                 t, left = left.expand(t), None

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derivations.primitive import Primitive
 from hessiankit.errors import TraceError
 from hessiankit.fallback import AutomaticDifferentiation
+from hessiankit.in_place import check_kind, without_writing
 from hessiankit.primitives import RULES
 
 
@@ -82,10 +84,12 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
         return function(dict(zip(names, weights, strict=True)), *rebuilt)
 
     try:
-        graph = make_fx(run, pre_dispatch=True)(leaves, data)
+        with torch.enable_grad():  # so that the graph says where the module itself turns gradients off
+            graph = make_fx(run, pre_dispatch=True)(leaves, data)
     except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
         raise TraceError(
-            f"trace: torch could not trace the module ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). "
+            f"trace: torch could not trace the module ({reason}). "
             "A module must not branch on the values of its tensors, nor turn them into Python numbers; "
             "move such decisions into arguments."
         ) from error
@@ -97,6 +101,7 @@ def _interpret(graph: torch.fx.GraphModule, names: list[str], leaves: list[Tenso
     ids: dict[torch.fx.Node, int] = {}  # nodes whose values the parameters reach
     known: dict[torch.fx.Node, Any] = {}
     fallbacks: list[str] = []
+    differentiable = True
     given = iter([*leaves, *data])
     for position, node in enumerate(graph.graph.nodes):
         if node.op == "placeholder":
@@ -107,30 +112,41 @@ def _interpret(graph: torch.fx.GraphModule, names: list[str], leaves: list[Tenso
         elif node.op == "get_attr":
             known[node] = getattr(graph, str(node.target))
         elif node.op == "output":
-            (out,) = torch.utils._pytree.tree_leaves(node.args) if node.args else (None,)
-            if not isinstance(out, torch.fx.Node) or out not in ids:
+            outputs = torch.utils._pytree.tree_leaves(node.args)
+            if len(outputs) != 1 or outputs[0] not in ids:
                 raise TraceError(
                     "trace: the module's output does not depend on the parameters, or is not one tensor; return one tensor"
                 )
-            result.output = ids[out]
+            result.output = ids[outputs[0]]
+        elif node.target is torch._C._set_grad_enabled:
+            differentiable = bool(node.args[0])
         else:
-            fallbacks += _record(node, result, ids, known)
+            fallbacks += _record(node, result, ids, known, differentiable)
     result.fallbacks = tuple(dict.fromkeys(fallbacks))
     return result
 
 
-def _record(node: torch.fx.Node, result: Trace, ids: dict[torch.fx.Node, int], known: dict[torch.fx.Node, Any]) -> list[str]:
+def _record(
+    node: torch.fx.Node, result: Trace, ids: dict[torch.fx.Node, int], known: dict[torch.fx.Node, Any], differentiable: bool
+) -> list[str]:
     """Run one node; if a moving value enters it, append its application. Return the name of a fallback, if any."""
-    target: Any = node.target
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: known[n])
-    with torch.no_grad():
-        value = known[node] = target(*args, **kwargs)
     moving = [n for n in node.all_input_nodes if n in ids]
-    if not moving or not (isinstance(value, Tensor) and value.dtype.is_floating_point):
-        if moving and not isinstance(value, Tensor):
-            raise TraceError(f"trace: operation {target} returns several tensors, which is not supported yet")
+    target: Any = without_writing(node, known, ids)
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: known[n])
+    value = _run(target, args, kwargs)
+    if target is not node.target:
+        check_kind(node, value, known)
+    if not differentiable or target is torch.ops.aten.detach.default:
+        value = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
+        moving = []
+    known[node] = value
+    if not moving:
         return []
-    if target is torch.ops.aten.detach.default:
+    if not isinstance(value, Tensor):
+        raise TraceError(f"trace: operation {target} returns several tensors, which is not supported yet")
+    if value.is_complex():
+        raise TraceError(f"trace: operation {target} returns complex numbers, which are not supported; write it in real ones")
+    if not value.is_floating_point():
         return []
     by_tensor = {id(known[n]): ids[n] for n in moving}
     match = None
@@ -138,7 +154,7 @@ def _record(node: torch.fx.Node, result: Trace, ids: dict[torch.fx.Node, int], k
         wants_result = "result" in inspect.signature(found).parameters
         match = found(*args, **kwargs, **({"result": value} if wants_result else {}))
     if match is None:
-        primitive, inputs, missing = _fallback(node, moving, known), tuple(known[n] for n in moving), [str(target)]
+        primitive, inputs, missing = _fallback(target, node, moving, known), tuple(known[n] for n in moving), [str(target)]
     else:
         (primitive, inputs), missing = match, []
     for tensor in inputs:
@@ -148,12 +164,29 @@ def _record(node: torch.fx.Node, result: Trace, ids: dict[torch.fx.Node, int], k
     return missing
 
 
-def _fallback(node: torch.fx.Node, moving: list[torch.fx.Node], known: dict[torch.fx.Node, Any]) -> Primitive:
-    target: Any = node.target
+def _run(target: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation, and refuse one that draws random numbers."""
+    seeded = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    before = _random_states() if seeded else []
+    with torch.no_grad():
+        value = target(*args, **kwargs)
+    if not all(torch.equal(old, new) for old, new in zip(before, _random_states(), strict=False)):
+        raise TraceError(
+            f"trace: operation {target} draws random numbers, so the loss is random; "
+            "call module.eval(), or pass the numbers as an input"
+        )
+    return value
 
+
+def _random_states() -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def _fallback(target: Any, node: torch.fx.Node, moving: list[torch.fx.Node], known: dict[torch.fx.Node, Any]) -> Primitive:
     def function(*inputs: Tensor) -> Tensor:
         replaced = dict(zip(moving, inputs, strict=True))
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, known[n]))
-        return target(*args, **kwargs)
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of attention have no second derivative
+            return target(*args, **kwargs)
 
     return AutomaticDifferentiation(function, str(target))

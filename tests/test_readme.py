@@ -1,0 +1,31 @@
+"""The README's Python blocks run as they stand, and its commands are those of continuous integration."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("source", BLOCKS, ids=[f"block {k}" for k in range(1, len(BLOCKS) + 1)])
+def test_block_runs(source: str) -> None:
+    exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_there_are_blocks() -> None:
+    assert len(BLOCKS) == 3
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_installation_is_the_one_of_continuous_integration() -> None:
+    assert '-c constraints.txt -e ".[dev]"' in README
+    assert '--constraint constraints.txt --editable ".[dev]"' in (ROOT / ".ci" / "run").read_text()
