@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from benchmarks.dense_hessian import CLOSED, CONFIGURATIONS, Measurement, Tell, markdown, measure
 from benchmarks.timing import environment
+from hessiankit.errors import HessiankitError
 
 WRONG, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -60,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads or threads)
     try:
         return _dense_hessian(options)
+    except HessiankitError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return USAGE
     finally:
         torch.set_num_threads(threads)
 

@@ -61,7 +61,7 @@ class Row:
         error: Largest difference from the routes that are right, relative to the largest entry of its block pair.
         reason: The status in words.
         chunk: Directions pushed together; None for the closed form.
-        first_seconds: The first call in the process, which warms up.
+        first_seconds: The first call on this problem, which warms up.
         seconds: One number a round.
         ratios: ``seconds`` divided by those of the closed form in the same round: above 1 the closed form is faster.
     """

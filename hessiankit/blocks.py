@@ -33,6 +33,12 @@ def _weight(rows: int, columns: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(rows, columns) / math.sqrt(rows))
 
 
+def _check_sizes(who: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(f"{who}: {name}={size}, expected at least 1")
+
+
 def _norm(kind: str, d_model: int, eps: float, affine: bool) -> nn.Module:
     if kind == "layernorm":
         return nn.LayerNorm(d_model, eps=eps, elementwise_affine=affine)
@@ -70,6 +76,7 @@ class Attention(nn.Module):
         causal: bool = False,
     ) -> None:
         super().__init__()
+        _check_sizes("Attention", d_model=d_model, n_heads=n_heads, **({} if d_k is None else {"d_k": d_k}))
         if d_model % n_heads:
             raise InputError(f"Attention: d_model={d_model} does not split into n_heads={n_heads} equal heads")
         self.n_heads, self.causal = n_heads, causal
@@ -114,6 +121,7 @@ class FeedForward(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise InputError(f"FeedForward: activation={activation!r} is not known; choose one of {', '.join(ACTIVATIONS)}")
+        _check_sizes("FeedForward", d_model=d_model, d_ff=d_ff)
         self.activation = activation
         self.W_1 = _weight(d_model, d_ff)
         self.register_parameter("b_1", nn.Parameter(torch.zeros(d_ff)) if bias else None)

@@ -41,7 +41,11 @@ def parser() -> argparse.ArgumentParser:
     add("--device", help="where to compute, e.g. cuda (default cpu)")
     add("--seed", type=int, help="of initialisation, batches and directions (default 0)")
     add("--directions", type=_positive, help="generic directions a parameter for the comparison (default 1)")
-    add("--full", action=argparse.BooleanOptionalAction, help="compare and time every entry at the end (default only with --quick)")
+    add(
+        "--full",
+        action=argparse.BooleanOptionalAction,
+        help="compare and time every entry at the end (default only with --quick)",
+    )
     add("--out", type=Path, help="folder for the report and the heat maps (default results/check)")
     add("--quick", action="store_true", help="a small model and batch: a few seconds; other options still count")
     return top

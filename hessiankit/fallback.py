@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from hessiankit.errors import TraceError
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +30,13 @@ class AutomaticDifferentiation(Primitive):
         moving, run = self._moving(inputs, tangents)
         primals = tuple(inputs[i] for i in moving)
         directions = tuple(t for t in tangents if t is not None)
-        return torch.vmap(lambda *t: torch.func.jvp(run, primals, t)[1])(*directions)
+        with self._named():
+            return torch.vmap(lambda *t: torch.func.jvp(run, primals, t)[1])(*directions)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        pull = torch.func.vjp(self.function, *inputs)[1]
-        return tuple(torch.vmap(pull)(adjoint))
+        with self._named():
+            pull = torch.func.vjp(self.function, *inputs)[1]
+            return tuple(torch.vmap(pull)(adjoint))
 
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         moving, _ = self._moving(inputs, tangents)
@@ -45,7 +49,20 @@ class AutomaticDifferentiation(Primitive):
 
         primals = tuple(inputs[i] for i in moving)
         directions = tuple(t for t in tangents if t is not None)
-        return tuple(torch.vmap(lambda *t: torch.func.jvp(gradient, primals, t)[1])(*directions))
+        with self._named():
+            return tuple(torch.vmap(lambda *t: torch.func.jvp(gradient, primals, t)[1])(*directions))
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            raise TraceError(
+                f"{self.name} has no closed form here, and torch cannot differentiate it twice: {str(error).split(chr(10))[0]}. "
+                "Write it in other operations, or take out the parameters before it with params=[...]"
+            ) from error
 
     def _moving(self, inputs: Inputs, tangents: Tangents) -> tuple[Sequence[int], Callable[..., Tensor]]:
         moving = [i for i, t in enumerate(tangents) if t is not None]

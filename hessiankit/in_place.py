@@ -16,13 +16,16 @@ from torch.fx import Node
 from hessiankit.errors import TraceError
 
 
-def without_writing(node: Node, known: Mapping[Node, Any], moving: Collection[Node]) -> Callable[..., Any]:
+def without_writing(
+    node: Node, known: Mapping[Node, Any], moving: Collection[Node], *, differentiable: bool = True
+) -> Callable[..., Any]:
     """Return what to run for a node: its operation, or the operation's twin that writes into nothing.
 
     Args:
         node: The next node to run.
         known: The values of the nodes run so far.
         moving: The nodes whose values the parameters reach.
+        differentiable: Whether gradients are on; where they are off, autograd does not see a value being overwritten.
 
     Raises:
         TraceError: If the operation overwrites an input, a parameter or a buffer, or memory that is read again.
@@ -35,7 +38,7 @@ def without_writing(node: Node, known: Mapping[Node, Any], moving: Collection[No
     shared = [n for n, value in known.items() if _reads(value, memory)]
     if any(n.op in ("placeholder", "get_attr") for n in shared):
         raise _refusal(operation, "an input, a parameter or a buffer of the module, which would change from call to call")
-    if not any(user is not node and user not in known for n in shared for user in n.users):
+    if differentiable and not any(user is not node and user not in known for n in shared for user in n.users):
         twin = _twin(operation)
         if twin is not None:
             return twin
@@ -47,7 +50,7 @@ def without_writing(node: Node, known: Mapping[Node, Any], moving: Collection[No
 def check_kind(node: Node, value: Tensor, known: Mapping[Node, Any]) -> None:
     """Raise TraceError if the twin of a node's operation promoted the dtype, which the operation itself would have kept."""
     before = known[_written(node)[0]]
-    if (value.dtype, value.shape) != (before.dtype, before.shape):
+    if value.dtype != before.dtype:
         raise _refusal(node.target, f"a tensor of {before.dtype} what is {value.dtype}")
 
 
@@ -70,7 +73,7 @@ def _reads(value: Any, memory: Collection[int]) -> bool:
 def _twin(operation: Any) -> Callable[..., Any] | None:
     """Return ``aten.relu.default`` for ``aten.relu_.default``, or None."""
     packet, _, overload = str(operation).removeprefix("aten.").partition(".")
-    if not packet.endswith("_"):
+    if not packet.endswith("_") or packet == "copy_":  # torch has no derivative of aten.copy
         return None
     return getattr(getattr(torch.ops.aten, packet[:-1], None), overload, None)
 

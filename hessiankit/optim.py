@@ -30,9 +30,12 @@ def block_types(model: nn.Module) -> dict[str, str]:
     ('QK', 'VO', 'FFN', 'Norm')
     """
     found: dict[str, str] = {}
+    listed = {name for name, _ in model.named_parameters()}  # a tied parameter is listed under its first name only
     for prefix, module in model.named_modules():
         for letter, _ in module.named_parameters(recurse=False):
             name = f"{prefix}.{letter}" if prefix else letter
+            if name not in listed:
+                continue
             if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
                 found[name] = "Norm"
             elif isinstance(module, FeedForward):

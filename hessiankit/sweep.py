@@ -197,9 +197,7 @@ class Accumulator:
                 source = self.site_source[application.output]
                 out[source] = self._seed(source)
 
-    def _stay_apart(
-        self, application: Application, inputs: tuple[Tensor | None, ...], axes: int, moving: Sequence[bool]
-    ) -> bool:
+    def _stay_apart(self, application: Application, inputs: tuple[Tensor | None, ...], axes: int, moving: Sequence[bool]) -> bool:
         """Tell whether covectors of an application keep the rows of a site with so many axes.
 
         They go to every input that any source moves, hence ``moving`` is about all sources together; and to a weight of

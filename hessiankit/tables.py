@@ -22,9 +22,11 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
 
 
 def as_text(*parts: object, width: int = 200) -> str:
-    """Return rich objects and strings as plain text."""
+    """Return rich objects and strings as plain text, ``width`` wide, or as wide as the widest table needs to be."""
     out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, highlight=False, emoji=False, markup=False)
+    console = Console(file=out, width=10**6, color_system=None, highlight=False, emoji=False, markup=False)
+    widest = max((console.measure(part).maximum for part in parts if isinstance(part, Table)), default=0)
+    console.width = max(width, widest)  # a name that is cut short is no name
     for part in parts:
         console.print(part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")

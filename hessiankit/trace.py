@@ -131,7 +131,7 @@ def _record(
 ) -> list[str]:
     """Run one node; if a moving value enters it, append its application. Return the name of a fallback, if any."""
     moving = [n for n in node.all_input_nodes if n in ids]
-    target: Any = without_writing(node, known, ids)
+    target: Any = without_writing(node, known, ids, differentiable=differentiable)
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: known[n])
     value = _run(target, args, kwargs)
     if target is not node.target:

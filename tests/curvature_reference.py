@@ -1,0 +1,97 @@
+"""What the tests of the engine share: a module from one formula, and Hessians by reverse-over-reverse autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hessiankit as hk
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+ZERO = 1e-14
+"""Blocks whose entries are all below this, relative to the largest of the whole matrix, count as zero on both sides."""
+
+
+def draw(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def randomised(module: nn.Module, seed: int = 0) -> nn.Module:
+    """Move every parameter to a generic value in float64, gains and biases too."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in module.double().parameters():
+        p.data = 0.6 * torch.randn(p.shape, generator=generator, dtype=torch.float64) + (0.4 if p.ndim < 2 else 0.0)
+    return module
+
+
+class Formula(nn.Module):
+    """A module whose forward is f(self, *inputs), with parameters of the given shapes and submodules."""
+
+    def __init__(self, f: Callable[..., Any], **parts: tuple[int, ...] | nn.Module) -> None:
+        super().__init__()
+        self.f = f
+        for name, part in parts.items():
+            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(torch.zeros(part)))
+        randomised(self)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.f(self, *inputs)
+
+
+def mse(z: Tensor, target: Tensor) -> Tensor:
+    return (z - target).square().sum() / z.numel()
+
+
+def cross_entropy(z: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the labels that are not -100 of log sum exp z - z[label]."""
+    kept = labels != -100
+    rows = z[kept]
+    chosen = rows[torch.arange(len(rows)), labels[kept]]
+    return ((rows - rows.amax(-1, keepdim=True)).exp().sum(-1).log() + rows.amax(-1) - chosen).sum() / kept.sum()
+
+
+def reverse_over_reverse(module: nn.Module, inputs: Any, target: Tensor | None, loss: Loss | None, names: Any = None) -> Tensor:
+    """The Hessian by torch.autograd.grad twice, one row at a time; attention in plain operations, which have two derivatives."""
+    chosen = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters() if names is None or n in names}
+    leaves = list(chosen.values())
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        z = torch.func.functional_call(module, chosen, args)
+    value = z.sum() if loss is None else loss(z, target)
+    slopes = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+    rows = []
+    for entry in torch.cat([g.reshape(-1) for g in slopes]):
+        row = [torch.zeros_like(p) for p in leaves]
+        if entry.requires_grad:
+            row = torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+        rows.append(torch.cat([r.reshape(-1) for r in row]))
+    return torch.stack(rows)
+
+
+def largest_error(found: hk.Hessian, expected: Tensor) -> float:
+    """Largest difference over all pairs of parameters, relative to the largest entry of the pair's block."""
+    whole, worst = float(expected.abs().max()), 0.0
+    for i in found.names:
+        for j in found.names:
+            theirs = expected[found.slices[i], found.slices[j]]
+            difference, scale = float((found.block(i, j) - theirs).abs().max()), float(theirs.abs().max())
+            if max(difference, scale) > ZERO * whole:
+                worst = max(worst, difference / scale if scale else float("inf"))
+    return worst
+
+
+def assert_exact(
+    module: nn.Module, inputs: Any, target: Tensor | None = None, *, loss: Any = "mse", tolerance: float = 1e-12, **options: Any
+) -> hk.Hessian:
+    """Assert that hessian() agrees with reverse-over-reverse in every block; draw a target if there is none."""
+    if target is None and loss is not None:
+        target = draw(*module(*(inputs if isinstance(inputs, tuple) else (inputs,))).shape, seed=7)
+    found = hk.hessian(module, inputs, target, loss=loss, **options)
+    reference = {"mse": mse, "cross_entropy": cross_entropy}.get(loss, loss) if isinstance(loss, str) else loss
+    error = largest_error(found, reverse_over_reverse(module, inputs, target, reference, found.names))
+    assert error <= tolerance, error
+    assert torch.equal(found.matrix, found.matrix.T)
+    return found

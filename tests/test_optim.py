@@ -1,0 +1,70 @@
+"""Block types: every parameter gets exactly one, and what is not known is named, never guessed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hessiankit as hk
+from hessiankit.optim import TYPES
+
+
+def full_model() -> hk.VisionTransformer:
+    """A model with every parameter that the modules can have."""
+    return hk.VisionTransformer(5, 3, 2, d_model=4, d_ff=6, n_blocks=2, n_heads=2, bias=True, attention_bias=True)
+
+
+def test_every_parameter_gets_exactly_one_type():
+    model = full_model()
+    types = hk.block_types(model)
+    assert list(types) == [name for name, _ in model.named_parameters()]
+    assert set(types.values()) == set(TYPES)
+
+
+def test_types_follow_from_the_owner():
+    types = hk.block_types(full_model())
+    of = {kind: {name.removeprefix("blocks.1.") for name, seen in types.items() if seen == kind} for kind in TYPES}
+    block = {
+        "QK": {"attention.W_Q", "attention.W_K", "attention.b_Q", "attention.b_K"},
+        "VO": {"attention.W_V", "attention.W_O", "attention.b_V", "attention.b_O"},
+        "FFN": {"feedforward.W_1", "feedforward.b_1", "feedforward.W_2", "feedforward.b_2"},
+        "Norm": {"norm_1.weight", "norm_1.bias", "norm_2.weight", "norm_2.bias"},
+    }
+    for kind, names in block.items():
+        assert of[kind] == names | {f"blocks.0.{name}" for name in names}
+    assert of["Emb"] == {"embedding.W_E", "embedding.b_E", "embedding.P"}
+    assert of["Head"] == {"head.W_C", "head.b_C"}
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_a_block_alone_and_a_stack(norm):
+    block = hk.TransformerBlock(4, 5, norm=norm)
+    assert set(hk.block_types(block).values()) == {"QK", "VO", "FFN", "Norm"}
+    stack = nn.Sequential(block, nn.LayerNorm(4), nn.Dropout(0.1))
+    types = hk.block_types(stack)
+    assert list(types) == [name for name, _ in stack.named_parameters()]
+    assert types["1.weight"] == "Norm"
+
+
+def test_a_shared_parameter_is_listed_once():
+    model = nn.Sequential(hk.TransformerBlock(4, 5), hk.TransformerBlock(4, 5))
+    model[1].attention.W_V = model[0].attention.W_V
+    types = hk.block_types(model)
+    assert list(types) == [name for name, _ in model.named_parameters()]
+    assert "1.attention.W_V" not in types
+    shared = nn.Sequential(model[0], model[0])
+    assert list(hk.block_types(shared)) == [name for name, _ in shared.named_parameters()]
+
+
+def test_an_unknown_owner_is_named():
+    with pytest.raises(hk.InputError, match=r"'1\.weight' belongs to a Linear, which is not recognised"):
+        hk.block_types(nn.Sequential(hk.TransformerBlock(4, 5), nn.Linear(4, 2)))
+    block = hk.TransformerBlock(4, 5)
+    block.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(hk.InputError, match="'scale' belongs to a TransformerBlock"):
+        hk.block_types(block)
+
+
+def test_a_module_without_parameters_has_no_types():
+    assert hk.block_types(nn.Identity()) == {}

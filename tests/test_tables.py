@@ -1,0 +1,89 @@
+"""Tables: the same words and numbers in plain text and in HTML, and nothing cut short."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+from hessiankit.tables import as_html, as_text, table
+
+ROWS = [("W_Q", "4 x 2", "0.125"), ("norm_1.weight", "4", "12.5")]
+HEADERS = ("parameter", "shape", "norm")
+
+
+def test_text_has_a_line_for_each_row():
+    lines = as_text("title", table(HEADERS, ROWS, left=2)).splitlines()
+    assert lines[0] == "title"
+    cells = [line.split() for line in lines]
+    assert ["parameter", "shape", "norm"] in cells
+    assert ["W_Q", "4", "x", "2", "0.125"] in cells
+    assert ["norm_1.weight", "4", "12.5"] in cells
+    assert len([c for c in cells if c]) == 5  # title, headers, rule and two rows
+
+
+def test_text_columns_are_on_the_left_and_numbers_on_the_right():
+    lines = [line for line in as_text(table(HEADERS, ROWS, left=2)).splitlines() if "weight" in line or "W_Q" in line]
+    assert lines[0].index("4 x 2") == lines[1].index("4 ", 14)
+    assert len(lines[0]) == len(lines[1])
+    numbers = [line for line in as_text(table(HEADERS, ROWS, left=1)).splitlines() if "weight" in line or "W_Q" in line]
+    assert numbers[0].index("4 x 2") + 5 == numbers[1].index(" 4 ") + 2
+
+
+def test_no_markup_no_colour_no_trailing_space():
+    text = as_text("[bold]t[/bold] :smile:", table(("a", "b"), [("[red]x[/red]", ":smile:")], title="a title"))
+    assert "[bold]t[/bold] :smile:" in text
+    assert "[red]x[/red]" in text
+    assert "a title" in text
+    assert "\x1b" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert text == text.strip("\n")
+
+
+def test_long_names_are_not_cut():
+    long, number = "module." * 40 + "weight", "1" * 90
+    text = as_text(table(("name", "value"), [(long, number)]))
+    assert long in text
+    assert number in text
+    assert "…" not in text
+    assert as_text("a " * 300).split() == ["a"] * 300
+
+
+def test_without_rows():
+    assert "parameter" in as_text(table(HEADERS, []))
+    assert as_text() == ""
+
+
+class Cells(HTMLParser):
+    """Collects the text of every cell, and checks that tags are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: dict[str, list[str]] = {"th": [], "td": [], "caption": []}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.seen[self.open[-1]].append(data)
+
+
+def read(html: str) -> Cells:
+    cells = Cells()
+    cells.feed(html)
+    cells.close()
+    assert cells.open == []
+    return cells
+
+
+def test_html_has_the_same_cells():
+    cells = read(as_html(HEADERS, iter(ROWS), caption="title"))
+    assert cells.seen == {"th": list(HEADERS), "td": [c for row in ROWS for c in row], "caption": ["title"]}
+
+
+def test_html_is_escaped():
+    html = as_html(("<a>",), [("<script>&",)], caption='"<b>"')
+    assert "<script>" not in html
+    assert read(html).seen == {"th": ["<a>"], "td": ["<script>&"], "caption": ['"<b>"']}

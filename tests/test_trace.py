@@ -1,0 +1,163 @@
+"""Traces: the module's values, in order, with the closed form of every step; or one clear reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from curvature_reference import Formula, assert_exact, draw, randomised
+from torch import Tensor, nn
+
+import hessiankit as hk
+from derivations.activation import Activation
+from derivations.linear import Add, Linear, MatMul, Permute, Scale
+from derivations.normalization import LayerNorm
+from derivations.pooling import Mean
+from derivations.softmax import Softmax
+from hessiankit.fallback import AutomaticDifferentiation
+
+EVERYTHING = {"bias": True, "attention_bias": True, "n_heads": 2, "causal": True}
+
+
+def traced(module: nn.Module, *inputs: Tensor) -> hk.Trace:
+    def function(parameters: dict[str, Tensor], *given: Tensor) -> Tensor:
+        return torch.func.functional_call(module, parameters, given)
+
+    return hk.trace(function, dict(module.named_parameters()), inputs)
+
+
+def kinds(trace: hk.Trace) -> list[type]:
+    return [type(a.primitive) for a in trace.applications]
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING, {"placement": "pre", "norm": "rmsnorm", "activation": "silu", "d_k": 3}])
+def test_values_are_the_modules(options):
+    block = randomised(hk.TransformerBlock(4, 5, **options))
+    x = draw(2, 3, 4)
+    trace = traced(block, x)
+    assert torch.equal(trace.values[trace.output], block(x))
+    assert trace.fallbacks == ()
+    for a in trace.applications:  # every step is its primitive applied to the values before it
+        value = a.primitive.value(*trace.gather(a))
+        assert value.shape == trace.values[a.output].shape
+        assert torch.allclose(value, trace.values[a.output], rtol=0, atol=1e-14)
+        assert all(i is None or i < a.output for i in a.inputs)
+
+
+def test_the_steps_of_the_papers_block():
+    trace = traced(randomised(hk.TransformerBlock(4, 5, activation="gelu")), draw(3, 4))
+    attention = [MatMul, MatMul, MatMul, Permute, MatMul, Scale, Softmax, MatMul]
+    assert kinds(trace) == [*attention, Add, LayerNorm, MatMul, Activation, MatMul, Add, LayerNorm]
+    assert [a.output for a in trace.applications] == sorted({a.output for a in trace.applications})
+
+
+def test_only_what_the_parameters_reach_is_recorded():
+    module = Formula(lambda s, x, y: torch.tanh(x @ s.W + (y.exp() @ y.T).sum()), W=(4, 2))
+    x, y = draw(3, 4), draw(2, 3)
+    trace = traced(module, x, y)
+    assert kinds(trace) == [MatMul, Add, Activation]
+    assert trace.moving == {trace.parameters["W"], *(a.output for a in trace.applications)}
+    assert trace.fallbacks == ()  # exp is applied to data alone
+
+
+def test_what_has_no_chapter_is_named_once_and_differentiated():
+    module = Formula(lambda s, x: torch.erf((x @ s.W).exp()).exp(), W=(4, 2))
+    trace = traced(module, draw(3, 4))
+    assert trace.fallbacks == ("aten.exp.default", "aten.erf.default")
+    assert kinds(trace) == [MatMul, *[AutomaticDifferentiation] * 3]
+    assert "aten.erf.default" in repr(hk.hessian(module, draw(3, 4), draw(3, 2)))
+
+
+def test_nested_inputs_and_numbers():
+    module = Formula(lambda s, pair, scale: (pair["a"] @ s.W) * scale + pair["b"][0], W=(4, 2))
+    given = {"a": draw(3, 4), "b": [draw(3, 2)]}
+    trace = hk.trace(lambda p, *g: torch.func.functional_call(module, p, g), {"W": module.W}, (given, 2.0))
+    assert torch.equal(trace.values[trace.output], module(given, 2.0))
+    assert kinds(trace) == [MatMul, Scale, Add]
+
+
+def test_tied_weights_are_one_parameter():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module[2].weight = module[0].weight
+    trace = traced(randomised(module), draw(3, 4))
+    assert list(trace.parameters) == ["0.weight", "0.bias", "2.bias"]
+    uses = [a for a in trace.applications if trace.parameters["0.weight"] in a.inputs]
+    assert [type(a.primitive) for a in uses] == [Linear, Linear]
+
+
+def test_parameters_and_inputs_stay_as_they_are():
+    block = randomised(hk.TransformerBlock(4, 5, **EVERYTHING))
+    before = {name: p.detach().clone() for name, p in block.named_parameters()}
+    x = draw(2, 3, 4)
+    kept = x.clone()
+    traced(block, x)
+    assert torch.equal(x, kept)
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in block.named_parameters())
+    assert torch.is_grad_enabled()
+
+
+def without_gradient(s: Formula, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        frozen = torch.tanh(x @ s.W)
+        with torch.enable_grad():
+            alive = torch.tanh(x @ s.V)
+    return frozen * (x @ s.V) * alive
+
+
+def decorated(s: Formula, x: Tensor) -> Tensor:
+    return torch.no_grad()(lambda y: y.contiguous())(x @ s.W) * (x @ s.W) * (x @ s.V)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        without_gradient,
+        decorated,
+        lambda s, x: (x @ s.W).detach() * torch.tanh(x @ s.V) + x @ s.W,
+        lambda s, x: torch.tanh(x @ s.W).data * torch.tanh(x @ s.V) * (x @ s.W),
+    ],
+)
+def test_what_the_module_detaches_is_constant(f):
+    module = Formula(f, W=(4, 3), V=(4, 3))
+    assert_exact(module, draw(2, 4))
+    with torch.no_grad():
+        again = hk.hessian(module, draw(2, 4), draw(2, 3, seed=7))
+    assert torch.equal(again.matrix, hk.hessian(module, draw(2, 4), draw(2, 3, seed=7)).matrix)
+
+
+def branching(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    return y if y.sum() > 0 else -y
+
+
+REFUSED: dict[str, tuple[Callable[..., object], str]] = {
+    "branch": (branching, "must not branch on the values"),
+    "number": (lambda s, x: x @ s.W * (x @ s.W).sum().item(), "turn them into Python numbers"),
+    "several outputs": (lambda s, x: (x @ s.W, x), "not one tensor"),
+    "no tensor": (lambda s, x: None, "not one tensor"),
+    "constant": (lambda s, x: x.exp(), "does not depend on the parameters"),
+    "detached": (lambda s, x: (x @ s.W).detach(), "does not depend on the parameters"),
+    "split": (lambda s, x: (x @ s.W).split(1, -1)[0], r"aten\.split\.Tensor returns several tensors"),
+    "complex": (lambda s, x: torch.fft.fft(x @ s.W).real, r"aten\.fft_fft\.default returns complex numbers"),
+    "dropout": (lambda s, x: torch.dropout(x @ s.W, 0.5, True), r"aten\.dropout\.default draws random numbers"),
+    "noise": (lambda s, x: x @ s.W + torch.randn(3, 2), r"aten\.randn\.default draws random numbers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_traced(name):
+    f, message = REFUSED[name]
+    with pytest.raises(hk.TraceError, match=message):
+        traced(Formula(f, W=(4, 2)), draw(3, 4))
+
+
+def test_dropout_that_is_switched_off_is_not_random():
+    off = Formula(lambda s, x: torch.dropout(x @ s.W, 0.5, False) + torch.dropout(x @ s.W, 0.0, True), W=(4, 2))
+    assert_exact(off, draw(3, 4))
+
+
+def test_mean_over_the_tokens_is_a_mean():
+    trace = traced(randomised(hk.VisionTransformer(5, 3, 2, d_model=4, d_ff=6, d_k=2)), draw(2, 3, 5))
+    assert Mean in kinds(trace)
+    assert trace.fallbacks == ()
