@@ -33,7 +33,11 @@ def parser() -> argparse.ArgumentParser:
     add("--data", help="'digits' (default), or a path to MNIST's IDX files or the Python version of CIFAR")
     add("--d-model", type=_positive, help="width of a token (default 16; --quick 8)")
     add("--d-ff", type=_positive, help="hidden width of the feed-forward network (default 64; --quick 16)")
-    add("--seq-len", type=_positive, help="tokens an image is cut into (default: patches of 2 x 2; --quick 4 tokens)")
+    add(
+        "--seq-len",
+        type=_positive,
+        help="tokens an image is cut into (default: patches of 2 x 2, of 4 x 4 beyond 16 pixels; --quick 4)",
+    )
     add("--loss", choices=("both", "mse", "cross_entropy"), default="both", help="which loss to study (default both)")
     add("--steps", type=_positive, help="training steps (default 300; --quick 40)")
     add("--batch", type=_positive, help="images of the Hessian's batch (default 128; --quick 16)")
@@ -46,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="compare and time every entry at the end (default only with --quick)",
     )
+    add("--exact", action="store_true", default=None, help="also check every formula in exact arithmetic (half a minute)")
     add("--out", type=Path, help="folder for the report and the heat maps (default results/check)")
     add("--quick", action="store_true", help="a small model and batch: a few seconds; other options still count")
     return top

@@ -29,6 +29,7 @@ from hessiankit.tables import table
 from hessiankit.training import train
 from hessiankit.verify.check import CheckReport, check
 from hessiankit.verify.comparison import block_errors
+from hessiankit.verify.exact import ExactRow, check_exact
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES
 
@@ -52,6 +53,7 @@ class StudyOptions:
     seed: int = 0
     directions: int = 1
     full: bool = False
+    exact: bool = False
     out: Path = Path("results/check")
 
 
@@ -83,13 +85,15 @@ class Study:
     reports: dict[tuple[str, str], CheckReport]
     accuracy: dict[str, float | None]
     timing: Timing | None
+    exact: tuple[ExactRow, ...]
     seconds: float
     pictures: list[Path] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
         """Whether everything that was compared agrees."""
-        return all(self.reports.values()) and (self.timing is None or self.timing.max_rel_error <= self.tolerance)
+        compared = all(self.reports.values()) and all(row.passed for row in self.exact)
+        return compared and (self.timing is None or self.timing.max_rel_error <= self.tolerance)
 
     @property
     def tolerance(self) -> float:
@@ -104,6 +108,7 @@ class Study:
             "environment": environment(),
             "validation_accuracy": self.accuracy,
             "timing": None if self.timing is None else {**asdict(self.timing), "ratio": self.timing.ratio},
+            "exact": [asdict(row) for row in self.exact],
             "seconds": self.seconds,
             "reports": [{"loss": loss, "stage": stage, **report.to_dict()} for (loss, stage), report in self.reports.items()],
             "pictures": [path.name for path in self.pictures],
@@ -176,7 +181,11 @@ def run_study(options: StudyOptions, console: Console | None = None) -> Study:
             f"\nevery entry, {LOSS_NAMES[loss]}, trained: closed form {timing.closed_form_seconds:.2f} s, reverse-over-reverse "
             f"{timing.reverse_over_reverse_seconds:.2f} s ({timing.ratio:.1f} x), agreement {timing.max_rel_error:.1e}"
         )
-    study = Study(options, reports, accuracy, timing, time.perf_counter() - start, pictures)
+    exact = check_exact(seed=options.seed) if options.exact else ()
+    if exact:
+        equal = sum(row.passed for row in exact)
+        say.print(f"exact arithmetic: {equal} of {len(exact)} sets of formulas equal entry by entry, without any tolerance")
+    study = Study(options, reports, accuracy, timing, exact, time.perf_counter() - start, pictures)
     target = options.out / "report.json"
     target.write_text(json.dumps(study.to_dict(), indent=1))
     say.print(_summary(study))
@@ -192,7 +201,7 @@ def _load(options: StudyOptions) -> tuple[Tensor, Tensor, int, tuple[Tensor, Ten
         raise InputError(f"check: --device {options.device} cannot be used: {str(error).splitlines()[0]}") from error
     splits = [load_images(options.data, split=split, seed=options.seed, dtype=dtype) for split in ("train", "test")]
     size = splits[0].image_size
-    patch = 2 if options.seq_len is None else patch_for(size, options.seq_len)
+    patch = (2 if max(size) <= 16 else 4) if options.seq_len is None else patch_for(size, options.seq_len)
     (x, y), held_out = ((patchify(s.images, patch).to(options.device), s.labels.to(options.device)) for s in splits)
     if options.batch > len(x):
         raise InputError(f"check: --batch {options.batch} asks for more than the {len(x)} training images of {splits[0].name}")

@@ -187,7 +187,7 @@ def _check_output(who: str, task: Task, dtype: torch.dtype, device: torch.device
     if task.loss is None:
         if out.numel() != 1:
             raise InputError(
-                f"{who}: loss=None means that the module returns the loss, but its output has shape {tuple(out.shape)}; pass loss=..."
+                f"{who}: loss=None means that the module returns the loss, but it returns shape {tuple(out.shape)}; pass loss=..."
             )
         return
     _check_target(who, task, out, device)

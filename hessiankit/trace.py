@@ -167,10 +167,10 @@ def _record(
 def _run(target: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation, and refuse one that draws random numbers."""
     seeded = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    before = _random_states() if seeded else []
+    before = _random_states(kwargs) if seeded else []
     with torch.no_grad():
         value = target(*args, **kwargs)
-    if not all(torch.equal(old, new) for old, new in zip(before, _random_states(), strict=False)):
+    if not all(torch.equal(old, new) for old, new in zip(before, _random_states(kwargs), strict=False)):
         raise TraceError(
             f"trace: operation {target} draws random numbers, so the loss is random; "
             "call module.eval(), or pass the numbers as an input"
@@ -178,8 +178,9 @@ def _run(target: Any, args: Any, kwargs: Any) -> Any:
     return value
 
 
-def _random_states() -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+def _random_states(kwargs: Mapping[str, Any]) -> list[Tensor]:
+    given = [value.get_state() for value in kwargs.values() if isinstance(value, torch.Generator)]
+    return [*given, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _fallback(target: Any, node: torch.fx.Node, moving: list[torch.fx.Node], known: dict[torch.fx.Node, Any]) -> Primitive:

@@ -44,7 +44,9 @@ def attention_by_hand(x: torch.Tensor, p: dict[str, torch.Tensor], heads: int, c
         for i in range(length):
             seen = range(i + 1) if causal else range(length)
             score = torch.stack([q[i, h * dk : (h + 1) * dk] @ k[j, h * dk : (h + 1) * dk] / math.sqrt(dk) for j in seen]).exp()
-            out[i, h * dv : (h + 1) * dv] = sum(s * v[j, h * dv : (h + 1) * dv] for s, j in zip(score / score.sum(), seen, strict=True))
+            out[i, h * dv : (h + 1) * dv] = sum(
+                s * v[j, h * dv : (h + 1) * dv] for s, j in zip(score / score.sum(), seen, strict=True)
+            )
     return out @ p["W_O"] + p.get("b_O", 0) if "W_O" in p else out
 
 
@@ -56,7 +58,9 @@ def norm_by_hand(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("heads", "d_k", "project"), [(1, 3, False), (1, None, True), (2, None, True), (3, 5, True), (2, 1, False)])
+@pytest.mark.parametrize(
+    ("heads", "d_k", "project"), [(1, 3, False), (1, None, True), (2, None, True), (3, 5, True), (2, 1, False)]
+)
 def test_attention_by_hand(heads, d_k, project, bias, causal):
     attention = randomised(Attention(6, heads, d_k=d_k, output_projection=project, bias=bias, causal=causal))
     x = draw(4, 6)

@@ -132,7 +132,10 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "an input": (changed_input, r"aten\.add_\.Tensor writes into an input, a parameter or a buffer"),
     "a buffer made for the result": (filled, r"aten\.copy_\.default writes into memory"),
     "a constant that was used": (changed_after_use, r"aten\.add_\.Tensor writes into memory"),
-    "promoted": (lambda s, x: (x @ s.W).float().add_(x).double(), r"writes into a tensor of torch\.float32 what is torch\.float64"),
+    "promoted": (
+        lambda s, x: (x @ s.W).float().add_(x).double(),
+        r"writes into a tensor of torch\.float32 what is torch\.float64",
+    ),
 }
 
 

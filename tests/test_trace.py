@@ -141,6 +141,10 @@ REFUSED: dict[str, tuple[Callable[..., object], str]] = {
     "split": (lambda s, x: (x @ s.W).split(1, -1)[0], r"aten\.split\.Tensor returns several tensors"),
     "complex": (lambda s, x: torch.fft.fft(x @ s.W).real, r"aten\.fft_fft\.default returns complex numbers"),
     "dropout": (lambda s, x: torch.dropout(x @ s.W, 0.5, True), r"aten\.dropout\.default draws random numbers"),
+    "noise of its own": (
+        lambda s, x: x @ s.W + torch.randn(3, 2, generator=torch.Generator().manual_seed(0)),
+        r"aten\.randn\.generator draws random numbers",
+    ),
     "noise": (lambda s, x: x @ s.W + torch.randn(3, 2), r"aten\.randn\.default draws random numbers"),
 }
 

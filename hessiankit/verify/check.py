@@ -103,7 +103,8 @@ class CheckReport:
         failed = [row for row in self.rows if not row.passed]
         if failed:
             worst = max(failed, key=lambda row: row.max_rel_error)
-            return f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; worst {worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
+            where = f"{worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
+            return f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {self.rtol:.0e})"
         return f"PASSED: {len(self.rows)} rows; largest error {self._agreement()} (tolerance {self.rtol:.0e}, {self.comparison})"
 
     def _agreement(self) -> str:
@@ -220,7 +221,8 @@ def check(
     elif dtype is not None:
         inputs, target = _cast(inputs, dtype), _cast(target, dtype)
     chosen = None if params is None else [params] if isinstance(params, str) else list(params)
-    found = hessian(module, inputs, target, loss=loss, params=chosen)
+    tell = None if progress is None else lambda done, total: progress("closed form", done, total)
+    found = hessian(module, inputs, target, loss=loss, params=chosen, progress=tell)
     values = {name: p.detach() for name, p in module.named_parameters() if name in found.slices}
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else inputs
     problem = Problem(module, args, target, loss, values)

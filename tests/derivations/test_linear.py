@@ -65,7 +65,15 @@ def test_linear(rows, moving):
         check_actions(Linear(), lambda X, W: torch.einsum("...i,oi->...o", X, W), inputs[:2], without)
 
 
-BROADCAST = [((3, 4), (3, 4)), ((2, 3, 4), (4,)), ((4,), (2, 3, 4)), ((2, 1, 4), (3, 1)), ((3, 4), ()), ((), (2,)), ((1, 4), (3, 4))]
+BROADCAST = [
+    ((3, 4), (3, 4)),
+    ((2, 3, 4), (4,)),
+    ((4,), (2, 3, 4)),
+    ((2, 1, 4), (3, 1)),
+    ((3, 4), ()),
+    ((), (2,)),
+    ((1, 4), (3, 4)),
+]
 
 
 @pytest.mark.parametrize("moving", WHICH)
@@ -120,7 +128,9 @@ def test_permute(order):
     check_actions(Permute(order), lambda x: torch.einsum(f"abc->{''.join(names[i] for i in order)}", x), (x,), (0,))
 
 
-@pytest.mark.parametrize(("before", "after"), [((3, 1), (3, 4)), ((4,), (2, 3, 4)), ((1, 4), (3, 4)), ((), (2, 3)), ((3,), (3, 3))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((3, 1), (3, 4)), ((4,), (2, 3, 4)), ((1, 4), (3, 4)), ((), (2, 3)), ((3,), (3, 3))]
+)
 def test_expand(before, after):
     (x,) = draw(before)
     check_actions(Expand(after), lambda x: x + torch.zeros(after, dtype=x.dtype), (x,), (0,))
