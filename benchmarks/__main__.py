@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.dense_hessian import CLOSED, CONFIGURATIONS, Measurement, Tell, markdown, measure
-from benchmarks.timing import environment
+from benchmarks.dense_hessian import CLOSED, CONFIGURATIONS, Measurement, markdown, measure
+from hessiankit.environment import environment
 from hessiankit.errors import HessiankitError
+from hessiankit.progress import progress_bar
 
 WRONG, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -76,7 +75,7 @@ def _dense_hessian(options: argparse.Namespace) -> int:
     where, interrupted = environment(), False
     found: dict[str, Measurement] = {}
     try:
-        with _Bar() as tell:
+        with progress_bar() as tell:
             for configuration in chosen:
                 for measurement in measure(configuration, rounds, tell):
                     found[configuration.name] = measurement
@@ -97,21 +96,6 @@ def _dense_hessian(options: argparse.Namespace) -> int:
         print(f"benchmarks: the closed form was not confirmed on {', '.join(doubtful)}: the JSON says why", file=sys.stderr)
         return WRONG
     return 0
-
-
-class _Bar:
-    """A progress bar on standard error that follows one configuration after the other; nothing where nobody looks."""
-
-    def __enter__(self) -> Tell:
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        console = Console(stderr=True)
-        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.bar.start()
-        task = self.bar.add_task("")
-        return lambda what, done, total: self.bar.update(task, description=what, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
 
 
 def _write(out: Path, measurements: list[Measurement], where: dict[str, object], *, complete: bool) -> str:

@@ -20,6 +20,7 @@ from hessiankit.tables import as_html, as_text, table
 from hessiankit.task import IGNORE_INDEX, Loss, Task, check_memory, make_task
 from hessiankit.trace import Application, Trace, trace
 
+WIDEST = 64  # a module's widest value, in units of its inputs, that is taken for granted before its work space is measured
 WORKSPACE = 512 * 2**20  # bytes of tangents that a chunk of samples may take
 
 
@@ -239,7 +240,8 @@ def _assemble(
     normalizer = _normalizer(task)
     splittable = isinstance(task.loss, str) and _samples_are_independent(task)
     batch = task.batch
-    step = (1 if splittable else batch) if batch_size is None else batch_size
+    probe = splittable and WIDEST * task.size * _entries(task) * first.dtype.itemsize > WORKSPACE  # else the whole batch fits
+    step = (1 if probe else batch) if batch_size is None else batch_size
     value, done = 0.0, 0
     fallbacks: tuple[str, ...] = ()
     while done < batch:
@@ -250,13 +252,17 @@ def _assemble(
         value += float(traced.trace.values[traced.trace.output])
         fallbacks = traced.trace.fallbacks
         done = rows.stop if splittable else batch
-        if batch_size is None and splittable and rows.start == 0:
+        if batch_size is None and probe and rows.start == 0:
             step = max(1, min(batch - done, int(WORKSPACE / max(accumulator.peak_bytes, 1)))) if done < batch else step
         if progress is not None:
             progress(done, batch)
     matrix = torch.zeros(task.size, task.size, dtype=first.dtype, device=first.device)
     total.write(matrix, task.slices)
     return matrix, value, fallbacks
+
+
+def _entries(task: Task) -> int:
+    return sum(x.numel() for x in (*task.inputs, task.target) if isinstance(x, Tensor))
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,22 @@ entropy; the exact Hessian of one batch at initialisation and after training, co
 from __future__ import annotations
 
 import json
-import platform
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from hessiankit.blocks import VisionTransformer
 from hessiankit.curvature import Hessian, hessian
 from hessiankit.data import load_images, one_hot_target, patch_for, patchify
+from hessiankit.environment import environment
 from hessiankit.errors import InputError
 from hessiankit.plots import side_by_side
+from hessiankit.progress import Tell, progress_bar
 from hessiankit.tables import table
 from hessiankit.training import train
 from hessiankit.verify.check import CheckReport, check
@@ -115,23 +113,6 @@ class Study:
         }
 
 
-def environment() -> dict[str, Any]:
-    """Return the versions and the machine that numbers were measured with."""
-    import curvlinops
-    import numpy
-    import sympy
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "sympy": sympy.__version__,
-        "curvlinops": getattr(curvlinops, "__version__", "unknown"),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-    }
-
-
 def run_study(options: StudyOptions, console: Console | None = None) -> Study:
     """Run the main job, print its tables, and write the heat maps and the JSON report into ``options.out``.
 
@@ -160,7 +141,7 @@ def run_study(options: StudyOptions, console: Console | None = None) -> Study:
                     raise KeyboardInterrupt
                 accuracy[loss] = result.validation_accuracy
                 say.print(f"trained with {LOSS_NAMES[loss]}: {result}")
-            with _progress(say) as tell:
+            with progress_bar() as tell:
                 report = check(
                     model, batch, targets, loss=loss, directions=options.directions, dtype=None, seed=options.seed, progress=tell
                 )
@@ -175,7 +156,7 @@ def run_study(options: StudyOptions, console: Console | None = None) -> Study:
         say.print("")
         pictures.append(_draw(reports[loss, "initialisation"].hessian, last.hessian, loss, options.out))
     if options.full:
-        with _progress(say) as tell:
+        with progress_bar() as tell:
             timing = _time(model, batch, targets, loss, last.hessian, tell)
         say.print(
             f"\nevery entry, {LOSS_NAMES[loss]}, trained: closed form {timing.closed_form_seconds:.2f} s, reverse-over-reverse "
@@ -208,9 +189,7 @@ def _load(options: StudyOptions) -> tuple[Tensor, Tensor, int, tuple[Tensor, Ten
     return x, y, splits[0].n_classes, held_out, splits[0].name
 
 
-def _time(
-    model: torch.nn.Module, inputs: Tensor, target: Tensor, loss: str, found: Hessian, tell: Callable[[str, int, int], None]
-) -> Timing:
+def _time(model: torch.nn.Module, inputs: Tensor, target: Tensor, loss: str, found: Hessian, tell: Tell) -> Timing:
     """Compare every entry with reverse-over-reverse, and time both in this process."""
     again = hessian(model, inputs, target, loss=loss)
     problem = Problem(model, inputs, target, loss)
@@ -259,43 +238,15 @@ def _block_table(before: CheckReport, after: CheckReport, loss: str) -> Any:
 
 
 def _summary(study: Study) -> Any:
-    rows = [
-        (
-            f"{LOSS_NAMES[loss]}, {stage}",
-            f"{report.hessian.loss:.4g}",
-            f"{report.hessian.spectral_norm():.4g}",
-            f"{report.max_rel_error:.1e}",
-            ", ".join(report.healthy_groups),
-            "passed" if report else "FAILED",
-        )
-        for (loss, stage), report in study.reports.items()
-    ]
-    title = f"{'PASSED' if study.passed else 'FAILED'} in {study.seconds:.0f} s"
-    return table(("Hessian", "loss", "||H||_2", "largest error", "healthy independent routes", "verdict"), rows, title=title)
-
-
-def _progress(console: Console) -> AbstractContextManager[Callable[[str, int, int], None]]:
-    if console.quiet:
-        return nullcontext(lambda name, done, total: None)
-    return _Bar()
-
-
-class _Bar(AbstractContextManager[Callable[[str, int, int], None]]):
-    """One progress bar on stderr that follows whatever reports to it."""
-
-    def __enter__(self) -> Callable[[str, int, int], None]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal)
-        self.bar.start()
-        self.task = self.bar.add_task("", total=None)
-        return self.tell
-
-    def tell(self, name: str, done: int, total: int) -> None:
-        """Show how far the named piece of work is."""
-        self.bar.update(self.task, description=name, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+    references = list(dict.fromkeys(r for report in study.reports.values() for r in report.references))
+    rows = []
+    for (loss, stage), report in study.reports.items():
+        worst = {r: max((row.max_rel_error for row in report.rows if row.reference == r), default=0.0) for r in references}
+        norms = (f"{report.hessian.loss:.4g}", f"{report.hessian.spectral_norm():.4g}")
+        verdict = "passed" if report else "FAILED"
+        rows.append((f"{LOSS_NAMES[loss]}, {stage}", *norms, *(f"{worst[r]:.1e}" for r in references), verdict))
+    title = f"{'PASSED' if study.passed else 'FAILED'} in {study.seconds:.0f} s; largest error against each healthy reference:"
+    return table(("Hessian", "loss", "||H||_2", *references, "verdict"), rows, title=title)
 
 
 def _make_folder(out: Path) -> None:

@@ -160,10 +160,10 @@ def _check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype, device: to
 
 
 def _check_output(who: str, task: Task, dtype: torch.dtype, device: torch.device) -> None:
-    if any(isinstance(x, Tensor) and not x.is_floating_point() for x in task.inputs) and not any(
-        isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in task.module.modules()
-    ):
-        seen = next(x.dtype for x in task.inputs if isinstance(x, Tensor) and not x.is_floating_point())
+    tensors = [x for x in task.inputs if isinstance(x, Tensor)]
+    embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in task.module.modules())
+    if tensors and not embeds and not any(x.is_floating_point() for x in tensors):
+        seen = tensors[0].dtype
         raise InputError(f"{who}: inputs are {seen} but the module has no embedding to look them up in; pass {dtype}")
     _check_constant_rows(who, task)
     bad: list[str] = []

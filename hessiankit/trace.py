@@ -7,6 +7,7 @@ Torch's own tracer runs the module once; what it records are ``aten`` operations
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,7 +131,9 @@ def _record(
     node: torch.fx.Node, result: Trace, ids: dict[torch.fx.Node, int], known: dict[torch.fx.Node, Any], differentiable: bool
 ) -> list[str]:
     """Run one node; if a moving value enters it, append its application. Return the name of a fallback, if any."""
-    moving = [n for n in node.all_input_nodes if n in ids]
+    indexed = node.args[0] if node.target is operator.getitem else None  # one output of an operation with several
+    source: torch.fx.Node = node if indexed is None else indexed  # type: ignore[assignment]
+    moving = [n for n in source.all_input_nodes if n in ids]
     target: Any = without_writing(node, known, ids, differentiable=differentiable)
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: known[n])
     value = _run(target, args, kwargs)
@@ -140,12 +143,10 @@ def _record(
         value = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
         moving = []
     known[node] = value
-    if not moving:
+    if not moving or not isinstance(value, Tensor):
         return []
-    if not isinstance(value, Tensor):
-        raise TraceError(f"trace: operation {target} returns several tensors, which is not supported yet")
     if value.is_complex():
-        raise TraceError(f"trace: operation {target} returns complex numbers, which are not supported; write it in real ones")
+        raise TraceError(f"trace: operation {source.target} returns complex numbers, which are not supported; use real ones")
     if not value.is_floating_point():
         return []
     by_tensor = {id(known[n]): ids[n] for n in moving}
@@ -154,7 +155,9 @@ def _record(
         wants_result = "result" in inspect.signature(found).parameters
         match = found(*args, **kwargs, **({"result": value} if wants_result else {}))
     if match is None:
-        primitive, inputs, missing = _fallback(target, node, moving, known), tuple(known[n] for n in moving), [str(target)]
+        index = None if indexed is None else node.args[1]
+        run = target if indexed is None else source.target
+        primitive, inputs, missing = _fallback(run, source, moving, known, index), tuple(known[n] for n in moving), [str(run)]
     else:
         (primitive, inputs), missing = match, []
     for tensor in inputs:
@@ -183,11 +186,14 @@ def _random_states(kwargs: Mapping[str, Any]) -> list[Tensor]:
     return [*given, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
-def _fallback(target: Any, node: torch.fx.Node, moving: list[torch.fx.Node], known: dict[torch.fx.Node, Any]) -> Primitive:
+def _fallback(
+    target: Any, node: torch.fx.Node, moving: list[torch.fx.Node], known: dict[torch.fx.Node, Any], index: Any
+) -> Primitive:
     def function(*inputs: Tensor) -> Tensor:
         replaced = dict(zip(moving, inputs, strict=True))
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: replaced.get(n, known[n]))
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of attention have no second derivative
-            return target(*args, **kwargs)
+            value = target(*args, **kwargs)
+        return value if index is None else value[index]
 
     return AutomaticDifferentiation(function, str(target))

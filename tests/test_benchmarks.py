@@ -13,7 +13,8 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks.dense_hessian import CLOSED, CONFIGURATIONS, PEERS, Measurement, measure
-from benchmarks.timing import environment, in_turn
+from benchmarks.timing import in_turn
+from hessiankit.environment import environment
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from derivations.activation import Activation
-from derivations.linear import Add, Linear, MatMul, Permute, Scale
+from derivations.linear import Add, Linear, MatMul, Multiply, Permute, Scale
 from derivations.normalization import LayerNorm
 from derivations.pooling import Mean
 from derivations.softmax import Softmax
@@ -67,6 +67,17 @@ def test_what_has_no_chapter_is_named_once_and_differentiated():
     assert trace.fallbacks == ("aten.exp.default", "aten.erf.default")
     assert kinds(trace) == [MatMul, *[AutomaticDifferentiation] * 3]
     assert "aten.erf.default" in repr(hk.hessian(module, draw(3, 4), draw(3, 2)))
+
+
+def test_operations_with_several_outputs():
+    module = Formula(lambda s, x: torch.mul(*torch.tanh(x @ s.W).chunk(2, -1)) + (x @ s.W).max(-1, keepdim=True)[0], W=(4, 4))
+    trace = traced(module, draw(3, 4))
+    assert trace.fallbacks == ("aten.chunk.default", "aten.max.dim")
+    assert torch.equal(trace.values[trace.output], module(draw(3, 4)))
+    assert_exact(module, draw(3, 4))
+    with torch.no_grad():
+        constant = Formula(lambda s, x: torch.topk(x @ s.W, 2).indices.double() * (x @ s.W)[:, :2], W=(4, 4))
+        assert kinds(traced(constant, draw(3, 4)))[-1] is Multiply  # indices do not move
 
 
 def test_nested_inputs_and_numbers():
@@ -138,7 +149,6 @@ REFUSED: dict[str, tuple[Callable[..., object], str]] = {
     "no tensor": (lambda s, x: None, "not one tensor"),
     "constant": (lambda s, x: x.exp(), "does not depend on the parameters"),
     "detached": (lambda s, x: (x @ s.W).detach(), "does not depend on the parameters"),
-    "split": (lambda s, x: (x @ s.W).split(1, -1)[0], r"aten\.split\.Tensor returns several tensors"),
     "complex": (lambda s, x: torch.fft.fft(x @ s.W).real, r"aten\.fft_fft\.default returns complex numbers"),
     "dropout": (lambda s, x: torch.dropout(x @ s.W, 0.5, True), r"aten\.dropout\.default draws random numbers"),
     "noise of its own": (

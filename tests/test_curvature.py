@@ -1,0 +1,235 @@
+"""The exact Hessian against reverse-over-reverse autograd, in every block, at 1e-12 of the block's largest entry."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from curvature_reference import (
+    Formula,
+    assert_exact,
+    cross_entropy,
+    draw,
+    largest_error,
+    mse,
+    randomised,
+    reverse_over_reverse,
+)
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit.blocks import ACTIVATIONS
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "the paper's": {},
+    "d_k": {"d_k": 2},
+    "pre": {"placement": "pre"},
+    "rmsnorm": {"norm": "rmsnorm", "d_k": 3},
+    "pre rmsnorm": {"placement": "pre", "norm": "rmsnorm"},
+    "biases": {"bias": True},
+    "attention biases": {"attention_bias": True, "d_k": 2},
+    "heads": {"n_heads": 2},
+    "heads without W_O": {"n_heads": 2, "output_projection": False, "d_k": 3},
+    "W_O": {"output_projection": True, "placement": "pre"},
+    "causal": {"causal": True},
+    "no gain": {"affine": False},
+    "everything": {"n_heads": 2, "d_k": 3, "bias": True, "attention_bias": True, "causal": True, "placement": "pre"},
+    "large eps": {"eps": 0.3, "activation": "silu"},
+    **{f"activation {name}": {"activation": name, "d_k": 2, "bias": True} for name in ACTIVATIONS},
+}
+
+
+def block(**options: Any) -> nn.Module:
+    return randomised(hk.TransformerBlock(4, 5, **options))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block(name):
+    found = assert_exact(block(**BLOCKS[name]), draw(2, 3, 4))
+    assert found.fallbacks == ()
+    assert found.asymmetry < 1e-14
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 3, 4), (1, 4), (2, 1, 4), (2, 2, 3, 4)])
+def test_shapes_of_the_input(shape):
+    assert_exact(block(d_k=2, activation="gelu"), draw(*shape))
+
+
+@pytest.mark.parametrize("labels", [[[0, 3, 1], [2, 2, 0]], [[-100, 3, 1], [2, -100, -100]]])
+def test_cross_entropy_of_tokens(labels):
+    assert_exact(block(activation="tanh"), draw(2, 3, 4), torch.tensor(labels), loss="cross_entropy")
+
+
+def test_cross_entropy_of_an_unbatched_sequence():
+    assert_exact(block(placement="pre"), draw(3, 4), torch.tensor([1, 0, 3]), loss="cross_entropy")
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
+@pytest.mark.parametrize(
+    ("n_blocks", "options"), [(1, {"bias": True}), (2, {"placement": "pre", "activation": "gelu", "n_heads": 2})]
+)
+def test_vision_transformer(n_blocks, options, loss):
+    model = randomised(hk.VisionTransformer(3, 2, 3, d_model=4, d_ff=3, n_blocks=n_blocks, **options))
+    target = None if loss == "mse" else torch.tensor([2, 0, -100])
+    found = assert_exact(model, draw(3, 2, 3), target, loss=loss)
+    assert found.fallbacks == ()
+
+
+def test_by_hand_and_forward_over_reverse():
+    """The whole block written out, differentiated by jacfwd(grad): no module, norm, softmax or loss of torch is involved."""
+    module, x, target = block(d_k=2, activation="tanh"), draw(2, 3, 4), draw(2, 3, 4, seed=7)
+    p = {name.split(".")[0][-1] + name.split(".")[1]: value.detach() for name, value in module.named_parameters()}
+    names, sizes = list(p), [v.numel() for v in p.values()]
+
+    def norm(y: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+        centred = y - y.sum(-1, keepdim=True) / 4
+        return centred / (centred.square().sum(-1, keepdim=True) / 4 + 1e-5).sqrt() * gain + shift
+
+    def loss(theta: Tensor) -> Tensor:
+        w = {n: v.reshape(p[n].shape) for n, v in zip(names, theta.split(sizes), strict=True)}
+        scores = torch.einsum("bik,bjk->bij", x @ w["nW_Q"], x @ w["nW_K"]) / math.sqrt(2)
+        weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        y = norm(x + weights @ x @ w["nW_V"], w["1weight"], w["1bias"])
+        z = norm(y + torch.tanh(y @ w["dW_1"]) @ w["dW_2"], w["2weight"], w["2bias"])
+        return (z - target).square().sum() / 24
+
+    expected = torch.func.jacfwd(torch.func.grad(loss))(torch.cat([v.reshape(-1) for v in p.values()]))
+    found = hk.hessian(module, x, target)
+    assert largest_error(found, expected) < 1e-12
+    assert found.loss == pytest.approx(float(loss(torch.cat([v.reshape(-1) for v in p.values()]))), rel=1e-14)
+
+
+def test_against_central_differences_of_the_gradient():
+    module, x, target = block(n_heads=2, activation="gelu"), draw(2, 3, 4), draw(2, 3, 4, seed=7)
+    direction, step = draw(sum(p.numel() for p in module.parameters()), seed=9), 1e-4
+    start = nn.utils.parameters_to_vector(module.parameters()).detach()
+
+    def gradient(theta: Tensor) -> Tensor:
+        nn.utils.vector_to_parameters(theta, module.parameters())
+        return nn.utils.parameters_to_vector(torch.autograd.grad(mse(module(x), target), list(module.parameters())))
+
+    def difference(h: float) -> Tensor:
+        return (gradient(start + h * direction) - gradient(start - h * direction)) / (2 * h)
+
+    expected = (4 * difference(step) - difference(2 * step)) / 3
+    nn.utils.vector_to_parameters(start, module.parameters())
+    assert (hk.hessian(module, x, target).matrix @ direction - expected).abs().max() < 1e-9 * expected.abs().max()
+
+
+class Tied(nn.Module):
+    """An embedding that is the head as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(6, 4), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+def test_tied_embedding_and_head():
+    tokens = torch.tensor([[1, 5, 1], [0, 2, 5]])
+    found = assert_exact(randomised(Tied()), tokens, torch.tensor([[5, 1, -100], [2, 5, 0]]), loss="cross_entropy")
+    assert found.names == ("embedding.weight", "norm.weight", "norm.bias")
+
+
+def test_plain_layers_of_torch():
+    module = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.LayerNorm(5), nn.Linear(5, 3), nn.Softmax(-1), nn.RMSNorm(3))
+    assert assert_exact(randomised(module), draw(2, 3, 4)).fallbacks == ()
+    others = nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4), nn.ELU(), nn.Flatten(), nn.Linear(12, 2), nn.Sigmoid())
+    assert_exact(randomised(others).eval(), draw(2, 3, 4))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_encoder_layer_of_torch(norm_first):
+    layer = nn.TransformerEncoderLayer(4, 2, 5, 0.1, "gelu", batch_first=True, norm_first=norm_first)
+    found = assert_exact(randomised(layer).eval(), draw(2, 3, 4))
+    assert "aten.scaled_dot_product_attention.default" in found.fallbacks
+
+
+FORMULAS = {
+    "weight twice": lambda s, x: torch.tanh(torch.tanh(x @ s.W) @ s.W),
+    "weight and its transpose": lambda s, x: torch.tanh(x @ s.W) @ s.W.mT,
+    "weight squared": lambda s, x: torch.tanh(x @ (s.W @ s.W)),
+    "gain by multiplication": lambda s, x: s.n(x @ s.W) * s.g + s.b,
+    "gain before and after": lambda s, x: torch.tanh(x * s.g @ s.W) * s.g,
+    "bias in three ways": lambda s, x: torch.tanh(x @ s.W + s.b) * s.b + s.b,
+    "a number": lambda s, x: torch.tanh(x @ s.W * s.a) + s.a**2,
+    "low rank": lambda s, x: torch.tanh(torch.tanh(x @ s.W) @ (s.V + s.g.unsqueeze(1) @ s.b.unsqueeze(0))),
+    "product of two paths": lambda s, x: (x @ s.W) * torch.sigmoid(x @ s.V),
+    "quotient": lambda s, x: (x @ s.W) / (2 + torch.tanh(x @ s.V)),
+    "exp, pow, erf": lambda s, x: torch.exp(-((x @ s.W) ** 2)) * torch.erf(x @ s.V),
+    "norm twice": lambda s, x: s.n(x + torch.tanh(s.n(x @ s.W))) @ s.V,
+    "norm of heads": lambda s, x: s.m((x @ s.H).unflatten(-1, (2, 3))).mT.flatten(-2) @ s.H.mT,
+    "weight of heads": lambda s, x: torch.tanh(torch.tanh(x @ s.H).unflatten(-1, (2, 3)) @ s.U),
+    "one product for three": lambda s, x: (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v)(*(x @ s.H).chunk(3, -1)),
+    "several outputs": lambda s, x: (lambda y: y.max(1).values * y.split([1, 3], -1)[1].sum(1).sum(-1, True))(
+        torch.tanh(x @ s.W)
+    ),
+    "positions": lambda s, x: torch.tanh(x @ s.W + s.P),
+    "class token": lambda s, x: torch.softmax(torch.cat([s.P[:1].expand(2, 1, 4), x @ s.W], 1), 1),
+    "attention": lambda s, x: torch.softmax(x @ s.W @ x.mT, -1) @ x @ s.V,
+    "linear attention": lambda s, x: (x @ s.W) @ ((x @ s.V).mT @ x),
+    "samples mixed": lambda s, x: torch.tanh(x @ s.W - (x @ s.W).mean(0)) @ s.V,
+    "in single precision": lambda s, x: torch.tanh((x @ s.W).float()).double() @ s.V,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formula(name):
+    parts: dict[str, Any] = {"n": nn.LayerNorm(4), "m": nn.LayerNorm(3)}
+    shapes = {"W": (4, 4), "V": (4, 4), "H": (4, 6), "U": (3, 5), "P": (3, 4), "g": (4,), "b": (4,), "a": ()}
+    module = Formula(FORMULAS[name], **shapes, **parts)
+    assert_exact(module, draw(2, 3, 4), tolerance=2e-6 if "single" in name else 1e-12)
+
+
+def log_cosh(z: Tensor, target: Tensor) -> Tensor:
+    return (z - target).cosh().log().mean() + 0.1 * (z @ z.mT).sum()
+
+
+@pytest.mark.parametrize("loss", [log_cosh, nn.functional.mse_loss, nn.functional.smooth_l1_loss, mse])
+def test_a_loss_of_ones_own(loss):
+    found = assert_exact(block(d_k=2), draw(2, 3, 4), loss=loss)
+    assert found.loss == pytest.approx(float(loss(block(d_k=2)(draw(2, 3, 4)).detach(), draw(2, 3, 4, seed=7))))
+
+
+def test_a_module_that_returns_its_loss():
+    module = Formula(lambda s, x, y: cross_entropy(s.net(x), y), net=hk.TransformerBlock(4, 5, activation="silu"))
+    inputs = (draw(2, 3, 4), torch.tensor([[0, 3, 1], [2, -100, 0]]))
+    found = assert_exact(module, inputs, loss=None)
+    with pytest.raises(hk.InputError, match="pass loss="):
+        found.outer()
+
+
+def test_a_quadratic_form_is_known_by_hand():
+    A = draw(4, 4)
+    found = hk.hessian(Formula(lambda s: s.p @ A @ s.p, p=(4,)), (), loss=None)
+    assert torch.allclose(found.matrix, A + A.T, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("names", [["attention.W_Q"], ["norm_1.weight", "attention.W_K"], "feedforward.W_2"])
+def test_some_parameters(names):
+    module, x, target = block(bias=True), draw(2, 3, 4), draw(2, 3, 4, seed=7)
+    some, every = hk.hessian(module, x, target, params=names), hk.hessian(module, x, target)
+    assert set(some.names) == ({names} if isinstance(names, str) else set(names))
+    for i, j in some.pairs():
+        assert (some.block(i, j) - every.block(i, j)).abs().max() <= 1e-13 * every.block(i, j).abs().max()
+    assert largest_error(some, reverse_over_reverse(module, x, target, mse, some.names)) < 1e-12
+
+
+def test_frozen_parameters_are_left_out():
+    module = block()
+    module.attention.W_V.requires_grad_(False)
+    assert "attention.W_V" not in assert_exact_without(module, "attention.W_V").names
+
+
+def assert_exact_without(module: nn.Module, name: str) -> hk.Hessian:
+    x, target = draw(2, 3, 4), draw(2, 3, 4, seed=7)
+    found = hk.hessian(module, x, target)
+    names = [n for n, _ in module.named_parameters() if n != name]
+    assert largest_error(found, reverse_over_reverse(module, x, target, mse, names)) < 1e-12
+    return found
