@@ -1,0 +1,104 @@
+"""Programs drawn at random from everything that has a closed form: rows mix, split, repeat and meet in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from curvature_reference import Formula, draw, reverse_over_reverse
+from torch import Tensor
+
+import hessiankit as hk
+
+Step = Callable[..., Tensor]
+SHARED = 0.35
+"""How often a parameter is used again where one of the right shape exists."""
+
+
+class Program(random.Random):
+    """Steps that each take a value, another value and parameters to a new value."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.steps: list[tuple[int, int, list[str], Step]] = []
+
+    def parameter(self, shape: tuple[int, ...]) -> str:
+        known = [name for name, seen in self.shapes.items() if seen == shape]
+        if known and self.random() < SHARED:
+            return self.choice(known)
+        name = f"p{len(self.shapes)}"
+        self.shapes[name] = shape
+        return name
+
+    def step(self, shape: tuple[int, ...]) -> tuple[list[tuple[int, ...]], Step]:
+        """Draw one step for a value of some shape: the shapes of its parameters, and what it does with them."""
+        d, axis, k = shape[-1], self.randrange(len(shape)), self.choice([2, 3, 4])
+        kinds: list[tuple[list[tuple[int, ...]], Step]] = [
+            ([(d, k)], lambda y, _, W: y @ W),
+            ([(k, d), (k,)], lambda y, _, W, b: F.linear(y, W, b)),
+            ([(d, 2), (2, k)], lambda y, _, A, B: torch.tanh(y) @ torch.tanh(A @ B)),
+            ([(d,)], lambda y, _, b: y + b),
+            ([(d,)], lambda y, _, g: y * g),
+            ([(d,), (d,)], lambda y, _, g, b: F.layer_norm(y, (d,), g, b, 0.1)),
+            ([(d,)], lambda y, _, g: F.rms_norm(y, (d,), g, 0.1)),
+            ([shape[-2:]], lambda y, _, G: F.layer_norm(y, shape[-2:], G, None, 0.1)),
+            ([], lambda y, _: torch.softmax(y, axis)),
+            ([], lambda y, _: F.gelu(y)),
+            ([], lambda y, _: y.transpose(axis, -1)),
+            ([], lambda y, _: y.unflatten(-1, (2, -1))),
+            ([], lambda y, _: y.flatten(0, 1)),
+            ([], lambda y, _: y.mean(axis, keepdim=True)),
+            ([], lambda y, _: y.sum(axis)),
+            ([], lambda y, _: y.select(axis, 0)),
+            ([], lambda y, _: y.expand(shape[0], *shape)),
+            ([], lambda y, other: y * other),
+            ([], lambda y, other: other + y),
+            ([], lambda y, other: y @ other.mT),
+        ]
+        return self.choice(kinds)
+
+    def grow(self, length: int, shape: tuple[int, ...]) -> Program:
+        """Draw steps until there are enough; those that do not fit are thrown away."""
+        self.steps.append((0, 0, [self.parameter((shape[-1], 4))], lambda y, _, W: y @ W))
+        values = [torch.zeros(shape), torch.zeros(*shape[:-1], 4)]
+        while len(self.steps) < length:
+            at, other = self.randrange(max(0, len(values) - 4), len(values)), self.randrange(len(values))
+            kept = dict(self.shapes)
+            needed, step = self.step(tuple(values[at].shape))
+            names = [self.parameter(needed_shape) for needed_shape in needed]
+            try:
+                value = step(values[at], values[other], *(torch.zeros(self.shapes[name]) for name in names))
+            except (RuntimeError, IndexError):
+                value = torch.zeros(())
+            if 0 < value.ndim <= 5 and value.numel() <= 200 and sum(torch.Size(s).numel() for s in self.shapes.values()) <= 90:
+                values.append(value)
+                self.steps.append((at, other, names, step))
+            else:
+                self.shapes = kept
+        return self
+
+    def module(self) -> Formula:
+        """Return a module whose output is a scalar of the last two values, and of every parameter."""
+
+        def forward(s: Formula, x: Tensor) -> Tensor:
+            values = [x]
+            for at, other, names, step in self.steps:
+                values.append(step(values[at], values[other], *(getattr(s, name) for name in names)))
+            ends = [torch.tanh(v.flatten()) @ torch.linspace(0.3, 1.0, v.numel(), dtype=x.dtype) for v in values[-2:]]
+            return sum(ends, sum((p**3).sum() for p in s.parameters()))
+
+        return Formula(forward, **self.shapes)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_random_program(seed):
+    program = Program(seed)
+    shape = program.choice([(2, 3, 4), (1, 3, 4), (3, 3, 3), (2, 2, 4)])
+    module, x = program.grow(program.randint(4, 9), shape).module(), draw(*shape)
+    expected = reverse_over_reverse(module, x, None, None)
+    found = hk.hessian(module, x, loss=None).matrix
+    assert (found - expected).abs().max() <= 1e-11 * expected.abs().max()
