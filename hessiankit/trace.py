@@ -169,11 +169,12 @@ def _record(
 
 def _run(target: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation, and refuse one that draws random numbers."""
-    seeded = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    before = _random_states(kwargs) if seeded else []
+    may_draw = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    before = _random_states(kwargs) if may_draw else []
     with torch.no_grad():
         value = target(*args, **kwargs)
-    if not all(torch.equal(old, new) for old, new in zip(before, _random_states(kwargs), strict=False)):
+    after = _random_states(kwargs) if may_draw else []
+    if not all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
         raise TraceError(
             f"trace: operation {target} draws random numbers, so the loss is random; "
             "call module.eval(), or pass the numbers as an input"

@@ -94,7 +94,7 @@ class Program(random.Random):
         return Formula(forward, **self.shapes)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(180, 240))
 def test_random_program(seed):
     program = Program(seed)
     shape = program.choice([(2, 3, 4), (1, 3, 4), (3, 3, 3), (2, 2, 4)])
