@@ -183,3 +183,43 @@ class Softmax(Primitive):
             into = torch.mul(t[part], a, out=out[part])
             into.addcmul_(a, into.sum(axis, keepdim=True), value=-1)
         return out
+
+
+@dataclass(frozen=True)
+class LogSoftmax(Primitive):
+    """N = T - log sum exp T along one axis as a primitive; inputs (T,).
+
+    With A = softmax(T): D N [t] = t - A.t, its transpose is w - A (1.w), and the contracted second derivative is
+    -(1.w) A o (t - A.t), for an adjoint w.
+
+    >>> LogSoftmax(-1).jvp((torch.zeros(2),), (torch.tensor([[1.0, 0.0]]),)).tolist()
+    [[0.5, -0.5]]
+    """
+
+    dim: int = -1
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return torch.log_softmax(inputs[0], self.dim)
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        if tangents[0] is None:
+            raise ValueError("LogSoftmax.jvp: the tangent of T is None")
+        return self._centred(inputs[0], tangents[0])
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (adjoint - torch.softmax(inputs[0], self.dim) * adjoint.sum(self._axis(inputs[0]), keepdim=True),)
+
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        if tangents[0] is None:
+            return (None,)
+        weight = torch.softmax(inputs[0], self.dim) * adjoint.sum(self.dim, keepdim=True)
+        return (-weight * self._centred(inputs[0], tangents[0]),)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim + self._axis(inputs[0])
+
+    def _axis(self, T: Tensor) -> int:
+        return self.dim if self.dim < 0 else self.dim - T.ndim
+
+    def _centred(self, T: Tensor, t: Tensor) -> Tensor:
+        return t - (torch.softmax(T, self.dim) * t).sum(self._axis(T), keepdim=True)

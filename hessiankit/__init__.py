@@ -8,6 +8,7 @@
 from hessiankit.blocks import TransformerBlock, VisionTransformer
 from hessiankit.curvature import Hessian, hessian
 from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
+from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.optim import block_types
 from hessiankit.trace import Trace, trace
 from hessiankit.verify.check import CheckReport, CheckRow, check
@@ -18,6 +19,7 @@ __all__ = [
     "CheckReport",
     "CheckRow",
     "Hessian",
+    "HessianOperator",
     "HessiankitError",
     "InputError",
     "OutOfMemoryError",
@@ -28,5 +30,6 @@ __all__ = [
     "block_types",
     "check",
     "hessian",
+    "hessian_operator",
     "trace",
 ]

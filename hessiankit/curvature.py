@@ -237,7 +237,7 @@ def _assemble(
 ) -> tuple[Tensor, float, tuple[str, ...]]:
     first = next(iter(task.parameters.values()))
     total = BlockSum()
-    normalizer = _normalizer(task)
+    normalizer = normalizer_of(task)
     splittable = isinstance(task.loss, str) and _samples_are_independent(task)
     batch = task.batch
     probe = splittable and WIDEST * task.size * _entries(task) * first.dtype.itemsize > WORKSPACE  # else the whole batch fits
@@ -312,7 +312,8 @@ def _splice(head: Trace, tail: Trace) -> None:
     head.fallbacks = tuple(dict.fromkeys(head.fallbacks + tail.fallbacks))
 
 
-def _normalizer(task: Task) -> float:
+def normalizer_of(task: Task) -> float:
+    """Return what a named loss divides its sum by: the entries (mse) or the labels that count (cross entropy)."""
     if task.target is None or not isinstance(task.loss, str):
         return 1.0
     return float(task.target.numel() if task.loss == "mse" else (task.target != IGNORE_INDEX).sum())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.errors import InputError, OutOfMemoryError
+from hessiankit.trace import ordinary_path
 
 Loss: TypeAlias = "str | Callable[..., Tensor] | None"
 LOSSES = ("mse", "cross_entropy")
@@ -43,7 +44,8 @@ class Task:
 
     def call(self, parameters: Mapping[str, Tensor], *inputs: Any) -> Tensor:
         """Return the module's output at some parameters."""
-        return torch.func.functional_call(self.module, dict(parameters), inputs)
+        with ordinary_path():
+            return torch.func.functional_call(self.module, dict(parameters), inputs)
 
     def part(self, rows: slice) -> Task:
         """Return the same request for some samples."""

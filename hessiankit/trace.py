@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derivations.primitive import Primitive
+from hessiankit.decompositions import DECOMPOSITIONS
 from hessiankit.errors import TraceError
 from hessiankit.fallback import AutomaticDifferentiation
 from hessiankit.in_place import check_kind, without_writing
@@ -63,6 +65,17 @@ class Trace:
         return tuple(None if i is None else self.values[i] for i in application.inputs)
 
 
+@contextmanager
+def ordinary_path() -> Iterator[None]:
+    """Keep torch's transformer layers off their fused path for inference, which has no derivative and shortens padded batches."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Trace:
     """Trace ``function(parameters, *inputs)`` into primitive applications.
 
@@ -82,11 +95,12 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
     def run(weights: list[Tensor], tensors: list[Tensor]) -> Tensor:
         given = iter(tensors)
         rebuilt = torch.utils._pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in flat], spec)
-        return function(dict(zip(names, weights, strict=True)), *rebuilt)
+        with ordinary_path():
+            return function(dict(zip(names, weights, strict=True)), *rebuilt)
 
     try:
         with torch.enable_grad():  # so that the graph says where the module itself turns gradients off
-            graph = make_fx(run, pre_dispatch=True)(leaves, data)
+            graph = make_fx(run, DECOMPOSITIONS, pre_dispatch=True)(leaves, data)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
         raise TraceError(
@@ -150,13 +164,15 @@ def _record(
     if not value.is_floating_point():
         return []
     by_tensor = {id(known[n]): ids[n] for n in moving}
+    run, index = (target, None) if indexed is None else (source.target, node.args[1])
     match = None
-    if (found := RULES.get(target)) is not None:
-        wants_result = "result" in inspect.signature(found).parameters
-        match = found(*args, **kwargs, **({"result": value} if wants_result else {}))
+    if (found := RULES.get(run)) is not None:
+        wanted = inspect.signature(found).parameters
+        args, kwargs = torch.fx.map_arg((source.args, source.kwargs), lambda n: known[n])
+        match = found(*args, **kwargs, **{k: v for k, v in (("result", value), ("piece", index)) if k in wanted})
+        if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
+            return []  # this piece comes from inputs that do not move
     if match is None:
-        index = None if indexed is None else node.args[1]
-        run = target if indexed is None else source.target
         primitive, inputs, missing = _fallback(run, source, moving, known, index), tuple(known[n] for n in moving), [str(run)]
     else:
         (primitive, inputs), missing = match, []

@@ -62,17 +62,17 @@ def test_only_what_the_parameters_reach_is_recorded():
 
 
 def test_what_has_no_chapter_is_named_once_and_differentiated():
-    module = Formula(lambda s, x: torch.erf((x @ s.W).exp()).exp(), W=(4, 2))
+    module = Formula(lambda s, x: torch.sinh((x @ s.W).asinh()).asinh(), W=(4, 2))
     trace = traced(module, draw(3, 4))
-    assert trace.fallbacks == ("aten.exp.default", "aten.erf.default")
+    assert trace.fallbacks == ("aten.asinh.default", "aten.sinh.default")
     assert kinds(trace) == [MatMul, *[AutomaticDifferentiation] * 3]
-    assert "aten.erf.default" in repr(hk.hessian(module, draw(3, 4), draw(3, 2)))
+    assert "aten.sinh.default" in repr(hk.hessian(module, draw(3, 4), draw(3, 2)))
 
 
 def test_operations_with_several_outputs():
     module = Formula(lambda s, x: torch.mul(*torch.tanh(x @ s.W).chunk(2, -1)) + (x @ s.W).max(-1, keepdim=True)[0], W=(4, 4))
     trace = traced(module, draw(3, 4))
-    assert trace.fallbacks == ("aten.chunk.default", "aten.max.dim")
+    assert trace.fallbacks == ("aten.max.dim",)
     assert torch.equal(trace.values[trace.output], module(draw(3, 4)))
     assert_exact(module, draw(3, 4))
     with torch.no_grad():

@@ -5,6 +5,7 @@ from hessiankit.verify.exact import ExactRow, check_exact
 from hessiankit.verify.health import Health, examine
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported, run_references
+from hessiankit.verify.routes import RouteTable, routes
 
 __all__ = [
     "REFERENCES",
@@ -13,9 +14,11 @@ __all__ = [
     "ExactRow",
     "Health",
     "Problem",
+    "RouteTable",
     "Unsupported",
     "check",
     "check_exact",
     "examine",
+    "routes",
     "run_references",
 ]

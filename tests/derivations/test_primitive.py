@@ -11,12 +11,15 @@ from second_order_reference import random_point
 from torch import Tensor
 
 from derivations.activation import KINDS, Activation
+from derivations.elementwise import KINDS as FUNCTIONS
+from derivations.elementwise import Divide, Elementwise
+from derivations.indexing import Concatenate, Select, Slice, Stack, Take, Where
 from derivations.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiply, Permute, Reshape, Scale, Shift
 from derivations.loss import CrossEntropy, MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.pooling import Mean, Sum
 from derivations.primitive import Primitive
-from derivations.softmax import Softmax
+from derivations.softmax import LogSoftmax, Softmax
 
 Case = tuple[Primitive, tuple[tuple[int, ...], ...]]
 SHAPES = [(3,), (3, 3), (2, 3), (1, 3), (3, 1), (2, 2, 3), (2, 3, 2), (3, 1, 2)]
@@ -29,6 +32,10 @@ def cases() -> Iterator[Case]:
         if fits(torch.add, s, t):
             yield Add(2.0), (s, t)
             yield Multiply(), (s, t)
+            yield Divide(), (s, t)
+            for condition in ((3,), (3, 1), (2, 1, 1)):
+                if fits(torch.add, condition, tuple(torch.broadcast_shapes(s, t))):
+                    yield Where(torch.arange(torch.Size(condition).numel()).reshape(condition) % 2 == 0), (s, t)
         if min(len(s), len(t)) >= 2 and fits(torch.matmul, s, t):
             yield MatMul(), (s, t)
         if len(t) == 2 and s[-1] == t[1]:
@@ -49,6 +56,26 @@ def cases() -> Iterator[Case]:
             yield Permute(order), (s,)
         for dim in axes:
             yield Softmax(dim), (s,)
+            yield LogSoftmax(dim), (s,)
+            yield Select(dim, 0), (s,)
+            yield Select(dim, -1), (s,)
+            yield Stack(dim), (s, s)
+            for start, stop, step in ((None, None, 1), (0, 9, 1), (1, None, 1), (0, -1, 1), (None, None, 2)):
+                if len(range(s[dim])[start:stop:step]):
+                    yield Slice(dim, start, stop, step), (s,)
+            for t in SHAPES:
+                if len(s) == len(t) and all(s[k] == t[k] for k in range(len(s)) if k != dim % len(s)):
+                    yield Concatenate(dim), (s, t)
+        positions = torch.arange(torch.Size(s).numel()).reshape(s)
+        for at in (
+            positions,
+            positions.flip(-1),
+            positions.flip(0),
+            positions[..., :1],
+            positions.transpose(0, -1),
+            positions // 2,
+        ):
+            yield Take(at), (s,)
         for dims in [(), *((i,) for i in axes), *itertools.combinations(range(len(s)), 2)]:
             for keepdim in (False, True):
                 yield Mean(dims, keepdim), (s,)
@@ -60,6 +87,8 @@ def cases() -> Iterator[Case]:
             yield RMSNorm(dims), (s, weights)
     for kind in KINDS:
         yield Activation(kind), ((2, 2, 3),)
+    for kind in FUNCTIONS:
+        yield Elementwise(kind, {"exponential": (2.0,), "power": (2,)}.get(kind, ())), ((2, 2, 3),)
 
 
 def fits(operation: object, s: tuple[int, ...], t: tuple[int, ...]) -> bool:
@@ -96,6 +125,8 @@ def test_separate_rows_are_separate(name):
         if type(primitive).__name__ != name:
             continue
         inputs = [x + 0.1 for x in random_point(52, **{f"x{k}": s for k, s in enumerate(shapes)}).values()]
+        if isinstance(primitive, Elementwise):
+            inputs = [x.abs() for x in inputs]  # where all of them are defined
         value = primitive.value(*inputs)
         first = None
         for axes, moving in claimed(primitive, inputs, "rowwise"):

@@ -21,7 +21,7 @@ from second_order_reference import (
 )
 
 from derivations.operation import Operation
-from derivations.softmax import Softmax, SoftmaxAt, softmax
+from derivations.softmax import LogSoftmax, Softmax, SoftmaxAt, softmax
 
 
 def row_softmax(T, mask=None):
@@ -150,3 +150,14 @@ def test_errors():
         SoftmaxAt(torch.zeros(2, 2)).jacobian("X")
     with pytest.raises(ValueError, match="tangent of T is None"):
         Softmax().jvp((torch.zeros(2),), (None,))
+
+
+@pytest.mark.parametrize("dim", [-1, 1, 0])
+def test_log_softmax(dim):
+    T = random_point(65, T=(2, 3, 4))["T"]
+    check_actions(LogSoftmax(dim), lambda x: x - x.exp().sum(dim, keepdim=True).log(), (T,), (0,))
+    axis = dim % 3
+    assert [LogSoftmax(dim).rowwise((T,), axes, (True,)) for axes in (1, 2, 3)] == [axes <= axis for axes in (1, 2, 3)]
+    assert LogSoftmax(dim).curvature((T,), T, (None,)) == (None,)
+    with pytest.raises(ValueError, match="tangent of T is None"):
+        LogSoftmax(dim).jvp((T,), (None,))

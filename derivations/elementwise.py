@@ -1,0 +1,234 @@
+r"""Functions of one number applied entry by entry, and the quotient of two tensors.
+
+For an entrywise f, N = f(X) has D N [t] = f'(X) o t and, contracted with an adjoint W, the second derivative
+W o f''(X) o t. The activations of neural networks are in ``derivations.activation``; these are the functions around them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from derivations.linear import Multiply, unbroadcast
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+
+Derivatives = tuple[Tensor, Tensor, "Tensor | None"]
+"""The value, the first and the second derivative, entry by entry; None for a second that is zero."""
+
+
+def _exp(x: Tensor) -> Derivatives:
+    e = torch.exp(x)
+    return e, e, e
+
+
+def _expm1(x: Tensor) -> Derivatives:
+    e = torch.exp(x)
+    return torch.expm1(x), e, e
+
+
+def _exponential(x: Tensor, base: float) -> Derivatives:
+    e, rate = torch.pow(base, x), math.log(base)
+    return e, rate * e, rate * rate * e
+
+
+def _log(x: Tensor) -> Derivatives:
+    r = 1 / x
+    return torch.log(x), r, -r * r
+
+
+def _log1p(x: Tensor) -> Derivatives:
+    r = 1 / (1 + x)
+    return torch.log1p(x), r, -r * r
+
+
+def _sqrt(x: Tensor) -> Derivatives:
+    root = torch.sqrt(x)
+    first = 0.5 / root
+    return root, first, -0.5 * first / x
+
+
+def _rsqrt(x: Tensor) -> Derivatives:
+    r = torch.rsqrt(x)
+    first = -0.5 * r / x
+    return r, first, -1.5 * first / x
+
+
+def _reciprocal(x: Tensor) -> Derivatives:
+    r = 1 / x
+    return r, -r * r, 2 * r * r * r
+
+
+def _power(x: Tensor, p: float) -> Derivatives:
+    first = torch.zeros_like(x) if p == 0 else p * x ** (p - 1)
+    return x**p, first, None if p in (0, 1) else p * (p - 1) * x ** (p - 2)
+
+
+def _sigmoid(x: Tensor) -> Derivatives:
+    s = torch.sigmoid(x)
+    first = s * torch.sigmoid(-x)  # 1 - s loses all digits for large x
+    return s, first, first * -torch.tanh(x / 2)
+
+
+def _log_sigmoid(x: Tensor) -> Derivatives:
+    first = torch.sigmoid(-x)
+    return torch.nn.functional.logsigmoid(x), first, -first * torch.sigmoid(x)
+
+
+def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Derivatives:
+    straight = beta * x > threshold  # torch's softplus is the identity from here on
+    s = torch.sigmoid(beta * x)
+    value = torch.nn.functional.softplus(x, beta, threshold)
+    return value, s.masked_fill(straight, 1), (beta * s * torch.sigmoid(-beta * x)).masked_fill(straight, 0)
+
+
+def _erf(x: Tensor) -> Derivatives:
+    first = 2 / math.sqrt(math.pi) * torch.exp(-x * x)
+    return torch.erf(x), first, -2 * x * first
+
+
+def _sin(x: Tensor) -> Derivatives:
+    s = torch.sin(x)
+    return s, torch.cos(x), -s
+
+
+def _cos(x: Tensor) -> Derivatives:
+    c = torch.cos(x)
+    return c, -torch.sin(x), -c
+
+
+def _abs(x: Tensor) -> Derivatives:
+    return x.abs(), torch.sign(x), None
+
+
+def _clamp(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Derivatives:
+    return x.clamp(low, high), ((x >= low) & (x <= high)).to(x.dtype), None
+
+
+KINDS: dict[str, Callable[..., Derivatives]] = {
+    "exp": _exp,
+    "expm1": _expm1,
+    "exponential": _exponential,
+    "log": _log,
+    "log1p": _log1p,
+    "sqrt": _sqrt,
+    "rsqrt": _rsqrt,
+    "reciprocal": _reciprocal,
+    "power": _power,
+    "sigmoid": _sigmoid,
+    "log_sigmoid": _log_sigmoid,
+    "softplus": _softplus,
+    "erf": _erf,
+    "sin": _sin,
+    "cos": _cos,
+    "abs": _abs,
+    "clamp": _clamp,
+}
+
+
+@dataclass(frozen=True)
+class Elementwise(Primitive):
+    """N = f(X), entry by entry; inputs (X,).
+
+        exp          e^x            e^x                 e^x
+        expm1        e^x - 1        e^x                 e^x
+        exponential  c^x            c^x log c           c^x (log c)^2
+        log          log x          1/x                 -1/x^2
+        log1p        log(1 + x)     1/(1 + x)           -1/(1 + x)^2
+        sqrt         x^(1/2)        x^(-1/2)/2          -x^(-3/2)/4
+        rsqrt        x^(-1/2)       -x^(-3/2)/2         3 x^(-5/2)/4
+        reciprocal   1/x            -1/x^2              2/x^3
+        power        x^p            p x^(p-1)           p (p-1) x^(p-2)
+        sigmoid      s              s (1 - s)           s (1 - s)(1 - 2s),     s = 1/(1 + e^-x)
+        log_sigmoid  log s          1 - s               -s (1 - s)
+        softplus     log(1 + e^bx)/b,  s(bx),           b s (1 - s);           x, 1, 0 where bx > threshold
+        erf          erf x          2 e^(-x^2)/sqrt(pi)  -2x times it
+        sin, cos     sin x          cos x               -sin x;                cos x, -sin x, -cos x
+        abs          |x|            sign x              0
+        clamp        within [l, h]  1{l <= x <= h}      0
+
+    At a kink the derivative is torch's: 0 for abs, 1 for clamp.
+
+    Args:
+        kind: one of ``KINDS``.
+        constants: c, p, (b, threshold) or (l, h), in the order in which they are written above.
+
+    Raises:
+        ValueError: if there is no such kind.
+
+    >>> cube = Elementwise("power", (3,))
+    >>> cube.curvature((torch.tensor([2.0]),), torch.tensor([1.0]), (torch.tensor([[1.0]]),))[0].tolist()
+    [[12.0]]
+    """
+
+    kind: str
+    constants: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Elementwise: there is no kind {self.kind!r}; the kinds are {', '.join(KINDS)}")
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return self._derivatives(inputs[0])[0]
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        if tangents[0] is None:
+            raise ValueError("Elementwise.jvp: the tangent of X is None")
+        return tangents[0] * self._derivatives(inputs[0])[1]
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (adjoint * self._derivatives(inputs[0])[1],)
+
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        second = None if tangents[0] is None else self._derivatives(inputs[0])[2]
+        return (None,) if second is None or tangents[0] is None else (tangents[0] * (adjoint * second),)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim
+
+    def _derivatives(self, x: Tensor) -> Derivatives:
+        return KINDS[self.kind](x, *self.constants)
+
+
+@dataclass(frozen=True)
+class Divide(Primitive):
+    """N = a / b with broadcasting: the product of a and r = 1/b, with dr = -r^2 db and d^2 r = 2 r^3 db^2.
+
+    >>> two, three = torch.tensor([2.0]), torch.tensor([3.0])
+    >>> Divide().curvature((three, two), torch.ones(1), (None, torch.ones(1, 1)))[1].tolist()  # 2 a / b^3
+    [[0.75]]
+    """
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return inputs[0] / inputs[1]
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        return Multiply().jvp(*self._as_product(inputs, tangents))
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        a, b = inputs
+        r = self._inverse(inputs)
+        return unbroadcast(adjoint * r, a.shape), -r * r * unbroadcast(adjoint * a, b.shape)
+
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        (a, r), moved = self._as_product(inputs, tangents)
+        to_a, to_r = Multiply().curvature((a, r), adjoint, moved)
+        to_b = None if to_r is None else -r * r * to_r
+        if tangents[1] is not None:
+            bend = 2 * r * r * r * unbroadcast((adjoint * a).unsqueeze(0), r.shape)[0] * tangents[1]
+            to_b = bend if to_b is None else to_b + bend
+        return to_a, to_b
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return Multiply().rowwise(inputs, axes, moving)
+
+    def _as_product(self, inputs: Inputs, tangents: Tangents) -> tuple[Inputs, Tangents]:
+        r, (t_a, t_b) = self._inverse(inputs), tangents
+        return (inputs[0], r), (t_a, None if t_b is None else -r * r * t_b)
+
+    def _inverse(self, inputs: Inputs) -> Tensor:
+        a, b = inputs
+        return 1 / b.to(torch.result_type(a, b))  # the inverse of an integer, such as a count, is single otherwise

@@ -1,0 +1,284 @@
+"""The exact Hessian, or its Gauss-Newton part, as a linear operator: products without the P x P matrix.
+
+Values and adjoints are computed once, when the operator is made (see :mod:`hessiankit.linearisation`); a product is one sweep
+forward and one sweep back for a whole block of vectors, through whatever operations the module uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor, nn
+
+from hessiankit.curvature import WORKSPACE
+from hessiankit.errors import InputError
+from hessiankit.linearisation import FrozenTask, Linearisation, freeze
+from hessiankit.task import IGNORE_INDEX, Loss, Task, check_memory, make_task
+
+KINDS = ("hessian", "ggn", "fisher")
+WHO = "hessian_operator"
+
+
+class HessianOperator(LinearOperator):
+    """The Hessian of a scalar loss, or its Gauss-Newton part, known by its products; made by :func:`hessian_operator`.
+
+    A ``scipy.sparse.linalg.LinearOperator``, symmetric: ``eigsh(operator, k=3)`` and the like take it as it is. ``@`` takes
+    torch vectors (P,) and matrices (P, k) on the operator's device and in its dtype, and NumPy arrays of the same shapes.
+
+    Attributes:
+        shape: (P, P).
+        dtype: The dtype as NumPy spells it, which SciPy needs (float32 for bfloat16); ``torch_dtype`` is torch's.
+        device: Where the products are computed.
+        names: Parameter names, in the order of the entries of a vector.
+        slices: Entries of each parameter.
+        kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
+        loss: The loss at this point.
+        gradient: Its gradient, (P,).
+        symmetry_error: ``|<u, H v> - <v, H u>|`` of two random vectors, relative to ``|u| |H v|``: the rounding level.
+        fallbacks: Operations without a closed form, which are differentiated automatically one by one.
+        block_size: Vectors treated at once.
+    """
+
+    def __init__(self, task: Task, batches: list[Linearisation], kind: str, block_size: int | None) -> None:
+        first = next(iter(task.parameters.values()))
+        self.torch_dtype, self.device = first.dtype, first.device
+        self._host_dtype = torch.float32 if first.dtype == torch.bfloat16 else first.dtype
+        super().__init__(torch.empty(0, dtype=self._host_dtype).numpy().dtype, (task.size, task.size))
+        self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
+        self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
+        self._batches = batches
+        total = sum(b.count for b in batches)
+        self._weights = [b.count / total for b in batches]
+        self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
+        self.gradient = sum(w * b.gradient for w, b in zip(self._weights, batches, strict=True))
+        self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.trace.fallbacks))
+        self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
+        self.symmetry_error = self._probe_symmetry()
+
+    def __matmul__(self, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return self._product(other)
+        return self._numpy_product(other) if isinstance(other, np.ndarray) else super().__matmul__(other)
+
+    def dot(self, x: Any) -> Any:
+        """Return the product with a torch tensor, a NumPy array, a number or another operator."""
+        return self @ x if isinstance(x, (Tensor, np.ndarray)) else super().dot(x)
+
+    def to_matrix(self) -> Tensor:
+        """Return the P x P matrix, a block of columns at a time.
+
+        Raises:
+            OutOfMemoryError: If it does not fit.
+        """
+        size = self.shape[0]
+        check_memory("HessianOperator.to_matrix", size, self.torch_dtype, self.device, copies=1)
+        out = torch.empty(size, size, dtype=self.torch_dtype, device=self.device)
+        for start in range(0, size, self.block_size):
+            units = out.new_zeros(min(self.block_size, size - start), size)
+            units.diagonal(start).fill_(1.0)
+            out[start : start + units.shape[0]] = self._rows(units)
+        return out.T
+
+    def to_torch(self) -> TorchOperator:
+        """Return the operator with torch's dtype, for torch vectors only, as the estimators of curvlinops expect it."""
+        return TorchOperator(self)
+
+    def _product(self, vectors: Tensor) -> Tensor:
+        expected = f"a vector ({self.shape[0]},) or a matrix ({self.shape[0]}, k)"
+        if vectors.ndim not in (1, 2) or vectors.shape[0] != self.shape[0]:
+            raise InputError(
+                f"HessianOperator: cannot multiply with shape {tuple(vectors.shape)}; expected {expected}, with entries "
+                "in the order of named_parameters(), see .slices"
+            )
+        if vectors.dtype != self.torch_dtype:
+            raise InputError(f"HessianOperator: the vectors are {vectors.dtype}; expected {self.torch_dtype}: convert them")
+        if vectors.device != self.device:
+            raise InputError(f"HessianOperator: the vectors are on {vectors.device}, the operator on {self.device}; move them")
+        if vectors.ndim == 1:
+            return self._rows(vectors.detach().unsqueeze(0))[0]
+        return self._rows(vectors.detach().T.contiguous()).T
+
+    @torch.no_grad()
+    def _rows(self, rows: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for part, into in zip(rows.split(self.block_size), out.split(self.block_size), strict=True):
+            for weight, batch in zip(self._weights, self._batches, strict=True):
+                if part.shape[0]:
+                    into.add_(batch.product(part), alpha=weight)
+        return out
+
+    def _numpy_product(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if not np.can_cast(x.dtype, self.dtype):
+            raise InputError(f"HessianOperator: the array is {x.dtype}, which {self.dtype} cannot hold; convert it")
+        vectors = torch.from_numpy(np.array(x, dtype=self.dtype, order="C")).to(self.device, self.torch_dtype)
+        result: np.ndarray[Any, Any] = self._product(vectors).to("cpu", self._host_dtype).numpy()
+        return result
+
+    def _matvec(self, x: Any) -> Any:
+        return self._numpy_product(np.asarray(x))
+
+    def _matmat(self, X: Any) -> Any:
+        return self._numpy_product(np.asarray(X))
+
+    def _adjoint(self) -> HessianOperator:
+        return self
+
+    def _transpose(self) -> HessianOperator:
+        return self
+
+    def _probe_symmetry(self) -> float:
+        draws = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0)).to(self.gradient)
+        (u, v), (Hu, Hv) = draws, self._rows(draws)
+        scale = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2
+        error = float((u @ Hv - v @ Hu).abs()) / scale if scale else 0.0
+        values = [x for b in self._batches for x in b.trace.values if x.is_floating_point()]
+        allowed = max(torch.finfo(x.dtype).eps for x in values) ** 0.5
+        if not error <= allowed:  # NaN too
+            named = f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
+            raise InputError(
+                f"{WHO}: <u, Hv> and <v, Hu> differ by {error:.1e} of |u||Hv|, more than rounding ({allowed:.1e}){named}. An "
+                "operation has a wrong second derivative, or overflows; write it in other operations, or use a wider dtype"
+            )
+        return error
+
+
+class TorchOperator:
+    """A :class:`HessianOperator` for torch vectors only, with the attributes that curvlinops' estimators ask for."""
+
+    def __init__(self, operator: HessianOperator) -> None:
+        self._operator = operator
+        self.shape: tuple[int, int] = operator.shape
+        self.dtype, self.device = operator.torch_dtype, operator.device
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        return self._operator @ vectors  # type: ignore[no-any-return]
+
+    @property
+    def T(self) -> TorchOperator:
+        """The transpose: the operator itself."""
+        return self
+
+    def adjoint(self) -> TorchOperator:
+        """Return the adjoint: the operator itself."""
+        return self
+
+    def to_scipy(self) -> HessianOperator:
+        """Return the SciPy operator."""
+        return self._operator
+
+
+def hessian_operator(
+    module: nn.Module,
+    data: Any,
+    target: Tensor | None = None,
+    *,
+    loss: Loss = "mse",
+    params: Iterable[str] | None = None,
+    kind: str = "hessian",
+    block_size: int | None = None,
+) -> HessianOperator:
+    """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
+
+    The module is traced and linearised here, once for each batch, at copies of its parameters; later training does not
+    move the operator. Memory: every value of the module for all the data, and in a product about 512 MiB of tangents
+    (``block_size`` vectors at a time, chosen to stay below that), never P x P.
+
+    Args:
+        module: Any module whose forward torch can trace and which returns one tensor.
+        data: The inputs, a tensor or a tuple of positional arguments, with ``target``; or, without ``target``, one pair
+            (inputs, target) or an iterable of such pairs. Pairs are weighted by their entries ("mse") or by their labels
+            that are not -100 ("cross_entropy"), so that any split of independent samples gives the same operator.
+        target: What the loss compares with, as in :func:`hessiankit.hessian`.
+        loss: As in :func:`hessiankit.hessian`; a callable, or None, takes one batch.
+        params: Names of the parameters to take; all that require grad by default.
+        kind: ``"hessian"``; ``"ggn"``, the outer-product part J^T L'' J; ``"fisher"``, the same for the two named losses,
+            whose Fisher information it is (of a Gaussian, or of the softmax's categorical distribution).
+        block_size: Vectors of a block treated at once.
+
+    Raises:
+        InputError: If an argument cannot be used, or if the module is not a function: it draws random numbers, or a call
+            changes its buffers or its result.
+        TraceError: If torch cannot trace the module.
+
+    The Hessian of a linear layer under squared error, 2/(L d_out) X^T X (x) I, known by hand:
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> operator = hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+    >>> (operator @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
+    [4.0, 6.0]
+    """
+    _check_options(loss, kind, block_size)
+    names = None if params is None else [params] if isinstance(params, str) else list(params)
+    batches: list[Linearisation] = []
+    task: FrozenTask | None = None
+    for number, (inputs, labels) in enumerate(_pairs(data, target, loss)):
+        if number and not isinstance(loss, str):
+            raise InputError(f"{WHO}: with loss={loss!r} the weights of several batches are unknown; pass one batch")
+        if loss == "cross_entropy" and target is None and _all_ignored(labels):
+            continue
+        plain = make_task(WHO, module, inputs, labels, loss, names)
+        if task is None:
+            _probe_determinism(plain)
+        task = freeze(plain, task)
+        with torch.no_grad():
+            batches.append(Linearisation(task, gauss_newton=kind != "hessian"))
+    if task is None:
+        raise InputError(f"{WHO}: the data hold no batch that counts; pass at least one pair (inputs, target)")
+    return HessianOperator(task, batches, kind, block_size)
+
+
+def _check_options(loss: Loss, kind: str, block_size: int | None) -> None:
+    if kind not in KINDS:
+        raise InputError(f"{WHO}: kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
+    if kind != "hessian" and loss is None:
+        raise InputError(f"{WHO}: kind={kind!r} needs the module's output, which loss=None hides; pass loss=...")
+    if kind == "fisher" and not isinstance(loss, str):
+        raise InputError(f"{WHO}: kind='fisher' needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
+    if block_size is not None and block_size < 1:
+        raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
+
+
+def _pairs(data: Any, target: Tensor | None, loss: Loss) -> Iterator[tuple[Any, Tensor | None]]:
+    is_pair = isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor)
+    if target is not None or loss is None or isinstance(data, Tensor):
+        yield data, target
+    elif is_pair:
+        yield data[0], data[1]
+    elif not isinstance(data, Iterable):
+        raise InputError(f"{WHO}: data is {type(data).__name__}; expected inputs and target=..., or (inputs, target) pairs")
+    else:
+        for number, batch in enumerate(data):
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                seen = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+                raise InputError(f"{WHO}: batch {number} is a {seen}; expected a pair (inputs, target), or pass target=...")
+            yield batch[0], batch[1]
+
+
+def _all_ignored(labels: Any) -> bool:
+    return isinstance(labels, Tensor) and labels.numel() > 0 and bool((labels == IGNORE_INDEX).all())
+
+
+@torch.no_grad()
+def _probe_determinism(task: Task) -> None:
+    """Run the module twice; the same bits have to come out, and no buffer may change."""
+    before = {n: b.clone() for n, b in task.module.named_buffers()}
+    first = task.call(task.parameters, *task.inputs)
+    buffers = dict(task.module.named_buffers())
+    changed = [n for n, b in before.items() if n in buffers and not torch.equal(buffers[n], b)]
+    if changed:
+        for name in changed:
+            buffers[name].copy_(before[name])
+        raise InputError(
+            f"{WHO}: a call of the module changes its buffer {changed[0]!r}, so the loss is not a function of the parameters; "
+            "call module.eval(), or keep the buffer as it is in forward"
+        )
+    if not torch.equal(first, task.call(task.parameters, *task.inputs)):
+        raise InputError(
+            f"{WHO}: two calls of the module on the same inputs give different outputs, so the loss is random or depends on "
+            "earlier calls; call module.eval(), turn dropout off, or pass random numbers as an input"
+        )

@@ -1,0 +1,289 @@
+"""The operations that transformers are made of, each as a tiny float64 problem with a curved loss behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hessiankit.verify.problem import mean_square
+
+Function: TypeAlias = Callable[..., Tensor]
+"""(inputs, one argument for each parameter by name) -> outputs."""
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation within a small function of some parameters.
+
+    Attributes:
+        name: How the table calls it.
+        formula: The outputs as a function of the inputs ``x`` and the parameters.
+        module: Makes the module; its parameters are drawn anew.
+        inputs: Shape of ``x``, or the tokens themselves.
+        loss: (outputs, target) -> scalar: the mean of the squared differences, or cross entropy where ``labels`` are given.
+        labels: Targets of a loss that takes classes.
+    """
+
+    name: str
+    formula: str
+    module: Callable[[], nn.Module]
+    inputs: tuple[int, ...] | Tensor = (3, 5)
+    loss: Callable[[Tensor, Tensor], Tensor] = mean_square
+    labels: Tensor | None = None
+
+    def example(self, seed: int) -> Example:
+        """Draw inputs, target and parameters (in this order) from the normal distribution."""
+        generator = torch.Generator().manual_seed(seed)
+        draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+        module = self.module().double().eval()
+        x = self.inputs if isinstance(self.inputs, Tensor) else draw(self.inputs)
+        with torch.no_grad():
+            target = draw(module(x).shape) if self.labels is None else self.labels
+            for parameter in module.parameters():
+                parameter.copy_(draw(parameter.shape))
+        return Example(module, x, target, self.loss, "mse" if self.labels is None else "cross_entropy")
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One drawn problem: ``loss(module(x), target)`` as a function of the parameters that require a gradient."""
+
+    module: nn.Module
+    x: Tensor
+    target: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    loss_name: str
+    """What ``hessiankit.hessian`` calls the same function."""
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Name -> value of what is differentiated."""
+        return {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
+
+    @property
+    def theta(self) -> Tensor:
+        """All of them as one flat vector (P)."""
+        return torch.cat([value.reshape(-1) for value in self.parameters.values()])
+
+    @property
+    def samples(self) -> int:
+        """How many there are; the loss is the mean of theirs."""
+        return len(self.x)
+
+    def __call__(self, theta: Tensor, sample: Tensor | None = None) -> Tensor:
+        """Return the loss at a flat vector of parameters: of all samples, or of the one with index ``sample``."""
+        x, target = (self.x, self.target) if sample is None else (self.x[sample[None]], self.target[sample[None]])
+        shapes = {name: value.shape for name, value in self.parameters.items()}
+        pieces = theta.split([shape.numel() for shape in shapes.values()])
+        values = {name: piece.reshape(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
+        return self.loss(functional_call(self.module, values, (x,)), target)
+
+
+class Formula(nn.Module):
+    """A function of the inputs and of parameters of given shapes; those named in ``fixed`` are not differentiated.
+
+    >>> sum(p.numel() for p in Formula(lambda x, W: x @ W, W=(5, 2)).parameters())
+    10
+    """
+
+    def __init__(self, function: Function, fixed: tuple[str, ...] = (), **shapes: Any) -> None:
+        super().__init__()
+        self.function, self.names = function, tuple(shapes)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape), requires_grad=name not in fixed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the function's value."""
+        return self.function(x, **{name: getattr(self, name) for name in self.names})
+
+
+def written_out_layer_norm(z: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    """Return gain * (z - mean) / sqrt(var + eps) + bias over the last axis, by elementary operations.
+
+    >>> one, none = torch.ones(2), torch.zeros(2)
+    >>> written_out_layer_norm(torch.tensor([[-1.0, 3.0]]), one, none).round(decimals=3).tolist()
+    [[-1.0, 1.0]]
+    """
+    centred = z - z.mean(-1, keepdim=True)
+    return gain * centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt() + bias
+
+
+def written_out_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v by elementary operations.
+
+    >>> written_out_attention(torch.zeros(1, 2), torch.ones(2, 2), torch.tensor([[1.0], [3.0]])).tolist()
+    [[2.0]]
+    """
+    return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def _math_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+class _SelfAttention(nn.Module):
+    """``nn.MultiheadAttention`` of a sequence with itself."""
+
+    def __init__(self, need_weights: bool, math: bool = False) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(3, 1, bias=False, batch_first=True)
+        self.need_weights, self.math = need_weights, math
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.math:
+            with sdpa_kernel(SDPBackend.MATH):
+                return self.attention(x, x, x, need_weights=self.need_weights)[0]
+        return self.attention(x, x, x, need_weights=self.need_weights)[0]
+
+
+def _encoder_layer() -> nn.Module:
+    """Return a post-norm layer of which attention's input projection and the two gains are differentiated."""
+    layer = nn.TransformerEncoderLayer(3, 1, dim_feedforward=2, dropout=0.0, bias=False, batch_first=True)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_("in_proj" in name or "norm" in name)
+    return layer
+
+
+def _two_factors() -> nn.Module:
+    return Formula(lambda x, A, B: x @ A @ B, A=(5, 3), B=(3, 4))
+
+
+_NORM: dict[str, Any] = {"gain": (5,), "bias": (5,), "W": (5, 5)}
+_CHANNELS: dict[str, Any] = {"gain": (4,), "bias": (4,), "W": (3, 3)}
+_HEADS: dict[str, Any] = {"W_Q": (4, 2), "W_K": (4, 2), "W_V": (4, 2)}
+_SEQUENCES = (2, 3, 4)
+_LABELS = torch.tensor([0, 3, 1])
+
+
+def _elementwise(name: str, function: Callable[[Tensor], Tensor], formula: str = "") -> Operation:
+    return Operation(name, formula or f"{name}(x W)", partial(Formula, lambda x, W: function(x @ W), W=(5, 4)))
+
+
+def _attention(name: str, function: Function, formula: str) -> Operation:
+    def attend(x: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Tensor:
+        x = x[:, None]  # (B, heads, L, d_model)
+        return function(x @ W_Q, x @ W_K, x @ W_V)
+
+    return Operation(name, formula, partial(Formula, attend, **_HEADS), _SEQUENCES)
+
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            "layer_norm",
+            "layer_norm(x W, gain, bias)",
+            partial(Formula, lambda x, gain, bias, W: F.layer_norm(x @ W, (5,), gain, bias, EPS), **_NORM),
+        ),
+        Operation(
+            "layer_norm (no bias)",
+            "layer_norm(x W, gain)",
+            partial(Formula, lambda x, gain, W: F.layer_norm(x @ W, (5,), gain, None, EPS), gain=(5,), W=(5, 5)),
+        ),
+        Operation(
+            "layer_norm (no gain)",
+            "layer_norm(x W)",
+            partial(Formula, lambda x, W: F.layer_norm(x @ W, (5,), None, None, EPS), W=(5, 5)),
+        ),
+        Operation(
+            "layer_norm (w.r.t. its input)",
+            "layer_norm(x + Z, gain, bias), gain and bias fixed",
+            partial(
+                Formula,
+                lambda x, gain, bias, Z: F.layer_norm(x + Z, (5,), gain, bias, EPS),
+                fixed=("gain", "bias"),
+                gain=(5,),
+                bias=(5,),
+                Z=(3, 5),
+            ),
+            (1, 3, 5),
+        ),
+        Operation(
+            "layer_norm (w.r.t. its gain)",
+            "layer_norm(x, gain, bias)",
+            partial(Formula, lambda x, gain, bias: F.layer_norm(x, (5,), gain, bias, EPS), gain=(5,), bias=(5,)),
+        ),
+        Operation(
+            "layer_norm (written out)",
+            "gain (x W - mean) / sqrt(var + eps) + bias",
+            partial(Formula, lambda x, gain, bias, W: written_out_layer_norm(x @ W, gain, bias), **_NORM),
+        ),
+        Operation(
+            "rms_norm",
+            "rms_norm(x W, gain)",
+            partial(Formula, lambda x, gain, W: F.rms_norm(x @ W, (5,), gain, EPS), gain=(5,), W=(5, 5)),
+        ),
+        Operation(
+            "group_norm",
+            "group_norm(x W, 2 groups, gain, bias)",
+            partial(Formula, lambda x, gain, bias, W: F.group_norm(x @ W, 2, gain, bias, EPS), **_CHANNELS),
+            (2, 4, 3),
+        ),
+        Operation(
+            # As many groups as positions: torch's batching rule then finds shapes that fit where they should not.
+            "group_norm (no gain)",
+            "group_norm(x W, 4 groups)",
+            partial(Formula, lambda x, W: F.group_norm(x @ W, 4, None, None, EPS), W=(4, 4)),
+            (2, 8, 4),
+        ),
+        _elementwise("softmax", lambda z: z.softmax(-1)),
+        _elementwise("log_softmax", lambda z: z.log_softmax(-1)),
+        _elementwise("gelu", F.gelu, "gelu(x W), erf"),
+        _elementwise("gelu (tanh)", partial(F.gelu, approximate="tanh"), 'gelu(x W, approximate="tanh")'),
+        _elementwise("silu", F.silu),
+        _elementwise("relu", F.relu),
+        _elementwise("tanh", torch.tanh),
+        _elementwise("sigmoid", torch.sigmoid),
+        _elementwise("dropout (eval)", partial(F.dropout, p=0.5, training=False), "dropout(x W, training=False)"),
+        Operation("matmul", "x A B", _two_factors),
+        Operation(
+            "linear",
+            "linear(linear(x, A), B, b)",
+            partial(Formula, lambda x, A, B, b: F.linear(F.linear(x, A), B, b), A=(3, 5), B=(4, 3), b=(4,)),
+        ),
+        Operation(
+            "embedding",
+            "embedding(tokens, E) W^T",
+            lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 4, bias=False)),
+            torch.tensor([[0, 2, 4], [2, 1, 2]]),
+        ),
+        _attention("attention (written out)", written_out_attention, "softmax(Q K^T / sqrt(d)) V by elementary operations"),
+        _attention("sdpa (default)", F.scaled_dot_product_attention, "scaled_dot_product_attention, torch's choice of backend"),
+        _attention("sdpa (math)", _math_attention, "scaled_dot_product_attention within sdpa_kernel(SDPBackend.MATH)"),
+        _attention("sdpa (math, causal)", partial(_math_attention, is_causal=True), "the same, is_causal=True"),
+        Operation(
+            "nn.MultiheadAttention", "need_weights=False, torch's choice of backend", partial(_SelfAttention, False), (2, 4, 3)
+        ),
+        Operation(
+            "nn.MultiheadAttention (math)",
+            "need_weights=False, within sdpa_kernel(SDPBackend.MATH)",
+            partial(_SelfAttention, False, True),
+            (2, 4, 3),
+        ),
+        Operation("nn.MultiheadAttention (weights)", "need_weights=True", partial(_SelfAttention, True), (2, 4, 3)),
+        Operation("nn.TransformerEncoderLayer", "post-norm, torch's choice of backend", _encoder_layer, (2, 4, 3)),
+        Operation(
+            "cross_entropy",
+            "cross_entropy(x W, labels)",
+            partial(Formula, lambda x, W: x @ W, W=(5, 4)),
+            loss=F.cross_entropy,
+            labels=_LABELS,
+        ),
+        Operation(
+            "mse_loss", "mse_loss(x A B, t)", partial(Formula, lambda x, A, B: x @ A @ B, A=(5, 3), B=(3, 4)), loss=F.mse_loss
+        ),
+        Operation("(z - t).square().mean()", "(x A B - t).square().mean()", _two_factors),
+    )
+}
+"""Every operation by its name, in the order of the table's rows."""

@@ -1,0 +1,97 @@
+"""Products by two sweeps against hessian(), reverse-over-reverse autograd and the definition of the Fisher information."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from curvature_reference import Formula, draw, mse, randomised, reverse_over_reverse
+from operator_cases import EXACT, T, X, assert_blocks_equal, block, classifier, error, tokens
+from test_random_programs import Program
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit.operator import hessian_operator
+
+MODULES = {
+    "post-norm": lambda: block(),
+    "pre-norm, heads, bias, silu": lambda: block(placement="pre", n_heads=2, bias=True, activation="silu"),
+    "rmsnorm": lambda: block(norm="rmsnorm", activation="gelu"),
+    "layer shared by two places": lambda: Formula(lambda m, x: m.lin(torch.tanh(m.lin(x))), lin=nn.Linear(4, 4)),
+    "one value twice in a product": lambda: Formula(lambda m, x: (z := m.lin(x)) * z, lin=nn.Linear(4, 4)),
+    "operation without a closed form": lambda: Formula(lambda m, x: torch.atan(m.lin(x)), lin=nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_equals_the_dense_hessian_and_its_outer_part(name: str) -> None:
+    module = MODULES[name]()
+    dense = hk.hessian(module, X, T)
+    operator = hessian_operator(module, X, T)
+    assert_blocks_equal(operator.to_matrix(), dense, EXACT)
+    assert error(hessian_operator(module, X, T, kind="ggn").to_matrix(), dense.outer()) <= EXACT
+    assert (operator.names, operator.slices, operator.shapes) == (dense.names, dense.slices, dense.shapes)
+    assert operator.fallbacks == dense.fallbacks
+    assert operator.loss == pytest.approx(dense.loss, rel=1e-14)
+    assert operator.symmetry_error < 1e-13
+
+
+def test_products_equal_reverse_over_reverse_on_plain_layers_of_torch() -> None:
+    module = randomised(
+        nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.RMSNorm(5, eps=1e-5), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
+    )
+    x, t = draw(7, 4), draw(7, 2, seed=2)
+    V = draw(sum(p.numel() for p in module.parameters()), 3, seed=5)
+    leaves = list(module.parameters())
+    slopes = torch.cat([g.reshape(-1) for g in torch.autograd.grad(mse(module(x), t), leaves, create_graph=True)])
+    columns = [torch.autograd.grad(slopes @ v, leaves, retain_graph=True, materialize_grads=True) for v in V.T]
+    expected = torch.stack([torch.cat([g.reshape(-1) for g in column]) for column in columns], 1)
+    operator = hessian_operator(module, x, t)
+    assert error(operator @ V, expected) <= EXACT
+    assert error(operator.gradient, slopes.detach()) <= EXACT
+
+
+def test_products_through_fused_attention() -> None:
+    module = randomised(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0)).train()
+    expected = reverse_over_reverse(module, X, T, mse)
+    assert error(hessian_operator(module, X, T).to_matrix(), expected) <= EXACT
+
+
+def test_cross_entropy_on_tokens_and_its_fisher() -> None:
+    module, ids = classifier(), tokens(2, 3)
+    labels = torch.tensor([[0, 2, -100], [1, -100, 2]])
+    dense = hk.hessian(module, ids, labels, loss="cross_entropy")
+    assert_blocks_equal(hessian_operator(module, ids, labels, loss="cross_entropy").to_matrix(), dense, EXACT)
+    fisher = hessian_operator(module, ids, labels, loss="cross_entropy", kind="fisher").to_matrix()
+    leaves, z = list(module.parameters()), module(ids)
+    log_p, expected = torch.log_softmax(z, -1)[labels != -100], torch.zeros_like(fisher)
+    for row in log_p:  # sum over classes of p g g^T, averaged over the rows that count
+        for entry in row:
+            slopes = torch.autograd.grad(entry, leaves, retain_graph=True, materialize_grads=True)
+            g = torch.cat([slope.reshape(-1) for slope in slopes])
+            expected += entry.detach().exp() * torch.outer(g, g) / len(log_p)
+    assert error(fisher, expected) <= EXACT
+
+
+def test_callable_loss_and_module_that_returns_its_loss() -> None:
+    module = Formula(lambda m, x: m.lin(x).tanh(), lin=nn.Linear(4, 2))
+    x, t = draw(5, 4), draw(5, 2, seed=2)
+
+    def quartic(z: Tensor, target: Tensor) -> Tensor:
+        return ((z - target) ** 4).mean()
+
+    expected = reverse_over_reverse(module, x, t, quartic)
+    operator = hessian_operator(module, x, t, loss=quartic)
+    x.zero_()
+    t.zero_()  # the operator keeps the data that it was made with
+    assert error(operator.to_matrix(), expected) <= EXACT
+    x = draw(5, 4)
+    whole = Formula(lambda m, x: m.lin(x).tanh().square().sum(), lin=nn.Linear(4, 2))
+    assert error(hessian_operator(whole, x, loss=None).to_matrix(), reverse_over_reverse(whole, x, None, None)) <= EXACT
+
+
+@pytest.mark.parametrize("seed", range(300, 312))
+def test_random_programs(seed: int) -> None:
+    program = Program(seed)
+    shape = program.choice([(2, 3, 4), (1, 3, 4), (3, 3, 3), (2, 2, 4)])
+    module, x = program.grow(program.randint(4, 9), shape).module(), draw(*shape)
+    assert error(hessian_operator(module, x, loss=None).to_matrix(), reverse_over_reverse(module, x, None, None)) <= 1e-11

@@ -1,0 +1,308 @@
+"""The operator as others use it: blocks, batches, SciPy, NumPy, curvlinops, memory; and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from curvature_reference import Formula, draw, mse
+from operator_cases import EXACT, T, X, assert_blocks_equal, block, classifier, error, tokens
+from scipy.sparse.linalg import LinearOperator, aslinearoperator, cg, eigsh
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit import task
+from hessiankit.errors import InputError, OutOfMemoryError
+from hessiankit.operator import HessianOperator, hessian_operator
+
+
+def test_blocks_of_vectors_equal_single_ones_in_blocks_of_any_size() -> None:
+    module = block()
+    matrix = hk.hessian(module, X, T).matrix
+    V = draw(matrix.shape[0], 5, seed=9)
+    for block_size in (None, 1, 2, 5):
+        operator = hessian_operator(module, X, T, block_size=block_size)
+        assert error(operator @ V, matrix @ V) <= EXACT
+        assert error(operator @ V[:, 0], matrix @ V[:, 0]) <= EXACT
+        assert (operator @ V[:, :0]).shape == (matrix.shape[0], 0)
+        assert (operator @ V[:, :1]).shape == (matrix.shape[0], 1)
+
+
+def test_params_subset() -> None:
+    module = block()
+    names = ["norm_1.weight", "attention.W_V"]
+    dense = hk.hessian(module, X, T, params=names)
+    operator = hessian_operator(module, X, T, params=iter(names))
+    assert operator.names == dense.names
+    assert_blocks_equal(operator.to_matrix(), dense, EXACT)
+    assert hessian_operator(module, [(X[:1], T[:1]), (X[1:], T[1:])], params="attention.W_V").shape == (16, 16)
+
+
+def test_any_split_of_the_data_gives_the_same_operator() -> None:
+    module = block()
+    x, t = draw(5, 3, 4), draw(5, 3, 4, seed=2)
+    whole = hessian_operator(module, x, t)
+    expected = whole.to_matrix()
+    for cuts in ([1, 4], [2, 2, 1], [5]):
+        pairs = list(zip(x.split(cuts), t.split(cuts), strict=True))
+        found = hessian_operator(module, pairs)
+        assert error(found.to_matrix(), expected) <= EXACT
+        assert error(found.gradient, whole.gradient) <= EXACT
+        assert found.loss == pytest.approx(whole.loss, rel=1e-14)
+    assert torch.equal(hessian_operator(module, (x, t)).to_matrix(), expected)
+
+
+def test_batches_of_unequal_counts_of_ignored_labels_equal_one_batch() -> None:
+    module, ids = classifier(), tokens(4, 3)
+    labels = torch.tensor([[0, 2, 1], [-100, -100, 2], [-100, -100, -100], [1, -100, 0]])
+    expected = hk.hessian(module, ids, labels, loss="cross_entropy").matrix
+    for kind in ("hessian", "ggn"):
+        one = hessian_operator(module, ids, labels, loss="cross_entropy", kind=kind).to_matrix()
+        for cuts in ([1, 3], [1, 1, 1, 1], [3, 1]):
+            pairs = zip(ids.split(cuts), labels.split(cuts), strict=True)
+            found = hessian_operator(module, pairs, loss="cross_entropy", kind=kind).to_matrix()
+            assert error(found, one) <= EXACT
+            assert kind != "hessian" or error(found, expected) <= EXACT
+
+
+def test_loader_that_reuses_its_buffer_and_later_training_leave_the_operator_alone() -> None:
+    module, x, t = block(), draw(3, 3, 4), draw(3, 3, 4, seed=2)
+    expected = hk.hessian(module, x, t).matrix
+
+    def loader() -> Iterator[list[Tensor]]:
+        inputs, target = torch.empty(1, 3, 4).double(), torch.empty(1, 3, 4).double()
+        for i in range(3):
+            inputs.copy_(x[i : i + 1])
+            target.copy_(t[i : i + 1])
+            yield [inputs, target]
+
+    operator = hessian_operator(module, loader())
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(1.0)
+    assert error(operator.to_matrix(), expected) <= EXACT
+
+
+def test_float32_to_its_own_tolerance() -> None:
+    module = block()
+    expected = hk.hessian(module, X, T).matrix
+    operator = hessian_operator(module.float(), X.float(), T.float())
+    assert operator.torch_dtype == torch.float32
+    assert operator.dtype == np.float32
+    V = draw(expected.shape[0], 2, dtype=torch.float32)
+    assert (operator @ V).dtype == torch.float32
+    assert error((operator @ V).double(), expected @ V.double()) < 1e-5
+
+
+def test_eigsh_finds_the_top_eigenvalues() -> None:
+    module = block()
+    operator = hessian_operator(module, X, T)
+    everything = hk.hessian(module, X, T).eigvalsh()
+    expected = everything[everything.abs().topk(3).indices].sort().values
+    start = np.random.default_rng(0).standard_normal(operator.shape[0])
+    values, vectors = eigsh(operator, k=3, v0=start)
+    assert values.dtype == np.float64
+    assert np.abs(np.sort(values) - expected.numpy()).max() < 1e-10 * float(expected.abs().max())
+    assert np.abs(operator @ vectors - vectors * values).max() < 1e-9 * float(expected.abs().max())
+
+
+def test_numpy_and_scipy() -> None:
+    operator = hessian_operator(block(), X, T)
+    matrix, v = operator.to_matrix().numpy(), draw(operator.shape[0], 3).numpy()
+    assert isinstance(operator, LinearOperator)
+    assert aslinearoperator(operator) is operator
+    scale = np.abs(matrix @ v).max()
+    for found, expected in (
+        (operator @ v, matrix @ v),
+        (operator @ v[:, 0], matrix @ v[:, 0]),
+        (operator.dot(v), matrix @ v),
+        (operator.matvec(v[:, :1]), matrix @ v[:, :1]),
+        (operator.T @ v[::-1], matrix @ v[::-1]),
+        (operator.H @ v, matrix @ v),
+        (v.T @ operator, v.T @ matrix),
+        (operator.rmatvec(v[:, 0]), matrix @ v[:, 0]),
+        ((2 * operator + operator) @ v, 3 * matrix @ v),
+        (operator @ np.eye(len(matrix), dtype=np.float32), matrix),
+    ):
+        assert isinstance(found, np.ndarray)
+        assert found.dtype == np.float64
+        assert np.abs(found - expected).max() < EXACT * scale
+    v.flags.writeable = False
+    assert np.abs(operator @ v - matrix @ v).max() < EXACT * scale
+
+
+def test_conjugate_gradients_solve_with_the_gauss_newton_operator() -> None:
+    module = Formula(lambda m, x: x @ m.w, w=(4, 1))
+    operator = hessian_operator(module, draw(9, 4), draw(9, 1, seed=2), kind="ggn")
+    step, failed = cg(operator, operator.gradient.numpy(), rtol=1e-13)
+    assert failed == 0
+    module.w.data -= torch.from_numpy(step).reshape(4, 1)  # one Newton step ends at the minimum of a quadratic
+    assert hessian_operator(module, draw(9, 4), draw(9, 1, seed=2)).gradient.abs().max() < 1e-12
+
+
+def test_estimators_of_curvlinops() -> None:
+    curvlinops = pytest.importorskip("curvlinops")
+    operator = hessian_operator(block(), X, T, kind="ggn")
+    matrix, adapter = operator.to_matrix(), operator.to_torch()
+    for estimate, expected in (
+        (lambda A: curvlinops.hutchinson_trace(A, num_matvecs=7), matrix.trace()),
+        (lambda A: curvlinops.hutchpp_trace(A, num_matvecs=9), matrix.trace()),
+        (lambda A: curvlinops.xtrace(A, num_matvecs=8), matrix.trace()),
+        (lambda A: curvlinops.hutchinson_diag(A, num_matvecs=7), matrix.diagonal()),
+        (lambda A: curvlinops.xdiag(A, num_matvecs=8), matrix.diagonal()),
+        (lambda A: curvlinops.hutchinson_squared_fro(A, num_matvecs=5), matrix.square().sum()),
+    ):
+        torch.manual_seed(0)
+        found = estimate(adapter)
+        torch.manual_seed(0)
+        same = estimate(matrix)  # the same draws on the matrix
+        assert found.shape == expected.shape
+        assert error(found, same) < 1e-10
+
+
+BAD_VECTORS = {
+    "too short": (lambda P: torch.zeros(P - 1).double(), r"cannot multiply with shape .*; expected a vector \(77,\)"),
+    "rows for columns": (lambda P: torch.zeros(2, P).double(), r"shape \(2, 77\)"),
+    "three axes": (lambda P: torch.zeros(P, 1, 1).double(), "cannot multiply"),
+    "a number": (lambda P: torch.zeros(()).double(), "cannot multiply"),
+    "float32": (lambda P: torch.zeros(P), "the vectors are torch.float32; expected torch.float64"),
+    "integers": (lambda P: torch.zeros(P).long(), "the vectors are torch.int64"),
+    "another device": (lambda P: torch.zeros(P, device="meta").double(), "the vectors are on meta, the operator on cpu"),
+    "NumPy, too long": (lambda P: np.zeros(P + 1), "cannot multiply"),
+    "NumPy, complex": (lambda P: np.zeros(P, complex), "the array is complex128, which float64 cannot hold"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VECTORS)
+def test_bad_vectors(name: str) -> None:
+    make, message = BAD_VECTORS[name]
+    operator = hessian_operator(nn.Linear(6, 11).double(), draw(3, 6), draw(3, 11))
+    with pytest.raises(InputError, match=message):
+        operator @ make(operator.shape[0])
+
+
+class Counting(nn.Module):
+    """A module that keeps a count of its calls in a buffer: in place, or as a new tensor."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(4, 4).double(), in_place
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.calls += 1
+        else:
+            self.calls = self.calls + 1
+        return self.linear(x)
+
+
+class Alternating(nn.Module):
+    """A module whose output depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4).double(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (1 + self.calls % 2)
+
+
+def noisy() -> nn.Module:
+    return Formula(lambda m, x: nn.functional.dropout(m.lin(x), 0.5, training=True), lin=nn.Linear(4, 4))
+
+
+BAD_REQUESTS = {
+    "dropout layer": (lambda: hessian_operator(nn.Sequential(block(), nn.Dropout(0.1)), X, T), "dropout layer .* module.eval"),
+    "dropout in forward": (lambda: hessian_operator(noisy(), X, T), "two calls of the module .* different outputs"),
+    "result that alternates": (lambda: hessian_operator(Alternating(), X, T), "different outputs"),
+    "buffer written in place": (lambda: hessian_operator(Counting(in_place=True), X, T), "changes its buffer 'calls'"),
+    "buffer replaced": (lambda: hessian_operator(Counting(in_place=False), X, T), "changes its buffer 'calls'"),
+    "unknown kind": (
+        lambda: hessian_operator(block(), X, T, kind="kfac"),
+        "kind='kfac' is not known; pass one of 'hessian', 'ggn'",
+    ),
+    "Fisher of a callable": (lambda: hessian_operator(block(), X, T, loss=mse, kind="fisher"), "kind='fisher' needs a loss"),
+    "outer part of a loss": (lambda: hessian_operator(block(), X, loss=None, kind="ggn"), "loss=None hides"),
+    "block of none": (lambda: hessian_operator(block(), X, T, block_size=0), "block_size=0"),
+    "target missing": (lambda: hessian_operator(block(), X), "needs a target"),
+    "no batches": (lambda: hessian_operator(block(), []), "hold no batch"),
+    "batches without targets": (lambda: hessian_operator(block(), [X, X, X]), "batch 0 is a Tensor; expected a pair"),
+    "triples": (lambda: hessian_operator(block(), [(X, X, T)]), "batch 0 is a tuple of 3; expected a pair"),
+    "not data": (lambda: hessian_operator(block(), 3), "data is int"),
+    "callable, two batches": (lambda: hessian_operator(block(), [(X, T), (X, T)], loss=mse), "weights of several batches"),
+    "labels all ignored": (
+        lambda: hessian_operator(classifier(), [(tokens(1, 3), torch.full((1, 3), -100))], loss="cross_entropy"),
+        "no batch that counts",
+    ),
+    "target all ignored": (
+        lambda: hessian_operator(classifier(), tokens(1, 3), torch.full((1, 3), -100), loss="cross_entropy"),
+        "every label is -100",
+    ),
+    "empty batch": (
+        lambda: hessian_operator(classifier(), [(tokens(1, 3)[:0], tokens(1, 3)[:0])], loss="cross_entropy"),
+        "with no entries",
+    ),
+    "not a module": (lambda: hessian_operator(len, X, T), "expected a torch.nn.Module"),  # type: ignore[arg-type]
+    "wrong shape in a later batch": (lambda: hessian_operator(block(), [(X, T), (X, T[:1])]), "target has shape"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_requests(name: str) -> None:
+    make, message = BAD_REQUESTS[name]
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_refused_modules_are_left_as_they_were() -> None:
+    module = Counting(in_place=True)
+    with pytest.raises(InputError, match="buffer"):
+        hessian_operator(module, X, T)
+    assert float(module.calls) == 1  # the check of the output's shape is an ordinary call; the probe undoes its own
+
+
+def test_probe_of_symmetry_refuses_a_wrong_second_derivative() -> None:
+    operator = hessian_operator(Formula(lambda m, x: torch.atan(m.lin(x)), lin=nn.Linear(4, 4)), X, T)
+    batch = operator._batches[0]
+    inner = batch.product
+    batch.product = lambda rows: inner(rows) + rows.roll(1, 1)  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"<u, Hv> and <v, Hu> differ .* differentiated automatically: aten.atan"):
+        operator._probe_symmetry()
+
+
+def test_works_where_the_dense_matrix_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = block(d_model=24, d_ff=48, d_k=24)
+    x, t = draw(2, 3, 24), draw(2, 3, 24, seed=2)
+    monkeypatch.setattr(task, "available_memory", lambda device: 32 * 2**20)
+    with pytest.raises(OutOfMemoryError):
+        hk.hessian(module, x, t)
+    operator = hessian_operator(module, x, t)
+    v = draw(operator.shape[0], seed=4)
+    leaves = list(module.parameters())
+    slopes = torch.cat([g.reshape(-1) for g in torch.autograd.grad(mse(module(x), t), leaves, create_graph=True)])
+    expected = torch.cat([g.reshape(-1) for g in torch.autograd.grad(slopes @ v, leaves)])
+    assert error(operator @ v, expected) <= EXACT
+    with pytest.raises(OutOfMemoryError, match="to_matrix"):
+        operator.to_matrix()
+
+
+def test_blocks_are_cut_to_the_work_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hessiankit import operator as room
+
+    module = block()
+    wide = hessian_operator(module, X, T)
+    monkeypatch.setattr(room, "WORKSPACE", 3 * wide._batches[0].bytes_per_vector + 8)
+    narrow = hessian_operator(module, X, T)
+    assert wide.block_size > narrow.block_size == 3
+    assert error(narrow.to_matrix(), wide.to_matrix()) <= EXACT
+
+
+def test_type() -> None:
+    operator = hessian_operator(block(), X, T, kind="ggn")
+    assert isinstance(operator, HessianOperator)
+    assert operator.kind == "ggn"
+    assert operator.to_torch().to_scipy() is operator

@@ -1,0 +1,154 @@
+"""Torch's own transformer modules, untouched: fused attention has a closed form, and no backend is switched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from curvature_reference import Formula, assert_exact, draw, mse, randomised
+from torch import Tensor, nn
+
+import hessiankit as hk
+
+ATTENTION = "scaled_dot_product_attention"
+PADDED = torch.tensor([[False, False, True], [False, False, False]])
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
+BY_HEAD = draw(4, 3, 3, seed=8)
+FORBIDDEN = torch.tensor([[False, True, True], [False, False, True], [True, False, False]])
+
+
+def attention(call: Callable[[nn.Module, Tensor], Tensor], width: int = 4, heads: int = 2, **options: object) -> nn.Module:
+    """An nn.MultiheadAttention wrapped to return one tensor."""
+    layer = nn.MultiheadAttention(width, heads, batch_first=True, **options)
+    return Formula(lambda s, x: call(s.layer, x)[0], layer=layer)
+
+
+def checked(module: nn.Module, x: object, target: Tensor, **options: object) -> hk.CheckReport:
+    report = hk.check(module, x, target, against=("reverse-over-reverse", "jvp(grad)"), **options)
+    assert report, report.verdict
+    assert report.max_rel_error <= 1e-10
+    assert not any(ATTENTION in name for name in report.hessian.fallbacks)
+    return report
+
+
+SELF: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "plain": lambda a, x: a(x, x, x, need_weights=False),
+    "key_padding_mask": lambda a, x: a(x, x, x, need_weights=False, key_padding_mask=PADDED),
+    "boolean attn_mask": lambda a, x: a(x, x, x, need_weights=False, attn_mask=FORBIDDEN),
+    "additive attn_mask": lambda a, x: a(x, x, x, need_weights=False, attn_mask=CAUSAL + 0.3),
+    "a mask for each head": lambda a, x: a(x, x, x, need_weights=False, attn_mask=BY_HEAD),
+    "both masks": lambda a, x: a(x, x, x, need_weights=False, attn_mask=FORBIDDEN, key_padding_mask=PADDED & False),
+    "causal hint": lambda a, x: a(x, x, x, need_weights=False, attn_mask=CAUSAL, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("case", SELF)
+def test_multihead_attention(case):
+    checked(attention(SELF[case]), draw(2, 3, 4), draw(2, 3, 4, seed=7))
+
+
+def test_cross_attention_of_other_widths():
+    context = draw(2, 5, 3, seed=3)
+    module = attention(lambda a, x: a(x, context, context[..., :2], need_weights=False), kdim=3, vdim=2)
+    checked(module, draw(2, 3, 4), draw(2, 3, 4, seed=7))
+
+
+def test_keys_and_values_of_the_module():
+    module = attention(SELF["plain"], add_bias_kv=True, add_zero_attn=True)
+    assert_exact(module, draw(2, 3, 4))
+
+
+def test_the_key_bias_has_no_curvature():
+    module = attention(SELF["plain"])
+    H = hk.hessian(module, draw(2, 3, 4), draw(2, 3, 4, seed=7))
+    rows = H.matrix[H.slices["layer.in_proj_bias"]]
+    assert rows[4:8].abs().max() <= 1e-14 * H.matrix.abs().max()  # it moves all logits of a row by the same amount
+    assert rows[:4].abs().max() > 1e-3 * H.matrix.abs().max()
+    assert rows[8:].abs().max() > 1e-3 * H.matrix.abs().max()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("training", [False, True])
+def test_encoder_layer(norm_first, activation, training):
+    layer = nn.TransformerEncoderLayer(4, 2, 5, 0.0, activation, batch_first=True, norm_first=norm_first)
+    report = checked(randomised(layer).train(training), draw(2, 3, 4), draw(2, 3, 4, seed=7))
+    assert report.hessian.matrix.shape[0] == sum(p.numel() for p in layer.parameters())
+
+
+def test_encoder_layer_in_evaluation_mode_with_dropout():
+    layer = nn.TransformerEncoderLayer(4, 2, 5, 0.1, batch_first=True)
+    assert_exact(randomised(layer).eval(), draw(2, 3, 4))
+    with pytest.raises(hk.InputError, match="dropout layer"):
+        hk.hessian(layer.train(), draw(2, 3, 4), draw(2, 3, 4, seed=7))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_decoder_layer(norm_first, activation):
+    layer = nn.TransformerDecoderLayer(4, 2, 5, 0.0, activation, batch_first=True, norm_first=norm_first)
+    checked(randomised(layer).eval(), (draw(2, 3, 4), draw(2, 5, 4, seed=5)), draw(2, 3, 4, seed=7))
+
+
+def test_decoder_layer_with_masks():
+    layer = nn.TransformerDecoderLayer(4, 2, 5, 0.0, batch_first=True)
+    hidden = torch.tensor([[False, True, False, False, True], [True, False, False, False, False]])
+
+    def run(s: nn.Module, x: Tensor, memory: Tensor) -> Tensor:
+        return s.layer(x, memory, tgt_mask=CAUSAL, memory_key_padding_mask=hidden, tgt_is_causal=True)
+
+    assert_exact(Formula(run, layer=layer), (draw(2, 3, 4), draw(2, 5, 4, seed=5)))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("padded", [None, PADDED, PADDED[:1].expand(2, 3)], ids=["full", "padded", "every sequence padded"])
+def test_encoder_stack_on_embedded_tokens(training, padded):
+    layer = nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True)
+    stack = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(4))
+    module = Formula(
+        lambda s, tokens: s.stack(s.embed(tokens), src_key_padding_mask=padded), embed=nn.Embedding(6, 4), stack=stack
+    ).train(training)
+    tokens = torch.tensor([[1, 5, 0], [3, 5, 2]])
+    found = assert_exact(module, tokens)
+    assert not any(ATTENTION in name for name in found.fallbacks)
+
+
+def test_the_fast_path_of_evaluation_mode_stays_as_it_was():
+    layer = randomised(nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True)).eval()
+    before = torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        found = hk.hessian(layer, draw(2, 3, 4), draw(2, 3, 4, seed=7))
+        expected = mse(layer(draw(2, 3, 4)), draw(2, 3, 4, seed=7))
+    assert float(found.loss) == pytest.approx(float(expected), rel=1e-14)
+    assert torch.backends.mha.get_fastpath_enabled() is before
+
+
+def test_a_whole_transformer():
+    model = nn.Transformer(4, 2, 1, 1, 3, 0.0, batch_first=True)
+    found = assert_exact(randomised(model), (draw(2, 3, 4), draw(2, 2, 4, seed=5)))
+    assert not any(ATTENTION in name for name in found.fallbacks)
+
+
+@pytest.mark.parametrize("mode", [torch.func.jacfwd, torch.func.jacrev])
+def test_the_ordinary_route_raises_where_ours_works(mode):
+    layer = randomised(nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True))
+    x, target = draw(2, 3, 4), draw(2, 3, 4, seed=7)
+    point = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return mse(torch.func.functional_call(layer, parameters, (x,)), target)
+
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        mode(torch.func.grad(loss))(point)
+    assert torch.isfinite(hk.hessian(layer, x, target).matrix).all()
+
+
+def test_double_backward_raises_where_ours_works():
+    layer = randomised(nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True))
+    x, target = draw(2, 3, 4), draw(2, 3, 4, seed=7)
+    leaves = list(layer.parameters())
+    slopes = torch.autograd.grad(mse(layer(x), target), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        torch.autograd.grad(sum(g.sum() for g in slopes), leaves)
+    assert_exact(layer, x, target)

@@ -1,0 +1,274 @@
+"""The route table: what it says of torch is true, checked by hand-made routes, and the page in docs says the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.func import hessian as func_hessian
+
+from hessiankit.cli import main
+from hessiankit.errors import InputError
+from hessiankit.verify.operations import OPERATIONS, written_out_attention, written_out_layer_norm
+from hessiankit.verify.routes import DISAGREE, RIGHT, UNSUPPORTED, WRONG, routes
+from hessiankit.verify.torch_routes import ROUTES, Route, central_differences
+
+PAGE = Path(__file__).parents[2] / "docs" / "routes.md"
+REVERSE = ("grad twice", "jacrev(grad)", "autograd hessian")
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return routes()
+
+
+def minimal(seed: int = 0):
+    """The minimal case, drawn and written out independently of the catalogue: X, T, gain, bias, W from one stream."""
+    generator = torch.Generator().manual_seed(seed)
+    X, T, gain, bias, W = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 5), (3, 5), (5,), (5,), (5, 5))
+    )
+
+    def loss(theta):
+        z = written_out_layer_norm(X @ theta[10:].reshape(5, 5), theta[:5], theta[5:10])
+        return ((z - T) ** 2).sum() / 15
+
+    return loss, torch.cat([gain, bias, W.reshape(-1)])
+
+
+def test_the_catalogue_is_tiny_double_and_generic():
+    for name, operation in OPERATIONS.items():
+        example = operation.example(0)
+        assert 10 <= example.theta.numel() <= 40, name
+        assert example.theta.dtype == torch.float64
+        assert not example.module.training
+        assert torch.equal(example.theta, operation.example(0).theta)
+        assert not torch.equal(example.theta, operation.example(1).theta)
+        assert example(example.theta).ndim == 0
+        moved = example(example.theta + torch.linspace(0.1, 0.5, len(example.theta), dtype=torch.float64))
+        assert moved != example(example.theta), f"{name} does not use the parameters it is given"
+        each = torch.stack([example(example.theta, torch.tensor(i)) for i in range(example.samples)])
+        torch.testing.assert_close(each.mean(), example(example.theta), rtol=1e-13, atol=0)
+
+
+def test_operations_compute_what_torch_computes():
+    z, gain, bias = torch.randn(3, 5), torch.randn(5), torch.randn(5)
+    torch.testing.assert_close(written_out_layer_norm(z, gain, bias), torch.nn.functional.layer_norm(z, (5,), gain, bias))
+    q, k, v = torch.randn(2, 3, 4), torch.randn(2, 5, 4), torch.randn(2, 5, 6)
+    torch.testing.assert_close(written_out_attention(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    twin = OPERATIONS["layer_norm (written out)"].example(3)
+    assert OPERATIONS["layer_norm"].example(3)(twin.theta) == pytest.approx(twin(twin.theta).item(), rel=1e-13)
+    twin = OPERATIONS["attention (written out)"].example(3)
+    for name in ("sdpa (default)", "sdpa (math)"):
+        assert OPERATIONS[name].example(3)(twin.theta) == pytest.approx(twin(twin.theta).item(), rel=1e-13)
+
+
+class Product:
+    """x y^2 z, the mean of two samples: once and three times its half."""
+
+    samples = 2
+
+    def __call__(self, x, sample=None):
+        product = x[0] * x[1] ** 2 * x[2]
+        return product if sample is None else (0.5 + sample) * product
+
+
+@pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUTES))
+def test_every_route_on_a_function_with_a_hessian_known_by_hand(route):
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    found = route.matrix(Product(), x)
+    expected = torch.tensor([[0.0, 12.0, 4.0], [12.0, 6.0, 4.0], [4.0, 4.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_column_j_is_the_derivative_along_parameter_j():
+    """A gradient that drops a term has an asymmetric derivative, which tells rows from columns."""
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    found = central_differences(lambda x: x[0] * x[1].detach() ** 2, x)
+    torch.testing.assert_close(found, torch.tensor([[0.0, 4.0], [0.0, 0.0]], dtype=torch.float64), rtol=1e-11, atol=1e-11)
+
+
+def test_differences_beside_a_kink():
+    x = torch.tensor([1e-3, 2.0], dtype=torch.float64)  # the first step reaches over the kink of relu at 0
+    found = central_differences(lambda x: (x[0].relu() * x[1]).square(), x)
+    torch.testing.assert_close(found, torch.tensor([[8.0, 8e-3], [8e-3, 2e-6]], dtype=torch.float64), rtol=1e-9, atol=1e-10)
+
+
+def test_the_judges_agree(whole):
+    assert [judged.operation for judged in whole.judgements] == list(OPERATIONS)
+    assert not [judged for judged in whole.judgements if judged.judge == DISAGREE]
+    closed = {judged.operation for judged in whole.judgements if judged.judge == "closed form"}
+    assert {"layer_norm", "layer_norm (w.r.t. its input)", "rms_norm", "softmax", "matmul", "linear", "cross_entropy"} <= closed
+    assert all(judged.disagreement is None or judged.disagreement < 1e-11 for judged in whole.judgements)
+
+
+def test_written_out_operations_are_right_by_every_route(whole):
+    for operation in ("layer_norm (written out)", "attention (written out)", "(z - t).square().mean()", "matmul", "rms_norm"):
+        for route in ROUTES:
+            assert whole.cell(operation, route).status == RIGHT, (operation, route)
+
+
+def test_right_and_wrong_are_far_apart(whole):
+    right = [cell.error for cell in whole.cells if cell.status == RIGHT]
+    assert max(right) < 1e-11
+    assert all(cell.error > 1e-7 for cell in whole.wrong)
+
+
+def test_reverse_over_reverse_and_forward_over_gradient_are_never_wrong(whole):
+    assert {*REVERSE, "jvp(grad)", "jacfwd(grad)", "central differences"} <= set(whole.never_wrong)
+
+
+def test_layer_norm_with_a_gain_is_measured_as_it_is(whole):
+    loss, theta = minimal()
+    truth = func_hessian(loss)(theta)
+    example = OPERATIONS["layer_norm"].example(0)
+    assert torch.equal(example.theta, theta)
+    found = func_hessian(example)(theta)
+    cell = whole.cell("layer_norm", "torch.func.hessian")
+    assert cell.error == pytest.approx(float((found - truth).abs().max() / truth.abs().max()), rel=1e-6, abs=1e-10)
+    assert cell.asymmetry == pytest.approx(float((found - found.T).abs().max() / truth.abs().max()), rel=1e-6, abs=1e-10)
+    for route in REVERSE:
+        assert whole.cell("layer_norm", route).status == RIGHT
+
+
+pinned = pytest.mark.skipif(torch.__version__.split("+")[0] != "2.13.0", reason="a statement about torch 2.13.0")
+
+
+@pinned
+def test_known_defects_of_this_torch(whole):
+    per_sample = ("jacfwd(vmap(grad))", "jacrev(vmap(grad))")
+    for route in ("torch.func.hessian", "jvp(jacrev)", "jacrev(jacrev)", "grad(jvp)", "jacfwd(jacfwd)", *per_sample):
+        cell = whole.cell("layer_norm", route)
+        assert cell.status == WRONG
+        assert cell.error == pytest.approx(0.58, abs=0.005)
+        assert not cell.symmetric
+    for route in ("torch.func.hessian", "jvp(jacrev)", "jacrev(jacrev)"):
+        assert whole.cell("layer_norm (no gain)", route).status == RIGHT
+        assert whole.cell("layer_norm (w.r.t. its input)", route).status == RIGHT
+    for route in ("grad(jvp)", "jacfwd(jacfwd)"):
+        assert whole.cell("layer_norm (no gain)", route).status == WRONG
+        assert whole.cell("layer_norm (w.r.t. its input)", route).status == WRONG
+    for route in ("grad twice (batched)", "autograd hessian (vectorized)"):
+        assert whole.cell("group_norm", route).status == UNSUPPORTED
+        cell = whole.cell("group_norm (no gain)", route)
+        assert cell.status == WRONG
+        assert cell.error == pytest.approx(7.3e-6, rel=0.05)
+    for route in ("jvp(grad)", "jacfwd(grad)"):
+        assert "ZeroTensors are immutable" in whole.cell("mse_loss", route).message
+    for route in set(ROUTES) - {"central differences"}:
+        for operation in ("sdpa (default)", "nn.MultiheadAttention", "nn.TransformerEncoderLayer"):
+            assert whole.cell(operation, route).status == UNSUPPORTED
+        assert whole.cell("sdpa (math)", route).status == RIGHT
+
+
+def told(page: str) -> list[str]:
+    """What a page says of torch: rounding errors made equal, and without the column and remarks on who judges."""
+    lines = []
+    for line in page.splitlines():
+        if line.startswith("|"):
+            line = " | ".join(line.strip("| ").split(" | ")[:-1])
+        line = re.sub(r"\b\de-\d\d\b|\bjudge\b", "right", line).replace("+cpu", "")
+        lines.append(re.sub(r" \(judged by .*\)$", "", line))
+    return lines
+
+
+@pinned
+@pytest.mark.skipif(torch.cuda.is_available() or torch.version.cuda is not None, reason="the page is of the CPU build")
+def test_the_page_in_docs_is_true(whole):
+    assert told(PAGE.read_text(encoding="utf-8")) == told(whole.markdown()), "run: hessiankit routes --markdown docs/routes.md"
+
+
+def test_table_says_what_the_cells_say(whole):
+    text, page = repr(whole), whole.markdown()
+    assert torch.__version__ in text
+    assert torch.__version__ in page
+    for k, reason in enumerate(whole.reasons, 1):
+        assert f"{k}. `{reason}`" in page
+    for row in whole.table_rows():
+        assert len(row) == len(ROUTES) + 3
+        line = next(line for line in text.splitlines() if line.strip().startswith(row[0] + "  "))
+        assert all(cell in line for cell in row)
+    assert sum(row.count(WRONG) for row in page.split("## Errors")[0].splitlines() if row.startswith("|")) == len(whole.wrong)
+    html = whole._repr_html_()
+    assert html.count("<tr>") == 1 + len(OPERATIONS)
+    assert json.loads(json.dumps(whole.to_dict()))["cells"][0]["operation"] == "layer_norm"
+
+
+def test_some_operations_another_seed():
+    found = routes(["relu", "nn.TransformerEncoderLayer", "relu"], seed=6)
+    assert [judged.operation for judged in found.judgements] == ["relu", "nn.TransformerEncoderLayer"]
+    assert found.seed == 6
+    assert not found.wrong
+    assert not [judged for judged in found.judgements if judged.judge == DISAGREE]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "status", "symmetric"),
+    [
+        (lambda f, x: 1.001 * central_differences(f, x), WRONG, True),
+        (lambda f, x: central_differences(f, x).triu(), WRONG, False),
+        (lambda f, x: torch.full((len(x), len(x)), torch.nan), WRONG, False),
+        (lambda f, x: torch.autograd.grad(f(x), x), UNSUPPORTED, None),
+    ],
+    ids=["scaled", "half", "nan", "raises"],
+)
+def test_a_route_that_is_wrong_is_called_wrong(monkeypatch, matrix, status, symmetric):
+    monkeypatch.setitem(ROUTES, "grad twice", Route("grad twice", "", matrix))
+    found = routes("gelu")
+    cell = found.cell("gelu", "grad twice")
+    assert (cell.status, cell.symmetric) == (status, symmetric)
+    assert ("grad twice" in found.never_wrong) == (status == UNSUPPORTED)
+    assert "gelu" in next(line for line in repr(found).splitlines() if line.startswith("grad twice:"))
+
+
+def test_judges_that_differ_are_reported(monkeypatch):
+    module = sys.modules["hessiankit.verify.routes"]
+    monkeypatch.setattr(module, "central_differences", lambda f, x: 1.5 * central_differences(f, x))
+    found = routes("tanh")
+    assert found.judgements[0].judge == DISAGREE
+    assert found.judgements[0].disagreement == pytest.approx(1 / 3)
+    assert DISAGREE in repr(found)
+    assert f"**{DISAGREE}" in found.markdown()
+
+
+def test_unknown_names_are_refused(whole):
+    with pytest.raises(InputError, match="no operation named 'layernorm'; choose from layer_norm"):
+        routes("layernorm")
+    with pytest.raises(InputError, match="no cell"):
+        whole.cell("layer_norm", "hessian")
+
+
+def test_command_line(tmp_path, capsys):
+    path, page = tmp_path / "routes.json", tmp_path / "routes.md"
+    arguments = [
+        "routes",
+        "--operation",
+        "layer_norm",
+        "--operation",
+        "gelu (tanh)",
+        "--json",
+        str(path),
+        "--markdown",
+        str(page),
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "gelu (tanh)" in printed
+    assert torch.__version__ in printed
+    assert [j["operation"] for j in json.loads(path.read_text(encoding="utf-8"))["judgements"]] == ["layer_norm", "gelu (tanh)"]
+    assert page.read_text(encoding="utf-8").startswith("# Second derivatives in torch")
+
+
+def test_command_line_errors(tmp_path, capsys):
+    assert main(["routes", "--operation", "nothing"]) == 2
+    assert "no operation named 'nothing'" in capsys.readouterr().err
+    assert main(["routes", "--operation", "tanh", "--json", str(tmp_path / "no" / "file")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["routes", "--help"])
+    assert stop.value.code == 0
+    assert "--operation" in capsys.readouterr().out
