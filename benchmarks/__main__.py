@@ -1,43 +1,48 @@
-"""Run a benchmark: ``python -m benchmarks dense_hessian [--quick]``."""
+"""Run benchmarks: ``python -m benchmarks --list | NAME... | --all [--quick]``."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.dense_hessian import CLOSED, CONFIGURATIONS, Measurement, markdown, measure
-from hessiankit.environment import environment
-from hessiankit.errors import HessiankitError
-from hessiankit.progress import progress_bar
+from benchmarks.plan import Plan
+from benchmarks.problems import DTYPES, GPT2, names, read
+from benchmarks.runner import Outcome, measure
+from benchmarks.suites import ALIASES, BENCHMARKS
+from hessiankit.errors import HessiankitError, InputError
 
 WRONG, USAGE, INTERRUPTED = 1, 2, 130
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    names = [configuration.name for configuration in CONFIGURATIONS]
-    top = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure speed.")
-    commands = top.add_subparsers(dest="benchmark", required=True)
-    dense = commands.add_parser(
-        "dense_hessian",
-        help="the dense Hessian by closed form beside reverse-over-reverse, jvp(grad), torch.func.hessian and curvlinops",
-        description="Time the dense Hessian by closed form and by its peers on the same problems, in turn, in one process. "
-        "Prints a Markdown table and writes it, with every number behind it as JSON. Ctrl-C keeps the rounds that are "
-        "finished. Exit code 0: measured; 1: the closed form was not confirmed; 2: an option cannot be used; 130: interrupted.",
+    top = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure speed and memory beside other routes, and check every result that is compared. A finished cell is "
+        "kept: the same command again continues. Exit code 0: measured; 1: a closed form was not confirmed, or a cell failed; "
+        "2: an option cannot be used; 130: interrupted (Ctrl-C).",
     )
-    dense.add_argument("--quick", action="store_true", help=f"configuration {names[0]!r} alone, 2 rounds: a few seconds")
-    dense.add_argument(
-        "--only", nargs="+", choices=names, metavar="NAME", help=f"configurations to measure, of: {', '.join(names)}"
-    )
-    dense.add_argument("--repeats", type=_positive, help="rounds (default: 5; with --quick 2)")
-    dense.add_argument("--threads", type=_positive, help="threads of torch (default: its own choice)")
-    dense.add_argument("--out", type=Path, default=Path("results/benchmarks"), help="folder to write to (default: %(default)s)")
+    top.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}")
+    top.add_argument("--all", action="store_true", help="every benchmark")
+    top.add_argument("--list", action="store_true", help="say what there is, and stop")
+    top.add_argument("--quick", action="store_true", help="the smallest cells, 2 rounds, one thread, float64")
+    top.add_argument("--out", type=Path, default=Path("results/benchmarks"), help="folder to write to (default: %(default)s)")
+    top.add_argument("--threads", type=_positive, nargs="+", help="threads, each its own cells (default: 1 2)")
+    top.add_argument("--dtype", nargs="+", choices=list(DTYPES), help="dtypes, each its own cells (default: both)")
+    top.add_argument("--repeats", type=_positive, help="timed rounds (default: 5; with --quick 2)")
+    top.add_argument("--sizes", nargs="+", metavar="PROBLEM", help=f"of: {', '.join(names())}, L16d8f32, small-x2, ...")
+    top.add_argument("--batches", type=_positive, nargs="+", metavar="B", help="batch sizes (default: 1 8 32 128)")
+    top.add_argument("--limit-seconds", type=float, default=120.0, help="what one cell may take (default: %(default)g)")
+    top.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    top.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (default: %(default)s)")
+    top.add_argument("--in-process", action="store_true", help="cells in this process rather than each in its own")
     return top
 
 
@@ -47,69 +52,76 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def plan_of(options: argparse.Namespace) -> Plan:
+    """Return the plan that the options describe.
+
+    Raises:
+        InputError: They cannot be used.
+    """
+    for size in options.sizes or ():
+        if size not in GPT2:
+            read(size)
+    if options.limit_seconds <= 0:
+        raise InputError(f"benchmarks: --limit-seconds {options.limit_seconds:g} leaves no time; pass more than 0")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("benchmarks: --device cuda, but torch sees no GPU; leave the option out")
+    quick = options.quick
+    return Plan(
+        quick=quick,
+        threads=tuple(options.threads or ((1,) if quick else (1, 2))),
+        dtypes=tuple(options.dtype or (("float64",) if quick else tuple(DTYPES))),
+        sizes=tuple(options.sizes or ()),
+        batches=tuple(options.batches or ()),
+        repeats=options.repeats or (2 if quick else 5),
+        limit_seconds=options.limit_seconds,
+        compile=not (options.no_compile or quick),
+        device=options.device,
+    )
+
+
+def _stop(*_: object) -> None:
+    """Take a request to end as Ctrl-C, so that the process of the cell ends too."""
+    raise KeyboardInterrupt
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    options = parser().parse_args(arguments)
+    top = parser()
+    options = top.parse_args(arguments)
+    if options.list:
+        for benchmark in BENCHMARKS.values():
+            print(f"{benchmark.name:<8} {benchmark.summary}")
+        return 0
+    wanted = list(BENCHMARKS) if options.all else list(dict.fromkeys(ALIASES.get(name, name) for name in options.names))
+    unknown = [name for name in wanted if name not in BENCHMARKS]
+    if unknown:
+        top.error(f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
+    if not wanted:
+        top.error(f"name a benchmark, or pass --all or --list; there are: {', '.join(BENCHMARKS)}")
     try:
+        plan = plan_of(options)
         options.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.out).close()
     except OSError as error:
         print(f"benchmarks: cannot write into --out {options.out}: {error.strerror}; choose another folder", file=sys.stderr)
         return USAGE
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads or threads)
-    try:
-        return _dense_hessian(options)
     except HessiankitError as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
+        print(str(error), file=sys.stderr)
         return USAGE
+    outcomes: list[Outcome] = []
+    threads, before = torch.get_num_threads(), None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        for name in wanted:
+            outcomes.append(measure(BENCHMARKS[name], plan, options.out, isolate=not options.in_process))
+            if outcomes[-1].interrupted:
+                return INTERRUPTED
     finally:
         torch.set_num_threads(threads)
-
-
-def _dense_hessian(options: argparse.Namespace) -> int:
-    """Measure, write after every round, print, and return the exit status."""
-    wanted = options.only or [c.name for c in (CONFIGURATIONS[:1] if options.quick else CONFIGURATIONS)]
-    chosen = [c for c in CONFIGURATIONS if c.name in wanted]
-    rounds = options.repeats or (2 if options.quick else 5)
-    where, interrupted = environment(), False
-    found: dict[str, Measurement] = {}
-    try:
-        with progress_bar() as tell:
-            for configuration in chosen:
-                for measurement in measure(configuration, rounds, tell):
-                    found[configuration.name] = measurement
-                    _write(options.out, list(found.values()), where, complete=False)
-                print(f"{configuration.name}: {rounds} round(s) measured", file=sys.stderr)
-    except KeyboardInterrupt:
-        interrupted = True
-    if not found:
-        print("benchmarks: interrupted before the first round was finished; nothing was written", file=sys.stderr)
-        return INTERRUPTED
-    print(_write(options.out, list(found.values()), where, complete=not interrupted))
-    print(f"wrote {options.out / 'dense_hessian.json'} and {options.out / 'dense_hessian.md'}", file=sys.stderr)
-    if interrupted:
-        print("benchmarks: interrupted; the table holds the rounds that were finished", file=sys.stderr)
-        return INTERRUPTED
-    doubtful = [name for name, m in found.items() for row in m.rows if row.method == CLOSED and row.status != "right"]
-    if doubtful:
-        print(f"benchmarks: the closed form was not confirmed on {', '.join(doubtful)}: the JSON says why", file=sys.stderr)
-        return WRONG
-    return 0
-
-
-def _write(out: Path, measurements: list[Measurement], where: dict[str, object], *, complete: bool) -> str:
-    """Write what is known so far as JSON and as Markdown, and return the latter."""
-    content = {
-        "benchmark": "dense_hessian",
-        "complete": complete,
-        "environment": where,
-        "configurations": [m.to_dict() for m in measurements],
-    }
-    (out / "dense_hessian.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    text = markdown(measurements, where)
-    (out / "dense_hessian.md").write_text(text, encoding="utf-8")
-    return text
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+    return WRONG if any(outcome.doubtful for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

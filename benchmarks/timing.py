@@ -1,9 +1,20 @@
-"""Timing calls in turn, so that whatever slows the machine down for a while slows all of them."""
+"""Clocks, medians, and contestants in turn, so that whatever slows the machine down for a while slows all of them."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+import math
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
 
 
 def in_turn(calls: Mapping[str, Callable[[int], float]], rounds: int) -> Iterator[dict[str, list[float]]]:
@@ -18,9 +29,96 @@ def in_turn(calls: Mapping[str, Callable[[int], float]], rounds: int) -> Iterato
     """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for k in range(rounds):
-        first = k % max(1, len(names))
-        for name in names[first:] + names[:first]:
-            gc.collect()  # the last one's garbage is not this one's
-            seconds[name].append(calls[name](k))
-        yield {name: list(values) for name, values in seconds.items()}
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked through again and again
+    try:
+        for k in range(rounds):
+            first = k % max(1, len(names))
+            for name in names[first:] + names[:first]:
+                gc.collect()  # the last one's garbage is not this one's
+                seconds[name].append(calls[name](k))
+            yield {name: list(values) for name, values in seconds.items()}
+    finally:
+        gc.unfreeze()
+
+
+def all_rounds(calls: Mapping[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of all rounds of :func:`in_turn`."""
+    *_, last = in_turn(calls, rounds)
+    return last
+
+
+def timed(device: str, work: Callable[[], T]) -> tuple[T, float]:
+    """Do some work once; return its result and its seconds, by CUDA events where the device is a GPU."""
+    if torch.device(device).type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        result = work()
+        end.record()
+        torch.cuda.synchronize()
+        return result, start.elapsed_time(end) / 1e3
+    begin = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - begin
+
+
+def several(device: str, work: Callable[[], Any], enough: float = 0.02, most: int = 1000) -> float:
+    """Return the seconds of one call of short work, from so many calls that together they take ``enough`` seconds."""
+    _, once = timed(device, work)
+    count = min(most, max(1, int(enough / max(once, 1e-9))))
+    if count == 1:
+        return once
+
+    def repeat() -> None:
+        for _ in range(count):
+            work()
+
+    return timed(device, repeat)[1] / count
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Return median and quartiles.
+
+    >>> spread([1.0, 2.0, 3.0])
+    {'median': 2.0, 'low': 1.5, 'high': 2.5}
+    """
+    if not values:
+        return None
+    if len(values) == 1:
+        return {"median": values[0], "low": values[0], "high": values[0]}
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}
+
+
+def finite(value: float) -> float | None:
+    """Return a number that JSON can hold: None where it is NaN or infinite."""
+    return value if math.isfinite(value) else None
+
+
+def rounds_within(budget: float, one: float, most: int) -> int:
+    """Return how many rounds of so many seconds fit into a budget, at most ``most``; 0 where not even one does.
+
+    >>> rounds_within(10.0, 3.0, 5), rounds_within(10.0, 0.1, 5), rounds_within(10.0, 11.0, 5)
+    (3, 5, 0)
+    """
+    return min(most, int(budget / max(one, 1e-12)))
+
+
+@contextmanager
+def deadline(seconds: float, what: str) -> Iterator[None]:
+    """Raise TimeoutError in the work inside after so many seconds, where the platform can interrupt it."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError(f"{what} took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array, Scalar, exp, full, is_exact, scale
+from derivations.linearised import Entrywise, Linearised
 from derivations.matrix import Diagonal, DiagonalLift, Matrix, Zero
 from derivations.operation import Shape, expect_names, shape_of, size
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import ByLinearising, Inputs
 
 Derivatives = tuple[Array, Array, "Array | None"]
 """The value, the first and the second derivative of an activation, entry by entry; None for a second that is zero."""
@@ -179,7 +180,7 @@ class ActivationAt:
 
 
 @dataclass(frozen=True)
-class Activation(Primitive):
+class Activation(ByLinearising):
     """An entrywise activation as a primitive, for tensors of any shape; inputs (X,).
 
     Args:
@@ -202,17 +203,9 @@ class Activation(Primitive):
     def value(self, *inputs: Tensor) -> Tensor:
         return self._derivatives(inputs)[0]
 
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        if tangents[0] is None:
-            raise ValueError("Activation.jvp: the tangent of X is None")
-        return tangents[0] * self._derivatives(inputs)[1]
-
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        return (adjoint * self._derivatives(inputs)[1],)
-
-    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        second = None if tangents[0] is None or self.kind not in SMOOTH else self._derivatives(inputs)[2]
-        return (None,) if second is None or tangents[0] is None else (tangents[0] * (adjoint * second),)
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        _, first, second = self._derivatives(inputs)
+        return Entrywise(self, inputs, first, None if adjoint is None or second is None else adjoint * second)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim

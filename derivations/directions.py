@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -25,3 +26,19 @@ def parts(t: Tensor) -> Iterator[slice]:
     step = count if t.device.type != "cpu" else max(1, CACHE_ENTRIES // max(1, row))
     for start in range(0, count, max(1, step)):
         yield slice(start, min(start + step, count))
+
+
+def stacks(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Yield the same :func:`parts` of several stacks of directions, shaped like the first one; None stays None.
+
+    >>> import torch
+    >>> [(a.shape[0], b) for a, b in stacks(torch.zeros(3, 2), None)]
+    [(3, None)]
+    """
+    first = tensors[0]
+    assert first is not None
+    if first.shape[0] == 1:
+        yield tensors
+        return
+    for part in parts(first):
+        yield tuple(None if t is None else t[part] for t in tensors)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.linear import Multiply, unbroadcast
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
-
-Derivatives = tuple[Tensor, Tensor, "Tensor | None"]
-"""The value, the first and the second derivative, entry by entry; None for a second that is zero."""
+from derivations.broadcasting import unbroadcast
+from derivations.kinked_functions import KINKED
+from derivations.linear import Multiply
+from derivations.linearised import Entrywise, Linearised
+from derivations.primitive import ByLinearising, Covectors, Inputs, Primitive, Tangents
+from derivations.scalar_functions import SMOOTH, Derivatives
 
 
 def _exp(x: Tensor) -> Derivatives:
@@ -126,11 +127,13 @@ KINDS: dict[str, Callable[..., Derivatives]] = {
     "cos": _cos,
     "abs": _abs,
     "clamp": _clamp,
+    **SMOOTH,
+    **KINKED,
 }
 
 
 @dataclass(frozen=True)
-class Elementwise(Primitive):
+class Elementwise(ByLinearising):
     """N = f(X), entry by entry; inputs (X,).
 
         exp          e^x            e^x                 e^x
@@ -150,7 +153,8 @@ class Elementwise(Primitive):
         abs          |x|            sign x              0
         clamp        within [l, h]  1{l <= x <= h}      0
 
-    At a kink the derivative is torch's: 0 for abs, 1 for clamp.
+    and those of ``derivations.scalar_functions`` and ``derivations.kinked_functions``. At a kink the derivative is torch's: 0
+    for abs, 1 for clamp.
 
     Args:
         kind: one of ``KINDS``.
@@ -174,17 +178,9 @@ class Elementwise(Primitive):
     def value(self, *inputs: Tensor) -> Tensor:
         return self._derivatives(inputs[0])[0]
 
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        if tangents[0] is None:
-            raise ValueError("Elementwise.jvp: the tangent of X is None")
-        return tangents[0] * self._derivatives(inputs[0])[1]
-
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        return (adjoint * self._derivatives(inputs[0])[1],)
-
-    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        second = None if tangents[0] is None else self._derivatives(inputs[0])[2]
-        return (None,) if second is None or tangents[0] is None else (tangents[0] * (adjoint * second),)
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        _, first, second = self._derivatives(inputs[0])
+        return Entrywise(self, inputs, first, None if adjoint is None or second is None else adjoint * second)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim

@@ -19,17 +19,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from derivations.broadcasting import align, unbroadcast
 from derivations.directions import parts
-from derivations.linear import align, unbroadcast
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.linearised import Linearised, plus
+from derivations.primitive import ByLinearising, Covectors, Inputs, Tangents
 
 
 @dataclass(frozen=True, eq=False)
-class ScaledDotProductAttention(Primitive):
+class ScaledDotProductAttention(ByLinearising):
     """N = softmax(c Q K^T + B) V; inputs (Q, K, V) or (Q, K, V, B) with an additive mask B that may move.
 
     Q is (..., L, E), K (..., S, E), V (..., S, E_v) and B broadcasts to (..., L, S); leading axes broadcast.
@@ -64,60 +66,8 @@ class ScaledDotProductAttention(Primitive):
             enable_gqa=self.enable_gqa,
         )
 
-    @torch.no_grad()
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        count = _directions(tangents)
-        if count is None:
-            raise ValueError("ScaledDotProductAttention.jvp: every tangent is None; at least one input must move")
-        Q, K, V = (self._arrange(x.unsqueeze(0), inputs) for x in inputs[:3])
-        A, moved = self._weights(inputs), self._moved(inputs, tangents)
-        shape = (*torch.broadcast_shapes(A.shape[1:-2], V.shape[1:-2]), A.shape[-2], V.shape[-1])
-        out = A.new_empty(count, *shape)
-        for part in _parts(count, A):
-            q, k, v, b = (None if t is None else t[part] for t in moved)
-            t = _logits(self._scale(inputs), Q, K, q, k, b)
-            along_T = 0 if t is None else _product(_covariance(A, t), V)
-            along_V = 0 if v is None else _product(A, v)
-            out[part] = along_T + along_V
-        return out.reshape(count, *self._rows(inputs), *shape[-2:])
-
-    @torch.no_grad()
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        Q, K, V = (self._arrange(x.unsqueeze(0), inputs) for x in inputs[:3])
-        A, W, c = self._weights(inputs), self._arrange(adjoint, inputs), self._scale(inputs)
-        out = [adjoint.new_empty(adjoint.shape[0], *x.shape) for x in inputs]
-        for part in _parts(adjoint.shape[0], A):
-            M = _covariance(A, _product(W[part], V.mT))
-            found = (c * _product(M, K), c * _product(M.mT, Q), _product(A.mT, W[part]), M)
-            self._store(out, part, found, inputs)
-        return tuple(out)
-
-    @torch.no_grad()
-    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        count = _directions(tangents)
-        if count is None:
-            return (None,) * len(inputs)
-        Q, K, V = (self._arrange(x.unsqueeze(0), inputs) for x in inputs[:3])
-        A, W, c = self._weights(inputs), self._arrange(adjoint.unsqueeze(0), inputs), self._scale(inputs)
-        M, moved = _covariance(A, W @ V.mT), self._moved(inputs, tangents)
-        shifts = any(t is not None for k, t in enumerate(moved) if k != 2)  # whether the logits move
-        out = [None if k == 2 and not shifts else adjoint.new_empty(count, *x.shape) for k, x in enumerate(inputs)]
-        for part in _parts(count, A):
-            q, k, v, b = (None if t is None else t[part] for t in moved)
-            t = _logits(c, Q, K, q, k, b)
-            dM: Tensor | None = None if v is None else _covariance(A, _product(W, v.mT))
-            to_V = None
-            if t is not None:
-                centred = t - (A * t).sum(-1, keepdim=True)
-                to_V = _product((A * centred).mT, W)
-                second = M * centred
-                second = second - A * second.sum(-1, keepdim=True)  # M.1 = 0, so this sum is M.dT
-                dM = second if dM is None else dM + second
-            assert dM is not None
-            to_Q = _product(dM, K) if k is None else _product(dM, K) + _product(M, k)
-            to_K = _product(dM.mT, Q) if q is None else _product(dM.mT, Q) + _product(M.mT, q)
-            self._store(out, part, (c * to_Q, c * to_K, to_V, dM), inputs)
-        return tuple(out)
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedAttention(self, inputs, adjoint, wanted)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         """Batches and heads stay apart where every moving input has them; query tokens too where Q alone moves."""
@@ -146,10 +96,6 @@ class ScaledDotProductAttention(Primitive):
         groups, heads = inputs[1].shape[-3], t.shape[-3]
         return t.unflatten(-3, (1, 1) if heads == 1 else (groups, heads // groups))
 
-    def _moved(self, inputs: Inputs, tangents: Tangents) -> list[Tensor | None]:
-        arranged = [None if t is None else self._arrange(t, inputs) for t in tangents]
-        return arranged + [None] * (4 - len(arranged))
-
     def _weights(self, inputs: Inputs) -> Tensor:
         """A, arranged: (1, ..., L, S)."""
         Q, K = (self._arrange(x.unsqueeze(0), inputs) for x in inputs[:2])
@@ -170,11 +116,102 @@ class ScaledDotProductAttention(Primitive):
             )
         return A
 
-    def _store(self, out: Sequence[Tensor | None], part: slice, found: Sequence[Tensor | None], inputs: Inputs) -> None:
+
+class LinearisedAttention(Linearised):
+    """A, and the covector M of the logits for the adjoint, with Q, K and V arranged alike."""
+
+    primitive: ScaledDotProductAttention
+
+    def __init__(
+        self,
+        primitive: ScaledDotProductAttention,
+        inputs: Inputs,
+        adjoint: Tensor | None,
+        wanted: Sequence[bool] | None,
+    ) -> None:
+        super().__init__(primitive, inputs, adjoint, wanted)
+        self.Q, self.K, self.V = (self._arrange(x.unsqueeze(0)) for x in inputs[:3])
+        self.A, self.c = primitive._weights(inputs), primitive._scale(inputs)
+
+    @cached_property
+    def W(self) -> Tensor:
+        """The adjoint, arranged."""
+        return self._arrange(self.adjoint.unsqueeze(0))
+
+    @cached_property
+    def M(self) -> Tensor:
+        """C_A(W V^T)."""
+        return _covariance(self.A, self.W @ self.V.mT)
+
+    def push(self, tangents: Tangents) -> Tensor:
+        """Return C_A(dT) V + A dV."""
+        count = _directions(tangents)
+        if count is None:
+            raise ValueError("ScaledDotProductAttention.jvp: every tangent is None; at least one input must move")
+        A, V, moved = self.A, self.V, self._moved(tangents)
+        shape = (*torch.broadcast_shapes(A.shape[1:-2], V.shape[1:-2]), A.shape[-2], V.shape[-1])
+        out = A.new_empty(count, *shape)
+        for part in _parts(count, A):
+            q, k, v, b = (None if t is None else t[part] for t in moved)
+            t = _logits(self.c, self.Q, self.K, q, k, b)
+            along_T = 0 if t is None else _product(_covariance(A, t), V)
+            along_V = 0 if v is None else _product(A, v)
+            out[part] = along_T + along_V
+        return out.reshape(count, *self.primitive._rows(self.inputs), *shape[-2:])
+
+    def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
+        """Return the covectors of M' = C_A(bar V^T) + dM as logits, of A^T bar + dA^T W, and of M with dQ and dK."""
+        count = _directions(() if tangents is None else tangents)
+        if bar is None and count is None:
+            return (None,) * len(self.inputs)
+        count = count if bar is None else bar.shape[0]
+        assert count is not None
+        moved = [None] * 4 if tangents is None else self._moved(tangents)
+        bars = None if bar is None else self._arrange(bar)
+        out: list[Tensor | None] = [
+            self.A.new_empty(count, *x.shape) if w else None for x, w in zip(self.inputs, self.wanted, strict=True)
+        ]
+        if bar is None and all(t is None for k, t in enumerate(moved) if k != 2):
+            out[2] = None  # the logits stand still
+        for part in _parts(count, self.A):
+            given = None if bars is None else bars[part]
+            found = self._pull(given, *(None if t is None else t[part] for t in moved))
+            self._store(out, part, found)
+        return tuple(out)
+
+    def _pull(
+        self, bar: Tensor | None, q: Tensor | None, k: Tensor | None, v: Tensor | None, b: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Return the covectors of Q, K, V and B for a few directions."""
+        A, Q, K, c = self.A, self.Q, self.K, self.c
+        to_weights = None if bar is None else _product(bar, self.V.mT)
+        if v is not None:
+            to_weights = plus(to_weights, _product(self.W, v.mT))
+        dM = None if to_weights is None else _covariance(A, to_weights)
+        to_V = None if bar is None else _product(A.mT, bar)
+        t = _logits(c, Q, K, q, k, b)
+        if t is not None:
+            centred = t - (A * t).sum(-1, keepdim=True)
+            to_V = plus(to_V, _product((A * centred).mT, self.W))
+            second = self.M * centred
+            dM = plus(dM, second - A * second.sum(-1, keepdim=True))  # M.1 = 0, so this sum is M.dT
+        assert dM is not None
+        to_Q = _product(dM, K) if k is None else _product(dM, K) + _product(self.M, k)
+        to_K = _product(dM.mT, Q) if q is None else _product(dM.mT, Q) + _product(self.M.mT, q)
+        return c * to_Q, c * to_K, to_V, dM
+
+    def _arrange(self, t: Tensor) -> Tensor:
+        return self.primitive._arrange(t, self.inputs)
+
+    def _moved(self, tangents: Tangents) -> list[Tensor | None]:
+        arranged = [None if t is None else self._arrange(t) for t in tangents]
+        return arranged + [None] * (4 - len(arranged))
+
+    def _store(self, out: Sequence[Tensor | None], part: slice, found: Sequence[Tensor | None]) -> None:
         """Write covectors, summed over what was broadcast, in their inputs' shapes."""
-        for into, covector, x in zip(out, found, inputs, strict=False):
+        for into, covector, x in zip(out, found, self.inputs, strict=False):
             if into is not None and covector is not None:
-                arranged = self._arrange(x.unsqueeze(0), inputs).shape[1:]
+                arranged = self._arrange(x.unsqueeze(0)).shape[1:]
                 summed = unbroadcast(covector, arranged)
                 into[part] = summed.expand(summed.shape[0], *arranged).reshape(-1, *x.shape)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.linear import align, unbroadcast
+from derivations.broadcasting import align, unbroadcast
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 
 

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array
+from derivations.broadcasting import align, unbroadcast
+from derivations.linearised import Linearised, plus
+from derivations.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
 from derivations.matrix import Dense, Identity, Matrix, kron
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import ByLinearising, Covectors, Inputs, Primitive, Tangents
 
 
 def weight_jacobian(X: Array, d_out: int) -> Matrix:
@@ -28,29 +31,19 @@ def weight_jacobian(X: Array, d_out: int) -> Matrix:
     return kron(Dense(X, "X"), Identity(d_out))
 
 
-def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
-
-
 def _total(a: Tensor | None, b: Tensor | None) -> Tensor:
-    total = _add(a, b)
+    total = plus(a, b)
     if total is None:
         raise ValueError("jvp: every tangent is None; at least one input must move")
     return total
 
 
-def align(t: Tensor, shape: torch.Size, ndim: int) -> Tensor:
-    """Return a tangent (S, *shape) with unit axes put behind S, so that it broadcasts like a value of ``ndim`` axes."""
-    return t.reshape(t.shape[0], *(1,) * (ndim - len(shape)), *shape)
-
-
-def unbroadcast(t: Tensor, shape: torch.Size) -> Tensor:
-    """Return a covector (S, ...) summed over the axes along which a value of ``shape`` was repeated: (S, *shape)."""
-    extra = t.ndim - 1 - len(shape)
-    if extra:
-        t = t.sum(dim=tuple(range(1, 1 + extra)))
-    repeated = tuple(i + 1 for i, n in enumerate(shape) if n == 1 and t.shape[i + 1] != 1)
-    return t.sum(dim=repeated, keepdim=True) if repeated else t
+def _aligned(inputs: Inputs, tangents: Tangents) -> tuple[torch.Size, list[Tensor | None]]:
+    """Return the output's shape and the tangents aligned with it."""
+    if inputs[0].shape == inputs[1].shape:
+        return inputs[0].shape, list(tangents)
+    shape = torch.broadcast_shapes(inputs[0].shape, inputs[1].shape)
+    return shape, [None if t is None else align(t, x.shape, len(shape)) for x, t in zip(inputs, tangents, strict=True)]
 
 
 def _same_rows(inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
@@ -60,7 +53,7 @@ def _same_rows(inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
 
 
 @dataclass(frozen=True)
-class MatMul(Primitive):
+class MatMul(ByLinearising):
     """N = A B with ``torch.matmul``'s broadcasting, for A and B of two or more axes.
 
     Bilinear: D^2 N [(a, b), (a', b')] = a b' + a' b.
@@ -69,79 +62,31 @@ class MatMul(Primitive):
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] @ inputs[1]
 
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        (A, B), (a, b) = inputs, tangents
-        ndim = max(A.ndim, B.ndim)
-        left = None if a is None else align(a, A.shape, ndim) @ B
-        right = None if b is None else A @ align(b, B.shape, ndim)
-        return _total(left, right)
-
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         A, B = inputs
-        return unbroadcast(adjoint @ B.mT, A.shape), self._pull_right(A, B.shape, adjoint)
-
-    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        (A, B), (a, b) = inputs, tangents
-        ndim = max(A.ndim, B.ndim)
-        to_a = None if b is None else unbroadcast(adjoint @ align(b, B.shape, ndim).mT, A.shape)
-        if a is None:
-            return to_a, None
-        lifted = align(a, A.shape, ndim)
-        if B.ndim == 2 and A.ndim > 2:
-            rows = lifted.flatten(1, -2)  # (S, rows, d_in)
-            return to_a, rows.mT @ adjoint.reshape(-1, adjoint.shape[-1])
-        return to_a, unbroadcast(lifted.mT @ adjoint, B.shape)
+        kind = SharedProduct if B.ndim == 2 else BatchedProduct if A.shape[:-2] == B.shape[:-2] else BroadcastProduct
+        return kind(self, inputs, adjoint, wanted)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         A, B = inputs
         if B.ndim == 2 and not moving[1]:
             return axes <= A.ndim - 1
         rows = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])
+        if axes == len(rows) + 1:
+            return not moving[1] and A.shape[:-2] == rows
         fits = (x.ndim - 2 == len(rows) and x.shape[:axes] == rows[:axes] for x, m in zip(inputs, moving, strict=True) if m)
         return axes <= len(rows) and all(fits)
 
-    @staticmethod
-    def _pull_right(A: Tensor, shape: torch.Size, adjoint: Tensor) -> Tensor:
-        if len(shape) == 2 and A.ndim > 2:
-            return A.flatten(0, -2).mT @ adjoint.flatten(1, -2)
-        return unbroadcast(A.mT @ adjoint, shape)
-
 
 @dataclass(frozen=True)
-class Linear(Primitive):
+class Linear(ByLinearising):
     """N = X W^T + b with W stored as (d_out, d_in), as ``torch.nn.functional.linear``; b may be absent (None)."""
 
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.nn.functional.linear(*inputs)
 
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        X, W = inputs[0], inputs[1]
-        out = None
-        if tangents[0] is not None:
-            out = tangents[0] @ W.mT
-        if tangents[1] is not None:
-            out = _add(out, X @ align(tangents[1], W.shape, max(X.ndim, 2)).mT)
-        if len(inputs) > 2 and tangents[2] is not None:
-            bias = align(tangents[2], inputs[2].shape, X.ndim)
-            out = bias.expand(bias.shape[0], *X.shape[:-1], -1) if out is None else out + bias
-        return _total(out, None)
-
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        X, W = inputs[0], inputs[1]
-        rows = adjoint.reshape(adjoint.shape[0], -1, W.shape[0])  # (S, rows, d_out)
-        to_weight = rows.mT @ X.reshape(-1, W.shape[1])
-        to_bias = (rows.sum(1),) if len(inputs) > 2 else ()
-        return adjoint @ W, to_weight, *to_bias
-
-    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        X, W = inputs[0], inputs[1]
-        rows = adjoint.reshape(-1, W.shape[0])  # (rows, d_out)
-        to_x = to_weight = None
-        if tangents[1] is not None:
-            to_x = (rows @ tangents[1]).reshape(-1, *X.shape)
-        if tangents[0] is not None:
-            to_weight = rows.mT @ tangents[0].reshape(tangents[0].shape[0], -1, W.shape[1])
-        return to_x, to_weight, *((None,) * (len(inputs) - 2))
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        return SharedProduct(self, inputs, adjoint, wanted, transposed=True)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim - 1 and not any(moving[1:])
@@ -158,11 +103,9 @@ class Add(Primitive):
         return torch.add(inputs[0], inputs[1], alpha=self.alpha)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        shape = torch.broadcast_shapes(inputs[0].shape, inputs[1].shape)
-        a, b = (None if t is None else align(t, x.shape, len(shape)) for x, t in zip(inputs, tangents, strict=True))
-        b = b if b is None or self.alpha == 1 else self.alpha * b
-        total = _total(a, b)
-        return total.expand(total.shape[0], *shape)
+        shape, (a, b) = _aligned(inputs, tangents)
+        total = _total(a, b if b is None or self.alpha == 1 else b * self.alpha)
+        return total if total.shape[1:] == shape else total.expand(total.shape[0], *shape)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         scaled = adjoint if self.alpha == 1 else self.alpha * adjoint
@@ -180,8 +123,7 @@ class Multiply(Primitive):
         return inputs[0] * inputs[1]
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        shape = torch.broadcast_shapes(inputs[0].shape, inputs[1].shape)
-        a, b = (None if t is None else align(t, x.shape, len(shape)) for x, t in zip(inputs, tangents, strict=True))
+        shape, (a, b) = _aligned(inputs, tangents)
         total = _total(None if a is None else a * inputs[1], None if b is None else inputs[0] * b)
         return total.expand(total.shape[0], *shape)
 
@@ -212,10 +154,10 @@ class Scale(Primitive):
         return inputs[0] * self.c
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return self.c * _total(tangents[0], None)
+        return _total(tangents[0], None) * self.c
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        return (self.c * adjoint,)
+        return (adjoint * self.c,)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return True

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array, is_exact, scale, to_sympy
-from derivations.directions import parts
+from derivations.directions import stacks
+from derivations.linearised import Linearised, plus
 from derivations.matrix import Dense, Identity, Matrix
 from derivations.operation import Shape, expect_names, shape_of, size
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
@@ -202,7 +203,7 @@ class MeanSquaredError(Primitive):
 
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         moved = self._difference(tangents)
-        return (None, None) if moved is None else self._both(moved * (2 / self.normalizer * adjoint))
+        return (None, None) if moved is None else self._both(moved * (adjoint * (2 / self.normalizer)))
 
     def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim
@@ -262,16 +263,11 @@ class CrossEntropy(Primitive):
         slope = self._slope(inputs).reshape(inputs[0].shape)
         return adjoint.reshape(-1, *(1,) * slope.ndim) * slope, None
 
-    @torch.no_grad()
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        logits, _, kept, normalizer = self._rows(inputs)
-        p = torch.softmax(logits, -1).where(kept.unsqueeze(1), 0)
-        t = self._tangent(tangents).reshape(-1, *logits.shape)
-        out, scaled = t.new_empty(t.shape), p * (adjoint / normalizer)
-        for part in parts(t):
-            mean = torch.mul(t[part], p, out=out[part]).sum(-1, keepdim=True)
-            torch.sub(t[part], mean, out=out[part]).mul_(scaled)
-        return out.reshape(-1, *inputs[0].shape), None
+        return self.linearise(inputs, adjoint).pull(None, tangents)
+
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedCrossEntropy(self, inputs, adjoint, wanted)
 
     def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes < inputs[0].ndim
@@ -303,3 +299,30 @@ class CrossEntropy(Primitive):
         if tangents[0] is None or any(t is not None for t in tangents[1:]):
             raise ValueError("CrossEntropy: the logits, and only they, must move; labels have no tangent")
         return tangents[0]
+
+
+class LinearisedCrossEntropy(Linearised):
+    """The probabilities p of the rows that count, zero in the others."""
+
+    primitive: CrossEntropy
+
+    @cached_property
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """Return p, and p times the adjoint by the normalizer, both (rows, C)."""
+        logits, _, kept, normalizer = self.primitive._rows(self.inputs)
+        p = torch.softmax(logits, -1).where(kept.unsqueeze(1), 0)
+        return p, p * (self.adjoint / normalizer)
+
+    @torch.no_grad()
+    def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
+        """Return bar times the gradient, plus adjoint p o (t - p.t) / normalizer."""
+        first = None if bar is None else self.primitive.vjp(self.inputs, bar)[0]
+        if tangents is None:
+            return first, None
+        p, scaled = self._weights
+        t = self.primitive._tangent(tangents).reshape(-1, *p.shape)
+        out = t.new_empty(t.shape)
+        for some, into in stacks(t, out):
+            mean = torch.mul(some, p, out=into).sum(-1, keepdim=True)
+            torch.sub(some, mean, out=into).mul_(scaled)
+        return plus(first, out.reshape(-1, *self.inputs[0].shape)), None

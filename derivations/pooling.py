@@ -176,3 +176,67 @@ class Mean(_Reduction):
         for axis in self._axes(X):
             count *= X.shape[axis]
         return 1 / count
+
+
+@dataclass(frozen=True)
+class Extreme(Primitive):
+    """The largest, smallest or middle entry over some axes; inputs (X,).
+
+    Off ties it is one of the entries, with that entry's derivatives and no curvature; among equal entries the derivative
+    is shared evenly, as in torch.
+
+    Args:
+        kind: "amax", "amin" or "median" (the lower one of two).
+        dims: the axes, all of them if empty.
+        keepdim: keep each as an axis of length one.
+
+    Raises:
+        ValueError: if there is no such kind.
+
+    >>> import torch
+    >>> Extreme("amax", (0,)).vjp((torch.tensor([1.0, 3.0, 3.0]),), torch.ones(1))[0].tolist()
+    [[0.0, 0.5, 0.5]]
+    """
+
+    kind: str
+    dims: tuple[int, ...] = ()
+    keepdim: bool = False
+    is_linear = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("amax", "amin", "median"):
+            raise ValueError(f"Extreme: there is no kind {self.kind!r}; the kinds are amax, amin, median")
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        kept = self._kept(inputs[0])
+        return kept if self.keepdim else kept.squeeze(self._axes(inputs[0]))
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        if tangents[0] is None:
+            raise ValueError("Extreme.jvp: the tangent of X is None")
+        axes = tuple(axis + 1 for axis in self._axes(inputs[0]))
+        moved = tangents[0] * self._share(inputs[0])
+        return moved.sum(axes, keepdim=self.keepdim) if axes else moved
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        share, axes = self._share(inputs[0]), self._axes(inputs[0])
+        kept = [1 if i in axes else n for i, n in enumerate(share.shape)]
+        return (adjoint.reshape(-1, *kept) * share,)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim and all(axis >= axes for axis in self._axes(inputs[0]))
+
+    def _axes(self, X: Tensor) -> tuple[int, ...]:
+        return tuple(axis % X.ndim for axis in self.dims) or tuple(range(X.ndim))
+
+    def _kept(self, X: Tensor) -> Tensor:
+        axes = self._axes(X)
+        if self.kind != "median":
+            return getattr(X, self.kind)(axes, keepdim=True)
+        rest = [i for i in range(X.ndim) if i not in axes]
+        middle = X.permute(*rest, *axes).flatten(len(rest)).median(-1).values
+        return middle.reshape([1 if i in axes else n for i, n in enumerate(X.shape)])
+
+    def _share(self, X: Tensor) -> Tensor:
+        hit = self._kept(X) == X
+        return hit.to(X.dtype) / hit.sum(self._axes(X) or None, keepdim=True)

@@ -13,7 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
+
+from derivations.linearised import Linearised
 
 Inputs: TypeAlias = Sequence[Tensor]
 Tangents: TypeAlias = Sequence[Tensor | None]
@@ -51,6 +54,16 @@ class Primitive(ABC):
             return (None,) * len(inputs)
         raise NotImplementedError(f"{type(self).__name__} has no second derivative yet")
 
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        """Return the three actions at one point, for many products: what they share is computed once.
+
+        Args:
+            inputs: The point.
+            adjoint: Of the output's shape; None where the second derivative is not asked for.
+            wanted: The inputs whose covectors are read; None: all.
+        """
+        return Linearised(self, inputs, adjoint, wanted)
+
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         """Tell whether row r of the output moves only with row r of the moving inputs.
 
@@ -65,3 +78,26 @@ class Primitive(ABC):
         True wherever rows stay apart altogether; a loss that sums over rows is separable although it mixes them.
         """
         return self.rowwise(inputs, axes, moving)
+
+
+class ByLinearising(Primitive):
+    """A primitive whose actions are those of what :meth:`linearise` returns. The actions are not themselves differentiable."""
+
+    @abstractmethod
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        """Return the three actions at one point."""
+
+    @torch.no_grad()
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        """Push tangents forward."""
+        return self.linearise(inputs).push(tangents)
+
+    @torch.no_grad()
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        """Pull an adjoint back to each input."""
+        return self.linearise(inputs).pull(adjoint)
+
+    @torch.no_grad()
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        """Contract the second derivative with an adjoint and with tangents."""
+        return self.linearise(inputs, adjoint).pull(None, tangents)

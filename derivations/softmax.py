@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array, exp, is_exact
-from derivations.directions import parts
+from derivations.directions import stacks
+from derivations.linearised import Linearised
 from derivations.matrix import Commutation, DiagonalLift, Identity, Matrix, kron
 from derivations.operation import Shape, expect_names, shape_of
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import ByLinearising, Covectors, Inputs, Primitive, Tangents
 from derivations.row_blocks import RowBlocks, RowCovariance
 
 
@@ -129,7 +130,7 @@ def softmax(T: Array, mask: Any = None) -> Array:
 
 
 @dataclass(frozen=True)
-class Softmax(Primitive):
+class Softmax(ByLinearising):
     """Softmax along one axis as a primitive; inputs (T,).
 
     With q = A o (w - A.w) for an adjoint w, the contracted second derivative is q o t - q (A.t) - A (q.t): diagonal plus
@@ -144,30 +145,8 @@ class Softmax(Primitive):
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.softmax(inputs[0], self.dim)
 
-    @torch.no_grad()
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        if tangents[0] is None:
-            raise ValueError("Softmax.jvp: the tangent of T is None")
-        return self._covariance(inputs[0], tangents[0])
-
-    @torch.no_grad()
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        return (self._covariance(inputs[0], adjoint),)
-
-    @torch.no_grad()
-    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        t = tangents[0]
-        if t is None:
-            return (None,)
-        axis = self._axis(inputs[0])
-        a, q = self.value(*inputs), self._covariance(inputs[0], adjoint.unsqueeze(0))[0]
-        out = t.new_empty(t.shape)
-        for part in parts(t):
-            some, into = t[part], out[part]
-            along_a = torch.mul(some, a, out=into).sum(axis, keepdim=True)
-            along_q = torch.mul(some, q, out=into).sum(axis, keepdim=True)
-            into.addcmul_(q, along_a, value=-1).addcmul_(a, along_q, value=-1)
-        return (out,)
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedSoftmax(self, inputs, adjoint, self._axis(inputs[0]))
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim + self._axis(inputs[0])
@@ -176,12 +155,44 @@ class Softmax(Primitive):
         """The axis counted from the end, which is the same for T and for a stack of tangents."""
         return self.dim if self.dim < 0 else self.dim - T.ndim
 
-    def _covariance(self, T: Tensor, t: Tensor) -> Tensor:
-        a, axis = self.value(T), self._axis(T)
-        out = t.new_empty(t.shape)
-        for part in parts(t):
-            into = torch.mul(t[part], a, out=out[part])
-            into.addcmul_(a, into.sum(axis, keepdim=True), value=-1)
+
+class LinearisedSoftmax(Linearised):
+    """A = softmax(T) along ``axis``, counted from the end, with q = A o (w - A.w)."""
+
+    def __init__(self, primitive: Softmax, inputs: Inputs, adjoint: Tensor | None, axis: int) -> None:
+        super().__init__(primitive, inputs, adjoint)
+        self.a, self.axis = primitive.value(*inputs), axis
+
+    @cached_property
+    def q(self) -> Tensor:
+        """The adjoint pulled back."""
+        return self._covariance(self.adjoint.unsqueeze(0))[0]
+
+    def push(self, tangents: Tangents) -> Tensor:
+        """Return A o (t - A.t)."""
+        if tangents[0] is None:
+            raise ValueError("Softmax.jvp: the tangent of T is None")
+        return self._covariance(tangents[0])
+
+    def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
+        """Return A o (bar - A.bar) + q o t - q (A.t) - A (q.t)."""
+        t, out = None if tangents is None else tangents[0], None if bar is None else self._covariance(bar)
+        if t is None:
+            return (out,)
+        a, q, bent = self.a, self.q, t.new_empty(t.shape)
+        for some, into, more in stacks(t, bent, out):
+            along_a = torch.mul(some, a, out=into).sum(self.axis, keepdim=True)
+            along_q = torch.mul(some, q, out=into).sum(self.axis, keepdim=True)
+            into.addcmul_(q, along_a, value=-1).addcmul_(a, along_q, value=-1)
+            if more is not None:
+                into.add_(more)
+        return (bent,)
+
+    def _covariance(self, t: Tensor) -> Tensor:
+        a, out = self.a, torch.empty_like(t, memory_format=torch.contiguous_format)
+        for some, into in stacks(t, out):
+            torch.mul(some, a, out=into)
+            into.addcmul_(a, into.sum(self.axis, keepdim=True), value=-1)
         return out
 
 

@@ -20,7 +20,7 @@ import torch
 import hessiankit
 from hessiankit.blocks import VisionTransformer
 from hessiankit.data import load_images, patchify
-from hessiankit.plots import block_norms_map, side_by_side
+from hessiankit.drawing.plots import block_norms_map, side_by_side
 from hessiankit.training import train
 
 NAME = Path(__file__).stem

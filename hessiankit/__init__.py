@@ -7,10 +7,13 @@
 
 from hessiankit.blocks import TransformerBlock, VisionTransformer
 from hessiankit.curvature import Hessian, hessian
+from hessiankit.diagonal import CurvatureDiagonal, curvature_diagonal
+from hessiankit.disk.forecast import Forecast
 from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
+from hessiankit.fused import named_slices
 from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.optim import block_types
-from hessiankit.trace import Trace, trace
+from hessiankit.tracing.trace import Trace, trace
 from hessiankit.verify.check import CheckReport, CheckRow, check
 
 __version__ = "0.1.0"
@@ -18,6 +21,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckReport",
     "CheckRow",
+    "CurvatureDiagonal",
+    "Forecast",
     "Hessian",
     "HessianOperator",
     "HessiankitError",
@@ -29,7 +34,9 @@ __all__ = [
     "VisionTransformer",
     "block_types",
     "check",
+    "curvature_diagonal",
     "hessian",
     "hessian_operator",
+    "named_slices",
     "trace",
 ]

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 
-from derivations.loss import CrossEntropy, MeanSquaredError
-from hessiankit.errors import InputError, TraceError
-from hessiankit.sweep import Accumulator, BlockSum
+from hessiankit.disk.forecast import Forecast, forecast
+from hessiankit.disk.planning import check_matrix
+from hessiankit.disk.streaming import Writer
+from hessiankit.errors import InputError
+from hessiankit.evaluation import Evaluation
+from hessiankit.request.batches import Weights, requests, shares
+from hessiankit.request.selection import Params, locate, select
+from hessiankit.request.task import FrozenTask, Loss
 from hessiankit.tables import as_html, as_text, table
-from hessiankit.task import IGNORE_INDEX, Loss, Task, check_memory, make_task
-from hessiankit.trace import Application, Trace, trace
-
-WIDEST = 64  # a module's widest value, in units of its inputs, that is taken for granted before its work space is measured
-WORKSPACE = 512 * 2**20  # bytes of tangents that a chunk of samples may take
 
 
 def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
@@ -48,34 +49,65 @@ def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
 class Hessian:
     """The Hessian of a scalar loss with respect to a module's parameters.
 
+    With ``lazy=True`` the matrix is computed when it is first read, and single blocks before that by themselves;
+    ``asymmetry``, ``fallbacks`` and ``seconds`` then are those of what has been computed so far.
+
     Attributes:
-        matrix: The P x P tensor, rows and columns in the order of ``names``, each parameter in row-major order (vec_r).
         names: Parameter names, as ``named_parameters()`` spells them.
         slices: Rows (and columns) of each parameter.
         shapes: Shape of each parameter.
-        loss: The loss at this point.
-        asymmetry: Largest ``|H - H^T|`` before symmetrisation, relative to the largest entry: the rounding level.
-        fallbacks: Operations without a closed form, which were differentiated automatically one by one.
-        seconds: Time taken.
     """
 
-    matrix: Tensor
     names: tuple[str, ...]
     slices: dict[str, slice]
     shapes: dict[str, tuple[int, ...]]
-    loss: float
-    asymmetry: float
-    fallbacks: tuple[str, ...]
-    seconds: float
-    _outer: Callable[[], Tensor] = field(compare=False)
+    _evaluation: Evaluation = field(compare=False)
     _norms: dict[tuple[str | None, str | None], float] = field(default_factory=dict, compare=False)
 
+    @property
+    def matrix(self) -> Tensor:
+        """The P x P tensor, rows and columns in the order of ``names``, each parameter in row-major order (vec_r)."""
+        return self._evaluation.whole()
+
+    @property
+    def loss(self) -> float:
+        """The loss at this point."""
+        return self._evaluation.loss
+
+    @property
+    def asymmetry(self) -> float:
+        """Largest ``|H - H^T|`` before symmetrisation, relative to the largest entry: the rounding level."""
+        return self._evaluation.asymmetry
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Operations without a closed form, which were differentiated automatically one by one."""
+        return self._evaluation.fallbacks
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Parameters without effect on the loss, whatever their values: their rows and columns are zero."""
+        return self._evaluation.unused
+
+    @property
+    def seconds(self) -> float:
+        """Time taken."""
+        return self._evaluation.seconds
+
     def block(self, name_i: str, name_j: str) -> Tensor:
-        """Return d^2 loss / d vec_r(name_i) d vec_r(name_j)^T, of shape (n_i, n_j)."""
-        for name in (name_i, name_j):
-            if name not in self.slices:
-                raise InputError(f"Hessian.block: no parameter {name!r}; there are: {', '.join(self.names)}")
-        return self.matrix[self.slices[name_i], self.slices[name_j]]
+        """Return d^2 loss / d vec_r(name_i) d vec_r(name_j)^T, of shape (n_i, n_j).
+
+        A name may be followed by an index: ``"attn.c_attn.weight[:, :32]"`` are the entries ``weight[:, :32]``, in vec_r's
+        order, and ``"w[0:4; 12:16]"`` two ranges of rows, one after the other. With ``lazy=True`` a small part of a large
+        parameter costs only itself: the whole block is not computed.
+
+        Raises:
+            InputError: If there is no such parameter, or the index does not fit it.
+        """
+        (i, rows), (j, columns) = (locate("Hessian.block", name, self.shapes) for name in (name_i, name_j))
+        if rows is None and columns is None:
+            return self._evaluation.block(i, j)
+        return self._evaluation.part(i, rows, j, columns)
 
     @property
     def short_names(self) -> tuple[str, ...]:
@@ -94,23 +126,31 @@ class Hessian:
 
     def outer(self) -> Tensor:
         """Return the outer-product (Gauss-Newton) part J^T L'' J, P x P (Closing the Curvature Gap, Eq. 3)."""
-        return self._outer()
+        return self._evaluation.outer()
 
     def functional(self) -> Tensor:
         """Return the functional part (L' (x) I) d^2 f, P x P: the Hessian less its outer-product part."""
-        return self.matrix - self._outer()
+        return self.matrix - self.outer()
 
     def spectral_norm(self, name_i: str | None = None, name_j: str | None = None) -> float:
-        """Return the spectral norm of the whole matrix, or of one block."""
+        """Return the spectral norm of the whole matrix, or of a block as in :meth:`block`; of one name, a diagonal one."""
+        part = self._part("spectral_norm", name_i, name_j)
         key = (name_i, name_j or name_i)
         if key not in self._norms:
-            part = self.matrix if name_i is None else self.block(name_i, name_j or name_i)
-            self._norms[key] = spectral_norm(part, symmetric=key[0] == key[1])
+            self._norms[key] = spectral_norm(part(), symmetric=key[0] == key[1])
         return self._norms[key]
 
     def frobenius_norm(self, name_i: str | None = None, name_j: str | None = None) -> float:
-        """Return the Frobenius norm of the whole matrix, or of one block."""
-        return float(torch.linalg.matrix_norm(self.matrix if name_i is None else self.block(name_i, name_j or name_i)))
+        """Return the Frobenius norm of the whole matrix, or of a block as in :meth:`block`; of one name, a diagonal one."""
+        return float(torch.linalg.matrix_norm(self._part("frobenius_norm", name_i, name_j)()))
+
+    def _part(self, who: str, name_i: str | None, name_j: str | None) -> Callable[[], Tensor]:
+        if name_i is None and name_j is not None:
+            raise InputError(
+                f"Hessian.{who}: name_j={name_j!r} without name_i; pass both for a block, or {name_j!r} alone as name_i for the "
+                "diagonal one"
+            )
+        return lambda: self.matrix if name_i is None else self.block(name_i, name_j or name_i)
 
     def eigvalsh(self) -> Tensor:
         """Return the P eigenvalues in ascending order."""
@@ -118,30 +158,36 @@ class Hessian:
 
     def to_dict(self) -> dict[str, Any]:
         """Return names, sizes and block norms as plain Python numbers (the matrix itself is left out)."""
+        matrix = self.matrix
         blocks = [
             {"row": i, "column": j, "spectral_norm": self.spectral_norm(i, j), "frobenius_norm": self.frobenius_norm(i, j)}
             for i, j in self.pairs()
         ]
         return {
-            "parameters": int(self.matrix.shape[0]),
-            "dtype": str(self.matrix.dtype),
+            "parameters": int(matrix.shape[0]),
+            "dtype": str(matrix.dtype),
             "loss": self.loss,
             "asymmetry": self.asymmetry,
             "fallbacks": list(self.fallbacks),
+            "unused": list(self.unused),
             "seconds": self.seconds,
             "shapes": {n: list(s) for n, s in self.shapes.items()},
             "blocks": blocks,
         }
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        known = self._evaluation.is_complete
         for n in self.names:
-            shape = " x ".join(map(str, self.shapes[n])) or "1"
-            yield n, shape, f"{self.spectral_norm(n):.4g}", f"{self.frobenius_norm(n):.4g}"
+            norms = (f"{self.spectral_norm(n):.4g}", f"{self.frobenius_norm(n):.4g}") if known else ("", "")
+            yield n, " x ".join(map(str, self.shapes[n])) or "1", *norms
 
     def _title(self) -> str:
-        size = self.matrix.shape[0]
+        size = sum(rows.stop - rows.start for rows in self.slices.values())
+        if not self._evaluation.is_complete:
+            return f"Hessian: {size} x {size}, computed when it is read; block(name_i, name_j) computes one block"
         title = f"Hessian: {size} x {size}, {self.matrix.dtype}, loss {self.loss:.6g}, {self.seconds:.2f} s"
-        return title + (f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else "")
+        title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
+        return title + (f"; no effect on the loss: {', '.join(map(repr, self.unused))}" if self.unused else "")
 
     def __repr__(self) -> str:
         return as_text(self._title(), table(_HEADERS, self._rows(), left=2))
@@ -153,41 +199,106 @@ class Hessian:
 _HEADERS = ("parameter", "shape", "||H_ii||_2", "||H_ii||_F")
 
 
+@overload
 def hessian(
     module: nn.Module,
     inputs: Any,
-    target: Tensor | None = None,
+    target: Any = None,
     *,
     loss: Loss = "mse",
-    params: Iterable[str] | None = None,
+    params: Params = None,
     batch_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Hessian:
+    weights: Weights = None,
+    reduction: str | None = None,
+    lazy: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    dry_run: Literal[False] = False,
+) -> Hessian: ...
+
+
+@overload
+def hessian(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    batch_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    lazy: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    dry_run: Literal[True],
+) -> Forecast: ...
+
+
+def hessian(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    batch_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    lazy: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Hessian | Forecast:
     """Return the exact Hessian of ``loss(module(inputs), target)`` with respect to the module's parameters.
 
     One closed form per primitive, summed as H = sum_v J_v^T [lambda_v . D^2 phi_v] J_v (Closing the Curvature Gap,
     Eq. 3 and 6 in their corrected form, to any depth); no automatic differentiation, except for operations that
-    ``Hessian.fallbacks`` names.
+    ``Hessian.fallbacks`` names. Parameters and data are copied: what changes later does not move the result.
 
     Args:
-        module: Any module whose forward torch can trace and which returns one tensor.
-        inputs: A tensor, or a tuple of positional arguments.
+        module: Any module whose forward torch can trace.
+        inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments (a dict, a tokenizer's output).
+            Or several batches: an iterable of pairs (inputs, target), with loss=None of mappings or other inputs (a
+            list of mappings; a tuple is one batch). They are treated one after the other, and may differ in every length.
         target: What the loss compares with: the output's shape for "mse", labels of shape ``output.shape[:-1]``
-            for "cross_entropy".
+            for "cross_entropy". No label is shifted: labels[:, t] is compared with logits[:, t].
         loss: ``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
-            ``"cross_entropy"``: mean over the labels that are not -100. A callable ``(outputs, target) -> scalar``.
-            None: the module returns the loss.
-        params: Names of the parameters to take; all that require grad by default.
+            ``"cross_entropy"``: mean over the labels that are not -100. Both read the module's output: one tensor, or the
+            ``logits`` of an object or dict. A callable ``(outputs, target) -> scalar``, such as
+            ``nn.CrossEntropyLoss(label_smoothing=0.1)``: it is given exactly what the module returns.
+            None: the module returns the loss, as a scalar or as ``loss`` of an object or dict.
+        params: What to take: a name, a pattern such as ``"*.attn.*"``, a parameter of the module, ``"name[index]"`` (the
+            whole parameter, of which :meth:`Hessian.block` can return the part), or several of them. All that require
+            grad by default; those that do not are constants.
         batch_size: Samples treated at once; chosen by available work space by default.
         progress: Called with (samples done, samples in all).
+        weights: For several batches and a loss that is a mean over an unknown number of terms (loss=None, a callable of
+            your own): the number of terms of each batch, in a list or as a callable (inputs, target) -> number. A causal
+            language model that shifts its labels counts ``(labels[:, 1:] != -100).sum()``. The named losses and torch's
+            own loss modules are weighted by what they average over.
+        reduction: ``"mean"`` or ``"sum"`` over all terms; by default what the loss does itself. With a callable or
+            loss=None, "sum" adds up the losses of the batches.
+        lazy: Check everything, compute nothing yet: ``.block(i, j)`` computes one pair of parameters, ``.matrix`` all.
+        out: Write the matrix to this file (``.npy``) instead of keeping it in memory: about 256 MiB of rows at a time, at
+            least those of one parameter. If the process ends before it is done, the same call goes on where it was, and the bytes
+            come out the same with the same torch, machine and number of threads; if it is done, the same call opens the
+            file. ``out.part`` and ``out.journal.json`` beside it keep account.
+        overwrite: Start again, whatever there is at ``out``.
+        dry_run: Compute nothing; return a :class:`Forecast` of memory, disk and time.
 
     Returns:
-        A :class:`Hessian`.
+        A :class:`Hessian`, or with ``dry_run=True`` a :class:`Forecast`.
 
     Raises:
-        InputError: If an argument cannot be used.
+        InputError: If an argument cannot be used, or if an entry of the result is not finite; or if ``out`` belongs to
+            another computation.
         TraceError: If torch cannot trace the module.
-        OutOfMemoryError: If the P x P matrix does not fit, before anything is computed.
+        OutOfMemoryError: If the P x P matrix (with ``out``, some rows of it) or the derivatives of one chunk of samples do not
+            fit, before they are computed.
 
     The Hessian of a linear layer under squared error, 2/(L d_out) X^T X (x) I, known by hand:
 
@@ -199,167 +310,34 @@ def hessian(
     start = time.perf_counter()
     if batch_size is not None and batch_size < 1:
         raise InputError(f"hessian: batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
-    first = next((p for p in module.parameters() if p.requires_grad), None) if isinstance(module, nn.Module) else None
-    if first is not None:
-        wanted = None if params is None else set([params] if isinstance(params, str) else (params := list(params)))
-        size = sum(p.numel() for n, p in module.named_parameters() if p.requires_grad and (wanted is None or n in wanted))
-        check_memory("hessian", size, first.dtype, first.device)
-    task = make_task("hessian", module, inputs, target, loss, params)
-    with torch.no_grad():
-        matrix, value, fallbacks = _assemble(task, batch_size, progress, outer=False)
-        asymmetry = _symmetrise(matrix)
-
-    def outer() -> Tensor:
-        if task.loss is None:
+    params = list(params) if isinstance(params, Iterable) and not isinstance(params, (str, Tensor)) else params
+    chosen = select("hessian", module, params)
+    first = next(iter(chosen.values()))
+    if lazy and (out is not None or dry_run):
+        raise InputError("hessian: lazy=True computes single blocks later; it goes with neither out=... nor dry_run=True")
+    if overwrite and out is None:
+        raise InputError("hessian: overwrite=True is for out=..., which is missing")
+    if not lazy and not dry_run and out is None:
+        check_matrix("hessian", sum(p.numel() for p in chosen.values()), first.dtype, first.device)
+    tasks: list[FrozenTask] = []
+    counts: list[float] = []
+    for task, count in requests("hessian", module, inputs, target, loss, params, weights=weights, reduction=reduction):
+        tasks.append(task)
+        counts.append(count)
+    if dry_run:
+        return forecast(tasks, batch_size, out)
+    evaluation = Evaluation("hessian", tasks, shares(counts, loss, reduction), batch_size, progress)
+    shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
+    found = Hessian(tuple(shapes), tasks[0].slices, shapes, evaluation)
+    if not lazy:
+        if out is not None:
+            written = Writer("hessian", out, tasks, evaluation.shares, batch_size, progress, overwrite=overwrite).write()
+            evaluation.take(written.matrix, written.loss, written.asymmetry, written.fallbacks)
+        evaluation.whole()
+        if len(evaluation.unused) == len(shapes):
             raise InputError(
-                "Hessian.outer: with loss=None the module returns the loss, so its output layer is unknown; pass loss=..."
+                f"hessian: none of the parameters ({', '.join(map(repr, shapes))}) has an effect on the loss; the module does "
+                "not use them, or detaches what they enter"
             )
-        with torch.no_grad():
-            part = _assemble(task, batch_size, None, outer=True)[0]
-            _symmetrise(part)
-        return part
-
-    return Hessian(
-        matrix,
-        tuple(task.parameters),
-        task.slices,
-        {n: tuple(p.shape) for n, p in task.parameters.items()},
-        value,
-        asymmetry,
-        fallbacks,
-        time.perf_counter() - start,
-        outer,
-    )
-
-
-def _assemble(
-    task: Task, batch_size: int | None, progress: Callable[[int, int], None] | None, *, outer: bool
-) -> tuple[Tensor, float, tuple[str, ...]]:
-    first = next(iter(task.parameters.values()))
-    total = BlockSum()
-    normalizer = normalizer_of(task)
-    splittable = isinstance(task.loss, str) and _samples_are_independent(task)
-    batch = task.batch
-    probe = splittable and WIDEST * task.size * _entries(task) * first.dtype.itemsize > WORKSPACE  # else the whole batch fits
-    step = (1 if probe else batch) if batch_size is None else batch_size
-    value, done = 0.0, 0
-    fallbacks: tuple[str, ...] = ()
-    while done < batch:
-        rows = slice(done, min(done + step, batch))
-        traced = loss_trace(task.part(rows) if splittable else task, normalizer)
-        accumulator = Accumulator(traced.trace, total, traced.output if outer else None)
-        accumulator.run()
-        value += float(traced.trace.values[traced.trace.output])
-        fallbacks = traced.trace.fallbacks
-        done = rows.stop if splittable else batch
-        if batch_size is None and probe and rows.start == 0:
-            step = max(1, min(batch - done, int(WORKSPACE / max(accumulator.peak_bytes, 1)))) if done < batch else step
-        if progress is not None:
-            progress(done, batch)
-    matrix = torch.zeros(task.size, task.size, dtype=first.dtype, device=first.device)
-    total.write(matrix, task.slices)
-    return matrix, value, fallbacks
-
-
-def _entries(task: Task) -> int:
-    return sum(x.numel() for x in (*task.inputs, task.target) if isinstance(x, Tensor))
-
-
-@dataclass(frozen=True)
-class LossTrace:
-    """A trace that ends in the scalar loss, with the id of the module's output in it."""
-
-    trace: Trace
-    output: int | None
-
-
-def loss_trace(task: Task, normalizer: float) -> LossTrace:
-    """Trace a module and its loss into one scalar."""
-    traced = trace(task.call, task.parameters, task.inputs)
-    output = traced.output
-    z = traced.values[output]
-    if task.loss is None:
-        if z.numel() != 1:
-            raise TraceError(f"trace: with loss=None the module must return a scalar, got shape {tuple(z.shape)}")
-        return LossTrace(traced, None)
-    target = task.target
-    assert target is not None
-    if isinstance(task.loss, str):
-        primitive = (
-            MeanSquaredError(normalizer) if task.loss == "mse" else CrossEntropy(ignore_index=IGNORE_INDEX, normalizer=normalizer)
-        )
-        at = traced.add_value(target)
-        traced.output = traced.apply(primitive, (output, at), primitive.value(z, target), task.loss)
-        return LossTrace(traced, output)
-    function = task.loss
-    tail = trace(lambda p, t: function(p["outputs"], t), {"outputs": z}, (target,))
-    if tail.values[tail.output].numel() != 1:
-        raise InputError(f"hessian: the loss returned shape {tuple(tail.values[tail.output].shape)}, expected a scalar")
-    _splice(traced, tail)
-    return LossTrace(traced, output)
-
-
-def _splice(head: Trace, tail: Trace) -> None:
-    """Append ``tail``, whose one parameter is the output of ``head``, to ``head``."""
-    new = {tail.parameters["outputs"]: head.output}
-    for at, value in enumerate(tail.values):
-        if at not in new:
-            new[at] = head.add_value(value, moving=at in tail.moving)
-    for a in tail.applications:
-        inputs = tuple(None if i is None else new[i] for i in a.inputs)
-        head.applications.append(Application(a.primitive, inputs, new[a.output], a.name))
-    head.output = new[tail.output]
-    head.fallbacks = tuple(dict.fromkeys(head.fallbacks + tail.fallbacks))
-
-
-def normalizer_of(task: Task) -> float:
-    """Return what a named loss divides its sum by: the entries (mse) or the labels that count (cross entropy)."""
-    if task.target is None or not isinstance(task.loss, str):
-        return 1.0
-    return float(task.target.numel() if task.loss == "mse" else (task.target != IGNORE_INDEX).sum())
-
-
-def _samples_are_independent(task: Task) -> bool:
-    """Tell whether the module treats samples one by one, by comparing its output on all with its output on parts.
-
-    At the given parameters and at generic ones near them: a gate that is zero hides what it multiplies, but not its slope.
-    """
-    batch = task.batch
-    if batch < 2 or task.target is None or task.target.ndim == 0 or task.target.shape[0] != batch:
-        return False
-    try:
-        return all(_agree_on_parts(task, cut) for task in (task, _nearby(task)) for cut in {1, (batch + 1) // 3 or 1})
-    except Exception:
-        return False  # one sample at a time is only a matter of memory
-
-
-def _agree_on_parts(task: Task, cut: int) -> bool:
-    whole = task.call(task.parameters, *task.inputs)
-    if whole.ndim == 0 or whole.shape[0] != task.batch:
-        return False
-    parts = torch.cat([task.call(task.parameters, *task.part(rows).inputs) for rows in (slice(0, cut), slice(cut, None))])
-    tolerance = min(1e3 * torch.finfo(whole.dtype).eps, 1e-3) * float(whole.abs().max())
-    return parts.shape == whole.shape and bool((parts - whole).abs().max() <= tolerance)
-
-
-def _nearby(task: Task) -> Task:
-    generator = torch.Generator().manual_seed(0)
-    moved = {}
-    for name, p in task.parameters.items():
-        step = 0.1 * (float(p.abs().max()) or 1.0)
-        moved[name] = p + step * torch.randn(p.shape, generator=generator).to(p)
-    return replace(task, parameters=moved)
-
-
-def _symmetrise(matrix: Tensor) -> float:
-    """Average with the transpose, in place and in strips; return the relative asymmetry found."""
-    largest, worst, n = float(matrix.abs().max()), 0.0, matrix.shape[0]
-    step = max(1, 2**22 // max(n, 1))
-    for start in range(0, n, step):
-        rows = slice(start, min(start + step, n))
-        upper, lower = matrix[rows, start:], matrix[start:, rows].T
-        worst = max(worst, float((upper - lower).abs().max()))
-        mean = (upper + lower) / 2
-        matrix[rows, start:] = mean
-        matrix[start:, rows] = mean.T
-    return worst / largest if largest else 0.0
+        evaluation.seconds = time.perf_counter() - start if out is None else written.seconds
+    return found

@@ -1,12 +1,12 @@
 """The exact Hessian, or its Gauss-Newton part, as a linear operator: products without the P x P matrix.
 
-Values and adjoints are computed once, when the operator is made (see :mod:`hessiankit.linearisation`); a product is one sweep
-forward and one sweep back for a whole block of vectors, through whatever operations the module uses.
+Values and adjoints are computed once, when the operator is made (see :mod:`hessiankit.engine.linearisation`); a product is
+one sweep forward and one sweep back for a whole block of vectors, through whatever operations the module uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,12 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
-from hessiankit.curvature import WORKSPACE
+from hessiankit.engine.assembly import WORKSPACE
+from hessiankit.engine.diagnosis import REMEDY, origin
+from hessiankit.engine.linearisation import Constant, Linearisation, linearise
 from hessiankit.errors import InputError
-from hessiankit.linearisation import FrozenTask, Linearisation, freeze
-from hessiankit.task import IGNORE_INDEX, Loss, Task, check_memory, make_task
+from hessiankit.request.batches import Weights, requests, shares
+from hessiankit.request.task import Loss, Params, Task, check_memory
 
 KINDS = ("hessian", "ggn", "fisher")
 WHO = "hessian_operator"
@@ -43,18 +45,18 @@ class HessianOperator(LinearOperator):
         block_size: Vectors treated at once.
     """
 
-    def __init__(self, task: Task, batches: list[Linearisation], kind: str, block_size: int | None) -> None:
+    def __init__(
+        self, task: Task, batches: list[Linearisation | Constant], weights: list[float], kind: str, block_size: int | None
+    ) -> None:
         first = next(iter(task.parameters.values()))
         self.torch_dtype, self.device = first.dtype, first.device
         self._host_dtype = torch.float32 if first.dtype == torch.bfloat16 else first.dtype
         super().__init__(torch.empty(0, dtype=self._host_dtype).numpy().dtype, (task.size, task.size))
         self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
         self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
-        self._batches = batches
-        total = sum(b.count for b in batches)
-        self._weights = [b.count / total for b in batches]
+        self._batches, self._weights = batches, weights
         self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
-        self.gradient = sum(w * b.gradient for w, b in zip(self._weights, batches, strict=True))
+        self.gradient = self._sum(b.gradient for b in batches)
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.trace.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
         self.symmetry_error = self._probe_symmetry()
@@ -104,12 +106,20 @@ class HessianOperator(LinearOperator):
 
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
-        out = torch.zeros_like(rows)
-        for part, into in zip(rows.split(self.block_size), out.split(self.block_size), strict=True):
-            for weight, batch in zip(self._weights, self._batches, strict=True):
-                if part.shape[0]:
-                    into.add_(batch.product(part), alpha=weight)
-        return out
+        blocks = [self._sum(batch.product(part) for batch in self._batches) for part in rows.split(self.block_size) if len(part)]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else rows.clone()
+
+    def _sum(self, terms: Iterable[Tensor]) -> Tensor:
+        """Return the batches' terms, each times its weight; many are summed in double precision, where the device has it."""
+        if self._weights == [1.0]:
+            return next(iter(terms))
+        wide = self.torch_dtype if self.device.type == "mps" else torch.float64
+        total: Tensor | None = None
+        for weight, term in zip(self._weights, terms, strict=True):
+            weighted = term.to(wide) * weight
+            total = weighted if total is None else total.add_(weighted)
+        assert total is not None
+        return total.to(self.torch_dtype)
 
     def _numpy_product(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if not np.can_cast(x.dtype, self.dtype):
@@ -132,11 +142,16 @@ class HessianOperator(LinearOperator):
 
     def _probe_symmetry(self) -> float:
         draws = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0)).to(self.gradient)
-        (u, v), (Hu, Hv) = draws, self._rows(draws)
+        found = self._rows(draws)
+        (u, v), (Hu, Hv) = draws, found
         scale = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2
         error = float((u @ Hv - v @ Hu).abs()) / scale if scale else 0.0
         values = [x for b in self._batches for x in b.trace.values if x.is_floating_point()]
         allowed = max(torch.finfo(x.dtype).eps for x in values) ** 0.5
+        if not bool(torch.isfinite(found).all()):
+            place = next((phrase for b in self._batches if (phrase := origin(b.trace))), None)
+            named = f": the operation {place}" if place else ""
+            raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")
         if not error <= allowed:  # NaN too
             named = f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
             raise InputError(
@@ -174,12 +189,14 @@ class TorchOperator:
 def hessian_operator(
     module: nn.Module,
     data: Any,
-    target: Tensor | None = None,
+    target: Any = None,
     *,
     loss: Loss = "mse",
-    params: Iterable[str] | None = None,
+    params: Params = None,
     kind: str = "hessian",
     block_size: int | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
 ) -> HessianOperator:
     """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
 
@@ -188,16 +205,16 @@ def hessian_operator(
     (``block_size`` vectors at a time, chosen to stay below that), never P x P.
 
     Args:
-        module: Any module whose forward torch can trace and which returns one tensor.
-        data: The inputs, a tensor or a tuple of positional arguments, with ``target``; or, without ``target``, one pair
-            (inputs, target) or an iterable of such pairs. Pairs are weighted by their entries ("mse") or by their labels
-            that are not -100 ("cross_entropy"), so that any split of independent samples gives the same operator.
+        module: Any module whose forward torch can trace; see :func:`hessiankit.hessian` for what it may return.
+        data: The inputs, with ``target``, or several batches, as in :func:`hessiankit.hessian`.
         target: What the loss compares with, as in :func:`hessiankit.hessian`.
-        loss: As in :func:`hessiankit.hessian`; a callable, or None, takes one batch.
-        params: Names of the parameters to take; all that require grad by default.
+        loss: As in :func:`hessiankit.hessian`.
+        params: As in :func:`hessiankit.hessian`; whole parameters.
         kind: ``"hessian"``; ``"ggn"``, the outer-product part J^T L'' J; ``"fisher"``, the same for the two named losses,
             whose Fisher information it is (of a Gaussian, or of the softmax's categorical distribution).
         block_size: Vectors of a block treated at once.
+        weights: As in :func:`hessiankit.hessian`.
+        reduction: As in :func:`hessiankit.hessian`.
 
     Raises:
         InputError: If an argument cannot be used, or if the module is not a function: it draws random numbers, or a call
@@ -213,23 +230,19 @@ def hessian_operator(
     [4.0, 6.0]
     """
     _check_options(loss, kind, block_size)
-    names = None if params is None else [params] if isinstance(params, str) else list(params)
-    batches: list[Linearisation] = []
-    task: FrozenTask | None = None
-    for number, (inputs, labels) in enumerate(_pairs(data, target, loss)):
-        if number and not isinstance(loss, str):
-            raise InputError(f"{WHO}: with loss={loss!r} the weights of several batches are unknown; pass one batch")
-        if loss == "cross_entropy" and target is None and _all_ignored(labels):
-            continue
-        plain = make_task(WHO, module, inputs, labels, loss, names)
-        if task is None:
-            _probe_determinism(plain)
-        task = freeze(plain, task)
+    batches: list[Linearisation | Constant] = []
+    counts: list[float] = []
+    made = requests(WHO, module, data, target, loss, params, weights=weights, reduction=reduction, look=_probe_determinism)
+    for task, count in made:
+        if kind != "hessian" and task.whole:
+            raise InputError(f"{WHO}: kind={kind!r} needs the module's output as one tensor, but the loss is given an object")
         with torch.no_grad():
-            batches.append(Linearisation(task, gauss_newton=kind != "hessian"))
-    if task is None:
-        raise InputError(f"{WHO}: the data hold no batch that counts; pass at least one pair (inputs, target)")
-    return HessianOperator(task, batches, kind, block_size)
+            batches.append(linearise(task, gauss_newton=kind != "hessian"))
+        counts.append(count)
+    if all(isinstance(batch, Constant) for batch in batches):
+        names = ", ".join(map(repr, task.parameters))
+        raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
+    return HessianOperator(task, batches, shares(counts, loss, reduction), kind, block_size)
 
 
 def _check_options(loss: Loss, kind: str, block_size: int | None) -> None:
@@ -243,31 +256,11 @@ def _check_options(loss: Loss, kind: str, block_size: int | None) -> None:
         raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
 
 
-def _pairs(data: Any, target: Tensor | None, loss: Loss) -> Iterator[tuple[Any, Tensor | None]]:
-    is_pair = isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor)
-    if target is not None or loss is None or isinstance(data, Tensor):
-        yield data, target
-    elif is_pair:
-        yield data[0], data[1]
-    elif not isinstance(data, Iterable):
-        raise InputError(f"{WHO}: data is {type(data).__name__}; expected inputs and target=..., or (inputs, target) pairs")
-    else:
-        for number, batch in enumerate(data):
-            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                seen = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-                raise InputError(f"{WHO}: batch {number} is a {seen}; expected a pair (inputs, target), or pass target=...")
-            yield batch[0], batch[1]
-
-
-def _all_ignored(labels: Any) -> bool:
-    return isinstance(labels, Tensor) and labels.numel() > 0 and bool((labels == IGNORE_INDEX).all())
-
-
 @torch.no_grad()
 def _probe_determinism(task: Task) -> None:
     """Run the module twice; the same bits have to come out, and no buffer may change."""
     before = {n: b.clone() for n, b in task.module.named_buffers()}
-    first = task.call(task.parameters, *task.inputs)
+    first = _run(task)
     buffers = dict(task.module.named_buffers())
     changed = [n for n, b in before.items() if n in buffers and not torch.equal(buffers[n], b)]
     if changed:
@@ -277,8 +270,14 @@ def _probe_determinism(task: Task) -> None:
             f"{WHO}: a call of the module changes its buffer {changed[0]!r}, so the loss is not a function of the parameters; "
             "call module.eval(), or keep the buffer as it is in forward"
         )
-    if not torch.equal(first, task.call(task.parameters, *task.inputs)):
+    if not all(torch.equal(old, new) for old, new in zip(first, _run(task), strict=True)):
         raise InputError(
             f"{WHO}: two calls of the module on the same inputs give different outputs, so the loss is random or depends on "
             "earlier calls; call module.eval(), turn dropout off, or pass random numbers as an input"
         )
+
+
+def _run(task: Task) -> list[Tensor]:
+    """Return what the loss reads, or the loss itself where it reads an object."""
+    read = task.call(task.parameters, *task.inputs)
+    return [task.loss(read, task.target) if callable(task.loss) and task.whole else read]

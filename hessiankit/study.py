@@ -19,9 +19,9 @@ from torch import Tensor
 from hessiankit.blocks import VisionTransformer
 from hessiankit.curvature import Hessian, hessian
 from hessiankit.data import load_images, one_hot_target, patch_for, patchify
+from hessiankit.drawing.plots import side_by_side
 from hessiankit.environment import environment
 from hessiankit.errors import InputError
-from hessiankit.plots import side_by_side
 from hessiankit.progress import Tell, progress_bar
 from hessiankit.tables import table
 from hessiankit.training import train

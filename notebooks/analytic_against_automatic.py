@@ -26,7 +26,7 @@ from torch.func import functional_call
 import hessiankit
 from derivations.matrix import Identity, kron
 from derivations.transformer import PostNormBlockAt
-from hessiankit.plots import heatmap
+from hessiankit.drawing.plots import heatmap
 
 script = "ipykernel" not in sys.modules
 folder = Path(sys.argv[1]) if script and len(sys.argv) > 1 else Path(tempfile.mkdtemp())

@@ -199,7 +199,7 @@ def test_blocks_slices_and_names(report):
     assert torch.equal(report.block("norm_1.bias", "attention.W_Q").T, report.block("attention.W_Q", "norm_1.bias"))
     assert len(list(report.pairs())) == 9 * 10 // 2
     assert report.short_names[:4] == ("attention.W_Q", "attention.W_K", "attention.W_V", "norm_1.weight")
-    with pytest.raises(hk.InputError, match=r"no parameter 'W_Q'; there are: attention\.W_Q"):
+    with pytest.raises(hk.InputError, match=r"no parameter 'W_Q'; did you mean 'attention\.W_Q'"):
         report.block("W_Q", "attention.W_Q")
 
 
@@ -230,6 +230,6 @@ def test_what_it_prints(report):
         assert f"{report.frobenius_norm('norm_2.bias'):.4g}" in text
         assert "differentiated automatically" not in text
     assert "4 x 2" in repr(report)
-    fallback = hk.hessian(Formula(lambda s, x: torch.sinh(x @ s.W), W=(4, 2)), draw(3, 4), draw(3, 2))
-    assert "differentiated automatically: aten.sinh.default" in repr(fallback)
-    assert "aten.sinh.default" in fallback._repr_html_()
+    fallback = hk.hessian(Formula(lambda s, x: torch.sinc(x @ s.W), W=(4, 2)), draw(3, 4), draw(3, 2))
+    assert "differentiated automatically: aten.sinc.default" in repr(fallback)
+    assert "aten.sinc.default" in fallback._repr_html_()

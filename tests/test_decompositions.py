@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from derivations.linear import Add, Linear, MatMul
-from hessiankit.decompositions import COMPOSITE, DECOMPOSITIONS, aten
-from hessiankit.sweep import Accumulator, BlockSum
+from hessiankit.engine.sites import find_sites
+from hessiankit.tracing.decompositions import COMPOSITE, DECOMPOSITIONS, aten
 
 
 class Decoder(nn.Module):
@@ -110,15 +110,14 @@ def applied(f: object, *inputs: Tensor, **shapes: tuple[int, ...]) -> hk.Trace:
 def test_weight_and_bias_of_addmm_are_one_site():
     traced = applied(lambda s, x: torch.addmm(s.b, x, s.W), draw(3, 4), W=(4, 2), b=(2,))
     assert [type(a.primitive) for a in traced.applications[:2]] == [MatMul, Add]
-    assert [source.names for source in Accumulator(traced, BlockSum()).sources] == [("W", "b")]
+    assert [[lift.parameter for lift in site.lifts] for site in find_sites(traced).values() if site.lifts] == [["W", "b"]]
 
 
 @pytest.mark.parametrize(("equation", "shape", "kind"), [("...i,ij->...j", (4, 2), MatMul), ("bli,ji->blj", (2, 4), Linear)])
 def test_a_weight_in_einsum_is_a_site(equation, shape, kind):
     traced = applied(lambda s, x: torch.einsum(equation, x, s.W), draw(2, 3, 4), W=shape)
     assert isinstance(traced.applications[0].primitive, kind)
-    (source,) = Accumulator(traced, BlockSum()).sources
-    assert source.site is not None
+    assert len(find_sites(traced)) == 1
 
 
 def test_a_piece_of_what_stands_still_does_not_move():

@@ -7,7 +7,7 @@ import torch
 from curvature_reference import draw
 
 import hessiankit as hk
-from hessiankit.fallback import AutomaticDifferentiation
+from hessiankit.tracing.fallback import AutomaticDifferentiation
 
 PRODUCT = AutomaticDifferentiation(lambda a, b: a.exp() * b**3, "a^e b^3")
 A, B, ADJOINT = (draw(2, 3, seed=k) for k in (3, 4, 5))

@@ -1,4 +1,4 @@
-"""Operations that write in place: replaced where nobody can tell, refused where somebody could."""
+"""Operations that write in place: replaced by ones that do not, for every reader; refused where a derivative would be lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,135 @@ def reused_constant(s: Formula, x: Tensor) -> Tensor:
     return y * shift * (x @ s.V)
 
 
+def grown(s: Formula, x: Tensor) -> Tensor:
+    rows, others = (torch.tensor([], dtype=x.dtype) for _ in range(2))  # tensors without entries all lie at one address
+    for row in x:
+        rows, others = torch.cat([rows, row @ s.W]), torch.cat([others, row @ s.V])
+    return torch.tanh(rows).view(4, 4) * others.view(4, 4)
+
+
+def aliased(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    view = y.mT
+    y += torch.tanh(y @ s.V)
+    return torch.tanh(view)
+
+
+def assigned(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    y[:, 0] = x[:, 0]
+    return torch.tanh(y) @ s.V
+
+
+def collected(s: Formula, x: Tensor) -> Tensor:
+    out = torch.zeros(4, 4, dtype=x.dtype)
+    for i in range(4):
+        out[i] = x[i] @ s.W
+    return torch.tanh(out) @ s.V
+
+
+def aliased_out(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    return torch.tanh((y + torch.tanh(y @ s.V)).mT)
+
+
+def assigned_out(s: Formula, x: Tensor) -> Tensor:
+    return torch.tanh(torch.cat([x[:, :1], (x @ s.W)[:, 1:]], 1)) @ s.V
+
+
+def into_an_empty_one(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    out = torch.cat([y.new_empty(4, 2), torch.empty_like(y[:, :2])], 1)
+    out[:, :2].copy_(torch.tanh(y[:, 2:]))
+    out[:, 2:] = y[:, :2] * torch.full_like(y[:, :2], 3.0)
+    return out @ s.V
+
+
+def recurrent(s: Formula, x: Tensor) -> Tensor:
+    out = torch.zeros(4, 4, dtype=x.dtype)
+    out[0] = x[0]
+    for i in range(1, 4):
+        out[i] = torch.tanh(out[i - 1].clone() @ s.W + x[i])
+    return out @ s.V
+
+
+def recurrent_out(s: Formula, x: Tensor) -> Tensor:
+    rows = [x[0]]
+    for i in range(1, 4):
+        rows.append(torch.tanh(rows[-1] @ s.W + x[i]))
+    return torch.stack(rows) @ s.V
+
+
+def views_of_views(s: Formula, x: Tensor) -> Tensor:
+    y, z = x @ s.W, x @ s.V
+    columns = y.mT[1:]
+    part = columns[:, ::2]
+    part += z[0, :3].unsqueeze(1)  # columns 1 to 3 of the rows 0 and 2
+    y[2:].mul_(z[:2])
+    part.neg_()
+    return torch.tanh(y) * torch.cat([columns, z[:1]])
+
+
+def views_of_views_out(s: Formula, x: Tensor) -> Tensor:
+    y, z = x @ s.W, x @ s.V
+    inside = torch.zeros(4, 4, dtype=torch.bool)
+    inside[::2, 1:] = True
+    shift = torch.cat([torch.zeros(1, dtype=x.dtype), z[0, :3]])
+    y = torch.where(inside, y + shift, y)
+    y = torch.cat([y[:2], y[2:] * z[:2]])
+    y = torch.where(inside, -y, y)
+    return torch.tanh(y) * torch.cat([y.mT[1:], z[:1]])
+
+
+def halves(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    left, right = y[:, :2], y[:, 2:]
+    left += torch.tanh(right)
+    right *= left
+    return y @ s.V
+
+
+def halves_out(s: Formula, x: Tensor) -> Tensor:
+    left, right = (x @ s.W).chunk(2, 1)
+    left = left + torch.tanh(right)
+    return torch.cat([left, right * left], 1) @ s.V
+
+
+def by_index(s: Formula, x: Tensor) -> Tensor:
+    y, z = x @ s.W, x @ s.V
+    y[x > 0] = 0.5
+    y[torch.tensor([2, 0])] = z[:2]
+    y[3] = torch.tanh(y[3])
+    z.fill_(y[1, 1].clone())
+    z[0].zero_()
+    return torch.tanh(y) * z
+
+
+def by_index_out(s: Formula, x: Tensor) -> Tensor:
+    y, z = x @ s.W, x @ s.V
+    y = torch.where(x > 0, 0.5, y)
+    y = torch.stack([z[1], y[1], z[0], torch.tanh(y[3])])
+    return torch.tanh(y) * torch.cat([torch.zeros(1, 4, dtype=x.dtype), y[1, 1].expand(3, 4)])
+
+
+def changed_after_use_out(s: Formula, x: Tensor) -> Tensor:
+    return torch.exp(x @ s.W * 0) * 2
+
+
 REPLACED = {
+    "another view is read": (aliased, aliased_out),
+    "assignment to a part": (assigned, assigned_out),
+    "rows collected one by one": (collected, lambda s, x: torch.tanh(x @ s.W) @ s.V),
+    "a buffer made for the result": (filled, lambda s, x: torch.tanh(x @ s.W) @ s.V),
+    "into an empty one": (
+        into_an_empty_one,
+        lambda s, x: torch.cat([torch.tanh((x @ s.W)[:, 2:]), 3 * (x @ s.W)[:, :2]], 1) @ s.V,
+    ),
+    "each row from the one before": (recurrent, recurrent_out),
+    "views of views": (views_of_views, views_of_views_out),
+    "halves": (halves, halves_out),
+    "masks and indices": (by_index, by_index_out),
+    "grown from nothing": (grown, lambda s, x: torch.tanh(x @ s.W) * (x @ s.V)),
     "residual": (residual, residual_out),
     "masked": (masked, masked_out),
     "constant": (reused_constant, lambda s, x: torch.tanh(x @ s.W) * 2 * (x @ s.V)),
@@ -69,7 +197,7 @@ def test_in_place_is_as_good_as_out_of_place(name):
     expected = assert_exact(outside, x, target)
     found = hk.hessian(inside, x, target)
     assert (found.matrix - expected.matrix).abs().max() <= 1e-13 * expected.matrix.abs().max()
-    assert not any("_" in name.split(".")[1][-1:] for name in found.fallbacks)
+    assert set(found.fallbacks) <= {"aten.index_put.default", "aten.cat.default"}
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
@@ -79,31 +207,11 @@ def test_in_place_activations(activation):
     assert found.fallbacks == ()
 
 
-def aliased(s: Formula, x: Tensor) -> Tensor:
-    y = x @ s.W
-    view = y.mT
-    y += torch.tanh(y @ s.V)
-    return torch.tanh(view)
-
-
-def assigned(s: Formula, x: Tensor) -> Tensor:
-    y = x @ s.W
-    y[:, 0] = x[:, 0]
-    return y
-
-
 def clamped(s: Formula, x: Tensor) -> Tensor:
     y = x @ s.W
     with torch.no_grad():
         y.clamp_(-1, 1)
     return y @ s.V
-
-
-def collected(s: Formula, x: Tensor) -> Tensor:
-    out = torch.zeros(4, 4, dtype=x.dtype)
-    for i in range(4):
-        out[i] = x[i] @ s.W
-    return out
 
 
 def changed_input(s: Formula, x: Tensor) -> Tensor:
@@ -116,22 +224,24 @@ def changed_buffer(s: Formula, x: Tensor) -> Tensor:
     return x @ s.W * s.calls
 
 
-def changed_after_use(s: Formula, x: Tensor) -> Tensor:
-    shift = torch.zeros(4, dtype=x.dtype)
-    half = shift[:2]
-    y = torch.exp(x @ s.W * shift)
-    shift.add_(2)
-    return y * torch.cat([half, half])
+def read_without_gradient(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    frozen = y.detach()
+    y += x
+    return frozen * y
+
+
+def written_without_gradient(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    y.detach()[0].fill_(1.0)
+    return torch.tanh(y)
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "another view is read": (aliased, r"aten\.add_\.Tensor writes into memory that other values"),
-    "assignment to a part": (assigned, r"aten\.(copy_|fill_)\.\w+ writes into memory"),
     "with gradients switched off": (clamped, r"aten\.clamp_\.default writes into memory"),
-    "rows collected one by one": (collected, r"aten\.copy_\.default writes into memory"),
+    "with a detached reader": (read_without_gradient, r"aten\.add_\.Tensor writes into memory"),
+    "through a detached view": (written_without_gradient, r"aten\.fill_\.Scalar writes into memory"),
     "an input": (changed_input, r"aten\.add_\.Tensor writes into an input, a parameter or a buffer"),
-    "a buffer made for the result": (filled, r"aten\.copy_\.default writes into memory"),
-    "a constant that was used": (changed_after_use, r"aten\.add_\.Tensor writes into memory"),
     "promoted": (
         lambda s, x: (x @ s.W).float().add_(x).double(),
         r"writes into a tensor of torch\.float32 what is torch\.float64",

@@ -18,7 +18,7 @@ MODULES = {
     "rmsnorm": lambda: block(norm="rmsnorm", activation="gelu"),
     "layer shared by two places": lambda: Formula(lambda m, x: m.lin(torch.tanh(m.lin(x))), lin=nn.Linear(4, 4)),
     "one value twice in a product": lambda: Formula(lambda m, x: (z := m.lin(x)) * z, lin=nn.Linear(4, 4)),
-    "operation without a closed form": lambda: Formula(lambda m, x: torch.atan(m.lin(x)), lin=nn.Linear(4, 4)),
+    "operation without a closed form": lambda: Formula(lambda m, x: torch.sinc(m.lin(x)), lin=nn.Linear(4, 4)),
 }
 
 

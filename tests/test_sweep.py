@@ -8,9 +8,10 @@ from curvature_reference import Formula, assert_exact, draw, mse, randomised
 from torch import Tensor
 
 import hessiankit as hk
-from hessiankit.curvature import loss_trace
-from hessiankit.sweep import Accumulator, BlockSum, adjoints
-from hessiankit.task import make_task
+from hessiankit.engine.pairs import Blocks
+from hessiankit.engine.sweep import Sweep, adjoints
+from hessiankit.request.loss_trace import loss_trace
+from hessiankit.request.task import make_task
 
 
 def traced(module: torch.nn.Module, x: Tensor, target: Tensor) -> hk.Trace:
@@ -41,33 +42,45 @@ def test_what_does_not_reach_the_loss_has_no_adjoint():
     assert (seen.block("V", "W") == 0).all()
 
 
-def test_the_sum_of_blocks():
-    slices = {"a": slice(0, 2), "b": slice(2, 5)}
-    a, b = draw(2, 4), draw(4, 3, seed=2)
-    square, corner = draw(5, 5, seed=3), draw(2, 3, seed=4)
-    total = BlockSum()
-    total.add(("a",), ("b",), corner.clone(), mirrored=True)  # the sum keeps the block and adds to it
-    total.add_product(("a",), ("b",), a, b, mirrored=True)
-    total.add_product(("a",), ("b",), a, b, mirrored=True)
-    total.add(("b", "a"), ("b", "a"), square, mirrored=False)
-    total.add(("a",), ("b",), corner.T.contiguous().T, mirrored=True)
-    expected = torch.zeros(5, 5, dtype=torch.float64)
-    expected[:2, 2:] = 2 * corner + 2 * a @ b
-    expected += expected.T.clone()
-    order = [2, 3, 4, 0, 1]
-    expected[torch.tensor(order)[:, None], torch.tensor(order)] += square
-    matrix = torch.zeros(5, 5, dtype=torch.float64)
-    total.write(matrix, slices)
-    assert torch.allclose(matrix, expected, rtol=0, atol=1e-14)
-    assert total.blocks == {}
+def test_blocks_of_pairs():
+    blocks, K, square = Blocks(), draw(2, 3, 4), draw(2, 3, 3, seed=2)
+    blocks.add(0, 1, 2, K)
+    blocks.add(1, 0, 2, K.mT)
+    blocks.add_half(0, 1, 1, K)
+    blocks.add_half(1, 1, 2, square)
+    assert torch.equal(blocks.between(0, 1)[2], 2 * K)
+    assert torch.equal(blocks.between(1, 0)[2], 2 * K.mT)
+    assert torch.equal(blocks.between(0, 1)[1], K)
+    assert torch.equal(blocks.between(1, 1)[2], square + square.mT)
+    assert blocks.near[1] == {0, 1}
+    blocks.forget(0, 1)
+    assert (blocks.near[0], blocks.near[1], list(blocks.of)) == (set(), {1}, [(1, 1)])
 
 
-def test_tangents_are_released_and_counted():
+def test_a_block_is_kept_by_few_columns():
+    """After the attention of the paper's block no tangent has more columns than the values have entries in a row."""
     block, x = randomised(hk.TransformerBlock(4, 5)), draw(2, 3, 4)
-    accumulator = Accumulator(traced(block, x, draw(2, 3, 4, seed=7)), BlockSum())
-    accumulator.run()
-    assert accumulator.peak_bytes > 0
-    assert all(not by for at, by in accumulator.tangents.items() if at not in accumulator.trace.parameters.values())
+    sweep = Sweep(traced(block, x, draw(2, 3, 4, seed=7)))
+    sweep.run()
+    assert sweep.peak_bytes > 0
+    assert all(source.axes == 2 for source in sweep.sources.values())
+    assert max(width for s in sweep.sources.values() for stack in s.parents.values() for width in stack.widths) == 5
+    assert all(not set(by) - {2} for by in sweep.stacks.values())
+
+
+def test_columns_of_samples_where_they_are_fewer_than_parameters():
+    """Tokens that move: attention mixes rows, and two samples of three tokens are fewer than the parameters before."""
+    module = Formula(
+        lambda s, x: (lambda z: torch.softmax(z @ z.mT, -1) @ z)(torch.tanh(torch.tanh(x @ s.W) @ s.V)), W=(9, 8), V=(8, 2)
+    )
+    x = draw(2, 3, 9)
+    assert_exact(module, x)
+    sweep = Sweep(traced(module, x, draw(2, 3, 2, seed=7)))
+    sweep.run()
+    levels = {level for source in sweep.sources.values() for level in source.parents}
+    levels |= {level for by in sweep.blocks.of.values() for level in by}
+    assert 1 in levels
+    assert 0 not in levels
 
 
 ORDER = {

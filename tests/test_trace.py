@@ -15,7 +15,7 @@ from derivations.linear import Add, Linear, MatMul, Multiply, Permute, Scale
 from derivations.normalization import LayerNorm
 from derivations.pooling import Mean
 from derivations.softmax import Softmax
-from hessiankit.fallback import AutomaticDifferentiation
+from hessiankit.tracing.fallback import AutomaticDifferentiation
 
 EVERYTHING = {"bias": True, "attention_bias": True, "n_heads": 2, "causal": True}
 
@@ -62,17 +62,21 @@ def test_only_what_the_parameters_reach_is_recorded():
 
 
 def test_what_has_no_chapter_is_named_once_and_differentiated():
-    module = Formula(lambda s, x: torch.sinh((x @ s.W).asinh()).asinh(), W=(4, 2))
+    module = Formula(lambda s, x: torch.sinc(torch.special.i0e((x @ s.W).sinc())), W=(4, 2))
     trace = traced(module, draw(3, 4))
-    assert trace.fallbacks == ("aten.asinh.default", "aten.sinh.default")
+    assert trace.fallbacks == ("aten.sinc.default", "aten.special_i0e.default")
     assert kinds(trace) == [MatMul, *[AutomaticDifferentiation] * 3]
-    assert "aten.sinh.default" in repr(hk.hessian(module, draw(3, 4), draw(3, 2)))
+    assert "aten.sinc.default" in repr(hk.hessian(module, draw(3, 4), draw(3, 2)))
 
 
 def test_operations_with_several_outputs():
-    module = Formula(lambda s, x: torch.mul(*torch.tanh(x @ s.W).chunk(2, -1)) + (x @ s.W).max(-1, keepdim=True)[0], W=(4, 4))
+    def several(s: Formula, x: Tensor) -> Tensor:
+        volume = torch.linalg.slogdet(torch.eye(4).double() + s.W.T @ s.W)[1]
+        return torch.mul(*torch.tanh(x @ s.W).chunk(2, -1)) + (x @ s.W).max(-1, keepdim=True)[0] * volume
+
+    module = Formula(several, W=(4, 4))
     trace = traced(module, draw(3, 4))
-    assert trace.fallbacks == ("aten.max.dim",)
+    assert trace.fallbacks == ("aten.linalg_slogdet.default",)
     assert torch.equal(trace.values[trace.output], module(draw(3, 4)))
     assert_exact(module, draw(3, 4))
     with torch.no_grad():
@@ -137,14 +141,47 @@ def test_what_the_module_detaches_is_constant(f):
     assert torch.equal(again.matrix, hk.hessian(module, draw(2, 4), draw(2, 3, seed=7)).matrix)
 
 
-def branching(s: Formula, x: Tensor) -> Tensor:
-    y = x @ s.W
-    return y if y.sum() > 0 else -y
+def branch_on_data(s: Formula, x: Tensor) -> Tensor:
+    y = torch.tanh(x @ s.W)
+    return y * 2 if (x > 0).all() else y * x.max().item() + x.tolist()[0][0]
 
 
+def branch_on_values(s: Formula, x: Tensor) -> Tensor:
+    y = torch.tanh(x @ s.W)
+    return y * y if y.sum() > 0 and not torch.equal(y, x[:, :2]) else -y
+
+
+def expert_of_each_row(s: Formula, x: Tensor) -> Tensor:
+    y = torch.tanh(x @ s.W)
+    best = int(y.sum(1).argmax())
+    parts = [row.exp() if number == best else row for number, row in enumerate(y)]
+    return torch.stack(parts) * (y > 0).sum().item() + y[y > 0].sum()
+
+
+@pytest.mark.parametrize("f", [branch_on_data, branch_on_values, expert_of_each_row])
+def test_branches_are_those_taken_at_the_point(f):
+    module = Formula(f, W=(4, 2))
+    assert assert_exact(module, draw(3, 4)).fallbacks == ()
+    assert assert_exact(module, draw(3, 4).abs()).fallbacks == ()
+
+
+def test_numbers_of_what_is_detached_are_constants():
+    module = Formula(lambda s, x: torch.tanh(x @ s.W) * (x @ s.W).detach().sum().item(), W=(4, 2))
+    assert_exact(module, draw(3, 4))
+
+
+def test_values_without_entries():
+    module = Formula(lambda s, x: torch.cat([torch.tanh(x @ s.W), (x @ s.W)[:, 2:] + s.b[2:]], 1) + s.b, W=(4, 2), b=(2,))
+    assert assert_exact(module, draw(3, 4)).fallbacks == ()
+
+
+NUMBER = "into a Python number or an array, which has no derivative"
 REFUSED: dict[str, tuple[Callable[..., object], str]] = {
-    "branch": (branching, "must not branch on the values"),
-    "number": (lambda s, x: x @ s.W * (x @ s.W).sum().item(), "turn them into Python numbers"),
+    "number": (lambda s, x: x @ s.W * (x @ s.W).sum().item(), NUMBER),
+    "power of two numbers": (lambda s, x: x @ s.W * float((x @ s.W).sum()) ** 2, NUMBER),
+    "list": (lambda s, x: x @ s.W * (x @ s.W).tolist()[0][0], NUMBER),
+    "tensor of numbers": (lambda s, x: x @ s.W * torch.tensor([(x @ s.W)[0, 0], 2.0], dtype=x.dtype), NUMBER),
+    "array": (lambda s, x: x @ s.W * torch.from_numpy((x @ s.W).numpy()), NUMBER),
     "several outputs": (lambda s, x: (x @ s.W, x), "not one tensor"),
     "no tensor": (lambda s, x: None, "not one tensor"),
     "constant": (lambda s, x: x.exp(), "does not depend on the parameters"),

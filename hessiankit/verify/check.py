@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,15 +14,21 @@ from torch import Tensor, nn
 from hessiankit.blocks import TransformerBlock, VisionTransformer
 from hessiankit.curvature import Hessian, hessian
 from hessiankit.errors import InputError
+from hessiankit.request.batches import batches
+from hessiankit.request.calling import Loss, map_tensors
+from hessiankit.request.selection import Params, select
 from hessiankit.tables import as_html, as_text, table
-from hessiankit.task import Loss
 from hessiankit.verify.comparison import Blocks, probe_directions
 from hessiankit.verify.formulas import formula_errors
 from hessiankit.verify.health import Health, examine
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import Outcome, Unsupported, run_references
+from hessiankit.verify.route_table import Choice, choose
+from hessiankit.verify.traits import traits
 
 AGAINST = ("reverse-over-reverse", "jvp(grad)", "central-differences", "torch.func.hessian", "curvlinops")
+"""What is compared with where the route table does not decide, and for hessiankit's own blocks: the wrong ones are shown too."""
+
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Relative to the largest entry of a block pair; float32 and bfloat16 lose digits in sums over tokens and samples."""
 WHOLE = 400
@@ -60,6 +66,9 @@ class CheckReport:
         rtol: The tolerance.
         comparison: "every entry", or how many directions a parameter.
         seconds: Time taken by everything.
+        left_out: References that were not run, and why: by the route table they are wrong, or no independent witnesses.
+        remarks: What a reader should know: what breaks the references, why the route table did not decide.
+        lowered: Why the tolerance is wider than the dtype needs: the operation that computes in a lower precision; else "".
     """
 
     rows: tuple[CheckRow, ...]
@@ -68,6 +77,9 @@ class CheckReport:
     rtol: float
     comparison: str
     seconds: float
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    lowered: str = ""
 
     @property
     def healthy_groups(self) -> tuple[str, ...]:
@@ -99,13 +111,20 @@ class CheckReport:
             return (
                 f"NOT VERIFIED: only {len(self.healthy_groups)} independent healthy reference(s), two are needed. "
                 "Name more references in against=..., or see their health for what broke them."
+                + "".join(f" Note: {r}." for r in self.remarks)
             )
         failed = [row for row in self.rows if not row.passed]
         if failed:
             worst = max(failed, key=lambda row: row.max_rel_error)
             where = f"{worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
-            return f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {self.rtol:.0e})"
-        return f"PASSED: {len(self.rows)} rows; largest error {self._agreement()} (tolerance {self.rtol:.0e}, {self.comparison})"
+            return f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {self._tolerance})"
+        return (
+            f"PASSED: {len(self.rows)} rows; largest error {self._agreement()} (tolerance {self._tolerance}, {self.comparison})"
+        )
+
+    @property
+    def _tolerance(self) -> str:
+        return f"{self.rtol:.0e}{f', as {self.lowered}' if self.lowered else ''}"
 
     def _agreement(self) -> str:
         """Say how far each reference agrees, and which of them resolve less than the tolerance by their own estimate."""
@@ -124,6 +143,9 @@ class CheckReport:
             "verdict": self.verdict,
             "rtol": self.rtol,
             "comparison": self.comparison,
+            "left_out": dict(self.left_out),
+            "remarks": list(self.remarks),
+            "lowered": self.lowered,
             "seconds": self.seconds,
             "rows": [asdict(row) for row in self.rows],
             "health": [asdict(h) for h in self.health],
@@ -152,6 +174,8 @@ class CheckReport:
     def health_lines(self) -> list[str]:
         """Return one line a reference: healthy or not, why, and what it cost."""
         lines = [f"{h.reference}: {'healthy' if h.healthy else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)" for h in self.health]
+        lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
+        lines += [f"note: {remark}" for remark in self.remarks]
         formulas = [row.max_rel_error for row in self.rows if row.reference == FORMULAS]
         if formulas:
             pairs = f"{len(formulas)} block pairs at tiny unequal sizes"
@@ -162,6 +186,8 @@ class CheckReport:
         title = f"closed form: {self.hessian.matrix.shape[0]} parameters, {self.hessian.seconds:.2f} s"
         if self.hessian.fallbacks:
             title += f"; differentiated automatically one by one: {', '.join(self.hessian.fallbacks)}"
+        if self.hessian.unused:
+            title += f"; no effect on the loss: {', '.join(map(repr, self.hessian.unused))}"
         lines = ["  " + line for line in self.health_lines()]
         return as_text(table(self.headers, self.table_rows(), left=2), title, "references:", *lines, self.verdict)
 
@@ -172,16 +198,16 @@ class CheckReport:
 def check(
     block_or_module: nn.Module,
     inputs: Any = None,
-    target: Tensor | None = None,
+    target: Any = None,
     *,
     loss: Loss = "mse",
-    against: Iterable[str] = AGAINST,
+    against: Iterable[str] | None = None,
     rtol: float | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = torch.float64,
     directions: int | None = None,
     formulas: bool = True,
-    params: Iterable[str] | None = None,
+    params: Params = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> CheckReport:
     """Compare the closed-form Hessian of a module with references that take other routes.
@@ -192,17 +218,20 @@ def check(
 
     Args:
         block_or_module: Any module; it is not changed.
-        inputs: What it is called with; for hessiankit's own modules drawn from ``seed`` if omitted.
+        inputs: What it is called with, one batch as in :func:`hessiankit.hessian`; for hessiankit's own modules drawn from
+            ``seed`` if omitted.
         target: What the loss compares with; drawn if omitted together with the inputs.
         loss: As in :func:`hessiankit.hessian`.
-        against: Names of the references, see ``hessiankit.verify.REFERENCES``.
+        against: Names of the references, see ``hessiankit.verify.REFERENCES``. By default two that share no path and that the
+            route table (``hessiankit routes``) calls right for every operation of the module, and central differences; where
+            the table is of another torch or lacks an operation, and for hessiankit's own blocks, ``AGAINST``.
         rtol: Tolerance relative to the largest entry of each block pair; 1e-10 in float64, 1e-3 in float32.
         seed: Of everything that is drawn.
         dtype: The check is made on a copy of the module in this dtype, inputs included; None keeps the module's own.
         directions: Directions a parameter to compare along; by default every entry is compared up to 400 parameters
             and 4 directions a parameter beyond; 0 for every entry at any size.
         formulas: Whether to compare the vec_r formulas as well (hessiankit's post-norm blocks only).
-        params: Names of the parameters to take; all that require grad by default.
+        params: The parameters to take, as in :func:`hessiankit.hessian`; all that require grad by default.
         progress: Called with (reference, directions done, directions in all).
 
     Returns:
@@ -215,31 +244,57 @@ def check(
     True
     """
     start = time.perf_counter()
+    chosen = None if params is None else list(select("check", block_or_module, params))  # names, which the copy shares
     module = copy.deepcopy(block_or_module) if dtype is None else copy.deepcopy(block_or_module).to(dtype)
     if inputs is None:
         inputs, target = generic_example(module, loss, seed)
-    elif dtype is not None:
-        inputs, target = _cast(inputs, dtype), _cast(target, dtype)
-    chosen = None if params is None else [params] if isinstance(params, str) else list(params)
+    else:
+        several, pairs = batches("check", inputs, target, loss)
+        if several:
+            raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
+        inputs, target = next(pairs)
+    if dtype is not None:
+        inputs, target = (_cast(x, dtype) for x in (inputs, target))
     tell = None if progress is None else lambda done, total: progress("closed form", done, total)
     found = hessian(module, inputs, target, loss=loss, params=chosen, progress=tell)
     values = {name: p.detach() for name, p in module.named_parameters() if name in found.slices}
-    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else inputs
-    problem = Problem(module, args, target, loss, values)
-    tolerance = rtol if rtol is not None else TOLERANCE.get(problem.dtype, 1e-10)
+    problem = Problem(module, inputs, target, loss, values)
+    seen = traits(problem)
+    precision = seen.precision  # a module may compute below the type of its parameters
+    tolerance = rtol if rtol is not None else TOLERANCE.get(precision, 1e-10)
     probes = None
     if directions or (directions is None and problem.size > WHOLE):
         probes = probe_directions(problem, directions or 4, seed)
-    results = run_references(problem, None if probes is None else probes.V, against, progress=progress)
+    choice = _choice(against, problem)
+    results = run_references(problem, None if probes is None else probes.V, choice.names, progress=progress)
     health = examine(results, problem, probes=probes)
-    rows = list(_rows(found, problem, Blocks(problem, probes), results, health, tolerance))
+    rows = list(_rows(found, problem, Blocks(problem, probes, precision), results, health, tolerance))
     if formulas and isinstance(module, TransformerBlock):
         before = time.perf_counter()
         errors = formula_errors(module, seed)
         seconds = time.perf_counter() - before
         rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
     comparison = "every entry" if probes is None else f"{directions or 4} generic directions a parameter"
-    return CheckReport(tuple(rows), tuple(health.values()), found, tolerance, comparison, time.perf_counter() - start)
+    return CheckReport(
+        tuple(rows),
+        tuple(health.values()),
+        found,
+        tolerance,
+        comparison,
+        time.perf_counter() - start,
+        choice.left_out,
+        tuple(remark for remark in (choice.note, seen.padding) if remark),
+        f"{seen.lowered_by} computes in {precision}" if rtol is None and seen.lowered_by else "",
+    )
+
+
+def _choice(against: Iterable[str] | None, problem: Problem) -> Choice:
+    """Return the references to run: those named, the route table's, or all for hessiankit's own blocks."""
+    if against is not None:
+        return Choice(tuple(against), {})
+    if isinstance(problem.module, (TransformerBlock, VisionTransformer)):
+        return Choice(AGAINST, {})
+    return choose(problem, AGAINST)
 
 
 def _rows(
@@ -299,4 +354,5 @@ def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, T
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    return torch.utils._pytree.tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
+    tree = dict(x) if isinstance(x, Mapping) else x
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

@@ -19,6 +19,10 @@ RESOLVED = 1e-2
 """A route resolves a block where its own error estimate stays below this share of the block's largest entry."""
 
 
+OWN_STREAM = 0x9E3779B9
+"""Mixed into the seed of the directions."""
+
+
 class Probes(NamedTuple):
     """Directions (k, P), each supported on one parameter, and the parameter that owns each."""
 
@@ -43,7 +47,8 @@ def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Pro
     """
     if per_block < 1:
         raise InputError(f"probe_directions: per_block={per_block}; expected at least 1.")
-    generator = torch.Generator(device="cpu").manual_seed(seed)
+    # A stream of its own: parameters drawn from the same seed would otherwise be directions themselves.
+    generator = torch.Generator(device="cpu").manual_seed(seed ^ OWN_STREAM)
     rows, owners = [], []
     for name, where in problem.slices.items():
         for _ in range(min(per_block, where.stop - where.start)):

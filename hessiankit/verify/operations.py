@@ -132,6 +132,12 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    kept = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(1)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=kept)
+
+
 class _SelfAttention(nn.Module):
     """``nn.MultiheadAttention`` of a sequence with itself."""
 
@@ -145,6 +151,30 @@ class _SelfAttention(nn.Module):
             with sdpa_kernel(SDPBackend.MATH):
                 return self.attention(x, x, x, need_weights=self.need_weights)[0]
         return self.attention(x, x, x, need_weights=self.need_weights)[0]
+
+
+def _arithmetic(x: Tensor, A: Tensor, B: Tensor, b: Tensor) -> Tensor:
+    """What layers are glued together with: sums, products and quotients of tensors and numbers, means and powers."""
+    y, z = x @ A + b, 2 * (x @ B) - 1
+    kept = torch.ones(3, 4, dtype=torch.bool).tril(1)
+    y = (y * z + 1) / (1 + z * z) - y.mean(-1, keepdim=True) * 0.5 + (z - y).sum(1, keepdim=True)
+    y = torch.where(kept, y, z).masked_fill(~kept, 0.5) / 3 + 0.1 * x + x * z - x
+    spread = y.pow(2).mean(-1, keepdim=True)
+    y = y * torch.rsqrt(spread + EPS) + (y / (spread + 1).sqrt()).exp()
+    return y - torch.log(y.square().mean(-1, keepdim=True) + 2) * (-b)
+
+
+def _views(x: Tensor, A: Tensor, P: Tensor) -> Tensor:
+    """What moves entries: other shapes, orders and pieces, some of them of the parameters."""
+    y = torch.cat([x @ A + P[:3], P[3:].unsqueeze(0).expand(len(x), 1, 4)], dim=1)  # (B, 4, 4)
+    first, second = y.chunk(2, dim=1)
+    y = torch.stack([first, second.contiguous()], dim=1).transpose(1, 2).reshape(-1, 4, 4)
+    a, b = y.view(-1, 2, 2, 4).permute(0, 2, 1, 3).flatten(1, 2).split([1, 3], dim=1)
+    y = torch.cat([b, a.repeat(1, 1, 1)], 1).mT.unflatten(-1, (2, 2)).flatten(-2)
+    y = torch.ops.aten.alias(y).to(device=x.device, dtype=torch.float64)
+    first, second = y.unsqueeze(1).squeeze(1)[:, :, ::2].unbind(2)
+    a, b = torch.cat([first, second], -1).to(torch.float64).split(4, -1)
+    return torch.tanh(a * b) + (y.select(1, 0) * y[:, 1].clone())[:, [2, 0, 1, 3]] * P.select(0, 0) * P.t()[1]
 
 
 def _encoder_layer() -> nn.Module:
@@ -237,6 +267,11 @@ OPERATIONS: dict[str, Operation] = {
             partial(Formula, lambda x, W: F.group_norm(x @ W, 4, None, None, EPS), W=(4, 4)),
             (2, 8, 4),
         ),
+        Operation(
+            "weight_norm",
+            "linear(x, _weight_norm(V, g))",
+            partial(Formula, lambda x, V, g: F.linear(x, torch._weight_norm(V, g)), V=(4, 5), g=(4, 1)),
+        ),
         _elementwise("softmax", lambda z: z.softmax(-1)),
         _elementwise("log_softmax", lambda z: z.log_softmax(-1)),
         _elementwise("gelu", F.gelu, "gelu(x W), erf"),
@@ -245,13 +280,44 @@ OPERATIONS: dict[str, Operation] = {
         _elementwise("relu", F.relu),
         _elementwise("tanh", torch.tanh),
         _elementwise("sigmoid", torch.sigmoid),
+        _elementwise("elu", F.elu),
+        _elementwise("mish", F.mish),
+        _elementwise("hardswish", F.hardswish),
+        _elementwise("cumsum", lambda z: z.cumsum(-1), "cumsum(x W, -1)"),
+        _elementwise("amax", lambda z: z * z.amax(-1, keepdim=True), "z amax(z, -1), z = x W"),
+        _elementwise("topk", lambda z: z.softmax(-1).topk(2).values, "topk(softmax(x W), 2)"),
+        _elementwise("avg_pool1d", lambda z: F.avg_pool1d(z, 2, 1), "avg_pool1d(x W, 2, stride 1)"),
         _elementwise("dropout (eval)", partial(F.dropout, p=0.5, training=False), "dropout(x W, training=False)"),
+        Operation(
+            "arithmetic",
+            "sums, products, quotients, powers, means, masks",
+            partial(Formula, _arithmetic, A=(4, 4), B=(4, 1), b=(4,)),
+            _SEQUENCES,
+        ),
+        Operation("views", "reshape, transpose, cat, split, index", partial(Formula, _views, A=(4, 4), P=(4, 4)), _SEQUENCES),
         Operation("matmul", "x A B", _two_factors),
         Operation(
             "linear",
             "linear(linear(x, A), B, b)",
             partial(Formula, lambda x, A, B, b: F.linear(F.linear(x, A), B, b), A=(3, 5), B=(4, 3), b=(4,)),
         ),
+        Operation(
+            "addmm",
+            "addmm(b, x A, B)",
+            partial(Formula, lambda x, A, B, b: torch.addmm(b, x @ A, B), A=(5, 3), B=(3, 4), b=(4,)),
+        ),
+        Operation(
+            "conv1d",
+            "conv1d(x W, K, padding 1)",
+            partial(Formula, lambda x, W, K: F.conv1d((x @ W)[:, None], K, padding=1), W=(5, 4), K=(2, 1, 3)),
+        ),
+        Operation(
+            "conv2d",
+            "conv2d(x W, K, stride 2)",
+            partial(Formula, lambda x, W, K, b: F.conv2d((x @ W)[:, None], K, b, stride=2), W=(4, 4), K=(2, 1, 2, 2), b=(2,)),
+            (2, 2, 4),
+        ),
+        Operation("cdist", "cdist(x W, E)", partial(Formula, lambda x, W, E: torch.cdist(x @ W, E), W=(5, 4), E=(2, 4))),
         Operation(
             "embedding",
             "embedding(tokens, E) W^T",
@@ -261,6 +327,7 @@ OPERATIONS: dict[str, Operation] = {
         _attention("attention (written out)", written_out_attention, "softmax(Q K^T / sqrt(d)) V by elementary operations"),
         _attention("sdpa (default)", F.scaled_dot_product_attention, "scaled_dot_product_attention, torch's choice of backend"),
         _attention("sdpa (math)", _math_attention, "scaled_dot_product_attention within sdpa_kernel(SDPBackend.MATH)"),
+        _attention("sdpa (math, mask)", _masked_attention, "the same, attn_mask given"),
         _attention("sdpa (math, causal)", partial(_math_attention, is_causal=True), "the same, is_causal=True"),
         Operation(
             "nn.MultiheadAttention", "need_weights=False, torch's choice of backend", partial(_SelfAttention, False), (2, 4, 3)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from hessiankit.errors import InputError
-
-Loss: TypeAlias = str | Callable[[Any, Any], Tensor] | None
-"""``"mse"``, ``"cross_entropy"``, a callable ``(outputs, target) -> scalar``, or None: the module returns the loss."""
+from hessiankit.request.calling import Loss, arguments, read_outputs
 
 IGNORED_LABEL = -100
 
@@ -32,12 +30,12 @@ class Problem:
 
     Args:
         module: The function under study, in evaluation mode where it has dropout.
-        inputs: One tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        inputs: One tensor, a tuple of positional arguments, or a mapping of keyword arguments.
         target: What the loss compares the outputs with; None where the loss needs no target.
         loss: ``"mse"`` (mean of the squared differences over all entries), ``"cross_entropy"`` (mean over the labelled
             rows: logits (B, C) or (B, L, C), integer labels (B,) or (B, L), label -100 ignored), a callable
-            ``(outputs, target) -> scalar``, or None when the module returns the loss (a scalar, or an object with
-            ``.loss``).
+            ``(outputs, target) -> scalar``, or None when the module returns the loss (a scalar, or an object or dict with
+            ``loss``; the named losses read ``logits`` of one).
         params: Name -> value at which to differentiate; empty: every parameter of the module that requires a gradient.
 
     Raises:
@@ -52,8 +50,8 @@ class Problem:
     """
 
     module: nn.Module
-    inputs: Tensor | tuple[Any, ...] | dict[str, Any]
-    target: Tensor | None = None
+    inputs: Tensor | tuple[Any, ...] | Mapping[str, Any]
+    target: Any = None
     loss: Loss = "mse"
     params: dict[str, Tensor] = field(default_factory=dict)
 
@@ -128,14 +126,12 @@ class Problem:
         dtype = next(iter(params.values())).dtype
         if dtype != self.dtype:
             fixed, inputs, target = (_cast(x, dtype) for x in (fixed, inputs, target))
-        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs if isinstance(inputs, tuple) else (inputs,), {})
+        args, kwargs = arguments(inputs)
         with differentiable_attention():
-            outputs = functional_call(self.module, {**fixed, **params}, args, kwargs)
+            outputs = read_outputs("Problem", self.loss, functional_call(self.module, {**fixed, **params}, args, kwargs))
             if self.loss is None:
-                return _scalar(getattr(outputs, "loss", outputs))
-            if callable(self.loss):
-                return _scalar(self.loss(outputs, target))
-            return _LOSSES[self.loss](getattr(outputs, "logits", outputs), target)
+                return _scalar(outputs)
+            return _scalar(self.loss(outputs, target)) if callable(self.loss) else _LOSSES[self.loss](outputs, target)
 
     @cached_property
     def value(self) -> float:
@@ -220,7 +216,7 @@ def _scalar(value: Any) -> Tensor:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _cast(item, dtype) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return type(value)(_cast(item, dtype) for item in value)

@@ -21,11 +21,13 @@ class Traits:
         layer_norm_gain: A ``layer_norm`` with a gain was called on differentiated values.
         precision: The lowest floating type that differentiated values pass through.
         lowered_by: The operation that first went below the type of the parameters; "" where none did.
+        padding: Why torch's gradient is not that of the loss, where an embedding reads its padding token; else "".
     """
 
     layer_norm_gain: bool
     precision: torch.dtype
     lowered_by: str
+    padding: str = ""
 
 
 def traits(problem: Problem) -> Traits:
@@ -34,13 +36,23 @@ def traits(problem: Problem) -> Traits:
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)).double()
     >>> x = torch.eye(2, dtype=torch.float64)
     >>> traits(Problem(module, x, x))
-    Traits(layer_norm_gain=True, precision=torch.float64, lowered_by='')
+    Traits(layer_norm_gain=True, precision=torch.float64, lowered_by='', padding='')
     """
     watch = _Watch(problem.dtype)
     theta = problem.theta.clone().requires_grad_()
     with torch.enable_grad(), watch:
         problem.flat_loss(theta)
-    return Traits(watch.layer_norm_gain, watch.precision, watch.lowered_by)
+    return Traits(watch.layer_norm_gain, watch.precision, watch.lowered_by, PADDING if watch.padding else "")
+
+
+PADDING = (
+    "an embedding reads its padding_idx: torch leaves that row out of the gradient, which is that of the loss only if the token "
+    "is masked everywhere else; where it is not, no two routes agree: mask it, or build the embedding with padding_idx=None"
+)
+
+
+def _reads_padding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **options: Any) -> bool:
+    return padding_idx is not None and bool((tokens == padding_idx % len(weight)).any())
 
 
 def known_defect(group: str, found: Traits) -> str:
@@ -64,6 +76,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.layer_norm_gain = False
         self.precision, self.lowered_by = dtype, ""
+        self.padding = False
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -74,6 +87,7 @@ class _Watch(TorchFunctionMode):
         if isinstance(result, Tensor) and result.requires_grad and result.is_floating_point():
             name = getattr(func, "__name__", "")
             gain = kwargs.get("weight", args[2] if len(args) > 2 else None)
+            self.padding |= name == "embedding" and _reads_padding(*args, **kwargs)
             self.layer_norm_gain |= name == "layer_norm" and gain is not None
             if torch.finfo(result.dtype).eps > torch.finfo(self.precision).eps:
                 self.precision, self.lowered_by = result.dtype, name

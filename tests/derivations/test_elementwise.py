@@ -9,6 +9,8 @@ from action_reference import check_actions
 from second_order_reference import random_point, relative_error
 
 from derivations.elementwise import KINDS, Divide, Elementwise
+from derivations.kinked_functions import KINKED
+from derivations.scalar_functions import SMOOTH
 
 X = random_point(61, X=(2, 3, 4))["X"]
 POSITIVE = X.abs() + 0.3
@@ -45,7 +47,7 @@ def test_actions(name):
 
 
 def test_every_kind_is_tested():
-    assert {primitive.kind for primitive, _, _ in CASES.values()} == set(KINDS)
+    assert {primitive.kind for primitive, _, _ in CASES.values()} == set(KINDS) - set(SMOOTH) - set(KINKED)
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "log_sigmoid", "softplus", "erf"])
@@ -89,7 +91,7 @@ def test_division_by_a_count_is_in_double_precision():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="no kind 'sinh'; the kinds are exp, expm1"):
-        Elementwise("sinh")
+    with pytest.raises(ValueError, match="no kind 'cube'; the kinds are exp, expm1"):
+        Elementwise("cube")
     with pytest.raises(ValueError, match="tangent of X is None"):
         Elementwise("exp").jvp((X,), (None,))

@@ -12,7 +12,7 @@ from second_order_reference import check_all_blocks, exact_hessian, exact_jacobi
 
 from derivations.matrix import Zero
 from derivations.operation import Operation
-from derivations.pooling import Mean, MeanPoolHeadAt, Sum
+from derivations.pooling import Extreme, Mean, MeanPoolHeadAt, Sum
 
 
 @pytest.mark.parametrize("names", [("Z", "W_c"), ("Z", "W_c", "b_c")])
@@ -69,3 +69,42 @@ def test_rows_stay_apart_in_front_of_the_axes():
     assert not Sum(()).rowwise((X,), 1, (True,))
     with pytest.raises(ValueError, match="tangent of X is None"):
         Mean((0,)).jvp((X,), (None,))
+
+
+DISTINCT = random_point(69, X=(2, 3, 4))["X"]
+EXTREMES = {
+    "largest": (Extreme("amax", (1,)), lambda x: x.max(1).values),
+    "smallest, kept": (Extreme("amin", (-1,), keepdim=True), lambda x: x.min(-1, keepdim=True).values),
+    "largest over two axes": (Extreme("amax", (0, -1)), lambda x: x.transpose(0, 1).flatten(1).max(1).values),
+    "largest of all": (Extreme("amax"), torch.max),
+    "smallest of all": (Extreme("amin"), torch.min),
+    "middle of all": (Extreme("median"), lambda x: x.flatten().sort().values[11]),
+    "middle over two axes": (
+        Extreme("median", (0, 2), keepdim=True),
+        lambda x: x.mT.flatten(0, 1).sort(0).values[3][None, :, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes(name):
+    primitive, f = EXTREMES[name]
+    check_actions(primitive, f, (DISTINCT,), [0])
+    assert primitive.is_linear
+
+
+def test_equal_extremes_share_the_slope_as_in_torch():
+    x = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    for kind in ("amax", "amin"):
+        (slope,) = torch.autograd.grad(getattr(x, kind)(1).sum(), x)
+        seen = Extreme(kind, (1,)).vjp((x.detach(),), torch.ones(1, 2, dtype=torch.float64))[0][0]
+        assert torch.equal(seen, slope)
+
+
+def test_extremes_keep_rows_apart():
+    assert Extreme("amax", (-1,)).rowwise((DISTINCT,), 2, (True,))
+    assert not Extreme("amax", (1,)).rowwise((DISTINCT,), 2, (True,))
+    with pytest.raises(ValueError, match="no kind 'mode'; the kinds are amax, amin, median"):
+        Extreme("mode")
+    with pytest.raises(ValueError, match="tangent of X is None"):
+        Extreme("amax").jvp((DISTINCT,), (None,))

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import hessiankit as hk
+from hessiankit.verify.comparison import probe_directions
 from hessiankit.verify.formulas import formula_errors
+from hessiankit.verify.problem import Problem
 
 
 def block(**options: object) -> hk.TransformerBlock:
@@ -101,13 +103,13 @@ def test_an_operation_without_a_chapter_is_named() -> None:
             self.inner = nn.Linear(3, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.sinh(self.inner(x))
+            return torch.sinc(self.inner(x))
 
     torch.manual_seed(0)
     report = hk.check(Odd(), torch.randn(5, 3), torch.randn(5, 2))
     assert report
-    assert "aten.sinh.default" in report.hessian.fallbacks
-    assert "aten.sinh.default" in repr(report)
+    assert "aten.sinc.default" in report.hessian.fallbacks
+    assert "aten.sinc.default" in repr(report)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "activation": "gelu"}, {"causal": True, "affine": False}], ids=str)
@@ -119,3 +121,45 @@ def test_formulas_of_the_chapters_agree_with_the_fast_path(options: dict[str, ob
 
 def test_formulas_say_where_they_are_not_written() -> None:
     assert formula_errors(block(placement="pre").double(), seed=1) == {}
+
+
+def test_an_embedding_that_reads_its_padding_is_named() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(5, 3, padding_idx=-5), nn.Linear(3, 2), nn.Tanh())
+    with torch.no_grad():
+        module[0].weight[0] = 1.0  # type: ignore[operator]
+    report = hk.check(module, torch.tensor([[0, 1, 2], [3, 0, 4]]), torch.randn(2, 3, 2))
+    assert not report
+    assert "an embedding reads its padding_idx" in report.verdict
+    report = hk.check(module, torch.tensor([[4, 1, 2], [3, 1, 4]]), torch.randn(2, 3, 2))
+    assert report
+    assert report.remarks == ()
+
+
+def test_a_wider_tolerance_says_why() -> None:
+    class Lowered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).float().tanh().to(x.dtype)
+
+    torch.manual_seed(0)
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    report = hk.check(Lowered(), x, target)
+    assert report, report
+    assert report.rtol == 1e-3
+    assert "(tolerance 1e-03, as float computes in torch.float32, " in report.verdict
+    assert "as float" not in hk.check(Lowered(), x, target, rtol=1e-3).verdict
+
+
+def test_directions_are_no_weights_of_the_same_seed() -> None:
+    """A direction along a weight is not generic: a map that is homogeneous in the weight has a product of zero there."""
+    generator = torch.Generator().manual_seed(0)
+    module = nn.Linear(3, 2, bias=False).double()
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(2, 3, generator=generator, dtype=torch.float64))
+    V, _ = probe_directions(Problem(module, torch.ones(1, 3).double(), torch.ones(1, 2).double()), 2, seed=0)
+    weight = module.weight.detach().reshape(-1)
+    assert float((V @ weight / weight.norm()).abs().max()) < 0.99

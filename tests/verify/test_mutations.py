@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,8 +13,9 @@ from derivations.loss import MeanSquaredError
 from derivations.matrix import Commutation
 from derivations.normalization import LayerNorm
 from derivations.softmax import Softmax
-from hessiankit import primitives
-from hessiankit.sweep import BlockSum
+from hessiankit.engine.storage import Matrix
+from hessiankit.engine.sweep import Sweep
+from hessiankit.tracing import primitives
 from hessiankit.verify import formulas
 
 AGAINST = ("reverse-over-reverse", "central-differences")
@@ -52,21 +55,26 @@ def test_softmax_second_derivative_with_the_other_sign(monkeypatch: pytest.Monke
 
 
 def test_layer_norm_without_its_gain_term(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LayerNorm.curvature
-    monkeypatch.setattr(LayerNorm, "curvature", lambda self, *a: (right(self, *a)[0], None, None))
+    right = Sweep._mix
+
+    def without(self: Sweep, a: Any, inputs: Any, groups: Any, turning: Any) -> None:
+        if not isinstance(a.primitive, LayerNorm):
+            right(self, a, inputs, groups, turning)
+
+    monkeypatch.setattr(Sweep, "_mix", without)
     report = verdict(formulas=False)
     assert not report
     assert "attention.W_V x norm_1.weight" in failed_names(report)
 
 
 def test_query_and_key_swapped_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = BlockSum.write
+    right = Matrix.__init__
 
-    def swapped(self: BlockSum, matrix: torch.Tensor, slices: dict[str, slice]) -> None:
+    def swapped(self: Matrix, slices: dict[str, slice], *kind: Any) -> None:
         q, k = slices["attention.W_Q"], slices["attention.W_K"]
-        right(self, matrix, {**slices, "attention.W_Q": k, "attention.W_K": q})
+        right(self, {**slices, "attention.W_Q": k, "attention.W_K": q}, *kind)
 
-    monkeypatch.setattr(BlockSum, "write", swapped)
+    monkeypatch.setattr(Matrix, "__init__", swapped)
     assert not verdict(formulas=False)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hessiankit.request.calling import arguments, read_outputs
 from hessiankit.verify.problem import IGNORED_LABEL, Problem, differentiable_attention
 from hessiankit.verify.references.base import Progress, Reference, Unsupported, in_chunks
 
@@ -69,10 +70,6 @@ class _OneBatch(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """Return the outputs; logits as rows (N, C)."""
-        inputs = batch["inputs"]
-        if isinstance(inputs, dict):
-            outputs = self.module(**inputs)
-        else:
-            outputs = self.module(*inputs) if isinstance(inputs, tuple) else self.module(inputs)
-        outputs = getattr(outputs, "logits", outputs)
+        args, kwargs = arguments(batch["inputs"])
+        outputs = read_outputs("curvlinops", self.loss, self.module(*args, **kwargs))
         return outputs.reshape(-1, outputs.shape[-1]) if self.loss == "cross_entropy" else outputs

@@ -1,0 +1,99 @@
+"""One problem, the closed form and its peers: checked, tuned, then timed in turn in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.entries import Part, Ring
+from benchmarks.packaged import Curvlinops, Eigenthings, JaxHessian, JaxJvpOfGrad
+from benchmarks.peers import (
+    AutogradHessian,
+    FuncHessian,
+    JvpOfGrad,
+    JvpOfJacrev,
+    Peer,
+    ReverseOverReverse,
+    VjpOfGrad,
+    Whole,
+)
+from benchmarks.plan import Plan, Tell
+from benchmarks.problems import Case
+from benchmarks.timing import finite, in_turn, rounds_within, spread, timed
+
+CLOSED = "closed form"
+
+
+def contestants() -> list[Peer | Whole]:
+    """Return the peers of the dense Hessian; the one under ``torch.compile`` is chosen from these, later."""
+    chunked: list[Peer | Whole] = [ReverseOverReverse(), VjpOfGrad(), JvpOfGrad(), JvpOfJacrev()]
+    return [*chunked, FuncHessian(), AutogradHessian(), Curvlinops(), Eigenthings(), JaxHessian(), JaxJvpOfGrad()]
+
+
+def contest(
+    case: Case, part: Part, closed: Callable[[], Tensor], peers: Sequence[Peer | Whole], plan: Plan, tell: Tell
+) -> dict[str, Any]:
+    """Return a row for each contestant, in plain data.
+
+    Args:
+        case: The problem.
+        part: What is asked for.
+        closed: Returns it by closed form, rows x columns.
+        peers: Who competes.
+        plan: Repeats, limits and the device.
+        tell: Progress.
+    """
+    steps = len(peers) + 3 + plan.repeats
+    # Each contestant gets the same share of the cell's time for each of its runs: the trial, the rounds, and one to spare.
+    ring = Ring(case, part, plan.limit_seconds / ((len(peers) + 2) * (plan.repeats + 2)), plan.device)
+    tell(f"{CLOSED}, first call", 0, steps)
+    found, first_seconds = timed(plan.device, closed)
+    start = part.columns.start
+    rounds = max(1, rounds_within(plan.limit_seconds - first_seconds, first_seconds, plan.repeats))
+    error = ring.error(found[:, [j - start for j in ring.picks]].T)
+    del found
+    entries = []
+    for k, peer in enumerate(peers):
+        tell(f"{peer.name}, trial", 1 + k, steps)
+        entries.append(ring.enter(peer))
+    if plan.compile:
+        tell("torch.compile", 1 + len(peers), steps)
+        entries.append(ring.compiled(entries))
+    calls: dict[str, Callable[[int], float]] = {CLOSED: lambda _: timed(plan.device, closed)[1]}
+    for entry in entries:
+        if entry.runs:
+            calls[entry.peer.name] = lambda _, e=entry: ring.run(e)  # type: ignore[misc]
+    seconds: dict[str, list[float]] = {}
+    tell("round 1", 2 + len(peers), steps)
+    for k, so_far in enumerate(in_turn(calls, rounds)):
+        seconds = so_far
+        tell(f"round {k + 2}", 3 + len(peers) + k, steps)
+    own = seconds[CLOSED]
+    rows: list[dict[str, Any]] = [
+        {
+            "name": CLOSED,
+            "status": ring.verdict(error),
+            "error": finite(error),
+            "first_seconds": first_seconds,
+            "seconds": own,
+            "time": spread(own),
+            "columns": part.width,
+        }
+    ]
+    for entry in entries:
+        entry.seconds = seconds.get(entry.peer.name, [])
+        rows.append(entry.row(own, part.width))
+    return {"parameters": case.size, "rows": rows, "best": best(rows), "compared_columns": len(ring.picks), "rounds": rounds}
+
+
+def best(rows: Sequence[dict[str, Any]]) -> str | None:
+    """Return the name of the fastest peer that is right.
+
+    >>> time = {"median": 1.0}
+    >>> best([{"name": "a", "status": "wrong", "time": time}, {"name": "b", "status": "right", "time": {"median": 2.0}}])
+    'b'
+    """
+    right = [row for row in rows if row["name"] != CLOSED and row["status"] == "right" and row["time"]]
+    return str(min(right, key=lambda row: row["time"]["median"])["name"]) if right else None

@@ -1,0 +1,220 @@
+"""A contestant: how it is compared, how its chunk is chosen, and one timed run of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import Compiled, JvpOfGrad, JvpOfJacrev, Peer, Runner, Whole, bytes_per_direction, plain_columns
+from benchmarks.problems import Case
+from benchmarks.timing import deadline, finite, spread, timed
+from hessiankit.request.task import available_memory
+from hessiankit.verify.references.base import first_line
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+MEMORY_SHARE = 0.6
+"""Part of the free memory that a peer may be forecast to take."""
+COLUMNS = 32
+"""Columns that every contestant is compared on, spread over the parameters."""
+COMPILE_SECONDS = 240.0
+FIRST_CHUNK, LARGEST_CHUNK = 16, 1024
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of the Hessian that is asked for: which columns are pushed, and which rows of them are kept."""
+
+    columns: slice
+    rows: slice
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return int(self.columns.stop - self.columns.start)
+
+
+@dataclass
+class Entry:
+    """A peer in a contest, and what is known of it.
+
+    Attributes:
+        status: "right", "wrong", "failed" (it raised), "skipped" (beyond the memory) or "missing" (not installed, no such
+            form); the last three are not timed, and ``why`` says more.
+        error: Largest difference from the reference on the compared columns, relative to the largest entry of those.
+        timed_columns: Columns that a timed run pushes; with fewer than all, its seconds are extrapolated linearly.
+    """
+
+    peer: Peer | Whole
+    status: str = "right"
+    why: str = ""
+    error: float | None = None
+    chunk: int | None = None
+    timed_columns: int | None = None
+    first_seconds: float | None = None
+    per_column: float = math.inf
+    forecast_seconds: float | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it takes part in the timed rounds."""
+        return self.status in ("right", "wrong")
+
+    def row(self, own: Sequence[float], width: int) -> dict[str, Any]:
+        """Return plain data; ``own`` are the closed form's seconds, round by round."""
+        ratios = [mine / closed for mine, closed in zip(self.seconds, own, strict=False)]
+        return {
+            "name": self.peer.name,
+            "summary": self.peer.summary,
+            "status": self.status,
+            "why": self.why,
+            "error": None if self.error is None else finite(self.error),
+            "chunk": self.chunk,
+            "columns": width,
+            "timed_columns": self.timed_columns,
+            "extrapolated": self.timed_columns is not None and self.timed_columns < width,
+            "first_seconds": self.first_seconds,
+            "forecast_seconds": self.forecast_seconds,
+            "seconds": self.seconds,
+            "ratios": ratios,
+            "time": spread(self.seconds),
+            "ratio": spread(ratios),
+        }
+
+
+class Ring:
+    """Where entries compete: the problem, the part asked for, the reference, and what one run may take.
+
+    Args:
+        case: The problem.
+        part: What is asked for.
+        share: Seconds that one run of one peer may take.
+        device: Where.
+    """
+
+    def __init__(self, case: Case, part: Part, share: float, device: str) -> None:
+        self.case, self.part, self.share, self.device = case, part, share, device
+        self.picks = self._picks()
+        self.reference = plain_columns(case, self.picks)[:, part.rows]
+        self.scale = float(self.reference.abs().max())
+        self.tolerance = TOLERANCE[case.theta.dtype]
+        self.kept = bytes_per_direction(case)
+
+    def error(self, columns: Tensor) -> float:
+        """Return the largest difference of the compared columns, one a row, from the reference."""
+        return float((columns.to(self.reference) - self.reference).abs().max()) / self.scale
+
+    def verdict(self, error: float) -> str:
+        """Return "right" or "wrong"."""
+        return "right" if error <= self.tolerance else "wrong"  # NaN is wrong
+
+    def enter(self, peer: Peer | Whole) -> Entry:
+        """Compare a peer, choose its chunk, forecast its time, and say whether it can be timed."""
+        if why := peer.missing(self.case):
+            return Entry(peer, "missing", why)
+        entry, whole = Entry(peer), isinstance(peer, Whole)
+        free = MEMORY_SHARE * available_memory(self.case.theta.device)
+        if whole:
+            need = self.kept * self.case.size + 3 * self.case.size**2 * self.case.theta.element_size()
+            if self.part.width < self.case.size:
+                return Entry(peer, "missing", "it returns the whole matrix only")
+            if need > free:
+                return Entry(peer, "skipped", f"all columns at once would take about {need / 2**30:.0f} GiB")
+        compiles = isinstance(peer, Compiled) or "jax" in peer.name
+        try:
+            with deadline(max(20 * self.share, 20.0) + COMPILE_SECONDS * compiles, f"the trial of {peer.name}"):
+                if isinstance(peer, Whole):
+                    columns = self._try_whole(entry, peer)
+                else:
+                    columns = self._try_chunks(entry, peer, int(free // self.kept))
+        except Exception as error:
+            return Entry(peer, "failed", first_line(error))
+        entry.error = self.error(columns)
+        entry.status = self.verdict(entry.error)
+        return entry
+
+    def run(self, entry: Entry) -> float:
+        """Run a peer once; return its seconds for the whole part, extrapolated where only some columns are pushed."""
+        peer = entry.peer
+        if isinstance(peer, Whole):
+            return timed(self.device, lambda: peer.matrix(self.case))[1]
+        columns = range(self.part.columns.start, self.part.columns.start + (entry.timed_columns or self.part.width))
+        run, once = timed(self.device, lambda: peer.prepare(self.case))
+        _, pushed = timed(self.device, lambda: self._push(run, peer, columns, entry.chunk or 1))
+        return once + pushed * self.part.width / len(columns)
+
+    def _picks(self) -> list[int]:
+        """Return columns to compare, some of every parameter that has columns in the part."""
+        wanted = self.part.columns
+        inside = [s for s in self.case.slices.values() if s.start < wanted.stop and s.stop > wanted.start]
+        generator, each = torch.Generator().manual_seed(0), max(1, COLUMNS // len(inside))
+        picks: list[int] = []
+        for s in inside:
+            picks += sorted((s.start + torch.randperm(s.stop - s.start, generator=generator)[:each]).tolist())
+        return picks
+
+    def _push(self, run: Runner, peer: Peer, columns: Sequence[int], chunk: int) -> Tensor:
+        """Return some columns of the part, one a row, pushed in chunks."""
+        out = []
+        for start in range(0, len(columns), chunk):
+            now = columns[start : start + chunk]
+            units = self.case.theta.new_zeros(chunk if peer.fixed else len(now), self.case.size)
+            units[torch.arange(len(now)), torch.as_tensor(now)] = 1.0
+            out.append(run(units)[: len(now), self.part.rows].detach())
+        return torch.cat(out)
+
+    def _try_whole(self, entry: Entry, peer: Whole) -> Tensor:
+        matrix, entry.first_seconds = timed(self.device, lambda: peer.matrix(self.case))  # jax compiles here
+        entry.timed_columns, picks = self.part.width, torch.as_tensor(self.picks)
+        entry.forecast_seconds = entry.first_seconds
+        return matrix[:, picks][self.part.rows].T
+
+    def _try_chunks(self, entry: Entry, peer: Peer, most: int) -> Tensor:
+        """Fill in the chunk, the columns to time and the first call's seconds; return the columns to compare."""
+        largest = 1 if peer.one_by_one else max(1, min(self.part.width, most, LARGEST_CHUNK))
+        chunk = min(FIRST_CHUNK, largest)
+        if isinstance(peer, Compiled):
+            chunk = largest = peer.chunk
+        start = time.perf_counter()
+        run = peer.prepare(self.case)
+        values = self._push(run, peer, self.picks, chunk)
+        entry.first_seconds = time.perf_counter() - start
+        speeds: dict[int, float] = {}
+
+        def speed(size: int) -> float:
+            if size not in speeds:
+                columns = range(self.part.columns.start, self.part.columns.start + size)
+                if peer.fixed:
+                    self._push(run, peer, columns, size)  # compiles this shape
+                tries = [timed(self.device, lambda: self._push(run, peer, columns, size))[1] for _ in range(2)]
+                speeds[size] = min(tries) / size
+            return speeds[size]
+
+        for up in (True, False):  # up while it helps; down while that helps
+            while largest > 1 and not isinstance(peer, Compiled) and sum(2 * t * k for k, t in speeds.items()) < 4 * self.share:
+                step = min(largest, 2 * chunk) if up else max(1, chunk // 2)
+                if step == chunk or speed(step) > 0.97 * speed(chunk):
+                    break
+                chunk = step
+        entry.chunk, entry.per_column = chunk, speed(chunk)
+        entry.forecast_seconds = entry.per_column * self.part.width
+        fits = int(self.share / max(entry.per_column, 1e-12)) // chunk * chunk
+        enough = entry.forecast_seconds <= self.share
+        entry.timed_columns = self.part.width if enough else min(self.part.width, max(chunk, fits))
+        return values
+
+    def compiled(self, entries: Sequence[Entry]) -> Entry:
+        """Return the fastest right peer that is a function of tensors only, under ``torch.compile``."""
+        candidates = [e for e in entries if e.status == "right" and isinstance(e.peer, (JvpOfGrad, JvpOfJacrev))]
+        if not candidates:
+            return Entry(Compiled(JvpOfGrad(), self.case, 1), "missing", "no right peer is a function of tensors only")
+        first = min(candidates, key=lambda e: e.per_column)
+        assert isinstance(first.peer, (JvpOfGrad, JvpOfJacrev))
+        torch._dynamo.reset()
+        return self.enter(Compiled(first.peer, self.case, first.chunk or 1))

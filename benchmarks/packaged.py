@@ -1,0 +1,177 @@
+"""Peers from other packages: curvlinops, hessian-eigenthings, jax. None of them is required."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers import Peer, Runner, Whole
+from benchmarks.problems import Case
+
+SAMPLES_AT_ONCE = 32
+"""Samples of one of the batches that a package's operator loops over."""
+
+
+def installed(package: str) -> bool:
+    """Tell whether a package can be imported, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
+class _Rows(nn.Module):
+    """A module whose logits come out as rows (N, C), which the packages' losses expect."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits as rows."""
+        return self.module(x).flatten(0, -2)
+
+
+def parts(case: Case) -> tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]]:
+    """Return a copy of the module, torch's loss of the same name, and the data in batches of equal size."""
+    module = copy.deepcopy(case.module)
+    batch = case.inputs.shape[0]
+    size = next(s for s in range(min(batch, SAMPLES_AT_ONCE), 0, -1) if batch % s == 0)  # equal, so that weights are equal
+    pairs = list(zip(case.inputs.split(size), case.target.split(size), strict=True))
+    if case.loss == "mse":
+        return module, nn.MSELoss(), pairs
+    return _Rows(module), nn.CrossEntropyLoss(), [(x, t.flatten()) for x, t in pairs]
+
+
+def curvlinops_operator(case: Case, kind: str = "hessian") -> Any:
+    """Return the package's Hessian ("hessian") or Gauss-Newton ("ggn") operator of a problem."""
+    curvlinops = importlib.import_module("curvlinops")
+    module, loss, data = parts(case)
+    inner = module.module if isinstance(module, _Rows) else module
+    wanted = [p for name, p in inner.named_parameters() if name in case.parameters]
+    make = curvlinops.HessianLinearOperator if kind == "hessian" else curvlinops.GGNLinearOperator
+    return make(module, loss, wanted, data, check_deterministic=False)
+
+
+class Curvlinops(Peer):
+    """``curvlinops.HessianLinearOperator`` times blocks of the identity."""
+
+    name = "curvlinops"
+    summary = "curvlinops.HessianLinearOperator @ identity"
+
+    def missing(self, case: Case) -> str:
+        """Return why the route cannot be tried here; empty if it can."""
+        return "" if installed("curvlinops") else "curvlinops is not installed"
+
+    def prepare(self, case: Case) -> Runner:
+        """Return the function that multiplies directions with the Hessian."""
+        operator = curvlinops_operator(case)
+        return lambda V: (operator @ V.T.contiguous()).T
+
+
+class Eigenthings(Peer):
+    """``hessian_eigenthings.HessianOperator``, one direction at a time, as its interface has it."""
+
+    name = "hessian-eigenthings"
+    summary = "hessian_eigenthings.HessianOperator, column by column"
+    one_by_one = True
+
+    def missing(self, case: Case) -> str:
+        """Return why the route cannot be tried here; empty if it can."""
+        return "" if installed("hessian_eigenthings") else "hessian-eigenthings is not installed"
+
+    def prepare(self, case: Case) -> Runner:
+        """Return the function that multiplies directions with the Hessian."""
+        package = importlib.import_module("hessian_eigenthings")
+        module, loss, data = parts(case)
+        prefix = "module." if isinstance(module, _Rows) else ""
+        names = {prefix + name for name in case.parameters}
+        operator = package.HessianOperator(
+            module, data, package.supervised_loss(loss), param_filter=lambda name, *_: name in names
+        )
+        return lambda V: torch.stack([operator.matvec(v) for v in V])
+
+
+def _jax_parts(case: Case) -> tuple[Any, Any, Callable[..., Any], tuple[Any, ...]]:
+    """Return jax, jax.numpy, the flat loss (theta, inputs, target) re-implemented in jax, and its data."""
+    jax = importlib.import_module("jax")
+    jax.config.update("jax_enable_x64", True)  # float32 stays float32: the arrays say what they are
+    np = jax.numpy
+    shapes, slices = {n: tuple(p.shape) for n, p in case.parameters.items()}, case.slices
+
+    def norm(x: Any, prefix: str, weights: dict[str, Any]) -> Any:
+        centred = x - x.mean(-1, keepdims=True)
+        out = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+        return out * weights[f"{prefix}.weight"] + weights[f"{prefix}.bias"] if case.affine else out
+
+    def block(x: Any, at: str, w: dict[str, Any]) -> Any:
+        q, k, v = (x @ w[f"{at}attention.W_{letter}"] for letter in "QKV")
+        attention = jax.nn.softmax(q @ np.swapaxes(k, -1, -2) / math.sqrt(q.shape[-1]), -1) @ v
+        y = norm(x + attention, f"{at}norm_1", w)
+        hidden = y @ w[f"{at}feedforward.W_1"]
+        relu = np.where(hidden > 0, hidden, 0)
+        return norm(y + relu @ w[f"{at}feedforward.W_2"], f"{at}norm_2", w)
+
+    def loss(theta: Any, inputs: Any, target: Any) -> Any:
+        weights = {n: theta[slices[n]].reshape(shapes[n]) for n in shapes}
+        x = inputs
+        for k in range(case.layers):
+            x = block(x, f"{k}." if case.layers > 1 else "", weights)
+        return ((x - target) ** 2).mean()
+
+    return jax, np, loss, tuple(np.asarray(t.cpu().numpy()) for t in (case.theta, case.inputs, case.target))
+
+
+class _Jax:
+    def __init__(self) -> None:
+        self.made: dict[int, Any] = {}  # compiled once, before the clock starts
+
+    def missing(self, case: Case) -> str:
+        """Return why the route cannot be tried here; empty if it can."""
+        if not installed("jax"):
+            return "jax is not installed"
+        if case.spec is None:
+            return "only the block is written in jax"
+        if case.theta.is_cuda:
+            return "jax is compared on the CPU only"
+        return "only the whole Hessian is written in jax" if case.wanted is not None else ""
+
+
+class JaxHessian(_Jax, Whole):
+    """``jax.jit(jax.hessian(f))``; compiling belongs to the warm-up."""
+
+    name = "jax.hessian"
+    summary = "jax.jit(jax.hessian), all columns at once"
+
+    def matrix(self, case: Case) -> Tensor:
+        """Return the P x P matrix."""
+        if id(case) not in self.made:
+            jax, _, loss, data = _jax_parts(case)
+            self.made = {id(case): (jax.jit(jax.hessian(loss)), data)}
+        function, data = self.made[id(case)]
+        return torch.from_dlpack(function(*data).block_until_ready())
+
+
+class JaxJvpOfGrad(_Jax, Peer):
+    """``jax.jit`` of ``vmap(jvp(grad))`` in chunks, which bounds the memory of ``jax.hessian``."""
+
+    name = "jax vmap(jvp(grad))"
+    summary = "jax.jit(vmap(jvp(grad))), in chunks"
+    fixed = True
+
+    def prepare(self, case: Case) -> Runner:
+        """Return the function that multiplies directions with the Hessian."""
+        if id(case) not in self.made:
+            jax, np, loss, data = _jax_parts(case)
+
+            def products(theta: Any, inputs: Any, target: Any, V: Any) -> Any:
+                gradient = jax.grad(lambda t: loss(t, inputs, target))
+                return jax.vmap(lambda v: jax.jvp(gradient, (theta,), (v,))[1])(V)
+
+            self.made = {id(case): (jax.jit(products), data, np)}
+        function, data, np = self.made[id(case)]
+        return lambda V: torch.from_dlpack(function(*data, np.asarray(V.numpy())).block_until_ready())

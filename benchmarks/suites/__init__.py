@@ -1,0 +1,9 @@
+"""The benchmarks of the suite, by name."""
+
+from benchmarks.plan import Benchmark
+from benchmarks.suites import dense, growth, hvp, limit, memory, pair, scalars
+
+BENCHMARKS: dict[str, Benchmark] = {
+    module.BENCHMARK.name: module.BENCHMARK for module in (dense, pair, hvp, scalars, memory, growth, limit)
+}
+ALIASES = {"dense_hessian": "dense"}

@@ -1,0 +1,187 @@
+"""Products of the Hessian and of the Gauss-Newton matrix with one vector and with a block of 16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+
+from benchmarks.charts import methods
+from benchmarks.entries import MEMORY_SHARE, TOLERANCE
+from benchmarks.packaged import curvlinops_operator, installed
+from benchmarks.peers import JvpOfGrad, Runner, VjpOfGrad, bytes_per_direction
+from benchmarks.plan import Benchmark, Cell, Plan, Tell
+from benchmarks.problems import Case, make
+from benchmarks.suites.common import BLOCK_SIZES, case_of
+from benchmarks.tables import NOTES, contest_tables
+from benchmarks.timing import all_rounds, finite, rounds_within, several, spread, timed
+from hessiankit import hessian_operator
+from hessiankit.request.task import available_memory
+from hessiankit.verify.references.base import first_line
+
+BLOCK = 16
+CHECKED = 2
+"""Vectors of a block that are compared with the reference."""
+
+
+def cells(plan: Plan) -> list[Cell]:
+    return plan.grid((*BLOCK_SIZES, "large", "gpt2-untied", "gpt2-tied"))
+
+
+def hessian_reference(case: Case, V: Tensor) -> Tensor:
+    """Return H V row by row by ``torch.autograd.grad`` twice."""
+    theta = case.theta.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(case.flat_loss(theta), theta, create_graph=True)
+    return torch.stack([torch.autograd.grad(gradient, theta, v, retain_graph=True)[0] for v in V])
+
+
+def ggn_reference(case: Case, V: Tensor) -> Tensor:
+    """Return J^T L'' J V row by row, by reverse mode only: J v is the derivative of u -> J^T u, transposed."""
+    theta = case.theta.clone().requires_grad_()
+    z = case.outputs(theta)
+    u = torch.zeros_like(z, requires_grad=True)
+    (pulled,) = torch.autograd.grad(z, theta, u, create_graph=True)
+    leaf = z.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(case.loss_of(leaf), leaf, create_graph=True)
+    rows = []
+    for v in V:
+        (pushed,) = torch.autograd.grad(pulled, u, v, retain_graph=True)
+        (bent,) = torch.autograd.grad(slope, leaf, pushed, retain_graph=True)
+        rows.append(torch.autograd.grad(z, theta, bent, retain_graph=True)[0])
+    return torch.stack(rows)
+
+
+def _reverse(case: Case) -> Runner:
+    theta = case.theta.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(case.flat_loss(theta), theta, create_graph=True)
+
+    def run(V: Tensor) -> Tensor:
+        if len(V) == 1:
+            return torch.autograd.grad(gradient, theta, V[0], retain_graph=True)[0].unsqueeze(0)
+        return torch.autograd.grad(gradient, theta, V, retain_graph=True, is_grads_batched=True)[0]
+
+    return run
+
+
+def _push_bend_pull(case: Case) -> Runner:
+    z, pull = vjp(case.outputs, case.theta)[:2]
+    slope = grad(case.loss_of)
+
+    def one(v: Tensor) -> Tensor:
+        return pull(jvp(slope, (z,), (jvp(case.outputs, (case.theta,), (v,))[1],))[1])[0]
+
+    return lambda V: one(V[0]).unsqueeze(0) if len(V) == 1 else vmap(one)(V)
+
+
+def _ours(kind: str) -> Callable[[Case], Runner]:
+    def prepare(case: Case) -> Runner:
+        operator = hessian_operator(case.module, case.inputs, case.target, loss=case.loss, kind=kind)
+        return lambda V: (operator @ V.T.contiguous()).T
+
+    return prepare
+
+
+def _curvlinops(kind: str) -> Callable[[Case], Runner]:
+    def prepare(case: Case) -> Runner:
+        if not installed("curvlinops"):
+            raise ModuleNotFoundError("curvlinops is not installed")
+        operator = curvlinops_operator(case, kind)
+        return lambda V: (operator @ V.T.contiguous()).T
+
+    return prepare
+
+
+METHODS: dict[str, dict[str, Callable[[Case], Runner]]] = {
+    "Hessian": {
+        "hessian_operator": _ours("hessian"),
+        "reverse over reverse": _reverse,
+        "vjp(grad)": lambda case: VjpOfGrad().prepare(case),
+        "jvp(grad)": lambda case: JvpOfGrad().prepare(case),
+        "curvlinops": _curvlinops("hessian"),
+    },
+    "GGN": {
+        "hessian_operator": _ours("ggn"),
+        "vjp, loss'', jvp": _push_bend_pull,
+        "curvlinops": _curvlinops("ggn"),
+    },
+}
+REFERENCES = {"Hessian": hessian_reference, "GGN": ggn_reference}
+
+
+def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
+    case = case_of(cell, plan)
+    draws = torch.randn(BLOCK, case.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(case.theta)
+    rows: list[dict[str, Any]] = []
+    steps = len(METHODS) * 2
+    one = make(cell["problem"], 1, cell["dtype"], plan.device)
+    runner, vector = _ours("hessian")(one), draws[:1]
+    runner(vector)
+    forecast = (
+        min(timed(plan.device, lambda: runner(vector))[1] for _ in range(3)) * cell["batch"]
+    )  # of our product with one vector
+    kept = bytes_per_direction(one) * cell["batch"]
+    for matrix, methods_of in METHODS.items():
+        for width in (1, BLOCK):
+            V, quantity = draws[:width], f"{matrix} x {width}"
+            tell(quantity, len(dict.fromkeys(row["quantity"] for row in rows)), steps)
+            rounds = rounds_within(plan.limit_seconds, 2 * len(methods_of) * width * forecast, plan.repeats)
+            if not rounds:
+                why = f"forecast {2 * len(methods_of) * width * forecast:.3g} s, limit {plan.limit_seconds:.3g} s"
+                rows.append({"quantity": quantity, "name": "hessian_operator", "status": "skipped", "why": why, "time": None})
+                continue
+            reference = REFERENCES[matrix](case, V[:CHECKED])
+            rows += _compare(quantity, case, V, reference, methods_of, plan, rounds, kept * width)
+    return {"parameters": case.size, "rows": rows, "extra": ["setup_seconds", "set-up (s)"]}
+
+
+def _compare(
+    quantity: str,
+    case: Case,
+    V: Tensor,
+    reference: Tensor,
+    prepared: dict[str, Callable[[Case], Runner]],
+    plan: Plan,
+    rounds: int,
+    need: int,
+) -> list[dict[str, Any]]:
+    """Return a row a method: products of prepared operators, timed in turn."""
+    rows: dict[str, dict[str, Any]] = {}
+    calls: dict[str, Callable[[int], float]] = {}
+    for name, prepare in prepared.items():
+        row: dict[str, Any] = {"quantity": quantity, "name": name, "status": "right", "error": None, "why": "", "time": None}
+        rows[name] = row
+        if len(rows) > 1 and need > MEMORY_SHARE * available_memory(case.theta.device):
+            row.update(status="skipped", why=f"would take about {need / 2**30:.0f} GiB")
+            continue
+        try:
+            runner, row["setup_seconds"] = timed(plan.device, lambda prepare=prepare: prepare(case))  # type: ignore[misc]
+            found, row["first_seconds"] = timed(plan.device, lambda runner=runner: runner(V))  # type: ignore[misc]
+        except Exception as error:
+            absent = isinstance(error, ModuleNotFoundError)
+            row.update(status="missing" if absent else "failed", why=str(error) if absent else first_line(error))
+            continue
+        off = float((found[: len(reference)] - reference).abs().max() / reference.abs().max())
+        row["error"], row["status"] = finite(off), "right" if off <= TOLERANCE[case.theta.dtype] else "wrong"
+        calls[name] = lambda _, runner=runner: several(plan.device, lambda: runner(V))  # type: ignore[misc]
+    seconds = all_rounds(calls, rounds) if calls else {}
+    first = next(iter(prepared))
+    for name, found_seconds in seconds.items():
+        rows[name]["seconds"], rows[name]["time"] = found_seconds, spread(found_seconds)
+        if name != first and first in seconds:
+            rows[name]["ratios"] = [a / b for a, b in zip(found_seconds, seconds[first], strict=True)]
+            rows[name]["ratio"] = spread(rows[name]["ratios"])
+    return list(rows.values())
+
+
+BENCHMARK = Benchmark(
+    "hvp",
+    f"Products of the Hessian and of the Gauss-Newton matrix with one vector and with a block of {BLOCK}.",
+    cells,
+    run,
+    lambda records: contest_tables(records, "hessian_operator"),
+    lambda records: methods(records, "Hessian- and GGN-vector products"),
+    NOTES + "\n- The products of operators that are made already are timed; making one is the column *set-up*.",
+)

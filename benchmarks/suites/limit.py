@@ -1,0 +1,107 @@
+"""How near to the machine's limit: the operations that the output needs, over the rate of its matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.charts import canvas, label
+from benchmarks.counting import lift_operations
+from benchmarks.plan import Benchmark, Cell, Plan, Tell
+from benchmarks.problems import DTYPES
+from benchmarks.suites.common import BLOCK_SIZES, beyond_memory, beyond_time, case_of, dense
+from benchmarks.tables import CELL_HEADERS, cell_text, markdown, short, skipped_text, with_range
+from benchmarks.timing import several, spread, timed
+
+SQUARE = 1024
+WIDEST = 2048
+"""Rows and columns of the product measured at the problem's size, at most."""
+
+
+def cells(plan: Plan) -> list[Cell]:
+    return plan.grid(BLOCK_SIZES)
+
+
+def gemm_rate(rows: int, inner: int, columns: int, dtype: str, device: str, repeats: int) -> float:
+    """Return floating point operations a second of (rows x inner) (inner x columns), the best of some."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(rows, inner, generator=generator).to(device, DTYPES[dtype])
+    b = torch.randn(inner, columns, generator=generator).to(device, DTYPES[dtype])
+    out = torch.empty(rows, columns, dtype=a.dtype, device=device)
+    several(device, lambda: torch.mm(a, b, out=out))
+    return 2.0 * rows * inner * columns / min(several(device, lambda: torch.mm(a, b, out=out)) for _ in range(max(2, repeats)))
+
+
+def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
+    if skipped := beyond_memory(cell, plan) or beyond_time(cell, plan):
+        return skipped
+    case = case_of(cell, plan)
+    tell("rate of matrix products", 0, 2)
+    widest = min(WIDEST, max(p.numel() for p in case.parameters.values()))
+    square = gemm_rate(SQUARE, SQUARE, SQUARE, cell["dtype"], plan.device, plan.repeats)
+    here = gemm_rate(widest, case.rows, widest, cell["dtype"], plan.device, plan.repeats)
+    tell("dense Hessian", 1, 2)
+    dense(case)
+    seconds = [timed(plan.device, lambda: dense(case))[1] for _ in range(plan.repeats)]
+    time = spread(seconds)
+    assert time is not None
+    operations = lift_operations(case.size, case.rows)
+    return {
+        "parameters": case.size,
+        "operations": operations,
+        "seconds": seconds,
+        "time": time,
+        "square_rate": square,
+        "size_rate": here,
+        "size_shape": [widest, case.rows, widest],
+        "rate": operations / time["median"],
+        "fraction": operations / time["median"] / square,
+        "size_fraction": operations / time["median"] / here,
+    }
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for record in records:
+        result = record["result"]
+        if "skipped" in result:
+            rows.append([*cell_text(record), skipped_text(result), *[""] * 6])
+            continue
+        shape = " x ".join(map(str, result["size_shape"]))
+        rates = [short(result[k] / 1e9) for k in ("rate", "square_rate", "size_rate")]
+        fractions = [f"{100 * result[k]:.1f} %" for k in ("fraction", "size_fraction")]
+        rows.append([*cell_text(record), with_range(result["time"]), *rates, shape, *fractions])
+    headers = ["hessian (s)", "GFLOP/s", f"product {SQUARE}", "product at size", "its size", "of the first", "of the second"]
+    return markdown([*CELL_HEADERS, *headers], rows)
+
+
+def plot(records: Sequence[dict[str, Any]]) -> Any:
+    kept = [record for record in records if "rate" in record["result"]]
+    if not kept:
+        return None
+    figure, (axes,) = canvas(width=max(6.0, 1.5 + 0.5 * len(kept)), height=4.8)
+    series = {"rate": "dense Hessian", "square_rate": f"product, {SQUARE} square", "size_rate": "product at the problem's size"}
+    for marker, (key, name) in zip("o_x", series.items(), strict=True):
+        axes.scatter(range(len(kept)), [r["result"][key] / 1e9 for r in kept], marker=marker, label=name, s=36)
+    axes.set_yscale("log")
+    axes.set_ylabel("GFLOP/s", fontsize=9)
+    axes.set_xticks(range(len(kept)), [label(r) for r in kept], rotation=90, fontsize=6.5)
+    axes.legend(fontsize=7, frameon=False)
+    return figure
+
+
+BENCHMARK = Benchmark(
+    "limit",
+    "The rate at which the dense Hessian's operations are done, beside the measured rate of matrix products.",
+    cells,
+    run,
+    table,
+    plot,
+    "- GFLOP/s: P^2 B L operations, what the lifts of the weights take with symmetry used once (derived in\n"
+    "  `benchmarks/counting.py`), over the median time.\n"
+    f"- product: the measured rate of `torch.mm`, {SQUARE} square, and at (largest weight, at most {WIDEST}) x (tokens)\n"
+    "  x (the same).\n"
+    "- A fraction above 100 % would mean that the algorithm needs fewer operations than this count: it is no proven lower bound.",
+)

@@ -1,0 +1,188 @@
+"""Peak memory, each method in a fresh process: the highest resident size less the one after imports and inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.charts import methods
+from benchmarks.counting import dense_bytes
+from benchmarks.entries import MEMORY_SHARE
+from benchmarks.fresh import run_fresh
+from benchmarks.packaged import Curvlinops, installed
+from benchmarks.peers import FuncHessian, Peer, ReverseOverReverse, Whole, bytes_per_direction
+from benchmarks.plan import Benchmark, Cell, Plan, Tell
+from benchmarks.problems import DTYPES, Case, make, parameters_of
+from benchmarks.suites.common import BLOCK_SIZES, case_of, dense
+from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, short, skipped_text
+from hessiankit import hessian_operator
+from hessiankit.request.task import available_memory
+
+CHUNK = 16
+OURS = ("hessian", "hessian_operator")
+WHOLE = "torch.func.hessian"
+
+
+def cells(plan: Plan) -> list[Cell]:
+    return plan.grid((*BLOCK_SIZES, "large", "gpt2-untied"))
+
+
+def _columns(peer: Peer) -> Callable[[Case], Tensor]:
+    def run(case: Case) -> Tensor:
+        push, out = peer.prepare(case), case.theta.new_empty(case.size, case.size)
+        for start in range(0, case.size, CHUNK):
+            units = case.theta.new_zeros(min(CHUNK, case.size - start), case.size)
+            units[:, start:].fill_diagonal_(1.0)
+            out[start : start + CHUNK] = push(units)
+        return out
+
+    return run
+
+
+def _whole(peer: Whole) -> Callable[[Case], Tensor]:
+    return peer.matrix
+
+
+def _operator(case: Case) -> Tensor:
+    operator = hessian_operator(case.module, case.inputs, case.target, loss=case.loss)
+    return operator @ case.theta.new_ones(case.size, CHUNK)
+
+
+WORK: dict[str, Callable[[Case], Tensor]] = {
+    OURS[0]: dense,
+    OURS[1]: _operator,
+    "reverse over reverse": _columns(ReverseOverReverse()),
+    WHOLE: _whole(FuncHessian()),
+    "curvlinops": _columns(Curvlinops()),
+}
+MATRIX = {name for name in WORK if name != "hessian_operator"}
+
+
+def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
+    size, itemsize = parameters_of(cell["problem"]), DTYPES[cell["dtype"]].itemsize
+    rows: list[dict[str, Any]] = []
+    free = MEMORY_SHARE * available_memory(torch.device(plan.device))
+    for k, name in enumerate(WORK):
+        tell(name, k, len(WORK))
+        row: dict[str, Any] = {"name": name, "status": "right", "why": "", "error": None, "bytes": None, "time": None}
+        rows.append(row)
+        if name == "curvlinops" and not installed("curvlinops"):
+            row.update(status="missing", why="curvlinops is not installed")
+            continue
+        need = 2 * dense_bytes(size, itemsize) if name in MATRIX else 0
+        if name not in OURS and need <= free:
+            need += bytes_per_direction(case_of({**cell, "batch": 1}, plan)) * cell["batch"] * (size if name == WHOLE else CHUNK)
+        if need > free:
+            row.update(status="skipped", why=f"forecast {need / 2**30:.1f} GiB", forecast_bytes=need)
+            continue
+        arguments = {**{key: cell[key] for key in ("problem", "batch", "dtype")}, "device": plan.device, "method": name}
+        try:
+            found = run_fresh(
+                "benchmarks.suites.memory:peak",
+                arguments,
+                threads=cell["threads"],
+                seconds=plan.limit_seconds,
+                tell=lambda *_: None,
+            )
+            row.update(found)
+        except RuntimeError as error:
+            row.update(status="failed", why=str(error))
+    own = rows[0]["bytes"]
+    for row in rows[1:]:
+        if row["bytes"] is not None and own:
+            row["times_ours"] = row["bytes"] / own
+    return {"parameters": size, "rows": rows, "matrix_bytes": dense_bytes(size, itemsize)}
+
+
+def peak(problem: str, batch: int, dtype: str, device: str, method: str, tell: Tell) -> dict[str, Any]:
+    """Run one method once and return the bytes by which memory rose at its highest. For a process of its own."""
+    work = WORK[method]
+    work(make("tiny", 1, dtype, device))  # imports what is imported late, and starts the threads
+    case = make(problem, batch, dtype, device)
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work(case)
+        torch.cuda.synchronize()
+        return {"bytes": torch.cuda.max_memory_allocated() - before, "baseline_bytes": before, "how": "cuda allocator"}
+    _give_back()
+    how = _reset_peak()
+    before = _resident()
+    work(case)
+    return {"bytes": max(0, _highest() - before), "baseline_bytes": before, "how": how}
+
+
+def _give_back() -> None:
+    """Hand freed memory back to the system, so that it does not hide what is taken next (glibc only)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _reset_peak() -> str:
+    """Forget the peak of the imports where the system can; where it cannot, a small rise hides below it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+        return "VmHWM, reset after imports and inputs"
+    return "ru_maxrss"
+
+
+def _status(name: str) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _highest() -> int:
+    """Return the peak of the resident size; ru_maxrss alone also holds that of the parent before this process started."""
+    known = _status("VmHWM:")
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) if known is None else known
+    )
+
+
+def _resident() -> int:
+    known = _status("VmRSS:")
+    return _highest() if known is None else known
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for record in records:
+        result = record["result"]
+        if "skipped" in result:
+            rows.append([*cell_text(record), skipped_text(result), "", "", ""])
+            continue
+        for row in result["rows"]:
+            outcome = mebibytes(row["bytes"]) if row["bytes"] is not None else f"{row['status']}: {row['why']}"
+            rows.append(
+                [*cell_text(record), row["name"], outcome, short(row.get("times_ours")), mebibytes(result["matrix_bytes"])]
+            )
+    return markdown([*CELL_HEADERS, "method", "peak (MiB)", "of hessian's", "P x P (MiB)"], rows)
+
+
+BENCHMARK = Benchmark(
+    "memory",
+    "Peak memory of the dense Hessian and of the operator beside three other routes, each in a fresh process.",
+    cells,
+    run,
+    table,
+    lambda records: methods(records, "Peak memory", "MiB", lambda row: row["bytes"] / 2**20 if row["bytes"] else None),
+    "- peak: highest resident size less the one after imports, inputs and a run on the smallest problem. The result is part of\n"
+    f"  it, P x P for all but `hessian_operator`, which is made and multiplied with {CHUNK} vectors.\n"
+    f"- `reverse over reverse` and `curvlinops` push {CHUNK} directions together.\n"
+    "- Below a few MiB the numbers are the allocator's, not the method's.",
+    isolate=False,
+)

@@ -1,0 +1,20 @@
+"""Tangents and covectors of values that an operation repeats along axes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def align(t: Tensor, shape: torch.Size, ndim: int) -> Tensor:
+    """Return a tangent (S, *shape) with unit axes put behind S, so that it broadcasts like a value of ``ndim`` axes."""
+    return t.reshape(t.shape[0], *(1,) * (ndim - len(shape)), *shape)
+
+
+def unbroadcast(t: Tensor, shape: torch.Size) -> Tensor:
+    """Return a covector (S, ...) summed over the axes along which a value of ``shape`` was repeated: (S, *shape)."""
+    extra = t.ndim - 1 - len(shape)
+    if extra:
+        t = t.sum(dim=tuple(range(1, 1 + extra)))
+    repeated = tuple(i + 1 for i, n in enumerate(shape) if n == 1 and t.shape[i + 1] != 1)
+    return t.sum(dim=repeated, keepdim=True) if repeated else t

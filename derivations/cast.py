@@ -1,0 +1,41 @@
+"""A change of floating-point type: the identity but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+
+
+@dataclass(frozen=True)
+class Cast(Primitive):
+    """N = x in another floating-point type, or on another device; inputs (X,).
+
+    Tangents and covectors are cast on their way through, so a type with fewer digits rounds them too.
+
+    >>> single = Cast(torch.float32)
+    >>> single.vjp((torch.ones(1, dtype=torch.float64),), torch.ones(1, 1))[0].dtype
+    torch.float64
+    """
+
+    dtype: torch.dtype
+    device: torch.device | None = None
+    is_linear = True
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return inputs[0].to(self.device or inputs[0].device, self.dtype)
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        if tangents[0] is None:
+            raise ValueError("Cast.jvp: the tangent of X is None")
+        return self.value(tangents[0])
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        return (adjoint.to(inputs[0].device, inputs[0].dtype),)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return True

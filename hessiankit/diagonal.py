@@ -1,0 +1,158 @@
+"""The exact diagonal of the Hessian, and so its trace, without the matrix."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.engine.diagnosis import not_finite
+from hessiankit.engine.diagonal_sum import DiagonalSum
+from hessiankit.errors import InputError
+from hessiankit.request.batches import Weights, requests, shares
+from hessiankit.request.selection import Params
+from hessiankit.request.task import Loss, Task
+from hessiankit.tables import as_html, as_text, table
+
+WHO = "curvature_diagonal"
+KINDS = ("hessian", "ggn")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CurvatureDiagonal:
+    """The diagonal of the Hessian of a scalar loss, or of its Gauss-Newton part; made by :func:`curvature_diagonal`.
+
+    Attributes:
+        values: By parameter name, in the parameter's shape.
+        kind: ``"hessian"`` or ``"ggn"``.
+        loss: The loss at this point.
+        fallbacks: Operations without a closed form, which were differentiated automatically one by one.
+        seconds: Time taken.
+    """
+
+    values: dict[str, Tensor]
+    kind: str
+    loss: float
+    fallbacks: tuple[str, ...]
+    seconds: float
+
+    @property
+    def flat(self) -> Tensor:
+        """The diagonal as one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`."""
+        return torch.cat([value.reshape(-1) for value in self.values.values()])
+
+    @property
+    def traces(self) -> dict[str, float]:
+        """The trace of the diagonal block of each parameter."""
+        return {name: float(value.double().sum()) for name, value in self.values.items()}
+
+    @property
+    def trace(self) -> float:
+        """The trace of the whole matrix."""
+        return math.fsum(self.traces.values())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.values[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return kind, loss, traces and extremes as plain Python numbers (the diagonal itself is left out)."""
+        return {
+            "parameters": sum(value.numel() for value in self.values.values()),
+            "kind": self.kind,
+            "loss": self.loss,
+            "trace": self.trace,
+            "fallbacks": list(self.fallbacks),
+            "seconds": self.seconds,
+            "entries": {
+                name: {"shape": list(x.shape), "trace": self.traces[name], "min": float(x.min()), "max": float(x.max())}
+                for name, x in self.values.items()
+            },
+        }
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for name, x in self.values.items():
+            numbers = (self.traces[name], float(x.min()), float(x.max()))
+            yield name, " x ".join(map(str, x.shape)) or "1", *(f"{n:.4g}" for n in numbers)
+
+    def _title(self) -> str:
+        of = "Hessian" if self.kind == "hessian" else "Gauss-Newton part of the Hessian"
+        size = sum(value.numel() for value in self.values.values())
+        title = f"diagonal of the {of}: {size:,} entries, trace {self.trace:.6g}, loss {self.loss:.6g}, {self.seconds:.2f} s"
+        return title + (f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else "")
+
+    def __repr__(self) -> str:
+        return as_text(self._title(), table(_HEADERS, self._rows(), left=2))
+
+    def _repr_html_(self) -> str:
+        return as_html(_HEADERS, self._rows(), caption=self._title())
+
+
+_HEADERS = ("parameter", "shape", "trace", "smallest", "largest")
+
+
+def curvature_diagonal(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    batch_size: int | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    kind: str = "hessian",
+    progress: Callable[[int, int], None] | None = None,
+) -> CurvatureDiagonal:
+    """Return the exact diagonal of the Hessian of ``loss(module(inputs), target)``, without forming the P x P matrix.
+
+    At z = X W the entry of W[i, p] is sum_nn' X[n, i] X[n', i] K[(n, p), (n', p)], with K the curvature of the loss in z;
+    where rows stay apart, sum_n X[n, i]^2 K_n[p, p]. Memory is that of the curvature between activations of a few samples.
+
+    Args:
+        module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
+        inputs: The inputs, or several batches.
+        target: What the loss compares with.
+        loss: ``"mse"``, ``"cross_entropy"``, a callable, or None where the module returns its loss.
+        params: Which parameters; whole parameters.
+        batch_size: Samples treated at once; chosen by available work space by default.
+        weights: The number of terms of each batch, for losses whose mean is over an unknown number.
+        reduction: ``"mean"`` or ``"sum"`` over all terms.
+        kind: ``"hessian"``, or ``"ggn"`` for the outer-product part J^T L'' J.
+        progress: Called with (samples done, samples in all).
+
+    Raises:
+        InputError: If an argument cannot be used, or if an entry of the result is not finite.
+        TraceError: If torch cannot trace the module.
+
+    The diagonal of the Hessian of a linear layer under squared error, 2/(L d_out) X^T X (x) I, known by hand:
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> found = curvature_diagonal(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+    >>> found["weight"].tolist(), found.trace
+    ([[2.0, 4.0]], 6.0)
+    """
+    start = time.perf_counter()
+    if kind not in KINDS:
+        raise InputError(f"{WHO}: kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
+    if batch_size is not None and batch_size < 1:
+        raise InputError(f"{WHO}: batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
+    tasks: list[Task] = []
+    counts: list[float] = []
+    for task, count in requests(WHO, module, inputs, target, loss, params, weights=weights, reduction=reduction):
+        if kind == "ggn" and (task.loss is None or task.whole):
+            raise InputError(f"{WHO}: kind='ggn' needs the module's output as one tensor; pass loss=... that compares one tensor")
+        tasks.append(task)
+        counts.append(count)
+    found = DiagonalSum(WHO, tasks, shares(counts, loss, reduction), batch_size, progress)
+    found.run(outer=kind == "ggn")
+    values = {n: found.entries.data[rows].reshape(tasks[0].parameters[n].shape) for n, rows in tasks[0].slices.items()}
+    for name, value in values.items():
+        if not bool(torch.isfinite(value).all()):
+            raise not_finite(WHO, name, name, tasks)
+    return CurvatureDiagonal(values, kind, found.loss, tuple(dict.fromkeys(found.fallbacks)), time.perf_counter() - start)

@@ -1,0 +1,1 @@
+"""Matrices larger than memory: planned, forecast, written panel by panel, resumed."""

@@ -1,0 +1,1 @@
+"""Plots of Hessians, block by block."""

@@ -1,0 +1,83 @@
+"""The P x P matrix of a task: samples in chunks, one sweep each, added to one matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.storage import Matrix
+from hessiankit.engine.sweep import Sweep
+from hessiankit.engine.unwinding import unwind
+from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
+from hessiankit.request.task import Task
+
+WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
+CHUNK = 64 * 2**20  # bytes that the derivatives of a chunk of samples may take; more is slower, as it leaves the cache
+
+
+def assemble(
+    task: Task,
+    matrix: Matrix,
+    *,
+    share: float = 1.0,
+    batch_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    outer: bool = False,
+    look: Callable[[LossTrace], None] | None = None,
+) -> tuple[float, tuple[str, ...]]:
+    """Add the Hessian of a task to a matrix.
+
+    Args:
+        task: One batch.
+        matrix: What is added to; its lower half is left alone.
+        share: What the loss is multiplied by.
+        batch_size: Samples treated at once, or None.
+        progress: Called with (samples done, samples in all).
+        outer: Whether to add the Gauss-Newton part only.
+        look: Called with each chunk before it is differentiated.
+
+    Returns:
+        The loss, and the operations that were differentiated automatically.
+    """
+    normalizer, batch = normalizer_of(task), task.batch
+    splittable = is_split(task, batch_size)
+    step = batch if not splittable else batch_size or 1
+    value, done = 0.0, 0
+    fallbacks: tuple[str, ...] = ()
+    while done < batch:
+        rows = slice(done, min(done + step, batch))
+        traced = loss_trace(task.part(rows) if splittable else task, normalizer)
+        if look is not None:
+            look(traced)
+        sweep = Sweep(traced.trace, traced.output if outer else None, scale=share)
+        sweep.run()
+        unwind(sweep, matrix)
+        value += float(traced.trace.values[traced.trace.output])
+        fallbacks = traced.trace.fallbacks
+        done = rows.stop
+        if batch_size is None:  # the first chunk has told what a sample takes
+            step = next_step(rows.stop - rows.start, sweep.peak_bytes)
+        if progress is not None:
+            progress(done, batch)
+    return value, fallbacks
+
+
+def is_split(task: Task, batch_size: int | None) -> bool:
+    """Tell whether the samples of a batch are treated in several chunks."""
+    cut = (batch_size or 1) < task.batch if batch_size is not None else _guess(task) > CHUNK
+    return cut and isinstance(task.loss, str) and samples_are_independent(task)
+
+
+def next_step(samples: int, peak_bytes: int) -> int:
+    """Return how many samples to treat at once, when some have taken so many bytes."""
+    return max(1, CHUNK * samples // max(peak_bytes, 1))
+
+
+def _guess(task: Task) -> float:
+    """Bytes of the derivatives of all samples, if the module is a transformer block: its width is about sqrt(P / 12)."""
+    tensors = [x for x in torch.utils._pytree.tree_leaves((task.inputs, task.target)) if isinstance(x, Tensor)]
+    width, itemsize = math.sqrt(task.size), next(iter(task.parameters.values())).dtype.itemsize
+    return 16 * itemsize * width * sum(x.numel() * (1 if x.is_floating_point() else width / 4) for x in tensors)

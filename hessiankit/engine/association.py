@@ -1,0 +1,97 @@
+"""Products of three matrices, bracketed so that rows stay apart.
+
+Attention over tokens X that nothing moves, A (X W_V) and Q (X W_K)^T, mixes the rows of X W before anything is known about
+the weight. Read as (A X) W_V and (Q W_K^T) X^T, each row of the result depends on its own row of A or Q alone, and the
+weights multiply rows: their curvature is a sum over rows (Property 5) and not over pairs of rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor
+
+from derivations.linear import Linear, MatMul, Permute
+from derivations.primitive import Primitive
+from derivations.softmax import Softmax
+from hessiankit.tracing.trace import Application, Trace
+
+
+def associate(trace: Trace) -> None:
+    """Rewrite the products of a trace, in place."""
+    made = {a.output: a for a in trace.applications}
+    uses = Counter(at for a in trace.applications for at in a.inputs if at is not None)
+    rewritten: list[Application] = []
+    for a in trace.applications:
+        rewritten += _values_last(trace, a, made, uses) or _keys_last(trace, a, made, uses) or [a]
+    used = {trace.output}
+    kept = []
+    for a in reversed(rewritten):  # what only the old brackets needed
+        if a.output in used:
+            kept.append(a)
+            used |= {at for at in a.inputs if at is not None}
+    trace.applications[:] = kept[::-1]
+
+
+def _projection(trace: Trace, at: int | None, made: dict[int, Application], uses: Counter[int]) -> Application | None:
+    """Return the application X W or X W^T that makes a value, if X stands still and nothing else reads the value."""
+    a = made.get(at) if at is not None else None
+    if a is None or uses[a.output] != 1 or not isinstance(a.primitive, (MatMul, Linear)):
+        return None
+    x, weight = a.inputs[0], a.inputs[1]
+    if x is None or weight is None or x in trace.moving or trace.values[weight].ndim != 2 or trace.values[x].ndim < 3:
+        return None
+    return a
+
+
+def _values_last(trace: Trace, a: Application, made: dict[int, Application], uses: Counter[int]) -> list[Application]:
+    """A (X W + b) as (A X) W + b; the bias only where the rows of A sum to one."""
+    left = a.inputs[0]
+    projection = _projection(trace, a.inputs[1], made, uses) if isinstance(a.primitive, MatMul) else None
+    if projection is None or left is None:
+        return []
+    softmax = made.get(left)
+    sums_to_one = (
+        softmax is not None and isinstance(softmax.primitive, Softmax) and softmax.primitive.dim in (-1, _last(trace, left))
+    )
+    bias = projection.inputs[2] if len(projection.inputs) > 2 else None
+    x = projection.inputs[0]
+    assert x is not None
+    if trace.values[left].shape[:-2] != trace.values[x].shape[:-2] or (bias is not None and not sums_to_one):
+        return []
+    mixed = MatMul().value(trace.values[left], trace.values[x])
+    at = trace.add_value(mixed, moving=left in trace.moving)
+    first = [Application(MatMul(), (left, x), at, f"{a.name}_mixed")] if left in trace.moving else []
+    return [*first, Application(projection.primitive, (at, *projection.inputs[1:]), a.output, a.name)]
+
+
+def _keys_last(trace: Trace, a: Application, made: dict[int, Application], uses: Counter[int]) -> list[Application]:
+    """Q (X W)^T as (Q W^T) X^T."""
+    left, right = a.inputs[0], made.get(a.inputs[1]) if isinstance(a.primitive, MatMul) and a.inputs[1] is not None else None
+    if right is None or left is None or uses[right.output] != 1 or not _transposes(right.primitive):
+        return []
+    projection = _projection(trace, right.inputs[0], made, uses)
+    if projection is None or any(at is not None for at in projection.inputs[2:]):
+        return []
+    x, weight = projection.inputs[0], projection.inputs[1]
+    assert x is not None
+    assert weight is not None
+    if trace.values[left].shape[:-2] != trace.values[x].shape[:-2]:
+        return []
+    turned: Primitive = Linear() if isinstance(projection.primitive, MatMul) else MatMul()
+    keyed: Tensor = turned.value(trace.values[left], trace.values[weight])
+    at = trace.add_value(keyed, moving=True)
+    transposed = trace.add_value(trace.values[x].mT)
+    return [
+        Application(turned, (left, weight), at, f"{a.name}_keyed"),
+        Application(MatMul(), (at, transposed), a.output, a.name),
+    ]
+
+
+def _transposes(primitive: Primitive) -> bool:
+    n = len(primitive.order) if isinstance(primitive, Permute) else 0
+    return n >= 3 and primitive.order == (*range(n - 2), n - 1, n - 2)  # type: ignore[attr-defined]
+
+
+def _last(trace: Trace, at: int) -> int:
+    return trace.values[at].ndim - 1

@@ -1,0 +1,157 @@
+"""Directions in which values move, and at which level of detail they are kept.
+
+A :class:`Source` is a value that perturbations enter: ``width`` numbers for each of its rows, the rows being its leading
+``axes``. The derivative of a later value by a source is a :class:`Stack` of tangents (S, *shape), kept at a level k:
+
+    k = axes of the source    S = width: row r of the source moves row r of the value alone;
+    k = 1                     S = width x rows of a sample: a sample moves that sample alone;
+    k = 0                     S = all numbers of the source: anything may move anything.
+
+At level k the coordinates of a source are numbered (R_k, S): R_k is the product of the first k axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.lifts import Lift
+
+
+@dataclass
+class Stack:
+    """Tangents of one value by several sources, next to each other.
+
+    Attributes:
+        data: (S, *shape).
+        sources: Their numbers.
+        widths: How many columns each has.
+        units: Those sources of which the value is a copy: an identity.
+        slopes: Of one source that moves the value entry by entry, the derivative of each entry, of the value's shape.
+    """
+
+    data: Tensor
+    sources: tuple[int, ...]
+    widths: tuple[int, ...]
+    units: frozenset[int] = frozenset()
+    slopes: Tensor | None = None
+
+    def part(self, sources: Sequence[int]) -> Tensor:
+        """Return the columns of some sources, in their order."""
+        if tuple(sources) == self.sources:
+            return self.data
+        where = dict(zip(self.sources, starts(self.widths), strict=True))
+        cuts = [where[s] for s in sources]
+        if all(a.stop == b.start for a, b in pairwise(cuts)):
+            return self.data[cuts[0].start : cuts[-1].stop]
+        return torch.cat([self.data[cut] for cut in cuts])
+
+
+def joined(stacks: Sequence[Stack]) -> Stack:
+    """Put stacks of one value side by side; what several of them say of one source is added up."""
+    if len(stacks) == 1:
+        return stacks[0]
+    where = [dict(zip(stack.sources, zip(starts(stack.widths), stack.widths, strict=True), strict=True)) for stack in stacks]
+    sources = tuple(sorted({s for stack in stacks for s in stack.sources}))
+    if len(sources) == sum(len(stack.sources) for stack in stacks):  # nothing to add up
+        return Stack(
+            torch.cat([stack.data for stack in stacks]),
+            tuple(s for stack in stacks for s in stack.sources),
+            tuple(w for stack in stacks for w in stack.widths),
+            frozenset().union(*(stack.units for stack in stacks)),
+        )
+    parts, widths = [], []
+    for s in sources:
+        found = [stack.data[by[s][0]] for stack, by in zip(stacks, where, strict=True) if s in by]
+        parts.append(found[0] if len(found) == 1 else torch.stack(found).sum(0))
+        widths.append(parts[-1].shape[0])
+    return Stack(torch.cat(parts), sources, tuple(widths))
+
+
+@dataclass
+class Source:
+    """A value that perturbations enter.
+
+    Attributes:
+        shape: Of the value; () for parameters taken whole.
+        axes: How many of its leading axes index rows; 0 for parameters taken whole.
+        width: Numbers a row.
+        lifts: How its perturbations come from parameters.
+        parents: How they come from older sources, by level.
+    """
+
+    shape: torch.Size
+    axes: int
+    width: int
+    lifts: list[Lift] = field(default_factory=list)
+    parents: dict[int, Stack] = field(default_factory=dict)
+
+    def columns(self, level: int) -> int:
+        """Number of columns of its tangents at a level."""
+        return self.shape.numel() // self.rows(level) if self.axes else self.width
+
+    def rows(self, level: int) -> int:
+        """Number of groups of its coordinates at a level."""
+        return self.shape[:level].numel()
+
+
+def by_row(t: Tensor, level: int) -> Tensor:
+    """Turn (S, *rows, *rest) into (R, S, f)."""
+    return t.reshape(t.shape[0], t.shape[1 : 1 + level].numel(), -1).transpose(0, 1)
+
+
+def coarsen(t: Tensor, fine: int, level: int) -> Tensor:
+    """Turn a tangent (S, *shape) at a level into one (m S, *shape) at a lower level; m rows, then S columns."""
+    groups, m = t.shape[1 : 1 + level].numel(), t.shape[1 + level : 1 + fine].numel()
+    flat = t.reshape(t.shape[0], groups, m, -1)
+    out = flat.new_zeros(m, *flat.shape)  # (m, S, groups, m, f)
+    out.diagonal(dim1=0, dim2=3).copy_(flat.permute(0, 1, 3, 2))
+    return out.reshape(m * t.shape[0], *t.shape[1:])
+
+
+def compose(before: Tensor, lower: int, after: Tensor, level: int) -> Tensor:
+    """Chain the tangent of a source's value (S0, *its shape), at ``lower``, with tangents by that source (S, *shape)."""
+    assert lower <= level
+    inner = by_row(after, level)  # (R, S, f)
+    outer = before.to(after.dtype).reshape(before.shape[0], inner.shape[0], inner.shape[1]).transpose(0, 1)  # (R, S0, S)
+    return (outer @ inner).transpose(0, 1).reshape(before.shape[0], *after.shape[1:])
+
+
+def chain(J: Tensor, lower: int, K: Tensor, level: int) -> Tensor:
+    """Return J K for J (R_lower, S, w) and K (R_level, w', c), each at its level, at the coarser of the two.
+
+    At the coarser level rows come first among the columns, so a finer array is a block-diagonal coarse one.
+    """
+    if lower == level:
+        return J @ K
+    if lower > level:  # K is coarse: its rows split into those of J
+        groups, _, c = K.shape
+        rows, s, w = J.shape
+        return (J @ K.reshape(rows, w, c)).reshape(groups, -1, c)
+    groups, s, _ = J.shape
+    rows, w, c = K.shape
+    split = J.reshape(groups, s, rows // groups, w).transpose(1, 2).reshape(rows, s, w)
+    return (split @ K).reshape(groups, rows // groups, s, c).transpose(1, 2).reshape(groups, s, -1)
+
+
+def starts(widths: Sequence[int]) -> list[slice]:
+    """Return where consecutive columns lie.
+
+    >>> starts([2, 3])
+    [slice(0, 2, None), slice(2, 5, None)]
+    """
+    cuts, start = [], 0
+    for w in widths:
+        cuts.append(slice(start, start + w))
+        start += w
+    return cuts
+
+
+def memory_of(t: Tensor) -> int:
+    """Memory of a tensor, axes along which it is repeated counted once."""
+    return t.element_size() * math.prod(n if step else 1 for n, step in zip(t.shape, t.stride(), strict=True))

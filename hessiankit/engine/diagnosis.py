@@ -1,0 +1,96 @@
+"""A matrix that is not finite: which block, and which operation made it so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.sweep import adjoints
+from hessiankit.errors import InputError
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.task import Task
+from hessiankit.tracing.trace import Application, Trace
+
+
+def check_finite(who: str, matrix: Tensor, slices: Mapping[str, slice], tasks: Sequence[Task]) -> None:
+    """Check that every entry of a matrix is finite.
+
+    Raises:
+        InputError: One is not: the message names the first such block and the operation that it comes from.
+    """
+    for i, rows in slices.items():
+        if bool(torch.isfinite(matrix[rows]).all()):
+            continue
+        j = next(name for name, columns in slices.items() if not bool(torch.isfinite(matrix[rows, columns]).all()))
+        raise not_finite(who, i, j, tasks)
+
+
+def not_finite(who: str, i: str, j: str, tasks: Sequence[Task]) -> InputError:
+    """Return the error for a block that is not finite."""
+    return InputError(f"{who}: the block ({i!r}, {j!r}) is NaN or infinite{_of_any(tasks)}. {REMEDY}")
+
+
+REMEDY = (
+    "Keep the inputs away from such a point (an eps inside a square root or a norm, no division by zero), "
+    "or use a wider dtype if a value overflows"
+)
+
+
+def origin(traced: Trace) -> str | None:
+    """Return a phrase that names the first operation whose value, adjoint or second derivative is not finite, or None."""
+    for a in traced.applications:
+        if bool(torch.isnan(traced.values[a.output]).any()):
+            return f"{_named(a)} returns NaN"
+    found = adjoints(traced)
+    for a in reversed(traced.applications):
+        if a.output in found and _pulls_to_infinity(traced, a, found[a.output]):
+            return f"{_named(a)} has no finite derivative at its input{_zeros(traced, a)}"
+    for a in reversed(traced.applications):
+        if a.output in found and not a.primitive.is_linear and _bends_to_infinity(traced, a, found[a.output]):
+            return f"{_named(a)} has no finite second derivative at its input{_zeros(traced, a)}"
+    return None
+
+
+def _of_any(tasks: Sequence[Task]) -> str:
+    with torch.no_grad():
+        for task in tasks:
+            found = origin(loss_trace(task, normalizer_of(task)).trace)
+            if found is not None:
+                return f": the operation {found}"
+    return ""
+
+
+def _pulls_to_infinity(traced: Trace, a: Application, adjoint: Tensor) -> bool:
+    if not bool(torch.isfinite(adjoint).all()):
+        return False
+    covectors = a.primitive.vjp(traced.gather(a), adjoint.unsqueeze(0))  # type: ignore[arg-type]
+    ones = torch.ones_like(adjoint).unsqueeze(0)  # an adjoint of zero may hide a slope that is infinite
+    covectors = (*covectors, *a.primitive.vjp(traced.gather(a), ones))  # type: ignore[arg-type]
+    moving = [at is not None and at in traced.moving for at in a.inputs] * 2
+    return any(m and c is not None and not bool(torch.isfinite(c).all()) for m, c in zip(moving, covectors, strict=True))
+
+
+def _bends_to_infinity(traced: Trace, a: Application, adjoint: Tensor) -> bool:
+    inputs = traced.gather(a)
+    tangents = tuple(
+        torch.ones_like(x).unsqueeze(0) if x is not None and at in traced.moving else None
+        for at, x in zip(a.inputs, inputs, strict=True)
+    )
+    covectors = a.primitive.curvature(inputs, adjoint, tangents)  # type: ignore[arg-type]
+    return any(c is not None and not bool(torch.isfinite(c).all()) for c in covectors)
+
+
+def _zeros(traced: Trace, a: Application) -> str:
+    """Say so if an input has a row of zeros, the usual reason."""
+    for x in traced.gather(a):
+        if x is not None and x.is_floating_point() and x.ndim and bool((x == 0).all(-1).any()):
+            row = [int(i) for i in (x == 0).all(-1).nonzero()[0]]
+            return f", where row {row[0] if len(row) == 1 else tuple(row)} is all zeros" if row else ", which is all zeros"
+    return ""
+
+
+def _named(a: Application) -> str:
+    kind = getattr(a.primitive, "name", "") or type(a.primitive).__name__
+    return f"{a.name!r} ({kind})"

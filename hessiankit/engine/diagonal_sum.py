@@ -1,0 +1,184 @@
+"""The diagonal of the Hessian of one batch or many: each parameter by the cheapest way that is exact for it.
+
+Parameters whose sites move the loss row by row are taken one by one (:mod:`hessiankit.engine.row_diagonal`), the others
+together by a sweep (:mod:`hessiankit.engine.diagonal_unwinding`), and where a sweep would take too many of them whole, by
+products with the Hessian.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.assembly import CHUNK, WORKSPACE
+from hessiankit.engine.diagonal_lifts import along, is_by_column
+from hessiankit.engine.diagonal_unwinding import BoundedSweep, Entries, TooLarge, overlap, unwind_diagonal
+from hessiankit.engine.lifts import Lift
+from hessiankit.engine.linearisation import linearise
+from hessiankit.engine.row_diagonal import RowDiagonal
+from hessiankit.errors import InputError, TraceError
+from hessiankit.request.loss_trace import LossTrace, loss_trace, loss_value, normalizer_of, reached, samples_are_independent
+from hessiankit.request.task import Task
+
+ROOM = 4 * CHUNK  # bytes that tangents of the samples treated at once may take, about
+
+
+class DiagonalSum:
+    """The diagonals of several batches, each times its share, added up.
+
+    Args:
+        who: What an error message starts with.
+        tasks: One request a batch, for the same parameters.
+        parts: What each batch's loss is multiplied by.
+        batch_size: Samples treated at once, or None.
+        progress: Called with (samples done, samples in all).
+
+    Attributes:
+        entries: The diagonal, as far as it has been computed.
+        loss: The loss.
+        fallbacks: Operations that were differentiated automatically.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        tasks: Sequence[Task],
+        parts: Sequence[float],
+        batch_size: int | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.who = who
+        first = next(iter(tasks[0].parameters.values()))
+        self.tasks, self.parts, self.batch_size, self.progress = tasks, parts, batch_size, progress
+        self.entries = Entries(tasks[0].slices, first.dtype, first.device)
+        self.samples, self.done = sum(task.batch for task in tasks), 0
+        self.loss, self.fallbacks = 0.0, list[str]()
+
+    def run(self, *, outer: bool) -> None:
+        """Add all batches."""
+        has_effect = False
+        for task, share in zip(self.tasks, self.parts, strict=True):
+            try:
+                with torch.no_grad():
+                    value = self._add(task, share, outer=outer)
+                has_effect = True
+            except TraceError:
+                if reached(task):
+                    raise
+                with torch.no_grad():  # nothing that is asked for has an effect on this batch
+                    value = float(loss_value(task, task.parameters))
+            self.loss += share * value
+        if not has_effect:
+            names = ", ".join(map(repr, self.tasks[0].parameters))
+            raise InputError(
+                f"{self.who}: none of the parameters ({names}) has an effect on the loss; the module does not use them"
+            )
+
+    def _add(self, task: Task, share: float, *, outer: bool) -> float:
+        """Add one batch, and return its loss: first what moves the loss row by row, then the rest by a sweep."""
+        normalizer, value = normalizer_of(task), 0.0
+        left: dict[str, Tensor] | None = None
+        step = self.batch_size or max(1, int(task.batch * ROOM / _bytes(task)))
+        for part in _parts(task, step if _splits(task, step) else task.batch):
+            traced = loss_trace(part, normalizer)
+            left = self._rows_apart(traced, share, left, outer=outer)
+            value += float(traced.trace.values[traced.trace.output])
+            self.fallbacks += traced.trace.fallbacks
+            if not left:
+                self._tell(part.batch)
+        if left:
+            self._rest(replace(task, parameters=left), share, normalizer, outer=outer)
+        return value
+
+    def _tell(self, samples: int) -> None:
+        self.done += samples
+        if self.progress is not None:
+            self.progress(self.done, self.samples)
+
+    def _rest(self, task: Task, share: float, normalizer: float, *, outer: bool) -> None:
+        """Add what is left: by a sweep forward and back, or by products where that would take all parameters at once."""
+        before = self.entries.data.clone(), self.done
+        try:
+            self._sweep(task, share, normalizer, outer=outer)
+        except TooLarge:
+            self.entries.data, self.done = before
+            self._products(task, share, outer=outer)
+            self._tell(task.batch)
+
+    def _products(self, task: Task, share: float, *, outer: bool) -> None:
+        batch, size = linearise(task, gauss_newton=outer), task.size
+        first = next(iter(task.parameters.values()))
+        step = max(1, min(WORKSPACE // batch.bytes_per_vector, CHUNK // (size * first.dtype.itemsize)))
+        found = first.new_empty(size)
+        for at in torch.arange(size, device=first.device).split(step):
+            units = first.new_zeros(at.numel(), size)
+            units.diagonal(int(at[0])).fill_(1.0)
+            found[at] = batch.product(units).diagonal(int(at[0]))
+        for name, rows in task.slices.items():
+            self.entries.add(name, None, share * found[rows])
+
+    def _sweep(self, task: Task, share: float, normalizer: float, *, outer: bool) -> None:
+        """Add the diagonal of some parameters by a sweep forward and back."""
+        step, start, splits = self.batch_size or 1, 0, _splits(task, self.batch_size or 1)
+        while start < task.batch:
+            rows = slice(start, min(start + step, task.batch) if splits else task.batch)
+            traced = loss_trace(task.part(rows) if splits else task, normalizer)
+            sweep = BoundedSweep(traced.trace, traced.output if outer else None, scale=share)
+            sweep.run()
+            unwind_diagonal(sweep, self.entries)
+            if self.batch_size is None:  # the first sample has told what one takes
+                step = max(1, CHUNK * (rows.stop - rows.start) // max(sweep.peak_bytes, 1))
+            self._tell(rows.stop - start)
+            start = rows.stop
+
+    def _rows_apart(self, traced: LossTrace, share: float, left: dict[str, Tensor] | None, *, outer: bool) -> dict[str, Tensor]:
+        """Add the parameters whose sites move the loss row by row, unless an earlier part has left them; return the others."""
+        trace = traced.trace
+        try:
+            sweep = BoundedSweep(trace, traced.output if outer else None, scale=share)
+        except TooLarge:
+            return dict(self.tasks[0].parameters)
+        lifts: dict[str, list[tuple[int, Lift]]] = {name: [] for name in trace.parameters}
+        for at, site in sweep.sites.items():
+            if at in sweep.lambdas:
+                for lift in site.lifts:
+                    lifts[lift.parameter].append((at, lift))
+        whole = {lift.parameter for source in sweep.sources.values() for lift in source.lifts} | set(left or ())
+        once = {n: found for n, found in lifts.items() if n not in whole and found and _each_once([u for _, u in found])}
+        columns = RowDiagonal(sweep).columns(sorted({at for found in once.values() for at, _ in found}))
+        for name, found in once.items():
+            if all(at in columns for at, _ in found):
+                for at, u in found:
+                    self.entries.add(name, u.at, along(u, u, columns[at].reshape(-1, 1, 1, columns[at].shape[1])))
+            else:
+                whole.add(name)
+        reaching = {n for n, at in trace.parameters.items() if at in sweep.lambdas}
+        return {n: p for n, p in self.tasks[0].parameters.items() if n in reaching and (n in whole or n not in once)}
+
+
+def _splits(task: Task, step: int) -> bool:
+    return step < task.batch and isinstance(task.loss, str) and samples_are_independent(task)
+
+
+def _parts(task: Task, step: int) -> Iterator[Task]:
+    if step >= task.batch:
+        yield task
+        return
+    for start in range(0, task.batch, step):
+        yield task.part(slice(start, start + step))
+
+
+def _bytes(task: Task) -> float:
+    """Bytes of the tangents of all samples, if the module is a transformer block: its width is about sqrt(P / 12)."""
+    tensors = [x for x in torch.utils._pytree.tree_leaves((task.inputs, task.target)) if isinstance(x, Tensor)]
+    width, itemsize = math.sqrt(task.size / 12) + 1, next(iter(task.parameters.values())).dtype.itemsize
+    return 8 * itemsize * width * (1 + sum(x.numel() * (1 if x.is_floating_point() else width) for x in tensors))
+
+
+def _each_once(lifts: list[Lift]) -> bool:
+    """Tell whether each entry of a parameter is reached by one of its lifts, and from one column."""
+    return all(is_by_column(u, u) for u in lifts) and not any(overlap(u.at, v.at) for n, u in enumerate(lifts) for v in lifts[:n])

@@ -1,0 +1,132 @@
+"""Blocks of the Hessian from curvature between two values and the lifts of both to their parameters.
+
+What is added goes into the block a piece at a time, small enough to be still in the processor's cache: the blocks are far
+larger than what they are computed from, and passing over them is what the time goes into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.lifts import SCRATCH, Diagonal, Index, Kronecker, Lift
+
+CACHE = 2**17  # entries of a block that stay in a processor's cache while they are made and added
+OUTER = 256  # columns of an outer product of weights made at once: as many as a product of matrices needs to run at speed
+
+
+def add_pair(u: Lift, v: Lift, K: Tensor, into: Tensor, *, same: bool) -> None:
+    """Add to ``into`` (size_u, size_v) the lift of curvature K (R, p, q) between equal rows of two values.
+
+    Args:
+        u: Lift of the rows of the block.
+        v: Lift of its columns.
+        K: Curvature, row by row.
+        into: The block of the Hessian, or a view of it.
+        same: Whether u and v are one lift and K is symmetric.
+    """
+    if isinstance(u, Kronecker) and isinstance(v, Kronecker):
+        _add_kronecker_pair(u, v, K, into, same=same)
+    elif isinstance(v, Diagonal):
+        into += u.sum(v.weigh(K))
+    elif isinstance(u, Diagonal):
+        into += v.sum(u.weigh(K.mT)).T
+    elif isinstance(u, Index) and isinstance(v, Index):
+        into.index_put_((u.which.unsqueeze(2), v.which.unsqueeze(1)), K, accumulate=True)
+    elif isinstance(u, Index):
+        add_pair(v, u, K.mT, into.T, same=False)
+    else:
+        assert isinstance(u, Kronecker)
+        assert isinstance(v, Index)
+        _add_weight_and_table(u, v, K, into)
+
+
+def _add_weight_and_table(u: Kronecker, v: Index, K: Tensor, into: Tensor) -> None:
+    """Row by row on the left, and then a sum over the rows on the right, a few rows at a time."""
+    step = max(1, SCRATCH // (u.size * K.shape[2]))
+    for start in range(0, K.shape[0], step):
+        rows = slice(start, start + step)
+        by_u = replace(u, weights=u.weights[rows]).expand(K[rows].transpose(0, 1))  # (size_u, rows, q)
+        into += replace(v, which=v.which[rows]).sum(by_u.permute(1, 2, 0)).T
+
+
+def _add_kronecker_pair(u: Kronecker, v: Kronecker, K: Tensor, into: Tensor, *, same: bool) -> None:
+    """Add sum_n (a_n a'_n^T) (x) K_n, a few inputs and outputs at a time."""
+    rows, p, q = K.shape
+    i, j = u.weights.shape[1], v.weights.shape[1]
+    target = _four_axes(into, u, v).permute(0, 2, 1, 3)  # (i, j, p, q)
+    flat, step = K.reshape(rows, p * q), max(1, OUTER // j)
+    for start in range(0, i, step):
+        stop = min(start + step, i)
+        first = start if same else 0  # symmetric: the earlier columns have been seen from the other side
+        outer = (u.weights[:, start:stop].unsqueeze(2) * v.weights[:, first:].unsqueeze(1)).flatten(1)
+        few = max(1, CACHE // (outer.shape[1] * q))
+        for top in range(0, p, few):
+            bottom = min(top + few, p)
+            part = flat[:, top * q : bottom * q]
+            if v.turned:  # inputs lie next to each other
+                block = (part.T @ outer).reshape(bottom - top, q, stop - start, j - first).permute(2, 3, 0, 1)
+            else:
+                block = (outer.T @ part).reshape(stop - start, j - first, bottom - top, q)
+            target[start:stop, first:, top:bottom] += block
+            if same:
+                target[stop:, start:stop, top:bottom] += block[:, stop - start :].transpose(0, 1)
+
+
+def add_across_rows(u: Kronecker, v: Kronecker, K: Tensor, into: Tensor) -> None:
+    """Add to ``into`` the lift of curvature K (G, m p, m' q) between all rows of two values within each of G groups.
+
+    H = sum over groups and pairs of rows of (a_n a'_n'^T) (x) K_nn'.
+    """
+    if not K.is_contiguous() and K.mT.is_contiguous():
+        u, v, K, into = v, u, K.mT, into.T
+    groups, p, q, i, j = K.shape[0], u.width, v.width, u.weights.shape[1], v.weights.shape[1]
+    a = u.weights.reshape(groups, -1, i).mT  # (G, i, m)
+    b = v.weights  # (G m', j)
+    split = K.reshape(groups, a.shape[2], p, -1)
+    target = _four_axes(into, u, v)
+    rows = min(i, max(1, CACHE // (j * q)))
+    few = max(1, CACHE // (rows * j * q))
+    for top in range(0, p, few):
+        some = split[:, :, top : top + few]
+        for start in range(0, i, rows):
+            half = a[:, start : start + rows] @ some.flatten(2)  # (G, i, p m' q), of which i and p are some
+            shape = (half.shape[1], some.shape[2])
+            half = half.reshape(groups, shape[0] * shape[1], -1, q).transpose(0, 1).reshape(-1, b.shape[0], q)
+            if v.turned:
+                block = (half.mT @ b).reshape(*shape, q, j).transpose(2, 3)
+            else:
+                block = (b.T @ half).reshape(*shape, j, q)
+            target[start : start + rows, top : top + few] += block
+
+
+def add_diagonal_pair(u: Lift, v: Lift, diagonal: Tensor, into: Tensor) -> None:
+    """Add to ``into`` the lift of curvature (R, p) between equal rows and equal columns of two values.
+
+    Of two weights, H[(i, o), (j, o)] = sum_n a_n[i] a'_n[j] k_n[o], and zero between different outputs.
+    """
+    if isinstance(u, Kronecker) and isinstance(v, Kronecker):
+        i, j = u.weights.shape[1], v.weights.shape[1]
+        target = _four_axes(into, u, v).diagonal(dim1=1, dim2=3)  # (i, j, p)
+        step = max(1, OUTER // j)
+        for start in range(0, i, step):
+            outer = (u.weights[:, start : start + step].unsqueeze(2) * v.weights.unsqueeze(1)).flatten(1)
+            target[start : start + step] += (outer.T @ diagonal).reshape(-1, j, u.width)
+    elif isinstance(u, Kronecker) and isinstance(v, Diagonal):
+        sums = u.weights.T @ (diagonal if v.is_ones else diagonal * v.weights)  # (i, p)
+        split = into.unflatten(0, (u.width, -1) if u.turned else (-1, u.width))
+        split.diagonal(dim1=0 if u.turned else 1, dim2=2).add_(sums)
+    elif isinstance(u, Diagonal) and isinstance(v, Kronecker):
+        add_diagonal_pair(v, u, diagonal, into.T)
+    else:
+        add_pair(u, v, torch.diag_embed(diagonal), into, same=False)
+
+
+def _four_axes(into: Tensor, u: Kronecker, v: Kronecker) -> Tensor:
+    """Return a block as (i, p, j, q): inputs and outputs of both weights, however they are stored."""
+    left, right = ((w.width, w.weights.shape[1]) if w.turned else (w.weights.shape[1], w.width) for w in (u, v))
+    split = into.unflatten(0, left).unflatten(-1, right)
+    split = split.transpose(0, 1) if u.turned else split
+    return split.transpose(2, 3) if v.turned else split

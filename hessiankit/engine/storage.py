@@ -1,0 +1,192 @@
+"""The symmetric P x P matrix that blocks are added to."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.lifts import Lift
+
+HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
+
+
+def zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an n x n matrix of zeros, in large pages where the system has them.
+
+    >>> zeros(2, torch.float64, torch.device("cpu")).tolist()
+    [[0.0, 0.0], [0.0, 0.0]]
+    """
+    size = n * n * dtype.itemsize
+    if device.type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(n, n, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zero when first touched
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).reshape(n, n)
+
+
+class Matrix:
+    """A symmetric matrix: the blocks (i, j) with i not after j are added to, and mirrored at the end.
+
+    Args:
+        slices: Rows of each parameter, one after the other.
+        dtype: Of the entries.
+        device: Where they are kept.
+    """
+
+    def __init__(self, slices: Mapping[str, slice], dtype: torch.dtype, device: torch.device) -> None:
+        self.slices = dict(slices)
+        self.data = zeros(max((rows.stop for rows in self.slices.values()), default=0), dtype, device)
+        self.order = {name: n for n, name in enumerate(self.slices)}
+        self.is_finite = True  # as far as mirror() has seen
+
+    def wants(self, i: str, j: str) -> bool:
+        """Tell whether the block of two parameters is kept here."""
+        return True
+
+    def add(self, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
+        """Let ``write`` add to the block of the parameters of (u, v), in whose place its transpose may be kept."""
+        rows, columns = self.slices[u.parameter], self.slices[v.parameter]
+        if self.order[u.parameter] <= self.order[v.parameter]:
+            write_block(self.data[rows, columns], u, v, write)
+        else:
+            write_block(self.data[columns, rows].T, u, v, write)
+
+    def add_both(self, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
+        """Add what ``write`` makes, and its transpose, to the block of one parameter that (u, v) share."""
+        part = self.data.new_zeros(u.size, v.size)
+        write(part)
+        self.add(u, v, lambda block: _add(block, part))
+        self.add(v, u, lambda block: _add(block, part.T))
+
+    def mirror(self) -> float:
+        """Fill the lower half.
+
+        Return the largest |H - H^T| of the blocks (i, i), which are averaged, relative to the largest diagonal entry.
+        """
+        worst = largest = 0.0
+        for rows in self.slices.values():
+            upper = self.data[rows, rows.start :]
+            if not upper.numel():
+                continue
+            worst = max(worst, _average(upper[:, : upper.shape[0]]))
+            self.is_finite &= math.isfinite(float(upper.sum()))
+            largest = max(largest, float(upper.diagonal().abs().max()))
+            self.data[rows.stop :, rows] = upper[:, upper.shape[0] :].T
+        return worst / largest if largest else 0.0
+
+
+def _average(square: Tensor) -> float:
+    worst, n = 0.0, square.shape[0]
+    step = max(1, 2**16 // max(n, 1))
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        upper, lower = square[rows, start:], square[start:, rows].T
+        worst = max(worst, float((upper - lower).abs_().max()))
+        mean = (upper + lower).mul_(0.5)
+        square[rows, start:] = mean
+        square[start:, rows] = mean.T
+    return worst
+
+
+class Panel(Matrix):
+    """Some blocks (i, j) of a symmetric matrix: i among the parameters ``rows``, j among ``columns`` and not before i.
+
+    Args:
+        slices: Rows of each parameter in the whole matrix.
+        rows: Positions in ``slices``, consecutive.
+        columns: The same, none before ``rows``; either ``columns`` starts where ``rows`` do, or the two are disjoint.
+        dtype: Of the entries.
+        device: Where they are kept.
+    """
+
+    def __init__(
+        self, slices: Mapping[str, slice], rows: range, columns: range, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        names, cuts = list(slices), list(slices.values())
+        self.order = {name: n for n, name in enumerate(names)}
+        self.rows, self.columns = rows, columns
+        self.top = slice(cuts[rows[0]].start, cuts[rows[-1]].stop)
+        self.left = slice(cuts[columns[0]].start, cuts[columns[-1]].stop)
+        self.slices = dict(slices)
+        self.data = torch.zeros(self.top.stop - self.top.start, self.left.stop - self.left.start, dtype=dtype, device=device)
+        self.is_finite = True
+
+    def wants(self, i: str, j: str) -> bool:
+        first, last = sorted((self.order[i], self.order[j]))
+        return first in self.rows and last in self.columns
+
+    def add(self, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
+        if not self.wants(u.parameter, v.parameter):
+            return
+        upper = self.order[u.parameter] <= self.order[v.parameter]
+        block = self.block(u.parameter, v.parameter) if upper else self.block(v.parameter, u.parameter).T
+        write_block(block, u, v, write)
+
+    def block(self, i: str, j: str) -> Tensor:
+        """Return the block of two parameters, if it is here."""
+        rows, columns = self.slices[i], self.slices[j]
+        top, left = self.top.start, self.left.start
+        return self.data[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
+
+    def mirror(self) -> float:
+        """Average the blocks (i, i), and fill the blocks (j, i) whose rows are here; return the largest |H - H^T|."""
+        worst = 0.0
+        for name, n in self.order.items():
+            if n in self.rows and n in self.columns:
+                block = self.block(name, name)
+                worst = max(worst, _average(block) if block.numel() else 0.0)
+                below = slice(self.slices[name].stop - self.top.start, self.data.shape[0])
+                across = slice(self.slices[name].start - self.left.start, self.slices[name].stop - self.left.start)
+                self.data[below, across] = self.data[across, below].T
+        self.is_finite = math.isfinite(float(self.data.sum()))
+        return worst
+
+    def largest(self) -> float:
+        """Return the largest diagonal entry of the whole matrix that is here."""
+        diagonal = self.data.diagonal() if self.top.start == self.left.start else self.data[:0, 0]
+        return float(diagonal.abs().max()) if diagonal.numel() else 0.0
+
+
+class Kept:
+    """Curvature between pairs of lifts, kept so that one panel after the other can be made of it."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Lift, Lift, Callable[[Tensor], None], bool]] = []
+
+    def wants(self, i: str, j: str) -> bool:
+        """Tell that the block of any two parameters is."""
+        return True
+
+    def add(self, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
+        """Keep what adds to a block."""
+        self.pairs.append((u, v, write, False))
+
+    def add_both(self, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
+        """Keep what adds itself and its transpose to a block."""
+        self.pairs.append((u, v, write, True))
+
+    def replay(self, matrix: Matrix) -> None:
+        """Add everything that a matrix wants to it."""
+        for u, v, write, both in self.pairs:
+            if matrix.wants(u.parameter, v.parameter):
+                (matrix.add_both if both else matrix.add)(u, v, write)
+
+
+def write_block(block: Tensor, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
+    """Let ``write`` add to the entries of a block that two lifts reach."""
+    if u.at is None and v.at is None:
+        write(block)
+        return
+    part = block.new_zeros(u.size, v.size)
+    write(part)
+    at_u = torch.arange(block.shape[0], device=block.device) if u.at is None else u.at
+    at_v = torch.arange(block.shape[1], device=block.device) if v.at is None else v.at
+    block[at_u.unsqueeze(1), at_v] += part
+
+
+def _add(block: Tensor, part: Tensor) -> None:
+    block += part

@@ -1,0 +1,396 @@
+"""The exact Hessian of a traced scalar as one sum over its primitives.
+
+    H = sum over primitives v of   J_v^T  [ lambda_v . D^2 phi_v ]  J_v
+
+:func:`adjoints` sweeps back for lambda_v. :class:`Sweep` goes forward with J_v, but not in as many columns as there are
+parameters: every value that parameters enter, and every value in which many columns have come together, is a source of its
+own, and what follows is differentiated by it alone. The result is curvature between sources, which
+:mod:`hessiankit.engine.unwinding` takes back, source by source, to the parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from derivations.activation import Activation
+from derivations.elementwise import Elementwise
+from derivations.linear import Add
+from derivations.primitive import Primitive
+from hessiankit.engine.association import associate
+from hessiankit.engine.columns import Source, Stack, by_row, coarsen, compose, joined, memory_of, starts
+from hessiankit.engine.lifts import Diagonal, Kronecker, Lift, Whole
+from hessiankit.engine.pairs import Blocks
+from hessiankit.engine.sites import find_sites, is_product
+from hessiankit.tracing.trace import Application, Trace
+
+Values: TypeAlias = "tuple[Any, ...]"  # of an application's inputs; None where an optional one is absent
+
+
+def adjoints(trace: Trace, scale: float = 1.0) -> dict[int, Tensor]:
+    """Return the derivative of ``scale`` times the trace's scalar output with respect to every moving value, by id."""
+    out = trace.values[trace.output]
+    found: dict[int, Tensor] = {trace.output: torch.full_like(out, scale)}
+    for application in reversed(trace.applications):
+        adjoint = found.get(application.output)
+        if adjoint is None:
+            continue
+        inputs = trace.gather(application)
+        pulled = application.primitive.vjp(inputs, adjoint.unsqueeze(0))  # type: ignore[arg-type]
+        for at, covector in zip(application.inputs, pulled, strict=True):
+            if at is not None and at in trace.moving and covector is not None:
+                found[at] = found[at] + covector[0] if at in found else covector[0]
+    return found
+
+
+@dataclass
+class Group:
+    """Sources that move the same inputs of an application at the same level: their tangents, None for an input at rest."""
+
+    level: int
+    sources: tuple[int, ...]
+    widths: tuple[int, ...]
+    tangents: list[Tensor | None]
+    units: frozenset[int] = frozenset()
+    slopes: Tensor | None = None
+
+    @property
+    def moving(self) -> tuple[bool, ...]:
+        """Which inputs move."""
+        return tuple(t is not None for t in self.tangents)
+
+
+class Sweep:
+    """Curvature between the sources of a traced scalar.
+
+    Args:
+        trace: A trace whose output is a scalar.
+        downstream_of: If given, only primitives fed by this value count: the Gauss-Newton part when it is the
+            module's output.
+        scale: What the scalar is multiplied by.
+
+    Attributes:
+        sources: In the order in which they arise; a source's parents come before it.
+        blocks: Curvature between them.
+    """
+
+    def __init__(self, trace: Trace, downstream_of: int | None = None, *, scale: float = 1.0) -> None:
+        associate(trace)
+        self.trace = trace
+        self.dtype = next((trace.values[at].dtype for at in trace.parameters.values()), None)  # of the blocks; values may be cast
+        self.lambdas = adjoints(trace, scale)
+        self.counted = None if downstream_of is None else self._descendants(downstream_of)
+        self.sources: dict[int, Source] = {}
+        self.blocks = Blocks()
+        self.stacks: dict[int, dict[int, Stack]] = {}  # of every value that is still needed, by level
+        self.sites = find_sites(trace)
+        self._roots: dict[int, dict[int, Tensor]] = {}
+        self._root_of: dict[int, int] = {}
+        self._sizes: dict[int, dict[int, int]] = {}
+        self._kept = 0
+        self._next, self._next_root = 0, -1
+        self.needed = self._needed()
+        self._take_whole_parameters()
+
+    def run(self) -> None:
+        """Sweep forward over all primitives."""
+        last_use = {at: i for i, a in enumerate(self.trace.applications) for at in a.inputs if at is not None}
+        for i, application in enumerate(self.trace.applications):
+            if application.output in self.lambdas:
+                self._visit(application)
+            for at in {at for at in application.inputs if at is not None and last_use[at] == i}:
+                self.stacks.pop(at, None)
+
+    # Sources
+
+    def _new(self, source: Source, *, root: bool = False) -> int:
+        """Number a source; parameters taken whole are numbered down, so that they come before all others."""
+        if root:
+            key, self._next_root = self._next_root, self._next_root - 1
+        else:
+            key, self._next = self._next, self._next + 1
+        self.sources[key] = source
+        return key
+
+    def _needed(self) -> set[int]:
+        """Return the values whose tangents something reads."""
+        found: set[int] = set()
+        for a in reversed(self.trace.applications):
+            if a.output in self.lambdas and (a.output in found or a.output == self.trace.output or not a.primitive.is_linear):
+                covered = self.sites[a.output].covered if a.output in self.sites else ()
+                found |= {at for k, at in enumerate(a.inputs) if at is not None and k not in covered}
+        return found
+
+    def _take_whole_parameters(self) -> None:
+        """Parameters that some application uses as they are, and not through a site."""
+        for name, at in self.trace.parameters.items():
+            if at in self.needed:
+                value = self.trace.values[at]
+                eye = torch.eye(value.numel(), dtype=value.dtype, device=value.device).reshape(-1, *value.shape)
+                key = self._new(Source(torch.Size(), 0, value.numel(), [Whole(name, None, 0, value.numel())]), root=True)
+                self.stacks[at] = {0: Stack(eye, (key,), (value.numel(),))}
+
+    def _source_at(self, at: int, axes: int, lifts: list[Lift], parents: dict[int, Stack]) -> None:
+        """Make a value a source; whatever moved it before becomes its parent."""
+        value = self.trace.values[at]
+        width = value.shape[axes:].numel()
+        key = self._new(Source(value.shape, axes, width, lifts, parents))
+        eye = torch.eye(width, dtype=value.dtype, device=value.device).reshape(width, *(1,) * axes, *value.shape[axes:])
+        ones = torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape)
+        self.stacks[at] = {axes: Stack(eye.expand(width, *value.shape), (key,), (width,), frozenset({key}), ones)}
+
+    def _descendants(self, value: int) -> set[int]:
+        reached = {value}
+        for application in self.trace.applications:
+            if any(at in reached for at in application.inputs):
+                reached.add(application.output)
+        return reached - {value}
+
+    # One primitive
+
+    def _visit(self, a: Application) -> None:
+        primitive, inputs = a.primitive, self.trace.gather(a)
+        site = self.sites.get(a.output)
+        covered = site.covered if site else ()
+        moved = [None if at is None or k in covered or at not in self.stacks else at for k, at in enumerate(a.inputs)]
+        last = a.output == self.trace.output
+        counts = self.counted is None or a.output in self.counted
+        self._join(primitive, inputs, moved)
+        groups = self._groups(moved)
+        if not last:
+            groups = [part for g in groups for part in self._settle(primitive, inputs, moved, g)]
+        if counts and not primitive.is_linear:
+            self._bend(a, inputs, groups)
+            if site is not None and site.turning is not None:
+                self._mix(a, inputs, groups, site.turning)
+        if last or a.output not in self.needed:
+            return
+        out = self._push(primitive, inputs, groups)
+        self._note(out)
+        if site is not None and site.lifts:
+            self._source_at(a.output, self.trace.values[a.output].ndim - 1, site.lifts, out)
+        elif out:
+            self.stacks[a.output] = out
+
+    def _groups(self, moved: Sequence[int | None]) -> list[Group]:
+        found: list[Group] = []
+        by_input = [{} if at is None else self.stacks[at] for at in moved]
+        for level in sorted({level for stacks in by_input for level in stacks}, reverse=True):
+            patterns: dict[tuple[bool, ...], list[int]] = defaultdict(list)
+            here = [stacks.get(level) for stacks in by_input]
+            for s in sorted({s for stack in here if stack for s in stack.sources}):
+                patterns[tuple(stack is not None and s in stack.sources for stack in here)].append(s)
+            for pattern, sources in patterns.items():
+                parts = [stack.part(sources) if stack and moves else None for stack, moves in zip(here, pattern, strict=True)]
+                widths = tuple(self.sources[s].columns(level) for s in sources)
+                copied = [stack.units for stack, moves in zip(here, pattern, strict=True) if stack and moves]
+                units = copied[0].intersection(sources) if len(copied) == 1 else frozenset()
+                slopes = [stack.slopes for stack, moves in zip(here, pattern, strict=True) if stack and moves]
+                entrywise = slopes[0] if len(slopes) == 1 and len(sources) == 1 else None
+                found.append(Group(level, tuple(sources), widths, parts, units, entrywise))
+        return found
+
+    def _push(self, primitive: Primitive, inputs: Values, groups: list[Group]) -> dict[int, Stack]:
+        out: dict[int, Stack] = {}
+        for level in sorted({g.level for g in groups}, reverse=True):
+            here = [g for g in groups if g.level == level]
+            out[level] = joined([Stack(primitive.jvp(inputs, g.tangents), g.sources, g.widths, g.units) for g in here])
+            if not isinstance(primitive, Add) or primitive.alpha != 1 or inputs[0].shape != inputs[1].shape:
+                out[level].units = frozenset()
+            if isinstance(primitive, (Activation, Elementwise)) and here[0].slopes is not None:
+                out[level].slopes = primitive.jvp(inputs, [here[0].slopes.unsqueeze(0)])[0]
+        return out
+
+    # Levels
+
+    def _join(self, primitive: Primitive, inputs: Values, moved: Sequence[int | None]) -> None:
+        """Make an input a source where it is moved by more columns than it has entries in a row, and rows matter next."""
+        for k, at in enumerate(moved):
+            if at is None or not self._is_work(primitive):
+                continue
+            value = self.trace.values[at]
+            axes = value.ndim - 1
+            alone = [j == k for j in range(len(moved))]
+            if axes < 1 or sum(sum(stack.widths) for stack in self.stacks[at].values()) <= value.shape[-1]:
+                continue
+            if primitive.rowwise(inputs, axes, alone) or primitive.separable(inputs, axes, alone):
+                self._source_at(at, axes, [], self.stacks[at])
+
+    @staticmethod
+    def _is_work(primitive: Primitive) -> bool:
+        return is_product(primitive) or not primitive.is_linear
+
+    def _settle(self, primitive: Primitive, inputs: Values, moved: Sequence[int | None], g: Group) -> list[Group]:
+        """Return a group at the finest level at which an application keeps its rows apart."""
+        if g.level == 0 or primitive.rowwise(inputs, g.level, g.moving):
+            return [g]
+        sampled = sum(self.sources[s].columns(1) for s in g.sources)
+        inner = [k for k, moves in enumerate(g.moving) if moves]
+        own = min((self.trace.values[moved[k]].shape[1:].numel() for k in inner), default=sampled)  # type: ignore[index]
+        whole = sum({r: n for s in g.sources for r, n in self._root_sizes(s).items()}.values())
+        if g.level > 1 and primitive.rowwise(inputs, 1, g.moving) and min(sampled, own) < whole:
+            if len(inner) == 1 and own < sampled:  # as many columns as the input has entries
+                at = moved[inner[0]]
+                assert at is not None
+                if all(level >= g.level for level in self.stacks[at]):
+                    stacks = self.stacks[at]
+                    if sum(map(len, (s.sources for s in stacks.values()))) == len(g.sources):
+                        self._source_at(at, g.level, [], stacks)
+                        g = self._groups([at if k == inner[0] else None for k in range(len(moved))])[0]
+            widths = tuple(self.sources[s].columns(1) for s in g.sources)
+            tangents = [
+                None if t is None else torch.cat([coarsen(t[cut], g.level, 1) for cut in starts(g.widths)]) for t in g.tangents
+            ]
+            return [Group(1, g.sources, widths, tangents)]
+        return [self._to_roots(g)]
+
+    def _to_roots(self, g: Group) -> Group:
+        tangents: list[dict[int, Tensor]] = []
+        for t in g.tangents:
+            total: dict[int, Tensor] = {}
+            for s, cut in zip(g.sources, starts(g.widths), strict=True):
+                if t is None:
+                    continue
+                for root, moved in self._through(s, t[cut], g.level).items():
+                    total[root] = total[root] + moved if root in total else moved
+            tangents.append(total)
+        roots = tuple(sorted({r for total in tangents for r in total}))
+        widths = tuple(self.sources[r].width for r in roots)
+        return Group(0, roots, widths, [torch.cat([total[r] for r in roots]) if total else None for total in tangents])
+
+    def _root_sizes(self, s: int) -> dict[int, int]:
+        """Return the sizes of the sets of parameters that reach a source, by a key of each."""
+        if s not in self._sizes:
+            source = self.sources[s]
+            sizes = {s: source.width if source.axes == 0 else sum(lift.size for lift in source.lifts)}
+            for stack in source.parents.values():
+                for parent in stack.sources:
+                    sizes |= self._root_sizes(parent)
+            self._sizes[s] = {self._root_of.get(key, key): n for key, n in sizes.items()}
+        return self._sizes[s]
+
+    def _by_roots(self, s: int) -> dict[int, Tensor]:
+        """Return the derivative of a source's value by parameters taken whole: (P, *shape) by their source."""
+        if s in self._roots:
+            return self._roots[s]
+        source, total = self.sources[s], {}
+        if source.lifts:
+            rows = source.shape[: source.axes].numel()
+            seed = torch.eye(source.width, dtype=self.dtype, device=self._device).unsqueeze(1).expand(-1, rows, -1)
+            J = torch.cat([lift.expand(seed) for lift in source.lifts]).reshape(-1, *source.shape)
+            cuts = starts([lift.size for lift in source.lifts])
+            lifts: list[Lift] = [Whole(u.parameter, u.at, cut.start, u.size) for u, cut in zip(source.lifts, cuts, strict=True)]
+            self._root_of[s] = self._new(Source(torch.Size(), 0, J.shape[0], lifts), root=True)
+            total[self._root_of[s]] = J
+        for level, stack in source.parents.items():
+            for parent, cut in zip(stack.sources, starts(stack.widths), strict=True):
+                whole = self.sources[parent].axes == 0
+                found = {parent: stack.data[cut]} if whole else self._through(parent, stack.data[cut], level)
+                for r, J in found.items():
+                    total[r] = total[r] + J if r in total else J
+        self._roots[s] = total
+        return total
+
+    def _through(self, s: int, t: Tensor, level: int) -> dict[int, Tensor]:
+        return {r: compose(J, 0, t, level) for r, J in self._by_roots(s).items()}
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trace.values[self.trace.output].device
+
+    # Curvature
+
+    def _bend(self, a: Application, inputs: Values, groups: list[Group]) -> None:
+        """Add the curvature of one application between all groups that move it."""
+        primitive = a.primitive
+        if is_product(primitive) and len({k for g in groups for k, moves in enumerate(g.moving) if moves}) <= 1:
+            return
+        groups = self._separate(primitive, inputs, groups)
+        for n, coarse in enumerate(groups):
+            covectors = primitive.curvature(inputs, self.lambdas[a.output], coarse.tangents)  # type: ignore[arg-type]
+            for fine in groups[: n + 1]:
+                total: Tensor | None = None
+                for t, w in zip(fine.tangents, covectors, strict=True):
+                    if t is not None and w is not None:
+                        part = by_row(t.to(self.dtype), fine.level) @ by_row(w.to(self.dtype), fine.level).mT
+                        total = part if total is None else total + part
+                if total is not None:
+                    self._add_groups(fine, coarse, total)
+
+    def _separate(self, primitive: Primitive, inputs: Values, groups: list[Group]) -> list[Group]:
+        """Bring to the level of parameters what the second derivative couples across rows; finest first."""
+        result: list[Group] = []
+        for level in sorted({g.level for g in groups}, reverse=True):
+            here = [g for g in groups if g.level == level]
+            together = [any(g.moving[k] for g in here) for k in range(len(inputs))]
+            apart = level == 0 or primitive.separable(inputs, level, together)
+            result += here if apart else [self._to_roots(g) for g in here]
+        return sorted(result, key=lambda g: -g.level)
+
+    def _add_groups(self, fine: Group, coarse: Group, block: Tensor) -> None:
+        """Add a block (rows of the finer level, its columns, the columns of the coarser) source by source."""
+        level = coarse.level
+        rows, _, width = block.shape
+        groups = 1 if level == 0 else self._rows(coarse)
+        split = block.reshape(groups, rows // groups, -1, width)
+        columns = list(zip(coarse.sources, starts(coarse.widths), strict=True))
+        for i, (s, mine) in enumerate(zip(fine.sources, starts(fine.widths), strict=True)):
+            for j, (r, theirs) in enumerate(columns):
+                if fine is coarse and j > i:
+                    continue
+                part = split[:, :, mine, theirs].reshape(groups, -1, theirs.stop - theirs.start)
+                if fine is coarse:
+                    self.blocks.add(s, r, level, part)
+                else:
+                    self.blocks.add_half(s, r, level, part)
+
+    def _rows(self, g: Group) -> int:
+        return self.sources[g.sources[0]].rows(g.level)
+
+    def _mix(self, a: Application, inputs: Values, groups: list[Group], turning: Lift) -> None:
+        """Add the mixed term between a site's own weight or gain and what moves the rows that it multiplies.
+
+        d<lambda, x W> = <lambda dW^T, dx>: the weight sees dx through a lift whose rows are those of lambda.
+        """
+        x = inputs[0]
+        assert x is not None
+        adjoint = self.lambdas[a.output]
+        rows = adjoint.reshape(-1, adjoint.shape[-1])
+        if isinstance(turning, Kronecker):
+            shape = x.shape
+            lift: Lift = Kronecker(turning.parameter, turning.at, rows, x.shape[-1], not turning.turned)
+        else:
+            assert isinstance(turning, Diagonal)
+            shape = self.trace.values[a.output].shape
+            lift = Diagonal(turning.parameter, turning.at, rows)
+        mirror: int | None = None
+        for g in groups:
+            t = g.tangents[0]
+            if t is None:
+                continue
+            if isinstance(turning, Diagonal):
+                absent = [None] * (len(inputs) - 1)
+                t = a.primitive.jvp((x, *absent), (t, *absent))  # type: ignore[arg-type]
+            if mirror is None:
+                mirror = self._new(Source(shape, len(shape) - 1, shape[-1], [lift]))
+            if g.slopes is not None and isinstance(turning, Kronecker):
+                diagonal = g.slopes.to(self.dtype).reshape(-1, x.shape[-1]).contiguous()
+                self.blocks.add_diagonal(mirror, g.sources[0], g.level, diagonal)
+                continue
+            for s, cut in zip(g.sources, starts(g.widths), strict=True):
+                self.blocks.add(mirror, s, g.level, by_row(t[cut].to(self.dtype), g.level).mT)
+
+    def _note(self, stacks: dict[int, Stack]) -> None:
+        """Count the memory that is kept until the end."""
+        self._kept += sum(memory_of(stack.data) for stack in stacks.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory that derivatives take at once until the sources are unwound, the matrix not counted."""
+        itemsize = 8 if self.dtype is None else self.dtype.itemsize
+        return self._kept + itemsize * self.blocks.footprint(self.sources)

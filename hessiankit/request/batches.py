@@ -1,0 +1,166 @@
+"""One batch or many: pairs of inputs and target, how much each of them counts, and requests made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from hessiankit.errors import InputError
+from hessiankit.request.calling import Loss
+from hessiankit.request.losses import known_count, known_reduction
+from hessiankit.request.selection import Params
+from hessiankit.request.task import FrozenTask, Task, freeze, make_task
+
+Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
+REDUCTIONS = ("mean", "sum")
+
+
+def batches(who: str, data: Any, target: Any, loss: Loss) -> tuple[bool, Iterator[tuple[Any, Any]]]:
+    """Tell whether ``data`` are several batches, and return an iterator of pairs (inputs, target).
+
+    One batch: ``target`` is given; or ``data`` is a tensor, a mapping, or a pair whose second part is a tensor; or, for
+    loss=None, a tuple, or a list that does not hold mappings only. Otherwise an iterable of pairs, or of inputs (loss=None).
+
+    Raises:
+        InputError: If it is none of these.
+
+    >>> batches("example", [({"x": 1}, Tensor(1)), ({"x": 2}, Tensor(1))], None, "mse")[0]
+    True
+    """
+    if target is not None or isinstance(data, (Tensor, Mapping)):
+        return False, iter([(data, target)])
+    if loss is None:
+        listed = isinstance(data, list) and data and all(isinstance(batch, Mapping) for batch in data)
+        if (isinstance(data, (tuple, list)) and not listed) or not isinstance(data, Iterable):
+            return False, iter([(data, None)])
+        return True, ((batch, None) for batch in data)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor):
+        return False, iter([(data[0], data[1])])
+    if not isinstance(data, Iterable):
+        raise InputError(f"{who}: data is {type(data).__name__}; expected inputs and target=..., or (inputs, target) pairs")
+    return True, _pairs(who, data)
+
+
+def _pairs(who: str, data: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    for number, batch in enumerate(data):
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            seen = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            raise InputError(f"{who}: batch {number} is a {seen}; expected a pair (inputs, target), or pass target=...")
+        yield batch[0], batch[1]
+
+
+def requests(
+    who: str,
+    module: nn.Module,
+    data: Any,
+    target: Any,
+    loss: Loss,
+    params: Params,
+    *,
+    weights: Weights = None,
+    reduction: str | None = None,
+    look: Callable[[Task], None] | None = None,
+) -> Iterator[tuple[FrozenTask, float]]:
+    """Yield a frozen request for each batch that counts, and its count.
+
+    The loss of all batches is sum_b count_b loss_b, divided by the sum of the counts where the reduction is "mean".
+
+    Args:
+        who: What an error message starts with.
+        module: The module.
+        data: One batch or several, see :func:`batches`.
+        target: What the loss compares with, if ``data`` are inputs only.
+        loss: The loss.
+        params: Which parameters.
+        weights: The counts of the batches, or a callable (inputs, target) -> count.
+        reduction: "mean" or "sum" over all terms of all batches; by default what the loss itself does.
+        look: Called with the first request before it is frozen.
+
+    Raises:
+        InputError: If a batch cannot be used, or several batches of unknown counts are given.
+    """
+    rule = _rule(who, loss, weights, reduction)
+    if params is not None and not isinstance(params, (str, Tensor)) and isinstance(params, Iterable):
+        params = list(params)
+    several, pairs = batches(who, data, target, loss)
+    given = None if weights is None or callable(weights) else iter(weights)
+    first: FrozenTask | None = None
+    for number, (inputs, labels) in enumerate(pairs):
+        if several and number == 1 and rule is None and weights is None:
+            raise InputError(
+                f"{who}: with {_of(loss)} the weights of several batches are unknown. Pass weights=[...], how many terms each "
+                "batch's loss is the mean of (or a callable (inputs, target) -> number), or reduction='sum' if it is a sum"
+            )
+        count = _count(who, number, inputs, labels, loss, weights, given, rule, several)
+        if count == 0.0:
+            continue
+        task = make_task(who, module, inputs, labels, loss, params)
+        if first is None and look is not None:
+            look(task)
+        frozen = freeze(task, first)
+        first = first or frozen
+        yield frozen, count
+    if given is not None and (left := list(given)):
+        raise InputError(f"{who}: weights has {len(left)} numbers more than there are batches; pass one for each")
+    if first is None:
+        raise InputError(f"{who}: the data hold no batch that counts; pass at least one pair (inputs, target)")
+
+
+def shares(counts: Sequence[float], loss: Loss, reduction: str | None) -> list[float]:
+    """Return what each batch's loss is multiplied by in the loss of all of them.
+
+    >>> shares([1.0, 3.0], "mse", None), shares([1.0, 3.0], "mse", "sum")
+    ([0.25, 0.75], [1.0, 3.0])
+    """
+    if (reduction or known_reduction(loss)) == "sum":
+        return list(counts)
+    total = math.fsum(counts)
+    return [count / total for count in counts]
+
+
+def _rule(who: str, loss: Loss, weights: Weights, reduction: str | None) -> str | None:
+    """Return how the batches are put together, "mean" or "sum", or None where it is not known."""
+    if reduction is not None and reduction not in REDUCTIONS:
+        raise InputError(f"{who}: reduction={reduction!r} is not known; pass 'mean' or 'sum', or None for the loss's own")
+    known = known_reduction(loss)
+    if not isinstance(loss, str) and reduction is not None and known is not None and known != reduction:
+        raise InputError(f"{who}: reduction={reduction!r}, but the loss has reduction={known!r}; change the loss, or pass None")
+    if weights is not None and (reduction or known) == "sum":
+        raise InputError(f"{who}: weights are for losses that are means; a sum over all batches needs none")
+    if isinstance(loss, str) or reduction == "sum":
+        return reduction or known
+    return known if known in REDUCTIONS else None
+
+
+def _count(
+    who: str,
+    number: int,
+    inputs: Any,
+    target: Any,
+    loss: Loss,
+    weights: Weights,
+    given: Iterator[float] | None,
+    rule: str | None,
+    several: bool,
+) -> float:
+    if weights is not None:
+        count = next(given, None) if given is not None else weights(inputs, target)  # type: ignore[operator]
+        if count is None:
+            raise InputError(f"{who}: weights ends before batch {number}; pass one number for each batch")
+        count = float(count)
+        if not (math.isfinite(count) and count >= 0):
+            raise InputError(f"{who}: the weight of batch {number} is {count}; expected a finite number, 0 or more")
+        return count
+    known = known_count(loss, target)
+    if several and known == 0.0 and isinstance(target, Tensor) and target.numel():
+        return 0.0  # every label is ignored
+    if isinstance(loss, str):
+        return known or 1.0
+    return known if several and rule == "mean" and known is not None else 1.0
+
+
+def _of(loss: Loss) -> str:
+    return "loss=None" if loss is None else f"the loss {getattr(loss, '__name__', type(loss).__name__)!r}"

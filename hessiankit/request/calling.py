@@ -1,0 +1,86 @@
+"""How a module is called and what its loss reads: tensors, positional and keyword arguments, output objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.utils import _pytree
+
+from hessiankit.errors import InputError
+
+Loss: TypeAlias = "str | Callable[..., Tensor] | None"
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments that ``inputs`` stand for.
+
+    A mapping (a dict, the encoding that a tokenizer returns) holds keyword arguments, a tuple or list positional ones;
+    anything else is the only argument.
+
+    >>> arguments({"x": 1, "y": 2}), arguments((1, 2)), arguments(1)
+    (((), {'x': 1, 'y': 2}), ((1, 2), {}), ((1,), {}))
+    """
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in ``inputs``, nested ones too, with the expression that reaches it.
+
+    >>> [name for name, _ in named_tensors({"x": Tensor(1), "pair": (Tensor(1), None)})]
+    ["inputs['x']", "inputs['pair'][0]"]
+    """
+    tree = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    for path, leaf in _pytree.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, Tensor):
+            yield name + _pytree.keystr(path), leaf
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return nested containers with ``function`` applied to their tensors."""
+    return _pytree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
+
+
+def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
+    """Return what the loss is computed from.
+
+    Args:
+        who: What an error message starts with.
+        loss: None: the module returns its loss, as a tensor, an attribute ``.loss`` or an entry ``"loss"``. A name: the
+            same with ``logits``. A callable is given exactly what the module returns.
+        outputs: What the module returned.
+
+    Raises:
+        InputError: If there is no such thing.
+
+    >>> read_outputs("example", "mse", {"logits": Tensor([1.0]), "other": 2})
+    tensor([1.])
+    """
+    if callable(loss) or isinstance(outputs, Tensor):
+        return outputs
+    key = "loss" if loss is None else "logits"
+    found = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
+    if isinstance(found, Tensor):
+        return found
+    what = f"one tensor, or an object or dict with {key!r}"
+    if loss is None:
+        remedy = "pass the labels that it computes its loss from among the inputs, or loss=... and target=..."
+    else:
+        remedy = "pass a callable loss=f(outputs, target), which is given the whole of it, or wrap the module"
+    raise InputError(f"{who}: the module returned {_describe(outputs, key)}, expected {what}; {remedy}")
+
+
+def _describe(outputs: Any, key: str) -> str:
+    kind = type(outputs).__name__
+    if isinstance(outputs, Mapping):
+        names = [str(k) for k in outputs]
+    elif isinstance(outputs, (tuple, list)):
+        return f"{kind} (of {', '.join(type(x).__name__ for x in outputs) or 'nothing'})"
+    else:
+        names = [n for n in getattr(outputs, "__dict__", {}) if not n.startswith("_")]
+    if key in names:
+        return f"{kind} whose {key!r} is None"
+    return f"{kind} (with {', '.join(map(repr, names[:8]))})" if names else kind

@@ -1,0 +1,1 @@
+"""A module's computation as a list of primitive applications."""

@@ -1,0 +1,87 @@
+"""Functions applied entry by entry, and constants of a tensor's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hessiankit.tracing.decompositions.registry import aten, decomposes
+
+
+@decomposes(aten.rsub.Scalar, aten.rsub.Tensor)
+def _subtract_from(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
+    return torch.add(x * -alpha, other)
+
+
+@decomposes(aten.glu.default)
+def _gated(x: Tensor, dim: int = -1) -> Tensor:
+    value, gate = x.chunk(2, dim)
+    return value * torch.sigmoid(gate)
+
+
+@decomposes(aten.prelu.default)
+def _leaky_by_channel(x: Tensor, slope: Tensor) -> Tensor:
+    if slope.numel() > 1 and x.ndim > 1:
+        slope = slope.reshape(1, -1, *(1,) * (x.ndim - 2))
+    return torch.where(x > 0, x, slope * x)
+
+
+@decomposes(aten.addcdiv.default)
+def _add_quotient(c: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
+    return c + (a / b if value == 1 else a / b * value)
+
+
+@decomposes(aten.lerp.Scalar, aten.lerp.Tensor)
+def _between(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    return start + (end - start) * weight
+
+
+@decomposes(aten.hypot.default)
+def _hypotenuse(a: Tensor, b: Tensor) -> Tensor:
+    return torch.sqrt(a * a + b * b)
+
+
+@decomposes(aten.xlogy.Tensor)
+def _times_logarithm(a: Tensor, b: Tensor) -> Tensor:
+    """a log b, and zero with all derivatives where a is zero and b is not positive."""
+    void = (a == 0) & (b <= 0)
+    return torch.where(void, 0.0, a * torch.log(torch.where(void, 1.0, b)))
+
+
+@decomposes(aten.clamp.Tensor, aten.clip.Tensor)
+def _clamp(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+    x = x if low is None else torch.clamp_min(x, low)
+    return x if high is None else torch.clamp_max(x, high)
+
+
+@decomposes(aten.ldexp.Tensor)
+def _times_power_of_two(x: Tensor, exponent: Tensor) -> Tensor:
+    return x * torch.pow(2.0, exponent)
+
+
+@decomposes(aten.softmax.int)
+def _softmax(x: Tensor, dim: int, dtype: Any = None) -> Any:
+    return NotImplemented if dtype in (None, x.dtype) else torch.softmax(x.to(dtype), dim)
+
+
+@decomposes(aten.log_softmax.int)
+def _log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Any:
+    return NotImplemented if dtype in (None, x.dtype) else torch.log_softmax(x.to(dtype), dim)
+
+
+def _constant(x: Tensor, size: Sequence[int], fill: Any, dtype: Any = None, device: Any = None) -> Tensor:
+    return torch.full(size, fill, dtype=dtype or x.dtype, device=device or x.device)
+
+
+for _fill, _name in ((0, "zeros"), (1, "ones")):
+
+    @decomposes(getattr(aten, f"{_name}_like").default)
+    def _alike(x: Tensor, *, dtype: Any = None, device: Any = None, fill: float = _fill, **_: Any) -> Tensor:
+        return _constant(x, x.shape, fill, dtype, device)
+
+    @decomposes(getattr(aten, f"new_{_name}").default)
+    def _new(x: Tensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, fill: float = _fill, **_: Any) -> Tensor:
+        return _constant(x, size, fill, dtype, device)

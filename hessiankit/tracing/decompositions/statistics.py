@@ -1,0 +1,169 @@
+"""Variances, norms, distances, sums of exponentials, products of entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hessiankit.tracing.decompositions.registry import aten, decomposes
+
+LONGEST_PRODUCT = 64
+"""More factors than this are left to automatic differentiation, as each would be an operation."""
+
+
+def _as_it_is(x: Tensor, dtype: Any) -> bool:
+    """Tell whether a sum or mean in a type is more than a cast and the sum: integers keep the type that they are given."""
+    return dtype in (None, x.dtype) or not (x.is_floating_point() and dtype.is_floating_point)
+
+
+def _axes(x: Tensor, dim: Any) -> tuple[int, ...]:
+    listed = [dim] if isinstance(dim, int) else dim
+    return tuple(range(x.ndim)) if listed is None or not len(listed) else tuple(listed)
+
+
+@decomposes(aten.var.correction)
+def _variance(x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    axes = _axes(x, dim)
+    count = math.prod(x.shape[axis] for axis in axes)
+    divisor = count - (1 if correction is None else correction)
+    if divisor <= 0:
+        return NotImplemented
+    centred = x - x.mean(axes, keepdim=True)
+    mean = (centred * centred).mean(axes, keepdim=keepdim)
+    return mean if divisor == count else mean * (count / divisor)
+
+
+@decomposes(aten.var.dim)
+def _variance_along(x: Tensor, dim: Sequence[int] | None, unbiased: bool = True, keepdim: bool = False) -> Any:
+    return _variance(x, dim, correction=int(unbiased), keepdim=keepdim)
+
+
+@decomposes(aten.std.correction)
+def _deviation(x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    variance = _variance(x, dim, correction=correction, keepdim=keepdim)
+    return variance if variance is NotImplemented else torch.sqrt(variance)
+
+
+@decomposes(aten.std.dim)
+def _deviation_along(x: Tensor, dim: Sequence[int] | None, unbiased: bool = True, keepdim: bool = False) -> Any:
+    return _deviation(x, dim, correction=int(unbiased), keepdim=keepdim)
+
+
+@decomposes(aten.var_mean.correction)
+def _variance_and_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    variance = _variance(x, dim, correction=correction, keepdim=keepdim)
+    return variance if variance is NotImplemented else (variance, x.mean(_axes(x, dim), keepdim=keepdim))
+
+
+@decomposes(aten.std_mean.correction)
+def _deviation_and_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    variance = _variance(x, dim, correction=correction, keepdim=keepdim)
+    return variance if variance is NotImplemented else (torch.sqrt(variance), x.mean(_axes(x, dim), keepdim=keepdim))
+
+
+@decomposes(aten.linalg_vector_norm.default)
+def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if dtype not in (None, x.dtype) or ord == 0:
+        return NotImplemented
+    axes = _axes(x, dim)
+    if ord == 2:
+        return torch.sqrt((x * x).sum(axes, keepdim=keepdim))
+    if math.isinf(ord):
+        return x.abs().amax(axes, keepdim=keepdim) if ord > 0 else x.abs().amin(axes, keepdim=keepdim)
+    total = x.abs().pow(ord).sum(axes, keepdim=keepdim) if ord != 1 else x.abs().sum(axes, keepdim=keepdim)
+    return total if ord == 1 else total.pow(1 / ord)
+
+
+@decomposes(aten.norm.Scalar, aten.norm.ScalarOpt_dim)
+def _norm_by_its_old_name(x: Tensor, p: float | None = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return torch.linalg.vector_norm(x, 2 if p is None else p, dim, keepdim)
+
+
+@decomposes(aten.nansum.default)
+def _sum_of_numbers(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    return x.masked_fill(x.isnan(), 0).sum(_axes(x, dim), keepdim, dtype=dtype)
+
+
+@decomposes(aten.dist.default)
+def _distance(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(x - y, p)
+
+
+@decomposes(aten.cosine_similarity.default)
+def _cosine(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """torch's own parts raise short vectors to ``eps`` in place, with gradients switched off."""
+    x, y = torch.broadcast_tensors(x, y)
+    x, y = (z / torch.linalg.vector_norm(z, 2, dim, keepdim=True).clamp_min(eps) for z in (x, y))
+    return (x * y).sum(dim)
+
+
+@decomposes(aten.cdist.default)
+def _distances(x: Tensor, y: Tensor, p: float = 2, compute_mode: int | None = None) -> Tensor:
+    return torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
+
+
+@decomposes(aten.prod.dim_int)
+def _product_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Entry by entry, so that zeros need no division."""
+    if dtype not in (None, x.dtype) or not x.ndim or not 0 < x.shape[dim] <= LONGEST_PRODUCT:
+        return NotImplemented
+    product, *rest = x.unbind(dim)
+    for factor in rest:
+        product = product * factor
+    return product.unsqueeze(dim) if keepdim else product
+
+
+@decomposes(aten.prod.default)
+def _product(x: Tensor, *, dtype: Any = None) -> Any:
+    return _product_along(x.reshape(-1), 0, dtype=dtype)
+
+
+@decomposes(aten.cumprod.default)
+def _cumulative_product(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
+    if dtype not in (None, x.dtype) or not x.ndim or not 0 < x.shape[dim] <= LONGEST_PRODUCT:
+        return NotImplemented
+    product, *rest = x.unbind(dim)
+    products = [product]
+    for factor in rest:
+        products.append(products[-1] * factor)
+    return torch.stack(products, dim)
+
+
+@decomposes(aten.mean.dim)
+def _mean(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return NotImplemented if _as_it_is(x, dtype) else x.to(dtype).mean(dim, keepdim)
+
+
+@decomposes(aten.sum.dim_IntList)
+def _sum(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return NotImplemented if _as_it_is(x, dtype) else x.to(dtype).sum(dim, keepdim)
+
+
+@decomposes(aten.mean.default)
+def _mean_of_all(x: Tensor, *, dtype: Any = None) -> Any:
+    return NotImplemented if _as_it_is(x, dtype) else x.to(dtype).mean()
+
+
+@decomposes(aten.sum.default)
+def _sum_of_all(x: Tensor, *, dtype: Any = None) -> Any:
+    return NotImplemented if _as_it_is(x, dtype) else x.to(dtype).sum()
+
+
+@decomposes(aten.cumsum.default)
+def _cumulative_sum(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
+    return NotImplemented if _as_it_is(x, dtype) else x.to(dtype).cumsum(dim)
+
+
+@decomposes(aten.logsumexp.default)
+def _log_sum_exp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    top = x.detach().amax(dim, keepdim=True)  # a shift that the result does not depend on
+    out = torch.log(torch.exp(x - top).sum(dim, keepdim=True)) + top
+    return out if keepdim else out.squeeze(dim)

@@ -1,0 +1,153 @@
+"""Operations that write into their input, such as ``relu_``, ``+=`` or ``y[i] = x``, as ones that do not.
+
+A trace keeps every value, so none may change after it was made. An operation that writes is replaced by its twin that
+returns a new tensor; whatever reads the overwritten memory later, such as the whole of which a part was written, is
+replaced by a choice between its own entries and the new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from hessiankit.errors import TraceError
+
+
+def without_writing(
+    node: Node, known: Mapping[Node, Any], moving: Collection[Node], *, differentiable: bool = True
+) -> Callable[..., Any]:
+    """Return what to run for a node: its operation, or the operation's twin that writes into nothing.
+
+    Args:
+        node: The next node to run.
+        known: The values of the nodes run so far.
+        moving: The nodes whose values the parameters reach.
+        differentiable: Whether gradients are on; where they are off, autograd does not see a value being overwritten.
+
+    Raises:
+        TraceError: If the operation overwrites an input, a parameter or a buffer, or what was detached from its gradient.
+    """
+    operation: Any = node.target
+    written = _written(node)
+    if not written:
+        return operation
+    memory = {known[n].untyped_storage().data_ptr() for n in written if known[n].untyped_storage().nbytes()}
+    shared = [n for n, value in known.items() if _reads(value, memory)]
+    if any(n.op in ("placeholder", "get_attr") for n in shared):
+        raise _refusal(operation, "an input, a parameter or a buffer of the module, which would change from call to call")
+    read_again = any(user is not node and user not in known for n in shared for user in n.users)
+    twin = _twin(operation)
+    if differentiable and not read_again and twin is not None:
+        return twin
+    touched = [*shared, *node.all_input_nodes, *(user for n in shared for user in n.users)]
+    if not any(n in moving for n in touched):
+        return operation  # a constant, such as a mask, on its way to being built
+    if not differentiable or twin is None or len(written) > 1 or any(_is_cut_off(n, known, moving) for n in shared):
+        raise _refusal(operation, "memory that other values of the computation read as well, without a derivative")
+    return twin
+
+
+def readers(node: Node, known: dict[Node, Any]) -> Iterator[tuple[Node, Tensor, Tensor]]:
+    """Yield what else reads the memory that a node, replaced by its twin, has written: its value after that, and its source.
+
+    ``known`` is updated: the values that share memory still do so, in a copy with the new entries.
+
+    Yields:
+        The reading node; its old value; positions of its entries in the written value, -1 for those that stay.
+    """
+    written, value = known[_written(node)[0]], known[node]
+    if _reads(value, {written.untyped_storage().data_ptr()}):
+        return  # another shape of the same memory, such as unsqueeze_
+    shared = [n for n, v in known.items() if n is not node and _reads(v, {written.untyped_storage().data_ptr()})]
+    shared = [n for n in shared if any(user not in known for user in n.users)]
+    if not shared:
+        return
+    length = written.untyped_storage().nbytes() // written.element_size()
+    memory = written.as_strided((length,), (1,), 0).clone()
+    origin = torch.full((length,), -1, device=written.device)
+    place = (written.shape, written.stride(), written.storage_offset())
+    memory.as_strided(*place).copy_(value)
+    origin.as_strided(*place).copy_(torch.arange(value.numel(), device=written.device).reshape(value.shape))
+    known[node] = memory.as_strided(*place)
+    for n in shared:
+        before = known[n]
+        if not isinstance(before, Tensor) or before.dtype != written.dtype:
+            raise _refusal(node.target, "memory that is read as another type, or in several pieces at once")
+        place = (before.shape, before.stride(), before.storage_offset())
+        known[n] = memory.as_strided(*place)
+        yield n, before, origin.as_strided(*place).clone()
+
+
+def copied(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Return what ``into`` is after ``into.copy_(source)``."""
+    return source.expand(into.shape).clone()
+
+
+def filled(into: Tensor, number: Any) -> Tensor:
+    """Return what ``into`` is after ``into.fill_(number)``."""
+    return number.expand(into.shape).clone() if isinstance(number, Tensor) else torch.full_like(into, number)
+
+
+def zeroed(into: Tensor) -> Tensor:
+    """Return what ``into`` is after ``into.zero_()``."""
+    return torch.zeros_like(into)
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.copy_.default: copied,
+    torch.ops.aten.fill_.Scalar: filled,
+    torch.ops.aten.fill_.Tensor: filled,
+    torch.ops.aten.zero_.default: zeroed,
+}
+
+
+def check_kind(node: Node, value: Tensor, known: Mapping[Node, Any]) -> None:
+    """Raise TraceError if the twin of a node's operation promoted the dtype, which the operation itself would have kept."""
+    before = known[_written(node)[0]]
+    if value.dtype != before.dtype:
+        raise _refusal(node.target, f"a tensor of {before.dtype} what is {value.dtype}")
+
+
+def _written(node: Node) -> list[Node]:
+    """Return the nodes whose memory an operation writes into."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    leaves = torch.utils._pytree.tree_leaves([given.get(name) for name in names])
+    return [leaf for leaf in leaves if isinstance(leaf, Node)]
+
+
+def _reads(value: Any, memory: Collection[int]) -> bool:
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory for leaf in leaves)
+
+
+def _twin(operation: Any) -> Callable[..., Any] | None:
+    """Return ``aten.relu.default`` for ``aten.relu_.default``, or None."""
+    if operation in WRITTEN_OUT:
+        return WRITTEN_OUT[operation]
+    packet, _, overload = str(operation).removeprefix("aten.").partition(".")
+    return getattr(getattr(torch.ops.aten, packet[:-1], None), overload, None) if packet.endswith("_") else None
+
+
+def _is_cut_off(node: Node, known: Mapping[Node, Any], moving: Collection[Node]) -> bool:
+    """Tell whether a node reads the memory of a value that the parameters reach, but is a constant (``detach``, ``no_grad``)."""
+    if node in moving or not isinstance(known[node], Tensor):
+        return False
+    memory = known[node].untyped_storage().data_ptr()
+    return node.target is torch.ops.aten.detach.default or any(
+        (n in moving or n.target is torch.ops.aten.detach.default) and _reads(known[n], {memory}) for n in node.all_input_nodes
+    )
+
+
+def _refusal(operation: Any, what: str) -> TraceError:
+    return TraceError(
+        f"trace: {operation} writes into {what}. Write the operation so that it returns a new tensor: y = y + x in place of "
+        "y += x, torch.relu in place of torch.relu_, torch.cat or torch.where in place of y[i] = x"
+    )

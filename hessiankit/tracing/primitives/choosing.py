@@ -1,0 +1,234 @@
+"""Operations that choose among entries: masks, extremes, sorting, padding, scattering."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derivations.indexing import Take, Where
+from derivations.linear import MaskedFill, Reshape
+from derivations.pooling import Extreme
+from derivations.scattering import AddAt, TakeAmong
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, aten, rule
+
+
+@rule(aten.masked_fill.Scalar)
+def _masked_fill(x: Tensor, mask: Tensor, value: float) -> Match:
+    if torch.broadcast_shapes(x.shape, mask.shape) == x.shape:
+        return MaskedFill(mask, value), (x,)
+    return Where(mask), (x.new_full((), value), x)
+
+
+@rule(aten.masked_fill.Tensor)
+def _masked_fill_by_tensor(x: Tensor, mask: Tensor, value: Tensor) -> Match:
+    return _where(mask, value, x)
+
+
+@rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther)
+def _where(condition: Tensor, x: Any, y: Any) -> Match:
+    if not isinstance(y, Tensor):
+        return _masked_fill(x, ~condition, y)
+    if not isinstance(x, Tensor):
+        return _masked_fill(y, condition, x)
+    return (Where(condition), (x, y)) if x.dtype == y.dtype and condition.dtype == torch.bool else None
+
+
+@rule(aten.tril.default)
+def _tril(x: Tensor, diagonal: int = 0) -> Match:
+    return MaskedFill(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(diagonal + 1), 0.0), (x,)
+
+
+@rule(aten.triu.default)
+def _triu(x: Tensor, diagonal: int = 0) -> Match:
+    return MaskedFill(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(diagonal - 1), 0.0), (x,)
+
+
+def _along(operation: Any) -> Rule:
+    """The rule of an operation that returns entries of each vector along an axis, and their indices."""
+    names = [argument.name for argument in operation._schema.arguments]
+
+    def match(x: Tensor, *rest: Any, piece: int, **options: Any) -> Match:
+        at = operation(x, *rest, **options)[1]
+        if not x.ndim:
+            return Reshape(()), (x,)
+        dim = {**dict(zip(names[1:], rest, strict=False)), **options}.get("dim", -1)
+        positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+        whole = at if at.ndim == x.ndim else at.unsqueeze(dim)
+        return Take(positions.gather(dim, whole).reshape(at.shape)), (x,)
+
+    return match
+
+
+def _extreme(kind: str) -> Rule:
+    def match(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False) -> Match:
+        dims = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+        return Extreme(kind, dims, keepdim), (x,)
+
+    return match
+
+
+@rule(aten.aminmax.default)
+def _both_extremes(x: Tensor, *, dim: int | None = None, keepdim: bool = False, piece: int) -> Match:
+    return _extreme(("amin", "amax")[piece])(x, dim, keepdim)
+
+
+@rule(aten.msort.default)
+def _sort_first_axis(x: Tensor) -> Match:
+    return _along(aten.sort.default)(x, 0, piece=0)
+
+
+def _pooled_by_maximum(operation: Callable[..., tuple[Tensor, Tensor]], axes: int) -> Rule:
+    """The rule of a maximum over windows: each is an entry, whose position within its channel torch tells."""
+
+    def match(x: Tensor, *rest: Any, result: Tensor) -> Match:
+        within = operation(x, *rest)[1].flatten(-axes)
+        positions = torch.arange(x.numel(), device=x.device).reshape(x.shape).flatten(-axes)
+        return Take(positions.gather(-1, within).reshape(result.shape)), (x,)
+
+    return match
+
+
+def _pooled_by_maximum_to(axes: int) -> Rule:
+    def match(x: Tensor, *rest: Any, result: Tensor, piece: int) -> Match:
+        operation = (aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)[axes - 2]
+        return _pooled_by_maximum(operation, axes)(x, *rest, result=result)
+
+    return match
+
+
+def _among(operation: Any, *places: int) -> Rule:
+    """The rule of an operation that assembles entries of some arguments: applied to positions, it says which and where."""
+
+    def match(*args: Any, **options: Any) -> Match:
+        tensors = [args[k] for k in places]
+        if len({x.dtype for x in tensors}) > 1:
+            return None
+        replaced, start = list(args), 0
+        for k, x in zip(places, tensors, strict=True):
+            replaced[k] = torch.arange(start, start + x.numel(), device=x.device).reshape(x.shape)
+            start += x.numel()
+        return TakeAmong(operation(*replaced, **options)), tuple(tensors)
+
+    return match
+
+
+def _filling(operation: Any, place: int) -> Rule:
+    """The rule of an operation that puts one number, the argument at ``place``, among the entries of its first."""
+
+    def match(x: Tensor, *rest: Any) -> Match:
+        given = [x, *rest]
+        fill = x.new_full((), given[place]) if not isinstance(given[place], Tensor) else given[place]
+        given[0], given[place] = torch.arange(x.numel(), device=x.device).reshape(x.shape), x.numel()
+        return TakeAmong(operation(*given)), (x, fill)
+
+    return match
+
+
+def _with_zeros(operation: Any) -> Rule:
+    """The rule of an operation that puts zeros among the entries of its first argument, such as ``diag_embed``."""
+
+    def match(x: Tensor, *rest: Any, **options: Any) -> Match:
+        positions = torch.arange(1, 1 + x.numel(), dtype=torch.float64, device=x.device).reshape(x.shape)
+        return TakeAmong(operation(positions, *rest, **options).long()), (x.new_zeros(()), x)
+
+    return match
+
+
+@rule(aten.pad.default)
+def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Match:
+    if mode == "constant":
+        return _filling(aten.constant_pad_nd.default, 2)(x, pad, value or 0.0)
+    positions = torch.arange(x.numel(), dtype=torch.float64, device=x.device).reshape(x.shape)
+    return Take(aten.pad.default(positions, pad, mode).long()), (x,)
+
+
+@rule(aten.index_put.default)
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Match:
+    if not accumulate:
+        return _among(aten.index_put.default, 0, 2)(x, indices, values)
+    positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    at = aten.index.Tensor(positions, indices)
+    return (AddAt(at), (x, values)) if values.shape == at.shape and values.dtype == x.dtype else None
+
+
+@rule(aten.index_add.default)
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Match:
+    if not x.ndim or x.dtype != source.dtype:
+        return None
+    positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    return AddAt(positions.index_select(dim, index), alpha), (x, source)
+
+
+@rule(aten.scatter_add.default)
+def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Match:
+    if not x.ndim or source.shape != index.shape or x.dtype != source.dtype:
+        return None
+    positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    return AddAt(positions.gather(dim, index)), (x, source)
+
+
+@rule(aten.col2im.default)
+def _fold(
+    x: Tensor,
+    size: Sequence[int],
+    kernel: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+    *,
+    result: Tensor,
+) -> Match:
+    if any(padding):
+        return None
+    positions = torch.arange(result.numel(), dtype=torch.float64, device=x.device).reshape(result.shape)
+    at = aten.im2col.default(positions, kernel, dilation, padding, stride).long()
+    return AddAt(at), (torch.zeros_like(result), x)
+
+
+@rule(aten.scatter_reduce.two)
+def _scatter_reduce(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True) -> Match:
+    return _scatter_add(x, dim, index, source) if reduce == "sum" and include_self else None
+
+
+RULES |= {
+    operation: _along(operation)
+    for operation in (
+        aten.cummax.default,
+        aten.cummin.default,
+        aten.kthvalue.default,
+        aten.max.dim,
+        aten.median.dim,
+        aten.min.dim,
+        aten.sort.default,
+        aten.sort.stable,
+        aten.topk.default,
+    )
+}
+RULES |= {
+    aten.amax.default: _extreme("amax"),
+    aten.amin.default: _extreme("amin"),
+    aten.max.default: _extreme("amax"),
+    aten.median.default: _extreme("median"),
+    aten.min.default: _extreme("amin"),
+    aten.max_pool1d.default: _pooled_by_maximum(aten.max_pool1d_with_indices.default, 1),
+    aten.max_pool2d.default: _pooled_by_maximum(aten.max_pool2d_with_indices.default, 2),
+    aten.max_pool3d.default: _pooled_by_maximum(aten.max_pool3d_with_indices.default, 3),
+    aten.adaptive_max_pool2d.default: _pooled_by_maximum_to(2),
+    aten.adaptive_max_pool3d.default: _pooled_by_maximum_to(3),
+    aten.constant_pad_nd.default: _filling(aten.constant_pad_nd.default, 2),
+    aten.diag_embed.default: _with_zeros(aten.diag_embed.default),
+    aten.diag.default: _with_zeros(aten.diag.default),
+    aten.diagonal_scatter.default: _among(aten.diagonal_scatter.default, 0, 1),
+    aten.im2col.default: _with_zeros(aten.im2col.default),
+    aten.index_copy.default: _among(aten.index_copy.default, 0, 3),
+    aten.index_fill.int_Scalar: _filling(aten.index_fill.int_Scalar, 3),
+    aten.index_fill.int_Tensor: _filling(aten.index_fill.int_Scalar, 3),
+    aten.masked_scatter.default: _among(aten.masked_scatter.default, 0, 2),
+    aten.scatter.src: _among(aten.scatter.src, 0, 3),
+    aten.scatter.value: _filling(aten.scatter.value, 3),
+    aten.select_scatter.default: _among(aten.select_scatter.default, 0, 1),
+    aten.slice_scatter.default: _among(aten.slice_scatter.default, 0, 1),
+}

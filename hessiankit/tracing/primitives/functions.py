@@ -1,0 +1,146 @@
+"""Functions applied entry by entry."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derivations.activation import Activation
+from derivations.binary import Binary
+from derivations.elementwise import Elementwise
+from derivations.linear import Reshape, Scale
+from derivations.scalar_functions import SMOOTH
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, aten, rule
+
+
+def _activation(kind: str) -> Rule:
+    return lambda x, *_, **__: (Activation(kind), (x,))
+
+
+def _elementwise(kind: str) -> Rule:
+    return lambda x: (Elementwise(kind), (x,))
+
+
+def _binary(kind: str) -> Rule:
+    def match(a: Any, b: Any) -> Match:
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            return None
+        dtype = torch.result_type(a, b)
+        same = a.dtype == b.dtype or kind == "power"
+        return (Binary(kind), (a, b)) if same and dtype.is_floating_point else None
+
+    return match
+
+
+def _step(x: Any, *rest: Any, result: Tensor, **options: Any) -> Match:
+    """A function whose derivative is zero off its jumps: its result stands still."""
+    return Reshape(tuple(result.shape)), (result,)
+
+
+@rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def _divided_and_rounded(a: Tensor, b: Any, *, rounding_mode: str | None, result: Tensor) -> Match:
+    return None if rounding_mode is None else _step(a, result=result)
+
+
+@rule(aten.elu.default)
+def _elu(x: Tensor, alpha: float = 1, scale: float = 1, rate: float = 1) -> Match:
+    return Elementwise("elu", (alpha, scale, rate)), (x,)
+
+
+@rule(aten.rrelu.default)
+def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None) -> Match:
+    return None if training else (Activation("leaky_relu", (lower + upper) / 2), (x,))
+
+
+@rule(aten.logit.default)
+def _logit(x: Tensor, eps: float | None = None) -> Match:
+    return (Elementwise("logit") if eps is None else Elementwise("logit_within", (eps,))), (x,)
+
+
+@rule(aten.nan_to_num.default)
+def _finite(x: Tensor, nan: float | None = None, above: float | None = None, below: float | None = None) -> Match:
+    largest = torch.finfo(x.dtype).max
+    constants = (nan or 0.0, largest if above is None else above, -largest if below is None else below)
+    return Elementwise("finite", constants), (x,)
+
+
+def _clamp(x: Tensor, low: float | None = None, high: float | None = None) -> Match:
+    return Elementwise("clamp", (-math.inf if low is None else low, math.inf if high is None else high)), (x,)
+
+
+def _power_of(base: float, x: Tensor) -> Match:
+    return (Elementwise("exponential", (base,)), (x,)) if base > 0 else None
+
+
+RULES |= {
+    aten.abs.default: _elementwise("abs"),
+    aten.clamp.default: _clamp,
+    aten.clamp_max.default: lambda x, high: _clamp(x, None, high),
+    aten.clamp_min.default: _clamp,
+    aten.cos.default: _elementwise("cos"),
+    aten.erf.default: _elementwise("erf"),
+    aten.exp.default: _elementwise("exp"),
+    aten.exp2.default: lambda x: _power_of(2.0, x),
+    aten.expm1.default: _elementwise("expm1"),
+    aten.hardtanh.default: lambda x, low=-1.0, high=1.0: _clamp(x, low, high),
+    aten.log.default: _elementwise("log"),
+    aten.log1p.default: _elementwise("log1p"),
+    aten.log_sigmoid.default: _elementwise("log_sigmoid"),
+    aten.pow.Scalar: _power_of,
+    aten.pow.Tensor_Scalar: lambda x, p: (Elementwise("power", (p,)), (x,)),
+    aten.reciprocal.default: _elementwise("reciprocal"),
+    aten.relu6.default: lambda x: _clamp(x, 0.0, 6.0),
+    aten.rsqrt.default: _elementwise("rsqrt"),
+    aten.sigmoid.default: _elementwise("sigmoid"),
+    aten.sin.default: _elementwise("sin"),
+    aten.softplus.default: lambda x, beta=1.0, threshold=20.0: (Elementwise("softplus", (beta, threshold)), (x,)),
+    aten.sqrt.default: _elementwise("sqrt"),
+}
+RULES |= {
+    aten.relu.default: _activation("relu"),
+    aten.silu.default: _activation("silu"),
+    aten.tanh.default: _activation("tanh"),
+    aten.gelu.default: lambda x, approximate="none": (Activation("gelu" if approximate == "none" else "gelu_tanh"), (x,)),
+    aten.leaky_relu.default: lambda x, slope=0.01: (Activation("leaky_relu", slope), (x,)),
+}
+RULES |= {
+    getattr(aten, kind).default: _elementwise(kind) for kind in (*SMOOTH, "frac", "hardsigmoid", "hardswish") if kind != "logit"
+}
+RULES |= {getattr(aten, kind).default: _binary(kind) for kind in ("atan2", "logaddexp", "maximum", "minimum")}
+RULES |= {
+    aten.clamp_max.Tensor: _binary("at_most"),
+    aten.clamp_min.Tensor: _binary("at_least"),
+    aten.clip.default: _clamp,
+    aten.copysign.Tensor: _binary("copysign"),
+    aten.fmax.default: _binary("maximum"),
+    aten.fmin.default: _binary("minimum"),
+    aten.fmod.Tensor: _binary("fmod"),
+    aten.pow.Tensor_Tensor: _binary("power"),
+    aten.remainder.Tensor: _binary("remainder"),
+    aten.celu.default: lambda x, alpha=1.0: _elu(x, alpha, 1, 1 / alpha),
+    aten.selu.default: lambda x: _elu(x, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946),
+    aten.fmod.Scalar: lambda x, divisor: (Elementwise("fmod", (divisor,)), (x,)),
+    aten.remainder.Scalar: lambda x, divisor: (Elementwise("remainder", (divisor,)), (x,)),
+    aten.hardshrink.default: lambda x, width=0.5: (Elementwise("hardshrink", (width,)), (x,)),
+    aten.softshrink.default: lambda x, width=0.5: (Elementwise("softshrink", (width,)), (x,)),
+    aten.threshold.default: lambda x, level, fill: (Elementwise("threshold", (level, fill)), (x,)),
+    aten.deg2rad.default: lambda x: (Scale(math.pi / 180), (x,)),
+    aten.rad2deg.default: lambda x: (Scale(180 / math.pi), (x,)),
+}
+RULES |= dict.fromkeys(
+    (
+        aten.ceil.default,
+        aten.floor.default,
+        aten.floor_divide.default,
+        aten.heaviside.default,
+        aten.round.decimals,
+        aten.round.default,
+        aten.sgn.default,
+        aten.sign.default,
+        aten.trunc.default,
+    ),
+    _step,
+)

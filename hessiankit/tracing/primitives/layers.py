@@ -1,0 +1,106 @@
+"""The layers of transformers: norms, softmax, attention, embedding, means, cross entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derivations.embedding import Embedding
+from derivations.fused_attention import ScaledDotProductAttention
+from derivations.loss import CrossEntropy
+from derivations.normalization import LayerNorm, RMSNorm
+from derivations.pooling import Mean, Sum
+from derivations.softmax import LogSoftmax, Softmax
+from hessiankit.tracing.primitives.registry import Match, aten, rule
+
+
+@rule(aten.layer_norm.default)
+def _layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *_: Any
+) -> Match:
+    return LayerNorm(len(shape), eps), (x, weight, bias)
+
+
+@rule(aten.rms_norm.default)
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Match:
+    return RMSNorm(len(shape), eps), (x, weight)
+
+
+@rule(aten.softmax.int, aten._softmax.default)
+def _softmax(x: Tensor, dim: int, dtype: Any = None) -> Match:
+    return (Softmax(dim), (x,)) if dtype in (None, False, x.dtype) else None
+
+
+@rule(aten.scaled_dot_product_attention.default)
+def _scaled_dot_product_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Match:
+    if dropout_p or q.is_nested or (enable_gqa and k.shape[:-2] != v.shape[:-2]):
+        return None
+    additive = mask is not None and mask.dtype != torch.bool
+    attention = ScaledDotProductAttention(None if additive else mask, is_causal, scale, enable_gqa)
+    return attention, (q, k, v, mask) if additive else (q, k, v)
+
+
+@rule(aten.log_softmax.int, aten._log_softmax.default)
+def _log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Match:
+    return (LogSoftmax(dim), (x,)) if dtype in (None, False, x.dtype) and x.ndim else None
+
+
+@rule(aten.embedding.default)
+def _embedding(
+    table: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Match:
+    return None if scale_grad_by_freq else (Embedding(indices, None if padding_idx < 0 else padding_idx), (table,))
+
+
+@rule(aten.mean.dim)
+def _mean(x: Tensor, dims: Sequence[int] | int, keepdim: bool = False, dtype: Any = None) -> Match:
+    return (Mean(_axes(x, dims), keepdim), (x,)) if dtype is None else None
+
+
+@rule(aten.mean.default)
+def _mean_all(x: Tensor, dtype: Any = None) -> Match:
+    return _mean(x, tuple(range(x.ndim)), False, dtype)
+
+
+@rule(aten.sum.dim_IntList)
+def _sum(x: Tensor, dims: Sequence[int] | int | None, keepdim: bool = False, dtype: Any = None) -> Match:
+    return (Sum(_axes(x, dims), keepdim), (x,)) if dtype is None else None
+
+
+@rule(aten.sum.default)
+def _sum_all(x: Tensor, dtype: Any = None) -> Match:
+    return _sum(x, None, False, dtype)
+
+
+def _axes(x: Tensor, dims: Sequence[int] | int | None) -> tuple[int, ...]:
+    listed = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    return tuple(i % x.ndim for i in listed)
+
+
+@rule(aten.cross_entropy_loss.default)
+def _cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Match:
+    if x.ndim != 2 or weight is not None or reduction != 1 or target.is_floating_point():
+        return None
+    count = int((target != ignore_index).sum()) or math.nan  # torch's mean over no labels is NaN
+    return CrossEntropy(ignore_index, label_smoothing, count), (x, target)

@@ -1,0 +1,27 @@
+"""The table of rules, filled by the modules next to this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from derivations.primitive import Primitive
+
+Match: TypeAlias = "tuple[Primitive, tuple[Tensor | None, ...]] | None"
+Rule: TypeAlias = Callable[..., Match]
+
+aten = torch.ops.aten
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*operations: Any) -> Callable[[Rule], Rule]:
+    """Register a rule for some operations."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(operations, function))
+        return function
+
+    return register

@@ -1,0 +1,146 @@
+"""Operations that change shape, type or order, and pieces: what moves entries of one tensor as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derivations.cast import Cast
+from derivations.indexing import Concatenate, Select, Slice, Stack, Take
+from derivations.linear import Expand, Permute, Reshape
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, aten, rule
+
+
+@rule(aten.transpose.int)
+def _transpose(x: Tensor, i: int, j: int) -> Match:
+    order = list(range(x.ndim))
+    order[i], order[j] = order[j], order[i]
+    return Permute(tuple(order)), (x,)
+
+
+@rule(aten.mT.default, aten.t.default)
+def _mt(x: Tensor) -> Match:
+    return _transpose(x, -2, -1) if x.ndim >= 2 else None
+
+
+@rule(aten.permute.default)
+def _permute(x: Tensor, order: Sequence[int]) -> Match:
+    return Permute(tuple(i % x.ndim for i in order)), (x,)
+
+
+@rule(
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unflatten.int,
+    aten.flatten.using_ints,
+    aten.unsqueeze.default,
+    aten.positive.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+)
+def _reshape(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
+    return Reshape(tuple(result.shape)), (x,)
+
+
+@rule(aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default)
+def _cast(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
+    if (result.dtype, result.device) == (x.dtype, x.device):
+        return Reshape(tuple(x.shape)), (x,)
+    return Cast(result.dtype, None if result.device == x.device else result.device), (x,)
+
+
+@rule(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default)
+def _dropout(x: Tensor, p: float, train: bool) -> Match:
+    return None if train and p else (Reshape(tuple(x.shape)), (x,))
+
+
+@rule(aten.expand.default)
+def _expand(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
+    return Expand(tuple(result.shape)), (x,)
+
+
+@rule(aten.select.int)
+def _select(x: Tensor, dim: int, index: int) -> Match:
+    return Select(dim, index), (x,)
+
+
+@rule(aten.slice.Tensor)
+def _slice(x: Tensor, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Match:
+    return Slice(dim, start, stop, step), (x,)
+
+
+@rule(aten.unbind.int)
+def _unbind(x: Tensor, dim: int = 0, *, piece: int) -> Match:
+    return Select(dim, piece), (x,)
+
+
+@rule(aten.split.Tensor, aten.unsafe_split.Tensor)
+def _split(x: Tensor, size: int, dim: int = 0, *, piece: int) -> Match:
+    return Slice(dim, piece * size, (piece + 1) * size), (x,)
+
+
+@rule(aten.split_with_sizes.default, aten.split.sizes, aten.unsafe_split_with_sizes.default)
+def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0, *, piece: int) -> Match:
+    start = sum(sizes[:piece])
+    return Slice(dim, start, start + sizes[piece]), (x,)
+
+
+@rule(aten.broadcast_tensors.default)
+def _broadcast(tensors: Sequence[Tensor], *, piece: int, result: Tensor) -> Match:
+    return Expand(tuple(result.shape)), (tensors[piece],)
+
+
+@rule(aten.atleast_1d.Sequence, aten.atleast_2d.Sequence, aten.atleast_3d.Sequence)
+def _more_axes(tensors: Sequence[Tensor], *, piece: int, result: Tensor) -> Match:
+    return Reshape(tuple(result.shape)), (tensors[piece],)
+
+
+@rule(aten.cat.default)
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Match:
+    joined = [x for x in tensors if x.shape != (0,)]  # torch lets empty vectors join anything, such as a cache to be
+    return (Concatenate(dim), tuple(joined)) if len({(x.ndim, x.dtype) for x in joined}) == 1 else None
+
+
+@rule(aten.stack.default)
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Match:
+    return (Stack(dim), tuple(tensors)) if len({x.dtype for x in tensors}) == 1 else None
+
+
+def _taken(operation: Any) -> Rule:
+    """The rule of an operation that chooses entries of its first argument: applied to their positions, it gives them away."""
+
+    def taken(x: Tensor, *rest: Any, **options: Any) -> Match:
+        positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+        return Take(operation(positions, *rest, **options)), (x,)
+
+    return taken
+
+
+RULES |= {
+    operation: _taken(operation)
+    for operation in (
+        aten.channel_shuffle.default,
+        aten.diagonal.default,
+        aten.flip.default,
+        aten.gather.default,
+        aten.index.Tensor,
+        aten.index_select.default,
+        aten.masked_select.default,
+        aten.pixel_shuffle.default,
+        aten.pixel_unshuffle.default,
+        aten.repeat.default,
+        aten.roll.default,
+        aten.rot90.default,
+        aten.take.default,
+        aten.unfold.default,
+    )
+}

@@ -1,0 +1,31 @@
+"""Where in the user's own code an exception arose: the innermost frame outside torch and this package."""
+
+from __future__ import annotations
+
+import os
+import traceback
+
+import torch
+
+_OURS = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, __file__))
+
+
+def source_line(error: BaseException) -> str:
+    """Return ``file:line in function: source text``, or "" where no frame is the user's.
+
+    Exceptions that led to this one are searched too, the last one first.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        for frame in reversed(traceback.extract_tb(current.__traceback__)):
+            if not _is_internal(frame.filename):
+                text = f": {frame.line}" if frame.line else ""
+                return f"{frame.filename}:{frame.lineno} in {frame.name}{text}"
+        current = current.__cause__ or current.__context__
+    return ""
+
+
+def _is_internal(filename: str) -> bool:
+    return filename.startswith(_OURS) or filename.startswith(("<eval_with_key>", "<string>", "<frozen"))

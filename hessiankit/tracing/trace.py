@@ -1,0 +1,280 @@
+"""Any ``nn.Module`` as a list of primitive applications with their values.
+
+The module runs once; what is recorded are ``aten`` operations such as ``linear``, ``layer_norm`` and
+``softmax``. Each one that the parameters reach becomes an :class:`Application` of a primitive.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from derivations.indexing import Take, Where
+from derivations.linear import Expand
+from derivations.primitive import Primitive
+from hessiankit.errors import HessiankitError, TraceError
+from hessiankit.tracing.decompositions import DECOMPOSITIONS
+from hessiankit.tracing.fallback import AutomaticDifferentiation
+from hessiankit.tracing.in_place import WRITTEN_OUT, check_kind, readers, without_writing
+from hessiankit.tracing.primitives import RULES
+from hessiankit.tracing.reading import ShowReading
+from hessiankit.tracing.recording import Recording, record
+from hessiankit.tracing.source_line import source_line
+
+aten = torch.ops.aten
+WITHOUT_DERIVATIVE = frozenset(
+    {aten.detach.default, aten.new_empty.default, aten.new_full.default, aten.empty_like.default, aten.full_like.default}
+)
+"""Operations that take no derivative, or no values, over from their input."""
+
+
+@dataclass(frozen=True)
+class Application:
+    """One primitive applied: ids of its inputs (None where an optional input is absent) and of its output."""
+
+    primitive: Primitive
+    inputs: tuple[int | None, ...]
+    output: int
+    name: str
+
+
+@dataclass
+class Trace:
+    """A module's computation: every value by id, and the applications that the parameters reach, in order."""
+
+    values: list[Tensor] = field(default_factory=list)
+    applications: list[Application] = field(default_factory=list)
+    parameters: dict[str, int] = field(default_factory=dict)
+    moving: set[int] = field(default_factory=set)
+    output: int = -1
+    fallbacks: tuple[str, ...] = ()
+
+    def add_value(self, value: Tensor, *, moving: bool = False) -> int:
+        """Store a value and return its id."""
+        self.values.append(value)
+        if moving:
+            self.moving.add(len(self.values) - 1)
+        return len(self.values) - 1
+
+    def apply(self, primitive: Primitive, inputs: tuple[int | None, ...], value: Tensor, name: str) -> int:
+        """Append an application and return the id of its output."""
+        output = self.add_value(value, moving=True)
+        self.applications.append(Application(primitive, inputs, output, name))
+        return output
+
+    def gather(self, application: Application) -> tuple[Tensor | None, ...]:
+        """Return the values of an application's inputs."""
+        return tuple(None if i is None else self.values[i] for i in application.inputs)
+
+
+@contextmanager
+def ordinary_path() -> Iterator[None]:
+    """Keep torch's transformer layers off their fused path for inference, which has no derivative and shortens padded batches."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Trace:
+    """Trace ``function(parameters, *inputs)`` into primitive applications.
+
+    Args:
+        function: Maps a dict of parameters, and the inputs, to one tensor.
+        parameters: The values to differentiate with respect to, by name.
+        inputs: Anything that torch's tracer takes: tensors, nested tuples and dicts of them.
+
+    Raises:
+        TraceError: If torch cannot trace the function or it does not return one tensor.
+    """
+    names = list(parameters)
+    leaves = [parameters[name].detach() for name in names]
+    flat, spec = torch.utils._pytree.tree_flatten(inputs)
+    data = [x.detach() for x in flat if isinstance(x, Tensor)]
+
+    def run(*tensors: Tensor) -> Tensor:
+        weights, given = tensors[: len(names)], iter(tensors[len(names) :])
+        rebuilt = torch.utils._pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in flat], spec)
+        with ordinary_path(), ShowReading():
+            return function(dict(zip(names, weights, strict=True)), *rebuilt)
+
+    try:
+        with torch.enable_grad(), warnings.catch_warnings():  # so that the graph says where the module itself turns gradients off
+            warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")  # an error, where it matters
+            recording = record(run, [*leaves, *data], DECOMPOSITIONS, parameters=len(names))
+    except TraceError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
+        line = source_line(error)
+        raise TraceError(
+            f"trace: torch could not trace the module ({reason}){f', at {line}' if line else ''}. "
+            "A module must not turn the values of its tensors into Python numbers or NumPy arrays, nor leave torch; "
+            "write that line in operations of torch, or compute what it needs before and pass it as an argument"
+        ) from error
+    return _interpret(recording, names, leaves, data)
+
+
+def _interpret(recording: Recording, names: list[str], leaves: list[Tensor], data: list[Tensor]) -> Trace:
+    result = Trace()
+    ids: dict[torch.fx.Node, int] = {}  # nodes whose values the parameters reach
+    known: dict[torch.fx.Node, Any] = {}
+    fallbacks: list[str] = []
+    differentiable = True
+    given = iter([*leaves, *data])
+    for position, node in enumerate(recording.graph.nodes):
+        if node.op == "placeholder":
+            known[node] = next(given)
+            if position < len(names):
+                ids[node] = result.add_value(known[node], moving=True)
+                result.parameters[names[position]] = ids[node]
+        elif node.op == "get_attr":
+            known[node] = recording.constants[str(node.target)]
+        elif node.op == "output":
+            outputs = torch.utils._pytree.tree_leaves(node.args)
+            if len(outputs) != 1 or outputs[0] not in ids:
+                raise TraceError(
+                    "trace: the module's output does not depend on the parameters, or is not one tensor; return one tensor"
+                )
+            result.output = ids[outputs[0]]
+        elif node.target is torch._C._set_grad_enabled:
+            differentiable = bool(node.args[0])
+        else:
+            try:
+                target: Any = without_writing(node, known, ids, differentiable=differentiable)
+                fallbacks += _record(node, target, result, ids, known, differentiable)
+                if target is not node.target and target is not aten.detach.default:
+                    _overwrite(node, result, ids, known)
+            except (HessiankitError, torch.OutOfMemoryError):
+                raise
+            except (RuntimeError, NotImplementedError) as error:
+                raise TraceError(
+                    f"trace: torch ran {node.target} within the module, but cannot run it by itself "
+                    f"({str(error).splitlines()[0]}); it works on tensors that live only there, such as dual "
+                    "numbers or those of torch.func. Write it without them"
+                ) from error
+    result.fallbacks = tuple(dict.fromkeys(fallbacks))
+    return result
+
+
+def _record(
+    node: torch.fx.Node,
+    target: Any,
+    result: Trace,
+    ids: dict[torch.fx.Node, int],
+    known: dict[torch.fx.Node, Any],
+    differentiable: bool,
+) -> list[str]:
+    """Run one node, as ``target``; if a moving value enters it, append its application. Return the name of a fallback, if any."""
+    indexed = node.args[0] if node.target is operator.getitem else None  # one output of an operation with several
+    source: torch.fx.Node = node if indexed is None else indexed  # type: ignore[assignment]
+    moving = [n for n in source.all_input_nodes if n in ids]
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: known[n])
+    value = _run(target, args, kwargs)
+    if target is not node.target:
+        check_kind(node, value, known)
+    if not differentiable or target in WITHOUT_DERIVATIVE:
+        value = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
+        moving = []
+    known[node] = value
+    if moving and isinstance(value, (float, complex)):
+        raise TraceError(
+            "trace: the module turns a value that the parameters reach into a Python number or an array, which has no "
+            "derivative; keep it a tensor, or detach() it to treat it as a constant"
+        )
+    if not moving or not isinstance(value, Tensor):  # a truth value or an integer: the same in a neighbourhood of the point
+        return []
+    if any(x.layout is not torch.strided for x in (value, *(known[n] for n in source.all_input_nodes)) if isinstance(x, Tensor)):
+        raise TraceError(f"trace: operation {source.target} works on sparse tensors, which are not supported; use dense ones")
+    if value.is_complex():
+        raise TraceError(f"trace: operation {source.target} returns complex numbers, which are not supported; use real ones")
+    if not value.is_floating_point() or not value.numel():
+        return []
+    by_tensor = {id(known[n]): ids[n] for n in moving}
+    run, index = (target, None) if indexed is None else (source.target, node.args[1])
+    match = None
+    found: Any = _assignment if run in WRITTEN_OUT.values() else RULES.get(run)
+    if found is not None:
+        wanted = inspect.signature(found).parameters
+        args, kwargs = torch.fx.map_arg((source.args, source.kwargs), lambda n: known[n])
+        match = found(*args, **kwargs, **{k: v for k, v in (("result", value), ("piece", index)) if k in wanted})
+        if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
+            return []  # this piece comes from inputs that do not move
+    if match is None:
+        primitive, inputs, missing = _fallback(run, source, moving, known, index), tuple(known[n] for n in moving), [str(run)]
+    else:
+        (primitive, inputs), missing = match, []
+    for tensor in inputs:
+        if tensor is not None and id(tensor) not in by_tensor:
+            by_tensor[id(tensor)] = result.add_value(tensor)
+    ids[node] = result.apply(primitive, tuple(None if t is None else by_tensor[id(t)] for t in inputs), value, node.name)
+    return missing
+
+
+def _assignment(into: Tensor, source: Any = None, *rest: Any, **options: Any) -> tuple[Primitive, tuple[Tensor, ...]]:
+    return Expand(tuple(into.shape)), (source,) if isinstance(source, Tensor) else ()
+
+
+def _overwrite(node: torch.fx.Node, result: Trace, ids: dict[torch.fx.Node, int], known: dict[torch.fx.Node, Any]) -> None:
+    """Let every other reader of the memory that a node has written see the new entries."""
+    value = known[node]
+    for reader, before, source in readers(node, known):
+        new, after = source >= 0, known[reader]
+        if not bool(new.any()) or (node not in ids and reader not in ids):
+            continue
+        if node in ids:
+            taken = result.apply(Take(source.clamp_min(0)), (ids[node],), value.reshape(-1)[source.clamp_min(0)], node.name)
+        else:
+            taken = result.add_value(after)
+        if not bool(new.all()):
+            kept = ids[reader] if reader in ids else result.add_value(before)
+            taken = result.apply(Where(new), (taken, kept), after, node.name)
+        ids.pop(reader, None)
+        if taken in result.moving:
+            ids[reader] = taken
+
+
+def _run(target: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation, and refuse one that draws random numbers."""
+    may_draw = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    before = _random_states(kwargs) if may_draw else []
+    with torch.no_grad():
+        value = target(*args, **kwargs)
+    after = _random_states(kwargs) if may_draw else []
+    if not all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
+        raise TraceError(
+            f"trace: operation {target} draws random numbers, so the loss is random; "
+            "call module.eval(), or pass the numbers as an input"
+        )
+    return value
+
+
+def _random_states(kwargs: Mapping[str, Any]) -> list[Tensor]:
+    given = [value.get_state() for value in kwargs.values() if isinstance(value, torch.Generator)]
+    return [*given, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def _fallback(
+    target: Any, node: torch.fx.Node, moving: list[torch.fx.Node], known: dict[torch.fx.Node, Any], index: Any
+) -> Primitive:
+    given = {n: known[n] for n in node.all_input_nodes}  # now: a later operation may write into them
+
+    def function(*inputs: Tensor) -> Tensor:
+        replaced = {**given, **dict(zip(moving, inputs, strict=True))}
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: replaced[n])
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of attention have no second derivative
+            value = target(*args, **kwargs)
+        return value if index is None else value[index]
+
+    return AutomaticDifferentiation(function, str(target))

@@ -1,0 +1,47 @@
+"""One operation between two that have curvature: what the tests of the rules and of the decompositions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from curvature_reference import Formula, assert_exact, draw
+from torch import Tensor
+
+from derivations.primitive import Primitive
+from hessiankit.request.loss_trace import loss_trace
+from hessiankit.request.task import make_task
+from hessiankit.tracing.fallback import AutomaticDifferentiation
+
+Operation: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def module_of(operation: Operation) -> Formula:
+    """A module with the operation, of y = tanh(x W) with y of shape (2, 3, 4), and with one parameter before it.
+
+    A loss without axes is a module's output like any other, so a single number is multiplied by y.
+    """
+
+    def forward(s: Formula, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ s.W)
+        z = operation(y)
+        return torch.tanh(z if z.ndim else z * y)
+
+    return Formula(forward, W=(5, 4))
+
+
+def applied(module: Formula) -> list[Primitive]:
+    x = draw(2, 3, 5)
+    with torch.no_grad():
+        traced = loss_trace(make_task("test", module, x, torch.zeros_like(module(x)), "mse"), 1.0)
+    return [a.primitive for a in traced.trace.applications]
+
+
+def check_closed_form(operation: Operation, kind: type[Primitive] | None = None, tolerance: float = 1e-12) -> None:
+    """Assert that an operation needs no automatic differentiation, uses a chapter, and gives the exact Hessian."""
+    module = module_of(operation)
+    seen = applied(module)
+    assert not any(isinstance(p, AutomaticDifferentiation) for p in seen), seen
+    assert kind is None or kind in {type(p) for p in seen}, seen
+    assert assert_exact(module, draw(2, 3, 5), tolerance=tolerance).fallbacks == ()

@@ -1,0 +1,75 @@
+"""Costs from shapes against a meter beneath the real computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from curvature_reference import Formula, draw, randomised
+from torch import nn
+
+import hessiankit as hk
+from hessiankit.disk.accounting import Meter, measure
+from hessiankit.engine.storage import Kept, Matrix
+from hessiankit.engine.sweep import Sweep
+from hessiankit.engine.unwinding import unwind
+from hessiankit.request.batches import requests
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.block = nn.Embedding(9, 6), hk.TransformerBlock(6, 5, n_heads=2)
+
+    def forward(self, tokens: Any) -> Any:
+        return self.block(self.table(tokens)) @ self.table.weight.T
+
+
+CASES: dict[str, Any] = {
+    "block": lambda: (hk.TransformerBlock(6, 8), draw(3, 5, 6), draw(3, 5, 6), "mse"),
+    "vit": lambda: (hk.VisionTransformer(3, 4, 5, d_model=6, d_ff=8), draw(2, 4, 3), torch.tensor([1, -100]), "cross_entropy"),
+    "layer": lambda: (nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).eval(), draw(2, 4, 6), draw(2, 4, 6), "mse"),
+    "tied": lambda: (Tied(), torch.tensor([[1, 2, 2], [0, 8, 1]]), torch.tensor([[3, 2, 1], [0, 0, 8]]), "cross_entropy"),
+    "convolution": lambda: (nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten()), draw(2, 2, 4, 4), draw(2, 27), "mse"),
+    "fallback": lambda: (Formula(lambda m, x: torch.linalg.inv(x + m.w), w=(3, 3)), draw(2, 3, 3), draw(2, 3, 3), "mse"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_costs_are_those_of_the_real_computation(name: str) -> None:
+    module, x, target, loss = CASES[name]()
+    [(task, _)] = requests("test", randomised(module), x, target, loss, None)
+    with torch.no_grad():
+        cost = measure(loss_trace(task, normalizer_of(task)), task.slices, torch.float64, keep=2**30)
+        plain = measure(loss_trace(task, normalizer_of(task)), task.slices, torch.float64)
+        run = measure(loss_trace(task, normalizer_of(task)), task.slices, torch.float64, shapes=False)
+        matrix, trace = Matrix(task.slices, torch.float64, torch.device("cpu")), loss_trace(task, normalizer_of(task)).trace
+        with Meter() as meter:
+            sweep = Sweep(trace)
+            sweep.run()
+            unwind(sweep, matrix)
+        with Meter() as keeper:
+            kept, again = Kept(), Sweep(loss_trace(task, normalizer_of(task)).trace)
+            again.run()
+            unwind(again, kept)  # type: ignore[arg-type]
+            del again
+    assert cost.flops == plain.flops == run.flops == meter.flops
+    assert cost.moved == pytest.approx(meter.moved, rel=0.01)
+    assert meter.peak <= plain.peak_bytes <= 2 * meter.peak + 2**20
+    assert cost.sweep_bytes == plain.sweep_bytes == run.sweep_bytes == sweep.peak_bytes
+    assert cost.kept_bytes == pytest.approx(keeper.live, rel=0.02, abs=2**12)
+    assert plain.flops_again == 0 < cost.flops_again <= cost.flops
+
+
+def test_live_bytes_go_up_and_down() -> None:
+    with Meter() as meter:
+        x = torch.zeros(100, dtype=torch.float64)
+        y = x.reshape(10, 10).T
+        del x
+        assert (meter.live, meter.peak) == (800, 800)
+        z = y + 1
+        assert (meter.live, meter.peak) == (1600, 1600)
+        del y, z
+    assert (meter.live, meter.peak) == (0, 1600)

@@ -1,0 +1,241 @@
+"""Many batches give the Hessian of one big batch: unequal sizes and lengths, padding, ignored labels, mean and sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from curvature_reference import Formula, draw
+from loss_reference import CUTS, EXACT, Padded, by_autograd, error, sequences, token_loss
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hessiankit as hk
+
+IDS, MASK, LABELS = sequences()
+PAIRS = [({"input_ids": IDS[rows, :n], "attention_mask": MASK[rows, :n]}, LABELS[rows, :n]) for rows, n in CUTS]
+BOTH = [hk.hessian, hk.hessian_operator]
+
+
+def matrix(found: Any) -> Tensor:
+    return found.to_matrix() if isinstance(found, hk.HessianOperator) else found.matrix
+
+
+def regression() -> nn.Module:
+    return Formula(lambda m, x: torch.tanh(m.lin(x)), lin=nn.Linear(4, 3))
+
+
+X, T = draw(6, 4), draw(6, 3, seed=2)
+SPLIT = list(zip(X.split([1, 3, 2]), T.split([1, 3, 2]), strict=True))
+CLASSES = torch.tensor([0, 2, -100, 1, -100, 2])
+
+
+@pytest.mark.parametrize("call", BOTH)
+def test_padded_sequences_of_unequal_lengths(call: Callable[..., Any]) -> None:
+    expected = by_autograd(Padded(), lambda m: token_loss(m(IDS, MASK), LABELS))
+    found = call(Padded("object"), PAIRS, loss="cross_entropy")
+    assert error(matrix(found), expected) <= EXACT
+    assert found.loss == pytest.approx(float(token_loss(Padded()(IDS, MASK), LABELS).detach()), rel=1e-14)
+    summed = call(Padded("object"), PAIRS, loss="cross_entropy", reduction="sum")
+    assert error(matrix(summed), expected * (LABELS != -100).sum()) <= EXACT
+
+
+@pytest.mark.parametrize("sizes", [(5, 3), (1, 5, 2), (1, 2, 1, 3, 1)])
+@pytest.mark.parametrize("call", BOTH)
+def test_two_three_and_five_unequal_batches(call: Callable[..., Any], sizes: tuple[int, ...]) -> None:
+    """Eight padded sequences, whole and cut; each batch keeps only the padding that its own longest sequence needs."""
+    ids, mask, labels = (x.repeat(2, 1) for x in (IDS, MASK, LABELS))
+    ids = ids.roll(1, 1).where(torch.arange(8).unsqueeze(1) >= 4, ids)
+    whole = matrix(call(Padded("object"), {"input_ids": ids, "attention_mask": mask}, labels, loss="cross_entropy"))
+    pairs = []
+    for some, attended, marks in zip(ids.split(sizes), mask.split(sizes), labels.split(sizes), strict=True):
+        longest = int(attended.sum(1).max())
+        pairs.append(({"input_ids": some[:, :longest], "attention_mask": attended[:, :longest]}, marks[:, :longest]))
+    assert error(matrix(call(Padded("object"), pairs, loss="cross_entropy")), whole) <= 1e-12
+
+
+@pytest.mark.parametrize("call", BOTH)
+def test_module_that_returns_its_loss_with_its_own_counts(call: Callable[..., Any]) -> None:
+    expected = by_autograd(Padded(), lambda m: token_loss(m(IDS, MASK)[:, :-1], LABELS[:, 1:]))
+    inputs = [{**x, "labels": labels} for x, labels in PAIRS]
+
+    def counted(batch: dict[str, Tensor], target: None) -> Tensor:
+        return (batch["labels"][:, 1:] != -100).sum()  # the shift drops the first label of each row
+
+    counts = [int(counted(batch, None)) for batch in inputs]
+    for data in (inputs, iter(inputs)):
+        for weights in (counted, counts):
+            again = inputs if data is inputs else iter(inputs)
+            assert error(matrix(call(Padded("dict"), again, loss=None, weights=weights)), expected) <= EXACT
+    naive = [float((batch["labels"] != -100).sum()) for batch in inputs]
+    assert error(matrix(call(Padded("dict"), inputs, loss=None, weights=naive)), expected) > 1e-3  # why it is not guessed
+
+
+@pytest.mark.parametrize("call", BOTH)
+def test_batch_without_labels_counts_nothing(call: Callable[..., Any]) -> None:
+    expected = matrix(call(Padded(), PAIRS, loss="cross_entropy"))
+    empty = (PAIRS[0][0], torch.full_like(PAIRS[0][1], -100))
+    for module, loss in ((Padded(), "cross_entropy"), (Transposed(), nn.CrossEntropyLoss())):
+        assert error(matrix(call(module, [empty, *PAIRS, empty], loss=loss)), expected) <= EXACT
+    inputs = [{**x, "labels": labels} for x, labels in [*PAIRS, empty]]
+    weighted = call(Padded("loss"), inputs, loss=None, weights=[4, 5, 1, 0])  # whose loss is 0/0
+    assert error(matrix(weighted), matrix(call(Padded("loss"), inputs[:3], loss=None, weights=[4, 5, 1]))) <= EXACT
+
+
+class Transposed(Padded):
+    """Logits (N, C, L), as torch's losses expect them."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids, attention_mask).mT
+
+
+SMOOTH = nn.CrossEntropyLoss(label_smoothing=0.2)
+CASES: dict[str, tuple[Any, Any]] = {
+    "mse": ("mse", T),
+    "MSELoss, mean": (nn.MSELoss(), T),
+    "MSELoss, sum": (nn.MSELoss(reduction="sum"), T),
+    "mse_loss": (F.mse_loss, T),
+    "cross_entropy": ("cross_entropy", CLASSES),
+    "CrossEntropyLoss, mean": (nn.CrossEntropyLoss(), CLASSES),
+    "CrossEntropyLoss, sum": (nn.CrossEntropyLoss(reduction="sum"), CLASSES),
+    "CrossEntropyLoss, another label ignored": (nn.CrossEntropyLoss(ignore_index=2), CLASSES.clamp_min(0)),
+    "CrossEntropyLoss, class weights": (nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 1.25]).double()), CLASSES),
+    "CrossEntropyLoss, smoothed": (SMOOTH, CLASSES),
+    "CrossEntropyLoss, smoothed, class weights": (
+        nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 1.25]).double(), label_smoothing=0.2),
+        CLASSES,
+    ),
+    "CrossEntropyLoss, probabilities": (nn.CrossEntropyLoss(), torch.softmax(T, -1)),
+    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss(), torch.sigmoid(T)),
+    "own, weights": (lambda z, t: (z - t).cosh().log().mean(), T),
+    "own, sum": (lambda z, t: (z - t).cosh().log().sum(), T),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("call", BOTH)
+def test_split_equals_whole(call: Callable[..., Any], name: str) -> None:
+    loss, target = CASES[name]
+    reference = {"mse": F.mse_loss, "cross_entropy": F.cross_entropy}.get(loss, loss) if isinstance(loss, str) else loss
+    expected = by_autograd(regression(), lambda m: reference(m(X), target))
+    assert error(matrix(call(regression(), X, target, loss=loss)), expected) <= EXACT
+    own = {"own, weights": {"weights": lambda x, t: len(x)}, "own, sum": {"reduction": "sum"}}.get(name, {})
+    for cuts in ([1, 3, 2], [6], [2, 4]):
+        pairs = zip(X.split(cuts), target.split(cuts), strict=True)
+        assert error(matrix(call(regression(), pairs, loss=loss, **own)), expected) <= EXACT, cuts
+
+
+@pytest.mark.parametrize("name", ["mse", "cross_entropy"])
+def test_named_losses_summed(name: str) -> None:
+    target = T if name == "mse" else CLASSES
+    loss = {"mse": F.mse_loss, "cross_entropy": F.cross_entropy}[name]
+    expected = by_autograd(regression(), lambda m: loss(m(X), target, reduction="sum"))
+    for call in BOTH:
+        assert error(matrix(call(regression(), X, target, loss=name, reduction="sum")), expected) <= EXACT
+    found = hk.hessian(regression(), X, target, loss=name, reduction="sum")
+    assert found.loss == pytest.approx(float(loss(regression()(X), target, reduction="sum").detach()), rel=1e-14)
+    mean = hk.hessian(regression(), X, target, loss=name)
+    assert error(found.outer(), mean.outer() * (T.numel() if name == "mse" else 4)) <= EXACT
+
+
+def test_loader_progress_outer_part_and_one_pair() -> None:
+    seen: list[tuple[int, int]] = []
+    loader = DataLoader(TensorDataset(X, T), batch_size=4)
+    found = hk.hessian(regression(), loader, progress=lambda *at: seen.append(at), batch_size=3)
+    whole = hk.hessian(regression(), X, T)
+    assert seen == [(3, 6), (4, 6), (6, 6)]
+    assert error(found.matrix, whole.matrix) <= EXACT
+    assert error(found.outer(), whole.outer()) <= EXACT
+    assert error(found.functional(), whole.functional()) <= EXACT
+    assert torch.equal(hk.hessian(regression(), (X, T)).matrix, whole.matrix)
+
+
+def test_loader_that_reuses_its_memory_and_later_training_leave_the_result_alone() -> None:
+    module = regression()
+    expected = hk.hessian(module, X, T)
+    outer, blocks = expected.outer(), expected.matrix
+
+    def loader() -> Iterator[tuple[Tensor, Tensor]]:
+        inputs, target = torch.empty(2, 4).double(), torch.empty(2, 3).double()
+        for start in (0, 2, 4):
+            inputs.copy_(X[start : start + 2])
+            target.copy_(T[start : start + 2])
+            yield inputs, target
+
+    made = hk.hessian(module, loader()), hk.hessian(module, loader(), lazy=True)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(1.0)
+    for found in made:
+        assert error(found.outer(), outer) <= EXACT
+        assert error(found.matrix, blocks) <= EXACT
+
+
+def test_parameter_that_only_some_batches_reach() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor, which: str) -> Tensor:
+            return torch.tanh(getattr(self, which)(x))
+
+    module = Experts()
+    pairs = [((X[:2], "a"), T[:2]), ((X[2:], "b"), T[2:])]
+
+    def value(m: nn.Module) -> Tensor:
+        return sum(((m(*x) - t).square().sum() for x, t in pairs), torch.zeros(())) / T.numel()
+
+    for names in (None, ["a.weight"], ["b.bias", "b.weight"]):
+        found = hk.hessian(module, pairs, params=names)
+        assert error(found.matrix, by_autograd(module, value, names)) <= EXACT
+        assert found.unused == ()
+        operator = hk.hessian_operator(module, pairs, params=names)
+        assert error(operator.to_matrix(), found.matrix) <= EXACT
+        assert operator.loss == pytest.approx(found.loss, rel=1e-14)
+    with pytest.raises(hk.InputError, match="has an effect on the loss"):
+        hk.hessian_operator(module, pairs[:1], params=["b.weight", "b.bias"])
+    assert found.loss == pytest.approx(float(value(module).detach()), rel=1e-14)
+
+
+BAD: dict[str, tuple[Callable[[Callable[..., Any]], object], str]] = {
+    "callable": (lambda c: c(regression(), SPLIT, loss=lambda z, t: z.sum()), "the weights of several batches are unknown. Pass weights"),
+    "loss=None": (lambda c: c(Padded("loss"), [{**x, "labels": y} for x, y in PAIRS], loss=None), "loss=None the weights of several"),
+    "too few weights": (lambda c: c(regression(), SPLIT, loss=F.l1_loss, weights=[1, 2]), "weights ends before batch 2"),
+    "too many weights": (lambda c: c(regression(), SPLIT, weights=[1, 2, 3, 4]), "weights has 1 numbers more"),
+    "negative weight": (lambda c: c(regression(), SPLIT, weights=[1, -2, 3]), "weight of batch 1 is -2.0"),
+    "only zeros": (lambda c: c(regression(), SPLIT, weights=[0, 0, 0]), "no batch that counts"),
+    "weights of a sum": (lambda c: c(regression(), SPLIT, loss=nn.MSELoss(reduction="sum"), weights=[1, 2, 3]), "a sum over all batches needs none"),
+    "contradiction": (lambda c: c(regression(), SPLIT, loss=nn.MSELoss(), reduction="sum"), "the loss has reduction='mean'"),
+    "unknown reduction": (lambda c: c(regression(), SPLIT, reduction="max"), "reduction='max' is not known"),
+    "not pairs": (lambda c: c(regression(), [X, X, X]), "batch 0 is a Tensor; expected a pair"),
+    "wrong shape in a later batch": (lambda c: c(regression(), [*SPLIT, (X, T[:1])]), "target has shape"),
+    "nothing": (lambda c: c(regression(), []), "no batch that counts"),
+    "labels out of range": (lambda c: c(regression(), [(X, CLASSES + 3)], loss=nn.CrossEntropyLoss(torch.ones(3).double())), "raised: .*out of bounds|raised: .*index"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("call", BOTH)
+def test_one_clear_error(call: Callable[..., Any], case: str) -> None:
+    make, message = BAD[case]
+    with pytest.raises(hk.InputError, match=message) as caught:
+        make(call)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss()])
+@pytest.mark.parametrize("call", BOTH)
+def test_losses_of_torch_that_equal_a_named_one_are_cut_into_samples_too(call: Callable[..., Any], loss: nn.Module) -> None:
+    target = CLASSES if isinstance(loss, nn.CrossEntropyLoss) else T
+    expected = by_autograd(regression(), lambda m: loss(m(X), target))
+    seen: list[tuple[int, int]] = []
+    found = hk.hessian(regression(), X, target, loss=loss, batch_size=2, progress=lambda *at: seen.append(at))
+    assert seen == [(2, 6), (4, 6), (6, 6)]
+    assert error(found.matrix, expected) <= EXACT
+    assert found.fallbacks == ()
+    pairs = list(zip(X.split([1, 3, 2]), target.split([1, 3, 2]), strict=True))
+    assert error(matrix(call(regression(), pairs, loss=loss)), expected) <= EXACT

@@ -1,0 +1,232 @@
+"""Runs of the benchmarks: their files, interruptions, processes, command line and clocks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import __main__ as command
+from benchmarks import runner
+from benchmarks.contest import CLOSED
+from benchmarks.entries import Part, Ring
+from benchmarks.fresh import run_fresh
+from benchmarks.peers import JvpOfGrad, Whole
+from benchmarks.plan import Benchmark, Cell, Plan, Tell
+from benchmarks.problems import Case
+from benchmarks.store import Store
+from benchmarks.suites import BENCHMARKS
+from benchmarks.timing import deadline, in_turn, spread
+from hessiankit import hessian
+
+QUIET: Tell = lambda what, done, total: None  # noqa: E731
+PLAN = Plan(repeats=2, limit_seconds=60.0, compile=False)
+
+
+def whole(case: Case) -> Part:
+    return Part(slice(0, case.size), slice(0, case.size))
+
+
+def closed(case: Case) -> Callable[[], Tensor]:
+    return lambda: hessian(case.module, case.inputs, case.target, loss=case.loss).matrix
+
+
+def first_cell(name: str, **fixed: Any) -> Cell:
+    return {**BENCHMARKS[name].cells(replace(PLAN, quick=True))[0], **fixed}
+
+
+class Lies(Whole):
+    name = "lies"
+    summary = "the Hessian with one entry changed"
+
+    def matrix(self, case: Case) -> Tensor:
+        found = closed(case)().clone()
+        found[:, Ring(case, whole(case), 1.0, "cpu").picks[3]] += 1e-3 * found.abs().max()
+        return found
+
+
+# Runs, files, interruptions
+
+
+def counting(ran: list[Cell], stop_at: int | None = None) -> Benchmark:
+    def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
+        if len(ran) == stop_at:
+            raise KeyboardInterrupt
+        ran.append(cell)
+        time = {"median": 1.0, "low": 1.0, "high": 1.0}
+        rows = [
+            {"name": CLOSED, "status": "right", "time": time},
+            {"name": "peer", "status": "right", "time": time, "ratio": time},
+        ]
+        return {"parameters": 3, "rows": rows}
+
+    return replace(BENCHMARKS["dense"], run=run, cells=lambda plan: plan.grid(("tiny",), (1, 2, 4)))
+
+
+def test_interruption_loses_one_cell_at_most(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[Cell] = []
+    first = runner.measure(counting(ran, stop_at=2), PLAN, tmp_path, isolate=False)
+    assert first.interrupted
+    assert [cell["batch"] for cell in ran] == [1, 2]
+    content = json.loads((tmp_path / "dense.json").read_text())
+    assert (content["complete"], len(content["records"])) == (False, 2)
+    second = runner.measure(counting(ran), PLAN, tmp_path, isolate=False)
+    assert [cell["batch"] for cell in ran] == [1, 2, 4]
+    assert (second.found, len(second.records), second.interrupted) == (2, 3, False)
+    content = json.loads((tmp_path / "dense.json").read_text())
+    assert content["complete"]
+    assert all(content["environment"][key] for key in ("date", "python", "torch", "numpy", "processor"))
+    assert (tmp_path / "dense.png").stat().st_size > 1000
+    assert (tmp_path / "dense.md").read_text() in capsys.readouterr().out
+
+
+def test_other_settings_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Cell] = []
+    for plan in (PLAN, PLAN, replace(PLAN, repeats=7)):
+        runner.measure(counting(ran), plan, tmp_path, isolate=False)
+    assert len(ran) == 6
+    monkeypatch.setattr(runner, "source_digest", lambda: "other code")
+    runner.measure(counting(ran), PLAN, tmp_path, isolate=False)
+    assert len(ran) == 9
+
+
+def test_store_survives_a_torn_line(tmp_path: Path) -> None:
+    store = Store(tmp_path / "x.jsonl", {"repeats": 1})
+    store.add({"batch": 1}, {"a": 1.0}, {})
+    with store.path.open("a") as file:
+        file.write('{"key": "torn')
+    again = Store(store.path, {"repeats": 1})
+    assert again.find({"batch": 2}) is None
+    again.add({"batch": 2}, {"a": 2.0}, {})
+    last = Store(store.path, {"repeats": 1})
+    assert [last.find({"batch": b})["result"]["a"] for b in (1, 2)] == [1.0, 2.0]  # type: ignore[index]
+
+
+def test_a_cell_in_a_process_of_its_own_tells_and_fails_in_words() -> None:
+    told: list[tuple[str, int, int]] = []
+    cell = first_cell("growth")
+    arguments = {"name": "growth", "cell": cell, "options": replace(PLAN, quick=True, repeats=1).to_dict()}
+
+    def tell(what: str, done: int, total: int) -> None:
+        told.append((what, done, total))
+
+    result = run_fresh("benchmarks.runner:run_cell", arguments, threads=1, seconds=120.0, tell=tell)
+    assert [point["x"] for point in result["points"]] == [2, 4, 8]
+    assert told == [("B = 2", 0, 3), ("B = 4", 1, 3), ("B = 8", 2, 3)]
+    with pytest.raises(RuntimeError, match=r"exit code 1: AttributeError: .*nothing"):
+        run_fresh("benchmarks.fresh:nothing", {}, threads=1, seconds=60.0, tell=QUIET)
+
+
+def test_a_failed_cell_is_reported_and_the_next_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any, **__: Any) -> dict[str, Any]:
+        raise RuntimeError("exit code -9")
+
+    monkeypatch.setattr(runner, "run_fresh", broken)
+    outcome = runner.measure(counting([]), PLAN, tmp_path, isolate=True)
+    assert len(outcome.failed) == 3
+    assert outcome.doubtful
+    assert "failed: exit code -9" in capsys.readouterr().err
+
+
+# The command line
+
+
+def test_the_command_runs_a_benchmark_under_its_old_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.suites.dense.contestants", lambda: [JvpOfGrad()])
+    threads = torch.get_num_threads()
+    arguments = ["dense_hessian", "--quick", "--batches", "1", "--in-process", "--out", str(tmp_path / "new")]
+    assert command.main(arguments) == 0
+    assert torch.get_num_threads() == threads
+    content = json.loads((tmp_path / "new" / "dense.json").read_text())
+    assert [row["name"] for row in content["records"][0]["result"]["rows"]] == [CLOSED, "vmap(jvp(grad))"]
+    assert content["records"][0]["environment"]["threads"] == 1
+
+
+def test_a_wrong_closed_form_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.suites.dense.contestants", list)
+    monkeypatch.setattr("benchmarks.suites.dense.dense", Lies().matrix)
+    assert command.main(["dense", "--quick", "--batches", "1", "--in-process", "--out", str(tmp_path)]) == command.WRONG
+
+
+def test_the_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["dense", "pair", "hvp", "scalars", "memory", "growth", "limit"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dense", "--repeats", "0"], "'0' is not a positive whole number"),
+        (["dense", "--threads", "two"], "'two' is not a positive whole number"),
+        (["dance"], "no benchmark is called dance; there are: dense, "),
+        ([], "name a benchmark, or pass --all or --list"),
+    ],
+)
+def test_options_that_cannot_be_parsed(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--sizes", "huge"], "no problem is called 'huge'"), (["--limit-seconds", "0"], "leaves no time; pass more than 0")],
+)
+def test_options_that_cannot_be_used(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["dense", *arguments]) == command.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert command.main(["dense", "--quick", "--out", str(tmp_path / "file")]) == command.USAGE
+    assert "choose another folder" in capsys.readouterr().err
+
+
+def test_default_grid_has_both_dtypes_and_threads() -> None:
+    plan = command.plan_of(command.parser().parse_args(["dense"]))
+    cells = BENCHMARKS["dense"].cells(plan)
+    assert {(cell["dtype"], cell["threads"]) for cell in cells} == {(d, t) for d in ("float64", "float32") for t in (1, 2)}
+    assert {cell["batch"] for cell in cells} == {1, 8, 32, 128}
+    assert {"tiny", "paper-mnist", "medium", "gpt2-tied"} <= {cell["problem"] for cell in cells}
+
+
+# Clocks
+
+
+def test_in_turn_rotates() -> None:
+    order: list[str] = []
+
+    def call(name: str) -> Callable[[int], float]:
+        def run(k: int) -> float:
+            order.append(name)
+            return float(k)
+
+        return run
+
+    after = list(in_turn({name: call(name) for name in "abc"}, 4))
+    assert "".join(order) == "abcbcacababc"
+    assert [len(seconds["c"]) for seconds in after] == [1, 2, 3, 4]
+    assert after[1] == {"a": [0.0, 1.0], "b": [0.0, 1.0], "c": [0.0, 1.0]}
+
+
+def test_spread_of_nothing_and_of_one() -> None:
+    assert spread([]) is None
+    assert spread([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no interval timer")
+def test_deadline_interrupts() -> None:
+    with pytest.raises(TimeoutError, match="sleeping took more than 0 s"), deadline(0.05, "sleeping"):
+        time.sleep(5.0)

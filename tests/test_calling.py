@@ -1,0 +1,197 @@
+"""Inputs by position and by keyword, outputs as tensors and objects, against reverse-over-reverse autograd."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from curvature_reference import Formula, draw
+from loss_reference import EXACT, Padded, by_autograd, error, sequences, token_loss
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit.request.calling import map_tensors, named_tensors
+
+IDS, MASK, LABELS = sequences()
+KEYWORDS = {"input_ids": IDS, "attention_mask": MASK}
+
+
+@pytest.mark.parametrize(
+    "inputs", [KEYWORDS, UserDict(KEYWORDS), {"attention_mask": MASK, "input_ids": IDS}, (IDS, MASK), [IDS, MASK]]
+)
+@pytest.mark.parametrize("returns", ["tensor", "dict", "object"])
+def test_padded_tokens(inputs: Any, returns: str) -> None:
+    module = Padded(returns)
+    expected = by_autograd(Padded(), lambda m: token_loss(m(IDS, MASK), LABELS))
+    assert error(hk.hessian(module, inputs, LABELS, loss="cross_entropy").matrix, expected) <= EXACT
+    assert error(hk.hessian_operator(module, inputs, LABELS, loss="cross_entropy").to_matrix(), expected) <= EXACT
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_samples_are_cut_in_every_tensor(batch_size: int) -> None:
+    expected = by_autograd(Padded(), lambda m: token_loss(m(IDS, MASK), LABELS))
+    seen: list[tuple[int, int]] = []
+    found = hk.hessian(
+        Padded(), KEYWORDS, LABELS, loss="cross_entropy", batch_size=batch_size, progress=lambda *at: seen.append(at)
+    )
+    assert error(found.matrix, expected) <= EXACT
+    assert seen == ([(1, 4), (2, 4), (3, 4), (4, 4)] if batch_size == 1 else [(3, 4), (4, 4)])
+
+
+@pytest.mark.parametrize("returns", ["dict", "object", "loss"])
+def test_module_that_returns_its_loss(returns: str) -> None:
+    inputs = {**KEYWORDS, "labels": LABELS}
+    expected = by_autograd(Padded(), lambda m: token_loss(m(IDS, MASK)[:, :-1], LABELS[:, 1:]))
+    found = hk.hessian(Padded(returns), inputs, loss=None)
+    assert error(found.matrix, expected) <= EXACT
+    assert error(hk.hessian_operator(Padded(returns), inputs, loss=None).to_matrix(), expected) <= EXACT
+    assert found.loss == pytest.approx(float(Padded("loss")(**inputs).detach()), rel=1e-14)
+    with pytest.raises(hk.InputError, match=r"outer: with loss=None .* pass loss="):
+        found.outer()
+
+
+@pytest.mark.parametrize("returns", ["dict", "object"])
+def test_callable_is_given_what_the_module_returns(returns: str) -> None:
+    def own(outputs: Any, target: dict[str, Tensor]) -> Tensor:
+        logits = outputs["logits"] if returns == "dict" else outputs.logits
+        return token_loss(logits, target["labels"]) + (logits * target["weight"]).square().mean()
+
+    weight = draw(5)
+    target = {"labels": LABELS, "weight": weight}
+    expected = by_autograd(Padded(), lambda m: token_loss(z := m(IDS, MASK), LABELS) + (z * weight).square().mean())
+    found = hk.hessian(Padded(returns), KEYWORDS, target, loss=own)
+    assert error(found.matrix, expected) <= EXACT
+    assert error(hk.hessian_operator(Padded(returns), KEYWORDS, target, loss=own).to_matrix(), expected) <= EXACT
+    with pytest.raises(hk.InputError, match="the loss is given an object"):
+        found.outer()
+    with pytest.raises(hk.InputError, match="kind='ggn' needs the module's output as one tensor"):
+        hk.hessian_operator(Padded(returns), KEYWORDS, target, loss=own, kind="ggn")
+
+
+def test_outer_part_of_logits_equals_that_of_a_tensor() -> None:
+    whole = hk.hessian(Padded(), KEYWORDS, LABELS, loss="cross_entropy").outer()
+    assert error(hk.hessian(Padded("object"), KEYWORDS, LABELS, loss="cross_entropy").outer(), whole) <= EXACT
+    ggn = hk.hessian_operator(Padded("dict"), KEYWORDS, LABELS, loss="cross_entropy", kind="ggn")
+    assert error(ggn.to_matrix(), whole) <= EXACT
+
+
+def test_nested_containers_and_constants() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3).double()
+
+        def forward(self, pair: tuple[Tensor, dict[str, Tensor]], *, scale: float, flag: bool | None = None) -> Tensor:
+            return torch.tanh(self.layer(pair[0]) * scale + pair[1]["shift"])
+
+    module, x, shift, t = Nested(), draw(3, 4), draw(3, 3, seed=2), draw(3, 3, seed=3)
+    expected = by_autograd(module, lambda m: (torch.tanh(m.layer(x) * 0.5 + shift) - t).square().mean())
+    inputs = {"pair": (x, {"shift": shift}), "scale": 0.5, "flag": None}
+    for batch_size in (None, 1):
+        assert error(hk.hessian(module, inputs, t, batch_size=batch_size).matrix, expected) <= EXACT
+    with pytest.raises(hk.InputError, match=r"inputs\['pair'\]\[1\]\['shift'\] is torch.float32, the parameters are"):
+        hk.hessian(module, {**inputs, "pair": (x, {"shift": shift.float()})}, t)
+
+
+def test_mask_of_minus_infinity_as_an_input_and_as_a_buffer() -> None:
+    module, x, t = nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True).double(), draw(2, 3, 4), draw(2, 3, 4, seed=2)
+    mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = by_autograd(module, lambda m: (m(x, mask) - t).square().mean())
+    assert error(hk.hessian(module, {"src": x, "src_mask": mask}, t).matrix, expected) <= EXACT
+    assert error(hk.hessian(module, (x, mask), t).matrix, expected) <= EXACT
+
+    own = Formula(lambda m, x: torch.softmax(m.lin(x) @ x.mT + m.mask, -1) @ x, lin=nn.Linear(4, 4))
+    own.register_buffer("mask", mask)
+    assert hk.hessian(own, x, t).matrix.isfinite().all()
+    with pytest.raises(hk.InputError, match=r"inputs contains NaN or infinity, first at index \(0, 1, 2\)"):
+        hk.hessian(own, x.index_put((torch.tensor(0), torch.tensor(1), torch.tensor(2)), torch.tensor(-torch.inf).double()), t)
+
+
+def test_check_takes_keywords_and_output_objects() -> None:
+    report = hk.check(Padded("object"), UserDict(KEYWORDS), LABELS, loss="cross_entropy", params="*.weight")
+    assert report, report
+    assert {"reverse-over-reverse", "jvp(grad)", "central-differences"} <= set(report.references)
+    assert report.hessian.names == ("embedding.weight", "query.weight", "key.weight", "head.weight")
+    assert hk.check(Padded("dict"), {**KEYWORDS, "labels": LABELS}, loss=None, params=["query.weight"])
+    with pytest.raises(hk.InputError, match="check: several batches"):
+        hk.check(Padded(), [(KEYWORDS, LABELS)] * 2, loss="cross_entropy")
+
+
+def test_label_smoothing_by_a_loss_module() -> None:
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    module, x, labels = Formula(lambda m, x: m.lin(x).tanh(), lin=nn.Linear(4, 3)), draw(5, 4), torch.tensor([0, 2, 1, -100, 2])
+
+    def by_hand(m: nn.Module) -> Tensor:
+        rows = torch.log_softmax(m(x)[labels != -100], -1)
+        kept = labels[labels != -100]
+        return -(0.9 * rows[torch.arange(4), kept] + 0.1 * rows.mean(-1)).mean()
+
+    assert error(hk.hessian(module, x, labels, loss=loss).matrix, by_autograd(module, by_hand)) <= EXACT
+
+
+def test_classes_on_axis_1_as_torch_has_them() -> None:
+    module = Formula(lambda m, x: m.lin(x).tanh().mT, lin=nn.Linear(4, 3))  # (N, C, L)
+    x, labels = draw(2, 5, 4), torch.randint(0, 3, (2, 5), generator=torch.Generator().manual_seed(1))
+    expected = by_autograd(module, lambda m: token_loss(m(x).mT, labels))
+    assert error(hk.hessian(module, x, labels, loss=nn.CrossEntropyLoss()).matrix, expected) <= EXACT
+    assert error(hk.hessian(module, x, labels, loss=F.cross_entropy).matrix, expected) <= EXACT
+
+
+def test_integer_inputs_need_no_embedding_layer() -> None:
+    module = Formula(lambda m, ids: m.table[ids].tanh(), table=(6, 3))
+    ids, t = torch.tensor([1, 5, 1]), draw(3, 3)
+    expected = by_autograd(module, lambda m: (m.table[ids].tanh() - t).square().mean())
+    assert error(hk.hessian(module, ids, t).matrix, expected) <= EXACT
+
+
+class Returns(nn.Module):
+    def __init__(self, what: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.what = nn.Linear(4, 3).double(), what
+
+    def forward(self, x: Tensor) -> Any:
+        return self.what(self.layer(x))
+
+
+X, T = draw(2, 4), draw(2, 3, seed=2)
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "a tuple": (lambda: hk.hessian(Returns(lambda z: (z, 1)), X, T), r"returned tuple \(of Tensor, int\), expected one tensor"),
+    "a dict without logits": (lambda: hk.hessian(Returns(lambda z: {"out": z}), X, T), r"dict \(with 'out'\), .* dict with 'logits'"),
+    "logits that are None": (lambda: hk.hessian(Returns(lambda z: {"logits": None}), X, T), "dict whose 'logits' is None"),
+    "nothing": (lambda: hk.hessian(Returns(lambda z: None), X, T), "returned NoneType, expected"),
+    "no labels": (lambda: hk.hessian(Padded("object"), KEYWORDS, loss=None), "whose 'loss' is None, .* pass the labels"),
+    "no target": (lambda: hk.hessian(Padded(), KEYWORDS, loss="cross_entropy"), "loss='cross_entropy' needs a target"),
+    "target without use": (lambda: hk.hessian(Padded("loss"), {**KEYWORDS, "labels": LABELS}, LABELS, loss=None), "would not be used"),
+    "unknown keyword": (lambda: hk.hessian(Padded(), {"ids": IDS}, LABELS, loss="cross_entropy"), r"inputs\['ids'\] \(4, 5\): .*unexpected keyword"),
+    "key that is no string": (lambda: hk.hessian(Padded(), {0: IDS}, LABELS, loss="cross_entropy"), "has the key 0"),
+    "dtype of one key": (lambda: hk.hessian(Padded(), {**KEYWORDS, "attention_mask": MASK.float()}, LABELS, loss="cross_entropy"), r"inputs\['attention_mask'\] is torch.float32"),
+    "no entries in one key": (lambda: hk.hessian(Padded(), {**KEYWORDS, "attention_mask": MASK[:0]}, LABELS, loss="cross_entropy"), r"inputs\['attention_mask'\] has shape \(0, 5\)"),
+    "target that is no tensor": (lambda: hk.hessian(Padded(), KEYWORDS, LABELS.tolist(), loss="cross_entropy"), "target is a list"),
+    "loss that fails": (lambda: hk.hessian(Padded("dict"), KEYWORDS, LABELS, loss=F.cross_entropy), r"loss\(outputs, target\) with a dict, raised"),
+    "loss that is no number": (lambda: hk.hessian(Returns(lambda z: z), X, T, loss=nn.MSELoss(reduction="none")), r"the loss returned shape \(2, 3\)"),
+    "loss that is not finite": (lambda: hk.hessian(Returns(lambda z: z), X, T, loss=lambda z, t: z.sum() / 0), "the loss is .*inf, not a finite"),
+    "loss of a strange type": (lambda: hk.hessian(Returns(lambda z: z), X, T, loss=3), "loss is a int"),  # type: ignore[arg-type]
+    "target that torch would broadcast": (lambda: hk.hessian(Returns(lambda z: z), X, T[:1], loss=nn.MSELoss()), "MSELoss needs equal shapes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_one_clear_error(case: str) -> None:
+    call, message = BAD[case]
+    with pytest.raises(hk.InputError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_by_name_and_mapped() -> None:
+    tree = {"a": IDS, "b": [None, (MASK, 2)]}
+    assert [(name, x is tensor) for (name, x), tensor in zip(named_tensors(UserDict(tree)), (IDS, MASK), strict=True)] == [
+        ("inputs['a']", True),
+        ("inputs['b'][1][0]", True),
+    ]
+    assert map_tensors(lambda x: x.shape[0], tree) == {"a": 4, "b": [None, (4, 2)]}

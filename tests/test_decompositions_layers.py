@@ -1,0 +1,197 @@
+"""Convolutions, norms over other axes, distances and products that are made of simpler operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from curvature_reference import Formula, assert_exact, draw, mse, randomised, reverse_over_reverse
+from operation_cases import applied, check_closed_form, module_of
+from torch import nn
+
+import hessiankit as hk
+from derivations.cast import Cast
+from derivations.linear import Linear, MatMul
+from derivations.normalization import LayerNorm
+from hessiankit.engine.lifts import Diagonal, Kronecker
+from hessiankit.engine.sites import find_sites
+from hessiankit.request.loss_trace import loss_trace
+from hessiankit.request.task import make_task
+
+T, B = draw(2, 3, 4, seed=13), draw(4, seed=11)
+CONVOLUTIONS = {
+    "conv1d": lambda y: F.conv1d(y, T[:, :, :2], B[:2]),
+    "conv1d, strides": lambda y: F.conv1d(y, T[:, :, :2], B[:2], stride=2, padding=1),
+    "conv1d, same": lambda y: F.conv1d(y, T[:, :, :3], B[:2], padding="same"),
+    "conv1d, valid": lambda y: F.conv1d(y, T[:, :, :2], padding="valid"),
+    "conv1d, groups and dilation": lambda y: F.conv1d(y.mT, T.permute(2, 0, 1)[:, :, :2], B, groups=2, dilation=2),
+    "conv1d, one sample": lambda y: F.conv1d(y[0], T[:, :, :2]),
+    "conv2d": lambda y: F.conv2d(y.unsqueeze(1), T[:, None, :2, :2], padding=1),
+    "conv2d, strides": lambda y: F.conv2d(y.unsqueeze(1), T[:, None, :2, :3], stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+    "conv2d, tiles": lambda y: F.conv2d(y[:, None, :2], T[:, None, :2, :2], B[:2], stride=2),
+    "conv2d, tiles with a rest": lambda y: F.conv2d(y[:, None], T[:, None, :2, :2], stride=2),
+    "conv2d, points": lambda y: F.conv2d(y[:, :, None], T[:, :, :1, None]),
+    "conv2d, by channel": lambda y: F.conv2d(y.unflatten(-1, (2, 2)), T.reshape(6, 1, 2, 2)[:3], B[:3], groups=3, padding=1),
+    "conv3d": lambda y: F.conv3d(y[None, None], T[:, None, None, :2, :2]),
+    "conv_transpose1d": lambda y: F.conv_transpose1d(y, T[0].reshape(3, 2, 2), B[:2]),
+    "conv_transpose1d, strides": lambda y: F.conv_transpose1d(y, T[0].reshape(3, 2, 2), None, 2, 1, 1, dilation=2),
+    "conv_transpose2d": lambda y: F.conv_transpose2d(y[None], T.reshape(2, 3, 2, 2), B[:3], stride=(2, 1), padding=(1, 0)),
+    "conv_transpose2d, groups": lambda y: F.conv_transpose2d(y[:, :2, None], T[0, :2].reshape(2, 1, 2, 2), groups=2),
+    "conv_transpose2d, one sample": lambda y: F.conv_transpose2d(y, T.reshape(2, 3, 2, 2)),
+}
+NORMS = {
+    "group_norm": lambda y: F.group_norm(y.mT, 2, B, B),
+    "group_norm without a gain": lambda y: F.group_norm(y, 3),
+    "instance_norm": lambda y: F.instance_norm(y, weight=B[:3], bias=B[1:]),
+    "instance_norm, moving gain": lambda y: F.instance_norm(y, weight=y[0, :, 0]),
+}
+PARTS = {
+    "instance_norm by statistics": lambda y: F.instance_norm(y, B[:3], B[1:].abs(), use_input_stats=False),
+    "batch_norm": lambda y: F.batch_norm(y, B[:3], B[1:].abs(), B[:3], B[1:]),
+    "batch_norm of rows": lambda y: F.batch_norm(y.flatten(0, 1), B, B.abs()),
+    "normalize by the sum": lambda y: F.normalize(y, p=1, dim=1),
+    "cosine_similarity": lambda y: F.cosine_similarity(y, T, -1),
+    "pairwise_distance": lambda y: F.pairwise_distance(y, T),
+    "norm of order 1": lambda y: torch.linalg.vector_norm(y, 1, -1),
+    "norm of order 3": lambda y: torch.linalg.vector_norm(y, 3, -1, keepdim=True),
+    "norm of order infinity": lambda y: torch.linalg.vector_norm(y, float("inf"), -1),
+    "linalg.norm": lambda y: torch.linalg.norm(y, dim=-1),
+    "norm of a matrix": lambda y: torch.linalg.matrix_norm(y),
+    "norm of all": torch.norm,
+    "norm of order 3 of all": lambda y: y.norm(3),
+    "dist": lambda y: torch.dist(y, T),
+    "bilinear": lambda y: F.bilinear(y, y[..., :2], T.reshape(2, 3, 4)[:, :2].mT, B[:2]),
+    "trace": lambda y: torch.trace(y[0]),
+    "cross": lambda y: torch.linalg.cross(y, T, dim=1),
+    "addr": lambda y: torch.addr(y[0, :, :3], y[0, :, 0], y[1, :, 1], beta=2, alpha=3),
+    "prod": lambda y: y.prod(1),
+    "prod, kept": lambda y: y.prod(-1, keepdim=True),
+    "prod with zeros": lambda y: (y * (T > 0)).prod(-1),
+    "prod of all": torch.prod,
+    "cumprod": lambda y: y.cumprod(1),
+    "std_mean": lambda y: torch.std_mean(y, 1)[0] * torch.var_mean(y, 1)[1],
+    "nanmean": lambda y: torch.where(T > 1, torch.nan, y).nanmean(1),
+    "diff": lambda y: torch.diff(y, dim=1),
+    "trapezoid": lambda y: torch.trapezoid(y, dx=0.5, dim=1),
+    "cov": lambda y: torch.cov(y[0]),
+    "corrcoef": lambda y: torch.corrcoef(y[0]),
+    "kron": lambda y: torch.kron(y, T[0]),
+    "multi_dot": lambda y: torch.linalg.multi_dot([y[0], T[0].T, y[1]]),
+    "matrix_power": lambda y: torch.linalg.matrix_power(y @ T.mT, 3),
+    "vecdot": lambda y: torch.linalg.vecdot(y, T),
+    "meshgrid": lambda y: torch.mul(*torch.meshgrid(y[0, 0], y[0, 1], indexing="ij")),
+    "cartesian_prod": lambda y: torch.cartesian_prod(y[0, 0], y[0, 1]),
+    "hsplit": lambda y: y.vsplit(2)[0] * y.hsplit(3)[1] * y.dsplit(2)[1][..., :1],
+    "softmin": lambda y: F.softmin(y, -1),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolution(name):
+    check_closed_form(CONVOLUTIONS[name])
+    assert {Linear, MatMul} & {type(p) for p in applied(module_of(CONVOLUTIONS[name]))[2:]}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norm(name):
+    check_closed_form(NORMS[name], LayerNorm)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name):
+    check_closed_form(PARTS[name])
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0])
+def test_cdist_which_autograd_differentiates_once(p):
+    target = torch.zeros(2, 3, 3).double()
+    found = hk.hessian(module_of(lambda y: torch.cdist(y, T, p)), draw(2, 3, 5), target)
+    written = module_of(lambda y: (y.unsqueeze(2) - T.unsqueeze(1)).abs().pow(p).sum(-1).pow(1 / p))
+    assert (found.matrix - assert_exact(written, draw(2, 3, 5), target, loss=mse).matrix).abs().max() <= 1e-13
+    assert found.fallbacks == ()
+
+
+CASTS = {
+    "to single": lambda y: y.float().sin().double(),
+    "softmax in single": lambda y: y.softmax(-1, dtype=torch.float32).double(),
+    "log_softmax in single": lambda y: y.log_softmax(-1, dtype=torch.float32).type_as(y),
+    "mean in single": lambda y: y.mean(1, dtype=torch.float32).double(),
+    "sum in single": lambda y: y.sum(dtype=torch.float32).to(torch.float64),
+    "cumsum in single": lambda y: y.cumsum(1, dtype=torch.float32).double(),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_round_and_need_no_automatic_differentiation(name):
+    check_closed_form(CASTS[name], Cast, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_mode": "circular"}, {"stride": 2}, {"groups": 2}, {"padding": "same"}], ids=str
+)
+def test_layers_with_their_own_weights(options):
+    layer = nn.Conv2d(2, 4, 3, **{"padding": 1, **options})
+    module = randomised(nn.Sequential(layer, nn.GroupNorm(2, 4), nn.SiLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()))
+    assert assert_exact(module, draw(1, 2, 4, 5), tolerance=1e-11).fallbacks == ()
+
+
+def test_bilinear_layer():
+    assert assert_exact(randomised(nn.Bilinear(3, 4, 2)), (draw(2, 3), draw(2, 4))).fallbacks == ()
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_weight_norm(dim):
+    """Torch's own second derivative of ``_weight_norm`` is wrong; the reference writes it out."""
+    v, g = draw(4, 3, seed=2), draw(*((4, 1), (1, 3), (1,))[dim], seed=3).reshape(((4, 1), (1, 3), ())[dim])
+    axes = {0: 1, 1: 0, -1: (0, 1)}[dim]
+
+    def fused(s, x):
+        return torch.tanh(F.linear(x, torch._weight_norm(s.v, s.g, dim)))
+
+    def written_out(s, x):
+        return torch.tanh(F.linear(x, s.v * (s.g / s.v.square().sum(axes, keepdim=True).sqrt())))
+
+    made = [Formula(f, v=tuple(v.shape), g=tuple(g.shape)) for f in (fused, written_out)]
+    x, target = draw(5, 3, seed=4), draw(5, 4, seed=5)
+    found = hk.hessian(made[0], x, target)
+    expected = reverse_over_reverse(made[1], x, target, mse)
+    assert (found.matrix - expected).abs().max() <= 1e-13 * expected.abs().max()
+    assert found.fallbacks == ()
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
+def test_products_of_groups():
+    def forward(s, x):
+        ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+        return torch._grouped_mm(torch.tanh(x @ s.V), s.W, offs=ends)
+
+    def written_out(s, x):
+        y = torch.tanh(x @ s.V)
+        return torch.cat([y[:2] @ s.W[0], y[2:] @ s.W[2]])
+
+    made = [Formula(f, V=(8, 8), W=(3, 8, 16)) for f in (forward, written_out)]
+    x, target = draw(5, 8), draw(5, 16, seed=6)
+    found = hk.hessian(made[0].float(), x.float(), target.float())
+    assert found.fallbacks == ()
+    expected = hk.hessian(made[1], x, target).matrix
+    assert (found.matrix - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_sums_of_integers_keep_their_type():
+    def forward(s, x):
+        places = torch.arange(4).cumsum(0, dtype=torch.int32)
+        assert places.dtype == torch.int32
+        assert torch.arange(4).sum(dtype=torch.int32).dtype == torch.int32
+        return torch.tanh(x @ s.W) * places.div(3, rounding_mode="floor")
+
+    assert assert_exact(Formula(forward, W=(4, 4)), draw(3, 4)).fallbacks == ()
+
+
+def test_the_weight_of_a_patch_embedding_is_a_site():
+    module = randomised(nn.Sequential(nn.Conv2d(2, 3, 2, stride=2), nn.Flatten(2), nn.Tanh()))
+    x = draw(2, 2, 4, 4)
+    with torch.no_grad():
+        traced = loss_trace(make_task("test", module, x, torch.zeros_like(module(x)), "mse"), 1.0).trace
+    (site,) = find_sites(traced).values()
+    assert [(type(lift), lift.parameter) for lift in site.lifts] == [(Kronecker, "0.weight"), (Diagonal, "0.bias")]
+    assert site.covered == (1, 2)

@@ -1,0 +1,58 @@
+"""A Hessian that is not finite is an error that names the block and the operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from curvature_reference import Formula, draw
+from torch import Tensor, nn
+
+import hessiankit as hk
+
+CASES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "normalize": (lambda z: F.normalize(z, dim=-1), r"has no finite derivative at its input, where row 1 is all zeros"),
+    "sqrt": (lambda z: z.abs().sqrt(), r"'sqrt' .* has no finite derivative at its input, where row 1"),
+    "power": (lambda z: z.abs() ** 1.5, r"'pow_1' .* has no finite second derivative at its input, where row 1"),
+}
+
+
+def linear(f: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Tensor, Tensor]:
+    module = Formula(lambda m, x: f(m.lin(x)), lin=nn.Linear(4, 3, bias=False))
+    x = draw(2, 4)
+    x[1] = 0
+    return module, x, draw(2, 3, seed=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("call", [hk.hessian, hk.hessian_operator])
+def test_point_without_derivative(call: Callable[..., object], name: str) -> None:
+    f, message = CASES[name]
+    start = r"the block \('lin.weight', 'lin.weight'\) is" if call is hk.hessian else "products with the Hessian are"
+    with pytest.raises(hk.InputError, match=f"{start} NaN or infinite: the operation .*{message}") as caught:
+        call(*linear(f))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_same_module_elsewhere_is_fine() -> None:
+    for f, _ in CASES.values():
+        module, x, t = linear(f)
+        assert hk.hessian(module, x + 1, t).matrix.isfinite().all()
+
+
+def test_a_mask_of_minus_infinity_is_not_blamed() -> None:
+    def f(z: Tensor) -> Tensor:
+        scores = (z @ z.mT).masked_fill(torch.eye(2, dtype=torch.bool), float("-inf"))
+        return F.normalize(z, dim=-1) + torch.softmax(scores, -1).sum()
+
+    with pytest.raises(hk.InputError, match=CASES["normalize"][1]):
+        hk.hessian(*linear(f))
+
+
+def test_overflow_is_said_and_only_the_bad_batch_is_blamed() -> None:
+    module = Formula(lambda m, x: torch.exp(m.lin(x)), lin=nn.Linear(4, 3))
+    good = (draw(2, 4), draw(2, 3, seed=2))
+    with pytest.raises(hk.InputError, match=r"block \('lin.weight', 'lin.weight'\) is NaN or infinite.* use a wider dtype"):
+        hk.hessian(module, [good, (draw(2, 4) * 300, draw(2, 3))])

@@ -1,0 +1,216 @@
+"""The exact diagonal: the same as the matrix's, and as reverse-over-reverse autograd's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from curvature_reference import Formula, cross_entropy, draw, mse, randomised, reverse_over_reverse
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit import curvature_diagonal
+from hessiankit.engine import diagonal_unwinding
+
+
+def assert_diagonal(module: nn.Module, inputs: Any, target: Tensor | None = None, *, loss: Any = "mse", **options: Any) -> None:
+    """Compare with the matrix and with autograd, and the Gauss-Newton part with the matrix's."""
+    module = randomised(module).eval()
+    if target is None:
+        target = draw(*module(*(inputs if isinstance(inputs, tuple) else (inputs,))).shape, seed=7)
+    found = curvature_diagonal(module, inputs, target, loss=loss, **options)
+    matrix = hk.hessian(module, inputs, target, loss=loss, params=options.get("params"))
+    names = tuple(found.values)
+    assert names == matrix.names
+    reference = reverse_over_reverse(module, inputs, target, {"mse": mse, "cross_entropy": cross_entropy}[loss], names)
+    for expected in (matrix.matrix.diagonal(), reference.diagonal()):
+        assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert found.loss == pytest.approx(matrix.loss, rel=1e-13)
+    outer = matrix.outer().diagonal()
+    ggn = curvature_diagonal(module, inputs, target, loss=loss, kind="ggn", **options)
+    assert (ggn.flat - outer).abs().max() <= 1e-12 * outer.abs().max()
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "pre-norm, RMSNorm": {"placement": "pre", "norm": "rmsnorm"},
+    "heads and biases": {"n_heads": 2, "bias": True, "attention_bias": True},
+    "GELU": {"activation": "gelu"},
+    "causal": {"causal": True},
+}
+
+
+@pytest.mark.parametrize("params", [None, ["*W_1", "*W_2"], ["*W_V"], ["*W_K", "*W_1"]], ids=str)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks(name: str, params: list[str] | None) -> None:
+    assert_diagonal(hk.TransformerBlock(4, 5, **BLOCKS[name]), draw(2, 3, 4), params=params)
+
+
+class LanguageModel(nn.Module):
+    """Tokens and positions, layers, and a head that is the embedding, or a part of it."""
+
+    def __init__(self, *, layers: int = 1, tied: bool = True) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(7, 4), nn.Parameter(torch.zeros(3, 4))
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True), layers)
+        self.head = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.layers(self.tokens(tokens) + self.positions))
+
+
+TOKENS = torch.tensor([[1, 5, 1], [0, 2, 6]])
+LABELS = torch.tensor([[3, -100, 1], [0, 6, 6]])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_language_model_with_ignored_labels(tied: bool, batch_size: int | None) -> None:
+    assert_diagonal(LanguageModel(tied=tied), TOKENS, LABELS, loss="cross_entropy", batch_size=batch_size)
+
+
+def test_a_tied_table_alone() -> None:
+    assert_diagonal(LanguageModel(), TOKENS, LABELS, loss="cross_entropy", params="tokens.weight")
+
+
+def test_layers_of_torch() -> None:
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, norm_first=True), 2, enable_nested_tensor=False
+    )
+    assert_diagonal(encoder, draw(2, 3, 4))
+    assert_diagonal(nn.TransformerDecoderLayer(4, 2, 5, batch_first=True), (draw(2, 3, 4), draw(2, 5, 4, seed=3)))
+
+
+def _grouped(s: Any, x: Tensor) -> Tensor:
+    """Two query heads that share one key and value head."""
+    q = (x @ s.Q).unflatten(-1, (2, 2)).transpose(1, 2)
+    k, v = ((x @ w).unsqueeze(1).expand(-1, 2, -1, -1) for w in (s.K, s.V))
+    return (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2) @ s.O
+
+
+FORMULAS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
+    "grouped queries": (
+        lambda s, x: torch.tanh(_grouped(s, torch.tanh(x @ s.A))),
+        {"A": (4, 4), "Q": (4, 4), "K": (4, 2), "V": (4, 2), "O": (4, 4)},
+    ),
+    "a weight used twice": (lambda s, x: torch.tanh(torch.tanh(x @ s.W) @ s.W), {"W": (4, 4)}),
+    "a weight and its transpose": (lambda s, x: torch.tanh(torch.tanh(x @ s.W) @ s.W.T), {"W": (4, 5)}),
+    "parts of a weight": (lambda s, x: torch.tanh(torch.tanh(x @ s.W[:, :3]) @ s.W[:3, 3:]), {"W": (4, 6)}),
+    "overlapping parts": (lambda s, x: torch.tanh(torch.tanh(x @ s.W[:, :3]) @ s.W[:3, 1:]), {"W": (4, 6)}),
+    "a bias that is a row of a weight": (lambda s, x: torch.tanh(x @ s.W + s.W[0]), {"W": (4, 5)}),
+    "a gain used as a bias": (
+        lambda s, x: torch.nn.functional.layer_norm(torch.tanh(x @ s.W), (5,), s.g, s.g),
+        {"W": (4, 5), "g": (5,)},
+    ),
+    "a gain of two norms": (
+        lambda s, x: torch.nn.functional.layer_norm(torch.tanh(torch.nn.functional.rms_norm(x, (4,), s.g)), (4,), s.g),
+        {"g": (4,)},
+    ),
+    "gates": (lambda s, x: torch.nn.functional.silu(x @ s.A) * (x @ s.B) @ s.C, {"A": (4, 5), "B": (4, 5), "C": (5, 2)}),
+    "a chain of norms": (
+        lambda s, x: torch.nn.functional.rms_norm(torch.tanh(torch.nn.functional.layer_norm(x @ s.A + s.b, (5,), s.g)), (5,)),
+        {"A": (4, 5), "b": (5,), "g": (5,)},
+    ),
+    "samples meet": (lambda s, x: (lambda y: torch.tanh(y - y.mean(0)) @ s.B)(torch.tanh(x @ s.A)), {"A": (4, 5), "B": (5, 2)}),
+    "a parameter as it is": (lambda s, x: torch.tanh(x @ torch.tanh(s.W)) * s.c.square(), {"W": (4, 5), "c": (5,)}),
+    "a table over columns": (lambda s, x: torch.tanh(x @ s.W + s.c), {"W": (4, 5), "c": (3, 1)}),
+    "tokens pooled": (lambda s, x: torch.tanh(x @ s.A).mean(1) @ s.B, {"A": (4, 5), "B": (5, 2)}),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas(name: str) -> None:
+    forward, shapes = FORMULAS[name]
+    assert_diagonal(Formula(forward, **shapes), draw(2, 3, 4))
+
+
+def test_several_batches() -> None:
+    module = randomised(LanguageModel()).eval()
+    batches = [(TOKENS, LABELS), (TOKENS.flip(1), LABELS.flip(0)), (TOKENS[:1], LABELS[:1])]
+    seen: list[tuple[int, int]] = []
+    found = curvature_diagonal(module, batches, loss="cross_entropy", progress=lambda done, of: seen.append((done, of)))
+    matrix = hk.hessian(module, batches, loss="cross_entropy")
+    assert (found.flat - matrix.matrix.diagonal()).abs().max() <= 1e-12 * found.flat.abs().max()
+    assert found.loss == pytest.approx(matrix.loss, rel=1e-13)
+    assert seen[-1] == (5, 5)
+    total = curvature_diagonal(module, batches, loss="cross_entropy", reduction="sum")
+    assert total.trace == pytest.approx(12 * found.trace, rel=1e-12)
+
+
+def test_a_loss_of_ones_own_and_one_of_the_module() -> None:
+    module, x, y = randomised(hk.TransformerBlock(4, 5)), draw(2, 3, 4), draw(2, 3, 4, seed=7)
+    expected = hk.hessian(module, x, y, loss=nn.functional.huber_loss).matrix.diagonal()
+    found = curvature_diagonal(module, x, y, loss=nn.functional.huber_loss)
+    assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()
+    whole = Formula(lambda s, x: torch.tanh(x @ s.W).square().sum(), W=(4, 5))
+    expected = hk.hessian(whole, x, loss=None).matrix.diagonal()
+    assert (curvature_diagonal(whole, x, loss=None).flat - expected).abs().max() <= 1e-12 * expected.abs().max()
+    with pytest.raises(hk.InputError, match="kind='ggn' needs the module's output"):
+        curvature_diagonal(whole, x, loss=None, kind="ggn")
+
+
+def test_what_it_says_of_itself() -> None:
+    module = randomised(nn.Linear(4, 2))
+    found = curvature_diagonal(module, draw(3, 4), draw(3, 2))
+    assert found["bias"].tolist() == pytest.approx([1.0, 1.0])  # 2 / (rows * columns) for each of the rows
+    assert set(found.traces) == {"weight", "bias"}
+    assert found.trace == pytest.approx(float(found.flat.sum()))
+    assert found["weight"].shape == (2, 4)
+    assert "diagonal of the Hessian: 10 entries" in repr(found)
+    assert "<caption>" in found._repr_html_()
+    said = found.to_dict()
+    assert said["entries"]["bias"] == {"shape": [2], "trace": 2.0, "min": 1.0, "max": 1.0}
+
+
+def test_parameters_without_effect() -> None:
+    module = Formula(lambda s, x: torch.tanh(x @ s.W), W=(4, 2), unused=(3,))
+    assert (curvature_diagonal(module, draw(3, 4), draw(3, 2))["unused"] == 0).all()
+    with pytest.raises(hk.InputError, match=r"none of the parameters \('unused'\) has an effect"):
+        curvature_diagonal(module, draw(3, 4), draw(3, 2), params="unused")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"kind": "fisher"}, "kind='fisher' is not known"), ({"batch_size": 0}, "no sample")]
+)
+def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(hk.InputError, match=said):
+        curvature_diagonal(nn.Linear(4, 2), torch.zeros(3, 4), torch.zeros(3, 2), **options)
+
+
+def test_an_entry_that_is_not_finite_is_named() -> None:
+    module = Formula(lambda s, x: torch.sqrt(x @ s.W), W=(4, 2))
+    with pytest.raises(hk.InputError, match=r"the block \('W', 'W'\) is NaN or infinite"):
+        curvature_diagonal(module, torch.zeros(3, 4).double(), draw(3, 2))
+
+
+LARGE = """
+import resource, torch, hessiankit as hk
+from torch import nn
+torch.manual_seed(0)
+resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+module = nn.Sequential(*(hk.TransformerBlock(96, 384, n_heads=2) for _ in range(2)))
+size = sum(p.numel() for p in module.parameters())
+found = hk.curvature_diagonal(module, torch.randn(1, 4, 96), torch.randn(1, 4, 96))
+assert size > 190_000 and found.flat.numel() == size, size
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+def test_memory_is_far_below_that_of_the_matrix() -> None:
+    """200,000 parameters: the matrix in float32 takes 149 GiB."""
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1.0
+
+
+def test_products_where_a_sweep_would_take_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagonal_unwinding, "WHOLE", 0)
+    assert_diagonal(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True), draw(2, 3, 4))
+    forward, shapes = FORMULAS["a parameter as it is"]
+    assert_diagonal(Formula(forward, **shapes), draw(2, 3, 4))

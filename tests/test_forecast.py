@@ -1,0 +1,129 @@
+"""Forecasts: bounds on memory, nothing computed, every field in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from curvature_reference import Formula, draw, randomised
+from torch import nn
+
+import hessiankit as hk
+from hessiankit import evaluation
+from hessiankit.disk import forecast, planning, streaming
+from hessiankit.disk.accounting import Meter
+from hessiankit.engine import sweep
+from hessiankit.request import task
+
+X, T = draw(6, 4, 6), draw(6, 4, 6, seed=2)
+
+
+def block() -> nn.Module:
+    return randomised(hk.TransformerBlock(6, 7, d_k=3))
+
+
+def test_says_what_it_takes_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "assemble", None)
+    found = hk.hessian(block(), X, T, dry_run=True)
+    assert isinstance(found, hk.Forecast)
+    assert (found.parameters, found.matrix_bytes, found.disk_bytes) == (180, 180 * 180 * 8, 0)
+    assert (found.samples, found.batches, found.chunks, found.panels) == (6, 1, 1, 1)
+    assert found.dtype == "float64"
+    assert found.fits
+    assert found.memory_bytes == found.matrix_bytes + found.workspace_bytes
+    assert found.seconds > 0
+    assert "Forecast: it fits" in repr(found)
+    assert "<table>" in found._repr_html_()
+    assert json.loads(json.dumps(found.to_dict()))["fallbacks"] == []
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.parameters = 1  # type: ignore[misc]
+
+
+def test_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "PANEL", 30_000)
+    found = hk.hessian(block(), X, T, out=tmp_path / "h.npy", dry_run=True)
+    assert found.panels > 5
+    assert found.disk_bytes == 180 * 180 * 8 + 128
+    assert found.memory_bytes < found.workspace_bytes + found.matrix_bytes
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(streaming, "PANEL", 30_000)
+    hk.hessian(block(), X, T, out=tmp_path / "h.npy")
+    assert (tmp_path / "h.npy").stat().st_size == found.disk_bytes
+    monkeypatch.setattr(planning, "KEPT", 0)
+    again = hk.hessian(block(), X, T, out=tmp_path / "h.npy", dry_run=True)
+    assert again.flops > 2 * found.flops  # every panel sweeps anew
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 4])
+def test_counts_what_runs(batch_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forecast is a bound on the bytes alive while the Hessian is computed, and knows its operations."""
+    found = hk.hessian(block(), X, T, batch_size=batch_size, dry_run=True)
+    sweeps: list[Any] = []
+    inner = sweep.Sweep.run
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self: (sweeps.append(self), inner(self)))
+    with Meter() as meter:
+        hk.hessian(block(), X, T, batch_size=batch_size)
+    assert len(sweeps) == found.chunks == {None: 1, 1: 6, 4: 2}[batch_size]
+    assert meter.peak <= found.memory_bytes <= 3 * meter.peak + forecast.MARGIN
+    assert found.flops == pytest.approx(meter.flops, rel=0.35 if batch_size == 4 else 0.05)  # the last chunk counts as a full one
+
+
+def test_batches_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a few lengths, a batch counts as the next larger one that has been measured."""
+    batches = [(draw(1, n, 6), draw(1, n, 6, seed=n)) for n in range(2, 7)]
+    exact = hk.hessian(block(), batches, dry_run=True)
+    monkeypatch.setattr(planning, "MEASURED", 2)
+    bound = hk.hessian(block(), batches, dry_run=True)
+    assert (exact.batches, exact.chunks, bound.chunks) == (5, 5, 5)
+    assert exact.flops < bound.flops < 2 * exact.flops
+    assert exact.workspace_bytes == bound.workspace_bytes
+
+
+def test_names_what_falls_back_and_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Formula(lambda m, x: torch.linalg.inv(x + m.w), w=(3, 3))
+    found = hk.hessian(module, draw(2, 3, 3), draw(2, 3, 3), dry_run=True)
+    assert found.fallbacks == hk.hessian(module, draw(2, 3, 3), draw(2, 3, 3)).fallbacks != ()
+    assert found.fallbacks[0] in repr(found)
+    monkeypatch.setattr(forecast, "available_memory", lambda device: 1000)
+    assert "it does not fit" in repr(hk.hessian(block(), X, T, dry_run=True))
+    with pytest.raises(hk.InputError, match="lazy=True"):
+        hk.hessian(block(), X, T, dry_run=True, lazy=True)
+
+
+def test_derivatives_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide value and few parameters: P x P is small, tables over pairs of entries of a sample are not."""
+    module = randomised(nn.Sequential(nn.LayerNorm(300), nn.Softmax(1), nn.LayerNorm(300)))
+    x = draw(1, 40, 300)
+    need = hk.hessian(module, x, x, dry_run=True).workspace_bytes
+    room = 2 * 1200**2 * 8 + 70 * 2**20
+    assert need > 2 * room
+    for where in (task, evaluation, planning):
+        monkeypatch.setattr(where, "available_memory", lambda device: room)
+    with (
+        Meter() as meter,
+        pytest.raises(hk.OutOfMemoryError, match=r"the derivatives of one chunk of samples take .* GiB beside"),
+    ):
+        hk.hessian(module, x, x)
+    assert meter.peak < room
+
+
+def test_interrupted_by_the_keyboard() -> None:
+    """The module, its data and torch's settings are as before."""
+    module, x, t = block().train(), X.clone(), T.clone()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hk.hessian(module, x, t, batch_size=2, progress=stop)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(x, X)
+    assert torch.equal(t, T)
+    assert module.training
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None for p in module.parameters())

@@ -1,0 +1,57 @@
+"""Lifts: what they do row by row is what the whole Jacobian of the value by its parameter would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from curvature_reference import draw
+from torch import Tensor
+
+from hessiankit.engine.lifts import Diagonal, Index, Kronecker, Lift, Whole
+
+X, D_OUT = draw(6, 4), 5
+HAT = draw(6, D_OUT, seed=2)
+ONES = torch.ones((), dtype=torch.float64).expand(6, D_OUT)
+TOKENS = torch.tensor([0, 2, 2, 1, 0, 2])
+TABLE = (TOKENS.unsqueeze(1) * D_OUT + torch.arange(D_OUT)).long()
+LIFTS: dict[str, tuple[Lift, Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "X W": (Kronecker("W", None, X, D_OUT, False), lambda W: X @ W, (4, D_OUT)),
+    "X W^T": (Kronecker("W", None, X, D_OUT, True), lambda W: X @ W.T, (D_OUT, 4)),
+    "gain": (Diagonal("g", None, HAT), lambda g: HAT * g, (D_OUT,)),
+    "bias": (Diagonal("b", None, ONES), lambda b: ONES * b, (D_OUT,)),
+    "table": (Index("E", torch.arange(3 * D_OUT), TABLE), lambda E: E[TOKENS], (3, D_OUT)),
+}
+
+
+def jacobian(name: str) -> Tensor:
+    """The Jacobian of the value with respect to the parameter, (rows, d_out, entries), by autograd."""
+    _, f, shape = LIFTS[name]
+    return torch.autograd.functional.jacobian(f, torch.zeros(shape, dtype=torch.float64)).reshape(6, D_OUT, -1)
+
+
+@pytest.mark.parametrize("name", LIFTS)
+def test_expand_and_reduce(name):
+    J, lift = jacobian(name), LIFTS[name][0]
+    assert lift.size == J.shape[2]
+    t = draw(D_OUT, 6, 7, seed=3)
+    assert torch.allclose(lift.expand(t), torch.einsum("nop,onf->pnf", J, t), rtol=0, atol=1e-14)
+    w = draw(6, D_OUT, 7, seed=4)
+    assert torch.allclose(lift.sum(w), torch.einsum("nop,noc->pc", J, w), rtol=0, atol=1e-13)
+    groups = torch.einsum("gmop,gmoc->gpc", J.reshape(2, 3, D_OUT, -1), w.reshape(2, 3, D_OUT, 7))
+    assert torch.allclose(lift.reduce(w.reshape(2, 3, D_OUT, 7)), groups, rtol=0, atol=1e-13)
+
+
+def test_expand_keeps_the_dtype_of_the_tangent():
+    t = draw(D_OUT, 6, 7, seed=3)
+    for lift in (LIFTS["X W"][0], LIFTS["gain"][0]):
+        assert lift.expand(t.float()).dtype == torch.float32
+        assert (lift.expand(t.float()) - lift.expand(t)).abs().max() < 1e-5
+
+
+def test_parameters_taken_whole():
+    lift = Whole("W", None, 2, 3)
+    w = draw(1, 1, 7, 4)
+    assert torch.equal(lift.reduce(w), w[:, 0, 2:5])
+    assert lift.size == 3

@@ -1,0 +1,75 @@
+"""What torch's losses divide their sums by, read off the losses themselves: mean = sum / count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from curvature_reference import draw
+from torch import Tensor, nn
+
+from hessiankit.request.losses import known_count, known_reduction, loss_module, same_as
+
+LABELS = torch.tensor([[0, 2, -100], [1, -100, -100], [2, 2, 0], [1, 0, 2]])
+WEIGHT = torch.tensor([0.5, 2.0, 1.25]).double()
+LOGITS = draw(4, 3, 3)
+OPTIONS: list[tuple[type[nn.Module], dict[str, Any], Tensor]] = [
+    (nn.MSELoss, {}, draw(4, 3, 3, seed=2)),
+    (nn.L1Loss, {}, draw(4, 3, 3, seed=2)),
+    (nn.HuberLoss, {"delta": 0.7}, draw(4, 3, 3, seed=2)),
+    (nn.BCEWithLogitsLoss, {"pos_weight": WEIGHT}, torch.sigmoid(draw(4, 3, 3, seed=2))),
+    (nn.CrossEntropyLoss, {}, LABELS),
+    (nn.CrossEntropyLoss, {"ignore_index": 2}, LABELS.clamp_min(0)),
+    (nn.CrossEntropyLoss, {"weight": WEIGHT}, LABELS),
+    (nn.CrossEntropyLoss, {"weight": WEIGHT, "label_smoothing": 0.1}, LABELS),
+    (nn.CrossEntropyLoss, {"label_smoothing": 0.1}, LABELS),
+    (nn.CrossEntropyLoss, {"weight": WEIGHT}, torch.softmax(draw(4, 3, 3, seed=2), 1)),
+    (nn.NLLLoss, {"weight": WEIGHT, "ignore_index": 0}, LABELS.clamp_min(0)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(OPTIONS)))
+def test_mean_is_sum_by_count(case: int) -> None:
+    kind, options, target = OPTIONS[case]
+    mean, total = kind(**options), kind(**options, reduction="sum")
+    assert float(total(LOGITS, target) / mean(LOGITS, target)) == pytest.approx(known_count(mean, target), rel=1e-14)
+    assert (known_reduction(mean), known_reduction(total)) == ("mean", "sum")
+
+
+def test_functions_have_the_defaults_of_their_modules() -> None:
+    assert isinstance(loss_module(F.cross_entropy), nn.CrossEntropyLoss)
+    assert known_count(F.cross_entropy, LABELS) == 9
+    assert known_count(F.mse_loss, LOGITS) == 36
+
+
+class Own(nn.MSELoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target) * len(input)
+
+
+@pytest.mark.parametrize("loss", [None, lambda z, t: z.sum(), Own(), nn.KLDivLoss(reduction="batchmean"), []])
+def test_nothing_is_guessed(loss: Any) -> None:
+    assert known_count(loss, LABELS) is None
+    assert known_reduction(loss) is None
+    assert known_count("mse", [1.0]) is None
+
+
+def test_only_what_equals_a_named_loss_is_taken_for_it() -> None:
+    z, rows, labels = LOGITS, LOGITS[0], torch.tensor([0, -100, 2])
+    assert same_as(nn.MSELoss(), z, z + 1) == same_as(F.mse_loss, z, z) == "mse"
+    assert same_as(F.cross_entropy, rows, labels) == "cross_entropy"
+    for loss, outputs, target in (
+        (nn.MSELoss(), z, z[:1]),
+        (nn.MSELoss(), z, z.float()),
+        (nn.MSELoss(reduction="sum"), z, z),
+        (nn.CrossEntropyLoss(), z, LABELS),  # classes on axis 1
+        (nn.CrossEntropyLoss(), rows, torch.softmax(rows, -1)),
+        (nn.CrossEntropyLoss(WEIGHT), rows, labels),
+        (nn.CrossEntropyLoss(ignore_index=0), rows, labels),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), rows, labels),
+        (nn.L1Loss(), z, z),
+        (lambda z, t: z, z, z),
+    ):
+        assert same_as(loss, outputs, target) is None

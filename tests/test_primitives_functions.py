@@ -1,0 +1,142 @@
+"""Entrywise functions of the tracer, with one argument and with two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from curvature_reference import Formula, assert_exact, draw, mse
+from operation_cases import applied, check_closed_form, module_of
+
+import hessiankit as hk
+from derivations.activation import Activation
+from derivations.binary import Binary
+from derivations.elementwise import Elementwise
+from derivations.linear import MatMul, Scale
+
+OTHER, SLOPES = draw(2, 3, 4, seed=13), draw(4, seed=11)
+
+FUNCTIONS = {
+    "mish": F.mish,
+    "elu": F.elu,
+    "elu with a slope": lambda y: F.elu(y, 0.7),
+    "selu": F.selu,
+    "celu": lambda y: F.celu(y, 0.5),
+    "hardswish": lambda y: F.hardswish(4 * y),
+    "hardshrink": lambda y: F.hardshrink(y, 0.3),
+    "softshrink": lambda y: F.softshrink(y, 0.3),
+    "threshold": lambda y: F.threshold(y, 0.1, 0.3),
+    "logit": lambda y: torch.logit(y.sigmoid()),
+    "logit within": lambda y: torch.logit(y.sigmoid(), 0.3),
+    "erfc": torch.erfc,
+    "erfinv": lambda y: torch.erfinv(0.9 * y),
+    "sinh": torch.sinh,
+    "cosh": torch.cosh,
+    "tan": torch.tan,
+    "asin": torch.asin,
+    "acos": torch.acos,
+    "atan": torch.atan,
+    "asinh": torch.asinh,
+    "acosh": lambda y: torch.acosh(y + 3),
+    "atanh": lambda y: torch.atanh(0.9 * y),
+    "log2": lambda y: torch.log2(y + 2),
+    "log10": lambda y: torch.log10(y + 2),
+    "frac": lambda y: torch.frac(3 * y),
+    "remainder": lambda y: torch.remainder(y, 0.3),
+    "fmod": lambda y: torch.fmod(y, 0.3),
+    "nan_to_num": torch.nan_to_num,
+    "clip": lambda y: y.clip(-0.3, 0.4),
+}
+
+BINARIES = {
+    "maximum": lambda y: torch.maximum(y, OTHER),
+    "minimum": lambda y: torch.minimum(y, y[:, :1] + 0.1),
+    "max of two": lambda y: torch.max(y, OTHER),
+    "fmax": lambda y: torch.fmax(y, OTHER),
+    "clamp": lambda y: y.clamp(-OTHER.abs(), OTHER.abs()),
+    "clamp from below": lambda y: y.clamp(min=OTHER),
+    "clamp_max": lambda y: torch.clamp_max(y, y[:1] * OTHER),
+    "power": lambda y: (y + 2) ** OTHER,
+    "power, both moving": lambda y: (y + 2) ** y,
+    "atan2": lambda y: torch.atan2(y, OTHER),
+    "logaddexp": lambda y: torch.logaddexp(y, y[0] * OTHER),
+    "copysign": lambda y: torch.copysign(y, OTHER),
+    "remainder": lambda y: torch.remainder(y, OTHER.abs()),
+    "fmod": lambda y: torch.fmod(y, OTHER),
+}
+
+PARTS = {
+    "tanhshrink": F.tanhshrink,
+    "prelu": lambda y: F.prelu(y.flatten(0, 1), SLOPES),
+    "prelu, moving": lambda y: F.prelu(y.mT, y[0, 0]),
+    "prelu, one slope": lambda y: F.prelu(y, SLOPES[:1]),
+    "addcdiv": lambda y: torch.addcdiv(y, OTHER, 2 + y, value=2),
+    "lerp": lambda y: torch.lerp(y, OTHER, 0.3),
+    "lerp by a tensor": lambda y: torch.lerp(y, OTHER, y.sin()),
+    "hypot": lambda y: torch.hypot(y, OTHER),
+    "xlogy": lambda y: torch.xlogy(OTHER, y.exp()),
+    "xlogy at zero": lambda y: torch.xlogy(y * (OTHER > 0), (y + 2) * (OTHER > 0)),
+    "ldexp": lambda y: torch.ldexp(y, torch.tensor([1, 2, 0, 1])),
+    "degrees": lambda y: torch.rad2deg(torch.deg2rad(y) * y),
+    "where": lambda y: torch.where(y > OTHER, y, OTHER * y),
+}
+
+STEPS = {
+    "sign": torch.sign,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round": torch.round,
+    "round to digits": lambda y: torch.round(y, decimals=1),
+    "trunc": torch.trunc,
+    "division with rounding": lambda y: y.div(OTHER, rounding_mode="floor"),
+    "one_hot": lambda y: F.one_hot(y.argmax(-1), 4),
+    "bucketize": lambda y: SLOPES[torch.bucketize(y, torch.linspace(-1, 1, 3))],
+    "heaviside": lambda y: torch.heaviside(y.detach(), SLOPES),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(name):
+    check_closed_form(FUNCTIONS[name], Elementwise)
+
+
+@pytest.mark.parametrize("name", BINARIES)
+def test_binary(name):
+    check_closed_form(BINARIES[name], Binary)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name):
+    check_closed_form(PARTS[name])
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_step(name):
+    check_closed_form(lambda y: y * STEPS[name](3 * y) + y)
+    assert len(applied(module_of(lambda y: y + STEPS[name](3 * y)))) <= 6  # the step itself is no application
+
+
+def test_floor_division_which_autograd_refuses():
+    found = hk.hessian(module_of(lambda y: y * torch.floor_divide(y, 0.3)), draw(2, 3, 5), torch.zeros(2, 3, 4).double())
+    same = hk.hessian(module_of(lambda y: y * torch.floor(y / 0.3)), draw(2, 3, 5), torch.zeros(2, 3, 4).double())
+    assert torch.equal(found.matrix, same.matrix)
+    assert found.fallbacks == ()
+
+
+def test_hardsigmoid_which_autograd_differentiates_once():
+    found = hk.hessian(module_of(lambda y: F.hardsigmoid(4 * y)), draw(2, 3, 5), torch.zeros(2, 3, 4).double())
+    same = assert_exact(
+        module_of(lambda y: (4 * y / 6 + 0.5).clamp(0, 1)), draw(2, 3, 5), torch.zeros(2, 3, 4).double(), loss=mse
+    )
+    assert (found.matrix - same.matrix).abs().max() <= 1e-13 * same.matrix.abs().max()
+    assert found.fallbacks == ()
+
+
+def test_rrelu_in_evaluation():
+    module = Formula(lambda s, x: torch.tanh(F.rrelu(x @ s.W)), W=(5, 4))
+    assert Activation in {type(p) for p in applied(module)}
+    assert assert_exact(module, draw(3, 5), draw(3, 4)).fallbacks == ()
+
+
+def test_numbers_given_as_scalars():
+    assert {MatMul, Scale} <= {type(p) for p in applied(module_of(lambda y: torch.ops.aten.mul.Scalar(y, 2.0)))}

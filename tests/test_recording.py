@@ -1,0 +1,339 @@
+"""What a forward pass is recorded as: the operations of torch's tracer, autograd's own cuts, and never a silent constant."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from curvature_reference import Formula, assert_exact, draw, mse, reverse_over_reverse
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hessiankit as hk
+from hessiankit.tracing import recording
+from hessiankit.tracing.decompositions import DECOMPOSITIONS
+from hessiankit.tracing.recording import can_record, record
+
+X = draw(3, 4)
+BOOKKEEPING = {"aten.detach.default", "aten.lift_fresh_copy.default", "aten.clone.default", "aten.lift_fresh.default"}
+"""What the two tracers write down differently of a constant on its way into the graph."""
+
+
+def formula(f: Callable[..., Any]) -> Formula:
+    return Formula(f, W=(4, 4), v=(4,))
+
+
+def operations(graph: torch.fx.Graph) -> list[str]:
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return [name for name in names if name not in BOOKKEEPING]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_switched_on():
+    """Torch works as before after every test here, whatever was raised."""
+    yield
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch._ops._len_torch_dispatch_stack_pre_dispatch() == 0
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+    assert torch.is_grad_enabled()
+    a = torch.tensor([1.0, 3.0], requires_grad=True)
+    assert torch.autograd.grad((a * a).sum(), a)[0].tolist() == [2.0, 6.0]
+
+
+SAME: dict[str, tuple[nn.Module, Tensor]] = {
+    "layers": (nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3), nn.Softmax(-1)), X),
+    "convolution": (nn.Sequential(nn.Conv1d(3, 2, 2), nn.GroupNorm(1, 2), nn.Flatten()), draw(2, 3, 4)),
+    "encoder layer": (nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True), draw(2, 3, 4)),
+    "in place": (formula(lambda s, x: (x @ s.W).relu_().mul_(2).add_(s.v)), X),
+    "views": (formula(lambda s, x: (x @ s.W).view(3, 2, 2).transpose(0, 1)[..., 1].mT.flatten()), X),
+    "pieces": (formula(lambda s, x: torch.cat((x @ s.W).chunk(2, -1)[::-1], -1).sort(-1)[0].topk(2)[0]), X),
+    "factories": (formula(lambda s, x: x @ s.W + torch.arange(4).double() + torch.eye(4).double()[:3] + torch.zeros(4)), X),
+    "numbers": (formula(lambda s, x: x @ s.W * torch.tensor([1.0, 2.0, 3.0, 4.0])), X),
+    "gradients off": (formula(lambda s, x: x @ s.W * torch.no_grad()(torch.sin)(x @ s.W)), X),
+    "einsum": (formula(lambda s, x: torch.einsum("bi,ij,j->bj", x, s.W, s.v)), X),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("decompositions", [{}, DECOMPOSITIONS], ids=["whole", "parts"])
+def test_same_operations_as_the_tracer_of_torch(name, decompositions):
+    module, x = SAME[name]
+    names = [n for n, _ in module.double().named_parameters()]
+    leaves = [p.detach() for _, p in module.named_parameters()]
+
+    def run(*tensors: Tensor) -> Tensor:
+        return torch.func.functional_call(module, dict(zip(names, tensors, strict=False)), (tensors[-1],))
+
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        mine = record(run, [*leaves, x], decompositions, parameters=len(leaves)).graph
+        theirs = make_fx(run, decomposition_table=decompositions, pre_dispatch=True)(*leaves, x).graph
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    assert operations(mine) == operations(theirs)
+    assert sum(node.op == "placeholder" for node in mine.nodes) == len(leaves) + 1
+
+
+def twice(s: Formula, x: Tensor) -> Tensor:
+    """An inner function that is used within a vmap of data."""
+    kept = torch.vmap(torch.vmap(lambda i, j: i >= j, (None, 0)), (0, None))(torch.arange(4), torch.arange(4))
+    return torch.tanh(x @ (s.W * kept)) * s.v
+
+
+class Halved(torch.autograd.Function):
+    """x^2, with a derivative that is not its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0]
+
+
+def in_thread(function: Callable[[], Tensor]) -> Tensor:
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def inner_gradient_switch(s: Formula, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        first = torch.tanh(x @ s.W)
+        with torch.enable_grad():
+            second = torch.sin(x @ s.W)
+    return first * second * s.v
+
+
+def written_constant(s: Formula, x: Tensor) -> Tensor:
+    m = torch.zeros(3, 4, dtype=x.dtype)
+    m[0], m[1] = s.v, s.W[2]
+    m[:, 2] += 3
+    return torch.tanh(x @ s.W + m.mul_(2)) * s.v
+
+
+def written_out(s: Formula, x: Tensor) -> Tensor:
+    doubled = torch.empty(3, 4, dtype=x.dtype)
+    torch.mul(x, 2, out=doubled)
+    return torch.tanh(doubled @ s.W) * s.v
+
+
+def mask_written_into(s: Formula, x: Tensor) -> Tensor:
+    kept = torch.vmap(lambda row: row > 0)(x)
+    kept[0] = True
+    kept[:, 1].logical_not_()
+    return torch.tanh(x @ s.W).masked_fill(kept, 0.5) * s.v
+
+
+def given_data(s: Formula, x: Tensor) -> Tensor:
+    y = torch.zeros(3, 4, dtype=x.dtype)
+    y.data = (x @ s.W).data
+    return torch.tanh(x @ s.W) * y * s.v
+
+
+def module_of_its_own(s: Formula, x: Tensor) -> Tensor:
+    inner = nn.Linear(4, 4, bias=False).double()  # which gives its parameter other .data
+    return torch.func.functional_call(inner, {"weight": s.W}, (x,)).tanh() * s.v
+
+
+def moved_is_given_data(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    y.data = x
+    return torch.tanh(y) * s.v
+
+
+def gradient_of_data(s: Formula, x: Tensor) -> Tensor:
+    return torch.tanh(torch.func.grad(lambda a: (a**3).sum())(x) @ s.W) * s.v
+
+
+def by_checkpoint(s: Formula, x: Tensor) -> Tensor:
+    return checkpoint(lambda a: torch.tanh(a @ s.W) * s.v, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def by_branch(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    assert torch.isfinite(y).all()
+    return torch.tanh(y) * s.v if y.sum() > 0 else torch.sin(y) * s.v
+
+
+def within_itself(s: Formula, x: Tensor) -> Tensor:
+    return torch.tanh(x @ s.W) * s.v * hk.hessian(INNER, X, X[:, :2]).matrix.sum()
+
+
+INNER = nn.Linear(4, 2).double()
+EXACT: dict[str, Callable[[Formula, Tensor], Tensor]] = {
+    "data": lambda s, x: (y := torch.tanh(x @ s.W)) * y.data * s.v,
+    "detach": lambda s, x: (y := torch.tanh(x @ s.W)) * y.detach() * s.v,
+    "data of a parameter": lambda s, x: torch.tanh(x @ s.W.data) * s.v * s.v.data,
+    "a parameter of a parameter": lambda s, x: torch.tanh(x @ nn.Parameter(s.W)) * s.v,
+    "an array of what is detached": lambda s, x: torch.tanh(x @ s.W) * s.v * torch.from_numpy(s.v.detach().numpy()),
+    "gradients off and on": inner_gradient_switch,
+    "detached and differentiated again": lambda s, x: torch.tanh((x @ s.W).detach().requires_grad_()) * s.v,
+    "a tensor twice": lambda s, x: torch.tanh(x @ s.W) * (s.v * s.v) + torch.add(s.v, s.v),
+    "a constant written into": written_constant,
+    "out=": written_out,
+    "vmap of data": twice,
+    "vmap of data, written into": mask_written_into,
+    "gradient of data": gradient_of_data,
+    "other data of a constant": given_data,
+    "another thread on data": lambda s, x: torch.tanh(in_thread(lambda: torch.sin(x)) @ s.W) * s.v,
+    "a function of one's own on data": lambda s, x: torch.tanh(Halved.apply(x) @ s.W) * s.v,
+    "checkpoint": by_checkpoint,
+    "branch": by_branch,
+    "sorted by a parameter": lambda s, x: torch.tanh(x @ s.W)[:, s.v.argsort()] * s.v,
+    "rows one by one": lambda s, x: torch.stack([torch.tanh(row * w) * s.v for row, w in zip(x, s.W, strict=False)]),
+    "its own Hessian": within_itself,
+    "cosine similarity": lambda s, x: F.cosine_similarity(x @ s.W, s.v[None], -1)[:, None] * s.v,
+    "addcmul_": lambda s, x: torch.tanh((x @ s.W).addcmul_(torch.tanh(x * s.v), x, value=0.5)),
+    "addcmul_ into a part": lambda s, x: torch.tanh(_part(x @ s.W, lambda part: part.addcmul_(x[1:], x[1:] * s.v))),
+    "lerp_": lambda s, x: torch.tanh((x @ s.W).lerp_(x * s.v, 0.3)),
+    "addmm_": lambda s, x: torch.tanh((x @ s.W).addmm_(x * s.v, s.W)),
+    "addcdiv_": lambda s, x: torch.tanh((x @ s.W).addcdiv_(x, s.v * s.v + 1)),
+    "square_": lambda s, x: torch.tanh((x @ s.W).square_()) * s.v,
+}
+
+
+def _part(y: Tensor, change: Callable[[Tensor], object]) -> Tensor:
+    change(y[1:])
+    return y
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_derivatives_are_those_of_autograd(name):
+    found = assert_exact(formula(EXACT[name]), X)
+    assert found.fallbacks == ()
+
+
+def test_buffers_and_what_a_module_keeps():
+    module = formula(lambda s, x: torch.tanh(x @ s.W + s.shift) * s.v * s.kept)
+    module.register_buffer("shift", draw(4, seed=8))
+    module.kept = draw(4, seed=9)
+    assert assert_exact(module, X).fallbacks == ()
+
+
+def test_autocast_is_recorded_with_its_casts():
+    def lowered(s: Formula, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = F.linear(x.float(), s.W.float())
+        assert y.dtype == torch.bfloat16
+        return torch.tanh(y.double()) * s.v
+
+    module, target = formula(lowered), draw(3, 4, seed=7)
+    found = hk.hessian(module, X, target).matrix
+    expected = reverse_over_reverse(module, X, target, mse)
+    assert (found - expected).abs().max() < 0.01 * expected.abs().max()  # eps of bfloat16 is 0.008, of one rounding half of it
+
+
+def test_inputs_are_returned_unchanged():
+    found = record(lambda a, b: (b, {"a": a}, 3), [X, X], {}, parameters=1)
+    (out,) = (node for node in found.graph.nodes if node.op == "output")
+    first, second = (node for node in found.graph.nodes if node.op == "placeholder")
+    assert out.args[0] == (second, {"a": first}, 3)
+
+
+def with_dual_numbers(s: Formula, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        moved = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(torch.tanh(moved @ s.W)).tangent * s.v
+
+
+def viewed_without_gradient(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    with torch.no_grad():
+        row = y[0]
+    y += x
+    return y * row * s.v
+
+
+def by_reentrant_checkpoint(s: Formula, x: Tensor) -> Tensor:
+    return checkpoint(lambda w: torch.tanh(x @ w) * s.v, s.W, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def raised(s: Formula, x: Tensor) -> Tensor:
+    if (x @ s.W).requires_grad:  # as in the trace, and unlike the trial run before it
+        raise KeyError("a mistake of the module")
+    return x @ s.W
+
+
+UNSEEN = "which is not an operation that can be seen"
+WITHIN = "runs within a transform of torch.func"
+REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
+    "vmap": (lambda s, x: torch.vmap(lambda a: torch.tanh(a @ s.W) * s.v)(x), WITHIN),
+    "vmap over a parameter": (lambda s, x: torch.vmap(lambda w: x * w, 0)(s.W).sum(0) * s.v, WITHIN),
+    "vmap of what is cut off": (lambda s, x: torch.vmap(lambda a: (a @ s.W).detach())(x) * s.v, WITHIN),
+    "gradient": (lambda s, x: torch.func.grad(lambda a: (torch.tanh(a @ s.W) * s.v).sum())(x), WITHIN),
+    "jvp": (lambda s, x: torch.func.jvp(lambda a: torch.tanh(a @ s.W) * s.v, (x,), (x,))[1], WITHIN),
+    "jacrev": (lambda s, x: torch.func.jacrev(lambda a: torch.tanh(a @ s.W) * s.v)(x).sum((2, 3)), WITHIN),
+    "dual numbers": (with_dual_numbers, "cannot run it by itself"),
+    "a function of one's own": (lambda s, x: Halved.apply(x @ s.W) * s.v, f"comes from HalvedBackward, {UNSEEN}"),
+    "reentrant checkpoint": (by_reentrant_checkpoint, f"comes from CheckpointFunctionBackward, {UNSEEN}"),
+    "another thread": (lambda s, x: in_thread(lambda: torch.tanh(x @ s.W)) * s.v, f"comes from TanhBackward0, {UNSEEN}"),
+    "other data": (moved_is_given_data, "is given other .data"),
+    "random numbers": (module_of_its_own, "draws random numbers"),
+    "sparse": (lambda s, x: torch.sparse.mm(x.to_sparse(), s.W) * s.v, "works on sparse tensors"),
+    "sparse rows": (lambda s, x: (x.to_sparse_csr() @ s.W) * s.v, "works on sparse tensors"),
+    "a number": (lambda s, x: torch.tanh(x @ s.W) * s.v * s.v.sum().item(), "into a Python number or an array"),
+    "an array": (lambda s, x: torch.tanh(x @ s.W) * s.v * torch.from_numpy((s.v * 2).numpy()), "a Python number or an array"),
+    "a list": (lambda s, x: torch.tanh(x @ s.W) * torch.tensor(s.v.tolist()), "into a Python number or an array"),
+    "a view made without gradients": (viewed_without_gradient, "A view was created in no_grad mode"),
+    "an exception": (raised, r"could not trace the module \(KeyError: 'a mistake of the module'\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_seen_is_an_error(name):
+    f, message = REFUSED[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls sparse layouts a beta
+        with pytest.raises(hk.TraceError, match=message):
+            hk.hessian(formula(f), X, draw(3, 4, seed=7))
+
+
+def test_two_threads_at_a_time():
+    module = formula(lambda s, x: torch.tanh(x @ s.W) * s.v)
+    expected, found = hk.hessian(module, X, X).matrix, []
+    threads = [threading.Thread(target=lambda: found.append(hk.hessian(module, X, X).matrix)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [torch.equal(matrix, expected) for matrix in found] == [True, True]
+
+
+@pytest.mark.parametrize("missing", ["PreDispatch", "PROXY", "_DisablePythonDispatcher", "dispatcher"])
+def test_a_torch_without_the_internals_uses_its_own_tracer(monkeypatch, missing):
+    class Without:
+        """torch._C less one name."""
+
+        def __init__(self, whole: Any) -> None:
+            self._whole = whole
+
+        def __getattr__(self, name: str) -> Any:
+            if name == missing:
+                raise AttributeError(name)
+            found = getattr(self._whole, name)
+            return Without(found) if name in ("DispatchKey", "_TorchDispatchModeKey") else found
+
+    assert can_record()
+    expected = hk.hessian(formula(lambda s, x: torch.tanh(x @ s.W)[:, :2] * s.v[1:3]), X, X[:, :2])
+    with monkeypatch.context() as patch:
+        if missing == "dispatcher":
+            patch.setattr(recording, "enable_python_dispatcher", None)
+        else:
+            patch.setattr(recording, "_INTERNALS", Without(torch._C))
+        assert not can_record()
+        found = hk.hessian(formula(lambda s, x: torch.tanh(x @ s.W)[:, :2] * s.v[1:3]), X, X[:, :2])
+    assert torch.equal(found.matrix, expected.matrix)
+    assert can_record()

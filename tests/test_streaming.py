@@ -1,0 +1,332 @@
+"""The matrix on disk: the bytes of an uninterrupted run, whatever interrupts it; nothing of others is overwritten."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from curvature_reference import Formula, cross_entropy, draw, largest_error, mse, randomised, reverse_over_reverse
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit.disk import matrix_file, planning, streaming
+
+X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
+
+
+def block(**options: Any) -> nn.Module:
+    return randomised(hk.TransformerBlock(6, 7, d_k=3, **options))
+
+
+@pytest.fixture(autouse=True)
+def small_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some seven panels, one of them a part of the rows of W_1."""
+    monkeypatch.setattr(streaming, "PANEL", 30_000)
+    monkeypatch.setattr(matrix_file, "SLAB", 1000)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_file_and_result(tmp_path: Path) -> None:
+    module, out, steps = block(), tmp_path / "h.npy", []
+    found = hk.hessian(module, X, T, out=out, progress=lambda done, total: steps.append((done, total)))
+    plain = hk.hessian(module, X, T)
+    assert torch.equal(found.matrix, plain.matrix)
+    assert (found.loss, found.asymmetry, found.fallbacks, found.unused) == (plain.loss, plain.asymmetry, (), ())
+    assert largest_error(found, reverse_over_reverse(module, X, T, mse)) <= 1e-12
+    assert names(tmp_path) == ["h.npy", "h.npy.journal.json"]
+    assert np.array_equal(np.load(out, mmap_mode="r"), plain.matrix.numpy())
+    panels = json.loads((tmp_path / "h.npy.journal.json").read_text())["plan"]["panels"]
+    assert len(panels) > 5
+    assert any(left > top and bottom == top + 1 for top, bottom, left, _ in panels)
+    assert steps == [(3 * n, 3 * len(panels)) for n in range(1, 1 + len(panels))]
+    assert "d_model" not in repr(found)
+    assert torch.equal(found.outer(), plain.outer())
+
+
+def test_second_call_opens_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, out = block(), tmp_path / "h.npy"
+    first = hk.hessian(module, X, T, out=out)
+    before = out.stat().st_mtime_ns
+    monkeypatch.setattr(streaming, "unwind", None)
+    again = hk.hessian(module, X, T, out=str(out))
+    assert torch.equal(again.matrix, first.matrix)
+    assert (again.loss, again.asymmetry, again.seconds) == (first.loss, first.asymmetry, first.seconds)
+    again.matrix[0, 0] = 7.0  # a private copy of the page
+    assert out.stat().st_mtime_ns == before
+    assert np.load(out)[0, 0] != 7.0
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.block = nn.Embedding(7, 6), hk.TransformerBlock(6, 3, bias=True, placement="pre")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.block(self.table(tokens)) @ self.table.weight.T
+
+
+TOKENS = torch.tensor([[0, 3, 3, 5], [1, 6, 2, 0], [4, 4, 1, 5]])
+LABELS = torch.tensor([[1, -100, 3, 0], [-100, -100, -100, 2], [6, 5, 4, -100]])
+
+
+@pytest.mark.parametrize("kept", [0, 2**30])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_labels_batches_and_kept_curvature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, batch_size: Any) -> None:
+    """The curvature is kept from panel to panel or computed again: the bytes are the same."""
+    monkeypatch.setattr(planning, "KEPT", kept)
+    module = randomised(Tied())
+    options: Any = {"loss": "cross_entropy", "batch_size": batch_size}
+    found = hk.hessian(module, TOKENS, LABELS, out=tmp_path / "a.npy", **options)
+    assert torch.equal(found.matrix, hk.hessian(module, TOKENS, LABELS, **options).matrix)
+    assert largest_error(found, reverse_over_reverse(module, TOKENS, LABELS, cross_entropy)) <= 1e-12
+    batches = [(TOKENS[:1, :3], LABELS[:1, :3]), (TOKENS[1:], LABELS[1:])]
+    several = hk.hessian(module, batches, out=tmp_path / "b.npy", **options)
+    assert torch.equal(several.matrix, hk.hessian(module, batches, **options).matrix)
+    assert several.loss == hk.hessian(module, batches, **options).loss
+
+
+def test_float32_and_params(tmp_path: Path) -> None:
+    module = block().float()
+    some = {"params": ["attention.*", "norm_2.bias"]}
+    found = hk.hessian(module, X.float(), T.float(), out=tmp_path / "h.npy", **some)
+    assert np.load(tmp_path / "h.npy").dtype == np.float32
+    assert torch.equal(found.matrix, hk.hessian(module, X.float(), T.float(), **some).matrix)
+    with pytest.raises(hk.InputError, match=r"know no torch\.bfloat16"):
+        hk.hessian(block().bfloat16(), X.bfloat16(), T.bfloat16(), out=tmp_path / "b.npy")
+
+
+def test_a_batch_without_effect(tmp_path: Path) -> None:
+    """One whose output does not depend on the parameters adds to the loss only."""
+    module = Formula(lambda m, x: (x * m.w).tanh() if x.shape[0] == 2 else x, w=(3,))
+    batches = [(draw(2, 3), draw(2, 3, seed=2)), (draw(1, 3), draw(1, 3, seed=3))]
+    found, plain = hk.hessian(module, batches, out=tmp_path / "h.npy"), hk.hessian(module, batches)
+    assert torch.equal(found.matrix, plain.matrix)
+    assert found.loss == plain.loss
+
+
+KILLED = """
+import os, random, signal, sys, time
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, {tests!r})
+from test_streaming import X, T, block
+import hessiankit as hk
+from hessiankit.disk import matrix_file, streaming
+streaming.PANEL, matrix_file.SLAB = 4000, 1000
+module, out, chance = block(), sys.argv[1], random.Random(int(sys.argv[2]))
+start = time.perf_counter()
+hk.hessian(module, X, T, out=out + ".whole")
+whole, kills = time.perf_counter() - start, 0
+while kills < 3:
+    child = os.fork()
+    if not child:
+        hk.hessian(module, X, T, out=out)
+        os._exit(0)
+    time.sleep(chance.uniform(0.2, 0.8) * whole)
+    os.kill(child, signal.SIGKILL)
+    kills += 1
+    os.waitpid(child, 0)
+    print(os.path.exists(out), sorted(os.listdir(os.path.dirname(out))))
+hk.hessian(module, X, T, out=out)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_three_times_at_random(tmp_path: Path) -> None:
+    out, seed = tmp_path / "h.npy", int.from_bytes(os.urandom(2), "big")
+    code = KILLED.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", code, str(out), str(seed)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (seed, done.stderr)
+    assert out.read_bytes() == (tmp_path / "h.npy.whole").read_bytes(), seed
+    assert names(tmp_path) == ["h.npy", "h.npy.journal.json", "h.npy.whole", "h.npy.whole.journal.json"], (seed, done.stdout)
+
+
+class Stop(BaseException):
+    """What no handler expects."""
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let the n-th step towards the disk fail, before or after it happens."""
+    state = {"left": 10**9, "after": False, "error": Stop}
+
+    def guard(inner: Any) -> Any:
+        def step(*args: Any, **options: Any) -> Any:
+            state["left"] -= 1
+            if state["left"] == 0 and not state["after"]:
+                raise state["error"]
+            result = inner(*args, **options)
+            if state["left"] == 0:
+                raise state["error"]
+            return result
+
+        return step
+
+    for where, name in ((os, "fsync"), (os, "replace"), (matrix_file, "_reserve"), (matrix_file.MatrixFile, "_block")):
+        monkeypatch.setattr(where, name, guard(getattr(where, name)))
+    return state
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_interrupted_at_every_step(tmp_path: Path, interrupted: dict[str, Any], after: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(streaming, "PANEL", 2500)
+    module = randomised(nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)))
+    target = T[..., :2]
+    expected = hk.hessian(module, X, target).matrix.numpy().tobytes()
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    n, out = 0, tmp_path / "h.npy"
+    while True:
+        n += 1
+        interrupted.update(left=n, after=after)
+        try:
+            hk.hessian(module, X, target, out=out, overwrite=True)
+        except Stop:
+            assert not out.exists() or out.read_bytes()[128:] == expected
+        else:
+            break
+        interrupted["left"] = 10**9
+        found = hk.hessian(module, X, target, out=out)
+        assert out.read_bytes()[128:] == expected, n
+        assert found.asymmetry >= 0
+        assert names(tmp_path) == ["h.npy", "h.npy.journal.json"]
+        for file in tmp_path.iterdir():
+            file.unlink()
+    assert n > 15
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+def test_finished_panels_are_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, out, steps = block(), tmp_path / "h.npy", []
+
+    def stop(done: int, total: int) -> None:
+        steps.append(done)
+        if done == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hk.hessian(module, X, T, out=out, progress=stop)
+    assert names(tmp_path) == ["h.npy.journal.json", "h.npy.part"]
+    monkeypatch.setattr(streaming, "PANEL", 10**9)  # what was planned stays
+    steps.clear()
+    found = hk.hessian(module, X, T, out=out, progress=lambda done, total: steps.append(done))
+    assert steps[0] == 9
+    assert torch.equal(found.matrix, hk.hessian(module, X, T).matrix)
+
+
+def test_full_disk(tmp_path: Path, interrupted: dict[str, Any]) -> None:
+    module, out = block(), tmp_path / "h.npy"
+    for n in (4, 5, 12):  # no room at all, and no room for a panel
+        interrupted.update(left=n, error=OSError(errno.ENOSPC, "No space left on device"))
+        with pytest.raises(OSError, match=r"the disk is full: the matrix takes .* What is finished is kept") as caught:
+            hk.hessian(module, X, T, out=out)
+        assert caught.value.errno == errno.ENOSPC
+        assert not out.exists()
+    interrupted["left"] = 10**9
+    assert torch.equal(hk.hessian(module, X, T, out=out).matrix, hk.hessian(module, X, T).matrix)
+
+
+def test_other_computations_are_refused(tmp_path: Path) -> None:
+    module, out = block(), tmp_path / "h.npy"
+    found = hk.hessian(module, X, T, out=out)
+    moved = block()
+    with torch.no_grad():
+        moved.norm_1.bias[0] += 1e-12
+    for arguments, what in (
+        ((moved, X, T), "'norm_1.bias' of the module"),
+        ((module, X + 1, T), "the inputs of batch 0"),
+        ((module, X, T + 1), "the target of batch 0"),
+        (
+            (module, [(X, T), (X, T)]),
+            "the weight of batch 0, the inputs of batch 1, the target of batch 1, the weight of batch 1",
+        ),
+    ):
+        with pytest.raises(hk.InputError, match=f"holds the Hessian of another computation: what differs is {what}"):
+            hk.hessian(*arguments, out=out)
+    for options, what in (
+        ({"params": ["attention.W_Q"]}, "the chosen parameters"),
+        ({"batch_size": 2}, "batch_size"),
+        ({"loss": lambda z, t: (z - t).square().sum()}, "the loss"),
+    ):
+        with pytest.raises(hk.InputError, match=what):
+            hk.hessian(module, X, T, out=out, **options)
+    other = hk.hessian(moved, X, T, out=out, overwrite=True)
+    assert torch.equal(other.matrix, hk.hessian(moved, X, T).matrix)
+    assert not torch.equal(other.matrix, found.matrix)  # which is still there: the file was replaced, not written over
+
+
+def test_other_code_is_refused(tmp_path: Path) -> None:
+    module = block()
+    hk.hessian(module, X, T, out=tmp_path / "h.npy")
+    forward = type(module).forward
+    module.forward = lambda x: forward(module, x) * 1.0
+    with pytest.raises(hk.InputError, match="what differs is the operations of module and loss"):
+        hk.hessian(module, X, T, out=tmp_path / "h.npy")
+
+
+def test_files_of_others_are_refused(tmp_path: Path) -> None:
+    module, out = block(), tmp_path / "h.npy"
+    for name in ("h.npy", "h.npy.part", "h.npy.journal.json"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(hk.InputError, match="overwrite=True"):
+            hk.hessian(module, X, T, out=out)
+        assert names(tmp_path) == [name]
+        assert (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
+    out.write_text("mine")
+    hk.hessian(module, X, T, out=out, overwrite=True)
+    out.write_bytes(out.read_bytes()[:-8])
+    with pytest.raises(hk.InputError, match="is missing or has been changed"):
+        hk.hessian(module, X, T, out=out)
+
+
+def test_paths_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = block()
+    with pytest.raises(hk.InputError, match="there is no folder"):
+        hk.hessian(module, X, T, out=tmp_path / "a" / "h.npy")
+    with pytest.raises(hk.InputError, match="is a folder"):
+        hk.hessian(module, X, T, out=tmp_path)
+    done = hk.hessian(module, X, T, out=tmp_path / "h.npy")
+    monkeypatch.setattr(matrix_file.os, "access", lambda path, mode: False)  # as for anybody but root in a read-only folder
+    with pytest.raises(hk.InputError, match="the folder is read-only"):
+        hk.hessian(module, X, T, out=tmp_path / "g.npy")
+    assert torch.equal(hk.hessian(module, X, T, out=tmp_path / "h.npy").matrix, done.matrix)
+    with pytest.raises(hk.InputError, match="lazy=True"):
+        hk.hessian(module, X, T, out=tmp_path / "g.npy", lazy=True)
+    with pytest.raises(hk.InputError, match="overwrite=True is for out"):
+        hk.hessian(module, X, T, overwrite=True)
+    assert names(tmp_path) == ["h.npy", "h.npy.journal.json"]
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    with builtins.open(tmp_path / "h.npy.part", "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(hk.InputError, match="another process is writing"):
+            hk.hessian(block(), X, T, out=tmp_path / "h.npy")
+    assert hk.hessian(block(), X, T, out=tmp_path / "h.npy").matrix.shape == (180, 180)
+
+
+def test_memory_and_values_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def root(m: Any, x: Tensor) -> Tensor:
+        return (x * m.w).abs().sqrt()
+
+    module = Formula(root, w=(3,), v=(2,))
+    with pytest.raises(hk.InputError, match=r"the block \('w', 'w'\) is NaN or infinite"):
+        hk.hessian(module, torch.zeros(2, 3, dtype=torch.float64), draw(2, 3), out=tmp_path / "n.npy")
+    assert not (tmp_path / "n.npy").exists()
+    monkeypatch.setattr(planning, "available_memory", lambda device: 2**16)
+    with pytest.raises(hk.OutOfMemoryError, match=r"the derivatives of one chunk of samples take .* Pass batch_size=1"):
+        hk.hessian(block(), X, T, out=tmp_path / "h.npy")
+    assert "h.npy" not in "".join(names(tmp_path))

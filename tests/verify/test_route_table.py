@@ -1,0 +1,142 @@
+"""The shipped route table: true of the pinned torch, looked up by operations, and what check makes of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hessiankit as hk
+from hessiankit.verify import route_table
+from hessiankit.verify.check import AGAINST
+from hessiankit.verify.problem import Problem
+from hessiankit.verify.references import REFERENCES
+from hessiankit.verify.route_table import PATH, ROUTES_OF, choose, distilled, load, signatures
+from hessiankit.verify.routes import routes
+from hessiankit.verify.torch_routes import ROUTES
+
+OURS = ("reverse-over-reverse", "jvp(grad)", "central-differences")
+pinned = pytest.mark.skipif(torch.__version__.split("+")[0] != load()["torch"], reason="the table is of another torch")
+
+
+def draw(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def problem(module: nn.Module, x: Tensor, loss: object = "mse") -> Problem:
+    with torch.no_grad():
+        target = draw(*module.double().eval()(x).shape, seed=6)
+    return Problem(module, x, target, loss)  # type: ignore[arg-type]
+
+
+@pinned
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the table is of the CPU build")
+def test_the_shipped_table_is_true():
+    told = json.loads(PATH.read_text(encoding="utf-8"))
+    assert distilled(routes()) == told, "run: python -c 'from hessiankit.verify.route_table import write; write()'"
+
+
+def test_names_are_those_of_references_and_routes():
+    assert set(ROUTES_OF) | {"central-differences"} == set(AGAINST)
+    assert set(AGAINST) <= set(REFERENCES)
+    assert {route for tried in ROUTES_OF.values() for route in tried} <= set(ROUTES)
+
+
+def test_a_signature_says_which_tensors_move():
+    def loss(p: dict[str, Tensor]) -> Tensor:
+        z = F.layer_norm(torch.ones(2, 3) @ p["W"], (4,), torch.ones(4))
+        return (z + torch.arange(4.0).sin()).sum()
+
+    found = list(signatures(loss, {"W": torch.ones(3, 4)}))
+    assert found == [
+        "aten.matmul.default(self, other*)",
+        "aten.layer_norm.default(input*, weight)",
+        "aten.add.Tensor(self*, other)",
+        "aten.sum.default(self*)",
+    ]
+
+
+@pinned
+def test_a_gain_leaves_jacfwd_of_jacrev_out():
+    found = choose(problem(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), draw(5, 3)), AGAINST)
+    assert found.names == OURS
+    assert found.note == ""
+    assert set(found.left_out) == {"torch.func.hessian", "curvlinops"}
+    for why in found.left_out.values():
+        assert why == f"wrong through layer_norm(x W, gain, bias) (route table, torch {load()['torch']})"
+
+
+@pinned
+def test_without_a_gain_it_is_left_out_as_no_witness_of_its_own():
+    found = choose(problem(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, elementwise_affine=False)), draw(5, 3)), AGAINST)
+    assert found.names == OURS
+    assert "shares its path with jvp(grad)" in found.left_out["torch.func.hessian"]
+
+
+@pinned
+def test_the_other_of_a_path_is_taken_where_the_first_fails():
+    found = choose(problem(nn.Linear(3, 4), draw(5, 3), F.mse_loss), AGAINST)
+    assert found.names == ("reverse-over-reverse", "torch.func.hessian", "central-differences")
+    assert found.left_out["jvp(grad)"].startswith("unsupported through mse_loss")
+
+
+@pinned
+def test_a_batched_sweep_that_is_wrong_is_left_out():
+    found = choose(
+        problem(nn.Sequential(nn.Conv1d(2, 4, 1, bias=False), nn.GroupNorm(4, 4, affine=False)), draw(2, 2, 4)), AGAINST
+    )
+    assert found.names == ("jvp(grad)", "central-differences")
+    assert found.left_out["reverse-over-reverse"].startswith("wrong through group_norm(x W, 4 groups)")
+
+
+@pinned
+def test_an_operation_that_is_not_in_the_table_leaves_everything_to_the_examination():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sinc(self.inner(x))
+
+    found = choose(problem(Odd(), draw(5, 3)), AGAINST)
+    assert found.names == AGAINST
+    assert found.note == "not in the route table: aten.sinc.default"
+    report = hk.check(Odd().double(), draw(5, 3), draw(5, 2, seed=6))
+    assert tuple(h.reference for h in report.health) == AGAINST
+    assert "note: not in the route table: aten.sinc.default" in repr(report)
+
+
+@pinned
+def test_where_no_two_routes_are_right_the_report_says_so():
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)).double()
+    report = hk.check(module, draw(5, 3), draw(5, 4, seed=6))
+    assert not report
+    assert "no route is right for all operations" in report.verdict
+    assert "wrong through linear(x, _weight_norm(V, g))" in report.verdict
+
+
+def test_another_torch_leaves_everything_to_the_examination(monkeypatch):
+    monkeypatch.setattr(route_table, "load", lambda: {"torch": "1.0.0", "operations": {}})
+    found = choose(problem(nn.Linear(3, 4), draw(5, 3)), AGAINST)
+    assert found.names == AGAINST
+    assert "the route table is of torch 1.0.0" in found.note
+
+
+@pinned
+def test_names_that_are_given_are_taken():
+    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).double()
+    report = hk.check(module, draw(5, 3), draw(5, 4, seed=6), against=AGAINST)
+    assert tuple(h.reference for h in report.health) == AGAINST
+    assert report.left_out == {}
+    by_default = hk.check(module, draw(5, 3), draw(5, 4, seed=6))
+    assert tuple(h.reference for h in by_default.health) == OURS
+    assert by_default.to_dict()["left_out"].keys() == {"torch.func.hessian", "curvlinops"}
+    assert "curvlinops: left out: wrong through layer_norm" in repr(by_default)
+
+
+def test_own_blocks_show_the_known_defect():
+    assert tuple(h.reference for h in hk.check(hk.TransformerBlock(d_model=4, d_ff=5, d_k=2)).health) == AGAINST
