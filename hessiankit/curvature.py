@@ -23,6 +23,7 @@ from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.selection import Params, locate, select
 from hessiankit.request.task import FrozenTask, Loss
 from hessiankit.tables import as_html, as_text, table
+from hessiankit.torch_state import one_at_a_time
 
 
 def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
@@ -237,6 +238,7 @@ def hessian(
 ) -> Forecast: ...
 
 
+@one_at_a_time
 def hessian(
     module: nn.Module,
     inputs: Any,

@@ -18,6 +18,7 @@ from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.selection import Params
 from hessiankit.request.task import Loss, Task
 from hessiankit.tables import as_html, as_text, table
+from hessiankit.torch_state import one_at_a_time
 
 WHO = "curvature_diagonal"
 KINDS = ("hessian", "ggn")
@@ -95,6 +96,7 @@ class CurvatureDiagonal:
 _HEADERS = ("parameter", "shape", "trace", "smallest", "largest")
 
 
+@one_at_a_time
 def curvature_diagonal(
     module: nn.Module,
     inputs: Any,

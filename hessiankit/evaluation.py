@@ -21,6 +21,7 @@ from hessiankit.engine.storage import Matrix
 from hessiankit.errors import InputError, TraceError
 from hessiankit.request.loss_trace import LossTrace, loss_value, reached
 from hessiankit.request.task import Task, available_memory
+from hessiankit.torch_state import one_at_a_time
 
 Progress = Callable[[int, int], None]
 Look = Callable[[LossTrace], None]
@@ -55,6 +56,7 @@ class Evaluation:
         return self._whole is not None
 
     @property
+    @one_at_a_time
     def loss(self) -> float:
         """The loss, from a forward pass if no matrix has been computed."""
         if self._loss is None:
@@ -63,6 +65,7 @@ class Evaluation:
             self._loss = math.fsum(share * value for share, value in zip(self.shares, values, strict=True))
         return self._loss
 
+    @one_at_a_time
     def whole(self) -> Tensor:
         """Return the P x P matrix."""
         if self._whole is None:
@@ -74,6 +77,7 @@ class Evaluation:
         """Take over the P x P matrix, and what is known of it, from elsewhere."""
         self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, loss, asymmetry, fallbacks
 
+    @one_at_a_time
     def outer(self) -> Tensor:
         """Return the Gauss-Newton part of the P x P matrix.
 
@@ -85,6 +89,7 @@ class Evaluation:
             raise InputError(f"Hessian.outer: {why}, so its output layer is unknown; pass loss=... that compares one tensor")
         return self._matrix(self.tasks, None, outer=True)
 
+    @one_at_a_time
     def block(self, i: str, j: str) -> Tensor:
         """Return the block of two parameters, without computing any other."""
         if self._whole is not None:
@@ -98,6 +103,7 @@ class Evaluation:
                     self._blocks[a, b] = part[slices[a], slices[b]]
         return self._blocks[i, j]
 
+    @one_at_a_time
     def part(self, i: str, rows: Tensor | None, j: str, columns: Tensor | None) -> Tensor:
         """Return some rows and columns of the block of two parameters (None: all of them).
 
@@ -141,6 +147,7 @@ class Evaluation:
         return [replace(t, parameters={n: p for n, p in t.parameters.items() if n in names}) for t in self.tasks]
 
     @cached_property
+    @one_at_a_time
     def unused(self) -> tuple[str, ...]:
         """The parameters that the loss does not depend on in any batch."""
         names: Iterable[str] = self.tasks[0].parameters

@@ -20,6 +20,7 @@ from hessiankit.engine.linearisation import Constant, Linearisation, linearise
 from hessiankit.errors import InputError
 from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.task import Loss, Params, Task, check_memory
+from hessiankit.torch_state import one_at_a_time
 
 KINDS = ("hessian", "ggn", "fisher")
 WHO = "hessian_operator"
@@ -186,6 +187,7 @@ class TorchOperator:
         return self._operator
 
 
+@one_at_a_time
 def hessian_operator(
     module: nn.Module,
     data: Any,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -301,15 +303,18 @@ def test_what_cannot_be_seen_is_an_error(name):
             hk.hessian(formula(f), X, draw(3, 4, seed=7))
 
 
-def test_two_threads_at_a_time():
+def test_threads_take_turns():
     module = formula(lambda s, x: torch.tanh(x @ s.W) * s.v)
-    expected, found = hk.hessian(module, X, X).matrix, []
-    threads = [threading.Thread(target=lambda: found.append(hk.hessian(module, X, X).matrix)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [torch.equal(matrix, expected) for matrix in found] == [True, True]
+    expected, fast = hk.hessian(module, X, X).matrix, torch.backends.mha.get_fastpath_enabled()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # without turns, this fails
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda _: hk.hessian(module, X, X).matrix, range(24)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(matrix, expected) for matrix in found)
+    assert torch.backends.mha.get_fastpath_enabled() is fast
 
 
 @pytest.mark.parametrize("missing", ["PreDispatch", "PROXY", "_DisablePythonDispatcher", "dispatcher"])

@@ -16,7 +16,7 @@ from hessiankit.request.calling import Loss, arguments, map_tensors, read_output
 from hessiankit.request.losses import IGNORE_INDEX, LOSSES, same_as
 from hessiankit.request.selection import Params, select
 from hessiankit.request.validation import check_arguments, check_module, check_outputs, one_kind
-from hessiankit.tracing.trace import ordinary_path
+from hessiankit.torch_state import one_at_a_time, ordinary_path
 
 __all__ = ["IGNORE_INDEX", "LOSSES", "FrozenTask", "Loss", "Params", "Task", "check_memory", "freeze", "make_task"]
 
@@ -61,6 +61,7 @@ class Task:
         """Return what the loss reads of the module's outputs, at some parameters."""
         return read_outputs("hessian", self.loss, self.outputs(parameters, *inputs))
 
+    @one_at_a_time
     def outputs(self, parameters: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return what the module returns, at some parameters."""
         split = len(inputs) - len(self.keywords)

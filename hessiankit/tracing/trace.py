@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from derivations.indexing import Take, Where
 from derivations.linear import Expand
 from derivations.primitive import Primitive
 from hessiankit.errors import HessiankitError, TraceError
+from hessiankit.torch_state import one_at_a_time, ordinary_path
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.in_place import WRITTEN_OUT, check_kind, readers, without_writing
@@ -76,17 +76,7 @@ class Trace:
         return tuple(None if i is None else self.values[i] for i in application.inputs)
 
 
-@contextmanager
-def ordinary_path() -> Iterator[None]:
-    """Keep torch's transformer layers off their fused path for inference, which has no derivative and shortens padded batches."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
+@one_at_a_time
 def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Trace:
     """Trace ``function(parameters, *inputs)`` into primitive applications.
 

@@ -18,6 +18,7 @@ from hessiankit.request.batches import batches
 from hessiankit.request.calling import Loss, map_tensors
 from hessiankit.request.selection import Params, select
 from hessiankit.tables import as_html, as_text, table
+from hessiankit.torch_state import one_at_a_time
 from hessiankit.verify.comparison import Blocks, probe_directions
 from hessiankit.verify.formulas import formula_errors
 from hessiankit.verify.health import Health, examine
@@ -195,6 +196,7 @@ class CheckReport:
         return as_html(self.headers, self.table_rows(), caption=self.verdict)
 
 
+@one_at_a_time
 def check(
     block_or_module: nn.Module,
     inputs: Any = None,

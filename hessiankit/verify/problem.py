@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from hessiankit.errors import InputError
 from hessiankit.request.calling import Loss, arguments, read_outputs
+from hessiankit.torch_state import one_at_a_time, ordinary_path
 
 IGNORED_LABEL = -100
 
@@ -109,6 +110,7 @@ class Problem:
         """Return the loss at a flat vector of parameters."""
         return self.loss_value(self.unflatten(theta))
 
+    @one_at_a_time
     def loss_value(self, params: dict[str, Tensor]) -> Tensor:
         """Return the loss at ``params`` (those left out keep the problem's values).
 
@@ -155,13 +157,8 @@ class Problem:
 @contextmanager
 def differentiable_attention() -> Iterator[None]:
     """Run attention by its plain formula: the fused kernels have neither a second derivative nor a forward mode."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
+    with ordinary_path(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def mean_square(outputs: Tensor, target: Tensor | None) -> Tensor:
