@@ -18,7 +18,7 @@ import numpy as np
 from derivations import arrays
 from derivations.arrays import Array, Scalar
 from derivations.attention_hessian import input_hessian, shuffle, weight_hessian
-from derivations.matrix import Commutation, Dense, Identity, Matrix, Zero, kron
+from derivations.matrix import Commutation, Dense, Identity, Matrix, Named, Zero, kron
 from derivations.operation import Shape, expect_names, shape_of, size
 from derivations.softmax import SoftmaxAt
 
@@ -163,10 +163,10 @@ class AttentionAt:
 
     # Derivatives of the logits and of the averaged tokens ------------------------------------------------------------
 
-    @property
+    @cached_property
     def dA(self) -> Matrix:
         """dA/dT = blockdiag(diag A_i - A_i A_i^T), L^2 x L^2 (App. C.4; claim dA/dM)."""
-        return self.softmax.jacobian("T")
+        return Named(r"\frac{\partial A}{\partial T}", self.softmax.jacobian("T"), "derivative of the row softmax")
 
     @property
     def d2A(self) -> Matrix:

@@ -22,7 +22,7 @@ from typing import Any
 
 from derivations.arrays import Array, Scalar, as_array, is_exact, reciprocal, scale, sqrt
 from derivations.layernorm_theorems import LayerNormTheorems, theorem2_jacobian, theorem3_hessian
-from derivations.matrix import Commutation, Diagonal, DiagonalLift, Identity, Matrix, Ones, Zero, kron
+from derivations.matrix import Commutation, Diagonal, DiagonalLift, Identity, Matrix, Named, Ones, Zero, in_letters, kron
 from derivations.normalization_actions import LayerNorm, RMSNorm
 from derivations.operation import Shape, expect_names, shape_of, size
 from derivations.row_blocks import Centring, RowBlocks
@@ -120,7 +120,7 @@ class _NormalizationAt(ABC):
     @cached_property
     def V(self) -> Matrix:
         """V = blockdiag(^x_i) = diag(vec_r ^X) (I_L (x) 1_d), Ld x L."""
-        return RowBlocks(self.X_hat, r"\hat x_i")
+        return Named(in_letters("V"), RowBlocks(self.X_hat, r"\hat x_i"), "the normalised rows")
 
     @cached_property
     def gain(self) -> Matrix:

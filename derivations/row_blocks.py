@@ -8,6 +8,7 @@ import torch
 
 from derivations.arrays import Array, common, scale, to_float
 from derivations.matrix import Matrix
+from derivations.matrix.letters import dimension, in_letters
 from derivations.operation import shape_of
 
 
@@ -31,7 +32,7 @@ class Centring(Matrix):
         return 1.0 if self.shape[0] > 1 else 0.0
 
     def latex(self) -> str:
-        return f"C_{{{self.shape[0]}}}"
+        return f"C_{{{dimension(self.shape[0])}}}"
 
 
 class RowBlocks(Matrix):
@@ -44,7 +45,7 @@ class RowBlocks(Matrix):
     """
 
     def __init__(self, rows: Array, symbol: str = "a_i", transposed: bool = False) -> None:
-        self.rows, self.symbol, self.transposed = rows, symbol, transposed
+        self.rows, self.symbol, self.transposed = rows, in_letters(symbol), transposed
         L, S = shape_of(rows)
         self.shape = (L, L * S) if transposed else (L * S, L)
 
@@ -61,7 +62,9 @@ class RowBlocks(Matrix):
         return (a * y.reshape(L, 1, columns)).reshape(L * S, columns)
 
     def transpose(self) -> Matrix:
-        return RowBlocks(self.rows, self.symbol, not self.transposed)
+        result = RowBlocks(self.rows, transposed=not self.transposed)
+        result.symbol = self.symbol
+        return result
 
     def norm_bound(self) -> float:
         return float(torch.linalg.vector_norm(to_float(self.rows), dim=1).max())
@@ -82,7 +85,7 @@ class RowCovariance(Matrix):
     """
 
     def __init__(self, rows: Array, symbol: str = "a_i") -> None:
-        self.rows, self.symbol = rows, symbol
+        self.rows, self.symbol = rows, in_letters(symbol)
         L, S = shape_of(rows)
         self.shape = (L * S, L * S)
 

@@ -5,11 +5,13 @@
 >>> assert hk.check(block)
 """
 
-from hessiankit.blocks import TransformerBlock, VisionTransformer
+from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
 from hessiankit.curvature import Hessian, hessian
+from hessiankit.derivation import Derivation, derive
 from hessiankit.diagonal import CurvatureDiagonal, curvature_diagonal
 from hessiankit.disk.forecast import Forecast
 from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
+from hessiankit.frobenius import FrobeniusNorms, frobenius_norms
 from hessiankit.fused import named_slices
 from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.optim import block_types
@@ -22,7 +24,9 @@ __all__ = [
     "CheckReport",
     "CheckRow",
     "CurvatureDiagonal",
+    "Derivation",
     "Forecast",
+    "FrobeniusNorms",
     "Hessian",
     "HessianOperator",
     "HessiankitError",
@@ -30,11 +34,14 @@ __all__ = [
     "OutOfMemoryError",
     "Trace",
     "TraceError",
+    "Transformer",
     "TransformerBlock",
     "VisionTransformer",
     "block_types",
     "check",
     "curvature_diagonal",
+    "derive",
+    "frobenius_norms",
     "hessian",
     "hessian_operator",
     "named_slices",

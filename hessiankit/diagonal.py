@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum
-from hessiankit.errors import InputError
-from hessiankit.request.batches import Weights, requests, shares
+from hessiankit.request.batches import Weights
+from hessiankit.request.kinds import gather
 from hessiankit.request.selection import Params
-from hessiankit.request.task import Loss, Task
+from hessiankit.request.task import Loss
 from hessiankit.tables import as_html, as_text, table
 from hessiankit.torch_state import one_at_a_time
 
 WHO = "curvature_diagonal"
-KINDS = ("hessian", "ggn")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -140,18 +139,10 @@ def curvature_diagonal(
     ([[2.0, 4.0]], 6.0)
     """
     start = time.perf_counter()
-    if kind not in KINDS:
-        raise InputError(f"{WHO}: kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
-    if batch_size is not None and batch_size < 1:
-        raise InputError(f"{WHO}: batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
-    tasks: list[Task] = []
-    counts: list[float] = []
-    for task, count in requests(WHO, module, inputs, target, loss, params, weights=weights, reduction=reduction):
-        if kind == "ggn" and (task.loss is None or task.whole):
-            raise InputError(f"{WHO}: kind='ggn' needs the module's output as one tensor; pass loss=... that compares one tensor")
-        tasks.append(task)
-        counts.append(count)
-    found = DiagonalSum(WHO, tasks, shares(counts, loss, reduction), batch_size, progress)
+    tasks, parts = gather(
+        WHO, module, inputs, target, loss, params, kind=kind, batch_size=batch_size, weights=weights, reduction=reduction
+    )
+    found = DiagonalSum(WHO, tasks, parts, batch_size, progress)
     found.run(outer=kind == "ggn")
     values = {n: found.entries.data[rows].reshape(tasks[0].parameters[n].shape) for n, rows in tasks[0].slices.items()}
     for name, value in values.items():

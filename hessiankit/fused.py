@@ -180,7 +180,7 @@ def _separate(module: nn.Module) -> Iterator[_Fused]:
     if isinstance(module, Attention):
         for letter, role in zip("QKV", _ROLES, strict=True):
             width = getattr(module, f"W_{letter}").shape[1]
-            layout = {role: _equal(module.n_heads, width)}
+            layout = {role: _equal(module.n_heads if letter == "Q" else module.n_kv_heads, width)}
             yield from _of_parameter(getattr(module, f"W_{letter}"), "weight", 1, layout)
             yield from _of_parameter(getattr(module, f"b_{letter}"), "bias", 0, layout)
     elif isinstance(module, nn.MultiheadAttention):

@@ -1,71 +1,57 @@
-"""Transformer blocks against formulas written by hand and against torch's own attention."""
+"""What a block consists of: attention and network by hand and as torch has them, parameters, errors, padding."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from blocks_reference import attention_by_hand, draw, feedforward_by_hand, norm_by_hand, randomised
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.blocks import ACTIVATIONS, NORMS, PLACEMENTS, Attention, FeedForward
+from hessiankit.blocks import ACTIVATIONS, GATED, PLACEMENTS, Attention, FeedForward, GroupNorm
 
-BY_HAND = {
-    "relu": lambda x: x.clamp_min(0),
-    "leaky_relu": lambda x: torch.where(x > 0, x, 0.01 * x),
-    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
-    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
-    "silu": lambda x: x / (1 + torch.exp(-x)),
-    "tanh": lambda x: (torch.exp(2 * x) - 1) / (torch.exp(2 * x) + 1),
-    "identity": lambda x: x,
-}
+PLAIN = [(1, 3, False), (1, None, True), (2, None, True), (3, 5, True), (2, 1, False)]
 
 
-def randomised(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Move every parameter to a generic value, gains and biases too."""
-    generator = torch.Generator().manual_seed(seed)
-    for p in module.double().parameters():
-        p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-    return module
-
-
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def attention_by_hand(x: torch.Tensor, p: dict[str, torch.Tensor], heads: int, causal: bool) -> torch.Tensor:
-    """softmax(x_i W_Q^h . x_j W_K^h / sqrt(d_K)) over j, head by head and token by token, for one sequence."""
-    length, width = x.shape
-    q, k, v = (x @ p[f"W_{c}"] + p.get(f"b_{c}", 0) for c in "QKV")
-    dk, dv = q.shape[1] // heads, width // heads
-    out = torch.zeros(length, width, dtype=x.dtype)
-    for h in range(heads):
-        for i in range(length):
-            seen = range(i + 1) if causal else range(length)
-            score = torch.stack([q[i, h * dk : (h + 1) * dk] @ k[j, h * dk : (h + 1) * dk] / math.sqrt(dk) for j in seen]).exp()
-            out[i, h * dv : (h + 1) * dv] = sum(
-                s * v[j, h * dv : (h + 1) * dv] for s, j in zip(score / score.sum(), seen, strict=True)
-            )
-    return out @ p["W_O"] + p.get("b_O", 0) if "W_O" in p else out
-
-
-def norm_by_hand(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    centred = x - x.mean(-1, keepdim=True) if isinstance(module, nn.LayerNorm) else x
-    y = centred / (centred.square().mean(-1, keepdim=True) + module.eps).sqrt() * module.weight
-    return y + module.bias if isinstance(module, nn.LayerNorm) else y
+def parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in module.named_parameters()}
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "d_k", "project"), [(1, 3, False), (1, None, True), (2, None, True), (3, 5, True), (2, 1, False)]
-)
+@pytest.mark.parametrize(("heads", "d_k", "project"), PLAIN)
 def test_attention_by_hand(heads, d_k, project, bias, causal):
     attention = randomised(Attention(6, heads, d_k=d_k, output_projection=project, bias=bias, causal=causal))
     x = draw(4, 6)
-    expected = attention_by_hand(x, dict(attention.named_parameters()), heads, causal)
+    expected = attention_by_hand(x, parameters(attention), heads, causal)
     assert (attention(x) - expected).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize(("normed", "scope"), [("", "head"), ("qkvc", "head"), ("qkvc", "full"), ("kc", "head")])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1)])
+def test_everything_inside_the_attention_by_hand(heads, kv_heads, normed, scope, norm, rotary):
+    options = {"d_k": 4, "d_v": 3, "norms": normed, "norm": norm, "norm_scope": scope, "eps": 0.3}
+    attention = randomised(
+        Attention(
+            5,
+            heads,
+            n_kv_heads=kv_heads,
+            bias=True,
+            causal=True,
+            output_projection=True,
+            rotary=rotary,
+            rotary_theta=7.0,
+            **options,
+        )
+    )
+    x = draw(4, 5)
+    expected = attention_by_hand(
+        x, parameters(attention), heads, True, kv_heads=kv_heads, kind=norm, normed=normed, scope=scope, eps=0.3,
+        theta=7.0 if rotary else None,
+    )  # fmt: skip
+    assert (attention(x) - expected).abs().max() < 1e-13 * (1 + expected.abs().max())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -78,58 +64,59 @@ def test_attention_is_torchs(causal):
     x = draw(3, 5, 6)
     mask = torch.ones(5, 5, dtype=torch.bool).triu(1) if causal else None
     assert (attention(x) - theirs(x, x, x, attn_mask=mask, need_weights=False)[0]).abs().max() < 1e-13
+    padding = torch.tensor([[False] * 5, [False, False, False, True, True], [False, True, False, False, True]])
+    seen = theirs(x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=False)[0]
+    assert (attention(x, padding) - seen)[~padding].abs().max() < 1e-13
     single = randomised(Attention(6, d_k=3, causal=causal))
     fused = nn.functional.scaled_dot_product_attention(x @ single.W_Q, x @ single.W_K, x @ single.W_V, is_causal=causal)
     assert (single(x) - fused).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_padding_by_hand(heads, causal):
+    attention = randomised(Attention(4, heads, output_projection=True, causal=causal))
+    x, padding = draw(5, 4), torch.tensor([True, False, False, True, False])
+    expected = attention_by_hand(x, parameters(attention), heads, causal, padded=(0, 3))
+    assert (attention(x, padding) - expected).abs().max() < 1e-13
+    assert (attention(x[None], padding[None])[0] - expected).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
 def test_feedforward_by_hand(activation):
     net, y = randomised(FeedForward(4, 5, activation=activation, bias=True)), draw(3, 4)
-    expected = BY_HAND[activation](y @ net.W_1 + net.b_1) @ net.W_2 + net.b_2
+    expected = feedforward_by_hand(y, parameters(net), activation)
     assert (net(y) - expected).abs().max() < 1e-14 * expected.abs().max()
-    assert set(dict(FeedForward(4, 5, activation=activation).named_parameters())) == {"W_1", "W_2"}
+    gate = {"W_G"} if activation in GATED else set()
+    assert set(parameters(FeedForward(4, 5, activation=activation))) == {"W_1", "W_2"} | gate
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_block_by_hand(placement, norm):
-    block = randomised(hk.TransformerBlock(4, 5, placement=placement, norm=norm, bias=True, d_k=3, causal=True, eps=1e-3))
-    x, net = draw(3, 4), block.feedforward
-    p = dict(block.attention.named_parameters())
-    if placement == "post":
-        y = norm_by_hand(block.norm_1, x + attention_by_hand(x, p, 1, True))
-        expected = norm_by_hand(block.norm_2, y + BY_HAND["relu"](y @ net.W_1 + net.b_1) @ net.W_2 + net.b_2)
-    else:
-        y = x + attention_by_hand(norm_by_hand(block.norm_1, x), p, 1, True)
-        n = norm_by_hand(block.norm_2, y)
-        expected = y + BY_HAND["relu"](n @ net.W_1 + net.b_1) @ net.W_2 + net.b_2
-    assert (block(x) - expected).abs().max() < 1e-13
-    assert block.norm_1.eps == 1e-3
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_group_norm_by_hand(groups, affine, kind):
+    norm, x = randomised(GroupNorm(6, groups, kind=kind, eps=0.3, affine=affine)), draw(2, 3, 6)
+    parts = torch.cat([norm_by_hand(kind, part, eps=0.3) for part in x.tensor_split(groups, dim=-1)], -1)
+    expected = parts if not affine else parts * norm.weight if kind == "rmsnorm" else parts * norm.weight + norm.bias
+    assert (norm(x) - expected).abs().max() < 1e-14
+    assert len(parameters(norm)) == affine * (2 if kind == "layernorm" else 1)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_sequences_are_treated_one_by_one(placement, heads):
     block = randomised(hk.TransformerBlock(4, 5, heads, placement, causal=True))
-    x = draw(2, 3, 4)
+    x, padding = draw(2, 3, 4), torch.tensor([[False, False, False], [True, False, False]])
     out = block(x)
     assert out.shape == x.shape
     assert block(x[:1]).shape == (1, 3, 4)
-    assert (out - torch.stack([block(x[0]), block(x[1])])).abs().max() < 1e-14
+    assert (out - torch.stack([block(x[0]), block(x[1])])).abs().max() < 1e-14 * (1 + out.abs().max())
     later = x.clone()
     later[:, 2] += 1
     assert torch.equal(block(later)[:, :2], out[:, :2])  # causal
-
-
-def test_vision_transformer_by_hand():
-    model = randomised(hk.VisionTransformer(5, 3, 2, d_model=4, d_ff=6, n_blocks=2, placement="pre", d_k=2))
-    patches = draw(2, 3, 5)
-    tokens = patches @ model.embedding.W_E + model.embedding.b_E + model.embedding.P
-    out = model.blocks[1](model.blocks[0](tokens))
-    expected = sum(out[:, i] for i in range(3)) / 3 @ model.head.W_C + model.head.b_C
-    assert model(patches).shape == (2, 2)
-    assert (model(patches) - expected).abs().max() < 1e-13
+    masked, without = block(x, padding), block(x[1:, 1:])
+    assert torch.equal(masked[0], out[0])
+    assert (masked[1, 1:] - without[0]).abs().max() < 1e-13 * (1 + out.abs().max())  # padding is as if not there
 
 
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -148,15 +135,34 @@ def test_parameters_of_the_papers_block():
 def test_parameters_that_options_add_and_remove():
     plain = set(shapes(hk.TransformerBlock(4, 5)))
     assert set(shapes(hk.TransformerBlock(4, 5, bias=True))) - plain == {"feedforward.b_1", "feedforward.b_2"}
+    gated = set(shapes(hk.TransformerBlock(4, 5, bias=True, activation="swiglu"))) - plain
+    assert gated == {f"feedforward.{n}" for n in ("b_1", "b_2", "b_G", "W_G")}
     heads = shapes(hk.TransformerBlock(4, 5, 2, d_k=3, attention_bias=True))
     assert set(heads) - plain == {f"attention.{n}" for n in ("W_O", "b_Q", "b_K", "b_V", "b_O")}
     assert heads["attention.W_Q"] == (4, 6)
     assert heads["attention.b_K"] == (6,)
+    grouped = shapes(hk.TransformerBlock(8, 5, 4, d_k=3, d_v=5, n_kv_heads=2, attention_bias=True))
+    expected = {"W_Q": (8, 12), "W_K": (8, 6), "W_V": (8, 10), "W_O": (20, 8), "b_K": (6,), "b_V": (10,), "b_O": (8,)}
+    assert {n: grouped[f"attention.{n}"] for n in expected} == expected
     assert "attention.W_O" not in shapes(hk.TransformerBlock(4, 5, 2, output_projection=False))
     assert "attention.W_O" in shapes(hk.TransformerBlock(4, 5, output_projection=True))
     assert plain - set(shapes(hk.TransformerBlock(4, 5, norm="rmsnorm"))) == {"norm_1.bias", "norm_2.bias"}
     assert not any("norm" in name for name in shapes(hk.TransformerBlock(4, 5, affine=False)))
-    assert len(shapes(hk.VisionTransformer(5, 3, 2, d_model=4, d_ff=6, n_blocks=2))) == 3 + 2 * 9 + 2
+
+
+def test_norms_inside_the_attention_share_one_gain_or_have_one_for_each_head():
+    options = {"n_heads": 4, "n_kv_heads": 2, "d_k": 3, "placement": "qkvc-post", "norm": "rmsnorm"}
+    shared, full = (shapes(hk.TransformerBlock(8, 5, norm_scope=scope, **options)) for scope in ("head", "full"))
+    assert [shared[f"attention.norm_{letter}.weight"] for letter in "qkvc"] == [(3,), (3,), (2,), (2,)]
+    assert [full[f"attention.norm_{letter}.weight"] for letter in "qkvc"] == [(12,), (6,), (4,), (8,)]
+
+
+def test_slices_of_grouped_heads():
+    slices = hk.named_slices(hk.TransformerBlock(8, 5, 4, d_k=3, n_kv_heads=2, attention_bias=True), heads=True)
+    assert slices["attention.query.head_3.weight"] == "attention.W_Q[:, 9:12]"
+    assert slices["attention.key.head_1.weight"] == "attention.W_K[:, 3:6]"
+    assert slices["attention.value.head_1.bias"] == "attention.b_V[2:4]"
+    assert "attention.key.head_2.weight" not in slices
 
 
 def test_a_seed_fixes_the_parameters():
@@ -171,20 +177,61 @@ def test_a_seed_fixes_the_parameters():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"placement": "sandwich"}, "TransformerBlock: placement='sandwich' is not known; choose one of post, pre"),
-        ({"norm": "batchnorm"}, "TransformerBlock: norm='batchnorm' is not known; choose one of layernorm, rmsnorm"),
-        ({"activation": "swish"}, "FeedForward: activation='swish' is not known; choose one of relu, leaky_relu"),
+        ({"placement": "sandwhich"}, "TransformerBlock: placement='sandwhich' is not known; did you mean 'sandwich'? All "),
+        ({"placement": "HybridNorm"}, "TransformerBlock: placement='HybridNorm' is not known; did you mean 'hybridnorm' or"),
+        ({"placement": "xyz"}, "TransformerBlock: placement='xyz' is not known; all "),
+        ({"norm": "batchnorm"}, "TransformerBlock: norm='batchnorm' is not known; did you mean 'layernorm'"),
+        ({"norm": "l2", "placement": "qk-post"}, "Attention: norm='l2' is not known; choose one of layernorm, rmsnorm"),
+        ({"activation": "swish"}, "FeedForward: activation='swish' is not known; did you mean 'swiglu'? Choose one of relu, "),
+        ({"norm_scope": "heads"}, "Attention: norm_scope='heads' is not known; did you mean 'head'?"),
         ({"n_heads": 3}, "Attention: d_model=4 does not split into n_heads=3 equal heads"),
         ({"n_heads": 0}, "Attention: n_heads=0, expected at least 1"),
+        ({"n_heads": 4, "n_kv_heads": 3}, "Attention: n_kv_heads=3 does not divide n_heads=4"),
+        ({"n_heads": 4, "n_kv_heads": 0}, "Attention: n_kv_heads=0, expected at least 1"),
+        ({"n_heads": 4, "rotary": True}, "Attention: rotary positions turn pairs of features, and d_k=1 is odd"),
+        ({"d_v": 3}, "Attention: n_heads=1 values of d_v=3 do not make up d_model=4; pass output_projection=True"),
         ({"d_k": 0}, "Attention: d_k=0, expected at least 1"),
         ({"d_ff": -1}, "FeedForward: d_ff=-1, expected at least 1"),
+        ({"eps": -1e-5}, "TransformerBlock: eps=-1e-05, expected 0 or more"),
+        ({"eps": float("nan")}, "TransformerBlock: eps=nan, expected 0 or more"),
+        ({"placement": "group-ln", "groups": 3}, "TransformerBlock: d_model=4 does not split into groups=3 equal groups"),
+        ({"placement": "group-ln", "groups": 0}, "TransformerBlock: groups=0, expected at least 1"),
+        ({"placement": "lns", "layer": 0}, "TransformerBlock: layer=0, expected at least 1"),
+        ({"placement": "mix-ln", "alpha": 1.5}, "TransformerBlock: alpha=1.5, expected the fraction of Post-Norm blocks"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_built(options, message):
     with pytest.raises(hk.InputError) as caught:
         hk.TransformerBlock(**{"d_model": 4, "d_ff": 5, **options})
     assert str(caught.value).startswith(message)
 
 
+def test_norms_of_unknown_letters():
+    with pytest.raises(hk.InputError, match="expected letters of 'qkvc'"):
+        Attention(4, norms="qo")
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(2, 3), torch.zeros(3, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.bool)])
+def test_a_padding_mask_is_boolean_and_has_an_entry_for_each_token(mask):
+    with pytest.raises(hk.InputError, match=r"expected torch.bool \(2, 3\), True where a token is padding"):
+        hk.TransformerBlock(4, 5).double()(draw(2, 3, 4), mask)
+
+
+def test_a_constant_row_without_eps_is_named_by_the_engine():
+    block = randomised(hk.TransformerBlock(4, 5, eps=0.0, placement="pre"))
+    x = draw(3, 4)
+    x[1] = 2.0
+    with pytest.raises(hk.HessiankitError, match="norm_1"):
+        hk.hessian(block, x, draw(3, 4))
+
+
 def test_what_a_block_prints():
-    assert "placement=pre" in repr(hk.TransformerBlock(4, 5, placement="pre"))
+    assert "placement=pre\n" in repr(hk.TransformerBlock(4, 5, placement="pre"))
+    starred = repr(
+        hk.TransformerBlock(4, 6, 2, placement="hybridnorm*", n_layers=3, rotary=True, causal=True, activation="swiglu")
+    )
+    assert "placement=hybridnorm*, layer 1 of 3 (pre-qkv-pre)\n" in starred
+    assert "2 heads, d_k=2, d_v=2, causal, rotary theta=10000\n" in starred
+    assert "(feedforward): FeedForward(4 -> 6, swiglu)" in starred
+    assert "4 heads on 2" in repr(Attention(4, 4, n_kv_heads=2))
+    assert repr(GroupNorm(4, 2)) == "GroupNorm(2 x 2, layernorm, eps=1e-05)"

@@ -18,7 +18,7 @@ from curvature_reference import Formula, cross_entropy, draw, largest_error, mse
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.disk import matrix_file, planning, streaming
+from hessiankit.disk import matrix_file, panel_sum, planning, streaming
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
 
@@ -59,7 +59,7 @@ def test_second_call_opens_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     module, out = block(), tmp_path / "h.npy"
     first = hk.hessian(module, X, T, out=out)
     before = out.stat().st_mtime_ns
-    monkeypatch.setattr(streaming, "unwind", None)
+    monkeypatch.setattr(panel_sum, "unwind", None)
     again = hk.hessian(module, X, T, out=str(out))
     assert torch.equal(again.matrix, first.matrix)
     assert (again.loss, again.asymmetry, again.seconds) == (first.loss, first.asymmetry, first.seconds)

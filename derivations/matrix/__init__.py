@@ -11,6 +11,8 @@ from derivations.matrix.diagonal import BlockDiagonal, Diagonal, DiagonalLift, D
 from derivations.matrix.expression import Matrix, Product, Scaled, Sum, add, product, scaled
 from derivations.matrix.kronecker import Kronecker, kron
 from derivations.matrix.leaves import Dense, Identity, Ones, Zero
+from derivations.matrix.letters import dimensions, in_letters, letters
+from derivations.matrix.named import Named, definitions
 from derivations.matrix.permutation import Commutation, VecIdentity
 from derivations.matrix.vectorized import SliceTranspose, Vec
 
@@ -24,6 +26,7 @@ __all__ = [
     "Identity",
     "Kronecker",
     "Matrix",
+    "Named",
     "Ones",
     "Product",
     "Scaled",
@@ -33,7 +36,11 @@ __all__ = [
     "VecIdentity",
     "Zero",
     "add",
+    "definitions",
+    "dimensions",
+    "in_letters",
     "kron",
+    "letters",
     "product",
     "scaled",
 ]

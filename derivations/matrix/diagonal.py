@@ -8,6 +8,7 @@ from typing import Any
 from derivations.arrays import Array, as_array, common, concatenate, full, lift_diagonal, to_float
 from derivations.matrix.expression import Matrix
 from derivations.matrix.leaves import transposed
+from derivations.matrix.letters import dimension, in_letters
 
 
 class Diagonal(Matrix):
@@ -21,7 +22,7 @@ class Diagonal(Matrix):
 
     def __init__(self, values: Any, symbol: str = r"\bullet") -> None:
         self.values = as_array(values).reshape(-1)
-        self.symbol = symbol
+        self.symbol = in_letters(symbol)
         n = int(self.values.shape[0])
         self.shape = (n, n)
 
@@ -51,7 +52,7 @@ class BlockDiagonal(Matrix):
     """
 
     def __init__(self, blocks: Sequence[Matrix], symbol: str | None = None) -> None:
-        self.blocks, self.symbol = tuple(blocks), symbol
+        self.blocks, self.symbol = tuple(blocks), None if symbol is None else in_letters(symbol)
         self.shape = (sum(b.shape[0] for b in self.blocks), sum(b.shape[1] for b in self.blocks))
 
     def children(self) -> Sequence[Matrix]:
@@ -65,8 +66,9 @@ class BlockDiagonal(Matrix):
         return concatenate(parts, 0) if parts else full((0, int(y.shape[1])), 0, y)
 
     def transpose(self) -> Matrix:
-        symbol = None if self.symbol is None else transposed(self.symbol)
-        return BlockDiagonal([block.T for block in self.blocks], symbol)
+        result = BlockDiagonal([block.T for block in self.blocks])
+        result.symbol = None if self.symbol is None else transposed(self.symbol)
+        return result
 
     def norm_bound(self) -> float:
         return max((block.norm_bound() for block in self.blocks), default=0.0)
@@ -97,7 +99,7 @@ class DiagonalLift(Matrix):
         return 1.0
 
     def latex(self) -> str:
-        return f"E_{{{self.n}}}"
+        return f"E_{{{dimension(self.n)}}}"
 
 
 class DiagonalTake(Matrix):
@@ -121,4 +123,4 @@ class DiagonalTake(Matrix):
         return 1.0
 
     def latex(self) -> str:
-        return rf"E_{{{self.n}}}^\top"
+        return rf"E_{{{dimension(self.n)}}}^\top"

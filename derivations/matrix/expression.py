@@ -17,6 +17,7 @@ import torch
 
 from derivations.arrays import Array, Scalar, as_array, as_float, eye, scale, to_sympy
 from derivations.arrays import to_float as to_float
+from derivations.matrix.letters import named_scalar
 
 ATOM, PRODUCT, KRONECKER, SUM = 3, 2, 1, 0  # how tightly a node binds in LaTeX
 
@@ -298,6 +299,8 @@ def scaled(c: Scalar, matrix: Matrix) -> Matrix:
 def _scalar_latex(c: Scalar) -> str:
     if isinstance(c, torch.Tensor):
         c = c.item()
+    if not isinstance(c, float) and (name := named_scalar(c)) is not None:
+        return name
     if isinstance(c, float):
         mantissa, _, exponent = f"{c:.6g}".partition("e")
         return rf"{mantissa}\cdot 10^{{{int(exponent)}}}" if exponent else mantissa

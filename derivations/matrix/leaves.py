@@ -10,6 +10,7 @@ import torch
 
 from derivations.arrays import Array, as_array, full, matmul, to_float
 from derivations.matrix.expression import Matrix
+from derivations.matrix.letters import dimension, in_letters
 
 _ONE_LETTER = re.compile(r"(\\[A-Za-z]+(\{[^{}]*\})*|[A-Za-z0-9])(_(\{[^{}]*\}|[A-Za-z0-9]))?'*")
 
@@ -28,7 +29,7 @@ class Dense(Matrix):
         self.value = as_array(value)
         if self.value.ndim != 2:
             raise ValueError(f"Dense: expected a matrix for {symbol!r}, got an array of shape {tuple(self.value.shape)}")
-        self.symbol, self.norm = symbol, norm
+        self.symbol, self.norm = in_letters(symbol), norm
         self.shape = (int(self.value.shape[0]), int(self.value.shape[1]))
         self._transposed_symbol: str | None = None
 
@@ -42,8 +43,8 @@ class Dense(Matrix):
         return matmul(self.value, y)
 
     def transpose(self) -> Matrix:
-        result = Dense(self.value.T, self._transposed_symbol or transposed(self.symbol), norm=self.norm)
-        result._transposed_symbol = self.symbol
+        result = Dense(self.value.T, "", norm=self.norm)
+        result.symbol, result._transposed_symbol = self._transposed_symbol or transposed(self.symbol), self.symbol
         return result
 
     def norm_bound(self) -> float:
@@ -75,7 +76,7 @@ class Identity(Matrix):
         return 1.0
 
     def latex(self) -> str:
-        return f"I_{{{self.shape[0]}}}"
+        return f"I_{{{dimension(self.shape[0])}}}"
 
 
 class Ones(Matrix):
@@ -98,10 +99,10 @@ class Ones(Matrix):
         return math.sqrt(self.shape[0] * self.shape[1])
 
     def latex(self) -> str:
-        m, n = self.shape
-        if n == 1:
+        m, n = (dimension(size) for size in self.shape)
+        if self.shape[1] == 1:
             return rf"\mathbf{{1}}_{{{m}}}"
-        return rf"\mathbf{{1}}_{{{n}}}^\top" if m == 1 else rf"\mathbf{{1}}_{{{m}\times {n}}}"
+        return rf"\mathbf{{1}}_{{{n}}}^\top" if self.shape[0] == 1 else rf"\mathbf{{1}}_{{{m}\times {n}}}"
 
 
 class Zero(Matrix):
@@ -124,7 +125,7 @@ class Zero(Matrix):
         return 0.0
 
     def latex(self) -> str:
-        return rf"0_{{{self.shape[0]}\times {self.shape[1]}}}"
+        return rf"0_{{{dimension(self.shape[0])}\times {dimension(self.shape[1])}}}"
 
 
 def transposed(symbol: str) -> str:

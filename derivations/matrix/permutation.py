@@ -8,6 +8,7 @@ from derivations.arrays import Array, full
 from derivations.matrix.diagonal import DiagonalLift, DiagonalTake
 from derivations.matrix.expression import Matrix
 from derivations.matrix.leaves import Identity
+from derivations.matrix.letters import dimension
 
 
 class Commutation(Matrix):
@@ -36,7 +37,7 @@ class Commutation(Matrix):
         return 1.0
 
     def latex(self) -> str:
-        return f"K_{{{self.m},{self.n}}}"
+        return f"K_{{{dimension(self.m)},{dimension(self.n)}}}"
 
 
 class VecIdentity(Matrix):
@@ -62,7 +63,7 @@ class VecIdentity(Matrix):
         return math.sqrt(self.n)
 
     def latex(self) -> str:
-        return rf"\operatorname{{vec}}_r(I_{{{self.n}}})" + (r"^\top" if self.transposed else "")
+        return rf"\operatorname{{vec}}_r(I_{{{dimension(self.n)}}})" + (r"^\top" if self.transposed else "")
 
 
 def is_identity(matrix: Matrix) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from derivations.arrays import Array, eye, matmul, to_float
 from derivations.matrix.expression import Matrix
+from derivations.matrix.letters import dimension
 
 
 class Vec(Matrix):
@@ -88,4 +89,4 @@ class SliceTranspose(Matrix):
         return math.sqrt(min(self.slices, self.matrix.shape[1])) * self.matrix.norm_bound()
 
     def latex(self) -> str:
-        return rf"\mathcal{{T}}_{{{self.slices}}}[{self.matrix.latex()}]" + (r"^\top" if self.transposed else "")
+        return rf"\mathcal{{T}}_{{{dimension(self.slices)}}}[{self.matrix.latex()}]" + (r"^\top" if self.transposed else "")

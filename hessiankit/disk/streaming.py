@@ -6,7 +6,6 @@ journal ``out.journal.json`` names the finished panels; a panel enters it after 
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +16,11 @@ from torch import Tensor
 
 from hessiankit.disk.journal import Journal, fingerprint
 from hessiankit.disk.matrix_file import SLAB, MatrixFile
+from hessiankit.disk.panel_sum import PanelSum
 from hessiankit.disk.planning import PANEL, Chunk, check_workspace, make_plan
 from hessiankit.engine.assembly import is_split
-from hessiankit.engine.diagnosis import not_finite
-from hessiankit.engine.storage import Kept, Panel
-from hessiankit.engine.sweep import Sweep
-from hessiankit.engine.unwinding import unwind
 from hessiankit.errors import InputError, TraceError
-from hessiankit.request.loss_trace import LossTrace, loss_trace, loss_value, normalizer_of, reached
+from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, reached
 from hessiankit.request.task import FrozenTask
 
 
@@ -65,12 +61,10 @@ class Writer:
     ) -> None:
         self.who, self.tasks, self.shares, self.batch_size = who, tuple(tasks), tuple(shares), batch_size
         self.progress, self.overwrite = progress, overwrite
-        self.slices, self.size = tasks[0].slices, tasks[0].size
+        self.size = tasks[0].size
         first = next(iter(tasks[0].parameters.values()))
         self.dtype, self.device = first.dtype, first.device
         self.file = MatrixFile(who, out, self.size, self.dtype)
-        self._kept: dict[int, Kept] = {}
-        self._values: dict[int, float] = {}
 
     def write(self) -> Written:
         """Compute what is missing, and return the matrix as it lies on disk.
@@ -149,9 +143,12 @@ class Writer:
                 journal.panels = {}
                 journal.save()
             check_workspace(self.who, plan["workspace"] + SLAB, plan["panel_bytes"], self.device)
-            for n, bounds in enumerate(panels):
+            chunks = [Chunk(*chunk) for chunk in plan["chunks"]]
+            parts = [(range(*bounds[:2]), range(*bounds[2:])) for bounds in panels]
+            total = PanelSum(self.who, self.tasks, self.shares, chunks, parts, plan["kept"], self.progress)
+            for n in range(len(parts)):
                 if str(n) not in journal.panels:
-                    self._panel(journal, n, bounds)
+                    self._panel(total, journal, n)
                     journal.result["seconds"] = journal.result.get("seconds", 0.0) + time.perf_counter() - start
                     start = time.perf_counter()
                     journal.save()
@@ -165,52 +162,9 @@ class Writer:
         journal.save()
         return journal
 
-    def _panel(self, journal: Journal, n: int, bounds: Sequence[int]) -> None:
-        panel = Panel(self.slices, range(*bounds[:2]), range(*bounds[2:]), self.dtype, self.device)
-        chunks = [Chunk(*chunk) for chunk in journal.plan["chunks"]]
-        samples = sum(chunk.stop - chunk.start for chunk in chunks)
-        done = n * samples
-        for k, chunk in enumerate(chunks):
-            self._add(panel, k, chunk, keep=k < journal.plan["kept"])
-            done += chunk.stop - chunk.start
-            if self.progress is not None:
-                self.progress(done, samples * len(journal.plan["panels"]))
-        asymmetry = panel.mirror()
-        if not panel.is_finite:
-            self._report(panel)
+    def _panel(self, total: PanelSum, journal: Journal, n: int) -> None:
+        panel, asymmetry = total.panel(n)
         if "loss" not in journal.result:
-            journal.result["loss"] = self._loss(chunks)
+            journal.result["loss"] = total.loss()
         self.file.put(panel)
         journal.panels[str(n)] = {"asymmetry": asymmetry, "largest": panel.largest()}
-
-    def _add(self, panel: Panel, k: int, chunk: Chunk, *, keep: bool) -> None:
-        if k not in self._kept:
-            task = self.tasks[chunk.batch]
-            part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
-            traced = loss_trace(part, normalizer_of(task))
-            sweep = Sweep(traced.trace, scale=self.shares[chunk.batch])
-            sweep.run()
-            self._values[k] = float(traced.trace.values[traced.trace.output])
-            if not keep:
-                unwind(sweep, panel)
-                return
-            kept = Kept()
-            unwind(sweep, kept)  # type: ignore[arg-type]
-            self._kept[k] = kept
-        self._kept[k].replay(panel)
-
-    def _loss(self, chunks: Sequence[Chunk]) -> float:
-        terms = [self.shares[chunk.batch] * self._values[k] for k, chunk in enumerate(chunks)]
-        moving = {chunk.batch for chunk in chunks}
-        for n, task in enumerate(self.tasks):
-            if n not in moving:
-                terms.append(self.shares[n] * float(loss_value(task, task.parameters)))
-        return math.fsum(terms)
-
-    def _report(self, panel: Panel) -> None:
-        """Raise the error for the first block of a panel that is not finite, if one is."""
-        names = list(self.slices)
-        for i in panel.rows:
-            for j in panel.columns:
-                if not bool(torch.isfinite(panel.block(names[i], names[j])).all()):
-                    raise not_finite(self.who, names[i], names[j], self.tasks)

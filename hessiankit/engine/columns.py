@@ -52,6 +52,42 @@ class Stack:
         return torch.cat([self.data[cut] for cut in cuts])
 
 
+class Selected(Stack):
+    """Tangents of a value whose entries are entries of one source: zeros and ones, made when they are asked for.
+
+    Args:
+        value: Of the value's shape.
+        source: The number of the source.
+        entries: How many numbers of the source a sample has.
+        positions: Where each entry of the value lies among all numbers of the source, of the value's shape.
+    """
+
+    def __init__(self, value: Tensor, source: int, entries: int, positions: Tensor) -> None:
+        self.value, self.entries, self.positions = value, entries, positions.reshape(-1)
+        self.sources, self.widths = (source,), (entries,)
+        self.units, self.slopes = frozenset(), None
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The tangents at level 1."""
+        out = self.value.new_zeros(self.entries, self.value.shape[1:].numel())
+        out.scatter_(0, self.in_sample.unsqueeze(0), 1.0)
+        return out.reshape(self.entries, 1, *self.value.shape[1:]).expand(-1, *self.value.shape)
+
+    @property
+    def in_sample(self) -> Tensor:
+        """Positions in the first sample."""
+        return self.positions[: self.value.shape[1:].numel()]
+
+    def pull(self, K: Tensor, at: int) -> Tensor:
+        """Return J K for curvature K at a level, at level 1 or below."""
+        samples = self.value.shape[0]
+        wide = K.reshape(samples, -1, K.shape[2]) if at == 0 else merged(K, samples)
+        out = wide.new_zeros(samples, self.entries, wide.shape[2])
+        out[:, self.in_sample] = wide
+        return out.reshape(1, -1, K.shape[2]) if at == 0 else out
+
+
 def joined(stacks: Sequence[Stack]) -> Stack:
     """Put stacks of one value side by side; what several of them say of one source is added up."""
     if len(stacks) == 1:
@@ -83,6 +119,7 @@ class Source:
         width: Numbers a row.
         lifts: How its perturbations come from parameters.
         parents: How they come from older sources, by level.
+        twins: Other lifts of the same parameters, whose columns its lifts share.
     """
 
     shape: torch.Size
@@ -90,6 +127,12 @@ class Source:
     width: int
     lifts: list[Lift] = field(default_factory=list)
     parents: dict[int, Stack] = field(default_factory=dict)
+    twins: list[Lift] = field(default_factory=list)
+
+    @property
+    def owners(self) -> list[Lift]:
+        """Lifts in whose columns those of its own are counted."""
+        return self.twins or self.lifts
 
     def columns(self, level: int) -> int:
         """Number of columns of its tangents at a level."""
@@ -137,6 +180,17 @@ def chain(J: Tensor, lower: int, K: Tensor, level: int) -> Tensor:
     rows, w, c = K.shape
     split = J.reshape(groups, s, rows // groups, w).transpose(1, 2).reshape(rows, s, w)
     return (split @ K).reshape(groups, rows // groups, s, c).transpose(1, 2).reshape(groups, s, -1)
+
+
+def merged(K: Tensor, groups: int) -> Tensor:
+    """Turn curvature (R, w, c) into that of fewer groups of rows: block-diagonal, rows first among the columns."""
+    rows, w, c = K.shape
+    if rows == groups:
+        return K
+    m = rows // groups
+    out = K.new_zeros(groups, m, w, m, c)
+    out.diagonal(dim1=1, dim2=3).copy_(K.reshape(groups, m, w, c).permute(0, 2, 3, 1))
+    return out.reshape(groups, m * w, m * c)
 
 
 def starts(widths: Sequence[int]) -> list[slice]:

@@ -102,6 +102,21 @@ def add_across_rows(u: Kronecker, v: Kronecker, K: Tensor, into: Tensor) -> None
             target[start : start + rows, top : top + few] += block
 
 
+def add_rows(u: Lift, columns: Tensor, width: int, into: Tensor) -> None:
+    """Add to ``into`` (size_u, c) the lift of ``columns`` (R width, c) from the left."""
+    K = columns.unflatten(0, (-1, width))  # (R, p, c)
+    if not isinstance(u, Kronecker):
+        into += u.sum(K)
+        return
+    i, c = u.weights.shape[1], K.shape[2]
+    target = into.unflatten(0, (width, i)) if u.turned else into.unflatten(0, (i, width)).transpose(0, 1)  # (p, i, c)
+    by_output, weights = K.transpose(0, 1), u.weights.T
+    few = max(1, CACHE // (i * c))
+    for top in range(0, width, few):
+        some = by_output[top : top + few]
+        target[top : top + few] += weights.expand(some.shape[0], -1, -1) @ some
+
+
 def add_diagonal_pair(u: Lift, v: Lift, diagonal: Tensor, into: Tensor) -> None:
     """Add to ``into`` the lift of curvature (R, p) between equal rows and equal columns of two values.
 

@@ -57,6 +57,11 @@ class Blocks:
         found = self.slopes.get((max(t, r), min(t, r)))
         return None if found is None else found[1]
 
+    def levels(self, t: int, r: int) -> set[int]:
+        """Return the levels at which a pair has blocks."""
+        pair = (max(t, r), min(t, r))
+        return {*self.of.get(pair, ()), *([self.slopes[pair][0]] if pair in self.slopes else [])}
+
     def forget(self, t: int, r: int) -> None:
         """Drop the blocks of a pair."""
         self.of.pop((max(t, r), min(t, r)), None)

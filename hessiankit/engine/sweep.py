@@ -20,15 +20,17 @@ from torch import Tensor
 
 from derivations.activation import Activation
 from derivations.elementwise import Elementwise
-from derivations.linear import Add
+from derivations.indexing import Select, Slice
+from derivations.linear import Add, Permute, Reshape
 from derivations.primitive import Primitive
 from hessiankit.engine.association import associate
-from hessiankit.engine.columns import Source, Stack, by_row, coarsen, compose, joined, memory_of, starts
+from hessiankit.engine.columns import Selected, Source, Stack, by_row, coarsen, compose, joined, memory_of, starts
 from hessiankit.engine.lifts import Diagonal, Kronecker, Lift, Whole
 from hessiankit.engine.pairs import Blocks
 from hessiankit.engine.sites import find_sites, is_product
 from hessiankit.tracing.trace import Application, Trace
 
+REARRANGING = (Permute, Reshape, Select, Slice)
 Values: TypeAlias = "tuple[Any, ...]"  # of an application's inputs; None where an optional one is absent
 
 
@@ -95,6 +97,7 @@ class Sweep:
         self._kept = 0
         self._next, self._next_root = 0, -1
         self.needed = self._needed()
+        self._copies: dict[int, tuple[int, Tensor]] = {}  # values that select entries of a source: which one, and their positions
         self._take_whole_parameters()
 
     def run(self) -> None:
@@ -143,6 +146,8 @@ class Sweep:
         eye = torch.eye(width, dtype=value.dtype, device=value.device).reshape(width, *(1,) * axes, *value.shape[axes:])
         ones = torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape)
         self.stacks[at] = {axes: Stack(eye.expand(width, *value.shape), (key,), (width,), frozenset({key}), ones)}
+        if axes > 0:
+            self._copies[at] = (key, torch.arange(value.numel(), device=value.device).reshape(value.shape))
 
     def _descendants(self, value: int) -> set[int]:
         reached = {value}
@@ -160,6 +165,8 @@ class Sweep:
         moved = [None if at is None or k in covered or at not in self.stacks else at for k, at in enumerate(a.inputs)]
         last = a.output == self.trace.output
         counts = self.counted is None or a.output in self.counted
+        if isinstance(primitive, REARRANGING) and self._rearrange(a, inputs, moved[0]):
+            return
         self._join(primitive, inputs, moved)
         groups = self._groups(moved)
         if not last:
@@ -221,6 +228,26 @@ class Sweep:
             if primitive.rowwise(inputs, axes, alone) or primitive.separable(inputs, axes, alone):
                 self._source_at(at, axes, [], self.stacks[at])
 
+    def _rearrange(self, a: Application, inputs: Values, at: int | None) -> bool:
+        """Make entries of a source in another order a source of their own, where the order does not keep rows apart."""
+        primitive = a.primitive
+        if at is None or a.output in self.sites or a.output not in self.needed or not primitive.rowwise(inputs, 1, [True]):
+            return False
+        stacks, value = self.stacks[at], self.trace.values[a.output]
+        apart = all(primitive.rowwise(inputs, level, [True]) for level in stacks)
+        whole = sum({r: n for stack in stacks.values() for s in stack.sources for r, n in self._root_sizes(s).items()}.values())
+        few = self.trace.values[at].shape[1:].numel() < whole
+        if at not in self._copies and not apart and few and 0 not in stacks:
+            self._source_at(at, max(stacks), [], stacks)
+        if at not in self._copies:
+            return False
+        s, positions = self._copies[at]
+        positions = primitive.value(positions)
+        if not apart and few:
+            self._source_at(a.output, value.ndim - 1, [], {1: Selected(value, s, self.sources[s].columns(1), positions)})
+        self._copies[a.output] = (s, positions)
+        return not apart and few
+
     @staticmethod
     def _is_work(primitive: Primitive) -> bool:
         return is_product(primitive) or not primitive.is_linear
@@ -229,11 +256,12 @@ class Sweep:
         """Return a group at the finest level at which an application keeps its rows apart."""
         if g.level == 0 or primitive.rowwise(inputs, g.level, g.moving):
             return [g]
-        sampled = sum(self.sources[s].columns(1) for s in g.sources)
+        lower = next((k for k in range(g.level - 1, 0, -1) if primitive.rowwise(inputs, k, g.moving)), 0)
+        sampled = sum(self.sources[s].columns(lower) for s in g.sources)
         inner = [k for k, moves in enumerate(g.moving) if moves]
-        own = min((self.trace.values[moved[k]].shape[1:].numel() for k in inner), default=sampled)  # type: ignore[index]
+        own = min((self.trace.values[moved[k]].shape[lower:].numel() for k in inner), default=sampled)  # type: ignore[index]
         whole = sum({r: n for s in g.sources for r, n in self._root_sizes(s).items()}.values())
-        if g.level > 1 and primitive.rowwise(inputs, 1, g.moving) and min(sampled, own) < whole:
+        if lower and min(sampled, own) < whole:
             if len(inner) == 1 and own < sampled:  # as many columns as the input has entries
                 at = moved[inner[0]]
                 assert at is not None
@@ -242,11 +270,12 @@ class Sweep:
                     if sum(map(len, (s.sources for s in stacks.values()))) == len(g.sources):
                         self._source_at(at, g.level, [], stacks)
                         g = self._groups([at if k == inner[0] else None for k in range(len(moved))])[0]
-            widths = tuple(self.sources[s].columns(1) for s in g.sources)
+            widths = tuple(self.sources[s].columns(lower) for s in g.sources)
             tangents = [
-                None if t is None else torch.cat([coarsen(t[cut], g.level, 1) for cut in starts(g.widths)]) for t in g.tangents
+                None if t is None else torch.cat([coarsen(t[cut], g.level, lower) for cut in starts(g.widths)])
+                for t in g.tangents
             ]
-            return [Group(1, g.sources, widths, tangents)]
+            return [Group(lower, g.sources, widths, tangents)]
         return [self._to_roots(g)]
 
     def _to_roots(self, g: Group) -> Group:
@@ -377,7 +406,7 @@ class Sweep:
                 absent = [None] * (len(inputs) - 1)
                 t = a.primitive.jvp((x, *absent), (t, *absent))  # type: ignore[arg-type]
             if mirror is None:
-                mirror = self._new(Source(shape, len(shape) - 1, shape[-1], [lift]))
+                mirror = self._new(Source(shape, len(shape) - 1, shape[-1], [lift], twins=[turning]))
             if g.slopes is not None and isinstance(turning, Kronecker):
                 diagonal = g.slopes.to(self.dtype).reshape(-1, x.shape[-1]).contiguous()
                 self.blocks.add_diagonal(mirror, g.sources[0], g.level, diagonal)

@@ -1,31 +1,44 @@
 """From curvature between sources back to parameters: the last source first, each one into its parents and its lifts.
 
 With dt = J ds, curvature K_tr between a source t and any other r becomes J^T K_tr between t's parent s and r, and
-J^T K_tt J' between two parents. What is left at a source that parameters enter goes through its lifts into the matrix.
+J^T K_tt J' between two parents. What is left at a source that parameters enter goes through its lifts into the matrix:
+in pairs of sources while rows stay apart, and by :mod:`hessiankit.engine.panels` where they meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
 
-from hessiankit.engine.columns import Source, Stack, chain, starts
+from hessiankit.engine.columns import Selected, Source, Stack, by_row, chain, starts
 from hessiankit.engine.lifts import Kronecker, Lift
-from hessiankit.engine.pairing import add_across_rows, add_diagonal_pair, add_pair
+from hessiankit.engine.pairing import add_across_rows, add_diagonal_pair, add_pair, add_rows
 from hessiankit.engine.pairs import Blocks
+from hessiankit.engine.panels import Panels, changes_to_panel, to_panel
 from hessiankit.engine.storage import Matrix
 from hessiankit.engine.sweep import Sweep
 
 
 def unwind(sweep: Sweep, matrix: Matrix) -> None:
     """Take all curvature of a sweep back to the parameters, and add it to the matrix."""
-    sources, blocks = sweep.sources, sweep.blocks
+    sources, blocks, panels = sweep.sources, sweep.blocks, Panels()
     for t in sorted(sources, reverse=True):
         source = sources[t]
+        own = to_panel(t, sources, blocks, panels) if changes_to_panel(t, sources, blocks, panels) else False
+        if t in panels:
+            panel = panels.take(t)
+            _lift_panel(source, panels.columns(panel), source.owners if own else [], matrix)
+            for level, stack in source.parents.items():
+                if isinstance(stack, Selected):
+                    panels.add(stack.sources[0], panel, stack.positions, sources[stack.sources[0]].shape.numel())
+                    continue
+                for s, part in _pull_panel(level, stack, panel):
+                    panels.add(s, part)
+            del panel
         for r in sorted(r for r in blocks.near[t] if r >= t):
-            if source.lifts and sources[r].lifts:
+            if source.lifts and sources[r].lifts and not (own and r == t):
                 for level, K in blocks.full(t, r).items():
                     _lift(source, sources[r], level, K, matrix, same=r == t)
                 if (diagonal := blocks.diagonal(t, r)) is not None:
@@ -36,13 +49,16 @@ def unwind(sweep: Sweep, matrix: Matrix) -> None:
                     for s, part in _pull(source, level, stack, at, K):
                         blocks.add_half(s, r, min(level, at), part)
         if t in blocks.near[t]:
-            _pull_square(source, t, blocks)
+            _pull_square(source, t, blocks, crossing=bool(source.lifts) and not own)
         for r in [r for r in blocks.near[t] if r >= t or not source.lifts]:
             blocks.forget(t, r)
 
 
 def _pull(source: Source, level: int, stack: Stack, at: int, K: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield J K, source by source of a stack of parents."""
+    if isinstance(stack, Selected):
+        yield stack.sources[0], stack.pull(K, at)
+        return
     for s in stack.units:
         yield s, K
     rest = [s for s in stack.sources if s not in stack.units]
@@ -60,13 +76,38 @@ def _pull(source: Source, level: int, stack: Stack, at: int, K: Tensor) -> Itera
         yield s, split[:, :, cut].reshape(groups, -1, c)
 
 
-def _pull_square(source: Source, t: int, blocks: Blocks) -> None:
-    """Take the curvature of a source with itself to its parents."""
+def _pull_panel(level: int, stack: Stack, panel: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield J^T times a panel, source by source of a stack of parents."""
+    rest = [s for s in stack.sources if s not in stack.units]
+    for s in stack.units:
+        yield s, panel
+    if not rest:
+        return
+    J = by_row(stack.part(rest), level).to(panel.dtype)  # (R, columns of the parents, columns of t)
+    pulled = J @ panel.unflatten(0, (J.shape[0], -1))
+    widths = [w for s, w in zip(stack.sources, stack.widths, strict=True) if s not in stack.units]
+    for s, cut in zip(rest, starts(widths), strict=True):
+        yield s, pulled[:, cut].flatten(0, 1)
+
+
+def _lift_panel(source: Source, columns: Iterable[tuple[Lift, Tensor]], own: Sequence[Lift], matrix: Matrix) -> None:
+    """Add a panel's columns, lifted to the parameters of its source; ``own`` are the columns of these themselves."""
+    for v, part in columns:
+        for n, u in enumerate(source.lifts):
+            m = next((m for m, mine in enumerate(own) if mine is v), n)
+            if m < n or not matrix.wants(u.parameter, v.parameter):  # the earlier of two has seen it from the other side
+                continue
+            once = u.parameter != v.parameter or (m == n and bool(own) and own[n] is v)
+            (matrix.add if once else matrix.add_both)(u, v, partial(add_rows, u, part, source.width))
+
+
+def _pull_square(source: Source, t: int, blocks: Blocks, *, crossing: bool) -> None:
+    """Take the curvature of a source with itself to its parents, and where it is ``crossing`` between it and them."""
     for at, K in list(blocks.between(t, t).items()):
         parents = list(source.parents.items())
         for n, (level, stack) in enumerate(parents):
             for s, X in _pull(source, level, stack, at, K):
-                if source.lifts:
+                if crossing:
                     blocks.add(t, s, min(level, at), X.mT)
                 for other, (level_b, stack_b) in enumerate(parents[: n + 1]):
                     for r, Y in _pull(source, level_b, stack_b, min(level, at), X.mT):

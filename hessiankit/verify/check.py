@@ -22,6 +22,7 @@ from hessiankit.torch_state import one_at_a_time
 from hessiankit.verify.comparison import Blocks, probe_directions
 from hessiankit.verify.formulas import formula_errors
 from hessiankit.verify.health import Health, examine
+from hessiankit.verify.identities import IdentityReport, examine_identities
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import Outcome, Unsupported, run_references
 from hessiankit.verify.route_table import Choice, choose
@@ -70,6 +71,7 @@ class CheckReport:
         left_out: References that were not run, and why: by the route table they are wrong, or no independent witnesses.
         remarks: What a reader should know: what breaks the references, why the route table did not decide.
         lowered: Why the tolerance is wider than the dtype needs: the operation that computes in a lower precision; else "".
+        identities: Exact identities of the gradient and the Hessian that the module's structure implies.
     """
 
     rows: tuple[CheckRow, ...]
@@ -81,6 +83,7 @@ class CheckReport:
     left_out: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     lowered: str = ""
+    identities: IdentityReport = field(default_factory=IdentityReport)
 
     @property
     def healthy_groups(self) -> tuple[str, ...]:
@@ -89,8 +92,8 @@ class CheckReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the closed form agrees with at least two healthy, independent references everywhere."""
-        return len(self.healthy_groups) >= 2 and all(row.passed for row in self.rows)
+        """Whether the closed form agrees with two healthy, independent references everywhere, and fulfils every identity."""
+        return len(self.healthy_groups) >= 2 and all(row.passed for row in self.rows) and self.identities.passed
 
     def __bool__(self) -> bool:
         return self.passed
@@ -119,8 +122,11 @@ class CheckReport:
             worst = max(failed, key=lambda row: row.max_rel_error)
             where = f"{worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
             return f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {self._tolerance})"
+        if not self.identities:
+            return f"FAILED: the references agree, but an exact identity does not hold. {self.identities.verdict}"
         return (
             f"PASSED: {len(self.rows)} rows; largest error {self._agreement()} (tolerance {self._tolerance}, {self.comparison})"
+            + (f"; {len(self.identities.rows)} identities to {self.identities.max_rel_error:.1e}" if self.identities.rows else "")
         )
 
     @property
@@ -150,6 +156,7 @@ class CheckReport:
             "seconds": self.seconds,
             "rows": [asdict(row) for row in self.rows],
             "health": [asdict(h) for h in self.health],
+            "identities": self.identities.to_dict(),
             "hessian": self.hessian.to_dict(),
         }
 
@@ -190,10 +197,12 @@ class CheckReport:
         if self.hessian.unused:
             title += f"; no effect on the loss: {', '.join(map(repr, self.hessian.unused))}"
         lines = ["  " + line for line in self.health_lines()]
-        return as_text(table(self.headers, self.table_rows(), left=2), title, "references:", *lines, self.verdict)
+        own = [] if not self.identities.rows else [table(self.identities.headers, self.identities.table_rows(), left=3)]
+        return as_text(table(self.headers, self.table_rows(), left=2), *own, title, "references:", *lines, self.verdict)
 
     def _repr_html_(self) -> str:
-        return as_html(self.headers, self.table_rows(), caption=self.verdict)
+        own = self.identities._repr_html_() if self.identities.rows else ""
+        return as_html(self.headers, self.table_rows(), caption=self.verdict) + own
 
 
 @one_at_a_time
@@ -215,8 +224,9 @@ def check(
     """Compare the closed-form Hessian of a module with references that take other routes.
 
     Every reference is examined first (symmetry, agreement with the others); only healthy ones count, and at least two
-    that share no differentiation path are needed. For a :class:`TransformerBlock` the vec_r formulas of the chapters
-    are compared with the fast path too.
+    that share no differentiation path are needed. The gradient and the Hessian are also held against the exact identities
+    that the module's structure implies (:func:`hessiankit.verify.identities.identities`). For a :class:`TransformerBlock` the
+    vec_r formulas of the chapters are compared with the fast path too.
 
     Args:
         block_or_module: Any module; it is not changed.
@@ -276,6 +286,7 @@ def check(
         errors = formula_errors(module, seed)
         seconds = time.perf_counter() - before
         rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
+    exact = examine_identities(problem, found.matrix, rtol=tolerance, precision=precision)
     comparison = "every entry" if probes is None else f"{directions or 4} generic directions a parameter"
     return CheckReport(
         tuple(rows),
@@ -287,6 +298,7 @@ def check(
         choice.left_out,
         tuple(remark for remark in (choice.note, seen.padding) if remark),
         f"{seen.lowered_by} computes in {precision}" if rtol is None and seen.lowered_by else "",
+        exact,
     )
 
 

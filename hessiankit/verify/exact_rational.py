@@ -28,6 +28,7 @@ from derivations.softmax import SoftmaxAt
 from derivations.transformer import PostNormBlockAt
 from hessiankit.verify import jets
 from hessiankit.verify.exact_case import Case, Comparison, Draw, JetReference, against
+from hessiankit.verify.exact_parts import PARTS
 from hessiankit.verify.exact_vecr import on_jets, vecr_rules
 from hessiankit.verify.jets import FormalExponential, FormalFunction, Jet, Variables, values
 
@@ -305,6 +306,7 @@ RATIONAL: tuple[Case, ...] = (
     Case("attention", "nine Phi, X blocks, causal mask", "L=3 d_V=2 d_K=4", attention(mask=causal(3))),
     Case("attention", "sixteen Phi, X blocks, W_O", "L=2 d_V=3 d_K=4 d_v=5 d_out=6", attention(projected=True)),
     Case("attention", "two heads", "L=2 d_V=3 d_K=1 d_v=1 d_out=2", multi_head_attention),
+    *PARTS,
     Case("loss", "mean squared error", "2x3", mean_squared_error),
     Case("loss", "cross entropy", "L=2 C=3", cross_entropy),
     Case("pooling", "mean-pool head", "L=2 d_V=3 C=4", mean_pool_head()),

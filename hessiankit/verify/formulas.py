@@ -31,8 +31,7 @@ def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
     They are written for the post-norm block with LayerNorm, one head and no attention biases.
     """
     attention, norm = block.attention, block.norm_1
-    plain = attention.n_heads == 1 and all(getattr(attention, b) is None for b in ("b_Q", "b_O"))
-    if block.placement != "post" or not isinstance(norm, torch.nn.LayerNorm) or not plain:
+    if not _written(block) or not isinstance(norm, torch.nn.LayerNorm):
         return None
     given = {letter(name): p.detach() for name, p in block.named_parameters()}
     length = x.shape[0]
@@ -42,12 +41,20 @@ def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
     )
 
 
+def _written(block: TransformerBlock) -> bool:
+    attention = block.attention
+    plain = attention.n_heads == 1 and not attention.rotary and all(getattr(attention, b) is None for b in ("b_Q", "b_O"))
+    return block.placement == "post" and plain and block.feedforward.W_G is None
+
+
 def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
     """Compare fast path and formulas for every pair of parameters on a twin of the block with tiny unequal widths.
 
     Returns:
         The largest difference of each block pair relative to its largest entry; empty where no formulas are written.
     """
+    if not _written(block):
+        return {}
     generator = torch.Generator().manual_seed(seed)
     attention, feedforward = block.attention, block.feedforward
     norm = block.norm_1

@@ -1,0 +1,211 @@
+r"""Learned gains and gates at a point: a gain a column, one gain for all entries, and the product with another array.
+
+    X diag(v)   LayerScale (Touvron et al., "Going deeper with Image Transformers") and Admin's residual weights
+    a X         SkipInit (De and Smith) and ReZero
+    X o Y       the gate of SwiGLU (Shazeer, "GLU Variants Improve Transformer")
+
+All are bilinear: their only second derivatives are the constant mixed ones (Properties 3 and 6 and Proposition 6 of
+"Closing the Curvature Gap").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from derivations.arrays import Array
+from derivations.matrix import Dense, Diagonal, DiagonalLift, Identity, Matrix, Ones, VecIdentity, Zero, kron
+from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.symbols import expect_symbols, leaf, letter
+from derivations.vecr import hadamard, kron_derivative_right, vec_r_column
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnScaleAt:
+    r"""N = X diag(v): column j times v_j.
+
+    Args:
+        X: L x d.
+        v: (d,).
+        symbols: argument -> the LaTeX it is printed with; its own name if it is not listed.
+
+    Raises:
+        ValueError: if the shapes do not conform, or symbols are given to unknown arguments.
+
+    >>> import torch
+    >>> point = ColumnScaleAt(torch.tensor([[1.0, 2.0]]), torch.tensor([3.0, 4.0]), symbols={"v": r"\lambda"})
+    >>> point.value.tolist(), point.jacobian("X"), point.jacobian("v").dense().tolist()
+    ([[3.0, 8.0]], Diagonal(2x2: \operatorname{diag}(\lambda)), [[1.0, 0.0], [0.0, 2.0]])
+    """
+
+    X: Array
+    v: Array
+    symbols: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        X, v = self.arguments.values()
+        if len(X) != 2 or v != X[1:]:
+            raise ValueError(f"ColumnScaleAt: expected X (L, d) and v (d,), got {X} and {v}")
+        expect_symbols("ColumnScaleAt", self.symbols, self.arguments)
+
+    @property
+    def arguments(self) -> dict[str, Shape]:
+        """X and v."""
+        return {"X": shape_of(self.X), "v": shape_of(self.v)}
+
+    @cached_property
+    def value(self) -> Array:
+        """N, of shape (L, d)."""
+        return self.X * self.v.reshape(1, -1)
+
+    def jacobian(self, name: str) -> Matrix:
+        """Return dN/dX = I_L (x) diag(v) or dN/dv = diag(vec_r X) (1_L (x) I_d).
+
+        Raises:
+            ValueError: if there is no such argument.
+        """
+        expect_names(self, "jacobian", name)
+        length, d = shape_of(self.X)
+        if name == "X":
+            return kron(Identity(length), Diagonal(self.v, letter(self.symbols, "v")))
+        return hadamard(self.X, letter(self.symbols, "X")) @ kron(Ones(length), Identity(d))
+
+    def hessian(self, name_i: str, name_j: str) -> Matrix:
+        """Return the derivative of dN/d(name_i) with respect to name_j.
+
+            d2N/dX dv = d(I_L (x) D)/dD E_d  at D = diag(v)             (Ld Ld) x d
+            d2N/dv dX = (I_{Ld} (x) 1_L^T (x) I_d) E_{Ld}               (Ld d) x Ld
+
+        All other blocks are zero.
+
+        Raises:
+            ValueError: if there is no such argument.
+        """
+        expect_names(self, "hessian", name_i, name_j)
+        length, d = shape_of(self.X)
+        if (name_i, name_j) == ("X", "v"):
+            return kron_derivative_right(Identity(length), (d, d)) @ DiagonalLift(d)
+        if (name_i, name_j) == ("v", "X"):
+            return kron(Identity(length * d), Ones(1, length), Identity(d)) @ DiagonalLift(length * d)
+        return Zero(length * d * size(self.arguments[name_i]), size(self.arguments[name_j]))
+
+
+@dataclass(frozen=True, eq=False)
+class ScalarScaleAt:
+    r"""N = a X with one learned number a.
+
+    Args:
+        X: an array of n entries, with one axis or more.
+        a: of shape () or (1,).
+        symbols: argument -> the LaTeX it is printed with; its own name if it is not listed.
+
+    Raises:
+        ValueError: if a is not one number, or symbols are given to unknown arguments.
+
+    >>> import torch
+    >>> point = ScalarScaleAt(torch.tensor([[1.0, 2.0]]), torch.tensor(3.0), symbols={"a": r"\alpha"})
+    >>> point.value.tolist(), point.jacobian("X"), point.jacobian("a").dense().tolist(), point.hessian("X", "a")
+    ([[3.0, 6.0]], Kronecker(2x2: \alpha\otimes I_{2}), [[1.0], [2.0]], VecIdentity(4x1: \operatorname{vec}_r(I_{2})))
+    """
+
+    X: Array
+    a: Array
+    symbols: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if shape_of(self.a) not in ((), (1,)):
+            raise ValueError(f"ScalarScaleAt: a must be one number, of shape () or (1,), got {shape_of(self.a)}")
+        expect_symbols("ScalarScaleAt", self.symbols, self.arguments)
+
+    @property
+    def arguments(self) -> dict[str, Shape]:
+        """X and a."""
+        return {"X": shape_of(self.X), "a": shape_of(self.a)}
+
+    @cached_property
+    def value(self) -> Array:
+        """N, of the shape of X."""
+        return self.X * self.a.reshape((1,) * self.X.ndim)
+
+    def jacobian(self, name: str) -> Matrix:
+        """Return dN/dX = a I_n or dN/da = vec_r X.
+
+        Raises:
+            ValueError: if there is no such argument.
+        """
+        expect_names(self, "jacobian", name)
+        if name == "X":
+            return kron(leaf(self.a.reshape(1, 1), self.symbols, "a"), Identity(size(shape_of(self.X))))
+        return vec_r_column(Dense(self.X.reshape(shape_of(self.X)[0], -1), letter(self.symbols, "X")))
+
+    def hessian(self, name_i: str, name_j: str) -> Matrix:
+        """Return d2N/dX da = vec_r I_n (n^2 x 1), d2N/da dX = I_n, or zero.
+
+        Raises:
+            ValueError: if there is no such argument.
+        """
+        expect_names(self, "hessian", name_i, name_j)
+        n = size(shape_of(self.X))
+        if name_i == name_j:
+            return Zero(n * n, n) if name_i == "X" else Zero(n, 1)
+        return VecIdentity(n) if name_i == "X" else Identity(n)
+
+
+@dataclass(frozen=True, eq=False)
+class HadamardAt:
+    r"""N = X o Y, entry by entry.
+
+    Args:
+        X: an array of n entries.
+        Y: of the same shape.
+        symbols: argument -> the LaTeX it is printed with; its own name if it is not listed.
+
+    Raises:
+        ValueError: if the shapes differ, or symbols are given to unknown arguments.
+
+    >>> import torch
+    >>> point = HadamardAt(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), symbols={"Y": "U"})
+    >>> point.value.tolist(), point.jacobian("X"), point.hessian("X", "Y")
+    ([[3.0, 8.0]], Diagonal(2x2: \operatorname{diag}(\operatorname{vec}_r(U))), DiagonalLift(4x2: E_{2}))
+    """
+
+    X: Array
+    Y: Array
+    symbols: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        X, Y = self.arguments.values()
+        if X != Y:
+            raise ValueError(f"HadamardAt: X and Y need one shape, got {X} and {Y}")
+        expect_symbols("HadamardAt", self.symbols, self.arguments)
+
+    @property
+    def arguments(self) -> dict[str, Shape]:
+        """X and Y."""
+        return {"X": shape_of(self.X), "Y": shape_of(self.Y)}
+
+    @cached_property
+    def value(self) -> Array:
+        """N, of the shape of X."""
+        return self.X * self.Y
+
+    def jacobian(self, name: str) -> Matrix:
+        """Return dN/dX = diag(vec_r Y) or dN/dY = diag(vec_r X) (Property 3).
+
+        Raises:
+            ValueError: if there is no such argument.
+        """
+        expect_names(self, "jacobian", name)
+        other = "Y" if name == "X" else "X"
+        return hadamard(self.Y if name == "X" else self.X, letter(self.symbols, other))
+
+    def hessian(self, name_i: str, name_j: str) -> Matrix:
+        """Return E_n, n^2 x n, for X and Y in either order (Proposition 6), or zero.
+
+        Raises:
+            ValueError: if there is no such argument.
+        """
+        expect_names(self, "hessian", name_i, name_j)
+        n = size(shape_of(self.X))
+        return Zero(n * n, n) if name_i == name_j else DiagonalLift(n)

@@ -1,0 +1,41 @@
+"""Transformer blocks and models as ordinary ``nn.Module``s in the papers' letters.
+
+A weight ``W`` multiplies from the right, ``X @ W`` with tokens as rows, so that ``W.reshape(-1)`` is the paper's
+vec_r(W) and a block of the Hessian can be laid beside its formula without any re-ordering. Each norm placement is an
+equation of two lines (``equations.py``) and a line in the registry (``placements.py``).
+"""
+
+from hessiankit.blocks.admin import profile_admin
+from hessiankit.blocks.attention import Attention
+from hessiankit.blocks.block import TransformerBlock
+from hessiankit.blocks.embeddings import PatchEmbedding, TokenEmbedding
+from hessiankit.blocks.feedforward import ACTIVATIONS, GATED, FeedForward
+from hessiankit.blocks.heads import ClassHead, MeanPoolHead, TokenHead
+from hessiankit.blocks.initialisation import SCHEMES, initialise
+from hessiankit.blocks.norms import NORMS, GroupNorm
+from hessiankit.blocks.placements import PLACEMENTS, Placement, Scale, register
+from hessiankit.blocks.transformer import Transformer, VisionTransformer
+
+__all__ = [
+    "ACTIVATIONS",
+    "GATED",
+    "NORMS",
+    "PLACEMENTS",
+    "SCHEMES",
+    "Attention",
+    "ClassHead",
+    "FeedForward",
+    "GroupNorm",
+    "MeanPoolHead",
+    "PatchEmbedding",
+    "Placement",
+    "Scale",
+    "TokenEmbedding",
+    "TokenHead",
+    "Transformer",
+    "TransformerBlock",
+    "VisionTransformer",
+    "initialise",
+    "profile_admin",
+    "register",
+]

@@ -1,0 +1,181 @@
+"""Softmax self-attention, written out: heads, grouped queries, norms of queries, keys, values and context, rotary positions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.blocks.checks import check_sizes, unknown
+from hessiankit.blocks.feedforward import linear, weight
+from hessiankit.blocks.norms import make_norm
+from hessiankit.blocks.rotary import THETA, rotate
+from hessiankit.errors import InputError
+
+NORMED = "qkvc"
+SCOPES = ("head", "full")
+
+
+class Attention(nn.Module):
+    """Softmax self-attention F(X) = concat_h( softmax(Q_h K_h^T / sqrt(d_K) + mask) V_h ) [W_O], Q_h = X W_Q^h and so on.
+
+    In this order: projection, norm of q, k, v, rotation of q and k, attention, norm of the context c (what the heads return),
+    W_O. The norms are attn_# of HybridNorm (Eqs. 7, 35-39); their order relative to the rotation is that of its code.
+
+    Args:
+        d_model: Width of a token, d_V in the papers.
+        n_heads: Number of heads; W_Q, W_K, W_V hold the heads side by side in their columns.
+        d_k: Width of a query and a key per head; ``d_model / n_heads`` by default.
+        d_v: Width of a value per head; ``d_model / n_heads`` by default.
+        n_kv_heads: Number of heads of keys and values, a divisor of ``n_heads`` (and its default); query head h reads
+            key head h // (n_heads / n_kv_heads).
+        output_projection: Whether W_O follows. The papers' single head has none.
+        bias: Whether queries, keys, values (and the output) have biases.
+        causal: Whether a token attends to itself and earlier tokens only.
+        rotary: Whether queries and keys are rotated by their position, half-split (see ``hessiankit.blocks.rotary``).
+        rotary_theta: Base of the rotary frequencies.
+        norms: Which of q, k, v, c have a norm, such as ``"qkv"``.
+        norm: ``"layernorm"`` or ``"rmsnorm"``, the kind of these norms.
+        norm_scope: ``"head"``: over each head by itself, with one gain of the head's width that all heads share (HybridNorm,
+            Qwen3); ``"full"``: over all heads side by side, with a gain for each (OLMo 2).
+        eps: Added to the variance in these norms.
+        affine: Whether these norms have a gain (and, for LayerNorm, a bias).
+
+    Raises:
+        InputError: If heads or groups of heads do not divide what they split, or a name is not known.
+    """
+
+    W_O: nn.Parameter | None
+    b_Q: nn.Parameter | None
+    b_K: nn.Parameter | None
+    b_V: nn.Parameter | None
+    b_O: nn.Parameter | None
+    norm_q: nn.Module | None
+    norm_k: nn.Module | None
+    norm_v: nn.Module | None
+    norm_c: nn.Module | None
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 1,
+        *,
+        d_k: int | None = None,
+        d_v: int | None = None,
+        n_kv_heads: int | None = None,
+        output_projection: bool = False,
+        bias: bool = False,
+        causal: bool = False,
+        rotary: bool = False,
+        rotary_theta: float = THETA,
+        norms: str = "",
+        norm: str = "layernorm",
+        norm_scope: str = "head",
+        eps: float = 1e-5,
+        affine: bool = True,
+    ) -> None:
+        super().__init__()
+        given = {name: n for name, n in (("d_k", d_k), ("d_v", d_v), ("n_kv_heads", n_kv_heads)) if n is not None}
+        check_sizes("Attention", d_model=d_model, n_heads=n_heads, **given)
+        if d_model % n_heads and (d_k is None or d_v is None):
+            raise InputError(f"Attention: d_model={d_model} does not split into n_heads={n_heads} equal heads")
+        self.n_heads, self.causal, self.rotary, self.rotary_theta = n_heads, causal, rotary, rotary_theta
+        self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        self.d_k = d_model // n_heads if d_k is None else d_k
+        self.d_v = d_model // n_heads if d_v is None else d_v
+        self.norm_scope = norm_scope
+        if n_heads % self.n_kv_heads:
+            raise InputError(
+                f"Attention: n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}; "
+                "every key head serves equally many query heads"
+            )
+        if rotary and self.d_k % 2:
+            raise InputError(f"Attention: rotary positions turn pairs of features, and d_k={self.d_k} is odd; pass an even d_k")
+        if n_heads * self.d_v != d_model and not output_projection:
+            raise InputError(
+                f"Attention: n_heads={n_heads} values of d_v={self.d_v} do not make up d_model={d_model}; "
+                "pass output_projection=True"
+            )
+        if norm_scope not in SCOPES:
+            raise unknown("Attention", "norm_scope", norm_scope, SCOPES)
+        if set(norms) - set(NORMED):
+            raise InputError(f"Attention: norms={norms!r}, expected letters of {NORMED!r}: queries, keys, values, context")
+        q, k, v, c = n_heads * self.d_k, self.n_kv_heads * self.d_k, self.n_kv_heads * self.d_v, n_heads * self.d_v
+        self.W_Q = weight(d_model, q)
+        self.W_K = weight(d_model, k)
+        self.W_V = weight(d_model, v)
+        self.register_parameter("W_O", weight(c, d_model) if output_projection else None)
+        for name, width in (("b_Q", q), ("b_K", k), ("b_V", v)):
+            self.register_parameter(name, nn.Parameter(torch.zeros(width)) if bias else None)
+        self.register_parameter("b_O", nn.Parameter(torch.zeros(d_model)) if bias and output_projection else None)
+        widths = {"q": (self.d_k, q), "k": (self.d_k, k), "v": (self.d_v, v), "c": (self.d_v, c)}
+        for letter, (head, full) in widths.items():
+            width = head if norm_scope == "head" else full
+            made = make_norm("Attention", norm, width, eps=eps, affine=affine) if letter in norms else None
+            self.register_module(f"norm_{letter}", made)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Map tokens ``(..., L, d_model)`` to ``(..., L, d_model)``.
+
+        Args:
+            x: The tokens.
+            key_padding_mask: Booleans ``(..., L)``, True where a token is padding, which no other token then attends to, as in
+                ``nn.MultiheadAttention``. A padded token still attends to itself, so that its softmax has something to sum.
+        """
+        q = self._heads(x, self.W_Q, self.b_Q, self.norm_q, self.n_heads)  # (..., n_heads, L, d_k)
+        k = self._heads(x, self.W_K, self.b_K, self.norm_k, self.n_kv_heads)  # (..., n_kv_heads, L, d_k)
+        v = self._heads(x, self.W_V, self.b_V, self.norm_v, self.n_kv_heads)  # (..., n_kv_heads, L, d_v)
+        if self.rotary:
+            q, k = rotate(q, self.rotary_theta), rotate(k, self.rotary_theta)
+        if self.n_kv_heads < self.n_heads:
+            repeats = self.n_heads // self.n_kv_heads
+            k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)  # (..., n_heads, L, d_k), (..., d_v)
+        logits = q @ k.transpose(-2, -1) / math.sqrt(self.d_k)  # (..., n_heads, L, L)
+        hidden = self._hidden(x, key_padding_mask)
+        if hidden is not None:
+            logits = logits.masked_fill(hidden, -math.inf)
+        c = torch.softmax(logits, dim=-1) @ v  # (..., n_heads, L, d_v)
+        if self.norm_c is not None and self.norm_scope == "head":
+            c = self.norm_c(c)
+        if self.n_heads > 1:
+            c = c.transpose(-3, -2).flatten(-2)  # (..., L, n_heads d_v)
+        if self.norm_c is not None and self.norm_scope == "full":
+            c = self.norm_c(c)
+        if self.W_O is not None:
+            c = c @ self.W_O  # (..., L, d_model)
+        return c if self.b_O is None else c + self.b_O
+
+    def _heads(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.Module | None = None, heads: int | None = None
+    ) -> Tensor:
+        """Project tokens and split them into heads, normalised before or after; a single head is left without an axis."""
+        y = linear(x, weight, bias)  # (..., L, heads * width)
+        if norm is not None and self.norm_scope == "full":
+            y = norm(y)
+        if self.n_heads > 1:
+            y = y.unflatten(-1, (heads or self.n_heads, -1)).transpose(-3, -2)  # (..., heads, L, width)
+        return norm(y) if norm is not None and self.norm_scope == "head" else y
+
+    def _hidden(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
+        """Return which keys (last axis) are hidden from which queries (last but one), or None if all are seen."""
+        length = x.shape[-2]
+        causal = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1) if self.causal else None
+        if key_padding_mask is None:
+            return causal
+        if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != x.shape[:-1]:
+            raise InputError(
+                f"Attention: key_padding_mask is {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}; expected "
+                f"torch.bool {tuple(x.shape[:-1])}, True where a token is padding"
+            )
+        others = ~torch.eye(length, dtype=torch.bool, device=x.device)
+        padded = key_padding_mask[..., None, :] & others  # (..., L, L)
+        if self.n_heads > 1:
+            padded = padded[..., None, :, :]  # (..., 1, L, L)
+        return padded if causal is None else padded | causal
+
+    def extra_repr(self) -> str:
+        """Return what ``print(attention)`` says beside the class name."""
+        heads = f"{self.n_heads} heads" if self.n_heads == self.n_kv_heads else f"{self.n_heads} heads on {self.n_kv_heads}"
+        parts = (heads, f"d_k={self.d_k}", f"d_v={self.d_v}", *(("causal",) if self.causal else ()))
+        return ", ".join((*parts, *((f"rotary theta={self.rotary_theta:g}",) if self.rotary else ())))

@@ -1,0 +1,76 @@
+"""LayerNorm and RMSNorm, over a whole row or over groups of its features.
+
+``eps = 0`` is allowed, since the papers' formulas have it. A row without variance (LayerNorm) or of zeros (RMSNorm) then
+gives NaN, as in torch; the forward pass does not look for such rows, ``hessiankit.hessian`` names the module and the row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hessiankit.blocks.checks import check_sizes, unknown
+from hessiankit.errors import InputError
+
+NORMS = ("layernorm", "rmsnorm")
+
+
+class GroupNorm(nn.Module):
+    """Each token's features normalised in groups of ``width / groups``, then one gain (and bias) over the whole row.
+
+    Group-LN of The Curse of Depth, Table 7. That paper gives no formula; this is the group normalisation of Wu and He (2018)
+    over the channels of one token, without statistics over positions, which a causal model cannot have.
+
+    Args:
+        width: Number of features of a row.
+        groups: Number of groups, each of the same size.
+        kind: ``"layernorm"`` or ``"rmsnorm"``.
+        eps: Added to the variance, inside the root.
+        affine: Whether there is a gain (and, for LayerNorm, a bias).
+
+    >>> GroupNorm(4, 2, kind="rmsnorm", eps=0.0)(torch.tensor([[3.0, 3.0, -7.0, 7.0]]))  # each pair divided by its own rms
+    tensor([[ 1.,  1., -1.,  1.]], grad_fn=<MulBackward0>)
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, width: int, groups: int, *, kind: str = "layernorm", eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__()
+        self.groups, self.kind, self.eps, self.size = groups, kind, eps, width // groups
+        self.register_parameter("weight", nn.Parameter(torch.ones(width)) if affine else None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(width)) if affine and kind == "layernorm" else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map rows ``(..., width)`` to the same shape."""
+        rows = x.unflatten(-1, (self.groups, self.size))  # (..., groups, width / groups)
+        layernorm = self.kind == "layernorm"
+        y = F.layer_norm(rows, (self.size,), eps=self.eps) if layernorm else F.rms_norm(rows, (self.size,), eps=self.eps)
+        y = y.flatten(-2)  # (..., width)
+        y = y if self.weight is None else y * self.weight
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        """Return what ``print(norm)`` says beside the class name."""
+        return f"{self.groups} x {self.size}, {self.kind}, eps={self.eps}"
+
+
+def make_norm(who: str, kind: str, width: int, *, eps: float, affine: bool, groups: int | None = None) -> nn.Module:
+    """Return the norm of rows of ``width`` features; with ``groups``, of each group of features by itself.
+
+    Raises:
+        InputError: If the kind is not known, eps is negative, or the groups do not divide the width.
+    """
+    if kind not in NORMS:
+        raise unknown(who, "norm", kind, NORMS)
+    if not eps >= 0:
+        raise InputError(f"{who}: eps={eps}, expected 0 or more; it is added to a variance, under the root")
+    if groups is not None:
+        check_sizes(who, groups=groups)
+        if width % groups:
+            raise InputError(f"{who}: d_model={width} does not split into groups={groups} equal groups; pass a divisor")
+        return GroupNorm(width, groups, kind=kind, eps=eps, affine=affine)
+    if kind == "layernorm":
+        return nn.LayerNorm(width, eps=eps, elementwise_affine=affine)
+    return nn.RMSNorm(width, eps=eps, elementwise_affine=affine)

@@ -1,0 +1,223 @@
+"""The registry of norm placements: one line each, with its equation, its norms and its source.
+
+The names are those of HybridNorm (Zhuo et al. 2025) and The Curse of Depth (Sun et al. 2025), in lower case. ``#-post`` and its
+kin name the norms inside the attention: queries, keys, values, context.
+
+>>> print(PLACEMENTS["hybridnorm"])
+hybridnorm: attention on the bare stream with q, k, v normalised, Post-Norm network (HybridNorm, Eqs. 8-9)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hessiankit.blocks import equations as eq
+from hessiankit.blocks.checks import unknown
+from hessiankit.errors import InputError
+
+ALPHA = 0.25
+"""Mix-LN's fraction of Post-Norm blocks (3 of 12 and 6 of 24 in its code)."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A learnable scale of a placement: two parameters, ``name_1`` of the attention and ``name_2`` of the network.
+
+    Args:
+        name: Their name without the number.
+        vector: Whether it has an entry for each feature; otherwise it is one number.
+        initial: (layer, n_layers) -> its initial value.
+    """
+
+    name: str
+    vector: bool
+    initial: Callable[[int, int], float]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the norms of a block stand.
+
+    Args:
+        name: Its name, in lower case.
+        equation: The block as a function of itself and the stream; see ``hessiankit.blocks.equations``.
+        description: One line.
+        source: Paper and equation.
+        norms: Which of norm_1 ... norm_4 the block has.
+        attention_norms: Which of q, k, v, c have a norm inside the attention.
+        norm_scope: Whether these act on each head by itself or on all heads side by side.
+        scales: Learnable scales of the branches or the residual.
+        factor: (layer, n_layers) -> the number ``b.factor`` of the equation.
+        rule: (layer, n_layers, alpha) -> the name of the placement that this layer has, where layers differ.
+        grouped: Whether the norms act on groups of features.
+        embedding_norm: Whether a stack normalises its embedding.
+        final_norm: Whether a stack normalises once more before its head.
+    """
+
+    name: str
+    equation: eq.Equation
+    description: str
+    source: str
+    norms: tuple[int, ...] = (1, 2)
+    attention_norms: str = ""
+    norm_scope: str = "head"
+    scales: tuple[Scale, ...] = ()
+    factor: Callable[[int, int], float] | None = None
+    rule: Callable[[int, int, float], str] | None = None
+    grouped: bool = False
+    embedding_norm: bool = False
+    final_norm: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.description} ({self.source})"
+
+    @property
+    def depends_on_depth(self) -> bool:
+        """Whether a block's equation depends on its layer, beyond the initial values of its parameters."""
+        return self.factor is not None or self.rule is not None
+
+
+def post_norm_layers(alpha: float, n_layers: int) -> int:
+    """Return floor(alpha L), Mix-LN's number of Post-Norm blocks; rounding of the product is forgiven.
+
+    >>> post_norm_layers(0.25, 12), post_norm_layers(0.29, 100)  # 0.29 * 100 is 28.999999999999996
+    (3, 29)
+    """
+    return math.floor(alpha * n_layers * (1 + 1e-12))
+
+
+def layerscale_initial(_: int, n_layers: int) -> float:
+    """Return LayerScale's initial value by depth, as in CaiT: .1 to 18 blocks, 1e-5 to 24, else 1e-6. The paper gives none."""
+    return 0.1 if n_layers <= 18 else 1e-5 if n_layers <= 24 else 1e-6
+
+
+def _inverse_root(layer: int, _: int) -> float:
+    return 1 / math.sqrt(layer)
+
+
+HN, COD = "HybridNorm", "Curse of Depth"
+_OMEGA = Scale("omega", True, lambda layer, n_layers: 1.0)
+_LAYERSCALE = Scale("lambda", True, layerscale_initial)
+_SKIPINIT = Scale("lambda", False, lambda layer, n_layers: 1 / math.sqrt(n_layers))
+
+
+def _lns(name: str, equation: eq.Equation, description: str, source: str = f"{COD}, Table 8") -> Placement:
+    return Placement(name, equation, description, source, factor=_inverse_root)
+
+
+def _families() -> list[Placement]:
+    """Return HybridNorm's Table 4: norms inside the attention, crossed with the norms outside."""
+    made = []
+    for inside in ("qkvc", "qkv", "qkc", "qk", "kv", "kc"):
+        letters = ", ".join(inside.replace("c", ""))
+        words = f"{letters} {'and the context ' if 'c' in inside else ''}normalised"
+        for name, equation, norms, outside, source in (
+            ("{}-post", eq.bare_post, (2,), "attention on the bare stream, Post-Norm network", "Eqs. 41-42"),
+            ("{}-pre", eq.bare_pre, (2,), "attention on the bare stream, Pre-Norm network", "Eqs. 43-44"),
+            ("pre-{}-post", eq.pre_post, (1, 2), "Pre-Norm attention, Post-Norm network", "Eqs. 45-46"),
+            ("pre-{}-pre", eq.pre, (1, 2), "Pre-Norm attention and network", "Eqs. 47-48"),
+        ):
+            full = f"{outside}, {words}"
+            made.append(Placement(name.format(inside), equation, full, f"{HN}, {source}", norms=norms, attention_norms=inside))
+    return made
+
+
+_ALL = [
+    Placement(
+        "post", eq.post, "Post-Norm: a norm after each residual sum", f"Vaswani et al. 2017; {HN}, Eqs. 3-4", final_norm=False
+    ),
+    Placement("pre", eq.pre, "Pre-Norm: a norm before each branch", f"{HN}, Eqs. 5-6; {COD}, Eqs. 2-3"),
+    Placement(
+        "hybridnorm", eq.bare_post, "attention on the bare stream with q, k, v normalised, Post-Norm network",
+        f"{HN}, Eqs. 8-9", norms=(2,), attention_norms="qkv",
+    ),
+    Placement(
+        "hybridnorm*", eq.bare_post, "hybridnorm, its first block pre-qkv-pre", f"{HN}, Eqs. 10-11", norms=(2,),
+        attention_norms="qkv", rule=lambda layer, n_layers, alpha: "pre-qkv-pre" if layer == 1 else "hybridnorm",
+    ),
+    Placement(
+        "first-qkv-pre", eq.bare_post, "hybridnorm, its first block qkv-pre", f"{HN}, Fig. 4", norms=(2,),
+        attention_norms="qkv", rule=lambda layer, n_layers, alpha: "qkv-pre" if layer == 1 else "hybridnorm",
+    ),
+    Placement(
+        "embednorm-hybridnorm", eq.bare_post, "hybridnorm after a norm of the embedding", f"{HN}, Fig. 4", norms=(2,),
+        attention_norms="qkv", embedding_norm=True,
+    ),
+    *_families(),
+    Placement("pre-post", eq.pre_post, "Pre-Norm attention, Post-Norm network", f"{HN}, Eqs. 49-50"),
+    Placement("post-pre", eq.post_pre, "Post-Norm attention (norm in front), Pre-Norm network", f"{HN}, Eqs. 51-52"),
+    Placement("post-shifted", eq.post_shifted, "Post-Norm with each norm in front, feeding branch and residual", f"{HN}, App. E"),
+    Placement(
+        "mix-ln", eq.pre, "post for the first alpha L blocks, pre for the others", f"{HN}, Table 4; {COD}, Table 1",
+        rule=lambda layer, n_layers, alpha: "post" if layer <= post_norm_layers(alpha, n_layers) else "pre",
+    ),
+    _lns("lns", eq.lns, "LayerNorm Scaling: pre, each norm's output times 1 / sqrt(l)", f"{COD}, Eq. 12"),
+    _lns("lns-before-ln", eq.lns_before_ln, "pre, each norm's input times 1 / sqrt(l): pre itself but for eps"),
+    _lns("lns-after-branch", eq.lns_after_branch, "pre, each branch times 1 / sqrt(l)", f"{COD}, Tables 5 (ViT) and 8"),
+    _lns("lns-after-residual", eq.lns_after_residual, "pre, the stream after each sum times 1 / sqrt(l)"),
+    _lns("lns-only-attention", eq.lns_after_attention, "pre, what the attention returns times 1 / sqrt(l)"),
+    _lns("lns-only-ffn", eq.lns_after_ffn, "pre, what the network returns times 1 / sqrt(l)"),
+    _lns("lns-only-attention-ln", eq.lns_attention_ln, "pre, the output of the attention's norm times 1 / sqrt(l)"),
+    _lns("lns-only-ffn-ln", eq.lns_ffn_ln, "pre, the output of the network's norm times 1 / sqrt(l)"),
+    Placement(
+        "deepnorm", eq.deepnorm, "post with the residual times alpha = (2 L)^(1/4)", "Wang et al. 2022 (DeepNet)",
+        factor=lambda layer, n_layers: (2 * n_layers) ** 0.25, final_norm=False,
+    ),
+    Placement(
+        "admin", eq.admin, "post with the residual times a learnable vector omega", "Liu et al. 2020 (Admin)",
+        scales=(_OMEGA,), final_norm=False,
+    ),
+    Placement(
+        "sandwich", eq.sandwich, "pre with a second norm after each branch", "Ding et al. 2021 (CogView)", norms=(1, 2, 3, 4)
+    ),
+    Placement("group-ln", eq.pre, "pre with each norm in groups of features", f"{COD}, Table 7", grouped=True),
+    Placement(
+        "layerscale", eq.scaled_branches, "pre with each branch times a learnable vector", f"{COD}, Table 6; Touvron et al. 2021",
+        scales=(_LAYERSCALE,),
+    ),
+    Placement(
+        "skipinit", eq.scaled_branches, "pre with each branch times a learnable number", f"{COD}, Table 6; De and Smith 2020",
+        scales=(_SKIPINIT,),
+    ),
+    Placement(
+        "olmo2", eq.branch_post, "a norm after each branch, q and k normalised over all heads", "OLMo 2 (2025)",
+        attention_norms="qk", norm_scope="full",
+    ),
+]  # fmt: skip
+
+PLACEMENTS: dict[str, Placement] = {placement.name: placement for placement in _ALL}
+_OWN = frozenset(PLACEMENTS)
+
+
+def register(placement: Placement) -> None:
+    """Make a placement known by its name; one of your own may be registered again, as a notebook does.
+
+    Raises:
+        InputError: If the name is one of hessiankit's.
+    """
+    if placement.name in _OWN:
+        raise InputError(f"register: {placement.name!r} is one of hessiankit's placements; choose another name")
+    PLACEMENTS[placement.name] = placement
+
+
+def placement_of(name: str, *, who: str = "TransformerBlock") -> Placement:
+    """Return the placement of this name.
+
+    Raises:
+        InputError: If there is none, with the nearest names.
+    """
+    if name not in PLACEMENTS:
+        raise unknown(who, "placement", name, PLACEMENTS, "hessiankit.blocks.PLACEMENTS")
+    return PLACEMENTS[name]
+
+
+def placement_of_layer(name: str, layer: int, n_layers: int, alpha: float = ALPHA) -> Placement:
+    """Return the placement that a layer has, 1-based, in a stack of ``n_layers`` with this placement.
+
+    >>> [placement_of_layer("mix-ln", layer, 4, 0.5).name for layer in (1, 2, 3, 4)]
+    ['post', 'post', 'pre', 'pre']
+    """
+    placement = placement_of(name)
+    return placement if placement.rule is None else PLACEMENTS[placement.rule(layer, n_layers, alpha)]

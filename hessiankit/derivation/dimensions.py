@@ -1,0 +1,112 @@
+"""Sizes by their letters: I_{Ld} in place of I_{12}.
+
+A formula is printed for a block of the same structure whose sizes are different primes. Every size that occurs in it is a
+product of these, and a product of primes tells what it is a product of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import sympy
+
+LENGTH, WIDTH, QUERY, HIDDEN, HEADS, SHARED, GROUPS = 17, 5, 7, 19, 11, 13, 23
+"""Primes above 3: numerators such as the 2 and 3 of 2/(Ld) and 3/d^2 do not cancel against them."""
+ORDER = ("L", "H", r"H_{KV}", "r", "g", "d", "d_v", "d_K", r"d_{ff}")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The prime sizes of a block: heads H = (key-value heads) * groups, width d."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    query: int
+    value: int
+    hidden: int
+    groups: int = 1
+    length: int = LENGTH
+
+    @property
+    def letters(self) -> list[tuple[int, str]]:
+        """(size, letter), the composite sizes first: d = H d_v, H = H_KV r, and d_K = 2 * 7 where pairs of features rotate."""
+        named = [
+            (self.width, "d"),
+            (self.heads, "H"),
+            (self.query, "d_K"),
+            (self.value, "d_v"),
+            (self.kv_heads, r"H_{KV}"),
+            (self.heads // self.kv_heads, "r"),
+            (self.hidden, r"d_{ff}"),
+            (self.groups, "g"),
+            (self.length, "L"),
+        ]
+        return [(n, letter) for n, letter in named if n > 1]
+
+
+def sizes_for(heads: int, kv_heads: int, *, rotary: bool = False, groups: bool = False) -> Sizes:
+    """Return different primes for the sizes of a block of a structure.
+
+    Args:
+        heads: of queries; what counts is whether there is one.
+        kv_heads: of keys and values; what counts is whether there is one, and whether they are fewer.
+        rotary: whether features are rotated in pairs, so that their number is even.
+        groups: whether norms act on groups of features.
+    """
+    query, value, g = 2 * QUERY if rotary else QUERY, WIDTH * (GROUPS if groups else 1), GROUPS if groups else 1
+    kv = HEADS if kv_heads > 1 else 1
+    H = kv * SHARED if kv_heads < heads else kv
+    return Sizes(H, kv, H * value, query, value, HIDDEN, g)
+
+
+class SizeNames:
+    r"""The name of a size.
+
+    >>> name = SizeNames(sizes_for(1, 1))
+    >>> name(85), name(25), name(17 * 5 * 5 * 7), name(1), name.scalar(Fraction(2, 85)), name.scalar(1 / sympy.sqrt(7))
+    ('Ld', 'd^2', 'Ld^2d_K', '1', '\\frac{2}{Ld}', '\\frac{1}{\\sqrt{d_K}}')
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+
+    def __call__(self, n: int) -> str:
+        """Return the name of a size in LaTeX."""
+        count: dict[str, int] = {}
+        for size, letter in self.sizes.letters:
+            while n % size == 0:
+                count[letter] = count.get(letter, 0) + 1
+                n //= size
+        digits = str(n) if n > 1 or not count else ""
+        ordered = sorted(count, key=ORDER.index)
+        return digits + "".join(letter if count[letter] == 1 else _power(letter, count[letter]) for letter in ordered)
+
+    def scalar(self, c: Any) -> str | None:
+        """Return the name of a rational number, or of the root of one, whose denominator is a size; None for others."""
+        c = sympy.sympify(c)
+        if c.is_Rational:
+            return self._fraction(Fraction(int(c.p), int(c.q)))
+        square = c**2
+        if square.is_Rational and square.p == 1 and self._is_size(int(square.q)):
+            sign = "-" if c.is_negative else ""
+            return sign + rf"\frac{{1}}{{\sqrt{{{self(int(square.q))}}}}}"
+        return None
+
+    def _fraction(self, c: Fraction) -> str | None:
+        if c.denominator == 1 or not self._is_size(c.denominator):
+            return None
+        sign = "-" if c < 0 else ""
+        return sign + rf"\frac{{{abs(c.numerator)}}}{{{self(c.denominator)}}}"
+
+    def _is_size(self, n: int) -> bool:
+        for size, _ in self.sizes.letters:
+            while n % size == 0:
+                n //= size
+        return n == 1
+
+
+def _power(letter: str, n: int) -> str:
+    return f"{letter}^{n}" if "_" not in letter else f"{letter}^{{{n}}}"

@@ -1,0 +1,177 @@
+"""Do a gradient and a Hessian fulfil the exact identities that the structure of their module implies?"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.curvature import hessian
+from hessiankit.request.calling import Loss
+from hessiankit.request.loss_trace import loss_trace
+from hessiankit.request.selection import Params
+from hessiankit.request.task import make_task
+from hessiankit.verify.comparison import FLOOR
+from hessiankit.verify.identities.families import structures
+from hessiankit.verify.identities.report import IdentityReport, IdentityRow
+from hessiankit.verify.identities.symmetry import Motion, Symmetry
+from hessiankit.verify.problem import Problem
+from hessiankit.verify.traits import traits
+
+STEPS = (0.2, -0.37)
+"""How far a symmetry is followed before the loss is compared: from the parameters, and from a point near them."""
+
+
+def identities(
+    module: nn.Module, inputs: Any, target: Any = None, *, loss: Loss = "mse", params: Params = None, rtol: float | None = None
+) -> IdentityReport:
+    """Check the gradient and the closed-form Hessian against the exact symmetries of the module.
+
+    Where the loss does not change along theta -> exp(t B) theta, one and two derivatives in t and theta give, exactly,
+
+        g^T B theta = 0    and    H (B theta) + B^T g = 0.
+
+    The symmetries are read off the module's trace, each is confirmed on values of the loss (at the parameters and at a random
+    point near them), and then tested with a random B and, where it belongs to the family, with Euler's B = I.
+
+        linear maps  columns A that only linear maps C read: (A G, G^-1 C). Any G per head for W_V and W_O; G diagonal across a
+                     ReLU, a gate or a norm's gain. B = I is Euler's <W_1, g> = <W_2, g>, <W_V, g> = <W_O, g>, and <gamma, g> =
+                     <W_Q, g> + <W_K, g> + <W_V, g> (for the homogeneous parts of The Sharpness Disparity Principle, arXiv
+                     2502.19002, Section 4; not in the paper)
+        logits       queries A and keys C of a head that meet only each other: (A G, C G^-T), so <W_Q, g> = <W_K, g>; rotations
+                     behind an RMS norm without gain; D diagonal between the gains of a query and a key norm
+        norm scale   weights w, per head or row, into a norm with eps = 0: <w, g> = 0, H w = -g on w, 0 on all other parameters
+                     (for the QKV norms of HybridNorm, arXiv 2503.04598, Theorem A.3; not in the paper)
+        row mean     rows that only LayerNorms or a softmax read: u (x) 1 is orthogonal to g and in the kernel of H, as is
+                     b_2 -> b_2 + c 1 before a LayerNorm
+        key bias     with neither rotary positions nor a key norm: g = 0, zero rows and columns of H
+
+    Identities that hold up to O(eps) only are named in ``skipped``.
+
+    Args:
+        module: Any module, in evaluation mode where it has dropout.
+        inputs: What it is called with, one batch as in :func:`hessiankit.hessian`.
+        target: What the loss compares with.
+        loss: As in :func:`hessiankit.hessian`.
+        params: The parameters to take, as in :func:`hessiankit.hessian`.
+        rtol: Tolerance; 1e-10 in float64, 1e-3 below.
+
+    Returns:
+        An :class:`IdentityReport`; true when all hold.
+
+    Raises:
+        InputError: If an argument cannot be used.
+
+    >>> mlp = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).double()
+    >>> x, y = torch.ones(4, 2, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64)
+    >>> report = identities(mlp, x, y)
+    >>> bool(report), [(row.family, row.name) for row in report.rows]
+    (True, [('linear maps', '0.weight, 0.bias | 2.weight')])
+    """
+    found = hessian(module, inputs, target, loss=loss, params=params)
+    values = {name: p.detach() for name, p in module.named_parameters() if name in found.slices}
+    problem = Problem(module, inputs, target, loss, values)
+    precision = traits(problem).precision
+    tolerance = rtol if rtol is not None else 1e-10 if precision == torch.float64 else 1e-3
+    return examine_identities(problem, found.matrix, rtol=tolerance, precision=precision)
+
+
+def examine_identities(problem: Problem, H: Tensor, *, rtol: float, precision: torch.dtype | None = None) -> IdentityReport:
+    """Check a problem's gradient and a Hessian of it, however found, against the symmetries of its structure.
+
+    Args:
+        problem: The loss.
+        H: Its Hessian, (P, P), rows in the order of ``problem.params``.
+        rtol: The tolerance.
+        precision: The lowest floating type that the module computes in; None: the type of the parameters.
+    """
+    start = time.perf_counter()
+    task = make_task("identities", problem.module, problem.inputs, problem.target, problem.loss, list(problem.params))
+    candidates, skipped = structures(loss_trace(task, 1.0).trace)
+    eps = torch.finfo(precision or problem.dtype).eps
+    rng = torch.Generator().manual_seed(0)
+    proved = confirmed(problem, candidates, rng, 1e-12 if eps < 1e-12 else 64 * eps)
+    theta = problem.theta.clone().requires_grad_()
+    with torch.enable_grad():
+        (g,) = torch.autograd.grad(problem.flat_loss(theta), theta)
+    errors = _errors(problem, H, g, [motion for _, motions in proved for motion in motions], eps)
+    rows, at = [], 0
+    for symmetry, motions in proved:
+        error = max(errors[at : at + len(motions)])
+        at += len(motions)
+        rows.append(IdentityRow(symmetry.family, symmetry.name, symmetry.statement, error, error <= rtol))
+    return IdentityReport(tuple(rows), tuple(skipped), rtol, time.perf_counter() - start)
+
+
+def confirmed(
+    problem: Problem, candidates: Sequence[Symmetry], rng: torch.Generator, tolerance: float
+) -> list[tuple[Symmetry, tuple[Motion, ...]]]:
+    """Keep the symmetries along which the loss itself stays, in float64.
+
+    At a generic point near the parameters too: some hold at special values only, rotations behind a norm whose gain is 1, say,
+    and such a one says nothing of H.
+    """
+    here = {name: value.double() for name, value in problem.params.items()}
+    near = {n: x + 0.1 * x.square().mean().sqrt().clamp_min(0.1) * _normal(x, rng) for n, x in here.items()}
+    proved = []
+    values = [_loss(problem, point) for point in (here, near)]
+    for symmetry in candidates:
+        motions = symmetry.motions(problem.theta.double(), rng)
+        stays = (
+            abs(_loss(problem, motions[0].moved(point, t)) - value) <= tolerance * abs(value)
+            for point, value, t in zip((here, near), values, STEPS, strict=True)
+        )
+        if all(stays):
+            proved.append((symmetry, motions))
+    return proved
+
+
+def _normal(x: Tensor, rng: torch.Generator) -> Tensor:
+    return torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x)
+
+
+def _loss(problem: Problem, point: dict[str, Tensor]) -> float:
+    """Return the loss at a point, NaN where the module cannot be evaluated there or in float64."""
+    try:
+        with torch.no_grad():
+            return float(problem.loss_value(point))
+    except RuntimeError:
+        return math.nan
+
+
+def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion], eps: float) -> list[float]:
+    """Return the largest violation of both identities for each motion, relative to the terms that must cancel.
+
+    A block whose terms all lie at the rounding level of the whole counts as zero, as in :mod:`hessiankit.verify.comparison`.
+    """
+    if not motions:
+        return []
+    theta, gradient = ({n: x.double() for n, x in values.items()} for values in (problem.params, problem.unflatten(g)))
+    X = torch.stack([_flat(theta, m.velocity(theta)) for m in motions], 1).to(H)  # (P, motions)
+    turned = torch.stack([_flat(theta, m.transposed(gradient)) for m in motions], 1).to(H)
+    sized = torch.cat([X, problem.theta[:, None]], 1).abs()
+    residuals, terms, largest, slope = [], [], H.new_zeros(()), H.new_zeros(())
+    for rows in problem.slices.values():
+        part = H[rows].abs()  # a copy, so block by block
+        products = part @ sized
+        residuals.append((H[rows] @ X + turned[rows]).abs().amax(0))
+        terms.append(torch.maximum(products[:, :-1], turned[rows].abs()).amax(0))
+        largest = torch.maximum(largest, part.amax())
+        slope = torch.maximum(slope, products[:, -1].amax())  # what the gradient is a difference of, also where it vanishes
+    floor = FLOOR * eps * torch.maximum(largest * X.abs().amax(0), turned.abs().amax(0))
+    blocks = [_relative(r, t, floor) for r, t in zip(residuals, terms, strict=True)]
+    flat = FLOOR * eps * torch.maximum(slope, g.abs().amax()) * X.abs().sum(0)
+    return torch.stack([_relative((g @ X).abs(), g.abs() @ X.abs(), flat), *blocks]).amax(0).tolist()
+
+
+def _relative(difference: Tensor, scale: Tensor, floor: Tensor) -> Tensor:
+    nothing = (scale <= floor) & (difference <= floor)
+    return torch.where(nothing, 0.0, difference / scale.clamp_min(torch.finfo(scale.dtype).tiny))
+
+
+def _flat(theta: dict[str, Tensor], parts: dict[str, Tensor]) -> Tensor:
+    return torch.cat([parts[n] if n in parts else torch.zeros_like(x).reshape(-1) for n, x in theta.items()])

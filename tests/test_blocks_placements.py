@@ -1,0 +1,322 @@
+"""Every placement against its formula in the papers, written out again on plain functions; the rules by layer; the registry."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from blocks_reference import attention_by_hand, draw, feedforward_by_hand, norm_by_hand, randomised
+
+import hessiankit as hk
+from hessiankit.blocks import NORMS, PLACEMENTS, Placement, Scale, equations, register
+from hessiankit.blocks.placements import placement_of_layer
+
+LAYERS = 4
+INSIDE = ("qkvc", "qkv", "qkc", "qk", "kv", "kc")
+
+
+def sublayer(x, branch, norm, switch):
+    """HybridNorm, App. E: no norm, ``pre``: f(N(X)) + X, or ``post``: f(N(X)) + N(X)."""
+    read = x if switch == "none" else norm(x)
+    return branch(read) + (read if switch == "post" else x)
+
+
+def switched(attention: str, network: str, inside: str = "") -> tuple[str, Callable]:
+    """Two switches and the letters of attn_#: Eqs. 41-52."""
+    return inside, lambda x, p, _: sublayer(sublayer(x, p.A, p.N1, attention), p.F, p.N2, network)
+
+
+def original(x, p, _):
+    y = p.N1(p.A(x) + x)
+    return p.N2(p.F(y) + y)
+
+
+def lns(x, p, layer):
+    y = x + p.A(p.N1(x) / math.sqrt(layer))  # Eq. 51 of The Curse of Depth
+    return y + p.F(p.N2(y) / math.sqrt(layer))
+
+
+def at(*, before=0, norm_a=0, norm_f=0, out_a=0, out_f=0, residual=0) -> tuple[str, Callable]:
+    """Pre-Norm with 1 / sqrt(l) at some places, each switched on by a 1 (The Curse of Depth, Table 8)."""
+
+    def formula(x, p, layer):
+        r = math.sqrt(layer)
+        y = (x + p.A(p.N1(x / r**before) / r**norm_a) / r**out_a) / r**residual
+        return (y + p.F(p.N2(y / r**before) / r**norm_f) / r**out_f) / r**residual
+
+    return "", formula
+
+
+def deepnorm(x, p, _):
+    alpha = math.sqrt(math.sqrt(2 * LAYERS))
+    y = p.N1(x * alpha + p.A(x))
+    return p.N2(y * alpha + p.F(y))
+
+
+def admin(x, p, _):
+    y = p.N1(torch.einsum("...d,d->...d", x, p["omega_1"]) + p.A(x))
+    return p.N2(torch.einsum("...d,d->...d", y, p["omega_2"]) + p.F(y))
+
+
+def sandwich(x, p, _):
+    y = x + p.N3(p.A(p.N1(x)))
+    return y + p.N4(p.F(p.N2(y)))
+
+
+def scaled(x, p, _):
+    y = x + p.A(p.N1(x)) @ (p["lambda_1"] * torch.eye(x.shape[-1]).double())
+    return y + p.F(p.N2(y)) @ (p["lambda_2"] * torch.eye(x.shape[-1]).double())
+
+
+def olmo2(x, p, _):
+    y = x + p.N1(p.A(x))
+    return y + p.N2(p.F(y))
+
+
+def by_layer(first: tuple[str, Callable], others: tuple[str, Callable]) -> Callable[[int], tuple[str, Callable]]:
+    return lambda layer: first if layer == 1 else others
+
+
+HYBRID = switched("none", "post", "qkv")
+BY_HAND: dict[str, tuple[str, Callable] | Callable[[int], tuple[str, Callable]]] = {
+    "post": ("", original),
+    "pre": switched("pre", "pre"),
+    "post-shifted": switched("post", "post"),
+    "hybridnorm": HYBRID,
+    "hybridnorm*": by_layer(switched("pre", "pre", "qkv"), HYBRID),
+    "first-qkv-pre": by_layer(switched("none", "pre", "qkv"), HYBRID),
+    "embednorm-hybridnorm": HYBRID,
+    **{f"{inside}-{network}": switched("none", network, inside) for inside in INSIDE for network in ("post", "pre")},
+    **{f"pre-{inside}-{network}": switched("pre", network, inside) for inside in INSIDE for network in ("post", "pre")},
+    "pre-post": switched("pre", "post"),
+    "post-pre": switched("post", "pre"),
+    "mix-ln": by_layer(("", original), switched("pre", "pre")),  # floor(0.25 * 4) = 1
+    "lns": ("", lns),
+    "lns-before-ln": at(before=1),
+    "lns-after-branch": at(out_a=1, out_f=1),
+    "lns-after-residual": at(residual=1),
+    "lns-only-attention": at(out_a=1),
+    "lns-only-ffn": at(out_f=1),
+    "lns-only-attention-ln": at(norm_a=1),
+    "lns-only-ffn-ln": at(norm_f=1),
+    "deepnorm": ("", deepnorm),
+    "admin": ("", admin),
+    "sandwich": ("", sandwich),
+    "group-ln": switched("pre", "pre"),
+    "layerscale": ("", scaled),
+    "skipinit": ("", scaled),
+    "olmo2": ("qk", olmo2),
+}
+
+
+class Parts(dict):
+    """The parameters of a block by name, and its branches and norms by hand."""
+
+    def __init__(self, block: hk.TransformerBlock, kind: str, inside: str, scope: str, groups: int) -> None:
+        super().__init__({name: p.detach() for name, p in block.named_parameters()})
+        self.kind, self.inside, self.scope, self.groups = kind, inside, scope, groups
+
+    def under(self, prefix: str) -> dict[str, torch.Tensor]:
+        return {name[len(prefix) :]: p for name, p in self.items() if name.startswith(prefix)}
+
+    def A(self, x):
+        return attention_by_hand(
+            x, self.under("attention."), 2, True, kind=self.kind, normed=self.inside, scope=self.scope, eps=0.2
+        )  # fmt: skip
+
+    def F(self, y):
+        return feedforward_by_hand(y, self.under("feedforward."), "gelu")
+
+    def norm(self, k, x):
+        p = self.under(f"norm_{k}.")
+        y = torch.cat([norm_by_hand(self.kind, part, eps=0.2) for part in x.tensor_split(self.groups, -1)], -1)
+        return y * p["weight"] + p.get("bias", 0)
+
+    def N1(self, x):
+        return self.norm(1, x)
+
+    def N2(self, x):
+        return self.norm(2, x)
+
+    def N3(self, x):
+        return self.norm(3, x)
+
+    def N4(self, x):
+        return self.norm(4, x)
+
+
+def build(placement: str, **options) -> hk.TransformerBlock:
+    block = hk.TransformerBlock(6, 5, 2, placement, activation="gelu", causal=True, eps=0.2, n_layers=LAYERS, **options)
+    return randomised(block)
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_placement_by_hand(placement, norm, layer):
+    block, x = build(placement, norm=norm, layer=layer, groups=3), draw(4, 6)
+    entry = BY_HAND[placement]
+    inside, formula = entry if isinstance(entry, tuple) else entry(layer)
+    groups = 3 if placement == "group-ln" else 1
+    expected = formula(x, Parts(block, norm, inside, "full" if placement == "olmo2" else "head", groups), layer)
+    assert (block(x) - expected).abs().max() < 1e-12 * (1 + expected.abs().max())
+    assert len({name for name, _ in block.named_parameters() if "norm_" in name}) == count_of_norms(block) * (
+        2 if norm == "layernorm" else 1
+    )
+
+
+def count_of_norms(block: hk.TransformerBlock) -> int:
+    own = block.own_placement
+    return len(own.norms) + len(own.attention_norms)
+
+
+def test_every_placement_is_written_out():
+    assert set(BY_HAND) == set(PLACEMENTS)
+    assert all(name == placement.name == name.lower() for name, placement in PLACEMENTS.items())
+    assert all(placement.description and placement.source for placement in PLACEMENTS.values())
+    assert str(PLACEMENTS["pre"]).startswith("pre: Pre-Norm: a norm before each branch (HybridNorm, Eqs. 5-6")
+
+
+class Symbol:
+    """A formula as text: what an equation may do with the stream, and nothing else."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __add__(self, other: Symbol) -> Symbol:
+        return Symbol(f"({self.text} + {other.text})")
+
+    def __rmul__(self, factor: float) -> Symbol:
+        assert isinstance(factor, float)
+        return Symbol(f"{factor:g} {self.text}")
+
+    def __mul__(self, parameter: Symbol) -> Symbol:
+        return Symbol(f"{self.text} {parameter.text}")
+
+
+class StandIn:
+    factor = 0.5
+
+    def __getattr__(self, name):
+        letter = {"attention": "A", "feedforward": "F"}.get(name, name.replace("norm_", "N"))
+        return Symbol(name) if name.startswith(("omega", "lambda")) else lambda x: Symbol(f"{letter}({x.text})")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_equations_run_on_symbols(placement):
+    assert isinstance(PLACEMENTS[placement].equation(StandIn(), Symbol("X")), Symbol)
+
+
+def test_the_text_of_some_equations():
+    text = {name: getattr(equations, name)(StandIn(), Symbol("X")).text for name in ("post", "bare_pre", "admin", "lns")}
+    assert text["post"] == "N2((N1((X + A(X))) + F(N1((X + A(X))))))"
+    assert text["bare_pre"] == "((X + A(X)) + F(N2((X + A(X)))))"
+    assert text["admin"] == "N2((N1((X omega_1 + A(X))) omega_2 + F(N1((X omega_1 + A(X))))))"
+    assert text["lns"] == "((X + A(0.5 N1(X))) + F(0.5 N2((X + A(0.5 N1(X))))))"
+
+
+@pytest.mark.parametrize(
+    ("placement", "n_layers", "alpha", "expected"),
+    [
+        ("mix-ln", 12, 0.25, ["post"] * 3 + ["pre"] * 9),
+        ("mix-ln", 3, 0.25, ["pre"] * 3),
+        ("mix-ln", 10, 0.3, ["post"] * 3 + ["pre"] * 7),
+        ("mix-ln", 2, 1.0, ["post"] * 2),
+        ("hybridnorm*", 3, 0.25, ["pre-qkv-pre", "hybridnorm", "hybridnorm"]),
+        ("first-qkv-pre", 2, 0.25, ["qkv-pre", "hybridnorm"]),
+        ("sandwich", 2, 0.25, ["sandwich"] * 2),
+    ],
+)
+def test_rules_by_layer(placement, n_layers, alpha, expected):
+    assert [placement_of_layer(placement, layer, n_layers, alpha).name for layer in range(1, n_layers + 1)] == expected
+
+
+def test_factors_and_initial_scales_by_depth():
+    def block(placement, layer=1, n_layers=1, **options):
+        return hk.TransformerBlock(4, 5, placement=placement, layer=layer, n_layers=n_layers, **options)
+
+    assert [block("lns", layer).factor for layer in (1, 4, 16)] == [1.0, 0.5, 0.25]
+    assert block("lns", 4, factor=0.125).factor == 0.125
+    assert block("deepnorm", 3, 8).factor == 2.0
+    assert block("pre", 4).factor is None
+    assert [block("skipinit", 3, n).lambda_2.item() for n in (1, 16)] == [1.0, 0.25]
+    assert block("skipinit").lambda_1.shape == ()
+    for n_layers, initial in ((18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6)):
+        torch.testing.assert_close(block("layerscale", 2, n_layers).lambda_1.data, torch.full((4,), initial))
+    assert block("layerscale", scale_init=0.5).lambda_2.tolist() == [0.5] * 4
+    assert block("admin").omega_2.tolist() == [1.0] * 4
+
+
+def stack(placement: str, n_layers: int = 4) -> hk.Transformer:
+    return hk.Transformer(7, 4, 5, n_layers, placement=placement, head=None, seed=0).double()
+
+
+@pytest.mark.parametrize("placement", ["lns", "lns-after-branch", "deepnorm", "mix-ln", "skipinit"])
+def test_a_layer_keeps_its_depth_when_others_go(placement):
+    pruned = stack(placement)
+    ids = torch.tensor([[1, 5, 2]])
+    x, whole = pruned.embedding(ids), copy.deepcopy(pruned)
+    del pruned.blocks[0]
+    for block in whole.blocks[1:]:
+        x = block(x)
+    expected = x if whole.final_norm is None else whole.final_norm(x)
+    assert torch.equal(pruned(ids), expected)
+    rebuilt = stack(placement, 3)  # numbers its layers from 1 again
+    rebuilt.load_state_dict(pruned.state_dict())
+    assert torch.equal(rebuilt(ids), expected)
+    if placement != "skipinit":
+        assert [block.layer for block in rebuilt.blocks] == [2, 3, 4]
+        state = pruned.state_dict()
+        assert state["blocks.0.depth"][:2].tolist() == [2, 4]
+        del state["blocks.0.depth"]
+        with pytest.raises(RuntimeError, match="Missing key"):
+            stack(placement, 3).load_state_dict(state)
+
+
+def test_only_a_placement_by_depth_adds_to_the_state():
+    assert set(hk.TransformerBlock(4, 5).state_dict()) == set(dict(hk.TransformerBlock(4, 5).named_parameters()))
+    state = hk.TransformerBlock(4, 5, placement="lns", layer=4).half().state_dict()
+    assert state["depth"].tolist()[0] == 4
+    assert state["depth"].tolist()[3] == 0.5
+
+
+def test_a_block_of_another_kind_does_not_load():
+    pruned = stack("hybridnorm*")
+    del pruned.blocks[0]
+    with pytest.raises(RuntimeError, match="layer 2 is a hybridnorm block, this one was built as pre-qkv-pre"):
+        stack("hybridnorm*", 3).load_state_dict(pruned.state_dict())
+
+
+def test_a_placement_of_ones_own():
+    def gated(b, X):
+        return X + b.factor * b.attention(b.norm_1(X)) * b.mu_1
+
+    mine = Placement("test-gated", gated, "a test", "here", norms=(1,), scales=(Scale("mu", True, lambda layer, n: layer / n),),
+                     factor=lambda layer, n: 1 / layer)  # fmt: skip
+    register(mine)
+    try:
+        register(mine)  # again, as a notebook does
+        block = hk.TransformerBlock(4, 5, placement="test-gated", layer=2, n_layers=4).double()
+        x = draw(3, 4)
+        assert (block(x) - x - 0.25 * block.attention(block.norm_1(x))).abs().max() < 1e-15
+    finally:
+        del PLACEMENTS["test-gated"]
+    with pytest.raises(hk.InputError, match="register: 'pre' is one of hessiankit's placements; choose another name"):
+        register(Placement("pre", gated, "", ""))
+
+
+def test_the_how_to_runs():
+    text = (Path(__file__).parents[1] / "docs" / "placements-howto.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    torch.manual_seed(0)
+    try:
+        exec(compile(source, "placements-howto.md", "exec"), {"__name__": "howto"})
+    finally:
+        PLACEMENTS.pop("parallel", None)
+    fields = set(Placement.__dataclass_fields__) - {"name", "equation", "description", "source"}
+    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", text, flags=re.MULTILINE)))) == fields
