@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.plan import Plan
+from benchmarks.plan import Benchmark, Plan
 from benchmarks.problems import DTYPES, GPT2, names, read
+from benchmarks.report import write
 from benchmarks.runner import Outcome, measure
 from benchmarks.suites import ALIASES, BENCHMARKS
 from hessiankit.errors import HessiankitError, InputError
@@ -32,6 +33,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}")
     top.add_argument("--all", action="store_true", help="every benchmark")
     top.add_argument("--list", action="store_true", help="say what there is, and stop")
+    top.add_argument("--dry-run", action="store_true", help="say how many cells there are and how long they may take, and stop")
+    top.add_argument(
+        "--report", type=Path, metavar="PAGE", help="at last write what is in --out into this Markdown page, plots beside it"
+    )
     top.add_argument("--quick", action="store_true", help="the smallest cells, 2 rounds, one thread, float64")
     top.add_argument("--out", type=Path, default=Path("results/benchmarks"), help="folder to write to (default: %(default)s)")
     top.add_argument("--threads", type=_positive, nargs="+", help="threads, each its own cells (default: 1 2)")
@@ -39,7 +44,16 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--repeats", type=_positive, help="timed rounds (default: 5; with --quick 2)")
     top.add_argument("--sizes", nargs="+", metavar="PROBLEM", help=f"of: {', '.join(names())}, L16d8f32, small-x2, ...")
     top.add_argument("--batches", type=_positive, nargs="+", metavar="B", help="batch sizes (default: 1 8 32 128)")
-    top.add_argument("--limit-seconds", type=float, default=120.0, help="what one cell may take (default: %(default)g)")
+    top.add_argument(
+        "--limit-seconds", type=float, default=120.0, help="what the timed rounds of one cell may take (default: %(default)g)"
+    )
+    top.add_argument(
+        "--budget-seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="stop a cell after so long and mark it as skipped: over budget (default: 6 times the limit, at least 600)",
+    )
     top.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     top.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (default: %(default)s)")
     top.add_argument("--in-process", action="store_true", help="cells in this process rather than each in its own")
@@ -63,6 +77,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
             read(size)
     if options.limit_seconds <= 0:
         raise InputError(f"benchmarks: --limit-seconds {options.limit_seconds:g} leaves no time; pass more than 0")
+    if options.budget_seconds < 0:
+        raise InputError(f"benchmarks: --budget-seconds {options.budget_seconds:g} is negative; pass more than 0, or nothing")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("benchmarks: --device cuda, but torch sees no GPU; leave the option out")
     quick = options.quick
@@ -76,7 +92,29 @@ def plan_of(options: argparse.Namespace) -> Plan:
         limit_seconds=options.limit_seconds,
         compile=not (options.no_compile or quick),
         device=options.device,
+        budget_seconds=options.budget_seconds,
     )
+
+
+def bounds(benchmarks: Sequence[Benchmark], plan: Plan) -> list[str]:
+    """Return how many cells each benchmark has, and what they take at most."""
+    counts = {benchmark.name: len(benchmark.cells(plan)) for benchmark in benchmarks}
+    lines = [f"{name:<8} {count:>4} cells, {count * plan.limit_seconds / 3600:.1f} h of rounds" for name, count in counts.items()]
+    total = sum(counts.values())
+    most = f"at most {plan.budget:g} s each, {total * plan.budget / 3600:.1f} h in all"
+    return [*lines, f"{'all':<8} {total:>4} cells, {total * plan.limit_seconds / 3600:.1f} h of rounds; {most}"]
+
+
+def report(page: Path, results: Path) -> bool:
+    """Write a page of what was measured; tell whether that could be done."""
+    try:
+        if write(page, results, BENCHMARKS, lambda what: print(what, file=sys.stderr)):
+            print(f"benchmarks: wrote {page}", file=sys.stderr)
+            return True
+        print(f"benchmarks: --report finds no results in {results}; measure first, or pass --out FOLDER", file=sys.stderr)
+    except OSError as error:
+        print(f"benchmarks: cannot write --report {page}: {error.strerror}; choose another path", file=sys.stderr)
+    return False
 
 
 def _stop(*_: object) -> None:
@@ -96,10 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in wanted if name not in BENCHMARKS]
     if unknown:
         top.error(f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
-    if not wanted:
-        top.error(f"name a benchmark, or pass --all or --list; there are: {', '.join(BENCHMARKS)}")
+    if not wanted and options.report is None:
+        top.error(f"name a benchmark, or pass --all, --list or --report; there are: {', '.join(BENCHMARKS)}")
     try:
         plan = plan_of(options)
+        if options.dry_run:
+            print("\n".join(bounds([BENCHMARKS[name] for name in wanted], plan)))
+            return 0
         options.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.out).close()
     except OSError as error:
@@ -121,6 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(threads)
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+    if options.report is not None and not report(options.report, options.out):
+        return USAGE
     return WRONG if any(outcome.doubtful for outcome in outcomes) else 0
 
 

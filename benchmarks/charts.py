@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from hessiankit.drawing.plot_frame import FAINT, STYLE, Picture
 
 Record = dict[str, Any]
 MARKERS = "oD^vs<>PXhp*d"
-OURS = ("closed form", "hessian_operator", "hessian", "dense closed form", "eigsh of hessian_operator")
-"""The toolkit's own methods, drawn as black stars."""
+OURS = {
+    "closed form": "*",
+    "hessian": "*",
+    "hessian_operator": "P",
+    "hessiankit.curvature_diagonal": "*",
+    "dense closed form": "s",
+    "columns of the operator": "D",
+    "eigsh of hessian_operator": "P",
+    "dense closed form, eigvalsh": "X",
+}
+"""The toolkit's own methods, drawn in black, each by its marker."""
 
 
 def canvas(columns: int = 1, width: float = 7.0, height: float = 4.2) -> tuple[Picture, list[Axes]]:
@@ -62,7 +73,7 @@ def methods(
     figure, (axes,) = canvas(width=max(7.0, 2.6 + 0.5 * len(labels)), height=5.0)
     for k, (name, found) in enumerate(points.items()):
         ours = name in OURS
-        colour, marker = ("black", "*") if ours else (mpl.colormaps["tab20"](k % 20), MARKERS[k % len(MARKERS)])
+        colour, marker = ("black", OURS[name]) if ours else (mpl.colormaps["tab20"](k % 20), MARKERS[k % len(MARKERS)])
         shift = 0.6 * (k / max(1, len(points) - 1) - 0.5)  # side by side rather than on top of each other
         for kind, suffix in (("right", ""), ("far", " (extrapolated)"), ("wrong", " (wrong)")):
             chosen = [(x + shift, y) for x, y, what in found if what == kind]
@@ -71,8 +82,12 @@ def methods(
                 look: dict[str, Any] = {"marker": "x", "color": colour, "alpha": 0.5} if kind == "wrong" else {}
                 look = look or {"marker": marker, "facecolors": face, "edgecolors": colour}
                 xs, ys = [x for x, _ in chosen], [y for _, y in chosen]
-                axes.scatter(xs, ys, s=70 if ours else 22, linewidths=1.1, label=name + suffix, **look)
+                axes.scatter(xs, ys, s=70 if marker == "*" else 24, linewidths=1.1, label=name + suffix, **look)
     axes.set_yscale("log")
+    for k in range(0, len(labels), 2):  # bands keep together what belongs to one cell
+        axes.axvspan(k - 0.5, k + 0.5, color="#f4f4f4", zorder=0)
+    axes.grid(False, axis="x")
+    axes.set_xlim(-0.5, len(labels) - 0.5)
     axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6.5)
     axes.set_ylabel(unit, fontsize=9)
     axes.set_title(title, fontsize=10)
@@ -80,20 +95,56 @@ def methods(
     return figure
 
 
-def lines(
-    panels: Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float]]]]], title: str, unit: str = "seconds"
-) -> Picture | None:
-    """Draw log-log curves: for each panel its x label and its curves (name, x, y)."""
+@dataclass(frozen=True)
+class Panel:
+    """Log-log curves over one quantity.
+
+    Attributes:
+        x_label: The quantity.
+        curves: Name -> points (x, y), in ascending x.
+        note: A line under the quantity.
+        slope: If given, that of a dashed line beside the curves.
+    """
+
+    x_label: str
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+    note: str = ""
+    slope: float | None = None
+
+
+def lines(panels: Sequence[Panel], title: str, unit: str = "seconds") -> Picture | None:
+    """Draw panels in a row over the same heights; a name has the same colour and marker in all of them."""
     if not panels:
         return None
-    figure, axes = canvas(len(panels), width=max(4.0, 3.1 * len(panels)), height=3.6)
-    for one, (x_label, curves) in zip(axes, panels, strict=True):
-        for k, (name, x, y) in enumerate(curves):
-            one.plot(x, y, marker=MARKERS[k % len(MARKERS)], markersize=4, linewidth=1.1, label=name)
-        one.set_xscale("log", base=2)
+    figure, axes = canvas(len(panels), width=max(5.0, 3.0 * len(panels)), height=4.2)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
+    heights = [y for panel in panels for curve in panel.curves.values() for _, y in curve]
+    drawn: dict[str, Any] = {}
+    for one, panel in zip(axes, panels, strict=True):
+        for name, curve in panel.curves.items():
+            k = names.index(name)
+            look: Any = {"marker": MARKERS[k % len(MARKERS)], "color": f"C{k}", "markersize": 4.5, "linewidth": 1.2}
+            (drawn[name],) = one.plot(*zip(*curve, strict=True), **look)
+        ticks = sorted({x for curve in panel.curves.values() for x, _ in curve})
+        if panel.slope is not None and len(ticks) > 1:
+            (drawn["predicted slope"],) = one.plot(*_slope(panel, ticks), "--", color=FAINT, linewidth=1.0)
+        one.set_xscale("log")
         one.set_yscale("log")
-        one.set_xlabel(x_label, fontsize=9)
-        one.legend(fontsize=6.5, frameon=False)
+        one.set_ylim(min(heights) / 2, max(heights) * 2)
+        one.xaxis.set_major_locator(FixedLocator(ticks))
+        one.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        one.xaxis.set_minor_locator(NullLocator())
+        one.yaxis.set_minor_formatter(NullFormatter())
+        one.set_xlabel(f"{panel.x_label}\n{panel.note}", fontsize=8)
     axes[0].set_ylabel(unit, fontsize=9)
-    figure.suptitle(title, fontsize=10, color=FAINT)
+    figure.suptitle(title, fontsize=10)
+    figure.legend(list(drawn.values()), list(drawn), loc="outside lower center", ncols=len(drawn), fontsize=7.5, frameon=False)
     return figure
+
+
+def _slope(panel: Panel, ticks: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return a line of the predicted slope over the larger half of the ticks, above the highest of the last points."""
+    assert panel.slope is not None
+    ends = [ticks[len(ticks) // 2 - (len(ticks) == 2)], ticks[-1]]
+    last = max(curve[-1][1] for curve in panel.curves.values() if curve)
+    return ends, [1.5 * last * (x / ends[1]) ** panel.slope for x in ends]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from benchmarks.problems import Case
 from benchmarks.timing import finite, in_turn, rounds_within, spread, timed
 
 CLOSED = "closed form"
+TRIALS = 0.8
+"""Part of a cell's budget after which no round is begun; the trials have to be over before, by what the rounds may take."""
 
 
 def contestants() -> list[Peer | Whole]:
@@ -47,7 +50,8 @@ def contest(
     """
     steps = len(peers) + 3 + plan.repeats
     # Each contestant gets the same share of the cell's time for each of its runs: the trial, the rounds, and one to spare.
-    ring = Ring(case, part, plan.limit_seconds / ((len(peers) + 2) * (plan.repeats + 2)), plan.device)
+    end = time.perf_counter() + TRIALS * plan.budget
+    ring = Ring(case, part, plan.limit_seconds / ((len(peers) + 2) * (plan.repeats + 2)), plan.device, end - plan.limit_seconds)
     tell(f"{CLOSED}, first call", 0, steps)
     found, first_seconds = timed(plan.device, closed)
     start = part.columns.start
@@ -70,6 +74,8 @@ def contest(
     for k, so_far in enumerate(in_turn(calls, rounds)):
         seconds = so_far
         tell(f"round {k + 2}", 3 + len(peers) + k, steps)
+        if time.perf_counter() > end:
+            break
     own = seconds[CLOSED]
     rows: list[dict[str, Any]] = [
         {
@@ -85,7 +91,7 @@ def contest(
     for entry in entries:
         entry.seconds = seconds.get(entry.peer.name, [])
         rows.append(entry.row(own, part.width))
-    return {"parameters": case.size, "rows": rows, "best": best(rows), "compared_columns": len(ring.picks), "rounds": rounds}
+    return {"parameters": case.size, "rows": rows, "best": best(rows), "compared_columns": len(ring.picks), "rounds": len(own)}
 
 
 def best(rows: Sequence[dict[str, Any]]) -> str | None:

@@ -44,8 +44,8 @@ class Entry:
     """A peer in a contest, and what is known of it.
 
     Attributes:
-        status: "right", "wrong", "failed" (it raised), "skipped" (beyond the memory) or "missing" (not installed, no such
-            form); the last three are not timed, and ``why`` says more.
+        status: "right", "wrong", "failed" (it raised), "skipped" (beyond the memory or the time) or "missing" (not
+            installed, no such form); the last three are not timed, and ``why`` says more.
         error: Largest difference from the reference on the compared columns, relative to the largest entry of those.
         timed_columns: Columns that a timed run pushes; with fewer than all, its seconds are extrapolated linearly.
     """
@@ -96,10 +96,11 @@ class Ring:
         part: What is asked for.
         share: Seconds that one run of one peer may take.
         device: Where.
+        until: When the last trial has to be over, by ``time.perf_counter``.
     """
 
-    def __init__(self, case: Case, part: Part, share: float, device: str) -> None:
-        self.case, self.part, self.share, self.device = case, part, share, device
+    def __init__(self, case: Case, part: Part, share: float, device: str, until: float = math.inf) -> None:
+        self.case, self.part, self.share, self.device, self.until = case, part, share, device, until
         self.picks = self._picks()
         self.reference = plain_columns(case, self.picks)[:, part.rows]
         self.scale = float(self.reference.abs().max())
@@ -128,11 +129,16 @@ class Ring:
                 return Entry(peer, "skipped", f"all columns at once would take about {need / 2**30:.0f} GiB")
         compiles = isinstance(peer, Compiled) or "jax" in peer.name
         try:
-            with deadline(max(20 * self.share, 20.0) + COMPILE_SECONDS * compiles, f"the trial of {peer.name}"):
+            allowed = min(max(20 * self.share, 20.0) + COMPILE_SECONDS * compiles, self.until - time.perf_counter())
+            if allowed <= 0:
+                raise TimeoutError("the others have taken the cell's time")
+            with deadline(allowed, "the trial"):
                 if isinstance(peer, Whole):
                     columns = self._try_whole(entry, peer)
                 else:
                     columns = self._try_chunks(entry, peer, int(free // self.kept))
+        except TimeoutError as error:
+            return Entry(peer, "skipped", f"over budget: {error}")
         except Exception as error:
             return Entry(peer, "failed", first_line(error))
         entry.error = self.error(columns)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 MARK = "@benchmarks "
 
 
+class OverBudget(RuntimeError):
+    """The process was stopped because its time was over."""
+
+
 def run_fresh(function: str, arguments: dict[str, Any], *, threads: int, seconds: float, tell: Tell) -> dict[str, Any]:
     """Call ``module:function(tell=..., **arguments)`` in a new Python process and return what it returns.
 
@@ -25,7 +29,8 @@ def run_fresh(function: str, arguments: dict[str, Any], *, threads: int, seconds
     pools of their own keep to them.
 
     Raises:
-        RuntimeError: The process failed or ran out of time; the message holds the last line that it wrote.
+        OverBudget: The process was stopped after so many seconds.
+        RuntimeError: The process failed; the message holds the last line that it wrote.
     """
     env = {**os.environ, **{name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}}
     env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen={'false' if threads == 1 else 'true'}".strip()
@@ -63,11 +68,12 @@ def run_fresh(function: str, arguments: dict[str, Any], *, threads: int, seconds
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+        if result is None and late:
+            raise OverBudget(f"stopped after {seconds:.0f} s")
         if result is None:
             errors.seek(0)
             lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
-            reason = f"stopped after {seconds:.0f} s" if late else f"exit code {process.returncode}"
-            raise RuntimeError(f"{reason}{': ' + lines[-1][:300] if lines and not late else ''}")
+            raise RuntimeError(f"exit code {process.returncode}{': ' + lines[-1][:300] if lines else ''}")
     return result
 
 

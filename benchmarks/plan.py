@@ -13,6 +13,9 @@ from hessiankit.progress import Tell
 
 __all__ = ["Benchmark", "Cell", "Plan", "Tell", "source_digest"]
 
+BUDGET = 6.0
+LEAST_BUDGET = 600.0
+"""Seconds that a cell may take in all by default, at least: ``torch.compile`` alone may take minutes."""
 Cell: TypeAlias = dict[str, Any]
 """One point of a grid: the benchmark's own settings, such as problem, batch, dtype, threads."""
 
@@ -28,7 +31,10 @@ class Plan:
         sizes: Problems to take; empty: the benchmark's own choice.
         batches: Batch sizes to take; empty: the benchmark's own choice.
         repeats: Timed rounds.
-        limit_seconds: What one cell may take; a peer that would take longer is extrapolated from some of its columns.
+        limit_seconds: What the timed rounds of a cell may take; a peer that would take longer is extrapolated from some of
+            its columns.
+        budget_seconds: What a cell may take in all, trials and compiling included; then it is stopped, and skipped. 0 stands
+            for what ``budget`` makes of it.
         compile: Whether ``torch.compile`` is tried.
         device: ``"cpu"`` or ``"cuda"``.
     """
@@ -42,6 +48,16 @@ class Plan:
     limit_seconds: float = 120.0
     compile: bool = True
     device: str = "cpu"
+    budget_seconds: float = 0.0
+
+    @property
+    def budget(self) -> float:
+        """The seconds after which a cell is stopped.
+
+        >>> Plan(limit_seconds=120.0).budget, Plan(limit_seconds=1.0).budget, Plan(budget_seconds=30.0).budget
+        (720.0, 600.0, 30.0)
+        """
+        return self.budget_seconds or max(LEAST_BUDGET, BUDGET * self.limit_seconds)
 
     def settings(self) -> dict[str, Any]:
         """Return what a cell's result depends on beside the cell itself."""
@@ -77,6 +93,7 @@ class Benchmark:
         plot: A figure of them; None where there is nothing to draw.
         notes: How to read the table, as Markdown.
         isolate: Whether a cell gets a process of its own (memory makes its own processes).
+        title: Its heading on a page of several.
     """
 
     name: str
@@ -87,9 +104,10 @@ class Benchmark:
     plot: Callable[[list[dict[str, Any]]], Any]
     notes: str = ""
     isolate: bool = field(default=True)
+    title: str = ""
 
 
-SHOWS_ONLY = ("__init__.py", "__main__.py", "runner.py", "store.py", "tables.py", "charts.py")
+SHOWS_ONLY = ("__init__.py", "__main__.py", "runner.py", "store.py", "tables.py", "charts.py", "report.py")
 """Files of the benchmarks that do not change what is measured."""
 
 

@@ -13,16 +13,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.fresh import run_fresh
+from benchmarks.fresh import OverBudget, run_fresh
 from benchmarks.plan import Benchmark, Cell, Plan, Tell, source_digest
 from benchmarks.store import Store
 from benchmarks.tables import document
 from hessiankit.environment import environment
 from hessiankit.progress import progress_bar
-
-GRACE = 8.0
-"""A cell's process is stopped after so many times the limit: trials and compiling come on top of the rounds."""
-EXTRA_SECONDS = 900.0
 
 
 @dataclass
@@ -60,7 +56,7 @@ def measure(benchmark: Benchmark, plan: Plan, out: Path, *, isolate: bool) -> Ou
     try:
         with progress_bar() as tell:
             for k, cell in enumerate(cells):
-                record = store.find(cell)
+                record = store.find(cell, plan.budget)
                 if record is not None:
                     outcome.found += 1
                     outcome.records.append(record)
@@ -70,6 +66,8 @@ def measure(benchmark: Benchmark, plan: Plan, out: Path, *, isolate: bool) -> Ou
                 start = time.perf_counter()
                 try:
                     result = _one(benchmark, cell, plan, isolate, lambda what, d, n, t=title: tell(f"{t}: {what}", d, n))  # type: ignore[misc]
+                except OverBudget as error:
+                    result = {"skipped": f"over budget: {error}", "stopped_seconds": plan.budget}
                 except RuntimeError as error:  # of the cell's process; the others go on, and the next start tries again
                     outcome.failed.append(f"{_name(cell)}: {error}")
                     print(f"benchmarks: {benchmark.name}, {_name(cell)} failed: {error}", file=sys.stderr)
@@ -91,8 +89,7 @@ def _one(benchmark: Benchmark, cell: Cell, plan: Plan, isolate: bool, tell: Tell
         torch.set_num_threads(cell["threads"])
         return benchmark.run(cell, plan, tell)
     arguments = {"name": benchmark.name, "cell": cell, "options": plan.to_dict()}
-    seconds = GRACE * plan.limit_seconds + EXTRA_SECONDS
-    return run_fresh("benchmarks.runner:run_cell", arguments, threads=cell["threads"], seconds=seconds, tell=tell)
+    return run_fresh("benchmarks.runner:run_cell", arguments, threads=cell["threads"], seconds=plan.budget, tell=tell)
 
 
 def run_cell(name: str, cell: Cell, options: dict[str, Any], tell: Tell) -> dict[str, Any]:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plan import Cell
+
+
+def finished(path: Path) -> list[dict[str, Any]]:
+    """Return the records in a file, measured with whatever settings, in the order in which they were added."""
+    records: list[dict[str, Any]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # the line that was being written when the machine stopped
+                record = json.loads(line)
+                if isinstance(record, dict) and "key" in record:
+                    records.append(record)
+    return records
 
 
 class Store:
@@ -21,23 +35,17 @@ class Store:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.settings = path, settings
-        self.records: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    record = json.loads(line)
-                    self.records[record["key"]] = record
-                except (ValueError, KeyError, TypeError):
-                    continue  # the line that was being written when the machine stopped
+        self.records = {record["key"]: record for record in finished(path)}
 
     def key(self, cell: Cell) -> str:
         """Return what identifies a cell measured with these settings."""
         text = json.dumps({"cell": cell, "settings": self.settings}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
-    def find(self, cell: Cell) -> dict[str, Any] | None:
-        """Return the finished record of a cell, if there is one."""
-        return self.records.get(self.key(cell))
+    def find(self, cell: Cell, budget: float = math.inf) -> dict[str, Any] | None:
+        """Return the finished record of a cell, if there is one: not one that was stopped within less than ``budget`` seconds."""
+        record = self.records.get(self.key(cell))
+        return None if record is not None and record["result"].get("stopped_seconds", math.inf) < budget else record
 
     def add(self, cell: Cell, result: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
         """Append a finished cell and return its record."""

@@ -154,14 +154,15 @@ def contest_tables(records: Sequence[Record], ours: str = "closed form", theirs:
 
 def document(title: str, summary: str, body: str, notes: str, records: Sequence[Record], plot: str | None) -> str:
     """Return a benchmark's page: where it was measured, tables, plot, how to read them."""
-    places = dict.fromkeys(_place(record["environment"]) for record in records)
+    places = dict.fromkeys(place(record["environment"]) for record in records)
     parts = [f"# {title}", "", summary, "", *(places or ["Nothing was measured."]), "", body, ""]
     if plot:
         parts += [f"![{title}]({plot})", ""]
     return "\n".join([*parts, notes, ""])
 
 
-def _place(environment: dict[str, Any]) -> str:
+def place(environment: dict[str, Any]) -> str:
+    """Return when and where a record was measured, in one line."""
     names = ("processor", "cores", "system", "python", "torch", "numpy", "curvlinops", "jax", "device")
     known = [f"{name} {environment[name]}" for name in names if environment.get(name) is not None]
     return f"{environment['date'][:10]}; {', '.join(known)}."

@@ -6,14 +6,12 @@ It is linear in each of X, W and b, so its only second derivatives are the const
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from derivations.arrays import Array
-from derivations.matrix import Commutation, Identity, Matrix, Ones, Zero, kron
+from derivations.matrix import Commutation, Dense, Identity, Matrix, Ones, Zero, kron
 from derivations.operation import Shape, expect_names, shape_of, size
-from derivations.symbols import expect_symbols, leaf
 from derivations.vecr import kron_derivative_left, kron_derivative_right
 
 
@@ -25,31 +23,28 @@ class AffineAt:
         X: L x d.
         W: d x m.
         b: (m,), or None for none, which is then no argument.
-        symbols: argument -> the LaTeX it is printed with; its own name if it is not listed.
 
     Raises:
-        ValueError: if the shapes do not conform, or symbols are given to unknown arguments.
+        ValueError: if the shapes do not conform.
 
     >>> import torch
     >>> X, W = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [5.0]])
-    >>> point = AffineAt(X, W, torch.tensor([7.0]), symbols={"W": "W_Q"})
+    >>> point = AffineAt(X, W, torch.tensor([7.0]))
     >>> point.value.tolist(), point.jacobian("X").dense().tolist(), point.jacobian("W").dense().tolist()
     ([[20.0]], [[3.0, 5.0]], [[1.0, 2.0]])
-    >>> AffineAt(torch.ones(4, 2), W, symbols={"W": "W_Q"}).jacobian("X")
-    Kronecker(4x8: I_{4}\otimes W_Q^\top)
+    >>> AffineAt(torch.ones(4, 2), W).jacobian("X")
+    Kronecker(4x8: I_{4}\otimes W^\top)
     """
 
     X: Array
     W: Array
     b: Array | None = None
-    symbols: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         shapes = self.arguments
         fits = len(shapes["X"]) == len(shapes["W"]) == 2 and shapes["X"][1] == shapes["W"][0]
         if not fits or shapes.get("b", shapes["W"][1:]) != shapes["W"][1:]:
             raise ValueError(f"AffineAt: expected X (L, d), W (d, m) and b (m,), got {shapes}")
-        expect_symbols("AffineAt", self.symbols, shapes)
 
     @property
     def arguments(self) -> dict[str, Shape]:
@@ -72,8 +67,8 @@ class AffineAt:
         expect_names(self, "jacobian", name)
         length, m = shape_of(self.X)[0], shape_of(self.W)[1]
         if name == "X":
-            return kron(Identity(length), leaf(self.W, self.symbols, "W").T)
-        return kron(leaf(self.X, self.symbols, "X") if name == "W" else Ones(length), Identity(m))
+            return kron(Identity(length), Dense(self.W, "W").T)
+        return kron(Dense(self.X, "X") if name == "W" else Ones(length), Identity(m))
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
         """Return the derivative of dN/d(name_i) with respect to name_j (Property 6).

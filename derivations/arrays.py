@@ -128,9 +128,21 @@ def common(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def matmul(a: Array, b: Array) -> Array:
-    """Return ``a @ b`` for two arrays of one arithmetic (see ``common``)."""
+    """Return ``a @ b`` for two matrices of one arithmetic (see ``common``); exact ones are multiplied without their zeros."""
     a, b = common(a, b)
-    return a @ b
+    if not is_exact(a):
+        return a @ b
+    rows = [[(j, v) for j, v in enumerate(row) if v] for row in b.tolist()]
+    out = full((int(a.shape[0]), int(b.shape[1])), 0, a)
+    for i, row in enumerate(a.tolist()):
+        entries: dict[int, Any] = {}
+        for u, others in zip(row, rows, strict=True):
+            if u:
+                for j, v in others:
+                    entries[j] = entries[j] + u * v if j in entries else u * v
+        for j, v in entries.items():
+            out[i, j] = v
+    return out
 
 
 def lift_diagonal(y: Array) -> Array:
@@ -206,4 +218,6 @@ def _exact_sqrt(v: Any) -> Any:
             p, q = math.isqrt(v.numerator), math.isqrt(v.denominator)
             if p * p == v.numerator and q * q == v.denominator:
                 return Fraction(p, q)
+    if not isinstance(v, sympy.Basic) and hasattr(v, "sqrt"):  # a number of another arithmetic
+        return v.sqrt()
     return sympy.sqrt(_to_sympy(v))

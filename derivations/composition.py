@@ -87,22 +87,29 @@ class Composite:
     def hessian(self, name_i: str, name_j: str) -> Matrix:
         """Return H_ij = sum_a (g_a (x) I) H_{a,ij} + sum_{a,b} (I (x) J_{a,i}^T) g_ab J_{b,j}, without its zero terms."""
         expect_names(self, "hessian", name_i, name_j)
-        shapes, n_out = self.arguments, size(shape_of(self.value))
-        n_i, n_j = size(shapes[name_i]), size(shapes[name_j])
-        left, right = self._reading(name_i), self._reading(name_j)
-        terms: list[Matrix] = [Zero(n_out * n_i, n_j)]
-        for a in (a for a in left if a in right):
-            if not isinstance(inner := left[a].hessian(name_i, name_j), Zero):
-                terms.append(kron(self._slope(a), Identity(n_i)) @ inner)
-        for a in left:
-            for b, source in right.items():
-                if not isinstance(curvature := self._curvature(a, b), Zero):
-                    terms.append(self._pull(a, name_i) @ curvature @ source.jacobian(name_j))
-        return add(*terms)
+        left, right = self.reading(name_i), self.reading(name_j)
+        terms = [self.through(a, name_i, name_j) for a in left if a in right]
+        return add(*terms, *(self.between(a, b, name_i, name_j) for a in left for b in right))
+
+    def through(self, a: str, *names: str) -> Matrix:
+        """Return the term of argument a: g_a J_{a,i} of the first derivative, (g_a (x) I_{n_i}) H_{a,ij} of the second."""
+        source, n_out = self._sources[a], size(shape_of(self.value))
+        if len(names) == 1:
+            return self._slope(a) @ source.jacobian(*names)
+        n_i, n_j = (size(self.arguments[name]) for name in names)
+        inner = source.hessian(*names)
+        return Zero(n_out * n_i, n_j) if isinstance(inner, Zero) else kron(self._slope(a), Identity(n_i)) @ inner
+
+    def between(self, a: str, b: str, name_i: str, name_j: str) -> Matrix:
+        """Return the term (I (x) J_{a,i}^T) g_ab J_{b,j} of the second derivative."""
+        curvature = self._curvature(a, b)
+        if isinstance(curvature, Zero):
+            return Zero(size(shape_of(self.value)) * size(self.arguments[name_i]), size(self.arguments[name_j]))
+        return self._pull(a, name_i) @ curvature @ self._sources[b].jacobian(name_j)
 
     def _jacobian(self, name: str) -> Matrix:
         zero = Zero(size(shape_of(self.value)), size(self.arguments[name]))
-        return add(zero, *(self._slope(a) @ source.jacobian(name) for a, source in self._reading(name).items()))
+        return add(zero, *(self.through(a, name) for a in self.reading(name)))
 
     def _slope(self, a: str) -> Matrix:
         """g_a."""
@@ -127,8 +134,8 @@ class Composite:
             self._built[key] = build()
         return self._built[key]
 
-    def _reading(self, name: str) -> dict[str, Operation]:
-        """The arguments of the outer operation that depend on the parameter ``name``."""
+    def reading(self, name: str) -> dict[str, Operation]:
+        """Return the arguments of the outer operation that depend on the parameter ``name``, with what they are."""
         return {a: source for a, source in self._sources.items() if name in source.arguments}
 
 

@@ -10,14 +10,12 @@ All are bilinear: their only second derivatives are the constant mixed ones (Pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from derivations.arrays import Array
 from derivations.matrix import Dense, Diagonal, DiagonalLift, Identity, Matrix, Ones, VecIdentity, Zero, kron
 from derivations.operation import Shape, expect_names, shape_of, size
-from derivations.symbols import expect_symbols, leaf, letter
 from derivations.vecr import hadamard, kron_derivative_right, vec_r_column
 
 
@@ -28,26 +26,23 @@ class ColumnScaleAt:
     Args:
         X: L x d.
         v: (d,).
-        symbols: argument -> the LaTeX it is printed with; its own name if it is not listed.
 
     Raises:
-        ValueError: if the shapes do not conform, or symbols are given to unknown arguments.
+        ValueError: if the shapes do not conform.
 
     >>> import torch
-    >>> point = ColumnScaleAt(torch.tensor([[1.0, 2.0]]), torch.tensor([3.0, 4.0]), symbols={"v": r"\lambda"})
+    >>> point = ColumnScaleAt(torch.tensor([[1.0, 2.0]]), torch.tensor([3.0, 4.0]))
     >>> point.value.tolist(), point.jacobian("X"), point.jacobian("v").dense().tolist()
-    ([[3.0, 8.0]], Diagonal(2x2: \operatorname{diag}(\lambda)), [[1.0, 0.0], [0.0, 2.0]])
+    ([[3.0, 8.0]], Diagonal(2x2: \operatorname{diag}(v)), [[1.0, 0.0], [0.0, 2.0]])
     """
 
     X: Array
     v: Array
-    symbols: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         X, v = self.arguments.values()
         if len(X) != 2 or v != X[1:]:
             raise ValueError(f"ColumnScaleAt: expected X (L, d) and v (d,), got {X} and {v}")
-        expect_symbols("ColumnScaleAt", self.symbols, self.arguments)
 
     @property
     def arguments(self) -> dict[str, Shape]:
@@ -68,8 +63,8 @@ class ColumnScaleAt:
         expect_names(self, "jacobian", name)
         length, d = shape_of(self.X)
         if name == "X":
-            return kron(Identity(length), Diagonal(self.v, letter(self.symbols, "v")))
-        return hadamard(self.X, letter(self.symbols, "X")) @ kron(Ones(length), Identity(d))
+            return kron(Identity(length), Diagonal(self.v, "v"))
+        return hadamard(self.X, "X") @ kron(Ones(length), Identity(d))
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
         """Return the derivative of dN/d(name_i) with respect to name_j.
@@ -98,25 +93,22 @@ class ScalarScaleAt:
     Args:
         X: an array of n entries, with one axis or more.
         a: of shape () or (1,).
-        symbols: argument -> the LaTeX it is printed with; its own name if it is not listed.
 
     Raises:
-        ValueError: if a is not one number, or symbols are given to unknown arguments.
+        ValueError: if a is not one number.
 
     >>> import torch
-    >>> point = ScalarScaleAt(torch.tensor([[1.0, 2.0]]), torch.tensor(3.0), symbols={"a": r"\alpha"})
+    >>> point = ScalarScaleAt(torch.tensor([[1.0, 2.0]]), torch.tensor(3.0))
     >>> point.value.tolist(), point.jacobian("X"), point.jacobian("a").dense().tolist(), point.hessian("X", "a")
-    ([[3.0, 6.0]], Kronecker(2x2: \alpha\otimes I_{2}), [[1.0], [2.0]], VecIdentity(4x1: \operatorname{vec}_r(I_{2})))
+    ([[3.0, 6.0]], Kronecker(2x2: a\otimes I_{2}), [[1.0], [2.0]], VecIdentity(4x1: \operatorname{vec}_r(I_{2})))
     """
 
     X: Array
     a: Array
-    symbols: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if shape_of(self.a) not in ((), (1,)):
             raise ValueError(f"ScalarScaleAt: a must be one number, of shape () or (1,), got {shape_of(self.a)}")
-        expect_symbols("ScalarScaleAt", self.symbols, self.arguments)
 
     @property
     def arguments(self) -> dict[str, Shape]:
@@ -136,8 +128,8 @@ class ScalarScaleAt:
         """
         expect_names(self, "jacobian", name)
         if name == "X":
-            return kron(leaf(self.a.reshape(1, 1), self.symbols, "a"), Identity(size(shape_of(self.X))))
-        return vec_r_column(Dense(self.X.reshape(shape_of(self.X)[0], -1), letter(self.symbols, "X")))
+            return kron(Dense(self.a.reshape(1, 1), "a"), Identity(size(shape_of(self.X))))
+        return vec_r_column(Dense(self.X.reshape(shape_of(self.X)[0], -1), "X"))
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
         """Return d2N/dX da = vec_r I_n (n^2 x 1), d2N/da dX = I_n, or zero.
@@ -159,26 +151,23 @@ class HadamardAt:
     Args:
         X: an array of n entries.
         Y: of the same shape.
-        symbols: argument -> the LaTeX it is printed with; its own name if it is not listed.
 
     Raises:
-        ValueError: if the shapes differ, or symbols are given to unknown arguments.
+        ValueError: if the shapes differ.
 
     >>> import torch
-    >>> point = HadamardAt(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), symbols={"Y": "U"})
+    >>> point = HadamardAt(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
     >>> point.value.tolist(), point.jacobian("X"), point.hessian("X", "Y")
-    ([[3.0, 8.0]], Diagonal(2x2: \operatorname{diag}(\operatorname{vec}_r(U))), DiagonalLift(4x2: E_{2}))
+    ([[3.0, 8.0]], Diagonal(2x2: \operatorname{diag}(\operatorname{vec}_r(Y))), DiagonalLift(4x2: E_{2}))
     """
 
     X: Array
     Y: Array
-    symbols: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         X, Y = self.arguments.values()
         if X != Y:
             raise ValueError(f"HadamardAt: X and Y need one shape, got {X} and {Y}")
-        expect_symbols("HadamardAt", self.symbols, self.arguments)
 
     @property
     def arguments(self) -> dict[str, Shape]:
@@ -197,8 +186,7 @@ class HadamardAt:
             ValueError: if there is no such argument.
         """
         expect_names(self, "jacobian", name)
-        other = "Y" if name == "X" else "X"
-        return hadamard(self.Y if name == "X" else self.X, letter(self.symbols, other))
+        return hadamard(self.Y, "Y") if name == "X" else hadamard(self.X, "X")
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
         """Return E_n, n^2 x n, for X and Y in either order (Proposition 6), or zero.

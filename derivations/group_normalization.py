@@ -1,10 +1,12 @@
-r"""Layer normalisation of groups of features, row by row, at a point (the "group LN" of head-wise norms).
+r"""LayerNorm or RMSNorm of groups of features, row by row, at a point (the "group LN" of head-wise norms).
 
-The d features of a row fall into g groups of d/g in a row, each of which is centred and divided by its own scale; gain and
-shift have all d entries. The groups of X in R^{L x d} are the rows of X read as (L g) x (d/g), and reading it so leaves
-vec_r(X) as it is. So this is LayerNorm of (L g) rows, then a gain of L rows, joined by the chain rule:
+The d features of a row fall into g groups of d/g in a row, each of which is (for LayerNorm) centred and divided by its own
+scale; gain and shift have all d entries. The groups of X in R^{L x d} are the rows of X read as (L g) x (d/g), and reading
+it so leaves vec_r(X) as it is. So this is the norm of (L g) rows, then a gain of L rows, joined by the chain rule:
 
-    dN/dX = (I_L (x) diag gamma) (P (x) I) (I_{Lg} (x) C - V V^T / (d/g)),   with P, V those of the (L g) rows.
+    dN/dX = (I_L (x) diag gamma) (P (x) I) (I_{Lg} (x) C - V V^T / (d/g)),   with P, V those of the (L g) rows
+
+and C the centring matrix, or the identity for RMSNorm.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from derivations.composition import Composite
 from derivations.gains import ColumnScaleAt
 from derivations.linear_map import LinearMapAt
 from derivations.matrix import Identity, Matrix, Ones, kron
-from derivations.normalization import LayerNormAt
-from derivations.operation import Operation, Renamed, Shape, Total, expect_names, shape_of, size
+from derivations.normalization import LayerNormAt, RMSNormAt
+from derivations.operation import Lettered, Operation, Renamed, Shape, Total, expect_names, shape_of, size
+
+_NORMS: dict[str, type[LayerNormAt | RMSNormAt]] = {"layernorm": LayerNormAt, "rmsnorm": RMSNormAt}
 
 
 @dataclass(frozen=True, eq=False)
 class GroupNormRowsAt:
-    r"""N = LN(X, by groups of d/g features) diag(gamma) + 1_L beta^T at a point.
+    r"""N = norm(X, by groups of d/g features) diag(gamma) + 1_L beta^T at a point.
 
     Args:
         X: L x d.
@@ -31,9 +35,10 @@ class GroupNormRowsAt:
         gamma: (d,), the gain; None for 1, which is then no argument.
         beta: (d,), the shift; None for 0, which is then no argument.
         eps: a number, or one for each of the L g groups, row by row.
+        kind: "layernorm" or "rmsnorm".
 
     Raises:
-        ValueError: if the shapes do not fit, or the scale of a group is zero.
+        ValueError: if there is no such kind, the shapes do not fit, or the scale of a group is zero.
 
     >>> import torch
     >>> point = GroupNormRowsAt(torch.tensor([[1.0, 3.0, 1.0, 5.0]]), 2, gamma=torch.tensor([1.0, 1.0, 1.0, 10.0]))
@@ -41,6 +46,8 @@ class GroupNormRowsAt:
     [[-1.0, 1.0, -1.0, 10.0]]
     >>> point.jacobian("gamma").dense().tolist()[3]
     [0.0, 0.0, 0.0, 1.0]
+    >>> GroupNormRowsAt(torch.tensor([[3.0, 3.0, -7.0, 7.0]]), 2, kind="rmsnorm").value.tolist()  # each pair by its own rms
+    [[1.0, 1.0, -1.0, 1.0]]
     """
 
     X: Array
@@ -48,10 +55,13 @@ class GroupNormRowsAt:
     gamma: Array | None = None
     beta: Array | None = None
     eps: Scalar | Array = 0
+    kind: str = "layernorm"
 
     def __post_init__(self) -> None:
         shapes = self.arguments
         d = shapes["X"][-1]
+        if self.kind not in _NORMS:
+            raise ValueError(f"GroupNormRowsAt: there is no kind {self.kind!r}; the kinds are 'layernorm' and 'rmsnorm'")
         if len(shapes["X"]) != 2 or self.groups < 1 or d % self.groups:
             raise ValueError(f"GroupNormRowsAt: X must be L x d with d a multiple of the {self.groups} groups, got {shapes['X']}")
         if any(shapes.get(name, (d,)) != (d,) for name in ("gamma", "beta")):
@@ -64,9 +74,9 @@ class GroupNormRowsAt:
         return {name: shape_of(array) for name, array in named.items() if array is not None}
 
     @cached_property
-    def norm(self) -> LayerNormAt:
-        """LayerNorm of the groups, as rows of their own: (L g) x (d/g)."""
-        return LayerNormAt(self.X.reshape(-1, shape_of(self.X)[1] // self.groups), eps=self.eps)
+    def norm(self) -> LayerNormAt | RMSNormAt:
+        """The norm of the groups, as rows of their own: (L g) x (d/g)."""
+        return _NORMS[self.kind](self.X.reshape(-1, shape_of(self.X)[1] // self.groups), eps=self.eps)
 
     @cached_property
     def total(self) -> Operation:
@@ -76,7 +86,7 @@ class GroupNormRowsAt:
         by_row = LinearMapAt(self.norm.value, Identity(n), (length, d))
         out: Operation = Composite(by_row, {"X": Composite(self.norm, {"X": by_group})})
         if self.gamma is not None:
-            gain = ColumnScaleAt(out.value, self.gamma, symbols={"v": r"\gamma", "X": r"\hat X"})
+            gain = Lettered(ColumnScaleAt(out.value, self.gamma), {"v": r"\gamma", "X": r"\hat X"})
             out = Composite(Renamed(gain, {"v": "gamma"}), {"X": out})
         if self.beta is not None:
             shift = LinearMapAt(self.beta, kron(Ones(length), Identity(d)), (length, d))

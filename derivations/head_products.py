@@ -11,16 +11,16 @@ block diagonal over the heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from derivations.arrays import Array, Scalar, concatenate, inverse_sqrt, scale
 from derivations.matrix import BlockDiagonal, Commutation, Dense, DiagonalLift, Identity, Matrix, Zero, kron
-from derivations.matrix.letters import in_letters
 from derivations.operation import Shape, expect_names, shape_of, size
-from derivations.symbols import expect_symbols, letter, with_index
 from derivations.vecr import kron_derivative_left, kron_derivative_right
 
 
@@ -53,17 +53,16 @@ class HeadProductAt:
         heads: H.
         kind: "scores" or "mix".
         scale: c; None for 1/sqrt(k) in scores and for 1 in mixtures.
-        symbols: argument -> the LaTeX it is printed with (for instance Q and K, or A and V); its own name if not listed.
 
     Raises:
-        ValueError: if there is no such kind, the shapes do not conform, or symbols are given to unknown arguments.
+        ValueError: if there is no such kind, or the shapes do not conform.
 
     >>> import torch
     >>> Q, K = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]])
-    >>> scores = HeadProductAt(Q, K, 1, "scores", scale=2, symbols={"P": "Q", "R": "K"})
+    >>> scores = HeadProductAt(Q, K, 1, "scores", scale=2)
     >>> scores.value.tolist(), scores.jacobian("P").latex(), scores.jacobian("R").latex()
-    ([[22.0, 34.0]], '2\\,K', '2\\,\\left(Q\\otimes I_{2}\\right)\\,K_{2,2}')
-    >>> HeadProductAt(K, K, 2, "mix", symbols={"P": "A", "R": "V"}).value.tolist()[1]  # does not conform: S is 1
+    ([[22.0, 34.0]], '2\\,R', '2\\,\\left(P\\otimes I_{2}\\right)\\,K_{2,2}')
+    >>> HeadProductAt(K, K, 2, "mix").value.tolist()[1]  # does not conform: S is 1
     Traceback (most recent call last):
         ...
     ValueError: HeadProductAt: with 2 heads, a mixture needs P (2 L, S) and R (2 S, v), got (2, 2) and (2, 2)
@@ -74,12 +73,10 @@ class HeadProductAt:
     heads: int
     kind: Literal["scores", "mix"]
     scale: Scalar | None = None
-    symbols: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.kind not in ("scores", "mix"):
             raise ValueError(f"HeadProductAt: there is no kind {self.kind!r}; the kinds are 'scores' and 'mix'")
-        expect_symbols("HeadProductAt", self.symbols, self.arguments)
         P, R, H = *self.arguments.values(), self.heads
         fits = len(P) == len(R) == 2 and H > 0 and P[0] % H == R[0] % H == 0
         if not fits or P[1] != (R[1] if self.kind == "scores" else R[0] // H):
@@ -93,10 +90,10 @@ class HeadProductAt:
 
     @cached_property
     def c(self) -> Scalar:
-        """The factor: ``scale``, or 1/sqrt(k) for scores and 1 for mixtures."""
+        """The factor: ``scale``, or 1/sqrt(k) for scores (exact, so that it prints so) and 1 for mixtures."""
         if self.scale is not None or self.kind == "mix":
             return 1 if self.scale is None else self.scale
-        return inverse_sqrt(shape_of(self.P)[1], self.P)
+        return inverse_sqrt(shape_of(self.P)[1], np.zeros(0, dtype=object))
 
     @cached_property
     def value(self) -> Array:
@@ -111,7 +108,7 @@ class HeadProductAt:
             ValueError: if there is no such argument.
         """
         expect_names(self, "jacobian", name)
-        blocks = [self._block(name, part, self._symbol("P" if name == "R" else "R")) for part in self._others(name)]
+        blocks = [self._block(name, part, self._letter("P" if name == "R" else "R")) for part in self._others(name)]
         return self.c * (blocks[0] if self.heads == 1 else HeadBlocks(blocks))
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
@@ -168,9 +165,8 @@ class HeadProductAt:
         rows = shape_of(array)[0] // self.heads
         return [array[h * rows : (h + 1) * rows] for h in range(self.heads)]
 
-    def _symbol(self, name: str) -> str:
-        symbol = letter(self.symbols, name)
-        return symbol if self.heads == 1 else with_index(in_letters(symbol), "h")
+    def _letter(self, name: str) -> str:
+        return name if self.heads == 1 else f"{name}_h"
 
 
 _MIXTURE = "a mixture needs P ({H} L, S) and R ({H} S, v)"

@@ -1,4 +1,4 @@
-"""The uniform interface of a chapter, an operation at a point, and the three operations that only join others."""
+"""The uniform interface of a chapter, an operation at a point, and the operations that only join, rename or print others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 from derivations.arrays import Array
-from derivations.matrix import Identity, Matrix, Zero, add
+from derivations.matrix import Identity, Matrix, Zero, add, letters
 
 Shape = tuple[int, ...]
 
@@ -163,6 +163,44 @@ class Renamed:
         """Return the operation's second derivative, asked for by new names."""
         expect_names(self, "hessian", name_i, name_j)
         return self.operation.hessian(self._old[name_i], self._old[name_j])
+
+
+@dataclass(frozen=True, eq=False)
+class Lettered:
+    r"""An operation whose derivatives print in other letters; its arguments keep their names.
+
+    Args:
+        operation: any operation.
+        names: letter of its chapter -> LaTeX (``derivations.matrix.letters``).
+
+    >>> import torch
+    >>> from derivations.affine import AffineAt
+    >>> Lettered(AffineAt(torch.ones(4, 2), torch.ones(2, 1)), {"W": "W_Q"}).jacobian("X")
+    Kronecker(4x8: I_{4}\otimes W_Q^\top)
+    """
+
+    operation: Operation
+    names: Mapping[str, str]
+
+    @property
+    def value(self) -> Array:
+        """The value of the operation."""
+        return self.operation.value
+
+    @property
+    def arguments(self) -> Mapping[str, Shape]:
+        """The arguments of the operation."""
+        return self.operation.arguments
+
+    def jacobian(self, name: str) -> Matrix:
+        """Return the operation's Jacobian in these letters."""
+        with letters(self.names):
+            return self.operation.jacobian(name)
+
+    def hessian(self, name_i: str, name_j: str) -> Matrix:
+        """Return the operation's second derivative in these letters."""
+        with letters(self.names):
+            return self.operation.hessian(name_i, name_j)
 
 
 @dataclass(frozen=True, eq=False, init=False)

@@ -12,6 +12,8 @@ import torch
 
 from derivations.arrays import Array, as_array, common, concatenate, to_float
 from derivations.matrix import Identity, Matrix, kron
+from derivations.matrix.leaves import transposed as transposed_symbol
+from derivations.matrix.letters import in_letters
 from derivations.operation import shape_of
 
 
@@ -25,6 +27,7 @@ class Rotations(Matrix):
         cos: L x w/2, the c_l.
         sin: L x w/2, the s_l.
         norm: the norm, where it is known to be 1 beyond the rounding of cos and sin.
+        symbol: what a block is printed as.
 
     Raises:
         ValueError: if the two are not matrices of one shape.
@@ -34,8 +37,9 @@ class Rotations(Matrix):
     ([[0.0, -1.0], [1.0, 0.0]], 1.0, '\\operatorname{blockdiag}_l(R_l^\\top)')
     """
 
-    def __init__(self, cos: Any, sin: Any, transposed: bool = False, *, norm: float | None = None) -> None:
+    def __init__(self, cos: Any, sin: Any, transposed: bool = False, *, norm: float | None = None, symbol: str = "R_l") -> None:
         self.cos, self.sin, self.transposed, self.norm = as_array(cos), as_array(sin), transposed, norm
+        self.symbol = in_letters(symbol)
         if self.cos.ndim != 2 or shape_of(self.cos) != shape_of(self.sin):
             raise ValueError(f"Rotations: cos and sin need one shape (L, w/2), got {shape_of(self.cos)} and {shape_of(self.sin)}")
         n = 2 * shape_of(self.cos)[0] * shape_of(self.cos)[1]
@@ -53,7 +57,9 @@ class Rotations(Matrix):
         return concatenate([c * first - s * second, s * first + c * second], 1).reshape(2 * length * half, columns)
 
     def transpose(self) -> Matrix:
-        return Rotations(self.cos, self.sin, not self.transposed, norm=self.norm)
+        result = Rotations(self.cos, self.sin, not self.transposed, norm=self.norm)
+        result.symbol = self.symbol
+        return result
 
     def norm_bound(self) -> float:
         if self.norm is not None:
@@ -61,7 +67,17 @@ class Rotations(Matrix):
         return float(torch.hypot(to_float(self.cos), to_float(self.sin)).max())
 
     def latex(self) -> str:
-        return r"\operatorname{blockdiag}_l(R_l" + (r"^\top)" if self.transposed else ")")
+        return rf"\operatorname{{blockdiag}}_l({transposed_symbol(self.symbol) if self.transposed else self.symbol})"
+
+
+def angles(length: int, width: int, theta: float = 10000.0) -> torch.Tensor:
+    """Return the angles l theta^{-2i/w} of the positions l = 0, ..., L - 1 and the pairs i < w/2: L x w/2, in float64.
+
+    >>> angles(2, 4, theta=100.0).tolist()
+    [[0.0, 0.0], [1.0, 0.1]]
+    """
+    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)  # (w/2,)
+    return torch.arange(length, dtype=torch.float64).reshape(-1, 1) * frequencies
 
 
 def rotary(
@@ -89,9 +105,8 @@ def rotary(
         raise ValueError(f"rotary: expected an even width and both or none of cos and sin, got width {width}")
     norm = 1.0 if cos is None else None
     if cos is None:
-        frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        angles = torch.arange(length, dtype=torch.float64).reshape(-1, 1) * frequencies
-        cos, sin = angles.cos(), angles.sin()
+        turned = angles(length, width, theta)
+        cos, sin = turned.cos(), turned.sin()
     turns = Rotations(cos, sin, norm=norm)
     if shape_of(turns.cos) != (length, width // 2):
         raise ValueError(f"rotary: cos and sin need shape ({length}, {width // 2}), got {shape_of(turns.cos)}")

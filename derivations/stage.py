@@ -13,40 +13,11 @@ from functools import cached_property
 
 from derivations.arrays import Array
 from derivations.composition import Composite
-from derivations.matrix import Matrix, Named, Sum, Zero, letters
-from derivations.operation import Operation, Shape, Total, Variable, expect_names
+from derivations.matrix import Matrix, Zero, letters
+from derivations.operation import Operation, Renamed, Shape, Total, Variable, expect_names
+from derivations.stage_names import Names, Term, named, names_after
 
-
-@dataclass(frozen=True)
-class Names:
-    r"""How a stage's derivatives are called.
-
-    Args:
-        slope: of its first derivative in a stage that it reads, from that stage's symbol.
-        curvature: of its second derivative in two arguments.
-        first: of its derivative in a parameter, from the parameter's index.
-        second: of its second derivative in two parameters, from their indices.
-    """
-
-    slope: Callable[[str], str]
-    curvature: Callable[[str, str], str]
-    first: Callable[[str], str]
-    second: Callable[[str, str], str]
-
-
-def names_after(symbol: str) -> Names:
-    r"""Return the plain names: J_{Z S} and H_{Z,S S} for the operation, Z_Q and Z_{Q,V} for the whole.
-
-    >>> names = names_after("Z")
-    >>> names.slope("S"), names.first("Q"), names.second("Q", "V")
-    ('J_{Z S}', 'Z_{Q}', 'Z_{Q,V}')
-    """
-    return Names(
-        lambda a: f"J_{{{symbol} {a}}}",
-        lambda a, b: f"H_{{{symbol},{a} {b}}}",
-        lambda i: f"{symbol}_{{{i}}}",
-        lambda i, j: f"{symbol}_{{{i},{j}}}",
-    )
+__all__ = ["Names", "Stage", "Term", "leaf", "named", "names_after", "total"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +60,8 @@ class Stage:
         """Return the derivative in a parameter, by the names of what it is made of."""
         expect_names(self, "jacobian", name)
         if name not in self._made:
-            found = self._whole.jacobian(name)
-            reason = f"first derivative of ${self.symbol}$ in ${self.index(name)}$"
-            self._made[name] = named(found, self._called.first(self.index(name)), reason)
+            reason = f"first derivative of ${self.symbol}$ in ${name}$: {self.rule_of(name)}"
+            self._made[name] = named(self._whole.jacobian(name), self._called.first(self.index(name)), reason)
         return self._made[name]
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
@@ -99,10 +69,37 @@ class Stage:
         expect_names(self, "hessian", name_i, name_j)
         key = name_i + "," + name_j
         if key not in self._made:
-            found = self._whole.hessian(name_i, name_j)
             i, j = self.index(name_i), self.index(name_j)
-            self._made[key] = named(found, self._called.second(i, j), f"second derivative of ${self.symbol}$ in ${i}$ and ${j}$")
+            reason = f"second derivative of ${self.symbol}$ in ${name_i}$ and ${name_j}$: {self.rule_of(name_i, name_j)}"
+            self._made[key] = named(self._whole.hessian(name_i, name_j), self._called.second(i, j), reason)
         return self._made[key]
+
+    def terms(self, *names: str) -> list[Term]:
+        """Return the summands of the first or the second derivative, each with what it is in words.
+
+        Their sum is ``jacobian(name)``, or ``hessian(name_i, name_j)``.
+
+        Raises:
+            ValueError: if a name is unknown.
+        """
+        expect_names(self, "terms", *names)
+        whole, own = self._whole, self.symbol
+        reading = [{a: self._spoken(a) for a in whole.reading(name)} for name in names]
+        if len(names) == 1:
+            made = [(whole.through(a, *names), _slopes(own, said, *names, a in self.reads)) for a, said in reading[0].items()]
+        else:
+            made = [
+                (whole.through(a, *names), f"slope of ${own}$ in ${said}$ times curvature of ${said}$")
+                for a, said in reading[0].items()
+                if a in reading[1] and a in self.reads
+            ]
+            for a, said in reading[0].items():
+                for b, other in reading[1].items():
+                    text = f"curvature of ${own}$ in ${said}$" + (f" and ${other}$" if a != b else "")
+                    inside = [s for k, s in ((a, said), (b, other)) if k in self.reads]
+                    slopes = {0: "", 1: f", times the slope of ${''.join(inside)}$"}.get(len(inside), ", between the two slopes")
+                    made.append((whole.between(a, b, *names), text + slopes))
+        return [Term(matrix, text) for matrix, text in made if not isinstance(matrix, Zero)]
 
     def seen_from(self, cut: Stage) -> Operation:
         """Return the same operation with ``cut`` an open argument, called by its symbol, wherever it is reached."""
@@ -139,6 +136,30 @@ class Stage:
     def equation(self) -> str:
         """Symbol = rule, in LaTeX."""
         return f"{self.symbol} = {self.rule}" if self.rule else self.symbol
+
+    @property
+    def spoken(self) -> str:
+        """The equation, or the symbol alone where the rule is in words or in several equations."""
+        return self.symbol if r"\text" in self.rule or r"\quad" in self.rule else self.equation
+
+    @property
+    def chapter(self) -> str:
+        """The module that has the closed form of the operation."""
+        operation = self.operation
+        while isinstance(operation, Renamed):
+            operation = operation.operation
+        return type(operation).__module__.removeprefix("derivations.")
+
+    def rule_of(self, *names: str) -> str:
+        """Say which rule gives a derivative of the whole: the operation's closed form, or the chain rule and through what."""
+        through = dict.fromkeys(s.symbol for name in names for s in self.reads.values() if name in s.arguments)
+        if not through:
+            return f"closed form ({self.chapter})"
+        order = " to second order" if len(names) == 2 else ""
+        return f"chain rule{order} through " + ", ".join(f"${symbol}$" for symbol in through)
+
+    def _spoken(self, argument: str) -> str:
+        return self.reads[argument].symbol if argument in self.reads else argument
 
     @cached_property
     def _called(self) -> Names:
@@ -186,7 +207,8 @@ class _Lettered:
                 found = stage.operation.jacobian(name)
             if name in stage.reads:
                 symbol = stage.reads[name].symbol
-                found = named(found, stage._called.slope(symbol), f"derivative of ${stage.equation}$ in ${symbol}$")
+                reason = f"first derivative of ${stage.spoken}$ in ${symbol}$: {_closed_form(stage)}"
+                found = named(found, stage._called.slope(symbol), reason)
             self._made[name] = found
         return self._made[name]
 
@@ -198,7 +220,7 @@ class _Lettered:
                 found = stage.operation.hessian(name_i, name_j)
             if name_i in stage.reads or name_j in stage.reads:
                 i, j = (stage.reads[n].symbol if n in stage.reads else stage.index(n) for n in (name_i, name_j))
-                reason = f"second derivative of ${stage.equation}$ in ${i}$ and ${j}$"
+                reason = f"second derivative of ${stage.spoken}$ in ${i}$ and ${j}$: {_closed_form(stage)}"
                 found = named(found, stage._called.curvature(i, j), reason)
             self._made[key] = found
         return self._made[key]
@@ -226,7 +248,7 @@ class _Accumulated:
     def jacobian(self, name: str) -> Matrix:
         found, i = self.whole.jacobian(name), self._index(name)
         symbol = f"J_{{{self.stage.symbol} {i}}}" if name == self.cut.symbol else self.stage._called.first(i)
-        return named(found, symbol, f"first derivative of ${self.stage.symbol}$ in ${i}$")
+        return named(found, symbol, f"first derivative of ${self.stage.symbol}$ in ${name}$: {self._rule()}")
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
         found, i, j = self.whole.hessian(name_i, name_j), self._index(name_i), self._index(name_j)
@@ -234,7 +256,14 @@ class _Accumulated:
             symbol = f"H_{{{self.stage.symbol},{i} {j}}}"
         else:
             symbol = self.stage._called.second(i, j)
-        return named(found, symbol, f"second derivative of ${self.stage.symbol}$ in ${i}$ and ${j}$")
+        reason = f"second derivative of ${self.stage.symbol}$ in ${name_i}$ and ${name_j}$: {self._rule(' to second order')}"
+        return named(found, symbol, reason)
+
+    def _rule(self, order: str = "") -> str:
+        inner = [s for s in self.stage.reads.values() if s.depends_on(self.cut)]
+        if self.cut in inner:
+            return _closed_form(self.stage)
+        return f"chain rule{order} through " + ", ".join(f"${s.symbol}$" for s in inner)
 
 
 def total(symbol: str, left: Stage, right: Stage, *, names: Names | None = None, index: Callable[[str], str] = str) -> Stage:
@@ -259,13 +288,9 @@ def leaf(name: str, value: Array) -> Stage:
     return Stage(name, Variable(name, value))
 
 
-def named(matrix: Matrix, symbol: str, reason: str) -> Matrix:
-    """Return the expression under a name, or as it is where it is short or has one."""
-    return matrix if isinstance(matrix, Zero) or _letters_in(matrix) < 3 else Named(symbol, matrix, reason)
+def _closed_form(stage: Stage) -> str:
+    return "sum of the derivatives of its summands" if isinstance(stage.operation, Total) else f"closed form ({stage.chapter})"
 
 
-def _letters_in(matrix: Matrix) -> int:
-    """Count the factors that a reader sees."""
-    if isinstance(matrix, Named) or not matrix.children():
-        return 1
-    return sum(_letters_in(child) for child in matrix.children()) + isinstance(matrix, Sum)
+def _slopes(own: str, said: str, name: str, read: bool) -> str:
+    return f"slope of ${own}$ in ${said}$" + (f" times slope of ${said}$ in ${name}$" if read else "")

@@ -6,8 +6,7 @@ occurs: a token that occurs k times has a k times larger block in the Gauss-Newt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,10 +25,9 @@ class TokenEmbeddingAt:
     Args:
         tokens: L integers t_i in 0, ..., V - 1, which are constants.
         E: V x d.
-        symbols: {"tokens": the LaTeX of P}; "P" if it is not given.
 
     Raises:
-        ValueError: if E is not a matrix, the tokens are not a list of its row numbers, or symbols has another key.
+        ValueError: if E is not a matrix, or the tokens are not a list of its row numbers.
 
     >>> point = TokenEmbeddingAt([2, 0, 2], torch.tensor([[1.0], [2.0], [3.0]]))
     >>> point.value.tolist(), point.jacobian("E").dense().tolist()
@@ -38,15 +36,12 @@ class TokenEmbeddingAt:
 
     tokens: Any
     E: Array
-    symbols: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         entries = torch.as_tensor(self.tokens)
         if self.E.ndim != 2 or entries.ndim != 1 or entries.is_floating_point():
             found = f"{str(entries.dtype).removeprefix('torch.')} tokens of shape {shape_of(entries)}, E {shape_of(self.E)}"
             raise ValueError(f"TokenEmbeddingAt: expected integer tokens (L,) and E (V, d), got {found}")
-        if set(self.symbols) - {"tokens"}:
-            raise ValueError(f"TokenEmbeddingAt: symbols takes the key 'tokens' alone, got {list(self.symbols)}")
         _ = self.P
 
     @property
@@ -54,10 +49,10 @@ class TokenEmbeddingAt:
         """E."""
         return {"E": shape_of(self.E)}
 
-    @cached_property
+    @property
     def P(self) -> Matrix:
         """The one-hot matrix of the tokens, L x V."""
-        return Selection(torch.as_tensor(self.tokens).tolist(), shape_of(self.E)[0], self.symbols.get("tokens", "P"))
+        return Selection(torch.as_tensor(self.tokens).tolist(), shape_of(self.E)[0])
 
     @cached_property
     def value(self) -> Array:

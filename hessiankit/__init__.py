@@ -6,6 +6,7 @@
 """
 
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
+from hessiankit.bounding.report import BoundsReport, bounds
 from hessiankit.curvature import Hessian, hessian
 from hessiankit.derivation import Derivation, derive
 from hessiankit.diagonal import CurvatureDiagonal, curvature_diagonal
@@ -13,14 +14,17 @@ from hessiankit.disk.forecast import Forecast
 from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
 from hessiankit.frobenius import FrobeniusNorms, frobenius_norms
 from hessiankit.fused import named_slices
+from hessiankit.ledger import Ledger, LedgerReport, claims
 from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.optim import block_types
 from hessiankit.tracing.trace import Trace, trace
-from hessiankit.verify.check import CheckReport, CheckRow, check
+from hessiankit.verify.check import check
+from hessiankit.verify.check_report import CheckReport, CheckRow
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BoundsReport",
     "CheckReport",
     "CheckRow",
     "CurvatureDiagonal",
@@ -31,6 +35,8 @@ __all__ = [
     "HessianOperator",
     "HessiankitError",
     "InputError",
+    "Ledger",
+    "LedgerReport",
     "OutOfMemoryError",
     "Trace",
     "TraceError",
@@ -38,7 +44,9 @@ __all__ = [
     "TransformerBlock",
     "VisionTransformer",
     "block_types",
+    "bounds",
     "check",
+    "claims",
     "curvature_diagonal",
     "derive",
     "frobenius_norms",

@@ -25,7 +25,8 @@ from hessiankit.errors import InputError
 from hessiankit.progress import Tell, progress_bar
 from hessiankit.tables import table
 from hessiankit.training import train
-from hessiankit.verify.check import CheckReport, check
+from hessiankit.verify.check import check
+from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.comparison import block_errors
 from hessiankit.verify.exact import ExactRow, check_exact
 from hessiankit.verify.problem import Problem

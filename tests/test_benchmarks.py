@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -187,6 +188,30 @@ def test_too_much_memory_is_refused_with_a_forecast(monkeypatch: pytest.MonkeyPa
     assert "GiB" in entry.why
 
 
+def test_a_cell_keeps_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that takes too long is stopped, the ones after it are not tried, and one round is run."""
+
+    class Slow(Whole):
+        name = "slow"
+        summary = "sleeps"
+
+        def matrix(self, case: Case) -> Tensor:
+            time.sleep(30.0)
+            return case.theta
+
+    case = make("tiny", 1)
+    plan = replace(PLAN, repeats=50, limit_seconds=1.0, budget_seconds=3.0)  # trials end after 0.8 * 3 - 1 s
+    result = contest(case, whole(case), closed(case), [ReverseOverReverse(), Slow(), JvpOfGrad()], plan, QUIET)
+    status = {row["name"]: (row["status"], row["why"]) for row in result["rows"][1:]}
+    assert status["reverse over reverse"] == ("right", "")
+    assert status["slow"][0] == status["vmap(jvp(grad))"][0] == "skipped"
+    assert re.fullmatch(r"over budget: the trial took more than \d+ s", status["slow"][1])
+    assert status["vmap(jvp(grad))"][1] == "over budget: the others have taken the cell's time"
+    assert result["rounds"] >= 1
+    plan = replace(plan, budget_seconds=1e-6)
+    assert contest(case, whole(case), closed(case), [], plan, QUIET)["rounds"] == 1
+
+
 def test_compiled_peer_pads_to_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
@@ -257,6 +282,21 @@ def test_scalars_agree_and_forecast_hutchinson() -> None:
     assert f"of {count} probes" in check_page("scalars", cell, result)
 
 
+def test_scalars_go_without_probes_and_stop_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = first_cell("scalars", batch=2)
+    monkeypatch.setattr(scalars, "PROBES", 10**9)
+    rows = scalars.run(cell, replace(PLAN, repeats=1), QUIET)["rows"]
+    by_name = {(row["quantity"], row["name"]): row for row in rows}
+    assert by_name["trace", "hessiankit.curvature_diagonal"]["status"] == "right"
+    assert by_name["trace", "Hutchinson"]["status"] == by_name["diagonal", "Hutchinson"]["status"] == "skipped"
+    assert "1000000000 probes" in by_name["trace", "Hutchinson"]["why"]
+    ways = {"slow": lambda: time.sleep(9.0) or torch.ones(()), "quick": lambda: torch.ones(())}
+    slow, quick = scalars._race("trace", ways, None, 1e-8, replace(PLAN, repeats=1, limit_seconds=0.3))
+    assert (slow["status"], slow["why"], slow["time"]) == ("skipped", "over budget: slow took more than 0 s", None)
+    assert quick["status"] == "right"
+    assert quick["time"] is not None
+
+
 def test_scalars_take_a_later_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
     def diagonal(module: nn.Module, inputs: Tensor, target: Tensor, *, loss: str) -> dict[str, Tensor]:
         found = hessian(module, inputs, target, loss=loss)
@@ -280,10 +320,10 @@ def test_memory_measures_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_memory_skips_what_does_not_fit() -> None:
     result = memory.run(first_cell("memory", problem="L16d2048f8192"), replace(PLAN, limit_seconds=0.01), QUIET)
-    assert {row["name"]: row["status"] for row in result["rows"]} == {
-        **dict.fromkeys(memory.WORK, "skipped"),
-        "hessian_operator": "failed",  # out of time
-    }
+    assert {row["status"] for row in result["rows"]} == {"skipped"}
+    why = {row["name"]: row["why"] for row in result["rows"]}
+    assert "over budget" in why.pop("hessian_operator")
+    assert all("forecast" in text for text in why.values())
 
 
 def test_growth_fits_exponents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +336,41 @@ def test_growth_fits_exponents(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped = growth.run(cell, replace(PLAN, limit_seconds=1e-9), QUIET)
     assert [len(skipped["points"]), len(skipped["skipped_points"])] == [1, 2]
     assert "skipped: forecast" in BENCHMARKS["growth"].table([record("growth", cell, skipped)])
+    stopped = record("growth", cell, {"skipped": "over budget: stopped after 9 s"})
+    assert "skipped: over budget" in BENCHMARKS["growth"].table([stopped])
+    assert BENCHMARKS["growth"].plot([stopped]) is None
+
+
+def test_growth_keeps_to_the_limit_of_the_whole_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "AXES", {"B": [(b, "L3d4f4", b) for b in (1, 2, 3, 4)]})
+    clock = iter([0.0, 7.0, 9.5, 9.9])  # the start, and before each point but the first
+    monkeypatch.setattr(growth.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(growth, "_seconds", lambda case, plan: [1.0])
+    result = growth.run(first_cell("growth"), replace(PLAN, repeats=0, limit_seconds=10.0), QUIET)
+    assert [point["x"] for point in result["points"]] == [1, 2]  # 7 and a forecast of 2 are not more than 10
+    assert [point["x"] for point in result["skipped_points"]] == [3, 4]
+
+
+def test_growth_is_drawn_over_the_same_heights_with_its_predicted_slopes() -> None:
+    def of(axis: str, dtype: str, y: float) -> dict[str, Any]:
+        points = [{"x": x, "operations": x**2.0, "time": {"median": y * x}} for x in (1, 2, 4)]
+        cell = {"axis": axis, "dtype": dtype, "threads": 1}
+        return record("growth", cell, {"points": points, "skipped_points": [], **growth._exponents(points)})
+
+    records = [of("B", "float64", 1.0), of("B", "float32", 0.5), of("d", "float64", 9.0)]
+    figure = growth.plot(records)
+    left, right = figure.axes
+    assert left.get_ylim() == right.get_ylim()
+    assert [len(axes.lines) for axes in (left, right)] == [3, 2]
+    assert left.lines[0].get_color() == right.lines[0].get_color()
+    assert [text.get_text() for text in figure.legends[0].texts] == [
+        "float64, 1 thread",
+        "float32, 1 thread",
+        "predicted slope",
+    ]
+    assert left.get_xlabel().splitlines() == ["batch B", "predicted 2; last 3 points: 1.00, 1.00"]
+    (x, y) = left.lines[-1].get_data()
+    assert math.log(y[1] / y[0]) / math.log(x[1] / x[0]) == pytest.approx(2.0)
 
 
 def test_growth_predicts_the_exponents_of_the_formula() -> None:

@@ -18,7 +18,7 @@ from benchmarks import __main__ as command
 from benchmarks import runner
 from benchmarks.contest import CLOSED
 from benchmarks.entries import Part, Ring
-from benchmarks.fresh import run_fresh
+from benchmarks.fresh import OverBudget, run_fresh
 from benchmarks.peers import JvpOfGrad, Whole
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case
@@ -138,7 +138,42 @@ def test_a_failed_cell_is_reported_and_the_next_is_measured(
     assert "failed: exit code -9" in capsys.readouterr().err
 
 
+def test_a_cell_over_its_budget_is_skipped_and_tried_again_with_a_larger_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def slow(*_: Any, seconds: float, **__: Any) -> dict[str, Any]:
+        asked.append(seconds)
+        raise OverBudget(f"stopped after {seconds:.0f} s")
+
+    monkeypatch.setattr(runner, "run_fresh", slow)
+    for budget in (7.0, 7.0, 5.0, 9.0):
+        outcome = runner.measure(counting([]), replace(PLAN, budget_seconds=budget), tmp_path, isolate=True)
+        assert (len(outcome.records), outcome.failed, outcome.doubtful) == (3, [], [])
+    assert asked == [7.0] * 3 + [9.0] * 3
+    assert "skipped: over budget: stopped after 9 s" in (tmp_path / "dense.md").read_text()
+    assert json.loads((tmp_path / "dense.json").read_text())["complete"]
+
+
+def test_a_process_is_stopped_when_its_time_is_over() -> None:
+    with pytest.raises(OverBudget, match="stopped after 0 s"):
+        run_fresh("benchmarks.fresh:nothing", {}, threads=1, seconds=0.01, tell=QUIET)
+
+
 # The command line
+
+
+def test_the_dry_run_says_how_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "never"
+    arguments = ["growth", "dense", "--sizes", "tiny", "--limit-seconds", "90", "--budget-seconds", "450", "--out", str(out)]
+    assert command.main([*arguments, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "growth     16 cells, 0.4 h of rounds",
+        "dense      16 cells, 0.4 h of rounds",
+        "all        32 cells, 0.8 h of rounds; at most 450 s each, 4.0 h in all",
+    ]
+    assert not out.exists()
 
 
 def test_the_command_runs_a_benchmark_under_its_old_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +205,7 @@ def test_the_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> N
         (["dense", "--repeats", "0"], "'0' is not a positive whole number"),
         (["dense", "--threads", "two"], "'two' is not a positive whole number"),
         (["dance"], "no benchmark is called dance; there are: dense, "),
-        ([], "name a benchmark, or pass --all or --list"),
+        ([], "name a benchmark, or pass --all, --list or --report"),
     ],
 )
 def test_options_that_cannot_be_parsed(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +216,11 @@ def test_options_that_cannot_be_parsed(arguments: list[str], message: str, capsy
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--sizes", "huge"], "no problem is called 'huge'"), (["--limit-seconds", "0"], "leaves no time; pass more than 0")],
+    [
+        (["--sizes", "huge"], "no problem is called 'huge'"),
+        (["--limit-seconds", "0"], "leaves no time; pass more than 0"),
+        (["--budget-seconds", "-1"], "--budget-seconds -1 is negative"),
+    ],
 )
 def test_options_that_cannot_be_used(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["dense", *arguments]) == command.USAGE

@@ -194,8 +194,11 @@ def test_a_seed_fixes_the_parameters():
         ({"d_ff": -1}, "FeedForward: d_ff=-1, expected at least 1"),
         ({"eps": -1e-5}, "TransformerBlock: eps=-1e-05, expected 0 or more"),
         ({"eps": float("nan")}, "TransformerBlock: eps=nan, expected 0 or more"),
+        ({"eps": None}, "TransformerBlock: eps=None, expected 0 or more"),
         ({"placement": "group-ln", "groups": 3}, "TransformerBlock: d_model=4 does not split into groups=3 equal groups"),
         ({"placement": "group-ln", "groups": 0}, "TransformerBlock: groups=0, expected at least 1"),
+        ({"placement": "pre", "factor": 0.5}, "TransformerBlock: factor=0.5, and 'pre' has no such number; drop factor="),
+        ({"placement": "lns", "scale_init": 0.5}, "TransformerBlock: scale_init=0.5, and 'lns' has no such number"),
         ({"placement": "lns", "layer": 0}, "TransformerBlock: layer=0, expected at least 1"),
         ({"placement": "mix-ln", "alpha": 1.5}, "TransformerBlock: alpha=1.5, expected the fraction of Post-Norm blocks"),
     ],
@@ -233,5 +236,6 @@ def test_what_a_block_prints():
     assert "placement=hybridnorm*, layer 1 of 3 (pre-qkv-pre)\n" in starred
     assert "2 heads, d_k=2, d_v=2, causal, rotary theta=10000\n" in starred
     assert "(feedforward): FeedForward(4 -> 6, swiglu)" in starred
-    assert "4 heads on 2" in repr(Attention(4, 4, n_kv_heads=2))
+    assert repr(Attention(4, 4, n_kv_heads=2)) == "Attention(4 heads on 2, d_k=1, d_v=1)"
+    assert "None" not in starred
     assert repr(GroupNorm(4, 2)) == "GroupNorm(2 x 2, layernorm, eps=1e-05)"

@@ -1,4 +1,4 @@
-"""Exact identities between placements, which both papers' ledgers prove: the same function in other parameters."""
+"""Exact identities between placements: the same function in other parameters."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_post_on_a_norm_is_a_norm_of_post_shifted(norm):
 
 @pytest.mark.parametrize(("with_norm", "without"), [("pre-qkv-post", "hybridnorm"), ("pre-qkv-pre", "qkv-pre")])
 def test_qkv_norms_make_the_norm_in_front_redundant(with_norm, without):
-    """HybridNorm ledger, sec. 7: MHA_QKV(g N(X); W) = MHA_QKV(X; diag(g) W) for RMSNorm and eps = 0."""
+    """MHA_QKV(g N(X); W) = MHA_QKV(X; diag(g) W) for RMSNorm and eps = 0."""
     options = {"norm": "rmsnorm", "eps": 0.0}
     theirs, mine = generic(chain(with_norm, **options)), chain(without, **options)
     for a, b in zip(theirs, mine, strict=True):

@@ -225,7 +225,7 @@ def test_the_text_of_some_equations():
     [
         ("mix-ln", 12, 0.25, ["post"] * 3 + ["pre"] * 9),
         ("mix-ln", 3, 0.25, ["pre"] * 3),
-        ("mix-ln", 10, 0.3, ["post"] * 3 + ["pre"] * 7),
+        ("mix-ln", 100, 0.29, ["post"] * 29 + ["pre"] * 71),  # 0.29 * 100 is 28.999999999999996
         ("mix-ln", 2, 1.0, ["post"] * 2),
         ("hybridnorm*", 3, 0.25, ["pre-qkv-pre", "hybridnorm", "hybridnorm"]),
         ("first-qkv-pre", 2, 0.25, ["qkv-pre", "hybridnorm"]),
@@ -304,8 +304,14 @@ def test_a_placement_of_ones_own():
         block = hk.TransformerBlock(4, 5, placement="test-gated", layer=2, n_layers=4).double()
         x = draw(3, 4)
         assert (block(x) - x - 0.25 * block.attention(block.norm_1(x))).abs().max() < 1e-15
+        late = Placement("test-late", gated, "", "", rule=lambda layer, n, alpha: "test-gated" if layer > 2 else "pre")
+        register(late)  # a rule may lead to a placement with a factor
+        stack = hk.Transformer(7, 4, 5, 3, placement="test-late")
+        assert [block.factor for block in stack.blocks] == [None, None, 1 / 3]
+        assert stack(torch.tensor([[1, 2]])).shape == (1, 2, 7)
     finally:
-        del PLACEMENTS["test-gated"]
+        PLACEMENTS.pop("test-gated")
+        PLACEMENTS.pop("test-late", None)
     with pytest.raises(hk.InputError, match="register: 'pre' is one of hessiankit's placements; choose another name"):
         register(Placement("pre", gated, "", ""))
 

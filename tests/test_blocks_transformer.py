@@ -82,7 +82,7 @@ def test_class_heads_by_hand(head, causal):
 def test_the_last_token_is_read_behind_padding_in_front():
     m = model(head="class", n_classes=3)
     assert (m(IDS, PADDING.flip(1))[1] - m(IDS[1:, 2:])[0]).abs().max() < 1e-13
-    assert repr(m.head) == "ClassHead(last token)"
+    assert repr(m.head) == "ClassHead(4 -> 3, last token)"
 
 
 FINAL = {"post": False, "deepnorm": False, "admin": False, "pre": True, "hybridnorm": True, "mix-ln": True, "post-shifted": True}
@@ -182,3 +182,26 @@ def test_what_cannot_be_built(options, message):
 def test_ids_that_cannot_be_embedded(ids, message):
     with pytest.raises(hk.InputError, match=message):
         TokenEmbedding(7, 4, max_len=3)(ids)
+
+
+def test_block_types_of_a_language_model():
+    types = hk.block_types(hk.Transformer(7, 4, 5, 1, 2, "hybridnorm", max_len=4, tied=False, activation="swiglu"))
+    expected = {"embedding.W_E": "Emb", "embedding.P": "Emb", "head.W_C": "Head", "final_norm.weight": "Norm"}
+    inside = {"attention.norm_q.weight": "Norm", "attention.W_O": "VO", "feedforward.W_G": "FFN", "norm_2.bias": "Norm"}
+    expected |= {f"blocks.0.{name}": kind for name, kind in inside.items()}
+    assert {name: types[name] for name in expected} == expected
+    assert "head.W_E" not in hk.block_types(hk.Transformer(7, 4, 5, 1, placement="group-ln"))
+
+
+@pytest.mark.parametrize(("loss", "options"), [("cross_entropy", {}), ("mse", {"head": "mean", "n_classes": 3, "max_len": 2})])
+def test_check_draws_token_ids(loss, options):
+    m = hk.Transformer(5, 4, 3, 1, 2, "hybridnorm", norm="rmsnorm", causal=True, seed=0, **options).double()
+    assert hk.check(m, loss=loss, against=("reverse-over-reverse", "jvp(grad)"))
+
+
+def test_what_a_model_prints():
+    text = repr(hk.Transformer(7, 4, 5, 1, max_len=3))
+    assert "(embedding): TokenEmbedding(7 tokens, d_model=4, 3 positions)" in text
+    assert "(head): TokenHead(4 -> 7, tied)" in text
+    assert "(head): TokenHead(4 -> 7)" in repr(hk.Transformer(7, 4, 5, 1, tied=False))
+    assert "(head): MeanPoolHead(4 -> 2)" in repr(hk.Transformer(7, 4, 5, 1, head="mean", n_classes=2))

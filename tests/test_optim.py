@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hessiankit as hk
+from hessiankit.blocks import PLACEMENTS
 from hessiankit.optim import TYPES
 
 
@@ -45,6 +46,24 @@ def test_a_block_alone_and_a_stack(norm):
     types = hk.block_types(stack)
     assert list(types) == [name for name, _ in stack.named_parameters()]
     assert types["1.weight"] == "Norm"
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_of_every_placement(placement, tied):
+    model = hk.Transformer(5, 6, 4, 2, 2, placement, activation="swiglu", bias=True, max_len=3, tied=tied)
+    types = hk.block_types(model)
+    assert list(types) == [name for name, _ in model.named_parameters()]
+    assert set(types.values()) == set(TYPES) - ({"Head"} if tied else set())
+    assert types["blocks.1.feedforward.W_G"] == types["blocks.0.feedforward.b_G"] == "FFN"
+    assert types["embedding.W_E"] == types["embedding.P"] == "Emb"
+    assert {kind for name, kind in types.items() if "norm" in name or "lambda" in name or "omega" in name} == {"Norm"}
+
+
+@pytest.mark.parametrize("head", ["mean", "class"])
+def test_a_classifier(head):
+    types = hk.block_types(hk.Transformer(5, 4, 6, 1, head=head, n_classes=3))
+    assert {name for name, kind in types.items() if kind == "Head"} == {"head.W_C", "head.b_C"}
 
 
 def test_a_shared_parameter_is_listed_once():

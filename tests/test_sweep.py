@@ -8,8 +8,9 @@ from curvature_reference import Formula, assert_exact, draw, mse, randomised
 from torch import Tensor
 
 import hessiankit as hk
+from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.pairs import Blocks
-from hessiankit.engine.sweep import Sweep, adjoints
+from hessiankit.engine.sweep import Sweep
 from hessiankit.request.loss_trace import loss_trace
 from hessiankit.request.task import make_task
 

@@ -33,4 +33,5 @@ BENCHMARK = Benchmark(
     contest_tables,
     lambda records: methods(records, "Dense Hessian"),
     NOTES,
+    title="The dense Hessian",
 )

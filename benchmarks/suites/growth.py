@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.charts import lines
+from benchmarks.charts import Panel, lines
 from benchmarks.counting import exponent, lift_operations
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make, parameters_of, tokens_of
 from benchmarks.suites.common import dense
-from benchmarks.tables import markdown, short
+from benchmarks.tables import markdown, short, skipped_text
 from benchmarks.timing import spread, timed
 
+NAMES = {"B": "batch B", "L": "tokens L", "d": "width d (d_ff = 4 d)", "layers": "layers"}
 AXES: dict[str, list[tuple[int, str, int]]] = {
     "B": [(b, "L16d8f32", b) for b in (2, 4, 8, 16, 32, 64, 128)],
     "L": [(n, f"L{n}d8f32", 4) for n in (8, 16, 32, 64, 128)],
@@ -33,14 +35,14 @@ def cells(plan: Plan) -> list[Cell]:
 def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    asked = AXES[cell["axis"]][: 3 if plan.quick else None]
+    asked, start = AXES[cell["axis"]][: 3 if plan.quick else None], time.perf_counter()
     for k, (x, problem, batch) in enumerate(asked):
         tell(f"{cell['axis']} = {x}", k, len(asked))
         size = parameters_of(problem)
         operations = lift_operations(size, batch * tokens_of(problem))
         if points:
             forecast = points[-1]["time"]["median"] * operations / points[-1]["operations"]
-            if forecast * (plan.repeats + 1) > plan.limit_seconds:
+            if time.perf_counter() - start + forecast * (plan.repeats + 1) > plan.limit_seconds:
                 skipped.append({"x": x, "forecast_seconds": forecast})
                 continue
         seconds = _seconds(make(problem, batch, cell["dtype"], plan.device), plan)
@@ -69,25 +71,36 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     rows = []
     for record in records:
         cell, result = record["cell"], record["result"]
+        where = [NAMES[cell["axis"]], cell["dtype"], str(cell["threads"])]
+        if "skipped" in result:
+            rows.append([*where, "", "", "", skipped_text(result)])
+            continue
         times = ", ".join(f"{p['x']}: {short(p['time']['median'])}" for p in result["points"])
         times += "".join(f"; {p['x']} skipped: forecast {short(p['forecast_seconds'])} s" for p in result["skipped_points"])
-        values = [short(result[k]) for k in ("fitted", "tail", "predicted")]
-        rows.append([cell["axis"], cell["dtype"], str(cell["threads"]), *values, times])
-    return markdown(["axis", "dtype", "threads", "fitted", f"fitted, last {TAIL}", "predicted", "median seconds"], rows)
+        rows.append([*where, *(short(result[k]) for k in ("fitted", "tail", "predicted")), times])
+    headers = ["axis", "dtype", "threads", "fitted", f"fitted, last {TAIL}", "predicted", "median seconds at each value"]
+    return markdown(headers, rows)
+
+
+def _note(slopes: Sequence[str], predicted: float | None) -> str:
+    return ("" if predicted is None else f"predicted {predicted:.2g}; ") + f"last {TAIL} points: {', '.join(slopes)}"
 
 
 def plot(records: Sequence[dict[str, Any]]) -> Any:
+    """Draw a panel for each axis, its curves under the same names in all of them, and the predicted slope beside."""
     panels = []
     for axis in dict.fromkeys(record["cell"]["axis"] for record in records):
-        curves = []
+        curves: dict[str, list[tuple[float, float]]] = {}
+        slopes, predicted = [], None
         for record in records:
-            points, cell = record["result"]["points"], record["cell"]
+            points, cell = record["result"].get("points"), record["cell"]
             if cell["axis"] == axis and points:
-                slope = record["result"]["tail"]
-                name = f"{cell['dtype']}, {cell['threads']} thr." + ("" if slope is None else f": {slope:.2f}")
-                curves.append((name, [p["x"] for p in points], [p["time"]["median"] for p in points]))
+                name = f"{cell['dtype']}, {cell['threads']} thread{'s' if cell['threads'] > 1 else ''}"
+                curves[name] = [(p["x"], p["time"]["median"]) for p in points]
+                slopes.append("?" if record["result"]["tail"] is None else f"{record['result']['tail']:.2f}")
+                predicted = record["result"]["predicted"] if predicted is None else predicted
         if curves:
-            panels.append((axis, curves))
+            panels.append(Panel(NAMES[axis], curves, _note(slopes, predicted), predicted))
     return lines(panels, "Time of the dense Hessian")
 
 
@@ -101,4 +114,5 @@ BENCHMARK = Benchmark(
     "- fitted: slope of log seconds over log x by least squares, over all points and over the largest.\n"
     "- predicted: the slope of P^2 B L over the largest points (see `benchmarks/counting.py`): 1 in B and L, 4 in d,\n"
     "  2 in layers. Small problems stay below it, because tracing costs the same for all of them.",
+    title="How the time grows",
 )

@@ -184,4 +184,5 @@ BENCHMARK = Benchmark(
     lambda records: contest_tables(records, "hessian_operator"),
     lambda records: methods(records, "Hessian- and GGN-vector products"),
     NOTES + "\n- The products of operators that are made already are timed; making one is the column *set-up*.",
+    title="Products",
 )

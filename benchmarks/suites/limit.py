@@ -104,4 +104,5 @@ BENCHMARK = Benchmark(
     f"- product: the measured rate of `torch.mm`, {SQUARE} square, and at (largest weight, at most {WIDEST}) x (tokens)\n"
     "  x (the same).\n"
     "- A fraction above 100 % would mean that the algorithm needs fewer operations than this count: it is no proven lower bound.",
+    title="Beside the rate of matrix products",
 )

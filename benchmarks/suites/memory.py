@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.charts import methods
 from benchmarks.counting import dense_bytes
 from benchmarks.entries import MEMORY_SHARE
-from benchmarks.fresh import run_fresh
+from benchmarks.fresh import OverBudget, run_fresh
 from benchmarks.packaged import Curvlinops, installed
 from benchmarks.peers import FuncHessian, Peer, ReverseOverReverse, Whole, bytes_per_direction
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
@@ -94,6 +94,8 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
                 tell=lambda *_: None,
             )
             row.update(found)
+        except OverBudget as error:
+            row.update(status="skipped", why=f"over budget: {error}")
         except RuntimeError as error:
             row.update(status="failed", why=str(error))
     own = rows[0]["bytes"]
@@ -185,4 +187,5 @@ BENCHMARK = Benchmark(
     f"- `reverse over reverse` and `curvlinops` push {CHUNK} directions together.\n"
     "- Below a few MiB the numbers are the allocator's, not the method's.",
     isolate=False,
+    title="Memory",
 )

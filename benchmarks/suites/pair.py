@@ -49,4 +49,5 @@ BENCHMARK = Benchmark(
     lambda records: methods(records, "One block of the Hessian"),
     NOTES + "\n- The closed form computes the Hessian of the two parameters, three blocks, of which one is kept, unless the "
     "toolkit has a call for one block.\n- P counts both parameters.",
+    title="One block",
 )

@@ -17,7 +17,7 @@ from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make
 from benchmarks.suites.common import BLOCK_SIZES, beyond_memory, beyond_time, case_of, dense, hook
 from benchmarks.tables import NOTES, contest_tables
-from benchmarks.timing import all_rounds, finite, rounds_within, spread, timed
+from benchmarks.timing import all_rounds, deadline, finite, rounds_within, spread, timed
 from hessiankit import CurvatureDiagonal, HessianOperator, hessian_operator
 from hessiankit.verify.references.base import first_line
 
@@ -50,23 +50,26 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     small = hessian_operator(one.module, one.inputs, one.target, loss=one.loss)
     small @ one.theta
     forecast = min(timed(plan.device, lambda: small @ one.theta)[1] for _ in range(3)) * cell["batch"]
-    if (PROBES + BLOCK * (plan.repeats + 1)) * forecast > plan.limit_seconds:
-        seconds = (PROBES + BLOCK * (plan.repeats + 1)) * forecast
-        why = f"forecast {seconds:.3g} s for {PROBES} probes and their timing, limit {plan.limit_seconds:.3g} s"
-        return {"skipped": why, "parameters": one.size, "forecast_seconds": seconds}
+    probing = (PROBES + BLOCK * (plan.repeats + 1)) * forecast
+    probed = probing <= plan.limit_seconds
     case = case_of(cell, plan)
     operator = hessian_operator(case.module, case.inputs, case.target, loss=case.loss)
     too_large = beyond_memory(cell, plan) or beyond_time(cell, plan)
     matrix = None if too_large else dense(case)
     tell("Hutchinson", 0, 4)
-    per_product, variance, trace = _hutchinson(operator, case, plan, matrix)
+    per_product, variance, trace = _hutchinson(operator, case, plan, matrix) if probed else (forecast, 0.0, 0.0)
     exact = {} if matrix is None else {"diagonal": matrix.diagonal().clone(), "trace": matrix.trace()}
     for k, quantity in enumerate(("diagonal", "trace")):
         tell(quantity, 1 + k, 4)
-        ours = _diagonals(quantity, case, operator, dense_fits=matrix is not None, plan=plan)
+        columns_fit = probed and per_product * case.size * (plan.repeats + 1) <= plan.limit_seconds
+        ours = _diagonals(quantity, case, dense_fits=matrix is not None, columns_fit=columns_fit)
         rows += _race(quantity, ours, exact.get(quantity), TOLERANCE[case.theta.dtype], plan)
         if not ours:
             rows.append(_skipped(quantity, (too_large or {}).get("skipped", "neither the matrix nor its columns fit")))
+        if not probed:
+            why = f"forecast {probing:.3g} s for {PROBES} probes and their timing, limit {plan.limit_seconds:.3g} s"
+            rows.append({**_skipped(quantity, why), "name": "Hutchinson"})
+            continue
         if quantity == "trace":
             count = probes_needed(variance, trace)
         else:
@@ -79,7 +82,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     if not top:
         rows.append(_skipped("top eigenvalue", f"forecast 3 x {lanczos:.3g} s, limit {plan.limit_seconds:.3g} s a cell"))
     rows += _race("top eigenvalue", top, None, EIGENVALUE_TOLERANCE[case.theta.dtype], plan)
-    result = {"parameters": case.size, "rows": rows, "trace": trace, "extra": ["probes", "probes"]}
+    result = {"parameters": case.size, "rows": rows, "trace": trace if probed else None, "extra": ["probes", "probes"]}
     return {**result, **({"dense_skipped": too_large["skipped"]} if too_large else {})}
 
 
@@ -106,9 +109,7 @@ def _diagonal_probes(matrix: Tensor) -> int:
     return probes_needed(float(squares.sum() - diagonal.sum()), float(diagonal.sum().sqrt()))
 
 
-def _diagonals(
-    quantity: str, case: Case, operator: HessianOperator, *, dense_fits: bool, plan: Plan
-) -> dict[str, Callable[[], Tensor]]:
+def _diagonals(quantity: str, case: Case, *, dense_fits: bool, columns_fit: bool) -> dict[str, Callable[[], Tensor]]:
     """Return the exact ways to the diagonal or the trace that exist here, ours first."""
 
     def finish(diagonal: Tensor) -> Tensor:
@@ -130,9 +131,7 @@ def _diagonals(
         )
     if dense_fits:
         ways["dense closed form"] = lambda: finish(dense(case).diagonal())
-    block = case.theta.new_zeros(case.size, BLOCK)
-    per_column = timed(plan.device, lambda: operator @ block)[1] / BLOCK
-    if per_column * case.size * (plan.repeats + 1) <= plan.limit_seconds:
+    if columns_fit:
         ways["columns of the operator"] = columns
     return ways
 
@@ -171,7 +170,11 @@ def _race(
         row: dict[str, Any] = {"quantity": quantity, "name": name, "status": "right", "error": None, "why": "", "time": None}
         rows[name] = row
         try:
-            found, row["first_seconds"] = timed(plan.device, way)
+            with deadline(plan.limit_seconds, name):
+                found, row["first_seconds"] = timed(plan.device, way)
+        except TimeoutError as error:
+            row.update(status="skipped", why=f"over budget: {error}")
+            continue
         except Exception as error:
             row.update(status="failed", why=first_line(error))
             continue
@@ -216,4 +219,5 @@ BENCHMARK = Benchmark(
     + "\n- Hutchinson's row is the measured time of a product in blocks of 16 times the probes that a standard error of 1 %\n"
     "  takes (of the trace, or of the diagonal in the 2-norm), from the estimator's variance.\n"
     "- The first method of each quantity is the toolkit's; eigenvalues are compared with it, diagonals with the dense matrix.",
+    title="Diagonal, trace, top eigenvalue",
 )

@@ -15,6 +15,11 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 _LETTER = re.compile(r"\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\\?[A-Za-z]+|[0-9]))?")
+_ONE_LETTER = re.compile(
+    r"(?P<base>(?:\\[A-Za-z]+(?:\{[^{}]*\})?|[A-Za-z])'*)"
+    r"(?:_(?:\{(?P<long>[^{}]*)\}|(?P<short>[A-Za-z0-9])))?"
+    r"(?P<upper>\^(?:\{[^{}]*\}|[A-Za-z0-9]))?"
+)
 _LETTERS: ContextVar[Mapping[str, str]] = ContextVar("letters", default=MappingProxyType({}))
 _SIZES: ContextVar[SizeNames | None] = ContextVar("sizes", default=None)
 
@@ -33,6 +38,9 @@ class SizeNames(Protocol):
 def letters(names: Mapping[str, str]) -> Iterator[None]:
     """Give the leaves that are built inside other letters, e.g. ``{"X": "R", "s": "s_1"}``.
 
+    Where one ``letters`` stands inside another, the inner names are read in the outer letters: a chapter that is made of
+    others names theirs in its own letters, and its caller names these.
+
     >>> import torch
     >>> from derivations.matrix.diagonal import Diagonal
     >>> with letters({"s": "s_1"}):
@@ -40,7 +48,7 @@ def letters(names: Mapping[str, str]) -> Iterator[None]:
     >>> P.latex()
     '\\\\operatorname{diag}(s_1^{-1})'
     """
-    token = _LETTERS.set(names)
+    token = _LETTERS.set({**_LETTERS.get(), **{old: in_letters(new) for old, new in names.items()}})
     try:
         yield
     finally:
@@ -60,8 +68,20 @@ def _renamed(letter: str, names: Mapping[str, str]) -> str:
     base, _, index = letter.partition("_")
     if letter in names or not index or base not in names:
         return names.get(letter, letter)
-    head, _, known = names[base].partition("_")
-    return f"{head}_{{{known.strip('{}')},{index.strip('{}')}}}" if known else f"{head}_{index}"
+    return with_index(names[base], index.strip("{}"))
+
+
+def with_index(symbol: str, index: str) -> str:
+    r"""Return a symbol with one more index, in brackets if it is more than one letter.
+
+    >>> with_index("K", "h"), with_index("W_Q", "h"), with_index(r"\tilde{K}^{(2)}", "h"), with_index("XW", "h")
+    ('K_h', 'W_{Q,h}', '\\tilde{K}_h^{(2)}', '\\left(XW\\right)_h')
+    """
+    one = _ONE_LETTER.fullmatch(symbol)
+    known = one and (one["long"] or one["short"])
+    below = f"{known},{index}" if known else index
+    below = below if len(below) == 1 else f"{{{below}}}"
+    return f"{one['base']}_{below}{one['upper'] or ''}" if one else rf"\left({symbol}\right)_{below}"
 
 
 @contextmanager

@@ -113,7 +113,7 @@ class Attention(nn.Module):
         for letter, (head, full) in widths.items():
             width = head if norm_scope == "head" else full
             made = make_norm("Attention", norm, width, eps=eps, affine=affine) if letter in norms else None
-            self.register_module(f"norm_{letter}", made)
+            setattr(self, f"norm_{letter}", made)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Map tokens ``(..., L, d_model)`` to ``(..., L, d_model)``.

@@ -13,7 +13,7 @@ from hessiankit.blocks.checks import check_sizes
 from hessiankit.blocks.equations import Equation
 from hessiankit.blocks.feedforward import FeedForward
 from hessiankit.blocks.norms import make_norm
-from hessiankit.blocks.placements import ALPHA, PLACEMENTS, Placement, placement_of, placement_of_layer
+from hessiankit.blocks.placements import ALPHA, Placement, placement_of, placement_of_layer
 from hessiankit.blocks.rotary import THETA
 from hessiankit.errors import InputError
 
@@ -109,7 +109,10 @@ class TransformerBlock(nn.Module):
             raise InputError(f"TransformerBlock: alpha={alpha}, expected the fraction of Post-Norm blocks, from 0 to 1")
         self.placement, self.d_model, self.layer, self.n_layers, self.alpha = placement, d_model, layer, n_layers, alpha
         own = self.own_placement
-        self.factor = factor if factor is not None or asked.factor is None else asked.factor(layer, n_layers)
+        for option, given, used in (("factor", factor, own.factor), ("scale_init", scale_init, own.scales)):
+            if given is not None and not used and asked.rule is None:
+                raise InputError(f"TransformerBlock: {option}={given}, and {placement!r} has no such number; drop {option}=")
+        self.factor = own.factor(layer, n_layers) if own.factor is not None and factor is None else factor
         self.attention = Attention(
             d_model, n_heads, d_k=d_k, d_v=d_v, n_kv_heads=n_kv_heads, bias=attention_bias,
             output_projection=n_heads > 1 if output_projection is None else output_projection,
@@ -151,13 +154,13 @@ class TransformerBlock(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what ``print(block)`` says beside the class name."""
-        depth = f", layer {self.layer} of {self.n_layers}" if PLACEMENTS[self.placement].depends_on_depth else ""
+        depth = f", layer {self.layer} of {self.n_layers}" if placement_of(self.placement).depends_on_depth else ""
         own = self.own_placement.name
         return f"placement={self.placement}{depth}{f' ({own})' if own != self.placement else ''}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if PLACEMENTS[self.placement].depends_on_depth:
+        if placement_of(self.placement).depends_on_depth:
             factor = float("nan") if self.factor is None else self.factor
             destination[prefix + "depth"] = torch.tensor([self.layer, self.n_layers, self.alpha, factor], dtype=torch.float64)
 
@@ -173,7 +176,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         key = prefix + "depth"
-        if not PLACEMENTS[self.placement].depends_on_depth:
+        if not placement_of(self.placement).depends_on_depth:
             return
         if key not in state_dict:
             missing_keys.append(key)

@@ -33,9 +33,9 @@ def unknown(who: str, option: str, value: object, known: Iterable[str], everythi
     """
     names = list(known)
     near = get_close_matches(str(value).lower(), names, n=4, cutoff=0.5)
-    asked = f"{who}: {option}={value!r} is not known; "
-    meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    if len(names) <= LISTED or not everything:
-        listed = f"hoose one of {', '.join(names)}"
-        return InputError(asked + meant + ("C" if meant else "c") + listed)
-    return InputError(f"{asked}{meant}{'A' if meant else 'a'}ll {len(names)} names are in {everything}")
+    listed = f"choose one of {', '.join(names)}"
+    if everything and len(names) > LISTED:
+        listed = f"all {len(names)} names are in {everything}"
+    if near:
+        listed = f"did you mean {' or '.join(map(repr, near))}? {listed[0].upper()}{listed[1:]}"
+    return InputError(f"{who}: {option}={value!r} is not known; {listed}")

@@ -74,3 +74,8 @@ class TokenEmbedding(nn.Module):
                 f"TokenEmbedding: token ids from {low} to {high}; expected 0 to {self.W_E.shape[0] - 1} (vocab_size - 1)"
             ) from None
         return tokens if self.P is None else tokens + self.P[:length]
+
+    def extra_repr(self) -> str:
+        """Return what ``print(embedding)`` says beside the class name."""
+        positions = "" if self.P is None else f", {self.P.shape[0]} positions"
+        return f"{self.W_E.shape[0]} tokens, d_model={self.W_E.shape[1]}{positions}"

@@ -29,10 +29,19 @@ class TokenHead(nn.Module):
 
     def forward(self, z: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Map tokens ``(..., L, d_model)`` to logits ``(..., L, vocab_size)``; padded tokens get logits like any other."""
+        return z @ self._matrix
+
+    @property
+    def _matrix(self) -> Tensor:
+        """The matrix (d_model, vocab_size) that tokens are multiplied with."""
         if self.W_C is not None:
-            return z @ self.W_C
+            return self.W_C
         assert self.W_E is not None
-        return z @ self.W_E.T
+        return self.W_E.T
+
+    def extra_repr(self) -> str:
+        """Return what ``print(head)`` says beside the class name."""
+        return _sizes(self.W_C) if self.W_C is not None else f"{_sizes(self._matrix)}, tied"
 
 
 class MeanPoolHead(nn.Module):
@@ -50,6 +59,10 @@ class MeanPoolHead(nn.Module):
             return z.mean(-2) @ self.W_C + self.b_C
         kept = (~key_padding_mask).to(z).unsqueeze(-1)  # (..., L, 1)
         return (z * kept).sum(-2) / kept.sum(-2) @ self.W_C + self.b_C
+
+    def extra_repr(self) -> str:
+        """Return what ``print(head)`` says beside the class name."""
+        return _sizes(self.W_C)
 
 
 class ClassHead(nn.Module):
@@ -82,4 +95,8 @@ class ClassHead(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what ``print(head)`` says beside the class name."""
-        return "last token" if self.last else "first token"
+        return f"{_sizes(self.W_C)}, {'last' if self.last else 'first'} token"
+
+
+def _sizes(matrix: Tensor) -> str:
+    return f"{matrix.shape[0]} -> {matrix.shape[1]}"

@@ -20,7 +20,7 @@ class GroupNorm(nn.Module):
     """Each token's features normalised in groups of ``width / groups``, then one gain (and bias) over the whole row.
 
     Group-LN of The Curse of Depth, Table 7. That paper gives no formula; this is the group normalisation of Wu and He (2018)
-    over the channels of one token, without statistics over positions, which a causal model cannot have.
+    over the channels of one token by itself, without statistics over positions.
 
     Args:
         width: Number of features of a row.
@@ -64,7 +64,7 @@ def make_norm(who: str, kind: str, width: int, *, eps: float, affine: bool, grou
     """
     if kind not in NORMS:
         raise unknown(who, "norm", kind, NORMS)
-    if not eps >= 0:
+    if not isinstance(eps, (int, float)) or not eps >= 0:
         raise InputError(f"{who}: eps={eps}, expected 0 or more; it is added to a variance, under the root")
     if groups is not None:
         check_sizes(who, groups=groups)

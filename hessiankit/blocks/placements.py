@@ -88,12 +88,12 @@ def post_norm_layers(alpha: float, n_layers: int) -> int:
     return math.floor(alpha * n_layers * (1 + 1e-12))
 
 
-def layerscale_initial(_: int, n_layers: int) -> float:
+def layerscale_initial(_layer: int, n_layers: int) -> float:
     """Return LayerScale's initial value by depth, as in CaiT: .1 to 18 blocks, 1e-5 to 24, else 1e-6. The paper gives none."""
     return 0.1 if n_layers <= 18 else 1e-5 if n_layers <= 24 else 1e-6
 
 
-def _inverse_root(layer: int, _: int) -> float:
+def _inverse_root(layer: int, _n_layers: int) -> float:
     return 1 / math.sqrt(layer)
 
 

@@ -9,19 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from derivations.rotary import angles
+
 THETA = 10_000.0
-
-
-def angles(length: int, d_k: int, theta: float = THETA) -> Tensor:
-    """Return position * theta^(-2 i / d_k) for i < d_k / 2, twice side by side: ``(length, d_k)`` in float64.
-
-    >>> angles(2, 4, theta=100.0)
-    tensor([[0.0000, 0.0000, 0.0000, 0.0000],
-            [1.0000, 0.1000, 1.0000, 0.1000]], dtype=torch.float64)
-    """
-    frequencies = theta ** (-torch.arange(0, d_k, 2, dtype=torch.float64) / d_k)  # (d_k / 2,)
-    half = torch.arange(length, dtype=torch.float64)[:, None] * frequencies  # (length, d_k / 2)
-    return torch.cat([half, half], -1)
 
 
 def rotate(x: Tensor, theta: float = THETA) -> Tensor:
@@ -38,6 +28,6 @@ def rotate(x: Tensor, theta: float = THETA) -> Tensor:
     tensor([[ 1.0000,  1.0000],
             [-0.3012,  1.3818]], dtype=torch.float64)
     """
-    turn = angles(x.shape[-2], x.shape[-1], theta)
+    turn = angles(x.shape[-2], x.shape[-1], theta).repeat(1, 2)  # (L, d_k)
     first, second = x.chunk(2, -1)
     return x * turn.cos().to(x) + torch.cat([-second, first], -1) * turn.sin().to(x)

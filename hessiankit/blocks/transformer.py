@@ -97,6 +97,8 @@ class Transformer(_Stack):
     True
     """
 
+    embedding: TokenEmbedding
+
     def __init__(
         self,
         vocab_size: int,
@@ -156,6 +158,9 @@ class VisionTransformer(_Stack):
     >>> sum(p.numel() for p in VisionTransformer(4, 16, 10, d_model=16, d_ff=64, bias=True).parameters())
     3466
     """
+
+    embedding: PatchEmbedding
+    head: MeanPoolHead
 
     def __init__(
         self,

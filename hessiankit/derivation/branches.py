@@ -3,7 +3,7 @@ r"""The two branches of a block as stages: self-attention and the feed-forward n
 The attention of Closing the Curvature Gap (one head, no biases, no norms inside) is one stage with a chapter of its own, so
 that its derivatives are G_k and Phi_kl. Any other attention is a chain of stages,
 
-    Q = X W_Q + 1 b_Q^T,  split into heads (Q'), normed (\hat Q), rotated (\tilde Q);   K and V likewise;
+    Q = X W_Q + 1 b_Q^T,  split into heads (\check Q), normed (\hat Q), rotated (\tilde Q);   K and V likewise;
     T = Q K^T / sqrt(d_K),   A = softmax(T),   C = A V,  normed,  merged (O),   F = O W_O + 1 b_O^T .
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from derivations.activation import ActivationAt
+from derivations.arrays import Array
 from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
 from derivations.gains import HadamardAt
@@ -22,6 +23,7 @@ from derivations.head_products import HeadProductAt
 from derivations.linear_map import LinearMapAt, merge_heads, rotary, split_heads
 from derivations.matrix import Identity
 from derivations.operation import Renamed, shape_of, size
+from derivations.rotary import angles
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Names, Stage
 from hessiankit.blocks import Attention
@@ -57,7 +59,9 @@ def _papers_attention(parts: Parts, name: str, X: Stage) -> Stage:
         weights=exact.weights,
     )
     renamed = {w: parts.symbols[f"attention.{w}"] for w in at.arguments if w != "X"}
-    rule = rf"A\,{X.symbol}\,{renamed['W_V']}" + (rf"\,{renamed['W_O']}" if "W_O" in renamed else "")
+    x, logits = X.symbol, rf"{X.symbol}\,{renamed['W_Q']}\,{renamed['W_K']}^\top {X.symbol}^\top/\sqrt{{d_K}}"
+    out = rf"\,{renamed['W_O']}" if "W_O" in renamed else ""
+    rule = rf"A\,{x}\,{renamed['W_V']}{out},\quad A = \mathrm{{softmax}}(T)\text{{ by rows}},\quad T = {logits}"
     return parts.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=renamed, names=_papers_names(name))
 
 
@@ -111,14 +115,22 @@ def _projected(parts: Parts, letter: str, X: Stage, heads: int, repeat: int) -> 
         shared = ", each for a group of queries" if repeat > 1 else ""
         rule = rf"{stage.symbol}\text{{, heads below each other{shared}}}"
         matrix = split_heads(length, heads, width, repeat)
-        stage = parts.map(parts.letter(f"{letter}'"), stage, matrix, (heads * repeat * length, width), rule)
+        stage = parts.map(marked("check", parts.letter(letter)), stage, matrix, (heads * repeat * length, width), rule)
     stage = _normed(parts, letter.lower(), stage, "head")
     if part.rotary and letter in "QK":
-        cos, sin = parts.exact.turns or (None, None)
+        cos, sin = parts.exact.turns or _turns(length, width, part.rotary_theta, stage.value)
         turns = rotary(length, width, heads * repeat, part.rotary_theta, cos=cos, sin=sin)
         turned = marked("tilde", parts.letter(letter))
         stage = parts.map(turned, stage, turns, shape_of(stage.value), rf"{stage.symbol}\text{{, rows turned by }}R_l")
     return stage
+
+
+def _turns(length: int, width: int, theta: float, like: Array) -> tuple[Array | None, Array | None]:
+    """Return cosines and sines, each L x d_K / 2, in the precision of the values that they turn."""
+    if not isinstance(like, Tensor):
+        return None, None
+    half = angles(length, width, theta).to(like.device)
+    return half.cos().to(like.dtype), half.sin().to(like.dtype)
 
 
 def _normed(parts: Parts, letter: str, stage: Stage, scope: str) -> Stage:
@@ -149,7 +161,7 @@ def feedforward_stage(parts: Parts, name: str, Y: Stage) -> Stage:
         parts.given("feedforward.W_2"),
         parts.given("feedforward.b_1"),
         parts.given("feedforward.b_2"),
-        parts.block.feedforward.activation,
+        parts.exact.activation or parts.block.feedforward.activation,
         residual=False,
     )
     renamed = {w: parts.symbols[f"feedforward.{w}"] for w in at.arguments if w != "Y"}
@@ -161,8 +173,10 @@ def feedforward_stage(parts: Parts, name: str, Y: Stage) -> Stage:
 
 def _gated(parts: Parts, name: str, Y: Stage) -> Stage:
     U = parts.affine(parts.letter("U"), Y, "feedforward.W_1", "feedforward.b_1")
-    G = parts.affine(parts.letter("G"), Y, "feedforward.W_G", "feedforward.b_G")
-    gate = parts.stage(parts.letter(r"\Gamma"), ActivationAt("silu", G.value), {"X": G}, rf"\sigma({G.symbol})")
+    U_G = parts.affine(parts.letter("U_G"), Y, "feedforward.W_G", "feedforward.b_G")
+    gate = parts.stage(
+        parts.letter(r"\Gamma"), ActivationAt(parts.exact.activation or "silu", U_G.value), {"X": U_G}, rf"\sigma({U_G.symbol})"
+    )
     product = HadamardAt(gate.value, U.value)
-    H = parts.stage(parts.letter("H"), product, {"X": gate, "Y": U}, rf"{gate.symbol}\odot {U.symbol}")
-    return parts.affine(name, H, "feedforward.W_2", "feedforward.b_2")
+    P = parts.stage(parts.letter("P"), product, {"X": gate, "Y": U}, rf"{gate.symbol}\odot {U.symbol}")
+    return parts.affine(name, P, "feedforward.W_2", "feedforward.b_2")

@@ -11,10 +11,14 @@ from fractions import Fraction
 from typing import Any
 
 import sympy
+import torch
+from torch import Tensor
+
+from hessiankit.blocks import TransformerBlock
 
 LENGTH, WIDTH, QUERY, HIDDEN, HEADS, SHARED, GROUPS = 17, 5, 7, 19, 11, 13, 23
 """Primes above 3: numerators such as the 2 and 3 of 2/(Ld) and 3/d^2 do not cancel against them."""
-ORDER = ("L", "H", r"H_{KV}", "r", "g", "d", "d_v", "d_K", r"d_{ff}")
+ORDER = ("L", "H", r"H_{KV}", "r", "g", "d", "d_g", "d_v", "d_K", r"d_{ff}")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Sizes:
         """(size, letter), the composite sizes first: d = H d_v, H = H_KV r, and d_K = 2 * 7 where pairs of features rotate."""
         named = [
             (self.width, "d"),
+            (self.width // self.groups if self.groups > 1 else 1, "d_g"),
             (self.heads, "H"),
             (self.query, "d_K"),
             (self.value, "d_v"),
@@ -71,7 +76,9 @@ class SizeNames:
     """
 
     def __init__(self, sizes: Sizes) -> None:
+        """Name sizes that are products of these; ``used`` collects the letters that occur."""
         self.sizes = sizes
+        self.used: set[str] = set()
 
     def __call__(self, n: int) -> str:
         """Return the name of a size in LaTeX."""
@@ -80,6 +87,7 @@ class SizeNames:
             while n % size == 0:
                 count[letter] = count.get(letter, 0) + 1
                 n //= size
+        self.used.update(count)
         digits = str(n) if n > 1 or not count else ""
         ordered = sorted(count, key=ORDER.index)
         return digits + "".join(letter if count[letter] == 1 else _power(letter, count[letter]) for letter in ordered)
@@ -87,6 +95,12 @@ class SizeNames:
     def scalar(self, c: Any) -> str | None:
         """Return the name of a rational number, or of the root of one, whose denominator is a size; None for others."""
         c = sympy.sympify(c)
+        if c.free_symbols:  # a number that has a letter, such as alpha, times others
+            number, rest = c.as_independent(*c.free_symbols)
+            if number == 1:
+                return str(sympy.latex(rest))
+            name = self.scalar(number)
+            return None if name is None else rf"{name}\,{sympy.latex(rest)}"
         if c.is_Rational:
             return self._fraction(Fraction(int(c.p), int(c.q)))
         square = c**2
@@ -106,6 +120,26 @@ class SizeNames:
             while n % size == 0:
                 n //= size
         return n == 1
+
+
+def prime_copy(block: TransformerBlock, sizes: Sizes, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return parameters and tokens of a block of the same structure that has these sizes."""
+    part, d = block.attention, sizes.width
+    q, k = sizes.heads * sizes.query, sizes.kv_heads * sizes.query
+    v, c = sizes.kv_heads * sizes.value, sizes.heads * sizes.value
+    widths = {"W_Q": (d, q), "W_K": (d, k), "W_V": (d, v), "W_O": (c, d)}
+    widths |= {"W_1": (d, sizes.hidden), "W_G": (d, sizes.hidden), "W_2": (sizes.hidden, d)}
+    full = part.norm_scope == "full"
+    inner = {"norm_q": q, "norm_k": k, "norm_v": v, "norm_c": c} if full else dict.fromkeys(("norm_q", "norm_k"), sizes.query)
+    inner = inner if full else {**inner, "norm_v": sizes.value, "norm_c": sizes.value}
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, p in block.named_parameters():
+        *path, last = name.split(".")
+        own = (inner[path[-1]],) if path and path[-1] in inner else tuple(d if n == block.d_model else n for n in p.shape)
+        shape = widths.get(last) or widths.get(f"W_{last[2:]}", ())[1:] if last[:2] in ("W_", "b_") else own
+        made[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return made, torch.randn(sizes.length, d, generator=generator, dtype=torch.float64)
 
 
 def _power(letter: str, n: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.blocks.norms import GroupNorm
 from hessiankit.derivation.branches import attention_stage, feedforward_stage
 from hessiankit.derivation.dimensions import Sizes
+from hessiankit.derivation.factor import Factor, spelling
 from hessiankit.derivation.recording import Parameter, Value, run
-from hessiankit.derivation.symbols import hat, index_of, plus, row_of, symbol_of
+from hessiankit.derivation.symbols import hat, index_of, plus, ring, row_of, symbol_of
 from hessiankit.errors import InputError
 
 
@@ -35,12 +37,14 @@ class Exact:
         weights: attention weights, stacked over the heads, in place of a softmax.
         scale: the factor of the logits.
         turns: cosines and sines of the rotary embedding, each L x d_K / 2.
+        activation: a kind of ``derivations.activation`` in place of the network's, or of the gate's.
     """
 
     eps: Callable[[str, Array, nn.Module], Array] | None = None
     weights: Array | None = None
     scale: Any = None
     turns: tuple[Array, Array] | None = None
+    activation: str | None = None
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Parts:
         layer: which block of a stack it is, printed as an upper index; None for a block on its own.
         exact: what replaces irrational numbers in exact arithmetic.
         sizes: numbers of heads and groups to take in place of the block's; None for its own.
+        spelt: whether the number ``b.factor`` of an equation is a letter.
     """
 
     block: TransformerBlock
@@ -60,6 +65,7 @@ class Parts:
     layer: int | None = None
     exact: Exact = field(default_factory=Exact)
     sizes: Sizes | None = None
+    spelt: bool = False
 
     def __post_init__(self) -> None:
         self.symbols = {name: self.letter(symbol_of(name)) for name, _ in self.block.named_parameters()}
@@ -84,6 +90,8 @@ class Parts:
             return Parameter(self.symbols[name], self.parameters[name])
         if isinstance(part, nn.Module):
             return lambda X: Value(lambda symbol: self.norm(symbol, X.stage, part, name), lambda: hat(X.stage.symbol), self.sums)
+        if name == "factor" and self.spelt and (written := spelling(self.block)) is not None:
+            return Factor(part, written.letter)
         return part
 
     # What branches are made of ---------------------------------------------------------------------------------------
@@ -146,7 +154,8 @@ class Parts:
             at, kind = RMSNormAt(X.value, **arrays, eps=eps), "RMSNorm"
         elif isinstance(part, GroupNorm):
             groups = part.groups if self.sizes is None else self.sizes.groups
-            at, kind = GroupNormRowsAt(X.value, groups, **arrays, eps=eps), "GroupNorm"
+            kind = {"layernorm": "GroupNorm", "rmsnorm": "GroupRMSNorm"}[part.kind]
+            at = GroupNormRowsAt(X.value, groups, **arrays, eps=eps, kind=part.kind)
         else:
             raise InputError(f"derive: {dotted} is a {type(part).__name__}, which has no chapter; use layernorm or rmsnorm")
         renamed = {arg: self.symbols[where] for arg, where in found.items()}
@@ -155,9 +164,13 @@ class Parts:
         return self.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=alphabet, names=names)
 
     def _norm_alphabet(self, name: str, X: str, renamed: Mapping[str, str]) -> dict[str, str]:
-        """Letters for the row scales (rho), the normalised rows and their block diagonal V, one set for each norm."""
-        gamma = renamed.get("gamma", r"\gamma")
-        return {"x_i": row_of(X), "s": rf"\rho_{{{name}}}", "V": f"V_{{{name}}}", r"\gamma": gamma}
+        """Letters for the row scales (rho), the normalised rows and their block diagonal V, one set for each norm.
+
+        The chapter's hat, for rows before the gain, is a ring here: a hat is on what a norm returns.
+        """
+        rows = {r"\hat X": ring(X), r"\operatorname{vec}_r(\hat X)": rf"\operatorname{{vec}}_r({ring(X)})"}
+        own = {"s": rf"\rho_{{{name}}}", "V": f"V_{{{name}}}", r"\gamma": renamed.get("gamma", r"\gamma")}
+        return {**rows, **own, r"\hat x_i": rf"\mathring{{{row_of(X)[0]}}}_i", "x_i": row_of(X)}
 
     def _norm_names(self, name: str, X: str) -> Names:
         """J_Z and H_Z for the norm; H_tr for second derivatives of the block's output, as in the paper."""
@@ -184,4 +197,4 @@ def _eps(part: nn.Module, X: Array) -> Any:
     eps = getattr(part, "eps", None)
     if eps is None:
         return 0 if is_exact(X) else torch.finfo(X.dtype).eps
-    return eps
+    return Fraction(repr(eps)) if is_exact(X) else eps

@@ -28,8 +28,31 @@ _WORDS = {
     r"\right": "",
     r"\displaystyle": "",
     r"\quad": " ",
+    r"\ell": "ℓ",
+    r"\varepsilon": "ε",
+    r"\mapsto": "↦",
+    r"\ ": " ",
+    r"\times": "×",
+    r"\Pi": "Π",
+    r"\pi": "π",
+}
+_ACCENTS = {
+    r"\hat": "\u0302",
+    r"\tilde": "\u0303",
+    r"\bar": "\u0304",
+    r"\check": "\u030c",
+    r"\mathring": "\u030a",
 }
 _GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+
+
+def words(text: str) -> str:
+    r"""Return words with LaTeX between dollars as text.
+
+    >>> words("feed-forward $J_Z$")
+    'feed-forward J_Z'
+    """
+    return "".join(piece if k % 2 == 0 else plain(piece) for k, piece in enumerate(text.split("$")))
 
 
 def plain(latex: str) -> str:
@@ -39,7 +62,8 @@ def plain(latex: str) -> str:
     ('(J_Z ⊗ I_Ld) ξ_{Q,V}ᵀ', '2/(Ld) Ŷ')
     """
     text = latex.replace(r"^\top", "ᵀ").replace(r"\mathcal{T}", "T").replace(r"\mathcal{L}", "ℒ").replace(r"\mathbf{1}", "𝟏")
-    for accent, mark in ((r"\hat", "\u0302"), (r"\tilde", "\u0303")):
+    text = re.sub(r"\{(a_i|\\pi_i)\}", r"\1", text)
+    for accent, mark in _ACCENTS.items():
         text = re.sub(re.escape(accent) + r"(?:\{([^{}]*)\}|\s*(\w))", partial(_accented, mark), text)
     text = re.sub(r"\\(?:operatorname|mathrm|text|mathit)" + _GROUP, r"\1", text)
     text = re.sub(r"\\partial\s*(\^2)?\s*", lambda m: "∂²" if m[1] else "∂", text)
@@ -50,9 +74,9 @@ def plain(latex: str) -> str:
     for word, sign in sorted(_WORDS.items(), key=lambda item: -len(item[0])):
         text = text.replace(word, f" {sign} " if sign in "⊗⊙" and sign else sign)
     text = re.sub(r"([_^])\{([^{}]*)\}", lambda m: f"{m[1]}{{{m[2].replace(' ', '')}}}", text)
-    text = re.sub(r"([_^])\{(-?[A-Za-zΑ-ω0-9]{1,2})\}", r"\1\2", text)
+    text = re.sub(r"([_^])\{(-?(?:[^\W_][\u0300-\u036f]?){1,2})\}", r"\1\2", text)
     text = re.sub(r"(?<=[\w)ᵀ\]}])\s*([+-])\s*(?=[\w(\[])", r" \1 ", text)
-    for power, raised in (("{-1}", "⁻¹"), ("-1", "⁻¹"), ("{-2}", "⁻²"), ("-2", "⁻²"), ("2", "²")):
+    for power, raised in (("{-1}", "⁻¹"), ("-1", "⁻¹"), ("{-2}", "⁻²"), ("-2", "⁻²"), ("2", "²"), ("3", "³")):
         text = re.sub(rf"\^{re.escape(power)}(?!\d)", raised, text)
     return re.sub(r"\s+", " ", text).replace("$", "").strip()
 

@@ -14,12 +14,13 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+import sympy
+
 from derivations.gains import ColumnScaleAt, ScalarScaleAt
-from derivations.linear_map import LinearMapAt
-from derivations.matrix import Identity, scaled
 from derivations.operation import Renamed, shape_of, size
 from derivations.stage import Names, Stage, total
-from hessiankit.derivation.symbols import index_of, upper
+from hessiankit.derivation.factor import Factor, FactorAt
+from hessiankit.derivation.symbols import bar, index_of, upper
 
 Make = Callable[[str], Stage]
 
@@ -57,12 +58,13 @@ class Value:
         return factor.times(self)
 
     def _scaled(self, c: float) -> Value:
+        printed = sympy.latex(c.letter) if isinstance(c, Factor) else f"{float(c):.6g}"
+
         def make(name: str) -> Stage:
             X = self.stage
-            matrix = scaled(c, Identity(size(shape_of(X.value))))
-            return Stage(name, LinearMapAt(X.value, matrix, shape_of(X.value)), {"X": X}, rule=rf"{c:.4g}\,{X.symbol}")
+            return Stage(name, FactorAt(X.value, c), {"X": X}, rule=rf"{printed}\,{X.symbol}", index=index_of)
 
-        return Value(make, lambda: rf"{c:.4g}\,{self.stage.symbol}", self._sums)
+        return Value(make, lambda: bar(self.stage.symbol), self._sums)
 
 
 class Parameter:
@@ -85,9 +87,10 @@ class Parameter:
                 {"X": X},
                 alphabet={"X": X.symbol, letter: self.name},
                 rule=rf"{X.symbol}\operatorname{{diag}}({self.name})" if vector else rf"{self.name}\,{X.symbol}",
+                index=index_of,
             )
 
-        return Value(make, lambda: rf"{value.stage.symbol}\,{self.name}", value._sums)
+        return Value(make, lambda: bar(value.stage.symbol), value._sums)
 
     def __mul__(self, value: Value) -> Value:
         return self.times(value)

@@ -2,6 +2,8 @@ r"""The letters of a derivation: of parameters, of normed and rotated values, of
 
 from __future__ import annotations
 
+import re
+
 _GREEK = ("lambda", "omega", "alpha", "gamma", "beta")
 
 
@@ -50,13 +52,32 @@ def hat(symbol: str) -> str:
     return marked("hat", symbol)
 
 
+def bar(symbol: str) -> str:
+    r"""Return the symbol of a value times a number or a vector.
+
+    >>> bar("F"), bar(r"\hat{X}")
+    ('\\bar{F}', '\\bar{X}')
+    """
+    inner = re.sub(r"\\(check|hat|tilde|bar)\{([^{}]*)\}", r"\2", symbol)
+    return marked("bar", inner)
+
+
+def ring(symbol: str) -> str:
+    r"""Return the symbol of a value whose rows a norm has centred and divided, before its gain and shift.
+
+    >>> ring(r"\check{Q}")
+    '\\mathring{Q}'
+    """
+    return bar(symbol).replace("bar", "mathring", 1)
+
+
 def row_of(symbol: str) -> str:
     r"""Return the letter of a row of a value.
 
-    >>> row_of("Q'"), row_of(r"\hat{Y}")
+    >>> row_of(r"\check{Q}"), row_of(r"\hat{Y}")
     ('q_i', 'y_i')
     """
-    letters = [c for c in symbol.replace(r"\hat", "").replace(r"\tilde", "") if c.isalpha()]
+    letters = [c for c in re.sub(r"\\(check|hat|tilde|bar)", "", symbol) if c.isalpha()]
     return (letters[0].lower() if letters else "x") + "_i"
 
 

@@ -16,6 +16,7 @@ from hessiankit.request.task import Task
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
 CHUNK = 64 * 2**20  # bytes that the derivatives of a chunk of samples may take; more is slower, as it leaves the cache
+LARGE = 4 * CHUNK  # from which it pays to begin again with fewer samples, where it was not seen before
 
 
 def assemble(
@@ -54,6 +55,9 @@ def assemble(
             look(traced)
         sweep = Sweep(traced.trace, traced.output if outer else None, scale=share)
         sweep.run()
+        if batch_size is None and not splittable and sweep.peak_bytes > LARGE and can_be_split(task):
+            splittable, step = True, next_step(batch, sweep.peak_bytes)
+            continue
         unwind(sweep, matrix)
         value += float(traced.trace.values[traced.trace.output])
         fallbacks = traced.trace.fallbacks
@@ -68,7 +72,12 @@ def assemble(
 def is_split(task: Task, batch_size: int | None) -> bool:
     """Tell whether the samples of a batch are treated in several chunks."""
     cut = (batch_size or 1) < task.batch if batch_size is not None else _guess(task) > CHUNK
-    return cut and isinstance(task.loss, str) and samples_are_independent(task)
+    return cut and can_be_split(task)
+
+
+def can_be_split(task: Task) -> bool:
+    """Tell whether the loss of a batch is a sum over its samples."""
+    return task.batch > 1 and isinstance(task.loss, str) and samples_are_independent(task)
 
 
 def next_step(samples: int, peak_bytes: int) -> int:

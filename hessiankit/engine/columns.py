@@ -134,6 +134,11 @@ class Source:
         """Lifts in whose columns those of its own are counted."""
         return self.twins or self.lifts
 
+    @property
+    def entries(self) -> int:
+        """Number of its coordinates."""
+        return self.shape.numel() if self.axes else self.width
+
     def columns(self, level: int) -> int:
         """Number of columns of its tangents at a level."""
         return self.shape.numel() // self.rows(level) if self.axes else self.width
@@ -141,6 +146,23 @@ class Source:
     def rows(self, level: int) -> int:
         """Number of groups of its coordinates at a level."""
         return self.shape[:level].numel()
+
+
+@dataclass
+class Group:
+    """Sources that move the same inputs of an application at the same level: their tangents, None for an input at rest."""
+
+    level: int
+    sources: tuple[int, ...]
+    widths: tuple[int, ...]
+    tangents: list[Tensor | None]
+    units: frozenset[int] = frozenset()
+    slopes: Tensor | None = None
+
+    @property
+    def moving(self) -> tuple[bool, ...]:
+        """Which inputs move."""
+        return tuple(t is not None for t in self.tangents)
 
 
 def by_row(t: Tensor, level: int) -> Tensor:

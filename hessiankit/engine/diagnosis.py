@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hessiankit.engine.sweep import adjoints
+from hessiankit.engine.adjoints import adjoints
 from hessiankit.errors import InputError
 from hessiankit.request.loss_trace import loss_trace, normalizer_of
 from hessiankit.request.task import Task

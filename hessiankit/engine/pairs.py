@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-
-from hessiankit.engine.columns import Source
 
 
 class Blocks:
@@ -68,40 +65,3 @@ class Blocks:
         self.slopes.pop((max(t, r), min(t, r)), None)
         self.near[t].discard(r)
         self.near[r].discard(t)
-
-    def footprint(self, sources: Mapping[int, Source]) -> int:
-        """Return how many entries are alive at once while all blocks are taken to the parents, without computing any."""
-        levels: dict[tuple[int, int], set[int]] = {pair: set(by) for pair, by in self.of.items()}
-        for pair, (level, _) in self.slopes.items():
-            levels.setdefault(pair, set()).add(level)
-        near = {t: set(others) for t, others in self.near.items()}
-        alive = sum(_entries(sources, t, r, level) for (t, r), by in levels.items() for level in by)
-        peak = alive
-
-        def add(t: int, r: int, level: int) -> None:
-            nonlocal alive
-            known = levels.setdefault((max(t, r), min(t, r)), set())
-            if level not in known:
-                known.add(level)
-                alive += _entries(sources, t, r, level)
-                near.setdefault(t, set()).add(r)
-                near.setdefault(r, set()).add(t)
-
-        for t in sorted(sources, reverse=True):
-            parents = [(level, s) for level, stack in sources[t].parents.items() for s in stack.sources]
-            for r in sorted(near.get(t, ())):
-                for at in list(levels[max(t, r), min(t, r)]):
-                    for level, s in parents:
-                        add(s, r, min(level, at))
-                        for other, q in parents if r == t else ():
-                            add(s, q, min(level, other, at))
-            peak = max(peak, alive)
-            for r in [r for r in near.get(t, ()) if r >= t or not sources[t].lifts]:
-                alive -= sum(_entries(sources, t, r, level) for level in levels.pop((max(t, r), min(t, r))))
-                near[t].discard(r)
-                near[r].discard(t)
-        return peak
-
-
-def _entries(sources: Mapping[int, Source], t: int, r: int, level: int) -> int:
-    return sources[t].rows(level) * sources[t].columns(level) * sources[r].columns(level)

@@ -1,131 +1,191 @@
-"""Curvature between a source and parameters: what pairs of sources become where rows meet.
+"""Curvature between sources and parameters: what pairs of sources become where rows meet.
 
-Behind an attention over moving tokens every row depends on every row before, and curvature between two sources t and r is a
-matrix of L p x L q numbers for each sample. Lifted to the parameters of r, it is L p x i q, the same columns for all samples
-and for all that a weight does: columns of the panel of t. A panel is pulled through the sources before t as one matrix,
-and at each of them it is lifted from the left into rows of H:
+Behind an attention over moving tokens every row depends on every row before, and curvature K_tr between two sources t and r
+is a matrix of L p x L q numbers for each sample. Lifted to the parameters of r it has the columns of the Hessian itself, the
+same for all samples and for all that a weight does: a panel (entries of t, columns). Panels go back through the sources as
+one matrix, and at each of them they are lifted from the left into rows of H:
 
-    panel_s = sum over children t of  J_ts^T panel_t,        H[parameters of t, :] += E_t^T panel_t.
+    panel_s = sum over children t of  J_ts^T panel_t  + seeds,        H[parameters of t, :] += E_t^T panel_t.
+
+Seeds are the K_tr that were found before rows met. Columns are treated a few at a time: their panels stay in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 from torch import Tensor
 
-from hessiankit.engine.columns import Source
-from hessiankit.engine.lifts import Lift
-from hessiankit.engine.pairs import Blocks
+from hessiankit.engine.columns import Selected, Source, Stack, by_row, starts
+from hessiankit.engine.lifts import Kronecker, Lift
+from hessiankit.engine.pairing import add_rows
+from hessiankit.engine.storage import EVERY, Matrix
+
+ENTRIES = 2**20  # of a panel
+_Part: TypeAlias = tuple[Tensor, Tensor | None]  # of a panel: some rows, or None for all of them
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What adds to a panel (``entries``, columns): some columns, whose first is ``start`` before the end, of some rows."""
+class _Seed:
+    """Curvature K (R, columns of t, columns of r) and one of the lifts of r."""
 
-    data: Tensor
-    start: int
-    rows: Tensor | None
-    entries: int
+    t: int
+    r: int
+    K: Tensor
+    lift: Lift
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Columns of one parameter, those of its entries ``start`` to ``stop`` along its first axis, with what seeds them."""
+
+    owner: Lift
+    seeds: Sequence[_Seed]
+    rows: slice | None
+
+    @property
+    def width(self) -> int:
+        """How many."""
+        return self.owner.size if self.rows is None else (self.rows.stop - self.rows.start) * _stride(self.owner)
+
+    @property
+    def within(self) -> slice:
+        """Where they are among the columns of the parameter."""
+        step = 1 if self.rows is None else _stride(self.owner)
+        return EVERY if self.rows is None else slice(self.rows.start * step, self.rows.stop * step)
 
 
 class Panels:
-    """Panels (entries of t, columns), each with the columns of the parameters that had been met when it was made.
+    """The seeds, and the way back from them.
 
-    New columns come in front, so that a column has the same distance from the end in every panel.
+    Args:
+        sources: By number.
     """
 
-    def __init__(self) -> None:
-        self.starts: dict[Lift, int] = {}  # of the columns of a parameter, counted from the end
-        self._width = 0
-        self._parts: dict[int, list[_Part]] = {}  # of sources still to come
+    def __init__(self, sources: Mapping[int, Source]) -> None:
+        self.sources = sources
+        self._seeds: dict[Lift, list[_Seed]] = defaultdict(list)
 
-    def __contains__(self, t: int) -> bool:
-        return t in self._parts
+    def seed(self, t: int, r: int, K: Tensor) -> None:
+        """Take curvature K (R, columns of t, columns of r), to be lifted to the parameters of r."""
+        for v, owner in zip(self.sources[r].lifts, self.sources[r].owners, strict=True):
+            self._seeds[owner].append(_Seed(t, r, K, v))
 
-    def add(self, t: int, panel: Tensor, rows: Tensor | None = None, entries: int = 0) -> None:
-        """Add a panel, or one for some rows of so many, to that of t."""
-        self._parts.setdefault(t, []).append(_Part(panel, panel.shape[1], rows, entries or panel.shape[0]))
+    def unwind(self, matrix: Matrix) -> None:
+        """Take all seeds back to the parameters, and add them to the matrix."""
+        for columns in self._chunks():
+            self._unwind(columns, matrix)
 
-    def lift(self, t: int, r: Source, K: Tensor) -> None:
-        """Add curvature K (R, columns of t, columns of r), lifted to the parameters of r, to the panel of t."""
-        for v, owner in reversed(list(zip(r.lifts, r.owners, strict=True))):
-            if owner not in self.starts:
-                self._width += v.size
-                self.starts[owner] = self._width
-            columns = _lifted(v, r, K)
-            self._parts.setdefault(t, []).append(_Part(columns, self.starts[owner], None, columns.shape[0]))
+    def _chunks(self) -> Iterator[list[_Columns]]:
+        """Yield columns to be treated together, those whose way is longest first."""
+        largest = max((source.entries for source in self.sources.values()), default=1)
+        limit = max(1, ENTRIES // largest)
+        chunk: list[_Columns] = []
+        for owner, seeds in sorted(self._seeds.items(), key=lambda one: -max(seed.t for seed in one[1])):
+            for columns in _cut(owner, seeds, limit):
+                if chunk and sum(c.width for c in chunk) + columns.width > limit:
+                    yield chunk
+                    chunk = []
+                chunk.append(columns)
+        if chunk:
+            yield chunk
 
-    def take(self, t: int) -> Tensor:
-        """Return the panel of a source, and forget it."""
-        parts = sorted(self._parts.pop(t), key=lambda part: (part.rows is not None, -part.data.shape[1]))
-        width = max(part.start for part in parts)
-        first = parts[0]
-        if len(parts) == 1 and first.rows is None and first.data.shape[1] == width:
-            return first.data
-        if first.rows is not None:
-            total = first.data.new_zeros(first.entries, width)
-        else:  # what the widest part covers need not be set to zero
-            total = first.data.new_empty(first.entries, width)
-            left = width - first.start
-            total[:, :left] = 0
-            total[:, left : left + first.data.shape[1]] = first.data
-            total[:, left + first.data.shape[1] :] = 0
-            del parts[0]
-        for part in parts:
-            into = total[:, width - part.start : width - part.start + part.data.shape[1]]
-            if part.rows is None:
-                into += part.data
-            else:
-                into.index_add_(0, part.rows, part.data)
-        return total
+    def _unwind(self, chunk: Sequence[_Columns], matrix: Matrix) -> None:
+        width = sum(c.width for c in chunk)
+        cuts = starts([c.width for c in chunk])
+        panels: dict[int, list[_Part]] = defaultdict(list)
+        first = max(seed.t for c in chunk for seed in c.seeds)
+        for t in sorted((t for t in self.sources if t <= first), reverse=True):
+            source = self.sources[t]
+            parts = panels.pop(t, [])
+            seeds = [
+                (cut, _lifted(seed.lift, self.sources[seed.r].width, seed.K, c.rows))
+                for cut, c in zip(cuts, chunk, strict=True)
+                for seed in c.seeds
+                if seed.t == t
+            ]
+            if not parts and not seeds:
+                continue
+            panel = _total(parts, seeds, (source.entries, width))
+            for c, cut in zip(chunk, cuts, strict=True):
+                self._lift(t, c, panel[:, cut], matrix)
+            for level, stack in source.parents.items():
+                for s, pulled in _pull(level, stack, panel):
+                    panels[s].append(pulled)
 
-    def columns(self, panel: Tensor) -> Iterator[tuple[Lift, Tensor]]:
-        """Yield the lifts of the parameters of which a panel has columns, with these columns."""
-        width = panel.shape[1]
-        for owner, start in self.starts.items():
-            if start <= width:
-                yield owner, panel[:, width - start : width - start + owner.size]
-
-
-def changes_to_panel(t: int, sources: Mapping[int, Source], blocks: Blocks, panels: Panels) -> bool:
-    """Tell whether rows of a source meet others, here or on the way to its parents."""
-    source = sources[t]
-    return bool(source.parents) and (
-        t in panels
-        or any(level < source.axes for level in source.parents)
-        or any(level < min(source.axes, sources[r].axes) for r in blocks.near[t] if r >= t for level in blocks.levels(t, r))
-    )
-
-
-def to_panel(t: int, sources: Mapping[int, Source], blocks: Blocks, panels: Panels) -> bool:
-    """Turn blocks between a source and those after it into columns of its panel; return whether its own block is among them."""
-    own = False
-    for r in sorted((r for r in blocks.near[t] if r >= t and sources[r].lifts), reverse=True):
-        if pays(sources[t], sources[r], min(1, *blocks.levels(t, r))):
-            for K in blocks.between(t, r).values():
-                panels.lift(t, sources[r], K)
-            if r == t:
-                own = True
-            else:
-                blocks.forget(t, r)
-    return own
+    def _lift(self, t: int, c: _Columns, panel: Tensor, matrix: Matrix) -> None:
+        """Lift columns to the parameters of t; where they are those of t itself, of two parameters the later one is enough."""
+        source, v = self.sources[t], c.owner
+        own = any(seed.r == t for seed in c.seeds)
+        for n, u in enumerate(source.lifts):
+            m = next((m for m, mine in enumerate(source.owners) if own and mine is v), n)
+            if m < n or not matrix.wants(u.parameter, v.parameter):
+                continue
+            once = u.parameter != v.parameter or (own and source.owners[n] is v)
+            (matrix.add if once else matrix.add_both)(u, v, partial(add_rows, u, panel, source.width), c.within)
 
 
-def pays(t: Source, r: Source, level: int) -> bool:
-    """Tell whether columns of parameters take no more work than columns of their source.
+def _total(parts: Sequence[_Part], seeds: Sequence[tuple[slice, Tensor]], shape: tuple[int, int]) -> Tensor:
+    """Return the sum of panels, and of columns of some, without changing any of them."""
+    whole = [part for part, rows in parts if rows is None]
+    some = [(part, rows) for part, rows in parts if rows is not None]
+    if len(whole) == 1 and not seeds and not some:
+        return whole[0]
+    like = parts[0][0] if parts else seeds[0][1]
+    total = like.new_zeros(shape) if not whole else whole[0].clone() if len(whole) == 1 else whole[0] + whole[1]
+    for part in whole[2:]:
+        total += part
+    for part, rows in some:
+        total.index_add_(0, rows, part)
+    for cut, columns in seeds:
+        total[:, cut] += columns
+    return total
 
-    With l rows of t and m of r in a group, a column of r's weights takes about l i multiplications for each of t's parameters,
-    and m (2 l + i) the other way.
-    """
-    rows_t, rows_r = (source.columns(level) // source.width for source in (t, r))
-    size = sum(lift.size for lift in r.lifts) // r.width
-    return rows_r * (2 * rows_t + size) >= rows_t * size
+
+def _pull(level: int, stack: Stack, panel: Tensor) -> Iterator[tuple[int, _Part]]:
+    """Yield J^T times a panel, source by source of a stack of parents."""
+    if isinstance(stack, Selected):
+        yield stack.sources[0], (panel, stack.positions)
+        return
+    for s in stack.units:
+        yield s, (panel, None)
+    rest = [(s, w) for s, w in zip(stack.sources, stack.widths, strict=True) if s not in stack.units]
+    if rest:
+        J = by_row(stack.part([s for s, _ in rest]), level).to(panel.dtype)  # (R, columns of the parents, columns of t)
+        pulled = J @ panel.unflatten(0, (J.shape[0], -1))
+        for (s, _), cut in zip(rest, starts([w for _, w in rest]), strict=True):
+            yield s, (pulled[:, cut].flatten(0, 1), None)
 
 
-def _lifted(v: Lift, r: Source, K: Tensor) -> Tensor:
-    """Lift the columns of K (R, columns of t, columns of r): (entries of t, size_v)."""
-    groups, wide, columns = K.shape
-    by_row = K.mT.reshape(groups, columns // r.width, r.width, wide)
-    return v.reduce(by_row).mT.reshape(groups * wide, v.size)
+def _cut(owner: Lift, seeds: Sequence[_Seed], limit: int) -> Iterator[_Columns]:
+    """Yield the columns of a parameter, at most ``limit`` of them together if they can be told apart."""
+    if not isinstance(owner, Kronecker) or owner.at is not None or owner.size <= limit:
+        yield _Columns(owner, seeds, None)
+        return
+    rows, step = owner.size // _stride(owner), max(1, limit // _stride(owner))
+    for start in range(0, rows, step):
+        yield _Columns(owner, seeds, slice(start, min(start + step, rows)))
+
+
+def _stride(owner: Lift) -> int:
+    """Entries of a weight for each step along its first axis."""
+    assert isinstance(owner, Kronecker)
+    return owner.weights.shape[1] if owner.turned else owner.width
+
+
+def _lifted(v: Lift, width: int, K: Tensor, rows: slice | None) -> Tensor:
+    """Lift the columns of K (R, columns of t, m width): (entries of t, size_v), or some of the latter."""
+    groups, wide, _ = K.shape
+    split = K.unflatten(2, (-1, width))  # (R, columns of t, m, q)
+    if not isinstance(v, Kronecker):
+        return v.reduce(split.permute(0, 2, 3, 1)).mT.reshape(groups * wide, v.size)
+    weights = v.weights
+    if rows is not None:
+        split, weights = (split[..., rows], weights) if v.turned else (split, weights[:, rows])
+    w = weights.reshape(groups, 1, -1, weights.shape[1]).to(K.dtype)  # (R, 1, m, i)
+    out = split.mT @ w if v.turned else w.mT @ split
+    return out.reshape(groups * wide, -1)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from hessiankit.engine.lifts import Lift
 
+Write: TypeAlias = Callable[[Tensor], None]  # adds something to a block
+
+EVERY = slice(None)
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
+TILE = 512
 
 
 def zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -47,20 +53,26 @@ class Matrix:
         """Tell whether the block of two parameters is kept here."""
         return True
 
-    def add(self, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
-        """Let ``write`` add to the block of the parameters of (u, v), in whose place its transpose may be kept."""
-        rows, columns = self.slices[u.parameter], self.slices[v.parameter]
-        if self.order[u.parameter] <= self.order[v.parameter]:
-            write_block(self.data[rows, columns], u, v, write)
-        else:
-            write_block(self.data[columns, rows].T, u, v, write)
+    def block(self, i: str, j: str) -> Tensor:
+        """Return the block of two parameters; if j comes before i, that of (j, i), transposed."""
+        if self.order[i] > self.order[j]:
+            return self.block(j, i).T
+        return self.data[self.slices[i], self.slices[j]]
 
-    def add_both(self, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
-        """Add what ``write`` makes, and its transpose, to the block of one parameter that (u, v) share."""
-        part = self.data.new_zeros(u.size, v.size)
+    def add(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
+        """Let ``write`` add to the block of the parameters of (u, v), or to some columns of it."""
+        if self.wants(u.parameter, v.parameter):
+            write_block(self.block(u.parameter, v.parameter)[:, columns], u.at, v.at, write)
+
+    def add_both(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
+        """Add what ``write`` makes, and its transpose, to the block of one parameter that (u, v) share, or to columns of it."""
+        if not self.wants(u.parameter, v.parameter):
+            return
+        block = self.block(u.parameter, v.parameter)
+        part = block.new_zeros(u.size, len(range(v.size)[columns]))
         write(part)
-        self.add(u, v, lambda block: _add(block, part))
-        self.add(v, u, lambda block: _add(block, part.T))
+        write_block(block[:, columns], u.at, v.at, partial(_add, part))
+        write_block(block[columns], v.at, u.at, partial(_add, part.T))
 
     def mirror(self) -> float:
         """Fill the lower half.
@@ -75,7 +87,7 @@ class Matrix:
             worst = max(worst, _average(upper[:, : upper.shape[0]]))
             self.is_finite &= math.isfinite(float(upper.sum()))
             largest = max(largest, float(upper.diagonal().abs().max()))
-            self.data[rows.stop :, rows] = upper[:, upper.shape[0] :].T
+            _copy_transposed(upper[:, upper.shape[0] :], self.data[rows.stop :, rows])
         return worst / largest if largest else 0.0
 
 
@@ -119,15 +131,10 @@ class Panel(Matrix):
         first, last = sorted((self.order[i], self.order[j]))
         return first in self.rows and last in self.columns
 
-    def add(self, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
-        if not self.wants(u.parameter, v.parameter):
-            return
-        upper = self.order[u.parameter] <= self.order[v.parameter]
-        block = self.block(u.parameter, v.parameter) if upper else self.block(v.parameter, u.parameter).T
-        write_block(block, u, v, write)
-
     def block(self, i: str, j: str) -> Tensor:
         """Return the block of two parameters, if it is here."""
+        if self.order[i] > self.order[j]:
+            return self.block(j, i).T
         rows, columns = self.slices[i], self.slices[j]
         top, left = self.top.start, self.left.start
         return self.data[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
@@ -155,38 +162,48 @@ class Kept:
     """Curvature between pairs of lifts, kept so that one panel after the other can be made of it."""
 
     def __init__(self) -> None:
-        self.pairs: list[tuple[Lift, Lift, Callable[[Tensor], None], bool]] = []
+        self.pairs: list[tuple[Lift, Lift, Write, slice, bool]] = []
 
     def wants(self, i: str, j: str) -> bool:
         """Tell that the block of any two parameters is."""
         return True
 
-    def add(self, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
+    def add(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
         """Keep what adds to a block."""
-        self.pairs.append((u, v, write, False))
+        self.pairs.append((u, v, write, columns, False))
 
-    def add_both(self, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
+    def add_both(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
         """Keep what adds itself and its transpose to a block."""
-        self.pairs.append((u, v, write, True))
+        self.pairs.append((u, v, write, columns, True))
 
     def replay(self, matrix: Matrix) -> None:
         """Add everything that a matrix wants to it."""
-        for u, v, write, both in self.pairs:
-            if matrix.wants(u.parameter, v.parameter):
-                (matrix.add_both if both else matrix.add)(u, v, write)
+        for u, v, write, columns, both in self.pairs:
+            (matrix.add_both if both else matrix.add)(u, v, write, columns)
 
 
-def write_block(block: Tensor, u: Lift, v: Lift, write: Callable[[Tensor], None]) -> None:
-    """Let ``write`` add to the entries of a block that two lifts reach."""
-    if u.at is None and v.at is None:
+def write_block(block: Tensor, rows: Tensor | None, columns: Tensor | None, write: Write) -> None:
+    """Let ``write`` add to some entries of a block: those rows and columns, or all of them."""
+    if rows is None and columns is None:
         write(block)
         return
-    part = block.new_zeros(u.size, v.size)
+    here = (block.shape[0] if rows is None else rows.numel(), block.shape[1] if columns is None else columns.numel())
+    part = block.new_zeros(here)
     write(part)
-    at_u = torch.arange(block.shape[0], device=block.device) if u.at is None else u.at
-    at_v = torch.arange(block.shape[1], device=block.device) if v.at is None else v.at
-    block[at_u.unsqueeze(1), at_v] += part
+    if rows is not None and columns is not None:
+        block[rows.unsqueeze(1), columns] += part
+    elif rows is not None:
+        block.index_add_(0, rows, part)
+    elif columns is not None:
+        block.index_add_(1, columns, part)
 
 
-def _add(block: Tensor, part: Tensor) -> None:
+def _add(part: Tensor, block: Tensor) -> None:
     block += part
+
+
+def _copy_transposed(x: Tensor, into: Tensor) -> None:
+    """Copy x^T tile by tile: reading across rows, every entry is in another line of the cache."""
+    for rows, below in zip(x.split(TILE), into.split(TILE, 1), strict=True):
+        for tile, target in zip(rows.split(TILE, 1), below.split(TILE), strict=True):
+            target.copy_(tile.T)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -23,48 +22,18 @@ from derivations.elementwise import Elementwise
 from derivations.indexing import Select, Slice
 from derivations.linear import Add, Permute, Reshape
 from derivations.primitive import Primitive
+from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.association import associate
-from hessiankit.engine.columns import Selected, Source, Stack, by_row, coarsen, compose, joined, memory_of, starts
+from hessiankit.engine.columns import Group, Selected, Source, Stack, by_row, coarsen, compose, joined, memory_of, starts
+from hessiankit.engine.footprint import footprint
 from hessiankit.engine.lifts import Diagonal, Kronecker, Lift, Whole
 from hessiankit.engine.pairs import Blocks
 from hessiankit.engine.sites import find_sites, is_product
 from hessiankit.tracing.trace import Application, Trace
 
 REARRANGING = (Permute, Reshape, Select, Slice)
+FEW = 8  # entries of a sample for each parameter, below which it pays to keep track of the entries
 Values: TypeAlias = "tuple[Any, ...]"  # of an application's inputs; None where an optional one is absent
-
-
-def adjoints(trace: Trace, scale: float = 1.0) -> dict[int, Tensor]:
-    """Return the derivative of ``scale`` times the trace's scalar output with respect to every moving value, by id."""
-    out = trace.values[trace.output]
-    found: dict[int, Tensor] = {trace.output: torch.full_like(out, scale)}
-    for application in reversed(trace.applications):
-        adjoint = found.get(application.output)
-        if adjoint is None:
-            continue
-        inputs = trace.gather(application)
-        pulled = application.primitive.vjp(inputs, adjoint.unsqueeze(0))  # type: ignore[arg-type]
-        for at, covector in zip(application.inputs, pulled, strict=True):
-            if at is not None and at in trace.moving and covector is not None:
-                found[at] = found[at] + covector[0] if at in found else covector[0]
-    return found
-
-
-@dataclass
-class Group:
-    """Sources that move the same inputs of an application at the same level: their tangents, None for an input at rest."""
-
-    level: int
-    sources: tuple[int, ...]
-    widths: tuple[int, ...]
-    tangents: list[Tensor | None]
-    units: frozenset[int] = frozenset()
-    slopes: Tensor | None = None
-
-    @property
-    def moving(self) -> tuple[bool, ...]:
-        """Which inputs move."""
-        return tuple(t is not None for t in self.tangents)
 
 
 class Sweep:
@@ -236,7 +205,7 @@ class Sweep:
         stacks, value = self.stacks[at], self.trace.values[a.output]
         apart = all(primitive.rowwise(inputs, level, [True]) for level in stacks)
         whole = sum({r: n for stack in stacks.values() for s in stack.sources for r, n in self._root_sizes(s).items()}.values())
-        few = self.trace.values[at].shape[1:].numel() < whole
+        few = self.trace.values[at].shape[1:].numel() < FEW * whole
         if at not in self._copies and not apart and few and 0 not in stacks:
             self._source_at(at, max(stacks), [], stacks)
         if at not in self._copies:
@@ -422,4 +391,4 @@ class Sweep:
     def peak_bytes(self) -> int:
         """Memory that derivatives take at once until the sources are unwound, the matrix not counted."""
         itemsize = 8 if self.dtype is None else self.dtype.itemsize
-        return self._kept + itemsize * self.blocks.footprint(self.sources)
+        return self._kept + itemsize * footprint(self.blocks, self.sources)

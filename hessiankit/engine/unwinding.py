@@ -7,36 +7,31 @@ in pairs of sources while rows stay apart, and by :mod:`hessiankit.engine.panels
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from torch import Tensor
 
-from hessiankit.engine.columns import Selected, Source, Stack, by_row, chain, starts
+from hessiankit.engine.columns import Selected, Source, Stack, chain, starts
 from hessiankit.engine.lifts import Kronecker, Lift
-from hessiankit.engine.pairing import add_across_rows, add_diagonal_pair, add_pair, add_rows
+from hessiankit.engine.meeting import columns_pay, rows_meet
+from hessiankit.engine.pairing import add_across_rows, add_diagonal_pair, add_pair
 from hessiankit.engine.pairs import Blocks
-from hessiankit.engine.panels import Panels, changes_to_panel, to_panel
+from hessiankit.engine.panels import Panels
 from hessiankit.engine.storage import Matrix
 from hessiankit.engine.sweep import Sweep
 
 
 def unwind(sweep: Sweep, matrix: Matrix) -> None:
     """Take all curvature of a sweep back to the parameters, and add it to the matrix."""
-    sources, blocks, panels = sweep.sources, sweep.blocks, Panels()
+    sources, blocks, panels = sweep.sources, sweep.blocks, Panels(sweep.sources)
+    reached: set[int] = set()  # by panels
     for t in sorted(sources, reverse=True):
         source = sources[t]
-        own = to_panel(t, sources, blocks, panels) if changes_to_panel(t, sources, blocks, panels) else False
-        if t in panels:
-            panel = panels.take(t)
-            _lift_panel(source, panels.columns(panel), source.owners if own else [], matrix)
-            for level, stack in source.parents.items():
-                if isinstance(stack, Selected):
-                    panels.add(stack.sources[0], panel, stack.positions, sources[stack.sources[0]].shape.numel())
-                    continue
-                for s, part in _pull_panel(level, stack, panel):
-                    panels.add(s, part)
-            del panel
+        own = False
+        if source.parents and (t in reached or rows_meet(t, sources, {r: blocks.levels(t, r) for r in blocks.near[t]})):
+            own = _to_panels(t, sources, blocks, panels)
+            reached.update(s for stack in source.parents.values() for s in stack.sources)
         for r in sorted(r for r in blocks.near[t] if r >= t):
             if source.lifts and sources[r].lifts and not (own and r == t):
                 for level, K in blocks.full(t, r).items():
@@ -52,6 +47,18 @@ def unwind(sweep: Sweep, matrix: Matrix) -> None:
             _pull_square(source, t, blocks, crossing=bool(source.lifts) and not own)
         for r in [r for r in blocks.near[t] if r >= t or not source.lifts]:
             blocks.forget(t, r)
+    panels.unwind(matrix)
+
+
+def _to_panels(t: int, sources: Mapping[int, Source], blocks: Blocks, panels: Panels) -> bool:
+    """Take blocks between a source and those after it for panels; tell whether its own block is among them."""
+    for r in [r for r in blocks.near[t] if r >= t]:
+        if columns_pay(sources[t], sources[r], blocks.levels(t, r)):
+            for K in blocks.between(t, r).values():
+                panels.seed(t, r, K)
+            if r != t:
+                blocks.forget(t, r)
+    return bool(sources[t].lifts) and t in blocks.near[t]
 
 
 def _pull(source: Source, level: int, stack: Stack, at: int, K: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -74,31 +81,6 @@ def _pull(source: Source, level: int, stack: Stack, at: int, K: Tensor) -> Itera
     widths = [w for s, w in zip(stack.sources, stack.widths, strict=True) if s not in stack.units]
     for s, cut in zip(rest, starts(widths), strict=True):
         yield s, split[:, :, cut].reshape(groups, -1, c)
-
-
-def _pull_panel(level: int, stack: Stack, panel: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield J^T times a panel, source by source of a stack of parents."""
-    rest = [s for s in stack.sources if s not in stack.units]
-    for s in stack.units:
-        yield s, panel
-    if not rest:
-        return
-    J = by_row(stack.part(rest), level).to(panel.dtype)  # (R, columns of the parents, columns of t)
-    pulled = J @ panel.unflatten(0, (J.shape[0], -1))
-    widths = [w for s, w in zip(stack.sources, stack.widths, strict=True) if s not in stack.units]
-    for s, cut in zip(rest, starts(widths), strict=True):
-        yield s, pulled[:, cut].flatten(0, 1)
-
-
-def _lift_panel(source: Source, columns: Iterable[tuple[Lift, Tensor]], own: Sequence[Lift], matrix: Matrix) -> None:
-    """Add a panel's columns, lifted to the parameters of its source; ``own`` are the columns of these themselves."""
-    for v, part in columns:
-        for n, u in enumerate(source.lifts):
-            m = next((m for m, mine in enumerate(own) if mine is v), n)
-            if m < n or not matrix.wants(u.parameter, v.parameter):  # the earlier of two has seen it from the other side
-                continue
-            once = u.parameter != v.parameter or (m == n and bool(own) and own[n] is v)
-            (matrix.add if once else matrix.add_both)(u, v, partial(add_rows, u, part, source.width))
 
 
 def _pull_square(source: Source, t: int, blocks: Blocks, *, crossing: bool) -> None:

@@ -1,7 +1,8 @@
 """Verification: references that take other routes, their health, exact arithmetic, and the one call that joins them."""
 
-from hessiankit.verify.check import CheckReport, CheckRow, check
-from hessiankit.verify.exact import ExactRow, check_exact
+from hessiankit.verify.check import check
+from hessiankit.verify.check_report import CheckReport, CheckRow
+from hessiankit.verify.exact import ExactRow, check_exact, check_exact_blocks
 from hessiankit.verify.health import Health, examine
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported, run_references
@@ -18,6 +19,7 @@ __all__ = [
     "Unsupported",
     "check",
     "check_exact",
+    "check_exact_blocks",
     "examine",
     "routes",
     "run_references",

@@ -16,7 +16,9 @@ import torch
 from derivations.arrays import Array
 from derivations.matrix import Matrix
 from derivations.operation import Operation
-from hessiankit.verify.jets import Variables, values
+from hessiankit.verify.exact_number import ExactNumber
+from hessiankit.verify.jets import FormalExponential, FormalFunction, Variables, eps_for, values
+from hessiankit.verify.residues import P, Residue
 
 EXACT = np.zeros(0, dtype=object)
 """Tells a structured matrix to write itself out in exact arithmetic."""
@@ -43,6 +45,18 @@ class Draw:
         out[:] = [self.number() for _ in out]
         return out.reshape(shape)
 
+    def exponential(self) -> FormalExponential:
+        """Return an exponential whose values are drawn."""
+        return FormalExponential(self.seed)
+
+    def function(self) -> FormalFunction:
+        """Return a smooth function whose values and derivatives are drawn."""
+        return FormalFunction(self.seed)
+
+    def eps(self, mean_square: Any) -> Any:
+        """Return an eps for which mean square + eps has a root."""
+        return eps_for(mean_square)
+
     def rows(self, count: int, d: int, accepted: Callable[[Array], bool]) -> Array:
         """Return ``count`` rows of ``d`` such numbers, each drawn until it is accepted."""
         found: list[Array] = []
@@ -51,6 +65,34 @@ class Draw:
             if accepted(row):
                 found.append(row)
         return np.stack(found)
+
+
+class ResidueDraw(Draw):
+    """A seeded source of residues modulo p, each but 0 as likely as any other, each a variable of its own.
+
+    >>> draw = ResidueDraw("a seed")
+    >>> x = draw.number()
+    >>> root = (draw.eps(x) + x).sqrt()
+    >>> x == draw.number(), (root * root).degree, root * root - x == draw.eps(x)
+    (False, 2, False)
+    """
+
+    def number(self) -> Any:
+        """Return a residue that is not 0, of degree 1."""
+        return Residue(self._random.randrange(1, P), 1)
+
+    def exponential(self) -> FormalExponential:
+        """Return an exponential whose values are residues."""
+        return FormalExponential(self.seed, self.number)
+
+    def function(self) -> FormalFunction:
+        """Return a smooth function whose values and derivatives are residues."""
+        return FormalFunction(self.seed, self.number)
+
+    def eps(self, mean_square: Any) -> Any:
+        """Return the eps for which mean square + eps is the square of a residue that is drawn."""
+        root = self.number()
+        return root * root - mean_square
 
 
 class Reference(Protocol):
@@ -133,6 +175,21 @@ class SymbolicReference:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What a comparison found.
+
+    Attributes:
+        mismatch: How the closed form differs, or None if every entry is equal.
+        entries: How many were compared.
+        degree: A bound on the degree of the numerators of the differences, for residues only; else 0.
+    """
+
+    mismatch: str | None
+    entries: int
+    degree: int = 0
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A closed form and the exact array that it must equal."""
 
@@ -140,21 +197,31 @@ class Comparison:
     closed: Matrix | Array
     expected: Array
 
-    def mismatch(self, is_zero: Callable[[Any], bool]) -> str | None:
-        """Say how the closed form differs from the expected array, or return None if every entry is equal."""
+    def outcome(self, is_zero: Callable[[Any], bool]) -> Outcome:
+        """Compare every entry; where a difference is not 0 as it stands, ``is_zero`` tells whether it is identically."""
         closed = self.closed.dense(EXACT) if isinstance(self.closed, Matrix) else self.closed
+        reason = self._not_comparable(closed)
+        if reason is not None:
+            return Outcome(reason, self.expected.size)
+        pairs = list(zip(closed.reshape(-1), self.expected.reshape(-1), strict=True))
+        wrong = [(c, e) for c, e in pairs if not (c == e or is_zero(c - e))]
+        degree = max((d.degree for d in (c - e for c, e in pairs) if isinstance(d, Residue)), default=0)
+        if not wrong:
+            return Outcome(None, len(pairs), degree)
+        first = f"first: {wrong[0][0]}, expected {wrong[0][1]}"
+        return Outcome(f"{self.label} differs in {len(wrong)} of {len(pairs)} entries ({first})", len(pairs), degree)
+
+    def _not_comparable(self, closed: Any) -> str | None:
+        """Say why an array cannot be compared with the expected one, or return None."""
         if isinstance(closed, torch.Tensor):
             return f"{self.label} is floating point ({closed.dtype}), expected exact numbers"
         if closed.shape != self.expected.shape:
             return f"{self.label} has shape {closed.shape}, expected {self.expected.shape}"
-        pairs = list(zip(closed.reshape(-1), self.expected.reshape(-1), strict=True))
-        inexact = [c for c, _ in pairs if not isinstance(c, (int, Fraction, sympy.Expr)) or isinstance(c, sympy.Float)]
+        exact = (int, Fraction, sympy.Expr, ExactNumber)
+        inexact = [c for c in closed.reshape(-1) if not isinstance(c, exact) or isinstance(c, sympy.Float)]
         if inexact:
             return f"{self.label} holds {inexact[0]!r} of type {type(inexact[0]).__name__}, expected exact numbers"
-        wrong = [(c, e) for c, e in pairs if not (c == e or is_zero(c - e))]
-        if not wrong:
-            return None
-        return f"{self.label} differs in {len(wrong)} of {len(pairs)} entries (first: {wrong[0][0]}, expected {wrong[0][1]})"
+        return None
 
 
 def against(operation: Operation, reference: Reference, *, value: bool = True) -> Iterator[Comparison]:
@@ -182,9 +249,13 @@ def against(operation: Operation, reference: Reference, *, value: bool = True) -
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the exact check: comparisons to be built at a drawn point."""
+    """One row of the exact check: comparisons to be built at a drawn point.
+
+    ``branches`` is the number of rational functions that a formula with kinks consists of.
+    """
 
     chapter: str
     name: str
     size: str
     build: Callable[[Draw], Iterator[Comparison]]
+    branches: int = 1

@@ -6,7 +6,6 @@ The references index entries, head by head and row by row, and know nothing of c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,9 @@ from derivations.softmax import SoftmaxAt
 from derivations.token_embedding import TokenEmbeddingAt
 from hessiankit.verify import jets
 from hessiankit.verify.exact_case import Case, Comparison, Draw, JetReference, against
-from hessiankit.verify.jets import FormalExponential, Variables
+from hessiankit.verify.jets import SCALE, FormalExponential, Variables, rational_turns, turned
 
 Build = Callable[[Draw], Iterator[Comparison]]
-SCALE = Fraction(2, 3)
-_TURNS = (Fraction(3, 5), Fraction(5, 13), Fraction(-8, 17)), (Fraction(4, 5), Fraction(12, 13), Fraction(15, 17))
-"""The cosines and the sines of three angles that have rational ones."""
 
 
 def operation(chapter: Callable[..., Operation], reference: Callable[..., Array], **shapes: Shape) -> Build:
@@ -61,19 +57,6 @@ def by_token(X: Array, heads: int) -> Array:
     return np.array([[x for h in range(heads) for x in X[h * length + t]] for t in range(length)], dtype=object)
 
 
-def turns(length: int) -> tuple[Array, Array]:
-    """Return rational cosines and sines, one angle a row."""
-    cos, sin = (np.array(list(values[:length]), dtype=object).reshape(-1, 1) for values in _TURNS)
-    return cos, sin
-
-
-def turned(X: Array, length: int) -> Array:
-    """Return rows of width two, row t of each head turned by the angle t."""
-    cos, sin = (v.reshape(-1) for v in turns(length))
-    rows = [(x * cos[n % length] - y * sin[n % length], x * sin[n % length] + y * cos[n % length]) for n, (x, y) in enumerate(X)]
-    return np.array(rows, dtype=object)
-
-
 def head_product(heads: int, kind: str) -> Build:
     """Build scores or mixtures with L = 2, S = 3, k = 2 and (mixtures) v = 4."""
     k, columns = (2, 2) if kind == "scores" else (3, 4)
@@ -92,20 +75,21 @@ def head_product(heads: int, kind: str) -> Build:
     return operation(chapter, reference, P=(2 * heads, k), R=(3 * heads, columns))
 
 
-def group_norm(*names: str) -> Build:
+def group_norm(*names: str, kind: str = "layernorm") -> Build:
     """Build the norm of two groups of three features with L = 2, at chosen eps."""
 
     def build(draw: Draw) -> Iterator[Comparison]:
         point = {"X": draw.array(2, 6), **{name: draw.array(6) for name in names}}
         variables = Variables(point)
-        halves = [jets.layer_norm(variables["X"][:, start : start + 3]) for start in (0, 3)]
+        norm = jets.layer_norm if kind == "layernorm" else jets.rms_norm
+        halves = [norm(variables["X"][:, start : start + 3]) for start in (0, 3)]
         output = np.concatenate([half for half, _ in halves], 1)
         eps = [half[row] for row in range(2) for _, half in halves]
         if "gamma" in names:
             output = output * variables["gamma"]
         if "beta" in names:
             output = output + variables["beta"]
-        yield from against(GroupNormRowsAt(**point, groups=2, eps=eps), JetReference(variables, output))
+        yield from against(GroupNormRowsAt(**point, groups=2, eps=eps, kind=kind), JetReference(variables, output))
 
     return build
 
@@ -122,7 +106,7 @@ def grouped_query_attention(draw: Draw) -> Iterator[Comparison]:
         heads.append(jets.softmax(logits, exp, mask) @ (X @ W_V))
     output = np.concatenate(heads, 1)
 
-    cos, sin = turns(3)
+    cos, sin = rational_turns(3)
     tokens = Variable("X", point["X"])
 
     def projected(name: str, n_heads: int) -> Operation:
@@ -152,7 +136,7 @@ def _scaled(X: Array, a: Array) -> Array:
     return np.array([[x * factor for x in row] for row in X], dtype=object)
 
 
-_COS, _SIN = turns(3)
+_COS, _SIN = rational_turns(3)
 
 PARTS: tuple[Case, ...] = (
     Case("affine", "X W", "L=2 d=3 m=4", operation(AffineAt, lambda X, W: X @ W, X=(2, 3), W=(3, 4))),
@@ -189,4 +173,5 @@ PARTS: tuple[Case, ...] = (
     Case("token_embedding", "rows of E", "L=3 V=4 d=2", operation(lambda E: TokenEmbeddingAt([3, 0, 3], E), _taken, E=(4, 2))),
     Case("group_normalization", "two groups", "L=2 d=6", group_norm()),
     Case("group_normalization", "two groups, gamma, beta", "L=2 d=6", group_norm("gamma", "beta")),
+    Case("group_normalization", "two groups, RMS norm, gamma", "L=2 d=6", group_norm("gamma", kind="rmsnorm")),
 )

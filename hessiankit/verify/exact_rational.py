@@ -30,11 +30,9 @@ from hessiankit.verify import jets
 from hessiankit.verify.exact_case import Case, Comparison, Draw, JetReference, against
 from hessiankit.verify.exact_parts import PARTS
 from hessiankit.verify.exact_vecr import on_jets, vecr_rules
-from hessiankit.verify.jets import FormalExponential, FormalFunction, Jet, Variables, values
+from hessiankit.verify.jets import SCALE, FormalExponential, FormalFunction, Jet, Variables, values
 
 Build = Callable[[Draw], Iterator[Comparison]]
-SCALE = Fraction(2, 3)
-"""A rational constant of the attention logits, in place of 1/sqrt(d_K)."""
 
 
 def normalization(kind: str, *names: str, eps: bool = True) -> Build:
@@ -98,9 +96,9 @@ def activation(kind: str, slope: Fraction) -> Build:
 
 
 @contextmanager
-def formal_activation(seed: str) -> Iterator[FormalFunction]:
-    """Teach the activation chapter a kind "formal" whose value and derivatives are drawn rationals."""
-    function = FormalFunction(seed)
+def formal_activation(seed: str, function: FormalFunction | None = None) -> Iterator[FormalFunction]:
+    """Teach the activation chapter a kind "formal" whose value and derivatives are drawn: by default rationals."""
+    function = function or FormalFunction(seed)
 
     def derivatives(x: Array, negative_slope: Any) -> tuple[Array, Array, Array]:
         taylor: Any = np.frompyfunc(function.taylor, 1, 3)(x)

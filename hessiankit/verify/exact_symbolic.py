@@ -17,6 +17,7 @@ from derivations.loss import CrossEntropyAt
 from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.softmax import SoftmaxAt
 from hessiankit.verify.exact_case import Case, Comparison, Draw, SymbolicReference, against
+from hessiankit.verify.exact_symbolic_parts import SYMBOLIC_PARTS
 from hessiankit.verify.exact_vecr import on_symbols, symbols, vecr_rules
 
 Build = Callable[[Draw], Iterator[Comparison]]
@@ -186,6 +187,7 @@ SYMBOLIC: tuple[Case, ...] = (
     Case("activation", "silu", "1x2", activation("silu", _silu)),
     Case("activation", "tanh", "1x2", activation("tanh", sympy.tanh)),
     Case("loss", "cross entropy", "L=1 C=3", cross_entropy),
+    *SYMBOLIC_PARTS,
     Case("attention", "nine Phi, X blocks", "L=2 d_V=2 d_K=1 d_v=1", attention(2, 1, 1)),
     Case("attention", "sixteen Phi, X blocks, W_O", "L=2 d_V=2 d_K=1 d_v=1 d_out=1", attention(2, 1, 1, 1)),
 )

@@ -20,8 +20,13 @@ from typing import Any
 import numpy as np
 
 from derivations.arrays import Array
+from hessiankit.verify.exact_number import ExactNumber
 
-Number = int | Fraction
+Number = int | Fraction | ExactNumber
+SCALE = Fraction(2, 3)
+"""A rational factor of attention logits, in place of 1/sqrt(d_K)."""
+_TURNS = (Fraction(3, 5), Fraction(5, 13), Fraction(-8, 17)), (Fraction(4, 5), Fraction(12, 13), Fraction(15, 17))
+"""Cosines and sines of three angles that have rational ones."""
 
 
 class KinkError(ValueError):
@@ -58,6 +63,8 @@ class Jet:
         return Jet(self.value + other, self.grad, self.hess) if isinstance(other, Number) else NotImplemented
 
     def __mul__(self, other: Any) -> Jet:
+        if isinstance(other, float):  # a constant of an equation, which is a rational number too
+            other = Fraction(other)
         if isinstance(other, Jet):
             a, b = self.value, other.value
             hess = _combine(b, self.hess, a, other.hess)
@@ -82,22 +89,19 @@ class Jet:
     def __truediv__(self, other: Any) -> Jet:
         if isinstance(other, Jet):
             return self * other.reciprocal()
-        return self * (1 / Fraction(other)) if isinstance(other, Number) else NotImplemented
+        return self * _reciprocal(other) if isinstance(other, Number) else NotImplemented
 
     def __rtruediv__(self, other: Any) -> Jet:
         return self.reciprocal() * other
 
     def reciprocal(self) -> Jet:
         """Return 1 / self."""
-        r = 1 / Fraction(self.value)
+        r = _reciprocal(self.value)
         return self.chain(r, -(r**2), 2 * r**3)
 
     def sqrt(self) -> Jet:
         """Return the square root; a value whose root is irrational raises ValueError (see ``chosen_eps``)."""
-        value = Fraction(self.value)
-        root = Fraction(math.isqrt(max(value.numerator, 0)), math.isqrt(value.denominator))
-        if value <= 0 or root**2 != value:
-            raise ValueError(f"sqrt: {value} is not the square of a positive rational; choose the point (or eps) so that it is")
+        root = self.value.sqrt() if isinstance(self.value, ExactNumber) else _rational_root(Fraction(self.value))
         return self.chain(root, 1 / (2 * root), -1 / (4 * root**3))
 
     def log(self) -> Jet:
@@ -113,6 +117,17 @@ class Jet:
 
     def __repr__(self) -> str:
         return f"Jet({self.value}; {len(self.grad)} first, {len(self.hess)} second derivatives)"
+
+
+def _reciprocal(number: Number) -> Any:
+    return number.reciprocal() if isinstance(number, ExactNumber) else 1 / Fraction(number)
+
+
+def _rational_root(value: Fraction) -> Fraction:
+    root = Fraction(math.isqrt(max(value.numerator, 0)), math.isqrt(value.denominator))
+    if value <= 0 or root**2 != value:
+        raise ValueError(f"sqrt: {value} is not the square of a positive rational; choose the point (or eps) so that it is")
+    return root
 
 
 def _combine(a: Any, x: Mapping[Any, Any], b: Any, y: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -133,17 +148,22 @@ class FormalExponential:
     independent over Q (up to constants) are algebraically independent over the rational functions of x (Ax), so that
     nothing true is rejected. And two different rational functions differ at random u with probability one.
 
+    Args:
+        seed: of the weights.
+        number: a source of weights, in place of positive rationals.
+
     >>> exp = FormalExponential(seed=0)
     >>> exp.weight(Fraction(1, 2)) == exp.weight(Fraction(1, 2)) > 0
     True
     """
 
-    def __init__(self, seed: int | str = 0) -> None:
-        self._random, self._weights = random.Random(seed), dict[Fraction, Fraction]()
+    def __init__(self, seed: int | str = 0, number: Callable[[], Any] | None = None) -> None:
+        self._random, self._weights = random.Random(seed), dict[Any, Any]()
+        self._number = number or (lambda: Fraction(self._random.randint(1, 9), self._random.choice((1, 2))))
 
-    def weight(self, t: Number) -> Fraction:
+    def weight(self, t: Number) -> Any:
         """Return u(t)."""
-        return self._weights.setdefault(Fraction(t), Fraction(self._random.randint(1, 9), self._random.choice((1, 2))))
+        return self._weights.setdefault(t, self._number())
 
     def __call__(self, t: Jet | Number) -> Any:
         """Return exp(t), a jet or a rational as t is."""
@@ -163,20 +183,24 @@ class FormalFunction:
     A closed form that is an identity in sigma(x), sigma'(x), sigma''(x) holds for every smooth sigma if it holds for
     these: some polynomial takes any such numbers at finitely many points.
 
+    Args:
+        seed: of the three numbers.
+        number: a source of them, in place of rationals.
+
     >>> f = FormalFunction(seed=0)
     >>> f.taylor(Fraction(1, 2)) == f.taylor(Fraction(1, 2)), f(Jet(Fraction(2), {0: 1})).grad[0] == f.taylor(2)[1]
     (True, True)
     """
 
-    def __init__(self, seed: int | str = 0) -> None:
-        self._random, self._taylor = random.Random(seed), dict[Fraction, tuple[Fraction, Fraction, Fraction]]()
+    def __init__(self, seed: int | str = 0, number: Callable[[], Any] | None = None) -> None:
+        self._random, self._taylor = random.Random(seed), dict[Any, tuple[Any, Any, Any]]()
+        self._number = number or (lambda: Fraction(self._random.choice((-1, 1)) * self._random.randint(1, 9), 2))
 
-    def taylor(self, x: Number) -> tuple[Fraction, Fraction, Fraction]:
+    def taylor(self, x: Number) -> tuple[Any, Any, Any]:
         """Return the value, the first and the second derivative at x."""
         if x not in self._taylor:
-            first, second, third = (Fraction(self._random.choice((-1, 1)) * self._random.randint(1, 9), 2) for _ in range(3))
-            self._taylor[Fraction(x)] = first, second, third
-        return self._taylor[Fraction(x)]
+            self._taylor[x] = self._number(), self._number(), self._number()
+        return self._taylor[x]
 
     def __call__(self, x: Jet) -> Jet:
         """Return the function of a jet."""
@@ -242,7 +266,16 @@ def chosen_eps(mean_square: Array) -> Array:
     >>> chosen_eps(np.array([Fraction(2), Fraction(1, 3)], dtype=object)).tolist()  # 2 + 1/4 = 1.5^2, 1/3 + 2/3 = 1^2
     [Fraction(1, 4), Fraction(2, 3)]
     """
-    return _map(lambda q: Fraction(math.isqrt(math.floor(4 * q)) + 1, 2) ** 2 - q, values(mean_square))
+    return _map(eps_for, values(mean_square))
+
+
+def eps_for(mean_square: Fraction) -> Fraction:
+    """Return the eps > 0 for which sqrt(mean_square + eps) is the next multiple of 1/2.
+
+    >>> eps_for(Fraction(2))
+    Fraction(1, 4)
+    """
+    return Fraction(math.isqrt(math.floor(4 * mean_square)) + 1, 2) ** 2 - mean_square
 
 
 def rms_norm(X: Array, gamma: Array | None = None, eps: Array | Number | None = None) -> tuple[Array, Array]:
@@ -325,6 +358,28 @@ def post_norm_block(
     S = feed_forward(Y, v["W_1"], v["W_2"], get("b_1"), get("b_2"), activation=activation)
     Z, eps_2 = layer_norm(S, get("gamma_2"), get("beta_2"))
     return Z, (eps_1, eps_2)
+
+
+def rational_turns(length: int, pairs: int = 1) -> tuple[Array, Array]:
+    """Return the cosines and the sines of rational rotations, L x pairs, neighbours all different.
+
+    >>> cos, sin = rational_turns(2)
+    >>> (cos * cos + sin * sin).tolist()
+    [[Fraction(1, 1)], [Fraction(1, 1)]]
+    """
+    found = [[[values[(row + 2 * k) % 3] for k in range(pairs)] for row in range(length)] for values in _TURNS]
+    return np.array(found[0], dtype=object), np.array(found[1], dtype=object)
+
+
+def turned(X: Array, length: int) -> Array:
+    """Return the rows of stacked heads, row l of each with its pairs (x_i, x_{i + w/2}) turned by the rational turns."""
+    half = X.shape[1] // 2
+    cos, sin = rational_turns(length, half)
+    rows = []
+    for n, x in enumerate(X):
+        pairs = [(cos[n % length, i], sin[n % length, i], x[i], x[i + half]) for i in range(half)]
+        rows.append([c * a - s * b for c, s, a, b in pairs] + [s * a + c * b for c, s, a, b in pairs])
+    return np.array(rows, dtype=object)
 
 
 def mean_squared_error(Z: Array, target: Array) -> Array:

@@ -7,6 +7,7 @@ from structured_reference import check_exact_equals_floats, check_structure_of_a
 
 from derivations.affine import AffineAt
 from derivations.arrays import to_float
+from derivations.matrix import letters
 
 POINT = random_point(0, X=(4, 3), W=(3, 2), b=(2,))
 
@@ -35,8 +36,10 @@ def test_exact_numbers_stay_exact():
 
 
 def test_latex():
-    point = AffineAt(**POINT, symbols={"W": "W_Q", "X": "Y"})
-    assert [point.jacobian(name).latex() for name in "XWb"] == [
+    point = AffineAt(**POINT)
+    with letters({"W": "W_Q", "X": "Y"}):
+        jacobians = [point.jacobian(name) for name in "XWb"]
+    assert [jacobian.latex() for jacobian in jacobians] == [
         r"I_{4}\otimes W_Q^\top",
         r"Y\otimes I_{2}",
         r"\mathbf{1}_{4}\otimes I_{2}",
@@ -47,12 +50,10 @@ def test_latex():
 
 
 def test_errors():
-    X, W, b = POINT.values()
+    X, W, _ = POINT.values()
     with pytest.raises(ValueError, match=r"AffineAt: expected X \(L, d\), W \(d, m\) and b \(m,\), got"):
         AffineAt(X, W.T)
     with pytest.raises(ValueError, match="AffineAt: expected"):
         AffineAt(X, W, torch.ones(3))
-    with pytest.raises(ValueError, match=r"AffineAt: symbols names 'V', which is no argument\. The arguments are X, W, b"):
-        AffineAt(X, W, b, symbols={"V": "W_Q"})
     with pytest.raises(ValueError, match="no argument is called 'b'"):
         AffineAt(X, W).jacobian("b")

@@ -164,3 +164,12 @@ class TestConversion:
         assert not arrays.to_float(FLOATS.clone().requires_grad_()).requires_grad
         with pytest.raises(TypeError, match="Substitute"):
             arrays.to_float(np.array([SYMBOL], dtype=object))
+
+
+def test_exact_products_equal_numpy_and_leave_zeros_alone():
+    a = np.array([[0, Fraction(1, 2), 0], [2, 0, sympy.Symbol("x")]], dtype=object)
+    b = np.array([[1, 0], [0, 4], [0, Fraction(1, 3)]], dtype=object)
+    product = arrays.matmul(a, b)
+    assert product.tolist() == (a @ b).tolist() == [[0, 2], [2, sympy.Symbol("x") / 3]]
+    assert type(product[0, 0]) is int
+    assert arrays.matmul(a[:, :0], b[:0]).tolist() == [[0, 0], [0, 0]]

@@ -7,6 +7,7 @@ from structured_reference import check_exact_equals_floats, check_structure_of_a
 
 from derivations.arrays import to_float
 from derivations.gains import ColumnScaleAt, HadamardAt, ScalarScaleAt
+from derivations.matrix import letters
 
 CASES = {
     "columns": (ColumnScaleAt, lambda X, v: X * v, {"X": (3, 4), "v": (4,)}, ("X",)),
@@ -35,14 +36,17 @@ def test_exact_numbers_stay_exact(case):
 
 def test_latex():
     X, v = torch.ones(2, 3), torch.ones(3)
-    columns = ColumnScaleAt(X, v, symbols={"X": "F", "v": r"\lambda"})
+    with letters({"X": "F", "v": r"\lambda", "a": r"\alpha", "Y": "U"}):
+        expect_latex(ColumnScaleAt(X, v), ScalarScaleAt(X, v[:1]), HadamardAt(X, X))
+
+
+def expect_latex(columns, scalar, entries):
     assert columns.jacobian("X").latex() == r"I_{2}\otimes \operatorname{diag}(\lambda)"
     assert columns.jacobian("v").latex() == (
         r"\operatorname{diag}(\operatorname{vec}_r(F))\,\left(\mathbf{1}_{2}\otimes I_{3}\right)"
     )
-    scalar = ScalarScaleAt(X, v[:1], symbols={"X": "F", "a": r"\alpha"})
     assert [scalar.jacobian(name).latex() for name in "Xa"] == [r"\alpha\otimes I_{6}", r"\operatorname{vec}_r(F)"]
-    assert HadamardAt(X, X, symbols={"Y": "U"}).jacobian("X").latex() == r"\operatorname{diag}(\operatorname{vec}_r(U))"
+    assert entries.jacobian("X").latex() == r"\operatorname{diag}(\operatorname{vec}_r(U))"
 
 
 def test_errors():

@@ -13,12 +13,12 @@ from derivations.normalization import LayerNormAt
 EVERYTHING = random_point(0, X=(2, 6), gamma=(6,), beta=(6,))
 
 
-def reference(groups, eps):
+def reference(groups, eps, kind="layernorm"):
     """The statistics by hand: fused norms with gains are differentiated wrongly by some of torch's routes."""
 
     def f(X, gamma=1.0, beta=0.0):
         parts = X.reshape(len(X), groups, -1)
-        centred = parts - parts.mean(-1, keepdim=True)
+        centred = parts - parts.mean(-1, keepdim=True) if kind == "layernorm" else parts
         return (centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()).reshape(X.shape) * gamma + beta
 
     return f
@@ -30,6 +30,14 @@ def test_all_blocks_equal_autograd(names, groups):
     point = {name: EVERYTHING[name] for name in names}
     operation = GroupNormRowsAt(groups=groups, eps=0.3, **point)
     check_all_blocks(operation, reference(groups, 0.3), point)
+    check_structure_of_all_blocks(operation, point["X"])
+
+
+@pytest.mark.parametrize("names", [("X",), ("X", "gamma")])
+def test_all_blocks_of_rms_norm_equal_autograd(names):
+    point = {name: EVERYTHING[name] for name in names}
+    operation = GroupNormRowsAt(groups=2, eps=0.3, kind="rmsnorm", **point)
+    check_all_blocks(operation, reference(2, 0.3, "rmsnorm"), point)
     check_structure_of_all_blocks(operation, point["X"])
 
 
@@ -77,6 +85,8 @@ def test_errors():
     X, gamma, _ = EVERYTHING.values()
     with pytest.raises(ValueError, match=r"X must be L x d with d a multiple of the 4 groups, got \(2, 6\)"):
         GroupNormRowsAt(X, 4)
+    with pytest.raises(ValueError, match="there is no kind 'rms'; the kinds are 'layernorm' and 'rmsnorm'"):
+        GroupNormRowsAt(X, 2, kind="rms")
     with pytest.raises(ValueError, match=r"gamma and beta must have shape \(6,\)"):
         GroupNormRowsAt(X, 2, gamma[:3])
     with pytest.raises(ValueError, match=r"GroupNormRowsAt\.hessian.*: no argument is called 'beta'"):

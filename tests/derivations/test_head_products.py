@@ -9,6 +9,7 @@ from torch import einsum
 
 from derivations.arrays import to_float
 from derivations.head_products import HeadProductAt
+from derivations.matrix import letters
 
 L, S, K, V = 2, 3, 5, 4
 
@@ -41,6 +42,8 @@ def test_default_scale():
     for kind, c in (("scores", K**-0.5), ("mix", 1.0)):
         at = point(kind, 2)
         assert relative_error(HeadProductAt(**at, heads=2, kind=kind).value, reference(kind, 2, c)(**at)) <= 1e-14
+    scores = HeadProductAt(**point("scores", 1), heads=1, kind="scores")
+    assert scores.jacobian("P").latex() == r"\frac{\sqrt{5}}{5}\,\left(I_{2}\otimes R\right)"
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -52,10 +55,11 @@ def test_exact_numbers_stay_exact(kind, heads):
     check_exact_equals_floats(HeadProductAt(**at, **options), HeadProductAt(**floats, **options))
 
 
-def printed(kind, heads, symbols):
+def printed(kind, heads, names):
     at = point(kind, heads)
-    operation = HeadProductAt(**at, heads=heads, kind=kind, scale=Fraction(1, 2) if kind == "scores" else None, symbols=symbols)
-    return [operation.jacobian(name).latex() for name in ("P", "R")]
+    operation = HeadProductAt(**at, heads=heads, kind=kind, scale=Fraction(1, 2) if kind == "scores" else None)
+    with letters(names):
+        return [operation.jacobian(name).latex() for name in ("P", "R")]
 
 
 def test_latex():
@@ -82,7 +86,5 @@ def test_errors():
         HeadProductAt(**at, heads=2, kind="mix")
     with pytest.raises(ValueError, match="there is no kind 'score'; the kinds are 'scores' and 'mix'"):
         HeadProductAt(**at, heads=2, kind="score")
-    with pytest.raises(ValueError, match="symbols names 'Q', which is no argument"):
-        HeadProductAt(**at, heads=2, kind="scores", symbols={"Q": "Q"})
     with pytest.raises(ValueError, match="no argument is called 'Q'"):
         HeadProductAt(**at, heads=2, kind="scores").jacobian("Q")

@@ -6,6 +6,7 @@ from second_order_reference import check_all_blocks, random_point
 from structured_reference import check_exact_equals_floats, check_structure_of_all_blocks, integers
 
 from derivations.arrays import to_float
+from derivations.matrix import letters
 from derivations.token_embedding import TokenEmbeddingAt
 
 TOKENS = torch.tensor([4, 1, 4])
@@ -25,7 +26,8 @@ def test_exact_numbers_stay_exact():
 
 def test_latex():
     assert TokenEmbeddingAt(TOKENS, POINT["E"]).jacobian("E").latex() == r"P\otimes I_{2}"
-    assert TokenEmbeddingAt(TOKENS, POINT["E"], symbols={"tokens": "S"}).jacobian("E").T.latex() == r"S^\top\otimes I_{2}"
+    with letters({"P": "S"}):
+        assert TokenEmbeddingAt(TOKENS, POINT["E"]).jacobian("E").T.latex() == r"S^\top\otimes I_{2}"
 
 
 def test_errors():
@@ -36,7 +38,5 @@ def test_errors():
         TokenEmbeddingAt(torch.tensor([0.5]), E)
     with pytest.raises(ValueError, match="there is no row 5 of 5"):
         TokenEmbeddingAt([5], E)
-    with pytest.raises(ValueError, match="symbols takes the key 'tokens' alone"):
-        TokenEmbeddingAt(TOKENS, E, symbols={"E": "T"})
     with pytest.raises(ValueError, match="no argument is called 'tokens'"):
         TokenEmbeddingAt(TOKENS, E).jacobian("tokens")

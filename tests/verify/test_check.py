@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import hessiankit as hk
+from derivations.normalization import RMSNormAt
 from hessiankit.verify.comparison import probe_directions
 from hessiankit.verify.formulas import formula_errors
+from hessiankit.verify.identities import IdentityReport, examine_identities
 from hessiankit.verify.problem import Problem
 
 
@@ -66,7 +69,33 @@ def test_printing_and_export() -> None:
     assert report._repr_html_().startswith("<table><caption>PASSED")
     again = json.loads(json.dumps(report.to_dict()))
     assert again["passed"] is True
-    assert again["rows"][0].keys() == {"name", "reference", "max_rel_error", "passed", "seconds"}
+    assert again["rows"][0].keys() == {"name", "reference", "max_rel_error", "passed", "seconds", "method"}
+    assert {row["method"] for row in again["rows"]} == {"float64"}
+    assert again["exact"] == []
+    assert again["identities"]["rows"][0].keys() == {"family", "name", "statement", "max_rel_error", "passed"}
+
+
+def test_exact_rows_stand_beside_those_of_floating_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = block(placement="pre", norm="rmsnorm", affine=False)
+    report = hk.check(module, exact=True)
+    assert report, report
+    assert [row.method for row in report.exact] == ["modular", "rational"]
+    assert report.verdict.endswith(f"; {sum(row.entries for row in report.exact)} entries equal in exact arithmetic")
+    for text in (repr(report), report._repr_html_()):
+        assert "pre: rmsnorm, relu, 1 head, no gains" in text
+        assert all(word in text for word in ("float64", "exact modular", "exact rational", "e-1", "not known"))
+    assert [row["method"] for row in json.loads(json.dumps(report.to_dict()))["exact"]] == ["modular", "rational"]
+    right = RMSNormAt.hessian
+    monkeypatch.setattr(RMSNormAt, "hessian", lambda at, i, j: -right(at, i, j))
+    report = hk.check(module, exact=True)
+    assert not report
+    assert report.verdict.startswith("FAILED: the references agree, but a formula is wrong in exact arithmetic. placements: pre")
+    assert all(row.passed for row in report.rows)
+
+
+def test_exact_rows_need_a_block() -> None:
+    with pytest.raises(hk.InputError, match=r"exact=True is about hessiankit\.TransformerBlock, and a Linear holds none"):
+        hk.check(nn.Linear(3, 2), torch.randn(5, 3), torch.randn(5, 2), exact=True)
 
 
 def test_same_seed_same_digits() -> None:
@@ -163,3 +192,37 @@ def test_directions_are_no_weights_of_the_same_seed() -> None:
     V, _ = probe_directions(Problem(module, torch.ones(1, 3).double(), torch.ones(1, 2).double()), 2, seed=0)
     weight = module.weight.detach().reshape(-1)
     assert float((V @ weight / weight.norm()).abs().max()) < 0.99
+
+
+def test_identities_are_part_of_the_report() -> None:
+    report = hk.check(block(bias=True, attention_bias=True))
+    assert {row.family for row in report.identities.rows} == {"linear maps", "logits", "row mean", "key bias"}
+    assert report.identities.max_rel_error < 1e-12
+    assert "identities to" in report.verdict
+    assert "attention.W_Q, attention.b_Q | attention.W_K, attention.b_K" in repr(report)
+    assert "H = 0 in the rows of A" in report._repr_html_()
+
+
+def test_an_identity_that_does_not_hold_fails_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(problem: Problem, H: torch.Tensor, **options: object) -> IdentityReport:
+        wrong = H.clone()
+        wrong[problem.slices["feedforward.W_1"]] *= 1.01
+        return examine_identities(problem, wrong, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sys.modules[hk.check.__module__], "examine_identities", mistaken)
+    report = hk.check(block())
+    assert not report
+    assert all(row.passed for row in report.rows)
+    assert report.verdict.startswith("FAILED: the references agree, but an exact identity does not hold. FAILED: ")
+    assert report.to_dict()["identities"]["passed"] is False
+
+
+def test_identities_of_a_module_of_the_user() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 2))
+    report = hk.check(module, torch.randn(5, 3), torch.randint(2, (5,)), loss="cross_entropy")
+    assert {(row.family, row.name) for row in report.identities.rows} == {
+        ("row mean", "0.weight, 0.bias"),
+        ("linear maps", "1.weight, 1.bias | 3.weight"),
+        ("row mean", "3.weight, 3.bias"),
+    }

@@ -43,6 +43,7 @@ def test_dropped_scale_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report
     assert "attention.W_Q x attention.W_K" in failed_names(report)
     assert "feedforward.W_1 x feedforward.W_1" not in failed_names(report)
+    assert [row.family for row in report.identities.rows if not row.passed] == ["logits"]
 
 
 def test_softmax_second_derivative_with_the_other_sign(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +53,7 @@ def test_softmax_second_derivative_with_the_other_sign(monkeypatch: pytest.Monke
     assert not report
     assert "attention.W_Q x attention.W_Q" in failed_names(report)
     assert "attention.W_V x attention.W_V" not in failed_names(report)
+    assert report.identities  # the mistaken loss is a function of Q K^T still: identities are necessary, not sufficient
 
 
 def test_layer_norm_without_its_gain_term(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,14 @@ from hessiankit.request.calling import Loss
 from hessiankit.request.loss_trace import loss_trace
 from hessiankit.request.selection import Params
 from hessiankit.request.task import make_task
-from hessiankit.verify.comparison import FLOOR
 from hessiankit.verify.identities.families import structures
 from hessiankit.verify.identities.report import IdentityReport, IdentityRow
 from hessiankit.verify.identities.symmetry import Motion, Symmetry
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.traits import traits
+
+ROUNDING = 5000.0
+"""A block whose terms all lie below ROUNDING * eps of the largest of the whole (1e-12 in float64) says nothing."""
 
 STEPS = (0.2, -0.37)
 """How far a symmetry is followed before the loss is compared: from the parameters, and from a point near them."""
@@ -50,7 +52,8 @@ def identities(
                      b_2 -> b_2 + c 1 before a LayerNorm
         key bias     with neither rotary positions nor a key norm: g = 0, zero rows and columns of H
 
-    Identities that hold up to O(eps) only are named in ``skipped``.
+    They are necessary, not sufficient: a wrong second derivative of the softmax, say, leaves the gauge of Q K^T. Identities that
+    hold up to O(eps) only are named in ``skipped``.
 
     Args:
         module: Any module, in evaluation mode where it has dropout.
@@ -101,7 +104,7 @@ def examine_identities(problem: Problem, H: Tensor, *, rtol: float, precision: t
     errors = _errors(problem, H, g, [motion for _, motions in proved for motion in motions], eps)
     rows, at = [], 0
     for symmetry, motions in proved:
-        error = max(errors[at : at + len(motions)])
+        error = float(errors[at : at + len(motions)].amax())  # NaN where one is
         at += len(motions)
         rows.append(IdentityRow(symmetry.family, symmetry.name, symmetry.statement, error, error <= rtol))
     return IdentityReport(tuple(rows), tuple(skipped), rtol, time.perf_counter() - start)
@@ -143,13 +146,13 @@ def _loss(problem: Problem, point: dict[str, Tensor]) -> float:
         return math.nan
 
 
-def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion], eps: float) -> list[float]:
+def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion], eps: float) -> Tensor:
     """Return the largest violation of both identities for each motion, relative to the terms that must cancel.
 
-    A block whose terms all lie at the rounding level of the whole counts as zero, as in :mod:`hessiankit.verify.comparison`.
+    A block whose terms all lie at the rounding level of the whole (``ROUNDING``) counts as zero.
     """
     if not motions:
-        return []
+        return H.new_zeros(0)
     theta, gradient = ({n: x.double() for n, x in values.items()} for values in (problem.params, problem.unflatten(g)))
     X = torch.stack([_flat(theta, m.velocity(theta)) for m in motions], 1).to(H)  # (P, motions)
     turned = torch.stack([_flat(theta, m.transposed(gradient)) for m in motions], 1).to(H)
@@ -162,10 +165,10 @@ def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion], e
         terms.append(torch.maximum(products[:, :-1], turned[rows].abs()).amax(0))
         largest = torch.maximum(largest, part.amax())
         slope = torch.maximum(slope, products[:, -1].amax())  # what the gradient is a difference of, also where it vanishes
-    floor = FLOOR * eps * torch.maximum(largest * X.abs().amax(0), turned.abs().amax(0))
+    floor = ROUNDING * eps * torch.maximum(largest * X.abs().amax(0), turned.abs().amax(0))
     blocks = [_relative(r, t, floor) for r, t in zip(residuals, terms, strict=True)]
-    flat = FLOOR * eps * torch.maximum(slope, g.abs().amax()) * X.abs().sum(0)
-    return torch.stack([_relative((g @ X).abs(), g.abs() @ X.abs(), flat), *blocks]).amax(0).tolist()
+    flat = ROUNDING * eps * torch.maximum(slope, g.abs().amax()) * X.abs().sum(0)
+    return torch.stack([_relative((g @ X).abs(), g.abs() @ X.abs(), flat), *blocks]).amax(0)
 
 
 def _relative(difference: Tensor, scale: Tensor, floor: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def structures(trace: Trace) -> tuple[list[Symmetry], list[str]]:
     for pair in following.uses:
         if isinstance(pair, PairUse):
             found += _logits(pair, uses)
-    return found, skipped
+    return [symmetry for symmetry in found if not symmetry.entangled], skipped
 
 
 def _seen_by(space: Space, uses: Sequence[Use]) -> Tensor:

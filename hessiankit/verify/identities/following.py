@@ -155,7 +155,8 @@ class Following:
                 read = OtherUse(c) if vector is None else LinearUse(c, vector, Leg(weight.parameter, weight.at.T))
                 self.uses.append(read)
             bias = self._leg(a, 2)
-            return [self._space(a, (weight, "weight"), (bias, "bias"))]
+            fixed = bias is None and len(a.inputs) > 2 and a.inputs[2] is not None  # added, and does not follow the weight
+            return [replace(self._space(a, (weight, "weight"), (bias, "bias")), summed=fixed)]
         pair = self._pair(left, [c for c in right if constant_along(c.columns, -1) is not None], turned=False)
         if pair is not None:
             self._logits[a.output] = pair
@@ -258,13 +259,15 @@ class Following:
 
     def _norm(self, a: Application, p: LayerNorm | RMSNorm) -> list[Channel]:
         centred, moving = isinstance(p, LayerNorm), self._of(a, 0)
-        if p.dims != 1 or self.trace.values[a.output].shape[-1] <= 1 + centred:  # signs: every derivative is rounding
+        if p.dims != 1:
             return self._read(moving)
         gain, bias = self._leg(a, 1), self._leg(a, 2)
         absent = [len(a.inputs) <= i or a.inputs[i] is None for i in (1, 2)]
         rotated = [(c, None if centred or not all(absent) else c.rotated()) for c in moving]
         eps = torch.finfo(self.trace.values[a.output].dtype).eps if p.eps is None else p.eps
-        self.uses += [RowUse(c, unique_rows(c.columns), centred, eps, r is not None) for c, r in rotated]
+        signs = self.trace.values[a.output].shape[-1] <= 1 + centred  # all that is left of so short a row
+        for c, r in rotated:
+            self.uses.append(OtherUse(c) if signs else RowUse(c, unique_rows(c.columns), centred, eps, r is not None))
         if all(absent):
             return [r for _, r in rotated if r is not None]
         if gain is None or (bias is None and not absent[1]):

@@ -113,6 +113,14 @@ class Symmetry:
         against = dict.fromkeys(leg.parameter for part in self.parts for leg in part.against)
         return " | ".join(", ".join(names) for names in (moving, against) if names)
 
+    @property
+    def entangled(self) -> bool:
+        """Whether an entry would move twice: tied weights, which do not move by one generator."""
+        places: dict[str, list[Tensor]] = {}
+        for leg in (leg for part in self.parts for leg in (*part.legs, *part.against)):
+            places.setdefault(leg.parameter, []).append(leg.at.reshape(-1))
+        return any(len(torch.unique(torch.cat(at))) < sum(map(len, at)) for at in places.values())
+
     def motions(self, like: Tensor, rng: torch.Generator) -> tuple[Motion, ...]:
         """Return a random generator, and G = I, Euler's identity, where that belongs to the family."""
         draws = [Motion(tuple(m for part in self.parts for m in _draw(part, like, rng)), self._shifts)]

@@ -221,3 +221,32 @@ class TestRowStochastic:
     def test_exact_rows_are_taken(self) -> None:
         third = Fraction(1, 3)
         assert bounds.row_stochastic_norm_bound(np.array([[third, third, third]] * 3, dtype=object)) == pytest.approx(1)
+
+
+class TestTokens:
+    """Covariance and third cumulant of tokens under any probabilities, from norms of the tokens."""
+
+    @pytest.mark.parametrize(("L", "d"), [(1, 3), (2, 1), (5, 3), (3, 7)])
+    def test_hold(self, L: int, d: int) -> None:
+        generator = torch.Generator().manual_seed(L)
+        for scale in (0.1, 1.0, 10.0):
+            X = torch.randn(L, d, generator=generator, dtype=F64)
+            p = torch.softmax(scale * torch.randn(L, generator=generator, dtype=F64), 0)
+            centred = X - p @ X
+            covariance = centred.mT @ (p.unsqueeze(1) * centred)
+            third = torch.einsum("j,ja,jb,jc->abc", p, centred, centred, centred)
+            x, rho = spectral(X), float(X.norm(dim=1).max())
+            diameter = float((X.unsqueeze(0) - X.unsqueeze(1)).norm(dim=2).max())
+            for known in ((x,), (x, rho), (x, rho, diameter), (x, None, diameter)):
+                assert spectral(covariance) <= bounds.token_covariance_bound(*known) + 1e-14
+                assert map_norm(third, 4) <= bounds.token_cumulant_bound(*known) + 1e-14
+
+    def test_attained(self) -> None:
+        """Two opposite tokens, of equal weight and of the weights (1 +- 1/sqrt(3)) / 2."""
+        X = torch.tensor([[0.6, 0.8], [-0.6, -0.8]], dtype=F64)
+        for known in ((math.sqrt(2),), (9.0, 1.0), (9.0, 9.0, 2.0)):
+            assert spectral(X.mT @ X / 2) == pytest.approx(bounds.token_covariance_bound(*known), rel=1e-14)
+            p = torch.tensor([1 + 1 / math.sqrt(3), 1 - 1 / math.sqrt(3)], dtype=F64) / 2
+            centred = X - p @ X
+            third = torch.einsum("j,ja,jb,jc->abc", p, centred, centred, centred)
+            assert map_norm(third) == pytest.approx(bounds.token_cumulant_bound(*known), rel=1e-12)

@@ -164,6 +164,51 @@ def row_stochastic_norm_bound(A: Array | int) -> float:
     return math.sqrt(float(_probabilities("row_stochastic_norm_bound", A).sum(0).max()))
 
 
+def token_range_bound(x: float, rho: float | None = None, diameter: float | None = None) -> float:
+    """Return a bound on max_jk |<x_j - x_k, u>| over unit u: min(sqrt(2) ||X||_2, 2 max_i ||x_i||, diameter of the tokens).
+
+    <x_j - x_k, u> = (e_j - e_k)^T X u, and e_j - e_k has norm sqrt(2) (bounds review, section 3.1; the diameter is exact).
+
+    Args:
+        x: ||X||_2.
+        rho: the largest norm of a token, if known.
+        diameter: the largest distance of two tokens, if known.
+
+    >>> token_range_bound(10.0, 3.0), token_range_bound(10.0, 3.0, 1.0)
+    (6.0, 1.0)
+    """
+    known = [math.sqrt(2) * x, *(() if rho is None else (2 * rho,)), *(() if diameter is None else (diameter,))]
+    return min(known)
+
+
+def token_covariance_bound(x: float, rho: float | None = None, diameter: float | None = None) -> float:
+    """Return a bound on ||X^T (diag(p) - p p^T) X||_2 for any probabilities p: a quarter of the squared range.
+
+    A variance is at most a quarter of the squared range (Popoviciu), so that it is min(x^2 / 2, rho^2, diameter^2 / 4). It is
+    attained by two opposite tokens of equal weight.
+
+    Args: as ``token_range_bound``.
+
+    >>> token_covariance_bound(math.sqrt(2), 1.0)  # X = (1, -1)^T, p = (1/2, 1/2)
+    1.0
+    """
+    return token_range_bound(x, rho, diameter) ** 2 / 4
+
+
+def token_cumulant_bound(x: float, rho: float | None = None, diameter: float | None = None) -> float:
+    """Return a bound on the third cumulant of the tokens in unit directions: range^3 / (6 sqrt(3)).
+
+    That is min(sqrt(6)/9 x^3, 4/(3 sqrt(3)) rho^3, diameter^3 / (6 sqrt(3))): of all laws on an interval two points have the
+    largest third central moment (``softmax_hessian_map_bound``).
+
+    Args: as ``token_range_bound``.
+
+    >>> round(token_cumulant_bound(1.0), 6) == round(softmax_hessian_map_bound(), 6)
+    True
+    """
+    return token_range_bound(x, rho, diameter) ** 3 / (6 * math.sqrt(3))
+
+
 def _rows(name: str, X: Array, eps: float, norm: str) -> tuple[Tensor, Tensor, int, int]:
     """Return s_i and rho_i of every row, the width d and the dimension k of the space of centred rows."""
     if norm not in ("layernorm", "rmsnorm"):

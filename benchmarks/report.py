@@ -1,0 +1,128 @@
+"""A page of measured figures: what lies in the results' folder, written between marks that a page of prose has for it.
+
+A page holds, for every benchmark that it shows, a pair of marks; what is between them is replaced, and the rest is left:
+
+    <!-- benchmark dense -->
+    <!-- /benchmark dense -->
+
+Benchmarks that were measured and have no marks in the page come at its end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan import Benchmark
+from benchmarks.store import finished
+from benchmarks.tables import place
+
+Record = dict[str, Any]
+HEAD = "# Speed and memory\n"
+DETAILS = "\n## All methods\n"
+"""What parts the short table of a benchmark from the long one."""
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """Return the last record of every cell, without those of quick runs, in the order in which cells came first.
+
+    >>> a, b = ({"cell": {"batch": 1}, "settings": {"quick": False}, "result": n} for n in (1, 2))
+    >>> newest([a, b]) == [b]
+    True
+    """
+    last: dict[str, Record] = {}
+    for record in records:
+        if not record["settings"].get("quick"):
+            last[json.dumps(record["cell"], sort_keys=True)] = record
+    return list(last.values())
+
+
+def command(name: str, records: Sequence[Record]) -> str:
+    """Return what measures the cells of some records, in one call for each set of options.
+
+    >>> cell = {"problem": "small", "batch": 1, "dtype": "float64", "threads": 1}
+    >>> command("dense", [{"cell": cell, "settings": {"repeats": 3, "limit_seconds": 20.0}}])
+    'python -m benchmarks dense --sizes small --batches 1 --dtype float64 --threads 1 --repeats 3 --limit-seconds 20'
+    """
+    options = {"problem": "--sizes", "batch": "--batches", "dtype": "--dtype", "threads": "--threads"}
+    lines: dict[str, list[Record]] = {}
+    for record in records:
+        settings = record["settings"]
+        rest = [f"--repeats {settings['repeats']}", f"--limit-seconds {settings['limit_seconds']:g}"]
+        rest += ["--no-compile"] if settings.get("compile") is False else []
+        rest += [f"--device {settings['device']}"] if settings.get("device", "cpu") != "cpu" else []
+        lines.setdefault(" ".join(rest), []).append(record)
+    found = []
+    for rest_text, group in lines.items():
+        asked = []
+        for key, option in options.items():
+            values = dict.fromkeys(str(record["cell"][key]) for record in group if key in record["cell"])
+            asked += [f"{option} {' '.join(values)}"] if values else []
+        found.append(" ".join(["python -m benchmarks", name, *asked, rest_text]))
+    return "\n".join(found)
+
+
+def section(benchmark: Benchmark, records: Sequence[Record], plot: str | None) -> str:
+    """Return one benchmark's part of the page: how and where it was measured, its tables, long ones folded up."""
+    short, _, long = benchmark.table(list(records)).partition(DETAILS)
+    places = dict.fromkeys(place(record["environment"]) for record in records)
+    parts = [
+        f"## {benchmark.title}",
+        benchmark.summary,
+        f"```bash\n{command(benchmark.name, records)}\n```",
+        *places,
+        short.strip(),
+    ]
+    if long:
+        parts.append(f"<details><summary>All methods</summary>\n\n{long.strip()}\n\n</details>")
+    if plot is not None:
+        parts.append(f"![{benchmark.name}]({plot})")
+    return "\n\n".join([*parts, benchmark.notes])
+
+
+def fill(page: str, sections: Mapping[str, str]) -> str:
+    """Return a page with the sections between their marks; those without marks come at the end.
+
+    >>> print(fill("<!-- benchmark a -->old<!-- /benchmark a -->", {"a": "new"}))
+    <!-- benchmark a -->
+    new
+    <!-- /benchmark a -->
+    """
+    for name, text in sections.items():
+        marked = f"<!-- benchmark {name} -->\n{text}\n<!-- /benchmark {name} -->"
+        pattern = re.compile(rf"<!-- benchmark {name} -->.*?<!-- /benchmark {name} -->", re.DOTALL)
+        if pattern.search(page):
+            page = pattern.sub(lambda _, new=marked: new, page)  # type: ignore[misc]
+        else:
+            page = f"{page.rstrip()}\n\n{marked}\n"
+    return page
+
+
+def write(path: Path, results: Path, benchmarks: Mapping[str, Benchmark], say: Callable[[str], None]) -> int:
+    """Write all that was measured into a page, with the plots beside it; return the number of benchmarks.
+
+    Args:
+        path: The page, which is made if there is none.
+        results: The folder with ``NAME.jsonl`` of each benchmark.
+        benchmarks: What there is, by name.
+        say: Told what was found.
+    """
+    sections: dict[str, str] = {}
+    for name, benchmark in benchmarks.items():
+        records = newest(finished(results / f"{name}.jsonl"))
+        if not records:
+            continue
+        sources = {record["settings"].get("source") for record in records}
+        say(f"{name}: {len(records)} cells" + (f", of {len(sources)} versions of the code" if len(sources) > 1 else ""))
+        figure = benchmark.plot(records)
+        plot = path.with_name(f"benchmarks_{name}.png")
+        if figure is not None:
+            figure.savefig(plot, metadata={"Software": None})
+        sections[name] = section(benchmark, records, None if figure is None else plot.name)
+    if sections:
+        page = path.read_text(encoding="utf-8") if path.exists() else HEAD
+        path.write_text(fill(page, sections), encoding="utf-8")
+    return len(sections)

@@ -1,0 +1,183 @@
+r"""Softmax attention row by row: what the second derivatives of its weights are made of.
+
+For a head with y_i = W_Q^T x_i, W = W_V W_O, c = 1/sqrt(d_K), attention weights A_ij and mean xbar_i = sum_j A_ij x_j,
+
+    C_i    = sum_j A_ij (x_j - xbar_i)(x_j - xbar_i)^T                          the covariance of the tokens that row i sees
+    M_i(r) = sum_j A_ij <r, W^T (x_j - xbar_i)> (x_j - xbar_i)(x_j - xbar_i)^T  their third cumulant with W r
+
+a change D of the weights moves the output's row i by
+
+    c x_i^T D_Q W_K^T C_i W,   c y_i^T D_K^T C_i W,   xbar_i^T D_V W_O,   xbar_i^T W_V D_O
+
+that is by (D^T u_i)^T N_i, or (D u_i)^T N_i for W_K: every first derivative is a row u_i and a matrix N_i. Both moments are
+sums over centred tokens: the uncentred formulas lose all digits where the softmax is saturated (bounds review, section 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from derivations.bounds.block_norms import Pairs, row_sum_ends, row_sum_norm, spectral_norm
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRows:
+    """One head at a sequence X.
+
+    Args:
+        X: L x d, the tokens.
+        W_Q: d x d_K.
+        W_K: d x d_K.
+        W_V: d x d_v.
+        W_O: d_v x d_out, or None.
+        mask: L x L, boolean, True where a token may look; or None.
+        scale: c, or None for 1/sqrt(d_K).
+
+    >>> I = torch.eye(2, dtype=torch.float64)
+    >>> AttentionRows(I, 0 * I, I, I).value  # uniform attention
+    tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]], dtype=torch.float64)
+    """
+
+    X: Tensor
+    W_Q: Tensor
+    W_K: Tensor
+    W_V: Tensor
+    W_O: Tensor | None = None
+    mask: Tensor | None = None
+    scale: float | None = None
+
+    @property
+    def c(self) -> float:
+        """The scale of the logits."""
+        return 1 / math.sqrt(self.W_Q.shape[1]) if self.scale is None else self.scale
+
+    @cached_property
+    def A(self) -> Tensor:
+        """The attention weights, L x L."""
+        logits = self.c * (self.X @ self.W_Q) @ (self.X @ self.W_K).mT
+        if self.mask is not None:
+            logits = logits.masked_fill(~self.mask, -math.inf)
+        return torch.softmax(logits, 1)
+
+    @cached_property
+    def means(self) -> Tensor:
+        """The averages xbar_i, L x d."""
+        return self.A @ self.X
+
+    @cached_property
+    def W(self) -> Tensor:
+        """W_V W_O, d x d_out."""
+        return self.W_V if self.W_O is None else self.W_V @ self.W_O
+
+    @property
+    def value(self) -> Tensor:
+        """The output, L x d_out."""
+        return self.means @ self.W
+
+    @cached_property
+    def centred(self) -> Tensor:
+        """x_j - xbar_i, L x L x d."""
+        return self.X.unsqueeze(0) - self.means.unsqueeze(1)
+
+    @cached_property
+    def covariances(self) -> Tensor:
+        """C_i, L x d x d."""
+        return (self.A.unsqueeze(2) * self.centred).mT @ self.centred
+
+    def third_cumulants(self, r: Tensor) -> Tensor:
+        """Return M_i(r_i), L x d x d."""
+        along = torch.einsum("ijd,id->ij", self.centred, r @ self.W.mT)
+        return ((self.A * along).unsqueeze(2) * self.centred).mT @ self.centred
+
+    @cached_property
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The first derivatives: rows u_i and matrices N_i of every weight."""
+        CW = self.c * self.covariances @ self.W
+        L = self.X.shape[0]
+        out = torch.eye(self.W.shape[1], dtype=self.X.dtype) if self.W_O is None else self.W_O
+        found = {
+            "W_Q": (self.X, self.W_K.mT @ CW),
+            "W_K": (self.X @ self.W_Q, CW),
+            "W_V": (self.means, out.expand(L, *out.shape)),
+        }
+        if self.W_O is not None:
+            identity = torch.eye(self.W.shape[1], dtype=self.X.dtype)
+            found["W_O"] = (self.means @ self.W_V, identity.expand(L, *identity.shape))
+        return found
+
+    def pairs(self, K: Tensor, r: Tensor) -> Pairs:
+        r"""Return bounds on the blocks of sum_i dF_i^T K_i dF_i + <r, d2F>, exact on the diagonal.
+
+        The parts with u_i^a on one side and u_i^b on the other are added before a norm is taken; what remains is
+        c <D_Q D_K^T, E> with E = sum_i x_i (C_i W r_i)^T, and the products of D_V and D_O with the others.
+
+        Args:
+            K: L x d_out x d_out, a row-wise Hessian after the attention.
+            r: L x d_out, a row-wise gradient there.
+        """
+        X, y = self.X, self.X @ self.W_Q
+        M = self.c**2 * self.third_cumulants(r)
+        CK = self.c * self.W_K.mT @ self.covariances
+        cumulants = {("W_Q", "W_Q"): self.W_K.mT @ M @ self.W_K, ("W_K", "W_K"): M, ("W_Q", "W_K"): self.W_K.mT @ M}
+        names, found = tuple(self.factors), Pairs()
+        for i, a in enumerate(names):
+            for b in names[i:]:
+                (u, N), (v, P) = self.factors[a], self.factors[b]
+                middle = N @ K @ P.mT
+                middle = middle + cumulants[a, b] if (a, b) in cumulants else middle
+                if a == b:
+                    found.ends[a] = row_sum_ends(u, middle)
+                else:
+                    found.add(a, b, row_sum_norm(u, middle, v))
+        back = r if self.W_O is None else r @ self.W_O.mT
+        pulled = torch.einsum("ide,ie->id", self.covariances, r @ self.W.mT)
+        found.add("W_Q", "W_K", self.c * spectral_norm(X.mT @ pulled))
+        found.add("W_Q", "W_V", row_sum_norm(X, CK, back))
+        found.add("W_K", "W_V", row_sum_norm(y, self.c * self.covariances, back))
+        if self.W_O is not None:
+            found.add("W_Q", "W_O", row_sum_norm(X, CK @ self.W_V, r))
+            found.add("W_K", "W_O", row_sum_norm(y, self.c * self.covariances @ self.W_V, r))
+            found.add("W_V", "W_O", spectral_norm(self.means.mT @ r))
+        return found
+
+
+def split_heads(
+    X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, W_O: Tensor | None, mask: Tensor | None, heads: int, scale: float | None
+) -> list[AttentionRows]:
+    """Return the heads of weights that hold them side by side: columns of W_Q, W_K, W_V and rows of W_O."""
+    if heads == 1:
+        return [AttentionRows(X, W_Q, W_K, W_V, W_O, mask, scale)]
+    if W_O is None or any(W.shape[1] % heads for W in (W_Q, W_K, W_V)):
+        raise ValueError(
+            f"attention: {heads} heads need W_O and divide the columns of W_Q, W_K and W_V, got {W_V.shape[1]} columns"
+        )
+    parts = [W.chunk(heads, 1) for W in (W_Q, W_K, W_V)]
+    return [AttentionRows(X, q, k, v, o, mask, scale) for q, k, v, o in zip(*parts, W_O.chunk(heads, 0), strict=True)]
+
+
+def joint_pairs(heads: Sequence[AttentionRows], K: Tensor, r: Tensor) -> Pairs:
+    """Return the blocks of several heads, whose weights are told apart by their number: "W_Q.1"."""
+    if len(heads) == 1:
+        return heads[0].pairs(K, r)
+    found = Pairs()
+    for h, one in enumerate(heads):
+        found.update(one.pairs(K, r), f".{h}")
+        for other in range(h + 1, len(heads)):  # two heads meet in K alone
+            for a, (u, N) in one.factors.items():
+                for b, (v, P) in heads[other].factors.items():
+                    found.add(f"{a}.{h}", f"{b}.{other}", row_sum_norm(u, N @ K @ P.mT, v))
+    return found
+
+
+def joint_factors(heads: Sequence[AttentionRows]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the first derivatives of all heads under the names of ``joint_pairs``."""
+    if len(heads) == 1:
+        return heads[0].factors
+    return {f"{a}.{h}": factor for h, one in enumerate(heads) for a, factor in one.factors.items()}

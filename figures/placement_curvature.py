@@ -1,0 +1,318 @@
+"""What the norm placement does to curvature: spectral norms of the Hessian's blocks by placement, depth and initialisation.
+
+A causal language model on the bytes of the Zen of Python (Python's standard library, ``this.py``), cross entropy, at
+initialisation: d_model 32, four heads, SwiGLU of width 64, RMSNorm, rotary positions, the head tied to the embedding, four
+sequences of 16 tokens, float64. For each placement the exact Hessian's diagonal blocks of the block types QK, VO, FFN, Norm and
+Emb (:func:`hessiankit.block_types`) and the whole, at one block and at eight, for two initialisations and three seeds: the
+eigenvalue of largest magnitude by Lanczos until its residual is below 1/1000 of it.
+
+HybridNorm (arXiv 2503.04598) trains these placements and has no Hessian; of its Table 4 all sixteen are here. With all of q, k
+and v normalised by an RMSNorm of gain 1, a norm in front of them changes nothing but what eps does, so that three pairs of
+placements have to agree: pre-qkv-post and hybridnorm, pre-qkv-pre and qkv-pre, hybridnorm* and first-qkv-pre. The output says
+how far they do, with the usual eps of 1e-5 and with 1e-14.
+
+Finished cells are lines of a file beside the picture: an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import statistics
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hessiankit as hk
+from figures._lanczos import extremes
+from figures._placement_map import draw_map
+from hessiankit.drawing.plots import write_numbers
+from hessiankit.environment import environment
+from hessiankit.placement_grid import version
+from hessiankit.progress import progress_bar
+from hessiankit.tables import as_text, table
+
+NAME = Path(__file__).stem
+GROUPS = ("QK", "VO", "FFN", "Norm", "Emb", "all")
+FAMILIES = {
+    "the residual is normalised in each block": (
+        "post", "deepnorm", "post-pre", "pre-post", "hybridnorm", "pre-qkv-post", "hybridnorm*", "first-qkv-pre", "qkvc-post",
+        "qkc-post", "qk-post", "kv-post", "kc-post",
+    ),
+    "in some blocks, or the branches are scaled": ("mix-ln", "lns", "layerscale", "skipinit"),
+    "never": ("pre", "pre-qk-pre", "qkv-pre", "pre-qkv-pre", "sandwich", "olmo2"),
+}  # fmt: skip
+EQUAL = (("pre-qkv-post", "hybridnorm"), ("pre-qkv-pre", "qkv-pre"), ("hybridnorm*", "first-qkv-pre"))
+EPS, TINY = 1e-5, 1e-14
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the model and the data, and what is varied."""
+
+    families: dict[str, tuple[str, ...]]
+    initialisations: tuple[str, ...] = ("normal", "megatron")
+    depths: tuple[int, int] = (1, 8)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    d_model: int = 32
+    d_ff: int = 64
+    n_heads: int = 4
+    tokens: int = 16
+    sequences: int = 4
+    tol: float = 1e-3
+
+    @property
+    def placements(self) -> tuple[str, ...]:
+        """All placements, family by family."""
+        return tuple(name for family in self.families.values() for name in family)
+
+
+FULL = Settings(FAMILIES)
+QUICK = Settings(
+    {"residual": ("post", "hybridnorm", "pre-qkv-post"), "never": ("pre",)},
+    ("megatron",), (1, 2), (0, 1), d_model=8, d_ff=8, n_heads=2, tokens=6, sequences=2,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model: its placement, initialisation, number of blocks, seed, and eps."""
+
+    placement: str
+    initialisation: str
+    blocks: int
+    seed: int
+    eps: float = EPS
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found of a cell: norms and relative residuals by block type, the loss, and what they were found with."""
+
+    cell: Cell
+    norms: dict[str, float]
+    signs: dict[str, int]
+    residuals: dict[str, float]
+    products: int
+    loss: float
+    made_by: str
+
+
+def zen() -> bytes:
+    """Return the Zen of Python, the same in every version of Python 3, without importing ``this``, which prints it.
+
+    >>> zen()[:30]
+    b'The Zen of Python, by Tim Pete'
+    """
+    source = Path(sysconfig.get_paths()["stdlib"], "this.py").read_text(encoding="ascii")
+    return codecs.decode(source.split('"""')[1], "rot13").encode("ascii")
+
+
+def data(settings: Settings) -> tuple[Tensor, Tensor]:
+    """Return token ids and next tokens (sequences, tokens), from places spread over the text."""
+    text, n = zen(), settings.tokens + 1
+    starts = [k * (len(text) - n) // settings.sequences for k in range(settings.sequences)]
+    ids = torch.tensor([list(text[start : start + n]) for start in starts])
+    return ids[:, :-1], ids[:, 1:]
+
+
+def model_of(cell: Cell, settings: Settings) -> hk.Transformer:
+    """Return the language model of a cell, in float64; 128 token ids are ASCII."""
+    return hk.Transformer(
+        128, settings.d_model, settings.d_ff, cell.blocks, settings.n_heads, cell.placement, norm="rmsnorm", activation="swiglu",
+        causal=True, rotary=True, eps=cell.eps, initialisation=cell.initialisation, seed=cell.seed,
+    ).double()  # fmt: skip
+
+
+def measure(cell: Cell, settings: Settings) -> Measured:
+    """Return the spectral norms of a cell's Hessian: one linearisation, one block product a step for all of them."""
+    model = model_of(cell, settings)
+    operator = hk.hessian_operator(model, *data(settings), loss="cross_entropy")
+    types = hk.block_types(model)
+    groups: dict[str, Tensor] = {}
+    for group in GROUPS:
+        where = [s for name, s in operator.slices.items() if group in (types[name], "all")]
+        groups[group] = torch.cat([torch.arange(s.start, s.stop) for s in where])
+    found = extremes(operator.__matmul__, operator.shape[0], groups, tol=settings.tol, seed=cell.seed)
+    return Measured(
+        cell,
+        {name: abs(one.value) for name, one in found.items()},
+        {name: 1 if one.value > 0 else -1 for name, one in found.items()},
+        {name: one.residual / abs(one.value) for name, one in found.items()},
+        sum(one.products for one in found.values()),
+        float(operator.loss),
+        made_by(settings),
+    )
+
+
+def made_by(settings: Settings) -> str:
+    """Return what tells lines of one run from those of another: the code and the sizes, not what is varied."""
+    sizes = {k: v for k, v in asdict(settings).items() if k not in ("families", "initialisations", "depths", "seeds")}
+    return f"{version()}, {json.dumps(sizes)}"
+
+
+def cells(settings: Settings) -> list[Cell]:
+    """Return every cell: those of the picture, then those of the equal pairs with hardly any eps."""
+    several = [
+        Cell(placement, initialisation, blocks, seed)
+        for placement in settings.placements
+        for initialisation in settings.initialisations
+        for blocks in settings.depths
+        for seed in settings.seeds
+    ]
+    tiny = [
+        replace(Cell(name, settings.initialisations[-1], blocks, settings.seeds[0]), eps=TINY)
+        for pair in equal_pairs(settings)
+        for name in pair
+        for blocks in settings.depths
+    ]
+    return several + tiny
+
+
+def equal_pairs(settings: Settings) -> list[tuple[str, str]]:
+    """Return the pairs of placements that have to agree, as far as both are measured."""
+    return [pair for pair in EQUAL if set(pair) <= set(settings.placements)]
+
+
+def measure_all(settings: Settings, lines: Path) -> list[Measured]:
+    """Measure every cell that ``lines`` does not hold yet, each a line when it is finished."""
+    done = {m.cell: m for m in _read(lines) if m.made_by == made_by(settings)}
+    todo = cells(settings)
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    with progress_bar() as tell, lines.open("a", encoding="utf-8") as file:
+        for k, cell in enumerate(todo):
+            tell(f"{cell.placement}, {cell.blocks} blocks", k, len(todo))
+            if cell not in done:
+                done[cell] = measure(cell, settings)
+                file.write(json.dumps(asdict(done[cell])) + "\n")
+                file.flush()
+    return [done[cell] for cell in todo]
+
+
+def _read(path: Path) -> Iterator[Measured]:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+            yield Measured(**{**entry, "cell": Cell(**entry["cell"])})
+        except (ValueError, TypeError, KeyError):
+            continue  # cut off by an interrupt
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, lowest and highest of the seeds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        """Summarise the values of the seeds."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+Summary = dict[tuple[str, str, str, str], Spread]
+"""(placement, initialisation, blocks or "growth", block type) -> its seeds."""
+
+
+def summarise(measured: list[Measured], settings: Settings) -> Summary:
+    """Return norms at both depths and the growth from the smaller to the larger, seed by seed, over the seeds."""
+    norms = {m.cell: m.norms for m in measured}
+    shallow, deep = settings.depths
+    found: Summary = {}
+    for placement in settings.placements:
+        for initialisation in settings.initialisations:
+            for group in GROUPS:
+                at = {
+                    blocks: [norms[Cell(placement, initialisation, blocks, seed)][group] for seed in settings.seeds]
+                    for blocks in settings.depths
+                }
+                for blocks, values in at.items():
+                    found[placement, initialisation, str(blocks), group] = Spread.of(values)
+                growth = [b / a for a, b in zip(at[shallow], at[deep], strict=True)]
+                found[placement, initialisation, "growth", group] = Spread.of(growth)
+    return found
+
+
+def equalities(measured: list[Measured], settings: Settings) -> list[tuple[str, ...]]:
+    """Return, for the pairs that have to agree, the largest relative difference of the norms that both have, by eps."""
+    norms = {m.cell: m.norms for m in measured}
+    rows = []
+    for pair in equal_pairs(settings):
+        for blocks in settings.depths:
+            texts = []
+            for eps in (EPS, TINY):
+                a, b = (norms[Cell(name, settings.initialisations[-1], blocks, settings.seeds[0], eps)] for name in pair)
+                worst = max(("QK", "VO", "FFN", "Emb"), key=lambda g: abs(a[g] / b[g] - 1))
+                texts.append(f"{abs(a[worst] / b[worst] - 1):.1e} ({worst})")
+            rows.append((" = ".join(pair), str(blocks), *texts))
+    return rows
+
+
+def shown(value: float) -> str:
+    """Return three significant digits.
+
+    >>> [shown(value) for value in (0.0123456, 7.746, 105.39, 1234.5)]
+    ['0.0123', '7.75', '105', '1234']
+    """
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def tables(found: Summary, settings: Settings) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield (initialisation, headers, rows): norms at both depths of every block type, and the whole's growth with its range."""
+    shallow, deep = map(str, settings.depths)
+    headers = ["placement", *(f"{group} {shallow} -> {deep}" for group in GROUPS), "growth of all", "of the seeds"]
+    for initialisation in settings.initialisations:
+        rows = []
+        for placement in settings.placements:
+            at = {blocks: [found[placement, initialisation, blocks, g] for g in GROUPS] for blocks in (shallow, deep)}
+            pairs = [f"{shown(a.median)} -> {shown(b.median)}" for a, b in zip(at[shallow], at[deep], strict=True)]
+            growth = found[placement, initialisation, "growth", "all"]
+            rows.append([placement, *pairs, f"{growth.median:.2g}", f"{growth.low:.2g} to {growth.high:.2g}"])
+        yield initialisation, headers, rows
+
+
+def markdown(headers: list[str], rows: list[list[str]]) -> str:
+    """Return a table of the page docs/placement_curvature.md."""
+    lines = ["| " + " | ".join(headers) + " |", "|---|" + "--:|" * (len(headers) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+    """Measure, print the tables and the check of the equal pairs, write CSV, JSON and Markdown, and draw the map.
+
+    ``quick`` takes four placements, d_model 8, one and two blocks, one initialisation and two seeds: seconds.
+    """
+    settings = QUICK if quick else FULL
+    measured = measure_all(settings, out / f"{NAME}_cells.jsonl")
+    found = summarise(measured, settings)
+    texts = []
+    for initialisation, headers, rows in tables(found, settings):
+        print(as_text(table(headers, rows, title=f"spectral norms, {initialisation} initialisation, medians of the seeds")))
+        texts.append(f"### {initialisation.capitalize()} initialisation\n\n{markdown(headers, rows)}")
+    checked = ["equal but for eps", "blocks", f"difference, eps {EPS:g}", f"eps {TINY:g}"], equalities(measured, settings)
+    print(as_text(table(*checked)))
+    worst = max(max(m.residuals.values()) for m in measured)
+    print(f"  largest residual {worst:.1e} of its eigenvalue; {sum(m.products for m in measured)} products")
+    (out / f"{NAME}.md").write_text("\n".join([*texts, markdown(checked[0], [list(r) for r in checked[1]])]), encoding="utf-8")
+    header = ("placement", "initialisation", "blocks", "block type", "median", "lowest", "highest")
+    write_numbers(out / f"{NAME}.csv", header, [(*key, *(f"{x:.6g}" for x in asdict(s).values())) for key, s in found.items()])
+    (out / f"{NAME}.json").write_text(json.dumps(_as_data(measured, settings), indent=1) + "\n", encoding="utf-8")
+    path = out / f"{NAME}{suffix}"
+    draw_map(found, settings, path)
+    return [path]
+
+
+def _as_data(measured: list[Measured], settings: Settings) -> dict[str, Any]:
+    kept = ("date", "python", "torch", "numpy", "processor", "cores", "system")
+    return {
+        "environment": {key: value for key, value in environment().items() if key in kept},
+        "settings": asdict(settings),
+        "cells": [{k: v for k, v in asdict(m).items() if k != "made_by"} for m in measured],
+    }

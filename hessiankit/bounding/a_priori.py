@@ -1,0 +1,243 @@
+r"""Bounds from norms alone, for every placement: the block's own equation, run on bounded values.
+
+What goes in are the norms of the input, of the weights (over a Frobenius ball around each, radius 0 for a point) and of the
+target, the smallest row scale of each norm's input, and the sizes; what comes out are bounds that hold for every problem with
+these. With loss ||Z - T||_F^2 / N and R = Z - T,
+
+    ||H_ij|| <= (2/N) [ g_i g_j + (largest row of R) bend_row_ij + ||R||_F bend_all_ij ],       ||H|| <= the norm of that matrix.
+
+Over a ball this bounds every Hessian in it, which is what a comparison of losses at two points needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
+from hessiankit.blocks.norms import GroupNorm
+from hessiankit.blocks.rotary import rotate
+from hessiankit.bounding.bounded import Bounded, Scale, constant
+from hessiankit.bounding.rules import (
+    ACTIVATION_CONSTANTS,
+    Weight,
+    ZeroScaleError,
+    activation,
+    affine,
+    hadamard,
+    merge,
+    mixed,
+    norm,
+    split,
+)
+from hessiankit.errors import InputError
+
+
+@dataclass(frozen=True)
+class NormTable:
+    """Bounds on the norms of the blocks of a Hessian.
+
+    Attributes:
+        names: The parameters.
+        norms: The bounds, in the order of the names.
+        lipschitz: Bound on the norm of the gradient over the ball.
+    """
+
+    names: tuple[str, ...]
+    norms: Tensor
+    lipschitz: float
+
+    @property
+    def whole(self) -> float:
+        """Bound on the norm of the whole Hessian: the norm of the matrix of block norms."""
+        return float(torch.linalg.eigvalsh(self.norms)[-1]) * (1 + 1e-10)
+
+    def __getitem__(self, pair: tuple[str, str]) -> float:
+        i, j = (self.names.index(name) for name in pair)
+        return float(self.norms[i, j])
+
+
+def a_priori(
+    block: TransformerBlock | Attention,
+    X: Tensor,
+    target: Any,
+    *,
+    loss: str = "mse",
+    radius: float | Mapping[str, float] = 0.0,
+) -> NormTable:
+    """Return a-priori bounds of a block's loss Hessian.
+
+    Args:
+        block: A block of any placement, or an attention on its own.
+        X: L x d_model, one sequence; only its norms and the scales of what reaches the norms count.
+        target: L x d_model, or labels for cross entropy.
+        loss: ``"mse"`` or ``"cross_entropy"``, averaged over entries or tokens.
+        radius: Frobenius radius of the ball of parameters: one for all together, or one for each name.
+
+    Raises:
+        InputError: If the placement or the loss has no rule, or a norm with eps = 0 meets a row whose scale may be 0.
+    """
+    parts = _Parts(block, radius)
+    try:
+        given = constant(X.detach().double())
+        Z = parts.attention(given) if isinstance(block, Attention) else block.equation(parts, given)
+    except ZeroScaleError as error:
+        raise InputError(f"bounds: in {parts.at}, {error}") from error
+    names = tuple(name for name, _ in block.named_parameters())
+    outer, row, whole, slope = _loss(Z, target, loss)
+    norms = torch.zeros(len(names), len(names), dtype=torch.float64)
+    for a, i in enumerate(names):
+        for b, j in enumerate(names):
+            bend = row * Z.bend_row.get((i, j), 0.0) + whole * Z.bend_all.get((i, j), 0.0)
+            norms[a, b] = outer * Z.slope.get(i, 0.0) * Z.slope.get(j, 0.0) + bend
+    gradient = slope * math.sqrt(sum(g * g for g in Z.slope.values()))
+    return NormTable(names, torch.maximum(norms, norms.T) * (1 + 1e-10), gradient)
+
+
+def _loss(Z: Bounded, target: Any, loss: str) -> tuple[float, float, float, float]:
+    """Return bounds on: the loss's second derivative, its gradient's rows, the gradient, and the gradient again."""
+    if loss == "mse":
+        T = target.detach().double()
+        n = Z.centre.numel()
+        row = Z.row + float(T.norm(dim=1).max())
+        residual = Z.frobenius + float(T.norm())
+        near = Z.centre - T  # the residual at the centre, moved by at most the drift
+        row = min(row, float(near.norm(dim=1).max()) + Z.drift) if Z.drift == 0 else row
+        residual = min(residual, float(near.norm()) + Z.drift) if Z.drift == 0 else residual
+        return 2 / n, 2 / n * row, 2 / n * residual, 2 / n * residual
+    if loss == "cross_entropy":
+        # softmax minus one-hot has length at most sqrt(2); the Hessian diag(p) - p p^T at most 1/2
+        return 0.5 / Z.length, math.sqrt(2) / Z.length, math.sqrt(2 / Z.length), math.sqrt(2 / Z.length)
+    raise InputError(f"bounds: no a-priori bound for loss={loss!r}; pass 'mse' or 'cross_entropy'")
+
+
+class _Parts:
+    """A block's parts, on bounded values."""
+
+    def __init__(self, block: TransformerBlock | Attention, radius: float | Mapping[str, float]) -> None:
+        self.block, self.radius, self.at = block, radius, "the block"
+        self.named = dict(block.named_parameters())
+        self.prefix = "" if isinstance(block, Attention) else "attention."
+        self.part: Attention = block if isinstance(block, Attention) else block.attention
+
+    def attention(self, X: Bounded) -> Bounded:
+        """Self-attention."""
+        part = self.part
+        Q = self._projected("Q", X, part.n_heads)
+        K = self._projected("K", X, part.n_kv_heads)
+        V = self._projected("V", X, part.n_kv_heads)
+        scale, groups = 1 / math.sqrt(part.d_k), part.n_heads // part.n_kv_heads
+        C = mixed(Q, K, V, scale, self._context(Q, K, V), heads=part.n_heads, groups=groups)
+        C = self._inner("c", C, part.n_heads)
+        return C if part.W_O is None else self._affine(C, f"{self.prefix}W_O", f"{self.prefix}b_O")
+
+    def feedforward(self, Y: Bounded) -> Bounded:
+        """The feed-forward network."""
+        assert isinstance(self.block, TransformerBlock)
+        part = self.block.feedforward
+        U = self._affine(Y, "feedforward.W_1", "feedforward.b_1")
+        if part.W_G is not None:
+            G = self._affine(Y, "feedforward.W_G", "feedforward.b_G")
+            H = hadamard(activation(G, "silu", torch.nn.functional.silu(G.centre)), U)
+        elif part.activation in ACTIVATION_CONSTANTS:
+            H = activation(U, part.activation, ACTIVATIONS[part.activation](U.centre))
+        else:
+            raise InputError(f"bounds: the activation {part.activation!r} has no a-priori constants")
+        return self._affine(H, "feedforward.W_2", "feedforward.b_2")
+
+    def __getattr__(self, name: str) -> Any:
+        part = getattr(self.__dict__["block"], name)
+        if isinstance(part, nn.Parameter):
+            return Scale(name, part.detach().double(), self._radius(name))
+        if isinstance(part, nn.Module):
+            return lambda X: self._norm(X, part, name)
+        return part
+
+    def _radius(self, name: str) -> float:
+        return self.radius.get(name, 0.0) if isinstance(self.radius, Mapping) else float(self.radius)
+
+    def _weight(self, name: str) -> Weight | None:
+        found = self.named.get(name)
+        return None if found is None else Weight(name, found.detach().double(), self._radius(name))
+
+    def _affine(self, X: Bounded, weight: str, bias: str) -> Bounded:
+        W = self._weight(weight)
+        assert W is not None
+        return affine(X, W, self._weight(bias))
+
+    def _projected(self, letter: str, X: Bounded, heads: int) -> Bounded:
+        return self._inner(letter.lower(), self._affine(X, f"{self.prefix}W_{letter}", f"{self.prefix}b_{letter}"), heads)
+
+    def _inner(self, letter: str, X: Bounded, heads: int) -> Bounded:
+        part = getattr(self.part, f"norm_{letter}")
+        if part is None:
+            return X
+        name = f"{self.prefix}norm_{letter}"
+        if self.part.norm_scope == "full":
+            return self._norm(X, part, name)
+        return merge(self._norm(split(X, heads), part, name), heads)
+
+    def _norm(self, X: Bounded, part: nn.Module, name: str) -> Bounded:
+        self.at = name
+        layernorm = isinstance(part, nn.LayerNorm)
+        if isinstance(part, GroupNorm):
+            pieces = split(X, part.groups)
+            layernorm = part.kind == "layernorm"
+            bare = norm(pieces, _bare(part, pieces.centre), layernorm=layernorm, eps=part.eps, gain=None, shift=None)
+            whole = merge(bare, part.groups)
+            return self._affine_of_norm(whole, part(X.centre.to(_dtype(part))).double().detach(), name)
+        eps = getattr(part, "eps", None)
+        eps = torch.finfo(_dtype(part)).eps if eps is None else float(eps)
+        gain, shift = self._weight(f"{name}.weight"), self._weight(f"{name}.bias")
+        value = part(X.centre.to(_dtype(part))).double().detach()
+        return norm(X, value, layernorm=layernorm, eps=eps, gain=gain, shift=shift)
+
+    def _affine_of_norm(self, X: Bounded, value: Tensor, name: str) -> Bounded:
+        gain, shift = self._weight(f"{name}.weight"), self._weight(f"{name}.bias")
+        out = X
+        if gain is not None:
+            out = out * Scale(gain.name, gain.centre, gain.radius)
+        if shift is not None:
+            root = math.sqrt(out.length)
+            length = float(shift.centre.norm()) + shift.radius
+            out = replace(
+                out,
+                spectral=out.spectral + root * length,
+                frobenius=out.frobenius + root * length,
+                row=out.row + length,
+                slope={**out.slope, shift.name: root},
+                drift=out.drift + root * shift.radius,
+            )
+        return replace(out, centre=value)
+
+    def _context(self, Q: Bounded, K: Bounded, V: Bounded) -> Tensor:
+        part = self.part
+
+        def heads(Y: Tensor, n: int) -> Tensor:
+            return Y.unflatten(-1, (n, -1)).transpose(0, 1)  # (heads, L, width)
+
+        q, k, v = heads(Q.centre, part.n_heads), heads(K.centre, part.n_kv_heads), heads(V.centre, part.n_kv_heads)
+        if part.rotary:
+            q, k = rotate(q, part.rotary_theta), rotate(k, part.rotary_theta)
+        repeats = part.n_heads // part.n_kv_heads
+        logits = q @ k.repeat_interleave(repeats, 0).mT / math.sqrt(part.d_k)
+        if part.causal:
+            logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+        return (torch.softmax(logits, -1) @ v.repeat_interleave(repeats, 0)).transpose(0, 1).flatten(1)
+
+
+def _dtype(part: nn.Module) -> torch.dtype:
+    found = next(iter(part.parameters()), None)
+    return torch.float64 if found is None else found.dtype
+
+
+def _bare(part: GroupNorm, rows: Tensor) -> Tensor:
+    width = (rows.shape[1],)
+    if part.kind == "layernorm":
+        return torch.nn.functional.layer_norm(rows, width, eps=part.eps)
+    return torch.nn.functional.rms_norm(rows, width, eps=part.eps)

@@ -1,0 +1,250 @@
+r"""Spectral norms of a given matrix as intervals that hold despite rounding.
+
+Every bound here is about the floating-point matrix that it is handed, entry by entry as it stands, and accounts for the
+rounding of its own arithmetic: with u the unit roundoff and g_n = n u / (1 - n u),
+
+    |fl(x . y) - x . y| <= g_n |x| . |y|          for sums in any order (Higham, Accuracy and Stability, Section 3.1)
+
+so that a computed quantity is widened by its own error before it is called a bound. Matrix products are taken to be sums of
+products in some order, which BLAS libraries are (Strassen's method is not).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hessiankit.errors import InputError
+
+SQUARINGS = 5
+"""Schatten norms are taken of order 2^(SQUARINGS + 1): at most n^(1/64) above the spectral norm."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Two numbers that a quantity lies between."""
+
+    lower: float
+    upper: float
+
+    @property
+    def width(self) -> float:
+        """Relative width (upper - lower) / upper; 0 for a point."""
+        return 0.0 if self.upper == self.lower else (self.upper - self.lower) / self.upper
+
+    def __contains__(self, value: float) -> bool:
+        return self.lower <= value <= self.upper
+
+    def __str__(self) -> str:
+        return f"[{self.lower:.6g}, {self.upper:.6g}]"
+
+
+def growth(n: int, dtype: torch.dtype = torch.float64) -> float:
+    """Return g_n = n u / (1 - n u), the relative error of a sum of n products.
+
+    Raises:
+        InputError: If n u is not below 1/2, where nothing can be certified.
+
+    >>> growth(10) < 1.2e-15
+    True
+    """
+    u = torch.finfo(dtype).eps / 2
+    if not n * u < 0.5:
+        raise InputError(f"certified: sums of {n} terms in {dtype} have no digits left; convert the matrix to float64")
+    return n * u / (1 - n * u)
+
+
+def up(value: float, steps: int = 4) -> float:
+    """Return a number above the value by a few units in the last place, to cover a few roundings of Python's own.
+
+    >>> up(1.0) > 1.0, up(0.0) > 0.0
+    (True, True)
+    """
+    for _ in range(steps):
+        value = math.nextafter(value, math.inf)
+    return value
+
+
+def down(value: float, steps: int = 4) -> float:
+    """Return a number below the value by a few units in the last place, or 0."""
+    for _ in range(steps):
+        value = math.nextafter(value, -math.inf)
+    return max(value, 0.0)
+
+
+def frobenius_upper(A: Tensor) -> float:
+    """Return an upper bound on ||A||_F, hence on ||A||_2.
+
+    >>> 5.0 <= frobenius_upper(torch.tensor([[3.0, 4.0]])) < 5.0 * (1 + 1e-14)
+    True
+    """
+    A, scale = _scaled(A)
+    if not bool(A.any()):
+        return 0.0
+    square = float((A * A).sum())
+    return up(scale * math.sqrt(up(square * (1 + 2 * growth(A.numel() + 2)))))
+
+
+def gershgorin_upper(A: Tensor) -> float:
+    """Return sqrt(||A||_1 ||A||_inf) >= ||A||_2: for a symmetric matrix the largest row sum, Gershgorin's bound.
+
+    >>> 7.0 <= gershgorin_upper(torch.tensor([[3.0, 4.0], [4.0, 3.0]])) < 7.0 * (1 + 1e-14)
+    True
+    """
+    A, scale = _scaled(A)
+    if not bool(A.any()):
+        return 0.0
+    rows, columns = float(A.abs().sum(1).max()), float(A.abs().sum(0).max())
+    return up(scale * math.sqrt(up(rows * columns * (1 + 3 * growth(max(A.shape) + 2)))))
+
+
+def schatten_upper(A: Tensor, squarings: int = SQUARINGS) -> float:
+    r"""Return an upper bound on (tr (A^T A)^{p/2})^{1/p} >= ||A||_2 with p = 2^{squarings + 1}.
+
+    G = A^T A (or A A^T, the smaller) is squared again and again; E bounds the Frobenius norm of the error so far,
+
+        E' = g_n ||G||_F^2 + 2 ||G||_F E + E^2 .
+
+    >>> A = torch.diag(torch.tensor([2.0, 1.0]))
+    >>> 2.0 <= schatten_upper(A) < 2.0 * (1 + 1e-8)
+    True
+    """
+    A, scale = _scaled(A)
+    if not bool(A.any()):
+        return 0.0
+    A = A if A.shape[0] >= A.shape[1] else A.T
+    g = growth(A.shape[0] + 2)
+    size = frobenius_upper(A)
+    G, error = A.T @ A, up(g * size * size)
+    logarithm = math.log(scale)
+    weight = 0.5
+    for _ in range(squarings - 1):
+        norm = frobenius_upper(G)
+        if norm == 0.0:
+            break
+        G, error = G / norm, up(up(error / norm) + up(growth(2)))
+        logarithm += weight * math.log(norm)
+        size = up(1.0 + 1e-12)
+        G, error = G @ G, up(growth(G.shape[0] + 2) * size + 2 * size * error + error * error)
+        weight /= 2
+    total = up(frobenius_upper(G) + error)
+    return math.exp(up(logarithm + weight * math.log(total)) + 1e-13) if total > 0 else 0.0
+
+
+def verified_upper(A: Tensor, guess: float | None = None) -> float | None:
+    r"""Return an upper bound on ||A||_2 of a symmetric matrix that a Cholesky factorisation proves, or None if it fails.
+
+    If Cholesky's method runs to its end on fl(c I - A) - d I, with d at least its backward error g_{n+1} / (1 - g_{n+1}) tr,
+    then c I - A is positive definite (Rump, "Verification of positive definiteness", BIT 2006; Higham, Theorem 10.3). With the
+    same for c I + A: ||A||_2 < c. The bound is some 1e-10 above the norm.
+
+    >>> A = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
+    >>> c = verified_upper(A)
+    >>> 2.0 <= c < 2.0 * (1 + 1e-9)
+    True
+    """
+    A, scale = _scaled(A)
+    if not bool(A.any()):
+        return 0.0
+    n = A.shape[0]
+    largest = float(torch.linalg.eigvalsh(A).abs().max()) if guess is None else guess / scale
+    g = growth(n + 1)
+    backward = g / (1 - g) * n * (2 * largest + 1.0)  # the trace of c I -+ A is at most n (c + ||A||)
+    for widen in (1e-12, 1e-10, 1e-8, 1e-6, 1e-4):
+        c = up(largest * (1 + widen) + 4 * backward)
+        eye = torch.eye(n, dtype=A.dtype, device=A.device)
+        if all(int(torch.linalg.cholesky_ex((c - 2 * backward) * eye + sign * A).info) == 0 for sign in (-1, 1)):
+            return up(scale * c)
+    return None
+
+
+def rayleigh_lower(A: Tensor, steps: int = 30, seed: int = 0) -> float:
+    """Return a lower bound on ||A||_2: ||A v|| / ||v|| for a vector that power iteration has found, less its rounding.
+
+    >>> A = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
+    >>> 2.0 * (1 - 1e-9) < rayleigh_lower(A) <= 2.0
+    True
+    """
+    A, scale = _scaled(A)
+    if A.numel() == 0 or not bool(A.any()):
+        return 0.0
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.randn(A.shape[1], generator=generator, dtype=torch.float64).to(A)
+    for _ in range(steps):
+        v = A.T @ (A @ v)
+        v = v / v.norm().clamp_min(1e-300)
+    if min(A.shape) <= 4000:  # an exact singular vector where it is affordable
+        G = A.T @ A if A.shape[0] >= A.shape[1] else A @ A.T
+        w = torch.linalg.eigh(G).eigenvectors[:, -1]
+        w = w if A.shape[0] >= A.shape[1] else A.T @ w
+        v = max((v, w / w.norm()), key=lambda x: float((A @ x).norm()))
+    g = growth(A.shape[1] + 4)
+    error = g * float((A.abs() @ v.abs()).norm())
+    above = float((A @ v).norm()) * (1 - 2 * growth(A.shape[0] + 4)) - up(error * (1 + 1e-10))
+    below = float(v.norm()) * (1 + 2 * growth(A.shape[1] + 4))
+    return down(scale * max(above, 0.0) / below)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is known for certain of the norms of a symmetric matrix cut into blocks.
+
+    Attributes:
+        whole: Interval of ||H||_2.
+        pairs: Interval of the norm of each block, by its two names.
+        bounds: Upper bounds on ||H||_2 by the way in which they were found: "cholesky" (None: it failed), "norm matrix" (the
+            norm of the matrix of block norms), "schatten", "gershgorin", "frobenius".
+    """
+
+    whole: Interval
+    pairs: Mapping[tuple[str, str], Interval]
+    bounds: Mapping[str, float | None]
+
+
+def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
+    """Return certified norms of a symmetric matrix and of its blocks.
+
+    Args:
+        H: P x P, float64; its symmetric part is what is bounded.
+        slices: Name -> the rows (and columns) of a block.
+
+    Raises:
+        InputError: If the matrix is not square, not finite or not float64.
+    """
+    if H.ndim != 2 or H.shape[0] != H.shape[1] or H.dtype != torch.float64:
+        raise InputError(f"certify: expected a square float64 matrix, got {H.dtype} {tuple(H.shape)}")
+    if not bool(torch.isfinite(H).all()):
+        raise InputError("certify: the matrix holds NaN or infinite entries")
+    names = list(slices)
+    pairs: dict[tuple[str, str], Interval] = {}
+    for a, i in enumerate(names):
+        for j in names[a:]:
+            block = H[slices[i], slices[j]]
+            upper = min(frobenius_upper(block), gershgorin_upper(block), schatten_upper(block))
+            found = Interval(rayleigh_lower(block), upper)
+            pairs[i, j] = pairs[j, i] = found
+    norms = torch.tensor([[pairs[i, j].upper for j in names] for i in names], dtype=torch.float64)
+    bounds: dict[str, float | None] = {
+        "cholesky": verified_upper(H),
+        "norm matrix": verified_upper(norms) or gershgorin_upper(norms),
+        "schatten": schatten_upper(H),
+        "gershgorin": gershgorin_upper(H),
+        "frobenius": frobenius_upper(H),
+    }
+    upper = min(value for value in bounds.values() if value is not None)
+    return Certificate(Interval(rayleigh_lower(H), upper), pairs, bounds)
+
+
+def _scaled(A: Tensor) -> tuple[Tensor, float]:
+    """Return the matrix divided by a power of two near its largest entry, which is exact, and that power."""
+    A = A.detach().double()
+    largest = float(A.abs().max()) if A.numel() else 0.0
+    if largest == 0.0 or not math.isfinite(largest):
+        return A, 1.0
+    exponent = math.frexp(largest)[1]
+    scale = math.ldexp(1.0, max(min(exponent, 1000), -1000))
+    return A / scale, scale

@@ -1,0 +1,59 @@
+"""``hessiankit bounds`` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from hessiankit.block_options import add_block_options, block_of, positive
+from hessiankit.bounding.report import bounds
+from hessiankit.errors import InputError
+
+
+def add_bounds(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "bounds",
+        help="print the norms of a block's Hessian beside every bound on them",
+        description="Draw a block, an input and a target, compute the exact Hessian and print the norm of each of its "
+        "blocks beside the bounds: certified from the matrix, structured from the intermediate values, a priori from norms, and "
+        "as printed in Closing the Curvature Gap where that is defined. Exit code 0: no valid bound is exceeded; 1: one is; "
+        "2: an option or a file cannot be used; 130: interrupted.",
+    )
+    add_block_options(command.add_argument)
+    add = command.add_argument
+    add("--d-model", type=positive, default=4, help="width of a token (default 4)")
+    add("--d-ff", type=positive, default=6, help="hidden width of the feed-forward network (default 6)")
+    add("--tokens", type=positive, default=4, help="tokens of the sequence (default 4)")
+    add("--loss", default="mse", help="mse (default) or cross_entropy")
+    add("--scale", type=float, default=1.0, help="factor on the initial weights (default 1)")
+    add("--no-affine", action="store_true", help="norms without gain and bias, as in the paper")
+    add("--seed", type=int, default=0, help="of everything that is drawn (default 0)")
+    add("--json", type=Path, metavar="PATH", help="also write every number to this file")
+
+
+def run_bounds(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        InputError: If an option or the file cannot be used.
+    """
+    torch.manual_seed(args.seed)
+    block = block_of(args, args.d_model, args.d_ff, affine=not args.no_affine)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.mul_(args.scale if p.ndim == 2 else 1.0)
+    x = torch.randn(args.tokens, args.d_model, dtype=torch.float64)
+    labels = torch.randint(args.d_model, (args.tokens,))
+    target = labels if args.loss == "cross_entropy" else torch.randn_like(x)
+    report = bounds(block, x, target, loss=args.loss)
+    print(report)
+    if args.json is not None:
+        try:
+            args.json.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"bounds: cannot write {args.json}: {error.strerror}; name a file in an existing folder.") from error
+    return int(any(not kind.startswith("printed") for _, kind, _ in report.violated))

@@ -1,0 +1,166 @@
+"""``bounds``: the norms of a Hessian's blocks beside what each bound says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.blocks import Attention, TransformerBlock
+from hessiankit.bounding.a_priori import NormTable, a_priori
+from hessiankit.bounding.certified import certify
+from hessiankit.bounding.printed import printed
+from hessiankit.bounding.structured import structured
+from hessiankit.curvature import hessian
+from hessiankit.errors import InputError
+from hessiankit.request.task import make_task
+from hessiankit.tables import as_html, as_text, table
+
+WHO = "bounds"
+WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class BoundsReport:
+    """The spectral norms of a Hessian and of its blocks, and the bounds on them.
+
+    Attributes:
+        values: "whole" or "i x j" -> kind -> value. The kinds: "true" (of the float64 matrix), "lower" (certified from below),
+            "certified" (from above, rounding included), "structured", "a_priori", and those that begin with "printed", which
+            are the papers' bounds as printed and are no bounds where ``violated`` says so.
+        names: The parameters.
+        notes: Which assumption of a printed bound fails, or why a bound is not defined here.
+    """
+
+    values: Mapping[str, Mapping[str, float]]
+    names: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def violated(self) -> tuple[tuple[str, str, float], ...]:
+        """(block, kind, true / bound) of every bound that the true norm exceeds."""
+        found = []
+        for name, row in self.values.items():
+            for kind, bound in row.items():
+                if kind not in ("true", "lower") and row["true"] > bound * (1 + 1e-9):
+                    found.append((name, kind, row["true"] / bound if bound else float("inf")))
+        return tuple(found)
+
+    def ratio(self, kind: str, name: str = WHOLE) -> float:
+        """Return bound / true norm, the slack of a bound."""
+        row = self.values[name]
+        return row[kind] / row["true"] if row["true"] else float("inf")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python data: "whole", and "pairs" by "i x j"."""
+        pairs = {name: dict(row) for name, row in self.values.items() if name != WHOLE}
+        return {
+            "whole": dict(self.values[WHOLE]),
+            "pairs": pairs,
+            "names": list(self.names),
+            "violated": [list(row) for row in self.violated],
+            "notes": list(self.notes),
+        }
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of bounds that this report has."""
+        return tuple(kind for kind in self.values[WHOLE] if kind not in ("true", "lower"))
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        last = [name.rsplit(".", 1)[-1] for name in self.names]
+        short = {name: tail if last.count(tail) == 1 else name for name, tail in zip(self.names, last, strict=True)}
+        for name, row in self.values.items():
+            label = name if name == WHOLE else " x ".join(short[part] for part in name.split(" x "))
+            cells = []
+            for kind in self.kinds:
+                bound = row.get(kind)
+                if bound is None:
+                    cells.append("")
+                elif row["true"] > bound * (1 + 1e-9):
+                    cells.append(f"{bound:.3g} VIOLATED")
+                else:
+                    cells.append(f"{bound:.3g} ({bound / row['true']:.3g} x)" if row["true"] else f"{bound:.3g}")
+            yield (label, f"{row['true']:.4g}", *cells)
+
+    @property
+    def _headers(self) -> tuple[str, ...]:
+        return ("block", "norm", *(kind.replace("_", " ") for kind in self.kinds))
+
+    def __repr__(self) -> str:
+        title = "Spectral norms and their bounds (and bound / norm)"
+        return as_text(table(self._headers, self._rows(), title=title), *self.notes)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._headers, self._rows(), caption="Spectral norms and their bounds; " + "; ".join(self.notes))
+
+
+def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse") -> BoundsReport:
+    r"""Return the spectral norms of a block's loss Hessian with every bound that is known for it.
+
+    *certified*: from the matrix, with an outward error for rounding. *structured*: from the intermediate values, each site of
+    curvature kept with its sign. *a_priori*: from norms of the input, the weights and the target, the smallest row scales
+    and the sizes. *printed*: the bounds of Closing the Curvature Gap as they stand in print, where they are defined.
+
+    Args:
+        block: A ``TransformerBlock`` of any placement or an ``Attention``; for other modules the a-priori bound is left out.
+        inputs: ``(L, d_model)`` or ``(B, L, d_model)``, floating point.
+        target: Of the output's shape, or labels.
+        loss: ``"mse"`` or ``"cross_entropy"``.
+
+    Raises:
+        InputError: If inputs and target do not fit, or are not finite.
+
+    >>> import hessiankit as hk
+    >>> block = hk.TransformerBlock(4, 5, placement="pre").double()
+    >>> x = torch.randn(3, 4, dtype=torch.float64)
+    >>> report = hk.bounds(block, x, torch.zeros_like(x))
+    >>> report.ratio("certified") < 1 + 1e-6 < report.ratio("structured") < report.ratio("a_priori")
+    True
+    """
+    x, t = _batched(inputs, target, loss)
+    found = hessian(block, x, t, loss=loss)
+    H = found.matrix.double()
+    certificate = certify(H, found.slices)
+    task = make_task(WHO, block, x, t, loss)
+    own = structured(task)
+    notes: list[str] = []
+    tables: dict[str, NormTable] = {}
+    if isinstance(block, TransformerBlock | Attention):
+        tables["a_priori"] = _over_samples(block, x, t, loss)
+    else:
+        notes.append(f"a_priori: not defined for {type(block).__name__}, whose parts have no rules; pass a TransformerBlock")
+    values: dict[str, dict[str, float]] = {
+        WHOLE: {"true": float(torch.linalg.eigvalsh(H).abs().max()), "lower": certificate.whole.lower}
+    }
+    values[WHOLE] |= {"certified": certificate.whole.upper, "structured": own.whole}
+    values[WHOLE] |= {kind: table.whole for kind, table in tables.items()}
+    for i, j in found.pairs():
+        row = {"true": float(torch.linalg.matrix_norm(found.block(i, j).double(), 2))}
+        row |= {"lower": certificate.pairs[i, j].lower, "certified": certificate.pairs[i, j].upper}
+        row |= {"structured": own.pairs[i, j], **{kind: table[i, j] for kind, table in tables.items()}}
+        values[f"{i} x {j}"] = row
+    for name, row in printed(block, x, t, loss, notes).items():
+        values[name] |= row
+    return BoundsReport(values, found.names, tuple(notes))
+
+
+def _over_samples(block: TransformerBlock | Attention, x: Tensor, t: Tensor, loss: str) -> NormTable:
+    """Return the mean of the samples' tables: the Hessian of a mean is the mean of the Hessians."""
+    each = [a_priori(block, x[b], t[b], loss=loss) for b in range(x.shape[0])]
+    norms = torch.stack([one.norms for one in each]).mean(0)
+    return NormTable(each[0].names, norms, sum(one.lipschitz for one in each) / len(each))
+
+
+def _batched(inputs: Tensor, target: Tensor, loss: str) -> tuple[Tensor, Tensor]:
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim not in (2, 3):
+        got = f"{inputs.dtype} {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise InputError(f"bounds: inputs are {got}; expected floating point (L, d_model) or (B, L, d_model)")
+    if loss not in ("mse", "cross_entropy"):
+        raise InputError(f"bounds: loss={loss!r} has no bounds; pass 'mse' or 'cross_entropy'")
+    if not bool(torch.isfinite(inputs).all()) or (target.is_floating_point() and not bool(torch.isfinite(target).all())):
+        raise InputError("bounds: inputs or target hold NaN or infinite entries")
+    return (inputs.unsqueeze(0), target.unsqueeze(0)) if inputs.ndim == 2 else (inputs, target)

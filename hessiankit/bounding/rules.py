@@ -1,0 +1,239 @@
+r"""The rules of bounded values: one for each part of a block, from the sharp constants of ``derivations.bounds``.
+
+Written for the chain rule of second order with a bounded Jacobian j and a bounded own bend h,
+
+    <Lambda, D^2(phi o X)[t_i, t_j]> = <Lambda, D^2 phi[X_i t_i, X_j t_j]> + <D phi^T Lambda, D^2 X [t_i, t_j]> .
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from derivations.bounds import softmax_hessian_map_bound
+from hessiankit.bounding.bounded import Bounded, added, products, pushed, scaled, spectral_norm, symmetric
+
+ACTIVATION_CONSTANTS: dict[str, tuple[float, float, float]] = {
+    # sup |sigma(x) / x|, sup |sigma'|, sup |sigma''|, rounded up
+    "identity": (1.0, 1.0, 0.0),
+    "relu": (1.0, 1.0, 0.0),
+    "leaky_relu": (1.0, 1.0, 0.0),
+    "tanh": (1.0, 1.0, 0.769801),
+    "gelu": (1.0, 1.128905, 0.797885),
+    "gelu_tanh": (1.0, 1.129006, 0.797885),
+    "silu": (1.0, 1.099840, 0.5),
+}
+"""For relu and leaky_relu the second derivative is that off the kinks: a bound on the Hessian almost everywhere."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight matrix, or bias, in a Frobenius ball."""
+
+    name: str
+    centre: Tensor
+    radius: float
+
+    @property
+    def norm(self) -> float:
+        """Bound on its spectral norm over the ball; for a bias on its length."""
+        size = spectral_norm(self.centre) if self.centre.ndim == 2 else float(self.centre.norm())
+        return size + self.radius
+
+
+def affine(X: Bounded, W: Weight, b: Weight | None = None) -> Bounded:
+    """Return X W + 1 b^T: slope |X|_2 in W, sqrt(L) in b, and a bend between W and what moves X."""
+    w, length = W.norm, X.length
+    slope, bend_row, bend_all = pushed(X, w)
+    slope = added(slope, {W.name: X.spectral})
+    cross = symmetric(products({W.name: 1.0}, X.slope))  # <Lambda, dX dW> <= |Lambda|_F |dX|_F |dW|_2
+    centre = X.centre @ W.centre
+    out = Bounded(
+        centre,
+        X.spectral * w,
+        X.frobenius * w,
+        X.row * w,
+        slope,
+        bend_row,
+        added(bend_all, cross),
+        X.drift * w + W.radius * spectral_norm(X.centre),
+    )
+    if b is None:
+        return out
+    beta, root = b.norm, math.sqrt(length)
+    return replace(
+        out,
+        centre=centre + b.centre,
+        spectral=out.spectral + root * beta,
+        frobenius=out.frobenius + root * beta,
+        row=out.row + beta,
+        slope=added(out.slope, {b.name: root}),
+        drift=out.drift + root * b.radius,
+    )
+
+
+def activation(X: Bounded, kind: str, value: Tensor) -> Bounded:
+    """Return sigma(X), entry by entry."""
+    ratio, first, second = ACTIVATION_CONSTANTS[kind]
+    slope, bend_row, bend_all = pushed(X, first)
+    # |sigma(x)| <= ratio |x|, so |sigma(X)|_F <= ratio |X|_F; the spectral norm has no such bound
+    frobenius = ratio * X.frobenius
+    own = products(X.slope, X.slope, second)  # max |Lambda_ij| <= the largest row norm
+    return Bounded(value, frobenius, frobenius, ratio * X.row, slope, added(bend_row, own), bend_all, first * X.drift)
+
+
+def hadamard(X: Bounded, Y: Bounded) -> Bounded:
+    """Return X o Y, entry by entry: |X o Y|_F <= max |X_ij| |Y|_F."""
+    cross = symmetric(products(X.slope, Y.slope))
+    frobenius = min(X.row * Y.frobenius, Y.row * X.frobenius)
+    left, right = pushed(X, Y.row), pushed(Y, X.row)
+    return Bounded(
+        X.centre * Y.centre,
+        frobenius,
+        frobenius,
+        X.row * Y.row,
+        added(left[0], right[0]),
+        added(left[1], right[1], cross),
+        added(left[2], right[2]),
+        X.drift * Y.row + Y.drift * X.row,
+    )
+
+
+def norm(X: Bounded, value: Tensor, *, layernorm: bool, eps: float, gain: Weight | None, shift: Weight | None) -> Bounded:
+    r"""Return LayerNorm or RMSNorm with gain and shift.
+
+    With s a lower bound of every row scale sqrt(var + eps) over the ball: the Jacobian is at most 1/s, and the bend
+    2 / (sqrt(3 d) s^2) in the rows (bounds review, section 3.1; it holds with eps, and for RMSNorm).
+
+    Raises:
+        ZeroScaleError: If eps = 0 and the ball holds rows whose scale may be 0.
+    """
+    d, length = X.width, X.length
+    rows = X.centre - X.centre.mean(1, keepdim=True) if layernorm else X.centre
+    variance = (rows**2).mean(1)
+    at_centre = variance.sqrt()
+    lowest = torch.clamp(at_centre - X.drift / math.sqrt(d), min=0.0)
+    s = float((lowest**2 + eps).sqrt().min())
+    if s == 0:
+        raise ZeroScaleError(int((lowest**2 + eps).argmin()), float(at_centre.min()), X.drift / math.sqrt(d))
+    slope, bend_row, bend_all = pushed(X, 1 / s)
+    own = products(X.slope, X.slope, 2 / (math.sqrt(3 * d) * s * s))
+    out = Bounded(
+        value,
+        math.sqrt(length * d),
+        math.sqrt(length * d),
+        math.sqrt(d),
+        slope,
+        added(bend_row, own),
+        bend_all,
+        X.drift / s,
+    )
+    if gain is not None:
+        largest = float(gain.centre.abs().max()) + gain.radius
+        cross = symmetric(products({gain.name: 1.0}, out.slope))
+        out = Bounded(
+            value,
+            largest * out.spectral,
+            largest * out.frobenius,
+            largest * out.row,
+            added(scaled(largest, out.slope), {gain.name: math.sqrt(length) * math.sqrt(d)}),
+            scaled(largest, out.bend_row),
+            added(scaled(largest, out.bend_all), cross),
+            largest * out.drift + gain.radius * math.sqrt(length * d),
+        )
+    if shift is not None:
+        beta, root = float(shift.centre.norm()) + shift.radius, math.sqrt(length)
+        out = replace(
+            out,
+            spectral=out.spectral + root * beta,
+            frobenius=out.frobenius + root * beta,
+            row=out.row + beta,
+            slope=added(out.slope, {shift.name: root}),
+            drift=out.drift + root * shift.radius,
+        )
+    return replace(out, centre=value)
+
+
+class ZeroScaleError(ValueError):
+    """A norm has eps = 0 and a row whose scale may be 0."""
+
+    def __init__(self, row: int, scale: float, drift: float) -> None:
+        self.row, self.scale, self.drift = row, scale, drift
+        super().__init__(
+            f"row {row} has scale {scale:.3g} and may drift by {drift:.3g}, so its norm has no bound with eps = 0; "
+            "use eps > 0 or a smaller radius"
+        )
+
+
+def split(X: Bounded, heads: int) -> Bounded:
+    """Return the heads of every row as rows of their own: L x (H w) to (L H) x w."""
+    if heads == 1:
+        return X
+    root = math.sqrt(heads)
+    centre = X.centre.reshape(X.length * heads, -1)
+    # a row of Lambda is at most sqrt(H) times the longest of its heads
+    return replace(X, centre=centre, spectral=X.frobenius, bend_row=scaled(root, X.bend_row))
+
+
+def merge(X: Bounded, heads: int) -> Bounded:
+    """Return the heads side by side again."""
+    if heads == 1:
+        return X
+    row = min(math.sqrt(heads) * X.row, X.frobenius)
+    return replace(X, centre=X.centre.reshape(X.length // heads, -1), spectral=X.frobenius, row=row)
+
+
+def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads: int = 1, groups: int = 1) -> Bounded:
+    r"""Return the context of softmax attention, C_i = sum_j softmax_j(c q_i.k_j) v_j, heads side by side.
+
+    With p a row of weights, cov and cum the covariance and third cumulant under it (bounds review, sections 3.1 and 3.2),
+
+        along V:        sum_j p_ij dv_j                             |A|_2 <= sqrt(L)
+        along Q:        c cov(v, k) dq_i                            c min(|V||K| / 2, row V row K)
+        along K:        c cov(v, dK q_i)                            c |V||Q| / 2
+        along Q, Q:     c^2 cum(v, K dq_i, K dq_i)                  c^2 min(sqrt(6)/9 |V||K|^2, 2 row V row K^2) times row Lambda
+        along K, K:     c^2 cum(v, dK q_i, dK q_i)                  c^2 sqrt(6)/9 |V||Q|^2                        times row Lambda
+        along Q, K:     c^2 cum(v, K dq_i, dK q_i)                  c^2 sqrt(6)/9 |V||K||Q|                       times row Lambda
+                        + c cov(v, dK dq_i)                         c |V| / 2                                     times |Lambda|_F
+        along V, Q:     c cov(dV, K dq_i)                           c |K| / 2                                     times |Lambda|_F
+        along V, K:     c cov(dV, dK q_i)                           c |Q| / 2                                     times |Lambda|_F
+
+    Masks and rotations change none of these. The heads' parts of Lambda, Q, K, V are orthogonal, so norms of the whole serve;
+    what g query heads share counts sqrt(g) times for each factor that is shared.
+    """
+    g = math.sqrt(groups)
+    q, k, v, sharp = Q.spectral, K.spectral, V.spectral, softmax_hessian_map_bound()
+    to_v = math.sqrt(Q.length) * g
+    to_q = c * min(v * k / 2, V.row * K.row)
+    to_k = c * v * q / 2 * g
+    slope = added(scaled(to_v, V.slope), scaled(to_q, Q.slope), scaled(to_k, K.slope))
+    by_row = added(
+        products(Q.slope, Q.slope, c * c * min(sharp * v * k * k, 2 * V.row * K.row**2)),
+        products(K.slope, K.slope, c * c * sharp * v * q * q * g * g),
+        symmetric(products(Q.slope, K.slope, c * c * sharp * v * k * q * g)),
+    )
+    by_all = added(
+        symmetric(products(Q.slope, K.slope, c * v / 2 * g)),
+        symmetric(products(V.slope, Q.slope, c * k / 2 * g)),
+        symmetric(products(V.slope, K.slope, c * q / 2 * g * g)),
+    )
+    row = min(math.sqrt(heads) * V.row, g * V.frobenius)
+    whole = math.sqrt(Q.length) * row
+    return Bounded(
+        value,
+        whole,
+        whole,
+        row,
+        slope,
+        added(by_row, scaled(to_q, Q.bend_row)),
+        added(
+            by_all,
+            scaled(to_q, Q.bend_all),
+            scaled(to_k, added(K.bend_row, K.bend_all)),
+            scaled(to_v, added(V.bend_row, V.bend_all)),
+        ),
+        to_v * V.drift + to_q * Q.drift + to_k * K.drift,
+    )

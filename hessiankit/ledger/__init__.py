@@ -1,0 +1,29 @@
+"""The ledger: the statements of four papers and our own, each with its verdict and the computation that finds it again.
+
+Each paper is a package, each chapter of it a module that reads from top to bottom like the paper: a row is a function under
+``@claim``, which takes a seed and returns what it found in one of the forms of ``evidence.py``. Closed forms are imported; a
+formula that is wrong in print is written next to its row, and nowhere else.
+
+>>> import hessiankit
+>>> print(hessiankit.claims(id="hybridnorm/eq19")[0].verdict)
+HOLDS
+"""
+
+from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Evidence, Paper, Verdict
+from hessiankit.ledger.ledger import Ledger, claims
+from hessiankit.ledger.registry import claim
+from hessiankit.ledger.report import LedgerReport, LedgerRow
+
+__all__ = [
+    "PAPERS",
+    "VERDICTS",
+    "Claim",
+    "Evidence",
+    "Ledger",
+    "LedgerReport",
+    "LedgerRow",
+    "Paper",
+    "Verdict",
+    "claim",
+    "claims",
+]

@@ -1,0 +1,445 @@
+"""Second derivatives of attention: Lemma 2, and the uniform attention of C.5."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from derivations.attention import AttentionAt
+from derivations.attention_hessian import shuffle
+from derivations.composition import GaussNewton
+from derivations.matrix import Dense
+from derivations.softmax import SoftmaxAt
+from derivations.vecr import slice_transpose
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.curvature_gap.block_jacobians import misprint, same
+from hessiankit.ledger.curvature_gap.derivatives import hessian_of, jacobian_of
+from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, turn, vec_eye
+from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, Point, Sizes, attention, point, points
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, assumed, false, off, relative_error
+from hessiankit.ledger.registry import claim
+
+
+def omitted(seed: int, k: str, m: str) -> Evidence:
+    """Compare the closed form of Phi_km with autograd at generic and at equal sizes."""
+    return same(seed, lambda p: dense(p.at.Phi(k, m)), reference=lambda p: p.second("F", k, m))
+
+
+def wrong_phi(seed: int, k: str, m: str) -> Evidence:
+    """Compare Phi_km as printed with autograd; the closed form is right."""
+    return misprint(seed, lambda p: printed_phi(p, k, m), lambda p: dense(p.at.Phi(k, m)), lambda p: p.second("F", k, m))
+
+
+def printed_phi(p: Point, k: str, m: str, *, factor: bool = True, literal: bool = False) -> Tensor:
+    """Return Phi_VV, Phi_QQ, Phi_VQ or Phi_QK as Lemma 2 prints it.
+
+    Args:
+        p: The point.
+        k: Which first derivative.
+        m: With respect to which weight.
+        factor: False leaves out the loss factor 2/(L d_V).
+        literal: True reads S (x) I_{d_K} without the brackets that it needs.
+    """
+    L, d_V, d_K, _ = p.sizes
+    c = 2 / (L * d_V) if factor else 1.0
+    W_Q, W_K, W_V = (p.weights[i] for i in "QKV")
+    Z_1, Z_2, S = dense(p.at.Z_1), dense(p.at.Z_2), dense(p.at.S)
+    if (k, m) == ("V", "V"):
+        return torch.zeros(L * d_V**3, d_V**2, dtype=p.X.dtype)
+    if (k, m) == ("V", "Q"):
+        return c / math.sqrt(d_K) * kron(eye(L), S) @ Z_1 @ kron(eye(d_V), W_K)
+    front = c / d_K * kron(eye(L), W_V.T, eye(d_V), W_K.T) @ Z_2
+    if (k, m) == ("Q", "Q"):
+        return front @ kron(eye(d_V), W_K)
+    through = front @ kron(W_Q, eye(d_V)) @ turn(d_K, d_V)
+    pull = c / math.sqrt(d_K) * kron(eye(d_V), W_V.T, eye(d_V))
+    if literal:
+        return through + pull @ kron(Z_1, eye(d_V)) @ kron(S, eye(d_K))
+    return through + kron(pull @ kron(Z_1, eye(d_V)) @ S, eye(d_K))
+
+
+@claim(
+    "curvature-gap/l2-t",
+    place="Lemma 2",
+    statement=r"$F = A(T)XW_V$ with $T = XW_QW_K^\top X^\top/\sqrt{d_K}$",
+    verdict="HOLDS",
+    uses=[AttentionAt],
+)
+def l2_t(seed: int) -> Evidence:
+    return same(
+        seed,
+        lambda p: SoftmaxAt(p.at.T).value @ p.X @ p.weights["V"],
+        reference=lambda p: attention(p.X, p.weights["Q"], p.weights["K"], p.weights["V"]),
+        detail="the closed form against Eq. 1",
+    )
+
+
+@claim(
+    "curvature-gap/l2-hf",
+    place="Lemma 2",
+    statement=r"$H_f = (\partial\ell/\partial F\otimes I_{p_iq_i})\,\partial^2F/\partial W_i\partial W_j$ with "
+    r"$\partial\ell/\partial F\in\mathbb{R}^{L\times d_V}$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$(\mathrm{vec}_r(\partial\ell/\partial F)^\top\otimes I_{n_i})$: the gradient enters as a row, as $R_m$ has it",
+    uses=[GaussNewton],
+)
+def l2_hf(seed: int) -> Evidence:
+    def functional(p: Point) -> Tensor:
+        return functional_hessian(p, "Q", "K")
+
+    def product(p: Point, slope: Tensor) -> Tensor:
+        return kron(slope, eye(p.n("Q"))) @ dense(p.at.Phi("Q", "K"))
+
+    return misprint(
+        seed,
+        lambda p: product(p, p.at.value - p.target),
+        lambda p: product(p, (p.at.value - p.target).reshape(1, -1)),
+        functional,
+        "l = 1/2 ||F - Target||^2, block (Q, K)",
+    )
+
+
+def functional_hessian(p: Point, i: str, j: str) -> Tensor:
+    """Return the Hessian of 1/2 ||F - Target||^2 less J_i^T J_j, by autograd."""
+    return p.X.numel() / 2 * p.second("loss of F", i, j) - p.first("F", i).T @ p.first("F", j)
+
+
+@claim(
+    "curvature-gap/l2-r",
+    place="Lemma 2",
+    statement=r"$H_f(W_i,W_j) = R_{n_i}\Phi_{ij}$, $R_m = \mathrm{vec}_r(F - \mathrm{Target})^\top\otimes I_m$, "
+    r"$\Phi_{ij} = \partial^2F/\partial W_i\partial W_j$, for $\ell = \frac12\|F - \mathrm{Target}\|_F^2$",
+    verdict="HOLDS",
+    uses=[AttentionAt.Phi],
+)
+def l2_r(seed: int) -> Evidence:
+    p = point(seed)
+    row = (p.at.value - p.target).reshape(1, -1)
+    found = [p.first("F", i).T @ p.first("F", j) + kron(row, eye(p.n(i))) @ dense(p.at.Phi(i, j)) for i, j in ATTENTION_PAIRS]
+    references = [p.X.numel() / 2 * p.second("loss of F", i, j) for i, j in ATTENTION_PAIRS]
+    return agrees(found, references, "nine blocks, with the outer part, against autograd")
+
+
+@claim(
+    "curvature-gap/s",
+    place="Lemma 2",
+    statement=r"$S = (I_{d_V}\otimes K_{d_V,d_V})(\mathrm{vec}_r I_{d_V}\otimes I_{d_V})$ is $\partial(x^\top\otimes I_{d_V})/\partial x$",
+    verdict="HOLDS",
+    uses=[shuffle],
+)
+def s(seed: int) -> Evidence:
+    x, d = Draw(seed).normal(1, 4), 4
+    printed = kron(eye(d), turn(d, d)) @ kron(vec_eye(d), eye(d))
+    reference = jacobian_of(lambda x: kron(x, eye(d)), x)
+    return agrees([printed, dense(shuffle(d, d))], [reference] * 2, "against autograd")
+
+
+@claim(
+    "curvature-gap/s-dim",
+    place="Lemma 2",
+    statement=r"$S\in\mathbb{R}^{d_V^2\times d_V}$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$S\in\mathbb{R}^{d_V^3\times d_V}$",
+    uses=[shuffle],
+)
+def s_dim(seed: int) -> Evidence:
+    d = 4
+    return false(shuffle(d, d).shape[0], d**2, "rows at d_V = 4")
+
+
+@claim(
+    "curvature-gap/z_1",
+    place="Lemma 2",
+    statement=r"$Z_1 = (I_L\otimes X^\top)\frac{\partial A}{\partial T}(X\otimes X)$, which is "
+    r"$\sqrt{d_K}\,\partial(AX)/\partial(W_QW_K^\top)$",
+    verdict="HOLDS",
+    uses=[AttentionAt],
+)
+def z_1(seed: int) -> Evidence:
+    return same(seed, lambda p: dense(p.at.Z_1), reference=lambda p: jacobian_of(averaged(p), bilinear(p)))
+
+
+def bilinear(p: Point) -> Tensor:
+    """Return W_Q W_K^T / sqrt(d_K)."""
+    return p.weights["Q"] @ p.weights["K"].T / math.sqrt(p.sizes.d_K)
+
+
+def averaged(p: Point):  # type: ignore[no-untyped-def]
+    """Return A X as a function of W_Q W_K^T / sqrt(d_K)."""
+    return lambda W: (p.X @ W @ p.X.T).softmax(1) @ p.X
+
+
+@claim(
+    "curvature-gap/z_2",
+    place="Lemma 2",
+    statement=r"$Z_2 = (I_L\otimes X^\top\otimes X^\top\otimes X^\top)\frac{\partial^2A}{\partial T^2}(X\otimes X)$, which is "
+    r"$d_K\,\partial^2(AX)/\partial(W_QW_K^\top)^2$",
+    verdict="HOLDS",
+    corrected=r"with $\partial^2A/\partial T^2$ as $L^4\times L^2$; a block diagonal of $L\times L$ blocks does not conform",
+    uses=[AttentionAt],
+)
+def z_2(seed: int) -> Evidence:
+    return same(seed, lambda p: dense(p.at.Z_2), reference=lambda p: hessian_of(averaged(p), bilinear(p)))
+
+
+@claim(
+    "curvature-gap/d2a-dt2",
+    place="C.1",
+    statement=r"$\frac{\partial^2A_{ij}}{\partial T_i\partial T_i} = A_{ij}(2aa^\top + E_{jj} - \mathrm{diag}(a) - e_ja^\top - "
+    r"ae_j^\top)$ with $a = A_i$",
+    verdict="HOLDS",
+    uses=[SoftmaxAt.hessian],
+)
+def d2a_dt2(seed: int) -> Evidence:
+    T = Draw(seed).normal(2, 4)
+    L, S = T.shape
+    A, e = T.softmax(1), eye(S)
+    printed = torch.zeros(L, S, L, S, L, S, dtype=T.dtype)
+    for i in range(L):
+        a = A[i]
+        for j in range(S):
+            E = torch.outer(e[j], e[j])
+            bracket = 2 * torch.outer(a, a) + E - torch.diag(a) - torch.outer(e[j], a) - torch.outer(a, e[j])
+            printed[i, j, i, :, i, :] = a[j] * bracket
+    reference = hessian_of(lambda T: T.softmax(1), T)
+    found = [printed.reshape(-1, L * S), dense(SoftmaxAt(T).hessian("T", "T"))]
+    return agrees(found, [reference] * 2, "all entries, those between different rows are zero, against autograd")
+
+
+# The blocks ------------------------------------------------------------------------------------------------------------
+
+
+@claim("curvature-gap/phi_vv", place="Lemma 2", statement=r"$\Phi_{VV} = 0$", verdict="HOLDS", uses=[AttentionAt.Phi])
+def phi_vv(seed: int) -> Evidence:
+    return same(seed, lambda p: printed_phi(p, "V", "V"), reference=lambda p: p.second("F", "V", "V"))
+
+
+@claim(
+    "curvature-gap/phi_qq",
+    place="Lemma 2",
+    statement=r"$\Phi_{QQ} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I_{d_V}\otimes W_K^\top)Z_2(I_{d_V}\otimes W_K)$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\frac{1}{d_K}$ in front: the factor $\frac{2}{Ld_V}$ belongs to the loss",
+    uses=[AttentionAt.Phi],
+)
+def phi_qq(seed: int) -> Evidence:
+    return wrong_phi(seed, "Q", "Q")
+
+
+@claim(
+    "curvature-gap/phi_vq",
+    place="Lemma 2",
+    statement=r"$\Phi_{VQ} = \frac{2}{Ld_V\sqrt{d_K}}(I_L\otimes S)Z_1(I_{d_V}\otimes W_K)$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\frac{1}{\sqrt{d_K}}$ in front",
+    uses=[AttentionAt.Phi],
+)
+def phi_vq(seed: int) -> Evidence:
+    return wrong_phi(seed, "V", "Q")
+
+
+@claim(
+    "curvature-gap/phi_qk",
+    place="Lemma 2",
+    statement=r"$\Phi_{QK} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V} + "
+    r"\frac{2}{Ld_V\sqrt{d_K}}[(I_{d_V}\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$, brackets ours",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\frac{1}{d_K}(\dots) + \frac{1}{\sqrt{d_K}}[(I_L\otimes W_V^\top\otimes I_{d_V})(Z_1\otimes I_{d_V})S]\otimes "
+    r"I_{d_K}$: no loss factor, $I_L$ in place of $I_{d_V}$",
+    uses=[AttentionAt.Phi],
+)
+def phi_qk(seed: int) -> Evidence:
+    return wrong_phi(seed, "Q", "K")
+
+
+@claim(
+    "curvature-gap/phi_qk-lit",
+    place="Lemma 2",
+    statement=r"the same without brackets: $(Z_1\otimes I)(S\otimes I_{d_K})$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"the brackets of the row above",
+    uses=[AttentionAt.Phi],
+)
+def phi_qk_lit(seed: int) -> Evidence:
+    return misprint(
+        seed,
+        lambda p: printed_phi(p, "Q", "K", literal=True),
+        lambda p: dense(p.at.Phi("Q", "K")),
+        lambda p: p.second("F", "Q", "K"),
+    )
+
+
+@claim(
+    "curvature-gap/phi_qk-f",
+    place="Lemma 2",
+    statement=r"$\Phi_{QK}$ with only the loss factors repaired",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="$L = d_V$",
+    corrected=r"$I_L$ in place of $I_{d_V}$",
+    uses=[AttentionAt.Phi],
+)
+def phi_qk_f(seed: int) -> Evidence:
+    generic, equal = points(seed)
+    narrow = point(seed, Sizes(3, 3, 2, 5))  # L = d_V, d_K different
+    cases = [equal, narrow]
+    holds = agrees(
+        [printed_phi(p, "Q", "K", factor=False) for p in cases], [p.second("F", "Q", "K") for p in cases], "L = d_V = 3"
+    )
+    found = if_it_conforms(lambda: printed_phi(generic, "Q", "K", factor=False))
+    return assumed(holds, relative_error(found, generic.second("F", "Q", "K")), above=1.0)
+
+
+@claim(
+    "curvature-gap/phi_kk",
+    place="Lemma 2, needed by Theorem 6",
+    statement=r"$\Phi_{KK} = \frac{1}{d_K}(I_L\otimes W_V^\top\otimes I\otimes W_Q^\top)\tilde Z_2(I\otimes W_Q)$, "
+    r"$\tilde Z_2 = (I_{Ld_V}\otimes K)Z_2K$, $K = K_{d_V,d_V}$",
+    verdict="OMITTED",
+    uses=[AttentionAt.Phi],
+)
+def phi_kk(seed: int) -> Evidence:
+    return omitted(seed, "K", "K")
+
+
+@claim(
+    "curvature-gap/phi_vk",
+    place="Lemma 2",
+    statement=r"$\Phi_{VK} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(W_Q\otimes I)K_{d_K,d_V}$",
+    verdict="OMITTED",
+    uses=[AttentionAt.Phi],
+)
+def phi_vk(seed: int) -> Evidence:
+    return omitted(seed, "V", "K")
+
+
+@claim(
+    "curvature-gap/phi_kq",
+    place="Lemma 2",
+    statement=r"$\Phi_{KQ}$ is $\Phi_{QK}$ with $W_Q$ and $W_K$ exchanged ('commutation adjusted')",
+    verdict="WRONG AS PRINTED",
+    corrected=r"exchange them and replace $Z_1$ by $Z_1K$, $Z_2$ by $(I\otimes K)Z_2K$, $K = K_{d_V,d_V}$: row softmax does not "
+    "commute with transposition",
+    uses=[AttentionAt.Phi],
+)
+def phi_kq(seed: int) -> Evidence:
+    def exchanged(p: Point) -> Tensor:
+        d_V, d_K = p.sizes.d_V, p.sizes.d_K
+        front = kron(eye(p.sizes.L), p.weights["V"].T, eye(d_V), p.weights["Q"].T) @ dense(p.at.Z_2) / d_K
+        pull = kron(eye(p.sizes.L), p.weights["V"].T, eye(d_V)) / math.sqrt(d_K)
+        bilinear_part = kron(pull @ kron(dense(p.at.Z_1), eye(d_V)) @ dense(p.at.S), eye(d_K))
+        return front @ kron(p.weights["K"], eye(d_V)) @ turn(d_K, d_V) + bilinear_part
+
+    return misprint(
+        seed,
+        exchanged,
+        lambda p: dense(p.at.Phi("K", "Q")),
+        lambda p: p.second("F", "K", "Q"),
+        "from the corrected Phi_QK",
+    )
+
+
+@claim(
+    "curvature-gap/phi_kq-sym",
+    place="Lemma 2, 'by symmetry of second derivatives'",
+    statement=r"$\Phi_{KQ}$ is $\Phi_{QK}$ transposed slice by slice",
+    verdict="HOLDS",
+    uses=[slice_transpose],
+)
+def phi_kq_sym(seed: int) -> Evidence:
+    return same(
+        seed,
+        lambda p: dense(slice_transpose(p.at.Phi("Q", "K"), p.X.numel(), p.n("Q"), p.n("K"))),
+        reference=lambda p: p.second("F", "K", "Q"),
+    )
+
+
+@claim(
+    "curvature-gap/phi_qv",
+    place="Lemma 2, 'analogous'",
+    statement=r"$\Phi_{QV} = (I_{Ld_V}\otimes R_Q^\top)(I_L\otimes K_{d_V,L}\otimes I)(\mathrm{vec}_r I_L\otimes I_{d_V^2})K_{d_V,d_V}$, "
+    r"$R_Q = \frac{1}{\sqrt{d_K}}Z_1(I\otimes W_K)$",
+    verdict="OMITTED",
+    uses=[AttentionAt.Phi],
+)
+def phi_qv(seed: int) -> Evidence:
+    return omitted(seed, "Q", "V")
+
+
+@claim(
+    "curvature-gap/phi_kv",
+    place="Lemma 2, 'analogous'",
+    statement=r"$\Phi_{KV}$: the same with $R_K = \frac{1}{\sqrt{d_K}}Z_1(W_Q\otimes I)K_{d_K,d_V}$",
+    verdict="OMITTED",
+    uses=[AttentionAt.Phi],
+)
+def phi_kv(seed: int) -> Evidence:
+    return omitted(seed, "K", "V")
+
+
+@claim(
+    "curvature-gap/phi-sym",
+    place="Lemma 2",
+    statement=r"$\Phi_{QV}$, $\Phi_{KV}$, $\Phi_{KQ}$ from $\Phi_{VQ}$, $\Phi_{VK}$, $\Phi_{QK}$ by slice-wise transposition",
+    verdict="HOLDS",
+    uses=[slice_transpose],
+)
+def phi_sym(seed: int) -> Evidence:
+    p = point(seed)
+    pairs = [("V", "Q"), ("V", "K"), ("Q", "K")]
+    found = [dense(slice_transpose(Dense(p.second("F", i, j), "Phi"), p.X.numel(), p.n(i), p.n(j))) for i, j in pairs]
+    return agrees(found, [dense(p.at.Phi(j, i)) for i, j in pairs], "autograd transposed, against the closed forms")
+
+
+# Uniform attention -------------------------------------------------------------------------------------------------------
+
+
+@claim(
+    "curvature-gap/unif-vv",
+    place="C.5, 3.3",
+    statement=r"uniform attention gives $\Phi_{VV} = 0$",
+    verdict="HOLDS",
+    corrected="for any attention",
+    uses=[AttentionAt.Phi],
+)
+def unif_vv(seed: int) -> Evidence:
+    uniform, generic = point(seed, uniform=True), point(seed)
+    found = [dense(p.at.Phi("V", "V")) for p in (uniform, generic)]
+    return agrees(found, [p.second("F", "V", "V") for p in (uniform, generic)], "uniform and not, against autograd")
+
+
+@claim(
+    "curvature-gap/unif-vq-vk",
+    place="C.5, 3.3",
+    statement=r"uniform attention gives $\Phi_{VQ} = \Phi_{VK} = 0$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\Phi_{VQ} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(I\otimes W_K)$ with $Z_1 = \frac1L(I_L\otimes X^\top C_L)(X\otimes X)$ "
+    r"at uniform $A$, not zero; Lemma 2 says so too",
+    uses=[AttentionAt.Phi],
+)
+def unif_vq_vk(seed: int) -> Evidence:
+    p = point(seed, uniform=True)
+    references = [p.second("F", "V", k) for k in "QK"]
+    errors = [relative_error(torch.zeros_like(r), r) for r in references]
+    rest = [relative_error(dense(p.at.Phi("V", k)), r) for k, r in zip("QK", references, strict=True)]
+    return off(errors, "W_Q W_K^T = 0, neither of them zero", corrected=rest)
+
+
+@claim(
+    "curvature-gap/unif-qq-kk",
+    place="C.5, 3.3",
+    statement=r"uniform attention gives $\Phi_{QQ} = \Phi_{KK} = 0$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="$L = 2$, where $\\partial^2A/\\partial T^2 = 0$ at uniform $A$",
+    corrected=r"the $\Phi_{QQ}$ and $\Phi_{KK}$ of Lemma 2, corrected",
+    uses=[AttentionAt.Phi],
+)
+def unif_qq_kk(seed: int) -> Evidence:
+    two, three = point(seed, Sizes(2, 4, 2, 5), uniform=True), point(seed, uniform=True)
+    zeros = [torch.zeros_like(two.second("F", k, k)) for k in "QK"]
+    closed = [dense(three.at.Phi(k, k)) for k in "QK"]
+    references = [three.second("F", k, k) for k in "QK"]
+    holds = agrees([*(two.second("F", k, k) for k in "QK"), *closed], [*zeros, *references], "L = 2; the closed forms at L = 3")
+    return assumed(holds, min(relative_error(torch.zeros_like(r), r) for r in references), above=0.99)

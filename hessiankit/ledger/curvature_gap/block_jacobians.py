@@ -1,0 +1,335 @@
+"""First derivatives of the block: Lemmas 1 and 3, Theorems 4 and 9, and the definitions of Theorem 10."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from derivations.activation import ActivationAt
+from derivations.attention import AttentionAt
+from derivations.feedforward import FeedForwardAt
+from derivations.softmax import SoftmaxAt
+from derivations.transformer import PostNormBlockAt
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.curvature_gap.derivatives import hessian_of, jacobian_of
+from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, ones, turn
+from hessiankit.ledger.curvature_gap.point import ATTENTION, WEIGHTS, Point, point, points
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, assumed, off, relative_error
+from hessiankit.ledger.registry import claim
+
+Build = Callable[[Point], Tensor]
+
+
+def same(seed: int, *builds: Build, reference: Build, detail: str = "against autograd") -> Evidence:
+    """Compare matrices with a reference at generic and at equal sizes."""
+    found = [build(p) for p in points(seed) for build in builds]
+    return agrees(found, [reference(p) for p in points(seed) for _ in builds], detail)
+
+
+def misprint(seed: int, printed: Build, closed: Build, reference: Build, detail: str = "") -> Evidence:
+    """Show that a printed matrix is off at generic and at equal sizes, and the closed form at neither."""
+    errors = [relative_error(if_it_conforms(lambda p=p: printed(p)), reference(p)) for p in points(seed)]
+    text = "at generic sizes " + ", at equal sizes ".join("does not conform" if e == math.inf else f"{e:.2g}" for e in errors)
+    rest = [relative_error(closed(p), reference(p)) for p in points(seed)]
+    return off(errors, "; ".join(filter(None, (text, detail))), corrected=rest)
+
+
+def each(seed: int, names: Sequence[str], closed: Callable[[Point, str], Tensor], stage: str) -> Evidence:
+    """Compare first derivatives of a stage, weight by weight, with autograd."""
+    found = [closed(p, i) for p in points(seed) for i in names]
+    return agrees(found, [p.first(stage, i) for p in points(seed) for i in names], f"{', '.join(names)}, against autograd")
+
+
+@claim(
+    "curvature-gap/lem1",
+    place="Lemma 1; App. D, Lemma 3",
+    statement=r"$\partial\mathrm{ReLU}(X)/\partial X = \mathrm{diag}(\mathrm{vec}_r 1_{X>0})$, $\partial^2\mathrm{ReLU} = 0$ "
+    r"almost everywhere",
+    verdict="HOLDS",
+    uses=[ActivationAt],
+)
+def lem1(seed: int) -> Evidence:
+    X = Draw(seed).normal(3, 4)
+    at = ActivationAt("relu", X)
+    printed = torch.diag((X > 0).to(X.dtype).reshape(-1))
+    found = [printed, dense(at.jacobian("X")), dense(at.hessian("X", "X"))]
+    return agrees(found, [jacobian_of(torch.relu, X)] * 2 + [hessian_of(torch.relu, X)], "off the kinks, against autograd")
+
+
+@claim(
+    "curvature-gap/thm4",
+    place="Theorem 4",
+    statement=r"$\partial Z/\partial W_i = J_Z B_i$ for $i\in\{1,2\}$, $J_Z J_{SY}G_i$ with $G_i = \partial Y/\partial W_i$ for "
+    r"$i\in\{K,Q,V\}$",
+    verdict="HOLDS",
+    uses=[PostNormBlockAt.jacobian],
+)
+def thm4(seed: int) -> Evidence:
+    def printed(p: Point, i: str) -> Tensor:
+        J_Z = dense(p.block.J_Z)
+        return J_Z @ (dense(p.block.J_SY) @ p.first("Y", i) if i in ATTENTION else p.first("S", i))
+
+    names = [(p, i) for p in points(seed) for i in WEIGHTS]
+    found = [build(p, i) for build in (printed, lambda p, i: dense(p.block.jacobian(i))) for p, i in names]
+    return agrees(found, [p.first("Z", i) for p, i in names] * 2, "the print and the closed form, against autograd")
+
+
+def tokens_indicator(p: Point) -> Tensor:
+    """Return diag(vec_r 1{X > 0}) as Theorem 9 prints it."""
+    return torch.diag((p.X > 0).to(p.X.dtype).reshape(-1))
+
+
+def lifted(p: Point, i: str) -> Tensor:
+    """Return I_L (x) W_i^T."""
+    return kron(eye(p.sizes.L), p.weights[i].T)
+
+
+def of_S_in_Y(p: Point) -> Tensor:
+    """Return dS/dY by autograd."""
+    W = p.weights
+    return jacobian_of(lambda Y: torch.relu(Y @ W["1"]) @ W["2"] + Y, p.block.Y)
+
+
+@claim(
+    "curvature-gap/thm9-b1",
+    place="Theorem 9, four times",
+    statement=r"$\partial S/\partial W_1 = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(Y\otimes I_{d_{ff}})$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$1_{YW_1>0}$ in place of $1_{X>0}$, as Theorem 10 has",
+    uses=[FeedForwardAt.jacobian],
+)
+def thm9_b1(seed: int) -> Evidence:
+    def printed(p: Point) -> Tensor:
+        return lifted(p, "2") @ tokens_indicator(p) @ kron(p.block.Y, eye(p.sizes.d_ff))
+
+    return misprint(seed, printed, lambda p: dense(p.block.B("1")), lambda p: p.first("S", "1"))
+
+
+@claim(
+    "curvature-gap/thm9-b1line",
+    place="Theorem 9, proof, i = 1",
+    statement=r"$\partial S/\partial W_1 = (I_L\otimes W_2^\top)\frac{\partial\sigma(YW_1)}{\partial YW_1}(I_L\otimes W_1^\top)$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"the last factor is $\partial(YW_1)/\partial W_1 = Y\otimes I_{d_{ff}}$; the printed one is $\partial(YW_1)/\partial Y$",
+    uses=[FeedForwardAt.jacobian],
+)
+def thm9_b1line(seed: int) -> Evidence:
+    def printed(p: Point) -> Tensor:
+        return lifted(p, "2") @ dense(p.block.D_sigma) @ lifted(p, "1")
+
+    return misprint(seed, printed, lambda p: dense(p.block.B("1")), lambda p: p.first("S", "1"))
+
+
+@claim(
+    "curvature-gap/thm9-b2",
+    place="Theorem 9",
+    statement=r"$\partial S/\partial W_2 = \sigma(YW_1)\otimes I_{d_V}$",
+    verdict="HOLDS",
+    uses=[FeedForwardAt.jacobian],
+)
+def thm9_b2(seed: int) -> Evidence:
+    return each(seed, ("2",), lambda p, i: dense(p.block.B(i)), "S")
+
+
+@claim(
+    "curvature-gap/thm9-zw2",
+    place="Theorem 9, proof",
+    statement=r"$\partial Z/\partial W_2 = J_Z\,\sigma(YW_1)\otimes I_{d_V}$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$J_Z(\sigma(YW_1)\otimes I_{d_V})$: the brackets are missing",
+    uses=[PostNormBlockAt.jacobian],
+)
+def thm9_zw2(seed: int) -> Evidence:
+    def printed(p: Point) -> Tensor:
+        return kron(dense(p.block.J_Z) @ torch.relu(p.block.Y @ p.weights["1"]), eye(p.sizes.d_V))
+
+    return misprint(seed, printed, lambda p: dense(p.block.jacobian("2")), lambda p: p.first("Z", "2"))
+
+
+@claim(
+    "curvature-gap/thm9-jsy",
+    place="Theorem 9",
+    statement=r"$\partial S/\partial Y = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(I_L\otimes W_1^\top) + I$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$1_{YW_1>0}$ in place of $1_{X>0}$",
+    uses=[FeedForwardAt.jacobian],
+)
+def thm9_jsy(seed: int) -> Evidence:
+    def printed(p: Point) -> Tensor:
+        return lifted(p, "2") @ tokens_indicator(p) @ lifted(p, "1") + eye(p.X.numel())
+
+    return misprint(seed, printed, lambda p: dense(p.block.J_SY), of_S_in_Y)
+
+
+@claim(
+    "curvature-gap/thm9-dy",
+    place="Theorem 9",
+    statement=r"$\frac{\partial Y}{\partial W_i} = \frac{\partial\mathrm{LN}(F + X)}{\partial(F + X)}"
+    r"\frac{\partial F}{\partial W_i}$",
+    verdict="HOLDS",
+    uses=[PostNormBlockAt],
+)
+def thm9_dy(seed: int) -> Evidence:
+    return each(seed, ATTENTION, lambda p, i: dense(p.block.J_Y @ p.block.G(i)), "Y")
+
+
+@claim(
+    "curvature-gap/g_v",
+    place="C.4",
+    statement=r"$\partial F/\partial W_V = AX\otimes I_{d_V}$",
+    verdict="HOLDS",
+    uses=[AttentionAt],
+)
+def g_v(seed: int) -> Evidence:
+    return each(seed, ("V",), lambda p, i: dense(p.at.G_V), "F")
+
+
+@claim(
+    "curvature-gap/g_q",
+    place="C.4",
+    statement=r"$\partial F/\partial W_Q = (I_L\otimes W_V^\top X^\top)\,\frac{\partial A}{\partial M}\,(X\otimes XW_K)/\sqrt{d_K}$ "
+    r"($M$: the logits)",
+    verdict="HOLDS",
+    uses=[AttentionAt],
+)
+def g_q(seed: int) -> Evidence:
+    return each(seed, ("Q",), lambda p, i: dense(p.at.G_Q), "F")
+
+
+def printed_G_K(p: Point) -> Tensor:
+    """Return dF/dW_K with K_{d_V,d_K} as printed."""
+    L, d_V, d_K, _ = p.sizes
+    front = kron(eye(L), (p.X @ p.weights["V"]).T) @ dense(p.at.dA)
+    return front @ kron(p.X @ p.weights["Q"], p.X) @ turn(d_V, d_K) / math.sqrt(d_K)
+
+
+@claim(
+    "curvature-gap/g_k",
+    place="C.4",
+    statement=r"$\partial F/\partial W_K = (I_L\otimes W_V^\top X^\top)\,\frac{\partial A}{\partial M}\,"
+    r"(XW_Q\otimes X)K_{d_V d_K}/\sqrt{d_K}$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="$d_K = d_V$",
+    corrected=r"$K_{d_K,d_V}$, as Lemma 2 and C.1 have",
+    uses=[AttentionAt],
+)
+def g_k(seed: int) -> Evidence:
+    generic, equal = points(seed)
+    references = [equal.first("F", "K"), generic.first("F", "K")]
+    holds = agrees([printed_G_K(equal), dense(generic.at.G_K)], references, "d_K = d_V = 3; corrected at generic sizes")
+    return assumed(holds, relative_error(printed_G_K(generic), references[1]), above=0.1)
+
+
+@claim(
+    "curvature-gap/da-dm",
+    place="C.4",
+    statement=r"$\partial A/\partial M = \mathrm{blockdiag}(\mathrm{diag}(A_i) - A_iA_i^\top)$",
+    verdict="HOLDS",
+    uses=[SoftmaxAt],
+)
+def da_dm(seed: int) -> Evidence:
+    M = Draw(seed).normal(3, 4)
+    return agrees(dense(SoftmaxAt(M).jacobian("T")), jacobian_of(lambda M: M.softmax(1), M), "against autograd")
+
+
+@claim(
+    "curvature-gap/da-dm-unif",
+    place="C.4 and C.1",
+    statement=r"$\partial A/\partial M = \frac1n I_L\otimes(I_L - \frac1L 1_{L\times L})$ under uniform attention",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="$n = L$ ($n$ is not defined), and attention is uniform, which C.1 does not repeat",
+    corrected=r"$\mathrm{blockdiag}(\mathrm{diag}(A_i) - A_iA_i^\top)$",
+    uses=[SoftmaxAt],
+)
+def da_dm_unif(seed: int) -> Evidence:
+    L = 3
+    printed = kron(eye(L), eye(L) - ones(L, L) / L) / L
+    generic, uniform = point(seed), point(seed, uniform=True)
+    references = [jacobian_of(lambda T: T.softmax(1), p.at.T) for p in (uniform, generic)]
+    holds = agrees([printed, dense(generic.at.dA)], references, "uniform attention; the general form elsewhere")
+    return assumed(holds, relative_error(printed, references[1]), above=0.1)
+
+
+# The definitions of Theorem 10 -----------------------------------------------------------------------------------------
+
+
+@claim(
+    "curvature-gap/dsigma",
+    place="Theorem 10",
+    statement=r"$D_\sigma = \mathrm{diag}(\mathrm{vec}_r 1_{YW_1>0})$",
+    verdict="HOLDS",
+    uses=[FeedForwardAt],
+)
+def dsigma(seed: int) -> Evidence:
+    return same(
+        seed,
+        lambda p: dense(p.block.D_sigma),
+        lambda p: torch.diag((p.block.Y @ p.weights["1"] > 0).to(p.X.dtype).reshape(-1)),
+        reference=lambda p: jacobian_of(torch.relu, p.block.Y @ p.weights["1"]),
+    )
+
+
+@claim(
+    "curvature-gap/j_sy",
+    place="Theorem 10",
+    statement=r"$J_{SY} = (I_L\otimes W_2^\top)D_\sigma(I_L\otimes W_1^\top) + I$",
+    verdict="HOLDS",
+    uses=[FeedForwardAt.jacobian],
+)
+def j_sy(seed: int) -> Evidence:
+    return same(seed, lambda p: dense(p.block.J_SY), reference=of_S_in_Y)
+
+
+@claim(
+    "curvature-gap/b_1",
+    place="Theorem 10",
+    statement=r"$B_1 = (I_L\otimes W_2^\top)D_\sigma(Y\otimes I_{d_{ff}})$",
+    verdict="HOLDS",
+    uses=[PostNormBlockAt.B],
+)
+def b_1(seed: int) -> Evidence:
+    return each(seed, ("1",), lambda p, i: lifted(p, "2") @ dense(p.block.D_sigma) @ kron(p.block.Y, eye(p.sizes.d_ff)), "S")
+
+
+@claim(
+    "curvature-gap/b_2",
+    place="Theorem 10",
+    statement=r"$B_2 = \sigma(YW_1)\otimes I_{d_V}$",
+    verdict="HOLDS",
+    uses=[PostNormBlockAt.B],
+)
+def b_2(seed: int) -> Evidence:
+    return each(seed, ("2",), lambda p, i: kron(torch.relu(p.block.Y @ p.weights["1"]), eye(p.sizes.d_V)), "S")
+
+
+@claim(
+    "curvature-gap/b_k",
+    place="Theorem 10",
+    statement=r"$B_k = J_{SY}J_Y G_k$ with $G_k := \partial F/\partial W_k$",
+    verdict="HOLDS",
+    uses=[PostNormBlockAt.B],
+)
+def b_k(seed: int) -> Evidence:
+    return each(seed, ATTENTION, lambda p, i: dense(p.block.B(i)), "S")
+
+
+@claim(
+    "curvature-gap/g-clash",
+    place="Theorem 10, 'from Theorem 4'",
+    statement=r"$B_k = J_{SY}J_Y G_k$ with the $G_k = \partial Y/\partial W_k$ of Theorem 4",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$G_k = \partial F/\partial W_k$, as Theorem 10 defines it; $J_Y$ would enter twice",
+    uses=[PostNormBlockAt.G],
+)
+def g_clash(seed: int) -> Evidence:
+    return misprint(
+        seed,
+        lambda p: dense(p.block.J_SY @ p.block.J_Y) @ p.first("Y", "V"),
+        lambda p: dense(p.block.J_SY @ p.block.J_Y @ p.block.G("V")),
+        lambda p: p.first("S", "V"),
+        "for W_V",
+    )

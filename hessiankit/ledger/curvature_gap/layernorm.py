@@ -1,0 +1,148 @@
+"""LayerNorm's Jacobian: Theorems 2 and 8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from derivations.layernorm_theorems import LayerNormTheorems, theorem2_jacobian
+from derivations.normalization import LayerNormAt
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.curvature_gap.derivatives import jacobian_of
+from hessiankit.ledger.curvature_gap.notation import basis_pairs, dense, eye, if_it_conforms, kron, ones
+from hessiankit.ledger.curvature_gap.point import layer_norm
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, assumed, relative_error
+from hessiankit.ledger.registry import claim
+
+GENERIC, EQUAL = (3, 4), (3, 3)
+"""L x d_V."""
+
+
+def centred(X: Tensor) -> Tensor:
+    """Return M."""
+    return X - X.mean(1, keepdim=True)
+
+
+def scales(X: Tensor) -> Tensor:
+    """Return sigma, a column."""
+    return centred(X).square().mean(1, keepdim=True).sqrt()
+
+
+def inverse_scales(X: Tensor) -> Tensor:
+    """Return P."""
+    return torch.diag(1 / scales(X)[:, 0])
+
+
+def tokens(seed: int, shape: tuple[int, int] = GENERIC) -> Tensor:
+    """Return the X of a seed."""
+    return Draw(seed).normal(*shape)
+
+
+@claim(
+    "curvature-gap/thm2-defs",
+    place="Theorem 2",
+    statement=r"$M = X - \frac{1}{d_V}X11^\top$, $\sigma = \frac{1}{\sqrt{d_V}}(M^{\circ 2}1)^{\circ 1/2}$, "
+    r"$P = \mathrm{diag}^{-1}(\sigma)$: $\mathrm{LN}(X) = PM$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm2_defs(seed: int) -> Evidence:
+    X = tokens(seed)
+    objects = LayerNormTheorems(X)
+    found = [dense(objects.M), objects.sigma, dense(objects.P) @ dense(objects.M)]
+    return agrees(
+        found, [centred(X), scales(X), torch.nn.functional.layer_norm(X, (4,), eps=0.0)], "gamma = 1, beta = 0, eps = 0"
+    )
+
+
+@claim(
+    "curvature-gap/thm2",
+    place="Theorem 2; C.2",
+    statement=r"$\partial\mathrm{LN}/\partial X = (P\otimes I_{d_V})(I_{Ld_V} - \frac{1}{d_V}(I_L\otimes 1_{d_V\times d_V})) + "
+    r"(I_L\otimes M^\top)\,\partial P/\partial X$",
+    verdict="HOLDS",
+    corrected=r"shorter: $(P\otimes I)(I_L\otimes C - \frac{1}{d_V}VV^\top)$, $V = \mathrm{blockdiag}(\hat x_i)$",
+    uses=[theorem2_jacobian, LayerNormAt],
+)
+def thm2(seed: int) -> Evidence:
+    X = tokens(seed)
+    L, d = X.shape
+    P, dP = inverse_scales(X), jacobian_of(inverse_scales, X)
+    printed = kron(P, eye(d)) @ (eye(L * d) - kron(eye(L), ones(d, d)) / d) + kron(eye(L), centred(X).T) @ dP
+    closed = [dense(theorem2_jacobian(X)), dense(LayerNormAt(X).jacobian("X"))]
+    return agrees([printed, *closed], [jacobian_of(layer_norm, X)] * 3, "as printed, Theorem 8 expanded, the shorter form")
+
+
+@claim(
+    "curvature-gap/thm8-dp",
+    place="Theorem 8",
+    statement=r"$\frac{\partial P}{\partial X} = \frac{1}{\sqrt{d_V}}(-D^{-1}\otimes D^{-\top})E\,[\mathrm{diag}^{-1}"
+    r"(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes 1^\top)\mathrm{diag}(\mathrm{vec}_r M)\frac{\partial M}{\partial X}]$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm8_dp(seed: int) -> Evidence:
+    X = tokens(seed)
+    return agrees(dense(LayerNormTheorems(X).dP), jacobian_of(inverse_scales, X), "against autograd")
+
+
+@claim(
+    "curvature-gap/thm8-dm",
+    place="C.2",
+    statement=r"$\partial M/\partial X = I_L\otimes I_{d_V} - \frac{1}{d_V}(I_L\otimes 1_{d_V\times d_V})$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm8_dm(seed: int) -> Evidence:
+    X = tokens(seed)
+    return agrees(dense(LayerNormTheorems(X).dM), jacobian_of(centred, X), "against autograd")
+
+
+@claim(
+    "curvature-gap/thm8-dsigma",
+    place="C.2",
+    statement=r"$\partial\sigma/\partial X = \frac{1}{\sqrt{d_V}}\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))"
+    r"(I_L\otimes 1^\top)\mathrm{diag}(\mathrm{vec}_r M)\,\partial M/\partial X$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm8_dsigma(seed: int) -> Evidence:
+    X = tokens(seed)
+    return agrees(dense(LayerNormTheorems(X).dsigma), jacobian_of(scales, X), "against autograd")
+
+
+@claim(
+    "curvature-gap/thm8-ddiag",
+    place="C.2, chain rule",
+    statement=r"$\frac{\partial P}{\partial X} = \frac{\partial D^{-1}}{\partial D}\frac{\partial\mathrm{diag}(\sigma)}"
+    r"{\partial\sigma}\frac{\partial\sigma}{\partial X}$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm8_ddiag(seed: int) -> Evidence:
+    X = tokens(seed)
+    P = inverse_scales(X)
+    return agrees(
+        -kron(P, P.T) @ basis_pairs(len(X)) @ jacobian_of(scales, X), jacobian_of(inverse_scales, X), "against autograd"
+    )
+
+
+@claim(
+    "curvature-gap/thm8-tau",
+    place="C.2, proof",
+    statement=r"$\tau = Q\,1_L$ with $Q = M^{\circ 2}$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="$L = d_V$; the next line has $1_{d_V}$",
+    corrected=r"$\tau = Q\,1_{d_V}$",
+    uses=[LayerNormTheorems],
+)
+def thm8_tau(seed: int) -> Evidence:
+    square, wide = tokens(seed, EQUAL), tokens(seed)
+
+    def printed(X: Tensor) -> Tensor:
+        return centred(X).square() @ ones(X.shape[0])
+
+    references = [3 * scales(square).square(), 4 * scales(wide).square()]
+    holds = agrees([printed(square), LayerNormTheorems(wide).norms ** 2], references, "L = d_V = 3; corrected at L = 3, d_V = 4")
+    return assumed(holds, relative_error(if_it_conforms(lambda: printed(wide)), references[1]), above=1.0)

@@ -1,0 +1,405 @@
+"""LayerNorm's Hessian: Theorem 3, C.3, and the two derivatives of Lemma 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from derivations.layernorm_theorems import LayerNormTheorems, theorem3_hessian
+from derivations.normalization import LayerNormAt
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.curvature_gap.derivatives import hessian_of, jacobian_of
+from hessiankit.ledger.curvature_gap.layernorm import EQUAL, GENERIC, centred, inverse_scales, scales, tokens
+from hessiankit.ledger.curvature_gap.notation import basis_pairs, dense, eye, if_it_conforms, kron, ones, turn, vec_eye
+from hessiankit.ledger.curvature_gap.point import layer_norm
+from hessiankit.ledger.evidence import agrees, assumed, off, relative_error
+from hessiankit.ledger.registry import claim
+
+AUTOGRAD = "against autograd"
+
+
+class Pieces:
+    """Theorem 3's letters at X as tensors, each a function of X as C.3 defines it, for autograd to differentiate."""
+
+    def __init__(self, X: Tensor) -> None:
+        self.X, (self.L, self.d) = X, X.shape
+        self.n = self.L * self.d
+        self.closed = LayerNormTheorems(X)
+
+    def reference(self, letter: str) -> Tensor:
+        """Return d(letter)/dX by autograd."""
+        return jacobian_of(getattr(self, letter), self.X)
+
+    def P(self, X: Tensor) -> Tensor:
+        """diag^{-1}(sigma)."""
+        return inverse_scales(X)
+
+    def D(self, X: Tensor) -> Tensor:
+        """diag(sigma)."""
+        return torch.diag(scales(X)[:, 0])
+
+    def dP(self, X: Tensor) -> Tensor:
+        """A_1 B_1 / sqrt(d), which is dP/dX (Theorem 8)."""
+        return self.A1(X) @ self.B1(X) / self.d**0.5
+
+    def A1(self, X: Tensor) -> Tensor:
+        """-D^{-1} (x) D^{-T}."""
+        return -kron(self.P(X), self.P(X).T)
+
+    def minus_inverse(self, X: Tensor) -> Tensor:
+        """-D^{-1}."""
+        return -self.P(X)
+
+    def inverse_transposed(self, X: Tensor) -> Tensor:
+        """D^{-T}."""
+        return self.P(X).T
+
+    def B1(self, X: Tensor) -> Tensor:
+        """E A_2 B_2."""
+        return basis_pairs(self.L) @ self.A2(X) @ self.B2(X)
+
+    def A2(self, X: Tensor) -> Tensor:
+        """diag^{-1}(vec_r^{1/2}(M^{o2} 1))."""
+        return torch.diag(1 / centred(X).norm(dim=1))
+
+    def B2(self, X: Tensor) -> Tensor:
+        """J A_3 B_3."""
+        return kron(eye(self.L), ones(1, self.d)) @ self.A3(X) @ self.dM
+
+    def A3(self, X: Tensor) -> Tensor:
+        """diag(vec_r M)."""
+        return torch.diag(centred(X).reshape(-1))
+
+    @property
+    def dM(self) -> Tensor:
+        """B_3 = dM/dX, a constant."""
+        return kron(eye(self.L), eye(self.d) - ones(self.d, self.d) / self.d)
+
+
+def holds(seed: int, printed: Callable[[Pieces], Tensor], letter: str, *, closed: str = "") -> Evidence:
+    """Compare a printed derivative, and the closed form where there is one, with autograd at both sizes."""
+    found, references = [], []
+    for shape in (GENERIC, EQUAL):
+        at = Pieces(tokens(seed, shape))
+        reference = at.reference(letter)
+        found.append(printed(at))
+        references.append(reference)
+        if closed:
+            found.append(dense(getattr(at.closed, closed)))
+            references.append(reference)
+    return agrees(found, references, f"{AUTOGRAD}, L = d_V and not")
+
+
+def misprint(
+    seed: int, printed: Callable[[Pieces], Tensor], closed: Callable[[Pieces], Tensor], reference: Callable[[Pieces], Tensor]
+) -> Evidence:
+    """Show that a printed derivative is off at both sizes, and the corrected one is not."""
+    errors, rest = [], []
+    for shape in (GENERIC, EQUAL):
+        at = Pieces(tokens(seed, shape))
+        true = reference(at)
+        errors.append(relative_error(if_it_conforms(lambda at=at: printed(at)), true))
+        rest.append(relative_error(closed(at), true))
+    return off(errors, "the smaller of the errors at (L, d_V) = (3, 4) and (3, 3)", corrected=rest)
+
+
+@claim(
+    "curvature-gap/thm3-skel",
+    place="Theorem 3; C.3",
+    statement=r"$\partial^2\mathrm{LN} = ((P\otimes I)\otimes I)\partial^2 M + (I\otimes G^\top)\partial(P\otimes I_{d_V}) + "
+    r"((I_L\otimes M^\top)\otimes I)\partial^2 P + (I\otimes H^\top)\partial(I_L\otimes M^\top)$, pieces exact",
+    verdict="HOLDS",
+    uses=[theorem3_hessian],
+)
+def thm3_skel(seed: int) -> Evidence:
+    found, references = [], []
+    for shape in (GENERIC, EQUAL):
+        at = Pieces(tokens(seed, shape))
+        found += [skeleton(at, dense(at.closed.dPkron), dense(at.closed.d2P)), dense(LayerNormAt(at.X).hessian("X", "X"))]
+        references += [hessian_of(layer_norm, at.X)] * 2
+    return agrees(found, references, f"the four terms, and the shorter form, {AUTOGRAD}")
+
+
+def skeleton(at: Pieces, dPkron: Tensor, d2P: Tensor) -> Tensor:
+    """Return the four terms of Theorem 3 with given d(P (x) I)/dX and d2P/dX2."""
+    IMT = jacobian_of(lambda X: kron(eye(at.L), centred(X).T), at.X)
+    H = dense(at.closed.dP)
+    front = kron(eye(at.L), centred(at.X).T, eye(at.n))
+    return kron(eye(at.n), at.dM.T) @ dPkron + front @ d2P + kron(eye(at.n), H.T) @ IMT
+
+
+@claim(
+    "curvature-gap/thm3-d2m",
+    place="Theorem 3",
+    statement=r"$\partial^2 M/\partial X^2 = 0$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm3_d2m(seed: int) -> Evidence:
+    at = Pieces(tokens(seed))
+    return agrees(dense(at.closed.d2M), hessian_of(centred, at.X), AUTOGRAD)
+
+
+def printed_dPkron(at: Pieces) -> Tensor:
+    """Return (I_L (x) K_{L,L} (x) I_L)(I_{L^2} (x) vec_r I_L) dP/dX."""
+    L = at.L
+    return kron(eye(L), turn(L, L), eye(L)) @ kron(eye(L * L), vec_eye(L)) @ at.reference("P")
+
+
+@claim(
+    "curvature-gap/thm3-dpkron",
+    place="C.3",
+    statement=r"$\partial(P\otimes I_{d_V})/\partial X = (I_L\otimes K_{L,L}\otimes I_L)(I_{L^2}\otimes\mathrm{vec}_r I_L)\,"
+    r"\partial P/\partial X$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="$L = d_V$: it differentiates $P\\otimes I_L$",
+    corrected=r"$(I_L\otimes K_{d_V,L}\otimes I_{d_V})(I_{L^2}\otimes\mathrm{vec}_r I_{d_V})\,\partial P/\partial X$, as Lemma 4 has",
+    uses=[LayerNormTheorems],
+)
+def thm3_dpkron(seed: int) -> Evidence:
+    square, wide = Pieces(tokens(seed, EQUAL)), Pieces(tokens(seed))
+    references = [jacobian_of(lambda X, at=at: kron(at.P(X), eye(at.d)), at.X) for at in (square, wide)]
+    found = agrees([printed_dPkron(square), dense(wide.closed.dPkron)], references, "L = d_V = 3; corrected at (3, 4)")
+    return assumed(found, relative_error(printed_dPkron(wide), references[1]), above=1.0)
+
+
+@claim(
+    "curvature-gap/thm3-dimt",
+    place="C.3",
+    statement=r"$\partial(I_L\otimes M^\top)/\partial X = (I_L\otimes K_{d_V,L}\otimes I_L)(\mathrm{vec}_r I_L\otimes I_{Ld_V})"
+    r"K_{d_V,L}\,\partial M/\partial X$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm3_dimt(seed: int) -> Evidence:
+    at = Pieces(tokens(seed))
+    return agrees(dense(at.closed.dIMT), jacobian_of(lambda X: kron(eye(at.L), centred(X).T), at.X), AUTOGRAD)
+
+
+def printed_dA1(at: Pieces) -> Tensor:
+    """Return dA_1/dX by Proposition 4."""
+    L, P = at.L, at.P(at.X)
+    vec_P = P.reshape(-1, 1)
+    first = kron(eye(L * L), vec_P) @ at.reference("minus_inverse")
+    second = kron(-vec_P, eye(L * L)) @ at.reference("inverse_transposed")
+    return kron(eye(L), turn(L, L), eye(L)) @ (first + second)
+
+
+@claim(
+    "curvature-gap/thm3-da1",
+    place="C.3",
+    statement=r"$\frac{\partial A_1}{\partial X} = (I_L\otimes K_{L,L}\otimes I_L)\left[(I_{L^2}\otimes\mathrm{vec}_r D^{-\top})"
+    r"\frac{\partial(-D^{-1})}{\partial X} + (\mathrm{vec}_r(-D^{-1})\otimes I_{L^2})\frac{\partial D^{-\top}}{\partial X}\right]$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm3_da1(seed: int) -> Evidence:
+    return holds(seed, printed_dA1, "A1", closed="dA1")
+
+
+@claim(
+    "curvature-gap/thm3-d-dinv",
+    place="C.3",
+    statement=r"$\partial(-D^{-1})/\partial X = (D^{-1}\otimes D^{-\top})\,\partial D/\partial X$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm3_d_dinv(seed: int) -> Evidence:
+    return holds(seed, lambda at: kron(at.P(at.X), at.P(at.X).T) @ at.reference("D"), "minus_inverse")
+
+
+@claim(
+    "curvature-gap/thm3-ddinvt",
+    place="C.3",
+    statement=r"$\partial D^{-\top}/\partial X = K_{L,L}(-D^{-1}\otimes D^{-\top})\,\partial D/\partial X$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm3_ddinvt(seed: int) -> Evidence:
+    return holds(seed, lambda at: -turn(at.L, at.L) @ kron(at.P(at.X), at.P(at.X).T) @ at.reference("D"), "inverse_transposed")
+
+
+@claim(
+    "curvature-gap/thm3-dd",
+    place="C.3",
+    statement=r"$\partial D/\partial X = E\,[\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes 1^\top)"
+    r"\mathrm{diag}(\mathrm{vec}_r M)\,\partial M/\partial X]$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"times $1/\sqrt{d_V}$",
+    uses=[LayerNormTheorems],
+)
+def thm3_dd(seed: int) -> Evidence:
+    return misprint(seed, lambda at: at.B1(at.X), lambda at: dense(at.closed.dD), lambda at: at.reference("D"))
+
+
+def printed_d2P(at: Pieces, dA1: Tensor) -> Tensor:
+    """Return d2P/dX2 as printed: 1/sqrt(d) in front of the first of its two terms."""
+    A1, B1 = at.A1(at.X), at.B1(at.X)
+    return kron(A1, eye(at.n)) @ at.reference("B1") / at.d**0.5 + kron(eye(at.L**2), B1.T) @ dA1
+
+
+@claim(
+    "curvature-gap/thm3-d2p",
+    place="C.3, twice",
+    statement=r"$\frac{\partial^2 P}{\partial X^2} = \frac{1}{\sqrt{d_V}}(A_1\otimes I)\frac{\partial B_1}{\partial X} + "
+    r"(I_{L^2}\otimes B_1^\top)\frac{\partial A_1}{\partial X}$, pieces exact",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\frac{1}{\sqrt{d_V}}$ multiplies both terms",
+    uses=[LayerNormTheorems],
+)
+def thm3_d2p(seed: int) -> Evidence:
+    return misprint(
+        seed, lambda at: printed_d2P(at, at.reference("A1")), lambda at: dense(at.closed.d2P), lambda at: at.reference("dP")
+    )
+
+
+@claim(
+    "curvature-gap/thm3-db1",
+    place="C.3",
+    statement=r"$\frac{\partial B_1}{\partial X} = (E\otimes I)\left[(A_2\otimes I)\frac{\partial B_2}{\partial X} + "
+    r"(I_L\otimes B_2^\top)\frac{\partial A_2}{\partial X}\right]$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm3_db1(seed: int) -> Evidence:
+    def printed(at: Pieces) -> Tensor:
+        inner = kron(at.A2(at.X), eye(at.n)) @ at.reference("B2") + kron(eye(at.L), at.B2(at.X).T) @ at.reference("A2")
+        return kron(basis_pairs(at.L), eye(at.n)) @ inner
+
+    return holds(seed, printed, "B1", closed="dB1")
+
+
+@claim(
+    "curvature-gap/thm3-da2",
+    place="C.3, needed for $\\partial B_1/\\partial X$",
+    statement=r"$\partial A_2/\partial X = -(A_2\otimes A_2)\,E A_2 B_2$",
+    verdict="OMITTED",
+    uses=[LayerNormTheorems],
+)
+def thm3_da2(seed: int) -> Evidence:
+    return holds(seed, lambda at: dense(at.closed.dA2), "A2")
+
+
+@claim(
+    "curvature-gap/thm3-db2",
+    place="C.3",
+    statement=r"$\frac{\partial B_2}{\partial X} = (J\otimes I)\left[(A_3\otimes I)\frac{\partial B_3}{\partial X} + "
+    r"(I_{Ld_V}\otimes B_3^\top)\frac{\partial A_3}{\partial X}\right]$, $\frac{\partial B_3}{\partial X} = 0$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def thm3_db2(seed: int) -> Evidence:
+    def printed(at: Pieces) -> Tensor:
+        return kron(eye(at.L), ones(1, at.d), eye(at.n)) @ kron(eye(at.n), at.dM.T) @ at.reference("A3")
+
+    return holds(seed, printed, "B2", closed="dB2")
+
+
+@claim(
+    "curvature-gap/thm3-da3",
+    place="C.3",
+    statement=r"$\partial A_3/\partial X = (e_1\otimes e_1\ \dots\ e_L\otimes e_L)\,I_{Ld_V}\,\partial M/\partial X$ with "
+    r"$e_i\in\mathbb{R}^{Ld_V}$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$(e_1\otimes e_1\ \dots\ e_{Ld_V}\otimes e_{Ld_V})\,\partial M/\partial X$",
+    uses=[LayerNormTheorems],
+)
+def thm3_da3(seed: int) -> Evidence:
+    return misprint(
+        seed,
+        lambda at: basis_pairs(at.n)[:, : at.L] @ eye(at.n) @ at.dM,
+        lambda at: dense(at.closed.dA3),
+        lambda at: at.reference("A3"),
+    )
+
+
+@claim(
+    "curvature-gap/thm3-dvecm",
+    place="C.3",
+    statement=r"$\partial\mathrm{vec}_r(M)/\partial M = I_{Ld_V}$",
+    verdict="HOLDS",
+)
+def thm3_dvecm(seed: int) -> Evidence:
+    M = centred(tokens(seed))
+    return agrees(eye(12), jacobian_of(lambda M: M.reshape(-1), M), AUTOGRAD)
+
+
+def printed_inner_d2P(at: Pieces) -> Tensor:
+    """Return d2P/dX2 from printed pieces: the misprinted dD/dX inside dA_1/dX; dA_3/dX is forgiven, it does not conform."""
+    L, P, dD = at.L, at.P(at.X), at.B1(at.X)
+    slope = kron(P, P.T) @ dD
+    vec_P = P.reshape(-1, 1)
+    inner = kron(eye(L * L), vec_P) @ slope + kron(-vec_P, eye(L * L)) @ -turn(L, L) @ slope
+    return printed_d2P(at, kron(eye(L), turn(L, L), eye(L)) @ inner)
+
+
+@claim(
+    "curvature-gap/thm3-full",
+    place="Theorem 3; C.3",
+    statement=r"the Hessian of LayerNorm, assembled from the pieces as printed",
+    verdict="WRONG AS PRINTED",
+    corrected="Theorem 3 with the corrected pieces",
+    uses=[theorem3_hessian],
+)
+def thm3_full(seed: int) -> Evidence:
+    return misprint(
+        seed,
+        lambda at: skeleton(at, printed_dPkron(at), printed_inner_d2P(at)),
+        lambda at: dense(theorem3_hessian(at.X)),
+        lambda at: hessian_of(layer_norm, at.X),
+    )
+
+
+@claim(
+    "curvature-gap/thm3-full2",
+    place="Theorem 3; C.3",
+    statement=r"the same with $\partial(P\otimes I_{d_V})/\partial X$ repaired, as Lemma 4 has it",
+    verdict="WRONG AS PRINTED",
+    corrected=r"also the two factors $1/\sqrt{d_V}$; shorter: $\sum_i s_i^{-2}(e_i\otimes I\otimes e_i\otimes I)\,h_i\,"
+    r"(e_i^\top\otimes I)$ with $h_i = -\frac1d(\mathrm{vec}_r(C)\hat x^\top + C\otimes\hat x + \hat x\otimes C) + "
+    r"\frac{3}{d^2}(\hat x\otimes\hat x)\hat x^\top$",
+    uses=[theorem3_hessian, LayerNormAt],
+)
+def thm3_full2(seed: int) -> Evidence:
+    return misprint(
+        seed,
+        lambda at: skeleton(at, dense(at.closed.dPkron), printed_inner_d2P(at)),
+        lambda at: dense(LayerNormAt(at.X).hessian("X", "X")),
+        lambda at: hessian_of(layer_norm, at.X),
+    )
+
+
+@claim(
+    "curvature-gap/l4-dpkron",
+    place="Lemma 4, proof (i)",
+    statement=r"$\partial(P\otimes I_n)/\partial X = (I_m\otimes K_{n,m}\otimes I_n)(I_{m^2}\otimes\mathrm{vec}_r I_n)\,"
+    r"\partial P/\partial X$",
+    verdict="HOLDS",
+    uses=[LayerNormTheorems],
+)
+def l4_dpkron(seed: int) -> Evidence:
+    at = Pieces(tokens(seed))
+    return agrees(dense(at.closed.dPkron), jacobian_of(lambda X: kron(at.P(X), eye(at.d)), at.X), AUTOGRAD)
+
+
+@claim(
+    "curvature-gap/l4-dimt",
+    place="Lemma 4, proof (iii)",
+    statement=r"$\partial(I_m\otimes M^\top)/\partial X = (I_m\otimes K_{n,m}\otimes I_m)(\mathrm{vec}_r I_m\otimes I_{mn})\,"
+    r"\partial M/\partial X$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"with $K_{n,m}$ before $\partial M/\partial X$, as C.3 has it; the norm is the same",
+    uses=[LayerNormTheorems],
+)
+def l4_dimt(seed: int) -> Evidence:
+    def printed(at: Pieces) -> Tensor:
+        return kron(eye(at.L), turn(at.d, at.L), eye(at.L)) @ kron(vec_eye(at.L), eye(at.n)) @ at.dM
+
+    return misprint(
+        seed,
+        printed,
+        lambda at: dense(at.closed.dIMT),
+        lambda at: jacobian_of(lambda X: kron(eye(at.L), centred(X).T), at.X),
+    )

@@ -1,0 +1,198 @@
+"""The text after Theorem A.3, and what is exact in its place: homogeneity, its consequences for the Hessian, gauges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from derivations.gradient_bounds import pre_norm_gradient_bounds, qkv_norm_gradient_bounds
+from derivations.stage import Stage
+from hessiankit.ledger.autodiff import hessian_of, jacobian_of
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, counts, not_run, off, relative_error, small
+from hessiankit.ledger.hybridnorm.definitions import LETTERS, Head
+from hessiankit.ledger.hybridnorm.jacobians import dense, printed_pre_norm
+from hessiankit.ledger.registry import claim
+
+
+def moved(seed: int, letter: str) -> tuple[Head, Head]:
+    """Return a head, and one in which a weight is another draw."""
+    head = Head.draw(Draw(seed))
+    return head, head.with_(**{letter: Draw(seed + 1000).normal(*getattr(head, letter).shape)})
+
+
+@claim(
+    "hybridnorm/text-pre-not-by-themselves",
+    place="App. A, after Theorem A.3",
+    statement=r"with Pre-Norm, the gradients of $W_Q$ and $W_K$ are influenced by all three other weights but not by themselves",
+    verdict="WRONG AS PRINTED",
+    corrected=r"only the bounds are free of them: $A$, in the gradient, depends on both",
+    uses=[pre_norm_gradient_bounds],
+)
+def not_by_themselves(seed: int) -> Evidence:
+    errors, bounds = [], []
+    for letter, k in (("W_Q", 0), ("W_K", 1)):
+        head, other = moved(seed, letter)
+        errors.append(relative_error(printed_pre_norm(other, letter), printed_pre_norm(head, letter)))
+        before, after = (pre_norm_gradient_bounds(4, *h.weights)[k] for h in (head, other))
+        bounds.append(abs(after / before - 1))
+    return off(errors, "change of dS/dW_Q when W_Q moves, and of its bound; the same for W_K", corrected=bounds, above=0.1)
+
+
+@claim(
+    "hybridnorm/text-qkv-itself-and-output",
+    place="App. A, after Theorem A.3",
+    statement=r"with QKV-Norm, the gradient of each weight depends at most on itself and $W_O$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"it depends on the direction of all others and not on their scale, nor on that of $X$",
+    uses=[Stage.jacobian, qkv_norm_gradient_bounds],
+)
+def itself_and_output(seed: int) -> Evidence:
+    head, other = moved(seed, "W_K")
+    before = dense(head.closed_qkv_norm.jacobian("W_Q"))
+    turned = relative_error(dense(other.closed_qkv_norm.jacobian("W_Q")), before)
+    scaled = head.with_(X=7 * head.X, W_Q=head.W_Q, W_K=3 * head.W_K, W_V=0.2 * head.W_V)
+    rest = relative_error(dense(scaled.closed_qkv_norm.jacobian("W_Q")), before)
+    return off(turned, "change of dS_N/dW_Q when W_K is drawn anew, and when X, W_K, W_V are scaled", corrected=rest, above=0.1)
+
+
+@claim(
+    "hybridnorm/text-vicious-cycle",
+    place="App. A, after Theorem A.3",
+    statement="with Pre-Norm, a weight that becomes too large or too small drives the others, a vicious cycle that ends in "
+    "collapse; "
+    "QKV-Norm avoids it",
+    verdict="NOT RUN",
+)
+def vicious_cycle(seed: int) -> Evidence:
+    return not_run("a statement about training that no proof or experiment of the paper addresses")
+
+
+@claim(
+    "ours/qkv-degrees",
+    place="HybridNorm, Eq. 13",
+    statement=r"$S_N$ is homogeneous of degrees $(0,0,0,1;0)$ in $(W_Q,W_K,W_V,W_O;X)$, so $\partial S_N/\partial "
+    r"W_\bullet$ has degree "
+    r"$-1$ in $W_\bullet$, $1$ in $W_O$, $0$ in all else",
+    verdict="HOLDS",
+    uses=[Stage.jacobian],
+)
+def degrees(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed))
+    errors = []
+    for letter in LETTERS[:3]:
+        before = dense(head.closed_qkv_norm.jacobian(letter))
+        for name, factor in (("X", 3.0), *((other, 0.5) for other in LETTERS)):
+            scaled = head.with_(**{name: factor * getattr(head, name)})
+            degree = 1 if name == "W_O" else -1 if name == letter else 0
+            errors.append(relative_error(dense(scaled.closed_qkv_norm.jacobian(letter)), factor**degree * before))
+    return small(errors, "15 scalings")
+
+
+def loss_of(head: Head, seed: int) -> Callable[..., Tensor]:
+    """Return a generic loss of S_N as a function of the four weights."""
+    draw = Draw(seed + 1)
+    slope, target = draw.normal(*head.X.shape), draw.normal(*head.X.shape)
+
+    def loss(*weights: Tensor) -> Tensor:
+        S = head.qkv_norm(head.X, *weights)
+        return (slope * S).sum() + (S - target).square().sum()
+
+    return loss
+
+
+@claim(
+    "ours/qkv-gradient-orthogonal",
+    place="HybridNorm, Eq. 13",
+    statement=r"$\langle w_\bullet, g_\bullet\rangle = 0$ for $W_Q$, $W_K$, $W_V$ and any loss of $S_N$",
+    verdict="HOLDS",
+)
+def orthogonal(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed))
+    loss, errors = loss_of(head, seed), []
+    for k in range(3):
+        g, w = jacobian_of(loss, *head.weights, wrt=k).reshape(-1), head.weights[k].reshape(-1)
+        errors.append(abs(float(g @ w)) / float(g.norm() * w.norm()))
+    return small(errors, "gradients by autograd")
+
+
+@claim(
+    "ours/qkv-hessian-on-its-weight",
+    place="HybridNorm, Eq. 13",
+    statement=r"$H w_\bullet = -g_\bullet$ on the block of $W_\bullet$ and $0$ on all others, for $W_Q$, $W_K$, $W_V$",
+    verdict="HOLDS",
+)
+def hessian_on_weight(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed), 3, 4, 2)
+    loss, errors = loss_of(head, seed), []
+    for k in range(3):
+        g = jacobian_of(loss, *head.weights, wrt=k).reshape(-1)
+        w = head.weights[k].reshape(-1)
+        for i in range(4):
+            image = hessian_of(loss, *head.weights, wrt=(i, k)) @ w
+            expected = -g if i == k else torch.zeros_like(image)
+            errors.append(float((image - expected).abs().max() / g.abs().max()))
+    return small(errors, "12 blocks, Hessians by autograd twice")
+
+
+@claim(
+    "ours/pre-hessian-on-its-weight",
+    place="HybridNorm, Eq. 12",
+    statement=r"Pre-Norm alone does not give $H w_\bullet = -g_\bullet$",
+    verdict="HOLDS",
+)
+def hessian_on_weight_pre(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed), 3, 4, 2)
+    slope = Draw(seed + 1).normal(*head.X.shape)
+    distances = []
+    for k in range(3):
+
+        def loss(*weights: Tensor) -> Tensor:
+            return head.pre_norm(head.X, *weights).tanh().mul(slope).sum()
+
+        g = jacobian_of(loss, *head.weights, wrt=k).reshape(-1)
+        image = hessian_of(loss, *head.weights, wrt=(k, k)) @ head.weights[k].reshape(-1)
+        distances.append(relative_error(image, -g))
+    return counts(
+        sum(distance > 1e-2 for distance in distances), 3, "weights of W_Q, W_K, W_V for which it fails by more than 1 %"
+    )
+
+
+@claim(
+    "ours/qkv-curvature-scale",
+    place="HybridNorm, Eq. 13",
+    statement=r"the eigenvalues of $H_{QQ}$ scale like $\|W_Q\|^{-2}$",
+    verdict="HOLDS",
+)
+def curvature_scale(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed), 3, 4, 2)
+    large = head.with_(W_Q=3 * head.W_Q)
+    spectra = [
+        torch.linalg.eigvalsh(hessian_of(loss_of(h, seed), *h.weights, wrt=(0, 0))) for h in (head, Head(large.X, *large.weights))
+    ]
+    return agrees(9 * spectra[1], spectra[0], "W_Q times 3 gives one ninth")
+
+
+@claim(
+    "ours/general-symmetry",
+    place="HybridNorm, Eq. 13",
+    statement=r"for any linear symmetry $B$ of the loss, $H(B\theta) + B^\top g = 0$; here rotations of queries and keys "
+    r"together",
+    verdict="HOLDS",
+)
+def general_symmetry(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed), 3, 4, 3)
+    G = Draw(seed + 2).normal(3, 3)
+    G = G - G.T  # W_Q exp(tG), W_K exp(tG)
+    loss = loss_of(head, seed)
+    velocity = [head.W_Q @ G, head.W_K @ G]
+    errors = []
+    for i in range(4):
+        image = sum(hessian_of(loss, *head.weights, wrt=(i, k)) @ velocity[k].reshape(-1) for k in range(2))
+        g = jacobian_of(loss, *head.weights, wrt=i).reshape(head.weights[i].shape)
+        back = (g @ G.T).reshape(-1) if i < 2 else torch.zeros(g.numel(), dtype=g.dtype)
+        errors.append(float((image + back).abs().max() / g.abs().max()))
+    return small(errors, "4 blocks, Hessians by autograd twice")

@@ -1,0 +1,227 @@
+"""Lemmas A.1 and A.2: the Jacobians of a head."""
+
+from __future__ import annotations
+
+import torch
+
+from derivations.attention import AttentionAt
+from derivations.normalization import RMSNormAt
+from derivations.stage import Stage
+from hessiankit.ledger.autodiff import jacobian_of
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, wrong
+from hessiankit.ledger.hybridnorm.definitions import LETTERS, Head, rms_norm
+from hessiankit.ledger.hybridnorm.jacobians import dense, printed_pre_norm, printed_qkv_norm
+from hessiankit.ledger.registry import claim
+
+DETAIL = "the printed matrix, the closed form and autograd"
+
+
+def pre_norm_jacobian(seed: int, letter: str, *, causal: bool = False) -> Evidence:
+    """Compare Lemma A.1 as printed, the attention chapter and automatic differentiation."""
+    head = Head.draw(Draw(seed), causal=causal)
+    reference = jacobian_of(head.pre_norm, head.X, *head.weights, wrt=1 + LETTERS.index(letter))
+    closed = dense(head.closed_pre_norm.jacobian(letter))
+    return agrees([printed_pre_norm(head, letter), closed], [reference, reference], DETAIL)
+
+
+def qkv_norm_jacobian(seed: int, letter: str, *, causal: bool = False) -> Evidence:
+    """Compare Lemma A.2 as printed, the composition of the chapters and automatic differentiation."""
+    head = Head.draw(Draw(seed), causal=causal)
+    reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=1 + LETTERS.index(letter))
+    closed = dense(head.closed_qkv_norm.jacobian(letter))
+    return agrees([printed_qkv_norm(head, letter), closed], [reference, reference], DETAIL)
+
+
+@claim(
+    "hybridnorm/eq12",
+    place="App. A.1, Eq. 12",
+    statement=r"$S = \mathrm{softmax}(X_N W_Q W_K^\top X_N^\top/\sqrt{d_k})\, X_N W_V W_O$ with $X_N = \mathrm{Norm}(X)$",
+    verdict="HOLDS",
+    uses=[AttentionAt, RMSNormAt],
+)
+def eq12(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed))
+    N = rms_norm(head.X)
+    Q, K, V = N @ head.W_Q, N @ head.W_K, N @ head.W_V
+    reference = torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0] @ head.W_O
+    return agrees(head.closed_pre_norm.value, reference, "the closed form against torch's fused attention")
+
+
+@claim(
+    "hybridnorm/eq13",
+    place="App. A.1, Eq. 13",
+    statement=r"$S_N = A_N V_N W_O$ with $A_N = \mathrm{softmax}(Q_N K_N^\top/\sqrt{d_k})$ and $Q = XW_Q$ of the bare $X$",
+    verdict="HOLDS",
+    uses=[Stage, RMSNormAt],
+)
+def eq13(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed))
+    Q, K, V = (rms_norm(head.X @ W) for W in head.weights[:3])
+    reference = torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0] @ head.W_O
+    return agrees(head.closed_qkv_norm.value, reference, "the composed closed form against torch's fused attention")
+
+
+@claim(
+    "hybridnorm/eq15",
+    place="Lemma A.1, Eq. 15",
+    statement=r"$\partial S/\partial W_O = A X_N W_V\otimes I_d$",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian],
+)
+def eq15(seed: int) -> Evidence:
+    return pre_norm_jacobian(seed, "W_O")
+
+
+@claim(
+    "hybridnorm/eq16",
+    place="Lemma A.1, Eq. 16",
+    statement=r"$\partial S/\partial W_V = A X_N\otimes W_O^\top$",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian],
+)
+def eq16(seed: int) -> Evidence:
+    return pre_norm_jacobian(seed, "W_V")
+
+
+@claim(
+    "hybridnorm/eq17",
+    place="Lemma A.1, Eq. 17",
+    statement=r"$\frac{\partial S}{\partial W_Q} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}"
+    r"\frac{X_N\otimes X_N W_K}{\sqrt{d_k}}$",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian],
+)
+def eq17(seed: int) -> Evidence:
+    return pre_norm_jacobian(seed, "W_Q")
+
+
+@claim(
+    "hybridnorm/eq18",
+    place="Lemma A.1, Eq. 18",
+    statement=r"$\frac{\partial S}{\partial W_K} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}"
+    r"\frac{X_N W_Q\otimes X_N}{\sqrt{d_k}} K_{d_k,d}$",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian],
+)
+def eq18(seed: int) -> Evidence:
+    return pre_norm_jacobian(seed, "W_K")
+
+
+@claim(
+    "hybridnorm/eq22",
+    place="Lemma A.2, Eq. 22",
+    statement=r"$\partial S_N/\partial W_O = A_N V_N\otimes I_d$",
+    verdict="HOLDS",
+    uses=[Stage.jacobian],
+)
+def eq22(seed: int) -> Evidence:
+    return qkv_norm_jacobian(seed, "W_O")
+
+
+@claim(
+    "hybridnorm/eq23",
+    place="Lemma A.2, Eq. 23",
+    statement=r"$\frac{\partial S_N}{\partial W_V} = (A_N\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$",
+    verdict="HOLDS",
+    uses=[Stage.jacobian],
+)
+def eq23(seed: int) -> Evidence:
+    return qkv_norm_jacobian(seed, "W_V")
+
+
+@claim(
+    "hybridnorm/eq24",
+    place="Lemma A.2, Eq. 24",
+    statement=r"$\frac{\partial S_N}{\partial W_Q} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}"
+    r"\frac{I_s\otimes K_N}{\sqrt{d_k}}\frac{\partial Q_N}{\partial Q}(X\otimes I_{d_k})$",
+    verdict="HOLDS",
+    uses=[Stage.jacobian],
+)
+def eq24(seed: int) -> Evidence:
+    return qkv_norm_jacobian(seed, "W_Q")
+
+
+@claim(
+    "hybridnorm/eq25",
+    place="Lemma A.2, Eq. 25",
+    statement=r"$\frac{\partial S_N}{\partial W_K} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}"
+    r"\frac{Q_N\otimes I_s}{\sqrt{d_k}} K_{d_k,s}\frac{\partial K_N}{\partial K}(X\otimes I_{d_k})$",
+    verdict="HOLDS",
+    uses=[Stage.jacobian],
+)
+def eq25(seed: int) -> Evidence:
+    return qkv_norm_jacobian(seed, "W_K")
+
+
+@claim(
+    "hybridnorm/lemma-a2-caption",
+    place="Lemma A.2, first line",
+    statement=r"the gradients of the attention with QKV-Norm 'defined in Eq. (12)'",
+    verdict="WRONG AS PRINTED",
+    corrected="Eq. 13; Eq. 12 is the attention with Pre-Norm",
+    uses=[Stage.jacobian],
+)
+def lemma_a2_caption(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed))
+    of_12 = jacobian_of(head.pre_norm, head.X, *head.weights, wrt=3)
+    of_13 = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=3)
+    lemma = printed_qkv_norm(head, "W_V")
+    return wrong(of_12, lemma, "dS/dW_V of Eq. 12 and of Eq. 13 against Eq. 23", corrected=of_13)
+
+
+@claim(
+    "hybridnorm/lemma-a2-proof-sqrt-q",
+    place="Proof of Lemma A.2, W_Q, third line",
+    statement=r"$\ldots\frac{I_s\otimes K_N}{d_k}\ldots$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"divided by $\sqrt{d_k}$, as in Eq. 24",
+    uses=[Stage.jacobian],
+)
+def lemma_a2_proof_q(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed))
+    reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=1)
+    return wrong(printed_qkv_norm(head, "W_Q", power=1), reference, "d_k = 3", corrected=printed_qkv_norm(head, "W_Q"), above=0.4)
+
+
+@claim(
+    "hybridnorm/lemma-a2-proof-sqrt-k",
+    place="Proof of Lemma A.2, W_K, second line",
+    statement=r"$\ldots\frac{Q_N\otimes I_s}{d_k}\ldots$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"divided by $\sqrt{d_k}$, as in Eq. 25",
+    uses=[Stage.jacobian],
+)
+def lemma_a2_proof_k(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed))
+    reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=2)
+    return wrong(printed_qkv_norm(head, "W_K", power=1), reference, "d_k = 3", corrected=printed_qkv_norm(head, "W_K"), above=0.4)
+
+
+@claim(
+    "hybridnorm/lemma-a2-proof-a",
+    place="Proof of Lemma A.2",
+    statement=r"$A$ in place of $A_N$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$A_N$: $A$ is the attention of Eq. 12",
+    uses=[Stage.jacobian],
+)
+def lemma_a2_proof_a(seed: int) -> Evidence:
+    head = Head.draw(Draw(seed))
+    reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=4)
+    V = rms_norm(head.X @ head.W_V)
+    printed = torch.kron(head.closed_pre_norm.A @ V, torch.eye(5, dtype=torch.float64))
+    return wrong(printed, reference, "dS_N/dW_O with the A of Eq. 12", corrected=printed_qkv_norm(head, "W_O"))
+
+
+@claim(
+    "ours/lemmas-causal",
+    place="Lemmas A.1 and A.2",
+    statement="both lemmas hold as they stand with a causal mask",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian, Stage.jacobian],
+)
+def lemmas_causal(seed: int) -> Evidence:
+    found = [f(seed, letter, causal=True) for f in (pre_norm_jacobian, qkv_norm_jacobian) for letter in LETTERS]
+    return max(found, key=lambda evidence: evidence.number or 0.0)

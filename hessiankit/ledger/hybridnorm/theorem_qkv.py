@@ -1,0 +1,186 @@
+"""Theorem A.3, attention with QKV-Norm: Eqs. 30-34."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from derivations.gradient_bounds import GradientBounds, qkv_norm_gradient_bounds
+from derivations.normalization import RMSNormAt
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import assumed, bounded, off, violated
+from hessiankit.ledger.hybridnorm.bounds_printed import (
+    equal_tokens,
+    opposite_tokens,
+    printed_qkv_norm_bounds,
+    qkv_norm_norms,
+    ratios,
+    sample,
+    sigma_of_product,
+    sigma_of_weight,
+)
+from hessiankit.ledger.hybridnorm.definitions import Head
+from hessiankit.ledger.hybridnorm.jacobians import dense
+from hessiankit.ledger.registry import claim
+
+RHO = r"$\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"
+
+
+def sharp(head: Head) -> GradientBounds:
+    """Return left over right side of the corrected bounds."""
+    return ratios(qkv_norm_norms(head), qkv_norm_gradient_bounds(head.X, *head.weights))
+
+
+def scaled_tokens(seed: int, letter: str) -> Evidence:
+    """Break the bounds as printed: multiply the tokens by 1000, which changes sigma_min(XW) and nothing else."""
+    head = Head.draw(Draw(seed), 3, 4, 3)
+    large = head.with_(X=1000 * head.X)
+    moved = max(abs(a / b - 1) for a, b in zip(qkv_norm_norms(large), qkv_norm_norms(head), strict=True))
+    if moved > 1e-10:
+        return off(0.0, "the Jacobians of S_N changed with the scale of X", corrected=moved)
+    found = ratios(qkv_norm_norms(large), printed_qkv_norm_bounds(large, sigma_of_product))
+    detail = "three tokens times 1000: the left side does not change, 1 / sigma_min(XW) becomes 1000 times smaller"
+    return violated(getattr(found, letter), detail, corrected=getattr(sharp(large), letter))
+
+
+@claim(
+    "hybridnorm/eq30",
+    place="Theorem A.3, Eq. 30",
+    statement=r"QKV-Norm: $\|\partial S_N/\partial W_O\|_F = O(sd)$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=r"$d_k\le sd$, as for $d_k = d/h$",
+    corrected=r"$\le\sqrt{s\,d\,d_k}$",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq30(seed: int) -> Evidence:
+    found = [
+        qkv_norm_norms(head).W_O / (len(head.X) * head.sizes[1])
+        for head in sample(seed)
+        if head.sizes[2] <= len(head.X) * head.sizes[1]
+    ]
+    wide = Head.draw(Draw(seed), 1, 2, 8)
+    return assumed(bounded(found, f"{len(found)} heads"), qkv_norm_norms(wide).W_O / 2, above=1.9)
+
+
+@claim(
+    "hybridnorm/eq31",
+    place="Theorem A.3, Eq. 31",
+    statement=r"QKV-Norm: $\|\partial S_N/\partial W_V\|_F = O\left(\frac{s\sqrt{d_k}}{\sigma_{\min}^V}\|W_O\|_2\right)$, "
+    r"$\sigma_{\min}^V$ that of $XW_V$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$ with " + RHO,
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq31(seed: int) -> Evidence:
+    return scaled_tokens(seed, "W_V")
+
+
+@claim(
+    "hybridnorm/eq32",
+    place="Theorem A.3, Eq. 32",
+    statement=r"QKV-Norm: $\|\partial S_N/\partial W_Q\|_F = O\left(\frac{s^{3/2}d_k}{\sigma_{\min}^Q}\|W_O\|_2\right)$, "
+    r"$\sigma_{\min}^Q$ that of $XW_Q$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\le\sqrt s\,d_k\,\rho_Q\|W_O\|_2$ with " + RHO,
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq32(seed: int) -> Evidence:
+    return scaled_tokens(seed, "W_Q")
+
+
+@claim(
+    "hybridnorm/eq33",
+    place="Theorem A.3, Eq. 33",
+    statement=r"QKV-Norm: $\|\partial S_N/\partial W_K\|_F = O\left(\frac{s^{3/2}d_k}{\sigma_{\min}^K}\|W_O\|_2\right)$, "
+    r"$\sigma_{\min}^K$ that of $XW_K$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$ with " + RHO,
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq33(seed: int) -> Evidence:
+    return scaled_tokens(seed, "W_K")
+
+
+@claim(
+    "hybridnorm/eq34",
+    place="Proof of Theorem A.3, Eq. 34",
+    statement=r"$\|\partial S_N/\partial W_V\|_F\le\frac{s\sqrt{d_k}}{\sigma_{\min}^V}\|W_O\|_2$ with the singular value of "
+    r"$W_V$ (as derived)",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq34(seed: int) -> Evidence:
+    draw = Draw(seed)
+    n = 5
+    head = Head(draw.normal(1, n), draw.normal(n, n), draw.normal(n, n), draw.orthogonal(n), draw.orthogonal(n))
+    found = ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, sigma_of_weight)).W_V
+    return violated(found, f"one token, d = d_k = {n}, W_V and W_O orthogonal", corrected=sharp(head).W_V, above=1.9)
+
+
+@claim(
+    "hybridnorm/theorem-a3-proof-step",
+    place="Proof of Theorem A.3, before Eq. 34",
+    statement=r"$\left\|\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})\right\|_F\le\sqrt{d_k\sum_i\|X_i\|^2/\|V_i\|^2}$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"equality with $\sqrt{d_k(d_k - 1)\sum_i\|X_i\|^2/\|V_i\|^2}$: $\|I - vv^\top\|_F^2 = d_k - 1$ was dropped",
+    uses=[RMSNormAt],
+)
+def proof_step(seed: int) -> Evidence:
+    draw = Draw(seed)
+    d_k = 6
+    head = Head.draw(draw, 4, 5, d_k)
+    V = head.X @ head.W_V
+    left = float((dense(RMSNormAt(V).jacobian("X")) @ torch.kron(head.X, torch.eye(d_k, dtype=torch.float64))).norm())
+    total = float((head.X.norm(dim=1) ** 2 / V.norm(dim=1) ** 2).sum())
+    printed, corrected = math.sqrt(d_k * total), math.sqrt(d_k * (d_k - 1) * total)
+    if abs(left / corrected - 1) > 1e-10:
+        return off(0.0, "the equality fails", corrected=abs(left / corrected - 1))
+    return violated(left / printed, f"left over right, d_k = {d_k}: sqrt(d_k - 1)", corrected=left / corrected, above=2)
+
+
+@claim(
+    "ours/eq30-sharp",
+    place="HybridNorm, Theorem A.3, Eq. 30",
+    statement=r"$\|\partial S_N/\partial W_O\|_F\le\sqrt{s\,d\,d_k}$, attained by equal tokens",
+    verdict="HOLDS",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq30_sharp(seed: int) -> Evidence:
+    return bounded([sharp(h).W_O for h in [*sample(seed), equal_tokens(seed)]], "41 heads", attained=1 - 1e-9)
+
+
+@claim(
+    "ours/eq31-sharp",
+    place="HybridNorm, Theorem A.3, Eq. 31",
+    statement=r"$\|\partial S_N/\partial W_V\|_F\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$, attained by equal tokens with $W_O^\top "
+    r"v = 0$",
+    verdict="HOLDS",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq31_sharp(seed: int) -> Evidence:
+    return bounded([sharp(h).W_V for h in [*sample(seed), equal_tokens(seed)]], "41 heads", attained=1 - 1e-9)
+
+
+@claim(
+    "ours/eq32-sharp",
+    place="HybridNorm, Theorem A.3, Eq. 32",
+    statement=r"$\|\partial S_N/\partial W_Q\|_F\le\sqrt s\,d_k\,\rho_Q\|W_O\|_2$, attained by tokens $\pm x$",
+    verdict="HOLDS",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq32_sharp(seed: int) -> Evidence:
+    return bounded([sharp(h).W_Q for h in [*sample(seed), opposite_tokens(seed)]], "41 heads", attained=1 - 1e-9)
+
+
+@claim(
+    "ours/eq33-sharp",
+    place="HybridNorm, Theorem A.3, Eq. 33",
+    statement=r"$\|\partial S_N/\partial W_K\|_F\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$, attained by tokens $\pm x$",
+    verdict="HOLDS",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq33_sharp(seed: int) -> Evidence:
+    return bounded([sharp(h).W_K for h in [*sample(seed), opposite_tokens(seed)]], "41 heads", attained=1 - 1e-9)

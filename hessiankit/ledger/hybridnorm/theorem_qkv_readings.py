@@ -1,0 +1,161 @@
+"""Theorem A.3, attention with QKV-Norm: Eqs. 31-33 in other readings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from derivations.gradient_bounds import GradientBounds, largest_gain, qkv_norm_gradient_bounds
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import assumed, bounded, violated
+from hessiankit.ledger.hybridnorm.bounds_printed import (
+    opposite_tokens,
+    printed_qkv_norm_bounds,
+    qkv_norm_norms,
+    ratios,
+    sample,
+    sigma_of_product,
+    sigma_of_weight,
+    spectral,
+)
+from hessiankit.ledger.hybridnorm.definitions import Head
+from hessiankit.ledger.hybridnorm.theorem_qkv import scaled_tokens, sharp
+from hessiankit.ledger.registry import claim
+
+RHO = r"$\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"
+
+
+def with_rho(head: Head) -> GradientBounds:
+    """Return left over right side of the printed bounds with rho in place of 1 / sigma_min."""
+    return ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, lambda X, W: 1 / largest_gain(X, W)))
+
+
+def nearly_lost_tokens(seed: int, letter: str, *, distance: float = 1e-3) -> Evidence:
+    """Break the reading of the proof where d_k < d: tokens that W^T all but removes, while its d_k-th singular value is 1."""
+    draw = Draw(seed)
+    basis = draw.orthogonal(5)
+    W, x = basis[:, :3], basis[:, 3] + distance * basis[:, 0]
+    if letter == "W_V":
+        head = Head.draw(draw, 4, 5, 3).with_(X=basis[:, 3] + distance * draw.normal(4, 5), W_V=W)
+    else:  # x and -x, queries and keys at right angles, as where the sharp bound is attained
+        u, e = x / x.norm(), torch.eye(3, dtype=torch.float64)
+        other = {"W_Q": "W_K", "W_K": "W_Q"}[letter]
+        rest: dict[str, Any] = {"W_V": torch.outer(u, e[2]), "W_O": torch.outer(e[2], draw.normal(5))}
+        head = Head(**{"X": torch.stack([x, -x]), letter: W, other: torch.outer(u, e[1]), **rest})
+    found = getattr(ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, sigma_of_weight)), letter)
+    detail = f"d_k = 3 < d = 5, tokens within {distance:g} of the kernel of {letter}^T"
+    return violated(found, detail, corrected=getattr(sharp(head), letter), above=5)
+
+
+def as_wide_as_the_model(seed: int, letter: str) -> Evidence:
+    """Find the reading of the proof to hold where d_k >= d, and to fail where d_k < d."""
+    draw = Draw(seed)
+    found = []
+    for head in sample(seed, 40):
+        s, d, _ = head.sizes
+        wide = Head.draw(draw, s, d, d + int(draw.integers(0, 3)))
+        found.append(getattr(ratios(qkv_norm_norms(wide), printed_qkv_norm_bounds(wide, sigma_of_weight)), letter))
+    fails = nearly_lost_tokens(seed, letter)
+    return assumed(bounded(found, "40 heads"), fails.number, above=5)
+
+
+@claim(
+    "hybridnorm/eq31-sigma-of-weight",
+    place="Theorem A.3, Eq. 31, read as its proof does",
+    statement=r"Eq. 31 with the $d_k$-th singular value of $W_V$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\rho_V$ in place of $1/\sigma_{\min}$ and $\|W_O\|_F$; over $\mathbb{R}^d$ the smallest singular value is "
+    r"$0$ if $d_k < d$",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq31_weight(seed: int) -> Evidence:
+    return nearly_lost_tokens(seed, "W_V")
+
+
+@claim(
+    "hybridnorm/eq32-sigma-of-weight",
+    place="Theorem A.3, Eq. 32, read as its proof does",
+    statement=r"Eq. 32 with the smallest singular value of $W_Q$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=r"$d_k\ge d$, which no model has",
+    corrected=r"$\rho_Q$ in place of $1/\sigma_{\min}$",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq32_weight(seed: int) -> Evidence:
+    return as_wide_as_the_model(seed, "W_Q")
+
+
+@claim(
+    "hybridnorm/eq33-sigma-of-weight",
+    place="Theorem A.3, Eq. 33, read as its proof does",
+    statement=r"Eq. 33 with the smallest singular value of $W_K$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=r"$d_k\ge d$, which no model has",
+    corrected=r"$\rho_K$ in place of $1/\sigma_{\min}$",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq33_weight(seed: int) -> Evidence:
+    return as_wide_as_the_model(seed, "W_K")
+
+
+@claim(
+    "hybridnorm/eq32-small-tokens",
+    place="Theorem A.3, Eqs. 32-33",
+    statement=r"Eqs. 32 and 33 with the smallest singular values of $XW_Q$ and $XW_K$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=r"$\|x_i\|\le 1$ and $s\le d_k$",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq32_small_tokens(seed: int) -> Evidence:
+    draw = Draw(seed)
+    found: list[float] = []
+    for _ in range(40):
+        head = Head.draw(draw, 2 + int(draw.integers(0, 2)), 5, 4)
+        small = head.with_(X=head.X / head.X.norm(dim=1, keepdim=True))
+        found += ratios(qkv_norm_norms(small), printed_qkv_norm_bounds(small, sigma_of_product))[:2]
+    return assumed(bounded(found, "40 heads"), scaled_tokens(seed, "W_Q").number, above=1)
+
+
+@claim(
+    "hybridnorm/eq31-rho",
+    place="Theorem A.3, Eq. 31, with the right scale",
+    statement=r"Eq. 31 with $\rho_V$ in place of $1/\sigma_{\min}^V$ and its spectral norm of $W_O$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=r"$\|W_O\|_F^2/\|W_O\|_2^2\le s$; else off by up to $\sqrt{d_k - 1}$, at $s = 1$",
+    corrected=r"$\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq31_rho(seed: int) -> Evidence:
+    heads = [head for head in sample(seed, 60) if (float(head.W_O.norm()) / spectral(head.W_O)) ** 2 <= len(head.X)]
+    draw = Draw(seed)
+    d_k = 8
+    alone = Head.draw(draw, 1, d_k, d_k).with_(W_O=draw.orthogonal(d_k))
+    found = bounded([with_rho(head).W_V for head in heads], f"{len(heads)} heads")
+    return assumed(found, with_rho(alone).W_V, above=math.sqrt(d_k - 1) * (1 - 1e-9))
+
+
+@claim(
+    "hybridnorm/eq32-rho",
+    place="Theorem A.3, Eq. 32, with the right scale",
+    statement=r"Eq. 32 with $\rho_Q$ in place of $1/\sigma_{\min}^Q$ and the factor $1/2$ of its proof",
+    verdict="HOLDS",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq32_rho(seed: int) -> Evidence:
+    heads = [*sample(seed, least=2), opposite_tokens(seed, 2)]
+    return bounded([with_rho(head).W_Q for head in heads], "41 heads, attained at two tokens x and -x", attained=1 - 1e-9)
+
+
+@claim(
+    "hybridnorm/eq33-rho",
+    place="Theorem A.3, Eq. 33, with the right scale",
+    statement=r"Eq. 33 with $\rho_K$ in place of $1/\sigma_{\min}^K$ and the factor $1/2$ of its proof",
+    verdict="HOLDS",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq33_rho(seed: int) -> Evidence:
+    heads = [*sample(seed, least=2), opposite_tokens(seed, 2)]
+    return bounded([with_rho(head).W_K for head in heads], "41 heads, attained at two tokens x and -x", attained=1 - 1e-9)

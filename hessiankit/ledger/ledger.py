@@ -1,0 +1,117 @@
+"""``hessiankit.claims``: the ledger, or some rows of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, overload
+
+from hessiankit.errors import InputError
+from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Verdict
+from hessiankit.ledger.pages import html_page, markdown_page, plain
+from hessiankit.ledger.registry import rows
+from hessiankit.ledger.report import LedgerReport, run_rows
+from hessiankit.progress import Tell
+from hessiankit.tables import as_html, as_text, table
+
+HEADERS = ("id", "place", "verdict", "statement")
+SHOWN = 90
+"""Characters of a statement in a table."""
+
+
+@dataclass(frozen=True, repr=False)
+class Ledger(Sequence[Claim]):
+    """Rows of the ledger, in the papers' order: a sequence of :class:`Claim` that prints as a table.
+
+    Attributes:
+        rows: The rows.
+    """
+
+    rows: tuple[Claim, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Claim: ...
+    @overload
+    def __getitem__(self, index: slice) -> Ledger: ...
+    def __getitem__(self, index: int | slice) -> Claim | Ledger:
+        return Ledger(self.rows[index]) if isinstance(index, slice) else self.rows[index]
+
+    def __iter__(self) -> Iterator[Claim]:
+        return iter(self.rows)
+
+    def counts(self) -> dict[str, dict[Verdict, int]]:
+        """Return how many rows each paper has of each verdict."""
+        found = Counter((row.paper, row.verdict) for row in self.rows)
+        papers = [paper for paper in PAPERS if any(row.paper == paper for row in self.rows)]
+        return {paper: {v: found[paper, v] for v in VERDICTS if found[paper, v]} for paper in papers}
+
+    def run(self, *, seed: int = 0, progress: Tell | None = None) -> LedgerReport:
+        """Find every verdict again.
+
+        Args:
+            seed: Of all random numbers.
+            progress: Told (id, rows done, rows in all) before each row; see ``hessiankit.progress``.
+
+        Returns:
+            A report that is true if every verdict was found again.
+        """
+        return run_rows(self.rows, seed=seed, progress=progress)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python values."""
+        return {"counts": self.counts(), "rows": [row.to_dict() for row in self.rows]}
+
+    def markdown(self) -> str:
+        """Return the rows as a Markdown page, a table for each chapter."""
+        return markdown_page(self.rows, self.counts())
+
+    def html(self, report: LedgerReport | None = None) -> str:
+        """Return the rows as an HTML page, with what a run of them found."""
+        return html_page(self.rows, self.counts(), report)
+
+    def table_rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yield the table's rows."""
+        for row in self.rows:
+            text = plain(row.statement)
+            yield row.id, row.place, row.verdict, text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+    def __repr__(self) -> str:
+        return as_text(table(HEADERS, self.table_rows(), left=4), *self._summary())
+
+    def _summary(self) -> Iterator[str]:
+        for paper, found in self.counts().items():
+            verdicts = ", ".join(f"{number} {verdict}" for verdict, number in found.items())
+            yield f"{paper}: {sum(found.values())} rows: {verdicts}"
+
+    def _repr_html_(self) -> str:
+        return as_html(HEADERS, self.table_rows(), caption="; ".join(self._summary()))
+
+
+def claims(*, paper: str | None = None, verdict: str | None = None, id: str | None = None) -> Ledger:
+    """Return the statements of the papers with their verdicts, each one runnable.
+
+    Args:
+        paper: Only this paper's: curvature-gap, sharpness-disparity, curse-of-depth, hybridnorm, or ours.
+        verdict: Only rows with this verdict, e.g. "WRONG AS PRINTED" (in any case).
+        id: Only rows whose id matches, e.g. "hybridnorm/eq3*".
+
+    Raises:
+        InputError: If the paper or the verdict is not known, or no row has such an id.
+
+    >>> found = claims(id="hybridnorm/eq19")
+    >>> bool(found.run(seed=3))
+    True
+    """
+    if paper is not None and paper not in PAPERS:
+        raise InputError(f"claims: no paper {paper!r}; choose from {', '.join(PAPERS)}.")
+    if verdict is not None and verdict.upper() not in VERDICTS:
+        raise InputError(f"claims: no verdict {verdict!r}; choose from {', '.join(VERDICTS)}.")
+    found = [row for row in rows(paper) if id is None or fnmatchcase(row.id, id)]
+    if id is not None and not found:
+        raise InputError(f"claims: no row has an id like {id!r}; `hessiankit claims` lists all of them.")
+    return Ledger(tuple(row for row in found if verdict is None or row.verdict == verdict.upper()))

@@ -1,0 +1,3 @@
+"""Statements that no paper makes, beyond those that stand beside a paper's own in its package."""
+
+CHAPTERS: tuple[str, ...] = ()

@@ -1,0 +1,277 @@
+"""Theorem 4.2: bounds on the gradients and on the sharpness of an attention layer and its norm."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from derivations.matrix import Commutation
+from derivations.norms import matrix_norm
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import bounded, loose, violated
+from hessiankit.ledger.registry import claim
+from hessiankit.ledger.sharpness_disparity.points import AttentionPoint, dense, eye, ones, standardised
+from hessiankit.ledger.sharpness_disparity.theorem_attention import WEIGHTS, front
+
+
+def norm(A: Tensor) -> float:
+    """Return the Frobenius norm."""
+    return float(A.norm())
+
+
+class Constants(NamedTuple):
+    """Phi and Psi of App. B.2."""
+
+    phi: float
+    psi: float
+
+
+def constants(point: AttentionPoint, c: float | None = None, dA: float | None = None) -> Constants:
+    """Return Phi and Psi; ``c`` in place of n sqrt(D), ``dA`` where the norm of dA/dM is known."""
+    n, D = point.sizes
+    c = n * math.sqrt(D) if c is None else c
+    slope = norm(point.dA) if dA is None else dA
+    product = math.prod(norm(W) for W in point.weights)
+    phi = c**3 / math.sqrt(D) * norm(point.q) * slope * product * norm(point.gamma) ** 3
+    psi = c * norm(point.q) * norm(point.closed.A) * norm(point.W_V) * norm(point.W_O) * norm(point.gamma)
+    return Constants(phi, psi)
+
+
+def right_side(letter: str, found: Constants) -> float:
+    """Return what ||theta|| ||dQ/dtheta|| is bounded by."""
+    return {"W_Q": found.phi, "W_K": found.phi, "gamma": 2 * found.phi + found.psi}.get(letter, found.psi)
+
+
+def end_ratio(point: AttentionPoint, letter: str, found: Constants) -> float:
+    """Return left over right side of an end bound."""
+    return norm(point.gradient(letter)) * norm(getattr(point, letter)) / right_side(letter, found)
+
+
+def attaining(seed: int, D: int = 5) -> AttentionPoint:
+    """Return one token: attention is 1, Phi is 0, and the bounds with Psi and sqrt(n(D-1)) are attained."""
+    axis = eye(D)[:1]
+    W_V, W_O = axis.T @ axis, axis.T @ Draw(seed).normal(1, D)
+    return AttentionPoint(axis, 2 * axis, eye(D), eye(D), W_V, W_O, W_O[:1].clone())
+
+
+def sample(seed: int) -> list[AttentionPoint]:
+    """Return generic points of several shapes and scales, half of them causal, and the tight one."""
+    shapes = [(2, 3, 1.0), (4, 5, 0.5), (3, 2, 0.2), (6, 4, 0.3)]
+    points = [AttentionPoint.draw(10 * seed + k, causal=bool(k % 2), n=n, D=D, std=std) for k in range(4) for n, D, std in shapes]
+    return [*points, attaining(seed)]
+
+
+def end_bound(seed: int, *letters: str) -> Evidence:
+    """Return the ratios of printed end bounds."""
+    found = [end_ratio(point, letter, constants(point)) for point in sample(seed) for letter in letters]
+    return bounded(found, f"{len(found)} ratios: 4 shapes, with and without a causal mask, and one token")
+
+
+@claim(
+    "sharpness-disparity/b2-estimate-q",
+    place="App. B.2, estimates for W_Q and W_K, first lines",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_Q}\|_F\le\frac{1}{\sqrt D}\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F"
+    r"\|\frac{\partial A}{\partial M}\|_F\|W_K\|_F\|W_V\|_F\|W_O\|_F\|X_{\mathrm{Norm}}\|_F^3$, and with $W_Q$ for $W_K$",
+    verdict="HOLDS",
+    uses=[matrix_norm],
+)
+def estimate_q(seed: int) -> Evidence:
+    found = []
+    for point in sample(seed)[:-1]:
+        shared = norm(point.q) * norm(point.dA) * norm(point.W_V) * norm(point.W_O) * norm(point.X_norm) ** 3
+        shared /= math.sqrt(point.sizes[1])
+        for letter, other in (("W_Q", point.W_K), ("W_K", point.W_Q)):
+            found.append(norm(point.gradient(letter)) / (shared * norm(other)))
+    return bounded(found, f"{len(found)} ratios")
+
+
+@claim(
+    "sharpness-disparity/b2-estimate-vo",
+    place="App. B.2, estimates for W_V and W_O, first inequality",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_V}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|A\|_F\|W_O\|_F"
+    r"\|X_{\mathrm{Norm}}\|_F$, and with $W_V$ for $W_O$",
+    verdict="HOLDS",
+    uses=[matrix_norm],
+)
+def estimate_vo(seed: int) -> Evidence:
+    found = []
+    for point in sample(seed):
+        shared = norm(point.q) * norm(point.closed.A) * norm(point.X_norm)
+        found += [
+            norm(point.gradient("W_V")) / (shared * norm(point.W_O)),
+            norm(point.gradient("W_O")) / (shared * norm(point.W_V)),
+        ]
+    return bounded(found, f"{len(found)} ratios, attained by one token", attained=1 - 1e-9)
+
+
+@claim(
+    "sharpness-disparity/b2-estimate-gamma",
+    place="App. B.2, estimate for gamma, first line",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\sqrt n\,"
+    r"\|X_{\mathrm{std}}\|_F\left(\frac{2}{\sqrt D}\|(I_n\otimes P)\frac{\partial A}{\partial M}(I_n\otimes X_NW_KW_Q^\top)\|_F + "
+    r"\|A\otimes W_O^\top W_V^\top\|_F\right)$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"the two terms of the scores have norms of their own: $\|\ldots(I_n\otimes X_NW_KW_Q^\top)\|_F + "
+    r"\|\ldots K_{n,n}(I_n\otimes X_NW_QW_K^\top)\|_F$ in place of twice the first; the second line and the end bound hold",
+    uses=[matrix_norm],
+)
+def estimate_gamma(seed: int) -> Evidence:
+    point = AttentionPoint.draw(seed)
+    n, D = point.sizes
+    kernel = torch.linalg.svd(point.X_norm)[2][n:]  # directions that no token has: X_N W_K = 0 for W_K made of them
+    point = point.with_(W_K=kernel.T @ Draw(seed + 1).normal(len(kernel), D), W_Q=1e4 * point.W_Q)
+    N, K = point.X_norm, dense(Commutation(n, n))
+    first = front(point) @ torch.kron(eye(n), N @ point.W_K @ point.W_Q.T)
+    second = front(point) @ K @ torch.kron(eye(n), N @ point.W_Q @ point.W_K.T)
+    third = norm(torch.kron(point.closed.A, point.W_O.T @ point.W_V.T))
+    left = norm(point.gradient("gamma"))
+    scale = norm(point.q) * math.sqrt(n) * norm(standardised(point.X))
+    printed, corrected = scale * (2 * norm(first) + third), scale * (norm(first) + norm(second) + third)
+    ratios = [left / corrected, end_ratio(point, "gamma", constants(point))]
+    return violated(left / printed, "X_N W_K = 0 and W_Q large; the corrected line and the end bound", corrected=ratios)
+
+
+@claim(
+    "sharpness-disparity/thm4.2-bound-qk",
+    place="App. B.2, end bounds of Theorem 4.2",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_\bullet}\|_F\le\frac{\Phi}{\|W_\bullet\|_F}$ for $W_K$, $W_Q$; $\Phi = "
+    r"\frac{(n\sqrt D)^3}{\sqrt D}\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\frac{\partial A}{\partial M}\|_F\|W_K\|_F\|W_Q\|_F"
+    r"\|W_V\|_F\|W_O\|_F\|\gamma\|_F^3$",
+    verdict="HOLDS",
+)
+def bound_qk(seed: int) -> Evidence:
+    found = [end_ratio(p, letter, constants(p)) for p in sample(seed)[:-1] for letter in ("W_Q", "W_K")]
+    return bounded(found, f"{len(found)} ratios: 4 shapes, with and without a causal mask")
+
+
+@claim(
+    "sharpness-disparity/thm4.2-bound-vo",
+    place="App. B.2, end bounds of Theorem 4.2",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_\bullet}\|_F\le\frac{\Psi}{\|W_\bullet\|_F}$ for $W_V$, $W_O$; $\Psi = "
+    r"n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|A\|_F\|W_V\|_F\|W_O\|_F\|\gamma\|_F$",
+    verdict="HOLDS",
+)
+def bound_vo(seed: int) -> Evidence:
+    return end_bound(seed, "W_V", "W_O")
+
+
+@claim(
+    "sharpness-disparity/thm4.2-bound-gamma",
+    place="App. B.2, end bounds of Theorem 4.2",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\frac{2\Phi+\Psi}{\|\gamma\|_F}$",
+    verdict="HOLDS",
+)
+def bound_gamma(seed: int) -> Evidence:
+    return end_bound(seed, "gamma")
+
+
+@claim(
+    "ours/thm4.2-sharper",
+    place="Sharpness Disparity, Theorem 4.2",
+    statement=r"the end bounds hold with $\sqrt{n(D-1)}$ in place of $n\sqrt D$; those of $W_V$, $W_O$ and $\gamma$ are then "
+    r"attained by one token",
+    verdict="HOLDS",
+)
+def sharper(seed: int) -> Evidence:
+    found = []
+    for point in sample(seed)[:-1]:
+        n, D = point.sizes
+        c = constants(point, math.sqrt(n * (D - 1)))
+        found += [end_ratio(point, letter, c) for letter in (*WEIGHTS, "gamma")]
+    point = attaining(seed)
+    tight = [end_ratio(point, letter, constants(point, 2.0)) for letter in ("W_V", "W_O", "gamma")]
+    return bounded([*found, *tight], f"{len(found)} ratios; at one token {min(tight):.12f} or more", attained=1 - 1e-9)
+
+
+@claim(
+    "sharpness-disparity/thm4.2-s-qk",
+    place="Theorem 4.2, bounds on S",
+    statement=r"$\mathcal{S}(W_\bullet) = O\left(\frac{\Phi^2}{D^2\|W_\bullet\|_F^2}\right)$ for $K$, $Q$",
+    verdict="HOLDS",
+)
+def s_qk(seed: int) -> Evidence:
+    found = [end_ratio(p, letter, constants(p)) ** 2 for p in sample(seed)[:-1] for letter in ("W_Q", "W_K")]
+    return bounded(found, "S D^2 ||W||^2 / Phi^2 with the D^2 parameters of one head of width D: constant 1")
+
+
+@claim(
+    "sharpness-disparity/thm4.2-s-vo",
+    place="Theorem 4.2, bounds on S",
+    statement=r"$\mathcal{S}(W_\bullet) = O\left(\frac{\Psi^2}{D^2\|W_\bullet\|_F^2}\right)$ for $V$, $O$",
+    verdict="HOLDS",
+)
+def s_vo(seed: int) -> Evidence:
+    found = [end_ratio(p, letter, constants(p)) ** 2 for p in sample(seed) for letter in ("W_V", "W_O")]
+    return bounded(found, "S D^2 ||W||^2 / Psi^2: constant 1")
+
+
+@claim(
+    "sharpness-disparity/thm4.2-s-gamma",
+    place="Theorem 4.2, bounds on S",
+    statement=r"$\mathcal{S}(\gamma) = O\left(\frac{\Phi^2+\Psi^2}{D\,\|\gamma\|_F^2}\right)$",
+    verdict="HOLDS",
+)
+def s_gamma(seed: int) -> Evidence:
+    found = []
+    for point in sample(seed):
+        c = constants(point)
+        found.append((norm(point.gradient("gamma")) * norm(point.gamma)) ** 2 / (5 * (c.phi**2 + c.psi**2)))
+    grid = [(2 * math.cos(t) + math.sin(t)) ** 2 / 5 for t in (k * math.pi / 1000 for k in range(501))]
+    return bounded([*found, *grid], "constant 5, since (2 Phi + Psi)^2 <= 5 (Phi^2 + Psi^2)", attained=1 - 1e-4)
+
+
+@claim(
+    "sharpness-disparity/thm4.2-support",
+    place="Sec. 4.2, after Theorem 4.2",
+    statement=r"since $D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$, the theorem supports $\mathcal{S}(\mathrm{QK}),"
+    r"\mathcal{S}(\mathrm{VO})\ll\mathcal{S}(\mathrm{Norm})$",
+    verdict="WRONG AS PRINTED",
+    corrected="upper bounds do not order what they bound; the bounds hold",
+)
+def support(seed: int) -> Evidence:
+    point = AttentionPoint.draw(seed)
+    n, D = point.sizes
+    to_gamma = torch.stack([point.with_(q=row[None]).gradient("gamma")[0] for row in eye(n * D)])
+    kernel = torch.linalg.svd(to_gamma.T)[2][D:]  # directions dQ/dY that do not feel gamma
+    point = point.with_(q=Draw(seed + 1).normal(1, len(kernel)) @ kernel + 1e-3 * point.q / norm(point.q))
+    of_gamma, c = norm(point.gradient("gamma")) ** 2 / D, constants(point)
+    least = min(norm(point.gradient(letter)) ** 2 / D**2 for letter in WEIGHTS)
+    larger = min(D**2 * norm(W) ** 2 for W in point.weights) / (D * norm(point.gamma) ** 2)
+    detail = (
+        f"least S of the four weights over S(gamma) where D^2 ||W||^2 / (D ||gamma||^2) is {larger:.3g} or more; the bounds there"
+    )
+    return violated(least / of_gamma, detail, corrected=[end_ratio(point, x, c) for x in (*WEIGHTS, "gamma")], above=10)
+
+
+@claim(
+    "sharpness-disparity/thm4.2-qk-vo",
+    place="Sec. 4.2, after Theorem 4.2",
+    statement=r"the theorem does not establish $\mathcal{S}(\mathrm{QK}) < \mathcal{S}(\mathrm{VO})$",
+    verdict="HOLDS",
+)
+def qk_vo(seed: int) -> Evidence:
+    """Its right side for W_Q exceeds that for W_V at a generic point, where S(W_Q) is smaller than S(W_V)."""
+    point = AttentionPoint.draw(seed, std=0.3)
+    c = constants(point)
+    of_bounds = (c.psi / norm(point.W_V)) / (c.phi / norm(point.W_Q))
+    return bounded(of_bounds, "the bound on W_V over that on W_Q: the theorem's right sides stand in the other order")
+
+
+@claim(
+    "sharpness-disparity/thm4.2-looseness",
+    place="Theorem 4.2, as bounds on measured gradients",
+    statement=r"$\Phi/\|\theta\|_F$ and $(2\Phi+\Psi)/\|\theta\|_F$ bound the gradients at a width and an initialisation in use",
+    verdict="LOOSE",
+)
+def looseness(seed: int) -> Evidence:
+    draw, n, D = Draw(seed), 64, 64
+    X, weights = draw.normal(n, D), [draw.normal(D, D, std=0.02) for _ in range(4)]
+    point = AttentionPoint(X, ones(D).T, *weights, draw.normal(1, n * D), True)
+    squares = [(a.diag() - torch.outer(a, a)).square().sum() for a in point.closed.A]
+    c = constants(point, dA=math.sqrt(float(sum(squares))))
+    found = {letter: end_ratio(point, letter, c) for letter in ("W_Q", "W_K", "gamma")}
+    return loose(found.values(), "n = D = 64, causal, standard deviation 0.02; S is looser by the square", factor=1e9)

@@ -1,0 +1,319 @@
+"""Theorem 4.1: bounds on the gradients and on the sharpness of a feed-forward network and its norm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from derivations.normalization import LayerNormAt
+from derivations.norms import matrix_norm
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, small, violated
+from hessiankit.ledger.registry import claim
+from hessiankit.ledger.sharpness_disparity.points import FeedForwardPoint, dense, eye, ones, standardised
+
+LETTERS = ("W_1", "W_2", "gamma")
+
+
+def norm(A: torch.Tensor) -> float:
+    """Return the Frobenius norm."""
+    return float(A.norm())
+
+
+def psi(point: FeedForwardPoint, constant: float | None = None) -> float:
+    r"""Return Psi of Theorem 4.1; ``constant`` in place of n sqrt(D)."""
+    n, D, _ = point.sizes
+    c = n * math.sqrt(D) if constant is None else constant
+    return c * norm(point.q) * norm(point.dA) * norm(point.W_1) * norm(point.W_2) * norm(point.gamma)
+
+
+def end_ratio(point: FeedForwardPoint, letter: str, constant: float | None = None) -> float:
+    """Return left over right side of ||dQ/dtheta|| <= Psi / ||theta||."""
+    return norm(point.gradient(letter)) * norm(getattr(point, letter)) / psi(point, constant)
+
+
+def attaining(seed: int, D: int = 5) -> FeedForwardPoint:
+    """Return one token, X, gamma and W_1 along one axis, M = 1 and dQ/dY along W_2: the bounds with sqrt(n(D-1)) are attained."""
+    draw = Draw(seed)
+    axis = eye(D)[:1]
+    W_2 = draw.normal(1, D)
+    return FeedForwardPoint(axis, 2 * axis, 3 * axis.T, W_2, W_2.clone())
+
+
+def sample(seed: int) -> list[FeedForwardPoint]:
+    """Return generic points of several shapes, and the one that attains the sharp bounds."""
+    shapes = [(1, 3, 1), (2, 4, 3), (4, 5, 7), (7, 3, 2)]
+    return [FeedForwardPoint.draw(10 * seed + k, "leaky_relu", *shape) for k in range(4) for shape in shapes] + [attaining(seed)]
+
+
+def end_bound(seed: int, letter: str) -> Evidence:
+    """Return the ratios of a printed end bound."""
+    found = [end_ratio(point, letter) for point in sample(seed)]
+    return bounded(found, f"{len(found)} points of 4 shapes and one built to be tight")
+
+
+@claim(
+    "sharpness-disparity/b1-x-std",
+    place="App. B.1, norm of X_std",
+    statement=r"$\|X_{\mathrm{std}}\|_F = \sqrt{nD}$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=r"$\epsilon = 0$ and no constant row; with $\epsilon$ it is smaller",
+    uses=[LayerNormAt],
+)
+def x_std(seed: int) -> Evidence:
+    X = Draw(seed).normal(4, 5)
+    holds = agrees(LayerNormAt(X).value.norm(), math.sqrt(20), "n = 4, D = 5")
+    return assumed(holds, 1 - norm(LayerNormAt(X, eps=0.1).value) / math.sqrt(20), above=1e-3)
+
+
+@claim(
+    "sharpness-disparity/b1-x-norm",
+    place="App. B.1, norm of X_Norm",
+    statement=r"$\|X_{\mathrm{Norm}}\|_F\le n\sqrt D\,\|\gamma\|_F$",
+    verdict="LOOSE",
+    corrected=r"$\sqrt{n(D-1)}\,\|\gamma\|_F$, attained by one-hot rows and gain; $\sqrt{nD}\,\|\gamma\|_F$ for RMSNorm",
+    uses=[LayerNormAt],
+)
+def x_norm(seed: int) -> Evidence:
+    draw, n, D = Draw(seed), 9, 5
+    axis = eye(D)[:1]
+    cases = [(draw.normal(n, D), draw.normal(D)) for _ in range(20)] + [(axis.expand(n, D), axis[0])]
+    found = [norm(LayerNormAt(X, gain).value) / (n * math.sqrt(D) * norm(gain)) for X, gain in cases]
+    return loose(found, "n = 9, 20 generic points and the one that attains the sharp bound", factor=math.sqrt(n))
+
+
+@claim(
+    "ours/x-norm-sharp",
+    place="Sharpness Disparity, App. B.1",
+    statement=r"$\|X_{\mathrm{Norm}}\|_F\le\sqrt{n(D-1)}\,\|\gamma\|_F$ for LayerNorm, attained by one-hot rows and gain",
+    verdict="HOLDS",
+    uses=[LayerNormAt],
+)
+def x_norm_sharp(seed: int) -> Evidence:
+    draw, n, D = Draw(seed), 4, 5
+    axis = eye(D)[:1]
+    cases = [(draw.normal(n, D), draw.normal(D)) for _ in range(40)] + [(axis.expand(n, D), axis[0])]
+    found = [norm(LayerNormAt(X, gain).value) / (math.sqrt(n * (D - 1)) * norm(gain)) for X, gain in cases]
+    return bounded(found, "40 generic points and the attaining one", attained=1 - 1e-9)
+
+
+@claim(
+    "sharpness-disparity/b1-w1-estimate",
+    place="App. B.1, estimate for W_1",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_1}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F"
+    r"\|\frac{\partial A}{\partial M}\|_F\|W_2\|_F\|X_{\mathrm{Norm}}\|_F$",
+    verdict="HOLDS",
+    uses=[matrix_norm],
+)
+def w1_estimate(seed: int) -> Evidence:
+    found = [
+        norm(p.gradient("W_1")) / (norm(p.q) * norm(p.dA) * matrix_norm(p.W_2, "F") * matrix_norm(p.X_norm, "F"))
+        for p in sample(seed)
+    ]
+    return bounded(found, f"{len(found)} points, attained by one token and M = 1", attained=1 - 1e-9)
+
+
+@claim(
+    "sharpness-disparity/b1-w2-estimate-kronecker",
+    place="App. B.1, estimate for W_2, second line",
+    statement=r"$\|B\otimes I_D\|_F\le\|B\|_F\|I_D\|_2$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\|B\otimes I_D\|_F = \sqrt D\,\|B\|_F$; the end bound survives through "
+    r"$\|\frac{\partial\mathcal{Q}}{\partial Y}(A\otimes I_D)\|\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|\,\|A\|_2$",
+    uses=[matrix_norm],
+)
+def kronecker_estimate(seed: int) -> Evidence:
+    point = FeedForwardPoint.draw(seed)
+    A, D = point.closed.sigma.value, point.sizes[1]
+    ratio = norm(torch.kron(A, eye(D))) / (norm(A) * matrix_norm(eye(D)))
+    corrected = norm(point.gradient("W_2")) / (norm(point.q) * matrix_norm(A))
+    return violated(ratio, "D = 5, sqrt(D) = 2.236; the corrected one at the same point", corrected=corrected)
+
+
+@claim(
+    "sharpness-disparity/b1-w2-estimate-jacobian",
+    place="App. B.1, estimate for W_2, first to second line",
+    statement=r"$\|\frac{\partial Y}{\partial W_2}\|_F\le\|\frac{\partial A}{\partial M}\|_F\|X_{\mathrm{Norm}}W_1\|_F$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"true for the spectral norm $\|\frac{\partial Y}{\partial W_2}\|_2 = \|A\|_2$",
+    uses=[matrix_norm],
+)
+def jacobian_estimate(seed: int) -> Evidence:
+    point = attaining(seed, D=64)
+    J = dense(point.closed.jacobian("W_2"))
+    right = norm(point.dA) * norm(point.X_norm @ point.W_1)
+    return violated(norm(J) / right, "n = 1, M = 1, D = 64: sqrt(D) = 8", corrected=matrix_norm(J) / right)
+
+
+@claim(
+    "sharpness-disparity/b1-gamma-estimate-kronecker",
+    place="App. B.1, estimate for gamma, fourth line",
+    statement=r"$\|I_n\otimes W\|_F\le\|I_n\|_2\|W\|_F$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\|I_n\otimes W\|_F = \sqrt n\,\|W\|_F$; with $\|I_n\otimes W\|_2 = \|W\|_2$ the end bound survives",
+    uses=[matrix_norm],
+)
+def gamma_kronecker(seed: int) -> Evidence:
+    W = Draw(seed).normal(5, 7)
+    big = torch.kron(eye(4), W)
+    return violated(norm(big) / norm(W), "n = 4, sqrt(n) = 2", corrected=matrix_norm(big) / matrix_norm(W))
+
+
+@claim(
+    "sharpness-disparity/b1-gamma-estimate-ones",
+    place="App. B.1, estimate for gamma, last lines",
+    statement=r"$\|1_{n\times1}\otimes I_D\|_F\le\|1_{n\times1}\|_F\|I_D\|_2$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\|1_{n\times1}\otimes I_D\|_F = \sqrt{nD}$; its spectral norm is $\sqrt n$",
+    uses=[matrix_norm],
+)
+def gamma_ones(seed: int) -> Evidence:
+    big = torch.kron(ones(4), eye(5))
+    return violated(norm(big) / norm(ones(4)), "n = 4, D = 5: sqrt(D) = 2.236", corrected=matrix_norm(big) / norm(ones(4)))
+
+
+@claim(
+    "sharpness-disparity/b1-gamma-jacobian",
+    place="App. B.1, estimate for gamma",
+    statement=r"$\|\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_D)\|_F\le n\sqrt D$",
+    verdict="LOOSE",
+    corrected=r"it is $\sqrt{nD}$",
+    uses=[LayerNormAt.jacobian],
+)
+def gamma_jacobian(seed: int) -> Evidence:
+    X, gain = Draw(seed).normal(9, 5), ones(5)[:, 0]
+    found = norm(dense(LayerNormAt(X, gain).jacobian("gamma"))) / (9 * math.sqrt(5))
+    return loose(found, "n = 9", factor=math.sqrt(9))
+
+
+@claim(
+    "sharpness-disparity/thm4.1-bound-w1",
+    place="App. B.1, end bounds of Theorem 4.1",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_1}\|_F\le\frac{\Psi}{\|W_1\|_F}$, $\Psi = n\sqrt D\,"
+    r"\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\frac{\partial A}{\partial M}\|_F\|W_1\|_F\|W_2\|_F\|\gamma\|_F$",
+    verdict="HOLDS",
+)
+def bound_w1(seed: int) -> Evidence:
+    return end_bound(seed, "W_1")
+
+
+@claim(
+    "sharpness-disparity/thm4.1-bound-w2",
+    place="App. B.1, end bounds of Theorem 4.1",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_2}\|_F\le\frac{\Psi}{\|W_2\|_F}$",
+    verdict="HOLDS",
+)
+def bound_w2(seed: int) -> Evidence:
+    return end_bound(seed, "W_2")
+
+
+@claim(
+    "sharpness-disparity/thm4.1-bound-gamma",
+    place="App. B.1, end bounds of Theorem 4.1",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\frac{\Psi}{\|\gamma\|_F}$",
+    verdict="HOLDS",
+)
+def bound_gamma(seed: int) -> Evidence:
+    return end_bound(seed, "gamma")
+
+
+@claim(
+    "ours/thm4.1-sharper",
+    place="Sharpness Disparity, Theorem 4.1",
+    statement=r"the three end bounds hold with $\sqrt{n(D-1)}$ in place of $n\sqrt D$, and are then attained at $n = 1$",
+    verdict="HOLDS",
+)
+def sharper(seed: int) -> Evidence:
+    found = []
+    for point in sample(seed):
+        n, D, _ = point.sizes
+        found += [end_ratio(point, letter, math.sqrt(n * (D - 1))) for letter in LETTERS]
+    tight = [end_ratio(attaining(seed), letter, 2.0) for letter in LETTERS]
+    return bounded(found, f"{len(found)} ratios; where they are attained {min(tight):.12f} or more", attained=1 - 1e-9)
+
+
+@claim(
+    "sharpness-disparity/thm4.1-s-w",
+    place="Theorem 4.1, bound on S",
+    statement=r"$\mathcal{S}(W_\bullet) = O\left(\frac{\Psi^2}{D^2\|W_\bullet\|_F^2}\right)$; 'the denominators ($D^2$ or $D$) "
+    r"reflect the number of parameters'",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=r"$M\ge cD$: the number of parameters is $DM$, and the $O$ hides $D/M$",
+    corrected=r"$\mathcal{S}(W_\bullet)\le\frac{\Psi^2}{DM\,\|W_\bullet\|_F^2}$",
+)
+def s_w(seed: int) -> Evidence:
+    exact = [end_ratio(point, letter) ** 2 for point in sample(seed) for letter in ("W_1", "W_2")]
+    narrow = attaining(seed, D=64)
+    without = end_ratio(narrow, "W_1") ** 2 * 64  # S D^2 ||W||^2 / Psi^2 at M = 1
+    return assumed(bounded(exact, "S D M ||W||^2 / Psi^2"), without, above=10)
+
+
+@claim(
+    "sharpness-disparity/thm4.1-s-gamma",
+    place="Theorem 4.1, bound on S",
+    statement=r"$\mathcal{S}(\gamma) = O\left(\frac{\Psi^2}{D\,\|\gamma\|_F^2}\right)$",
+    verdict="HOLDS",
+)
+def s_gamma(seed: int) -> Evidence:
+    return bounded([end_ratio(point, "gamma") ** 2 for point in sample(seed)], "S D ||gamma||^2 / Psi^2, constant 1")
+
+
+@claim(
+    "sharpness-disparity/thm4.1-support",
+    place="Sec. 4.2, after Theorem 4.1",
+    statement=r"since $D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$, the theorem supports $\mathcal{S}(\mathrm{FFN})\ll"
+    r"\mathcal{S}(\mathrm{Norm})$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"two upper bounds do not order what they bound: $\mathcal{S}(W_1)/\mathcal{S}(\gamma)$ can be anything at one "
+    r"value of $D^2\|W_1\|^2/(D\|\gamma\|^2)$; both bounds hold",
+)
+def support(seed: int) -> Evidence:
+    point = FeedForwardPoint.draw(seed)
+    n, D, M = point.sizes
+    to_gamma = torch.stack([point.with_(q=row[None]).gradient("gamma")[0] for row in eye(n * D)])  # dQ/dgamma = q to_gamma
+    kernel = torch.linalg.svd(to_gamma.T)[2][D:]  # directions dQ/dY that do not feel gamma
+    point = point.with_(q=Draw(seed + 1).normal(1, len(kernel)) @ kernel + 1e-3 * point.q / norm(point.q))
+    larger = D**2 * norm(point.W_1) ** 2 / (D * norm(point.gamma) ** 2)
+    sharpness = norm(point.gradient("W_1")) ** 2 / (D * M) / (norm(point.gradient("gamma")) ** 2 / D)
+    detail = f"S(W_1) / S(gamma) where D^2 ||W_1||^2 / (D ||gamma||^2) = {larger:.3g}; the bounds there"
+    return violated(sharpness, detail, corrected=[end_ratio(point, letter) for letter in LETTERS], above=100)
+
+
+@claim(
+    "sharpness-disparity/thm4.1-looseness",
+    place="Theorem 4.1, as bounds on measured gradients",
+    statement=r"$\Psi/\|\theta\|_F$ bounds $\|\nabla_\theta\mathcal{Q}\|$ at a width and an initialisation in use",
+    verdict="LOOSE",
+)
+def looseness(seed: int) -> Evidence:
+    draw, n, D, M = Draw(seed), 64, 64, 256
+    X, W_1, W_2 = draw.normal(n, D), draw.normal(D, M, std=0.02), draw.normal(M, D, std=0.02)
+    q, gain = draw.normal(1, n * D), ones(D).T
+    point = FeedForwardPoint(X, gain, W_1, W_2, q)
+    active = math.sqrt(float((standardised(X) @ W_1 > 0).sum()))  # ||dA/dM||_F of ReLU
+    bound = n * math.sqrt(D) * norm(q) * active * norm(W_1) * norm(W_2) * norm(gain)
+    found = {letter: norm(point.gradient(letter)) * norm(getattr(point, letter)) / bound for letter in LETTERS}
+    return loose(found.values(), "n = D = 64, M = 256, standard deviation 0.02; S is looser by the square", factor=1e4)
+
+
+@claim(
+    "ours/ffn-rescaling",
+    place="Sharpness Disparity, Eq. 1",
+    statement=r"$(\gamma, W_1)\to(c\gamma, W_1/c)$ leaves the function as it is and multiplies "
+    r"$\mathcal{S}(W_1)/\mathcal{S}(\gamma)$ by $c^4$: the order of Eq. 1 is one of a parametrisation",
+    verdict="HOLDS",
+)
+def rescaling(seed: int) -> Evidence:
+    point = FeedForwardPoint.draw(seed)
+    c = 10.0
+    other = point.with_(gamma=c * point.gamma, W_1=point.W_1 / c)
+
+    def quotient(at: FeedForwardPoint) -> float:
+        return norm(at.gradient("W_1")) ** 2 / norm(at.gradient("gamma")) ** 2
+
+    same = (other.closed.value - point.closed.value).abs().max() / point.closed.value.abs().max()
+    return small(
+        [float(same), abs(quotient(other) / quotient(point) / c**4 - 1)], "c = 10: the function, and the quotient over 10^4"
+    )

@@ -1,0 +1,353 @@
+"""Section 3.2: the diagonal Fisher matrix, its estimator, and the average sharpness."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from derivations.loss import CrossEntropyAt
+from hessiankit.blocks import Transformer
+from hessiankit.diagonal import curvature_diagonal
+from hessiankit.ledger.autodiff import hessian_of, jacobian_of
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, assumed, bounded, readings, relative_error, small
+from hessiankit.ledger.registry import claim
+from hessiankit.ledger.sharpness_disparity.points import dense
+from hessiankit.optim import block_types
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A network with C classes on B inputs: every vector of labels can be gone through."""
+
+    X: Tensor
+    W_1: Tensor
+    W_2: Tensor
+
+    @staticmethod
+    def draw(seed: int, B: int = 3, C: int = 3) -> Classifier:
+        """Return a generic point."""
+        draw = Draw(seed)
+        return Classifier(draw.normal(B, 4), draw.normal(4, 5, std=0.7), draw.normal(5, C))
+
+    @property
+    def theta(self) -> Tensor:
+        """All parameters."""
+        return torch.cat([self.W_1.reshape(-1), self.W_2.reshape(-1)])
+
+    def logits(self, theta: Tensor) -> Tensor:
+        """f(X; theta), B x C."""
+        k = self.W_1.numel()
+        return torch.tanh(self.X @ theta[:k].reshape(self.W_1.shape)) @ theta[k:].reshape(self.W_2.shape)
+
+    @property
+    def P(self) -> Tensor:
+        """softmax(f), B x C."""
+        return self.logits(self.theta).softmax(1)
+
+    @property
+    def scores(self) -> Tensor:
+        """The gradient of -log p(c | x_b), B x C x #."""
+        J = jacobian_of(lambda theta: -self.logits(theta).log_softmax(1), self.theta)
+        return J.reshape(*self.P.shape, -1)
+
+    @property
+    def fisher(self) -> Tensor:
+        """Diag F: the mean over b of the expected squared score."""
+        return (self.P[..., None] * self.scores.square()).sum(1).mean(0)
+
+    def expected(self, multiplier: float, weights: Tensor) -> Tensor:
+        """Return multiplier times E[(mean score)^2] over all label vectors, these with probabilities ``weights``, C^B of them."""
+        B, C = self.P.shape
+        scores, total = self.scores, torch.zeros_like(self.theta)
+        for weight, labels in zip(weights, itertools.product(range(C), repeat=B), strict=True):
+            total += weight * scores[range(B), list(labels)].mean(0).square()
+        return multiplier * total
+
+    def independent(self, P: Tensor) -> Tensor:
+        """Return the probability of each label vector where labels are independent with rows P."""
+        B, C = P.shape
+        return torch.stack([P[range(B), list(labels)].prod() for labels in itertools.product(range(C), repeat=B)])
+
+
+def unbiased(point: Classifier) -> Evidence:
+    """Compare the expectation of Eq. 3 over all label vectors with the Fisher diagonal."""
+    B = len(point.X)
+    return agrees(point.expected(B, point.independent(point.P)), point.fisher, f"all {3**B} label vectors")
+
+
+def bias(point: Classifier, weights: Tensor) -> float:
+    """Return the relative error of the expectation under another law of labels."""
+    return relative_error(point.expected(len(point.X), weights), point.fisher)
+
+
+@claim(
+    "sharpness-disparity/eq3",
+    place="Sec. 3.2, Eq. 3",
+    statement=r"$\mathrm{diag}(\hat F_{\mathrm{eff}}) = B\cdot\nabla\hat{\mathcal{L}}_B\odot\nabla\hat{\mathcal{L}}_B$ with "
+    r"$\hat y_b\sim\mathrm{softmax}(f(x_b))$ is unbiased: $\mathbb{E}_{\hat y}[\mathrm{diag}(\hat F_{\mathrm{eff}})] = "
+    r"\mathbb{E}_{\hat y}[\mathrm{diag}(\hat F)]$",
+    verdict="HOLDS",
+    uses=[curvature_diagonal],
+)
+def eq3(seed: int) -> Evidence:
+    return unbiased(Classifier.draw(seed))
+
+
+@claim(
+    "sharpness-disparity/eq3-labels",
+    place="Sec. 3.2, Eq. 3, with the data's labels",
+    statement="Eq. 3 gives the diagonal Fisher matrix",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="labels drawn from the model's own softmax; with the data's labels it is biased, for the empirical Fisher matrix too",
+)
+def labels(seed: int) -> Evidence:
+    point = Classifier.draw(seed)
+    target = F.one_hot(Draw(seed + 1).integers(0, 3, 3), 3).double()
+    return assumed(unbiased(point), bias(point, point.independent(target)), above=0.05)
+
+
+@claim(
+    "sharpness-disparity/eq3-independence",
+    place="Sec. 3.2, Eq. 3, with shared random numbers",
+    statement="Eq. 3 gives the diagonal Fisher matrix",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="labels independent of one another; one random number for all positions leaves each law right and biases the estimate",
+)
+def independence(seed: int) -> Evidence:
+    point = Classifier.draw(seed)
+    edges = torch.cat([torch.zeros(3, 1, dtype=torch.float64), point.P.cumsum(1)], 1)
+    weights = []
+    for labels in itertools.product(range(3), repeat=3):  # the length of {u: every b has its label}
+        low = max(float(edges[b, c]) for b, c in enumerate(labels))
+        high = min(float(edges[b, c + 1]) for b, c in enumerate(labels))
+        weights.append(max(high - low, 0.0))
+    return assumed(unbiased(point), bias(point, torch.tensor(weights, dtype=torch.float64)), above=0.01)
+
+
+@claim(
+    "sharpness-disparity/eq3-temperature",
+    place="Sec. 3.2, Eq. 3, with other labels of the model",
+    statement="Eq. 3 gives the diagonal Fisher matrix",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="temperature 1; with temperature 1/2, or the most likely label, it is biased",
+)
+def temperature(seed: int) -> Evidence:
+    point = Classifier.draw(seed)
+    logits = point.logits(point.theta)
+    cold = bias(point, point.independent((2 * logits).softmax(1)))
+    greedy = bias(point, point.independent(F.one_hot(logits.argmax(1), 3).double()))
+    return assumed(unbiased(point), min(cold, greedy), above=0.005)
+
+
+@claim(
+    "sharpness-disparity/eq3-b",
+    place="Sec. 3.2, Eqs. 3-4; App. A.1, 'B set to 1024'",
+    statement=r"the factor $B$, the number of inputs $x_b$ in a batch",
+    verdict="VAGUE",
+    corrected="the number of terms, labelled independently, in the mean: all tokens of the batch; with the number of sequences "
+    "the estimate is smaller by their length. The order of blocks does not feel it",
+)
+def factor(seed: int) -> Evidence:
+    point = Classifier.draw(seed, B=4)
+    weights = point.independent(point.P)
+    of_fisher = {
+        "B = 4 tokens": float((point.expected(4, weights) / point.fisher).mean()),
+        "B = 2 sequences of 2 tokens": float((point.expected(2, weights) / point.fisher).mean()),
+    }
+    return readings(of_fisher, "the expected estimate over the Fisher diagonal")
+
+
+@claim(
+    "sharpness-disparity/eq3-near-minima",
+    place="Sec. 3.2, first paragraph",
+    statement="the Fisher (Gauss-Newton) matrix approximates the Hessian, 'particularly near minima'",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="labels that follow the model's softmax, under which the expected Hessian is the Fisher matrix; at a random point "
+    "with labels of data the diagonals differ, and the Hessian's has negative entries",
+    uses=[curvature_diagonal],
+)
+def near_minima(seed: int) -> Evidence:
+    point = Classifier.draw(seed)
+    P = point.P
+
+    def diagonal(labels: Tensor) -> Tensor:
+        """Return the Hessian's diagonal at labels, or their probabilities, B x C."""
+        return hessian_of(lambda theta: -(labels * point.logits(theta).log_softmax(1)).sum(1).mean(), point.theta).diagonal()
+
+    holds = agrees(diagonal(P), point.fisher, "the Hessian's diagonal in expectation")
+    target = F.one_hot(Draw(seed + 1).integers(0, 3, 3), 3)
+    return assumed(holds, relative_error(diagonal(target), point.fisher), above=0.1)
+
+
+@claim(
+    "sharpness-disparity/fisher-is-gauss-newton",
+    place="Sec. 3.2, 'Fisher (Gauss-Newton)'",
+    statement="for cross-entropy the Fisher matrix is the Gauss-Newton matrix",
+    verdict="HOLDS",
+    uses=[CrossEntropyAt.hessian, curvature_diagonal],
+)
+def gauss_newton(seed: int) -> Evidence:
+    point = Classifier.draw(seed)
+    J = jacobian_of(point.logits, point.theta)
+    middle = dense(CrossEntropyAt(point.logits(point.theta), [0, 0, 0]).hessian("logits", "logits"))
+    network = torch.nn.Sequential(torch.nn.Linear(4, 5, False), torch.nn.Tanh(), torch.nn.Linear(5, 3, False)).double()
+    with torch.no_grad():
+        network[0].weight.copy_(point.W_1.T)
+        network[2].weight.copy_(point.W_2.T)
+    diagonal = curvature_diagonal(network, point.X, torch.zeros(3, dtype=torch.int64), loss="cross_entropy", kind="ggn")
+    from_library = torch.cat([diagonal["0.weight"].T.reshape(-1), diagonal["2.weight"].T.reshape(-1)])
+    found = [(J.T @ middle @ J).diagonal(), from_library]
+    return agrees(
+        found, [point.fisher, point.fisher], "the closed form and curvature_diagonal against the expected squared scores"
+    )
+
+
+@claim(
+    "sharpness-disparity/eq4",
+    place="Sec. 3.2, Eq. 4",
+    statement=r"$\mathcal{S}(\theta[\bullet]) = \frac{\mathrm{Tr}(h(\theta[\bullet]))}{\#(\theta[\bullet])} = "
+    r"\frac{B\,\|\nabla_{\theta[\bullet]}\hat{\mathcal{L}}_B\|_F^2}{\#(\theta[\bullet])}$",
+    verdict="HOLDS",
+    uses=[curvature_diagonal, block_types],
+)
+def eq4(seed: int) -> Evidence:
+    """Average the right side over all labels of two tokens, block type by block type, and compare with the exact trace."""
+    model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 1, 2)
+    exact = sharpness(model, tokens)
+    log_p = model(tokens)[0].log_softmax(1)
+    probabilities = log_p.detach().exp()
+    names = [name for name, _ in model.named_parameters()]
+    parameters = list(model.parameters())
+    found, types = dict.fromkeys(exact, 0.0), block_types(model)
+    sizes = {t: sum(p.numel() for name, p in model.named_parameters() if types[name] == t) for t in exact}
+    for pair in itertools.product(range(4), repeat=2):
+        loss = -log_p[range(2), list(pair)].mean()
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        weight = float(probabilities[range(2), list(pair)].prod())
+        for name, g in zip(names, gradients, strict=True):
+            found[types[name]] += weight * 2 * float(g.square().sum()) / sizes[types[name]]
+    errors = [relative_error(found[t], exact[t]) for t in exact]
+    return small(errors, f"all 16 label pairs, types {', '.join(exact)}, against the exact Gauss-Newton diagonal")
+
+
+def tiny_model(seed: int) -> Transformer:
+    """Return a model of two blocks with a vocabulary of four."""
+    options = {"placement": "pre", "activation": "gelu", "causal": True, "max_len": 8}
+    return Transformer(4, 4, 6, 2, 2, seed=seed, **options).double()
+
+
+def sharpness(model: Transformer, tokens: Tensor) -> dict[str, float]:
+    """Return Eq. 4 of each block type from the exact Gauss-Newton diagonal; labels do not enter it."""
+    diagonal = curvature_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn")
+    types = block_types(model)
+    values: dict[str, list[Tensor]] = {}
+    for name, value in diagonal.values.items():
+        values.setdefault(types[name], []).append(value.reshape(-1))
+    return {t: float(torch.cat(parts).mean()) for t, parts in values.items()}
+
+
+@claim(
+    "sharpness-disparity/remark3.1",
+    place="Remark 3.1",
+    statement="the sharpness is averaged over all blocks of a type rather than within each block",
+    verdict="VAGUE",
+    corrected="Eq. 4 pools: one trace over one count, in which large matrices weigh more; the mean of each matrix's own average "
+    "is another number",
+    uses=[curvature_diagonal, block_types],
+)
+def pooled(seed: int) -> Evidence:
+    model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 2, 4)
+    diagonal, types = curvature_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
+    own = [value.reshape(-1) for name, value in diagonal.values.items() if types[name] == "Emb"]
+    found = {"pooled": float(torch.cat(own).mean()), "mean of matrices": float(torch.stack([v.mean() for v in own]).mean())}
+    return readings(found, "S(Emb), a table of 4 rows and one of 8")
+
+
+@claim(
+    "sharpness-disparity/log-scale",
+    place="App. A.1, Sharpness Principle Experiments",
+    statement=r"'average sharpness values ... are calculated on a logarithmic scale, i.e., $\log h(\theta[\bullet])$'",
+    verdict="VAGUE",
+    corrected=r"the logarithm of Eq. 4, or the mean of $\log h$, which is smaller, and minus infinity where a token of the "
+    r"vocabulary does not occur",
+    uses=[curvature_diagonal],
+)
+def log_scale(seed: int) -> Evidence:
+    model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 2, 4)
+    diagonal, types = curvature_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
+    h = torch.cat([v.reshape(-1) for name, v in diagonal.values.items() if types[name] == "QK"])
+    h = h[h > 0]
+    return readings({"log of the mean": float(h.mean().log()), "mean of the log": float(h.log().mean())}, "QK, entries above 0")
+
+
+@claim(
+    "ours/eq3-micro-batches",
+    place="Sharpness Disparity, Eq. 3",
+    statement=r"the mean of Eq. 3 over micro-batches, down to $\mathrm{diag}(\hat F)$ at one term each, is unbiased too and has "
+    r"a smaller total variance than Eq. 3 on the whole batch",
+    verdict="HOLDS",
+)
+def micro_batches(seed: int) -> Evidence:
+    point = Classifier.draw(seed)
+    weights, scores = point.independent(point.P), point.scores
+    vectors = list(itertools.product(range(3), repeat=3))
+    own = torch.stack([scores[range(3), list(v)] for v in vectors])  # 27 x B x #
+    whole, single = 3 * own.mean(1).square(), own.square().mean(1)
+    mean = (weights[:, None] * single).sum(0)
+    variances = [float((weights[:, None] * (h - point.fisher).square()).sum()) for h in (single, whole)]
+    ratio = variances[0] / variances[1]
+    error = relative_error(mean, point.fisher)
+    return bounded(
+        math.inf if error > 1e-10 else ratio, f"variances {variances[0]:.3g} and {variances[1]:.3g}, all label vectors"
+    )
+
+
+@claim(
+    "ours/eq3-autoregressive",
+    place="Sharpness Disparity, Eq. 3",
+    statement=r"labels that are drawn in turn and fed back leave $\mathbb{E}[(\sum_tg_t)^2] = \sum_t\mathbb{E}[g_t^2]$: Eq. 3 is "
+    r"unbiased for the Fisher matrix under prefixes of the model's own",
+    verdict="HOLDS",
+)
+def autoregressive(seed: int) -> Evidence:
+    draw, C, T = Draw(seed), 3, 3
+    E, W = draw.normal(C + 1, 4), draw.normal(4, C)
+
+    def log_p(W: Tensor, prefix: tuple[int, ...]) -> Tensor:
+        return (torch.tanh(E[[C, *prefix]].sum(0)) @ W).log_softmax(0)
+
+    square, parts = torch.zeros(4 * C, dtype=torch.float64), torch.zeros(4 * C, dtype=torch.float64)
+    cache = {
+        prefix: (log_p(W, prefix).exp(), jacobian_of(lambda W, p=prefix: log_p(W, p), W))  # type: ignore[misc]
+        for t in range(T)
+        for prefix in itertools.product(range(C), repeat=t)
+    }
+    for sequence in itertools.product(range(C), repeat=T):
+        steps = [(cache[sequence[:t]], sequence[t]) for t in range(T)]
+        weight = math.prod(float(p[label]) for (p, _), label in steps)
+        gradients = torch.stack([J[label] for (_, J), label in steps])
+        square += weight * gradients.sum(0).square()
+        parts += weight * gradients.square().sum(0)
+    return agrees(square, parts, "all 27 sequences")
+
+
+@claim(
+    "ours/eq3-dropout",
+    place="Sharpness Disparity, Eq. 3",
+    statement="labels have to come from the softmax of the same forward pass: those of another dropout mask bias the estimate",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="labels and gradient share one dropout mask, or dropout is off",
+)
+def dropout(seed: int) -> Evidence:
+    point = Classifier.draw(seed)
+    keep = torch.ones(5, 1, dtype=torch.float64)
+    keep[:2] = 0
+    masked = Classifier(point.X, point.W_1, point.W_2 * 5 / 3 * keep)
+    return assumed(unbiased(point), bias(point, point.independent(masked.P)), above=0.005)

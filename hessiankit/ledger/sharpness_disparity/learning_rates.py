@@ -1,0 +1,321 @@
+"""Section 5, Section 6.3 and App. A.2-A.3: blockwise learning rates."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.blocks import Transformer
+from hessiankit.fused import named_slices
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, assumed, counts, false, not_run, readings, relative_error, small
+from hessiankit.ledger.registry import claim
+from hessiankit.ledger.sharpness_disparity.principle import ORDER, RATES
+from hessiankit.optim import block_types
+
+ADAM_MINI = {"Emb": 4.0, "QK": 1.0, "FFN": 4.0, "VO": 4.0}
+STEPS, WARMUP = 50_000, 1_000
+
+
+def cosine(step: int, peak: float, floor: float, warmup: int = WARMUP, steps: int = STEPS) -> float:
+    """Return a linear warm-up to ``peak`` and a cosine to ``floor``."""
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    part = (step - warmup) / (steps - warmup)
+    return floor + (peak - floor) * (1 + math.cos(math.pi * part)) / 2
+
+
+def adamw(values: list[Tensor], gradients: list[list[Tensor]], rates: list[float], decay: float = 0.1) -> list[Tensor]:
+    """Return parameters after AdamW with a rate for each, one step for each list of gradients."""
+    parameters = [nn.Parameter(v.clone()) for v in values]
+    groups = [{"params": [p], "lr": rate} for p, rate in zip(parameters, rates, strict=True)]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=decay)
+    for step in gradients:
+        for p, g in zip(parameters, step, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return [p.detach() for p in parameters]
+
+
+@claim(
+    "sharpness-disparity/sec5-rule",
+    place="Sec. 5, The Blockwise LR",
+    statement=r"'naturally, we can set $r(\bullet)\propto\mathcal{S}(\mathrm{Norm})/\mathcal{S}(\bullet)$'; tuned by hand is "
+    r"'more effective'",
+    verdict="NOT RUN",
+)
+def rule(seed: int) -> Evidence:
+    return not_run("the comparison is not shown in the paper")
+
+
+@claim(
+    "sharpness-disparity/sec5-proportional",
+    place="Sec. 5, The Blockwise LR",
+    statement=r"$\eta_\bullet\propto r(\bullet)\,\eta_{\mathrm{base}}$",
+    verdict="VAGUE",
+    corrected=r"$\eta_\bullet = r(\bullet)\,\eta_{\mathrm{base}}$, which Eq. 5 needs",
+)
+def proportional(seed: int) -> Evidence:
+    return readings(
+        {"equal": RATES["Emb"], "proportional, with the constant 1/10": RATES["Emb"] / 10}, "rate of Emb over the base"
+    )
+
+
+@claim(
+    "sharpness-disparity/eq5",
+    place="Sec. 6, Eq. 5",
+    statement=r"$r(\mathrm{Emb}) = 10, r(\mathrm{QK}) = 8, r(\mathrm{FFN}) = 6, r(\mathrm{VO}) = 4$ follow the trend of "
+    r"$\mathcal{S}(\mathrm{Norm})/\mathcal{S}(\bullet)$ along Eq. 1",
+    verdict="HOLDS",
+)
+def eq5(seed: int) -> Evidence:
+    falling = sum(RATES[a] > RATES[b] for a, b in itertools.combinations(ORDER, 2))
+    return counts(falling, 10, "pairs of types of which the flatter has the larger rate")
+
+
+@claim(
+    "sharpness-disparity/eq5-best",
+    place="Sec. 6; App. A.2, Fig. 10",
+    statement="of three settings, Eq. 5 is the best, and all of them accelerate",
+    verdict="NOT RUN",
+)
+def eq5_best(seed: int) -> Evidence:
+    return not_run("LLaMA 0.25B on MiniPile, four trainings; a figure without numbers")
+
+
+@claim(
+    "sharpness-disparity/adam-mini-ratios",
+    place="App. A.3, Adam-mini",
+    statement=r"the ratios 4, 1, 4, 4 of Emb, QK, FFN, VO 'do not satisfy $r(\bullet)\propto\mathcal{S}(\mathrm{Norm})/"
+    r"\mathcal{S}(\bullet)$'",
+    verdict="HOLDS",
+)
+def adam_mini_ratios(seed: int) -> Evidence:
+    types = ORDER[:4]
+    against = [f"{a} below {b}" for a, b in itertools.combinations(types, 2) if ADAM_MINI[a] < ADAM_MINI[b]]
+    return counts(len(against), 2, f"pairs of which the flatter type has the smaller rate: {', '.join(against)}")
+
+
+@claim(
+    "sharpness-disparity/adam-mini-memory",
+    place="Abstract; Sec. 6.3",
+    statement=r"Adam-mini has a '$2\times$ memory saving compared to AdamW'",
+    verdict="VAGUE",
+    corrected="half of the optimizer's state; with weights and gradients of the same precision, 3 numbers for a parameter in place of 4",
+)
+def adam_mini_memory(seed: int) -> Evidence:
+    return readings({"optimizer state": 2 / 1, "weights, gradients and state": 4 / 3}, "memory of AdamW over that of Adam-mini")
+
+
+@claim(
+    "sharpness-disparity/fig6",
+    place="Sec. 6.3, Fig. 6",
+    statement=r"Blockwise LR is $2\times$ faster on Adam-mini",
+    verdict="NOT RUN",
+)
+def fig6(seed: int) -> Evidence:
+    return not_run("pre-training; a figure without numbers")
+
+
+@claim(
+    "sharpness-disparity/fig7-lion",
+    place="Sec. 6.3, Fig. 7 (left); Fig. 11",
+    statement=r"Blockwise LR is $2\times$ faster on Lion, and the order of Eq. 1 emerges and persists under Lion",
+    verdict="NOT RUN",
+)
+def fig7_lion(seed: int) -> Evidence:
+    return not_run("pre-training; figures without numbers")
+
+
+@claim(
+    "sharpness-disparity/fig7-wsd",
+    place="Sec. 6.3, Fig. 7 (right)",
+    statement="Blockwise LR is as good with the schedule warm-up, stable, decay",
+    verdict="NOT RUN",
+)
+def fig7_wsd(seed: int) -> Evidence:
+    return not_run("pre-training; a figure without numbers")
+
+
+@claim(
+    "sharpness-disparity/wsd-floor",
+    place="Sec. 6.3 and App. A.3, wsd",
+    statement=r"the linear decay ends at $\mathrm{lr\_min}$ (Sec. 6.3); it ends at 0 (App. A.3)",
+    verdict="VAGUE",
+    corrected="the released script for LLaMA ends at a tenth of the peak",
+)
+def wsd_floor(seed: int) -> Evidence:
+    return readings({"Sec. 6.3": 1 / 20, "App. A.3": 0.0, "released script": 1 / 10}, "last learning rate over the peak")
+
+
+@claim(
+    "sharpness-disparity/switch",
+    place="App. A.2, Switching Time",
+    statement="'we switch from standard AdamW to AdamW with Blockwise LR at the end of LR warmup phase'",
+    verdict="VAGUE",
+    corrected="the released code has no switch: each group warms up to its own peak, and all groups share one floor, a twentieth "
+    "of the base",
+)
+def switch(seed: int) -> Evidence:
+    r, eta = 10.0, 6e-4
+    paper = [cosine(step, eta, eta / 20) * (r if step >= WARMUP else 1) for step in range(STEPS)]
+    code = [cosine(step, r * eta, eta / 20) for step in range(STEPS)]
+    last = cosine(STEPS, eta, eta / 20)
+    found = {
+        "paper, last rate of Emb over Norm's": r * last / last,
+        "code, last rate of Emb over Norm's": cosine(STEPS, r * eta, eta / 20) / last,
+        "sum of rates, code over paper": sum(code) / sum(paper),
+    }
+    return readings(found, "Eq. 5, 50 000 steps")
+
+
+@claim(
+    "sharpness-disparity/weight-decay",
+    place="Sec. 6, Baselines",
+    statement=r"weight decay $\lambda = 0.1$, the same with Blockwise LR",
+    verdict="OMITTED",
+    corrected=r"AdamW shrinks by $\eta\lambda$: a rate $r$ times larger decays its block $r$ times faster, the embedding 10 times",
+)
+def weight_decay(seed: int) -> Evidence:
+    theta = Draw(seed).normal(5)
+    rates, zero = [1e-3, 1e-2], [torch.zeros_like(theta)] * 2
+    after = adamw([theta, theta], [zero], rates)
+    found = torch.stack([1 - a / theta for a in after])
+    expected = torch.tensor([[1e-4], [1e-3]], dtype=torch.float64).expand(2, 5)
+    return small(float((found - expected).abs().max()), "shrinkage in one step without a gradient, r = 1 and r = 10")
+
+
+@claim(
+    "sharpness-disparity/fused",
+    place="Sec. 5, for fused attention weights",
+    statement="the learning rate of a block type is set where the optimizer's groups are made",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=r"QK and VO are separate tensors; a fused $(W_Q, W_K, W_V)$ has one rate. Rescaling the step after it, old + "
+    r"r (new - old) on a slice, is the same as a rate of its own; scaling the gradient is not",
+    uses=[named_slices],
+)
+def fused(seed: int) -> Evidence:
+    draw, rates = Draw(seed), [8e-3, 4e-3]
+    parts = [draw.normal(4, 3), draw.normal(2, 3)]
+    steps = [[draw.normal(4, 3), draw.normal(2, 3)] for _ in range(5)]
+    split = torch.cat(adamw(parts, steps, rates))
+    whole, scaled = torch.cat(parts), torch.cat(parts)
+    factor = torch.tensor([8.0] * 4 + [4.0] * 2, dtype=torch.float64)[:, None]
+    base = nn.Parameter(whole.clone())
+    optimizer = torch.optim.AdamW([base], 1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in steps:
+        base.grad, old = torch.cat(step), base.detach().clone()
+        optimizer.step()
+        with torch.no_grad():
+            base.copy_(old + factor * (base - old))
+    scaled = adamw([scaled], [[factor * torch.cat(step)] for step in steps], [1e-3])[0]
+    holds = agrees(base.detach(), split, "five steps of AdamW, r = 8 and 4, the step rescaled")
+    return assumed(holds, relative_error(scaled, split), above=1e-3)
+
+
+@claim(
+    "sharpness-disparity/fused-sharpness",
+    place="Sec. 3.2, block types, for fused attention weights",
+    statement="QK and VO are blocks of parameters of their own",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="fused tensors are cut into their parts; one average over the tensor is neither S(QK) nor S(VO)",
+    uses=[named_slices],
+)
+def fused_sharpness(seed: int) -> Evidence:
+    draw, D = Draw(seed), 6
+    attention = nn.MultiheadAttention(D, 2, batch_first=True, bias=False).double()
+    X = draw.normal(1, 4, D)
+    value = (attention(X, X, X, need_weights=False)[0] * draw.normal(1, 4, D)).sum()
+    (g,) = torch.autograd.grad(value, attention.in_proj_weight)
+    QK, V, whole = (float(part.square().mean()) for part in (g[: 2 * D], g[2 * D :], g))
+    holds = agrees((2 * QK + V) / 3, whole, "the tensor's average from those of its parts")
+    return assumed(holds, whole / QK, above=2)
+
+
+@claim(
+    "sharpness-disparity/block-types",
+    place="Sec. 3.2, block types",
+    statement=r"every parameter belongs to one of $\{\mathrm{Emb}, \mathrm{QK}, \mathrm{VO}, \mathrm{FFN}, \mathrm{Norm}\}$",
+    verdict="WRONG AS PRINTED",
+    corrected="an untied head, which the LLaMA models have, belongs to none; learned positions and the last norm are not mentioned",
+    uses=[block_types],
+)
+def types(seed: int) -> Evidence:
+    model = Transformer(9, 8, 12, 1, 2, placement="pre", norm="rmsnorm", activation="swiglu", rotary=True, tied=False, seed=seed)
+    found = sorted(set(block_types(model).values()) - set(ORDER))
+    return false(found, [], "block types of a LLaMA-like model beyond the five")
+
+
+RULES: dict[str, Callable[[str], bool]] = {
+    "embed": lambda name: "embed" in name,
+    "head": lambda name: "lm_head" in name,
+    "norm": lambda name: "norm" in name,
+    "qk": lambda name: "q_proj" in name or "k_proj" in name,
+    "vo": lambda name: "v_proj" in name or "o_proj" in name,
+    "mlp": lambda name: "mlp" in name,
+}
+"""The released script for LLaMA, by parts of names."""
+NAMES = (
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.0.self_attn.qkv_proj.weight",
+    "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+    "gpt_neox.layers.0.attention.query_key_value.weight",
+    "model.layers.0.mlp.norm.weight",
+    "model.embed_norm.weight",
+)
+"""Parameters of LLaMA (the first three), Phi-3, Mixtral, GPT-NeoX, and two with norms inside other parts."""
+
+
+@claim(
+    "sharpness-disparity/code-names",
+    place="released code, grouping of parameters",
+    statement="parts of names put every parameter into exactly one group",
+    verdict="WRONG AS PRINTED",
+    corrected="it does for the models of the paper; elsewhere some get none, and are never trained, or two, or the wrong one. "
+    "block_types takes the type from the module that owns the parameter and raises where it is not known",
+    uses=[block_types],
+)
+def code_names(seed: int) -> Evidence:
+    groups = [[group for group, rule in RULES.items() if rule(name)] for name in NAMES]
+    of_paper, other = groups[:3], groups[3:]
+    right = of_paper == [["embed"], ["qk"], ["mlp"]]
+    unique = sum(len(found) == 1 for found in other)
+    return false(unique, len(other), f"of five names of other models, those in one group (LLaMA's own are right: {right})")
+
+
+@claim(
+    "sharpness-disparity/fast-slow",
+    place="Sec. 5, Fast-slow dynamics at EoS",
+    statement="along sharp directions the optimizer fluctuates and governs stability; along flat ones it progresses steadily",
+    verdict="NOT RUN",
+)
+def fast_slow(seed: int) -> Evidence:
+    return not_run("a summary of other papers; no experiment here")
+
+
+@claim(
+    "sharpness-disparity/fig4",
+    place="Sec. 6.1, Figs. 1 (right) and 4",
+    statement=r"AdamW with Blockwise LR has a lower terminal loss and is nearly $2\times$ (LLaMA 1.1B: $1.92\times$) faster, from "
+    r"0.12B to 2B parameters",
+    verdict="NOT RUN",
+)
+def fig4(seed: int) -> Evidence:
+    return not_run("pre-training of up to 2B parameters; figures without numbers")
+
+
+@claim(
+    "sharpness-disparity/fig5",
+    place="Sec. 6.1, Fig. 5",
+    statement="the gap grows with the size of the model on MiniPile and OpenWebText and is stable on C4",
+    verdict="NOT RUN",
+)
+def fig5(seed: int) -> Evidence:
+    return not_run("pre-training at eleven sizes; a figure without numbers")

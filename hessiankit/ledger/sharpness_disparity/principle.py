@@ -1,0 +1,289 @@
+"""The principle, Eq. 1, and what is said of it."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hessiankit.blocks import Transformer
+from hessiankit.diagonal import curvature_diagonal
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, assumed, bounded, false, measured, not_run, relative_error
+from hessiankit.ledger.registry import claim
+from hessiankit.optim import block_types
+
+ORDER = ("Emb", "QK", "FFN", "VO", "Norm")
+"""Eq. 1, from flat to sharp."""
+RATES = {"Emb": 10.0, "QK": 8.0, "FFN": 6.0, "VO": 4.0, "Norm": 1.0}
+"""Eq. 5, with 1 for the norms."""
+VOCABULARY, LENGTH, STEPS = 64, 12, 100
+
+
+class Trained(NamedTuple):
+    """A small model after training, and the exact Gauss-Newton diagonal there."""
+
+    model: Transformer
+    values: dict[str, Tensor]
+    loss: float
+
+    def sharpness(self) -> dict[str, float]:
+        """Return Eq. 4 for each block type."""
+        types = block_types(self.model)
+        return {t: _mean(v for name, v in self.values.items() if types[name] == t) for t in ORDER}
+
+    def of_layers(self) -> list[float]:
+        """Return the average sharpness of the embedding and of each block, as in Fig. 9 (a)."""
+        prefixes = ["embedding", *(f"blocks.{k}." for k in range(len(self.model.blocks)))]
+        return [_mean(v for name, v in self.values.items() if name.startswith(prefix)) for prefix in prefixes]
+
+
+def _mean(parts: object) -> float:
+    return float(torch.cat([v.reshape(-1) for v in parts]).mean())  # type: ignore[attr-defined]
+
+
+@cache
+def trained(seed: int) -> Trained:
+    """Train a GPT-2-like model of two blocks on sequences of a random Markov chain whose tokens follow a power law."""
+    draw = Draw(seed)
+    options = {"placement": "pre", "activation": "gelu", "causal": True, "max_len": LENGTH, "initialisation": "normal"}
+    model = Transformer(VOCABULARY, 16, 64, 2, 2, seed=seed, **options)
+    chain = (2 * draw.normal(VOCABULARY, VOCABULARY) - torch.arange(1, VOCABULARY + 1).log()).softmax(1)
+
+    def batch(size: int) -> Tensor:
+        tokens = [torch.zeros(size, dtype=torch.int64)]
+        for _ in range(LENGTH):
+            tokens.append(torch.multinomial(chain[tokens[-1]], 1, generator=draw.generator)[:, 0])
+        return torch.stack(tokens, 1)
+
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-3 * min(1.0, (step + 1) / 20)
+        tokens = batch(16)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.double()
+    tokens = batch(4)
+    diagonal = curvature_diagonal(model, tokens[:, :-1], tokens[:, 1:], loss="cross_entropy", kind="ggn")
+    return Trained(model, diagonal.values, diagonal.loss)
+
+
+@claim(
+    "sharpness-disparity/eq1",
+    place="Sec. 1, Eq. 1; Fig. 1 (left), Fig. 2 (left)",
+    statement=r"$\mathcal{S}(\mathrm{Emb})\ll\mathcal{S}(\mathrm{QK}) < \mathcal{S}(\mathrm{FFN}) < \mathcal{S}(\mathrm{VO})\ll"
+    r"\mathcal{S}(\mathrm{Norm})$ in GPT-2 small and LLaMA 0.25B trained on OpenWebText",
+    verdict="NOT RUN",
+)
+def eq1(seed: int) -> Evidence:
+    return not_run("pre-training on OpenWebText for 50 000 steps; the figures give an order and no numbers")
+
+
+@claim(
+    "ours/eq1-small",
+    place="Sharpness Disparity, Eq. 1, at a small size",
+    statement="the order of Eq. 1 in a model of two blocks, width 16 and a vocabulary of 64, exact Gauss-Newton diagonal",
+    verdict="NOT REPRODUCED",
+    corrected="the embedding is the sharpest type here: its sharpness falls with the size of the vocabulary, 64 here and 50 304 "
+    "there. It says nothing about the sizes of the paper",
+    uses=[curvature_diagonal, block_types],
+)
+def eq1_small(seed: int) -> Evidence:
+    S = trained(seed).sharpness()
+    found = sorted(S, key=S.__getitem__)
+    pairs = sum(S[a] < S[b] for a, b in itertools.combinations(ORDER, 2))
+    text = " < ".join(f"{t} {S[t]:.2g}" for t in found)
+    return measured(pairs, found[-1] == "Emb", f"pairs of 10 in the order of Eq. 1; {text}")
+
+
+@claim(
+    "ours/eq1-four-types-small",
+    place="Sharpness Disparity, Eq. 1, at a small size",
+    statement=r"$\mathcal{S}(\mathrm{QK}) < \mathcal{S}(\mathrm{FFN}) < \mathcal{S}(\mathrm{VO}) < \mathcal{S}(\mathrm{Norm})$ "
+    r"in the same model; it is one learning rate and one length of training",
+    verdict="REPRODUCED",
+    uses=[curvature_diagonal, block_types],
+)
+def four_types_small(seed: int) -> Evidence:
+    S = trained(seed).sharpness()
+    steps = [S[b] / S[a] for a, b in itertools.pairwise(ORDER[1:])]
+    return measured(min(steps), min(steps) > 1, "least quotient of neighbours among " + ", ".join(f"{r:.2g}" for r in steps))
+
+
+@claim(
+    "sharpness-disparity/ffn-norm-small",
+    place="Sec. 4.2, after Theorem 4.1, at a small size",
+    statement=r"$\mathcal{S}(\mathrm{FFN})\ll\mathcal{S}(\mathrm{Norm})$",
+    verdict="REPRODUCED",
+    uses=[curvature_diagonal, block_types],
+)
+def ffn_norm_small(seed: int) -> Evidence:
+    S = trained(seed).sharpness()
+    return measured(S["Norm"] / S["FFN"], S["Norm"] > 2 * S["FFN"], f"S(Norm) / S(FFN), two blocks after {STEPS} steps")
+
+
+@claim(
+    "sharpness-disparity/invariance",
+    place="Eq. 1, as a property of a function",
+    statement="the order of Eq. 1 belongs to the transformer that is trained",
+    verdict="WRONG AS PRINTED",
+    corrected=r"it belongs to a parametrisation: gains times $c$ and the weights behind them over $c$ leave every prediction as "
+    r"it is and multiply $\mathcal{S}(\mathrm{Norm})$ by $c^{-2}$, which puts the norms last; it is an order at $\gamma\approx1$",
+    uses=[curvature_diagonal, block_types],
+)
+def invariance(seed: int) -> Evidence:
+    tokens = Draw(seed).integers(0, 8, 2, 4)
+    model = Transformer(8, 8, 12, 1, 2, placement="pre", activation="gelu", causal=True, max_len=4, seed=seed).double()
+    logits = model(tokens).detach()
+    found, errors = [], []
+    for c in (1000.0, 1e-6):  # times 1000 from here, then a thousandth
+        with torch.no_grad():
+            for block in model.blocks:
+                block.norm_1.weight *= c
+                block.norm_2.weight *= c
+                for p in (block.attention.W_Q, block.attention.W_K, block.attention.W_V, block.feedforward.W_1):
+                    p /= c
+        S = sharpness_of(model, tokens)
+        found.append("gains < FFN" if S["gains"] < S["FFN"] else "FFN < gains")
+        errors.append(relative_error(model(tokens), logits))
+    return false(found[0], found[1], f"c = 1000 against c = 1/1000, logits off by {max(errors):.1g}")
+
+
+def sharpness_of(model: Transformer, tokens: Tensor) -> dict[str, float]:
+    """Return the average sharpness of the networks and of the gains of the blocks."""
+    diagonal = curvature_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn").values
+    types = block_types(model)
+    gains = (v for name, v in diagonal.items() if name.startswith("blocks") and ".norm_" in name and name.endswith("weight"))
+    return {"gains": _mean(gains), "FFN": _mean(v for name, v in diagonal.items() if types[name] == "FFN")}
+
+
+@claim(
+    "sharpness-disparity/contribution",
+    place="Sec. 1, The Blockwise LR strategy",
+    statement="'we adjust the LR of blocks within the same type in proportion to their sharpness'",
+    verdict="WRONG AS PRINTED",
+    corrected="against their sharpness: the flatter a type, the larger its rate (Sec. 5, Eq. 5)",
+)
+def contribution(seed: int) -> Evidence:
+    rates = [RATES[t] for t in ORDER]
+    rising = all(a < b for a, b in itertools.pairwise(rates))
+    falling = all(a > b for a, b in itertools.pairwise(rates))
+    return false(
+        "falls" if falling else "neither", "rises" if not rising else "falls", "the rate of Eq. 5 as sharpness grows along Eq. 1"
+    )
+
+
+@claim(
+    "sharpness-disparity/remark1.1",
+    place="Remark 1.1; Fig. 9",
+    statement="no clear trend of the average sharpness emerges across layers",
+    verdict="NOT RUN",
+)
+def remark11(seed: int) -> Evidence:
+    return not_run("LLaMA 0.25B trained on OpenWebText; the figure's numbers are not in the text")
+
+
+@claim(
+    "ours/fig9-small",
+    place="Sharpness Disparity, Remark 1.1 and Fig. 9, at a small size",
+    statement="the average sharpness has no trend over the embedding and the two blocks of the same model",
+    verdict="NOT REPRODUCED",
+    corrected="it falls with depth here. It says nothing about the sizes of the paper",
+    uses=[curvature_diagonal],
+)
+def fig9_small(seed: int) -> Evidence:
+    layers = trained(seed).of_layers()
+    falls = all(a > b for a, b in itertools.pairwise(layers))
+    return measured(layers[1] / layers[-1], falls, "first block over the last; layers " + ", ".join(f"{v:.2g}" for v in layers))
+
+
+@claim(
+    "sharpness-disparity/fig2-distributions",
+    place="Fig. 2 (right)",
+    statement="the order of Eq. 1 holds for whole distributions, and the embedding's is the widest",
+    verdict="NOT RUN",
+)
+def fig2_distributions(seed: int) -> Evidence:
+    return not_run("GPT-2 small trained on OpenWebText; a figure without numbers")
+
+
+@claim(
+    "sharpness-disparity/fig3",
+    place="Fig. 3",
+    statement="Eq. 1 emerges between steps 0 and 1 000 and persists to step 50 000",
+    verdict="NOT RUN",
+)
+def fig3(seed: int) -> Evidence:
+    return not_run("two pre-trainings of 50 000 steps; a figure without numbers")
+
+
+@claim(
+    "sharpness-disparity/fig3-two-percent",
+    place="Fig. 3, caption; Fig. 11, caption",
+    statement="iterations 0 to 1 000 of 50 000 are approximately 2 % of the steps",
+    verdict="HOLDS",
+)
+def two_percent(seed: int) -> Evidence:
+    return agrees(1000 / 50000, 0.02)
+
+
+@claim(
+    "sharpness-disparity/fig8",
+    place="Fig. 8; Sec. 4.2",
+    statement=r"during training $\|\gamma\|_F$ decreases, and $\|W_\bullet\|_F$ of FFN and SA stays larger than $\|\gamma\|_F$",
+    verdict="NOT RUN",
+)
+def fig8(seed: int) -> Evidence:
+    return not_run("LLaMA 0.25B on OpenWebText; a figure without numbers")
+
+
+@claim(
+    "sharpness-disparity/fig8-size",
+    place="Sec. 4.2, after Theorem 4.1",
+    statement=r"$D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$ in FFN layers",
+    verdict="HOLDS",
+)
+def fig8_size(seed: int) -> Evidence:
+    """Compare the two sides at LLaMA 0.25B's sizes, gains of 1 and the standard deviation 0.02 of Hugging Face's code."""
+    D, M, std = 1024, 4096, 0.02
+    return bounded(
+        D * D / (D * M * D**2 * std**2), "the right side over the left at initialisation: ||gamma||^2 = D, ||W||^2 = D M 0.02^2"
+    )
+
+
+@claim(
+    "sharpness-disparity/product",
+    place="Sec. 4.2, last paragraph",
+    statement=r"if $y = \prod_ix_i$ and $\mathcal{Q} = \varphi(y)$, then $|\partial\mathcal{Q}/\partial x_i| = |\varphi'(y)\,y/x_i|$",
+    verdict="HOLDS",
+)
+def product(seed: int) -> Evidence:
+    x = Draw(seed).uniform(5, low=0.5, high=2.0).requires_grad_()
+    y = x.prod()
+    (found,) = torch.autograd.grad(y.sin(), x)
+    return agrees(found, (y.cos() * y / x).detach(), "phi = sin, against autograd")
+
+
+@claim(
+    "sharpness-disparity/product-proportional",
+    place="Sec. 4.2, last paragraph",
+    statement=r"$|\varphi'(y)\,y/x_i|\propto1/|x_i|$ for all $i$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=r"the factors are compared at one point; as $x_i$ moves, $y$ moves with it, and $\partial y/\partial x_i$ is constant",
+)
+def product_proportional(seed: int) -> Evidence:
+    x = Draw(seed).uniform(5, low=0.5, high=2.0)
+    g = x.prod() / x
+    holds = agrees(g * x, x.prod().expand(5), "the gradient times x_i is one number for all i")
+    doubled = x.clone()
+    doubled[0] *= 2
+    moved = float(doubled.prod() / doubled[0] / (g[0] / 2))
+    return assumed(holds, abs(moved - 1), above=0.5)

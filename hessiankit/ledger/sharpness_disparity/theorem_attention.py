@@ -1,0 +1,292 @@
+"""Theorem 4.2: the gradients of an attention layer and its norm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from derivations.attention import AttentionAt
+from derivations.matrix import Commutation
+from derivations.normalization import LayerNormAt
+from derivations.softmax import SoftmaxAt
+from hessiankit.blocks import Attention
+from hessiankit.ledger.autodiff import jacobian_of
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, off, relative_error, small
+from hessiankit.ledger.registry import claim
+from hessiankit.ledger.sharpness_disparity.points import AttentionPoint, dense, error_if_it_conforms, eye, ones, standardised
+
+VOCABULARY = 9
+"""d of the paper, which is not the width D."""
+WEIGHTS = ("W_Q", "W_K", "W_V", "W_O")
+
+
+def front(point: AttentionPoint) -> Tensor:
+    """Return (I_n (x) W_O^T W_V^T X_N^T) dA/dM / sqrt(D)."""
+    n, D = point.sizes
+    return torch.kron(eye(n), point.W_O.T @ point.W_V.T @ point.X_norm.T) @ point.dA / math.sqrt(D)
+
+
+def printed(point: AttentionPoint, letter: str) -> Tensor:
+    """Return dY/dW as App. B.2 prints it."""
+    N, A, D = point.X_norm, point.closed.A, point.sizes[1]
+    if letter == "W_V":
+        return torch.kron(A @ N, point.W_O.T.contiguous())
+    if letter == "W_O":
+        return torch.kron(A @ N @ point.W_V, eye(D))
+    return front(point) @ torch.kron(N, N @ (point.W_K if letter == "W_Q" else point.W_Q))
+
+
+def gamma_formula(point: AttentionPoint, d: int) -> Tensor:
+    """Return dY/dgamma as App. B.2 prints it, with I_d."""
+    n, N = point.sizes[0], point.X_norm
+    K = dense(Commutation(n, n))
+    scores = torch.kron(eye(n), N @ point.W_K @ point.W_Q.T) + K @ torch.kron(eye(n), N @ point.W_Q @ point.W_K.T)
+    outer = front(point) @ scores + torch.kron(point.closed.A, point.W_O.T @ point.W_V.T)
+    return outer @ standardised(point.X).reshape(-1).diag() @ torch.kron(ones(n), eye(d))
+
+
+def jacobian_row(seed: int, letter: str) -> Evidence:
+    """Compare a printed Jacobian times dQ/dY, the attention chapter and automatic differentiation."""
+    point = AttentionPoint.draw(seed)
+    reference = point.gradient(letter)
+    found = [point.q @ printed(point, letter), point.closed_gradient(letter)]
+    return agrees(found, [reference, reference], "dQ/dY times the printed matrix and the closed form against autograd")
+
+
+@claim(
+    "sharpness-disparity/b2-chain-rule",
+    place="App. B.2, chain rule",
+    statement=r"$\frac{\partial\mathcal{Q}}{\partial W_\bullet} = \frac{\partial\mathcal{Q}}{\partial X^{(l-1/2)}}"
+    r"\frac{\partial X^{(l-1/2)}}{\partial W_\bullet}$, and the same for $\gamma$",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian, LayerNormAt.jacobian],
+)
+def chain_rule(seed: int) -> Evidence:
+    point, letters = AttentionPoint.draw(seed), (*WEIGHTS, "gamma")
+    found = [point.closed_gradient(letter) for letter in letters]
+    return agrees(found, [point.gradient(letter) for letter in letters], "dQ/dY times the closed forms against autograd")
+
+
+@claim(
+    "sharpness-disparity/b2-softmax",
+    place="App. B.2, dA/dM",
+    statement=r"$\frac{\partial A}{\partial M}$ is used without its formula",
+    verdict="OMITTED",
+    corrected=r"$\mathrm{blockdiag}_i(\mathrm{diag}(a_i) - a_ia_i^\top)$, $a_i$ row $i$ of $A$",
+    uses=[SoftmaxAt.jacobian],
+)
+def softmax(seed: int) -> Evidence:
+    M = Draw(seed).normal(4, 4)
+    blocks = [a.diag() - torch.outer(a, a) for a in M.softmax(-1)]
+    reference = jacobian_of(lambda M: M.softmax(-1), M)
+    found = [torch.block_diag(*blocks), dense(SoftmaxAt(M).jacobian("T"))]
+    return agrees(found, [reference, reference], "both against autograd")
+
+
+@claim(
+    "sharpness-disparity/b2-wq",
+    place="App. B.2, dY/dW_Q",
+    statement=r"$(I_n\otimes W_O^\top W_V^\top X_{\mathrm{Norm}}^\top)\frac{\partial A}{\partial M}\left("
+    r"\frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_K}{\sqrt D}\right)$",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian],
+)
+def w_q(seed: int) -> Evidence:
+    return jacobian_row(seed, "W_Q")
+
+
+@claim(
+    "sharpness-disparity/b2-wk",
+    place="App. B.2, dY/dW_K",
+    statement=r"$(I_n\otimes W_O^\top W_V^\top X_{\mathrm{Norm}}^\top)\frac{\partial A}{\partial M}\left("
+    r"\frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_Q}{\sqrt D}\right)$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$K_{n,n}$ before the last factor, or $\frac{X_{\mathrm{Norm}}W_Q\otimes X_{\mathrm{Norm}}}{\sqrt D}K_{D,D}$ for "
+    r"it: what is printed is $\frac{\partial\,\mathrm{vec}(M^\top)}{\partial W_K}$",
+    uses=[AttentionAt.jacobian],
+)
+def w_k(seed: int) -> Evidence:
+    point = AttentionPoint.draw(seed)
+    n, D = point.sizes
+    N, reference = point.X_norm, point.gradient("W_K")
+    inner = torch.kron(N, N @ point.W_Q)
+    corrected = [
+        point.q @ front(point) @ dense(Commutation(n, n)) @ inner,
+        point.q @ front(point) @ torch.kron(N @ point.W_Q, N) @ dense(Commutation(D, D)),
+        point.closed_gradient("W_K"),
+    ]
+    errors = [relative_error(found, reference) for found in corrected]
+    return off(relative_error(point.q @ printed(point, "W_K"), reference), "against autograd", corrected=errors, above=0.05)
+
+
+@claim(
+    "sharpness-disparity/b2-wk-transposed",
+    place="App. B.2, dY/dW_K, what is printed",
+    statement=r"$\frac{\partial M}{\partial W_K} = \frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_Q}{\sqrt D}$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"that is $\frac{\partial M^\top}{\partial W_K}$",
+    uses=[AttentionAt.jacobian],
+)
+def w_k_transposed(seed: int) -> Evidence:
+    point = AttentionPoint.draw(seed)
+    N, D = point.X_norm, point.sizes[1]
+    matrix = torch.kron(N, N @ point.W_Q) / math.sqrt(D)
+
+    def logits(W_K: Tensor) -> Tensor:
+        return N @ point.W_Q @ W_K.T @ N.T / math.sqrt(D)
+
+    of_M, of_transpose = jacobian_of(logits, point.W_K), jacobian_of(lambda W_K: logits(W_K).T.contiguous(), point.W_K)
+    return off(
+        relative_error(matrix, of_M), "against autograd of M and of its transpose", corrected=relative_error(matrix, of_transpose)
+    )
+
+
+@claim(
+    "sharpness-disparity/b2-wv",
+    place="App. B.2, dY/dW_V",
+    statement=r"$\frac{\partial Y}{\partial W_V} = AX_{\mathrm{Norm}}\otimes W_O^\top$",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian],
+)
+def w_v(seed: int) -> Evidence:
+    return jacobian_row(seed, "W_V")
+
+
+@claim(
+    "sharpness-disparity/b2-wo",
+    place="App. B.2, dY/dW_O",
+    statement=r"$\frac{\partial Y}{\partial W_O} = AX_{\mathrm{Norm}}W_V\otimes I_D$",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian],
+)
+def w_o(seed: int) -> Evidence:
+    return jacobian_row(seed, "W_O")
+
+
+@claim(
+    "sharpness-disparity/b2-gamma",
+    place="App. B.2, dY/dgamma",
+    statement=r"$\left(\frac{1}{\sqrt D}(I_n\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}\left(I_n\otimes "
+    r"X_NW_KW_Q^\top + K_{n,n}(I_n\otimes X_NW_QW_K^\top)\right) + A\otimes W_O^\top W_V^\top\right)"
+    r"\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_d)$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$I_D$ in place of $I_d$, nothing else: $K_{n,n}$ stands where it belongs",
+    uses=[AttentionAt.jacobian, LayerNormAt.jacobian],
+)
+def gamma(seed: int) -> Evidence:
+    point = AttentionPoint.draw(seed)
+    reference = point.gradient("gamma")
+    errors = [
+        relative_error(point.q @ gamma_formula(point, 5), reference),
+        relative_error(point.closed_gradient("gamma"), reference),
+    ]
+    bad = error_if_it_conforms(lambda: point.q @ gamma_formula(point, VOCABULARY), reference)
+    return off(bad, f"D = 5, d = {VOCABULARY}: the factors do not conform", corrected=errors)
+
+
+@claim(
+    "sharpness-disparity/b2-x-norm",
+    place="App. B.2, definition of X_Norm",
+    statement=r"$X_{\mathrm{Norm}} = X_{\mathrm{std}}\odot\gamma$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$X_{\mathrm{std}}\odot(1_{n\times1}\otimes\gamma)$, as in Theorem 4.1 and App. B.1: $\gamma$ is $1\times D$",
+    uses=[LayerNormAt],
+)
+def x_norm(seed: int) -> Evidence:
+    draw = Draw(seed)
+    X, gain = draw.normal(4, 5), draw.normal(1, 5)
+
+    def hadamard(A: Tensor, B: Tensor) -> Tensor:
+        if A.shape != B.shape:
+            raise RuntimeError("a Hadamard product needs equal shapes")
+        return A * B
+
+    X_std, reference = standardised(X), F.layer_norm(X, (5,), gain[0], eps=0.0)
+    bad = error_if_it_conforms(lambda: hadamard(X_std, gain), reference)
+    corrected = hadamard(X_std, torch.kron(ones(4), gain))
+    return off(bad, "shapes 4 x 5 and 1 x 5", corrected=relative_error(corrected, reference))
+
+
+@claim(
+    "ours/attention-gradients-causal",
+    place="Sharpness Disparity, Theorem 4.2",
+    statement="the five gradients hold as corrected with a causal mask, which the theorem leaves out",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian],
+)
+def causal(seed: int) -> Evidence:
+    point, letters = AttentionPoint.draw(seed, causal=True), (*WEIGHTS, "gamma")
+    found = [point.closed_gradient(letter) for letter in letters]
+    return agrees(found, [point.gradient(letter) for letter in letters], "against autograd")
+
+
+@claim(
+    "ours/attention-gradients-grouped",
+    place="Sharpness Disparity, Theorem 4.2, for many heads",
+    statement=r"with $H$ heads that share $H_{kv}$ keys and values the gradient of $W_K$ and $W_V$ of a group is the sum over "
+    r"the heads of that group; the scale is $1/\sqrt{D/H}$",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian],
+)
+def grouped(seed: int) -> Evidence:
+    draw, n, D, H, kv = Draw(seed), 4, 8, 4, 2
+    module = Attention(D, H, n_kv_heads=kv, causal=True, output_projection=True).double()
+    N, width = draw.normal(n, D), D // H
+    W = {name: draw.normal(*p.shape) for name, p in module.named_parameters()}
+    mask, q = torch.ones(n, n, dtype=torch.bool).tril(), draw.normal(1, n * D)
+    found = {name: torch.zeros_like(p) for name, p in W.items()}
+    for h in range(H):
+        own, shared = slice(h * width, (h + 1) * width), slice(h * kv // H * width, (h * kv // H + 1) * width)
+        head = AttentionAt(N, W["W_Q"][:, own], W["W_K"][:, shared], W["W_V"][:, shared], W["W_O"][own], mask=mask)
+        for name, place in (("W_Q", own), ("W_K", shared), ("W_V", shared)):
+            found[name][:, place] += (q @ dense(head.jacobian(name))).reshape(D, width)
+        found["W_O"][own] += (q @ dense(head.jacobian("W_O"))).reshape(width, D)
+    weights = {name: W[name].clone().requires_grad_() for name in W}
+    value = q[0] @ torch.func.functional_call(module, weights, (N,)).reshape(-1)
+    references = torch.autograd.grad(value, list(weights.values()))
+    return agrees([found[name] for name in weights], list(references), "4 heads, 2 of keys and values, causal, against autograd")
+
+
+@claim(
+    "ours/attention-euler",
+    place="Sharpness Disparity, Theorem 4.2",
+    statement=r"$\langle W_Q,\nabla\mathcal{Q}\rangle = \langle W_K,\nabla\mathcal{Q}\rangle$, $\langle W_V,\nabla\mathcal{Q}\rangle"
+    r" = \langle W_O,\nabla\mathcal{Q}\rangle = \langle\nabla_Y\mathcal{Q}, S\rangle$, and $\langle\gamma,\nabla\mathcal{Q}\rangle$ "
+    r"is the sum of those of $W_Q$, $W_K$ and $W_V$",
+    verdict="HOLDS",
+    uses=[AttentionAt.jacobian],
+)
+def euler(seed: int) -> Evidence:
+    point = AttentionPoint.draw(seed, causal=True)
+    products = {x: float(point.gradient(x) @ getattr(point, x).reshape(-1)) for x in (*WEIGHTS, "gamma")}
+    output = float(point.q @ point.closed.value.reshape(-1))
+    scale = float(point.q.norm() * point.closed.value.norm())
+    errors = [
+        products["W_Q"] - products["W_K"],
+        products["W_V"] - output,
+        products["W_O"] - output,
+        products["gamma"] - products["W_Q"] - products["W_K"] - products["W_V"],
+    ]
+    return small([abs(e) / scale for e in errors], "autograd's gradients; errors relative to the product of the norms")
+
+
+@claim(
+    "ours/key-bias",
+    place="Sharpness Disparity, Sec. 3.2, block type QK",
+    statement=r"a bias of the keys has gradient 0 and curvature 0, since the softmax does not feel it: counted in "
+    r"$\#(\theta[\mathrm{QK}])$ it dilutes $\mathcal{S}(\mathrm{QK})$",
+    verdict="HOLDS",
+    uses=[Attention],
+)
+def key_bias(seed: int) -> Evidence:
+    draw = Draw(seed)
+    module = Attention(6, 2, bias=True, output_projection=True).double()
+    X, parameters = draw.normal(4, 6), {name: draw.normal(*p.shape).requires_grad_() for name, p in module.named_parameters()}
+    value = (draw.normal(4, 6) * torch.func.functional_call(module, parameters, (X,))).sum()
+    key, query = torch.autograd.grad(value, (parameters["b_K"], parameters["b_Q"]))
+    return small(float(key.norm() / query.norm()), "gradient of b_K over that of b_Q")

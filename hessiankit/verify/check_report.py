@@ -1,0 +1,206 @@
+"""What :func:`hessiankit.check` found: rows, health of the references, identities, exact arithmetic; printed and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hessiankit.curvature import Hessian
+from hessiankit.tables import as_html, as_text, table
+from hessiankit.verify.exact import EXACT_HEADERS, ExactRow, exact_cells
+from hessiankit.verify.health import Health
+from hessiankit.verify.identities import IdentityReport
+
+FORMULAS = "vec_r"
+"""The reference of rows that compare the formulas of the chapters with the fast path."""
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """One comparison: a block pair of the closed form against one healthy reference.
+
+    Attributes:
+        name: The block pair, "row parameter x column parameter".
+        reference: What it was compared with.
+        max_rel_error: Largest difference, relative to the largest entry of the block pair.
+        passed: Whether it lies within the tolerance, plus what the reference says of its own error.
+        seconds: What the reference cost for all block pairs together.
+        method: The arithmetic that was compared in; what is not "float64" or another dtype is exact, see ``CheckReport.exact``.
+    """
+
+    name: str
+    reference: str
+    max_rel_error: float
+    passed: bool
+    seconds: float
+    method: str = "float64"
+
+
+@dataclass(frozen=True, repr=False)
+class CheckReport:
+    """What :func:`check` found. True when every row passed and at least two independent references are healthy.
+
+    Attributes:
+        rows: One for each block pair and healthy reference, and for each vec_r formula.
+        health: What was found about each reference, healthy or not.
+        hessian: The closed form under test.
+        rtol: The tolerance.
+        comparison: "every entry", or how many directions a parameter.
+        seconds: Time taken by everything.
+        left_out: References that were not run, and why: by the route table they are wrong, or no independent witnesses.
+        remarks: What a reader should know: what breaks the references, why the route table did not decide.
+        lowered: Why the tolerance is wider than the dtype needs: the operation that computes in a lower precision; else "".
+        identities: Exact identities of the gradient and the Hessian that the module's structure implies.
+        exact: The vec_r formulas of the module's blocks in exact arithmetic, where that was asked for.
+    """
+
+    rows: tuple[CheckRow, ...]
+    health: tuple[Health, ...]
+    hessian: Hessian
+    rtol: float
+    comparison: str
+    seconds: float
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    lowered: str = ""
+    identities: IdentityReport = field(default_factory=IdentityReport)
+    exact: tuple[ExactRow, ...] = ()
+
+    @property
+    def healthy_groups(self) -> tuple[str, ...]:
+        """The independent differentiation paths that agree among each other."""
+        return tuple(dict.fromkeys(h.group for h in self.health if h.healthy))
+
+    @property
+    def passed(self) -> bool:
+        """Whether the closed form agrees with two healthy, independent references everywhere, and all that is exact holds."""
+        agrees = len(self.healthy_groups) >= 2 and all(row.passed for row in self.rows)
+        return agrees and self.identities.passed and all(row.passed for row in self.exact)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The references that the rows compare with."""
+        return tuple(dict.fromkeys(row.reference for row in self.rows))
+
+    @property
+    def max_rel_error(self) -> float:
+        """The largest error of all rows."""
+        return max((row.max_rel_error for row in self.rows), default=float("nan"))
+
+    @property
+    def verdict(self) -> str:
+        """One line that says what was found."""
+        if len(self.healthy_groups) < 2:
+            return (
+                f"NOT VERIFIED: only {len(self.healthy_groups)} independent healthy reference(s), two are needed. "
+                "Name more references in against=..., or see their health for what broke them."
+                + "".join(f" Note: {r}." for r in self.remarks)
+            )
+        failed = [row for row in self.rows if not row.passed]
+        if failed:
+            worst = max(failed, key=lambda row: row.max_rel_error)
+            where = f"{worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
+            return f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {self._tolerance})"
+        if not self.identities:
+            return f"FAILED: the references agree, but an exact identity does not hold. {self.identities.verdict}"
+        unequal = [row for row in self.exact if not row.passed]
+        if unequal:
+            return (
+                f"FAILED: the references agree, but a formula is wrong in exact arithmetic. {unequal[0].name}: {unequal[0].note}"
+            )
+        return (
+            f"PASSED: {len(self.rows)} rows; largest error {self._agreement()} (tolerance {self._tolerance}, {self.comparison})"
+            + (f"; {len(self.identities.rows)} identities to {self.identities.max_rel_error:.1e}" if self.identities.rows else "")
+            + (f"; {sum(row.entries for row in self.exact)} entries equal in exact arithmetic" if self.exact else "")
+        )
+
+    @property
+    def _tolerance(self) -> str:
+        return f"{self.rtol:.0e}{f', as {self.lowered}' if self.lowered else ''}"
+
+    def _agreement(self) -> str:
+        """Say how far each reference agrees, and which of them resolve less than the tolerance by their own estimate."""
+        parts = []
+        for reference in self.references:
+            rows = [row for row in self.rows if row.reference == reference]
+            worst = max(row.max_rel_error for row in rows)
+            within = " within its own error" if worst > self.rtol else ""
+            parts.append(f"{reference} {worst:.1e}{within}")
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain Python data, ready for JSON."""
+        return {
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "rtol": self.rtol,
+            "comparison": self.comparison,
+            "left_out": dict(self.left_out),
+            "remarks": list(self.remarks),
+            "lowered": self.lowered,
+            "seconds": self.seconds,
+            "rows": [asdict(row) for row in self.rows],
+            "health": [asdict(h) for h in self.health],
+            "identities": self.identities.to_dict(),
+            "exact": [asdict(row) for row in self.exact],
+            "hessian": self.hessian.to_dict(),
+        }
+
+    def table_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield one line a block pair: name, size, arithmetic, spectral norm, Frobenius norm, error by reference."""
+        errors: dict[str, dict[str, CheckRow]] = {}
+        for row in self.rows:
+            errors.setdefault(row.name, {})[row.reference] = row
+        references = [r for r in self.references if r != FORMULAS]
+        H = self.hessian
+        short = dict(zip(H.names, H.short_names, strict=True))
+        for i, j in H.pairs():
+            cells = [errors.get(f"{i} x {j}", {}).get(r) for r in references]
+            shown = ["" if c is None else f"{c.max_rel_error:.1e}" + ("" if c.passed else " FAIL") for c in cells]
+            size = "{} x {}".format(*H.block(i, j).shape)
+            methods = "/".join(dict.fromkeys(c.method for c in cells if c is not None))
+            yield (
+                f"{short[i]} x {short[j]}",
+                size,
+                methods,
+                f"{H.spectral_norm(i, j):.4g}",
+                f"{H.frobenius_norm(i, j):.4g}",
+                *shown,
+            )
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """Column names of :meth:`table_rows`."""
+        return ("block pair", "size", "method", "||.||_2", "||.||_F", *(r for r in self.references if r != FORMULAS))
+
+    def health_lines(self) -> list[str]:
+        """Return one line a reference: healthy or not, why, and what it cost."""
+        lines = [f"{h.reference}: {'healthy' if h.healthy else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)" for h in self.health]
+        lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
+        lines += [f"note: {remark}" for remark in self.remarks]
+        formulas = [row.max_rel_error for row in self.rows if row.reference == FORMULAS]
+        if formulas:
+            pairs = f"{len(formulas)} block pairs at tiny unequal sizes"
+            lines.append(f"vec_r formulas of the chapters against the fast path: {pairs} agree to {max(formulas):.1e}")
+        return lines
+
+    def __repr__(self) -> str:
+        title = f"closed form: {self.hessian.matrix.shape[0]} parameters, {self.hessian.seconds:.2f} s"
+        if self.hessian.fallbacks:
+            title += f"; differentiated automatically one by one: {', '.join(self.hessian.fallbacks)}"
+        if self.hessian.unused:
+            title += f"; no effect on the loss: {', '.join(map(repr, self.hessian.unused))}"
+        lines = ["  " + line for line in self.health_lines()]
+        own = [] if not self.identities.rows else [table(self.identities.headers, self.identities.table_rows(), left=3)]
+        if self.exact:
+            own.append(table(EXACT_HEADERS, map(exact_cells, self.exact), left=2))
+        return as_text(table(self.headers, self.table_rows(), left=3), *own, title, "references:", *lines, self.verdict)
+
+    def _repr_html_(self) -> str:
+        own = self.identities._repr_html_() if self.identities.rows else ""
+        own += as_html(EXACT_HEADERS, map(exact_cells, self.exact)) if self.exact else ""
+        return as_html(self.headers, self.table_rows(), caption=self.verdict) + own

@@ -1,0 +1,159 @@
+"""Arithmetic modulo the prime p = 2^61 - 1 that knows degrees: a formula evaluated at a random point of a large set.
+
+Two rational functions that differ agree at a random point with a probability of at most D / |S|, where D bounds the degree of
+the numerator of their difference and each variable is drawn from |S| numbers (Schwartz and Zippel). With small rationals |S| is
+12, and the bound says nothing; with residues |S| is (p - 1) / 2, about 10^18. A ``Residue`` therefore carries, beside its value,
+a bound on the degree of its numerator and its denominator as a product of powers of atoms (what was divided by), and a
+sum takes the least common denominator. The rules are those of polynomials, so the bound holds for whatever formula is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+from hessiankit.verify.exact_number import ExactNumber
+
+P = 2**61 - 1
+"""A prime with p = 3 mod 4, so that the power (p + 1)/4 of a square is a root of it."""
+VALUES = (P - 1) // 2
+"""How many values a drawn variable takes at least: a root is that one of +-s which is a square itself."""
+
+Atom = tuple[int, int]
+"""What was divided by: its value, and its degree."""
+_DENOMINATORS: list[Mapping[Atom, int]] = [{}]
+_NUMBERS: dict[tuple[tuple[Atom, int], ...], int] = {(): 0}
+
+
+class Residue(ExactNumber):
+    """A number modulo p, with ``degree`` of its numerator and the number ``below`` of its denominator.
+
+    >>> x, y = Residue(3, 1), Residue(4, 1)
+    >>> f = x / y + 1 / y  # (x + 1) / y
+    >>> f == 1, f.degree, (f + x).degree
+    (True, 1, 2)
+    """
+
+    __slots__ = ("below", "degree", "value")
+
+    def __init__(self, value: int, degree: int = 0, below: int = 0) -> None:
+        self.value, self.degree, self.below = value, degree, below
+
+    def __add__(self, other: Any) -> Any:
+        if type(other) is not Residue:
+            if not other:
+                return self
+            other = _residue(other)
+            if other is None:
+                return NotImplemented
+        if self.below == other.below:
+            return Residue((self.value + other.value) % P, max(self.degree, other.degree), self.below)
+        below, left, right = _common(self.below, other.below)
+        return Residue((self.value + other.value) % P, max(self.degree + left, other.degree + right), below)
+
+    def __mul__(self, other: Any) -> Any:
+        if type(other) is not Residue:
+            if type(other) is int and other in (0, 1):
+                return self if other else 0
+            other = _residue(other)
+            if other is None:
+                return NotImplemented
+        below = _times(self.below, other.below) if self.below and other.below else self.below or other.below
+        return Residue(self.value * other.value % P, self.degree + other.degree, below)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self) -> Residue:
+        return Residue(-self.value % P, self.degree, self.below)
+
+    def __sub__(self, other: Any) -> Any:
+        return self + -other
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+    def __pow__(self, n: int) -> Any:
+        result: Any = 1
+        for _ in range(n):
+            result = self * result
+        return result
+
+    def __truediv__(self, other: Any) -> Any:
+        return self * (other.reciprocal() if isinstance(other, Residue) else 1 / Fraction(other))
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self.reciprocal() * other
+
+    def reciprocal(self) -> Residue:
+        """Return 1 / self, whose denominator is the numerator of self; a constant has none."""
+        inverse = pow(self.value, -1, P)
+        below = _number({(self.value, self.degree): 1}) if self.degree else 0
+        return Residue(inverse, _degree(_DENOMINATORS[self.below]), below)
+
+    def sqrt(self) -> Residue:
+        """Return a root as a variable of its own: the eps under a root is chosen so that it is the square of one.
+
+        Raises:
+            ValueError: if the residue is not a square.
+        """
+        root = pow(self.value, (P + 1) // 4, P)
+        if root * root % P != self.value:
+            raise ValueError(f"sqrt: {self.value} is not a square modulo p; choose eps so that it is")
+        return Residue(root, 1)
+
+    def __eq__(self, other: object) -> bool:
+        found = other if isinstance(other, Residue) else _residue(other)
+        return found is not None and self.value == found.value
+
+    def __hash__(self) -> int:
+        return self.value
+
+    def __gt__(self, other: int) -> bool:
+        """Tell whether the residue lies in the lower half: a sign for kinks, where any choice of sides will do."""
+        return 0 < (self - other).value <= VALUES
+
+    def __bool__(self) -> bool:
+        return self.value != 0
+
+    def __repr__(self) -> str:
+        return f"{self.value} mod p"
+
+
+@cache
+def _constant(number: int | Fraction) -> Residue:
+    return Residue(number.numerator * pow(number.denominator, -1, P) % P)
+
+
+def _residue(number: Any) -> Residue | None:
+    return _constant(number) if isinstance(number, (int, Fraction)) else None
+
+
+def _number(powers: Mapping[Atom, int]) -> int:
+    """Return the number of a denominator, atom -> power."""
+    key = tuple(sorted(powers.items()))
+    if key not in _NUMBERS:
+        _NUMBERS[key] = len(_DENOMINATORS)
+        _DENOMINATORS.append(dict(key))
+    return _NUMBERS[key]
+
+
+@cache
+def _common(a: int, b: int) -> tuple[int, int, int]:
+    """Return the least common denominator and the degrees that the two numerators are multiplied with."""
+    left, right = _DENOMINATORS[a], _DENOMINATORS[b]
+    both = {**left, **{atom: max(power, left.get(atom, 0)) for atom, power in right.items()}}
+    total = _degree(both)
+    return _number(both), total - _degree(left), total - _degree(right)
+
+
+@cache
+def _times(a: int, b: int) -> int:
+    """Return the product of two denominators."""
+    left, right = _DENOMINATORS[a], _DENOMINATORS[b]
+    return _number({**left, **{atom: power + left.get(atom, 0) for atom, power in right.items()}})
+
+
+def _degree(powers: Mapping[Atom, int]) -> int:
+    return sum(power * degree for (_, degree), power in powers.items())

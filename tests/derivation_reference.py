@@ -1,0 +1,73 @@
+"""Blocks of every placement, and their derivatives by torch.autograd.grad, taken twice."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch.func import functional_call
+
+from hessiankit import TransformerBlock
+
+HEADS = [(1, 1), (2, 2), (2, 1)]
+
+
+def sampled_block(placement: str, seed: int = 0) -> TransformerBlock:
+    """Return a block of this placement with options that are drawn, the same ones for each run."""
+    chance = random.Random(f"{placement} {seed}")
+    torch.manual_seed(chance.randrange(1000))
+    heads, kv_heads = chance.choice(HEADS)
+    options = {name: chance.random() < 0.5 for name in ("bias", "attention_bias", "causal", "rotary")}
+    block = TransformerBlock(
+        4, 3, heads, placement, chance.choice(["layernorm", "rmsnorm"]), chance.choice(["relu", "gelu", "swiglu"]),
+        n_kv_heads=kv_heads, d_k=2, layer=2, n_layers=4, norm_scope=chance.choice([None, "full"]), **options,
+    ).double()  # fmt: skip
+    return generic(block)
+
+
+def generic(block: TransformerBlock) -> TransformerBlock:
+    """Draw the parameters that are constant at initialisation: gains, biases, scales."""
+    with torch.no_grad():
+        for p in block.parameters():
+            if p.ndim < 2:
+                p.normal_()
+    return block
+
+
+def values(block: TransformerBlock, X: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**{name: p.detach() for name, p in block.named_parameters()}, "X": X}
+
+
+def run(block: TransformerBlock, point: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]) -> torch.Tensor:
+    parameters = {**point, **changed}
+    tokens = parameters.pop("X")
+    return functional_call(block, parameters, (tokens,))
+
+
+def jacobian(block, X, name):
+    """d vec_r(Z) / d vec_r(name)^T, a row for each entry of Z."""
+    point = values(block, X)
+    theta = point[name].clone().requires_grad_()
+    Z = run(block, point, {name: theta})
+    return torch.stack([_grad(z, theta) for z in Z.reshape(-1)])
+
+
+def scalar_hessian(function, point, name_i, name_j):
+    """The n_i x n_j block of the Hessian of a function of a point that has one entry."""
+    a = point[name_i].clone().requires_grad_()
+    b = a if name_i == name_j else point[name_j].clone().requires_grad_()
+    out = function({name_i: a, name_j: b})
+    (slope,) = torch.autograd.grad(out, a, create_graph=True, materialize_grads=True)
+    return torch.stack([_grad(entry, b) for entry in slope.reshape(-1)])
+
+
+def _grad(out, theta):
+    if not out.requires_grad:
+        return torch.zeros(theta.numel(), dtype=theta.dtype)
+    (found,) = torch.autograd.grad(out, theta, retain_graph=True, materialize_grads=True)
+    return found.reshape(-1)
+
+
+def assert_agree(found, expected):
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= 1e-10 * expected.abs().max().clamp_min(1e-3)

@@ -1,0 +1,133 @@
+"""Random problems to hold bounds against, and their exact Hessians by autograd twice: attention and the post-norm block.
+
+The three kinds are those of the slack table: ``init`` (weights N(0, 1/d_in), standard normal tokens and target), ``large``
+(weights 3 times that, the target is the output with 10 % noise) and ``trained`` (400 steps of Adam on 6 samples of a noisy
+teacher; the Hessian is of single samples). The functions use nothing of ``derivations``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+F64 = torch.float64
+ATTENTION_SIZES = ((4, 4, 2), (6, 6, 4), (5, 3, 2))  # L, d_V, d_K
+BLOCK_SIZES = ((4, 4, 2, 6), (5, 6, 3, 8), (6, 4, 2, 4))  # L, d_V, d_K, d_ff
+KINDS = ("init", "large", "trained")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One sequence, weights by name and a target, with options of the function that they go to."""
+
+    X: Tensor
+    weights: dict[str, Tensor]
+    target: Tensor
+
+    def scaled(self, **factors: float) -> Problem:
+        """The same problem with some weights, "X" or "target" multiplied."""
+        weights = {name: factors.get(name, 1.0) * W for name, W in self.weights.items()}
+        return Problem(factors.get("X", 1.0) * self.X, weights, factors.get("target", 1.0) * self.target)
+
+
+def normalised(X: Tensor, eps: float = 0.0, norm: str = "layernorm") -> Tensor:
+    M = X - X.mean(-1, keepdim=True) if norm == "layernorm" else X
+    return M / (M.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def attention(X: Tensor, w: dict[str, Tensor], mask: Tensor | None = None, heads: int = 1) -> Tensor:
+    """Softmax attention; a batch of sequences is allowed."""
+    total = torch.zeros((), dtype=X.dtype)
+    outputs = w["W_O"].chunk(heads, 0) if "W_O" in w else [None] * heads
+    for q, k, v, o in zip(*(w[name].chunk(heads, 1) for name in ("W_Q", "W_K", "W_V")), outputs, strict=True):
+        logits = (X @ q) @ (X @ k).mT / math.sqrt(q.shape[1])
+        if mask is not None:
+            logits = logits.masked_fill(~mask, -math.inf)
+        head = torch.softmax(logits, -1) @ X @ v
+        total = total + (head if o is None else head @ o)
+    return total
+
+
+def post_block(
+    X: Tensor,
+    w: dict[str, Tensor],
+    *,
+    eps: float = 0.0,
+    norm: str = "layernorm",
+    act: Callable[[Tensor], Tensor] = torch.relu,
+    fixed: dict[str, Tensor] | None = None,
+    mask: Tensor | None = None,
+    heads: int = 1,
+) -> Tensor:
+    f = fixed or {}
+    Y = normalised(X + attention(X, w, mask, heads), eps, norm) * f.get("gamma_1", 1.0) + f.get("beta_1", 0.0)
+    S = Y + act(Y @ w["W_1"] + f.get("b_1", 0.0)) @ w["W_2"] + f.get("b_2", 0.0)
+    return normalised(S, eps, norm) * f.get("gamma_2", 1.0) + f.get("beta_2", 0.0)
+
+
+def hessian_blocks(f: Callable[..., Tensor], problem: Problem) -> dict[tuple[str, str], Tensor]:
+    """Return the blocks of the Hessian of mean((f(X, weights) - target)^2) in the weights, reverse over reverse."""
+    H, names, sizes = whole_hessian(f, problem), list(problem.weights), [W.numel() for W in problem.weights.values()]
+    rows = [part.split(sizes, 1) for part in H.split(sizes, 0)]
+    return {(a, b): rows[i][j] for i, a in enumerate(names) for j, b in enumerate(names)}
+
+
+def whole_hessian(f: Callable[..., Tensor], problem: Problem) -> Tensor:
+    leaves = [W.detach().clone().requires_grad_() for W in problem.weights.values()]
+    loss = (f(problem.X, dict(zip(problem.weights, leaves, strict=True))) - problem.target).square().mean()
+    first = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, leaves, create_graph=True)])
+    if first.grad_fn is None:
+        return torch.zeros(len(first), len(first), dtype=first.dtype)
+    directions = torch.eye(len(first), dtype=first.dtype)
+    second = torch.autograd.grad(first, leaves, directions, is_grads_batched=True, materialize_grads=True)
+    return torch.cat([s.reshape(len(first), -1) for s in second], 1)
+
+
+def norm(A: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(A, 2)) if A.numel() else 0.0
+
+
+def draw_weights(L: int, d: int, d_K: int, d_ff: int | None, generator: torch.Generator) -> dict[str, Tensor]:
+    """Weights N(0, 1/d_in)."""
+    shapes = {"W_Q": (d, d_K), "W_K": (d, d_K), "W_V": (d, d)}
+    if d_ff is not None:
+        shapes |= {"W_1": (d, d_ff), "W_2": (d_ff, d)}
+    return {name: torch.randn(*s, generator=generator, dtype=F64) / math.sqrt(s[0]) for name, s in shapes.items()}
+
+
+def problems(kind: str, sizes: tuple[tuple[int, ...], ...], count: int, seed: int = 0) -> Iterator[Problem]:
+    """Yield problems of one kind, the sizes in turn; with d_ff among the sizes they are for the block."""
+    for n in range(count):
+        L, d, d_K, *rest = sizes[n % len(sizes)]
+        g = torch.Generator().manual_seed(1000 * seed + n)
+        weights = draw_weights(L, d, d_K, rest[0] if rest else None, g)
+        f = post_block if rest else attention
+        if kind == "trained":
+            yield _trained(f, weights, L, d, g)
+            continue
+        X = torch.randn(L, d, generator=g, dtype=F64)
+        if kind == "init":
+            yield Problem(X, weights, torch.randn(L, d, generator=g, dtype=F64))
+        elif kind == "large":
+            weights = {name: 3 * W for name, W in weights.items()}
+            out = f(X, weights)
+            yield Problem(X, weights, out + 0.1 * out.std() * torch.randn(L, d, generator=g, dtype=F64))
+        else:
+            raise ValueError(f"problems: unknown kind {kind!r}")
+
+
+def _trained(f: Callable[..., Tensor], weights: dict[str, Tensor], L: int, d: int, g: torch.Generator) -> Problem:
+    teacher = {name: torch.randn(W.shape, generator=g, dtype=F64) / math.sqrt(W.shape[0]) for name, W in weights.items()}
+    X = torch.randn(6, L, d, generator=g, dtype=F64)
+    target = f(X, teacher) + 0.1 * torch.randn(6, L, d, generator=g, dtype=F64)
+    leaves = {name: W.clone().requires_grad_() for name, W in weights.items()}
+    optimizer = torch.optim.Adam(leaves.values(), lr=0.02)
+    for _ in range(400):
+        optimizer.zero_grad()
+        (f(X, leaves) - target).square().mean().backward()
+        optimizer.step()
+    return Problem(X[0], {name: W.detach() for name, W in leaves.items()}, target[0])

@@ -1,0 +1,230 @@
+"""The post-norm block's bounds against exact Hessians by autograd twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bound_problems import (
+    BLOCK_SIZES,
+    F64,
+    Problem,
+    draw_weights,
+    hessian_blocks,
+    norm,
+    normalised,
+    post_block,
+    problems,
+    whole_hessian,
+)
+from torch import Tensor
+
+from derivations.bounds import PostBlockNorms, post_block_a_priori, post_block_structured
+from derivations.bounds.norm_rows import NormRows
+
+ROUNDING = 1 + 1e-9
+GAINS = ("gamma_1", "gamma_2")
+
+
+def draw(L: int, d: int, d_K: int, d_ff: int, seed: int = 0) -> Problem:
+    g = torch.Generator().manual_seed(seed)
+    weights = draw_weights(L, d, d_K, d_ff, g)
+    return Problem(torch.randn(L, d, generator=g, dtype=F64), weights, torch.randn(L, d, generator=g, dtype=F64))
+
+
+def fixed_of(d: int, d_ff: int, *names: str) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(d)
+    return {name: torch.randn(d_ff if name == "b_1" else d, generator=g, dtype=F64) for name in names}
+
+
+def check(
+    p: Problem,
+    *,
+    eps: float = 0.0,
+    kind: str = "layernorm",
+    activation: str = "relu",
+    act: Callable[[Tensor], Tensor] = torch.relu,
+    fixed: dict[str, Tensor] | None = None,
+    a_priori: bool = True,
+    mask: Tensor | None = None,
+) -> None:
+    fixed = fixed or {}
+
+    def f(X: Tensor, w: dict[str, Tensor]) -> Tensor:
+        return post_block(X, w, eps=eps, norm=kind, act=act, fixed=fixed, mask=mask)
+
+    blocks, whole = hessian_blocks(f, p), norm(whole_hessian(f, p))
+    options: dict[str, Any] = {"eps": eps, "norm": kind, "mask": mask}
+    bounds = [post_block_structured(p.X, *arrays(p), activation=activation, **fixed, **options)]
+    for name in ("W_1", "W_2", "W_Q", "W_K", "W_V"):
+        assert bounds[0].block(name, name) == pytest.approx(norm(blocks[name, name]), rel=1e-8, abs=1e-12 * (1 + whole))
+    if a_priori:
+        gains = {name: value for name, value in fixed.items() if name in GAINS}
+        known = PostBlockNorms.measured(p.X, *arrays(p), **gains, **options)
+        bounds.append(post_block_a_priori(known, activation=activation))
+        bounds.append(post_block_a_priori(dataclasses.replace(known, attention=known.attention.spectral_only())))
+    for bound in bounds:
+        assert whole <= bound.whole * ROUNDING + 1e-13
+        for (i, j), block in blocks.items():
+            assert norm(block) <= bound.block(i, j) * ROUNDING + 1e-12 * (1 + whole), (i, j)
+
+
+def arrays(p: Problem) -> tuple[Tensor, ...]:
+    w = p.weights
+    return (w["W_Q"], w["W_K"], w["W_V"], w["W_1"], w["W_2"], p.target)
+
+
+class TestHolds:
+    @pytest.mark.parametrize("kind", ["init", "large"])
+    def test_on_the_problems_of_the_table(self, kind: str) -> None:
+        for p in problems(kind, BLOCK_SIZES, 3, seed=1):
+            check(p)
+
+    @pytest.mark.parametrize(("name", "factor"), itertools.product(("W_V", "W_1", "W_2", "target", "X"), (1e-3, 30.0)))
+    def test_scales(self, name: str, factor: float) -> None:
+        check(draw(3, 4, 2, 5).scaled(W_Q=0.3).scaled(**{name: factor}))
+
+    @pytest.mark.parametrize("sizes", [(1, 3, 2, 4), (2, 3, 5, 2), (5, 3, 1, 1), (2, 7, 2, 3)])
+    def test_shapes(self, sizes: tuple[int, int, int, int]) -> None:
+        check(draw(*sizes))
+
+    @pytest.mark.parametrize(("eps", "kind"), itertools.product((0.0, 1e-3, 2.0), ("layernorm", "rmsnorm")))
+    def test_eps_and_both_norms(self, eps: float, kind: str) -> None:
+        check(draw(3, 4, 2, 5), eps=eps, kind=kind)
+
+    @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+    @pytest.mark.parametrize("eps", [0.0, 0.1])
+    def test_gains(self, kind: str, eps: float) -> None:
+        check(draw(3, 4, 2, 5), kind=kind, eps=eps, fixed=fixed_of(4, 5, *GAINS))
+        check(draw(3, 4, 2, 5), kind=kind, eps=eps, fixed={"gamma_2": torch.full((4,), -2.0, dtype=F64)})
+
+    def test_biases_and_shifts(self) -> None:
+        check(draw(3, 4, 2, 5), fixed=fixed_of(4, 5, *GAINS, "beta_1", "beta_2", "b_1", "b_2"), a_priori=False)
+
+    def test_smooth_activation(self) -> None:
+        check(draw(3, 4, 2, 5), activation="tanh", act=torch.tanh, a_priori=False)
+        check(draw(3, 4, 2, 5), activation="gelu", act=torch.nn.functional.gelu, a_priori=False)
+
+    def test_causal_mask(self) -> None:
+        check(draw(4, 3, 2, 5), mask=torch.ones(4, 4, dtype=torch.bool).tril())
+
+    def test_rows_that_are_almost_constant(self) -> None:
+        """With eps > 0 nothing breaks down; near eps = 0 the Hessian is huge, and so are its bounds."""
+        p = draw(3, 4, 2, 5)
+        flat = dataclasses.replace(p, X=1.0 + 1e-4 * p.X).scaled(W_V=1e-4)
+        check(flat, eps=1e-5)
+        check(dataclasses.replace(flat, X=torch.ones(3, 4, dtype=F64)), eps=1e-2)
+
+    def test_heads_and_output_projection(self) -> None:
+        p = draw(3, 4, 4, 5)
+        p = dataclasses.replace(
+            p, weights={**p.weights, "W_O": torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=F64)}
+        )
+        options: dict[str, Any] = {"W_O": p.weights["W_O"], "heads": 2, "eps": 0.1}
+        true = norm(whole_hessian(lambda X, w: post_block(X, w, eps=0.1, heads=2), p))
+        structured = post_block_structured(p.X, *arrays(p), **options)
+        assert structured.names[:4] == ("W_Q.0", "W_K.0", "W_V.0", "W_O.0")
+        assert true <= structured.whole <= 3 * true
+        assert true <= post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p), **options)).whole
+
+
+class TestKeyIdentity:
+    """All rows of Z have the norm sqrt(d): the loss is linear in Z, and a target of zero leaves nothing."""
+
+    def test_zero_target(self) -> None:
+        p = draw(3, 4, 2, 5).scaled(target=0.0)
+        assert norm(whole_hessian(post_block, p)) < 1e-13
+        assert post_block_structured(p.X, *arrays(p)).whole == 0
+        assert post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p))).whole == 0
+
+    def test_only_the_centred_target_counts(self) -> None:
+        p = draw(3, 4, 2, 5)
+        shifted = dataclasses.replace(p, target=p.target + 7)
+        for bound in (
+            lambda q: post_block_structured(q.X, *arrays(q)),
+            lambda q: post_block_a_priori(PostBlockNorms.measured(q.X, *arrays(q))),
+        ):
+            assert bound(shifted).whole == pytest.approx(bound(p).whole, rel=1e-12)
+
+    @pytest.mark.parametrize(("kind", "eps", "gains"), itertools.product(("layernorm", "rmsnorm"), (0.0, 0.4), (False, True)))
+    def test_row_hessian_of_the_loss(self, kind: str, eps: float, gains: bool) -> None:
+        g = torch.Generator().manual_seed(0)
+        X, target, gamma, beta = (torch.randn(*s, generator=g, dtype=F64) for s in ((3, 4), (3, 4), (4,), (4,)))
+        gamma = gamma if gains else torch.full((4,), 1.5, dtype=F64)
+
+        def loss(row: Tensor, t: Tensor) -> Tensor:
+            return (normalised(row.unsqueeze(0), eps, kind)[0] * gamma + beta - t).square().sum() / 2
+
+        gradient, hessian = NormRows(X, gamma, beta, eps, kind).squared_error(target)
+        for i in range(3):
+            true = torch.autograd.functional.hessian(lambda row, i=i: loss(row, target[i]), X[i])
+            slope = torch.autograd.functional.jacobian(lambda row, i=i: loss(row, target[i]), X[i])
+            assert torch.allclose(hessian[i], true, rtol=0, atol=1e-12 * float(true.abs().max()))
+            assert torch.allclose(gradient[i], slope, rtol=0, atol=1e-12 * float(slope.abs().max() + 1))
+
+
+class TestTight:
+    def test_slack_of_the_table(self) -> None:
+        """Medians over the problems of bound_problems stay below these."""
+        for kind, structured in (("init", 1.8), ("large", 1.15)):
+            ratios = []
+            for p in problems(kind, BLOCK_SIZES, 6):
+                ratios.append(post_block_structured(p.X, *arrays(p)).whole / norm(whole_hessian(post_block, p)))
+            assert float(torch.tensor(ratios).median()) < structured
+
+    def test_slack_does_not_grow_with_the_number_of_rows(self) -> None:
+        """Adding rows by their norms lost a factor of the root of their number at initialisation."""
+        for L in (2, 8, 32):
+            p = draw(L, 4, 2, 6)
+            assert post_block_structured(p.X, *arrays(p)).whole < 2.5 * norm(whole_hessian(post_block, p))
+
+
+class TestRegion:
+    @pytest.mark.parametrize("eps", [0.0, 0.05])
+    def test_holds_over_a_ball(self, eps: float) -> None:
+        p, radius, g = draw(3, 4, 2, 5), 1e-3, torch.Generator().manual_seed(3)
+        known = PostBlockNorms.measured(p.X, *arrays(p), eps=eps)
+        near = known.inflated(radius)
+        assert 0 < near.sigma_2 < known.sigma_2
+        bound = post_block_a_priori(near).whole
+        assert bound > post_block_a_priori(known).whole
+        for _ in range(15):
+            steps = {name: torch.randn(W.shape, generator=g, dtype=F64) for name, W in p.weights.items()}
+            length = math.sqrt(sum(float(s.square().sum()) for s in steps.values()))
+            moved = dataclasses.replace(p, weights={name: W + radius / length * steps[name] for name, W in p.weights.items()})
+            at = PostBlockNorms.measured(moved.X, *arrays(moved), eps=eps)
+            assert at.sigma_1 >= near.sigma_1
+            assert at.sigma_2 >= near.sigma_2
+            assert norm(whole_hessian(lambda X, w: post_block(X, w, eps=eps), moved)) <= bound
+
+    def test_infinite_where_a_row_may_become_constant(self) -> None:
+        p = draw(3, 4, 2, 5)
+        assert post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p)).inflated(10.0)).whole == math.inf
+        assert post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p), eps=1e-3).inflated(10.0)).whole < math.inf
+
+    @pytest.mark.parametrize("field", ["w_1", "w_2", "gain_1", "gain_2"])
+    def test_monotone(self, field: str) -> None:
+        p = draw(3, 4, 2, 5)
+        known = PostBlockNorms.measured(p.X, *arrays(p), eps=0.1)
+        grown = dataclasses.replace(known, **{field: 1.1 * getattr(known, field)})
+        assert bool((post_block_a_priori(grown).matrix >= post_block_a_priori(known).matrix).all())
+        for sigma in ("sigma_1", "sigma_2"):
+            lower = dataclasses.replace(known, **{sigma: 0.9 * getattr(known, sigma)})
+            assert bool((post_block_a_priori(lower).matrix >= post_block_a_priori(known).matrix).all())
+
+
+def test_errors() -> None:
+    p = draw(3, 4, 2, 5)
+    with pytest.raises(ValueError, match=r"post_block_structured: the target has shape \(2, 4\); expected that of X, \(3, 4\)"):
+        post_block_structured(p.X, *arrays(p)[:-1], p.target[:2])
+    with pytest.raises(ValueError, match="divides by zero, as eps = 0"):
+        post_block_structured(torch.zeros(3, 4, dtype=F64), *arrays(p))
+    with pytest.raises(ValueError, match="'gelu', whose second derivative"):
+        post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p)), activation="gelu")
+    with pytest.raises(ValueError, match="unknown norm"):
+        post_block_structured(p.X, *arrays(p), norm="batchnorm")

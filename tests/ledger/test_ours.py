@@ -1,0 +1,10 @@
+"""The rows that no paper makes."""
+
+from __future__ import annotations
+
+from ledger_cases import assert_reproduced, every_row
+
+
+@every_row("ours")
+def test_row(row):
+    assert_reproduced(row)

@@ -1,0 +1,106 @@
+"""The page that is made of stored results: what was measured between its marks, prose left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks.report import DETAILS, fill, newest, section, write
+from benchmarks.report import command as command_of
+from benchmarks.suites import BENCHMARKS
+
+TIME = {"median": 1.0, "low": 0.9, "high": 1.1}
+ROWS = [
+    {"name": "closed form", "status": "right", "time": TIME, "error": 1e-15},
+    {"name": "peer", "status": "right", "time": {**TIME, "median": 4.0}, "ratio": TIME, "error": 0.0},
+]
+
+
+def record(problem: str = "small", batch: int = 1, *, result: Any = None, **settings: Any) -> dict[str, Any]:
+    cell = {"problem": problem, "batch": batch, "dtype": "float32", "threads": 2}
+    known = {"repeats": 3, "limit_seconds": 20.0, "compile": True, "device": "cpu", "quick": False, "source": "a"} | settings
+    place = {"date": "2026-01-02T03:04", "processor": "a processor"}
+    return {
+        "key": "k",
+        "cell": cell,
+        "settings": known,
+        "environment": place,
+        "result": result or {"parameters": 704, "rows": ROWS},
+    }
+
+
+def stored(folder: Path, *records: dict[str, Any]) -> Path:
+    (folder / "dense.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + '{"torn')
+    return folder
+
+
+def test_the_last_record_of_each_cell_counts() -> None:
+    first, second, other, quick = record(source="a"), record(source="b"), record(batch=2), record(batch=4, quick=True)
+    assert newest([first, other, second, quick]) == [second, other]
+
+
+def test_commands_measure_every_cell() -> None:
+    records = [record(), record("medium"), record("medium", 32), record("large", repeats=2, compile=False, device="cuda")]
+    assert command_of("hvp", records).splitlines() == [
+        "python -m benchmarks hvp --sizes small medium --batches 1 32 --dtype float32 --threads 2 --repeats 3 --limit-seconds 20",
+        "python -m benchmarks hvp --sizes large --batches 1 --dtype float32 --threads 2 --repeats 2 --limit-seconds 20 "
+        "--no-compile --device cuda",
+    ]
+    growth = {"cell": {"axis": "B", "dtype": "float64", "threads": 1}, "settings": record()["settings"]}
+    assert command_of("growth", [growth]).startswith("python -m benchmarks growth --dtype float64 --threads 1 --repeats 3")
+    top = command.parser()
+    for line in command_of("hvp", records).splitlines():  # what it says can be typed
+        assert top.parse_args(line.split()[3:]).names == ["hvp"]
+
+
+def test_a_section_folds_the_long_table() -> None:
+    skipped = record(batch=8, result={"skipped": "over budget: stopped after 600 s", "stopped_seconds": 600.0})
+    text = section(BENCHMARKS["dense"], [record(), skipped], "plot.png")
+    short, _, long = text.partition("<details>")
+    assert "2026-01-02; processor a processor." in short
+    assert "| peer | 4 (0.9 to 1.1) |" in short
+    assert "skipped: over budget" in short
+    assert long.count("| closed form |") == 1
+    assert "![dense](plot.png)" in text
+    assert DETAILS.strip() not in text
+
+
+def test_prose_is_left_alone() -> None:
+    page = "# Title\nbefore\n<!-- benchmark a -->\nold \\1\n<!-- /benchmark a -->\nafter\n"
+    once = fill(page, {"a": r"new \1 \n", "b": "more"})
+    assert once.startswith("# Title\nbefore\n<!-- benchmark a -->\nnew \\1 \\n\n<!-- /benchmark a -->\nafter\n")
+    assert once.endswith("after\n\n<!-- benchmark b -->\nmore\n<!-- /benchmark b -->\n")
+    assert fill(once, {"a": r"new \1 \n", "b": "more"}) == once
+
+
+def test_the_page_of_the_repository_has_marks_for_every_benchmark() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    sections = dict.fromkeys(BENCHMARKS, "new")
+    assert page.count("<!-- benchmark ") == page.count("<!-- /benchmark ") == len(BENCHMARKS)
+    filled = fill(page, sections)
+    assert filled.count("-->\nnew\n<!--") == len(BENCHMARKS)
+    assert not filled.rstrip().endswith("-->")  # none comes at the end
+
+
+def test_writes_a_page_and_its_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    assert command.main(["--report", str(page), "--out", str(tmp_path)]) == command.USAGE
+    assert "finds no results" in capsys.readouterr().err
+    assert not page.exists()
+    stored(tmp_path, record(), record(batch=2, source="b"))
+    assert command.main(["--report", str(page), "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().err
+    assert "dense: 2 cells, of 2 versions of the code" in said
+    assert page.read_text().startswith("# Speed and memory\n\n<!-- benchmark dense -->\n## The dense Hessian\n")
+    assert (tmp_path / "docs" / "benchmarks_dense.png").stat().st_size > 1000
+    before = page.read_text()
+    assert write(page, tmp_path, BENCHMARKS, lambda what: None) == 1
+    assert page.read_text() == before
+    (tmp_path / "file").touch()
+    assert command.main(["--report", str(tmp_path / "file" / "x.md"), "--out", str(tmp_path)]) == command.USAGE
+    assert "choose another path" in capsys.readouterr().err

@@ -1,0 +1,34 @@
+"""``hessiankit bounds``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hessiankit.cli import main
+
+
+def test_table_and_json(capsys, tmp_path):
+    path = tmp_path / "bounds.json"
+    given = ["--placement", "hybridnorm", "--heads", "2", "--kv-heads", "1", "--tokens", "2", "--loss", "cross_entropy"]
+    assert main(["bounds", *given, "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "W_Q x W_K" in printed
+    assert "a priori" in printed
+    found = json.loads(path.read_text())
+    assert found["whole"]["true"] <= found["whole"]["structured"] <= found["whole"]["a_priori"]
+    assert len(found["pairs"]) == len(found["names"]) * (len(found["names"]) + 1) // 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--placement", "hybrid"], "hybridnorm"),
+        (["--loss", "hinge"], "hinge"),
+        (["--json", "/no/such/folder/x.json"], "cannot write"),
+    ],
+)
+def test_errors(capsys, given, message):
+    assert main(["bounds", "--tokens", "2", *given]) == 2
+    assert message in capsys.readouterr().err

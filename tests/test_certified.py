@@ -1,0 +1,111 @@
+"""Certified norms against 60-digit arithmetic: the intervals hold to the last bit, at any scale, and are as tight as they say."""
+
+from __future__ import annotations
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+
+from hessiankit.bounding.certified import (
+    Interval,
+    certify,
+    down,
+    frobenius_upper,
+    gershgorin_upper,
+    growth,
+    rayleigh_lower,
+    schatten_upper,
+    up,
+    verified_upper,
+)
+from hessiankit.errors import InputError
+
+
+def exact_norm(A: Tensor) -> mpmath.mpf:
+    """The spectral norm of the matrix as it stands, to 60 digits."""
+    with mpmath.workdps(60):
+        M = mpmath.matrix([[mpmath.mpf(float(v)) for v in row] for row in A])
+        return mpmath.sqrt(max(mpmath.eigsy(M.T * M, eigvals_only=True)))
+
+
+def symmetric(n: int, seed: int, scale: float = 1.0) -> Tensor:
+    A = torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+    return (A + A.T) / 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("scale", [1e-150, 1.0, 1e150])
+def test_every_bound_is_on_its_side(seed, scale):
+    A = symmetric(5, seed, scale)
+    true = exact_norm(A)
+    upper = [frobenius_upper(A), gershgorin_upper(A), schatten_upper(A), verified_upper(A)]
+    assert all(bound is not None and mpmath.mpf(bound) >= true for bound in upper)
+    assert mpmath.mpf(rayleigh_lower(A)) <= true
+    assert upper[3] / rayleigh_lower(A) < 1 + 1e-10  # what Cholesky proves is as good as equal
+
+
+def test_bounds_hold_where_rounding_is_against_them():
+    # all ones: ||A||_F = ||A||_1 = ||A||_2 = n exactly, so a bound that is not widened falls below for some n
+    for n in (3, 7, 10, 49):
+        A = torch.full((n, n), 0.1, dtype=torch.float64)
+        true = exact_norm(A)
+        for bound in (frobenius_upper(A), gershgorin_upper(A), schatten_upper(A), verified_upper(A)):
+            assert mpmath.mpf(bound) >= true
+            assert bound / float(true) < 1 + 1e-9
+
+
+def test_rectangular_blocks():
+    A = torch.randn(3, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    true = exact_norm(A)
+    assert mpmath.mpf(schatten_upper(A)) >= true >= mpmath.mpf(rayleigh_lower(A))
+    assert schatten_upper(A) / float(true) < 1.1
+
+
+def test_schatten_tightens_with_its_order():
+    A = symmetric(30, 1)
+    bounds = [schatten_upper(A, squarings=k) for k in (1, 2, 3, 5)]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[-1] >= float(exact_norm(A))
+
+
+def test_certificate_of_blocks():
+    H, slices = symmetric(9, 2), {"a": slice(0, 4), "b": slice(4, 9)}
+    found = certify(H, slices)
+    assert found.whole.lower <= float(exact_norm(H)) <= found.whole.upper
+    assert found.whole.width < 1e-9
+    for (i, j), interval in found.pairs.items():
+        assert float(exact_norm(H[slices[i], slices[j]])) in interval
+    assert min(value for value in found.bounds.values() if value is not None) == found.whole.upper
+
+
+def test_zero_matrix():
+    found = certify(torch.zeros(3, 3, dtype=torch.float64), {"a": slice(0, 3)})
+    assert found.whole == Interval(0.0, 0.0)
+
+
+def test_an_indefinite_guess_is_no_proof():
+    A = symmetric(6, 4)
+    assert verified_upper(A, guess=0.5 * float(exact_norm(A))) is None
+
+
+def test_small_helpers():
+    assert down(1.0) < 1.0 < up(1.0)
+    assert down(0.0) == 0.0
+    assert 0.5 in Interval(0.0, 1.0)
+    assert str(Interval(1.0, 2.0)) == "[1, 2]"
+    with pytest.raises(InputError, match="no digits left"):
+        growth(10**9, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        (torch.zeros(2, 3, dtype=torch.float64), "expected a square"),
+        (torch.zeros(2, 2), "float64"),
+        (torch.full((2, 2), torch.nan, dtype=torch.float64), "NaN"),
+    ],
+)
+def test_errors(matrix, message):
+    with pytest.raises(InputError, match=message):
+        certify(matrix, {"a": slice(0, 2)})

@@ -1,0 +1,196 @@
+"""The grid of norm placements: a sample of its cases, its command, and the committed result of all of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import hessiankit
+from hessiankit import placement_grid
+from hessiankit.blocks import PLACEMENTS, FeedForward
+from hessiankit.cli import FAILED, INTERRUPTED, USAGE, main
+from hessiankit.placement_grid import KINK, OPTIONS, Case, build, cases, is_balanced, is_generic, read_lines, run_case
+from hessiankit.placement_report import summary, verdict
+
+SAMPLE = len(PLACEMENTS)  # the placements take turns: one case each
+ROOT = Path(__file__).parent.parent
+CHEAP = Case("post", "layernorm", "relu", "1", "none", 1, "mse")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sample's result."""
+    folder = tmp_path_factory.mktemp("placements")
+    assert main(["check", "--placements", "--sample", str(SAMPLE), "--out", str(folder)]) == 0
+    return folder
+
+
+def test_the_grid_is_the_whole_product():
+    everything = cases()
+    assert len(everything) == len(set(everything)) == len(PLACEMENTS) * 2 * 3 * 3 * 2 * 2 * 2
+    assert {case.placement for case in everything} == set(PLACEMENTS)
+
+
+def test_the_sample_passes_and_covers_every_placement_and_option(out):
+    finished = list(read_lines(out / "cases.jsonl"))
+    assert all(one.passed and 0 < one.error <= 1e-10 and one.identities > 0 for one in finished)
+    assert [one.case for one in finished] == cases(sample=SAMPLE)
+    assert {one.case.placement for one in finished} == set(PLACEMENTS)
+    for option, values in OPTIONS.items():
+        assert {getattr(one.case, option) for one in finished} == set(values)
+
+
+def test_every_kind_of_parameter_occurs(out):
+    models = [build(Case(name, "layernorm", "swiglu", "4", mask, 1, "mse"))[0] for name in PLACEMENTS for mask in OPTIONS["mask"]]
+    kinds = {name.removeprefix("blocks.0.") for model in models for name, _ in model.named_parameters()}
+    expected = {name for k in "QKVO" for name in (f"attention.W_{k}", f"attention.b_{k}")}
+    expected |= {f"feedforward.{letter}_{k}" for letter in "Wb" for k in "1G2"}
+    expected |= {f"norm_{k}.{part}" for k in "1234" for part in ("weight", "bias")}
+    expected |= {f"attention.norm_{k}.{part}" for k in "qkvc" for part in ("weight", "bias")}
+    expected |= {f"{scale}_{k}" for scale in ("omega", "lambda") for k in "12"}
+    expected |= {f"{norm}_norm.{part}" for norm in ("embedding", "final") for part in ("weight", "bias")}
+    assert kinds == expected | {"embedding.W_E", "embedding.P", "head.W_C"}
+    checked = {kind for one in read_lines(out / "cases.jsonl") for kind in one.kinds}
+    assert {kind.removeprefix("blocks.") for kind in checked} <= kinds
+
+
+def test_finished_cases_are_not_done_again(out, monkeypatch, capsys):
+    monkeypatch.setattr(placement_grid, "check", lambda *a, **k: pytest.fail("a finished case was checked again"))
+    assert main(["check", "--placements", "--sample", str(SAMPLE), "--out", str(out)]) == 0
+    assert f"PASSED: {SAMPLE} cases of {SAMPLE} placements" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+    done = run_case(CHEAP)
+    seen: list[Case] = []
+
+    def stop_at_third(case: Case) -> placement_grid.Finished:
+        seen.append(case)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return replace(done, case=case)
+
+    monkeypatch.setattr(placement_grid, "run_case", stop_at_third)
+    command = ["check", "--placements", "--placement", "post", "--sample", "4", "--out", str(tmp_path)]
+    assert main(command) == INTERRUPTED
+    lines = tmp_path / "cases.jsonl"
+    lines.write_text(lines.read_text() + '{"case": {"placem')  # cut off in the middle of a line
+    assert main(command) == 0
+    assert seen == [*cases(["post"], sample=4)[:3], *cases(["post"], sample=4)[2:]]
+
+
+def test_lines_of_other_code_do_not_count(tmp_path, monkeypatch):
+    done = run_case(CHEAP)
+    calls: list[Case] = []
+    monkeypatch.setattr(placement_grid, "run_case", lambda case: calls.append(case) or replace(done, case=case, version="old"))
+    for _ in range(2):
+        placement_grid.run_grid([CHEAP], tmp_path / "cases.jsonl")
+    assert calls == [CHEAP, CHEAP]
+
+
+def test_a_wrong_entry_is_found(tmp_path, monkeypatch, capsys):
+    checking = importlib.import_module("hessiankit.verify.check")  # the package's name ``check`` is the function
+    right = checking.hessian
+
+    def wrong(*args, **options):
+        found = right(*args, **options)
+        where = found.slices["blocks.0.feedforward.W_1"]
+        found.matrix[where, where] += 1e-6 * found.matrix[where, where].abs().max()
+        return found
+
+    monkeypatch.setattr(checking, "hessian", wrong)
+    command = ["check", "--placements", "--placement", "lns", "--sample", "1", "--out", str(tmp_path)]
+    assert main(command) == FAILED
+    assert "1 of 1 cases FAILED" in capsys.readouterr().out
+    assert json.loads((tmp_path / "placement_grid.json").read_text())["placements"]["lns"]["failed"] == 1
+    assert "Failed:" in (tmp_path / "placement_grid.md").read_text()
+
+
+def test_a_case_left_to_autograd_fails(monkeypatch):
+    monkeypatch.setattr(hessiankit.Hessian, "fallbacks", property(lambda _: ("aten.relu",)))
+    finished = run_case(CHEAP)
+    assert not finished.passed
+    assert "left to automatic differentiation: aten.relu" in finished.verdict
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_a_point_at_a_kink_is_refused(activation):
+    model, ids, _ = build(replace(CHEAP, activation=activation))
+    assert is_generic(model, ids)
+    network = next(m for m in model.modules() if isinstance(m, FeedForward))
+    read = []
+    with torch.no_grad(), network.register_forward_pre_hook(lambda _, args: read.append(args[0])):
+        model(ids)
+        network.b_1[0] -= (read[0][0, 0] @ network.W_1 + network.b_1)[0] - KINK / 2
+    assert is_generic(model, ids) is (activation == "gelu")
+
+
+@pytest.mark.parametrize(("norm", "refused"), [("layernorm", True), ("rmsnorm", False)])
+def test_a_constant_row_is_refused_where_the_norm_centres(norm, refused):
+    model, ids, _ = build(replace(CHEAP, norm=norm, activation="gelu"))
+    block = model.blocks[0]
+    with torch.no_grad():
+        model.embedding.P.fill_(0.0)
+        model.embedding.W_E.fill_(1.0)  # every entry of every row alike, and what the attention adds is nothing
+        block.attention.W_O.fill_(0.0)
+        block.attention.b_O.fill_(0.0)
+    assert is_generic(model, ids) is not refused
+
+
+def test_an_unbalanced_point_is_refused():
+    model, ids, target = build(CHEAP)
+    assert is_balanced(model, ids, target, "mse")
+    model.blocks[0].feedforward.W_2.data *= 1e-6  # the gradient of W_1 is then small
+    assert not is_balanced(model, ids, target, "mse")
+
+
+def test_the_same_case_is_the_same_model():
+    (a, _, target), (b, _, again) = build(CHEAP), build(CHEAP)
+    assert torch.equal(target, again)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert cases(sample=9, seed=1) == cases(sample=9, seed=1) != cases(sample=9, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--placements", "--placement", "hybrid"], "no placement is called hybrid; there are: post, pre"),
+        (["--sample", "3"], "--sample is of the grid of norm placements; add --placements"),
+        (["--placements", "--d-model", "8"], "--d-model does not go with --placements"),
+        (["--placements", "--quick"], "--quick does not go with --placements"),
+        (["--placements", "--loss", "mse"], "--loss does not go with --placements"),
+    ],
+)
+def test_options_that_do_not_fit(arguments, message, capsys):
+    assert main(["check", *arguments]) == USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["check", "--placements", "--sample", "1", "--out", str(tmp_path / "file" / "deeper")]) == USAGE
+    assert "pass another folder with --out" in capsys.readouterr().err
+
+
+def test_the_summary_of_one_case():
+    finished = run_case(CHEAP)
+    found = summary([finished, replace(finished, error=float("nan"), passed=False, verdict="NOT VERIFIED")], "hessiankit check")
+    assert found["max_rel_error"] is None
+    assert found["failed"] == [f"{CHEAP}: NOT VERIFIED"]
+    assert verdict(found).startswith("1 of 2 cases FAILED of 1 placements; largest error not known")
+
+
+def test_the_committed_result_is_of_every_case():
+    found = json.loads((ROOT / "docs" / "placement_grid.json").read_text(encoding="utf-8"))
+    assert found["command"] == "hessiankit check --placements"
+    assert set(found["placements"]) == set(PLACEMENTS)
+    assert found["cases"] == len(cases())
+    assert found["failed"] == []
+    assert found["max_rel_error"] <= 1e-10
+    page = (ROOT / "docs" / "placement_grid.md").read_text(encoding="utf-8")
+    assert all(f"\n| {name} | 144 | 0 |" in page for name in PLACEMENTS)

@@ -1,0 +1,180 @@
+"""Whole blocks in exact arithmetic: a sample passes, every variant occurs, and a wrong sign anywhere is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from derivations.affine import AffineAt
+from derivations.gains import ColumnScaleAt, HadamardAt
+from derivations.group_normalization import GroupNormRowsAt
+from derivations.head_products import HeadProductAt
+from derivations.matrix import Matrix
+from derivations.normalization import LayerNormAt, RMSNormAt
+from derivations.rotary import Rotations
+from hessiankit.blocks import PLACEMENTS, TransformerBlock
+from hessiankit.blocks import equations as eq
+from hessiankit.verify.block_structure import Structure, structure_of
+from hessiankit.verify.exact import ExactRow, check_exact_blocks, run_case
+from hessiankit.verify.exact_placements import EQUATION_CASES, PLACEMENT_CASES, VARIANTS, placement_case, structures
+from hessiankit.verify.residues import VALUES
+
+PRE = Structure("pre", "rmsnorm")
+QUICK = (
+    PRE,
+    Structure("lns", "rmsnorm", "gelu", affine=False),
+    Structure("skipinit", "rmsnorm", causal=True, affine=False),
+    Structure("olmo2", "rmsnorm", "swiglu", n_heads=2, n_kv_heads=1, rotary=True, causal=True, affine=False),
+)
+
+
+def run(structure: Structure, method: str = "modular") -> ExactRow:
+    return run_case(placement_case(structure), method)
+
+
+@pytest.mark.parametrize("structure", QUICK, ids=str)
+def test_all_first_and_second_derivatives_are_exact(structure: Structure) -> None:
+    row = run(structure)
+    assert row.passed, row.note
+    assert 0 < row.degree < 400
+    assert row.chance is not None
+    assert 0 < row.chance < 1e-14
+    assert f"{row.entries} entries equal at a random point mod 2^61-1; degree <= {row.degree}" in row.note
+
+
+def branches_times_a_float(b: Any, X: Any) -> Any:
+    Y = X + 0.3 * b.attention(b.norm_1(X))
+    return Y + b.feedforward(b.norm_2(Y)) * 0.3
+
+
+def test_a_placement_of_ones_own_may_multiply_with_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLACEMENTS, "own", replace(PLACEMENTS["pre"], name="own", equation=branches_times_a_float))
+    rows = check_exact_blocks(TransformerBlock(8, 8, placement="own", norm="rmsnorm", activation="gelu", affine=False))
+    assert [row.method for row in rows] == ["modular", "rational"]
+    assert all(row.passed for row in rows), [row.note for row in rows]
+
+
+def test_fractions_say_the_same_without_a_chance() -> None:
+    row = run(QUICK[1], "rational")
+    assert row.passed, row.note
+    assert (row.degree, row.chance) == (0, None)
+    assert row.note.endswith("entries equal at a rational point")
+
+
+def test_kinks_multiply_the_chance_by_the_patterns_of_signs() -> None:
+    row = run(PRE)
+    assert PRE.sizes["d_ff"] == 2
+    assert row.chance == 16 * row.degree / VALUES
+
+
+def test_every_placement_equation_and_variant_has_a_case() -> None:
+    found = list(structures())
+    assert {s.placement for s in found} == set(PLACEMENTS)
+    assert {s.placed.equation for s in found} == {p.equation for p in PLACEMENTS.values()}
+    assert len(PLACEMENT_CASES) == len({case.name for case in PLACEMENT_CASES}) == len(found)
+    assert len(EQUATION_CASES) == len({p.equation for p in PLACEMENTS.values()})
+    unplaced = {replace(s, placement="", layer=1, n_layers=1) for s in found}
+    assert unplaced == set(VARIANTS)
+    for name, values in {
+        "norm": {"layernorm", "rmsnorm"},
+        "activation": {"relu", "leaky_relu", "gelu", "swiglu"},
+        "n_kv_heads": {1, 2},
+        "norm_scope": {None, "full"},
+        **{flag: {False, True} for flag in ("causal", "rotary", "bias", "attention_bias", "output_projection", "affine")},
+    }.items():
+        assert {getattr(s, name) for s in VARIANTS} == values
+    layers = {(s.placement, s.placed.name) for s in found if s.n_layers > 1}
+    assert {("mix-ln", "post"), ("mix-ln", "pre"), ("hybridnorm*", "pre-qkv-pre"), ("hybridnorm*", "hybridnorm")} <= layers
+
+
+@pytest.mark.parametrize("structure", [VARIANTS[1], VARIANTS[3], VARIANTS[6]], ids=str)
+def test_the_structure_of_a_small_block_is_the_one_it_was_made_with(structure: Structure) -> None:
+    placed = replace(structure, placement="pre-qkvc-post")
+    found = structure_of(placed.small())
+    assert replace(found, output_projection=placed.output_projection) == placed
+    assert structure_of(TransformerBlock(8, 3, placement="lns", layer=3, n_layers=5)) == Structure("lns", layer=3, n_layers=5)
+
+
+# What must not pass --------------------------------------------------------------------------------------------------
+
+
+def negated(monkeypatch: pytest.MonkeyPatch, chapter: type, i: str, j: str) -> None:
+    right: Callable[..., Matrix] = chapter.hessian  # type: ignore[attr-defined]
+    monkeypatch.setattr(chapter, "hessian", lambda at, a, b: -right(at, a, b) if (a, b) == (i, j) else right(at, a, b))
+
+
+BARE = {"affine": False}
+
+
+@pytest.mark.parametrize(
+    ("chapter", "i", "j", "structure"),
+    [
+        (RMSNormAt, "X", "X", Structure("pre", "rmsnorm", **BARE)),
+        (LayerNormAt, "X", "gamma", Structure("pre", "layernorm")),
+        (GroupNormRowsAt, "X", "X", Structure("group-ln", "rmsnorm", **BARE)),
+        (AffineAt, "W", "X", Structure("pre", "rmsnorm", "swiglu", **BARE)),
+        (HadamardAt, "X", "Y", Structure("pre", "rmsnorm", "swiglu", **BARE)),
+        (HeadProductAt, "P", "R", Structure("qk-pre", "rmsnorm", **BARE)),
+        (ColumnScaleAt, "v", "X", Structure("layerscale", "rmsnorm", **BARE)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Structure) else getattr(value, "__name__", value),
+)
+def test_a_sign_error_in_a_chapter_is_found(
+    monkeypatch: pytest.MonkeyPatch, chapter: type, i: str, j: str, structure: Structure
+) -> None:
+    negated(monkeypatch, chapter, i, j)
+    row = run(structure)
+    assert not row.passed
+    assert "hessian(" in row.note
+    assert "differs in" in row.note
+
+
+def test_a_rotation_the_wrong_way_round_is_found_where_the_value_does_not_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rotations, "transpose", lambda self: Rotations(self.cos, self.sin, self.transposed))
+    row = run(Structure("pre", "rmsnorm", rotary=True, **BARE))
+    assert not row.passed
+    assert "value" not in row.note
+
+
+def minus_attention(b: Any, X: Any) -> Any:
+    Y = X + -1 * b.attention(b.norm_1(X))
+    return Y + b.feedforward(b.norm_2(Y))
+
+
+def minus_network(b: Any, X: Any) -> Any:
+    Y = X + b.attention(b.norm_1(X))
+    return Y + -1 * b.feedforward(b.norm_2(Y))
+
+
+def without_factor(b: Any, X: Any) -> Any:
+    Y = X + b.attention(b.norm_1(X))
+    return Y + b.feedforward(b.norm_2(Y))
+
+
+_ROWS, _VALUE = "ValueError: the closed form normalises rows that the block does not", "value differs in 4 of 4 entries"
+
+
+@pytest.mark.parametrize(
+    ("placement", "wrong", "said"),
+    [
+        ("pre", minus_attention, _ROWS),
+        ("pre", minus_network, _VALUE),
+        ("pre", eq.post, _ROWS),
+        ("lns", without_factor, _ROWS),
+        ("lns", eq.lns_attention_ln, _VALUE),
+    ],
+)
+def test_the_closed_form_of_another_equation_is_found(
+    monkeypatch: pytest.MonkeyPatch, placement: str, wrong: Callable[[Any, Any], Any], said: str
+) -> None:
+    """The jets run the block's equation; the derivation of another one, a sign or a factor away, must not pass."""
+    from hessiankit.derivation import parts
+
+    right = parts.run
+    monkeypatch.setattr(parts, "run", lambda equation, *rest: right(wrong, *rest))
+    row = run(Structure(placement, "rmsnorm", "gelu", **BARE))
+    assert not row.passed
+    assert said in row.note

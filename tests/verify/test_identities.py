@@ -1,0 +1,299 @@
+"""Identities: which are found on which module, that right derivatives fulfil them and wrong ones do not, and no false alarm."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+from curvature_reference import Formula, cross_entropy, draw, mse, randomised, reverse_over_reverse
+from model_zoo import InDouble, generic, optional
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hessiankit as hk
+from hessiankit.verify.identities import IdentityReport, examine_identities, identities
+from hessiankit.verify.identities.examination import confirmed
+from hessiankit.verify.identities.symmetry import Leg, Motion, Part, Symmetry
+from hessiankit.verify.problem import Problem
+
+X, TARGET = draw(2, 3, 6), draw(2, 3, 6, seed=7)
+
+
+def block(**options: Any) -> nn.Module:
+    return generic(hk.TransformerBlock(6, 5, **{"n_heads": 2, **options}))
+
+
+def found(report: IdentityReport) -> set[tuple[str, str]]:
+    assert report, report
+    assert report.max_rel_error <= 1e-12
+    return {(row.family, row.name.replace("attention.", "").replace("feedforward.", "")) for row in report.rows}
+
+
+ENCODER = {  # Post-Norm: only writes between two LayerNorms, and what stays inside a branch
+    ("linear maps", "W_V, b_V | W_O"),
+    ("linear maps", "W_1, b_1 | W_2"),
+    ("row mean", "W_O, b_O"),
+    ("row mean", "W_2, b_2"),
+    ("logits", "W_Q, b_Q | W_K, b_K"),
+    ("key bias", "b_K"),
+}
+
+
+def test_post_norm_block() -> None:
+    assert found(identities(block(bias=True, attention_bias=True), X, TARGET)) == ENCODER
+
+
+def test_pre_norm_block() -> None:
+    expected = ENCODER - {("row mean", "W_O, b_O"), ("row mean", "W_2, b_2")}  # the stream itself is read in the end
+    expected |= {("linear maps", "norm_1.weight, norm_1.bias | W_Q, W_K, W_V")}
+    expected |= {("linear maps", "norm_2.weight, norm_2.bias | W_1")}
+    assert found(identities(block(placement="pre", bias=True, attention_bias=True), X, TARGET)) == expected
+
+
+def test_without_homogeneity_there_is_no_rescaling() -> None:
+    families = found(identities(block(activation="gelu"), X, TARGET))
+    assert ("linear maps", "W_1 | W_2") not in families
+    assert ("linear maps", "W_V | W_O") in families
+
+
+def test_torch_encoder_layer_with_its_fused_projection() -> None:
+    module = generic(nn.TransformerEncoderLayer(6, 2, 5, batch_first=True))
+    projection = "self_attn.in_proj_weight, self_attn.in_proj_bias"
+    assert found(identities(module, X, TARGET)) == {
+        ("linear maps", f"{projection} | self_attn.out_proj.weight"),
+        ("linear maps", "linear1.weight, linear1.bias | linear2.weight"),
+        ("row mean", "self_attn.out_proj.weight, self_attn.out_proj.bias"),
+        ("row mean", "linear2.weight, linear2.bias"),
+        ("logits", f"{projection} | {projection}"),
+        ("key bias", "self_attn.in_proj_bias"),
+    }
+
+
+def test_vision_transformer() -> None:
+    module = generic(hk.VisionTransformer(4, 3, 5, d_model=6, d_ff=5, n_blocks=2, n_heads=2, placement="pre", bias=True))
+    names = found(identities(module, draw(2, 3, 4), torch.tensor([0, 3]), loss="cross_entropy"))
+    assert ("row mean", "head.W_C, head.b_C") in names  # a shift of all logits
+    assert {("linear maps", f"blocks.{i}.W_V | blocks.{i}.W_O") for i in (0, 1)} <= names
+
+
+def test_gpt2_whose_tied_table_has_no_identity() -> None:
+    optional("transformers")
+    import transformers as hf
+
+    sizes = {"vocab_size": 11, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2}
+    module = InDouble(generic(hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))))
+    tokens = {"input_ids": torch.tensor([[1, 4, 2], [3, 3, 5]])}
+    names = found(identities(module, tokens, torch.tensor([[4, 2, 1], [3, 5, 0]]), loss="cross_entropy"))
+    names = {(family, name.replace("model.transformer.", "").replace("h.0.", "")) for family, name in names}
+    assert ("row mean", "wpe.weight") in names
+    assert ("row mean", "mlp.c_proj.weight, mlp.c_proj.bias") in names  # everything reads the stream through a LayerNorm
+    assert ("linear maps", "attn.c_attn.weight, attn.c_attn.bias | attn.c_proj.weight") in names
+    assert ("key bias", "attn.c_attn.bias") in names
+    assert not any("wte" in name for _, name in names)
+
+
+@pytest.mark.parametrize("scope", ["head", "full"])
+def test_weights_into_norms_with_eps_zero(scope: str) -> None:
+    names = found(identities(block(placement="hybridnorm", norm="rmsnorm", eps=0.0, norm_scope=scope), X, TARGET))
+    assert {("norm scale", "W_Q"), ("norm scale", "W_K"), ("norm scale", "W_V")} <= names
+    assert ("logits", "norm_q.weight | norm_k.weight") in names
+    assert ("logits", "W_Q | W_K") not in names
+
+
+def test_scales_with_eps_are_skipped_and_named() -> None:
+    report = identities(block(placement="hybridnorm", norm="rmsnorm", eps=1e-5), X, TARGET)
+    assert not any(family == "norm scale" for family, _ in found(report))
+    assert [line.split(":")[0] for line in report.skipped] == ["attention.W_Q", "attention.W_K", "attention.W_V"]
+    assert "eps = 1e-05" in report.skipped[0]
+    assert "skipped: attention.W_Q" in repr(report)
+
+
+def test_rotations_behind_a_norm_without_gain() -> None:
+    report = identities(block(placement="hybridnorm", norm="rmsnorm", affine=False), X, TARGET)
+    assert {("logits", "W_Q | W_K"), ("linear maps", "W_V | W_O")} <= found(report)
+    assert all("rotation" in row.statement for row in report.rows if "attention" in row.name)
+
+
+def test_grouped_queries_gates_and_rotary_positions() -> None:
+    grouped = generic(hk.TransformerBlock(8, 5, n_heads=4, n_kv_heads=2, placement="pre", norm="rmsnorm", activation="swiglu"))
+    x, target = draw(2, 3, 8), draw(2, 3, 8, seed=7)
+    names = found(identities(grouped, x, target))
+    shared = {("linear maps", "W_V | W_O"), ("linear maps", "norm_2.weight | W_1, W_G")}
+    assert shared | {("logits", "W_Q | W_K")} <= names
+    rotary = generic(hk.TransformerBlock(8, 5, n_heads=4, placement="pre", attention_bias=True, rotary=True))
+    assert not {"logits", "key bias"} & {family for family, _ in found(identities(rotary, x, target))}
+
+
+def test_rows_of_a_table_into_a_norm() -> None:
+    module = randomised(nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4, eps=0.0), nn.Linear(4, 3)))
+    names = found(
+        identities(module, torch.tensor([[0, 1, 2], [3, 1, 0]]), torch.tensor([[0, 1, 2], [2, 2, 1]]), loss="cross_entropy")
+    )
+    assert names == {
+        ("norm scale", "0.weight"),
+        ("row mean", "0.weight"),
+        ("linear maps", "1.weight, 1.bias | 2.weight"),
+        ("row mean", "2.weight, 2.bias"),
+    }
+
+
+def test_parameters_left_out_take_their_identities_along() -> None:
+    report = identities(block(), X, TARGET, params=["attention.W_Q", "attention.W_V", "attention.W_O"])
+    assert found(report) == {("linear maps", "W_V | W_O"), ("row mean", "W_O")}
+
+
+def test_a_fixed_bias_leaves_shifts_only() -> None:
+    module = randomised(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, eps=0.0), nn.Linear(4, 2)))
+    report = identities(module, draw(5, 3), draw(5, 2), params=["0.weight", "2.weight"])
+    assert found(report) == {("row mean", "0.weight")}
+
+
+def test_a_module_without_identities() -> None:
+    report = identities(randomised(nn.Sequential(nn.Linear(6, 3), nn.Tanh())), X, draw(2, 3, 3))
+    assert report.rows == ()
+    assert report
+    assert report.verdict == "no identity applies to this module"
+
+
+# That they hold for derivatives of another origin, and for no wrong ones ------------------------------------------------------
+
+
+CASES = {
+    "post": (block(bias=True, attention_bias=True), X, TARGET, "mse"),
+    "qkv norms": (block(placement="pre-qkv-pre", norm="rmsnorm", eps=0.0), X, TARGET, "mse"),
+    "classes": (
+        randomised(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))),
+        draw(7, 4),
+        torch.tensor([0, 1, 2, 2, 1, 0, 0]),
+        "cross_entropy",
+    ),
+}
+
+
+@functools.cache
+def example(name: str) -> tuple[Problem, Tensor]:
+    module, x, target, loss = CASES[name]
+    reference = reverse_over_reverse(module, x, target, {"mse": mse, "cross_entropy": cross_entropy}[loss])
+    return Problem(module, x, target, loss), reference
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reverse_over_reverse_fulfils_them(name: str) -> None:
+    problem, H = example(name)
+    report = examine_identities(problem, H, rtol=1e-12)
+    assert report, report
+    assert len(report.rows) >= 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_wrong_entry_of_a_block_is_seen(name: str) -> None:
+    problem, H = example(name)
+    right = examine_identities(problem, H, rtol=1e-10)
+    for row in right.rows:
+        moving = row.name.replace(" | ", ", ").split(", ")[0]
+        at = problem.slices[moving].start if row.family != "key bias" else problem.slices[moving].stop - 1
+        wrong = H.clone()
+        wrong[-1, at] += 1e-6 * H.abs().max()
+        wrong[at, -1] = wrong[-1, at]
+        after = {r.statement + r.name: r for r in examine_identities(problem, wrong, rtol=1e-10).rows}
+        assert not after[row.statement + row.name].passed, row
+
+
+def test_a_scaled_block_is_seen() -> None:
+    problem, H = example("post")
+    q, k = problem.slices["attention.W_Q"], problem.slices["attention.W_K"]
+    wrong = H.clone()
+    wrong[q, k] *= 1.01
+    wrong[k, q] *= 1.01
+    report = examine_identities(problem, wrong, rtol=1e-10)
+    assert [row.family for row in report.rows if not row.passed] == ["logits"]
+    assert report.verdict.startswith("FAILED: 1 of 6 identities; the worst is logits of attention.W_Q")
+    assert "FAIL" in repr(report)
+
+
+def test_a_hessian_of_nan_is_seen() -> None:
+    problem, H = example("classes")
+    assert not any(row.passed for row in examine_identities(problem, H * float("nan"), rtol=1e-10).rows)
+
+
+def test_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, H = example("post")
+    right = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: (1.001 * right(*a, **k)[0],))
+    failed = [row.family for row in examine_identities(problem, H, rtol=1e-10).rows if not row.passed]
+    assert failed.count("linear maps") == 2
+    assert "logits" in failed
+
+
+# That a structure is believed only where the loss confirms it ------------------------------------------------------------------
+
+
+def test_a_symmetry_at_special_values_is_no_symmetry() -> None:
+    """Rotating what an RMS norm reads keeps sum y^4 nowhere, sum y^2 only while the gain is constant."""
+    module = Formula(lambda s, x: F.rms_norm(x @ s.W, (3,), s.gamma, 1e-5).square(), W=(4, 3), gamma=(3,))
+    with torch.no_grad():
+        module.gamma.fill_(1.0)
+    problem = Problem(module, draw(5, 4), None, lambda outputs, target: outputs.sum())
+    rotation = Symmetry("linear maps", "", (Part("rotation", (Leg("W", torch.arange(12).reshape(4, 3)),)),))
+    motion = rotation.motions(problem.theta, torch.Generator().manual_seed(1))[0]
+    assert abs(float(problem.loss_value(motion.moved(problem.params, 0.7))) - problem.value) < 1e-13
+    assert confirmed(problem, [rotation], torch.Generator().manual_seed(1), 1e-12) == []
+
+
+def test_tied_weights_lose_their_identities() -> None:
+    module = Formula(lambda s, x: (x @ s.W).relu() @ s.W.T, W=(4, 5))
+    assert identities(module, draw(7, 4), draw(7, 4, seed=2)).rows == ()
+
+
+def test_a_norm_of_two_entries_gives_signs_and_no_identity() -> None:
+    module = randomised(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2, eps=0.0), nn.Linear(2, 2)))
+    assert found(identities(module, draw(4, 3), draw(4, 2))) == {("linear maps", "1.weight, 1.bias | 2.weight")}
+
+
+# The parts ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_velocity_is_the_derivative_of_the_motion_and_transposed_its_adjoint() -> None:
+    theta, g = {"A": draw(3, 4), "C": draw(4, 2)}, {"A": draw(3, 4, seed=2), "C": draw(4, 2, seed=3)}
+    legs = (Leg("A", torch.arange(12).reshape(3, 4)),), (Leg("C", torch.arange(8).reshape(4, 2).T),)
+    for kind in ("linear", "rotation", "diagonal"):
+        for motion in Symmetry("", "", (Part(kind, *legs),)).motions(draw(1), torch.Generator().manual_seed(0)):
+            ahead, behind = motion.moved(theta, 1e-5), motion.moved(theta, -1e-5)
+            velocity, turned = motion.velocity(theta), motion.transposed(g)
+            for name in theta:
+                difference = (ahead[name] - behind[name]).reshape(-1) / 2e-5
+                assert torch.allclose(velocity[name], difference, atol=1e-8)
+            forth = sum(float(g[n].reshape(-1) @ velocity[n]) for n in theta)
+            back = sum(float(turned[n] @ theta[n].reshape(-1)) for n in theta)
+            assert abs(forth - back) < 1e-12
+            assert torch.allclose(ahead["A"] @ ahead["C"], theta["A"] @ theta["C"], atol=1e-12)
+
+
+def test_a_shift_moves_every_column_alike() -> None:
+    motion = Motion(((Leg("w", torch.tensor([[0, 1], [2, 3]])), torch.tensor([[1.0], [2.0]])),), True)
+    assert motion.moved({"w": torch.zeros(2, 2)}, 3.0)["w"].tolist() == [[3.0, 3.0], [6.0, 6.0]]
+    assert motion.transposed({"w": torch.ones(2, 2)}) == {}
+
+
+def test_float32() -> None:
+    report = identities(block(bias=True).float(), X.float(), TARGET.float())
+    assert report.rtol == 1e-3
+    assert len(report.rows) == 5
+    assert report, report
+
+
+def test_printing_and_export() -> None:
+    report = identities(block(), X, TARGET)
+    assert repr(report).splitlines()[-1].startswith("PASSED: 5 identities hold to")
+    assert report._repr_html_().startswith("<table><caption>PASSED")
+    again = json.loads(json.dumps(report.to_dict()))
+    assert again["passed"] is True
+    assert again["rows"][0].keys() == {"family", "name", "statement", "max_rel_error", "passed"}
+
+
+def test_errors() -> None:
+    with pytest.raises(hk.InputError, match="no_such"):
+        identities(block(), X, TARGET, params=["no_such"])
