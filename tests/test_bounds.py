@@ -134,6 +134,46 @@ def test_report():
     assert "<table>" in report._repr_html_()
 
 
+@pytest.mark.parametrize("q", [10.0, 100.0])
+def test_the_printed_theorem_1_is_violated_without_limit(q):
+    # at a global minimum, with uniform attention: the true norm is 2 q^2, the printed bound 24 for every q
+    attention = Attention(1).double()
+    with torch.no_grad():
+        attention.W_Q.fill_(q)
+        attention.W_K.zero_()
+        attention.W_V.fill_(1.0)
+    x = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    report = hk.bounds(attention, x, torch.zeros_like(x))
+    ratios = {(name, kind): ratio for name, kind, ratio in report.violated}
+    assert ratios["whole", "printed_theorem_1"] == pytest.approx(q * q / 12)
+    assert all(kind.startswith("printed") for _, kind in ratios)
+    assert "VIOLATED" in repr(report)
+
+
+def test_the_printed_theorem_6_is_no_measure():
+    torch.manual_seed(0)
+    block = hk.TransformerBlock(4, 5, affine=False).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    report = hk.bounds(block, x, torch.randn(3, 4, dtype=torch.float64))
+    assert report.ratio("printed_theorem_6") > 1e10
+    assert report.ratio("structured") < 2 < report.ratio("a_priori")
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (hk.TransformerBlock(4, 5, affine=True), "neither gain nor shift"),
+        (hk.TransformerBlock(4, 5, 2), "one head"),
+        (hk.TransformerBlock(4, 5, activation="gelu", affine=False), "ReLU"),
+    ],
+)
+def test_where_the_print_defines_nothing(block, message):
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    report = hk.bounds(block.double(), x, x)
+    assert any(message in note for note in report.notes)
+    assert not any(kind.startswith("printed") for kind in report.kinds)
+
+
 def test_other_modules_have_what_needs_no_rules():
     layer = nn.Linear(3, 2).double()
     report = hk.bounds(layer, torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64))

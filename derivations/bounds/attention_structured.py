@@ -32,6 +32,7 @@ def attention_structured(
     the diagonal blocks (``Pairs.bounds``), or by ||Gauss-Newton|| + the bound on <R, d2F>, whichever is less (bounds review,
     section 3.3, sharpened: there C_i and M_i enter by their norms, row by row). A block is taken in the space
     of the rows u_i and v_i, at most L (x) d instead of d (x) d on either side; with more rows than d it is as large as it is.
+    All is float64, not rounded outwards.
 
     Args:
         X: L x d.

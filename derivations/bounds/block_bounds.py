@@ -14,6 +14,8 @@ import torch
 
 from derivations.arrays import Array, as_array, to_float
 from derivations.bounds.attention_bounds import AttentionNorms, ResidualNorms, functional_norms, jacobian_norms
+from derivations.bounds.attention_rows import split_heads
+from derivations.bounds.attention_structured import as_mask
 from derivations.bounds.block_norms import BlockNorms, spectral_norm
 from derivations.bounds.constants import norm_constants
 from derivations.bounds.norm_rows import NormRows
@@ -82,15 +84,18 @@ class PostBlockNorms:
     ) -> PostBlockNorms:
         """Return the norms of given arrays, shapes as in ``post_block_structured``, and the deviations at that point.
 
-        With equal gains only what the target has beyond its row means matters to a LayerNorm, and is taken.
+        With equal gains only what the target has beyond its row means matters to a LayerNorm, and is taken. Biases and shifts
+        are not covered.
 
         Args:
             X, W_Q, W_K, W_V, W_1, W_2, target, W_O, gamma_1, gamma_2, eps, norm, mask, heads: as there.
             leak: slope of a leaky ReLU below zero.
-        """
-        from derivations.bounds.attention_rows import split_heads
-        from derivations.bounds.attention_structured import as_mask
 
+        Raises:
+            ValueError: if the leak is not between -1 and 1, as the bound takes slopes to be.
+        """
+        if not -1 <= leak <= 1:
+            raise ValueError(f"PostBlockNorms.measured: the leak is {leak}; expected a slope between -1 and 1")
         x, q, k, v, w1, w2, t = (to_float(as_array(a)).double() for a in (X, W_Q, W_K, W_V, W_1, W_2, target))
         o = None if W_O is None else to_float(as_array(W_O)).double()
         gains = [None if g is None else to_float(as_array(g)).double() for g in (gamma_1, gamma_2)]

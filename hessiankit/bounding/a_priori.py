@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
 from hessiankit.blocks.norms import GroupNorm
 from hessiankit.blocks.rotary import rotate
-from hessiankit.bounding.bounded import Bounded, Scale, constant
+from hessiankit.bounding.bounded import Bounded, Scale, Sphere, constant
 from hessiankit.bounding.rules import (
     ACTIVATION_CONSTANTS,
     Weight,
@@ -46,16 +46,18 @@ class NormTable:
         names: The parameters.
         norms: The bounds, in the order of the names.
         lipschitz: Bound on the norm of the gradient over the ball.
+        spectral: Another bound on the whole, where there is one.
     """
 
     names: tuple[str, ...]
     norms: Tensor
     lipschitz: float
+    spectral: float = math.inf
 
     @property
     def whole(self) -> float:
-        """Bound on the norm of the whole Hessian: the norm of the matrix of block norms."""
-        return float(torch.linalg.eigvalsh(self.norms)[-1]) * (1 + 1e-10)
+        """Bound on the norm of the whole Hessian: the norm of the matrix of block norms, or ``spectral``."""
+        return min(float(torch.linalg.eigvalsh(self.norms)[-1]) * (1 + 1e-10), self.spectral)
 
     def __getitem__(self, pair: tuple[str, str]) -> float:
         i, j = (self.names.index(name) for name in pair)
@@ -95,6 +97,8 @@ def a_priori(
         for b, j in enumerate(names):
             bend = row * Z.bend_row.get((i, j), 0.0) + whole * Z.bend_all.get((i, j), 0.0)
             norms[a, b] = outer * Z.slope.get(i, 0.0) * Z.slope.get(j, 0.0) + bend
+    if Z.sphere is not None and loss == "mse":
+        norms = torch.minimum(norms, _on_a_sphere(Z, Z.sphere, target.detach().double(), names))
     gradient = slope * math.sqrt(sum(g * g for g in Z.slope.values()))
     return NormTable(names, torch.maximum(norms, norms.T) * (1 + 1e-10), gradient)
 
@@ -114,6 +118,31 @@ def _loss(Z: Bounded, target: Any, loss: str) -> tuple[float, float, float, floa
         # softmax minus one-hot has length at most sqrt(2); the Hessian diag(p) - p p^T at most 1/2
         return 0.5 / Z.length, math.sqrt(2) / Z.length, math.sqrt(2 / Z.length), math.sqrt(2 / Z.length)
     raise InputError(f"bounds: no a-priori bound for loss={loss!r}; pass 'mse' or 'cross_entropy'")
+
+
+def _on_a_sphere(Z: Bounded, sphere: Sphere, T: Tensor, names: tuple[str, ...]) -> Tensor:
+    r"""Return bounds for the mean squared error of an output whose rows have a fixed length but for eps.
+
+    With M the norm's input, S_i^2 = |M_i|^2 + d eps (M centred for LayerNorm) and s <= S_i / sqrt(d), the loss is
+
+        ||Z - T||^2 / N = const - (2/N) <Z, T> - (1/N) sum_i d^2 eps / S_i^2 ,
+
+    so there is no Gauss-Newton term: the targets, centred as Z is, take the residual's place (bounds review, section 3.4). The
+    last sum has the gradient 2 d^2 eps M_i / S_i^4, of length at most 2 eps sqrt(d) / s^3, and the second derivative
+    2 d^2 eps (I - 4 M_i M_i^T / S_i^2) / S_i^4, of norm at most 6 eps / s^4.
+    """
+    T = T - T.mean(1, keepdim=True) if sphere.centred else T
+    n, M = Z.centre.numel(), sphere.before
+    row, whole = float(T.norm(dim=1).max()), float(T.norm())
+    own, slope = 6 * sphere.eps / sphere.scale**4, 2 * sphere.eps * math.sqrt(Z.width) / sphere.scale**3
+    norms = torch.zeros(len(names), len(names), dtype=torch.float64)
+    for a, i in enumerate(names):
+        for b, j in enumerate(names):
+            targets = row * Z.bend_row.get((i, j), 0.0) + whole * Z.bend_all.get((i, j), 0.0)
+            bend = M.bend_row.get((i, j), 0.0) + math.sqrt(Z.length) * M.bend_all.get((i, j), 0.0)
+            lengths = own * M.slope.get(i, 0.0) * M.slope.get(j, 0.0) + slope * bend
+            norms[a, b] = (2 * targets + lengths) / n
+    return norms
 
 
 class _Parts:
@@ -212,6 +241,7 @@ class _Parts:
                 row=out.row + length,
                 slope={**out.slope, shift.name: root},
                 drift=out.drift + root * shift.radius,
+                sphere=None,
             )
         return replace(out, centre=value)
 

@@ -33,6 +33,7 @@ class Bounded:
         centre: The value at the centre, L x d.
         spectral: Bound on its spectral norm over the ball, and so on.
         drift: Bound on |Y - centre|_F over the ball.
+        sphere: What stood before, if this is the output of a norm without gain and shift.
     """
 
     centre: Tensor
@@ -43,6 +44,7 @@ class Bounded:
     bend_row: Mapping[Pair, float]
     bend_all: Mapping[Pair, float]
     drift: float = 0.0
+    sphere: Sphere | None = None
 
     @property
     def length(self) -> int:
@@ -96,6 +98,23 @@ class Bounded:
             scaled(c, self.bend_all),
             c * self.drift,
         )
+
+
+@dataclass(frozen=True)
+class Sphere:
+    """What a norm without gain and shift was given: its rows lie on a sphere, but for eps.
+
+    Attributes:
+        before: The norm's input.
+        scale: A lower bound of every row scale sqrt(var + eps) over the ball.
+        eps: What the norm adds to the variance.
+        centred: Whether the norm takes the mean away.
+    """
+
+    before: Bounded
+    scale: float
+    eps: float
+    centred: bool
 
 
 @dataclass(frozen=True)

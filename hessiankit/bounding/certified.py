@@ -224,7 +224,9 @@ def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
     for a, i in enumerate(names):
         for j in names[a:]:
             block = H[slices[i], slices[j]]
-            upper = min(frobenius_upper(block), gershgorin_upper(block), schatten_upper(block))
+            bounds_of_block = [frobenius_upper(block), gershgorin_upper(block), schatten_upper(block)]
+            proved = verified_upper(block) if i == j else None
+            upper = min(bounds_of_block if proved is None else [*bounds_of_block, proved])
             found = Interval(rayleigh_lower(block), upper)
             pairs[i, j] = pairs[j, i] = found
     norms = torch.tensor([[pairs[i, j].upper for j in names] for i in names], dtype=torch.float64)

@@ -13,6 +13,7 @@ from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import NormTable, a_priori
 from hessiankit.bounding.certified import certify
 from hessiankit.bounding.printed import printed
+from hessiankit.bounding.special import sharpened
 from hessiankit.bounding.structured import structured
 from hessiankit.curvature import hessian
 from hessiankit.errors import InputError
@@ -130,7 +131,8 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
     notes: list[str] = []
     tables: dict[str, NormTable] = {}
     if isinstance(block, TransformerBlock | Attention):
-        tables["a_priori"] = _over_samples(block, x, t, loss)
+        prior, own = sharpened(block, x, t, loss, _over_samples(block, x, t, loss), own)
+        tables["a_priori"] = prior
     else:
         notes.append(f"a_priori: not defined for {type(block).__name__}, whose parts have no rules; pass a TransformerBlock")
     values: dict[str, dict[str, float]] = {
@@ -144,7 +146,8 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
         row |= {"structured": own.pairs[i, j], **{kind: table[i, j] for kind, table in tables.items()}}
         values[f"{i} x {j}"] = row
     for name, row in printed(block, x, t, loss, notes).items():
-        values[name] |= row
+        if name in values:
+            values[name] |= row
     return BoundsReport(values, found.names, tuple(notes))
 
 

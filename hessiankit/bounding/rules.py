@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from derivations.bounds import softmax_hessian_map_bound
-from hessiankit.bounding.bounded import Bounded, added, products, pushed, scaled, spectral_norm, symmetric
+from hessiankit.bounding.bounded import Bounded, Sphere, added, products, pushed, scaled, spectral_norm, symmetric
 
 ACTIVATION_CONSTANTS: dict[str, tuple[float, float, float]] = {
     # sup |sigma(x) / x|, sup |sigma'|, sup |sigma''|, rounded up
@@ -130,6 +130,7 @@ def norm(X: Bounded, value: Tensor, *, layernorm: bool, eps: float, gain: Weight
         added(bend_row, own),
         bend_all,
         X.drift / s,
+        Sphere(X, s, eps, layernorm) if gain is None and shift is None else None,
     )
     if gain is not None:
         largest = float(gain.centre.abs().max()) + gain.radius
@@ -175,7 +176,7 @@ def split(X: Bounded, heads: int) -> Bounded:
     root = math.sqrt(heads)
     centre = X.centre.reshape(X.length * heads, -1)
     # a row of Lambda is at most sqrt(H) times the longest of its heads
-    return replace(X, centre=centre, spectral=X.frobenius, bend_row=scaled(root, X.bend_row))
+    return replace(X, centre=centre, spectral=X.frobenius, bend_row=scaled(root, X.bend_row), sphere=None)
 
 
 def merge(X: Bounded, heads: int) -> Bounded:
@@ -183,7 +184,7 @@ def merge(X: Bounded, heads: int) -> Bounded:
     if heads == 1:
         return X
     row = min(math.sqrt(heads) * X.row, X.frobenius)
-    return replace(X, centre=X.centre.reshape(X.length // heads, -1), spectral=X.frobenius, row=row)
+    return replace(X, centre=X.centre.reshape(X.length // heads, -1), spectral=X.frobenius, row=row, sphere=None)
 
 
 def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads: int = 1, groups: int = 1) -> Bounded:

@@ -99,15 +99,15 @@ def draw_weights(L: int, d: int, d_K: int, d_ff: int | None, generator: torch.Ge
     return {name: torch.randn(*s, generator=generator, dtype=F64) / math.sqrt(s[0]) for name, s in shapes.items()}
 
 
-def problems(kind: str, sizes: tuple[tuple[int, ...], ...], count: int, seed: int = 0) -> Iterator[Problem]:
-    """Yield problems of one kind, the sizes in turn; with d_ff among the sizes they are for the block."""
+def problems(kind: str, sizes: tuple[tuple[int, ...], ...], count: int, seed: int = 0, steps: int = 400) -> Iterator[Problem]:
+    """Yield problems of one kind, the sizes in turn; with d_ff among the sizes they are for the block; ``steps`` are those of training."""
     for n in range(count):
         L, d, d_K, *rest = sizes[n % len(sizes)]
         g = torch.Generator().manual_seed(1000 * seed + n)
         weights = draw_weights(L, d, d_K, rest[0] if rest else None, g)
         f = post_block if rest else attention
         if kind == "trained":
-            yield _trained(f, weights, L, d, g)
+            yield _trained(f, weights, L, d, g, steps)
             continue
         X = torch.randn(L, d, generator=g, dtype=F64)
         if kind == "init":
@@ -120,13 +120,13 @@ def problems(kind: str, sizes: tuple[tuple[int, ...], ...], count: int, seed: in
             raise ValueError(f"problems: unknown kind {kind!r}")
 
 
-def _trained(f: Callable[..., Tensor], weights: dict[str, Tensor], L: int, d: int, g: torch.Generator) -> Problem:
+def _trained(f: Callable[..., Tensor], weights: dict[str, Tensor], L: int, d: int, g: torch.Generator, steps: int) -> Problem:
     teacher = {name: torch.randn(W.shape, generator=g, dtype=F64) / math.sqrt(W.shape[0]) for name, W in weights.items()}
     X = torch.randn(6, L, d, generator=g, dtype=F64)
     target = f(X, teacher) + 0.1 * torch.randn(6, L, d, generator=g, dtype=F64)
     leaves = {name: W.clone().requires_grad_() for name, W in weights.items()}
     optimizer = torch.optim.Adam(leaves.values(), lr=0.02)
-    for _ in range(400):
+    for _ in range(steps):
         optimizer.zero_grad()
         (f(X, leaves) - target).square().mean().backward()
         optimizer.step()

@@ -166,7 +166,7 @@ class TestConversion:
             arrays.to_float(np.array([SYMBOL], dtype=object))
 
 
-def test_exact_products_equal_numpy_and_leave_zeros_alone():
+def test_exact_products_equal_numpy_and_leave_zeros_alone() -> None:
     a = np.array([[0, Fraction(1, 2), 0], [2, 0, sympy.Symbol("x")]], dtype=object)
     b = np.array([[1, 0], [0, 4], [0, Fraction(1, 3)]], dtype=object)
     product = arrays.matmul(a, b)

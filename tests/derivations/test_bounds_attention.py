@@ -54,7 +54,7 @@ class TestHolds:
             check(p)
 
     def test_on_trained_weights(self) -> None:
-        for p in problems("trained", ATTENTION_SIZES[2:], 1, seed=1):
+        for p in problems("trained", ATTENTION_SIZES[2:], 1, seed=1, steps=60):
             check(p)
 
     @pytest.mark.parametrize(("name", "factor"), itertools.product(("W_Q", "W_K", "W_V", "target"), (1e-3, 30.0, 1e3)))

@@ -110,6 +110,12 @@ class TestHolds:
         check(draw(3, 4, 2, 5), activation="tanh", act=torch.tanh, a_priori=False)
         check(draw(3, 4, 2, 5), activation="gelu", act=torch.nn.functional.gelu, a_priori=False)
 
+    def test_leaky_activation(self) -> None:
+        p = draw(3, 4, 2, 5)
+        true = norm(whole_hessian(lambda X, w: post_block(X, w, act=torch.nn.functional.leaky_relu), p))
+        assert true <= post_block_structured(p.X, *arrays(p), activation="leaky_relu").whole <= 3 * true
+        assert true <= post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p), leak=0.01), activation="leaky_relu").whole
+
     def test_causal_mask(self) -> None:
         check(draw(4, 3, 2, 5), mask=torch.ones(4, 4, dtype=torch.bool).tril())
 
@@ -226,5 +232,7 @@ def test_errors() -> None:
         post_block_structured(torch.zeros(3, 4, dtype=F64), *arrays(p))
     with pytest.raises(ValueError, match="'gelu', whose second derivative"):
         post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p)), activation="gelu")
+    with pytest.raises(ValueError, match="the leak is 2"):
+        PostBlockNorms.measured(p.X, *arrays(p), leak=2.0)
     with pytest.raises(ValueError, match="unknown norm"):
         post_block_structured(p.X, *arrays(p), norm="batchnorm")

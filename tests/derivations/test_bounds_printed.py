@@ -81,6 +81,27 @@ class TestTheorem1:
         weights = {"W_Q": torch.diag(torch.tensor([0.0, 4.0], dtype=F64)), "W_K": 4 * identity, "W_V": 30 * identity}
         return Problem(X, weights, attention(X, weights))
 
+    @pytest.mark.parametrize("L", [5, 8])
+    def test_functional_block_of_values_and_queries(self, L: int) -> None:
+        """CE4: the printed H_f(V, Q) is too small by L/4; W_V = 0 leaves no outer product."""
+        X = torch.zeros(L, 1, dtype=F64)
+        X[0] = 1.0
+        w = math.sqrt(math.log(L - 1)) * torch.ones(1, 1, dtype=F64)
+        p = Problem(X, {"W_Q": w, "W_K": w, "W_V": 0 * w}, X)
+        printed = attention_in_print.functional_printed(*sizes_and_norms(p), 1.0)
+        assert norm(hessian_blocks(attention, p)["W_V", "W_Q"]) / printed.VQ == pytest.approx(L / 4, rel=1e-12)
+
+    def test_outer_block_of_values_and_queries(self) -> None:
+        """CE5: 32 rows attend the same two tokens; too small by sqrt(2) at L = 34."""
+        X = torch.zeros(34, 3, dtype=F64)
+        X[:2, 1], X[0, 0], X[1, 0], X[2:, 2] = 1 / math.sqrt(2), 1.0, -1.0, 0.25
+        W_Q = torch.zeros(3, 3, dtype=F64)
+        W_Q[2, 1] = 1e3
+        weights = {"W_Q": W_Q, "W_K": torch.eye(3, dtype=F64), "W_V": torch.eye(3, dtype=F64)}
+        p = Problem(X, weights, attention(X, weights))
+        printed = attention_in_print.outer_printed(*sizes_and_norms(p)[:-1])
+        assert norm(hessian_blocks(attention, p)["W_V", "W_Q"]) / printed.VQ == pytest.approx(math.sqrt(2), rel=1e-4)
+
     def test_swapped_version_survives_short_random_problems(self) -> None:
         for kind in ("init", "large"):
             for p in problems(kind, ATTENTION_SIZES, 12, seed=4):
@@ -234,6 +255,14 @@ class TestTheorem6:
         phi = block_in_print.phi_printed(n, n, 1, norm(X), 0.0, 1.0, 1.0)
         assert spectral(at.Phi("V", "Q")) / phi["VQ"] == pytest.approx(n**2 / 2, rel=1e-12)
         assert spectral(at.Phi("Q", "K")) / phi["QK"] == pytest.approx(n**1.5 / 2, rel=1e-12)
+
+    def test_phi_of_queries_on_wide_problems(self) -> None:
+        """CE7: L = d_V = 7, one row of the attention where the third cumulant is largest: too small by sqrt(6)/9 * 49/12."""
+        identity, A = torch.eye(7, dtype=F64), torch.eye(7, dtype=F64)
+        A[0, 0], A[0, 1] = (1 + 1 / math.sqrt(3)) / 2, (1 - 1 / math.sqrt(3)) / 2
+        at = AttentionAt(identity, identity, identity, identity, weights=A)
+        printed = block_in_print.phi_printed(7, 7, 7, 1.0, 1.0, 1.0, 1.0)
+        assert spectral(at.Phi("Q", "Q")) / printed["QQ"] == pytest.approx(math.sqrt(6) / 9 * 49 / 12, rel=1e-10)
 
     def test_exact_factors(self) -> None:
         """Eqs. 8, 13-16, 20, 22 and 23 hold with the true norms of their factors, and so does Eq. 9 for the normalised loss."""

@@ -47,7 +47,7 @@ def test_all_first_and_second_derivatives_are_exact(structure: Structure) -> Non
 
 def branches_times_a_float(b: Any, X: Any) -> Any:
     Y = X + 0.3 * b.attention(b.norm_1(X))
-    return Y + b.feedforward(b.norm_2(Y)) * 0.3
+    return Y + 0.3 * b.feedforward(b.norm_2(Y))
 
 
 def test_a_placement_of_ones_own_may_multiply_with_floats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from derivations.bounds.attention_printed import functional_printed, outer_print
 from derivations.softmax import SoftmaxAt
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.attention_problems import (
+    UNIFORM,
     Problem,
     global_minimum,
     half_on_itself,
@@ -32,8 +33,6 @@ from hessiankit.ledger.curvature_gap.notation import dense, kron, spectral
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, off, relative_error, violated
 from hessiankit.ledger.registry import claim
-
-UNIFORM = r"uniform attention, $A = \frac1L 11^\top$, or $L\le 2$"
 
 
 @claim(

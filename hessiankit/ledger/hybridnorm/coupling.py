@@ -62,9 +62,8 @@ def itself_and_output(seed: int) -> Evidence:
 @claim(
     "hybridnorm/text-vicious-cycle",
     place="App. A, after Theorem A.3",
-    statement="with Pre-Norm, a weight that becomes too large or too small drives the others, a vicious cycle that ends in "
-    "collapse; "
-    "QKV-Norm avoids it",
+    statement="with Pre-Norm, a weight whose norm becomes too large raises the gradients of others, a vicious cycle that ends in "
+    "collapse; QKV-Norm alleviates it to some extent",
     verdict="NOT RUN",
 )
 def vicious_cycle(seed: int) -> Evidence:

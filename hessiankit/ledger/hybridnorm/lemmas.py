@@ -201,18 +201,18 @@ def lemma_a2_proof_k(seed: int) -> Evidence:
 
 @claim(
     "hybridnorm/lemma-a2-proof-a",
-    place="Proof of Lemma A.2",
-    statement=r"$A$ in place of $A_N$",
+    place="Proof of Lemma A.2, W_V, second line",
+    statement=r"$(A\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$",
     verdict="WRONG AS PRINTED",
-    corrected=r"$A_N$: $A$ is the attention of Eq. 12",
+    corrected=r"$A_N$ for $A$, which is the attention of Eq. 12",
     uses=[Stage.jacobian],
 )
 def lemma_a2_proof_a(seed: int) -> Evidence:
     head = Head.draw(Draw(seed))
-    reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=4)
-    V = rms_norm(head.X @ head.W_V)
-    printed = torch.kron(head.closed_pre_norm.A @ V, torch.eye(5, dtype=torch.float64))
-    return wrong(printed, reference, "dS_N/dW_O with the A of Eq. 12", corrected=printed_qkv_norm(head, "W_O"))
+    reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=3)
+    inner = dense(RMSNormAt(head.X @ head.W_V).jacobian("X")) @ torch.kron(head.X, torch.eye(3, dtype=torch.float64))
+    printed = torch.kron(head.closed_pre_norm.A, head.W_O.T.contiguous()) @ inner
+    return wrong(printed, reference, "with the A of Eq. 12", corrected=printed_qkv_norm(head, "W_V"))
 
 
 @claim(

@@ -1,0 +1,312 @@
+"""The steps to Theorem 6: C.6."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from derivations.bounds import (
+    theorem_6_printed,
+)
+from derivations.bounds.block_printed import (
+    attention_jacobians_printed,
+    phi_printed,
+)
+from derivations.transformer import PostNormBlockAt
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.curvature_gap.attention_problems import UNIFORM, ratios, sample, two_attended_tokens
+from hessiankit.ledger.curvature_gap.block_problems import (
+    attention_point,
+    exact_phi,
+    never_above,
+    norms,
+    peaked_identity,
+    problems,
+    uniform_pair,
+)
+from hessiankit.ledger.curvature_gap.notation import dense, eye, spectral
+from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, Point, Sizes, point
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, assumed, bounded, violated
+from hessiankit.ledger.registry import claim
+
+
+@claim(
+    "curvature-gap/eq13",
+    place="C.6, Eq. 13",
+    statement=r"$\|B_1\|_2\le\|W_2\|_2\|Y\|_2$",
+    verdict="HOLDS",
+    uses=[theorem_6_printed],
+)
+def eq13(seed: int) -> Evidence:
+    return never_above(seed, lambda p: spectral(p.first("S", "1")), lambda p: norms(p)["w_2"] * spectral(p.block.Y), "exact Y")
+
+
+@claim(
+    "curvature-gap/eq14",
+    place="C.6, Eq. 14",
+    statement=r"$\|B_2\|_2 = \|\sigma(YW_1)\|_2$",
+    verdict="HOLDS",
+    uses=[theorem_6_printed],
+)
+def eq14(seed: int) -> Evidence:
+    found = [spectral(p.first("S", "2")) for p in problems(seed)]
+    return agrees(found, [spectral(torch.relu(p.block.Y @ p.weights["1"])) for p in problems(seed)], "four points")
+
+
+@claim(
+    "curvature-gap/eq15",
+    place="C.6, Eq. 15",
+    statement=r"$\|B_k\|_2\le\|J_{SY}\|_2\|J_Y\|_2\|G_k\|_2$",
+    verdict="HOLDS",
+    uses=[theorem_6_printed],
+)
+def eq15(seed: int) -> Evidence:
+    found = []
+    for p in problems(seed):
+        front = spectral(dense(p.block.J_SY)) * spectral(dense(p.block.J_Y))
+        found += [spectral(p.first("S", k)) / (front * spectral(p.first("F", k))) for k in ATTENTION]
+    return bounded(found, "four points, exact factors")
+
+
+@claim(
+    "curvature-gap/eq16",
+    place="C.6, Eq. 16",
+    statement=r"$\|J_{SY}\|_2\le\|W_2\|_2\|W_1\|_2 + 1$",
+    verdict="HOLDS",
+    uses=[theorem_6_printed],
+)
+def eq16(seed: int) -> Evidence:
+    def right(p: Point) -> float:
+        return norms(p)["w_1"] * norms(p)["w_2"] + 1
+
+    return never_above(seed, lambda p: spectral(dense(p.block.J_SY)), right, "against the norms of the weights")
+
+
+@claim(
+    "curvature-gap/eq17-g_v",
+    place="C.6, Eq. 17",
+    statement=r"$\|G_V\|_2\le L\|X\|_2$",
+    verdict="HOLDS",
+    corrected=r"$\le\sqrt L\|X\|_2$; the print is attained at $L = 1$ only",
+    uses=[attention_jacobians_printed],
+)
+def eq17_g_v(seed: int) -> Evidence:
+    one = point(seed, Sizes(1, 3, 2, 4))
+    found = [spectral(p.first("F", "V")) / (p.sizes.L * spectral(p.X)) for p in (*problems(seed), one)]
+    found += [spectral(p.first("F", "V")) / (math.sqrt(p.sizes.L) * spectral(p.X)) for p in problems(seed)]
+    return bounded(found, "five points, attained by one token; also with the root of L", attained=1 - 1e-9)
+
+
+@claim(
+    "curvature-gap/eq17-g_q",
+    place="C.6, Eq. 17",
+    statement=r"$\|G_Q\|_2\le\frac{1}{L\sqrt{d_K}}\|W_V\|_2\|W_K\|_2\|X\|_2^3$, and $G_K$ with $W_Q$",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=UNIFORM,
+    corrected=r"$\frac{1}{2\sqrt{d_K}}$ in front",
+    uses=[attention_jacobians_printed],
+)
+def eq17_g_q(seed: int) -> Evidence:
+    def right(k: int) -> Callable[..., float]:
+        return lambda p: attention_jacobians_printed(len(p.X), p.sizes[2], *(p.norms[n] for n in ("x", "w_Q", "w_K", "w_V")))[k]
+
+    uniform, pair = sample(seed, uniform=True), two_attended_tokens(6)
+    found = [r for k, letter in enumerate("QK") for r in ratios(uniform, lambda p, a=letter: spectral(p.G(a)), right(k))]
+    found += [
+        r / len(p.X) * 2
+        for p in sample(seed)
+        for k, a in enumerate("QK")
+        for r in ratios((p,), lambda p, a=a: spectral(p.G(a)), right(k))
+    ]
+    return assumed(bounded(found, "12 problems; 1/2 on 12 others"), spectral(pair.G("Q")) / right(0)(pair), above=2.9)
+
+
+# C.6: attention's second derivatives, and B -----------------------------------------------------------------------------
+
+
+def phi_ratio(p: Point, k: str, m: str) -> float:
+    """Return left over right side of C.6's bound on a Phi block."""
+    L, d_V, d_K, _ = p.sizes
+    named = norms(p)
+    return spectral(p.second("F", k, m)) / phi_printed(L, d_V, d_K, *(named[n] for n in ("x", "w_Q", "w_K", "w_V")))[k + m]
+
+
+def unscaled(seed: int, k: str, m: str) -> list[float]:
+    """Return the ratios with the stray 2/(L d_V) removed and 1/2 in place of 1/L."""
+    found = []
+    for p in problems(seed):
+        L, d_V, d_K, _ = p.sizes
+        named = norms(p)
+        x, s = named["x"], 1 / math.sqrt(d_K)
+        straight = s * math.sqrt(d_V) * x**3 / 2
+        curved = s**2 * 6 * named["w_V"] * named["w_K"] * x**5
+        right = {
+            "QQ": curved * named["w_K"],
+            "VQ": straight * named["w_K"],
+            "QK": curved * named["w_Q"] + straight * named["w_V"],
+        }
+        found.append(spectral(p.second("F", k, m)) / right[k + m])
+    return found
+
+
+@claim(
+    "curvature-gap/c6-phi_qq",
+    place="C.6",
+    statement=r"$\|\Phi_{QQ}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|^2\|X\|^5$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2",
+    uses=[phi_printed],
+)
+def c6_phi_qq(seed: int) -> Evidence:
+    return violated(phi_ratio(peaked_identity(8), "Q", "Q"), "L = d_V = 8, X = I", corrected=unscaled(seed, "Q", "Q"))
+
+
+@claim(
+    "curvature-gap/c6-phi_vq",
+    place="C.6",
+    statement=r"$\|\Phi_{VQ}\|_2\le\frac{2}{L^2\sqrt{d_Vd_K}}\|W_K\|\|X\|^3$, and $\Phi_{VK}$, $\Phi_{QV}$, $\Phi_{KV}$ likewise",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$",
+    uses=[phi_printed],
+)
+def c6_phi_vq(seed: int) -> Evidence:
+    return violated(
+        phi_ratio(uniform_pair(4), "V", "Q"), "uniform attention, L = d_V = 4", corrected=unscaled(seed, "V", "Q"), above=7.9
+    )
+
+
+@claim(
+    "curvature-gap/c6-phi_qk",
+    place="C.6",
+    statement=r"$\|\Phi_{QK}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac{2}{L^2\sqrt{d_Vd_K}}\|W_V\|\|X\|^3$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$",
+    uses=[phi_printed],
+)
+def c6_phi_qk(seed: int) -> Evidence:
+    return violated(
+        phi_ratio(uniform_pair(4), "Q", "K"), "uniform attention, L = d_V = 4", corrected=unscaled(seed, "Q", "K"), above=3.9
+    )
+
+
+@claim(
+    "curvature-gap/eq18",
+    place="C.6, Eqs. 18-19",
+    statement=r"$\|\xi_{11}\|_2 = \|\xi_{22}\|_2 = 0$",
+    verdict="HOLDS",
+    uses=[PostNormBlockAt.xi],
+)
+def eq18(seed: int) -> Evidence:
+    found = [spectral(p.second("S", i, i)) for p in problems(seed) for i in ("1", "2")]
+    return agrees(found, [0.0] * len(found), "off the kinks, by autograd")
+
+
+@claim(
+    "curvature-gap/eq20",
+    place="C.6, Eq. 20",
+    statement=r"$\|\xi_{12}\|_2\le\sqrt{d_V}\,\|Y\|_2$",
+    verdict="HOLDS",
+    corrected="for either order of the indices",
+    uses=[theorem_6_printed],
+)
+def eq20(seed: int) -> Evidence:
+    found = []
+    for p in problems(seed):
+        right = math.sqrt(p.sizes.d_V) * spectral(p.block.Y)
+        found += [spectral(p.second("S", *pair)) / right for pair in (("1", "2"), ("2", "1"))]
+    return bounded(found, "four points, both orders")
+
+
+@claim(
+    "curvature-gap/eq21",
+    place="C.6, Eq. 21",
+    statement=r"$\|\xi_{21}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\|\xi_{21}\|_2\le\sqrt{d_V}\,\|Y\|_2$: $\xi_{21} = \partial B_2/\partial W_1$ does not depend on $W_2$",
+    uses=[theorem_6_printed],
+)
+def eq21(seed: int) -> Evidence:
+    p = point(seed)
+    small = Point(p.sizes, p.X, {**p.weights, "2": 1e-6 * p.weights["2"]}, p.target)
+    left = spectral(small.second("S", "2", "1"))
+    found = left / (math.sqrt(p.sizes.d_ff) * spectral(small.weights["2"]))
+    return violated(
+        found, "W_2 a millionth of a generic one", corrected=left / (math.sqrt(p.sizes.d_V) * spectral(p.block.Y)), above=1e4
+    )
+
+
+def mixed(seed: int, i: str, width: Callable[[Sizes], int], weight: str) -> Evidence:
+    """Compare ||xi_ik|| with sqrt(width) ||weight|| ||J_Y|| ||G_k||, J_Y and G_k exact."""
+    found = []
+    for p in problems(seed):
+        front = math.sqrt(width(p.sizes)) * norms(p)[weight] * spectral(dense(p.block.J_Y))
+        found += [spectral(p.second("S", i, k)) / (front * spectral(p.first("F", k))) for k in ATTENTION]
+    return bounded(found, "four points, exact J_Y and G_k")
+
+
+@claim(
+    "curvature-gap/eq22",
+    place="C.6, Eq. 22",
+    statement=r"$\|\xi_{1k}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2\|J_Y\|_2\|G_k\|_2$",
+    verdict="HOLDS",
+    corrected=r"although the printed $\xi_{1k}$ does not conform",
+    uses=[theorem_6_printed],
+)
+def eq22(seed: int) -> Evidence:
+    return mixed(seed, "1", lambda sizes: sizes.d_ff, "w_2")
+
+
+@claim(
+    "curvature-gap/eq23",
+    place="C.6, Eq. 23",
+    statement=r"$\|\xi_{2k}\|_2\le\sqrt{d_V}\,\|W_1\|_2\|J_Y\|_2\|G_k\|_2$",
+    verdict="HOLDS",
+    uses=[theorem_6_printed],
+)
+def eq23(seed: int) -> Evidence:
+    return mixed(seed, "2", lambda sizes: sizes.d_V, "w_1")
+
+
+def eq24_ratio(p: Point, k: str, m: str, phi: dict[str, float]) -> float:
+    """Return left over right side of Eq. 24 with exact J_SY, J_Y, H_Y, G and given norms of Phi."""
+    J_SY, J_Y, H_Y = (spectral(dense(A)) for A in (p.block.J_SY, p.block.J_Y, p.block.H_Y))
+    bent = spectral(p.first("F", k)) * H_Y * spectral(p.first("F", m))
+    return spectral(p.second("S", k, m)) / (J_SY * (bent + J_Y * phi[k + m]))
+
+
+@claim(
+    "curvature-gap/eq24",
+    place="C.6, Eq. 24",
+    statement=r"$\|\xi_{k\ell}\|_2\le\|J_{SY}\|_2(\|G_k\|_2\|H_Y\|_2\|G_\ell\|_2 + \|J_Y\|_2\|\Phi_{k\ell}\|_2)$, all factors exact",
+    verdict="HOLDS",
+    uses=[theorem_6_printed],
+)
+def eq24(seed: int) -> Evidence:
+    found = [eq24_ratio(p, k, m, exact_phi(p)) for p in problems(seed) for k, m in ATTENTION_PAIRS]
+    return bounded(found, "four points, nine pairs")
+
+
+@claim(
+    "curvature-gap/eq24-phi",
+    place="C.6, Eq. 24 with the bounds on Phi before it",
+    statement=r"Eq. 24 with the bounds that C.6 gives for $\|\Phi_{k\ell}\|_2$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"with the norms of $\Phi$, or bounds without the stray $2/(Ld_V)$",
+    uses=[phi_printed],
+)
+def eq24_phi(seed: int) -> Evidence:
+    draw, n = Draw(seed), 4
+    X = torch.zeros(n, n, dtype=torch.float64)
+    X[0, 0], X[1, 0] = 10.0, -10.0
+    X = X + 1e-3 * draw.normal(n, n)
+    p = attention_point(X, torch.zeros(n, 1, dtype=torch.float64), eye(n)[:, :1], eye(n))
+    printed = phi_printed(n, n, 1, *(norms(p)[name] for name in ("x", "w_Q", "w_K", "w_V")))
+    found = max(eq24_ratio(p, k, m, printed) for k, m in (("V", "Q"), ("Q", "K")))
+    return violated(
+        found,
+        "uniform attention, L = d_V = 4",
+        corrected=[eq24_ratio(p, k, m, exact_phi(p)) for k, m in (("V", "Q"), ("Q", "K"))],
+    )
