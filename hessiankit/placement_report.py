@@ -28,7 +28,7 @@ NAMES = {
     3: "3 blocks",
     "cross_entropy": "c. e.",
 }
-KEPT = ("date", "python", "torch", "hessiankit", "processor", "cores", "system")
+KEPT = ("date", "python", "torch", "processor", "cores", "system")
 
 
 def worst(finished: Sequence[Finished]) -> float:
@@ -111,7 +111,9 @@ def markdown(found: dict[str, Any]) -> str:
     """Return the page."""
     headers, body = rows(found)
     place = found["environment"]
-    origin = ", ".join([place["date"], *(f"{k} {place[k]}" for k in KEPT if k != "date"), *found["code"][:1]])
+    origin = ", ".join([place["date"], *(f"{k} {place[k]}" for k in KEPT if k not in ("date", "torch")), *found["code"]])
+    whole = len(cases())
+    part = "" if found["cases"] == whole else f" These are {found['cases']} of the {whole} cases of the whole grid."
     lines = [
         "# Every norm placement, in every combination of options",
         "",
@@ -119,7 +121,7 @@ def markdown(found: dict[str, Any]) -> str:
         found["command"],
         "```",
         "",
-        verdict(found) + ".",
+        f"{verdict(found)}.{part}",
         "",
         f"{origin}.",
         "",

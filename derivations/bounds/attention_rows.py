@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from derivations.bounds.block_norms import Pairs, row_sum_ends, row_sum_norm, spectral_norm
+from derivations.bounds.block_norms import Pairs, pair_norm, row_sum_ends, row_sum_norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,32 +101,40 @@ class AttentionRows:
         """The first derivatives: rows u_i and matrices N_i of every weight."""
         CW = self.c * self.covariances @ self.W
         L = self.X.shape[0]
-        out = torch.eye(self.W.shape[1], dtype=self.X.dtype) if self.W_O is None else self.W_O
+        out = _identity(self.W) if self.W_O is None else self.W_O
         found = {
             "W_Q": (self.X, self.W_K.mT @ CW),
             "W_K": (self.X @ self.W_Q, CW),
             "W_V": (self.means, out.expand(L, *out.shape)),
         }
         if self.W_O is not None:
-            identity = torch.eye(self.W.shape[1], dtype=self.X.dtype)
-            found["W_O"] = (self.means @ self.W_V, identity.expand(L, *identity.shape))
+            found["W_O"] = (self.means @ self.W_V, _identity(self.W).expand(L, -1, -1))
         return found
 
     def pairs(self, K: Tensor, r: Tensor) -> Pairs:
-        r"""Return bounds on the blocks of sum_i dF_i^T K_i dF_i + <r, d2F>, exact on the diagonal.
+        r"""Return bounds on the blocks of sum_i dF_i^T K_i dF_i + <r, d2F>, exact where ``pair_norm`` is.
 
-        The parts with u_i^a on one side and u_i^b on the other are added before a norm is taken; what remains is
-        c <D_Q D_K^T, E> with E = sum_i x_i (C_i W r_i)^T, and the products of D_V and D_O with the others.
+        Two weights a and b meet in three ways: in K, in the third cumulant, and where b acts on the value that a makes. The
+        first two are sums over u_i^a and u_i^b, the last is crossed (``pair_norm``): with c C_i W r_i for W_Q and W_K, whose
+        product is a logit, with the covariance for one of them and W_V or W_O, and with the residual for W_V and W_O.
 
         Args:
             K: L x d_out x d_out, a row-wise Hessian after the attention.
             r: L x d_out, a row-wise gradient there.
         """
         X, y = self.X, self.X @ self.W_Q
+        L, found = X.shape[0], Pairs()
         M = self.c**2 * self.third_cumulants(r)
-        CK = self.c * self.W_K.mT @ self.covariances
         cumulants = {("W_Q", "W_Q"): self.W_K.mT @ M @ self.W_K, ("W_K", "W_K"): M, ("W_Q", "W_K"): self.W_K.mT @ M}
-        names, found = tuple(self.factors), Pairs()
+        back = r if self.W_O is None else r @ self.W_O.mT
+        spread = {"W_Q": self.c * self.W_K.mT @ self.covariances, "W_K": self.c * self.covariances}
+        pulled = torch.einsum("ide,ie->id", self.covariances, r @ self.W.mT)
+        products = {("W_Q", "W_K"): (self.c * _identity(y).expand(L, -1, -1), pulled)}
+        for a in ("W_Q", "W_K"):
+            products[a, "W_V"] = (spread[a], back)
+            products[a, "W_O"] = (spread[a] @ self.W_V, r)
+        products["W_V", "W_O"] = (_identity(back).expand(L, -1, -1), r)
+        names = tuple(self.factors)
         for i, a in enumerate(names):
             for b in names[i:]:
                 (u, N), (v, P) = self.factors[a], self.factors[b]
@@ -135,16 +143,7 @@ class AttentionRows:
                 if a == b:
                     found.ends[a] = row_sum_ends(u, middle)
                 else:
-                    found.add(a, b, row_sum_norm(u, middle, v))
-        back = r if self.W_O is None else r @ self.W_O.mT
-        pulled = torch.einsum("ide,ie->id", self.covariances, r @ self.W.mT)
-        found.add("W_Q", "W_K", self.c * spectral_norm(X.mT @ pulled))
-        found.add("W_Q", "W_V", row_sum_norm(X, CK, back))
-        found.add("W_K", "W_V", row_sum_norm(y, self.c * self.covariances, back))
-        if self.W_O is not None:
-            found.add("W_Q", "W_O", row_sum_norm(X, CK @ self.W_V, r))
-            found.add("W_K", "W_O", row_sum_norm(y, self.c * self.covariances @ self.W_V, r))
-            found.add("W_V", "W_O", spectral_norm(self.means.mT @ r))
+                    found.norms[a, b] = pair_norm(u, (middle, v), products[a, b])
         return found
 
 
@@ -172,7 +171,7 @@ def joint_pairs(heads: Sequence[AttentionRows], K: Tensor, r: Tensor) -> Pairs:
         for other in range(h + 1, len(heads)):  # two heads meet in K alone
             for a, (u, N) in one.factors.items():
                 for b, (v, P) in heads[other].factors.items():
-                    found.add(f"{a}.{h}", f"{b}.{other}", row_sum_norm(u, N @ K @ P.mT, v))
+                    found.norms[f"{a}.{h}", f"{b}.{other}"] = row_sum_norm(u, N @ K @ P.mT, v)
     return found
 
 
@@ -181,3 +180,7 @@ def joint_factors(heads: Sequence[AttentionRows]) -> dict[str, tuple[Tensor, Ten
     if len(heads) == 1:
         return heads[0].factors
     return {f"{a}.{h}": factor for h, one in enumerate(heads) for a, factor in one.factors.items()}
+
+
+def _identity(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[1], dtype=like.dtype)

@@ -26,13 +26,12 @@ def attention_structured(
 
     With the notation of ``derivations.bounds.attention_rows`` and R = F - target a block is 2/(L d_out) times
 
-        || sum_i u_i v_i^T (x) [N_i P_i^T + third cumulant] ||  +  || what is left of <R, d2F> ||
+        || sum_i u_i v_i^T (x) [N_i P_i^T + third cumulant]  +  the crossed products of <R, d2F> ||
 
-    exact on the diagonal and off it but for one triangle inequality. The whole is bounded through both ends of the spectrum of
-    the diagonal blocks (``Pairs.bounds``), or by ||Gauss-Newton|| + the bound on <R, d2F>, whichever is less (bounds review,
-    section 3.3, sharpened: there C_i and M_i enter by their norms, row by row). A block is taken in the space
-    of the rows u_i and v_i, at most L (x) d instead of d (x) d on either side; with more rows than d it is as large as it is.
-    All is float64, not rounded outwards.
+    Diagonal blocks are exact; so are the others up to a size, beyond which sequences shorter than d are taken in the space of
+    their rows (``block_norms.pair_norm``). The whole is bounded through both ends of the spectrum of the diagonal blocks
+    (``Pairs.bounds``), or by ||Gauss-Newton|| + the bound on <R, d2F>, whichever is less. Sharpens section 3.3 of the bounds
+    review, where C_i and M_i enter by their norms, row by row. All is float64, not rounded outwards.
 
     Args:
         X: L x d.

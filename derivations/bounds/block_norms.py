@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+EXACT_ENTRIES = 2**22
+"""Entries up to which an off-diagonal block is formed, one at a time, in the space of its rows."""
+
 
 @dataclass(frozen=True, eq=False)
 class BlockNorms:
@@ -94,6 +97,32 @@ def row_sum_norm(U: Tensor, K: Tensor, V: Tensor) -> float:
     return spectral_norm(big.reshape(u.shape[1] * K.shape[1], v.shape[1] * K.shape[2]))
 
 
+def pair_norm(U: Tensor, straight: tuple[Tensor, Tensor], crossed: tuple[Tensor, Tensor]) -> float:
+    r"""Return a bound on the norm of sum_i u_i v_i^T (x) K_i + sum_i u_i [v'_i]^T (x) K'_i with the last two factors exchanged.
+
+    It is the bilinear form sum_i (D^T u_i)^T (K_i E^T v_i + K'_i E v'_i) in the matrices D and E: a weight acts through the value
+    it makes, and through what it does to the value that another weight makes. The norm is exact for a block of at most
+    ``EXACT_ENTRIES`` entries, or if v has no more columns than rows. Else it is that of the two parts, of which each fits in
+    the space of its rows.
+
+    Args:
+        U: L x m.
+        straight: K, L x p x q, and V, L x n.
+        crossed: K', L x p x n, and V', L x q.
+
+    >>> one = torch.ones(1, 1, 1).double()
+    >>> pair_norm(one[0], (one, one[0]), (-one, one[0]))
+    0.0
+    """
+    (K, V), (K_crossed, V_crossed) = straight, crossed
+    u = in_row_space(U)
+    rows, columns = u.shape[1] * K.shape[1], K.shape[2] * V.shape[1]
+    if rows * columns > EXACT_ENTRIES and V.shape[1] > V.shape[0]:
+        return row_sum_norm(u, K, V) + row_sum_norm(u, K_crossed, V_crossed)
+    big = torch.einsum("im,ipq,in->mpqn", u, K, V) + torch.einsum("im,ipn,iq->mpqn", u, K_crossed, V_crossed)
+    return spectral_norm(big.reshape(rows, columns))
+
+
 def row_sum_ends(U: Tensor, K: Tensor) -> tuple[float, float]:
     r"""Return the largest eigenvalue of sum_i u_i u_i^T (x) K_i and minus the smallest, neither below 0, for symmetric K_i.
 
@@ -121,10 +150,6 @@ class Pairs:
 
     norms: dict[tuple[str, str], float] = field(default_factory=dict)
     ends: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    def add(self, a: str, b: str, value: float) -> None:
-        """Add to the bound on block (a, b), a != b."""
-        self.norms[a, b] = self.norms.get((a, b), 0.0) + value
 
     def update(self, other: Pairs, end: str = "") -> None:
         """Take over the blocks of another, with ``end`` put behind its names."""

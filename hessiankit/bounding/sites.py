@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,6 +39,11 @@ class Site:
     name: str
     plus: Tensor
     minus: Tensor
+
+    @cached_property
+    def reads(self) -> Tensor:
+        """(P,), whether the site moves with a parameter entry at all."""
+        return self.plus.any(0) | self.minus.any(0)
 
 
 def sites(task: Task) -> list[Site]:

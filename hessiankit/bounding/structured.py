@@ -46,14 +46,28 @@ def structured(task: Task) -> Structured:
     pairs: dict[tuple[str, str], float] = {}
     for a, i in enumerate(names):
         for j in names[a:]:
-            share = sum(_norm(_share(site, slices[i], slices[j])) for site in found)
-            pairs[i, j] = pairs[j, i] = min(share, _by_sign(plus, minus, slices[i], slices[j])) * SLACK + floor
+            signs = _by_sign(plus, minus, slices[i], slices[j])
+            shares = _sum_of_shares(found, slices[i], slices[j], signs)
+            pairs[i, j] = pairs[j, i] = min(shares, signs) * SLACK + floor
     table = torch.tensor([[pairs[i, j] for j in names] for i in names], dtype=torch.float64)
     return Structured(min(by_sign, _largest(table)) * SLACK, pairs, tuple(site.name for site in found))
 
 
-def _share(site: Site, rows: slice, columns: slice) -> Tensor:
-    """One site's share of a block."""
+def _sum_of_shares(found: list[Site], rows: slice, columns: slice, enough: float) -> float:
+    """The sum of the norms of the sites' shares of a block, as far as it is below ``enough``."""
+    total = 0.0
+    for site in found:
+        share = _share(site, rows, columns)
+        total += 0.0 if share is None else _norm(share)
+        if total > enough:
+            break
+    return total
+
+
+def _share(site: Site, rows: slice, columns: slice) -> Tensor | None:
+    """One site's share of a block; None if it does not read one of the two parameters."""
+    if not all(bool(site.reads[at].any()) for at in (rows, columns)):
+        return None
     return site.plus[:, rows].T @ site.plus[:, columns] - site.minus[:, rows].T @ site.minus[:, columns]
 
 

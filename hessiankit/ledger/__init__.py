@@ -1,8 +1,16 @@
 """The ledger: the statements of four papers and our own, each with its verdict and the computation that finds it again.
 
-Each paper is a package, each chapter of it a module that reads from top to bottom like the paper: a row is a function under
-``@claim``, which takes a seed and returns what it found in one of the forms of ``evidence.py``. Closed forms are imported; a
-formula that is wrong in print is written next to its row, and nowhere else.
+Each paper is a package, each chapter of it a module that reads from top to bottom like the paper. A row is a function under
+``@claim`` that takes a seed and returns what it found, in one of the forms of ``evidence.py``:
+
+    @claim("hybridnorm/eq14", place="App. A.1, Eq. 14", statement=r"$\\partial(AWB)/\\partial W = A\\otimes B^\\top$",
+           verdict="HOLDS", uses=[sandwich])
+    def eq14(seed: int) -> Evidence:
+        ...
+        return agrees(closed_form, reference, "against autograd")
+
+Closed forms are imported (``uses``); a formula that is wrong in print is written next to its row, and nowhere else. References
+share nothing with what they judge (``autodiff.py``), and a verdict has to be found again from any seed.
 
 >>> import hessiankit
 >>> print(hessiankit.claims(id="hybridnorm/eq19")[0].verdict)

@@ -87,7 +87,7 @@ class Evidence:
         return f"{number}; {self.detail}" if number and self.detail else number or self.detail
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Claim:
     """A row of the ledger.
 
@@ -154,6 +154,9 @@ class Claim:
             "code": ", ".join(self.sources),
         }
         return "\n".join(f"{name:<12}{text}" for name, text in parts.items() if text)
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _no_computation(seed: int) -> Evidence:

@@ -52,7 +52,7 @@ def markdown_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]]
     for paper in counts:
         lines += ["", f'<a id="{paper}"></a>', "", f"## {PAPERS[paper].title}", ""]
         source = ", ".join(text for text in (PAPERS[paper].authors, _arxiv(paper)) if text)
-        lines += [f"{source}."] if source else ["What follows from the same closed forms and no paper states."]
+        lines += [f"{source.rstrip('.')}."] if source else ["What follows from the same closed forms and no paper states."]
         for chapter, members in _chapters(rows, paper):
             lines += ["", f"### {chapter_title(chapter)}", "", _line(HEADERS), _line(["---"] * len(HEADERS))]
             lines += [_line(_markdown_cells(row)) for row in members]

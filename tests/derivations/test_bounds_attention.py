@@ -12,7 +12,7 @@ import torch
 from bound_problems import ATTENTION_SIZES, F64, KINDS, Problem, attention, hessian_blocks, norm, problems, whole_hessian
 from torch import Tensor
 
-from derivations.bounds import AttentionNorms, BlockNorms, attention_a_priori, attention_structured
+from derivations.bounds import AttentionNorms, BlockNorms, attention_a_priori, attention_structured, block_norms
 
 ROUNDING = 1 + 1e-9
 
@@ -118,15 +118,25 @@ class TestHolds:
 
 class TestTight:
     @pytest.mark.parametrize("seed", range(3))
-    def test_diagonal_blocks_are_exact(self, seed: int) -> None:
+    def test_small_blocks_are_exact(self, seed: int) -> None:
         p = draw(4, 3, 2, seed, W_O=2)
-        blocks, bound = hessian_blocks(attention, p), bounds_of(p)[0]
-        for name in p.weights:
-            assert bound.block(name, name) == pytest.approx(norm(blocks[name, name]), rel=1e-10)
+        bound = bounds_of(p)[0]
+        for pair, block in hessian_blocks(attention, p).items():
+            assert bound.block(*pair) == pytest.approx(norm(block), rel=1e-10)
+
+    def test_large_blocks_keep_to_the_space_of_their_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Wider than long: bounds that are not exact, yet hold."""
+        p = draw(2, 5, 3, W_O=4)
+        exact = bounds_of(p)[0]
+        monkeypatch.setattr(block_norms, "EXACT_ENTRIES", 0)
+        check(p)
+        reduced = bounds_of(p)[0]
+        assert bool((reduced.matrix >= exact.matrix * (1 - 1e-12)).all())
+        assert reduced.whole > 1.001 * exact.whole
 
     def test_slack_of_the_table(self) -> None:
-        """Medians over the problems of bound_problems: 1.23, 1.02 and, trained, 1.04 over 150; a priori about 65."""
-        for kind, structured, a_priori in (("init", 1.5, 130.0), ("large", 1.1, 2000.0)):
+        """Medians over the problems of bound_problems stay below these."""
+        for kind, structured, a_priori in (("init", 1.2, 130.0), ("large", 1.05, 2000.0)):
             ratios = []
             for p in problems(kind, ATTENTION_SIZES, 9):
                 true = norm(whole_hessian(attention, p))
@@ -171,6 +181,11 @@ class TestRegion:
         after = attention_a_priori(dataclasses.replace(known, **{field: tuple(1.1 * n for n in getattr(known, field))})).matrix
         assert bool((after >= before).all())
         assert bool((after > before).any())
+
+    def test_inflated(self) -> None:
+        known = AttentionNorms(2, 1, 1.0, (1.0, 2.0), (3.0, 4.0), (5.0, 6.0), 7.0, (8.0, 9.0)).inflated(0.5)
+        assert (known.q, known.k, known.v, known.o) == ((1.5, 2.5), (3.5, 4.5), (5.5, 6.5), (8.5, 9.5))
+        assert (known.x, known.t) == (1.0, 7.0)
 
     def test_holds_over_a_ball(self) -> None:
         p, radius, g = draw(3, 2, 2), 1.5, torch.Generator().manual_seed(3)

@@ -24,7 +24,7 @@ from bound_problems import (
 )
 from torch import Tensor
 
-from derivations.bounds import PostBlockNorms, post_block_a_priori, post_block_structured
+from derivations.bounds import PostBlockNorms, block_norms, post_block_a_priori, post_block_structured
 from derivations.bounds.norm_rows import NormRows
 
 ROUNDING = 1 + 1e-9
@@ -52,6 +52,7 @@ def check(
     fixed: dict[str, Tensor] | None = None,
     a_priori: bool = True,
     mask: Tensor | None = None,
+    exact: bool = True,
 ) -> None:
     fixed = fixed or {}
 
@@ -61,8 +62,9 @@ def check(
     blocks, whole = hessian_blocks(f, p), norm(whole_hessian(f, p))
     options: dict[str, Any] = {"eps": eps, "norm": kind, "mask": mask}
     bounds = [post_block_structured(p.X, *arrays(p), activation=activation, **fixed, **options)]
-    for name in ("W_1", "W_2", "W_Q", "W_K", "W_V"):
-        assert bounds[0].block(name, name) == pytest.approx(norm(blocks[name, name]), rel=1e-8, abs=1e-12 * (1 + whole))
+    if exact:
+        for pair, block in blocks.items():
+            assert bounds[0].block(*pair) == pytest.approx(norm(block), rel=1e-8, abs=1e-12 * (1 + whole)), pair
     if a_priori:
         gains = {name: value for name, value in fixed.items() if name in GAINS}
         known = PostBlockNorms.measured(p.X, *arrays(p), **gains, **options)
@@ -96,6 +98,7 @@ class TestHolds:
     @pytest.mark.parametrize(("eps", "kind"), itertools.product((0.0, 1e-3, 2.0), ("layernorm", "rmsnorm")))
     def test_eps_and_both_norms(self, eps: float, kind: str) -> None:
         check(draw(3, 4, 2, 5), eps=eps, kind=kind)
+        check(draw(3, 4, 2, 5).scaled(target=0.0), eps=eps, kind=kind)
 
     @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
     @pytest.mark.parametrize("eps", [0.0, 0.1])
@@ -115,6 +118,16 @@ class TestHolds:
         true = norm(whole_hessian(lambda X, w: post_block(X, w, act=torch.nn.functional.leaky_relu), p))
         assert true <= post_block_structured(p.X, *arrays(p), activation="leaky_relu").whole <= 3 * true
         assert true <= post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p), leak=0.01), activation="leaky_relu").whole
+
+    def test_large_blocks_keep_to_the_space_of_their_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Wider than long: bounds that are not exact, yet hold."""
+        p = draw(2, 5, 3, 6)
+        exact = post_block_structured(p.X, *arrays(p))
+        monkeypatch.setattr(block_norms, "EXACT_ENTRIES", 0)
+        check(p, exact=False)
+        reduced = post_block_structured(p.X, *arrays(p))
+        assert bool((reduced.matrix >= exact.matrix * (1 - 1e-12)).all())
+        assert reduced.whole > 1.001 * exact.whole
 
     def test_causal_mask(self) -> None:
         check(draw(4, 3, 2, 5), mask=torch.ones(4, 4, dtype=torch.bool).tril())
@@ -177,7 +190,7 @@ class TestKeyIdentity:
 class TestTight:
     def test_slack_of_the_table(self) -> None:
         """Medians over the problems of bound_problems stay below these."""
-        for kind, structured in (("init", 1.8), ("large", 1.15)):
+        for kind, structured in (("init", 1.5), ("large", 1.1)):
             ratios = []
             for p in problems(kind, BLOCK_SIZES, 6):
                 ratios.append(post_block_structured(p.X, *arrays(p)).whole / norm(whole_hessian(post_block, p)))

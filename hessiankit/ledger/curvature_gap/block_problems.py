@@ -118,6 +118,13 @@ def uniform_pair(n: int) -> Point:
     return attention_point(X, torch.zeros_like(first), first, eye(n))
 
 
+def crossed_pairs() -> Point:
+    """Return tokens e_1, -e_1, e_2, -e_2 with the weights of ``uniform_pair``: A X = 0, rows that a norm can take."""
+    X = torch.cat([eye(4)[:1], -eye(4)[:1], eye(4)[1:2], -eye(4)[1:2]])
+    first = eye(4)[:, :1]
+    return attention_point(X, torch.zeros_like(first), first, eye(4))
+
+
 def peaked_identity(n: int) -> Point:
     """Return X = W_K = W_V = I_n and a first row of A that is ((1 + 1/sqrt 3)/2, (1 - 1/sqrt 3)/2, 0, ...)."""
     far, gap = 60.0, math.log((math.sqrt(3) + 1) / (math.sqrt(3) - 1))

@@ -18,6 +18,21 @@ from hessiankit.ledger.registry import claim
 
 
 @claim(
+    "hybridnorm/rmsnorm",
+    place="App. A.1, notation",
+    statement=r"$\mathrm{Norm}(x) = \alpha\odot x/\mathrm{RMS}(x)$, $\mathrm{RMS}(x) = \sqrt{\frac1d\sum_i x_i^2}$ "
+    r"(RMSNorm, without $\epsilon$)",
+    verdict="HOLDS",
+    uses=[RMSNormAt],
+)
+def rmsnorm(seed: int) -> Evidence:
+    draw = Draw(seed)
+    X, gain = draw.normal(4, 5), draw.normal(5)
+    reference = torch.nn.functional.rms_norm(X, (5,), gain, eps=0.0)
+    return agrees([RMSNormAt(X, gamma=gain).value, gain * rms_norm(X)], [reference] * 2, "against torch's RMSNorm with eps = 0")
+
+
+@claim(
     "hybridnorm/eq14",
     place="App. A.1, Eq. 14",
     statement=r"$\partial (AWB)/\partial W = A\otimes B^\top$, row-wise",

@@ -34,14 +34,14 @@ def sharp(head: Head) -> GradientBounds:
 
 
 def scaled_tokens(seed: int, letter: str) -> Evidence:
-    """Break the bounds as printed: multiply the tokens by 1000, which changes sigma_min(XW) and nothing else."""
+    """Break the bounds as printed: multiply the tokens by a million, which changes sigma_min(XW) and nothing else."""
     head = Head.draw(Draw(seed), 3, 4, 3)
-    large = head.with_(X=1000 * head.X)
+    large = head.with_(X=1e6 * head.X)
     moved = max(abs(a / b - 1) for a, b in zip(qkv_norm_norms(large), qkv_norm_norms(head), strict=True))
     if moved > 1e-10:
         return off(0.0, "the Jacobians of S_N changed with the scale of X", corrected=moved)
     found = ratios(qkv_norm_norms(large), printed_qkv_norm_bounds(large, sigma_of_product))
-    detail = "three tokens times 1000: the left side does not change, 1 / sigma_min(XW) becomes 1000 times smaller"
+    detail = "three tokens times 1e6: the left side does not change, 1 / sigma_min(XW) becomes a millionth"
     return violated(getattr(found, letter), detail, corrected=getattr(sharp(large), letter))
 
 

@@ -1,0 +1,198 @@
+"""Losses over a growing data set: Sec. 4.3, Theorem 7, Assumption 1."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from derivations.bounds import AttentionNorms, attention_a_priori, theorem_7_corrected, theorem_7_printed
+from hessiankit.ledger.claim import Evidence
+from hessiankit.ledger.curvature_gap.attention_problems import Problem, column, global_minimum, sample
+from hessiankit.ledger.curvature_gap.derivatives import jacobian_of
+from hessiankit.ledger.curvature_gap.notation import spectral
+from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, small, violated
+from hessiankit.ledger.registry import claim
+
+
+def running_means(losses: Tensor) -> Tensor:
+    """Return L_1, L_2, ..., the means of the first k losses."""
+    return losses.cumsum(0) / torch.arange(1, len(losses) + 1, dtype=losses.dtype)
+
+
+def bowl(seed: int) -> Problem:
+    """Return attention whose target is its output: a minimum with zero loss and zero gradient for every sample."""
+    p = sample(seed)[0]
+    return p.with_(target=p.at.value)
+
+
+@claim(
+    "curvature-gap/eq10",
+    place="Sec. 4.3, Eq. 10",
+    statement=r"$\mathcal{L}_k(w)\approx\mathcal{L}_k(w^*) + \frac12(w - w^*)^\top H^{(k)}(w^*)(w - w^*)$, to third order",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption="the gradient vanishes at $w^*$ (Assumption 1), the loss is smooth there, and $w$ is near: there is no bound on the rest",
+)
+def eq10(seed: int) -> Evidence:
+    p = bowl(seed)
+    direction = Draw(seed).normal(p.vector.numel())
+    direction = direction / direction.norm()
+
+    def rest(p: Problem, step: float) -> float:
+        quadratic = 0.5 * step**2 * float(direction @ p.hessian @ direction)
+        return float(p.loss(p.vector + step * direction)) - float(p.loss(p.vector)) - quadratic
+
+    near = small(abs(rest(p, 1e-3) / rest(p, 5e-4) / 8 - 1), "halving w - w* divides the rest by 8", below=0.05)
+    moved = p.with_(target=p.target + 1.0)  # a gradient that does not vanish
+    order = abs(rest(moved, 1e-3) / rest(moved, 5e-4))
+    return assumed(near, 8 / order, above=3.5)
+
+
+@claim(
+    "curvature-gap/thm7-identity",
+    place="Theorem 7; C.7",
+    statement=r"$\mathcal{L}_{k+1} - \mathcal{L}_k = (l_{k+1} - \mathcal{L}_k)/(k+1)$, whence the rate $1/(k+1)$",
+    verdict="HOLDS",
+    corrected="for any bounded numbers: it needs no Hessian",
+    uses=[theorem_7_printed],
+)
+def thm7_identity(seed: int) -> Evidence:
+    losses = Draw(seed).uniform(30)
+    means = running_means(losses)
+    k = torch.arange(1, 30, dtype=losses.dtype)
+    return agrees((losses[1:] - means[:-1]) / (k + 1), means[1:] - means[:-1], "30 random numbers")
+
+
+@claim(
+    "curvature-gap/thm7-2l",
+    place="Theorem 7, first term",
+    statement=r"$|l_{k+1} - \mathcal{L}_k|\le2L$ for losses in $[0, L]$",
+    verdict="LOOSE",
+    corrected=r"$\le L$",
+    uses=[theorem_7_printed, theorem_7_corrected],
+)
+def thm7_2l(seed: int) -> Evidence:
+    losses = torch.cat([torch.zeros(5, dtype=torch.float64), torch.ones(1, dtype=torch.float64), Draw(seed).uniform(20)])
+    means = running_means(losses)
+    k = range(1, len(losses))
+    found = [float(abs(means[i] - means[i - 1])) / theorem_7_printed(i, 1.0, 0.0, 0.0) for i in k]
+    return loose(found, "25 steps, five losses of 0 and then one of 1 among them", factor=2)
+
+
+@claim(
+    "curvature-gap/thm7-2m",
+    place="C.7, second term",
+    statement=r"$\|H_{k+1} - \frac1k\sum_{i\le k}H_i\|_2\le2M$ if all $\|H_i\|_2\le M$",
+    verdict="HOLDS",
+    corrected=r"the $k$ Hessians and the mean of the first $k$ go by the same letter $H_k$ there",
+)
+def thm7_2m(seed: int) -> Evidence:
+    draw = Draw(seed)
+    found = []
+    for _ in range(10):
+        matrices = [0.5 * (A + A.T) for A in (draw.normal(4, 4) for _ in range(5))]
+        found.append(spectral(matrices[-1] - sum(matrices[:-1]) / 4) / (2 * max(map(spectral, matrices))))
+    A = matrices[0]
+    found.append(spectral(A - (-A)) / (2 * spectral(A)))
+    return bounded(found, "ten times five matrices, attained by A and -A", attained=1 - 1e-12)
+
+
+def difference(new: Problem, w: Tensor) -> float:
+    """Return |L_2(w) - L_1(w)| for a first sample whose loss is zero everywhere."""
+    return float(new.loss(w)) / 2
+
+
+def corrected_right(new: Problem, w: Tensor) -> float:
+    """Return the right side of the corrected theorem for that: the Hessian bound of a ball around w*."""
+    distance = float((w - new.vector).norm())
+    at = AttentionNorms.measured(new.X, new.W_Q, new.W_K, new.W_V, new.target)
+    M = attention_a_priori(at.inflated(distance)).whole
+    gradient = float(jacobian_of(new.loss, new.vector).norm())
+    return theorem_7_corrected(1, float(new.loss(new.vector)), M, distance, gradient_difference=gradient)
+
+
+@claim(
+    "curvature-gap/thm7",
+    place="Theorem 7, self-attention, with the M of Theorem 1",
+    statement=r"$|\mathcal{L}_{k+1}(w) - \mathcal{L}_k(w)|\le\frac{2L}{k+1} + \frac{M\|w - w^*\|_2^2}{k+1}$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\frac{1}{k+1}[L + \|\nabla l_{k+1}(w^*) - \nabla\mathcal{L}_k(w^*)\|\,\|w - w^*\| + M_{seg}\|w - w^*\|^2]$, $M_{seg}$ a "
+    "bound on the segment from $w^*$ to $w$",
+    uses=[theorem_7_printed, theorem_7_corrected],
+)
+def thm7(seed: int) -> Evidence:
+    p = global_minimum(100.0)  # Assumption 1 holds: the other sample's loss is identically zero
+    step = 0.01
+    w = p.vector + torch.tensor([0.0, step, 0.0], dtype=torch.float64)
+    found = difference(p, w) / theorem_7_printed(1, 0.0, p.theorem_1().M, step)
+    return violated(
+        found,
+        "one sample without loss, one with W_Q = 100; W_K from 0 to 0.01",
+        corrected=difference(p, w) / corrected_right(p, w),
+        above=200,
+    )
+
+
+@claim(
+    "curvature-gap/thm7-true-m",
+    place="Theorem 7, with the true Hessian norms",
+    statement=r"the same with $M = \max_i\|H_i(w^*)\|_2$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"Eq. 10 has no remainder: $H(w^*) = 0$ does not keep the loss from growing. $M_{seg}$ in place of $M$",
+    uses=[theorem_7_printed, theorem_7_corrected],
+)
+def thm7_true_m(seed: int) -> Evidence:
+    p = Problem(column(1.0, -1.0), column(0.0), column(0.0), column(0.0), column(0.0, 0.0))
+    w = torch.ones(3, dtype=torch.float64)  # the loss is tanh(1)^2 there, with all weights 1
+    right = theorem_7_printed(1, 0.0, p.norm, math.sqrt(3))
+    found = difference(p, w) / right if right else math.inf
+    return violated(
+        found,
+        f"w* = 0, a global minimum with H = 0; w = (1, 1, 1), left side {difference(p, w):.3g}, right side {right:.3g}",
+        corrected=difference(p, w) / corrected_right(p, w),
+    )
+
+
+@claim(
+    "curvature-gap/thm7-block",
+    place="Theorem 7, block, with M_tr at w*",
+    statement=r"the same for the block with a valid bound $M_{tr}$ on the Hessian at $w^*$",
+    verdict="WRONG AS PRINTED",
+    corrected=r"a bound on the segment, as for attention: LayerNorm hides the scale of $X$, the logits do not",
+    uses=[theorem_7_printed],
+)
+def thm7_block(seed: int) -> Evidence:
+    raise NotImplementedError
+
+
+@claim(
+    "curvature-gap/thm7-first-step",
+    place="C.7, first inequality",
+    statement=r"$|\mathcal{L}_{k+1}(w) - \mathcal{L}_k(w)|\le\frac{1}{k+1}|l_{k+1}(w^*) - \mathcal{L}_k(w^*)| + "
+    r"\frac{\|w - w^*\|^2}{2(k+1)}\|H_{k+1}(w^*) - \frac1k\sum_iH_i(w^*)\|_2$",
+    verdict="WRONG AS PRINTED",
+    corrected="for quadratic losses; else the third-order rest is missing",
+)
+def thm7_first_step(seed: int) -> Evidence:
+    p = bowl(seed)
+    direction = Draw(seed).normal(p.vector.numel())
+    values, vectors = torch.linalg.eigh(p.hessian)
+    flat = vectors[:, int(values.abs().argmin())]  # where the second-order term all but vanishes
+    step = 0.5
+    moved = float(p.loss(p.vector + step * flat)) / 2
+    second = step**2 / 4 * float((flat @ p.hessian @ flat).abs())
+    del direction
+    return violated(moved / max(second, 1e-300), "along a flat direction of H(w*)", corrected=0.0)
+
+
+@claim(
+    "curvature-gap/assumption1",
+    place="Sec. 3, Assumption 1; App. A.2",
+    statement=r"$\nabla\mathcal{L}_k(w^*) = \nabla\mathcal{L}_{k+1}(w^*) = 0$ for all $k$ is a condition on the mean losses",
+    verdict="WRONG AS PRINTED",
+    corrected=r"$\nabla l_{k+1} = (k+1)\nabla\mathcal{L}_{k+1} - k\nabla\mathcal{L}_k = 0$: every sample's gradient vanishes",
+)
+def assumption1(seed: int) -> Evidence:
+    raise NotImplementedError
