@@ -15,7 +15,8 @@ from rich.console import Console
 
 from hessiankit.environment import environment
 from hessiankit.errors import InputError
-from hessiankit.placement_grid import AGAINST, OPTIONS, RTOL, Finished, cases, run_grid
+from hessiankit.placement_cases import OPTIONS, cases
+from hessiankit.placement_grid import AGAINST, RTOL, Finished, run_grid
 from hessiankit.progress import progress_bar
 from hessiankit.tables import table
 

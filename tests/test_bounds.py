@@ -7,13 +7,14 @@ import math
 
 import pytest
 import torch
-from bounding_problems import ascend, draw_problem
 from curvature_reference import mse, reverse_over_reverse
 from torch import nn
 
 import hessiankit as hk
 from hessiankit.blocks import PLACEMENTS, Attention
 from hessiankit.bounding.a_priori import a_priori
+from hessiankit.bounding.attack import ascend
+from hessiankit.bounding.problems import draw_problem
 from hessiankit.bounding.rules import ACTIVATION_CONSTANTS
 from hessiankit.bounding.sites import sites
 from hessiankit.bounding.structured import structured

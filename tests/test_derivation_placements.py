@@ -8,6 +8,7 @@ import pytest
 import torch
 from derivation_reference import assert_agree, generic, jacobian, run, sampled_block, scalar_hessian, values
 
+from derivations.matrix import Named, definitions
 from hessiankit import TransformerBlock, derive
 from hessiankit.blocks import PLACEMENTS
 
@@ -77,3 +78,15 @@ def test_a_placement_of_ones_own():
         assert r"\bar{F} &= 0.5\,F" in derive(block).latex()
     finally:
         del PLACEMENTS[name]
+
+
+def test_the_bound_says_how_it_comes_about():
+    torch.manual_seed(0)
+    found = derive(TransformerBlock(4, 5, placement="hybridnorm").double(), wrt=("query", "value"))
+    lines = found.inequalities()
+    assert lines[0].bound == found.norm_bound() >= float(torch.linalg.matrix_norm(found.dense(), 2))
+    top = found.matrix.matrix if isinstance(found.matrix, Named) else found.matrix
+    for named, line in zip(definitions(top), lines[1:], strict=True):
+        assert line.symbol == named.symbol
+        assert line.bound >= float(torch.linalg.matrix_norm(named.matrix.dense(), 2)) * (1 - 1e-12)
+    assert found.explain_bound().startswith("‖∂²Z/(∂W_Q ∂W_V)‖ ≤")

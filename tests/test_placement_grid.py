@@ -14,7 +14,8 @@ import hessiankit
 from hessiankit import placement_grid
 from hessiankit.blocks import PLACEMENTS, FeedForward
 from hessiankit.cli import FAILED, INTERRUPTED, USAGE, main
-from hessiankit.placement_grid import KINK, OPTIONS, Case, build, cases, is_balanced, is_generic, read_lines, run_case
+from hessiankit.placement_cases import KINK, OPTIONS, Case, build, cases, is_balanced, is_generic
+from hessiankit.placement_grid import read_lines, run_case
 from hessiankit.placement_report import summary, verdict
 
 SAMPLE = len(PLACEMENTS)  # the placements take turns: one case each

@@ -1,8 +1,8 @@
 r"""A priori bounds on the Hessian of a post-norm transformer block: from norms alone, hence over a whole ball of weights.
 
-Y = N(X + F(X)), S = Y + sigma(Y W_1) W_2, Z = N(S), loss ||Z - target||_F^2 / (L d), sigma ReLU or leaky ReLU. Besides norms of
-the weights it takes a lower bound on the standard deviations of the rows of X + F and of S: without one, and with eps = 0, the
-Hessian of a LayerNorm is unbounded.
+Y = N(X + F(X)), S = Y + sigma(Y W_1) W_2, Z = N(S), loss ||Z - target||_F^2 / (L d), sigma ReLU, leaky ReLU or the identity.
+Besides norms of the weights it takes a lower bound on the standard deviations of the rows of X + F and of S: without one, and
+with eps = 0, the Hessian of a LayerNorm is unbounded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from derivations.bounds.attention_structured import as_mask
 from derivations.bounds.block_norms import BlockNorms, spectral_norm
 from derivations.bounds.constants import norm_constants
 from derivations.bounds.norm_rows import NormRows
+
+_PIECEWISE_LINEAR = ("relu", "leaky_relu", "identity")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class PostBlockNorms:
 
         Args:
             X, W_Q, W_K, W_V, W_1, W_2, target, W_O, gamma_1, gamma_2, eps, norm, mask, heads: as there.
-            leak: slope of a leaky ReLU below zero.
+            leak: slope of the activation below zero: 0 for ReLU, 1 for the identity.
 
         Raises:
             ValueError: if the leak is not between -1 and 1, as the bound takes slopes to be.
@@ -151,7 +153,7 @@ def post_block_a_priori(norms: PostBlockNorms, *, activation: str = "relu") -> B
 
     Args:
         norms: of the weights, and lower bounds on the deviations.
-        activation: ``"relu"`` or ``"leaky_relu"``.
+        activation: ``"relu"``, ``"leaky_relu"`` or ``"identity"``.
 
     Raises:
         ValueError: for a smooth activation, which would need a bound on its second derivative.
@@ -162,10 +164,10 @@ def post_block_a_priori(norms: PostBlockNorms, *, activation: str = "relu") -> B
     >>> post_block_a_priori(PostBlockNorms(attention, 1.0, 1.0, 1.0, 1.0)).whole
     0.0
     """
-    if activation not in ("relu", "leaky_relu"):
+    if activation not in _PIECEWISE_LINEAR:
         raise ValueError(
             f"post_block_a_priori: the activation is {activation!r}, whose second derivative the bound has no term for; expected "
-            "'relu' or 'leaky_relu'. Use post_block_structured at a point."
+            f"one of {', '.join(map(repr, _PIECEWISE_LINEAR))}. Use post_block_structured at a point."
         )
     inner = norms.attention
     names = (*inner.names, "W_1", "W_2")

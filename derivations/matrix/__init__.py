@@ -9,6 +9,7 @@
 
 from derivations.matrix.diagonal import BlockDiagonal, Diagonal, DiagonalLift, DiagonalTake
 from derivations.matrix.expression import Matrix, Product, Scaled, Sum, add, product, scaled
+from derivations.matrix.inequalities import Inequality, inequalities
 from derivations.matrix.kronecker import Kronecker, kron
 from derivations.matrix.leaves import Dense, Identity, Ones, Zero
 from derivations.matrix.letters import dimensions, in_letters, letters
@@ -24,6 +25,7 @@ __all__ = [
     "DiagonalLift",
     "DiagonalTake",
     "Identity",
+    "Inequality",
     "Kronecker",
     "Matrix",
     "Named",
@@ -39,6 +41,7 @@ __all__ = [
     "definitions",
     "dimensions",
     "in_letters",
+    "inequalities",
     "kron",
     "letters",
     "product",

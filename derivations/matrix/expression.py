@@ -203,7 +203,7 @@ class Scaled(Matrix):
     def latex(self) -> str:
         if self.c == -1:
             return "-" + self.matrix.bracketed(KRONECKER)
-        return rf"{_scalar_latex(self.c)}\,{self.matrix.bracketed(PRODUCT)}"
+        return rf"{scalar_latex(self.c)}\,{self.matrix.bracketed(PRODUCT)}"
 
 
 def product(*factors: Matrix) -> Matrix:
@@ -296,7 +296,8 @@ def scaled(c: Scalar, matrix: Matrix) -> Matrix:
     return Zero(*matrix.shape) if c == 0 else Scaled(c, matrix)
 
 
-def _scalar_latex(c: Scalar) -> str:
+def scalar_latex(c: Scalar) -> str:
+    """Return a factor in LaTeX, by the names of sizes where these are in force."""
     if isinstance(c, torch.Tensor):
         c = c.item()
     if not isinstance(c, float) and (name := named_scalar(c)) is not None:

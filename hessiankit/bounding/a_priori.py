@@ -38,6 +38,10 @@ from hessiankit.bounding.rules import (
 from hessiankit.errors import InputError
 
 
+ROUNDING = 1e-13
+"""Of the terms that cancel in the output of a norm: what they leave in a Hessian computed in float64 is not above the bound."""
+
+
 @dataclass(frozen=True)
 class NormTable:
     """Bounds on the norms of the blocks of a Hessian.
@@ -98,7 +102,8 @@ def a_priori(
             bend = row * Z.bend_row.get((i, j), 0.0) + whole * Z.bend_all.get((i, j), 0.0)
             norms[a, b] = outer * Z.slope.get(i, 0.0) * Z.slope.get(j, 0.0) + bend
     if Z.sphere is not None and loss == "mse":
-        norms = torch.minimum(norms, _on_a_sphere(Z, Z.sphere, target.detach().double(), names))
+        on_a_sphere = _on_a_sphere(Z, Z.sphere, target.detach().double(), names)
+        norms = torch.minimum(norms, on_a_sphere + ROUNDING * norms)
     gradient = slope * math.sqrt(sum(g * g for g in Z.slope.values()))
     return NormTable(names, torch.maximum(norms, norms.T) * (1 + 1e-10), gradient)
 

@@ -133,7 +133,9 @@ class AttackReport:
         rows = [(name, f"{f.ratio:.10g}", str(f.seed), f.problem) for name, f in sorted(self.largest.items())]
         title = f"Largest norm / bound of {self.problems} problems ({self.attempts} comparisons, {self.climbed} steps of ascents)"
         notes = [f"{self.undefined} problems without a defined Hessian or bound; {self.refereed} excesses decided in 80 digits"]
-        notes += [f"VIOLATED: {v.bound} by {v.ratio:.6g} (80 digits: {v.refereed}), --attack 1 --seed {v.seed}" for v in self.violations]
+        notes += [
+            f"VIOLATED: {v.bound} by {v.ratio:.6g} (80 digits: {v.refereed}), --attack 1 --seed {v.seed}" for v in self.violations
+        ]
         notes += [] if self.violations else ["no bound is violated"]
         return as_text(table(("bound", "norm / bound", "seed", "problem"), rows, title=title), *notes)
 

@@ -9,8 +9,12 @@ from pathlib import Path
 import torch
 
 from hessiankit.block_options import add_block_options, block_of, positive
-from hessiankit.bounding.report import bounds
+from hessiankit.bounding.attack import AttackReport, attack
+from hessiankit.bounding.report import BoundsReport, bounds
 from hessiankit.errors import InputError
+from hessiankit.progress import progress_bar
+
+INTERRUPTED = 130
 
 
 def add_bounds(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,7 +24,8 @@ def add_bounds(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="print the norms of a block's Hessian beside every bound on them",
         description="Draw a block, an input and a target, compute the exact Hessian and print the norm of each of its "
         "blocks beside the bounds: certified from the matrix, structured from the intermediate values, a priori from norms, and "
-        "as printed in Closing the Curvature Gap where that is defined. Exit code 0: no valid bound is exceeded; 1: one is; "
+        "as printed in Closing the Curvature Gap where that is defined. With --attack N, try to violate the valid bounds on N "
+        "random problems instead. Exit code 0: no valid bound is exceeded; 1: one is; "
         "2: an option or a file cannot be used; 130: interrupted.",
     )
     add_block_options(command.add_argument)
@@ -32,6 +37,13 @@ def add_bounds(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--scale", type=float, default=1.0, help="factor on the initial weights (default 1)")
     add("--no-affine", action="store_true", help="norms without gain and bias, as in the paper")
     add("--seed", type=int, default=0, help="of everything that is drawn (default 0)")
+    add(
+        "--attack",
+        type=positive,
+        metavar="N",
+        help="try to violate every valid bound on N problems of all placements and scales, problem k drawn from --seed + k; of "
+        "the other options only --json counts; an interrupt keeps what is found",
+    )
     add("--json", type=Path, metavar="PATH", help="also write every number to this file")
 
 
@@ -41,6 +53,8 @@ def run_bounds(args: argparse.Namespace) -> int:
     Raises:
         InputError: If an option or the file cannot be used.
     """
+    if args.attack is not None:
+        return _attack(args)
     torch.manual_seed(args.seed)
     block = block_of(args, args.d_model, args.d_ff, affine=not args.no_affine)
     with torch.no_grad():
@@ -51,9 +65,22 @@ def run_bounds(args: argparse.Namespace) -> int:
     target = labels if args.loss == "cross_entropy" else torch.randn_like(x)
     report = bounds(block, x, target, loss=args.loss)
     print(report)
-    if args.json is not None:
-        try:
-            args.json.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"bounds: cannot write {args.json}: {error.strerror}; name a file in an existing folder.") from error
+    _write(args.json, report)
     return int(any(not kind.startswith("printed") for _, kind, _ in report.violated))
+
+
+def _attack(args: argparse.Namespace) -> int:
+    with progress_bar() as tell:
+        report = attack(args.attack, seed=args.seed, tell=tell)
+    print(report)
+    _write(args.json, report)
+    return INTERRUPTED if report.interrupted else int(not report)
+
+
+def _write(path: Path | None, report: BoundsReport | AttackReport) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"bounds: cannot write {path}: {error.strerror}; name a file in an existing folder.") from error

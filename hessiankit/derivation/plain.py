@@ -33,6 +33,8 @@ _WORDS = {
     r"\mapsto": "↦",
     r"\ ": " ",
     r"\times": "×",
+    r"\|": "‖",
+    r"\max": "max",
     r"\Pi": "Π",
     r"\pi": "π",
 }

@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 from torch import Tensor
 
-from derivations.matrix import Matrix
+from derivations.matrix import Inequality, Matrix, inequalities
 from hessiankit.derivation.plain import plain, words
 from hessiankit.derivation.story import Story
 from hessiankit.derivation.typesetting import align, described, document, in_math, text_lines
@@ -57,6 +57,14 @@ class Derivation:
     def norm_bound(self) -> float:
         """Return an upper bound on the spectral norm, from the norms of the factors."""
         return self.matrix.norm_bound()
+
+    def inequalities(self) -> list[Inequality]:
+        """Return the tree of inequalities behind ``norm_bound()``: the result's first, then each object's that it refers to."""
+        return inequalities(self.matrix, self.story.lines[0].symbol)
+
+    def explain_bound(self) -> str:
+        """Return the tree of inequalities as text, with its numbers at this point and sizes in digits."""
+        return "\n".join(f"‖{plain(line.symbol)}‖ ≤ {plain(line.rule)} = {line.bound:.6g}" for line in self.inequalities())
 
     def sympy(self) -> sympy.ImmutableDenseMatrix:
         """Return the matrix in SymPy symbols for every entry of the input and the parameters.

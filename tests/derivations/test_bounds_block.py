@@ -113,11 +113,12 @@ class TestHolds:
         check(draw(3, 4, 2, 5), activation="tanh", act=torch.tanh, a_priori=False)
         check(draw(3, 4, 2, 5), activation="gelu", act=torch.nn.functional.gelu, a_priori=False)
 
-    def test_leaky_activation(self) -> None:
+    @pytest.mark.parametrize(("kind", "leak"), [("leaky_relu", 0.01), ("identity", 1.0)])
+    def test_piecewise_linear_activations(self, kind: str, leak: float) -> None:
         p = draw(3, 4, 2, 5)
-        true = norm(whole_hessian(lambda X, w: post_block(X, w, act=torch.nn.functional.leaky_relu), p))
-        assert true <= post_block_structured(p.X, *arrays(p), activation="leaky_relu").whole <= 3 * true
-        assert true <= post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p), leak=0.01), activation="leaky_relu").whole
+        true = norm(whole_hessian(lambda X, w: post_block(X, w, act=lambda a: torch.where(a > 0, a, leak * a)), p))
+        assert true <= post_block_structured(p.X, *arrays(p), activation=kind).whole <= 3 * true
+        assert true <= post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p), leak=leak), activation=kind).whole
 
     def test_large_blocks_keep_to_the_space_of_their_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Wider than long: bounds that are not exact, yet hold."""

@@ -120,15 +120,20 @@ class Point:
         """Return n_i, the number of entries of W_i."""
         return self.weights[i].numel()
 
+    def loss(self, w: Tensor) -> Tensor:
+        """Return the loss of Sec. 3 as a function of ``vector``."""
+        return self._of_vector("loss")(w)
+
     def _first(self, name: str) -> Tensor:
-        return self._kept(("first", name), lambda: jacobian_of(self._of_vector(name), self._vector))
+        return self._kept(("first", name), lambda: jacobian_of(self._of_vector(name), self.vector))
 
     def _second(self, name: str) -> Tensor:
-        n = self._vector.numel()
-        return self._kept(("second", name), lambda: hessian_of(self._of_vector(name), self._vector).reshape(-1, n, n))
+        n = self.vector.numel()
+        return self._kept(("second", name), lambda: hessian_of(self._of_vector(name), self.vector).reshape(-1, n, n))
 
     @cached_property
-    def _vector(self) -> Tensor:
+    def vector(self) -> Tensor:
+        """The weights, one after the other."""
         return torch.cat([self.weights[i].reshape(-1) for i in WEIGHTS])
 
     def _of_vector(self, name: str) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,120 @@
+"""The attacks on the bounds: they find nothing here, they find what is planted, and the referee knows better than float64."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import hessiankit as hk
+from hessiankit.blocks import PLACEMENTS, Attention
+from hessiankit.bounding import attack as attacks
+from hessiankit.bounding.a_priori import NormTable, a_priori
+from hessiankit.bounding.attack import ascend, attack
+from hessiankit.bounding.problems import Problem, draw_problem
+from hessiankit.bounding.referee import norm_from_below
+from hessiankit.cli import main
+from hessiankit.errors import InputError
+
+
+def test_nothing_is_violated():
+    report = attack(12, seed=100, steps=3)
+    assert report, report
+    assert report.problems == 12
+    assert {"a priori", "structured", "structured, blocks", "certified, cholesky"} <= set(report.largest)
+    assert 0.9 < report.largest["structured"].ratio <= 1 + 1e-9
+
+
+def test_a_planted_fault_is_found_and_comes_back_by_its_seed(monkeypatch):
+    def too_small(*given, **options):
+        table = a_priori(*given, **options)
+        return NormTable(table.names, table.norms * 1e-9, table.lipschitz)
+
+    monkeypatch.setattr(attacks, "a_priori", too_small)
+    seed = next(s for s in range(50) if draw_problem(s).name == "attention")
+    again = [attack(1, seed=seed).violations, attack(1, seed=seed).violations]
+    assert again[0] == again[1]
+    found = {v.bound: v for v in again[0]}["a priori"]
+    assert found.ratio > 1
+    assert found.refereed == pytest.approx(found.ratio, rel=1e-6)
+    assert f"--attack 1 --seed {seed}" in repr(attack(1, seed=seed))
+
+
+def test_problems_cover_what_they_say():
+    drawn = [draw_problem(seed) for seed in range(400)]
+    assert {p.name for p in drawn} == {"attention", *PLACEMENTS}
+    assert {p.regime for p in drawn} == {"plain", "peaked", "constant", "pair", "fitted", "lopsided"}
+    assert {len(p.x) for p in drawn} >= {1, 2, 5}
+    assert {p.loss for p in drawn} == {"mse", "cross_entropy"}
+    assert any(p.loss == "mse" and not p.target.any() for p in drawn)
+    assert torch.equal(draw_problem(7).x, drawn[7].x)
+
+
+@pytest.mark.parametrize("placement", ["post", "hybridnorm", "group-ln", "admin"])
+def test_the_referee_agrees_where_float64_is_right(placement):
+    for seed in range(200):
+        problem = draw_problem(seed, placement=placement)
+        if problem.regime == "plain" and len(problem.x) == 2:
+            break
+    H = problem.hessian
+    i, j = H.pairs()[len(H.pairs()) // 2]
+    _, s, Vh = torch.linalg.svd(H.block(i, j), full_matrices=False)
+    found = norm_from_below(problem, H.slices[i], H.slices[j], Vh[0], rounds=0)
+    assert found == pytest.approx(float(s[0]), rel=1e-9, abs=1e-13 * float(H.matrix.abs().max()))
+
+
+def test_the_referee_by_hand():
+    # One token attends to itself: Z = X W_V with x = 2, loss Z^2, whose only curvature is 2 x^2 = 8 along W_V.
+    part = Attention(1).double()
+    problem = Problem(0, "attention", "plain", part, torch.full((1, 1), 2.0).double(), torch.zeros(1, 1).double(), "mse")
+    v = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    assert norm_from_below(problem, slice(0, 3), slice(0, 3), v) == pytest.approx(8.0, rel=1e-15)
+    assert norm_from_below(problem, slice(0, 1), slice(0, 1), v[2:]) == 0.0
+
+
+def test_ascents_do_not_go_down():
+    problem = draw_problem(3, placement="pre")
+    before = problem.hessian.spectral_norm() / a_priori(problem.module, problem.x, problem.target, loss=problem.loss).whole
+    after = ascend(problem, lambda p: a_priori(p.module, p.x, p.target, loss=p.loss).whole, 5)
+    assert before <= after <= 1
+
+
+def test_an_interrupt_keeps_what_is_found(monkeypatch, capsys, tmp_path):
+    real, calls = attacks.draw_problem, []
+
+    def interrupted(seed):
+        calls.append(seed)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return real(seed)
+
+    monkeypatch.setattr(attacks, "draw_problem", interrupted)
+    path = tmp_path / "attack.json"
+    assert main(["bounds", "--attack", "9", "--seed", "40", "--json", str(path)]) == 130
+    assert "of 2 problems" in capsys.readouterr().out
+    found = json.loads(path.read_text())
+    assert found["problems"] == 2
+    assert found["interrupted"]
+    assert calls == [40, 41, 42]
+
+
+def test_errors():
+    with pytest.raises(InputError, match="1 or more"):
+        attack(0)
+
+
+def test_gainless_norms_at_the_end_need_no_gauss_newton_term():
+    # ||Z||_F is all but constant on the output of LayerNorm, so only the target's part in the tangent space counts
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    block = hk.TransformerBlock(4, 3, affine=False, eps=0.0).double()
+    assert a_priori(block, x, torch.zeros_like(x)).whole == 0.0
+    assert hk.hessian(block, x[None], torch.zeros_like(x)[None]).spectral_norm() < 1e-12
+    t = torch.randn(3, 4, dtype=torch.float64)
+    shifted = t + torch.tensor([[1.0], [-30.0], [5.0]], dtype=torch.float64)
+    assert a_priori(block, x, shifted).whole < 10 * a_priori(block, x, t).whole
+    for eps in (1e-3, 1.0, 30.0):
+        block = hk.TransformerBlock(4, 3, affine=False, eps=eps, activation="gelu").double()
+        for target in (torch.zeros_like(x), t):
+            assert hk.hessian(block, x[None], target[None]).spectral_norm() <= a_priori(block, x, target).whole
