@@ -37,7 +37,6 @@ from hessiankit.bounding.rules import (
 )
 from hessiankit.errors import InputError
 
-
 ROUNDING = 1e-13
 """Of the terms that cancel in the output of a norm: what they leave in a Hessian computed in float64 is not above the bound."""
 
@@ -165,6 +164,8 @@ class _Parts:
         Q = self._projected("Q", X, part.n_heads)
         K = self._projected("K", X, part.n_kv_heads)
         V = self._projected("V", X, part.n_kv_heads)
+        if part.rotary:  # each row by its own angle: rows keep their lengths, but equal keys part and others may line up
+            Q, K = replace(Q, spectral=Q.frobenius), replace(K, spectral=K.frobenius, diameter=math.inf)
         scale, groups = 1 / math.sqrt(part.d_k), part.n_heads // part.n_kv_heads
         C = mixed(Q, K, V, scale, self._context(Q, K, V), heads=part.n_heads, groups=groups)
         C = self._inner("c", C, part.n_heads)

@@ -14,8 +14,9 @@ factor in place of what it stands for. So a placement's equation, run on these, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -33,6 +34,8 @@ class Bounded:
         centre: The value at the centre, L x d.
         spectral: Bound on its spectral norm over the ball, and so on.
         drift: Bound on |Y - centre|_F over the ball.
+        diameter: Bound on the distance of two rows over the ball, infinite if only the norms are to say it.
+        slope_row: Bounds on a row of dY/dtheta_i, where they are better than ``slope``.
         sphere: What stood before, if this is the output of a norm without gain and shift.
     """
 
@@ -44,6 +47,8 @@ class Bounded:
     bend_row: Mapping[Pair, float]
     bend_all: Mapping[Pair, float]
     drift: float = 0.0
+    diameter: float = math.inf
+    slope_row: Mapping[str, float] = field(default_factory=dict)
     sphere: Sphere | None = None
 
     @property
@@ -56,6 +61,15 @@ class Bounded:
         """d, the entries of a row."""
         return int(self.centre.shape[1])
 
+    @property
+    def range(self) -> float:
+        """Bound on the distance of two rows; a variance of rows is at most its square over 4, in any direction."""
+        return min(self.diameter, 2 * self.row, math.sqrt(2) * self.spectral)
+
+    def row_slopes(self) -> dict[str, float]:
+        """Return bounds on a row of dY/dtheta_i for every i."""
+        return {i: min(g, self.slope_row.get(i, math.inf)) for i, g in self.slope.items()}
+
     def __add__(self, other: Bounded) -> Bounded:
         """Return the sum: everything adds up."""
         return Bounded(
@@ -67,6 +81,8 @@ class Bounded:
             added(self.bend_row, other.bend_row),
             added(self.bend_all, other.bend_all),
             self.drift + other.drift,
+            self.range + other.range,
+            added(self.row_slopes(), other.row_slopes()),
         )
 
     def __rmul__(self, c: float) -> Bounded:
@@ -83,6 +99,7 @@ class Bounded:
         return replace(
             grown,
             slope=added(grown.slope, {factor.name: own}),
+            slope_row=added(grown.slope_row, {factor.name: self.row}),
             bend_all=added(grown.bend_all, symmetric(one)),
             drift=self.drift * norm + factor.radius * self.frobenius,
         )
@@ -97,6 +114,8 @@ class Bounded:
             scaled(c, self.bend_row),
             scaled(c, self.bend_all),
             c * self.drift,
+            c * self.diameter if c else 0.0,
+            scaled(c, self.row_slopes()),
         )
 
 
@@ -137,7 +156,7 @@ class Scale:
 def constant(X: Tensor) -> Bounded:
     """Return an input: it does not move."""
     norms = spectral_norm(X), float(X.norm()), float(X.norm(dim=1).max())
-    return Bounded(X, *norms, {}, {}, {})
+    return Bounded(X, *norms, {}, {}, {}, diameter=float(torch.cdist(X, X).max()) * (1 + 1e-12))
 
 
 def spectral_norm(A: Tensor) -> float:

@@ -60,7 +60,7 @@ def draw_problem(seed: int, *, placement: str | None = None) -> Problem:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float64)
 
-    name = placement or choose.choice(["attention", "attention", *PLACEMENTS])
+    name = placement or ("attention" if choose.random() < 0.2 else choose.choice(list(PLACEMENTS)))
     module = _module(choose, name)
     scale = 10 ** choose.choice([0.0, 0.0, choose.uniform(-3, 3)])
     with torch.no_grad():

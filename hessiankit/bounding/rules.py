@@ -60,6 +60,8 @@ def affine(X: Bounded, W: Weight, b: Weight | None = None) -> Bounded:
         bend_row,
         added(bend_all, cross),
         X.drift * w + W.radius * spectral_norm(X.centre),
+        X.diameter * w if w else 0.0,
+        added(scaled(w, X.row_slopes()), {W.name: X.row}),
     )
     if b is None:
         return out
@@ -71,6 +73,7 @@ def affine(X: Bounded, W: Weight, b: Weight | None = None) -> Bounded:
         frobenius=out.frobenius + root * beta,
         row=out.row + beta,
         slope=added(out.slope, {b.name: root}),
+        slope_row=added(out.slope_row, {b.name: 1.0}),
         drift=out.drift + root * b.radius,
     )
 
@@ -82,7 +85,9 @@ def activation(X: Bounded, kind: str, value: Tensor) -> Bounded:
     # |sigma(x)| <= ratio |x|, so |sigma(X)|_F <= ratio |X|_F; the spectral norm has no such bound
     frobenius = ratio * X.frobenius
     own = products(X.slope, X.slope, second)  # max |Lambda_ij| <= the largest row norm
-    return Bounded(value, frobenius, frobenius, ratio * X.row, slope, added(bend_row, own), bend_all, first * X.drift)
+    return Bounded(
+        value, frobenius, frobenius, ratio * X.row, slope, added(bend_row, own), bend_all, first * X.drift, first * X.range
+    )
 
 
 def hadamard(X: Bounded, Y: Bounded) -> Bounded:
@@ -130,7 +135,8 @@ def norm(X: Bounded, value: Tensor, *, layernorm: bool, eps: float, gain: Weight
         added(bend_row, own),
         bend_all,
         X.drift / s,
-        Sphere(X, s, eps, layernorm) if gain is None and shift is None else None,
+        2 * math.sqrt(d),
+        sphere=Sphere(X, s, eps, layernorm) if gain is None and shift is None else None,
     )
     if gain is not None:
         largest = float(gain.centre.abs().max()) + gain.radius
@@ -144,6 +150,7 @@ def norm(X: Bounded, value: Tensor, *, layernorm: bool, eps: float, gain: Weight
             scaled(largest, out.bend_row),
             added(scaled(largest, out.bend_all), cross),
             largest * out.drift + gain.radius * math.sqrt(length * d),
+            largest * out.diameter,
         )
     if shift is not None:
         beta, root = float(shift.centre.norm()) + shift.radius, math.sqrt(length)
@@ -176,7 +183,7 @@ def split(X: Bounded, heads: int) -> Bounded:
     root = math.sqrt(heads)
     centre = X.centre.reshape(X.length * heads, -1)
     # a row of Lambda is at most sqrt(H) times the longest of its heads
-    return replace(X, centre=centre, spectral=X.frobenius, bend_row=scaled(root, X.bend_row), sphere=None)
+    return replace(X, centre=centre, spectral=X.frobenius, bend_row=scaled(root, X.bend_row), diameter=math.inf, sphere=None)
 
 
 def merge(X: Bounded, heads: int) -> Bounded:
@@ -184,41 +191,45 @@ def merge(X: Bounded, heads: int) -> Bounded:
     if heads == 1:
         return X
     row = min(math.sqrt(heads) * X.row, X.frobenius)
-    return replace(X, centre=X.centre.reshape(X.length // heads, -1), spectral=X.frobenius, row=row, sphere=None)
+    centre = X.centre.reshape(X.length // heads, -1)
+    return replace(X, centre=centre, spectral=X.frobenius, row=row, diameter=math.inf, slope_row={}, sphere=None)
 
 
 def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads: int = 1, groups: int = 1) -> Bounded:
     r"""Return the context of softmax attention, C_i = sum_j softmax_j(c q_i.k_j) v_j, heads side by side.
 
-    With p a row of weights, cov and cum the covariance and third cumulant under it (bounds review, sections 3.1 and 3.2),
+    With p a row of weights, cov and cum the covariance and third cumulant under it, r(Y) the range of Y's rows, so that a
+    variance of rows is at most r^2 / 4, and one of a vector u at most |u|^2 / 2 (bounds review, sections 3.1 and 3.2),
 
-        along V:        sum_j p_ij dv_j                             |A|_2 <= sqrt(L)
-        along Q:        c cov(v, k) dq_i                            c min(|V||K| / 2, row V row K)
-        along K:        c cov(v, dK q_i)                            c |V||Q| / 2
-        along Q, Q:     c^2 cum(v, K dq_i, K dq_i)                  c^2 min(sqrt(6)/9 |V||K|^2, 2 row V row K^2) times row Lambda
-        along K, K:     c^2 cum(v, dK q_i, dK q_i)                  c^2 sqrt(6)/9 |V||Q|^2                        times row Lambda
-        along Q, K:     c^2 cum(v, K dq_i, dK q_i)                  c^2 sqrt(6)/9 |V||K||Q|                       times row Lambda
-                        + c cov(v, dK dq_i)                         c |V| / 2                                     times |Lambda|_F
-        along V, Q:     c cov(dV, K dq_i)                           c |K| / 2                                     times |Lambda|_F
-        along V, K:     c cov(dV, dK q_i)                           c |Q| / 2                                     times |Lambda|_F
+        along V:     sum_j p_ij dv_j             sqrt(L), as |A|_2 <= sqrt(L); or sqrt(L) times the largest row of dV
+        along Q:     c cov(v, k) dq_i            c r(V) r(K) / 4
+        along K:     c cov(v, dK q_i)            c r(V) |Q| / sqrt(8)
+        Q with Q:    c^2 cum(v, K dq_i, K dq_i)  c^2 min(sqrt(6)/9 |V||K|^2, r(V) r(K)^2 / 4)            times row Lambda
+        K with K:    c^2 cum(v, dK q_i, dK q_i)  c^2 min(sqrt(6)/9 |V|, r(V) / 2) |Q|^2                  times row Lambda
+        Q with K:    c^2 cum(v, K dq_i, dK q_i)  c^2 min(sqrt(6)/9 |V||K|, r(V) r(K) / sqrt(8)) |Q|      times row Lambda
+                     + c cov(v, dK dq_i)         c r(V) / sqrt(8)                                        times |Lambda|_F
+        V with Q:    c cov(dV, K dq_i)           c r(K) / sqrt(8)                                        times |Lambda|_F
+        V with K:    c cov(dV, dK q_i)           c |Q| / 2                                               times |Lambda|_F
 
-    Masks and rotations change none of these. The heads' parts of Lambda, Q, K, V are orthogonal, so norms of the whole serve;
-    what g query heads share counts sqrt(g) times for each factor that is shared.
+    Masks change none of these; the norms and the ranges are those after a rotation, for which the caller answers. The heads'
+    parts of Lambda, Q, K, V are orthogonal, so norms of the whole serve; what g query heads share counts sqrt(g) times for
+    each factor that is shared.
     """
-    g = math.sqrt(groups)
+    g, root = math.sqrt(groups), math.sqrt(8)
     q, k, v, sharp = Q.spectral, K.spectral, V.spectral, softmax_hessian_map_bound()
-    to_v = math.sqrt(Q.length) * g
-    to_q = c * min(v * k / 2, V.row * K.row)
-    to_k = c * v * q / 2 * g
-    slope = added(scaled(to_v, V.slope), scaled(to_q, Q.slope), scaled(to_k, K.slope))
+    around_v, around_k = V.range, K.range
+    to_v, by_rows = math.sqrt(Q.length) * g, math.sqrt(Q.length * heads)
+    to_q, to_k = c * around_v * around_k / 4, c * around_v * q / root * g
+    along_v = {i: min(to_v * slope, by_rows * V.row_slopes()[i]) for i, slope in V.slope.items()}
+    slope = added(along_v, scaled(to_q, Q.slope), scaled(to_k, K.slope))
     by_row = added(
-        products(Q.slope, Q.slope, c * c * min(sharp * v * k * k, 2 * V.row * K.row**2)),
-        products(K.slope, K.slope, c * c * sharp * v * q * q * g * g),
-        symmetric(products(Q.slope, K.slope, c * c * sharp * v * k * q * g)),
+        products(Q.slope, Q.slope, c * c * min(sharp * v * k * k, around_v * around_k**2 / 4)),
+        products(K.slope, K.slope, c * c * min(sharp * v, around_v / 2) * q * q * g * g),
+        symmetric(products(Q.slope, K.slope, c * c * min(sharp * v * k, around_v * around_k / root) * q * g)),
     )
     by_all = added(
-        symmetric(products(Q.slope, K.slope, c * v / 2 * g)),
-        symmetric(products(V.slope, Q.slope, c * k / 2 * g)),
+        symmetric(products(Q.slope, K.slope, c * around_v / root * g)),
+        symmetric(products(V.slope, Q.slope, c * around_k / root * g)),
         symmetric(products(V.slope, K.slope, c * q / 2 * g * g)),
     )
     row = min(math.sqrt(heads) * V.row, g * V.frobenius)
@@ -237,4 +248,5 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
             scaled(to_v, added(V.bend_row, V.bend_all)),
         ),
         to_v * V.drift + to_q * Q.drift + to_k * K.drift,
+        math.sqrt(heads) * V.range,  # within a head, contexts lie in the convex hull of the values
     )

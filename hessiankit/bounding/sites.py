@@ -16,7 +16,7 @@ as one site, because the Gauss-Newton part and the last norm's curvature cancel 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -34,11 +34,15 @@ LARGEST = 3000
 
 @dataclass(frozen=True)
 class Site:
-    """The two roots of one site's share: J^T K J = plus^T plus - minus^T minus, each with a column for each parameter entry."""
+    """The two roots of one site's share: J^T K J = plus^T plus - minus^T minus, each with a column for each parameter entry.
+
+    ``rounding`` is what float64 may leave of terms that cancel inside the site.
+    """
 
     name: str
     plus: Tensor
     minus: Tensor
+    rounding: float = 0.0
 
     @cached_property
     def reads(self) -> Tensor:
@@ -182,7 +186,7 @@ def _product_site(
     left, right = s.sqrt().unsqueeze(1) * (U.T @ _columns(entering[i])), s.sqrt().unsqueeze(1) * (Vh @ _columns(entering[j]))
     sizes = torch.linalg.matrix_norm(left, 2), torch.linalg.matrix_norm(right, 2)
     if min(float(size) for size in sizes) > 0:
-        c = (sizes[1] / sizes[0]).sqrt()
+        c = (sizes[1] / sizes[0]).sqrt().clamp(1e-75, 1e75)  # any c > 0 will do; beyond these, squares overflow
         left, right = left * c, right / c
     return Site(name, (left + right) / 2**0.5, (left - right) / 2**0.5)
 
@@ -196,6 +200,7 @@ def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> S
     for a, inputs, _ in tail[:-1]:
         moved[a.output] = a.primitive.jvp(trace.gather(a), [None if at is None else moved[at] for at in inputs])  # type: ignore[arg-type]
     bars: dict[int, Tensor] = {}
+    cancelling = 0.0
     for a, inputs, adjoint in reversed(tail):
         at_point, bar = trace.gather(a), bars.pop(a.output, None)
         pulled = [None] * len(inputs) if bar is None else a.primitive.vjp(at_point, bar)  # type: ignore[arg-type]
@@ -207,9 +212,11 @@ def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> S
             for covector in covectors:
                 if at is not None and covector is not None:
                     bars[at] = bars[at] + covector if at in bars else covector
+                    cancelling += float(covector.norm())
     total = units[0].shape[0]
     K = torch.cat([_flat(bars.get(at), total, trace.values[at]) for at in ids], 1)
-    return _from_matrix("the end", K, torch.cat([_columns(tangents[at]) for at in ids]))
+    J = torch.cat([_columns(tangents[at]) for at in ids])
+    return replace(_from_matrix("the end", K, J), rounding=1e-14 * cancelling * float(J.norm()) ** 2)
 
 
 def _from_matrix(name: str, K: Tensor, J: Tensor) -> Site:

@@ -41,7 +41,7 @@ def structured(task: Task) -> Structured:
     slices = task.slices
     plus, minus = _gram(found, "plus"), _gram(found, "minus")
     by_sign = max(_largest(plus), _largest(minus))
-    floor = ROUNDING * by_sign
+    floor = ROUNDING * by_sign + sum(site.rounding for site in found)
     names = list(slices)
     pairs: dict[tuple[str, str], float] = {}
     for a, i in enumerate(names):
@@ -50,7 +50,7 @@ def structured(task: Task) -> Structured:
             shares = _sum_of_shares(found, slices[i], slices[j], signs)
             pairs[i, j] = pairs[j, i] = min(shares, signs) * SLACK + floor
     table = torch.tensor([[pairs[i, j] for j in names] for i in names], dtype=torch.float64)
-    return Structured(min(by_sign, _largest(table)) * SLACK, pairs, tuple(site.name for site in found))
+    return Structured(min(by_sign, _largest(table)) * SLACK + floor, pairs, tuple(site.name for site in found))
 
 
 def _sum_of_shares(found: list[Site], rows: slice, columns: slice, enough: float) -> float:

@@ -151,6 +151,14 @@ class TestTight:
         for bound in bounds_of(p)[:2]:
             assert bound.whole == pytest.approx(true, rel=1e-12)
 
+    def test_product_of_values_and_projection_is_exact(self) -> None:
+        """(x v o - 3)^2 at v = o = 0 has the mixed derivative -6 x."""
+        one = torch.ones(1, 1, dtype=F64)
+        p = Problem(one, {"W_Q": 0 * one, "W_K": 0 * one, "W_V": 0 * one, "W_O": 0 * one}, 3 * one)
+        assert norm(hessian_blocks(attention, p)["W_V", "W_O"]) == 6
+        for bound in bounds_of(p):
+            assert bound.block("W_V", "W_O") == pytest.approx(6, rel=1e-14)
+
     def test_two_opposite_tokens_attain_covariance_and_cumulant(self) -> None:
         """W_Q = 0, W_V = 1: uniform attention, and W_K's block is the outer product alone, with C = 1 exactly."""
         for q in (1.0, 10.0, 100.0):

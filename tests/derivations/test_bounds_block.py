@@ -24,7 +24,7 @@ from bound_problems import (
 )
 from torch import Tensor
 
-from derivations.bounds import PostBlockNorms, block_norms, post_block_a_priori, post_block_structured
+from derivations.bounds import AttentionNorms, PostBlockNorms, block_norms, post_block_a_priori, post_block_structured
 from derivations.bounds.norm_rows import NormRows
 
 ROUNDING = 1 + 1e-9
@@ -202,6 +202,22 @@ class TestTight:
         for L in (2, 8, 32):
             p = draw(L, 4, 2, 6)
             assert post_block_structured(p.X, *arrays(p)).whole < 2.5 * norm(whole_hessian(post_block, p))
+
+
+class TestByHand:
+    def test_both_norms_curve(self) -> None:
+        """L = 1, d = 3, s = tau = 1 and no weights: c = 2/3 for the last norm and as much for the first, times 2/d."""
+        attention = AttentionNorms(1, 1, 1.0, (0.0,), (0.0,), (0.0,), 1.0, d_out=3)
+        bound = post_block_a_priori(PostBlockNorms(attention, 0.0, 0.0, 1.0, 1.0))
+        assert bound.block("W_V", "W_V") == pytest.approx(2 / 3 * (2 / 3 + 2 / 3), rel=1e-14)
+        assert bound.block("W_1", "W_2") == pytest.approx(2 / 3 * math.sqrt(3), rel=1e-14)
+
+    def test_unequal_gains_keep_the_gauss_newton_term(self) -> None:
+        """The residual is at most sqrt(3) + 1 and the outer product at most 1."""
+        attention = AttentionNorms(1, 1, 1.0, (0.0,), (0.0,), (0.0,), 1.0, d_out=3)
+        bound = post_block_a_priori(PostBlockNorms(attention, 0.0, 0.0, 1.0, 1.0, uniform=False))
+        residual = math.sqrt(3) + 1
+        assert bound.block("W_V", "W_V") == pytest.approx(2 / 3 * (1 + 2 / 3 * residual + 2 / 3 * residual), rel=1e-14)
 
 
 class TestRegion:

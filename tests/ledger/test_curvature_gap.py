@@ -1,10 +1,51 @@
-"""The rows of Closing the Curvature Gap."""
+"""The rows of Closing the Curvature Gap, and the points and derivatives that they share."""
 
 from __future__ import annotations
 
+import pytest
+import torch
 from ledger_cases import assert_reproduced, every_row
+
+from hessiankit.ledger import autodiff
+from hessiankit.ledger.curvature_gap.derivatives import hessian_of, jacobian_of
+from hessiankit.ledger.curvature_gap.notation import if_it_conforms
+from hessiankit.ledger.curvature_gap.point import EQUAL, GENERIC, WEIGHTS, point
 
 
 @every_row("curvature-gap")
 def test_row(row):
     assert_reproduced(row)
+
+
+def test_rows_taken_together_are_those_taken_one_by_one():
+    p = point(3)
+    together, one_by_one = hessian_of(p.loss, p.vector), autodiff.hessian_of(p.loss, p.vector)
+    assert float((together - one_by_one).abs().max()) < 1e-14 * float(one_by_one.abs().max())
+    X = torch.tensor([[0.3, -1.0], [2.0, 0.5]], dtype=torch.float64)
+    assert torch.equal(jacobian_of(torch.sin, X), autodiff.jacobian_of(torch.sin, X))
+
+
+def test_a_function_that_does_not_depend_on_its_argument():
+    assert hessian_of(lambda x: torch.ones(2, dtype=x.dtype), torch.zeros(3, dtype=torch.float64)).abs().max() == 0
+
+
+def test_sizes_of_the_points():
+    assert len(set(GENERIC)) == 4
+    assert len(set(EQUAL)) == 1
+    p = point(0)
+    assert [p.n(i) for i in WEIGHTS] == [20, 20, 8, 8, 16]
+    assert p.second("S", "1", "Q").shape == (12 * 20, 8)
+
+
+def test_uniform_points_have_uniform_attention():
+    p = point(0, uniform=True)
+    assert torch.allclose(p.at.A, torch.full((3, 3), 1 / 3, dtype=torch.float64), atol=1e-15)
+    assert all(p.weights[k].abs().max() > 0 for k in ("Q", "K"))
+
+
+def test_products_that_do_not_conform():
+    A, B = torch.ones(2, 3), torch.ones(2, 3)
+    assert if_it_conforms(torch.matmul, A, B).numel() == 0
+    assert if_it_conforms(torch.matmul, A, B.T).shape == (2, 2)
+    with pytest.raises(RuntimeError, match="singular"):
+        if_it_conforms(torch.linalg.inv, torch.zeros(2, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,8 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
 @claim(
     "curse-of-depth/eq1",
     place="Sec. 2.1, Eq. 1",
-    statement=r"$d(x^\ell,x^{\ell+n}) = \frac1\pi\arccos\frac{x_T^\ell\cdot x_T^{\ell+n}}{\|x_T^\ell\|_2\|x_T^{\ell+n}\|_2}$ is an "
+    statement=r"$d(x^\ell,x^{\ell+n}) = \frac1\pi\arccos\frac{x_T^\ell\cdot "
+    r"x_T^{\ell+n}}{\|x_T^\ell\|_2\|x_T^{\ell+n}\|_2}$ is an "
     r"angle in units of $\pi$, whatever the lengths",
     verdict="HOLDS",
 )
@@ -47,7 +49,8 @@ def eq1(seed: int) -> Evidence:
     place="Sec. 2.1, Eq. 1, 'the average distance over 256K tokens'",
     statement="the distance is averaged over tokens",
     verdict="VAGUE",
-    corrected="the released code takes the last token of each window only, as Gromov et al. do, and compares the last layer after "
+    corrected="the released code takes the last token of each window only, as Gromov et al. do, and compares the last "
+    "layer after "
     "the final norm",
 )
 def eq1_average(seed: int) -> Evidence:
@@ -74,7 +77,8 @@ def eq2_eq3(seed: int) -> Evidence:
 
 def written_attention(block: TransformerBlock, N: Tensor) -> Tensor:
     """Return concat(head_1, head_2) W_O of Eq. 4 with torch's fused attention."""
-    W, heads = block.attention, []
+    W: Any = block.attention
+    heads = []
     for h in (slice(0, 8), slice(8, 16)):
         Q, K, V = (N @ M[:, h] for M in (W.W_Q, W.W_K, W.W_V))
         heads.append(F.scaled_dot_product_attention(Q[None], K[None], V[None], is_causal=True)[0])
@@ -91,7 +95,8 @@ def written_attention(block: TransformerBlock, N: Tensor) -> Tensor:
 )
 def eq4(seed: int) -> Evidence:
     block, X = make_block(seed, causal=False), Draw(seed).normal(5, 16).T  # tokens are columns in Eq. 4
-    W, heads = block.attention, []
+    W: Any = block.attention
+    heads = []
     for h in (slice(0, 8), slice(8, 16)):
         Q, K, V = (M[:, h].T @ X for M in (W.W_Q, W.W_K, W.W_V))
         heads.append(torch.softmax(Q.T @ K / math.sqrt(8), -1) @ V.T)
@@ -104,7 +109,7 @@ def eq4(seed: int) -> Evidence:
     statement=r"$\frac{\partial\,\mathrm{Pre\text{-}LN}(x)}{\partial x} = I + \frac{\partial f(\mathrm{LN}(x))}{\partial"
     r"\,\mathrm{LN}(x)}\frac{\partial\,\mathrm{LN}(x)}{\partial x}$",
     verdict="HOLDS",
-    uses=[LayerNormAt.jacobian, FeedForwardAt.jacobian],
+    uses=[LayerNormAt, FeedForwardAt.jacobian],
 )
 def eq5(seed: int) -> Evidence:
     draw = Draw(seed)
@@ -140,7 +145,7 @@ def eq12(seed: int) -> Evidence:
     uses=[eq.lns],
 )
 def abstract_variance(seed: int) -> Evidence:
-    X, factor = Draw(seed).normal(20, 64), make_block(seed, 9, "lns").factor
+    X, factor = Draw(seed).normal(20, 64), make_block(seed, 9, "lns").factor or 0.0
     ratio = float((factor * rms_norm(X)).var() / rms_norm(X).var())
     return off(relative_error(1 / math.sqrt(9), ratio), "l = 9", corrected=relative_error(1 / 9, ratio), above=0.5)
 
@@ -171,7 +176,9 @@ def lns_only(seed: int) -> Evidence:
 def lns_before_ln(seed: int) -> Evidence:
     X = Draw(seed).normal(5, 16)
     pre, before = make_block(seed, 9), make_block(seed, 9, "lns-before-ln")
-    return off(abs(26.97 / 26.73 - 1), "perplexities; outputs of the two blocks at l = 9", corrected=relative_error(before(X), pre(X)))
+    return off(
+        abs(26.97 / 26.73 - 1), "perplexities; outputs of the two blocks at l = 9", corrected=relative_error(before(X), pre(X))
+    )
 
 
 @claim(
@@ -184,7 +191,8 @@ def lns_before_ln(seed: int) -> Evidence:
 def lns_gain(seed: int) -> Evidence:
     X = Draw(seed).normal(5, 16)
     lns, pre = make_block(seed, 5, "lns", affine=True), make_block(seed, 5, affine=True)
-    for norm in (pre.norm_1, pre.norm_2):
+    norms: Any = (pre.norm_1, pre.norm_2)
+    for norm in norms:
         norm.weight /= math.sqrt(5)
     return agrees(lns(X), pre(X), "l = 5")
 
@@ -201,8 +209,9 @@ def lns_gain_curvature(seed: int) -> Evidence:
     X, target = Draw(seed).normal(1, 3, 4), Draw(seed + 1).normal(1, 3, 4)
     options = {"d_model": 4, "d_ff": 4, "n_heads": 1, "affine": True, "activation": "gelu"}
     lns, pre = (make_block(seed, 4, name, **options).requires_grad_() for name in ("lns", "pre"))
+    norms: Any = (pre.norm_1, pre.norm_2)
     with torch.no_grad():
-        for norm in (pre.norm_1, pre.norm_2):
+        for norm in norms:
             norm.weight /= 2
     names = ["feedforward.W_1", "norm_2.weight"]
     of_lns, of_pre = (hessian(block, X, target, params=names) for block in (lns, pre))
@@ -220,7 +229,8 @@ def lns_gain_curvature(seed: int) -> Evidence:
     place="Eq. 12 with Sec. 2, layer pruning",
     statement=r"a layer is pruned and the rest stays as it is",
     verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"each block keeps its $\ell$; a model that is saved without a block and numbered anew, as the released script does, "
+    assumption=r"each block keeps its $\ell$; a model that is saved without a block and numbered anew, as the "
+    r"released script does, "
     r"has other factors behind it",
     uses=[TransformerBlock],
 )
@@ -230,7 +240,9 @@ def renumbered(seed: int) -> Evidence:
     anew = []
     for layer, block in enumerate(kept, 1):
         moved = make_block(seed, layer, "lns")
-        moved.load_state_dict({name: v for name, v in block.state_dict().items() if name in dict(moved.named_parameters())}, strict=False)
+        moved.load_state_dict(
+            {name: v for name, v in block.state_dict().items() if name in dict(moved.named_parameters())}, strict=False
+        )
         anew.append(moved)
     Y = X
     for block, layer in zip(kept, (1, 3, 4), strict=True):
@@ -255,10 +267,11 @@ def norm_kind(seed: int) -> Evidence:
 
 @claim(
     "curse-of-depth/embedding-std",
-    place="Sec. 5.1; theory from $\\sigma_{x_1}$ on",
+    place="Sec. 5.1; the theory, wherever sigma of x_1 enters",
     statement="the standard deviation of the embedding is not given",
     verdict="OMITTED",
-    corrected="0.632 in the released code until January 2026, 0.02 since: the first block's Jacobian feels it, and with it the theory",
+    corrected="0.632 in the released code until January 2026, 0.02 since: the first block's Jacobian feels it, and "
+    "with it the theory",
     uses=[initialise],
 )
 def embedding_std(seed: int) -> Evidence:
@@ -269,5 +282,3 @@ def embedding_std(seed: int) -> Evidence:
         X = model.embedding(tokens)[0].detach()
         gain.append(float(jacobian_of(model.blocks[0], X).norm() / math.sqrt(X.numel())))
     return bounded(5 * gain[0] / gain[1], f"5 times the first over the second; rms gain of block 1: {gain[0]:.2f}, {gain[1]:.2f}")
-
-

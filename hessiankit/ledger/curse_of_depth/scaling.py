@@ -50,11 +50,11 @@ def eq13(seed: int) -> Evidence:
 @claim(
     "ours/eq13-solution",
     place="The Curse of Depth, Eq. 13",
-    statement=r"Eq. 13 with constants 1 solves to $\sigma_\ell^2\sim\ell$",
+    statement=r"Eq. 13 with constants 1 and $\sigma_1 = 1$ solves to $\sigma_\ell^2 = \ell$",
     verdict="HOLDS",
 )
 def eq13_solution(seed: int) -> Evidence:
-    return agrees(recurrence(100_000, lns=True) / 100_000, 1.0, "sigma_L^2 / L at L = 10^5", below=1e-2)
+    return agrees(recurrence(100_000, lns=True), 100_000.0, "sigma_L^2 at L = 10^5")
 
 
 @claim(
@@ -67,13 +67,16 @@ def eq13_solution(seed: int) -> Evidence:
 def eq52_attention(seed: int) -> Evidence:
     block, N = make_block(seed), rms_norm(Draw(seed).normal(64, 16))
     slope = exponent([float(k) for k in DEPTHS], [var(block.attention(N / math.sqrt(k))) for k in DEPTHS])
-    return small(abs(slope + 1), f"measured exponent {slope:.3f} over l = 1 to 64; the softmax's part makes it inexact", below=0.15)
+    return small(
+        abs(slope + 1), f"measured exponent {slope:.3f} over l = 1 to 64; the softmax's part makes it inexact", below=0.15
+    )
 
 
 @claim(
     "curse-of-depth/eq52-ffn",
     place="App. A.3, Eq. 52",
-    statement=r"$\sigma_{\mathrm{FFN}}^2\sim\frac{\sigma_{W_1}^2}{\ell}\cdot\frac{\sigma_{W_2}^2}{\ell} = \frac{\sigma_W^4}{\ell^2}$",
+    statement=r"$\sigma_{\mathrm{FFN}}^2\sim\frac{\sigma_{W_1}^2}{\ell}\cdot\frac{\sigma_{W_2}^2}{\ell} = "
+    r"\frac{\sigma_W^4}{\ell^2}$",
     verdict="HOLDS UNDER ASSUMPTION",
     assumption=r"SwiGLU with small pre-activations, a product of two linear maps; for the network of Eq. 28 (ReLU) it is "
     r"$\frac1\ell$ exactly",
@@ -119,7 +122,8 @@ def eq56(seed: int) -> Evidence:
 @claim(
     "curse-of-depth/eq57",
     place="App. A.3, Eq. 57",
-    statement=r"for $\sigma_{x_\ell}^2 = \ell$: $\exp\left(\sum_{k=1}^{\ell-1}(\frac1k - \frac{1}{2k})\right) = \Theta(\exp(\log L))$",
+    statement=r"for $\sigma_{x_\ell}^2 = \ell$: $\exp\left(\sum_{k=1}^{\ell-1}(\frac1k - \frac{1}{2k})\right) = "
+    r"\Theta(\exp(\log L))$",
     verdict="WRONG AS PRINTED",
     corrected=r"the printed sum gives $\Theta(\sqrt L)$; Eq. 56 has $\frac1k - \frac{1}{2k^2}$, which gives $\Theta(L)$",
 )
@@ -148,10 +152,12 @@ def eq58_exponent(seed: int) -> Evidence:
 @claim(
     "curse-of-depth/eq58",
     place="App. A.3, Eq. 58",
-    statement=r"$\sigma_{x_\ell}^2 = \ell^{2-\epsilon}$ solves Eq. 55: $\sigma_{x_1}^2\prod_k(1 + \ldots)\le\Theta(\ell^{2-\epsilon})$, the "
+    statement=r"$\sigma_{x_\ell}^2 = \ell^{2-\epsilon}$ solves Eq. 55: $\sigma_{x_1}^2\prod_k(1 + "
+    r"\ldots)\le\Theta(\ell^{2-\epsilon})$, the "
     r"upper bound",
     verdict="WRONG AS PRINTED",
-    corrected=r"the product converges and is no $\ell^{2-\epsilon}$: it is no solution. The solution with constants 1 grows like $\ell$",
+    corrected=r"the product converges and is no $\ell^{2-\epsilon}$: it is no solution. The solution with constants 1 "
+    r"grows like $\ell$",
 )
 def eq58(seed: int) -> Evidence:
     epsilon, lengths = 0.75, (1_000, 1_000_000)
@@ -159,7 +165,7 @@ def eq58(seed: int) -> Evidence:
     growth, assumed_growth = math.exp(logs[1] - logs[0]), 1000 ** (2 - epsilon)
     solution = recurrence(4000, lns=True) / recurrence(1000, lns=True) / 4
     detail = f"from L = 10^3 to 10^6: assumed {assumed_growth:.3g}, product {growth:.3g}; the solution over l"
-    return violated(assumed_growth / growth, detail, corrected=min(solution, 1.0) if abs(solution - 1) < 0.05 else math.inf)
+    return violated(assumed_growth / growth, detail, corrected=solution)
 
 
 @claim(
@@ -172,7 +178,12 @@ def eq58(seed: int) -> Evidence:
 def eq14_lower(seed: int) -> Evidence:
     L = 10_000
     value = float(grown(L, lns=True)[-1])
-    return violated(L / value, "L / sigma_L^2 at L = 10^4, branches of variance 1 / l; log L over sigma_L^2", corrected=math.log(L) / value, above=100)
+    return violated(
+        L / value,
+        "L / sigma_L^2 at L = 10^4, branches of variance 1 / l; log L over sigma_L^2",
+        corrected=math.log(L) / value,
+        above=100,
+    )
 
 
 @claim(
@@ -210,13 +221,14 @@ def lns_band(seed: int) -> Evidence:
     statement=r"$1 + \|\frac{\partial\,\mathrm{FFN}}{\partial\,\mathrm{LN}}\|_2\|\frac{1}{\sqrt\ell}\|_2\|\frac{\partial"
     r"\,\mathrm{LN}}{\partial x'}\|_2 = 1 + \frac{\sigma_\ell^2}{\ell\,\sigma_{x'_\ell}(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2}$",
     verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{1}{\sqrt\ell}$ for $\frac1\ell$ (and the factor of Eq. 40 for its inverse): with ReLU the branch's Jacobian is "
+    corrected=r"$\frac{1}{\sqrt\ell}$ for $\frac1\ell$ (and the factor of Eq. 40 for its inverse): with ReLU the "
+    r"branch's Jacobian is "
     r"$\frac{1}{\sqrt\ell}$ times that of Pre-LN",
     uses=[FeedForwardAt.jacobian],
 )
 def eq59(seed: int) -> Evidence:
     draw, layer = Draw(seed), 9
-    network, x = Network.draw(draw, 6, 8, 1.0), draw.normal(1, 6)
+    network, x = Network.draw(draw, 6, 8, 1.0), draw.normal(3, 6)
     scaled = jacobian_of(lambda x: network(rms_norm(x) / math.sqrt(layer)), x)
     closed = dense(FeedForwardAt(rms_norm(x), *network, residual=False).jacobian("Y")) @ jacobian_of(rms_norm, x)
     return wrong(closed / layer, scaled, "l = 9, against autograd", corrected=closed / math.sqrt(layer), above=0.1)
@@ -247,7 +259,8 @@ def eq60(seed: int) -> Evidence:
     statement=r"$\|\frac{\partial y_L}{\partial x_1}\|_2\le\prod_{\ell=1}^{L-1}\left(1 + \frac{A}{\ell\,\sigma_{x_\ell}} + "
     r"\frac{B}{\ell^2\sigma_{x_\ell}^2}\right)$",
     verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{A}{\sqrt\ell\,\sigma_{x_\ell}} + \frac{B}{\ell\,\sigma_{x_\ell}^2}$ and $L$ factors: the $\frac1\ell$ holds for a "
+    corrected=r"$\frac{A}{\sqrt\ell\,\sigma_{x_\ell}} + \frac{B}{\ell\,\sigma_{x_\ell}^2}$ and $L$ factors: the "
+    r"$\frac1\ell$ holds for a "
     r"branch that is quadratic in its input (SwiGLU with small pre-activations)",
 )
 def eq15(seed: int) -> Evidence:
@@ -256,14 +269,17 @@ def eq15(seed: int) -> Evidence:
     branch = jacobian_of(lambda x: network(rms_norm(x) / math.sqrt(layer)), x)
     A = spectral(network.W_1) * spectral(network.W_2)
     sharp = A / float(x.square().mean().sqrt())
-    detail = "norm of a network's branch at l = 10^4 over A / (l sigma), A from the norms of its weights; over A / (sqrt(l) sigma)"
+    detail = (
+        "norm of a network's branch at l = 10^4 over A / (l sigma), A from the norms of its weights; over A / (sqrt(l) sigma)"
+    )
     return violated(spectral(branch) / (sharp / layer), detail, corrected=spectral(branch) / (sharp / math.sqrt(layer)))
 
 
 @claim(
     "curse-of-depth/eq16",
     place="Theorem 4.2, Eq. 16; Eqs. 63-65",
-    statement=r"$\sigma_{x_\ell}^2\sim\ell^{2-\epsilon}$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\omega(1)$, 'a growth strictly "
+    statement=r"$\sigma_{x_\ell}^2\sim\ell^{2-\epsilon}$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\omega(1)$, 'a "
+    r"growth strictly "
     r"greater than a constant'",
     verdict="WRONG AS PRINTED",
     corrected=r"the exponents $2-\frac\epsilon2$ and $4-\epsilon$ are above 1: the sums converge and the bound is $O(1)$; and "
@@ -275,7 +291,7 @@ def eq16(seed: int) -> Evidence:
     limit = A * p / (p - 1) + B * q / (q - 1)  # sum over l of l^-p is at most p / (p - 1)
     k = layers(1_000_000)
     value = float(torch.log1p(A / k**p + B / k**q).sum())
-    return false("at most a constant" if value < limit else "?", "without bound", f"the product of Eq. 63 at 10^6: {math.exp(value):.3g}")
+    return false(value < limit, False, f"the product at 10^6, {math.exp(value):.3g}, is below exp of the sum of all terms")
 
 
 @claim(
@@ -289,7 +305,9 @@ def eq64(seed: int) -> Evidence:
     epsilon, L = 0.75, 100_000
     total = float((layers(L) ** -(2 - epsilon / 2)).sum())
     integral = (L ** (epsilon / 2 - 1) - 1) / (epsilon / 2 - 1)
-    return loose([integral / total, (total - 1) / integral], "integral over sum, and sum without its first term over integral", factor=1.2)
+    return loose(
+        [integral / total, (total - 1) / integral], "integral over sum, and sum without its first term over integral", factor=1.2
+    )
 
 
 @claim(
@@ -297,12 +315,15 @@ def eq64(seed: int) -> Evidence:
     place="Theorem 4.2, Eq. 17",
     statement=r"$\sigma_{x_\ell}^2\sim\ell$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\Theta(L)$",
     verdict="LOOSE",
-    corrected=r"Eq. 15 gives $\prod(1 + A\,\ell^{-3/2} + B\,\ell^{-3}) = O(1)$; with the right factor $\frac{1}{\sqrt\ell}$ it is "
+    corrected=r"Eq. 15 gives $\prod(1 + A\,\ell^{-3/2} + B\,\ell^{-3}) = O(1)$; with the right factor "
+    r"$\frac{1}{\sqrt\ell}$ it is "
     r"$\prod(1 + \frac{A}{\ell} + \frac{B}{\ell^2}) = \Theta(L^A)$, and the statement fails for $A > 1$",
 )
 def eq17(seed: int) -> Evidence:
     L = 1_000_000
-    return loose(math.exp(log_product(1.0, 1.0, layers(L) ** 1.5)) / L, "the product of Eq. 15 over L at 10^6, A = B = 1", factor=1e4)
+    return loose(
+        math.exp(log_product(1.0, 1.0, layers(L) ** 1.5)) / L, "the product of Eq. 15 over L at 10^6, A = B = 1", factor=1e4
+    )
 
 
 @claim(
@@ -321,22 +342,12 @@ def eq17_factor(seed: int) -> Evidence:
 
 
 @claim(
-    "curse-of-depth/theorem17",
-    place="Sec. 4.1, 'Theorem 17 (after scaling)'; App. A.4, 'Proof of Theorem 17'",
-    statement="comparing Theorem 3.3 with Theorem 17 shows the variance bound fall from exponential to quadratic",
-    verdict="WRONG AS PRINTED",
-    corrected="there is no Theorem 17: Eq. 17 is in Theorem 4.2; the variance is in Lemmas 3.2 and 4.1",
-)
-def theorem17(seed: int) -> Evidence:
-    return false("Lemma 3.2, Theorem 3.3, Lemma 4.1, Theorem 4.2, Theorem 4.3", "Theorem 17", "what Secs. 3 and 4 number")
-
-
-@claim(
     "curse-of-depth/sec4.1-conclusion",
     place="Sec. 4.1, after Theorem 4.2",
     statement="with LNS 'fewer layers act as identity mappings compared to the original Pre-LN'",
     verdict="NOT REPRODUCED",
-    corrected=r"at initialisation the opposite: at depth $\ell$ the stream is smaller, but the branch is by $\frac{1}{\sqrt\ell}$, and "
+    corrected=r"at initialisation the opposite: at depth $\ell$ the stream is smaller, but the branch is by "
+    r"$\frac{1}{\sqrt\ell}$, and "
     r"$\|J_\ell - I\|$ falls below that of Pre-LN. It says nothing about trained models",
     uses=[TransformerBlock],
 )
@@ -350,4 +361,3 @@ def conclusion(seed: int) -> Evidence:
         last[name] = float((J - torch.eye(64, dtype=torch.float64)).norm() / 8)
     ratio = last["lns"] / last["pre"]
     return measured(ratio, ratio < 0.9, f"rms of J - I at block 32, LNS {last['lns']:.3f} over Pre-LN {last['pre']:.3f}")
-

@@ -156,5 +156,3 @@ class Network(NamedTuple):
     def __call__(self, N: Tensor) -> Tensor:
         """Return ReLU(N W_1) W_2."""
         return torch.relu(N @ self.W_1) @ self.W_2
-
-

@@ -1,14 +1,23 @@
-"""Closing the Curvature Gap (Petrov et al.)."""
+"""Closing the Curvature Gap: Full Transformer Hessians (Petrov et al.)."""
 
 CHAPTERS = (
+    "setting",
     "calculus",
     "matrix_norms",
-    "setting",
+    "attention_objects",
+    "attention_curvature",
+    "attention_loss",
+    "attention_bounds",
     "layernorm",
     "layernorm_hessian",
     "block_jacobians",
     "block_hessian",
-    "attention_curvature",
+    "block_symmetry",
     "loss_hessian",
-    "attention_loss",
+    "norm_bounds",
+    "block_bound_steps",
+    "block_bounds",
+    "convergence",
+    "experiments",
+    "completions",
 )

@@ -31,7 +31,7 @@ from hessiankit.ledger.curvature_gap.attention_problems import (
 )
 from hessiankit.ledger.curvature_gap.notation import dense, kron, spectral
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, off, relative_error, violated
+from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, off, readings, relative_error, violated
 from hessiankit.ledger.registry import claim
 
 
@@ -55,7 +55,8 @@ def thm1(seed: int) -> Evidence:
     place="C.1, last display",
     statement=r"$\|H\|_2\le M$ with the constants of C.1",
     verdict="WRONG AS PRINTED",
-    corrected=r"as for the main text, whose constants are larger (8 for 2, 4 for 2, $\sqrt{d_K}$ for $\sqrt{d_Vd_K}$) and not derived",
+    corrected=r"as for the main text, whose constants are larger (8 for 2, 4 for 2, $\sqrt{d_K}$ for $\sqrt{d_Vd_K}$) "
+    r"and not derived",
     uses=[theorem_1_appendix_printed, attention_a_priori],
 )
 def thm1_appendix(seed: int) -> Evidence:
@@ -63,6 +64,19 @@ def thm1_appendix(seed: int) -> Evidence:
     smaller = [s.theorem_1_appendix().M / s.theorem_1().M for s in sample(seed)]  # never above the main text's
     found = p.norm / p.theorem_1_appendix().M
     return violated(found, "the same point", corrected=[p.corrected, *smaller], above=800)
+
+
+@claim(
+    "curvature-gap/thm1-constants",
+    place="Theorem 1 and C.1",
+    statement="the $M$ of Theorem 1 is the $M$ that its proof arrives at",
+    verdict="VAGUE",
+    corrected="two different numbers go by that name",
+    uses=[theorem_1_printed, theorem_1_appendix_printed],
+)
+def thm1_constants(seed: int) -> Evidence:
+    p = sample(seed)[0]
+    return readings({"Theorem 1": p.theorem_1().VQ, "C.1": p.theorem_1_appendix().VQ}, "its term for (V, Q), one problem")
 
 
 @claim(
@@ -287,7 +301,8 @@ def ho_vq_norm(seed: int) -> Evidence:
 @claim(
     "curvature-gap/hf_qq-norm",
     place="C.1",
-    statement=r"$\|H_f(W_Q,W_Q)\|_2\le\frac{12}{d_Vd_K}\sqrt{\mathrm{rank}}\,(L\|X\|\|W_V\| + \|\mathrm{Target}\|)\|W_V\|\|W_K\|^2\|X\|^5$",
+    statement=r"$\|H_f(W_Q,W_Q)\|_2\le\frac{12}{d_Vd_K}\sqrt{\mathrm{rank}}\,(L\|X\|\|W_V\| + "
+    r"\|\mathrm{Target}\|)\|W_V\|\|W_K\|^2\|X\|^5$",
     verdict="LOOSE",
     corrected=r"$12$ is $6\cdot2$ for a constant of at most $\sqrt6/9\cdot2$, and the step before it has another $1/L$",
     uses=[functional_printed],
@@ -300,7 +315,8 @@ def hf_qq_norm(seed: int) -> Evidence:
 @claim(
     "curvature-gap/hf_vq-norm",
     place="C.1",
-    statement=r"$\|H_f(W_V,W_Q)\|_2\le\frac{2\sqrt{\mathrm{rank}}}{L^2\sqrt{d_Vd_K}}(L\|X\|\|W_V\| + \|\mathrm{Target}\|)\|W_K\|\|X\|^3$",
+    statement=r"$\|H_f(W_V,W_Q)\|_2\le\frac{2\sqrt{\mathrm{rank}}}{L^2\sqrt{d_Vd_K}}(L\|X\|\|W_V\| + "
+    r"\|\mathrm{Target}\|)\|W_K\|\|X\|^3$",
     verdict="HOLDS UNDER ASSUMPTION",
     assumption=UNIFORM,
     corrected=r"too small by up to $L/4$ and more otherwise",
@@ -345,8 +361,9 @@ def hf_qk_step(seed: int) -> Evidence:
 
 @claim(
     "ours/attention-a-priori",
-    place="in place of Theorem 1",
-    statement=r"$\|H\|_2\le\frac{2}{Ld_V}\lambda_{\max}(gg^\top + f)$ from the norms of $X$, the weights and the target, also over a "
+    place="Closing the Curvature Gap, in place of Theorem 1",
+    statement=r"$\|H\|_2\le\frac{2}{Ld_V}\lambda_{\max}(gg^\top + f)$ from the norms of $X$, the weights and the "
+    r"target, also over a "
     "ball of weights",
     verdict="HOLDS",
     uses=[attention_a_priori],

@@ -116,7 +116,8 @@ def c1_ho_vq(seed: int) -> Evidence:
 @claim(
     "curvature-gap/c1-ho_qk",
     place="C.1",
-    statement=r"$H_o(W_Q,W_K) = \frac{2}{Ld_Vd_K}(I\otimes W_K^\top)Z_1^\top(I_L\otimes W_VW_V^\top)Z_1(W_Q\otimes I)K_{d_K,d_V}$",
+    statement=r"$H_o(W_Q,W_K) = \frac{2}{Ld_Vd_K}(I\otimes W_K^\top)Z_1^\top(I_L\otimes W_VW_V^\top)Z_1(W_Q\otimes "
+    r"I)K_{d_K,d_V}$",
     verdict="HOLDS",
     uses=[AttentionAt],
 )
@@ -150,7 +151,8 @@ def c1_hf_vq(seed: int) -> Evidence:
 @claim(
     "curvature-gap/c1-hf_qk",
     place="C.1",
-    statement=r"$H_f(W_Q,W_K) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V} + "
+    statement=r"$H_f(W_Q,W_K) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes "
+    r"I)K_{d_K,d_V} + "
     r"\frac{2}{Ld_V\sqrt{d_K}}[R_{d_V}(I_L\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$",
     verdict="HOLDS",
     corrected="with $I_L$, where Lemma 2 has $I_{d_V}$; the brackets are ours",

@@ -60,6 +60,12 @@ class Problem:
         named = {"x": self.X, "w_Q": self.W_Q, "w_K": self.W_K, "w_V": self.W_V, "t": self.target}
         return {name: spectral(A) for name, A in named.items()}
 
+    @property
+    def letters(self) -> tuple[float, float, float, float, float]:
+        """x, w_Q, w_K, w_V, t."""
+        n = self.norms
+        return n["x"], n["w_Q"], n["w_K"], n["w_V"], n["t"]
+
     # The exact Hessian -------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -114,11 +120,11 @@ class Problem:
 
     def theorem_1(self, *, swapped: bool = False) -> PrintedAttentionBlocks:
         """The main text's terms."""
-        return theorem_1_printed(*self.sizes, **self.norms, swapped=swapped)
+        return theorem_1_printed(*self.sizes, *self.letters, swapped=swapped)
 
     def theorem_1_appendix(self, *, swapped: bool = False) -> PrintedAttentionBlocks:
         """C.1's terms, with the rank of F - Target."""
-        return theorem_1_appendix_printed(*self.sizes, **self.norms, rank=self.rank, swapped=swapped)
+        return theorem_1_appendix_printed(*self.sizes, *self.letters, rank=self.rank, swapped=swapped)
 
     @property
     def rank(self) -> int:
@@ -128,12 +134,12 @@ class Problem:
     @property
     def outer_bounds(self) -> PrintedAttentionBlocks:
         """C.1's bounds on the outer parts."""
-        return outer_printed(*self.sizes, **{name: value for name, value in self.norms.items() if name != "t"})
+        return outer_printed(*self.sizes, *self.letters[:4])
 
     @property
     def functional_bounds(self) -> PrintedAttentionBlocks:
         """C.1's bounds on the functional parts."""
-        return functional_printed(*self.sizes, **self.norms, m=math.sqrt(self.rank))
+        return functional_printed(*self.sizes, *self.letters, math.sqrt(self.rank))
 
     @property
     def steps(self) -> PrintedSteps:

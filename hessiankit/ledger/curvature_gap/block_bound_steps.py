@@ -22,6 +22,7 @@ from hessiankit.ledger.curvature_gap.block_problems import (
     exact_phi,
     never_above,
     norms,
+    over,
     peaked_identity,
     problems,
     uniform_pair,
@@ -238,7 +239,7 @@ def mixed(seed: int, i: str, width: Callable[[Sizes], int], weight: str) -> Evid
     found = []
     for p in problems(seed):
         front = math.sqrt(width(p.sizes)) * norms(p)[weight] * spectral(dense(p.block.J_Y))
-        found += [spectral(p.second("S", i, k)) / (front * spectral(p.first("F", k))) for k in ATTENTION]
+        found += [over(spectral(p.second("S", i, k)), front * spectral(p.first("F", k))) for k in ATTENTION]
     return bounded(found, "four points, exact J_Y and G_k")
 
 
@@ -269,13 +270,14 @@ def eq24_ratio(p: Point, k: str, m: str, phi: dict[str, float]) -> float:
     """Return left over right side of Eq. 24 with exact J_SY, J_Y, H_Y, G and given norms of Phi."""
     J_SY, J_Y, H_Y = (spectral(dense(A)) for A in (p.block.J_SY, p.block.J_Y, p.block.H_Y))
     bent = spectral(p.first("F", k)) * H_Y * spectral(p.first("F", m))
-    return spectral(p.second("S", k, m)) / (J_SY * (bent + J_Y * phi[k + m]))
+    return over(spectral(p.second("S", k, m)), J_SY * (bent + J_Y * phi[k + m]))
 
 
 @claim(
     "curvature-gap/eq24",
     place="C.6, Eq. 24",
-    statement=r"$\|\xi_{k\ell}\|_2\le\|J_{SY}\|_2(\|G_k\|_2\|H_Y\|_2\|G_\ell\|_2 + \|J_Y\|_2\|\Phi_{k\ell}\|_2)$, all factors exact",
+    statement=r"$\|\xi_{k\ell}\|_2\le\|J_{SY}\|_2(\|G_k\|_2\|H_Y\|_2\|G_\ell\|_2 + \|J_Y\|_2\|\Phi_{k\ell}\|_2)$, all "
+    r"factors exact",
     verdict="HOLDS",
     uses=[theorem_6_printed],
 )

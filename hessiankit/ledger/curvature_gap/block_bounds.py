@@ -13,8 +13,12 @@ from derivations.transformer import PostNormBlockAt
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.block_problems import (
     a_priori,
+    bound,
     closed_form,
+    exact_factors,
+    exact_phi,
     never_above,
+    over,
     problems,
     residual,
     single_row,
@@ -22,7 +26,7 @@ from hessiankit.ledger.curvature_gap.block_problems import (
     with_target,
 )
 from hessiankit.ledger.curvature_gap.notation import dense, eye, spectral
-from hessiankit.ledger.curvature_gap.point import PAIRS, WEIGHTS, Point, point
+from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, PAIRS, WEIGHTS, Point, point
 from hessiankit.ledger.evidence import agrees, bounded, loose, violated
 from hessiankit.ledger.registry import claim
 
@@ -39,8 +43,27 @@ def eq8(seed: int) -> Evidence:
     for p in problems(seed):
         J_Z, H_Z = spectral(dense(p.block.J_Z)), spectral(dense(p.block.H_Z))
         B = {i: spectral(p.first("S", i)) for i in WEIGHTS}
-        found += [spectral(p.second("Z", i, j)) / (J_Z * spectral(p.second("S", i, j)) + B[i] * H_Z * B[j]) for i, j in PAIRS]
+        xi = {pair: spectral(p.second("S", *pair)) for pair in PAIRS}
+        found += [over(spectral(p.second("Z", i, j)), J_Z * xi[i, j] + B[i] * H_Z * B[j]) for i, j in PAIRS]
     return bounded(found, "four points, 25 pairs, exact factors")
+
+
+@claim(
+    "curvature-gap/c6-examples",
+    place="C.6, part C",
+    statement=r"Eq. 8 with Eqs. 13-16, 20, 22, 24 put in, for $(1,1)$, $(1,2)$, $(1,k)$ and $(k,\ell)$; $J_Z$, $H_Z$, "
+    r"$J_Y$, $H_Y$, $G$, "
+    r"$\Phi$ exact",
+    verdict="HOLDS",
+    uses=[theorem_6_printed],
+)
+def c6_examples(seed: int) -> Evidence:
+    found = []
+    for p in problems(seed):
+        terms = bound(p, exact_factors(p), exact_phi(p)).H_tr
+        for i, j in (("1", "1"), ("1", "2"), *(("1", k) for k in ATTENTION), *ATTENTION_PAIRS):
+            found.append(over(spectral(p.second("Z", i, j)), float(terms[WEIGHTS.index(i), WEIGHTS.index(j)])))
+    return bounded(found, f"four points, {len(found)} blocks")
 
 
 def eq9_right(p: Point) -> float:
@@ -107,7 +130,8 @@ def thm6_proof(seed: int) -> Evidence:
 @claim(
     "curvature-gap/post-norm-identity",
     place="Eqs. 7 and 9",
-    statement=r"with $\gamma = 1$ and $\beta = 0$ the loss is $\mathrm{const} - \frac{2}{Ld_V}\langle Z,\mathrm{Target}\rangle$, so that "
+    statement=r"with $\gamma = 1$ and $\beta = 0$ the loss is $\mathrm{const} - \frac{2}{Ld_V}\langle "
+    r"Z,\mathrm{Target}\rangle$, so that "
     r"$H = -\frac{2}{Ld_V}\langle\mathrm{Target},\partial^2Z\rangle$ has no outer part",
     verdict="OMITTED",
     corrected="the two parts of Eq. 7 cancel exactly where the target is zero",
@@ -126,8 +150,9 @@ def post_norm_identity(seed: int) -> Evidence:
 
 @claim(
     "ours/post-norm-block-a-priori",
-    place="in place of Theorem 6",
-    statement=r"$\|H\|_2\le\frac{2}{Ld_V}\lambda_{\max}$ of a $5\times5$ matrix of norms, from the norms of $X$, the weights, the target "
+    place="Closing the Curvature Gap, in place of Theorem 6",
+    statement=r"$\|H\|_2\le\frac{2}{Ld_V}\lambda_{\max}$ of a $5\times5$ matrix of norms, from the norms of $X$, the "
+    r"weights, the target "
     "and the least deviations of rows",
     verdict="HOLDS",
     uses=[post_block_a_priori],

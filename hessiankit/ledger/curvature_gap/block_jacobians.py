@@ -32,7 +32,7 @@ def same(seed: int, *builds: Build, reference: Build, detail: str = "against aut
 
 def misprint(seed: int, printed: Build, closed: Build, reference: Build, detail: str = "") -> Evidence:
     """Show that a printed matrix is off at generic and at equal sizes, and the closed form at neither."""
-    errors = [relative_error(if_it_conforms(lambda p=p: printed(p)), reference(p)) for p in points(seed)]
+    errors = [relative_error(if_it_conforms(printed, p), reference(p)) for p in points(seed)]
     text = "at generic sizes " + ", at equal sizes ".join("does not conform" if e == math.inf else f"{e:.2g}" for e in errors)
     rest = [relative_error(closed(p), reference(p)) for p in points(seed)]
     return off(errors, "; ".join(filter(None, (text, detail))), corrected=rest)
@@ -114,7 +114,8 @@ def thm9_b1(seed: int) -> Evidence:
     place="Theorem 9, proof, i = 1",
     statement=r"$\partial S/\partial W_1 = (I_L\otimes W_2^\top)\frac{\partial\sigma(YW_1)}{\partial YW_1}(I_L\otimes W_1^\top)$",
     verdict="WRONG AS PRINTED",
-    corrected=r"the last factor is $\partial(YW_1)/\partial W_1 = Y\otimes I_{d_{ff}}$; the printed one is $\partial(YW_1)/\partial Y$",
+    corrected=r"the last factor is $\partial(YW_1)/\partial W_1 = Y\otimes I_{d_{ff}}$; the printed one is "
+    r"$\partial(YW_1)/\partial Y$",
     uses=[FeedForwardAt.jacobian],
 )
 def thm9_b1line(seed: int) -> Evidence:
@@ -153,7 +154,8 @@ def thm9_zw2(seed: int) -> Evidence:
 @claim(
     "curvature-gap/thm9-jsy",
     place="Theorem 9",
-    statement=r"$\partial S/\partial Y = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(I_L\otimes W_1^\top) + I$",
+    statement=r"$\partial S/\partial Y = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(I_L\otimes "
+    r"W_1^\top) + I$",
     verdict="WRONG AS PRINTED",
     corrected=r"$1_{YW_1>0}$ in place of $1_{X>0}$",
     uses=[FeedForwardAt.jacobian],
@@ -191,7 +193,8 @@ def g_v(seed: int) -> Evidence:
 @claim(
     "curvature-gap/g_q",
     place="C.4",
-    statement=r"$\partial F/\partial W_Q = (I_L\otimes W_V^\top X^\top)\,\frac{\partial A}{\partial M}\,(X\otimes XW_K)/\sqrt{d_K}$ "
+    statement=r"$\partial F/\partial W_Q = (I_L\otimes W_V^\top X^\top)\,\frac{\partial A}{\partial M}\,(X\otimes "
+    r"XW_K)/\sqrt{d_K}$ "
     r"($M$: the logits)",
     verdict="HOLDS",
     uses=[AttentionAt],

@@ -53,7 +53,8 @@ def exact_factors(p: Point) -> PrintedFactors:
     block = p.block
     J_Z, H_Z, J_Y, H_Y = (spectral(dense(A)) for A in (block.J_Z, block.H_Z, block.J_Y, block.H_Y))
     hidden = spectral(torch.relu(block.Y @ p.weights["1"]))
-    return PrintedFactors(J_Z, H_Z, J_Y, H_Y, spectral(block.Y), hidden, *(spectral(p.first("F", k)) for k in "QKV"))
+    G_Q, G_K, G_V = (spectral(p.first("F", k)) for k in "QKV")
+    return PrintedFactors(J_Z, H_Z, J_Y, H_Y, spectral(block.Y), hidden, G_Q, G_K, G_V)
 
 
 def exact_phi(p: Point) -> dict[str, float]:
@@ -96,9 +97,14 @@ def a_priori(p: Point) -> float:
 Side = Callable[[Point], float]
 
 
+def over(left: float, right: float) -> float:
+    """Return left / right, and 0 where both vanish, as they do if no ReLU is active."""
+    return left / right if right else (math.inf if left > 1e-12 else 0.0)
+
+
 def never_above(seed: int, left: Side, right: Side, detail: str, *, attained: float | None = None) -> Evidence:
     """Find an inequality to hold on the problems."""
-    return bounded([left(p) / right(p) for p in problems(seed)], f"four points, {detail}", attained=attained)
+    return bounded([over(left(p), right(p)) for p in problems(seed)], f"four points, {detail}", attained=attained)
 
 
 def attention_point(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Point:

@@ -145,4 +145,4 @@ def thm8_tau(seed: int) -> Evidence:
 
     references = [3 * scales(square).square(), 4 * scales(wide).square()]
     holds = agrees([printed(square), LayerNormTheorems(wide).norms ** 2], references, "L = d_V = 3; corrected at L = 3, d_V = 4")
-    return assumed(holds, relative_error(if_it_conforms(lambda: printed(wide)), references[1]), above=1.0)
+    return assumed(holds, relative_error(if_it_conforms(printed, wide), references[1]), above=1.0)

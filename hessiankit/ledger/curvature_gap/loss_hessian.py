@@ -68,7 +68,7 @@ def printed_H_tr(p: Point, i: str, j: str) -> Tensor:
 def errors_of_print(p: Point) -> dict[tuple[str, str], float]:
     """Return the error of each block that has a printed formula."""
     pairs = [pair for pair in PAIRS if pair not in WITHOUT]
-    return {(i, j): relative_error(if_it_conforms(lambda i=i, j=j: printed_H_tr(p, i, j)), p.second("Z", i, j)) for i, j in pairs}
+    return {(i, j): relative_error(if_it_conforms(printed_H_tr, p, i, j), p.second("Z", i, j)) for i, j in pairs}
 
 
 @claim(
@@ -76,7 +76,8 @@ def errors_of_print(p: Point) -> dict[tuple[str, str], float]:
     place="Theorems 5 and 10, Lemma 2",
     statement=r"Eq. 6 with $\xi_{ij}$, $G_k$, $\Phi_{k\ell}$ as printed gives the blocks $H_{tr}^{(i,j)}$",
     verdict="WRONG AS PRINTED",
-    corrected=r"right: (1,1), (2,2), (2,Q), (2,V), (V,V); 9 blocks are wrong, 11 have no formula. Corrected $\xi$, $G_K$, $\Phi$ give "
+    corrected=r"right: (1,1), (2,2), (2,Q), (2,V), (V,V); 9 blocks are wrong, 11 have no formula. Corrected $\xi$, "
+    r"$G_K$, $\Phi$ give "
     "all 25",
     uses=[PostNormBlockAt.H_tr],
 )
@@ -102,14 +103,16 @@ def loss_blocks(p: Point, c: float) -> Iterator[float]:
 @claim(
     "curvature-gap/eq7",
     place="Sec. 4.2, Eq. 7",
-    statement=r"$\frac{\partial^2\mathcal{L}(Z)}{\partial W_i\partial W_j} = J_i^\top\frac{2}{Ld_V}J_j + R^{tr}H_{tr}^{(i,j)}$ with "
+    statement=r"$\frac{\partial^2\mathcal{L}(Z)}{\partial W_i\partial W_j} = J_i^\top\frac{2}{Ld_V}J_j + "
+    r"R^{tr}H_{tr}^{(i,j)}$ with "
     r"$R^{tr}_m = \mathrm{vec}_r(Z - \mathrm{Target})^\top\otimes I_m$",
     verdict="WRONG AS PRINTED",
     corrected=r"$\frac{2}{Ld_V}[J_i^\top J_j + (\mathrm{vec}_r(Z - \mathrm{Target})^\top\otimes I_{n_i})H_{tr}^{(i,j)}]$",
     uses=[PostNormBlockAt.loss_hessian],
 )
 def eq7(seed: int) -> Evidence:
-    errors, rest = [], []
+    errors: list[float] = []
+    rest: list[float] = []
     for p in points(seed):
         errors += loss_blocks(p, 1.0)
         closed = [dense(p.block.loss_hessian(p.target, i, j).total) for i, j in PAIRS]

@@ -131,7 +131,8 @@ def property10(seed: int) -> Evidence:
     place="App. B.3, Property 11",
     statement=r"$\|A\|_2\le\sqrt{mn}\,\max_{ij}\|B_{ij}\|_2$ for a matrix of blocks $B_{ij}$",
     verdict="HOLDS",
-    corrected="$m, n$ are the numbers of blocks; the print says that they are the sizes of $A$, which is weaker. The last step of "
+    corrected="$m, n$ are the numbers of blocks; the print says that they are the sizes of $A$, which is weaker. The "
+    "last step of "
     "C.1 cites Property 7 and needs this one",
     uses=[block_norm_bound_printed, block_norm_bound],
 )

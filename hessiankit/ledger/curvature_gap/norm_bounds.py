@@ -17,6 +17,7 @@ from derivations.bounds import (
 from derivations.bounds.block_printed import (
     sigma_min_printed,
 )
+from derivations.layernorm_theorems import LayerNormTheorems
 from derivations.normalization import LayerNormAt
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.block_problems import (
@@ -98,11 +99,51 @@ def lemma4_28_proof(seed: int) -> Evidence:
     place="Lemma 4, Eq. 29, as its proof reads it",
     statement=r"Eq. 29 with $\sigma_{\min} = \min_i\sigma_i$",
     verdict="LOOSE",
-    corrected=r"the right side is at least $4\sqrt n/\min_i\sigma_i^2$; its middle term has the wrong degree in $X$, and is not needed",
+    corrected=r"the right side is at least $4\sqrt n/\min_i\sigma_i^2$; its middle term has the wrong degree in $X$, "
+    r"and is not needed",
     uses=[lemma_4_hessian_printed],
 )
 def lemma4_29(seed: int) -> Evidence:
     return loose([lemma_ratios(X, "proof")[1] for X in rows(seed)], "ten inputs", factor=4 * math.sqrt(3))
+
+
+def inverse_scale_ratios(X: Tensor) -> tuple[float, float]:
+    """Return left over right side of the proof's bounds on dP/dX and d2P/dX2, sigma_min as the proof reads it."""
+    objects, n, x, sigma = LayerNormTheorems(X), X.shape[1], spectral(X), sigma_min_printed(X, reading="proof")
+    first = x / (math.sqrt(n) * sigma**3)
+    return spectral(dense(objects.dP)) / first, spectral(dense(objects.d2P)) / (first + 3 * x**2 / (n * sigma**5))
+
+
+@claim(
+    "curvature-gap/lemma4-dp",
+    place="Lemma 4, proof 1",
+    statement=r"$\|\partial P/\partial X\|_2\le\|X\|_2/(\sqrt n\,\sigma_{\min}^3)$, $\sigma_{\min} = \min_i\sigma_i$",
+    verdict="HOLDS",
+    corrected=r"$= 1/(\sqrt n\min_i\sigma_i^2)$",
+    uses=[LayerNormTheorems],
+)
+def lemma4_dp(seed: int) -> Evidence:
+    found = [inverse_scale_ratios(X)[0] for X in rows(seed)]
+    exact = [spectral(dense(LayerNormTheorems(X).dP)) * math.sqrt(X.shape[1]) * least_scale(X) ** 2 for X in rows(seed)]
+    return bounded([*found, *exact], "ten inputs, the print and the corrected equality", attained=1 - 1e-9)
+
+
+def least_scale(X: Tensor) -> float:
+    """Return min_i sigma_i."""
+    return sigma_min_printed(X, reading="proof")
+
+
+@claim(
+    "curvature-gap/lemma4-d2p",
+    place="Lemma 4, proof (ii)",
+    statement=r"$\|\partial^2P/\partial X^2\|_2\le\frac{\|X\|_2}{\sqrt n\,\sigma_{\min}^3} + "
+    r"\frac{3\|X\|_2^2}{n\,\sigma_{\min}^5}$",
+    verdict="HOLDS",
+    corrected=r"with $\sigma_{\min} = \min_i\sigma_i$; the first term, not needed, has degree $-2$ in $X$ and not $-3$",
+    uses=[LayerNormTheorems],
+)
+def lemma4_d2p(seed: int) -> Evidence:
+    return bounded([inverse_scale_ratios(X)[1] for X in rows(seed)], "ten inputs")
 
 
 @claim(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -53,16 +52,11 @@ def spectral(A: Tensor) -> float:
     return float(torch.linalg.matrix_norm(A, 2))
 
 
-def if_it_conforms(build: Callable[[], Tensor]) -> Tensor:
+def if_it_conforms(build: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Return the product, or a tensor without entries if its sizes do not conform: that is an infinite error."""
     try:
-        return build()
+        return build(*arguments)
     except RuntimeError as reason:
         if "size" not in str(reason) and "shape" not in str(reason):
             raise
         return torch.empty(0, dtype=torch.float64)
-
-
-def relative(ratio: float, told: float = 1.0) -> float:
-    """Return the relative distance of a number from what it is told to be."""
-    return abs(ratio / told - 1) if math.isfinite(ratio) else math.inf

@@ -9,6 +9,7 @@ CHAPTERS = (
     "theorem_attention",
     "bounds_attention",
     "theorem_embedding",
+    "bounds_embedding",
     "learning_rates",
     "tables",
 )

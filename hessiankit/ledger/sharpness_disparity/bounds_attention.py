@@ -112,7 +112,8 @@ def estimate_vo(seed: int) -> Evidence:
     "sharpness-disparity/b2-estimate-gamma",
     place="App. B.2, estimate for gamma, first line",
     statement=r"$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\sqrt n\,"
-    r"\|X_{\mathrm{std}}\|_F\left(\frac{2}{\sqrt D}\|(I_n\otimes P)\frac{\partial A}{\partial M}(I_n\otimes X_NW_KW_Q^\top)\|_F + "
+    r"\|X_{\mathrm{std}}\|_F\left(\frac{2}{\sqrt D}\|(I_n\otimes P)\frac{\partial A}{\partial M}(I_n\otimes "
+    r"X_NW_KW_Q^\top)\|_F + "
     r"\|A\otimes W_O^\top W_V^\top\|_F\right)$",
     verdict="WRONG AS PRINTED",
     corrected=r"the two terms of the scores have norms of their own: $\|\ldots(I_n\otimes X_NW_KW_Q^\top)\|_F + "
@@ -139,7 +140,8 @@ def estimate_gamma(seed: int) -> Evidence:
     "sharpness-disparity/thm4.2-bound-qk",
     place="App. B.2, end bounds of Theorem 4.2",
     statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_\bullet}\|_F\le\frac{\Phi}{\|W_\bullet\|_F}$ for $W_K$, $W_Q$; $\Phi = "
-    r"\frac{(n\sqrt D)^3}{\sqrt D}\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\frac{\partial A}{\partial M}\|_F\|W_K\|_F\|W_Q\|_F"
+    r"\frac{(n\sqrt D)^3}{\sqrt D}\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\frac{\partial A}{\partial "
+    r"M}\|_F\|W_K\|_F\|W_Q\|_F"
     r"\|W_V\|_F\|W_O\|_F\|\gamma\|_F^3$",
     verdict="HOLDS",
 )
@@ -269,8 +271,8 @@ def qk_vo(seed: int) -> Evidence:
 )
 def looseness(seed: int) -> Evidence:
     draw, n, D = Draw(seed), 64, 64
-    X, weights = draw.normal(n, D), [draw.normal(D, D, std=0.02) for _ in range(4)]
-    point = AttentionPoint(X, ones(D).T, *weights, draw.normal(1, n * D), True)
+    X, (W_Q, W_K, W_V, W_O) = draw.normal(n, D), (draw.normal(D, D, std=0.02) for _ in range(4))
+    point = AttentionPoint(X, ones(D).T, W_Q, W_K, W_V, W_O, draw.normal(1, n * D), True)
     squares = [(a.diag() - torch.outer(a, a)).square().sum() for a in point.closed.A]
     c = constants(point, dA=math.sqrt(float(sum(squares))))
     found = {letter: end_ratio(point, letter, c) for letter in ("W_Q", "W_K", "gamma")}

@@ -180,7 +180,7 @@ def gamma_ones(seed: int) -> Evidence:
     statement=r"$\|\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_D)\|_F\le n\sqrt D$",
     verdict="LOOSE",
     corrected=r"it is $\sqrt{nD}$",
-    uses=[LayerNormAt.jacobian],
+    uses=[LayerNormAt],
 )
 def gamma_jacobian(seed: int) -> Evidence:
     X, gain = Draw(seed).normal(9, 5), ones(5)[:, 0]

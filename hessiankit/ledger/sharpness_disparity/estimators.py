@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +106,8 @@ def eq3(seed: int) -> Evidence:
     place="Sec. 3.2, Eq. 3, with the data's labels",
     statement="Eq. 3 gives the diagonal Fisher matrix",
     verdict="HOLDS UNDER ASSUMPTION",
-    assumption="labels drawn from the model's own softmax; with the data's labels it is biased, for the empirical Fisher matrix too",
+    assumption="labels drawn from the model's own softmax; with the data's labels it is biased, for the empirical "
+    "Fisher matrix too",
 )
 def labels(seed: int) -> Evidence:
     point = Classifier.draw(seed)
@@ -118,7 +120,8 @@ def labels(seed: int) -> Evidence:
     place="Sec. 3.2, Eq. 3, with shared random numbers",
     statement="Eq. 3 gives the diagonal Fisher matrix",
     verdict="HOLDS UNDER ASSUMPTION",
-    assumption="labels independent of one another; one random number for all positions leaves each law right and biases the estimate",
+    assumption="labels independent of one another; one random number for all positions leaves each law right and "
+    "biases the estimate",
 )
 def independence(seed: int) -> Evidence:
     point = Classifier.draw(seed)
@@ -197,10 +200,11 @@ def gauss_newton(seed: int) -> Evidence:
     point = Classifier.draw(seed)
     J = jacobian_of(point.logits, point.theta)
     middle = dense(CrossEntropyAt(point.logits(point.theta), [0, 0, 0]).hessian("logits", "logits"))
-    network = torch.nn.Sequential(torch.nn.Linear(4, 5, False), torch.nn.Tanh(), torch.nn.Linear(5, 3, False)).double()
+    first, last = torch.nn.Linear(4, 5, False).double(), torch.nn.Linear(5, 3, False).double()
+    network = torch.nn.Sequential(first, torch.nn.Tanh(), last)
     with torch.no_grad():
-        network[0].weight.copy_(point.W_1.T)
-        network[2].weight.copy_(point.W_2.T)
+        first.weight.copy_(point.W_1.T)
+        last.weight.copy_(point.W_2.T)
     diagonal = curvature_diagonal(network, point.X, torch.zeros(3, dtype=torch.int64), loss="cross_entropy", kind="ggn")
     from_library = torch.cat([diagonal["0.weight"].T.reshape(-1), diagonal["2.weight"].T.reshape(-1)])
     found = [(J.T @ middle @ J).diagonal(), from_library]
@@ -239,7 +243,7 @@ def eq4(seed: int) -> Evidence:
 
 def tiny_model(seed: int) -> Transformer:
     """Return a model of two blocks with a vocabulary of four."""
-    options = {"placement": "pre", "activation": "gelu", "causal": True, "max_len": 8}
+    options: dict[str, Any] = {"placement": "pre", "activation": "gelu", "causal": True, "max_len": 8}
     return Transformer(4, 4, 6, 2, 2, seed=seed, **options).double()
 
 

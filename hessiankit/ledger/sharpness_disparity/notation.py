@@ -162,14 +162,15 @@ def embedding(seed: int) -> Evidence:
 )
 def eq2(seed: int) -> Evidence:
     draw = Draw(seed)
-    block = initialise(TransformerBlock(6, 8, 2, "pre", causal=True).double(), seed=seed)
+    block = TransformerBlock(6, 8, 2, "pre", causal=True).double()
+    initialise(block, seed=seed)
     X = draw.normal(4, 6)
     W = {name: p.detach() for name, p in block.named_parameters()}
     N = F.layer_norm(X, (6,), eps=1e-5)
-    heads = [
-        F.scaled_dot_product_attention(*(N[None] @ W[f"attention.{w}"][:, h] for w in ("W_Q", "W_K", "W_V")), is_causal=True)[0]
-        for h in (slice(0, 3), slice(3, 6))
-    ]
+    heads = []
+    for h in (slice(0, 3), slice(3, 6)):
+        Q, K, V = (N[None] @ W[f"attention.{w}"][:, h] for w in ("W_Q", "W_K", "W_V"))
+        heads.append(F.scaled_dot_product_attention(Q, K, V, is_causal=True)[0])
     Y = X + torch.cat(heads, 1) @ W["attention.W_O"]
     Z = Y + torch.relu(F.layer_norm(Y, (6,), eps=1e-5) @ W["feedforward.W_1"]) @ W["feedforward.W_2"]
     return agrees(block(X), Z, "hessiankit's block with placement 'pre' against Eq. 2 with torch's fused attention")
@@ -180,7 +181,8 @@ def eq2(seed: int) -> Evidence:
     place="Sec. 3.1, L-layer SA-FFN blocks",
     statement=r"$\mathrm{TF}(X) = X^{(L)}$: no norm after the last block and no head",
     verdict="OMITTED",
-    corrected=r"GPT-2 and LLaMA have $\mathrm{Norm}(X^{(L)})W_C$; to which block type the final norm and the head belong is not said",
+    corrected=r"GPT-2 and LLaMA have $\mathrm{Norm}(X^{(L)})W_C$; to which block type the final norm and the head "
+    r"belong is not said",
     uses=[Transformer],
 )
 def output(seed: int) -> Evidence:
@@ -206,7 +208,8 @@ def ffn(seed: int) -> Evidence:
     found = {}
     for activation, sigma in (("gelu", F.gelu), ("swiglu", F.silu)):
         block = TransformerBlock(6, 8, placement="pre", activation=activation).double()
-        network = initialise(block, seed=seed).feedforward
+        initialise(block, seed=seed)
+        network = block.feedforward
         found[activation] = (network(X), sigma(X @ network.W_1) @ network.W_2)
     gated = agrees(*found["swiglu"]).number
     return assumed(agrees(*found["gelu"], "GELU"), gated or 0.0, above=0.05)

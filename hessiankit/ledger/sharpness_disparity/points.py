@@ -78,7 +78,7 @@ class FeedForwardPoint:
         arrays = (draw.normal(n, D), draw.normal(1, D), draw.normal(D, M), draw.normal(M, D), draw.normal(1, n * D))
         return FeedForwardPoint(*arrays, activation)
 
-    def with_(self, **changes: Tensor) -> FeedForwardPoint:
+    def with_(self, **changes: Any) -> FeedForwardPoint:
         """Return the point with some of its arrays replaced."""
         return replace(self, **changes)
 
@@ -136,9 +136,10 @@ class AttentionPoint:
         """Return a generic point."""
         draw = Draw(seed)
         X, gamma = draw.normal(n, D), draw.normal(1, D)
-        return AttentionPoint(X, gamma, *(draw.normal(D, D, std=std) for _ in range(4)), draw.normal(1, n * D), causal)
+        W_Q, W_K, W_V, W_O = (draw.normal(D, D, std=std) for _ in range(4))
+        return AttentionPoint(X, gamma, W_Q, W_K, W_V, W_O, draw.normal(1, n * D), causal)
 
-    def with_(self, **changes: Tensor) -> AttentionPoint:
+    def with_(self, **changes: Any) -> AttentionPoint:
         """Return the point with some of its arrays replaced."""
         return replace(self, **changes)
 

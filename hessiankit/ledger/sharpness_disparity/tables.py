@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,7 +47,9 @@ TABLE_4 = (
 def millions(row: Row, depth: int | None = None) -> float:
     """Count the parameters of hessiankit's model of these sizes, without memory: one block stands for all of them."""
     gpt = row.name.startswith("GPT")
-    options = {"activation": "gelu", "max_len": 1024} if gpt else {"activation": "swiglu", "norm": "rmsnorm", "rotary": True}
+    options: dict[str, Any] = (
+        {"activation": "gelu", "max_len": 1024} if gpt else {"activation": "swiglu", "norm": "rmsnorm", "rotary": True}
+    )
     vocabulary = VOCABULARY if row.table == 3 else T5
     with torch.device("meta"):
         model = Transformer(
@@ -197,7 +199,8 @@ def table2_each(seed: int) -> Evidence:
     place="Sec. 6.2",
     statement="'FFN blocks comprise the majority of model parameters', LLaMA 0.25B",
     verdict="WRONG AS PRINTED",
-    corrected="42 %: the largest type, but embedding and head together are larger; it is the majority of the blocks' parameters, 75 %",
+    corrected="42 %: the largest type, but embedding and head together are larger; it is the majority of the blocks' "
+    "parameters, 75 %",
     uses=[Transformer],
 )
 def ffn_majority(seed: int) -> Evidence:

@@ -64,7 +64,7 @@ def jacobian_row(seed: int, letter: str) -> Evidence:
     statement=r"$\frac{\partial\mathcal{Q}}{\partial W_\bullet} = \frac{\partial\mathcal{Q}}{\partial X^{(l-1/2)}}"
     r"\frac{\partial X^{(l-1/2)}}{\partial W_\bullet}$, and the same for $\gamma$",
     verdict="HOLDS",
-    uses=[AttentionAt.jacobian, LayerNormAt.jacobian],
+    uses=[AttentionAt.jacobian, LayerNormAt],
 )
 def chain_rule(seed: int) -> Evidence:
     point, letters = AttentionPoint.draw(seed), (*WEIGHTS, "gamma")
@@ -176,7 +176,7 @@ def w_o(seed: int) -> Evidence:
     r"\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_d)$",
     verdict="WRONG AS PRINTED",
     corrected=r"$I_D$ in place of $I_d$, nothing else: $K_{n,n}$ stands where it belongs",
-    uses=[AttentionAt.jacobian, LayerNormAt.jacobian],
+    uses=[AttentionAt.jacobian, LayerNormAt],
 )
 def gamma(seed: int) -> Evidence:
     point = AttentionPoint.draw(seed)
@@ -255,8 +255,10 @@ def grouped(seed: int) -> Evidence:
 @claim(
     "ours/attention-euler",
     place="Sharpness Disparity, Theorem 4.2",
-    statement=r"$\langle W_Q,\nabla\mathcal{Q}\rangle = \langle W_K,\nabla\mathcal{Q}\rangle$, $\langle W_V,\nabla\mathcal{Q}\rangle"
-    r" = \langle W_O,\nabla\mathcal{Q}\rangle = \langle\nabla_Y\mathcal{Q}, S\rangle$, and $\langle\gamma,\nabla\mathcal{Q}\rangle$ "
+    statement=r"$\langle W_Q,\nabla\mathcal{Q}\rangle = \langle W_K,\nabla\mathcal{Q}\rangle$, $\langle "
+    r"W_V,\nabla\mathcal{Q}\rangle"
+    r" = \langle W_O,\nabla\mathcal{Q}\rangle = \langle\nabla_Y\mathcal{Q}, S\rangle$, and "
+    r"$\langle\gamma,\nabla\mathcal{Q}\rangle$ "
     r"is the sum of those of $W_Q$, $W_K$ and $W_V$",
     verdict="HOLDS",
     uses=[AttentionAt.jacobian],

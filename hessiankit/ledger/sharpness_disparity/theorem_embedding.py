@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from derivations.normalization import LayerNormAt
-from derivations.norms import matrix_norm
 from derivations.token_embedding import TokenEmbeddingAt
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
@@ -19,12 +18,9 @@ from hessiankit.ledger.evidence import (
     agrees,
     assumed,
     bounded,
-    counts,
     loose,
     off,
     relative_error,
-    small,
-    violated,
 )
 from hessiankit.ledger.registry import claim
 from hessiankit.ledger.sharpness_disparity.points import dense, error_if_it_conforms, eye, ones, standardised
@@ -106,7 +102,7 @@ def row_jacobian(x: Tensor, *, mean: float) -> Tensor:
     place="App. B.3, dY/dgamma",
     statement=r"$\frac{\partial Y}{\partial\gamma} = \mathrm{diag}(\mathrm{vec}(Z_{\mathrm{std}}))(1_{n\times1}\otimes I_D)$",
     verdict="HOLDS",
-    uses=[LayerNormAt.jacobian],
+    uses=[LayerNormAt],
 )
 def gamma(seed: int) -> Evidence:
     point = EmbeddingPoint.draw(seed)
@@ -123,7 +119,7 @@ def gamma(seed: int) -> Evidence:
     statement=r"$\|\frac{\partial Y}{\partial\gamma}\|_F\le n\sqrt D$",
     verdict="LOOSE",
     corrected=r"it is $\sqrt{nD}$",
-    uses=[LayerNormAt.jacobian],
+    uses=[LayerNormAt],
 )
 def gamma_norm(seed: int) -> Evidence:
     point = EmbeddingPoint.draw(seed, n=9)
@@ -138,7 +134,7 @@ def gamma_norm(seed: int) -> Evidence:
     verdict="WRONG AS PRINTED",
     corrected=r"$\tilde x^\top\tilde x$, $1_{1\times D}^\top1_{1\times D}$ and $\frac1D$: for rows the printed products are "
     r"numbers, and $d$ is the vocabulary size",
-    uses=[LayerNormAt.jacobian],
+    uses=[LayerNormAt],
 )
 def row(seed: int) -> Evidence:
     draw, D, d = Draw(seed), 5, 9
@@ -161,7 +157,7 @@ def row(seed: int) -> Evidence:
     r"1_{1\times D}1_{1\times D}^\top\right)\right\}_i\right)(X\otimes I_D)$",
     verdict="HOLDS UNDER ASSUMPTION",
     assumption=r"$\tilde z_i$ and $1$ are columns; the text declares rows, of which the products are numbers",
-    uses=[LayerNormAt.jacobian, TokenEmbeddingAt.jacobian],
+    uses=[LayerNormAt, TokenEmbeddingAt.jacobian],
 )
 def w_e(seed: int) -> Evidence:
     point, D = EmbeddingPoint.draw(seed), 5
@@ -233,170 +229,3 @@ def norm_of_x(seed: int) -> Evidence:
     return off(
         [relative_error(c, math.sqrt(6)) for c in columns], "every column j", corrected=relative_error(X.norm(), math.sqrt(6))
     )
-
-
-@claim(
-    "sharpness-disparity/b3-bound",
-    place="App. B.3, bound on dY/dW_E",
-    statement=r"$\|\frac{\partial Y}{\partial W_E}\|_F\le n\sqrt D\,\frac{\|\gamma\|_F}{\min_{i\in[d]}\|\tilde w_i\|_2}$",
-    verdict="LOOSE",
-    corrected=r"$\|\frac{\partial Y}{\partial W_E}\|_F\le\sqrt{nD}\,\frac{\|\gamma\|_F}{\min_i\|\tilde z_i\|_2}$, the least over "
-    r"the tokens that occur",
-    uses=[LayerNormAt.jacobian],
-)
-def bound(seed: int) -> Evidence:
-    found = []
-    for point in (EmbeddingPoint.draw(100 * seed + k, n=9) for k in range(10)):
-        of_tokens = float(centred(point.Z).norm(dim=1).min())  # the sharp bound has this in place of the least row of W_E
-        found.append(float(point.jacobian("W_E").norm()) * max(point.least_row, of_tokens) / point.bound)
-    return loose(found, "10 points of 9 tokens, with the larger of the two minima", factor=3)
-
-
-@claim(
-    "sharpness-disparity/b3-factor-norm",
-    place="App. B.3, bound on dY/dW_E, second line",
-    statement=r"$\|\mathrm{diag}_i(\ldots)\|_2\,\|X\otimes I_D\|_2\le\frac{\sqrt D}{\min_i\|\tilde z_i\|_2}\|X\|_2$, and "
-    r"$\|I_n\otimes\mathrm{diag}(\gamma)\|_F\le\sqrt n\,\|\gamma\|_F$",
-    verdict="HOLDS",
-    uses=[matrix_norm],
-)
-def factor_norm(seed: int) -> Evidence:
-    found = []
-    for k in range(10):
-        p = EmbeddingPoint.draw(100 * seed + k)
-        blocks = torch.block_diag(*[row_jacobian(z, mean=1 / 5) for z in p.Z])
-        right = math.sqrt(5) / float(centred(p.Z).norm(dim=1).min()) * matrix_norm(p.X)
-        found.append(matrix_norm(blocks) * matrix_norm(torch.kron(p.X, eye(5))) / right)
-        found.append(float(torch.kron(eye(6), p.gamma[0].diag()).norm()) / (math.sqrt(6) * float(p.gamma.norm())))
-    return bounded(found, "10 points; both are attained", attained=1 - 1e-9)
-
-
-@claim(
-    "sharpness-disparity/thm4.3-s-we",
-    place="Theorem 4.3; App. B.3",
-    statement=r"$\mathcal{S}(W_E) = O\left(\frac{\Psi^2}{Dd\,\min_i\|\tilde w_{E_i}\|_2^2}\right)$ with $\Psi := n\sqrt D\,"
-    r"\|\gamma\|_F$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$: the printed one bounds $Y$, and "
-    r"scaling $\mathcal{Q}$ breaks it",
-)
-def s_we(seed: int) -> Evidence:
-    point = EmbeddingPoint.draw(seed)
-    point = point.with_(q=1e4 * point.q)
-    ratio = (float(point.gradient("W_E").norm()) * point.least_row / point.bound) ** 2
-    return violated(ratio, "Q scaled by 10^4", corrected=ratio / float(point.q.norm()) ** 2, above=100)
-
-
-@claim(
-    "sharpness-disparity/thm4.3-s-gamma",
-    place="Theorem 4.3; App. B.3",
-    statement=r"$\mathcal{S}(\gamma) = O\left(\frac{\Psi^2}{D\,\|\gamma\|_F^2}\right)$ with the same $\Psi$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$",
-)
-def s_gamma(seed: int) -> Evidence:
-    point = EmbeddingPoint.draw(seed)
-    point = point.with_(q=1e4 * point.q)
-    ratio = (float(point.gradient("gamma").norm() * point.gamma.norm()) / point.bound) ** 2
-    return violated(ratio, "Q scaled by 10^4", corrected=ratio / float(point.q.norm()) ** 2, above=100)
-
-
-@claim(
-    "sharpness-disparity/thm4.3-bypass",
-    place="Theorem 4.3",
-    statement=r"$Y := \mathrm{Norm}(XW_{\mathrm{emb}};\gamma)$: all of $\nabla_{W_E}\mathcal{Q}$ flows through this norm",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="no residual stream around the norm and no tied head; Eq. 2 has the first, GPT-2 both",
-    uses=[LayerNormAt.jacobian, TokenEmbeddingAt.jacobian],
-)
-def bypass(seed: int) -> Evidence:
-    point, D = EmbeddingPoint.draw(seed), 5
-    holds = agrees(point.q @ point.closed_jacobian("W_E"), point.gradient("W_E"), "without the stream")
-
-    def with_stream(W_E: Tensor) -> Tensor:
-        return point.q @ (point.Z * 0 + F.embedding(point.tokens, W_E) + point.Y(W_E, point.gamma)).reshape(-1)
-
-    return assumed(holds, relative_error(point.gradient("W_E"), jacobian_of(with_stream, point.W_E)), above=0.1)
-
-
-@claim(
-    "sharpness-disparity/thm4.3-vocabulary",
-    place="Sec. 4.2, after Theorem 4.3",
-    statement=r"$d$ is 50304 'for the GPT tokenizer'",
-    verdict="WRONG AS PRINTED",
-    corrected="50257 tokens; nanoGPT pads to 50304, a multiple of 64",
-)
-def vocabulary(seed: int) -> Evidence:
-    merges, byte_tokens, special = 50000, 256, 1
-    tokens = merges + byte_tokens + special
-    padded = -(-tokens // 64) * 64
-    return off(
-        relative_error(50304, tokens),
-        "50000 merges, 256 bytes, 1 end of text",
-        corrected=relative_error(padded, 50304),
-        above=5e-4,
-    )
-
-
-@claim(
-    "ours/embedding-orthogonal",
-    place="Sharpness Disparity, Theorem 4.3",
-    statement=r"row $k$ of $\nabla_{W_E}\mathcal{Q}$ is orthogonal to $w_k$ and to $1$, and 0 for a token that does not occur: "
-    r"$\mathcal{S}(\mathrm{Emb})$ shrinks as the vocabulary grows",
-    verdict="HOLDS",
-    uses=[LayerNormAt.jacobian],
-)
-def orthogonal(seed: int) -> Evidence:
-    point = EmbeddingPoint.draw(seed)
-    G = point.gradient("W_E").reshape(9, 5)
-    absent = sorted(set(range(9)) - set(point.tokens.tolist()))
-    scale = float(G.norm() * point.W_E.norm())
-    errors = [(G * point.W_E).sum(1).abs().max() / scale, G.sum(1).abs().max() / scale, G[absent].abs().max() / scale]
-    return small([float(e) for e in errors], f"{len(absent)} of 9 tokens do not occur")
-
-
-@claim(
-    "ours/embedding-dilution",
-    place="Sharpness Disparity, Eqs. 1 and 4",
-    statement=r"rows of $W_E$ for tokens that never occur leave the loss as it is and divide $\mathcal{S}(\mathrm{Emb})$ by the "
-    r"factor by which they lengthen the table",
-    verdict="HOLDS",
-    uses=[TokenEmbeddingAt],
-)
-def dilution(seed: int) -> Evidence:
-    point = EmbeddingPoint.draw(seed)
-    longer = point.with_(W_E=torch.cat([point.W_E, Draw(seed + 1).normal(81, 5)]))
-    S = [float(p.gradient("W_E").square().sum()) / p.W_E.numel() for p in (point, longer)]
-    return agrees(S[0] / S[1], 10.0, "9 and 90 rows")
-
-
-@claim(
-    "ours/tied-gradient",
-    place="Sharpness Disparity, Theorem 4.3, for GPT-2",
-    statement="with a tied head the gradient of the one table is the embedding's plus the head's, and tokens that do not occur "
-    "get one through the head",
-    verdict="HOLDS",
-    uses=[TokenEmbeddingAt],
-)
-def tied(seed: int) -> Evidence:
-    point, target = EmbeddingPoint.draw(seed), Draw(seed + 1).integers(0, 9, 6)
-
-    def loss(table: Tensor, head: Tensor) -> Tensor:
-        return F.cross_entropy(point.Y(table, point.gamma) @ head.T, target)
-
-    parts = [jacobian_of(loss, point.W_E, point.W_E, wrt=k) for k in (0, 1)]
-    whole = jacobian_of(lambda table: loss(table, table), point.W_E)
-    absent = [k for k in range(9) if k not in point.tokens.tolist()]
-    felt = float(whole.reshape(9, 5)[absent].abs().min()) > 0
-    return agrees(parts[0] + parts[1], whole, f"rows of absent tokens are felt: {felt}")
-
-
-@claim(
-    "sharpness-disparity/thm4.3-parameters",
-    place="Theorem 4.3",
-    statement=r"the denominators $Dd$ and $D$ are the numbers of parameters",
-    verdict="HOLDS",
-)
-def parameters(seed: int) -> Evidence:
-    point = EmbeddingPoint.draw(seed)
-    return counts(point.W_E.numel() + 1000 * point.gamma.numel(), 9 * 5 + 1000 * 5, "of W_E plus 1000 times that of gamma")

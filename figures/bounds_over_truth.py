@@ -1,0 +1,240 @@
+"""Bound over truth: how far each bound on a Hessian's norm lies above it, by problem, size, training and norm placement.
+
+Self-attention alone and the post-norm block of Closing the Curvature Gap (one head, relu, LayerNorm without gain and eps), mean
+squared error of one sequence, at three points: *init*, weights N(0, 1/d_in), input and target N(0, 1); *large*, three times
+these weights and a target that is the output plus a tenth of noise; *trained*, after 400 steps of Adam (lr 0.01) on six
+sequences of a noisy teacher, each sequence's Hessian by itself. The sizes (L, d, d_K and d_ff) take turns: attention (4, 4, 2),
+(6, 6, 4), (5, 3, 2); block (4, 4, 2, 6), (5, 6, 3, 8), (6, 4, 2, 4).
+
+The bounds are those of ``hessiankit.bounds``; what each one is stands in docs/bounds.md. Medians over the problems, and the
+worst in brackets. The certified ones are all of the same matrix, so they differ by method alone.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+import hessiankit as hk
+from figures._bounds_chart import draw_chart
+from hessiankit.blocks import Attention, TransformerBlock
+from hessiankit.bounding.a_priori import a_priori
+from hessiankit.bounding.certified import certify
+from hessiankit.bounding.printed import printed
+from hessiankit.bounding.structured import structured
+from hessiankit.environment import environment
+from hessiankit.progress import progress_bar
+from hessiankit.request.task import make_task
+from hessiankit.tables import as_text, table
+
+NAME = Path(__file__).stem
+MODULES = ("attention", "block")
+POINTS = ("init", "large", "trained")
+SIZES = {"attention": ((4, 4, 2), (6, 6, 4), (5, 3, 2)), "block": ((4, 4, 2, 6), (5, 6, 3, 8), (6, 4, 2, 4))}
+SAMPLES = 6
+"""Sequences that a model is trained on."""
+Module: TypeAlias = Attention | TransformerBlock
+Ratios: TypeAlias = dict[str, float]
+"""Kind of bound -> bound / norm."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured: problems a column, steps of training, widths with their seeds, placements with theirs."""
+
+    problems: int = 150
+    checkpoints: tuple[int, ...] = (0, 10, 100, 400)
+    widths: tuple[int, ...] = (4, 8, 16)
+    width_seeds: int = 4
+    placements: tuple[str, ...] = (
+        "post", "pre", "post-pre", "pre-post", "hybridnorm", "qkvc-post", "sandwich", "olmo2", "lns", "layerscale", "admin",
+        "deepnorm",
+    )  # fmt: skip
+    placement_seeds: int = 8
+
+
+FULL = Settings()
+QUICK = Settings(6, (0, 2), (3, 4), 1, ("post", "hybridnorm"), 1)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    """Return a standard normal draw of its own seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make(kind: str, sizes: tuple[int, ...], seed: int) -> Module:
+    """Return a module of the paper: an attention of (L, d, d_K), or a block of (L, d, d_K, d_ff)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "attention":
+            return Attention(sizes[1], d_k=sizes[2]).double()
+        return TransformerBlock(sizes[1], sizes[3], d_k=sizes[2], affine=False, eps=0.0).double()
+
+
+def ratios(module: Module, x: Tensor, t: Tensor) -> Ratios:
+    """Return bound / norm for every kind of bound on the whole Hessian."""
+    found = hk.hessian(module, x.unsqueeze(0), t.unsqueeze(0))
+    H = found.matrix
+    true = float(torch.linalg.eigvalsh(H).abs().max())
+    notes: list[str] = []
+    limits = printed(module, x.unsqueeze(0), t.unsqueeze(0), "mse", notes).get("whole", {})
+    limits = {kind.replace("_", " "): value for kind, value in limits.items() if kind.startswith("printed")}
+    limits |= {"a priori": a_priori(module, x, t).whole}
+    limits |= {"structured": structured(make_task(NAME, module, x.unsqueeze(0), t.unsqueeze(0), "mse")).whole}
+    certified = certify(H, found.slices).bounds
+    limits |= {f"certified, {way}": value for way, value in certified.items() if value is not None}
+    return {kind: limit / true for kind, limit in limits.items()}
+
+
+def problem(kind: str, point: str, seed: int) -> tuple[Module, Tensor, Tensor]:
+    """Return a problem of the points "init" and "large"."""
+    sizes = SIZES[kind][seed % 3]
+    module, x = make(kind, sizes, seed), normal(sizes[0], sizes[1], seed=seed + 10_000)
+    t = normal(sizes[0], sizes[1], seed=seed + 20_000)
+    if point == "large":
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(3.0)
+            out = module(x)
+            t = out + 0.1 * out.std() * t
+    return module, x, t
+
+
+def trained(kind: str, seed: int, checkpoints: tuple[int, ...]) -> Iterator[tuple[int, Module, Tensor, Tensor]]:
+    """Yield (step, module, inputs, targets) along the training of one model."""
+    sizes = SIZES[kind][seed % 3]
+    student, teacher = make(kind, sizes, seed), make(kind, sizes, seed + 30_000)
+    x, noise = normal(SAMPLES, *sizes[:2], seed=seed + 10_000), normal(SAMPLES, *sizes[:2], seed=seed + 20_000)
+    with torch.no_grad():
+        t = teacher(x)
+        t = t + 0.1 * t.std() * noise
+    adam = torch.optim.Adam(student.parameters(), lr=0.01)
+    for step in range(checkpoints[-1] + 1):
+        if step in checkpoints:
+            yield step, student, x, t
+        adam.zero_grad()
+        ((student(x) - t) ** 2).mean().backward()
+        adam.step()
+
+
+Measured: TypeAlias = dict[str, dict[str, list[Ratios]]]
+"""Panel -> what varies there -> the problems' ratios."""
+
+
+def measure(settings: Settings) -> Measured:
+    """Return every ratio: panels "attention", "block", "training", "size" and "placement"."""
+    jobs = list(_jobs(settings))
+    found: Measured = {}
+    with progress_bar() as tell:
+        for k, (name, job) in enumerate(jobs):
+            tell(name, k, len(jobs))
+            for panel, key, one in job():
+                found.setdefault(panel, {}).setdefault(key, []).append(one)
+    return found
+
+
+def _jobs(settings: Settings) -> Iterator[tuple[str, Any]]:
+    for kind in MODULES:
+        for seed in range(settings.problems):
+            for point in POINTS[:2]:
+                yield f"{kind}, {point}", lambda k=kind, p=point, s=seed: [(k, p, ratios(*problem(k, p, s)))]
+        for seed in range(-(-settings.problems // SAMPLES)):
+            yield f"{kind}, trained", lambda k=kind, s=seed: _along_training(k, s, settings.checkpoints)
+        for width in settings.widths:
+            for seed in range(settings.width_seeds):
+                yield f"{kind}, d = {width}", lambda k=kind, w=width, s=seed: [("size", f"{k} {w}", _at_width(k, w, s))]
+    for placement in settings.placements:
+        for seed in range(settings.placement_seeds):
+            yield placement, lambda p=placement, s=seed: [("placement", p, _at_placement(p, s))]
+
+
+def _along_training(kind: str, seed: int, checkpoints: tuple[int, ...]) -> Iterator[tuple[str, str, Ratios]]:
+    for step, module, x, t in trained(kind, seed, checkpoints):
+        last = step == checkpoints[-1]
+        for b in range(SAMPLES if last else 2):
+            one = ratios(module, x[b], t[b])
+            yield "training", f"{kind} {step}", one
+            if last:
+                yield kind, "trained", one
+
+
+def _at_width(kind: str, width: int, seed: int) -> Ratios:
+    sizes = (width, width, max(width // 2, 1), width)
+    return ratios(make(kind, sizes, seed), normal(width, width, seed=seed + 10_000), normal(width, width, seed=seed + 20_000))
+
+
+def _at_placement(placement: str, seed: int) -> Ratios:
+    """Norms with gain, bias and eps = 1e-5, in the second block of four."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        block = TransformerBlock(4, 6, placement=placement, layer=2, n_layers=4).double()
+    return ratios(block, normal(4, 4, seed=seed + 10_000), normal(4, 4, seed=seed + 20_000))
+
+
+Summary: TypeAlias = dict[str, dict[str, dict[str, tuple[float, float]]]]
+"""Panel -> what varies -> kind of bound -> (median, worst)."""
+
+
+def summarise(measured: Measured) -> Summary:
+    """Return medians and worst ratios; a kind that some problem lacks counts those that have it."""
+    found: Summary = {}
+    for panel, columns in measured.items():
+        for key, problems in columns.items():
+            kinds = dict.fromkeys(kind for one in problems for kind in one)
+            values = {kind: [one[kind] for one in problems if kind in one] for kind in kinds}
+            found.setdefault(panel, {})[key] = {kind: (statistics.median(v), max(v)) for kind, v in values.items()}
+    return found
+
+
+def shown(pair: tuple[float, float] | None) -> str:
+    """Return "median (worst)".
+
+    >>> shown((2.345, 71234.0)), shown(None)
+    ('2.35 (7.12e+04)', '')
+    """
+    return "" if pair is None else f"{pair[0]:.3g} ({pair[1]:.3g})"
+
+
+def tables(summary: Summary) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield (title, headers, rows): kinds down for the two modules, and the others with the bounds across."""
+    for panel in MODULES:
+        columns = summary[panel]
+        kinds = dict.fromkeys(kind for column in columns.values() for kind in column)
+        points = [point for point in POINTS if point in columns]
+        yield panel, [panel, *points], [[kind, *(shown(columns[p].get(kind)) for p in points)] for kind in kinds]
+    for panel in ("size", "training", "placement"):
+        kinds = {"a priori": "", "structured": "", "certified, norm matrix": "", "certified, cholesky": ""}
+        rows = [[key, *(shown(column.get(kind)) for kind in kinds)] for key, column in summary[panel].items()]
+        yield panel, [panel, *kinds], rows
+
+
+def markdown(headers: list[str], rows: list[list[str]]) -> str:
+    """Return a table of docs/bounds.md."""
+    lines = ["| " + " | ".join(headers) + " |", "|---|" + "--:|" * (len(headers) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+    """Measure, print the tables, write JSON and Markdown, and draw; ``quick`` takes six problems a column."""
+    settings = QUICK if quick else FULL
+    out.mkdir(parents=True, exist_ok=True)
+    measured = measure(settings)
+    summary = summarise(measured)
+    texts = []
+    for title, headers, rows in tables(summary):
+        print(as_text(table(headers, rows, title=f"bound / norm, median (worst): {title}")))
+        texts.append(markdown(headers, rows))
+    (out / f"{NAME}.md").write_text("\n".join(texts), encoding="utf-8")
+    kept = {k: v for k, v in environment().items() if k in ("date", "python", "torch", "numpy", "processor", "cores", "system")}
+    data = {"environment": kept, "settings": asdict(settings), "summary": summary, "ratios": measured}
+    (out / f"{NAME}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    path = out / f"{NAME}{suffix}"
+    draw_chart(summary, path)
+    return [path]
