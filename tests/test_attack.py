@@ -11,12 +11,12 @@ import hessiankit as hk
 from hessiankit.blocks import PLACEMENTS, Attention
 from hessiankit.blocks.rotary import rotate
 from hessiankit.bounding import attack as attacks
-from hessiankit.bounding.a_priori import NormTable, a_priori
+from hessiankit.bounding.a_priori import NormTable, _on_a_sphere, a_priori
 from hessiankit.bounding.attack import ascend, attack
 from hessiankit.bounding.bounded import constant
 from hessiankit.bounding.problems import Problem, draw_problem
 from hessiankit.bounding.referee import norm_from_below
-from hessiankit.bounding.rules import Weight, affine, mixed
+from hessiankit.bounding.rules import Weight, affine, mixed, norm
 from hessiankit.bounding.structured import structured
 from hessiankit.cli import main
 from hessiankit.errors import InputError
@@ -162,3 +162,28 @@ def test_ranges_and_rows_bound_what_they_say(seed):
     twice = affine(Y, Weight("V", torch.eye(3, dtype=torch.float64) * 2, 0.0))
     assert twice.row_slopes()["b"] == pytest.approx(2.0)
     assert twice.slope["b"] == pytest.approx(2 * 5**0.5)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("layernorm", [True, False])
+def test_the_end_on_a_sphere_is_nearly_sharp(eps, layernorm):
+    # Z = norm(x W) of one token x of length 1: every direction of the row is reached, so the constants show
+    d, draw = 4, torch.Generator().manual_seed(3)
+    x = torch.nn.functional.normalize(torch.randn(1, 3, generator=draw, dtype=torch.float64))
+    W, ratios = torch.randn(3, d, generator=draw, dtype=torch.float64), []
+    for size in (0.0, 1.0, 10.0):
+        for _ in range(6):
+            T = size * torch.randn(1, d, generator=draw, dtype=torch.float64)
+
+            def loss(W, T=T):
+                m = x @ W
+                m = m - m.mean(1, keepdim=True) if layernorm else m
+                return ((m / ((m * m).mean(1, keepdim=True) + eps).sqrt() - T) ** 2).mean()
+
+            H = torch.autograd.functional.hessian(loss, W).reshape(3 * d, 3 * d)
+            Z = norm(affine(constant(x), Weight("W", W, 0.0)), x @ W, layernorm=layernorm, eps=eps, gain=None, shift=None)
+            limit = float(_on_a_sphere(Z, Z.sphere, T, ("W",)))
+            true = float(torch.linalg.matrix_norm(H, 2))
+            assert true <= limit * (1 + 1e-9) + 1e-12
+            ratios.append(true / limit if limit else 0.0)
+    assert max(ratios) > 0.3

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from hessiankit.block_options import add_block_options, block_of, positive
-from hessiankit.bounding.attack import AttackReport, attack
+from hessiankit.bounding.attack import attack
+from hessiankit.bounding.attack_report import AttackReport
 from hessiankit.bounding.report import BoundsReport, bounds
 from hessiankit.errors import InputError
 from hessiankit.progress import progress_bar
