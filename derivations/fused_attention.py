@@ -28,6 +28,7 @@ from derivations.broadcasting import align, unbroadcast
 from derivations.directions import parts
 from derivations.linearised import Linearised, plus
 from derivations.primitive import ByLinearising, Covectors, Inputs, Tangents
+from derivations.softmax import from_peak, peaks
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +192,7 @@ class LinearisedAttention(Linearised):
         to_V = None if bar is None else _product(A.mT, bar)
         t = _logits(c, Q, K, q, k, b)
         if t is not None:
+            t = from_peak(t, peaks(A, -1), -1)
             centred = t - (A * t).sum(-1, keepdim=True)
             to_V = plus(to_V, _product((A * centred).mT, self.W))
             second = self.M * centred
@@ -232,7 +234,7 @@ def _parts(count: int, A: Tensor) -> list[slice]:
 
 
 def _covariance(A: Tensor, x: Tensor) -> Tensor:
-    weighted = A * x
+    weighted = A * from_peak(x, peaks(A, -1), -1)
     return weighted - A * weighted.sum(-1, keepdim=True)
 
 

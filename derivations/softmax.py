@@ -162,6 +162,7 @@ class LinearisedSoftmax(Linearised):
     def __init__(self, primitive: Softmax, inputs: Inputs, adjoint: Tensor | None, axis: int) -> None:
         super().__init__(primitive, inputs, adjoint)
         self.a, self.axis = primitive.value(*inputs), axis
+        self.peak = peaks(self.a, axis)
 
     @cached_property
     def q(self) -> Tensor:
@@ -179,6 +180,7 @@ class LinearisedSoftmax(Linearised):
         t, out = None if tangents is None else tangents[0], None if bar is None else self._covariance(bar)
         if t is None:
             return (out,)
+        t = from_peak(t, self.peak, self.axis)
         a, q, bent = self.a, self.q, t.new_empty(t.shape)
         for some, into, more in stacks(t, bent, out):
             along_a = torch.mul(some, a, out=into).sum(self.axis, keepdim=True)
@@ -189,11 +191,36 @@ class LinearisedSoftmax(Linearised):
         return (bent,)
 
     def _covariance(self, t: Tensor) -> Tensor:
+        t = from_peak(t, self.peak, self.axis)
         a, out = self.a, torch.empty_like(t, memory_format=torch.contiguous_format)
         for some, into in stacks(t, out):
             torch.mul(some, a, out=into)
             into.addcmul_(a, into.sum(self.axis, keepdim=True), value=-1)
         return out
+
+
+SATURATED = 0.9999
+"""A weight beyond which a row's tangents are measured from it."""
+
+
+def peaks(a: Tensor, axis: int) -> Tensor | None:
+    """Return where each row of weights has its largest, or None if no row is close to one-hot.
+
+    t - A.t at a weight of almost 1 is a small difference of large numbers. A covariance does not change when a constant is
+    taken from t; with the constant that t has at the peak, every entry keeps its digits.
+    """
+    if a.is_meta or not a.numel():
+        return None
+    largest, at = a.max(axis, keepdim=True)
+    close = (largest > SATURATED) & ((a != 0).sum(axis, keepdim=True) > 1)  # a row that is one-hot, as behind a mask, is exact
+    return at if bool(close.any()) else None
+
+
+def from_peak(t: Tensor, peak: Tensor | None, axis: int) -> Tensor:
+    """Return tangents less what they have at the peak of their row; as they are where there is no peak."""
+    if peak is None:
+        return t
+    return t - torch.take_along_dim(t, peak.reshape((1,) * (t.ndim - peak.ndim) + peak.shape), axis)
 
 
 @dataclass(frozen=True)

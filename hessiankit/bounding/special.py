@@ -14,7 +14,7 @@ from derivations.bounds.block_norms import BlockNorms
 from derivations.bounds.block_structured import post_block_structured
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import NormTable
-from hessiankit.bounding.structured import Structured
+from hessiankit.bounding.structured import ROUNDING, SLACK, Structured
 from hessiankit.derivation.branches import causal_mask, is_the_papers
 
 _FEEDFORWARD = ("relu", "leaky_relu", "identity")
@@ -42,10 +42,12 @@ def sharpened(
     norms = prior.norms.clone()
     for (i, j), value in a_priori[1].items():
         a, b = prior.names.index(i), prior.names.index(j)
-        norms[a, b] = min(float(norms[a, b]), value)
-    table = {pair: min(value, structured[1].get(pair, value)) for pair, value in own.pairs.items()}
-    whole = min(own.whole, structured[0]) if complete else own.whole
-    smaller = NormTable(prior.names, norms, prior.lipschitz, a_priori[0] if complete else float("inf"))
+        norms[a, b] = min(float(norms[a, b]), value + ROUNDING * float(norms[a, b]))
+    floor = ROUNDING * own.whole
+    table = {pair: min(value, structured[1].get(pair, value) * SLACK + floor) for pair, value in own.pairs.items()}
+    whole = min(own.whole, structured[0] * SLACK + floor) if complete else own.whole
+    spectral = a_priori[0] + ROUNDING * prior.whole if complete else float("inf")
+    smaller = NormTable(prior.names, norms, prior.lipschitz, spectral)
     return smaller, Structured(whole, table, own.sites)
 
 

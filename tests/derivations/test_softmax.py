@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import mpmath
 import numpy as np
 import pytest
 import sympy
@@ -161,3 +162,26 @@ def test_log_softmax(dim):
     assert LogSoftmax(dim).curvature((T,), T, (None,)) == (None,)
     with pytest.raises(ValueError, match="tangent of T is None"):
         LogSoftmax(dim).jvp((T,), (None,))
+
+
+def test_rows_that_are_nearly_one_hot_keep_their_digits():
+    # along t = (c, c + 1, c + 3) at weights (1 - e, e, e^2) the covariance is that of (0, 1, 3): a constant drops out exactly
+    with mpmath.workdps(60):
+        logits = [mpmath.mpf(0), mpmath.mpf(-40), mpmath.mpf(-80)]
+        powers = [mpmath.exp(x) for x in logits]
+        p = [x / sum(powers) for x in powers]
+        t, w = [mpmath.mpf(7), mpmath.mpf(8), mpmath.mpf(10)], [mpmath.mpf(5), mpmath.mpf(2), mpmath.mpf(3)]
+
+        def mean(values):
+            return sum(a * v for a, v in zip(p, values, strict=True))
+
+        first = [a * (v - mean(t)) for a, v in zip(p, t, strict=True)]
+        q = [a * (v - mean(w)) for a, v in zip(p, w, strict=True)]
+        along_q = sum(a * (v - mean(t)) for a, v in zip(q, t, strict=True))
+        second = [a * (v - mean(t)) - b * along_q for a, v, b in zip(q, t, p, strict=True)]
+    primitive, T = Softmax(-1), torch.tensor([[0.0, -40.0, -80.0]], dtype=torch.float64)
+    tangent, adjoint = torch.tensor([[[7.0, 8.0, 10.0]]]).double(), torch.tensor([[5.0, 2.0, 3.0]]).double()
+    found = primitive.jvp((T,), (tangent,))[0, 0], primitive.curvature((T,), adjoint, (tangent,))[0][0, 0]
+    for values, expected in zip(found, (first, second), strict=True):
+        for value, exact in zip(values.tolist(), expected, strict=True):
+            assert abs(value - float(exact)) <= 1e-12 * abs(float(exact))
