@@ -36,13 +36,21 @@ LARGEST = 3000
 class Site:
     """The two roots of one site's share: J^T K J = plus^T plus - minus^T minus, each with a column for each parameter entry.
 
-    ``rounding`` is what float64 may leave of terms that cancel inside the site.
+    ``rounding`` is what float64 may leave of terms that cancel inside the site, and ``reach`` has the root of what the rounding
+    of the eigenvectors may leave of each diagonal entry, which is much where a small share meets large eigenvalues.
     """
 
     name: str
     plus: Tensor
     minus: Tensor
     rounding: float = 0.0
+    reach: Tensor | None = None
+
+    def rounding_of(self, rows: slice, columns: slice) -> float:
+        """Return what the eigenvectors' rounding may leave of a block: n eps ||K|| ||J_i|| ||J_j||, and ``rounding``."""
+        if self.reach is None:
+            return self.rounding
+        return self.rounding + float(self.reach[rows].norm() * self.reach[columns].norm())
 
     @cached_property
     def reads(self) -> Tensor:
@@ -223,7 +231,9 @@ def _from_matrix(name: str, K: Tensor, J: Tensor) -> Site:
     """Split K, one matrix or one for each row, by the signs of its eigenvalues."""
     w, V = torch.linalg.eigh((K + K.mT) / 2)
     root = w.abs().sqrt().unsqueeze(-1) * (V.mT @ J)
-    return Site(name, root[w > 0], root[w < 0])
+    largest = w.abs().amax(-1).sqrt()[..., None, None] if w.ndim > 1 else w.abs().max().sqrt()
+    reach = (largest * J).square().sum(tuple(range(J.ndim - 1))).sqrt()
+    return Site(name, root[w > 0], root[w < 0], reach=reach * (w.shape[-1] * torch.finfo(w.dtype).eps) ** 0.5)
 
 
 def _units(name: str, parts: Sequence[Tensor]) -> list[Tensor]:

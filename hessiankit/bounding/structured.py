@@ -41,16 +41,19 @@ def structured(task: Task) -> Structured:
     slices = task.slices
     plus, minus = _gram(found, "plus"), _gram(found, "minus")
     by_sign = max(_largest(plus), _largest(minus))
-    floor = ROUNDING * by_sign + sum(site.rounding for site in found)
+    everything = slice(0, plus.shape[0])
+    floor = ROUNDING * by_sign
     names = list(slices)
     pairs: dict[tuple[str, str], float] = {}
     for a, i in enumerate(names):
         for j in names[a:]:
             signs = _by_sign(plus, minus, slices[i], slices[j])
             shares = _sum_of_shares(found, slices[i], slices[j], signs)
-            pairs[i, j] = pairs[j, i] = min(shares, signs) * SLACK + floor
+            rounding = floor + sum(site.rounding_of(slices[i], slices[j]) for site in found)
+            pairs[i, j] = pairs[j, i] = min(shares, signs) * SLACK + rounding
     table = torch.tensor([[pairs[i, j] for j in names] for i in names], dtype=torch.float64)
-    return Structured(min(by_sign, _largest(table)) * SLACK + floor, pairs, tuple(site.name for site in found))
+    rounding = floor + sum(site.rounding_of(everything, everything) for site in found)
+    return Structured(min(by_sign, _largest(table)) * SLACK + rounding, pairs, tuple(site.name for site in found))
 
 
 def _sum_of_shares(found: list[Site], rows: slice, columns: slice, enough: float) -> float:
