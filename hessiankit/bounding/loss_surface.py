@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from derivations.bounds.attention_printed import theorem_7_corrected
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.errors import InputError
@@ -52,7 +53,7 @@ class SurfaceStep:
     @property
     def bound(self) -> float:
         """The right-hand side."""
-        return (self.loss_term + self.gradient_term + self.curvature_term) / (self.k + 1)
+        return theorem_7_corrected(self.k, self.loss_term, self.curvature_term, 1.0, gradient_difference=self.gradient_term)
 
     @property
     def ratio(self) -> float:
