@@ -5,53 +5,62 @@
 >>> assert hk.check(block)
 """
 
-from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
-from hessiankit.bounding.report import BoundsReport, bounds
-from hessiankit.curvature import Hessian, hessian
-from hessiankit.derivation import Derivation, derive
-from hessiankit.diagonal import CurvatureDiagonal, curvature_diagonal
-from hessiankit.disk.forecast import Forecast
-from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
-from hessiankit.frobenius import FrobeniusNorms, frobenius_norms
-from hessiankit.fused import named_slices
-from hessiankit.ledger import Ledger, LedgerReport, claims
-from hessiankit.operator import HessianOperator, hessian_operator
-from hessiankit.optim import block_types
-from hessiankit.tracing.trace import Trace, trace
-from hessiankit.verify.check import check
-from hessiankit.verify.check_report import CheckReport, CheckRow
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
+    from hessiankit.bounding.report import BoundsReport, bounds
+    from hessiankit.curvature import Hessian, hessian
+    from hessiankit.derivation import Derivation, derive
+    from hessiankit.diagonal import CurvatureDiagonal, curvature_diagonal
+    from hessiankit.disk.forecast import Forecast
+    from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
+    from hessiankit.frobenius import FrobeniusNorms, frobenius_norms
+    from hessiankit.fused import named_slices
+    from hessiankit.ledger import Ledger, LedgerReport, claims
+    from hessiankit.operator import HessianOperator, hessian_operator
+    from hessiankit.parts import BlockTypes, block_types
+    from hessiankit.tracing.trace import Trace, trace
+    from hessiankit.verify.check import check
+    from hessiankit.verify.check_report import CheckReport, CheckRow
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BoundsReport",
-    "CheckReport",
-    "CheckRow",
-    "CurvatureDiagonal",
-    "Derivation",
-    "Forecast",
-    "FrobeniusNorms",
-    "Hessian",
-    "HessianOperator",
-    "HessiankitError",
-    "InputError",
-    "Ledger",
-    "LedgerReport",
-    "OutOfMemoryError",
-    "Trace",
-    "TraceError",
-    "Transformer",
-    "TransformerBlock",
-    "VisionTransformer",
-    "block_types",
-    "bounds",
-    "check",
-    "claims",
-    "curvature_diagonal",
-    "derive",
-    "frobenius_norms",
-    "hessian",
-    "hessian_operator",
-    "named_slices",
-    "trace",
-]
+_HOMES = {
+    "blocks": ("Transformer", "TransformerBlock", "VisionTransformer"),
+    "bounding.report": ("BoundsReport", "bounds"),
+    "curvature": ("Hessian", "hessian"),
+    "derivation": ("Derivation", "derive"),
+    "diagonal": ("CurvatureDiagonal", "curvature_diagonal"),
+    "disk.forecast": ("Forecast",),
+    "errors": ("HessiankitError", "InputError", "OutOfMemoryError", "TraceError"),
+    "frobenius": ("FrobeniusNorms", "frobenius_norms"),
+    "fused": ("named_slices",),
+    "ledger": ("Ledger", "LedgerReport", "claims"),
+    "operator": ("HessianOperator", "hessian_operator"),
+    "parts": ("BlockTypes", "block_types"),
+    "tracing.trace": ("Trace", "trace"),
+    "verify.check": ("check",),
+    "verify.check_report": ("CheckReport", "CheckRow"),
+}
+_HOME = {name: f"hessiankit.{module}" for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME)
+
+if not TYPE_CHECKING:  # a type checker reads the imports above
+
+    def __getattr__(name: str) -> Any:
+        """Import what is asked for: ``import hessiankit`` alone imports neither torch nor sympy."""
+        if name in _HOME:
+            value = getattr(import_module(_HOME[name]), name)
+            globals()[name] = value
+            return value
+        try:
+            return import_module(f"hessiankit.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"hessiankit.{name}":
+                raise
+            raise AttributeError(f"module 'hessiankit' has no attribute {name!r}") from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -1,0 +1,6 @@
+"""What a model consists of: parameters, and slices of fused ones, each with one block type."""
+
+from hessiankit.parts.part import TYPES, Part
+from hessiankit.parts.types import BlockTypes, block_types, model_parts
+
+__all__ = ["TYPES", "BlockTypes", "Part", "block_types", "model_parts"]

@@ -1,0 +1,56 @@
+"""What a test suite calls: the closed form and automatic differentiation agree, or the test fails with the table of both."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hessiankit.verify.check_report import CheckReport
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A comparison that a test asked for.
+
+    Attributes:
+        test: Name of the test, as pytest writes it; empty outside pytest.
+        report: What the comparison found.
+    """
+
+    test: str
+    report: CheckReport
+
+
+COMPARED: list[Compared] = []
+"""Every comparison of this process, in order; ``pytest --hessian`` prints them."""
+
+
+def assert_hessian_matches(module: Any, inputs: Any = None, target: Any = None, **options: Any) -> CheckReport:
+    """Raise an AssertionError with the whole table unless the exact Hessian agrees with automatic differentiation.
+
+    Args:
+        module: As in :func:`hessiankit.check`, like the other arguments.
+        inputs: The inputs; drawn where they are left out.
+        target: What the loss compares with.
+        options: Any option of :func:`hessiankit.check`.
+
+    Returns:
+        The report, when all agrees.
+
+    Raises:
+        AssertionError: If an entry differs, or fewer than two healthy references are left.
+        InputError: If an argument cannot be used.
+
+    >>> import hessiankit as hk
+    >>> assert_hessian_matches(hk.TransformerBlock(d_model=4, d_ff=5)).passed
+    True
+    """
+    from hessiankit.verify.check import check
+
+    report = check(module, inputs, target, **options)
+    COMPARED.append(Compared(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0], report))
+    if not report:
+        raise AssertionError(f"{report.verdict}\n{report}")
+    return report
