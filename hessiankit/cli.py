@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -16,6 +15,7 @@ from hessiankit.block_options import positive
 from hessiankit.bounding.command import add_bounds, run_bounds
 from hessiankit.derivation.command import add_derive, run_derive
 from hessiankit.errors import HessiankitError, InputError
+from hessiankit.files import write_json, write_text
 from hessiankit.ledger.command import add_claims, run_claims
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -153,13 +153,8 @@ def _routes(args: argparse.Namespace) -> int:
 
     found = routes(args.operation)
     print(found)
-    texts = {args.json: lambda: json.dumps(found.to_dict(), indent=2) + "\n", args.markdown: found.markdown}
-    for path, text in texts.items():
-        if path is not None:
-            try:
-                path.write_text(text(), encoding="utf-8")
-            except OSError as error:
-                raise InputError(f"routes: cannot write {path}: {error.strerror}; name a file in an existing folder.") from error
+    write_json("routes", args.json, found.to_dict())
+    write_text("routes", args.markdown, found.markdown)
     return 0
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 
 from hessiankit.block_options import add_block_options, block_of, positive
 from hessiankit.bounding.attack import attack
-from hessiankit.bounding.attack_report import AttackReport
-from hessiankit.bounding.report import BoundsReport, bounds
-from hessiankit.errors import InputError
+from hessiankit.bounding.report import bounds
+from hessiankit.files import write_json
 from hessiankit.progress import progress_bar
 
 INTERRUPTED = 130
@@ -66,7 +64,7 @@ def run_bounds(args: argparse.Namespace) -> int:
     target = labels if args.loss == "cross_entropy" else torch.randn_like(x)
     report = bounds(block, x, target, loss=args.loss)
     print(report)
-    _write(args.json, report)
+    write_json("bounds", args.json, report.to_dict())
     return int(any(not kind.startswith("printed") for _, kind, _ in report.violated))
 
 
@@ -74,14 +72,5 @@ def _attack(args: argparse.Namespace) -> int:
     with progress_bar() as tell:
         report = attack(args.attack, seed=args.seed, tell=tell)
     print(report)
-    _write(args.json, report)
+    write_json("bounds", args.json, report.to_dict())
     return INTERRUPTED if report.interrupted else int(not report)
-
-
-def _write(path: Path | None, report: BoundsReport | AttackReport) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"bounds: cannot write {path}: {error.strerror}; name a file in an existing folder.") from error

@@ -11,7 +11,7 @@ import torch
 from hessiankit.block_options import add_block_options, block_of
 from hessiankit.derivation.derive import derive
 from hessiankit.derivation.result import Derivation
-from hessiankit.errors import InputError
+from hessiankit.files import write_text
 
 FORMATS: dict[str, Callable[[Derivation], str]] = {
     "text": lambda found: f"{found}\n",
@@ -50,8 +50,5 @@ def run_derive(args: argparse.Namespace) -> int:
     if args.out is None:
         print(text, end="")
         return 0
-    try:
-        args.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"derive: cannot write {args.out}: {error.strerror}; name a file in an existing folder.") from error
+    write_text("derive", args.out, text)
     return 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 from hessiankit.errors import InputError
+from hessiankit.files import write_json, write_text
 from hessiankit.ledger.claim import PAPERS
 from hessiankit.ledger.ledger import claims
 from hessiankit.progress import progress_bar
@@ -46,9 +45,9 @@ def run_claims(args: argparse.Namespace) -> int:
         with progress_bar() as tell:
             report = ledger.run(seed=args.seed, progress=tell)
     print(ledger if report is None else report)
-    _write(args.json, lambda: json.dumps((ledger if report is None else report).to_dict(), indent=2) + "\n")
-    _write(args.html, lambda: ledger.html(report))
-    _write(args.markdown, ledger.markdown)
+    write_json("claims", args.json, (ledger if report is None else report).to_dict())
+    write_text("claims", args.html, lambda: ledger.html(report))
+    write_text("claims", args.markdown, ledger.markdown)
     return NOT_REPRODUCED if report is not None and not report else OK
 
 
@@ -62,11 +61,3 @@ def _show(id: str, seed: int) -> int:
     print(f"{'reproduced':<12}{'yes' if row.reproduced else 'NO'} (seed {seed}, {row.seconds:.2f} s)")
     print(f"{'evidence':<12}{row.error or row.evidence}")
     return OK if report else NOT_REPRODUCED
-
-
-def _write(path: Path | None, text: Callable[[], str]) -> None:
-    if path is not None:
-        try:
-            path.write_text(text(), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"claims: cannot write {path}: {error.strerror}; name a file in an existing folder.") from error
