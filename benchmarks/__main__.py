@@ -17,6 +17,7 @@ from benchmarks.problems import DTYPES, GPT2, names, read
 from benchmarks.report import write
 from benchmarks.runner import Outcome, measure
 from benchmarks.suites import ALIASES, BENCHMARKS
+from benchmarks.suites.sharpness import MODELS
 from hessiankit.errors import HessiankitError, InputError
 
 WRONG, USAGE, INTERRUPTED = 1, 2, 130
@@ -73,7 +74,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         InputError: They cannot be used.
     """
     for size in options.sizes or ():
-        if size not in GPT2:
+        if size not in (*GPT2, *MODELS):
             read(size)
     if options.limit_seconds <= 0:
         raise InputError(f"benchmarks: --limit-seconds {options.limit_seconds:g} leaves no time; pass more than 0")

@@ -1,8 +1,9 @@
 """The papers' figures, drawn anew: one small script each. ``python -m figures --list`` names them.
 
 A script is a module of this package with a docstring, whose first line says what it shows, and a function
-``draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]`` that returns the pictures it wrote.
-Putting such a file here is all it takes.
+``draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]`` that returns the files it wrote, its pictures and
+their numbers. Putting such a file here is all it takes. ``_kit.py`` has the look and the files, ``_runs.py`` the training runs,
+which are kept below ``out/cache``.
 """
 
 from __future__ import annotations

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from figures import names, script, summary
 
+DRAWN, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m figures", description="Draw the papers' figures anew.")
+    parser = argparse.ArgumentParser(
+        prog="python -m figures",
+        description="Draw the papers' figures anew, each with its numbers as CSV or JSON beside it.",
+        epilog="Training runs are kept below OUT/cache. After Ctrl-C or a failure the same command goes on with what is left. "
+        "Exit status: 0 all are drawn; 1 some failed, and are named at the end, the others are drawn; 2 a name, an option or the "
+        "folder cannot be used; 130 interrupted.",
+    )
     parser.add_argument("name", nargs="*", help="figures to draw")
     parser.add_argument("--list", action="store_true", help="name the figures and say what they show")
     parser.add_argument("--all", action="store_true", help="draw every figure")
@@ -28,19 +38,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
         width = max(map(len, known))
         for name in known:
             print(f"{name:{width}}  {summary(name)}")
-        return 0
-    chosen = known if options.all else options.name
+        return DRAWN
+    chosen = known if options.all else list(dict.fromkeys(options.name))
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         asked = f"no figure is called {', '.join(unknown)}" if unknown else "name a figure, or pass --all"
         parser.error(f"{asked}; there are: {', '.join(known)}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.out):
+            pass
+    except OSError as error:
+        parser.error(f"cannot write to {options.out}: {error.strerror}; pass a folder that can be written to with --out")
+    return draw_all(chosen, options.out, quick=options.quick, suffix=f".{options.format}")
+
+
+def draw_all(chosen: Sequence[str], out: Path, *, quick: bool, suffix: str) -> int:
+    """Draw figures one after the other, whatever becomes of the others, and return the exit status.
+
+    Args:
+        chosen: Names.
+        out: Folder that exists.
+        quick: Smaller models and fewer steps.
+        suffix: Of the pictures.
+    """
+    from figures._sitting import Sitting  # loads torch, which --list need not wait for
+
+    sitting = Sitting.of(out, chosen, quick, suffix)
+    failed: dict[str, str] = {}
+    began = time.perf_counter()
     for name in chosen:
+        if name in sitting.drawn:
+            print(f"{name}: drawn before the interruption\n  " + "\n  ".join(sitting.drawn[name]), flush=True)
+            continue
         start = time.perf_counter()
-        print(f"{name}: {summary(name)}")
-        for path in script(name)(options.out, quick=options.quick, suffix=f".{options.format}"):
+        print(f"{name}: {summary(name)}", flush=True)
+        try:
+            files = script(name)(out, quick=quick, suffix=suffix)
+            sitting.add(name, files)
+        except KeyboardInterrupt:
+            left = [one for one in chosen if one not in sitting.drawn and one not in failed]
+            print(f"figures: interrupted; the same command goes on with {', '.join([*left, *failed])}", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:
+            failed[name] = _told(error)
+            print(f"  failed: {failed[name]}", file=sys.stderr, flush=True)
+            continue
+        for path in files:
             print(f"  {path}")
-        print(f"  {time.perf_counter() - start:.1f} s")
-    return 0
+        print(f"  {time.perf_counter() - start:.1f} s", flush=True)
+    print(f"drawn: {len(chosen) - len(failed)} of {len(chosen)}, in {time.perf_counter() - began:.1f} s, in {out}")
+    for name, why in failed.items():
+        print(f"failed: {name}: {why}", file=sys.stderr)
+    if failed:
+        return FAILED
+    sitting.close()
+    return DRAWN
+
+
+def _told(error: Exception) -> str:
+    """Return an error as one line; where it is none that the toolkit foresaw, print first where it came from."""
+    from hessiankit.errors import HessiankitError
+
+    if isinstance(error, HessiankitError):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 if __name__ == "__main__":

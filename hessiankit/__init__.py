@@ -12,14 +12,18 @@ if TYPE_CHECKING:
     from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
     from hessiankit.bounding.report import BoundsReport, bounds
     from hessiankit.curvature import Hessian, hessian
+    from hessiankit.depth import DepthReport, depth_diagnostics
     from hessiankit.derivation import Derivation, derive
     from hessiankit.diagonal import CurvatureDiagonal, curvature_diagonal
     from hessiankit.disk.forecast import Forecast
     from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
+    from hessiankit.estimation import SharpnessReport, exact_sharpness, sharpness
     from hessiankit.frobenius import FrobeniusNorms, frobenius_norms
     from hessiankit.fused import named_slices
     from hessiankit.ledger import Ledger, LedgerReport, claims
+    from hessiankit.monitoring import Monitor, plot_monitor, read_monitor
     from hessiankit.operator import HessianOperator, hessian_operator
+    from hessiankit.optim import blockwise_lr, blockwise_schedule
     from hessiankit.parts import BlockTypes, block_types
     from hessiankit.tracing.trace import Trace, trace
     from hessiankit.verify.check import check
@@ -31,14 +35,18 @@ _HOMES = {
     "blocks": ("Transformer", "TransformerBlock", "VisionTransformer"),
     "bounding.report": ("BoundsReport", "bounds"),
     "curvature": ("Hessian", "hessian"),
+    "depth": ("DepthReport", "depth_diagnostics"),
     "derivation": ("Derivation", "derive"),
     "diagonal": ("CurvatureDiagonal", "curvature_diagonal"),
     "disk.forecast": ("Forecast",),
     "errors": ("HessiankitError", "InputError", "OutOfMemoryError", "TraceError"),
+    "estimation": ("SharpnessReport", "exact_sharpness", "sharpness"),
     "frobenius": ("FrobeniusNorms", "frobenius_norms"),
     "fused": ("named_slices",),
     "ledger": ("Ledger", "LedgerReport", "claims"),
+    "monitoring": ("Monitor", "plot_monitor", "read_monitor"),
     "operator": ("HessianOperator", "hessian_operator"),
+    "optim": ("blockwise_lr", "blockwise_schedule"),
     "parts": ("BlockTypes", "block_types"),
     "tracing.trace": ("Trace", "trace"),
     "verify.check": ("check",),

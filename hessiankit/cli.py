@@ -1,4 +1,4 @@
-"""The command line: ``hessiankit check``, ``routes``, ``claims``, ``derive``, ``bounds`` (also ``python -m hessiankit``)."""
+"""The command line, ``hessiankit`` or ``python -m hessiankit``: a command each for the toolkit's main jobs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from hessiankit.block_options import positive
 from hessiankit.bounding.command import add_bounds, run_bounds
 from hessiankit.derivation.command import add_derive, run_derive
 from hessiankit.errors import HessiankitError, InputError
+from hessiankit.estimation.command import add_sharpness, run_sharpness
 from hessiankit.files import write_json, write_text
 from hessiankit.ledger.command import add_claims, run_claims
+from hessiankit.monitoring.command import add_monitor, run_monitor
+from hessiankit.tuning.command import add_tune, run_tune
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -68,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     add_claims(commands)
     add_derive(commands)
     add_bounds(commands)
+    add_sharpness(commands)
+    add_monitor(commands)
+    add_tune(commands)
     return top
 
 
@@ -102,14 +108,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     args = parser().parse_args(argv)
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    run = {
+        "check": lambda args: _check(args, console),
+        "routes": _routes,
+        "claims": run_claims,
+        "derive": run_derive,
+        "bounds": run_bounds,
+        "sharpness": run_sharpness,
+        "monitor": run_monitor,
+        "tune-lr": run_tune,
+    }
     try:
-        if args.command == "claims":
-            return run_claims(args)
-        if args.command == "derive":
-            return run_derive(args)
-        if args.command == "bounds":
-            return run_bounds(args)
-        return _routes(args) if args.command == "routes" else _check(args, console)
+        return run[args.command](args)
     except HessiankitError as error:
         print(f"hessiankit: {error}", file=sys.stderr)
         return USAGE

@@ -58,10 +58,14 @@ def named_slices(module: nn.Module, *, heads: bool = False) -> dict[str, str]:
     * ``qkv``, ``Wqkv``: an ``nn.Linear`` beside ``head_dim`` and a number of heads: timm, ModernBERT, MPT, DBRX;
     * ``qkv_proj``: an ``nn.Linear`` beside ``head_dim`` and ``num_key_value_heads``: Phi-3;
     * ``query_key_value``: GPT-NeoX, Bloom, Persimmon, and the three arrangements of Falcon;
-    * ``gate_up_proj`` with its ``down_proj``: gate first, as in Phi-3 and GLM.
+    * ``qkv_proj`` of CodeGen: four groups, each with its queries, values, keys;
+    * ``kv_b_proj`` and ``kv_a_proj_with_mqa`` of multi-head latent attention (DeepSeek): keys and values of each head from a
+      latent, which the second makes beside the keys that carry the position;
+    * ``gate_up_proj`` with its ``down_proj``: gate first, as in Phi-3 and GLM; also the experts of Mixtral and Qwen-MoE,
+      stacked ``(experts, out, in)``.
 
-    A fused weight of which this cannot tell how it is arranged is not listed: CodeGen's and MiniMax's ``qkv_proj``,
-    LeViT's and TinyViT's ``qkv``, weights of quantised or re-parametrised layers.
+    A fused weight of which this cannot tell how it is arranged is not listed: MiniMax's ``qkv_proj``, LeViT's and TinyViT's
+    ``qkv``, weights of quantised or re-parametrised layers.
 
     Args:
         module: Any module.
@@ -137,10 +141,10 @@ def _fused(module: nn.Module) -> Iterator[_Fused]:
             yield from _of_linear(getattr(module, "qkv_proj", None), _by_role(heads, key_heads, head_dim))
     if heads and head_dim:
         yield from _of_linear(getattr(module, "query_key_value", None), _megatron(module, heads, head_dim))
-    down = getattr(module, "down_proj", None)
-    if isinstance(down, nn.Linear):
-        width = down.in_features
-        yield from _of_linear(getattr(module, "gate_up_proj", None), {"gate": [(0, width)], "up": [(width, 2 * width)]})
+        if type(module).__name__ == "CodeGenAttention" and heads % 4 == 0:  # nothing else tells its order
+            yield from _of_linear(getattr(module, "qkv_proj", None), _codegen(heads, head_dim))
+    yield from _latent(module, heads)
+    yield from _gate_up(module)
 
 
 def _c_attn(module: nn.Module, layer: nn.Module, heads: int, head_dim: int) -> Iterator[_Fused]:
@@ -173,6 +177,44 @@ def _megatron(module: nn.Module, heads: int, head_dim: int) -> Layout:
     if new is False and getattr(module, "multi_query", None) is True:
         return _by_role(heads, 1, head_dim)
     return _by_group(heads, heads, head_dim)
+
+
+def _codegen(heads: int, head_dim: int) -> Layout:
+    """[group][its q heads, v heads, k heads] of four groups: the order in which CodeGen's weights were made."""
+    layout: Layout = {role: [] for role in _ROLES}
+    each = heads // 4 * head_dim
+    for group in range(4):
+        for place, role in enumerate(("query", "value", "key")):
+            first = (3 * group + place) * each
+            layout[role] += [(at, at + head_dim) for at in range(first, first + each, head_dim)]
+    return layout
+
+
+def _latent(module: nn.Module, heads: int) -> Iterator[_Fused]:
+    """Multi-head latent attention: [latent][rotated key], and [head][key, value] made of the latent."""
+    rank, rotated, plain, value = (
+        _own(module, (name,)) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    if heads and rank and rotated and plain and value:
+        both = plain + value
+        layout = {
+            "key": [(h * both, h * both + plain) for h in range(heads)],
+            "value": [(h * both + plain, (h + 1) * both) for h in range(heads)],
+        }
+        yield from _of_linear(getattr(module, "kv_b_proj", None), layout)
+        layout = {"latent": [(0, rank)], "shared_key": [(rank, rank + rotated)]}
+        yield from _of_linear(getattr(module, "kv_a_proj_with_mqa", None), layout)
+
+
+def _gate_up(module: nn.Module) -> Iterator[_Fused]:
+    fused, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if isinstance(down, nn.Linear):
+        width = down.in_features
+        yield from _of_linear(fused, {"gate": [(0, width)], "up": [(width, 2 * width)]})
+    elif isinstance(fused, Tensor) and isinstance(down, Tensor) and fused.ndim == down.ndim == 3:
+        experts, rows, width = down.shape
+        if fused.shape == (experts, 2 * width, rows):  # (experts, in, out), as in GPT-OSS, interleaves them
+            yield from _of_parameter(fused, "weight", 1, {"gate": [(0, width)], "up": [(width, 2 * width)]})
 
 
 def _separate(module: nn.Module) -> Iterator[_Fused]:

@@ -148,7 +148,7 @@ class HessianOperator(LinearOperator):
         scale = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2
         error = float((u @ Hv - v @ Hu).abs()) / scale if scale else 0.0
         values = [x for b in self._batches for x in b.trace.values if x.is_floating_point()]
-        allowed = max(torch.finfo(x.dtype).eps for x in values) ** 0.5
+        allowed = max((torch.finfo(x.dtype).eps for x in values), default=torch.finfo(self.torch_dtype).eps) ** 0.5
         if not bool(torch.isfinite(found).all()):
             place = next((phrase for b in self._batches if (phrase := origin(b.trace))), None)
             named = f": the operation {place}" if place else ""
@@ -231,7 +231,28 @@ def hessian_operator(
     >>> (operator @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
     [4.0, 6.0]
     """
-    _check_options(loss, kind, block_size)
+    check_options(loss, kind, block_size)
+    made = linearised(module, data, target, loss=loss, params=params, kind=kind, weights=weights, reduction=reduction)
+    task, batches, counts = made
+    if all(isinstance(batch, Constant) for batch in batches):
+        names = ", ".join(map(repr, task.parameters))
+        raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
+    return HessianOperator(task, batches, shares(counts, loss, reduction), kind, block_size)
+
+
+@one_at_a_time
+def linearised(
+    module: nn.Module,
+    data: Any,
+    target: Any,
+    *,
+    loss: Loss,
+    params: Params,
+    kind: str,
+    weights: Weights,
+    reduction: str | None,
+) -> tuple[Task, list[Linearisation | Constant], list[float]]:
+    """Return the last request, and every batch linearised with its count; arguments as in :func:`hessian_operator`."""
     batches: list[Linearisation | Constant] = []
     counts: list[float] = []
     made = requests(WHO, module, data, target, loss, params, weights=weights, reduction=reduction, look=_probe_determinism)
@@ -241,13 +262,11 @@ def hessian_operator(
         with torch.no_grad():
             batches.append(linearise(task, gauss_newton=kind != "hessian"))
         counts.append(count)
-    if all(isinstance(batch, Constant) for batch in batches):
-        names = ", ".join(map(repr, task.parameters))
-        raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
-    return HessianOperator(task, batches, shares(counts, loss, reduction), kind, block_size)
+    return task, batches, counts
 
 
-def _check_options(loss: Loss, kind: str, block_size: int | None) -> None:
+def check_options(loss: Loss, kind: str, block_size: int | None) -> None:
+    """Raise InputError if the options of an operator cannot be used together."""
     if kind not in KINDS:
         raise InputError(f"{WHO}: kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
     if kind != "hessian" and loss is None:

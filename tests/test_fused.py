@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_zoo import optional
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -74,12 +75,10 @@ def attention(**options: Any) -> Model:
 
 
 def imported(name: str, attribute: str) -> Any:
-    """A library that may be missing, or unusable: a torchvision that does not fit torch raises a RuntimeError."""
-    try:
-        module = importlib.import_module(name)
-        return module, getattr(module, attribute)
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"{name} cannot be imported: {error}")
+    """A library that may be missing."""
+    optional(name.partition(".")[0])
+    module = importlib.import_module(name)
+    return module, getattr(module, attribute)
 
 
 def hugging_face(family: str, **options: Any) -> Model:
@@ -249,6 +248,64 @@ def test_bloom_is_split_head_by_head() -> None:
             assert changed_heads(before, after) == ({head} if other == role else set()), name
 
 
+def test_codegen_is_split_into_four_groups() -> None:
+    module, inputs = hugging_face(
+        "CodeGen", hidden_size=32, n_layer=1, num_attention_heads=8, rotary_dim=2, attn_implementation="eager"
+    )
+    module = module.double().eval()
+    layer, seen = module.h[0].attn, []
+    original = layer._attn
+    layer._attn = lambda q, k, v, *rest: seen.append((q, k, v)) or original(q, k, v, *rest)  # (batch, heads, tokens, width)
+    module(*inputs)
+    slices = named_slices(module, heads=True)
+    assert len(slices) == 24
+    for name, index in slices.items():
+        role, head = name.split(".")[-3], int(name.split(".")[-2].removeprefix("head_"))
+        seen[1:] = []
+        with perturbed(module, index):
+            module(*inputs)
+        for other, before, after in zip(ROLES, *seen, strict=True):
+            assert changed_heads(before, after) == ({head} if other == role else set()), name
+
+
+def test_latent_attention(record: Callable[..., Recorded]) -> None:
+    latent = {"kv_lora_rank": 5, "q_lora_rank": 3, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 3}
+    module, inputs = hugging_face("DeepseekV3", **latent, first_k_dense_replace=1)
+    module = module.double().eval()
+    before = record(module, inputs)
+    slices = {name.split(".", 3)[3]: index for name, index in named_slices(module, heads=True).items() if ".mlp." not in name}
+    assert len(slices) == 2 * 4 + 2
+    for name, index in slices.items():
+        role, *head, _ = name.split(".")
+        with perturbed(module, index):
+            after = record(module, inputs)
+        for other in ROLES:
+            mine = {int(head[0].removeprefix("head_"))} if head else {0, 1, 2, 3}
+            moved = mine if role == other or (role, other) == ("shared_key", "key") else set()
+            if role == "latent":
+                moved = {0, 1, 2, 3} - (mine if other == "query" else set())
+            assert changed_heads(before[other], after[other]) == moved, (name, other)
+
+
+def test_gate_and_up_of_stacked_experts() -> None:
+    module, inputs = hugging_face("Mixtral", num_key_value_heads=2, num_local_experts=3, experts_implementation="eager")
+    module = module.double().eval()
+    experts, gates = module.layers[0].mlp.experts, []
+    experts.act_fn.register_forward_pre_hook(lambda _, x: gates.append(x[0].detach()))
+    slices = {n.split(".")[-2]: i for n, i in named_slices(module).items() if ".experts." in n}
+    whole = "layers.0.mlp.experts.gate_up_proj"
+    assert slices == {"gate": f"{whole}[:, 0:24]", "up": f"{whole}[:, 24:48]"}
+    before = module(*inputs)[0]
+    for role, index in slices.items():
+        first = list(gates)
+        gates.clear()
+        with perturbed(module, index):
+            after = module(*inputs)[0]
+        assert all(torch.equal(x, y) for x, y in zip(first, gates, strict=True)) is (role == "up")
+        assert not torch.equal(before, after)
+        gates[:] = first
+
+
 @pytest.mark.parametrize("family", ["Phi3", "Glm"])
 def test_gate_and_up(family: str) -> None:
     module, inputs = hugging_face(family, num_key_value_heads=2, head_dim=4)
@@ -369,15 +426,10 @@ def test_what_is_not_known_is_not_listed(case: str) -> None:
     assert named_slices(UNKNOWN[case], heads=True) == {}
 
 
-@pytest.mark.parametrize("family", ["CodeGen", "MiniMax"])
-def test_a_library_that_orders_qkv_proj_in_its_own_way_is_not_listed(family: str) -> None:
-    sizes = {
-        "CodeGen": {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 2},
-        "MiniMax": {"layer_types": ["linear_attention"]},
-    }
-    module, _ = hugging_face(family, attn_implementation="eager", **sizes[family])
+def test_a_library_that_orders_qkv_proj_in_its_own_way_is_not_listed() -> None:
+    module, _ = hugging_face("MiniMax", attn_implementation="eager", layer_types=["linear_attention"])
     assert any("qkv_proj" in name for name, _ in module.named_parameters())
-    assert named_slices(module, heads=True) == {}
+    assert {name for name in named_slices(module, heads=True) if ".self_attn." in name} == set()
 
 
 def test_timms_layers_that_go_head_by_head_are_not_listed() -> None:

@@ -1,9 +1,9 @@
 """The benchmarks of the suite, by name."""
 
 from benchmarks.plan import Benchmark
-from benchmarks.suites import dense, growth, hvp, limit, memory, pair, scalars
+from benchmarks.suites import dense, growth, hvp, limit, memory, pair, scalars, sharpness
 
 BENCHMARKS: dict[str, Benchmark] = {
-    module.BENCHMARK.name: module.BENCHMARK for module in (dense, pair, hvp, scalars, memory, growth, limit)
+    module.BENCHMARK.name: module.BENCHMARK for module in (dense, pair, hvp, scalars, memory, growth, limit, sharpness)
 }
 ALIASES = {"dense_hessian": "dense"}

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
-import resource
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +17,7 @@ from benchmarks.packaged import Curvlinops, installed
 from benchmarks.peers import FuncHessian, Peer, ReverseOverReverse, Whole, bytes_per_direction
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES, Case, make, parameters_of
+from benchmarks.residence import give_back, highest, reset_peak, resident
 from benchmarks.suites.common import BLOCK_SIZES, case_of, dense
 from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, short, skipped_text
 from hessiankit import hessian_operator
@@ -118,46 +114,11 @@ def peak(problem: str, batch: int, dtype: str, device: str, method: str, tell: T
         work(case)
         torch.cuda.synchronize()
         return {"bytes": torch.cuda.max_memory_allocated() - before, "baseline_bytes": before, "how": "cuda allocator"}
-    _give_back()
-    how = _reset_peak()
-    before = _resident()
+    give_back()
+    how = reset_peak()
+    before = resident()
     work(case)
-    return {"bytes": max(0, _highest() - before), "baseline_bytes": before, "how": how}
-
-
-def _give_back() -> None:
-    """Hand freed memory back to the system, so that it does not hide what is taken next (glibc only)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _reset_peak() -> str:
-    """Forget the peak of the imports where the system can; where it cannot, a small rise hides below it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-        return "VmHWM, reset after imports and inputs"
-    return "ru_maxrss"
-
-
-def _status(name: str) -> int | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _highest() -> int:
-    """Return the peak of the resident size; ru_maxrss alone also holds that of the parent before this process started."""
-    known = _status("VmHWM:")
-    return (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) if known is None else known
-    )
-
-
-def _resident() -> int:
-    known = _status("VmRSS:")
-    return _highest() if known is None else known
+    return {"bytes": max(0, highest() - before), "baseline_bytes": before, "how": how}
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

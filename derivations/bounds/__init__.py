@@ -1,8 +1,9 @@
-"""Bounds on derivatives: sharp constants of the primitives, and norms of the Hessian of attention and of a block.
+"""Bounds on derivatives: sharp constants of the primitives, norms of the Hessian of attention and of a block, of gradients.
 
 Three kinds, each in its files: ``constants`` (attained), ``attention_bounds`` and ``block_bounds`` from norms alone (they hold
-over a ball of weights), ``attention_structured`` and ``block_structured`` at a point (close to the true norm). Files ending in
-``_printed`` hold what papers print, valid or not, to compare with; nothing here uses them.
+over a ball of weights), ``attention_structured`` and ``block_structured`` at a point (close to the true norm); bounds on
+gradients, of both kinds, are in ``sharpness_bounds``. Files ending in ``_printed`` hold what papers print, valid or not, to
+compare with; nothing here uses them.
 """
 
 from derivations.bounds.attention_bounds import AttentionNorms, attention_a_priori
@@ -38,11 +39,29 @@ from derivations.bounds.constants import (
     token_cumulant_bound,
     token_range_bound,
 )
+from derivations.bounds.sharpness_bounds import (
+    AttentionGradientNorms,
+    EmbeddingNorms,
+    FeedForwardNorms,
+    GatedNorms,
+    GradientBounds,
+    NormedInput,
+    theorem_4_1,
+    theorem_4_1_gated,
+    theorem_4_2,
+    theorem_4_3,
+)
 
 __all__ = [
+    "AttentionGradientNorms",
     "AttentionNorms",
     "BlockNorms",
+    "EmbeddingNorms",
+    "FeedForwardNorms",
+    "GatedNorms",
+    "GradientBounds",
     "NormConstants",
+    "NormedInput",
     "PostBlockNorms",
     "attention_a_priori",
     "attention_structured",
@@ -62,6 +81,10 @@ __all__ = [
     "theorem_1_appendix_printed",
     "theorem_1_printed",
     "theorem_1_steps_printed",
+    "theorem_4_1",
+    "theorem_4_1_gated",
+    "theorem_4_2",
+    "theorem_4_3",
     "theorem_6_factors_printed",
     "theorem_6_printed",
     "theorem_7_corrected",

@@ -1,8 +1,9 @@
-r"""Theorems 4.1-4.3 of the Sharpness Disparity paper: bounds on gradient norms, and on the average sharpness of a block.
+r"""Theorems 4.1-4.3 of the Sharpness Disparity paper as printed: bounds on the norms of gradients.
 
 n tokens of width D, hidden width M, loss Q with the gradient dQ/dY at the branch's output, h = 1 head, LayerNorm with eps = 0.
 All end bounds hold but that of Theorem 4.3, which leaves out ||dQ/dY||_F (claim D6); all have n sqrt(D) where sqrt(n D) is
 enough (claims B13t, C8t). Upper bounds with the same Psi do not order the blocks: what does is the number of parameters.
+Corrected and attained ones are in ``sharpness_bounds``.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def theorem_4_2_printed(
 def theorem_4_3_printed(n: int, D: int, gamma: float, least_row: float) -> EmbeddingBounds:
     r"""Return Theorem 4.3: Psi = n sqrt(D) ||gamma||, Psi / min_i ||w_i|| for W_E and Psi / ||gamma||; VIOLATED (claim D6).
 
-    It bounds dY, not dQ: multiplying the loss by 1000 multiplies the gradient and leaves Psi. ``theorem_4_3_corrected`` has the
-    factor ||dQ/dY||_F.
+    It bounds dY, not dQ: multiplying the loss by 1000 multiplies the gradient and leaves Psi. ``theorem_4_3`` of
+    ``sharpness_bounds`` has the factor ||dQ/dY||_F.
 
     Args:
         n: number of tokens.
@@ -108,34 +109,3 @@ def theorem_4_3_printed(n: int, D: int, gamma: float, least_row: float) -> Embed
     """
     Psi = n * math.sqrt(D) * gamma
     return EmbeddingBounds(Psi, Psi / least_row, Psi / gamma)
-
-
-def theorem_4_3_corrected(n: int, D: int, gradient: float, gamma: float, least_row: float) -> EmbeddingBounds:
-    r"""Return Theorem 4.3 with Psi = sqrt(n D) ||dQ/dY||_F ||gamma||, corrected (claim D6).
-
-    dY/dgamma has the Frobenius norm sqrt(n D), and row i of dY/dW_E is gamma * J_i with ||J_i|| = sqrt(D) / ||z_i||, for one-hot
-    rows of X, of which at most n are the same.
-
-    Args:
-        n: number of tokens.
-        D: width.
-        gradient: ||dQ/dY||_F.
-        gamma: ||gamma||.
-        least_row: as in ``theorem_4_3_printed``; tokens that do not occur may be left out.
-
-    >>> theorem_4_3_corrected(4, 4, 3.0, 2.0, 0.5)
-    EmbeddingBounds(Psi=24.0, W_E=48.0, gamma=12.0)
-    """
-    Psi = math.sqrt(n * D) * gradient * gamma
-    return EmbeddingBounds(Psi, Psi / least_row, Psi / gamma)
-
-
-def average_sharpness(gradient_norm: float, parameters: int, terms: int = 1) -> float:
-    r"""Return S = B ||grad||_F^2 / #parameters, Eq. 4: what the O() of the theorems bounds when a bound is put in.
-
-    The print has D^2 for the number of parameters of a weight; for W_1 and W_2 that is D M (claim B14).
-
-    >>> average_sharpness(6.0, 9)
-    4.0
-    """
-    return terms * gradient_norm**2 / parameters

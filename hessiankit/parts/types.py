@@ -1,68 +1,119 @@
-"""The block type of every parameter of a model (provisional rules)."""
+"""The block type of every entry of a model's parameters."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hessiankit.errors import InputError
-from hessiankit.fused import named_slices
-from hessiankit.optim import block_types as own_types
+from hessiankit.parts.agreement import CONFLICT, agreed
+from hessiankit.parts.finding import Finding, Owner, owners
+from hessiankit.parts.flow import flow
+from hessiankit.parts.names import by_name
 from hessiankit.parts.part import Part
-from hessiankit.request.selection import parse_part
+from hessiankit.parts.policy import Policy, override
+from hessiankit.parts.structure import Structure, structure
+from hessiankit.parts.table import BlockTypes
 
-_RULES = (
-    (r"(^|\.)(wte|wpe|embed_tokens|embedding|embeddings)\b", "Emb"),
-    (r"(lm_head|head|classifier)\b", "Head"),
-    (r"(ln_\w+|norm\w*|\w+norm)\.(weight|bias)$", "Norm"),
-    (r"\.(mlp|feedforward)\.", "FFN"),
-    (r"(q_proj|k_proj)\.", "QK"),
-    (r"(v_proj|o_proj|c_proj|out_proj)\.", "VO"),
-)
+_UNKNOWN = "?"
 
 
-class BlockTypes(dict[str, str]):
-    """Block types by part name."""
+def model_parts(
+    model: nn.Module,
+    *,
+    inputs: Any = None,
+    overrides: Mapping[str, str] | None = None,
+    biases: str = "layer",
+    final_norm: str = "Norm",
+    tied: str = "Emb",
+) -> tuple[Part, ...]:
+    """Return what a model consists of: every entry of every parameter in exactly one part, with one block type.
 
-    parts: tuple[Part, ...] = ()
+    The types are those of The Sharpness Disparity Principle (Sec. 3.2): Emb, QK, VO, FFN, Norm; and Head and Other for what it
+    leaves out. Module types, attributes and sizes decide first; with ``inputs``, the flow of data through one run as well, which
+    reads no names: what feeds a softmax of products is QK, whatever the order of a fused weight. Names are last.
 
+    What the paper leaves open is decided as follows; ``overrides`` changes any of it. Position, segment and relative position
+    embeddings, learned tokens and what maps the input to the model's width are Emb. Norms of queries and keys are Norm, and so
+    are learnable scales of a branch (LayerScale) and the bias of a norm. Experts are FFN; their router is Other, as are
+    attention sinks and what keys and values share (the latent of multi-head latent attention). Poolers are Head.
 
-def model_parts(model: nn.Module, **_: Any) -> tuple[Part, ...]:
-    """Return the parts of a model (provisional)."""
-    try:
-        own = own_types(model)
-    except InputError:
-        own = {}
-    slices: dict[str, list[tuple[str, Any]]] = {}
-    for role, where in named_slices(model).items():
-        name, index = parse_part(where)
-        slices.setdefault(name, []).append((role.split(".")[-2], index))
-    found = []
+    Args:
+        model: Any module.
+        inputs: Example inputs, of two tokens or more: a tensor, a tuple of positional or a mapping of keyword arguments.
+        overrides: Regular expression to type; each is searched (``re.search``) in the part's and the parameter's name.
+        biases: ``"layer"``: a bias has the type of its layer. ``"Other"``. Key biases have the role ``"key bias"``: without
+            rotary embeddings or norms of keys their gradient is zero identically, since softmax does not see them.
+        final_norm: Type of norms that follow the last block: ``"Norm"``, ``"Other"`` or ``"Head"``.
+        tied: Type of a parameter that is the embedding and the head: ``"Emb"`` or ``"Head"``.
+
+    Returns:
+        The parts, in the order of ``named_parameters()``.
+
+    Raises:
+        InputError: If something is not recognised (all of it is named), if modules and flow of data contradict each other, or
+            an option is not one.
+        TraceError: If the model computes on ``inputs`` where torch's tracer does not see it.
+
+    >>> parts = model_parts(nn.TransformerEncoderLayer(4, 2, 6, bias=False))
+    >>> [(part.name, part.type) for part in parts][:3]
+    [('self_attn.in_proj_weight[0:4]', 'QK'), ('self_attn.in_proj_weight[4:8]', 'QK'), ('self_attn.in_proj_weight[8:12]', 'VO')]
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model_parts: expected a torch.nn.Module, got {type(model).__name__}")
+    policy = Policy(biases, final_norm, tied)
+    places = owners(model)
+    read = structure(model, places)
+    flowing = flow(model, inputs) if inputs is not None else {}
+    parts: list[Part] = []
     for name, p in model.named_parameters():
-        number = re.search(r"\.(\d+)\.", "." + name)
-        layer = int(number[1]) if number else None
-        kind = own.get(name)
-        if kind is None and name in slices:
-            for role, index in slices[name]:
-                axis = len(index[0]) - 1
-                segments = tuple((i[-1].start, i[-1].stop) for i in index)
-                size = sum(b - a for a, b in segments) * p.numel() // p.shape[axis]
-                kind = {"query": "QK", "key": "QK", "value": "VO"}.get(role, "FFN")
-                found.append(Part(name, kind, role, layer, "fused", size, axis, segments))
-            continue
-        if kind is None:
-            kind = next((t for rule, t in _RULES if re.search(rule, name)), None)
-        if kind is None:
-            raise InputError(f"block_types: {name!r} is not recognised")
-        found.append(Part(name, kind, name.split(".")[-1], layer, "name", p.numel()))
-    return tuple(found)
+        parts += _of_parameter(name, p, places[name], read, flowing.get(name, []), policy)
+    typed = override(parts, overrides)
+    if contradicted := [part for part in typed if part.type == CONFLICT]:
+        listed = "; ".join(f"{part.name!r} is {part.reason}" for part in contradicted)
+        raise InputError(f"model_parts: modules and flow of data contradict each other: {listed}; say which with overrides=")
+    if unknown := [part for part in typed if part.type == _UNKNOWN]:
+        listed = ", ".join(f"{part.name!r} ({part.reason})" for part in unknown)
+        more = "" if inputs is not None else "inputs=..., example inputs, so that the flow of data tells, or "
+        raise InputError(f"model_parts: not recognised: {listed}; pass {more}overrides={{regular expression: type}}")
+    return typed
 
 
-def block_types(model: nn.Module, **options: Any) -> BlockTypes:
-    """Return the block type of every part (provisional)."""
-    parts = model_parts(model, **options)
-    found = BlockTypes({part.name: part.type for part in parts})
-    found.parts = parts
-    return found
+def block_types(
+    model: nn.Module,
+    *,
+    inputs: Any = None,
+    overrides: Mapping[str, str] | None = None,
+    biases: str = "layer",
+    final_norm: str = "Norm",
+    tied: str = "Emb",
+) -> BlockTypes:
+    """Return the block type of every part of a model, by its name: a dict that prints as a table.
+
+    The arguments are those of :func:`model_parts`, which says how the types are found.
+
+    >>> types = block_types(nn.TransformerEncoderLayer(4, 2, 6, bias=False))
+    >>> types["linear1.weight"], types.entries
+    ('FFN', {'QK': 32, 'VO': 32, 'FFN': 48, 'Norm': 8})
+    """
+    return BlockTypes(model_parts(model, inputs=inputs, overrides=overrides, biases=biases, final_norm=final_norm, tied=tied))
+
+
+def _of_parameter(
+    name: str, p: Tensor, places: list[Owner], read: Structure, flowing: list[Finding], policy: Policy
+) -> list[Part]:
+    layer = read.layers.index(places[0].path)
+    findings = policy.of_tie(agreed(read.findings[name], flowing, p, in_block=layer is not None or read.alone))
+    if not findings:
+        findings = [by_name(places[0]) or Finding(_UNKNOWN, "", type(places[0].module).__name__)]
+    after = read.layers.is_final(places[0].path)
+    parts = []
+    for f in findings:
+        cut = sum(b - a for a, b in f.segments)
+        size = p.numel() if f.axis is None else p.numel() // p.shape[f.axis] * cut
+        part = Part(name, f.type, f.role, layer, f.reason, size, f.axis, f.segments)
+        parts.append(policy.of_part(part, after=after))
+    assert sum(part.size for part in parts) == p.numel(), f"the parts of {name} are not all of it"
+    return parts

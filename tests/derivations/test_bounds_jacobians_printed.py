@@ -10,6 +10,7 @@ from bound_problems import F64, norm, normalised
 from torch import Tensor
 
 from derivations.bounds import depth_printed, hybridnorm_printed, sharpness_printed
+from derivations.bounds.sharpness_bounds import EmbeddingNorms, NormedInput, theorem_4_3
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -110,8 +111,8 @@ class TestSharpness:
         for c in (1.0, 1e3):
             grads = torch.autograd.grad((normalised(embedding[tokens]) * gamma * c * g_Y).sum(), [embedding, gamma])
             printed = sharpness_printed.theorem_4_3_printed(*sizes)
-            corrected = sharpness_printed.theorem_4_3_corrected(n, D, c * float(g_Y.norm()), *sizes[2:])
-            for grad, wrong, right in zip(grads, printed[1:], corrected[1:], strict=True):
+            norms = EmbeddingNorms.a_priori(NormedInput.a_priori(n, D, sizes[2]), 3, c * float(g_Y.norm()), least_row=sizes[3])
+            for grad, wrong, right in zip(grads, printed[1:], theorem_4_3(norms).upper.values(), strict=True):
                 assert float(grad.norm()) <= right
                 if c > 1:
                     assert float(grad.norm()) > 10 * wrong

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from derivations.bounds.sharpness_bounds import AttentionGradientNorms, NormedInput, theorem_4_2
 from derivations.matrix import Commutation
 from derivations.norms import matrix_norm
 from hessiankit.ledger.claim import Evidence
@@ -182,11 +183,42 @@ def sharper(seed: int) -> Evidence:
     found = []
     for point in sample(seed)[:-1]:
         n, D = point.sizes
-        c = constants(point, math.sqrt(n * (D - 1)))
+        c = constants(point, NormedInput.a_priori(n, D, 1.0).x)
         found += [end_ratio(point, letter, c) for letter in (*WEIGHTS, "gamma")]
     point = attaining(seed)
-    tight = [end_ratio(point, letter, constants(point, 2.0)) for letter in ("W_V", "W_O", "gamma")]
+    c = constants(point, NormedInput.a_priori(*point.sizes, 1.0).x)
+    tight = [end_ratio(point, letter, c) for letter in ("W_V", "W_O", "gamma")]
     return bounded([*found, *tight], f"{len(found)} ratios; at one token {min(tight):.12f} or more", attained=1 - 1e-9)
+
+
+def opposite(seed: int, D: int = 5) -> AttentionPoint:
+    """Return two opposite tokens that see both equally, and dQ/dY of opposite rows along W_O: W_Q's bound is attained."""
+    axis = eye(D)[:1]
+    X, W_V, W_O = torch.cat([axis, ones(D).T / D - axis]), axis.T @ axis, axis.T @ Draw(seed).normal(1, D)
+    return AttentionPoint(X, 2 * axis, 0 * eye(D), axis.T @ axis, W_V, W_O, torch.cat([W_O[0], -W_O[0]])[None])
+
+
+@claim(
+    "ours/thm4.2-any-length",
+    place="Sharpness Disparity, Theorem 4.2",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_Q}\|_F\le\frac{\sqrt n\,(D-1)^{3/2}\|\gamma\|^3}{\sqrt D}"
+    r"\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|W_K\|_2\|W_V\|_2\|W_O\|_2$, and with $W_Q$ for $W_K$: no covariance of "
+    r"tokens is above the square of the longest one. $\Phi$ has $n^3$ and $\|\frac{\partial A}{\partial M}\|_F$ there; "
+    "attained by two opposite tokens",
+    verdict="HOLDS",
+    uses=[theorem_4_2],
+)
+def any_length(seed: int) -> Evidence:
+    found = []
+    for point in [*sample(seed)[:-1], opposite(seed)]:
+        inputs = NormedInput.a_priori(*point.sizes, norm(point.gamma))
+        q, k, v, o = (matrix_norm(W) for W in point.weights)
+        upper = theorem_4_2(AttentionGradientNorms(inputs, norm(point.q), point.sizes[1], (q,), (k,), (v,), o)).upper
+        letters = ("W_Q",) if q == 0 else (*WEIGHTS, "gamma")
+        found += [norm(point.gradient(letter)) / upper[letter] for letter in letters]
+    return bounded(
+        found, f"{len(found)} ratios: 4 shapes, with and without a causal mask; two opposite tokens", attained=1 - 1e-9
+    )
 
 
 @claim(

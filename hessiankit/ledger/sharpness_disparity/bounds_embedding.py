@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from derivations.bounds.sharpness_bounds import EmbeddingNorms, theorem_4_3
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
 from derivations.token_embedding import TokenEmbeddingAt
@@ -27,7 +28,7 @@ from hessiankit.ledger.evidence import (
     violated,
 )
 from hessiankit.ledger.registry import claim
-from hessiankit.ledger.sharpness_disparity.points import eye
+from hessiankit.ledger.sharpness_disparity.points import eye, ones
 from hessiankit.ledger.sharpness_disparity.theorem_embedding import EmbeddingPoint, centred, row_jacobian
 
 
@@ -81,6 +82,29 @@ def s_we(seed: int) -> Evidence:
     point = point.with_(q=1e4 * point.q)
     ratio = (float(point.gradient("W_E").norm()) * point.least_row / point.bound) ** 2
     return violated(ratio, "Q scaled by 10^4", corrected=ratio / float(point.q.norm()) ** 2, above=100)
+
+
+@claim(
+    "ours/thm4.3-sharper",
+    place="Sharpness Disparity, Theorem 4.3",
+    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_E}\|_F\le\max_k\frac{\sqrt{c_kD}}{\|\tilde w_k\|}\,\max_j|\gamma_j|\,"
+    r"\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F$ over the tokens $k$ that occur, $c_k$ times each; attained",
+    verdict="HOLDS",
+    uses=[theorem_4_3],
+)
+def sharper(seed: int) -> Evidence:
+    points = [EmbeddingPoint.draw(100 * seed + k, n=9) for k in range(10)]
+    row = Draw(seed).normal(5)
+    across = torch.linalg.qr(torch.stack([ones(5)[:, 0], row, Draw(seed + 1).normal(5)], 1))[0][:, 2]
+    q = torch.zeros(4, 5, dtype=torch.float64)
+    q[1:] = across  # at the three places of token 0, orthogonal to its row and to 1
+    tokens, W_E = torch.tensor([1, 0, 0, 0]), torch.stack([row, 9 * row + torch.arange(5.0)])
+    points.append(EmbeddingPoint(tokens, W_E, ones(5).T, q.reshape(1, -1)))
+    found = []
+    for p in points:
+        norms = EmbeddingNorms.measured(p.tokens, p.W_E, p.gamma[0], p.q.reshape(-1, 5))
+        found.append(float(p.gradient("W_E").norm()) / theorem_4_3(norms).upper["W_E"])
+    return bounded(found, "10 generic points and the attaining one", attained=1 - 1e-9)
 
 
 @claim(

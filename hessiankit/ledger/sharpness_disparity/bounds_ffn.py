@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from derivations.bounds.sharpness_bounds import NormedInput
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
 from hessiankit.ledger.claim import Evidence
@@ -23,7 +24,7 @@ def norm(A: torch.Tensor) -> float:
 
 
 def psi(point: FeedForwardPoint, constant: float | None = None) -> float:
-    r"""Return Psi of Theorem 4.1; ``constant`` in place of n sqrt(D)."""
+    r"""Return Psi of Theorem 4.1 as printed; ``constant`` in place of n sqrt(D)."""
     n, D, _ = point.sizes
     c = n * math.sqrt(D) if constant is None else constant
     return c * norm(point.q) * norm(point.dA) * norm(point.W_1) * norm(point.W_2) * norm(point.gamma)
@@ -95,7 +96,7 @@ def x_norm_sharp(seed: int) -> Evidence:
     draw, n, D = Draw(seed), 4, 5
     axis = eye(D)[:1]
     cases = [(draw.normal(n, D), draw.normal(D)) for _ in range(40)] + [(axis.expand(n, D), axis[0])]
-    found = [norm(LayerNormAt(X, gain).value) / (math.sqrt(n * (D - 1)) * norm(gain)) for X, gain in cases]
+    found = [norm(LayerNormAt(X, gain).value) / NormedInput.a_priori(n, D, norm(gain)).x for X, gain in cases]
     return bounded(found, "40 generic points and the attaining one", attained=1 - 1e-9)
 
 
@@ -229,8 +230,8 @@ def sharper(seed: int) -> Evidence:
     found = []
     for point in sample(seed):
         n, D, _ = point.sizes
-        found += [end_ratio(point, letter, math.sqrt(n * (D - 1))) for letter in LETTERS]
-    tight = [end_ratio(attaining(seed), letter, 2.0) for letter in LETTERS]
+        found += [end_ratio(point, letter, NormedInput.a_priori(n, D, 1.0).x) for letter in LETTERS]
+    tight = [end_ratio(attaining(seed), letter, NormedInput.a_priori(1, 5, 1.0).x) for letter in LETTERS]
     return bounded(found, f"{len(found)} ratios; where they are attained {min(tight):.12f} or more", attained=1 - 1e-9)
 
 

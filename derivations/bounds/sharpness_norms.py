@@ -1,0 +1,162 @@
+r"""What the bounds of the Sharpness Disparity theorems know of a layer: norms, measured at a point or bounded from other norms.
+
+X_Norm = X_std diag(gamma) goes into every layer of the theorems. For n tokens of width D, LayerNorm, eps >= 0, no shift:
+
+    ||row of X_std||^2 <= D,    |entry| <= sqrt(D - 1),    ||row of X_Norm|| <= min(sqrt(D - 1) ||gamma||, sqrt(D) max |gamma_j|)
+
+all of them attained, the second and third by one-hot rows (claim B9; the paper has n sqrt(D) ||gamma|| for all of X_Norm, where
+sqrt(n (D - 1)) ||gamma|| is enough). For RMSNorm D - 1 is D.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from derivations.bounds.block_norms import spectral_norm
+from derivations.bounds.constants import token_covariance_bound
+
+NORMALIZATIONS = ("layernorm", "rmsnorm")
+
+
+@dataclass(frozen=True)
+class Steepness:
+    """How steep an activation sigma with sigma(0) = 0 is: ``slope`` = sup |sigma'|, ``chord`` = sup |sigma(z) / z|."""
+
+    slope: float
+    chord: float
+
+
+STEEPNESS = {
+    "identity": Steepness(1.0, 1.0),
+    "relu": Steepness(1.0, 1.0),
+    "leaky_relu": Steepness(1.0, 1.0),
+    "tanh": Steepness(1.0, 1.0),
+    "gelu": Steepness((1 + math.erf(1)) / 2 + math.exp(-1) / math.sqrt(math.pi), 1.0),  # at z = sqrt(2)
+    "gelu_tanh": Steepness(1.128993068658772, 1.0),  # at z = 1.41850
+    "silu": Steepness(1.099839320128867, 1.0),  # where z tanh(z / 2) = 2
+}
+"""Of the kinds of ``derivations.activation``; a negative slope of leaky_relu is taken to be between -1 and 1."""
+
+
+@dataclass(frozen=True)
+class NormedInput:
+    """X_Norm = X_std diag(gamma), what a layer behind a norm reads.
+
+    Args:
+        n: number of tokens.
+        D: width.
+        gamma: ||gamma||.
+        gamma_max: max_j |gamma_j|.
+        x: ||X_Norm||_2.
+        rho: the largest norm of a row of X_Norm.
+        entry: the largest entry of X_std.
+        column: the largest norm of a column of X_std, which is ||dX_Norm/dgamma||_2.
+    """
+
+    n: int
+    D: int
+    gamma: float
+    gamma_max: float
+    x: float
+    rho: float
+    entry: float
+    column: float
+
+    @classmethod
+    def a_priori(cls, n: int, D: int, gamma: float, gamma_max: float | None = None, *, norm: str = "layernorm") -> NormedInput:
+        """Return what holds for every X, of the gain knowing only ||gamma||, and max |gamma_j| if it is given (claim B9).
+
+        Raises:
+            ValueError: if the norm is unknown.
+
+        >>> NormedInput.a_priori(4, 5, 3.0).x  # sqrt(n (D - 1)) ||gamma||
+        12.0
+        >>> round(NormedInput.a_priori(4, 4, 2.0, 1.0).x, 12)  # sqrt(n D) max |gamma_j| = 4 < sqrt(n (D - 1)) ||gamma||
+        4.0
+        """
+        entry = math.sqrt(D - 1 if _centred("NormedInput.a_priori", norm) else D)
+        largest = gamma if gamma_max is None else gamma_max
+        rho = min(entry * gamma, math.sqrt(D) * largest)
+        return cls(n, D, gamma, largest, math.sqrt(n) * rho, rho, entry, math.sqrt(n) * entry)
+
+    @classmethod
+    def measured(cls, X: Tensor, gamma: Tensor, *, eps: float = 0.0, norm: str = "layernorm") -> NormedInput:
+        """Return the norms at a point.
+
+        Args:
+            X: (n, D), what goes into the norm.
+            gamma: (D,).
+            eps: of the norm.
+            norm: ``"layernorm"`` or ``"rmsnorm"``.
+
+        Raises:
+            ValueError: if the norm is unknown, or a row has no scale.
+
+        >>> NormedInput.measured(torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), torch.tensor([3.0, 0.0])).rho
+        3.0
+        """
+        std = standardised(X, eps=eps, norm=norm)
+        N, (n, D) = std * gamma, std.shape
+        rho, column = (float(torch.linalg.vector_norm(A, dim=axis).max()) for A, axis in ((N, 1), (std, 0)))
+        return cls(n, D, float(gamma.norm()), float(gamma.abs().max()), spectral_norm(N), rho, float(std.abs().max()), column)
+
+    @property
+    def covariance(self) -> float:
+        """A bound on ||X_Norm^T (diag(p) - p p^T) X_Norm||_2 for any probabilities p of the tokens."""
+        return 0.0 if self.n == 1 else token_covariance_bound(self.x, self.rho)
+
+
+def standardised(X: Tensor, *, eps: float = 0.0, norm: str = "layernorm") -> Tensor:
+    """Return X_std for rows of X: divided by the root of their mean square plus eps, for LayerNorm after centring.
+
+    Raises:
+        ValueError: if the norm is unknown, or a row has no scale.
+
+    >>> standardised(torch.tensor([[3.0, 1.0]])).tolist()
+    [[1.0, -1.0]]
+    """
+    rows = X.double()
+    if _centred("standardised", norm):
+        rows = rows - rows.mean(-1, keepdim=True)
+    scale = row_scale(rows, eps)
+    if not bool((scale > 0).all()):
+        where = "constant" if norm == "layernorm" else "zero"
+        raise ValueError(f"standardised: row {int(scale.argmin())} of X is {where} and eps is {eps}; expected a scale above 0")
+    return rows / scale
+
+
+def doubles(who: str, shapes: str, *arrays: Tensor) -> tuple[Tensor, ...]:
+    """Return arrays in float64, detached, after comparing their shapes, in which one letter is one size.
+
+    Raises:
+        ValueError: if a shape is another one.
+
+    >>> doubles("f", "nD D", torch.ones(2, 3), torch.ones(4))
+    Traceback (most recent call last):
+    ValueError: f: array 2 has shape (4,); expected (D) with n = 2, D = 3
+    """
+    sizes: dict[str, int] = {}
+    for k, (array, letters) in enumerate(zip(arrays, shapes.split(), strict=True), 1):
+        if array.ndim != len(letters) or any(sizes.setdefault(c, n) != n for c, n in zip(letters, array.shape, strict=True)):
+            known = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
+            raise ValueError(f"{who}: array {k} has shape {tuple(array.shape)}; expected ({', '.join(letters)}) with {known}")
+    return tuple(array.detach().double() for array in arrays)
+
+
+def row_scale(rows: Tensor, eps: float = 0.0) -> Tensor:
+    """Return s = sqrt(mean of squares + eps) of centred rows (LayerNorm) or of rows (RMSNorm), a column.
+
+    >>> row_scale(torch.tensor([[3.0, -3.0]])).tolist()
+    [[3.0]]
+    """
+    return (rows.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def _centred(who: str, norm: str) -> bool:
+    if norm not in NORMALIZATIONS:
+        raise ValueError(f"{who}: norm={norm!r}; expected one of {', '.join(map(repr, NORMALIZATIONS))}")
+    return norm == "layernorm"
