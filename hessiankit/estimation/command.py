@@ -1,0 +1,174 @@
+"""``hessiankit sharpness`` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hessiankit.block_options import positive
+from hessiankit.environment import environment
+from hessiankit.errors import InputError
+from hessiankit.estimation.estimate import Estimate
+from hessiankit.estimation.exact import exact_sharpness
+from hessiankit.estimation.measure import sharpness
+from hessiankit.estimation.report import SharpnessReport
+from hessiankit.files import write_json
+from hessiankit.loading import LoadedModel, load_model, text_batch
+from hessiankit.parts import model_parts
+from hessiankit.progress import progress_bar
+from hessiankit.tables import as_text, table
+from hessiankit.text import load_text
+
+EXACT_PARAMETERS = 500_000
+"""Parameters up to which the exact values are computed."""
+FLOW_TOKENS = 8
+"""Tokens that are enough to see what flows where."""
+
+
+def add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    command = commands.add_parser(
+        "sharpness",
+        help="measure how sharp each block type of a language model is, with error bars",
+        description="Draw labels from the model's own predictions on windows of a text, and estimate the average sharpness S of "
+        "embeddings, queries and keys, feed-forward networks, values and outputs, norms and head (The Sharpness Disparity "
+        "Principle, Eqs. 3-4), with standard errors and intervals. Nothing of the paper's order is "
+        "assumed. Nothing is downloaded. Exit code 0: measured; 2: an option, a model or a file is of no use; 130: interrupted.",
+    )
+    add = command.add_argument
+    add(
+        "--model",
+        default="tiny",
+        help="tiny (default): 3 blocks, bytes; a folder of save_pretrained; a config.json; module:function",
+    )
+    add("--text", default="stdlib", help="stdlib (default): Python's own standard library; or a text file, or a folder of them")
+    add("--batch", type=positive, default=8, help="sequences (default 8)")
+    add("--length", type=positive, default=64, help="tokens of each (default 64)")
+    add("--draws", type=positive, default=8, help="draws of the labels, each one backward pass (default 8)")
+    add("--micro-batch", type=positive, metavar="N", help="sequences per forward pass; S is averaged over them (default: all)")
+    add("--per", choices=("token", "sequence"), default="token", help="what the loss is a mean of (default token)")
+    add("--confidence", type=float, default=0.95, help="of the intervals (default 0.95)")
+    add(
+        "--type",
+        action="append",
+        metavar="REGEX=TYPE",
+        help="the type of the parameters whose names a regular expression finds, e.g. 'router=Other' (may be repeated)",
+    )
+    add("--layers", action="store_true", help="also print S by layer and type")
+    add("--tensors", action="store_true", help="also print S of every tensor")
+    add(
+        "--exact",
+        action="store_true",
+        help="also compute the exact values, which takes minutes, and print both",
+    )
+    add("--seed", type=int, default=0, help="of the windows, the labels, and parameters that are drawn (default 0)")
+    add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="arithmetic (default float32)")
+    add("--json", type=Path, metavar="PATH", help="also write every number to this file")
+
+
+def run_sharpness(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        InputError: If an option, a model or a file cannot be used.
+    """
+    _check_json(args.json)
+    loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
+    size = sum(p.numel() for p in loaded.model.parameters())
+    if args.exact and size > EXACT_PARAMETERS:
+        raise InputError(
+            f"sharpness: --exact of {loaded.name}, which has {size:,} parameters; expected at most {EXACT_PARAMETERS:,}: leave "
+            "--exact out, or take a smaller model"
+        )
+    text = load_text(args.text)
+    inputs, targets = (x.to(args.device) for x in text_batch(loaded, text, args.batch, args.length, seed=args.seed))
+    print(f"{loaded}\n{args.batch} sequences of {args.length} {loaded.tokens}, {text.name}, {args.dtype}", flush=True)
+    parts = model_parts(loaded.model, inputs=inputs[:1, :FLOW_TOKENS], overrides=_overrides(args.type))
+    with progress_bar() as tell:
+        report = sharpness(
+            loaded.model,
+            inputs,
+            targets,
+            draws=args.draws,
+            micro_batch=args.micro_batch,
+            per=args.per,
+            parts=parts,
+            confidence=args.confidence,
+            seed=args.seed,
+            progress=tell,
+        )
+    print(report)
+    if args.layers:
+        print(_layers(report))
+    if args.tensors:
+        print(_tensors(report))
+    exact = exact_sharpness(loaded.model, inputs, targets, per=args.per, parts=parts) if args.exact else None
+    if exact is not None:
+        print(_beside(report, exact))
+    write_json("sharpness", args.json, _found(args, loaded, report, exact))
+    return 0
+
+
+def _overrides(given: list[str] | None) -> dict[str, str] | None:
+    """Return the types that are given by hand; the last ``=`` ends the expression."""
+    pairs = [text.rpartition("=") for text in given or ()]
+    for expression, _, kind in pairs:
+        if not expression or not kind:
+            raise InputError(f"sharpness: --type {expression or kind!r}; expected REGEX=TYPE, such as 'router=Other'")
+    return {expression: kind for expression, _, kind in pairs} or None
+
+
+def _layers(report: SharpnessReport) -> str:
+    """Return S by layer and type."""
+    rows = []
+    for layer, whole in report.layers.items():
+        cells = [_value(report.type_layers.get((kind, layer))) for kind in report.types]
+        rows.append(("outside" if layer is None else str(layer), _value(whole), *cells))
+    return as_text("S by layer and type", table(("layer", "all", *report.types), rows))
+
+
+def _tensors(report: SharpnessReport) -> str:
+    """Return S of every tensor, or part of a fused one."""
+    kinds = {part.name: part.type for part in report.replicates.parts}
+    rows = [
+        (name, kinds[name], f"{one.entries:,}", f"{one.value:.4g}", f"{one.low:.3g} to {one.high:.3g}")
+        for name, one in report.tensors.items()
+    ]
+    return as_text("S by tensor", table(("tensor", "type", "entries", "S", f"{report.confidence:.0%} interval"), rows, left=2))
+
+
+def _beside(report: SharpnessReport, exact: SharpnessReport) -> str:
+    """Return estimates beside exact values, and how many standard errors they are apart."""
+    rows = []
+    for kind, one in report.types.items():
+        true = exact.types[kind].value
+        apart = f"{(one.value - true) / one.standard_error:+.2f}" if one.standard_error else ""
+        rows.append((kind, f"{one.value:.4g}", f"{true:.6g}", apart, "yes" if one.low <= true <= one.high else "no"))
+    return as_text("beside the exact Gauss-Newton trace", table(("type", "S", "exact", "s.e. apart", "in the interval"), rows))
+
+
+def _value(one: Estimate | None) -> str:
+    return "" if one is None else f"{one.value:.3g}"
+
+
+def _check_json(path: Path | None) -> None:
+    """Refuse a file that cannot be written before anything is computed."""
+    if path is not None and not path.parent.is_dir():
+        raise InputError(f"sharpness: cannot write {path}: there is no folder {path.parent}; name a file in an existing folder")
+
+
+def _found(
+    args: argparse.Namespace, loaded: LoadedModel, report: SharpnessReport, exact: SharpnessReport | None
+) -> dict[str, Any]:
+    """Return every number, and where it comes from."""
+    return {
+        "model": {"name": loaded.name, "class": type(loaded.model).__name__, "origin": loaded.origin},
+        **{name: getattr(args, name) for name in ("text", "batch", "length", "dtype", "device")},
+        "sharpness": report.to_dict(),
+        "exact": None if exact is None else exact.to_dict(),
+        "environment": environment(),
+    }
