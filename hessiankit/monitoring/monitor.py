@@ -1,0 +1,242 @@
+"""A monitor: what follows one training run and writes a line of measurements from time to time."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hessiankit.depth import QUANTITIES
+from hessiankit.disk.journal import digest
+from hessiankit.environment import environment
+from hessiankit.errors import InputError
+from hessiankit.monitoring import measurements
+from hessiankit.monitoring.lines import Lines
+from hessiankit.monitoring.objective import batches_of, mean_loss, on_device
+from hessiankit.monitoring.schedule import due
+from hessiankit.parts import Part, model_parts
+from hessiankit.torch_state import ordinary_path
+from hessiankit.untouched import random_kept, untouched
+
+WHO = "monitor"
+ON_ERROR = ("raise", "record")
+Section = Callable[[nn.Module, list[Any], int], Any]
+
+
+class Monitor:
+    """Measures a model on fixed data while it is trained, and writes a line of JSON each time.
+
+    Measuring changes nothing that training reads: random states, modes, gradients and buffers are put back, so that a run
+    with a monitor has the bits of one without.
+
+    A run that goes on from a checkpoint makes its monitor with the same arguments and file. The first step that it then
+    names says where it goes on: measurements at and after that step, made before the interruption, move to ``<file>.replaced``.
+    So each step is in the file once, and all of them are of one trajectory.
+
+    Attributes:
+        path: The file.
+        parts: The model's parts, as norms and sharpness count them.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from hessiankit import Transformer
+    >>> model = Transformer(11, 4, 5, 1)
+    >>> tokens = torch.randint(11, (2, 6))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     monitor = Monitor(model, (tokens[:, :-1], tokens[:, 1:]), f"{folder}/run.jsonl", every=10, sharpness=False, depth=())
+    ...     record = monitor.step(0)
+    ...     monitor.step(1) is None, sorted(record)
+    (True, ['eigenvalue', 'loss', 'norms', 'seconds', 'step'])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        path: Path | str,
+        target: Tensor | None = None,
+        *,
+        every: int = 100,
+        log_spaced: bool = False,
+        sharpness: bool = True,
+        norms: bool = True,
+        eigenvalue: bool = True,
+        depth: Sequence[str] = ("variance", "angles", "drop"),
+        draws: int = 4,
+        seed: int = 0,
+        per: str = "token",
+        micro_batch: int | None = None,
+        parts: Sequence[Part] | None = None,
+        eigenvalue_route: str = "auto",
+        eigenvalue_tol: float = 1e-3,
+        eigenvalue_products: int = 60,
+        on_error: str = "raise",
+    ) -> None:
+        """Check what is asked for, and write the header of the file or compare with the one that is there.
+
+        Args:
+            model: The model that is trained; in the wrappers of torch.compile and DistributedDataParallel too.
+            data: The batches to measure on, the same at every step: a pair (inputs, labels), a Hugging Face batch with
+                ``labels``, or an iterable of these, which is read once, here, and kept.
+            path: The file; one line of JSON a measurement, after a header.
+            target: Labels, if ``data`` are inputs only.
+            every: Steps from one measurement to the next.
+            log_spaced: Measure at steps 1, 2, 5, 10, 20, 50, ... below ``every`` too.
+            sharpness: Whether to estimate the average sharpness of every block type, with intervals.
+            norms: Whether to take the norms of the parameters.
+            eigenvalue: Whether to find the top eigenvalue of the Hessian of the loss.
+            depth: Which depth diagnostics to take, some of :data:`hessiankit.depth.QUANTITIES`; () for none.
+            draws: Label draws of the sharpness.
+            seed: Of label draws, which differ from step to step, and of the start vector of the eigenvalue.
+            per: What a term of the sharpness is, ``"token"`` or ``"sequence"``.
+            micro_batch: Sequences of one backward pass of the sharpness.
+            parts: The model's parts; by default :func:`hessiankit.parts.model_parts` of it.
+            eigenvalue_route: See :func:`hessiankit.monitoring.eigenvalue.top_eigenvalue`.
+            eigenvalue_tol: Its residual, relative to it.
+            eigenvalue_products: Products with the Hessian at most.
+            on_error: ``"raise"`` stops at a section that fails, after writing what was found; ``"record"`` writes the error
+                into the line and goes on, and only warns where the file cannot be written.
+
+        Raises:
+            InputError: An argument does not fit, the file is of another run, or it cannot be written.
+        """
+        due(0, every)
+        if on_error not in ON_ERROR:
+            raise InputError(f"{WHO}: on_error={on_error!r} is not known; pass 'raise' or 'record'")
+        self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
+        with random_kept(self._model):  # a DataLoader draws from torch's generator
+            self._batches = batches_of(data, target)
+        self.parts = tuple(model_parts(self._model) if parts is None else parts)
+        self._sections: dict[str, Section] = {"loss": lambda model, batches, step: mean_loss(model, batches)}
+        options: dict[str, Any] = {"seed": seed}
+        if norms:
+            self._sections["norms"] = lambda model, batches, step: measurements.norms(model, self.parts)
+        if sharpness:
+            draw = {"draws": draws, "per": per, "micro_batch": micro_batch}
+            options["sharpness"] = draw
+            self._sections["sharpness"] = lambda model, batches, step: measurements.sharpness(
+                model, batches, self.parts, seed=seed + SEED_STRIDE * step, **draw
+            )
+        if eigenvalue:
+            find = {"route": eigenvalue_route, "tol": eigenvalue_tol, "products": eigenvalue_products}
+            options["eigenvalue"] = find
+            self._sections["eigenvalue"] = lambda model, batches, step: measurements.eigenvalue(model, batches, seed=seed, **find)
+        if depth:
+            if unknown := sorted(set(depth) - set(QUANTITIES)):
+                raise InputError(f"{WHO}: depth={unknown[0]!r} is not known; pass some of {', '.join(map(repr, QUANTITIES))}")
+            options["depth"] = list(depth)
+            self._sections["depth"] = lambda model, batches, step: measurements.depth(
+                model, batches, depth, seed=seed, micro_batch=micro_batch
+            )
+        header = {
+            "model": type(self._model).__name__,
+            "entries": sum(part.size for part in self.parts),
+            "parts": [{"name": p.name, "type": p.type, "role": p.role, "layer": p.layer, "size": p.size} for p in self.parts],
+            "data": digest(self._batches),
+            "options": options,
+            "environment": environment(),
+        }
+        self._lines = Lines(path, header)
+        self.path = self._lines.path
+        self._at: int | None = None
+        self._measured: int | None = None
+
+    def step(self, step: int, *, force: bool = False, **extra: Any) -> dict[str, Any] | None:
+        """Measure and write if it is time; to be called after every update, and with 0 before the first.
+
+        Args:
+            step: Updates done so far.
+            force: Measure in any case, e.g. at the end of training.
+            **extra: Numbers to write beside, e.g. ``learning_rate=...``; not read where nothing is measured.
+
+        Raises:
+            InputError: A section failed or the file cannot be written, and ``on_error="raise"``.
+
+        Returns:
+            What was measured, or None.
+        """
+        wanted = force or due(step, self._every, log_spaced=self._log_spaced)
+        if self._at is None or step < self._at:  # training starts or goes on here
+            self._lines.cut(step)
+        repeated = step == self._at == self._measured
+        self._at = step
+        return self._measure(step, extra) if wanted and not repeated else None
+
+    def measure(self, step: int, **extra: Any) -> dict[str, Any]:
+        """Measure and write now: :meth:`step` with ``force=True``, except that a step measured already is measured anew."""
+        self._lines.cut(step)
+        self._at = step
+        return self._measure(step, extra)
+
+    def _measure(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
+        _check_whole(self._model)
+        record: dict[str, Any] = {"step": step}
+        seconds, failed = {}, {}
+        first: Exception | None = None
+        batches: list[Any] = []
+        with untouched(self._model), ordinary_path():
+            for name, section in self._sections.items():
+                start = time.perf_counter()
+                try:
+                    batches = batches or [on_device(batch, self._model) for batch in self._batches]
+                    record[name] = section(self._model, batches, step)
+                except Exception as error:
+                    failed[name] = f"{type(error).__name__}: {error}"
+                    first = first or error
+                seconds[name] = round(time.perf_counter() - start, 4)
+        self._measured = step
+        record["seconds"] = seconds
+        if extra:
+            record["extra"] = extra
+        if failed:
+            record["errors"] = failed
+        self._write(record)
+        if failed and self._on_error == "raise":
+            name, text = next(iter(failed.items()))
+            without = "()" if name == "depth" else "False"
+            raise InputError(
+                f"{WHO}: {name} at step {step} failed: {text}. The rest of the measurement is in {self.path}; leave this "
+                f"out with {name}={without}, or pass on_error='record' to go on"
+            ) from first
+        return record
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            self._lines.append(record)
+        except InputError as error:
+            if self._on_error == "raise":
+                raise
+            warnings.warn(str(error), stacklevel=4)
+
+
+SEED_STRIDE = 1_000_003
+"""Between the seeds of two steps, so that the errors of two measurements are independent, as their intervals say of each."""
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers of torch.compile, DataParallel and DistributedDataParallel.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> bare(nn.DataParallel(layer)) is layer
+    True
+    """
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _check_whole(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if hasattr(p, "device_mesh"):
+            raise InputError(
+                f"{WHO}: {name!r} is sharded over several processes, and one of them does not see all of it; "
+                "measure with hessiankit.distributed, or on a gathered copy"
+            )
