@@ -1,0 +1,223 @@
+"""What one rank does in the tests of hessiankit.distributed: started by torchrun, or by hand where a rank is to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit import distributed as hd
+from hessiankit.parts import Part, model_parts
+
+VOCABULARY, LENGTH = 13, 6
+SHARES = {1: [7], 2: [3, 4], 3: [2, 2, 3], 4: [3, 0, 1, 3]}
+"""How many of the seven sequences each rank holds: uneven, and with four ranks one holds none."""
+MICRO_BATCH = 2
+DRAWS = 3
+OPTIONS = {"draws": DRAWS, "seed": 5}
+STUCK = 2.0
+"""Seconds that a rank waits for one that stands still."""
+
+
+def model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Return a small transformer with gains and biases away from their initial values."""
+    torch.manual_seed(3)
+    made = hk.Transformer(VOCABULARY, 8, 12, 2, 2, placement="pre", max_len=LENGTH, causal=True, bias=True).double()
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for p in made.parameters():
+            p += 0.2 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    return made.to(dtype)
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    """Return the tokens (7, 6), and labels of which some do not count."""
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(0, VOCABULARY - 2, (7, LENGTH), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (7, LENGTH), generator=generator)
+    labels[1, 2:] = labels[5, :1] = -100
+    return tokens, labels
+
+
+def share(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return a rank's tokens and labels."""
+    cuts = SHARES[size]
+    first = sum(cuts[:rank])
+    tokens, labels = sequences()
+    return tokens[first : first + cuts[rank]], labels[first : first + cuts[rank]]
+
+
+def vectors(size: int) -> Tensor:
+    """Return three vectors to multiply with."""
+    return torch.randn(size, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+
+
+def sharded(made: nn.Module, **options: Any) -> nn.Module:
+    """Return the model with every block, and the rest, spread over the ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in made.blocks:
+        fully_shard(block, **options)
+    return fully_shard(made, **options)
+
+
+def some_cut(made: nn.Module) -> tuple[Part, ...]:
+    """Return the parts of a model with two of its weights cut along either axis, as fused ones are, against the shards."""
+    found = []
+    for part in model_parts(made):
+        axis = {"blocks.0.attention.W_Q": 0, "blocks.1.attention.W_K": 1}.get(part.parameter)
+        if axis is None:
+            found.append(part)
+            continue
+        for segments in (((0, 1), (3, 6)), ((1, 3), (6, 8))):
+            found.append(replace(part, axis=axis, segments=segments, size=sum(b - a for a, b in segments) * part.size // 8))
+    return tuple(found)
+
+
+def own(report: hk.SharpnessReport) -> dict[str, Any]:
+    """Return a report without its time."""
+    return {name: value for name, value in report.to_dict().items() if name != "seconds"}
+
+
+def caught(work: Callable[[], Any]) -> str:
+    """Return the error that work raises."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def sharpness_cases(rank: int, size: int) -> dict[str, Any]:
+    """Measure sharpness in every way."""
+    tokens, labels = share(rank, size)
+    data = (tokens, labels) if len(tokens) else []
+    options = {**OPTIONS, "micro_batch": MICRO_BATCH}
+    found: dict[str, Any] = {}
+    for dtype, name in ((torch.float64, "float64"), (torch.float32, "float32")):
+        plain = model(dtype)
+        found[f"plain {name}"] = own(hd.sharpness(plain, data, **options))
+        found[f"ddp {name}"] = own(hd.sharpness(nn.parallel.DistributedDataParallel(model(dtype)), data, **options))
+        spread = sharded(model(dtype))
+        spread.embedding.W_E.grad = torch.ones_like(spread.embedding.W_E)
+        found[f"fsdp {name}"] = own(hd.sharpness(spread, data, parts=some_cut(plain), **options))
+        kept = spread.embedding.W_E.grad
+        found[f"gradients kept {name}"] = kept is not None and bool((kept.full_tensor() == 1).all()) and spread.training
+    strided = (sequences()[0][rank::size], sequences()[1][rank::size])
+    found["numbers"] = own(hd.sharpness(model(), strided, numbers=range(rank, 7, size), **OPTIONS))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    free = model()
+    replicas = sharded(free, mesh=mesh, ignored_params={free.final_norm.weight})
+    found["hsdp float64"] = own(hd.sharpness(replicas, data, parts=some_cut(model()), **options))
+    return found
+
+
+def operator_cases(rank: int, size: int) -> dict[str, Any]:
+    """Multiply with the Hessian and the Gauss-Newton matrix, and find eigenvalues."""
+    tokens, labels = share(rank, size)
+    pairs = list(zip(tokens.split(MICRO_BATCH), labels.split(MICRO_BATCH), strict=True))
+    found: dict[str, Any] = {}
+    for dtype, name in ((torch.float64, "float64"), (torch.float32, "float32")):
+        for kind in ("hessian", "ggn"):
+            operator = hd.hessian_operator(model(dtype).eval(), pairs, loss="cross_entropy", kind=kind)
+            product = operator @ vectors(operator.shape[0]).to(dtype)
+            found[f"{kind} {name}"] = {"product": product.tolist(), "loss": operator.loss, "gradient": operator.gradient.tolist()}
+    operator = hd.hessian_operator(
+        sharded(model()).eval(), pairs, loss="cross_entropy", replica=model(), params=["embedding.P", "final_norm.*"]
+    )
+    top = hd.top_eigenvalues(operator, 2)
+    found["lanczos"] = {"values": top.values.tolist(), "residuals": top.residuals.tolist()}
+    found["no convergence"] = caught(lambda: hd.top_eigenvalues(operator, 3, max_restarts=1))
+    mine = vectors(operator.shape[0])
+    found["other vectors"] = caught(lambda: operator @ (mine + (rank == 1)))
+    return found
+
+
+def error_cases(rank: int, size: int) -> dict[str, Any]:
+    """Make mistakes on one rank."""
+    tokens, labels = share(rank, size)
+    data = (tokens, labels) if len(tokens) else []
+    last = rank == size - 1
+    wrong = (tokens, labels + 100) if last else data
+    far = (tokens + 100, labels) if last else data
+    moved = model()
+    with torch.no_grad():
+        moved.blocks[1].norm_1.weight[3] += 1e-15 * last
+    rated = sharded(model())
+    rated.set_gradient_divide_factor(1.0)
+    mean = nn.CrossEntropyLoss()
+    return {
+        "labels": caught(lambda: hd.sharpness(model(), wrong, **OPTIONS)),
+        "labels, fsdp": caught(lambda: hd.sharpness(sharded(model()), wrong, parts=model_parts(model()), **OPTIONS)),
+        "tokens": caught(lambda: hd.sharpness(model(), far, **OPTIONS)),
+        "draws": caught(lambda: hd.sharpness(model(), data, draws=2 + last)),
+        "bad draws": caught(lambda: hd.sharpness(model(), data, draws=0)),
+        "parameters": caught(lambda: hd.sharpness(moved, data, **OPTIONS)),
+        "numbers": caught(lambda: hd.sharpness(model(), data, numbers=range(len(tokens)), **OPTIONS)),
+        "nothing": caught(lambda: hd.sharpness(model(), [], **OPTIONS)),
+        "factor": caught(lambda: hd.sharpness(rated, data, parts=model_parts(model()), **OPTIONS)),
+        "replica": caught(lambda: hd.hessian_operator(sharded(model()), data, loss="cross_entropy")),
+        "weights": caught(lambda: hd.hessian_operator(model(), data, loss=lambda out, t: mean(out.flatten(0, 1), t.flatten()))),
+        "operator": caught(lambda: hd.hessian_operator(model().eval(), wrong, loss="cross_entropy")),
+    }
+
+
+def fail(how: str) -> None:
+    """Lose one rank in the middle of a measurement.
+
+    ``"last"`` or ``"first"`` is killed, ``"stuck"`` stands still; ``"tokens"``: the last one's forward pass fails.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    victim = 0 if how == "first" else size - 1
+
+    def stop(_what: str, done: int, _total: int) -> None:
+        if rank == victim and done == 2 and how != "tokens":
+            time.sleep(0.5)  # what was sent before has arrived
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stuck" else signal.SIGKILL)
+
+    made = model()
+    options = {**OPTIONS, "parts": model_parts(made), "progress": stop}
+    dist.barrier()
+    if how == "stuck":
+        options["group"] = dist.new_group(timeout=timedelta(seconds=STUCK))
+    tokens, labels = share(rank, size)
+    data = (tokens + 100 * (how == "tokens" and rank == victim), labels)
+    began = time.monotonic()
+    said = caught(lambda: hd.sharpness(made if how == "stuck" else sharded(made), data, **options))
+    print(json.dumps({"said": said, "seconds": time.monotonic() - began}), flush=True)
+
+
+def main() -> None:
+    """Run the cases and write what every rank found."""
+    out, how = sys.argv[1:]
+    hd.init(timeout=60.0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if how != "all":
+        fail(how)
+        return
+    own_results = {
+        "sharpness": sharpness_cases(rank, size),
+        "operator": operator_cases(rank, size),
+        "errors": error_cases(rank, size),
+    }
+    everywhere: list[Any] = [None] * size
+    dist.all_gather_object(everywhere, own_results)
+    if rank == 0:
+        with open(out, "w") as file:
+            json.dump(everywhere, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What the tests of the sharpness estimator share: small models, all label vectors, scores written out by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.blocks import Transformer
+from hessiankit.estimation import Replicates
+from hessiankit.parts import Part
+
+CLASSES = 3
+
+
+def tiny(vocab: int = CLASSES, layers: int = 1, **options) -> Transformer:
+    """A language model with a handful of parameters, at a generic point."""
+    given = {"seed": 0, "max_len": 4, "causal": True, "n_heads": 1, "placement": "pre", **options}
+    model = Transformer(vocab, d_model=4, d_ff=5, n_layers=layers, **given).double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.4 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return model
+
+
+def tokens(*shape: int, vocab: int = CLASSES, seed: int = 1) -> Tensor:
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def vectors(positions: int, classes: int = CLASSES) -> Tensor:
+    """All label vectors, (classes^positions, positions)."""
+    return torch.tensor(list(itertools.product(range(classes), repeat=positions)))
+
+
+def everything(logits: Tensor, counted: Tensor, power: float = 1.0) -> tuple[Callable[..., Tensor], Tensor, int]:
+    """Return a sampler whose draws are all label vectors of the counted positions, their probabilities, and how many there are.
+
+    ``power`` is one over the temperature of the labels' distribution.
+    """
+    found = vectors(int(counted.sum()), logits.shape[-1])
+    p = torch.log_softmax(power * logits.detach(), -1)[counted]  # (positions, classes)
+    probabilities = p.gather(1, found.T).sum(0).exp()
+    whole = torch.zeros(len(found), *counted.shape, dtype=torch.int64)
+    whole[:, counted] = found
+    return by_number(whole), probabilities, len(found)
+
+
+def by_number(whole: Tensor) -> Callable[..., Tensor]:
+    """Return a sampler that looks labels (draws, sequences, positions) up by the number of the sequence."""
+    return lambda logits, numbers, draws: whole[:draws, list(numbers)]
+
+
+def expectation(found: Replicates, probabilities: Tensor) -> Tensor:
+    """Return the mean over the draws of the traces, (parts,), micro-batches weighted by their terms."""
+    weights = found.terms.double() / found.terms.sum()
+    return torch.einsum("k,d,kdp->p", weights, probabilities, found.values)
+
+
+def expected_squares(model: nn.Module, x: Tensor, counted: Tensor, parts: tuple[Part, ...]) -> Tensor:
+    """Return (1/N) sum_n E||grad -log p(y_n)||^2 for each part: one gradient for every position and class, by autograd alone."""
+    parameters = dict(model.named_parameters())
+    logs = torch.log_softmax(model(x), -1)[counted]  # (N, classes)
+    total = torch.zeros(len(parts), dtype=torch.float64)
+    for row in logs:
+        for log in row:
+            scores = dict(zip(parameters, torch.autograd.grad(log, list(parameters.values()), retain_graph=True), strict=True))
+            squares = [sum(float(view.square().sum()) for view in part.of(scores[part.parameter])) for part in parts]
+            total += float(log.detach().exp()) * torch.tensor(squares, dtype=torch.float64)
+    return total / len(logs)

@@ -1,0 +1,119 @@
+"""Jacobians of blocks and of the stack against dense ones, one row of autograd each."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from depth_reference import dense_jacobian, language_model, stream_of, tokens
+from torch import Tensor, nn
+
+from hessiankit.depth import depth_diagnostics
+from hessiankit.depth.estimates import Measured, mean_of, root
+from hessiankit.depth.jacobians import LinearMap
+
+IDS = tokens(2, 3)
+SHARP = {"what": "jacobian", "tol": 1e-11, "products": 400}
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "lns", "hybridnorm"])
+def test_norms_against_dense_jacobians(placement):
+    model = language_model(3, placement)
+    found = depth_diagnostics(model, IDS, **SHARP).jacobians
+    xs = stream_of(model, IDS)
+    dense = [dense_jacobian(block, x) for block, x in zip(model.blocks, xs, strict=False)]
+    n = len(dense[0])
+    assert (found.size, found.draws) == (n, None)
+    for k, J in enumerate(dense):
+        A = J - torch.eye(n, dtype=torch.float64)
+        assert found.spectral[k].value == pytest.approx(float(torch.linalg.matrix_norm(A, 2)), rel=1e-10)
+        assert found.spectral[k].relative < 1e-10
+        assert found.spectral[k].converged
+        assert found.rms[k].value == pytest.approx(float(A.norm()) / math.sqrt(n), rel=1e-12)
+    whole = dense[2] @ dense[1] @ dense[0]
+    assert found.whole_spectral.value == pytest.approx(float(torch.linalg.matrix_norm(whole, 2)), rel=1e-10)
+    assert found.gain.value == pytest.approx(float(whole.norm()) / math.sqrt(n), rel=1e-10)
+    assert found.product_error < 1e-12
+
+
+def test_the_product_check_sees_a_path_around_the_blocks():
+    """A model that gives x_1 to its last block a second time: the product of the blocks is not the whole."""
+
+    class Side(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([_Linear(1), _Linear(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept: list[Tensor] = []
+            for block in self.blocks:
+                x = block(x, kept)
+            return x
+
+    found = depth_diagnostics(Side(), torch.randn(1, 2, 3, dtype=torch.float64), what="jacobian").jacobians
+    assert found.product_error > 1e-2
+
+
+class _Linear(nn.Module):
+    """A matrix, and 0.5 times what the list holds; puts its input there."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(3, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        y = x @ self.W + 0.5 * sum(kept, start=torch.zeros_like(x))
+        kept.append(x)
+        return y
+
+
+def test_products_from_both_sides():
+    model = language_model(1)
+    x = stream_of(model, IDS)[0].requires_grad_()
+    made = LinearMap(model.blocks[0](x), x)
+    J = dense_jacobian(model.blocks[0], x)
+    v = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert (made.forward(v).flatten() - J @ v.flatten()).abs().max() < 1e-13
+    assert (made.adjoint(v).flatten() - J.T @ v.flatten()).abs().max() < 1e-13
+
+
+def test_a_loose_tolerance_gives_a_lower_bound_and_says_so():
+    model = language_model(2, seed=1)
+    exact = depth_diagnostics(model, IDS, **SHARP).jacobians
+    report = depth_diagnostics(model, IDS, what="jacobian", products=2)
+    for loose, sharp in zip(report.jacobians.spectral, exact.spectral, strict=True):
+        assert loose.value < sharp.value
+        assert not loose.converged
+        assert loose.residual > 1e-3
+    assert "ran out of products" in str(report)
+
+
+def test_probes_agree_with_the_exact_norms_within_their_standard_errors():
+    """Normalised errors of 3 blocks and the whole, 15 seeds: mean about 0, spread about 1 (Student with 15 degrees: 1.07)."""
+    model = language_model(3, d_model=2, d_ff=3, n_heads=1)
+    exact = depth_diagnostics(model, IDS, what="jacobian", products=2).jacobians
+    errors = []
+    for seed in range(15):
+        found = depth_diagnostics(model, IDS, what="jacobian", products=2, exact_below=0, draws=16, seed=1000 * seed).jacobians
+        assert found.draws == 16
+        pairs = zip((*found.rms, found.gain), (*exact.rms, exact.gain), strict=True)
+        errors += [(a.value - b.value) / a.standard_error for a, b in pairs]
+    e = torch.tensor(errors)
+    assert abs(float(e.mean())) < 0.5
+    assert 0.7 < float(e.std()) < 1.5
+
+
+def test_one_probe_has_no_standard_error():
+    assert math.isnan(mean_of([3.0], exact=False).standard_error)
+    assert mean_of([3.0, 5.0], exact=False) == Measured(4.0, 1.0)
+    assert root(Measured(0.0), 3.0) == Measured(0.0)
+
+
+def test_single_precision():
+    model = language_model(2)
+    sharp = depth_diagnostics(model, IDS, what="jacobian").jacobians
+    rough = depth_diagnostics(model.float(), IDS, what="jacobian").jacobians
+    for a, b in zip(sharp.rms, rough.rms, strict=True):
+        assert a.value == pytest.approx(b.value, rel=1e-4)
+    assert rough.product_error < 1e-5

@@ -1,0 +1,193 @@
+"""Variance, alignment, angles and growth laws against values by hand."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from depth_reference import language_model, stream_of, tokens
+
+from hessiankit.blocks import PLACEMENTS
+from hessiankit.depth import angular_distance, depth_diagnostics, growth_laws
+
+IDS = tokens(3, 5)
+
+
+def test_stream_statistics():
+    model = language_model()
+    report = depth_diagnostics(model, IDS, what="variance")
+    xs = [x.numpy().reshape(15, 4) for x in stream_of(model, IDS)]
+    found = report.stream
+    assert np.allclose(found.variance, [x.var(axis=1).mean() for x in xs], rtol=1e-12)
+    assert np.allclose(found.second_moment, [(x**2).mean() for x in xs], rtol=1e-12)
+    for k, (x, y) in enumerate(pairwise(xs)):
+        f = y - x
+        sizes = np.sqrt((f**2).sum(1)), np.sqrt((x**2).sum(1))
+        assert found.rho["block"][k] == pytest.approx(((x * f).sum(1) / sizes[0] / sizes[1]).mean(), rel=1e-12)
+        assert found.update_ratio["block"][k] == pytest.approx((sizes[0] / sizes[1]).mean(), rel=1e-12)
+
+
+def test_the_stream_between_the_sub_layers_of_every_placement():
+    """x' is what the block's own equation calls Y: the network's branch starts from it."""
+    for name in PLACEMENTS:
+        model = language_model(2, name, d_model=4)
+        found = depth_diagnostics(model, IDS, what="variance").stream
+        assert found.middle_variance is not None, name
+        x = model.embedding(IDS).detach()
+        if model.embedding_norm is not None:
+            x = model.embedding_norm(x).detach()
+        for k, block in enumerate(model.blocks):
+            seen = []
+            middle = _Spy(block, seen)
+            with torch.no_grad():
+                y = block.equation(middle, _Traced(x, seen)).value
+            Y = seen[-1]
+            assert found.middle_variance[k] == pytest.approx(float(Y.var(-1, correction=0).mean()), rel=1e-10), name
+            for kind, a, b in (("attention", x, Y), ("feedforward", Y, y)):
+                cosine = torch.cosine_similarity(a, b - a, dim=-1, eps=0)
+                ratio = (b - a).norm(dim=-1) / a.norm(dim=-1)
+                assert found.rho[kind][k] == pytest.approx(float(cosine.mean()), rel=1e-9), name
+                assert found.update_ratio[kind][k] == pytest.approx(float(ratio.mean()), rel=1e-9), name
+            x = y
+
+
+class _Traced:
+    """The stream as an equation sees it, with the value of the variable Y noted where the second line begins."""
+
+    def __init__(self, value, seen):
+        self.value, self.seen = value, seen
+
+    def __add__(self, other):
+        return _Traced(self.value + other.value, self.seen)
+
+    def __mul__(self, other):
+        return _Traced(self.value * other, self.seen)
+
+    __rmul__ = __mul__
+
+
+class _Spy:
+    """A block whose local variable Y is read from the frame of its equation when the network is called."""
+
+    def __init__(self, block, seen):
+        self.block, self.seen = block, seen
+
+    def __getattr__(self, name):
+        part = getattr(self.block, name)
+        if not callable(part):
+            return part
+
+        def call(x):
+            if name == "feedforward":
+                self.seen.append(sys._getframe(1).f_locals["Y"].value)
+            return _Traced(part(x.value), self.seen)
+
+        return call
+
+
+def test_a_branch_of_zeros_has_no_direction():
+    model = language_model(2)
+    for p in (model.blocks[0].attention.W_O, model.blocks[0].feedforward.W_2):
+        p.data.zero_()
+    found = depth_diagnostics(model, IDS, what="variance").stream
+    assert found.rho["block"][0] == found.update_ratio["block"][0] == 0.0
+
+
+def test_angles():
+    model = language_model()
+    found = depth_diagnostics(model, IDS, what="angles").angles
+    xs = stream_of(model, IDS)
+    for i in range(4):
+        for j in range(4):
+            cos = torch.nn.functional.cosine_similarity(xs[i], xs[j], dim=-1, eps=0).clamp(-1, 1)
+            d = cos.arccos() / math.pi
+            assert float(found.all[i, j]) == pytest.approx(float(d.mean()), abs=3e-8 if i == j else 1e-12)
+            assert float(found.last[i, j]) == pytest.approx(float(d[:, -1].mean()), abs=3e-8 if i == j else 1e-12)
+    assert found.all.dtype == torch.float64
+    assert torch.equal(found.all.diagonal(), torch.zeros(4, dtype=torch.float64))
+    assert torch.equal(found.all, found.all.T)
+
+
+def test_small_angles_keep_their_digits():
+    x = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    y = torch.tensor([1.0, 1e-9], dtype=torch.float64)
+    assert float(angular_distance(x, y)) == pytest.approx(1e-9 / math.pi, rel=1e-12)  # arccos of the cosine is 0
+
+
+def test_the_two_ways_to_draw_angles():
+    found = depth_diagnostics(language_model(5), IDS, what="angles").angles
+    raw, drawn = found.by_distance(), found.row_normalised()
+    assert raw.shape == (5, 5)
+    for n in range(1, 6):
+        for k in range(1, 6):
+            if k + n <= 6:
+                assert float(raw[n - 1, k - 1]) == float(found.all[k - 1, k + n - 1])
+            else:
+                assert math.isnan(raw[n - 1, k - 1])
+                assert math.isnan(drawn[n - 1, k - 1])
+    for n, row in enumerate(raw.numpy()):
+        known = row[: 5 - n]
+        low, high = np.percentile(known, [1, 99])
+        expected = (np.clip(known, low, high) - low) / (high - low) if n < 4 else np.zeros(1)
+        assert np.allclose(drawn[n, : 5 - n], expected, atol=1e-12)
+    assert not torch.equal(found.row_normalised("last")[0], drawn[0])
+
+
+LAYERS = np.arange(1, 13, dtype=float)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "a", "b"),
+    [
+        ("linear", 0.3 + 2 * LAYERS, 0.3, 2.0),
+        ("quadratic", 5 - 0.25 * LAYERS**2, 5.0, -0.25),
+        ("logarithmic", 1 + 3 * np.log(LAYERS), 1.0, 3.0),
+        ("exponential", 0.5 * np.exp(0.4 * LAYERS), 0.5, 0.4),
+        ("exponential", 7 * np.exp(-1.5 * LAYERS), 7.0, -1.5),
+        ("exponential", 1e-30 * np.exp(3.7 * LAYERS), 1e-30, 3.7),
+    ],
+)
+def test_each_law_is_found_in_its_own_values(name, values, a, b):
+    found = growth_laws(values)
+    assert found.best == name
+    law = found.laws[name]
+    assert law.r_squared == pytest.approx(1.0, abs=1e-9)
+    assert (law.a, law.b) == (pytest.approx(a, rel=1e-4), pytest.approx(b, rel=1e-5))
+    assert all(other.r_squared < 0.99 for other in found.laws.values() if other.name != name)
+
+
+def test_exponential_fit_is_the_best_on_the_scale_of_the_variance():
+    """Against SciPy's general least squares from several starts."""
+    from scipy.optimize import curve_fit
+
+    values = np.array([1.0, 1.3, 2.9, 3.1, 6.0, 11.0, 14.0])
+    layers = np.arange(1, 8, dtype=float)
+    (a, b), _ = curve_fit(lambda x, a, b: a * np.exp(b * x), layers, values, p0=(1.0, 0.3), xtol=1e-14, ftol=1e-14)
+    law = growth_laws(values).laws["exponential"]
+    assert (law.a, law.b) == (pytest.approx(a, rel=1e-6), pytest.approx(b, rel=1e-6))
+
+
+def test_exponent_of_growth():
+    assert growth_laws(1 + 3 * (LAYERS - 1) ** 2).exponent == pytest.approx(2)
+    assert math.isnan(growth_laws([2.0, 1.0, 3.0]).exponent)
+
+
+def test_a_variance_that_does_not_change_has_no_law():
+    found = growth_laws([1.0, 1.0 + 1e-9, 1.0])
+    assert found.best == "constant"
+    assert math.isnan(found.laws["linear"].r_squared)
+    assert "constant" in str(found)
+
+
+@pytest.mark.parametrize(("placement", "words"), [("pre", "const * L^2"), ("lns", "log L"), ("post", "no law")])
+def test_theory_follows_the_placement(placement, words):
+    report = depth_diagnostics(language_model(2, placement), IDS, what="variance")
+    assert words in str(report)
+
+
+def test_one_block_has_no_law():
+    assert depth_diagnostics(language_model(1), IDS, what="variance").laws is None

@@ -1,0 +1,183 @@
+"""Several processes against one: the same numbers, on every rank the same bits, and errors that all ranks raise alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import distributed_worker as worker
+import pytest
+import torch
+
+import hessiankit as hk
+from hessiankit.estimation import sharpness
+
+ROOT = Path(__file__).parents[1]
+EXACT = {"float64": 1e-12, "float32": 1e-6}
+SIZES = (2, 4)
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")]
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+def torchrun(size: int, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """Return the number of processes, and what rank 0 found; the others found the same bits."""
+    size = request.param
+    out = tmp_path_factory.mktemp("distributed") / "found.json"
+    torchrun(size, str(ROOT / "tests" / "distributed_worker.py"), str(out), "all")
+    everywhere = json.loads(out.read_text())
+    assert len(everywhere) == size
+    assert all(other == everywhere[0] for other in everywhere)
+    return size, everywhere[0]
+
+
+def micro_batches(size: int) -> list[list[tuple[int, ...]]]:
+    """Return the numbers of the sequences in each rank's micro-batches."""
+    made, first = [], 0
+    for held in worker.SHARES[size]:
+        own = range(first, first + held)
+        made.append([tuple(own[k : k + worker.MICRO_BATCH]) for k in range(0, held, worker.MICRO_BATCH)])
+        first += held
+    return made
+
+
+def one_process(groups: list[tuple[int, ...]], dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+    """Measure what ranks do together, in this process, with the sequences grouped into the same micro-batches."""
+    tokens, labels = worker.sequences()
+    data = [(tokens[list(group)], labels[list(group)]) for group in groups]
+    numbers = [number for group in groups for number in group]
+    return worker.own(sharpness(worker.model(dtype), data, numbers=numbers, **worker.OPTIONS, **options))
+
+
+def assert_same_report(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    compared = 0
+    for group in ("types", "layers", "tensors", "scale_free", "mean_of_tensors"):
+        assert found[group].keys() == expected[group].keys()
+        for name, one in expected[group].items():
+            for field, value in one.items():
+                if field not in ("low", "high"):  # exponentials of the standard error, which enlarge its rounding
+                    close = pytest.approx(value, rel=tolerance, abs=tolerance * one["value"])
+                    assert found[group][name][field] == close, (group, name, field)
+                    compared += 1
+    for here, there in zip(found["type_layers"], expected["type_layers"], strict=True):
+        assert here["value"] == pytest.approx(there["value"], rel=tolerance)
+    assert found["seen_rows"]["value"] == pytest.approx(expected["seen_rows"]["value"], rel=tolerance)
+    for name in ("terms", "sequences", "micro_batches", "draws", "order", "seed", "frozen", "unused"):
+        assert found[name] == expected[name], name
+    assert compared > 200
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("way", ["plain", "ddp"])
+def test_whole_models_equal_one_process_with_all_micro_batches(found: tuple[int, dict[str, Any]], way: str, name: str) -> None:
+    size, results = found
+    groups = [group for its in micro_batches(size) for group in its]
+    expected = one_process(groups, DTYPES[name])
+    assert_same_report(results["sharpness"][f"{way} {name}"], expected, EXACT[name])
+    if name == "float64":
+        assert results["sharpness"][f"{way} {name}"]["histograms"] == expected["histograms"]
+
+
+def joint(size: int) -> list[tuple[int, ...]]:
+    """Return the unions of the ranks' micro-batches, step by step."""
+    own = micro_batches(size)
+    steps = max(map(len, own))
+    return [tuple(number for its in own if k < len(its) for number in its[k]) for k in range(steps)]
+
+
+@pytest.mark.parametrize(("way", "name"), [("fsdp", "float64"), ("fsdp", "float32"), ("hsdp", "float64")])
+def test_sharded_models_equal_one_process_with_joint_micro_batches(
+    found: tuple[int, dict[str, Any]], way: str, name: str
+) -> None:
+    size, results = found
+    expected = one_process(joint(size), DTYPES[name], parts=worker.some_cut(worker.model()))
+    assert_same_report(results["sharpness"][f"{way} {name}"], expected, EXACT[name])
+    assert results["sharpness"][f"gradients kept {name}"]
+    if name == "float64":
+        assert results["sharpness"][f"{way} {name}"]["histograms"] == expected["histograms"]
+
+
+def test_numbers_say_which_sequences_a_rank_holds(found: tuple[int, dict[str, Any]]) -> None:
+    size, results = found
+    expected = one_process([tuple(range(rank, 7, size)) for rank in range(size)], torch.float64)
+    assert_same_report(results["sharpness"]["numbers"], expected, EXACT["float64"])
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+def test_operator_equals_that_of_one_process(found: tuple[int, dict[str, Any]], kind: str, name: str) -> None:
+    _, results = found
+    dtype = DTYPES[name]
+    operator = hk.hessian_operator(worker.model(dtype).eval(), worker.sequences(), loss="cross_entropy", kind=kind)
+    here = results["operator"][f"{kind} {name}"]
+    V = worker.vectors(operator.shape[0]).to(dtype)
+    for value, expected in ((here["product"], operator @ V), (here["gradient"], operator.gradient)):
+        difference = (torch.tensor(value, dtype=dtype) - expected).abs().max()
+        assert float(difference) <= EXACT[name] * float(expected.abs().max())
+    assert here["loss"] == pytest.approx(operator.loss, rel=EXACT[name])
+
+
+def test_eigenvalues_are_those_of_the_dense_hessian(found: tuple[int, dict[str, Any]]) -> None:
+    _, results = found
+    dense = hk.hessian(worker.model().eval(), worker.sequences(), loss="cross_entropy", params=["embedding.P", "final_norm.*"])
+    top = results["operator"]["lanczos"]
+    assert top["values"] == pytest.approx(dense.eigvalsh().flip(0)[:2].tolist(), rel=1e-12)
+    assert max(top["residuals"]) <= 1e-12 * top["values"][0]
+    assert results["operator"]["no convergence"].startswith("InputError: top_eigenvalues: ")
+    assert "different on rank 1" in results["operator"]["other vectors"]
+
+
+SAID = {
+    "labels": "sharpness: on rank {last} of {size}: labels lie in [0, 112], expected 0 to 12",
+    "labels, fsdp": "sharpness: on rank {last} of {size}: labels lie in [0, 112], expected 0 to 12",
+    "tokens": "sharpness: on rank {last} of {size}: TokenEmbedding: token ids from 100 to 110",
+    "draws": "sharpness: draws is 2 on rank 0 and 3 on rank {last}; expected the same on every rank",
+    "bad draws": "sharpness: draws=0 draws no labels",
+    "parameters": "sharpness: the parameter 'blocks.1.norm_1.weight' has other values on rank {last} than on rank 0",
+    "numbers": "sharpness: two ranks hold a sequence of number 0",
+    "nothing": "sharpness: no rank holds a label that counts",
+    "factor": "sharpness: set_gradient_divide_factor is in force",
+    "replica": "hessian_operator: the model is sharded by fully_shard, and products need it whole; pass replica=",
+    "weights": "hessian_operator: the weights of the ranks' batches are unknown with <lambda>",
+    "operator": "hessian_operator: on rank {last} of {size}: labels lie in [0, 112]",
+}
+
+
+def test_a_mistake_on_one_rank_is_the_same_line_on_all(found: tuple[int, dict[str, Any]]) -> None:
+    size, results = found
+    assert results["errors"].keys() == SAID.keys()
+    for name, line in results["errors"].items():
+        assert line.startswith("InputError: " + SAID[name].format(last=size - 1, size=size)), name
+        assert "\n" not in line
+
+
+def test_the_page_s_program_prints_the_same_alone_and_with_two_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed.md").read_text(), flags=re.DOTALL)
+    exec(compile(source, "program.py", "exec"), {"__name__": "program"})
+    alone = capsys.readouterr().out.splitlines()
+    program = tmp_path / "program.py"
+    program.write_text(source)
+    together = torchrun(2, str(program)).splitlines()
+    assert len(alone) > 10
+    assert together[1:-1] == alone[1:-1]  # the first line ends with the time, the last one with a rounding error
+    assert together[-1].split()[0] == alone[-1].split()[0]

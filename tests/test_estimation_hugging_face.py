@@ -1,0 +1,92 @@
+"""Hugging Face's batches and models: labels in place, fused tensors in slices, and values that agree with exact ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_zoo import optional
+
+from hessiankit.estimation import exact_sharpness, sharpness
+from hessiankit.parts import model_parts
+
+transformers = optional("transformers")
+
+
+def gpt2():
+    config = transformers.GPT2Config(vocab_size=13, n_embd=8, n_layer=2, n_head=2, n_positions=16, attn_implementation="eager")
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def batch(vocab=13):
+    ids = torch.randint(vocab, (3, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[2, 4:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    model = gpt2().double()
+    return model, sharpness(model, batch(), draws=60, micro_batch=1, histograms=False), exact_sharpness(model, batch())
+
+
+def test_gpt2_agrees_with_the_exact_values(measured):
+    model, found, wanted = measured
+    assert found.terms == wanted.terms == 5 + 5 + 3
+    assert set(found.types) == {"Emb", "QK", "VO", "FFN", "Norm"}
+    for kind, one in found.types.items():
+        assert abs(one.value - wanted.types[kind].value) < 4 * one.standard_error < 0.6 * one.value
+    assert sum(one.entries for one in found.types.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_slices_of_c_attn_differ(measured):
+    _, _, wanted = measured
+    kinds = {part.type for part in model_parts(measured[0]) if part.parameter.endswith("h.0.attn.c_attn.weight")}
+    assert kinds == {"QK", "VO"}
+    assert wanted.type_layers["VO", 0].value > 2 * wanted.type_layers["QK", 0].value
+
+
+def test_seen_rows(measured):
+    _, found, wanted = measured
+    tokens, positions = len(batch()["input_ids"].unique()), 6
+    assert found.seen_rows.entries == wanted.seen_rows.entries == 8 * (tokens + positions)
+    assert abs(found.seen_rows.value - wanted.seen_rows.value) < 4 * found.seen_rows.standard_error
+
+
+@pytest.mark.parametrize(
+    ("name", "shifted"), [("GPT2LMHeadModel", True), ("BertForMaskedLM", False), ("BertForTokenClassification", False)]
+)
+def test_labels_stand_where_the_models_own_loss_has_them(name, shifted):
+    kind = {"G": "GPT2", "B": "Bert"}[name[0]]
+    sizes = (
+        {"n_embd": 8, "n_layer": 1, "n_head": 2}
+        if kind == "GPT2"
+        else {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "num_labels": 13}
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(
+        getattr(transformers, f"{kind}Config")(vocab_size=13, **sizes, attn_implementation="eager")
+    )
+    parts = [] if kind == "GPT2" else _plain(model)
+    report = sharpness(model, batch(), draws=1, parts=parts or None)
+    assert report.terms == 16 - 3 * shifted
+    assert sharpness(model, batch(), draws=1, parts=parts or None, shift=not shifted).terms == 16 - 3 * (not shifted)
+
+
+def _plain(model):
+    from hessiankit.parts import Part
+
+    return [Part(name, "Other", "", None, "", p.numel()) for name, p in model.named_parameters()]
+
+
+def test_sequence_classification_has_one_term_a_sequence():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=13, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    model = transformers.BertForSequenceClassification(config)
+    data = {**batch(), "labels": torch.tensor([0, 1, 1])}
+    report = sharpness(model, data, draws=2, parts=_plain(model))
+    assert (report.terms, report.sequences) == (3, 3)
+    assert sharpness(model, data, draws=2, parts=_plain(model), per="sequence").types == report.types

@@ -1,0 +1,234 @@
+"""What the measurement does to a model: nothing; and what it says of models that it cannot measure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sharpness_cases import expected_squares, tiny, tokens
+from torch import nn
+
+from hessiankit.blocks import Transformer
+from hessiankit.errors import InputError, OutOfMemoryError
+from hessiankit.estimation import exact_sharpness, probe, replicates, sharpness
+from hessiankit.parts import Part, model_parts
+
+X, Y = tokens(4, 3), tokens(4, 3, seed=2)
+
+
+class Faulty(nn.Module):
+    """A model with something wrong in forward."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.model, self.fault, self.calls = tiny(), fault, 0
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        logits = self.model(x)
+        if self.fault == "random":
+            return nn.functional.dropout(logits, 0.5, training=True)
+        if self.fault == "buffer":
+            self.seen += 1
+        if self.fault == "detached":
+            return logits.detach()
+        if self.fault == "nan":
+            return logits.masked_fill(x.unsqueeze(-1) == 0, float("nan"))
+        if self.fault == "interrupt" and self.calls > 2:
+            raise KeyboardInterrupt
+        if self.fault == "gradient":
+            return logits + (0 * self.model.blocks[0].attention.W_Q.sum()).sqrt()
+        return logits
+
+
+def parts_of(model):
+    return [Part(name, "FFN", "weight", None, "given", p.numel()) for name, p in model.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("random", "two calls of the model in evaluation mode on the same inputs give different outputs"),
+        ("buffer", "a call of the model in evaluation mode changes its buffer 'seen'"),
+        ("detached", "the model's output does not depend on its parameters"),
+        ("nan", "the model's output is NaN or infinite, first at"),
+        ("gradient", "the gradient of 'model.blocks.0.attention.W_Q' is NaN or infinite, though the output is finite"),
+    ],
+)
+def test_faults(fault, message):
+    model = Faulty(fault)
+    model.train()
+    with pytest.raises(InputError, match=message):
+        sharpness(model, X, Y, parts=parts_of(model))
+    assert all(module.training for module in model.modules())
+    assert float(model.seen) == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_interrupt_leaves_the_model_as_it_was():
+    model = Faulty("interrupt")
+    model.model.blocks[0].eval()
+    before = [module.training for module in model.modules()]
+    with pytest.raises(KeyboardInterrupt):
+        sharpness(model, X, Y, parts=parts_of(model), micro_batch=1)
+    assert [module.training for module in model.modules()] == before
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_modes_and_gradients_are_left_alone():
+    model = nn.Sequential(tiny(), nn.Dropout(0.5)).train()
+    model[0].blocks[0].eval()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    values = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        report = sharpness(model, X, Y, parts=parts_of(model))
+    assert report.types["FFN"].value > 0
+    assert model.training
+    assert model[1].training
+    assert not model[0].blocks[0].training
+    assert all(bool((p.grad == 3).all()) for p in model.parameters())
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_inference_mode_around_the_call():
+    model = tiny()
+    with torch.inference_mode():
+        inside = sharpness(model, X + 0, Y)
+    assert inside.types == sharpness(tiny(), X, Y).types
+
+
+def test_frozen_parameters_are_left_out_and_named():
+    model = tiny()
+    whole = sharpness(model, X, Y)
+    for name, p in model.named_parameters():
+        p.requires_grad_("embedding" not in name)
+    report = sharpness(model, X, Y)
+    assert report.frozen == ("embedding.W_E", "embedding.P")
+    assert "left out, frozen: embedding.W_E, embedding.P" in repr(report)
+    assert set(whole.types) - set(report.types) == {"Emb"}
+    for kind in report.types:
+        assert report.types[kind] == whole.types[kind]
+    assert exact_sharpness(model, X, Y).frozen == report.frozen
+    model.requires_grad_(False)
+    with pytest.raises(InputError, match="no parameter requires a gradient"):
+        sharpness(model, X, Y)
+
+
+def test_parameters_without_effect_are_zeros_and_named():
+    model = nn.ModuleDict({"used": tiny(), "idle": nn.Linear(2, 2).double()})
+    model.forward = lambda x: model["used"](x)
+    parts = [*model_parts_of(model["used"], "used."), Part("idle.weight", "Other", "", None, "", 4)]
+    report = sharpness(model, X, Y, parts=parts)
+    assert report.unused == ("idle.weight",)
+    assert (report.types["Other"].value, report.histograms["Other"].zeros) == (0.0, 4)
+    assert "no output depends on: idle.weight" in repr(report)
+
+
+def model_parts_of(model, prefix):
+    return [Part(prefix + p.parameter, p.type, p.role, p.layer, p.reason, p.size, p.axis, p.segments) for p in model_parts(model)]
+
+
+def test_slices_of_a_fused_parameter_are_told_apart():
+    model, parts = tiny(), model_parts(tiny())
+    name = "blocks.0.feedforward.W_1"
+    p = dict(model.named_parameters())[name]
+    halves = [
+        Part(name, kind, "", 0, "", p.numel() * n // 5, 1, ((a, b),)) for kind, a, b, n in (("QK", 0, 2, 2), ("VO", 2, 5, 3))
+    ]
+    found = replicates(model, X, Y, parts=[*halves, Part(name, "FFN", "", 0, "", p.numel())][:2], draws=3)
+    whole = replicates(model, X, Y, parts=[part for part in parts if part.parameter == name], draws=3)
+    torch.testing.assert_close(found.values.sum(2), whole.values[..., 0], rtol=1e-12, atol=0)
+    assert float((found.values[..., 0] - found.values[..., 1]).abs().min()) > 0
+
+
+def test_a_part_given_twice_or_of_another_model():
+    parts = model_parts(tiny())
+    with pytest.raises(InputError, match=r"the part 'embedding\.W_E' is given twice; pass each once"):
+        sharpness(tiny(), X, Y, parts=[*parts, parts[0]])
+    with pytest.raises(InputError, match=r"the model has no parameter 'blocks\.1\."):
+        sharpness(tiny(), X, Y, parts=model_parts(tiny(layers=2)))
+
+
+def test_tied_embedding_is_one_parameter_with_both_gradients():
+    model = tiny(vocab=5)
+    x = tokens(2, 3, vocab=2)
+    report = exact_sharpness(model, x, x)
+    wanted = expected_squares(model, x, torch.ones_like(x, dtype=torch.bool), model_parts(model))
+    assert report.types["Emb"].value * report.types["Emb"].entries == pytest.approx(float(wanted[0] + wanted[1]), rel=1e-10)
+    seen, positions = 2 * 4, 3 * 4  # rows 0 and 1, positions 0 to 2
+    assert report.seen_rows.entries == seen + positions
+    assert (
+        report.seen_rows.value < report.types["Emb"].value * report.types["Emb"].entries / report.seen_rows.entries
+    )  # head part
+
+
+def test_seen_rows_of_an_untied_embedding_hold_all_of_it():
+    model = tiny(vocab=7, tied=False)
+    x, y = tokens(3, 3, vocab=3), tokens(3, 3, vocab=7)
+    for report in (exact_sharpness(model, x, y), sharpness(model, x, y, micro_batch=1)):
+        emb = report.types["Emb"]
+        assert report.seen_rows.entries == 3 * 4 + 3 * 4
+        assert report.seen_rows.value * report.seen_rows.entries == pytest.approx(emb.value * emb.entries, rel=1e-9)
+        assert report.histograms["Emb"].zeros == 4 * 4 + 4  # four tokens and one position that do not occur
+
+
+@pytest.mark.parametrize("factor", [0.01, 30.0])
+def test_scale_free_is_invariant_where_the_function_is(factor):
+    """Claim B15: (gamma, W) -> (c gamma, W / c), and with ReLU (W_1, W_2) -> (c W_1, W_2 / c) inside one type."""
+    model = tiny(activation="relu")
+    before = exact_sharpness(model, X, Y)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        wanted = model(X)
+        named["blocks.0.norm_2.weight"].mul_(factor)
+        if "blocks.0.norm_2.bias" in named:
+            named["blocks.0.norm_2.bias"].mul_(factor)
+        named["blocks.0.feedforward.W_1"].div_(factor).mul_(7.0)
+        named["blocks.0.feedforward.W_2"].div_(7.0)
+        torch.testing.assert_close(model(X), wanted, rtol=1e-10, atol=1e-10)
+    after = exact_sharpness(model, X, Y)
+    for kind in before.types:
+        assert after.scale_free[kind].value == pytest.approx(before.scale_free[kind].value, rel=1e-9)
+    assert after.types["Norm"].value != pytest.approx(before.types["Norm"].value, rel=0.01)
+    assert after.types["FFN"].value != pytest.approx(before.types["FFN"].value, rel=0.01)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_narrow_models(dtype, tolerance):
+    """The labels are those of the model's own logits, so a few may differ; here none does in float32."""
+    model = Transformer(11, d_model=16, d_ff=32, n_layers=2, n_heads=2, placement="pre", causal=True, max_len=8, seed=0)
+    x, y = tokens(4, 8, vocab=11), tokens(4, 8, vocab=11, seed=2)
+    wide = sharpness(model.double(), x, y)
+    narrow = sharpness(model.to(dtype), x, y)
+    assert narrow.replicates.values.dtype == torch.float64
+    for kind in wide.types:
+        assert narrow.types[kind].value == pytest.approx(wide.types[kind].value, rel=tolerance)
+
+
+def test_autocast_around_the_call():
+    model = Transformer(11, d_model=16, d_ff=32, n_layers=1, placement="pre", causal=True, max_len=8, seed=0)
+    x, y = tokens(2, 8, vocab=11), tokens(2, 8, vocab=11, seed=2)
+    plain = sharpness(model, x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = sharpness(model, x, y)
+    for kind in plain.types:
+        assert cast.types[kind].value == pytest.approx(plain.types[kind].value, rel=0.1)
+
+
+def test_memory_is_forecast(monkeypatch):
+    monkeypatch.setattr(probe, "available_memory", lambda device: 1000)
+    with pytest.raises(OutOfMemoryError, match=r"the graph of one micro-batch holds .* pass a smaller micro_batch"):
+        sharpness(tiny(), X, Y)
+
+
+def test_progress():
+    told = []
+    sharpness(tiny(), X, Y, draws=3, micro_batch=2, progress=lambda *what: told.append(what))
+    assert told == [("sharpness: draws", k, 6) for k in range(1, 7)]
+
+
+def test_not_a_model():
+    with pytest.raises(InputError, match=r"expected a torch\.nn\.Module, got function"):
+        sharpness(lambda x: x, X, Y)

@@ -1,0 +1,217 @@
+"""Models for the command line: what is loaded, from where, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from model_zoo import optional
+
+import hessiankit.hugging_face as hugging_face
+from hessiankit.errors import InputError
+from hessiankit.loading import LoadedModel, load_model, text_batch
+from hessiankit.text import TextDataset
+
+TEXT = TextDataset(torch.tensor(list(b"the quick brown fox jumps over the lazy dog\n" * 40), dtype=torch.uint8), ("fox",), "fox")
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 256,
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+MODULE = """
+import torch
+def model(): return torch.nn.Sequential(torch.nn.Embedding(256, 4), torch.nn.Linear(4, 256))
+def few(): return torch.nn.Embedding(100, 100)
+def three(): return 3
+def broken(): raise ValueError("no such layer")
+number = 3
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    return tmp_path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models_of_mine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "models_of_mine", raising=False)
+
+
+def parameters(loaded: LoadedModel) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in loaded.model.parameters()])
+
+
+class TestTiny:
+    def test_seed_dtype_and_mode(self) -> None:
+        one, again, other = (load_model("tiny", seed=seed, dtype=torch.float64) for seed in (1, 1, 2))
+        assert parameters(one).dtype == torch.float64
+        assert torch.equal(parameters(one), parameters(again))
+        assert not torch.equal(parameters(one), parameters(other))
+        assert not one.model.training
+        assert "drawn with seed 1" in str(one)
+
+    def test_batch_of_bytes(self) -> None:
+        inputs, targets = text_batch(load_model("tiny"), TEXT, 3, 10, seed=4)
+        assert inputs.shape == targets.shape == (3, 10)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        assert bytes(inputs[0].tolist()) in bytes(TEXT.tokens.tolist())
+        assert torch.equal(inputs, text_batch(load_model("tiny"), TEXT, 3, 10, seed=4)[0])
+        assert not torch.equal(inputs, text_batch(load_model("tiny"), TEXT, 3, 10, seed=5)[0])
+
+    def test_too_long(self) -> None:
+        with pytest.raises(InputError, match="1000 tokens asked for, tiny takes at most 512"):
+            text_batch(load_model("tiny"), TEXT, 1, 1000)
+
+    def test_no_such_device(self) -> None:
+        with pytest.raises(InputError, match="cannot put 'tiny' on abacus"):
+            load_model("tiny", device="abacus")
+
+
+@pytest.mark.usefixtures("here")
+class TestFunction:
+    def test_module_of_the_current_folder(self) -> None:
+        state = torch.get_rng_state()
+        one, again = (load_model("models_of_mine:model", seed=3) for _ in range(2))
+        assert torch.equal(parameters(one), parameters(again))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert one.vocabulary == 256
+        assert text_batch(one, TEXT, 2, 5)[0].shape == (2, 5)
+        assert str(Path.cwd()) not in sys.path
+
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            ("models_of_mine:three", "returned int; expected an nn.Module"),
+            ("models_of_mine:broken", "raised ValueError: no such layer"),
+            ("models_of_mine:nothing", "has no function 'nothing'"),
+            ("models_of_mine:number", "has no function 'number'"),
+            ("no_such_module:f", "cannot import 'no_such_module'"),
+            ("no_such_folder", "not an existing path; expected 'tiny', a folder"),
+        ],
+    )
+    def test_errors(self, source: str, message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            load_model(source)
+
+    def test_bytes_need_a_vocabulary_of_256(self) -> None:
+        with pytest.raises(InputError, match="knows 100 token ids and has no tokenizer; bytes need 256"):
+            text_batch(load_model("models_of_mine:few"), TEXT, 1, 4)
+
+
+class TestFiles:
+    def test_a_configuration_without_weights_says_so(self, config: Path) -> None:
+        optional("transformers")
+        for source in (config, config / "config.json"):
+            one, again = (load_model(str(source), seed=5) for _ in range(2))
+            assert "without weights: parameters drawn with seed 5" in one.origin
+            assert torch.equal(parameters(one), parameters(again))
+            assert not torch.equal(parameters(one), parameters(load_model(str(source), seed=6)))
+            assert (one.vocabulary, one.longest, one.tokenizer) == (256, 32, None)
+
+    def test_saved_weights(self, config: Path, tmp_path: Path) -> None:
+        optional("transformers")
+        one = load_model(str(config), seed=5)
+        one.model.save_pretrained(tmp_path / "saved")
+        again = load_model(str(tmp_path / "saved"), seed=7)
+        assert torch.equal(parameters(one), parameters(again))
+        assert again.origin == f"weights of {tmp_path / 'saved'}"
+        drawn = load_model(str(tmp_path / "saved" / "config.json"), seed=7)  # the file alone asks for the configuration
+        assert not torch.equal(parameters(one), parameters(drawn))
+
+    def test_weights_of_a_smaller_model_are_refused(self, config: Path, tmp_path: Path) -> None:
+        """transformers draws what is missing and goes on."""
+        optional("transformers")
+        load_model(str(config)).model.save_pretrained(tmp_path / "saved")
+        file = tmp_path / "saved" / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "n_layer": 2}))
+        with pytest.raises(InputError, match=r"12 parameters of GPT2LMHeadModel are not among the weights of .*h\.1\.attn"):
+            load_model(str(tmp_path / "saved"))
+
+    def test_own_tokenizer(self, config: Path) -> None:
+        transformers = optional("transformers")
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "fox": 2, "lazy": 3}, unk_token="[UNK]"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(config)
+        loaded = load_model(str(config))
+        assert "own tokenizer" in loaded.tokens
+        inputs, targets = text_batch(loaded, TEXT, 2, 20)
+        assert inputs.shape == targets.shape == (2, 20)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        assert set(inputs.unique().tolist()) == {0, 1, 2, 3}
+        with pytest.raises(InputError, match="fox gives fewer than 1001 tokens"):
+            text_batch(LoadedModel(loaded.model, "m", "", 256, None, loaded.tokenizer), TEXT, 1, 1000)
+        with pytest.raises(InputError, match="gives id 3, the model knows 0 to 1: they do not belong together"):
+            text_batch(LoadedModel(loaded.model, "m", "", 2, None, loaded.tokenizer), TEXT, 2, 20)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (None, "has no config.json"),
+            ("{", "cannot read .* as JSON"),
+            ("[1]", "names no 'model_type'"),
+            ('{"vocab_size": 256}', "names no 'model_type'"),
+        ],
+    )
+    def test_unusable_configurations(self, tmp_path: Path, content: str | None, message: str) -> None:
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(InputError, match=message):
+            load_model(str(tmp_path))
+
+    @pytest.mark.parametrize("kind", ["no-such-kind", "vit"])
+    def test_not_a_causal_language_model(self, tmp_path: Path, kind: str) -> None:
+        optional("transformers")
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(InputError, match=f"cannot make a causal language model of .*model_type '{kind}'"):
+            load_model(str(tmp_path))
+
+    def test_unusable_tokenizer(self, config: Path) -> None:
+        optional("transformers")
+        (config / "tokenizer.json").write_text("{")
+        with pytest.raises(InputError, match="cannot load the tokenizer"):
+            load_model(str(config))
+
+
+class TestPackages:
+    """What is missing or does not fit, as import statements see it."""
+
+    @staticmethod
+    def importing(monkeypatch: pytest.MonkeyPatch, **raised: Exception) -> None:
+        real = importlib.import_module
+
+        def import_module(name: str) -> object:
+            if name in raised:
+                raise raised[name]
+            return real(name)
+
+        monkeypatch.setattr(hugging_face, "importlib", SimpleNamespace(import_module=import_module))
+
+    def test_no_transformers(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.importing(monkeypatch, transformers=ImportError("No module named 'transformers'"))
+        with pytest.raises(InputError, match=r"pip install 'hessiankit\[models\]', or pass 'module:function'"):
+            load_model(str(config))
+
+    def test_a_torchvision_of_another_torch_is_hidden(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        optional("transformers")
+        monkeypatch.setitem(sys.modules, "torchvision", sys.modules.get("torchvision"))  # what is put back afterwards
+        self.importing(monkeypatch, torchvision=RuntimeError("operator torchvision::nms does not exist"))
+        assert load_model(str(config)).vocabulary == 256
+        assert sys.modules["torchvision"] is None
+        with pytest.raises(ImportError):
+            importlib.import_module("torchvision")

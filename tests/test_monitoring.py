@@ -1,0 +1,272 @@
+"""A monitor measures what it says, changes no bit of the training that it follows, and goes on where a run was interrupted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from monitoring_cases import Noisy, pair, tokens, train
+from torch import nn
+
+import hessiankit as hk
+from hessiankit.depth import depth_diagnostics
+from hessiankit.estimation import sharpness
+from hessiankit.monitoring import Monitor, read_monitor
+from hessiankit.monitoring.monitor import SEED_STRIDE, bare
+
+QUICK = {"every": 2, "draws": 2}
+
+
+def small(seed: int = 0, layers: int = 2) -> Noisy:
+    torch.manual_seed(seed)
+    return Noisy(layers)
+
+
+def without_times(path) -> list[dict]:
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in read_monitor(path).records]
+
+
+def test_training_with_a_monitor_has_the_bits_of_training_without(tmp_path):
+    ends = []
+    for watched in (False, True):
+        model = small()
+        random.seed(5)
+        np.random.seed(5)  # noqa: NPY002
+        monitor = Monitor(model, pair(), tmp_path / "run.jsonl", **QUICK) if watched else None
+        train(model, 5, monitor)
+        numbers = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
+        ends.append(({name: value.clone() for name, value in model.state_dict().items()}, numbers, model.training))
+    (alone, own, mode), (followed, numbers, training) = ends
+    assert alone["calls"] == 10  # the model counts its calls, those of a measurement left out
+    assert all(torch.equal(value, followed[name]) for name, value in alone.items())
+    assert own == numbers
+    assert mode == training
+    assert list(read_monitor(tmp_path / "run.jsonl").steps) == [0, 1, 2, 4]
+
+
+def test_gradients_flags_and_modes_are_put_back(tmp_path):
+    model = small()
+    model.model.requires_grad_(True)
+    frozen = next(model.parameters()).requires_grad_(False)
+    model.train()
+    model.model.eval()  # a part of the model stays in evaluation mode
+    model(tokens(1)).sum().backward()
+    before = {name: p.grad for name, p in model.named_parameters()}
+    copies = {name: None if g is None else g.clone() for name, g in before.items()}
+    with torch.no_grad():  # as in a trainer's callback
+        Monitor(model, pair(), tmp_path / "run.jsonl", draws=2, depth=("variance", "gradient", "jacobian")).measure(3)
+    for name, p in model.named_parameters():
+        assert p.grad is before[name]
+        assert p.grad is None or torch.equal(p.grad, copies[name])
+    assert not frozen.requires_grad
+    assert sum(not p.requires_grad for p in model.parameters()) == 1
+    assert (model.training, model.dropout.training, model.model.training) == (True, True, False)
+
+
+def test_a_line_holds_what_the_functions_measure(tmp_path):
+    model = small().eval()
+    depth = ("variance", "angles", "drop", "jacobian")
+    monitor = Monitor(model, pair(), tmp_path / "run.jsonl", draws=3, seed=7, depth=depth)
+    record = monitor.measure(40, tokens_seen=torch.tensor(5))
+    inputs, labels = pair()
+    report = sharpness(model, inputs, labels, draws=3, seed=7 + 40 * SEED_STRIDE)
+    assert record["sharpness"]["types"]["Norm"]["high"] == report.types["Norm"].high
+    assert record["sharpness"]["layers"]["1"]["value"] == report.layers[1].value
+    assert record["sharpness"]["tensors"] == {name: [e.value, e.standard_error] for name, e in report.tensors.items()}
+    assert record["sharpness"]["ordering"] == report.ordering
+    found = depth_diagnostics(model, inputs, labels, what=depth, seed=7).to_dict()
+    assert record["depth"]["stream"] == found["stream"]
+    assert record["depth"]["drop"] == found["drop"]
+    assert record["depth"]["laws"]["best"] == found["laws"]["best"]
+    assert record["depth"]["jacobians"]["gain"] == found["jacobians"]["gain"]
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1).double(), labels.flatten())
+    assert record["loss"] == pytest.approx(float(loss), rel=1e-6)
+    square = sum(float(p.detach().double().square().sum()) for p in model.parameters())
+    assert record["norms"]["total"] ** 2 == pytest.approx(square, rel=1e-12)
+    assert sum(x**2 for x in record["norms"]["types"].values()) == pytest.approx(square, rel=1e-12)
+    assert set(record["norms"]["tensors"]) == {part.name for part in monitor.parts}
+    (read,) = read_monitor(tmp_path / "run.jsonl").records
+    assert read == json.loads(json.dumps(read))  # plain values
+    assert read["extra"] == {"tokens_seen": 5}
+    assert read["sharpness"] == record["sharpness"]
+
+
+def test_steps_are_measured_once_and_on_time(tmp_path):
+    options = {"every": 12, "log_spaced": True, "sharpness": False, "eigenvalue": False, "depth": ()}
+    monitor = Monitor(small(), pair(), tmp_path / "run.jsonl", **options)
+    measured = [step for step in range(23) if monitor.step(step)]
+    assert measured == [0, 1, 2, 5, 10, 12]  # 20 is no longer early
+    assert monitor.step(22, force=True)["step"] == 22
+    assert monitor.step(22, force=True) is None
+    assert list(read_monitor(monitor.path).steps) == [*measured, 22]
+
+
+def test_a_killed_run_goes_on_from_a_checkpoint_as_if_it_had_not_been_killed(tmp_path):
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "run.jsonl"
+    model = small()
+    train(model, 6, Monitor(model, pair(), whole, **QUICK))
+
+    model = small()
+    monitor = Monitor(model, pair(), path, **QUICK)
+    optimizer = train(model, 3, monitor)
+    saved = {"model": {n: v.clone() for n, v in model.state_dict().items()}, "optimizer": optimizer.state_dict()}
+    saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, saved)
+    state = torch.get_rng_state()
+    train(model, 5, monitor, 3, optimizer)  # steps 4 and 5 come after the checkpoint and are lost
+    with open(path, "a") as file:
+        file.write('{"step": 6, "lo')  # killed while it wrote
+
+    model = small(seed=1)
+    model.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.load_state_dict(saved["optimizer"])
+    torch.set_rng_state(state)
+    monitor = Monitor(model, pair(), path, **QUICK)
+    train(model, 6, monitor, 3, optimizer)
+    once = {record["step"]: record for record in without_times(path)}
+    assert list(once) == list(read_monitor(path).steps)
+    for record in without_times(whole):
+        assert once[record["step"]] == record
+    replaced = (tmp_path / "run.jsonl.replaced").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in replaced[1:]] == [4]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, r"options\['seed'\] is 0 there, 1 here"),
+        ({"draws": 3}, r"options\['sharpness'\]\['draws'\] is 2 there, 3 here"),
+        ({"eigenvalue": False}, r"options\['eigenvalue'\] is .* there, None here"),
+        ({"data": pair(3)}, "data is '.*' there"),
+        ({"layers": 1}, "entries is .* there"),
+    ],
+)
+def test_a_file_of_another_run_is_refused(tmp_path, change, message):
+    path = tmp_path / "run.jsonl"
+    Monitor(small(), pair(), path, **QUICK)
+    before = path.read_bytes()
+    layers, data = change.pop("layers", 2), change.pop("data", pair())
+    with pytest.raises(hk.InputError, match=f"is of another run: .*{message}"):
+        Monitor(small(layers=layers), data, path, **{**QUICK, **change})
+    assert path.read_bytes() == before
+
+
+class Breaking(nn.Module):
+    """A model whose second derivative does not exist, and neither do its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(13, 4)
+        self.head = nn.Linear(4, 13)
+
+    def forward(self, x):
+        return self.head(OnceOnly.apply(self.wte(x)))
+
+
+class OnceOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g.clone()
+
+
+def test_a_section_that_fails_is_written_down(tmp_path):
+    options = {"on_error": "record", "draws": 2, "eigenvalue_route": "autograd"}
+    monitor = Monitor(Breaking(), pair(), tmp_path / "run.jsonl", **options)
+    record = monitor.step(0)
+    assert set(record["errors"]) == {"eigenvalue", "depth"}
+    assert "H is not symmetric" in record["errors"]["eigenvalue"]  # torch says nothing
+    assert record["sharpness"]["types"]["Head"]["value"] > 0
+    log = read_monitor(monitor.path)
+    assert set(log.errors) == {0}
+    assert "step 0: depth failed: InputError:" in str(log)
+
+    monitor = Monitor(Breaking(), pair(), tmp_path / "other.jsonl", draws=2, eigenvalue_route="autograd")
+    with pytest.raises(
+        hk.InputError, match=r"monitor: eigenvalue at step 0 failed: .*leave this out with eigenvalue=False, or pass on_error"
+    ):
+        monitor.step(0)
+    assert "sharpness" in read_monitor(monitor.path).records[0]
+
+
+def test_a_full_disk_does_not_stop_training(tmp_path, monkeypatch):
+    options = {"sharpness": False, "eigenvalue": False, "depth": (), "every": 1, "on_error": "record"}
+    monitor = Monitor(small(), pair(), tmp_path / "run.jsonl", **options)
+    monitor.step(0)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.warns(UserWarning, match="No space left on device"):
+            assert monitor.step(1)["step"] == 1
+        assert monitor.step(1, force=True) is None
+    with pytest.warns(UserWarning, match="step 2 cannot be written: Object of type object"):
+        monitor.step(2, thing=object())
+    monitor.step(3)
+    assert read_monitor(monitor.path).steps.tolist() == [0, 1, 3]
+
+
+def test_divergence_is_measured_as_far_as_it_goes(tmp_path):
+    model = small()
+    nn.init.constant_(next(model.parameters()), float("nan"))
+    monitor = Monitor(model, pair(), tmp_path / "run.jsonl", on_error="record", **QUICK)
+    monitor.step(0)
+    log = read_monitor(monitor.path)
+    assert np.isnan(log.series("loss")).all()
+    assert set(log.errors[0]) == {"sharpness", "eigenvalue", "depth"}
+
+
+def test_arguments_that_do_not_fit_are_named(tmp_path):
+    model, path = small(), tmp_path / "run.jsonl"
+    for options, message in (
+        ({"every": 0}, "every=0 measures at no step"),
+        ({"on_error": "ignore"}, "on_error='ignore' is not known"),
+        ({"depth": ("angle",)}, "depth='angle' is not known; pass some of 'variance'"),
+    ):
+        with pytest.raises(hk.InputError, match=message):
+            Monitor(model, pair(), path, **options)
+    with pytest.raises(hk.InputError, match="monitor: data is a tensor"):
+        Monitor(model, tokens(0), path)
+    with pytest.raises(hk.InputError, match="no label that counts"):
+        Monitor(model, tokens(0), path, torch.full((4, 9), -100))
+    with pytest.raises(hk.InputError, match="step=-1"):
+        Monitor(model, pair(), path).step(-1)
+
+
+def test_data_are_read_once_without_drawing(tmp_path):
+    data = torch.utils.data.TensorDataset(*pair(rows=6))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    before = torch.get_rng_state()
+    monitor = Monitor(small(), loader, tmp_path / "run.jsonl", depth=(), eigenvalue=False, draws=2)
+    assert torch.equal(before, torch.get_rng_state())
+    assert monitor.measure(0)["loss"] == monitor.measure(0)["loss"]
+    assert len(read_monitor(monitor.path)) == 1
+
+
+def test_the_model_inside_a_wrapper_is_measured(tmp_path):
+    model = small()
+    compiled = nn.Module()
+    compiled._orig_mod = nn.DataParallel(model)  # as torch.compile keeps it
+    assert bare(compiled) is model
+    monitor = Monitor(nn.DataParallel(model), pair(), tmp_path / "run.jsonl", eigenvalue=False, sharpness=False, depth=())
+    assert all(not name.startswith("module.") for name in monitor.measure(0)["norms"]["tensors"])
+
+
+def test_sharded_parameters_are_refused(tmp_path):
+    model = small()
+    monitor = Monitor(model, pair(), tmp_path / "run.jsonl")
+    next(model.parameters()).device_mesh = "of two"
+    with pytest.raises(hk.InputError, match="is sharded over several processes"):
+        monitor.step(0)

@@ -1,0 +1,114 @@
+"""The top eigenvalue by both routes, against the dense Hessian by reverse-over-reverse of the loss written out again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hessiankit as hk
+from hessiankit.monitoring import eigenvalue
+from hessiankit.monitoring.eigenvalue import top_eigenvalue
+from hessiankit.monitoring.objective import batches_of, mean_loss
+
+
+class Tiny(nn.Module):
+    """One head of fused attention, so that its unfused form has to be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.E = nn.Embedding(6, 3)
+        self.Q, self.K, self.V = (nn.Linear(3, 3, bias=False) for _ in range(3))
+        self.C = nn.Linear(3, 6)
+
+    def forward(self, x):
+        x = self.E(x)
+        q, k, v = (f(x).unsqueeze(1) for f in (self.Q, self.K, self.V))
+        return self.C(x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+
+
+def tiny(dtype=torch.float64) -> Tiny:
+    torch.manual_seed(0)
+    return Tiny().to(dtype).eval()
+
+
+def data():
+    """Two batches of unequal sizes and counts, with labels that do not count."""
+    draw = torch.Generator().manual_seed(1)
+    pairs = [(torch.randint(6, (n, 5), generator=draw), torch.randint(6, (n, 5), generator=draw)) for n in (3, 1)]
+    pairs[0][1][0, :3] = -100
+    return pairs
+
+
+def by_hand(model: nn.Module, pairs) -> torch.Tensor:
+    """The mean over all counted tokens, term by term, differentiated twice entry by entry."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        terms = [
+            -torch.log_softmax(model(x[b : b + 1])[0, t], 0)[y[b, t]]
+            for x, y in pairs
+            for b in range(len(x))
+            for t in range(x.shape[1])
+            if y[b, t] >= 0
+        ]
+        loss = sum(terms) / len(terms)
+    first = torch.autograd.grad(loss, parameters, create_graph=True)
+    flat = torch.cat([g.flatten() for g in first])
+    rows = [torch.autograd.grad(g, parameters, retain_graph=True, materialize_grads=True) for g in flat]
+    return torch.stack([torch.cat([r.flatten() for r in row]) for row in rows])
+
+
+@pytest.mark.parametrize("route", ["closed form", "autograd"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_both_routes_find_the_eigenvalue_of_the_dense_hessian(route, frozen):
+    model, pairs = tiny(), data()
+    model.E.weight.requires_grad_(not frozen)
+    values = torch.linalg.eigvalsh(by_hand(model, pairs))
+    found, taken, why = top_eigenvalue(model, batches_of(pairs), route=route, tol=1e-11, products=400)
+    assert (taken, why) == (route, "")
+    assert found.converged
+    assert abs(found.value - float(values[-1])) <= 1e-10 * float(values.abs().max())
+
+
+def test_the_routes_are_told_apart(monkeypatch):
+    model, batches = tiny(torch.float32), batches_of(data())
+    assert top_eigenvalue(model, batches)[1:] == ("closed form", "")
+    monkeypatch.setattr(eigenvalue, "CLOSED_FORM_ENTRIES", 10)
+    assert top_eigenvalue(model, batches)[1:] == ("autograd", "69 parameters, more than 10")
+    monkeypatch.undo()
+
+    class Unread(Tiny):
+        def forward(self, x):
+            return super().forward(x), "a cache"  # what the closed forms do not take
+
+    model = Unread().eval()
+    found, taken, why = top_eigenvalue(model, batches)
+    assert taken == "autograd"
+    assert why.startswith("InputError: ")
+    assert found.value > 0
+    with pytest.raises(hk.InputError):
+        top_eigenvalue(model, batches, route="closed form")
+    with pytest.raises(hk.InputError, match="route='fast' is not known"):
+        top_eigenvalue(model, batches, route="fast")
+    with pytest.raises(hk.InputError, match="no parameter requires a gradient"):
+        top_eigenvalue(model.requires_grad_(False), batches)
+
+
+def test_labels_of_a_hugging_face_batch_are_moved_by_one():
+    tokens = torch.tensor([[1, 2, 3, 4], [2, 2, 0, 5]])
+    labels = tokens.clone()
+    labels[1, 3] = -100
+    (inputs, target), *rest = batches_of({"x": tokens, "labels": labels})
+    assert not rest
+    assert target.tolist() == [[2, 3, 4, -100], [2, 0, -100, -100]]
+    model = tiny()
+    logits = model(tokens)[:, :-1]
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    assert mean_loss(model, [(inputs, target)]) == pytest.approx(expected.item(), rel=1e-14)
+    (_, classes), *_ = batches_of({"x": tokens, "labels": torch.tensor([0, 1])})
+    assert classes.tolist() == [0, 1]  # of sequences, not of tokens
+
+
+def test_a_label_for_every_row_of_logits():
+    with pytest.raises(hk.InputError, match=r"logits \(2, 4, 6\) do not fit labels \(2, 3\)"):
+        mean_loss(tiny(), [(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))])

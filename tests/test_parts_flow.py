@@ -1,0 +1,250 @@
+"""The flow of data tells block types in models whose names say nothing, and contradicts names that lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hessiankit as hk
+from hessiankit.parts import model_parts
+from hessiankit.parts.flow import flow
+
+D, H, W = 8, 2, 4
+
+
+class Mixing(nn.Module):
+    """Attention with one weight ``a`` of (in, 3 W H), whose columns go [head][v, q, k], in plain products; ``b`` is its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Parameter(torch.randn(D, 3 * H * W)), nn.Parameter(torch.randn(3 * H * W))
+        self.b = nn.Parameter(torch.randn(H * W, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, q, k = (x @ self.a + self.c).unflatten(-1, (H, 3, W)).unbind(-2)
+        scores = torch.einsum("blhw,bmhw->bhlm", F.normalize(q, dim=-1), k)
+        mixed = torch.einsum("bhlm,bmhw->blhw", scores.softmax(-1), v)
+        return mixed.flatten(2) @ self.b
+
+
+class Row(nn.Module):
+    """An RMS norm by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.Parameter(torch.rand(D) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.f, self.g, self.h = Row(), Mixing(), Row(), nn.Parameter(torch.full((D,), 0.1))
+        self.i, self.j = nn.Parameter(torch.randn(2 * 5, D)), nn.Parameter(torch.randn(5, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.h * self.f(self.e(x))
+        left, right = F.linear(self.g(x), self.i).chunk(2, -1)
+        return x + F.silu(left) * right @ self.j
+
+
+class Nameless(nn.Module):
+    """A language model whose parameters are letters."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.k, self.l = nn.Parameter(torch.randn(11, D)), nn.Parameter(torch.randn(6, D))
+        self.m = nn.ModuleList([Step(), Step()])
+        self.n = Row()
+        self.o = None if tied else nn.Parameter(torch.randn(D, 11))
+        self.p = nn.Parameter(torch.randn(1, 1, D))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.k[tokens] + self.l[: tokens.shape[1]]
+        x = torch.cat([self.p.expand(len(x), -1, -1), x], 1)
+        for step in self.m:
+            x = step(x)
+        return self.n(x) @ (self.k.T if self.o is None else self.o)
+
+
+TOKENS = torch.tensor([[1, 4, 2], [7, 3, 9]])
+STEP = {"f.b": ("VO", "output"), "h": ("Norm", "gain"), "i": ("FFN", "up"), "j": ("FFN", "down")}
+STEP |= {"e.d": ("Norm", "gain"), "g.d": ("Norm", "gain")}
+WHOLE = {"k": ("Emb", "embedding"), "l": ("Emb", "position embedding"), "p": ("Emb", "learned token")}
+WHOLE |= {"o": ("Head", "head"), "n.d": ("Norm", "gain")}
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def test_a_model_of_letters() -> None:
+    found = {name: [(f.type, f.role) for f in said] for name, said in flow(Nameless(), TOKENS).items()}
+    expected = dict(WHOLE)
+    for k in range(2):
+        expected |= {f"m.{k}.{name}": said for name, said in STEP.items()}
+    assert {name: said[0] for name, said in found.items() if ".f.a" not in name and ".f.c" not in name} == expected
+    for k in range(2):
+        for leaf, axis, suffix in (("a", 1, ""), ("c", 0, " bias")):
+            slices = {f.role: (f.axis, f.segments) for f in flow(Nameless(), TOKENS)[f"m.{k}.f.{leaf}"]}
+            assert slices == {
+                f"value{suffix}": (axis, ((0, 4), (12, 16))),
+                f"query{suffix}": (axis, ((4, 8), (16, 20))),
+                f"key{suffix}": (axis, ((8, 12), (20, 24))),
+            }
+
+
+def test_names_and_modules_alone_do_not_know_it() -> None:
+    with pytest.raises(hk.InputError, match=r"not recognised: 'k' \(Nameless\), 'l' \(Nameless\), 'o' .*'m.0.f.a' .*'m.1.f.b'"):
+        model_parts(Nameless())
+    parts = model_parts(Nameless(), inputs=TOKENS)
+    assert sum(part.size for part in parts) == sum(p.numel() for p in Nameless().parameters())
+
+
+@pytest.mark.parametrize("tied", ["Emb", "Head"])
+def test_a_tie_that_only_the_flow_shows(tied: str) -> None:
+    """The embedding is looked up by an index, and its transpose is the head."""
+    types = hk.block_types(Nameless(tied=True), inputs=TOKENS, tied=tied)
+    assert types["k"] == tied
+    assert "Head" not in set(types.values()) - {tied}
+
+
+class Liar(nn.Module):
+    """Attention whose queries and values have each other's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o_proj(F.scaled_dot_product_attention(self.v_proj(x), self.k_proj(x), self.q_proj(x)))
+
+
+def test_a_contradiction_is_an_error_that_says_both() -> None:
+    x = torch.randn(2, 3, D)
+    both = "'q_proj.weight' is by its module QK .q_proj of Liar., by the flow of data VO .what makes the values"
+    with pytest.raises(hk.InputError, match=f"contradict each other: {both}.*'v_proj.bias' is by its module VO"):
+        model_parts(Liar(), inputs=x)
+    types = hk.block_types(Liar(), inputs=x, overrides={r"^q_proj": "VO", r"^v_proj": "QK"})
+    assert types["q_proj.weight"] == "VO"
+    assert types["v_proj.bias"] == "QK"
+    assert hk.block_types(Liar())["q_proj.weight"] == "QK"
+
+
+class LinearAttention(nn.Module):
+    """Attention without a softmax: none of the types that a softmax defines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.a(x).chunk(3, -1)
+        return x + self.b(q @ (k.transpose(-1, -2) @ v))
+
+
+def test_attention_without_softmax_is_not_guessed() -> None:
+    with pytest.raises(hk.InputError, match=r"not recognised: 'a.weight' .Linear., 'a.bias'.*'b.bias'.*pass overrides="):
+        model_parts(LinearAttention(), inputs=torch.randn(2, 3, D))
+
+
+class Twice(nn.Module):
+    """One weight makes queries and keys, as in Reformer; there is no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(D, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.a(x)
+        return torch.softmax(q @ q.transpose(-1, -2), -1) @ x
+
+
+def test_a_weight_that_makes_queries_and_keys() -> None:
+    (part,) = model_parts(Twice(), inputs=torch.randn(1, 3, D))
+    assert (part.type, part.role, part.axis) == ("QK", "query and key", None)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.TransformerEncoderLayer(D, H, 5, dropout=0.5, batch_first=True)
+    model.norm1.eval()
+    modes = [m.training for m in model.modules()]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    model_parts(model, inputs=torch.ones(1, 3, D))
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, p in model.named_parameters():
+        assert p.grad is None
+        assert p.requires_grad
+        assert torch.equal(p, before[name])
+
+
+def test_inputs_that_do_not_fit() -> None:
+    with pytest.raises(hk.InputError, match=r"model_parts: the model does not run on inputs= \(.*\); pass a tensor"):
+        model_parts(nn.TransformerEncoderLayer(D, H, 5), inputs=torch.ones(1, 3, D + 1))
+
+
+def test_several_products_before_one_softmax() -> None:
+    """Disentangled attention: content and position each have keys; all of them are QK."""
+
+    class Disentangled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(D, D, bias=False) for _ in range(4))
+            self.e = nn.Parameter(torch.randn(3, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.a(x)
+            scores = q @ self.b(x).mT + q @ self.c(self.e).expand(len(x), -1, -1).mT
+            return x + scores.softmax(-1) @ self.d(x)
+
+    types = hk.block_types(Disentangled(), inputs=torch.randn(2, 3, D))
+    assert {name: types[name] for name in ("a.weight", "b.weight", "c.weight", "d.weight", "e")} == {
+        "a.weight": "QK",
+        "b.weight": "QK",
+        "c.weight": "QK",
+        "d.weight": "VO",
+        "e": "Emb",
+    }
+
+
+def test_attention_without_output_layer_ends_at_the_residual() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(D, 3 * D), nn.Linear(D, 5), nn.Linear(5, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + F.scaled_dot_product_attention(*self.a(x).chunk(3, -1))
+            return x + self.c(self.b(x).relu())
+
+    types = hk.block_types(Block(), inputs=torch.randn(2, 3, D))
+    assert types["b.weight"] == types["c.bias"] == "FFN"
+    assert types["a.weight[0:8]"] == types["a.bias[8:16]"] == "QK"
+    assert types["a.weight[16:24]"] == "VO"
+
+
+def test_what_is_added_is_a_bias_only_with_the_axes_of_one() -> None:
+    """A learned token added to a norm's output, positions added to a layer's: both embeddings."""
+
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(5, D), nn.LayerNorm(D), nn.MultiheadAttention(D, H, batch_first=True)
+            self.d, self.e = nn.Parameter(torch.randn(3, D)), nn.Parameter(torch.randn(1, 1, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x) + self.d
+            y = self.e + self.b(x)
+            return x + self.c(y, y, y, need_weights=False)[0]
+
+    said = {name: [(f.type, f.role) for f in found] for name, found in flow(Start(), torch.randn(2, 3, 5)).items()}
+    assert said["d"] == said["e"] == [("Emb", "position embedding")]
+    assert said["a.bias"] == [("Emb", "input map bias")]
+    assert said["b.bias"] == [("Norm", "norm bias")]

@@ -1,0 +1,212 @@
+"""What kind a module is, which modules are blocks, and what the modules alone do not tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_zoo import optional
+from parts_models import CASES, GROUPED, D, H, L, hugging_face
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit.parts import Part, model_parts
+from hessiankit.parts.kinds import is_linear, is_norm, is_scale
+
+
+class Gain(nn.Module):
+    """An RMS norm whose name does not say so, as Gemma's: a gain of 1 + w."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.w)
+
+
+class NormOfNothing(nn.Module):
+    """Called a norm, and a bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+class Scale(NormOfNothing):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+NORMS = [nn.LayerNorm(3), nn.RMSNorm(3), nn.GroupNorm(1, 3), nn.BatchNorm1d(3), Gain(3), Gain(3).half(), Gain(64).bfloat16()]
+OTHERS = [nn.Linear(3, 3), NormOfNothing(3), Scale(3), nn.PReLU(3), nn.Embedding(3, 3), nn.Identity(), nn.Sequential(Gain(3))]
+
+
+@pytest.mark.parametrize("module", NORMS, ids=lambda m: type(m).__name__)
+def test_norms_by_what_they_compute(module: nn.Module) -> None:
+    assert is_norm(module)
+    assert not is_scale(module)
+    assert not is_linear(module)
+
+
+@pytest.mark.parametrize("module", OTHERS, ids=lambda m: type(m).__name__)
+def test_what_is_no_norm(module: nn.Module) -> None:
+    assert not is_norm(module)
+    assert is_scale(module) is isinstance(module, Scale)
+
+
+def test_trying_a_module_leaves_it_alone() -> None:
+    module, calls = Gain(3), []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    assert is_norm(module)
+    assert calls == []
+    assert module.w.grad is None
+
+
+def layers(model: nn.Module) -> dict[str, int | None]:
+    return {part.parameter: part.layer for part in model_parts(model)}
+
+
+def test_blocks_of_a_sequence_are_counted_without_the_rest() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), hk.TransformerBlock(4, 5), nn.Dropout(0.1), hk.TransformerBlock(4, 5), nn.LayerNorm(4))
+    found = layers(model)
+    assert {found["1.attention.W_Q"], found["3.attention.W_Q"], found["0.weight"], found["4.weight"]} == {0, 1, None}
+    types = hk.block_types(model)
+    assert (types["0.weight"], types["4.weight"]) == ("Emb", "Norm")
+
+
+def test_an_encoder_comes_before_its_decoder() -> None:
+    found = layers(CASES["T5"].build())
+    for k in range(L):
+        assert found[f"encoder.block.{k}.layer.0.SelfAttention.q.weight"] == k
+        assert found[f"decoder.block.{k}.layer.2.DenseReluDense.wo.weight"] == L + k
+
+
+def roles(name: str) -> dict[str, str]:
+    return {part.parameter: part.role for part in model_parts(CASES[name].build())}
+
+
+def test_final_norms() -> None:
+    """After a stack by place, as T5's encoder's; by name where it is made before the blocks, as OPT's."""
+    t5, opt, bloom = roles("T5"), roles("OPT"), roles("Bloom")
+    assert t5["encoder.final_layer_norm.weight"] == t5["decoder.final_layer_norm.weight"] == "final gain"
+    assert opt["model.decoder.final_layer_norm.bias"] == "final norm bias"
+    assert opt["model.decoder.layers.1.final_layer_norm.weight"] == "gain"  # the second norm of a block
+    assert (bloom["transformer.word_embeddings_layernorm.weight"], bloom["transformer.ln_f.weight"]) == ("gain", "final gain")
+
+
+def test_layers_between_stages() -> None:
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2}
+    model = hugging_face("SwinForImageClassification", "Swin", **sizes)().eval()
+    parts = {part.parameter: part for part in model_parts(model, inputs={"pixel_values": torch.rand(1, 3, 16, 16)})}
+    assert sorted({part.layer for part in parts.values()} - {None}) == [0, 1, 2, 3]
+    between = parts["swin.encoder.layers.0.downsample.reduction.weight"]
+    assert (between.type, between.role, between.layer) == ("Other", "map between blocks", None)
+    table = next(part for name, part in parts.items() if name.endswith("bias_table"))
+    assert (table.type, table.role) == ("Emb", "relative position bias")
+    assert "added to the scores" in table.reason
+
+
+def test_a_mixer_that_is_no_attention_is_not_taken_for_a_feed_forward_layer() -> None:
+    sizes = {**GROUPED, "head_dim": 4, "num_local_experts": 3, "layer_types": ["linear_attention", "full_attention"]}
+    model = hugging_face("MiniMaxForCausalLM", "MiniMax", **sizes)()
+    unknown = "'model.layers.0.self_attn.qkv_proj.weight' .Linear., 'model.layers.0.self_attn.output_gate.weight' .Linear.; pass"
+    for inputs in (None, {"input_ids": torch.tensor([[1, 2, 3]])}):
+        with pytest.raises(hk.InputError, match=f"not recognised: {unknown}"):
+            model_parts(model.eval(), inputs=inputs)
+    parts = model_parts(model, overrides={r"qkv_proj|output_gate": "Other"})
+    assert {part.layer for part in parts if part.parameter.endswith("experts.down_proj")} == {0, 1}
+
+
+def test_attention_sinks_and_biases_of_experts() -> None:
+    model = hugging_face(
+        "GptOssForCausalLM", "GptOss", **GROUPED, head_dim=4, num_local_experts=3, num_experts_per_tok=2
+    )().eval()
+    for inputs in (None, {"input_ids": torch.tensor([[1, 2, 3]])}):
+        parts: dict[str, Part] = {part.parameter: part for part in model_parts(model, inputs=inputs)}
+        assert (parts["model.layers.0.self_attn.sinks"].type, parts["model.layers.1.self_attn.sinks"].role) == (
+            "Other",
+            "attention sink",
+        )
+        assert parts["model.layers.0.mlp.experts.gate_up_proj_bias"].role == "feed-forward bias"
+        assert parts["model.layers.0.mlp.router.bias"].role == "router bias"
+
+
+def test_cross_attention_and_its_fused_halves() -> None:
+    """GPT-2 with cross-attention: queries by a layer of their own, keys and values fused."""
+    hf = optional("transformers")
+    block = hf.models.gpt2.modeling_gpt2.GPT2Block(hf.GPT2Config(n_embd=D, n_head=H, add_cross_attention=True), layer_idx=0)
+    types = hk.block_types(block)
+    assert types["crossattention.q_attn.weight"] == "QK"
+    assert types[f"crossattention.c_attn.weight[:, 0:{D}]"] == "QK"
+    assert types[f"crossattention.c_attn.weight[:, {D}:{2 * D}]"] == "VO"
+
+
+@pytest.mark.parametrize("options", [{"kdim": 5, "vdim": 7}, {"add_bias_kv": True}])
+def test_torch_attention_with_separate_weights(options: dict[str, int]) -> None:
+    types = hk.block_types(nn.MultiheadAttention(8, 2, **options))
+    separate = {"q_proj_weight": "QK", "k_proj_weight": "QK", "v_proj_weight": "VO"}
+    learned = {"bias_k": "QK", "bias_v": "VO"}
+    for name, kind in (separate if "kdim" in options else learned).items():
+        assert types[name] == kind
+    assert types["in_proj_bias[0:8]"] == types["in_proj_bias[8:16]"] == "QK"
+    assert types["in_proj_bias[16:24]"] == types["out_proj.weight"] == "VO"
+
+
+def test_weights_in_wrappers() -> None:
+    """A low-rank adapter around a layer: all of its weights do what the layer does."""
+
+    class Adapted(nn.Module):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer, self.lora_A, self.lora_B = layer, nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
+
+    model = CASES["Llama"].build()
+    attention = model.model.layers[0].self_attn
+    attention.q_proj, attention.o_proj = Adapted(attention.q_proj), Adapted(attention.o_proj)
+    types = hk.block_types(model)
+    for leaf in ("base_layer", "lora_A", "lora_B"):
+        assert types[f"model.layers.0.self_attn.q_proj.{leaf}.weight"] == "QK"
+        assert types[f"model.layers.0.self_attn.o_proj.{leaf}.weight"] == "VO"
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "DeepSeek-V3", "OPT"])
+def test_a_model_without_values(name: str) -> None:
+    """On the meta device, where no norm can be tried, the types are the same."""
+    model = CASES[name].build().to("meta")
+    model.tie_weights()
+    assert hk.block_types(model) == hk.block_types(CASES[name].build())
+
+
+def test_a_linear_map_by_itself_is_nothing_known() -> None:
+    with pytest.raises(hk.InputError, match=r"not recognised: 'weight' \(Linear\), 'bias' \(Linear\)"):
+        model_parts(nn.Linear(3, 3))
+
+
+def test_blocks_that_are_not_recognised_are_not_taken_for_a_head() -> None:
+    """CaiT mixes the scores of its heads by weights: its blocks are no attention that is known, beside others that are."""
+    timm = optional("timm")
+    model = timm.create_model("cait_xxs24_224", pretrained=False, depth=2, img_size=32).eval()
+    with pytest.raises(hk.InputError, match=r"not recognised: 'blocks\.0\.attn\.qkv\.weight'") as error:
+        model_parts(model)
+    assert "token_only" not in str(error.value)
+
+
+def test_tables_of_relative_positions_in_a_block_are_no_feed_forward_layer() -> None:
+    sizes = {"hidden_size": D, "intermediate_size": 20, "num_hidden_layers": L, "num_attention_heads": H, "image_size": 8}
+    model = hugging_face("BeitForImageClassification", "Beit", **sizes, patch_size=4, use_relative_position_bias=True)().eval()
+    for inputs in (None, {"pixel_values": torch.rand(1, 3, 8, 8)}):
+        tables = [part for part in model_parts(model, inputs=inputs) if part.parameter.endswith("bias_table")]
+        assert [part.type for part in tables] == ["Emb"] * L
+
+
+def test_a_head_with_an_attention_of_its_own() -> None:
+    sizes = {"hidden_size": D, "intermediate_size": 20, "num_hidden_layers": L, "num_attention_heads": H, "image_size": 8}
+    model = hugging_face("SiglipVisionModel", "SiglipVision", **sizes, patch_size=4)().eval()
+    types = hk.block_types(model, inputs={"pixel_values": torch.rand(1, 3, 8, 8)})
+    named = {name.removeprefix("vision_model."): kind for name, kind in types.items()}
+    assert named["head.attention.out_proj.weight"] == "VO"
+    assert named["head.mlp.fc1.weight"] == named["head.mlp.fc2.weight"] == "Head"
+    assert named["head.probe"] == named["embeddings.patch_embedding.weight"] == "Emb"

@@ -1,0 +1,46 @@
+"""What ``import hessiankit`` offers, and what it costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hessiankit
+
+
+def test_a_type_checker_and_the_interpreter_see_the_same_names():
+    tree = ast.parse(Path(hessiankit.__file__).read_text(encoding="utf-8"))
+    (block,) = [n for n in tree.body if isinstance(n, ast.If) and isinstance(n.test, ast.Name) and n.test.id == "TYPE_CHECKING"]
+    seen = {(n.module, alias.name) for n in block.body if isinstance(n, ast.ImportFrom) for alias in n.names}
+    offered = {(f"hessiankit.{home}", name) for home, names in hessiankit._HOMES.items() for name in names}
+    assert seen == offered
+
+
+@pytest.mark.parametrize("name", hessiankit.__all__)
+def test_every_name_is_there_and_documented(name: str):
+    assert getattr(hessiankit, name).__doc__
+    assert name in dir(hessiankit)
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="module 'hessiankit' has no attribute 'hesian'"):
+        _ = hessiankit.hesian
+    assert hessiankit.verify.__name__ == "hessiankit.verify"
+
+
+def test_the_import_is_light():
+    code = "import sys, hessiankit; assert not {'torch', 'sympy', 'scipy', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_optional_packages_are_imported_when_used():
+    code = (
+        "import sys, hessiankit; [getattr(hessiankit, n) for n in hessiankit.__all__]; import hessiankit.cli; "
+        "found = {'transformers', 'lightning', 'timm', 'sklearn', 'curvlinops'} & set(sys.modules); "
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

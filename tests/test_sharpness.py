@@ -1,0 +1,304 @@
+"""The estimator of eq. (3)-(4): unbiased by enumeration of all labels, and biased where the paper's conditions are broken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from sharpness_cases import by_number, everything, expectation, expected_squares, tiny, tokens, vectors
+
+from hessiankit.errors import InputError
+from hessiankit.estimation import exact_sharpness, joined, replicates, report_of, sharpness
+from hessiankit.parts import model_parts
+
+
+def relative(found, wanted):
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.fixture(scope="module")
+def case():
+    """Two sequences of two positions, one of them not counted."""
+    model, x, y = tiny(), tokens(2, 2), tokens(2, 2, seed=2)
+    y[1, 1] = -100
+    return model, x, y
+
+
+def test_mean_over_all_label_vectors_is_the_fisher_diagonal(case):
+    model, x, y = case
+    wanted = expected_squares(model, x, y != -100, model_parts(model))
+    sampler, probabilities, draws = everything(model(x), y != -100)
+    assert draws == 27
+    found = replicates(model, x, y, draws=draws, sampler=sampler)
+    assert relative(expectation(found, probabilities), wanted) < 1e-12
+    assert float((found.values.std(1) / found.values.mean(1)).min()) > 0.1  # a draw alone is far from it
+
+
+def test_mean_does_not_depend_on_micro_batches_of_unequal_counts(case):
+    model, x, y = case
+    wanted = expected_squares(model, x, y != -100, model_parts(model))
+    sampler, probabilities, draws = everything(model(x), y != -100)
+    found = replicates(model, x, y, draws=draws, sampler=sampler, micro_batch=1)
+    assert found.terms.tolist() == [2, 1]
+    assert relative(expectation(found, probabilities), wanted) < 1e-12
+
+
+def test_labels_of_the_data_are_biased(case):
+    model, x, y = case
+    parts, counted = model_parts(model), y != -100
+    fisher = expected_squares(model, x, counted, parts)
+    found = replicates(model, x, y, estimator="empirical_fisher")
+    assert found.draws == 1
+    once = expectation(found, torch.ones(1).double())
+    assert relative(once, fisher) > 0.1
+    logs = torch.log_softmax(model(x), -1)[counted].gather(1, y[counted].unsqueeze(1))[:, 0]
+    squares = torch.zeros(len(parts)).double()
+    for log in logs:
+        scores = dict(
+            zip(
+                dict(model.named_parameters()), torch.autograd.grad(log, list(model.parameters()), retain_graph=True), strict=True
+            )
+        )
+        squares += torch.stack([part.squared_norm(scores[part.parameter]) for part in parts]) / len(logs)
+    assert relative(once, squares) > 0.1  # nor the mean of the squares: cross terms stay
+    title = repr(sharpness(model, x, y, estimator="empirical_fisher"))
+    assert "EMPIRICAL Fisher" in title
+
+
+def test_one_uniform_number_for_all_positions_is_biased(case):
+    model, x, y = case
+    cumulative = torch.softmax(model(x).detach(), -1).cumsum(-1)
+    ends = torch.cat([torch.zeros(1).double(), cumulative.flatten().clamp(max=1.0), torch.ones(1).double()]).sort().values
+    lengths, middles = ends.diff(), (ends[1:] + ends[:-1]) / 2
+    shared = torch.stack([(cumulative < u).sum(-1).clamp(max=2) for u in middles])
+    found = replicates(model, x, y, draws=len(middles), sampler=by_number(shared))
+    wanted = expected_squares(model, x, y != -100, model_parts(model))
+    assert relative(expectation(found, lengths), wanted) > 0.05
+
+
+def test_another_temperature_is_biased(case):
+    model, x, y = case
+    wanted = expected_squares(model, x, y != -100, model_parts(model))
+    sampler, probabilities, draws = everything(model(x), y != -100, power=2.0)
+    found = replicates(model, x, y, draws=draws, sampler=sampler)
+    assert relative(expectation(found, probabilities), wanted) > 0.05
+
+
+def test_the_likeliest_labels_are_biased(case):
+    model, x, y = case
+    best = model(x).argmax(-1).unsqueeze(0)
+    found = replicates(model, x, y, draws=1, sampler=by_number(best))
+    wanted = expected_squares(model, x, y != -100, model_parts(model))
+    assert relative(expectation(found, torch.ones(1).double()), wanted) > 0.1
+
+
+def test_squared_error_over_all_signs_is_the_gauss_newton_trace():
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double(),
+        torch.randn(2, 2, generator=torch.Generator().manual_seed(1)).double(),
+    )
+    parts = _plain_parts(model)
+    signs = 2.0 * vectors(4, 2).double().reshape(16, 2, 2) - 1.0  # of the moments of a Gaussian that the mean of squares needs
+    found = replicates(model, x, torch.zeros(2, 2).double(), loss="mse", draws=16, sampler=lambda *_: signs, parts=parts)
+    wanted = torch.zeros(len(parts)).double()
+    for entry in model(x).flatten():
+        row = dict(
+            zip(
+                dict(model.named_parameters()),
+                torch.autograd.grad(entry, list(model.parameters()), retain_graph=True),
+                strict=True,
+            )
+        )
+        wanted += torch.stack([part.squared_norm(row[part.parameter]) for part in parts]) * 2 / 4
+    assert found.terms.tolist() == [4]
+    assert relative(expectation(found, torch.full((16,), 1 / 16).double()), wanted) < 1e-12
+    exact = exact_sharpness(model, x, torch.zeros(2, 2).double(), loss="mse", parts=parts)
+    traces = torch.tensor([exact.tensors[part.name].value * part.size for part in parts], dtype=torch.float64)
+    assert relative(traces, wanted) < 1e-10
+
+
+def _plain_parts(model):
+    from hessiankit.parts import Part
+
+    return [Part(name, "FFN", "weight", None, "given", p.numel()) for name, p in model.named_parameters()]
+
+
+def test_gaussian_labels_of_squared_error_have_the_right_mean():
+    model, x = torch.nn.Linear(3, 4).double(), torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
+    y, parts = torch.zeros(6, 4).double(), _plain_parts(model)
+    exact = exact_sharpness(model, x, y, loss="mse", parts=parts)
+    found = sharpness(model, x, y, loss="mse", parts=parts, draws=600)
+    one = found.types["FFN"]
+    assert abs(one.value - exact.types["FFN"].value) < 4 * one.standard_error < 0.2 * one.value
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_a_sequence_has_its_labels_wherever_it_is(split):
+    """The labels of the whole, told apart by the values of each sequence alone."""
+    model, x, y = tiny(), tokens(5, 3), tokens(5, 3, seed=2)
+    alone = replicates(model, x, y, draws=3, micro_batch=1)
+    pieces = [
+        replicates(model, x[i : i + split], y[i : i + split], draws=3, micro_batch=1, numbers=range(i, min(i + split, 5)))
+        for i in range(0, 5, split)
+    ]
+    again = joined(pieces)
+    torch.testing.assert_close(again.values, alone.values, rtol=1e-12, atol=0)
+    assert again.sequences == 5
+    for name in alone.rows:
+        torch.testing.assert_close(again.rows[name], alone.rows[name], rtol=1e-12, atol=1e-15)
+        assert torch.equal(again.seen[name], alone.seen[name])
+    for name in alone.entries:
+        torch.testing.assert_close(again.entries[name], alone.entries[name], rtol=1e-12, atol=1e-15)
+
+
+def test_micro_batches_average_to_the_same():
+    model, x, y = tiny(), tokens(4, 3), tokens(4, 3, seed=2)
+    whole, split = (sharpness(model, x, y, draws=150, micro_batch=size, histograms=False) for size in (None, 1))
+    exact = exact_sharpness(model, x, y)
+    for kind in exact.types:
+        for found in (whole, split):
+            assert abs(found.types[kind].value - exact.types[kind].value) < 4 * found.types[kind].standard_error
+    assert split.types["FFN"].standard_error < 0.75 * whole.types["FFN"].standard_error  # claim E8
+    assert whole.types["FFN"].data_standard_error is None
+    assert split.types["FFN"].data_standard_error > split.types["FFN"].standard_error
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_per_sequence_is_larger_by_the_tokens_of_a_sequence(case, micro_batch):
+    model, x, y = tiny(), tokens(4, 3), tokens(4, 3, seed=2)
+    y[0, 1:] = -100
+    y[3] = -100
+    by_token, by_sequence = (sharpness(model, x, y, per=per, micro_batch=micro_batch, draws=3) for per in ("token", "sequence"))
+    assert (by_token.terms, by_sequence.terms, by_sequence.sequences) == (7, 3, 3)
+    exact = [exact_sharpness(model, x, y, per=per) for per in ("token", "sequence")]
+    for kind in by_token.types:
+        assert by_sequence.types[kind].value == pytest.approx(by_token.types[kind].value * 7 / 3, rel=1e-12)
+        assert exact[1].types[kind].value == pytest.approx(exact[0].types[kind].value * 7 / 3, rel=1e-12)
+    assert by_sequence.order == by_token.order
+
+
+def test_uncounted_positions_have_no_gradient_and_no_term(case):
+    model, x, y = tiny(), tokens(3, 3), tokens(3, 3, seed=2)
+    y[:, 2] = -100
+    y[2] = -100
+    found, without = sharpness(model, x, y, draws=4), sharpness(model, x[:2, :2], y[:2, :2], draws=4)
+    assert found.terms == without.terms == 4
+    for kind in found.types:
+        assert found.types[kind].value == pytest.approx(without.types[kind].value, rel=1e-12)
+
+
+def test_same_seed_same_numbers_and_nothing_global_moves(case):
+    model, x, y = case
+    state = torch.get_rng_state()
+    first, again, other = (sharpness(model, x, y, seed=seed) for seed in (7, 7, 8))
+    assert first.types == again.types
+    assert first.types["QK"] != other.types["QK"]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_more_draws_begin_with_the_same_ones(case):
+    model, x, y = case
+    few, many = (replicates(model, x, y, draws=draws).values for draws in (2, 5))
+    assert torch.equal(few, many[:, :2])
+
+
+def test_exact_values_do_not_depend_on_labels_or_batches(case):
+    model, x, y = case
+    wanted = expected_squares(model, x, y != -100, model_parts(model))
+    flipped = torch.where(y == -100, y, (y + 1) % 3)
+    for labels, micro_batch in ((y, None), (flipped, None), (y, 1)):
+        found = exact_sharpness(model, x, labels, micro_batch=micro_batch)
+        traces = torch.tensor([found.tensors[part.name].value * part.size for part in model_parts(model)], dtype=torch.float64)
+        assert relative(traces, wanted) < 1e-10
+        assert (found.draws, found.types["QK"].standard_error) == (0, 0.0)
+
+
+def test_exact_hessian_is_the_second_derivative_with_the_data_labels(case):
+    model, x, y = case
+    found = exact_sharpness(model, x, y, kind="hessian")
+    loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    p = dict(model.named_parameters())["final_norm.weight"]
+    (g,) = torch.autograd.grad(loss, p, create_graph=True)
+    diagonal = [float(torch.autograd.grad(g[i], p, retain_graph=True)[0][i]) for i in range(len(g))]
+    assert found.tensors["final_norm.weight"].value == pytest.approx(sum(diagonal) / len(diagonal), rel=1e-10)
+
+
+def test_report_is_a_function_of_the_replicates():
+    model, x, y = tiny(), tokens(4, 3), tokens(4, 3, seed=2)
+    found = replicates(model, x, y, draws=4)
+    report = report_of(found, confidence=0.5)
+    parts = found.parts
+    for kind in report.types:
+        own = [k for k, part in enumerate(parts) if part.type == kind]
+        size = sum(parts[k].size for k in own)
+        assert report.types[kind].value == pytest.approx(float(found.values[0, :, own].sum(1).mean()) / size, rel=1e-12)
+        each = [float(found.values[0, :, k].mean()) / parts[k].size for k in own]
+        assert report.mean_of_tensors[kind].value == pytest.approx(sum(each) / len(each), rel=1e-12)
+    whole = sum(one.value * one.entries for one in report.types.values())
+    for groups in (report.layers, report.type_layers, report.tensors):
+        assert sum(one.value * one.entries for one in groups.values()) == pytest.approx(whole, rel=1e-12)
+    narrow, wide = (report_of(found, confidence=c).types["QK"] for c in (0.5, 0.99))
+    assert wide.low < narrow.low < narrow.value < narrow.high < wide.high
+
+
+def test_histograms_hold_every_entry_and_agree_with_the_sum():
+    model, x, y = tiny(vocab=7), tokens(2, 2, vocab=3), tokens(2, 2, seed=2)
+    found = replicates(model, x, y, draws=3)
+    for name, p in model.named_parameters():
+        total = sum(float(found.values[0, :, k].sum()) for k, part in enumerate(found.parts) if part.parameter == name)
+        assert float(found.entries[name].sum()) == pytest.approx(total * int(found.terms), rel=1e-12)
+        assert found.entries[name].shape == p.shape
+    report = report_of(found)
+    for kind, one in report.histograms.items():
+        assert one.entries == report.types[kind].entries == sum(one.counts) + one.zeros
+    assert sharpness(model, x, y, draws=1, histograms=False).histograms == {}
+
+
+def test_quotients_and_order():
+    model, x, y = tiny(), tokens(4, 3), tokens(4, 3, seed=2)
+    report = sharpness(model, x, y, draws=16)
+    quotient = report.ratio("QK")
+    assert quotient.value == pytest.approx(report.types["Norm"].value / report.types["QK"].value)
+    assert quotient.low < quotient.value < quotient.high
+    assert report.ratio("QK", base="QK").standard_error == 0
+    values = [report.types[kind].value for kind in report.order]
+    assert values == sorted(values)
+    for a, b in itertools.pairwise(report.order):
+        mark = "<" if report.ratio(a, base=b).low > 1 else "~"
+        assert f"{a} {mark} {b}" in report.ordering
+
+
+def test_replicates_that_do_not_belong_together():
+    model, x, y = tiny(), tokens(2, 3), tokens(2, 3, seed=2)
+    first = replicates(model, x, y, draws=2)
+    with pytest.raises(InputError, match=r"joined\(\) was given nothing"):
+        joined([])
+    with pytest.raises(InputError, match="Replicates whose seed differ; repeat the measurements alike"):
+        joined([first, replicates(model, x, y, draws=2, seed=1)])
+    with torch.no_grad():
+        model.final_norm.weight.mul_(2)
+    with pytest.raises(InputError, match="of different parameters; measure all of them at one point"):
+        joined([first, replicates(model, x, y, draws=2)])
+
+
+def test_ratio_of_a_type_that_is_not_there():
+    report = sharpness(tiny(), tokens(2, 3), tokens(2, 3, seed=2), draws=2)
+    with pytest.raises(InputError, match="no 'Head' among the measured types; pass one of Emb, QK, VO, FFN, Norm"):
+        report.ratio("Head")
+
+
+def test_to_dict_is_json_and_prints(capsys):
+    model, x, y = tiny(layers=2), tokens(2, 3), tokens(2, 3, seed=2)
+    report = sharpness(model, x, y, draws=1)  # with NaN for errors
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert found["types"]["QK"]["standard_error"] is None
+    assert found["layers"].keys() == {"outside", "0", "1"}
+    assert {(row["type"], row["layer"]) for row in found["type_layers"]} >= {("QK", 0), ("Norm", None)}
+    assert found["terms"] == 6
+    text = repr(sharpness(model, x, y, draws=2, micro_batch=1))
+    assert "mean over 6 tokens of 2 sequences, 2 draws, 2 micro-batches" in text
+    assert "from flat to sharp: " in text
+    assert text.count("\n Norm ") == 1
+    assert "<table>" in report._repr_html_()

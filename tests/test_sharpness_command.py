@@ -1,0 +1,108 @@
+"""``hessiankit sharpness``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from model_zoo import optional
+
+from hessiankit.errors import InputError
+from hessiankit.estimation.command import add_sharpness, run_sharpness
+
+SMALL = """
+import torch
+from hessiankit import Transformer
+def model(): return Transformer(256, 8, 16, 2, n_heads=2, causal=True, max_len=16)
+def odd(): return torch.nn.Sequential(torch.nn.Embedding(256, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 256))
+"""
+QUICK = ["--batch", "2", "--length", "8", "--draws", "3"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small_models.py").write_text(SMALL)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*given: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_sharpness(parser.add_subparsers(dest="command"))
+    return run_sharpness(parser.parse_args(["sharpness", *QUICK, *given]))
+
+
+def test_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", "small_models:model", "--text", "text.txt", "--layers", "--tensors", "--json", "out.json") == 0
+    printed = capsys.readouterr().out
+    assert "small_models:model: Transformer" in printed
+    assert "torch seeded with 0" in printed
+    assert "S by layer and type" in printed
+    assert "blocks.1.attention.W_Q" in printed
+    found = json.loads(Path("out.json").read_text())
+    assert set(found["sharpness"]["types"]) >= {"Emb", "QK", "VO", "FFN", "Norm"}
+    assert found["sharpness"]["draws"] == 3
+    assert found["sharpness"]["terms"] == 16
+    assert found["exact"] is None
+    for one in found["sharpness"]["types"].values():
+        assert one["low"] <= one["value"] <= one["high"]
+        assert f"{one['value']:.4g}" in printed
+
+
+def test_exact_values_stand_beside_the_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", "small_models:model", "--text", "text.txt", "--dtype", "float64", "--exact", "--json", "out.json"]
+    assert run(*given, "--draws", "40", "--micro-batch", "1") == 0
+    assert "beside the exact Gauss-Newton trace" in capsys.readouterr().out
+    found = json.loads(Path("out.json").read_text())
+    for kind, one in found["sharpness"]["types"].items():
+        assert abs(one["value"] - found["exact"]["types"][kind]["value"]) <= 5 * one["standard_error"]
+
+
+def test_a_seed_decides_all() -> None:
+    values = []
+    for more in ((), (), ("--seed", "1")):
+        run("--model", "small_models:model", "--text", "text.txt", "--json", "out.json", *more)
+        values.append(
+            {kind: one["value"] for kind, one in json.loads(Path("out.json").read_text())["sharpness"]["types"].items()}
+        )
+    assert values[0] == values[1] != values[2]
+
+
+def test_a_hugging_face_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    optional("transformers")
+    config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    Path("config.json").write_text(json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0}))
+    assert run("--model", ".", "--text", "text.txt", "--per", "sequence") == 0
+    printed = capsys.readouterr().out
+    assert "without weights: parameters drawn with seed 0" in printed
+    assert "mean over 2 sequences" in printed
+
+
+def test_types_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", "small_models:odd", "--text", "text.txt", "--type", r"^1\.=FFN", "--type", r"^2\.=Head") == 0
+    assert "Head" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--json", "no/such/folder/x.json"], "cannot write no/such/folder/x.json: there is no folder"),
+        (["--text", "no-such-text"], "neither 'stdlib' nor an existing path"),
+        (["--length", "17"], "the sequence has 17 tokens and there are 16 learned positions"),
+        (["--type", "router"], "expected REGEX=TYPE"),
+        (["--type", "router=MoE"], "MoE"),
+        (["--confidence", "95"], "confidence"),
+        (["--model", "small"], "is not an existing path"),
+    ],
+)
+def test_errors(given: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        run("--model", "small_models:model", "--text", "text.txt", *given)
+
+
+def test_exact_of_a_large_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hessiankit.estimation.command.EXACT_PARAMETERS", 1000)
+    with pytest.raises(InputError, match="expected at most 1,000"):
+        run("--model", "small_models:model", "--exact")

@@ -1,0 +1,163 @@
+"""One run: its digits depend on its description alone, its update is AdamW's with a rate by block type, its arms share the data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hessiankit.errors import InputError
+from hessiankit.text import VOCAB_SIZE, TextDataset, load_text
+from hessiankit.tuning import experiment
+from hessiankit.tuning.experiment import (
+    RunSpec,
+    Setting,
+    digest_of,
+    evaluation_steps,
+    held_out_loss,
+    model_of,
+    run,
+    training,
+)
+from hessiankit.tuning.ratios import PAPER, entries_by_type, weighted_ratio
+
+TINY = Setting(steps=6, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=3, windows=8)
+SPEC = RunSpec(TINY, 0.01, PAPER, 3)
+
+
+def test_the_same_description_gives_the_same_digits():
+    threads = torch.get_num_threads()
+    first = run(SPEC)
+    torch.manual_seed(17)  # the caller's generator has no part in it, nor have the threads
+    torch.set_num_threads(2)
+    try:
+        again = run(SPEC)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert again.losses == first.losses
+    assert first.steps == (0, 2, 4, 6)
+    assert len({run(replace(SPEC, seed=seed)).final for seed in (3, 4, 5)}) == 3
+    assert not first.diverged
+
+
+def test_a_run_computes_on_one_thread(monkeypatch):
+    seen = []
+    monkeypatch.setattr(experiment, "held_out_loss", lambda *_: seen.append(torch.get_num_threads()) or 1.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run(SPEC)
+    finally:
+        torch.set_num_threads(threads)
+    assert set(seen) == {1}
+
+
+class Recorded(TextDataset):
+    """A text that remembers what was read."""
+
+    def batch(self, *given, **named):
+        made = super().batch(*given, **named)
+        READ.append(made)
+        return made
+
+
+READ: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+def read_by(spec: RunSpec) -> torch.Tensor:
+    READ.clear()
+    text = load_text()
+    for _ in training(model_of(TINY, spec.seed), Recorded(text.tokens, text.files, text.name), spec):
+        pass
+    return torch.stack([inputs for inputs, _ in READ])
+
+
+def test_arms_of_a_seed_share_data_and_initial_parameters():
+    arms = [RunSpec(TINY, lr, ratios, 3) for lr, ratios in ((0.01, ()), (0.02, ()), (0.01, PAPER))]
+    batches = [read_by(arm) for arm in arms]
+    assert batches[0].shape == (6, 2, 8)
+    assert all(torch.equal(batches[0], other) for other in batches[1:])
+    assert not torch.equal(batches[0], read_by(replace(arms[0], seed=4)))
+    results = [run(arm) for arm in arms]
+    assert len({result.losses[0] for result in results}) == 1
+    assert len({result.final for result in results}) == 3
+
+
+def factor_by_name(name: str) -> float:
+    letter = name.rsplit(".", 1)[-1]
+    if name.startswith("embedding."):
+        return 10.0
+    return {"W_Q": 8.0, "W_K": 8.0, "W_V": 4.0, "W_O": 4.0, "W_1": 6.0, "W_2": 6.0}.get(letter, 1.0)
+
+
+def test_updates_are_adamw_with_a_rate_by_block_type():
+    """Against AdamW, the clipping, the warm-up and the cosine written out, in float64."""
+    setting = replace(TINY, steps=7, warm_up=2 / 7)
+    spec = RunSpec(setting, 0.003, PAPER, 5)
+    model, reference = model_of(setting, 5).double(), model_of(setting, 5).double()
+    text = load_text()
+    for _ in training(model, text, spec):
+        pass
+    generator = torch.Generator().manual_seed(5)
+    named = dict(reference.named_parameters())
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in named.items()}
+    clipped = 0
+    for step in range(7):
+        inputs, targets = text.batch(2, 8, generator)
+        log_p = reference(inputs).log_softmax(-1)
+        loss = -log_p.gather(-1, targets[..., None]).mean()
+        grads = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+        norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
+        clipped += norm > 1
+        rate = (step + 1) / 3 if step < 2 else 0.05 + 0.95 * (1 + math.cos(math.pi * (step - 2) / 5)) / 2
+        with torch.no_grad():
+            for name, p in named.items():
+                lr, g = 0.003 * rate * factor_by_name(name), grads[name] * min(1.0, 1.0 / (norm + 1e-6))
+                m, v = moments[name]
+                m.mul_(0.9).add_(0.1 * g)
+                v.mul_(0.95).add_(0.05 * g**2)
+                if p.ndim > 1:
+                    p.mul_(1 - lr * 0.1)
+                p.sub_(lr * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8))
+    assert clipped  # otherwise the bound on the norm is not tested
+    for name, p in model.named_parameters():
+        assert torch.allclose(p, named[name], rtol=0, atol=1e-11), name
+
+
+def test_held_out_loss_is_the_mean_over_all_bytes():
+    model = model_of(TINY, 0).double()
+    inputs, targets = load_text(split="validation").windows(8, 21)
+    log_p = model(inputs).detach().log_softmax(-1)
+    mean = -sum(float(log_p[i, j, targets[i, j]]) for i in range(21) for j in range(8)) / (21 * 8)
+    for chunk in (21, 4, 1):
+        assert held_out_loss(model, (inputs, targets), chunk) == pytest.approx(mean, rel=1e-12)
+
+
+def test_divergence_is_flagged():
+    result = run(RunSpec(TINY, 1e4))
+    assert result.diverged
+    assert len(result.losses) == len(result.steps) == 4
+    assert not run(RunSpec(TINY, 1e-3)).diverged
+
+
+def test_evaluations_end_with_the_last_step():
+    assert evaluation_steps(Setting(steps=400, evaluations=20)) == tuple(range(20, 401, 20))
+    assert evaluation_steps(Setting(steps=3, evaluations=20)) == (1, 2, 3)
+
+
+def test_a_changed_text_is_refused():
+    run(replace(SPEC, setting=replace(TINY, steps=1, digest=digest_of("stdlib"))))
+    with pytest.raises(InputError, match="changed since these runs were planned"):
+        run(replace(SPEC, setting=replace(TINY, digest="00000000-00000000")))
+
+
+def test_entries_and_weighted_ratio():
+    model = model_of(TINY, 0)
+    entries = entries_by_type(model)
+    # d = 8: embedding 256 x 8 and positions 8 x 8; four 8 x 8; 8 x 32 twice; three norms with gain and bias
+    assert entries == {"Emb": VOCAB_SIZE * 8 + 64, "QK": 128, "VO": 128, "FFN": 512, "Norm": 48}
+    by_hand = (2112 * 10 + 128 * 8 + 128 * 4 + 512 * 6 + 48) / 2928
+    assert weighted_ratio(PAPER, entries) == pytest.approx(by_hand)
