@@ -21,7 +21,7 @@ def test_block_runs(source: str) -> None:
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
 
 
 def test_links_lead_somewhere() -> None:
