@@ -11,49 +11,66 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from figures import names, script, summary
-
-DRAWN, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+from hessiankit.commands.exit_codes import FAILED, INTERRUPTED
+from hessiankit.commands.exit_codes import OK as DRAWN
+from hessiankit.commands.figures import add_figure_options
+from hessiankit.commands.parsing import Parser
+from hessiankit.errors import HessiankitError, InputError
+from hessiankit.files import check_writable, output_for, write_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m figures",
         description="Draw the papers' figures anew, each with its numbers as CSV or JSON beside it.",
         epilog="Training runs are kept below OUT/cache. After Ctrl-C or a failure the same command goes on with what is left. "
         "Exit status: 0 all are drawn; 1 some failed, and are named at the end, the others are drawn; 2 a name, an option or the "
         "folder cannot be used; 130 interrupted.",
     )
-    parser.add_argument("name", nargs="*", help="figures to draw")
-    parser.add_argument("--list", action="store_true", help="name the figures and say what they show")
-    parser.add_argument("--all", action="store_true", help="draw every figure")
-    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps: seconds instead of minutes")
-    parser.add_argument("--out", type=Path, default=Path("build/figures"), help="folder to write to (default: %(default)s)")
-    parser.add_argument(
-        "--format", choices=("png", "svg", "pdf"), default="png", help="format of the pictures (default: %(default)s)"
-    )
+    add_figure_options(parser.add_argument)
     options = parser.parse_args(arguments)
+    try:
+        check_writable("figures", options.json)
+        with output_for([options.json]):
+            return run(options)
+    except InputError as error:
+        parser.error(str(error).removeprefix("figures: "))
+    except KeyboardInterrupt:  # before the first figure, or between two of them
+        print("figures: interrupted; the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the options ask for and return the exit status.
+
+    Raises:
+        InputError: If a name, an option or the folder cannot be used.
+    """
     known = names()
     if options.list:
         width = max(map(len, known))
         for name in known:
             print(f"{name:{width}}  {summary(name)}")
+        write_json("figures", options.json, {name: summary(name) for name in known})
         return DRAWN
     chosen = known if options.all else list(dict.fromkeys(options.name))
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         asked = f"no figure is called {', '.join(unknown)}" if unknown else "name a figure, or pass --all"
-        parser.error(f"{asked}; there are: {', '.join(known)}")
+        raise InputError(f"figures: {asked}; there are: {', '.join(known)}")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=options.out):
             pass
     except OSError as error:
-        parser.error(f"cannot write to {options.out}: {error.strerror}; pass a folder that can be written to with --out")
-    return draw_all(chosen, options.out, quick=options.quick, suffix=f".{options.format}")
+        raise InputError(
+            f"figures: cannot write to {options.out}: {error.strerror}; pass a folder that can be written to with --out"
+        ) from error
+    return draw_all(chosen, options.out, quick=options.quick, suffix=f".{options.format}", json=options.json)
 
 
-def draw_all(chosen: Sequence[str], out: Path, *, quick: bool, suffix: str) -> int:
+def draw_all(chosen: Sequence[str], out: Path, *, quick: bool, suffix: str, json: Path | None = None) -> int:
     """Draw figures one after the other, whatever becomes of the others, and return the exit status.
 
     Args:
@@ -61,6 +78,7 @@ def draw_all(chosen: Sequence[str], out: Path, *, quick: bool, suffix: str) -> i
         out: Folder that exists.
         quick: Smaller models and fewer steps.
         suffix: Of the pictures.
+        json: File for the names of the files, and of what failed; None for none.
     """
     from figures._sitting import Sitting  # loads torch, which --list need not wait for
 
@@ -90,6 +108,7 @@ def draw_all(chosen: Sequence[str], out: Path, *, quick: bool, suffix: str) -> i
     print(f"drawn: {len(chosen) - len(failed)} of {len(chosen)}, in {time.perf_counter() - began:.1f} s, in {out}")
     for name, why in failed.items():
         print(f"failed: {name}: {why}", file=sys.stderr)
+    write_json("figures", json, {"drawn": sitting.drawn, "failed": failed, "seconds": time.perf_counter() - began})
     if failed:
         return FAILED
     sitting.close()
@@ -98,8 +117,6 @@ def draw_all(chosen: Sequence[str], out: Path, *, quick: bool, suffix: str) -> i
 
 def _told(error: Exception) -> str:
     """Return an error as one line; where it is none that the toolkit foresaw, print first where it came from."""
-    from hessiankit.errors import HessiankitError
-
     if isinstance(error, HessiankitError):
         return str(error)
     traceback.print_exception(error)

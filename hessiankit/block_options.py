@@ -1,26 +1,11 @@
-"""The options of the command line that describe a transformer block."""
+"""The transformer block that options of the command line describe."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from hessiankit.blocks import TransformerBlock
-
-
-def add_block_options(add: Callable[..., Any]) -> None:
-    """Add the options of a block: placement, norm, activation, heads, biases, mask, positions, depth."""
-    add("--placement", default="post", help="where the norms stand: post (default), pre, hybridnorm, deepnorm, ...")
-    add("--norm", default="layernorm", help="layernorm (default) or rmsnorm")
-    add("--activation", default="relu", help="relu (default), gelu, gelu_tanh, silu, tanh, leaky_relu, identity, swiglu")
-    add("--heads", type=positive, default=1, help="heads of queries (default 1)")
-    add("--kv-heads", type=positive, help="heads of keys and values (default: as many)")
-    add("--bias", action="store_true", help="biases in the attention and the network")
-    add("--causal", action="store_true", help="a token attends to itself and earlier tokens")
-    add("--rotary", action="store_true", help="rotary positions")
-    add("--layer", type=positive, default=1, help="number of the block in its stack, from 1 (default 1)")
-    add("--layers", type=positive, help="blocks in the stack (default: as many as --layer)")
 
 
 def block_of(args: argparse.Namespace, d_model: int, d_ff: int, **more: Any) -> TransformerBlock:
@@ -45,15 +30,3 @@ def block_of(args: argparse.Namespace, d_model: int, d_ff: int, **more: Any) -> 
         n_layers=args.layer if args.layers is None else args.layers,
         **more,
     ).double()
-
-
-def positive(text: str) -> int:
-    """Return a positive integer, or raise what argparse expects.
-
-    >>> positive("3")
-    3
-    """
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value

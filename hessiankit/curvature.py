@@ -14,6 +14,7 @@ import torch
 from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.disk.forecast import Forecast, forecast
 from hessiankit.disk.planning import check_matrix
 from hessiankit.disk.streaming import Writer
@@ -238,6 +239,7 @@ def hessian(
 ) -> Forecast: ...
 
 
+@checked("hessian")
 @one_at_a_time
 def hessian(
     module: nn.Module,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum
 from hessiankit.request.batches import Weights
@@ -95,6 +96,7 @@ class CurvatureDiagonal:
 _HEADERS = ("parameter", "shape", "trace", "smallest", "largest")
 
 
+@checked("curvature_diagonal")
 @one_at_a_time
 def curvature_diagonal(
     module: nn.Module,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.disk.panel_sum import PanelSum
 from hessiankit.disk.planning import PANEL, Plan, check_workspace, make_plan, panels
 from hessiankit.engine.storage import Panel
@@ -118,6 +119,7 @@ class FrobeniusNorms:
 _HEADERS = ("parameter i", "shape", "||H_ii||_F", "all its rows", "largest with", "||H_ij||_F")
 
 
+@checked("frobenius_norms")
 @one_at_a_time
 def frobenius_norms(
     module: nn.Module,

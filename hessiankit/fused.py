@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.blocks import Attention
 from hessiankit.errors import InputError
 
@@ -45,6 +46,7 @@ class _Fused:
         return f"[{'; '.join(':, ' * self.axis + f'{first}:{after}' for first, after in joined)}]"
 
 
+@checked("named_slices")
 def named_slices(module: nn.Module, *, heads: bool = False) -> dict[str, str]:
     """Return readable names for the parts of a module's fused weights, each with the index string that selects the part.
 

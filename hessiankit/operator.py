@@ -14,6 +14,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, origin
 from hessiankit.engine.linearisation import Constant, Linearisation, linearise
@@ -187,6 +188,7 @@ class TorchOperator:
         return self._operator
 
 
+@checked("hessian_operator")
 @one_at_a_time
 def hessian_operator(
     module: nn.Module,

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from hessiankit.errors import InputError
+from hessiankit.line_file import LineFile
 from hessiankit.placement_cases import Case, build
 from hessiankit.progress import Tell
 from hessiankit.verify.check import check
@@ -110,16 +111,15 @@ def run_grid(todo: list[Case], lines: Path, *, jobs: int = 1, tell: Tell | None 
     try:
         done = {finished.case: finished for finished in read_lines(lines) if finished.version == version()}
         left = [case for case in todo if case not in done]
-        lines.parent.mkdir(parents=True, exist_ok=True)
-        with lines.open("a", encoding="utf-8") as file, _runner(jobs) as run:
+        with LineFile(lines) as file, _runner(jobs) as run:
             for k, finished in enumerate(run(left)):
                 done[finished.case] = finished
-                file.write(json.dumps(asdict(finished)) + "\n")
-                file.flush()
+                file.write(json.dumps(asdict(finished)))
                 if tell is not None:
                     tell(finished.case.placement, len(todo) - len(left) + k + 1, len(todo))
-    except OSError as error:
-        raise InputError(f"placement_grid: {lines} cannot be used: {error.strerror}; pass another folder with --out") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"placement_grid: {lines} cannot be used: {why}; pass another folder with --out") from error
     return [done[case] for case in todo]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from hessiankit.environment import environment
-from hessiankit.errors import InputError
+from hessiankit.files import write_text
 from hessiankit.placement_cases import OPTIONS, cases
 from hessiankit.placement_grid import AGAINST, RTOL, Finished, run_grid
 from hessiankit.progress import progress_bar
@@ -155,8 +155,8 @@ def as_json(found: dict[str, Any]) -> str:
 
 def run_placements(
     console: Console, placements: list[str] | None, *, sample: int | None, seed: int, jobs: int, out: Path, command: str
-) -> bool:
-    """Run the grid or a part of it, print the table, write page and file, and return whether every case passed.
+) -> dict[str, Any]:
+    """Run the grid or a part of it, print the table, write page and file, and return the summary that the file holds.
 
     Args:
         console: Where the table is printed.
@@ -178,9 +178,6 @@ def run_placements(
     for line in found["failed"]:
         console.print(f"FAILED {line}", markup=False)
     console.print(verdict(found), markup=False)
-    try:
-        (out / "placement_grid.md").write_text(markdown(found), encoding="utf-8")
-        (out / "placement_grid.json").write_text(as_json(found), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"placement_grid: cannot write to {out}: {error.strerror}; pass another folder with --out") from error
-    return not found["failed"]
+    write_text("check", out / "placement_grid.md", markdown(found))
+    write_text("check", out / "placement_grid.json", as_json(found))
+    return found

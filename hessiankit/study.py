@@ -6,7 +6,6 @@ entropy; the exact Hessian of one batch at initialisation and after training, co
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from hessiankit.data import load_images, one_hot_target, patch_for, patchify
 from hessiankit.drawing.plots import side_by_side
 from hessiankit.environment import environment
 from hessiankit.errors import InputError
+from hessiankit.files import write_json
 from hessiankit.progress import Tell, progress_bar
 from hessiankit.tables import table
 from hessiankit.training import train
@@ -169,7 +169,7 @@ def run_study(options: StudyOptions, console: Console | None = None) -> Study:
         say.print(f"exact arithmetic: {equal} of {len(exact)} sets of formulas equal entry by entry, without any tolerance")
     study = Study(options, reports, accuracy, timing, exact, time.perf_counter() - start, pictures)
     target = options.out / "report.json"
-    target.write_text(json.dumps(study.to_dict(), indent=1))
+    write_json("check", target, study.to_dict())
     say.print(_summary(study))
     say.print(f"wrote {target} and {', '.join(str(p) for p in pictures)}")
     return study

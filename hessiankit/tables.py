@@ -24,7 +24,9 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
 def as_text(*parts: object, width: int = 200) -> str:
     """Return rich objects and strings as plain text, ``width`` wide, or as wide as the widest table needs to be."""
     out = io.StringIO()
-    console = Console(file=out, width=10**6, color_system=None, highlight=False, emoji=False, markup=False)
+    console = Console(
+        file=out, width=10**6, color_system=None, highlight=False, emoji=False, markup=False, force_jupyter=False
+    )  # in a notebook rich would show the parts itself, beside the result's own table
     widest = max((console.measure(part).maximum for part in parts if isinstance(part, Table)), default=0)
     console.width = max(width, widest)  # a name that is cut short is no name
     for part in parts:

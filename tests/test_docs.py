@@ -1,8 +1,12 @@
-"""The Python blocks of every page of docs/ run as they stand, from top to bottom, and links lead somewhere."""
+"""The Python blocks of every page of docs/ run as they stand, from top to bottom, and links lead somewhere.
+
+Blocks named ``py`` need what only their reader has, such as a trainer: they are compiled.
+"""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 from model_zoo import optional
 
 from hessiankit.blocks import PLACEMENTS
+from hessiankit.tracing.primitives.registry import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -17,10 +22,10 @@ BLOCKS = {page: re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DO
 WITH_CODE = [page for page, blocks in BLOCKS.items() if blocks]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.relative_to(DOCS).with_suffix("").as_posix())
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    before = dict(PLACEMENTS)
+    before, rules = dict(PLACEMENTS), dict(RULES)
     names: dict[str, object] = {"__name__": page.stem}
     torch.manual_seed(0)
     try:
@@ -28,6 +33,8 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     finally:
         for name in set(PLACEMENTS) - set(before):  # a page that registers a placement of its own
             del PLACEMENTS[name]
+        RULES.clear()
+        RULES.update(rules)
 
 
 def _run(page: Path, names: dict[str, object]) -> None:
@@ -38,12 +45,38 @@ def _run(page: Path, names: dict[str, object]) -> None:
         exec(compile(source, page.name, "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).with_suffix("").as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#\s]+)\)", text):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
         if not target.startswith(("http://", "https://", "mailto:")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in _anchors(there), f"{page.name}: {target}#{anchor}"
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page as GitHub makes them of headings, and those written as HTML."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings} | set(
+        re.findall(r'id="([^"]+)"', text)
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).with_suffix("").as_posix())
+def test_formulas_keep_their_backslashes_on_github(page: Path) -> None:
+    """Between bare dollars Markdown's escapes come first there, so that ``\\,`` is a comma."""
+    text = re.sub(r"```.*?```|\$?`[^`]*`\$?", "", page.read_text(), flags=re.DOTALL)
+    for formula in re.findall(r"\$[^$]+\$", text):
+        assert not re.search(r"\\[^\w\s]", formula), f"{page.name}: {formula}; write it as $`...`$, or as a fence named math"
+
+
+def test_blocks_of_the_reader_compile() -> None:
+    for page in PAGES:
+        for source in re.findall(r"```py\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            compile(source, page.name, "exec")
 
 
 def test_there_are_pages_with_code() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 from monitoring_cases import Noisy, pair, train
 
 import hessiankit as hk
+from hessiankit.cli import main
 from hessiankit.monitoring import Monitor, plot_monitor, read_monitor
-from hessiankit.monitoring.command import add_monitor, run_monitor
 from hessiankit.monitoring.lines import Lines
 
 ALL = ("variance", "angles", "drop", "jacobian", "hessian", "ggn")
@@ -136,17 +135,15 @@ def test_what_cannot_be_drawn_is_named(path, tmp_path):
 
 def test_the_command(tmp_path, capsys):
     path = by_hand(tmp_path / "run.jsonl")
-    parser = argparse.ArgumentParser()
-    add_monitor(parser.add_subparsers())
-    assert run_monitor(parser.parse_args(["monitor", str(path), "--plot", str(tmp_path / "run.pdf")])) == 0
+    assert main(["monitor", str(path), "--plot", str(tmp_path / "run.pdf")]) == 0
     assert capsys.readouterr().out == f"{read_monitor(path)}\n"
     assert (tmp_path / "run.pdf").read_bytes().startswith(b"%PDF")
-    assert run_monitor(parser.parse_args(["monitor", str(path), "--json"])) == 0
+    assert main(["monitor", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [record["step"] for record in found["records"]] == [0, 10, 20]
     assert found["orders"]["10"] == ["Norm", "FFN"]
-    with pytest.raises(hk.InputError, match=r"monitor: cannot read nowhere\.jsonl: No such file"):
-        run_monitor(parser.parse_args(["monitor", "nowhere.jsonl"]))
+    assert main(["monitor", "nowhere.jsonl"]) == 2
+    assert "monitor: cannot read nowhere.jsonl: No such file" in capsys.readouterr().err
 
 
 def test_the_page_of_the_documentation_runs(tmp_path, monkeypatch, capsys):

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from model_zoo import optional
 
+from hessiankit.commands.sharpness import add_sharpness
 from hessiankit.errors import InputError
-from hessiankit.estimation.command import add_sharpness, run_sharpness
+from hessiankit.estimation.command import run_sharpness
 
 SMALL = """
 import torch
@@ -88,7 +89,6 @@ def test_types_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--json", "no/such/folder/x.json"], "cannot write no/such/folder/x.json: there is no folder"),
         (["--text", "no-such-text"], "neither 'stdlib' nor an existing path"),
         (["--length", "17"], "the sequence has 17 tokens and there are 16 learned positions"),
         (["--type", "router"], "expected REGEX=TYPE"),

@@ -7,9 +7,10 @@ import json
 
 import pytest
 
+from hessiankit.commands.tune import add_tune
 from hessiankit.errors import InputError
 from hessiankit.tuning import command, store
-from hessiankit.tuning.command import add_tune, command_of, run_tune
+from hessiankit.tuning.command import command_of, run_tune
 from hessiankit.tuning.experiment import Setting
 from hessiankit.tuning.store import read_lines
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.blocks.attention import Attention
 from hessiankit.blocks.checks import check_sizes
 from hessiankit.blocks.equations import Equation
@@ -74,6 +75,7 @@ class TransformerBlock(nn.Module):
     norm_3: nn.Module | None
     norm_4: nn.Module | None
 
+    @checked("TransformerBlock", leave=("eps",))
     def __init__(
         self,
         d_model: int,

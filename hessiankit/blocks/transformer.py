@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.blocks.block import TransformerBlock
 from hessiankit.blocks.checks import check_sizes, unknown
 from hessiankit.blocks.embeddings import PatchEmbedding, TokenEmbedding
@@ -99,6 +100,7 @@ class Transformer(_Stack):
 
     embedding: TokenEmbedding
 
+    @checked("Transformer")
     def __init__(
         self,
         vocab_size: int,
@@ -162,6 +164,7 @@ class VisionTransformer(_Stack):
     embedding: PatchEmbedding
     head: MeanPoolHead
 
+    @checked("VisionTransformer")
     def __init__(
         self,
         patch_dim: int,
@@ -175,6 +178,8 @@ class VisionTransformer(_Stack):
         **block: Any,
     ) -> None:
         super().__init__()
+        sizes = {"patch_dim": patch_dim, "seq_len": seq_len, "n_classes": n_classes, "d_model": d_model, "n_blocks": n_blocks}
+        check_sizes("VisionTransformer", **sizes)
         self.embedding = PatchEmbedding(patch_dim, seq_len, d_model)
         self._stack(d_model, d_ff, n_blocks, final_norm=final_norm, **block)
         self.head = MeanPoolHead(d_model, n_classes)

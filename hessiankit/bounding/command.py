@@ -1,49 +1,17 @@
-"""``hessiankit bounds`` on the command line."""
+"""``hessiankit bounds``: print the norms of a block's Hessian beside the bounds, or attack the bounds."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
-from hessiankit.block_options import add_block_options, block_of, positive
+from hessiankit.block_options import block_of
 from hessiankit.bounding.attack import attack
 from hessiankit.bounding.report import bounds
+from hessiankit.commands.exit_codes import FAILED, INTERRUPTED, OK
 from hessiankit.files import write_json
 from hessiankit.progress import progress_bar
-
-INTERRUPTED = 130
-
-
-def add_bounds(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    command = commands.add_parser(
-        "bounds",
-        help="print the norms of a block's Hessian beside every bound on them",
-        description="Draw a block, an input and a target, compute the exact Hessian and print the norm of each of its "
-        "blocks beside the bounds: certified from the matrix, structured from the intermediate values, a priori from norms, and "
-        "as printed in Closing the Curvature Gap where that is defined. With --attack N, try to violate the valid bounds on N "
-        "random problems instead. Exit code 0: no valid bound is exceeded; 1: one is; "
-        "2: an option or a file cannot be used; 130: interrupted.",
-    )
-    add_block_options(command.add_argument)
-    add = command.add_argument
-    add("--d-model", type=positive, default=4, help="width of a token (default 4)")
-    add("--d-ff", type=positive, default=6, help="hidden width of the feed-forward network (default 6)")
-    add("--tokens", type=positive, default=4, help="tokens of the sequence (default 4)")
-    add("--loss", default="mse", help="mse (default) or cross_entropy")
-    add("--scale", type=float, default=1.0, help="factor on the initial weights (default 1)")
-    add("--no-affine", action="store_true", help="norms without gain and bias, as in the paper")
-    add("--seed", type=int, default=0, help="of everything that is drawn (default 0)")
-    add(
-        "--attack",
-        type=positive,
-        metavar="N",
-        help="try to violate every valid bound on N problems of all placements and scales, problem k drawn from --seed + k; of "
-        "the other options only --json counts; an interrupt keeps what is found",
-    )
-    add("--json", type=Path, metavar="PATH", help="also write every number to this file")
 
 
 def run_bounds(args: argparse.Namespace) -> int:
@@ -65,7 +33,8 @@ def run_bounds(args: argparse.Namespace) -> int:
     report = bounds(block, x, target, loss=args.loss)
     print(report)
     write_json("bounds", args.json, report.to_dict())
-    return int(any(not kind.startswith("printed") for _, kind, _ in report.violated))
+    exceeded = any(not kind.startswith("printed") for _, kind, _ in report.violated)
+    return FAILED if exceeded else OK
 
 
 def _attack(args: argparse.Namespace) -> int:
@@ -73,4 +42,6 @@ def _attack(args: argparse.Namespace) -> int:
         report = attack(args.attack, seed=args.seed, tell=tell)
     print(report)
     write_json("bounds", args.json, report.to_dict())
-    return INTERRUPTED if report.interrupted else int(not report)
+    if report.interrupted:
+        return INTERRUPTED
+    return OK if report else FAILED

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import NormTable, a_priori
 from hessiankit.bounding.certified import certify
@@ -18,6 +19,7 @@ from hessiankit.bounding.structured import structured
 from hessiankit.curvature import hessian
 from hessiankit.errors import InputError
 from hessiankit.request.task import make_task
+from hessiankit.request.validation import check_dense
 from hessiankit.tables import as_html, as_text, table
 
 WHO = "bounds"
@@ -105,6 +107,7 @@ class BoundsReport:
         return as_html(self._headers, self._rows(), caption="Spectral norms and their bounds; " + "; ".join(self.notes))
 
 
+@checked("bounds")
 def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse") -> BoundsReport:
     r"""Return the spectral norms of a block's loss Hessian with every bound that is known for it.
 
@@ -171,6 +174,10 @@ def _batched(inputs: Tensor, target: Tensor, loss: str) -> tuple[Tensor, Tensor]
         raise InputError(f"bounds: inputs are {got}; expected floating point (L, d_model) or (B, L, d_model)")
     if loss not in ("mse", "cross_entropy"):
         raise InputError(f"bounds: loss={loss!r} has no bounds; pass 'mse' or 'cross_entropy'")
+    for name, x in (("inputs", inputs), ("target", target)):
+        check_dense(WHO, name, x)
+        if x.is_meta:
+            raise InputError(f"{WHO}: {name} is on the meta device, which holds no values; load the data first")
     if not bool(torch.isfinite(inputs).all()) or (target.is_floating_point() and not bool(torch.isfinite(target).all())):
         raise InputError("bounds: inputs or target hold NaN or infinite entries")
     return (inputs.unsqueeze(0), target.unsqueeze(0)) if inputs.ndim == 2 else (inputs, target)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hessiankit.arguments import checked
+from hessiankit.errors import InputError
+
 CLIP = (1.0, 99.0)
 """Percentiles between which the authors' code clips a row before it draws it."""
 
@@ -60,6 +63,7 @@ class AngularDistances:
         return {"all": self.all.tolist(), "last": self.last.tolist()}
 
 
+@checked("angular_distance")
 def angular_distance(x: Tensor, y: Tensor) -> Tensor:
     """Return arccos(cos(x, y)) / pi of the vectors along the last axis.
 
@@ -70,6 +74,12 @@ def angular_distance(x: Tensor, y: Tensor) -> Tensor:
     >>> [round(float(angular_distance(x, torch.tensor(y, dtype=torch.float64))), 12) for y in ([2.0, 0], [0, 3.0], [-1.0, 0])]
     [0.0, 0.5, 1.0]
     """
+    kinds = [(tuple(z.shape), z.dtype, z.device, z.layout) for z in (x, y)]
+    if kinds[0] != kinds[1] or not x.is_floating_point() or x.layout != torch.strided or not x.ndim:
+        seen = " and ".join(f"{tuple(z.shape)} {z.dtype} on {z.device}" for z in (x, y))
+        raise InputError(
+            f"angular_distance: x and y are {seen}; pass two dense real tensors (..., d) of one shape, dtype and device"
+        )
     u, v = x / x.norm(dim=-1, keepdim=True), y / y.norm(dim=-1, keepdim=True)
     return 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1)) / math.pi
 

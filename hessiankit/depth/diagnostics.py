@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hessiankit.arguments import checked
 from hessiankit.blocks import TransformerBlock
 from hessiankit.depth.angles import AngleSums, AngularDistances
 from hessiankit.depth.blocks import WHO, Blocks, find_blocks
@@ -33,6 +34,7 @@ CHEAP = QUANTITIES[:4]
 UNLABELLED = ("variance", "angles", "jacobian")
 
 
+@checked("depth_diagnostics")
 @one_at_a_time
 def depth_diagnostics(
     model: nn.Module,

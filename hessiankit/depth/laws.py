@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
+from hessiankit.errors import InputError
+
 SCALE = "least squares on the variance itself, two coefficients each"
 CONSTANT = 1e-6
 """Relative spread of a variance that does not change with depth, as behind norms: what is left is eps and rounding."""
@@ -102,7 +104,12 @@ def growth_laws(variance: Sequence[float], theory: str = OTHER) -> GrowthLaws:
     >>> round(growth_laws([3.0, 5.0, 7.0, 9.0]).exponent, 9)
     1.0
     """
-    y = np.asarray(variance, dtype=np.float64)
+    try:
+        y = np.asarray(variance, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"growth_laws: variance is a {type(variance).__name__}; pass one number for each layer") from None
+    if y.ndim != 1 or len(y) < 2:
+        raise InputError(f"growth_laws: variance has shape {y.shape}; pass two or more numbers, one for each layer")
     layers = np.arange(1, len(y) + 1, dtype=np.float64)
     laws = {}
     for name, shape in SHAPES.items():

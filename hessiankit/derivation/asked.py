@@ -12,6 +12,7 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.blocks.checks import unknown
 from hessiankit.derivation.symbols import index_of, symbol_of
 from hessiankit.errors import InputError
+from hessiankit.request.validation import one_kind
 
 ALIASES = {
     "query": "attention.W_Q",
@@ -31,9 +32,11 @@ def asked_block(block: object) -> TransformerBlock:
     """Return the block.
 
     Raises:
-        InputError: If it is something else; for a model that is made of blocks, how to reach them.
+        InputError: If its parameters are of several dtypes or not finite, or if it is something else; for a model that is made
+            of blocks, how to reach them.
     """
     if isinstance(block, TransformerBlock):
+        one_kind("derive", block, dict(block.named_parameters()))
         return block
     got = type(block).__name__
     if isinstance(block, nn.Module) and any(isinstance(part, TransformerBlock) for part in block.modules()):

@@ -16,6 +16,7 @@ from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
 from derivations.matrix import Matrix, add
 from derivations.operation import Lettered, Operation, shape_of
 from derivations.stage import Stage, Term
+from hessiankit.arguments import checked
 from hessiankit.blocks import TransformerBlock
 from hessiankit.blocks.norms import GroupNorm
 from hessiankit.derivation.asked import asked_block, asked_names, sequence, target_of
@@ -29,6 +30,7 @@ from hessiankit.derivation.symbols import symbol_of
 _PROBABILITIES = {"P": r"\Pi", "Y": r"\text{Labels}", "p_i": r"\pi_i"}
 
 
+@checked("derive", leave=("wrt", "inputs", "target"))
 def derive(
     block: TransformerBlock,
     *,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hessiankit.errors import InputError
 from hessiankit.request.calling import map_tensors, named_tensors
+from hessiankit.request.validation import check_dense
 
 FORMS = (
     "inputs and target=..., a pair (inputs, target), a mapping of keyword arguments with 'labels' (a Hugging Face batch), "
@@ -143,7 +144,7 @@ def _pair(who: str, name: str, inputs: Any, target: Any, shift: bool | None) -> 
 
 
 def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
-    """Refuse data that lie elsewhere than a model whose parameters are all on one device.
+    """Refuse sparse data, and data that lie elsewhere than a model whose parameters are all on one device.
 
     Raises:
         InputError: If they do.
@@ -155,6 +156,7 @@ def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
     for name, x in (*named_tensors(batch.inputs), ("target", batch.target)):
         if x.device != device:
             raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
+        check_dense(who, name, x)
 
 
 def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Tensor:

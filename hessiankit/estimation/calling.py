@@ -57,7 +57,7 @@ def call(who: str, model: nn.Module, inputs: Any) -> Any:
         return model(*positional, **keywords)
     except (HessiankitError, torch.OutOfMemoryError):
         raise
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+    except Exception as error:  # whatever a model's own code raises
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         shown = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named_tensors(inputs)) or "these inputs"
         raise InputError(f"{who}: the model does not accept {shown}: {first}") from error

@@ -1,14 +1,13 @@
-"""``hessiankit sharpness`` on the command line."""
+"""``hessiankit sharpness``: measure how sharp the block types of a language model are."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hessiankit.block_options import positive
+from hessiankit.commands.exit_codes import OK
 from hessiankit.environment import environment
 from hessiankit.errors import InputError
 from hessiankit.estimation.estimate import Estimate
@@ -28,55 +27,12 @@ FLOW_TOKENS = 8
 """Tokens that are enough to see what flows where."""
 
 
-def add_sharpness(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    command = commands.add_parser(
-        "sharpness",
-        help="measure how sharp each block type of a language model is, with error bars",
-        description="Draw labels from the model's own predictions on windows of a text, and estimate the average sharpness S of "
-        "embeddings, queries and keys, feed-forward networks, values and outputs, norms and head (The Sharpness Disparity "
-        "Principle, Eqs. 3-4), with standard errors and intervals. Nothing of the paper's order is "
-        "assumed. Nothing is downloaded. Exit code 0: measured; 2: an option, a model or a file is of no use; 130: interrupted.",
-    )
-    add = command.add_argument
-    add(
-        "--model",
-        default="tiny",
-        help="tiny (default): 3 blocks, bytes; a folder of save_pretrained; a config.json; module:function",
-    )
-    add("--text", default="stdlib", help="stdlib (default): Python's own standard library; or a text file, or a folder of them")
-    add("--batch", type=positive, default=8, help="sequences (default 8)")
-    add("--length", type=positive, default=64, help="tokens of each (default 64)")
-    add("--draws", type=positive, default=8, help="draws of the labels, each one backward pass (default 8)")
-    add("--micro-batch", type=positive, metavar="N", help="sequences per forward pass; S is averaged over them (default: all)")
-    add("--per", choices=("token", "sequence"), default="token", help="what the loss is a mean of (default token)")
-    add("--confidence", type=float, default=0.95, help="of the intervals (default 0.95)")
-    add(
-        "--type",
-        action="append",
-        metavar="REGEX=TYPE",
-        help="the type of the parameters whose names a regular expression finds, e.g. 'router=Other' (may be repeated)",
-    )
-    add("--layers", action="store_true", help="also print S by layer and type")
-    add("--tensors", action="store_true", help="also print S of every tensor")
-    add(
-        "--exact",
-        action="store_true",
-        help="also compute the exact values, which takes minutes, and print both",
-    )
-    add("--seed", type=int, default=0, help="of the windows, the labels, and parameters that are drawn (default 0)")
-    add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="arithmetic (default float32)")
-    add("--json", type=Path, metavar="PATH", help="also write every number to this file")
-
-
 def run_sharpness(args: argparse.Namespace) -> int:
     """Run the command and return its exit code.
 
     Raises:
         InputError: If an option, a model or a file cannot be used.
     """
-    _check_json(args.json)
     loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
     size = sum(p.numel() for p in loaded.model.parameters())
     if args.exact and size > EXACT_PARAMETERS:
@@ -109,8 +65,9 @@ def run_sharpness(args: argparse.Namespace) -> int:
     exact = exact_sharpness(loaded.model, inputs, targets, per=args.per, parts=parts) if args.exact else None
     if exact is not None:
         print(_beside(report, exact))
-    write_json("sharpness", args.json, _found(args, loaded, report, exact))
-    return 0
+    if args.json is not None:
+        write_json("sharpness", args.json, _found(args, loaded, report, exact))
+    return OK
 
 
 def _overrides(given: list[str] | None) -> dict[str, str] | None:
@@ -153,12 +110,6 @@ def _beside(report: SharpnessReport, exact: SharpnessReport) -> str:
 
 def _value(one: Estimate | None) -> str:
     return "" if one is None else f"{one.value:.3g}"
-
-
-def _check_json(path: Path | None) -> None:
-    """Refuse a file that cannot be written before anything is computed."""
-    if path is not None and not path.parent.is_dir():
-        raise InputError(f"sharpness: cannot write {path}: there is no folder {path.parent}; name a file in an existing folder")
 
 
 def _found(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.diagonal import curvature_diagonal
 from hessiankit.errors import InputError
 from hessiankit.estimation.batches import IGNORED, aligned, check_devices, micro_batches
@@ -23,6 +24,7 @@ from hessiankit.request.kinds import KINDS
 WHO = "exact_sharpness"
 
 
+@checked("exact_sharpness")
 def exact_sharpness(
     model: nn.Module,
     data: Any,

@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from hessiankit.arguments import checked
 from hessiankit.estimation.replicate import replicates
 from hessiankit.estimation.report import SharpnessReport, report_of
 from hessiankit.parts import Part
 from hessiankit.progress import Tell
 
 
+@checked("sharpness")
 def sharpness(
     model: nn.Module,
     data: Any,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, overload
 
+from hessiankit.arguments import checked
 from hessiankit.errors import InputError
 from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Verdict
 from hessiankit.ledger.pages import html_page, markdown_page, plain
@@ -92,6 +93,7 @@ class Ledger(Sequence[Claim]):
         return as_html(HEADERS, self.table_rows(), caption="; ".join(self._summary()))
 
 
+@checked("claims")
 def claims(*, paper: str | None = None, verdict: str | None = None, id: str | None = None) -> Ledger:
     """Return the statements of the papers with their verdicts, each one runnable.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from hessiankit.disk.journal import sync_folder
 from hessiankit.errors import InputError
+from hessiankit.files import plain
 
 FORMAT = 1
 KEY = "hessiankit_monitor"
@@ -153,17 +153,7 @@ def to_line(record: Mapping[str, Any]) -> str:
     >>> to_line({"step": 1, "loss": float("nan"), "gap": [float("inf")], "by": {3: 0.5}})
     '{"step":1,"loss":"nan","gap":["inf"],"by":{"3":0.5}}\\n'
     """
-    return json.dumps(_plain(record), separators=(",", ":"), allow_nan=False) + "\n"
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, Mapping):
-        return {str(key): _plain(value) for key, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [_plain(value) for value in x]
-    if hasattr(x, "tolist"):  # a tensor, an array or a number of theirs
-        return _plain(x.tolist())
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+    return json.dumps(plain(record), separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def _check(path: Path, seen: Mapping[str, Any], header: Mapping[str, Any]) -> None:

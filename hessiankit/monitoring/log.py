@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hessiankit.arguments import checked
 from hessiankit.errors import InputError
 from hessiankit.monitoring.lines import read_lines
 from hessiankit.tables import as_html, as_text, table
@@ -139,6 +140,7 @@ class MonitorLog:
         return ["step", *(["sharpness, flat to sharp (~: not told apart)"] if self.orders else []), *columns], rows
 
 
+@checked("read_monitor")
 def read_monitor(path: Path | str) -> MonitorLog:
     """Read the file that a :class:`~hessiankit.monitoring.Monitor` writes, also while it is being written.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.depth import QUANTITIES
 from hessiankit.disk.journal import digest
 from hessiankit.environment import environment
@@ -53,6 +54,7 @@ class Monitor:
     (True, ['eigenvalue', 'loss', 'norms', 'seconds', 'step'])
     """
 
+    @checked("Monitor")
     def __init__(
         self,
         model: nn.Module,

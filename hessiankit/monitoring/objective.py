@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from hessiankit.errors import InputError
 from hessiankit.estimation.batches import micro_batches
 from hessiankit.estimation.calling import call, output_of
-from hessiankit.request.calling import map_tensors
+from hessiankit.request.calling import map_tensors, named_tensors
 from hessiankit.request.losses import IGNORE_INDEX
+from hessiankit.request.validation import check_dense
 
 WHO = "monitor"
 Batch: TypeAlias = "tuple[Any, Tensor]"
@@ -37,6 +38,10 @@ def batches_of(data: Any, target: Tensor | None = None) -> list[Batch]:
     """
     found: list[Batch] = []
     for batch in micro_batches(WHO, data, target):
+        for name, x in (*named_tensors(batch.inputs), ("target", batch.target)):
+            check_dense(WHO, name, x)
+            if x.is_meta:
+                raise InputError(f"{WHO}: {name} is on the meta device, which holds no values; load the data first")
         labels = batch.target
         if batch.shifted if batch.shifted is not None else labels.ndim > 1:
             labels = torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORE_INDEX)], dim=-1)

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from hessiankit.arguments import checked
 from hessiankit.drawing.plot_frame import DPI, INK, STYLE, SUFFIXES, Picture
 from hessiankit.errors import InputError
 from hessiankit.monitoring import depth_panels, panels
@@ -20,6 +21,7 @@ ACROSS = 3
 Panel = Callable[[Axes, MonitorLog], None]
 
 
+@checked("plot_monitor")
 def plot_monitor(log: MonitorLog | Path | str, path: Path | str | None = None, *, title: str | None = None) -> Picture:
     """Draw what a monitor measured: sharpness by type with its intervals (The Sharpness Disparity Principle, Figure 3), norms by
     type (Figure 8), loss, top eigenvalue with its residual, and the depth diagnostics (The Curse of Depth, Figures 2 and 4).

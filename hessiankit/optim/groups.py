@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hessiankit.arguments import checked
 from hessiankit.errors import InputError
 from hessiankit.optim.assignment import Assignment, Policy, assign, parts_by_parameter
 from hessiankit.optim.guard import MODES
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adam_mini", "muon")
 
 
+@checked("blockwise_lr", leave=("muon_lr",))
 def blockwise_lr(
     model: nn.Module,
     lr: float,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hessiankit.arguments import checked
 from hessiankit.errors import InputError
 from hessiankit.optim.names import check_names
 
@@ -20,6 +21,7 @@ def blockwise_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [group for group in optimizer.param_groups if "block_type" in group and "expected_lr" in group]
 
 
+@checked("check_groups")
 def check_groups(optimizer: Optimizer) -> None:
     """Check an optimizer's groups now; every step of it does the same.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from hessiankit.arguments import checked
 from hessiankit.errors import InputError
 from hessiankit.optim.ratios import Ratio
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 POWER, CAP = 0.5, 4.0
 
 
+@checked("measured_ratios")
 def measured_ratios(
     sharpness: SharpnessReport, *, power: float = POWER, cap: float = CAP, base: str = "Norm"
 ) -> dict[str, Ratio]:
@@ -37,6 +39,9 @@ def measured_ratios(
         InputError: If the report has no such base, an estimate is not a positive number or has no interval, or an option is out
             of its range.
     """
+    if not hasattr(sharpness, "types") or not hasattr(sharpness, "ratio"):
+        seen = type(sharpness).__name__
+        raise InputError(f"measured_ratios: sharpness is a {seen}; pass what hessiankit.sharpness returned.")
     if not 0 < power <= 1:
         raise InputError(f"measured_ratios: power={power}; expected a number in (0, 1].")
     if not (math.isfinite(cap) and cap >= 1):

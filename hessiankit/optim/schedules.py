@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hessiankit.arguments import checked
 from hessiankit.errors import InputError
 from hessiankit.optim.guard import blockwise_groups
 
@@ -75,6 +76,7 @@ class BlockwiseSchedule(LRScheduler):
                     piece["factor"] = own / group["expected_lr"] if group["expected_lr"] else 1.0
 
 
+@checked("blockwise_schedule")
 def blockwise_schedule(
     optimizer: Optimizer,
     *,

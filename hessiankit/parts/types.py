@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.errors import InputError
 from hessiankit.parts.agreement import CONFLICT, agreed
 from hessiankit.parts.finding import Finding, Owner, owners
@@ -81,6 +82,7 @@ def model_parts(
     return typed
 
 
+@checked("block_types")
 def block_types(
     model: nn.Module,
     *,

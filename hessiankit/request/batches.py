@@ -86,6 +86,9 @@ def requests(
     if params is not None and not isinstance(params, (str, Tensor)) and isinstance(params, Iterable):
         params = list(params)
     several, pairs = batches(who, data, target, loss)
+    listed = isinstance(weights, Iterable) and not isinstance(weights, str) and getattr(weights, "ndim", 1) > 0
+    if weights is not None and not callable(weights) and not listed:
+        raise InputError(f"{who}: weights is a {type(weights).__name__}; pass one number for each batch in a list, or a function")
     given = None if weights is None or callable(weights) else iter(weights)
     first: FrozenTask | None = None
     for number, (inputs, labels) in enumerate(pairs):
@@ -150,7 +153,10 @@ def _count(
         count = next(given, None) if given is not None else weights(inputs, target)  # type: ignore[operator]
         if count is None:
             raise InputError(f"{who}: weights ends before batch {number}; pass one number for each batch")
-        count = float(count)
+        try:
+            count = float(count)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"{who}: the weight of batch {number} is a {type(count).__name__}; expected a number") from None
         if not (math.isfinite(count) and count >= 0):
             raise InputError(f"{who}: the weight of batch {number} is {count}; expected a finite number, 0 or more")
         return count

@@ -90,6 +90,8 @@ def one_kind(who: str, module: nn.Module, parameters: Mapping[str, Tensor]) -> t
         raise InputError(f"{who}: {meta!r} is on the meta device, which holds no values; load the weights first")
     if not first.dtype.is_floating_point:
         raise InputError(f"{who}: the parameters are {first.dtype}; expected a real floating-point dtype, e.g. module.double()")
+    for name, x in everything:
+        check_dense(who, name, x)
     buffers = {name for name, _ in module.named_buffers()}  # which may hold the -inf of a mask
     for name, x in everything:
         if x.is_floating_point() and _spoiled(x, mask=name in buffers) is not None:
@@ -133,6 +135,7 @@ def check_arguments(
     for name, x in named_tensors(target, "target"):
         if x.device != device:
             raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
+        check_dense(who, name, x)
 
 
 def check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device, *, mask: bool = False) -> None:
@@ -145,6 +148,7 @@ def check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype, device: tor
         raise InputError(f"{who}: {name} has shape {tuple(x.shape)}, with no entries; pass at least one sample and one token")
     if x.device != device:
         raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
+    check_dense(who, name, x)
     if x.is_complex():
         raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype}")
     if x.is_floating_point():
@@ -155,6 +159,13 @@ def check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype, device: tor
         where = _spoiled(x, mask=mask)
         if where is not None:
             raise InputError(f"{who}: {name} contains NaN or infinity, first at index {where}; clean the data first")
+
+
+def check_dense(who: str, name: str, x: Tensor) -> None:
+    """Raise InputError for a sparse, nested or other tensor whose entries are not laid out in memory one by one."""
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
 
 
 def _spoiled(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:

@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from derivations.indexing import Take, Where
 from derivations.linear import Expand
 from derivations.primitive import Primitive
-from hessiankit.errors import HessiankitError, TraceError
+from hessiankit.arguments import checked
+from hessiankit.errors import HessiankitError, InputError, TraceError
 from hessiankit.torch_state import one_at_a_time, ordinary_path
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
 from hessiankit.tracing.fallback import AutomaticDifferentiation
@@ -76,6 +77,7 @@ class Trace:
         return tuple(None if i is None else self.values[i] for i in application.inputs)
 
 
+@checked("trace")
 @one_at_a_time
 def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Trace:
     """Trace ``function(parameters, *inputs)`` into primitive applications.
@@ -86,8 +88,12 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
         inputs: Anything that torch's tracer takes: tensors, nested tuples and dicts of them.
 
     Raises:
+        InputError: If an argument is of another kind.
         TraceError: If torch cannot trace the function or it does not return one tensor.
     """
+    strange = next((name for name, p in parameters.items() if not isinstance(p, Tensor)), None)
+    if strange is not None:
+        raise InputError(f"trace: the parameter {strange!r} is a {type(parameters[strange]).__name__}; pass tensors by name")
     names = list(parameters)
     leaves = [parameters[name].detach() for name in names]
     flat, spec = torch.utils._pytree.tree_flatten(inputs)

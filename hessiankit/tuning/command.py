@@ -1,9 +1,8 @@
-"""``hessiankit tune-lr`` on the command line."""
+"""``hessiankit tune-lr``: compare learning rates by block type with tuned AdamW."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -11,8 +10,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from hessiankit.block_options import positive
+from hessiankit.commands.exit_codes import INTERRUPTED, OK
 from hessiankit.errors import InputError
+from hessiankit.files import write_json
 from hessiankit.progress import progress_bar
 from hessiankit.tuning.comparison import compare, expected_runs
 from hessiankit.tuning.experiment import RunSpec, Setting, digest_of, held_out_loss, model_of, one_thread, texts, training
@@ -20,38 +20,11 @@ from hessiankit.tuning.page import write_page
 from hessiankit.tuning.report import TuneReport
 from hessiankit.tuning.store import Runs
 
-INTERRUPTED = 130
 GRID = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 QUICK = Setting(steps=60, batch_size=8, length=32, layers=2, d_model=32, heads=2, evaluations=10, windows=64)
 QUICK_GRID = (4e-3, 8e-3, 1.6e-2)
 TRIAL = 6
 """Steps that are timed for the estimate."""
-
-
-def add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    command = commands.add_parser(
-        "tune-lr",
-        help="compare learning rates by block type with tuned AdamW, at equal budget, with intervals",
-        description="Train small byte-level language models on Python's standard library. First AdamW's learning rate is "
-        "searched for, then those of learning rates by block type; then all of them, and controls with one change each, are "
-        "trained with seeds that no search has seen, on the same batches. Prints the held-out losses, the paired "
-        "differences from AdamW and the steps to equal loss with their intervals. Finished runs are kept in --out: after an "
-        "interrupt the same command goes on. Exit code 0 whatever the table says; 2: an option or a file cannot be used; 130: "
-        "interrupted.",
-    )
-    add = command.add_argument
-    add("--steps", type=positive, help="updates of a run, the budget (default 400; --quick 60)")
-    add("--seeds", type=positive, help="seeds of the comparison (default 5; --quick 3)")
-    add("--tuning-seeds", type=positive, help="other seeds, of the searches (default 3; --quick 2)")
-    add("--grid", type=float, nargs="+", metavar="LR", help="AdamW's coarse learning rates, rising (default 1e-3 to 1.6e-2)")
-    add("--text", default="stdlib", metavar="PATH", help="'stdlib' (default), or a text file, or a folder of them")
-    add("--confidence", type=float, default=0.95, help="of each interval (default 0.95)")
-    add("--jobs", type=positive, help="processes that share the work, each with one thread (default: one a core, 8 at most)")
-    add("--quick", action="store_true", help="a tiny model and budget, less than a minute: shows the tables, decides nothing")
-    add("--out", type=Path, default=Path("results/tune-lr"), help="folder for the runs and the picture (default results/tune-lr)")
-    add("--json", type=Path, metavar="PATH", help="also write every number to this file")
-    add("--markdown", type=Path, metavar="PATH", help="also write the tables into this page (docs/learning_rates.md is made so)")
 
 
 def run_tune(args: argparse.Namespace) -> int:
@@ -82,7 +55,7 @@ def run_tune(args: argparse.Namespace) -> int:
     if args.quick:
         print("--quick: the tables' form on a model that has hardly begun to learn, not a result.")
     _write(args, report)
-    return 0
+    return OK
 
 
 def forecast(runs: Runs, setting: Setting, expected: int, jobs: int, lines: Path) -> str:
@@ -138,10 +111,4 @@ def _write(args: argparse.Namespace, report: TuneReport) -> None:
         pictures.append(beside)
     for path in pictures:
         draw(report, path)
-    if args.json is not None:
-        try:
-            args.json.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"tune-lr: cannot write {args.json}: {error.strerror}; name a file in an existing folder."
-            ) from error
+    write_json("tune-lr", args.json, report.to_dict())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hessiankit.errors import InputError
+from hessiankit.files import write_text
 from hessiankit.tuning.report import HEADERS, PLACE, TuneReport
 
 MARK = "tune-lr"
@@ -61,9 +62,9 @@ def write_page(path: Path, report: TuneReport, command: str, picture: str | None
     """
     try:
         page = path.read_text(encoding="utf-8") if path.exists() else "# Learning rates compared\n"
-        path.write_text(fill(page, section(report, command, picture)), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"tune-lr: cannot write {path}: {error.strerror}; name a file in an existing folder.") from error
+        raise InputError(f"tune-lr: cannot read {path}: {error.strerror}; name another page") from error
+    write_text("tune-lr", path, fill(page, section(report, command, picture)))
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hessiankit.errors import InputError
+from hessiankit.line_file import LineFile
 from hessiankit.progress import Tell
 from hessiankit.tuning.experiment import RunResult, RunSpec, Setting, run
 
@@ -45,12 +46,9 @@ class Runs:
         self._exit = ExitStack()
         self._map: Callable[[Iterable[RunSpec]], Iterable[RunResult]] | None = None
         try:
-            lines.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._exit.enter_context(lines.open("a", encoding="utf-8"))
+            self._file = self._exit.enter_context(LineFile(lines))
         except OSError as error:
             raise _unusable(lines, error) from error
-        if self._file.tell() and not lines.read_text(encoding="utf-8").endswith("\n"):
-            self._file.write("\n")  # an interrupt cut the last line off
 
     def __enter__(self) -> Runs:
         return self
@@ -93,8 +91,7 @@ class Runs:
 
     def _write(self, result: RunResult) -> None:
         try:
-            self._file.write(line_of(result) + "\n")
-            self._file.flush()
+            self._file.write(line_of(result))
         except OSError as error:
             raise _unusable(self.lines, error) from error
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hessiankit.arguments import checked
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
 from hessiankit.curvature import Hessian, hessian
 from hessiankit.errors import InputError
@@ -17,6 +18,7 @@ from hessiankit.request.batches import batches
 from hessiankit.request.calling import Loss, map_tensors
 from hessiankit.request.selection import Params, select
 from hessiankit.torch_state import one_at_a_time
+from hessiankit.untouched import random_kept
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
 from hessiankit.verify.comparison import Blocks, probe_directions
 from hessiankit.verify.exact import check_exact_blocks
@@ -37,6 +39,7 @@ WHOLE = 400
 """Up to this many parameters every entry is compared; beyond it, generic directions on every parameter."""
 
 
+@checked("check")
 @one_at_a_time
 def check(
     block_or_module: nn.Module,
@@ -92,6 +95,9 @@ def check(
     """
     start = time.perf_counter()
     chosen = None if params is None else list(select("check", block_or_module, params))  # names, which the copy shares
+    complex_one = next((name for name, p in block_or_module.named_parameters() if p.is_complex()), None)
+    if complex_one is not None:
+        raise InputError(f"check: the parameter {complex_one!r} is complex; pass real ones, the Hessian is of a real function")
     module = copy.deepcopy(block_or_module) if dtype is None else copy.deepcopy(block_or_module).to(dtype)
     if inputs is None:
         inputs, target = generic_example(module, loss, seed)
@@ -119,9 +125,12 @@ def check(
     rows = list(_rows(found, Blocks(problem, probes, precision), results, health, tolerance, method))
     if formulas and isinstance(module, TransformerBlock):
         before = time.perf_counter()
-        errors = formula_errors(module, seed)
+        with random_kept(module):
+            errors = formula_errors(module, seed)
         seconds = time.perf_counter() - before
         rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
+    with random_kept(module):
+        in_fractions = check_exact_blocks(module, seed=seed) if exact else ()
     identities = examine_identities(problem, found.matrix, rtol=tolerance, precision=precision)
     comparison = "every entry" if probes is None else f"{directions or 4} generic directions a parameter"
     return CheckReport(
@@ -135,7 +144,7 @@ def check(
         tuple(remark for remark in (choice.note, seen.padding) if remark),
         f"{seen.lowered_by} computes in {precision}" if rtol is None and seen.lowered_by else "",
         identities,
-        check_exact_blocks(module, seed=seed) if exact else (),
+        in_fractions,
     )
 
 

@@ -1,0 +1,223 @@
+"""What all figures share: the look, files of numbers, and answers that are kept from one call to the next.
+
+A picture is drawn inside :func:`style`, on a :func:`page`, and written by :func:`save`; its numbers go beside it by
+:func:`write_rows` or :func:`write_json`. The same numbers give the same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import matplotlib as mpl
+import torch
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from PIL import Image
+
+from hessiankit.drawing.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES, Picture
+from hessiankit.drawing.plots import write_numbers
+from hessiankit.errors import InputError
+from hessiankit.monitoring.panels import COLOURS as TYPE_COLOURS
+from hessiankit.monitoring.panels import MARKS as TYPE_MARKS
+from hessiankit.monitoring.panels import dress, name_ends
+
+__all__ = [
+    "DASHES", "FAINT", "INK", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached", "dress", "heading",
+    "name_ends", "page", "plain", "save", "style", "version", "write_json", "write_rows", "writing",
+]  # fmt: skip
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[1]
+CODE = ("hessiankit", "derivations")
+"""What an answer is taken to depend on, where nothing narrower is said."""
+
+METHOD_COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
+"""Okabe and Ito's colours for methods, placements and arms, in this order; the baseline takes the first."""
+METHOD_MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 3)))
+"""Lines of methods, so that they are told apart without colour too."""
+
+
+@contextmanager
+def style(**changes: Any) -> Iterator[None]:
+    """Draw in the figures' look: their font, sizes from 8 points on, thin lines, no upper and right spine.
+
+    Args:
+        **changes: Settings of Matplotlib with ``_`` for ``.``, e.g. ``font_size=7``.
+    """
+    look: Any = {
+        **STYLE, "font.size": 8, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.labelsize": 8, "axes.labelcolor": INK,
+        "xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "xtick.color": INK, "legend.fontsize": 7.5, "legend.frameon": False,
+        "lines.linewidth": 1.2, "lines.markersize": 3.5, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.prop_cycle": cycler(color=METHOD_COLOURS),
+    }  # fmt: skip
+    look |= {name.replace("_", ".", 1): value for name, value in changes.items()}
+    with mpl.rc_context(look):
+        yield
+
+
+def page(width: float, height: float) -> Picture:
+    """Return an empty figure of a width and a height in inches, which needs no display."""
+    figure = Picture(figsize=(width, height), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def heading(axes: Axes, title: str, x: str = "", y: str = "") -> None:
+    """Give axes a title, labels, a faint grid and short ticks."""
+    dress(axes)
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel(x, fontsize=8, labelpad=2)
+    axes.set_ylabel(y, fontsize=8, labelpad=3)
+
+
+def save(figure: Picture, path: Path) -> Path:
+    """Write a picture, the same bytes every time, and return its path.
+
+    A PNG has a palette of 256 colours, which a chart does not exceed visibly, and is about a third as large so.
+
+    Raises:
+        InputError: The suffix is not ``.png``, ``.svg`` or ``.pdf``, or the file cannot be written.
+    """
+    if path.suffix not in SUFFIXES:
+        raise InputError(f"figures: cannot write {path.name!r}; name a file that ends in {', '.join(SUFFIXES)}")
+    with writing(path):
+        if path.suffix != ".png":
+            figure.savefig(path, dpi=DPI, metadata=SUFFIXES[path.suffix])
+            return path
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=DPI, metadata=SUFFIXES[path.suffix])
+        picture = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        picture.save(path, optimize=True, dpi=(DPI, DPI))
+    return path
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows with the same keys as CSV, numbers with 6 significant digits, and return the path.
+
+    Raises:
+        InputError: There are no rows, their keys differ, or the file cannot be written.
+
+    >>> import tempfile
+    >>> write_rows(Path(tempfile.mkdtemp()) / "t.csv", [{"step": 1, "loss": 1 / 3, "seed": None}]).read_text()
+    'step,loss,seed\\n1,0.333333,\\n'
+    """
+    table = [dict(row) for row in rows]
+    if not table or any(list(row) != list(table[0]) for row in table):
+        seen = "no rows" if not table else f"rows with different keys, {sorted({', '.join(row) for row in table})}"
+        raise InputError(f"write_rows: {path.name} was given {seen}; give one or more rows with the same keys in the same order")
+    with writing(path):
+        return write_numbers(path, tuple(table[0]), [[_digits(x) for x in row.values()] for row in table])
+
+
+def write_json(path: Path, data: Any) -> Path:
+    """Write data (:func:`plain`) as JSON, in one piece, and return the path.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    with writing(path):
+        partial = path.with_name(path.name + ".new")
+        partial.write_text(json.dumps(plain(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    return path
+
+
+def cached(out: Path, name: str, key: Any, make: Callable[[], T], *, code: Iterable[str] = CODE) -> T:
+    """Return what ``make`` gives, from ``out/cache`` where it was kept under this name and key by the same code and torch.
+
+    Interrupted work keeps what was finished: call this for each piece. A file that was cut off or damaged is made anew.
+
+    Args:
+        out: The figures' folder.
+        name: Of the figure, or of what several share; part of the file's name.
+        key: Everything that the answer depends on: a dataclass, or what JSON holds.
+        make: Returns the answer, as :func:`plain` returns it: the first call and the later ones give the same.
+        code: Files and folders of the repository that the answer depends on.
+
+    Raises:
+        InputError: The file cannot be written.
+
+    >>> import tempfile
+    >>> out = Path(tempfile.mkdtemp())
+    >>> cached(out, "sum", {"n": 3}, lambda: 6), cached(out, "sum", {"n": 3}, lambda: 1 / 0)
+    (6, 6)
+    """
+    identity = {"key": plain(key), "made by": version(*code)}
+    path = out / "cache" / f"{name}-{short_digest(identity)}.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["identity"] == identity:
+            answer: T = found["answer"]
+            return answer
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there, or cut off
+    answer = plain(make())
+    write_json(path, {"identity": identity, "answer": answer})
+    return answer
+
+
+def plain(x: Any) -> Any:
+    """Return data as JSON holds it: dataclasses and mappings as dicts, tensors and tuples as lists, inf and NaN as None.
+
+    >>> plain({"a": (1, float("inf")), 2: torch.tensor([0.5])})
+    {'a': [1, None], '2': [0.5]}
+    """
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return {field.name: plain(getattr(x, field.name)) for field in dataclasses.fields(x)}
+    if isinstance(x, Mapping):
+        return {str(key): plain(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [plain(value) for value in x]
+    if isinstance(x, Path):
+        return str(x)
+    if hasattr(x, "tolist"):
+        return plain(x.tolist())
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+@cache
+def version(*names: str) -> str:
+    """Return torch's version and a digest of files and folders of the repository."""
+    digest = hashlib.sha256()
+    for name in names:
+        path = ROOT / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return f"torch {torch.__version__}, code {digest.hexdigest()[:12]}"
+
+
+def short_digest(data: Any) -> str:
+    """Return ten hexadecimal digits that tell data from others.
+
+    >>> short_digest({"a": 1}) == short_digest({"a": 1}) != short_digest({"a": 2})
+    True
+    """
+    return hashlib.sha256(json.dumps(plain(data), sort_keys=True).encode()).hexdigest()[:10]
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of a file, and turn what goes wrong with the file into an InputError of one line."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise InputError(f"figures: cannot write {path}: {error.strerror or error}; pass another folder with --out") from error
+
+
+def _digits(x: Any) -> Any:
+    if x is None:
+        return ""
+    return f"{x:.6g}" if isinstance(x, float) or (hasattr(x, "dtype") and "float" in str(x.dtype)) else x

@@ -1,0 +1,291 @@
+"""Small byte-level language models, trained and followed by a monitor once for all figures that read of them.
+
+A run is a function of its description: the same description gives the same digits, whether it was stopped on the way or not. It
+is kept below ``out/cache``, with the monitor's file, the held-out losses, and the model at every measured step that is wanted.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from figures._kit import plain, short_digest, version, write_json, writing
+from hessiankit.blocks import Transformer, initialise
+from hessiankit.monitoring import Monitor, MonitorLog, read_monitor
+from hessiankit.optim import blockwise_lr, blockwise_schedule
+from hessiankit.progress import Tell, progress_bar
+from hessiankit.text import VOCAB_SIZE
+from hessiankit.tuning.experiment import BETAS, CLIP, SPIKE, WEIGHT_DECAY, digest_of, held_out_loss, one_thread, texts
+from hessiankit.tuning.ratios import Ratios
+
+CODE = (
+    "hessiankit/blocks", "hessiankit/optim", "hessiankit/parts", "hessiankit/estimation", "hessiankit/depth",
+    "hessiankit/monitoring", "hessiankit/text.py", "hessiankit/tuning/experiment.py", "figures/_runs.py",
+)  # fmt: skip
+"""What the digits of a run depend on."""
+SAVE_EVERY = 100
+"""Steps that an interruption loses at most."""
+
+
+@dataclass(frozen=True)
+class ByteSpec:
+    """Everything that the digits of a run depend on. The defaults are GPT-2's block without biases.
+
+    Attributes:
+        name: Part of the folder's name.
+        layers: Blocks of the model.
+        d_model: Width of a token.
+        heads: Attention heads.
+        d_ff: Width of the feed-forward network; ``4 * d_model`` by default.
+        length: Bytes of a sequence.
+        placement: Where the norms stand, a name in ``hessiankit.blocks.PLACEMENTS``.
+        norm: ``"layernorm"`` or ``"rmsnorm"``.
+        activation: As ``hessiankit.TransformerBlock`` knows it.
+        rotary: Rotary positions; learned ones by default.
+        tied: Whether the head is the embedding.
+        block: Further options of the block, sorted pairs, e.g. ``(("n_kv_heads", 1),)``.
+        initialisation: A name in ``hessiankit.blocks.SCHEMES``.
+        std: Of the initial matrices, where the scheme takes one; None for the scheme's own.
+        embedding_std: Of the embedding; None for the scheme's own.
+        steps: Updates.
+        batch_size: Sequences an update.
+        lr: Largest learning rate, that of block types without a ratio.
+        ratios: Factors by block type (``hessiankit.tuning.ratios.ratios_of``).
+        warm_up: Fraction of the steps over which the learning rate rises.
+        floor: Last learning rate over the largest.
+        seed: Of the initial parameters and of the batches.
+        text: Source of ``hessiankit.text.load_text``.
+        evaluations: How often the held-out loss is measured, the last time after the last step.
+        windows: Held-out sequences that it is measured on.
+        every: Steps from one measurement of the monitor to the next; 0 for no monitor.
+        log_spaced: Measure at steps 1, 2, 5, 10, ... below ``every`` too.
+        measured: What the monitor measures, some of ``sharpness``, ``norms``, ``eigenvalue``, ``hessiankit.depth.QUANTITIES``.
+        draws: Label draws of the sharpness.
+        batches: Batches of ``batch_size`` held-out sequences that the monitor measures on.
+        kept: Steps at which the model is kept, besides the last.
+    """
+
+    name: str
+    layers: int = 3
+    d_model: int = 64
+    heads: int = 4
+    d_ff: int | None = None
+    length: int = 64
+    placement: str = "pre"
+    norm: str = "layernorm"
+    activation: str = "gelu"
+    rotary: bool = False
+    tied: bool = True
+    block: tuple[tuple[str, Any], ...] = ()
+    initialisation: str = "megatron"
+    std: float | None = 0.02
+    embedding_std: float | None = None
+    steps: int = 400
+    batch_size: int = 16
+    lr: float = 4e-3
+    ratios: Ratios = ()
+    warm_up: float = 0.1
+    floor: float = 0.05
+    seed: int = 0
+    text: str = "stdlib"
+    evaluations: int = 20
+    windows: int = 256
+    every: int = 100
+    log_spaced: bool = True
+    measured: tuple[str, ...] = ("sharpness", "norms")
+    draws: int = 4
+    batches: int = 1
+    kept: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ByteRun:
+    """A finished run.
+
+    Attributes:
+        spec: Its description.
+        folder: Where it is kept.
+        steps: Steps of the evaluations, 0 first.
+        losses: Held-out nats a byte there; infinite from where the training loss was no number.
+        train_losses: Nats a byte of each step's batch, before its update.
+        log: What the monitor measured; None without one.
+        seconds: Time taken, measurements and interrupted parts included.
+    """
+
+    spec: ByteSpec
+    folder: Path
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    train_losses: tuple[float, ...]
+    log: MonitorLog | None
+    seconds: float
+
+    @property
+    def diverged(self) -> bool:
+        """Whether it ends half a nat above its own best, above log 256, or with no number, as ``hessiankit tune-lr`` counts."""
+        return not self.losses[-1] <= min(min(self.losses) + SPIKE, math.log(VOCAB_SIZE))
+
+    def model(self, step: int | None = None) -> Transformer:
+        """Return the model after a step that was kept, the last one by default; where a run broke off, as it was there."""
+        model = model_of(self.spec)
+        at = self.spec.steps if step is None else step
+        model.load_state_dict(torch.load(self.folder / f"model_{at}.pt", weights_only=True))
+        return model
+
+
+def byte_run(spec: ByteSpec, out: Path, *, tell: Tell | None = None) -> ByteRun:
+    """Train, or return what was trained before; an interrupted run goes on from at most 100 steps before.
+
+    Args:
+        spec: The run.
+        out: The figures' folder.
+        tell: Where progress goes; a bar of its own by default.
+
+    Raises:
+        InputError: The text or the folder cannot be used, or an option of the model does not fit.
+    """
+    if tell is None:
+        with progress_bar() as bar:
+            return byte_run(spec, out, tell=bar)
+    identity = {"spec": plain(spec), "text": digest_of(spec.text), "made by": version(*CODE)}
+    folder = out / "cache" / f"run-{spec.name}-{short_digest(identity)}"
+    if not (folder / "result.json").exists():
+        with one_thread():
+            _train(spec, folder, tell, identity)
+    return _read(spec, folder)
+
+
+def model_of(spec: ByteSpec) -> Transformer:
+    """Return the untrained model."""
+    model = Transformer(
+        VOCAB_SIZE, spec.d_model, spec.d_ff or 4 * spec.d_model, spec.layers, spec.heads, spec.placement, norm=spec.norm,
+        activation=spec.activation, rotary=spec.rotary, max_len=None if spec.rotary else spec.length, tied=spec.tied, causal=True,
+        initialisation=None, **dict(spec.block),
+    )  # fmt: skip
+    initialise(model, spec.initialisation, seed=spec.seed, std=spec.std, embedding_std=spec.embedding_std)
+    return model
+
+
+def measured_on(spec: ByteSpec) -> list[tuple[Tensor, Tensor]]:
+    """Return the monitor's batches: windows of the held-out text, other ones for each batch, evenly spread."""
+    inputs, targets = texts(spec.text)[1].windows(spec.length, spec.batches * spec.batch_size)
+    rows = [slice(k, None, spec.batches) for k in range(spec.batches)]
+    return [(inputs[r], targets[r]) for r in rows]
+
+
+def _train(spec: ByteSpec, folder: Path, tell: Tell, identity: dict[str, Any]) -> None:
+    text, held_out = texts(spec.text)
+    windows = held_out.windows(spec.length, spec.windows)
+    count = min(spec.evaluations, spec.steps)
+    ends = {round(k * spec.steps / count) for k in range(count + 1)}
+    model = model_of(spec)
+    optimizer = torch.optim.AdamW(blockwise_lr(model, spec.lr, dict(spec.ratios), weight_decay=WEIGHT_DECAY), betas=BETAS)
+    schedule = blockwise_schedule(optimizer, warmup=round(spec.warm_up * spec.steps), steps=spec.steps, final=spec.floor)
+    drawn = torch.Generator().manual_seed(spec.seed)
+    state = _State(folder / "unfinished.pt", model, optimizer, schedule, drawn)
+    first, steps, losses, train_losses, before = state.load()
+    monitor = _monitor(spec, model, folder)
+    began = time.perf_counter() - before
+
+    def look(step: int) -> None:
+        if monitor is not None:
+            monitor.step(step, force=step == spec.steps)
+        if step in ends:
+            steps.append(step)
+            losses.append(held_out_loss(model, windows))
+        if step in (*spec.kept, spec.steps):
+            _save(model.state_dict(), folder / f"model_{step}.pt")
+
+    if first == 0:
+        look(0)
+    for step in range(first + 1, spec.steps + 1):
+        tell(f"training {spec.name}", step - 1, spec.steps)
+        inputs, targets = text.batch(spec.batch_size, spec.length, drawn)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        train_losses.append(loss.item())
+        if not math.isfinite(train_losses[-1]):
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        look(step)
+        if step % SAVE_EVERY == 0:
+            state.save(step, steps, losses, train_losses, time.perf_counter() - began)
+    for step in {spec.steps, *spec.kept}:
+        if not (folder / f"model_{step}.pt").exists():
+            _save(model.state_dict(), folder / f"model_{step}.pt")
+    ended = {"steps": steps, "losses": losses, "train_losses": train_losses, "seconds": round(time.perf_counter() - began, 2)}
+    write_json(folder / "result.json", {**identity, **ended})
+    state.path.unlink(missing_ok=True)
+
+
+def _monitor(spec: ByteSpec, model: nn.Module, folder: Path) -> Monitor | None:
+    if not spec.every:
+        return None
+    plainly = ("sharpness", "norms", "eigenvalue")
+    depth = tuple(what for what in spec.measured if what not in plainly)
+    wanted: dict[str, Any] = {what: what in spec.measured for what in plainly}
+    return Monitor(
+        model, measured_on(spec), folder / "monitor.jsonl", every=spec.every, log_spaced=spec.log_spaced, draws=spec.draws,
+        seed=spec.seed, depth=depth, on_error="record", **wanted,
+    )  # fmt: skip
+
+
+def _read(spec: ByteSpec, folder: Path) -> ByteRun:
+    found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    count = min(spec.evaluations, spec.steps)
+    ends = tuple(sorted({round(k * spec.steps / count) for k in range(count + 1)}))
+    losses = [math.inf if loss is None else loss for loss in found["losses"]]
+    losses += [math.inf] * (len(ends) - len(losses))
+    log = read_monitor(folder / "monitor.jsonl") if spec.every else None
+    train_losses = tuple(math.inf if loss is None else loss for loss in found["train_losses"])
+    return ByteRun(spec, folder, ends, tuple(losses), train_losses, log, found["seconds"])
+
+
+class _State:
+    """All that decides the next step of a run, in a file that is replaced as a whole."""
+
+    def __init__(self, path: Path, *parts: Any) -> None:
+        self.path, self.parts = path, parts
+
+    def load(self) -> tuple[int, list[int], list[float], list[float], float]:
+        """Put a run back to where its file left it, or to the start where there is none that can be read."""
+        try:
+            found = torch.load(self.path, weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError):
+            return 0, [], [], [], 0.0
+        model, optimizer, schedule, drawn = self.parts
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+        schedule.load_state_dict(found["schedule"])
+        drawn.set_state(found["drawn"])
+        step, steps, losses, train_losses, seconds = found["so far"]
+        return step, steps, losses, train_losses, seconds
+
+    def save(self, *so_far: Any) -> None:
+        model, optimizer, schedule, drawn = self.parts
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+        _save({**states, "drawn": drawn.get_state(), "so far": so_far}, self.path)
+
+
+def _save(content: Any, path: Path) -> None:
+    """Write in one piece: into memory first, for torch's own writer hides why a disk refused."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    with writing(path):
+        partial = path.with_name(path.name + ".new")
+        partial.write_bytes(buffer.getbuffer())
+        os.replace(partial, path)

@@ -1,0 +1,252 @@
+"""Figures 2 (below), 3 and 6 of The Curse of Depth: angles between layers, and the damage of removing a block.
+
+The paper measures d(x_l, x_{l+n}) = arccos(cos) / pi of the hidden states and what a benchmark loses without block l: in Pre-LN
+models deep layers resemble their neighbours and can go, in Post-LN models they matter most, and with LayerNorm Scaling (LNS) they
+contribute again (Figure 6: angles above 0.6 to the next layer). Its protocol cannot show the last: the authors' code stretches
+each row of the heat map to [0, 1], so that 0.6 is no angle (a cosine below -0.3 would have every block reverse the stream); it
+reads the last, possibly padded, token of three windows, takes the final norm's output for the last state, and renumbers LNS's
+1 / sqrt(l) behind a removed block.
+
+Here: twelve blocks of width 64 on the bytes of Python's standard library, 400 steps, two seeds
+(:func:`figures._depth_models.llama`), 2048 held-out tokens. First row: the angles as they are, one colour scale, a mean over
+tokens and seeds. Second row, the control: the same with each row stretched as the authors do. Third row: the rise of the loss
+without one block, every factor of LNS staying with its block (crosses: renumbered); the angle to the next layer, and, dotted,
+what it was before training. The printed table has the share of the damage that falls on the first block and on the deeper half:
+whether Figure 6 is seen is read there, and 400 steps are no LLaMA-130M, which LNS overtakes only after thousands of them
+(Figure 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
+from scipy.stats import spearmanr
+
+from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, TINY, Size, llama
+from figures._kit import FAINT, cached, heading, page, save, style, write_rows
+from figures._runs import ByteRun, byte_run, model_of
+from hessiankit.depth import AngularDistances, depth_diagnostics
+from hessiankit.drawing.plot_frame import Picture
+from hessiankit.progress import progress_bar
+from hessiankit.tables import as_text, table
+from hessiankit.tuning.experiment import texts
+
+NAME = Path(__file__).stem
+METHODS = ("Post-LN", "Pre-LN", "LNS")
+SEEDS = (0, 1)
+FULL = Size(layers=12)
+TICKS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+WINDOWS = 32
+"""Held-out sequences that are measured on."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One trained model; L blocks.
+
+    Attributes:
+        method: Its method.
+        seed: Its seed.
+        loss: Held-out loss on the tokens measured on.
+        angles: Angular distances of all pairs of states, (L + 1, L + 1).
+        before: The same of the untrained model.
+        drop: Rise of the loss without block l, (L,).
+        accuracy: Change of the accuracy, (L,).
+        renumbered: Rise of the loss where later blocks take over the factors of the layers before.
+    """
+
+    method: str
+    seed: int
+    loss: float
+    angles: np.ndarray
+    before: np.ndarray
+    drop: np.ndarray
+    accuracy: np.ndarray
+    renumbered: np.ndarray
+
+
+def measure(size: Size, out: Path) -> list[Measured]:
+    """Train every method with every seed, and measure what is not kept in ``out/cache``."""
+    found = []
+    for method in METHODS:
+        for seed in SEEDS:
+            run = byte_run(llama(method, size, seed), out)
+            answer = cached(out, NAME, [run.folder.name, WINDOWS], partial(diagnose, run), code=("hessiankit/depth",))
+            found.append(Measured(method, seed, answer.pop("loss"), **{name: np.array(x) for name, x in answer.items()}))
+    return found
+
+
+def diagnose(run: ByteRun) -> dict[str, Any]:
+    """Return what a :class:`Measured` holds of a run."""
+    inputs, targets = texts(run.spec.text)[1].windows(run.spec.length, WINDOWS)
+    model = run.model()
+    with progress_bar() as tell:
+        after = depth_diagnostics(model, inputs, targets, what=("angles", "drop"), progress=tell)
+        before = depth_diagnostics(model_of(run.spec), inputs, targets, what="angles", progress=tell)
+        again = depth_diagnostics(model, inputs, targets, what="drop", renumber=True) if run.spec.placement == "lns" else after
+    assert after.drop is not None
+    assert after.angles is not None
+    assert again.drop is not None
+    assert before.angles is not None
+    return {
+        "loss": after.drop.loss, "angles": after.angles.all, "before": before.angles.all, "drop": after.drop.loss_change,
+        "accuracy": after.drop.accuracy_change, "renumbered": again.drop.loss_change,
+    }  # fmt: skip
+
+
+def next_layer(angles: np.ndarray) -> np.ndarray:
+    """Return d(x_l, x_{l+1}), (L,).
+
+    >>> next_layer(np.array([[0.0, 0.1, 0.3], [0.1, 0.0, 0.2], [0.3, 0.2, 0.0]])).tolist()
+    [0.1, 0.2]
+    """
+    return np.diagonal(angles, 1).copy()
+
+
+def summary(found: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
+    """Return headers and rows: per method, the seeds one after the other."""
+    headers = [
+        "method", "held-out loss", "damage: block 1 / all", "deeper half / all", "angle to the next layer: first", "mean", "last",
+        "rank correlation with depth", "before training",
+    ]  # fmt: skip
+    rows = []
+    for method in METHODS:
+        runs = [one for one in found if one.method == method]
+        near = [next_layer(one.angles) for one in runs]
+        rows.append([
+            method, _each(one.loss for one in runs), _each(one.drop[0] / one.drop.sum() for one in runs),
+            _each(one.drop[len(one.drop) // 2 :].sum() / one.drop.sum() for one in runs), _each(d[0] for d in near),
+            _each(d.mean() for d in near), _each(d[-1] for d in near), _each(map(rank_correlation, near)),
+            _each(rank_correlation(next_layer(one.before)) for one in runs),
+        ])  # fmt: skip
+    return headers, rows
+
+
+def rank_correlation(values: np.ndarray) -> float:
+    """Return Spearman's correlation of a quantity by block with the block's number.
+
+    >>> rank_correlation(np.array([3.0, 2.0, 1.0]))
+    -1.0
+    """
+    return round(float(spearmanr(np.arange(len(values)), values).statistic), 12)
+
+
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+    """Train six models (about 4 minutes of one core, fewer if other figures trained some before), draw, and write the numbers.
+
+    ``quick`` takes four blocks of width 16 and 30 steps: seconds.
+    """
+    size = TINY if quick else FULL
+    found = measure(size, out)
+    headers, rows = summary(found)
+    print(as_text(table(headers, rows, title=f"after {size.steps} steps, seeds {', '.join(map(str, SEEDS))}")))
+    by_block = [
+        {
+            "method": one.method, "seed": one.seed, "block": k + 1, "loss rise without it": one.drop[k],
+            "accuracy change": one.accuracy[k], "loss rise, renumbered": one.renumbered[k],
+            "angle to the next layer": next_layer(one.angles)[k], "before training": next_layer(one.before)[k],
+        }
+        for one in found
+        for k in range(size.layers)
+    ]  # fmt: skip
+    by_pair = [
+        {"method": method, "l": layer + 1, "n": n + 1, "angular distance": raw[n, layer], "row stretched": stretched[n, layer]}
+        for method in METHODS
+        for raw, stretched in [maps(found, method)]
+        for n in range(size.layers)
+        for layer in range(size.layers - n)
+    ]
+    with style():
+        drawn = save(picture(found, size), out / f"{NAME}{suffix}")
+    return [
+        drawn,
+        write_rows(out / f"{NAME}.csv", by_block),
+        write_rows(out / f"{NAME}_angles.csv", by_pair),
+    ]
+
+
+def maps(found: Sequence[Measured], method: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return a method's heat maps (row n - 1, column l - 1), NaN where there is no pair: as they are, and with stretched rows."""
+    mean = torch.tensor(np.mean([one.angles for one in found if one.method == method], axis=0))
+    distances = AngularDistances(mean, mean)
+    return distances.by_distance().numpy(), distances.row_normalised().numpy()
+
+
+def picture(found: Sequence[Measured], size: Size) -> Picture:
+    """Draw the angles as they are and stretched, and under them damage and angle by block."""
+    drawn = {method: maps(found, method) for method in METHODS}
+    highest = max(float(np.nanmax(raw)) for raw, _ in drawn.values())
+    with style():
+        figure = page(7.6, 7.4)
+        title = "Angles between layers, and the damage of removing one (The Curse of Depth, Figures 2, 3, 6)"
+        figure.text(0.075, 0.975, title, fontsize=10)
+        grid = figure.add_gridspec(2, 3, left=0.075, right=0.89, top=0.925, bottom=0.41, hspace=0.36, wspace=0.2)
+        for k, method in enumerate(METHODS):
+            for row, (top, name) in enumerate(((highest, method), (1.0, f"{method}, rows stretched"))):
+                axes = figure.add_subplot(grid[row, k])
+                shown = heat_map(axes, drawn[method][row], top, name, first=k == 0, size=size)
+                if k == len(METHODS) - 1:
+                    label = ("angular distance $d(x_l, x_{l+n})$", "each row from 0 to 1")[row]
+                    bar = figure.colorbar(shown, cax=axes.inset_axes((1.06, 0, 0.06, 1)))
+                    bar.set_label(label, fontsize=7.5)
+                    bar.ax.tick_params(labelsize=7, length=2)
+        below = figure.add_gridspec(1, 2, left=0.075, right=0.89, top=0.295, bottom=0.06, wspace=0.24)
+        left, right = (figure.add_subplot(below[0, k]) for k in range(2))
+        heading(left, "Without one block", "block removed", "rise of the loss, nats a byte")
+        heading(right, "Angle to the next layer (dotted: before training)", "layer $l$", "$d(x_l, x_{l+1})$")
+        for method in METHODS:
+            runs = [one for one in found if one.method == method]
+            _lines(left, [one.drop for one in runs], method)
+            _lines(right, [next_layer(one.angles) for one in runs], method)
+            _dots(right, [next_layer(one.before) for one in runs], method)
+        renumbered = np.mean([one.renumbered for one in found if one.method == "LNS"], axis=0)
+        marks = np.arange(1, size.layers + 1)
+        left.plot(marks, renumbered, "x", color=CURSE_COLOURS["LNS"], markersize=5, label="LNS, renumbered")
+        left.axhline(0, color=FAINT, linewidth=0.6)
+        left.set_yscale("symlog", linthresh=0.01, linscale=0.4)
+        left.yaxis.set_major_locator(FixedLocator([0.0, *(sign * x for sign in (-1, 1) for x in TICKS)]))
+        left.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        right.set_ylim(bottom=0)
+        handles, _ = left.get_legend_handles_labels()
+        figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.4825, 0.36), ncols=len(handles))
+    return figure
+
+
+def heat_map(axes: Axes, values: np.ndarray, highest: float, title: str, *, first: bool, size: Size) -> Any:
+    """Draw n upwards and l to the right, yellow small and purple large as in the paper."""
+    heading(axes, title, "layer $l$", "$n$" if first else "")
+    axes.grid(False)
+    extent = (0.5, size.layers + 0.5, 0.5, size.layers + 0.5)
+    shown = axes.imshow(
+        values, cmap=mpl.colormaps["viridis_r"], origin="lower", aspect="auto", extent=extent, vmin=0.0, vmax=highest
+    )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(6, integer=True))
+    return shown
+
+
+def _lines(axes: Axes, values: Sequence[np.ndarray], method: str) -> None:
+    """The mean of the seeds with its marks, and each seed as a thin line."""
+    layers = np.arange(1, len(values[0]) + 1)
+    for one in values:
+        axes.plot(layers, one, color=CURSE_COLOURS[method], linewidth=0.5)
+    axes.plot(layers, np.mean(values, axis=0), color=CURSE_COLOURS[method], marker=CURSE_MARKS[method], label=method)
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+
+
+def _dots(axes: Axes, values: Sequence[np.ndarray], method: str) -> None:
+    layers = np.arange(1, len(values[0]) + 1)
+    axes.plot(layers, np.mean(values, axis=0), color=CURSE_COLOURS[method], linestyle=":", linewidth=1.0)
+
+
+def _each(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.3g}" for value in values)

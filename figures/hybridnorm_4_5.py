@@ -1,0 +1,237 @@
+"""Figures 4 and 5 of HybridNorm: what its first block is made to be, and gradients by layer under three placements.
+
+Figure 4 trains a 550M model with four first blocks: HybridNorm, HybridNorm*, First-QKV-Pre, a norm after the embedding; all
+but the last help. Figure 5 shows the gradient's norm by layer at steps 1 and 100; its text: Pre-Norm explodes in deep models,
+Post-Norm vanishes, HybridNorm is balanced. Both are single runs. HybridNorm* and First-QKV-Pre are one class of functions, equal
+at initialisation but for eps (docs/claims.md): what tells their curves apart is how a gain learns, and noise.
+
+Here: eight blocks of width 64 on the bytes of Python's standard library, 240 steps, four seeds
+(:func:`figures._depth_models.olmo`). Above: held-out loss, and its difference to HybridNorm's of the same seed with Student's
+95 % interval. Below: the norm of the loss's gradient in all parameters of each block, at initialisation (the gradient of step 1)
+and after 100 steps, sixteen blocks as in the paper's model, two seeds; and, against the number of blocks, the last block's
+gradient over the first's at initialisation, three seeds. A gradient that explodes on its way down to the first block makes a
+ratio far below 1, one that vanishes a ratio far above. The paper names two initialisations for Pre-Norm, normal (Section 4.4) and
+Megatron (Table 7): both are drawn; and "Post-Norm" in two forms, the authors' code's (Appendix E, shifted) and Equations 3-4.
+What came out is in the tables that are printed and in the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+from figures._depth_models import TINY, Size, olmo
+from figures._kit import DASHES, FAINT, METHOD_COLOURS, METHOD_MARKS, cached, heading, page, save, style, write_rows
+from figures._runs import ByteRun, byte_run, measured_on, model_of
+from hessiankit.depth import depth_diagnostics
+from hessiankit.drawing.plot_frame import Picture
+from hessiankit.tables import as_text, table
+from hessiankit.tuning.statistics import Interval, mean_interval, paired_difference
+
+NAME = Path(__file__).stem
+FIRST_BLOCKS = {
+    "HybridNorm": "hybridnorm",
+    "HybridNorm*": "hybridnorm*",
+    "First-QKV-Pre": "first-qkv-pre",
+    "EmbedNorm": "embednorm-hybridnorm",
+}
+FLOWS = {
+    "Pre-Norm, normal": ("pre", "normal"),
+    "Pre-Norm, Megatron": ("pre", "megatron"),
+    "Post-Norm, shifted": ("post-shifted", "megatron"),
+    "Post-Norm, Eqs. 3-4": ("post", "megatron"),
+    "HybridNorm": ("hybridnorm", "megatron"),
+    "HybridNorm*": ("hybridnorm*", "megatron"),
+}
+"""Placements and initialisations of Figure 5."""
+LOOKS = {
+    name: {"color": METHOD_COLOURS[k], "marker": METHOD_MARKS[k], "linestyle": DASHES[k]}
+    for k, name in enumerate(dict.fromkeys((*FLOWS, *FIRST_BLOCKS)))
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is trained and measured.
+
+    Attributes:
+        first: Models of Figure 4.
+        seeds: Theirs.
+        deep: Models of Figure 5; their steps are what its second panel is after.
+        flow_seeds: Theirs.
+        depths: Numbers of blocks of the ratios at initialisation.
+        ratio_seeds: Theirs.
+    """
+
+    first: Size
+    seeds: tuple[int, ...]
+    deep: Size
+    flow_seeds: tuple[int, ...]
+    depths: tuple[int, ...]
+    ratio_seeds: tuple[int, ...]
+
+
+FULL = Settings(Size(8, steps=240), (0, 1, 2, 3), Size(16, steps=100), (0, 1), (4, 8, 16, 32), (0, 1, 2))
+QUICK = Settings(TINY, (0, 1), replace(TINY, steps=20), (0, 1), (2, 4, 8), (0, 1))
+
+
+def train_first(settings: Settings, out: Path) -> dict[str, list[ByteRun]]:
+    """Return the runs of Figure 4 by the name of their first block, one a seed."""
+    return {
+        name: [byte_run(olmo(placement, "megatron", settings.first, seed), out) for seed in settings.seeds]
+        for name, placement in FIRST_BLOCKS.items()
+    }
+
+
+def differences(runs: dict[str, list[ByteRun]]) -> Iterator[tuple[str, int, Interval]]:
+    """Yield (name, step, loss less HybridNorm's of the same seed), where no run has diverged."""
+    base = runs["HybridNorm"]
+    for name, own in runs.items():
+        for k, step in enumerate(own[0].steps):
+            losses, others = ([run.losses[k] for run in group] for group in (own, base))
+            if name != "HybridNorm" and np.isfinite([*losses, *others]).all():
+                yield name, step, paired_difference(losses, others)
+
+
+def flows(settings: Settings, out: Path) -> dict[str, np.ndarray]:
+    """Return gradient norms of Figure 5 by name: (seeds, 2, blocks), at first and at last; NaN where a run broke off."""
+    found = {}
+    for name, (placement, initialisation) in FLOWS.items():
+        own = []
+        for seed in settings.flow_seeds:
+            spec = olmo(placement, initialisation, settings.deep, seed, measured=("gradient",))
+            log = byte_run(spec, out).log
+            assert log is not None
+            measured = log.series("depth", "gradient")
+            own.append(np.full((2, settings.deep.layers), np.nan))
+            own[-1][: len(measured)] = measured
+        found[name] = np.array(own)
+    return found
+
+
+def ratios(settings: Settings, out: Path) -> list[dict[str, Any]]:
+    """Return rows: the last block's gradient norm over the first's, at initialisation, by number of blocks and seed."""
+    rows = []
+    for name, (placement, initialisation) in FLOWS.items():
+        for layers in settings.depths:
+            for seed in settings.ratio_seeds:
+                spec = olmo(placement, initialisation, replace(settings.deep, layers=layers), seed)
+
+                def gradient(spec: Any = spec) -> list[float]:
+                    found = depth_diagnostics(model_of(spec), measured_on(spec), what="gradient").gradient
+                    return list(found or ())
+
+                norms = cached(out, NAME, spec, gradient, code=("hessiankit/depth", "hessiankit/blocks", "hessiankit/text.py"))
+                rows.append({"model": name, "blocks": layers, "seed": seed, "last / first": norms[-1] / norms[0]})
+    return rows
+
+
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+    """Train sixteen models of eight blocks and twelve of sixteen (about 6 minutes of one core), draw, and write the numbers.
+
+    ``quick`` takes at most eight blocks of width 16, 30 steps and two seeds: seconds.
+    """
+    settings = QUICK if quick else FULL
+    runs, gradients, at_start = train_first(settings, out), flows(settings, out), ratios(settings, out)
+    apart = list(differences(runs))
+    _tell(runs, apart, gradients)
+    losses = [
+        {"first block": name, "seed": run.spec.seed, "step": step, "held-out loss": loss, "diverged": run.diverged}
+        for name, own in runs.items()
+        for run in own
+        for step, loss in zip(run.steps, run.losses, strict=True)
+    ]
+    by_block = [
+        {"model": name, "seed": seed, "step": step, "block": k + 1, "gradient norm": float(value)}
+        for name, values in gradients.items()
+        for seed, both in zip(settings.flow_seeds, values, strict=True)
+        for step, row in zip((0, settings.deep.steps), both, strict=True)
+        for k, value in enumerate(row)
+    ]
+    paired = [{"first block": n, "step": s, "difference": i.value, "low": i.low, "high": i.high} for n, s, i in apart]
+    with style():
+        drawn = save(picture(runs, apart, gradients, at_start, settings), out / f"{NAME}{suffix}")
+    return [
+        drawn,
+        write_rows(out / f"{NAME}_losses.csv", losses),
+        write_rows(out / f"{NAME}_differences.csv", paired),
+        write_rows(out / f"{NAME}_gradients.csv", by_block),
+        write_rows(out / f"{NAME}_ratios.csv", at_start),
+    ]
+
+
+def _tell(runs: dict[str, list[ByteRun]], apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray]) -> None:
+    last = {name: interval for name, _, interval in apart}
+    rows = []
+    for name, own in runs.items():
+        ends = [run.losses[-1] for run in own]
+        mean = str(mean_interval(ends)) if np.isfinite(ends).all() else "no number"
+        rows.append((name, mean, str(last.get(name, "")), f"{sum(run.diverged for run in own)} of {len(own)}"))
+    print(as_text(table(["first block", "held-out loss, 95 %", "less HybridNorm's", "diverged"], rows)))
+    found = []
+    for name, values in gradients.items():
+        ratio, spread = values[:, :, -1] / values[:, :, 0], values.max(-1) / values.min(-1)
+        found.append((name, *(", ".join(f"{x:.3g}" for x in part[:, k]) for k in range(2) for part in (ratio, spread))))
+    headers = ["gradient norms", "last / first block", "largest / smallest", "the same after training", ""]
+    print(as_text(table(headers, found)))
+
+
+def picture(
+    runs: dict[str, list[ByteRun]], apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray],
+    at_start: Sequence[dict[str, Any]], settings: Settings,
+) -> Picture:  # fmt: skip
+    """Draw Figure 4 above and Figure 5 below."""
+    with style():
+        figure = page(7.6, 6.7)
+        figure.text(0.08, 0.972, "First blocks, and gradients by layer (HybridNorm, Figures 4 and 5)", fontsize=10)
+        above = figure.add_gridspec(1, 2, left=0.08, right=0.83, top=0.915, bottom=0.595, wspace=0.28)
+        losses, less = (figure.add_subplot(above[0, k]) for k in range(2))
+        heading(losses, "Held-out loss, mean of the seeds", "step", "nats a byte")
+        heading(less, "Less HybridNorm's, 95 % interval", "step", "nats a byte")
+        for name, own in runs.items():
+            look: Any = LOOKS[name]
+            losses.plot(own[0].steps, np.mean([run.losses for run in own], axis=0), label=name, **look)
+            there = [(step, i) for n, step, i in apart if n == name]
+            if there:
+                steps = [step for step, _ in there]
+                less.plot(steps, [i.value for _, i in there], **look)
+                low, high = [i.low for _, i in there], [i.high for _, i in there]
+                less.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        less.axhline(0, color=FAINT, linewidth=0.6)
+        figure.legend(*losses.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.84, 0.92))
+        below = figure.add_gridspec(1, 3, left=0.08, right=0.985, top=0.415, bottom=0.065, wspace=0.3)
+        panels = [figure.add_subplot(below[0, k]) for k in range(3)]
+        heading(panels[0], "Gradient at initialisation", "block", "norm")
+        heading(panels[1], f"After {settings.deep.steps} steps", "block")
+        heading(panels[2], "Last block's over first's, initially", "number of blocks")
+        for name, values in gradients.items():
+            look = {**LOOKS[name], "markersize": 2.5}
+            for at in range(2):
+                panels[at].plot(range(1, values.shape[-1] + 1), values[:, at].mean(0), label=name, **look)
+            own_ratios = [
+                [r["last / first"] for r in at_start if (r["model"], r["blocks"]) == (name, n)] for n in settings.depths
+            ]
+            panels[2].plot(settings.depths, np.mean(own_ratios, axis=1), **look)
+        _scales(panels, settings)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.53, 0.525), ncols=3, handlelength=3)
+    return figure
+
+
+def _scales(panels: Sequence[Axes], settings: Settings) -> None:
+    for axes in panels:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(FixedLocator([a * 10.0**b for b in range(-4, 4) for a in (1, 2, 5)]))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    for axes in panels[:2]:
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    panels[2].set_xscale("log", base=2)
+    panels[2].set_xticks(settings.depths, [str(n) for n in settings.depths])
+    panels[2].axhline(1, color=FAINT, linewidth=0.6)

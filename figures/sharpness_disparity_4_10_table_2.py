@@ -1,0 +1,271 @@
+"""Figures 4 and 10 and Table 2 of The Sharpness Disparity Principle: learning rates by block type against tuned AdamW.
+
+The paper takes AdamW's tuned learning rate as that of the norms, multiplies it by 10 for Emb, 8 for QK, 6 for FFN and 4 for VO
+(eq. 5), and reports half the steps to the same loss on models of 0.07 to 2 billion parameters (Figure 4), the largest of three
+settings of the ratios as the best one (Figure 10: 0.25 billion, MiniPile), and, for one seed, how the final loss falls block by
+block while Norm x 2 raises it (Table 2: 2.834 nats a token, less 0.016, 0.043, 0.050, more 0.003). No run there is merely
+faster, so that a baseline whose learning rate is too small would show the same.
+
+Here every setting of the ratios has its own search besides, and two controls multiply the learning rate of all blocks: by 2,
+and by the mean of eq. (5) over the parameters. Searches use seeds that the comparison does not. A byte-level GPT-2-like model
+(two blocks, d_model 32, 35 thousand parameters), 300 steps of 512 bytes of Python's standard library, warm-up and cosine to
+1/20; five seeds; the same code as ``hessiankit tune-lr``, which asks the question at five times the size
+(docs/learning_rates.md). Bands and bars are 95 % intervals over the seeds, differences are paired by seed.
+
+What came out is printed, and stands in the files of numbers. The same question at five times the size (docs/learning_rates.md)
+had the answer that eq. (5) at AdamW's learning rate is worse than tuned AdamW, at its own learning rate not told apart from it,
+Norm x 2 not told apart, and Emb x 10 alone better.
+
+What a protocol of 300 steps and 256 kinds of tokens cannot show is the paper's claim itself: its gain comes after tens of
+thousands of steps. ``--quick`` decides nothing. Full: about 5 minutes of one core, shared among the cores there are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from figures._kit import DASHES, FAINT, INK, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows
+from hessiankit.optim import PRESETS
+from hessiankit.progress import progress_bar
+from hessiankit.tuning.arms import Arm
+from hessiankit.tuning.comparison import TUNING_SEED, spec_of
+from hessiankit.tuning.experiment import RunResult, RunSpec, Setting, digest_of, model_of
+from hessiankit.tuning.ratios import PAPER, Ratios, entries_by_type, ratios_of, weighted_ratio
+from hessiankit.tuning.statistics import mean_interval
+from hessiankit.tuning.store import Runs
+from hessiankit.tuning.sweep import Sweep, rounded, runs_expected, sweep, together
+from hessiankit.tuning.verdict import ArmResult, judge
+
+NAME = Path(__file__).stem
+ADAMW = "AdamW"
+SETTINGS: dict[str, Ratios] = {
+    "6, 4, 3, 2": ratios_of(PRESETS["6/4/3/2"]),
+    "8, 6, 4, 3": ratios_of(PRESETS["8/6/4/3"]),
+    "10, 8, 6, 4": PAPER,
+}
+"""Figure 10: ratios of Emb, QK, FFN, VO."""
+TABLE_2 = {"Emb": -0.016, "Emb, FFN": -0.043, "Emb, FFN, QK, VO": -0.050, "Norm x 2": 0.003}
+"""Differences from AdamW that the paper prints, nats a token, one seed."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is run: the model and budget, the coarse learning rates, and how many seeds compare and search."""
+
+    setting: Setting
+    grid: tuple[float, ...]
+    seeds: int
+    tuning_seeds: int
+
+
+FULL = Protocol(
+    Setting(steps=300, batch_size=16, length=32, layers=2, d_model=32, heads=2, evaluations=15, windows=128),
+    (2e-3, 4e-3, 8e-3, 1.6e-2), 5, 2,
+)  # fmt: skip
+QUICK = Protocol(
+    Setting(steps=40, batch_size=8, length=16, layers=1, d_model=16, heads=2, evaluations=8, windows=32), (8e-3, 1.6e-2), 3, 1
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was run.
+
+    Attributes:
+        setting: The model and budget.
+        searches: By name of the setting of the ratios, :data:`ADAMW` first.
+        arms: The baseline first, each with a run a seed.
+        rows: The same, judged.
+    """
+
+    setting: Setting
+    searches: dict[str, Sweep]
+    arms: tuple[tuple[Arm, tuple[RunResult, ...]], ...]
+    rows: tuple[ArmResult, ...]
+
+
+def arms_at(lr: float, uniform: float, best: Mapping[str, float]) -> tuple[Arm, ...]:
+    """Return the arms: AdamW, Table 2, the settings of Figure 10 at AdamW's and at their own learning rates, and the controls.
+
+    Args:
+        lr: AdamW's tuned learning rate.
+        uniform: Mean of eq. (5) over the parameters.
+        best: Tuned learning rate of each setting.
+    """
+    paper = dict(PAPER)
+    return (
+        Arm(ADAMW, lr),
+        Arm("Emb", lr, ratios_of({"Emb": paper["Emb"]})),
+        Arm("Emb, FFN", lr, ratios_of({kind: paper[kind] for kind in ("Emb", "FFN")})),
+        Arm("Emb, FFN, QK, VO", lr, PAPER),
+        Arm("Norm x 2", lr, ratios_of({"Norm": 2.0})),
+        *(Arm(f"({name}) at AdamW's lr", lr, ratios) for name, ratios in SETTINGS.items() if ratios != PAPER),
+        *(Arm(f"({name}) at its own lr", best[name], ratios) for name, ratios in SETTINGS.items()),
+        Arm("all x 2", rounded(2 * lr)),
+        Arm(f"all x {uniform:.2g}", rounded(float(f"{uniform:.2g}") * lr)),
+    )
+
+
+def run(protocol: Protocol, lines: Path, jobs: int) -> Found:
+    """Search the learning rates, run all arms with other seeds; finished runs are lines of a file."""
+    setting = protocol.setting
+    entries = entries_by_type(model_of(setting, 0))
+    tuning = tuple(range(TUNING_SEED, TUNING_SEED + protocol.tuning_seeds))
+    expected = 4 * runs_expected(protocol.grid, tuning) + 12 * protocol.seeds
+    with progress_bar() as tell, Runs(lines, jobs=jobs, tell=tell, expected=expected) as runs:
+        searches = [
+            sweep(name, RunSpec(setting, 0.0, ratios), _lowered(protocol.grid, weighted_ratio(ratios, entries)), tuning)
+            for name, ratios in {ADAMW: (), **SETTINGS}.items()
+        ]
+        found = {one.name: one for one in together(searches, lambda specs: runs(specs, "searching learning rates"))}
+        best = {name: one.best for name, one in found.items()}
+        arms = arms_at(best[ADAMW], weighted_ratio(PAPER, entries), best)
+        known = runs([spec_of(setting, arm, seed) for seed in range(protocol.seeds) for arm in arms], "comparing")
+    results = tuple((arm, tuple(known[spec_of(setting, arm, seed)] for seed in range(protocol.seeds))) for arm in arms)
+    return Found(setting, found, results, judge(results))
+
+
+def _lowered(grid: tuple[float, ...], ratio: float) -> list[float]:
+    """Return the grid a power of 2 lower, so that most parameters' learning rates stay about where they were."""
+    return [rounded(lr / 2 ** math.floor(math.log2(ratio))) for lr in grid]
+
+
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+    """Do the runs that are missing, draw loss curves, searches and differences, and write the numbers."""
+    protocol = QUICK if quick else FULL
+    protocol = replace(protocol, setting=replace(protocol.setting, digest=digest_of(protocol.setting.text)))
+    jobs = 1 if quick else min(os.cpu_count() or 1, 8)
+    found = run(protocol, out / "cache" / f"{NAME}.jsonl", jobs)
+    for one in found.searches.values():
+        print(f"  {one}")
+    for row in found.rows[1:]:
+        print(f"  {row.arm.name}: {row.verdict}")
+    files = [
+        write_rows(out / f"{NAME}.csv", table(found)),
+        write_rows(out / f"{NAME}_searches.csv", searched(found)),
+        write_rows(out / f"{NAME}_curves.csv", curves(found)),
+    ]
+    with style():
+        figure = page(11.0, 3.7)
+        places = ((0.05, 0.235), (0.345, 0.235), (0.765, 0.215))
+        left, middle, right = (figure.add_axes((x, 0.14, width, 0.75)) for x, width in places)
+        _draw_curves(left, found)
+        _draw_searches(middle, found)
+        _draw_differences(right, found)
+        files.append(save(figure, out / f"{NAME}{suffix}"))
+    return files
+
+
+def table(found: Found) -> Iterator[dict[str, Any]]:
+    """Yield a row an arm: learning rate, final loss, paired difference with its intervals, what the paper prints, the verdict."""
+    for row in found.rows:
+        loss, one, all_of = row.loss, row.difference, row.together
+        yield {
+            "arm": row.arm.name,
+            "lr": row.arm.lr,
+            **{f"ratio_{kind}": dict(row.arm.ratios).get(kind, 1.0) for kind in ("Emb", "QK", "FFN", "VO", "Norm")},
+            **_interval("loss", loss),
+            **_interval("difference", one),
+            "low_with_all": all_of and all_of.low,
+            "high_with_all": all_of and all_of.high,
+            "paper_difference": TABLE_2.get(row.arm.name),
+            "verdict": row.verdict,
+        }
+
+
+def searched(found: Found) -> Iterator[dict[str, Any]]:
+    """Yield a row a run of the searches; the loss is infinite where it diverged."""
+    for name, one in found.searches.items():
+        for lr, losses in sorted(one.losses.items()):
+            for seed, loss in losses.items():
+                yield {"ratios": name, "lr": lr, "seed": seed, "loss": loss, "chosen": lr == one.best}
+
+
+def curves(found: Found) -> Iterator[dict[str, Any]]:
+    """Yield a row an evaluation of a run of the comparison."""
+    for arm, runs in found.arms:
+        for one in runs:
+            for step, loss in zip(one.steps, one.losses, strict=True):
+                yield {"arm": arm.name, "seed": one.spec.seed, "step": step, "loss": loss}
+
+
+def _interval(name: str, one: Any) -> dict[str, Any]:
+    return {name: one and one.value, f"{name}_low": one and one.low, f"{name}_high": one and one.high}
+
+
+def _draw_curves(axes: Axes, found: Found) -> None:
+    """Figure 4: the mean over the seeds with its interval, from the first fifth of the steps on."""
+    names = {ADAMW: "AdamW, tuned", "Emb, FFN, QK, VO": "eq. (5) at AdamW's lr", "(10, 8, 6, 4) at its own lr": "eq. (5), tuned"}
+    heading(axes, "Figure 4: loss curves", "step", "held-out loss (nats/byte)")
+    shown = {arm.name: runs for arm, runs in found.arms if arm.name in names}
+    first, lows, highs = found.setting.steps / 5, [], []
+    for (name, label), colour, dash in zip(names.items(), METHOD_COLOURS, DASHES, strict=False):
+        steps, columns = shown[name][0].steps, zip(*(one.losses for one in shown[name]), strict=True)
+        points = [(s, mean_interval(c)) for s, c in zip(steps, columns, strict=True) if s >= first and all(map(math.isfinite, c))]
+        x = [s for s, _ in points]
+        axes.plot(x, [m.value for _, m in points], color=colour, linestyle=dash, label=label)
+        axes.fill_between(x, [m.low for _, m in points], [m.high for _, m in points], color=colour, alpha=0.15, linewidth=0)
+        lows += [m.value for _, m in points]
+        highs += [m.value for _, m in points]
+    room = max(highs) - min(lows)
+    axes.set_ylim(min(lows) - 0.1 * room, max(highs) + 0.25 * room)
+    axes.set_xlim(first, found.setting.steps)
+    axes.legend(loc="upper right", handlelength=2.2)
+
+
+def _draw_searches(axes: Axes, found: Found) -> None:
+    """Figure 10, at every learning rate: a mark a run, lines through the means, a ring around the choice."""
+    heading(axes, "Figure 10: ratios of Emb, QK, FFN, VO", "learning rate of the norms", "held-out loss (nats/byte)")
+    finite = [x for one in found.searches.values() for of in one.losses.values() for x in of.values() if math.isfinite(x)]
+    low, top = min(finite), min(max(finite), min(finite) + 0.7)
+    chosen = found.searches[ADAMW].best
+    axes.axvline(chosen, color=FAINT, linewidth=0.6, linestyle=":")
+    axes.annotate("AdamW's", (chosen, low - 0.06 * (top - low)), (3, 3), textcoords="offset points", fontsize=7, color=FAINT)
+    marked = zip(found.searches.items(), METHOD_COLOURS, METHOD_MARKS, DASHES, strict=False)
+    for (name, one), colour, mark, dash in marked:
+        dots = [(lr, min(x, top)) for lr, of in one.losses.items() for x in of.values()]
+        means = {lr: min(float(np.mean(list(of.values()))), top) for lr, of in sorted(one.losses.items())}
+        axes.plot(*zip(*dots, strict=True), mark, color=colour, markersize=3, alpha=0.6, markeredgewidth=0)
+        axes.plot(list(means), list(means.values()), color=colour, linestyle=dash)
+        axes.plot([one.best], [means[one.best]], "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.1)
+        axes.plot([], [], mark, color=colour, linestyle=dash, label=name)
+    axes.set_xscale("log")
+    axes.set_ylim(low - 0.08 * (top - low), top + 0.35 * (top - low))
+    axes.legend(loc="upper center", ncols=2, handlelength=2.4, columnspacing=1.0)
+
+
+def _draw_differences(axes: Axes, found: Found) -> None:
+    """Table 2 and the controls: a row an arm, mean paired difference with its interval; hollow: what the paper prints."""
+    heading(axes, "Table 2: difference from tuned AdamW", "nats/byte, paired, 95 % interval")
+    rows = found.rows[1:]
+    values = [row.difference.value for row in rows if row.difference]
+    room = max(max(values, default=0.0), 0.02) - min(min(values, default=0.0), -0.06)
+    left, right = min(min(values, default=0.0), -0.06) - 0.15 * room, max(max(values, default=0.0), 0.02) + 0.15 * room
+    for k, row in enumerate(rows):
+        one = row.difference
+        if one is None:
+            axes.text(
+                0.98, k, f"diverged: {row.diverged}", transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=7
+            )
+        else:
+            ends = (max(one.low, left), min(one.high, right))
+            axes.plot(ends, [k, k], color=INK, linewidth=1.4, solid_capstyle="butt")
+            axes.plot([one.value], [k], "o", color=INK, markersize=4)
+            for x, mark in [(left, "<")] * (one.low < left) + [(right, ">")] * (one.high > right):  # the interval goes on
+                axes.plot([x], [k], mark, color=INK, markersize=4, clip_on=False)
+        if row.arm.name in TABLE_2:
+            axes.plot([TABLE_2[row.arm.name]], [k - 0.28], "D", color=METHOD_COLOURS[2], fillstyle="none", markersize=3.5)
+    axes.plot([], [], "D", color=METHOD_COLOURS[2], fillstyle="none", markersize=3.5, label="the paper, nats/token, one seed")
+    axes.axvline(0.0, color=INK, linewidth=0.6)
+    axes.set_xlim(left, right)
+    axes.set_ylim(len(rows) + 0.5, -0.6)
+    axes.set_yticks(range(len(rows)), [row.arm.name for row in rows])
+    axes.legend(loc="lower right", handlelength=1.0, borderaxespad=0.1)

@@ -1,0 +1,73 @@
+"""``hessiankit check`` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hessiankit.commands.parsing import Commands, Parser, add_command, add_json, positive
+
+EXAMPLES = (
+    ("hessiankit check", "the main job, a minute or two; report and heat maps in results/check"),
+    ("hessiankit check --quick --loss mse --json -", "a few seconds; the report as JSON"),
+    ("hessiankit check --placements --placement hybridnorm --sample 8", "eight tiny language models of one norm placement"),
+)
+
+
+def add_check(commands: Commands) -> None:
+    """Add the command to the parser."""
+    check = add_command(
+        commands,
+        "check",
+        runner="hessiankit.study_command:run_check",
+        help="train the paper's classifier and check its exact Hessian against automatic differentiation",
+        description="Train one post-norm transformer block on images, compute the exact Hessian of a batch at initialisation and "
+        "after training, for squared error and cross entropy, and compare it block pair by block pair with references that take "
+        "other routes. Prints a table, writes heat maps and a JSON report.",
+        examples=EXAMPLES,
+        failed="something disagrees",
+    )
+    add = check.add_argument
+    add("--data", help="'digits' (default), or a path to MNIST's IDX files or the Python version of CIFAR")
+    add("--d-model", type=positive, help="width of a token (default 16; --quick 8)")
+    add("--d-ff", type=positive, help="hidden width of the feed-forward network (default 64; --quick 16)")
+    add(
+        "--seq-len",
+        type=positive,
+        help="tokens an image is cut into (default: patches of 2 x 2, of 4 x 4 beyond 16 pixels; --quick 4)",
+    )
+    add("--loss", choices=("both", "mse", "cross_entropy"), default="both", help="which loss to study (default both)")
+    add("--steps", type=positive, help="training steps (default 300; --quick 40)")
+    add("--batch", type=positive, help="images of the Hessian's batch (default 128; --quick 16)")
+    add("--dtype", choices=("float64", "float32"), help="arithmetic (default float64)")
+    add("--device", help="where to compute, e.g. cuda (default cpu)")
+    add("--seed", type=int, help="of initialisation, batches and directions (default 0)")
+    add("--directions", type=positive, help="generic directions a parameter for the comparison (default 1)")
+    add(
+        "--full",
+        action=argparse.BooleanOptionalAction,
+        help="compare and time every entry at the end (default only with --quick)",
+    )
+    add(
+        "--exact",
+        action="store_true",
+        default=None,
+        help="also check every formula, and whole blocks of every norm placement, in exact arithmetic (about two minutes)",
+    )
+    add("--out", type=Path, help="folder for the report and the heat maps (default results/check)")
+    add("--quick", action="store_true", help="a small model and batch: a few seconds; other options still count")
+    add_json(add)
+    _add_placements(check)
+
+
+def _add_placements(check: Parser) -> None:
+    add = check.add_argument_group(
+        "every norm placement",
+        "Instead of the study above: the exact Hessian of tiny language models for every norm placement, combined with every "
+        "kind of norm, activation, heads, mask, depth and loss (half an hour on one core). Interrupted, the same command goes "
+        "on. Of the options above, --seed, --json and --out (default results/placements) count.",
+    ).add_argument
+    add("--placements", action="store_true", help="check the grid of placements")
+    add("--placement", action="append", metavar="NAME", help="only this placement, e.g. hybridnorm (may be repeated)")
+    add("--sample", type=positive, metavar="N", help="only N cases, drawn by --seed, the placements taking turns")
+    add("--jobs", type=positive, metavar="N", help="processes that share the work (default 1)")

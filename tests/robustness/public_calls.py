@@ -1,0 +1,262 @@
+"""What the fuzz calls: every public function with arguments that are right, and how its messages name it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit import depth, optim, testing
+from hessiankit.monitoring import MonitorLog
+
+
+@dataclass(frozen=True)
+class Call:
+    """A public callable, arguments it takes, and what its messages begin with.
+
+    Attributes:
+        function: The callable.
+        right: Makes arguments that it accepts, new ones each time; a module among them is compared before and after.
+        names: What a message may begin with.
+        spared: Argument -> values that are right but slow, or that another test has.
+    """
+
+    function: Callable[..., Any]
+    right: Callable[[], dict[str, Any]]
+    names: tuple[str, ...]
+    spared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def block() -> nn.Module:
+    torch.manual_seed(0)
+    return hk.TransformerBlock(4, 5, d_k=2).double()
+
+
+def language_model() -> nn.Module:
+    return hk.Transformer(7, 4, 5, 2, max_len=6, seed=0).double()
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def tokens(*shape: int, below: int = 7) -> Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(1))
+
+
+def on_block(**more: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"module": block(), "inputs": numbers(2, 3, 4), "target": numbers(2, 3, 4), "loss": "mse", **more}
+
+
+def on_language(**more: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"model": language_model(), "data": tokens(2, 4), "target": tokens(2, 4), **more}
+
+
+def _renamed(arguments: Callable[[], dict[str, Any]], **names: str) -> Callable[[], dict[str, Any]]:
+    return lambda: {names.get(key, key): value for key, value in arguments().items()}
+
+
+def _scheduled() -> dict[str, Any]:
+    groups = optim.blockwise_lr(language_model(), 1e-3)
+    return {
+        "optimizer": torch.optim.AdamW(groups),
+        "warmup": 2,
+        "steps": 10,
+        "kind": "cosine",
+        "ramp": "direct",
+        "floor": "scaled",
+    }
+
+
+def _measured() -> dict[str, Any]:
+    return {"sharpness": hk.sharpness(**on_language(draws=2)()), "power": 0.5, "cap": 4.0, "base": "Norm"}
+
+
+def _written() -> Path:
+    """A file of a monitor, with one measurement."""
+    path = Path(tempfile.mkdtemp()) / "run.jsonl"
+    hk.Monitor(**_monitored(path)).step(0)
+    return path
+
+
+def _monitored(path: Path | None = None) -> dict[str, Any]:
+    return {
+        **on_language()(), "path": path or Path(tempfile.mkdtemp()) / "run.jsonl", "every": 1, "log_spaced": False, "sharpness": False,
+        "norms": True, "eigenvalue": False, "depth": (), "draws": 2, "seed": 0, "per": "token", "micro_batch": None, "parts": None,
+        "eigenvalue_route": "auto", "eigenvalue_tol": 1e-3, "eigenvalue_products": 5, "on_error": "raise",
+    }  # fmt: skip
+
+
+def _angles() -> dict[str, Any]:
+    return {"x": numbers(3, 4), "y": numbers(3, 4)}
+
+
+def _transformer() -> dict[str, Any]:
+    return {
+        "vocab_size": 7, "d_model": 4, "d_ff": 5, "n_layers": 1, "n_heads": 2, "placement": "pre", "max_len": 3, "tied": True,
+        "final_norm": None, "head": "token", "n_classes": None, "initialisation": "normal", "seed": 0, **_block_options(),
+    }  # fmt: skip
+
+
+def _block_options() -> dict[str, Any]:
+    return {"norm": "layernorm", "activation": "gelu", "bias": True, "causal": True, "rotary": False, "eps": 1e-5, "affine": True}
+
+
+def _one_block() -> dict[str, Any]:
+    return {
+        "d_model": 4, "d_ff": 5, "n_heads": 2, "placement": "post", **_block_options(), "n_kv_heads": 1, "d_k": 2, "d_v": 2,
+        "attention_bias": False, "output_projection": True, "rotary_theta": 1e4, "norm_scope": None, "groups": 2, "layer": 1,
+        "n_layers": 1, "alpha": 0.25, "factor": None, "scale_init": None,
+    }  # fmt: skip
+
+
+def _vision() -> dict[str, Any]:
+    return {
+        "patch_dim": 4,
+        "seq_len": 3,
+        "n_classes": 3,
+        "d_model": 4,
+        "d_ff": 5,
+        "n_blocks": 1,
+        "final_norm": True,
+        **_block_options(),
+    }
+
+
+PATIENT = ("progress", "weights", "function")
+"""Arguments that are functions of the user's own."""
+PARTS_OF_MODELS = (
+    "TransformerBlock",
+    "Attention",
+    "FeedForward",
+    "TokenEmbedding",
+    "PatchEmbedding",
+    "ClassHead",
+    "MeanPoolHead",
+    "TokenHead",
+    "initialise",
+)
+"""A constructor's message may begin with the part that it could not build."""
+COUNTS = ("huge",)
+"""Values that ask for more work, not for something impossible."""
+
+CALLS = {
+    "hessian": Call(
+        hk.hessian,
+        on_block(params=None, batch_size=None, progress=None, weights=None, reduction=None, lazy=False, out=None, overwrite=False),
+        ("hessian",),
+        {"out": ("text", "number", "huge")},
+    ),
+    "hessian(dry_run)": Call(hk.hessian, on_block(dry_run=True, batch_size=None), ("hessian",)),
+    "hessian_operator": Call(
+        hk.hessian_operator,
+        _renamed(on_block(params=None, kind="hessian", block_size=None, weights=None, reduction=None), inputs="data"),
+        ("hessian_operator",),
+    ),
+    "curvature_diagonal": Call(
+        hk.curvature_diagonal,
+        on_block(params=None, batch_size=None, weights=None, reduction=None, kind="hessian", progress=None),
+        ("curvature_diagonal",),
+    ),
+    "frobenius_norms": Call(
+        hk.frobenius_norms,
+        on_block(params=None, batch_size=None, weights=None, reduction=None, kind="hessian", panel_bytes=None, progress=None),
+        ("frobenius_norms",),
+    ),
+    "check": Call(
+        hk.check,
+        _renamed(
+            on_block(
+                against=("reverse-over-reverse", "jvp(grad)"), rtol=None, seed=0, dtype=torch.float64, directions=1, formulas=False,
+                exact=False, params=("attention.W_Q",), progress=None,
+            ),
+            module="block_or_module",
+        ),
+        ("check",),
+    ),
+    "assert_hessian_matches": Call(
+        testing.assert_hessian_matches,
+        on_block(against=("reverse-over-reverse", "jvp(grad)"), directions=1, formulas=False, params=("attention.W_Q",)),
+        ("check", "assert_hessian_matches"),
+        {"against": ("list",)},  # an AssertionError, as documented: fewer than two references
+    ),
+    "bounds": Call(hk.bounds, _renamed(on_block(), module="block"), ("bounds",)),
+    "derive": Call(
+        hk.derive,
+        lambda: {"block": block(), "wrt": ("query",), "inputs": None, "target": None, "loss": None, "length": 2, "seed": 0},
+        ("derive",),
+        {"length": COUNTS},
+    ),
+    "trace": Call(
+        hk.trace,
+        lambda: {"function": lambda p, x: (x @ p["W"]).sum(), "parameters": {"W": numbers(2, 2)}, "inputs": (numbers(3, 2),)},
+        ("trace",),
+    ),
+    "block_types": Call(
+        hk.block_types,
+        lambda: {"model": language_model(), "inputs": None, "overrides": None, "biases": "layer", "final_norm": "Norm", "tied": "Emb"},
+        ("block_types", "model_parts"),
+    ),
+    "named_slices": Call(hk.named_slices, lambda: {"module": language_model(), "heads": True}, ("named_slices",)),
+    "claims": Call(hk.claims, lambda: {"paper": None, "verdict": None, "id": None}, ("claims",)),
+    "sharpness": Call(
+        hk.sharpness,
+        on_language(
+            loss="cross_entropy", draws=2, seed=0, per="token", estimator="fisher", micro_batch=None, parts=None, confidence=0.95,
+            histograms=True, numbers=None, shift=None, progress=None,
+        ),
+        ("sharpness",),
+        {"draws": COUNTS},
+    ),
+    "exact_sharpness": Call(
+        hk.exact_sharpness,
+        on_language(loss="cross_entropy", per="token", kind="ggn", micro_batch=None, parts=None, shift=None),
+        ("exact_sharpness",),
+    ),
+    "depth_diagnostics": Call(
+        hk.depth_diagnostics,
+        on_language(
+            blocks=None, what=("variance", "angles", "drop", "gradient"), tokens="all", loss="cross_entropy", renumber=False,
+            curvature="auto", draws=2, exact_below=256, tol=1e-2, products=4, seed=0, micro_batch=None, progress=None,
+        ),
+        ("depth_diagnostics",),
+        {"draws": COUNTS, "products": COUNTS},
+    ),
+    "depth_diagnostics(curvature)": Call(
+        hk.depth_diagnostics,
+        on_language(what=("jacobian", "hessian"), curvature="estimate", draws=2, exact_below=4, tol=1e-1, products=3, seed=0),
+        ("depth_diagnostics",),
+        {"draws": COUNTS, "products": COUNTS},
+    ),
+    "angular_distance": Call(depth.angular_distance, _angles, ("angular_distance",)),
+    "blockwise_lr": Call(
+        hk.blockwise_lr,
+        lambda: {
+            "model": language_model(), "lr": 1e-3, "ratios": "paper", "optimizer": "adamw", "muon_lr": None, "weight_decay": 0.1,
+            "decay": "matrices", "couple_decay": True, "head_ratio": None, "sharpness": None, "power": 0.5, "cap": 4.0, "parts": None,
+            "guard": "raise",
+        },
+        ("blockwise_lr",),
+    ),
+    "blockwise_schedule": Call(hk.blockwise_schedule, _scheduled, ("blockwise_schedule",)),
+    "check_groups": Call(optim.check_groups, lambda: {"optimizer": _scheduled()["optimizer"]}, ("check_groups",)),
+    "measured_ratios": Call(optim.measured_ratios, _measured, ("measured_ratios",)),
+    "Ratio": Call(optim.Ratio, lambda: {"value": 2.0, "low": 1.0, "high": 3.0}, ("Ratio",)),
+    "growth_laws": Call(depth.growth_laws, lambda: {"variance": (1.0, 2.0, 3.0, 4.0)}, ("growth_laws",)),
+    "Monitor": Call(hk.Monitor, _monitored, ("monitor", "Monitor", "sharpness", "depth_diagnostics", "model_parts"), {"path": ("text",)}),
+    "read_monitor": Call(hk.read_monitor, lambda: {"path": _written()}, ("monitor", "read_monitor")),
+    "plot_monitor": Call(
+        hk.plot_monitor, lambda: {"log": hk.read_monitor(_written()), "path": None, "title": None}, ("monitor", "plot_monitor"),
+        {"path": ("text",)},
+    ),
+    "MonitorLog.series": Call(MonitorLog.series, lambda: {"self": hk.read_monitor(_written())}, ("MonitorLog",), {"self": ("*",)}),
+    "Transformer": Call(hk.Transformer, _transformer, ("Transformer", *PARTS_OF_MODELS), {"n_layers": COUNTS}),
+    "TransformerBlock": Call(hk.TransformerBlock, _one_block, PARTS_OF_MODELS),
+    "VisionTransformer": Call(hk.VisionTransformer, _vision, ("VisionTransformer", *PARTS_OF_MODELS), {"n_blocks": COUNTS}),
+}  # fmt: skip

@@ -1,0 +1,354 @@
+"""The command line as a whole: help, examples, ``--json``, exit codes, errors, colours, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from model_zoo import optional
+
+import hessiankit
+from hessiankit.cli import COMMANDS, FILES, main, parser
+from hessiankit.commands import claims, exit_codes
+from hessiankit.commands.parsing import Parser
+from hessiankit.derivation.command import FORMATS
+from hessiankit.ledger.claim import PAPERS
+from hessiankit.monitoring.lines import Lines
+
+ROOT = Path(hessiankit.__file__).parents[1]
+PARTS = [{"name": name, "type": name, "layer": 0, "role": "", "reason": "", "size": 2} for name in ("FFN", "Norm")]
+HEADER = {"model": "Linear", "entries": 4, "parts": PARTS, "options": {}}
+MODELS = """
+import torch
+from hessiankit import Transformer
+from torch import nn
+def make(): return nn.Sequential(nn.Linear(6, 3), nn.GELU(), nn.Linear(3, 2))
+def language(): return Transformer(256, 4, 8, 1, n_heads=1, causal=True, max_len=16)
+def silent(): return nn.Identity()
+"""
+QUICK = {
+    "check": "--quick --no-full --steps 2 --batch 4 --loss mse",
+    "sharpness": "--model my_models:language --text notes.txt --batch 2 --length 8 --draws 2",
+    "bounds": "--tokens 2 --d-model 2 --d-ff 2",
+    "tune-lr": None,  # tests/test_tuning_command.py runs it
+}
+"""Options that make the examples of a command quick; the last one counts."""
+AS_THEY_ARE = re.compile("--(placements|attack|all)")
+
+
+def subparsers() -> dict[str, Parser]:
+    (action,) = (a for a in parser()._actions if a.dest == "command")
+    return action.choices  # type: ignore[return-value]
+
+
+EXAMPLES = [command for one in subparsers().values() for command, _ in one.examples]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with everything that the examples speak of."""
+    (tmp_path / "my_models.py").write_text(MODELS)
+    (tmp_path / "notes.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    lines = Lines(tmp_path / "run.jsonl", HEADER)
+    lines.append({"step": 0, "loss": 2.0, "norms": {"total": 5.0, "types": {"FFN": 3.0, "Norm": 4.0}}})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    return tmp_path
+
+
+def words(example: str) -> list[str]:
+    first, *found = shlex.split(example)
+    assert first == "hessiankit"
+    return found
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]), **environment}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env)
+
+
+def test_every_command_teaches() -> None:
+    assert len(subparsers()) == len(COMMANDS)
+    for name, one in subparsers().items():
+        options = {option for action in one._actions for option in action.option_strings}
+        assert "--json" in options, name
+        assert 2 <= len(one.examples) <= 3, name
+        text = one.format_help()
+        assert all(f"  {command}\n      {what}\n" in text for command, what in one.examples)
+        assert "exit codes: 0 done; " in text
+        for action in one._actions:
+            assert action.help, (name, action.dest)
+        assert {a.dest for a in one._actions if a.dest in ("markdown", "html", "plot", "json")} <= set(FILES)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_parse(example: str) -> None:
+    assert parser().parse_args(words(example)).command == words(example)[0]
+
+
+def test_the_page_of_the_documentation_parses() -> None:
+    page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^hessiankit .*?(?= +#| 2>|$)", page, flags=re.MULTILINE)
+    assert len(commands) >= 4
+    for command in commands:
+        parser().parse_args(words(command))
+    assert all(f"\n| `{name}` |" in page for name in subparsers())
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)} == {
+        *(exit_codes.OK, exit_codes.FAILED, exit_codes.USAGE, exit_codes.INTERRUPTED, exit_codes.CLOSED)
+    }
+
+
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if not AS_THEY_ARE.search(e) and QUICK.get(words(e)[0], "") is not None])
+def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = words(example)
+    if given[0] == "claims" and given[-1] == "hybridnorm/eq2*":
+        given[-1] = "hybridnorm/eq20"
+    if given[0] == "figures" and "--list" not in given:
+        given = ["figures", "--list"]
+    if given[0] == "routes" and "--operation" not in given:
+        given += ["--operation", "tanh"]
+    assert main([*given, *(QUICK.get(given[0]) or "").split()]) == 0
+    printed = capsys.readouterr().out
+    assert printed or "--out" in given
+    if "--json" in given and given[-1] in ("-", "--json"):
+        json.loads(printed)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "check --quick --no-full --loss mse --steps 2 --batch 4",
+        "hessian --tokens 2",
+        "hessian --tokens 2 --dry-run",
+        "derive --wrt down",
+        "bounds --tokens 2 --d-model 2 --d-ff 2",
+        "routes --operation tanh",
+        "claims --paper hybridnorm",
+        "claims --show hybridnorm/eq19",
+        "monitor run.jsonl",
+        "figures --list",
+        "sharpness --model my_models:language --text notes.txt --batch 2 --length 8 --draws 2",
+    ],
+)
+def test_json_alone_on_standard_output(command: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert main(shlex.split(f"{command} --json -")) == 0
+    alone = capfd.readouterr()
+    found = json.loads(alone.out, parse_constant=refuse)
+    assert found
+    assert alone.err  # what people read is there
+    assert main(shlex.split(f"{command} --json found.json")) == 0
+    beside = capfd.readouterr()
+    assert beside.out.count("\n") == alone.err.count("\n")
+    again = json.loads((here / "found.json").read_text(encoding="utf-8"))
+    assert set(again) == set(found)
+    assert not list(here.glob("*.new"))
+
+
+def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("hessiankit.cli._runner", lambda path: pytest.fail("computed"))
+    (here / "folder").mkdir()
+    (here / "locked").write_text("")
+    for path, why in (("no/such/x.json", "there is no folder no/such"), ("folder", "it is a folder")):
+        assert main(["bounds", "--json", path]) == exit_codes.USAGE
+        assert capsys.readouterr().err == f"hessiankit: bounds: cannot write {path}: {why}; name a file" + (
+            " in an existing folder\n" if "no" in path else "\n"
+        )
+    monkeypatch.setattr(os, "access", lambda *_: False)  # whoever runs the tests may write anywhere
+    assert main(["claims", "--markdown", "locked"]) == exit_codes.USAGE
+    assert "cannot write locked: permission denied" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_old_file(here: Path, capsys, monkeypatch) -> None:
+    def full(path: Path, *_: object, **__: object) -> None:
+        with open(path, "w") as file:
+            file.write("{")
+        raise OSError(28, "No space left on device")
+
+    (here / "old.json").write_text("old")
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["bounds", "--tokens", "2", "--json", "old.json"]) == exit_codes.USAGE
+    assert "bounds: cannot write old.json: No space left on device" in capsys.readouterr().err
+    assert (here / "old.json").read_text() == "old"
+    assert not list(here.glob("old.json.*"))
+
+
+@pytest.mark.parametrize("given", ["", "chek", "bounds --heads 0", "bounds --heads x", "derive --no-such", "monitor", "figures"])
+def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(given.split())
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    assert code == exit_codes.USAGE
+    seen = capsys.readouterr()
+    assert seen.err.startswith("hessiankit")
+    assert seen.err.count("\n") == 1
+    assert not seen.out
+
+
+def test_an_error_of_the_system_is_one_line(monkeypatch, capsys) -> None:
+    def broken(_: object) -> int:
+        raise OSError(28, "No space left on device", "x.png")
+
+    monkeypatch.setattr("hessiankit.cli._runner", lambda path: broken)
+    assert main(["claims"]) == exit_codes.USAGE
+    assert capsys.readouterr().err == "hessiankit: claims: cannot use x.png: No space left on device\n"
+
+
+def test_interrupted(monkeypatch, capsys) -> None:
+    def stopped(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hessiankit.cli._runner", lambda path: stopped)
+    assert main(["claims"]) == exit_codes.INTERRUPTED == 130
+    assert capsys.readouterr().err == "hessiankit: interrupted\n"
+
+
+def test_a_reader_that_stops_reading() -> None:
+    code = "import sys; from hessiankit.cli import main; sys.exit(main(['figures', '--list']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == exit_codes.CLOSED
+
+
+def test_the_choices_are_those_of_the_library() -> None:
+    choices = {(name, a.dest): a.choices for name, one in subparsers().items() for a in one._actions}
+    assert tuple(PAPERS) == claims.PAPERS
+    assert choices["derive", "format"] == tuple(FORMATS)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from hessiankit.cli import parser; parser().format_help(); "
+        "found = {'torch', 'numpy', 'scipy', 'sympy', 'rich', 'matplotlib'} & set(sys.modules); assert not found, found"
+    )
+    assert python("-c", code).returncode == 0
+    assert python("-m", "hessiankit", "--version").stdout == f"hessiankit {hessiankit.__version__}\n"
+
+
+@pytest.mark.parametrize(("terminal", "no_colour"), [(False, ""), (True, "1"), (True, "")])
+def test_colours_are_for_terminals_that_want_them(terminal: bool, no_colour: str) -> None:
+    code = "from hessiankit.study_command import console; console().print('[red]x[/red]')"
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE")}
+    env |= {"TERM": "xterm-256color"} | ({"NO_COLOR": no_colour} if no_colour else {})
+    if terminal:
+        ours, theirs = pty.openpty()
+        subprocess.run([sys.executable, "-c", code], stdout=theirs, env=env, cwd=ROOT, check=True)
+        os.close(theirs)
+        printed = os.read(ours, 100)
+        os.close(ours)
+    else:
+        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, cwd=ROOT, check=True).stdout
+    assert (b"\x1b[31m" in printed) is (terminal and not no_colour)
+    assert b"x" in printed
+
+
+def completions(line: str) -> list[str]:
+    """What the shell offers after a line."""
+    env = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE_IFS": "\n"}
+    code = "import os, sys; os.dup2(1, 8); from hessiankit.cli import main; main([])"
+    return [word.strip() for word in python("-c", code, **env).stdout.split("\n") if word.strip()]
+
+
+def test_completion() -> None:
+    pytest.importorskip("argcomplete")
+    assert completions("hessiankit he") == ["hessian"]
+    assert "--placement" in completions("hessiankit derive --pl")
+    assert {"text", "latex"} <= set(completions("hessiankit derive --format "))
+
+
+def test_hessian_is_the_library_s(here: Path) -> None:
+    given = "hessian --model my_models:make --shape 10 6 --seed 3 --out H.npy --plot H.svg --json H.json --params 0.weight 2.bias"
+    assert main(given.split()) == 0
+    sys.path.insert(0, str(here))
+    try:
+        import my_models  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(here))
+    torch.manual_seed(3)
+    model = my_models.make().double()
+    generator = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(10, n, generator=generator, dtype=torch.float64) for n in (6, 2))
+    chosen = [model[0].weight, model[2].bias]
+    gradient = torch.cat([g.reshape(-1) for g in torch.autograd.grad(((model(x) - y) ** 2).mean(), chosen, create_graph=True)])
+    rows = [torch.autograd.grad(g, chosen, retain_graph=True, materialize_grads=True) for g in gradient]
+    reference = torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows]).numpy()
+    found = np.load("H.npy")
+    assert np.abs(found - reference).max() <= 1e-10 * np.abs(reference).max()
+    told = json.loads(Path("H.json").read_text())["hessian"]
+    assert told["parameters"] == len(reference) == 20
+    (corner,) = (b for b in told["blocks"] if b["row"] == b["column"] == "2.bias")
+    assert corner["frobenius_norm"] == pytest.approx(np.linalg.norm(reference[18:, 18:]), rel=1e-10)
+    assert Path("H.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_hessian_of_a_text(here: Path, capsys) -> None:
+    given = ["hessian", "--model", "my_models:language", "--text", "notes.txt", "--params", "*.W_Q", "--tokens", "8", "--json"]
+    assert main(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["data"].startswith("2 sequences of 8 bytes")
+    assert found["loss"] == "cross_entropy"
+    assert found["hessian"]["parameters"] == 16
+    assert not found["hessian"]["fallbacks"]
+
+
+def test_hessian_of_a_hugging_face_configuration(here: Path, capsys) -> None:
+    optional("transformers")
+    config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 16}
+    (here / "config.json").write_text(json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0}))
+    given = ["hessian", "--model", "config.json", "--text", "notes.txt", "--params", "*.c_attn.bias", "--json", "-"]
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)["hessian"]["parameters"] == 12
+
+
+def test_a_forecast_that_does_not_fit_is_exit_code_one(here: Path, monkeypatch) -> None:
+    given = ["hessian", "--model", "my_models:make", "--shape", "10", "6", "--dry-run"]
+    assert main(given) == exit_codes.OK
+    monkeypatch.setattr("hessiankit.disk.forecast.available_memory", lambda _: 0)
+    assert main(given) == exit_codes.FAILED
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--model my_models:make --heads 2 --shape 10 6", "--heads describes a block"),
+        ("--shape 3 4", "--shape is of a model; add --model"),
+        ("--model my_models:make --shape 10 5", "does not take inputs of shape [10, 5]"),
+        ("--model my_models:make --shape 10 6 --tokens 3", "--tokens does not go with --shape"),
+        ("--model my_models:language --text notes.txt --loss mse", "the next token is a label"),
+        ("--model my_models:silent --shape 2 3", "no parameter"),
+        ("--plot H.gif", "cannot draw H.gif"),
+        ("--plot H.png --dry-run", "--plot needs the matrix"),
+        ("--params W_Z", "W_Z"),
+        ("--placement hybrid", "hybridnorm"),
+        ("--out no/such/H.npy", "no/such"),
+        ("--overwrite", "overwrite=True is for out"),
+        ("--device nowhere", "nowhere"),
+        ("--model tiny", "197,504 parameters make a"),
+    ],
+)
+def test_hessian_refuses(given: str, message: str, here: Path, capsys) -> None:
+    assert main(["hessian", *given.split()]) == exit_codes.USAGE
+    seen = capsys.readouterr().err
+    assert message in seen
+    assert seen.count("\n") == 1
+
+
+def test_figures_are_not_in_the_wheel(here: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(hessiankit, "__file__", str(here / "site-packages" / "hessiankit" / "__init__.py"))
+    assert main(["figures", "--list"]) == exit_codes.USAGE
+    assert "figures: the scripts are not here" in capsys.readouterr().err

@@ -1,0 +1,220 @@
+"""What figures share: files, kept answers, training runs, and the command that draws them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from figures import __main__ as command
+from figures import _kit, _runs, _sitting
+from figures._kit import cached, page, save, style, write_json, write_rows
+from figures._runs import ByteSpec, byte_run
+from hessiankit.errors import InputError
+from hessiankit.tuning.experiment import RunSpec, Setting, run
+
+SMALL = ByteSpec(
+    "small", layers=1, d_model=8, heads=2, length=8, batch_size=2, steps=12, every=5, windows=4, evaluations=3, lr=0.01, kept=(5,)
+)  # fmt: skip
+
+
+def test_rows_need_the_same_keys_and_somewhere_to_go(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="rows with different keys"):
+        write_rows(tmp_path / "t.csv", [{"a": 1}, {"b": 1}])
+    with pytest.raises(InputError, match="no rows"):
+        write_rows(tmp_path / "t.csv", [])
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"cannot write .*; pass another folder"):
+        write_rows(tmp_path / "file" / "t.csv", [{"a": 1}])
+
+
+def test_json_has_no_infinite_number(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "deep" / "t.json", {"loss": math.inf, "spec": SMALL})
+    found = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert found["loss"] is None
+    assert found["spec"]["kept"] == [5]
+    assert [p.name for p in path.parent.iterdir()] == ["t.json"]
+
+
+def test_an_answer_is_kept_until_its_key_or_the_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, Any]:
+        made.append(len(made))
+        return {"made": len(made), "pair": (1, 2)}
+
+    first = cached(tmp_path, "x", SMALL, make)
+    assert first == cached(tmp_path, "x", SMALL, make) == {"made": 1, "pair": [1, 2]}
+    assert cached(tmp_path, "x", replace(SMALL, seed=1), make)["made"] == 2
+    (kept,) = (p for p in tmp_path.glob("cache/x-*.json") if json.loads(p.read_text())["answer"]["made"] == 1)
+    kept.write_text(kept.read_text()[:-9])  # cut off
+    assert cached(tmp_path, "x", SMALL, make)["made"] == 3
+    monkeypatch.setattr(_kit, "version", lambda *names: "other code")
+    assert cached(tmp_path, "x", SMALL, make)["made"] == 4
+
+
+def test_pictures_have_the_same_bytes_each_time(tmp_path: Path) -> None:
+    def drawn(name: str) -> bytes:
+        with style():
+            figure = page(2.0, 1.0)
+            figure.add_subplot().plot([0, 1], [0, 1])
+            return save(figure, tmp_path / name).read_bytes()
+
+    for suffix in (".png", ".svg", ".pdf"):
+        assert drawn(f"a{suffix}") == drawn(f"b{suffix}")
+    with pytest.raises(InputError, match=r"ends in \.png, \.svg, \.pdf"):
+        drawn("a.gif")
+
+
+def test_a_run_is_that_of_tune_lr(tmp_path: Path) -> None:
+    setting = Setting(steps=12, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=3, windows=4)
+    found, reference = byte_run(SMALL, tmp_path), run(RunSpec(setting, 0.01))
+    assert found.steps == reference.steps == (0, 4, 8, 12)
+    assert found.losses == reference.losses
+    assert len(found.train_losses) == 12
+
+
+def stopping_at(step: int) -> Callable[[str, int, int], None]:
+    def tell(what: str, done: int, total: int) -> None:
+        if done == step:
+            raise KeyboardInterrupt
+
+    return tell
+
+
+def measured(one: _runs.ByteRun) -> list[dict[str, Any]]:
+    assert one.log is not None
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in one.log.records]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_runs, "SAVE_EVERY", 4)
+    whole = byte_run(SMALL, tmp_path / "whole")
+    for step in (2, 7, 11):  # before the first state is kept; in between; with a measurement that has to be taken back
+        with pytest.raises(KeyboardInterrupt):
+            byte_run(SMALL, tmp_path / "cut", tell=stopping_at(step))
+    steps: list[int] = []
+    cut = byte_run(SMALL, tmp_path / "cut", tell=lambda what, done, total: steps.append(done))
+    assert steps == [8, 9, 10, 11]
+    assert (cut.losses, cut.train_losses, measured(cut)) == (whole.losses, whole.train_losses, measured(whole))
+    assert [record["step"] for record in measured(cut)] == [0, 1, 2, 5, 10, 12]
+    for step in (5, 12):
+        ours, theirs = cut.model(step).state_dict(), whole.model(step).state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert byte_run(SMALL, tmp_path / "cut", tell=lambda *_: pytest.fail("trained again")).losses == whole.losses
+
+
+def test_a_full_disk_is_said_and_loses_no_more_than_the_steps_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_runs, "SAVE_EVERY", 4)
+    replaced = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if target.name == "model_12.pt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replaced(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_runs.os, "replace", full)
+        with pytest.raises(InputError, match=r"cannot write .*model_12\.pt: No space left on device; pass another folder"):
+            byte_run(SMALL, tmp_path)
+    steps: list[int] = []
+    found = byte_run(SMALL, tmp_path, tell=lambda what, done, total: steps.append(done))
+    assert steps == [8, 9, 10, 11]
+    assert found.losses == byte_run(SMALL, tmp_path / "whole").losses
+
+
+def test_a_state_that_cannot_be_read_starts_the_run_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_runs, "SAVE_EVERY", 4)
+    with pytest.raises(KeyboardInterrupt):
+        byte_run(SMALL, tmp_path, tell=stopping_at(6))
+    (state,) = tmp_path.glob("cache/*/unfinished.pt")
+    state.write_bytes(state.read_bytes()[:100])
+    assert measured(byte_run(SMALL, tmp_path)) == measured(byte_run(SMALL, tmp_path / "whole"))
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+    found = byte_run(replace(SMALL, lr=1e30, every=0, kept=()), tmp_path)
+    assert found.diverged
+    assert found.losses[-1] == math.inf
+    assert len(found.losses) == 4
+    assert not byte_run(replace(SMALL, every=0), tmp_path).diverged
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Path], list[Path]]]:
+    """Three figures that write an empty file each, to be replaced by the test."""
+
+    def writing(name: str) -> Callable[[Path], list[Path]]:
+        def draw(out: Path) -> list[Path]:
+            (out / f"{name}.png").touch()
+            return [out / f"{name}.png"]
+
+        return draw
+
+    draws = {name: writing(name) for name in ("one", "three", "two")}
+    monkeypatch.setattr(command, "names", lambda: sorted(draws))
+    monkeypatch.setattr(command, "summary", lambda name: f"Shows {name}.")
+    monkeypatch.setattr(command, "script", lambda name: lambda out, quick, suffix: draws[name](out))
+    monkeypatch.setattr(_sitting, "version", lambda *names: "code")
+    return draws
+
+
+def raising(error: BaseException) -> Callable[[Path], list[Path]]:
+    def draw(out: Path) -> list[Path]:
+        raise error
+
+    return draw
+
+
+def test_one_that_fails_is_named_and_the_others_are_drawn(
+    three: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mended = three["three"]
+    three["three"] = raising(InputError("a text: not there"))
+    assert command.main(["--all", "--out", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "drawn: 2 of 3" in out
+    assert err.endswith("failed: three: a text: not there\n")
+    assert "Traceback" not in err
+    assert {p.name for p in tmp_path.glob("*.png")} == {"one.png", "two.png"}
+    three["three"], three["one"] = mended, raising(AssertionError("drawn again"))
+    assert command.main(["--all", "--out", str(tmp_path)]) == 0
+    assert "one: drawn before the interruption" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.png", "three.png", "two.png"]
+    assert command.main(["--all", "--out", str(tmp_path)]) == 1  # all were drawn: this is a new sitting, in which one fails
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.endswith("failed: one: AssertionError: drawn again\n")
+
+
+def test_the_same_command_goes_on_after_ctrl_c(three: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mended, asked = three["three"], ["--all", "--out", str(tmp_path)]
+    three["three"] = raising(KeyboardInterrupt())
+    assert command.main(asked) == 130
+    assert "goes on with three, two" in capsys.readouterr().err
+    three["three"] = mended
+    (tmp_path / "one.png").unlink()  # a file that is gone is drawn again
+    assert command.main(asked) == 0
+    assert "drawn before" not in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.png", "three.png", "two.png"]
+    three["three"] = raising(KeyboardInterrupt())
+    assert command.main(asked) == 130
+    three["three"], three["one"] = mended, raising(AssertionError("drawn again"))
+    assert command.main([*asked, "--quick"]) == 1  # another command: nothing of the first one counts
+
+
+def test_a_folder_that_cannot_be_written_is_said_at_once(
+    three: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["one", "--out", str(tmp_path / "file")])
+    assert "cannot write to" in capsys.readouterr().err

@@ -1,0 +1,121 @@
+"""The figures of our own: analytic minus empirical, the route table, speed against peers."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from figures import analytic_minus_empirical, route_table, speed_against_peers
+from figures._digits import ImageSpec
+from hessiankit.errors import InputError
+from hessiankit.verify.route_table import load
+
+NANO = ImageSpec(patch=4, d_model=4, d_ff=6)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_analytic_minus_empirical(tmp_path, monkeypatch):
+    monkeypatch.setattr(analytic_minus_empirical, "SMALL", NANO)
+    paths = analytic_minus_empirical.draw(tmp_path, quick=True)
+    assert [path.name for path in paths] == [f"analytic_minus_empirical{end}" for end in (".png", ".csv", ".json")]
+    rows = read(paths[1])
+    assert len(rows) == 16 * 16
+    assert max(float(row["reverse over reverse"]) for row in rows) < 1e-10
+    wrong = {(row["row"], row["column"]) for row in rows if float(row["jacfwd(jacrev)"]) > 1e-3}
+    assert ("blocks.0.norm_1.weight", "blocks.0.attention.W_V") in wrong or (
+        "blocks.0.attention.W_V",
+        "blocks.0.norm_1.weight",
+    ) in wrong
+    assert ("head.b_C", "head.b_C") not in wrong
+    summary = json.loads(paths[2].read_text())
+    decided = summary["against_central_differences"]
+    assert decided["closed forms"] < 1e-8
+    assert decided["jacfwd(jacrev)"] > 1e-3
+    assert summary["parameters"] == sum(p.numel() for p in NANO.model().parameters())
+
+
+def test_the_empirical_routes_on_a_module_without_norms():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double()
+    x, t = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.tensor([0, 1, 2, 1, 0])
+    H = analytic_minus_empirical.reverse_over_reverse(module, x, t)
+    warned = analytic_minus_empirical.forward_over_reverse(module, x, t)
+    torch.testing.assert_close(warned, H, rtol=0, atol=1e-12)  # there torch.func.hessian is right
+    columns = [0, 7, 30]
+    differences = analytic_minus_empirical.central_differences(module, x, t, columns)
+    torch.testing.assert_close(differences, H[:, columns], rtol=0, atol=1e-9)
+
+
+def test_route_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(route_table, "QUICK", ("layer_norm", "tanh"))
+    paths = route_table.draw(tmp_path, quick=True)
+    stem = "route_table"
+    assert [path.name for path in paths] == [f"{stem}{end}" for end in (".png", "_errors.png", ".csv", "_errors.csv", ".json")]
+    rows = read(paths[2])
+    shipped = load()["operations"]
+    assert len(rows) == len(shipped)
+    for row in rows:
+        for name in route_table.ROUTES_OF:
+            assert row[name] == shipped[row["operation"]].get(name, "right").split()[0]
+    gain = next(row for row in rows if row["operation"] == "aten.layer_norm.default(input*, weight*)")
+    assert (gain["torch.func.hessian"], gain["reverse-over-reverse"]) == ("wrong", "right")
+    cells = {(row["operation"], row["route"]): row["status"] for row in read(paths[3])}
+    assert cells["tanh", "torch.func.hessian"] == cells["layer_norm", "grad twice"] == "right"
+
+
+PAGE = """# Speed
+
+2026-01-02; processor X, cores 2.
+
+<!-- benchmark dense -->
+| problem | P | B | dtype | threads | closed form (s) | best right | its time (s) | ratio |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|
+| small | 7 | 1 | float64 | 1 | 0.1 (0.1 to 0.1) | a | 0.2 | 2 |
+
+Against each route:
+
+| problem | P | B | dtype | threads | method | chunk | time (s) | ratio | error |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|
+| small | 7 | 1 | float64 | 1 | closed form |  | 0.1 (0.1 to 0.1) |  | 1e-16 |
+| small | 7 | 1 | float32 | 2 | jax.hessian | 4 | ~0.2 (0.1 to 0.3) from 3 of 7 columns | ~2.5 (2 to 3) | 1e-7 |
+| small | 7 | 1 | float64 | 1 | torch.func.hessian |  |  | skipped: too large |  |
+<!-- /benchmark dense -->
+"""
+
+
+def test_rows_of_the_benchmark_page():
+    ours, jax, skipped = speed_against_peers.rows_of(PAGE)
+    assert (ours["ratio"], ours["note"]) == (None, "")
+    assert jax == {
+        "benchmark": "dense", "problem": "small, B = 1, float32, 2", "method": "jax.hessian", "ratio": 2.5, "lower": 2.0, "upper": 3.0,
+        "extrapolated": True, "note": "",
+    }  # fmt: skip
+    assert (skipped["ratio"], skipped["note"]) == (None, "skipped: too large")
+    assert speed_against_peers.machine(PAGE) == "2026-01-02; processor X, cores 2."
+    with pytest.raises(InputError, match=r"speed_against_peers: benchmarks\.md has no tables of dense, hvp, memory"):
+        speed_against_peers.rows_of("# nothing")
+
+
+def test_speed_against_peers_draws_every_ratio_of_the_page(tmp_path):
+    paths = speed_against_peers.draw(tmp_path, quick=True)
+    rows = read(paths[1])
+    page = speed_against_peers.PAGE.read_text(encoding="utf-8")
+    inside = page.partition("<!-- benchmark dense -->")[2].partition("<!-- /benchmark dense -->")[0]
+    against = inside.rpartition("| method |")[2].splitlines()[2:]
+    lines = [line for line in against if line.startswith("|") and "closed form" not in line]
+    drawn = [row for row in rows if row["benchmark"] == "dense" and row["method"] != "closed form"]
+    assert len(drawn) == len(lines)
+    for row, line in zip(drawn, lines, strict=True):
+        assert f"| {row['method']} |" in line
+        assert (
+            (float(row["ratio"]) == pytest.approx(float(line.split("|")[-3].strip(" ~").split()[0])))
+            if row["ratio"]
+            else row["note"]
+        )
