@@ -95,8 +95,8 @@ def allowed(annotation: str) -> dict[str, str] | None:
 
     >>> allowed("str | os.PathLike[str] | None")
     {'str': '', 'Path': '', 'None': ''}
-    >>> allowed("Iterable[Part]"), allowed("Any")
-    ({'Iterable': 'Part'}, None)
+    >>> allowed("Iterable[Part]"), allowed("Iterable[str | nn.Module]"), allowed("Any")
+    ({'Iterable': 'Part'}, {'Iterable': ''}, None)
     """
     found = {}
     for part in re.split(r"\s*\|\s*(?![^\[]*\])", annotation):
@@ -105,7 +105,7 @@ def allowed(annotation: str) -> dict[str, str] | None:
         name = SAME.get(name, name)
         if name not in KINDS and name not in CLASSES:
             return None
-        held = inner.rstrip("]").removesuffix(", ...").rpartition(".")[2]
+        held = "" if "|" in inner else inner.rstrip("]").removesuffix(", ...").rpartition(".")[2]
         found[name] = held if name == "Iterable" and (held in KINDS or held in CLASSES) else ""
     return found
 

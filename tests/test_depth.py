@@ -96,8 +96,9 @@ def test_the_model_is_left_as_it_was_when_a_block_fails():
         raise ZeroDivisionError
 
     handle = model.blocks[1].feedforward.register_forward_hook(fail)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(InputError, match=r"the model does not accept .*: ZeroDivisionError") as caught:
         depth_diagnostics(model, IDS, LABELS)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
     handle.remove()
     assert_same_state(before, model)
 

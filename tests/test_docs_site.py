@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -53,7 +54,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
         pytest.importorskip(module, reason="the site needs the extra 'docs'")
     site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     return {path.relative_to(site).as_posix(): Page(path) for path in site.rglob("*.html")}

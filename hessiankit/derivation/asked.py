@@ -53,6 +53,8 @@ def asked_names(block: TransformerBlock, wrt: str | Sequence[str]) -> tuple[str,
     Raises:
         InputError: If there are not one or two, or one is not known (with the nearest names).
     """
+    if not isinstance(wrt, (str, list, tuple)):
+        raise InputError(f"derive: wrt is a {type(wrt).__name__}; expected a name, or a list of one or two names")
     chosen = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     if not 1 <= len(chosen) <= 2 or not all(isinstance(name, str) for name in chosen):
         raise InputError(f"derive: wrt={wrt!r} is not one or two names; pass one for a Jacobian, two for a Hessian block")

@@ -71,6 +71,11 @@ class MonitorLog:
             (steps,), or (steps, ...) for an array.
         """
         found = self.entries(*keys)
+        inside = next((x for x in found if isinstance(x, dict)), None)
+        if inside is not None:
+            raise InputError(
+                f"MonitorLog: {' / '.join(map(str, keys)) or 'a measurement'} holds {', '.join(inside)}; name one of them"
+            )
         arrays = [None if x is None else np.asarray(x, dtype=float) for x in found]
         shapes = {a.shape for a in arrays if a is not None}
         if len(shapes) != 1:

@@ -41,7 +41,7 @@ def check_groups(optimizer: Optimizer) -> None:
     ...     group["lr"] = 6e-4
     >>> check_groups(optimizer)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    hessiankit.errors.InputError: blockwise_lr: the rates of AdamW's groups QK and VO are 0.0006 and 0.0006; expected ...
+    hessiankit.errors.InputError: check_groups: the rates of AdamW's groups QK and VO are 0.0006 and 0.0006; expected ...
     """
     groups = blockwise_groups(optimizer)
     check_names(optimizer, groups)

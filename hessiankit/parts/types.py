@@ -21,6 +21,7 @@ from hessiankit.parts.table import BlockTypes
 _UNKNOWN = "?"
 
 
+@checked("model_parts")
 def model_parts(
     model: nn.Module,
     *,

@@ -39,7 +39,7 @@ def _of_tensor(x: Tensor) -> dict[str, Any]:
         "no samples": x[:0], "no entries": x[..., :0], "one axis less": x[0], "one axis more": x[None], "cut": x[..., :-1],
         "one sample": x[:1], "float32": x.float(), "half": x.half(), "integers": x.long(), "booleans": x.bool(), "on meta": x.to("meta"),
         "complex": x.to(torch.complex128), "sparse": x.double().to_sparse(), "int32": x.int(), "array": x.numpy(), "as list": x.tolist(),
-        "transposed": x.transpose(0, -1), "uint8": x.abs().to(torch.uint8), "wants gradient": x.double().requires_grad_(),
+        "transposed": x.transpose(0, -1), "uint8": x.abs().to(torch.uint8), "wants gradient": x.double().clone().requires_grad_(),
     }  # fmt: skip
     if x.is_floating_point():
         return wrong | {"NaN": x * float("nan"), "one NaN": _spoiled(x, float("nan")), "one inf": _spoiled(x, float("inf"))}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import depth, optim, testing
+from hessiankit import depth, optim, parts, testing
 from hessiankit.monitoring import MonitorLog
 
 
@@ -83,6 +83,10 @@ def _written() -> Path:
     path = Path(tempfile.mkdtemp()) / "run.jsonl"
     hk.Monitor(**_monitored(path)).step(0)
     return path
+
+
+def _loss_of(self: MonitorLog) -> Any:
+    return self.series("loss")
 
 
 def _monitored(path: Path | None = None) -> dict[str, Any]:
@@ -203,6 +207,7 @@ CALLS = {
         lambda: {"model": language_model(), "inputs": None, "overrides": None, "biases": "layer", "final_norm": "Norm", "tied": "Emb"},
         ("block_types", "model_parts"),
     ),
+    "model_parts": Call(parts.model_parts, lambda: {"model": language_model(), "inputs": None}, ("model_parts",)),
     "named_slices": Call(hk.named_slices, lambda: {"module": language_model(), "heads": True}, ("named_slices",)),
     "claims": Call(hk.claims, lambda: {"paper": None, "verdict": None, "id": None}, ("claims",)),
     "sharpness": Call(
@@ -255,7 +260,7 @@ CALLS = {
         hk.plot_monitor, lambda: {"log": hk.read_monitor(_written()), "path": None, "title": None}, ("monitor", "plot_monitor"),
         {"path": ("text",)},
     ),
-    "MonitorLog.series": Call(MonitorLog.series, lambda: {"self": hk.read_monitor(_written())}, ("MonitorLog",), {"self": ("*",)}),
+    "MonitorLog.series": Call(_loss_of, lambda: {"self": hk.read_monitor(_written())}, ("MonitorLog",), {"self": ("*",)}),
     "Transformer": Call(hk.Transformer, _transformer, ("Transformer", *PARTS_OF_MODELS), {"n_layers": COUNTS}),
     "TransformerBlock": Call(hk.TransformerBlock, _one_block, PARTS_OF_MODELS),
     "VisionTransformer": Call(hk.VisionTransformer, _vision, ("VisionTransformer", *PARTS_OF_MODELS), {"n_blocks": COUNTS}),
