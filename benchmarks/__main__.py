@@ -113,6 +113,8 @@ def report(page: Path, results: Path) -> bool:
             print(f"benchmarks: wrote {page}", file=sys.stderr)
             return True
         print(f"benchmarks: --report finds no results in {results}; measure first, or pass --out FOLDER", file=sys.stderr)
+    except HessiankitError as error:
+        print(str(error), file=sys.stderr)
     except OSError as error:
         print(f"benchmarks: cannot write --report {page}: {error.strerror}; choose another path", file=sys.stderr)
     return False
@@ -159,6 +161,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcomes.append(measure(BENCHMARKS[name], plan, options.out, isolate=not options.in_process))
             if outcomes[-1].interrupted:
                 return INTERRUPTED
+    except HessiankitError as error:
+        print(str(error), file=sys.stderr)
+        return USAGE
+    except OSError as error:
+        reason = f"{error.strerror}; make room, or pass another --out: finished cells are kept"
+        print(f"benchmarks: cannot write into --out {options.out}: {reason}", file=sys.stderr)
+        return USAGE
     finally:
         torch.set_num_threads(threads)
         if before is not None:

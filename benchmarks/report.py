@@ -5,7 +5,8 @@ A page holds, for every benchmark that it shows, a pair of marks; what is betwee
     <!-- benchmark dense -->
     <!-- /benchmark dense -->
 
-Benchmarks that were measured and have no marks in the page come at its end.
+Benchmarks that were measured and have no marks in the page come at its end. A page with the marks of a ``summary`` gets the
+one small table of that name, and nothing that it has no marks for.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from typing import Any
 
 from benchmarks.plan import Benchmark
 from benchmarks.store import finished
+from benchmarks.summary import summary
 from benchmarks.tables import place
+from hessiankit.drawing.plot_frame import write_picture
+from hessiankit.files import write_text
 
 Record = dict[str, Any]
 HEAD = "# Speed and memory\n"
+SUMMARY = "summary"
 DETAILS = "\n## All methods\n"
 """What parts the short table of a benchmark from the long one."""
 
@@ -83,6 +88,11 @@ def section(benchmark: Benchmark, records: Sequence[Record], plot: str | None) -
     return "\n\n".join([*parts, benchmark.notes])
 
 
+def has_marks(page: str, name: str) -> bool:
+    """Tell whether a page has a place for a section."""
+    return f"<!-- benchmark {name} -->" in page
+
+
 def fill(page: str, sections: Mapping[str, str]) -> str:
     """Return a page with the sections between their marks; those without marks come at the end.
 
@@ -111,18 +121,21 @@ def write(path: Path, results: Path, benchmarks: Mapping[str, Benchmark], say: C
         say: Told what was found.
     """
     sections: dict[str, str] = {}
+    page = path.read_text(encoding="utf-8") if path.exists() else HEAD
+    brief = has_marks(page, SUMMARY)
     for name, benchmark in benchmarks.items():
         records = newest(finished(results / f"{name}.jsonl"))
-        if not records:
+        if records and brief and name == "dense":
+            sections[SUMMARY] = f"\n{summary(records)}\n"
+        if not records or (brief and not has_marks(page, name)):
             continue
         sources = {record["settings"].get("source") for record in records}
         say(f"{name}: {len(records)} cells" + (f", of {len(sources)} versions of the code" if len(sources) > 1 else ""))
         figure = benchmark.plot(records)
         plot = path.with_name(f"benchmarks_{name}.png")
         if figure is not None:
-            figure.savefig(plot, metadata={"Software": None})
+            write_picture("benchmarks", figure, plot)
         sections[name] = section(benchmark, records, None if figure is None else plot.name)
     if sections:
-        page = path.read_text(encoding="utf-8") if path.exists() else HEAD
-        path.write_text(fill(page, sections), encoding="utf-8")
+        write_text("benchmarks", path, fill(page, sections))
     return len(sections)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -17,7 +16,9 @@ from benchmarks.fresh import OverBudget, run_fresh
 from benchmarks.plan import Benchmark, Cell, Plan, Tell, source_digest
 from benchmarks.store import Store
 from benchmarks.tables import document
+from hessiankit.drawing.plot_frame import write_picture
 from hessiankit.environment import environment
+from hessiankit.files import write_json, write_text
 from hessiankit.progress import progress_bar
 
 
@@ -111,14 +112,14 @@ def _write(benchmark: Benchmark, plan: Plan, where: dict[str, Any], outcome: Out
         "environment": where,
         "records": outcome.records,
     }
-    (out / f"{benchmark.name}.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_json("benchmarks", out / f"{benchmark.name}.json", content)
     figure = benchmark.plot(outcome.records) if outcome.records and last else None
     plot = f"{benchmark.name}.png" if figure is not None else None
     if figure is not None:
-        figure.savefig(out / f"{benchmark.name}.png", metadata={"Software": None})
+        write_picture("benchmarks", figure, out / f"{benchmark.name}.png")
     body = benchmark.table(outcome.records) if outcome.records else "Nothing was measured."
     text = document(benchmark.name, benchmark.summary, body, benchmark.notes, outcome.records, plot)
-    (out / f"{benchmark.name}.md").write_text(text, encoding="utf-8")
+    write_text("benchmarks", out / f"{benchmark.name}.md", text)
     return text
 
 

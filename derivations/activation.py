@@ -7,6 +7,7 @@ Curvature Gap" (claim Lem1/3). The smooth ones are those of claim T-FFN-silu and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -44,14 +45,13 @@ def _leaky_relu(x: Array, slope: Scalar) -> Derivatives:
 
 
 def _tanh(x: Array, slope: Scalar) -> Derivatives:
-    t = _tanh_of(x)
-    first = 1 - t * t
+    t, first = _tanh_of(x), _steepness(x)
     return t, first, scale(-2, t * first)
 
 
 def _silu(x: Array, slope: Scalar) -> Derivatives:
-    s = torch.sigmoid(x) if isinstance(x, Tensor) else 1 / (1 + exp(-x))
-    return x * s, s + x * s * (1 - s), s * (1 - s) * (2 + x * (1 - 2 * s))
+    s, rest = (torch.sigmoid(x), torch.sigmoid(-x)) if isinstance(x, Tensor) else (s := 1 / (1 + exp(-x)), 1 - s)
+    return x * s, s + x * s * rest, s * rest * (2 + x * (rest - s))
 
 
 def _gelu(x: Array, slope: Scalar) -> Derivatives:
@@ -62,9 +62,11 @@ def _gelu(x: Array, slope: Scalar) -> Derivatives:
 
 def _gelu_tanh(x: Array, slope: Scalar) -> Derivatives:
     k, cubic = sympy.sqrt(2 / sympy.pi), Fraction(44715, 1_000_000)
-    t = _tanh_of(scale(k, x + scale(cubic, x * x * x)))
+    u = scale(k, x + scale(cubic, x * x * x))
+    t = _tanh_of(u)
     du, d2u = scale(k, 1 + scale(3 * cubic, x * x)), scale(k, scale(6 * cubic, x))  # of u, the argument of tanh
-    half, steep = scale(Fraction(1, 2), 1 + t), 1 - t * t
+    half = torch.sigmoid(2 * u) if isinstance(u, Tensor) else scale(Fraction(1, 2), 1 + t)
+    steep = _steepness(u)
     second = steep * (du + scale(Fraction(1, 2), x * (d2u - scale(2, t * du * du))))
     return x * half, half + scale(Fraction(1, 2), x * steep * du), second
 
@@ -231,10 +233,18 @@ def _tanh_of(x: Array) -> Array:
     return _symbolic(sympy.tanh, x) if is_exact(x) else torch.tanh(x)
 
 
+def _steepness(x: Array) -> Array:
+    """Return tanh' = 1 - tanh^2; for floats as 1 / cosh^2, which keeps its digits where tanh is saturated."""
+    if is_exact(x):
+        t = _tanh_of(x)
+        return 1 - t * t
+    return torch.cosh(x).reciprocal().square()
+
+
 def _normal_cdf(x: Array) -> Array:
     if is_exact(x):
         return _symbolic(lambda v: (1 + sympy.erf(v / sympy.sqrt(2))) / 2, x)
-    return torch.special.ndtr(x)
+    return torch.erfc(x * -math.sqrt(0.5)) / 2  # torch.special.ndtr has an absolute error, and no digits in the tail
 
 
 def _symbolic(f: Callable[[Any], Any], x: Array) -> Array:

@@ -147,10 +147,21 @@ class GaussNewton:
 
     ``outer`` is the first part (generalised Gauss-Newton), ``functional`` the second; all are n_i x n_j.
     L' is the row d loss / d vec_r(f)^T: the formula holds in this reading (claim Eq3).
+
+    >>> import torch
+    >>> from derivations.loss import MeanSquaredErrorAt
+    >>> X = Variable("X", torch.ones(1, 2))
+    >>> block = gauss_newton(MeanSquaredErrorAt(X.value, torch.zeros(1, 2)), X, "X", "X")
+    >>> block, block.total.dense().tolist()
+    (GaussNewton(2x2: outer Identity, functional Zero), [[1.0, 0.0], [0.0, 1.0]])
     """
 
     outer: Matrix
     functional: Matrix
+
+    def __repr__(self) -> str:
+        rows, columns = self.outer.shape
+        return f"GaussNewton({rows}x{columns}: outer {type(self.outer).__name__}, functional {type(self.functional).__name__})"
 
     @property
     def total(self) -> Matrix:

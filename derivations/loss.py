@@ -29,7 +29,7 @@ from derivations.matrix import Dense, Identity, Matrix
 from derivations.operation import Shape, expect_names, shape_of, size
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 from derivations.row_blocks import RowCovariance
-from derivations.softmax import softmax
+from derivations.softmax import from_peak, peaks, softmax
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +156,13 @@ class CrossEntropyAt:
         expect_names(self, "jacobian", name)
         rows, classes = shape_of(self.logits)
         one_hot = np.array([[int(label == c) for c in range(classes)] for label in self._labels], dtype=object)
-        Y = one_hot if is_exact(self.P) else torch.tensor(one_hot.tolist(), dtype=self.P.dtype, device=self.P.device)
-        return Fraction(1, rows) * Dense((self.P - Y).reshape(1, -1), r"\operatorname{vec}_r(P-Y)^\top")
+        if is_exact(self.P):
+            slope = self.P - one_hot
+        else:  # p - 1 is minus the sum of the other p, which keeps its digits where p is almost 1
+            Y = torch.tensor(one_hot.tolist(), dtype=self.P.dtype, device=self.P.device)
+            others = self.P * (1 - Y)
+            slope = others - Y * others.sum(1, keepdim=True)
+        return Fraction(1, rows) * Dense(slope.reshape(1, -1), r"\operatorname{vec}_r(P-Y)^\top")
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
         """Return blockdiag(diag(p_i) - p_i p_i^T) / L, LC x LC (claim T-CE).
@@ -273,11 +278,14 @@ class CrossEntropy(Primitive):
         return axes < inputs[0].ndim
 
     def _slope(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the gradient (P - Y) / normalizer in the kept rows, of shape (rows, C)."""
+        """Return the gradient (P - Y) / normalizer in the kept rows, of shape (rows, C).
+
+        At the label it is minus the sum of the other p: p - 1 would lose the digits of a confident row.
+        """
         logits, labels, kept, normalizer = self._rows(inputs)
-        slope = torch.softmax(logits, -1) - self.label_smoothing / logits.shape[-1]
-        hit = torch.full_like(slope[:, :1], self.label_smoothing - 1)
-        return (slope.scatter_add(1, labels.unsqueeze(1), hit) / normalizer).where(kept.unsqueeze(1), 0)
+        p, at, even = torch.softmax(logits, -1), labels.unsqueeze(1), self.label_smoothing / logits.shape[-1]
+        hit = self.label_smoothing - even - p.scatter(1, at, 0).sum(1, keepdim=True)
+        return ((p - even).scatter(1, at, hit) / normalizer).where(kept.unsqueeze(1), 0)
 
     def _rows(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Return logits (rows, C), labels and their mask of kept rows (rows,), and the number to divide by."""
@@ -302,7 +310,7 @@ class CrossEntropy(Primitive):
 
 
 class LinearisedCrossEntropy(Linearised):
-    """The probabilities p of the rows that count, zero in the others."""
+    """The probabilities p of the rows that count, zero in the others, and where each row has its peak."""
 
     primitive: CrossEntropy
 
@@ -313,6 +321,10 @@ class LinearisedCrossEntropy(Linearised):
         p = torch.softmax(logits, -1).where(kept.unsqueeze(1), 0)
         return p, p * (self.adjoint / normalizer)
 
+    @cached_property
+    def _peak(self) -> Tensor:
+        return peaks(self._weights[0], -1)
+
     @torch.no_grad()
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return bar times the gradient, plus adjoint p o (t - p.t) / normalizer."""
@@ -320,7 +332,7 @@ class LinearisedCrossEntropy(Linearised):
         if tangents is None:
             return first, None
         p, scaled = self._weights
-        t = self.primitive._tangent(tangents).reshape(-1, *p.shape)
+        t = from_peak(self.primitive._tangent(tangents).reshape(-1, *p.shape), self._peak, -1)
         out = t.new_empty(t.shape)
         for some, into in stacks(t, out):
             mean = torch.mul(some, p, out=into).sum(-1, keepdim=True)

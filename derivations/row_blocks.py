@@ -96,8 +96,10 @@ class RowCovariance(Matrix):
         L, S = shape_of(self.rows)
         columns = int(y.shape[1])
         rows, y = common(self.rows, y)
-        a = rows.reshape(L, S, 1)
-        weighted = a * y.reshape(L, S, columns)
+        a, y = rows.reshape(L, S, 1), y.reshape(L, S, columns)
+        if isinstance(y, torch.Tensor):  # a constant drops out; from the largest weight, nearly one-hot rows keep their digits
+            y = y - torch.take_along_dim(y, a.argmax(1, keepdim=True), 1)
+        weighted = a * y
         return (weighted - a * weighted.sum(1).reshape(L, 1, columns)).reshape(L * S, columns)
 
     def transpose(self) -> Matrix:

@@ -88,8 +88,8 @@ def _erfinv(x: Tensor) -> Derivatives:
 
 
 def _mish(x: Tensor) -> Derivatives:
-    t, s = torch.tanh(torch.nn.functional.softplus(x)), torch.sigmoid(x)
-    steep = (1 - t) * (1 + t)  # of tanh, in softplus
+    soft, s = torch.nn.functional.softplus(x), torch.sigmoid(x)
+    t, steep = torch.tanh(soft), torch.cosh(soft).reciprocal().square()  # of tanh, in softplus
     slope = steep * s
     return x * t, t + x * slope, slope * (2 + x * (1 - s - 2 * t * s))
 

@@ -180,47 +180,52 @@ class LinearisedSoftmax(Linearised):
         t, out = None if tangents is None else tangents[0], None if bar is None else self._covariance(bar)
         if t is None:
             return (out,)
-        t = from_peak(t, self.peak, self.axis)
-        a, q, bent = self.a, self.q, t.new_empty(t.shape)
-        for some, into, more in stacks(t, bent, out):
-            along_a = torch.mul(some, a, out=into).sum(self.axis, keepdim=True)
-            along_q = torch.mul(some, q, out=into).sum(self.axis, keepdim=True)
+        a, q, bent, scratch = self.a, self.q, t.new_empty(t.shape), None
+        for some, top, into, more in stacks(t, at_peak(t, self.peak, self.axis), bent, out):
+            scratch = some - top if scratch is None or scratch.shape != some.shape else torch.sub(some, top, out=scratch)
+            along_a = torch.mul(scratch, a, out=into).sum(self.axis, keepdim=True)
+            along_q = torch.mul(scratch, q, out=into).sum(self.axis, keepdim=True)
             into.addcmul_(q, along_a, value=-1).addcmul_(a, along_q, value=-1)
             if more is not None:
                 into.add_(more)
         return (bent,)
 
     def _covariance(self, t: Tensor) -> Tensor:
-        t = from_peak(t, self.peak, self.axis)
         a, out = self.a, torch.empty_like(t, memory_format=torch.contiguous_format)
-        for some, into in stacks(t, out):
-            torch.mul(some, a, out=into)
+        for some, top, into in stacks(t, at_peak(t, self.peak, self.axis), out):
+            torch.sub(some, top, out=into).mul_(a)
             into.addcmul_(a, into.sum(self.axis, keepdim=True), value=-1)
         return out
 
 
 SATURATED = 0.9999
-"""A weight beyond which a row's tangents are measured from it."""
+"""A weight beyond which 1 less it, and what is made of that, is taken from the other weights."""
 
 
-def peaks(a: Tensor, axis: int) -> Tensor | None:
-    """Return where each row of weights has its largest, or None if no row is close to one-hot.
+def peaks(a: Tensor, axis: int) -> Tensor:
+    """Return where each row of weights has its largest, with the axis kept.
 
-    t - A.t at a weight of almost 1 is a small difference of large numbers. A covariance does not change when a constant is
-    taken from t; with the constant that t has at the peak, every entry keeps its digits.
+    t - A.t is a small difference of large numbers at a weight of almost 1, and wherever t is nearly constant along its row. A
+    covariance does not change when a constant is taken from t; with the constant that t has at the peak, which floats subtract
+    without an error where it matters, every entry keeps its digits.
     """
-    if a.is_meta or not a.numel():
-        return None
-    largest, at = a.max(axis, keepdim=True)
-    close = (largest > SATURATED) & ((a != 0).sum(axis, keepdim=True) > 1)  # a row that is one-hot, as behind a mask, is exact
-    return at if bool(close.any()) else None
+    return a.argmax(axis, keepdim=True) if a.shape[axis] else a.new_zeros(a.shape, dtype=torch.long)
 
 
-def from_peak(t: Tensor, peak: Tensor | None, axis: int) -> Tensor:
-    """Return tangents less what they have at the peak of their row; as they are where there is no peak."""
-    if peak is None:
-        return t
-    return t - torch.take_along_dim(t, peak.reshape((1,) * (t.ndim - peak.ndim) + peak.shape), axis)
+def nearly_one_hot(a: Tensor, axis: int) -> bool:
+    """Tell whether a row of weights is close to one-hot and not one-hot, as it is behind a mask."""
+    close = (a.amax(axis) > SATURATED) & ((a != 0).sum(axis) > 1) if a.numel() else a
+    return bool(close.any())
+
+
+def at_peak(t: Tensor, peak: Tensor, axis: int) -> Tensor:
+    """Return what tangents have at the peak of their row."""
+    return torch.take_along_dim(t, peak.reshape((1,) * (t.ndim - peak.ndim) + peak.shape), axis)
+
+
+def from_peak(t: Tensor, peak: Tensor, axis: int) -> Tensor:
+    """Return tangents less what they have at the peak of their row."""
+    return t - at_peak(t, peak, axis)
 
 
 @dataclass(frozen=True)
@@ -228,7 +233,8 @@ class LogSoftmax(Primitive):
     """N = T - log sum exp T along one axis as a primitive; inputs (T,).
 
     With A = softmax(T): D N [t] = t - A.t, its transpose is w - A (1.w), and the contracted second derivative is
-    -(1.w) A o (t - A.t), for an adjoint w.
+    -(1.w) A o (t - A.t), for an adjoint w. t is measured from the peak p of its row (:func:`peaks`); where a row is saturated,
+    the transpose is written w_p (1 - A_p) - A_p (1.w - w_p) at p, with 1 - A_p as the sum of the other weights.
 
     >>> LogSoftmax(-1).jvp((torch.zeros(2),), (torch.tensor([[1.0, 0.0]]),)).tolist()
     [[0.5, -0.5]]
@@ -245,7 +251,13 @@ class LogSoftmax(Primitive):
         return self._centred(inputs[0], tangents[0])
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        return (adjoint - torch.softmax(inputs[0], self.dim) * adjoint.sum(self._axis(inputs[0]), keepdim=True),)
+        a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])
+        out = adjoint - a * adjoint.sum(axis, keepdim=True)
+        if not nearly_one_hot(a, axis):
+            return (out,)
+        top = torch.zeros_like(a, dtype=torch.bool).scatter(axis, peaks(a, axis), True)
+        others, rest = adjoint.masked_fill(top, 0).sum(axis, keepdim=True), a.masked_fill(top, 0).sum(axis, keepdim=True)
+        return (torch.where(top, adjoint * rest - a * others, out),)
 
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         if tangents[0] is None:
@@ -260,4 +272,6 @@ class LogSoftmax(Primitive):
         return self.dim if self.dim < 0 else self.dim - T.ndim
 
     def _centred(self, T: Tensor, t: Tensor) -> Tensor:
-        return t - (torch.softmax(T, self.dim) * t).sum(self._axis(T), keepdim=True)
+        a, axis = torch.softmax(T, self.dim), self._axis(T)
+        t = from_peak(t, peaks(a, axis), axis)
+        return t - (a * t).sum(axis, keepdim=True)

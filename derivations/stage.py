@@ -13,8 +13,8 @@ from functools import cached_property
 
 from derivations.arrays import Array
 from derivations.composition import Composite
-from derivations.matrix import Matrix, Zero, letters
-from derivations.operation import Operation, Renamed, Shape, Total, Variable, expect_names
+from derivations.matrix import Matrix, Zero
+from derivations.operation import Lettered, Operation, Renamed, Shape, Total, Variable, expect_names
 from derivations.stage_names import Names, Term, named, names_after
 
 __all__ = ["Names", "Stage", "Term", "leaf", "named", "names_after", "total"]
@@ -109,7 +109,7 @@ class Stage:
             return self
         if cut.symbol not in self._seen:
             inner = {name: stage.seen_from(cut) for name, stage in self.reads.items()}
-            self._seen[cut.symbol] = _Accumulated(self, Composite(self._lettered, inner), cut)
+            self._seen[cut.symbol] = _Accumulated(self, Composite(self._named, inner), cut)
         return self._seen[cut.symbol]
 
     def depends_on(self, other: Stage) -> bool:
@@ -166,12 +166,12 @@ class Stage:
         return self.names or names_after(self.symbol)
 
     @cached_property
-    def _lettered(self) -> _Lettered:
-        return _Lettered(self)
+    def _named(self) -> _Named:
+        return _Named(self)
 
     @cached_property
     def _whole(self) -> Composite:
-        return Composite(self._lettered, self.reads)
+        return Composite(self._named, self.reads)
 
     @cached_property
     def _made(self) -> dict[str, Matrix]:
@@ -183,10 +183,14 @@ class Stage:
 
 
 @dataclass(frozen=True, eq=False)
-class _Lettered:
-    """A stage's operation with its derivatives in the stage's letters; those in other stages have names."""
+class _Named:
+    """A stage's operation in the stage's letters; its derivatives in other stages have names."""
 
     stage: Stage
+
+    @cached_property
+    def _operation(self) -> Lettered:
+        return Lettered(self.stage.operation, self.stage.alphabet)
 
     @property
     def value(self) -> Array:
@@ -203,8 +207,7 @@ class _Lettered:
     def jacobian(self, name: str) -> Matrix:
         if name not in self._made:
             stage = self.stage
-            with letters(stage.alphabet):
-                found = stage.operation.jacobian(name)
+            found = self._operation.jacobian(name)
             if name in stage.reads:
                 symbol = stage.reads[name].symbol
                 reason = f"first derivative of ${stage.spoken}$ in ${symbol}$: {_closed_form(stage)}"
@@ -216,8 +219,7 @@ class _Lettered:
         key = name_i + "," + name_j
         if key not in self._made:
             stage = self.stage
-            with letters(stage.alphabet):
-                found = stage.operation.hessian(name_i, name_j)
+            found = self._operation.hessian(name_i, name_j)
             if name_i in stage.reads or name_j in stage.reads:
                 i, j = (stage.reads[n].symbol if n in stage.reads else stage.index(n) for n in (name_i, name_j))
                 reason = f"second derivative of ${stage.spoken}$ in ${i}$ and ${j}$: {_closed_form(stage)}"

@@ -2,8 +2,9 @@
 
 A script is a module of this package with a docstring, whose first line says what it shows, and a function
 ``draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]`` that returns the files it wrote, its pictures and
-their numbers. Putting such a file here is all it takes. ``_kit.py`` has the look and the files, ``_runs.py`` the training runs,
-which are kept below ``out/cache``.
+their numbers. Putting such a file here is all it takes. One that reads images or a text has ``images="digits"`` or
+``text="stdlib"`` too, a source of :mod:`hessiankit.data` or :mod:`hessiankit.text`. ``_kit.py`` has the look and the files,
+``_runs.py`` and ``_digits.py`` the training runs, which are kept below ``out/cache``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,17 @@ def summary(name: str) -> str:
     """
     source = (Path(__path__[0]) / f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def accepted(name: str) -> list[str]:
+    """Return the options of a figure's ``draw`` besides the ones that all have, without running its imports.
+
+    >>> accepted("curvature_gap_5"), accepted("route_table")
+    (['images'], [])
+    """
+    tree = ast.parse((Path(__path__[0]) / f"{name}.py").read_text(encoding="utf-8"))
+    (draw,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "draw")
+    return [argument.arg for argument in draw.args.kwonlyargs if argument.arg not in ("quick", "suffix")]
 
 
 def script(name: str) -> Callable[..., list[Path]]:

@@ -7,16 +7,20 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from figures import names, script, summary
+from figures import accepted, names, script, summary
 from hessiankit.commands.exit_codes import FAILED, INTERRUPTED
 from hessiankit.commands.exit_codes import OK as DRAWN
 from hessiankit.commands.figures import add_figure_options
 from hessiankit.commands.parsing import Parser
 from hessiankit.errors import HessiankitError, InputError
 from hessiankit.files import check_writable, output_for, write_json
+
+SOURCES = {"images": ("digits",), "text": ("stdlib",)}
+"""Names of sources that are no path, by option."""
+EMPTY: Mapping[str, str] = {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,10 +71,28 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(
             f"figures: cannot write to {options.out}: {error.strerror}; pass a folder that can be written to with --out"
         ) from error
-    return draw_all(chosen, options.out, quick=options.quick, suffix=f".{options.format}", json=options.json)
+    sources = {name: path for name in ("images", "text") if (path := getattr(options, name)) is not None}
+    check_sources(chosen, sources)
+    return draw_all(chosen, options.out, quick=options.quick, suffix=f".{options.format}", sources=sources, json=options.json)
 
 
-def draw_all(chosen: Sequence[str], out: Path, *, quick: bool, suffix: str, json: Path | None = None) -> int:
+def check_sources(chosen: Sequence[str], sources: Mapping[str, str]) -> None:
+    """Refuse paths that are not there, and options that no chosen figure takes.
+
+    Raises:
+        InputError: If there is one.
+    """
+    for option, path in sources.items():
+        if path not in SOURCES[option] and not Path(path).expanduser().exists():
+            raise InputError(f"figures: --{option} {path}: there is no such file or folder; nothing is downloaded")
+        if not any(option in accepted(name) for name in chosen):
+            taking = ", ".join(name for name in names() if option in accepted(name))
+            raise InputError(f"figures: {', '.join(chosen)} has no --{option}; it is of: {taking}")
+
+
+def draw_all(
+    chosen: Sequence[str], out: Path, *, quick: bool, suffix: str, sources: Mapping[str, str] = EMPTY, json: Path | None = None
+) -> int:
     """Draw figures one after the other, whatever becomes of the others, and return the exit status.
 
     Args:
@@ -78,11 +100,12 @@ def draw_all(chosen: Sequence[str], out: Path, *, quick: bool, suffix: str, json
         out: Folder that exists.
         quick: Smaller models and fewer steps.
         suffix: Of the pictures.
+        sources: ``images`` and ``text``, where they are not the default, for the figures that take them.
         json: File for the names of the files, and of what failed; None for none.
     """
     from figures._sitting import Sitting  # loads torch, which --list need not wait for
 
-    sitting = Sitting.of(out, chosen, quick, suffix)
+    sitting = Sitting.of(out, chosen, quick, suffix, sources)
     failed: dict[str, str] = {}
     began = time.perf_counter()
     for name in chosen:
@@ -92,7 +115,8 @@ def draw_all(chosen: Sequence[str], out: Path, *, quick: bool, suffix: str, json
         start = time.perf_counter()
         print(f"{name}: {summary(name)}", flush=True)
         try:
-            files = script(name)(out, quick=quick, suffix=suffix)
+            own = {option: path for option, path in sources.items() if option in accepted(name)}
+            files = script(name)(out, quick=quick, suffix=suffix, **own)
             sitting.add(name, files)
         except KeyboardInterrupt:
             left = [one for one in chosen if one not in sitting.drawn and one not in failed]

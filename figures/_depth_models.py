@@ -21,6 +21,7 @@ class Size:
         batch_size: Sequences an update.
         steps: Updates.
         windows: Held-out sequences that losses are measured on.
+        text: Source of ``hessiankit.text.load_text``.
     """
 
     layers: int
@@ -30,6 +31,7 @@ class Size:
     batch_size: int = 8
     steps: int = 400
     windows: int = 64
+    text: str = "stdlib"
 
     @property
     def d_ff(self) -> int:
@@ -102,5 +104,5 @@ def _shared(size: Size, seed: int) -> dict[str, Any]:
     return {
         "layers": size.layers, "d_model": size.d_model, "heads": size.heads, "d_ff": size.d_ff, "length": size.length,
         "norm": "rmsnorm", "activation": "swiglu", "rotary": True, "steps": size.steps, "batch_size": size.batch_size,
-        "evaluations": 10, "windows": size.windows, "seed": seed,
+        "evaluations": 10, "windows": size.windows, "seed": seed, "text": size.text,
     }  # fmt: skip

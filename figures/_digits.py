@@ -1,31 +1,42 @@
-"""Small classifiers of images, trained once and kept at the steps that a figure reads: what the figures of digits share.
+"""Small classifiers of images, trained once and kept at the steps that a figure reads: what the figures of images share.
 
 The model is that of Closing the Curvature Gap, Table 1, first row: patches, one post-norm block with d_model 16 and d_ff 64,
 the mean over the tokens. scikit-learn's 8 x 8 digits in patches of 2 x 2 give 16 tokens where MNIST's 28 x 28 in patches of 4 x 4
-give 49. The paper names neither optimiser nor learning rate: here AdamW, 3e-3, batches of 128. All in float64.
+give 49. The paper names neither optimiser nor learning rate: here AdamW, 3e-3, batches of 128. All in float64. MNIST, CIFAR-10
+and CIFAR-100 are read from a path, in the paper's patches of 4 x 4.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from figures._kit import short_digest, version
+from figures._kept import checksum, read, set_aside, writing
+from figures._kit import CODE as TOOLKIT
+from figures._kit import differentiable, short_digest, version
 from hessiankit.blocks import VisionTransformer
 from hessiankit.curvature import Hessian, hessian
-from hessiankit.data import load_images, patchify
+from hessiankit.data import ImageDataset, load_images, patchify
 from hessiankit.training import train
 
 CODE = ("hessiankit/blocks", "hessiankit/data.py", "hessiankit/training.py", "figures/_digits.py")
 """What the digits of a run depend on."""
+MEASURED_BY = (*TOOLKIT, "figures/_digits.py")
+"""What norms of blocks depend on."""
 LOSS = "cross_entropy"
+QUICK: dict[str, Any] = {"d_model": 8, "d_ff": 16}
+"""Of quick modes: with the digits' four tokens, 762 parameters."""
+MOST = 10_000
+"""Images that are read of a set."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +65,43 @@ class ImageSpec:
     seed: int = 0
     source: str = "digits"
 
-    def data(self, split: str = "train") -> tuple[Tensor, Tensor]:
-        """Return tokens ``(N, L, patch_dim)`` and labels ``(N,)``."""
-        images = load_images(self.source, split=split, dtype=torch.float64)
-        return patchify(images.images, self.patch), images.labels
+    @classmethod
+    def of(cls, source: str = "digits", *, quick: bool = False) -> ImageSpec:
+        """Return Table 1's classifier of an image set; ``quick``: four tokens, d_model 8, d_ff 16.
+
+        Raises:
+            InputError: The set cannot be read.
+
+        >>> ImageSpec.of().patch, ImageSpec.of(quick=True) == ImageSpec(patch=4, d_model=8, d_ff=16)
+        (2, True)
+        """
+        side = min(images_of(source).image_size)
+        if quick:
+            return cls(patch=side // 2, source=source, **QUICK)
+        return cls(patch=2 if side < 16 else 4, source=source)
+
+    def shown(self, count: int) -> str:
+        """Return what a caption says of some images.
+
+        >>> ImageSpec().shown(128)
+        '128 digits'
+        """
+        return f"{count} digits" if self.source == "digits" else f"{count} images of {images_of(self.source).name}"
+
+    def data(self, split: str = "train", count: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return tokens ``(N, L, patch_dim)`` and labels ``(N,)`` of the first images, by default at most :data:`MOST`.
+
+        Raises:
+            InputError: The set cannot be read, or has fewer.
+        """
+        images = images_of(self.source, split)
+        images = images if count is None else images.first(count)
+        return patchify(images.images.double(), self.patch), images.labels
 
     def model(self) -> VisionTransformer:
         """Return the model at its initial weights; the caller's random state is left alone."""
-        images = load_images(self.source, dtype=torch.float64).first(1)
-        tokens = patchify(images.images, self.patch)
+        images = images_of(self.source)
+        tokens = patchify(images.images[:1], self.patch)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return VisionTransformer(
@@ -71,32 +110,64 @@ class ImageSpec:
             ).double()  # fmt: skip
 
 
-SMALL = ImageSpec(patch=4, d_model=8, d_ff=16)
-"""What quick modes train: 4 tokens, 762 parameters."""
+@lru_cache(maxsize=2)
+def images_of(source: str, split: str = "train") -> ImageDataset:
+    """Return the first images of a set, at most :data:`MOST`, with the number of classes of all; read once a process.
+
+    Raises:
+        InputError: The set cannot be read.
+    """
+    images = load_images(source, split=split, dtype=torch.float64 if source == "digits" else torch.float32)
+    return images.first(min(len(images), MOST))
 
 
 def snapshots(out: Path, spec: ImageSpec, steps: Iterable[int]) -> Iterator[tuple[int, VisionTransformer]]:
     """Yield the model after each number of steps, in ascending order; what is kept below ``out/cache`` is not trained again.
 
-    The digits are those of one run without a break.
+    The digits are those of one run without a break. A file that is damaged is set aside, which is said, and made anew.
+
+    Raises:
+        InputError: The images or the folder cannot be used.
+        KeyboardInterrupt: Training was interrupted; what it did is kept.
     """
     tokens, labels = spec.data()
-    folder = out / "cache" / f"digits-{short_digest({'spec': spec, 'made by': version(*CODE)})}"
+    identity = {"spec": spec, "images": checksum(tokens.numpy().tobytes()), "made by": version(*CODE)}
+    folder = out / "cache" / f"digits-{short_digest(identity)}"
     previous: Path | None = None
     for step in sorted(set(steps)):
         path = folder / f"{step}.pt"
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+        model = _kept(path, spec, step)
+        if model is None:
             growing = folder / f"to-{step}.pt"
-            if previous is not None and not growing.exists():
-                shutil.copyfile(previous, growing)
-            options: dict[str, Any] = {"batch_size": spec.batch_size, "lr": spec.lr, "seed": spec.seed}
-            train(spec.model(), tokens, labels, steps=step, checkpoint=growing, **options)
-            os.replace(growing, path)
+            with writing(growing), differentiable():
+                if _kept(growing, spec) is None and previous is not None:
+                    shutil.copyfile(previous, growing)
+                model = spec.model()
+                options: dict[str, Any] = {"batch_size": spec.batch_size, "lr": spec.lr, "seed": spec.seed}
+                if train(model, tokens, labels, steps=step, checkpoint=growing, **options).interrupted:
+                    raise KeyboardInterrupt  # train() takes the first Ctrl-C as the wish to stop and keep
+                os.replace(growing, path)
         previous = path
-        model = spec.model()
-        model.load_state_dict(torch.load(path, weights_only=True)["model"])
         yield step, model
+
+
+def _kept(path: Path, spec: ImageSpec, step: int | None = None) -> VisionTransformer | None:
+    """Return the model of a file, of a number of steps or of any; None, and the file out of the way, where it holds none."""
+    content = read(path)
+    if content is None:
+        return None
+    model = spec.model()
+    try:
+        found = torch.load(io.BytesIO(content), weights_only=True)
+        model.load_state_dict(found["model"])
+        seen = len(found["losses"])
+    except Exception as error:  # a damaged archive may raise anything
+        set_aside(path, f"it cannot be read ({type(error).__name__})")
+        return None
+    if step in (None, seen):
+        return model
+    set_aside(path, f"it holds {seen} steps, not {step}")
+    return None
 
 
 def block_norms(

@@ -6,12 +6,12 @@ A picture is drawn inside :func:`style`, on a :func:`page`, and written by :func
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import hashlib
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -25,16 +25,16 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
+from figures._kept import NOTHING, keep, put, recall, writing
 from hessiankit.drawing.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES, Picture
-from hessiankit.drawing.plots import write_numbers
 from hessiankit.errors import InputError
 from hessiankit.monitoring.panels import COLOURS as TYPE_COLOURS
 from hessiankit.monitoring.panels import MARKS as TYPE_MARKS
 from hessiankit.monitoring.panels import dress, name_ends
 
 __all__ = [
-    "DASHES", "FAINT", "INK", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached", "dress", "heading",
-    "name_ends", "page", "plain", "save", "style", "version", "write_json", "write_rows", "writing",
+    "DASHES", "FAINT", "INK", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached", "differentiable",
+    "dress", "heading", "name_ends", "page", "plain", "save", "style", "version", "write_json", "write_rows", "writing",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -92,15 +92,15 @@ def save(figure: Picture, path: Path) -> Path:
     """
     if path.suffix not in SUFFIXES:
         raise InputError(f"figures: cannot write {path.name!r}; name a file that ends in {', '.join(SUFFIXES)}")
-    with writing(path):
-        if path.suffix != ".png":
-            figure.savefig(path, dpi=DPI, metadata=SUFFIXES[path.suffix])
-            return path
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=DPI, metadata=SUFFIXES[path.suffix])
+    buffer = io.BytesIO()
+    fixed: Any = {name: STYLE[name] for name in ("svg.hashsalt", "svg.fonttype")}  # without a salt every SVG has names of its own
+    with mpl.rc_context(fixed):
+        figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=SUFFIXES[path.suffix])
+    if path.suffix == ".png":
         picture = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        picture.save(path, optimize=True, dpi=(DPI, DPI))
-    return path
+        buffer = io.BytesIO()
+        picture.save(buffer, format="png", optimize=True, dpi=(DPI, DPI))
+    return put(path, buffer.getbuffer())
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -117,27 +117,27 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     if not table or any(list(row) != list(table[0]) for row in table):
         seen = "no rows" if not table else f"rows with different keys, {sorted({', '.join(row) for row in table})}"
         raise InputError(f"write_rows: {path.name} was given {seen}; give one or more rows with the same keys in the same order")
-    with writing(path):
-        return write_numbers(path, tuple(table[0]), [[_digits(x) for x in row.values()] for row in table])
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table[0])
+    writer.writerows([_digits(x) for x in row.values()] for row in table)
+    return put(path, text.getvalue().encode())
 
 
 def write_json(path: Path, data: Any) -> Path:
-    """Write data (:func:`plain`) as JSON, in one piece, and return the path.
+    """Write data (:func:`plain`) as JSON and return the path.
 
     Raises:
         InputError: The file cannot be written.
     """
-    with writing(path):
-        partial = path.with_name(path.name + ".new")
-        partial.write_text(json.dumps(plain(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    return path
+    return put(path, (json.dumps(plain(data), indent=1, allow_nan=False) + "\n").encode())
 
 
 def cached(out: Path, name: str, key: Any, make: Callable[[], T], *, code: Iterable[str] = CODE) -> T:
     """Return what ``make`` gives, from ``out/cache`` where it was kept under this name and key by the same code and torch.
 
-    Interrupted work keeps what was finished: call this for each piece. A file that was cut off or damaged is made anew.
+    Interrupted work keeps what was finished: call this for each piece. A file that is damaged is set aside, which is said, and
+    made anew.
 
     Args:
         out: The figures' folder.
@@ -147,7 +147,7 @@ def cached(out: Path, name: str, key: Any, make: Callable[[], T], *, code: Itera
         code: Files and folders of the repository that the answer depends on.
 
     Raises:
-        InputError: The file cannot be written.
+        InputError: The file cannot be read or written.
 
     >>> import tempfile
     >>> out = Path(tempfile.mkdtemp())
@@ -156,15 +156,10 @@ def cached(out: Path, name: str, key: Any, make: Callable[[], T], *, code: Itera
     """
     identity = {"key": plain(key), "made by": version(*code)}
     path = out / "cache" / f"{name}-{short_digest(identity)}.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["identity"] == identity:
-            answer: T = found["answer"]
-            return answer
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not there, or cut off
-    answer = plain(make())
-    write_json(path, {"identity": identity, "answer": answer})
+    answer: T = recall(path, identity)
+    if answer is NOTHING:
+        answer = plain(make())
+        keep(path, identity, answer)
     return answer
 
 
@@ -208,13 +203,10 @@ def short_digest(data: Any) -> str:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Make the folder of a file, and turn what goes wrong with the file into an InputError of one line."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+def differentiable() -> Iterator[None]:
+    """Record gradients, whatever context the caller is in: torch.no_grad or torch.inference_mode."""
+    with torch.inference_mode(False), torch.enable_grad():
         yield
-    except OSError as error:
-        raise InputError(f"figures: cannot write {path}: {error.strerror or error}; pass another folder with --out") from error
 
 
 def _digits(x: Any) -> Any:

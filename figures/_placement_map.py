@@ -10,12 +10,11 @@ from typing import Protocol
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
 
-from hessiankit.drawing.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES
+from figures._kit import FAINT, INK, page, save
+from hessiankit.drawing.plot_frame import STYLE
 
 
 class Median(Protocol):
@@ -66,8 +65,7 @@ def draw_map(found: Mapping[tuple[str, str, str, str], Median], settings: Varied
     panel_height = ROW * len(placements)
     height = top + len(panels) * (panel_height + between) - between + 0.15
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), dpi=DPI)
-        FigureCanvasAgg(figure)
+        figure = page(width, height)
         figure.text(
             left / width, 1 - 0.2 / height, "Spectral norms of the Hessian's diagonal blocks at initialisation", fontsize=10
         )
@@ -83,8 +81,7 @@ def draw_map(found: Mapping[tuple[str, str, str, str], Median], settings: Varied
                 axes.set_title(title, fontsize=8, loc="left", pad=14)
                 axes.set_yticks(range(len(placements)), placements if column == 0 else [], fontsize=7.5)
                 _separate(axes, settings.families, named=column == 2)
-        figure.savefig(path, dpi=DPI, metadata=SUFFIXES[path.suffix])
-    return path
+        return save(figure, path)
 
 
 def _cells(axes: Axes, values: np.ndarray, scale: ScalarMappable) -> None:

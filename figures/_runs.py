@@ -2,26 +2,27 @@
 
 A run is a function of its description: the same description gives the same digits, whether it was stopped on the way or not. It
 is kept below ``out/cache``, with the monitor's file, the held-out losses, and the model at every measured step that is wanted.
+What is damaged there is set aside and made anew.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from figures._kit import plain, short_digest, version, write_json, writing
+from figures._kept import NOTHING, checksum, keep, read, recall, set_aside
+from figures._kit import differentiable, plain, short_digest, version
+from figures._run_state import MONITORED, State
 from hessiankit.blocks import Transformer, initialise
+from hessiankit.errors import InputError
 from hessiankit.monitoring import Monitor, MonitorLog, read_monitor
 from hessiankit.optim import blockwise_lr, blockwise_schedule
 from hessiankit.progress import Tell, progress_bar
@@ -31,7 +32,7 @@ from hessiankit.tuning.ratios import Ratios
 
 CODE = (
     "hessiankit/blocks", "hessiankit/optim", "hessiankit/parts", "hessiankit/estimation", "hessiankit/depth",
-    "hessiankit/monitoring", "hessiankit/text.py", "hessiankit/tuning/experiment.py", "figures/_runs.py",
+    "hessiankit/monitoring", "hessiankit/text.py", "hessiankit/tuning/experiment.py", "figures/_runs.py", "figures/_run_state.py",
 )  # fmt: skip
 """What the digits of a run depend on."""
 SAVE_EVERY = 100
@@ -158,12 +159,21 @@ def byte_run(spec: ByteSpec, out: Path, *, tell: Tell | None = None) -> ByteRun:
     if tell is None:
         with progress_bar() as bar:
             return byte_run(spec, out, tell=bar)
-    identity = {"spec": plain(spec), "text": digest_of(spec.text), "made by": version(*CODE)}
+    made_by = f"{version(*CODE)}, {torch.get_default_dtype()}"
+    identity = {"spec": plain(spec), "text": digest_of(spec.text), "made by": made_by}
     folder = out / "cache" / f"run-{spec.name}-{short_digest(identity)}"
-    if not (folder / "result.json").exists():
-        with one_thread():
-            _train(spec, folder, tell, identity)
-    return _read(spec, folder)
+    found = recall(folder / "result.json", identity)
+    if found is not NOTHING:
+        changed = [name for name, expected in found["files"].items() if checksum(read(folder / name) or b"") != expected]
+        if changed:
+            set_aside(folder, f"{', '.join(changed)} changed after the run")
+            found = NOTHING
+    if found is NOTHING:
+        with differentiable(), one_thread():
+            found = _train(spec, folder, tell, identity)
+        keep(folder / "result.json", identity, found)
+        (folder / "unfinished.pt").unlink(missing_ok=True)
+    return _run_of(spec, folder, found)
 
 
 def model_of(spec: ByteSpec) -> Transformer:
@@ -184,30 +194,31 @@ def measured_on(spec: ByteSpec) -> list[tuple[Tensor, Tensor]]:
     return [(inputs[r], targets[r]) for r in rows]
 
 
-def _train(spec: ByteSpec, folder: Path, tell: Tell, identity: dict[str, Any]) -> None:
+def _train(spec: ByteSpec, folder: Path, tell: Tell, identity: dict[str, Any]) -> dict[str, Any]:
+    """Train to the end and return what the run showed, with checksums of its files."""
     text, held_out = texts(spec.text)
     windows = held_out.windows(spec.length, spec.windows)
-    count = min(spec.evaluations, spec.steps)
-    ends = {round(k * spec.steps / count) for k in range(count + 1)}
+    ends = evaluated_at(spec)
     model = model_of(spec)
     optimizer = torch.optim.AdamW(blockwise_lr(model, spec.lr, dict(spec.ratios), weight_decay=WEIGHT_DECAY), betas=BETAS)
     schedule = blockwise_schedule(optimizer, warmup=round(spec.warm_up * spec.steps), steps=spec.steps, final=spec.floor)
     drawn = torch.Generator().manual_seed(spec.seed)
-    state = _State(folder / "unfinished.pt", model, optimizer, schedule, drawn)
-    first, steps, losses, train_losses, before = state.load()
+    state = State(folder, identity, drawn, model=model, optimizer=optimizer, schedule=schedule)
+    so_far: tuple[int, list[int], list[float], list[float], float] | None = state.load()
+    first, steps, losses, train_losses, before = so_far or (0, [], [], [], 0.0)
     monitor = _monitor(spec, model, folder)
     began = time.perf_counter() - before
 
     def look(step: int) -> None:
         if monitor is not None:
-            monitor.step(step, force=step == spec.steps)
+            _measure(monitor, step, force=step == spec.steps)
         if step in ends:
             steps.append(step)
             losses.append(held_out_loss(model, windows))
         if step in (*spec.kept, spec.steps):
-            _save(model.state_dict(), folder / f"model_{step}.pt")
+            state.keep(f"model_{step}.pt", model.state_dict())
 
-    if first == 0:
+    if so_far is None:
         look(0)
     for step in range(first + 1, spec.steps + 1):
         tell(f"training {spec.name}", step - 1, spec.steps)
@@ -223,13 +234,30 @@ def _train(spec: ByteSpec, folder: Path, tell: Tell, identity: dict[str, Any]) -
         schedule.step()
         look(step)
         if step % SAVE_EVERY == 0:
-            state.save(step, steps, losses, train_losses, time.perf_counter() - began)
-    for step in {spec.steps, *spec.kept}:
-        if not (folder / f"model_{step}.pt").exists():
-            _save(model.state_dict(), folder / f"model_{step}.pt")
-    ended = {"steps": steps, "losses": losses, "train_losses": train_losses, "seconds": round(time.perf_counter() - began, 2)}
-    write_json(folder / "result.json", {**identity, **ended})
-    state.path.unlink(missing_ok=True)
+            state.save((step, steps, losses, train_losses, time.perf_counter() - began))
+    for name in {f"model_{step}.pt" for step in (*spec.kept, spec.steps)} - set(state.files):  # the run broke off before
+        state.keep(name, model.state_dict())
+    monitored = {} if monitor is None else {MONITORED: checksum(read(monitor.path) or b"")}
+    seconds = round(time.perf_counter() - began, 2)
+    found: dict[str, Any] = plain(
+        {"losses": losses, "train_losses": train_losses, "seconds": seconds, "files": state.files | monitored}
+    )
+    return found
+
+
+def _measure(monitor: Monitor, step: int, *, force: bool) -> None:
+    """Measure where it is time; a measurement that could not be written ends the run, since a later one would not bring it back.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    if monitor.step(step, force=force) is None:
+        return
+    last = json.loads((read(monitor.path) or b"{}").splitlines()[-1])
+    if last.get("step") != step:
+        raise InputError(
+            f"figures: cannot write {monitor.path}: it lacks step {step}; make room, or pass another folder with --out"
+        )
 
 
 def _monitor(spec: ByteSpec, model: nn.Module, folder: Path) -> Monitor | None:
@@ -239,53 +267,21 @@ def _monitor(spec: ByteSpec, model: nn.Module, folder: Path) -> Monitor | None:
     depth = tuple(what for what in spec.measured if what not in plainly)
     wanted: dict[str, Any] = {what: what in spec.measured for what in plainly}
     return Monitor(
-        model, measured_on(spec), folder / "monitor.jsonl", every=spec.every, log_spaced=spec.log_spaced, draws=spec.draws,
+        model, measured_on(spec), folder / MONITORED, every=spec.every, log_spaced=spec.log_spaced, draws=spec.draws,
         seed=spec.seed, depth=depth, on_error="record", **wanted,
     )  # fmt: skip
 
 
-def _read(spec: ByteSpec, folder: Path) -> ByteRun:
-    found = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+def evaluated_at(spec: ByteSpec) -> tuple[int, ...]:
+    """Return the steps after which the held-out loss is measured, evenly spread, 0 and the last one among them."""
     count = min(spec.evaluations, spec.steps)
-    ends = tuple(sorted({round(k * spec.steps / count) for k in range(count + 1)}))
+    return tuple(sorted({round(k * spec.steps / count) for k in range(count + 1)}))
+
+
+def _run_of(spec: ByteSpec, folder: Path, found: dict[str, Any]) -> ByteRun:
+    ends = evaluated_at(spec)
     losses = [math.inf if loss is None else loss for loss in found["losses"]]
     losses += [math.inf] * (len(ends) - len(losses))
-    log = read_monitor(folder / "monitor.jsonl") if spec.every else None
+    log = read_monitor(folder / MONITORED) if spec.every else None
     train_losses = tuple(math.inf if loss is None else loss for loss in found["train_losses"])
     return ByteRun(spec, folder, ends, tuple(losses), train_losses, log, found["seconds"])
-
-
-class _State:
-    """All that decides the next step of a run, in a file that is replaced as a whole."""
-
-    def __init__(self, path: Path, *parts: Any) -> None:
-        self.path, self.parts = path, parts
-
-    def load(self) -> tuple[int, list[int], list[float], list[float], float]:
-        """Put a run back to where its file left it, or to the start where there is none that can be read."""
-        try:
-            found = torch.load(self.path, weights_only=True)
-        except (OSError, RuntimeError, EOFError, UnpicklingError):
-            return 0, [], [], [], 0.0
-        model, optimizer, schedule, drawn = self.parts
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
-        schedule.load_state_dict(found["schedule"])
-        drawn.set_state(found["drawn"])
-        step, steps, losses, train_losses, seconds = found["so far"]
-        return step, steps, losses, train_losses, seconds
-
-    def save(self, *so_far: Any) -> None:
-        model, optimizer, schedule, drawn = self.parts
-        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-        _save({**states, "drawn": drawn.get_state(), "so far": so_far}, self.path)
-
-
-def _save(content: Any, path: Path) -> None:
-    """Write in one piece: into memory first, for torch's own writer hides why a disk refused."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    with writing(path):
-        partial = path.with_name(path.name + ".new")
-        partial.write_bytes(buffer.getbuffer())
-        os.replace(partial, path)

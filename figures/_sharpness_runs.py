@@ -20,13 +20,13 @@ _LLAMA = replace(_GPT_2, name="llama-like", norm="rmsnorm", activation="swiglu",
 _SMALLER = {"layers": 2, "d_model": 32, "heads": 2, "length": 32, "batch_size": 8, "steps": 60, "every": 20, "windows": 64}
 
 
-def specs(quick: bool) -> dict[str, ByteSpec]:
+def specs(quick: bool, text: str = "stdlib") -> dict[str, ByteSpec]:
     """Return the runs by title: GPT-2's block and Llama's, with the paper's optimiser at about a thousandth of its size.
 
     >>> [spec.tied for spec in specs(True).values()]
     [True, False]
     """
-    both = {"GPT-2-like": _GPT_2, "LLaMA-like": _LLAMA}
+    both = {"GPT-2-like": replace(_GPT_2, text=text), "LLaMA-like": replace(_LLAMA, text=text)}
     if not quick:
         return both
     return {

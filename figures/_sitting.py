@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from figures._kit import version, write_json
+from figures._kept import NOTHING, keep, recall
+from figures._kit import version
 
 CODE = ("figures", "hessiankit", "derivations")
 
@@ -28,16 +28,18 @@ class Sitting:
     drawn: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, out: Path, names: Sequence[str], quick: bool, suffix: str) -> Sitting:
-        """Return the sitting of a command: the unfinished one, if the last command in this folder was the same."""
-        command: dict[str, object] = {"names": list(names), "quick": quick, "suffix": suffix, "made by": version(*CODE)}
+    def of(cls, out: Path, names: Sequence[str], quick: bool, suffix: str, sources: Mapping[str, str]) -> Sitting:
+        """Return the sitting of a command: the unfinished one, if the last command in this folder was the same.
+
+        Raises:
+            InputError: What is kept of the last command cannot be read.
+        """
+        command: dict[str, object] = {"names": list(names), "quick": quick, "suffix": suffix, "sources": dict(sources)}
+        command["made by"] = version(*CODE)
         path = out / "cache" / "unfinished.json"
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            drawn = before["drawn"] if before["command"] == command else {}
-            return cls(path, command, {name: files for name, files in drawn.items() if all(Path(f).exists() for f in files)})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return cls(path, command)
+        before = recall(path, command, exclusive=False)
+        drawn = {} if before is NOTHING else before
+        return cls(path, command, {name: files for name, files in drawn.items() if all(Path(f).exists() for f in files)})
 
     def add(self, name: str, files: Sequence[Path]) -> None:
         """Remember a figure that is drawn.
@@ -46,7 +48,7 @@ class Sitting:
             InputError: The file cannot be written.
         """
         self.drawn[name] = [str(file) for file in files]
-        write_json(self.path, {"command": self.command, "drawn": self.drawn})
+        keep(self.path, self.command, self.drawn)
 
     def close(self) -> None:
         """Forget it: the next command draws all figures anew."""

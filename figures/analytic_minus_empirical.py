@@ -29,8 +29,8 @@ from matplotlib.colors import LogNorm
 from torch import Tensor, nn
 
 import hessiankit
-from figures._digits import LOSS, SMALL, ImageSpec
-from figures._kit import FAINT, page, save, style, write_json, write_rows
+from figures._digits import LOSS, ImageSpec
+from figures._kit import FAINT, METHOD_COLOURS, heading, page, save, style, write_json, write_rows
 from hessiankit.drawing.plot_frame import ZERO
 from hessiankit.drawing.plot_layout import block_pixels, pixel_starts, pool, short_labels
 
@@ -139,11 +139,23 @@ def panel(axes: Axes, values: Tensor, slices: dict[str, slice], labels: list[str
     bar.ax.tick_params(labelsize=7.5)
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+def judge(axes: Axes, differences: dict[str, float], columns: int) -> None:
+    """Draw how far each Hessian is from central differences."""
+    axes.plot(list(differences.values()), range(len(differences)), "o", color=METHOD_COLOURS[0], clip_on=False)
+    axes.set_yticks(range(len(differences)), list(differences))
+    axes.set_ylim(len(differences) - 0.5, -0.5)
+    axes.set_xscale("log")
+    axes.set_xlim(1e-12, 1.0)
+    heading(axes, "Who is right: against central differences", f"largest difference in {columns} columns, of the largest |H|")
+    axes.title.set_position((1.0, 1.0))
+    axes.set_title(axes.get_title(loc="left"), fontsize=9, loc="right")
+    axes.set_title("", loc="left")
+
+
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
     """Compute the Hessian in all ways and draw (about 40 s of CPU); ``quick`` takes 762 parameters and 8 images."""
-    spec, size = (SMALL, 8) if quick else (ImageSpec(), 32)
-    spec = replace(spec, activation="gelu")
-    tokens, targets = (x[:size] for x in spec.data())
+    spec, size = replace(ImageSpec.of(images, quick=quick), activation="gelu"), 8 if quick else 32
+    tokens, targets = spec.data(count=size)
     model = spec.model()
     hessian = hessiankit.hessian(model, tokens, targets, loss=LOSS)
     H, slices = hessian.matrix, hessian.slices
@@ -159,21 +171,22 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     }
     labels = short_labels(list(slices))
     with style(**{"axes.spines.top": True, "axes.spines.right": True}):
-        figure = page(13.4, 4.9)
+        figure = page(8.4, 8.0)
         scale = LogNorm(1e-18, 1.0)
-        axes = [figure.add_subplot(1, 3, k + 1) for k in range(3)]
+        axes = [
+            figure.add_axes(place) for place in ((0.055, 0.555, 0.4, 0.4), (0.555, 0.555, 0.4, 0.4), (0.055, 0.085, 0.4, 0.4))
+        ]
         panel(axes[0], H, slices, labels, LogNorm(1e-8 * top, top), "viridis")
         axes[0].set_title("$|H|$, closed forms", fontsize=9)
         for one, (name, error) in zip(axes[1:], errors.items(), strict=True):
             panel(one, error, slices, labels, scale, "cividis")
-            one.set_title(f"less {name}: at most {float(error.max()):.1e}", fontsize=9)
+            one.set_title(f"less {name}: at most {float(error.max()):.1e} of the block", fontsize=9)
+        judge(figure.add_axes((0.7, 0.3, 0.255, 0.15)), differences, len(columns))
         foot = (
-            f"{len(H)} parameters, {size} digits, float64. Middle, right: |difference| over largest |H| of the block; grey: 0.\n"
-            f"Judge: central differences of the gradient, {len(columns)} columns, relative to the largest entry of all: "
-            + ", ".join(f"{name} {x:.0e}" for name, x in differences.items())
+            f"{len(H)} parameters, {spec.shown(size)}, float64. Differences: |difference| over the largest |H| of the block; "
+            "grey: exactly 0; a pixel is the largest of the entries that it covers."
         )
-        figure.text(0.012, 0.02, foot, fontsize=7.5, color=FAINT, linespacing=1.5)
-        figure.subplots_adjust(left=0.035, right=0.965, top=0.94, bottom=0.12, wspace=0.22)
+        figure.text(0.012, 0.012, foot, fontsize=7.5, color=FAINT)
         picture = save(figure, out / f"{NAME}{suffix}")
     rows: list[dict[str, Any]] = [
         {

@@ -12,7 +12,6 @@ worst in brackets. The certified ones are all of the same matrix, so they differ
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,6 +23,8 @@ from torch import Tensor
 
 import hessiankit as hk
 from figures._bounds_chart import draw_chart
+from figures._kept import put
+from figures._kit import write_json
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.certified import certify
@@ -224,17 +225,13 @@ def markdown(headers: list[str], rows: list[list[str]]) -> str:
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     """Measure, print the tables, write JSON and Markdown, and draw; ``quick`` takes six problems a column."""
     settings = QUICK if quick else FULL
-    out.mkdir(parents=True, exist_ok=True)
     measured = measure(settings)
     summary = summarise(measured)
     texts = []
     for title, headers, rows in tables(summary):
         print(as_text(table(headers, rows, title=f"bound / norm, median (worst): {title}")))
         texts.append(markdown(headers, rows))
-    (out / f"{NAME}.md").write_text("\n".join(texts), encoding="utf-8")
     kept = {k: v for k, v in environment().items() if k in ("date", "python", "torch", "numpy", "processor", "cores", "system")}
     data = {"environment": kept, "settings": asdict(settings), "summary": summary, "ratios": measured}
-    (out / f"{NAME}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    path = out / f"{NAME}{suffix}"
-    draw_chart(summary, path)
-    return [path]
+    page = put(out / f"{NAME}.md", "\n".join(texts).encode())
+    return [draw_chart(summary, out / f"{NAME}{suffix}"), write_json(out / f"{NAME}.json", data), page]

@@ -18,35 +18,31 @@ from pathlib import Path
 import torch
 
 import hessiankit
-from hessiankit.blocks import VisionTransformer
-from hessiankit.data import load_images, patchify
+from figures._digits import LOSS, ImageSpec, snapshots
+from figures._kept import writing
 from hessiankit.drawing.plots import block_norms_map, side_by_side
-from hessiankit.training import train
+from hessiankit.training import accuracy
 
 NAME = Path(__file__).stem
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
-    """Train, compute both Hessians and draw; ``quick`` takes 4 x 4 patches, d_model 8, d_ff 16, 60 steps, 32 images."""
-    patch, d_model, d_ff, steps, size = (4, 8, 16, 60, 32) if quick else (2, 16, 64, 1000, 128)
-    data, held_out = (load_images("digits", split=split, dtype=torch.float64) for split in ("train", "test"))
-    inputs, validation = patchify(data.images, patch), patchify(held_out.images, patch)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = VisionTransformer(inputs.shape[2], inputs.shape[1], 10, d_model=d_model, d_ff=d_ff, bias=True).double()
-    batch, labels = inputs[:size], data.labels[:size]
-
-    before = hessiankit.hessian(model, batch, labels, loss="cross_entropy")
-    run = train(model, inputs, data.labels, steps=steps, validation=(validation, held_out.labels))
-    print(f"  trained: {run}")
-    after = hessiankit.hessian(model, batch, labels, loss="cross_entropy")
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
+    """Train, compute both Hessians and draw (about 20 s of CPU); ``quick`` takes four tokens, d_model 8, 60 steps, 32 images."""
+    spec, (steps, size) = ImageSpec.of(images, quick=quick), (60, 32) if quick else (1000, 128)
+    models = dict(snapshots(out, spec, (0, steps)))
+    seen = {split: accuracy(models[steps], *spec.data(split)) or 0.0 for split in ("train", "test")}
+    print(f"  after {steps} steps: training accuracy {seen['train']:.1%}, validation accuracy {seen['test']:.1%}")
+    batch = spec.data(count=size)
+    before, after = (hessiankit.hessian(models[step], *batch, loss=LOSS) for step in (0, steps))
 
     names, slices = before.names, before.slices
-    titles = ("At initialisation", f"After {run.steps} steps (validation accuracy {run.validation_accuracy:.0%})")
+    titles = ("At initialisation", f"After {steps} steps (validation accuracy {seen['test']:.0%})")
     paths = [out / f"{NAME}{part}{suffix}" for part in ("", "_to_scale", "_norms_before", "_norms_after")]
     for path, scale in zip(paths, ("blocks", "parameters"), strict=False):
-        side_by_side([before.matrix, after.matrix], names, slices, titles=titles, scale=scale, path=path)
+        with writing(path):
+            side_by_side([before.matrix, after.matrix], names, slices, titles=titles, scale=scale, path=path)
     for path, hessian, title in zip(paths[2:], (before, after), titles, strict=True):
         norms = [[float(torch.linalg.matrix_norm(hessian.matrix[slices[i], slices[j]], 2)) for j in names] for i in names]
-        block_norms_map(norms, names, title=f"Hessian blocks {title[0].lower()}{title[1:]}", path=path)
-    return paths
+        with writing(path):
+            block_norms_map(norms, names, title=f"Hessian blocks {title[0].lower()}{title[1:]}", path=path)
+    return [*paths, *(path.with_suffix(".csv") for path in paths)]

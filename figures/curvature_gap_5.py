@@ -19,13 +19,14 @@ of neither panel here, and "the Values" of Figures 3 and 4 only among the matric
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from figures._digits import SMALL, ImageSpec, block_norms, snapshots
+from figures._digits import MEASURED_BY, ImageSpec, block_norms, snapshots
 from figures._kit import FAINT, METHOD_COLOURS, cached, heading, page, save, style, write_rows
 from hessiankit.drawing.plot_layout import short_labels
 from hessiankit.progress import progress_bar
@@ -42,11 +43,12 @@ def measure(out: Path, spec: ImageSpec, *, seeds: int, steps: int, size: int) ->
     with progress_bar() as tell:
         for seed in range(seeds):
             one = ImageSpec(**{**vars(spec), "seed": seed})
-            tokens, labels = one.data()
+            batch = one.data(count=size)
             for step, model in snapshots(out, one, (0, steps)):
                 tell(f"seed {seed}, step {step}", 2 * seed + (step > 0), 2 * seeds)
                 key = {"spec": one, "step": step, "size": size}
-                norms = cached(out, NAME, key, lambda m=model: block_norms(m, (tokens[:size], labels[:size])))  # type: ignore[misc]  # noqa: B023
+                make = partial(block_norms, model, batch)
+                norms = cached(out, NAME, key, make, code=MEASURED_BY)
                 rows += [
                     {"seed": seed, "step": step, "block": name, **dict(zip(NORMS, x, strict=True))} for name, x in norms.items()
                 ]
@@ -91,9 +93,9 @@ def panel(axes: Axes, rows: list[Row], step: int, kind: str, names: list[str], l
     axes.axvspan(min(inside) - 0.5, max(inside) + 0.5, color="#f1f1f1", zorder=0, linewidth=0)
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
     """Train three seeds 1000 steps and draw (about 2 minutes of CPU); ``quick`` takes two seeds, 60 steps, 762 parameters."""
-    spec, seeds, steps, size = (SMALL, 2, 60, 64) if quick else (ImageSpec(), 3, 1000, 128)
+    spec, (seeds, steps, size) = ImageSpec.of(images, quick=quick), (2, 60, 64) if quick else (3, 1000, 128)
     rows = measure(out, spec, seeds=seeds, steps=steps, size=size)
     names = list(dict.fromkeys(row["block"] for row in rows))
     labels = dict(zip(names, short_labels(names), strict=True))
@@ -110,7 +112,9 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
                 )
                 if k == j == 0:
                     axes.legend(loc="upper right")
-        foot = f"median of {seeds} seeds, from smallest to largest; grey: the transformer block's own parameters; {size} digits"
+        foot = (
+            f"median of {seeds} seeds, from smallest to largest; grey: the transformer block's own parameters; {spec.shown(size)}"
+        )
         figure.text(0.012, 0.006, foot, fontsize=7.5, color=FAINT)
         figure.subplots_adjust(left=0.065, right=0.99, top=0.955, bottom=0.085, wspace=0.16, hspace=0.3)
         picture = save(figure, out / f"{NAME}{suffix}")

@@ -28,6 +28,8 @@ is the loss term alone, 64 times at 1e-3, and 5e11 times at 1e-2: a valid one, w
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,52 +37,47 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from figures._digits import SMALL, ImageSpec, snapshots
-from figures._growing_data import (
-    bounded,
-    converged,
-    distances,
-    gradient_norms,
-    log_spaced,
-    losses,
-    moved,
-    moving_average,
-)
-from figures._kit import DASHES, FAINT, METHOD_COLOURS, cached, heading, page, save, style, write_json, write_rows
+from figures._digits import ImageSpec, images_of, snapshots
+from figures._growing_data import bounded, converged, distances, gradient_norms, log_spaced, losses, moved, moving_average
+from figures._kit import CODE, DASHES, FAINT, METHOD_COLOURS, cached, heading, page, save, style, write_json, write_rows
 from hessiankit.ledger.curvature_gap.convergence import running_means
 from hessiankit.ledger.curvature_gap.experiments import average_differences, slope
 from hessiankit.ledger.drawing import Draw
 
 NAME = Path(__file__).stem
-TINY = ImageSpec(patch=4, d_model=4, d_ff=8, activation="gelu")
+TINY: Any = {"d_model": 4, "d_ff": 8, "activation": "gelu"}
 """A classifier that cannot fit every label of :func:`noisy`: single samples keep their gradients at a minimum of the mean."""
+MEASURED_BY = (*CODE, "figures/_digits.py", "figures/_growing_data.py")
 POINTS = ("trained", "untrained", "uniform random numbers")
 ORDERS = 200
 
 
-def noisy(labels: Tensor) -> Tensor:
+def noisy(labels: Tensor, classes: int) -> Tensor:
     """Return labels of which 3 in 10 are drawn at random.
 
-    >>> 0.2 < float((noisy(torch.zeros(1000, dtype=torch.long)) != 0).double().mean()) < 0.34
+    >>> 0.2 < float((noisy(torch.zeros(1000, dtype=torch.long), 10) != 0).double().mean()) < 0.34
     True
     """
     generator = torch.Generator().manual_seed(0)
     anew = torch.rand(len(labels), generator=generator) < 0.3
-    return torch.where(anew, torch.randint(0, 10, (len(labels),), generator=generator), labels)
+    return torch.where(anew, torch.randint(0, classes, (len(labels),), generator=generator), labels)
 
 
 def measure(
     out: Path, spec: ImageSpec, steps: int, samples: int, tested: int, iterations: int, bound_size: int
 ) -> dict[str, Any]:
-    """Return everything that is drawn, as JSON holds it."""
+    """Return everything that is drawn, as JSON holds it; the bound is of digits whatever the images are."""
+    kept = partial(cached, out, NAME, code=MEASURED_BY)
     models = dict(snapshots(out, spec, (0, steps)))
     tokens, labels = (x[:samples] for x in spec.data())
-    small_tokens, small_labels = (x[:samples] for x in TINY.data())
-    small_labels = noisy(small_labels)
+    samples = len(tokens)
+    small = replace(spec, patch=min(images_of(spec.source).image_size) // 2, **TINY)
+    small_tokens, small_labels = (x[:samples] for x in small.data())
+    small_labels = noisy(small_labels, images_of(spec.source).n_classes)
     key = {"spec": spec, "steps": steps, "samples": samples}
-    tiny = TINY.model()
-    w = cached(out, NAME, {**key, "what": "minimum", "tiny": TINY, "iterations": iterations},
-               lambda: converged(tiny, small_tokens, small_labels, iterations))  # fmt: skip
+    tiny = small.model()
+    w = kept({**key, "what": "minimum", "tiny": small, "iterations": iterations},
+             lambda: converged(tiny, small_tokens, small_labels, iterations))  # fmt: skip
     minimum = moved(tiny, torch.tensor(w, dtype=torch.float64))
     cases = {
         "initial weights": (models[0], tokens, labels),
@@ -96,18 +93,13 @@ def measure(
     grid = [10 ** (e / 3) for e in range(-12, 3)]
     for name, (model, x, t) in cases.items():
         own = {**key, "point": name, "iterations": iterations}
-        found["gradients"][name] = cached(out, NAME, {**own, "what": "gradients"}, lambda a=(model, x, t): gradient_norms(*a))  # type: ignore[misc]
+        found["gradients"][name] = kept({**own, "what": "gradients"}, partial(gradient_norms, model, x, t))
         if name != "initial weights":
             own |= {"what": "test", "tested": tested, "grid": grid}
-            found["test"][name] = cached(
-                out,
-                NAME,
-                own,
-                lambda a=(model, x[:tested], t[:tested], 1, grid): distances(*a),  # type: ignore[misc]
-            )
+            found["test"][name] = kept(own, partial(distances, model, x[:tested], t[:tested], 1, grid))
     for distance in (1e-5, 1e-4, 1e-3, 1e-2):
         own = {"what": "bound", "samples": bound_size, "t": distance}
-        found["bound"].append(cached(out, NAME, own, lambda d=distance: bounded(bound_size, 300, d).to_dict()))  # type: ignore[misc]
+        found["bound"].append(kept(own, lambda d=distance: bounded(bound_size, 300, d).to_dict()))  # type: ignore[misc]
     return found
 
 
@@ -152,7 +144,7 @@ def assumption(axes: Axes, data: dict[str, Any]) -> None:
     k = torch.arange(1, data["samples"] + 1, dtype=torch.float64)
     axes.loglog(k, first * k.rsqrt(), color=FAINT, linewidth=0.8, label=r"$\propto 1/\sqrt{k}$")
     heading(axes, "(d) Figure 12: Assumption 1 asks for 0", "samples $k$", r"$\|\nabla L_k(w^*)\|$")
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper right")
 
 
 SHOWN = {"change": "change", "gradient_term": "gradient's term", "hessian_term": "Hessian's term", "rest": "rest of both"}
@@ -194,9 +186,10 @@ def bound_panels(steps: Axes, ratios: Axes, reports: list[dict[str, Any]]) -> No
     heading(ratios, "(f) bound / change", "samples $k$", "ratio, at least 1")
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
     """Measure and draw (about 60 s of CPU); ``quick`` takes 762 parameters, 60 steps and 150 digits."""
-    data = measure(out, SMALL, 60, 150, 60, 60, 12) if quick else measure(out, ImageSpec(), 1000, 1437, 400, 300, 60)
+    spec = ImageSpec.of(images, quick=quick)
+    data = measure(out, spec, 60, 150, 60, 60, 12) if quick else measure(out, spec, 1000, 1437, 400, 300, 60)
     paths = []
     with style():
         figure = page(8.6, 6.4)

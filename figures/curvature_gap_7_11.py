@@ -16,6 +16,7 @@ from 0.18 to 0.02). At last the Values' is 8 times the Keys' and 29 times the Qu
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from figures._digits import SMALL, ImageSpec, block_norms, snapshots
+from figures._digits import MEASURED_BY, ImageSpec, block_norms, snapshots
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, heading, page, save, style, write_rows
 from hessiankit.drawing.plot_layout import short_labels
 from hessiankit.progress import progress_bar
@@ -45,7 +46,7 @@ Row: TypeAlias = dict[str, Any]
 
 def measure(out: Path, spec: ImageSpec, *, steps: int, every: int, hessian_every: int, size: int) -> tuple[list[Row], list[Row]]:
     """Return the rows of norms (the Hessian's are None between its steps) and the rows of entries."""
-    tokens, labels = spec.data()
+    batch = spec.data(count=size)
     wanted = [f"blocks.0.{name}" for names in FIGURES.values() for name in names]
     norms: list[Row] = []
     entries: list[Row] = []
@@ -55,7 +56,8 @@ def measure(out: Path, spec: ImageSpec, *, steps: int, every: int, hessian_every
             curvature: dict[str, list[float]] = {}
             if step % hessian_every == 0:
                 key = {"spec": spec, "step": step, "size": size}
-                curvature = cached(out, NAME, key, lambda m=model: block_norms(m, (tokens[:size], labels[:size]), wanted))  # type: ignore[misc]
+                make = partial(block_norms, model, batch, wanted)
+                curvature = cached(out, NAME, key, make, code=MEASURED_BY)
             parameters = dict(model.named_parameters())
             for name in wanted:
                 W = parameters[name].detach()
@@ -104,9 +106,10 @@ def row_of(axes: tuple[Axes, Axes, Axes], title: str, names: list[str], norms: l
     axes[2].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), handlelength=1.5)
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
     """Train 1000 steps, eleven Hessians, draw (about 100 s of CPU); ``quick`` takes 762 parameters, 100 steps, six Hessians."""
-    spec, steps, every, hessian_every, size = (SMALL, 100, 10, 20, 32) if quick else (ImageSpec(), 1000, 20, 100, 128)
+    spec = ImageSpec.of(images, quick=quick)
+    steps, every, hessian_every, size = (100, 10, 20, 32) if quick else (1000, 20, 100, 128)
     norms, entries = measure(out, spec, steps=steps, every=every, hessian_every=hessian_every, size=size)
     with style():
         figure = page(7.8, 7.4)
@@ -119,7 +122,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
                     one.set_xlabel("step", fontsize=8, labelpad=1)
                 else:
                     one.tick_params(labelbottom=False)
-        figure.text(0.012, 0.006, f"{size} digits; solid: spectral norm, dashed: Frobenius norm", fontsize=7.5, color=FAINT)
+        figure.text(0.012, 0.006, f"{spec.shown(size)}; solid: spectral norm, dashed: Frobenius norm", fontsize=7.5, color=FAINT)
         figure.subplots_adjust(left=0.075, right=0.93, top=0.97, bottom=0.075, wspace=0.36, hspace=0.3)
         picture = save(figure, out / f"{NAME}{suffix}")
     for name in dict.fromkeys(row["block"] for row in norms):

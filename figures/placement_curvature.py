@@ -19,6 +19,7 @@ from __future__ import annotations
 import codecs
 import json
 import statistics
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -29,10 +30,12 @@ import torch
 from torch import Tensor
 
 import hessiankit as hk
+from figures._kept import put, read, writing
+from figures._kit import write_json, write_rows
 from figures._lanczos import extremes
 from figures._placement_map import draw_map
-from hessiankit.drawing.plots import write_numbers
 from hessiankit.environment import environment
+from hessiankit.line_file import LineFile
 from hessiankit.placement_grid import version
 from hessiankit.progress import progress_bar
 from hessiankit.tables import as_text, table
@@ -183,24 +186,23 @@ def measure_all(settings: Settings, lines: Path) -> list[Measured]:
     """Measure every cell that ``lines`` does not hold yet, each a line when it is finished."""
     done = {m.cell: m for m in _read(lines) if m.made_by == made_by(settings)}
     todo = cells(settings)
-    lines.parent.mkdir(parents=True, exist_ok=True)
-    with progress_bar() as tell, lines.open("a", encoding="utf-8") as file:
+    with progress_bar() as tell, writing(lines), LineFile(lines) as file:
         for k, cell in enumerate(todo):
             tell(f"{cell.placement}, {cell.blocks} blocks", k, len(todo))
             if cell not in done:
                 done[cell] = measure(cell, settings)
-                file.write(json.dumps(asdict(done[cell])) + "\n")
-                file.flush()
+                file.write(json.dumps(asdict(done[cell])))
     return [done[cell] for cell in todo]
 
 
 def _read(path: Path) -> Iterator[Measured]:
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    *lines, _ = (read(path) or b"").split(b"\n")  # what follows the last line end was cut off by an interrupt
+    for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
             yield Measured(**{**entry, "cell": Cell(**entry["cell"])})
         except (ValueError, TypeError, KeyError):
-            continue  # cut off by an interrupt
+            print(f"figures: line {number} of {path} cannot be read; its cell is measured anew", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -300,13 +302,13 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     print(as_text(table(*checked)))
     worst = max(max(m.residuals.values()) for m in measured)
     print(f"  largest residual {worst:.1e} of its eigenvalue; {sum(m.products for m in measured)} products")
-    (out / f"{NAME}.md").write_text("\n".join([*texts, markdown(checked[0], [list(r) for r in checked[1]])]), encoding="utf-8")
+    page = put(out / f"{NAME}.md", "\n".join([*texts, markdown(checked[0], [list(r) for r in checked[1]])]).encode())
     header = ("placement", "initialisation", "blocks", "block type", "median", "lowest", "highest")
-    write_numbers(out / f"{NAME}.csv", header, [(*key, *(f"{x:.6g}" for x in asdict(s).values())) for key, s in found.items()])
-    (out / f"{NAME}.json").write_text(json.dumps(_as_data(measured, settings), indent=1) + "\n", encoding="utf-8")
-    path = out / f"{NAME}{suffix}"
-    draw_map(found, settings, path)
-    return [path]
+    spreads = [dict(zip(header, (*key, *asdict(spread).values()), strict=True)) for key, spread in found.items()]
+    return [
+        draw_map(found, settings, out / f"{NAME}{suffix}"), write_rows(out / f"{NAME}.csv", spreads),
+        write_json(out / f"{NAME}.json", _as_data(measured, settings)), page,
+    ]  # fmt: skip
 
 
 def _as_data(measured: list[Measured], settings: Settings) -> dict[str, Any]:

@@ -118,13 +118,13 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     cells = [cell for name in names for cell in cached(out, NAME, {"operation": name}, lambda n=name: measured((n,)))]  # type: ignore[misc]
     paths = []
     with style():
-        figure = page(11.4, 6.2)
+        figure = page(8.6, 6.2)
         height = -(-len(rows) // 3)
         for k in range(3):
-            column(figure.add_axes((0.19 + 0.315 * k, 0.06, 0.085, 0.78)), rows[k * height : (k + 1) * height])
+            column(figure.add_axes((0.205 + 0.33 * k, 0.06, 0.085, 0.8)), rows[k * height : (k + 1) * height])
         count = Counter(row[name] for row in rows for name in ROUTES_OF)
         handles = [mpl.lines.Line2D([], [], linestyle="", label=f"{name} ({count[name]})", **look) for name, look in LOOK.items()]
-        figure.legend(handles=handles, loc="lower left", ncol=3, fontsize=7.5, bbox_to_anchor=(0.0, 0.0))
+        figure.legend(handles=handles, loc="lower left", ncol=3, fontsize=7.5, bbox_to_anchor=(0.0, -0.005), handletextpad=0.2)
         note = f"torch {load()['torch']}; a star: parameters reach this tensor; grey rows: not every route is right"
         figure.text(0.995, 0.012, note, fontsize=7.5, color=FAINT, ha="right")
         paths.append(save(figure, out / f"{NAME}{suffix}"))

@@ -12,7 +12,6 @@ included.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from figures._coverage_chart import draw_chart
+from figures._kept import put
+from figures._kit import write_json
 from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.environment import environment
 from hessiankit.estimation import Estimate, exact_sharpness, sharpness
@@ -329,7 +330,6 @@ def over_models(found: list[Row]) -> tuple[list[str], list[list[str]]]:
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     """Measure, print the table, write JSON and Markdown, and draw; ``quick`` takes two models and 40 trials."""
     settings = QUICK if quick else FULL
-    out.mkdir(parents=True, exist_ok=True)
     with progress_bar() as tell:
         found = measure(settings, tell)
     headers, cells = rows_of(found)
@@ -337,10 +337,8 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     headers, cells = over_models(found)
     lines = ["| " + " | ".join(headers) + " |", "|---|" + "--:|" * (len(headers) - 1)]
     lines += ["| " + " | ".join(row) + " |" for row in cells]
-    (out / f"{NAME}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    page = put(out / f"{NAME}.md", ("\n".join(lines) + "\n").encode())
     kept = {k: v for k, v in environment().items() if k in ("date", "python", "torch", "numpy", "processor", "cores", "system")}
     data = {"environment": kept, "settings": asdict(settings), "rows": [asdict(row) for row in found]}
-    (out / f"{NAME}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    path = out / f"{NAME}{suffix}"
-    draw_chart([asdict(row) for row in found], path)
-    return [path]
+    picture = draw_chart([asdict(row) for row in found], out / f"{NAME}{suffix}")
+    return [picture, write_json(out / f"{NAME}.json", data), page]

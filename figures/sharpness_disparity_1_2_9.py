@@ -28,7 +28,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from figures._kit import FAINT, INK, TYPE_COLOURS, TYPE_MARKS, heading, page, save, style, write_rows
+from figures._kit import DASHES, FAINT, INK, TYPE_COLOURS, TYPE_MARKS, heading, page, save, style, write_rows
 from figures._runs import ByteSpec, byte_run, measured_on
 from figures._sharpness_runs import PRINTED, order_of, specs
 from hessiankit.estimation import Estimate, SharpnessReport, sharpness
@@ -44,9 +44,9 @@ def measure(spec: ByteSpec, out: Path) -> SharpnessReport:
     return sharpness(model, measured_on(spec), draws=2 * spec.draws, seed=spec.seed)
 
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
     """Train or read the two runs, measure, draw types and layers, and write the numbers."""
-    reports = {title: measure(spec, out) for title, spec in specs(quick).items()}
+    reports = {title: measure(spec, out) for title, spec in specs(quick, text).items()}
     print(f"  printed order: {' < '.join(PRINTED)}")
     for title, report in reports.items():
         found = order_of(report)
@@ -101,7 +101,7 @@ def _types(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
     """Figures 1 and 2: a row a model, S on the left, the distribution of h on the right."""
     figure = page(7.6, 5.4)
     grid = figure.add_gridspec(
-        2, 2, left=0.12, right=0.93, top=0.94, bottom=0.085, hspace=0.5, wspace=0.28, width_ratios=(1, 1.5)
+        2, 2, left=0.12, right=0.915, top=0.94, bottom=0.085, hspace=0.5, wspace=0.28, width_ratios=(1, 1.5)
     )
     for k, (title, report) in enumerate(reports.items()):
         left, right = (figure.add_subplot(grid[k, column]) for column in (0, 1))
@@ -119,23 +119,23 @@ def _types(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
 
 def _distribution(axes: Axes, report: SharpnessReport, shown: list[str]) -> None:
     """A line a type; what is exactly 0 is named in the key, since no logarithm shows it."""
-    for kind in shown:
+    for kind, dash in zip(shown, DASHES, strict=False):
         one = report.histograms[kind]
         width = one.edges[1] - one.edges[0]
-        axes.stairs([count / one.entries / width for count in one.counts], one.edges, color=TYPE_COLOURS[kind], linewidth=1.2)
-        label = f"{kind}, {one.zeros / one.entries:.0%} are 0" if one.zeros else kind
-        axes.plot([], [], color=TYPE_COLOURS[kind], label=label)
+        look: Any = {"color": TYPE_COLOURS[kind], "linewidth": 1.2, "linestyle": dash}
+        axes.stairs([count / one.entries / width for count in one.counts], one.edges, **look)
+        axes.plot([], [], label=f"{kind}, {one.zeros / one.entries:.0%} are 0" if one.zeros else kind, **look)
     low = min(math.log10(report.histograms[kind].quantile(0.005)) for kind in shown)
     axes.set_xlim(low, max(report.histograms[kind].edges[-1] for kind in shown))
     axes.set_ylim(bottom=0)
-    axes.legend(loc="upper left", handlelength=1.4, borderaxespad=0.2, labelspacing=0.25)
+    axes.legend(loc="upper left", handlelength=2.4, borderaxespad=0.2, labelspacing=0.25)
 
 
 def _layers(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
     """Figure 9: a row a model, all types of a layer together on the left, each type on the right."""
     figure = page(7.6, 5.4)
     grid = figure.add_gridspec(
-        2, 2, left=0.12, right=0.93, top=0.94, bottom=0.085, hspace=0.5, wspace=0.28, width_ratios=(1, 1.5)
+        2, 2, left=0.12, right=0.915, top=0.94, bottom=0.085, hspace=0.5, wspace=0.28, width_ratios=(1, 1.5)
     )
     for k, (title, report) in enumerate(reports.items()):
         left, right = (figure.add_subplot(grid[k, column]) for column in (0, 1))

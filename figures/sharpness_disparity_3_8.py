@@ -32,7 +32,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import StrMethodFormatter
 
-from figures._kit import DASHES, TYPE_COLOURS, heading, page, save, style, write_rows
+from figures._kit import DASHES, METHOD_MARKS, TYPE_COLOURS, heading, page, save, style, write_rows
 from figures._runs import ByteRun, ByteSpec, byte_run
 from figures._sharpness_runs import PRINTED, agreements, order_by_values, specs
 from hessiankit.monitoring import MonitorLog, panels
@@ -47,10 +47,12 @@ LETTERS = {
     "median row": (r"median $\|\tilde w_i\|$", "#0072b2"), "smallest row": (r"min $\|\tilde w_i\|$", "#56b4e9"),
 }  # fmt: skip
 
+MARKS = dict(zip(LETTERS, (*METHOD_MARKS, "<", ">"), strict=True))
 
-def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
+
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
     """Train or read the two runs, draw S and the norms over the steps, and write the numbers."""
-    runs = {title: byte_run(spec, out) for title, spec in specs(quick).items()}
+    runs = {title: byte_run(spec, out) for title, spec in specs(quick, text).items()}
     logs = {title: run.log for title, run in runs.items() if run.log is not None}
     print(f"  printed order: {' < '.join(PRINTED)}")
     for title, log in logs.items():
@@ -183,34 +185,34 @@ def _draw_sharpness(logs: Mapping[str, MonitorLog], runs: Mapping[str, ByteRun],
 
 
 def _draw_norms(numbers: Mapping[str, Lines], quotients: Mapping[str, Lines], path: Path) -> Path:
-    """Figure 8 and the quotient of the bounds: a row a model."""
-    figure = page(10.6, 5.2)
-    grid = figure.add_gridspec(2, 4, left=0.05, right=0.985, top=0.94, bottom=0.08, hspace=0.42, wspace=0.3)
+    """Figure 8 and the quotient of the bounds: a column a model."""
+    figure = page(8.2, 9.4)
+    grid = figure.add_gridspec(4, 2, left=0.075, right=0.975, top=0.97, bottom=0.045, hspace=0.42, wspace=0.2)
     for k, (title, found) in enumerate(numbers.items()):
         last = int(found["FFN"]["gamma"][0].max())
         for column, (panel, lines) in enumerate(found.items()):
-            axes = figure.add_subplot(grid[k, column])
+            axes = figure.add_subplot(grid[column, k])
             what = {"FFN": "network", "QK and VO": "attention", "Emb": "embedding rows"}[panel]
-            heading(axes, f"{title}: {what}", "step", "norm" if column == 0 else "")
+            heading(axes, f"{title}: {what}", "step", "norm" if k == 0 else "")
             for letter, line in lines.items():
                 label, colour = LETTERS[letter]
-                _band(axes, line, colour, DASHES[1 if letter == "gamma" else 0], label)
+                _band(axes, line, colour, DASHES[1 if letter == "gamma" else 0], label, MARKS[letter])
             _over_steps(axes, last)
-        axes = figure.add_subplot(grid[k, 3])
-        heading(axes, r"$S(\gamma)\,/\,S(W)$: measured, bounds", "step")
+        axes = figure.add_subplot(grid[3, k])
+        heading(axes, title + r": $S(\gamma)\,/\,S(W)$, measured and of the bounds", "step", "quotient" if k == 0 else "")
         for letter, pair in quotients[title].items():
             label, colour = LETTERS[letter]
-            _band(axes, pair["measured"], colour, DASHES[0], label)
-            _band(axes, pair["bounds"], colour, DASHES[3], f"{label}, bounds")
+            _band(axes, pair["measured"], colour, DASHES[0], label, MARKS[letter])
+            _band(axes, pair["bounds"], colour, DASHES[3], f"{label}, bounds", MARKS[letter])
         axes.axhline(1.0, color=TYPE_COLOURS["Other"], linewidth=0.6)
         _over_steps(axes, last)
     return save(figure, path)
 
 
-def _band(axes: Axes, line: tuple[np.ndarray, np.ndarray], colour: str, dash: Any, label: str) -> None:
+def _band(axes: Axes, line: tuple[np.ndarray, np.ndarray], colour: str, dash: Any, label: str, mark: str) -> None:
     steps, values = line
     axes.fill_between(steps, values[:, 1], values[:, 2], color=colour, alpha=0.15, linewidth=0)
-    axes.plot(steps, values[:, 0], color=colour, linestyle=dash, label=label)
+    axes.plot(steps, values[:, 0], color=colour, linestyle=dash, marker=mark, markersize=2.8, label=label)
 
 
 def _over_steps(axes: Axes, last: int) -> None:
@@ -221,4 +223,4 @@ def _over_steps(axes: Axes, last: int) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.35)
-    axes.legend(loc="upper left", ncols=2, columnspacing=1.0, handlelength=1.6, borderaxespad=0.2, labelspacing=0.2)
+    axes.legend(loc="upper left", ncols=3, columnspacing=1.0, handlelength=1.6, borderaxespad=0.2, labelspacing=0.2)

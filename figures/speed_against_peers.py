@@ -10,6 +10,7 @@ have no mark; the CSV has them with their reason.
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -129,7 +130,7 @@ def panel(axes: Axes, rows: list[Row], name: str) -> None:
     axes.set_yticks(range(len(methods)), [f"{one} (ours)" if one in OURS.values() else one for one in methods])
     axes.set_ylim(len(methods) - 0.5, -0.5)
     heading(axes, TITLES[name], f"over that of {OURS[name]}")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.13), ncol=2 if len(problems) > 4 else 1, fontsize=7)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=7.5)
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
@@ -138,12 +139,12 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     rows = rows_of(text)
     names = [name for name in OURS if any(row["benchmark"] == name and row["ratio"] is not None for row in rows)]
     with style():
-        figure = page(12.6, 5.2)
+        figure = page(8.2, 2.9 * len(names) + 0.45)
         for k, name in enumerate(names):
-            panel(figure.add_subplot(1, len(names), k + 1), [row for row in rows if row["benchmark"] == name], name)
-        where = machine(text) + " Filled: measured; hollow: extrapolated from some columns."
-        figure.text(0.012, 0.02, where, fontsize=7.5, color=FAINT)
-        figure.subplots_adjust(left=0.135, right=0.985, top=0.945, bottom=0.29, wspace=0.62)
+            panel(figure.add_subplot(len(names), 1, k + 1), [row for row in rows if row["benchmark"] == name], name)
+        where = textwrap.fill(machine(text), 125) + "\nFilled: measured; hollow: extrapolated from some columns."
+        figure.text(0.012, 0.012, where, fontsize=7.5, color=FAINT)
+        figure.subplots_adjust(left=0.215, right=0.665, top=0.965, bottom=0.115, hspace=0.36)
         picture = save(figure, out / f"{NAME}{suffix}")
     for name in names:
         peers = [row for row in rows if row["benchmark"] == name and row["method"] not in OURS.values()]

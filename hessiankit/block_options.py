@@ -6,14 +6,23 @@ import argparse
 from typing import Any
 
 from hessiankit.blocks import TransformerBlock
+from hessiankit.errors import OutOfMemoryError
 
 
 def block_of(args: argparse.Namespace, d_model: int, d_ff: int, **more: Any) -> TransformerBlock:
     """Return the float64 block that the options describe.
 
     Raises:
-        InputError: If a name is not known, or sizes do not fit.
+        InputError: If a name is not known, or sizes do not go together.
+        OutOfMemoryError: If the host cannot hold the parameters.
     """
+    try:
+        return _block(args, d_model, d_ff, **more)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(str(error).replace("use smaller sizes", "pass a smaller --d-model or --d-ff")) from error
+
+
+def _block(args: argparse.Namespace, d_model: int, d_ff: int, **more: Any) -> TransformerBlock:
     return TransformerBlock(
         d_model,
         d_ff,

@@ -1,4 +1,4 @@
-"""Text files that a command was asked to write; ``-`` is standard output, which then holds nothing else."""
+"""Files that a command was asked to write; ``-`` is standard output, which then holds nothing else."""
 
 from __future__ import annotations
 
@@ -52,10 +52,28 @@ def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> No
     if path == STDOUT:
         print(content, end="", flush=True, file=_outputs[-1] if _outputs else sys.stdout)
         return
+    write_bytes(who, path, content.encode())
+
+
+def write_bytes(who: str, path: Path, content: bytes) -> None:
+    """Write a file as a whole; as :func:`write_text`, except that ``-`` is a file of that name."""
     try:
         _replace(path.resolve(), content)
     except OSError as error:
-        raise InputError(f"{who}: cannot write {path}: {error.strerror}; name a file in an existing folder.") from error
+        reason = error.strerror or str(error)
+        raise InputError(f"{who}: cannot write {path}: {reason}; name a file in an existing folder.") from error
+
+
+def make_folder(who: str, folder: Path) -> None:
+    """Make a folder, and those above it, where they are missing.
+
+    Raises:
+        InputError: If that cannot be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{who}: cannot make the folder {folder}: {error.strerror}; name another one") from error
 
 
 def write_json(who: str, path: Path | None, data: Any) -> None:
@@ -94,14 +112,14 @@ def output_for(paths: Iterable[object]) -> Iterator[None]:
         _outputs.pop()
 
 
-def _replace(path: Path, content: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """Put a file in its place as a whole; a device is written to."""
     if path.exists() and not path.is_file():
-        path.write_text(content, encoding="utf-8")
+        path.write_bytes(content)
         return
     partial = path.with_name(f"{path.name}.new")
     try:
-        partial.write_text(content, encoding="utf-8")
+        partial.write_bytes(content)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -14,10 +14,11 @@ from hessiankit.block_options import block_of
 from hessiankit.commands.exit_codes import FAILED, INTERRUPTED, OK
 from hessiankit.commands.hessian import add_hessian
 from hessiankit.commands.parsing import Parser
+from hessiankit.commands.wording import in_options
 from hessiankit.curvature import Hessian, hessian
 from hessiankit.disk.forecast import Forecast
 from hessiankit.environment import environment
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, OutOfMemoryError
 from hessiankit.files import write_json
 from hessiankit.loading import load_model, text_batch
 from hessiankit.progress import progress_bar
@@ -29,6 +30,8 @@ OF_A_BLOCK = (
     *("bias", "causal", "rotary", "layer", "layers"),
 )
 OF_A_MODEL = ("text", "shape")
+OPTIONS = ("params", "out", "overwrite")
+"""Arguments of :func:`hessiankit.hessian` that are options of the command."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def run_hessian(args: argparse.Namespace) -> int:
 
     Raises:
         InputError: If an option, a model or a file cannot be used.
-        OutOfMemoryError: If the matrix does not fit.
+        OutOfMemoryError: If the inputs, what the model makes of them, or the matrix do not fit.
     """
     if args.plot is not None and args.plot.suffix not in SUFFIXES:
         raise InputError(f"hessian: cannot draw {args.plot}; name a file that ends in {', '.join(SUFFIXES)}")
@@ -62,6 +65,12 @@ def run_hessian(args: argparse.Namespace) -> int:
         goes_on = f"; the same command goes on with what is in {args.out}.part" if args.out is not None else ""
         print(f"hessiankit: interrupted{goes_on}", file=sys.stderr)
         return INTERRUPTED
+    except OutOfMemoryError as error:
+        told = in_options(str(error), OPTIONS).rstrip(".").replace("batch_size=1", "--batch 1")
+        file = "" if args.out is not None else "; --out PATH writes the matrix to a file, a part of it in memory at a time"
+        raise OutOfMemoryError(f"{told}{file}; --dry-run says what it takes") from error
+    except InputError as error:
+        raise InputError(in_options(str(error), OPTIONS)) from error
     print(found)
     if args.out is not None and not args.dry_run:
         print(f"wrote {args.out}")
@@ -121,13 +130,18 @@ def _of_model(args: argparse.Namespace) -> Asked:
 def _drawn(args: argparse.Namespace, model: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, str, str]:
     """Return standard normal inputs, a target of the output's shape or labels, the loss, and words."""
     generator = torch.Generator().manual_seed(args.seed)
-    inputs = torch.randn(shape, generator=generator, dtype=torch.float64).to(args.device, getattr(torch, args.dtype))
     words = f"standard normal inputs of shape {' x '.join(map(str, shape))}, seed {args.seed}"
     try:
+        inputs = torch.randn(shape, generator=generator, dtype=torch.float64).to(args.device, getattr(torch, args.dtype))
         with torch.no_grad():
             output = model(inputs)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         told = str(error).partition("\n")[0]
+        if isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in told:
+            smaller = "--shape" if args.model is not None else "--batch, --tokens or --d-model"
+            raise OutOfMemoryError(
+                f"hessian: inputs of shape {list(shape)} and what the model makes of them do not fit; pass a smaller {smaller}"
+            ) from error
         raise InputError(
             f"hessian: the model does not take inputs of shape {list(shape)}: {told}; pass the shape it takes with --shape, or "
             "leave it out for tokens of a text"

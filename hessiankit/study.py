@@ -129,7 +129,7 @@ def run_study(options: StudyOptions, console: Console | None = None) -> Study:
     say.print(f"{name}: {len(patches)} images, {length} patches of {patch_dim} pixels; a batch of {len(batch)} for the Hessians")
     reports: dict[tuple[str, str], CheckReport] = {}
     accuracy: dict[str, float | None] = {}
-    timing, pictures = None, []
+    timing = None
     for loss in options.losses:
         torch.manual_seed(options.seed)
         model = VisionTransformer(patch_dim, length, n_classes, d_model=options.d_model, d_ff=options.d_ff, bias=True)
@@ -155,7 +155,6 @@ def run_study(options: StudyOptions, console: Console | None = None) -> Study:
         for line in last.health_lines():
             say.print("  " + line)
         say.print("")
-        pictures.append(_draw(reports[loss, "initialisation"].hessian, last.hessian, loss, options.out))
     if options.full:
         with progress_bar() as tell:
             timing = _time(model, batch, targets, loss, last.hessian, tell)
@@ -167,11 +166,14 @@ def run_study(options: StudyOptions, console: Console | None = None) -> Study:
     if exact:
         equal = sum(row.passed for row in exact)
         say.print(f"exact arithmetic: {equal} of {len(exact)} sets of formulas equal entry by entry, without any tolerance")
-    study = Study(options, reports, accuracy, timing, exact, time.perf_counter() - start, pictures)
+    pictures = {loss: options.out / f"hessian_{loss}.png" for loss in options.losses}
+    study = Study(options, reports, accuracy, timing, exact, time.perf_counter() - start, list(pictures.values()))
     target = options.out / "report.json"
-    write_json("check", target, study.to_dict())
     say.print(_summary(study))
-    say.print(f"wrote {target} and {', '.join(str(p) for p in pictures)}")
+    write_json("check", target, study.to_dict())  # before the pictures, which take more room
+    for loss, path in pictures.items():
+        _draw(reports[loss, "initialisation"].hessian, reports[loss, "trained"].hessian, loss, path)
+    say.print(f"wrote {target} and {', '.join(str(path) for path in study.pictures)}")
     return study
 
 
@@ -201,8 +203,7 @@ def _time(model: torch.nn.Module, inputs: Tensor, target: Tensor, loss: str, fou
     return Timing(problem.size, int(inputs.shape[0]), seconds, reference.seconds, error)
 
 
-def _draw(before: Hessian, after: Hessian, loss: str, out: Path) -> Path:
-    path = out / f"hessian_{loss}.png"
+def _draw(before: Hessian, after: Hessian, loss: str, path: Path) -> None:
     side_by_side(
         [before.matrix, after.matrix],
         before.names,
@@ -211,7 +212,6 @@ def _draw(before: Hessian, after: Hessian, loss: str, out: Path) -> Path:
         title=f"Hessian of the {LOSS_NAMES[loss]}",
         path=path,
     )
-    return path
 
 
 def _block_table(before: CheckReport, after: CheckReport, loss: str) -> Any:

@@ -12,46 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from benchmark_cases import PLAN, QUIET, Lies, first_cell
 
 from benchmarks import __main__ as command
 from benchmarks import runner
 from benchmarks.contest import CLOSED
-from benchmarks.entries import Part, Ring
 from benchmarks.fresh import OverBudget, run_fresh
-from benchmarks.peers import JvpOfGrad, Whole
+from benchmarks.peers import JvpOfGrad
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
-from benchmarks.problems import Case
 from benchmarks.store import Store
 from benchmarks.suites import BENCHMARKS
 from benchmarks.timing import deadline, in_turn, spread
-from hessiankit import hessian
-
-QUIET: Tell = lambda what, done, total: None  # noqa: E731
-PLAN = Plan(repeats=2, limit_seconds=60.0, compile=False)
-
-
-def whole(case: Case) -> Part:
-    return Part(slice(0, case.size), slice(0, case.size))
-
-
-def closed(case: Case) -> Callable[[], Tensor]:
-    return lambda: hessian(case.module, case.inputs, case.target, loss=case.loss).matrix
-
-
-def first_cell(name: str, **fixed: Any) -> Cell:
-    return {**BENCHMARKS[name].cells(replace(PLAN, quick=True))[0], **fixed}
-
-
-class Lies(Whole):
-    name = "lies"
-    summary = "the Hessian with one entry changed"
-
-    def matrix(self, case: Case) -> Tensor:
-        found = closed(case)().clone()
-        found[:, Ring(case, whole(case), 1.0, "cpu").picks[3]] += 1e-3 * found.abs().max()
-        return found
-
 
 # Runs, files, interruptions
 

@@ -103,4 +103,21 @@ def test_writes_a_page_and_its_plots(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert page.read_text() == before
     (tmp_path / "file").touch()
     assert command.main(["--report", str(tmp_path / "file" / "x.md"), "--out", str(tmp_path)]) == command.USAGE
-    assert "choose another path" in capsys.readouterr().err
+    assert "name another one" in capsys.readouterr().err
+
+
+def test_a_page_with_a_summary_gets_the_small_table_and_nothing_else(tmp_path: Path) -> None:
+    cell = {"problem": "small", "batch": 8, "dtype": "float64", "threads": 1}
+    wrong = {"name": "torch.func.hessian", "status": "wrong", "error": 0.5, "time": None}
+    rows = [{**ROWS[0], "time": {**TIME, "median": 0.0125}}, {**ROWS[1], "name": "reverse over reverse"}, wrong]
+    shown = record(result={"parameters": 704, "rows": rows}) | {"cell": cell}
+    stored(tmp_path, record(), shown)  # the other one is of float32 and two threads
+    (tmp_path / "hvp.jsonl").write_text(json.dumps(record()) + "\n")
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- benchmark summary -->\nold\n<!-- /benchmark summary -->\nafter\n")
+    assert write(page, tmp_path, BENCHMARKS, lambda _: None) == 1
+    text = page.read_text()
+    assert (text.split("\n")[0], text.split("\n")[-2]) == ("before", "after")
+    assert "old" not in text
+    assert "## " not in text
+    assert [line for line in text.splitlines() if "small" in line] == ["| small | 704 | 8 | 12.5 ms | wrong |  | 1.0 x |  |  |"]

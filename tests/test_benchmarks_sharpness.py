@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_cases import QUIET
 from model_zoo import optional
 
 from benchmarks import __main__ as command
-from benchmarks.plan import Plan, Tell
+from benchmarks.plan import Plan
 from benchmarks.suites import sharpness as suite
 
-QUIET: Tell = lambda what, done, total: None  # noqa: E731
 SMALL: dict[str, Any] = {"problem": "gpt2-0.1M", "batch": 2, "dtype": "float64", "device": "cpu"}
 
 

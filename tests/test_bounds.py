@@ -118,7 +118,7 @@ def test_activation_constants(kind):
         0.0 if second is None else float(second.abs().max()),
     )
     for constant, found in zip((ratio, slope, bend), seen, strict=True):
-        assert found <= constant
+        assert found <= constant * (1 + 1e-15)  # attained: in some builds of torch an ulp more
         assert found >= constant * (1 - 1e-4)
 
 

@@ -336,9 +336,13 @@ def test_a_forecast_that_does_not_fit_is_exit_code_one(here: Path, monkeypatch) 
         ("--params W_Z", "W_Z"),
         ("--placement hybrid", "hybridnorm"),
         ("--out no/such/H.npy", "no/such"),
-        ("--overwrite", "overwrite=True is for out"),
+        ("--overwrite", "hessian: --overwrite is for --out, which is missing"),
         ("--device nowhere", "nowhere"),
         ("--model tiny", "197,504 parameters make a"),
+        ("--model tiny", "Select parameters with --params, or use a smaller model; --out PATH writes the matrix to a file"),
+        ("--d-model 300000", "pass a smaller --d-model or --d-ff"),
+        ("--batch 1000000 --tokens 100000", "pass a smaller --batch, --tokens or --d-model"),
+        ("--model my_models:make --shape 1000000000 100000", "pass a smaller --shape"),
     ],
 )
 def test_hessian_refuses(given: str, message: str, here: Path, capsys) -> None:
@@ -346,6 +350,15 @@ def test_hessian_refuses(given: str, message: str, here: Path, capsys) -> None:
     seen = capsys.readouterr().err
     assert message in seen
     assert seen.count("\n") == 1
+
+
+def test_a_work_space_that_does_not_fit_names_options(here: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("hessiankit.disk.planning.available_memory", lambda _: 0)
+    assert main(["hessian", "--tokens", "2", "--out", "H.npy"]) == exit_codes.USAGE
+    seen = capsys.readouterr().err
+    assert "Pass --batch 1, shorter sequences, fewer --params, or use hessian_operator" in seen
+    assert seen.endswith("; --dry-run says what it takes\n")
+    assert "=" not in seen
 
 
 def test_figures_are_not_in_the_wheel(here: Path, monkeypatch, capsys) -> None:

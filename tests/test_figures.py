@@ -68,7 +68,7 @@ def test_curvature_gap_3_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(hessiankit, "hessian", compared, raising=False)
     assert main(["curvature_gap_3_4", "--quick", "--out", str(tmp_path)]) == 0
     stems = [f"curvature_gap_3_4{part}" for part in ("", "_to_scale", "_norms_before", "_norms_after")]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"{s}.{e}" for s in stems for e in ("csv", "png"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["cache", *(f"{s}.{e}" for s in stems for e in ("csv", "png"))])
     assert "validation accuracy" in capsys.readouterr().out
     rows = read(tmp_path / "curvature_gap_3_4.csv")
     assert len(rows) == 2 * 16**2

@@ -14,7 +14,8 @@ from figures import curvature_gap_5, curvature_gap_6_12, curvature_gap_7_11
 from figures._digits import ImageSpec, block_norms, snapshots
 from hessiankit.training import train
 
-NANO = ImageSpec(patch=4, d_model=4, d_ff=6)
+QUICK = {"d_model": 4, "d_ff": 6}
+NANO = ImageSpec(patch=4, **QUICK)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -58,7 +59,7 @@ def test_block_norms():
 
 
 def test_figure_5(tmp_path, monkeypatch):
-    monkeypatch.setattr(curvature_gap_5, "SMALL", NANO)
+    monkeypatch.setattr("figures._digits.QUICK", QUICK)
     paths = curvature_gap_5.draw(tmp_path, quick=True)
     assert [path.name for path in paths] == ["curvature_gap_5.png", "curvature_gap_5.csv"]
     rows = read(paths[1])
@@ -70,7 +71,7 @@ def test_figure_5(tmp_path, monkeypatch):
 
 
 def test_figures_7_to_11(tmp_path, monkeypatch):
-    monkeypatch.setattr(curvature_gap_7_11, "SMALL", NANO)
+    monkeypatch.setattr("figures._digits.QUICK", QUICK)
     paths = curvature_gap_7_11.draw(tmp_path, quick=True)
     assert [path.name for path in paths] == [f"curvature_gap_7_11{end}" for end in (".png", ".csv", "_entries.csv")]
     rows = read(paths[1])
@@ -140,7 +141,6 @@ def test_the_bound_holds_and_loosens():
 
 
 def test_figures_6_and_12(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(curvature_gap_6_12, "SMALL", NANO)
     monkeypatch.setattr(
         curvature_gap_6_12, "measure", lambda out, *_, real=curvature_gap_6_12.measure: real(out, NANO, 20, 120, 12, 10, 4)
     )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from figures import __main__ as command
-from figures import _kit, _runs, _sitting
+from figures import _kept, _kit, _runs, _sitting
 from figures._kit import cached, page, save, style, write_json, write_rows
 from figures._runs import ByteSpec, byte_run
 from hessiankit.errors import InputError
@@ -122,7 +122,7 @@ def test_a_full_disk_is_said_and_loses_no_more_than_the_steps_since(tmp_path: Pa
         replaced(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_runs.os, "replace", full)
+        patch.setattr(_kept.os, "replace", full)
         with pytest.raises(InputError, match=r"cannot write .*model_12\.pt: No space left on device; pass another folder"):
             byte_run(SMALL, tmp_path)
     steps: list[int] = []

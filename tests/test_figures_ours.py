@@ -14,7 +14,8 @@ from figures._digits import ImageSpec
 from hessiankit.errors import InputError
 from hessiankit.verify.route_table import load
 
-NANO = ImageSpec(patch=4, d_model=4, d_ff=6)
+QUICK = {"d_model": 4, "d_ff": 6}
+NANO = ImageSpec(patch=4, **QUICK)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -23,7 +24,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def test_analytic_minus_empirical(tmp_path, monkeypatch):
-    monkeypatch.setattr(analytic_minus_empirical, "SMALL", NANO)
+    monkeypatch.setattr("figures._digits.QUICK", QUICK)
     paths = analytic_minus_empirical.draw(tmp_path, quick=True)
     assert [path.name for path in paths] == [f"analytic_minus_empirical{end}" for end in (".png", ".csv", ".json")]
     rows = read(paths[1])

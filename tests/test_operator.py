@@ -116,6 +116,7 @@ def test_eigsh_finds_the_top_eigenvalues() -> None:
     assert np.abs(operator @ vectors - vectors * values).max() < 1e-9 * float(expected.abs().max())
 
 
+@pytest.mark.filterwarnings("ignore:Calling `matvec` on:FutureWarning")  # of one column; SciPy 1.18 to 1.19
 def test_numpy_and_scipy() -> None:
     operator = hessian_operator(block(), X, T)
     matrix, v = operator.to_matrix().numpy(), draw(operator.shape[0], 3).numpy()

@@ -39,7 +39,7 @@ OPERATIONS: dict[str, tuple[type[Primitive], Callable[[Tensor], Tensor]]] = {
     "add with alpha": (Add, lambda y: torch.add(y, y[:, :1], alpha=-3)),
     "add to a constant": (Add, lambda y: BIAS + y),
     "add a number": (Shift, lambda y: 2.5 + y),
-    "add a number with alpha": (Shift, lambda y: torch.add(y, 2, alpha=3)),
+    "add a number with alpha": (Shift, lambda y: torch.add(y, 0.2, alpha=3)),
     "sub": (Add, lambda y: BIAS - y),
     "sub with alpha": (Add, lambda y: torch.sub(y, y[0], alpha=2)),
     "sub a number": (Shift, lambda y: y - 2),

@@ -81,9 +81,20 @@ CASES = {
 }
 
 
+def aminmax_has_a_derivative() -> bool:
+    """Not in torch 2.6."""
+    try:
+        torch.aminmax(torch.ones(2, requires_grad=True)).max.backward()
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_closed_form(name):
     kind, operation = CASES[name]
+    if name == "aminmax" and not aminmax_has_a_derivative():
+        pytest.skip("autograd of this torch has none to compare with")
     check_closed_form(operation, kind)
 
 

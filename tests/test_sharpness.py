@@ -289,6 +289,17 @@ def test_ratio_of_a_type_that_is_not_there():
         report.ratio("Head")
 
 
+def test_one_draw_has_no_error_and_says_so():
+    report = sharpness(tiny(), tokens(2, 3), tokens(2, 3, seed=2), draws=1)
+    text = repr(report)
+    row = next(line.split() for line in text.splitlines() if line.startswith(" QK "))
+    assert row[3:5] == ["n.a.", "n.a."]
+    assert "n.a.: errors come from the differences between draws" in text
+    assert "nan" not in text
+    assert str(report.types["QK"]).endswith("+- n.a. (95%: n.a.)")
+    assert "n.a." not in repr(sharpness(tiny(), tokens(2, 3), tokens(2, 3, seed=2), draws=2))
+
+
 def test_to_dict_is_json_and_prints(capsys):
     model, x, y = tiny(layers=2), tokens(2, 3), tokens(2, 3, seed=2)
     report = sharpness(model, x, y, draws=1)  # with NaN for errors

@@ -10,7 +10,7 @@ import pytest
 from model_zoo import optional
 
 from hessiankit.commands.sharpness import add_sharpness
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, OutOfMemoryError
 from hessiankit.estimation.command import run_sharpness
 
 SMALL = """
@@ -100,6 +100,20 @@ def test_types_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors(given: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         run("--model", "small_models:model", "--text", "text.txt", *given)
+
+
+def test_one_draw_beside_exact_values_is_neither_inside_nor_outside(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--model", "small_models:model", "--text", "text.txt", "--draws", "1", "--exact", "--tensors")
+    told = capsys.readouterr().out
+    assert "nan" not in told
+    beside = told[told.index("beside the exact") :].splitlines()
+    assert next(line for line in beside if line.startswith(" QK ")).split()[3:] == ["n.a.", "n.a."]
+
+
+def test_memory_that_does_not_suffice_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hessiankit.estimation.probe.available_memory", lambda _: 0)
+    with pytest.raises(OutOfMemoryError, match="pass --micro-batch, or a smaller one"):
+        run("--model", "small_models:model", "--text", "text.txt")
 
 
 def test_exact_of_a_large_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

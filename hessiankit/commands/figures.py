@@ -41,6 +41,12 @@ def add_figure_options(add: Add) -> None:
     add("--quick", action="store_true", help="a smaller model and fewer steps: seconds instead of minutes")
     add("--out", type=Path, default=Path("build/figures"), help="folder to write to (default: %(default)s)")
     add("--format", choices=("png", "svg", "pdf"), default="png", help="format of the pictures (default: %(default)s)")
+    add(
+        "--images",
+        metavar="PATH",
+        help="MNIST or CIFAR on this machine, for the figures of images (default: scikit-learn's digits)",
+    )
+    add("--text", metavar="PATH", help="a file or a folder, for the figures of text (default: Python's standard library)")
     add_json(add)
 
 

@@ -102,8 +102,6 @@ def layer_curvature(
     Raises:
         InputError: If a block has no parameters.
     """
-    if method not in METHODS:
-        raise InputError(f"{WHO}: curvature={method!r} is not known; pass one of {', '.join(map(repr, METHODS))}")
     empty = next((k for k, block in enumerate(blocks) if not block), None)
     if empty is not None:
         raise InputError(f"{WHO}: block {empty + 1} has no parameters, so that there is no curvature in them; leave it out")

@@ -14,7 +14,7 @@ from hessiankit.arguments import checked
 from hessiankit.blocks import TransformerBlock
 from hessiankit.depth.angles import AngleSums, AngularDistances
 from hessiankit.depth.blocks import WHO, Blocks, find_blocks
-from hessiankit.depth.curvature import KINDS, layer_curvature
+from hessiankit.depth.curvature import KINDS, METHODS, layer_curvature
 from hessiankit.depth.data import Data, counted_tokens, last_tokens, quiet, read_data
 from hessiankit.depth.gradients import gradient_norms
 from hessiankit.depth.jacobians import jacobians
@@ -109,7 +109,7 @@ def depth_diagnostics(
     ('exponential', [0.5, 0.5, 0.5], 3.375)
     """
     asked = _asked(what)
-    _check(tokens, draws, exact_below, tol, products)
+    _check(tokens, curvature, draws, exact_below, tol, products)
     start = time.perf_counter()
     with quiet(model):
         read = read_data(model, data, target, loss, micro_batch=micro_batch, labelled=any(q not in UNLABELLED for q in asked))
@@ -180,9 +180,10 @@ def _asked(what: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(q for q in QUANTITIES if q in wanted)
 
 
-def _check(tokens: str, draws: int, exact_below: int, tol: float, products: int) -> None:
-    if tokens not in ("all", "last"):
-        raise InputError(f"{WHO}: tokens={tokens!r} is not known; pass 'all' or 'last'")
+def _check(tokens: str, curvature: str, draws: int, exact_below: int, tol: float, products: int) -> None:
+    for name, value, known in (("tokens", tokens, ("all", "last")), ("curvature", curvature, METHODS)):
+        if value not in known:
+            raise InputError(f"{WHO}: {name}={value!r} is not known; pass one of {', '.join(map(repr, known))}")
     if draws < 1 or exact_below < 0 or products < 2 or not tol > 0:
         raise InputError(
             f"{WHO}: draws={draws}, exact_below={exact_below}, products={products}, tol={tol}; expected at least 1, 0 and 2, "

@@ -9,8 +9,6 @@ that its derivatives are G_k and Phi_kl. Any other attention is a chain of stage
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -27,13 +25,11 @@ from derivations.rotary import angles
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Names, Stage
 from hessiankit.blocks import Attention
+from hessiankit.derivation.block_at import BlockAt
 from hessiankit.derivation.symbols import hat, marked, plus, upper
 
-if TYPE_CHECKING:
-    from hessiankit.derivation.parts import Parts
 
-
-def attention_stage(parts: Parts, name: str, X: Stage) -> Stage:
+def attention_stage(parts: BlockAt, name: str, X: Stage) -> Stage:
     """Return the self-attention branch of a block at a point."""
     if is_the_papers(parts.block.attention):
         return _papers_attention(parts, name, X)
@@ -46,7 +42,7 @@ def is_the_papers(part: Attention) -> bool:
     return plain and all(getattr(part, f"norm_{letter}") is None for letter in "qkvc")
 
 
-def _papers_attention(parts: Parts, name: str, X: Stage) -> Stage:
+def _papers_attention(parts: BlockAt, name: str, X: Stage) -> Stage:
     part, exact = parts.block.attention, parts.exact
     at = AttentionAt(
         X.value,
@@ -76,7 +72,7 @@ def _papers_names(name: str) -> Names:
     )
 
 
-def _attention_chain(parts: Parts, name: str, X: Stage) -> Stage:
+def _attention_chain(parts: BlockAt, name: str, X: Stage) -> Stage:
     part, exact = parts.block.attention, parts.exact
     heads, kv_heads = parts.heads
     length = shape_of(X.value)[0]
@@ -104,7 +100,7 @@ def _attention_chain(parts: Parts, name: str, X: Stage) -> Stage:
     return parts.stage(name, LinearMapAt(C.value, Identity(size(shape)), shape), {"X": C}, C.symbol)
 
 
-def _projected(parts: Parts, letter: str, X: Stage, heads: int, repeat: int) -> Stage:
+def _projected(parts: BlockAt, letter: str, X: Stage, heads: int, repeat: int) -> Stage:
     """Return queries, keys or values: projected, split into heads, normed, turned."""
     part = parts.block.attention
     stage = parts.affine(parts.letter(letter), X, f"attention.W_{letter}", f"attention.b_{letter}")
@@ -133,7 +129,7 @@ def _turns(length: int, width: int, theta: float, like: Array) -> tuple[Array | 
     return half.cos().to(like.dtype), half.sin().to(like.dtype)
 
 
-def _normed(parts: Parts, letter: str, stage: Stage, scope: str) -> Stage:
+def _normed(parts: BlockAt, letter: str, stage: Stage, scope: str) -> Stage:
     """Return queries, keys, values or context after their norm, if they have one and this is its place."""
     part = parts.block.attention
     norm = getattr(part, f"norm_{letter}")
@@ -151,7 +147,7 @@ def causal_mask(length: int, heads: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril().repeat(heads, 1)
 
 
-def feedforward_stage(parts: Parts, name: str, Y: Stage) -> Stage:
+def feedforward_stage(parts: BlockAt, name: str, Y: Stage) -> Stage:
     """Return the feed-forward branch of a block at a point."""
     if parts.block.feedforward.W_G is not None:
         return _gated(parts, name, Y)
@@ -171,7 +167,7 @@ def feedforward_stage(parts: Parts, name: str, Y: Stage) -> Stage:
     return parts.stage(name, Renamed(at, renamed), {"Y": Y}, rule, alphabet={**renamed, "U": U})
 
 
-def _gated(parts: Parts, name: str, Y: Stage) -> Stage:
+def _gated(parts: BlockAt, name: str, Y: Stage) -> Stage:
     U = parts.affine(parts.letter("U"), Y, "feedforward.W_1", "feedforward.b_1")
     U_G = parts.affine(parts.letter("U_G"), Y, "feedforward.W_G", "feedforward.b_G")
     gate = parts.stage(

@@ -49,7 +49,7 @@ class Ranks:
         self.size = dist.get_world_size(group) if self.active else 1
         if self.rank < 0:
             raise InputError(f"{who}: this process is not in the process group it was given; call it on the group's ranks only")
-        members = dist.get_process_group_ranks(group) if self.active else [0]
+        members = dist.get_process_group_ranks(group or dist.group.WORLD) if self.active else [0]  # torch 2.6 wants a group
         self._key = f"hessiankit/{zlib.crc32(str(members).encode())}"
 
     @classmethod

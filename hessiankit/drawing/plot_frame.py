@@ -20,6 +20,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from hessiankit.drawing.plot_layout import spread
 from hessiankit.errors import InputError
+from hessiankit.files import make_folder, write_bytes
 
 DPI = 200
 POINT = DPI / 72
@@ -48,9 +49,7 @@ class Picture(Figure):
     """A Matplotlib figure that also shows itself in a notebook without any backend being chosen."""
 
     def _repr_png_(self) -> bytes:
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=self.dpi, metadata=SUFFIXES[".png"])
-        return buffer.getvalue()
+        return picture_bytes(self, ".png")
 
 
 class Frame:
@@ -154,7 +153,8 @@ class Frame:
         axes = self.figure.add_axes((x, y + lift, w, h - lift))
         bar = self.figure.colorbar(mappable, cax=axes, extend=extend, extendfrac=0.03)
         bar.set_label(label, fontsize=10, labelpad=4)
-        axes.yaxis.set_major_locator(LogLocator(10, numticks=20))
+        room = int((h - lift) * self.figure.get_figheight() * DPI / (1.5 * 8.5 * POINT))  # labels that do not touch
+        axes.yaxis.set_major_locator(LogLocator(10, numticks=max(2, min(20, room))))
         axes.yaxis.set_minor_locator(LogLocator(10, subs=range(2, 10), numticks=20))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(labelsize=8.5, length=3.5, width=0.6)
@@ -167,12 +167,44 @@ class Frame:
         """Write the picture in the format that the suffix names, the same bytes every time.
 
         Raises:
-            InputError: The suffix is not one of ``.png``, ``.svg``, ``.pdf``.
+            InputError: The suffix is not one of ``.png``, ``.svg``, ``.pdf``, or the file cannot be written.
         """
-        if path.suffix not in SUFFIXES:
-            raise InputError(f"plots: cannot write {path.name!r}; name a file that ends in {', '.join(SUFFIXES)}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.figure.savefig(path, dpi=DPI, metadata=SUFFIXES[path.suffix])
+        write_picture("plots", self.figure, path)
+
+
+def picture_bytes(figure: Figure, suffix: str) -> bytes:
+    """Return a picture in a format, the same bytes every time."""
+    buffer = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": STYLE["svg.hashsalt"]}):
+        figure.savefig(buffer, format=suffix.removeprefix("."), dpi=figure.dpi, metadata=SUFFIXES[suffix])
+    return buffer.getvalue()
+
+
+def check_suffix(who: str, path: Path) -> None:
+    """Refuse a picture in another format than those of ``SUFFIXES``.
+
+    Raises:
+        InputError: The suffix is another one.
+    """
+    if path.suffix not in SUFFIXES:
+        raise InputError(f"{who}: cannot write {path.name!r}; name a file that ends in {', '.join(SUFFIXES)}")
+
+
+def write_picture(who: str, figure: Figure, path: Path) -> None:
+    """Write a picture in the format that the suffix names, as a whole, and its folder where that is missing.
+
+    Args:
+        who: Who was asked to, for the error.
+        figure: The picture.
+        path: Where to: ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        InputError: The suffix is another one, or the file cannot be written; what was there before then still is.
+    """
+    check_suffix(who, path)
+    content = picture_bytes(figure, path.suffix)
+    make_folder(who, path.parent)
+    write_bytes(who, path, content)
 
 
 def _measure(texts: Sequence[str], size: float) -> tuple[np.ndarray, np.ndarray]:

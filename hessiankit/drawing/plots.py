@@ -7,6 +7,7 @@ Every picture is a Matplotlib figure that needs no display. With a ``path`` it i
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from hessiankit.drawing.plot_frame import DPI, INK, POINT, STYLE, Frame, Picture
 from hessiankit.drawing.plot_layout import block_pixels, colour_range, pixel_starts, pool, short_labels
 from hessiankit.errors import InputError
+from hessiankit.files import make_folder, write_bytes
 
 Sizes: TypeAlias = Sequence[int] | Mapping[str, slice]
 Limits: TypeAlias = tuple[float, float]
@@ -177,12 +179,12 @@ def write_numbers(path: Path | str, header: Sequence[str], rows: Iterable[Sequen
     >>> write_numbers(Path(tempfile.mkdtemp()) / "t.csv", ("step", "loss"), [(1, 0.5)]).read_text()
     'step,loss\\n1,0.5\\n'
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(rows)
+    target, text = Path(path), io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    make_folder("plots", target.parent)
+    write_bytes("plots", target, text.getvalue().encode())
     return target
 
 

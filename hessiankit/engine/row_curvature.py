@@ -2,9 +2,9 @@ r"""Curvature of the loss in a value, row by row, as a diagonal plus a few pairs
 
     K_n = diag(D_n) + sum_k ( a_nk b_nk^T + b_nk a_nk^T )
 
-A squared error has a diagonal alone, and a cross entropy one pair, K = c (diag(p) - p p^T). A norm adds two: with the
-normalised row x, J0 = (I - (1 1^T + x x^T) / d) / s and the second derivative that :mod:`derivations.normalization_actions`
-contracts with v = gamma o w,
+A squared error has a diagonal alone, and a cross entropy one pair, K = c (diag(p) - p p^T), or two where a row is nearly
+one-hot. A norm adds two: with the normalised row x, J0 = (I - (1 1^T + x x^T) / d) / s and the second derivative that
+:mod:`derivations.normalization_actions` contracts with v = gamma o w,
 
     H[w] = ( -nu I + nu 1 1^T / d - ((C v) x^T + x (C v)^T - 3 nu x x^T) / d ) / s^2 ,       nu = x.v / d,
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from derivations.loss import CrossEntropy, MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.primitive import Primitive
+from derivations.softmax import nearly_one_hot, peaks
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +71,26 @@ def of_loss(primitive: Primitive, inputs: Sequence[Tensor], adjoint: Tensor) -> 
         none = D.new_zeros(0, *D.shape)
         return RowCurvature(D, none, none)
     if isinstance(primitive, CrossEntropy):
-        p = torch.softmax(z, -1).reshape(-1, z.shape[-1])
         kept = (inputs[1] != primitive.ignore_index).reshape(-1, 1)
+        p = torch.softmax(z, -1).reshape(-1, z.shape[-1]).where(kept, 0)
         c = adjoint / (primitive.normalizer or float(kept.sum()))
-        D = torch.where(kept, c * p, 0)
-        return RowCurvature(D, p.unsqueeze(0), -0.5 * D.unsqueeze(0))
+        if nearly_one_hot(p, -1):
+            return _from_peak(p, peaks(p, -1), c)
+        return RowCurvature(c * p, p.unsqueeze(0), -0.5 * c * p.unsqueeze(0))
     return None
+
+
+def _from_peak(p: Tensor, peak: Tensor, c: Tensor) -> RowCurvature:
+    """Return c (diag(p) - p p^T) for confident rows, measured from the peak m: p_m - p_m^2 would lose their digits.
+
+    The covariance of e_j - e_m, j drawn from p: with the other weights o, their sum s, and e = e_m,
+    diag(o + s e) - (o e^T + e o^T) - (o - s e)(o - s e)^T.
+    """
+    e = torch.zeros_like(p).scatter_(-1, peak, 1)
+    o = p.scatter(-1, peak, 0)
+    s = o.sum(-1, keepdim=True)
+    moved = o - s * e
+    return RowCurvature(c * (o + s * e), torch.stack([e, moved]), torch.stack([-c * o, -0.5 * c * moved]))
 
 
 def through_norm(

@@ -29,9 +29,10 @@ def zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     size = n * n * dtype.itemsize
     if device.type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(n, n, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zero when first touched
+    pages = mmap.mmap(-1, size + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zero when first touched
     pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).reshape(n, n)
+    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE  # a large page starts at a multiple of its size
+    return torch.frombuffer(pages, dtype=dtype, count=n * n, offset=start).reshape(n, n)
 
 
 class Matrix:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 import torch
 
 from hessiankit.commands.exit_codes import OK
 from hessiankit.environment import environment
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, OutOfMemoryError
 from hessiankit.estimation.estimate import Estimate
 from hessiankit.estimation.exact import exact_sharpness
 from hessiankit.estimation.measure import sharpness
@@ -45,18 +46,21 @@ def run_sharpness(args: argparse.Namespace) -> int:
     print(f"{loaded}\n{args.batch} sequences of {args.length} {loaded.tokens}, {text.name}, {args.dtype}", flush=True)
     parts = model_parts(loaded.model, inputs=inputs[:1, :FLOW_TOKENS], overrides=_overrides(args.type))
     with progress_bar() as tell:
-        report = sharpness(
-            loaded.model,
-            inputs,
-            targets,
-            draws=args.draws,
-            micro_batch=args.micro_batch,
-            per=args.per,
-            parts=parts,
-            confidence=args.confidence,
-            seed=args.seed,
-            progress=tell,
-        )
+        try:
+            report = sharpness(
+                loaded.model,
+                inputs,
+                targets,
+                draws=args.draws,
+                micro_batch=args.micro_batch,
+                per=args.per,
+                parts=parts,
+                confidence=args.confidence,
+                seed=args.seed,
+                progress=tell,
+            )
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(str(error).replace("a smaller micro_batch", "--micro-batch, or a smaller one")) from error
     print(report)
     if args.layers:
         print(_layers(report))
@@ -91,10 +95,7 @@ def _layers(report: SharpnessReport) -> str:
 def _tensors(report: SharpnessReport) -> str:
     """Return S of every tensor, or part of a fused one."""
     kinds = {part.name: part.type for part in report.replicates.parts}
-    rows = [
-        (name, kinds[name], f"{one.entries:,}", f"{one.value:.4g}", f"{one.low:.3g} to {one.high:.3g}")
-        for name, one in report.tensors.items()
-    ]
+    rows = [(name, kinds[name], f"{one.entries:,}", f"{one.value:.4g}", one.shown[1]) for name, one in report.tensors.items()]
     return as_text("S by tensor", table(("tensor", "type", "entries", "S", f"{report.confidence:.0%} interval"), rows, left=2))
 
 
@@ -103,8 +104,10 @@ def _beside(report: SharpnessReport, exact: SharpnessReport) -> str:
     rows = []
     for kind, one in report.types.items():
         true = exact.types[kind].value
-        apart = f"{(one.value - true) / one.standard_error:+.2f}" if one.standard_error else ""
-        rows.append((kind, f"{one.value:.4g}", f"{true:.6g}", apart, "yes" if one.low <= true <= one.high else "no"))
+        known = one.standard_error > 0
+        apart = f"{(one.value - true) / one.standard_error:+.2f}" if known else one.shown[0]
+        inside = ("yes" if one.low <= true <= one.high else "no") if not math.isnan(one.low) else "n.a."
+        rows.append((kind, f"{one.value:.4g}", f"{true:.6g}", apart, inside))
     return as_text("beside the exact Gauss-Newton trace", table(("type", "S", "exact", "s.e. apart", "in the interval"), rows))
 
 

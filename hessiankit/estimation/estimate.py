@@ -59,10 +59,21 @@ class Estimate:
         """Return the fields, None for what is not finite."""
         return {k: v if v is None or math.isfinite(v) else None for k, v in vars(self).items()}
 
-    def __str__(self) -> str:
+    @property
+    def shown(self) -> tuple[str, str]:
+        """Standard error and interval as a table shows them: nothing where nothing is drawn, n.a. where they are not known.
+
+        >>> Estimate(2.0, 1.0, 0.5, 6.0, 1, 0.95).shown, Estimate(2.0, math.nan, math.nan, math.nan, 1, 0.95).shown
+        (('1', '0.5 to 6'), ('n.a.', 'n.a.'))
+        """
         if self.standard_error == 0:
-            return f"{self.value:.4g}"
-        return f"{self.value:.3g} +- {self.standard_error:.1g} ({self.confidence:.0%}: {self.low:.3g} to {self.high:.3g})"
+            return "", ""
+        error = "n.a." if math.isnan(self.standard_error) else f"{self.standard_error:.1g}"
+        return error, "n.a." if math.isnan(self.low) else f"{self.low:.3g} to {self.high:.3g}"
+
+    def __str__(self) -> str:
+        error, interval = self.shown
+        return f"{self.value:.3g} +- {error} ({self.confidence:.0%}: {interval})" if error else f"{self.value:.4g}"
 
 
 def estimate(x: Tensor, weights: Tensor, *, entries: int, confidence: float, exact: bool = False) -> Estimate:

@@ -150,9 +150,7 @@ class SharpnessReport:
             known = "Norm" in self.types and kind != "Norm"
             quotient = f"{self.ratio(kind).value:.3g}" if known else "1" if kind == "Norm" else ""
             zeros = f"{self.histograms[kind].zeros / one.entries:.1%}" if kind in self.histograms else ""
-            interval = f"{one.low:.3g} to {one.high:.3g}" if one.standard_error else ""
-            error = f"{one.standard_error:.1g}" if one.standard_error else ""
-            numbers = (f"{one.value:.4g}", error, interval, quotient, f"{self.scale_free[kind].value:.3g}", zeros)
+            numbers = (f"{one.value:.4g}", *one.shown, quotient, f"{self.scale_free[kind].value:.3g}", zeros)
             yield kind, f"{one.entries:,}", *numbers
 
     @property
@@ -164,6 +162,8 @@ class SharpnessReport:
     def notes(self) -> tuple[str, ...]:
         """What a reader of the numbers has to know."""
         found = [f"from flat to sharp: {self.ordering}"]
+        if self.draws == 1:
+            found.append("n.a.: errors come from the differences between draws of the labels; take two draws or more")
         if self.seen_rows is not None:
             found.append(f"Emb over the {self.seen_rows.entries:,} entries of rows that the data look up: {self.seen_rows}")
         if self.frozen:

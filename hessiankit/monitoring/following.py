@@ -1,9 +1,9 @@
-"""What the callbacks of every trainer share: the base class fetched when it is needed, and the numbers for the trainer's log."""
+"""What the callbacks of every trainer share: a class made when it is asked for, and the numbers for the trainer's log."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hessiankit.errors import InputError
@@ -29,6 +29,38 @@ def class_of(package: str, name: str, extra: str = "training") -> type:
             f"SharpnessCallback: {package}.{name} is no class; install the version that 'hessiankit[{extra}]' asks for"
         )
     return found
+
+
+def on_first_use(module: dict[str, Any], events: type, package: str, base: str) -> Callable[[str], type]:
+    """Return a module's ``__getattr__`` that makes its ``SharpnessCallback`` on first use.
+
+    So the module can be read where the trainer's package is not installed, and importing it does not import the package.
+
+    Args:
+        module: Its ``globals()``.
+        events: What the callback does, without a base class.
+        package: The trainer's.
+        base: The class of the package that its callbacks are made of.
+
+    Raises:
+        InputError: By what is returned, if the package is not installed.
+
+    >>> class Events:
+    ...     "Counts."
+    >>> made = on_first_use({"__name__": "here"}, Events, "collections", "Counter")("SharpnessCallback")
+    >>> made, made(a=2), made.__doc__
+    (<class 'here.SharpnessCallback'>, SharpnessCallback({'a': 2}), 'Counts.')
+    """
+
+    def attribute(name: str) -> type:
+        where = module["__name__"]
+        if name != "SharpnessCallback":
+            raise AttributeError(f"module {where!r} has no attribute {name!r}")
+        made = type(name, (events, class_of(package, base)), {"__doc__": events.__doc__, "__module__": where})
+        module[name] = made
+        return made
+
+    return attribute
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hessiankit.errors import InputError
-from hessiankit.monitoring.following import class_of, scalars
+from hessiankit.monitoring.following import on_first_use, scalars
 from hessiankit.monitoring.monitor import Monitor
 
 
@@ -71,19 +71,5 @@ class TrainerEvents:
 
 if TYPE_CHECKING:
     SharpnessCallback = TrainerEvents
-
-
-def __getattr__(name: str) -> Any:
-    """Make ``SharpnessCallback`` on first use: a ``TrainerCallback`` with the events above.
-
-    So this module can be read where transformers is not installed, and importing it does not import transformers.
-
-    Raises:
-        InputError: transformers is not installed.
-    """
-    if name != "SharpnessCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = class_of("transformers", "TrainerCallback")
-    made = type(name, (TrainerEvents, base), {"__doc__": TrainerEvents.__doc__, "__module__": __name__})
-    globals()[name] = made
-    return made
+else:
+    __getattr__ = on_first_use(globals(), TrainerEvents, "transformers", "TrainerCallback")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hessiankit.monitoring.following import class_of, scalars
+from hessiankit.monitoring.following import on_first_use, scalars
 from hessiankit.monitoring.monitor import Monitor
 
 
@@ -80,19 +80,5 @@ class LightningEvents:
 
 if TYPE_CHECKING:
     SharpnessCallback = LightningEvents
-
-
-def __getattr__(name: str) -> Any:
-    """Make ``SharpnessCallback`` on first use: a Lightning ``Callback`` with the events above.
-
-    So this module can be read where lightning is not installed, and importing it does not import lightning.
-
-    Raises:
-        InputError: lightning is not installed.
-    """
-    if name != "SharpnessCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = class_of("lightning", "Callback")
-    made = type(name, (LightningEvents, base), {"__doc__": LightningEvents.__doc__, "__module__": __name__})
-    globals()[name] = made
-    return made
+else:
+    __getattr__ = on_first_use(globals(), LightningEvents, "lightning", "Callback")

@@ -15,7 +15,9 @@ from hessiankit.depth import QUANTITIES
 from hessiankit.disk.journal import digest
 from hessiankit.environment import environment
 from hessiankit.errors import InputError
+from hessiankit.estimation.replicate import PER
 from hessiankit.monitoring import measurements
+from hessiankit.monitoring.eigenvalue import ROUTES
 from hessiankit.monitoring.lines import Lines
 from hessiankit.monitoring.objective import batches_of, mean_loss, on_device
 from hessiankit.monitoring.schedule import due
@@ -107,8 +109,13 @@ class Monitor:
             InputError: An argument does not fit, the file is of another run, or it cannot be written.
         """
         due(0, every)
-        if on_error not in ON_ERROR:
-            raise InputError(f"{WHO}: on_error={on_error!r} is not known; pass 'raise' or 'record'")
+        for name, value, known in (
+            ("per", per, PER),
+            ("eigenvalue_route", eigenvalue_route, ROUTES),
+            ("on_error", on_error, ON_ERROR),
+        ):
+            if value not in known:
+                raise InputError(f"{WHO}: {name}={value!r} is not known; pass one of {', '.join(map(repr, known))}")
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         with random_kept(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(data, target)

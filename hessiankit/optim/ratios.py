@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from types import MappingProxyType
 
 from hessiankit.errors import InputError
@@ -19,11 +20,21 @@ class Ratio:
         value: The ratio that is used.
         low: Lower end of its interval; None where it was set by hand.
         high: Upper end.
+
+    Raises:
+        InputError: The value is no positive number, or an end of the interval is negative or no number.
     """
 
     value: float
     low: float | None = None
     high: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.value, Real) and 0 < self.value < math.inf):
+            raise InputError(f"Ratio: value={self.value!r}; expected a positive number")
+        for name, end in (("low", self.low), ("high", self.high)):
+            if end is not None and not (isinstance(end, Real) and end >= 0):
+                raise InputError(f"Ratio: {name}={end!r}; expected an end of its interval, a number of at least 0, or None")
 
 
 def _by_order(emb: float, qk: float, ffn: float, vo: float) -> Mapping[str, float]:
@@ -78,8 +89,7 @@ def by_type(ratios: Mapping[str, float | Ratio]) -> dict[str, Ratio]:
         raise InputError(f"blockwise_lr: ratios has {unknown[0]!r}, which is no block type; expected some of {', '.join(TYPES)}.")
     found = dict.fromkeys(TYPES, Ratio(1.0))
     for kind, given in ratios.items():
-        ratio = given if isinstance(given, Ratio) else Ratio(float(given))
-        if not (math.isfinite(ratio.value) and ratio.value > 0):
-            raise InputError(f"blockwise_lr: the ratio of {kind} is {ratio.value}; expected a positive number.")
-        found[kind] = ratio
+        if not isinstance(given, Ratio) and not 0 < float(given) < math.inf:
+            raise InputError(f"blockwise_lr: the ratio of {kind} is {float(given)}; expected a positive number.")
+        found[kind] = given if isinstance(given, Ratio) else Ratio(float(given))
     return found

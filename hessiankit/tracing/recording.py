@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -164,7 +165,7 @@ class _Notes:
 
     def call(self, target: Any, args: Any, kwargs: Any) -> Node:
         """Note an operation, with what its arguments stand for now."""
-        args, kwargs = torch.utils._pytree.tree_map(self.node_of, (args, kwargs))
+        args, kwargs = map_aggregate((args, kwargs), self.node_of)
         if torch.is_grad_enabled() is not self.differentiable:
             self.differentiable = not self.differentiable
             self.recording.graph.call_function(torch._C._set_grad_enabled, (self.differentiable,))

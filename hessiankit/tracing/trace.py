@@ -11,6 +11,7 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ def _record(
     match = None
     found: Any = _assignment if run in WRITTEN_OUT.values() else RULES.get(run)
     if found is not None:
-        wanted = inspect.signature(found).parameters
+        wanted = _names(found)
         args, kwargs = torch.fx.map_arg((source.args, source.kwargs), lambda n: known[n])
         match = found(*args, **kwargs, **{k: v for k, v in (("result", value), ("piece", index)) if k in wanted})
         if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
@@ -216,6 +217,12 @@ def _record(
             by_tensor[id(tensor)] = result.add_value(tensor)
     ids[node] = result.apply(primitive, tuple(None if t is None else by_tensor[id(t)] for t in inputs), value, node.name)
     return missing
+
+
+@cache
+def _names(rule: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a rule's arguments."""
+    return frozenset(inspect.signature(rule).parameters)
 
 
 def _assignment(into: Tensor, source: Any = None, *rest: Any, **options: Any) -> tuple[Primitive, tuple[Tensor, ...]]:

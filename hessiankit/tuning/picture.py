@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hessiankit.drawing.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES
-from hessiankit.errors import InputError
+from hessiankit.drawing.plot_frame import DPI, FAINT, INK, STYLE, check_suffix, write_picture
 from hessiankit.tuning.report import TuneReport
 
 # Okabe and Ito's palette, told apart with every kind of colour vision; dashes tell the arms apart without colour
@@ -29,8 +28,7 @@ def draw(report: TuneReport, path: Path) -> Path:
     Raises:
         InputError: If the suffix is not one of ``.png``, ``.svg``, ``.pdf``, or the file cannot be written.
     """
-    if path.suffix not in SUFFIXES:
-        raise InputError(f"tune-lr: cannot write {path.name!r}; name a file that ends in {', '.join(SUFFIXES)}")
+    check_suffix("tune-lr", path)
     with mpl.rc_context({**STYLE, "font.size": 8}):
         figure = Figure(figsize=(11.0, 3.9), dpi=DPI, facecolor="white")
         FigureCanvasAgg(figure)
@@ -42,10 +40,7 @@ def draw(report: TuneReport, path: Path) -> Path:
         for axes in (left, middle, right):
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(which="both", labelsize=7, colors=INK, width=0.6, length=2.5)
-        try:
-            figure.savefig(path, dpi=DPI, metadata=SUFFIXES[path.suffix])
-        except OSError as error:
-            raise InputError(f"tune-lr: cannot write {path}: {error.strerror}; name a file in an existing folder.") from error
+        write_picture("tune-lr", figure, path)
     return path
 
 

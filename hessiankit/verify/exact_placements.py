@@ -23,7 +23,8 @@ import numpy as np
 from derivations.arrays import Array
 from derivations.matrix import Dense, Matrix, Named
 from hessiankit.blocks import PLACEMENTS, TransformerBlock
-from hessiankit.derivation.parts import Exact, Parts, block_stage, input_stage
+from hessiankit.derivation.block_at import Exact
+from hessiankit.derivation.parts import Parts, block_stage, input_stage
 from hessiankit.verify.block_structure import Structure
 from hessiankit.verify.exact_case import EXACT, Case, Comparison, Draw, JetReference, against
 from hessiankit.verify.exact_rational import formal_activation

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hessiankit.verify.custom_functions import Cubed, CubedOnce
 from hessiankit.verify.problem import mean_square
 
 Function: TypeAlias = Callable[..., Tensor]
@@ -200,6 +201,10 @@ def _elementwise(name: str, function: Callable[[Tensor], Tensor], formula: str =
     return Operation(name, formula or f"{name}(x W)", partial(Formula, lambda x, W: function(x @ W), W=(5, 4)))
 
 
+def _custom(name: str, function: type[Cubed], formula: str) -> Operation:
+    return Operation(name, formula, partial(Formula, lambda x, A, B: function.apply(x @ A) @ B, A=(5, 3), B=(3, 4)))
+
+
 def _attention(name: str, function: Function, formula: str) -> Operation:
     def attend(x: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Tensor:
         x = x[:, None]  # (B, heads, L, d_model)
@@ -340,6 +345,8 @@ OPERATIONS: dict[str, Operation] = {
         ),
         Operation("nn.MultiheadAttention (weights)", "need_weights=True", partial(_SelfAttention, True), (2, 4, 3)),
         Operation("nn.TransformerEncoderLayer", "post-norm, torch's choice of backend", _encoder_layer, (2, 4, 3)),
+        _custom("autograd.Function", Cubed, "z^3 B, z = x A, with a backward of its own"),
+        _custom("autograd.Function (once)", CubedOnce, "the same, its backward marked once_differentiable"),
         Operation(
             "cross_entropy",
             "cross_entropy(x W, labels)",

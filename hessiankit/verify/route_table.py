@@ -38,6 +38,8 @@ CHOICES = (("reverse-over-reverse",), ("jvp(grad)", "torch.func.hessian"))
 DIFFERENCES = "central-differences"
 BY_CHOICE_OF_TORCH = frozenset({"sdpa (default)", "nn.MultiheadAttention", "nn.TransformerEncoderLayer"})
 """Attention on a fused kernel: the references switch these off."""
+UNLISTED = frozenset({"autograd.Function", "autograd.Function (once)"})
+"""Nothing says what these are made of: a module with one is refused by its name before a reference is chosen."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def distilled(found: RouteTable) -> dict[str, Any]:
     """
     rows: dict[str, dict[str, list[tuple[str, str]]]] = {}
     for name, operation in OPERATIONS.items():
-        if name in BY_CHOICE_OF_TORCH:
+        if name in BY_CHOICE_OF_TORCH | UNLISTED:
             continue
         example = operation.example(found.seed)
         problem = Problem(example.module, example.x, example.target, operation.loss, example.parameters)

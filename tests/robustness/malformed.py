@@ -114,8 +114,24 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def complaint(call: Call, arguments: dict[str, Any]) -> str | None:
-    """Call, and return what is wrong with the answer: another error than ours, a message that does not help, or a changed module."""
+def plainly_wrong(right: Any) -> tuple[str, ...]:
+    """Return the values of the pool that cannot stand for a right one, whatever the function is."""
+    if isinstance(right, bool):
+        return ("text", "object")
+    if isinstance(right, str):
+        return ("text", "number", "object")
+    if isinstance(right, (int, float)):
+        return ("text", "nan", "object")
+    if isinstance(right, Tensor):
+        return ("text", "object", "no entries", "NaN" if right.is_floating_point() else "out of range")
+    return ("text", "object", "NaN weight") if isinstance(right, nn.Module) else ("object",)
+
+
+def complaint(call: Call, arguments: dict[str, Any], *, refused: bool = False) -> str | None:
+    """Call, and return what is wrong with the answer.
+
+    That is another error than ours, a message that does not help, or a changed module; with ``refused`` also that there is none.
+    """
     modules = [x for x in arguments.values() if isinstance(x, nn.Module)]
     for module in modules:
         for p in module.parameters():
@@ -126,6 +142,7 @@ def complaint(call: Call, arguments: dict[str, Any]) -> str | None:
     found = None
     try:
         call.function(**arguments)
+        found = "it is taken" if refused else None
     except hk.HessiankitError as error:
         text = str(error)
         if "\n" in text:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from malformed import complaint, pool
+from malformed import complaint, plainly_wrong, pool
 from public_calls import CALLS, PATIENT
 
 import hessiankit as hk
@@ -21,6 +21,17 @@ RESULTS = {
     "Trace", "TraceError",
 }  # fmt: skip
 """Public names that are made by the library, not by its user."""
+STRUCTURE = {"NaN weight"}
+UNREAD = {
+    ("block_types", "model"): STRUCTURE, ("model_parts", "model"): STRUCTURE, ("named_slices", "module"): STRUCTURE,
+    ("blockwise_lr", "model"): STRUCTURE, ("Monitor", "model"): STRUCTURE,
+    ("Monitor", "data"): {"text", "object", "no entries", "out of range"}, ("Monitor", "target"): {"out of range"},
+    ("angular_distance", "x"): {"NaN"}, ("angular_distance", "y"): {"NaN"},
+    ("blockwise_lr", "power"): {"nan"}, ("blockwise_lr", "cap"): {"nan"}, ("Monitor", "eigenvalue_tol"): {"nan"},
+    ("TransformerBlock", "rotary_theta"): {"nan"},
+}  # fmt: skip
+"""(function, argument) -> wrong values that are taken: values of a model whose structure alone is read, data that are read at the
+first step, NaN that comes out as NaN, and numbers for something that is not asked for."""
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -37,6 +48,23 @@ def test_one_wrong_argument(name):
         arguments[argument] = pool(arguments[argument])[what]()
         if answer := complaint(call, arguments):
             found.append(f"{argument} = {what}: {answer}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_plainly_wrong_is_refused(name):
+    call = CALLS[name]
+    found = []
+    for argument, right in call.right().items():
+        spared = call.spared.get(argument, ())
+        for what in plainly_wrong(right):
+            if what not in spared and "*" not in spared:
+                arguments = call.right()
+                arguments[argument] = pool(arguments[argument])[what]()
+                answer = complaint(call, arguments, refused=True)
+                taken = what in UNREAD.get((name, argument), ())
+                if answer != ("it is taken" if taken else None):
+                    found.append(f"{argument} = {what}: {answer or 'it is refused, and UNREAD says that it is taken'}")
     assert not found, "\n".join(found)
 
 

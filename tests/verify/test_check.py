@@ -162,7 +162,7 @@ def test_an_embedding_that_reads_its_padding_is_named() -> None:
     assert "an embedding reads its padding_idx" in report.verdict
     report = hk.check(module, torch.tensor([[4, 1, 2], [3, 1, 4]]), torch.randn(2, 3, 2))
     assert report
-    assert report.remarks == ()
+    assert not any("padding_idx" in remark for remark in report.remarks)
 
 
 def test_a_wider_tolerance_says_why() -> None:

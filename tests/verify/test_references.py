@@ -229,7 +229,7 @@ def test_memory_bounds_the_chunk():
 
 def test_missing_package_is_unsupported(monkeypatch):
     monkeypatch.setitem(sys.modules, "curvlinops", None)
-    with pytest.raises(Unsupported, match="pip install curvlinops-for-pytorch"):
+    with pytest.raises(Unsupported, match=r"pip install 'hessiankit\[curvlinops\]'"):
         REFERENCES["curvlinops"].matrix(least_squares()[0])
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import hessiankit as hk
 from hessiankit.verify import route_table
 from hessiankit.verify.check import AGAINST
+from hessiankit.verify.operations import OPERATIONS
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES
 from hessiankit.verify.route_table import PATH, ROUTES_OF, choose, distilled, load, signatures
@@ -108,6 +109,13 @@ def test_an_operation_that_is_not_in_the_table_leaves_everything_to_the_examinat
     report = hk.check(Odd().double(), draw(5, 3), draw(5, 2, seed=6))
     assert tuple(h.reference for h in report.health) == AGAINST
     assert "note: not in the route table: aten.sinc.default" in repr(report)
+
+
+def test_a_function_with_a_backward_of_its_own_is_named():
+    example = OPERATIONS["autograd.Function (once)"].example(0)
+    with pytest.raises(hk.TraceError, match=r"check: .* comes from CubedOnceBackward, .*: a torch\.autograd\.Function"):
+        hk.check(example.module, example.x, example.target)
+    assert "CubedOnceBackward" in choose(Problem(example.module, example.x, example.target, "mse"), AGAINST).note
 
 
 @pinned

@@ -89,6 +89,21 @@ def deepnorm_code(seed: int) -> Evidence:
 
 
 @claim(
+    "curse-of-depth/lns-code",
+    place="released code, LayerNorm Scaling",
+    statement="a run whose type of norm is LNS trains with LayerNorm Scaling",
+    verdict="WRONG AS PRINTED",
+    corrected="since April 2025 the type is put into lower case and then compared with 'LNS', which no spelling is equal to: no "
+    "norm is made, and the run stops, or its blocks are the identity. Before, with 'cod' in both places, the two agreed",
+)
+def lns_code(seed: int) -> Evidence:
+    spellings = ("LNS", "lns", "Lns")
+    before = sum(name.lower() == "cod" for name in ("cod", "COD", "Cod"))
+    taken = sum(name.lower() == "LNS" for name in spellings)
+    return false(taken, len(spellings), f"spellings for which the branch is taken (with 'cod', {before} of 3)")
+
+
+@claim(
     "curse-of-depth/scaled-init",
     place="Sec. 5.4; Sec. 6, Scaled Initialization",
     statement=r"'scales the initialization of the feedforward layers' weights $W_0$ and $W_2$' by $\frac{1}{\sqrt{2L}}$",

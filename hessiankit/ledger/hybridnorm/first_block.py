@@ -1,4 +1,4 @@
-"""The first block: Eqs. 10-11, First-QKV-Pre, EmbedNorm."""
+"""The first block: Eqs. 10-11, First-QKV-Pre, EmbedNorm, and what eps does there."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.blocks import equations as eq
+from hessiankit.blocks.initialisation import Place, normal
 from hessiankit.blocks.placements import placement_of_layer
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees
+from hessiankit.ledger.evidence import agrees, assumed, small
 from hessiankit.ledger.hybridnorm.definitions import mha, rms_norm, swiglu
 from hessiankit.ledger.hybridnorm.equations import HEADS, compare, generic, hybridnorm_block
 from hessiankit.ledger.registry import claim
@@ -89,3 +90,24 @@ def embednorm(seed: int) -> Evidence:
     with torch.no_grad():
         model.embedding.W_E[:4] = X
     return agrees(model(torch.arange(4)[None])[0], hybridnorm_block(hybridnorm_block(rms_norm(X), weights[0]), weights[1]))
+
+
+@claim(
+    "hybridnorm/first-block-eps",
+    place="released code, norms of queries, keys and values",
+    statement="behind their norms queries, keys and values have mean square 1",
+    verdict="HOLDS UNDER ASSUMPTION",
+    assumption=r"what is normed is large beside the code's $\epsilon = 10^{-5}$. The first block reads the bare embedding, of "
+    r"standard deviation $1/\sqrt{2.5d}$: at $d = 2048$ its queries have mean square $1/(6.25d) = 7.8\cdot10^{-5}$, and behind "
+    "the norm 0.89",
+    uses=[normal],
+)
+def first_block_eps(seed: int) -> Evidence:
+    draw, d, head = Draw(seed), 2048, 128
+    W = draw.normal(d, head, std=normal(Place("W_Q", d, d, 1, 16)).std)
+    X = draw.normal(16, d, std=(2.5 * d) ** -0.5)
+
+    def lost(rows: Tensor) -> float:
+        return 1 - float(torch.nn.functional.rms_norm(rows @ W, (head,), eps=1e-5).square().mean())
+
+    return assumed(small(lost(rms_norm(X)), "a normed input, mean square short of 1", below=1e-4), lost(X), above=0.05)

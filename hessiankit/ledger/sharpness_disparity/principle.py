@@ -17,11 +17,11 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, false, measured, not_run, relative_error
 from hessiankit.ledger.registry import claim
-from hessiankit.optim import block_types
+from hessiankit.optim import PRESETS, block_types
 
 ORDER = ("Emb", "QK", "FFN", "VO", "Norm")
 """Eq. 1, from flat to sharp."""
-RATES = {"Emb": 10.0, "QK": 8.0, "FFN": 6.0, "VO": 4.0, "Norm": 1.0}
+RATES = PRESETS["paper"]
 """Eq. 5, with 1 for the norms."""
 VOCABULARY, LENGTH, STEPS = 64, 12, 100
 

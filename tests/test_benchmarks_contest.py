@@ -1,0 +1,111 @@
+"""A contest checks every entry, and ranks only what is right. Times are never judged here."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from benchmark_cases import PLAN, QUIET, Lies, closed, record, whole
+from torch import Tensor
+
+from benchmarks import tables
+from benchmarks.contest import contest
+from benchmarks.entries import Ring
+from benchmarks.peers import FuncHessian, JvpOfGrad, JvpOfJacrev, ReverseOverReverse, Whole
+from benchmarks.problems import Case, make
+
+
+def test_contest_marks_what_is_wrong_and_ranks_what_is_right() -> None:
+    case = make("tiny-affine", 2)
+    result = contest(case, whole(case), closed(case), [JvpOfGrad(), JvpOfJacrev(), FuncHessian()], PLAN, QUIET)
+    ours, good, bad, func = result["rows"]
+    assert [row["status"] for row in (ours, good)] == ["right", "right"]
+    assert {row["status"] for row in (bad, func)} == {"wrong" if bad["error"] > 1e-8 else "right"}
+    assert good["ratios"] == [a / b for a, b in zip(good["seconds"], ours["seconds"], strict=True)]
+    assert len(good["seconds"]) == result["rounds"] == 2
+    assert good["timed_columns"] == case.size == 128
+    bad.update(status="wrong", error=0.583, ratio=None, time={"median": 1e-9, "low": 1e-9, "high": 1e-9})
+    func.update(status="wrong", error=None)
+    page = tables.contest_tables([record("dense", {"problem": "t", "batch": 2, "dtype": "float64", "threads": 1}, result)])
+    best, details = page.split("## All methods")
+    assert "vmap(jvp(grad))" in best
+    assert "jacfwd" not in best  # the fastest, but wrong
+    assert "**wrong by 0.58**" in details
+    assert "**wrong: not finite**" in details
+
+
+class Breaks(Whole):
+    name = "breaks"
+    summary = "raises"
+
+    def matrix(self, case: Case) -> Tensor:
+        raise ValueError("cannot do it\nand more")
+
+
+def test_contest_sees_a_small_lie_and_survives_a_peer_that_breaks() -> None:
+    case = make("tiny", 1)
+    result = contest(case, whole(case), closed(case), [Lies(), Breaks()], replace(PLAN, repeats=1), QUIET)
+    _, lies, breaks = result["rows"]
+    assert lies["status"] == "wrong"
+    assert 1e-4 < lies["error"] < 1e-2
+    assert (breaks["status"], breaks["why"], breaks["seconds"]) == ("failed", "ValueError: cannot do it", [])
+    assert result["best"] is None
+    assert contest(case, whole(case), lambda: Lies().matrix(case), [], PLAN, QUIET)["rows"][0]["status"] == "wrong"
+
+
+def test_slow_peers_are_extrapolated_and_marked() -> None:
+    case = make("small", 1)
+    plan = replace(PLAN, limit_seconds=0.05, repeats=1)
+    result = contest(case, whole(case), closed(case), [ReverseOverReverse()], plan, QUIET)
+    row = result["rows"][1]
+    assert row["extrapolated"]
+    assert row["timed_columns"] < row["columns"] == 704
+    assert row["timed_columns"] % row["chunk"] == 0
+    text = tables.time_text(row)
+    assert text.startswith("~")
+    assert text.endswith(f"from {row['timed_columns']} of 704 columns")
+    assert tables.ratio_text(row).startswith("~")
+
+
+def test_extrapolation_is_linear_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("tiny", 1)
+    ring = Ring(case, whole(case), 1e-9, "cpu")
+    entry = ring.enter(ReverseOverReverse())
+    entry.timed_columns, entry.chunk = 28, 28
+    seconds = iter([3.0, 5.0])  # preparing, pushing
+    monkeypatch.setattr("benchmarks.entries.timed", lambda device, work: (work(), next(seconds)))
+    assert ring.run(entry) == 3.0 + 5.0 * 112 / 28
+
+
+def test_too_much_memory_is_refused_with_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make("tiny", 1)
+    monkeypatch.setattr("benchmarks.entries.available_memory", lambda device: 1000)
+    entry = Ring(case, whole(case), 1.0, "cpu").enter(FuncHessian())
+    assert entry.status == "skipped"
+    assert "GiB" in entry.why
+
+
+def test_a_cell_keeps_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that takes too long is stopped, the ones after it are not tried, and one round is run."""
+
+    class Slow(Whole):
+        name = "slow"
+        summary = "sleeps"
+
+        def matrix(self, case: Case) -> Tensor:
+            time.sleep(30.0)
+            return case.theta
+
+    case = make("tiny", 1)
+    plan = replace(PLAN, repeats=50, limit_seconds=1.0, budget_seconds=3.0)  # trials end after 0.8 * 3 - 1 s
+    result = contest(case, whole(case), closed(case), [ReverseOverReverse(), Slow(), JvpOfGrad()], plan, QUIET)
+    status = {row["name"]: (row["status"], row["why"]) for row in result["rows"][1:]}
+    assert status["reverse over reverse"] == ("right", "")
+    assert status["slow"][0] == status["vmap(jvp(grad))"][0] == "skipped"
+    assert re.fullmatch(r"over budget: the trial took more than \d+ s", status["slow"][1])
+    assert status["vmap(jvp(grad))"][1] == "over budget: the others have taken the cell's time"
+    assert result["rounds"] >= 1
+    plan = replace(plan, budget_seconds=1e-6)
+    assert contest(case, whole(case), closed(case), [], plan, QUIET)["rounds"] == 1

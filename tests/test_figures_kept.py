@@ -1,0 +1,234 @@
+"""Files that figures keep: damaged ones are set aside and made anew, nothing that is finished is lost, and errors are one line."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from figures import _digits, _kept, _runs
+from figures._digits import ImageSpec, snapshots
+from figures._kept import NOTHING, keep, put, recall, set_aside
+from figures._kit import cached, page, save
+from figures._runs import ByteRun, ByteSpec, byte_run
+from hessiankit.errors import InputError
+from hessiankit.monitoring import lines
+from hessiankit.training import train
+
+SMALL = ByteSpec(
+    "small", layers=1, d_model=8, heads=2, length=8, batch_size=2, steps=12, every=5, windows=4, evaluations=3, lr=0.01, kept=(5,)
+)  # fmt: skip
+NANO = ImageSpec(patch=4, d_model=4, d_ff=6)
+
+
+def torch_file(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def measured(run: ByteRun) -> list[dict[str, Any]]:
+    assert run.log is not None
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in run.log.records]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> ByteRun:
+    return byte_run(SMALL, tmp_path_factory.mktemp("whole"))
+
+
+def same(one: ByteRun, other: ByteRun) -> bool:
+    states = [(one.model(step).state_dict(), other.model(step).state_dict()) for step in (5, 12)]
+    weights = all(torch.equal(a[name], b[name]) for a, b in states for name in a)
+    return weights and (one.losses, one.train_losses, measured(one)) == (other.losses, other.train_losses, measured(other))
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut off": lambda content: content[:-9],
+    "empty": lambda content: b"",
+    "no text": lambda content: b"\xff\xfe" + content,
+    "another answer": lambda content: content.replace(b'"answer": 6', b'"answer": 7'),
+    "other content": lambda content: b"[1, 2]",
+    "of something else": lambda content: content.replace(b'"n": 3', b'"n": 4'),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_answer_is_set_aside_and_made_anew(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cached(tmp_path, "sum", {"n": 3}, lambda: 6) == 6
+    (path,) = tmp_path.glob("cache/*")
+    assert b'"n": 3' in path.read_bytes()
+    damaged = DAMAGE[how](path.read_bytes())
+    for attempt in (f"{path.name}.damaged", f"{path.name}.damaged-2"):
+        path.write_bytes(damaged)
+        assert cached(tmp_path, "sum", {"n": 3}, lambda: 6) == 6
+        assert path.with_name(attempt).read_bytes() == damaged
+        said = capsys.readouterr().err
+        assert said.startswith(f"figures: {path} is damaged: ")
+        assert said.endswith(f"; it is now {attempt}, and is made anew\n")
+        assert said.count("\n") == 1
+    assert cached(tmp_path, "sum", {"n": 3}, lambda: 1 / 0) == 6
+    assert capsys.readouterr().err == ""
+
+
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(
+        InputError, match=r"^figures: cannot read .*a\.json: Is a directory; remove it, or pass another folder with --out$"
+    ):
+        recall(tmp_path / "a.json", 1)
+    assert recall(tmp_path / "none.json", 1) is NOTHING
+    keep(tmp_path / "b.json", 1, "before")
+
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:3])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(
+        InputError, match=r"^figures: cannot write .*b\.json: No space left on device; pass another folder with --out$"
+    ):
+        put(tmp_path / "b.json", b"after")
+    assert recall(tmp_path / "b.json", 1) == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
+    monkeypatch.setattr(_kept.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
+    with pytest.raises(InputError, match="Read-only file system; pass another folder"):
+        set_aside(tmp_path / "b.json", "of a test")
+
+
+def test_a_picture_outside_the_style_has_the_same_bytes_each_time(tmp_path: Path) -> None:
+    def drawn(name: str) -> bytes:
+        figure = page(2.0, 1.0)
+        figure.add_subplot().plot([0, 1], [0, 1], "o", clip_on=True)
+        return save(figure, tmp_path / name).read_bytes()
+
+    for suffix in (".png", ".svg", ".pdf"):
+        assert drawn(f"a{suffix}") == drawn(f"b{suffix}")
+
+
+@pytest.mark.parametrize("name", ["result.json", "model_5.pt", "model_12.pt", "monitor.jsonl"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_finished_run_with_a_damaged_file_is_trained_anew(
+    name: str, gone: bool, whole: ByteRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = byte_run(SMALL, tmp_path).folder
+    content = (folder / name).read_bytes()
+    if gone:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content[:-20] + b"?" + content[-19:])
+    assert same(byte_run(SMALL, tmp_path), whole)
+    assert ("is damaged: " in capsys.readouterr().err) != (gone and name == "result.json")
+    assert byte_run(SMALL, tmp_path, tell=lambda *_: pytest.fail("trained again")).losses == whole.losses
+
+
+@pytest.mark.parametrize("name", ["unfinished.pt", "model_5.pt", "monitor.jsonl"])
+@pytest.mark.parametrize("content", [b"", b"?", torch_file({"identity": 1, "monitored": (0, "")}), b'{"step":3}\n'])
+def test_an_interrupted_run_with_a_damaged_file_begins_anew(
+    name: str, content: bytes, whole: ByteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done == 9:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_runs, "SAVE_EVERY", 6)
+    with pytest.raises(KeyboardInterrupt):
+        byte_run(SMALL, tmp_path, tell=stop)
+    (folder,) = tmp_path.glob("cache/run-*")
+    (folder / name).write_bytes(content)
+    first: list[int] = []
+    found = byte_run(SMALL, tmp_path, tell=lambda what, done, total: first.append(done))
+    assert first[0] == 0
+    assert same(found, whole)
+    assert "is damaged: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, nullcontext])
+def test_a_run_does_not_mind_where_it_is_called(context: Callable[[], Any], whole: ByteRun, tmp_path: Path) -> None:
+    with context():
+        found = byte_run(SMALL, tmp_path)
+        models = {step: model.head.W_C.detach().clone() for step, model in snapshots(tmp_path, NANO, (0, 3))}
+    assert same(found, whole)
+    reference = NANO.model()
+    train(reference, *NANO.data(), steps=3)
+    assert torch.equal(models[3], reference.head.W_C)
+
+
+def test_a_measurement_that_the_disk_refuses_ends_the_run(
+    whole: ByteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, left = os.fsync, iter([True, True, True, False])
+
+    def full(file: int) -> None:
+        if not next(left):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synced(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lines.os, "fsync", full)
+        with (
+            pytest.raises(InputError, match=r"^figures: cannot write .*monitor\.jsonl: it lacks step \d+; make room"),
+            pytest.warns(),
+        ):
+            byte_run(SMALL, tmp_path)
+    assert same(byte_run(SMALL, tmp_path), whole)
+
+
+def test_ctrl_c_leaves_no_half_trained_model_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(model: Any, *data: Any, **options: Any) -> Any:
+        def stop(step: int, loss: float) -> None:
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return train(model, *data, **options, callback=stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_digits, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(snapshots(tmp_path, NANO, (7,)))
+    (growing,) = tmp_path.glob("cache/digits-*/*")
+    assert growing.name == "to-7.pt"
+    assert len(torch.load(growing, weights_only=True)["losses"]) == 4
+    (_, model), reference = next(iter(snapshots(tmp_path, NANO, (7,)))), NANO.model()
+    train(reference, *NANO.data(), steps=7)
+    assert torch.equal(model.head.W_C, reference.head.W_C)
+
+
+@pytest.mark.parametrize("name", ["3.pt", "7.pt", "to-7.pt"])
+def test_a_damaged_snapshot_is_set_aside(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = dict(snapshots(tmp_path, NANO, (3, 7)))[7].head.W_C
+    (folder,) = tmp_path.glob("cache/digits-*")
+    if name == "to-7.pt":
+        (folder / "7.pt").unlink()
+    for content in (b"", b"?", torch_file({"model": {}}), (folder / "3.pt").read_bytes()[:-50]):
+        (folder / name).write_bytes(content)
+        assert torch.equal(dict(snapshots(tmp_path, NANO, (3, 7)))[7].head.W_C, expected)
+        assert f"{name} is damaged: " in capsys.readouterr().err
+        if name == "to-7.pt":
+            (folder / "7.pt").unlink()
+    (folder / "7.pt").write_bytes((folder / "3.pt").read_bytes())
+    assert torch.equal(dict(snapshots(tmp_path, NANO, (3, 7)))[7].head.W_C, expected)
+    assert "it holds 3 steps, not 7" in capsys.readouterr().err
+
+
+def test_measurements_of_a_run_that_begins_anew_are_set_aside_where_damaged(
+    whole: ByteRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        byte_run(SMALL, tmp_path, tell=stop)
+    (path,) = tmp_path.glob("cache/run-*/monitor.jsonl")
+    path.write_text("not a monitor's\n")
+    assert same(byte_run(SMALL, tmp_path), whole)
+    assert "line 1 of" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""Names of the parts of fused weights: which there are, what is read of a Hessian by them, and what is not listed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fused_cases import FUSED, ROLES, SEPARATE, SelfAttention, build, gpt2, hugging_face, imported, rows
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hessiankit as hk
+from hessiankit.fused import named_slices
+from hessiankit.request.selection import parse_part, rows_of_part, select
+
+
+@pytest.mark.parametrize("case", FUSED)
+@pytest.mark.parametrize("heads", [False, True])
+def test_the_parts_of_a_parameter_are_all_of_it(case: str, heads: bool) -> None:
+    module, _ = build(case)
+    found: dict[str, list[Tensor]] = {}
+    for index in named_slices(module, heads=heads).values():
+        name, parsed = parse_part(index)
+        found.setdefault(name, []).append(rows_of_part(module.get_parameter(name).shape, parsed))
+    assert any(name.endswith("weight") for name in found)
+    for name, positions in found.items():
+        assert torch.equal(torch.cat(positions).sort().values, torch.arange(module.get_parameter(name).numel())), name
+
+
+@pytest.mark.parametrize("case", [*FUSED, *SEPARATE])
+def test_every_part_can_be_selected(case: str) -> None:
+    module, _ = build(case)
+    slices = named_slices(module, heads=True)
+    assert set(select("who", module, slices.values()).parts) == set(slices.values())
+
+
+def test_names_read_well() -> None:
+    assert named_slices(gpt2()[0]) == {
+        "h.0.attn.query.weight": "h.0.attn.c_attn.weight[:, 0:16]",
+        "h.0.attn.key.weight": "h.0.attn.c_attn.weight[:, 16:32]",
+        "h.0.attn.value.weight": "h.0.attn.c_attn.weight[:, 32:48]",
+        "h.0.attn.query.bias": "h.0.attn.c_attn.bias[0:16]",
+        "h.0.attn.key.bias": "h.0.attn.c_attn.bias[16:32]",
+        "h.0.attn.value.bias": "h.0.attn.c_attn.bias[32:48]",
+    }
+
+
+def test_a_part_of_several_slices() -> None:
+    slices = named_slices(hugging_face("GPTNeoX")[0])
+    whole = "layers.0.attention.query_key_value.weight"
+    assert slices["layers.0.attention.key.weight"] == f"{whole}[4:8; 16:20; 28:32; 40:44]"
+
+
+@pytest.mark.parametrize("case", list(SEPARATE)[1:])  # the first has a fused bias all the same
+def test_separate_layers_are_no_fused_weight(case: str) -> None:
+    assert named_slices(build(case)[0]) == {}
+
+
+def test_a_block_of_a_hessian_between_two_parts() -> None:
+    torch.manual_seed(0)
+    module, x, target = SelfAttention(4, 2).double(), rows(2, 3, 4), rows(2, 3, 4).flip(0)
+    slices = named_slices(module)
+    wholes = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(query: Tensor, key: Tensor) -> Tensor:
+        weight = torch.cat([query, key, wholes["c_attn.weight"][8:]])
+        return F.mse_loss(torch.func.functional_call(module, wholes | {"c_attn.weight": weight}, x), target)
+
+    parts = wholes["c_attn.weight"][:8].split(4)
+    with sdpa_kernel(SDPBackend.MATH):  # the one that can be differentiated twice
+        expected = torch.autograd.functional.hessian(loss, tuple(parts))[0][1].reshape(16, 16)
+    found = hk.hessian(module, x, target, params=[slices["query.weight"], slices["key.weight"]])
+    assert found.names == ("c_attn.weight",)
+    block = found.block(slices["query.weight"], slices["key.weight"])
+    torch.testing.assert_close(block, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+
+
+def test_tied_parameters_go_by_the_listed_name() -> None:
+    first, second = SelfAttention(8, 4), SelfAttention(8, 4)
+    second.c_attn.weight = first.c_attn.weight
+    assert named_slices(nn.Sequential(first, second))["1.key.weight"] == "0.c_attn.weight[8:16]"
+    assert set(named_slices(nn.Sequential(first, first))) == {f"0.{r}.{k}" for r in ROLES for k in ("weight", "bias")}
+
+
+def odd(**parts: Any) -> nn.Module:
+    module = nn.Module()
+    for name, value in parts.items():
+        setattr(module, name, value)
+    return module
+
+
+UNKNOWN: dict[str, nn.Module] = {
+    "no heads": odd(qkv=nn.Linear(8, 24)),
+    "no width of a head": odd(qkv=nn.Linear(8, 24), num_heads=4),
+    "sizes that do not fit": odd(qkv=nn.Linear(8, 20), num_heads=4, head_dim=2),
+    "qkv_proj of unknown order": odd(qkv_proj=nn.Linear(8, 24), num_attention_heads=4, head_dim=2),
+    "a convolution": odd(qkv=nn.Conv2d(8, 24, 1), num_heads=4, head_dim=2),
+    "not a number of heads": odd(qkv=nn.Linear(8, 24), num_heads=True, head_dim=8),
+    "gate_up_proj alone": odd(gate_up_proj=nn.Linear(8, 24)),
+    "gate_up_proj of another width": odd(gate_up_proj=nn.Linear(8, 24), down_proj=nn.Linear(8, 8)),
+    "computed weight": nn.utils.parametrizations.weight_norm(nn.Linear(8, 24, bias=False)),
+    "queries with their gates": odd(
+        q_proj=nn.Linear(8, 16), k_proj=nn.Linear(8, 8), v_proj=nn.Linear(8, 8), num_heads=4, head_dim=2
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_is_not_known_is_not_listed(case: str) -> None:
+    assert named_slices(UNKNOWN[case], heads=True) == {}
+
+
+def test_a_library_that_orders_qkv_proj_in_its_own_way_is_not_listed() -> None:
+    module, _ = hugging_face("MiniMax", attn_implementation="eager", layer_types=["linear_attention"])
+    assert any("qkv_proj" in name for name, _ in module.named_parameters())
+    assert {name for name in named_slices(module, heads=True) if ".self_attn." in name} == set()
+
+
+def test_timms_layers_that_go_head_by_head_are_not_listed() -> None:
+    _, tiny = imported("timm.models.tiny_vit", "Attention")
+    _, maxxvit = imported("timm.models.maxxvit", "AttentionCl")
+    for layer in (tiny(16, 4, num_heads=4, attn_ratio=1, resolution=(4, 4)), maxxvit(16, dim_head=4, head_first=True)):
+        assert layer.qkv.weight.shape == (48, 16)
+        assert named_slices(layer, heads=True) == {}
+
+
+def test_a_computed_weight_is_not_listed() -> None:
+    module = SelfAttention(8, 4)
+    nn.utils.parametrizations.weight_norm(module.c_attn)
+    assert set(named_slices(module)) == {f"{role}.bias" for role in ROLES}
+
+
+def test_the_argument_is_a_module() -> None:
+    with pytest.raises(hk.InputError, match=r"expected a torch\.nn\.Module, got str"):
+        named_slices("h.0.attn")  # type: ignore[arg-type]
