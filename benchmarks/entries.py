@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Compiled, JvpOfGrad, JvpOfJacrev, Peer, Runner, Whole, bytes_per_direction, plain_columns
+from benchmarks.peers import Compiled, JvpOfGrad, JvpOfJacrev, Peer, Runner, Whole, plain_columns
 from benchmarks.problems import Case
 from benchmarks.timing import deadline, finite, spread, timed
 from hessiankit.request.task import available_memory
-from hessiankit.verify.references.base import first_line
+from hessiankit.verify.references.base import bytes_per_direction, first_line
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 MEMORY_SHARE = 0.6
@@ -105,7 +105,7 @@ class Ring:
         self.reference = plain_columns(case, self.picks)[:, part.rows]
         self.scale = float(self.reference.abs().max())
         self.tolerance = TOLERANCE[case.theta.dtype]
-        self.kept = bytes_per_direction(case)
+        self.kept = bytes_per_direction(case.flat_loss, case.theta)
 
     def error(self, columns: Tensor) -> float:
         """Return the largest difference of the compared columns, one a row, from the reference."""

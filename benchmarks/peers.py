@@ -157,18 +157,3 @@ def plain_columns(case: Case, columns: list[int]) -> Tensor:
     theta = case.theta.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(case.flat_loss(theta), theta, create_graph=True)
     return torch.stack([torch.autograd.grad(gradient[j], theta, retain_graph=True)[0] for j in columns])
-
-
-def bytes_per_direction(case: Case) -> int:
-    """Return about how many bytes a direction takes while it is pushed: three times what the gradient's graph keeps."""
-    kept = 0
-
-    def count(value: Tensor) -> Tensor:
-        nonlocal kept
-        kept += value.numel() * value.element_size()
-        return value
-
-    theta = case.theta.clone().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda value: value):
-        torch.autograd.grad(case.flat_loss(theta), theta, create_graph=True)
-    return max(1, 3 * kept)

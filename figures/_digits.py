@@ -67,7 +67,7 @@ class ImageSpec:
 
     @classmethod
     def of(cls, source: str = "digits", *, quick: bool = False) -> ImageSpec:
-        """Return Table 1's classifier of an image set; ``quick``: four tokens, d_model 8, d_ff 16.
+        """Return Table 1's classifier of an image set; ``quick``: few tokens of at most 200 numbers, d_model 8, d_ff 16.
 
         Raises:
             InputError: The set cannot be read.
@@ -75,9 +75,11 @@ class ImageSpec:
         >>> ImageSpec.of().patch, ImageSpec.of(quick=True) == ImageSpec(patch=4, d_model=8, d_ff=16)
         (2, True)
         """
-        side = min(images_of(source).image_size)
+        image = images_of(source).images[0]
+        side, numbers = min(image.shape[:2]), image.numel()
         if quick:
-            return cls(patch=side // 2, source=source, **QUICK)
+            patch = max(p for p in range(1, side // 2 + 1) if side % p == 0 and numbers * p * p <= 200 * side * side)
+            return cls(patch=patch, source=source, **QUICK)
         return cls(patch=2 if side < 16 else 4, source=source)
 
     def shown(self, count: int) -> str:

@@ -146,7 +146,7 @@ def judge(axes: Axes, differences: dict[str, float], columns: int) -> None:
     axes.set_ylim(len(differences) - 0.5, -0.5)
     axes.set_xscale("log")
     axes.set_xlim(1e-12, 1.0)
-    heading(axes, "Who is right: against central differences", f"largest difference in {columns} columns, of the largest |H|")
+    heading(axes, "Who is right: against central differences", f"{columns} columns, largest difference over largest |H|")
     axes.title.set_position((1.0, 1.0))
     axes.set_title(axes.get_title(loc="left"), fontsize=9, loc="right")
     axes.set_title("", loc="left")
@@ -173,18 +173,16 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
     with style(**{"axes.spines.top": True, "axes.spines.right": True}):
         figure = page(8.4, 8.0)
         scale = LogNorm(1e-18, 1.0)
-        axes = [
-            figure.add_axes(place) for place in ((0.055, 0.555, 0.4, 0.4), (0.555, 0.555, 0.4, 0.4), (0.055, 0.085, 0.4, 0.4))
-        ]
+        axes = [figure.add_axes(place) for place in ((0.05, 0.565, 0.4, 0.4), (0.54, 0.565, 0.4, 0.4), (0.05, 0.095, 0.4, 0.4))]
         panel(axes[0], H, slices, labels, LogNorm(1e-8 * top, top), "viridis")
         axes[0].set_title("$|H|$, closed forms", fontsize=9)
         for one, (name, error) in zip(axes[1:], errors.items(), strict=True):
             panel(one, error, slices, labels, scale, "cividis")
             one.set_title(f"less {name}: at most {float(error.max()):.1e} of the block", fontsize=9)
-        judge(figure.add_axes((0.7, 0.3, 0.255, 0.15)), differences, len(columns))
+        judge(figure.add_axes((0.68, 0.3, 0.255, 0.15)), differences, len(columns))
         foot = (
             f"{len(H)} parameters, {spec.shown(size)}, float64. Differences: |difference| over the largest |H| of the block; "
-            "grey: exactly 0; a pixel is the largest of the entries that it covers."
+            "grey: exactly 0;\na pixel is the largest of the entries that it covers."
         )
         figure.text(0.012, 0.012, foot, fontsize=7.5, color=FAINT)
         picture = save(figure, out / f"{NAME}{suffix}")

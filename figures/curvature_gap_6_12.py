@@ -71,7 +71,7 @@ def measure(
     models = dict(snapshots(out, spec, (0, steps)))
     tokens, labels = (x[:samples] for x in spec.data())
     samples = len(tokens)
-    small = replace(spec, patch=min(images_of(spec.source).image_size) // 2, **TINY)
+    small = replace(ImageSpec.of(spec.source, quick=True), **TINY)
     small_tokens, small_labels = (x[:samples] for x in small.data())
     small_labels = noisy(small_labels, images_of(spec.source).n_classes)
     key = {"spec": spec, "steps": steps, "samples": samples}
@@ -131,9 +131,9 @@ def controls(axes: Axes, rest: Axes, data: dict[str, Any]) -> None:
         rest.semilogx(k, (k + 1) * change, label=name, **style)
     heading(axes, f"(b) mean of {ORDERS} orders, and controls", "samples $k$", r"$|L_{k+1} - L_k|$")
     heading(rest, r"(c) the same times $k + 1$: the spread of the losses", "samples $k$", r"$|l_{k+1} - L_k|$")
-    rest.set_ylim(bottom=0)
+    rest.set_ylim(0, 1.4 * rest.get_ylim()[1])  # room for the key
     axes.legend(loc="lower left")
-    rest.legend(loc=(0.03, 0.16))
+    rest.legend(loc="upper right")
 
 
 def assumption(axes: Axes, data: dict[str, Any]) -> None:

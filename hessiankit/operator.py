@@ -158,7 +158,8 @@ class HessianOperator(LinearOperator):
             named = f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
             raise InputError(
                 f"{WHO}: <u, Hv> and <v, Hu> differ by {error:.1e} of |u||Hv|, more than rounding ({allowed:.1e}){named}. An "
-                "operation has a wrong second derivative, or overflows; write it in other operations, or use a wider dtype"
+                "operation has a wrong second derivative or overflows, or terms cancel, as in a cross entropy by logsumexp at a "
+                "loss of almost 0 (loss='cross_entropy' does not); write it in other operations, or use a wider dtype"
             )
         return error
 

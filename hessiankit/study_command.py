@@ -16,7 +16,7 @@ from hessiankit.files import write_json
 
 def console() -> Console:
     """Return where the tables go: in colour only on a terminal, and not where NO_COLOR is set."""
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
 def run_check(args: argparse.Namespace) -> int:

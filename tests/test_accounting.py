@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from curvature_reference import Formula, draw, randomised
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.disk.accounting import Meter, measure
+from hessiankit.disk.accounting import Cost, Meter, measure
+from hessiankit.engine import pairing
 from hessiankit.engine.storage import Kept, Matrix
 from hessiankit.engine.sweep import Sweep
 from hessiankit.engine.unwinding import unwind
@@ -61,6 +63,28 @@ def test_costs_are_those_of_the_real_computation(name: str) -> None:
     assert cost.sweep_bytes == plain.sweep_bytes == run.sweep_bytes == sweep.peak_bytes
     assert cost.kept_bytes == pytest.approx(keeper.live, rel=0.02, abs=2**12)
     assert plain.flops_again == 0 < cost.flops_again <= cost.flops
+
+
+@pytest.mark.parametrize("name", ["block", "vit", "layer", "tied"])
+def test_long_loops_are_counted_without_being_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing, "CACHE", 40)
+    monkeypatch.setattr(pairing, "OUTER", 7)
+    module, x, target, loss = CASES[name]()
+    [(task, _)] = requests("test", randomised(module), x, target, loss, None)
+    calls = []
+    seen = Meter.__torch_dispatch__
+    monkeypatch.setattr(Meter, "__torch_dispatch__", lambda meter, *given: calls.append(1) or seen(meter, *given))  # type: ignore[func-returns-value]
+
+    def counted() -> tuple[Cost, int]:
+        calls.clear()
+        with torch.no_grad():
+            return measure(loss_trace(task, normalizer_of(task)), task.slices, torch.float64), len(calls)
+
+    short, few = counted()
+    monkeypatch.setattr(Meter, "shortened", lambda meter: nullcontext())
+    long, many = counted()
+    assert short == long
+    assert few < 0.8 * many
 
 
 def test_live_bytes_go_up_and_down() -> None:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from image_writers import write_cifar, write_idx
 from torch import Tensor, nn
 
 import hessiankit
-from figures import names, summary
+from figures import _digits, accepted, curse_of_depth_4_8, curvature_gap_7_11, names, summary
 from figures.__main__ import main
+from figures._depth_models import Size, llama
+from figures._digits import ImageSpec, images_of
+from figures._runs import model_of
+from hessiankit.errors import InputError
+from hessiankit.text import load_text
 
 
 def test_every_script_says_what_it_shows() -> None:
@@ -30,6 +37,71 @@ def test_list_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
         assert message in capsys.readouterr().err
+
+
+def test_sources_are_checked_before_anything_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert accepted("sharpness_disparity_3_8") == ["text"]
+    for arguments, message in (
+        (["--images", str(tmp_path / "none")], "there is no such file or folder; nothing is downloaded"),
+        (["--text", str(tmp_path)], "curvature_gap_5 has no --text; it is of: curse_of_depth_2_3_6, "),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["curvature_gap_5", *arguments, "--out", str(tmp_path)])
+        assert message in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("no image")
+    assert main(["curvature_gap_5", "--quick", "--images", str(tmp_path / "text.txt"), "--out", str(tmp_path)]) == 1
+    assert "neither IDX (plain or gzipped) nor a pickle" in capsys.readouterr().err
+
+
+@pytest.fixture
+def mnist(tmp_path: Path) -> Path:
+    """A folder in MNIST's format, 40 images in which the labels can be seen."""
+    labels = torch.arange(40, dtype=torch.uint8) % 10
+    images = torch.zeros(40, 28, 28, dtype=torch.uint8)
+    for k, label in enumerate(labels.tolist()):
+        images[k, 2 * label : 2 * label + 6, 5:22] = 200
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    for split in ("train", "t10k"):
+        write_idx(folder / f"{split}-images-idx3-ubyte.gz", images.numpy())
+        write_idx(folder / f"{split}-labels-idx1-ubyte.gz", labels.numpy())
+    return folder
+
+
+def test_images_from_a_path(mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, quick = ImageSpec.of(str(mnist)), ImageSpec.of(str(mnist), quick=True)
+    assert (full.patch, full.data()[0].shape) == (4, (40, 49, 16))  # Table 1's
+    assert (quick.patch, quick.shown(32)) == (14, "32 images of mnist train")
+    with pytest.raises(InputError, match="asked for 64 images, mnist train has 40"):
+        full.data(count=64)
+    monkeypatch.setattr(_digits, "QUICK", {"d_model": 4, "d_ff": 6})
+    monkeypatch.setattr(curvature_gap_7_11, "FIGURES", {"9: Values": ("attention.W_V",)})
+    assert main(["curvature_gap_7_11", "--quick", "--images", str(mnist), "--out", str(tmp_path)]) == 0
+    last = next(row for row in read(tmp_path / "curvature_gap_7_11.csv") if row["step"] == "0")
+    W = ImageSpec(patch=14, source=str(mnist), d_model=4, d_ff=6).model().blocks[0].attention.W_V
+    assert float(last["frobenius"]) == pytest.approx(float(W.detach().norm()), rel=1e-5)
+
+
+def test_a_colour_image_is_cut_so_that_quick_stays_quick(tmp_path: Path) -> None:
+    pixels = torch.arange(6 * 3072).remainder(251).to(torch.uint8).reshape(6, 3072).numpy()
+    path = tmp_path / "train"
+    write_cifar(path, pixels, [0, 5, 99, 3, 4, 5], "fine_labels")
+    spec = ImageSpec.of(str(path), quick=True)
+    assert (spec.patch, spec.data()[0].shape, images_of(str(path)).n_classes) == (8, (6, 16, 192), 100)
+
+
+def test_a_text_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "fox.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    small = Size(layers=2, d_model=8, heads=2, length=8, batch_size=2, steps=2, windows=4)
+    monkeypatch.setattr(curse_of_depth_4_8, "TINY", small)
+    assert main(["curse_of_depth_4_8", "--quick", "--text", str(text), "--out", str(tmp_path)]) == 0
+    spec = llama("LNS", replace(small, text=str(text)), 1)
+    rows = read(tmp_path / "curse_of_depth_4_8.csv")
+    first = next(r for r in rows if (r["method"], r["seed"], r["step"], r["output of block"]) == ("LNS", "1", "0", "0"))
+    inputs, _ = load_text(text, split="validation").windows(8, 2 * spec.batch_size)
+    states = model_of(spec).embedding(inputs)
+    assert float(first["variance"]) == pytest.approx(float(states.detach().var(-1, correction=0).mean()), rel=1e-4)
 
 
 def test_list_as_a_module_needs_no_toolkit() -> None:

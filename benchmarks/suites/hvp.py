@@ -12,7 +12,7 @@ from torch.func import grad, jvp, vjp, vmap
 from benchmarks.charts import methods
 from benchmarks.entries import MEMORY_SHARE, TOLERANCE
 from benchmarks.packaged import curvlinops_operator, installed
-from benchmarks.peers import JvpOfGrad, Runner, VjpOfGrad, bytes_per_direction
+from benchmarks.peers import JvpOfGrad, Runner, VjpOfGrad
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make
 from benchmarks.suites.common import BLOCK_SIZES, case_of
@@ -20,7 +20,7 @@ from benchmarks.tables import NOTES, contest_tables
 from benchmarks.timing import all_rounds, finite, rounds_within, several, spread, timed
 from hessiankit import hessian_operator
 from hessiankit.request.task import available_memory
-from hessiankit.verify.references.base import first_line
+from hessiankit.verify.references.base import bytes_per_direction, first_line
 
 BLOCK = 16
 CHECKED = 2
@@ -122,7 +122,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     forecast = (
         min(timed(plan.device, lambda: runner(vector))[1] for _ in range(3)) * cell["batch"]
     )  # of our product with one vector
-    kept = bytes_per_direction(one) * cell["batch"]
+    kept = bytes_per_direction(one.flat_loss, one.theta) * cell["batch"]
     for matrix, methods_of in METHODS.items():
         for width in (1, BLOCK):
             V, quantity = draws[:width], f"{matrix} x {width}"

@@ -14,7 +14,7 @@ from benchmarks.counting import dense_bytes
 from benchmarks.entries import MEMORY_SHARE
 from benchmarks.fresh import OverBudget, run_fresh
 from benchmarks.packaged import Curvlinops, installed
-from benchmarks.peers import FuncHessian, Peer, ReverseOverReverse, Whole, bytes_per_direction
+from benchmarks.peers import FuncHessian, Peer, ReverseOverReverse, Whole
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES, Case, make, parameters_of
 from benchmarks.residence import give_back, highest, reset_peak, resident
@@ -22,6 +22,7 @@ from benchmarks.suites.common import BLOCK_SIZES, case_of, dense
 from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, short, skipped_text
 from hessiankit import hessian_operator
 from hessiankit.request.task import available_memory
+from hessiankit.verify.references.base import bytes_per_direction
 
 CHUNK = 16
 OURS = ("hessian", "hessian_operator")
@@ -76,7 +77,8 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
             continue
         need = 2 * dense_bytes(size, itemsize) if name in MATRIX else 0
         if name not in OURS and need <= free:
-            need += bytes_per_direction(case_of({**cell, "batch": 1}, plan)) * cell["batch"] * (size if name == WHOLE else CHUNK)
+            one = case_of({**cell, "batch": 1}, plan)
+            need += bytes_per_direction(one.flat_loss, one.theta) * cell["batch"] * (size if name == WHOLE else CHUNK)
         if need > free:
             row.update(status="skipped", why=f"forecast {need / 2**30:.1f} GiB", forecast_bytes=need)
             continue

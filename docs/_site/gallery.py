@@ -58,13 +58,16 @@ def page() -> str:
         "# Gallery",
         "",
         "Every picture of these pages and the command that draws it; `python -m figures --list` has all figures, `--quick` a",
-        "small version of each. A figure writes its numbers beside its picture. This page is made by",
-        "`python docs/_site/gallery.py`.",
+        "small version of each, `--images PATH` draws from MNIST or CIFAR and `--text PATH` from a text where the default is",
+        "scikit-learn's digits and Python's standard library. A figure writes its numbers beside its picture; a picture opens at",
+        "full size. This page is made by `python docs/_site/gallery.py`.",
     ]
     for name, (shows, command, paths) in sorted(sections().items()):
         lines += ["", f"## {name}", ""]
         lines += [shows, "", "```bash", command, "```", ""] if command else []
-        lines += [f"![{name if len(paths) == 1 else path.stem}]({path.relative_to(ROOT / 'docs').as_posix()})" for path in paths]
+        for path in paths:
+            place = path.relative_to(ROOT / "docs").as_posix()
+            lines.append(f"[![{name if len(paths) == 1 else path.stem}]({place})]({place})")
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from hessiankit.engine.pieces import counted
 from hessiankit.engine.storage import Kept, Matrix
 from hessiankit.engine.sweep import Sweep
 from hessiankit.engine.unwinding import unwind
@@ -68,8 +70,23 @@ class Meter(TorchDispatchMode):
         self.shapes = shapes
         self.flops = self.moved = 0.0
         self.operations = self.live = self.peak = 0
+        self._times = 1
         self._uses: dict[int, int] = {}  # Python tensors by storage
         self._watched: dict[int, Any] = {}
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Count what runs within as often as that."""
+        before = self._times
+        self._times *= times
+        try:
+            yield
+        finally:
+            self._times = before
+
+    def shortened(self) -> AbstractContextManager[None]:
+        """Let long loops run once for all pieces of a length, where there are shapes only."""
+        return counted(self.repeated) if self.shapes else nullcontext()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -84,13 +101,13 @@ class Meter(TorchDispatchMode):
             if not given and func is aten.eye.default:
                 kwargs = {**kwargs, "device": "meta"}
         out = func(*args, **kwargs)
-        self.operations += 1
+        self.operations += self._times
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            self.flops += count(*args, **kwargs, out_val=out)
+            self.flops += self._times * count(*args, **kwargs, out_val=out)
         results = _tensors((out,))
         if not func.is_view:
-            self.moved += sum(_touched(x) for x in (*given, *results))
+            self.moved += self._times * sum(_touched(x) for x in (*given, *results))
         before = {x.untyped_storage()._cdata for x in given}
         for x in results:
             self._watch(x, before)
@@ -156,20 +173,20 @@ def measure(
     with torch.no_grad():
         plain = Meter(shapes=True)
         if keep is None and shapes:
-            with plain:
+            with plain, plain.shortened():
                 sweep = _swept(one, shapes)
                 unwind(sweep, matrix)
             return Cost(plain.flops, plain.moved, plain.operations, plain.peak + resting, sweep.peak_bytes)
-        with Meter(shapes=shapes) as keeper:
+        with Meter(shapes=shapes) as keeper, keeper.shortened():
             kept, sweep = Kept(), _swept(one, shapes)
             unwind(sweep, kept)  # type: ignore[arg-type]
             swept = sweep.peak_bytes
             del sweep
-        with Meter(shapes=True) as lifter:
+        with Meter(shapes=True) as lifter, lifter.shortened():
             kept.replay(matrix)
         peak = max(keeper.peak, keeper.live + lifter.peak)
         if shapes and keep is not None and keeper.live > keep:  # too much to be kept
-            with plain:
+            with plain, plain.shortened():
                 unwind(_swept(one, shapes), matrix)
             peak = plain.peak
     return Cost(

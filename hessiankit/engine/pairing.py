@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.lifts import SCRATCH, Diagonal, Index, Kronecker, Lift
+from hessiankit.engine.pieces import pieces
 
 CACHE = 2**17  # entries of a block that stay in a processor's cache while they are made and added
 OUTER = 256  # columns of an outer product of weights made at once: as many as a product of matrices needs to run at speed
@@ -46,8 +47,8 @@ def add_pair(u: Lift, v: Lift, K: Tensor, into: Tensor, *, same: bool) -> None:
 def _add_weight_and_table(u: Kronecker, v: Index, K: Tensor, into: Tensor) -> None:
     """Row by row on the left, and then a sum over the rows on the right, a few rows at a time."""
     step = max(1, SCRATCH // (u.size * K.shape[2]))
-    for start in range(0, K.shape[0], step):
-        rows = slice(start, start + step)
+    for start, stop in pieces(K.shape[0], step):
+        rows = slice(start, stop)
         by_u = replace(u, weights=u.weights[rows]).expand(K[rows].transpose(0, 1))  # (size_u, rows, q)
         into += replace(v, which=v.which[rows]).sum(by_u.permute(1, 2, 0)).T
 
@@ -61,13 +62,11 @@ def _add_kronecker_pair(u: Kronecker, v: Kronecker, K: Tensor, into: Tensor, *, 
     if v.turned:  # of two factors that are both read along their rows, the product is a seventh faster
         flat = flat.T.contiguous().T
     step = max(1, OUTER // j)
-    for start in range(0, i, step):
-        stop = min(start + step, i)
+    for start, stop in pieces(i, step, alike=not same):
         first = start if same else 0  # symmetric: the earlier columns have been seen from the other side
         outer = (left[start:stop].unsqueeze(1) * right[first:]).flatten(0, 1)
         few = max(1, CACHE // (outer.shape[0] * q))
-        for top in range(0, p, few):
-            bottom = min(top + few, p)
+        for top, bottom in pieces(p, few):
             part = flat[:, top * q : bottom * q]
             if v.turned:  # inputs lie next to each other
                 block = (part.T @ outer.T).reshape(bottom - top, q, stop - start, j - first).permute(2, 3, 0, 1)
@@ -92,17 +91,17 @@ def add_across_rows(u: Kronecker, v: Kronecker, K: Tensor, into: Tensor) -> None
     target = _four_axes(into, u, v)
     rows = min(i, max(1, CACHE // (j * q)))
     few = max(1, CACHE // (rows * j * q))
-    for top in range(0, p, few):
-        some = split[:, :, top : top + few]
-        for start in range(0, i, rows):
-            half = a[:, start : start + rows] @ some.flatten(2)  # (G, i, p m' q), of which i and p are some
+    for top, bottom in pieces(p, few):
+        some = split[:, :, top:bottom]
+        for start, stop in pieces(i, rows):
+            half = a[:, start:stop] @ some.flatten(2)  # (G, i, p m' q), of which i and p are some
             shape = (half.shape[1], some.shape[2])
             half = half.reshape(groups, shape[0] * shape[1], -1, q).transpose(0, 1).reshape(-1, b.shape[0], q)
             if v.turned:
                 block = (half.mT @ b).reshape(*shape, q, j).transpose(2, 3)
             else:
                 block = (b.T @ half).reshape(*shape, j, q)
-            target[start : start + rows, top : top + few] += block
+            target[start:stop, top:bottom] += block
 
 
 def add_rows(u: Lift, columns: Tensor, width: int, into: Tensor) -> None:
@@ -115,9 +114,9 @@ def add_rows(u: Lift, columns: Tensor, width: int, into: Tensor) -> None:
     target = into.unflatten(0, (width, i)) if u.turned else into.unflatten(0, (i, width)).transpose(0, 1)  # (p, i, c)
     by_output, weights = K.transpose(0, 1), u.weights.T
     few = max(1, CACHE // (i * c))
-    for top in range(0, width, few):
-        some = by_output[top : top + few]
-        target[top : top + few] += weights.expand(some.shape[0], -1, -1) @ some
+    for top, bottom in pieces(width, few):
+        some = by_output[top:bottom]
+        target[top:bottom] += weights.expand(some.shape[0], -1, -1) @ some
 
 
 def add_diagonal_pair(u: Lift, v: Lift, diagonal: Tensor, into: Tensor) -> None:
@@ -129,9 +128,9 @@ def add_diagonal_pair(u: Lift, v: Lift, diagonal: Tensor, into: Tensor) -> None:
         i, j = u.weights.shape[1], v.weights.shape[1]
         target = _four_axes(into, u, v).diagonal(dim1=1, dim2=3)  # (i, j, p)
         step = max(1, OUTER // j)
-        for start in range(0, i, step):
-            outer = (u.weights[:, start : start + step].unsqueeze(2) * v.weights.unsqueeze(1)).flatten(1)
-            target[start : start + step] += (outer.T @ diagonal).reshape(-1, j, u.width)
+        for start, stop in pieces(i, step):
+            outer = (u.weights[:, start:stop].unsqueeze(2) * v.weights.unsqueeze(1)).flatten(1)
+            target[start:stop] += (outer.T @ diagonal).reshape(-1, j, u.width)
     elif isinstance(u, Kronecker) and isinstance(v, Diagonal):
         sums = u.weights.T @ (diagonal if v.is_ones else diagonal * v.weights)  # (i, p)
         split = into.unflatten(0, (u.width, -1) if u.turned else (-1, u.width))

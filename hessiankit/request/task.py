@@ -171,9 +171,18 @@ def check_memory(who: str, size: int, dtype: torch.dtype, device: torch.device, 
     if need > free:
         raise OutOfMemoryError(
             f"{who}: {size:,} parameters make a {size:,} x {size:,} {dtype} matrix of {gib(one)}, {gib(need)} with work space, "
-            f"but only {gib(free)} are free on {device}. Select parameters with params=[...], or use a smaller model."
+            f"but only {gib(free)} are free on {device}. Select parameters with params=[...], let hessian write it to disk with "
+            "out=..., or use a smaller model."
         )
 
 
 def gib(n: int) -> str:
-    return f"{n / 2**30:,.1f} GiB"
+    """Return bytes for people.
+
+    >>> gib(3 * 2**29), gib(1500)
+    ('1.5 GiB', '1.5 KiB')
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if n >= 0.1 * size:
+            return f"{n / size:,.1f} {unit}"
+    return f"{n / 2**10:,.1f} KiB"

@@ -9,8 +9,14 @@ try:
 except ModuleNotFoundError:  # a development tool
     collect_ignore = ["test_hessian_properties.py", "hessian_points.py"]
 else:
-    PHASES = [p for p in Phase if p is not Phase.explain]
-    COMMON = {"phases": PHASES, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+    PHASES = [p for p in Phase if p is not Phase.explain]  # which traces every line, and takes minutes at a failure
+    COMMON = {
+        "phases": PHASES,
+        "deadline": None,
+        "database": None,
+        "suppress_health_check": list(HealthCheck),
+        "print_blob": True,
+    }
     settings.register_profile("default", settings(derandomize=True, max_examples=12, **COMMON))
     settings.register_profile("search", settings(max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "500")), **COMMON))
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

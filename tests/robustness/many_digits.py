@@ -1,7 +1,7 @@
 """Columns of the Hessian of a module's loss in 400 digits, and what storing every number in float64 would do to them.
 
 The module's own operations are read from torch, before they are taken apart, and evaluated on arrays of mpmath numbers; a tape
-gives the gradient, and central differences of the gradient a column. Nothing is shared with hessiankit.
+gives the gradient, and a difference of two gradients a column. Nothing is shared with hessiankit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-DIGITS, STEP = 400, "1e-60"
+DIGITS, STEP = 400, "1e-120"
 HALF_ULP = 2.0**-53
 
 
@@ -34,7 +34,9 @@ class ManyDigits:
     def __init__(self, module: nn.Module, inputs: Tensor, target: Tensor, loss: str) -> None:
         names, self.leaves = [n for n, _ in module.named_parameters()], [*(p.detach() for p in module.parameters()), inputs]
         with torch.no_grad():
-            run = make_fx(lambda *at: torch.func.functional_call(module, dict(zip(names, at, strict=False)), at[-1:]), pre_dispatch=True)
+            run = make_fx(
+                lambda *at: torch.func.functional_call(module, dict(zip(names, at, strict=False)), at[-1:]), pre_dispatch=True
+            )
             self.graph = run(*self.leaves).graph
         (self.output,) = self.graph.output_node().all_input_nodes
         self.loss = squared_error if loss == "mse" else cross_entropy
@@ -45,20 +47,23 @@ class ManyDigits:
 
         Args:
             k: The entry.
-            rounded: A seed: every operand, result and adjoint is then moved by up to half a unit in the last place of float64,
-                as if stored in it, while each operation and its derivative stay exact. What that changes is lost to any method
-                that keeps these numbers in float64; what it does not change is not.
+            rounded: A seed: every operand, result and adjoint, and the tangent of each, is then moved by up to half a unit in
+                the last place of float64, as if stored in it, while each operation and its derivatives stay exact. What that
+                changes is lost to any method that keeps these numbers in float64; what it does not change is not.
         """
         with mp.workdps(DIGITS):
-            h = mp.mpf(STEP)
-            ahead, behind = (_Run(self, k, step, rounded).gradient() for step in (h, -h))
-            return torch.tensor([float(v) for v in (ahead - behind) / (2 * h)], dtype=torch.float64)
+            here = _Run(self, k, mp.mpf(0), rounded)
+            slope, h = here.gradient(), mp.mpf(STEP)
+            ahead = _Run(self, k, h, rounded, here.seen).gradient()
+            return torch.tensor([float(v) for v in (ahead - slope) / h], dtype=torch.float64)
 
 
 class _Run:
-    """One evaluation and its tape."""
+    """One evaluation and its tape; ``base`` are the numbers that were stored in a run without the step, in their order."""
 
-    def __init__(self, what: ManyDigits, k: int, step: Any, rounded: int | None) -> None:
+    def __init__(self, what: ManyDigits, k: int, step: Any, rounded: int | None, base: list[Array] | None = None) -> None:
+        self.seen: list[Array] = []
+        self.base = None if base is None else iter(base)
         self.what = what
         self.random = None if rounded is None else np.random.default_rng(rounded)
         self.values: dict[Node, Any] = {}
@@ -90,7 +95,12 @@ class _Run:
     def _stored(self, x: Any) -> Any:
         if self.random is None or not isinstance(x, np.ndarray):
             return x
-        return x * (1 + self.random.uniform(-HALF_ULP, HALF_ULP, x.shape).astype(object))
+        own, of_tangent = (1 + self.random.uniform(-HALF_ULP, HALF_ULP, x.shape).astype(object) for _ in range(2))
+        if self.base is None:
+            self.seen.append(x)
+            return x * own
+        before = next(self.base)
+        return np.where(before == mp.mpf("-inf"), x, before * own + (x - before) * of_tangent)
 
     def _apply(self, node: Node) -> None:
         """Evaluate one operation; what depends neither on parameters nor on the inputs stays torch's."""

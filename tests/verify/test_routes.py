@@ -120,7 +120,8 @@ def test_right_and_wrong_are_far_apart(whole):
 
 def test_forward_over_gradient_is_never_wrong_and_reverse_over_reverse_through_two_operations(whole):
     assert {"jvp(grad)", "jacfwd(grad)", "central differences"} <= set(whole.never_wrong)
-    assert {cell.operation for cell in whole.wrong if cell.route in REVERSE} <= {"weight_norm", "autograd.Function (once)"}
+    known = {"weight_norm", "autograd.Function (once)", "cdist"}  # cdist: in torch 2.15
+    assert {cell.operation for cell in whole.wrong if cell.route in REVERSE} <= known
 
 
 def test_layer_norm_with_a_gain_is_measured_as_it_is(whole):

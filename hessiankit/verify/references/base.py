@@ -162,7 +162,17 @@ def first_line(error: Exception) -> str:
 
 
 def directions_at_once(problem: Problem, memory: int = MEMORY_BUDGET) -> int:
-    """Return how many directions fit together: each takes about three times what the gradient's graph keeps."""
+    """Return how many directions fit together."""
+    low, high = CHUNK_RANGE
+    return max(low, min(high, memory // bytes_per_direction(problem.flat_loss, problem.theta)))
+
+
+def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
+    """Return about how many bytes a direction takes while it is pushed: three times what the gradient's graph keeps.
+
+    >>> bytes_per_direction(lambda x: (x**3).sum(), torch.zeros(2)) % (2 * 4)  # whole copies of two float32 numbers
+    0
+    """
     kept = 0
 
     def count(value: Tensor) -> Tensor:
@@ -170,13 +180,12 @@ def directions_at_once(problem: Problem, memory: int = MEMORY_BUDGET) -> int:
         kept += value.numel() * value.element_size()
         return value
 
-    theta = problem.theta.clone().requires_grad_()
+    theta = theta.clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(count, lambda value: value):
-        loss = problem.flat_loss(theta)
-        if loss.requires_grad:
-            torch.autograd.grad(loss, theta, create_graph=True)
-    low, high = CHUNK_RANGE
-    return max(low, min(high, memory // max(1, 3 * kept)))
+        value = loss(theta)
+        if value.requires_grad:
+            torch.autograd.grad(value, theta, create_graph=True)
+    return max(1, 3 * kept)
 
 
 def _silent(done: int, total: int) -> None:

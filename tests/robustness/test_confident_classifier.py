@@ -1,0 +1,109 @@
+"""Cross entropy where p(label) is almost 1, as near a minimum: p - 1 and p (1 - p) keep their digits, against 60 digits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mpmath as mp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from many_digits import ManyDigits
+from torch import Tensor, nn
+
+import hessiankit as hk
+from derivations.activation import derivatives
+from derivations.elementwise import KINDS
+from derivations.loss import CrossEntropy, CrossEntropyAt
+from hessiankit.engine.row_curvature import RowCurvature, of_loss
+
+GAPS = [2.0, 12.0, 30.0, 45.0, 200.0]
+"""Of the label's logit over the next one: 1 - p is from 0.1 to 1e-87."""
+
+
+def softmax(logits: list[float]) -> tuple[Any, Any]:
+    """p and diag(p) - p p^T in 400 digits."""
+    with mp.workdps(400):
+        powers = [mp.exp(mp.mpf(v)) for v in logits]
+        p = [e / sum(powers) for e in powers]
+        K = [[a * ((i == j) - b) for j, b in enumerate(p)] for i, a in enumerate(p)]
+        slope = [a - (i == 0) for i, a in enumerate(p)]
+    return np.array(slope, dtype=float), np.array(K, dtype=float)
+
+
+def assert_every_digit(found: Tensor, expected: Any) -> None:
+    """To 1e-12 of each entry, not of the largest."""
+    expected = torch.tensor(expected) if isinstance(expected, np.ndarray) else expected
+    assert bool(((found - expected).abs() <= 1e-12 * expected.abs()).all()), (found, expected)
+
+
+@pytest.mark.parametrize("gap", GAPS)
+def test_slope_and_curvature_in_the_logits(gap):
+    logits = torch.tensor([[gap, 0.0, -1.0, 0.5]], dtype=torch.float64) + 3
+    label, one, eye = torch.tensor([0]), torch.ones((), dtype=torch.float64), torch.eye(4, dtype=torch.float64).unsqueeze(1)
+    slope, K = softmax(logits[0].tolist())
+    primitive = CrossEntropy()
+    assert_every_digit(primitive.vjp((logits, label), one.reshape(1))[0][0, 0], slope)
+    assert_every_digit(primitive.curvature((logits, label), one, (eye, None))[0][:, 0], K)
+    chapter = CrossEntropyAt(logits, label)
+    assert_every_digit(chapter.jacobian("logits").dense()[0], slope)
+    assert_every_digit(chapter.hessian("logits", "logits").dense(), K)
+    rows = of_loss(primitive, [logits, label], one)
+    assert isinstance(rows, RowCurvature)
+    pulled = rows.pulled(torch.eye(4, dtype=torch.float64).unsqueeze(0), full=True)[0]
+    assert_every_digit(pulled, K)
+    assert_every_digit(rows.diagonal()[0], K.diagonal())
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor] | str] = {
+    "the named loss": "cross_entropy",
+    "log_softmax, written out": lambda z, t: -F.log_softmax(z, -1).gather(1, t.unsqueeze(1)).mean(),
+    "with class weights": lambda z, t: F.cross_entropy(z, t, weight=torch.ones(4, dtype=z.dtype)),
+}
+
+
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_confident_classifier_has_an_exact_hessian_and_an_operator(name, gap):
+    """Its operator was refused for an asymmetry that rounding had made."""
+    generator = torch.Generator().manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4, bias=False)).double()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        x = torch.randn(1, 3, generator=generator, dtype=torch.float64)
+        z = module(x)[0]
+        label = z.argmax()
+        module[2].weight.mul_(gap / (z[label] - z.topk(2).values[1]))
+    loss, target = LOSSES[name], label.reshape(1)
+    found = hk.hessian(module, x, target, loss=loss).matrix
+    judge = ManyDigits(module, x, target, "cross_entropy")
+    for k in (0, 14, 25):
+        assert float((found[:, k] - judge.column(k)).abs().max()) <= 1e-12 * float(found.abs().max())
+    operator = hk.hessian_operator(module, x, target, loss=loss)
+    assert operator.symmetry_error <= 1e-12
+    assert float((operator.to_matrix() - found).abs().max()) <= 1e-12 * float(found.abs().max())
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "tanh": mp.tanh,
+    "silu": lambda v: v / (1 + mp.exp(-v)),
+    "gelu": lambda v: v * mp.erfc(-v / mp.sqrt(2)) / 2,
+    "gelu_tanh": lambda v: v / (1 + mp.exp(-2 * mp.sqrt(2 / mp.pi) * (v + mp.mpf("0.044715") * v**3))),
+    "sigmoid": lambda v: 1 / (1 + mp.exp(-v)),
+    "mish": lambda v: v * mp.tanh(mp.log(1 + mp.exp(v))),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_derivatives_of_a_saturated_function_keep_their_digits(kind):
+    """In the tails too, where they are 1e-200 and 1 - tanh^2 or a normal law's table is 0; to 1e-12 of each entry."""
+    points = [-25.0, -12.0, -8.0, -5.0, -2.0, -0.3, 1e-9, 0.2, 3.0, 7.0, 12.0, 19.0]
+    x = torch.tensor(points, dtype=torch.float64)
+    _, first, second = KINDS[kind](x) if kind in KINDS else derivatives(kind, x)
+    with mp.workdps(600):
+        for order, found in ((1, first), (2, second)):
+            expected = [float(mp.diff(FUNCTIONS[kind], mp.mpf(v), order, h=mp.mpf("1e-150"))) for v in points]
+            assert_every_digit(found, torch.tensor(expected, dtype=torch.float64))
