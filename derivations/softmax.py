@@ -214,8 +214,9 @@ def peaks(a: Tensor, axis: int) -> Tensor:
 
 def nearly_one_hot(a: Tensor, axis: int) -> bool:
     """Tell whether a row of weights is close to one-hot and not one-hot, as it is behind a mask."""
-    close = (a.amax(axis) > SATURATED) & ((a != 0).sum(axis) > 1) if a.numel() else a
-    return bool(close.any())
+    if a.is_meta or not a.numel():
+        return False
+    return bool(((a.amax(axis) > SATURATED) & ((a != 0).sum(axis) > 1)).any())
 
 
 def at_peak(t: Tensor, peak: Tensor, axis: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from figures._kept import NOTHING, checksum, keep, read, recall, set_aside
+from figures._kept import NOTHING, checksum, keep, read, recall, set_aside, writing
 from figures._kit import differentiable, plain, short_digest, version
 from figures._run_state import MONITORED, State
 from hessiankit.blocks import Transformer, initialise
@@ -172,7 +172,8 @@ def byte_run(spec: ByteSpec, out: Path, *, tell: Tell | None = None) -> ByteRun:
         with differentiable(), one_thread():
             found = _train(spec, folder, tell, identity)
         keep(folder / "result.json", identity, found)
-        (folder / "unfinished.pt").unlink(missing_ok=True)
+        with writing(folder / "unfinished.pt"):
+            (folder / "unfinished.pt").unlink(missing_ok=True)
     return _run_of(spec, folder, found)
 
 

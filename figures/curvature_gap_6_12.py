@@ -144,7 +144,8 @@ def assumption(axes: Axes, data: dict[str, Any]) -> None:
     k = torch.arange(1, data["samples"] + 1, dtype=torch.float64)
     axes.loglog(k, first * k.rsqrt(), color=FAINT, linewidth=0.8, label=r"$\propto 1/\sqrt{k}$")
     heading(axes, "(d) Figure 12: Assumption 1 asks for 0", "samples $k$", r"$\|\nabla L_k(w^*)\|$")
-    axes.legend(loc="upper right")
+    axes.set_ylim(top=15 * axes.get_ylim()[1])  # room for the key
+    axes.legend(loc="upper right", ncols=2)
 
 
 SHOWN = {"change": "change", "gradient_term": "gradient's term", "hessian_term": "Hessian's term", "rest": "rest of both"}

@@ -6,6 +6,7 @@ checkpoint gives the same digits as never having stopped.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import signal
@@ -258,10 +259,15 @@ class _Run:
             "optimizer": self.optimizer.state_dict(), "batches": self.batches.state(), "random": torch.get_rng_state(),
             "cuda_random": [torch.cuda.get_rng_state(index) for index in self.cuda],
         }  # fmt: skip
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        torch.save(content, buffer)  # torch's own writing of files hides why a disk refused
         partial = self.path.with_name(self.path.name + ".partial")
-        torch.save(content, partial)
-        os.replace(partial, self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(buffer.getbuffer())
+            os.replace(partial, self.path)
+        except OSError as error:
+            raise InputError(f"train: cannot write {self.path}: {error.strerror}; make room, or name another file") from error
 
     def resume(self, steps: int) -> None:
         """Take up the run where its file left it, after checking that it is this run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from figures import _digits, _kept, _runs
+from figures import _digits, _kept, _runs, placement_curvature
 from figures._digits import ImageSpec, snapshots
 from figures._kept import NOTHING, keep, put, recall, set_aside
 from figures._kit import cached, page, save
@@ -232,3 +233,24 @@ def test_measurements_of_a_run_that_begins_anew_are_set_aside_where_damaged(
     path.write_text("not a monitor's\n")
     assert same(byte_run(SMALL, tmp_path), whole)
     assert "line 1 of" in capsys.readouterr().err
+
+
+def test_a_full_disk_while_an_image_classifier_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, content: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(InputError, match=r"^train: cannot write .*to-3\.pt: No space left on device; make room"):
+            list(snapshots(tmp_path, NANO, (3,)))
+    assert [step for step, _ in snapshots(tmp_path, NANO, (3,))] == [3]
+
+
+def test_cells_that_cannot_be_read_are_measured_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cell = {"placement": "pre", "initialisation": "normal", "blocks": 1, "seed": 0, "eps": 1e-5}
+    rest: dict[str, Any] = {"norms": {}, "signs": {}, "residuals": {}, "products": 1, "loss": 1.0, "made_by": "x"}
+    good = json.dumps({"cell": cell, **rest}).encode()
+    path = tmp_path / "cells.jsonl"
+    path.write_bytes(good + b"\n\xff\n" + good + b"\n" + good[:20])  # the last line was cut off by an interrupt
+    assert [found.cell.placement for found in placement_curvature._read(path)] == ["pre", "pre"]
+    assert capsys.readouterr().err == f"figures: line 2 of {path} cannot be read; its cell is measured anew\n"
