@@ -147,7 +147,7 @@ def rank_correlation(values: np.ndarray) -> float:
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
-    """Train six models (about 5 minutes of one core, less if other figures trained some before), draw, and write the numbers.
+    """Train six models (about 4 minutes of one core, less if other figures trained some before), draw, and write the numbers.
 
     ``quick`` takes four blocks of width 16 and 30 steps: seconds.
     """

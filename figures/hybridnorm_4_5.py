@@ -140,7 +140,7 @@ def ratios(settings: Settings, out: Path) -> list[dict[str, Any]]:
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
-    """Train sixteen models of eight blocks and twelve of sixteen (about 8 minutes of one core), draw, and write the numbers.
+    """Train sixteen models of eight blocks and twelve of sixteen (about 7 minutes of one core), draw, and write the numbers.
 
     ``quick`` takes at most eight blocks of width 16, 30 steps and two seeds: seconds.
     """

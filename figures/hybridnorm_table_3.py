@@ -103,7 +103,7 @@ def compared(cells: Sequence[Cell]) -> dict[tuple[str, str], Interval | None]:
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
-    """Train 24 models (about 5 minutes of one core, less if other figures trained some before), draw, and write the numbers.
+    """Train 24 models (about 3 minutes of one core, less if other figures trained some before), draw, and write the numbers.
 
     ``quick`` takes four blocks of width 16, 30 steps and three seeds: seconds.
     """
