@@ -67,8 +67,7 @@ def run_hessian(args: argparse.Namespace) -> int:
         return INTERRUPTED
     except OutOfMemoryError as error:
         told = in_options(str(error), OPTIONS).rstrip(".").replace("batch_size=1", "--batch 1")
-        file = "" if args.out is not None else "; --out PATH writes the matrix to a file, a part of it in memory at a time"
-        raise OutOfMemoryError(f"{told}{file}; --dry-run says what it takes") from error
+        raise OutOfMemoryError(f"{told}; --dry-run says what it takes") from error
     except InputError as error:
         raise InputError(in_options(str(error), OPTIONS)) from error
     print(found)

@@ -177,7 +177,7 @@ def test_a_full_disk_leaves_the_old_file(here: Path, capsys, monkeypatch) -> Non
         raise OSError(28, "No space left on device")
 
     (here / "old.json").write_text("old")
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     assert main(["bounds", "--tokens", "2", "--json", "old.json"]) == exit_codes.USAGE
     assert "bounds: cannot write old.json: No space left on device" in capsys.readouterr().err
     assert (here / "old.json").read_text() == "old"
@@ -339,7 +339,7 @@ def test_a_forecast_that_does_not_fit_is_exit_code_one(here: Path, monkeypatch) 
         ("--overwrite", "hessian: --overwrite is for --out, which is missing"),
         ("--device nowhere", "nowhere"),
         ("--model tiny", "197,504 parameters make a"),
-        ("--model tiny", "Select parameters with --params, or use a smaller model; --out PATH writes the matrix to a file"),
+        ("--model tiny", "Select parameters with --params, let hessian write it to disk with --out, or use a smaller model"),
         ("--d-model 300000", "pass a smaller --d-model or --d-ff"),
         ("--batch 1000000 --tokens 100000", "pass a smaller --batch, --tokens or --d-model"),
         ("--model my_models:make --shape 1000000000 100000", "pass a smaller --shape"),

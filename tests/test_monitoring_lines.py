@@ -145,6 +145,7 @@ def test_files_that_are_something_else_are_refused_and_kept(tmp_path, content, m
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:os.fork")  # where jax is installed, and another test has imported it
 def test_a_killed_process_leaves_whole_lines(tmp_path):
     path = tmp_path / "run.jsonl"
     child = os.fork()

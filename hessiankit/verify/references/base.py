@@ -156,9 +156,13 @@ def in_chunks(
 
 
 def first_line(error: Exception) -> str:
-    """Return the type and the first line of an exception, short enough for a table."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
+    """Return the type and the first line of an exception, short enough for a table.
+
+    >>> first_line(ValueError("wrong\\nmore")), first_line(ValueError("wrong " * 50))[-9:]
+    ('ValueError: wrong', 'wrong ...')
+    """
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {line if len(line) <= 200 else line[:200].rsplit(' ', 1)[0] + ' ...'}"
 
 
 def directions_at_once(problem: Problem, memory: int = MEMORY_BUDGET) -> int:
