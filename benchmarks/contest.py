@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from benchmarks.entries import Part, Ring
@@ -25,6 +27,7 @@ from benchmarks.problems import Case
 from benchmarks.timing import finite, in_turn, rounds_within, spread, timed
 
 CLOSED = "closed form"
+WRITING = "writing as many numbers"
 TRIALS = 0.8
 """Part of a cell's budget after which no round is begun; the trials have to be over before, by what the rounds may take."""
 
@@ -57,6 +60,7 @@ def contest(
     start = part.columns.start
     rounds = max(1, rounds_within(plan.limit_seconds - first_seconds, first_seconds, plan.repeats))
     error = ring.error(found[:, [j - start for j in ring.picks]].T)
+    blank = partial(torch.ones, found.shape, dtype=found.dtype, device=found.device)
     del found
     entries = []
     for k, peer in enumerate(peers):
@@ -65,7 +69,10 @@ def contest(
     if plan.compile:
         tell("torch.compile", 1 + len(peers), steps)
         entries.append(ring.compiled(entries))
-    calls: dict[str, Callable[[int], float]] = {CLOSED: lambda _: timed(plan.device, closed)[1]}
+    calls: dict[str, Callable[[int], float]] = {
+        CLOSED: lambda _: timed(plan.device, closed)[1],
+        WRITING: lambda _: timed(plan.device, blank)[1],
+    }
     for entry in entries:
         if entry.runs:
             calls[entry.peer.name] = lambda _, e=entry: ring.run(e)  # type: ignore[misc]
@@ -91,7 +98,14 @@ def contest(
     for entry in entries:
         entry.seconds = seconds.get(entry.peer.name, [])
         rows.append(entry.row(own, part.width))
-    return {"parameters": case.size, "rows": rows, "best": best(rows), "compared_columns": len(ring.picks), "rounds": len(own)}
+    return {
+        "parameters": case.size,
+        "rows": rows,
+        "best": best(rows),
+        "writing": spread(seconds[WRITING]),
+        "compared_columns": len(ring.picks),
+        "rounds": len(own),
+    }
 
 
 def best(rows: Sequence[dict[str, Any]]) -> str | None:

@@ -14,7 +14,9 @@ NOTES = (
     "- ratio: seconds of the method over those of the closed form in the same round, median and quartiles; above 1 the closed\n"
     "  form is faster. A method that returns something else than the Hessian has no ratio: *wrong by* is its largest difference\n"
     "  from `torch.autograd.grad` twice, one column at a time, relative to the largest entry compared.\n"
-    "- best right: the fastest of the methods that return the Hessian."
+    "- best right: the fastest of the methods that return the Hessian.\n"
+    "- writing as many numbers: `torch.ones` of the result's shape in the same rounds. The closed form's time has it, since it\n"
+    "  returns the matrix in memory not used before; a time extrapolated from some columns has hardly any of it."
 )
 
 
@@ -126,6 +128,8 @@ def detail_table(records: Sequence[Record]) -> str:
         result = record["result"]
         if "skipped" in result:
             continue
+        if "writing" in result:
+            rows.append([*cell_text(record), "*writing as many numbers*", "", with_range(result["writing"]), "", ""])
         for row in result["rows"]:
             error = row.get("error")
             rows.append(

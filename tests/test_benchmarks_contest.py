@@ -52,6 +52,7 @@ def test_contest_sees_a_small_lie_and_survives_a_peer_that_breaks() -> None:
     assert 1e-4 < lies["error"] < 1e-2
     assert (breaks["status"], breaks["why"], breaks["seconds"]) == ("failed", "ValueError: cannot do it", [])
     assert result["best"] is None
+    assert result["writing"]["median"] > 0
     assert contest(case, whole(case), lambda: Lies().matrix(case), [], PLAN, QUIET)["rows"][0]["status"] == "wrong"
 
 

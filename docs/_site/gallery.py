@@ -1,7 +1,7 @@
 """The gallery, docs/gallery.md: every picture of docs/, with the figure that draws it.
 
 ``python docs/_site/gallery.py`` makes the page anew. A picture ``NAME.png`` or ``NAME_anything.png`` belongs to the figure
-``NAME`` of figures/; others are listed here.
+``NAME`` of figures/, ``benchmarks_NAME.png`` to the benchmark ``NAME``; others are listed here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.suites import BENCHMARKS  # noqa: E402
 from figures import names, summary  # noqa: E402
 
 OTHERS = {
@@ -24,7 +25,7 @@ OTHERS = {
     "derivation_hybridnorm": ("The same for HybridNorm.", "python -m hessiankit.derivation.page docs"),
     "monitoring": ("A training run, followed by a monitor.", "hessiankit monitor run.jsonl --plot run.png"),
     "learning_rates": ("Learning rates by block type, compared.", "hessiankit tune-lr"),
-}
+} | {f"benchmarks_{name}": (benchmark.summary, f"python -m benchmarks {name}") for name, benchmark in BENCHMARKS.items()}
 """Stem of a picture -> what it shows, and the command that draws it."""
 
 
