@@ -15,8 +15,8 @@ NOTES = (
     "  form is faster. A method that returns something else than the Hessian has no ratio: *wrong by* is its largest difference\n"
     "  from `torch.autograd.grad` twice, one column at a time, relative to the largest entry compared.\n"
     "- best right: the fastest of the methods that return the Hessian.\n"
-    "- writing as many numbers: `torch.ones` of the result's shape in the same rounds. The closed form's time has it, since it\n"
-    "  returns the matrix in memory not used before; a time extrapolated from some columns has hardly any of it."
+    "- writing as many numbers: a matrix of the result's size, before the closed form in every round, so that it pays for\n"
+    "  memory that the others gave back to the system. A time extrapolated from some columns has no part of it."
 )
 
 

@@ -25,6 +25,8 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 OURS = {"dense": "closed form", "hvp": "hessian_operator", "memory": "hessian"}
 """Section of the page -> the method of ours that its ratios are of."""
 TITLES = {"dense": "Dense Hessian: time", "hvp": "Products: time", "memory": "Dense Hessian: peak memory"}
+MARKS = (*METHOD_MARKS, "h", "<", ">", "p", "d")
+"""More marks than colours, so that a colour that comes again comes with another mark."""
 Row: TypeAlias = dict[str, Any]
 NUMBER = re.compile(r"(~?)([\d.eE+-]+)(?: \(([\d.eE+-]+) to ([\d.eE+-]+)\))?")
 
@@ -111,7 +113,7 @@ def panel(axes: Axes, rows: list[Row], name: str) -> None:
     problems = list(dict.fromkeys(row["problem"] for row in drawn))
     for k, problem in enumerate(problems):
         own = [row for row in drawn if row["problem"] == problem]
-        colour, mark = METHOD_COLOURS[k % 8], METHOD_MARKS[k % 8]
+        colour, mark = METHOD_COLOURS[k % 8], MARKS[k % len(MARKS)]
         shift = 0.6 * ((k + 0.5) / len(problems) - 0.5)
         for row in own:
             y = methods.index(row["method"]) + shift
