@@ -17,6 +17,7 @@ Record = dict[str, Any]
 MARKERS = "oD^vs<>PXhp*d"
 OURS = {
     "closed form": "*",
+    "closed form, plain torch": "s",
     "hessian": "*",
     "hessian_operator": "P",
     "hessiankit.curvature_diagonal": "*",

@@ -26,9 +26,12 @@ from benchmarks.peers import (
 from benchmarks.plan import Plan, Tell
 from benchmarks.problems import Case
 from benchmarks.timing import finite, in_turn, rounds_within, spread, timed
+from hessiankit.compiled.library import kernels, plain
 from hessiankit.engine.storage import zeros
 
 CLOSED = "closed form"
+PLAIN = "closed form, plain torch"
+"""The same without the compiled kernels, where they are used."""
 TRIALS = 0.8
 """Part of a cell's budget after which no round is begun; the trials have to be over before, by what the rounds may take."""
 
@@ -61,6 +64,10 @@ def contest(
     start = part.columns.start
     rounds = max(1, rounds_within(plan.limit_seconds - first_seconds, first_seconds, plan.repeats))
     error = ring.error(found[:, [j - start for j in ring.picks]].T)
+    without: float | None = None
+    if kernels() is not None and found.is_cpu:
+        with plain():
+            without = ring.error(closed()[:, [j - start for j in ring.picks]].T)
     side = math.isqrt(found.numel() - 1) + 1
     blank = partial(_written, side, found.dtype, found.device)
     del found
@@ -77,7 +84,13 @@ def contest(
         writing.append(timed(plan.device, blank)[1])  # first, for it pays for memory that the others gave back
         return timed(plan.device, closed)[1]
 
+    def plain_turn(_: int) -> float:
+        with plain():
+            return timed(plan.device, closed)[1]
+
     calls: dict[str, Callable[[int], float]] = {CLOSED: own_turn}
+    if without is not None:
+        calls[PLAIN] = plain_turn
     for entry in entries:
         if entry.runs:
             calls[entry.peer.name] = lambda _, e=entry: ring.run(e)  # type: ignore[misc]
@@ -100,6 +113,21 @@ def contest(
             "columns": part.width,
         }
     ]
+    if without is not None:
+        ratios = [mine / closed for mine, closed in zip(seconds[PLAIN], own, strict=False)]
+        rows.append(
+            {
+                "name": PLAIN,
+                "ours": True,
+                "status": ring.verdict(without),
+                "error": finite(without),
+                "seconds": seconds[PLAIN],
+                "time": spread(seconds[PLAIN]),
+                "ratios": ratios,
+                "ratio": spread(ratios),
+                "columns": part.width,
+            }
+        )
     for entry in entries:
         entry.seconds = seconds.get(entry.peer.name, [])
         rows.append(entry.row(own, part.width))
@@ -125,5 +153,5 @@ def best(rows: Sequence[dict[str, Any]]) -> str | None:
     >>> best([{"name": "a", "status": "wrong", "time": time}, {"name": "b", "status": "right", "time": {"median": 2.0}}])
     'b'
     """
-    right = [row for row in rows if row["name"] != CLOSED and row["status"] == "right" and row["time"]]
+    right = [row for row in rows if row["name"] != CLOSED and not row.get("ours") and row["status"] == "right" and row["time"]]
     return str(min(right, key=lambda row: row["time"]["median"])["name"]) if right else None

@@ -50,6 +50,11 @@ def entry(rows: Sequence[Row], chosen: Callable[[str], bool]) -> str:
     return "too large" if any(row["status"] == "skipped" for row in found) else ""
 
 
+def _time(row: Row) -> str:
+    seconds = row["time"]["median"]
+    return f"{short(1e3 * seconds)} ms" if seconds < 1 else f"{short(seconds)} s"
+
+
 def summary(records: Sequence[Record]) -> str:
     """Return one line a cell of the dense benchmark in float64 on one thread: our seconds, and how many times longer others take.
 
@@ -61,8 +66,9 @@ def summary(records: Sequence[Record]) -> str:
         cell, result = record["cell"], record["result"]
         if (cell["dtype"], cell["threads"]) != ("float64", 1) or "skipped" in result:
             continue
-        mine, *others = result["rows"]
-        time = f"{short(1e3 * mine['time']['median'])} ms" if mine["time"]["median"] < 1 else f"{short(mine['time']['median'])} s"
-        head = [str(cell["problem"]), str(result["parameters"]), str(cell["batch"]), time]
+        mine, *rest = result["rows"]
+        others = [row for row in rest if not row.get("ours")]
+        without = next((_time(row) for row in rest if row.get("ours")), "")
+        head = [str(cell["problem"]), str(result["parameters"]), str(cell["batch"]), _time(mine), without]
         lines.append([*head, *(entry(others, chosen) for chosen in COLUMNS.values())])
-    return markdown(["problem", "P", "batch", "hessiankit", *COLUMNS], lines)
+    return markdown(["problem", "P", "batch", "hessiankit", "without kernels", *COLUMNS], lines)

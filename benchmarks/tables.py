@@ -16,7 +16,8 @@ NOTES = (
     "  from `torch.autograd.grad` twice, one column at a time, relative to the largest entry compared.\n"
     "- best right: the fastest of the methods that return the Hessian.\n"
     "- writing as many numbers: a matrix of the result's size, before the closed form in every round, so that it pays for\n"
-    "  memory that the others gave back to the system. A time extrapolated from some columns has no part of it."
+    "  memory that the others gave back to the system. A time extrapolated from some columns has no part of it.\n"
+    "- closed form, plain torch: without the compiled kernels, where the environment has them."
 )
 
 
@@ -110,7 +111,7 @@ def best_table(records: Sequence[Record], ours: str, theirs: str) -> str:
             continue
         for quantity in quantities(result):
             mine, *others = [row for row in result["rows"] if row.get("quantity") == quantity]
-            right = [row for row in others if row["status"] == "right" and row["time"]]
+            right = [row for row in others if row["status"] == "right" and row["time"] and not row.get("ours")]
             first = min(right, key=lambda row: row["time"]["median"], default=None)
             name, time, ratio = ("none", "", "") if first is None else (first["name"], time_text(first), ratio_text(first))
             own = time_text(mine) if mine["status"] == "right" else ratio_text(mine)
@@ -167,6 +168,6 @@ def document(title: str, summary: str, body: str, notes: str, records: Sequence[
 
 def place(environment: dict[str, Any]) -> str:
     """Return when and where a record was measured, in one line."""
-    names = ("processor", "cores", "system", "python", "torch", "numpy", "curvlinops", "jax", "device")
+    names = ("processor", "cores", "system", "python", "torch", "kernels", "numpy", "curvlinops", "jax", "device")
     known = [f"{name} {environment[name]}" for name in names if environment.get(name) is not None]
     return f"{environment['date'][:10]}; {', '.join(known)}."

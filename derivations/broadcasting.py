@@ -6,6 +6,20 @@ import torch
 from torch import Tensor
 
 
+def joint_shape(*shapes: torch.Size) -> torch.Size:
+    """Return the shape that broadcasts from these, which fit: ``torch.broadcast_shapes``, without its checks, in less time.
+
+    >>> joint_shape(torch.Size([2, 1, 3]), torch.Size([4, 1]))
+    torch.Size([2, 4, 3])
+    """
+    first = shapes[0]
+    if all(shape == first for shape in shapes):
+        return first
+    ndim = max(map(len, shapes))
+    padded = [(1,) * (ndim - len(shape)) + tuple(shape) for shape in shapes]
+    return torch.Size(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
+
+
 def align(t: Tensor, shape: torch.Size, ndim: int) -> Tensor:
     """Return a tangent (S, *shape) with unit axes put behind S, so that it broadcasts like a value of ``ndim`` axes."""
     return t.reshape(t.shape[0], *(1,) * (ndim - len(shape)), *shape)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array
-from derivations.broadcasting import align, unbroadcast
+from derivations.broadcasting import align, joint_shape, unbroadcast
 from derivations.linearised import Linearised, plus
 from derivations.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
 from derivations.matrix import Dense, Identity, Matrix, kron
@@ -42,13 +42,13 @@ def _aligned(inputs: Inputs, tangents: Tangents) -> tuple[torch.Size, list[Tenso
     """Return the output's shape and the tangents aligned with it."""
     if inputs[0].shape == inputs[1].shape:
         return inputs[0].shape, list(tangents)
-    shape = torch.broadcast_shapes(inputs[0].shape, inputs[1].shape)
+    shape = joint_shape(inputs[0].shape, inputs[1].shape)
     return shape, [None if t is None else align(t, x.shape, len(shape)) for x, t in zip(inputs, tangents, strict=True)]
 
 
 def _same_rows(inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
     """Tell whether the moving operands of a broadcasting operation have all of the output's leading axes."""
-    shape = torch.broadcast_shapes(*(x.shape for x in inputs))
+    shape = joint_shape(*(x.shape for x in inputs))
     return all(x.ndim == len(shape) and x.shape[:axes] == shape[:axes] for x, m in zip(inputs, moving, strict=True) if m)
 
 
@@ -71,7 +71,7 @@ class MatMul(ByLinearising):
         A, B = inputs
         if B.ndim == 2 and not moving[1]:
             return axes <= A.ndim - 1
-        rows = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])
+        rows = joint_shape(A.shape[:-2], B.shape[:-2])
         if axes == len(rows) + 1:
             return not moving[1] and A.shape[:-2] == rows
         fits = (x.ndim - 2 == len(rows) and x.shape[:axes] == rows[:axes] for x, m in zip(inputs, moving, strict=True) if m)

@@ -37,6 +37,11 @@ class Linearised:
         self.wanted = tuple(wanted) if wanted is not None else (True,) * len(inputs)
 
     @property
+    def bends(self) -> bool:
+        """Whether tangents are worth pulling: False if the second derivative vanishes, here or everywhere."""
+        return self.adjoint_or_none is not None and not self.primitive.is_linear
+
+    @property
     def adjoint(self) -> Tensor:
         """The adjoint, where there is one."""
         if self.adjoint_or_none is None:
@@ -68,6 +73,11 @@ class Entrywise(Linearised):
     ) -> None:
         super().__init__(primitive, inputs)
         self.first, self.bent = first, bent
+
+    @property
+    def bends(self) -> bool:
+        """Whether sigma'' is not zero throughout."""
+        return self.bent is not None
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return sigma' o t."""

@@ -4,10 +4,11 @@ With x the normalised rows, r = 1/s, gamma the gain and w the adjoint, the formu
 :mod:`derivations.normalization_actions`, ordered by what a tangent t or a covector u multiplies:
 
     push    (r gamma) o (t - mean t - x tau) + x o t_gamma + t_beta,                   tau = x.t / d
-    pull    (r gamma) o u - r x (x.(gamma o u)) / d - r mean(gamma o u)
-    bend    -nu r^2 (t - mean t) - r^2 (C v) tau + r^2 x (3 nu tau - omega)            and, for t_gamma, J0 (w o t_gamma)
+    pull    P z + (e.t + 2 nu r^2 tau) x + (d tau) e,                                  e = -r^2 C v / d
+            z = (r gamma) o u - nu r^2 t + r w o t_gamma,                              P = C - x x^T / d
 
-where RMSNorm drops the means.
+J0 is r P. So P acts once, on the sum z of what J0 acts on, u and w o t_gamma, and of the part of H[w] t that it leaves so. The
+gain gets the sum over rows of u o x + w o J0 t. RMSNorm has C = I.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from derivations.directions import stacks
-from derivations.linearised import Linearised, plus
+from derivations.linearised import Linearised
 
 if TYPE_CHECKING:
     from derivations.primitive import Covectors, Inputs, Primitive, Tangents
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 class LinearisedNorm(Linearised):
     """A norm of rows; inputs (X, gamma, beta), the last two in one axis, absent or None.
 
-    A tangent has S times as many entries as X. Each action makes one array of that size, its result, and uses it as the
-    scratch space on the way.
+    A tangent has S times as many entries as X. Each action makes one array of that size, its result; what it needs on the way
+    stays within the processor's cache.
 
     Args:
         primitive: The norm.
@@ -83,71 +84,54 @@ class LinearisedNorm(Linearised):
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the covectors of X, gamma and beta."""
-        to_x = to_gamma = to_beta = None
-        if bar is not None:
-            u = bar.reshape(-1, *self.x.shape)
-            to_x, to_gamma = self._pull(u)
-            to_beta = u.sum(1) if self.moves_shift else None
+        u = None if bar is None else bar.reshape(-1, *self.x.shape)
         t, t_gamma, _ = (None, None, None) if tangents is None else self._read(tangents)
-        if t is not None:
-            to_x, bent = self._bend(t, to_x)
-            to_gamma = plus(to_gamma, bent)
-        if t_gamma is not None:
-            to_x = self._turn(t_gamma, to_x)
-        flat = (to_x, to_gamma if self.moves_gain else None, to_beta)
-        shaped = zip(self.inputs, flat, strict=False)
+        found = (*self._to_rows_and_gain(u, t, t_gamma), u.sum(1) if u is not None and self.moves_shift else None)
+        shaped = zip(self.inputs, found, strict=False)
         return tuple(None if covector is None else covector.reshape(-1, *x.shape) for x, covector in shaped)
 
-    def _pull(self, u: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the covectors of X and gamma for the covector u of the output, (S, rows, d)."""
-        gamma, out = None if self.gamma is None else self.gamma.unsqueeze(1), u.new_empty(u.shape)
-        to_gamma = u.new_empty(u.shape[0], self.d) if self.moves_gain else None
-        for some, into, gain in stacks(u, out, to_gamma):
-            product = torch.mul(some, self.x, out=into)
+    def _to_rows_and_gain(
+        self, u: Tensor | None, t: Tensor | None, t_gamma: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the covectors of X, (S, rows, d), and of gamma, (S, d)."""
+        given = u if u is not None else t if t is not None else t_gamma
+        if given is None:
+            return None, None
+        out, scratch = given.new_empty(given.shape[0], *self.x.shape), None
+        to_gamma = out.new_empty(out.shape[0], self.d) if self.moves_gain and given is not t_gamma else None
+        for into, some_u, some_t, some_gain, gain in stacks(out, u, t, t_gamma, to_gamma):
+            scratch = torch.empty_like(into) if scratch is None else scratch[: len(into)]
+            along = None if some_t is None else _dot(some_t, self.x, scratch)  # d tau
             if gain is not None:
-                torch.sum(product, 1, out=gain)
-            along = product.sum(-1, keepdim=True) if gamma is None else product @ gamma
-            torch.mul(some, self.scale, out=into).addcmul_(along, self.rx, value=-1 / self.d)
-            if self.centred:
-                total = some.sum(-1, keepdim=True) if gamma is None else some @ gamma
-                into.addcmul_(total, self.r, value=-1 / self.d)
-        return out, to_gamma
+                self._to_gain(some_u, some_t, along, gain, scratch)
+            if self.wanted[0]:
+                self._to_rows(some_u, some_t, along, some_gain, into, scratch)
+        return out if self.wanted[0] else None, to_gamma
 
-    def _bend(self, t: Tensor, add_to: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return H[w] t, added to, and the covector of gamma, sum over rows of w o J0 t, of shape (S, d)."""
-        nu, on_t, on_along, on_x, v = self._bending
-        out = t.new_empty(t.shape)
-        to_gamma = t.new_empty(t.shape[0], self.d) if self.moves_gain else None
-        for some, into, gain, more in stacks(t, out, to_gamma, add_to):
-            total = some.sum(-1, keepdim=True) if self.centred else None
-            along = torch.mul(some, self.x, out=into).sum(-1, keepdim=True)  # d tau
-            omega = torch.mul(some, v, out=into).sum(-1, keepdim=True)
-            if gain is not None:
-                torch.sum(torch.mul(some, self.wr, out=into), 1, out=gain)
-                gain.sub_(along.squeeze(-1) @ self.wrx, alpha=1 / self.d)
-                if total is not None:
-                    gain.sub_(total.squeeze(-1) @ self.wr, alpha=1 / self.d)
-            torch.mul(some, on_t, out=into)
-            if total is not None:
-                into.addcmul_(total, on_t, value=-1 / self.d)
-            into.addcmul_(along, on_along).addcmul_(omega.addcmul_(nu, along, value=-3 / self.d), on_x, value=-1)
-            if more is not None:
-                into.add_(more)
-        return out, to_gamma
-
-    def _turn(self, t_gamma: Tensor, out: Tensor | None) -> Tensor:
-        """Return J0 (w o t_gamma), of shape (S, rows, d), added to ``out`` in place."""
-        out = t_gamma * self.wr if out is None else out.addcmul_(t_gamma, self.wr)
-        t_gamma = t_gamma.squeeze(1)
-        out.addcmul_((t_gamma @ self.wrx.mT).unsqueeze(-1), self.x, value=-1 / self.d)
+    def _to_rows(
+        self, u: Tensor | None, t: Tensor | None, along: Tensor | None, t_gamma: Tensor | None, out: Tensor, scratch: Tensor
+    ) -> None:
+        """Write the covector of X."""
+        terms = [] if u is None else [(u, self.scale)]
+        terms += [] if t is None else [(t, self.on_t)]
+        _weighted(out, terms if t_gamma is None else [*terms, (t_gamma, self.wr)])
         if self.centred:
-            out.sub_((t_gamma @ self.wr.mT).div_(self.d).unsqueeze(-1))
-        return out
+            out.sub_(out.sum(-1, keepdim=True), alpha=1 / self.d)
+        if t is None or along is None:
+            out.addcmul_(_dot(out, self.x, scratch), self.x, value=-1 / self.d)
+            return
+        on_x = torch.mul(t, self.e, out=scratch).addcmul_(out, self.x, value=-1 / self.d).sum(-1, keepdim=True)
+        out.addcmul_(on_x.addcmul_(along, self.on_t, value=-2 / self.d), self.x).addcmul_(along, self.e)
 
-    @cached_property
-    def rx(self) -> Tensor:
-        """r x."""
-        return self.r * self.x
+    def _to_gain(self, u: Tensor | None, t: Tensor | None, along: Tensor | None, out: Tensor, scratch: Tensor) -> None:
+        """Write the covector of gamma."""
+        terms = [] if u is None else [(u, self.x)]
+        torch.sum(_weighted(scratch, terms if t is None else [*terms, (t, self.wr)]), 1, out=out)
+        if t is None or along is None:
+            return
+        out.sub_(along.squeeze(-1) @ self.wrx, alpha=1 / self.d)
+        if self.centred:
+            out.sub_(t.sum(-1) @ self.wr, alpha=1 / self.d)
 
     @cached_property
     def wr(self) -> Tensor:
@@ -160,13 +144,20 @@ class LinearisedNorm(Linearised):
         return self.wr * self.x
 
     @cached_property
-    def _bending(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """nu; what t, d tau and 3 nu tau - omega multiply; and C v / d, whose product with t is omega."""
-        w, r2 = self.adjoint.reshape(self.x.shape), self.r * self.r
-        v = w if self.gamma is None else w * self.gamma
-        nu = (self.x * v).mean(-1, keepdim=True)
-        v = (v - v.mean(-1, keepdim=True) if self.centred else v) / self.d
-        return nu, -nu * r2, -r2 * v, r2 * self.x, v
+    def rv(self) -> Tensor:
+        """r v."""
+        return self.wr if self.gamma is None else self.wr * self.gamma
+
+    @cached_property
+    def on_t(self) -> Tensor:
+        """-nu r^2."""
+        return (self.x * self.rv).mean(-1, keepdim=True) * -self.r
+
+    @cached_property
+    def e(self) -> Tensor:
+        """-r^2 C v / d."""
+        rv = self.rv - self.rv.mean(-1, keepdim=True) if self.centred else self.rv
+        return rv * (self.r / -self.d)
 
     def _read(self, tangents: Tangents) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the tangents as (S, rows, d), (S, 1, d) and (S, 1, d)."""
@@ -176,3 +167,16 @@ class LinearisedNorm(Linearised):
             None if t_gamma is None else t_gamma.reshape(t_gamma.shape[0], 1, -1),
             None if t_beta is None else t_beta.reshape(t_beta.shape[0], 1, -1),
         )
+
+
+def _weighted(out: Tensor, terms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the sum of value o weight over one or more terms, in ``out``."""
+    torch.mul(*terms[0], out=out)
+    for value, weight in terms[1:]:
+        out.addcmul_(value, weight)
+    return out
+
+
+def _dot(a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
+    """Return the scalar products of rows, with a last axis of 1."""
+    return torch.mul(a, b, out=scratch).sum(-1, keepdim=True)

@@ -7,6 +7,7 @@ itself, in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from derivations.broadcasting import align, unbroadcast
 from derivations.linearised import Linearised, plus
+from derivations.product_layouts import add_product, by_columns, pays, stacked
 
 if TYPE_CHECKING:
     from derivations.primitive import Covectors, Inputs, Primitive, Tangents
@@ -41,12 +43,16 @@ class SharedProduct(Linearised):
     def push(self, tangents: Tangents) -> Tensor:
         """Return a B + A b + c."""
         a, b, c = (*tangents, None)[:3]
-        out = None if a is None else _add_product(None, a.reshape(a.shape[0], *self.rows.shape), self.B)
+        out = None
+        if a is not None:
+            a = stacked(a, self.rows.shape)
+            out = add_product(None, a, self._B if self._turns(a) else self.B)
         if b is not None:
-            out = _add_product(out, self.rows, self._turned(b))
+            b = self._turned(stacked(b, self.inputs[1].shape))
+            out = add_product(out, self.rows, by_columns(b) if pays(self.rows) else b)
         if c is not None:
-            c = c.unsqueeze(1)
-            out = c.expand(-1, len(self.rows), -1) if out is None else out.add_(c)
+            c = c if c.shape[0] == 1 else c.unsqueeze(1)  # (1, j) or (S, 1, j)
+            out = c.expand(*c.shape[:-2], len(self.rows), -1) if out is None else out.add_(c)
         if out is None:
             raise ValueError("jvp: every tangent is None; at least one input must move")
         return out.reshape(-1, *self.shape)
@@ -54,18 +60,30 @@ class SharedProduct(Linearised):
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return bar B^T + w b^T, A^T bar + a^T w and the sum of bar over the rows."""
         a, b = (None, None) if tangents is None else tangents[:2]
-        bar = None if bar is None else bar.reshape(bar.shape[0], -1, self.B.shape[1])
         to_A = to_B = to_c = None
+        if bar is not None:
+            if len(self.inputs) > 2 and self.wanted[2]:
+                to_c = bar.reshape(bar.shape[0], -1, self.B.shape[1]).sum(1)
+            bar = stacked(bar, (len(self.rows), self.B.shape[1]))
         if self.wanted[0]:
-            to_A = None if bar is None else _add_product(None, bar, self.B.mT)
-            to_A = to_A if b is None else _add_product(to_A, self._w, self._turned(b).mT)
+            to_A = None if bar is None else add_product(None, bar, self._B_T if self._turns(bar) else self.B.mT)
+            if b is not None:
+                b_T = self._turned(stacked(b, self.inputs[1].shape)).mT
+                to_A = add_product(to_A, self._w, by_columns(b_T) if pays(self.rows) else b_T)
+            to_A = None if to_A is None else to_A.reshape(-1, *self.inputs[0].shape)
         if self.wanted[1]:
             to_B = None if bar is None else self._add_outer(None, self.rows, bar)
-            to_B = to_B if a is None else self._add_outer(to_B, a.reshape(a.shape[0], *self.rows.shape), self._w)
-        if bar is not None and len(self.inputs) > 2 and self.wanted[2]:
-            to_c = bar.sum(1)
-        to_A = None if to_A is None else to_A.reshape(-1, *self.inputs[0].shape)
+            to_B = to_B if a is None else self._add_outer(to_B, stacked(a, self.rows.shape), self._w)
+            to_B = to_B.unsqueeze(0) if to_B is not None and to_B.ndim == 2 else to_B
         return (to_A, to_B, to_c)[: len(self.inputs)]
+
+    @cached_property
+    def _B(self) -> Tensor:
+        return by_columns(self.B)
+
+    @cached_property
+    def _B_T(self) -> Tensor:
+        return by_columns(self.B.mT)
 
     @property
     def _w(self) -> Tensor:
@@ -73,12 +91,19 @@ class SharedProduct(Linearised):
             raise ValueError(f"{type(self.primitive).__name__}: linearised without an adjoint, so no tangents can be pulled")
         return self.w
 
+    def _turns(self, left: Tensor) -> bool:
+        """Tell whether to keep B turned: where that takes no more memory than the rows themselves."""
+        return pays(left) and len(self.rows) >= min(self.B.shape)
+
     def _turned(self, b: Tensor) -> Tensor:
         return b.mT if self.transposed else b
 
     def _add_outer(self, out: Tensor | None, a: Tensor, w: Tensor) -> Tensor:
-        """Add a^T w, in B's own layout."""
-        return _add_product(out, w.mT, a) if self.transposed else _add_product(out, a.mT, w)
+        """Add a^T w, in B's own axes, with the longer one contiguous."""
+        left, right = (w, a) if self.transposed else (a, w)
+        if left.shape[-1] <= right.shape[-1]:
+            return add_product(out, left.mT, right)
+        return add_product(None if out is None else out.mT, right.mT, left).mT
 
 
 class BatchedProduct(Linearised):
@@ -92,7 +117,7 @@ class BatchedProduct(Linearised):
     def push(self, tangents: Tangents) -> Tensor:
         """Return a B + A b."""
         (a, b), count = self._flat(tangents)
-        out = None if a is None else torch.bmm(a, _repeated(self.B, count))
+        out = None if a is None else torch.bmm(a, _repeated(self._B, count))
         if b is not None:
             A = _repeated(self.A, count)
             out = torch.bmm(A, b) if out is None else out.baddbmm_(A, b)
@@ -101,21 +126,44 @@ class BatchedProduct(Linearised):
         return out.reshape(count, *self.shape)
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
-        """Return bar B^T + w b^T and A^T bar + a^T w."""
+        """Return bar B^T + w b^T and A^T bar + a^T w, each laid out as its input is."""
         (a, b), count = ((None, None), 1) if tangents is None else self._flat(tangents)
         to_A = to_B = None
         if bar is not None:
             count, bar = bar.shape[0], bar.reshape(-1, *self.shape[-2:])
-            to_A = torch.bmm(bar, _repeated(self.B.mT, count)) if self.wanted[0] else None
-            to_B = torch.bmm(_repeated(self.A.mT, count), bar) if self.wanted[1] else None
+            to_A = torch.bmm(bar, _repeated(self._B_T, count)) if self.wanted[0] else None
+            to_B = self._add_to_B(None, _repeated(self.A, count), bar) if self.wanted[1] else None
         if a is not None or b is not None:
-            w = _repeated(self.adjoint.reshape(-1, *self.shape[-2:]), count)
+            w = _repeated(self._w, count)
             if b is not None and self.wanted[0]:
                 to_A = torch.bmm(w, b.mT) if to_A is None else to_A.baddbmm_(w, b.mT)
             if a is not None and self.wanted[1]:
-                to_B = torch.bmm(a.mT, w) if to_B is None else to_B.baddbmm_(a.mT, w)
+                to_B = self._add_to_B(to_B, a, w)
+        if to_B is not None and self._by_columns:
+            to_B = to_B.mT
         found = zip((to_A, to_B), self.inputs, strict=True)
-        return tuple(None if covector is None else covector.reshape(count, *x.shape) for covector, x in found)
+        return tuple(None if covector is None else covector.unflatten(0, (count, *x.shape[:-2])) for covector, x in found)
+
+    @cached_property
+    def _B(self) -> Tensor:
+        return by_columns(self.B)
+
+    @cached_property
+    def _B_T(self) -> Tensor:
+        return by_columns(self.B.mT)
+
+    @cached_property
+    def _w(self) -> Tensor:
+        return self.adjoint.reshape(-1, *self.shape[-2:])
+
+    @cached_property
+    def _by_columns(self) -> bool:
+        return self.B.mT.is_contiguous()
+
+    def _add_to_B(self, out: Tensor | None, a: Tensor, w: Tensor) -> Tensor:
+        """Add a^T w, or its transpose where B lies by columns."""
+        left, right = (w.mT, a) if self._by_columns else (a.mT, w)
+        return torch.bmm(left, right) if out is None else out.baddbmm_(left, right)
 
     def _flat(self, tangents: Tangents) -> tuple[list[Tensor | None], int]:
         count = next((t.shape[0] for t in tangents if t is not None), 1)
@@ -158,17 +206,9 @@ class BroadcastProduct(Linearised):
 
 
 def _repeated(x: Tensor, count: int) -> Tensor:
-    """Return x once for each direction."""
-    return x if count == 1 else x.expand(count, *x.shape).flatten(0, 1)
-
-
-def _add_product(out: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return out + a b, of shape (S, i, j), in out's memory; one of a (S, i, k) and b (S, k, j) may lack S."""
-    count = a.shape[0] if a.ndim == 3 else b.shape[0]
-    if out is None and b.ndim == 2 and a.is_contiguous():
-        return (a.reshape(-1, a.shape[-1]) @ b).reshape(*a.shape[:-1], -1)
+    """Return x once for each direction, laid out as it is."""
     if count == 1:
-        a, b = (x[0] if x.ndim == 3 else x for x in (a, b))
-        return (a @ b).unsqueeze(0) if out is None else out[0].addmm_(a, b).unsqueeze(0)
-    a, b = (x.expand(count, *x.shape[-2:]) for x in (a, b))
-    return torch.bmm(a, b) if out is None else out.baddbmm_(a, b)
+        return x
+    if x.mT.is_contiguous():
+        return x.mT.expand(count, *x.mT.shape).flatten(0, 1).mT
+    return x.expand(count, *x.shape).flatten(0, 1)

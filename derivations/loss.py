@@ -12,7 +12,7 @@ derivative with it; the two belong together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -209,6 +209,10 @@ class MeanSquaredError(Primitive):
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         moved = self._difference(tangents)
         return (None, None) if moved is None else self._both(moved * (adjoint * (2 / self.normalizer)))
+
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        still = wanted is not None and not wanted[1]
+        return Linearised(replace(self, constant_target=True) if still else self, inputs, adjoint, wanted)
 
     def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim

@@ -9,7 +9,7 @@ with J_v the Jacobian of v's inputs with respect to the parameters and lambda_v 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -23,7 +23,13 @@ Tangents: TypeAlias = Sequence[Tensor | None]
 Covectors: TypeAlias = tuple[Tensor | None, ...]
 
 
-class Primitive(ABC):
+class Kind(ABCMeta):
+    """Abstract classes without virtual subclasses: ``isinstance`` is that of ordinary classes, which is several times faster."""
+
+    __instancecheck__ = type.__instancecheck__
+
+
+class Primitive(metaclass=Kind):
     """One differentiable operation phi(x_1, ..., x_m), known by four closed-form actions.
 
     Tangents and covectors carry one leading axis of any length S in front of the shape of the value that they

@@ -162,12 +162,12 @@ class LinearisedSoftmax(Linearised):
     def __init__(self, primitive: Softmax, inputs: Inputs, adjoint: Tensor | None, axis: int) -> None:
         super().__init__(primitive, inputs, adjoint)
         self.a, self.axis = primitive.value(*inputs), axis
-        self.peak = peaks(self.a, axis)
+        self.peak = Peak(self.a, axis)
 
     @cached_property
     def q(self) -> Tensor:
         """The adjoint pulled back."""
-        return self._covariance(self.adjoint.unsqueeze(0))[0]
+        return self._centred(self.peak.differences(self.adjoint.unsqueeze(0)).mul_(self.a))[0]
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return A o (t - A.t)."""
@@ -176,26 +176,50 @@ class LinearisedSoftmax(Linearised):
         return self._covariance(tangents[0])
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
-        """Return A o (bar - A.bar) + q o t - q (A.t) - A (q.t)."""
-        t, out = None if tangents is None else tangents[0], None if bar is None else self._covariance(bar)
+        """Return A o (bar - A.bar) + q o t - q (A.t) - A (q.t) = z - A (1.z) - q (A.t), with z = A o bar + q o t."""
+        t = None if tangents is None else tangents[0]
         if t is None:
-            return (out,)
-        a, q, bent, scratch = self.a, self.q, t.new_empty(t.shape), None
-        for some, top, into, more in stacks(t, at_peak(t, self.peak, self.axis), bent, out):
-            scratch = some - top if scratch is None or scratch.shape != some.shape else torch.sub(some, top, out=scratch)
-            along_a = torch.mul(scratch, a, out=into).sum(self.axis, keepdim=True)
-            along_q = torch.mul(scratch, q, out=into).sum(self.axis, keepdim=True)
-            into.addcmul_(q, along_a, value=-1).addcmul_(a, along_q, value=-1)
-            if more is not None:
-                into.add_(more)
-        return (bent,)
+            return (None if bar is None else self._covariance(bar),)
+        out = torch.empty_like(t, memory_format=torch.contiguous_format)
+        for some, into, u in stacks(t, out, bar):
+            moved = self.peak.differences(some)
+            along = torch.mul(moved, self.a, out=into).sum(self.axis, keepdim=True)
+            if u is None:
+                torch.mul(moved, self.q, out=into)
+            else:
+                self.peak.differences(u, out=into).mul_(self.a).addcmul_(moved, self.q)
+            self._centred(into).addcmul_(self.q, along, value=-1)
+        return (out,)
 
     def _covariance(self, t: Tensor) -> Tensor:
-        a, out = self.a, torch.empty_like(t, memory_format=torch.contiguous_format)
-        for some, top, into in stacks(t, at_peak(t, self.peak, self.axis), out):
-            torch.sub(some, top, out=into).mul_(a)
-            into.addcmul_(a, into.sum(self.axis, keepdim=True), value=-1)
+        out = torch.empty_like(t, memory_format=torch.contiguous_format)
+        for some, into in stacks(t, out):
+            self._centred(self.peak.differences(some, out=into).mul_(self.a))
         return out
+
+    def _centred(self, z: Tensor) -> Tensor:
+        """Return z - A (1.z), in place."""
+        return z.addcmul_(self.a, z.sum(self.axis, keepdim=True), value=-1)
+
+
+class Peak:
+    """Where each row of weights has its largest; see :func:`peaks`.
+
+    Args:
+        a: The weights.
+        axis: The rows' axis, counted from the end.
+    """
+
+    def __init__(self, a: Tensor, axis: int) -> None:
+        peak = peaks(a, axis)
+        self.shape = peak.shape
+        every = torch.arange(a.numel(), device=a.device).reshape(a.shape)
+        self.positions = torch.take_along_dim(every, peak, axis).reshape(-1)
+
+    def differences(self, t: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return tangents, (S, *shape of the weights), less what they have at the peak of their row."""
+        top = t.reshape(t.shape[0], -1).index_select(1, self.positions).reshape(-1, *self.shape)
+        return torch.sub(t, top, out=out)
 
 
 SATURATED = 0.9999

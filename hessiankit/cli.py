@@ -12,6 +12,7 @@ from hessiankit import __version__
 from hessiankit.commands.bounds import add_bounds
 from hessiankit.commands.check import add_check
 from hessiankit.commands.claims import add_claims
+from hessiankit.commands.compile import add_compile
 from hessiankit.commands.derive import add_derive
 from hessiankit.commands.exit_codes import CLOSED, FAILED, INTERRUPTED, OK, USAGE
 from hessiankit.commands.figures import add_figures
@@ -37,6 +38,7 @@ COMMANDS = (
     add_routes,
     add_claims,
     add_figures,
+    add_compile,
 )
 EXAMPLES = """\
 examples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -314,7 +314,6 @@ def hessian(
     start = time.perf_counter()
     if batch_size is not None and batch_size < 1:
         raise InputError(f"hessian: batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
-    params = list(params) if isinstance(params, Iterable) and not isinstance(params, (str, Tensor)) else params
     chosen = select("hessian", module, params)
     first = next(iter(chosen.values()))
     if lazy and (out is not None or dry_run):
@@ -325,7 +324,7 @@ def hessian(
         check_matrix("hessian", sum(p.numel() for p in chosen.values()), first.dtype, first.device)
     tasks: list[FrozenTask] = []
     counts: list[float] = []
-    for task, count in requests("hessian", module, inputs, target, loss, params, weights=weights, reduction=reduction):
+    for task, count in requests("hessian", module, inputs, target, loss, chosen, weights=weights, reduction=reduction):
         tasks.append(task)
         counts.append(count)
     if dry_run:

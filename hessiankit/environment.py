@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hessiankit.compiled.library import kernels
+
 
 def environment() -> dict[str, Any]:
     """Return the versions, the machine and the date that numbers were obtained with."""
@@ -23,6 +25,7 @@ def environment() -> dict[str, Any]:
         "curvlinops": _version("curvlinops-for-pytorch"),
         "hessiankit": _version("hessiankit"),
         "sympy": _version("sympy"),
+        "kernels": "compiled" if kernels() is not None else "plain torch",
         "threads": torch.get_num_threads(),
         "processor": processor(),
         "cores": os.cpu_count(),

@@ -204,10 +204,12 @@ class Evaluation:
 
         def look(traced: LossTrace) -> None:
             values = traced.trace.values
-            moving = [values[at] for at in traced.trace.moving if at not in traced.trace.parameters.values()]
+            moving = [values[at] for at in traced.trace.moving.difference(traced.trace.parameters.values())]
             square = max((x.numel() ** 2 // (x.shape[0] if x.ndim > 1 else 1) for x in moving if x.numel()), default=0)
+            if 16 * square * first.dtype.itemsize < available_memory(first.device):
+                return
             key = tuple(tuple(value.shape) for value in values)
-            if 16 * square * first.dtype.itemsize < available_memory(first.device) or key in seen:
+            if key in seen:
                 return
             seen.add(key)
             left = 0 if len(seen) > 1 else matrix  # what has been touched is no longer free

@@ -104,7 +104,7 @@ class HessianOperator(LinearOperator):
             raise InputError(f"HessianOperator: the vectors are on {vectors.device}, the operator on {self.device}; move them")
         if vectors.ndim == 1:
             return self._rows(vectors.detach().unsqueeze(0))[0]
-        return self._rows(vectors.detach().T.contiguous()).T
+        return self._rows(vectors.detach().T).T
 
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
@@ -206,8 +206,8 @@ def hessian_operator(
     """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
 
     The module is traced and linearised here, once for each batch, at copies of its parameters; later training does not
-    move the operator. Memory: every value of the module for all the data, and in a product about 512 MiB of tangents
-    (``block_size`` vectors at a time, chosen to stay below that), never P x P.
+    move the operator. Memory: every value of the module for all the data, and in a product at most about 512 MiB of tangents
+    (``block_size`` vectors at a time, chosen to stay below that; a CPU takes fewer together, as its caches hold), never P x P.
 
     Args:
         module: Any module whose forward torch can trace; see :func:`hessiankit.hessian` for what it may return.

@@ -109,7 +109,8 @@ def test_writes_a_page_and_its_plots(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_page_with_a_summary_gets_the_small_table_and_nothing_else(tmp_path: Path) -> None:
     cell = {"problem": "small", "batch": 8, "dtype": "float64", "threads": 1}
     wrong = {"name": "torch.func.hessian", "status": "wrong", "error": 0.5, "time": None}
-    rows = [{**ROWS[0], "time": {**TIME, "median": 0.0125}}, {**ROWS[1], "name": "reverse over reverse"}, wrong]
+    plain = {**ROWS[1], "name": "closed form, plain torch", "ours": True, "time": {**TIME, "median": 0.025}}
+    rows = [{**ROWS[0], "time": {**TIME, "median": 0.0125}}, plain, {**ROWS[1], "name": "reverse over reverse"}, wrong]
     shown = record(result={"parameters": 704, "rows": rows}) | {"cell": cell}
     stored(tmp_path, record(), shown)  # the other one is of float32 and two threads
     (tmp_path / "hvp.jsonl").write_text(json.dumps(record()) + "\n")
@@ -120,4 +121,4 @@ def test_a_page_with_a_summary_gets_the_small_table_and_nothing_else(tmp_path: P
     assert (text.split("\n")[0], text.split("\n")[-2]) == ("before", "after")
     assert "old" not in text
     assert "## " not in text
-    assert [line for line in text.splitlines() if "small" in line] == ["| small | 704 | 8 | 12.5 ms | wrong |  | 1.0 x |  |  |"]
+    assert [line for line in text.splitlines() if "small" in line] == ["| small | 704 | 8 | 12.5 ms | 25 ms | wrong |  | 1.0 x |  |  |"]

@@ -10,6 +10,7 @@ from test_random_programs import Program
 from torch import Tensor, nn
 
 import hessiankit as hk
+from hessiankit.engine import linearisation
 from hessiankit.operator import hessian_operator
 
 MODULES = {
@@ -48,6 +49,31 @@ def test_products_equal_reverse_over_reverse_on_plain_layers_of_torch() -> None:
     operator = hessian_operator(module, x, t)
     assert error(operator @ V, expected) <= EXACT
     assert error(operator.gradient, slopes.detach()) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["post-norm", "operation without a closed form"])
+def test_a_block_in_parts_equals_the_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = MODULES[name]()
+    operator = hessian_operator(module, X, T)
+    V = draw(operator.shape[0], 5, seed=6)
+    expected = torch.stack([operator @ v for v in V.T], 1)
+    (batch,) = operator._batches
+    for vectors in (1, 2):
+        monkeypatch.setattr(linearisation, "CACHED", vectors * batch.bytes_per_vector)
+        found = operator @ V
+        assert error(found, expected) <= EXACT
+    weights = torch.ones(5, dtype=V.dtype, requires_grad=True)
+    (found @ weights).sum().backward()  # what comes back is an ordinary tensor
+    assert weights.grad is not None
+
+
+def test_many_rows_equal_reverse_over_reverse() -> None:
+    module, x, t = block(activation="gelu"), draw(40, 7, 4), draw(40, 7, 4, seed=2)
+    expected = reverse_over_reverse(module, x, t, mse)
+    operator = hessian_operator(module, x, t)
+    assert error(operator.to_matrix(), expected) <= EXACT
+    v = draw(operator.shape[0], seed=6)
+    assert error(operator @ v, expected @ v) <= EXACT
 
 
 def test_products_through_fused_attention() -> None:

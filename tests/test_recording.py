@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import hessiankit as hk
 from hessiankit.tracing import recording
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
+from hessiankit.tracing.graph import Graph, Node, map_nodes
 from hessiankit.tracing.recording import can_record, record
 
 X = draw(3, 4)
@@ -32,7 +33,7 @@ def formula(f: Callable[..., Any]) -> Formula:
     return Formula(f, W=(4, 4), v=(4,))
 
 
-def operations(graph: torch.fx.Graph) -> list[str]:
+def operations(graph: Graph | torch.fx.Graph) -> list[str]:
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     return [name for name in names if name not in BOOKKEEPING]
 
@@ -243,6 +244,36 @@ def test_inputs_are_returned_unchanged():
     (out,) = (node for node in found.graph.nodes if node.op == "output")
     first, second = (node for node in found.graph.nodes if node.op == "placeholder")
     assert out.args[0] == (second, {"a": first}, 3)
+
+
+def kept_values(f: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
+    """Record a function, check that what was kept is what its operations return by themselves, and name them."""
+    found = record(f, [X, X], {}, parameters=1, keep_values=True)
+    known: dict[Node, Any] = {}
+    for node in found.graph.nodes:
+        if node.op != "call_function":
+            known[node] = X
+            continue
+        known[node] = node.target(*map_nodes(known.__getitem__, node.args), **node.kwargs)
+        assert node not in found.values or torch.equal(known[node], found.values[node])
+    assert not any(value.requires_grad for value in found.values.values())
+    return [node.name for node in found.values]
+
+
+def test_values_are_kept_where_they_stay_what_they_are():
+    def at(context: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        def run(a: Tensor, b: Tensor) -> Tensor:
+            with context:
+                other = b @ b.mT
+            return torch.tanh(a) * other.sum()
+
+        return run
+
+    assert kept_values(lambda a, b: torch.tanh(a) * b) == ["tanh", "mul"]
+    assert kept_values(lambda a, b: torch.tanh(a).add_(b)) == []
+    assert "matmul" not in kept_values(at(torch.autocast("cpu", dtype=torch.bfloat16)))
+    assert "matmul" not in kept_values(at(torch.inference_mode()))
+    assert record(lambda a, b: torch.tanh(a) * b, [X, X], {}).values == {}
 
 
 def with_dual_numbers(s: Formula, x: Tensor) -> Tensor:

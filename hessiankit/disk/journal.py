@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hessiankit.compiled.library import built, kernels
 from hessiankit.errors import InputError
 from hessiankit.request.calling import Loss
 from hessiankit.request.loss_trace import LossTrace
@@ -113,6 +114,7 @@ def fingerprint(
     found["batch_size"] = str(batch_size)
     found[OPERATIONS] = digest([_operations(one) for one in traced])
     found["version of hessiankit"], found["version of torch"] = __version__, torch.__version__
+    found["compiled kernels"] = "none" if kernels() is None else built().parent.name
     found["number of threads"], found["processor"] = str(torch.get_num_threads()), processor
     return found
 

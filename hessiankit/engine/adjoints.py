@@ -10,15 +10,15 @@ from hessiankit.tracing.trace import Trace
 
 def adjoints(trace: Trace, scale: float = 1.0) -> dict[int, Tensor]:
     """Return the derivative of ``scale`` times the trace's scalar output with respect to every moving value, by id."""
-    out = trace.values[trace.output]
-    found: dict[int, Tensor] = {trace.output: torch.full_like(out, scale)}
+    seed = torch.full_like(trace.values[trace.output], scale)
+    found = {trace.output: seed.unsqueeze(0)}  # (1, *value.shape): one direction
     for application in reversed(trace.applications):
         adjoint = found.get(application.output)
         if adjoint is None:
             continue
-        inputs = trace.gather(application)
-        pulled = application.primitive.vjp(inputs, adjoint.unsqueeze(0))  # type: ignore[arg-type]
-        for at, covector in zip(application.inputs, pulled, strict=True):
-            if at is not None and at in trace.moving and covector is not None:
-                found[at] = found[at] + covector[0] if at in found else covector[0]
-    return found
+        moving = [at in trace.moving for at in application.inputs]
+        at_point = application.primitive.linearise(trace.gather(application), None, moving)  # type: ignore[arg-type]
+        for at, moves, covector in zip(application.inputs, moving, at_point.pull(adjoint), strict=True):
+            if at is not None and moves and covector is not None:
+                found[at] = found[at] + covector if at in found else covector
+    return {at: adjoint[0] for at, adjoint in found.items()}

@@ -38,7 +38,7 @@ def assemble(
         batch_size: Samples treated at once, or None.
         progress: Called with (samples done, samples in all).
         outer: Whether to add the Gauss-Newton part only.
-        look: Called with each chunk before it is differentiated.
+        look: Called with each chunk before it is differentiated, unless its size was chosen by what another one took.
 
     Returns:
         The loss, and the operations that were differentiated automatically.
@@ -46,24 +46,25 @@ def assemble(
     normalizer, batch = normalizer_of(task), task.batch
     splittable = is_split(task, batch_size)
     step = batch if not splittable else batch_size or 1
-    value, done = 0.0, 0
+    value, done, measured = 0.0, 0, False
     fallbacks: tuple[str, ...] = ()
     while done < batch:
         rows = slice(done, min(done + step, batch))
         traced = loss_trace(task.part(rows) if splittable else task, normalizer)
-        if look is not None:
+        if look is not None and not measured:
             look(traced)
         sweep = Sweep(traced.trace, traced.output if outer else None, scale=share)
         sweep.run()
-        if batch_size is None and not splittable and sweep.peak_bytes > LARGE and can_be_split(task):
+        undecided = batch_size is None and not splittable and _has_samples(task)
+        if undecided and sweep.peak_bytes > LARGE and can_be_split(task):
             splittable, step = True, next_step(batch, sweep.peak_bytes)
             continue
+        done = rows.stop
+        if batch_size is None and done < batch:  # the first chunk tells what a sample takes
+            step, measured = next_step(rows.stop - rows.start, sweep.peak_bytes), True
         unwind(sweep, matrix)
         value += float(traced.trace.values[traced.trace.output])
         fallbacks = traced.trace.fallbacks
-        done = rows.stop
-        if batch_size is None:  # the first chunk has told what a sample takes
-            step = next_step(rows.stop - rows.start, sweep.peak_bytes)
         if progress is not None:
             progress(done, batch)
     return value, fallbacks
@@ -77,7 +78,12 @@ def is_split(task: Task, batch_size: int | None) -> bool:
 
 def can_be_split(task: Task) -> bool:
     """Tell whether the loss of a batch is a sum over its samples."""
-    return task.batch > 1 and isinstance(task.loss, str) and samples_are_independent(task)
+    return _has_samples(task) and samples_are_independent(task)
+
+
+def _has_samples(task: Task) -> bool:
+    """Tell whether there are several samples, and a loss of which it is known how theirs make it up."""
+    return task.batch > 1 and isinstance(task.loss, str)
 
 
 def next_step(samples: int, peak_bytes: int) -> int:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -32,14 +33,25 @@ class Stack:
         sources: Their numbers.
         widths: How many columns each has.
         units: Those sources of which the value is a copy: an identity.
-        slopes: Of one source that moves the value entry by entry, the derivative of each entry, of the value's shape.
     """
 
     data: Tensor
     sources: tuple[int, ...]
     widths: tuple[int, ...]
     units: frozenset[int] = frozenset()
-    slopes: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The memory that it keeps."""
+        return memory_of(self.data)
+
+    def by_rows(self, level: int) -> Stack:
+        """Return the same tangents, each row's next to each other in memory: how curvature multiplies them."""
+        rows = by_row(self.data, level)  # (R, S, f)
+        if rows.stride(0) == 0 or rows.is_contiguous():  # one matrix for all rows stays one
+            return self
+        shape = self.data.shape
+        return replace(self, data=rows.contiguous().transpose(0, 1).reshape(shape))
 
     def part(self, sources: Sequence[int]) -> Tensor:
         """Return the columns of some sources, in their order."""
@@ -50,6 +62,44 @@ class Stack:
         if all(a.stop == b.start for a, b in pairwise(cuts)):
             return self.data[cuts[0].start : cuts[-1].stop]
         return torch.cat([self.data[cut] for cut in cuts])
+
+
+class Entrywise(Stack):
+    """Tangents of a value that one source moves entry by entry: diagonals, made into columns when they are asked for.
+
+    Args:
+        slopes: The derivative of each entry, of the value's shape.
+        source: The number of the source.
+        axes: How many leading axes index its rows.
+        unit: Whether the value is a copy of the source, and the slopes are ones.
+    """
+
+    def __init__(self, slopes: Tensor, source: int, axes: int, *, unit: bool = False) -> None:
+        self.slopes, self.axes = slopes, axes
+        self.sources, self.widths = (source,), (slopes.shape[axes:].numel(),)
+        self.units = frozenset(self.sources if unit else ())
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The tangents (S, *shape)."""
+        shape, width = self.slopes.shape, self.widths[0]
+        eye = torch.eye(width, dtype=self.slopes.dtype, device=self.slopes.device)
+        eye = eye.reshape(width, *(1,) * self.axes, *shape[self.axes :])
+        return eye.expand(width, *shape) if self.units else eye * self.slopes
+
+    @property
+    def bytes(self) -> int:
+        """The memory that it keeps."""
+        return memory_of(self.slopes)
+
+    def by_rows(self, level: int) -> Stack:
+        """Return itself."""
+        return self
+
+    @property
+    def rows(self) -> Tensor:
+        """The slopes (R, S)."""
+        return self.slopes.reshape(-1, self.widths[0])
 
 
 class Selected(Stack):
@@ -64,8 +114,7 @@ class Selected(Stack):
 
     def __init__(self, value: Tensor, source: int, entries: int, positions: Tensor) -> None:
         self.value, self.entries, self.positions = value, entries, positions.reshape(-1)
-        self.sources, self.widths = (source,), (entries,)
-        self.units, self.slopes = frozenset(), None
+        self.sources, self.widths, self.units = (source,), (entries,), frozenset()
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -73,6 +122,15 @@ class Selected(Stack):
         out = self.value.new_zeros(self.entries, self.value.shape[1:].numel())
         out.scatter_(0, self.in_sample.unsqueeze(0), 1.0)
         return out.reshape(self.entries, 1, *self.value.shape[1:]).expand(-1, *self.value.shape)
+
+    @property
+    def bytes(self) -> int:
+        """The memory that it keeps."""
+        return memory_of(self.positions)
+
+    def by_rows(self, level: int) -> Stack:
+        """Return itself."""
+        return self
 
     @property
     def in_sample(self) -> Tensor:
@@ -150,19 +208,39 @@ class Source:
 
 @dataclass
 class Group:
-    """Sources that move the same inputs of an application at the same level: their tangents, None for an input at rest."""
+    """Sources that move the same inputs of an application at one level: the stacks they are in, None for an input at rest."""
 
     level: int
     sources: tuple[int, ...]
     widths: tuple[int, ...]
-    tangents: list[Tensor | None]
-    units: frozenset[int] = frozenset()
-    slopes: Tensor | None = None
+    stacks: list[Stack | None]
 
-    @property
+    @cached_property
+    def tangents(self) -> list[Tensor | None]:
+        """Their tangents, input by input."""
+        return [None if stack is None else stack.part(self.sources) for stack in self.stacks]
+
+    @cached_property
     def moving(self) -> tuple[bool, ...]:
         """Which inputs move."""
-        return tuple(t is not None for t in self.tangents)
+        return tuple(stack is not None for stack in self.stacks)
+
+    @cached_property
+    def units(self) -> frozenset[int]:
+        """Those of which the one input that moves is a copy."""
+        moved = [stack for stack in self.stacks if stack is not None]
+        return moved[0].units.intersection(self.sources) if len(moved) == 1 else frozenset()
+
+    @cached_property
+    def entrywise(self) -> Entrywise | None:
+        """The tangents of the one input that moves, if its one source moves it entry by entry."""
+        moved = [stack for stack in self.stacks if stack is not None]
+        return moved[0] if len(moved) == 1 and isinstance(moved[0], Entrywise) else None
+
+
+def group_of(level: int, sources: tuple[int, ...], widths: tuple[int, ...], tangents: Sequence[Tensor | None]) -> Group:
+    """Return a group of given tangents."""
+    return Group(level, sources, widths, [None if t is None else Stack(t, sources, widths) for t in tangents])
 
 
 def by_row(t: Tensor, level: int) -> Tensor:

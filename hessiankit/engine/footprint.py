@@ -48,4 +48,4 @@ def footprint(blocks: Blocks, sources: Mapping[int, Source]) -> int:
 
 
 def _entries(sources: Mapping[int, Source], t: int, r: int, level: int) -> int:
-    return sources[t].rows(level) * sources[t].columns(level) * sources[r].columns(level)
+    return sources[t].entries * sources[r].columns(level)  # of t, rows times columns are all entries at any level

@@ -25,6 +25,9 @@ from hessiankit.tracing.trace import Trace
 
 Bars: TypeAlias = "dict[int, Tensor]"  # covectors (S, *value.shape) by the value's id
 
+CACHED = 10 * 2**20
+"""Bytes of tangents that vectors of a block treated together may take on a CPU: more leave its caches."""
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -55,14 +58,20 @@ class Linearisation:
         traced = loss_trace(task, self.count)
         self.trace = traced.trace
         self.parameters = [(at, self.trace.values[at]) for at in map(self.trace.parameters.__getitem__, task.parameters)]
+        self.sizes = [value.numel() for _, value in self.parameters]
         self.loss = float(self.trace.values[self.trace.output])
         self.steps, bars = self._linearise(_downstream(self.trace, traced.output) if gauss_newton else None)
-        self.gradient = self._collect(bars, 1)[0]
+        self.gradient = self._collect(bars, self.parameters[0][1].new_empty(1, task.size))[0]
         self.bytes_per_vector = 3 * sum(_bytes(self.trace.values[s.output]) for s in self.steps) + 2 * _bytes(self.gradient)
 
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
-        return self._collect(self._sweep_back(self._sweep_forward(rows)), rows.shape[0])
+        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        step = max(1, len(rows) if rows.device.type != "cpu" else CACHED // self.bytes_per_vector)
+        with torch.no_grad() if self.trace.fallbacks else torch.inference_mode():  # torch.func wants ordinary tensors
+            for some, into in zip(rows.split(step), out.split(step), strict=True):
+                self._collect(self._sweep_back(self._sweep_forward(some.contiguous())), into)
+        return out
 
     def _linearise(self, bending: set[int] | None) -> tuple[list[_Step], Bars]:
         """Sweep back with the adjoints; return the steps and the gradient. Those that bend have their outputs in ``bending``."""
@@ -77,14 +86,14 @@ class Linearisation:
                 continue
             inputs = tuple(at if at in self.trace.moving else None for at in a.inputs)
             present = {at for at in inputs if at is not None}
-            bends = not a.primitive.is_linear and (bending is None or a.output in bending)
+            counts = not a.primitive.is_linear and (bending is None or a.output in bending)
             at_point = a.primitive.linearise(
                 self.trace.gather(a),  # type: ignore[arg-type]
-                adjoint[0] if bends else None,
+                adjoint[0] if counts else None,
                 [at is not None for at in inputs],
             )
-            steps.append(_Step(at_point, inputs, a.output, bends, a.output in read, tuple(present - seen)))
-            if bends or a.output in read:
+            steps.append(_Step(at_point, inputs, a.output, at_point.bends, a.output in read, tuple(present - seen)))
+            if at_point.bends or a.output in read:
                 read |= present
             seen |= present
             _add(adjoints, inputs, at_point.pull(adjoint))
@@ -92,7 +101,7 @@ class Linearisation:
 
     def _sweep_forward(self, rows: Tensor) -> dict[int, list[Tensor | None]]:
         """Push tangents through; return those that enter the primitives that bend, by the primitive's output."""
-        pieces = zip(self.parameters, rows.split([value.numel() for _, value in self.parameters], 1), strict=True)
+        pieces = zip(self.parameters, rows.split(self.sizes, 1), strict=True)
         tangents: dict[int | None, Tensor] = {at: piece.reshape(-1, *value.shape) for (at, value), piece in pieces}
         entering: dict[int, list[Tensor | None]] = {}
         for step in self.steps:
@@ -114,9 +123,17 @@ class Linearisation:
                 _add(bars, step.inputs, step.primitive.pull(bar, moved))
         return bars
 
-    def _collect(self, found: Bars, width: int) -> Tensor:
-        parts = [found[at] if at in found else value.new_zeros(width, *value.shape) for at, value in self.parameters]
-        return torch.cat([part.reshape(width, -1) for part in parts], 1)
+    def _collect(self, found: Bars, out: Tensor) -> Tensor:
+        """Write the covectors of the parameters into rows (S, P)."""
+        for (at, value), part in zip(self.parameters, out.split(self.sizes, 1), strict=True):
+            covector = found.get(at)
+            if covector is None:
+                part.zero_()
+            elif len(part) == 1:  # a transposed matrix is copied several times faster than a stack of one
+                part.view(value.shape).copy_(covector[0])
+            else:
+                part.view(-1, *value.shape).copy_(covector)
+        return out
 
 
 class Constant:

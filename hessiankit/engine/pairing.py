@@ -6,11 +6,13 @@ larger than what they are computed from, and passing over them is what the time 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from hessiankit.engine.kernel_sums import lift_compiled, rows_compiled
 from hessiankit.engine.lifts import SCRATCH, Diagonal, Index, Kronecker, Lift
 from hessiankit.engine.pieces import pieces
 
@@ -18,7 +20,7 @@ CACHE = 2**17  # entries of a block that stay in a processor's cache while they 
 OUTER = 256  # columns of an outer product of weights made at once: as many as a product of matrices needs to run at speed
 
 
-def add_pair(u: Lift, v: Lift, K: Tensor, into: Tensor, *, same: bool) -> None:
+def add_pair(u: Lift, v: Lift, K: Tensor, into: Tensor, *, same: bool) -> float | None:
     """Add to ``into`` (size_u, size_v) the lift of curvature K (R, p, q) between equal rows of two values.
 
     Args:
@@ -27,10 +29,16 @@ def add_pair(u: Lift, v: Lift, K: Tensor, into: Tensor, *, same: bool) -> None:
         K: Curvature, row by row.
         into: The block of the Hessian, or a view of it.
         same: Whether u and v are one lift and K is symmetric.
+
+    Returns:
+        How far from symmetric K was, relative to the largest of its diagonal, where only its mean went into the block.
     """
     if isinstance(u, Kronecker) and isinstance(v, Kronecker):
-        _add_kronecker_pair(u, v, K, into, same=same)
-    elif isinstance(v, Diagonal):
+        skew = lift_compiled(u, [(v, K)], into, same=same)
+        if skew is None:
+            _add_kronecker_pair(u, v, K, into, same=same)
+        return skew
+    if isinstance(v, Diagonal):
         into += u.sum(v.weigh(K))
     elif isinstance(u, Diagonal):
         into += v.sum(u.weigh(K.mT)).T
@@ -42,6 +50,14 @@ def add_pair(u: Lift, v: Lift, K: Tensor, into: Tensor, *, same: bool) -> None:
         assert isinstance(u, Kronecker)
         assert isinstance(v, Index)
         _add_weight_and_table(u, v, K, into)
+    return None
+
+
+def add_pairs(u: Kronecker, pairs: Sequence[tuple[Kronecker, Tensor]], into: Tensor) -> None:
+    """Add to ``into`` what :func:`add_pair` does for each of several lifts v, with its curvature, to one other parameter."""
+    if len(pairs) == 1 or lift_compiled(u, pairs, into, same=False) is None:
+        for v, K in pairs:
+            add_pair(u, v, K, into, same=False)
 
 
 def _add_weight_and_table(u: Kronecker, v: Index, K: Tensor, into: Tensor) -> None:
@@ -109,6 +125,8 @@ def add_rows(u: Lift, columns: Tensor, width: int, into: Tensor) -> None:
     K = columns.unflatten(0, (-1, width))  # (R, p, c)
     if not isinstance(u, Kronecker):
         into += u.sum(K)
+        return
+    if rows_compiled(u, K, into):
         return
     i, c = u.weights.shape[1], K.shape[2]
     target = into.unflatten(0, (width, i)) if u.turned else into.unflatten(0, (i, width)).transpose(0, 1)  # (p, i, c)

@@ -17,6 +17,7 @@ from hessiankit.engine.lifts import Diagonal, Index, Kronecker, Lift
 from hessiankit.tracing.trace import Application, Trace
 
 SELECTING = (Embedding, Expand, Permute, Reshape, Select, Slice, Take)
+SITES = (Add, Embedding, LayerNorm, Linear, MatMul, RMSNorm)
 
 
 @dataclass
@@ -78,12 +79,14 @@ def find_sites(trace: Trace) -> dict[int, Site]:
 def _site(
     trace: Trace, a: Application, chosen: Mapping[int, Selection], sites: dict[int, Site], uses: Mapping[int, int]
 ) -> Site | None:
-    primitive, inputs = a.primitive, trace.gather(a)
-    out = trace.values[a.output]
+    primitive = a.primitive
+    if not isinstance(primitive, SITES):
+        return None
+    inputs, out = trace.gather(a), trace.values[a.output]
     x = inputs[0]
     if out.ndim < 2 or x is None or not out.is_floating_point():
         return None
-    rows, width = out[..., 0].numel(), out.shape[-1]
+    rows, width = out.shape[:-1].numel(), out.shape[-1]
 
     def selected(position: int) -> Selection | None:
         at = a.inputs[position] if position < len(a.inputs) else None

@@ -11,9 +11,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hessiankit.compiled.library import kernels
+from hessiankit.compiled.sums import SINGLE, mirror
 from hessiankit.engine.lifts import Lift
 
-Write: TypeAlias = Callable[[Tensor], None]  # adds something to a block
+Write: TypeAlias = Callable[[Tensor], float | None]  # adds something to a block; returns how far from symmetric it was, if it saw
 
 EVERY = slice(None)
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
@@ -49,6 +51,7 @@ class Matrix:
         self.data = zeros(max((rows.stop for rows in self.slices.values()), default=0), dtype, device)
         self.order = {name: n for n, name in enumerate(self.slices)}
         self.is_finite = True  # as far as mirror() has seen
+        self.skew = 0.0  # the largest of what writes have returned
 
     def wants(self, i: str, j: str) -> bool:
         """Tell whether the block of two parameters is kept here."""
@@ -63,7 +66,8 @@ class Matrix:
     def add(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
         """Let ``write`` add to the block of the parameters of (u, v), or to some columns of it."""
         if self.wants(u.parameter, v.parameter):
-            write_block(self.block(u.parameter, v.parameter)[:, columns], u.at, v.at, write)
+            skew = write_block(self.block(u.parameter, v.parameter)[:, columns], u.at, v.at, write)
+            self.skew = max(self.skew, skew or 0.0)
 
     def add_both(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
         """Add what ``write`` makes, and its transpose, to the block of one parameter that (u, v) share, or to columns of it."""
@@ -78,8 +82,14 @@ class Matrix:
     def mirror(self) -> float:
         """Fill the lower half.
 
-        Return the largest |H - H^T| of the blocks (i, i), which are averaged, relative to the largest diagonal entry.
+        Return the largest |H - H^T| of the blocks (i, i), which are averaged, relative to the largest diagonal entry; or of the
+        curvature lifted to one, relative to its own, where that was averaged before.
         """
+        library = kernels()
+        if library is not None and self.data.is_cpu and self.data.dtype in SINGLE and self.slices:
+            bounds = [0, *(rows.stop for rows in self.slices.values())]
+            apart, self.is_finite = mirror(library, self.data, bounds)
+            return max(apart, self.skew)
         worst = largest = 0.0
         for rows in self.slices.values():
             upper = self.data[rows, rows.start :]
@@ -89,7 +99,7 @@ class Matrix:
             self.is_finite &= math.isfinite(float(upper.sum()))
             largest = max(largest, float(upper.diagonal().abs().max()))
             _copy_transposed(upper[:, upper.shape[0] :], self.data[rows.stop :, rows])
-        return worst / largest if largest else 0.0
+        return max(worst / largest if largest else 0.0, self.skew)
 
 
 def _average(square: Tensor) -> float:
@@ -127,6 +137,7 @@ class Panel(Matrix):
         self.slices = dict(slices)
         self.data = torch.zeros(self.top.stop - self.top.start, self.left.stop - self.left.start, dtype=dtype, device=device)
         self.is_finite = True
+        self.skew = 0.0
 
     def wants(self, i: str, j: str) -> bool:
         first, last = sorted((self.order[i], self.order[j]))
@@ -151,7 +162,7 @@ class Panel(Matrix):
                 across = slice(self.slices[name].start - self.left.start, self.slices[name].stop - self.left.start)
                 self.data[below, across] = self.data[across, below].T
         self.is_finite = math.isfinite(float(self.data.sum()))
-        return worst
+        return max(worst, self.skew * self.largest())
 
     def largest(self) -> float:
         """Return the largest diagonal entry of the whole matrix that is here."""
@@ -183,20 +194,20 @@ class Kept:
             (matrix.add_both if both else matrix.add)(u, v, write, columns)
 
 
-def write_block(block: Tensor, rows: Tensor | None, columns: Tensor | None, write: Write) -> None:
-    """Let ``write`` add to some entries of a block: those rows and columns, or all of them."""
+def write_block(block: Tensor, rows: Tensor | None, columns: Tensor | None, write: Write) -> float | None:
+    """Let ``write`` add to some entries of a block: those rows and columns, or all of them. Return what it returns."""
     if rows is None and columns is None:
-        write(block)
-        return
+        return write(block)
     here = (block.shape[0] if rows is None else rows.numel(), block.shape[1] if columns is None else columns.numel())
     part = block.new_zeros(here)
-    write(part)
+    skew = write(part)
     if rows is not None and columns is not None:
         block[rows.unsqueeze(1), columns] += part
     elif rows is not None:
         block.index_add_(0, rows, part)
     elif columns is not None:
         block.index_add_(1, columns, part)
+    return skew
 
 
 def _add(part: Tensor, block: Tensor) -> None:

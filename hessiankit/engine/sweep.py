@@ -17,17 +17,28 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from derivations.activation import Activation
-from derivations.elementwise import Elementwise
 from derivations.indexing import Select, Slice
-from derivations.linear import Add, Permute, Reshape
+from derivations.linear import Permute, Reshape
 from derivations.primitive import Primitive
 from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.association import associate
-from hessiankit.engine.columns import Group, Selected, Source, Stack, by_row, coarsen, compose, joined, memory_of, starts
+from hessiankit.engine.columns import (
+    Entrywise,
+    Group,
+    Selected,
+    Source,
+    Stack,
+    by_row,
+    coarsen,
+    compose,
+    group_of,
+    joined,
+    starts,
+)
 from hessiankit.engine.footprint import footprint
 from hessiankit.engine.lifts import Diagonal, Kronecker, Lift, Whole
 from hessiankit.engine.pairs import Blocks
+from hessiankit.engine.pushing import Point, contracted, pushed, square
 from hessiankit.engine.sites import find_sites, is_product
 from hessiankit.tracing.trace import Application, Trace
 
@@ -111,10 +122,10 @@ class Sweep:
         """Make a value a source; whatever moved it before becomes its parent."""
         value = self.trace.values[at]
         width = value.shape[axes:].numel()
+        parents = {level: stack.by_rows(level) for level, stack in parents.items()}
         key = self._new(Source(value.shape, axes, width, lifts, parents))
-        eye = torch.eye(width, dtype=value.dtype, device=value.device).reshape(width, *(1,) * axes, *value.shape[axes:])
         ones = torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape)
-        self.stacks[at] = {axes: Stack(eye.expand(width, *value.shape), (key,), (width,), frozenset({key}), ones)}
+        self.stacks[at] = {axes: Entrywise(ones, key, axes, unit=True)}
         if axes > 0:
             self._copies[at] = (key, torch.arange(value.numel(), device=value.device).reshape(value.shape))
 
@@ -140,13 +151,16 @@ class Sweep:
         groups = self._groups(moved)
         if not last:
             groups = [part for g in groups for part in self._settle(primitive, inputs, moved, g)]
-        if counts and not primitive.is_linear:
-            self._bend(a, inputs, groups)
+        bends, pushes = counts and not primitive.is_linear and bool(groups), not last and a.output in self.needed
+        point = Point(primitive, inputs, self.lambdas[a.output] if bends else None, [at is not None for at in moved])
+        if bends:
+            self._bend(point, groups)
             if site is not None and site.turning is not None:
                 self._mix(a, inputs, groups, site.turning)
-        if last or a.output not in self.needed:
+        if not pushes:
             return
-        out = self._push(primitive, inputs, groups)
+        levels = sorted({g.level for g in groups}, reverse=True)
+        out = {level: joined([pushed(point, g) for g in groups if g.level == level]) for level in levels}
         self._note(out)
         if site is not None and site.lifts:
             self._source_at(a.output, self.trace.values[a.output].ndim - 1, site.lifts, out)
@@ -162,25 +176,10 @@ class Sweep:
             for s in sorted({s for stack in here if stack for s in stack.sources}):
                 patterns[tuple(stack is not None and s in stack.sources for stack in here)].append(s)
             for pattern, sources in patterns.items():
-                parts = [stack.part(sources) if stack and moves else None for stack, moves in zip(here, pattern, strict=True)]
+                stacks = [stack if moves else None for stack, moves in zip(here, pattern, strict=True)]
                 widths = tuple(self.sources[s].columns(level) for s in sources)
-                copied = [stack.units for stack, moves in zip(here, pattern, strict=True) if stack and moves]
-                units = copied[0].intersection(sources) if len(copied) == 1 else frozenset()
-                slopes = [stack.slopes for stack, moves in zip(here, pattern, strict=True) if stack and moves]
-                entrywise = slopes[0] if len(slopes) == 1 and len(sources) == 1 else None
-                found.append(Group(level, tuple(sources), widths, parts, units, entrywise))
+                found.append(Group(level, tuple(sources), widths, stacks))
         return found
-
-    def _push(self, primitive: Primitive, inputs: Values, groups: list[Group]) -> dict[int, Stack]:
-        out: dict[int, Stack] = {}
-        for level in sorted({g.level for g in groups}, reverse=True):
-            here = [g for g in groups if g.level == level]
-            out[level] = joined([Stack(primitive.jvp(inputs, g.tangents), g.sources, g.widths, g.units) for g in here])
-            if not isinstance(primitive, Add) or primitive.alpha != 1 or inputs[0].shape != inputs[1].shape:
-                out[level].units = frozenset()
-            if isinstance(primitive, (Activation, Elementwise)) and here[0].slopes is not None:
-                out[level].slopes = primitive.jvp(inputs, [here[0].slopes.unsqueeze(0)])[0]
-        return out
 
     # Levels
 
@@ -244,7 +243,7 @@ class Sweep:
                 None if t is None else torch.cat([coarsen(t[cut], g.level, lower) for cut in starts(g.widths)])
                 for t in g.tangents
             ]
-            return [Group(lower, g.sources, widths, tangents)]
+            return [group_of(lower, g.sources, widths, tangents)]
         return [self._to_roots(g)]
 
     def _to_roots(self, g: Group) -> Group:
@@ -259,7 +258,7 @@ class Sweep:
             tangents.append(total)
         roots = tuple(sorted({r for total in tangents for r in total}))
         widths = tuple(self.sources[r].width for r in roots)
-        return Group(0, roots, widths, [torch.cat([total[r] for r in roots]) if total else None for total in tangents])
+        return group_of(0, roots, widths, [torch.cat([total[r] for r in roots]) if total else None for total in tangents])
 
     def _root_sizes(self, s: int) -> dict[int, int]:
         """Return the sizes of the sets of parameters that reach a source, by a key of each."""
@@ -303,19 +302,26 @@ class Sweep:
 
     # Curvature
 
-    def _bend(self, a: Application, inputs: Values, groups: list[Group]) -> None:
+    def _bend(self, point: Point, groups: list[Group]) -> None:
         """Add the curvature of one application between all groups that move it."""
-        primitive = a.primitive
-        if is_product(primitive) and len({k for g in groups for k, moves in enumerate(g.moving) if moves}) <= 1:
+        primitive = point.primitive
+        if is_product(primitive) and sum(map(any, zip(*(g.moving for g in groups), strict=True))) <= 1:
             return
-        groups = self._separate(primitive, inputs, groups)
+        if len(groups) == 1 and (K := square(point, groups[0])) is not None:
+            (s,), level = groups[0].sources, groups[0].level
+            if K.ndim == 3:
+                self.blocks.add(s, s, level, K.to(self.dtype))
+            elif K.numel():
+                self.blocks.add_diagonal(s, s, level, K.to(self.dtype))
+            return
+        groups = self._separate(primitive, point.inputs, groups)
         for n, coarse in enumerate(groups):
-            covectors = primitive.curvature(inputs, self.lambdas[a.output], coarse.tangents)  # type: ignore[arg-type]
+            covectors = point.linearised.pull(None, coarse.tangents)
             for fine in groups[: n + 1]:
                 total: Tensor | None = None
-                for t, w in zip(fine.tangents, covectors, strict=True):
-                    if t is not None and w is not None:
-                        part = by_row(t.to(self.dtype), fine.level) @ by_row(w.to(self.dtype), fine.level).mT
+                for k, w in enumerate(covectors):
+                    if fine.moving[k] and w is not None:
+                        part = contracted(fine, k, by_row(w.to(self.dtype), fine.level))
                         total = part if total is None else total + part
                 if total is not None:
                     self._add_groups(fine, coarse, total)
@@ -368,24 +374,24 @@ class Sweep:
             lift = Diagonal(turning.parameter, turning.at, rows)
         mirror: int | None = None
         for g in groups:
-            t = g.tangents[0]
-            if t is None:
+            if not g.moving[0]:
                 continue
-            if isinstance(turning, Diagonal):
-                absent = [None] * (len(inputs) - 1)
-                t = a.primitive.jvp((x, *absent), (t, *absent))  # type: ignore[arg-type]
             if mirror is None:
                 mirror = self._new(Source(shape, len(shape) - 1, shape[-1], [lift], twins=[turning]))
-            if g.slopes is not None and isinstance(turning, Kronecker):
-                diagonal = g.slopes.to(self.dtype).reshape(-1, x.shape[-1]).contiguous()
-                self.blocks.add_diagonal(mirror, g.sources[0], g.level, diagonal)
+            if isinstance(turning, Diagonal):
+                absent = [None] * (len(inputs) - 1)
+                t: Tensor = a.primitive.jvp((x, *absent), (g.tangents[0], *absent))  # type: ignore[arg-type]
+            elif g.entrywise is not None and g.level == len(shape) - 1:
+                self.blocks.add_diagonal(mirror, g.sources[0], g.level, g.entrywise.rows.to(self.dtype).contiguous())
                 continue
+            else:
+                t = g.tangents[0]  # type: ignore[assignment]
             for s, cut in zip(g.sources, starts(g.widths), strict=True):
-                self.blocks.add(mirror, s, g.level, by_row(t[cut].to(self.dtype), g.level).mT)
+                self.blocks.add(mirror, s, g.level, by_row(t[cut].to(self.dtype), g.level).contiguous().mT)
 
     def _note(self, stacks: dict[int, Stack]) -> None:
         """Count the memory that is kept until the end."""
-        self._kept += sum(memory_of(stack.data) for stack in stacks.values())
+        self._kept += sum(stack.bytes for stack in stacks.values())
 
     @property
     def peak_bytes(self) -> int:

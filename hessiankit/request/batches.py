@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hessiankit.errors import InputError
 from hessiankit.request.calling import Loss
 from hessiankit.request.losses import known_count, known_reduction
-from hessiankit.request.selection import Params
+from hessiankit.request.selection import Params, Selection
 from hessiankit.request.task import FrozenTask, Task, freeze, make_task
 
 Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
@@ -58,7 +58,7 @@ def requests(
     data: Any,
     target: Any,
     loss: Loss,
-    params: Params,
+    params: Params | Selection,
     *,
     weights: Weights = None,
     reduction: str | None = None,
@@ -74,7 +74,7 @@ def requests(
         data: One batch or several, see :func:`batches`.
         target: What the loss compares with, if ``data`` are inputs only.
         loss: The loss.
-        params: Which parameters.
+        params: Which parameters, or what has been selected.
         weights: The counts of the batches, or a callable (inputs, target) -> count.
         reduction: "mean" or "sum" over all terms of all batches; by default what the loss itself does.
         look: Called with the first request before it is frozen.
@@ -83,7 +83,7 @@ def requests(
         InputError: If a batch cannot be used, or several batches of unknown counts are given.
     """
     rule = _rule(who, loss, weights, reduction)
-    if params is not None and not isinstance(params, (str, Tensor)) and isinstance(params, Iterable):
+    if isinstance(params, Iterable) and not isinstance(params, (str, Tensor, Selection)):
         params = list(params)
     several, pairs = batches(who, data, target, loss)
     listed = isinstance(weights, Iterable) and not isinstance(weights, str) and getattr(weights, "ndim", 1) > 0

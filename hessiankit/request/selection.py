@@ -185,8 +185,10 @@ def select(who: str, module: nn.Module, params: Params = None) -> Selection:
     trained = [name for name, p in every.items() if p.requires_grad]
     if not trained:
         raise InputError(f"{who}: the module has no parameters that require grad; call requires_grad_(True) on those of interest")
+    if params is None:
+        return Selection((name, every[name].detach()) for name in trained)
     finder = _Finder(who, module, every)
-    wanted: set[str] = set(trained) if params is None else set()
+    wanted: set[str] = set()
     for item in _items(who, params):
         wanted.update(finder.names(item))
     if finder.unknown:
@@ -197,8 +199,6 @@ def select(who: str, module: nn.Module, params: Params = None) -> Selection:
 
 
 def _items(who: str, params: Params) -> Iterator[object]:
-    if params is None:
-        return
     if isinstance(params, (str, Tensor)):
         yield params
         return

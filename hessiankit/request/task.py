@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from hessiankit.errors import InputError, OutOfMemoryError
 from hessiankit.request.calling import Loss, arguments, map_tensors, read_outputs
 from hessiankit.request.losses import IGNORE_INDEX, LOSSES, same_as
-from hessiankit.request.selection import Params, select
+from hessiankit.request.selection import Params, Selection, select
 from hessiankit.request.validation import check_arguments, check_module, check_outputs, one_kind
 from hessiankit.torch_state import one_at_a_time, ordinary_path
 
@@ -85,7 +87,7 @@ class Task:
 
         return replace(self, inputs=map_tensors(cut, self.inputs), target=map_tensors(cut, self.target))
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """Number of samples: the length of the first axis that inputs and target share, else of the first tensor."""
         lengths = [int(x.shape[0]) for x in torch.utils._pytree.tree_leaves(self.inputs) if isinstance(x, Tensor) and x.ndim]
@@ -134,8 +136,8 @@ def freeze(task: Task, before: FrozenTask | None = None) -> FrozenTask:
     return FrozenTask(module, inputs, target, task.loss, parameters, task.keywords, task.whole, state, modes)
 
 
-def make_task(who: str, module: nn.Module, inputs: Any, target: Any, loss: Loss, params: Params = None) -> Task:
-    """Check everything that can be checked before computing, and return the request.
+def make_task(who: str, module: nn.Module, inputs: Any, target: Any, loss: Loss, params: Params | Selection = None) -> Task:
+    """Check everything that can be checked before computing, and return the request for what is, or has been, selected.
 
     Raises:
         InputError: If an argument cannot be used: the message says which, what was seen and what to pass.
@@ -143,7 +145,7 @@ def make_task(who: str, module: nn.Module, inputs: Any, target: Any, loss: Loss,
     if not isinstance(module, nn.Module):
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
     check_module(who, module)
-    parameters = dict(select(who, module, params))
+    parameters = dict(params if isinstance(params, Selection) else select(who, module, params))
     dtype, device = one_kind(who, module, parameters)
     check_arguments(who, module, inputs, target, loss, dtype, device)
     positional, keyword = arguments(inputs)
@@ -158,10 +160,13 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
+        with open("/proc/meminfo", "rb", buffering=0) as file:  # the third line of many
+            found = re.search(rb"MemAvailable:\s*(\d+) kB", file.read(512))
+    except OSError:
+        found = None
+    if found is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(found[1]) * 1024
 
 
 def check_memory(who: str, size: int, dtype: torch.dtype, device: torch.device, *, copies: int = 2, workspace: int = 0) -> None:

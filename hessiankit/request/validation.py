@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,8 @@ def one_kind(who: str, module: nn.Module, parameters: Mapping[str, Tensor]) -> t
             )
             raise InputError(f"{who}: the parameters have several {what}s: {listing}. Bring them to one, e.g. module.to(...)")
     first = next(iter(parameters.values()))
-    everything = [*module.named_parameters(), *module.named_buffers()]
+    buffers = dict(module.named_buffers())  # which may hold the -inf of a mask
+    everything = [*module.named_parameters(), *buffers.items()]
     meta = next((name for name, x in everything if x.is_meta), None)
     if meta is not None:
         raise InputError(f"{who}: {meta!r} is on the meta device, which holds no values; load the weights first")
@@ -92,7 +94,6 @@ def one_kind(who: str, module: nn.Module, parameters: Mapping[str, Tensor]) -> t
         raise InputError(f"{who}: the parameters are {first.dtype}; expected a real floating-point dtype, e.g. module.double()")
     for name, x in everything:
         check_dense(who, name, x)
-    buffers = {name for name, _ in module.named_buffers()}  # which may hold the -inf of a mask
     for name, x in everything:
         if x.is_floating_point() and _spoiled(x, mask=name in buffers) is not None:
             raise InputError(
@@ -170,10 +171,16 @@ def check_dense(who: str, name: str, x: Tensor) -> None:
 
 def _spoiled(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
     """Return where the first entry is that is NaN or infinite; -inf is fine in what may be an additive mask."""
-    good = torch.isfinite(x)
-    if mask and not bool(good.all()):
-        good |= x == -float("inf")
+    if _is_finite(x):
+        return None
+    good = torch.isfinite(x) | (x == -float("inf")) if mask else torch.isfinite(x)
     return None if bool(good.all()) else tuple(int(i) for i in (~good).nonzero()[0])
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Tell whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
+    summable = x.is_floating_point() and x.itemsize > 1
+    return (summable and math.isfinite(x.sum().item())) or bool(torch.isfinite(x).all())
 
 
 def check_outputs(who: str, task: Task, inputs: Any, device: torch.device) -> Any:
@@ -192,7 +199,7 @@ def check_outputs(who: str, task: Task, inputs: Any, device: torch.device) -> An
         for handle in handles:
             handle.remove()
     out = read_outputs(who, task.loss, outputs)
-    if bad or (isinstance(out, Tensor) and not bool(torch.isfinite(out).all())):
+    if bad or (isinstance(out, Tensor) and not _is_finite(out)):
         for name, x in named_tensors(inputs):
             if x.is_floating_point():
                 check_tensor(who, name, x, x.dtype, x.device)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from hessiankit.errors import TraceError
+from hessiankit.tracing.graph import Node
 
 
 def without_writing(

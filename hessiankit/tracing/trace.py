@@ -26,10 +26,11 @@ from hessiankit.errors import HessiankitError, InputError, TraceError
 from hessiankit.torch_state import one_at_a_time, ordinary_path
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
 from hessiankit.tracing.fallback import AutomaticDifferentiation
+from hessiankit.tracing.graph import Node, map_nodes
 from hessiankit.tracing.in_place import WRITTEN_OUT, check_kind, readers, without_writing
+from hessiankit.tracing.notes import Recording
 from hessiankit.tracing.primitives import RULES
-from hessiankit.tracing.reading import ShowReading
-from hessiankit.tracing.recording import Recording, record
+from hessiankit.tracing.recording import record
 from hessiankit.tracing.source_line import source_line
 
 aten = torch.ops.aten
@@ -37,6 +38,9 @@ WITHOUT_DERIVATIVE = frozenset(
     {aten.detach.default, aten.new_empty.default, aten.new_full.default, aten.empty_like.default, aten.full_like.default}
 )
 """Operations that take no derivative, or no values, over from their input."""
+DRAWS = torch.Tag.nondeterministic_seeded
+ORDINARY = frozenset(operation for operation in RULES if DRAWS not in getattr(operation, "tags", ()))
+"""Operations that do not have to show that they run by themselves, and draw no numbers: what they returned is taken over."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +107,13 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
     def run(*tensors: Tensor) -> Tensor:
         weights, given = tensors[: len(names)], iter(tensors[len(names) :])
         rebuilt = torch.utils._pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in flat], spec)
-        with ordinary_path(), ShowReading():
+        with ordinary_path():
             return function(dict(zip(names, weights, strict=True)), *rebuilt)
 
     try:
         with torch.enable_grad(), warnings.catch_warnings():  # so that the graph says where the module itself turns gradients off
             warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")  # an error, where it matters
-            recording = record(run, [*leaves, *data], DECOMPOSITIONS, parameters=len(names))
+            recording = record(run, [*leaves, *data], DECOMPOSITIONS, parameters=len(names), keep_values=True)
     except TraceError:
         raise
     except Exception as error:
@@ -120,13 +124,17 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
             "A module must not turn the values of its tensors into Python numbers or NumPy arrays, nor leave torch; "
             "write that line in operations of torch, or compute what it needs before and pass it as an argument"
         ) from error
-    return _interpret(recording, names, leaves, data)
+    try:
+        with torch.no_grad():
+            return _interpret(recording, names, leaves, data)
+    finally:
+        recording.graph.clear()
 
 
 def _interpret(recording: Recording, names: list[str], leaves: list[Tensor], data: list[Tensor]) -> Trace:
     result = Trace()
-    ids: dict[torch.fx.Node, int] = {}  # nodes whose values the parameters reach
-    known: dict[torch.fx.Node, Any] = {}
+    ids: dict[Node, int] = {}  # nodes whose values the parameters reach
+    known: dict[Node, Any] = {}
     fallbacks: list[str] = []
     differentiable = True
     given = iter([*leaves, *data])
@@ -150,7 +158,8 @@ def _interpret(recording: Recording, names: list[str], leaves: list[Tensor], dat
         else:
             try:
                 target: Any = without_writing(node, known, ids, differentiable=differentiable)
-                fallbacks += _record(node, target, result, ids, known, differentiable)
+                ran = recording.values.pop(node, None) if target in ORDINARY and target is node.target else None
+                fallbacks += _record(node, target, ran, result, ids, known, differentiable)
                 if target is not node.target and target is not aten.detach.default:
                     _overwrite(node, result, ids, known)
             except (HessiankitError, torch.OutOfMemoryError):
@@ -166,19 +175,26 @@ def _interpret(recording: Recording, names: list[str], leaves: list[Tensor], dat
 
 
 def _record(
-    node: torch.fx.Node,
+    node: Node,
     target: Any,
+    ran: Tensor | None,
     result: Trace,
-    ids: dict[torch.fx.Node, int],
-    known: dict[torch.fx.Node, Any],
+    ids: dict[Node, int],
+    known: dict[Node, Any],
     differentiable: bool,
 ) -> list[str]:
-    """Run one node, as ``target``; if a moving value enters it, append its application. Return the name of a fallback, if any."""
+    """Run one node, as ``target``, unless it ``ran`` already; if a moving value enters it, append its application.
+
+    Returns:
+        The name of a fallback, if any.
+    """
     indexed = node.args[0] if node.target is operator.getitem else None  # one output of an operation with several
-    source: torch.fx.Node = node if indexed is None else indexed  # type: ignore[assignment]
+    source: Node = node if indexed is None else indexed
     moving = [n for n in source.all_input_nodes if n in ids]
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: known[n])
-    value = _run(target, args, kwargs)
+    value: Any = ran
+    if ran is None:
+        args, kwargs = map_nodes(known.__getitem__, (node.args, node.kwargs))
+        value = _run(target, args, kwargs)
     if target is not node.target:
         check_kind(node, value, known)
     if not differentiable or target in WITHOUT_DERIVATIVE:
@@ -204,7 +220,7 @@ def _record(
     found: Any = _assignment if run in WRITTEN_OUT.values() else RULES.get(run)
     if found is not None:
         wanted = _names(found)
-        args, kwargs = torch.fx.map_arg((source.args, source.kwargs), lambda n: known[n])
+        args, kwargs = map_nodes(known.__getitem__, (source.args, source.kwargs))
         match = found(*args, **kwargs, **{k: v for k, v in (("result", value), ("piece", index)) if k in wanted})
         if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
             return []  # this piece comes from inputs that do not move
@@ -229,7 +245,7 @@ def _assignment(into: Tensor, source: Any = None, *rest: Any, **options: Any) ->
     return Expand(tuple(into.shape)), (source,) if isinstance(source, Tensor) else ()
 
 
-def _overwrite(node: torch.fx.Node, result: Trace, ids: dict[torch.fx.Node, int], known: dict[torch.fx.Node, Any]) -> None:
+def _overwrite(node: Node, result: Trace, ids: dict[Node, int], known: dict[Node, Any]) -> None:
     """Let every other reader of the memory that a node has written see the new entries."""
     value = known[node]
     for reader, before, source in readers(node, known):
@@ -250,10 +266,9 @@ def _overwrite(node: torch.fx.Node, result: Trace, ids: dict[torch.fx.Node, int]
 
 def _run(target: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation, and refuse one that draws random numbers."""
-    may_draw = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    may_draw = DRAWS in getattr(target, "tags", ())
     before = _random_states(kwargs) if may_draw else []
-    with torch.no_grad():
-        value = target(*args, **kwargs)
+    value = target(*args, **kwargs)
     after = _random_states(kwargs) if may_draw else []
     if not all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
         raise TraceError(
@@ -268,14 +283,12 @@ def _random_states(kwargs: Mapping[str, Any]) -> list[Tensor]:
     return [*given, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
-def _fallback(
-    target: Any, node: torch.fx.Node, moving: list[torch.fx.Node], known: dict[torch.fx.Node, Any], index: Any
-) -> Primitive:
+def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any], index: Any) -> Primitive:
     given = {n: known[n] for n in node.all_input_nodes}  # now: a later operation may write into them
 
     def function(*inputs: Tensor) -> Tensor:
         replaced = {**given, **dict(zip(moving, inputs, strict=True))}
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: replaced[n])
+        args, kwargs = map_nodes(replaced.__getitem__, (node.args, node.kwargs))
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of attention have no second derivative
             value = target(*args, **kwargs)
         return value if index is None else value[index]

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from hessiankit.errors import HessiankitError
+from hessiankit.tracing.graph import Node
 from hessiankit.tracing.recording import record
 from hessiankit.verify.operations import OPERATIONS
 from hessiankit.verify.problem import Problem

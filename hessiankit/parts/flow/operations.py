@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Node
+
+from hessiankit.tracing.graph import Node
 
 
 def _words(text: str) -> frozenset[str]:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from hessiankit.parts.flow import operations as ops
 from hessiankit.parts.flow.value import Ids, Rank, Value, added, joined
-from hessiankit.tracing.recording import Recording
+from hessiankit.tracing.graph import Node, map_nodes
+from hessiankit.tracing.notes import Recording
 
 
 @dataclass
@@ -113,7 +113,7 @@ class _Reader:
     def _run(self, node: Node, cut: Sequence[Node] = ()) -> None:
         if node in self.known:
             return
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: self.known[n].detach() if n in cut else self.known[n])
+        args, kwargs = map_nodes(lambda n: self.known[n].detach() if n in cut else self.known[n], (node.args, node.kwargs))
         self.known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
     # -- products ----------------------------------------------------------------------------------------------------------

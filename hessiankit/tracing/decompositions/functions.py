@@ -62,14 +62,18 @@ def _times_power_of_two(x: Tensor, exponent: Tensor) -> Tensor:
     return x * torch.pow(2.0, exponent)
 
 
-@decomposes(aten.softmax.int)
-def _softmax(x: Tensor, dim: int, dtype: Any = None) -> Any:
-    return NotImplemented if dtype in (None, x.dtype) else torch.softmax(x.to(dtype), dim)
+def _casts(x: Tensor, dim: int, dtype: Any = None) -> bool:
+    return dtype not in (None, x.dtype)
 
 
-@decomposes(aten.log_softmax.int)
-def _log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Any:
-    return NotImplemented if dtype in (None, x.dtype) else torch.log_softmax(x.to(dtype), dim)
+@decomposes(aten.softmax.int, when=_casts)
+def _softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    return torch.softmax(x.to(dtype), dim)
+
+
+@decomposes(aten.log_softmax.int, when=_casts)
+def _log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    return torch.log_softmax(x.to(dtype), dim)
 
 
 def _constant(x: Tensor, size: Sequence[int], fill: Any, dtype: Any = None, device: Any = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,11 +91,28 @@ for _name in COMPOSITE:
         DECOMPOSITIONS[_operation] = _operation.decompose
 
 
-def decomposes(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the parts of some operations; returning NotImplemented leaves the operation whole."""
+@dataclass(frozen=True)
+class Sometimes:
+    """What some calls of an operation consist of, told apart by their arguments; the others leave it whole."""
+
+    parts: Callable[..., Any]
+    applies: Callable[..., bool]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parts(*args, **kwargs) if self.applies(*args, **kwargs) else NotImplemented
+
+
+def decomposes(*operations: Any, when: Callable[..., bool] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the parts of some operations.
+
+    Args:
+        operations: Of ``aten``.
+        when: Called with the operation's arguments: whether this call has parts. (Parts that return NotImplemented leave the
+            operation whole as well, but recording them takes longer.)
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        DECOMPOSITIONS.update(dict.fromkeys(operations, function))
+        DECOMPOSITIONS.update(dict.fromkeys(operations, function if when is None else Sometimes(function, when)))
         return function
 
     return register

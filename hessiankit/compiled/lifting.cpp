@@ -1,0 +1,358 @@
+// Sums of products that are added to a part of a large matrix,
+//
+//     out[m, x, z] += sum_n left[n, m] right[n, x, z],        m = (m1, m2), x = (x1, x2), z contiguous in the matrix,
+//
+// where both sides are products themselves and are never written out whole:
+//
+//     left[n, m] = a[n, m] b[n, m]        right[n, x, z] = sum_t s_t[n, x] v_t[n, x, z].
+//
+// A block of the right side is laid out in panels that stay in the cache, a strip of the left one beside it; a tile of
+// ROWS x (two vectors) is summed in registers and added to the matrix once. Rows n at which a strip or a panel is zero,
+// as behind a ReLU, are left out, unless something is not finite: then 0 x inf has to show.
+
+#include "machine.h"
+
+#include <cmath>
+
+namespace {
+
+constexpr int64_t NEAR = 300 * 1024;  // bytes of panels, and of strips, that stay in the nearer cache together
+constexpr int64_t FAR = 800 * 1024;   // bytes of panels where the strips are too many to be kept
+constexpr int64_t DEEP = 2048;        // rows n summed at once
+constexpr int64_t FEW = 16;           // rows n laid out at once
+
+// data[n, i, j, z] at these strides; without data, ones
+template <typename T>
+struct Factor {
+  const T* data;
+  int64_t n, one, two, z;
+
+  const T* at(int64_t i, int64_t j) const { return data ? data + i * one + j * two : nullptr; }
+};
+
+template <typename T>
+struct Term {
+  Factor<T> scalar, vector;
+};
+
+template <typename T>
+struct Sum {
+  using V = typename Lanes<T>::type;
+  static constexpr int W = Lanes<T>::count, WIDE = 2 * W;
+
+  int64_t depth, m1, m2;
+  bool triangular;  // m1 = m2 indices of which only m2 >= m1 are summed; the others are the same
+  bool mean;        // and the left side is symmetric up to rounding, of which the mean is taken
+  int64_t x1, x2, width;
+  int64_t out_m1, out_m2, out_x1, out_x2;
+  Factor<T> a, b;
+  std::vector<Term<T>> terms;
+  T* out;
+
+  struct Row {
+    int64_t to, too;  // where it is added; -1: nowhere else
+    const T *a, *b, *mirrored;
+  };
+  struct Panel {
+    int64_t x, z, columns;
+  };
+  // Rows n at which something is not zero
+  struct Support {
+    std::vector<int32_t> rows;
+    std::vector<char> has;
+    bool full = true;
+
+    void of(const T* packed, int64_t depth, int stride, bool finite) {
+      full = true;
+      if (!finite) return;
+      for (int64_t n = 0; n < depth && full; ++n) full = packed[n * stride] != 0 || !blank(packed + n * stride, stride);
+      if (full) return;
+      rows.clear();
+      has.assign(depth, 0);
+      for (int64_t n = 0; n < depth; ++n)
+        if (packed[n * stride] != 0 || !blank(packed + n * stride, stride)) has[n] = 1, rows.push_back(int32_t(n));
+    }
+    static bool blank(const T* x, int count) {
+      for (int i = 0; i < count; ++i)
+        if (x[i] != 0) return false;
+      return true;
+    }
+  };
+
+  std::vector<Row> rows;
+  std::vector<Panel> panels;
+
+  // Where one of two factors has more zeros, strips have one entry of it: zero at many rows n, which are left out.
+  void order() {
+    if (!triangular && a.data && b.data && zeros(b, m2, b.two) > zeros(a, m1, a.one)) {
+      std::swap(a, b);
+      std::swap(a.one, a.two);
+      std::swap(b.one, b.two);
+      std::swap(m1, m2);
+      std::swap(out_m1, out_m2);
+    }
+  }
+
+  double zeros(const Factor<T>& f, int64_t count, int64_t step) const {
+    int64_t found = 0;
+    for (int64_t n = 0; n < depth; ++n)
+      for (int64_t i = 0; i < count; ++i) found += f.data[n * f.n + i * step] == 0;
+    return double(found) / double(count);
+  }
+
+  void list() {
+    for (int64_t i = 0; i < m1; ++i)
+      for (int64_t j = triangular ? i : 0; j < m2; ++j)
+        rows.push_back({i * out_m1 + j * out_m2, triangular && i != j ? j * out_m1 + i * out_m2 : -1, a.at(i, j), b.at(i, j),
+                        mean ? a.at(j, i) : nullptr});
+    for (int64_t x = 0; x < x1 * x2; ++x)
+      for (int64_t z = 0; z < width; z += WIDE) panels.push_back({x, z, std::min<int64_t>(WIDE, width - z)});
+  }
+
+  // Panels, each (deep, WIDE) and zero where there are no columns. Returns whether all is finite.
+  bool pack_right(const Panel* panel, int64_t count, int64_t start, int64_t deep, T* into) const {
+    V odd{};
+    std::vector<Run> runs(terms.size());
+    for (int64_t top = 0; top < deep; top += FEW)  // a few rows of all panels: along a row they lie next to each other
+      for (int64_t k = 0; k < count; ++k) {
+        const Panel& p = panel[k];
+        bool close = true;
+        for (size_t t = 0; t < terms.size(); ++t) {
+          const Factor<T>&f = terms[t].scalar, &g = terms[t].vector;
+          runs[t] = {f.at(p.x / x2, p.x % x2), f.n, g.at(p.x / x2, p.x % x2) + p.z * g.z, g.n, g.z};
+          if (!runs[t].s) runs[t].s = &ONE, runs[t].s_n = 0;
+          runs[t].s += (start + top) * runs[t].s_n;
+          runs[t].v += (start + top) * runs[t].v_n;
+          close &= g.z == 1;
+        }
+        const int64_t whole = close ? p.columns / W : 0;
+        auto pack = whole == 2 ? pack_rows<2, 0> : whole == 1 ? pack_rows<1, 0> : pack_rows<0, 0>;
+        if (runs.size() == 1) pack = whole == 2 ? pack_rows<2, 1> : whole == 1 ? pack_rows<1, 1> : pack_rows<0, 1>;
+        if (runs.size() == 2) pack = whole == 2 ? pack_rows<2, 2> : whole == 1 ? pack_rows<1, 2> : pack_rows<0, 2>;
+        odd += pack(std::min(FEW, deep - top), runs, p.columns, into + (k * deep + top) * WIDE);
+      }
+    return none(odd);
+  }
+
+  // Where the factors of one term of a panel are read, row after row.
+  struct Run {
+    const T* s;
+    int64_t s_n;
+    const T* v;
+    int64_t v_n, z;
+  };
+  static constexpr T ONE = 1;
+
+  // Rows of one panel, whole vectors of it first, from so many terms (0: as many as there are). Returns zeros if all is finite.
+  template <int whole, int terms>
+  static V pack_rows(int64_t count, const std::vector<Run>& given, int64_t columns, T* to) {
+    V odd{};
+    Run runs[terms ? terms : 1];
+    for (int t = 0; t < terms; ++t) runs[t] = given[t];
+    const Run* run = terms ? runs : given.data();
+    const int64_t several = terms ? terms : given.size();
+    for (int64_t n = 0; n < count; ++n, to += WIDE) {
+      V x{}, y{};
+      for (int64_t t = 0; t < several; ++t) {
+        const T f = run[t].s[n * run[t].s_n];
+        const T* v = run[t].v + n * run[t].v_n;
+        if (whole > 0) x += f * reinterpret_cast<const V*>(v)[0];
+        if (whole > 1) y += f * reinterpret_cast<const V*>(v)[1];
+        if (whole == 0)
+          for (int64_t c = 0; c < std::min<int64_t>(W, columns); ++c) x[c] += f * v[c * run[t].z];
+        if (whole < 2)
+          for (int64_t c = W; c < columns; ++c) y[c - W] += f * v[c * run[t].z];
+      }
+      reinterpret_cast<V*>(to)[0] = x;
+      reinterpret_cast<V*>(to)[1] = y;
+      odd += (x - x) + (y - y);
+    }
+    return odd;
+  }
+
+  // A strip of rows, (deep, ROWS), zero where there are none. Returns whether all is finite; skew: the largest |left - its
+  // transpose| and the largest on the diagonal, if the mean is taken.
+  bool pack_left(const Row* row, int64_t count, int64_t start, int64_t deep, T* into, double* skew) const {
+    T odd = 0, apart = 0, diagonal = 0;
+    const T *s[ROWS], *t[ROWS];
+    for (int64_t m = 0; m < ROWS; ++m) {
+      const Row& r = row[std::min(m, count - 1)];
+      s[m] = r.a ? r.a + start * a.n : r.b + start * b.n;
+      t[m] = mean ? r.mirrored + start * a.n : r.b ? r.b + start * b.n : nullptr;
+    }
+    const int64_t one = a.data ? a.n : b.n, two = mean ? a.n : b.n;
+    for (int64_t n = 0; n < deep; ++n, into += ROWS) {
+      if (mean) {
+        for (int m = 0; m < ROWS; ++m) {
+          const T x = s[m][n * one], y = t[m][n * two];
+          into[m] = (x + y) / 2;
+          apart = std::max(apart, std::abs(x - y));
+          if (row[std::min<int64_t>(m, count - 1)].too < 0) diagonal = std::max(diagonal, std::abs(x));
+        }
+      } else if (a.data && b.data) {
+        for (int m = 0; m < ROWS; ++m) into[m] = s[m][n * one] * t[m][n * two];
+      } else {
+        for (int m = 0; m < ROWS; ++m) into[m] = s[m][n * one];
+      }
+      for (int m = 0; m < ROWS; ++m) odd += into[m] - into[m];
+      for (int64_t m = count; m < ROWS; ++m) into[m] = 0;
+    }
+    skew[0] = std::max(skew[0], double(apart));
+    skew[1] = std::max(skew[1], double(diagonal));
+    return odd == 0;
+  }
+
+  static bool none(V odd) {
+    for (int i = 0; i < W; ++i)
+      if (!(odd[i] == 0)) return false;
+    return true;
+  }
+
+  // One tile, of one or two vectors: over all rows n, or those listed.
+  template <int wide, bool listed>
+  static void tile(int64_t count, const int32_t* which, const T* left, const T* right, V sums[ROWS][2]) {
+    V s[ROWS][wide];
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; ++m)
+      for (int h = 0; h < wide; ++h) s[m][h] = V{};
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t n = listed ? which[k] : k;
+      const T* l = left + n * ROWS;
+      const V* r = reinterpret_cast<const V*>(right + n * WIDE);
+      const V x = r[0], y = r[wide - 1];
+#pragma GCC unroll 16
+      for (int m = 0; m < ROWS; ++m) {
+        s[m][0] += l[m] * x;
+        if (wide == 2) s[m][wide - 1] += l[m] * y;
+      }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; ++m)
+      for (int h = 0; h < wide; ++h) sums[m][h] = s[m][h];
+  }
+
+  static void tile(int64_t columns, int64_t count, const int32_t* which, const T* left, const T* right, V sums[ROWS][2]) {
+    if (columns > W)
+      which ? tile<2, true>(count, which, left, right, sums) : tile<2, false>(count, which, left, right, sums);
+    else
+      which ? tile<1, true>(count, which, left, right, sums) : tile<1, false>(count, which, left, right, sums);
+  }
+
+  static void add(const V sum[2], int64_t columns, T* to) {
+    V* d = reinterpret_cast<V*>(to);
+    if (columns >= W) d[0] += sum[0];
+    if (columns == WIDE) d[1] += sum[1];
+    const T* s = reinterpret_cast<const T*>(sum);
+    for (int64_t c = columns / W * W; c < columns; ++c) to[c] += s[c];
+  }
+
+  // Asks for lines of the matrix while the tile is summed that will be added to them.
+  static void fetch(const T* to, int64_t columns) {
+    for (int64_t c = 0; c < columns; c += 64 / int64_t(sizeof(T))) __builtin_prefetch(to + c, 1);
+    __builtin_prefetch(to + columns - 1, 1);
+  }
+
+  // What one thread works with.
+  struct Desk {
+    Buffer<T> right, left;
+    std::vector<Support> panels, strips;
+    std::vector<char> good;  // strips of which all is finite
+    std::vector<int32_t> both;
+    int64_t at;  // of which rows n on the strips are kept; -1: none
+    double skew[2];
+  };
+
+  void block(int64_t first, int64_t last, int64_t start, int64_t deep, Desk& desk) const {
+    const int64_t count = last - first, strips = (rows.size() + ROWS - 1) / ROWS;
+    const bool finite = pack_right(&panels[first], count, start, deep, desk.right), all = int64_t(desk.strips.size()) == strips;
+    for (int64_t k = 0; k < count; ++k) desk.panels[k].of(desk.right + k * deep * WIDE, deep, WIDE, finite);
+    V sums[ROWS][2];
+    for (int64_t m = 0; m < strips; ++m) {
+      const int64_t at = all ? m : 0, high = std::min<int64_t>(ROWS, rows.size() - m * ROWS);
+      const Row* row = &rows[m * ROWS];
+      T* left = desk.left + at * deep * ROWS;
+      Support& strip = desk.strips[at];
+      if (!all || desk.at != start) {
+        desk.good[at] = pack_left(row, high, start, deep, left, desk.skew);
+        strip.of(left, deep, ROWS, desk.good[at]);
+      }
+      const bool every = !finite || !desk.good[at];
+      for (int64_t k = 0; k < count; ++k) {
+        const Support& panel = desk.panels[k];
+        const Panel& p = panels[first + k];
+        const T* right = desk.right + k * deep * WIDE;
+        T* to = out + p.x / x2 * out_x1 + p.x % x2 * out_x2 + p.z;
+        for (int64_t h = 0; h < high; ++h) fetch(to + row[h].to, p.columns);
+        if (every || (panel.full && strip.full)) {
+          tile(p.columns, deep, nullptr, left, right, sums);
+        } else if (panel.full || strip.full) {
+          const std::vector<int32_t>& some = panel.full ? strip.rows : panel.rows;
+          tile(p.columns, some.size(), some.data(), left, right, sums);
+        } else {
+          int64_t met = 0;
+          for (int32_t n : panel.rows) desk.both[met] = n, met += strip.has[n];
+          tile(p.columns, met, desk.both.data(), left, right, sums);
+        }
+        for (int64_t h = 0; h < high; ++h) {
+          add(sums[h], p.columns, to + row[h].to);
+          if (row[h].too >= 0) add(sums[h], p.columns, to + row[h].too);
+        }
+      }
+    }
+    desk.at = start;
+  }
+
+  void run(int64_t threads, double* skew) {
+    order();
+    list();
+    const int64_t deep = std::min(depth, DEEP), total = panels.size(), strips = (rows.size() + ROWS - 1) / ROWS;
+    const bool all = strips * deep * ROWS * int64_t(sizeof(T)) <= NEAR;
+    const int64_t few = std::max<int64_t>(1, (all ? NEAR : FAR) / int64_t(sizeof(T) * deep * WIDE));
+    const int64_t each = std::max<int64_t>(1, std::min((total + threads - 1) / threads, few)), blocks = (total + each - 1) / each;
+    threads = std::max<int64_t>(1, std::min(threads, blocks));
+    std::vector<double> apart(threads), diagonal(threads);
+    share(threads, [&](int64_t mine, int64_t step) {
+      const int64_t held = all ? strips : 1;
+      Desk desk{Buffer<T>(deep * WIDE * each), Buffer<T>(deep * ROWS * held), std::vector<Support>(each), std::vector<Support>(held),
+                std::vector<char>(held), std::vector<int32_t>(deep), -1, {0, 0}};
+      for (int64_t k = mine; k < blocks; k += step)
+        for (int64_t start = 0; start < depth; start += deep)
+          block(k * each, std::min(total, (k + 1) * each), start, std::min(deep, depth - start), desk);
+      apart[mine] = desk.skew[0];
+      diagonal[mine] = desk.skew[1];
+    });
+    skew[0] = *std::max_element(apart.begin(), apart.end());
+    skew[1] = *std::max_element(diagonal.begin(), diagonal.end());
+  }
+};
+
+template <typename T>
+Factor<T> factor(const void* data, const int64_t* strides, bool z) {
+  return {static_cast<const T*>(data), strides[0], strides[1], strides[2], z ? strides[3] : 0};
+}
+
+template <typename T>
+void lift(const void* const* data, const int64_t* s, void* out, int64_t threads, double* skew) {
+  std::vector<Term<T>> terms;
+  for (int64_t t = 0; t < s[11]; ++t)
+    terms.push_back({factor<T>(data[2 + 2 * t], s + 18 + 7 * t, false), factor<T>(data[3 + 2 * t], s + 21 + 7 * t, true)});
+  Sum<T>{s[0], s[1], s[2], s[3] != 0, s[3] == 2, s[4], s[5], s[6], s[7], s[8], s[9], s[10],
+         factor<T>(data[0], s + 12, false), factor<T>(data[1], s + 15, false), terms, static_cast<T*>(out), {}, {}}
+      .run(threads, skew);
+}
+
+}  // namespace
+
+// Numbers: depth, m1, m2, kind (0 plain, 1 triangular, 2 triangular and the mean), x1, x2, width; strides of out along m1, m2,
+// x1, x2; terms; strides of a and b along (n, m1, m2); of each term's scalar along (n, x1, x2) and vector along (n, x1, x2, z).
+extern "C" int hessiankit_lift(int single, const void* const* data, const int64_t* numbers, void* out, int64_t threads, double* skew) {
+  try {
+    if (single)
+      lift<float>(data, numbers, out, threads, skew);
+    else
+      lift<double>(data, numbers, out, threads, skew);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}

@@ -1,0 +1,140 @@
+"""Tangents pushed through one primitive, and contracted with its curvature: what is known of their structure is used and kept.
+
+A source moves its own value by an identity, what entrywise functions make of it by a diagonal, and a product of that with one
+weight W for all rows by diag(slopes) W, row by row: none of them needs a product of matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derivations.activation import Activation
+from derivations.cast import Cast
+from derivations.elementwise import Elementwise
+from derivations.linear import Add, Linear, MaskedFill, MatMul, Scale, Shift
+from derivations.linearised import Linearised
+from derivations.linearised_norms import LinearisedNorm
+from derivations.loss import MeanSquaredError
+from derivations.normalization import LayerNorm, RMSNorm
+from derivations.primitive import Primitive
+from hessiankit.engine.columns import Entrywise, Group, Stack, by_row
+
+ENTRYWISE = (Activation, Elementwise)
+LINEAR_ENTRYWISE = (Cast, MaskedFill, Scale, Shift)
+
+
+class Point:
+    """A primitive at its inputs: what the push and the contraction share is computed once, and only if one of them needs it.
+
+    Args:
+        primitive: The primitive.
+        inputs: Its inputs.
+        adjoint: Of its output; None where its second derivative does not count.
+        moving: Which inputs move.
+    """
+
+    def __init__(self, primitive: Primitive, inputs: tuple[Any, ...], adjoint: Tensor | None, moving: Sequence[bool]) -> None:
+        self.primitive, self.inputs, self.adjoint, self.moving = primitive, inputs, adjoint, moving
+
+    @cached_property
+    def linearised(self) -> Linearised:
+        """Its derivatives."""
+        return self.primitive.linearise(self.inputs, self.adjoint, self.moving)
+
+
+def pushed(point: Point, g: Group) -> Stack:
+    """Return the tangents of a primitive's output by the sources of a group."""
+    primitive, inputs = point.primitive, point.inputs
+    copies = isinstance(primitive, Add) and primitive.alpha == 1 and inputs[0].shape == inputs[1].shape
+    alone, by_last = g.entrywise, g.level == inputs[0].ndim - 1
+    if alone is not None:
+        if copies:
+            return alone
+        if isinstance(primitive, (*ENTRYWISE, *LINEAR_ENTRYWISE)):
+            slopes = point.linearised.push([alone.slopes.unsqueeze(0)])[0]
+            if slopes.shape == alone.slopes.shape:
+                return Entrywise(slopes, g.sources[0], g.level)
+        if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1 and alone.units and g.moving[0] and by_last:
+            return _rows(_through_norm(point), inputs[0].shape, g)
+    if isinstance(primitive, (Linear, MatMul)) and g.moving[0] and sum(g.moving) == 1 and inputs[1].ndim == 2 and by_last:
+        weight = inputs[1].mT if isinstance(primitive, Linear) else inputs[1]
+        return _rows(_times(g, weight), (*inputs[0].shape[:-1], weight.shape[1]), g)
+    return Stack(point.linearised.push(g.tangents), g.sources, g.widths, g.units if copies else frozenset())
+
+
+def _times(g: Group, weight: Tensor) -> Tensor:
+    """Return T W, row by row, for one weight W (k, p): (R, S, p); an identity times W is one matrix for all rows."""
+    alone = g.entrywise
+    if alone is None:
+        (t,) = (t for t in g.tangents if t is not None)
+        return by_row(t, g.level) @ weight
+    return weight.expand(len(alone.rows), -1, -1) if alone.units else alone.rows.unsqueeze(2) * weight
+
+
+def _through_norm(point: Point) -> Tensor:
+    """Return the derivative of a norm in its input, row by row, (R, d, d): gamma o (C - x x^T / d) / s."""
+    norm = point.linearised
+    assert isinstance(norm, LinearisedNorm)
+    each = norm.scale.expand_as(norm.x)
+    out = norm.x.unsqueeze(2) * (each * norm.x).mul_(-1 / norm.d).unsqueeze(1)
+    if norm.centred:
+        out -= (each / norm.d).unsqueeze(1)
+    out.diagonal(dim1=1, dim2=2).add_(each)
+    return out
+
+
+def _rows(rows: Tensor, shape: Sequence[int], g: Group) -> Stack:
+    """Return tangents given row by row, (R, S, f)."""
+    return Stack(rows.transpose(0, 1).reshape(rows.shape[1], *shape), g.sources, g.widths)
+
+
+def contracted(g: Group, k: int, w: Tensor) -> Tensor:
+    """Return T^T w for the tangents T of input k, row by row, and covectors w (R, c, f): (R, S, c)."""
+    if g.entrywise is None:
+        t = g.tangents[k]
+        assert t is not None
+        return by_row(t.to(w.dtype), g.level) @ w.mT
+    if g.units:
+        return w.contiguous().mT
+    return (w * g.entrywise.rows.to(w.dtype).unsqueeze(1)).mT
+
+
+def square(point: Point, g: Group) -> Tensor | None:
+    """Return the curvature (R, w, w) of one source that moves a primitive's first input entry by entry, or its diagonal (R, w).
+
+    Nothing, of no entries, where it vanishes; None where it has no structure that would pay: it is contracted with tangents then.
+    """
+    alone, primitive = g.entrywise, point.primitive
+    if alone is None or not g.moving[0] or g.level != point.inputs[0].ndim - 1:
+        return None
+    if isinstance(primitive, (*ENTRYWISE, MeanSquaredError)):
+        still = [None] * (len(point.inputs) - 1)
+        bent = point.linearised.pull(None, [alone.slopes.unsqueeze(0), *still])[0]
+        return alone.rows.new_zeros(0) if bent is None else alone.rows * bent.reshape(alone.rows.shape)
+    if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1 and alone.units:
+        return _of_a_norm(point)
+    return None
+
+
+def _of_a_norm(point: Point) -> Tensor:
+    """Return the second derivative of a norm contracted with its adjoint, (R, d, d): an identity plus rank two.
+
+    With the names of :mod:`derivations.normalization_actions`: (-nu C - ((C v) x^T + x (C v)^T - 3 nu x x^T) / d) / s^2.
+    """
+    norm, gamma = point.linearised, (*point.inputs, None)[1]
+    assert isinstance(norm, LinearisedNorm)
+    x, r2, v = norm.x, norm.r.square(), norm.adjoint.reshape(norm.x.shape)
+    v = v if gamma is None else v * gamma
+    nu = (x * v).mean(-1, keepdim=True)
+    v = v - v.mean(-1, keepdim=True) if norm.centred else v
+    half = torch.addcmul(v, nu, x, value=-1.5).mul_(r2 / -norm.d).unsqueeze(1) * x.unsqueeze(2)
+    out, on_t = half + half.mT, nu * r2
+    if norm.centred:
+        out += (on_t / norm.d).unsqueeze(2)
+    out.diagonal(dim1=1, dim2=2).sub_(on_t)
+    return out

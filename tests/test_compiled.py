@@ -1,0 +1,295 @@
+"""The compiled kernels, beside sums written out in NumPy and beside plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hessiankit
+from hessiankit import TransformerBlock
+from hessiankit.cli import main
+from hessiankit.compiled import library
+from hessiankit.compiled.sums import mirror
+from hessiankit.engine.kernel_sums import lift_compiled, rows_compiled
+from hessiankit.engine.lifts import Kronecker
+from hessiankit.engine.storage import Matrix
+from hessiankit.errors import InputError
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("extensions")
+
+
+@pytest.fixture(autouse=True)
+def kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    monkeypatch.delenv(library.SWITCH, raising=False)
+    library.build()
+    found = library.kernels()
+    assert found is not None
+    yield found
+    library._found.cache_clear()  # the environment is put back, and with it what is found
+
+
+def rows_of(*shape: int, dtype: torch.dtype, seed: int, zeros: float = 0.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    kept = torch.rand(*shape[:2], *(1,) * (len(shape) - 2), generator=generator) >= zeros
+    return (x * kept).to(dtype)
+
+
+def written_out(u: Kronecker, v: Kronecker, K: Tensor) -> np.ndarray:
+    """The block as a sum over rows of Kronecker products, in the order in which both weights are stored."""
+    total = 0
+    for a, b, k in zip(u.weights.double(), v.weights.double(), K.double(), strict=True):
+        left, right = (np.eye(w.width) for w in (u, v))
+        E = np.kron(left, a.numpy()[:, None]) if u.turned else np.kron(a.numpy()[:, None], left)  # (size_u, p)
+        F = np.kron(right, b.numpy()[:, None]) if v.turned else np.kron(b.numpy()[:, None], right)
+        total = total + E @ k.numpy() @ F.T
+    return np.asarray(total)
+
+
+def close(found: Tensor, expected: np.ndarray) -> None:
+    assert np.abs(found.double().numpy() - expected).max() <= TOLERANCE[found.dtype] * np.abs(expected).max()
+
+
+SIZES = [(5, 7, 9, 4, 6), (49, 16, 8, 32, 16), (3, 1, 33, 17, 1), (70, 12, 20, 5, 40), (1, 8, 8, 8, 8)]  # rows, i, p, j, q
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("zeros", [0.0, 0.6])
+def test_lift_of_two_weights(sizes, turned, dtype, zeros: float) -> None:
+    n, i, p, j, q = sizes
+    u = Kronecker("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned[0])
+    v = Kronecker("v", None, rows_of(n, j, dtype=dtype, seed=2, zeros=zeros), q, turned[1])
+    K = rows_of(n, p, q, dtype=dtype, seed=3, zeros=zeros)
+    big = torch.ones(u.size + 3, v.size + 5, dtype=dtype)
+    into = big[1 : 1 + u.size, 2 : 2 + v.size]
+    skew = lift_compiled(u, [(v, K)], into, same=False)
+    if skew is None:
+        assert (j if turned[1] else q) < 4  # nothing else is refused
+        assert bool((big == 1).all())
+        return
+    close(into - 1, written_out(u, v, K))
+    into.fill_(1)
+    assert bool((big == 1).all())  # nothing beside the block
+    other = torch.zeros(v.size, u.size, dtype=dtype)
+    if lift_compiled(u, [(v, K.mT.contiguous().mT)], other.T, same=False) is not None:  # the block stored the other way round
+        close(other.T, written_out(u, v, K))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("zeros", [0.0, 0.6])
+def test_lift_of_a_weight_with_itself(turned: bool, dtype: torch.dtype, zeros: float) -> None:
+    n, i, p = 21, 13, 11
+    u = Kronecker("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned)
+    K = rows_of(n, p, p, dtype=dtype, seed=3, zeros=zeros)
+    K = K + K.mT
+    into = torch.zeros(u.size, u.size, dtype=dtype)
+    assert lift_compiled(u, [(u, K)], into, same=True) == 0.0
+    close(into, written_out(u, u, K))
+    K[4, 2, 7] += 0.25
+    skew = lift_compiled(u, [(u, K)], torch.zeros_like(into), same=True)
+    assert skew == pytest.approx(0.25 / float(K.diagonal(dim1=1, dim2=2).abs().max()) if turned else 0.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("zeros", [0.0, 0.6])
+def test_several_ways_to_one_weight(turned: bool, dtype: torch.dtype, count: int, zeros: float) -> None:
+    n, i, p, y, z = 40, 9, 10, 12, 21
+    u = Kronecker("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned)
+    pairs = []
+    for k in range(count):
+        one = (y, z) if k % 2 else (z, y)  # v is stored as (y, z): inputs first, or outputs first
+        v = Kronecker("v", None, rows_of(n, one[0], dtype=dtype, seed=10 + k, zeros=zeros), one[1], k % 2 == 0)
+        pairs.append((v, rows_of(n, p, one[1], dtype=dtype, seed=20 + k, zeros=zeros)))
+    into = torch.zeros(u.size, y * z, dtype=dtype)
+    assert lift_compiled(u, pairs, into, same=False) == 0.0
+    close(into, sum(written_out(u, v, K) for v, K in pairs))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_lift_from_the_left(turned: bool) -> None:
+    u = Kronecker("u", None, rows_of(30, 7, dtype=torch.float64, seed=1), 6, turned)
+    K = rows_of(30, 6, 19, dtype=torch.float64, seed=2)
+    into = torch.zeros(u.size, 19, dtype=torch.float64)
+    assert rows_compiled(u, K, into)
+    expected = np.einsum("ni,npc->pic" if turned else "ni,npc->ipc", u.weights.numpy(), K.numpy()).reshape(42, 19)
+    close(into, expected)
+
+
+def test_more_rows_than_are_summed_at_once() -> None:
+    u = Kronecker("u", None, rows_of(5000, 3, dtype=torch.float64, seed=1), 5, False)
+    K = rows_of(5000, 5, 5, dtype=torch.float64, seed=2)
+    into = torch.zeros(15, 15, dtype=torch.float64)
+    assert lift_compiled(u, [(u, K + K.mT)], into, same=True) is not None
+    X = u.weights.numpy()
+    close(into, np.einsum("ni,nj,npq->ipjq", X, X, (K + K.mT).numpy()).reshape(15, 15))
+
+
+def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
+    u = Kronecker("u", None, torch.zeros(6, 8, dtype=torch.float64), 8, False)
+    for bad in (float("nan"), float("inf")):
+        K = torch.zeros(6, 8, 8, dtype=torch.float64)
+        K[3, 2, 2] = bad
+        into = torch.zeros(64, 64, dtype=torch.float64)
+        lift_compiled(u, [(u, K)], into, same=True)
+        assert bool(into.isnan().any())  # 0 x inf
+
+
+def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:
+    def asked(dtype: torch.dtype, other: torch.dtype | None = None, device: str = "cpu") -> float | None:
+        u = Kronecker("u", None, torch.ones(2, 4, dtype=dtype, device=device), 4, False)
+        v = replace(u, weights=u.weights.to(other or dtype))
+        K, into = torch.ones(2, 4, 4, dtype=dtype, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
+        return lift_compiled(u, [(v, K)], into, same=False)
+
+    assert asked(torch.float64) == 0.0
+    assert asked(torch.bfloat16) is None
+    assert asked(torch.float64, torch.float32) is None
+    assert asked(torch.float64, device="meta") is None
+    with library.plain():
+        assert asked(torch.float64) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("bounds", [[0, 1], [0, 7, 7, 30], [0, 300, 301, 571], [0, 64, 512]])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_mirror(kernels: ctypes.CDLL, bounds: list[int], dtype: torch.dtype, threads: int) -> None:
+    n = bounds[-1]
+    H = rows_of(n, n, dtype=dtype, seed=5)
+    expected = H.double().numpy().copy()
+    apart = 0.0
+    for first, last in itertools.pairwise(bounds):
+        own = expected[first:last, first:last]
+        apart = max(apart, np.abs(own - own.T).max(initial=0.0))
+        own[:] = (own + own.T) / 2
+        expected[last:, first:last] = expected[first:last, last:].T
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found, finite = mirror(kernels, H, bounds)
+    finally:
+        torch.set_num_threads(before)
+    assert finite
+    assert found == pytest.approx(apart / np.abs(np.diagonal(expected)).max(), rel=1e-6)
+    np.testing.assert_allclose(H.double().numpy(), expected, rtol=0, atol=1e-15 if dtype == torch.float64 else 3e-7)
+    assert torch.equal(H, H.T)
+    for at in ((0, 0), (0, n - 1), (n // 2, n - 1), (n // 2, n // 2)):
+        H[at] = float("nan")
+        assert not mirror(kernels, H.clone(), bounds)[1]
+        H[at] = 1.0
+        assert mirror(kernels, H.clone(), bounds)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("placement", ["post", "pre"])
+def test_whole_hessians_with_and_without(placement: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    block = TransformerBlock(8, 12, n_heads=2, placement=placement, activation="relu").to(dtype)
+    x, y = torch.randn(3, 5, 8, dtype=dtype), torch.randn(3, 5, 8, dtype=dtype)
+    calls = []
+    compiled = hessiankit.hessian(block, x, y, loss="mse")
+    with library.plain(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Matrix, "block", lambda *a, _block=Matrix.block: calls.append(1) or _block(*a))
+        plain = hessiankit.hessian(block, x, y, loss="mse")
+    assert calls
+    assert not torch.equal(compiled.matrix, plain.matrix)  # another order of sums
+    assert compiled.asymmetry < (1e-13 if dtype == torch.float64 else 1e-5)
+    close(compiled.matrix, plain.matrix.double().numpy())
+
+
+def test_digits_do_not_depend_on_threads() -> None:
+    torch.manual_seed(0)
+    block, x, y = TransformerBlock(8, 32).double(), torch.randn(4, 16, 8).double(), torch.randn(4, 16, 8).double()
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            u = Kronecker("u", None, x.reshape(64, 8), 96, False)
+            K = rows_of(64, 96, 96, dtype=torch.float64, seed=1)
+            into = torch.zeros(768, 768, dtype=torch.float64)
+            lift_compiled(u, [(u, K)], into, same=False)
+            found.append(into)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert hessiankit.hessian(block, x, y).matrix.equal(hessiankit.hessian(block, x, y).matrix)
+
+
+def test_none_where_somebody_looks_on() -> None:
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        assert library.kernels() is None
+    seen = []
+    torch.func.vmap(lambda x: seen.append(library.kernels()) or x)(torch.zeros(2))
+    assert seen == [None]
+    assert library.kernels() is not None
+
+
+def test_turned_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.SWITCH, "0")
+    assert library.kernels() is None
+    monkeypatch.setenv(library.SWITCH, "1")
+    assert library.kernels() is not None
+
+
+def test_nothing_is_found_where_nothing_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    library._found.cache_clear()
+    assert library.kernels() is None
+    library.built().parent.mkdir()
+    library.built().write_text("not a library")
+    library._found.cache_clear()
+    assert library.kernels() is None
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"path": str(library.built()), "used": True, "compiled_before": True}
+
+
+def test_no_compiler_is_one_line(tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho no luck >&2\nexit 1\n")
+    broken.chmod(0o755)
+    where = {**os.environ, "CXX": str(broken), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "hessiankit", "compile"], capture_output=True, text=True, env=where, check=False)
+    assert done.returncode == 2
+    assert "hessiankit compile: the kernels could not be built" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'hessiankit\[compiled\]'"):
+        library.build()
