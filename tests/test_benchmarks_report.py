@@ -121,4 +121,6 @@ def test_a_page_with_a_summary_gets_the_small_table_and_nothing_else(tmp_path: P
     assert (text.split("\n")[0], text.split("\n")[-2]) == ("before", "after")
     assert "old" not in text
     assert "## " not in text
-    assert [line for line in text.splitlines() if "small" in line] == ["| small | 704 | 8 | 12.5 ms | 25 ms | wrong |  | 1.0 x |  |  |"]
+    assert [line for line in text.splitlines() if "small" in line] == [
+        "| small | 704 | 8 | 12.5 ms | 25 ms | wrong |  | 1.0 x |  |  |"
+    ]

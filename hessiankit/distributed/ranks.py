@@ -81,6 +81,7 @@ class Ranks:
         """Return the sum over the ranks, to every rank the same bits, in the tensor's dtype; ``mine`` is overwritten."""
         if self.size == 1:
             return mine
+        mine = mine.contiguous()  # what is summed lies in memory the same way on every rank
         place = mine if self._reaches(mine.device) else mine.to(_device(self.group))
         with self.exchange():
             dist.all_reduce(place, group=self.group)

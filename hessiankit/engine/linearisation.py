@@ -147,7 +147,7 @@ class Constant:
 
     def product(self, rows: Tensor) -> Tensor:
         """Return zeros, (S, P)."""
-        return torch.zeros_like(rows)
+        return torch.zeros_like(rows, memory_format=torch.contiguous_format)
 
 
 def linearise(task: Task, *, gauss_newton: bool) -> Linearisation | Constant:
