@@ -129,7 +129,7 @@ def panel(axes: Axes, rows: list[Row], name: str) -> None:
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.tick_params(which="minor", labelsize=7.5)
     axes.axvline(1.0, color=METHOD_COLOURS[0], linewidth=0.8)
-    axes.set_yticks(range(len(methods)), [f"{one} (ours)" if one in OURS.values() else one for one in methods])
+    axes.set_yticks(range(len(methods)), [f"{one} (ours)" if one.startswith(tuple(OURS.values())) else one for one in methods])
     axes.set_ylim(len(methods) - 0.5, -0.5)
     heading(axes, TITLES[name], f"over that of {OURS[name]}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=7.5)

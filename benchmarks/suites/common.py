@@ -17,7 +17,7 @@ BLOCK_SIZES = ("tiny", "small", "small-affine", "paper-mnist", "paper-mnist-affi
 FAST_RATE = 2e12
 """Floating point operations a second that no processor with a few cores exceeds: beyond the limit at this rate is beyond it."""
 WARM_SECONDS = 2.0
-"""A first call that takes longer is not mainly warming up, and is not repeated for the forecast."""
+"""A first call that takes longer than this, and than a run may take, is not mainly warming up, and is not repeated."""
 COPIES = 2.5
 """P x P matrices that the dense Hessian needs at its peak, about: the blocks of one half, the matrix, one strip."""
 
@@ -58,8 +58,8 @@ def beyond_time(cell: Cell, plan: Plan) -> dict[str, Any] | None:
     if runs * at_least <= plan.limit_seconds:
         one = make(cell["problem"], 1, cell["dtype"], plan.device)
         seconds = timed(plan.device, lambda: dense(one))[1]
-        if seconds < WARM_SECONDS:
-            seconds = timed(plan.device, lambda: dense(one))[1]
+        if seconds < max(WARM_SECONDS, plan.limit_seconds / runs):
+            seconds = min(seconds, timed(plan.device, lambda: dense(one))[1])
         at_least, how = seconds * cell["batch"], "from one sequence"
     if runs * at_least <= plan.limit_seconds:
         return None
