@@ -62,9 +62,8 @@ struct Sum {
     std::vector<char> has;
     bool full = true;
 
-    void of(const T* packed, int64_t depth, int stride, bool finite) {
+    void of(const T* packed, int64_t depth, int stride) {
       full = true;
-      if (!finite) return;
       for (int64_t n = 0; n < depth && full; ++n) full = packed[n * stride] != 0 || !blank(packed + n * stride, stride);
       if (full) return;
       rows.clear();
@@ -265,7 +264,7 @@ struct Sum {
   void block(int64_t first, int64_t last, int64_t start, int64_t deep, Desk& desk) const {
     const int64_t count = last - first, strips = (rows.size() + ROWS - 1) / ROWS;
     const bool finite = pack_right(&panels[first], count, start, deep, desk.right), all = int64_t(desk.strips.size()) == strips;
-    for (int64_t k = 0; k < count; ++k) desk.panels[k].of(desk.right + k * deep * WIDE, deep, WIDE, finite);
+    for (int64_t k = 0; k < count; ++k) desk.panels[k].of(desk.right + k * deep * WIDE, deep, WIDE);
     V sums[ROWS][2];
     for (int64_t m = 0; m < strips; ++m) {
       const int64_t at = all ? m : 0, high = std::min<int64_t>(ROWS, rows.size() - m * ROWS);
@@ -274,7 +273,7 @@ struct Sum {
       Support& strip = desk.strips[at];
       if (!all || desk.at != start) {
         desk.good[at] = pack_left(row, high, start, deep, left, desk.skew);
-        strip.of(left, deep, ROWS, desk.good[at]);
+        strip.of(left, deep, ROWS);
       }
       const bool every = !finite || !desk.good[at];
       for (int64_t k = 0; k < count; ++k) {
