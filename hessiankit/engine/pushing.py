@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from derivations.activation import Activation
@@ -60,7 +59,8 @@ def pushed(point: Point, g: Group) -> Stack:
             if slopes.shape == alone.slopes.shape:
                 return Entrywise(slopes, g.sources[0], g.level)
         if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1 and alone.units and g.moving[0] and by_last:
-            return _rows(_through_norm(point), inputs[0].shape, g)
+            assert isinstance(point.linearised, LinearisedNorm)
+            return _rows(point.linearised.jacobian_rows(), inputs[0].shape, g)
     if isinstance(primitive, (Linear, MatMul)) and g.moving[0] and sum(g.moving) == 1 and inputs[1].ndim == 2 and by_last:
         weight = inputs[1].mT if isinstance(primitive, Linear) else inputs[1]
         return _rows(_times(g, weight), (*inputs[0].shape[:-1], weight.shape[1]), g)
@@ -74,18 +74,6 @@ def _times(g: Group, weight: Tensor) -> Tensor:
         (t,) = (t for t in g.tangents if t is not None)
         return by_row(t, g.level) @ weight
     return weight.expand(len(alone.rows), -1, -1) if alone.units else alone.rows.unsqueeze(2) * weight
-
-
-def _through_norm(point: Point) -> Tensor:
-    """Return the derivative of a norm in its input, row by row, (R, d, d): gamma o (C - x x^T / d) / s."""
-    norm = point.linearised
-    assert isinstance(norm, LinearisedNorm)
-    each = norm.scale.expand_as(norm.x)
-    out = norm.x.unsqueeze(2) * (each * norm.x).mul_(-1 / norm.d).unsqueeze(1)
-    if norm.centred:
-        out -= (each / norm.d).unsqueeze(1)
-    out.diagonal(dim1=1, dim2=2).add_(each)
-    return out
 
 
 def _rows(rows: Tensor, shape: Sequence[int], g: Group) -> Stack:
@@ -117,24 +105,6 @@ def square(point: Point, g: Group) -> Tensor | None:
         bent = point.linearised.pull(None, [alone.slopes.unsqueeze(0), *still])[0]
         return alone.rows.new_zeros(0) if bent is None else alone.rows * bent.reshape(alone.rows.shape)
     if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1 and alone.units:
-        return _of_a_norm(point)
+        assert isinstance(point.linearised, LinearisedNorm)
+        return point.linearised.curvature_rows()
     return None
-
-
-def _of_a_norm(point: Point) -> Tensor:
-    """Return the second derivative of a norm contracted with its adjoint, (R, d, d): an identity plus rank two.
-
-    With the names of :mod:`derivations.normalization_actions`: (-nu C - ((C v) x^T + x (C v)^T - 3 nu x x^T) / d) / s^2.
-    """
-    norm, gamma = point.linearised, (*point.inputs, None)[1]
-    assert isinstance(norm, LinearisedNorm)
-    x, r2, v = norm.x, norm.r.square(), norm.adjoint.reshape(norm.x.shape)
-    v = v if gamma is None else v * gamma
-    nu = (x * v).mean(-1, keepdim=True)
-    v = v - v.mean(-1, keepdim=True) if norm.centred else v
-    half = torch.addcmul(v, nu, x, value=-1.5).mul_(r2 / -norm.d).unsqueeze(1) * x.unsqueeze(2)
-    out, on_t = half + half.mT, nu * r2
-    if norm.centred:
-        out += (on_t / norm.d).unsqueeze(2)
-    out.diagonal(dim1=1, dim2=2).sub_(on_t)
-    return out
