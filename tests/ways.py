@@ -43,6 +43,7 @@ class Way:
         right: Whether the right result is taken.
         reference: Makes the case to be differentiated instead: with tensors in place of what autograd takes for constant.
         fresh: Whether a call changes what the next one finds, so that each one is made on a new case.
+        verified: Whether ``check`` has two references for it.
     """
 
     make: Callable[[], Case]
@@ -50,6 +51,7 @@ class Way:
     right: bool = True
     reference: Callable[[], Case] | None = None
     fresh: bool = False
+    verified: bool = True
 
 
 WAYS: dict[str, Way] = {}
