@@ -103,12 +103,12 @@ class Handshake:
         if leaf is not None and leaf._backward_hooks:
             return "a hook on the parameter changes its gradient, which then is not that of the loss; remove the hook"
         if leaf is not None and own.gradient[name] is None:
-            return "autograd does not reach the parameter there (detach, .data, requires_grad turned off in forward)"
+            return "autograd does not reach the parameter there (detach, .data, or requires_grad turned off in forward)"
         if leaf is not None and not bool(torch.isfinite(own.gradient[name]).all()):  # type: ignore[arg-type]
             return "there it is NaN or infinite, at a point where torch's derivative of some operation is not finite"
         return (
             "a custom backward that is not the derivative of its forward, a hook that changes a gradient, a copy of a parameter "
-            "made before the call, or something that the module does only when it is not watched"
+            "made before the call, requires_grad switched in forward, or something that the module does when it is not watched only"
         )
 
 

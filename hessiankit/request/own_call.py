@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hessiankit.errors import HessiankitError, InputError
 from hessiankit.request.calling import named_tensors, read_outputs
 from hessiankit.request.losses import ELEMENTWISE, IGNORE_INDEX, loss_module, same_as
+from hessiankit.request.state import Held, same_values
 from hessiankit.request.validation import check_tensor, first_spoiled, is_finite
 from hessiankit.torch_state import one_turn
 from hessiankit.tracing.source_line import source_line
@@ -35,8 +36,16 @@ class Reference:
     gradient: dict[str, Tensor | None]
 
 
-def own_call(who: str, task: Task, inputs: Any, device: torch.device, *, handshake: bool) -> Task:
+def own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, device: torch.device, *, handshake: bool) -> Task:
     """Call the module as its user does, check what it returns and leaves behind, and return the request with what was found.
+
+    Args:
+        who: What an error message starts with.
+        task: The request, with copies of the data.
+        data: The user's own inputs, the keyword arguments last, and target.
+        inputs: The inputs as they were given, for messages.
+        device: Where the parameters lie.
+        handshake: Whether results are compared with the gradient of this call.
 
     Raises:
         InputError: If the call fails, a value is not finite, output and target do not fit the loss, or the module is not a
@@ -46,15 +55,22 @@ def own_call(who: str, task: Task, inputs: Any, device: torch.device, *, handsha
     if task.state.changed_tensor() is not None:  # since an earlier batch was asked about
         with task.at():
             return _called(who, task, inputs, device, handshake=handshake)[0]
-    random = RandomStates(task.module)
+    random, own = RandomStates(task.module), _Data(task, data)
+    user = replace(task, inputs=own.usable[0], target=own.usable[1])
     with one_turn(), torch.inference_mode(False), torch.enable_grad():
         try:
-            made, value = _called(who, task, inputs, device, handshake=handshake)
+            made, value = _called(who, user, inputs, device, handshake=handshake)
+            if (changed := own.changed()) is not None:
+                raise InputError(
+                    f"{who}: a call of the module or the loss changes its {changed}, so that the next call would see other data; "
+                    "let it work on a clone() or a copy"
+                )
             _check_function(who, made, value, random)
         finally:
             random.restore()
             task.state.restore()
-    return made
+            own.restore()
+    return replace(made, inputs=task.inputs, target=task.target)
 
 
 def own_gradient(task: Task, parameters: Mapping[str, Tensor] | None = None) -> Reference:
@@ -92,9 +108,10 @@ def _gradient(task: Task, value: Tensor) -> dict[str, Tensor | None]:
     leaves = task.leaves
     if not value.requires_grad:
         return dict.fromkeys(leaves)
-    slopes = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-    dense = (None if x is None else x.detach().to_dense() if x.layout != torch.strided else x.detach() for x in slopes)
-    return dict(zip(leaves, dense, strict=True))
+    reachable = [p for p in leaves.values() if p.requires_grad]  # a forward may have turned one off
+    slopes = dict(zip(map(id, reachable), torch.autograd.grad(value, reachable, allow_unused=True), strict=True))
+    found = {name: slopes.get(id(p)) for name, p in leaves.items()}
+    return {n: x if x is None else x.detach().to_dense() if x.layout != torch.strided else x.detach() for n, x in found.items()}
 
 
 def _called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake: bool) -> tuple[Task, float]:
@@ -131,6 +148,40 @@ def _own_slopes(who: str, task: Task, value: Tensor) -> dict[str, Tensor | None]
         ) from error
 
 
+class _Data:
+    """The user's own inputs and target, which a call must leave alone, and copies of them."""
+
+    def __init__(self, task: Task, data: tuple[Any, Any]) -> None:
+        self._held = {"inputs": Held(data[0]), "target": Held(data[1])}
+        self._given, self._copies = data, (task.inputs, task.target)
+
+    @property
+    def usable(self) -> tuple[Any, Any]:
+        """The data; the copies where some were made in inference mode, which autograd does not take."""
+        made_there = any(x.is_inference() for _, x in named_tensors(self._given))
+        return self._copies if made_there else self._given
+
+    def changed(self) -> str | None:
+        """Return "inputs" or "target" if a call has written into them."""
+        return next((kind for kind, held in self._held.items() if held.changed() is not None or self._moved(kind)), None)
+
+    def _pairs(self, kind: str) -> list[tuple[Tensor, Tensor]]:
+        at = list(self._held).index(kind)
+        both = (named_tensors(self._given[at]), named_tensors(self._copies[at]))
+        return [(x, copy) for (_, x), (_, copy) in zip(*both, strict=False) if x is not copy]
+
+    def _moved(self, kind: str) -> bool:
+        return any(not same_values(x, copy) for x, copy in self._pairs(kind))
+
+    def restore(self) -> None:
+        """Put back what a call has written."""
+        for kind, held in self._held.items():
+            held.restore()
+            for x, copy in self._pairs(kind):
+                if not same_values(x, copy):
+                    x.data.copy_(copy)
+
+
 def _check_function(who: str, task: Task, first: float, random: RandomStates) -> None:
     """Refuse a call that changed its parameters, buffers or inputs, or after which another call gives another loss."""
     changed = task.state.changed_tensor()
@@ -139,9 +190,6 @@ def _check_function(who: str, task: Task, first: float, random: RandomStates) ->
             f"{who}: a call of the module changes its {changed}, so the loss is not a function of the parameters; "
             "call module.eval(), call the module once before if it sets itself up, or keep the values as they are in forward"
         )
-    for kind, tree in (("input", task.inputs), ("target", task.target)):
-        if any(x._version for _, x in named_tensors(tree)):
-            raise InputError(f"{who}: a call of the module or the loss writes into its {kind}; let it work on a clone()")
     attribute, drawn = task.state.changed_attribute(), random.drawn_from()
     if attribute is None and not drawn:
         return

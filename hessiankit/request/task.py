@@ -152,15 +152,16 @@ def make_task(
     dtype, device = one_kind(who, module, parameters)
     check_arguments(who, module, inputs, target, loss, dtype, device)
     positional, keyword = arguments(inputs)
-    state = ModuleState(module) if before is None else before.state
+    state = ModuleState(module, loss) if before is None else before.state
     values = {name: state.values[name] for name in parameters}
-    given = map_tensors(_copy, (*positional, *keyword.values()))
-    task = Task(module, given, map_tensors(_copy, target), loss, values, state, tuple(keyword))
-    return own_call(who, task, inputs, device, handshake=handshake)
+    data = (tuple(positional) + tuple(keyword.values()), target)
 
+    def copied(x: Tensor) -> Tensor:
+        return x if state.holds(x) else x.detach().clone().requires_grad_(x.requires_grad)
 
-def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone().requires_grad_(x.requires_grad)
+    given, labels = map_tensors(copied, data)
+    task = Task(module, given, labels, loss, values, state, tuple(keyword))
+    return own_call(who, task, data, inputs, device, handshake=handshake)
 
 
 def available_memory(device: torch.device) -> int:
