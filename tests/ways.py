@@ -19,6 +19,8 @@ from torch import Tensor, nn
 STEP = 0.005
 EIGHTH_ORDER = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
 """Weights of f(x + k h) - f(x - k h), k = 1 .. 4, in a first derivative whose error is O(h^8)."""
+CALLS = r"two calls|called again|earlier calls|each call|depends on .*calls"
+"""What a refusal says of a loss that differs from call to call."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +92,17 @@ def draw(*shape: int, seed: int = 1) -> Tensor:
 
 
 def case(module: nn.Module, inputs: Any = None, target: Any = None, **options: Any) -> Case:
-    """Return a case with four samples of three entries, and as many to compare with."""
-    return Case(module, draw(4, 3) if inputs is None else inputs, draw(4, 3, seed=2) if target is None else target, **options)
+    """Return a case with four samples of two entries, and as many to compare with."""
+    return Case(module, draw(4, 2) if inputs is None else inputs, draw(4, 2, seed=2) if target is None else target, **options)
 
 
 class Net(nn.Module):
-    """tanh(x W^T + b) * v by default, or f(self, x); P = 15."""
+    """tanh(x W^T + b) * v by default, or f(self, x); P = 8."""
 
     def __init__(self, f: Callable[..., Any] | None = None, **parts: nn.Module) -> None:
         super().__init__()
-        self.l = nn.Linear(3, 3)
-        self.v = nn.Parameter(torch.zeros(3))
+        self.l = nn.Linear(2, 2)
+        self.v = nn.Parameter(torch.zeros(2))
         for name, part in parts.items():
             setattr(self, name, part)
         generic(self)

@@ -147,7 +147,7 @@ def _straight_through(constant: bool) -> nn.Module:
 
     net = Net(f)
     with torch.no_grad():
-        h = net.l(draw(4, 3)) * 3
+        h = net.l(draw(4, 2)) * 3
         net.fixed = h.round() - h
     return net
 
@@ -167,7 +167,7 @@ def _compiled() -> nn.Module:
 @refused("a scripted submodule", "TorchScript")
 def _scripted() -> nn.Module:
     net = Net()
-    net.l = torch.jit.trace(net.l, draw(4, 3))
+    net.l = torch.jit.trace(net.l, draw(4, 2))
     return net
 
 
@@ -199,7 +199,7 @@ def _loss_module() -> Case:
     class Weighted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = nn.Parameter(draw(3, seed=4))
+            self.scale = nn.Parameter(draw(2, seed=4))
 
         def forward(self, z: Tensor, t: Tensor) -> Tensor:
             return ((z - t) * self.scale).square().mean()
@@ -209,13 +209,13 @@ def _loss_module() -> Case:
 
 @way("a loss that closes over the inputs")
 def _loss_on_inputs() -> Case:
-    x = draw(4, 3)
+    x = draw(4, 2)
     return case(Net(), inputs=x, loss=lambda z, t: ((z - t) * x).square().mean())
 
 
 @way("a loss that calls the model again")
 def _consistency() -> Case:
-    net, more = Net(), draw(4, 3, seed=5)
+    net, more = Net(), draw(4, 2, seed=5)
     return case(net, loss=lambda z, t: mse(z, t) + mse(net(more), z))
 
 
@@ -227,7 +227,7 @@ def _submodule() -> Case:
 
 @way("a gradient penalty in the loss", refused=r"autograd\.grad|inner")
 def _gradient_penalty() -> Case:
-    net, more = Net(), draw(4, 3, seed=5)
+    net, more = Net(), draw(4, 2, seed=5)
 
     def loss(z: Tensor, t: Tensor) -> Tensor:
         at = more.detach().requires_grad_(True)
@@ -239,7 +239,7 @@ def _gradient_penalty() -> Case:
 
 @way("GaussianNLLLoss")
 def _gaussian() -> Case:
-    net = Net(lambda m, x: (m.l(x).tanh(), F.softplus(m.v).expand(4, 3)))
+    net = Net(lambda m, x: (m.l(x).tanh(), F.softplus(m.v).expand(4, 2)))
     return case(net, loss=lambda z, t: nn.GaussianNLLLoss()(z[0], t, z[1]))
 
 
@@ -251,7 +251,7 @@ def _outputs() -> Case:
 
 @way("one tensor given twice, compared by identity")
 def _same_input() -> Case:
-    x = draw(4, 3)
+    x = draw(4, 2)
     net = Net(lambda m, query, key: m.l(query).tanh() * m.v if query is key else m.l(query) @ key.T @ key)
     return case(net, inputs=(x, x))
 
@@ -265,18 +265,18 @@ def _attention() -> Case:
 
 @way("an input that requires grad")
 def _moving_input() -> Case:
-    return case(Net(), inputs=draw(4, 3).requires_grad_(True))
+    return case(Net(), inputs=draw(4, 2).requires_grad_(True))
 
 
 @way("the inputs as target")
 def _autoencoder() -> Case:
-    x = draw(4, 3)
+    x = draw(4, 2)
     return case(Net(), inputs=x, target=x)
 
 
 @way("an input compared with a tensor of the module by identity")
 def _known_input() -> Case:
-    x = draw(4, 3)
+    x = draw(4, 2)
     net = Net(lambda m, given: m.l(given).tanh() * (m.v.exp() if given is m.known else m.v))
     net.known = x
     return case(net, inputs=x)
@@ -284,4 +284,4 @@ def _known_input() -> Case:
 
 @way("a model that takes keyword arguments")
 def _keywords() -> Case:
-    return case(Net(lambda m, *, x, scale: (m.l(x) * scale).tanh() * m.v), inputs={"x": draw(4, 3), "scale": draw(3, seed=9)})
+    return case(Net(lambda m, *, x, scale: (m.l(x) * scale).tanh() * m.v), inputs={"x": draw(4, 2), "scale": draw(2, seed=9)})

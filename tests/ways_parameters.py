@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from ways import Case, Net, case, draw, generic, mse, refused, way
+from ways import Case, Net, case, draw, generic, mse, way
 
 GLOBAL: dict[str, Tensor] = {}
 
@@ -107,7 +106,7 @@ def _method() -> Case:
 @way("the module returns its loss, penalty included")
 def _own_loss() -> Case:
     net = Net(lambda m, x, y: mse(m.l(x).tanh() * m.v, y) + _sum_of_squares(m.parameters()).square())
-    return Case(net, (draw(4, 3), draw(4, 3, seed=2)), None, loss=None)
+    return Case(net, (draw(4, 2), draw(4, 2, seed=2)), None, loss=None)
 
 
 @way("a penalty on some parameters that the module does not use")
@@ -132,30 +131,30 @@ def _pre_hook() -> nn.Module:
 
 @way("two parameters in a ParameterList")
 def _parameter_list() -> nn.Module:
-    held = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))])
+    held = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
     return Net(lambda m, x: (m.l(x) * m.held[0]).tanh() * m.held[1] * m.v, held=held)
 
 
 @way("a parameter in a ParameterDict")
 def _parameter_dict() -> nn.Module:
-    held = nn.ParameterDict({"gain": nn.Parameter(torch.ones(3))})
+    held = nn.ParameterDict({"gain": nn.Parameter(torch.ones(2))})
     return Net(lambda m, x: (m.l(x) * m.held["gain"]).tanh() * m.v, held=held)
 
 
 @way("parametrizations.weight_norm", verified=False)  # torch has no second derivative of it that is right
 def _weight_norm() -> nn.Module:
-    return generic(Net(inner=parametrizations.weight_norm(nn.Linear(3, 3)), f=lambda m, x: m.inner(m.l(x).tanh())))
+    return generic(Net(inner=parametrizations.weight_norm(nn.Linear(2, 2)), f=lambda m, x: m.inner(m.l(x).tanh())))
 
 
 @way("parametrizations.orthogonal")
 def _orthogonal() -> nn.Module:
-    inner = parametrizations.orthogonal(nn.Linear(3, 3, bias=False).double(), orthogonal_map="cayley")
+    inner = parametrizations.orthogonal(nn.Linear(2, 2, bias=False).double(), orthogonal_map="cayley")
     return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner)
 
 
 @way("parametrizations.spectral_norm in evaluation")
 def _spectral_norm() -> nn.Module:
-    inner = parametrizations.spectral_norm(nn.Linear(3, 3).double())
+    inner = parametrizations.spectral_norm(nn.Linear(2, 2).double())
     return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner).eval()
 
 
@@ -174,13 +173,13 @@ def _own_parametrization() -> nn.Module:
 def _old_weight_norm() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        inner = nn.utils.weight_norm(nn.Linear(3, 3).double())
+        inner = nn.utils.weight_norm(nn.Linear(2, 2).double())
     return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner)
 
 
 @way("one parameter under two names")
 def _tied() -> nn.Module:
-    net = Net(lambda m, x: m.other(m.l(x).tanh()), other=nn.Linear(3, 3))
+    net = Net(lambda m, x: m.other(m.l(x).tanh()), other=nn.Linear(2, 2))
     net.other.weight = net.l.weight
     return net
 
@@ -199,7 +198,7 @@ class Gain(nn.Parameter):
 @way("a subclass of Parameter decides the branch")
 def _subclass() -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * (m.gain if isinstance(m.gain, Gain) else m.gain.square()))
-    net.gain = Gain(draw(3, seed=4))
+    net.gain = Gain(draw(2, seed=4))
     return net
 
 
@@ -248,167 +247,3 @@ def _property() -> nn.Module:
             return F.softplus(self.v)
 
     return Model(lambda m, x: m.l(x).tanh() * m.scale)
-
-
-# What autograd takes for constant: the reference has a tensor of the same values in its place.
-
-
-def _taken(constant: bool, read: Callable[[Any], Tensor]) -> nn.Module:
-    net = Net(lambda m, x: m.l(x).tanh() * m.v * (m.fixed if constant else read(m)))
-    net.fixed = net.v.detach().clone().square()
-    return net
-
-
-@way("w.data")
-def _data(constant: bool) -> nn.Module:
-    return _taken(constant, lambda m: m.v.data.square())
-
-
-@way("w.detach()")
-def _detach(constant: bool) -> nn.Module:
-    return _taken(constant, lambda m: m.v.detach().square())
-
-
-@way("a part under torch.no_grad()")
-def _no_grad(constant: bool) -> nn.Module:
-    return _taken(constant, torch.no_grad()(lambda m: m.v.square()))
-
-
-@way("self.state_dict(), whose tensors are detached")
-def _state_dict(constant: bool) -> nn.Module:
-    return _taken(constant, lambda m: m.state_dict()["v"].square())
-
-
-@way("copy.deepcopy of a submodule in forward", refused="deepcopy|copied|copy of")
-def _deepcopy(constant: bool) -> nn.Module:
-    net = Net(lambda m, x: m.l(F.linear(x, m.fixed) if constant else copy.deepcopy(m.l)(x) - m.l.bias.detach()).tanh() * m.v)
-    net.fixed = net.l.weight.detach().clone()
-    return net
-
-
-@way("nn.Parameter(w) made in forward", refused="Parameter")
-def _made_parameter(constant: bool) -> nn.Module:
-    return _taken(constant, lambda m: nn.Parameter(m.v.square()))
-
-
-@way("a new constant nn.Parameter made in forward")
-def _new_parameter() -> nn.Module:
-    return Net(lambda m, x: m.l(x).tanh() * m.v * nn.Parameter(torch.full((3,), 2.0, dtype=x.dtype)))
-
-
-@way("requires_grad off for a part of forward", refused="requires_grad")
-def _toggled(constant: bool) -> nn.Module:
-    def read(m: Any) -> Tensor:
-        m.v.requires_grad_(False)
-        value = m.v.square()
-        m.v.requires_grad_(True)
-        return value
-
-    return _taken(constant, read)
-
-
-@way("straight-through estimator by detach")
-def _straight_through(constant: bool) -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        h = m.l(x) * 3
-        return (h + (m.fixed if constant else (h.round() - h).detach())).tanh() * m.v
-
-    net = Net(f)
-    with torch.no_grad():
-        h = net.l(draw(4, 3)) * 3
-        net.fixed = h.round() - h
-    return net
-
-
-@refused("requires_grad turned off in forward, for good", "requires_grad")
-def _frozen_in_forward() -> nn.Module:
-    return Net(lambda m, x: m.l(x).tanh() * m.v.requires_grad_(False))
-
-
-@way("a tensor that requires grad but is no parameter")
-def _plain_tensor() -> nn.Module:
-    net = Net(lambda m, x: m.l(x).tanh() * m.v * m.extra)
-    net.extra = draw(3, seed=5).requires_grad_(True)
-    return net
-
-
-@way("a module in a list, with parameters of its own")
-def _unregistered() -> nn.Module:
-    net = Net(lambda m, x: m.held[0](m.l(x).tanh()))
-    net.held = [generic(nn.Linear(3, 3))]
-    return net
-
-
-@way("frozen parameters")
-def _frozen() -> nn.Module:
-    net = Net()
-    net.l.weight.requires_grad_(False)
-    return net
-
-
-@refused("a frozen parameter asked for", "'layer.weight' does not require grad")
-def _frozen_asked() -> Case:
-    net = Net()
-    net.l.weight.requires_grad_(False)
-    return case(net, params=["layer.weight"])
-
-
-@way("one of several parameters asked for, all reached through a list")
-def _chosen() -> Case:
-    net = Net(lambda m, x: (x @ m.held[0] + m.held[1]).tanh() * m.held[2])
-    net.held = [net.l.weight, net.l.bias, net.v]
-    return case(net, params=["l.bias"])
-
-
-@way("parameters that are views of one tensor")
-def _flat() -> nn.Module:
-    net = Net()
-    flat = draw(15, seed=6)
-    net.l.weight, net.l.bias, net.v = (nn.Parameter(flat[a:b].view(s)) for a, b, s in ((0, 9, (3, 3)), (9, 12, 3), (12, 15, 3)))
-    return net
-
-
-@refused("parameters on the meta device", "meta")
-def _meta() -> nn.Module:
-    return Net().to("meta")
-
-
-@way("p.grad read in forward")
-def _gradient_read() -> nn.Module:
-    net = Net(lambda m, x: m.l(x).tanh() * (m.v.exp() if m.v.grad is None else m.v * m.v.grad))
-    net.v.grad = draw(3, seed=7)
-    return net
-
-
-@way("a cast weight kept from construction")
-def _stale() -> nn.Module:
-    net = Net(lambda m, x: F.linear(m.l(x).tanh(), m.cast))
-    net.cast = net.l.weight.detach().clone()
-    return net
-
-
-@way("a table from lru_cache")
-def _cached_table() -> nn.Module:
-    @lru_cache
-    def table(n: int) -> Tensor:
-        return torch.arange(n, dtype=torch.float64)
-
-    return Net(lambda m, x: (m.l(x) + table(3)).tanh() * m.v)
-
-
-@way("a tensor subclass as parameter")
-def _tensor_subclass() -> nn.Module:
-    class Named(Tensor):
-        pass
-
-    net = Net()
-    net.v = nn.Parameter(draw(3, seed=8).as_subclass(Named))
-    return net
-
-
-@way("a tensor subclass as input")
-def _subclass_input() -> Case:
-    class Named(Tensor):
-        pass
-
-    return case(Net(), inputs=draw(4, 3).as_subclass(Named))

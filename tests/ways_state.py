@@ -1,20 +1,13 @@
-"""Ways in which a call changes a state, draws numbers or changes a gradient on its way back."""
+"""Ways in which a call changes what the next one finds: buffers, counters, kept values, parameters, modes."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from ways import Case, Net, case, draw, generic, mse, refused, way
-
-CALLS = r"two calls|called again|earlier calls|each call|depends on .*calls"
-RANDOM = r"random"
+from ways import CALLS, Case, Net, case, generic, mse, refused, way
 
 
 def _with_buffer(f: Callable[..., Any], **buffers: Tensor) -> nn.Module:
@@ -30,7 +23,7 @@ def _reassigned() -> nn.Module:
         m.scale = m.scale * 0.9
         return m.l(x).tanh() * m.v * m.scale
 
-    return _with_buffer(f, scale=torch.ones(3, dtype=torch.float64))
+    return _with_buffer(f, scale=torch.ones(2, dtype=torch.float64))
 
 
 @refused("a buffer changed in place, with effect", r"'scale'")
@@ -39,7 +32,7 @@ def _changed() -> nn.Module:
         m.scale.mul_(0.9)
         return m.l(x).tanh() * m.v * m.scale
 
-    return _with_buffer(f, scale=torch.ones(3, dtype=torch.float64))
+    return _with_buffer(f, scale=torch.ones(2, dtype=torch.float64))
 
 
 @way("a buffer that counts calls, without effect", refused=r"'calls'")
@@ -58,7 +51,7 @@ def _plain() -> nn.Module:
         return m.l(x).tanh() * m.v * m.scale
 
     net = Net(f)
-    net.scale = torch.ones(3, dtype=torch.float64)
+    net.scale = torch.ones(2, dtype=torch.float64)
     return net
 
 
@@ -163,7 +156,7 @@ def _auxiliary() -> Case:
 def _lazy_table() -> nn.Module:
     def f(m: Any, x: Tensor) -> Tensor:
         if m.table is None:
-            m.table = torch.arange(3, dtype=x.dtype)
+            m.table = torch.arange(2, dtype=x.dtype)
         return (m.l(x) + m.table).tanh() * m.v
 
     net = Net(f)
@@ -209,138 +202,24 @@ def _max_norm() -> nn.Module:
 
 @refused("nn.Embedding with max_norm", r"max_norm|'table\.weight'")
 def _embedding() -> Case:
-    net = Net(lambda m, ids: m.l(m.table(ids)).tanh() * m.v, table=nn.Embedding(4, 3, max_norm=0.3))
+    net = Net(lambda m, ids: m.l(m.table(ids)).tanh() * m.v, table=nn.Embedding(4, 2, max_norm=0.3))
     return case(net, inputs=torch.tensor([0, 1, 2, 3]))
 
 
 @refused("batch norm in training", "batch norm")
 def _batch_norm() -> nn.Module:
-    return Net(lambda m, x: m.norm(m.l(x)).tanh() * m.v, norm=nn.BatchNorm1d(3))
+    return Net(lambda m, x: m.norm(m.l(x)).tanh() * m.v, norm=nn.BatchNorm1d(2))
 
 
 @way("batch norm in evaluation")
 def _batch_norm_at_rest() -> nn.Module:
-    return Net(lambda m, x: m.norm(m.l(x)).tanh() * m.v, norm=nn.BatchNorm1d(3)).eval()
+    return Net(lambda m, x: m.norm(m.l(x)).tanh() * m.v, norm=nn.BatchNorm1d(2)).eval()
 
 
 @refused("spectral_norm in training", r"_u|_v|buffer")
 def _spectral_norm() -> nn.Module:
-    inner = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3).double())
+    inner = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2).double())
     return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner)
-
-
-@refused("dropout in training", "dropout")
-def _dropout() -> nn.Module:
-    return Net(lambda m, x: m.drop(m.l(x).tanh()) * m.v, drop=nn.Dropout(0.3))
-
-
-@refused("F.dropout(training=True)", RANDOM)
-def _dropout_function() -> nn.Module:
-    return Net(lambda m, x: F.dropout(m.l(x).tanh(), 0.3) * m.v)
-
-
-@refused("torch.rand in forward", RANDOM)
-def _rand() -> nn.Module:
-    return Net(lambda m, x: (m.l(x) + torch.rand_like(x)).tanh() * m.v)
-
-
-@refused("torch.randn in the loss", RANDOM)
-def _noisy_loss() -> Case:
-    return case(Net(), loss=lambda z, t: mse(z, t + torch.randn_like(t)))
-
-
-@refused("a Generator that goes on from call to call", rf"{RANDOM}|{CALLS}")
-def _generator() -> nn.Module:
-    net = Net(lambda m, x: (m.l(x) + torch.rand(4, 3, generator=m.numbers, dtype=x.dtype)).tanh() * m.v)
-    net.numbers = torch.Generator().manual_seed(3)
-    return net
-
-
-@way("a Generator seeded anew by every call", refused=RANDOM)
-def _seeded() -> nn.Module:
-    def noise(x: Tensor) -> Tensor:
-        return torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
-
-    return Net(lambda m, x: (m.l(x) + noise(x)).tanh() * m.v)
-
-
-@refused("random numbers of Python", rf"{RANDOM}|{CALLS}")
-def _python_random() -> nn.Module:
-    return Net(lambda m, x: m.l(x).tanh() * m.v * random.random())
-
-
-@refused("random numbers of NumPy", rf"{RANDOM}|{CALLS}")
-def _numpy_random() -> nn.Module:
-    return Net(lambda m, x: m.l(x).tanh() * m.v * np.random.rand())  # noqa: NPY002
-
-
-@refused("a hook that scales the gradient of a value", r"hook|gradient")
-def _tensor_hook() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        h = m.l(x).tanh()
-        if h.requires_grad:
-            h.register_hook(lambda slope: 3 * slope)
-        return h * m.v
-
-    return Net(f)
-
-
-@refused("a hook that scales the gradient of a parameter", r"hook|gradient")
-def _parameter_hook() -> nn.Module:
-    net = Net()
-    net.v.register_hook(lambda slope: 3 * slope)
-    return net
-
-
-@way("a hook that looks at the gradient of a value")
-def _looking_hook() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        h = m.l(x).tanh()
-        if h.requires_grad:
-            h.register_hook(lambda slope: m.seen.append(float(slope.detach().norm())))
-        return h * m.v
-
-    net = Net(f)
-    net.seen = []
-    return net
-
-
-@way("a full backward hook that looks")
-def _backward_hook() -> nn.Module:
-    net = Net(lambda m, x: m.l((x * m.v).exp()).tanh())
-    net.seen = []
-    net.l.register_full_backward_hook(lambda module, into, out: net.seen.append(float(out[0].detach().norm())))
-    return net
-
-
-@refused("a full backward hook that scales", r"hook|gradient")
-def _scaling_backward_hook() -> nn.Module:
-    net = Net(lambda m, x: m.l((x * m.v).exp()).tanh())
-    net.l.register_full_backward_hook(lambda module, into, out: (3 * into[0],))
-    return net
-
-
-@way("an optimizer step in a post-accumulate hook")
-def _fused_step() -> nn.Module:
-    net = Net()
-    for p in net.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
-    return net
-
-
-@way("a forward hook for all modules")
-def _global_hook() -> Case:
-    @contextmanager
-    def hooked() -> Iterator[None]:
-        handle = nn.modules.module.register_module_forward_hook(
-            lambda module, given, out: out * 2 if isinstance(module, nn.Linear) else None
-        )
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    return case(Net(), around=hooked)
 
 
 @way("modes changed by forward")
@@ -354,30 +233,6 @@ def _modes() -> nn.Module:
     return net
 
 
-@way("an input changed in place", refused="input", fresh=True)
-def _changed_input() -> nn.Module:
-    return Net(lambda m, x: m.l(x.add_(1)).tanh() * m.v)
-
-
-@way("a dict among the inputs that forward pops from", refused="input", fresh=True)
-def _popped() -> Case:
-    return case(Net(lambda m, batch: m.l(batch.pop("x")).tanh() * m.v), inputs=({"x": draw(4, 3)},))
-
-
-@way("a list among the inputs that forward appends to", refused="input", fresh=True)
-def _appended() -> Case:
-    def f(m: Any, states: list[Tensor]) -> Tensor:
-        states.append(m.l(states[-1]).tanh())
-        return states[-1] * m.v * len(states)
-
-    return case(Net(f), inputs=([draw(4, 3)],))
-
-
-@way("a target changed in place by the loss", refused="target", fresh=True)
-def _changed_target() -> Case:
-    return case(Net(), loss=lambda z, t: mse(z, t.mul_(2)))
-
-
 @way("NaN in a buffer that is not used", refused="'idle' contains NaN")
 def _spoiled() -> nn.Module:
     return _with_buffer(lambda m, x: m.l(x).tanh() * m.v, idle=torch.full((2,), float("nan")))
@@ -389,7 +244,7 @@ def _default_dtype() -> nn.Module:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
-            return m.l(x).tanh() * m.v * torch.tensor([1.0, 2.0, 3.0])
+            return m.l(x).tanh() * m.v * torch.tensor([1.0, 2.0])
         finally:
             torch.set_default_dtype(before)
 
@@ -410,5 +265,5 @@ def _recurrent() -> nn.Module:
         return m.state * m.v
 
     net = generic(Net(f))
-    net.state = torch.zeros(4, 3, dtype=torch.float64)
+    net.state = torch.zeros(4, 2, dtype=torch.float64)
     return net
