@@ -19,6 +19,7 @@ from hessiankit.request.losses import IGNORE_INDEX, LOSSES, same_as
 from hessiankit.request.selection import Params, Selection, select
 from hessiankit.request.validation import check_arguments, check_module, check_outputs, one_kind
 from hessiankit.torch_state import one_at_a_time, ordinary_path
+from hessiankit.tracing.one_dtype import widest
 
 __all__ = ["IGNORE_INDEX", "LOSSES", "FrozenTask", "Loss", "Params", "Task", "check_memory", "freeze", "make_task"]
 
@@ -58,6 +59,16 @@ class Task:
     def size(self) -> int:
         """Number of parameters P."""
         return sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of results: the widest type of the parameters, and no narrower than float32."""
+        return widest(p.dtype for p in self.parameters.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters, and of results."""
+        return next(iter(self.parameters.values())).device
 
     def call(self, parameters: Mapping[str, Tensor], *inputs: Any) -> Any:
         """Return what the loss reads of the module's outputs, at some parameters."""
@@ -146,7 +157,7 @@ def make_task(who: str, module: nn.Module, inputs: Any, target: Any, loss: Loss,
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
     check_module(who, module)
     parameters = dict(params if isinstance(params, Selection) else select(who, module, params))
-    dtype, device = one_kind(who, module, parameters)
+    dtype, device = one_kind(who, module, parameters, dtypes=True)
     check_arguments(who, module, inputs, target, loss, dtype, device)
     positional, keyword = arguments(inputs)
     task = Task(module, (*positional, *keyword.values()), target, loss, parameters, tuple(keyword))
