@@ -42,7 +42,7 @@ class Handshake:
         if self._task.reference is None:
             return
         self._loss += float(trace.values[trace.output])
-        self._eps = max(self._eps, *(torch.finfo(x.dtype).eps for x in trace.values if x.is_floating_point()))
+        self._eps = max(self._eps, trace.eps)
         for name, at in trace.parameters.items():
             if at in adjoints:
                 slope = adjoints[at] / share
@@ -108,7 +108,7 @@ class Handshake:
             return "there it is NaN or infinite, at a point where torch's derivative of some operation is not finite"
         return (
             "a custom backward that is not the derivative of its forward, a hook that changes a gradient, a copy of a parameter "
-            "made before the call, requires_grad switched in forward, or something that the module does when it is not watched only"
+            "made before the call, requires_grad switched in forward, or something that is done only where nobody watches"
         )
 
 

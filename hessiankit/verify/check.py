@@ -33,7 +33,7 @@ from hessiankit.verify.traits import traits
 AGAINST = ("reverse-over-reverse", "jvp(grad)", "central-differences", "torch.func.hessian", "curvlinops")
 """What is compared with where the route table does not decide, and for hessiankit's own blocks: the wrong ones are shown too."""
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 0.3}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.3}
 """Relative to the largest entry of a block pair; float32 and bfloat16 lose digits in sums over tokens and samples."""
 WHOLE = 400
 """Up to this many parameters every entry is compared; beyond it, generic directions on every parameter."""
