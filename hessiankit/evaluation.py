@@ -19,7 +19,8 @@ from hessiankit.engine.diagnosis import check_finite, not_finite
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.storage import Matrix
 from hessiankit.errors import InputError, TraceError
-from hessiankit.request.loss_trace import LossTrace, loss_value, reached
+from hessiankit.request.loss_trace import LossTrace
+from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.task import Task, available_memory
 from hessiankit.torch_state import one_at_a_time
 
@@ -51,6 +52,11 @@ class Evaluation:
         self._blocks: dict[tuple[str, str], Tensor] = {}
 
     @property
+    def handshake(self) -> bool:
+        """Whether results are compared with the module's own loss and gradient."""
+        return all(task.reference is not None for task in self.tasks)
+
+    @property
     def is_complete(self) -> bool:
         """Whether the whole matrix has been computed."""
         return self._whole is not None
@@ -60,8 +66,7 @@ class Evaluation:
     def loss(self) -> float:
         """The loss, from a forward pass if no matrix has been computed."""
         if self._loss is None:
-            with torch.no_grad():
-                values = [float(loss_value(task, task.parameters)) for task in self.tasks]
+            values = [own_value(task) if task.reference is None else task.reference.loss for task in self.tasks]
             self._loss = math.fsum(share * value for share, value in zip(self.shares, values, strict=True))
         return self._loss
 
@@ -193,8 +198,7 @@ class Evaluation:
         except TraceError:
             if reached(task):
                 raise
-        with torch.no_grad():
-            return float(loss_value(task, task.parameters)), ()
+        return own_value(task), ()
 
     def _look(self, slices: Mapping[str, slice], first: Tensor) -> Look:
         """Return a check, once for each size of chunk, that its derivatives fit; small ones are let through."""

@@ -45,6 +45,7 @@ class HessianOperator(LinearOperator):
         symmetry_error: ``|<u, H v> - <v, H u>|`` of two random vectors, relative to ``|u| |H v|``: the rounding level.
         fallbacks: Operations without a closed form, which are differentiated automatically one by one.
         block_size: Vectors treated at once.
+        handshake: Whether loss and gradient were compared with those of the module's own call.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class HessianOperator(LinearOperator):
         super().__init__(torch.empty(0, dtype=self._host_dtype).numpy().dtype, (task.size, task.size))
         self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
         self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
-        self._batches, self._weights = batches, weights
+        self._batches, self._weights, self.handshake = batches, weights, task.reference is not None
         self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
         self.gradient = self._sum(b.gradient for b in batches)
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.trace.fallbacks))
@@ -202,6 +203,7 @@ def hessian_operator(
     block_size: int | None = None,
     weights: Weights = None,
     reduction: str | None = None,
+    handshake: bool = True,
 ) -> HessianOperator:
     """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
 
@@ -220,6 +222,7 @@ def hessian_operator(
         block_size: Vectors of a block treated at once.
         weights: As in :func:`hessiankit.hessian`.
         reduction: As in :func:`hessiankit.hessian`.
+        handshake: As in :func:`hessiankit.hessian`; once for each batch, here.
 
     Raises:
         InputError: If an argument cannot be used, or if the module is not a function: it draws random numbers, or a call
@@ -235,8 +238,9 @@ def hessian_operator(
     [4.0, 6.0]
     """
     check_options(loss, kind, block_size)
-    made = linearised(module, data, target, loss=loss, params=params, kind=kind, weights=weights, reduction=reduction)
-    task, batches, counts = made
+    task, batches, counts = linearised(
+        module, data, target, loss=loss, params=params, kind=kind, weights=weights, reduction=reduction, handshake=handshake
+    )
     if all(isinstance(batch, Constant) for batch in batches):
         names = ", ".join(map(repr, task.parameters))
         raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
@@ -254,11 +258,12 @@ def linearised(
     kind: str,
     weights: Weights,
     reduction: str | None,
+    handshake: bool = True,
 ) -> tuple[Task, list[Linearisation | Constant], list[float]]:
     """Return the last request, and every batch linearised with its count; arguments as in :func:`hessian_operator`."""
     batches: list[Linearisation | Constant] = []
     counts: list[float] = []
-    made = requests(WHO, module, data, target, loss, params, weights=weights, reduction=reduction, look=_probe_determinism)
+    made = requests(WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
     for task, count in made:
         if kind != "hessian" and task.whole:
             raise InputError(f"{WHO}: kind={kind!r} needs the module's output as one tensor, but the loss is given an object")
@@ -278,30 +283,3 @@ def check_options(loss: Loss, kind: str, block_size: int | None) -> None:
         raise InputError(f"{WHO}: kind='fisher' needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
     if block_size is not None and block_size < 1:
         raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
-
-
-@torch.no_grad()
-def _probe_determinism(task: Task) -> None:
-    """Run the module twice; the same bits have to come out, and no buffer may change."""
-    before = {n: b.clone() for n, b in task.module.named_buffers()}
-    first = _run(task)
-    buffers = dict(task.module.named_buffers())
-    changed = [n for n, b in before.items() if n in buffers and not torch.equal(buffers[n], b)]
-    if changed:
-        for name in changed:
-            buffers[name].copy_(before[name])
-        raise InputError(
-            f"{WHO}: a call of the module changes its buffer {changed[0]!r}, so the loss is not a function of the parameters; "
-            "call module.eval(), or keep the buffer as it is in forward"
-        )
-    if not all(torch.equal(old, new) for old, new in zip(first, _run(task), strict=True)):
-        raise InputError(
-            f"{WHO}: two calls of the module on the same inputs give different outputs, so the loss is random or depends on "
-            "earlier calls; call module.eval(), turn dropout off, or pass random numbers as an input"
-        )
-
-
-def _run(task: Task) -> list[Tensor]:
-    """Return what the loss reads, or the loss itself where it reads an object."""
-    read = task.call(task.parameters, *task.inputs)
-    return [task.loss(read, task.target) if callable(task.loss) and task.whole else read]

@@ -16,7 +16,7 @@ _TURN = threading.RLock()
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """Let threads take turns: ``functional_call`` swaps the module's parameters, and torch's tracing modes are the process's."""
+    """Let threads take turns: a module's parameters are given other values for a time, and tracing modes are the process's."""
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -24,6 +24,13 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return alone
+
+
+@contextmanager
+def one_turn() -> Iterator[None]:
+    """Let threads take turns, as :func:`one_at_a_time` does, for a block of code."""
+    with _TURN:
+        yield
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from hessiankit.engine.storage import Matrix
 from hessiankit.engine.sweep import Sweep
 from hessiankit.engine.unwinding import unwind
+from hessiankit.request.handshake import Handshake
 from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.request.task import Task
 
@@ -43,7 +44,7 @@ def assemble(
     Returns:
         The loss, and the operations that were differentiated automatically.
     """
-    normalizer, batch = normalizer_of(task), task.batch
+    normalizer, batch, handshake = normalizer_of(task), task.batch, Handshake(task)
     splittable = is_split(task, batch_size)
     step = batch if not splittable else batch_size or 1
     value, done, measured = 0.0, 0, False
@@ -54,11 +55,13 @@ def assemble(
         if look is not None and not measured:
             look(traced)
         sweep = Sweep(traced.trace, traced.output if outer else None, scale=share)
+        slopes = {at: sweep.lambdas[at] for at in traced.trace.parameters.values() if at in sweep.lambdas}
         sweep.run()
         undecided = batch_size is None and not splittable and _has_samples(task)
         if undecided and sweep.peak_bytes > LARGE and can_be_split(task):
             splittable, step = True, next_step(batch, sweep.peak_bytes)
             continue
+        handshake.add(traced.trace, slopes, share)
         done = rows.stop
         if batch_size is None and done < batch:  # the first chunk tells what a sample takes
             step, measured = next_step(rows.stop - rows.start, sweep.peak_bytes), True
@@ -67,6 +70,7 @@ def assemble(
         fallbacks = traced.trace.fallbacks
         if progress is not None:
             progress(done, batch)
+    handshake.close()
     return value, fallbacks
 
 

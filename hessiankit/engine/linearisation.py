@@ -19,7 +19,9 @@ from torch import Tensor
 from derivations.linearised import Linearised
 from derivations.primitive import Covectors
 from hessiankit.errors import TraceError
-from hessiankit.request.loss_trace import loss_trace, loss_value, normalizer_of, reached
+from hessiankit.request.handshake import Handshake
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.task import Task
 from hessiankit.tracing.trace import Trace
 
@@ -62,6 +64,9 @@ class Linearisation:
         self.loss = float(self.trace.values[self.trace.output])
         self.steps, bars = self._linearise(_downstream(self.trace, traced.output) if gauss_newton else None)
         self.gradient = self._collect(bars, self.parameters[0][1].new_empty(1, task.size))[0]
+        handshake = Handshake(task)
+        handshake.add(self.trace, {at: bar[0] for at, bar in bars.items()})
+        handshake.close()
         self.bytes_per_vector = 3 * sum(_bytes(self.trace.values[s.output]) for s in self.steps) + 2 * _bytes(self.gradient)
 
     def product(self, rows: Tensor) -> Tensor:
@@ -141,7 +146,7 @@ class Constant:
 
     def __init__(self, task: Task) -> None:
         self.trace = Trace()
-        self.loss = float(loss_value(task, task.parameters))
+        self.loss = own_value(task)
         self.gradient = next(iter(task.parameters.values())).new_zeros(task.size)
         self.bytes_per_vector = _bytes(self.gradient)
 

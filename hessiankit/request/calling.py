@@ -40,8 +40,17 @@ def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tens
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return nested containers with ``function`` applied to their tensors."""
-    return _pytree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
+    """Return nested containers with ``function`` applied to their tensors; a tensor that is there twice stays one."""
+    made: dict[int, Tensor] = {}
+
+    def apply(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in made:
+            made[id(x)] = function(x)
+        return made[id(x)]
+
+    return _pytree.tree_map(apply, tree)
 
 
 def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:

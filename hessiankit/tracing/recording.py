@@ -1,8 +1,9 @@
-"""What operations a function runs, as a graph: torch's tracer without its bookkeeping, some ten times faster.
+"""What operations a function runs, as a graph: each ``aten`` operation is noted as it runs, on the tensors themselves.
 
-``make_fx(pre_dispatch=True)`` gives every tensor a proxy, copies metadata and compiles the graph; here each ``aten``
-operation is noted as it runs, on the tensors themselves. The graph is the same. Autograd watches meanwhile: a tensor that
-it knows to depend on the parameters, and of which no operation was seen, is an error and never a constant.
+Nothing is put in the place of a tensor, so the function cannot tell that it is watched, and a parameter is recognised however
+it is reached. The graph is that of ``make_fx(pre_dispatch=True)``, which gives every tensor a proxy, some ten times faster.
+Autograd watches meanwhile: a tensor that it knows to depend on the parameters, and of which no operation was seen, is an error
+and never a constant.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx
-from torch.fx.node import map_arg
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hessiankit.compiled.library import plain
 from hessiankit.errors import TraceError
 from hessiankit.tracing.decompositions.registry import Sometimes
 from hessiankit.tracing.direct import operation_of
-from hessiankit.tracing.graph import Node
 from hessiankit.tracing.notes import Notes, Recording, unwrapped
 from hessiankit.tracing.reading import ShowReading
 
@@ -36,42 +35,43 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def record(
-    function: Callable[..., Any],
-    arguments: Sequence[Tensor],
+    function: Callable[[], Any],
+    leaves: Sequence[Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
     *,
-    parameters: int = 0,
     keep_values: bool = False,
 ) -> Recording:
-    """Run a function of tensors and return what it did.
-
-    Where torch lacks what this needs of it, ``make_fx`` does the same more slowly.
+    """Run a function without arguments and return what it did with some tensors.
 
     Args:
-        function: Called with copies of the arguments on the same memory, one by one.
-        arguments: Each becomes a placeholder, in order.
+        function: Run once, as it is; whatever it reads besides the leaves is a constant.
+        leaves: Tensors recognised by what they are, however the function reaches them; each becomes a placeholder, in order.
+            Those that require a gradient are what is differentiated.
         decompositions: Operations to be replaced by what a Python function makes of them, unless it returns NotImplemented.
-        parameters: How many arguments, from the first on, are differentiated.
         keep_values: Whether to keep what operations return.
 
     Raises:
-        TraceError: If something that depends on the parameters is computed where it cannot be seen.
+        TraceError: If something that depends on the leaves is computed where it cannot be seen, or if this torch lacks what
+            recording stands on.
 
-    >>> graph = record(lambda x: (x * 2).sum(), [torch.ones(3)], {}).graph
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> graph = record(lambda: (x * 2).sum(), [x], {}).graph
     >>> [str(node.target) for node in graph.nodes if node.op == "call_function"]
     ['aten.mul.Tensor', 'aten.sum.default']
     """
     if not can_record():
-        return _by_make_fx(function, arguments, decompositions)
+        raise TraceError(
+            f"trace: torch {torch.__version__} lacks internals that recording a module stands on; install a version that "
+            "hessiankit was run with (2.6 to 2.15)"
+        )
     recording = Recording()
     notes = Notes(recording, keep_values)
-    given = [x.detach().requires_grad_(k < parameters and x.is_floating_point()) for k, x in enumerate(arguments)]
-    for argument in given:
-        notes.placeholder(argument)
+    for leaf in leaves:
+        notes.placeholder(leaf)
     recorder = _Recorder(notes, decompositions)
     # a Hessian taken within the function is plain torch: kernels write where the recorder does not look
     with plain(), enable_python_dispatcher(), _Outside(recorder), recorder:
-        result = function(*given)
+        result = function()
     recording.graph.add("output", "output", (torch.utils._pytree.tree_map(notes.node_of, result),))
     return recording
 
@@ -88,27 +88,6 @@ def can_record() -> bool:
         (getattr(_INTERNALS, "_functorch", None), "maybe_current_level"),
     )
     return enable_python_dispatcher is not None and all(hasattr(where, name) for where, name in needed)
-
-
-def _by_make_fx(
-    function: Callable[..., Any], arguments: Sequence[Tensor], decompositions: Mapping[Any, Callable[..., Any]]
-) -> Recording:
-    """Record by torch's own tracer."""
-
-    def shown(*tensors: Tensor) -> Any:
-        with ShowReading():
-            return function(*tensors)
-
-    tracer = make_fx(shown, decomposition_table=dict(decompositions), pre_dispatch=True, _error_on_data_dependent_ops=False)
-    module = tracer(*arguments)
-    recording = Recording()
-    nodes: dict[torch.fx.Node, Node] = {}
-    for node in module.graph.nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), nodes.__getitem__)  # type: ignore[arg-type]
-        nodes[node] = recording.graph.add(node.op, node.target, args, kwargs, name=node.name)
-        if node.op == "get_attr":
-            recording.constants[str(node.target)] = getattr(module, str(node.target))
-    return recording
 
 
 @cache

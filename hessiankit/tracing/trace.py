@@ -56,13 +56,17 @@ class Application:
 
 @dataclass
 class Trace:
-    """A module's computation: every value by id, and the applications that the parameters reach, in order."""
+    """A module's computation: every value by id, and the applications that the parameters reach, in order.
+
+    ``marked`` are the ids of further values that the traced call returned; None for those that the parameters do not reach.
+    """
 
     values: list[Tensor] = field(default_factory=list)
     applications: list[Application] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)
     moving: set[int] = field(default_factory=set)
     output: int = -1
+    marked: tuple[int | None, ...] = ()
     fallbacks: tuple[str, ...] = ()
 
     def add_value(self, value: Tensor, *, moving: bool = False) -> int:
@@ -91,7 +95,7 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
     Args:
         function: Maps a dict of parameters, and the inputs, to one tensor.
         parameters: The values to differentiate with respect to, by name.
-        inputs: Anything that torch's tracer takes: tensors, nested tuples and dicts of them.
+        inputs: Whatever the function takes.
 
     Raises:
         InputError: If an argument is of another kind.
@@ -100,22 +104,27 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
     strange = next((name for name, p in parameters.items() if not isinstance(p, Tensor)), None)
     if strange is not None:
         raise InputError(f"trace: the parameter {strange!r} is a {type(parameters[strange]).__name__}; pass tensors by name")
-    names = list(parameters)
-    leaves = [parameters[name].detach() for name in names]
-    flat, spec = torch.utils._pytree.tree_flatten(inputs)
-    data = [x.detach() for x in flat if isinstance(x, Tensor)]
+    leaves = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in parameters.items()}
+    data = torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, inputs)
+    return trace_call(lambda: (function(dict(leaves), *data),), leaves)
 
-    def run(*tensors: Tensor) -> Tensor:
-        weights, given = tensors[: len(names)], iter(tensors[len(names) :])
-        rebuilt = torch.utils._pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in flat], spec)
-        with ordinary_path():
-            return function(dict(zip(names, weights, strict=True)), *rebuilt)
 
+@one_at_a_time
+def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor]) -> Trace:
+    """Trace a call into primitive applications: nothing is passed to it, nothing that it reads is replaced.
+
+    Args:
+        run: The call; it returns one tensor, and other values whose ids are wanted (:attr:`Trace.marked`).
+        leaves: The tensors to differentiate with respect to, by name, recognised by what they are.
+
+    Raises:
+        TraceError: If torch cannot trace the call or it does not return one tensor first.
+    """
     try:
-        with torch.enable_grad(), warnings.catch_warnings():  # so that the graph says where the module itself turns gradients off
+        with torch.enable_grad(), warnings.catch_warnings(), ordinary_path():  # the graph says where gradients are turned off
             warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")  # an error, where it matters
-            recording = record(run, [*leaves, *data], DECOMPOSITIONS, parameters=len(names), keep_values=True)
-    except TraceError:
+            recording = record(run, list(leaves.values()), DECOMPOSITIONS, keep_values=True)
+    except HessiankitError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
@@ -127,33 +136,33 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
         ) from error
     try:
         with torch.no_grad():
-            return _interpret(recording, names, leaves, data)
+            return _interpret(recording, {name: x.detach() for name, x in leaves.items()})
     finally:
         recording.graph.clear()
 
 
-def _interpret(recording: Recording, names: list[str], leaves: list[Tensor], data: list[Tensor]) -> Trace:
+def _interpret(recording: Recording, leaves: Mapping[str, Tensor]) -> Trace:
     result = Trace()
     ids: dict[Node, int] = {}  # nodes whose values the parameters reach
     known: dict[Node, Any] = {}
     fallbacks: list[str] = []
     differentiable = True
-    given = iter([*leaves, *data])
-    for position, node in enumerate(recording.graph.nodes):
+    given = iter(leaves.items())
+    for node in recording.graph.nodes:
         if node.op == "placeholder":
-            known[node] = next(given)
-            if position < len(names):
-                ids[node] = result.add_value(known[node], moving=True)
-                result.parameters[names[position]] = ids[node]
+            name, known[node] = next(given)
+            ids[node] = result.add_value(known[node], moving=True)
+            result.parameters[name] = ids[node]
         elif node.op == "get_attr":
             known[node] = recording.constants[str(node.target)]
         elif node.op == "output":
-            outputs = torch.utils._pytree.tree_leaves(node.args)
-            if len(outputs) != 1 or outputs[0] not in ids:
+            output, *marked = node.args[0]
+            if not isinstance(output, Node) or output not in ids:
                 raise TraceError(
                     "trace: the module's output does not depend on the parameters, or is not one tensor; return one tensor"
                 )
-            result.output = ids[outputs[0]]
+            result.output = ids[output]
+            result.marked = tuple(ids.get(x) if isinstance(x, Node) else None for x in marked)
         elif node.target is torch._C._set_grad_enabled:
             differentiable = bool(node.args[0])
         else:

@@ -63,15 +63,13 @@ def signatures(function: Callable[..., Tensor], parameters: Mapping[str, Tensor]
     >>> list(signatures(lambda p: (p["W"] * 2).sum(), {"W": torch.ones(2)}))
     ['aten.mul.Tensor(self*)', 'aten.sum.default(self*)']
     """
-    names = list(parameters)
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
     with torch.enable_grad():
-        graph = record(
-            lambda *values: function(dict(zip(names, values, strict=True))), list(parameters.values()), {}, parameters=len(names)
-        ).graph
+        graph = record(lambda: function(leaves), list(leaves.values()), {}).graph
     moving: set[Node] = set()
     found: dict[str, None] = {}
-    for position, node in enumerate(graph.nodes):
-        if node.op == "placeholder" and position < len(names):
+    for node in graph.nodes:
+        if node.op == "placeholder":
             moving.add(node)
         elif node.op == "call_function" and not moving.isdisjoint(node.all_input_nodes):
             moving.add(node)

@@ -1,0 +1,136 @@
+"""Before a result: are the trace's loss and gradient those of the module's own call?
+
+Value and gradient see whatever a trace could miss: a parameter taken for a constant, another branch, a cast left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.errors import TraceError
+from hessiankit.request.own_call import Reference, own_gradient
+from hessiankit.request.task import Task
+from hessiankit.tracing.trace import Trace
+
+ROUNDING = 64.0
+"""Up to ROUNDING * eps of a gradient's largest entry a difference is rounding; a larger one is held against the noise."""
+
+NOISE = 16.0
+"""How many times the change of the gradient, when every parameter is rounded anew, counts as rounding."""
+
+UNCOMPARED = "; not compared with the module's own gradient"
+"""What the title of a result says where the comparison was switched off."""
+
+
+class Handshake:
+    """The loss and the gradient of the traces of a batch, samples after samples, and what they have to be.
+
+    Args:
+        task: The whole batch.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._loss, self._eps = task, 0.0, 0.0
+        self._gradient: dict[str, Tensor] = {}
+
+    def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
+        """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
+        if self._task.reference is None:
+            return
+        self._loss += float(trace.values[trace.output])
+        self._eps = max(self._eps, *(torch.finfo(x.dtype).eps for x in trace.values if x.is_floating_point()))
+        for name, at in trace.parameters.items():
+            if at in adjoints:
+                slope = adjoints[at] / share
+                self._gradient[name] = self._gradient[name] + slope if name in self._gradient else slope
+
+    def close(self) -> None:
+        """Compare.
+
+        Raises:
+            TraceError: Loss or gradient differ by more than rounding: the message names the parameter and the likely cause.
+        """
+        own = self._task.reference
+        if own is None or not self._differences(own):
+            return
+        again = own_gradient(self._task)
+        loss, eps = abs(own.loss - again.loss), self._eps
+        if loss > ROUNDING * eps * abs(own.loss):
+            raise TraceError(
+                f"trace: two calls of the module on the same data give different losses ({own.loss:.6g} and {again.loss:.6g}), "
+                "so the loss is not a function of the parameters: it is random, or depends on earlier calls; call module.eval(), "
+                "or take what changes out of forward"
+            )
+        different = self._differences(again, _noise(self._task, again, eps))
+        if different:
+            raise TraceError(self._message(again, different))
+
+    def _differences(self, own: Reference, noise: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return what differs by more than rounding, the loss under "", with the difference relative to the larger of the two."""
+        found: dict[str, float] = {}
+        pairs = {"": (torch.tensor(self._loss, dtype=torch.float64), torch.tensor(own.loss, dtype=torch.float64))}
+        for name in self._task.parameters:
+            mine, theirs = self._gradient.get(name), own.gradient[name]
+            if mine is not None or theirs is not None:
+                zero = torch.zeros_like(theirs if mine is None else mine)  # type: ignore[arg-type]
+                pairs[name] = (zero if mine is None else mine, zero if theirs is None else theirs)
+        for name, (mine, theirs) in pairs.items():
+            skipped = _padding(self._task.module, name) if name else None
+            if skipped is not None:
+                mine = mine.clone()
+                mine[skipped] = theirs[skipped]
+            if not mine.numel() or not bool(torch.isfinite(mine).all()):
+                continue  # the matrix is not finite either, and the error for that says where it comes from
+            size = max(float(mine.abs().max()), float(theirs.abs().max()))
+            difference = float((mine - theirs).abs().max())
+            allowed = ROUNDING * self._eps * size + NOISE * (noise or {}).get(name, 0.0)
+            if not difference <= allowed:
+                found[name] = difference / size
+        return found
+
+    def _message(self, own: Reference, different: Mapping[str, float]) -> str:
+        name = max(different, key=lambda n: (n != "", different[n]))
+        what = f"the gradient in {name!r}" if name else "the loss"
+        seen = f"trace: {what}, as traced, is off by {different[name]:.1e} of that of the module's own call"
+        return f"{seen}: {self._cause(own, name)}; nothing is returned. handshake=False leaves the comparison out"
+
+    def _cause(self, own: Reference, name: str) -> str:
+        leaf = self._task.leaves.get(name)
+        if leaf is not None and leaf._backward_hooks:
+            return "a hook on the parameter changes its gradient, which then is not that of the loss; remove the hook"
+        if leaf is not None and own.gradient[name] is None:
+            return "autograd does not reach the parameter there (detach, .data, or requires_grad turned off in forward)"
+        if leaf is not None and not bool(torch.isfinite(own.gradient[name]).all()):  # type: ignore[arg-type]
+            return "there it is NaN or infinite, at a point where torch's derivative of some operation is not finite"
+        return (
+            "a custom backward that is not the derivative of its forward, a hook that changes a gradient, a copy of a parameter "
+            "made before the call, requires_grad switched in forward, or something that the module does when it is not watched only"
+        )
+
+
+def _noise(task: Task, own: Reference, eps: float) -> dict[str, float]:
+    """Return how far loss and gradient move when every parameter is rounded anew: what rounding within them may do."""
+    rng = torch.Generator().manual_seed(0)
+    found: dict[str, float] = {}
+    for _ in range(2):
+        moved = {}
+        for name, x in task.parameters.items():
+            signs = torch.randint(0, 2, x.shape, generator=rng).to(x) * 2 - 1
+            moved[name] = x * (1 + 4 * eps * signs)
+        other = own_gradient(replace(task, reference=None), moved)
+        found[""] = max(found.get("", 0.0), abs(other.loss - own.loss))
+        for name, slope in other.gradient.items():
+            before = own.gradient[name]
+            if slope is not None and before is not None and slope.numel():
+                found[name] = max(found.get(name, 0.0), float((slope - before).abs().max()))
+    return found
+
+
+def _padding(module: nn.Module, name: str) -> int | None:
+    """Return the row of an embedding that torch leaves out of the gradient, although the loss may read it."""
+    owner = module.get_submodule(name.rpartition(".")[0]) if "." in name else module
+    return owner.padding_idx if isinstance(owner, nn.Embedding) and name.endswith("weight") else None
