@@ -24,6 +24,7 @@ from derivations.primitive import Primitive
 from hessiankit.arguments import checked
 from hessiankit.errors import HessiankitError, InputError, TraceError
 from hessiankit.torch_state import one_at_a_time, ordinary_path
+from hessiankit.tracing.assumptions import structure
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.graph import Node, map_nodes
@@ -237,7 +238,9 @@ def _record(
         if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
             return []  # this piece comes from inputs that do not move
     if match is None:
-        primitive, inputs, missing = _fallback(run, source, moving, known, index), tuple(known[n] for n in moving), [str(run)]
+        inputs = tuple(known[n] for n in moving)
+        fallback = _fallback(run, source, moving, known, index)
+        primitive, missing = fallback, [fallback.prove(inputs)]
     else:
         (primitive, inputs), missing = match, []
     for tensor in inputs:
@@ -295,12 +298,18 @@ def _random_states(kwargs: Mapping[str, Any]) -> list[Tensor]:
     return [*given, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
-def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any], index: Any) -> Primitive:
+def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any], index: Any) -> AutomaticDifferentiation:
     given = {n: known[n] for n in node.all_input_nodes}  # now: a later operation may write into them
+    assumed = structure(target, node.args, node.kwargs)
+    if assumed is not None:
+        assumed.check(target, known[node.args[assumed.position]])
 
     def function(*inputs: Tensor) -> Tensor:
         replaced = {**given, **dict(zip(moving, inputs, strict=True))}
         args, kwargs = converted(map_nodes(replaced.__getitem__, (node.args, node.kwargs)), inputs[0].dtype)
+        if assumed is not None:
+            at = assumed.position
+            args = (*args[:at], assumed.projection(args[at]), *args[at + 1 :])
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of attention have no second derivative
             value = target(*args, **kwargs)
         return value if index is None else value[index]
