@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hessiankit.compiled.library import plain
 from hessiankit.errors import TraceError
+from hessiankit.tracing.autocast import cast_to, dtype_of_autocast, without_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
 from hessiankit.tracing.direct import operation_of
 from hessiankit.tracing.notes import Notes, Recording, unwrapped
@@ -141,6 +142,9 @@ class _Recorder(ProxyTorchDispatchMode):
 
     def _run(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Note an operation, and run it by a function."""
+        if torch._C._is_any_autocast_enabled() and (cast := dtype_of_autocast(func, args, kwargs)) is not None:
+            with self, without_autocast():  # the casts are operations too
+                return operation(*cast_to(cast, args), **cast_to(cast, kwargs))
         with torch._C._DisablePythonDispatcher():
             node = self.notes.call(operation, args, kwargs)
             value = func(*args, **kwargs)
