@@ -15,13 +15,28 @@ from hessiankit.verify.identities import IdentityReport
 FORMULAS = "vec_r"
 """The reference of rows that compare the formulas of the chapters with the fast path."""
 
+MODULE = "the module"
+"""The reference of rows that compare loss and gradient with those of the user's own call."""
+
+SAME_CALL = ("loss", "gradient", "operator", "diagonal")
+"""What rows are about that are no block pair: "gradient: W" is of parameter W."""
+
+
+_WORDS = {
+    "loss": "loss of the same call",
+    "gradient": "gradient of hessian_operator",
+    "operator": "products of hessian_operator",
+    "diagonal": "curvature_diagonal",
+}
+
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One comparison: a block pair of the closed form against one healthy reference.
+    """One comparison: a block pair of the closed form against one healthy reference, or what else the same call gives.
 
     Attributes:
-        name: The block pair, "row parameter x column parameter".
+        name: The block pair, "row parameter x column parameter"; or "loss", "gradient: parameter", "operator: parameter"
+            (products of ``hessian_operator`` along directions on it), "diagonal: parameter" (``curvature_diagonal``).
         reference: What it was compared with.
         max_rel_error: Largest difference, relative to the largest entry of the block pair.
         passed: Whether it lies within the tolerance, plus what the reference says of its own error.
@@ -35,6 +50,11 @@ class CheckRow:
     passed: bool
     seconds: float
     method: str = "float64"
+
+    @property
+    def of_same_call(self) -> bool:
+        """Whether it is about loss, gradient, operator or diagonal instead of a block pair."""
+        return self.name.partition(":")[0] in SAME_CALL
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,8 +103,8 @@ class CheckReport:
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The references that the rows compare with."""
-        return tuple(dict.fromkeys(row.reference for row in self.rows))
+        """The references that block pairs are compared with."""
+        return tuple(dict.fromkeys(row.reference for row in self.rows if not row.of_same_call))
 
     @property
     def max_rel_error(self) -> float:
@@ -126,7 +146,7 @@ class CheckReport:
         """Say how far each reference agrees, and which of them resolve less than the tolerance by their own estimate."""
         parts = []
         for reference in self.references:
-            rows = [row for row in self.rows if row.reference == reference]
+            rows = [row for row in self.rows if row.reference == reference and not row.of_same_call]
             worst = max(row.max_rel_error for row in rows)
             within = " within its own error" if worst > self.rtol else ""
             parts.append(f"{reference} {worst:.1e}{within}")
@@ -182,6 +202,12 @@ class CheckReport:
         lines = [f"{h.reference}: {'healthy' if h.healthy else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)" for h in self.health]
         lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
         lines += [f"note: {remark}" for remark in self.remarks]
+        for kind in SAME_CALL:
+            found = [row for row in self.rows if row.of_same_call and row.name.partition(":")[0] == kind]
+            if found:
+                worst = max(found, key=lambda row: row.max_rel_error)
+                failed = "" if all(row.passed for row in found) else " FAIL"
+                lines.append(f"{_WORDS[kind]}: agrees with {worst.reference} to {worst.max_rel_error:.1e}{failed}")
         formulas = [row.max_rel_error for row in self.rows if row.reference == FORMULAS]
         if formulas:
             pairs = f"{len(formulas)} block pairs at tiny unequal sizes"

@@ -10,8 +10,9 @@ from reference_cases import RIGHT, Attention, HandWrittenNorm, draw
 from torch import nn
 
 from hessiankit.errors import InputError
-from hessiankit.verify.comparison import block_errors, probe_directions
+from hessiankit.verify.comparison import block_errors
 from hessiankit.verify.health import examine
+from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported, run_references
 
@@ -219,7 +220,7 @@ def test_shapes_are_checked():
 
 def test_probes_lie_on_one_parameter_each_and_depend_on_the_seed_alone():
     problem = head()
-    V, owners = probe_directions(problem, per_block=3, seed=4)
+    V, owners, _ = probe_directions(problem, per_block=3, seed=4)
     assert owners.count("q.weight") == 3
     assert owners.count("q.bias") == 2  # no more directions than entries
     for row, owner in zip(V, owners, strict=True):

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
 
+from hessiankit.verify.in_place import placed
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.references.base import Progress, Reference, Unsupported, in_chunks
+from hessiankit.verify.references.base import FAILURES, Progress, Reference, Unsupported
 from hessiankit.verify.traits import traits
 
 WEIGHTS = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
@@ -25,6 +25,8 @@ SAFETY = 4.0
 class CentralDifferences(Reference):
     """H v = (g(theta + h v) - g(theta - h v)) / 2h to eighth order, at the best of a ladder of steps.
 
+    g is the module's own gradient, of the user's call, with the user's parameters moved in place.
+
     For each direction (scaled to unit length) the step is halved; half of the points are used again. The difference of
     two consecutive steps estimates the error of the smaller one, block by block: truncation falls 256 times a halving,
     rounding doubles, and the step between them is kept. Typical: 1e-12 relative in float64, 1e-5 in float32.
@@ -37,30 +39,32 @@ class CentralDifferences(Reference):
     name = "central-differences"
     independent_group = "differences"
     summary = "eighth-order central differences of the gradient"
+    many_calls = True
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         precision = traits(problem).precision
         if precision not in HALVINGS:
             raise Unsupported(self.name, f"the module computes in {precision}, too coarse for differences")
-        gradient = _Gradient(problem, chunk)
+        gradient = _Gradient(problem)
         lengths = V.norm(dim=1, keepdim=True)
         units = V / torch.where(lengths > 0, lengths, 1)
         values, errors, steps, lost = [], [], [], 0
         try:
-            noise = gradient_noise(problem, gradient, precision)
-            for rows in units.split(max(1, chunk)):
-                ladder = _Ladder(problem, gradient, rows, precision, noise)
-                ladder.descend()
-                values.append(ladder.best)
-                errors.append(ladder.error_per_entry())
-                steps += ladder.steps_at_kinks
-                lost += ladder.unresolved
-                progress(sum(map(len, values)), len(V))
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+            with problem.borrowed():
+                noise = gradient_noise(problem, gradient, precision)
+                for unit in units:
+                    ladder = _Ladder(problem, gradient, unit[None], precision, noise)
+                    ladder.descend()
+                    values.append(ladder.best)
+                    errors.append(ladder.error_per_entry())
+                    steps += ladder.steps_at_kinks
+                    lost += ladder.unresolved
+                    progress(len(values), len(V))
+        except FAILURES as error:
             raise self.unsupported(error) from error
         if not values:
             return torch.zeros_like(V), torch.zeros_like(V), ""
-        notes = [gradient.note] if gradient.note else []
+        notes = []
         if steps:
             notes.append(f"kinks near the point: {len(steps)} of {len(V)} directions needed steps down to {min(steps):.0e}")
         if lost:
@@ -172,21 +176,14 @@ def _combine(odd: dict[int, Tensor], h: float) -> Tensor:
 
 
 class _Gradient:
-    """Points (m, P) -> gradients (m, P), many points together where the module's operations allow it."""
+    """Points (m, P) -> gradients (m, P): the module's own parameters are moved, and the module is called as it is."""
 
-    def __init__(self, problem: Problem, chunk: int) -> None:
-        self.problem, self.chunk, self.note = problem, chunk, ""
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
 
     def __call__(self, points: Tensor) -> Tensor:
-        together = self._alone_each if self.note else vmap(grad(self.problem.flat_loss))
-        gradients, note = in_chunks(together, self._alone, points, self.chunk, lambda done, total: None)
-        self.note = self.note or note
-        return gradients.detach()
+        return torch.stack([self._at(point) for point in points])
 
-    def _alone_each(self, points: Tensor) -> Tensor:
-        return torch.stack([self._alone(point) for point in points])
-
-    def _alone(self, point: Tensor) -> Tensor:
-        point = point.detach().requires_grad_()
-        loss = self.problem.flat_loss(point)
-        return torch.autograd.grad(loss, point)[0] if loss.requires_grad else torch.zeros_like(point)
+    def _at(self, point: Tensor) -> Tensor:
+        with placed((self.problem.own[n], x.contiguous()) for n, x in self.problem.unflatten(point).items()):
+            return torch.cat([g.reshape(-1) for g in self.problem.gradient()])
