@@ -101,7 +101,7 @@ def check(
         raise InputError(f"check: the parameter {complex_one!r} is complex; pass real ones, the Hessian is of a real function")
     names = None if params is None else list(select("check", block_or_module, params))
     asked = _Asked(block_or_module, loss, names, against, rtol, seed, directions, formulas, exact, progress)
-    with kept(block_or_module), converted((block_or_module, loss), dtype):
+    with kept(block_or_module, loss), converted((block_or_module, loss), dtype):
         if inputs is None:
             inputs, target = generic_example(block_or_module, loss, seed)
         else:

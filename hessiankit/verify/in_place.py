@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
+from hessiankit.request.state import Held
 from hessiankit.untouched import random_kept
 
 
@@ -47,16 +48,15 @@ def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 @contextmanager
-def kept(module: nn.Module) -> Iterator[None]:
-    """Put back what calling a module can change: random states, modes, and the values of its buffers."""
-    modes = [(m, m.training) for m in module.modules()]
+def kept(module: nn.Module, *others: Any) -> Iterator[None]:
+    """Put back what calling a module, a loss, can change: random states, attributes, lists, closures, the values of buffers."""
+    held = Held(module, *others)
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta and not is_lazy(b)]
     with random_kept(module):
         try:
             yield
         finally:
-            for m, mode in modes:
-                m.training = mode
+            held.restore()
             with torch.no_grad():
                 for buffer, value in buffers:
                     if not _same_bits(buffer, value):

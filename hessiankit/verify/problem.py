@@ -132,7 +132,7 @@ class Problem:
         """
         values = self.params if point is None else point
         moved = placed((self.own[name], value) for name, value in values.items())
-        with ordinary_path(), kept(self.module), torch.inference_mode(False), torch.enable_grad(), moved:
+        with ordinary_path(), kept(self.module, self.loss), torch.inference_mode(False), torch.enable_grad(), moved:
             yield
 
     def near(self, params: dict[str, Tensor]) -> Problem:
