@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hessiankit.errors import TraceError
 from hessiankit.request.own_call import Reference, own_gradient
@@ -80,10 +80,6 @@ class Handshake:
                 zero = torch.zeros_like(theirs if mine is None else mine)  # type: ignore[arg-type]
                 pairs[name] = (zero if mine is None else mine, zero if theirs is None else theirs)
         for name, (mine, theirs) in pairs.items():
-            skipped = _padding(self._task.module, name) if name else None
-            if skipped is not None:
-                mine = mine.clone()
-                mine[skipped] = theirs[skipped]
             if not mine.numel() or not bool(torch.isfinite(mine).all()):
                 continue  # the matrix is not finite either, and the error for that says where it comes from
             size = max(float(mine.abs().max()), float(theirs.abs().max()))
@@ -136,9 +132,3 @@ def _noise(task: Task, own: Reference, eps: float) -> dict[str, float]:
             size = float(torch.diff(values.double(), n=6, dim=0).abs().amax()) / 924**0.5 if values.numel() else 0.0
             found[name] = min(found.get(name, math.inf), size)
     return found
-
-
-def _padding(module: nn.Module, name: str) -> int | None:
-    """Return the row of an embedding that torch leaves out of the gradient, although the loss may read it."""
-    owner = module.get_submodule(name.rpartition(".")[0]) if "." in name else module
-    return owner.padding_idx if isinstance(owner, nn.Embedding) and name.endswith("weight") else None
