@@ -22,6 +22,7 @@ from hessiankit.errors import TraceError
 from hessiankit.tracing.autocast import cast_to, dtype_of_autocast, without_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
 from hessiankit.tracing.direct import operation_of
+from hessiankit.tracing.in_place import overwritten
 from hessiankit.tracing.notes import Notes, Recording, unwrapped
 from hessiankit.tracing.reading import ShowReading
 
@@ -32,6 +33,7 @@ except ImportError:  # a torch that has moved it: ``can_record`` says so
 
 aten = torch.ops.aten
 _INTERNALS: Any = torch._C
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -103,6 +105,13 @@ def _moves(*arguments: Any) -> bool:
     return any(isinstance(x, Tensor) and unwrapped(x).requires_grad for x in torch.utils._pytree.tree_leaves(arguments))
 
 
+def _is_complex(x: Any) -> bool:
+    """Tell whether a result of an operation is complex and has a derivative."""
+    if isinstance(x, Tensor):
+        return x.is_complex() and x.requires_grad
+    return isinstance(x, (tuple, list)) and any(map(_is_complex, x))
+
+
 class _Recorder(ProxyTorchDispatchMode):
     """Sees every operation before torch takes it apart. (Torch admits only modes of this class there.)"""
 
@@ -123,7 +132,7 @@ class _Recorder(ProxyTorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if torch._C._functorch.maybe_current_level() is not None:
-            return self._transformed(func, args, kwargs)
+            return self._unseen(func, func, args, kwargs)  # within a transform of torch.func, such as vmap
         if (taken_apart := self._parts(func, args, kwargs)) is not NotImplemented:
             return taken_apart
         if func is aten.lift_fresh.default:
@@ -142,17 +151,38 @@ class _Recorder(ProxyTorchDispatchMode):
 
     def _run(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Note an operation, and run it by a function."""
+        if self._is_out_of_sight(operation, args, kwargs):
+            return self._unseen(operation, func, args, kwargs)
         if torch._C._is_any_autocast_enabled() and (cast := dtype_of_autocast(func, args, kwargs)) is not None:
             with self, without_autocast():  # the casts are operations too
                 return operation(*cast_to(cast, args), **cast_to(cast, kwargs))
         with torch._C._DisablePythonDispatcher():
             node = self.notes.call(operation, args, kwargs)
             value = func(*args, **kwargs)
-            if self.notes.keep_values:
-                self.notes.keep(node, value)
+            if _is_complex(value):
+                self.notes.remove_last()
+                return value
+            self.notes.keep(node, value)
         self.notes.result(node, value)
         if isinstance(value, Tensor) and not node.all_input_nodes:
             self.notes.made(node, value)
+        return value
+
+    def _is_out_of_sight(self, operation: Any, args: Any, kwargs: Any) -> bool:
+        """Tell whether autograd's graph says more of a call than its operation: of complex numbers, and of writing without it."""
+        if self.notes.complex and any(_is_complex(x) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
+            return True
+        if torch.is_grad_enabled() or not (targets := overwritten(operation, args, kwargs)):
+            return False
+        return self.notes.passes_gradients(targets)
+
+    def _unseen(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation without noting it: what the parameters reach of its result, autograd knows."""
+        with torch._C._DisablePythonDispatcher():
+            value = func(*args, **kwargs)
+        self.notes.made_unseen(value)
+        if targets := overwritten(operation, args, kwargs):
+            self.notes.written_unseen(targets)
         return value
 
     def _has_parts(self, operation: Any, args: Any, kwargs: Any) -> bool:
@@ -169,18 +199,6 @@ class _Recorder(ProxyTorchDispatchMode):
             value = self.decompositions[whole](*args, **kwargs)
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
-    def _transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation within a transform of torch.func, such as a mask that vmap makes: of constants only."""
-        if _moves(args, kwargs):
-            raise TraceError(
-                f"trace: {func} runs within a transform of torch.func (vmap, grad, jvp ...) on a value that the parameters "
-                "reach; write it for whole batches, or give the derivative as a formula"
-            )
-        with torch._C._DisablePythonDispatcher():
-            value = func(*args, **kwargs)
-        self.notes.made_unseen(value)
-        return value
-
 
 class _Outside(ShowReading):
     """Sees what Python calls: what takes values out of tensors, or gives one other ``.data``, without an operation that says so.
@@ -195,6 +213,11 @@ class _Outside(ShowReading):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call through."""
         if not types and not kwargs and (value := self.recorder.at_once(func, args)) is not NotImplemented:
+            return value
+        if func in _GRADIENTS:
+            with torch._C._DisablePythonDispatcher():
+                value = super().__torch_function__(func, types, args, kwargs)
+            self.recorder.notes.made_unseen(value)
             return value
         value = super().__torch_function__(func, types, args, kwargs)
         if func == _SET_DATA:

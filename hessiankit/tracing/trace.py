@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derivations.indexing import Take, Where
-from derivations.linear import Expand
+from derivations.linear import Add, Expand
 from derivations.primitive import Primitive
 from hessiankit.arguments import checked
 from hessiankit.errors import HessiankitError, InputError, TraceError
 from hessiankit.torch_state import one_at_a_time, ordinary_path
 from hessiankit.tracing.assumptions import structure
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
+from hessiankit.tracing.edges import Unseen
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.graph import Node, map_nodes
 from hessiankit.tracing.in_place import WRITTEN_OUT, in_kind, readers, without_writing
@@ -33,6 +34,7 @@ from hessiankit.tracing.notes import Recording
 from hessiankit.tracing.one_dtype import converted
 from hessiankit.tracing.primitives import RULES
 from hessiankit.tracing.recording import record
+from hessiankit.tracing.segment import segment
 from hessiankit.tracing.source_line import source_line
 
 aten = torch.ops.aten
@@ -158,6 +160,8 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor]) -> Trace:
             result.parameters[name] = ids[node]
         elif node.op == "get_attr":
             known[node] = recording.constants[str(node.target)]
+        elif node.op == "segment":
+            fallbacks += _segment(node, recording.unseen[node], result, ids, known)
         elif node.op == "output":
             output, *marked = node.args[0]
             if not isinstance(output, Node) or output not in ids:
@@ -248,6 +252,26 @@ def _record(
             by_tensor[id(tensor)] = result.add_value(tensor)
     ids[node] = result.apply(primitive, tuple(None if t is None else by_tensor[id(t)] for t in inputs), value, node.name)
     return missing
+
+
+def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], known: dict[Node, Any]) -> list[str]:
+    """Append what is known by autograd's graph alone; a constant, if nothing moves that it is made of.
+
+    Returns:
+        The name of a fallback, if any.
+    """
+    value = known[node] = unseen.root.detach()
+    moving = [(edge, n) for edge, n in zip(unseen.edges, node.args, strict=True) if n in ids]
+    if not moving or not value.numel():
+        return []
+    inputs = tuple(ids[n] for _, n in moving)
+    if not unseen.names:  # a value that was seen, and written into without gradients: they pass as before
+        change = result.add_value(value - known[moving[0][1]])
+        ids[node] = result.apply(Add(), (*inputs, change), value, node.name)
+        return []
+    primitive = segment(unseen, tuple(edge for edge, _ in moving))
+    ids[node] = result.apply(primitive, inputs, value, node.name)
+    return [primitive.name]
 
 
 @cache

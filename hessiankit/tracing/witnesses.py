@@ -76,6 +76,12 @@ def asymmetry(first: Sequence[Tensor], second: Sequence[Tensor], to_first: Covec
     return _sums_apart(left, right)
 
 
+def batch_difference(batch: Covectors, alone: Covectors) -> float:
+    """Return how far a batch, of twice a vector and the vector, is from what the vector gave alone."""
+    rows = [tuple(None if c is None else c[k] / (2 - k) for c in batch) for k in (0, 1)]
+    return max(difference(row, alone) for row in rows)
+
+
 def central_differences(
     function: Callable[[tuple[Tensor, ...]], Covectors], inputs: Inputs, tangents: Sequence[Tensor]
 ) -> tuple[Covectors, float]:
