@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from hessiankit.arguments import checked
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
 from hessiankit.curvature import hessian
 from hessiankit.errors import InputError
+from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.request.batches import batches
 from hessiankit.request.calling import Loss
 from hessiankit.request.selection import Params, select
@@ -22,11 +23,13 @@ from hessiankit.untouched import random_kept
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
 from hessiankit.verify.exact import check_exact_blocks
 from hessiankit.verify.formulas import formula_errors
-from hessiankit.verify.health import examine, rounding_noise
+from hessiankit.verify.groups import directions, roles
+from hessiankit.verify.health import Health, examine, rounding_noise
 from hessiankit.verify.identities import examine_identities
 from hessiankit.verify.in_place import converted, kept
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem, cast
+from hessiankit.verify.products import Products
 from hessiankit.verify.references import run_references
 from hessiankit.verify.route_table import Choice, choose
 from hessiankit.verify.rows import Comparison, closed_form
@@ -39,6 +42,12 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 0.03, tor
 """Relative to the largest entry of a block pair; float32 and bfloat16 lose digits in sums over tokens and samples."""
 WHOLE = 400
 """Up to this many parameters every entry is compared; beyond it, generic directions on every parameter."""
+PRODUCTS = 5000
+"""Beyond this many parameters no matrix is formed: products are compared, along generic directions on groups of parameters."""
+MATRIX = 20000
+"""The same where ``directions`` are asked for."""
+MULTIPLYING = ("reverse-over-reverse", "jvp(grad)", "central-differences")
+"""The references that make products without flat vectors, for large modules."""
 
 
 @checked("check")
@@ -80,7 +89,9 @@ def check(
         dtype: The dtype of the check: the module's own tensors are converted where they lie and put back bit for bit, inputs
             are cast; None keeps the module's own.
         directions: Directions a parameter to compare along; by default every entry is compared up to 400 parameters
-            and 4 directions a parameter beyond; 0 for every entry at any size.
+            and 4 directions a parameter beyond; 0 for every entry at any size. Beyond 5,000 parameters (20,000 where
+            ``directions`` is given) no matrix is formed: products of ``hessian_operator`` are compared along that many
+            directions (1) on each group of parameters of the same role, and along one on all parameters.
         formulas: Whether to compare the vec_r formulas as well (hessiankit's post-norm blocks only).
         exact: Whether to check the vec_r formulas of every :class:`TransformerBlock` in the module in exact arithmetic too, at
             the smallest sizes of its structure (:func:`hessiankit.verify.check_exact_blocks`): it takes seconds.
@@ -132,6 +143,10 @@ class _Asked:
     def report(self, inputs: Any, target: Any) -> CheckReport:
         """Compute the closed form and the references, and compare them."""
         start, module, tell = time.perf_counter(), self.module, self.progress
+        chosen = select("check", module, self.params)
+        size = sum(p.numel() for p in chosen.values())
+        if size > (PRODUCTS if self.directions is None else MATRIX) and self.directions != 0:
+            return self._by_products(inputs, target, list(chosen), start)
         told = None if tell is None else lambda done, total: tell("closed form", done, total)
         found = hessian(module, inputs, target, loss=self.loss, params=self.params, progress=told)
         values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in found.slices}
@@ -149,8 +164,7 @@ class _Asked:
         results = run_references(problem, V, choice.names, probes=few, progress=tell)
         noise = rounding_noise(results, problem, precision, {"closed form": closed_form})
         health = examine(results, problem, probes=probes, noise=noise)
-        differ = "central-differences" in health and not health["central-differences"].healthy
-        stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and differ else ""
+        stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and not health_of_differences(health) else ""
         compare = Comparison(problem, found, results, health, probes, precision, noise, tolerance)
         rows = [*compare.pairs()]
         others, remarks = compare.same_call(self.seed)
@@ -178,6 +192,52 @@ class _Asked:
             identities,
             in_fractions,
         )
+
+    def _by_products(self, inputs: Any, target: Any, names: list[str], start: float) -> CheckReport:
+        """Compare products, where P x P is too large."""
+        module = self.module
+
+        def make_operator() -> HessianOperator:
+            return hessian_operator(module, inputs, target, loss=self.loss, params=names, block_size=1)
+
+        operator = make_operator()
+        values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in operator.slices}
+        problem = Problem(module, inputs, target, self.loss, values)
+        seen = traits(problem)
+        tolerance = self.rtol if self.rtol is not None else TOLERANCE.get(seen.precision, 1e-10)
+        groups, per_group = roles(values), self.directions or 1
+        found = Products(
+            problem,
+            operator,
+            tuple(self.against or MULTIPLYING),
+            groups,
+            directions(groups, per_group, self.seed),
+            tolerance,
+            seen.precision,
+            make_operator,
+            self.progress,
+        )
+        found.run()
+        health = found.health()
+        rows = (*found.rows(health), *found.same_call())
+        stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and not health_of_differences(health) else ""
+        none = f"curvature_diagonal, dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
+        return CheckReport(
+            rows,
+            tuple(health.values()),
+            operator,
+            tolerance,
+            f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all",
+            time.perf_counter() - start,
+            {},
+            tuple(remark for remark in (seen.padding, stopped, none) if remark),
+            f"{seen.lowered_by} computes in {seen.precision}" if self.rtol is None and seen.lowered_by else "",
+        )
+
+
+def health_of_differences(health: Mapping[str, Health]) -> bool:
+    """Tell whether central differences are healthy, or were not asked for."""
+    return "central-differences" not in health or health["central-differences"].healthy
 
 
 def _choice(against: Iterable[str] | None, problem: Problem) -> Choice:

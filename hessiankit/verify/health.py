@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -259,15 +259,31 @@ def _judge(blocks: Blocks, tolerance: float, difference: Tensor, scales: Tensor,
 def _consensus(witnesses: list[_Case]) -> list[_Case]:
     """Return the agreeing witnesses of the most independent groups; none where fewer than two groups or a tie."""
     agree = {frozenset((a.name, b.name)) for a, b in combinations(witnesses, 2) if a.compare(b)[1]}
-    best: list[tuple[int, int, tuple[_Case, ...]]] = []
-    for size in range(2, len(witnesses) + 1):
-        for members in combinations(witnesses, size):
-            groups = len({_WITNESS.get(case.group, case.group) for case in members})
-            if groups >= 2 and all(frozenset((a.name, b.name)) in agree for a, b in combinations(members, 2)):
-                best.append((groups, size, members))
+    chosen = agreeing({case.name: case.group for case in witnesses}, agree)
+    return [case for case in witnesses if case.name in chosen]
+
+
+def agreeing(groups: Mapping[str, str], agree: Collection[frozenset[str]]) -> tuple[str, ...]:
+    """Return the names that agree with each other and come from the most independent groups, at least two.
+
+    Args:
+        groups: Name -> independent group.
+        agree: The pairs of names that agree.
+
+    >>> agreeing({"a": "reverse", "b": "differences", "c": "reverse"}, {frozenset("ab"), frozenset("bc")})
+    ()
+    >>> agreeing({"a": "reverse", "b": "differences", "c": "reverse"}, {frozenset("ab")})
+    ('a', 'b')
+    """
+    best: list[tuple[int, int, tuple[str, ...]]] = []
+    for size in range(2, len(groups) + 1):
+        for members in combinations(groups, size):
+            count = len({_WITNESS.get(groups[name], groups[name]) for name in members})
+            if count >= 2 and all(frozenset(pair) in agree for pair in combinations(members, 2)):
+                best.append((count, size, members))
     if not best:
-        return []
-    most = max(groups for groups, _, _ in best)
-    widest = max(size for groups, size, _ in best if groups == most)
-    top = [members for groups, size, members in best if (groups, size) == (most, widest)]
-    return list(top[0]) if len(top) == 1 else []
+        return ()
+    most = max(count for count, _, _ in best)
+    widest = max(size for count, size, _ in best if count == most)
+    top = [members for count, size, members in best if (count, size) == (most, widest)]
+    return top[0] if len(top) == 1 else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -119,6 +120,14 @@ class Reference(ABC):
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
         return Outcome(value.detach(), error, time.perf_counter() - start, note)
+
+    def along(self, problem: Problem) -> AbstractContextManager[Product]:
+        """Return products along one direction after the other, by parameter and without a flat vector; for large modules.
+
+        Raises:
+            Unsupported: The route has none.
+        """
+        raise Unsupported(self.name, "it has no products by parameter, which a module of this size needs")
 
     def products(self, problem: Problem, V: Tensor, *, chunk: int | None = None, progress: Progress | None = None) -> Tensor:
         """Return H v for every row v of ``V``: (k, P) -> (k, P)."""
