@@ -217,7 +217,7 @@ def failures() -> Iterator[tuple[str, str]]:
 def seen() -> bool:
     """Tell whether some check fails, and print which."""
     for name, why in failures():
-        print(f"FAILED check-of-{name.replace(' ', '-')} {why}")
+        print(f"FAILED {name} - {why}")
         return True
     return False
 

@@ -102,7 +102,7 @@ def measured(mutants: Sequence[Mutant], options: argparse.Namespace) -> Iterator
     if not open_:
         return
     free: SimpleQueue[Workshop] = SimpleQueue()
-    with contextlib.ExitStack() as stack, LineFile(options.out) as file:
+    with LineFile(options.out) as file, ThreadPoolExecutor(options.jobs) as pool, contextlib.ExitStack() as stack:
         for _ in range(min(options.jobs, len(open_))):
             free.put(stack.enter_context(Workshop(ROOT, options.limit_seconds, check=options.by == "check")))
         lock = threading.Lock()
@@ -118,11 +118,10 @@ def measured(mutants: Sequence[Mutant], options: argparse.Namespace) -> Iterator
                 file.write(json.dumps(record))
             return mutant, verdict
 
-        pool = stack.enter_context(ThreadPoolExecutor(options.jobs))
         try:
             yield from pool.map(one, open_)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        finally:  # interrupted: the end of the workshops ends the runs that the pool waits for
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def report(found: Sequence[tuple[Mutant, Verdict]]) -> str:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +20,7 @@ from hessiankit.errors import InputError
 KILLED, SURVIVED, UNDECIDED = "killed", "survived", "undecided"
 STALE, UNTESTED = "no longer applies", "tests fail without it"
 COPIED = ("derivations", "hessiankit", "tests", "benchmarks", "figures", "docs", "notebooks", ".ci")
-_FIRST = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FIRST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Workshop:
             env=environment,
         )
         self._stamp = 0
-        self._healthy: dict[tuple[Any, ...], str] = {}
+        self._healthy: dict[tuple[Any, ...], bool] = {}
 
     def __enter__(self) -> Workshop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        self._process.terminate()  # which ends the run that it has under way
         self._process.wait()
         self._folder.cleanup()
 
@@ -92,19 +92,23 @@ class Workshop:
         gone = [test for test in mutant.tests if not self.check and not (self.tree / test.partition("::")[0]).exists()]
         if gone:
             return Verdict(STALE, f"no test {gone[0]}")
-        asked = (self.check or mutant.tests, mutant.environment)
-        if asked not in self._healthy:
-            code, _, by = self._ask(mutant)
-            self._healthy[asked] = "" if code == 0 else by or "out of time"
-        if self._healthy[asked]:
-            return Verdict(UNTESTED, self._healthy[asked])
         try:
             self._write(path, changed)
             code, seconds, by = self._ask(mutant)
         finally:
             self._write(path, before)
         state = {None: UNDECIDED, 0: SURVIVED}.get(code, KILLED)
+        if state == KILLED and not self._passes_without(mutant, by):
+            state = UNTESTED
         return Verdict(state, by, seconds)
+
+    def _passes_without(self, mutant: Mutant, failed: str) -> bool:
+        """Tell whether the test that a mutant failed passes in the tree as it is; where it is not known by name, all of them."""
+        asked = self.check or (failed,) if "::" in failed else mutant.tests
+        if (asked, mutant.environment) not in self._healthy:
+            one = replace(mutant, tests=(failed,)) if "::" in failed else mutant
+            self._healthy[asked, mutant.environment] = self._ask(one)[0] == 0
+        return self._healthy[asked, mutant.environment]
 
     def _write(self, path: Path, text: str) -> None:
         """Write a file with a time of its own: Python recognises what it compiled before by time and size."""

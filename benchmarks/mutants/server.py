@@ -27,6 +27,7 @@ POLL = 0.02
 def child(request: dict[str, Any]) -> int:
     """Run in the child; return its exit code."""
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -41,8 +42,24 @@ def child(request: dict[str, Any]) -> int:
     return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *request["tests"]]))
 
 
+def end(pid: int) -> None:
+    """Kill a child and the processes that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def serve() -> None:
     """Answer requests until the input ends."""
+    running: list[int] = []
+
+    def stop(*_: object) -> None:
+        for pid in running:
+            end(pid)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
     for line in sys.stdin:
         request, start = json.loads(line), time.monotonic()
         pid = os.fork()
@@ -58,6 +75,7 @@ def serve() -> None:
                     sys.stderr.flush()
                 os._exit(code)
         code = None
+        running.append(pid)
         while time.monotonic() - start < request["limit"]:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -65,11 +83,9 @@ def serve() -> None:
                 break
             time.sleep(POLL)
         else:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            end(pid)
             os.waitpid(pid, 0)
+        running.clear()
         print(json.dumps({"code": code, "seconds": round(time.monotonic() - start, 2)}), flush=True)
 
 
