@@ -142,6 +142,8 @@ def test_certificate_of_blocks():
     for (i, j), interval in found.pairs.items():
         assert float(exact_norm(H[slices[i], slices[j]])) in interval
     assert min(value for value in found.bounds.values() if value is not None) == found.whole.upper
+    norms = torch.tensor([[found.pairs[i, j].upper for j in slices] for i in slices], dtype=torch.float64)
+    assert found.bounds["norm matrix"] == pytest.approx(float(torch.linalg.eigvalsh(norms)[-1]), rel=1e-9)
 
 
 def test_zero_matrix():
