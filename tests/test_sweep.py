@@ -133,9 +133,10 @@ def test_fewer_parameters_than_entries_of_tokens_that_mix(name):
         assert_exact(Formula(lambda s, x: torch.tanh(mixed(FEW[name](s, x))), **weights), draw(*shape))
 
 
-def test_the_outer_part_leaves_out_what_bends_before_the_output():
-    """J^T L'' J, with J by central differences of the module's own output."""
-    module, x, target = Formula(lambda s, x: torch.tanh(x @ s.W) @ s.V, W=(3, 4), V=(4, 2)), draw(5, 3), draw(5, 2, seed=7)
+@pytest.mark.parametrize("last", [lambda y: y, torch.tanh], ids=["linear", "tanh"])
+def test_the_outer_part_leaves_out_what_bends_before_the_output(last):
+    """J^T L'' J, with J by central differences of the module's own output; its last operation belongs to what comes before."""
+    module, x, target = Formula(lambda s, x: last(torch.tanh(x @ s.W) @ s.V), W=(3, 4), V=(4, 2)), draw(5, 3), draw(5, 2, seed=7)
     found = hk.hessian(module, x, target)
     flat = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
     columns, h = [], 1e-4
