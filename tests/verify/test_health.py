@@ -172,6 +172,29 @@ def test_the_form_under_test_never_judges():
     assert "not confirmed" in alone["reverse-over-reverse"].reason
 
 
+def test_references_that_are_not_symmetric_do_not_judge():
+    """Two groups with one asymmetric error between them agree, and still confirm nothing and accuse nobody."""
+    problem = linear_norm(HandWrittenNorm)
+    matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
+    crooked = matrix.clone()
+    crooked[problem.slices["1.weight"], problem.slices["0.weight"]] *= 1.5
+    health = examine({"central-differences": crooked, "jvp(grad)": crooked, "reverse-over-reverse": matrix}, problem)
+    assert not any(report.healthy for report in health.values())
+    assert "not confirmed" in health["reverse-over-reverse"].reason
+    assert "not symmetric" in health["jvp(grad)"].reason
+
+
+def test_a_reference_that_resolves_nothing_confirms_nothing():
+    """Within an error of a tenth it agrees with every other route, right or wrong."""
+    problem = linear_norm(HandWrittenNorm)
+    matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
+    coarse = Outcome(1.05 * matrix, 0.1 * matrix.abs(), 0.0)
+    health = examine({"central-differences": coarse, "reverse-over-reverse": matrix}, problem)
+    assert not any(report.healthy for report in health.values())
+    assert "resolves some block to 9.5e-02 only" in health["central-differences"].reason
+    assert "not confirmed" in health["reverse-over-reverse"].reason
+
+
 def test_two_members_of_one_group_do_not_confirm_each_other():
     problem = linear_norm(HandWrittenNorm)
     matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
