@@ -70,13 +70,26 @@ class Edges:
         return edge, self._seen.get(edge) or self._leaf(edge)
 
     def boundary(self, start: Edge) -> tuple[dict[Edge, Node], tuple[str, ...]]:
-        """Return the edges of values that were seen behind an edge, with their nodes, and the functions passed on the way."""
+        """Return the edges of values that were seen behind an edge, with their nodes, and the functions passed on the way.
+
+        None of these values is made of another one of them: autograd would count a way through both twice.
+        """
+        through: set[Edge] = set()  # edges of values that were seen, and that others are behind
+        while True:
+            found, names = self._reached(start, through)
+            ends = {edge[0] for edge in found}
+            more = {edge for edge in found if not _is_leaf(edge[0]) and _leads_to(edge[0], ends)}
+            if not more:
+                return found, names
+            through |= more
+
+    def _reached(self, start: Edge, through: Collection[Edge]) -> tuple[dict[Edge, Node], tuple[str, ...]]:
         found: dict[Edge, Node] = {}
         passed = {start[0]: None}
         waiting = [start[0]]
         while waiting:
             for edge in waiting.pop().next_functions:
-                seen = None if edge[0] is None else self._seen.get(edge) or self._leaf(edge)
+                seen = None if edge[0] is None or edge in through else self._seen.get(edge) or self._leaf(edge)
                 if seen is not None:
                     found[edge] = seen.node
                 elif edge[0] is not None and not _is_leaf(edge[0]) and edge[0] not in passed:
@@ -102,6 +115,19 @@ class Edges:
         leaf = edge[0].variable if _is_leaf(edge[0]) else None
         node = None if leaf is None else self._nodes.get(id(leaf))
         return None if leaf is None or node is None else _Seen(node, place(leaf))
+
+
+def _leads_to(function: Any, ends: Collection[Any]) -> bool:
+    """Tell whether one of some functions lies behind another function in autograd's graph."""
+    passed, waiting = {function}, [function]
+    while waiting:
+        for behind, _ in waiting.pop().next_functions:
+            if behind in ends and behind is not function:
+                return True
+            if behind is not None and behind not in passed:
+                passed.add(behind)
+                waiting.append(behind)
+    return False
 
 
 def memory(x: Tensor) -> int:

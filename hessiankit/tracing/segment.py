@@ -8,7 +8,7 @@ whole by :func:`verify_segments` against central differences of the module's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,8 +24,6 @@ from hessiankit.tracing.witnesses import (
     adjoint_difference,
     asymmetry,
     batch_difference,
-    central_differences,
-    difference,
     generic,
     rounding,
     tangents_of,
