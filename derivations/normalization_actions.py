@@ -33,7 +33,8 @@ class _Normalize(ByLinearising):
     centred: bool
 
     @abstractmethod
-    def _eps(self, X: Tensor) -> float: ...
+    def eps_at(self, X: Tensor) -> float:
+        """Return eps, which may depend on the type of X."""
 
     def value(self, *inputs: Tensor) -> Tensor:
         x, _ = self._rows(inputs)
@@ -62,7 +63,7 @@ class _Normalize(ByLinearising):
                 )
         m = X.reshape(-1, shape.numel())
         m = m - m.mean(-1, keepdim=True) if self.centred else m
-        r = (m.square().mean(-1, keepdim=True) + self._eps(X)).rsqrt()
+        r = (m.square().mean(-1, keepdim=True) + self.eps_at(X)).rsqrt()
         return m * r, r
 
 
@@ -84,7 +85,7 @@ class LayerNorm(_Normalize):
     eps: float = 1e-5
     centred = True
 
-    def _eps(self, X: Tensor) -> float:
+    def eps_at(self, X: Tensor) -> float:
         return self.eps
 
 
@@ -92,7 +93,8 @@ class LayerNorm(_Normalize):
 class RMSNorm(_Normalize):
     """RMSNorm over the last ``dims`` axes, as ``torch.nn.functional.rms_norm``; inputs (X, gamma).
 
-    gamma has the shape of those axes and may be None or left out; ``eps=None`` is the machine epsilon of X, as in torch.
+    gamma has the shape of those axes and may be None or left out; ``eps=None`` is the machine epsilon of X,
+    or of float32 where X has fewer digits, as in torch.
 
     >>> RMSNorm(eps=0.0).value(torch.tensor([[2.0, 0.0, 0.0, 0.0]])).tolist()
     [[2.0, 0.0, 0.0, 0.0]]
@@ -102,5 +104,5 @@ class RMSNorm(_Normalize):
     eps: float | None = None
     centred = False
 
-    def _eps(self, X: Tensor) -> float:
-        return torch.finfo(X.dtype).eps if self.eps is None else self.eps
+    def eps_at(self, X: Tensor) -> float:
+        return torch.finfo(torch.promote_types(X.dtype, torch.float32)).eps if self.eps is None else self.eps

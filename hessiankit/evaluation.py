@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -129,17 +129,18 @@ class Evaluation:
         """Return a part of a block by products with the unit vectors of its columns."""
         start = time.perf_counter()
         tasks = self._only(i, j)
-        first, slices, size = tasks[0].parameters[i], tasks[0].slices, tasks[0].size
+        slices, size = tasks[0].slices, tasks[0].size
         at = torch.arange(slices[j].start, slices[j].stop) if columns is None else columns + slices[j].start
         keep = torch.arange(slices[i].start, slices[i].stop) if rows is None else rows + slices[i].start
-        at, keep = at.to(first.device), keep.to(first.device)
-        total = first.new_zeros(width, keep.numel())
+        dtype, device = tasks[0].dtype, tasks[0].device
+        at, keep = at.to(device), keep.to(device)
+        total = torch.zeros(width, keep.numel(), dtype=dtype, device=device)
         with torch.no_grad():
             for task, share in zip(tasks, self.shares, strict=True):
                 batch = linearise(task, gauss_newton=False)
                 step = max(1, WORKSPACE // batch.bytes_per_vector)
                 for positions, out in zip(at.split(step), total.split(step), strict=True):
-                    units = first.new_zeros(positions.numel(), size)
+                    units = total.new_zeros(positions.numel(), size)
                     units[torch.arange(positions.numel(), device=units.device), positions] = 1.0
                     out.add_(batch.product(units)[:, keep], alpha=share)
                 self.fallbacks = tuple(dict.fromkeys(self.fallbacks + batch.trace.fallbacks))
@@ -165,11 +166,11 @@ class Evaluation:
 
     def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool) -> Tensor:
         start = time.perf_counter()
-        first = next(iter(tasks[0].parameters.values()))
-        check_matrix(self.who, tasks[0].size, first.dtype, first.device)
-        look = self._look(tasks[0].slices, first)
+        first = tasks[0]
+        check_matrix(self.who, first.size, first.dtype, first.device)
+        look = self._look(first)
         samples, done = sum(task.batch for task in tasks), 0
-        matrix = Matrix(tasks[0].slices, first.dtype, first.device)
+        matrix = Matrix(first.slices, first.dtype, first.device)
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
         for task, share in zip(tasks, self.shares, strict=True):
@@ -200,11 +201,10 @@ class Evaluation:
                 raise
         return own_value(task), ()
 
-    def _look(self, slices: Mapping[str, slice], first: Tensor) -> Look:
+    def _look(self, first: Task) -> Look:
         """Return a check, once for each size of chunk, that its derivatives fit; small ones are let through."""
         seen: set[Any] = set()
-        size = max((rows.stop for rows in slices.values()), default=0)
-        matrix = size * size * first.dtype.itemsize
+        matrix = first.size * first.size * first.dtype.itemsize
 
         def look(traced: LossTrace) -> None:
             values = traced.trace.values
@@ -218,7 +218,7 @@ class Evaluation:
             seen.add(key)
             left = 0 if len(seen) > 1 else matrix  # what has been touched is no longer free
             try:
-                need = measure(traced, slices, first.dtype).peak_bytes
+                need = measure(traced, first.slices, first.dtype).peak_bytes
             except (RuntimeError, NotImplementedError, TypeError):  # an operation whose shapes depend on its entries
                 return
             check_workspace(self.who, need, left, first.device)

@@ -216,7 +216,7 @@ def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> P
     Raises:
         OutOfMemoryError: A panel and the work space do not fit.
     """
-    first = next(iter(tasks[0].parameters.values()))
+    first = tasks[0]
     plan = make_plan(tasks, batch_size, limit or PANEL)
     if limit is None and len(plan.panels.parts) > 1 and plan.kept < len(plan.chunks):
         room = (available_memory(first.device) - plan.workspace) // 2

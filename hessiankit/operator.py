@@ -35,7 +35,8 @@ class HessianOperator(LinearOperator):
 
     Attributes:
         shape: (P, P).
-        dtype: The dtype as NumPy spells it, which SciPy needs (float32 for bfloat16); ``torch_dtype`` is torch's.
+        dtype: The dtype as NumPy spells it, which SciPy needs; ``torch_dtype`` is torch's. A half-precision module has
+            products in float32.
         device: Where the products are computed.
         names: Parameter names, in the order of the entries of a vector.
         slices: Entries of each parameter.
@@ -51,10 +52,8 @@ class HessianOperator(LinearOperator):
     def __init__(
         self, task: Task, batches: list[Linearisation | Constant], weights: list[float], kind: str, block_size: int | None
     ) -> None:
-        first = next(iter(task.parameters.values()))
-        self.torch_dtype, self.device = first.dtype, first.device
-        self._host_dtype = torch.float32 if first.dtype == torch.bfloat16 else first.dtype
-        super().__init__(torch.empty(0, dtype=self._host_dtype).numpy().dtype, (task.size, task.size))
+        self.torch_dtype, self.device = task.dtype, task.device
+        super().__init__(torch.empty(0, dtype=self.torch_dtype).numpy().dtype, (task.size, task.size))
         self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
         self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
         self._batches, self._weights, self.handshake = batches, weights, task.reference is not None
@@ -128,7 +127,7 @@ class HessianOperator(LinearOperator):
         if not np.can_cast(x.dtype, self.dtype):
             raise InputError(f"HessianOperator: the array is {x.dtype}, which {self.dtype} cannot hold; convert it")
         vectors = torch.from_numpy(np.array(x, dtype=self.dtype, order="C")).to(self.device, self.torch_dtype)
-        result: np.ndarray[Any, Any] = self._product(vectors).to("cpu", self._host_dtype).numpy()
+        result: np.ndarray[Any, Any] = self._product(vectors).cpu().numpy()
         return result
 
     def _matvec(self, x: Any) -> Any:
@@ -149,8 +148,8 @@ class HessianOperator(LinearOperator):
         (u, v), (Hu, Hv) = draws, found
         scale = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2
         error = float((u @ Hv - v @ Hu).abs()) / scale if scale else 0.0
-        values = [x for b in self._batches for x in b.trace.values if x.is_floating_point()]
-        allowed = max((torch.finfo(x.dtype).eps for x in values), default=torch.finfo(self.torch_dtype).eps) ** 0.5
+        kinds = {self.torch_dtype} | {x.dtype for b in self._batches for x in b.trace.values if x.is_floating_point()}
+        allowed = max(torch.finfo(kind).eps for kind in kinds) ** 0.5
         if not bool(torch.isfinite(found).all()):
             place = next((phrase for b in self._batches if (phrase := origin(b.trace))), None)
             named = f": the operation {place}" if place else ""

@@ -242,10 +242,6 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "with a detached reader": (read_without_gradient, r"aten\.add_\.Tensor writes into memory"),
     "through a detached view": (written_without_gradient, r"aten\.fill_\.Scalar writes into memory"),
     "an input": (changed_input, r"aten\.add_\.Tensor writes into an input, a parameter or a buffer"),
-    "promoted": (
-        lambda s, x: (x @ s.W).float().add_(x).double(),
-        r"writes into a tensor of torch\.float32 what is torch\.float64",
-    ),
 }
 
 

@@ -225,6 +225,27 @@ def test_exact_hessian_is_the_second_derivative_with_the_data_labels(case):
     assert found.tensors["final_norm.weight"].value == pytest.approx(sum(diagonal) / len(diagonal), rel=1e-10)
 
 
+def test_scale_free_sharpness_weighs_every_entry_of_a_tensor_by_its_mean_square(case):
+    """By type, sum over tensors of Tr H_t ||theta_t||^2 / # of t, over the entries of all: traces by autograd alone."""
+    model, x, y = case
+    found = exact_sharpness(model, x, y, kind="hessian")
+    loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    named = dict(model.named_parameters())
+    norms = [name for name, kind in found_types(model).items() if kind == "Norm"]
+    assert len({named[name].square().mean().item() for name in norms}) > 1
+    total = 0.0
+    for name in norms:
+        p = named[name]
+        (g,) = torch.autograd.grad(loss, p, create_graph=True)
+        trace = sum(float(torch.autograd.grad(g[i], p, retain_graph=True)[0][i]) for i in range(len(g)))
+        total += trace * float(p.detach().square().sum()) / p.numel()
+    assert found.scale_free["Norm"].value == pytest.approx(total / sum(named[name].numel() for name in norms), rel=1e-10)
+
+
+def found_types(model):
+    return {part.parameter: part.type for part in model_parts(model)}
+
+
 def test_report_is_a_function_of_the_replicates():
     model, x, y = tiny(), tokens(4, 3), tokens(4, 3, seed=2)
     found = replicates(model, x, y, draws=4)

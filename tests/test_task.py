@@ -50,7 +50,7 @@ def frozen() -> hk.TransformerBlock:
 
 
 BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "wrong feature size": (lambda: hk.hessian(block(), data(2, 3, 5), data()), r"does not accept inputs of shape \(2, 3, 5\)"),
+    "wrong feature size": (lambda: hk.hessian(block(), data(2, 3, 5), data()), r"called on inputs of shape \(2, 3, 5\), raised RuntimeError"),
     "NaN in the input": (lambda: hk.hessian(block(), with_nan(data()), data()), r"NaN or infinity, first at index \(1, 2, 0\)"),
     "NaN in the target": (lambda: hk.hessian(block(), data(), with_nan(data())), "target contains NaN"),
     "NaN in a weight": (lambda: hk.hessian(spoiled("attention.W_Q", float("nan")), data(), data()), r"'attention.W_Q' contains NaN"),
@@ -66,7 +66,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "target missing": (lambda: hk.hessian(block(), data()), "needs a target"),
     "two devices": (lambda: hk.hessian(on_two_devices(), data(), data()), "several devices: .* on cpu, 'norm_2.weight' on meta"),
     "meta parameters": (lambda: hk.hessian(block().to("meta"), data(), data()), "no values"),
-    "two dtypes": (lambda: hk.hessian(of_two_dtypes(), data(), data()), "several dtypes"),
+    "two dtypes": (lambda: hk.derive(of_two_dtypes(), wrt="W_Q"), "several dtypes"),
     "no parameters": (lambda: hk.hessian(frozen(), data(), data()), "no parameters that require grad"),
     "unknown loss": (lambda: hk.hessian(block(), data(), data(), loss="hinge"), "loss='hinge' is not known"),
     "unknown parameter": (lambda: hk.hessian(block(), data(), data(), params=["W"]), r"params names \['W'\]"),

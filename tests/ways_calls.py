@@ -24,15 +24,6 @@ def _autocast_inside() -> nn.Module:
     return Net(f)
 
 
-@refused("autocast in forward, on a part in float32", CAST)
-def _autocast_low() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return F.linear(m.l(x).tanh().float(), m.l.weight.float()).double() * m.v
-
-    return Net(f)
-
-
 @way("the call under autocast, in float64", refused=CAST)
 def _autocast_outside() -> Case:
     return case(Net(), around=partial(torch.autocast, "cpu", torch.bfloat16))

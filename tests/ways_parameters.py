@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from ways import Case, Net, case, draw, generic, mse, way
+from ways import Case, Net, case, draw, generic, mse, refused, way
 
 GLOBAL: dict[str, Tensor] = {}
 
@@ -217,7 +217,6 @@ BRANCHES: dict[str, Callable[[Any], bool]] = {
     "w is another name's": lambda m: m.again[0] is m.v,
     "id(w) in a dict": lambda m: id(m.v) in m.known,
     "w among self.parameters()": lambda m: any(p is m.v for p in m.parameters()),
-    "w.data_ptr()": lambda m: m.v.data_ptr() == m.address,
     "torch.is_grad_enabled()": lambda m: torch.is_grad_enabled(),
     "not torch.compiler.is_compiling()": lambda m: not torch.compiler.is_compiling(),
     "the sign of a value": lambda m: bool(m.l.weight.sum() > -100),
@@ -226,12 +225,19 @@ BRANCHES: dict[str, Callable[[Any], bool]] = {
 
 def _branch(condition: Callable[[Any], bool]) -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * (m.v.exp() if condition(m) else m.v.square()))
-    net.again, net.known, net.address = [net.v], {id(net.v): "v"}, net.v.data_ptr()
+    net.again, net.known = [net.v], {id(net.v): "v"}
     return net
 
 
 for _name, _condition in BRANCHES.items():
     way(f"a branch on {_name}")(partial(_branch, _condition))
+
+
+@refused("a branch on where a parameter lies in memory", "two calls .* differ|two calls .* different losses")
+def _address() -> nn.Module:
+    net = Net(lambda m, x: m.l(x).tanh() * (m.v.exp() if m.v.data_ptr() == m.address else m.v.square()))
+    net.address = net.v.data_ptr()
+    return net
 
 
 @way("dtype of next(self.parameters())")

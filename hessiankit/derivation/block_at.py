@@ -152,8 +152,8 @@ class BlockAt:
 
 
 def _eps(part: nn.Module, X: Array) -> Any:
-    """Return a norm's eps; RMSNorm takes the rounding unit of its input where none is given."""
+    """Return a norm's eps; RMSNorm takes the rounding unit of its input, or of float32, where none is given."""
     eps = getattr(part, "eps", None)
     if eps is None:
-        return 0 if is_exact(X) else torch.finfo(X.dtype).eps
+        return 0 if is_exact(X) else torch.finfo(torch.promote_types(X.dtype, torch.float32)).eps
     return Fraction(repr(eps)) if is_exact(X) else eps

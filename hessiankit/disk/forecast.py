@@ -109,7 +109,7 @@ def forecast(tasks: Sequence[Task], batch_size: int | None, out: str | os.PathLi
         batch_size: Samples treated at once, or None.
         out: Where the matrix shall be written, or None.
     """
-    first = next(iter(tasks[0].parameters.values()))
+    first = tasks[0]
     plan = make_plan(tasks, batch_size, None if out is None else PANEL)
     size, itemsize = tasks[0].size, first.dtype.itemsize
     matrix = size * size * itemsize

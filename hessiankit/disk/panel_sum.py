@@ -62,7 +62,7 @@ class PanelSum:
         Raises:
             InputError: An entry is not finite.
         """
-        first = next(iter(self.tasks[0].parameters.values()))
+        first = self.tasks[0]
         panel, done = Panel(self.slices, *self.parts[n], first.dtype, first.device), n * self.samples
         for k, chunk in enumerate(self.chunks):
             self._add(panel, k, chunk)

@@ -110,7 +110,7 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) 
         batch_size: Samples treated at once, or None.
         limit: Bytes of a panel, or None for the whole matrix at once.
     """
-    first = next(iter(tasks[0].parameters.values()))
+    first = tasks[0]
     sizes, slices = [p.numel() for p in tasks[0].parameters.values()], tasks[0].slices
     cut = (
         panels(sizes, first.dtype.itemsize, limit) if limit is not None else Panels(((range(len(sizes)), range(len(sizes))),), 0)

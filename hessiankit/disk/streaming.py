@@ -63,8 +63,7 @@ class Writer:
         self.who, self.tasks, self.shares, self.batch_size = who, tuple(tasks), tuple(shares), batch_size
         self.progress, self.overwrite = progress, overwrite
         self.size = tasks[0].size
-        first = next(iter(tasks[0].parameters.values()))
-        self.dtype, self.device = first.dtype, first.device
+        self.dtype, self.device = tasks[0].dtype, tasks[0].device
         self.file = MatrixFile(who, out, self.size, self.dtype)
 
     def write(self) -> Written:

@@ -98,5 +98,5 @@ def next_step(samples: int, peak_bytes: int) -> int:
 def _guess(task: Task) -> float:
     """Bytes of the derivatives of all samples, if the module is a transformer block: its width is about sqrt(P / 12)."""
     tensors = [x for x in torch.utils._pytree.tree_leaves((task.inputs, task.target)) if isinstance(x, Tensor)]
-    width, itemsize = math.sqrt(task.size), next(iter(task.parameters.values())).dtype.itemsize
+    width, itemsize = math.sqrt(task.size), task.dtype.itemsize
     return 16 * itemsize * width * sum(x.numel() * (1 if x.is_floating_point() else width / 4) for x in tensors)

@@ -261,7 +261,7 @@ def compose(before: Tensor, lower: int, after: Tensor, level: int) -> Tensor:
     """Chain the tangent of a source's value (S0, *its shape), at ``lower``, with tangents by that source (S, *shape)."""
     assert lower <= level
     inner = by_row(after, level)  # (R, S, f)
-    outer = before.to(after.dtype).reshape(before.shape[0], inner.shape[0], inner.shape[1]).transpose(0, 1)  # (R, S0, S)
+    outer = before.reshape(before.shape[0], inner.shape[0], inner.shape[1]).transpose(0, 1)  # (R, S0, S)
     return (outer @ inner).transpose(0, 1).reshape(before.shape[0], *after.shape[1:])
 
 

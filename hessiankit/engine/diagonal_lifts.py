@@ -67,7 +67,7 @@ def along(u: Lift, v: Lift, D: Tensor) -> Tensor:
     assert isinstance(u, Kronecker)
     assert isinstance(v, Kronecker)
     if m == m_v == 1:
-        found = (u.weights * v.weights).T.to(D.dtype) @ D.reshape(groups, p)  # (i, p)
+        found = (u.weights * v.weights).T @ D.reshape(groups, p)  # (i, p)
     else:
         found = _over_pairs(u, v, D)
     return (found.T if u.turned else found).reshape(-1)
@@ -76,8 +76,8 @@ def along(u: Lift, v: Lift, D: Tensor) -> Tensor:
 def _over_pairs(u: Kronecker, v: Kronecker, D: Tensor) -> Tensor:
     """Sum over pairs of rows of a group, some columns at a time: (i, p)."""
     groups, m, m_v, _ = D.shape
-    a = u.weights.reshape(groups, 1, m, -1).to(D.dtype)
-    b = v.weights.reshape(groups, 1, m_v, -1).to(D.dtype)
+    a = u.weights.reshape(groups, 1, m, -1)
+    b = v.weights.reshape(groups, 1, m_v, -1)
     step = max(1, SCRATCH // (groups * m * a.shape[3]))
     parts = [(((some @ b) * a).sum((0, 2))) for some in D.permute(0, 3, 1, 2).split(step, 1)]
     return torch.cat(parts).T
@@ -105,7 +105,7 @@ def _two_weights(u: Kronecker, v: Kronecker, K: Tensor) -> tuple[Tensor, Tensor]
     theirs = torch.arange(v.size, device=K.device)[theirs]
     (i, p), (j, q) = _cell(u, mine), _cell(v, theirs)
     groups, m, _, m_v, _ = K.shape
-    a, b = (w.weights.reshape(groups, -1, w.weights.shape[1]).to(K.dtype) for w in (u, v))
+    a, b = (w.weights.reshape(groups, -1, w.weights.shape[1]) for w in (u, v))
     out, step = K.new_empty(mine.numel()), max(1, SCRATCH // (groups * m * m_v))
     for start in range(0, mine.numel(), step):
         cut = slice(start, start + step)
@@ -122,7 +122,7 @@ def _weight_and_entries(u: Kronecker, v: Lift, K: Tensor) -> tuple[Tensor, Tenso
     at = torch.zeros_like(positions).reshape(-1)
     at[here] = mine
     i, o = (x.reshape(groups, 1, -1).expand(-1, m, -1) for x in _cell(u, at))
-    a = u.weights.reshape(groups, m, -1).to(K.dtype).gather(2, i)  # (G, m, m' q)
+    a = u.weights.reshape(groups, m, -1).gather(2, i)  # (G, m, m' q)
     between = K.reshape(groups, m, p, m_v * q).gather(2, o.unsqueeze(2)).squeeze(2)
     found = (a * between).sum(1)
     found = found if weights is None else found * weights.reshape(groups, -1)

@@ -55,9 +55,8 @@ class DiagonalSum:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.who = who
-        first = next(iter(tasks[0].parameters.values()))
         self.tasks, self.parts, self.batch_size, self.progress = tasks, parts, batch_size, progress
-        self.entries = Entries(tasks[0].slices, first.dtype, first.device)
+        self.entries = Entries(tasks[0].slices, tasks[0].dtype, tasks[0].device)
         self.samples, self.done = sum(task.batch for task in tasks), 0
         self.loss, self.fallbacks = 0.0, list[str]()
 
@@ -114,11 +113,10 @@ class DiagonalSum:
 
     def _products(self, task: Task, share: float, *, outer: bool) -> None:
         batch, size = linearise(task, gauss_newton=outer), task.size
-        first = next(iter(task.parameters.values()))
-        step = max(1, min(WORKSPACE // batch.bytes_per_vector, CHUNK // (size * first.dtype.itemsize)))
-        found = first.new_empty(size)
-        for at in torch.arange(size, device=first.device).split(step):
-            units = first.new_zeros(at.numel(), size)
+        step = max(1, min(WORKSPACE // batch.bytes_per_vector, CHUNK // (size * task.dtype.itemsize)))
+        found = torch.empty(size, dtype=task.dtype, device=task.device)
+        for at in torch.arange(size, device=task.device).split(step):
+            units = found.new_zeros(at.numel(), size)
             units.diagonal(int(at[0])).fill_(1.0)
             found[at] = batch.product(units).diagonal(int(at[0]))
         for name, rows in task.slices.items():
@@ -182,7 +180,7 @@ def _parts(task: Task, step: int) -> Iterator[Task]:
 def _bytes(task: Task) -> float:
     """Bytes of the tangents of all samples, if the module is a transformer block: its width is about sqrt(P / 12)."""
     tensors = [x for x in torch.utils._pytree.tree_leaves((task.inputs, task.target)) if isinstance(x, Tensor)]
-    width, itemsize = math.sqrt(task.size / 12) + 1, next(iter(task.parameters.values())).dtype.itemsize
+    width, itemsize = math.sqrt(task.size / 12) + 1, task.dtype.itemsize
     return 8 * itemsize * width * (1 + sum(x.numel() * (1 if x.is_floating_point() else width) for x in tensors))
 
 

@@ -187,7 +187,7 @@ class _Unwinding:
                     found.append((level, s, None))
                     continue
                 data = stack.data[cut].reshape(width, source.rows(level), -1)
-                found.append((level, s, data.transpose(0, 1).to(K.dtype)))
+                found.append((level, s, data.transpose(0, 1)))
         return found
 
     def _add_columns(self, s: int, level: int, at: int, J: Tensor | None, X: Tensor, times: float) -> None:

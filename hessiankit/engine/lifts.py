@@ -71,7 +71,7 @@ class Kronecker(Lift):
         return (out.transpose(1, 2) if self.turned else out).reshape(groups, -1, c)
 
     def expand(self, t: Tensor) -> Tensor:
-        w = self.weights.T.unsqueeze(-1).to(t.dtype)  # (i, rows, 1); a module may cast between the site and here
+        w = self.weights.T.unsqueeze(-1)  # (i, rows, 1)
         pairs = t.unsqueeze(1) * w.unsqueeze(0) if self.turned else t.unsqueeze(0) * w.unsqueeze(1)
         return pairs.flatten(0, 1)
 
@@ -93,7 +93,7 @@ class Diagonal(Lift):
         return (self.weights.reshape(-1, m, p, 1) * x).sum(1)
 
     def expand(self, t: Tensor) -> Tensor:
-        return t * self.weights.T.unsqueeze(-1).to(t.dtype)
+        return t * self.weights.T.unsqueeze(-1)
 
     def weigh(self, K: Tensor) -> Tensor:
         """Multiply the columns of K (R, p, q), row by row."""

@@ -63,7 +63,7 @@ class Linearisation:
         self.sizes = [value.numel() for _, value in self.parameters]
         self.loss = float(self.trace.values[self.trace.output])
         self.steps, bars = self._linearise(_downstream(self.trace, traced.output) if gauss_newton else None)
-        self.gradient = self._collect(bars, self.parameters[0][1].new_empty(1, task.size))[0]
+        self.gradient = self._collect(bars, torch.empty(1, task.size, dtype=task.dtype, device=task.device))[0]
         handshake = Handshake(task)
         handshake.add(self.trace, {at: bar[0] for at, bar in bars.items()})
         handshake.close()
@@ -107,7 +107,7 @@ class Linearisation:
     def _sweep_forward(self, rows: Tensor) -> dict[int, list[Tensor | None]]:
         """Push tangents through; return those that enter the primitives that bend, by the primitive's output."""
         pieces = zip(self.parameters, rows.split(self.sizes, 1), strict=True)
-        tangents: dict[int | None, Tensor] = {at: piece.reshape(-1, *value.shape) for (at, value), piece in pieces}
+        tangents: dict[int | None, Tensor] = {at: piece.reshape(-1, *x.shape).to(x.dtype) for (at, x), piece in pieces}
         entering: dict[int, list[Tensor | None]] = {}
         for step in self.steps:
             moved = [tangents.get(at) for at in step.inputs]
@@ -147,7 +147,7 @@ class Constant:
     def __init__(self, task: Task) -> None:
         self.trace = Trace()
         self.loss = own_value(task)
-        self.gradient = next(iter(task.parameters.values())).new_zeros(task.size)
+        self.gradient = torch.zeros(task.size, dtype=task.dtype, device=task.device)
         self.bytes_per_vector = _bytes(self.gradient)
 
     def product(self, rows: Tensor) -> Tensor:

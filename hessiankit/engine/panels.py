@@ -155,7 +155,7 @@ def _pull(level: int, stack: Stack, panel: Tensor) -> Iterator[tuple[int, _Part]
         yield s, (panel, None)
     rest = [(s, w) for s, w in zip(stack.sources, stack.widths, strict=True) if s not in stack.units]
     if rest:
-        J = by_row(stack.part([s for s, _ in rest]), level).to(panel.dtype)  # (R, columns of the parents, columns of t)
+        J = by_row(stack.part([s for s, _ in rest]), level)  # (R, columns of the parents, columns of t)
         pulled = J @ panel.unflatten(0, (J.shape[0], -1))
         for (s, _), cut in zip(rest, starts([w for _, w in rest]), strict=True):
             yield s, (pulled[:, cut].flatten(0, 1), None)
@@ -186,6 +186,6 @@ def _lifted(v: Lift, width: int, K: Tensor, rows: slice | None) -> Tensor:
     weights = v.weights
     if rows is not None:
         split, weights = (split[..., rows], weights) if v.turned else (split, weights[:, rows])
-    w = weights.reshape(groups, 1, -1, weights.shape[1]).to(K.dtype)  # (R, 1, m, i)
+    w = weights.reshape(groups, 1, -1, weights.shape[1])  # (R, 1, m, i)
     out = split.mT @ w if v.turned else w.mT @ split
     return out.reshape(groups * wide, -1)

@@ -61,7 +61,7 @@ class Pull:
                 dense = self.dense(at, level, stack)
                 for s in stack.sources:
                     if s not in dense and s != r:
-                        blocks.add_product(s, r, at, self.wide[s].to(K.dtype), K)
+                        blocks.add_product(s, r, at, self.wide[s], K)
                 for s, part in pulled(self.source, level, stack, at, K, [s for s in stack.sources if s in dense or s == r]):
                     blocks.add_half(s, r, min(level, at), part)
         for at, products in blocks.products.get((t, r), {}).items():
@@ -115,7 +115,6 @@ class Pull:
                         blocks.add(r, s, here, Y)
                 done.append((s, here, X))
         for n, (s, F) in enumerate(wide.items()):
-            F = F.to(K.dtype)
             if crossing:
                 blocks.add_product(s, t, at, F, K)
             blocks.add_square(s, at, F, K)
@@ -125,7 +124,7 @@ class Pull:
                 else:
                     blocks.add(s, r, here, chain(F, at, X.mT, here))
             for r, G in list(wide.items())[:n]:
-                blocks.add_product(s, r, at, F, K @ G.to(K.dtype).mT)
+                blocks.add_product(s, r, at, F, K @ G.mT)
 
 
 def pulled(source: Source, level: int, stack: Stack, at: int, K: Tensor, wanted: Sequence[int] | None = None) -> Pulled:
@@ -144,7 +143,7 @@ def pulled(source: Source, level: int, stack: Stack, at: int, K: Tensor, wanted:
         yield stack.sources[0], stack.pull(K, at)
         return
     if isinstance(stack, Entrywise) and wanted and not stack.units and level == at:
-        yield stack.sources[0], K * stack.rows.to(K.dtype).unsqueeze(2)
+        yield stack.sources[0], K * stack.rows.unsqueeze(2)
         return
     for s in wanted:
         if s in stack.units:
@@ -152,7 +151,7 @@ def pulled(source: Source, level: int, stack: Stack, at: int, K: Tensor, wanted:
     rest = [s for s in wanted if s not in stack.units]
     if not rest:
         return
-    block = chain(by_row(stack.part(rest), level).to(K.dtype), level, K, at)
+    block = chain(by_row(stack.part(rest), level), level, K, at)
     if len(rest) == 1:
         yield rest[0], block
         return
@@ -168,7 +167,7 @@ def pull_diagonal(source: Source, level: int, stack: Stack, at: int, diagonal: T
     kept = stack.sources if isinstance(stack, Entrywise) else stack.units
     if level == at:
         for s in kept:
-            slopes = stack.rows.to(diagonal.dtype) * diagonal if isinstance(stack, Entrywise) and not stack.units else diagonal
+            slopes = stack.rows * diagonal if isinstance(stack, Entrywise) and not stack.units else diagonal
             blocks.add_diagonal(s, r, at, 2 * slopes if s == r else slopes)
     for s, part in _pulled_diagonal(source, level, stack, at, diagonal):
         if level != at or s not in kept:
@@ -185,7 +184,5 @@ def _pulled_diagonal(
     for s in stack.sources if wanted is None else wanted:
         yield (
             s,
-            torch.diag_embed(diagonal)
-            if s in stack.units
-            else by_row(stack.part([s]), level).to(diagonal.dtype) * diagonal.unsqueeze(1),
+            torch.diag_embed(diagonal) if s in stack.units else by_row(stack.part([s]), level) * diagonal.unsqueeze(1),
         )

@@ -86,10 +86,10 @@ def contracted(g: Group, k: int, w: Tensor) -> Tensor:
     if g.entrywise is None:
         t = g.tangents[k]
         assert t is not None
-        return by_row(t.to(w.dtype), g.level) @ w.mT
+        return by_row(t, g.level) @ w.mT
     if g.units:
         return w.contiguous().mT
-    return (w * g.entrywise.rows.to(w.dtype).unsqueeze(1)).mT
+    return (w * g.entrywise.rows.unsqueeze(1)).mT
 
 
 def square(point: Point, g: Group) -> Tensor | None:

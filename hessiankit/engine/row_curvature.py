@@ -109,8 +109,7 @@ def through_norm(
     d, centred = X.shape[-1], isinstance(primitive, LayerNorm)
     m = X.reshape(-1, d)
     m = m - m.mean(-1, keepdim=True) if centred else m
-    eps = torch.finfo(X.dtype).eps if primitive.eps is None else primitive.eps
-    r = (m.square().mean(-1, keepdim=True) + eps).rsqrt()
+    r = (m.square().mean(-1, keepdim=True) + primitive.eps_at(X)).rsqrt()
     x, one = m * r, torch.ones_like(m)
 
     def centre(t: Tensor) -> Tensor:

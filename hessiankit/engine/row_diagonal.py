@@ -85,7 +85,7 @@ class RowDiagonal:
     """
 
     def __init__(self, sweep: Sweep) -> None:
-        self.trace, self.lambdas, self.counted, self.dtype = sweep.trace, sweep.lambdas, sweep.counted, sweep.dtype
+        self.trace, self.lambdas, self.counted = sweep.trace, sweep.lambdas, sweep.counted
         self.applications = [a for a in self.trace.applications if a.output in self.lambdas]
         self.made = {a.output: n for n, a in enumerate(self.applications)}
         self.last_use = {at: n for n, a in enumerate(self.applications) for at in a.inputs if at is not None}
@@ -127,7 +127,7 @@ class RowDiagonal:
         if not beam.is_shared:
             return self._pulled(at, stop, beam, full=False)
         if beam.matrix is not None:
-            D = self._square(stop).forms(beam.matrix.to(self.dtype))
+            D = self._square(stop).forms(beam.matrix)
         elif stop in self._squares or self._structured(stop) is not None:
             D = self._square(stop).diagonal()
         else:
@@ -142,7 +142,7 @@ class RowDiagonal:
 
     def _pull_structured(self, at: int) -> RowCurvature | None:
         a, z = self._only_use.get(at), self.trace.values[at]
-        if a is None or z.ndim < 1 or z.dtype != self.dtype:
+        if a is None or z.ndim < 1:
             return None
         inputs, primitive, adjoint = self.trace.gather(a), a.primitive, self.lambdas[a.output]
         k, counts = a.inputs.index(at), self.counted is None or a.output in self.counted
@@ -180,7 +180,7 @@ class RowDiagonal:
 
     def _pulled(self, at: int, stop: int, beam: Beam, *, full: bool) -> Tensor:
         """Take the curvature of a stop to a value: (R, S), or in ``full`` (R, S, S)."""
-        t = beam.dense(self.trace.values[stop]).to(self.dtype)
+        t = beam.dense(self.trace.values[stop])
         return self._square(stop).pulled(by_row(t, self.trace.values[at].ndim - 1), full=full)
 
     def _stops_at(self, alone: int, at: int, beam: Beam, a: Application, *, start: bool, shared: bool) -> bool:
@@ -276,7 +276,7 @@ class RowDiagonal:
         if h is None:
             h = torch.zeros_like(inputs[k]).unsqueeze(0)
         h = h[0] if beam.scale is None else h[0] * beam.scale.square()
-        h = h.reshape(-1, h.shape[-1]).to(self.dtype)
+        h = h.reshape(-1, h.shape[-1])
         return torch.diag_embed(h) if full else h
 
     def _bend(self, a: Application, inputs: Any, tangents: list[Tensor | None], axes: int, *, full: bool) -> Tensor | None:
@@ -284,7 +284,7 @@ class RowDiagonal:
         total: Tensor | None = None
         for t, w in zip(tangents, covectors, strict=True):
             if t is not None and w is not None:
-                T, W = by_row(t.to(self.dtype), axes), by_row(w.to(self.dtype), axes)
+                T, W = by_row(t, axes), by_row(w, axes)
                 total = _added(total, T @ W.mT if full else (T * W).sum(2))
         return total
 

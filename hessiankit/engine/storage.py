@@ -50,6 +50,7 @@ class Matrix:
         self.slices = dict(slices)
         self.data = zeros(max((rows.stop for rows in self.slices.values()), default=0), dtype, device)
         self.order = {name: n for n, name in enumerate(self.slices)}
+        self.computed = dtype  # of what writes add: a module may compute in a wider type than its parameters
         self.is_finite = True  # as far as mirror() has seen
         self.skew = 0.0  # the largest of what writes have returned
 
@@ -66,7 +67,7 @@ class Matrix:
     def add(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
         """Let ``write`` add to the block of the parameters of (u, v), or to some columns of it."""
         if self.wants(u.parameter, v.parameter):
-            skew = write_block(self.block(u.parameter, v.parameter)[:, columns], u.at, v.at, write)
+            skew = write_block(self.block(u.parameter, v.parameter)[:, columns], u.at, v.at, write, self.computed)
             self.skew = max(self.skew, skew or 0.0)
 
     def add_both(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
@@ -74,10 +75,10 @@ class Matrix:
         if not self.wants(u.parameter, v.parameter):
             return
         block = self.block(u.parameter, v.parameter)
-        part = block.new_zeros(u.size, len(range(v.size)[columns]))
+        part = block.new_zeros(u.size, len(range(v.size)[columns]), dtype=self.computed)
         write(part)
-        write_block(block[:, columns], u.at, v.at, partial(_add, part))
-        write_block(block[columns], v.at, u.at, partial(_add, part.T))
+        write_block(block[:, columns], u.at, v.at, partial(_add, part), self.computed)
+        write_block(block[columns], v.at, u.at, partial(_add, part.T), self.computed)
 
     def mirror(self) -> float:
         """Fill the lower half.
@@ -136,6 +137,7 @@ class Panel(Matrix):
         self.left = slice(cuts[columns[0]].start, cuts[columns[-1]].stop)
         self.slices = dict(slices)
         self.data = torch.zeros(self.top.stop - self.top.start, self.left.stop - self.left.start, dtype=dtype, device=device)
+        self.computed = dtype
         self.is_finite = True
         self.skew = 0.0
 
@@ -175,6 +177,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Lift, Lift, Write, slice, bool]] = []
+        self.computed: torch.dtype | None = None
 
     def wants(self, i: str, j: str) -> bool:
         """Tell that the block of any two parameters is."""
@@ -190,23 +193,30 @@ class Kept:
 
     def replay(self, matrix: Matrix) -> None:
         """Add everything that a matrix wants to it."""
+        matrix.computed = self.computed or matrix.computed
         for u, v, write, columns, both in self.pairs:
             (matrix.add_both if both else matrix.add)(u, v, write, columns)
 
 
-def write_block(block: Tensor, rows: Tensor | None, columns: Tensor | None, write: Write) -> float | None:
-    """Let ``write`` add to some entries of a block: those rows and columns, or all of them. Return what it returns."""
-    if rows is None and columns is None:
+def write_block(block: Tensor, rows: Tensor | None, columns: Tensor | None, write: Write, computed: torch.dtype) -> float | None:
+    """Let ``write``, which adds in the type ``computed``, add to those rows and columns of a block, or to all of them.
+
+    Return what it returns.
+    """
+    if rows is None and columns is None and computed == block.dtype:
         return write(block)
     here = (block.shape[0] if rows is None else rows.numel(), block.shape[1] if columns is None else columns.numel())
-    part = block.new_zeros(here)
+    part = block.new_zeros(here, dtype=computed)
     skew = write(part)
+    part = part.to(block.dtype)
     if rows is not None and columns is not None:
         block[rows.unsqueeze(1), columns] += part
     elif rows is not None:
         block.index_add_(0, rows, part)
     elif columns is not None:
         block.index_add_(1, columns, part)
+    else:
+        block += part
     return skew
 
 

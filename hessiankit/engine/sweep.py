@@ -64,7 +64,7 @@ class Sweep:
     def __init__(self, trace: Trace, downstream_of: int | None = None, *, scale: float = 1.0) -> None:
         associate(trace)
         self.trace = trace
-        self.dtype = next((trace.values[at].dtype for at in trace.parameters.values()), None)  # of the blocks; values may be cast
+        self.dtype = next((trace.values[at].dtype for at in trace.parameters.values()), None)
         self.lambdas = adjoints(trace, scale)
         self.counted = None if downstream_of is None else self._descendants(downstream_of)
         self.sources: dict[int, Source] = {}
@@ -310,9 +310,9 @@ class Sweep:
         if len(groups) == 1 and (K := square(point, groups[0])) is not None:
             (s,), level = groups[0].sources, groups[0].level
             if K.ndim == 3:
-                self.blocks.add(s, s, level, K.to(self.dtype))
+                self.blocks.add(s, s, level, K)
             elif K.numel():
-                self.blocks.add_diagonal(s, s, level, K.to(self.dtype))
+                self.blocks.add_diagonal(s, s, level, K)
             return
         groups = self._separate(primitive, point.inputs, groups)
         for n, coarse in enumerate(groups):
@@ -321,7 +321,7 @@ class Sweep:
                 total: Tensor | None = None
                 for k, w in enumerate(covectors):
                     if fine.moving[k] and w is not None:
-                        part = contracted(fine, k, by_row(w.to(self.dtype), fine.level))
+                        part = contracted(fine, k, by_row(w, fine.level))
                         total = part if total is None else total + part
                 if total is not None:
                     self._add_groups(fine, coarse, total)
@@ -382,12 +382,12 @@ class Sweep:
                 absent = [None] * (len(inputs) - 1)
                 t: Tensor = a.primitive.jvp((x, *absent), (g.tangents[0], *absent))  # type: ignore[arg-type]
             elif g.entrywise is not None and g.level == len(shape) - 1:
-                self.blocks.add_diagonal(mirror, g.sources[0], g.level, g.entrywise.rows.to(self.dtype).contiguous())
+                self.blocks.add_diagonal(mirror, g.sources[0], g.level, g.entrywise.rows.contiguous())
                 continue
             else:
                 t = g.tangents[0]  # type: ignore[assignment]
             for s, cut in zip(g.sources, starts(g.widths), strict=True):
-                self.blocks.add(mirror, s, g.level, by_row(t[cut].to(self.dtype), g.level).contiguous().mT)
+                self.blocks.add(mirror, s, g.level, by_row(t[cut], g.level).contiguous().mT)
 
     def _note(self, stacks: dict[int, Stack]) -> None:
         """Count the memory that is kept until the end."""

@@ -21,6 +21,7 @@ from hessiankit.engine.sweep import Sweep
 
 def unwind(sweep: Sweep, matrix: Matrix) -> None:
     """Take all curvature of a sweep back to the parameters, and add it to the matrix."""
+    matrix.computed = sweep.dtype or matrix.computed
     sources, blocks, panels = sweep.sources, sweep.blocks, Panels(sweep.sources)
     reached: set[int] = set()  # by panels
     for t in sorted(sources, reverse=True):

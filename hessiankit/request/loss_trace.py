@@ -13,15 +13,23 @@ from derivations.primitive import Primitive
 from hessiankit.errors import TraceError
 from hessiankit.request.losses import IGNORE_INDEX, known_count
 from hessiankit.request.task import Task
+from hessiankit.tracing.one_dtype import in_one_dtype
 from hessiankit.tracing.trace import Trace, trace_call
 
 
 @dataclass(frozen=True)
 class LossTrace:
-    """A trace that ends in the scalar loss, with the id of the module's output in it; None where that is not one tensor."""
+    """A trace that ends in the scalar loss, in one floating-point type, with the id of the module's output in it.
+
+    The id is None where the output is not one tensor.
+    """
 
     trace: Trace
     output: int | None
+
+    def __post_init__(self) -> None:
+        """Bring the values to one type."""
+        in_one_dtype(self.trace)
 
 
 def loss_trace(task: Task, normalizer: float) -> LossTrace:

@@ -143,8 +143,8 @@ def _own_slopes(who: str, task: Task, value: Tensor) -> dict[str, Tensor | None]
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"{who}: torch cannot differentiate the loss once, with the module called as it is: {first}; training would fail "
-            "there too. Mend it, or pass handshake=False to go without the comparison"
+            f"{who}: torch.autograd.grad of the loss, with the module called as it is, raised {type(error).__name__}: {first}. "
+            "Mend it, or pass handshake=False to go without that comparison"
         ) from error
 
 
@@ -249,13 +249,10 @@ def _check_constant_rows(who: str, task: Task, inputs: Any) -> None:
     norms = [(n, m) for n, m in task.module.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm)) and m.eps == 0]
     if not norms:
         return
-    handles = [m.register_forward_pre_hook(hook(n)) for n, m in norms]
-    try:
-        with task.at():
-            _run(who, task, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with task.at():  # which takes the hooks away again
+        for name, norm in norms:
+            norm.register_forward_pre_hook(hook(name))
+        _run(who, task, inputs)
     if found:
         raise InputError(f"{who}: {found[0]}; the norm is not differentiable there. Use eps > 0, or rows that are not constant.")
 
@@ -278,7 +275,7 @@ def _run(who: str, task: Task, inputs: Any) -> Any:
         line = source_line(error)
         at = f" (at {line})" if line else ""
         given = f"inputs of shape {', '.join(shown)}" if shown else "these inputs"
-        raise InputError(f"{who}: the module does not accept {given}: {first}{at}") from error
+        raise InputError(f"{who}: the module, called on {given}, raised {type(error).__name__}: {first}{at}") from error
 
 
 def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from hessiankit.request.selection import Params, Selection, select
 from hessiankit.request.state import ModuleState
 from hessiankit.request.validation import check_arguments, check_module, one_kind
 from hessiankit.torch_state import one_turn, ordinary_path
+from hessiankit.tracing.one_dtype import widest
 from hessiankit.untouched import random_kept
 
 __all__ = ["IGNORE_INDEX", "LOSSES", "Loss", "Params", "Task", "check_memory", "make_task"]
@@ -74,6 +75,16 @@ class Task:
         """The module's own parameters, by name."""
         own = dict(self.module.named_parameters())
         return {name: own[name] for name in self.parameters}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of results: the widest type of the parameters, and no narrower than float32."""
+        return widest(p.dtype for p in self.parameters.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters, and of results."""
+        return next(iter(self.parameters.values())).device
 
     @contextmanager
     def at(self, parameters: Mapping[str, Tensor] | None = None) -> Iterator[None]:
@@ -149,7 +160,7 @@ def make_task(
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
     check_module(who, module)
     parameters = dict(params if isinstance(params, Selection) else select(who, module, params))
-    dtype, device = one_kind(who, module, parameters)
+    dtype, device = one_kind(who, module, parameters, dtypes=True)
     check_arguments(who, module, inputs, target, loss, dtype, device)
     positional, keyword = arguments(inputs)
     state = ModuleState(module, loss) if before is None else before.state

@@ -68,13 +68,17 @@ def check_module(who: str, module: nn.Module) -> None:
             )
 
 
-def one_kind(who: str, module: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype and device of the chosen parameters.
+def one_kind(
+    who: str, module: nn.Module, parameters: Mapping[str, Tensor], *, dtypes: bool = False
+) -> tuple[torch.dtype | None, torch.device]:
+    """Return the dtype and device of the chosen parameters; None for the dtype where they have several.
 
     Raises:
-        InputError: They have several, or something of the module holds no values, or not finite ones.
+        InputError: They have several, of dtypes unless ``dtypes`` allows it, or something of the module holds no values, or not
+            finite ones.
     """
-    for what in ("dtype", "device"):
+    several = len({p.dtype for p in parameters.values()}) > 1
+    for what in ("device",) if dtypes else ("dtype", "device"):
         seen: dict[Any, str] = {}
         for name, p in parameters.items():
             seen.setdefault(getattr(p, what), name)
@@ -89,8 +93,9 @@ def one_kind(who: str, module: nn.Module, parameters: Mapping[str, Tensor]) -> t
     meta = next((name for name, x in everything if x.is_meta), None)
     if meta is not None:
         raise InputError(f"{who}: {meta!r} is on the meta device, which holds no values; load the weights first")
-    if not first.dtype.is_floating_point:
-        raise InputError(f"{who}: the parameters are {first.dtype}; expected a real floating-point dtype, e.g. module.double()")
+    odd = next((p.dtype for p in parameters.values() if not p.dtype.is_floating_point), None)
+    if odd is not None:
+        raise InputError(f"{who}: the parameters are {odd}; expected a real floating-point dtype, e.g. module.double()")
     for name, x in everything:
         check_dense(who, name, x)
     for name, x in everything:
@@ -98,11 +103,11 @@ def one_kind(who: str, module: nn.Module, parameters: Mapping[str, Tensor]) -> t
             raise InputError(
                 f"{who}: {name!r} contains NaN or infinity; a Hessian at such a point is not defined. Re-initialise it."
             )
-    return first.dtype, first.device
+    return None if several else first.dtype, first.device
 
 
 def check_arguments(
-    who: str, module: nn.Module, inputs: Any, target: Any, loss: Loss, dtype: torch.dtype, device: torch.device
+    who: str, module: nn.Module, inputs: Any, target: Any, loss: Loss, dtype: torch.dtype | None, device: torch.device
 ) -> None:
     """Check inputs, target and loss as far as one can without calling the module.
 
@@ -138,8 +143,8 @@ def check_arguments(
         check_dense(who, name, x)
 
 
-def check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device, *, mask: bool = False) -> None:
-    """Check one tensor that enters the computation.
+def check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype | None, device: torch.device, *, mask: bool = False) -> None:
+    """Check one tensor that enters the computation; ``dtype`` None allows every real one.
 
     Raises:
         InputError: It is empty, elsewhere, of another dtype, or not finite.
@@ -150,9 +155,9 @@ def check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype, device: tor
         raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
     check_dense(who, name, x)
     if x.is_complex():
-        raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype}")
+        raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype or 'a real one'}")
     if x.is_floating_point():
-        if x.dtype != dtype:
+        if dtype is not None and x.dtype != dtype:
             raise InputError(
                 f"{who}: {name} is {x.dtype}, the parameters are {dtype}; convert one of them, e.g. {name}.to({dtype})"
             )

@@ -106,11 +106,10 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
 }
 
 
-def check_kind(node: Node, value: Tensor, known: Mapping[Node, Any]) -> None:
-    """Raise TraceError if the twin of a node's operation promoted the dtype, which the operation itself would have kept."""
-    before = known[_written(node)[0]]
-    if value.dtype != before.dtype:
-        raise _refusal(node.target, f"a tensor of {before.dtype} what is {value.dtype}")
+def in_kind(node: Node, value: Tensor, known: Mapping[Node, Any]) -> Tensor:
+    """Return what the twin of a node's operation made in the dtype of the memory that the operation itself writes into."""
+    dtype: torch.dtype = known[_written(node)[0]].dtype
+    return value.to(dtype)
 
 
 def overwritten(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hessiankit.compiled.library import plain
 from hessiankit.errors import TraceError
+from hessiankit.tracing.autocast import cast_to, dtype_of_autocast, without_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
 from hessiankit.tracing.direct import operation_of
 from hessiankit.tracing.in_place import overwritten
@@ -157,6 +158,9 @@ class _Recorder(ProxyTorchDispatchMode):
         """Note an operation, and run it by a function."""
         if self._is_out_of_sight(operation, args, kwargs):
             return self._unseen(operation, func, args, kwargs)
+        if torch._C._is_any_autocast_enabled() and (cast := dtype_of_autocast(func, args, kwargs)) is not None:
+            with self, without_autocast():  # the casts are operations too
+                return operation(*cast_to(cast, args), **cast_to(cast, kwargs))
         with torch._C._DisablePythonDispatcher():
             node = self.notes.call(operation, args, kwargs)
             value = func(*args, **kwargs)

@@ -29,8 +29,9 @@ from hessiankit.tracing.decompositions import DECOMPOSITIONS
 from hessiankit.tracing.edges import Unseen
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.graph import Node, map_nodes
-from hessiankit.tracing.in_place import WRITTEN_OUT, check_kind, readers, without_writing
+from hessiankit.tracing.in_place import WRITTEN_OUT, in_kind, readers, without_writing
 from hessiankit.tracing.notes import Recording
+from hessiankit.tracing.one_dtype import converted
 from hessiankit.tracing.primitives import RULES
 from hessiankit.tracing.recording import record
 from hessiankit.tracing.segment import segment
@@ -61,6 +62,7 @@ class Trace:
     """A module's computation: every value by id, and the applications that the parameters reach, in order.
 
     ``marked`` are the ids of further values that the traced call returned; None for those that the parameters do not reach.
+    ``eps`` is the rounding unit of the coarsest type that the module computed in, once its values have been brought to one type.
     """
 
     values: list[Tensor] = field(default_factory=list)
@@ -69,6 +71,7 @@ class Trace:
     moving: set[int] = field(default_factory=set)
     output: int = -1
     marked: tuple[int | None, ...] = ()
+    eps: float = 0.0
     fallbacks: tuple[str, ...] = ()
 
     def add_value(self, value: Tensor, *, moving: bool = False) -> int:
@@ -210,7 +213,7 @@ def _record(
         args, kwargs = map_nodes(known.__getitem__, (node.args, node.kwargs))
         value = _run(target, args, kwargs)
     if target is not node.target:
-        check_kind(node, value, known)
+        value = in_kind(node, value, known)
     if not differentiable or target in WITHOUT_DERIVATIVE:
         value = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
         moving = []
@@ -327,7 +330,7 @@ def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any
 
     def function(*inputs: Tensor) -> Tensor:
         replaced = {**given, **dict(zip(moving, inputs, strict=True))}
-        args, kwargs = map_nodes(replaced.__getitem__, (node.args, node.kwargs))
+        args, kwargs = converted(map_nodes(replaced.__getitem__, (node.args, node.kwargs)), inputs[0].dtype)
         if assumed is not None:
             at = assumed.position
             args = (*args[:at], assumed.projection(args[at]), *args[at + 1 :])

@@ -96,7 +96,7 @@ def choose(problem: Problem, default: tuple[str, ...]) -> Choice:
     if version != table["torch"]:
         return Choice(default, {}, f"the route table is of torch {table['torch']}, this is {version}")
     try:
-        found = signatures(problem.loss_value, problem.params)
+        found = signatures(problem.swapped_loss, problem.params)
     except (HessiankitError, RuntimeError, TypeError, ValueError) as reason:
         return Choice(default, {}, f"the operations cannot be listed: {str(reason).splitlines()[0]}")
     known = {signature: _known(signature, table["operations"]) for signature in found}
@@ -151,7 +151,7 @@ def distilled(found: RouteTable) -> dict[str, Any]:
             continue
         example = operation.example(found.seed)
         problem = Problem(example.module, example.x, example.target, operation.loss, example.parameters)
-        for signature in signatures(problem.loss_value, problem.params):
+        for signature in signatures(problem.swapped_loss, problem.params):
             row = rows.setdefault(signature, {reference: [] for reference in ROUTES_OF})
             for reference, tried in ROUTES_OF.items():
                 row[reference].append((_status(found, name, tried), name))

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from derivations.axis_maps import AxisMaps
 from derivations.linear import Reshape
+from hessiankit.tracing.one_dtype import widest
 from hessiankit.tracing.primitives.registry import RULES, Match, Rule, aten, rule
 
 
@@ -25,13 +26,13 @@ def _cumsum(x: Tensor, dim: int, dtype: Any = None) -> Match:
     if not x.ndim:
         return Reshape(()), (x,)
     n = x.shape[dim]
-    return AxisMaps((dim,), (torch.ones(n, n, dtype=x.dtype, device=x.device).tril(),)), (x,)
+    return AxisMaps((dim,), (torch.ones(n, n, dtype=widest([x.dtype]), device=x.device).tril(),)), (x,)
 
 
 def _maps(x: Tensor, operations: Sequence[Callable[[Tensor], Tensor]]) -> Match:
     """Maps along the last axes, each given by an operation on (1, channels, length)."""
     dims = tuple(range(-len(operations), 0))
-    eyes = [torch.eye(x.shape[dim], dtype=x.dtype, device=x.device).unsqueeze(0) for dim in dims]
+    eyes = [torch.eye(x.shape[dim], dtype=widest([x.dtype]), device=x.device).unsqueeze(0) for dim in dims]
     return AxisMaps(dims, tuple(f(eye)[0].mT for f, eye in zip(operations, eyes, strict=True))), (x,)
 
 

@@ -12,7 +12,7 @@ from derivations.indexing import Take, Where
 from derivations.linear import MaskedFill, Reshape
 from derivations.pooling import Extreme
 from derivations.scattering import AddAt, TakeAmong
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, aten, rule
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, rule
 
 
 @rule(aten.masked_fill.Scalar)
@@ -33,7 +33,7 @@ def _where(condition: Tensor, x: Any, y: Any) -> Match:
         return _masked_fill(x, ~condition, y)
     if not isinstance(x, Tensor):
         return _masked_fill(y, condition, x)
-    return (Where(condition), (x, y)) if x.dtype == y.dtype and condition.dtype == torch.bool else None
+    return (Where(condition), (x, y)) if are_real(x, y) and condition.dtype == torch.bool else None
 
 
 @rule(aten.tril.default)
@@ -104,7 +104,7 @@ def _among(operation: Any, *places: int) -> Rule:
 
     def match(*args: Any, **options: Any) -> Match:
         tensors = [args[k] for k in places]
-        if len({x.dtype for x in tensors}) > 1:
+        if not are_real(*tensors):
             return None
         replaced, start = list(args), 0
         for k, x in zip(places, tensors, strict=True):
@@ -151,12 +151,12 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
         return _among(aten.index_put.default, 0, 2)(x, indices, values)
     positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     at = aten.index.Tensor(positions, indices)
-    return (AddAt(at), (x, values)) if values.shape == at.shape and values.dtype == x.dtype else None
+    return (AddAt(at), (x, values)) if values.shape == at.shape and are_real(x, values) else None
 
 
 @rule(aten.index_add.default)
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Match:
-    if not x.ndim or x.dtype != source.dtype:
+    if not x.ndim or not are_real(x, source):
         return None
     positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     return AddAt(positions.index_select(dim, index), alpha), (x, source)
@@ -164,7 +164,7 @@ def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: flo
 
 @rule(aten.scatter_add.default)
 def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Match:
-    if not x.ndim or source.shape != index.shape or x.dtype != source.dtype:
+    if not x.ndim or source.shape != index.shape or not are_real(x, source):
         return None
     positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     return AddAt(positions.gather(dim, index)), (x, source)

@@ -13,7 +13,7 @@ from derivations.binary import Binary
 from derivations.elementwise import Elementwise
 from derivations.linear import Reshape, Scale
 from derivations.scalar_functions import SMOOTH
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, aten, rule
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, rule
 
 
 def _activation(kind: str) -> Rule:
@@ -26,11 +26,8 @@ def _elementwise(kind: str) -> Rule:
 
 def _binary(kind: str) -> Rule:
     def match(a: Any, b: Any) -> Match:
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-            return None
-        dtype = torch.result_type(a, b)
-        same = a.dtype == b.dtype or kind == "power"
-        return (Binary(kind), (a, b)) if same and dtype.is_floating_point else None
+        tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+        return (Binary(kind), (a, b)) if are_real(a, b) or (kind == "power" and tensors) else None
 
     return match
 

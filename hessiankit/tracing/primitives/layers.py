@@ -15,6 +15,7 @@ from derivations.loss import CrossEntropy
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.pooling import Mean, Sum
 from derivations.softmax import LogSoftmax, Softmax
+from hessiankit.tracing.one_dtype import widest
 from hessiankit.tracing.primitives.registry import Match, aten, rule
 
 
@@ -27,7 +28,8 @@ def _layer_norm(
 
 @rule(aten.rms_norm.default)
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Match:
-    return RMSNorm(len(shape), eps), (x, weight)
+    own = torch.finfo(widest([x.dtype])).eps  # of this type; the derivatives may be taken in a wider one
+    return RMSNorm(len(shape), own if eps is None else eps), (x, weight)
 
 
 @rule(aten.softmax.int, aten._softmax.default)

@@ -17,6 +17,11 @@ aten = torch.ops.aten
 RULES: dict[Any, Rule] = {}
 
 
+def are_real(*values: Any) -> bool:
+    """Tell whether all are floating-point tensors, of one type or several."""
+    return all(isinstance(x, Tensor) and x.is_floating_point() for x in values)
+
+
 def rule(*operations: Any) -> Callable[[Rule], Rule]:
     """Register a rule for some operations."""
 

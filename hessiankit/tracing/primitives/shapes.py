@@ -11,7 +11,7 @@ from torch import Tensor
 from derivations.cast import Cast
 from derivations.indexing import Concatenate, Select, Slice, Stack, Take
 from derivations.linear import Expand, Permute, Reshape
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, aten, rule
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, rule
 
 
 @rule(aten.transpose.int)
@@ -107,12 +107,12 @@ def _more_axes(tensors: Sequence[Tensor], *, piece: int, result: Tensor) -> Matc
 @rule(aten.cat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Match:
     joined = [x for x in tensors if x.shape != (0,)]  # torch lets empty vectors join anything, such as a cache to be
-    return (Concatenate(dim), tuple(joined)) if len({(x.ndim, x.dtype) for x in joined}) == 1 else None
+    return (Concatenate(dim), tuple(joined)) if are_real(*joined) and len({x.ndim for x in joined}) == 1 else None
 
 
 @rule(aten.stack.default)
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Match:
-    return (Stack(dim), tuple(tensors)) if len({x.dtype for x in tensors}) == 1 else None
+    return (Stack(dim), tuple(tensors)) if are_real(*tensors) else None
 
 
 def _taken(operation: Any) -> Rule:

@@ -1,0 +1,205 @@
+"""Modules that compute in several floating-point types: float64, float32, bfloat16, float16, and what promotes one to another."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from curvature_reference import Formula, draw, largest_error, mse, reverse_over_reverse
+from torch import Tensor
+from torch.nn import functional as F
+
+import hessiankit as hk
+
+X, T = draw(2, 4, 3), draw(2, 4, 3, seed=2)
+MASK, GAIN = draw(4, 4, seed=3), draw(3, seed=4).float()
+INDEX = torch.tensor([2, 0, 1])
+PROMISE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.3}
+"""Of the largest entry of a block pair; the table of docs/concepts/checks.md."""
+
+
+def attention(s: Formula, x: Tensor) -> Tensor:
+    """Scores in float32, a float64 mask, probabilities in the values' own type."""
+    scores = (x @ s.W).float() @ (x @ s.V).float().mT + MASK
+    return scores.softmax(-1).to(x.dtype) @ (x @ s.W)
+
+
+def single_softmax(s: Formula, x: Tensor) -> Tensor:
+    return F.softmax(x @ s.W, -1, dtype=torch.float32).to(x.dtype) @ s.V
+
+
+def norm(s: Formula, x: Tensor) -> Tensor:
+    z = (x @ s.W).float()
+    return (z * torch.rsqrt(z.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype) @ s.V
+
+
+def small_norm(s: Formula, x: Tensor) -> Tensor:
+    """Without an eps of its own: torch takes that of the type, and of float32 in half precision."""
+    return F.rms_norm(1e-3 * (x @ s.W), (3,)) @ s.V
+
+
+def constant(s: Formula, x: Tensor) -> Tensor:
+    return torch.tanh((x @ s.W) * GAIN) @ s.V.to(torch.promote_types(x.dtype, GAIN.dtype))
+
+
+def joined(s: Formula, x: Tensor) -> Tensor:
+    z = torch.tanh(x @ s.W)
+    whole = torch.cat([z.float(), x @ s.V], -1) * torch.stack([z[..., 0].double(), z[..., 1]], -1).prod(-1, keepdim=True)
+    return torch.where(whole > 0, whole, z.float().repeat(1, 1, 2))[..., 1:4]
+
+
+def chosen(s: Formula, x: Tensor) -> Tensor:
+    z, wide = torch.tanh(x @ s.W), (x @ s.V).double()
+    return torch.maximum(z, wide) * torch.atan2(z, wide + 3) + wide.index_add(-1, INDEX, z.double())
+
+
+def written(s: Formula, x: Tensor) -> Tensor:
+    z = x @ s.W
+    z += (x @ s.V).double().tanh()
+    z[:, 0] = (x @ s.V)[:, 1].float().sin()
+    return z * z
+
+
+def fallback(s: Formula, x: Tensor) -> Tensor:
+    """An operation without a chapter, of a float32 value and a constant."""
+    return torch.special.i0e((x @ s.W).float() * GAIN).to(x.dtype) @ s.V
+
+
+CASES: dict[str, Callable[[Formula, Tensor], Tensor]] = {
+    f.__name__: f for f in (attention, single_softmax, norm, small_norm, constant, joined, chosen, written, fallback)
+}
+SHAPES = {"W": (3, 3), "V": (3, 3)}
+
+
+def own(z: Tensor, target: Tensor) -> Tensor:
+    """The mean squared error in the type that output and target promote to."""
+    return (z - target).square().mean()
+
+
+def all_double(f: Callable[[Formula, Tensor], Tensor]) -> Callable[[Formula, Tensor], Tensor]:
+    """The same formula without a type narrower than float64."""
+
+    class KeepDouble(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            func = Tensor.double if func is Tensor.float else func
+            args, kwargs = torch.utils._pytree.tree_map(widened, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+    def widened(x: object) -> object:
+        if isinstance(x, torch.dtype) and x.is_floating_point:
+            return torch.float64
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+
+    def run(s: Formula, x: Tensor) -> Tensor:
+        with KeepDouble():
+            return f(s, x)
+
+    return run
+
+
+def readings(module: Formula, x: Tensor, target: Tensor) -> tuple[hk.Hessian, dict[str, float]]:
+    """The dense Hessian, and how far the other calls are from it, relative to its largest entry."""
+    asked = {"loss": own}
+    found = hk.hessian(module, x, target, **asked)
+    matrix, scale = found.matrix.double(), float(found.matrix.abs().max())
+    operator = hk.hessian_operator(module, x, target, **asked)
+    diagonal = hk.curvature_diagonal(module, x, target, **asked)
+    norms = hk.frobenius_norms(module, x, target, **asked)
+    far = {
+        "operator": float((operator.to_matrix().double() - matrix).abs().max()) / scale,
+        "diagonal": float((diagonal.flat.double() - matrix.diagonal()).abs().max()) / scale,
+        "norms": abs(norms.whole - float(torch.linalg.matrix_norm(matrix))) / scale,
+    }
+    assert operator.gradient.dtype == diagonal.flat.dtype == found.matrix.dtype
+    return found, far
+
+
+@pytest.mark.parametrize("dtype", PROMISE, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_type(name: str, dtype: torch.dtype) -> None:
+    """Against autograd through the module itself, and through the same formula at the same numbers in float64."""
+    module = Formula(CASES[name], **SHAPES).to(dtype)
+    x, target = X.to(dtype), T.to(dtype)
+    found, far = readings(module, x, target)
+    floor = torch.finfo(
+        torch.float64 if name in ("small_norm", "chosen", "constant") and dtype == torch.float64 else torch.float32
+    ).eps
+    assert found.matrix.dtype == torch.promote_types(dtype, torch.float32)
+    assert max(far.values()) <= max(100 * floor, 4 * torch.finfo(dtype).eps), far  # products may be bracketed otherwise
+    assert found.fallbacks == (("aten.special_i0e.default",) if name == "fallback" else ())
+    promise = PROMISE[dtype] if floor < 1e-10 else max(PROMISE[dtype], 1e-5)
+    assert largest_error(found, reverse_over_reverse(module, x, target, own).double()) <= promise
+    double = copy.deepcopy(module).double()
+    double.f = all_double(CASES[name])
+    if name == "small_norm":
+        eps = torch.finfo(found.matrix.dtype).eps
+        double.f = lambda s, x: F.rms_norm(1e-3 * (x @ s.W), (3,), eps=eps) @ s.V
+    assert largest_error(found, reverse_over_reverse(double, x.double(), target.double(), own)) <= promise
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to another type and back, as a value in float64 whose derivative is the identity."""
+    return x + (x.to(dtype).double() - x).detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_derivatives_are_exact_at_rounded_values(dtype: torch.dtype) -> None:
+    """A cast moves the point and nothing else: in float64 all digits of the derivatives there are right."""
+    cast = Formula(lambda s, x: torch.tanh((x @ s.W).to(dtype).double() @ s.V) * (x @ s.W), **SHAPES)
+    moved = Formula(lambda s, x: torch.tanh(rounded(x @ s.W, dtype) @ s.V) * (x @ s.W), **SHAPES)
+    found, far = readings(cast, X, T)
+    assert max(far.values()) <= 1e-14
+    assert largest_error(found, reverse_over_reverse(moved, X, T, mse)) <= 1e-10
+
+
+def test_a_loss_in_float64_of_a_float32_model() -> None:
+    """Where terms cancel, the wider type of the loss is worth having, and is kept."""
+
+    def far_away(z: Tensor, target: Tensor) -> Tensor:
+        return ((z.double() + 1e6) ** 3 / 3e6 - z.double() * 1e6).mean()  # second derivative 2 (1 + z / 1e6)
+
+    module = Formula(lambda s, x: x @ s.W, W=(3, 3)).float()
+    found = hk.hessian(module, X.float(), T.float(), loss=far_away)
+    expected = reverse_over_reverse(copy.deepcopy(module).double(), X.float().double(), T, far_away)
+    assert found.matrix.dtype == torch.float32
+    assert largest_error(found, expected) <= 1e-6
+
+
+def test_parameters_of_several_types() -> None:
+    """A norm in float32 within a bfloat16 model, as large models keep it."""
+
+    def formula(s: Formula, x: Tensor) -> Tensor:
+        z = (x @ s.W).to(s.gain.dtype)
+        return (F.layer_norm(z, (3,)) * s.gain).to(s.V.dtype) @ s.V
+
+    module = Formula(formula, **SHAPES, gain=(3,)).bfloat16()
+    module.gain.data = module.gain.data.float()
+    x, target = X.bfloat16(), T.bfloat16()
+    found, far = readings(module, x, target)
+    assert found.matrix.dtype == torch.float32
+    assert max(far.values()) <= 1e-5
+    double = copy.deepcopy(module).double()
+    assert largest_error(found, reverse_over_reverse(double, x.double(), target.double(), own)) <= 0.1
+    mixed = copy.deepcopy(module).float()
+    mixed.V.data = mixed.V.data.double()
+    assert hk.hessian(mixed, x.float(), target.double(), loss=own).matrix.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
+def test_named_losses_of_half_precision(dtype: torch.dtype, loss: str) -> None:
+    torch.manual_seed(0)
+    block = hk.TransformerBlock(d_model=4, d_ff=5).to(dtype)
+    x = draw(2, 3, 4).to(dtype)
+    target = draw(2, 3, 4, seed=2).to(dtype) if loss == "mse" else torch.tensor([[0, 3, -100], [1, 2, 2]])
+    found = hk.hessian(block, x, target, loss=loss)
+    double = hk.hessian(copy.deepcopy(block).double(), x.double(), target.double() if loss == "mse" else target, loss=loss)
+    assert found.matrix.dtype == torch.float32
+    assert found.eigvalsh().isfinite().all()
+    assert largest_error(found, double.matrix) <= PROMISE[dtype]
+    assert abs(found.loss - double.loss) <= 4 * torch.finfo(dtype).eps * double.loss
+    vector = draw(found.matrix.shape[0]).float()
+    product = hk.hessian_operator(block, x, target, loss=loss) @ vector
+    assert (product - found.matrix @ vector).abs().max() <= torch.finfo(dtype).eps * product.abs().max()
