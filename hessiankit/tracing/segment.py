@@ -8,7 +8,7 @@ whole by :func:`verify_segments` against central differences of the module's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -26,15 +26,19 @@ from hessiankit.tracing.witnesses import (
     adjoint_difference,
     asymmetry,
     batch_difference,
-    central_differences,
     difference,
+    estimates,
     generic,
     rounding,
+    settled,
     tangents_of,
 )
 
 if TYPE_CHECKING:
     from hessiankit.tracing.trace import Trace
+
+STEPS = (1e-2, 3e-3, 1e-3)
+"""Of the central differences of the whole loss, relative to the size of the parameters: 24 gradients."""
 
 _set_version = torch._C._autograd._unsafe_set_version_counter
 
@@ -144,43 +148,93 @@ def segment(unseen: Unseen, edges: tuple[GradientEdge, ...]) -> Segment:
     return replace(found, is_linear=affine)
 
 
-def verify_segments(trace: Trace, gradient_at: Callable[[dict[str, Tensor]], Mapping[str, Tensor | None]]) -> None:
-    """Compare the second derivative of a traced scalar along one generic direction with central differences of its gradient.
+@dataclass(frozen=True)
+class Probe:
+    """Derivatives of a traced scalar along one generic direction, for comparison: the same direction for all of a batch.
 
-    Nothing is done for a trace without segments: the primitives of the others have shown that they are right.
+    Attributes:
+        names: Of the segments that it passes.
+        gradient: By the name of the parameter.
+        product: The Hessian times the direction.
+    """
+
+    names: tuple[str, ...]
+    gradient: dict[str, Tensor]
+    product: dict[str, Tensor]
+
+
+def probe_segments(trace: Trace) -> Probe | None:
+    """Return what :func:`verify_segments` compares of a trace; None for one without segments, where each primitive is known."""
+    names = tuple(dict.fromkeys(a.primitive.name for a in trace.applications if isinstance(a.primitive, Segment)))
+    if not names:
+        return None
+    return Probe(names, *products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()})))
+
+
+def verify_segments(
+    probes: Sequence[Probe],
+    point: Mapping[str, Tensor],
+    call_at: Callable[[dict[str, Tensor]], tuple[float, Mapping[str, Tensor | None]]],
+) -> None:
+    """Compare the derivatives of a traced loss along one generic direction with central differences of the module's own call.
+
+    Of both orders: of the loss, since a backward may be no derivative of its forward, and of its gradient, since it may be
+    wrong when it is differentiated itself.
 
     Args:
-        trace: A trace whose output is a scalar.
-        gradient_at: The gradient of the module's own call at given parameters, by name; None where autograd does not reach one.
+        probes: Of the traces that the loss is the sum of.
+        point: The values of the parameters, by name.
+        call_at: The loss, and its gradient by name (None where autograd does not reach one), of the module's own call at
+            given values of the parameters.
 
     Raises:
         TraceError: They differ.
     """
-    names = tuple(dict.fromkeys(a.primitive.name for a in trace.applications if isinstance(a.primitive, Segment)))
-    if not names:
-        return
-    parameters = {name: trace.values[at] for name, at in trace.parameters.items()}
-    direction = dict(zip(parameters, tangents_of(list(parameters.values()), 1), strict=True))
-    mine = product(trace, direction)
+    names = tuple(dict.fromkeys(name for probe in probes for name in probe.names))
+    direction = _direction(point)
+    tangents = tuple(direction[name] for name in point)
+    slopes, bent = (
+        tuple(torch.stack([kind[name] for kind in kinds]).sum(0) for name in point)
+        for kinds in ([probe.gradient for probe in probes], [probe.product for probe in probes])
+    )
 
-    def gradient(at: tuple[Tensor, ...]) -> Covectors:
-        found = gradient_at(dict(zip(parameters, at, strict=True)))
-        return tuple(torch.zeros_like(x) if found[name] is None else found[name] for name, x in parameters.items())
+    def call(at: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        loss, found = call_at(dict(zip(point, at, strict=True)))
+        given = ((found[name], x) for name, x in point.items())
+        return (*(torch.zeros_like(x) if slope is None else slope for slope, x in given), at[0].new_tensor([loss]).double())
 
-    theirs, uncertainty = central_differences(gradient, tuple(parameters.values()), tuple(direction.values()))
-    gap = difference(tuple(mine.values()), theirs) if theirs else float("inf")
-    dtype = max((x.dtype for x in parameters.values()), key=lambda d: torch.finfo(d).eps)
-    if not gap <= max(3 * uncertainty, 100 * rounding(dtype)) or uncertainty > 0.1:
-        raise TraceError(
-            f"trace: the second derivative of the loss is off by {gap:.2g} of its largest entry from central differences of the "
-            f"module's own gradient (known to {uncertainty:.1g}) along one direction. It passes {'; '.join(names)}, of which only a "
-            "backward is known: that may be wrong when it is differentiated itself, where it reads what forward computed and kept, "
-            "or passes gradients straight through; a detach() elsewhere does the same. Write it in operations of torch"
-        )
+    found = estimates(call, tuple(point.values()), tangents, STEPS)
+    allowed = 100 * max(rounding(x.dtype) for x in point.values())
+    terms = torch.cat([(slope * t).double().flatten() for slope, t in zip(slopes, tangents, strict=True)])
+    change, unsure = settled([values[-1:] for values in found])
+    off = terms.sum() - change[0] if change and change[0] is not None else terms.new_zeros(1)
+    scale = float(terms.abs().sum())
+    gap = float(off.abs()) / scale if scale else 0.0
+    if gap > max(3 * unsure, allowed):
+        raise _differs("first", gap, unsure, "the loss", names)
+    theirs, unsure = settled([values[:-1] for values in found])
+    gap = difference(bent, theirs) if theirs else float("inf")
+    if not gap <= max(3 * unsure, allowed) or not unsure <= 0.1:
+        raise _differs("second", gap, unsure, "its gradient", names)
 
 
-def product(trace: Trace, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the Hessian of a traced scalar times one vector, both by the names of the parameters."""
+def _differs(which: str, gap: float, unsure: float, of: str, names: tuple[str, ...]) -> TraceError:
+    return TraceError(
+        f"trace: the {which} derivative of the loss is off by {gap:.2g} from central differences of {of} (known to {unsure:.1g}) "
+        f"along one direction, both by the module's own call. It passes {'; '.join(names)}, of which only a backward is known: "
+        "that may be no derivative of its forward (straight-through, reversed or clipped gradients), or wrong when it is "
+        "differentiated itself (where it reads what forward computed and kept); a detach() elsewhere does the same. "
+        "Write it in operations of torch"
+    )
+
+
+def _direction(point: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same tangents for the same parameters, whatever their order."""
+    return {name: tangents_of([x], 1 + k)[0] for k, (name, x) in enumerate(sorted(point.items()))}
+
+
+def products(trace: Trace, direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradient of a traced scalar, and its Hessian times one vector, by the names of the parameters."""
     tangents = {trace.parameters[name]: t[None] for name, t in direction.items()}
     for a in trace.applications:
         moved = [None if at is None else tangents.get(at) for at in a.inputs]
@@ -198,7 +252,9 @@ def product(trace: Trace, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 _add(trace, second, a.inputs, a.primitive.curvature(inputs, adjoint[0], moved))
         if bar is not None:
             _add(trace, second, a.inputs, a.primitive.vjp(inputs, bar))
-    return {n: second[at][0] if at in second else torch.zeros_like(trace.values[at]) for n, at in trace.parameters.items()}
+    zeros = {name: torch.zeros_like(trace.values[at])[None] for name, at in trace.parameters.items()}
+    gradient, product = ({n: bars.get(trace.parameters[n], zero)[0] for n, zero in zeros.items()} for bars in (first, second))
+    return gradient, product
 
 
 def _add(trace: Trace, bars: dict[int, Tensor], ids: tuple[int | None, ...], covectors: Covectors) -> None:
