@@ -15,6 +15,7 @@ from torch import Tensor
 from hessiankit.errors import TraceError
 from hessiankit.request.own_call import Reference, own_gradient
 from hessiankit.request.task import Task
+from hessiankit.tracing.segment import Probe, probe_segments, verify_segments
 from hessiankit.tracing.trace import Trace
 
 ROUNDING = 64.0
@@ -37,6 +38,7 @@ class Handshake:
     def __init__(self, task: Task) -> None:
         self._task, self._loss, self._eps = task, 0.0, 0.0
         self._gradient: dict[str, Tensor] = {}
+        self._probes: list[Probe] = []
 
     def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
         """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
@@ -44,6 +46,8 @@ class Handshake:
             return
         self._loss += float(trace.values[trace.output])
         self._eps = max(self._eps, trace.eps)
+        if (probe := probe_segments(trace)) is not None:
+            self._probes.append(probe)
         for name, at in trace.parameters.items():
             if at in adjoints:
                 slope = adjoints[at] / share
@@ -56,8 +60,18 @@ class Handshake:
             TraceError: Loss or gradient differ by more than rounding: the message names the parameter and the likely cause.
         """
         own = self._task.reference
-        if own is None or not self._differences(own):
+        if own is None:
             return
+        if self._differences(own):
+            self._compare(own)
+        if self._probes:  # values of which only the first derivative has been compared so far
+            verify_segments(self._probes, self._task.parameters, self._call)
+
+    def _call(self, parameters: dict[str, Tensor]) -> tuple[float, Mapping[str, Tensor | None]]:
+        found = own_gradient(self._task, parameters)
+        return found.loss, found.gradient
+
+    def _compare(self, own: Reference) -> None:
         again = own_gradient(self._task)
         loss, eps = abs(own.loss - again.loss), self._eps
         if loss > ROUNDING * eps * abs(own.loss):

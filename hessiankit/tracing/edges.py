@@ -28,11 +28,13 @@ class Unseen:
         root: A copy of the value that is part of the graph.
         edges: The values that were seen and that it is made of; the arguments of its node, in order.
         names: The functions of autograd between them; none where the value is one of those, written into without gradients.
+        leaves: What it depends on in the end, with their memory and version when it was made.
     """
 
     root: Tensor
     edges: tuple[GradientEdge, ...]
     names: tuple[str, ...]
+    leaves: tuple[tuple[Tensor, Tensor, int], ...]
 
 
 @dataclass(frozen=True)
@@ -65,39 +67,45 @@ class Edges:
 
     def before(self, x: Tensor) -> tuple[Edge, _Seen | None]:
         """Return the edge that a tensor comes from, and the value that was seen there, if any."""
-        self._look()
+        self.look()
         edge = _through_hooks((x.grad_fn, x.output_nr))
         return edge, self._seen.get(edge) or self._leaf(edge)
 
     def boundary(self, start: Edge) -> tuple[dict[Edge, Node], tuple[str, ...]]:
         """Return the edges of values that were seen behind an edge, with their nodes, and the functions passed on the way.
 
-        None of these values is made of another one of them: autograd would count a way through both twice.
+        None of them lies behind another: autograd's derivatives are total ones, which would count the way between the two twice.
         """
-        through: set[Edge] = set()  # edges of values that were seen, and that others are behind
+        passed: dict[Any, None] = {start[0]: None}
         while True:
-            found, names = self._reached(start, through)
-            ends = {edge[0] for edge in found}
-            more = {edge for edge in found if not _is_leaf(edge[0]) and _leads_to(edge[0], ends)}
-            if not more:
-                return found, names
-            through |= more
+            found = self._behind(passed)
+            inner = [edge for edge in found if len(found) > 1 and not found.keys().isdisjoint(_all_behind(edge[0]))]
+            if not inner:
+                return found, tuple(dict.fromkeys(function.name() for function in passed))
+            passed.update((function, None) for function, _ in inner)
 
-    def _reached(self, start: Edge, through: Collection[Edge]) -> tuple[dict[Edge, Node], tuple[str, ...]]:
+    def leaves(self, start: Edge) -> tuple[Tensor, ...]:
+        """Return the leaves that an edge depends on."""
+        found = {id(function.variable): function.variable for function, _ in _all_behind(start[0]) if _is_leaf(function)}
+        return tuple(found.values())
+
+    def _behind(self, passed: dict[Any, None]) -> dict[Edge, Node]:
+        """Walk back from functions to the next values that were seen; take the functions on the way into ``passed``."""
         found: dict[Edge, Node] = {}
-        passed = {start[0]: None}
-        waiting = [start[0]]
+        waiting = list(passed)
         while waiting:
             for edge in waiting.pop().next_functions:
-                seen = None if edge[0] is None or edge in through else self._seen.get(edge) or self._leaf(edge)
+                if edge[0] is None or edge[0] in passed:
+                    continue
+                seen = self._seen.get(edge) or self._leaf(edge)
                 if seen is not None:
                     found[edge] = seen.node
-                elif edge[0] is not None and not _is_leaf(edge[0]) and edge[0] not in passed:
+                elif not _is_leaf(edge[0]):
                     passed[edge[0]] = None
                     waiting.append(edge[0])
-        return found, tuple(dict.fromkeys(function.name() for function in passed))
+        return found
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Take in the tensors noted since the last time."""
         for x in self._new():
             node = self._nodes.get(id(x))
@@ -114,20 +122,7 @@ class Edges:
         """Return the node of a leaf, such as a parameter, that was seen."""
         leaf = edge[0].variable if _is_leaf(edge[0]) else None
         node = None if leaf is None else self._nodes.get(id(leaf))
-        return None if leaf is None or node is None else _Seen(node, place(leaf))
-
-
-def _leads_to(function: Any, ends: Collection[Any]) -> bool:
-    """Tell whether one of some functions lies behind another function in autograd's graph."""
-    passed, waiting = {function}, [function]
-    while waiting:
-        for behind, _ in waiting.pop().next_functions:
-            if behind in ends and behind is not function:
-                return True
-            if behind is not None and behind not in passed:
-                passed.add(behind)
-                waiting.append(behind)
-    return False
+        return None if leaf is None or node is None or node.op != "placeholder" else _Seen(node, place(leaf))
 
 
 def memory(x: Tensor) -> int:
@@ -138,6 +133,20 @@ def memory(x: Tensor) -> int:
 def place(x: Tensor) -> tuple[Any, ...]:
     """Return where a tensor lies in memory, and how."""
     return (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.layout is torch.strided and x.numel() else (id(x),)
+
+
+def _all_behind(function: Any) -> dict[Edge, None]:
+    """Return every edge that a function's derivative is passed on to, near or far."""
+    found: dict[Edge, None] = {}
+    known, waiting = {function}, [function]
+    while waiting:
+        for edge in waiting.pop().next_functions:
+            if edge[0] is not None:
+                found[edge] = None
+                if edge[0] not in known:
+                    known.add(edge[0])
+                    waiting.append(edge[0])
+    return found
 
 
 def _is_leaf(function: Any) -> bool:

@@ -49,6 +49,8 @@ class Notes:
         self.stale: set[int] = set()  # tensors written into out of sight since they were named
         self.rewritten: set[int] = set()  # their memory
         self.complex = False  # whether any were met that have a derivative
+        self._passing: set[int] = set()  # memory of values that pass gradients, and how many tensors were looked at for it
+        self._passing_known = 0
         self.edges = Edges(self.nodes, self.kept, self.cut, self.stale)
         self.differentiable = True
 
@@ -108,7 +110,6 @@ class Notes:
         """
         rewritten = {memory(unwrapped(x)) for x in tensors if isinstance(x, Tensor)}
         self.rewritten |= rewritten
-        self.edges.clear()
         for x in self._sharing(rewritten):
             if self.nodes[id(x)].op == "placeholder":
                 raise TraceError("trace: a parameter is written into within the module; compute a new tensor")
@@ -116,9 +117,14 @@ class Notes:
 
     def passes_gradients(self, tensors: Sequence[Any]) -> bool:
         """Tell whether a write into some tensors changes values that go on passing their gradients; not if data change too."""
-        sharing = list(self._sharing({memory(x) for x in tensors if isinstance(x, Tensor)}))
-        outside = any(self.nodes[id(x)].op in ("placeholder", "get_attr") for x in sharing)
-        return not outside and any(x.grad_fn is not None for x in sharing)
+        for x in self.kept[self._passing_known :]:
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                self._passing.add(memory(x))
+        self._passing_known = len(self.kept)
+        places = {memory(x) for x in tensors if isinstance(x, Tensor)}
+        if self._passing.isdisjoint(places):
+            return False
+        return not any(self.nodes[id(x)].op in ("placeholder", "get_attr") for x in self._sharing(places))
 
     def _sharing(self, places: Collection[int]) -> Iterator[Tensor]:
         """Yield the tensors with a node that lie in some memory."""
@@ -136,7 +142,8 @@ class Notes:
         with torch._C._DisablePythonDispatcher(), torch.enable_grad():
             root = x.clone()  # of its own, whatever is written into x later
         edges = tuple(GradientEdge(*edge) for edge in boundary)
-        self.recording.unseen[node] = Unseen(root, edges, names)
+        leaves = tuple((leaf, leaf.detach(), leaf._version) for leaf in self.edges.leaves(start))
+        self.recording.unseen[node] = Unseen(root, edges, names, leaves)
         return node
 
     def is_known(self, x: Any) -> bool:
@@ -190,7 +197,7 @@ class Notes:
         return self.recording.graph.add("get_attr", name)
 
     def _name(self, x: Tensor, node: Node) -> None:
-        if not self.differentiable and id(x) not in self.nodes:
+        if not self.differentiable:
             self.cut.add(node)
         self.nodes[id(x)] = node
         self.kept.append(x)

@@ -8,6 +8,7 @@ and never a constant.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from hessiankit.compiled.library import plain
 from hessiankit.errors import TraceError
@@ -33,7 +35,10 @@ except ImportError:  # a torch that has moved it: ``can_record`` says so
 
 aten = torch.ops.aten
 _INTERNALS: Any = torch._C
+_NEW = frozenset(getattr(aten, name).default for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty"))
+_DUAL = (aten._make_dual.default, aten._unpack_dual.default)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -164,7 +169,7 @@ class _Recorder(ProxyTorchDispatchMode):
                 return value
             self.notes.keep(node, value)
         self.notes.result(node, value)
-        if isinstance(value, Tensor) and not node.all_input_nodes:
+        if isinstance(value, Tensor) and (not node.all_input_nodes or operation in _NEW):
             self.notes.made(node, value)
         return value
 
@@ -172,16 +177,22 @@ class _Recorder(ProxyTorchDispatchMode):
         """Tell whether autograd's graph says more of a call than its operation: of complex numbers, and of writing without it."""
         if self.notes.complex and any(_is_complex(x) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
             return True
-        if torch.is_grad_enabled() or not (targets := overwritten(operation, args, kwargs)):
+        if operation in _DUAL:
+            return True
+        targets = overwritten(operation, args, kwargs)
+        if not targets or (torch.is_grad_enabled() and _moves(args, kwargs)):
             return False
         return self.notes.passes_gradients(targets)
 
     def _unseen(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without noting it: what the parameters reach of its result, autograd knows."""
+        targets = overwritten(operation, args, kwargs)
         with torch._C._DisablePythonDispatcher():
+            if targets:
+                self.notes.edges.look()  # they belong to the values before
             value = func(*args, **kwargs)
         self.notes.made_unseen(value)
-        if targets := overwritten(operation, args, kwargs):
+        if targets:
             self.notes.written_unseen(targets)
         return value
 
@@ -214,6 +225,8 @@ class _Outside(ShowReading):
         """Call through."""
         if not types and not kwargs and (value := self.recorder.at_once(func, args)) is not NotImplemented:
             return value
+        if func in _HOOKS:  # of gradients, which no one takes here but the tracer itself
+            return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())
         if func in _GRADIENTS:
             with torch._C._DisablePythonDispatcher():
                 value = super().__torch_function__(func, types, args, kwargs)

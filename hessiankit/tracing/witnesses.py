@@ -6,6 +6,8 @@ A linear or bilinear map that vanishes on vectors drawn at random vanishes; one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -93,20 +95,29 @@ def central_differences(
     >>> abs(float(found[0]) - 12) < 1e-9, open_ < 1e-9
     (True, True)
     """
+    return settled(estimates(function, inputs, tangents))
+
+
+def estimates(
+    function: Callable[[tuple[Tensor, ...]], Covectors],
+    inputs: Inputs,
+    tangents: Sequence[Tensor],
+    steps: Sequence[float] = STEPS,
+) -> list[Covectors]:
+    """Return central differences of a function along tangents with several steps, from large to small."""
     largest = max((_largest(t) / _size(x) for x, t in zip(inputs, tangents, strict=True)), default=1.0) or 1.0
-    best: Covectors = ()
-    uncertainty, before = float("inf"), None
-    for step in STEPS:
-        try:
-            found = _along(function, inputs, tangents, step / largest)
-        except RuntimeError:  # outside the domain, as a matrix that is no longer positive definite
-            continue
-        if before is not None:
-            apart = difference(found, before)
-            if apart < uncertainty:
-                best, uncertainty = found, apart
-        before = found
-    return best, uncertainty
+    found = []
+    for step in steps:
+        with suppress(RuntimeError):  # outside the domain, as a matrix that is no longer positive definite
+            found.append(_along(function, inputs, tangents, step / largest))
+    return found
+
+
+def settled(found: Sequence[Covectors]) -> tuple[Covectors, float]:
+    """Return that of several estimates which differs least from the one before, and by how much; nothing and infinity for one."""
+    pairs = [(difference(later, earlier), later) for earlier, later in pairwise(found)]
+    gap, best = min(pairs, key=lambda pair: pair[0] if pair[0] == pair[0] else float("inf"), default=(float("inf"), ()))
+    return best, gap
 
 
 def _along(
