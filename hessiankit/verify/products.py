@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 
 import torch
@@ -132,9 +133,9 @@ class Products:
         """Return what rounding leaves of the products along a direction: their change at parameters moved by a few ulps."""
         if label not in self._noise:
             direction = next(d for d in self.asked if d.label == label)
-            v, near = direction.parts(self.problem.params), self._near()
+            v, near = direction.parts(self.problem.params), self._near
             with near.borrowed():
-                there = [self._closed(self.make_operator(), v)]
+                there = [self._closed(self._near_operator, v)]
             here = [self._closed(self.operator, v)]
             for name in [n for n in self.names if n not in self.failed and not REFERENCES[n].many_calls]:
                 here.append(self._reference(name, self.problem, v)[0])
@@ -213,12 +214,17 @@ class Products:
             yield CheckRow(f"gradient: {group}", MODULE, worst, worst <= self.rtol, 0.0, method)
 
     def _gradient_rounding(self, own: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, float]:
-        near = self._near()
-        with near.borrowed():
-            there = dict(zip(own, near.gradient(), strict=True)), self.problem.unflatten(self.make_operator().gradient)
+        with self._near.borrowed():
+            there = dict(zip(own, self._near.gradient(), strict=True)), self.problem.unflatten(self._near_operator.gradient)
         pairs = list(zip((own, mine), there, strict=True))
         return {n: SAFETY * max(float((a[n] - b[n]).abs().max()) for a, b in pairs) for n in own}
 
+    @cached_property
+    def _near_operator(self) -> HessianOperator:
+        with self._near.borrowed():
+            return self.make_operator()
+
+    @cached_property
     def _near(self) -> Problem:
         """Return the problem at parameters moved by a few units in the last place."""
         generator, reach = torch.Generator().manual_seed(0), ULPS * torch.finfo(self.precision).eps
