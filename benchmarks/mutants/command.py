@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--list", action="store_true", help="say what there is and what no longer applies, and stop")
     top.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     top.add_argument("--limit-seconds", type=float, default=120.0, help="for one run (default: %(default)g)")
-    top.add_argument("--out", type=Path, default=Path("results/mutants.jsonl"), help="verdicts, one a line (default: %(default)s)")
+    top.add_argument(
+        "--out", type=Path, default=Path("results/mutants.jsonl"), help="verdicts, one a line (default: %(default)s)"
+    )
     return top
 
 
