@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -33,15 +35,32 @@ def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tens
     >>> [name for name, _ in named_tensors({"x": Tensor(1), "pair": (Tensor(1), None)})]
     ["inputs['x']", "inputs['pair'][0]"]
     """
-    tree = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    for path, leaf in _pytree.tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, Tensor):
-            yield name + _pytree.keystr(path), leaf
+    if isinstance(inputs, Tensor):
+        yield name, inputs
+    elif isinstance(inputs, (Mapping, tuple, list)):
+        items = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+        for key, part in items:
+            yield from named_tensors(part, f"{name}[{key!r}]")
+    else:  # an object that torch has been taught to take apart
+        for number, leaf in enumerate(_pytree.tree_leaves(inputs)):
+            if leaf is not inputs:
+                yield from named_tensors(leaf, f"{name}.{number}")
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return nested containers with ``function`` applied to their tensors."""
-    return _pytree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
+    """Return nested containers with ``function`` applied to their tensors.
+
+    A ``UserDict`` is one whether torch has been taught so or not, which depends on what else has been imported.
+    """
+
+    def each(x: Any) -> Any:
+        if isinstance(x, UserDict):
+            changed = copy.copy(x)
+            changed.data = {key: map_tensors(function, value) for key, value in x.data.items()}
+            return changed
+        return function(x) if isinstance(x, Tensor) else x
+
+    return _pytree.tree_map(each, tree, is_leaf=lambda x: isinstance(x, UserDict))
 
 
 def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:

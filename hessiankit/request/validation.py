@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hessiankit.errors import HessiankitError, InputError
 from hessiankit.request.calling import Loss, named_tensors, read_outputs
 from hessiankit.request.losses import ELEMENTWISE, IGNORE_INDEX, LOSSES, loss_module
+from hessiankit.request.spoiled import MASKED, first_spoiled
 from hessiankit.tracing.source_line import source_line
 
 if TYPE_CHECKING:
@@ -139,8 +140,17 @@ def check_arguments(
         check_dense(who, name, x)
 
 
-def check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype, device: torch.device, *, mask: bool = False) -> None:
-    """Check one tensor that enters the computation.
+def check_tensor(
+    who: str,
+    name: str,
+    x: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    mask: bool = False,
+    other: str = "the parameters are",
+) -> None:
+    """Check one tensor that enters the computation; ``other`` is what has the dtype that is expected of it.
 
     Raises:
         InputError: It is empty, elsewhere, of another dtype, or not finite.
@@ -154,9 +164,7 @@ def check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype, device: tor
         raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype}")
     if x.is_floating_point():
         if x.dtype != dtype:
-            raise InputError(
-                f"{who}: {name} is {x.dtype}, the parameters are {dtype}; convert one of them, e.g. {name}.to({dtype})"
-            )
+            raise InputError(f"{who}: {name} is {x.dtype}, {other} {dtype}; convert one of them, e.g. {name}.to({dtype})")
         where = _spoiled(x, mask=mask)
         if where is not None:
             raise InputError(f"{who}: {name} contains NaN or infinity, first at index {where}; clean the data first")
@@ -200,14 +208,12 @@ def check_outputs(who: str, task: Task, inputs: Any, device: torch.device) -> An
             handle.remove()
     out = read_outputs(who, task.loss, outputs)
     if bad or (isinstance(out, Tensor) and not _is_finite(out)):
+        reason = first_spoiled(lambda: _run(who, task, inputs))
         for name, x in named_tensors(inputs):
-            if x.is_floating_point():
+            if x.is_floating_point() and MASKED not in reason:
                 check_tensor(who, name, x, x.dtype, x.device)
         place = bad[0] if bad else "the module's output"
-        raise InputError(
-            f"{who}: {place} is NaN or infinite. If it is a norm, a row is constant and eps is 0: use eps > 0, "
-            "or rows that are not constant"
-        )
+        raise InputError(f"{who}: {place} is NaN or infinite{f' ({reason})' if reason else ''}")
     if task.loss is None and out.numel() != 1:
         raise InputError(
             f"{who}: loss=None means that the module returns the loss, but it returns shape {tuple(out.shape)}; pass loss=..."
@@ -283,7 +289,7 @@ def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> No
     target = task.target
     if task.loss == "mse":
         _check_same_shape(who, target, out, "squared error")
-        check_tensor(who, "target", target, out.dtype, device)
+        check_tensor(who, "target", target, out.dtype, device, other="the module's output is")
         if not target.is_floating_point():
             raise InputError(f"{who}: target is {target.dtype}; squared error needs {out.dtype} (one-hot encode class labels)")
     elif task.loss == "cross_entropy":

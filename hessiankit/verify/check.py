@@ -17,6 +17,7 @@ from hessiankit.errors import InputError
 from hessiankit.request.batches import batches
 from hessiankit.request.calling import Loss, map_tensors
 from hessiankit.request.selection import Params, select
+from hessiankit.request.surroundings import check_surroundings
 from hessiankit.torch_state import one_at_a_time
 from hessiankit.untouched import random_kept
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
@@ -95,6 +96,7 @@ def check(
     """
     start = time.perf_counter()
     chosen = None if params is None else list(select("check", block_or_module, params))  # names, which the copy shares
+    check_surroundings("check", block_or_module)
     complex_one = next((name for name, p in block_or_module.named_parameters() if p.is_complex()), None)
     if complex_one is not None:
         raise InputError(f"check: the parameter {complex_one!r} is complex; pass real ones, the Hessian is of a real function")
