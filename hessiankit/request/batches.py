@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hessiankit.errors import InputError
-from hessiankit.request.calling import Loss
+from hessiankit.request.calling import Loss, ordinary
 from hessiankit.request.losses import known_count, known_reduction
 from hessiankit.request.selection import Params, Selection
 from hessiankit.request.task import FrozenTask, Task, freeze, make_task
@@ -92,7 +92,8 @@ def requests(
         raise InputError(f"{who}: weights is a {type(weights).__name__}; pass one number for each batch in a list, or a function")
     given = None if weights is None or callable(weights) else iter(weights)
     first: FrozenTask | None = None
-    for number, (inputs, labels) in enumerate(pairs):
+    for number, batch in enumerate(pairs):
+        inputs, labels = (ordinary(part) for part in batch)
         if several and number == 1 and rule is None and weights is None:
             raise InputError(
                 f"{who}: with {_of(loss)} the weights of several batches are unknown. Pass weights=[...], how many terms each "

@@ -63,6 +63,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return _pytree.tree_map(each, tree, is_leaf=lambda x: isinstance(x, UserDict))
 
 
+def ordinary(tree: Any) -> Any:
+    """Return containers as they are, or with copies of the tensors made in inference mode, of which autograd takes none."""
+    if any(x.is_inference() for _, x in named_tensors(tree)):
+        return map_tensors(lambda x: x.clone() if x.is_inference() else x, tree)
+    return tree
+
+
 def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
     """Return what the loss is computed from.
 

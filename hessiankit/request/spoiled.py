@@ -24,28 +24,37 @@ class _Found(BaseException):
 
 
 class _Watch(TorchDispatchMode):
+    def __init__(self, spoiled: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.spoiled = spoiled
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and stop where its result is spoiled and none of its inputs is."""
         result = func(*args, **(kwargs or {}))
-        if _any_spoiled(result) and not _any_spoiled((args, kwargs)):
+        if self._any_spoiled(result) and not self._any_spoiled((args, kwargs)):
             raise _Found(_reason(func, args))
         return result
+
+    def _any_spoiled(self, tree: Any) -> bool:
+        tensors = (x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
+        return any(bool(self.spoiled(x).any()) for x in tensors)
 
 
 def first_spoiled(run: Callable[[], Any]) -> str:
     """Return a phrase that names the first operation of a run to return NaN or infinity, and what to do; "" if there is none.
 
-    An entry of -inf does not count: it masks.
+    An entry of -inf counts only where there is no other: it masks.
 
     >>> first_spoiled(lambda: torch.zeros(2) / 0)
     'aten.div.Tensor is the first to return NaN or infinity; keep its inputs away from where it is not defined (a division by 0, a norm of a constant row), or use a wider dtype if a value overflows'
     """  # noqa: E501
-    try:
-        with torch.no_grad(), _Watch():
-            run()
-    except _Found as found:
-        line = source_line(found)
-        return f"{f'at {line}: ' if line else ''}{found}"
+    for spoiled in (lambda x: x.isnan() | (x == torch.inf), lambda x: ~x.isfinite()):
+        try:
+            with torch.no_grad(), _Watch(spoiled):
+                run()
+        except _Found as found:
+            line = source_line(found)
+            return f"{f'at {line}: ' if line else ''}{found}"
     return ""
 
 
@@ -57,8 +66,3 @@ def _reason(func: Any, args: Any) -> str:
     if "norm" in name and "weight_norm" not in name:
         return NORM
     return f"{name} is the first to return NaN or infinity; {OTHER}"
-
-
-def _any_spoiled(tree: Any) -> bool:
-    tensors = (x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
-    return any(bool((x.isnan() | (x == torch.inf)).any()) for x in tensors)

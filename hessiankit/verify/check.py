@@ -15,7 +15,7 @@ from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
 from hessiankit.curvature import Hessian, hessian
 from hessiankit.errors import InputError
 from hessiankit.request.batches import batches
-from hessiankit.request.calling import Loss, map_tensors
+from hessiankit.request.calling import Loss, map_tensors, ordinary
 from hessiankit.request.selection import Params, select
 from hessiankit.request.surroundings import check_surroundings
 from hessiankit.torch_state import one_at_a_time
@@ -107,7 +107,7 @@ def check(
         several, pairs = batches("check", inputs, target, loss)
         if several:
             raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
-        inputs, target = next(pairs)
+        inputs, target = (ordinary(part) for part in next(pairs))
     if dtype is not None:
         inputs, target = (_cast(x, dtype) for x in (inputs, target))
     tell = None if progress is None else lambda done, total: progress("closed form", done, total)
