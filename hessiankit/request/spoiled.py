@@ -45,9 +45,9 @@ def first_spoiled(run: Callable[[], Any]) -> str:
 
     An entry of -inf counts only where there is no other: it masks.
 
-    >>> first_spoiled(lambda: torch.zeros(2) / 0)
-    'aten.div.Tensor is the first to return NaN or infinity; keep its inputs away from where it is not defined (a division by 0, a norm of a constant row), or use a wider dtype if a value overflows'
-    """  # noqa: E501
+    >>> first_spoiled(lambda: torch.zeros(2) / 0).partition("aten")[2][:42]
+    '.div.Tensor is the first to return NaN or '
+    """
     for spoiled in (lambda x: x.isnan() | (x == torch.inf), lambda x: ~x.isfinite()):
         try:
             with torch.no_grad(), _Watch(spoiled):
