@@ -226,7 +226,10 @@ def noisy() -> nn.Module:
 
 BAD_REQUESTS = {
     "dropout layer": (lambda: hessian_operator(nn.Sequential(block(), nn.Dropout(0.1)), X, T), "dropout layer .* module.eval"),
-    "dropout in forward": (lambda: hessian_operator(noisy(), X, T), "two calls of the module .* different losses .*: it draws random numbers"),
+    "dropout in forward": (
+        lambda: hessian_operator(noisy(), X, T),
+        "two calls of the module .* different losses .*: it draws random numbers",
+    ),
     "result that alternates": (lambda: hessian_operator(Alternating(), X, T), "different losses .*: it changes its 'calls'"),
     "buffer written in place": (lambda: hessian_operator(Counting(in_place=True), X, T), "changes its buffer 'calls'"),
     "buffer replaced": (lambda: hessian_operator(Counting(in_place=False), X, T), "changes its buffer 'calls'"),

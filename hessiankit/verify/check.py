@@ -16,8 +16,9 @@ from hessiankit.curvature import hessian
 from hessiankit.errors import InputError
 from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.request.batches import batches
-from hessiankit.request.calling import Loss
+from hessiankit.request.calling import Loss, ordinary
 from hessiankit.request.selection import Params, select
+from hessiankit.request.surroundings import check_surroundings
 from hessiankit.torch_state import one_at_a_time
 from hessiankit.untouched import random_kept
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
@@ -107,6 +108,7 @@ def check(
     >>> bool(check(TransformerBlock(d_model=4, d_ff=5, d_k=2)))
     True
     """
+    check_surroundings("check", block_or_module)
     complex_one = next((name for name, p in block_or_module.named_parameters() if p.is_complex()), None)
     if complex_one is not None:
         raise InputError(f"check: the parameter {complex_one!r} is complex; pass real ones, the Hessian is of a real function")
@@ -119,7 +121,7 @@ def check(
             several, pairs = batches("check", inputs, target, loss)
             if several:
                 raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
-            inputs, target = next(pairs)
+            inputs, target = (ordinary(part) for part in next(pairs))
         if dtype is not None:
             inputs, target = (cast(x, dtype) for x in (inputs, target))
         return asked.report(inputs, target)
