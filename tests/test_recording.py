@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 from curvature_reference import Formula, assert_exact, draw, mse, reverse_over_reverse
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -293,12 +292,6 @@ def test_values_are_kept_where_they_stay_what_they_are():
     assert record(lambda: torch.tanh(X) * X, [X], {}).values == {}
 
 
-def with_dual_numbers(s: Formula, x: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        moved = forward_ad.make_dual(x, torch.ones_like(x))
-        return forward_ad.unpack_dual(torch.tanh(moved @ s.W)).tangent * s.v
-
-
 def viewed_without_gradient(s: Formula, x: Tensor) -> Tensor:
     y = x @ s.W
     with torch.no_grad():
@@ -316,7 +309,10 @@ def raised(s: Formula, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
-    "a function of one's own": (lambda s, x: Halved.apply(x @ s.W) * s.v, "first derivative of the loss is off .* HalvedBackward"),
+    "a function of one's own": (
+        lambda s, x: Halved.apply(x @ s.W) * s.v,
+        "first derivative of the loss is off .* HalvedBackward",
+    ),
     "reentrant checkpoint": (by_reentrant_checkpoint, "autograd.grad of the loss, .* raised RuntimeError: .*use_reentrant=True"),
     "other data": (moved_is_given_data, "is given other .data"),
     "random numbers": (module_of_its_own, "draws random numbers"),

@@ -104,7 +104,9 @@ RANDOM = {
 def test_functional_randomness_is_noticed(name: str) -> None:
     module = Formula(RANDOM[name], lin=nn.Linear(4, 3))
     for call in (hk.hessian, hk.hessian_operator):
-        with pytest.raises(hk.InputError, match=r"two calls .* different losses .* it draws random numbers; call module.eval\(\)"):
+        with pytest.raises(
+            hk.InputError, match=r"two calls .* different losses .* it draws random numbers; call module.eval\(\)"
+        ):
             call(module, X, T)
 
 

@@ -324,5 +324,7 @@ def _value_of_callable(who: str, task: Task, outputs: Any) -> Tensor:
         seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"{who}: the loss returned {seen}, expected a scalar tensor; reduce it, e.g. with .mean() or .sum()")
     if not bool(torch.isfinite(value)):
-        raise InputError(f"{who}: the loss is {float(value.detach())}, not a finite number; check the labels and the module's outputs")
+        raise InputError(
+            f"{who}: the loss is {float(value.detach())}, not a finite number; check the labels and the module's outputs"
+        )
     return value.reshape(())

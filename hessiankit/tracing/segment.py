@@ -156,11 +156,13 @@ class Probe:
         names: Of the segments that it passes.
         gradient: By the name of the parameter.
         product: The Hessian times the direction.
+        rounding: What the coarsest type of the values explains of a difference.
     """
 
     names: tuple[str, ...]
     gradient: dict[str, Tensor]
     product: dict[str, Tensor]
+    rounding: float
 
 
 def probe_segments(trace: Trace) -> Probe | None:
@@ -168,7 +170,9 @@ def probe_segments(trace: Trace) -> Probe | None:
     names = tuple(dict.fromkeys(a.primitive.name for a in trace.applications if isinstance(a.primitive, Segment)))
     if not names:
         return None
-    return Probe(names, *products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()})))
+    coarsest = max(rounding(x.dtype) for x in trace.values if x.is_floating_point())
+    found = products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()}))
+    return Probe(names, *found, coarsest)
 
 
 def verify_segments(
@@ -204,7 +208,7 @@ def verify_segments(
         return (*(torch.zeros_like(x) if slope is None else slope for slope, x in given), at[0].new_tensor([loss]).double())
 
     found = estimates(call, tuple(point.values()), tangents, STEPS)
-    allowed = 100 * max(rounding(x.dtype) for x in point.values())
+    allowed = min(100 * max(probe.rounding for probe in probes), 0.1)
     terms = torch.cat([(slope * t).double().flatten() for slope, t in zip(slopes, tangents, strict=True)])
     change, unsure = settled([values[-1:] for values in found])
     off = terms.sum() - change[0] if change and change[0] is not None else terms.new_zeros(1)
