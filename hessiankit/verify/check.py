@@ -27,13 +27,15 @@ from hessiankit.verify.groups import directions, roles
 from hessiankit.verify.health import Health, examine, rounding_noise
 from hessiankit.verify.identities import examine_identities
 from hessiankit.verify.in_place import converted, kept
+from hessiankit.verify.noise import closed_form
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.products import Products
 from hessiankit.verify.references import run_references
 from hessiankit.verify.route_table import Choice, choose
-from hessiankit.verify.rows import Comparison, closed_form
+from hessiankit.verify.rows import Comparison
 from hessiankit.verify.traits import STOPPED, traits
+from hessiankit.verify.wide_twin import twin_rows
 
 AGAINST = ("reverse-over-reverse", "jvp(grad)", "central-differences", "torch.func.hessian", "curvlinops")
 """What is compared with where the route table does not decide, and for hessiankit's own blocks: the wrong ones are shown too."""
@@ -92,7 +94,8 @@ def check(
             and 4 directions a parameter beyond; 0 for every entry at any size. Beyond 5,000 parameters (20,000 where
             ``directions`` is given) no matrix is formed: products of ``hessian_operator`` are compared along that many
             directions (1) on each group of parameters of the same role, and along one on all parameters.
-        formulas: Whether to compare the vec_r formulas as well (hessiankit's post-norm blocks only).
+        formulas: For a :class:`TransformerBlock`, whether to check as well a wide twin of it (the same structure at widths above
+            16, four heads, W_O, gelu) and, of post-norm blocks, the vec_r formulas at tiny sizes.
         exact: Whether to check the vec_r formulas of every :class:`TransformerBlock` in the module in exact arithmetic too, at
             the smallest sizes of its structure (:func:`hessiankit.verify.check_exact_blocks`): it takes seconds.
         params: The parameters to take, as in :func:`hessiankit.hessian`; all that require grad by default.
@@ -173,6 +176,7 @@ class _Asked:
             before = time.perf_counter()
             with random_kept(module):
                 errors = formula_errors(module, self.seed)
+                rows += twin_rows(module, self.seed)
             seconds = time.perf_counter() - before
             rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
         with random_kept(module):
