@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hessiankit.arguments import checked
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
 from hessiankit.curvature import hessian
+from hessiankit.diagonal import curvature_diagonal
 from hessiankit.errors import InputError
 from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.request.batches import batches
@@ -48,6 +49,8 @@ PRODUCTS = 5000
 """Beyond this many parameters no matrix is formed: products are compared, along generic directions on groups of parameters."""
 MATRIX = 20000
 """The same where ``directions`` are asked for."""
+DIAGONAL = 100_000
+"""Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left alone."""
 MULTIPLYING = ("reverse-over-reverse", "jvp(grad)", "central-differences")
 """The references that make products without flat vectors, for large modules."""
 
@@ -223,11 +226,17 @@ class _Asked:
         )
         found.run()
         health = found.health()
-        rows = (*found.rows(health), *found.same_call())
+        rows = [*found.rows(health), *found.same_call()]
+        none = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
+        if problem.size <= DIAGONAL:
+            before = time.perf_counter()
+            diagonal = curvature_diagonal(module, inputs, target, loss=self.loss, params=names).flat
+            rows += found.diagonal(diagonal, time.perf_counter() - before)
+        else:
+            none += f", curvature_diagonal not beyond {DIAGONAL:,}"
         stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and not health_of_differences(health) else ""
-        none = f"curvature_diagonal, dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
         return CheckReport(
-            rows,
+            tuple(rows),
             tuple(health.values()),
             operator,
             tolerance,

@@ -10,9 +10,9 @@ import torch
 from hessiankit.blocks import TransformerBlock
 from hessiankit.curvature import hessian
 from hessiankit.diagonal import curvature_diagonal
+from hessiankit.verify.block_structure import structure_of
 from hessiankit.verify.check_report import CheckRow
 from hessiankit.verify.comparison import Blocks
-from hessiankit.verify.block_structure import structure_of
 from hessiankit.verify.noise import RoundingNoise, closed_form
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
