@@ -24,6 +24,8 @@ from hessiankit.verify.references import REFERENCES, Unsupported
 CLOSED = "closed form"
 SMALL = 1e-2
 """Differences need not resolve a product's part below this share of its largest entry."""
+ENTRIES = 2
+"""Entries of each parameter at which a diagonal is compared, each by a product along a unit vector."""
 Key = tuple[str, str]
 """(a parameter whose gradient is differentiated, the label of a direction)."""
 
@@ -212,6 +214,34 @@ class Products:
                     error = 0.0 if gaps[n] <= rounding[n] else error
                 worst = max(worst, error) if error == error else error
             yield CheckRow(f"gradient: {group}", MODULE, worst, worst <= self.rtol, 0.0, method)
+
+    def diagonal(self, found: Tensor, seconds: float) -> Iterator[CheckRow]:
+        """Compare a diagonal (P) at ``ENTRIES`` random entries of each parameter, relative to its largest one there."""
+        method = str(self.precision).removeprefix("torch.")
+        name = next((n for n in self.names if n not in self.failed and not REFERENCES[n].many_calls), None)
+        generator, params = torch.Generator().manual_seed(0), self.problem.params
+        if name is None:
+            return
+        entries: dict[str, list[tuple[float, float]]] = {}
+        with REFERENCES[name].along(self.problem) as product:
+            for n, where in self.problem.slices.items():
+                mine = found[where]
+                for k in torch.randint(mine.numel(), (ENTRIES,), generator=generator).tolist():
+                    unit = torch.zeros_like(params[n])
+                    unit.view(-1)[k] = 1
+                    column = product({n: unit})[0][n].reshape(-1)  # of the diagonal block
+                    scale = max(float(mine.abs().max()), float(column.abs().max()))
+                    entries.setdefault(n, []).append((float((mine[k] - column[k]).abs()), scale))
+        floor = FLOOR * torch.finfo(self.precision).eps * max(scale for seen in entries.values() for _, scale in seen)
+        for group, members in self.groups.items():
+            worst = 0.0
+            for n in members:
+                for gap, scale in entries[n]:
+                    error = gap / scale if scale else gap
+                    if error > self.rtol and scale <= floor and gap <= self._rounding(group)[n]:
+                        error = 0.0
+                    worst = max(worst, error) if math.isfinite(error) else math.inf
+            yield CheckRow(f"diagonal: {group}", name, worst, worst <= self.rtol, seconds, method)
 
     def _gradient_rounding(self, own: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, float]:
         with self._near.borrowed():
