@@ -9,7 +9,7 @@ from test_lifts import D_OUT, LIFTS, jacobian
 
 from hessiankit.engine import pairing as room
 from hessiankit.engine.lifts import Kronecker
-from hessiankit.engine.pairing import add_across_rows, add_diagonal_pair, add_pair
+from hessiankit.engine.pairing import add_across_rows, add_diagonal_pair, add_pair, add_pairs
 
 
 @pytest.mark.parametrize("scratch", [1, 2**21])
@@ -21,6 +21,21 @@ def test_pairs(left, right, scratch, monkeypatch):
     expected = torch.einsum("nop,noq,nqr->pr", jacobian(left), K, jacobian(right))
     found = torch.ones_like(expected)
     add_pair(LIFTS[left][0], LIFTS[right][0], K, found, same=False)
+    assert torch.allclose(found - 1, expected, rtol=0, atol=1e-13)
+
+
+def test_several_pairs_of_weights():
+    """One weight with two uses of another, each with a curvature of its own that is not symmetric."""
+    u, v = LIFTS["X W"][0], LIFTS["X W^T"][0]
+    assert isinstance(u, Kronecker)
+    assert isinstance(v, Kronecker)
+    twice = Kronecker("W", None, draw(6, 4, seed=8), D_OUT, True)
+    K, L = draw(6, D_OUT, D_OUT, seed=5), draw(6, D_OUT, D_OUT, seed=6)
+    J, J_v = jacobian("X W"), jacobian("X W^T")
+    J_twice = torch.einsum("ni,po->nopi", twice.weights, torch.eye(D_OUT, dtype=torch.float64)).reshape(6, D_OUT, -1)
+    expected = torch.einsum("nop,noq,nqr->pr", J, K, J_v) + torch.einsum("nop,noq,nqr->pr", J, L, J_twice)
+    found = torch.ones_like(expected)
+    add_pairs(u, [(v, K), (twice, L)], found)
     assert torch.allclose(found - 1, expected, rtol=0, atol=1e-13)
 
 
