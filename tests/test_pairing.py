@@ -24,8 +24,10 @@ def test_pairs(left, right, scratch, monkeypatch):
     assert torch.allclose(found - 1, expected, rtol=0, atol=1e-13)
 
 
-def test_several_pairs_of_weights():
+@pytest.mark.parametrize("outer", [1, 256])
+def test_several_pairs_of_weights(outer, monkeypatch):
     """One weight with two uses of another, each with a curvature of its own that is not symmetric."""
+    monkeypatch.setattr(room, "OUTER", outer)
     u, v = LIFTS["X W"][0], LIFTS["X W^T"][0]
     assert isinstance(u, Kronecker)
     assert isinstance(v, Kronecker)
