@@ -48,19 +48,47 @@ def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 @contextmanager
 def kept(module: nn.Module) -> Iterator[None]:
-    """Put back what calling a module can change: random states, modes, and the values of its buffers."""
-    modes = [(m, m.training) for m in module.modules()]
+    """Put back what calling a module can change: random states, values of buffers, attributes and what is in their containers.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> layer.seen = []
+    >>> with kept(layer):
+    ...     layer.seen.append(1)
+    ...     layer.calls = 1
+    ...     _ = layer.train(False)
+    >>> layer.seen, hasattr(layer, "calls"), layer.training
+    ([], False, True)
+    """
+    attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+    held = [x for _, named in attributes for x in named.values()]
+    containers = [(x, kind(x)) for x in held for kind in (list, dict, set) if isinstance(x, kind)]
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta and not is_lazy(b)]
     with random_kept(module):
         try:
             yield
         finally:
-            for m, mode in modes:
-                m.training = mode
+            for now, before in [*attributes, *containers]:
+                _restore(now, before)
             with torch.no_grad():
                 for buffer, value in buffers:
                     if not _same_bits(buffer, value):
                         buffer.copy_(value)
+
+
+def _restore(now: Any, before: Any) -> None:
+    """Give a container the very elements that it had; left alone where it has them."""
+    if isinstance(now, set):
+        now &= before
+        now |= before
+    elif isinstance(now, list):
+        if len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True)):
+            now[:] = before
+    else:
+        for key in [key for key in now if key not in before]:
+            del now[key]
+        for key, value in before.items():
+            if key not in now or now[key] is not value:
+                now[key] = value
 
 
 @contextmanager
