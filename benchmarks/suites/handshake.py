@@ -10,9 +10,9 @@ import torch
 from benchmarks.charts import methods
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, parameters_of
-from benchmarks.suites.common import all_rounds, case_of
+from benchmarks.suites.common import case_of
 from benchmarks.tables import CELL_HEADERS, cell_text, markdown, ratio_text, time_text
-from benchmarks.timing import rounds_within, spread, timed
+from benchmarks.timing import all_rounds, rounds_within, spread, timed
 from hessiankit import check, hessian, hessian_operator
 
 DENSE = 3000
