@@ -23,6 +23,7 @@ from hessiankit.torch_state import one_turn
 from hessiankit.tracing import reverse
 from hessiankit.tracing.edges import Unseen
 from hessiankit.tracing.witnesses import (
+    FEWER_WEIGHTS,
     adjoint_difference,
     asymmetry,
     batch_difference,
@@ -37,8 +38,8 @@ from hessiankit.tracing.witnesses import (
 if TYPE_CHECKING:
     from hessiankit.tracing.trace import Trace
 
-STEPS = (1e-2, 3e-3, 1e-3)
-"""Of the central differences of the whole loss, relative to the size of the parameters: 24 gradients."""
+STEPS = (1e-2, 4e-3)
+"""Of the central differences of the whole loss, relative to the size of the parameters: eight gradients."""
 
 _set_version = torch._C._autograd._unsafe_set_version_counter
 
@@ -207,7 +208,7 @@ def verify_segments(
         given = ((found[name], x) for name, x in point.items())
         return (*(torch.zeros_like(x) if slope is None else slope for slope, x in given), at[0].new_tensor([loss]).double())
 
-    found = estimates(call, tuple(point.values()), tangents, STEPS)
+    found = estimates(call, tuple(point.values()), tangents, STEPS, FEWER_WEIGHTS)
     allowed = min(100 * max(probe.rounding for probe in probes), 0.1)
     terms = torch.cat([(slope * t).double().flatten() for slope, t in zip(slopes, tangents, strict=True)])
     change, unsure = settled([values[-1:] for values in found])
@@ -218,8 +219,14 @@ def verify_segments(
         raise _differs("first", gap, unsure, "the loss", names)
     theirs, unsure = settled([values[:-1] for values in found])
     gap = difference(bent, theirs) if theirs else float("inf")
-    if not gap <= max(3 * unsure, allowed) or not unsure <= 0.1:
+    if gap > max(3 * unsure, allowed):
         raise _differs("second", gap, unsure, "its gradient", names)
+    if not unsure <= 0.1 and allowed < 0.1:  # half precision leaves nothing to compare with
+        raise TraceError(
+            f"trace: central differences of the loss's gradient do not settle (known to {unsure:.1g}), so that the derivative of "
+            f"{'; '.join(names)}, of which only a backward is known, cannot be confirmed: the loss is not smooth around here. "
+            "Write it in operations of torch, or pass handshake=False to go without the comparison"
+        )
 
 
 def _differs(which: str, gap: float, unsure: float, of: str, names: tuple[str, ...]) -> TraceError:
