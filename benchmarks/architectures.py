@@ -20,7 +20,9 @@ ATTENTIONS = ("eager", "sdpa")
 VOCABULARY = 13
 TINY: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "lru_width"), 8),
-    **dict.fromkeys(("intermediate_size", "d_ff", "dff", "ffn_dim", "n_inner", "hidden_dim", "d_inner", "intermediate_size_mlp"), 6),
+    **dict.fromkeys(
+        ("intermediate_size", "d_ff", "dff", "ffn_dim", "n_inner", "hidden_dim", "d_inner", "intermediate_size_mlp"), 6
+    ),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "mlp_hidden_size"), 6),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 5),
     **dict.fromkeys(("expert_ffn_hidden_size", "shared_intermediate_size"), 5),
@@ -35,7 +37,9 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "n_groups", "mamba_n_groups"), 1),
     **dict.fromkeys(("conv_kernel", "mamba_d_conv", "time_step_rank", "mamba_dt_rank", "expand", "mamba_expand"), 2),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "attention_window", "relative_attention_num_buckets", "mamba_head_dim"), 4),
+    **dict.fromkeys(
+        ("chunk_size", "mamba_chunk_size", "attention_window", "relative_attention_num_buckets", "mamba_head_dim"), 4
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "n_ctx"), 16),
     **dict.fromkeys(("max_source_positions", "max_target_positions", "max_sequence_length"), 16),
     "vocab_size": VOCABULARY,
@@ -64,17 +68,17 @@ CAUSAL = """
     ministral3 mistral mixtral modernbert-decoder moshi mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe
     openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
     recurrent_gemma rwkv seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlnet xlstm youtu
-""".split()
+"""
 MASKED = """
     albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert flaubert
     fnet gte ibert jina_embeddings_v3 longformer megatron-bert modernbert mpnet mra nomic_bert nystromformer roberta
     roberta-prelayernorm roformer squeezebert xlm-roberta xlm-roberta-xl xmod yoso
-""".split()
+"""
 SEQUENCES = """
     bart blenderbot blenderbot-small longt5 m2m_100 marian mbart mt5 mvp nllb-moe pegasus pegasus_x plbart seamless_m4t
     seamless_m4t_v2 switch_transformers t5 umt5
-""".split()
-IMAGES = "beit data2vec-vision deit dinov2 dinov2_with_registers ijepa swin swinv2 vit vit_msn".split()
+"""
+IMAGES = "beit data2vec-vision deit dinov2 dinov2_with_registers ijepa swin swinv2 vit vit_msn"
 
 LATENT = {"head_dim": 2, "num_key_value_heads": 2}  # of the rotary part alone; every head has keys of its own
 TWO = {"num_hidden_layers": 2}
@@ -96,7 +100,9 @@ NEEDS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {**ALONE, "num_hidden_layers": 3},
     "rwkv": {**TWO, "attention_hidden_size": 8, "rescale_every": 0},
     "mpnet": {"relative_attention_num_buckets": 32},
-    "squeezebert": dict.fromkeys(("q_groups", "k_groups", "v_groups", "post_attention_groups", "intermediate_groups", "output_groups"), 2),
+    "squeezebert": dict.fromkeys(
+        ("q_groups", "k_groups", "v_groups", "post_attention_groups", "intermediate_groups", "output_groups"), 2
+    ),
     "xmod": {"default_language": "en_XX"},
     "mamba2": {**ALONE, "num_heads": 4, "head_dim": 4},
     "xlstm": {"num_blocks": 1, "chunkwise_kernel": "chunkwise--native_autograd"},
@@ -118,6 +124,7 @@ class InDouble(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
         with _KeepDouble():
             return self.model(*args, **kwargs)
 
@@ -150,7 +157,7 @@ def names() -> dict[str, str]:
     }
     found = {}
     for task, (kinds, classes) in tables.items():
-        for kind in kinds:
+        for kind in kinds.split():
             name = classes[kind]
             found[f"{task}/{kind}"] = name if isinstance(name, str) else name[0]
     return found

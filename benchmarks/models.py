@@ -13,7 +13,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hessiankit as hk
 from benchmarks.architectures import ATTENTIONS, InDouble, Instance, build, names, quiet
+from benchmarks.tables import markdown
 from benchmarks.vision import vision, vision_names
 from hessiankit.errors import HessiankitError
-from benchmarks.tables import markdown
 
-EXACT, DIFFERENCES, HALF = 1e-10, 1e-5, 0.3
+EXACT, DIFFERENCES, CASTING, HALF = 1e-10, 1e-5, 1e-3, 0.3
 """What is allowed of the largest entry of a parameter's part of the product: to reverse over reverse; to central differences,
-whose own error this is; in bfloat16."""
-FLOORS = {torch.float64: 1e-5, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
+whose own error this is; with casts to float32; in bfloat16, or what reverse over reverse reaches there if that is more."""
+FLOORS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
 """Of the whole product's largest entry: a parameter's part below it, such as that of a key's bias, is compared with this."""
 
 
@@ -45,6 +46,7 @@ class Row:
         parameters: How many there are.
         float64: Largest error beside reverse over reverse.
         differences: Largest error beside central differences of the gradient.
+        casting: Largest error, in float64, of the model with its own casts to float32, beside reverse over reverse with them.
         bfloat16: Largest error of the product in bfloat16 beside that in float64.
         autograd: The same of reverse over reverse in bfloat16.
         fallbacks: Operations without a closed form.
@@ -57,6 +59,7 @@ class Row:
     parameters: int = 0
     float64: float = math.nan
     differences: float = math.nan
+    casting: float = math.nan
     bfloat16: float = math.nan
     autograd: float = math.nan
     fallbacks: tuple[str, ...] = ()
@@ -65,46 +68,70 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that was computed is within what is allowed."""
-        pairs = ((self.float64, EXACT), (self.differences, DIFFERENCES), (self.bfloat16, HALF))
-        return not self.reason and all(error <= allowed or math.isnan(error) for error, allowed in pairs)
+        """Whether all that was computed is within what is allowed."""
+        pairs = ((self.float64, EXACT), (self.differences, DIFFERENCES), (self.casting, CASTING), (self.bfloat16, self._half))
+        return all(error <= allowed or math.isnan(error) for error, allowed in pairs)
+
+    @property
+    def _half(self) -> float:
+        return HALF if math.isnan(self.autograd) else max(HALF, self.autograd)
 
 
-def measure(name: str, attention: str, *, half: bool = True) -> Row:
-    """Compare one architecture; a refusal is told by its message."""
+class _Stopped(Exception):
+    """Says why there is no number."""
+
+
+@contextmanager
+def _own(what: str) -> Iterator[None]:
+    """Tell what the model or torch raise by themselves from what hessiankit raises."""
+    try:
+        yield
+    except Exception as error:
+        raise _Stopped(f"{what}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+
+
+def measure(name: str, attention: str, *, full: bool = True) -> Row:
+    """Compare one architecture; where that stops, the row has the reason.
+
+    Args:
+        name: Its name.
+        attention: "eager" or "sdpa".
+        full: Everything; else beside reverse over reverse in float64 alone.
+    """
     start = time.perf_counter()
     with quiet():
         instance = vision(name, attention) if name.startswith("timm/") else build(name, attention)
         found: dict[str, Any] = {"parameters": sum(p.numel() for p in leaves(instance.model))}
         try:
-            found |= _compared(instance, half=half)
-        except HessiankitError as error:
+            for more in _compared(instance, full=full):
+                found |= more
+        except (HessiankitError, _Stopped) as error:
             found["reason"] = str(error)
-        except Exception as error:  # the model itself, in this type
-            found["reason"] = f"the model's own call: {type(error).__name__}: {str(error).splitlines()[0]}"
     return Row(name, attention, **found, seconds=time.perf_counter() - start)
 
 
-def _compared(instance: Instance, *, half: bool) -> dict[str, Any]:
-    module, batch = InDouble(instance.model), instance.batch
+def _compared(instance: Instance, *, full: bool) -> Iterator[dict[str, Any]]:
+    plain, module, batch = instance.model, InDouble(instance.model), instance.batch
     vector = direction(module)
-    gradient(module, batch)  # what the model itself raises comes before anything else
+    with _own("the model in float64"):
+        expected = twice(module, batch, vector)
     operator = hk.hessian_operator(module, batch, loss=None)
     product = operator @ vector
-    expected = twice(module, batch, vector)
-    found: dict[str, Any] = {
-        "float64": error(product, expected, module),
-        "differences": error(differences(module, batch, vector), expected, module),
-        "fallbacks": operator.fallbacks,
-    }
-    if half:
-        low = copy.deepcopy(instance.model).to(torch.bfloat16)
-        cast = {k: x.to(torch.bfloat16) if x.is_floating_point() else x for k, x in batch.items()}
-        gradient(low, cast)
-        mine = hk.hessian_operator(low, cast, loss=None) @ vector.float()
-        found["bfloat16"] = error(mine.double(), product, module, torch.bfloat16)
-        found["autograd"] = error(twice(low, cast, vector.bfloat16()).double(), product, module, torch.bfloat16)
-    return found
+    yield {"float64": error(product, expected, module), "fallbacks": operator.fallbacks}
+    if not full:
+        return
+    yield {"differences": error(differences(module, batch, vector), expected, module)}
+    with _own("the model in float64 with its own casts"):
+        expected = twice(plain, batch, vector)
+    cast = hk.hessian_operator(plain, batch, loss=None) @ vector
+    yield {"casting": error(cast, expected, plain, torch.float32)}
+    low = copy.deepcopy(plain).to(torch.bfloat16)
+    halves = {k: x.to(torch.bfloat16) if x.is_floating_point() else x for k, x in batch.items()}
+    with _own("the model in bfloat16"):
+        own = twice(low, halves, vector.bfloat16()).double()
+    yield {"autograd": error(own, product, module, torch.bfloat16)}
+    half = hk.hessian_operator(low, halves, loss=None) @ vector.float()
+    yield {"bfloat16": error(half.double(), product, module, torch.bfloat16)}
 
 
 def leaves(module: nn.Module) -> list[nn.Parameter]:
@@ -161,33 +188,124 @@ def error(found: Tensor, expected: Tensor, module: nn.Module, dtype: torch.dtype
     return worst if bool(torch.isfinite(found).all()) else math.inf
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return the page's tables: what was compared, what was refused."""
-    number: Callable[[float], str] = lambda x: "" if math.isnan(x) else f"{x:.0e}"
-    good = [row for row in rows if not row.reason]
-    lines = [
-        (
-            *row.name.split("/"),
-            row.attention,
-            str(row.parameters),
-            number(row.float64),
-            number(row.differences),
-            number(row.bfloat16),
-            number(row.autograd),
-            ", ".join(row.fallbacks),
-        )
-        for row in good
-    ]
-    headers = ("task", "architecture", "attention", "P", "float64", "differences", "bfloat16", "autograd, bfloat16", "fallbacks")
-    page = markdown(headers, lines)
-    refused = [(*row.name.split("/"), row.attention, row.reason.replace("|", "\\|")) for row in rows if row.reason]
+def page(rows: Sequence[Row]) -> str:
+    """Return the page: what was compared, and what was refused."""
+    good = [row for row in rows if not math.isnan(row.float64)]
+    refused = [row for row in rows if row.reason]
+    kinds = len({row.name for row in good})
+    half = sorted(row.bfloat16 for row in good if not math.isnan(row.bfloat16))
+    summary = f"{kinds} architectures, {len(good)} with their implementations of attention: "
+    summary += f"at most {max((row.float64 for row in good), default=math.nan):.0e} from reverse over reverse in float64"
+    summary += f"; in bfloat16 {half[len(half) // 2]:.0e} in the median, {half[-1]:.0e} at most.\n" if half else ".\n"
+    headers = (
+        "architecture",
+        "attention",
+        "P",
+        "float64",
+        "differences",
+        "own casts",
+        "bfloat16",
+        "autograd, bfloat16",
+        "fallbacks",
+    )
+    text = f"{HEAD}\n{summary}\n{markdown(headers, [_cells(row) for row in good], text=2)}\n"
     if refused:
-        page += "\n\n## Refused\n\n" + markdown(("task", "architecture", "attention", "reason"), refused)
-    return page
+        reasons = [(row.name, row.attention, row.reason) for row in refused]
+        text += f"\n## Refused\n\n{markdown(('architecture', 'attention', 'reason'), reasons, text=3)}\n"
+    return text
 
 
-def all_cases() -> Iterator[tuple[str, str]]:
-    """Yield every name with every implementation of attention."""
-    for name in (*names(), *vision_names()):
-        for attention in ATTENTIONS:
-            yield name, attention
+def _cells(row: Row) -> tuple[str, ...]:
+    errors = (row.float64, row.differences, row.casting, row.bfloat16, row.autograd)
+    numbers = ("" if math.isnan(x) else f"{x:.0e}" for x in errors)
+    return (row.name, row.attention, str(row.parameters), *numbers, ", ".join(row.fallbacks))
+
+
+def every_name() -> list[str]:
+    """Return the names of all architectures, of transformers and of timm."""
+    return [*names(), *vision_names()]
+
+
+def attentions(name: str) -> tuple[str, ...]:
+    """Return the implementations of attention that a model has."""
+    import transformers
+
+    fused = name.startswith("timm/") or getattr(transformers, names()[name])._supports_sdpa
+    return ATTENTIONS if fused else ATTENTIONS[:1]
+
+
+HEAD = f"""# Architectures
+
+Every model is tiny and made from its configuration, with generic parameters; a padded batch of tokens with the label -100 where
+there is padding, or two images; its own loss. One command measures and writes this page, and continues where it stopped:
+`python -m benchmarks.models --markdown docs/models.md`.
+
+- **float64**: the largest difference of `hessian_operator`'s product in a generic direction from reverse over reverse through the
+  model itself, parameter by parameter, relative to the largest entry of the parameter's part; {EXACT:.0e} is allowed. Casts to
+  float32 that a model makes by itself are kept in float64 on both sides, so that all digits can be seen.
+- **differences**: the same to fourth-order central differences of the model's gradient, which have an error of about this size.
+- **own casts**: float64 again, with those casts, on both sides: to float32's digits; {CASTING:.0e} is allowed.
+- **bfloat16**: the product by the model in bfloat16, with its own casts, from that in float64 at the same parameters and inputs;
+  parts below bfloat16's rounding of the largest entry are compared with that. Beside it the same of reverse over reverse in
+  bfloat16: what rounding the model's values does to any derivative, and what accumulating it in bfloat16 does besides.
+- **fallbacks**: operations without a closed form, differentiated by torch one by one.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m benchmarks.models",
+        description="Compare tiny instances of many architectures with automatic differentiation. What is finished is kept in "
+        "--out. Exit code 0: all as exact as promised, or refused with a reason; 1: not; 2: an option cannot be used.",
+    )
+    top.add_argument(
+        "--only", nargs="+", metavar="PART", help="architectures whose names contain one of these, such as causal/llama"
+    )
+    top.add_argument("--attention", choices=ATTENTIONS, help="one implementation of attention (default: both)")
+    top.add_argument("--out", type=Path, default=Path("results/models.jsonl"), help="finished rows (default: %(default)s)")
+    top.add_argument("--markdown", type=Path, metavar="PAGE", help="write what is in --out as a page")
+    top.add_argument("--list", action="store_true", help="print the names, and stop")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    options = parser().parse_args(arguments)
+    wanted = [name for name in every_name() if not options.only or any(part in name for part in options.only)]
+    if options.list:
+        print("\n".join(wanted))
+        return 0
+    if not wanted:
+        print(f"benchmarks.models: --only {' '.join(options.only)} names nothing; see --list", file=sys.stderr)
+        return 2
+    rows = {(row.name, row.attention): row for row in stored(options.out)}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    cases = [(name, a) for name in wanted for a in attentions(name) if options.attention in (None, a)]
+    for name, attention in cases:
+        if (name, attention) not in rows:
+            row = rows[name, attention] = measure(name, attention, full=attention == ATTENTIONS[0])
+            with options.out.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+            print(said(row), flush=True)
+    found = [rows[case] for case in cases]
+    if options.markdown is not None:
+        options.markdown.write_text(page(found))
+    return 0 if all(row.passed for row in found) else 1
+
+
+def stored(path: Path) -> list[Row]:
+    """Return the rows of a file; none where there is no file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Row(**{**found, "fallbacks": tuple(found["fallbacks"])}) for found in map(json.loads, lines)]
+
+
+def said(row: Row) -> str:
+    """Return a row as one line."""
+    verdict = "" if row.passed else ", NOT AS EXACT AS PROMISED"
+    numbers = f"float64 {row.float64:.0e}, bfloat16 {row.bfloat16:.0e}, {row.seconds:.1f} s{verdict}"
+    return f"{row.name} ({row.attention}): {numbers}{'; ' if row.reason else ''}{row.reason}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

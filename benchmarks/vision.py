@@ -26,6 +26,7 @@ class Labelled(nn.Module):
         self.model = model
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> SimpleNamespace:
+        """Return ``loss`` and ``logits``."""
         logits = self.model(pixel_values)
         return SimpleNamespace(loss=cross_entropy(logits.float(), labels), logits=logits)
 
@@ -66,12 +67,24 @@ def _models() -> dict[str, Callable[[], nn.Module]]:
         "xcit": lambda: xcit.Xcit(**{**PATCHES, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 2, "img_size": 8}),
         "mlp-mixer": lambda: mlp_mixer.MlpMixer(**PATCHES, num_blocks=1, embed_dim=4),
         "gmlp": lambda: mlp_mixer.MlpMixer(
-            **PATCHES, num_blocks=1, embed_dim=4, mlp_ratio=2, block_layer=mlp_mixer.SpatialGatingBlock, mlp_layer=mlp_mixer.GatedMlp
+            **PATCHES,
+            num_blocks=1,
+            embed_dim=4,
+            mlp_ratio=2,
+            block_layer=mlp_mixer.SpatialGatingBlock,
+            mlp_layer=mlp_mixer.GatedMlp,
         ),
         "swin": lambda: swin_transformer.SwinTransformer(**windows),
         "swin v2": lambda: swin_transformer_v2.SwinTransformerV2(**windows),
         "twins": lambda: twins.Twins(
-            **IMAGES, patch_size=2, embed_dims=(4, 4), num_heads=(1, 2), mlp_ratios=(2, 2), depths=(1, 1), sr_ratios=(2, 1), wss=(2, 2)
+            **IMAGES,
+            patch_size=2,
+            embed_dims=(4, 4),
+            num_heads=(1, 2),
+            mlp_ratios=(2, 2),
+            depths=(1, 1),
+            sr_ratios=(2, 1),
+            wss=(2, 2),
         ),
         "pvt v2": lambda: pvt_v2.PyramidVisionTransformerV2(
             **FLAT, depths=(1, 1), embed_dims=(4, 4), num_heads=(1, 2), sr_ratios=(2, 1), mlp_ratios=(2, 2)

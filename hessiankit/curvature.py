@@ -276,8 +276,8 @@ def hessian(
     Args:
         module: Any module whose forward torch can trace.
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments (a dict, a tokenizer's output).
-            Or several batches: an iterable of pairs (inputs, target), with loss=None of mappings or other inputs (a
-            list of mappings; a tuple is one batch). They are treated one after the other, and may differ in every length.
+            Or several batches: an iterable of pairs (inputs, target), with loss=None of inputs (a list of tuples or
+            mappings, or any generator; a tuple is one batch). They are treated one after the other, at any lengths.
         target: What the loss compares with: the output's shape for "mse", labels of shape ``output.shape[:-1]``
             for "cross_entropy". No label is shifted: labels[:, t] is compared with logits[:, t].
         loss: ``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
@@ -330,6 +330,8 @@ def hessian(
     first = next(iter(chosen.values()))
     if lazy and (out is not None or dry_run):
         raise InputError("hessian: lazy=True computes single blocks later; it goes with neither out=... nor dry_run=True")
+    if out is not None and not os.fspath(out).endswith(".npy"):
+        raise InputError(f"hessian: out={os.fspath(out)!r} is written in NumPy's format; pass a path that ends in '.npy'")
     if overwrite and out is None:
         raise InputError("hessian: overwrite=True is for out=..., which is missing")
     if not lazy and not dry_run and out is None:

@@ -17,7 +17,7 @@ from hessiankit.engine.diagonal_sum import DiagonalSum
 from hessiankit.request.batches import Weights
 from hessiankit.request.handshake import UNCOMPARED
 from hessiankit.request.kinds import gather
-from hessiankit.request.selection import Params
+from hessiankit.request.selection import Params, locate
 from hessiankit.request.task import Loss
 from hessiankit.tables import as_html, as_text, table
 from hessiankit.torch_state import one_at_a_time
@@ -61,7 +61,8 @@ class CurvatureDiagonal:
         return math.fsum(self.traces.values())
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.values[name]
+        whole, rows = locate("CurvatureDiagonal", name, {n: tuple(x.shape) for n, x in self.values.items()})
+        return self.values[whole] if rows is None else self.values[whole].reshape(-1)[rows.to(self.values[whole].device)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return kind, loss, traces and extremes as plain Python numbers (the diagonal itself is left out)."""

@@ -22,7 +22,7 @@ from hessiankit.errors import InputError, TraceError
 from hessiankit.request.loss_trace import LossTrace
 from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.task import Task, available_memory
-from hessiankit.torch_state import one_at_a_time
+from hessiankit.torch_state import computed_later
 
 Progress = Callable[[int, int], None]
 Look = Callable[[LossTrace], None]
@@ -62,7 +62,7 @@ class Evaluation:
         return self._whole is not None
 
     @property
-    @one_at_a_time
+    @computed_later
     def loss(self) -> float:
         """The loss, from a forward pass if no matrix has been computed."""
         if self._loss is None:
@@ -70,7 +70,7 @@ class Evaluation:
             self._loss = math.fsum(share * value for share, value in zip(self.shares, values, strict=True))
         return self._loss
 
-    @one_at_a_time
+    @computed_later
     def whole(self) -> Tensor:
         """Return the P x P matrix."""
         if self._whole is None:
@@ -82,7 +82,7 @@ class Evaluation:
         """Take over the P x P matrix, and what is known of it, from elsewhere."""
         self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, loss, asymmetry, fallbacks
 
-    @one_at_a_time
+    @computed_later
     def outer(self) -> Tensor:
         """Return the Gauss-Newton part of the P x P matrix.
 
@@ -94,7 +94,7 @@ class Evaluation:
             raise InputError(f"Hessian.outer: {why}, so its output layer is unknown; pass loss=... that compares one tensor")
         return self._matrix(self.tasks, None, outer=True)
 
-    @one_at_a_time
+    @computed_later
     def block(self, i: str, j: str) -> Tensor:
         """Return the block of two parameters, without computing any other."""
         if self._whole is not None:
@@ -108,7 +108,7 @@ class Evaluation:
                     self._blocks[a, b] = part[slices[a], slices[b]]
         return self._blocks[i, j]
 
-    @one_at_a_time
+    @computed_later
     def part(self, i: str, rows: Tensor | None, j: str, columns: Tensor | None) -> Tensor:
         """Return some rows and columns of the block of two parameters (None: all of them).
 
@@ -153,7 +153,7 @@ class Evaluation:
         return [replace(t, parameters={n: p for n, p in t.parameters.items() if n in names}) for t in self.tasks]
 
     @cached_property
-    @one_at_a_time
+    @computed_later
     def unused(self) -> tuple[str, ...]:
         """The parameters that the loss does not depend on in any batch."""
         names: Iterable[str] = self.tasks[0].parameters
@@ -194,8 +194,7 @@ class Evaluation:
     ) -> tuple[float, tuple[str, ...]]:
         """Add one batch to the matrix: nothing where none of the parameters has an effect on its loss."""
         try:
-            with torch.no_grad():
-                return assemble(task, matrix, share=share, batch_size=self.batch_size, progress=progress, outer=outer, look=look)
+            return assemble(task, matrix, share=share, batch_size=self.batch_size, progress=progress, outer=outer, look=look)
         except TraceError:
             if reached(task):
                 raise

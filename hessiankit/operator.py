@@ -21,7 +21,7 @@ from hessiankit.engine.linearisation import Constant, Linearisation, linearise
 from hessiankit.errors import InputError
 from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.task import Loss, Params, Task, check_memory
-from hessiankit.torch_state import one_at_a_time
+from hessiankit.torch_state import one_at_a_time, without_autocast
 
 KINDS = ("hessian", "ggn", "fisher")
 WHO = "hessian_operator"
@@ -66,11 +66,18 @@ class HessianOperator(LinearOperator):
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, Tensor):
             return self._product(other)
-        return self._numpy_product(other) if isinstance(other, np.ndarray) else super().__matmul__(other)
+        if isinstance(other, LinearOperator):
+            return super().__matmul__(other)
+        if not isinstance(other, (np.ndarray, list, tuple)):
+            raise InputError(
+                f"HessianOperator: cannot multiply with a {type(other).__name__}; expected a torch tensor or a NumPy array, "
+                f"a vector ({self.shape[0]},) or a matrix ({self.shape[0]}, k)"
+            )
+        return self._numpy_product(other)
 
     def dot(self, x: Any) -> Any:
-        """Return the product with a torch tensor, a NumPy array, a number or another operator."""
-        return self @ x if isinstance(x, (Tensor, np.ndarray)) else super().dot(x)
+        """Return the product with a torch tensor, a NumPy array, a list of numbers, a number or another operator."""
+        return super().dot(x) if np.isscalar(x) or isinstance(x, LinearOperator) else self @ x
 
     def to_matrix(self) -> Tensor:
         """Return the P x P matrix, a block of columns at a time.
@@ -108,6 +115,10 @@ class HessianOperator(LinearOperator):
 
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
+        with without_autocast():
+            return self._blocks(rows)
+
+    def _blocks(self, rows: Tensor) -> Tensor:
         blocks = [self._sum(batch.product(part) for batch in self._batches) for part in rows.split(self.block_size) if len(part)]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else rows.clone()
 
@@ -123,7 +134,11 @@ class HessianOperator(LinearOperator):
         assert total is not None
         return total.to(self.torch_dtype)
 
-    def _numpy_product(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _numpy_product(self, given: Any) -> np.ndarray[Any, Any]:
+        try:
+            x = np.asarray(given)
+        except ValueError as error:  # rows of several lengths
+            raise InputError(f"HessianOperator: cannot multiply with a {type(given).__name__}: {error}") from error
         if not np.can_cast(x.dtype, self.dtype):
             raise InputError(f"HessianOperator: the array is {x.dtype}, which {self.dtype} cannot hold; convert it")
         vectors = torch.from_numpy(np.array(x, dtype=self.dtype, order="C")).to(self.device, self.torch_dtype)
@@ -131,10 +146,10 @@ class HessianOperator(LinearOperator):
         return result
 
     def _matvec(self, x: Any) -> Any:
-        return self._numpy_product(np.asarray(x))
+        return self._numpy_product(x)
 
     def _matmat(self, X: Any) -> Any:
-        return self._numpy_product(np.asarray(X))
+        return self._numpy_product(X)
 
     def _adjoint(self) -> HessianOperator:
         return self

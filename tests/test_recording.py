@@ -309,6 +309,10 @@ def raised(s: Formula, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
+    "a function of one's own": (
+        lambda s, x: Halved.apply(x @ s.W) * s.v,
+        "first derivative of the loss is off .* HalvedBackward",
+    ),
     "reentrant checkpoint": (by_reentrant_checkpoint, "autograd.grad of the loss, .* raised RuntimeError: .*use_reentrant=True"),
     "other data": (moved_is_given_data, "is given other .data"),
     "random numbers": (module_of_its_own, "draws random numbers"),

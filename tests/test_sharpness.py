@@ -125,6 +125,19 @@ def _plain_parts(model):
     return [Part(name, "FFN", "weight", None, "given", p.numel()) for name, p in model.named_parameters()]
 
 
+def test_the_gradient_that_is_not_finite_is_named():
+    """A square root at 0: the output is finite, and so is the gradient of every other parameter."""
+
+    class Root(torch.nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.T + torch.sqrt(self.bias)
+
+    model, x = Root(3, 2).double(), torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double()
+    torch.nn.init.zeros_(model.bias)
+    with pytest.raises(InputError, match="the gradient of 'bias' is NaN or infinite"):
+        replicates(model, x, torch.zeros(4, 2).double(), loss="mse", parts=_plain_parts(model))
+
+
 def test_gaussian_labels_of_squared_error_have_the_right_mean():
     model, x = torch.nn.Linear(3, 4).double(), torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
     y, parts = torch.zeros(6, 4).double(), _plain_parts(model)

@@ -41,6 +41,7 @@ def test_what_does_not_reach_the_loss_has_no_adjoint():
     assert trace.parameters["W"] in found
     assert trace.parameters["V"] not in found
     seen = assert_exact(module, draw(3, 4))
+    assert seen.asymmetry <= 1e-14
     assert (seen.block("V", "V") == 0).all()
     assert (seen.block("V", "W") == 0).all()
 
@@ -56,7 +57,9 @@ def test_blocks_of_pairs():
     assert torch.equal(blocks.between(0, 1)[1], K)
     assert torch.equal(blocks.between(1, 1)[2], square + square.mT)
     assert blocks.near[1] == {0, 1}
+    blocks.add_diagonal(0, 1, 2, K[:, 0])
     blocks.forget(0, 1)
+    assert blocks.diagonal(0, 1) == blocks.between(0, 1) == {}
     assert (blocks.near[0], blocks.near[1], list(blocks.of)) == (set(), {1}, [(1, 1)])
 
 

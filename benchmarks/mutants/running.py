@@ -76,11 +76,12 @@ class Workshop:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()  # which ends the run that it has under way
-        self._process.wait()
+        self._process.communicate()
         self._folder.cleanup()
 
     def run(self, mutant: Mutant) -> Verdict:
         """Apply a mutant, run what is meant to see it, and take it back."""
+        mutant = replace(mutant, tests=()) if self.check else mutant
         path = self.tree / mutant.file
         try:
             before = path.read_text(encoding="utf-8")
@@ -89,7 +90,7 @@ class Workshop:
             return Verdict(STALE, "the file is gone")
         except Stale as stale:
             return Verdict(STALE, str(stale))
-        gone = [test for test in mutant.tests if not self.check and not (self.tree / test.partition("::")[0]).exists()]
+        gone = [test for test in mutant.tests if not (self.tree / test.partition("::")[0]).exists()]
         if gone:
             return Verdict(STALE, f"no test {gone[0]}")
         try:
@@ -104,10 +105,9 @@ class Workshop:
 
     def _passes_without(self, mutant: Mutant, failed: str) -> bool:
         """Tell whether the test that a mutant failed passes in the tree as it is; where it is not known by name, all of them."""
-        asked = self.check or (failed,) if "::" in failed else mutant.tests
+        asked = (failed,) if failed and (self.check or "::" in failed) else mutant.tests
         if (asked, mutant.environment) not in self._healthy:
-            one = replace(mutant, tests=(failed,)) if "::" in failed else mutant
-            self._healthy[asked, mutant.environment] = self._ask(one)[0] == 0
+            self._healthy[asked, mutant.environment] = self._ask(replace(mutant, tests=asked))[0] == 0
         return self._healthy[asked, mutant.environment]
 
     def _write(self, path: Path, text: str) -> None:
@@ -125,7 +125,8 @@ class Workshop:
         }
         tests: Sequence[str] = mutant.tests
         request = {"tree": str(self.tree), "log": str(log), "environment": environment, "tests": tests}
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({**request, "check": self.check, "limit": self.limit}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()

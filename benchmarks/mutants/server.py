@@ -1,7 +1,7 @@
 """A process that has torch loaded and forks one child a run: loading torch anew takes longer than most tests.
 
 It loads nothing of the tree: what is imported in a child comes from the copy. A request is one JSON line on standard input,
-``{"tree", "log", "environment", "tests" or "check", "limit"}``; the answer is one line, ``{"code", "seconds"}``, code None at the
+``{"tree", "log", "environment", "tests", "check", "limit"}``; the answer is one line, ``{"code", "seconds"}``, code None at the
 limit.
 """
 
@@ -38,7 +38,7 @@ def child(request: dict[str, Any]) -> int:
     if request.get("check"):
         from benchmarks.mutants.checks import seen
 
-        return int(seen())
+        return int(seen(request["tests"]))
     return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *request["tests"]]))
 
 

@@ -65,7 +65,8 @@ class PanelSum:
         first = self.tasks[0]
         panel, done = Panel(self.slices, *self.parts[n], first.dtype, first.device), n * self.samples
         for k, chunk in enumerate(self.chunks):
-            self._add(panel, k, chunk)
+            with self.tasks[chunk.batch].at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
+                self._add(panel, k, chunk)
             done += chunk.stop - chunk.start
             if self.progress is not None:
                 self.progress(done, len(self.parts) * self.samples)

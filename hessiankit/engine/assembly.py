@@ -44,6 +44,19 @@ def assemble(
     Returns:
         The loss, and the operations that were differentiated automatically.
     """
+    with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
+        return _assemble(task, matrix, share, batch_size, progress, outer, look)
+
+
+def _assemble(
+    task: Task,
+    matrix: Matrix,
+    share: float,
+    batch_size: int | None,
+    progress: Callable[[int, int], None] | None,
+    outer: bool,
+    look: Callable[[LossTrace], None] | None,
+) -> tuple[float, tuple[str, ...]]:
     normalizer, batch, handshake = normalizer_of(task), task.batch, Handshake(task)
     splittable = is_split(task, batch_size)
     step = batch if not splittable else batch_size or 1

@@ -65,7 +65,7 @@ class DiagonalSum:
         has_effect = False
         for task, share in zip(self.tasks, self.parts, strict=True):
             try:
-                with torch.no_grad():
+                with task.at(), torch.no_grad():
                     value = self._add(task, share, outer=outer)
                 has_effect = True
             except TraceError:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hessiankit.errors import InputError
-from hessiankit.request.calling import Loss
+from hessiankit.request.calling import Loss, ordinary
 from hessiankit.request.losses import known_count, known_reduction
 from hessiankit.request.selection import Params, Selection
 from hessiankit.request.task import Task, make_task
@@ -22,7 +22,8 @@ def batches(who: str, data: Any, target: Any, loss: Loss) -> tuple[bool, Iterato
     """Tell whether ``data`` are several batches, and return an iterator of pairs (inputs, target).
 
     One batch: ``target`` is given; or ``data`` is a tensor, a mapping, or a pair whose second part is a tensor; or, for
-    loss=None, a tuple, or a list that does not hold mappings only. Otherwise an iterable of pairs, or of inputs (loss=None).
+    loss=None, a tuple, or a list that holds tensors or other arguments. Otherwise an iterable of pairs, or of inputs
+    (loss=None): a list of tuples, lists or mappings is read as any other iterable of them.
 
     Raises:
         InputError: If it is none of these.
@@ -33,7 +34,7 @@ def batches(who: str, data: Any, target: Any, loss: Loss) -> tuple[bool, Iterato
     if target is not None or isinstance(data, (Tensor, Mapping)):
         return False, iter([(data, target)])
     if loss is None:
-        listed = isinstance(data, list) and data and all(isinstance(batch, Mapping) for batch in data)
+        listed = isinstance(data, list) and data and all(isinstance(batch, (tuple, list, Mapping)) for batch in data)
         if (isinstance(data, (tuple, list)) and not listed) or not isinstance(data, Iterable):
             return False, iter([(data, None)])
         return True, ((batch, None) for batch in data)
@@ -91,7 +92,8 @@ def requests(
         raise InputError(f"{who}: weights is a {type(weights).__name__}; pass one number for each batch in a list, or a function")
     given = None if weights is None or callable(weights) else iter(weights)
     task: Task | None = None
-    for number, (inputs, labels) in enumerate(pairs):
+    for number, batch in enumerate(pairs):
+        inputs, labels = (ordinary(part) for part in batch)
         if several and number == 1 and rule is None and weights is None:
             raise InputError(
                 f"{who}: with {_of(loss)} the weights of several batches are unknown. Pass weights=[...], how many terms each "

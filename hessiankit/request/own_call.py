@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from hessiankit.errors import HessiankitError, InputError
 from hessiankit.request.calling import named_tensors, read_outputs
 from hessiankit.request.losses import ELEMENTWISE, IGNORE_INDEX, loss_module, same_as
+from hessiankit.request.spoiled import MASKED, first_spoiled
 from hessiankit.request.state import Held, same_values
-from hessiankit.request.validation import check_tensor, first_spoiled, is_finite
+from hessiankit.request.validation import check_tensor, is_finite, spoiled_at
 from hessiankit.torch_state import one_turn
 from hessiankit.tracing.source_line import source_line
 from hessiankit.untouched import RandomStates
@@ -56,7 +57,7 @@ def own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, device: t
         with task.at():
             return _called(who, task, inputs, device, handshake=handshake)[0]
     random, own = RandomStates(task.module), _Data(task, data)
-    user = replace(task, inputs=own.usable[0], target=own.usable[1])
+    user = replace(task, inputs=data[0], target=data[1])
     with one_turn(), torch.inference_mode(False), torch.enable_grad():
         try:
             made, value = _called(who, user, inputs, device, handshake=handshake)
@@ -155,12 +156,6 @@ class _Data:
         self._held = {"inputs": Held(data[0]), "target": Held(data[1])}
         self._given, self._copies = data, (task.inputs, task.target)
 
-    @property
-    def usable(self) -> tuple[Any, Any]:
-        """The data; the copies where some were made in inference mode, which autograd does not take."""
-        made_there = any(x.is_inference() for _, x in named_tensors(self._given))
-        return self._copies if made_there else self._given
-
     def changed(self) -> str | None:
         """Return "inputs" or "target" if a call has written into them."""
         return next((kind for kind, held in self._held.items() if held.changed() is not None or self._moved(kind)), None)
@@ -204,8 +199,9 @@ def _check_function(who: str, task: Task, first: float, random: RandomStates) ->
 
 def _not_finite(who: str, task: Task, inputs: Any) -> InputError:
     """Return the error for an output that is not finite: it names the first submodule that returned such a value."""
+    reason = first_spoiled(lambda: _run(who, task, inputs))
     for name, x in named_tensors(inputs):
-        if x.is_floating_point():
+        if x.is_floating_point() and MASKED not in reason:
             check_tensor(who, name, x, x.dtype, x.device)
     bad: list[str] = []
     handles = [m.register_forward_hook(_watch(n, bad)) for n, m in task.module.named_modules()]
@@ -215,16 +211,13 @@ def _not_finite(who: str, task: Task, inputs: Any) -> InputError:
         for handle in handles:
             handle.remove()
     place = bad[0] if bad else "the module's output"
-    return InputError(
-        f"{who}: {place} is NaN or infinite. If it is a norm, a row is constant and eps is 0: use eps > 0, "
-        "or rows that are not constant"
-    )
+    return InputError(f"{who}: {place} is NaN or infinite{f' ({reason})' if reason else ''}")
 
 
 def _watch(name: str, bad: list[str]) -> Callable[[nn.Module, Any, Any], None]:
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if not bad and isinstance(output, Tensor) and output.is_floating_point():
-            where = first_spoiled(output, mask=True)
+            where = spoiled_at(output, mask=True)
             if where is not None:
                 bad.append(f"{name or 'the module'!r} (row {where[:-1]})")
 
@@ -282,7 +275,7 @@ def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> No
     target = task.target
     if task.loss == "mse":
         _check_same_shape(who, target, out, "squared error")
-        check_tensor(who, "target", target, out.dtype, device)
+        check_tensor(who, "target", target, out.dtype, device, other="the module's output is")
         if not target.is_floating_point():
             raise InputError(f"{who}: target is {target.dtype}; squared error needs {out.dtype} (one-hot encode class labels)")
     elif task.loss == "cross_entropy":
@@ -331,5 +324,7 @@ def _value_of_callable(who: str, task: Task, outputs: Any) -> Tensor:
         seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"{who}: the loss returned {seen}, expected a scalar tensor; reduce it, e.g. with .mean() or .sum()")
     if not bool(torch.isfinite(value)):
-        raise InputError(f"{who}: the loss is {float(value)}, not a finite number; check the labels and the module's outputs")
+        raise InputError(
+            f"{who}: the loss is {float(value.detach())}, not a finite number; check the labels and the module's outputs"
+        )
     return value.reshape(())

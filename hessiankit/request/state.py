@@ -49,25 +49,30 @@ class ModuleState:
 
     @contextmanager
     def present(self, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Let the module be as it was, in memory of its own; after that, as it is now.
+        """Let the module be as it was; after that, as it is now.
 
         Every parameter and buffer stays the object that it is, so that whoever holds one, a list, a closure, a hook, reads
-        the same values; only the memory behind it is another.
+        the same values. The memory behind it is another, which nobody else writes into; with other values it is the same, so
+        that views of it move too.
 
         Args:
             values: Other values of some parameters, by name.
         """
-        values = values or {}
         now = self._held if self._held.changed() is None else Held(self.module, *self.others)
-        behind = [(x, x.data) for x, _ in self._tensors.values()]
+        behind = [(x, x.data, x.data.clone() if values else None) for x, _ in self._tensors.values()]
         try:
             self._held.restore()
             for name, (x, copy) in self._tensors.items():
-                x.data = values.get(name, copy)
+                if values is None:
+                    x.data = copy
+                else:
+                    x.data.copy_(values.get(name, copy))
             yield
         finally:
-            for x, data in behind:
+            for x, data, kept in behind:
                 x.data = data
+                if kept is not None:
+                    data.copy_(kept)
             now.restore()
 
     def holds(self, x: Tensor) -> bool:

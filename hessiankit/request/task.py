@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.errors import InputError, OutOfMemoryError
-from hessiankit.request.calling import Loss, arguments, map_tensors, read_outputs
+from hessiankit.request.calling import Loss, arguments, map_tensors, named_tensors, read_outputs
 from hessiankit.request.losses import IGNORE_INDEX, LOSSES
 from hessiankit.request.own_call import Reference, own_call
 from hessiankit.request.selection import Params, Selection, select
@@ -121,7 +121,7 @@ class Task:
     @cached_property
     def batch(self) -> int:
         """Number of samples: the length of the first axis that inputs and target share, else of the first tensor."""
-        lengths = [int(x.shape[0]) for x in torch.utils._pytree.tree_leaves(self.inputs) if isinstance(x, Tensor) and x.ndim]
+        lengths = [int(x.shape[0]) for _, x in named_tensors(self.inputs) if x.ndim]
         if isinstance(self.target, Tensor) and self.target.ndim and self.target.shape[0] in lengths:
             return int(self.target.shape[0])
         return lengths[0] if lengths else 1

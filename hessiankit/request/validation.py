@@ -99,7 +99,7 @@ def one_kind(
     for name, x in everything:
         check_dense(who, name, x)
     for name, x in everything:
-        if x.is_floating_point() and first_spoiled(x, mask=name in buffers) is not None:
+        if x.is_floating_point() and spoiled_at(x, mask=name in buffers) is not None:
             raise InputError(
                 f"{who}: {name!r} contains NaN or infinity; a Hessian at such a point is not defined. Re-initialise it."
             )
@@ -143,8 +143,17 @@ def check_arguments(
         check_dense(who, name, x)
 
 
-def check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype | None, device: torch.device, *, mask: bool = False) -> None:
-    """Check one tensor that enters the computation; ``dtype`` None allows every real one.
+def check_tensor(
+    who: str,
+    name: str,
+    x: Tensor,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    mask: bool = False,
+    other: str = "the parameters are",
+) -> None:
+    """Check one tensor that enters the computation; ``other`` is what has the dtype that is expected of it, None allows any.
 
     Raises:
         InputError: It is empty, elsewhere, of another dtype, or not finite.
@@ -158,10 +167,8 @@ def check_tensor(who: str, name: str, x: Tensor, dtype: torch.dtype | None, devi
         raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype or 'a real one'}")
     if x.is_floating_point():
         if dtype is not None and x.dtype != dtype:
-            raise InputError(
-                f"{who}: {name} is {x.dtype}, the parameters are {dtype}; convert one of them, e.g. {name}.to({dtype})"
-            )
-        where = first_spoiled(x, mask=mask)
+            raise InputError(f"{who}: {name} is {x.dtype}, {other} {dtype}; convert one of them, e.g. {name}.to({dtype})")
+        where = spoiled_at(x, mask=mask)
         if where is not None:
             raise InputError(f"{who}: {name} contains NaN or infinity, first at index {where}; clean the data first")
 
@@ -173,7 +180,7 @@ def check_dense(who: str, name: str, x: Tensor) -> None:
         raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
 
 
-def first_spoiled(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
+def spoiled_at(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
     """Return where the first entry is that is NaN or infinite; -inf is fine in what may be an additive mask."""
     if is_finite(x):
         return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hessiankit.errors import TraceError
+from hessiankit.torch_state import without_autocast
 
 
 def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> torch.dtype | None:
@@ -59,26 +59,6 @@ def cast_to(dtype: torch.dtype | None, tree: Any) -> Any:
         return x.to(dtype) if eligible else x
 
     return torch.utils._pytree.tree_map(cast, tree)
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Switch autocast off on every device that has it on."""
-    on = [device for device in ("cpu", "cuda", "mps", "xpu") if _is_on(device)]
-    for device in on:
-        torch.set_autocast_enabled(device, False)
-    try:
-        yield
-    finally:
-        for device in on:
-            torch.set_autocast_enabled(device, True)
-
-
-def _is_on(device: str) -> bool:
-    try:
-        return torch.is_autocast_enabled(device)
-    except RuntimeError:  # not in this build
-        return False
 
 
 def _tensors(value: Any) -> list[Tensor]:

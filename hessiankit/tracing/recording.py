@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hessiankit.compiled.library import plain
 from hessiankit.errors import TraceError
-from hessiankit.tracing.autocast import cast_to, dtype_of_autocast, without_autocast
+from hessiankit.torch_state import without_autocast
+from hessiankit.tracing.autocast import cast_to, dtype_of_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
 from hessiankit.tracing.direct import operation_of
 from hessiankit.tracing.in_place import overwritten

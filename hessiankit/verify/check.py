@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from hessiankit.arguments import checked
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
 from hessiankit.curvature import hessian
+from hessiankit.diagonal import curvature_diagonal
 from hessiankit.errors import InputError
 from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.request.batches import batches
-from hessiankit.request.calling import Loss
+from hessiankit.request.calling import Loss, ordinary
 from hessiankit.request.selection import Params, select
+from hessiankit.request.surroundings import check_surroundings
 from hessiankit.torch_state import one_at_a_time
 from hessiankit.untouched import random_kept
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
@@ -27,13 +29,15 @@ from hessiankit.verify.groups import directions, roles
 from hessiankit.verify.health import Health, examine, rounding_noise
 from hessiankit.verify.identities import examine_identities
 from hessiankit.verify.in_place import converted, kept
+from hessiankit.verify.noise import closed_form
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.products import Products
 from hessiankit.verify.references import run_references
 from hessiankit.verify.route_table import Choice, choose
-from hessiankit.verify.rows import Comparison, closed_form
+from hessiankit.verify.rows import Comparison
 from hessiankit.verify.traits import STOPPED, traits
+from hessiankit.verify.wide_twin import twin_rows
 
 AGAINST = ("reverse-over-reverse", "jvp(grad)", "central-differences", "torch.func.hessian", "curvlinops")
 """What is compared with where the route table does not decide, and for hessiankit's own blocks: the wrong ones are shown too."""
@@ -46,6 +50,8 @@ PRODUCTS = 5000
 """Beyond this many parameters no matrix is formed: products are compared, along generic directions on groups of parameters."""
 MATRIX = 20000
 """The same where ``directions`` are asked for."""
+DIAGONAL = 100_000
+"""Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left alone."""
 MULTIPLYING = ("reverse-over-reverse", "jvp(grad)", "central-differences")
 """The references that make products without flat vectors, for large modules."""
 
@@ -92,7 +98,8 @@ def check(
             and 4 directions a parameter beyond; 0 for every entry at any size. Beyond 5,000 parameters (20,000 where
             ``directions`` is given) no matrix is formed: products of ``hessian_operator`` are compared along that many
             directions (1) on each group of parameters of the same role, and along one on all parameters.
-        formulas: Whether to compare the vec_r formulas as well (hessiankit's post-norm blocks only).
+        formulas: For a :class:`TransformerBlock`, whether to check as well a wide twin of it (the same structure at widths above
+            16, four heads, W_O, gelu) and, of post-norm blocks, the vec_r formulas at tiny sizes.
         exact: Whether to check the vec_r formulas of every :class:`TransformerBlock` in the module in exact arithmetic too, at
             the smallest sizes of its structure (:func:`hessiankit.verify.check_exact_blocks`): it takes seconds.
         params: The parameters to take, as in :func:`hessiankit.hessian`; all that require grad by default.
@@ -107,6 +114,7 @@ def check(
     >>> bool(check(TransformerBlock(d_model=4, d_ff=5, d_k=2)))
     True
     """
+    check_surroundings("check", block_or_module)
     complex_one = next((name for name, p in block_or_module.named_parameters() if p.is_complex()), None)
     if complex_one is not None:
         raise InputError(f"check: the parameter {complex_one!r} is complex; pass real ones, the Hessian is of a real function")
@@ -119,7 +127,7 @@ def check(
             several, pairs = batches("check", inputs, target, loss)
             if several:
                 raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
-            inputs, target = next(pairs)
+            inputs, target = (ordinary(part) for part in next(pairs))
         if dtype is not None:
             inputs, target = (cast(x, dtype) for x in (inputs, target))
         return asked.report(inputs, target)
@@ -173,6 +181,7 @@ class _Asked:
             before = time.perf_counter()
             with random_kept(module):
                 errors = formula_errors(module, self.seed)
+                rows += twin_rows(module, self.seed)
             seconds = time.perf_counter() - before
             rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
         with random_kept(module):
@@ -219,11 +228,17 @@ class _Asked:
         )
         found.run()
         health = found.health()
-        rows = (*found.rows(health), *found.same_call())
+        rows = [*found.rows(health), *found.same_call()]
+        none = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
+        if problem.size <= DIAGONAL:
+            before = time.perf_counter()
+            diagonal = curvature_diagonal(module, inputs, target, loss=self.loss, params=names).flat
+            rows += found.diagonal(diagonal, time.perf_counter() - before)
+        else:
+            none += f", curvature_diagonal not beyond {DIAGONAL:,}"
         stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and not health_of_differences(health) else ""
-        none = f"curvature_diagonal, dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
         return CheckReport(
-            rows,
+            tuple(rows),
             tuple(health.values()),
             operator,
             tolerance,

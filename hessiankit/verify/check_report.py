@@ -20,8 +20,8 @@ FORMULAS = "vec_r"
 MODULE = "the module"
 """The reference of rows that compare loss and gradient with those of the user's own call."""
 
-SAME_CALL = ("loss", "gradient", "operator", "diagonal")
-"""What rows are about that are no block pair: "gradient: W" is of parameter W."""
+SAME_CALL = ("loss", "gradient", "operator", "diagonal", "wide twin")
+"""What rows are about that are no block pair: "gradient: W" is of parameter W, "wide twin: W" of that of a wider block."""
 
 
 _WORDS = {
@@ -29,6 +29,7 @@ _WORDS = {
     "gradient": "gradient of hessian_operator",
     "operator": "products of hessian_operator",
     "diagonal": "curvature_diagonal",
+    "wide twin": "the same block at widths above 16, four heads, W_O, gelu",
 }
 
 
@@ -38,7 +39,8 @@ class CheckRow:
 
     Attributes:
         name: The block pair, "row parameter x column parameter"; or "loss", "gradient: parameter", "operator: parameter"
-            (products of ``hessian_operator`` along directions on it), "diagonal: parameter" (``curvature_diagonal``).
+            (products of ``hessian_operator`` along directions on it), "diagonal: parameter" (``curvature_diagonal``), "wide
+            twin: parameter" (of a block of the same structure at larger widths).
         reference: What it was compared with.
         max_rel_error: Largest difference, relative to the largest entry of the block pair.
         passed: Whether it lies within the tolerance, plus what the reference says of its own error.

@@ -21,7 +21,7 @@ from hessiankit.untouched import random_kept
 
 @contextmanager
 def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Let tensors hold other values for a while, and require gradients; ``.grad`` is set aside.
+    """Let tensors hold other values for a while, and require gradients; a ``.grad`` of another dtype is set aside.
 
     Args:
         values: Pairs (tensor, what it is to hold), of one shape.
@@ -36,7 +36,8 @@ def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     before = [(x, x.data, x.grad, x.requires_grad) for x, _ in pairs]
     try:
         for x, value in pairs:
-            x.grad = None  # its dtype has to be that of the tensor
+            if value.dtype != x.dtype:
+                x.grad = None  # its dtype has to be that of the tensor
             x.data = value.detach()
             x.requires_grad_()
         yield

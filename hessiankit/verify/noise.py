@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hessiankit.curvature import hessian
 from hessiankit.errors import HessiankitError
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
@@ -68,3 +69,10 @@ class RoundingNoise:
             return route(problem, V)
         except HessiankitError:  # the point itself is compared without this route's remainder, which is stricter
             return None
+
+
+def closed_form(problem: Problem, V: Tensor) -> Tensor:
+    """Return H V by the closed form, at the values of a problem."""
+    with problem.borrowed():
+        found = hessian(problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params))
+    return V @ found.matrix

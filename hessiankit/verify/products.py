@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 
 import torch
@@ -23,6 +24,8 @@ from hessiankit.verify.references import REFERENCES, Unsupported
 CLOSED = "closed form"
 SMALL = 1e-2
 """Differences need not resolve a product's part below this share of its largest entry."""
+ENTRIES = 2
+"""Entries of each parameter at which a diagonal is compared, each by a product along a unit vector."""
 Key = tuple[str, str]
 """(a parameter whose gradient is differentiated, the label of a direction)."""
 
@@ -132,9 +135,9 @@ class Products:
         """Return what rounding leaves of the products along a direction: their change at parameters moved by a few ulps."""
         if label not in self._noise:
             direction = next(d for d in self.asked if d.label == label)
-            v, near = direction.parts(self.problem.params), self._near()
+            v, near = direction.parts(self.problem.params), self._near
             with near.borrowed():
-                there = [self._closed(self.make_operator(), v)]
+                there = [self._closed(self._near_operator, v)]
             here = [self._closed(self.operator, v)]
             for name in [n for n in self.names if n not in self.failed and not REFERENCES[n].many_calls]:
                 here.append(self._reference(name, self.problem, v)[0])
@@ -212,13 +215,46 @@ class Products:
                 worst = max(worst, error) if error == error else error
             yield CheckRow(f"gradient: {group}", MODULE, worst, worst <= self.rtol, 0.0, method)
 
+    def diagonal(self, found: Tensor, seconds: float) -> Iterator[CheckRow]:
+        """Compare a diagonal (P) at ``ENTRIES`` random entries of each parameter, relative to its largest one there."""
+        method = str(self.precision).removeprefix("torch.")
+        name = next((n for n in self.names if n not in self.failed and not REFERENCES[n].many_calls), None)
+        generator, params = torch.Generator().manual_seed(0), self.problem.params
+        if name is None:
+            return
+        entries: dict[str, list[tuple[float, float]]] = {}
+        with REFERENCES[name].along(self.problem) as product:
+            for n, where in self.problem.slices.items():
+                mine = found[where]
+                for k in torch.randint(mine.numel(), (ENTRIES,), generator=generator).tolist():
+                    unit = torch.zeros_like(params[n])
+                    unit.view(-1)[k] = 1
+                    column = product({n: unit})[0][n].reshape(-1)  # of the diagonal block
+                    scale = max(float(mine.abs().max()), float(column.abs().max()))
+                    entries.setdefault(n, []).append((float((mine[k] - column[k]).abs()), scale))
+        floor = FLOOR * torch.finfo(self.precision).eps * max(scale for seen in entries.values() for _, scale in seen)
+        for group, members in self.groups.items():
+            worst = 0.0
+            for n in members:
+                for gap, scale in entries[n]:
+                    error = gap / scale if scale else gap
+                    if error > self.rtol and scale <= floor and gap <= self._rounding(group)[n]:
+                        error = 0.0
+                    worst = max(worst, error) if math.isfinite(error) else math.inf
+            yield CheckRow(f"diagonal: {group}", name, worst, worst <= self.rtol, seconds, method)
+
     def _gradient_rounding(self, own: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, float]:
-        near = self._near()
-        with near.borrowed():
-            there = dict(zip(own, near.gradient(), strict=True)), self.problem.unflatten(self.make_operator().gradient)
+        with self._near.borrowed():
+            there = dict(zip(own, self._near.gradient(), strict=True)), self.problem.unflatten(self._near_operator.gradient)
         pairs = list(zip((own, mine), there, strict=True))
         return {n: SAFETY * max(float((a[n] - b[n]).abs().max()) for a, b in pairs) for n in own}
 
+    @cached_property
+    def _near_operator(self) -> HessianOperator:
+        with self._near.borrowed():
+            return self.make_operator()
+
+    @cached_property
     def _near(self) -> Problem:
         """Return the problem at parameters moved by a few units in the last place."""
         generator, reach = torch.Generator().manual_seed(0), ULPS * torch.finfo(self.precision).eps

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hessiankit.curvature import Hessian, hessian
+from hessiankit.curvature import Hessian
 from hessiankit.diagonal import curvature_diagonal
 from hessiankit.errors import HessiankitError
 from hessiankit.operator import HessianOperator, hessian_operator
@@ -21,13 +21,6 @@ from hessiankit.verify.noise import SAFETY, ULPS, RoundingNoise
 from hessiankit.verify.probes import Probes, probe_directions, products_along
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import Outcome, Unsupported
-
-
-def closed_form(problem: Problem, V: Tensor) -> Tensor:
-    """Return H V by the closed form, at the values of a problem."""
-    with problem.borrowed():
-        found = hessian(problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params))
-    return V @ found.matrix
 
 
 @dataclass(frozen=True)

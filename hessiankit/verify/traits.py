@@ -56,6 +56,7 @@ STOPPED = (
     "{} stops a gradient: torch holds that value constant, and H is the derivative of torch's gradient with it held; central "
     "differences of the gradient move it too, so where it enters the loss they differ and are no reference here"
 )
+NO_GRAD = "torch.no_grad"
 _MAKERS = ("_like", "new_", "size", "item", "tolist", "numpy")
 
 
@@ -109,4 +110,4 @@ class _Watch(TorchFunctionMode):
         name = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
         moving = any(isinstance(x, Tensor) and x.requires_grad for x in args)
         if moving and not any(word in name for word in _MAKERS):
-            self.stopped_by = name if torch.is_grad_enabled() else "torch.no_grad"
+            self.stopped_by = name if torch.is_grad_enabled() else NO_GRAD

@@ -62,7 +62,6 @@ def test_slope_and_curvature_in_the_logits(gap):
 def test_log_softmax_pulls_back_what_soft_labels_give(gap):
     """g - p (1 . g) at every entry, the label's among them; with g for the others from large to negligible beside 1 - p."""
     logits = [gap, 0.0, -1.0, 0.5]
-    _, K = softmax(logits)
     for other in (0.3, 1e-3, 1e-15):
         g = torch.tensor([[-1.0, -other, other / 2, -other / 4]], dtype=torch.float64)
         with mp.workdps(400):

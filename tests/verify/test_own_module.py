@@ -123,8 +123,8 @@ def test_a_penalty_that_the_closed_form_misses_fails(monkeypatch: pytest.MonkeyP
     def loss(outputs: Tensor, target: Tensor) -> Tensor:
         return (outputs - target).square().mean() + (0.0 if missing else penalty())
 
-    rows, checking = (sys.modules[f"hessiankit.verify.{name}"] for name in ("rows", "check"))
-    for where, name in ((checking, "hessian"), (rows, "hessian"), (rows, "hessian_operator"), (rows, "curvature_diagonal")):
+    rows, checking, noise = (sys.modules[f"hessiankit.verify.{name}"] for name in ("rows", "check", "noise"))
+    for where, name in ((checking, "hessian"), (noise, "hessian"), (rows, "hessian_operator"), (rows, "curvature_diagonal")):
         right = getattr(where, name)
 
         def without(*args: Any, right: Any = right, **options: Any) -> Any:
@@ -147,6 +147,21 @@ def test_references_that_exchange_parameters_say_that_they_cannot_see_one(name: 
     result = run_references(Problem(made(Listed).double(), X, T), names=[name])[name]
     assert isinstance(result, Unsupported)
     assert "a parameter is reached past the module's attributes: a list, a closure, a hook, the loss" in result.reason
+
+
+def test_forward_mode_exchanges_parameters_only_where_dual_numbers_do_not_pass_and_it_sees_them_all() -> None:
+    """Torch has no forward mode of silu's backward outside torch.func."""
+    plain = nn.Sequential(nn.Linear(3, 3, bias=False), nn.SiLU(), nn.Linear(3, 3)).double()
+    outcome = REFERENCES["jvp(grad)"].measure(Problem(plain, X, T))
+    assert outcome.note.startswith("by torch.func, as dual numbers do not pass")
+    assert relative(outcome.value, REFERENCES["reverse-over-reverse"].matrix(Problem(plain, X, T))) < 1e-12
+
+    class Silu(Listed):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.silu(self.l(x)))
+
+    with pytest.raises(Unsupported, match=r"dual numbers do not pass .* a parameter is reached past the module's attributes"):
+        REFERENCES["jvp(grad)"].measure(Problem(made(Silu).double(), X, T))
 
 
 @pytest.mark.parametrize("name", RIGHT)

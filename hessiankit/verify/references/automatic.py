@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch._vmap_internals import _vmap  # what torch.autograd.functional takes forward-mode directions together with
 from torch.autograd import forward_ad
-from torch.func import jacrev, jvp, vmap
+from torch.func import grad, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
 from hessiankit.verify.problem import Problem, differentiable_attention
-from hessiankit.verify.references.base import FAILURES, Product, Progress, Reference, Unsupported, in_chunks
+from hessiankit.verify.references.base import FAILURES, Product, Progress, Reference, Unsupported, first_line, in_chunks
+from hessiankit.verify.traits import NO_GRAD, traits
 
 
 class ReverseOverReverse(Reference):
@@ -95,45 +96,90 @@ class ReverseOverReverse(Reference):
 class JvpOfGrad(Reference):
     """H v = jvp(grad(f)): forward mode through one reverse sweep.
 
-    The module is called as it is: for the time of a call its own parameters carry the direction as their tangent.
+    The module is called as it is: for the time of a call its own parameters carry the direction as their tangent. Some
+    backward formulas of torch have no forward mode outside ``torch.func`` (silu, group_norm); there the parameters are
+    exchanged by name, if that gives the module's own loss and gradient.
     """
 
     name = "jvp(grad)"
     independent_group = "forward-over-reverse"
-    summary = "dual numbers (torch.autograd.forward_ad) through torch.autograd.grad"
+    summary = "dual numbers through torch.autograd.grad; torch.func.jvp of torch.func.grad where they do not pass"
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        with self.along(problem) as product:
+        def push(v: Tensor) -> Tensor:
+            return torch.cat([x.reshape(-1) for x in self._dual(problem, problem.unflatten(v)).values()])
 
-            def push(v: Tensor) -> Tensor:
-                found, _ = product(problem.unflatten(v))
+        try:
+            with self._carrying(problem):
+                value, note = in_chunks(_vmap(push), push, V, chunk, progress)
+        except FAILURES as error:
+            gradient, why = self._exchanged(problem, error)
+
+            def forward(v: Tensor) -> Tensor:
+                found: dict[str, Tensor] = jvp(gradient, (problem.params,), (problem.unflatten(v),))[1]
                 return torch.cat([x.reshape(-1) for x in found.values()])
 
-            value, note = in_chunks(_vmap(push), push, V, chunk, progress)
+            try:
+                value, note = in_chunks(vmap(forward), forward, V, chunk, progress)
+            except FAILURES as again:
+                raise self.unsupported(again) from again
+            note = "; ".join(filter(None, (why, note)))
         return value, None, note
 
     @contextmanager
     def along(self, problem: Problem) -> Iterator[Product]:
         """Return products along one direction after the other, each by a call of its own."""
-        own = problem.own
 
         def product(direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
-            with forward_ad.dual_level():
-                # No graph, but forward mode stays on; the tangents go with the level, and graphs of the user's stay valid.
-                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own.values())):
-                    for n, v in direction.items():
-                        own[n].copy_(forward_ad.make_dual(own[n].detach().clone(), v))
-                with _StoppedByNoGrad():
-                    gradient = problem.gradient()
-                found = [forward_ad.unpack_dual(g).tangent for g in gradient]
-            return {n: torch.zeros_like(p) if t is None else t for (n, p), t in zip(own.items(), found, strict=True)}, None
+            try:
+                with self._carrying(problem):
+                    return self._dual(problem, direction), None
+            except FAILURES as error:
+                gradient, _ = self._exchanged(problem, error)
+            whole = {n: direction[n] if n in direction else torch.zeros_like(p) for n, p in problem.params.items()}
+            try:
+                return jvp(gradient, (problem.params,), (whole,))[1], None
+            except FAILURES as error:
+                raise self.unsupported(error) from error
 
+        yield product
+
+    @staticmethod
+    @contextmanager
+    def _carrying(problem: Problem) -> Iterator[None]:
+        """Have copies in the place of the parameters: the storage of the user's own is never written into."""
+        with problem.borrowed({n: p.clone() for n, p in problem.params.items()}), differentiable_attention():
+            yield
+
+    @staticmethod
+    def _dual(problem: Problem, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = problem.own
+        with forward_ad.dual_level():
+            # No graph, but forward mode stays on; the tangents go with the level, and graphs of the user's stay valid.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own.values())):
+                for n, v in direction.items():
+                    own[n].copy_(forward_ad.make_dual(own[n].detach().clone(), v))
+            with _StoppedByNoGrad():
+                gradient = problem.gradient()
+            found = [forward_ad.unpack_dual(g).tangent for g in gradient]
+        return {n: torch.zeros_like(p) if t is None else t for (n, p), t in zip(own.items(), found, strict=True)}
+
+    def _exchanged(self, problem: Problem, error: Exception) -> tuple[Callable[..., dict[str, Tensor]], str]:
+        """Return the gradient by name, for where dual numbers do not pass, and a note of why.
+
+        Raises:
+            Unsupported: It is not the module's own.
+        """
+        why = f"by torch.func, as dual numbers do not pass ({first_line(error)})"
         try:
-            # On copies: the storage of the user's parameters is never written into.
-            with problem.borrowed({n: p.clone() for n, p in problem.params.items()}), differentiable_attention():
-                yield product
-        except FAILURES as error:
-            raise self.unsupported(error) from error
+            fault = problem.swap_fault
+        except FAILURES as again:
+            raise self.unsupported(again) from again
+        if traits(problem).stopped_by == NO_GRAD:
+            fault = "there forward mode passes torch.no_grad, where torch's gradient stops"
+        if fault:
+            raise Unsupported(self.name, f"{why}; {fault}") from error
+        return grad(problem.swapped_loss), why
 
 
 class _StoppedByNoGrad(TorchFunctionMode):
