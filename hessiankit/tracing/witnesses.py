@@ -22,13 +22,12 @@ FEWER_WEIGHTS = (2 / 3, -1 / 12)
 """The same to order four."""
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Return the relative difference between two routes that their rounding explains.
+def rounding(eps: float) -> float:
+    """Return the relative difference between two routes that rounding to a unit of ``eps`` explains.
 
-    >>> f"{rounding(torch.float64):.1e} {rounding(torch.float32):.1e} {rounding(torch.bfloat16):.2f}"
-    '1.5e-08 3.5e-04 0.25'
+    >>> [f"{rounding(torch.finfo(kind).eps):.2g}" for kind in (torch.float64, torch.float32, torch.bfloat16)]
+    ['1.5e-08', '0.00035', '0.25']
     """
-    eps = torch.finfo(dtype).eps
     return max(eps**0.5, 32 * eps)
 
 
