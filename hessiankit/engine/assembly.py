@@ -44,8 +44,11 @@ def assemble(
     Returns:
         The loss, and the operations that were differentiated automatically.
     """
+    handshake = Handshake(task)
     with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
-        return _assemble(task, matrix, share, batch_size, progress, outer, look)
+        found = _assemble(task, matrix, share, batch_size, progress, outer, look, handshake)
+    handshake.close()
+    return found
 
 
 def _assemble(
@@ -56,8 +59,9 @@ def _assemble(
     progress: Callable[[int, int], None] | None,
     outer: bool,
     look: Callable[[LossTrace], None] | None,
+    handshake: Handshake,
 ) -> tuple[float, tuple[str, ...]]:
-    normalizer, batch, handshake = normalizer_of(task), task.batch, Handshake(task)
+    normalizer, batch = normalizer_of(task), task.batch
     splittable = is_split(task, batch_size)
     step = batch if not splittable else batch_size or 1
     value, done, measured = 0.0, 0, False
@@ -83,7 +87,6 @@ def _assemble(
         fallbacks = traced.trace.fallbacks
         if progress is not None:
             progress(done, batch)
-    handshake.close()
     return value, fallbacks
 
 

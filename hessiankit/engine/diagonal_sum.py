@@ -65,8 +65,10 @@ class DiagonalSum:
         has_effect = False
         for task, share in zip(self.tasks, self.parts, strict=True):
             try:
+                handshake = Handshake(task)
                 with task.at(), torch.no_grad():
-                    value = self._add(task, share, outer=outer)
+                    value = self._add(task, share, handshake, outer=outer)
+                handshake.close()
                 has_effect = True
             except TraceError:
                 if reached(task):
@@ -79,9 +81,9 @@ class DiagonalSum:
                 f"{self.who}: none of the parameters ({names}) has an effect on the loss; the module does not use them"
             )
 
-    def _add(self, task: Task, share: float, *, outer: bool) -> float:
+    def _add(self, task: Task, share: float, handshake: Handshake, *, outer: bool) -> float:
         """Add one batch, and return its loss: first what moves the loss row by row, then the rest by a sweep."""
-        normalizer, value, handshake = normalizer_of(task), 0.0, Handshake(task)
+        normalizer, value = normalizer_of(task), 0.0
         left: dict[str, Tensor] | None = None
         step = self.batch_size or max(1, int(task.batch * ROOM / _bytes(task)))
         for part in _parts(task, step if _splits(task, step) else task.batch):
@@ -91,7 +93,6 @@ class DiagonalSum:
             self.fallbacks += traced.trace.fallbacks
             if not left:
                 self._tell(part.batch)
-        handshake.close()
         if left:
             self._rest(replace(task, parameters=left, reference=None), share, normalizer, outer=outer)
         return value

@@ -26,6 +26,7 @@ class ModuleState:
     Attributes:
         values: Copies of the values of parameters and buffers, by name.
         modes: Whether each submodule is in training mode.
+        is_present: Whether the module is as it was, now.
 
     >>> layer = nn.Linear(2, 1)
     >>> state = ModuleState(layer)
@@ -38,7 +39,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, *others: Any) -> None:
-        self.module, self.others = module, others
+        self.module, self.others, self.is_present = module, others, False
         self._held = Held(module, *others)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.values = {name: x.detach().clone() for name, x in named.items()}
@@ -58,7 +59,14 @@ class ModuleState:
         Args:
             values: Other values of some parameters, by name.
         """
+        if values is None and self.is_present:
+            try:
+                yield
+            finally:
+                self._held.restore()
+            return
         now = self._held if self._held.changed() is None else Held(self.module, *self.others)
+        before = self.is_present
         behind = [(x, x.data, x.data.clone() if values else None) for x, _ in self._tensors.values()]
         try:
             self._held.restore()
@@ -67,8 +75,10 @@ class ModuleState:
                     x.data = copy
                 else:
                     x.data.copy_(values.get(name, copy))
+            self.is_present = values is None
             yield
         finally:
+            self.is_present = before
             for x, data, kept in behind:
                 x.data = data
                 if kept is not None:

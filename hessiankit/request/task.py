@@ -89,6 +89,10 @@ class Task:
     @contextmanager
     def at(self, parameters: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """Let the module be as it was, at some values of its parameters, gradients on, and random states put back after that."""
+        if parameters is None and self.state.is_present:
+            with torch.enable_grad(), self.state.present():
+                yield
+            return
         with (
             one_turn(),
             random_kept(self.module),

@@ -50,7 +50,17 @@ def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 @contextmanager
 def kept(module: nn.Module, *others: Any) -> Iterator[None]:
-    """Put back what calling a module, a loss, can change: random states, attributes, lists, closures, the values of buffers."""
+    """Put back what calling a module, a loss, can change: random states, attributes, lists, closures, the values of buffers.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> layer.seen = []
+    >>> with kept(layer):
+    ...     layer.seen.append(1)
+    ...     layer.calls = 1
+    ...     _ = layer.train(False)
+    >>> layer.seen, hasattr(layer, "calls"), layer.training
+    ([], False, True)
+    """
     held = Held(module, *others)
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta and not is_lazy(b)]
     with random_kept(module):

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils import _pytree
 
 from hessiankit.errors import InputError
+from hessiankit.request.state import Held
 from hessiankit.torch_state import one_at_a_time, ordinary_path
 from hessiankit.verify.in_place import converted, kept, placed
 
@@ -208,8 +209,12 @@ class Problem:
         def module(*args: Any, **kwargs: Any) -> Any:
             return functional_call(self.module, {**fixed, **values}, args, kwargs)
 
-        with differentiable_attention():
-            return _call(module, inputs, target, self.loss)
+        held = Held(self.module)  # functional_call does not put back the parameters of a module that has two names
+        try:
+            with differentiable_attention():
+                return _call(module, inputs, target, self.loss)
+        finally:
+            held.restore()
 
     def flat_loss(self, theta: Tensor) -> Tensor:
         """Return :meth:`swapped_loss` at a flat vector."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import sys
@@ -217,6 +218,28 @@ def test_the_module_is_untouched(dtype: torch.dtype | None) -> None:
     assert everything(module) == before
     later.backward()
     assert bool(torch.isfinite(module[1].weight.grad).all())
+
+
+def test_what_a_call_leaves_behind_does_not_stay() -> None:
+    """A cache made in the dtype of the check would break the next call of the user."""
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l, self.scale, self.seen = nn.Linear(3, 3), None, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.scale is None:
+                self.scale = torch.arange(1.0, 4.0, dtype=x.dtype)
+            self.seen.append(x.dtype)
+            return torch.tanh(self.l(x)) * self.scale
+
+    module = Caching()
+    with contextlib.suppress(hk.InputError):  # a forward that changes its own state may be refused
+        assert hk.check(module, X, T)
+    assert module.scale is None
+    assert module.seen == []
+    assert module(X.float()).dtype == torch.float32
 
 
 def test_the_module_is_untouched_after_an_error() -> None:
