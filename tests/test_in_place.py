@@ -237,6 +237,11 @@ def written_without_gradient(s: Formula, x: Tensor) -> Tensor:
     return torch.tanh(y)
 
 
+@pytest.mark.parametrize("f", [clamped, written_without_gradient])
+def test_gradients_pass_what_is_written_without_them(f):
+    assert assert_exact(Formula(f, W=(4, 4), V=(4, 4)), draw(4, 4)).fallbacks == ()
+
+
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "with a detached reader": (read_without_gradient, r"aten\.add_\.Tensor writes into memory"),
     "an input": (changed_input, r"aten\.add_\.Tensor writes into an input, a parameter or a buffer"),

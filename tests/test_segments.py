@@ -366,12 +366,31 @@ def test_samples_taken_apart_give_the_same():
     assert (torch.stack(parts).mean(0) - whole).abs().max() <= 1e-12 * whole.abs().max()
 
 
-@pytest.mark.parametrize("name", ["a function of one's own", "vmap", "gradients within the module", "fft of both axes"])
-def test_single_precision(name):
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        ("fft of both axes", torch.float32, 1e-5),  # torch has none in bfloat16
+        *((name, torch.float32, 1e-5) for name in ("a function of one's own", "vmap", "gradients within the module")),
+        *((name, torch.bfloat16, 0.05) for name in ("a function of one's own", "vmap", "gradients within the module")),
+    ],
+)
+def test_other_types(name, dtype, tolerance):
     module, target = formula(CASES[name][0]), draw(3, 4, seed=7)  # type: ignore[arg-type]
     expected = hk.hessian(module, X, target).matrix
-    found = hk.hessian(module.float(), X.float(), target.float()).matrix
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    found = hk.hessian(module.to(dtype), X.to(dtype), target.to(dtype)).matrix
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_a_rotary_in_float32_within_a_model_in_float64():
+    def lowered(s: Formula, x: Tensor) -> Tensor:
+        turns = torch.polar(torch.ones(3, 2), torch.arange(6.0).reshape(3, 2))
+        pairs = torch.view_as_complex((x @ s.W).float().reshape(3, 2, 2))
+        return torch.view_as_real(pairs * turns).flatten(1).to(x.dtype).tanh() * s.v
+
+    module, target = formula(lowered), draw(3, 4, seed=7)
+    expected = hk.hessian(formula(rotated), X, target).matrix
+    for found in (hk.hessian(module, X, target).matrix, hk.hessian_operator(module, X, target) @ torch.eye(20).double()):
+        assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 def test_a_trace_is_compared_along_one_direction():

@@ -57,7 +57,7 @@ class Structure:
     def check(self, operation: Any, x: Tensor) -> None:
         """Raise TraceError if an argument is not of that kind, beyond rounding."""
         scale, off = (float(y.abs().max()) if y.numel() else 0.0 for y in (x, x - self.projection(x)))
-        if off > rounding(x.dtype) * scale:
+        if off > rounding(torch.finfo(x.dtype).eps) * scale:
             raise TraceError(
                 f"trace: {operation} takes its argument for {self.kind}, and that of shape {tuple(x.shape)} is off by {off:.2g} "
                 f"(largest entry {scale:.2g}): torch reads one triangle, and its derivative is that of a {self.kind} matrix. "

@@ -126,7 +126,7 @@ class AutomaticDifferentiation(Primitive):
         if route is None or pushed[0] is None:
             return route
         pulled = _row(reverse.vjp(y, x, u[None]))
-        if (gap := adjoint_difference(u, pushed[0], tangents, pulled)) > rounding(y.dtype):
+        if (gap := adjoint_difference(u, pushed[0], tangents, pulled)) > rounding(torch.finfo(y.dtype).eps):
             raise self._refusal("first", f"<u, J t> and <J^T u, t> differ by {gap:.2g} of their terms")
         self._check_batch("first", reverse.vjp(y, x, torch.stack([2 * u, u])), pulled)
         if route == REVERSE:
@@ -154,7 +154,7 @@ class AutomaticDifferentiation(Primitive):
         route, bent = self._decided("second", routes, by_differences, y.dtype)
         if route is None:
             return None
-        if (gap := asymmetry(first, second, bent, run[route](second))) > rounding(y.dtype):
+        if (gap := asymmetry(first, second, bent, run[route](second))) > rounding(torch.finfo(y.dtype).eps):
             raise self._refusal("second", f"by {route} it is not symmetric, by {gap:.2g} of its terms")
         if route == REVERSE_TWICE:
             self._check_batch("second", reverse.curvature(y, x, u, [torch.stack([2 * t, t]) for t in first]), bent)
@@ -181,13 +181,13 @@ class AutomaticDifferentiation(Primitive):
             raise self._impossible(next(iter(missing.values())))
         preferred = next(iter(found))
         gap = difference(*found.values()) if len(found) == 2 else float("inf")
-        if gap <= rounding(dtype):
+        if gap <= rounding(torch.finfo(dtype).eps):
             return preferred, found[preferred]
         if not any(_finite(values) for values in found.values()):
             return None, found[preferred]
         truth, uncertainty = by_differences()
         off = {name: difference(values, truth) if truth else float("inf") for name, values in found.items()}
-        margin = max(3 * uncertainty, min(100 * rounding(dtype), 0.1))
+        margin = max(3 * uncertainty, min(100 * rounding(torch.finfo(dtype).eps), 0.1))
         clear = uncertainty <= (0.2 * min(gap, 1.0) if len(found) == 2 else 0.01)
         right = [name for name, distance in off.items() if clear and distance <= margin]
         if len(right) == 1:
@@ -205,7 +205,7 @@ class AutomaticDifferentiation(Primitive):
     def _check_batch(self, which: str, batch: Covectors, alone: Covectors) -> None:
         """Compare what vmap made of twice a vector and the vector with what the vector alone gave."""
         gap = batch_difference(batch, alone)
-        if gap > max((rounding(c.dtype) for c in alone if c is not None), default=0.0):
+        if gap > max((rounding(torch.finfo(c.dtype).eps) for c in alone if c is not None), default=0.0):
             raise self._refusal(which, f"torch.vmap of it differs from a loop by {gap:.2g} of the largest entry")
 
     def _graph(self, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:

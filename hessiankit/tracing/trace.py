@@ -31,7 +31,7 @@ from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.graph import Node, map_nodes
 from hessiankit.tracing.in_place import WRITTEN_OUT, in_kind, readers, without_writing
 from hessiankit.tracing.notes import Recording
-from hessiankit.tracing.one_dtype import converted
+from hessiankit.tracing.one_dtype import converted, widest
 from hessiankit.tracing.primitives import RULES
 from hessiankit.tracing.recording import record
 from hessiankit.tracing.segment import segment
@@ -244,7 +244,8 @@ def _record(
     if match is None:
         inputs = tuple(known[n] for n in moving)
         fallback = _fallback(run, source, moving, known, index)
-        primitive, missing = fallback, [fallback.prove(inputs)]
+        dtype = widest(x.dtype for x in inputs)  # as the derivatives are taken
+        primitive, missing = fallback, [fallback.prove(converted(inputs, dtype))]
     else:
         (primitive, inputs), missing = match, []
     for tensor in inputs:
@@ -269,7 +270,7 @@ def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], kn
         change = result.add_value(value - known[moving[0][1]])
         ids[node] = result.apply(Add(), (*inputs, change), value, node.name)
         return []
-    primitive = segment(unseen, tuple(edge for edge, _ in moving))
+    primitive = segment(unseen, [(edge, known[n]) for edge, n in moving])
     ids[node] = result.apply(primitive, inputs, value, node.name)
     return [primitive.name]
 

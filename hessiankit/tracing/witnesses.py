@@ -18,15 +18,16 @@ STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3)
 """Steps of central differences, relative to the size of what moves: a larger one truncates, a smaller one rounds."""
 WEIGHTS = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
 """Of f(x + k h) - f(x - k h), k = 1 ... 4: the first derivative to order eight."""
+FEWER_WEIGHTS = (2 / 3, -1 / 12)
+"""The same to order four."""
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Return the relative difference between two routes that their rounding explains.
+def rounding(eps: float) -> float:
+    """Return the relative difference between two routes that rounding to a unit of ``eps`` explains.
 
-    >>> f"{rounding(torch.float64):.1e} {rounding(torch.float32):.1e} {rounding(torch.bfloat16):.2f}"
-    '1.5e-08 3.5e-04 0.25'
+    >>> [f"{rounding(torch.finfo(kind).eps):.2g}" for kind in (torch.float64, torch.float32, torch.bfloat16)]
+    ['1.5e-08', '0.00035', '0.25']
     """
-    eps = torch.finfo(dtype).eps
     return max(eps**0.5, 32 * eps)
 
 
@@ -103,13 +104,14 @@ def estimates(
     inputs: Inputs,
     tangents: Sequence[Tensor],
     steps: Sequence[float] = STEPS,
+    weights: Sequence[float] = WEIGHTS,
 ) -> list[Covectors]:
     """Return central differences of a function along tangents with several steps, from large to small."""
     largest = max((_largest(t) / _size(x) for x, t in zip(inputs, tangents, strict=True)), default=1.0) or 1.0
     found = []
     for step in steps:
         with suppress(RuntimeError):  # outside the domain, as a matrix that is no longer positive definite
-            found.append(_along(function, inputs, tangents, step / largest))
+            found.append(_along(function, inputs, tangents, step / largest, weights))
     return found
 
 
@@ -121,13 +123,17 @@ def settled(found: Sequence[Covectors]) -> tuple[Covectors, float]:
 
 
 def _along(
-    function: Callable[[tuple[Tensor, ...]], Covectors], inputs: Inputs, tangents: Sequence[Tensor], step: float
+    function: Callable[[tuple[Tensor, ...]], Covectors],
+    inputs: Inputs,
+    tangents: Sequence[Tensor],
+    step: float,
+    weights: Sequence[float],
 ) -> Covectors:
     def at(distance: float) -> Covectors:
         return function(tuple(x + distance * t for x, t in zip(inputs, tangents, strict=True)))
 
     def terms() -> Iterator[Covectors]:
-        for k, weight in enumerate(WEIGHTS, 1):
+        for k, weight in enumerate(weights, 1):
             pairs = zip(at(k * step), at(-k * step), strict=True)
             yield tuple(None if a is None or b is None else (a - b) * (weight / step) for a, b in pairs)
 

@@ -75,6 +75,10 @@ def signatures(function: Callable[..., Tensor], parameters: Mapping[str, Tensor]
             moving.add(node)
             if isinstance(node.target, torch._ops.OpOverload):
                 found[_signature(node, moving)] = None
+        elif node.op == "segment" and not moving.isdisjoint(node.all_input_nodes):
+            moving.add(node)
+            if node.target:
+                found[f"autograd: {node.target}(*)"] = None
     return found
 
 

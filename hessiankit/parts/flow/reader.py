@@ -83,6 +83,8 @@ class _Reader:
                     self.values[node] = Value(Rank.WEIGHT, frozenset({name})) if name else Value(Rank.DATA)
                 elif node.op == "get_attr":
                     self.known[node], self.values[node] = recording.constants[str(node.target)], Value()
+                elif node.op == "segment":
+                    self.known[node], self.values[node] = recording.unseen[node].root.detach(), joined(self._of(node.args))
                 elif node.op == "output":
                     self.reading.output = joined(self._of(torch.utils._pytree.tree_leaves(node.args)))
                     continue
