@@ -57,6 +57,7 @@ def test_nothing_is_guessed(loss: Any) -> None:
 
 
 def test_only_what_equals_a_named_loss_is_taken_for_it() -> None:
+    assert same_as(nn.CrossEntropyLoss(), torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)) is None  # torch refuses these
     z, rows, labels = LOGITS, LOGITS[0], torch.tensor([0, -100, 2])
     assert same_as(nn.MSELoss(), z, z + 1) == same_as(F.mse_loss, z, z) == "mse"
     assert same_as(F.cross_entropy, rows, labels) == "cross_entropy"

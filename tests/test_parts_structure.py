@@ -242,3 +242,19 @@ def test_a_head_with_an_attention_of_its_own() -> None:
     assert named["head.attention.out_proj.weight"] == "VO"
     assert named["head.mlp.fc1.weight"] == named["head.mlp.fc2.weight"] == "Head"
     assert named["head.probe"] == named["embeddings.patch_embedding.weight"] == "Emb"
+
+
+class Mixture(nn.Module):
+    """A block whose feed-forward part is a choice among experts in a list, of which no attribute gives the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = nn.MultiheadAttention(4, 2)
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)) for _ in range(3))
+
+
+def test_a_router_has_as_many_outputs_as_there_are_experts_in_the_list_beside_it() -> None:
+    parts = {part.parameter: part for part in model_parts(nn.ModuleList([Mixture(), Mixture()]))}
+    assert (parts["0.gate.weight"].type, parts["1.gate.weight"].role) == ("Other", "router")
+    assert parts["0.experts.2.0.weight"].type == "FFN"
