@@ -166,7 +166,7 @@ def _rows(
     method: str,
 ) -> Iterator[CheckRow]:
     """Compare the closed form with every healthy reference, block pair by block pair (i, j) with i before j."""
-    mine = found.matrix if blocks.probes is None else blocks.probes.V @ found.matrix
+    mine = found.matrix if blocks.probes is None else blocks.probes.V.to(found.matrix) @ found.matrix
     for name, outcome in results.items():
         if isinstance(outcome, Unsupported) or not health[name].healthy:
             continue
