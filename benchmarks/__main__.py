@@ -1,4 +1,4 @@
-"""Run benchmarks: ``python -m benchmarks --list | NAME... | --all [--quick]``."""
+"""Run benchmarks: ``python -m benchmarks --list | NAME... | --all [--quick]``, or measure the tests: ``... mutants``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.mutants import command as mutants
 from benchmarks.plan import Benchmark, Plan
 from benchmarks.problems import DTYPES, GPT2, names, read
 from benchmarks.report import write
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks",
         description="Measure speed and memory beside other routes, and check every result that is compared. A finished cell is "
         "kept: the same command again continues. Exit code 0: measured; 1: a closed form was not confirmed, or a cell failed; "
-        "2: an option cannot be used; 130: interrupted (Ctrl-C).",
+        "2: an option cannot be used; 130: interrupted (Ctrl-C). 'mutants' for a NAME measures the tests; it has its own --help.",
     )
     top.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}")
     top.add_argument("--all", action="store_true", help="every benchmark")
@@ -127,6 +128,9 @@ def _stop(*_: object) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["mutants"]:
+        return mutants.main(arguments[1:])
     top = parser()
     options = top.parse_args(arguments)
     if options.list:

@@ -21,8 +21,9 @@ from hessiankit.disk.streaming import Writer
 from hessiankit.errors import InputError
 from hessiankit.evaluation import Evaluation
 from hessiankit.request.batches import Weights, requests, shares
+from hessiankit.request.handshake import UNCOMPARED
 from hessiankit.request.selection import Params, locate, select
-from hessiankit.request.task import FrozenTask, Loss
+from hessiankit.request.task import Loss, Task
 from hessiankit.tables import as_html, as_text, table
 from hessiankit.torch_state import one_at_a_time
 
@@ -90,6 +91,11 @@ class Hessian:
     def unused(self) -> tuple[str, ...]:
         """Parameters without effect on the loss, whatever their values: their rows and columns are zero."""
         return self._evaluation.unused
+
+    @property
+    def handshake(self) -> bool:
+        """Whether loss and gradient were compared with those of the module's own call."""
+        return self._evaluation.handshake
 
     @property
     def seconds(self) -> float:
@@ -189,7 +195,8 @@ class Hessian:
             return f"Hessian: {size} x {size}, computed when it is read; block(name_i, name_j) computes one block"
         title = f"Hessian: {size} x {size}, {self.matrix.dtype}, loss {self.loss:.6g}, {self.seconds:.2f} s"
         title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
-        return title + (f"; no effect on the loss: {', '.join(map(repr, self.unused))}" if self.unused else "")
+        title += f"; no effect on the loss: {', '.join(map(repr, self.unused))}" if self.unused else ""
+        return title + ("" if self.handshake else UNCOMPARED)
 
     def __repr__(self) -> str:
         return as_text(self._title(), table(_HEADERS, self._rows(), left=2))
@@ -216,6 +223,7 @@ def hessian(
     lazy: bool = False,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    handshake: bool = True,
     dry_run: Literal[False] = False,
 ) -> Hessian: ...
 
@@ -235,6 +243,7 @@ def hessian(
     lazy: bool = False,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    handshake: bool = True,
     dry_run: Literal[True],
 ) -> Forecast: ...
 
@@ -255,6 +264,7 @@ def hessian(
     lazy: bool = False,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    handshake: bool = True,
     dry_run: bool = False,
 ) -> Hessian | Forecast:
     """Return the exact Hessian of ``loss(module(inputs), target)`` with respect to the module's parameters.
@@ -266,8 +276,8 @@ def hessian(
     Args:
         module: Any module whose forward torch can trace.
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments (a dict, a tokenizer's output).
-            Or several batches: an iterable of pairs (inputs, target), with loss=None of mappings or other inputs (a
-            list of mappings; a tuple is one batch). They are treated one after the other, and may differ in every length.
+            Or several batches: an iterable of pairs (inputs, target), with loss=None of inputs (a list of tuples or
+            mappings, or any generator; a tuple is one batch). They are treated one after the other, at any lengths.
         target: What the loss compares with: the output's shape for "mse", labels of shape ``output.shape[:-1]``
             for "cross_entropy". No label is shifted: labels[:, t] is compared with logits[:, t].
         loss: ``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
@@ -292,6 +302,8 @@ def hessian(
             come out the same with the same torch, machine and number of threads; if it is done, the same call opens the
             file. ``out.part`` and ``out.journal.json`` beside it keep account.
         overwrite: Start again, whatever there is at ``out``.
+        handshake: Compare loss and gradient of the trace with those of the module's own call first: one forward and one backward
+            of torch. False leaves it out, and the result says so.
         dry_run: Compute nothing; return a :class:`Forecast` of memory, disk and time.
 
     Returns:
@@ -318,13 +330,18 @@ def hessian(
     first = next(iter(chosen.values()))
     if lazy and (out is not None or dry_run):
         raise InputError("hessian: lazy=True computes single blocks later; it goes with neither out=... nor dry_run=True")
+    if out is not None and not os.fspath(out).endswith(".npy"):
+        raise InputError(f"hessian: out={os.fspath(out)!r} is written in NumPy's format; pass a path that ends in '.npy'")
     if overwrite and out is None:
         raise InputError("hessian: overwrite=True is for out=..., which is missing")
     if not lazy and not dry_run and out is None:
         check_matrix("hessian", sum(p.numel() for p in chosen.values()), first.dtype, first.device)
-    tasks: list[FrozenTask] = []
+    tasks: list[Task] = []
     counts: list[float] = []
-    for task, count in requests("hessian", module, inputs, target, loss, chosen, weights=weights, reduction=reduction):
+    made = requests(
+        "hessian", module, inputs, target, loss, chosen, weights=weights, reduction=reduction, handshake=handshake and not dry_run
+    )
+    for task, count in made:
         tasks.append(task)
         counts.append(count)
     if dry_run:

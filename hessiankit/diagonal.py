@@ -15,8 +15,9 @@ from hessiankit.arguments import checked
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum
 from hessiankit.request.batches import Weights
+from hessiankit.request.handshake import UNCOMPARED
 from hessiankit.request.kinds import gather
-from hessiankit.request.selection import Params
+from hessiankit.request.selection import Params, locate
 from hessiankit.request.task import Loss
 from hessiankit.tables import as_html, as_text, table
 from hessiankit.torch_state import one_at_a_time
@@ -34,6 +35,7 @@ class CurvatureDiagonal:
         loss: The loss at this point.
         fallbacks: Operations without a closed form, which were differentiated automatically one by one.
         seconds: Time taken.
+        handshake: Whether loss and gradient were compared with those of the module's own call.
     """
 
     values: dict[str, Tensor]
@@ -41,6 +43,7 @@ class CurvatureDiagonal:
     loss: float
     fallbacks: tuple[str, ...]
     seconds: float
+    handshake: bool = True
 
     @property
     def flat(self) -> Tensor:
@@ -58,7 +61,8 @@ class CurvatureDiagonal:
         return math.fsum(self.traces.values())
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.values[name]
+        whole, rows = locate("CurvatureDiagonal", name, {n: tuple(x.shape) for n, x in self.values.items()})
+        return self.values[whole] if rows is None else self.values[whole].reshape(-1)[rows.to(self.values[whole].device)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return kind, loss, traces and extremes as plain Python numbers (the diagonal itself is left out)."""
@@ -84,7 +88,8 @@ class CurvatureDiagonal:
         of = "Hessian" if self.kind == "hessian" else "Gauss-Newton part of the Hessian"
         size = sum(value.numel() for value in self.values.values())
         title = f"diagonal of the {of}: {size:,} entries, trace {self.trace:.6g}, loss {self.loss:.6g}, {self.seconds:.2f} s"
-        return title + (f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else "")
+        title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
+        return title + ("" if self.handshake else UNCOMPARED)
 
     def __repr__(self) -> str:
         return as_text(self._title(), table(_HEADERS, self._rows(), left=2))
@@ -110,6 +115,7 @@ def curvature_diagonal(
     reduction: str | None = None,
     kind: str = "hessian",
     progress: Callable[[int, int], None] | None = None,
+    handshake: bool = True,
 ) -> CurvatureDiagonal:
     """Return the exact diagonal of the Hessian of ``loss(module(inputs), target)``, without forming the P x P matrix.
 
@@ -127,6 +133,7 @@ def curvature_diagonal(
         reduction: ``"mean"`` or ``"sum"`` over all terms.
         kind: ``"hessian"``, or ``"ggn"`` for the outer-product part J^T L'' J.
         progress: Called with (samples done, samples in all).
+        handshake: As in :func:`hessiankit.hessian`.
 
     Raises:
         InputError: If an argument cannot be used, or if an entry of the result is not finite.
@@ -142,7 +149,17 @@ def curvature_diagonal(
     """
     start = time.perf_counter()
     tasks, parts = gather(
-        WHO, module, inputs, target, loss, params, kind=kind, batch_size=batch_size, weights=weights, reduction=reduction
+        WHO,
+        module,
+        inputs,
+        target,
+        loss,
+        params,
+        kind=kind,
+        batch_size=batch_size,
+        weights=weights,
+        reduction=reduction,
+        handshake=handshake,
     )
     found = DiagonalSum(WHO, tasks, parts, batch_size, progress)
     found.run(outer=kind == "ggn")
@@ -150,4 +167,6 @@ def curvature_diagonal(
     for name, value in values.items():
         if not bool(torch.isfinite(value).all()):
             raise not_finite(WHO, name, name, tasks)
-    return CurvatureDiagonal(values, kind, found.loss, tuple(dict.fromkeys(found.fallbacks)), time.perf_counter() - start)
+    return CurvatureDiagonal(
+        values, kind, found.loss, tuple(dict.fromkeys(found.fallbacks)), time.perf_counter() - start, handshake
+    )

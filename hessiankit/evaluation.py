@@ -19,9 +19,10 @@ from hessiankit.engine.diagnosis import check_finite, not_finite
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.storage import Matrix
 from hessiankit.errors import InputError, TraceError
-from hessiankit.request.loss_trace import LossTrace, loss_value, reached
+from hessiankit.request.loss_trace import LossTrace
+from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.task import Task, available_memory
-from hessiankit.torch_state import one_at_a_time
+from hessiankit.torch_state import computed_later
 
 Progress = Callable[[int, int], None]
 Look = Callable[[LossTrace], None]
@@ -51,21 +52,25 @@ class Evaluation:
         self._blocks: dict[tuple[str, str], Tensor] = {}
 
     @property
+    def handshake(self) -> bool:
+        """Whether results are compared with the module's own loss and gradient."""
+        return all(task.reference is not None for task in self.tasks)
+
+    @property
     def is_complete(self) -> bool:
         """Whether the whole matrix has been computed."""
         return self._whole is not None
 
     @property
-    @one_at_a_time
+    @computed_later
     def loss(self) -> float:
         """The loss, from a forward pass if no matrix has been computed."""
         if self._loss is None:
-            with torch.no_grad():
-                values = [float(loss_value(task, task.parameters)) for task in self.tasks]
+            values = [own_value(task) if task.reference is None else task.reference.loss for task in self.tasks]
             self._loss = math.fsum(share * value for share, value in zip(self.shares, values, strict=True))
         return self._loss
 
-    @one_at_a_time
+    @computed_later
     def whole(self) -> Tensor:
         """Return the P x P matrix."""
         if self._whole is None:
@@ -77,7 +82,7 @@ class Evaluation:
         """Take over the P x P matrix, and what is known of it, from elsewhere."""
         self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, loss, asymmetry, fallbacks
 
-    @one_at_a_time
+    @computed_later
     def outer(self) -> Tensor:
         """Return the Gauss-Newton part of the P x P matrix.
 
@@ -89,7 +94,7 @@ class Evaluation:
             raise InputError(f"Hessian.outer: {why}, so its output layer is unknown; pass loss=... that compares one tensor")
         return self._matrix(self.tasks, None, outer=True)
 
-    @one_at_a_time
+    @computed_later
     def block(self, i: str, j: str) -> Tensor:
         """Return the block of two parameters, without computing any other."""
         if self._whole is not None:
@@ -103,7 +108,7 @@ class Evaluation:
                     self._blocks[a, b] = part[slices[a], slices[b]]
         return self._blocks[i, j]
 
-    @one_at_a_time
+    @computed_later
     def part(self, i: str, rows: Tensor | None, j: str, columns: Tensor | None) -> Tensor:
         """Return some rows and columns of the block of two parameters (None: all of them).
 
@@ -148,7 +153,7 @@ class Evaluation:
         return [replace(t, parameters={n: p for n, p in t.parameters.items() if n in names}) for t in self.tasks]
 
     @cached_property
-    @one_at_a_time
+    @computed_later
     def unused(self) -> tuple[str, ...]:
         """The parameters that the loss does not depend on in any batch."""
         names: Iterable[str] = self.tasks[0].parameters
@@ -189,13 +194,11 @@ class Evaluation:
     ) -> tuple[float, tuple[str, ...]]:
         """Add one batch to the matrix: nothing where none of the parameters has an effect on its loss."""
         try:
-            with torch.no_grad():
-                return assemble(task, matrix, share=share, batch_size=self.batch_size, progress=progress, outer=outer, look=look)
+            return assemble(task, matrix, share=share, batch_size=self.batch_size, progress=progress, outer=outer, look=look)
         except TraceError:
             if reached(task):
                 raise
-        with torch.no_grad():
-            return float(loss_value(task, task.parameters)), ()
+        return own_value(task), ()
 
     def _look(self, first: Task) -> Look:
         """Return a check, once for each size of chunk, that its derivatives fit; small ones are let through."""

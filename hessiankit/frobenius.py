@@ -17,6 +17,7 @@ from hessiankit.disk.planning import PANEL, Plan, check_workspace, make_plan, pa
 from hessiankit.engine.storage import Panel
 from hessiankit.errors import InputError
 from hessiankit.request.batches import Weights
+from hessiankit.request.handshake import UNCOMPARED
 from hessiankit.request.kinds import gather
 from hessiankit.request.selection import Params, locate
 from hessiankit.request.task import Loss, Task, available_memory
@@ -38,6 +39,7 @@ class FrobeniusNorms:
         loss: The loss at this point.
         fallbacks: Operations without a closed form, which were differentiated automatically one by one.
         seconds: Time taken.
+        handshake: Whether loss and gradient were compared with those of the module's own call.
     """
 
     blocks: dict[tuple[str, str], float]
@@ -46,6 +48,7 @@ class FrobeniusNorms:
     loss: float
     fallbacks: tuple[str, ...]
     seconds: float
+    handshake: bool = True
 
     @property
     def whole(self) -> float:
@@ -107,7 +110,8 @@ class FrobeniusNorms:
         of = "the Hessian" if self.kind == "hessian" else "the Gauss-Newton part of the Hessian"
         title = f"Frobenius norm of {of}, {self._size:,} x {self._size:,}: {self.whole:.6g}; loss {self.loss:.6g}, "
         title += f"{self.seconds:.2f} s"
-        return title + (f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else "")
+        title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
+        return title + ("" if self.handshake else UNCOMPARED)
 
     def __repr__(self) -> str:
         return as_text(self._title(), table(_HEADERS, self._rows(), left=2))
@@ -134,6 +138,7 @@ def frobenius_norms(
     kind: str = "hessian",
     panel_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    handshake: bool = True,
 ) -> FrobeniusNorms:
     """Return the exact Frobenius norm of every block of the Hessian of ``loss(module(inputs), target)``, and of all of it.
 
@@ -158,6 +163,7 @@ def frobenius_norms(
         panel_bytes: What rows of the matrix may take at once; 256 MiB or more by default, as above. A block of
             two parameters, m n numbers, is held in one piece, even where it takes more than that.
         progress: Called with (samples done, in all), each sample counted once for each panel.
+        handshake: As in :func:`hessiankit.hessian`.
 
     Raises:
         InputError: If an argument cannot be used, or if an entry of the Hessian is not finite.
@@ -177,7 +183,17 @@ def frobenius_norms(
     if panel_bytes is not None and panel_bytes < 1:
         raise InputError(f"{WHO}: panel_bytes={panel_bytes} holds no entry; pass 1 or more, or None")
     tasks, parts = gather(
-        WHO, module, inputs, target, loss, params, kind=kind, batch_size=batch_size, weights=weights, reduction=reduction
+        WHO,
+        module,
+        inputs,
+        target,
+        loss,
+        params,
+        kind=kind,
+        batch_size=batch_size,
+        weights=weights,
+        reduction=reduction,
+        handshake=handshake,
     )
     with torch.no_grad():
         plan = _plan(tasks, batch_size, panel_bytes)
@@ -191,7 +207,7 @@ def frobenius_norms(
         value = total.loss()
     shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
     blocks = {(i, j): found[i, j] for i in shapes for j in shapes if (i, j) in found}
-    return FrobeniusNorms(blocks, shapes, kind, value, plan.fallbacks, time.perf_counter() - start)
+    return FrobeniusNorms(blocks, shapes, kind, value, plan.fallbacks, time.perf_counter() - start, handshake)
 
 
 def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> Plan:

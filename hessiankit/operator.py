@@ -21,7 +21,7 @@ from hessiankit.engine.linearisation import Constant, Linearisation, linearise
 from hessiankit.errors import InputError
 from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.task import Loss, Params, Task, check_memory
-from hessiankit.torch_state import one_at_a_time
+from hessiankit.torch_state import one_at_a_time, without_autocast
 
 KINDS = ("hessian", "ggn", "fisher")
 WHO = "hessian_operator"
@@ -46,6 +46,7 @@ class HessianOperator(LinearOperator):
         symmetry_error: ``|<u, H v> - <v, H u>|`` of two random vectors, relative to ``|u| |H v|``: the rounding level.
         fallbacks: Operations without a closed form, which are differentiated automatically one by one.
         block_size: Vectors treated at once.
+        handshake: Whether loss and gradient were compared with those of the module's own call.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class HessianOperator(LinearOperator):
         super().__init__(torch.empty(0, dtype=self.torch_dtype).numpy().dtype, (task.size, task.size))
         self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
         self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
-        self._batches, self._weights = batches, weights
+        self._batches, self._weights, self.handshake = batches, weights, task.reference is not None
         self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
         self.gradient = self._sum(b.gradient for b in batches)
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.trace.fallbacks))
@@ -65,11 +66,18 @@ class HessianOperator(LinearOperator):
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, Tensor):
             return self._product(other)
-        return self._numpy_product(other) if isinstance(other, np.ndarray) else super().__matmul__(other)
+        if isinstance(other, LinearOperator):
+            return super().__matmul__(other)
+        if not isinstance(other, (np.ndarray, list, tuple)):
+            raise InputError(
+                f"HessianOperator: cannot multiply with a {type(other).__name__}; expected a torch tensor or a NumPy array, "
+                f"a vector ({self.shape[0]},) or a matrix ({self.shape[0]}, k)"
+            )
+        return self._numpy_product(other)
 
     def dot(self, x: Any) -> Any:
-        """Return the product with a torch tensor, a NumPy array, a number or another operator."""
-        return self @ x if isinstance(x, (Tensor, np.ndarray)) else super().dot(x)
+        """Return the product with a torch tensor, a NumPy array, a list of numbers, a number or another operator."""
+        return super().dot(x) if np.isscalar(x) or isinstance(x, LinearOperator) else self @ x
 
     def to_matrix(self) -> Tensor:
         """Return the P x P matrix, a block of columns at a time.
@@ -107,6 +115,10 @@ class HessianOperator(LinearOperator):
 
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
+        with without_autocast():
+            return self._blocks(rows)
+
+    def _blocks(self, rows: Tensor) -> Tensor:
         blocks = [self._sum(batch.product(part) for batch in self._batches) for part in rows.split(self.block_size) if len(part)]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else rows.clone()
 
@@ -122,7 +134,11 @@ class HessianOperator(LinearOperator):
         assert total is not None
         return total.to(self.torch_dtype)
 
-    def _numpy_product(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _numpy_product(self, given: Any) -> np.ndarray[Any, Any]:
+        try:
+            x = np.asarray(given)
+        except ValueError as error:  # rows of several lengths
+            raise InputError(f"HessianOperator: cannot multiply with a {type(given).__name__}: {error}") from error
         if not np.can_cast(x.dtype, self.dtype):
             raise InputError(f"HessianOperator: the array is {x.dtype}, which {self.dtype} cannot hold; convert it")
         vectors = torch.from_numpy(np.array(x, dtype=self.dtype, order="C")).to(self.device, self.torch_dtype)
@@ -130,10 +146,10 @@ class HessianOperator(LinearOperator):
         return result
 
     def _matvec(self, x: Any) -> Any:
-        return self._numpy_product(np.asarray(x))
+        return self._numpy_product(x)
 
     def _matmat(self, X: Any) -> Any:
-        return self._numpy_product(np.asarray(X))
+        return self._numpy_product(X)
 
     def _adjoint(self) -> HessianOperator:
         return self
@@ -201,6 +217,7 @@ def hessian_operator(
     block_size: int | None = None,
     weights: Weights = None,
     reduction: str | None = None,
+    handshake: bool = True,
 ) -> HessianOperator:
     """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
 
@@ -219,6 +236,7 @@ def hessian_operator(
         block_size: Vectors of a block treated at once.
         weights: As in :func:`hessiankit.hessian`.
         reduction: As in :func:`hessiankit.hessian`.
+        handshake: As in :func:`hessiankit.hessian`; once for each batch, here.
 
     Raises:
         InputError: If an argument cannot be used, or if the module is not a function: it draws random numbers, or a call
@@ -234,8 +252,9 @@ def hessian_operator(
     [4.0, 6.0]
     """
     check_options(loss, kind, block_size)
-    made = linearised(module, data, target, loss=loss, params=params, kind=kind, weights=weights, reduction=reduction)
-    task, batches, counts = made
+    task, batches, counts = linearised(
+        module, data, target, loss=loss, params=params, kind=kind, weights=weights, reduction=reduction, handshake=handshake
+    )
     if all(isinstance(batch, Constant) for batch in batches):
         names = ", ".join(map(repr, task.parameters))
         raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
@@ -253,11 +272,12 @@ def linearised(
     kind: str,
     weights: Weights,
     reduction: str | None,
+    handshake: bool = True,
 ) -> tuple[Task, list[Linearisation | Constant], list[float]]:
     """Return the last request, and every batch linearised with its count; arguments as in :func:`hessian_operator`."""
     batches: list[Linearisation | Constant] = []
     counts: list[float] = []
-    made = requests(WHO, module, data, target, loss, params, weights=weights, reduction=reduction, look=_probe_determinism)
+    made = requests(WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
     for task, count in made:
         if kind != "hessian" and task.whole:
             raise InputError(f"{WHO}: kind={kind!r} needs the module's output as one tensor, but the loss is given an object")
@@ -277,30 +297,3 @@ def check_options(loss: Loss, kind: str, block_size: int | None) -> None:
         raise InputError(f"{WHO}: kind='fisher' needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
     if block_size is not None and block_size < 1:
         raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
-
-
-@torch.no_grad()
-def _probe_determinism(task: Task) -> None:
-    """Run the module twice; the same bits have to come out, and no buffer may change."""
-    before = {n: b.clone() for n, b in task.module.named_buffers()}
-    first = _run(task)
-    buffers = dict(task.module.named_buffers())
-    changed = [n for n, b in before.items() if n in buffers and not torch.equal(buffers[n], b)]
-    if changed:
-        for name in changed:
-            buffers[name].copy_(before[name])
-        raise InputError(
-            f"{WHO}: a call of the module changes its buffer {changed[0]!r}, so the loss is not a function of the parameters; "
-            "call module.eval(), or keep the buffer as it is in forward"
-        )
-    if not all(torch.equal(old, new) for old, new in zip(first, _run(task), strict=True)):
-        raise InputError(
-            f"{WHO}: two calls of the module on the same inputs give different outputs, so the loss is random or depends on "
-            "earlier calls; call module.eval(), turn dropout off, or pass random numbers as an input"
-        )
-
-
-def _run(task: Task) -> list[Tensor]:
-    """Return what the loss reads, or the loss itself where it reads an object."""
-    read = task.call(task.parameters, *task.inputs)
-    return [task.loss(read, task.target) if callable(task.loss) and task.whole else read]

@@ -51,19 +51,53 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def random_kept(model: nn.Module) -> Iterator[None]:
+def random_kept(model: nn.Module) -> Iterator[RandomStates]:
     """Put back the random states of Python, NumPy, the CPU and the devices that the model lies on."""
-    own, numbers, processor = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    devices = {tensor.device for tensor in _tensors(model) if tensor.device.type not in ("cpu", "meta")}
-    states = [(_module_of(device), device, _module_of(device).get_rng_state(*_index(device))) for device in devices]
+    states = RandomStates(model)
     try:
-        yield
+        yield states
     finally:
-        random.setstate(own)
-        np.random.set_state(numbers)  # noqa: NPY002
-        torch.set_rng_state(processor)
-        for module, device, state in states:
-            module.set_rng_state(state, *_index(device))
+        states.restore()
+
+
+class RandomStates:
+    """The random states of Python, NumPy, the CPU and the devices that a model lies on, as they were.
+
+    >>> states = RandomStates(nn.Linear(1, 1))
+    >>> drawn = torch.rand(1)
+    >>> states.drawn_from()
+    True
+    >>> states.restore()
+    >>> states.drawn_from()
+    False
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+        devices = {tensor.device for tensor in _tensors(model) if tensor.device.type not in ("cpu", "meta")}
+        self._devices = [(_module_of(device), _index(device)) for device in devices]
+        self._others = [module.get_rng_state(*index) for module, index in self._devices]
+
+    def drawn_from(self) -> bool:
+        """Tell whether a number has been drawn from one of them since."""
+        now = np.random.get_state()  # noqa: NPY002
+        return (
+            random.getstate() != self._python
+            or not all(np.array_equal(a, b) for a, b in zip(now, self._numpy, strict=True))
+            or not torch.equal(torch.get_rng_state(), self._cpu)
+            or not all(
+                torch.equal(module.get_rng_state(*index), state)
+                for (module, index), state in zip(self._devices, self._others, strict=True)
+            )
+        )
+
+    def restore(self) -> None:
+        """Put them back."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._cpu)
+        for (module, index), state in zip(self._devices, self._others, strict=True):
+            module.set_rng_state(state, *index)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -167,7 +167,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "no labels": (lambda: hk.hessian(Padded("object"), KEYWORDS, loss=None), "whose 'loss' is None, .* pass the labels"),
     "no target": (lambda: hk.hessian(Padded(), KEYWORDS, loss="cross_entropy"), "loss='cross_entropy' needs a target"),
     "target without use": (lambda: hk.hessian(Padded("loss"), {**KEYWORDS, "labels": LABELS}, LABELS, loss=None), "would not be used"),
-    "unknown keyword": (lambda: hk.hessian(Padded(), {"ids": IDS}, LABELS, loss="cross_entropy"), r"inputs\['ids'\] \(4, 5\): .*unexpected keyword"),
+    "unknown keyword": (lambda: hk.hessian(Padded(), {"ids": IDS}, LABELS, loss="cross_entropy"), r"inputs\['ids'\] \(4, 5\), raised TypeError: .*unexpected keyword"),
     "key that is no string": (lambda: hk.hessian(Padded(), {0: IDS}, LABELS, loss="cross_entropy"), "has the key 0"),
     "dtype of one key": (lambda: hk.hessian(Padded(), {**KEYWORDS, "attention_mask": MASK.float()}, LABELS, loss="cross_entropy"), r"inputs\['attention_mask'\] is torch.float32"),
     "no entries in one key": (lambda: hk.hessian(Padded(), {**KEYWORDS, "attention_mask": MASK[:0]}, LABELS, loss="cross_entropy"), r"inputs\['attention_mask'\] has shape \(0, 5\)"),

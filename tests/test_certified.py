@@ -6,6 +6,7 @@ import mpmath
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hessiankit.bounding.certified import (
     Interval,
@@ -55,6 +56,70 @@ def test_bounds_hold_where_rounding_is_against_them():
             assert bound / float(true) < 1 + 1e-9
 
 
+class WorstRounding(TorchFunctionMode):
+    """Arithmetic as bad as the model of rounding permits: sums, products and Cholesky err by 0.9 of their bound, all one way.
+
+    A sum of n terms moves by g_n |x| . |y| towards zero (``sign`` -1) or away from it (1); Cholesky's method runs to its end on
+    what is positive definite up to its backward error. A bound that holds despite rounding holds in this arithmetic too.
+    """
+
+    def __init__(self, sign: int) -> None:
+        super().__init__()
+        self.sign = sign
+
+    def __torch_function__(self, f, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if f is torch.linalg.cholesky_ex:
+            M, g = args[0], growth(len(args[0]) + 1)
+            return f(M + 0.9 * g / (1 - g) * M.trace() * torch.eye(len(M), dtype=M.dtype))
+        out = f(*args, **(kwargs or {}))
+        if f is torch.Tensor.sum:
+            x = args[0]
+            error = growth(x.numel() // out.numel()) * x.abs().sum(*args[1:])
+        elif f in (torch.Tensor.matmul, torch.Tensor.__matmul__):
+            A, B = args
+            error = growth(A.shape[-1]) * (A.abs() @ B.abs())
+        else:
+            return out
+        return out + 0.9 * self.sign * out.sign() * error
+
+
+def test_the_sums_of_simple_bounds_may_round_down():
+    A = torch.full((60, 60), 0.7, dtype=torch.float64)
+    true = mpmath.mpf(0.7) * 60
+    with WorstRounding(-1):
+        found = [frobenius_upper(A), gershgorin_upper(A)]
+    assert all(true <= mpmath.mpf(bound) <= true * (1 + 1e-11) for bound in found)
+
+
+@pytest.mark.parametrize("shape", [(20_000, 2), (2, 20_000), (60, 60)])
+def test_the_products_of_a_schatten_norm_may_round_down(shape):
+    A = torch.full(shape, 0.7, dtype=torch.float64)
+    true = mpmath.mpf(0.7) * mpmath.sqrt(shape[0] * shape[1])
+    with WorstRounding(-1):
+        found = mpmath.mpf(schatten_upper(A))
+    assert true <= found <= true * (1 + 1e-10)
+
+
+def test_a_proof_by_cholesky_allows_for_its_backward_error():
+    n = 60
+    A = torch.full((n, n), 0.25, dtype=torch.float64)  # of norm 15, exactly
+    g = growth(n + 1)
+    backward = g / (1 - g) * n * 15
+    with WorstRounding(1):
+        found = verified_upper(A, guess=15 * (1 - 1e-12) - 8.5 * backward)
+    assert found is not None
+    assert 15 <= found < 15 * (1 + 1e-3)
+
+
+def test_the_product_of_a_lower_bound_may_round_up():
+    A = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(8):
+        A = torch.cat([torch.cat([A, A], 1), torch.cat([A, -A], 1)])  # Hadamard's matrix of order 256, of norm 16
+    with WorstRounding(1):
+        found = rayleigh_lower(A)
+    assert 16 * (1 - 1e-10) < found <= 16
+
+
 def test_rectangular_blocks():
     A = torch.randn(3, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     true = exact_norm(A)
@@ -77,6 +142,8 @@ def test_certificate_of_blocks():
     for (i, j), interval in found.pairs.items():
         assert float(exact_norm(H[slices[i], slices[j]])) in interval
     assert min(value for value in found.bounds.values() if value is not None) == found.whole.upper
+    norms = torch.tensor([[found.pairs[i, j].upper for j in slices] for i in slices], dtype=torch.float64)
+    assert found.bounds["norm matrix"] == pytest.approx(float(torch.linalg.eigvalsh(norms)[-1]), rel=1e-9)
 
 
 def test_zero_matrix():

@@ -119,6 +119,10 @@ FORMULAS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
     "samples meet": (lambda s, x: (lambda y: torch.tanh(y - y.mean(0)) @ s.B)(torch.tanh(x @ s.A)), {"A": (4, 5), "B": (5, 2)}),
     "a parameter as it is": (lambda s, x: torch.tanh(x @ torch.tanh(s.W)) * s.c.square(), {"W": (4, 5), "c": (5,)}),
     "a table over columns": (lambda s, x: torch.tanh(x @ s.W + s.c), {"W": (4, 5), "c": (3, 1)}),
+    "parts of a weight, of which one keeps rows apart": (
+        lambda s, x: (lambda y: torch.softmax(y @ y.mT, -1) @ x[..., :3])(x @ s.W[:, :2]) + torch.tanh(x @ s.W[:, 2:]),
+        {"W": (4, 5)},
+    ),
     "tokens pooled": (lambda s, x: torch.tanh(x @ s.A).mean(1) @ s.B, {"A": (4, 5), "B": (5, 2)}),
 }
 

@@ -77,6 +77,14 @@ def test_a_class_of_probability_zero_is_never_drawn():
     assert set(sample_labels(z, range(500), 3, 0).unique().tolist()) == {1, 2}
 
 
+def test_a_uniform_number_of_zero_draws_no_class_of_probability_zero(monkeypatch):
+    monkeypatch.setattr(
+        "hessiankit.estimation.labels.uniforms", lambda seed, draws, numbers, T: torch.zeros(draws, len(numbers), T).double()
+    )
+    logits = torch.tensor([[[-torch.inf, -torch.inf, 0.0, 1.0]]])
+    assert sample_labels(logits, [0], 2, 0).tolist() == [[[2]], [[2]]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_logits_are_summed_in_double_precision(dtype):
     z = logits(2, 3, 50_000).to(dtype)

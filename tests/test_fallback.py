@@ -1,10 +1,16 @@
-"""An operation known by its value alone: its actions by automatic differentiation, against formulas by hand."""
+"""An operation known by its value alone: its actions by two routes of automatic differentiation, and which of them is right."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from curvature_reference import draw
+from curvature_reference import Formula, draw
+from differences_reference import by_differences
+from torch import Tensor
+from torch.distributions import MultivariateNormal
 
 import hessiankit as hk
 from hessiankit.tracing.fallback import AutomaticDifferentiation
@@ -14,7 +20,7 @@ A, B, ADJOINT = (draw(2, 3, seed=k) for k in (3, 4, 5))
 TA, TB = draw(7, 2, 3), draw(7, 2, 3, seed=8)
 
 
-def close(seen: torch.Tensor | None, expected: torch.Tensor) -> bool:
+def close(seen: Tensor | None, expected: Tensor) -> bool:
     return seen is not None and seen.shape == expected.shape and bool((seen - expected).abs().max() < 1e-13)
 
 
@@ -42,6 +48,12 @@ def test_rows_are_never_claimed_to_stay_apart():
     assert not PRODUCT.is_linear
 
 
+def test_another_point_is_another_proof():
+    cube = AutomaticDifferentiation(lambda a: a**3, "cube")
+    for x in (A, B):
+        assert close(cube.curvature((x,), ADJOINT, (TA,))[0], ADJOINT * 6 * x * TA)
+
+
 def test_errors_name_the_operation():
     broken = AutomaticDifferentiation(lambda a: torch.ops.aten.copy.default(a, a), "aten.copy.default")
     for action in (
@@ -53,3 +65,197 @@ def test_errors_name_the_operation():
             hk.TraceError, match=r"aten\.copy\.default has no closed form here, and torch cannot differentiate it twice"
         ):
             action()
+
+
+class Cube(torch.autograd.Function):
+    """x^3 with formulas of its own for both modes; those of a subclass may be wrong."""
+
+    first, second, forward_mode, coupled = 3.0, 6.0, 3.0, 0.0
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @classmethod
+    def slope(cls, x: Tensor) -> Tensor:
+        """``first`` x^2, whose derivative is said to be ``second`` x; beside A, a field that is no gradient."""
+        bent = cls.second / 2 * x.square()
+        return bent + (cls.first * x.square() - bent).detach() + cls.coupled * A.abs() * (x - A).flip(-1)
+
+    @staticmethod
+    def backward(ctx: Any, adjoint: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def cubes(**constants: float) -> AutomaticDifferentiation:
+    """A fallback for a cube whose derivatives are scaled by some constants."""
+    made: dict[str, Any] = {**constants}
+    kind = type("Other", (Cube,), made)
+    kind.backward = staticmethod(lambda ctx, u: kind.slope(ctx.saved_tensors[0]) * u)  # type: ignore[attr-defined]
+    kind.jvp = staticmethod(  # type: ignore[attr-defined]
+        lambda ctx, t: kind.forward_mode * ctx.saved_for_forward[0].square() * t  # type: ignore[attr-defined]
+    )
+    return AutomaticDifferentiation(lambda x: kind.apply(x), "cube")  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_function_with_right_formulas_is_taken():
+    assert close(cubes().curvature((A,), ADJOINT, (TA,))[0], ADJOINT * 6 * A * TA)
+    assert cubes().prove((A,)) == "cube"
+
+
+def test_a_wrong_forward_mode_is_not_used():
+    wrong = cubes(forward_mode=4.0)
+    assert close(wrong.jvp((A,), (TA,)), 3 * A**2 * TA)
+    assert wrong.prove((A,)) == "cube (by reverse mode: forward mode is wrong by 0.25)"
+
+
+def test_a_wrong_first_derivative_is_refused():
+    with pytest.raises(hk.TraceError, match=r"cube .* first derivative .* <u, J t> and <J\^T u, t> differ by"):
+        cubes(first=3.5, second=7.0).vjp((A,), TA)
+
+
+def test_a_second_derivative_that_is_not_symmetric_is_refused():
+    with pytest.raises(hk.TraceError, match=r"cube .* second derivative .* by jvp\(grad\) it is not symmetric, by"):
+        cubes(coupled=0.5).curvature((A,), ADJOINT, (TA,))
+
+
+def test_one_route_alone_is_held_against_central_differences():
+    def only_reverse(x: Tensor) -> Tensor:
+        return OnlyReverse.apply(x)  # type: ignore[no-any-return]
+
+    class OnlyReverse(Cube):
+        @staticmethod
+        def backward(ctx: Any, adjoint: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return adjoint * (OnlyReverse.second / 2 * x.square() + ((3 - OnlyReverse.second / 2) * x.square()).detach())
+
+    right = AutomaticDifferentiation(only_reverse, "cube")
+    assert close(right.curvature((A,), ADJOINT, (TA,))[0], ADJOINT * 6 * A * TA)
+    OnlyReverse.second = 5.0
+    with pytest.raises(hk.TraceError, match=r"second derivative of it .* from central differences of its gradient"):
+        AutomaticDifferentiation(only_reverse, "cube").curvature((A,), ADJOINT, (TA,))
+
+
+def test_what_vmap_makes_of_a_batch_is_compared_with_a_loop():
+    class Shared(Cube):
+        @staticmethod
+        def backward(ctx: Any, adjoint: Tensor) -> Tensor:
+            batched = torch._C._functorch.is_batchedtensor(adjoint)
+            return adjoint * 3 * ctx.saved_tensors[0].square() * (2 if batched else 1)
+
+    with pytest.raises(hk.TraceError, match=r"torch\.vmap of it differs from a loop by 0\.5"):
+        AutomaticDifferentiation(lambda x: Shared.apply(x), "cube").vjp((A,), TA)  # type: ignore[no-any-return]
+
+
+def test_a_loop_takes_the_place_of_a_missing_rule_for_vmap():
+    class Numbers(Cube):
+        @staticmethod
+        def backward(ctx: Any, adjoint: Tensor) -> Tensor:
+            assert adjoint.detach().sum().isfinite().item()  # a number: vmap has none
+            return adjoint * 3 * ctx.saved_tensors[0].square()
+
+    cube = AutomaticDifferentiation(lambda x: Numbers.apply(x), "cube")  # type: ignore[no-any-return]
+    assert close(cube.vjp((A,), TA)[0], TA * 3 * A**2)
+    assert close(cube.curvature((A,), ADJOINT, (TA,))[0], ADJOINT * 6 * A * TA)
+
+
+WEIGHT, ROWS, INDEX = draw(3, 3, seed=5), draw(3, 3, seed=6), torch.tensor([[0, 1, 0], [0, 0, 1], [0, 1, 2]])
+
+
+def positive(s: Formula) -> Tensor:
+    return s.W @ s.W.mT + 4 * torch.eye(3).double()
+
+
+def by_product(s: Formula) -> Tensor:
+    return torch.zeros(3, 3).to(s.W).scatter_reduce(0, INDEX, s.W, "prod", include_self=False)
+
+
+OPERATIONS: dict[str, Callable[[Formula], Tensor]] = {
+    "linalg.cholesky": lambda s: torch.linalg.cholesky(positive(s)),
+    "linalg.cholesky, upper": lambda s: torch.linalg.cholesky(positive(s), upper=True),
+    "linalg.cholesky_ex": lambda s: torch.linalg.cholesky_ex(positive(s))[0],
+    "linalg.cholesky of several": lambda s: torch.linalg.cholesky(torch.stack([positive(s), 2 * positive(s)]))[1],
+    "cholesky_inverse": lambda s: torch.cholesky_inverse(torch.linalg.cholesky(positive(s))),
+    "cholesky_inverse, upper": lambda s: torch.cholesky_inverse(torch.linalg.cholesky(positive(s), upper=True), upper=True),
+    "cholesky_solve": lambda s: torch.cholesky_solve(s.V, torch.linalg.cholesky(positive(s))),
+    "cholesky_solve, upper": lambda s: torch.cholesky_solve(s.V, torch.linalg.cholesky(positive(s), upper=True), upper=True),
+    "linalg.eigvalsh": lambda s: torch.linalg.eigvalsh(positive(s)).sin() * s.V,
+    "linalg.eigvalsh, upper": lambda s: torch.linalg.eigvalsh(positive(s), UPLO="U").sin() * s.V,
+    "linalg.eigh": lambda s: torch.linalg.eigh(positive(s))[1].square() * s.V,
+    "linalg.pinv, hermitian": lambda s: torch.linalg.pinv(positive(s), hermitian=True),
+    "linalg.solve_triangular": lambda s: torch.linalg.solve_triangular(s.W + 3 * torch.eye(3).double(), s.V, upper=False),
+    "linalg.householder_product": lambda s: torch.linalg.householder_product(s.W, s.V[0].exp()),
+    "linalg.svdvals": lambda s: torch.linalg.svdvals(s.W).sin() * s.V,
+    "logdet": lambda s: torch.logdet(positive(s)) * s.V,
+    "matrix_exp": lambda s: torch.matrix_exp(s.W),
+    "MultivariateNormal": lambda s: MultivariateNormal(s.V[0], positive(s)).log_prob(ROWS) * WEIGHT,
+    "MultivariateNormal, precision": lambda s: MultivariateNormal(s.V[0], precision_matrix=positive(s)).log_prob(ROWS) * WEIGHT,
+    "scatter_reduce, product": by_product,
+    "scatter_reduce, mean": lambda s: torch.zeros(3, 3).double().scatter_reduce(0, INDEX, s.W, "mean").sin(),
+    "renorm": lambda s: torch.renorm(s.W, 2, 0, 0.5),
+}
+
+
+def scalar(z: Tensor, _: Any) -> Tensor:
+    return (z - WEIGHT[:, : z.shape[-1]]).square().sum() / 2 + (z**3 * WEIGHT[:, : z.shape[-1]]).sum() / 10
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_dense_products_and_diagonal_are_those_of_the_module(name):
+    module = Formula(lambda s, x: OPERATIONS[name](s), W=(3, 3), V=(3, 3))
+    x = draw(1)
+    expected = by_differences(module, lambda: scalar(module(x), None))
+    scale = expected.abs().max()
+    found = hk.hessian(module, x, draw(1), loss=scalar)
+    assert found.fallbacks
+    assert (found.matrix - expected).abs().max() <= 1e-10 * scale
+    products = hk.hessian_operator(module, x, draw(1), loss=scalar) @ torch.eye(len(expected)).double()
+    assert (products - expected).abs().max() <= 1e-10 * scale
+    diagonal = hk.curvature_diagonal(module, x, draw(1), loss=scalar)
+    seen = torch.cat([value.reshape(-1) for value in diagonal.values.values()])
+    assert (seen - expected.diagonal()).abs().max() <= 1e-10 * scale
+    for (i, j), norm in hk.frobenius_norms(module, x, draw(1), loss=scalar).blocks.items():
+        assert abs(norm - float(expected[found.slices[i], found.slices[j]].norm())) <= 1e-10 * float(expected.norm())
+
+
+def test_the_wrong_route_is_named():
+    module = Formula(lambda s, x: by_product(s), W=(3, 3))
+    for dtype in (torch.float64, torch.float32):
+        found = hk.hessian(
+            module.to(dtype), draw(1, dtype=dtype), draw(1), loss=lambda z, _: scalar(z.double(), None).to(z.dtype)
+        )
+        assert found.fallbacks[0].startswith("aten.scatter_reduce.two (by reverse-over-reverse: jvp(grad) is wrong by ")
+
+
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (lambda s, x: torch.linalg.cholesky(s.W + 3 * torch.eye(3).double()), "linalg_cholesky.* for symmetric, .* is off by"),
+        (lambda s, x: torch.linalg.eigvalsh(s.W) * s.V, "linalg_eigvalsh.* for symmetric, .* is off by"),
+        (
+            lambda s, x: torch.cholesky_inverse(s.W + 3 * torch.eye(3).double()),
+            "cholesky_inverse.* for lower triangular, .* is off",
+        ),
+        (lambda s, x: torch.cholesky_solve(s.V, s.W, upper=True), "cholesky_solve.* for upper triangular, .* Pass A.triu()"),
+    ],
+)
+def test_a_matrix_without_the_structure_that_is_assumed(f, message):
+    with pytest.raises(hk.TraceError, match=message):
+        hk.hessian(Formula(f, W=(3, 3), V=(3, 3)), draw(1), draw(3, 3, seed=9))
+
+
+def test_a_point_where_a_derivative_is_infinite_is_named():
+    module = Formula(lambda s, x: torch.special.entr(s.W.square()), W=(2, 2))
+    with torch.no_grad():
+        module.W[0, 0] = 0.0
+    with pytest.raises(hk.HessiankitError, match="NaN or infinite: the operation 'special_entr'"):
+        hk.hessian(module, draw(1), draw(2, 2))

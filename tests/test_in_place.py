@@ -238,9 +238,7 @@ def written_without_gradient(s: Formula, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "with gradients switched off": (clamped, r"aten\.clamp_\.default writes into memory"),
     "with a detached reader": (read_without_gradient, r"aten\.add_\.Tensor writes into memory"),
-    "through a detached view": (written_without_gradient, r"aten\.fill_\.Scalar writes into memory"),
     "an input": (changed_input, r"aten\.add_\.Tensor writes into an input, a parameter or a buffer"),
 }
 

@@ -43,6 +43,25 @@ def test_expand_and_reduce(name):
     assert torch.allclose(lift.reduce(w.reshape(2, 3, D_OUT, 7)), groups, rtol=0, atol=1e-13)
 
 
+def test_a_row_that_holds_an_entry_of_a_table_twice():
+    """E[[0, 0, 1]]: the entry's derivative in the row is the sum over its places."""
+    lift = Index("E", torch.arange(2), torch.tensor([[0, 0, 1], [1, 1, 1]]))
+    t = draw(3, 2, 4, seed=3)
+    expected = torch.stack([torch.stack([t[0, 0] + t[1, 0], 0 * t[0, 0]]), torch.stack([t[2, 0], t[:, 1].sum(0)])])
+    assert torch.allclose(lift.expand(t), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["gain", "bias"])
+def test_curvature_weighed_by_the_rows_of_a_gain(name):
+    K = draw(6, D_OUT, 3, seed=5)
+    lift = LIFTS[name][0]
+    assert isinstance(lift, Diagonal)
+    expected = torch.einsum(
+        "npo,npq->noq", torch.diagonal_scatter(0 * jacobian(name), jacobian(name).diagonal(0, 1, 2), 0, 1, 2), K
+    )
+    assert torch.allclose(lift.weigh(K.mT), expected.mT, rtol=0, atol=1e-14)
+
+
 def test_expand_keeps_the_dtype_of_the_tangent():
     t = draw(D_OUT, 6, 7, seed=3)
     for lift in (LIFTS["X W"][0], LIFTS["gain"][0]):

@@ -9,7 +9,7 @@ from test_lifts import D_OUT, LIFTS, jacobian
 
 from hessiankit.engine import pairing as room
 from hessiankit.engine.lifts import Kronecker
-from hessiankit.engine.pairing import add_across_rows, add_diagonal_pair, add_pair
+from hessiankit.engine.pairing import add_across_rows, add_diagonal_pair, add_pair, add_pairs
 
 
 @pytest.mark.parametrize("scratch", [1, 2**21])
@@ -24,6 +24,23 @@ def test_pairs(left, right, scratch, monkeypatch):
     assert torch.allclose(found - 1, expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("outer", [1, 256])
+def test_several_pairs_of_weights(outer, monkeypatch):
+    """One weight with two uses of another, each with a curvature of its own that is not symmetric."""
+    monkeypatch.setattr(room, "OUTER", outer)
+    u, v = LIFTS["X W"][0], LIFTS["X W^T"][0]
+    assert isinstance(u, Kronecker)
+    assert isinstance(v, Kronecker)
+    twice = Kronecker("W", None, draw(6, 4, seed=8), D_OUT, True)
+    K, L = draw(6, D_OUT, D_OUT, seed=5), draw(6, D_OUT, D_OUT, seed=6)
+    J, J_v = jacobian("X W"), jacobian("X W^T")
+    J_twice = torch.einsum("ni,po->nopi", twice.weights, torch.eye(D_OUT, dtype=torch.float64)).reshape(6, D_OUT, -1)
+    expected = torch.einsum("nop,noq,nqr->pr", J, K, J_v) + torch.einsum("nop,noq,nqr->pr", J, L, J_twice)
+    found = torch.ones_like(expected)
+    add_pairs(u, [(v, K), (twice, L)], found)
+    assert torch.allclose(found - 1, expected, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("name", LIFTS)
 @pytest.mark.parametrize("outer", [1, 8, 256])
 def test_a_symmetric_pair_of_one_lift_by_halves(name, outer, monkeypatch):
@@ -31,9 +48,9 @@ def test_a_symmetric_pair_of_one_lift_by_halves(name, outer, monkeypatch):
     K = draw(6, D_OUT, D_OUT, seed=5)
     K = K + K.mT
     expected = torch.einsum("nop,noq,nqr->pr", jacobian(name), K, jacobian(name))
-    found = torch.zeros_like(expected)
+    found = torch.ones_like(expected)
     add_pair(LIFTS[name][0], LIFTS[name][0], K, found, same=True)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-13)
+    assert torch.allclose(found - 1, expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("cache", [1, 40, 2**17])

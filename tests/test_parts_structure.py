@@ -40,8 +40,24 @@ class Scale(NormOfNothing):
         return x * self.weight
 
 
+class Constant(NormOfNothing):
+    """Does not change when its input is scaled, nor when that is turned: no norm, as it reads nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight + 1).expand_as(x)
+
+
 NORMS = [nn.LayerNorm(3), nn.RMSNorm(3), nn.GroupNorm(1, 3), nn.BatchNorm1d(3), Gain(3), Gain(3).half(), Gain(64).bfloat16()]
-OTHERS = [nn.Linear(3, 3), NormOfNothing(3), Scale(3), nn.PReLU(3), nn.Embedding(3, 3), nn.Identity(), nn.Sequential(Gain(3))]
+OTHERS = [
+    nn.Linear(3, 3),
+    NormOfNothing(3),
+    Constant(3),
+    Scale(3),
+    nn.PReLU(3),
+    nn.Embedding(3, 3),
+    nn.Identity(),
+    nn.Sequential(Gain(3)),
+]
 
 
 @pytest.mark.parametrize("module", NORMS, ids=lambda m: type(m).__name__)
@@ -118,6 +134,22 @@ def test_a_mixer_that_is_no_attention_is_not_taken_for_a_feed_forward_layer() ->
             model_parts(model.eval(), inputs=inputs)
     parts = model_parts(model, overrides={r"qkv_proj|output_gate": "Other"})
     assert {part.layer for part in parts if part.parameter.endswith("experts.down_proj")} == {0, 1}
+
+
+class HeadFirst(nn.Module):
+    """A model that makes its head before its blocks: what a map outside them is shows in its sizes alone."""
+
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(into, out)
+        self.blocks = nn.ModuleList([hk.TransformerBlock(4, 5), hk.TransformerBlock(4, 5)])
+
+
+@pytest.mark.parametrize(("into", "out", "expected"), [(4, 7, "Head"), (7, 4, "Emb"), (4, 4, "Emb"), (6, 7, "Emb")])
+def test_a_linear_map_made_before_the_blocks_is_a_head_where_it_leads_out_of_their_width(
+    into: int, out: int, expected: str
+) -> None:
+    assert hk.block_types(HeadFirst(into, out))["first.weight"] == expected
 
 
 def test_attention_sinks_and_biases_of_experts() -> None:

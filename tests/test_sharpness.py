@@ -125,6 +125,19 @@ def _plain_parts(model):
     return [Part(name, "FFN", "weight", None, "given", p.numel()) for name, p in model.named_parameters()]
 
 
+def test_the_gradient_that_is_not_finite_is_named():
+    """A square root at 0: the output is finite, and so is the gradient of every other parameter."""
+
+    class Root(torch.nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.T + torch.sqrt(self.bias)
+
+    model, x = Root(3, 2).double(), torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double()
+    torch.nn.init.zeros_(model.bias)
+    with pytest.raises(InputError, match="the gradient of 'bias' is NaN or infinite"):
+        replicates(model, x, torch.zeros(4, 2).double(), loss="mse", parts=_plain_parts(model))
+
+
 def test_gaussian_labels_of_squared_error_have_the_right_mean():
     model, x = torch.nn.Linear(3, 4).double(), torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
     y, parts = torch.zeros(6, 4).double(), _plain_parts(model)
@@ -223,6 +236,27 @@ def test_exact_hessian_is_the_second_derivative_with_the_data_labels(case):
     (g,) = torch.autograd.grad(loss, p, create_graph=True)
     diagonal = [float(torch.autograd.grad(g[i], p, retain_graph=True)[0][i]) for i in range(len(g))]
     assert found.tensors["final_norm.weight"].value == pytest.approx(sum(diagonal) / len(diagonal), rel=1e-10)
+
+
+def test_scale_free_sharpness_weighs_every_entry_of_a_tensor_by_its_mean_square(case):
+    """By type, sum over tensors of Tr H_t ||theta_t||^2 / # of t, over the entries of all: traces by autograd alone."""
+    model, x, y = case
+    found = exact_sharpness(model, x, y, kind="hessian")
+    loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    named = dict(model.named_parameters())
+    norms = [name for name, kind in found_types(model).items() if kind == "Norm"]
+    assert len({named[name].square().mean().item() for name in norms}) > 1
+    total = 0.0
+    for name in norms:
+        p = named[name]
+        (g,) = torch.autograd.grad(loss, p, create_graph=True)
+        trace = sum(float(torch.autograd.grad(g[i], p, retain_graph=True)[0][i]) for i in range(len(g)))
+        total += trace * float(p.detach().square().sum()) / p.numel()
+    assert found.scale_free["Norm"].value == pytest.approx(total / sum(named[name].numel() for name in norms), rel=1e-10)
+
+
+def found_types(model):
+    return {part.parameter: part.type for part in model_parts(model)}
 
 
 def test_report_is_a_function_of_the_replicates():

@@ -128,7 +128,7 @@ from hessiankit.disk import matrix_file, streaming
 streaming.PANEL, matrix_file.SLAB = 4000, 1000
 module, out, chance = block(), sys.argv[1], random.Random(int(sys.argv[2]))
 start = time.perf_counter()
-hk.hessian(module, X, T, out=out + ".whole")
+hk.hessian(module, X, T, out=out + ".whole.npy")
 whole, kills = time.perf_counter() - start, 0
 while kills < 3:
     child = os.fork()

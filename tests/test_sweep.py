@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from curvature_reference import Formula, assert_exact, draw, mse, randomised
@@ -39,6 +41,7 @@ def test_what_does_not_reach_the_loss_has_no_adjoint():
     assert trace.parameters["W"] in found
     assert trace.parameters["V"] not in found
     seen = assert_exact(module, draw(3, 4))
+    assert seen.asymmetry <= 1e-14
     assert (seen.block("V", "V") == 0).all()
     assert (seen.block("V", "W") == 0).all()
 
@@ -54,7 +57,9 @@ def test_blocks_of_pairs():
     assert torch.equal(blocks.between(0, 1)[1], K)
     assert torch.equal(blocks.between(1, 1)[2], square + square.mT)
     assert blocks.near[1] == {0, 1}
+    blocks.add_diagonal(0, 1, 2, K[:, 0])
     blocks.forget(0, 1)
+    assert blocks.diagonal(0, 1) == blocks.between(0, 1) == {}
     assert (blocks.near[0], blocks.near[1], list(blocks.of)) == (set(), {1}, [(1, 1)])
 
 
@@ -103,3 +108,53 @@ def test_two_paths_of_other_row_shapes_meet(name):
     """A path that keeps its rows apart meets one that does not have these rows: neither order may lose the mixed term."""
     assert_exact(Formula(lambda s, x: torch.tanh(ORDER[name](s, x)), W=(4, 5), V=(4, 5)), draw(2, 3, 4))
     assert_exact(Formula(lambda s, x: torch.tanh(ORDER[name](s, x)), V=(4, 5), W=(4, 5)), draw(2, 3, 4))
+
+
+def mixed(y: Tensor) -> Tensor:
+    return torch.softmax(y @ y.mT, -1) @ y
+
+
+def residual(s: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(x @ s.W)
+    return h + torch.tanh(h @ s.V)
+
+
+FEW = {
+    "residual": residual,
+    "layer after a residual": lambda s, x: torch.tanh(residual(s, x) @ s.U),
+    "residual around a residual": lambda s, x: (lambda h: h + torch.tanh(h @ s.U))(residual(s, x)),
+    "queries and keys of a residual": lambda s, x: (lambda h: h @ s.V @ (h @ s.U).mT @ h)(residual(s, x)),
+    "one weight on both branches": lambda s, x: torch.tanh(x @ s.W) + torch.tanh(torch.tanh(x @ s.V) @ s.W),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_fewer_parameters_than_entries_of_tokens_that_mix(name):
+    """A parameter reaches the tokens over several branches; where these mix, its derivatives by all of them add up."""
+    weights = {"W": (2, 2), "V": (2, 2)} | ({"U": (2, 2)} if " a residual" in name else {})
+    for shape in ((2, 9, 2), (9, 2)):
+        assert_exact(Formula(lambda s, x: torch.tanh(mixed(FEW[name](s, x))), **weights), draw(*shape))
+
+
+@pytest.mark.parametrize("last", [lambda y: y, torch.tanh], ids=["linear", "tanh"])
+def test_the_outer_part_leaves_out_what_bends_before_the_output(last):
+    """J^T L'' J, with J by central differences of the module's own output; its last operation belongs to what comes before."""
+    module, x, target = Formula(lambda s, x: last(torch.tanh(x @ s.W) @ s.V), W=(3, 4), V=(4, 2)), draw(5, 3), draw(5, 2, seed=7)
+    found = hk.hessian(module, x, target)
+    flat = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    columns, h = [], 1e-4
+
+    def output(theta: Tensor) -> Tensor:
+        torch.nn.utils.vector_to_parameters(theta, module.parameters())
+        with torch.no_grad():
+            return module(x).reshape(-1)
+
+    for step in torch.eye(len(flat), dtype=flat.dtype) * h:
+        near, far = output(flat + step) - output(flat - step), output(flat + 2 * step) - output(flat - 2 * step)
+        columns.append((8 * near - far) / (12 * h))
+    output(flat)
+    J = torch.stack(columns, 1)
+    expected = 2 / target.numel() * J.T @ J
+    assert (found.outer() - expected).abs().max() <= 1e-11 * expected.abs().max()
+    assert (found.matrix - found.outer() - found.functional()).abs().max() <= 1e-14 * found.matrix.abs().max()
+    assert found.functional().abs().max() > 1e-3

@@ -186,7 +186,6 @@ REFUSED: dict[str, tuple[Callable[..., object], str]] = {
     "no tensor": (lambda s, x: None, "not one tensor"),
     "constant": (lambda s, x: x.exp(), "does not depend on the parameters"),
     "detached": (lambda s, x: (x @ s.W).detach(), "does not depend on the parameters"),
-    "complex": (lambda s, x: torch.fft.fft(x @ s.W).real, r"aten\.fft_fft\.default returns complex numbers"),
     "dropout": (lambda s, x: torch.dropout(x @ s.W, 0.5, True), r"aten\.dropout\.default draws random numbers"),
     "noise of its own": (
         lambda s, x: x @ s.W + torch.randn(3, 2, generator=torch.Generator().manual_seed(0)),

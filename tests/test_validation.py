@@ -103,17 +103,18 @@ RANDOM = {
 @pytest.mark.parametrize("name", RANDOM)
 def test_functional_randomness_is_noticed(name: str) -> None:
     module = Formula(RANDOM[name], lin=nn.Linear(4, 3))
-    with pytest.raises(hk.TraceError, match=r"draws random numbers, so the loss is random; call module.eval\(\)"):
-        hk.hessian(module, X, T)
-    with pytest.raises(hk.InputError, match="two calls of the module on the same inputs give different outputs"):
-        hk.hessian_operator(module, X, T)
+    for call in (hk.hessian, hk.hessian_operator):
+        with pytest.raises(
+            hk.InputError, match=r"two calls .* different losses .* it draws random numbers; call module.eval\(\)"
+        ):
+            call(module, X, T)
 
 
 def test_error_in_forward_names_the_line() -> None:
     module = Formula(lambda m, x: m.lin(x) + x, lin=nn.Linear(4, 3))
     with pytest.raises(
         hk.InputError,
-        match=r"does not accept inputs of shape \(2, 4\): .* \(at .*test_validation.py:\d+ in <lambda>: .*m.lin\(x\) \+ x",
+        match=r"called on inputs of shape \(2, 4\), raised RuntimeError: .* \(at .*test_validation.py:\d+ in <lambda>: .*m.lin\(x\) \+ x",
     ):
         hk.hessian(module, X, T)
 

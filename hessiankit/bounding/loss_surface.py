@@ -25,7 +25,7 @@ from derivations.bounds.attention_printed import theorem_7_corrected
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.errors import InputError
-from hessiankit.request.loss_trace import loss_value
+from hessiankit.request.own_call import own_gradient, own_value
 from hessiankit.request.task import make_task
 from hessiankit.tables import as_text, table
 
@@ -134,13 +134,11 @@ def loss_surface_bound(
     here, there, gradients, curvature = [], [], [], 0.0
     for x, t in zip(inputs, targets, strict=True):
         task = make_task(WHO, block, x.unsqueeze(0), t.unsqueeze(0), loss)
-        leaves = {name: p.clone().requires_grad_() for name, p in star.items()}
-        value = loss_value(task, leaves)
-        slopes = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
-        gradients.append(torch.cat([g.reshape(-1) for g in slopes]))
-        here.append(float(value.detach()))
-        with torch.no_grad():
-            there.append(float(loss_value(task, other)))
+        own = own_gradient(task, star)
+        slopes = {name: torch.zeros_like(p) if (g := own.gradient[name]) is None else g for name, p in star.items()}
+        gradients.append(torch.cat([g.reshape(-1) for g in slopes.values()]))
+        here.append(own.loss)
+        there.append(own_value(task, other))
         curvature = max(curvature, a_priori(block, x, t, loss=loss, radius=radius).whole)
     steps = []
     for k in range(1, len(here)):

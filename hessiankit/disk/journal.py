@@ -17,7 +17,7 @@ from hessiankit.compiled.library import built, kernels
 from hessiankit.errors import InputError
 from hessiankit.request.calling import Loss
 from hessiankit.request.loss_trace import LossTrace
-from hessiankit.request.task import FrozenTask
+from hessiankit.request.task import Task
 
 FORMAT = 1
 OPERATIONS = "the operations of module and loss"
@@ -92,7 +92,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def fingerprint(
-    tasks: Sequence[FrozenTask], shares: Sequence[float], batch_size: int | None, traced: Iterable[LossTrace]
+    tasks: Sequence[Task], shares: Sequence[float], batch_size: int | None, traced: Iterable[LossTrace]
 ) -> dict[str, str]:
     """Return digests of everything that the bytes of the matrix depend on, by a name that an error can show.
 
@@ -103,9 +103,9 @@ def fingerprint(
     first = tasks[0]
     device = next(iter(first.parameters.values())).device
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    found = {f"{name!r} of the module": digest(value) for name, value in first.state.items()}
+    found = {f"{name!r} of the module": digest(value) for name, value in first.state.values.items()}
     found["the chosen parameters"] = digest(list(first.parameters))
-    found["training or evaluation mode"] = digest(list(first.modes))
+    found["training or evaluation mode"] = digest(list(first.state.modes))
     for n, (task, share) in enumerate(zip(tasks, shares, strict=True)):
         found[f"the inputs of batch {n}"] = digest([*task.keywords, task.inputs])
         found[f"the target of batch {n}"] = digest(task.target)

@@ -12,7 +12,9 @@ from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.storage import Kept, Panel
 from hessiankit.engine.sweep import Sweep
 from hessiankit.engine.unwinding import unwind
-from hessiankit.request.loss_trace import loss_trace, loss_value, normalizer_of
+from hessiankit.request.handshake import Handshake
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.own_call import own_value
 from hessiankit.request.task import Task
 
 
@@ -52,6 +54,7 @@ class PanelSum:
         self._keep = kept
         self._kept: dict[int, Kept] = {}
         self._values: dict[int, float] = {}
+        self._handshakes = {chunk.batch: Handshake(tasks[chunk.batch]) for chunk in chunks}
 
     def panel(self, n: int) -> tuple[Panel, float]:
         """Return the n-th panel, and the largest |H - H^T| of the blocks (i, i) in it before they were averaged.
@@ -62,10 +65,14 @@ class PanelSum:
         first = self.tasks[0]
         panel, done = Panel(self.slices, *self.parts[n], first.dtype, first.device), n * self.samples
         for k, chunk in enumerate(self.chunks):
-            self._add(panel, k, chunk)
+            with self.tasks[chunk.batch].at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
+                self._add(panel, k, chunk)
             done += chunk.stop - chunk.start
             if self.progress is not None:
                 self.progress(done, len(self.parts) * self.samples)
+        for handshake in self._handshakes.values():
+            handshake.close()
+        self._handshakes.clear()
         asymmetry = panel.mirror()
         if not panel.is_finite:
             self._report(panel)
@@ -77,7 +84,7 @@ class PanelSum:
         moving = {chunk.batch for chunk in self.chunks}
         for n, task in enumerate(self.tasks):
             if n not in moving:
-                terms.append(self.shares[n] * float(loss_value(task, task.parameters)))
+                terms.append(self.shares[n] * own_value(task))
         return math.fsum(terms)
 
     def _add(self, panel: Panel, k: int, chunk: Chunk) -> None:
@@ -86,6 +93,8 @@ class PanelSum:
             part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
             traced = loss_trace(part, normalizer_of(task))
             sweep = Sweep(traced.trace, traced.output if self.outer else None, scale=self.shares[chunk.batch])
+            if chunk.batch in self._handshakes:
+                self._handshakes[chunk.batch].add(traced.trace, sweep.lambdas, self.shares[chunk.batch])
             sweep.run()
             self._values[k] = float(traced.trace.values[traced.trace.output])
             if k >= self._keep:

@@ -12,7 +12,8 @@ from torch import Tensor
 from hessiankit.disk.accounting import Cost, measure
 from hessiankit.engine.assembly import CHUNK, is_split, next_step
 from hessiankit.errors import OutOfMemoryError, TraceError
-from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, reached
+from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of
+from hessiankit.request.own_call import reached
 from hessiankit.request.task import Task, available_memory, check_memory, gib
 
 PANEL = 256 * 2**20  # bytes of the rows of the matrix that are computed before they are written

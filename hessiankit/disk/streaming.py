@@ -20,8 +20,9 @@ from hessiankit.disk.panel_sum import PanelSum
 from hessiankit.disk.planning import PANEL, Chunk, check_workspace, make_plan
 from hessiankit.engine.assembly import is_split
 from hessiankit.errors import InputError, TraceError
-from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, reached
-from hessiankit.request.task import FrozenTask
+from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of
+from hessiankit.request.own_call import reached
+from hessiankit.request.task import Task
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Writer:
         self,
         who: str,
         out: str | os.PathLike[str],
-        tasks: Sequence[FrozenTask],
+        tasks: Sequence[Task],
         shares: Sequence[float],
         batch_size: int | None = None,
         progress: Callable[[int, int], None] | None = None,

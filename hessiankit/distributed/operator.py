@@ -20,6 +20,7 @@ from hessiankit.operator import HessianOperator, check_options, linearised
 from hessiankit.request.batches import Weights, batches
 from hessiankit.request.losses import known_count, known_reduction
 from hessiankit.request.selection import select
+from hessiankit.request.state import ModuleState
 from hessiankit.request.task import Loss, Params, Task
 from hessiankit.tracing.trace import Trace
 
@@ -147,7 +148,7 @@ def hessian_operator(
     def own() -> tuple[Task, list[Linearisation | Constant], list[float]]:
         pairs, counts = _counting(data, target, loss, weights)
         if not pairs:
-            return Task(module, (), None, loss, dict(chosen)), [], []
+            return Task(module, (), None, loss, dict(chosen), ModuleState(module)), [], []
         several = iter(pairs) if loss is not None else (inputs for inputs, _ in pairs)
         return linearised(module, several, None, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction)
 

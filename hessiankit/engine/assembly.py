@@ -11,6 +11,7 @@ from torch import Tensor
 from hessiankit.engine.storage import Matrix
 from hessiankit.engine.sweep import Sweep
 from hessiankit.engine.unwinding import unwind
+from hessiankit.request.handshake import Handshake
 from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.request.task import Task
 
@@ -43,6 +44,23 @@ def assemble(
     Returns:
         The loss, and the operations that were differentiated automatically.
     """
+    handshake = Handshake(task)
+    with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
+        found = _assemble(task, matrix, share, batch_size, progress, outer, look, handshake)
+    handshake.close()
+    return found
+
+
+def _assemble(
+    task: Task,
+    matrix: Matrix,
+    share: float,
+    batch_size: int | None,
+    progress: Callable[[int, int], None] | None,
+    outer: bool,
+    look: Callable[[LossTrace], None] | None,
+    handshake: Handshake,
+) -> tuple[float, tuple[str, ...]]:
     normalizer, batch = normalizer_of(task), task.batch
     splittable = is_split(task, batch_size)
     step = batch if not splittable else batch_size or 1
@@ -54,11 +72,13 @@ def assemble(
         if look is not None and not measured:
             look(traced)
         sweep = Sweep(traced.trace, traced.output if outer else None, scale=share)
+        slopes = {at: sweep.lambdas[at] for at in traced.trace.parameters.values() if at in sweep.lambdas}
         sweep.run()
         undecided = batch_size is None and not splittable and _has_samples(task)
         if undecided and sweep.peak_bytes > LARGE and can_be_split(task):
             splittable, step = True, next_step(batch, sweep.peak_bytes)
             continue
+        handshake.add(traced.trace, slopes, share)
         done = rows.stop
         if batch_size is None and done < batch:  # the first chunk tells what a sample takes
             step, measured = next_step(rows.stop - rows.start, sweep.peak_bytes), True

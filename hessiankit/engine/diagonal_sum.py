@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.assembly import CHUNK, WORKSPACE
 from hessiankit.engine.diagonal_lifts import along, is_by_column
 from hessiankit.engine.diagonal_unwinding import BoundedSweep, Entries, TooLarge, overlap, unwind_diagonal
@@ -21,7 +22,9 @@ from hessiankit.engine.lifts import Lift
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.row_diagonal import RowDiagonal
 from hessiankit.errors import InputError, TraceError
-from hessiankit.request.loss_trace import LossTrace, loss_trace, loss_value, normalizer_of, reached, samples_are_independent
+from hessiankit.request.handshake import Handshake
+from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
+from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.task import Task
 
 ROOM = 4 * CHUNK  # bytes that tangents of the samples treated at once may take, about
@@ -62,14 +65,15 @@ class DiagonalSum:
         has_effect = False
         for task, share in zip(self.tasks, self.parts, strict=True):
             try:
-                with torch.no_grad():
-                    value = self._add(task, share, outer=outer)
+                handshake = Handshake(task)
+                with task.at(), torch.no_grad():
+                    value = self._add(task, share, handshake, outer=outer)
+                handshake.close()
                 has_effect = True
             except TraceError:
                 if reached(task):
                     raise
-                with torch.no_grad():  # nothing that is asked for has an effect on this batch
-                    value = float(loss_value(task, task.parameters))
+                value = own_value(task)  # nothing that is asked for has an effect on this batch
             self.loss += share * value
         if not has_effect:
             names = ", ".join(map(repr, self.tasks[0].parameters))
@@ -77,20 +81,20 @@ class DiagonalSum:
                 f"{self.who}: none of the parameters ({names}) has an effect on the loss; the module does not use them"
             )
 
-    def _add(self, task: Task, share: float, *, outer: bool) -> float:
+    def _add(self, task: Task, share: float, handshake: Handshake, *, outer: bool) -> float:
         """Add one batch, and return its loss: first what moves the loss row by row, then the rest by a sweep."""
         normalizer, value = normalizer_of(task), 0.0
         left: dict[str, Tensor] | None = None
         step = self.batch_size or max(1, int(task.batch * ROOM / _bytes(task)))
         for part in _parts(task, step if _splits(task, step) else task.batch):
             traced = loss_trace(part, normalizer)
-            left = self._rows_apart(traced, share, left, outer=outer)
+            left = self._rows_apart(traced, share, left, handshake, outer=outer)
             value += float(traced.trace.values[traced.trace.output])
             self.fallbacks += traced.trace.fallbacks
             if not left:
                 self._tell(part.batch)
         if left:
-            self._rest(replace(task, parameters=left), share, normalizer, outer=outer)
+            self._rest(replace(task, parameters=left, reference=None), share, normalizer, outer=outer)
         return value
 
     def _tell(self, samples: int) -> None:
@@ -133,13 +137,17 @@ class DiagonalSum:
             self._tell(rows.stop - start)
             start = rows.stop
 
-    def _rows_apart(self, traced: LossTrace, share: float, left: dict[str, Tensor] | None, *, outer: bool) -> dict[str, Tensor]:
+    def _rows_apart(
+        self, traced: LossTrace, share: float, left: dict[str, Tensor] | None, handshake: Handshake, *, outer: bool
+    ) -> dict[str, Tensor]:
         """Add the parameters whose sites move the loss row by row, unless an earlier part has left them; return the others."""
         trace = traced.trace
         try:
             sweep = BoundedSweep(trace, traced.output if outer else None, scale=share)
         except TooLarge:
+            handshake.add(trace, adjoints(trace))
             return dict(self.tasks[0].parameters)
+        handshake.add(trace, sweep.lambdas, share)
         lifts: dict[str, list[tuple[int, Lift]]] = {name: [] for name in trace.parameters}
         for at, site in sweep.sites.items():
             if at in sweep.lambdas:

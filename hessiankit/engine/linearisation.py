@@ -10,6 +10,8 @@ The Gauss-Newton part keeps the second term only in the loss.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,7 +21,9 @@ from torch import Tensor
 from derivations.linearised import Linearised
 from derivations.primitive import Covectors
 from hessiankit.errors import TraceError
-from hessiankit.request.loss_trace import loss_trace, loss_value, normalizer_of, reached
+from hessiankit.request.handshake import Handshake
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.task import Task
 from hessiankit.tracing.trace import Trace
 
@@ -54,24 +58,38 @@ class Linearisation:
     """One batch: its traced loss, with all that products need and that no vector changes."""
 
     def __init__(self, task: Task, *, gauss_newton: bool) -> None:
-        self.count = normalizer_of(task)
+        self.count, self._task = normalizer_of(task), task
         traced = loss_trace(task, self.count)
         self.trace = traced.trace
         self.parameters = [(at, self.trace.values[at]) for at in map(self.trace.parameters.__getitem__, task.parameters)]
         self.sizes = [value.numel() for _, value in self.parameters]
         self.loss = float(self.trace.values[self.trace.output])
-        self.steps, bars = self._linearise(_downstream(self.trace, traced.output) if gauss_newton else None)
+        with task.at(), torch.no_grad():
+            self.steps, bars = self._linearise(_downstream(self.trace, traced.output) if gauss_newton else None)
         self.gradient = self._collect(bars, torch.empty(1, task.size, dtype=task.dtype, device=task.device))[0]
+        handshake = Handshake(task)
+        handshake.add(self.trace, {at: bar[0] for at, bar in bars.items()})
+        handshake.close()
         self.bytes_per_vector = 3 * sum(_bytes(self.trace.values[s.output]) for s in self.steps) + 2 * _bytes(self.gradient)
 
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         step = max(1, len(rows) if rows.device.type != "cpu" else CACHED // self.bytes_per_vector)
-        with torch.no_grad() if self.trace.fallbacks else torch.inference_mode():  # torch.func wants ordinary tensors
+        with self._at_the_point():
             for some, into in zip(rows.split(step), out.split(step), strict=True):
                 self._collect(self._sweep_back(self._sweep_forward(some.contiguous())), into)
         return out
+
+    @contextmanager
+    def _at_the_point(self) -> Iterator[None]:
+        """Without gradients; where torch differentiates, at the parameters that the module had, which its graph may read."""
+        if not self.trace.fallbacks:
+            with torch.inference_mode():
+                yield
+        else:
+            with self._task.at(), torch.no_grad():
+                yield
 
     def _linearise(self, bending: set[int] | None) -> tuple[list[_Step], Bars]:
         """Sweep back with the adjoints; return the steps and the gradient. Those that bend have their outputs in ``bending``."""
@@ -141,7 +159,7 @@ class Constant:
 
     def __init__(self, task: Task) -> None:
         self.trace = Trace()
-        self.loss = float(loss_value(task, task.parameters))
+        self.loss = own_value(task)
         self.gradient = torch.zeros(task.size, dtype=task.dtype, device=task.device)
         self.bytes_per_vector = _bytes(self.gradient)
 

@@ -56,4 +56,4 @@ def _to_panels(t: int, sources: Mapping[int, Source], blocks: Blocks, panels: Pa
                 panels.seed(t, r, K)
             if r != t:
                 blocks.forget(t, r)
-    return bool(sources[t].lifts) and t in blocks.near[t]
+    return t in blocks.near[t]

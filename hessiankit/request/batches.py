@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hessiankit.errors import InputError
-from hessiankit.request.calling import Loss
+from hessiankit.request.calling import Loss, ordinary
 from hessiankit.request.losses import known_count, known_reduction
 from hessiankit.request.selection import Params, Selection
-from hessiankit.request.task import FrozenTask, Task, freeze, make_task
+from hessiankit.request.task import Task, make_task
 
 Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
 REDUCTIONS = ("mean", "sum")
@@ -22,7 +22,8 @@ def batches(who: str, data: Any, target: Any, loss: Loss) -> tuple[bool, Iterato
     """Tell whether ``data`` are several batches, and return an iterator of pairs (inputs, target).
 
     One batch: ``target`` is given; or ``data`` is a tensor, a mapping, or a pair whose second part is a tensor; or, for
-    loss=None, a tuple, or a list that does not hold mappings only. Otherwise an iterable of pairs, or of inputs (loss=None).
+    loss=None, a tuple, or a list that holds tensors or other arguments. Otherwise an iterable of pairs, or of inputs
+    (loss=None): a list of tuples, lists or mappings is read as any other iterable of them.
 
     Raises:
         InputError: If it is none of these.
@@ -33,7 +34,7 @@ def batches(who: str, data: Any, target: Any, loss: Loss) -> tuple[bool, Iterato
     if target is not None or isinstance(data, (Tensor, Mapping)):
         return False, iter([(data, target)])
     if loss is None:
-        listed = isinstance(data, list) and data and all(isinstance(batch, Mapping) for batch in data)
+        listed = isinstance(data, list) and data and all(isinstance(batch, (tuple, list, Mapping)) for batch in data)
         if (isinstance(data, (tuple, list)) and not listed) or not isinstance(data, Iterable):
             return False, iter([(data, None)])
         return True, ((batch, None) for batch in data)
@@ -62,9 +63,9 @@ def requests(
     *,
     weights: Weights = None,
     reduction: str | None = None,
-    look: Callable[[Task], None] | None = None,
-) -> Iterator[tuple[FrozenTask, float]]:
-    """Yield a frozen request for each batch that counts, and its count.
+    handshake: bool = True,
+) -> Iterator[tuple[Task, float]]:
+    """Yield a request for each batch that counts, and its count.
 
     The loss of all batches is sum_b count_b loss_b, divided by the sum of the counts where the reduction is "mean".
 
@@ -77,7 +78,7 @@ def requests(
         params: Which parameters, or what has been selected.
         weights: The counts of the batches, or a callable (inputs, target) -> count.
         reduction: "mean" or "sum" over all terms of all batches; by default what the loss itself does.
-        look: Called with the first request before it is frozen.
+        handshake: Whether results are compared with the module's own loss and gradient.
 
     Raises:
         InputError: If a batch cannot be used, or several batches of unknown counts are given.
@@ -90,8 +91,9 @@ def requests(
     if weights is not None and not callable(weights) and not listed:
         raise InputError(f"{who}: weights is a {type(weights).__name__}; pass one number for each batch in a list, or a function")
     given = None if weights is None or callable(weights) else iter(weights)
-    first: FrozenTask | None = None
-    for number, (inputs, labels) in enumerate(pairs):
+    task: Task | None = None
+    for number, batch in enumerate(pairs):
+        inputs, labels = (ordinary(part) for part in batch)
         if several and number == 1 and rule is None and weights is None:
             raise InputError(
                 f"{who}: with {_of(loss)} the weights of several batches are unknown. Pass weights=[...], how many terms each "
@@ -100,15 +102,11 @@ def requests(
         count = _count(who, number, inputs, labels, loss, weights, given, rule, several)
         if count == 0.0:
             continue
-        task = make_task(who, module, inputs, labels, loss, params)
-        if first is None and look is not None:
-            look(task)
-        frozen = freeze(task, first)
-        first = first or frozen
-        yield frozen, count
+        task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, before=task)
+        yield task, count
     if given is not None and (left := list(given)):
         raise InputError(f"{who}: weights has {len(left)} numbers more than there are batches; pass one for each")
-    if first is None:
+    if task is None:
         raise InputError(f"{who}: the data hold no batch that counts; pass at least one pair (inputs, target)")
 
 

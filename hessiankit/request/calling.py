@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -33,15 +35,47 @@ def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tens
     >>> [name for name, _ in named_tensors({"x": Tensor(1), "pair": (Tensor(1), None)})]
     ["inputs['x']", "inputs['pair'][0]"]
     """
-    tree = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    for path, leaf in _pytree.tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, Tensor):
-            yield name + _pytree.keystr(path), leaf
+    if isinstance(inputs, Tensor):
+        yield name, inputs
+    elif isinstance(inputs, (Mapping, tuple, list)):
+        items = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+        for key, part in items:
+            yield from named_tensors(part, f"{name}[{key!r}]")
+    else:  # an object that torch has been taught to take apart
+        for number, leaf in enumerate(_pytree.tree_leaves(inputs)):
+            if leaf is not inputs:
+                yield from named_tensors(leaf, f"{name}.{number}")
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return nested containers with ``function`` applied to their tensors."""
-    return _pytree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
+    """Return nested containers with ``function`` applied to their tensors; a tensor that is there twice stays one.
+
+    A ``UserDict`` is a container whether torch has been taught so or not, which depends on what else has been imported.
+    """
+    made: dict[int, Tensor] = {}
+
+    def each(x: Any) -> Any:
+        if isinstance(x, UserDict):
+            changed = copy.copy(x)
+            changed.data = {key: mapped(value) for key, value in x.data.items()}
+            return changed
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in made:
+            made[id(x)] = function(x)
+        return made[id(x)]
+
+    def mapped(tree: Any) -> Any:
+        return _pytree.tree_map(each, tree, is_leaf=lambda x: isinstance(x, UserDict))
+
+    return mapped(tree)
+
+
+def ordinary(tree: Any) -> Any:
+    """Return containers as they are, or with copies of the tensors made in inference mode, of which autograd takes none."""
+    if any(x.is_inference() for _, x in named_tensors(tree)):
+        return map_tensors(lambda x: x.clone() if x.is_inference() else x, tree)
+    return tree
 
 
 def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:

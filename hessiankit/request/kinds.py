@@ -9,7 +9,7 @@ from torch import nn
 from hessiankit.errors import InputError
 from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.selection import Params
-from hessiankit.request.task import FrozenTask, Loss
+from hessiankit.request.task import Loss, Task
 
 KINDS = ("hessian", "ggn")
 
@@ -26,7 +26,8 @@ def gather(
     batch_size: int | None,
     weights: Weights,
     reduction: str | None,
-) -> tuple[list[FrozenTask], list[float]]:
+    handshake: bool,
+) -> tuple[list[Task], list[float]]:
     """Return one request a batch, for the same parameters, and what each batch's loss is multiplied by.
 
     Args:
@@ -40,6 +41,7 @@ def gather(
         batch_size: Samples treated at once, or None.
         weights: The number of terms of each batch.
         reduction: ``"mean"`` or ``"sum"`` over all terms.
+        handshake: Whether the result is compared with the module's own loss and gradient.
 
     Raises:
         InputError: If an argument cannot be used.
@@ -48,9 +50,10 @@ def gather(
         raise InputError(f"{who}: kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
     if batch_size is not None and batch_size < 1:
         raise InputError(f"{who}: batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
-    tasks: list[FrozenTask] = []
+    tasks: list[Task] = []
     counts: list[float] = []
-    for task, count in requests(who, module, inputs, target, loss, params, weights=weights, reduction=reduction):
+    made = requests(who, module, inputs, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
+    for task, count in made:
         if kind == "ggn" and (task.loss is None or task.whole):
             raise InputError(f"{who}: kind='ggn' needs the module's output as one tensor; pass loss=... that compares one tensor")
         tasks.append(task)

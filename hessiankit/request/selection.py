@@ -12,8 +12,10 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hessiankit.errors import InputError
+from hessiankit.request.surroundings import check_surroundings
 
 Params: TypeAlias = "str | nn.Parameter | Iterable[str | nn.Parameter] | None"
 BasicIndex: TypeAlias = "tuple[int | slice | EllipsisType, ...]"
@@ -142,15 +144,18 @@ def _along_axis(size: int, item: object, what: str) -> Tensor:
     return torch.tensor([item % size])
 
 
-def locate(who: str, text: str, shapes: dict[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
+def locate(who: str, text: object, shapes: dict[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
     """Return the parameter that a name, or ``"name[index]"``, speaks of, and its positions in vec_r (None: all of them).
 
     Raises:
-        InputError: If no parameter has that name, or the index cannot be used.
+        InputError: If it is no text, no parameter has that name, or the index cannot be used.
 
     >>> locate("example", "w[1]", {"w": (2, 3)})
     ('w', tensor([3, 4, 5]))
     """
+    if not isinstance(text, str):
+        seen = f"{text!r}, of type {type(text).__name__}" if isinstance(text, int) else f"of type {type(text).__name__}"
+        raise InputError(f"{who}: a parameter is asked for by its name, not by a value {seen}; {_names(list(shapes))}")
     if text in shapes:
         return text, None
     name, index = parse_part(text, who)
@@ -181,8 +186,17 @@ def select(who: str, module: nn.Module, params: Params = None) -> Selection:
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
+    check_surroundings(who, module)
     every = dict(module.named_parameters())
-    trained = [name for name, p in every.items() if p.requires_grad]
+    lazy = next((name for name, p in every.items() if is_lazy(p)), None)
+    if lazy is not None:
+        raise InputError(
+            f"{who}: {lazy!r} is not initialised: a lazy module gets its shape from the first call; call the module on the "
+            "inputs once before"
+        )
+    trained = [name for name, p in every.items() if p.requires_grad and p.numel()]
+    if not trained and any(p.requires_grad for p in every.values()):
+        raise InputError(f"{who}: all parameters that require grad have no entries, so there is nothing to differentiate")
     if not trained:
         raise InputError(f"{who}: the module has no parameters that require grad; call requires_grad_(True) on those of interest")
     if params is None:
@@ -260,7 +274,9 @@ class _Finder:
 
     def _matches(self, pattern: str) -> list[str]:
         found = dict.fromkeys(first for name, first in self.first.items() if fnmatchcase(name, pattern))
-        trained = [name for name in found if self.every[name].requires_grad]
+        trained = [name for name in found if self.every[name].requires_grad and self.every[name].numel()]
+        if found and not trained and any(self.every[name].requires_grad for name in found):
+            raise InputError(f"{self.who}: what the pattern {pattern!r} matches has no entries; leave it out of params")
         if found and not trained:
             raise InputError(
                 f"{self.who}: all that the pattern {pattern!r} matches ({_some([repr(n) for n in found])}) does not "
@@ -272,6 +288,10 @@ class _Finder:
         if not self.every[name].requires_grad:
             raise InputError(
                 f"{self.who}: {name!r} does not require grad; call requires_grad_(True) on it, or leave it out of params"
+            )
+        if not self.every[name].numel():
+            raise InputError(
+                f"{self.who}: {name!r} has shape {tuple(self.every[name].shape)}, no entries; leave it out of params"
             )
         return name
 
@@ -297,7 +317,11 @@ def _close(name: str, names: list[str]) -> str:
     """Return the names like this one, or the first few."""
     like = [n for n in names if n.endswith("." + name)] + difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     like = list(dict.fromkeys(like))[:3]
-    return f"did you mean {' or '.join(map(repr, like))}?" if like else f"there are {_some([repr(n) for n in names])}"
+    return f"did you mean {' or '.join(map(repr, like))}?" if like else _names(names)
+
+
+def _names(names: list[str]) -> str:
+    return f"there are {_some([repr(n) for n in names])}"
 
 
 def _some(items: list[str], most: int = 6) -> str:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,19 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.errors import InputError, OutOfMemoryError
-from hessiankit.request.calling import Loss, arguments, map_tensors, read_outputs
-from hessiankit.request.losses import IGNORE_INDEX, LOSSES, same_as
+from hessiankit.request.calling import Loss, arguments, map_tensors, named_tensors, read_outputs
+from hessiankit.request.losses import IGNORE_INDEX, LOSSES
+from hessiankit.request.own_call import Reference, own_call
 from hessiankit.request.selection import Params, Selection, select
-from hessiankit.request.validation import check_arguments, check_module, check_outputs, one_kind
-from hessiankit.torch_state import one_at_a_time, ordinary_path
+from hessiankit.request.state import ModuleState
+from hessiankit.request.validation import check_arguments, check_module, one_kind
+from hessiankit.torch_state import one_turn, ordinary_path
 from hessiankit.tracing.one_dtype import widest
+from hessiankit.untouched import random_kept
 
-__all__ = ["IGNORE_INDEX", "LOSSES", "FrozenTask", "Loss", "Params", "Task", "check_memory", "freeze", "make_task"]
+__all__ = ["IGNORE_INDEX", "LOSSES", "Loss", "Params", "Task", "check_memory", "make_task"]
 
 
 @dataclass(frozen=True)
 class Task:
     """A validated request: one batch, a loss, and the parameters to differentiate.
+
+    The module is the user's own and is called as the user calls it; values at which it is called are put into its parameters
+    for that time (:meth:`ModuleState.present`). Data are copies, which the caller may overwrite.
 
     Attributes:
         module: The function under study.
@@ -34,8 +40,10 @@ class Task:
         target: What the loss compares with, if anything.
         loss: A name, a callable, or None where the module returns its loss.
         parameters: Name -> value, in the order of ``named_parameters()``.
+        state: The module as it was.
         keywords: The names of the last inputs, which are passed by keyword.
         whole: The loss, a callable, reads an output object, so that the two are one function.
+        reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
     """
 
     module: nn.Module
@@ -43,8 +51,10 @@ class Task:
     target: Any
     loss: Loss
     parameters: dict[str, Tensor]
+    state: ModuleState
     keywords: tuple[str, ...] = ()
     whole: bool = False
+    reference: Reference | None = None
 
     @property
     def slices(self) -> dict[str, slice]:
@@ -61,6 +71,12 @@ class Task:
         return sum(p.numel() for p in self.parameters.values())
 
     @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The module's own parameters, by name."""
+        own = dict(self.module.named_parameters())
+        return {name: own[name] for name in self.parameters}
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of results: the widest type of the parameters, and no narrower than float32."""
         return widest(p.dtype for p in self.parameters.values())
@@ -70,24 +86,32 @@ class Task:
         """Of the parameters, and of results."""
         return next(iter(self.parameters.values())).device
 
-    def call(self, parameters: Mapping[str, Tensor], *inputs: Any) -> Any:
-        """Return what the loss reads of the module's outputs, at some parameters."""
-        return read_outputs("hessian", self.loss, self.outputs(parameters, *inputs))
-
-    @one_at_a_time
-    def outputs(self, parameters: Mapping[str, Tensor], *inputs: Any) -> Any:
-        """Return what the module returns, at some parameters."""
-        split = len(inputs) - len(self.keywords)
-        keywords = dict(zip(self.keywords, inputs[split:], strict=True))
-        with ordinary_path(), self._settings():
-            return torch.func.functional_call(self.module, self._state(parameters), inputs[:split], keywords)
-
-    def _state(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(parameters)
-
     @contextmanager
-    def _settings(self) -> Iterator[None]:
-        yield
+    def at(self, parameters: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Let the module be as it was, at some values of its parameters, gradients on, and random states put back after that."""
+        if parameters is None and self.state.is_present:
+            with torch.enable_grad(), self.state.present():
+                yield
+            return
+        with (
+            one_turn(),
+            random_kept(self.module),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            self.state.present(parameters),
+        ):
+            yield
+
+    def run(self) -> Any:
+        """Call the module on the inputs, as it is now."""
+        split = len(self.inputs) - len(self.keywords)
+        keywords = dict(zip(self.keywords, self.inputs[split:], strict=True))
+        with ordinary_path():
+            return self.module(*self.inputs[:split], **keywords)
+
+    def read(self) -> Any:
+        """Call the module as it is now, and return what the loss reads."""
+        return read_outputs("hessian", self.loss, self.run())
 
     def part(self, rows: slice) -> Task:
         """Return the same request for some samples."""
@@ -96,62 +120,45 @@ class Task:
         def cut(x: Tensor) -> Tensor:
             return x[rows] if x.ndim and x.shape[0] == batch else x
 
-        return replace(self, inputs=map_tensors(cut, self.inputs), target=map_tensors(cut, self.target))
+        return replace(self, inputs=map_tensors(cut, self.inputs), target=map_tensors(cut, self.target), reference=None)
 
     @cached_property
     def batch(self) -> int:
         """Number of samples: the length of the first axis that inputs and target share, else of the first tensor."""
-        lengths = [int(x.shape[0]) for x in torch.utils._pytree.tree_leaves(self.inputs) if isinstance(x, Tensor) and x.ndim]
+        lengths = [int(x.shape[0]) for _, x in named_tensors(self.inputs) if x.ndim]
         if isinstance(self.target, Tensor) and self.target.ndim and self.target.shape[0] in lengths:
             return int(self.target.shape[0])
         return lengths[0] if lengths else 1
 
 
-@dataclass(frozen=True)
-class FrozenTask(Task):
-    """A task with copies of its data and of the module's parameters and buffers, which training does not move.
-
-    Attributes:
-        state: The copies, by name.
-        modes: Whether each submodule was in training mode.
-    """
-
-    state: dict[str, Tensor] = field(default_factory=dict)
-    modes: tuple[bool, ...] = ()
-
-    def _state(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {**self.state, **parameters}
-
-    @contextmanager
-    def _settings(self) -> Iterator[None]:
-        modules = list(self.module.modules())
-        now = [m.training for m in modules]
-        for module, mode in zip(modules, self.modes, strict=True):
-            module.training = mode
-        try:
-            yield
-        finally:
-            for module, mode in zip(modules, now, strict=True):
-                module.training = mode
-
-
-def freeze(task: Task, before: FrozenTask | None = None) -> FrozenTask:
-    """Copy what a caller may overwrite: this batch, and the module's state unless an earlier batch has done so."""
-    inputs, target = map_tensors(torch.clone, task.inputs), map_tensors(torch.clone, task.target)
-    if before is not None:
-        return replace(before, inputs=inputs, target=target, loss=task.loss, keywords=task.keywords, whole=task.whole)
-    module = task.module
-    state = {n: x.detach().clone() for n, x in [*module.named_parameters(), *module.named_buffers()]}
-    parameters = {n: state[n] for n in task.parameters}
-    modes = tuple(m.training for m in module.modules())
-    return FrozenTask(module, inputs, target, task.loss, parameters, task.keywords, task.whole, state, modes)
-
-
-def make_task(who: str, module: nn.Module, inputs: Any, target: Any, loss: Loss, params: Params | Selection = None) -> Task:
+def make_task(
+    who: str,
+    module: nn.Module,
+    inputs: Any,
+    target: Any,
+    loss: Loss,
+    params: Params | Selection = None,
+    *,
+    handshake: bool = True,
+    before: Task | None = None,
+) -> Task:
     """Check everything that can be checked before computing, and return the request for what is, or has been, selected.
 
+    The module is called once, as it is, and differentiated once if ``handshake``; it is left as it was.
+
+    Args:
+        who: What an error message starts with.
+        module: The function under study.
+        inputs: What it is called with.
+        target: What the loss compares with.
+        loss: The loss.
+        params: Which parameters, or what has been selected.
+        handshake: Whether results are compared with the module's own loss and gradient.
+        before: An earlier request for the same module, whose state counts.
+
     Raises:
-        InputError: If an argument cannot be used: the message says which, what was seen and what to pass.
+        InputError: If an argument cannot be used: the message says which, what was seen and what to pass; or if the module is
+            not a function of its parameters.
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
@@ -160,10 +167,16 @@ def make_task(who: str, module: nn.Module, inputs: Any, target: Any, loss: Loss,
     dtype, device = one_kind(who, module, parameters, dtypes=True)
     check_arguments(who, module, inputs, target, loss, dtype, device)
     positional, keyword = arguments(inputs)
-    task = Task(module, (*positional, *keyword.values()), target, loss, parameters, tuple(keyword))
-    outputs = check_outputs(who, task, inputs, device)
-    named = same_as(loss, outputs, target) if callable(loss) else None  # whose samples can be treated apart
-    return replace(task, loss=named or loss, whole=callable(loss) and not isinstance(outputs, Tensor))
+    state = ModuleState(module, loss) if before is None else before.state
+    values = {name: state.values[name] for name in parameters}
+    data = (tuple(positional) + tuple(keyword.values()), target)
+
+    def copied(x: Tensor) -> Tensor:
+        return x if state.holds(x) else x.detach().clone().requires_grad_(x.requires_grad)
+
+    given, labels = map_tensors(copied, data)
+    task = Task(module, given, labels, loss, values, state, tuple(keyword))
+    return own_call(who, task, data, inputs, device, handshake=handshake)
 
 
 def available_memory(device: torch.device) -> int:

@@ -1,76 +1,267 @@
-"""A primitive for one operation that has no chapter: its actions come from automatic differentiation of it alone."""
+"""A primitive for one operation that has no chapter: its actions come from automatic differentiation of it alone.
+
+Each derivative is taken by two routes of torch, which are compared on generic vectors at the point: reverse mode
+(``torch.autograd.grad``, once or twice) and forward mode (``torch.func.jvp`` of the value or of the gradient). Where they
+differ, or one of them is missing, central differences of the gradient decide. What passes is tested for symmetry.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 from hessiankit.errors import TraceError
+from hessiankit.tracing import reverse
+from hessiankit.tracing.witnesses import (
+    adjoint_difference,
+    asymmetry,
+    batch_difference,
+    central_differences,
+    difference,
+    generic,
+    rounding,
+    tangents_of,
+)
+
+REVERSE, FORWARD = "reverse mode", "forward mode"
+REVERSE_TWICE, JVP_OF_GRAD = "reverse-over-reverse", "jvp(grad)"
+TOLERATED = (RuntimeError, NotImplementedError, ValueError)
+
+
+@dataclass
+class _Proof:
+    """What was found at one point: of each order, the route to take, or why there is none."""
+
+    inputs: tuple[Tensor, ...] = ()
+    routes: dict[int, str] = field(default_factory=dict)
+    refusals: dict[int, str] = field(default_factory=dict)
+    remark: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class AutomaticDifferentiation(Primitive):
-    """An operation known only by its value; second derivatives are taken as jvp(grad), the route that is right.
+    """An operation known only by its value.
 
     ``function`` takes the differentiable inputs, in order. ``name`` is what the result reports.
     """
 
     function: Callable[..., Tensor]
     name: str
+    _proof: _Proof = field(default_factory=_Proof, init=False, repr=False)
 
     def value(self, *inputs: Tensor) -> Tensor:
         return self.function(*inputs)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        moving, run = self._moving(inputs, tangents)
-        primals = tuple(inputs[i] for i in moving)
-        directions = tuple(t for t in tangents if t is not None)
-        with self._named():
-            return torch.vmap(lambda *t: torch.func.jvp(run, primals, t)[1])(*directions)
+        if self._require(1, inputs) == REVERSE:
+            return reverse.jvp(*self._graph(inputs), tangents)
+        return torch.stack([self._forward(inputs, row) for row in _rows(inputs, tangents)])
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        with self._named():
-            pull = torch.func.vjp(self.function, *inputs)[1]
-            return tuple(torch.vmap(pull)(adjoint))
+        self._require(1, inputs)
+        return reverse.vjp(*self._graph(inputs), adjoint)
 
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        moving, _ = self._moving(inputs, tangents)
+        route = self._require(2, inputs, adjoint)
+        if route == REVERSE_TWICE:
+            return reverse.curvature(*self._graph(inputs), adjoint, tangents)
+        rows = [self._jvp_of_grad(inputs, adjoint, row) for row in _rows(inputs, tangents)]
+        return tuple(map(torch.stack, zip(*rows, strict=True)))
 
-        def gradient(*moved: Tensor) -> tuple[Tensor, ...]:
-            full = list(inputs)
-            for i, x in zip(moving, moved, strict=True):
-                full[i] = x
-            return torch.func.grad(lambda *x: (adjoint * self.function(*x)).sum(), argnums=tuple(range(len(full))))(*full)
+    def prove(self, inputs: Inputs) -> str:
+        """Compare the routes at a point.
 
-        primals = tuple(inputs[i] for i in moving)
-        directions = tuple(t for t in tangents if t is not None)
-        with self._named():
-            return tuple(torch.vmap(lambda *t: torch.func.jvp(gradient, primals, t)[1])(*directions))
+        Returns:
+            The name, with the route that was wrong, if any. What cannot be differentiated raises when it is asked for.
+        """
+        for order in (1, 2):
+            try:
+                self._require(order, inputs)
+            except TraceError:
+                break
+        return self.name + self._proof.remark
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _require(self, order: int, inputs: Inputs, adjoint: Tensor | None = None) -> str:
+        """Return the route to a derivative, after its proof.
+
+        Raises:
+            TraceError: If there is none.
+        """
+        proof = self._proof
+        if len(proof.inputs) != len(inputs) or any(a is not b for a, b in zip(proof.inputs, inputs, strict=True)):
+            proof.inputs, proof.routes, proof.refusals, proof.remark = tuple(inputs), {}, {}, ""
+        if order not in proof.routes and order not in proof.refusals:
+            try:
+                found = self._first(inputs) if order == 1 else self._second(inputs, adjoint)
+            except TraceError as error:
+                proof.refusals[order] = str(error)
+                raise
+            if found is None:  # not finite: what reads the result says where
+                return REVERSE if order == 1 else REVERSE_TWICE
+            proof.routes[order] = found
+        if order in proof.refusals:
+            raise TraceError(proof.refusals[order])
+        return proof.routes[order]
+
+    def _first(self, inputs: Inputs) -> str | None:
+        """Compare J t by reverse and by forward mode, and <u, J t> with <J^T u, t>; central differences decide."""
+        tangents = tangents_of(inputs, 1)
+        y, x = self._graph(inputs)
+        u = generic(y, 0)
+
+        def by_reverse() -> Covectors:
+            return (reverse.jvp(y, x, [t[None] for t in tangents])[0],)
+
+        def by_forward() -> Covectors:
+            return (self._forward(inputs, tangents),)
+
+        def by_differences() -> tuple[Covectors, float]:
+            return central_differences(lambda at: (self.function(*at),), inputs, tangents)
+
+        route, pushed = self._decided("first", {REVERSE: by_reverse, FORWARD: by_forward}, by_differences, y.dtype)
+        if route is None or pushed[0] is None:
+            return route
+        pulled = _row(reverse.vjp(y, x, u[None]))
+        if (gap := adjoint_difference(u, pushed[0], tangents, pulled)) > rounding(y.dtype):
+            raise self._refusal("first", f"<u, J t> and <J^T u, t> differ by {gap:.2g} of their terms")
+        self._check_batch("first", reverse.vjp(y, x, torch.stack([2 * u, u])), pulled)
+        if route == REVERSE:
+            self._check_batch("first", (reverse.jvp(y, x, [torch.stack([2 * t, t]) for t in tangents]),), pushed)
+        return route
+
+    def _second(self, inputs: Inputs, adjoint: Tensor | None) -> str | None:
+        """Compare [u . D^2 phi] t by both routes on generic vectors, and test it for symmetry."""
+        self._require(1, inputs)
+        first, second = tangents_of(inputs, 1), tangents_of(inputs, 100)
+        y, x = self._graph(inputs)
+        u = generic(y, 0) * (1 if adjoint is None else adjoint != 0)
+        run: dict[str, Callable[[tuple[Tensor, ...]], Covectors]] = {
+            REVERSE_TWICE: lambda t: _row(reverse.curvature(y, x, u, [d[None] for d in t])),
+            JVP_OF_GRAD: lambda t: self._jvp_of_grad(inputs, u, t),
+        }
+
+        def gradient(at: tuple[Tensor, ...]) -> Covectors:
+            return _row(reverse.vjp(*self._graph(at), u[None]))
+
+        def by_differences() -> tuple[Covectors, float]:
+            return central_differences(gradient, inputs, first)
+
+        routes = {name: lambda by=by: by(first) for name, by in run.items()}  # type: ignore[misc]
+        route, bent = self._decided("second", routes, by_differences, y.dtype)
+        if route is None:
+            return None
+        if (gap := asymmetry(first, second, bent, run[route](second))) > rounding(y.dtype):
+            raise self._refusal("second", f"by {route} it is not symmetric, by {gap:.2g} of its terms")
+        if route == REVERSE_TWICE:
+            self._check_batch("second", reverse.curvature(y, x, u, [torch.stack([2 * t, t]) for t in first]), bent)
+        return route
+
+    def _decided(
+        self,
+        which: str,
+        routes: Mapping[str, Callable[[], Covectors]],
+        by_differences: Callable[[], tuple[Covectors, float]],
+        dtype: torch.dtype,
+    ) -> tuple[str | None, Covectors]:
+        """Return the route that is right and what it gives; None for the route where that is not finite."""
+        found: dict[str, Covectors] = {}
+        missing: dict[str, Exception] = {}
+        for name, run in routes.items():
+            try:
+                found[name] = run()
+            except torch.OutOfMemoryError:
+                raise
+            except TOLERATED as error:
+                missing[name] = error
+        if not found:
+            raise self._impossible(next(iter(missing.values())))
+        preferred = next(iter(found))
+        gap = difference(*found.values()) if len(found) == 2 else float("inf")
+        if gap <= rounding(dtype):
+            return preferred, found[preferred]
+        if not any(_finite(values) for values in found.values()):
+            return None, found[preferred]
+        truth, uncertainty = by_differences()
+        off = {name: difference(values, truth) if truth else float("inf") for name, values in found.items()}
+        margin = max(3 * uncertainty, min(100 * rounding(dtype), 0.1))
+        clear = uncertainty <= (0.2 * min(gap, 1.0) if len(found) == 2 else 0.01)
+        right = [name for name, distance in off.items() if clear and distance <= margin]
+        if len(right) == 1:
+            if len(found) == 2:
+                (wrong,) = set(found) - set(right)
+                self._proof.remark = f" (by {right[0]}: {wrong} is wrong by {gap:.2g})"
+            return right[0], found[right[0]]
+        seen = "; ".join(
+            [f"{name} is {distance:.2g} from central differences of {_below(which)}" for name, distance in off.items()]
+            + [f"{name} raised {_line(error)}" for name, error in missing.items()]
+        )
+        apart = f"its two routes differ by {gap:.2g} of the largest entry: " if len(found) == 2 else ""
+        raise self._refusal(which, f"{apart}{seen} (known to {uncertainty:.1g})")
+
+    def _check_batch(self, which: str, batch: Covectors, alone: Covectors) -> None:
+        """Compare what vmap made of twice a vector and the vector with what the vector alone gave."""
+        gap = batch_difference(batch, alone)
+        if gap > max((rounding(c.dtype) for c in alone if c is not None), default=0.0):
+            raise self._refusal(which, f"torch.vmap of it differs from a loop by {gap:.2g} of the largest entry")
+
+    def _graph(self, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
+        """Run the operation under autograd; return its value and the leaves that stand for its inputs."""
         try:
-            yield
+            with torch.inference_mode(False), torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in inputs]
+                return self.function(*leaves), leaves
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, NotImplementedError) as error:
-            raise TraceError(
-                f"{self.name} has no closed form here, and torch cannot differentiate it twice: {str(error).split(chr(10))[0]}. "
-                "Write it in other operations, or take out the parameters before it with params=[...]"
-            ) from error
+        except TOLERATED as error:
+            raise self._impossible(error) from error
 
-    def _moving(self, inputs: Inputs, tangents: Tangents) -> tuple[Sequence[int], Callable[..., Tensor]]:
-        moving = [i for i, t in enumerate(tangents) if t is not None]
+    def _forward(self, inputs: Inputs, tangents: Inputs) -> Tensor:
+        """Return J t for one tangent of each input."""
+        return torch.func.jvp(self.function, tuple(inputs), tuple(tangents))[1]
 
-        def run(*moved: Tensor) -> Tensor:
-            full = list(inputs)
-            for i, x in zip(moving, moved, strict=True):
-                full[i] = x
-            return self.function(*full)
+    def _jvp_of_grad(self, inputs: Inputs, adjoint: Tensor, tangents: Inputs) -> Covectors:
+        """Return [adjoint . D^2 phi] t for one tangent of each input."""
 
-        return moving, run
+        def gradient(*at: Tensor) -> tuple[Tensor, ...]:
+            return torch.func.grad(lambda *x: (adjoint * self.function(*x)).sum(), argnums=tuple(range(len(at))))(*at)
+
+        return tuple(torch.func.jvp(gradient, tuple(inputs), tuple(tangents))[1])
+
+    def _impossible(self, error: Exception) -> TraceError:
+        return TraceError(
+            f"{self.name} has no closed form here, and torch cannot differentiate it twice: {_line(error)}. "
+            "Write it in other operations, or take out the parameters before it with params=[...]"
+        )
+
+    def _refusal(self, which: str, why: str) -> TraceError:
+        return TraceError(
+            f"{self.name} has no closed form here, and torch's {which} derivative of it cannot be trusted: {why}. "
+            "Write it in other operations, or take out the parameters before it with params=[...]"
+        )
+
+
+def _rows(inputs: Inputs, tangents: Tangents) -> list[list[Tensor]]:
+    """Return the batch of tangents as a list, with zeros for those that are None."""
+    length = next(len(t) for t in tangents if t is not None)
+    pairs = list(zip(inputs, tangents, strict=True))
+    return [[torch.zeros_like(x) if t is None else t[i] for x, t in pairs] for i in range(length)]
+
+
+def _row(covectors: Covectors) -> Covectors:
+    return tuple(None if c is None else c[0] for c in covectors)
+
+
+def _finite(values: Covectors) -> bool:
+    return all(v is None or bool(torch.isfinite(v).all()) for v in values)
+
+
+def _below(which: str) -> str:
+    return "its value" if which == "first" else "its gradient"
+
+
+def _line(error: Exception) -> str:
+    return str(error).split("\n")[0]

@@ -15,7 +15,8 @@ class Node:
     """One step of a computation.
 
     Attributes:
-        op: "placeholder" for an argument, "get_attr" for a tensor found ready, "call_function", or "output".
+        op: "placeholder" for an argument, "get_attr" for a tensor found ready, "call_function", "segment" for a value of which
+            autograd knows what it depends on, although no operation was seen, or "output".
         target: The operation, or the name of an argument or a tensor.
         args: What the operation is called with; nodes stand for tensors.
         kwargs: The same, by keyword.
@@ -62,6 +63,12 @@ class Graph:
             entering.users.append(node)
         self.nodes.append(node)
         return node
+
+    def remove_last(self) -> None:
+        """Take back the node that was added last."""
+        node = self.nodes.pop()
+        for entering in node.all_input_nodes:
+            entering.users.remove(node)
 
     def clear(self) -> None:
         """Take the nodes apart: they refer to one another, so that their memory would wait for a garbage collection."""

@@ -7,7 +7,7 @@ replaced by a choice between its own entries and the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ def without_writing(
     twin = _twin(operation)
     if differentiable and not read_again and twin is not None:
         return twin
-    touched = [*shared, *node.all_input_nodes, *(user for n in shared for user in n.users)]
+    entering = node.all_input_nodes if differentiable else ()  # without gradients, nothing is passed on from them
+    touched = [*shared, *entering, *(user for n in shared for user in n.users)]
     if not any(n in moving for n in touched):
         return operation  # a constant, such as a mask, on its way to being built
     if not differentiable or twin is None or len(written) > 1 or any(_is_cut_off(n, known, moving) for n in shared):
@@ -111,15 +112,19 @@ def in_kind(node: Node, value: Tensor, known: Mapping[Node, Any]) -> Tensor:
     return value.to(dtype)
 
 
-def _written(node: Node) -> list[Node]:
-    """Return the nodes whose memory an operation writes into."""
-    schema = getattr(node.target, "_schema", None)
+def overwritten(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return those arguments of a call whose memory it writes into."""
+    schema = getattr(operation, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    leaves = torch.utils._pytree.tree_leaves([given.get(name) for name in names])
-    return [leaf for leaf in leaves if isinstance(leaf, Node)]
+    return torch.utils._pytree.tree_leaves([given.get(name) for name in names])
+
+
+def _written(node: Node) -> list[Node]:
+    """Return the nodes whose memory an operation writes into."""
+    return [leaf for leaf in overwritten(node.target, node.args, node.kwargs) if isinstance(leaf, Node)]
 
 
 def _reads(value: Any, memory: Collection[int]) -> bool:

@@ -1,27 +1,31 @@
-"""What operations a function runs, as a graph: torch's tracer without its bookkeeping, some ten times faster.
+"""What operations a function runs, as a graph: each ``aten`` operation is noted as it runs, on the tensors themselves.
 
-``make_fx(pre_dispatch=True)`` gives every tensor a proxy, copies metadata and compiles the graph; here each ``aten``
-operation is noted as it runs, on the tensors themselves. The graph is the same. Autograd watches meanwhile: a tensor that
-it knows to depend on the parameters, and of which no operation was seen, is an error and never a constant.
+Nothing is put in the place of a tensor, so the function cannot tell that it is watched, and a parameter is recognised however
+it is reached. The graph is that of ``make_fx(pre_dispatch=True)``, which gives every tensor a proxy, some ten times faster.
+Autograd watches meanwhile: a tensor that it knows to depend on the parameters, and of which no operation was seen, is an error
+and never a constant.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx
-from torch.fx.node import map_arg
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from hessiankit.compiled.library import plain
 from hessiankit.errors import TraceError
+from hessiankit.torch_state import without_autocast
+from hessiankit.tracing.autocast import cast_to, dtype_of_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
 from hessiankit.tracing.direct import operation_of
-from hessiankit.tracing.graph import Node
+from hessiankit.tracing.in_place import overwritten
 from hessiankit.tracing.notes import Notes, Recording, unwrapped
 from hessiankit.tracing.reading import ShowReading
 
@@ -32,46 +36,51 @@ except ImportError:  # a torch that has moved it: ``can_record`` says so
 
 aten = torch.ops.aten
 _INTERNALS: Any = torch._C
+_NEW = frozenset(getattr(aten, name).default for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty"))
+_DUAL = (aten._make_dual.default, aten._unpack_dual.default)
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def record(
-    function: Callable[..., Any],
-    arguments: Sequence[Tensor],
+    function: Callable[[], Any],
+    leaves: Sequence[Tensor],
     decompositions: Mapping[Any, Callable[..., Any]],
     *,
-    parameters: int = 0,
     keep_values: bool = False,
 ) -> Recording:
-    """Run a function of tensors and return what it did.
-
-    Where torch lacks what this needs of it, ``make_fx`` does the same more slowly.
+    """Run a function without arguments and return what it did with some tensors.
 
     Args:
-        function: Called with copies of the arguments on the same memory, one by one.
-        arguments: Each becomes a placeholder, in order.
+        function: Run once, as it is; whatever it reads besides the leaves is a constant.
+        leaves: Tensors recognised by what they are, however the function reaches them; each becomes a placeholder, in order.
+            Those that require a gradient are what is differentiated.
         decompositions: Operations to be replaced by what a Python function makes of them, unless it returns NotImplemented.
-        parameters: How many arguments, from the first on, are differentiated.
         keep_values: Whether to keep what operations return.
 
     Raises:
-        TraceError: If something that depends on the parameters is computed where it cannot be seen.
+        TraceError: If something that depends on the leaves is computed where it cannot be seen, or if this torch lacks what
+            recording stands on.
 
-    >>> graph = record(lambda x: (x * 2).sum(), [torch.ones(3)], {}).graph
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> graph = record(lambda: (x * 2).sum(), [x], {}).graph
     >>> [str(node.target) for node in graph.nodes if node.op == "call_function"]
     ['aten.mul.Tensor', 'aten.sum.default']
     """
     if not can_record():
-        return _by_make_fx(function, arguments, decompositions)
+        raise TraceError(
+            f"trace: torch {torch.__version__} lacks internals that recording a module stands on; install a version that "
+            "hessiankit was run with (2.6 to 2.15)"
+        )
     recording = Recording()
     notes = Notes(recording, keep_values)
-    given = [x.detach().requires_grad_(k < parameters and x.is_floating_point()) for k, x in enumerate(arguments)]
-    for argument in given:
-        notes.placeholder(argument)
+    for leaf in leaves:
+        notes.placeholder(leaf)
     recorder = _Recorder(notes, decompositions)
     # a Hessian taken within the function is plain torch: kernels write where the recorder does not look
     with plain(), enable_python_dispatcher(), _Outside(recorder), recorder:
-        result = function(*given)
+        result = function()
     recording.graph.add("output", "output", (torch.utils._pytree.tree_map(notes.node_of, result),))
     return recording
 
@@ -90,27 +99,6 @@ def can_record() -> bool:
     return enable_python_dispatcher is not None and all(hasattr(where, name) for where, name in needed)
 
 
-def _by_make_fx(
-    function: Callable[..., Any], arguments: Sequence[Tensor], decompositions: Mapping[Any, Callable[..., Any]]
-) -> Recording:
-    """Record by torch's own tracer."""
-
-    def shown(*tensors: Tensor) -> Any:
-        with ShowReading():
-            return function(*tensors)
-
-    tracer = make_fx(shown, decomposition_table=dict(decompositions), pre_dispatch=True, _error_on_data_dependent_ops=False)
-    module = tracer(*arguments)
-    recording = Recording()
-    nodes: dict[torch.fx.Node, Node] = {}
-    for node in module.graph.nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), nodes.__getitem__)  # type: ignore[arg-type]
-        nodes[node] = recording.graph.add(node.op, node.target, args, kwargs, name=node.name)
-        if node.op == "get_attr":
-            recording.constants[str(node.target)] = getattr(module, str(node.target))
-    return recording
-
-
 @cache
 def _twin(operation: Any) -> Any:
     """Return ``aten.addcmul.default`` for ``aten.addcmul_.default``; None for an operation that does not write into its input."""
@@ -121,6 +109,13 @@ def _twin(operation: Any) -> Any:
 def _moves(*arguments: Any) -> bool:
     """Tell whether autograd knows a tensor among some arguments to depend on the parameters."""
     return any(isinstance(x, Tensor) and unwrapped(x).requires_grad for x in torch.utils._pytree.tree_leaves(arguments))
+
+
+def _is_complex(x: Any) -> bool:
+    """Tell whether a result of an operation is complex and has a derivative."""
+    if isinstance(x, Tensor):
+        return x.is_complex() and x.requires_grad
+    return isinstance(x, (tuple, list)) and any(map(_is_complex, x))
 
 
 class _Recorder(ProxyTorchDispatchMode):
@@ -143,7 +138,7 @@ class _Recorder(ProxyTorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if torch._C._functorch.maybe_current_level() is not None:
-            return self._transformed(func, args, kwargs)
+            return self._unseen(func, func, args, kwargs)  # within a transform of torch.func, such as vmap
         if (taken_apart := self._parts(func, args, kwargs)) is not NotImplemented:
             return taken_apart
         if func is aten.lift_fresh.default:
@@ -162,14 +157,44 @@ class _Recorder(ProxyTorchDispatchMode):
 
     def _run(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Note an operation, and run it by a function."""
+        if self._is_out_of_sight(operation, args, kwargs):
+            return self._unseen(operation, func, args, kwargs)
+        if torch._C._is_any_autocast_enabled() and (cast := dtype_of_autocast(func, args, kwargs)) is not None:
+            with self, without_autocast():  # the casts are operations too
+                return operation(*cast_to(cast, args), **cast_to(cast, kwargs))
         with torch._C._DisablePythonDispatcher():
             node = self.notes.call(operation, args, kwargs)
             value = func(*args, **kwargs)
-            if self.notes.keep_values:
-                self.notes.keep(node, value)
+            if _is_complex(value):
+                self.notes.remove_last()
+                return value
+            self.notes.keep(node, value)
         self.notes.result(node, value)
-        if isinstance(value, Tensor) and not node.all_input_nodes:
+        if isinstance(value, Tensor) and (not node.all_input_nodes or operation in _NEW):
             self.notes.made(node, value)
+        return value
+
+    def _is_out_of_sight(self, operation: Any, args: Any, kwargs: Any) -> bool:
+        """Tell whether autograd's graph says more of a call than its operation: of complex numbers, and of writing without it."""
+        if self.notes.complex and any(_is_complex(x) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
+            return True
+        if operation in _DUAL:
+            return True
+        targets = overwritten(operation, args, kwargs)
+        if not targets or (torch.is_grad_enabled() and _moves(args, kwargs)):
+            return False
+        return self.notes.passes_gradients(targets)
+
+    def _unseen(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation without noting it: what the parameters reach of its result, autograd knows."""
+        targets = overwritten(operation, args, kwargs)
+        with torch._C._DisablePythonDispatcher():
+            if targets:
+                self.notes.edges.look()  # they belong to the values before
+            value = func(*args, **kwargs)
+        self.notes.made_unseen(value)
+        if targets:
+            self.notes.written_unseen(targets)
         return value
 
     def _has_parts(self, operation: Any, args: Any, kwargs: Any) -> bool:
@@ -186,18 +211,6 @@ class _Recorder(ProxyTorchDispatchMode):
             value = self.decompositions[whole](*args, **kwargs)
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
-    def _transformed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation within a transform of torch.func, such as a mask that vmap makes: of constants only."""
-        if _moves(args, kwargs):
-            raise TraceError(
-                f"trace: {func} runs within a transform of torch.func (vmap, grad, jvp ...) on a value that the parameters "
-                "reach; write it for whole batches, or give the derivative as a formula"
-            )
-        with torch._C._DisablePythonDispatcher():
-            value = func(*args, **kwargs)
-        self.notes.made_unseen(value)
-        return value
-
 
 class _Outside(ShowReading):
     """Sees what Python calls: what takes values out of tensors, or gives one other ``.data``, without an operation that says so.
@@ -212,6 +225,13 @@ class _Outside(ShowReading):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call through."""
         if not types and not kwargs and (value := self.recorder.at_once(func, args)) is not NotImplemented:
+            return value
+        if func in _HOOKS:  # of gradients, which no one takes here but the tracer itself
+            return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())
+        if func in _GRADIENTS:
+            with torch._C._DisablePythonDispatcher():
+                value = super().__torch_function__(func, types, args, kwargs)
+            self.recorder.notes.made_unseen(value)
             return value
         value = super().__torch_function__(func, types, args, kwargs)
         if func == _SET_DATA:

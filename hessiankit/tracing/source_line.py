@@ -7,7 +7,7 @@ import traceback
 
 import torch
 
-_OURS = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, __file__))
+_OURS = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 
 
 def source_line(error: BaseException) -> str:

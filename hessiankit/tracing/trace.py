@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derivations.indexing import Take, Where
-from derivations.linear import Expand
+from derivations.linear import Add, Expand
 from derivations.primitive import Primitive
 from hessiankit.arguments import checked
 from hessiankit.errors import HessiankitError, InputError, TraceError
 from hessiankit.torch_state import one_at_a_time, ordinary_path
+from hessiankit.tracing.assumptions import structure
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
+from hessiankit.tracing.edges import Unseen
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.graph import Node, map_nodes
 from hessiankit.tracing.in_place import WRITTEN_OUT, in_kind, readers, without_writing
@@ -32,6 +34,7 @@ from hessiankit.tracing.notes import Recording
 from hessiankit.tracing.one_dtype import converted
 from hessiankit.tracing.primitives import RULES
 from hessiankit.tracing.recording import record
+from hessiankit.tracing.segment import segment
 from hessiankit.tracing.source_line import source_line
 
 aten = torch.ops.aten
@@ -56,13 +59,19 @@ class Application:
 
 @dataclass
 class Trace:
-    """A module's computation: every value by id, and the applications that the parameters reach, in order."""
+    """A module's computation: every value by id, and the applications that the parameters reach, in order.
+
+    ``marked`` are the ids of further values that the traced call returned; None for those that the parameters do not reach.
+    ``eps`` is the rounding unit of the coarsest type that the module computed in, once its values have been brought to one type.
+    """
 
     values: list[Tensor] = field(default_factory=list)
     applications: list[Application] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)
     moving: set[int] = field(default_factory=set)
     output: int = -1
+    marked: tuple[int | None, ...] = ()
+    eps: float = 0.0
     fallbacks: tuple[str, ...] = ()
 
     def add_value(self, value: Tensor, *, moving: bool = False) -> int:
@@ -91,7 +100,7 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
     Args:
         function: Maps a dict of parameters, and the inputs, to one tensor.
         parameters: The values to differentiate with respect to, by name.
-        inputs: Anything that torch's tracer takes: tensors, nested tuples and dicts of them.
+        inputs: Whatever the function takes.
 
     Raises:
         InputError: If an argument is of another kind.
@@ -100,22 +109,27 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
     strange = next((name for name, p in parameters.items() if not isinstance(p, Tensor)), None)
     if strange is not None:
         raise InputError(f"trace: the parameter {strange!r} is a {type(parameters[strange]).__name__}; pass tensors by name")
-    names = list(parameters)
-    leaves = [parameters[name].detach() for name in names]
-    flat, spec = torch.utils._pytree.tree_flatten(inputs)
-    data = [x.detach() for x in flat if isinstance(x, Tensor)]
+    leaves = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in parameters.items()}
+    data = torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, inputs)
+    return trace_call(lambda: (function(dict(leaves), *data),), leaves)
 
-    def run(*tensors: Tensor) -> Tensor:
-        weights, given = tensors[: len(names)], iter(tensors[len(names) :])
-        rebuilt = torch.utils._pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in flat], spec)
-        with ordinary_path():
-            return function(dict(zip(names, weights, strict=True)), *rebuilt)
 
+@one_at_a_time
+def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor]) -> Trace:
+    """Trace a call into primitive applications: nothing is passed to it, nothing that it reads is replaced.
+
+    Args:
+        run: The call; it returns one tensor, and other values whose ids are wanted (:attr:`Trace.marked`).
+        leaves: The tensors to differentiate with respect to, by name, recognised by what they are.
+
+    Raises:
+        TraceError: If torch cannot trace the call or it does not return one tensor first.
+    """
     try:
-        with torch.enable_grad(), warnings.catch_warnings():  # so that the graph says where the module itself turns gradients off
+        with torch.enable_grad(), warnings.catch_warnings(), ordinary_path():  # the graph says where gradients are turned off
             warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")  # an error, where it matters
-            recording = record(run, [*leaves, *data], DECOMPOSITIONS, parameters=len(names), keep_values=True)
-    except TraceError:
+            recording = record(run, list(leaves.values()), DECOMPOSITIONS, keep_values=True)
+    except HessiankitError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
@@ -127,33 +141,35 @@ def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inp
         ) from error
     try:
         with torch.no_grad():
-            return _interpret(recording, names, leaves, data)
+            return _interpret(recording, {name: x.detach() for name, x in leaves.items()})
     finally:
         recording.graph.clear()
 
 
-def _interpret(recording: Recording, names: list[str], leaves: list[Tensor], data: list[Tensor]) -> Trace:
+def _interpret(recording: Recording, leaves: Mapping[str, Tensor]) -> Trace:
     result = Trace()
     ids: dict[Node, int] = {}  # nodes whose values the parameters reach
     known: dict[Node, Any] = {}
     fallbacks: list[str] = []
     differentiable = True
-    given = iter([*leaves, *data])
-    for position, node in enumerate(recording.graph.nodes):
+    given = iter(leaves.items())
+    for node in recording.graph.nodes:
         if node.op == "placeholder":
-            known[node] = next(given)
-            if position < len(names):
-                ids[node] = result.add_value(known[node], moving=True)
-                result.parameters[names[position]] = ids[node]
+            name, known[node] = next(given)
+            ids[node] = result.add_value(known[node], moving=True)
+            result.parameters[name] = ids[node]
         elif node.op == "get_attr":
             known[node] = recording.constants[str(node.target)]
+        elif node.op == "segment":
+            fallbacks += _segment(node, recording.unseen[node], result, ids, known)
         elif node.op == "output":
-            outputs = torch.utils._pytree.tree_leaves(node.args)
-            if len(outputs) != 1 or outputs[0] not in ids:
+            output, *marked = node.args[0]
+            if not isinstance(output, Node) or output not in ids:
                 raise TraceError(
                     "trace: the module's output does not depend on the parameters, or is not one tensor; return one tensor"
                 )
-            result.output = ids[outputs[0]]
+            result.output = ids[output]
+            result.marked = tuple(ids.get(x) if isinstance(x, Node) else None for x in marked)
         elif node.target is torch._C._set_grad_enabled:
             differentiable = bool(node.args[0])
         else:
@@ -226,7 +242,9 @@ def _record(
         if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
             return []  # this piece comes from inputs that do not move
     if match is None:
-        primitive, inputs, missing = _fallback(run, source, moving, known, index), tuple(known[n] for n in moving), [str(run)]
+        inputs = tuple(known[n] for n in moving)
+        fallback = _fallback(run, source, moving, known, index)
+        primitive, missing = fallback, [fallback.prove(inputs)]
     else:
         (primitive, inputs), missing = match, []
     for tensor in inputs:
@@ -234,6 +252,26 @@ def _record(
             by_tensor[id(tensor)] = result.add_value(tensor)
     ids[node] = result.apply(primitive, tuple(None if t is None else by_tensor[id(t)] for t in inputs), value, node.name)
     return missing
+
+
+def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], known: dict[Node, Any]) -> list[str]:
+    """Append what is known by autograd's graph alone; a constant, if nothing moves that it is made of.
+
+    Returns:
+        The name of a fallback, if any.
+    """
+    value = known[node] = unseen.root.detach()
+    moving = [(edge, n) for edge, n in zip(unseen.edges, node.args, strict=True) if n in ids]
+    if not moving or not value.numel():
+        return []
+    inputs = tuple(ids[n] for _, n in moving)
+    if not unseen.names:  # a value that was seen, and written into without gradients: they pass as before
+        change = result.add_value(value - known[moving[0][1]])
+        ids[node] = result.apply(Add(), (*inputs, change), value, node.name)
+        return []
+    primitive = segment(unseen, tuple(edge for edge, _ in moving))
+    ids[node] = result.apply(primitive, inputs, value, node.name)
+    return [primitive.name]
 
 
 @cache
@@ -284,12 +322,18 @@ def _random_states(kwargs: Mapping[str, Any]) -> list[Tensor]:
     return [*given, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
-def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any], index: Any) -> Primitive:
+def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any], index: Any) -> AutomaticDifferentiation:
     given = {n: known[n] for n in node.all_input_nodes}  # now: a later operation may write into them
+    assumed = structure(target, node.args, node.kwargs)
+    if assumed is not None:
+        assumed.check(target, known[node.args[assumed.position]])
 
     def function(*inputs: Tensor) -> Tensor:
         replaced = {**given, **dict(zip(moving, inputs, strict=True))}
         args, kwargs = converted(map_nodes(replaced.__getitem__, (node.args, node.kwargs)), inputs[0].dtype)
+        if assumed is not None:
+            at = assumed.position
+            args = (*args[:at], assumed.projection(args[at]), *args[at + 1 :])
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of attention have no second derivative
             value = target(*args, **kwargs)
         return value if index is None else value[index]

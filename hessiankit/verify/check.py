@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +12,32 @@ from torch import Tensor, nn
 
 from hessiankit.arguments import checked
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
-from hessiankit.curvature import Hessian, hessian
+from hessiankit.curvature import hessian
+from hessiankit.diagonal import curvature_diagonal
 from hessiankit.errors import InputError
+from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.request.batches import batches
-from hessiankit.request.calling import Loss, map_tensors
+from hessiankit.request.calling import Loss, ordinary
 from hessiankit.request.selection import Params, select
+from hessiankit.request.surroundings import check_surroundings
 from hessiankit.torch_state import one_at_a_time
 from hessiankit.untouched import random_kept
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
-from hessiankit.verify.comparison import Blocks, probe_directions
 from hessiankit.verify.exact import check_exact_blocks
 from hessiankit.verify.formulas import formula_errors
-from hessiankit.verify.health import Health, examine
+from hessiankit.verify.groups import directions, roles
+from hessiankit.verify.health import Health, examine, rounding_noise
 from hessiankit.verify.identities import examine_identities
-from hessiankit.verify.problem import Problem
-from hessiankit.verify.references import Outcome, Unsupported, run_references
+from hessiankit.verify.in_place import converted, kept
+from hessiankit.verify.noise import closed_form
+from hessiankit.verify.probes import probe_directions
+from hessiankit.verify.problem import Problem, cast
+from hessiankit.verify.products import Products
+from hessiankit.verify.references import run_references
 from hessiankit.verify.route_table import Choice, choose
-from hessiankit.verify.traits import traits
+from hessiankit.verify.rows import Comparison
+from hessiankit.verify.traits import STOPPED, traits
+from hessiankit.verify.wide_twin import twin_rows
 
 AGAINST = ("reverse-over-reverse", "jvp(grad)", "central-differences", "torch.func.hessian", "curvlinops")
 """What is compared with where the route table does not decide, and for hessiankit's own blocks: the wrong ones are shown too."""
@@ -37,6 +46,14 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 0.03, tor
 """Relative to the largest entry of a block pair; float32 and bfloat16 lose digits in sums over tokens and samples."""
 WHOLE = 400
 """Up to this many parameters every entry is compared; beyond it, generic directions on every parameter."""
+PRODUCTS = 5000
+"""Beyond this many parameters no matrix is formed: products are compared, along generic directions on groups of parameters."""
+MATRIX = 20000
+"""The same where ``directions`` are asked for."""
+DIAGONAL = 100_000
+"""Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left alone."""
+MULTIPLYING = ("reverse-over-reverse", "jvp(grad)", "central-differences")
+"""The references that make products without flat vectors, for large modules."""
 
 
 @checked("check")
@@ -75,10 +92,14 @@ def check(
             the table is of another torch or lacks an operation, and for hessiankit's own blocks, ``AGAINST``.
         rtol: Tolerance relative to the largest entry of each block pair; 1e-10 in float64, 1e-3 in float32.
         seed: Of everything that is drawn.
-        dtype: The check is made on a copy of the module in this dtype, inputs included; None keeps the module's own.
+        dtype: The dtype of the check: the module's own tensors are converted where they lie and put back bit for bit, inputs
+            are cast; None keeps the module's own.
         directions: Directions a parameter to compare along; by default every entry is compared up to 400 parameters
-            and 4 directions a parameter beyond; 0 for every entry at any size.
-        formulas: Whether to compare the vec_r formulas as well (hessiankit's post-norm blocks only).
+            and 4 directions a parameter beyond; 0 for every entry at any size. Beyond 5,000 parameters (20,000 where
+            ``directions`` is given) no matrix is formed: products of ``hessian_operator`` are compared along that many
+            directions (1) on each group of parameters of the same role, and along one on all parameters.
+        formulas: For a :class:`TransformerBlock`, whether to check as well a wide twin of it (the same structure at widths above
+            16, four heads, W_O, gelu) and, of post-norm blocks, the vec_r formulas at tiny sizes.
         exact: Whether to check the vec_r formulas of every :class:`TransformerBlock` in the module in exact arithmetic too, at
             the smallest sizes of its structure (:func:`hessiankit.verify.check_exact_blocks`): it takes seconds.
         params: The parameters to take, as in :func:`hessiankit.hessian`; all that require grad by default.
@@ -93,59 +114,145 @@ def check(
     >>> bool(check(TransformerBlock(d_model=4, d_ff=5, d_k=2)))
     True
     """
-    start = time.perf_counter()
-    chosen = None if params is None else list(select("check", block_or_module, params))  # names, which the copy shares
+    check_surroundings("check", block_or_module)
     complex_one = next((name for name, p in block_or_module.named_parameters() if p.is_complex()), None)
     if complex_one is not None:
         raise InputError(f"check: the parameter {complex_one!r} is complex; pass real ones, the Hessian is of a real function")
-    module = copy.deepcopy(block_or_module) if dtype is None else copy.deepcopy(block_or_module).to(dtype)
-    if inputs is None:
-        inputs, target = generic_example(module, loss, seed)
-    else:
-        several, pairs = batches("check", inputs, target, loss)
-        if several:
-            raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
-        inputs, target = next(pairs)
-    if dtype is not None:
-        inputs, target = (_cast(x, dtype) for x in (inputs, target))
-    tell = None if progress is None else lambda done, total: progress("closed form", done, total)
-    found = hessian(module, inputs, target, loss=loss, params=chosen, progress=tell)
-    values = {name: p.detach() for name, p in module.named_parameters() if name in found.slices}
-    problem = Problem(module, inputs, target, loss, values)
-    seen = traits(problem)
-    precision = seen.precision  # a module may compute below the type of its parameters
-    tolerance = rtol if rtol is not None else TOLERANCE.get(precision, 1e-10)
-    probes = None
-    if directions or (directions is None and problem.size > WHOLE):
-        probes = probe_directions(problem, directions or 4, seed)
-    choice = _choice(against, problem)
-    results = run_references(problem, None if probes is None else probes.V, choice.names, progress=progress)
-    health = examine(results, problem, probes=probes)
-    method = str(precision).removeprefix("torch.")
-    rows = list(_rows(found, Blocks(problem, probes, precision), results, health, tolerance, method))
-    if formulas and isinstance(module, TransformerBlock):
-        before = time.perf_counter()
+    names = None if params is None else list(select("check", block_or_module, params))
+    asked = _Asked(block_or_module, loss, names, against, rtol, seed, directions, formulas, exact, progress)
+    with kept(block_or_module, loss), converted((block_or_module, loss), dtype):
+        if inputs is None:
+            inputs, target = generic_example(block_or_module, loss, seed)
+        else:
+            several, pairs = batches("check", inputs, target, loss)
+            if several:
+                raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
+            inputs, target = (ordinary(part) for part in next(pairs))
+        if dtype is not None:
+            inputs, target = (cast(x, dtype) for x in (inputs, target))
+        return asked.report(inputs, target)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What :func:`check` was asked, for a module that is in the dtype of the check."""
+
+    module: nn.Module
+    loss: Loss
+    params: list[str] | None
+    against: Iterable[str] | None
+    rtol: float | None
+    seed: int
+    directions: int | None
+    formulas: bool
+    exact: bool
+    progress: Callable[[str, int, int], None] | None
+
+    def report(self, inputs: Any, target: Any) -> CheckReport:
+        """Compute the closed form and the references, and compare them."""
+        start, module, tell = time.perf_counter(), self.module, self.progress
+        chosen = select("check", module, self.params)
+        size = sum(p.numel() for p in chosen.values())
+        if size > (PRODUCTS if self.directions is None else MATRIX) and self.directions != 0:
+            return self._by_products(inputs, target, list(chosen), start)
+        told = None if tell is None else lambda done, total: tell("closed form", done, total)
+        found = hessian(module, inputs, target, loss=self.loss, params=self.params, progress=told)
+        values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in found.slices}
+        problem = Problem(module, inputs, target, self.loss, values)
+        seen = traits(problem)
+        precision = seen.precision  # a module may compute below the type of its parameters
+        tolerance = self.rtol if self.rtol is not None else TOLERANCE.get(precision, 1e-10)
+        probes, few = None, None  # few: of central differences, each of whose directions costs dozens of calls
+        if self.directions or (self.directions is None and problem.size > WHOLE):
+            probes = probe_directions(problem, self.directions or 4, self.seed)
+        if self.directions is None:
+            few = probe_directions(problem, 1, self.seed) if probes is None else probes.first()
+        choice = _choice(self.against, problem)
+        V = None if probes is None else probes.V
+        results = run_references(problem, V, choice.names, probes=few, progress=tell)
+        noise = rounding_noise(results, problem, precision, {"closed form": closed_form})
+        health = examine(results, problem, probes=probes, noise=noise)
+        stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and not health_of_differences(health) else ""
+        compare = Comparison(problem, found, results, health, probes, precision, noise, tolerance)
+        rows = [*compare.pairs()]
+        others, remarks = compare.same_call(self.seed)
+        rows += others
+        if self.formulas and isinstance(module, TransformerBlock):
+            before = time.perf_counter()
+            with random_kept(module):
+                errors = formula_errors(module, self.seed)
+                rows += twin_rows(module, self.seed)
+            seconds = time.perf_counter() - before
+            rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
         with random_kept(module):
-            errors = formula_errors(module, seed)
-        seconds = time.perf_counter() - before
-        rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
-    with random_kept(module):
-        in_fractions = check_exact_blocks(module, seed=seed) if exact else ()
-    identities = examine_identities(problem, found.matrix, rtol=tolerance, precision=precision)
-    comparison = "every entry" if probes is None else f"{directions or 4} generic directions a parameter"
-    return CheckReport(
-        tuple(rows),
-        tuple(health.values()),
-        found,
-        tolerance,
-        comparison,
-        time.perf_counter() - start,
-        choice.left_out,
-        tuple(remark for remark in (choice.note, seen.padding) if remark),
-        f"{seen.lowered_by} computes in {precision}" if rtol is None and seen.lowered_by else "",
-        identities,
-        in_fractions,
-    )
+            in_fractions = check_exact_blocks(module, seed=self.seed) if self.exact else ()
+        identities = examine_identities(problem, found.matrix, rtol=tolerance, precision=precision)
+        comparison = "every entry" if probes is None else f"{self.directions or 4} generic directions a parameter"
+        return CheckReport(
+            tuple(rows),
+            tuple(health.values()),
+            found,
+            tolerance,
+            comparison,
+            time.perf_counter() - start,
+            choice.left_out,
+            tuple(remark for remark in (choice.note, seen.padding, stopped, *remarks) if remark),
+            f"{seen.lowered_by} computes in {precision}" if self.rtol is None and seen.lowered_by else "",
+            identities,
+            in_fractions,
+        )
+
+    def _by_products(self, inputs: Any, target: Any, names: list[str], start: float) -> CheckReport:
+        """Compare products, where P x P is too large."""
+        module = self.module
+
+        def make_operator() -> HessianOperator:
+            return hessian_operator(module, inputs, target, loss=self.loss, params=names, block_size=1)
+
+        operator = make_operator()
+        values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in operator.slices}
+        problem = Problem(module, inputs, target, self.loss, values)
+        seen = traits(problem)
+        tolerance = self.rtol if self.rtol is not None else TOLERANCE.get(seen.precision, 1e-10)
+        groups, per_group = roles(values), self.directions or 1
+        found = Products(
+            problem,
+            operator,
+            tuple(self.against or MULTIPLYING),
+            groups,
+            directions(groups, per_group, self.seed),
+            tolerance,
+            seen.precision,
+            make_operator,
+            self.progress,
+        )
+        found.run()
+        health = found.health()
+        rows = [*found.rows(health), *found.same_call()]
+        none = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
+        if problem.size <= DIAGONAL:
+            before = time.perf_counter()
+            diagonal = curvature_diagonal(module, inputs, target, loss=self.loss, params=names).flat
+            rows += found.diagonal(diagonal, time.perf_counter() - before)
+        else:
+            none += f", curvature_diagonal not beyond {DIAGONAL:,}"
+        stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and not health_of_differences(health) else ""
+        return CheckReport(
+            tuple(rows),
+            tuple(health.values()),
+            operator,
+            tolerance,
+            f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all",
+            time.perf_counter() - start,
+            {},
+            tuple(remark for remark in (seen.padding, stopped, none) if remark),
+            f"{seen.lowered_by} computes in {seen.precision}" if self.rtol is None and seen.lowered_by else "",
+        )
+
+
+def health_of_differences(health: Mapping[str, Health]) -> bool:
+    """Tell whether central differences are healthy, or were not asked for."""
+    return "central-differences" not in health or health["central-differences"].healthy
 
 
 def _choice(against: Iterable[str] | None, problem: Problem) -> Choice:
@@ -155,34 +262,6 @@ def _choice(against: Iterable[str] | None, problem: Problem) -> Choice:
     if isinstance(problem.module, (TransformerBlock, VisionTransformer)):
         return Choice(AGAINST, {})
     return choose(problem, AGAINST)
-
-
-def _rows(
-    found: Hessian,
-    blocks: Blocks,
-    results: dict[str, Outcome | Unsupported],
-    health: dict[str, Health],
-    rtol: float,
-    method: str,
-) -> Iterator[CheckRow]:
-    """Compare the closed form with every healthy reference, block pair by block pair (i, j) with i before j."""
-    mine = found.matrix if blocks.probes is None else blocks.probes.V.to(found.matrix) @ found.matrix
-    for name, outcome in results.items():
-        if isinstance(outcome, Unsupported) or not health[name].healthy:
-            continue
-        theirs = outcome.value if blocks.probes is not None else outcome.value.T
-        difference, scales = blocks.difference(mine, theirs)
-        relative = blocks.relative(difference, scales)
-        allowed = torch.full_like(relative, rtol)
-        if outcome.error is not None:
-            own = blocks.largest(outcome.error if blocks.probes is not None else outcome.error.T)
-            allowed += own / scales.clamp_min(torch.finfo(scales.dtype).tiny)
-        for a, i in enumerate(blocks.names):
-            for b, j in enumerate(blocks.names):
-                if b >= a:  # both orders of the pair are compared; the worse one is reported
-                    error = max(float(relative[a, b]), float(relative[b, a]))
-                    passed = bool(relative[a, b] <= allowed[a, b]) and bool(relative[b, a] <= allowed[b, a])
-                    yield CheckRow(f"{i} x {j}", name, error, passed, outcome.seconds, method)
 
 
 def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, Tensor]:
@@ -217,8 +296,3 @@ def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, T
     if loss == "mse":
         return inputs, draw(*shape)
     return inputs, torch.randint(shape[-1], shape[:-1], generator=generator).to(first.device)
-
-
-def _cast(x: Any, dtype: torch.dtype) -> Any:
-    tree = dict(x) if isinstance(x, Mapping) else x
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

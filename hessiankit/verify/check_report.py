@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hessiankit.curvature import Hessian
+from hessiankit.errors import InputError
+from hessiankit.operator import HessianOperator
 from hessiankit.tables import as_html, as_text, table
 from hessiankit.verify.exact import EXACT_HEADERS, ExactRow, exact_cells
 from hessiankit.verify.health import Health
@@ -15,13 +17,30 @@ from hessiankit.verify.identities import IdentityReport
 FORMULAS = "vec_r"
 """The reference of rows that compare the formulas of the chapters with the fast path."""
 
+MODULE = "the module"
+"""The reference of rows that compare loss and gradient with those of the user's own call."""
+
+SAME_CALL = ("loss", "gradient", "operator", "diagonal", "wide twin")
+"""What rows are about that are no block pair: "gradient: W" is of parameter W, "wide twin: W" of that of a wider block."""
+
+
+_WORDS = {
+    "loss": "loss of the same call",
+    "gradient": "gradient of hessian_operator",
+    "operator": "products of hessian_operator",
+    "diagonal": "curvature_diagonal",
+    "wide twin": "the same block at widths above 16, four heads, W_O, gelu",
+}
+
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One comparison: a block pair of the closed form against one healthy reference.
+    """One comparison: a block pair of the closed form against one healthy reference, or what else the same call gives.
 
     Attributes:
-        name: The block pair, "row parameter x column parameter".
+        name: The block pair, "row parameter x column parameter"; or "loss", "gradient: parameter", "operator: parameter"
+            (products of ``hessian_operator`` along directions on it), "diagonal: parameter" (``curvature_diagonal``), "wide
+            twin: parameter" (of a block of the same structure at larger widths).
         reference: What it was compared with.
         max_rel_error: Largest difference, relative to the largest entry of the block pair.
         passed: Whether it lies within the tolerance, plus what the reference says of its own error.
@@ -36,6 +55,11 @@ class CheckRow:
     seconds: float
     method: str = "float64"
 
+    @property
+    def of_same_call(self) -> bool:
+        """Whether it is about loss, gradient, operator or diagonal instead of a block pair."""
+        return self.name.partition(":")[0] in SAME_CALL
+
 
 @dataclass(frozen=True, repr=False)
 class CheckReport:
@@ -44,7 +68,7 @@ class CheckReport:
     Attributes:
         rows: One for each block pair and healthy reference, and for each vec_r formula.
         health: What was found about each reference, healthy or not.
-        hessian: The closed form under test.
+        closed_form: The closed form under test: the Hessian, or its operator where products were compared.
         rtol: The tolerance.
         comparison: "every entry", or how many directions a parameter.
         seconds: Time taken by everything.
@@ -57,7 +81,7 @@ class CheckReport:
 
     rows: tuple[CheckRow, ...]
     health: tuple[Health, ...]
-    hessian: Hessian
+    closed_form: Hessian | HessianOperator
     rtol: float
     comparison: str
     seconds: float
@@ -66,6 +90,20 @@ class CheckReport:
     lowered: str = ""
     identities: IdentityReport = field(default_factory=IdentityReport)
     exact: tuple[ExactRow, ...] = ()
+
+    @property
+    def hessian(self) -> Hessian:
+        """The Hessian under test.
+
+        Raises:
+            InputError: Products were compared, and there is no matrix.
+        """
+        if not isinstance(self.closed_form, Hessian):
+            raise InputError(
+                f"CheckReport.hessian: {self.closed_form.shape[0]:,} parameters were compared by products, without a matrix; "
+                "use .closed_form, the operator"
+            )
+        return self.closed_form
 
     @property
     def healthy_groups(self) -> tuple[str, ...]:
@@ -83,8 +121,8 @@ class CheckReport:
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The references that the rows compare with."""
-        return tuple(dict.fromkeys(row.reference for row in self.rows))
+        """The references that block pairs are compared with."""
+        return tuple(dict.fromkeys(row.reference for row in self.rows if not row.of_same_call))
 
     @property
     def max_rel_error(self) -> float:
@@ -126,7 +164,7 @@ class CheckReport:
         """Say how far each reference agrees, and which of them resolve less than the tolerance by their own estimate."""
         parts = []
         for reference in self.references:
-            rows = [row for row in self.rows if row.reference == reference]
+            rows = [row for row in self.rows if row.reference == reference and not row.of_same_call]
             worst = max(row.max_rel_error for row in rows)
             within = " within its own error" if worst > self.rtol else ""
             parts.append(f"{reference} {worst:.1e}{within}")
@@ -147,7 +185,7 @@ class CheckReport:
             "health": [asdict(h) for h in self.health],
             "identities": self.identities.to_dict(),
             "exact": [asdict(row) for row in self.exact],
-            "hessian": self.hessian.to_dict(),
+            "hessian": self.closed_form.to_dict() if isinstance(self.closed_form, Hessian) else None,
         }
 
     def table_rows(self) -> Iterator[tuple[str, ...]]:
@@ -156,11 +194,16 @@ class CheckReport:
         for row in self.rows:
             errors.setdefault(row.name, {})[row.reference] = row
         references = [r for r in self.references if r != FORMULAS]
-        H = self.hessian
+        if not isinstance(self.closed_form, Hessian):
+            for name, found in errors.items():
+                if " x " in name:
+                    yield name, *(f"{found[r].max_rel_error:.1e}{_failed(found[r])}" if r in found else "" for r in references)
+            return
+        H = self.closed_form
         short = dict(zip(H.names, H.short_names, strict=True))
         for i, j in H.pairs():
             cells = [errors.get(f"{i} x {j}", {}).get(r) for r in references]
-            shown = ["" if c is None else f"{c.max_rel_error:.1e}" + ("" if c.passed else " FAIL") for c in cells]
+            shown = ["" if c is None else f"{c.max_rel_error:.1e}{_failed(c)}" for c in cells]
             size = "{} x {}".format(*H.block(i, j).shape)
             methods = "/".join(dict.fromkeys(c.method for c in cells if c is not None))
             yield (
@@ -175,13 +218,20 @@ class CheckReport:
     @property
     def headers(self) -> tuple[str, ...]:
         """Column names of :meth:`table_rows`."""
-        return ("block pair", "size", "method", "||.||_2", "||.||_F", *(r for r in self.references if r != FORMULAS))
+        own = ("size", "method", "||.||_2", "||.||_F") if isinstance(self.closed_form, Hessian) else ()
+        return ("block pair", *own, *(r for r in self.references if r != FORMULAS))
 
     def health_lines(self) -> list[str]:
         """Return one line a reference: healthy or not, why, and what it cost."""
         lines = [f"{h.reference}: {'healthy' if h.healthy else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)" for h in self.health]
         lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
         lines += [f"note: {remark}" for remark in self.remarks]
+        for kind in SAME_CALL:
+            found = [row for row in self.rows if row.of_same_call and row.name.partition(":")[0] == kind]
+            if found:
+                worst = max(found, key=lambda row: row.max_rel_error)
+                failed = next((_failed(row) for row in found if not row.passed), "")
+                lines.append(f"{_WORDS[kind]}: agrees with {worst.reference} to {worst.max_rel_error:.1e}{failed}")
         formulas = [row.max_rel_error for row in self.rows if row.reference == FORMULAS]
         if formulas:
             pairs = f"{len(formulas)} block pairs at tiny unequal sizes"
@@ -189,18 +239,25 @@ class CheckReport:
         return lines
 
     def __repr__(self) -> str:
-        title = f"closed form: {self.hessian.matrix.shape[0]} parameters, {self.hessian.seconds:.2f} s"
-        if self.hessian.fallbacks:
-            title += f"; differentiated automatically one by one: {', '.join(self.hessian.fallbacks)}"
-        if self.hessian.unused:
-            title += f"; no effect on the loss: {', '.join(map(repr, self.hessian.unused))}"
+        found = self.closed_form
+        title = f"closed form: {found.shape[0] if isinstance(found, HessianOperator) else found.matrix.shape[0]:,} parameters"
+        title += f", {found.seconds:.2f} s" if isinstance(found, Hessian) else ", by products"
+        if found.fallbacks:
+            title += f"; differentiated automatically one by one: {', '.join(found.fallbacks)}"
+        if isinstance(found, Hessian) and found.unused:
+            title += f"; no effect on the loss: {', '.join(map(repr, found.unused))}"
         lines = ["  " + line for line in self.health_lines()]
         own = [] if not self.identities.rows else [table(self.identities.headers, self.identities.table_rows(), left=3)]
         if self.exact:
             own.append(table(EXACT_HEADERS, map(exact_cells, self.exact), left=2))
-        return as_text(table(self.headers, self.table_rows(), left=3), *own, title, "references:", *lines, self.verdict)
+        left = 3 if isinstance(found, Hessian) else 1
+        return as_text(table(self.headers, self.table_rows(), left=left), *own, title, "references:", *lines, self.verdict)
 
     def _repr_html_(self) -> str:
         own = self.identities._repr_html_() if self.identities.rows else ""
         own += as_html(EXACT_HEADERS, map(exact_cells, self.exact)) if self.exact else ""
         return as_html(self.headers, self.table_rows(), caption=self.verdict) + own
+
+
+def _failed(row: CheckRow) -> str:
+    return "" if row.passed else " FAIL"

@@ -4,60 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hessiankit.errors import InputError
+from hessiankit.verify.noise import RoundingNoise
+from hessiankit.verify.probes import Probes
 from hessiankit.verify.problem import Problem
 
 FLOOR = 45.0
-"""A block whose entries all lie below FLOOR * eps times the largest entry of the whole (1e-14 in float64) counts as zero."""
+"""Below FLOOR * eps times the largest entry of the whole (1e-14 in float64) a block may be a remainder of rounding."""
 
 RESOLVED = 1e-2
 """A route resolves a block where its own error estimate stays below this share of the block's largest entry."""
-
-
-OWN_STREAM = 0x9E3779B9
-"""Mixed into the seed of the directions."""
-
-
-class Probes(NamedTuple):
-    """Directions (k, P), each supported on one parameter, and the parameter that owns each."""
-
-    V: Tensor
-    owners: tuple[str, ...]
-
-
-def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Probes:
-    """Draw ``per_block`` Gaussian directions of unit length for every parameter, zero outside that parameter.
-
-    The product H v of a direction v on parameter j shows in its rows i the block pair (i, j) alone, times a generic
-    vector: an error in that block stays invisible only for directions of measure zero. With fewer entries in a parameter
-    than ``per_block``, it gets one direction per entry.
-
-    Returns:
-        The directions (k, P) and the name of the parameter that each lies on.
-
-    >>> problem = Problem(torch.nn.Linear(3, 2), torch.ones(1, 3), torch.ones(1, 2))
-    >>> V, owners = probe_directions(problem, per_block=1)
-    >>> V.shape, owners, (V[0] != 0).sum().item()
-    (torch.Size([2, 8]), ('weight', 'bias'), 6)
-    """
-    if per_block < 1:
-        raise InputError(f"probe_directions: per_block={per_block}; expected at least 1.")
-    # A stream of its own: parameters drawn from the same seed would otherwise be directions themselves.
-    generator = torch.Generator(device="cpu").manual_seed(seed ^ OWN_STREAM)
-    rows, owners = [], []
-    for name, where in problem.slices.items():
-        for _ in range(min(per_block, where.stop - where.start)):
-            drawn = torch.randn(where.stop - where.start, generator=generator, dtype=torch.float64)
-            row = torch.zeros(problem.size, dtype=torch.float64)
-            row[where] = drawn / drawn.norm()
-            rows.append(row)
-            owners.append(name)
-    return Probes(torch.stack(rows).to(problem.theta), tuple(owners))
 
 
 @dataclass(frozen=True)
@@ -83,18 +43,26 @@ class Blocks:
     """Block-pair maxima of arrays laid out as products (k, P): rows are directions, columns gradient entries.
 
     The block pair (i, j) holds the rows of directions on parameter j and the columns of parameter i. Differences are
-    measured against the largest entry of their own block pair. A block whose entries are all below ``FLOOR * eps`` of
-    the largest entry of the whole counts as zero on both sides: it is what rounding leaves of a block that vanishes
-    identically (the bias of the keys, say), and a relative error of it has no meaning.
+    measured against the largest entry of their own block pair. A block that vanishes identically (the bias of the keys,
+    say) is computed as what rounding leaves of it, of which a relative error has no meaning: a difference counts as zero
+    in a block below ``FLOOR * eps`` of the largest entry of the whole, if it is no larger than ``noise`` says that rounding
+    is in this very block. A small block that is wrong is thus not mistaken for one.
 
     Args:
         problem: Gives the parameters and their slices.
         probes: The directions of the products; None for whole matrices.
         precision: The lowest floating type that the module computes in; None: the type of the parameters.
+        noise: What rounding leaves of each block pair; None: as much as ``FLOOR`` allows.
     """
 
-    def __init__(self, problem: Problem, probes: Probes | None = None, precision: torch.dtype | None = None) -> None:
-        self.probes = probes
+    def __init__(
+        self,
+        problem: Problem,
+        probes: Probes | None = None,
+        precision: torch.dtype | None = None,
+        noise: RoundingNoise | None = None,
+    ) -> None:
+        self.probes, self.noise = probes, noise
         self.eps = torch.finfo(precision or problem.dtype).eps
         # Differences need not resolve a block below this share of the whole's largest entry: they have little to spare.
         self.small = 1e-4 if self.eps < 1e-12 else 1e-2
@@ -111,21 +79,21 @@ class Blocks:
         per_direction = torch.stack([products[:, where].abs().amax(1) for where in self._slices])  # (n, k)
         return self._over_directions(per_direction)
 
-    def zero_below(self, scales: Tensor) -> Tensor:
-        """Return the size below which a block counts as zero."""
-        return FLOOR * self.eps * scales.amax()
-
     def relative(self, difference: Tensor, scales: Tensor, slack: Tensor | None = None) -> Tensor:
         """Return block-pair differences relative to the block's own scale.
 
         It is 0 where the block cannot be told from zero: below rounding, or small and below the error ``slack`` that
         the compared routes admit, with a difference no larger than that. Zero on one side only gives 1.
         """
-        floor = self.zero_below(scales)
+        floor = FLOOR * self.eps * scales.amax()
         slack = torch.zeros_like(scales) if slack is None else slack
-        unresolved = (slack > RESOLVED * scales) & (slack <= RESOLVED * self.small * scales.amax())
-        nothing = ((scales <= floor) | unresolved) & (difference <= slack + floor)
-        return torch.where(nothing, 0.0, difference / scales.clamp_min(torch.finfo(scales.dtype).tiny))
+        within = difference <= slack + floor
+        unresolved = within & (slack > RESOLVED * scales) & (slack <= RESOLVED * self.small * scales.amax())
+        vanishing = within & (scales <= floor)
+        if self.noise is not None and bool((vanishing & ~unresolved & (difference > 0)).any()):
+            kept = [self.names.index(name) for name in self.along]
+            vanishing &= difference <= slack + self.noise.floor[:, kept].to(difference)
+        return torch.where(vanishing | unresolved, 0.0, difference / scales.clamp_min(torch.finfo(scales.dtype).tiny))
 
     def attainable(self, own_error: Tensor, scales: Tensor) -> float:
         """Return the relative error that a route admits, blocks below ``small`` being measured against that."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from hessiankit.errors import InputError
-from hessiankit.verify.comparison import RESOLVED, Blocks, Probes, Worst
+from hessiankit.verify.comparison import RESOLVED, Blocks, Worst
+from hessiankit.verify.noise import RoundingNoise, Route
+from hessiankit.verify.probes import Probes, products_along
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported
 from hessiankit.verify.traits import Traits, known_defect, traits
@@ -69,6 +71,7 @@ def examine(
     *,
     probes: Probes | None = None,
     tolerance: float | None = None,
+    noise: RoundingNoise | None = None,
 ) -> dict[str, Health]:
     """Test every result for symmetry and against the others, and say which can be trusted.
 
@@ -84,7 +87,7 @@ def examine(
     Args:
         results: Name -> Hessian (P, P), or products (k, P) where ``probes`` are given; ``run_references`` returns it.
         problem: What was differentiated.
-        probes: The directions of the products.
+        probes: The directions of the products; a result with directions of its own is compared along those.
         tolerance: Relative tolerance of a route without an error estimate; by default that of the lowest precision that
             the module computes in (float64: 1e-10, float32: 1e-4).
 
@@ -102,11 +105,30 @@ def examine(
     """
     found = traits(problem)
     tolerance = TOLERANCE[found.precision] if tolerance is None else tolerance
-    blocks = Blocks(problem, probes, found.precision)
-    cases = {name: _Case.of(name, result, blocks, tolerance) for name, result in results.items()}
+    noise = noise or rounding_noise(results, problem, found.precision)
+    layouts: dict[int, Blocks] = {}
+
+    def blocks(result: Outcome | Tensor | Unsupported) -> Blocks:
+        own = result.probes if isinstance(result, Outcome) and result.probes is not None else probes
+        return layouts.setdefault(id(own), Blocks(problem, own, found.precision, noise))
+
+    cases = {name: _Case.of(name, result, blocks(result), tolerance) for name, result in results.items()}
     witnesses = [case for case in cases.values() if case.testifies]
-    consensus = _consensus(witnesses, blocks)
-    return {name: case.health(consensus, blocks, found) for name, case in cases.items()}
+    consensus = _consensus(witnesses)
+    return {name: case.health(consensus, found) for name, case in cases.items()}
+
+
+def rounding_noise(
+    results: Mapping[str, Outcome | Tensor | Unsupported],
+    problem: Problem,
+    precision: torch.dtype,
+    others: Mapping[str, Route] | None = None,
+) -> RoundingNoise:
+    """Return what rounding leaves of each block pair in the references that gave a result, and in other routes."""
+    ran = [n for n, x in results.items() if n in REFERENCES and not isinstance(x, Unsupported) and not REFERENCES[n].many_calls]
+    ran = ran or ["reverse-over-reverse"]
+    routes = {n: REFERENCES[n].products for n in ran} | dict(others or {})
+    return RoundingNoise(problem, routes, torch.finfo(precision).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +137,7 @@ class _Case:
 
     name: str
     group: str
+    blocks: Blocks
     products: Tensor | None
     own_error: Tensor | None
     tolerance: float
@@ -129,7 +152,7 @@ class _Case:
         group = REFERENCES[name].independent_group if name in REFERENCES else UNDER_TEST
         if isinstance(result, Unsupported):
             nothing = Worst(math.nan, math.nan, None)
-            return cls(name, group, None, None, tolerance, nothing, False, math.inf, 0.0, result.reason)
+            return cls(name, group, blocks, None, None, tolerance, nothing, False, math.inf, 0.0, result.reason)
         outcome = result if isinstance(result, Outcome) else Outcome(result, None, math.nan)
         whole = blocks.probes is None
         expected = (blocks.shape[1], blocks.shape[1]) if whole else blocks.shape
@@ -141,39 +164,51 @@ class _Case:
             own = blocks.largest(outcome.error.T if whole else outcome.error)
             attainable = max(tolerance, blocks.attainable(own, blocks.largest(products)))
         symmetry, symmetric = _judge(blocks, tolerance, *blocks.asymmetry(products, own))
-        return cls(name, group, products, own, tolerance, symmetry, symmetric, attainable, outcome.seconds, outcome.note)
+        return cls(name, group, blocks, products, own, tolerance, symmetry, symmetric, attainable, outcome.seconds, outcome.note)
 
     @property
     def testifies(self) -> bool:
         return self.group != UNDER_TEST and self.products is not None and self.symmetric and self.attainable <= RESOLVED
 
-    def compare(self, other: _Case, blocks: Blocks) -> tuple[Worst, bool]:
+    def compare(self, other: _Case) -> tuple[Worst, bool]:
         """Return the worst disagreement and whether it lies within what the two admit, in every block."""
-        if self.products is None or other.products is None:
-            raise InputError(f"examine: '{self.name}' and '{other.name}' cannot be compared, one of them has no values.")
-        difference, scales = blocks.difference(self.products, other.products)
+        blocks, mine, theirs = self._side_by_side(other)
+        difference, scales = blocks.difference(mine, theirs)
         slack = torch.zeros_like(scales)
-        for own in (self.own_error, other.own_error):
-            slack = slack if own is None else slack + own
+        for case in (self, other):
+            slack = slack if case.own_error is None else slack + case.own_error
         return _judge(blocks, self.tolerance, difference, scales, slack)
 
-    def health(self, consensus: list[_Case], blocks: Blocks, found: Traits) -> Health:
+    def _side_by_side(self, other: _Case) -> tuple[Blocks, Tensor, Tensor]:
+        """Return both results in one layout: products along the directions of whichever has some, else every entry."""
+        if self.products is None or other.products is None:
+            raise InputError(f"examine: '{self.name}' and '{other.name}' cannot be compared, one of them has no values.")
+        mine, theirs = self.products, other.products
+        if self.blocks is other.blocks:
+            return self.blocks, mine, theirs
+        own, others = self.blocks.probes, other.blocks.probes
+        if own is None or (others is not None and others.rows is not None):
+            assert others is not None
+            return other.blocks, products_along(mine, own, others), theirs
+        return self.blocks, mine, products_along(theirs, others, own)
+
+    def health(self, consensus: list[_Case], found: Traits) -> Health:
         """Judge this result against the members of the consensus from other groups."""
         if self.products is None:
             return self._report(self.symmetry, math.nan, False, f"unsupported: {self.note}")
         others = [case for case in consensus if case.group != self.group]
-        comparisons = [(*self.compare(case, blocks), case) for case in others]
+        comparisons = [(*self.compare(case), case) for case in others]
         # The most precise witness tells most about this one: a coarse one adds its own error to the deviation.
         judged = min(comparisons, key=lambda c: c[2].attainable, default=None)
         agrees = bool(comparisons) and all(agreed for _, agreed, _ in comparisons)
         deviation = judged[0] if judged else Worst(math.nan, math.nan, None)
         healthy = agrees and self.symmetric and self.attainable <= RESOLVED
-        reason = self._reason(judged[2] if judged else None, deviation, agrees, found, blocks)
+        reason = self._reason(judged[2] if judged else None, deviation, agrees, found)
         if agrees:
             reason += "".join(f"; {text}" for text in (self.note,) if text)
         return self._report(deviation if others else self.symmetry, deviation.error, healthy, reason)
 
-    def _reason(self, judge: _Case | None, deviation: Worst, agrees: bool, found: Traits, blocks: Blocks) -> str:
+    def _reason(self, judge: _Case | None, deviation: Worst, agrees: bool, found: Traits) -> str:
         defect = known_defect(self.group, found)
         tail = f"; {defect}" if defect else ""
         if not math.isfinite(self.symmetry.error):
@@ -181,7 +216,7 @@ class _Case:
         if self.attainable > RESOLVED:
             return f"resolves some block to {self.attainable:.1e} only{'; ' if self.note else ''}{self.note}"
         if not self.symmetric:
-            return f"not symmetric ({self._turned(judge, blocks)}){tail}"
+            return f"not symmetric ({self._turned(judge)}){tail}"
         if judge is None:
             return "not confirmed: no two independent references agree"
         if not agrees:
@@ -189,12 +224,13 @@ class _Case:
         floor = f"; precision floor: {found.lowered_by} computes in {found.precision}" if found.lowered_by else ""
         return f"agrees with {judge.name} to {deviation.error:.1e}{floor}"
 
-    def _turned(self, judge: _Case | None, blocks: Blocks) -> Worst:
+    def _turned(self, judge: _Case | None) -> Worst:
         """Return the worst asymmetry with its pair so turned that it names the wrong block and not its transpose."""
         pair = self.symmetry.pair
         if judge is None or pair is None or self.products is None or judge.products is None:
             return self.symmetry
-        errors = blocks.relative(*blocks.difference(self.products, judge.products))
+        blocks, mine, theirs = self._side_by_side(judge)
+        errors = blocks.relative(*blocks.difference(mine, theirs))
         here, there = (float(errors[blocks.names.index(i), blocks.along.index(j)]) for i, j in (pair, pair[::-1]))
         return self.symmetry if here >= there else replace(self.symmetry, pair=pair[::-1])
 
@@ -220,18 +256,34 @@ def _judge(blocks: Blocks, tolerance: float, difference: Tensor, scales: Tensor,
     return blocks.worst(difference, scales, slack), within
 
 
-def _consensus(witnesses: list[_Case], blocks: Blocks) -> list[_Case]:
+def _consensus(witnesses: list[_Case]) -> list[_Case]:
     """Return the agreeing witnesses of the most independent groups; none where fewer than two groups or a tie."""
-    agree = {frozenset((a.name, b.name)) for a, b in combinations(witnesses, 2) if a.compare(b, blocks)[1]}
-    best: list[tuple[int, int, tuple[_Case, ...]]] = []
-    for size in range(2, len(witnesses) + 1):
-        for members in combinations(witnesses, size):
-            groups = len({_WITNESS.get(case.group, case.group) for case in members})
-            if groups >= 2 and all(frozenset((a.name, b.name)) in agree for a, b in combinations(members, 2)):
-                best.append((groups, size, members))
+    agree = {frozenset((a.name, b.name)) for a, b in combinations(witnesses, 2) if a.compare(b)[1]}
+    chosen = agreeing({case.name: case.group for case in witnesses}, agree)
+    return [case for case in witnesses if case.name in chosen]
+
+
+def agreeing(groups: Mapping[str, str], agree: Collection[frozenset[str]]) -> tuple[str, ...]:
+    """Return the names that agree with each other and come from the most independent groups, at least two.
+
+    Args:
+        groups: Name -> independent group.
+        agree: The pairs of names that agree.
+
+    >>> agreeing({"a": "reverse", "b": "differences", "c": "reverse"}, {frozenset("ab"), frozenset("bc")})
+    ()
+    >>> agreeing({"a": "reverse", "b": "differences", "c": "reverse"}, {frozenset("ab")})
+    ('a', 'b')
+    """
+    best: list[tuple[int, int, tuple[str, ...]]] = []
+    for size in range(2, len(groups) + 1):
+        for members in combinations(groups, size):
+            count = len({_WITNESS.get(groups[name], groups[name]) for name in members})
+            if count >= 2 and all(frozenset(pair) in agree for pair in combinations(members, 2)):
+                best.append((count, size, members))
     if not best:
-        return []
-    most = max(groups for groups, _, _ in best)
-    widest = max(size for groups, size, _ in best if groups == most)
-    top = [members for groups, size, members in best if (groups, size) == (most, widest)]
-    return list(top[0]) if len(top) == 1 else []
+        return ()
+    most = max(count for count, _, _ in best)
+    widest = max(size for count, size, _ in best if count == most)
+    top = [members for count, size, members in best if (count, size) == (most, widest)]
+    return top[0] if len(top) == 1 else ()

@@ -1,33 +1,38 @@
-"""One scalar loss as a function of named parameters: what every reference differentiates."""
+"""One scalar loss of a user's module, called as the user calls it: what every reference differentiates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
+from torch.utils import _pytree
 
 from hessiankit.errors import InputError
-from hessiankit.request.calling import Loss, arguments, read_outputs
+from hessiankit.request.state import Held
 from hessiankit.torch_state import one_at_a_time, ordinary_path
+from hessiankit.verify.in_place import converted, kept, placed
 
 IGNORED_LABEL = -100
+
+Loss: TypeAlias = "str | Callable[..., Tensor] | None"
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A module, a batch and a loss: one scalar function of the parameters named in ``params``.
 
-    Parameters of the module that ``params`` leaves out stay fixed at the values that they have there, and so do its
-    buffers (the module itself is never modified). The flat vector ``theta`` stacks ``vec_r`` of the parameters in the
-    order of ``params``; entry (i, j) of the Hessian is the derivative of entry i of the gradient along entry j.
+    The module is the user's own, called as the user calls it: ``loss(module(*inputs), target)``, with its own Parameter
+    objects, whatever reaches them. A reference that needs another point moves them in place and puts them back
+    (:meth:`at`). The flat vector ``theta`` stacks ``vec_r`` of the parameters in the order of ``params``; entry (i, j) of the
+    Hessian is the derivative of entry i of the gradient along entry j.
 
     Args:
         module: The function under study, in evaluation mode where it has dropout.
@@ -37,7 +42,8 @@ class Problem:
             rows: logits (B, C) or (B, L, C), integer labels (B,) or (B, L), label -100 ignored), a callable
             ``(outputs, target) -> scalar``, or None when the module returns the loss (a scalar, or an object or dict with
             ``loss``; the named losses read ``logits`` of one).
-        params: Name -> value at which to differentiate; empty: every parameter of the module that requires a gradient.
+        params: Name -> value at which to differentiate; empty: every parameter of the module that requires a gradient,
+            as it is.
 
     Raises:
         InputError: An unknown loss or parameter name, a wrong shape, mixed dtypes or devices, nothing to differentiate.
@@ -46,7 +52,7 @@ class Problem:
     >>> weight = {"weight": torch.tensor([[1.0, 2.0]], dtype=torch.float64)}
     >>> x, t = torch.tensor([[1.0, 1.0]], dtype=torch.float64), torch.tensor([[1.0]], dtype=torch.float64)
     >>> problem = Problem(layer, x, t, "mse", weight)
-    >>> problem.loss_value(problem.params).item(), problem.size, problem.slices["weight"]
+    >>> problem.value, problem.size, problem.slices["weight"]
     (4.0, 2, slice(0, 2, None))
     """
 
@@ -76,7 +82,13 @@ class Problem:
             raise InputError("Problem: no floating-point parameter to differentiate; give `params` or set requires_grad.")
         if isinstance(self.loss, str) and self.loss not in _LOSSES:
             raise InputError(f"Problem: unknown loss '{self.loss}'; expected 'mse', 'cross_entropy', a callable or None.")
-        object.__setattr__(self, "params", {name: value.detach().clone() for name, value in chosen.items()})
+        object.__setattr__(self, "params", {name: value.detach() for name, value in chosen.items()})
+
+    @cached_property
+    def own(self) -> dict[str, Tensor]:
+        """The module's own tensors of these names: Parameter objects, or buffers."""
+        known = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
+        return {name: known[name] for name in self.params}
 
     @cached_property
     def slices(self) -> dict[str, slice]:
@@ -92,58 +104,79 @@ class Problem:
         """The flat vector of all parameters, of length P."""
         return torch.cat([value.reshape(-1) for value in self.params.values()])
 
-    @property
+    @cached_property
     def size(self) -> int:
         """P, the number of scalars to differentiate with respect to."""
-        return self.theta.numel()
+        return sum(value.numel() for value in self.params.values())
 
     @property
     def dtype(self) -> torch.dtype:
         """The floating type of the parameters."""
-        return self.theta.dtype
+        return next(iter(self.params.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return next(iter(self.params.values())).device
 
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
         """Cut a flat vector into named parameters."""
         return {name: theta[self.slices[name]].reshape(value.shape) for name, value in self.params.items()}
 
-    def flat_loss(self, theta: Tensor) -> Tensor:
-        """Return the loss at a flat vector of parameters."""
-        return self.loss_value(self.unflatten(theta))
+    # The user's own call -----------------------------------------------------------------------------------------------
 
-    @one_at_a_time
-    def loss_value(self, params: dict[str, Tensor]) -> Tensor:
-        """Return the loss at ``params`` (those left out keep the problem's values).
+    @contextmanager
+    def borrowed(self, point: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Move the module's own parameters to a point (``params`` by default), gradients on; afterwards all is as it was.
 
-        Where ``params`` are of another type than the problem (complex, for the complex-step derivative), everything
-        floating follows them: inputs, target, buffers and the fixed parameters.
+        One thread at a time. What calls can change is put back: random states, modes, buffers, ``.grad``.
+        """
+        values = self.params if point is None else point
+        moved = placed((self.own[name], value) for name, value in values.items())
+        with ordinary_path(), kept(self.module, self.loss), torch.inference_mode(False), torch.enable_grad(), moved:
+            yield
+
+    def near(self, params: dict[str, Tensor]) -> Problem:
+        """Return the same problem at other values of the same parameters."""
+        return replace(self, params=params)
+
+    def call(self) -> Tensor:
+        """Return ``loss(module(inputs), target)`` at the parameters as they are now, a scalar; within :meth:`borrowed`.
 
         Raises:
-            ValueError: The outputs do not fit the target or the loss.
+            InputError: The outputs do not fit the target or the loss.
         """
-        params = {**self.params, **params}
-        fixed = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        # A clone, because a module that updates a buffer (running statistics) must not remember being examined.
-        fixed = {name: value.detach().clone() for name, value in fixed.items() if name not in params}
-        inputs, target = self.inputs, self.target
-        dtype = next(iter(params.values())).dtype
-        if dtype != self.dtype:
-            fixed, inputs, target = (_cast(x, dtype) for x in (fixed, inputs, target))
-        args, kwargs = arguments(inputs)
-        with differentiable_attention():
-            outputs = read_outputs("Problem", self.loss, functional_call(self.module, {**fixed, **params}, args, kwargs))
-            if self.loss is None:
-                return _scalar(outputs)
-            return _scalar(self.loss(outputs, target)) if callable(self.loss) else _LOSSES[self.loss](outputs, target)
+        return _call(self.module, self.inputs, self.target, self.loss)
+
+    def gradient(self) -> list[Tensor]:
+        """Return the gradient of :meth:`call` in each parameter; within :meth:`borrowed`."""
+        loss, own = self.call(), list(self.own.values())
+        if not loss.requires_grad:
+            return [torch.zeros_like(p) for p in own]
+        found = torch.autograd.grad(loss, own, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(own, found, strict=True)]
+
+    def flat_gradient(self) -> Tensor:
+        """Return the gradient at ``params`` as one vector (P)."""
+        with self.borrowed():
+            return torch.cat([g.reshape(-1) for g in self.gradient()])
+
+    def value_at(self, point: Mapping[str, Tensor]) -> float:
+        """Return the loss at other parameters; where they are of another dtype, everything is converted to it meanwhile."""
+        dtype = next(iter(point.values())).dtype
+        inputs, target = (x if dtype == self.dtype else cast(x, dtype) for x in (self.inputs, self.target))
+        with converted((self.module, self.loss), dtype), self.borrowed(point):
+            return float(_call(self.module, inputs, target, self.loss).detach())
 
     @cached_property
     def value(self) -> float:
-        """The loss at ``theta``, checked to be finite and the same when evaluated twice.
+        """The loss at ``params``, checked to be finite and the same when evaluated twice.
 
         Raises:
-            ValueError: It is not finite, or two evaluations differ.
+            InputError: It is not finite, or two evaluations differ.
         """
-        with torch.no_grad():
-            first, second = (self.loss_value(self.params).item() for _ in range(2))
+        with self.borrowed():
+            first, second = (float(self.call().detach()) for _ in range(2))
         if first != first or abs(first) == float("inf"):
             raise InputError(f"Problem: the loss is {first}; expected a finite number. Check the inputs and the labels.")
         if abs(first - second) > 1e4 * torch.finfo(self.dtype).eps * max(abs(first), abs(second)):
@@ -152,6 +185,81 @@ class Problem:
                 "call module.eval() or take the randomness out."
             )
         return first
+
+    # The loss as a function of a vector: torch.func exchanges the parameters that it finds by name ------------------------
+
+    @one_at_a_time
+    def swapped_loss(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss at named parameters, by ``torch.func.functional_call``; :attr:`swap_fault` says if it misses any.
+
+        Where they are of another type than the problem (complex, for the complex-step derivative), everything floating
+        follows them: inputs, target, buffers and the fixed parameters.
+
+        Raises:
+            InputError: The outputs do not fit the target or the loss.
+        """
+        fixed = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        # A clone, because a module that updates a buffer (running statistics) must not remember being examined.
+        fixed = {name: value.detach().clone() for name, value in fixed.items() if name not in values}
+        inputs, target = self.inputs, self.target
+        dtype = next(iter(values.values())).dtype
+        if dtype != self.dtype:
+            fixed, inputs, target = (cast(x, dtype) for x in (fixed, inputs, target))
+
+        def module(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(self.module, {**fixed, **values}, args, kwargs)
+
+        held = Held(self.module)  # functional_call does not put back the parameters of a module that has two names
+        try:
+            with differentiable_attention():
+                return _call(module, inputs, target, self.loss)
+        finally:
+            held.restore()
+
+    def flat_loss(self, theta: Tensor) -> Tensor:
+        """Return :meth:`swapped_loss` at a flat vector."""
+        return self.swapped_loss(self.unflatten(theta))
+
+    @cached_property
+    def swap_fault(self) -> str:
+        """Why ``flat_loss`` is not the module's own loss: what differs, and in which parameter; "" where it is."""
+        theta = self.theta.clone().requires_grad_()
+        with torch.enable_grad():
+            loss = self.flat_loss(theta)
+            swapped = torch.autograd.grad(loss, theta)[0] if loss.requires_grad else torch.zeros_like(theta)
+        return self.difference("torch.func exchanges parameters by name, and so", float(loss.detach()), swapped)
+
+    def difference(self, route: str, loss: float, gradient: Tensor) -> str:
+        """Say where a route's loss or gradient (P) differs from the module's own beyond rounding; "" where it does not."""
+        own = self.flat_gradient()
+        slack = 1e5 * torch.finfo(self.dtype).eps
+        why = "a parameter is reached past the module's attributes: a list, a closure, a hook, the loss"
+        if not abs(loss - self.value) <= slack * max(abs(self.value), 1e-30):
+            return f"{route} gives the loss {loss:.6g}; the module's own is {self.value:.6g}: {why}"
+        off = (gradient - own).abs()
+        if not bool((off <= slack * own.abs().amax()).all()):
+            name = next(n for n, where in self.slices.items() if not bool((off[where] <= slack * own.abs().amax()).all()))
+            return f"{route} gives another gradient in {name!r} than the module's own: {why}"
+        return ""
+
+
+def outputs_of(module: Callable[..., Any], inputs: Any, loss: Loss) -> Any:
+    """Call a module, and return what its loss reads: the whole of it, or ``loss`` or ``logits`` of an object or dict."""
+    if isinstance(inputs, Mapping):
+        outputs = module(**inputs)
+    else:
+        outputs = module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
+    if callable(loss) or isinstance(outputs, Tensor):
+        return outputs
+    key = "logits" if loss else "loss"
+    return outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, outputs)
+
+
+def _call(module: Callable[..., Any], inputs: Any, target: Any, loss: Loss) -> Tensor:
+    outputs = outputs_of(module, inputs, loss)
+    if callable(loss):
+        return _scalar(loss(outputs, target))
+    return _LOSSES[loss](outputs, target) if loss else _scalar(outputs)
 
 
 @contextmanager
@@ -210,11 +318,10 @@ def _scalar(value: Any) -> Tensor:
     return value.reshape(())
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Return nested containers with their floating tensors in another dtype."""
+
+    def one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return _pytree.tree_map(one, dict(tree) if isinstance(tree, Mapping) else tree)

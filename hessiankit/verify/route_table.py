@@ -63,15 +63,13 @@ def signatures(function: Callable[..., Tensor], parameters: Mapping[str, Tensor]
     >>> list(signatures(lambda p: (p["W"] * 2).sum(), {"W": torch.ones(2)}))
     ['aten.mul.Tensor(self*)', 'aten.sum.default(self*)']
     """
-    names = list(parameters)
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
     with torch.enable_grad():
-        graph = record(
-            lambda *values: function(dict(zip(names, values, strict=True))), list(parameters.values()), {}, parameters=len(names)
-        ).graph
+        graph = record(lambda: function(leaves), list(leaves.values()), {}).graph
     moving: set[Node] = set()
     found: dict[str, None] = {}
-    for position, node in enumerate(graph.nodes):
-        if node.op == "placeholder" and position < len(names):
+    for node in graph.nodes:
+        if node.op == "placeholder":
             moving.add(node)
         elif node.op == "call_function" and not moving.isdisjoint(node.all_input_nodes):
             moving.add(node)
@@ -98,7 +96,7 @@ def choose(problem: Problem, default: tuple[str, ...]) -> Choice:
     if version != table["torch"]:
         return Choice(default, {}, f"the route table is of torch {table['torch']}, this is {version}")
     try:
-        found = signatures(problem.loss_value, problem.params)
+        found = signatures(problem.swapped_loss, problem.params)
     except (HessiankitError, RuntimeError, TypeError, ValueError) as reason:
         return Choice(default, {}, f"the operations cannot be listed: {str(reason).splitlines()[0]}")
     known = {signature: _known(signature, table["operations"]) for signature in found}
@@ -153,7 +151,7 @@ def distilled(found: RouteTable) -> dict[str, Any]:
             continue
         example = operation.example(found.seed)
         problem = Problem(example.module, example.x, example.target, operation.loss, example.parameters)
-        for signature in signatures(problem.loss_value, problem.params):
+        for signature in signatures(problem.swapped_loss, problem.params):
             row = rows.setdefault(signature, {reference: [] for reference in ROUTES_OF})
             for reference, tried in ROUTES_OF.items():
                 row[reference].append((_status(found, name, tried), name))

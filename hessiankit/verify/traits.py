@@ -21,6 +21,7 @@ class Traits:
         layer_norm_gain: A ``layer_norm`` with a gain was called on differentiated values.
         precision: The lowest floating type that differentiated values pass through.
         lowered_by: The operation that first went below the type of the parameters; "" where none did.
+        stopped_by: The first operation that cut a differentiated value off (``detach``, ``.data``, ``no_grad``); "" if none.
         padding: Why torch's gradient is not that of the loss, where an embedding reads its padding token; else "".
     """
 
@@ -28,6 +29,7 @@ class Traits:
     precision: torch.dtype
     lowered_by: str
     padding: str = ""
+    stopped_by: str = ""
 
 
 def traits(problem: Problem) -> Traits:
@@ -36,19 +38,26 @@ def traits(problem: Problem) -> Traits:
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)).double()
     >>> x = torch.eye(2, dtype=torch.float64)
     >>> traits(Problem(module, x, x))
-    Traits(layer_norm_gain=True, precision=torch.float64, lowered_by='', padding='')
+    Traits(layer_norm_gain=True, precision=torch.float64, lowered_by='', padding='', stopped_by='')
     """
     watch = _Watch(problem.dtype)
-    theta = problem.theta.clone().requires_grad_()
-    with torch.enable_grad(), watch:
-        problem.flat_loss(theta)
-    return Traits(watch.layer_norm_gain, watch.precision, watch.lowered_by, PADDING if watch.padding else "")
+    with problem.borrowed(), watch:
+        problem.call()
+    return Traits(watch.layer_norm_gain, watch.precision, watch.lowered_by, PADDING if watch.padding else "", watch.stopped_by)
 
 
 PADDING = (
     "an embedding reads its padding_idx: torch leaves that row out of the gradient, which is that of the loss only if the token "
     "is masked everywhere else; where it is not, no two routes agree: mask it, or build the embedding with padding_idx=None"
 )
+
+
+STOPPED = (
+    "{} stops a gradient: torch holds that value constant, and H is the derivative of torch's gradient with it held; central "
+    "differences of the gradient move it too, so where it enters the loss they differ and are no reference here"
+)
+NO_GRAD = "torch.no_grad"
+_MAKERS = ("_like", "new_", "size", "item", "tolist", "numpy")
 
 
 def _reads_padding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **options: Any) -> bool:
@@ -77,6 +86,7 @@ class _Watch(TorchFunctionMode):
         self.layer_norm_gain = False
         self.precision, self.lowered_by = dtype, ""
         self.padding = False
+        self.stopped_by = ""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -84,6 +94,8 @@ class _Watch(TorchFunctionMode):
         """Call through, and look at what came out."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if not self.stopped_by and isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:
+            self._note_stop(func, args)
         if isinstance(result, Tensor) and result.requires_grad and result.is_floating_point():
             name = getattr(func, "__name__", "")
             gain = kwargs.get("weight", args[2] if len(args) > 2 else None)
@@ -92,3 +104,10 @@ class _Watch(TorchFunctionMode):
             if torch.finfo(result.dtype).eps > torch.finfo(self.precision).eps:
                 self.precision, self.lowered_by = result.dtype, name
         return result
+
+    def _note_stop(self, func: Any, args: Sequence[Any]) -> None:
+        name = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+        moving = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        if moving and not any(word in name for word in _MAKERS):
+            self.stopped_by = name if torch.is_grad_enabled() else NO_GRAD

@@ -221,6 +221,12 @@ class TestByHand:
 
 
 class TestRegion:
+    @pytest.mark.parametrize(("last", "equal"), [(None, True), ([-2.0, -2.0, -2.0], True), ([2.0, 2.0, 1.0], False)])
+    def test_gains_are_equal_only_if_all_are(self, last: list[float] | None, equal: bool) -> None:
+        p = draw(3, 3, 2, 4)
+        gains = {} if last is None else {"gamma_2": torch.tensor(last, dtype=torch.float64)}
+        assert PostBlockNorms.measured(p.X, *arrays(p), **gains).uniform is equal
+
     @pytest.mark.parametrize("eps", [0.0, 0.05])
     def test_holds_over_a_ball(self, eps: float) -> None:
         p, radius, g = draw(3, 4, 2, 5), 1e-3, torch.Generator().manual_seed(3)

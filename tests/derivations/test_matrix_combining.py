@@ -36,6 +36,12 @@ class TestSimplification:
 
     W, V = Dense(A, "W"), Dense(tensor("V", 2, 3), "V")
 
+    def test_scalars_inside_a_product_come_out_of_it(self) -> None:
+        inner = Product([self.W, scaled(3, self.V)])
+        found = product(inner, Dense(tensor("U", 3, 4), "U"))
+        assert isinstance(found, Scaled)
+        assert torch.equal(found.dense(F64), 3 * A.to(F64) @ tensor("V", 2, 3).to(F64) @ tensor("U", 3, 4).to(F64))
+
     def test_identities_are_dropped(self) -> None:
         assert product(Identity(3), self.W, Identity(2)) is self.W
         assert product(Identity(3), Identity(3)).latex() == "I_{3}"

@@ -26,6 +26,17 @@ def rms_norm(X, gamma=1.0, eps=0.0):
     return X / (X.square().mean(-1, keepdim=True) + eps).sqrt() * gamma
 
 
+def test_one_eps_for_each_row_as_a_list_or_a_tensor():
+    X, eps = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), [0.1, 0.0, 2.0]
+    for given in (eps, tuple(eps), torch.tensor(eps, dtype=torch.float64)):
+        torch.testing.assert_close(
+            LayerNormAt(X, eps=given).value,
+            layer_norm(X, eps=torch.tensor(eps, dtype=torch.float64).unsqueeze(1)),
+            rtol=1e-14,
+            atol=0,
+        )
+
+
 @pytest.mark.parametrize("eps", [0, 1e-5, 0.7])
 @pytest.mark.parametrize("names", [("X",), ("X", "gamma"), ("X", "beta"), ("X", "gamma", "beta")])
 def test_layernorm_blocks_against_autograd(names, eps):

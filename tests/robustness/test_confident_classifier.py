@@ -17,9 +17,10 @@ import hessiankit as hk
 from derivations.activation import derivatives
 from derivations.elementwise import KINDS
 from derivations.loss import CrossEntropy, CrossEntropyAt
+from derivations.softmax import LogSoftmax
 from hessiankit.engine.row_curvature import RowCurvature, of_loss
 
-GAPS = [2.0, 12.0, 30.0, 45.0, 200.0]
+GAPS = [2.0, 12.0, 17.0, 30.0, 45.0, 200.0]
 """Of the label's logit over the next one: 1 - p is from 0.1 to 1e-87."""
 
 
@@ -55,6 +56,42 @@ def test_slope_and_curvature_in_the_logits(gap):
     pulled = rows.pulled(torch.eye(4, dtype=torch.float64).unsqueeze(0), full=True)[0]
     assert_every_digit(pulled, K)
     assert_every_digit(rows.diagonal()[0], K.diagonal())
+
+
+@pytest.mark.parametrize("gap", GAPS)
+def test_log_softmax_pulls_back_what_soft_labels_give(gap):
+    """g - p (1 . g) at every entry, the label's among them; with g for the others from large to negligible beside 1 - p."""
+    logits = [gap, 0.0, -1.0, 0.5]
+    for other in (0.3, 1e-3, 1e-15):
+        g = torch.tensor([[-1.0, -other, other / 2, -other / 4]], dtype=torch.float64)
+        with mp.workdps(400):
+            powers = [mp.exp(mp.mpf(v)) for v in logits]
+            exact = [mp.mpf(float(v)) for v in g[0]]
+            expected = [float(a - e / sum(powers) * sum(exact)) for a, e in zip(exact, powers, strict=True)]
+        found = LogSoftmax(-1).vjp((torch.tensor([logits], dtype=torch.float64),), g)[0]
+        assert_every_digit(found[0], torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["three gaps", "one confident row", "a row without a label"])
+def test_the_diagonal_of_several_confident_rows(kind):
+    """A mean over rows: each has its share of the loss, and its own distance from one-hot."""
+    generator = torch.Generator().manual_seed(1)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        module[2].weight.mul_({"three gaps": 12.0, "one confident row": 6.0, "a row without a label": 30.0}[kind])
+        x = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+        y = module(x).argmax(-1)
+    p = torch.softmax(module(x).detach(), -1).amax(-1)
+    assert float(p.max()) > 0.9999
+    kept = torch.tensor([0, 2]) if kind == "a row without a label" else torch.arange(3)
+    judge = ManyDigits(module, x[kept], y[kept], "cross_entropy")
+    expected = torch.stack([judge.column(k)[k] for k in range(sum(p.numel() for p in module.parameters()))])
+    y[[k for k in range(3) if k not in kept]] = -100
+    found = hk.curvature_diagonal(module, x, y, loss="cross_entropy")
+    entries = torch.cat([found[name].reshape(-1) for name, _ in module.named_parameters()])
+    assert float((entries - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor] | str] = {

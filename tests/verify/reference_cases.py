@@ -35,3 +35,7 @@ class Attention(nn.Module):
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())

@@ -10,8 +10,9 @@ from reference_cases import RIGHT, Attention, HandWrittenNorm, draw
 from torch import nn
 
 from hessiankit.errors import InputError
-from hessiankit.verify.comparison import block_errors, probe_directions
+from hessiankit.verify.comparison import block_errors
 from hessiankit.verify.health import examine
+from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported, run_references
 
@@ -171,6 +172,29 @@ def test_the_form_under_test_never_judges():
     assert "not confirmed" in alone["reverse-over-reverse"].reason
 
 
+def test_references_that_are_not_symmetric_do_not_judge():
+    """Two groups with one asymmetric error between them agree, and still confirm nothing and accuse nobody."""
+    problem = linear_norm(HandWrittenNorm)
+    matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
+    crooked = matrix.clone()
+    crooked[problem.slices["1.weight"], problem.slices["0.weight"]] *= 1.5
+    health = examine({"central-differences": crooked, "jvp(grad)": crooked, "reverse-over-reverse": matrix}, problem)
+    assert not any(report.healthy for report in health.values())
+    assert "not confirmed" in health["reverse-over-reverse"].reason
+    assert "not symmetric" in health["jvp(grad)"].reason
+
+
+def test_a_reference_that_resolves_nothing_confirms_nothing():
+    """Within an error of a tenth it agrees with every other route, right or wrong."""
+    problem = linear_norm(HandWrittenNorm)
+    matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
+    coarse = Outcome(1.05 * matrix, 0.1 * matrix.abs(), 0.0)
+    health = examine({"central-differences": coarse, "reverse-over-reverse": matrix}, problem)
+    assert not any(report.healthy for report in health.values())
+    assert "resolves some block to 9.5e-02 only" in health["central-differences"].reason
+    assert "not confirmed" in health["reverse-over-reverse"].reason
+
+
 def test_two_members_of_one_group_do_not_confirm_each_other():
     problem = linear_norm(HandWrittenNorm)
     matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
@@ -219,7 +243,7 @@ def test_shapes_are_checked():
 
 def test_probes_lie_on_one_parameter_each_and_depend_on_the_seed_alone():
     problem = head()
-    V, owners = probe_directions(problem, per_block=3, seed=4)
+    V, owners, _ = probe_directions(problem, per_block=3, seed=4)
     assert owners.count("q.weight") == 3
     assert owners.count("q.bias") == 2  # no more directions than entries
     for row, owner in zip(V, owners, strict=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hessiankit as hk
+from derivations import activation
 from derivations.linear import Scale
 from derivations.loss import MeanSquaredError
 from derivations.matrix import Commutation
@@ -135,6 +136,30 @@ def test_normalisation_of_the_loss_twice_in_the_formulas(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(PostNormBlockAt, "loss_hessian", twice)
     assert not verdict()
+
+
+def test_an_error_in_a_block_that_is_a_billionth_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Faint(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.W, self.V = (torch.nn.Parameter(torch.randn(3, 2, dtype=torch.float64)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.W + 1e-9 * torch.tanh(x @ self.V)
+
+    torch.manual_seed(0)
+    module, x, target = Faint(), torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    assert hk.check(module, x, target)
+    right = activation.derivatives
+
+    def other(kind: str, x: Any, *rest: Any) -> Any:
+        value, first, second = right(kind, x, *rest)
+        return value, first, second if second is None or kind != "tanh" else -second
+
+    monkeypatch.setattr(activation, "derivatives", other)
+    report = hk.check(module, x, target)
+    assert not report
+    assert failed_names(report) == {"V x V"}
 
 
 def test_one_healthy_reference_is_not_enough() -> None:

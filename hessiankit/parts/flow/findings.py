@@ -12,9 +12,10 @@ from torch.utils import _pytree
 from hessiankit.errors import HessiankitError, InputError
 from hessiankit.parts.finding import TYPE_OF_ROLE, Finding, segments_left, segments_of
 from hessiankit.parts.flow.reader import Reading, read
-from hessiankit.request.calling import arguments
+from hessiankit.request.calling import arguments, map_tensors
 from hessiankit.torch_state import one_at_a_time, ordinary_path
 from hessiankit.tracing.recording import record
+from hessiankit.untouched import untouched
 
 _PLAIN = (  # use of a parameter that is in no multiplication: type, role, reason; the first that holds
     ("lookup", "Emb", "embedding", "rows of it are looked up"),
@@ -49,23 +50,13 @@ def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
     [('query', ((0, 4),)), ('key', ((4, 8),)), ('value', ((8, 12),))]
     """
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    args, kwargs = arguments(inputs)
-    flat, spec = _pytree.tree_flatten((args, kwargs))
-    data = [x.detach() for x in flat if isinstance(x, Tensor)]
-
-    def run(*tensors: Tensor) -> Tensor:
-        weights, given = tensors[: len(parameters)], iter(tensors[len(parameters) :])
-        positional, named = _pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in flat], spec)
-        named_weights = dict(zip(parameters, weights, strict=True))
-        with ordinary_path():
-            return _main_output(torch.func.functional_call(model, named_weights, positional, named))
-
-    training = {module: module.training for module in model.modules()}
-    model.eval()
+    args, kwargs = map_tensors(torch.Tensor.detach, arguments(inputs))
+    data = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     try:
-        with torch.enable_grad():
+        with untouched(model), ordinary_path():
             # with no parameter to differentiate, an autograd.Function runs as the operations that its forward consists of
-            recording = record(run, [*parameters.values(), *data], {}, parameters=0)
+            leaves = [p.requires_grad_(False) for p in model.parameters()]
+            recording = record(lambda: _main_output(model(*args, **kwargs)), [*leaves, *data], {})
             reading = read(recording, parameters, data)
     except HessiankitError:
         raise
@@ -75,9 +66,6 @@ def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
             f"model_parts: the model does not run on inputs= ({reason}); pass a tensor, a tuple of positional or a mapping of "
             "keyword arguments that the model takes, or leave inputs= out"
         ) from error
-    finally:
-        for module, mode in training.items():
-            module.training = mode
     return _Judge(reading, parameters).findings
 
 

@@ -98,9 +98,7 @@ def examine_identities(problem: Problem, H: Tensor, *, rtol: float, precision: t
     eps = torch.finfo(precision or problem.dtype).eps
     rng = torch.Generator().manual_seed(0)
     proved = confirmed(problem, candidates, rng, 1e-12 if eps < 1e-12 else 64 * eps)
-    theta = problem.theta.clone().requires_grad_()
-    with torch.enable_grad():
-        (g,) = torch.autograd.grad(problem.flat_loss(theta), theta)
+    g = problem.flat_gradient()
     errors = _errors(problem, H, g, [motion for _, motions in proved for motion in motions], eps)
     rows, at = [], 0
     for symmetry, motions in proved:
@@ -140,8 +138,7 @@ def _normal(x: Tensor, rng: torch.Generator) -> Tensor:
 def _loss(problem: Problem, point: dict[str, Tensor]) -> float:
     """Return the loss at a point, NaN where the module cannot be evaluated there or in float64."""
     try:
-        with torch.no_grad():
-            return float(problem.loss_value(point))
+        return problem.value_at(point)
     except RuntimeError:
         return math.nan
 

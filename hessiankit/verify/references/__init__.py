@@ -15,10 +15,12 @@ Members of one group share a path and its defects: two of them are one witness.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from torch import Tensor
 
 from hessiankit.errors import InputError
+from hessiankit.verify.probes import Probes
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references.automatic import FuncHessian, JvpOfGrad, ReverseOverReverse
 from hessiankit.verify.references.base import Outcome, Progress, Reference, Unsupported
@@ -46,6 +48,7 @@ def run_references(
     V: Tensor | None = None,
     names: Iterable[str] | None = None,
     *,
+    probes: Probes | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Outcome | Unsupported]:
     """Run references one after the other; one that does not exist for the problem returns its ``Unsupported``.
@@ -54,6 +57,7 @@ def run_references(
         problem: The loss to differentiate.
         V: Directions (k, P); None for whole matrices.
         names: Keys of ``REFERENCES``; None for all of them.
+        probes: Directions of their own for the routes that call the module many times a direction (central differences).
         progress: Called with (reference, directions done, directions in all).
 
     Raises:
@@ -71,8 +75,11 @@ def run_references(
         if name not in REFERENCES:
             raise InputError(f"run_references: no reference named '{name}'; choose from {', '.join(REFERENCES)}.")
         tell = None if progress is None else lambda done, total, name=name: progress(name, done, total)
+        reference = REFERENCES[name]
+        own = probes if reference.many_calls else None
         try:
-            results[name] = REFERENCES[name].measure(problem, V, progress=tell)
+            outcome = reference.measure(problem, V if own is None else own.V, progress=tell)
+            results[name] = replace(outcome, probes=own)
         except Unsupported as reason:
             results[name] = reason
     return results

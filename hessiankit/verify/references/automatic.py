@@ -1,19 +1,27 @@
-"""The three orders in which automatic differentiation can be applied twice."""
+"""The orders in which automatic differentiation can be applied twice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._vmap_internals import _vmap  # what torch.autograd.functional takes forward-mode directions together with
+from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp, vmap
+from torch.overrides import TorchFunctionMode
 
-from hessiankit.verify.problem import Problem
-from hessiankit.verify.references.base import Progress, Reference, in_chunks
+from hessiankit.verify.problem import Problem, differentiable_attention
+from hessiankit.verify.references.base import FAILURES, Product, Progress, Reference, Unsupported, first_line, in_chunks
+from hessiankit.verify.traits import NO_GRAD, traits
 
 
 class ReverseOverReverse(Reference):
     """H v = d/dtheta <g(theta), v>: the gradient's own graph is differentiated backwards again.
+
+    The module is called as it is, with its own parameters.
 
     >>> from torch import nn
     >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
@@ -27,61 +35,187 @@ class ReverseOverReverse(Reference):
     summary = "torch.autograd.grad twice"
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        theta = problem.theta.clone().requires_grad_()
-        try:
-            loss = problem.flat_loss(theta)
-            if not loss.requires_grad:
-                return torch.zeros_like(V), None, "the loss does not depend on the parameters"
-            (gradient,) = torch.autograd.grad(loss, theta, create_graph=True)
-            if not gradient.requires_grad:
-                return torch.zeros_like(V), None, "the gradient does not depend on the parameters"
+        def pull(outputs: list[Tensor], kept: list[str], rows: Tensor, batched: bool) -> Tensor:
+            parts = [rows[..., problem.slices[n]].reshape(*rows.shape[:-1], *problem.params[n].shape) for n in kept]
+            own = list(problem.own.values())
+            found = torch.autograd.grad(
+                outputs, own, parts, retain_graph=True, is_grads_batched=batched, allow_unused=True, materialize_grads=True
+            )
+            return torch.cat([x.reshape(*rows.shape[:-1], -1) for x in found], -1)
 
-            def pull(rows: Tensor, batched: bool) -> Tensor:
-                (product,) = torch.autograd.grad(
-                    gradient, theta, rows, retain_graph=True, is_grads_batched=batched, materialize_grads=True
+        try:
+            with problem.borrowed(), differentiable_attention():
+                outputs, kept, note = self._graph(problem)
+                if not outputs:
+                    return torch.zeros_like(V), None, note
+                value, note = in_chunks(
+                    lambda rows: pull(outputs, kept, rows, True), lambda row: pull(outputs, kept, row, False), V, chunk, progress
                 )
-                return product
-
-            value, note = in_chunks(lambda rows: pull(rows, True), lambda row: pull(row, False), V, chunk, progress)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+        except FAILURES as error:
             raise self.unsupported(error) from error
         return value, None, note
 
+    @staticmethod
+    def _graph(problem: Problem) -> tuple[list[Tensor], list[str], str]:
+        """Return the parts of the gradient that can be differentiated again, and whose they are; or why there are none."""
+        loss = problem.call()
+        if not loss.requires_grad:
+            return [], [], "the loss does not depend on the parameters"
+        gradient = torch.autograd.grad(loss, list(problem.own.values()), create_graph=True, allow_unused=True)
+        parts = {n: g for n, g in zip(problem.own, gradient, strict=True) if g is not None and g.requires_grad}
+        return list(parts.values()), list(parts), "" if parts else "the gradient does not depend on the parameters"
 
-class _ForwardOverGradient(Reference):
-    """H v = d/de g(theta + e v) by forward mode, with the gradient taken by one of torch.func's transforms."""
+    @contextmanager
+    def along(self, problem: Problem) -> Iterator[Product]:
+        """Return products along one direction after the other, from one graph of the gradient."""
+        own = problem.own
+        with problem.borrowed(), differentiable_attention():
+            outputs, kept, _ = self._graph(problem)
+            parts = dict(zip(kept, outputs, strict=True))
 
-    gradient: Callable[..., Callable[..., Tensor]]
+            def product(direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
+                met = [n for n in direction if n in parts]
+                if not met:
+                    return {n: torch.zeros_like(p) for n, p in own.items()}, None
+                found = torch.autograd.grad(
+                    [parts[n] for n in met],
+                    list(own.values()),
+                    [direction[n] for n in met],
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                return dict(zip(own, found, strict=True)), None
 
-    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        gradient = type(self).gradient(problem.flat_loss)
-
-        def push(v: Tensor) -> Tensor:
-            return jvp(gradient, (problem.theta,), (v,))[1]
-
-        try:
-            value, note = in_chunks(vmap(push), push, V, chunk, progress)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            raise self.unsupported(error) from error
-        return value, None, note
+            try:
+                yield product
+            except FAILURES as error:
+                raise self.unsupported(error) from error
 
 
-class JvpOfGrad(_ForwardOverGradient):
-    """H v = jvp(grad(f)): forward mode through one reverse sweep."""
+class JvpOfGrad(Reference):
+    """H v = jvp(grad(f)): forward mode through one reverse sweep.
+
+    The module is called as it is: for the time of a call its own parameters carry the direction as their tangent. Some
+    backward formulas of torch have no forward mode outside ``torch.func`` (silu, group_norm); there the parameters are
+    exchanged by name, if that gives the module's own loss and gradient.
+    """
 
     name = "jvp(grad)"
     independent_group = "forward-over-reverse"
-    summary = "torch.func.jvp of torch.func.grad"
-    gradient = staticmethod(grad)
+    summary = "dual numbers through torch.autograd.grad; torch.func.jvp of torch.func.grad where they do not pass"
+
+    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
+        def push(v: Tensor) -> Tensor:
+            return torch.cat([x.reshape(-1) for x in self._dual(problem, problem.unflatten(v)).values()])
+
+        try:
+            with self._carrying(problem):
+                value, note = in_chunks(_vmap(push), push, V, chunk, progress)
+        except FAILURES as error:
+            gradient, why = self._exchanged(problem, error)
+
+            def forward(v: Tensor) -> Tensor:
+                found: dict[str, Tensor] = jvp(gradient, (problem.params,), (problem.unflatten(v),))[1]
+                return torch.cat([x.reshape(-1) for x in found.values()])
+
+            try:
+                value, note = in_chunks(vmap(forward), forward, V, chunk, progress)
+            except FAILURES as again:
+                raise self.unsupported(again) from again
+            note = "; ".join(filter(None, (why, note)))
+        return value, None, note
+
+    @contextmanager
+    def along(self, problem: Problem) -> Iterator[Product]:
+        """Return products along one direction after the other, each by a call of its own."""
+
+        def product(direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
+            try:
+                with self._carrying(problem):
+                    return self._dual(problem, direction), None
+            except FAILURES as error:
+                gradient, _ = self._exchanged(problem, error)
+            whole = {n: direction[n] if n in direction else torch.zeros_like(p) for n, p in problem.params.items()}
+            try:
+                return jvp(gradient, (problem.params,), (whole,))[1], None
+            except FAILURES as error:
+                raise self.unsupported(error) from error
+
+        yield product
+
+    @staticmethod
+    @contextmanager
+    def _carrying(problem: Problem) -> Iterator[None]:
+        """Have copies in the place of the parameters: the storage of the user's own is never written into."""
+        with problem.borrowed({n: p.clone() for n, p in problem.params.items()}), differentiable_attention():
+            yield
+
+    @staticmethod
+    def _dual(problem: Problem, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = problem.own
+        with forward_ad.dual_level():
+            # No graph, but forward mode stays on; the tangents go with the level, and graphs of the user's stay valid.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own.values())):
+                for n, v in direction.items():
+                    own[n].copy_(forward_ad.make_dual(own[n].detach().clone(), v))
+            with _StoppedByNoGrad():
+                gradient = problem.gradient()
+            found = [forward_ad.unpack_dual(g).tangent for g in gradient]
+        return {n: torch.zeros_like(p) if t is None else t for (n, p), t in zip(own.items(), found, strict=True)}
+
+    def _exchanged(self, problem: Problem, error: Exception) -> tuple[Callable[..., dict[str, Tensor]], str]:
+        """Return the gradient by name, for where dual numbers do not pass, and a note of why.
+
+        Raises:
+            Unsupported: It is not the module's own.
+        """
+        why = f"by torch.func, as dual numbers do not pass ({first_line(error)})"
+        try:
+            fault = problem.swap_fault
+        except FAILURES as again:
+            raise self.unsupported(again) from again
+        if traits(problem).stopped_by == NO_GRAD:
+            fault = "there forward mode passes torch.no_grad, where torch's gradient stops"
+        if fault:
+            raise Unsupported(self.name, f"{why}; {fault}") from error
+        return grad(problem.swapped_loss), why
 
 
-class FuncHessian(_ForwardOverGradient):
+class _StoppedByNoGrad(TorchFunctionMode):
+    """Drop tangents where gradients are off: reverse mode stops at ``torch.no_grad``, forward mode would not."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call through; without gradients, return a new result as a constant."""
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() or not isinstance(result, Tensor) or any(result is x for x in args):
+            return result
+        return forward_ad.unpack_dual(result).primal
+
+
+class FuncHessian(Reference):
     """H v = jvp(jacrev(f)), one column of ``torch.func.hessian`` = jacfwd(jacrev(f)) for each basis direction.
 
-    Through ``layer_norm`` with a gain torch loses a term on this route; ``examine`` shows it.
+    It exchanges the parameters by name (``functional_call``). Through ``layer_norm`` with a gain torch loses a term on this
+    route; ``examine`` shows it.
     """
 
     name = "torch.func.hessian"
     independent_group = "jacfwd(jacrev)"
     summary = "torch.func.jvp of torch.func.jacrev, that is torch.func.hessian"
-    gradient = staticmethod(jacrev)
+
+    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
+        gradient = jacrev(problem.flat_loss)
+
+        def push(v: Tensor) -> Tensor:
+            return jvp(gradient, (problem.theta,), (v,))[1]
+
+        try:
+            if problem.swap_fault:
+                raise Unsupported(self.name, problem.swap_fault)
+            value, note = in_chunks(vmap(push), push, V, chunk, progress)
+        except FAILURES as error:
+            raise self.unsupported(error) from error
+        return value, None, note

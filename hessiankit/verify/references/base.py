@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,10 +13,17 @@ import torch
 from torch import Tensor
 
 from hessiankit.errors import HessiankitError, InputError
-from hessiankit.verify.problem import Problem
+from hessiankit.verify.probes import Probes
+from hessiankit.verify.problem import Problem, differentiable_attention
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (directions done, directions in all)."""
+
+Product: TypeAlias = Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], dict[str, float] | None]]
+"""A direction by parameter (zero where left out) -> H v by parameter, and the route's own error of each, if it has one."""
+
+FAILURES = (RuntimeError, NotImplementedError, TypeError)
+"""What differentiation raises where it cannot take an operation."""
 
 MEMORY_BUDGET = 2**30
 """Bytes that the directions pushed together may take by default."""
@@ -46,12 +54,14 @@ class Outcome:
             only error is rounding.
         seconds: Wall time.
         note: What a reader should know: directions taken one at a time, steps shrunk at a kink.
+        probes: The directions of ``value``, where they are the route's own and not those that were asked for.
     """
 
     value: Tensor
     error: Tensor | None
     seconds: float
     note: str = ""
+    probes: Probes | None = None
 
 
 class Reference(ABC):
@@ -64,6 +74,8 @@ class Reference(ABC):
     name: str
     independent_group: str
     summary: str
+    many_calls = False
+    """Whether a direction costs dozens of calls of the module, so that a few directions have to do."""
 
     @abstractmethod
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
@@ -91,20 +103,31 @@ class Reference(ABC):
             Unsupported: The route does not exist for this problem.
             InputError: The problem or the directions cannot be used.
         """
-        _ = problem.value  # refuses a loss that is random or not finite, before any work
-        directions = torch.eye(problem.size, dtype=problem.dtype, device=problem.theta.device) if V is None else V
+        try:
+            _ = problem.value  # refuses a loss that is random or not finite, before any work
+            chunk = chunk or directions_at_once(problem, memory)
+        except FAILURES as failure:
+            raise self.unsupported(failure) from failure
+        directions = torch.eye(problem.size, dtype=problem.dtype, device=problem.device) if V is None else V
         if directions.ndim != 2 or directions.shape[1] != problem.size:
             raise InputError(f"{self.name}: directions have shape {tuple(directions.shape)}; expected (k, {problem.size}).")
         directions = directions.to(problem.theta)
         start = time.perf_counter()
         with torch.enable_grad():
-            chunk = chunk or directions_at_once(problem, memory)
             value, error, note = self._products(problem, directions, chunk, progress or _silent)
         if V is None:
             value, error = value.T, None if error is None else error.T
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
         return Outcome(value.detach(), error, time.perf_counter() - start, note)
+
+    def along(self, problem: Problem) -> AbstractContextManager[Product]:
+        """Return products along one direction after the other, by parameter and without a flat vector; for large modules.
+
+        Raises:
+            Unsupported: The route has none.
+        """
+        raise Unsupported(self.name, "it has no products by parameter, which a module of this size needs")
 
     def products(self, problem: Problem, V: Tensor, *, chunk: int | None = None, progress: Progress | None = None) -> Tensor:
         """Return H v for every row v of ``V``: (k, P) -> (k, P)."""
@@ -168,7 +191,9 @@ def first_line(error: Exception) -> str:
 def directions_at_once(problem: Problem, memory: int = MEMORY_BUDGET) -> int:
     """Return how many directions fit together."""
     low, high = CHUNK_RANGE
-    return max(low, min(high, memory // bytes_per_direction(problem.flat_loss, problem.theta)))
+    with problem.borrowed(), differentiable_attention():
+        need = _pushed_bytes(problem.call, list(problem.own.values()))
+    return max(low, min(high, memory // need))
 
 
 def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
@@ -177,6 +202,11 @@ def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
     >>> bytes_per_direction(lambda x: (x**3).sum(), torch.zeros(2)) % (2 * 4)  # whole copies of two float32 numbers
     0
     """
+    theta = theta.clone().requires_grad_()
+    return _pushed_bytes(lambda: loss(theta), [theta])
+
+
+def _pushed_bytes(loss: Callable[[], Tensor], parameters: list[Tensor]) -> int:
     kept = 0
 
     def count(value: Tensor) -> Tensor:
@@ -184,11 +214,10 @@ def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
         kept += value.numel() * value.element_size()
         return value
 
-    theta = theta.clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(count, lambda value: value):
-        value = loss(theta)
+        value = loss()
         if value.requires_grad:
-            torch.autograd.grad(value, theta, create_graph=True)
+            torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
     return max(1, 3 * kept)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.references.base import Progress, Reference, Unsupported
+from hessiankit.verify.references.base import FAILURES, Progress, Reference, Unsupported
 
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
@@ -17,10 +17,11 @@ _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 class ComplexStep(Reference):
     """H v = Im g(theta + i h v) / h with h so small (1e-30 in float64) that the error h^2 is below rounding.
 
-    It needs a loss that extends holomorphically, in operations that torch has for complex numbers. Softmax, layer_norm,
-    gelu and relu it has not; written out in exp, sqrt and division they work. An operation that is complex but not
-    holomorphic (abs, var, conj) would give wrong numbers silently, so the first derivative is tested along a generic
-    direction and along every direction asked for: Im f(theta + i h v) / h must equal <g, v>.
+    It exchanges the parameters by name (``functional_call``), and needs a loss that extends holomorphically, in operations
+    that torch has for complex numbers. Softmax, layer_norm, gelu and relu it has not; written out in exp, sqrt and division
+    they work. An operation that is complex but not holomorphic (abs, var, conj) would give wrong numbers silently, so the
+    first derivative is tested along a generic direction and along every direction asked for: Im f(theta + i h v) / h must
+    equal <g, v>.
 
     Source: Squire and Trapp, Using complex variables to estimate derivatives of real functions, SIAM Review 40 (1998).
     """
@@ -32,10 +33,14 @@ class ComplexStep(Reference):
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         if problem.dtype not in _COMPLEX:
             raise Unsupported(self.name, f"torch has no complex type of {problem.dtype}")
+        try:
+            fault = problem.swap_fault
+        except FAILURES as error:
+            raise self.unsupported(error) from error
+        if fault:
+            raise Unsupported(self.name, fault)
         h = 1e-30 if problem.dtype == torch.float64 else 1e-12
-        theta = problem.theta.clone().requires_grad_()
-        loss = problem.flat_loss(theta)
-        slope = torch.autograd.grad(loss, theta)[0] if loss.requires_grad else torch.zeros_like(theta)
+        slope = problem.flat_gradient()
         gradient = self._gradient(problem)
 
         def derivative(v: Tensor) -> Tensor:
@@ -54,7 +59,7 @@ class ComplexStep(Reference):
                 for v in V:
                     products.append(derivative(v))
                     progress(len(products), len(V))
-        except (RuntimeError, NotImplementedError, TypeError, UserWarning) as error:
+        except (*FAILURES, UserWarning) as error:
             raise self.unsupported(error) from error
         return torch.stack(products) if products else torch.zeros_like(V), None, ""
 

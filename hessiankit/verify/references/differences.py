@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
 
+from hessiankit.verify.in_place import placed
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.references.base import Progress, Reference, Unsupported, in_chunks
+from hessiankit.verify.references.base import FAILURES, Product, Progress, Reference, Unsupported
 from hessiankit.verify.traits import traits
 
 WEIGHTS = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
@@ -25,6 +26,8 @@ SAFETY = 4.0
 class CentralDifferences(Reference):
     """H v = (g(theta + h v) - g(theta - h v)) / 2h to eighth order, at the best of a ladder of steps.
 
+    g is the module's own gradient, of the user's call, with the user's parameters moved in place.
+
     For each direction (scaled to unit length) the step is halved; half of the points are used again. The difference of
     two consecutive steps estimates the error of the smaller one, block by block: truncation falls 256 times a halving,
     rounding doubles, and the step between them is kept. Typical: 1e-12 relative in float64, 1e-5 in float32.
@@ -37,35 +40,91 @@ class CentralDifferences(Reference):
     name = "central-differences"
     independent_group = "differences"
     summary = "eighth-order central differences of the gradient"
+    many_calls = True
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         precision = traits(problem).precision
         if precision not in HALVINGS:
             raise Unsupported(self.name, f"the module computes in {precision}, too coarse for differences")
-        gradient = _Gradient(problem, chunk)
+        gradient = _Gradient(problem)
         lengths = V.norm(dim=1, keepdim=True)
         units = V / torch.where(lengths > 0, lengths, 1)
         values, errors, steps, lost = [], [], [], 0
         try:
-            noise = gradient_noise(problem, gradient, precision)
-            for rows in units.split(max(1, chunk)):
-                ladder = _Ladder(problem, gradient, rows, precision, noise)
-                ladder.descend()
-                values.append(ladder.best)
-                errors.append(ladder.error_per_entry())
-                steps += ladder.steps_at_kinks
-                lost += ladder.unresolved
-                progress(sum(map(len, values)), len(V))
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+            with problem.borrowed():
+                noise = gradient_noise(problem, gradient, precision)
+                for unit in units:
+                    ladder = _Ladder(problem, gradient, unit[None], precision, noise)
+                    ladder.descend()
+                    values.append(ladder.best)
+                    errors.append(ladder.error_per_entry())
+                    steps += ladder.steps_at_kinks
+                    lost += ladder.unresolved
+                    progress(len(values), len(V))
+        except FAILURES as error:
             raise self.unsupported(error) from error
         if not values:
             return torch.zeros_like(V), torch.zeros_like(V), ""
-        notes = [gradient.note] if gradient.note else []
+        notes = []
         if steps:
             notes.append(f"kinks near the point: {len(steps)} of {len(V)} directions needed steps down to {min(steps):.0e}")
         if lost:
             notes.append(f"a kink at the point itself: along {lost} of {len(V)} directions the gradient has no derivative")
         return torch.cat(values) * lengths, torch.cat(errors) * lengths, "; ".join(notes)
+
+    @contextmanager
+    def along(self, problem: Problem) -> Iterator[Product]:
+        """Return products along one direction after the other: two steps of the ladder, further ones where they differ."""
+        precision = traits(problem).precision
+        if precision not in HALVINGS:
+            raise Unsupported(self.name, f"the module computes in {precision}, too coarse for differences")
+        try:
+            with problem.borrowed():
+                yield lambda direction: _two_steps(problem, direction, 1e3 * GOOD_ENOUGH[precision])
+        except FAILURES as error:
+            raise self.unsupported(error) from error
+
+
+SHARE = 2.0**-8
+"""First step of a product by parameter, as a share of the length of the parameters that move."""
+
+
+def _two_steps(problem: Problem, direction: Mapping[str, Tensor], goal: float) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return H v by parameter, and of each an estimate of the error: the difference of two steps, one twice the other.
+
+    Only running sums are kept. Where a kink makes the two differ, both are taken again at a 16th of the length, twice at most.
+    """
+    length = max(_length(problem.params[n] for n in direction), 0.02 * sum(v.numel() for v in direction.values()) ** 0.5)
+    step = SHARE * length / max(_length(direction.values()), 1e-30)
+    best: dict[str, Tensor] = {}
+    known: dict[str, float] = {}
+    for _ in range(3):
+        fine = {n: torch.zeros_like(p) for n, p in problem.params.items()}
+        coarse = {n: torch.zeros_like(p) for n, p in problem.params.items()}
+        for k in (1, 2, 3, 4, 6, 8):
+            here, there = WEIGHTS[k - 1] if k <= 4 else 0.0, WEIGHTS[k // 2 - 1] / 2 if k % 2 == 0 else 0.0
+            for sign in (1, -1):
+                for n, g in zip(fine, _moved_gradient(problem, direction, sign * k * step), strict=True):
+                    fine[n].add_(g, alpha=sign * here / step)
+                    coarse[n].add_(g, alpha=sign * there / step)
+        size = max(float(x.abs().max()) for x in fine.values())
+        error = {n: SAFETY * float((fine[n] - coarse[n]).abs().max()) for n in fine}
+        for n in fine:
+            if n not in known or error[n] < known[n]:
+                best[n], known[n] = fine[n], error[n]
+        if max(known.values()) <= goal * size:
+            break
+        step /= 16
+    return best, known
+
+
+def _moved_gradient(problem: Problem, direction: Mapping[str, Tensor], reach: float) -> list[Tensor]:
+    with placed((problem.own[n], problem.params[n] + reach * v) for n, v in direction.items()):
+        return problem.gradient()
+
+
+def _length(parts: Iterable[Tensor]) -> float:
+    return sum(float(x.double().square().sum()) for x in parts) ** 0.5
 
 
 class _Ladder:
@@ -172,21 +231,14 @@ def _combine(odd: dict[int, Tensor], h: float) -> Tensor:
 
 
 class _Gradient:
-    """Points (m, P) -> gradients (m, P), many points together where the module's operations allow it."""
+    """Points (m, P) -> gradients (m, P): the module's own parameters are moved, and the module is called as it is."""
 
-    def __init__(self, problem: Problem, chunk: int) -> None:
-        self.problem, self.chunk, self.note = problem, chunk, ""
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
 
     def __call__(self, points: Tensor) -> Tensor:
-        together = self._alone_each if self.note else vmap(grad(self.problem.flat_loss))
-        gradients, note = in_chunks(together, self._alone, points, self.chunk, lambda done, total: None)
-        self.note = self.note or note
-        return gradients.detach()
+        return torch.stack([self._at(point) for point in points])
 
-    def _alone_each(self, points: Tensor) -> Tensor:
-        return torch.stack([self._alone(point) for point in points])
-
-    def _alone(self, point: Tensor) -> Tensor:
-        point = point.detach().requires_grad_()
-        loss = self.problem.flat_loss(point)
-        return torch.autograd.grad(loss, point)[0] if loss.requires_grad else torch.zeros_like(point)
+    def _at(self, point: Tensor) -> Tensor:
+        with placed((self.problem.own[n], x.contiguous()) for n, x in self.problem.unflatten(point).items()):
+            return torch.cat([g.reshape(-1) for g in self.problem.gradient()])

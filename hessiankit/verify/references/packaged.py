@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hessiankit.request.calling import arguments, read_outputs
-from hessiankit.verify.problem import IGNORED_LABEL, Problem, differentiable_attention
-from hessiankit.verify.references.base import Progress, Reference, Unsupported, in_chunks
+from hessiankit.verify.problem import IGNORED_LABEL, Problem, differentiable_attention, outputs_of
+from hessiankit.verify.references.base import FAILURES, Progress, Reference, Unsupported, in_chunks
 
 
 class Curvlinops(Reference):
     """``curvlinops.HessianLinearOperator`` on the module with torch's own loss of the same name, reduction "mean".
 
-    The whole batch is handed over as one, so that the package's weighting of batches plays no part.
+    It exchanges the parameters by name (``functional_call``). The whole batch is handed over as one, so that the package's
+    weighting of batches plays no part.
     """
 
     name = "curvlinops"
@@ -35,28 +34,28 @@ class Curvlinops(Reference):
         if buffers := [name for name in problem.params if name not in known]:
             raise Unsupported(self.name, f"it differentiates parameters only; {', '.join(buffers)} is a buffer")
 
-        model = _OneBatch(copy.deepcopy(problem.module), problem.loss)
-        own = dict(model.module.named_parameters())
-        with torch.no_grad():
-            for name, value in problem.params.items():
-                own[name].copy_(value).requires_grad_()
         target = problem.target.reshape(-1) if problem.loss == "cross_entropy" else problem.target
-        operator = HessianLinearOperator(
-            model,
-            losses[problem.loss],
-            [own[name] for name in problem.params],
-            [({"inputs": problem.inputs}, target)],
-            check_deterministic=False,
-            batch_size_fn=lambda batch: 1,
-        )
-
-        def multiply(rows: Tensor) -> Tensor:
-            with differentiable_attention():
-                return (operator @ rows.T).T
-
         try:
-            value, note = in_chunks(multiply, lambda row: multiply(row[None])[0], V, chunk, progress)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+            with problem.borrowed(), differentiable_attention():
+                operator = HessianLinearOperator(
+                    _OneBatch(problem.module, problem.loss),
+                    losses[problem.loss],
+                    list(problem.own.values()),
+                    [({"inputs": problem.inputs}, target)],
+                    check_deterministic=False,
+                    batch_size_fn=lambda batch: 1,
+                )
+                gradient, loss = operator.gradient_and_loss()
+                flat = torch.cat([g.detach().reshape(-1) for g in gradient])
+                # Its products exchange the parameters by name, its gradient does not.
+                if fault := problem.difference("the package", float(loss.detach()), flat) or problem.swap_fault:
+                    raise Unsupported(self.name, fault)
+
+                def multiply(rows: Tensor) -> Tensor:
+                    return (operator @ rows.T).T
+
+                value, note = in_chunks(multiply, lambda row: multiply(row[None])[0], V, chunk, progress)
+        except FAILURES as error:
             raise self.unsupported(error) from error
         return value, None, note
 
@@ -70,6 +69,5 @@ class _OneBatch(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """Return the outputs; logits as rows (N, C)."""
-        args, kwargs = arguments(batch["inputs"])
-        outputs = read_outputs("curvlinops", self.loss, self.module(*args, **kwargs))
+        outputs = outputs_of(self.module, batch["inputs"], self.loss)
         return outputs.reshape(-1, outputs.shape[-1]) if self.loss == "cross_entropy" else outputs

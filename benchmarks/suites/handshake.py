@@ -1,0 +1,87 @@
+"""What the comparison with the module's own gradient costs: results with it and without it, beside one gradient of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.charts import methods
+from benchmarks.plan import Benchmark, Cell, Plan, Tell
+from benchmarks.problems import Case, parameters_of
+from benchmarks.suites.common import case_of
+from benchmarks.tables import CELL_HEADERS, cell_text, markdown, ratio_text, time_text
+from benchmarks.timing import all_rounds, rounds_within, spread, timed
+from hessiankit import check, hessian, hessian_operator
+
+DENSE = 3000
+"""Parameters beyond which only products are timed, since P x P would hide what one gradient costs."""
+
+
+def cells(plan: Plan) -> list[Cell]:
+    """Return the blocks, from small to one where only products fit."""
+    return plan.grid(("small", "paper-mnist", "large"), (1, 8))
+
+
+def _gradient(case: Case) -> None:
+    value = (case.module(case.inputs) - case.target).square().mean()
+    torch.autograd.grad(value, list(case.module.parameters()))
+
+
+def _work(case: Case) -> dict[str, Callable[[], Any]]:
+    def call(function: Callable[..., Any], **options: Any) -> Callable[[], Any]:
+        return lambda: function(case.module, case.inputs, case.target, loss=case.loss, **options)
+
+    work: dict[str, Callable[[], Any]] = {"one gradient": lambda: _gradient(case)}
+    if parameters_of(case.name) <= DENSE:
+        work |= {"hessian": call(hessian), "hessian, without": call(hessian, handshake=False)}
+    work |= {"hessian_operator": call(hessian_operator), "hessian_operator, without": call(hessian_operator, handshake=False)}
+    if parameters_of(case.name) <= DENSE // 4:
+        work["check"] = call(check, dtype=None)
+    return work
+
+
+def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
+    """Time every way in turn; the share is what the handshake adds, of the whole."""
+    work = _work(case_of(cell, plan))
+    once = sum(timed(plan.device, way)[1] for way in work.values())
+    calls = {name: lambda _, way=way: timed(plan.device, way)[1] for name, way in work.items()}  # type: ignore[misc]
+    seconds = all_rounds(calls, max(1, rounds_within(plan.limit_seconds, once, 4 * plan.repeats)))
+    rows: list[dict[str, Any]] = []
+    for name, found in seconds.items():
+        row: dict[str, Any] = {"name": name, "status": "right", "time": spread(found), "share": None}
+        row["ratio"] = spread([a / b for a, b in zip(found, seconds["one gradient"], strict=True)])
+        if (without := seconds.get(f"{name}, without")) is not None:
+            row["share"] = spread([1 - b / a for a, b in zip(found, without, strict=True)])
+        if name == "check":  # one Hessian and one operator, each with its own
+            added = zip(seconds["hessian"], seconds["hessian, without"], strict=True)
+            both = zip(seconds["hessian_operator"], seconds["hessian_operator, without"], strict=True)
+            more = [a - b + c - d for (a, b), (c, d) in zip(added, both, strict=True)]
+            row["share"] = spread([m / f for m, f in zip(more, found, strict=True)])
+        rows.append(row)
+    return {"rows": rows}
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Return the times, in units of one gradient too, and the shares."""
+    lines = []
+    for record in records:
+        for row in record["result"]["rows"]:
+            share = "" if row["share"] is None else f"{100 * row['share']['median']:.0f} %"
+            lines.append([*cell_text(record), row["name"], time_text(row), ratio_text(row), share])
+    return markdown([*CELL_HEADERS, "what", "time", "of one gradient", "share of the handshake"], lines, text=5)
+
+
+BENCHMARK = Benchmark(
+    "handshake",
+    "What the comparison with the module's own loss and gradient adds to a Hessian, an operator and a check.",
+    cells,
+    run,
+    table,
+    lambda records: methods(records, "With and without the handshake"),
+    "- *without*: `handshake=False`. The module is called once as it is either way, to check arguments; the handshake adds the\n"
+    "  backward and the comparison.\n"
+    "- `check` computes a Hessian and an operator, each with its handshake; its share is what the two add.",
+    title="The handshake",
+)

@@ -1,0 +1,148 @@
+"""Before a result: are the trace's loss and gradient those of the module's own call?
+
+Value and gradient see whatever a trace could miss: a parameter taken for a constant, another branch, a cast left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hessiankit.errors import TraceError
+from hessiankit.request.own_call import Reference, own_gradient
+from hessiankit.request.task import Task
+from hessiankit.tracing.segment import Probe, probe_segments, verify_segments
+from hessiankit.tracing.trace import Trace
+
+ROUNDING = 64.0
+"""Up to ROUNDING * eps of a gradient's largest entry a difference is rounding; a larger one is held against the noise."""
+
+NOISE = 16.0
+"""How many times the noise of the gradient counts as rounding."""
+
+UNCOMPARED = "; not compared with the module's own gradient"
+"""What the title of a result says where the comparison was switched off."""
+
+
+class Handshake:
+    """The loss and the gradient of the traces of a batch, samples after samples, and what they have to be.
+
+    Args:
+        task: The whole batch.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._loss, self._eps = task, 0.0, 0.0
+        self._gradient: dict[str, Tensor] = {}
+        self._probes: list[Probe] = []
+
+    def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
+        """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
+        if self._task.reference is None:
+            return
+        self._loss += float(trace.values[trace.output])
+        self._eps = max(self._eps, trace.eps)
+        if (probe := probe_segments(trace)) is not None:
+            self._probes.append(probe)
+        for name, at in trace.parameters.items():
+            if at in adjoints:
+                slope = adjoints[at] / share
+                self._gradient[name] = self._gradient[name] + slope if name in self._gradient else slope
+
+    def close(self) -> None:
+        """Compare.
+
+        Raises:
+            TraceError: Loss or gradient differ by more than rounding: the message names the parameter and the likely cause.
+        """
+        own = self._task.reference
+        if own is None:
+            return
+        if self._differences(own):
+            self._compare(own)
+        if self._probes:  # values of which only the first derivative has been compared so far
+            verify_segments(self._probes, self._task.parameters, self._call)
+
+    def _call(self, parameters: dict[str, Tensor]) -> tuple[float, Mapping[str, Tensor | None]]:
+        found = own_gradient(self._task, parameters)
+        return found.loss, found.gradient
+
+    def _compare(self, own: Reference) -> None:
+        again = own_gradient(self._task)
+        loss, eps = abs(own.loss - again.loss), self._eps
+        if loss > ROUNDING * eps * abs(own.loss):
+            raise TraceError(
+                f"trace: two calls of the module on the same data give different losses ({own.loss:.6g} and {again.loss:.6g}), "
+                "so the loss is not a function of the parameters: it is random, or depends on earlier calls; call module.eval(), "
+                "or take what changes out of forward"
+            )
+        different = self._differences(again, _noise(self._task, again, eps))
+        if different:
+            raise TraceError(self._message(again, different))
+
+    def _differences(self, own: Reference, noise: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return what differs by more than rounding, the loss under "", with the difference relative to the larger of the two."""
+        found: dict[str, float] = {}
+        pairs = {"": (torch.tensor(self._loss, dtype=torch.float64), torch.tensor(own.loss, dtype=torch.float64))}
+        for name in self._task.parameters:
+            mine, theirs = self._gradient.get(name), own.gradient[name]
+            if mine is not None or theirs is not None:
+                zero = torch.zeros_like(theirs if mine is None else mine)  # type: ignore[arg-type]
+                pairs[name] = (zero if mine is None else mine, zero if theirs is None else theirs)
+        for name, (mine, theirs) in pairs.items():
+            if not mine.numel() or not bool(torch.isfinite(mine).all()):
+                continue  # the matrix is not finite either, and the error for that says where it comes from
+            size = max(float(mine.abs().max()), float(theirs.abs().max()))
+            difference = float((mine - theirs).abs().max())
+            allowed = ROUNDING * self._eps * size + NOISE * (noise or {}).get(name, 0.0)
+            if not difference <= allowed:
+                found[name] = difference / size
+        return found
+
+    def _message(self, own: Reference, different: Mapping[str, float]) -> str:
+        name = max(different, key=lambda n: (n != "", different[n]))
+        what = f"the gradient in {name!r}" if name else "the loss"
+        seen = f"trace: {what}, as traced, is off by {different[name]:.1e} of that of the module's own call"
+        return f"{seen}: {self._cause(own, name)}; nothing is returned. handshake=False leaves the comparison out"
+
+    def _cause(self, own: Reference, name: str) -> str:
+        leaf = self._task.leaves.get(name)
+        if leaf is not None and leaf._backward_hooks:
+            return "a hook on the parameter changes its gradient, which then is not that of the loss; remove the hook"
+        if leaf is not None and own.gradient[name] is None:
+            return "autograd does not reach the parameter there (detach, .data, or requires_grad turned off in forward)"
+        if leaf is not None and not bool(torch.isfinite(own.gradient[name]).all()):  # type: ignore[arg-type]
+            return "there it is NaN or infinite, at a point where torch's derivative of some operation is not finite"
+        return (
+            "a custom backward that is not the derivative of its forward, a hook that changes a gradient, a copy of a parameter "
+            "made before the call, requires_grad switched in forward, or something that is done only where nobody watches"
+        )
+
+
+def _noise(task: Task, own: Reference, eps: float) -> dict[str, float]:
+    """Return the size of the rounding errors of the module's own loss and gradient, the largest of each parameter.
+
+    Sixth differences over a tiny stretch cancel the smooth part and leave rounding, amplified by sqrt(924). The smaller of two
+    stretches counts, so that a kink in one of them does not.
+
+    Source: Moré and Wild, Estimating computational noise, SIAM J. Sci. Comput. 33 (2011).
+    """
+    rng = torch.Generator().manual_seed(0)
+    alone, step = replace(task, reference=None), min(eps**0.4, 8 * eps) if eps > 1e-4 else eps**0.4
+    found: dict[str, float] = {}
+    for _ in range(2):
+        along = {}
+        for name, x in task.parameters.items():
+            signs = torch.randint(0, 2, x.shape, generator=rng).to(x) * 2 - 1
+            along[name] = step * (x.abs().max() if x.numel() else 1.0) * signs
+        at = [own_gradient(alone, {name: x + k * along[name] for name, x in task.parameters.items()}) for k in range(1, 8)]
+        rows = {"": torch.tensor([one.loss for one in at], dtype=torch.float64)}
+        rows |= {n: torch.stack([one.gradient[n] for one in at]) for n, g in own.gradient.items() if g is not None}  # type: ignore[misc]
+        for name, values in rows.items():
+            size = float(torch.diff(values.double(), n=6, dim=0).abs().amax()) / 924**0.5 if values.numel() else 0.0
+            found[name] = min(found.get(name, math.inf), size)
+    return found

@@ -1,0 +1,126 @@
+"""A module lent by its user: its own tensors are moved or converted where they lie, and are put back bit for bit.
+
+The Parameter objects stay the same ones throughout, so whatever reaches them (a list, a closure, a hook, the loss) sees what
+the module sees. Their storage is exchanged through ``.data``, never written into: putting back is exact and copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree
+
+from hessiankit.request.state import Held
+from hessiankit.untouched import random_kept
+
+
+@contextmanager
+def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Let tensors hold other values for a while, and require gradients; a ``.grad`` of another dtype is set aside.
+
+    Args:
+        values: Pairs (tensor, what it is to hold), of one shape.
+
+    >>> p = nn.Parameter(torch.zeros(2))
+    >>> with placed([(p, torch.ones(2))]):
+    ...     inside = p.detach().clone()
+    >>> inside.tolist(), p.tolist()
+    ([1.0, 1.0], [0.0, 0.0])
+    """
+    pairs = list(values)
+    before = [(x, x.data, x.grad, x.requires_grad) for x, _ in pairs]
+    try:
+        for x, value in pairs:
+            if value.dtype != x.dtype:
+                x.grad = None  # its dtype has to be that of the tensor
+            x.data = value.detach()
+            x.requires_grad_()
+        yield
+    finally:
+        for x, data, gradient, wanted in before:
+            x.requires_grad_(wanted)
+            x.data = data
+            x.grad = gradient
+
+
+@contextmanager
+def kept(module: nn.Module, *others: Any) -> Iterator[None]:
+    """Put back what calling a module, a loss, can change: random states, attributes, lists, closures, the values of buffers.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> layer.seen = []
+    >>> with kept(layer):
+    ...     layer.seen.append(1)
+    ...     layer.calls = 1
+    ...     _ = layer.train(False)
+    >>> layer.seen, hasattr(layer, "calls"), layer.training
+    ([], False, True)
+    """
+    held = Held(module, *others)
+    buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta and not is_lazy(b)]
+    with random_kept(module):
+        try:
+            yield
+        finally:
+            held.restore()
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if not _same_bits(buffer, value):
+                        buffer.copy_(value)
+
+
+@contextmanager
+def converted(owners: Iterable[Any], dtype: torch.dtype | None) -> Iterator[None]:
+    """Hold every floating tensor of some modules in another dtype: parameters, buffers, and tensors among the attributes.
+
+    Complex ones take the complex dtype of the same precision. Nothing to convert: nothing is touched.
+
+    Args:
+        owners: Modules; anything else is passed over.
+        dtype: A floating dtype; None converts nothing.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> with converted([layer], torch.float64):
+    ...     inside = layer.weight.dtype
+    >>> inside, layer.weight.dtype
+    (torch.float64, torch.float32)
+    """
+    found: dict[int, Tensor] = {}
+    for owner in owners if dtype is not None else ():
+        if isinstance(owner, nn.Module):
+            found |= {id(x): x for x in _tensors(owner)}
+    changed = []
+    for x in found.values():
+        assert dtype is not None
+        wanted = dtype.to_complex() if x.is_complex() and dtype.itemsize > 2 else dtype
+        if (x.is_floating_point() or x.is_complex()) and x.dtype != wanted:
+            changed.append((x, x.data, x.grad if x.is_leaf else None, wanted))
+    try:
+        for x, data, gradient, wanted in changed:
+            if gradient is not None:
+                x.grad = None
+            x.data = data.to(wanted)
+        yield
+    finally:
+        for x, data, gradient, _ in changed:
+            x.data = data
+            if gradient is not None:
+                x.grad = gradient
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the leaf tensors that a module and its children hold, in whatever containers."""
+    for part in module.modules():
+        held = {name: value for name, value in vars(part).items() if name not in ("_modules", "_forward_hooks")}
+        for x in _pytree.tree_leaves(held, is_leaf=lambda value: isinstance(value, (Tensor, nn.Module))):
+            if isinstance(x, Tensor) and x.is_leaf and not is_lazy(x) and not x.is_inference():
+                yield x
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -1,0 +1,169 @@
+"""The rows of a check: the closed forms of one call, held against every healthy reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hessiankit.curvature import Hessian
+from hessiankit.diagonal import curvature_diagonal
+from hessiankit.errors import HessiankitError
+from hessiankit.operator import HessianOperator, hessian_operator
+from hessiankit.verify.check_report import MODULE, CheckRow
+from hessiankit.verify.comparison import FLOOR, Blocks
+from hessiankit.verify.health import Health
+from hessiankit.verify.noise import SAFETY, ULPS, RoundingNoise
+from hessiankit.verify.probes import Probes, probe_directions, products_along
+from hessiankit.verify.problem import Problem
+from hessiankit.verify.references import Outcome, Unsupported
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The dense closed form and the references of one problem, ready to be compared.
+
+    Args:
+        problem: The loss.
+        found: The closed form.
+        results: What the references gave.
+        health: What was found about each.
+        probes: The directions of the results; None where they are whole matrices.
+        precision: The lowest floating type that the module computes in.
+        noise: What rounding leaves of a block that vanishes.
+        rtol: The tolerance.
+    """
+
+    problem: Problem
+    found: Hessian
+    results: Mapping[str, Outcome | Unsupported]
+    health: Mapping[str, Health]
+    probes: Probes | None
+    precision: torch.dtype
+    noise: RoundingNoise
+    rtol: float
+
+    @property
+    def _method(self) -> str:
+        return str(self.precision).removeprefix("torch.")
+
+    @cached_property
+    def _healthy(self) -> dict[str, Outcome]:
+        return {n: x for n, x in self.results.items() if isinstance(x, Outcome) and self.health[n].healthy}
+
+    def _blocks(self, probes: Probes | None) -> Blocks:
+        return Blocks(self.problem, probes, self.precision, self.noise)
+
+    def pairs(self) -> Iterator[CheckRow]:
+        """Compare the closed form with every healthy reference, block pair by block pair (i, j) with i before j."""
+        for name, outcome in self._healthy.items():
+            probes = outcome.probes or self.probes
+            blocks, whole = self._blocks(probes), probes is None
+            mine = self.found.matrix if probes is None else probes.V @ self.found.matrix
+            difference, scales = blocks.difference(mine, outcome.value.T if whole else outcome.value)
+            relative = blocks.relative(difference, scales)
+            allowed = torch.full_like(relative, self.rtol)
+            if outcome.error is not None:
+                own = blocks.largest(outcome.error.T if whole else outcome.error)
+                allowed += own / scales.clamp_min(torch.finfo(scales.dtype).tiny)
+            for a, i in enumerate(blocks.names):
+                for b, j in enumerate(blocks.names):
+                    if b >= a:  # both orders of the pair are compared; the worse one is reported
+                        error = max(float(relative[a, b]), float(relative[b, a]))
+                        passed = bool(relative[a, b] <= allowed[a, b]) and bool(relative[b, a] <= allowed[b, a])
+                        yield CheckRow(f"{i} x {j}", name, error, passed, outcome.seconds, self._method)
+
+    # What the same call gives otherwise ------------------------------------------------------------------------------------
+
+    def same_call(self, seed: int) -> tuple[list[CheckRow], list[str]]:
+        """Compare loss, gradient, operator and diagonal of the same call; return the rows, and why some are missing."""
+        rows, remarks = [self._loss()], []
+        problem = self.problem
+        arguments = (problem.module, problem.inputs, problem.target)
+        options = {"loss": problem.loss, "params": list(problem.params)}
+        start = time.perf_counter()
+        try:
+            operator = hessian_operator(*arguments, **options)  # type: ignore[arg-type]
+        except HessiankitError as reason:
+            remarks.append(f"no rows of gradient and operator: {reason}")
+        else:
+            rows += self._gradient(operator, time.perf_counter() - start)
+            rows += self._operator(operator, seed, time.perf_counter() - start)
+        start = time.perf_counter()
+        try:
+            diagonal = curvature_diagonal(*arguments, **options)  # type: ignore[arg-type]
+        except HessiankitError as reason:
+            remarks.append(f"no rows of the diagonal: {reason}")
+        else:
+            rows += self._diagonal(diagonal.flat, time.perf_counter() - start)
+        return rows, remarks
+
+    def _loss(self) -> CheckRow:
+        value = self.problem.value
+        error = abs(self.found.loss - value) / max(abs(value), torch.finfo(torch.float64).tiny)
+        return CheckRow("loss", MODULE, error, error <= self.rtol, 0.0, self._method)
+
+    def _gradient(self, operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
+        """Compare with the gradient of the module's own call, each parameter against its largest entry."""
+        own = self.problem.flat_gradient()
+        difference, scales = (operator.gradient - own).abs(), torch.maximum(own.abs(), operator.gradient.abs())
+        floor = FLOOR * torch.finfo(self.precision).eps * float(scales.max())
+        for name, where in self.problem.slices.items():
+            gap, scale = float(difference[where].max()), float(scales[where].max())
+            vanishing = scale <= floor and gap > 0 and gap <= self._gradient_noise[name]
+            error = 0.0 if gap == 0 or vanishing else gap / scale
+            yield CheckRow(f"gradient: {name}", MODULE, error, error <= self.rtol, seconds, self._method)
+
+    @cached_property
+    def _gradient_noise(self) -> dict[str, float]:
+        """The size of what rounding leaves of a gradient that vanishes (see ``RoundingNoise``)."""
+        problem, generator = self.problem, torch.Generator().manual_seed(0)
+        here, change = self._gradients(problem), torch.zeros_like(problem.theta)
+        for _ in range(4):
+            shake = torch.randn(problem.size, generator=generator, dtype=torch.float64).to(problem.theta)
+            theta = problem.theta * (1 + ULPS * torch.finfo(self.precision).eps * shake)
+            for before, after in zip(here, self._gradients(problem.near(problem.unflatten(theta))), strict=True):
+                change = torch.maximum(change, (after - before).abs())
+        return {name: SAFETY * float(change[where].max()) for name, where in problem.slices.items()}
+
+    @staticmethod
+    def _gradients(problem: Problem) -> tuple[Tensor, Tensor]:
+        with problem.borrowed():
+            made = hessian_operator(
+                problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params)
+            )
+        return problem.flat_gradient(), made.gradient
+
+    def _operator(self, operator: HessianOperator, seed: int, seconds: float) -> Iterator[CheckRow]:
+        """Compare products along generic directions with one healthy reference that gives every entry or these products."""
+        exact = next(((n, x) for n, x in self._healthy.items() if x.error is None), None)
+        if exact is None:
+            return
+        name, outcome = exact
+        probes = self.probes or probe_directions(self.problem, 1, seed)
+        blocks = self._blocks(probes)
+        theirs = outcome.value if self.probes is not None else products_along(outcome.value.T, None, probes)
+        relative = blocks.relative(*blocks.difference((operator @ probes.V.T).T, theirs))
+        for b, j in enumerate(blocks.along):
+            error = float(relative[:, b].max())
+            yield CheckRow(f"operator: {j}", name, error, error <= self.rtol, seconds, self._method)
+
+    def _diagonal(self, diagonal: Tensor, seconds: float) -> Iterator[CheckRow]:
+        """Compare the diagonal with a healthy reference's; with the dense closed form's where references gave products."""
+        exact = next(((n, x) for n, x in self._healthy.items() if x.error is None), None)
+        if exact is None:
+            return
+        name, matrix = ("hessian", self.found.matrix) if self.probes is not None else (exact[0], exact[1].value)
+        blocks, slices = self._blocks(None), self.problem.slices
+        gaps, sizes = (diagonal - matrix.diagonal()).abs(), torch.maximum(diagonal.abs(), matrix.diagonal().abs())
+        largest = [torch.maximum(sizes[where].max(), matrix[where, where].abs().max()) for where in slices.values()]
+        scales = torch.diag(torch.stack(largest)).clamp_min(torch.finfo(matrix.dtype).tiny)
+        difference = torch.diag(torch.stack([gaps[where].max() for where in slices.values()]))
+        relative = blocks.relative(difference, scales)
+        for a, i in enumerate(slices):
+            error = float(relative[a, a])
+            yield CheckRow(f"diagonal: {i}", name, error, error <= self.rtol, seconds, self._method)

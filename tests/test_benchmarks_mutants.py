@@ -1,0 +1,167 @@
+"""The measurement of the tests by mutants: reading lists, verdicts in a copy of a tree, and what a run prints and keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as front
+from benchmarks.mutants import command
+from benchmarks.mutants.listing import Mutant, Stale, every, read
+from benchmarks.mutants.running import KILLED, STALE, SURVIVED, UNDECIDED, UNTESTED, Workshop
+from hessiankit.errors import InputError
+
+LIST = """# a remark on nothing
+@ room/code.py | tests/test_code.py KERNELS=0
+# twice is four
+- return a + a
++ return a * a
+
+- first line
+-     second line
++ one line
+@ hessiankit/engine/sweep.py | tests/test_sweep.py
+- x
++ y
+"""
+
+
+def test_reading_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "room.txt"
+    path.write_text(LIST)
+    one, two, three = read(path)
+    assert one == Mutant(
+        "room/code.py",
+        "return a + a",
+        "return a * a",
+        ("tests/test_code.py",),
+        ("KERNELS=0",),
+        "twice is four",
+    )
+    assert two.old == "first line\n    second line"
+    assert (one.room, three.room, replace(one, file="hessiankit/lanczos.py").room) == ("room", "engine", "top level")
+    assert one.applied("def f(a):\n    return a + a\n") == "def f(a):\n    return a * a\n"
+    for text in ("", "return a + a return a + a"):
+        with pytest.raises(Stale, match="times"):
+            one.applied(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("@ a.py | t.py\n- x\n", "line 3: a mutant needs"),
+        ("@ a.py | t.py\n- x\n+ x\n", "other"),
+        ("- x\n+ y\n", "a head with tests"),
+        ("@ a.py | t.py\nx\n", "begins with none"),
+    ],
+)
+def test_lists_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "room.txt"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        list(read(path))
+
+
+def test_the_lists_cover_the_rooms() -> None:
+    mutants = every()
+    assert len(mutants) >= 150
+    assert {
+        "derivations",
+        "engine",
+        "tracing",
+        "request",
+        "bounding",
+        "estimation",
+        "parts",
+        "depth",
+        "optim",
+        "derivation",
+        "disk",
+        "verify",
+        "distributed",
+    } <= {m.room for m in mutants}
+    assert all((command.ROOT / test.partition("::")[0]).exists() for m in mutants for test in m.tests)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of one function, and its tests."""
+    root = tmp_path / "tree"
+    (root / "derivations").mkdir(parents=True)
+    (root / "tests").mkdir()
+    (root / "derivations" / "__init__.py").write_text("")
+    (root / "derivations" / "code.py").write_text(
+        "import time\n\n\ndef double(a):\n    time.sleep(0)\n    return a + a  # even\n"
+    )
+    (root / "tests" / "test_code.py").write_text(
+        "from derivations.code import double\n\n\ndef test_three():\n    assert double(3) == 6\n"
+    )
+    (root / "tests" / "test_broken.py").write_text("def test_never():\n    raise AssertionError\n")
+    (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = ['.']\n")
+    monkeypatch.setattr(command, "ROOT", root)
+    return root
+
+
+def mutant(old: str, new: str, *tests: str) -> Mutant:
+    return Mutant("derivations/code.py", old, new, tests or ("tests/test_code.py",))
+
+
+@pytest.mark.slow
+def test_verdicts(tree: Path) -> None:
+    with Workshop(tree, 5.0) as workshop:
+        assert workshop.run(mutant("sleep(0)", "sleep(600)")).state == UNDECIDED
+        workshop.limit = 300.0
+        assert workshop.run(mutant("a + a", "a * a")).state == KILLED
+        assert workshop.run(mutant("a + a", "a * a")).by == "tests/test_code.py::test_three"
+        assert workshop.run(mutant("# even", "# odd")).state == SURVIVED
+        assert workshop.run(mutant("a - a", "a")).state == STALE
+        assert workshop.run(mutant("a + a", "a", "tests/test_gone.py")).state == STALE
+        assert workshop.run(mutant("a + a", "a", "tests/test_broken.py")).state == UNTESTED
+        assert workshop.run(mutant("def double(a)", "def double(a")).state == KILLED  # tests that cannot be collected
+        copy = workshop.tree
+    assert not copy.exists()
+    assert "a + a  # even" in (tree / "derivations" / "code.py").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_it_was_and_says_what_survived(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = [mutant("a + a", "a * a"), replace(mutant("# even", "# odd"), remark="a comment")]
+    monkeypatch.setattr(command, "every", lambda: listed)
+    out = tree / "verdicts.jsonl"
+    assert front.main(["mutants", "--out", str(out)]) == 1
+    printed = capsys.readouterr().out
+    assert "50 %" in printed
+    assert "survived: derivations/code.py: # even -> # odd\n    a comment" in printed
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["state"] for line in lines] == [KILLED, SURVIVED]
+
+    def never(*_: object, **__: object) -> Callable[..., object]:
+        raise AssertionError("a verdict that is kept is not made again")
+
+    with monkeypatch.context() as held:
+        held.setattr(command, "Workshop", never)
+        assert front.main(["mutants", "--out", str(out)]) == 1
+    (tree / "tests" / "test_code.py").write_text(
+        "from pathlib import Path\n\n\ndef test_all():\n    assert '# even' in Path('derivations/code.py').read_text()\n"
+    )
+    capsys.readouterr()
+    assert front.main(["mutants", "--out", str(out)]) == 1  # other tests: both are run again
+    assert [json.loads(line)["state"] for line in out.read_text().splitlines()[2:]] == [SURVIVED, KILLED]
+
+
+def test_options(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "every", lambda: [mutant("a + a", "a * a"), mutant("a / a", "1")])
+    assert front.main(["mutants", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert "no longer applies: derivations/code.py: a / a -> 1" in printed
+    assert "2 mutants: derivations 2" in printed
+    assert front.main(["mutants", "--only", "kitchen"]) == 2
+    assert "choose of derivations" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        front.main(["mutants", "--jobs", "0"])

@@ -1,0 +1,411 @@
+"""Values that come from no operation that can be seen: right by autograd's own graph of them, or refused with the cause."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from curvature_reference import Formula, draw, mse, reverse_over_reverse
+from differences_reference import by_differences
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import hessiankit as hk
+from hessiankit.tracing.segment import probe_segments, products, verify_segments
+
+X, WEIGHT = draw(3, 4), draw(3, 4, seed=5)
+
+
+def formula(f: Callable[[Formula, Tensor], Tensor]) -> Formula:
+    return Formula(f, W=(4, 4), v=(4,))
+
+
+class Cubed(torch.autograd.Function):
+    """x^3, with a backward in operations of torch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0].square() * g
+
+
+class IntoABuffer(Cubed):
+    """The same, computed by writing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        out = torch.empty_like(x)
+        return out.copy_(x).mul_(x).mul_(x)
+
+
+class Once(Cubed):
+    """The same, said not to be differentiable again."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return Cubed.backward(ctx, g)
+
+
+class InNumPy(Cubed):
+    """The same, by NumPy."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.from_numpy((3 * ctx.saved_tensors[0].square() * g).detach().numpy())
+
+
+class KeepsAProduct(Cubed):
+    """The same; x^2 is kept by forward, so that autograd takes it for a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.square())
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] * g
+
+
+class Coupled(Cubed):
+    """x^3, whose second derivative, as torch takes it, couples entries that x^3 does not, and not symmetrically."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        other = x.flip(-1) * torch.arange(1.0, 1 + x.shape[-1], dtype=x.dtype)
+        return g * (3 * x.square() + other - other.detach())
+
+
+class Halved(Cubed):
+    """x^3, with half its derivative, and that consistently."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 1.5 * ctx.saved_tensors[0].square() * g
+
+
+class Pair(torch.autograd.Function):
+    """x W and the sum of squares of the columns of x: two inputs, two outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        return x @ w, x.square().sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w.mT + 2 * x * h, x.mT @ g
+
+
+def in_thread(function: Callable[[], Tensor]) -> Tensor:
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def one_after_the_other(s: Formula, x: Tensor) -> Tensor:
+    return Cubed.apply(Cubed.apply(x @ s.W) * s.v) * 0.1 + Cubed.apply(s.v)  # type: ignore[no-any-return]
+
+
+def of_two_that_depend(s: Formula, x: Tensor) -> Tensor:
+    h = torch.tanh(x @ s.W)
+    first, second = Pair.apply(h * s.v, s.W)
+    return first * second  # type: ignore[no-any-return]
+
+
+def written_into_afterwards(s: Formula, x: Tensor) -> Tensor:
+    y = Cubed.apply(x @ s.W)
+    z = y + 0
+    y = y * 1
+    y.mul_(2)
+    y[0] = z[1]
+    return y * s.v * z  # type: ignore[no-any-return]
+
+
+def rotated(s: Formula, x: Tensor) -> Tensor:
+    """Rotary position embeddings as complex numbers."""
+    turns = torch.polar(torch.ones(3, 2).double(), torch.arange(6.0).double().reshape(3, 2))
+    pairs = torch.view_as_complex((x @ s.W).reshape(3, 2, 2))
+    return torch.view_as_real(pairs * turns).flatten(1).tanh() * s.v
+
+
+def complex_in_place(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    z = y * 1
+    torch.view_as_complex(z.reshape(3, 2, 2)).mul_(1j)
+    return z * s.v * y
+
+
+def filtered(s: Formula, x: Tensor) -> Tensor:
+    return torch.fft.irfft(torch.fft.rfft(x @ s.W) * torch.complex(s.v[:3], s.v[1:]), n=4)
+
+
+def of_the_field(s: Formula, x: Tensor) -> Tensor:
+    """First and second derivatives of a network by its input, as in a physics-informed one."""
+    x = x.clone().requires_grad_()
+    y = torch.tanh(x @ s.W) @ s.W * s.v
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad(g[:, 0].sum(), x, create_graph=True)
+    return h + g * y
+
+
+def with_dual_numbers(s: Formula, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        moved = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(torch.tanh(moved @ s.W)).tangent * s.v
+
+
+def hooked(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    y.retain_grad()
+    y.register_hook(lambda g: None)
+    return Cubed.apply(y) * s.v  # type: ignore[no-any-return]
+
+
+class WithHooks(nn.Module):
+    """Backward hooks of modules, which put a function of autograd before and after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 4)
+        self.second.register_full_backward_hook(lambda *_: None)
+        self.second.register_full_backward_pre_hook(lambda *_: None)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+class Packed(nn.Module):
+    """A recurrent network over sequences of unequal lengths."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.net = kind(4, 4, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(torch.stack([x, 2 * x]), [3, 2], batch_first=True)
+        return pad_packed_sequence(self.net(packed)[0], batch_first=True)[0].sum(0)
+
+
+def transform(of: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Callable[[Formula, Tensor], Tensor]:
+    """What a transform of torch.func makes of a layer."""
+    return lambda s, x: of(lambda a: torch.tanh(a @ s.W) * s.v, x)
+
+
+FUNC = torch.func
+CASES: dict[str, tuple[nn.Module | Callable[[Formula, Tensor], Tensor], str]] = {
+    "a function of one's own": (lambda s, x: Cubed.apply(x @ s.W) * s.v, "autograd: CubedBackward"),
+    "a function that writes into a buffer": (lambda s, x: IntoABuffer.apply(x @ s.W) * s.v, "autograd: IntoABufferBackward"),
+    "functions one after the other": (one_after_the_other, "autograd: CubedBackward"),
+    "a function of two inputs, one of which depends on the other": (of_two_that_depend, "autograd: PairBackward"),
+    "a function whose result is written into": (written_into_afterwards, "autograd: CubedBackward"),
+    "a function with hooks on its input": (hooked, "autograd: CubedBackward"),
+    "a function within a checkpoint": (
+        lambda s, x: checkpoint(lambda w: Cubed.apply(x @ w) * s.v, s.W, use_reentrant=False),
+        "autograd: CubedBackward",
+    ),
+    "another thread": (lambda s, x: in_thread(lambda: torch.tanh(x @ s.W)) * s.v, "autograd: TanhBackward0"),
+    "vmap": (transform(lambda f, x: torch.vmap(f)(x)), "autograd: MulBackward0"),
+    "vmap over a parameter": (lambda s, x: torch.vmap(lambda w: x * w, 0)(s.W).sum(0) * s.v, "autograd: MulBackward0"),
+    "vmap of a norm": (lambda s, x: torch.vmap(lambda a: F.layer_norm(a @ s.W, (4,), s.v))(x) * s.v, "NativeLayerNorm"),
+    "func.grad": (transform(lambda f, x: FUNC.grad(lambda a: f(a).sum())(x)), "autograd: MmBackward0"),
+    "func.jvp": (transform(lambda f, x: FUNC.jvp(f, (x,), (x,))[1]), "autograd: AddBackward0"),
+    "func.jacrev": (transform(lambda f, x: FUNC.jacrev(f)(x).sum((2, 3))), "autograd:"),
+    "func.jacfwd": (transform(lambda f, x: FUNC.jacfwd(f)(x).sum((2, 3))), "autograd:"),
+    "func.hessian": (transform(lambda f, x: FUNC.hessian(lambda a: f(a).sum())(x[0])[:3] + x), "autograd:"),
+    "autograd.functional.jacobian": (
+        transform(lambda f, x: torch.autograd.functional.jacobian(f, x[0], create_graph=True)[:3] + x),
+        "autograd:",
+    ),
+    "dual numbers": (with_dual_numbers, "autograd: TanhBackwardBackward0"),
+    "gradients within the module": (of_the_field, "autograd: MmBackward0"),
+    "rotary": (rotated, "autograd: ViewAsRealBackward0, MulBackward0, ViewAsComplexBackward0"),
+    "complex, in place": (complex_in_place, "autograd: torch::autograd::CopySlices"),
+    "fft of both axes": (lambda s, x: torch.fft.fft(torch.fft.fft(x @ s.W, dim=-1), dim=0).real.tanh() * s.v, "FftC2CBackward0"),
+    "a filter": (filtered, "autograd: FftC2RBackward0, MulBackward0, FftR2CBackward0"),
+    "absolute values": (lambda s, x: torch.fft.fft(x @ s.W).abs().sin() * s.v, "autograd: AbsBackward0, FftR2CBackward0"),
+    "times a complex number": (lambda s, x: ((x @ s.W) * (2 + 1j)).imag * s.v.tanh(), "ViewAsRealBackward0"),
+    "exponential": (lambda s, x: torch.exp(1j * (x @ s.W)).real * s.v, "autograd: SelectBackward0"),
+    "hooks of modules": (WithHooks(), ""),
+    "packed LSTM": (Packed(nn.LSTM), "aten.lstm.data"),
+    "packed GRU": (Packed(nn.GRU), "aten.gru.data"),
+}
+
+
+def scalar(z: Tensor, _: Any = None) -> Tensor:
+    return (z - WEIGHT).square().sum() / 2 + (z**3 * WEIGHT).sum() / 10
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dense_products_and_diagonal_are_those_of_the_module(name):
+    f, fallback = CASES[name]
+    module = f if isinstance(f, nn.Module) else formula(f)
+    expected = by_differences(module, lambda: scalar(module(X)))
+    scale = expected.abs().max()
+    found = hk.hessian(module, X, draw(1), loss=scalar)
+    assert any(fallback in each for each in found.fallbacks) if fallback else not found.fallbacks
+    assert (found.matrix - expected).abs().max() <= 1e-10 * scale
+    products = hk.hessian_operator(module, X, draw(1), loss=scalar) @ torch.eye(len(expected)).double()
+    assert (products - expected).abs().max() <= 1e-10 * scale
+    diagonal = hk.curvature_diagonal(module, X, draw(1), loss=scalar)
+    seen = torch.cat([value.reshape(-1) for value in diagonal.values.values()])
+    assert (seen - expected.diagonal()).abs().max() <= 1e-10 * scale
+
+
+def clamped_without_gradient(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    before = y * 2
+    with torch.no_grad():
+        y.clamp_(-0.5, 0.5)
+    return torch.tanh(y) * s.v + before * y[:, :1]
+
+
+def written_through_a_detached_view(s: Formula, x: Tensor) -> Tensor:
+    y = x @ s.W
+    y.detach()[0].fill_(1.0)
+    return torch.tanh(y) * s.v
+
+
+def gaussian(s: Formula, x: Tensor) -> Tensor:
+    loss = nn.GaussianNLLLoss(reduction="none", eps=0.3)
+    return loss(x @ s.W, x, s.v.square().expand(3, 4))  # type: ignore[no-any-return]
+
+
+STRAIGHT_THROUGH: dict[str, Callable[[Formula, Tensor], Tensor]] = {
+    "clamped without gradient": clamped_without_gradient,
+    "written through a detached view": written_through_a_detached_view,
+    "GaussianNLLLoss, whose variances are clamped": gaussian,
+    "vmap of what is cut off": lambda s, x: torch.vmap(lambda a: (a @ s.W).detach())(x) * s.v,
+    "a gradient without a graph": lambda s, x: torch.tanh(x @ s.W) * torch.autograd.grad((s.v**3).sum(), s.v)[0] * s.v,
+    "a function of data alone": lambda s, x: Cubed.apply(x) * s.v**2,
+}
+
+
+@pytest.mark.parametrize("name", STRAIGHT_THROUGH)
+def test_where_gradients_pass_what_was_written_they_pass_here_too(name):
+    module, target = formula(STRAIGHT_THROUGH[name]), draw(3, 4, seed=7)
+    expected = reverse_over_reverse(module, X, target, mse)
+    found = hk.hessian(module, X, target)
+    assert found.fallbacks == ()
+    assert (found.matrix - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+CONSTANT = "marked once_differentiable or leaves torch"
+REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
+    "once differentiable": (lambda s, x: Once.apply(x @ s.W) * s.v, f"autograd: OnceBackward .* {CONSTANT}"),
+    "NumPy": (lambda s, x: InNumPy.apply(x @ s.W) * s.v, f"autograd: InNumPyBackward .* {CONSTANT}"),
+    "kept by forward": (
+        lambda s, x: KeepsAProduct.apply(x @ s.W) * s.v,
+        "second derivative of the loss is off by .* from central differences of its gradient .* autograd: KeepsAProductBackward",
+    ),
+    "not symmetric": (lambda s, x: Coupled.apply(x @ s.W) * s.v, "autograd: CoupledBackward .* is not symmetric, by"),
+    "no derivative of its forward": (
+        lambda s, x: Halved.apply(x @ s.W) * s.v,
+        "first derivative of the loss is off by .* from central differences of the loss .* autograd: HalvedBackward",
+    ),
+    "a norm within func.grad": (
+        lambda s, x: FUNC.grad(lambda a: (F.layer_norm(a @ s.W, (4,), s.v) ** 3).sum())(x) * s.v,
+        "NativeLayerNormBackwardBackward0, .* is not symmetric, by",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("ask", [hk.hessian, hk.hessian_operator, hk.curvature_diagonal])
+def test_what_torch_cannot_differentiate_twice_is_refused_with_the_cause(name, ask):
+    f, message = REFUSED[name]
+    with pytest.raises(hk.TraceError, match=message):
+        ask(formula(f), X, draw(3, 4, seed=7))
+
+
+def test_gauss_newton_needs_no_second_derivative_of_a_function():
+    module, target = formula(lambda s, x: Coupled.apply(x @ s.W) * s.v), draw(3, 4, seed=7)
+    slopes = FUNC.jacrev(lambda p: (x := X @ p["W"]) * x * x * p["v"])(dict(module.named_parameters()))
+    jacobian = torch.cat([slopes[name].detach().reshape(12, -1) for name in ("W", "v")], 1)
+    found = hk.hessian_operator(module, X, target, kind="ggn", handshake=False) @ torch.eye(20).double()
+    expected = jacobian.mT @ jacobian * (2 / 12)
+    assert (found - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+def test_products_stay_those_of_the_point_when_training_goes_on():
+    module, target = formula(of_the_field), draw(3, 4, seed=7)
+    expected = hk.hessian(module, X, target).matrix
+    operator = hk.hessian_operator(module, X, target)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.1)
+            p.data.mul_(2)
+    moved = {name: p.detach().clone() for name, p in module.named_parameters()}
+    assert (operator @ torch.eye(20).double() - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert all(torch.equal(p, moved[name]) for name, p in module.named_parameters())
+    scalar(module(X)).backward()  # the graphs of the user's own calls are none of the tracer's business
+
+
+def test_samples_taken_apart_give_the_same():
+    module, target = formula(lambda s, x: torch.vmap(lambda a: torch.tanh(a @ s.W) * s.v)(x)), draw(3, 4, seed=7)
+    whole = hk.hessian(module, X, target).matrix
+    parts = [hk.hessian(module, X[i : i + 1], target[i : i + 1]).matrix for i in range(3)]
+    assert (torch.stack(parts).mean(0) - whole).abs().max() <= 1e-12 * whole.abs().max()
+
+
+@pytest.mark.parametrize("name", ["a function of one's own", "vmap", "gradients within the module", "fft of both axes"])
+def test_single_precision(name):
+    module, target = formula(CASES[name][0]), draw(3, 4, seed=7)  # type: ignore[arg-type]
+    expected = hk.hessian(module, X, target).matrix
+    found = hk.hessian(module.float(), X.float(), target.float()).matrix
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_trace_is_compared_along_one_direction():
+    def traced(kind: type[Cubed]) -> tuple[hk.Trace, Callable[[dict[str, Tensor]], tuple[float, dict[str, Tensor]]]]:
+        def loss(p: dict[str, Tensor]) -> Tensor:
+            return scalar(kind.apply(X @ p["W"]) * p["v"])
+
+        def call_at(p: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+            leaves = {name: x.detach().requires_grad_() for name, x in p.items()}
+            value = loss(leaves)
+            return value.item(), dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+
+        return hk.trace(loss, point, ()), call_at
+
+    point = {"W": draw(4, 4, seed=2), "v": draw(4, seed=3)}
+    for kind, message in ((Cubed, None), (KeepsAProduct, "second derivative"), (Halved, "first derivative")):
+        trace, call_at = traced(kind)
+        probe = probe_segments(trace)
+        assert probe is not None
+        if message is None:
+            verify_segments([probe], point, call_at)
+            direction = {name: torch.ones_like(x) for name, x in point.items()}
+            step = 1e-6
+            slopes = [call_at({n: x + k * step for n, x in point.items()})[1] for k in (1, -1)]
+            for name, seen in products(trace, direction)[1].items():
+                expected = (slopes[0][name] - slopes[1][name]) / (2 * step)
+                assert torch.allclose(seen, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+        else:
+            with pytest.raises(hk.TraceError, match=message):
+                verify_segments([probe], point, call_at)
+
+
+def test_ordinary_traces_keep_nothing_of_autograd():
+    module = formula(lambda s, x: torch.tanh(x @ s.W) * s.v)
+    trace = hk.trace(lambda p: FUNC.functional_call(module, p, (X,)), dict(module.named_parameters()), ())
+    assert probe_segments(trace) is None
+    assert not any(value.requires_grad for value in trace.values)

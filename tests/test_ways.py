@@ -1,0 +1,110 @@
+"""Everyday ways to reach, change or hide a parameter or a state: each is right, or refused by an error that names the cause."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import ways_calls  # noqa: F401  (enters its ways into the table)
+import ways_constants  # noqa: F401
+import ways_hooks  # noqa: F401
+import ways_parameters  # noqa: F401
+import ways_state  # noqa: F401
+from torch import Tensor
+from ways import WAYS, Case, Way, central_differences, leaves_of, picture
+
+from hessiankit import check, curvature_diagonal, frobenius_norms, hessian, hessian_operator
+from hessiankit.errors import InputError, TraceError
+
+TOLERANCE = 1e-10
+"""Of the largest entry."""
+
+
+def _operator(this: Case) -> Tensor:
+    operator = hessian_operator(this.module, this.inputs, this.target, loss=this.loss, params=this.params)
+    return operator @ torch.eye(operator.shape[0], dtype=torch.float64)
+
+
+READINGS: dict[str, Callable[[Case], Tensor]] = {
+    "hessian": lambda c: hessian(c.module, c.inputs, c.target, loss=c.loss, params=c.params).matrix,
+    "hessian_operator": _operator,
+    "curvature_diagonal": lambda c: curvature_diagonal(c.module, c.inputs, c.target, loss=c.loss, params=c.params).flat,
+    "frobenius_norms": lambda c: frobenius_norms(c.module, c.inputs, c.target, loss=c.loss, params=c.params).matrix,
+}
+
+
+@cache
+def reference(name: str) -> Tensor | None:
+    """Return the Hessian by central differences of what the user calls, or None where there is none."""
+    found = WAYS[name]
+    if not found.right:
+        return None
+    return central_differences(found.reference or found.make, fresh=found.fresh)
+
+
+def expected(reading: str, name: str, this: Case) -> Tensor | None:
+    matrix = reference(name)
+    if matrix is None or reading == "hessian" or reading == "hessian_operator":
+        return matrix
+    if reading == "curvature_diagonal":
+        return matrix.diagonal()
+    sizes = [p.numel() for p in leaves_of(this)]
+    return torch.stack([torch.stack([part.norm() for part in rows.split(sizes, 1)]) for rows in matrix.split(sizes)])
+
+
+def called(function: Callable[[Case], Any], this: Case) -> tuple[Any, str | None, bool]:
+    """Return what a function makes of a case, the message it refuses it with, and whether all is as it was before."""
+    before = picture(this.module, this.loss, this.inputs, this.target)
+    found = message = None
+    with this.around():
+        try:
+            found = function(this)
+        except (InputError, TraceError) as error:
+            message = str(error)
+    return found, message, picture(this.module, this.loss, this.inputs, this.target) == before
+
+
+def complaint(this: Way, right: Tensor | None, found: Tensor | None, message: str | None) -> str | None:
+    """Return what is wrong with a result or a refusal."""
+    if message is not None:
+        if this.refused is None:
+            return f"refused: {message}"
+        return None if re.search(this.refused, message) else f"refused without {this.refused!r}: {message}"
+    assert found is not None
+    if right is None:
+        return f"taken, but to be refused with {this.refused!r}"
+    error = float((found - right).abs().max() / right.abs().max()) if found.shape == right.shape else float("inf")
+    return None if error <= TOLERANCE else f"wrong by {error:.1e}"
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("name", WAYS)
+def test_right_or_refused_by_name(name: str, reading: str) -> None:
+    this = WAYS[name].make()
+    found, message, untouched = called(READINGS[reading], this)
+    wrong = complaint(WAYS[name], expected(reading, name, this), found, message)
+    assert wrong is None, wrong
+    assert untouched, "the call left something changed"
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_check_passes_only_what_is_right(name: str) -> None:
+    this = WAYS[name].make()
+    report, message, untouched = called(lambda c: check(c.module, c.inputs, c.target, loss=c.loss, params=c.params), this)
+    plain = WAYS[name].refused is None and WAYS[name].reference is None and WAYS[name].verified
+    if message is None and report:
+        wrong = complaint(WAYS[name], reference(name), report.hessian.matrix, None)
+        assert wrong is None, f"passed, but {wrong}"
+    elif message is None:
+        assert not plain, f"not passed: {report}"
+    else:
+        assert not plain, f"refused: {message}"
+    assert untouched, "the call left something changed"
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(WAYS) >= 100

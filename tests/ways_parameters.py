@@ -1,0 +1,255 @@
+"""Ways to reach, hide, tie or freeze a parameter."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from ways import Case, Net, case, draw, generic, mse, refused, way
+
+GLOBAL: dict[str, Tensor] = {}
+
+
+@dataclass
+class Holder:
+    weight: Tensor
+
+
+def _default_argument(layer: nn.Linear) -> Callable[[], Tensor]:
+    def held(w: Tensor = layer.weight) -> Tensor:
+        return w
+
+    return held
+
+
+def _global(layer: nn.Linear) -> str:
+    GLOBAL["weight"] = layer.weight
+    return "weight"
+
+
+def _object_array(layer: nn.Linear) -> Any:
+    array = np.empty(1, dtype=object)
+    array[0] = layer.weight
+    return array
+
+
+HOLDERS: dict[str, tuple[Callable[[nn.Linear], Any], Callable[[Any], Tensor]]] = {
+    "list": (lambda layer: [layer.weight], lambda held: held[0]),
+    "nested list": (lambda layer: [[layer.weight], 3], lambda held: held[0][0]),
+    "dict": (lambda layer: {"w": layer.weight}, lambda held: held["w"]),
+    "OrderedDict": (lambda layer: OrderedDict(w=layer.weight), lambda held: held["w"]),
+    "tuple": (lambda layer: (layer.weight,), lambda held: held[0]),
+    "set": (lambda layer: {layer.weight}, lambda held: next(iter(held))),
+    "deque": (lambda layer: deque([layer.weight]), lambda held: held[0]),
+    "functools.partial": (lambda layer: partial(torch.mul, layer.weight), lambda held: held(1.0)),
+    "closure or lambda": (lambda layer: lambda: layer.weight, lambda held: held()),
+    "default argument": (_default_argument, lambda held: held()),
+    "global variable": (_global, lambda held: GLOBAL[held]),
+    "class attribute": (lambda layer: type("Config", (), {"weight": layer.weight}), lambda held: held.weight),
+    "dataclass": (lambda layer: Holder(layer.weight), lambda held: held.weight),
+    "namespace": (lambda layer: SimpleNamespace(w=layer.weight), lambda held: held.w),
+    "weak reference": (lambda layer: weakref.ref(layer.weight), lambda held: held()),
+    "module in a list": (lambda layer: [layer], lambda held: held[0].weight),
+    "bound method": (lambda layer: layer.named_parameters, lambda held: dict(held())["weight"]),
+    "NumPy array of objects": (_object_array, lambda held: held[0]),
+    "view made before": (lambda layer: [layer.weight.T], lambda held: held[0].T),
+}
+
+
+def _held(keep: Callable[[nn.Linear], Any], read: Callable[[Any], Tensor]) -> nn.Module:
+    net = Net(lambda m, x: m.l(x).tanh() @ read(m.held))
+    net.__dict__["held"] = keep(net.l)
+    return net
+
+
+for _name, (_keep, _read) in HOLDERS.items():
+    way(f"a parameter in a {_name}")(partial(_held, _keep, _read))
+
+
+def _sum_of_squares(parameters: Any) -> Tensor:
+    return sum((p.square().sum() for p in parameters), torch.zeros((), dtype=torch.float64))
+
+
+@way("weight penalty in the loss")
+def _penalty() -> Case:
+    net = Net()
+    return case(net, loss=lambda z, t: mse(z, t) + 0.3 * _sum_of_squares(net.parameters()))
+
+
+@way("quartic penalty in the loss, of all parameters as a vector")
+def _vector_penalty() -> Case:
+    net = Net()
+    return case(net, loss=lambda z, t: mse(z, t) + nn.utils.parameters_to_vector(net.parameters()).square().sum().square())
+
+
+@way("the loss is a method of the model that reads its parameters")
+def _method() -> Case:
+    class Model(Net):
+        def objective(self, z: Tensor, t: Tensor) -> Tensor:
+            return mse(z, t) + self.v.square().sum() * self.l.weight.square().sum()
+
+    net = Model()
+    return case(net, loss=net.objective)
+
+
+@way("the module returns its loss, penalty included")
+def _own_loss() -> Case:
+    net = Net(lambda m, x, y: mse(m.l(x).tanh() * m.v, y) + _sum_of_squares(m.parameters()).square())
+    return Case(net, (draw(4, 2), draw(4, 2, seed=2)), None, loss=None)
+
+
+@way("a penalty on some parameters that the module does not use")
+def _unused_penalised() -> Case:
+    net = Net(lambda m, x: m.l(x).tanh())
+    return case(net, loss=lambda z, t: mse(z, t) + net.v.pow(4).sum())
+
+
+@way("forward hook adds a parameter")
+def _forward_hook() -> nn.Module:
+    net = Net()
+    net.l.register_forward_hook(lambda module, given, out: out @ module.weight)
+    return net
+
+
+@way("forward pre-hook multiplies by a parameter")
+def _pre_hook() -> nn.Module:
+    net = Net()
+    net.l.register_forward_pre_hook(lambda module, given: (given[0] @ module.weight,))
+    return net
+
+
+@way("two parameters in a ParameterList")
+def _parameter_list() -> nn.Module:
+    held = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
+    return Net(lambda m, x: (m.l(x) * m.held[0]).tanh() * m.held[1] * m.v, held=held)
+
+
+@way("a parameter in a ParameterDict")
+def _parameter_dict() -> nn.Module:
+    held = nn.ParameterDict({"gain": nn.Parameter(torch.ones(2))})
+    return Net(lambda m, x: (m.l(x) * m.held["gain"]).tanh() * m.v, held=held)
+
+
+@way("parametrizations.weight_norm", verified=False)  # torch has no second derivative of it that is right
+def _weight_norm() -> nn.Module:
+    return generic(Net(inner=parametrizations.weight_norm(nn.Linear(2, 2)), f=lambda m, x: m.inner(m.l(x).tanh())))
+
+
+@way("parametrizations.orthogonal")
+def _orthogonal() -> nn.Module:
+    inner = parametrizations.orthogonal(nn.Linear(2, 2, bias=False).double(), orthogonal_map="cayley")
+    return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner)
+
+
+@way("parametrizations.spectral_norm in evaluation")
+def _spectral_norm() -> nn.Module:
+    inner = parametrizations.spectral_norm(nn.Linear(2, 2).double())
+    return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner).eval()
+
+
+@way("a parametrization of one's own")
+def _own_parametrization() -> nn.Module:
+    class Symmetric(nn.Module):
+        def forward(self, X: Tensor) -> Tensor:
+            return X.triu() + X.triu(1).T
+
+    net = Net()
+    parametrize.register_parametrization(net.l, "weight", Symmetric())
+    return net
+
+
+@way("old weight_norm, by a hook", verified=False)
+def _old_weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        inner = nn.utils.weight_norm(nn.Linear(2, 2).double())
+    return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner)
+
+
+@way("one parameter under two names")
+def _tied() -> nn.Module:
+    net = Net(lambda m, x: m.other(m.l(x).tanh()), other=nn.Linear(2, 2))
+    net.other.weight = net.l.weight
+    return net
+
+
+@way("one module under two names")
+def _shared_module() -> nn.Module:
+    net = Net(lambda m, x: m.other(m.l(x).tanh()) * m.v)
+    net.other = net.l
+    return net
+
+
+class Gain(nn.Parameter):
+    """A parameter of a class of one's own."""
+
+
+@way("a subclass of Parameter decides the branch")
+def _subclass() -> nn.Module:
+    net = Net(lambda m, x: m.l(x).tanh() * (m.gain if isinstance(m.gain, Gain) else m.gain.square()))
+    net.gain = Gain(draw(2, seed=4))
+    return net
+
+
+@way("an attribute set on a parameter")
+def _attribute() -> nn.Module:
+    net = Net(lambda m, x: m.l(x).tanh() * m.v * getattr(m.v, "scale", 1.0))
+    net.v.scale = 2.0
+    return net
+
+
+BRANCHES: dict[str, Callable[[Any], bool]] = {
+    "isinstance(w, nn.Parameter)": lambda m: isinstance(m.v, nn.Parameter),
+    "type(w) is nn.Parameter": lambda m: type(m.v) is nn.Parameter,
+    "w.requires_grad": lambda m: m.v.requires_grad,
+    "w.is_leaf": lambda m: m.v.is_leaf,
+    "w is another name's": lambda m: m.again[0] is m.v,
+    "id(w) in a dict": lambda m: id(m.v) in m.known,
+    "w among self.parameters()": lambda m: any(p is m.v for p in m.parameters()),
+    "torch.is_grad_enabled()": lambda m: torch.is_grad_enabled(),
+    "not torch.compiler.is_compiling()": lambda m: not torch.compiler.is_compiling(),
+    "the sign of a value": lambda m: bool(m.l.weight.sum() > -100),
+}
+
+
+def _branch(condition: Callable[[Any], bool]) -> nn.Module:
+    net = Net(lambda m, x: m.l(x).tanh() * (m.v.exp() if condition(m) else m.v.square()))
+    net.again, net.known = [net.v], {id(net.v): "v"}
+    return net
+
+
+for _name, _condition in BRANCHES.items():
+    way(f"a branch on {_name}")(partial(_branch, _condition))
+
+
+@refused("a branch on where a parameter lies in memory", "two calls .* differ|two calls .* different losses")
+def _address() -> nn.Module:
+    net = Net(lambda m, x: m.l(x).tanh() * (m.v.exp() if m.v.data_ptr() == m.address else m.v.square()))
+    net.address = net.v.data_ptr()
+    return net
+
+
+@way("dtype of next(self.parameters())")
+def _dtype() -> nn.Module:
+    return Net(lambda m, x: m.l(x.to(next(m.parameters()).dtype)).tanh() * m.v)
+
+
+@way("a property that returns a function of a parameter")
+def _property() -> nn.Module:
+    class Model(Net):
+        @property
+        def scale(self) -> Tensor:
+            return F.softplus(self.v)
+
+    return Model(lambda m, x: m.l(x).tanh() * m.scale)
