@@ -96,6 +96,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "diffllama": {"num_key_value_heads": 2, "num_attention_heads": 4, "head_dim": 2},
     "falcon_h1": {**ALONE, "mamba_d_ssm": 8, "mamba_d_head": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 3, "intermediate_size": 6},
+    "hrm_text": {"L_bp_cycles": [3, 3]},  # no cycle under no_grad, which would cut the gradient
     "jamba": {**ALONE, **TWO, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "recurrent_gemma": {**ALONE, "num_hidden_layers": 3},
     "rwkv": {**TWO, "attention_hidden_size": 8, "rescale_every": 0},

@@ -31,7 +31,8 @@ from hessiankit.errors import HessiankitError
 
 EXACT, DIFFERENCES, CASTING, HALF = 1e-10, 1e-5, 1e-3, 0.3
 """What is allowed of the largest entry of a parameter's part of the product: to reverse over reverse; to central differences,
-whose own error this is; with casts to float32; in bfloat16, or what reverse over reverse reaches there if that is more."""
+whose own error this is; with casts to float32; in bfloat16, or twice what reverse over reverse reaches there if that
+is more: rounding the model's values may alone move a derivative further."""
 FLOORS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
 """Of the whole product's largest entry: a parameter's part below it, such as that of a key's bias, is compared with this."""
 
@@ -74,7 +75,7 @@ class Row:
 
     @property
     def _half(self) -> float:
-        return HALF if math.isnan(self.autograd) else max(HALF, self.autograd)
+        return HALF if math.isnan(self.autograd) else max(HALF, 2 * self.autograd)
 
 
 class _Stopped(Exception):
@@ -140,9 +141,17 @@ def leaves(module: nn.Module) -> list[nn.Parameter]:
 
 
 def direction(module: nn.Module) -> Tensor:
-    """Return a generic direction that bfloat16 holds exactly."""
-    size = sum(p.numel() for p in leaves(module))
-    return torch.randn(size, generator=torch.Generator().manual_seed(5)).bfloat16().double()
+    """Return a generic direction that bfloat16 holds exactly, and that leaves the rows of ``padding_idx`` where they are.
+
+    torch gives these rows no gradient, although a model that reads padding (a convolution) depends on them: along them its
+    gradient has no symmetric derivative.
+    """
+    generator = torch.Generator().manual_seed(5)
+    parts = {id(p): torch.randn(p.shape, generator=generator).bfloat16().double() for p in leaves(module)}
+    for m in module.modules():
+        if isinstance(m, nn.Embedding) and m.padding_idx is not None:
+            parts[id(m.weight)][m.padding_idx] = 0.0
+    return torch.cat([parts[id(p)].reshape(-1) for p in leaves(module)])
 
 
 def gradient(module: nn.Module, batch: dict[str, Tensor], *, graph: bool = False) -> Tensor:
@@ -161,19 +170,22 @@ def twice(module: nn.Module, batch: dict[str, Tensor], vector: Tensor) -> Tensor
 
 
 def differences(module: nn.Module, batch: dict[str, Tensor], vector: Tensor, step: float = 1e-6) -> Tensor:
-    """Return the product by central differences of the gradient, of fourth order."""
+    """Return the product by central differences of the gradient."""
     before = [p.detach().clone() for p in leaves(module)]
+    pieces = vector.split([p.numel() for p in before])
 
-    def at(t: float) -> Tensor:
-        with torch.no_grad():
-            for p, x, v in zip(leaves(module), before, vector.split([p.numel() for p in before]), strict=True):
-                p.copy_(x + t * v.reshape(x.shape))
-        return gradient(module, batch)
+    @torch.no_grad()
+    def move(t: float) -> None:
+        for p, x, v in zip(leaves(module), before, pieces, strict=True):
+            p.copy_(x + t * v.reshape(x.shape))
 
     try:
-        return (8 * (at(step) - at(-step)) - (at(2 * step) - at(-2 * step))) / (12 * step)
+        move(step)
+        after = gradient(module, batch)
+        move(-step)
+        return (after - gradient(module, batch)) / (2 * step)
     finally:
-        at(0.0)
+        move(0.0)
 
 
 def error(found: Tensor, expected: Tensor, module: nn.Module, dtype: torch.dtype = torch.float64) -> float:
@@ -243,7 +255,7 @@ there is padding, or two images; its own loss. One command measures and writes t
 - **float64**: the largest difference of `hessian_operator`'s product in a generic direction from reverse over reverse through the
   model itself, parameter by parameter, relative to the largest entry of the parameter's part; {EXACT:.0e} is allowed. Casts to
   float32 that a model makes by itself are kept in float64 on both sides, so that all digits can be seen.
-- **differences**: the same to fourth-order central differences of the model's gradient, which have an error of about this size.
+- **differences**: the same to central differences of the model's gradient, which have an error of about this size.
 - **own casts**: float64 again, with those casts, on both sides: to float32's digits; {CASTING:.0e} is allowed.
 - **bfloat16**: the product by the model in bfloat16, with its own casts, from that in float64 at the same parameters and inputs;
   parts below bfloat16's rounding of the largest entry are compared with that. Beside it the same of reverse over reverse in

@@ -9,12 +9,13 @@ import pytest
 import torch
 from curvature_reference import draw
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import hessiankit as hk
+from benchmarks.architectures import ATTENTIONS, InDouble, generic
+
+__all__ = ["ATTENTIONS", "QUICK", "InDouble", "checked", "generic", "images", "optional"]
 
 QUICK = ("reverse-over-reverse", "jvp(grad)")
-ATTENTIONS = ("eager", "sdpa")
 
 
 def optional(package: str) -> Any:
@@ -42,33 +43,6 @@ def _import_torchvision() -> None:
 
 
 _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
-
-
-def generic(module: nn.Module, seed: int = 11) -> nn.Module:
-    """Move every parameter to a generic value in float64, gains to about one, in evaluation mode."""
-    generator = torch.Generator().manual_seed(seed)
-    for p in module.double().eval().parameters():
-        p.data = 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64) + (1.0 if p.ndim < 2 else 0.0)
-    return module
-
-
-class InDouble(nn.Module):
-    """A model whose own casts to float32 (norms, rotary angles, softmax, logits) stay in float64, so that digits can be seen."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _KeepDouble():
-            return self.model(*args, **kwargs)
-
-
-class _KeepDouble(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        args, kwargs = torch.utils._pytree.tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 def checked(module: nn.Module, inputs: Any, target: Tensor | None = None, **options: Any) -> hk.CheckReport:

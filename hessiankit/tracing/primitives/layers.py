@@ -70,7 +70,7 @@ def _embedding(
 
 @rule(aten.mean.dim)
 def _mean(x: Tensor, dims: Sequence[int] | int, keepdim: bool = False, dtype: Any = None) -> Match:
-    return (Mean(_axes(x, dims), keepdim), (x,)) if dtype is None else None
+    return (Mean(_axes(x, dims), keepdim), (x,)) if dtype in (None, x.dtype) else None
 
 
 @rule(aten.mean.default)
@@ -80,7 +80,7 @@ def _mean_all(x: Tensor, dtype: Any = None) -> Match:
 
 @rule(aten.sum.dim_IntList)
 def _sum(x: Tensor, dims: Sequence[int] | int | None, keepdim: bool = False, dtype: Any = None) -> Match:
-    return (Sum(_axes(x, dims), keepdim), (x,)) if dtype is None else None
+    return (Sum(_axes(x, dims), keepdim), (x,)) if dtype in (None, x.dtype) else None
 
 
 @rule(aten.sum.default)

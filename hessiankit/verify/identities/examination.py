@@ -151,9 +151,10 @@ def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion], e
     if not motions:
         return H.new_zeros(0)
     theta, gradient = ({n: x.double() for n, x in values.items()} for values in (problem.params, problem.unflatten(g)))
+    g = g.to(H)  # a Hessian has float32 where the gradient is of half precision
     X = torch.stack([_flat(theta, m.velocity(theta)) for m in motions], 1).to(H)  # (P, motions)
     turned = torch.stack([_flat(theta, m.transposed(gradient)) for m in motions], 1).to(H)
-    sized = torch.cat([X, problem.theta[:, None]], 1).abs()
+    sized = torch.cat([X, problem.theta[:, None].to(H)], 1).abs()
     residuals, terms, largest, slope = [], [], H.new_zeros(()), H.new_zeros(())
     for rows in problem.slices.values():
         part = H[rows].abs()  # a copy, so block by block
