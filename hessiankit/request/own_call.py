@@ -134,8 +134,17 @@ def _called(who: str, task: Task, inputs: Any, device: torch.device, *, handshak
     named = same_as(task.loss, outputs, task.target) if callable(task.loss) else None  # whose samples can be treated apart
     found = float(value.detach())
     reference = Reference(found, _own_slopes(who, task, value)) if handshake else None
+    if reference is not None and not all(g is None or is_finite(g) for g in reference.gradient.values()):
+        _check_inputs(who, inputs)  # an infinite entry may be the reason; else the matrix says which operation is
     whole = callable(task.loss) and not isinstance(outputs, Tensor)
     return replace(task, loss=named or task.loss, whole=whole, reference=reference), found
+
+
+def _check_inputs(who: str, inputs: Any) -> None:
+    """Refuse infinite entries, which only a mask may have."""
+    for name, x in named_tensors(inputs):
+        if x.is_floating_point():
+            check_tensor(who, name, x, x.dtype, x.device)
 
 
 def _own_slopes(who: str, task: Task, value: Tensor) -> dict[str, Tensor | None]:
@@ -200,9 +209,8 @@ def _check_function(who: str, task: Task, first: float, random: RandomStates) ->
 def _not_finite(who: str, task: Task, inputs: Any) -> InputError:
     """Return the error for an output that is not finite: it names the first submodule that returned such a value."""
     reason = first_spoiled(lambda: _run(who, task, inputs))
-    for name, x in named_tensors(inputs):
-        if x.is_floating_point() and MASKED not in reason:
-            check_tensor(who, name, x, x.dtype, x.device)
+    if MASKED not in reason:
+        _check_inputs(who, inputs)
     bad: list[str] = []
     handles = [m.register_forward_hook(_watch(n, bad)) for n, m in task.module.named_modules()]
     try:

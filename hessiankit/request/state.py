@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 class ModuleState:
@@ -166,7 +167,7 @@ class Held:
             self._follow(path, (x.func, x.args, x.keywords))
         elif isinstance(x, torch.Generator):
             self._generators.append((path, x, x.get_state()))
-        elif isinstance(x, Tensor) and not x.is_inference():
+        elif isinstance(x, Tensor) and not is_lazy(x) and not x.is_inference():
             self._tensors.append((path, x, x._version, x.requires_grad))
 
     def changed(self) -> str | None:
