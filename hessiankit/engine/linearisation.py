@@ -58,7 +58,7 @@ class Linearisation:
     """One batch: its traced loss, with all that products need and that no vector changes."""
 
     def __init__(self, task: Task, *, gauss_newton: bool) -> None:
-        self.count, self._task = normalizer_of(task), task
+        self.count = normalizer_of(task)
         traced = loss_trace(task, self.count)
         self.trace = traced.trace
         self.parameters = [(at, self.trace.values[at]) for at in map(self.trace.parameters.__getitem__, task.parameters)]
@@ -67,6 +67,7 @@ class Linearisation:
         with task.at(), torch.no_grad():
             self.steps, bars = self._linearise(_downstream(self.trace, traced.output) if gauss_newton else None)
         self.gradient = self._collect(bars, torch.empty(1, task.size, dtype=task.dtype, device=task.device))[0]
+        self._task = task if self.trace.fallbacks else None  # its copies need not live as long as the products otherwise
         handshake = Handshake(task)
         handshake.add(self.trace, {at: bar[0] for at, bar in bars.items()})
         handshake.close()
@@ -84,7 +85,7 @@ class Linearisation:
     @contextmanager
     def _at_the_point(self) -> Iterator[None]:
         """Without gradients; where torch differentiates, at the parameters that the module had, which its graph may read."""
-        if not self.trace.fallbacks:
+        if self._task is None:
             with torch.inference_mode():
                 yield
         else:
