@@ -5,6 +5,7 @@
 >>> assert hk.check(block)
 """
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,11 @@ if not TYPE_CHECKING:  # a type checker reads the imports above
     def __getattr__(name: str) -> Any:
         """Import what is asked for: ``import hessiankit`` alone imports neither torch nor sympy."""
         if name in _HOME:
-            value = getattr(import_module(_HOME[name]), name)
+            drawn = random.getstate()  # importing rich draws a number, and the user's random numbers are the user's
+            try:
+                value = getattr(import_module(_HOME[name]), name)
+            finally:
+                random.setstate(drawn)
             globals()[name] = value
             return value
         try:

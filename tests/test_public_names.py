@@ -37,6 +37,11 @@ def test_the_import_is_light():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_first_use_draws_no_random_number():
+    code = "import random, hessiankit; before = random.getstate(); hessiankit.hessian; assert random.getstate() == before"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_optional_packages_are_imported_when_used():
     code = (
         "import sys, hessiankit; [getattr(hessiankit, n) for n in hessiankit.__all__]; import hessiankit.cli; "
