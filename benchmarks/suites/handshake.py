@@ -60,7 +60,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
             more = [a - b + c - d for (a, b), (c, d) in zip(added, both, strict=True)]
             row["share"] = spread([m / f for m, f in zip(more, found, strict=True)])
         rows.append(row)
-    return {"rows": rows}
+    return {"rows": rows, "parameters": parameters_of(cell["problem"])}
 
 
 def table(records: list[dict[str, Any]]) -> str:
