@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class Segment(Primitive):
         name: What the result reports: the functions of autograd in between.
         leaves: What the graph reads where it depends on leaves, with their memory and version when it was recorded.
         is_linear: Whether its first derivative does not depend on the inputs.
+        dtypes: Of the inputs in the graph; a trace that is differentiated in a wider type is rounded on the way in.
     """
 
     root: Tensor
@@ -60,6 +62,7 @@ class Segment(Primitive):
     name: str
     leaves: tuple[tuple[Tensor, Tensor, int], ...] = ()
     is_linear: bool = False
+    dtypes: tuple[torch.dtype, ...] = ()
     _proven: set[int] = field(default_factory=set, init=False, repr=False)
 
     def value(self, *inputs: Tensor) -> Tensor:
@@ -67,17 +70,25 @@ class Segment(Primitive):
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         with self._differentiated():
-            self._prove_first(inputs)
-            return reverse.jvp(self.root, self.edges, tangents)
+            self._prove_first(self._own(inputs))
+            return reverse.jvp(self.root, self.edges, self._own(tangents)).to(self._dtype(inputs))
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         with self._differentiated():
-            return reverse.vjp(self.root, self.edges, adjoint)
+            return _like(inputs, reverse.vjp(self.root, self.edges, adjoint.to(self.root.dtype)))
 
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         with self._differentiated():
-            self._prove_second(inputs)
-            return reverse.curvature(self.root, self.edges, adjoint, tangents)
+            self._prove_second(self._own(inputs))
+            found = reverse.curvature(self.root, self.edges, adjoint.to(self.root.dtype), self._own(tangents))
+            return _like(inputs, found)
+
+    def _own(self, values: Tangents) -> tuple[Any, ...]:
+        """Return inputs, or their tangents, in the types of the graph."""
+        return tuple(x if x is None else x.to(dtype) for x, dtype in zip(values, self.dtypes, strict=True))
+
+    def _dtype(self, inputs: Inputs) -> torch.dtype:
+        return reduce(torch.promote_types, (x.dtype for x in inputs), self.root.dtype)
 
     def _prove_first(self, inputs: Inputs) -> None:
         """Compare <u, J t> with <J^T u, t>, and what vmap makes of both with a loop, on generic vectors."""
@@ -136,13 +147,17 @@ class Segment(Primitive):
         )
 
 
-def segment(unseen: Unseen, edges: tuple[GradientEdge, ...]) -> Segment:
-    """Return the primitive for a value that autograd alone knows, as a function of those of its inputs that move.
+def _like(inputs: Inputs, covectors: Covectors) -> Covectors:
+    return tuple(None if c is None else c.to(x.dtype) for x, c in zip(inputs, covectors, strict=True))
+
+
+def segment(unseen: Unseen, edges: tuple[GradientEdge, ...], dtypes: tuple[torch.dtype, ...]) -> Segment:
+    """Return the primitive for a value that autograd alone knows, as a function of its inputs that move, of these types.
 
     Raises:
         TraceError: If torch cannot differentiate it.
     """
-    found = Segment(unseen.root, edges, f"autograd: {_shortened(unseen.names)}", unseen.leaves)
+    found = Segment(unseen.root, edges, f"autograd: {_shortened(unseen.names)}", unseen.leaves, dtypes=dtypes)
     with found._differentiated():
         affine = reverse.is_affine(unseen.root, edges)
     return replace(found, is_linear=affine)

@@ -269,7 +269,7 @@ def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], kn
         change = result.add_value(value - known[moving[0][1]])
         ids[node] = result.apply(Add(), (*inputs, change), value, node.name)
         return []
-    primitive = segment(unseen, tuple(edge for edge, _ in moving))
+    primitive = segment(unseen, tuple(edge for edge, _ in moving), tuple(known[n].dtype for _, n in moving))
     ids[node] = result.apply(primitive, inputs, value, node.name)
     return [primitive.name]
 
