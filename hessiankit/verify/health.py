@@ -167,8 +167,13 @@ class _Case:
         return cls(name, group, blocks, products, own, tolerance, symmetry, symmetric, attainable, outcome.seconds, outcome.note)
 
     @property
+    def resolves(self) -> bool:
+        """Whether it is precise enough to judge by: as far as its own arithmetic can be, where that is of half precision."""
+        return self.attainable <= max(RESOLVED, self.tolerance)
+
+    @property
     def testifies(self) -> bool:
-        return self.group != UNDER_TEST and self.products is not None and self.symmetric and self.attainable <= RESOLVED
+        return self.group != UNDER_TEST and self.products is not None and self.symmetric and self.resolves
 
     def compare(self, other: _Case) -> tuple[Worst, bool]:
         """Return the worst disagreement and whether it lies within what the two admit, in every block."""
@@ -202,7 +207,7 @@ class _Case:
         judged = min(comparisons, key=lambda c: c[2].attainable, default=None)
         agrees = bool(comparisons) and all(agreed for _, agreed, _ in comparisons)
         deviation = judged[0] if judged else Worst(math.nan, math.nan, None)
-        healthy = agrees and self.symmetric and self.attainable <= RESOLVED
+        healthy = agrees and self.symmetric and self.resolves
         reason = self._reason(judged[2] if judged else None, deviation, agrees, found)
         if agrees:
             reason += "".join(f"; {text}" for text in (self.note,) if text)
@@ -213,7 +218,7 @@ class _Case:
         tail = f"; {defect}" if defect else ""
         if not math.isfinite(self.symmetry.error):
             return "not finite"
-        if self.attainable > RESOLVED:
+        if not self.resolves:
             return f"resolves some block to {self.attainable:.1e} only{'; ' if self.note else ''}{self.note}"
         if not self.symmetric:
             return f"not symmetric ({self._turned(judge)}){tail}"

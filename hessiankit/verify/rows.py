@@ -63,7 +63,7 @@ class Comparison:
         for name, outcome in self._healthy.items():
             probes = outcome.probes or self.probes
             blocks, whole = self._blocks(probes), probes is None
-            mine = self.found.matrix if probes is None else probes.V @ self.found.matrix
+            mine = self.found.matrix if probes is None else probes.V.to(self.found.matrix) @ self.found.matrix
             difference, scales = blocks.difference(mine, outcome.value.T if whole else outcome.value)
             relative = blocks.relative(difference, scales)
             allowed = torch.full_like(relative, self.rtol)
@@ -147,7 +147,7 @@ class Comparison:
         probes = self.probes or probe_directions(self.problem, 1, seed)
         blocks = self._blocks(probes)
         theirs = outcome.value if self.probes is not None else products_along(outcome.value.T, None, probes)
-        relative = blocks.relative(*blocks.difference((operator @ probes.V.T).T, theirs))
+        relative = blocks.relative(*blocks.difference((operator @ probes.V.T.to(operator.torch_dtype)).T, theirs))
         for b, j in enumerate(blocks.along):
             error = float(relative[:, b].max())
             yield CheckRow(f"operator: {j}", name, error, error <= self.rtol, seconds, self._method)
