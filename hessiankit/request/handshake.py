@@ -46,7 +46,7 @@ class Handshake:
             return
         self._loss += float(trace.values[trace.output])
         self._eps = max(self._eps, trace.eps)
-        if (probe := probe_segments(trace)) is not None:
+        if (probe := probe_segments(trace, self._task.still)) is not None:
             self._probes.append(probe)
         for name, at in trace.parameters.items():
             if at in adjoints:
@@ -65,7 +65,7 @@ class Handshake:
         if self._differences(own):
             self._compare(own)
         if self._probes:  # values of which only the first derivative has been compared so far
-            verify_segments(self._probes, self._task.parameters, self._call)
+            verify_segments(self._probes, self._task.parameters, self._call, self._task.still)
 
     def _call(self, parameters: dict[str, Tensor]) -> tuple[float, Mapping[str, Tensor | None]]:
         found = own_gradient(self._task, parameters)

@@ -77,6 +77,13 @@ class Task:
         return {name: own[name] for name in self.parameters}
 
     @property
+    def still(self) -> dict[str, int]:
+        """The rows of embeddings that torch leaves out of the gradient, by the name of the parameter."""
+        padded = {id(m.weight): m.padding_idx for m in self.module.modules() if isinstance(m, nn.Embedding)}
+        found = {name: padded.get(id(leaf)) for name, leaf in self.leaves.items()}
+        return {name: row for name, row in found.items() if row is not None}
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of results: the widest type of the parameters, and no narrower than float32."""
         return widest(p.dtype for p in self.parameters.values())

@@ -182,12 +182,15 @@ class Probe:
     rounding: float
 
 
-def probe_segments(trace: Trace) -> Probe | None:
-    """Return what :func:`verify_segments` compares of a trace; None for one without segments, where each primitive is known."""
+def probe_segments(trace: Trace, still: Mapping[str, int] | None = None) -> Probe | None:
+    """Return what :func:`verify_segments` compares of a trace; None for one without segments, where each primitive is known.
+
+    ``still`` are rows of parameters, by name, that torch leaves out of the gradient, and the direction too.
+    """
     names = tuple(dict.fromkeys(a.primitive.name for a in trace.applications if isinstance(a.primitive, Segment)))
     if not names:
         return None
-    found = products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()}))
+    found = products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()}, still))
     return Probe(names, *found, rounding(trace.eps or torch.finfo(trace.values[trace.output].dtype).eps))
 
 
@@ -195,6 +198,7 @@ def verify_segments(
     probes: Sequence[Probe],
     point: Mapping[str, Tensor],
     call_at: Callable[[dict[str, Tensor]], tuple[float, Mapping[str, Tensor | None]]],
+    still: Mapping[str, int] | None = None,
 ) -> None:
     """Compare the derivatives of a traced loss along one generic direction with central differences of the module's own call.
 
@@ -206,6 +210,7 @@ def verify_segments(
         point: The values of the parameters, by name.
         call_at: The loss, and its gradient by name (None where autograd does not reach one), of the module's own call at
             given values of the parameters.
+        still: As in :func:`probe_segments`.
 
     Raises:
         TraceError: They differ.
@@ -214,7 +219,7 @@ def verify_segments(
     if allowed > 1:
         return
     names = tuple(dict.fromkeys(name for probe in probes for name in probe.names))
-    direction = _direction(point)
+    direction = _direction(point, still)
     tangents = tuple(direction[name] for name in point)
     slopes, bent = (
         tuple(torch.stack([kind[name] for kind in kinds]).sum(0) for name in point)
@@ -256,9 +261,13 @@ def _differs(which: str, gap: float, unsure: float, of: str, names: tuple[str, .
     )
 
 
-def _direction(point: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _direction(point: Mapping[str, Tensor], still: Mapping[str, int] | None) -> dict[str, Tensor]:
     """Return the same tangents for the same parameters, whatever their order."""
-    return {name: tangents_of([x], 1 + k)[0] for k, (name, x) in enumerate(sorted(point.items()))}
+    found = {name: tangents_of([x], 1 + k)[0] for k, (name, x) in enumerate(sorted(point.items()))}
+    for name, row in (still or {}).items():
+        if name in found:
+            found[name][row] = 0
+    return found
 
 
 def products(trace: Trace, direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
