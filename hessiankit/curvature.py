@@ -330,7 +330,7 @@ def hessian(
     first = next(iter(chosen.values()))
     if lazy and (out is not None or dry_run):
         raise InputError("hessian: lazy=True computes single blocks later; it goes with neither out=... nor dry_run=True")
-    if out is not None and not os.fspath(out).endswith(".npy"):
+    if out is not None and not os.fspath(out).endswith(".npy") and not os.path.isdir(out):
         raise InputError(f"hessian: out={os.fspath(out)!r} is written in NumPy's format; pass a path that ends in '.npy'")
     if overwrite and out is None:
         raise InputError("hessian: overwrite=True is for out=..., which is missing")

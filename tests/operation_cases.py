@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from curvature_reference import Formula, assert_exact, draw
@@ -38,10 +38,12 @@ def applied(module: Formula) -> list[Primitive]:
     return [a.primitive for a in traced.trace.applications]
 
 
-def check_closed_form(operation: Operation, kind: type[Primitive] | None = None, tolerance: float = 1e-12) -> None:
+def check_closed_form(
+    operation: Operation, kind: type[Primitive] | None = None, tolerance: float = 1e-12, **options: Any
+) -> None:
     """Assert that an operation needs no automatic differentiation, uses a chapter, and gives the exact Hessian."""
     module = module_of(operation)
     seen = applied(module)
     assert not any(isinstance(p, AutomaticDifferentiation) for p in seen), seen
     assert kind is None or kind in {type(p) for p in seen}, seen
-    assert assert_exact(module, draw(2, 3, 5), tolerance=tolerance).fallbacks == ()
+    assert assert_exact(module, draw(2, 3, 5), tolerance=tolerance, **options).fallbacks == ()

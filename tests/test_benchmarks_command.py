@@ -167,7 +167,17 @@ def test_a_wrong_closed_form_is_an_exit_code(tmp_path: Path, monkeypatch: pytest
 def test_the_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["dense", "pair", "hvp", "scalars", "memory", "growth", "limit", "sharpness"]
+    assert [line.split()[0] for line in lines] == [
+        "dense",
+        "pair",
+        "hvp",
+        "scalars",
+        "memory",
+        "growth",
+        "limit",
+        "sharpness",
+        "handshake",
+    ]
 
 
 @pytest.mark.parametrize(

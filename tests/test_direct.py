@@ -35,7 +35,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def graph(f: Callable[..., Tensor], moving: int) -> list[Any]:
-    nodes = record(f, [A, B, ROW], DECOMPOSITIONS, parameters=moving).graph.nodes
+    given = [x.detach().requires_grad_(k < moving) for k, x in enumerate((A, B, ROW))]
+    nodes = record(lambda: f(*given), given, DECOMPOSITIONS).graph.nodes
     return [(str(node.target), str(node.args), str(node.kwargs)) for node in nodes]
 
 

@@ -62,13 +62,6 @@ def test_curvature_weighed_by_the_rows_of_a_gain(name):
     assert torch.allclose(lift.weigh(K.mT), expected.mT, rtol=0, atol=1e-14)
 
 
-def test_expand_keeps_the_dtype_of_the_tangent():
-    t = draw(D_OUT, 6, 7, seed=3)
-    for lift in (LIFTS["X W"][0], LIFTS["gain"][0]):
-        assert lift.expand(t.float()).dtype == torch.float32
-        assert (lift.expand(t.float()) - lift.expand(t)).abs().max() < 1e-5
-
-
 def test_parameters_taken_whole():
     lift = Whole("W", None, 2, 3)
     w = draw(1, 1, 7, 4)

@@ -107,7 +107,7 @@ def test_binary(name):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts(name):
-    check_closed_form(PARTS[name])
+    check_closed_form(PARTS[name], handshake=name != "xlogy at zero")  # where torch's own gradient is NaN
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -117,7 +117,8 @@ def test_step(name):
 
 
 def test_floor_division_which_autograd_refuses():
-    found = hk.hessian(module_of(lambda y: y * torch.floor_divide(y, 0.3)), draw(2, 3, 5), torch.zeros(2, 3, 4).double())
+    module = module_of(lambda y: y * torch.floor_divide(y, 0.3))
+    found = hk.hessian(module, draw(2, 3, 5), torch.zeros(2, 3, 4).double(), handshake=False)
     same = hk.hessian(module_of(lambda y: y * torch.floor(y / 0.3)), draw(2, 3, 5), torch.zeros(2, 3, 4).double())
     assert torch.equal(found.matrix, same.matrix)
     assert found.fallbacks == ()

@@ -47,6 +47,6 @@ def test_trace_error_names_the_line() -> None:
                 raise ValueError("one call is enough")
             return self.layer(x)
 
-    with pytest.raises(hk.TraceError, match=r'at .*test_source_line.py:\d+ in forward: raise ValueError\("one call') as caught:
+    with pytest.raises(hk.InputError, match=r'at .*test_source_line.py:\d+ in forward: raise ValueError\("one call') as caught:
         hk.hessian(Stubborn(), draw(2, 4), draw(2, 3))
     assert "\n" not in str(caught.value)

@@ -150,8 +150,11 @@ def test_killed_three_times_at_random(tmp_path: Path) -> None:
     code = KILLED.format(tests=str(Path(__file__).parent))
     done = subprocess.run([sys.executable, "-c", code, str(out), str(seed)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, (seed, done.stderr)
-    assert out.read_bytes() == (tmp_path / "h.npy.whole").read_bytes(), seed
-    assert names(tmp_path) == ["h.npy", "h.npy.journal.json", "h.npy.whole", "h.npy.whole.journal.json"], (seed, done.stdout)
+    assert out.read_bytes() == (tmp_path / "h.npy.whole.npy").read_bytes(), seed
+    assert names(tmp_path) == ["h.npy", "h.npy.journal.json", "h.npy.whole.npy", "h.npy.whole.npy.journal.json"], (
+        seed,
+        done.stdout,
+    )
 
 
 class Stop(BaseException):

@@ -21,6 +21,9 @@ from hessiankit.tracing.trace import Trace
 ROUNDING = 64.0
 """Up to ROUNDING * eps of a gradient's largest entry a difference is rounding; a larger one is held against the noise."""
 
+OWN = 1e-7
+"""What torch's own formulas may be off by, relative to a gradient: hardsigmoid's constants are rounded to single precision."""
+
 NOISE = 16.0
 """How many times the noise of the gradient counts as rounding."""
 
@@ -80,12 +83,16 @@ class Handshake:
                 "so the loss is not a function of the parameters: it is random, or depends on earlier calls; call module.eval(), "
                 "or take what changes out of forward"
             )
-        different = self._differences(again, _noise(self._task, again, eps))
+        different = self._differences(again, _noise(self._task, again, eps), ROUNDING * eps * _scale(self._task, again))
         if different:
             raise TraceError(self._message(again, different))
 
-    def _differences(self, own: Reference, noise: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return what differs by more than rounding, the loss under "", with the difference relative to the larger of the two."""
+    def _differences(self, own: Reference, noise: Mapping[str, float] | None = None, floor: float = 0.0) -> dict[str, float]:
+        """Return what differs by more than rounding, the loss under "", with the difference relative to the larger of the two.
+
+        With the noise of the module's own gradient, and a size below which all of it is rounding, also what torch's own formulas
+        lose is no difference.
+        """
         found: dict[str, float] = {}
         pairs = {"": (torch.tensor(self._loss, dtype=torch.float64), torch.tensor(own.loss, dtype=torch.float64))}
         for name in self._task.parameters:
@@ -98,7 +105,9 @@ class Handshake:
                 continue  # the matrix is not finite either, and the error for that says where it comes from
             size = max(float(mine.abs().max()), float(theirs.abs().max()))
             difference = float((mine - theirs).abs().max())
-            allowed = ROUNDING * self._eps * size + NOISE * (noise or {}).get(name, 0.0)
+            allowed = ROUNDING * self._eps * size
+            if noise is not None:
+                allowed += OWN * size + NOISE * noise.get(name, 0.0) + floor
             if not difference <= allowed:
                 found[name] = difference / size
         return found
@@ -119,8 +128,25 @@ class Handshake:
             return "there it is NaN or infinite, at a point where torch's derivative of some operation is not finite"
         return (
             "a custom backward that is not the derivative of its forward, a hook that changes a gradient, a copy of a parameter "
-            "made before the call, requires_grad switched in forward, or something that is done only where nobody watches"
+            "made before the call, requires_grad switched in forward, something that is done only where nobody watches; or the "
+            "module's own gradient has lost its digits, as in a saturated softmax"
         )
+
+
+def _scale(task: Task, own: Reference) -> float:
+    """Return the size of the gradient's entries here and at generic points: what cancels or saturates is rounded like those."""
+    rng = torch.Generator().manual_seed(0)
+    alone, sizes = replace(task, reference=None), [0.0]
+    drawn = {name: torch.randn(x.shape, generator=rng).to(x) for name, x in task.parameters.items()}
+    points = (
+        {name: x + 0.1 * x.abs().max() * drawn[name] if x.numel() else x for name, x in task.parameters.items()},
+        drawn,
+        {name: 0.1 * x for name, x in drawn.items()},
+    )
+    for gradient in (own.gradient, *(own_gradient(alone, point).gradient for point in points)):
+        largest = [float(g.abs().max()) for g in gradient.values() if g is not None and g.numel()]
+        sizes += [size for size in largest if math.isfinite(size)]
+    return max(sizes)
 
 
 def _noise(task: Task, own: Reference, eps: float) -> dict[str, float]:

@@ -100,8 +100,11 @@ def own_loss(task: Task, outputs: Any) -> Tensor:
 
 
 def reached(task: Task) -> set[str]:
-    """Return the parameters that the loss depends on, whatever the values are: those to which autograd finds a way."""
-    found = task.reference or own_gradient(task)
+    """Return the parameters that the loss depends on, whatever the values are; all of them where autograd cannot tell."""
+    try:
+        found = task.reference or own_gradient(task)
+    except Exception:  # whatever a module may raise when it is differentiated
+        return set(task.parameters)
     return {name for name in task.parameters if found.gradient[name] is not None}
 
 

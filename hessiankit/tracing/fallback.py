@@ -181,6 +181,7 @@ class AutomaticDifferentiation(Primitive):
             raise self._impossible(next(iter(missing.values())))
         preferred = next(iter(found))
         gap = difference(*found.values()) if len(found) == 2 else float("inf")
+        gap = float("inf") if gap != gap else gap  # one of them is not finite
         if gap <= rounding(torch.finfo(dtype).eps):
             return preferred, found[preferred]
         if not any(_finite(values) for values in found.values()):

@@ -156,7 +156,9 @@ class _Asked:
         if size > (PRODUCTS if self.directions is None else MATRIX) and self.directions != 0:
             return self._by_products(inputs, target, list(chosen), start)
         told = None if tell is None else lambda done, total: tell("closed form", done, total)
-        found = hessian(module, inputs, target, loss=self.loss, params=self.params, progress=told)
+        found = hessian(  # loss and gradient are rows of the report
+            module, inputs, target, loss=self.loss, params=self.params, progress=told, handshake=False
+        )
         values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in found.slices}
         problem = Problem(module, inputs, target, self.loss, values)
         seen = traits(problem)
@@ -207,7 +209,7 @@ class _Asked:
         module = self.module
 
         def make_operator() -> HessianOperator:
-            return hessian_operator(module, inputs, target, loss=self.loss, params=names, block_size=1)
+            return hessian_operator(module, inputs, target, loss=self.loss, params=names, block_size=1, handshake=False)
 
         operator = make_operator()
         values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in operator.slices}
@@ -232,7 +234,7 @@ class _Asked:
         none = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
         if problem.size <= DIAGONAL:
             before = time.perf_counter()
-            diagonal = curvature_diagonal(module, inputs, target, loss=self.loss, params=names).flat
+            diagonal = curvature_diagonal(module, inputs, target, loss=self.loss, params=names, handshake=False).flat
             rows += found.diagonal(diagonal, time.perf_counter() - before)
         else:
             none += f", curvature_diagonal not beyond {DIAGONAL:,}"

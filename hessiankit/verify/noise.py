@@ -74,5 +74,7 @@ class RoundingNoise:
 def closed_form(problem: Problem, V: Tensor) -> Tensor:
     """Return H V by the closed form, at the values of a problem."""
     with problem.borrowed():
-        found = hessian(problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params))
+        found = hessian(
+            problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params), handshake=False
+        )
     return V.to(found.matrix) @ found.matrix

@@ -253,7 +253,7 @@ def _judge(name: str, example: Example, differences: Tensor) -> tuple[Judgement,
     """Return who decides, and the Hessian that every route is compared with."""
     size = len(differences)
     try:
-        closed = hessian(example.module, example.x, example.target, loss=example.loss_name)
+        closed = hessian(example.module, example.x, example.target, loss=example.loss_name, handshake=False)
     except HessiankitError as reason:
         return Judgement(name, size, DIFFERENCES, None, first_line(reason)), differences
     error = _relative(closed.matrix - differences, differences)

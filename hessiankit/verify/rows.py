@@ -84,7 +84,7 @@ class Comparison:
         rows, remarks = [self._loss()], []
         problem = self.problem
         arguments = (problem.module, problem.inputs, problem.target)
-        options = {"loss": problem.loss, "params": list(problem.params)}
+        options = {"loss": problem.loss, "params": list(problem.params), "handshake": False}
         start = time.perf_counter()
         try:
             operator = hessian_operator(*arguments, **options)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ class Comparison:
     def _gradients(problem: Problem) -> tuple[Tensor, Tensor]:
         with problem.borrowed():
             made = hessian_operator(
-                problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params)
+                problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params), handshake=False
             )
         return problem.flat_gradient(), made.gradient
 
