@@ -1,4 +1,4 @@
-"""Other people's architectures: a few of every kind here, all of them under the marker ``slow``; docs/models.md has the table."""
+"""Other people's architectures: a few of every kind here, all of them under the marker ``exhaustive``; docs/models.md has the table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_some(name: str, attention: str) -> None:
     assert_passed(name, attention)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", models.every_name())
 def test_every_one(name: str) -> None:
     for attention in models.attentions(name):

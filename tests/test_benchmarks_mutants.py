@@ -110,7 +110,7 @@ def mutant(old: str, new: str, *tests: str) -> Mutant:
     return Mutant("derivations/code.py", old, new, tests or ("tests/test_code.py",))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_verdicts(tree: Path) -> None:
     with Workshop(tree, 5.0) as workshop:
         assert workshop.run(mutant("sleep(0)", "sleep(600)")).state == UNDECIDED
@@ -127,7 +127,7 @@ def test_verdicts(tree: Path) -> None:
     assert "a + a  # even" in (tree / "derivations" / "code.py").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_goes_on_where_it_was_and_says_what_survived(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
