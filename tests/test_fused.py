@@ -49,7 +49,8 @@ def perturbed(module: nn.Module, index: str) -> Iterator[nn.Module]:
     parameter = module.get_parameter(name)
     kept = parameter.detach().clone()
     with torch.no_grad():
-        parameter.view(-1)[rows_of_part(parameter.shape, parsed)] += 0.25
+        rows = rows_of_part(parameter.shape, parsed)
+        parameter.view(-1)[rows] += torch.linspace(0.2, 0.3, len(rows)).to(parameter)  # a norm of the head would drop a constant
     yield module
     with torch.no_grad():
         parameter.copy_(kept)
