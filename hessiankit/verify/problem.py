@@ -146,7 +146,14 @@ class Problem:
         Raises:
             InputError: The outputs do not fit the target or the loss.
         """
-        return _call(self.module, self.inputs, self.target, self.loss)
+        loss = _call(self.module, self.inputs, self.target, self.loss)
+        off = next((name for name, p in self.own.items() if not p.requires_grad), None)
+        if off is not None:
+            raise InputError(
+                f"Problem: a call of the module turns requires_grad off for '{off}', so that torch's gradient leaves it out; "
+                "turn it off before, or leave it on."
+            )
+        return loss
 
     def gradient(self) -> list[Tensor]:
         """Return the gradient of :meth:`call` in each parameter; within :meth:`borrowed`."""
