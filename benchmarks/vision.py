@@ -15,7 +15,53 @@ from benchmarks.architectures import Instance, batch_of, generic
 IMAGES: dict[str, Any] = {"img_size": 8, "in_chans": 2, "num_classes": 3}
 PATCHES = {**IMAGES, "patch_size": 4}
 VIT = {**PATCHES, "embed_dim": 4, "depth": 1, "num_heads": 2, "mlp_ratio": 1.25}
-FLAT = {"in_chans": 2, "num_classes": 3}
+FLAT: dict[str, Any] = {"in_chans": 2, "num_classes": 3}
+WINDOWS = {**IMAGES, "patch_size": 2, "embed_dim": 4, "depths": (2,), "num_heads": (2,), "window_size": 2}
+STAGES = {**FLAT, "depths": (1, 1), "dims": (4, 6)}
+MODELS: dict[str, Callable[[Any], nn.Module]] = {
+    "vit": lambda m: m.vision_transformer.VisionTransformer(**VIT),
+    "vit, average of the tokens": lambda m: m.vision_transformer.VisionTransformer(
+        **VIT, global_pool="avg", class_token=False, reg_tokens=1
+    ),
+    "vit, pooled by attention": lambda m: m.vision_transformer.VisionTransformer(**VIT, global_pool="map", class_token=False),
+    "vit, relative positions": lambda m: m.vision_transformer_relpos.VisionTransformerRelPos(**VIT),
+    "deit, distilled": lambda m: m.deit.VisionTransformerDistilled(**VIT),
+    "beit": lambda m: m.beit.Beit(**VIT, use_rel_pos_bias=True),
+    "cait": lambda m: m.cait.Cait(**VIT),
+    "eva, rotary": lambda m: m.eva.Eva(**{**VIT, "embed_dim": 8}, use_rot_pos_emb=True, swiglu_mlp=True),
+    "xcit": lambda m: m.xcit.Xcit(**{**PATCHES, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 2, "img_size": 8}),
+    "mlp-mixer": lambda m: m.mlp_mixer.MlpMixer(**PATCHES, num_blocks=1, embed_dim=4),
+    "gmlp": lambda m: m.mlp_mixer.MlpMixer(
+        **PATCHES,
+        num_blocks=1,
+        embed_dim=4,
+        mlp_ratio=2,
+        block_layer=m.mlp_mixer.SpatialGatingBlock,
+        mlp_layer=m.mlp_mixer.GatedMlp,
+    ),
+    "swin": lambda m: m.swin_transformer.SwinTransformer(**WINDOWS),
+    "swin v2": lambda m: m.swin_transformer_v2.SwinTransformerV2(**WINDOWS),
+    "twins": lambda m: m.twins.Twins(
+        **IMAGES,
+        patch_size=2,
+        embed_dims=(4, 4),
+        num_heads=(1, 2),
+        mlp_ratios=(2, 2),
+        depths=(1, 1),
+        sr_ratios=(2, 1),
+        wss=(2, 2),
+    ),
+    "pvt v2": lambda m: m.pvt_v2.PyramidVisionTransformerV2(
+        **FLAT, depths=(1, 1), embed_dims=(4, 4), num_heads=(1, 2), sr_ratios=(2, 1), mlp_ratios=(2, 2)
+    ),
+    "metaformer": lambda m: m.metaformer.MetaFormer(**STAGES),
+    "convnext": lambda m: m.convnext.ConvNeXt(**FLAT, depths=(1, 1, 1, 1), dims=(2, 2, 4, 4), patch_size=1),
+    "gc vit": lambda m: m.gcvit.GlobalContextVit(
+        **FLAT, img_size=(16, 16), window_size=(2, 2), embed_dim=4, depths=(1,), num_heads=(2,), mlp_ratio=2.0
+    ),
+    "nest": lambda m: m.nest.Nest(**PATCHES, num_levels=1, embed_dims=(4,), num_heads=(2,), depths=(1,)),
+}
+"""By name, each made from ``timm.models``."""
 
 
 class Labelled(nn.Module):
@@ -31,76 +77,9 @@ class Labelled(nn.Module):
         return SimpleNamespace(loss=cross_entropy(logits.float(), labels), logits=logits)
 
 
-def _models() -> dict[str, Callable[[], nn.Module]]:
-    from timm.models import (
-        beit,
-        cait,
-        convnext,
-        deit,
-        eva,
-        gcvit,
-        metaformer,
-        mlp_mixer,
-        nest,
-        pvt_v2,
-        swin_transformer,
-        swin_transformer_v2,
-        twins,
-        vision_transformer,
-        vision_transformer_relpos,
-        xcit,
-    )
-
-    windows = {**IMAGES, "patch_size": 2, "embed_dim": 4, "depths": (2,), "num_heads": (2,), "window_size": 2}
-    stages = {**FLAT, "depths": (1, 1), "dims": (4, 6)}
-    return {
-        "vit": lambda: vision_transformer.VisionTransformer(**VIT),
-        "vit, average of the tokens": lambda: vision_transformer.VisionTransformer(
-            **VIT, global_pool="avg", class_token=False, reg_tokens=1
-        ),
-        "vit, pooled by attention": lambda: vision_transformer.VisionTransformer(**VIT, global_pool="map", class_token=False),
-        "vit, relative positions": lambda: vision_transformer_relpos.VisionTransformerRelPos(**VIT),
-        "deit, distilled": lambda: deit.VisionTransformerDistilled(**VIT),
-        "beit": lambda: beit.Beit(**VIT, use_rel_pos_bias=True),
-        "cait": lambda: cait.Cait(**VIT),
-        "eva, rotary": lambda: eva.Eva(**{**VIT, "embed_dim": 8}, use_rot_pos_emb=True, swiglu_mlp=True),
-        "xcit": lambda: xcit.Xcit(**{**PATCHES, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 2, "img_size": 8}),
-        "mlp-mixer": lambda: mlp_mixer.MlpMixer(**PATCHES, num_blocks=1, embed_dim=4),
-        "gmlp": lambda: mlp_mixer.MlpMixer(
-            **PATCHES,
-            num_blocks=1,
-            embed_dim=4,
-            mlp_ratio=2,
-            block_layer=mlp_mixer.SpatialGatingBlock,
-            mlp_layer=mlp_mixer.GatedMlp,
-        ),
-        "swin": lambda: swin_transformer.SwinTransformer(**windows),
-        "swin v2": lambda: swin_transformer_v2.SwinTransformerV2(**windows),
-        "twins": lambda: twins.Twins(
-            **IMAGES,
-            patch_size=2,
-            embed_dims=(4, 4),
-            num_heads=(1, 2),
-            mlp_ratios=(2, 2),
-            depths=(1, 1),
-            sr_ratios=(2, 1),
-            wss=(2, 2),
-        ),
-        "pvt v2": lambda: pvt_v2.PyramidVisionTransformerV2(
-            **FLAT, depths=(1, 1), embed_dims=(4, 4), num_heads=(1, 2), sr_ratios=(2, 1), mlp_ratios=(2, 2)
-        ),
-        "metaformer": lambda: metaformer.MetaFormer(**stages),
-        "convnext": lambda: convnext.ConvNeXt(**FLAT, depths=(1, 1, 1, 1), dims=(2, 2, 4, 4), patch_size=1),
-        "gc vit": lambda: gcvit.GlobalContextVit(
-            **FLAT, img_size=(16, 16), window_size=(2, 2), embed_dim=4, depths=(1,), num_heads=(2,), mlp_ratio=2.0
-        ),
-        "nest": lambda: nest.Nest(**PATCHES, num_levels=1, embed_dims=(4,), num_heads=(2,), depths=(1,)),
-    }
-
-
 def vision_names() -> list[str]:
     """Return "timm/vit" and the like."""
-    return [f"timm/{name}" for name in _models()]
+    return [f"timm/{name}" for name in MODELS]
 
 
 def vision(name: str, attention: str = "eager") -> Instance:
@@ -110,6 +89,7 @@ def vision(name: str, attention: str = "eager") -> Instance:
         name: Its name.
         attention: "eager", or "sdpa" for torch's fused attention where the model has it.
     """
+    import timm
     from timm.layers import set_fused_attn, use_fused_attn
 
     before = use_fused_attn()
@@ -117,7 +97,7 @@ def vision(name: str, attention: str = "eager") -> Instance:
     try:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = generic(Labelled(_models()[name.removeprefix("timm/")]()))
+            model = generic(Labelled(MODELS[name.removeprefix("timm/")](timm.models)))
     finally:
         set_fused_attn(bool(before))
     for p in model.parameters():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,15 +90,18 @@ def _model_type(config_file: Path) -> str:
 
 
 def _transformers(path: Path) -> Any:
-    """Import transformers, without a torchvision that cannot be imported: no language model needs one.
-
-    A torchvision that was built for another torch is found and then fails, and transformers with it.
-    """
+    """Import transformers, which takes in a torchvision that it finds, and with one built for another torch fails by any name."""
     try:
         importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
     except Exception as error:
-        if not (isinstance(error, ModuleNotFoundError) and error.name == "torchvision"):
-            sys.modules["torchvision"] = None  # type: ignore[assignment]  # to Python and to transformers: not installed
+        raise InputError(
+            f"{WHO}: {path} is a model of transformers, which imports the torchvision that it finds, and that one is built for "
+            f"another torch than {torch.__version__} ({one_line(error)}); pip uninstall torchvision, which no language model "
+            "needs, or install the two as a pair (docs/howto/install.md)"
+        ) from error
     try:
         return importlib.import_module("transformers")
     except ImportError as error:

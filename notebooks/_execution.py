@@ -26,21 +26,10 @@ import sys
 import warnings
 assert sys.prefix == {prefix!r}, f"the kernel 'python3' is that of {{sys.prefix}}; expected {prefix}"
 sys.path.insert(1, {root!r})
-{preparation}
 warnings.simplefilter("error")
 for category in (DeprecationWarning, PendingDeprecationWarning):
     warnings.simplefilter("ignore", category)
 """
-TRANSFORMERS = """
-sys.path.insert(0, {root!r} + "/tests")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import model_zoo
-    model_zoo._import_torchvision()
-    import transformers
-sys.path.pop(0)
-"""
-"""The tests' way to import transformers where torchvision's compiled half does not fit the installed torch."""
 
 
 class NotebookError(Exception):
@@ -57,8 +46,7 @@ def execute(notebook: NotebookNode, *, timeout: int = 300) -> NotebookNode:
     Raises:
         NotebookError: A cell failed; its error is the last line. Or the outputs are too large, or show a path.
     """
-    asks = any("transformers import" in cell.source for cell in notebook.cells if cell.cell_type == "code")
-    start = START.format(prefix=sys.prefix, root=ROOT, preparation=TRANSFORMERS.format(root=ROOT) if asks else "")
+    start = START.format(prefix=sys.prefix, root=ROOT)
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
             notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": folder}},

@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from model_zoo import optional
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -65,7 +65,7 @@ def attention(**options: Any) -> Model:
 
 def imported(name: str, attribute: str) -> Any:
     """A library that may be missing."""
-    optional(name.partition(".")[0])
+    pytest.importorskip(name.partition(".")[0])
     module = importlib.import_module(name)
     return module, getattr(module, attribute)
 

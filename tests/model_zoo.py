@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import pytest
-import torch
 from curvature_reference import draw
 from torch import Tensor, nn
 
 import hessiankit as hk
 from benchmarks.architectures import ATTENTIONS, InDouble, generic
 
-__all__ = ["ATTENTIONS", "QUICK", "InDouble", "checked", "generic", "images", "optional"]
+__all__ = ["ATTENTIONS", "QUICK", "InDouble", "checked", "generic", "images"]
 
 QUICK = ("reverse-over-reverse", "jvp(grad)")
-
-
-def optional(package: str) -> Any:
-    """Import a package of models, or skip the test file where it is not installed."""
-    _import_torchvision()
-    return pytest.importorskip(package)
-
-
-def _import_torchvision() -> None:
-    """Import torchvision, which both packages ask for, also where its compiled half does not fit the installed torch.
-
-    A wheel built for CUDA does not load beside a torch built for the CPU, and stops at the first operator that it misses. The
-    models here use none of those operators; that their names exist is enough.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            import torchvision
-        except RuntimeError:
-            for name in ("nms", "qnms"):
-                _OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            import torchvision  # noqa: F401
-        except ImportError:
-            return
-
-
-_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def checked(module: nn.Module, inputs: Any, target: Tensor | None = None, **options: Any) -> hk.CheckReport:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import optional
 from test_nano_gpt import NanoGPT
 from torch import nn
 
@@ -36,7 +35,7 @@ class Case:
 
 def hugging_face(family: str, config: str, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        hf = optional("transformers")
+        hf = pytest.importorskip("transformers")
         torch.manual_seed(0)
         return getattr(hf, family)(getattr(hf, f"{config}Config")(**{"bos_token_id": 0, "eos_token_id": 0} | options))
 
@@ -44,7 +43,7 @@ def hugging_face(family: str, config: str, **options: Any) -> Callable[[], nn.Mo
 
 
 def timm_vit() -> nn.Module:
-    timm = optional("timm")
+    timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     sizes = {"img_size": 8, "patch_size": 4, "embed_dim": D, "depth": L, "num_heads": H, "num_classes": 5}
     return timm.models.vision_transformer.VisionTransformer(**sizes, init_values=0.1, qk_norm=True, reg_tokens=1)

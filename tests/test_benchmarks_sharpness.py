@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from benchmark_cases import QUIET
-from model_zoo import optional
 
 from benchmarks import __main__ as command
 from benchmarks.plan import Plan
@@ -28,7 +27,7 @@ def test_grid() -> None:
 
 
 def test_a_step_of_training_leaves_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    optional("transformers")
+    pytest.importorskip("transformers")
     work = suite.Work(**SMALL)
     assert work.size == sum(p.numel() for p in work.model.parameters()) == 120_576
     before = [p.detach().clone() for p in work.model.parameters()]
@@ -40,7 +39,7 @@ def test_a_step_of_training_leaves_the_parameters(monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    optional("transformers")
+    pytest.importorskip("transformers")
     calls: list[str] = []
 
     def fresh(function: str, arguments: dict[str, Any], **_: Any) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def test_rows_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    optional("transformers")
+    pytest.importorskip("transformers")
     monkeypatch.setattr(suite, "available_memory", lambda device: 2**30)
     cell = {"problem": "gpt2-124M", "batch": 4, "dtype": "float32", "threads": 1}
     result = suite.run(cell, Plan(), QUIET)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import InDouble, generic, optional
+from model_zoo import InDouble, generic
 from torch import Tensor, nn
 
 import hessiankit as hk
 
-optional("transformers")
+pytest.importorskip("transformers")
 
-import transformers as hf  # noqa: E402
+import transformers as hf
 
 VOCABULARY, LAYERS, D, FF, HEADS, KV_HEADS, LENGTH = 13, 2, 12, 10, 4, 2, 7
 IDS = torch.randint(0, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(0))

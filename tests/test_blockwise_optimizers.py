@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from blockwise_reference import D, encoder
-from model_zoo import optional
 from torch import nn
 
 import hessiankit as hk
@@ -119,7 +118,7 @@ def test_groups_that_cannot_be_applied():
 
 def test_hugging_face_trainer(tmp_path):
     """Trainer with both, on a GPT-2 with fused attention; its checkpoint resumes with the same digits."""
-    transformers = optional("transformers")
+    transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     config = transformers.GPT2Config(
         n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8, bos_token_id=1, eos_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0,
@@ -147,7 +146,7 @@ def test_hugging_face_trainer(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:lightning")
 def test_lightning(tmp_path):
-    lightning = optional("lightning")
+    lightning = pytest.importorskip("lightning")
     model = encoder()
 
     class Task(lightning.LightningModule):

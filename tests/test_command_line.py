@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from model_zoo import optional
 
 import hessiankit
 from hessiankit.cli import COMMANDS, FILES, main, parser
@@ -307,7 +306,7 @@ def test_hessian_of_a_text(here: Path, capsys) -> None:
 
 
 def test_hessian_of_a_hugging_face_configuration(here: Path, capsys) -> None:
-    optional("transformers")
+    pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 16}
     (here / "config.json").write_text(json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0}))
     given = ["hessian", "--model", "config.json", "--text", "notes.txt", "--params", "*.c_attn.bias", "--json", "-"]

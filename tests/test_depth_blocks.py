@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from depth_reference import language_model, stream_of, tokens
-from model_zoo import InDouble, generic, optional
+from model_zoo import InDouble, generic
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -136,7 +136,7 @@ def test_torch_layers_off_their_fused_path():
 
 
 def test_hugging_face_decoders():
-    hf = optional("transformers")
+    hf = pytest.importorskip("transformers")
     special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "vocab_size": 11}
     gpt = hf.GPT2LMHeadModel(hf.GPT2Config(**special, n_positions=6, n_embd=4, n_layer=2, n_head=2))
     llama = hf.LlamaForCausalLM(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_zoo import optional
 
 from hessiankit.blocks import PLACEMENTS
 from hessiankit.tracing.primitives.registry import RULES
@@ -41,7 +40,7 @@ def _run(page: Path, names: dict[str, object]) -> None:
     for source in BLOCKS[page]:
         for package in ("transformers", "timm"):
             if f"import {package}" in source or f"from {package}" in source:
-                optional(package)
+                pytest.importorskip(package)
         exec(compile(source, page.name, "exec"), names)
 
 

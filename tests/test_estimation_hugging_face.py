@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_zoo import optional
 
 from hessiankit.estimation import exact_sharpness, sharpness
 from hessiankit.parts import model_parts
 
-transformers = optional("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def gpt2():

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from curvature_reference import draw
-from model_zoo import ATTENTIONS, QUICK, InDouble, checked, generic, images, optional
+from model_zoo import ATTENTIONS, QUICK, InDouble, checked, generic, images
 from torch import nn
 
 import hessiankit as hk
 
-optional("transformers")
+pytest.importorskip("transformers")
 
-import transformers as hf  # noqa: E402
+import transformers as hf
 
 VOCABULARY = 11
 TOKENS = torch.randint(2, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))

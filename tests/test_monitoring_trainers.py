@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from model_zoo import optional
 from monitoring_cases import Noisy, pair, tokens
 
 import hessiankit as hk
@@ -33,7 +32,7 @@ class Tokens(torch.utils.data.Dataset):
 
 @pytest.fixture(scope="module")
 def transformers():
-    found = optional("transformers")
+    found = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     return found
 
@@ -119,7 +118,7 @@ def test_hugging_face_measures_in_process_zero_only(transformers, tmp_path):
 def lightning():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return optional("lightning")
+        return pytest.importorskip("lightning")
 
 
 def lightning_run(lightning, folder: Path, *callbacks, steps: int = 5, resume: Path | None = None):

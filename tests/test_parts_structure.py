@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_zoo import optional
 from parts_models import CASES, GROUPED, D, H, L, hugging_face
 from torch import Tensor, nn
 
@@ -168,7 +167,7 @@ def test_attention_sinks_and_biases_of_experts() -> None:
 
 def test_cross_attention_and_its_fused_halves() -> None:
     """GPT-2 with cross-attention: queries by a layer of their own, keys and values fused."""
-    hf = optional("transformers")
+    hf = pytest.importorskip("transformers")
     block = hf.models.gpt2.modeling_gpt2.GPT2Block(hf.GPT2Config(n_embd=D, n_head=H, add_cross_attention=True), layer_idx=0)
     types = hk.block_types(block)
     assert types["crossattention.q_attn.weight"] == "QK"
@@ -219,7 +218,7 @@ def test_a_linear_map_by_itself_is_nothing_known() -> None:
 
 def test_blocks_that_are_not_recognised_are_not_taken_for_a_head() -> None:
     """CaiT mixes the scores of its heads by weights: its blocks are no attention that is known, beside others that are."""
-    timm = optional("timm")
+    timm = pytest.importorskip("timm")
     model = timm.create_model("cait_xxs24_224", pretrained=False, depth=2, img_size=32).eval()
     with pytest.raises(hk.InputError, match=r"not recognised: 'blocks\.0\.attn\.qkv\.weight'") as error:
         model_parts(model)

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from model_zoo import optional
 
 from hessiankit.commands.sharpness import add_sharpness
 from hessiankit.errors import InputError, OutOfMemoryError
@@ -72,7 +71,7 @@ def test_a_seed_decides_all() -> None:
 
 
 def test_a_hugging_face_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    optional("transformers")
+    pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
     Path("config.json").write_text(json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0}))
     assert run("--model", ".", "--text", "text.txt", "--per", "sequence") == 0

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from curvature_reference import draw
-from model_zoo import checked, generic, images, optional
+from model_zoo import checked, generic, images
 from torch import nn
 
-timm = optional("timm")
+timm = pytest.importorskip("timm")
 
 from timm.models.eva import Eva  # noqa: E402
 from timm.models.mlp_mixer import MlpMixer  # noqa: E402

@@ -66,6 +66,7 @@ def test_the_layer_norm_defect_is_seen_and_named(name):
 
 
 def test_the_whole_panel_is_healthy_on_a_hand_written_norm():
+    pytest.importorskip("curvlinops")
     problem = linear_norm(HandWrittenNorm)
     health = examine(run_references(problem), problem)
     assert list(health) == list(REFERENCES)

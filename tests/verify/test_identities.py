@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from curvature_reference import Formula, cross_entropy, draw, mse, randomised, reverse_over_reverse
-from model_zoo import InDouble, generic, optional
+from model_zoo import InDouble, generic
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -80,7 +80,7 @@ def test_vision_transformer() -> None:
 
 
 def test_gpt2_whose_tied_table_has_no_identity() -> None:
-    optional("transformers")
+    pytest.importorskip("transformers")
     import transformers as hf
 
     sizes = {"vocab_size": 11, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2}

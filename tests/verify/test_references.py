@@ -234,7 +234,7 @@ def test_memory_bounds_the_chunk():
 
 def test_missing_package_is_unsupported(monkeypatch):
     monkeypatch.setitem(sys.modules, "curvlinops", None)
-    with pytest.raises(Unsupported, match=r"pip install 'hessiankit\[curvlinops\]'"):
+    with pytest.raises(Unsupported, match="not installed"):
         REFERENCES["curvlinops"].matrix(least_squares()[0])
 
 

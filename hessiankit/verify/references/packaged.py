@@ -26,7 +26,7 @@ class Curvlinops(Reference):
         try:
             from curvlinops import HessianLinearOperator
         except ImportError as error:
-            raise Unsupported(self.name, "the package is not installed: pip install 'hessiankit[curvlinops]'") from error
+            raise Unsupported(self.name, "the package is not installed (docs/howto/install.md says how)") from error
         losses = {"mse": nn.MSELoss(), "cross_entropy": nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)}
         if not isinstance(problem.loss, str) or problem.target is None:
             raise Unsupported(self.name, "it takes 'mse' and 'cross_entropy' only, not a loss of one's own")
