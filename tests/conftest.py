@@ -1,15 +1,29 @@
-"""Tests of a package that is not installed are skipped where they are parametrized by its name."""
+"""What every test can count on, however pytest was started and whatever is installed beside it."""
 
 from __future__ import annotations
 
+import signal
 from importlib.util import find_spec
 
 import pytest
 
 
+def pytest_configure() -> None:
+    """Let Ctrl-C be an error, as tests of it expect: what a shell starts in the background, or nohup, begins without."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests of a package that is not installed where they are parametrized by its name."""
     if find_spec("curvlinops"):
         return
     for item in items:
         if hasattr(item, "callspec") and "curvlinops" in item.callspec.params.values():
             item.add_marker(pytest.mark.skip(reason="curvlinops is not installed"))
+
+
+@pytest.fixture
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the compiled kernels out, which add a row to every table that compares speeds."""
+    monkeypatch.setenv("HESSIANKIT_COMPILED", "0")

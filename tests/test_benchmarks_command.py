@@ -24,6 +24,8 @@ from benchmarks.store import Store
 from benchmarks.suites import BENCHMARKS
 from benchmarks.timing import deadline, in_turn, spread
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 # Runs, files, interruptions
 
 

@@ -11,10 +11,13 @@ from benchmark_cases import PLAN, QUIET, Lies, closed, record, whole
 from torch import Tensor
 
 from benchmarks import tables
-from benchmarks.contest import contest
+from benchmarks.contest import CLOSED, PLAIN, contest
 from benchmarks.entries import Ring
 from benchmarks.peers import FuncHessian, JvpOfGrad, JvpOfJacrev, ReverseOverReverse, Whole
 from benchmarks.problems import Case, make
+from hessiankit.compiled.library import kernels
+
+pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 def test_contest_marks_what_is_wrong_and_ranks_what_is_right() -> None:
@@ -34,6 +37,16 @@ def test_contest_marks_what_is_wrong_and_ranks_what_is_right() -> None:
     assert "jacfwd" not in best  # the fastest, but wrong
     assert "**wrong by 0.58**" in details
     assert "**wrong: not finite**" in details
+
+
+def test_compiled_kernels_are_a_row_beside_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HESSIANKIT_COMPILED")
+    if kernels() is None:
+        pytest.skip("the kernels are not built here (hessiankit compile)")
+    case = make("tiny-affine", 1)
+    rows = contest(case, whole(case), closed(case), [JvpOfGrad()], PLAN, QUIET)["rows"]
+    assert [row["name"] for row in rows[:2]] == [CLOSED, PLAIN]
+    assert [row["status"] for row in rows] == ["right"] * 3
 
 
 class Breaks(Whole):

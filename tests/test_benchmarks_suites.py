@@ -19,6 +19,8 @@ from benchmarks.problems import make
 from benchmarks.suites import BENCHMARKS, hvp, limit, memory, scalars
 from hessiankit import hessian
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 
 def test_pair_is_the_block_of_the_dense_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.suites.pair.contestants", lambda: [ReverseOverReverse(), FuncHessian()])
