@@ -1,7 +1,8 @@
-"""A fixed set of modules on which ``hessiankit.check`` alone is to see an error in a formula or in the engine.
+"""A fixed set of modules and chapters on which ``hessiankit.check`` alone is to see an error in a formula or in the engine.
 
 Between them they reach the closed forms of the toolkit: placements, activations, heads, masks, both losses, and an
 ``nn.Sequential`` or a few lines of a user's own for every further kind of operation. Each is checked with its default options.
+Then every chapter is, in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hessiankit
+from hessiankit.verify.exact import chapters, check_exact
 
 Case = Callable[[], dict[str, Any]]
 CASES: dict[str, Case] = {}
@@ -200,15 +202,99 @@ def looked_up() -> dict[str, Any]:
 
 
 @case
+def inverse_functions() -> dict[str, Any]:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = torch.sigmoid(x @ m.W)  # within (0, 1)
+        parts = [h.log2(), h.log10(), h.logit(), h.tan(), h.asin(), h.acos(), h.sinh(), h.cosh(), h.asinh(), (h + 1.1).acosh()]
+        parts += [h.atanh(), h.erfc(), h.erfinv(), F.threshold(h, 0.5, 0.1), F.hardshrink(h, 0.4), F.softshrink(h, 0.3)]
+        parts += [torch.atan2(h, m.e), torch.logaddexp(h, m.e), torch.minimum(h, m.e), torch.hypot(h, m.e), h.clamp(0.3, 0.6)]
+        return torch.stack(parts).sum(1)
+
+    return mse(Own(forward, W=(2, 3), e=(3,)), 3, 2)
+
+
+@case
+def products_of_weights() -> dict[str, Any]:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (m.A @ m.B)) @ torch.bmm(m.S, m.S.mT).sum(0) + torch.outer(m.A[:, 0], m.B[0]).sum() * m.T[m.at].sum(
+            1
+        )
+
+    module = Own(forward, A=(3, 2), B=(2, 4), S=(2, 4, 3), T=(5, 4))
+    module.at = torch.tensor([[0, 2, 2], [4, 4, 4]])  # a row of a table counts twice in a sum
+    return mse(module, 2, 3)
+
+
+@case
+def grouped_queries() -> dict[str, Any]:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = ((x @ w).unflatten(-1, (-1, 2)).transpose(1, 2) for w in (m.Q, m.K, m.V))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return F.rms_norm(out.transpose(1, 2).flatten(2), (8,), m.g)
+
+    return mse(Own(forward, Q=(3, 8), K=(3, 4), V=(3, 4), g=(8,)), 2, 3, 3)
+
+
+@case
+def normed_logits() -> dict[str, Any]:
+    return labels(nn.Sequential(nn.Linear(3, 6), nn.GELU(), nn.LayerNorm(6)), 4, 3)
+
+
+@case
+def normed_logits_by_rms() -> dict[str, Any]:
+    return labels(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.RMSNorm(6), nn.SiLU()), 4, 3)
+
+
+@case
+def confident_by_hand() -> dict[str, Any]:
+    """Written with log_softmax, most rows saturated: 1 - p has to come from the other classes."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LogSoftmax(-1))
+    found = labels(model, 5, 3)
+    with torch.no_grad():
+        model[0].weight.mul_(25)
+        y = model(found["inputs"]).argmax(-1)
+    return {**found, "target": y, "loss": lambda out, y: F.nll_loss(out, y)}
+
+
+@case
+def at_the_kink() -> dict[str, Any]:
+    """One input is zero, so that ReLU and threshold stand at their kinks, where torch's derivative is theirs from the left."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return torch.relu(x * m.w) + F.threshold(x * m.w, 0.0, 0.0) * m.w
+
+    found = mse(Own(forward, w=(3,)), 2, 3)
+    found["inputs"][0, 1] = 0.0
+    return found
+
+
+@case
+def affine_post_norm_block() -> dict[str, Any]:
+    return {
+        "block_or_module": hessiankit.TransformerBlock(4, 5, d_k=2, affine=True, bias=True, causal=True),
+        "loss": "cross_entropy",
+    }
+
+
+@case
 def formulas_in_fractions() -> dict[str, Any]:
     block = hessiankit.TransformerBlock(4, 3, 2, rotary=True, n_kv_heads=1, attention_bias=True, bias=True)
     return {"block_or_module": block, "exact": True}
+
+
+CHAPTERS = tuple(f"exact: {chapter}" for chapter in chapters() if chapter != "placements")
+"""What ``hessiankit check --exact`` proves chapter by chapter, whole blocks of every placement aside, which take a minute."""
 
 
 def failures(names: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield the cases that ``check`` does not pass, each with the reason."""
     torch.set_default_dtype(torch.float64)
     for name in names:
+        if name in CHAPTERS:
+            for row in check_exact(name.removeprefix("exact: ")):
+                if not row.passed:
+                    yield name, str(row)
+            continue
         torch.manual_seed(0)
         try:
             with warnings.catch_warnings():
@@ -223,14 +309,14 @@ def failures(names: Collection[str]) -> Iterator[tuple[str, str]]:
 
 def seen(names: Collection[str] = ()) -> bool:
     """Tell whether some check fails, of all cases or of those named, and print which."""
-    for name, why in failures(names or CASES):
+    for name, why in failures(names or (*CASES, *CHAPTERS)):
         print(f"FAILED {name} - {why}")
         return True
     return False
 
 
 if __name__ == "__main__":
-    for case_name in sys.argv[1:] or CASES:
+    for case_name in sys.argv[1:] or (*CASES, *CHAPTERS):
         start = time.perf_counter()
         verdict = [why for _, why in failures([case_name])] or ["passed"]
         print(f"{case_name:<30} {time.perf_counter() - start:5.1f} s  {verdict[0]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from hessiankit.curvature import Hessian
 from hessiankit.diagonal import curvature_diagonal
-from hessiankit.errors import HessiankitError
+from hessiankit.errors import HessiankitError, OutOfMemoryError
 from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.verify.check_report import MODULE, CheckRow
 from hessiankit.verify.comparison import FLOOR, Blocks
@@ -80,7 +81,10 @@ class Comparison:
     # What the same call gives otherwise ------------------------------------------------------------------------------------
 
     def same_call(self, seed: int) -> tuple[list[CheckRow], list[str]]:
-        """Compare loss, gradient, operator and diagonal of the same call; return the rows, and why some are missing."""
+        """Compare loss, gradient, operator and diagonal of the same call; return the rows, and why some are missing or failed.
+
+        What refuses the call for which there is a Hessian fails; what only lacks the memory is left out.
+        """
         rows, remarks = [self._loss()], []
         problem = self.problem
         arguments = (problem.module, problem.inputs, problem.target)
@@ -88,16 +92,22 @@ class Comparison:
         start = time.perf_counter()
         try:
             operator = hessian_operator(*arguments, **options)  # type: ignore[arg-type]
-        except HessiankitError as reason:
+        except OutOfMemoryError as reason:
             remarks.append(f"no rows of gradient and operator: {reason}")
+        except HessiankitError as reason:
+            remarks.append(f"hessian_operator refuses the same call: {reason}")
+            rows.append(CheckRow("operator", MODULE, math.inf, False, time.perf_counter() - start, self._method))
         else:
             rows += self._gradient(operator, time.perf_counter() - start)
             rows += self._operator(operator, seed, time.perf_counter() - start)
         start = time.perf_counter()
         try:
             diagonal = curvature_diagonal(*arguments, **options)  # type: ignore[arg-type]
-        except HessiankitError as reason:
+        except OutOfMemoryError as reason:
             remarks.append(f"no rows of the diagonal: {reason}")
+        except HessiankitError as reason:
+            remarks.append(f"curvature_diagonal refuses the same call: {reason}")
+            rows.append(CheckRow("diagonal", MODULE, math.inf, False, time.perf_counter() - start, self._method))
         else:
             rows += self._diagonal(diagonal.flat, time.perf_counter() - start)
         return rows, remarks
