@@ -10,6 +10,7 @@ import torch
 import hessiankit as hk
 from derivations import activation
 from derivations.linear import Scale
+from derivations.linearised_norms import LinearisedNorm
 from derivations.loss import MeanSquaredError
 from derivations.matrix import Commutation
 from derivations.normalization import LayerNorm
@@ -73,6 +74,23 @@ def test_layer_norm_without_its_gain_term(monkeypatch: pytest.MonkeyPatch) -> No
     report = verdict(formulas=False)
     assert not report
     assert "attention.W_V x norm_1.weight" in failed_names(report)
+
+
+def test_an_error_in_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matrix is right, and the operator finds itself asymmetric and refuses."""
+    right = LinearisedNorm._to_gain
+
+    def half(self: LinearisedNorm, u: Any, t: Any, along: Any, out: torch.Tensor, scratch: Any) -> None:
+        right(self, u, t, along, out, scratch)
+        out.mul_(0.5)
+
+    monkeypatch.setattr(LinearisedNorm, "_to_gain", half)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4)).double()
+    report = hk.check(module, torch.randn(5, 3).double(), torch.randn(5, 4).double())
+    assert failed_names(report) == {"operator"}
+    assert not report
+    assert "hessian_operator refuses the same call" in str(report)
 
 
 def test_query_and_key_swapped_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
