@@ -30,8 +30,10 @@ def run_check(args: argparse.Namespace) -> int:
     alone = [name for name in ("placement", "sample", "jobs") if getattr(args, name) is not None]
     if alone:
         raise InputError(f"check: --{alone[0]} is of the grid of norm placements; add --placements")
+    from hessiankit.environment import take_free_cores
     from hessiankit.study import QUICK, StudyOptions, run_study
 
+    take_free_cores()
     given = {f.name: getattr(args, f.name) for f in fields(StudyOptions) if getattr(args, f.name, None) is not None}
     losses = ("mse", "cross_entropy") if args.loss == "both" else (args.loss,)
     study = run_study(StudyOptions(**{**(QUICK if args.quick else {}), **given, "losses": losses}), console())
