@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from importlib.util import find_spec
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes of a run share the cores
 
 
 def pytest_configure() -> None:

@@ -29,7 +29,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_installation_is_the_one_of_continuous_integration() -> None:
-    assert '-c constraints.txt -e ".[dev]"' in README
+    assert '-c constraints.txt -e ".[test]"' in README
     assert '--constraint constraints.txt --editable ".[dev]"' in (ROOT / ".ci" / "run").read_text()
 
 

@@ -39,7 +39,11 @@ def child(request: dict[str, Any]) -> int:
         from benchmarks.mutants.checks import seen
 
         return int(seen(request["tests"]))
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *request["tests"]]))
+    return int(
+        pytest.main(
+            ["-x", "-q", "-n0", "-m", "not exhaustive", "-p", "no:cacheprovider", "--no-header", "--tb=line", *request["tests"]]
+        )
+    )
 
 
 def end(pid: int) -> None:
