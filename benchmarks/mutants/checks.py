@@ -137,6 +137,11 @@ def deep_with_shared_weights() -> dict[str, Any]:
 
 
 @case
+def wide_with_shared_weights() -> dict[str, Any]:
+    return mse(Own(lambda m, x: torch.tanh(torch.tanh(x @ m.W) @ m.W.mT) @ m.W + m.W.mean(0), W=(20, 20)), 3, 20)
+
+
+@case
 def mixing_over_tokens() -> dict[str, Any]:
     def forward(m: Any, x: Tensor) -> Tensor:
         h = m.T @ F.gelu(x @ m.W)
