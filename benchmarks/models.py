@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not wanted:
         print(f"benchmarks.models: --only {' '.join(options.only)} names nothing; see --list", file=sys.stderr)
         return 2
+    for package, needed in (("transformers", True), ("timm", any(name.startswith("timm/") for name in wanted))):
+        try:
+            if needed:
+                import_module(package)
+        except Exception as error:  # a torchvision for another torch raises what it likes
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            print(
+                f"benchmarks.models: {package} cannot be imported ({why}); docs/howto/install.md says what it needs, --only leaves "
+                "its models out",
+                file=sys.stderr,
+            )
+            return 2
     rows = {(row.name, row.attention): row for row in stored(options.out)}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     cases = [(name, a) for name in wanted for a in attentions(name) if options.attention in (None, a)]
