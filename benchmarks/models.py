@@ -298,8 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:  # a torchvision for another torch raises what it likes
             why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             print(
-                f"benchmarks.models: {package} cannot be imported ({why}); docs/howto/install.md says what it needs, --only leaves "
-                "its models out",
+                f"benchmarks.models: {package} cannot be imported ({why}); docs/howto/install.md says what it needs, and "
+                "--only leaves its models out",
                 file=sys.stderr,
             )
             return 2
