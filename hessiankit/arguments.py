@@ -10,7 +10,7 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
-from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError
+from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +36,8 @@ def checked(who: str, *, leave: tuple[str, ...] = ()) -> Callable[[Callable[P, R
     """Return a decorator that holds arguments against their annotations, and puts ``who`` before every message.
 
     Looked at are annotations made of the names in :data:`KINDS` and :data:`CLASSES`, with ``|``, and what ``list`` and
-    ``tuple`` arguments hold; others are for the function to look at. A call with arguments too many or unknown is a TypeError.
+    ``tuple`` arguments hold; others are for the function to look at. A call with arguments too many or unknown is a TypeError,
+    which offers the nearest names.
 
     Args:
         who: The function or class, as its user knows it.
@@ -53,6 +54,9 @@ def checked(who: str, *, leave: tuple[str, ...] = ()) -> Callable[[Callable[P, R
     ...     return steps
     >>> rise(3)
     3
+    >>> rise(3, nam="up")
+    Traceback (most recent call last):
+    TypeError: rise: got an unexpected keyword argument 'nam'; did you mean 'name'?
     >>> rise("3")
     Traceback (most recent call last):
     hessiankit.errors.InputError: rise: steps is a str; pass an integer
@@ -64,10 +68,15 @@ def checked(who: str, *, leave: tuple[str, ...] = ()) -> Callable[[Callable[P, R
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
         plain = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        known = [name for name in plain if name != "self"]
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         kinds = {name: allowed(str(p.annotation)) for name, p in plain.items() if name not in leave}
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            strange = next((name for name in kwargs if name not in plain), None)
+            if strange is not None and not open_ended:
+                raise TypeError(f"{who}: got an unexpected keyword argument {strange!r}{did_you_mean(strange, known)}")
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as error:

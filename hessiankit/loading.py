@@ -89,7 +89,7 @@ def load_model(
         found.model.eval().to(device=device, dtype=dtype)
     except (RuntimeError, AssertionError) as error:
         raise InputError(
-            f"{WHO}: cannot put {source!r} on {device}: {one_line(error)}; name a device that torch can use"
+            f"{WHO}: cannot put {source!r} on device={str(device)!r}: {one_line(error)}; name one that torch can use"
         ) from error
     return found
 
@@ -110,7 +110,7 @@ def text_batch(loaded: LoadedModel, text: TextDataset, batch_size: int, length: 
         InputError: If the model takes fewer tokens or knows fewer ids, or the text is too short.
     """
     if loaded.longest is not None and length > loaded.longest:
-        raise InputError(f"{WHO}: {length} tokens asked for, {loaded.name} takes at most {loaded.longest}; ask for fewer")
+        raise InputError(f"text_batch: length={length}, and {loaded.name} takes at most {loaded.longest} tokens; ask for fewer")
     generator = torch.Generator().manual_seed(seed)
     if loaded.tokenizer is None:
         if loaded.vocabulary is not None and loaded.vocabulary < VOCAB_SIZE:
