@@ -32,7 +32,9 @@ CLASSES = {"Module", "Tensor", "Optimizer", "dtype", "MonitorLog", "Part", "Rati
 """Classes by their own name, so that they need not be imported here."""
 
 
-def checked(who: str, *, leave: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def checked(
+    who: str, *, leave: tuple[str, ...] = (), rest: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that holds arguments against their annotations, and puts ``who`` before every message.
 
     Looked at are annotations made of the names in :data:`KINDS` and :data:`CLASSES`, with ``|``, and what ``list`` and
@@ -42,6 +44,7 @@ def checked(who: str, *, leave: tuple[str, ...] = ()) -> Callable[[Callable[P, R
     Args:
         who: The function or class, as its user knows it.
         leave: Arguments that are left to the function, which says more of them.
+        rest: What the function's ``**options`` are of.
 
     Raises:
         InputError: By the decorated function, if an argument is of another kind.
@@ -68,14 +71,14 @@ def checked(who: str, *, leave: tuple[str, ...] = ()) -> Callable[[Callable[P, R
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
         plain = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        known = [name for name in plain if name != "self"]
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        known = [name for name in (*plain, *(inspect.signature(rest).parameters if rest else ())) if name != "self"]
+        any_other = rest is None and any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         kinds = {name: allowed(str(p.annotation)) for name, p in plain.items() if name not in leave}
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            strange = next((name for name in kwargs if name not in plain), None)
-            if strange is not None and not open_ended:
+            strange = next((name for name in kwargs if name not in known), None)
+            if strange is not None and not any_other:
                 raise TypeError(f"{who}: got an unexpected keyword argument {strange!r}{did_you_mean(strange, known)}")
             try:
                 given = signature.bind(*args, **kwargs).arguments

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, did_you_mean
 from hessiankit.hugging_face import WHO, from_files, one_line
 from hessiankit.text import VOCAB_SIZE, TextDataset
 
@@ -161,7 +161,8 @@ def _from_function(source: str, seed: int) -> LoadedModel:
             raise InputError(f"{WHO}: cannot import {where!r} for {source!r}: {one_line(error)}; expected {SOURCES}") from error
         function = getattr(module, what, None)
         if not callable(function):
-            raise InputError(f"{WHO}: {where!r} has no function {what!r}; name one that returns an nn.Module")
+            near = did_you_mean(what, [name for name, value in vars(module).items() if callable(value)])
+            raise InputError(f"{WHO}: {where!r} has no function {what!r}{near or '; name one that returns an nn.Module'}")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             try:

@@ -117,7 +117,7 @@ def _of_model(args: argparse.Namespace) -> Asked:
     text = load_text("stdlib" if args.text is None else args.text)
     batch, tokens = args.batch or 2, args.tokens or 16
     inputs, target = (x.to(args.device) for x in text_batch(loaded, text, batch, tokens, seed=args.seed))
-    _called(args, loaded.model, inputs)  # a model that takes no tokens is told here what it may take
+    run_once(args, loaded.model, inputs)  # a model that takes no tokens is told here what it may take
     data = f"{batch} sequences of {tokens} {loaded.tokens}, {text.name}"
     return Asked(loaded.model, inputs, target, "cross_entropy", args.dtype, str(loaded), data)
 
@@ -130,7 +130,7 @@ def _drawn(args: argparse.Namespace, model: nn.Module, shape: tuple[int, ...]) -
         inputs = torch.randn(shape, generator=generator, dtype=torch.float64).to(args.device, getattr(torch, args.dtype))
     except RuntimeError as error:
         raise _does_not_fit(args, shape) from error
-    output = _called(args, model, inputs)
+    output = run_once(args, model, inputs)
     output = getattr(output, "logits", output)
     if not isinstance(output, Tensor) or output.ndim == 0:
         kind = type(output).__name__
@@ -142,8 +142,13 @@ def _drawn(args: argparse.Namespace, model: nn.Module, shape: tuple[int, ...]) -
     return inputs, labels.to(args.device), "cross_entropy", f"{words}; drawn labels"
 
 
-def _called(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:
-    """Return what the model makes of the inputs, or say which option gives others."""
+def run_once(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:
+    """Return what the model makes of the inputs.
+
+    Raises:
+        InputError: If it does not take them; says which option gives others.
+        OutOfMemoryError: If they do not fit.
+    """
     shape = tuple(inputs.shape)
     try:
         with torch.no_grad():
@@ -152,10 +157,13 @@ def _called(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:
         told = one_line(error)
         if isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in told:
             raise _does_not_fit(args, shape) from error
-        if args.model is not None and args.shape is None:
+        if args.model is not None and getattr(args, "shape", None) is None:
+            if isinstance(error, InputError):
+                raise  # a model of this library says itself what it takes
+            takes = "pass the shape of the inputs that it takes with --shape, the number of samples first, e.g. --shape 4,16,32"
+            instead = takes if "shape" in args else "name a language model, which does"
             raise InputError(
-                f"{args.command}: --model {args.model} does not take the tokens of a text ({told}); pass the shape of the inputs "
-                "that it takes with --shape, the number of samples first, e.g. --shape 4,16,32"
+                f"{args.command}: --model {args.model} does not take the tokens of a text ({told}); {instead}"
             ) from error
         raise InputError(
             f"{args.command}: the model does not take inputs of shape {list(shape)}: {told}; pass the shape it takes with "

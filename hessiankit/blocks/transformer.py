@@ -99,7 +99,7 @@ class Transformer(_Stack):
 
     embedding: TokenEmbedding
 
-    @checked("Transformer")
+    @checked("Transformer", rest=TransformerBlock)
     def __init__(
         self,
         vocab_size: int,
@@ -163,7 +163,7 @@ class VisionTransformer(_Stack):
     embedding: PatchEmbedding
     head: MeanPoolHead
 
-    @checked("VisionTransformer")
+    @checked("VisionTransformer", rest=TransformerBlock)
     def __init__(
         self,
         patch_dim: int,
