@@ -61,13 +61,18 @@ def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBl
         InputError: If a name is not known, or sizes do not go together.
         OutOfMemoryError: If the host cannot hold the parameters.
     """
+    layers = args.layer if args.layers is None else args.layers
+    if args.layer > layers:
+        raise InputError(
+            f"{args.command}: --layer {args.layer} of --layers {layers}; expected a block of the stack, 1 to {layers}"
+        )
     try:
-        return _block(args, d_model, d_ff)
+        return _block(args, d_model, d_ff, layers)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(str(error).replace("use smaller sizes", "pass a smaller --d-model or --d-ff")) from error
 
 
-def _block(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBlock:
+def _block(args: argparse.Namespace, d_model: int, d_ff: int, layers: int) -> TransformerBlock:
     return TransformerBlock(
         d_model,
         d_ff,
@@ -82,7 +87,7 @@ def _block(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBloc
         rotary=args.rotary,
         affine=not args.no_affine,
         layer=args.layer,
-        n_layers=args.layer if args.layers is None else args.layers,
+        n_layers=layers,
     ).double()
 
 
