@@ -39,7 +39,7 @@ def checked(
 
     Looked at are annotations made of the names in :data:`KINDS` and :data:`CLASSES`, with ``|``, and what ``list`` and
     ``tuple`` arguments hold; others are for the function to look at. A call with arguments too many or unknown is a TypeError,
-    which offers the nearest names.
+    which names the nearest, or all.
 
     Args:
         who: The function or class, as its user knows it.
@@ -79,7 +79,8 @@ def checked(
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             strange = next((name for name in kwargs if name not in known), None)
             if strange is not None and not any_other:
-                raise TypeError(f"{who}: got an unexpected keyword argument {strange!r}{did_you_mean(strange, known)}")
+                near = did_you_mean(strange, known) or f"; it takes {', '.join(known)}"
+                raise TypeError(f"{who}: got an unexpected keyword argument {strange!r}{near}")
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as error:

@@ -63,9 +63,7 @@ def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBl
     """
     layers = args.layer if args.layers is None else args.layers
     if args.layer > layers:
-        raise InputError(
-            f"{args.command}: --layer {args.layer} of --layers {layers}; expected a block of the stack, 1 to {layers}"
-        )
+        raise InputError(f"{args.command}: --layer {args.layer} of --layers {layers}; expected 1 to {layers}")
     try:
         return _block(args, d_model, d_ff, layers)
     except OutOfMemoryError as error:

@@ -222,7 +222,7 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
             "--params ['attention.W_q']: this TransformerBlock has no such parameter; did you mean",
         ),
         ("hessian --heads 3", "hessian: --d-model 4 does not split into --heads 3 equal heads"),
-        ("derive --layer 7 --layers 3", "derive: --layer 7 of --layers 3; expected a block of the stack, 1 to 3"),
+        ("derive --layer 7 --layers 3", "derive: --layer 7 of --layers 3; expected 1 to 3"),
         ("bounds --heads 2 --kv-heads 3", "bounds: --kv-heads 3 does not divide --heads 2"),
         ("hessian --model tiny --device abacus", "on --device 'abacus'"),
         ("hessian --model tiny --tokens 600 --text notes.txt", "hessian: --tokens 600, and tiny takes at most 512 tokens"),
