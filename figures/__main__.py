@@ -15,7 +15,7 @@ from hessiankit.commands.exit_codes import FAILED, INTERRUPTED
 from hessiankit.commands.exit_codes import OK as DRAWN
 from hessiankit.commands.figures import add_figure_options
 from hessiankit.commands.parsing import Parser
-from hessiankit.errors import HessiankitError, InputError
+from hessiankit.errors import HessiankitError, InputError, not_known
 from hessiankit.files import check_writable, output_for, write_json
 
 SOURCES = {"images": ("digits",), "text": ("stdlib",)}
@@ -59,10 +59,11 @@ def run(options: argparse.Namespace) -> int:
         write_json("figures", options.json, {name: summary(name) for name in known})
         return DRAWN
     chosen = known if options.all else list(dict.fromkeys(options.name))
-    unknown = [name for name in chosen if name not in known]
-    if unknown or not chosen:
-        asked = f"no figure is called {', '.join(unknown)}" if unknown else "name a figure, or pass --all"
-        raise InputError(f"figures: {asked}; there are: {', '.join(known)}")
+    for name in chosen:
+        if name not in known:
+            raise InputError(f"figures: {name!r} {not_known(name, known, '--list')}")
+    if not chosen:
+        raise InputError(f"figures: name a figure, or pass --all; there are: {', '.join(known)}")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=options.out):

@@ -6,6 +6,7 @@
 """
 
 import random
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,11 @@ if not TYPE_CHECKING:  # a type checker reads the imports above
         except ModuleNotFoundError as error:
             if error.name != f"hessiankit.{name}":
                 raise
-            raise AttributeError(f"module 'hessiankit' has no attribute {name!r}") from None
+            from hessiankit.errors import did_you_mean
+
+            told = f"module 'hessiankit' has no attribute {name!r}{did_you_mean(name, __all__)}"
+            raise AttributeError(told, obj=sys.modules[__name__]) from None  # without name=, Python adds no suggestion of its own
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        """Name what is public, not what this file imports nor the submodules that were imported."""
+        return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -10,7 +10,7 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
-from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError
+from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,15 +32,19 @@ CLASSES = {"Module", "Tensor", "Optimizer", "dtype", "MonitorLog", "Part", "Rati
 """Classes by their own name, so that they need not be imported here."""
 
 
-def checked(who: str, *, leave: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def checked(
+    who: str, *, leave: tuple[str, ...] = (), rest: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that holds arguments against their annotations, and puts ``who`` before every message.
 
     Looked at are annotations made of the names in :data:`KINDS` and :data:`CLASSES`, with ``|``, and what ``list`` and
-    ``tuple`` arguments hold; others are for the function to look at. A call with arguments too many or unknown is a TypeError.
+    ``tuple`` arguments hold; others are for the function to look at. A call with arguments too many or unknown is a TypeError,
+    which names the nearest, or all.
 
     Args:
         who: The function or class, as its user knows it.
         leave: Arguments that are left to the function, which says more of them.
+        rest: What the function's ``**options`` are of.
 
     Raises:
         InputError: By the decorated function, if an argument is of another kind.
@@ -53,6 +57,9 @@ def checked(who: str, *, leave: tuple[str, ...] = ()) -> Callable[[Callable[P, R
     ...     return steps
     >>> rise(3)
     3
+    >>> rise(3, nam="up")
+    Traceback (most recent call last):
+    TypeError: rise: got an unexpected keyword argument 'nam'; did you mean 'name'?
     >>> rise("3")
     Traceback (most recent call last):
     hessiankit.errors.InputError: rise: steps is a str; pass an integer
@@ -64,10 +71,16 @@ def checked(who: str, *, leave: tuple[str, ...] = ()) -> Callable[[Callable[P, R
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
         plain = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        known = [name for name in (*plain, *(inspect.signature(rest).parameters if rest else ())) if name != "self"]
+        any_other = rest is None and any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         kinds = {name: allowed(str(p.annotation)) for name, p in plain.items() if name not in leave}
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            strange = next((name for name in kwargs if name not in known), None)
+            if strange is not None and not any_other:
+                near = did_you_mean(strange, known) or f"; it takes {', '.join(known)}"
+                raise TypeError(f"{who}: got an unexpected keyword argument {strange!r}{near}")
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as error:

@@ -22,6 +22,7 @@ from hessiankit.commands.parsing import Help, Parser
 from hessiankit.commands.routes import add_routes
 from hessiankit.commands.sharpness import add_sharpness
 from hessiankit.commands.tune import add_tune
+from hessiankit.commands.wording import in_options
 from hessiankit.errors import HessiankitError
 from hessiankit.files import check_writable, output_for
 
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except HessiankitError as error:
-        return _told(str(error), USAGE)
+        return _told(in_options(str(error), args.command, args.parser), USAGE)
     except KeyboardInterrupt:
         return _told("interrupted", INTERRUPTED)
     except BrokenPipeError:

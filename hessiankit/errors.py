@@ -1,6 +1,17 @@
-"""The one family of exceptions a user meets: each says what was asked, what was seen, what was expected, what to do."""
+"""The one family of exceptions a user meets, and the words for names and sizes that cannot be.
+
+Each says what was asked, what was seen, what was expected, what to do.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+LISTED = 10
+"""A name that is not known is answered with the whole list where it is no longer than this, else with the nearest names."""
+NEAR, BEGINS, BESIDE = 0.5, 0.4, 0.8
+"""How alike names have to be, from 0 to 1; what counts that one begins with the other; the share of the best to be named."""
 
 
 class HessiankitError(Exception):
@@ -17,3 +28,65 @@ class TraceError(HessiankitError, RuntimeError):
 
 class OutOfMemoryError(HessiankitError, MemoryError):
     """The result, or the work space it needs, does not fit; said before anything is computed."""
+
+
+def check_sizes(who: str, **sizes: int) -> None:
+    """Raise an InputError that names the first size below one."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(f"{who}: {name}={size}, expected at least 1")
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return up to three known names that are like this one, the nearest first; case, hyphens and underscores do not count.
+
+    >>> nearest("prenorm", ["post", "deepnorm", "pre"]), nearest("Hybrid_Norm", ["hybridnorm*", "hybridnorm"])
+    (['pre'], ['hybridnorm', 'hybridnorm*'])
+    """
+
+    def alike(other: str) -> float:
+        a, b = (text.lower().replace("-", "").replace("_", "") for text in (name, other))
+        begins = bool(a and b) and (a.startswith(b) or b.startswith(a))
+        return SequenceMatcher(None, a, b).ratio() + BEGINS * begins
+
+    found = {other: alike(other) for other in known}
+    least = max(NEAR, BESIDE * max(found.values(), default=0.0))
+    return sorted((other for other in found if found[other] >= least), key=lambda other: -found[other])[:3]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x' or 'y'?"``, or nothing where no known name is like this one."""
+    near = nearest(name, known)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def not_known(name: str, known: Iterable[str], everything: str = "") -> str:
+    """Return the words for a name that is not known: the nearest names first, then all, or where they are.
+
+    Args:
+        name: What was given.
+        known: The names that would have been accepted.
+        everything: Where the names are listed, for a list that is too long for one line.
+
+    >>> not_known("rmsnrm", ["layernorm", "rmsnorm"])
+    "is not known; did you mean 'rmsnorm'? Choose one of layernorm, rmsnorm"
+    """
+    names = list(known)
+    listed = f"choose one of {', '.join(names)}"
+    if everything and len(names) > LISTED:
+        listed = f"all {len(names)} names: {everything}"
+    near = did_you_mean(name, names)
+    return f"is not known{near} {listed[0].upper()}{listed[1:]}" if near else f"is not known; {listed}"
+
+
+def unknown(who: str, option: str, value: object, known: Iterable[str], everything: str = "") -> InputError:
+    """Return the error for a name that is not known.
+
+    Args:
+        who: The function or class that was asked.
+        option: The argument's name.
+        value: What was passed.
+        known: As in :func:`not_known`.
+        everything: As in :func:`not_known`.
+    """
+    return InputError(f"{who}: {option}={value!r} {not_known(str(value), known, everything)}")

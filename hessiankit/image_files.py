@@ -44,25 +44,30 @@ def read_idx(path: Path, n_axes: int) -> np.ndarray:
         with _open(path) as file:
             magic = file.read(4)
             if len(magic) < 4 or magic[:2] != IDX_MAGIC:
-                raise InputError(f"{path}: not an IDX file: it begins with {magic!r}, expected two zero bytes, a type and a rank")
+                raise InputError(
+                    f"load_images: {path}: not an IDX file: it begins with {magic!r}, expected two zero bytes, a type and a rank"
+                )
             if magic[2] != UNSIGNED_BYTE or magic[3] != n_axes:
                 raise InputError(
-                    f"{path}: IDX type 0x{magic[2]:02x} with {magic[3]} axes, expected unsigned bytes (0x08) with {n_axes}; "
+                    f"load_images: {path}: IDX type 0x{magic[2]:02x} with {magic[3]} axes, expected unsigned bytes "
+                    f"(0x08) with {n_axes}; "
                     f"images have 3 axes and labels 1, so check that the two files are not swapped"
                 )
             header = file.read(4 * n_axes)
             if len(header) < 4 * n_axes:
-                raise InputError(f"{path}: truncated in its header; fetch the file again")
+                raise InputError(f"load_images: {path}: truncated in its header; fetch the file again")
             shape = struct.unpack(f">{n_axes}I", header)
             expected = math.prod(shape)
             body = _read(file, expected + 1)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise InputError(f"{path}: damaged gzip data ({error}); fetch the file again") from error
+        raise InputError(f"load_images: {path}: damaged gzip data ({error}); fetch the file again") from error
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise InputError(f"load_images: {path}: cannot be read ({error.strerror or error})") from error
     if len(body) != expected:
         seen = f"only {len(body)}" if len(body) < expected else "more"
-        raise InputError(f"{path}: the header promises {expected} bytes for shape {shape}, seen {seen}; fetch the file again")
+        raise InputError(
+            f"load_images: {path}: the header promises {expected} bytes for shape {shape}, seen {seen}; fetch the file again"
+        )
     return np.frombuffer(body, dtype=np.uint8).reshape(shape)
 
 
@@ -80,23 +85,28 @@ def read_cifar(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
         with path.open("rb") as file:
             raw = _CifarUnpickler(file, encoding="bytes").load()
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise InputError(f"load_images: {path}: cannot be read ({error.strerror or error})") from error
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"load_images: {path}: {error}") from None
     except Exception as error:  # a damaged pickle may raise anything
         raise InputError(
-            f"{path}: not a readable pickle ({type(error).__name__}: {error}); expected the Python version of CIFAR, unpacked"
+            f"load_images: {path}: not a readable pickle ({type(error).__name__}: {error}); expected the Python "
+            f"version of CIFAR, unpacked"
         ) from error
     if not isinstance(raw, dict):
-        raise InputError(f"{path}: holds a {type(raw).__name__}, expected the dictionary of a CIFAR file")
+        raise InputError(f"load_images: {path}: holds a {type(raw).__name__}, expected the dictionary of a CIFAR file")
     content = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in raw.items()}
     field = next((key for key in CIFAR_LABELS if key in content), None)
     if "data" not in content or field is None:
         seen = ", ".join(sorted(map(str, content))) or "nothing"
-        raise InputError(f"{path}: has keys {seen}, expected 'data' with 'fine_labels' (CIFAR-100) or 'labels' (CIFAR-10)")
+        raise InputError(
+            f"load_images: {path}: has keys {seen}, expected 'data' with 'fine_labels' (CIFAR-100) or 'labels' (CIFAR-10)"
+        )
     pixels = _array(content["data"], path)
     if pixels.ndim != 2 or pixels.shape[1] != math.prod(CIFAR_SHAPE):
-        raise InputError(f"{path}: 'data' has shape {pixels.shape}, expected (N, 3072): a channel-first 32 x 32 image a row")
+        raise InputError(
+            f"load_images: {path}: 'data' has shape {pixels.shape}, expected (N, 3072): a channel-first 32 x 32 image a row"
+        )
     labels = _labels(content[field], pixels.shape[0], CIFAR_LABELS[field], path)
     images = pixels.reshape(-1, *CIFAR_SHAPE).transpose(0, 2, 3, 1)  # (N, 32, 32, 3)
     return images, labels, CIFAR_LABELS[field]
@@ -176,13 +186,13 @@ def _array(value: object, path: Path) -> np.ndarray:
     """Return the unsigned bytes that a stand-in holds, after checking them against their shape."""
     state = getattr(value, "state", None)
     if not isinstance(value, _PickledArray) or not isinstance(state, tuple) or len(state) != 5:
-        raise InputError(f"{path}: 'data' is a {type(value).__name__}, expected an array of unsigned bytes")
+        raise InputError(f"load_images: {path}: 'data' is a {type(value).__name__}, expected an array of unsigned bytes")
     _, shape, dtype, fortran, raw = state
     code = dtype.code if isinstance(dtype, _PickledDType) else dtype
     if code not in ("u1", "|u1", "uint8") or not isinstance(raw, bytes):
-        raise InputError(f"{path}: 'data' has entries of type {code!r}, expected unsigned bytes ('u1')")
+        raise InputError(f"load_images: {path}: 'data' has entries of type {code!r}, expected unsigned bytes ('u1')")
     if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape) or math.prod(shape) != len(raw):
-        raise InputError(f"{path}: 'data' claims shape {shape} but holds {len(raw)} bytes; fetch the file again")
+        raise InputError(f"load_images: {path}: 'data' claims shape {shape} but holds {len(raw)} bytes; fetch the file again")
     return np.frombuffer(raw, dtype=np.uint8).reshape(shape, order="F" if fortran else "C")
 
 
@@ -190,10 +200,10 @@ def _labels(value: object, count: int, n_classes: int, path: Path) -> np.ndarray
     if isinstance(value, _PickledArray):
         value = _array(value, path).tolist()
     if not isinstance(value, list) or not all(type(label) is int for label in value):
-        raise InputError(f"{path}: the labels are not a list of whole numbers; fetch the file again")
+        raise InputError(f"load_images: {path}: the labels are not a list of whole numbers; fetch the file again")
     if len(value) != count:
-        raise InputError(f"{path}: {count} images but {len(value)} labels; fetch the file again")
+        raise InputError(f"load_images: {path}: {count} images but {len(value)} labels; fetch the file again")
     labels = np.array(value, dtype=np.int64)
     if count and not (labels.min() >= 0 and labels.max() < n_classes):
-        raise InputError(f"{path}: labels from {labels.min()} to {labels.max()}, expected 0 to {n_classes - 1}")
+        raise InputError(f"load_images: {path}: labels from {labels.min()} to {labels.max()}, expected 0 to {n_classes - 1}")
     return labels

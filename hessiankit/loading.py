@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, did_you_mean
 from hessiankit.hugging_face import WHO, from_files, one_line
 from hessiankit.text import VOCAB_SIZE, TextDataset
 
@@ -89,7 +89,7 @@ def load_model(
         found.model.eval().to(device=device, dtype=dtype)
     except (RuntimeError, AssertionError) as error:
         raise InputError(
-            f"{WHO}: cannot put {source!r} on {device}: {one_line(error)}; name a device that torch can use"
+            f"{WHO}: cannot put {source!r} on device={str(device)!r}: {one_line(error)}; name one that torch can use"
         ) from error
     return found
 
@@ -110,7 +110,7 @@ def text_batch(loaded: LoadedModel, text: TextDataset, batch_size: int, length: 
         InputError: If the model takes fewer tokens or knows fewer ids, or the text is too short.
     """
     if loaded.longest is not None and length > loaded.longest:
-        raise InputError(f"{WHO}: {length} tokens asked for, {loaded.name} takes at most {loaded.longest}; ask for fewer")
+        raise InputError(f"text_batch: length={length}, and {loaded.name} takes at most {loaded.longest} tokens; ask for fewer")
     generator = torch.Generator().manual_seed(seed)
     if loaded.tokenizer is None:
         if loaded.vocabulary is not None and loaded.vocabulary < VOCAB_SIZE:
@@ -161,7 +161,8 @@ def _from_function(source: str, seed: int) -> LoadedModel:
             raise InputError(f"{WHO}: cannot import {where!r} for {source!r}: {one_line(error)}; expected {SOURCES}") from error
         function = getattr(module, what, None)
         if not callable(function):
-            raise InputError(f"{WHO}: {where!r} has no function {what!r}; name one that returns an nn.Module")
+            near = did_you_mean(what, [name for name, value in vars(module).items() if callable(value)])
+            raise InputError(f"{WHO}: {where!r} has no function {what!r}{near or '; name one that returns an nn.Module'}")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             try:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import PLACEMENTS, FeedForward, GroupNorm, Transformer
+from hessiankit.blocks.placements import placement_of
 from hessiankit.errors import InputError
 from hessiankit.verify.problem import labelled_cross_entropy, mean_square
 
@@ -78,9 +79,8 @@ def cases(placements: Iterable[str] | None = None, *, sample: int | None = None,
     (144, 5)
     """
     names = list(PLACEMENTS) if placements is None else list(dict.fromkeys(placements))
-    unknown = [name for name in names if name not in PLACEMENTS]
-    if unknown:
-        raise InputError(f"placement_grid: no placement is called {', '.join(unknown)}; there are: {', '.join(PLACEMENTS)}")
+    for name in names:
+        placement_of(name, who="placement_grid")
     own = [[Case(name, *values) for values in product(*OPTIONS.values())] for name in names]
     if sample is None:
         return [case for group in own for case in group]

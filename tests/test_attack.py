@@ -98,9 +98,9 @@ def test_an_interrupt_keeps_what_is_found(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(attacks, "draw_problem", interrupted)
     path = tmp_path / "attack.json"
     assert main(["bounds", "--attack", "9", "--seed", "40", "--json", str(path)]) == 130
-    assert "of 2 problems" in capsys.readouterr().out
+    assert "of 2 of 9 problems, interrupted" in capsys.readouterr().out
     found = json.loads(path.read_text())
-    assert found["problems"] == 2
+    assert (found["problems"], found["asked"]) == (2, 9)
     assert found["interrupted"]
     assert calls == [40, 41, 42]
 

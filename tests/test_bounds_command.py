@@ -27,6 +27,7 @@ def test_table_and_json(capsys, tmp_path):
         (["--placement", "hybrid"], "hybridnorm"),
         (["--loss", "hinge"], "hinge"),
         (["--json", "/no/such/folder/x.json"], "cannot write"),
+        (["--attack", "3"], "--tokens does not go with --attack"),
     ],
 )
 def test_errors(capsys, given, message):

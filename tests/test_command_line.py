@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,15 @@ import pytest
 import torch
 
 import hessiankit
+from hessiankit.blocks import PLACEMENTS
 from hessiankit.cli import COMMANDS, FILES, main, parser
 from hessiankit.commands import claims, exit_codes
 from hessiankit.commands.parsing import Parser
 from hessiankit.derivation.command import FORMATS
 from hessiankit.ledger.claim import PAPERS
 from hessiankit.monitoring.lines import Lines
+from hessiankit.verify.check import check
+from hessiankit.verify.check_report import CheckReport, CheckRow
 
 ROOT = Path(hessiankit.__file__).parents[1]
 PARTS = [{"name": name, "type": name, "layer": 0, "role": "", "reason": "", "size": 2} for name in ("FFN", "Norm")]
@@ -109,13 +113,14 @@ def test_the_page_of_the_documentation_parses() -> None:
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if not AS_THEY_ARE.search(e) and QUICK.get(words(e)[0], "") is not None])
 def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = words(example)
+    quick = "" if given[:2] == ["check", "--model"] else QUICK.get(given[0]) or ""
     if given[0] == "claims" and given[-1] == "hybridnorm/eq2*":
         given[-1] = "hybridnorm/eq20"
     if given[0] == "figures" and "--list" not in given:
         given = ["figures", "--list"]
     if given[0] == "routes" and "--operation" not in given:
         given += ["--operation", "tanh"]
-    assert main([*given, *(QUICK.get(given[0]) or "").split()]) == 0
+    assert main([*given, *quick.split()]) == 0
     printed = capsys.readouterr().out
     assert printed or "--out" in given
     if "--json" in given and given[-1] in ("-", "--json"):
@@ -126,6 +131,7 @@ def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[st
     "command",
     [
         "check --quick --no-full --loss mse --steps 2 --batch 4",
+        "check --model my_models:make --shape 2,6",
         "hessian --tokens 2",
         "hessian --tokens 2 --dry-run",
         "derive --wrt down",
@@ -194,6 +200,66 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
     assert seen.err.startswith("hessiankit")
     assert seen.err.count("\n") == 1
     assert not seen.out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("chek", "'chek' is not known; did you mean 'check'? Choose one of check, hessian, "),
+        ("check --placment pre", "--placment pre; did you mean '--placement'"),
+        ("derive --format latx", "'latx' is not known; did you mean 'latex'?"),
+        ("derive --placement prenorm", "--placement 'prenorm' is not known; did you mean 'pre'? All 49 names: --list-placements"),
+        ("bounds --placement Post_Norm", "did you mean 'post'?"),
+        ("check --placement lns-after-brnch", "did you mean 'lns-after-branch'"),
+        ("claims --verdict wrong", "--verdict 'wrong' is not known; did you mean 'WRONG AS PRINTED'?"),
+        ("claims --paper hybrid", "did you mean 'hybridnorm'?"),
+        ("routes --operation layernorm", "--operation 'layernorm' is not known; did you mean 'layer_norm'"),
+        ("figures curvature_gap_34", "did you mean 'curvature_gap_3_4'? All 18 names: --list"),
+        ("hessian --model my_models:mak --shape 10,6", "--model: 'my_models' has no function 'mak'; did you mean 'make'?"),
+        (
+            "hessian --params attention.W_q",
+            "--params ['attention.W_q']: this TransformerBlock has no such parameter; did you mean",
+        ),
+        ("hessian --heads 3", "hessian: --d-model 4 does not split into --heads 3 equal heads"),
+        ("derive --layer 7 --layers 3", "derive: --layer 7 of --layers 3; expected 1 to 3"),
+        ("bounds --heads 2 --kv-heads 3", "bounds: --kv-heads 3 does not divide --heads 2"),
+        ("hessian --model tiny --device abacus", "on --device 'abacus'"),
+        ("hessian --model tiny --tokens 600 --text notes.txt", "hessian: --tokens 600, and tiny takes at most 512 tokens"),
+        ("check --seq-len 3 --quick", "check: --seq-len: no square patches"),
+        ("check --data nowhere --quick", "check: --data: 'nowhere' is neither"),
+        ("tune-lr --quick --grid 0.1", "tune-lr: --grid [0.1]; expected two or more"),
+        ("tune-lr --quick --text nowhere", "tune-lr: --text: 'nowhere' is neither"),
+    ],
+)
+def test_errors_name_what_was_typed_and_what_was_meant(given: str, message: str, here: Path, capsys) -> None:
+    try:
+        code = main(given.split())
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    assert code == exit_codes.USAGE
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert message in told
+    assert told.startswith("hessiankit")
+
+
+def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [(name, a) for name, one in subparsers().items() for a in one._actions if a.type not in (None, Path)]
+    assert {"--scale", "--confidence", "--grid", "--seed", "--heads"} <= {a.option_strings[0] for _, a in options}
+    for name, action in options:
+        for value in ("-1", "nan", "inf", "1e400", "x"):
+            with pytest.raises(SystemExit, match="2"):
+                parser().parse_args([name, f"{action.option_strings[0]}={value}"])
+            told = capsys.readouterr().err
+            assert f"hessiankit {name}: argument {action.option_strings[0]}: " in told
+            assert value in told
+            assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["check", "hessian", "derive", "bounds"])
+def test_placements_are_listed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--list-placements"])
+    assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()] == list(PLACEMENTS)
 
 
 def test_an_error_of_the_system_is_one_line(monkeypatch, capsys) -> None:
@@ -295,6 +361,46 @@ def test_hessian_is_the_library_s(here: Path) -> None:
     assert Path("H.svg").read_text(encoding="utf-8").startswith("<?xml")
 
 
+def test_check_is_the_library_s(here: Path, capsys) -> None:
+    given = ["--seed", "3", "--loss", "cross_entropy", "--json", "found.json"]
+    assert main(["check", "--model", "my_models:make", "--shape", "10,6", *given]) == 0
+    printed = capsys.readouterr().out
+    assert "my_models:make: Sequential, 29 parameters" in printed
+    assert "shape 10 x 6, seed 3; drawn labels; cross_entropy, float64" in printed
+    found = json.loads(Path("found.json").read_text())
+    assert found["report"]["passed"]
+    assert main(["hessian", "--model", "my_models:make", "--shape", "10", "6", *given]) == 0
+    assert json.loads(Path("found.json").read_text())["data"] == found["data"]
+    assert main(["check", "--placement", "qk-pre", "--heads", "2", "--params", "*.W_Q", "--json", "found.json"]) == 0
+    assert json.loads(Path("found.json").read_text())["model"].startswith("TransformerBlock, qk-pre, ")
+
+
+def test_a_module_that_disagrees_is_exit_code_one(here: Path, monkeypatch) -> None:
+    def disagrees(*given: object, **options: object) -> CheckReport:
+        return replace(check(*given, **options), rtol=0.0, rows=(CheckRow("W", "made up", 1.0, passed=False, seconds=0.0),))  # type: ignore[arg-type]
+
+    monkeypatch.setattr("hessiankit.study_command.check", disagrees)
+    assert main(["check", "--model", "my_models:make", "--shape", "2,6"]) == exit_codes.FAILED
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--model my_models:make", "pass the shape of the inputs that it takes with --shape"),
+        ("--model my_models:make --shape 10,6 --steps 3", "--steps is of the study"),
+        ("--model my_models:make --shape 10,6 --loss both", "--loss both is of the study"),
+        ("--model my_models:make --shape 10,6 --placement pre", "--placement describes a block"),
+        ("--shape 10,6", "--shape is of a model; add --model"),
+        ("--heads 2", "--heads is of one model or block; add --model, or --placement"),
+        ("--placement pre --placement post", "add --placements, or name one"),
+        ("--placement pre --sample 2", "--sample is of the grid"),
+    ],
+)
+def test_check_refuses(given: str, message: str, here: Path, capsys) -> None:
+    assert main(["check", *given.split()]) == exit_codes.USAGE
+    assert message in capsys.readouterr().err
+
+
 def test_hessian_of_a_text(here: Path, capsys) -> None:
     given = ["hessian", "--model", "my_models:language", "--text", "notes.txt", "--params", "*.W_Q", "--tokens", "8", "--json"]
     assert main(given) == 0
@@ -326,6 +432,8 @@ def test_a_forecast_that_does_not_fit_is_exit_code_one(here: Path, monkeypatch) 
     [
         ("--model my_models:make --heads 2 --shape 10 6", "--heads describes a block"),
         ("--shape 3 4", "--shape is of a model; add --model"),
+        ("--model my_models:make", "does not take the tokens of a text (RuntimeError: mat1"),
+        ("--model my_models:make", "pass the shape of the inputs that it takes with --shape"),
         ("--model my_models:make --shape 10 5", "does not take inputs of shape [10, 5]"),
         ("--model my_models:make --shape 10 6 --tokens 3", "--tokens does not go with --shape"),
         ("--model my_models:language --text notes.txt --loss mse", "the next token is a label"),

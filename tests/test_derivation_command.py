@@ -51,11 +51,11 @@ def test_json_and_latex(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--placement", "hybrid"], "hessiankit: TransformerBlock: placement='hybrid' is not known; did you mean"),
-        (["--wrt", "queri"], "hessiankit: derive: wrt='queri' is not known; did you mean 'query'"),
+        (["--placement", "hybrid"], "hessiankit: derive: --placement 'hybrid' is not known; did you mean"),
+        (["--wrt", "queri"], "hessiankit: derive: --wrt 'queri' is not known; did you mean 'query'"),
         (["--wrt", "query", "key", "value"], "is not one or two names"),
-        (["--loss", "mae"], "derive: loss='mae' is not known"),
-        (["--kv-heads", "3", "--heads", "2"], "n_kv_heads=3 does not divide n_heads=2"),
+        (["--loss", "mae"], "derive: --loss 'mae' is not known"),
+        (["--kv-heads", "3", "--heads", "2"], "derive: --kv-heads 3 does not divide --heads 2"),
     ],
 )
 def test_what_cannot_be_used_is_exit_code_2(arguments, message, capsys):

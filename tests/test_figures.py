@@ -33,7 +33,7 @@ def test_every_script_says_what_it_shows() -> None:
 def test_list_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert "curvature_gap_3_4 Figures 3 and 4 of Closing the Curvature Gap" in " ".join(capsys.readouterr().out.split())
-    for arguments, message in ((["nothing"], "no figure is called nothing; there are: "), ([], "name a figure, or pass --all")):
+    for arguments, message in ((["nothing"], "'nothing' is not known; all"), ([], "name a figure, or pass --all")):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
         assert message in capsys.readouterr().err

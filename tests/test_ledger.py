@@ -228,9 +228,9 @@ def test_choosing_rows(everything):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"paper": "adam"}, "no paper 'adam'; choose from curvature-gap"),
-        ({"verdict": "TRUE"}, "no verdict 'TRUE'; choose from HOLDS"),
-        ({"id": "nothing"}, "no row has an id like 'nothing'"),
+        ({"paper": "adam"}, "paper='adam' is not known; choose one of curvature-gap"),
+        ({"verdict": "TRUE"}, "verdict='TRUE' is not known; did you mean .* Choose one of HOLDS"),
+        ({"id": "hybridnorm/eq199"}, "id='hybridnorm/eq199' is not known; did you mean 'hybridnorm/eq19'"),
     ],
 )
 def test_unknown_names(options, message):
@@ -297,7 +297,9 @@ def test_command_line_when_a_verdict_is_not_found_again(monkeypatch, capsys):
 
 def test_command_line_errors(tmp_path, capsys):
     assert main(["claims", "--id", "nothing"]) == 2
-    assert "no row has an id like 'nothing'" in capsys.readouterr().err
+    assert "claims: --id 'nothing' is not known; all" in capsys.readouterr().err
+    assert main(["claims", "--show", "nothing"]) == 2
+    assert "claims: --show 'nothing' is not known; all" in capsys.readouterr().err
     assert main(["claims", "--show", "hybridnorm/eq1*"]) == 2
     assert "--show takes one of them" in capsys.readouterr().err
     assert main(["claims", "--id", "hybridnorm/eq14", "--json", str(tmp_path / "no" / "file")]) == 2

@@ -72,11 +72,11 @@ class TestTiny:
         assert not torch.equal(inputs, text_batch(load_model("tiny"), TEXT, 3, 10, seed=5)[0])
 
     def test_too_long(self) -> None:
-        with pytest.raises(InputError, match="1000 tokens asked for, tiny takes at most 512"):
+        with pytest.raises(InputError, match="length=1000, and tiny takes at most 512 tokens"):
             text_batch(load_model("tiny"), TEXT, 1, 1000)
 
     def test_no_such_device(self) -> None:
-        with pytest.raises(InputError, match="cannot put 'tiny' on abacus"):
+        with pytest.raises(InputError, match="cannot put 'tiny' on device='abacus'"):
             load_model("tiny", device="abacus")
 
 

@@ -160,7 +160,7 @@ def test_the_same_case_is_the_same_model():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--placements", "--placement", "hybrid"], "no placement is called hybrid; there are: post, pre"),
+        (["--placements", "--placement", "hybrid"], "check: --placement 'hybrid' is not known; did you mean 'hybridnorm'"),
         (["--sample", "3"], "--sample is of the grid of norm placements; add --placements"),
         (["--placements", "--d-model", "8"], "--d-model does not go with --placements"),
         (["--placements", "--quick"], "--quick does not go with --placements"),

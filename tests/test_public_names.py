@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 
 import hessiankit
+
+MADE = {"Transformer", "TransformerBlock", "VisionTransformer", "Monitor"}
+CALLED = sorted(MADE | {name for name in hessiankit.__all__ if inspect.isfunction(getattr(hessiankit, name))})
+"""Public functions, and the classes that users make objects of."""
 
 
 def test_a_type_checker_and_the_interpreter_see_the_same_names():
@@ -27,9 +33,26 @@ def test_every_name_is_there_and_documented(name: str):
 
 
 def test_a_name_that_is_not_there():
-    with pytest.raises(AttributeError, match="module 'hessiankit' has no attribute 'hesian'"):
-        _ = hessiankit.hesian
+    with pytest.raises(AttributeError, match=r"module 'hessiankit' has no attribute 'chek'; did you mean 'check'\?$") as told:
+        _ = hessiankit.chek
+    assert "".join(traceback.format_exception(told.value)).lower().count("did you mean") == 1  # Python adds none of its own
     assert hessiankit.verify.__name__ == "hessiankit.verify"
+
+
+def test_dir_shows_public_names_only():
+    import hessiankit.testing  # sets an attribute of the package
+
+    assert [name for name in dir(hessiankit) if not name.startswith("__")] == hessiankit.__all__
+    assert {"__version__", "__doc__"} <= set(dir(hessiankit))
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_an_argument_that_is_not_there(name: str):
+    called = getattr(hessiankit, name)
+    *_, last = (p.name for p in inspect.signature(called).parameters.values() if p.kind is not p.VAR_KEYWORD)
+    wrong = last[:-1] + "_x"
+    with pytest.raises(TypeError, match=rf"{name}: got an unexpected keyword argument '{wrong}'; did you mean .*'{last}'"):
+        called(**{wrong: None})
 
 
 def test_the_import_is_light():

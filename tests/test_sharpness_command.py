@@ -92,7 +92,6 @@ def test_types_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         (["--length", "17"], "the sequence has 17 tokens and there are 16 learned positions"),
         (["--type", "router"], "expected REGEX=TYPE"),
         (["--type", "router=MoE"], "MoE"),
-        (["--confidence", "95"], "confidence"),
         (["--model", "small"], "is not an existing path"),
     ],
 )

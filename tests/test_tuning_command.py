@@ -89,7 +89,6 @@ def test_the_command_that_the_page_names():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--confidence", "95"], "--confidence 95"),
         (["--grid", "0.1"], "two or more learning rates"),
         (["--text", "/no/such/text"], "neither 'stdlib' nor an existing path"),
     ],

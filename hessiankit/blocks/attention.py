@@ -7,11 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hessiankit.blocks.checks import check_sizes, unknown
 from hessiankit.blocks.feedforward import linear, weight
 from hessiankit.blocks.norms import make_norm
 from hessiankit.blocks.rotary import THETA, rotate
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, check_sizes, unknown
 
 NORMED = "qkvc"
 SCOPES = ("head", "full")

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from hessiankit.arguments import checked
 from hessiankit.blocks.attention import Attention
-from hessiankit.blocks.checks import check_sizes
 from hessiankit.blocks.equations import Equation
 from hessiankit.blocks.feedforward import FeedForward
 from hessiankit.blocks.norms import make_norm
 from hessiankit.blocks.placements import ALPHA, Placement, placement_of, placement_of_layer
 from hessiankit.blocks.rotary import THETA
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, check_sizes
 
 
 class TransformerBlock(nn.Module):

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hessiankit.blocks.checks import check_sizes
 from hessiankit.blocks.feedforward import weight
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, check_sizes
 
 
 def _positions(length: int, d_model: int) -> nn.Parameter:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hessiankit.blocks.checks import check_sizes
 from hessiankit.blocks.feedforward import weight
+from hessiankit.errors import check_sizes
 
 
 class TokenHead(nn.Module):

@@ -27,12 +27,11 @@ from torch import Tensor, nn
 
 from hessiankit.blocks.attention import Attention
 from hessiankit.blocks.block import TransformerBlock
-from hessiankit.blocks.checks import unknown
 from hessiankit.blocks.embeddings import PatchEmbedding, TokenEmbedding
 from hessiankit.blocks.feedforward import FeedForward
 from hessiankit.blocks.heads import ClassHead, MeanPoolHead, TokenHead
 from hessiankit.blocks.norms import GroupNorm
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, unknown
 
 CUT = 3.0
 """HybridNorm, Table 7, and OLMo: no entry is more than three standard deviations from 0."""

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hessiankit.blocks.checks import check_sizes, unknown
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, check_sizes, unknown
 
 NORMS = ("layernorm", "rmsnorm")
 

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hessiankit.blocks import equations as eq
-from hessiankit.blocks.checks import unknown
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, unknown
 
 ALPHA = 0.25
 """Mix-LN's fraction of Post-Norm blocks (3 of 12 and 6 of 24 in its code)."""

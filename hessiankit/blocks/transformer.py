@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from hessiankit.arguments import checked
 from hessiankit.blocks.block import TransformerBlock
-from hessiankit.blocks.checks import check_sizes, unknown
 from hessiankit.blocks.embeddings import PatchEmbedding, TokenEmbedding
 from hessiankit.blocks.heads import ClassHead, MeanPoolHead, TokenHead
 from hessiankit.blocks.initialisation import initialise
 from hessiankit.blocks.norms import make_norm
 from hessiankit.blocks.placements import placement_of
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, check_sizes, unknown
 
 HEADS = ("token", "mean", "class")
 
@@ -100,7 +99,7 @@ class Transformer(_Stack):
 
     embedding: TokenEmbedding
 
-    @checked("Transformer")
+    @checked("Transformer", rest=TransformerBlock)
     def __init__(
         self,
         vocab_size: int,
@@ -164,7 +163,7 @@ class VisionTransformer(_Stack):
     embedding: PatchEmbedding
     head: MeanPoolHead
 
-    @checked("VisionTransformer")
+    @checked("VisionTransformer", rest=TransformerBlock)
     def __init__(
         self,
         patch_dim: int,

@@ -51,7 +51,7 @@ def attack(n: int, *, seed: int = 0, steps: int = STEPS, tell: Tell | None = Non
     """
     if n < 1:
         raise InputError(f"attack: {n} problems; expected 1 or more")
-    report, start = AttackReport(seed), time.perf_counter()
+    report, start = AttackReport(seed, n), time.perf_counter()
     try:
         for k in range(n):
             _try(report, seed + k, steps)

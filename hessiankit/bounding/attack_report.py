@@ -70,6 +70,7 @@ class AttackReport:
 
     Attributes:
         seed: The first problem's.
+        asked: Problems asked for.
         problems: Problems tried.
         attempts: Norms compared with bounds.
         climbed: Steps of ascents.
@@ -82,6 +83,7 @@ class AttackReport:
     """
 
     seed: int
+    asked: int
     problems: int = 0
     attempts: int = 0
     climbed: int = 0
@@ -102,7 +104,8 @@ class AttackReport:
 
     def __repr__(self) -> str:
         rows = [(name, f"{f.ratio:.10g}", str(f.seed), f.problem) for name, f in sorted(self.largest.items())]
-        title = f"Largest norm / bound of {self.problems} problems ({self.attempts} comparisons, {self.climbed} steps of ascents)"
+        done = f"{self.problems} of {self.asked} problems, interrupted" if self.interrupted else f"{self.problems} problems"
+        title = f"Largest norm / bound of {done} ({self.attempts} comparisons, {self.climbed} steps of ascents)"
         notes = [f"{self.undefined} problems without a defined Hessian or bound; {self.refereed} excesses decided in 80 digits"]
         notes += [
             f"VIOLATED: {v.bound} by {v.ratio:.6g} (80 digits: {v.refereed}), --attack 1 --seed {v.seed}" for v in self.violations

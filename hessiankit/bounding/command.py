@@ -6,11 +6,12 @@ import argparse
 
 import torch
 
-from hessiankit.block_options import block_of
 from hessiankit.bounding.attack import attack
 from hessiankit.bounding.report import bounds
 from hessiankit.commands.exit_codes import FAILED, INTERRUPTED, OK
+from hessiankit.commands.parsing import refuse
 from hessiankit.files import write_json
+from hessiankit.module_options import SHAPE_OF_A_BLOCK, block_of
 from hessiankit.progress import progress_bar
 
 
@@ -23,7 +24,7 @@ def run_bounds(args: argparse.Namespace) -> int:
     if args.attack is not None:
         return _attack(args)
     torch.manual_seed(args.seed)
-    block = block_of(args, args.d_model, args.d_ff, affine=not args.no_affine)
+    block = block_of(args, args.d_model, args.d_ff)
     with torch.no_grad():
         for p in block.parameters():
             p.mul_(args.scale if p.ndim == 2 else 1.0)
@@ -38,6 +39,8 @@ def run_bounds(args: argparse.Namespace) -> int:
 
 
 def _attack(args: argparse.Namespace) -> int:
+    drawn = ("placement", "d_model", "d_ff", "tokens", "loss", "scale", *SHAPE_OF_A_BLOCK)
+    refuse(args, drawn, "does not go with --attack, which draws all kinds of blocks; drop it")
     with progress_bar() as tell:
         report = attack(args.attack, seed=args.seed, tell=tell)
     print(report)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hessiankit.commands.parsing import Commands, add_block_options, add_command, add_json, positive
+from hessiankit.commands.parsing import Commands, add_block_options, add_command, add_json, positive, positive_number, seed
 
 EXAMPLES = (
     ("hessiankit bounds --placement pre --heads 2 --loss cross_entropy", "every bound beside the norm that it bounds"),
@@ -31,14 +31,13 @@ def add_bounds(commands: Commands) -> None:
     add("--d-ff", type=positive, default=6, help="hidden width of the feed-forward network (default 6)")
     add("--tokens", type=positive, default=4, help="tokens of the sequence (default 4)")
     add("--loss", default="mse", help="mse (default) or cross_entropy")
-    add("--scale", type=float, default=1.0, help="factor on the initial weights (default 1)")
-    add("--no-affine", action="store_true", help="norms without gain and bias, as in the paper")
-    add("--seed", type=int, default=0, help="of everything that is drawn (default 0)")
+    add("--scale", type=positive_number, default=1.0, help="factor on the initial weights, above 0 (default 1)")
+    add("--seed", type=seed, default=0, help="of everything that is drawn (default 0)")
     add(
         "--attack",
         type=positive,
         metavar="N",
         help="try to violate every valid bound on N problems of all placements and scales, problem k drawn from --seed + k; of "
-        "the other options only --json counts; an interrupt keeps what is found",
+        "the other options only --json may be given; an interrupt keeps what is found",
     )
     add_json(add)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, Parser, add_command, add_json, positive
+from hessiankit.commands.parsing import Commands, Parser, add_block_options, add_command, add_json, add_own_model, positive, seed
 
 EXAMPLES = (
     ("hessiankit check", "the main job, a minute or two; report and heat maps in results/check"),
-    ("hessiankit check --quick --loss mse --json -", "a few seconds; the report as JSON"),
+    ("hessiankit check --model my_models:make --shape 10,6", "your own model on ten drawn inputs of width 6"),
     ("hessiankit check --placements --placement hybridnorm --sample 8", "eight tiny language models of one norm placement"),
 )
 
@@ -20,29 +20,42 @@ def add_check(commands: Commands) -> None:
         commands,
         "check",
         runner="hessiankit.study_command:run_check",
-        help="train the paper's classifier and check its exact Hessian against automatic differentiation",
+        help="check the exact Hessian of the paper's classifier, or of your own model, against automatic differentiation",
         description="Train one post-norm transformer block on images, compute the exact Hessian of a batch at initialisation and "
         "after training, for squared error and cross entropy, and compare it block pair by block pair with references that take "
-        "other routes. Prints a table, writes heat maps and a JSON report.",
+        "other routes. Prints a table, writes heat maps and a JSON report. With --model, check a model of your own instead; with "
+        "--placement, one transformer block; with --placements, every norm placement.",
         examples=EXAMPLES,
         failed="something disagrees",
     )
     add = check.add_argument
     add("--data", help="'digits' (default), or a path to MNIST's IDX files or the Python version of CIFAR")
-    add("--d-model", type=positive, help="width of a token (default 16; --quick 8)")
-    add("--d-ff", type=positive, help="hidden width of the feed-forward network (default 64; --quick 16)")
+    add("--d-model", type=positive, help="width of a token (default 16; --quick 8; --placement 4)")
+    add("--d-ff", type=positive, help="hidden width of the feed-forward network (default 64; --quick 16; --placement 6)")
     add(
         "--seq-len",
         type=positive,
         help="tokens an image is cut into (default: patches of 2 x 2, of 4 x 4 beyond 16 pixels; --quick 4)",
     )
-    add("--loss", choices=("both", "mse", "cross_entropy"), default="both", help="which loss to study (default both)")
+    add(
+        "--loss",
+        choices=("both", "mse", "cross_entropy"),
+        help="default: both; of --model and --placement mse, of text cross_entropy, of the next token",
+    )
     add("--steps", type=positive, help="training steps (default 300; --quick 40)")
-    add("--batch", type=positive, help="images of the Hessian's batch (default 128; --quick 16)")
-    add("--dtype", choices=("float64", "float32"), help="arithmetic (default float64)")
-    add("--device", help="where to compute, e.g. cuda (default cpu)")
-    add("--seed", type=int, help="of initialisation, batches and directions (default 0)")
-    add("--directions", type=positive, help="generic directions a parameter for the comparison (default 1)")
+    add(
+        "--batch",
+        type=positive,
+        help="images of the Hessian's batch (default 128; --quick 16), or sequences (default 1; of text 2)",
+    )
+    add("--dtype", choices=("float64", "float32"), default="float64", help="arithmetic (default float64)")
+    add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
+    add("--seed", type=seed, default=0, help="of initialisation, batches and directions (default 0)")
+    add(
+        "--directions",
+        type=positive,
+        help="generic directions a parameter for the comparison (default 1; of --model and --placement by size)",
+    )
     add(
         "--full",
         action=argparse.BooleanOptionalAction,
@@ -52,12 +65,20 @@ def add_check(commands: Commands) -> None:
         "--exact",
         action="store_true",
         default=None,
-        help="also check every formula, and whole blocks of every norm placement, in exact arithmetic (about two minutes)",
+        help="also check every formula, and whole blocks of every norm placement (of --model and --placement the blocks in it), "
+        "in exact arithmetic (about two minutes)",
     )
     add("--out", type=Path, help="folder for the report and the heat maps (default results/check)")
     add("--quick", action="store_true", help="a small model and batch: a few seconds; other options still count")
     add_json(add)
+    add_own_model(check.add_argument_group("a model of your own").add_argument)
     _add_placements(check)
+    add_block_options(
+        check.add_argument_group("one transformer block").add_argument,
+        default=None,
+        action="append",
+        help="check one block of this placement, e.g. pre; with --placements its part of the grid (may be repeated)",
+    )
 
 
 def _add_placements(check: Parser) -> None:
@@ -65,9 +86,8 @@ def _add_placements(check: Parser) -> None:
         "every norm placement",
         "Instead of the study above: the exact Hessian of tiny language models for every norm placement, combined with every "
         "kind of norm, activation, heads, mask, depth and loss (half an hour on one core). Interrupted, the same command goes "
-        "on. Of the options above, --seed, --json and --out (default results/placements) count.",
+        "on. Of the other options, --placement, --seed, --json and --out (default results/placements) count.",
     ).add_argument
     add("--placements", action="store_true", help="check the grid of placements")
-    add("--placement", action="append", metavar="NAME", help="only this placement, e.g. hybridnorm (may be repeated)")
     add("--sample", type=positive, metavar="N", help="only N cases, drawn by --seed, the placements taking turns")
     add("--jobs", type=positive, metavar="N", help="processes that share the work (default 1)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, add_command, add_json
+from hessiankit.commands.parsing import Commands, add_command, add_json, seed
 
 PAPERS = ("curvature-gap", "sharpness-disparity", "curse-of-depth", "hybridnorm", "ours")
 EXAMPLES = (
@@ -32,7 +32,7 @@ def add_claims(commands: Commands) -> None:
     add("--id", metavar="GLOB", help='only ids like this, e.g. "hybridnorm/eq3*"')
     add("--run", action="store_true", help="find the verdicts again")
     add("--show", metavar="ID", help="run one row and print all of it")
-    add("--seed", type=int, default=0, help="of all random numbers (default 0)")
+    add("--seed", type=seed, default=0, help="of all random numbers (default 0)")
     add_json(add)
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
     add("--markdown", type=Path, metavar="FILE", help="also write the rows as Markdown (docs/claims.md is made so)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, add_block_options, add_command, add_json, add_model, positive
+from hessiankit.commands.parsing import Commands, add_block_options, add_command, add_json, add_own_model, positive, seed
 
 EXAMPLES = (
     ("hessiankit hessian --placement pre --heads 2 --plot hessian.png", "a pre-norm block of two heads, and its heat map"),
@@ -34,29 +34,18 @@ def add_hessian(commands: Commands) -> None:
         failed="--dry-run, and it does not fit",
     )
     add = command.add_argument
-    add_model(add)
-    add("--text", metavar="PATH", help="of --model: stdlib (default): Python's own standard library; or a text file, or a folder")
-    add(
-        "--shape",
-        type=positive,
-        nargs="+",
-        metavar="N",
-        help="of --model: standard normal inputs of this shape instead of text, the first number counts the samples",
-    )
+    add_own_model(add)
     add("--batch", type=positive, help="sequences (default 1; of text 2)")
-    add("--tokens", type=positive, help="tokens of each (default 4; of text 16)")
     add("--loss", choices=("mse", "cross_entropy"), help="default: mse; of text cross_entropy, of the next token")
-    add("--params", nargs="+", metavar="NAME", help="only these parameters; names, or patterns such as '*.attention.*'")
     add("--dry-run", action="store_true", help="compute nothing; print what it would take in memory, disk and time")
     add("--out", type=Path, metavar="PATH", help="write the matrix to this .npy file, a part at a time is in memory")
     add("--overwrite", action="store_true", help="start again, whatever there is at --out")
     add("--plot", type=Path, metavar="PATH", help="draw the entries as a heat map, as .png, .svg or .pdf; the numbers beside it")
     add("--dtype", choices=("float64", "float32"), default="float64", help="arithmetic (default float64)")
     add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
-    add("--seed", type=int, default=0, help="of everything that is drawn (default 0)")
+    add("--seed", type=seed, default=0, help="of everything that is drawn (default 0)")
     add_json(add)
     block = command.add_argument_group("the transformer block, without --model").add_argument
-    block("--d-model", type=positive, default=4, help="width of a token (default 4)")
-    block("--d-ff", type=positive, default=6, help="hidden width of the feed-forward network (default 6)")
-    block("--no-affine", action="store_true", help="norms without gain and bias")
+    block("--d-model", type=positive, help="width of a token (default 4)")
+    block("--d-ff", type=positive, help="hidden width of the feed-forward network (default 6)")
     add_block_options(block)

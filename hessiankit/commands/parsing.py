@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import math
+import sys
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from hessiankit.commands.exit_codes import USAGE, described
+from hessiankit.commands.exit_codes import OK, USAGE, described
+from hessiankit.errors import InputError, did_you_mean, not_known
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Add: TypeAlias = Callable[..., Any]
@@ -16,6 +19,8 @@ Examples: TypeAlias = Sequence[tuple[str, str]]
 
 STDOUT = Path("-")
 """The file that is standard output."""
+SEEDS = 2**32 - 1
+"""The largest seed."""
 
 
 class Help(argparse.HelpFormatter):
@@ -25,7 +30,7 @@ class Help(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=26)
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return "N" if action.type in (int, positive) else super()._get_default_metavar_for_optional(action)
+        return "N" if action.type in (positive, seed) else super()._get_default_metavar_for_optional(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -42,7 +47,36 @@ class Parser(argparse.ArgumentParser):
     examples: Examples = ()
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(USAGE, f"{self.prog}: {message}{' See' if message.endswith('?') else '; see'} {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an option that is not known by the name of the command that was given it, with the nearest options."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            options = [option for action in self._actions for option in action.option_strings]
+            near = did_you_mean(rest[0].partition("=")[0], options) if rest[0].startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
+        return found, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"{value!r} {not_known(value, action.choices)}")
+
+
+def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
+    """Refuse options that were given and would not count.
+
+    Args:
+        args: What was parsed by a parser of :func:`add_command`.
+        names: The options, as in ``args``.
+        why: What follows the option's name in the message.
+
+    Raises:
+        InputError: That names the first of them.
+    """
+    for action in args.parser._actions:
+        if action.dest in names and getattr(args, action.dest) != action.default:
+            raise InputError(f"{args.command}: {action.option_strings[0]} {why}")
 
 
 def add_command(
@@ -61,7 +95,7 @@ def add_command(
     """
     parser = commands.add_parser(name, help=help, description=description, epilog=_epilog(examples, failed), formatter_class=Help)
     parser.examples = examples
-    parser.set_defaults(runner=runner)
+    parser.set_defaults(runner=runner, parser=parser)
     return parser
 
 
@@ -82,6 +116,39 @@ def add_json(add: Add) -> None:
     )
 
 
+class ListPlacements(argparse.Action):
+    """Prints every norm placement with its source, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from hessiankit.blocks import PLACEMENTS  # imports torch
+
+        parser._print_message("".join(f"{placement}\n" for placement in PLACEMENTS.values()), sys.stdout)
+        parser.exit(OK)
+
+
+class Shape(argparse.Action):
+    """Joins what :func:`sizes` made of each word: ``4 16 32`` as well as ``4,16,32``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, [size for part in values for size in part])
+
+
+def add_own_model(add: Add) -> None:
+    """Add ``--model`` and what goes into it, for :func:`hessiankit.module_options.asked_of`."""
+    add_model(add)
+    add("--text", metavar="PATH", help="of --model: stdlib (default): Python's own standard library; or a text file, or a folder")
+    add(
+        "--shape",
+        type=sizes,
+        action=Shape,
+        nargs="+",
+        metavar="N",
+        help="of --model: standard normal inputs of this shape instead of text, e.g. 4,16,32; the first counts the samples",
+    )
+    add("--tokens", type=positive, help="tokens of each sequence (default 4; of text 16)")
+    add("--params", nargs="+", metavar="NAME", help="only these parameters; names, or patterns such as '*.attention.*'")
+
+
 def add_model(add: Add, *, default: str | None = None) -> None:
     """Add ``--model``, which :func:`hessiankit.loading.load_model` reads."""
     tiny = "tiny (default)" if default == "tiny" else "tiny"
@@ -93,10 +160,18 @@ def add_model(add: Add, *, default: str | None = None) -> None:
     )
 
 
-def add_block_options(add: Add) -> None:
-    """Add the options of a block: placement, norm, activation, heads, biases, mask, positions, depth."""
-    add("--placement", default="post", help="where the norms stand: post (default), pre, hybridnorm, deepnorm, ...")
+def add_block_options(add: Add, **placement: Any) -> None:
+    """Add the options of a block: placement, norm, activation, heads, biases, mask, positions, depth.
+
+    Args:
+        add: Of a parser or a group.
+        **placement: What is otherwise with ``--placement``.
+    """
+    usual = {"default": "post", "help": "where the norms stand: post (default), pre, hybridnorm, deepnorm, ..."}
+    add("--placement", metavar="NAME", **usual | placement)
+    add("--list-placements", action=ListPlacements, nargs=0, help="print every norm placement with its source, and end")
     add("--norm", default="layernorm", help="layernorm (default) or rmsnorm")
+    add("--no-affine", action="store_true", help="norms without gain and bias")
     add("--activation", default="relu", help="relu (default), gelu, gelu_tanh, silu, tanh, leaky_relu, identity, swiglu")
     add("--heads", type=positive, default=1, help="heads of queries (default 1)")
     add("--kv-heads", type=positive, help="heads of keys and values (default: as many)")
@@ -119,4 +194,40 @@ def positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def sizes(text: str) -> list[int]:
+    """Return positive integers between commas, or raise what argparse expects.
+
+    >>> sizes("4,16,32")
+    [4, 16, 32]
+    """
+    return [positive(size) for size in text.split(",")]
+
+
+def seed(text: str) -> int:
+    """Return a seed that Python, NumPy, scikit-learn and torch all take, or raise what argparse expects."""
+    if not text.isdecimal() or int(text) > SEEDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {SEEDS}")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Return a finite number above 0, or raise what argparse expects."""
+    return _number(text, "a positive number", below=math.inf)
+
+
+def probability(text: str) -> float:
+    """Return a number above 0 and below 1, or raise what argparse expects."""
+    return _number(text, "a number above 0 and below 1, such as 0.95", below=1.0)
+
+
+def _number(text: str, wanted: str, *, below: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < below:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hessiankit.commands.parsing import Commands, add_command, add_json, add_model, positive
+from hessiankit.commands.parsing import Commands, add_command, add_json, add_model, positive, probability, seed
 
 EXAMPLES = (
     ("hessiankit sharpness", "a tiny model on Python's standard library"),
@@ -32,7 +32,7 @@ def add_sharpness(commands: Commands) -> None:
     add("--draws", type=positive, default=8, help="draws of the labels, each one backward pass (default 8)")
     add("--micro-batch", type=positive, metavar="N", help="sequences per forward pass; S is averaged over them (default: all)")
     add("--per", choices=("token", "sequence"), default="token", help="what the loss is a mean of (default token)")
-    add("--confidence", type=float, default=0.95, help="of the intervals (default 0.95)")
+    add("--confidence", type=probability, default=0.95, help="of the intervals (default 0.95)")
     add(
         "--type",
         action="append",
@@ -46,7 +46,7 @@ def add_sharpness(commands: Commands) -> None:
         action="store_true",
         help="also compute the exact values, which takes minutes, and print both",
     )
-    add("--seed", type=int, default=0, help="of the windows, the labels, and parameters that are drawn (default 0)")
+    add("--seed", type=seed, default=0, help="of the windows, the labels, and parameters that are drawn (default 0)")
     add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
     add("--dtype", choices=("float32", "float64"), default="float32", help="arithmetic (default float32)")
     add_json(add)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, add_command, add_json, positive
+from hessiankit.commands.parsing import Commands, add_command, add_json, positive, positive_number, probability
 
 EXAMPLES = (
     ("hessiankit tune-lr --quick", "the tables' form in less than a minute; decides nothing"),
@@ -31,9 +31,15 @@ def add_tune(commands: Commands) -> None:
     add("--steps", type=positive, help="updates of a run, the budget (default 400; --quick 60)")
     add("--seeds", type=positive, help="seeds of the comparison (default 5; --quick 3)")
     add("--tuning-seeds", type=positive, help="other seeds, of the searches (default 3; --quick 2)")
-    add("--grid", type=float, nargs="+", metavar="LR", help="AdamW's coarse learning rates, rising (default 1e-3 to 1.6e-2)")
+    add(
+        "--grid",
+        type=positive_number,
+        nargs="+",
+        metavar="LR",
+        help="AdamW's learning rates, rising (default 1e-3 to 1.6e-2)",
+    )
     add("--text", default="stdlib", metavar="PATH", help="'stdlib' (default), or a text file, or a folder of them")
-    add("--confidence", type=float, default=0.95, help="of each interval (default 0.95)")
+    add("--confidence", type=probability, default=0.95, help="of each interval (default 0.95)")
     add("--jobs", type=positive, help="processes that share the work, each with one thread (default: one a core, 8 at most)")
     add("--quick", action="store_true", help="a tiny model and budget, less than a minute: shows the tables, decides nothing")
     add("--out", type=Path, default=Path("results/tune-lr"), help="folder for the runs and the picture (default results/tune-lr)")

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.blocks.checks import unknown
 from hessiankit.derivation.symbols import index_of, symbol_of
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, unknown
 from hessiankit.request.validation import one_kind
 
 ALIASES = {

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from hessiankit.block_options import block_of
 from hessiankit.commands.exit_codes import OK
 from hessiankit.derivation.derive import derive
 from hessiankit.derivation.result import Derivation
 from hessiankit.files import write_json, write_text
+from hessiankit.module_options import block_of
 
 FORMATS: dict[str, Callable[[Derivation], str]] = {
     "text": lambda found: f"{found}\n",

@@ -17,6 +17,7 @@ from hessiankit.estimation.measure import sharpness
 from hessiankit.estimation.report import SharpnessReport
 from hessiankit.files import write_json
 from hessiankit.loading import LoadedModel, load_model, text_batch
+from hessiankit.module_options import run_once
 from hessiankit.parts import model_parts
 from hessiankit.progress import progress_bar
 from hessiankit.tables import as_text, table
@@ -44,7 +45,9 @@ def run_sharpness(args: argparse.Namespace) -> int:
     text = load_text(args.text)
     inputs, targets = (x.to(args.device) for x in text_batch(loaded, text, args.batch, args.length, seed=args.seed))
     print(f"{loaded}\n{args.batch} sequences of {args.length} {loaded.tokens}, {text.name}, {args.dtype}", flush=True)
-    parts = model_parts(loaded.model, inputs=inputs[:1, :FLOW_TOKENS], overrides=_overrides(args.type))
+    few = inputs[:1, :FLOW_TOKENS]
+    run_once(args, loaded.model, few)
+    parts = model_parts(loaded.model, inputs=few, overrides=_overrides(args.type))
     with progress_bar() as tell:
         try:
             report = sharpness(

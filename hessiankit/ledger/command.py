@@ -28,7 +28,10 @@ def run_claims(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    ledger = claims(id=args.show)
+    try:
+        ledger = claims(id=args.show)
+    except InputError as error:
+        raise InputError(str(error).replace("id=", "show=", 1)) from None
     if len(ledger) > 1:
         raise InputError(f"claims: {len(ledger)} rows have an id like {args.show!r}; --show takes one of them, --id --run all.")
     report = ledger.run(seed=args.seed)

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, overload
 
 from hessiankit.arguments import checked
-from hessiankit.errors import InputError
+from hessiankit.errors import unknown
 from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Verdict
 from hessiankit.ledger.pages import html_page, markdown_page, plain
 from hessiankit.ledger.registry import rows
@@ -110,10 +110,11 @@ def claims(*, paper: str | None = None, verdict: str | None = None, id: str | No
     True
     """
     if paper is not None and paper not in PAPERS:
-        raise InputError(f"claims: no paper {paper!r}; choose from {', '.join(PAPERS)}.")
+        raise unknown("claims", "paper", paper, PAPERS)
     if verdict is not None and verdict.upper() not in VERDICTS:
-        raise InputError(f"claims: no verdict {verdict!r}; choose from {', '.join(VERDICTS)}.")
-    found = [row for row in rows(paper) if id is None or fnmatchcase(row.id, id)]
+        raise unknown("claims", "verdict", verdict, VERDICTS)
+    chosen = rows(paper)
+    found = [row for row in chosen if id is None or fnmatchcase(row.id, id)]
     if id is not None and not found:
-        raise InputError(f"claims: no row has an id like {id!r}; `hessiankit claims` lists all of them.")
+        raise unknown("claims", "id", id, [row.id for row in chosen], "`hessiankit claims`")
     return Ledger(tuple(row for row in found if verdict is None or row.verdict == verdict.upper()))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adam_mini", "muon")
 
 
-@checked("blockwise_lr", leave=("muon_lr",))
+@checked("blockwise_lr", leave=("muon_lr",), rest=model_parts)
 def blockwise_lr(
     model: nn.Module,
     lr: float,

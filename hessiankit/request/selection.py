@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, nearest
 from hessiankit.request.surroundings import check_surroundings
 
 Params: TypeAlias = "str | nn.Parameter | Iterable[str | nn.Parameter] | None"
@@ -305,8 +304,7 @@ class _Finder:
     def unknown_message(self) -> str:
         """Return one line about everything that was not found."""
         trained = [name for name, listed in self.first.items() if self.every[listed].requires_grad]
-        asked = f"{self.who}: params names {self.unknown}, but this {self.kind} has no such parameter"
-        return f"{asked}; {_close(self.unknown[0], trained)}"
+        return f"{self.who}: params={self.unknown}: this {self.kind} has no such parameter; {_close(self.unknown[0], trained)}"
 
 
 def _is_pattern(text: str) -> bool:
@@ -315,7 +313,7 @@ def _is_pattern(text: str) -> bool:
 
 def _close(name: str, names: list[str]) -> str:
     """Return the names like this one, or the first few."""
-    like = [n for n in names if n.endswith("." + name)] + difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    like = [n for n in names if n.endswith("." + name)] + nearest(name, names)
     like = list(dict.fromkeys(like))[:3]
     return f"did you mean {' or '.join(map(repr, like))}?" if like else _names(names)
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hessiankit.commands.exit_codes import INTERRUPTED, OK
-from hessiankit.errors import InputError
 from hessiankit.files import write_json
 from hessiankit.progress import progress_bar
 from hessiankit.tuning.comparison import compare, expected_runs
@@ -33,8 +32,6 @@ def run_tune(args: argparse.Namespace) -> int:
     Raises:
         InputError: If an option or a file cannot be used.
     """
-    if not 0 < args.confidence < 1:
-        raise InputError(f"tune-lr: --confidence {args.confidence}; expected a probability above 0 and below 1, such as 0.95")
     setting = replace(QUICK if args.quick else Setting(), text=args.text)
     setting = replace(setting, digest=digest_of(args.text), steps=args.steps or setting.steps)
     grid = tuple(args.grid or (QUICK_GRID if args.quick else GRID))

@@ -74,7 +74,7 @@ def sweep(name: str, base: RunSpec, grid: Sequence[float], seeds: Sequence[int])
         InputError: The grid has fewer than two learning rates, or one that is not positive; or all of them diverge.
     """
     if len(grid) < 2 or not all(0 < lr < math.inf for lr in grid) or list(grid) != sorted(set(grid)):
-        raise InputError(f"tune-lr: grid {list(grid)}; expected two or more learning rates, positive and rising")
+        raise InputError(f"tune-lr: grid={list(grid)}; expected two or more learning rates, positive and rising")
     losses: dict[float, dict[int, float]] = {}
     extended: list[float] = []
 

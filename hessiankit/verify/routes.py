@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.curvature import hessian
-from hessiankit.errors import HessiankitError, InputError
+from hessiankit.errors import HessiankitError, InputError, unknown
 from hessiankit.tables import as_html, as_text, table
 from hessiankit.verify.operations import OPERATIONS, Example
 from hessiankit.verify.references.base import first_line
@@ -235,7 +235,7 @@ def routes(operations: str | Iterable[str] | None = None, *, seed: int = 0) -> R
     names = [operations] if isinstance(operations, str) else list(OPERATIONS if operations is None else operations)
     for name in names:
         if name not in OPERATIONS:
-            raise InputError(f"routes: no operation named {name!r}; choose from {', '.join(OPERATIONS)}.")
+            raise unknown("routes", "operation", name, OPERATIONS, "`hessiankit routes`")
     cells: list[RouteCell] = []
     judgements = []
     for name in dict.fromkeys(names):

@@ -244,7 +244,7 @@ def test_judges_that_differ_are_reported(monkeypatch):
 
 
 def test_unknown_names_are_refused(whole):
-    with pytest.raises(InputError, match="no operation named 'layernorm'; choose from layer_norm"):
+    with pytest.raises(InputError, match="operation='layernorm' is not known; did you mean 'layer_norm'"):
         routes("layernorm")
     with pytest.raises(InputError, match="no cell"):
         whole.cell("layer_norm", "hessian")
@@ -273,7 +273,7 @@ def test_command_line(tmp_path, capsys):
 
 def test_command_line_errors(tmp_path, capsys):
     assert main(["routes", "--operation", "nothing"]) == 2
-    assert "no operation named 'nothing'" in capsys.readouterr().err
+    assert "routes: --operation 'nothing' is not known; all" in capsys.readouterr().err
     assert main(["routes", "--operation", "tanh", "--json", str(tmp_path / "no" / "file")]) == 2
     assert "cannot write" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
