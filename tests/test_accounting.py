@@ -39,6 +39,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_costs_are_those_of_the_real_computation(name: str) -> None:
     module, x, target, loss = CASES[name]()
@@ -68,6 +69,7 @@ def test_costs_are_those_of_the_real_computation(name: str) -> None:
     assert plain.flops_again == 0 < cost.flops_again <= cost.flops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["block", "vit", "layer", "tied"])
 def test_long_loops_are_counted_without_being_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairing, "CACHE", 40)

@@ -24,7 +24,7 @@ from benchmarks.store import Store
 from benchmarks.suites import BENCHMARKS
 from benchmarks.timing import deadline, in_turn, spread
 
-pytestmark = pytest.mark.usefixtures("plain_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
 
 # Runs, files, interruptions
 

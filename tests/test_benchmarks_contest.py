@@ -17,7 +17,7 @@ from benchmarks.peers import FuncHessian, JvpOfGrad, JvpOfJacrev, ReverseOverRev
 from benchmarks.problems import Case, make
 from hessiankit.compiled.library import kernels
 
-pytestmark = pytest.mark.usefixtures("plain_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
 
 
 def test_contest_marks_what_is_wrong_and_ranks_what_is_right() -> None:

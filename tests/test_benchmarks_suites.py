@@ -19,7 +19,7 @@ from benchmarks.problems import make
 from benchmarks.suites import BENCHMARKS, hvp, limit, memory, scalars
 from hessiankit import hessian
 
-pytestmark = pytest.mark.usefixtures("plain_torch")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
 
 
 def test_pair_is_the_block_of_the_dense_hessian(monkeypatch: pytest.MonkeyPatch) -> None:

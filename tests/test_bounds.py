@@ -29,6 +29,7 @@ def task_of(problem):
     return make_task("bounds", problem.module, problem.x.unsqueeze(0), problem.target.unsqueeze(0), problem.loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_no_bound_is_violated(seed):
     problem = draw_problem(seed)
@@ -47,6 +48,7 @@ def test_no_bound_is_violated(seed):
         assert block <= own.pairs[i, j] * ROUNDING + floor, (i, j)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_every_placement_has_bounds(placement):
     problem = draw_problem(100 + list(PLACEMENTS).index(placement), placement=placement)

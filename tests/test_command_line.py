@@ -110,6 +110,7 @@ def test_the_page_of_the_documentation_parses() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if not AS_THEY_ARE.search(e) and QUICK.get(words(e)[0], "") is not None])
 def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = words(example)

@@ -14,6 +14,8 @@ from figures import curvature_gap_5, curvature_gap_6_12, curvature_gap_7_11
 from figures._digits import ImageSpec, block_norms, snapshots
 from hessiankit.training import train
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"d_model": 4, "d_ff": 6}
 NANO = ImageSpec(patch=4, **QUICK)
 

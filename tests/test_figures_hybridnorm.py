@@ -21,6 +21,8 @@ from figures._runs import byte_run, measured_on, model_of
 from hessiankit.blocks import Transformer
 from hessiankit.text import load_text
 
+pytestmark = pytest.mark.slow
+
 SMALL = Size(layers=3, d_model=8, heads=2, length=8, batch_size=2, steps=16, windows=4)
 
 

@@ -24,6 +24,8 @@ from hessiankit.errors import InputError
 from hessiankit.monitoring import lines
 from hessiankit.training import train
 
+pytestmark = pytest.mark.slow
+
 SMALL = ByteSpec(
     "small", layers=1, d_model=8, heads=2, length=8, batch_size=2, steps=12, every=5, windows=4, evaluations=3, lr=0.01, kept=(5,)
 )  # fmt: skip

@@ -23,6 +23,8 @@ from figures._sharpness_runs import order_of, specs
 from hessiankit.estimation import report_of, sharpness
 from hessiankit.tuning.experiment import Setting
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("sharpness_disparity_1_2_9", "sharpness_disparity_3_8")
 
 

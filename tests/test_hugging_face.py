@@ -99,12 +99,14 @@ def test_cache(name):
     checked(build(CAUSAL[name], "sdpa", use_cache=True), {"input_ids": TOKENS}, LABELS, loss="cross_entropy", directions=1)
 
 
+@pytest.mark.slow
 @every_attention
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixture_of_experts(name, attention):
     checked(build(MIXTURES[name], attention, use_cache=False), *padded("padded right"), loss="cross_entropy", directions=1)
 
 
+@pytest.mark.slow
 def test_latent_attention_that_fills_its_keys_piece_by_piece():
     sizes = {**DECODER, "num_attention_heads": 2, "moe_intermediate_size": 5, "first_k_dense_replace": 0, "n_shared_experts": 1}
     module = build(lambda **o: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**{**sizes, **SPARSE, **LATENT, **o})), "sdpa")
@@ -130,6 +132,7 @@ def test_masked_language_model(attention):
     checked(module, {**inputs, "labels": labels}, loss=None)
 
 
+@pytest.mark.slow
 @every_attention
 def test_sequence_classification(attention):
     module = build(lambda **o: hf.BertForSequenceClassification(hf.BertConfig(**BERT, num_labels=3, **o)), attention)
@@ -137,6 +140,7 @@ def test_sequence_classification(attention):
     checked(module, inputs, torch.tensor([0, 2]), loss="cross_entropy")
 
 
+@pytest.mark.slow
 @every_attention
 def test_image_classification(attention):
     sizes = {"image_size": 4, "patch_size": 2, "num_channels": 2, "num_labels": 3}
@@ -145,6 +149,7 @@ def test_image_classification(attention):
     checked(module, {"pixel_values": images(), "labels": torch.tensor([0, 2])}, loss=None)
 
 
+@pytest.mark.slow
 @every_attention
 def test_encoder_and_decoder(attention):
     options = {"decoder_start_token_id": 0, "relative_attention_num_buckets": 4, "relative_attention_max_distance": 8}

@@ -15,6 +15,8 @@ from monitoring_cases import Noisy, pair, tokens
 import hessiankit as hk
 from hessiankit.monitoring import read_monitor
 
+pytestmark = pytest.mark.slow
+
 TYPES = {"Emb", "QK", "VO", "FFN", "Norm"}
 OPTIONS = {"every": 2, "draws": 2, "eigenvalue_products": 20, "depth": ("variance", "drop")}
 

@@ -37,6 +37,7 @@ def test_the_grid_is_the_whole_product():
     assert {case.placement for case in everything} == set(PLACEMENTS)
 
 
+@pytest.mark.slow
 def test_the_sample_passes_and_covers_every_placement_and_option(out):
     finished = list(read_lines(out / "cases.jsonl"))
     assert all(one.passed and 0 < one.error <= 1e-10 and one.identities > 0 for one in finished)

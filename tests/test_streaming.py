@@ -144,6 +144,7 @@ hk.hessian(module, X, T, out=out)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_three_times_at_random(tmp_path: Path) -> None:
     out, seed = tmp_path / "h.npy", int.from_bytes(os.urandom(2), "big")
@@ -183,6 +184,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_interrupted_at_every_step(tmp_path: Path, interrupted: dict[str, Any], after: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(streaming, "PANEL", 2500)

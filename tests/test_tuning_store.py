@@ -59,6 +59,7 @@ def test_going_on_after_an_interrupt_gives_the_same_digits(tmp_path, monkeypatch
         assert digits(runs(SPECS)) == digits(whole)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_digits_of_one(tmp_path):
     told = []
     with Runs(tmp_path / "two.jsonl", jobs=2, tell=lambda *given: told.append(given), expected=4) as runs:

@@ -178,6 +178,7 @@ def then(inner, argument, outer, prefix, **names):
     return Composite(Renamed(outer, renamed), {argument: inner})
 
 
+@pytest.mark.slow
 def test_two_blocks_with_heads_mask_gelu_biases_and_cross_entropy_end_to_end():
     L, d, d_ff, classes, eps = 3, 4, 5, 3, 0.1
     shapes = {"gamma_1": (d,), "beta_1": (d,), "W_1": (d, d_ff), "W_2": (d_ff, d), "b_1": (d_ff,), "b_2": (d,)}

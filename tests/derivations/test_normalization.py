@@ -37,6 +37,7 @@ def test_one_eps_for_each_row_as_a_list_or_a_tensor():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eps", [0, 1e-5, 0.7])
 @pytest.mark.parametrize("names", [("X",), ("X", "gamma"), ("X", "beta"), ("X", "gamma", "beta")])
 def test_layernorm_blocks_against_autograd(names, eps):
@@ -51,6 +52,7 @@ def test_layernorm_at_other_sizes(shape):
     check_all_blocks(LayerNormAt(**point, eps=0.1), lambda **p: layer_norm(**p, eps=0.1), point)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eps", [0, 0.3])
 @pytest.mark.parametrize("names", [("X",), ("X", "gamma")])
 def test_rmsnorm_blocks_against_autograd(names, eps):
@@ -101,6 +103,7 @@ def symbolic_norm(centred: bool, eps: np.ndarray):
     return normalized + beta if centred else normalized, {"X": X, "gamma": gamma, "beta": beta}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LayerNormAt, RMSNormAt])
 def test_exact_rational_blocks_equal_symbolic_differentiation(kind):
     centred = kind is LayerNormAt

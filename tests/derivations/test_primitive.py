@@ -135,6 +135,7 @@ def couples(block: Tensor, out: torch.Size, into: torch.Size, axes: int) -> bool
     return bool((entries - entries.diagonal().diag()).any())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({type(p).__name__ for p, _ in cases()}))
 def test_separate_rows_are_separate(name):
     claims = 0

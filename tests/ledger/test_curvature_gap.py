@@ -12,6 +12,7 @@ from hessiankit.ledger.curvature_gap.notation import if_it_conforms
 from hessiankit.ledger.curvature_gap.point import EQUAL, GENERIC, WEIGHTS, point
 
 
+@pytest.mark.slow
 @every_row("curvature-gap")
 def test_row(row):
     assert_reproduced(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ledger_cases import assert_reproduced, every_row
 
 
+@pytest.mark.slow
 @every_row("ours")
 def test_row(row):
     assert_reproduced(row)

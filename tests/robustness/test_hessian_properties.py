@@ -82,6 +82,7 @@ def test_a_file_holds_the_bits_of_the_matrix(tmp_path_factory, point):
     assert torch.equal(torch.as_tensor(exact(point, out=path).matrix), found.matrix)
 
 
+@pytest.mark.slow
 @given(
     st.one_of(blocks(**ALWAYS_SMOOTH), chains(scales=st.just(1.0), weights=st.just(1.0))),
     st.sampled_from([torch.float32, torch.bfloat16]),

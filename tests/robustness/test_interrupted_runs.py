@@ -20,6 +20,8 @@ from hessiankit.tuning import store
 from hessiankit.tuning.experiment import RunResult, RunSpec, Setting
 from hessiankit.tuning.store import Runs
 
+pytestmark = pytest.mark.slow
+
 CASES = cases(["post"], sample=4)
 SPECS = [RunSpec(Setting(steps=4, layers=1, d_model=8, heads=2), lr, (), 0) for lr in (0.01, 0.02, 0.03, 0.04)]
 

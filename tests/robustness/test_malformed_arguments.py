@@ -39,6 +39,7 @@ def test_right_arguments_are_taken(name):
     assert complaint(CALLS[name], CALLS[name].right()) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_one_wrong_argument(name):
     call = CALLS[name]

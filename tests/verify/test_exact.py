@@ -25,6 +25,7 @@ from hessiankit.verify.exact_symbolic import is_identically_zero
 from hessiankit.verify.jets import KinkError, Variables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chapter", [chapter for chapter in chapters() if chapter != "placements"])
 def test_every_closed_form_of_the_chapter_is_exact(chapter: str) -> None:
     rows = check_exact(chapter)

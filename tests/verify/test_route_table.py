@@ -33,6 +33,7 @@ def problem(module: nn.Module, x: Tensor, loss: object = "mse") -> Problem:
     return Problem(module, x, target, loss)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pinned
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the table is of the CPU build")
 def test_the_shipped_table_is_true():

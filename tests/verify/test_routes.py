@@ -98,6 +98,7 @@ def test_differences_beside_a_kink():
     torch.testing.assert_close(found, torch.tensor([[8.0, 8e-3], [8e-3, 2e-6]], dtype=torch.float64), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_judges_agree(whole):
     assert [judged.operation for judged in whole.judgements] == list(OPERATIONS)
     assert not [judged for judged in whole.judgements if judged.judge == DISAGREE]
