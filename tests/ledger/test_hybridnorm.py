@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from ledger_cases import assert_reproduced, every_row
 
 
