@@ -103,7 +103,9 @@ class Workshop:
         if code is None:  # an endless loop, where the same tests are quick without it
             alone = self._without(mutant, mutant.tests)
             quick = alone is not None and alone < self.limit / 10
-            return Verdict(KILLED, f"out of time, {alone:.1f} s without it", seconds) if quick else Verdict(UNDECIDED, "", seconds)
+            return (
+                Verdict(KILLED, f"out of time, {alone:.1f} s without it", seconds) if quick else Verdict(UNDECIDED, "", seconds)
+            )
         # the test that failed, or where it is not known by name, all of them
         failed = (by,) if by and (self.check or "::" in by) else mutant.tests
         return Verdict(UNTESTED if self._without(mutant, failed) is None else KILLED, by, seconds)
