@@ -62,7 +62,7 @@ def test_branches_of_zeros_have_norm_zero_without_error():
             for p in (block.attention.W_V, block.feedforward.W_2):
                 p.zero_()
     found = depth_diagnostics(model, IDS, what="jacobian").jacobians
-    assert [(one.value, one.relative) for one in found.spectral] == [(0.0, 0.0)] * 2
+    assert [(one.value, one.residual, one.relative) for one in found.spectral] == [(0.0, 0.0, 0.0)] * 2
     assert found.whole_spectral.value == pytest.approx(1.0, rel=1e-12)
 
 
