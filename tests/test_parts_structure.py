@@ -271,6 +271,6 @@ def test_an_attention_whose_queries_are_a_parameter():
         def forward(self, x: Tensor) -> Tensor:
             return self.out_proj(torch.softmax(self.latents @ self.key(x).mT, -1) @ self.value(x))
 
-    found = {part.parameter: part.type for part in model_parts(nn.ModuleDict({"pool": Pooling()}), overrides={"latents": "Emb"})}
-    kinds = {name: found[f"pool.{name}.weight"] for name in ("key", "value", "out_proj")}
-    assert kinds == {"key": "QK", "value": "VO", "out_proj": "VO"}
+    found = {part.parameter: (part.type, part.role) for part in model_parts(Pooling(), overrides={"latents": "Emb"})}
+    kinds = {name: found[f"{name}.weight"] for name in ("key", "value", "out_proj")}
+    assert kinds == {"key": ("QK", "key"), "value": ("VO", "value"), "out_proj": ("VO", "output")}
