@@ -107,11 +107,11 @@ class SharedProduct(Linearised):
 
 
 class BatchedProduct(Linearised):
-    """N = A B for A and B of the same leading axes: one product each."""
+    """N = A B for A and B of the same leading axes, at least one: one product each."""
 
     def __init__(self, primitive: Primitive, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None) -> None:
         super().__init__(primitive, inputs, adjoint, wanted)
-        self.A, self.B = (x.flatten(0, -3) if x.ndim > 2 else x.unsqueeze(0) for x in inputs)
+        self.A, self.B = (x.flatten(0, -3) for x in inputs)
         self.shape = (*inputs[0].shape[:-1], inputs[1].shape[-1])
 
     def push(self, tangents: Tangents) -> Tensor:

@@ -67,6 +67,7 @@ def test_costs_are_those_of_the_real_computation(name: str) -> None:
     assert cost.sweep_bytes == plain.sweep_bytes == run.sweep_bytes == sweep.peak_bytes
     assert cost.kept_bytes == pytest.approx(keeper.live, rel=0.02, abs=2**12)
     assert plain.flops_again == 0 < cost.flops_again <= cost.flops
+    assert plain.operations_again == 0 < cost.operations_again < cost.operations
 
 
 @pytest.mark.slow
@@ -90,6 +91,14 @@ def test_long_loops_are_counted_without_being_run(name: str, monkeypatch: pytest
     long, many = counted()
     assert short == long
     assert few < 0.8 * many
+
+
+def test_numbers_of_real_tensors_are_read_where_there_are_shapes_too() -> None:
+    real, shape = torch.full((1,), 3.0), torch.zeros(1, device="meta")
+    with Meter(shapes=True):
+        assert (2 * real).item() == 6.0
+        assert torch.equal(real, real)
+        assert (2 * shape).item() == 0  # a shape has no values
 
 
 def test_live_bytes_go_up_and_down() -> None:

@@ -112,8 +112,14 @@ def mutant(old: str, new: str, *tests: str) -> Mutant:
 
 @pytest.mark.exhaustive
 def test_verdicts(tree: Path) -> None:
+    (tree / "tests" / "test_slow.py").write_text("import time\n\n\ndef test_slow():\n    time.sleep(2)\n")
     with Workshop(tree, 5.0) as workshop:
-        assert workshop.run(mutant("sleep(0)", "sleep(600)")).state == UNDECIDED
+        assert workshop.run(mutant("sleep(0)", "sleep(600)", "tests/test_code.py", "tests/test_slow.py")).state == UNDECIDED
+        workshop.limit = 40.0
+        endless = workshop.run(mutant("sleep(0)", "sleep(600)"))
+        assert (endless.state, endless.seconds >= 40.0) == (KILLED, True)
+        assert endless.by.startswith("out of time, ")
+        assert endless.by.endswith(" s without it")
         workshop.limit = 300.0
         assert workshop.run(mutant("a + a", "a * a")).state == KILLED
         assert workshop.run(mutant("a + a", "a * a")).by == "tests/test_code.py::test_three"

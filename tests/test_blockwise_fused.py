@@ -64,6 +64,15 @@ def test_decay_over_r_and_decay_by_type(make, decay):
     assert difference(model, split.values()) <= 1e-12
 
 
+def test_decay_by_type_where_all_rates_are_the_same():
+    decays = {"QK": 0.3, "VO": 0.05}
+    model, split = encoder(), Split(encoder())
+    train(model, torch.optim.AdamW(blockwise_lr(model, LR, "none", decay=decays)))
+    same = split.groups(LR, lambda kind, _: decays.get(kind, decayed(kind, 1.0)), dict.fromkeys(EQ_5, 1.0))
+    train(split, torch.optim.AdamW(same))
+    assert difference(model, split.values()) <= 1e-12
+
+
 def test_scaling_the_gradient_does_nothing_to_adamw():
     model, naive = encoder(), encoder()
     factor = torch.tensor([8.0] * 2 * D + [4.0] * D, dtype=torch.float64)[:, None]

@@ -97,6 +97,15 @@ def test_the_guard_follows_the_schedule():
         optimizer.step()
 
 
+def test_a_rate_on_another_device_is_not_read():
+    """That would wait for the device in every step."""
+    _, optimizer = ready()
+    as_nano_gpt(optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(6e-4, device="meta")  # which has no value to read
+    check_groups(optimizer)
+
+
 def test_a_rate_of_zero_is_in_every_proportion():
     _, optimizer = ready()
     as_nano_gpt(optimizer, 0.0)

@@ -33,6 +33,12 @@ def test_power_cap_and_interval():
     assert free["FFN"].value == free["FFN"].low == 1e-3
 
 
+@pytest.mark.parametrize("given", [{"QK": 2.0}, SimpleNamespace(ratio=2.0), SimpleNamespace(types={})])
+def test_what_is_no_report(given):
+    with pytest.raises(hk.InputError, match=f"sharpness is a {type(given).__name__}; pass what hessiankit.sharpness returned"):
+        measured_ratios(given)
+
+
 def test_many_draws_give_the_estimate():
     for width in (1e-1, 1e-6):
         seen = measured_ratios(report(QK=(4.0 * (1 - width), 4.0, 4.0 * (1 + width))))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from curvature_reference import draw
 from torch import Tensor
 
 import hessiankit as hk
+from hessiankit.blocks.norms import GroupNorm
 from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.bounded import Bounded, constant
+from hessiankit.bounding.bounded import Bounded, Scale, constant
 from hessiankit.bounding.rules import Weight, affine, mixed, norm
 from hessiankit.bounding.structured import structured
 from hessiankit.request.task import make_task
@@ -131,6 +134,57 @@ def test_how_far_a_value_moves_over_a_ball():
     assert Z.drift == pytest.approx(max(abs(end - at) for end in ends), rel=1e-11)
 
 
+def test_the_range_of_rows_is_attained_by_each_of_its_bounds():
+    """Rows at opposite ends of a ball, or orthogonal ones, which have more distance than their spectral norm has."""
+    for rows in ([[1.0, 0.0], [-1.0, 0.0]] * 3, [[1.0, 0.0], [0.0, 1.0]]):
+        X = torch.tensor(rows, dtype=torch.float64)
+        distance = float(torch.cdist(X, X).max())
+        assert constant(X).range == pytest.approx(distance, rel=1e-9)
+        assert replace(constant(X), diameter=math.inf).range == pytest.approx(distance, rel=1e-9)
+
+
+def test_a_learnable_scale_by_its_extremal_cases():
+    """A number multiplies every entry, so that its slope is |Y|_F; a scale for each feature has that of the largest column."""
+    Y = constant(torch.tensor([[1.0, 2.0], [1.0, -2.0]], dtype=torch.float64))
+    number, features = (Scale("s", torch.full((n,), 3.0, dtype=torch.float64), 0.5) for n in (1, 2))
+    assert (Y * number).slope["s"] == pytest.approx(math.sqrt(10), rel=1e-9)
+    assert (Y * features).slope["s"] == pytest.approx(math.sqrt(8), rel=1e-9)
+    assert (Y * number).drift == pytest.approx(0.5 * math.sqrt(10), rel=1e-9)
+
+
+def test_a_group_norm_of_one_group_is_bounded_as_the_norm_itself():
+    """With a large shift, and over a ball; in the gain the bound of the group norm is the better one."""
+    torch.manual_seed(0)
+    block = hk.TransformerBlock(4, 3, 2, "pre", activation="gelu", eps=0.1).double()
+    with torch.no_grad():
+        for part in (block.norm_1, block.norm_2):
+            part.weight.copy_(draw(4, seed=1))
+            part.bias.copy_(3 + draw(4, seed=2))
+    grouped = copy.deepcopy(block)
+    for name in ("norm_1", "norm_2"):
+        one = GroupNorm(4, 1, eps=0.1).double()
+        one.load_state_dict(getattr(block, name).state_dict())
+        setattr(grouped, name, one)
+    x, y = draw(3, 4, seed=3), draw(3, 4, seed=4)
+    own, found = (a_priori(module, x, y, radius=0.01) for module in (block, grouped))
+    for i in own.names:
+        for j in own.names:
+            if "norm_1.weight" in (i, j):
+                assert found[i, j] <= own[i, j] * ROUNDING
+            else:
+                assert found[i, j] == pytest.approx(own[i, j], rel=1e-10), (i, j)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": True, "n_kv_heads": 1}, {"causal": True}])
+def test_without_a_residual_only_the_gauss_newton_term_is_left(options):
+    """The value at the centre is the block's own, so with that for the target the bound of a pair is g_i g_j."""
+    torch.manual_seed(0)
+    block = hk.TransformerBlock(8, 3, 2, "pre", activation="gelu", **options).double()
+    x = draw(3, 8)
+    norms = a_priori(block, x, block(x).detach()).norms
+    torch.testing.assert_close(norms.square(), torch.outer(norms.diagonal(), norms.diagonal()), rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("layernorm", [True, False])
 def test_a_ball_that_reaches_a_row_of_scale_zero(layernorm):
     """There the slope of a norm is 1 / sqrt(eps), and the bound is that; with half the radius, the slope where rows are smallest."""
@@ -153,6 +207,15 @@ def test_what_cancels_at_the_end_stays_below_the_structured_bound(seed):
     assert H.spectral_norm() <= own.whole <= 1e-9 * size
     for i, j in H.pairs():
         assert H.spectral_norm(i, j) <= own.pairs[i, j]
+
+
+def test_what_cancels_at_the_end_does_so_behind_a_gain_too():
+    """A gain of ones leaves the rows of one length: the weights have no curvature, in the bound neither."""
+    torch.manual_seed(0)
+    block, x = hk.TransformerBlock(4, 3, eps=0.0, activation="gelu").double(), draw(1, 3, 4)
+    own = structured(make_task("bounds", block, x, 0 * x, "mse"))
+    assert own.pairs["norm_2.weight", "norm_2.weight"] > 0.1
+    assert own.pairs["feedforward.W_2", "feedforward.W_2"] <= 1e-9
 
 
 @pytest.mark.parametrize("layernorm", [True, False])

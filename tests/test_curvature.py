@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.blocks import ACTIVATIONS
+from hessiankit.curvature import spectral_norm
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "the paper's": {},
@@ -233,3 +234,7 @@ def assert_exact_without(module: nn.Module, name: str) -> hk.Hessian:
     names = [n for n, _ in module.named_parameters() if n != name]
     assert largest_error(found, reverse_over_reverse(module, x, target, mse, names)) < 1e-12
     return found
+
+
+def test_the_norm_of_a_matrix_without_entries_is_zero():
+    assert spectral_norm(torch.zeros(0, 3)) == spectral_norm(torch.zeros(0, 0), symmetric=True) == 0.0

@@ -55,6 +55,17 @@ def test_the_product_check_sees_a_path_around_the_blocks():
     assert found.product_error > 1e-2
 
 
+def test_branches_of_zeros_have_norm_zero_without_error():
+    model = language_model(2, "pre")
+    with torch.no_grad():
+        for block in model.blocks:
+            for p in (block.attention.W_V, block.feedforward.W_2):
+                p.zero_()
+    found = depth_diagnostics(model, IDS, what="jacobian").jacobians
+    assert [(one.value, one.residual, one.relative) for one in found.spectral] == [(0.0, 0.0, 0.0)] * 2
+    assert found.whole_spectral.value == pytest.approx(1.0, rel=1e-12)
+
+
 class _Linear(nn.Module):
     """A matrix, and 0.5 times what the list holds; puts its input there."""
 

@@ -57,6 +57,11 @@ def test_renumbered_factors_are_those_of_a_model_with_one_block_less():
     assert "renumbered" in str(depth_diagnostics(model, IDS, LABELS, what="drop", renumber=True))
 
 
+def test_renumbering_a_placement_without_factors_changes_nothing():
+    frozen, moved = (depth_diagnostics(language_model(2), IDS, LABELS, what="drop", renumber=yes).drop for yes in (False, True))
+    assert moved.loss_change == frozen.loss_change
+
+
 def test_labels_that_do_not_count():
     labels = LABELS.clone()
     labels[0, :3] = -100

@@ -181,6 +181,7 @@ def test_a_variance_that_does_not_change_has_no_law():
     assert found.best == "constant"
     assert math.isnan(found.laws["linear"].r_squared)
     assert "constant" in str(found)
+    assert growth_laws([1.0, 1.00001, 1.00002]).best == "linear"  # small, but no rounding
 
 
 @pytest.mark.parametrize(("placement", "words"), [("pre", "const * L^2"), ("lns", "log L"), ("post", "no law")])

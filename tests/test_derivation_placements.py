@@ -61,6 +61,12 @@ def test_activations_and_norms(activation, norm):
     check(block, ("feedforward.W_1", "feedforward.b_1"))
 
 
+def test_a_norm_without_eps_has_that_of_its_type():
+    block = TransformerBlock(4, 3, norm="rmsnorm", activation="gelu").double()
+    block.norm_2 = torch.nn.RMSNorm(4, dtype=torch.float64)  # eps=None
+    check(generic(block), ("feedforward.W_1", "norm_2.weight"))
+
+
 def test_a_placement_of_ones_own():
     from hessiankit.blocks import register
     from hessiankit.blocks.placements import Placement

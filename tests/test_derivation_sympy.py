@@ -71,6 +71,13 @@ def test_numbers_for_symbols(placement, names, options, loss, length):
     assert (found - expected).abs().max() <= 1e-10 * expected.abs().max().clamp_min(1e-3)
 
 
+@pytest.mark.parametrize("options", [{"placement": "lns", "layer": 4}, {"placement": "lns", "layer": 7}])
+def test_the_letter_of_a_factor_has_its_value(options):
+    block = TransformerBlock(2, 1, **options)
+    name, value = spelling(block).known
+    assert float(spelling(block).letter.subs(sympy.Symbol(name, positive=True), int(value))) == pytest.approx(block.factor)
+
+
 def test_too_many_entries_are_refused():
     with pytest.raises(InputError, match=r"144 x 16 is 2304 symbolic entries, more than 2000; derive a smaller block"):
         derive(TransformerBlock(4, 5, d_k=3)).sympy()

@@ -47,6 +47,14 @@ def test_one_process_measures_what_sharpness_measures() -> None:
         assert own(found) == own(expected)
 
 
+def test_one_micro_batch_in_which_some_labels_do_not_count_and_a_squared_error() -> None:
+    tokens, labels = sequences()
+    assert own(hd.sharpness(model(), tokens, labels, **OPTIONS)) == own(sharpness(model(), tokens, labels, **OPTIONS))
+    block, x = hk.TransformerBlock(4, 3).double(), torch.arange(24, dtype=torch.float64).reshape(2, 3, 4).sin()
+    found, expected = (measure(block, x, 0 * x, loss="mse", **OPTIONS) for measure in (hd.sharpness, sharpness))
+    assert own(found) == own(expected)
+
+
 def test_batches_of_keyword_arguments_are_shifted_as_sharpness_shifts_them() -> None:
     tokens, _ = sequences()
     batch = {"input_ids": tokens, "labels": tokens}

@@ -83,6 +83,8 @@ def test_lazy_equals_eager_in_everything_else() -> None:
     eager, lazy = hk.hessian(module, X, T), hk.hessian(module, X, T, lazy=True)
     assert (lazy.names, lazy.slices, lazy.shapes) == (eager.names, eager.slices, eager.shapes)
     assert "computed when it is read" in repr(lazy)
+    assert "computed when it is read" not in repr(eager)
+    assert f"loss {eager.loss:.6g}" in repr(eager)
     a, b = eager.to_dict(), lazy.to_dict()
     assert {k: v for k, v in a.items() if k != "seconds"} == {k: v for k, v in b.items() if k != "seconds"}
     assert "computed when it is read" not in repr(lazy)

@@ -52,6 +52,11 @@ def test_the_terms():
     losses = [((attention(a) - b) ** 2).mean().item() for a, b in zip(x, t, strict=True)]
     assert report.distance == pytest.approx(1.5)
     assert report.steps[1].loss_term == pytest.approx(abs(losses[2] - (losses[0] + losses[1]) / 2))
+    gradients = [
+        torch.autograd.grad(((attention(a) - b) ** 2).mean(), list(attention.parameters())) for a, b in zip(x, t, strict=True)
+    ]
+    norms = [torch.cat([g.reshape(-1) for g in gradient]).norm().item() for gradient in gradients]
+    assert report.gradient_norm == pytest.approx(max(norms))
     assert report.steps[2].curvature_term == pytest.approx(report.curvature * 2.25)
     assert "holds" in repr(report)
     assert report.to_dict()["steps"][0]["k"] == 1

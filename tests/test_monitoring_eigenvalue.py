@@ -70,6 +70,15 @@ def test_both_routes_find_the_eigenvalue_of_the_dense_hessian(route, frozen):
     assert abs(found.value - float(values[-1])) <= 1e-10 * float(values.abs().max())
 
 
+def test_a_parameter_that_the_loss_does_not_read():
+    model, pairs = tiny(), batches_of(data())
+    expected = top_eigenvalue(model, pairs, route="autograd", tol=1e-11, products=400)[0].value
+    model.unread = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    for route in ("closed form", "autograd"):
+        found = top_eigenvalue(model, pairs, route=route, tol=1e-11, products=400)[0].value
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
 def test_the_routes_are_told_apart(monkeypatch):
     model, batches = tiny(torch.float32), batches_of(data())
     assert top_eigenvalue(model, batches)[1:] == ("closed form", "")

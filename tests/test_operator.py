@@ -18,6 +18,13 @@ from hessiankit.operator import HessianOperator, hessian_operator
 from hessiankit.request import task
 
 
+def test_a_batch_that_the_parameters_have_no_effect_on_counts_in_the_mean() -> None:
+    module = Formula(lambda m, x: torch.tanh(x @ m.W) if float(x.sum()) > 0 else x[:, :2], W=(3, 2))
+    x, t = draw(4, 3).abs(), draw(4, 2, seed=2)
+    own = hessian_operator(module, x, t).to_matrix()
+    assert error(hessian_operator(module, [(x, t), (-x, t)]).to_matrix(), own / 2) <= EXACT
+
+
 def test_blocks_of_vectors_equal_single_ones_in_blocks_of_any_size() -> None:
     module = block()
     matrix = hk.hessian(module, X, T).matrix

@@ -257,3 +257,20 @@ def test_a_router_has_as_many_outputs_as_there_are_experts_in_the_list_beside_it
     parts = {part.parameter: part for part in model_parts(nn.ModuleList([Mixture(), Mixture()]))}
     assert (parts["0.gate.weight"].type, parts["1.gate.weight"].role) == ("Other", "router")
     assert parts["0.experts.2.0.weight"].type == "FFN"
+
+
+def test_an_attention_whose_queries_are_a_parameter():
+    class Pooling(nn.Module):
+        """Learned queries, as in a Perceiver."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.latents = nn.Parameter(torch.ones(2, D))
+            self.key, self.value, self.out_proj = (nn.Linear(D, D) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out_proj(torch.softmax(self.latents @ self.key(x).mT, -1) @ self.value(x))
+
+    found = {part.parameter: (part.type, part.role) for part in model_parts(Pooling(), overrides={"latents": "Emb"})}
+    kinds = {name: found[f"{name}.weight"] for name in ("key", "value", "out_proj")}
+    assert kinds == {"key": ("QK", "key"), "value": ("VO", "value"), "out_proj": ("VO", "output")}

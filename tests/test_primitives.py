@@ -138,6 +138,7 @@ OPERATIONS: dict[str, tuple[type[Primitive], Callable[[Tensor], Tensor]]] = {
     "abs": (Elementwise, torch.abs),
     "clamp": (Elementwise, lambda y: y.clamp(-0.3, 0.4)),
     "clamp from below": (Elementwise, lambda y: y.clamp(min=-0.3)),
+    "clamp from above": (Elementwise, lambda y: y.clamp(max=0.3)),
     "clamp_min": (Elementwise, lambda y: y.clamp_min(-0.3)),
     "clamp_max": (Elementwise, lambda y: y.clamp_max(0.3)),
     "hardtanh": (Elementwise, lambda y: F.hardtanh(y, -0.3, 0.3)),
@@ -205,6 +206,7 @@ OPERATIONS: dict[str, tuple[type[Primitive], Callable[[Tensor], Tensor]]] = {
 
 DECLINED: dict[str, Callable[[Tensor], Tensor]] = {
     "sinc": torch.sinc,
+    "cumprod of a number": lambda y: y * y[0, 0, 0].cumprod(0),
     "logcumsumexp": lambda y: y.logcumsumexp(1),
     "product of many": lambda y: (1 + y).repeat(1, 1, 20).prod(-1),
     "determinant": lambda y: y * torch.linalg.slogdet(torch.eye(4).double() + y[0].T @ y[0])[1],

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.disk import matrix_file, panel_sum, planning, streaming
+from hessiankit.disk.journal import sync_folder
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
 
@@ -182,6 +183,16 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for where, name in ((os, "fsync"), (os, "replace"), (matrix_file, "_reserve"), (matrix_file.MatrixFile, "_block")):
         monkeypatch.setattr(where, name, guard(getattr(where, name)))
     return state
+
+
+def test_a_name_in_a_folder_lasts_where_the_system_can_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[os.stat_result] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file)))
+    sync_folder(tmp_path)
+    assert [found.st_ino for found in synced] == [tmp_path.stat().st_ino]
+    monkeypatch.delattr(os, "O_DIRECTORY")  # as on Windows
+    sync_folder(tmp_path)
+    assert len(synced) == 1
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ class Verdict:
     """What became of one mutant.
 
     Attributes:
-        state: "killed", "survived", "undecided" (out of time), "no longer applies", or "tests fail without it", which could
-            tell nothing.
+        state: "killed", "survived", "undecided" (out of time, as the tests nearly are without the mutant), "no longer applies",
+            or "tests fail without it", which could tell nothing.
         by: The first test that failed, or a reason.
         seconds: What the run took.
     """
@@ -69,7 +69,7 @@ class Workshop:
             env=environment,
         )
         self._stamp = 0
-        self._healthy: dict[tuple[Any, ...], bool] = {}
+        self._healthy: dict[tuple[Any, ...], float | None] = {}
 
     def __enter__(self) -> Workshop:
         return self
@@ -98,17 +98,24 @@ class Workshop:
             code, seconds, by = self._ask(mutant)
         finally:
             self._write(path, before)
-        state = {None: UNDECIDED, 0: SURVIVED}.get(code, KILLED)
-        if state == KILLED and not self._passes_without(mutant, by):
-            state = UNTESTED
-        return Verdict(state, by, seconds)
+        if code == 0:
+            return Verdict(SURVIVED, by, seconds)
+        if code is None:  # an endless loop, where the same tests are quick without it
+            alone = self._without(mutant, mutant.tests)
+            quick = alone is not None and alone < self.limit / 10
+            return (
+                Verdict(KILLED, f"out of time, {alone:.1f} s without it", seconds) if quick else Verdict(UNDECIDED, "", seconds)
+            )
+        # the test that failed, or where it is not known by name, all of them
+        failed = (by,) if by and (self.check or "::" in by) else mutant.tests
+        return Verdict(UNTESTED if self._without(mutant, failed) is None else KILLED, by, seconds)
 
-    def _passes_without(self, mutant: Mutant, failed: str) -> bool:
-        """Tell whether the test that a mutant failed passes in the tree as it is; where it is not known by name, all of them."""
-        asked = (failed,) if failed and (self.check or "::" in failed) else mutant.tests
-        if (asked, mutant.environment) not in self._healthy:
-            self._healthy[asked, mutant.environment] = self._ask(replace(mutant, tests=asked))[0] == 0
-        return self._healthy[asked, mutant.environment]
+    def _without(self, mutant: Mutant, tests: tuple[str, ...]) -> float | None:
+        """Return the seconds that tests take in the tree as it is, or None where they do not pass there."""
+        if (tests, mutant.environment) not in self._healthy:
+            code, seconds, _ = self._ask(replace(mutant, tests=tests))
+            self._healthy[tests, mutant.environment] = seconds if code == 0 else None
+        return self._healthy[tests, mutant.environment]
 
     def _write(self, path: Path, text: str) -> None:
         """Write a file with a time of its own: Python recognises what it compiled before by time and size."""

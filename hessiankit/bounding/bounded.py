@@ -149,9 +149,6 @@ class Scale:
         """Bound on its largest entry over the ball."""
         return float(self.centre.abs().max()) + self.radius
 
-    def __mul__(self, value: Bounded) -> Bounded:
-        return value * self
-
 
 def constant(X: Tensor) -> Bounded:
     """Return an input: it does not move."""

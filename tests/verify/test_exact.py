@@ -203,7 +203,8 @@ def test_zero_test_tells_zero_from_nearly_zero() -> None:
     assert not any(is_identically_zero(e) for e in (sympy.exp(x) - sympy.exp(y), sympy.sqrt(x) - x, x - s))
 
 
-def test_the_block_case_has_all_pairs() -> None:
-    (case,) = (case for case in RATIONAL if case.name == "with biases, gains, shifts")
+@pytest.mark.parametrize(("name", "arguments"), [("with biases, gains, shifts", 12), ("sixteen Phi, X blocks, W_O", 5)])
+def test_a_case_has_all_pairs(name: str, arguments: int) -> None:
+    (case,) = (case for case in RATIONAL if case.name == name)
     labels = [comparison.label for comparison in case.build(Draw("0"))]
-    assert len([label for label in labels if label.startswith("hessian")]) == 12**2
+    assert len([label for label in labels if label.startswith("hessian")]) == arguments**2
