@@ -22,6 +22,7 @@ from hessiankit.errors import InputError, OutOfMemoryError
 from hessiankit.files import write_json
 from hessiankit.loading import load_model, text_batch
 from hessiankit.progress import progress_bar
+from hessiankit.tables import say, show
 from hessiankit.text import load_text
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -58,7 +59,7 @@ def run_hessian(args: argparse.Namespace) -> int:
     if args.plot is not None and args.dry_run:
         raise InputError("hessian: --plot needs the matrix, which --dry-run does not compute; drop one of them")
     asked = _of_block(args) if args.model is None else _of_model(args)
-    print(f"{asked.name}\n{asked.data}; {asked.loss}, {args.dtype}", flush=True)
+    say(f"{asked.name}\n{asked.data}; {asked.loss}, {args.dtype}")
     try:
         found = _found(args, asked)
     except KeyboardInterrupt:
@@ -70,9 +71,9 @@ def run_hessian(args: argparse.Namespace) -> int:
         raise OutOfMemoryError(f"{told}; --dry-run says what it takes") from error
     except InputError as error:
         raise InputError(in_options(str(error), OPTIONS)) from error
-    print(found)
+    show(found, args.table)
     if args.out is not None and not args.dry_run:
-        print(f"wrote {args.out}")
+        say(f"wrote {args.out}")
     if args.plot is not None and isinstance(found, Hessian):
         _draw(args, asked, found)
     if args.json is not None:
@@ -170,7 +171,7 @@ def _draw(args: argparse.Namespace, asked: Asked, found: Hessian) -> None:
 
     title = f"Hessian of {asked.name.partition(',')[0]}"
     heatmap(found.matrix, found.names, found.slices, title=title, path=args.plot)
-    print(f"wrote {args.plot} and {args.plot.with_suffix('.csv')}")
+    say(f"wrote {args.plot} and {args.plot.with_suffix('.csv')}")
 
 
 def _numbers(args: argparse.Namespace, asked: Asked, found: Hessian | Forecast) -> dict[str, Any]:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import fields
 from pathlib import Path
-
-from rich.console import Console
 
 from hessiankit.commands.exit_codes import FAILED, OK
 from hessiankit.errors import InputError
 from hessiankit.files import write_json
-
-
-def console() -> Console:
-    """Return where the tables go: in colour only on a terminal, and not where NO_COLOR is set."""
-    return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+from hessiankit.tables import say
 
 
 def run_check(args: argparse.Namespace) -> int:
@@ -34,7 +27,7 @@ def run_check(args: argparse.Namespace) -> int:
 
     given = {f.name: getattr(args, f.name) for f in fields(StudyOptions) if getattr(args, f.name, None) is not None}
     losses = ("mse", "cross_entropy") if args.loss == "both" else (args.loss,)
-    study = run_study(StudyOptions(**{**(QUICK if args.quick else {}), **given, "losses": losses}), console())
+    study = run_study(StudyOptions(**{**(QUICK if args.quick else {}), **given, "losses": losses}), say, every=args.table)
     if args.json is not None:
         write_json("check", args.json, study.to_dict())
     return OK if study.passed else FAILED
@@ -53,6 +46,6 @@ def _placements(args: argparse.Namespace) -> int:
     words += [f"--sample {args.sample} --seed {args.seed or 0}"] if args.sample else []
     out = args.out or Path("results/placements")
     options = {"sample": args.sample, "seed": args.seed or 0, "jobs": args.jobs or 1, "out": out, "command": " ".join(words)}
-    found = run_placements(console(), args.placement, **options)
+    found = run_placements(args.placement, **options)
     write_json("check", args.json, found)
     return FAILED if found["failed"] else OK

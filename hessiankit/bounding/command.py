@@ -12,6 +12,7 @@ from hessiankit.bounding.report import bounds
 from hessiankit.commands.exit_codes import FAILED, INTERRUPTED, OK
 from hessiankit.files import write_json
 from hessiankit.progress import progress_bar
+from hessiankit.tables import show
 
 
 def run_bounds(args: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def run_bounds(args: argparse.Namespace) -> int:
     labels = torch.randint(args.d_model, (args.tokens,))
     target = labels if args.loss == "cross_entropy" else torch.randn_like(x)
     report = bounds(block, x, target, loss=args.loss)
-    print(report)
+    show(report, args.table)
     write_json("bounds", args.json, report.to_dict())
     exceeded = any(not kind.startswith("printed") for _, kind, _ in report.violated)
     return FAILED if exceeded else OK
@@ -40,7 +41,7 @@ def run_bounds(args: argparse.Namespace) -> int:
 def _attack(args: argparse.Namespace) -> int:
     with progress_bar() as tell:
         report = attack(args.attack, seed=args.seed, tell=tell)
-    print(report)
+    show(report, args.table)
     write_json("bounds", args.json, report.to_dict())
     if report.interrupted:
         return INTERRUPTED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hessiankit.commands.parsing import Commands, add_block_options, add_command, add_json, positive
+from hessiankit.commands.parsing import Commands, add_block_options, add_command, add_json, add_table, positive
 
 EXAMPLES = (
     ("hessiankit bounds --placement pre --heads 2 --loss cross_entropy", "every bound beside the norm that it bounds"),
@@ -42,3 +42,4 @@ def add_bounds(commands: Commands) -> None:
         "the other options only --json counts; an interrupt keeps what is found",
     )
     add_json(add)
+    add_table(add)

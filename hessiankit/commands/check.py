@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, Parser, add_command, add_json, positive
+from hessiankit.commands.parsing import Commands, Parser, add_command, add_json, add_table, positive
 
 EXAMPLES = (
     ("hessiankit check", "the main job, a minute or two; report and heat maps in results/check"),
@@ -57,6 +57,7 @@ def add_check(commands: Commands) -> None:
     add("--out", type=Path, help="folder for the report and the heat maps (default results/check)")
     add("--quick", action="store_true", help="a small model and batch: a few seconds; other options still count")
     add_json(add)
+    add_table(add)
     _add_placements(check)
 
 

@@ -82,6 +82,11 @@ def add_json(add: Add) -> None:
     )
 
 
+def add_table(add: Add) -> None:
+    """Add ``--table``, which every command that prints a result has."""
+    add("--table", action="store_true", help="print every row and column; in a terminal the result else takes a screen")
+
+
 def add_model(add: Add, *, default: str | None = None) -> None:
     """Add ``--model``, which :func:`hessiankit.loading.load_model` reads."""
     tiny = "tiny (default)" if default == "tiny" else "tiny"
