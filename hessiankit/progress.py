@@ -26,7 +26,7 @@ def progress_bar(part: str = "", *, of: int = 1, before: Sequence[float] = ()) -
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(20),
+        BarColumn(10),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),

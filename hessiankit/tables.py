@@ -22,6 +22,8 @@ LINES = 25
 """Lines that ``print(result)`` takes at most."""
 PROSE = 24
 """Width below which no column of prose is squeezed."""
+WORD = 36
+"""Letters beyond which a word of prose, such as a formula in LaTeX, may go on in the next line."""
 GAP = "  "
 ALL = "all of it: .table(); on the command line --table, or a pipe"
 
@@ -39,15 +41,21 @@ class Table:
     drop: tuple[str, ...] = ()
     rank: tuple[float, ...] = ()
     ranked: str = ""
+    spread: bool = False
 
     def top(self, count: int) -> Table:
-        """Return the first rows, by rank where the rows have one, and say in the title which they are."""
+        """Return some rows, and say in the title which they are: the first, the first by rank, or some evenly spaced."""
         if count >= len(self.rows):
             return self
-        order = sorted(range(len(self.rows)), key=lambda k: -self.rank[k]) if self.rank else range(len(self.rows))
-        which = f"{count} of {len(self.rows)} rows" + (f", {self.ranked} first" if self.rank else "")
+        last, which = len(self.rows) - 1, f"{count} of {len(self.rows)} rows"
+        if self.rank:
+            order, which = sorted(range(last + 1), key=lambda k: -self.rank[k])[:count], f"{which}, {self.ranked} first"
+        elif self.spread:
+            order, which = [k * last // max(count - 1, 1) for k in range(count)], f"{which}, evenly spaced"
+        else:
+            order = list(range(count))
         title = f"{self.title}; {which}" if self.title else which
-        return replace(self, rows=tuple(self.rows[k] for k in order[:count]), title=title, rank=())
+        return replace(self, rows=tuple(self.rows[k] for k in order), title=title, rank=())
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ def table(
     drop: Iterable[str] = (),
     rank: Iterable[float] = (),
     ranked: str = "",
+    spread: bool = False,
 ) -> Table:
     """Return a table whose first ``left`` columns are text and the others numbers.
 
@@ -84,9 +93,10 @@ def table(
         drop: Headers of the columns that are left out in a narrow terminal, in this order.
         rank: A number a row: where rows must go, the largest stay.
         ranked: What the rank is, in words.
+        spread: Where rows must go, those that stay are evenly spaced, the first and the last among them.
     """
     cells = tuple(tuple(row) for row in rows)
-    return Table(tuple(headers), cells, title or "", left, tuple(names), tuple(prose), tuple(drop), tuple(rank), ranked)
+    return Table(tuple(headers), cells, title or "", left, tuple(names), tuple(prose), tuple(drop), tuple(rank), ranked, spread)
 
 
 class Printed:
@@ -249,7 +259,7 @@ def _squeezed(one: Table, width: int) -> list[int] | None:
     """Return the columns' widths with headers broken and prose flowing, or None if that is too wide."""
     cells, words = _columns(one, cell_len), _columns(one, lambda cell: max(map(cell_len, cell.split()), default=0))
     least = [
-        max(*map(cell_len, _pieces(h)), min(cells[k], max(words[k], PROSE)) if h in one.prose else cells[k])
+        max(*map(cell_len, _pieces(h)), min(cells[k], max(min(words[k], WORD), PROSE)) if h in one.prose else cells[k])
         for k, h in enumerate(one.headers)
     ]
     spare = width - _total(least)
@@ -271,7 +281,7 @@ def _pieces(header: str) -> list[str]:
     >>> _pieces("reverse-over-reverse"), _pieces("jvp(grad)"), _pieces("||.||_2")
     (['reverse-', 'over-', 'reverse'], ['jvp', '(grad)'], ['||.||_2'])
     """
-    return [piece for piece in re.split(r"(?<=[a-z]-)(?=[a-z])|(?<=/)|\s+|(?<=\w)(?=\()|(?<=\w)(?=\.\w)", header) if piece] or [""]
+    return [piece for piece in re.split(r"(?<=[a-z]-)(?=[a-z])|\s+|(?<=\w)(?=\()|(?<=\w)(?=\.\w)", header) if piece] or [""]
 
 
 def _header(header: str, width: int) -> list[str]:
@@ -292,21 +302,22 @@ def _grid(one: Table, widths: Sequence[int]) -> list[str]:
     """Return headers, a rule and the rows."""
     heads = [_header(h, w) for h, w in zip(one.headers, widths, strict=True)]
     tall = max(map(len, heads), default=0)
-    lines = _joined([[""] * (tall - len(head)) + head for head in heads], widths, one.left)
+    left = [k < one.left or h in one.prose for k, h in enumerate(one.headers)]
+    lines = _joined([[""] * (tall - len(head)) + head for head in heads], widths, left)
     lines.append("─" * _total(widths))
     for row in one.rows:
         cells = [_filled(c, w, "") if h in one.prose else [c] for c, w, h in zip(row, widths, one.headers, strict=True)]
-        lines += _joined(cells, widths, one.left)
+        lines += _joined(cells, widths, left)
     return lines
 
 
-def _joined(cells: Sequence[Sequence[str]], widths: Sequence[int], left: int) -> list[str]:
+def _joined(cells: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool]) -> list[str]:
     lines = []
     for n in range(max(map(len, cells), default=0)):
         texts = [cell[n] if n < len(cell) else "" for cell in cells]
         padded = (
-            text + " " * (w - cell_len(text)) if k < left else " " * (w - cell_len(text)) + text
-            for k, (text, w) in enumerate(zip(texts, widths, strict=True))
+            text + " " * (w - cell_len(text)) if on_left else " " * (w - cell_len(text)) + text
+            for text, w, on_left in zip(texts, widths, left, strict=True)
         )
         lines.append(GAP.join(padded).rstrip())
     return lines

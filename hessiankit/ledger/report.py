@@ -102,6 +102,7 @@ class LedgerReport(Printed):
         rank = [not row.reproduced for row in self.rows]
         prose, drop = ("place", "evidence"), ("seconds", "place", "evidence")
         yield table(HEADERS, self.table_rows(), left=5, prose=prose, drop=drop, rank=rank, ranked="not reproduced")
+        yield from map(str, self.failures)
         yield self.summary
 
 

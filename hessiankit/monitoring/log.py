@@ -14,9 +14,6 @@ from hessiankit.errors import InputError
 from hessiankit.monitoring.lines import read_lines
 from hessiankit.tables import Piece, Printed, table
 
-ROWS = 24
-"""Steps that a printed table shows at most; the first and the last are among them."""
-
 
 class Series(NamedTuple):
     """An estimate by step: three arrays (steps,), NaN where a step has none."""
@@ -127,7 +124,7 @@ class MonitorLog(Printed):
         order = headers[1:2] if self.orders else []
         drop = [header for header in reversed(headers[1:]) if header not in (*order, "loss")]
         yield self._headline()
-        yield table(headers, rows, left=2 if self.orders else 1, prose=order, drop=drop)
+        yield table(headers, rows, left=2 if self.orders else 1, prose=order, drop=drop, spread=True)
         yield from (f"step {step}: {what} failed: {text}" for step, found in self.errors.items() for what, text in found.items())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
@@ -135,11 +132,8 @@ class MonitorLog(Printed):
         columns = {"loss": ("loss",), "parameter norm": ("norms", "total"), "top eigenvalue": ("eigenvalue", "value")}
         columns |= {"variance by layer": ("depth", "laws", "best")}
         columns = {title: keys for title, keys in columns.items() if self.has(*keys)}
-        shown = self.records
-        if len(shown) > ROWS:
-            shown = tuple(shown[k] for k in np.unique(np.linspace(0, len(shown) - 1, ROWS).round().astype(int)))
         rows = []
-        for record in shown:
+        for record in self.records:
             found = [_at(record, keys) for keys in columns.values()]
             order = [_at(record, ("sharpness", "ordering")) or ""] if self.orders else []
             numbers = [_shown(x) for x in found]

@@ -121,8 +121,7 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
         return f"{len(self)} groups" + (f"; {self.title}" if self.title else "")
 
     def _parts(self) -> Iterator[Piece]:
-        yield self._headline()
-        yield table(HEADERS, self.rows(), drop=("lr x decay", "tensors", "interval", "entries"))
+        yield table(HEADERS, self.rows(), title=self.title, drop=("lr x decay", "tensors", "interval", "entries"))
         if self.frozen:
             yield f"frozen, in no group: {', '.join(self.frozen)}"
 

@@ -264,10 +264,15 @@ class CheckReport(Printed):
         if isinstance(found, Hessian) and found.unused:
             title += f"; no effect on the loss: {', '.join(map(repr, found.unused))}"
         yield title
-        yield self.pair_table()
+        pairs = self.pair_table()
+        if pairs.rows:
+            yield pairs
         if self.identities.rows:
             yield Detail(self.identities.table_of_rows())
         if self.exact:
             yield Detail(table(EXACT_HEADERS, map(exact_cells, self.exact), left=2, prose=EXACT_HEADERS[:1]))
         yield from (Detail(line) for line in ("references:", *(f"  {line}" for line in self.health_lines())))
+        unhealthy = [h.reference for h in self.health if not h.healthy]
+        if unhealthy:
+            yield f"UNHEALTHY, and not counted: {', '.join(unhealthy)}"
         yield self.verdict

@@ -62,7 +62,7 @@ def test_rows_of_unhealthy_references_do_not_count() -> None:
 
 def test_printing_and_export() -> None:
     report = hk.check(block())
-    text = repr(report)
+    text = str(report)
     assert "attention.W_Q x attention.W_K" in text
     assert "UNHEALTHY" in text or all(h.healthy for h in report.health)
     assert text.rstrip().splitlines()[-1].startswith("PASSED")
@@ -81,7 +81,7 @@ def test_exact_rows_stand_beside_those_of_floating_point(monkeypatch: pytest.Mon
     assert report, report
     assert [row.method for row in report.exact] == ["modular", "rational"]
     assert report.verdict.endswith(f"; {sum(row.entries for row in report.exact)} entries equal in exact arithmetic")
-    for text in (repr(report), report._repr_html_()):
+    for text in (str(report), report._repr_html_()):
         assert "pre: rmsnorm, relu, 1 head, no gains" in text
         assert all(word in text for word in ("float64", "exact modular", "exact rational", "e-1", "not known"))
     assert [row["method"] for row in json.loads(json.dumps(report.to_dict()))["exact"]] == ["modular", "rational"]
@@ -138,7 +138,7 @@ def test_an_operation_without_a_chapter_is_named() -> None:
     report = hk.check(Odd(), torch.randn(5, 3), torch.randn(5, 2))
     assert report
     assert "aten.sinc.default" in report.hessian.fallbacks
-    assert "aten.sinc.default" in repr(report)
+    assert "aten.sinc.default" in str(report)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "activation": "gelu"}, {"causal": True, "affine": False}], ids=str)
@@ -199,7 +199,7 @@ def test_identities_are_part_of_the_report() -> None:
     assert {row.family for row in report.identities.rows} == {"linear maps", "logits", "row mean", "key bias"}
     assert report.identities.max_rel_error < 1e-12
     assert "identities to" in report.verdict
-    assert "attention.W_Q, attention.b_Q | attention.W_K, attention.b_K" in repr(report)
+    assert "attention.W_Q, attention.b_Q | attention.W_K, attention.b_K" in str(report)
     assert "H = 0 in the rows of A" in report._repr_html_()
 
 
