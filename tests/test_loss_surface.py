@@ -53,7 +53,7 @@ def test_the_terms():
     assert report.distance == pytest.approx(1.5)
     assert report.steps[1].loss_term == pytest.approx(abs(losses[2] - (losses[0] + losses[1]) / 2))
     assert report.steps[2].curvature_term == pytest.approx(report.curvature * 2.25)
-    assert "holds" in str(report)
+    assert "holds" in report.table()
     assert report.to_dict()["steps"][0]["k"] == 1
 
 
