@@ -131,7 +131,7 @@ def test_report():
     assert set(found["pairs"]) == {f"{i} x {j}" for i, j in hk.hessian(block, x, t).pairs()}
     for row in (found["whole"], *found["pairs"].values()):
         assert {"true", "lower", "a_priori", "structured", "certified"} <= set(row)
-    assert "attention.W_Q x attention.W_K" in report.table()
+    assert "W_Q x W_K" in report.table()
     assert "<table>" in report._repr_html_()
 
 

@@ -135,7 +135,7 @@ def test_what_it_says_of_itself() -> None:
     assert found.block("weight", "bias") == found.block("bias", "weight")
     text = found.table()
     assert "Frobenius norm of the Hessian, 10 x 10:" in text
-    assert len(text.splitlines()) == 6
+    assert len(text.splitlines()) == 5  # title, headers, rule, two parameters
     assert "<caption>Frobenius norm" in found._repr_html_()
     said = found.to_dict()
     assert [(b["row"], b["column"]) for b in said["blocks"]] == [("weight", "weight"), ("weight", "bias"), ("bias", "bias")]

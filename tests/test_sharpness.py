@@ -326,7 +326,7 @@ def test_ratio_of_a_type_that_is_not_there():
 def test_one_draw_has_no_error_and_says_so():
     report = sharpness(tiny(), tokens(2, 3), tokens(2, 3, seed=2), draws=1)
     text = report.table()
-    row = next(line.split() for line in text.splitlines() if line.startswith(" QK "))
+    row = next(line.split() for line in text.splitlines() if line.startswith("QK "))
     assert row[3:5] == ["n.a.", "n.a."]
     assert "n.a.: errors come from the differences between draws" in text
     assert "nan" not in text
@@ -345,5 +345,5 @@ def test_to_dict_is_json_and_prints(capsys):
     text = sharpness(model, x, y, draws=2, micro_batch=1).table()
     assert "mean over 6 tokens of 2 sequences, 2 draws, 2 micro-batches" in text
     assert "from flat to sharp: " in text
-    assert text.count("\n Norm ") == 1
+    assert text.count("\nNorm ") == 1
     assert "<table>" in report._repr_html_()
