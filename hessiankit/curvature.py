@@ -24,7 +24,7 @@ from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.handshake import UNCOMPARED
 from hessiankit.request.selection import Params, locate, select
 from hessiankit.request.task import Loss, Task
-from hessiankit.tables import Piece, Printed, table
+from hessiankit.tables import Piece, Printed, short_names, table
 from hessiankit.torch_state import one_at_a_time
 
 
@@ -119,12 +119,8 @@ class Hessian(Printed):
 
     @property
     def short_names(self) -> tuple[str, ...]:
-        """The last parts of the names that tell the parameters apart."""
-        for parts in range(1, 1 + max(n.count(".") + 1 for n in self.names)):
-            short = tuple(".".join(n.split(".")[-parts:]) for n in self.names)
-            if len(set(short)) == len(short):
-                return short
-        return self.names
+        """The shortest ending of each name that no other parameter shares."""
+        return tuple(short_names(self.names).values())
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield every pair of names (i, j) with i not after j."""
