@@ -72,7 +72,7 @@ def in_terminal(argv: list[str], columns: int = 80, **options: Any) -> tuple[int
 
 def sections(written: str) -> Iterator[Printed]:
     """Take apart what the child wrote."""
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", written).replace("\r", "\n")
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", written).replace("\r\n", "\n").replace("\r", "\n")
     for part in plain.split(f"{MARK} ")[1:]:
         head, *lines = part.split("\n")
         name, width = head.rsplit(" ", 1)
