@@ -24,7 +24,7 @@ from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.handshake import UNCOMPARED
 from hessiankit.request.selection import Params, locate, select
 from hessiankit.request.task import Loss, Task
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, short_names, table
 from hessiankit.torch_state import one_at_a_time
 
 
@@ -49,7 +49,7 @@ def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
 
 
 @dataclass(frozen=True, repr=False)
-class Hessian:
+class Hessian(Printed):
     """The Hessian of a scalar loss with respect to a module's parameters.
 
     With ``lazy=True`` the matrix is computed when it is first read, and single blocks before that by themselves;
@@ -119,12 +119,8 @@ class Hessian:
 
     @property
     def short_names(self) -> tuple[str, ...]:
-        """The last parts of the names that tell the parameters apart."""
-        for parts in range(1, 1 + max(n.count(".") + 1 for n in self.names)):
-            short = tuple(".".join(n.split(".")[-parts:]) for n in self.names)
-            if len(set(short)) == len(short):
-                return short
-        return self.names
+        """The shortest ending of each name that no other parameter shares."""
+        return tuple(short_names(self.names).values())
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield every pair of names (i, j) with i not after j."""
@@ -189,7 +185,7 @@ class Hessian:
             norms = (f"{self.spectral_norm(n):.4g}", f"{self.frobenius_norm(n):.4g}") if known else ("", "")
             yield n, " x ".join(map(str, self.shapes[n])) or "1", *norms
 
-    def _title(self) -> str:
+    def _headline(self) -> str:
         size = sum(rows.stop - rows.start for rows in self.slices.values())
         if not self._evaluation.is_complete:
             return f"Hessian: {size} x {size}, computed when it is read; block(name_i, name_j) computes one block"
@@ -198,11 +194,9 @@ class Hessian:
         title += f"; no effect on the loss: {', '.join(map(repr, self.unused))}" if self.unused else ""
         return title + ("" if self.handshake else UNCOMPARED)
 
-    def __repr__(self) -> str:
-        return as_text(self._title(), table(_HEADERS, self._rows(), left=2))
-
-    def _repr_html_(self) -> str:
-        return as_html(_HEADERS, self._rows(), caption=self._title())
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(_HEADERS, self._rows(), left=2, names=self.names, drop=("shape",))
 
 
 _HEADERS = ("parameter", "shape", "||H_ii||_2", "||H_ii||_F")

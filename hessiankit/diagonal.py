@@ -19,14 +19,14 @@ from hessiankit.request.handshake import UNCOMPARED
 from hessiankit.request.kinds import gather
 from hessiankit.request.selection import Params, locate
 from hessiankit.request.task import Loss
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, table
 from hessiankit.torch_state import one_at_a_time
 
 WHO = "curvature_diagonal"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CurvatureDiagonal:
+class CurvatureDiagonal(Printed):
     """The diagonal of the Hessian of a scalar loss, or of its Gauss-Newton part; made by :func:`curvature_diagonal`.
 
     Attributes:
@@ -84,18 +84,16 @@ class CurvatureDiagonal:
             numbers = (self.traces[name], float(x.min()), float(x.max()))
             yield name, " x ".join(map(str, x.shape)) or "1", *(f"{n:.4g}" for n in numbers)
 
-    def _title(self) -> str:
+    def _headline(self) -> str:
         of = "Hessian" if self.kind == "hessian" else "Gauss-Newton part of the Hessian"
         size = sum(value.numel() for value in self.values.values())
         title = f"diagonal of the {of}: {size:,} entries, trace {self.trace:.6g}, loss {self.loss:.6g}, {self.seconds:.2f} s"
         title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
         return title + ("" if self.handshake else UNCOMPARED)
 
-    def __repr__(self) -> str:
-        return as_text(self._title(), table(_HEADERS, self._rows(), left=2))
-
-    def _repr_html_(self) -> str:
-        return as_html(_HEADERS, self._rows(), caption=self._title())
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(_HEADERS, self._rows(), left=2, names=self.values, drop=("shape",))
 
 
 _HEADERS = ("parameter", "shape", "trace", "smallest", "largest")

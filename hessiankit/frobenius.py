@@ -21,7 +21,7 @@ from hessiankit.request.handshake import UNCOMPARED
 from hessiankit.request.kinds import gather
 from hessiankit.request.selection import Params, locate
 from hessiankit.request.task import Loss, Task, available_memory
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, table
 from hessiankit.torch_state import one_at_a_time
 
 WHO = "frobenius_norms"
@@ -29,7 +29,7 @@ SLAB = 2**20  # entries whose squares are added at once, in float64
 
 
 @dataclass(frozen=True, repr=False)
-class FrobeniusNorms:
+class FrobeniusNorms(Printed):
     """Frobenius norms of the blocks of a Hessian, or of its Gauss-Newton part; made by :func:`frobenius_norms`.
 
     Attributes:
@@ -106,18 +106,16 @@ class FrobeniusNorms:
             last = ("", "") if largest is None else (largest, f"{self.block(i, largest):.4g}")
             yield i, " x ".join(map(str, shape)) or "1", f"{self.block(i, i):.4g}", f"{self.rows(i):.4g}", *last
 
-    def _title(self) -> str:
+    def _headline(self) -> str:
         of = "the Hessian" if self.kind == "hessian" else "the Gauss-Newton part of the Hessian"
         title = f"Frobenius norm of {of}, {self._size:,} x {self._size:,}: {self.whole:.6g}; loss {self.loss:.6g}, "
         title += f"{self.seconds:.2f} s"
         title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
         return title + ("" if self.handshake else UNCOMPARED)
 
-    def __repr__(self) -> str:
-        return as_text(self._title(), table(_HEADERS, self._rows(), left=2))
-
-    def _repr_html_(self) -> str:
-        return as_html(_HEADERS, self._rows(), caption=self._title())
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(_HEADERS, self._rows(), left=2, names=self.shapes, drop=("shape", "all its rows"))
 
 
 _HEADERS = ("parameter i", "shape", "||H_ii||_F", "all its rows", "largest with", "||H_ij||_F")

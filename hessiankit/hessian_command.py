@@ -14,6 +14,7 @@ from hessiankit.errors import InputError, OutOfMemoryError
 from hessiankit.files import write_json
 from hessiankit.module_options import Asked, asked_of
 from hessiankit.progress import progress_bar
+from hessiankit.tables import say, show
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -30,7 +31,7 @@ def run_hessian(args: argparse.Namespace) -> int:
     if args.plot is not None and args.dry_run:
         raise InputError("hessian: --plot needs the matrix, which --dry-run does not compute; drop one of them")
     asked = asked_of(args)
-    print(asked, flush=True)
+    say(str(asked))
     try:
         found = _found(args, asked)
     except KeyboardInterrupt:
@@ -39,9 +40,9 @@ def run_hessian(args: argparse.Namespace) -> int:
         return INTERRUPTED
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"{str(error).rstrip('.')}; --dry-run says what it takes") from error
-    print(found)
+    show(found, args.table)
     if args.out is not None and not args.dry_run:
-        print(f"wrote {args.out}")
+        say(f"wrote {args.out}")
     if args.plot is not None and isinstance(found, Hessian):
         _draw(args, asked, found)
     if args.json is not None:
@@ -66,7 +67,7 @@ def _draw(args: argparse.Namespace, asked: Asked, found: Hessian) -> None:
 
     title = f"Hessian of {asked.name.partition(',')[0]}"
     heatmap(found.matrix, found.names, found.slices, title=title, path=args.plot)
-    print(f"wrote {args.plot} and {args.plot.with_suffix('.csv')}")
+    say(f"wrote {args.plot} and {args.plot.with_suffix('.csv')}")
 
 
 def _numbers(args: argparse.Namespace, asked: Asked, found: Hessian | Forecast) -> dict[str, Any]:

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hessiankit.environment import environment
 from hessiankit.files import write_text
 from hessiankit.placement_cases import OPTIONS, cases
 from hessiankit.placement_grid import AGAINST, RTOL, Finished, run_grid
 from hessiankit.progress import progress_bar
-from hessiankit.tables import table
+from hessiankit.tables import say, table
 
 NAMES = {
     "none": "no mask",
@@ -154,12 +152,11 @@ def as_json(found: dict[str, Any]) -> str:
 
 
 def run_placements(
-    console: Console, placements: list[str] | None, *, sample: int | None, seed: int, jobs: int, out: Path, command: str
+    placements: list[str] | None, *, sample: int | None, seed: int, jobs: int, out: Path, command: str
 ) -> dict[str, Any]:
     """Run the grid or a part of it, print the table, write page and file, and return the summary that the file holds.
 
     Args:
-        console: Where the table is printed.
         placements: Names, or None for all.
         sample: Number of cases to draw, or None for all.
         seed: Of the sample.
@@ -174,10 +171,8 @@ def run_placements(
     with progress_bar() as tell:
         found = summary(run_grid(todo, out / "cases.jsonl", jobs=jobs, tell=tell), command)
     headers, body = rows(found)
-    console.print(table([*headers[:4], *headers[-2:]], [[*row[:4], *row[-2:]] for row in body]))
-    for line in found["failed"]:
-        console.print(f"FAILED {line}", markup=False)
-    console.print(verdict(found), markup=False)
+    shown = table([*headers[:4], *headers[-2:]], [[*row[:4], *row[-2:]] for row in body], drop=("identities",))
+    say(shown, *(f"FAILED {line}" for line in found["failed"]), verdict(found))
     write_text("check", out / "placement_grid.md", markdown(found))
     write_text("check", out / "placement_grid.json", as_json(found))
     return found

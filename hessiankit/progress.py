@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -14,10 +15,33 @@ Tell: TypeAlias = Callable[[str, int, int], None]
 
 
 @contextmanager
-def progress_bar() -> Iterator[Tell]:
-    """Yield a function that moves one bar through one piece of work after the other."""
+def progress_bar(part: str = "", *, of: int = 1, before: Sequence[float] = ()) -> Iterator[Tell]:
+    """Yield a function that moves one bar through one piece of work after the other, and says how much time is left.
+
+    Args:
+        part: What the work is a part of, such as "Hessian".
+        of: How many such parts there are.
+        before: Seconds that each part before this one took.
+    """
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(10),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    start = time.perf_counter()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        task = bar.add_task("", total=None, left="")
+
+        def tell(what: str, done: int, total: int) -> None:
+            gone = time.perf_counter() - start
+            seconds = (
+                sum(before) / len(before) * (of - len(before)) - gone if before else gone * (total - done) / done if done else 0.0
+            )
+            left = f"{seconds:.0f} s left" if seconds >= 1 and (before or of == 1) else ""
+            which = f"{part} {len(before) + 1} of {of}: " if part else ""
+            bar.update(task, description=f"{which}{what}", completed=done, total=total, left=left)
+
+        yield tell

@@ -6,13 +6,14 @@ entropy; the exact Hessian of one batch at initialisation and after training, co
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from hessiankit.blocks import VisionTransformer
@@ -23,10 +24,10 @@ from hessiankit.environment import environment
 from hessiankit.errors import InputError
 from hessiankit.files import write_json
 from hessiankit.progress import Tell, progress_bar
-from hessiankit.tables import table
+from hessiankit.tables import Piece, Table, table
 from hessiankit.training import train
 from hessiankit.verify.check import check
-from hessiankit.verify.check_report import CheckReport
+from hessiankit.verify.check_report import CheckReport, CheckRow
 from hessiankit.verify.comparison import block_errors
 from hessiankit.verify.exact import ExactRow, check_exact
 from hessiankit.verify.problem import Problem
@@ -76,6 +77,10 @@ class Timing:
         return self.reverse_over_reverse_seconds / self.closed_form_seconds
 
 
+SHOWN = 10
+"""Block pairs that are printed without ``--table``: those with the largest errors."""
+
+
 @dataclass(frozen=True)
 class Study:
     """What the main job found: a report for each loss at initialisation and after training."""
@@ -114,22 +119,31 @@ class Study:
         }
 
 
-def run_study(options: StudyOptions, console: Console | None = None) -> Study:
+def _silent(*parts: Piece, whole: bool = False) -> None:
+    pass
+
+
+def run_study(options: StudyOptions, say: Callable[..., None] = _silent, *, every: bool = False) -> Study:
     """Run the main job, print its tables, and write the heat maps and the JSON report into ``options.out``.
+
+    Args:
+        options: What is asked for.
+        say: Prints tables and paragraphs; by default nothing is printed.
+        every: Whether all block pairs are printed, not the worst alone, and what was found of each reference.
 
     Raises:
         InputError: If an option cannot be used, or the output folder cannot be written.
     """
     start = time.perf_counter()
-    say = console or Console(stderr=True, quiet=True)
     _make_folder(options.out)
     patches, labels, n_classes, held_out, name = _load(options)
     length, patch_dim = int(patches.shape[1]), int(patches.shape[2])
     batch, batch_labels = patches[: options.batch], labels[: options.batch]
-    say.print(f"{name}: {len(patches)} images, {length} patches of {patch_dim} pixels; a batch of {len(batch)} for the Hessians")
+    say(f"{name}: {len(patches)} images, {length} patches of {patch_dim} pixels; a batch of {len(batch)} for the Hessians")
     reports: dict[tuple[str, str], CheckReport] = {}
     accuracy: dict[str, float | None] = {}
     timing = None
+    stages = [(loss, stage) for loss in options.losses for stage in ("initialisation", "trained")]
     for loss in options.losses:
         torch.manual_seed(options.seed)
         model = VisionTransformer(patch_dim, length, n_classes, d_model=options.d_model, d_ff=options.d_ff, bias=True)
@@ -141,39 +155,41 @@ def run_study(options: StudyOptions, console: Console | None = None) -> Study:
                 if result.interrupted:
                     raise KeyboardInterrupt
                 accuracy[loss] = result.validation_accuracy
-                say.print(f"trained with {LOSS_NAMES[loss]}: {result}")
-            with progress_bar() as tell:
+                say(f"trained with {LOSS_NAMES[loss]}: {result}")
+            with progress_bar("Hessian", of=len(stages), before=[r.seconds for r in reports.values()]) as tell:
                 report = check(
                     model, batch, targets, loss=loss, directions=options.directions, dtype=None, seed=options.seed, progress=tell
                 )
             reports[loss, stage] = report
-            say.print(f"{LOSS_NAMES[loss]}, {stage}: {report.verdict}")
-        last = reports[loss, "trained"]
-        say.print("")
-        say.print(_block_table(reports[loss, "initialisation"], last, loss))
-        say.print(f"The references, {LOSS_NAMES[loss]}, trained:")
-        for line in last.health_lines():
-            say.print("  " + line)
-        say.print("")
+            say(f"{LOSS_NAMES[loss]}, {stage}: {report.verdict}")
+        if every:
+            last = reports[loss, "trained"]
+            say("", _block_table({loss: (reports[loss, "initialisation"], last)}), whole=True)
+            say(f"The references, {LOSS_NAMES[loss]}, trained:", *(f"  {line}" for line in last.health_lines()), "")
     if options.full:
         with progress_bar() as tell:
-            timing = _time(model, batch, targets, loss, last.hessian, tell)
-        say.print(
-            f"\nevery entry, {LOSS_NAMES[loss]}, trained: closed form {timing.closed_form_seconds:.2f} s, reverse-over-reverse "
+            timing = _time(model, batch, targets, loss, reports[loss, "trained"].hessian, tell)
+        say(
+            f"every entry, {LOSS_NAMES[loss]}, trained: closed form {timing.closed_form_seconds:.2f} s, reverse-over-reverse "
             f"{timing.reverse_over_reverse_seconds:.2f} s ({timing.ratio:.1f} x), agreement {timing.max_rel_error:.1e}"
         )
     exact = check_exact(seed=options.seed) if options.exact else ()
     if exact:
         equal = sum(row.passed for row in exact)
-        say.print(f"exact arithmetic: {equal} of {len(exact)} sets of formulas equal entry by entry, without any tolerance")
+        say(f"exact arithmetic: {equal} of {len(exact)} sets of formulas equal entry by entry, without any tolerance")
     pictures = {loss: options.out / f"hessian_{loss}.png" for loss in options.losses}
     study = Study(options, reports, accuracy, timing, exact, time.perf_counter() - start, list(pictures.values()))
     target = options.out / "report.json"
-    say.print(_summary(study))
+    if not every:
+        pairs = {loss: (reports[loss, "initialisation"], reports[loss, "trained"]) for loss in options.losses}
+        say("", _block_table(pairs).top(SHOWN))
+    say("", _summary(study))
     write_json("check", target, study.to_dict())  # before the pictures, which take more room
     for loss, path in pictures.items():
         _draw(reports[loss, "initialisation"].hessian, reports[loss, "trained"].hessian, loss, path)
-    say.print(f"wrote {target} and {', '.join(str(path) for path in study.pictures)}")
+    say(f"wrote {target} and {', '.join(str(path) for path in study.pictures)}")
+    if not every:
+        say(f"every row: --table; every number: {target}, or --json")
     return study
 
 
@@ -214,31 +230,41 @@ def _draw(before: Hessian, after: Hessian, loss: str, path: Path) -> None:
     )
 
 
-def _block_table(before: CheckReport, after: CheckReport, loss: str) -> Any:
-    """Return one row a block pair: its size, its norms before and after training, its worst error by reference."""
-    references = [r for r in after.references if r in before.references]
-    worst: dict[tuple[str, str], float] = {}
-    for row in (*before.rows, *after.rows):
-        key = (row.name, row.reference)
-        worst[key] = max(worst.get(key, 0.0), row.max_rel_error)
-    labels = dict(zip(after.hessian.names, after.hessian.short_names, strict=True))
-    rows = []
-    for i, j in after.hessian.pairs():
+def _block_table(pairs: Mapping[str, tuple[CheckReport, CheckReport]]) -> Table:
+    """Return one row a block pair of each loss: its norms before and after training, its worst error by reference."""
+    references = list(dict.fromkeys(r for both in pairs.values() for report in both for r in report.references))
+    rows: list[tuple[str, ...]] = []
+    rank: list[float] = []
+    names: list[str] = []
+    for loss, (before, after) in pairs.items():
+        found: dict[tuple[str, str], list[CheckRow]] = {}
+        for row in (*before.rows, *after.rows):
+            found.setdefault((row.name, row.reference), []).append(row)
+        worst = {key: max(of, key=lambda row: (not row.passed, row.max_rel_error, not row.zero)) for key, of in found.items()}
         H, K = before.hessian, after.hessian
-        norms = (H.spectral_norm(i, j), H.frobenius_norm(i, j), K.spectral_norm(i, j), K.frobenius_norm(i, j))
-        size = "{} x {}".format(*K.block(i, j).shape)
-        errors = (f"{worst[f'{i} x {j}', r]:.1e}" for r in references)
-        rows.append((f"{labels[i]} x {labels[j]}", size, *(f"{n:.3g}" for n in norms), *errors))
-    headers = ("block pair", "size", "init. 2-norm", "F-norm", "trained 2-norm", "F-norm", *references)
+        names += K.names
+        for i, j in K.pairs():
+            cells = [worst.get((f"{i} x {j}", r)) for r in references]
+            norms = (H.spectral_norm(i, j), H.frobenius_norm(i, j), K.spectral_norm(i, j), K.frobenius_norm(i, j))
+            size = "{} x {}".format(*K.block(i, j).shape)
+            own = (loss,) if len(pairs) > 1 else ()
+            rows.append((f"{i} x {j}", *own, size, *(f"{n:.3g}" for n in norms), *(c.shown if c else "" for c in cells)))
+            rank.append(max((c.max_rel_error if c.passed else math.inf) for c in cells if c is not None))
+    own = ("loss",) if len(pairs) > 1 else ()
+    of = "the losses" if own else f"the {LOSS_NAMES[next(iter(pairs))]}"
     return table(
-        headers,
+        ("block pair", *own, "size", "init. 2-norm", "init. F-norm", "trained 2-norm", "trained F-norm", *references),
         rows,
-        left=2,
-        title=f"Hessian of the {LOSS_NAMES[loss]}; largest error of both, relative to the block's largest entry",
+        title=f"Hessian of {of}; largest error of both stages, relative to the block's largest entry",
+        left=2 + len(own),
+        names=names,
+        drop=("size", "init. F-norm", "trained F-norm", "init. 2-norm", "trained 2-norm"),
+        rank=rank,
+        ranked="largest error",
     )
 
 
-def _summary(study: Study) -> Any:
+def _summary(study: Study) -> Table:
     references = list(dict.fromkeys(r for report in study.reports.values() for r in report.references))
     rows = []
     for (loss, stage), report in study.reports.items():
@@ -247,7 +273,7 @@ def _summary(study: Study) -> Any:
         verdict = "passed" if report else "FAILED"
         rows.append((f"{LOSS_NAMES[loss]}, {stage}", *norms, *(f"{worst[r]:.1e}" for r in references), verdict))
     title = f"{'PASSED' if study.passed else 'FAILED'} in {study.seconds:.0f} s; largest error against each healthy reference:"
-    return table(("Hessian", "loss", "||H||_2", *references, "verdict"), rows, title=title)
+    return table(("Hessian", "loss", "||H||_2", *references, "verdict"), rows, title=title, drop=("loss", "||H||_2"))
 
 
 def _make_folder(out: Path) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import fields
 from pathlib import Path
-
-from rich.console import Console
 
 from hessiankit.commands.exit_codes import FAILED, OK
 from hessiankit.commands.parsing import refuse
@@ -16,16 +13,12 @@ from hessiankit.errors import InputError
 from hessiankit.files import write_json
 from hessiankit.module_options import SHAPE_OF_A_BLOCK, asked_of
 from hessiankit.progress import progress_bar
+from hessiankit.tables import say
 from hessiankit.verify.check import check
 
 OF_THE_STUDY = ("data", "seq_len", "steps", "full", "out", "quick")
 OF_THE_GRID = ("sample", "jobs")
 OF_ONE = ("tokens", "params", *SHAPE_OF_A_BLOCK)
-
-
-def console() -> Console:
-    """Return where the tables go: in colour only on a terminal, and not where NO_COLOR is set."""
-    return Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
 def run_check(args: argparse.Namespace) -> int:
@@ -47,7 +40,7 @@ def run_check(args: argparse.Namespace) -> int:
     take_free_cores()
     given = {f.name: getattr(args, f.name) for f in fields(StudyOptions) if getattr(args, f.name, None) is not None}
     losses = ("mse", "cross_entropy") if args.loss in (None, "both") else (args.loss,)
-    study = run_study(StudyOptions(**{**(QUICK if args.quick else {}), **given, "losses": losses}), console())
+    study = run_study(StudyOptions(**{**(QUICK if args.quick else {}), **given, "losses": losses}), say, every=args.table)
     if args.json is not None:
         write_json("check", args.json, study.to_dict())
     return OK if study.passed else FAILED
@@ -63,11 +56,11 @@ def _one(args: argparse.Namespace) -> int:
             raise InputError("check: --placement several times is of the grid of norm placements; add --placements, or name one")
         (args.placement,) = args.placement
     asked = asked_of(args)
-    print(asked, flush=True)
+    say(str(asked))
     options = {"seed": args.seed, "directions": args.directions, "exact": bool(args.exact), "params": args.params}
     with progress_bar() as tell:
         report = check(asked.model, asked.inputs, asked.target, loss=asked.loss, dtype=None, progress=tell, **options)
-    print(report)
+    show(report, args.table)
     found = {**asked.to_dict(), "seed": args.seed, "report": report.to_dict(), "environment": environment()}
     write_json("check", args.json, found)
     return OK if report else FAILED
@@ -83,6 +76,6 @@ def _placements(args: argparse.Namespace) -> int:
     words += [f"--sample {args.sample} --seed {args.seed}"] if args.sample else []
     out = args.out or Path("results/placements")
     options = {"sample": args.sample, "seed": args.seed, "jobs": args.jobs or 1, "out": out, "command": " ".join(words)}
-    found = run_placements(console(), args.placement, **options)
+    found = run_placements(args.placement, **options)
     write_json("check", args.json, found)
     return FAILED if found["failed"] else OK

@@ -1,41 +1,335 @@
-"""Tables that print the same way in a terminal, a log file and a notebook."""
+"""What results print: paragraphs and tables that fit a terminal, and are complete in a pipe, a file and a notebook.
+
+In a terminal narrower than a table nothing is cut. Names become as short as they can be told apart, headers break, prose flows
+within its column, the columns that matter least are left out and named below; if the others are still too wide, a row takes
+several lines.
+"""
 
 from __future__ import annotations
 
 import html
-import io
-from collections.abc import Iterable, Sequence
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from rich.cells import cell_len
+
+LINES = 25
+"""Lines that ``print(result)`` takes at most."""
+PROSE = 24
+"""Width below which no column of prose is squeezed."""
+WORD = 36
+"""Letters beyond which a word of prose, such as a formula in LaTeX, may go on in the next line."""
+GAP = "  "
+ALL = "all of it: .table(); on the command line --table, or a pipe"
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: int = 1) -> Table:
-    """Return a rich table whose first ``left`` columns are text and the others numbers."""
-    result = Table(title=title, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for k, header in enumerate(headers):
-        result.add_column(header, justify="left" if k < left else "right", no_wrap=True)
-    for row in rows:
-        result.add_row(*row)
-    return result
+@dataclass(frozen=True)
+class Table:
+    """Cells under headers; made by :func:`table`."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    title: str = ""
+    left: int = 1
+    names: tuple[str, ...] = ()
+    prose: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    rank: tuple[float, ...] = ()
+    ranked: str = ""
+    spread: bool = False
+
+    def top(self, count: int) -> Table:
+        """Return some rows, and say in the title which they are: the first, the first by rank, or some evenly spaced."""
+        if count >= len(self.rows):
+            return self
+        last, which = len(self.rows) - 1, f"{count} of {len(self.rows)} rows"
+        if self.rank:
+            order, which = sorted(range(last + 1), key=lambda k: -self.rank[k])[:count], f"{which}, {self.ranked} first"
+        elif self.spread:
+            order, which = [k * last // max(count - 1, 1) for k in range(count)], f"{which}, evenly spaced"
+        else:
+            order = list(range(count))
+        title = f"{self.title}; {which}" if self.title else which
+        return replace(self, rows=tuple(self.rows[k] for k in order), title=title, rank=())
 
 
-def as_text(*parts: object, width: int = 200) -> str:
-    """Return rich objects and strings as plain text, ``width`` wide, or as wide as the widest table needs to be."""
-    out = io.StringIO()
-    console = Console(
-        file=out, width=10**6, color_system=None, highlight=False, emoji=False, markup=False, force_jupyter=False
-    )  # in a notebook rich would show the parts itself, beside the result's own table
-    widest = max((console.measure(part).maximum for part in parts if isinstance(part, Table)), default=0)
-    console.width = max(width, widest)  # a name that is cut short is no name
-    for part in parts:
-        console.print(part)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
+@dataclass(frozen=True)
+class Detail:
+    """What ``print(result)`` leaves to ``.table()`` where all of it would be too long."""
+
+    part: Table | str
+
+
+Piece: TypeAlias = Table | Detail | str
+
+
+def table(
+    headers: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    title: str | None = None,
+    left: int = 1,
+    names: Iterable[str] = (),
+    prose: Iterable[str] = (),
+    drop: Iterable[str] = (),
+    rank: Iterable[float] = (),
+    ranked: str = "",
+    spread: bool = False,
+) -> Table:
+    """Return a table whose first ``left`` columns are text and the others numbers.
+
+    Args:
+        headers: One a column, each only once.
+        rows: The cells.
+        title: Stands above.
+        left: How many columns are aligned on the left.
+        names: Dotted names that cells are made of, "a.W_Q x a.W_K" for one; in a narrow terminal they lose what all can spare.
+        prose: Headers of the columns that may flow over several lines.
+        drop: Headers of the columns that are left out in a narrow terminal, in this order.
+        rank: A number a row: where rows must go, the largest stay.
+        ranked: What the rank is, in words.
+        spread: Where rows must go, those that stay are evenly spaced, the first and the last among them.
+    """
+    cells = tuple(tuple(row) for row in rows)
+    return Table(tuple(headers), cells, title or "", left, tuple(names), tuple(prose), tuple(drop), tuple(rank), ranked, spread)
+
+
+class Printed:
+    """A result of paragraphs and tables: one line as ``repr``, a screen where it is printed, and all of it as ``.table()``."""
+
+    def _headline(self) -> str:
+        """Return what the result is, in one line."""
+        raise NotImplementedError
+
+    def _parts(self) -> Iterator[Piece]:
+        """Yield all that is printed, from top to bottom."""
+        raise NotImplementedError
+
+    def table(self) -> str:
+        """Return all of it as text: every row, and every column at any width of the terminal."""
+        return as_text(*self._parts(), whole=True)
+
+    def __str__(self) -> str:
+        return brief(*self._parts())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {' '.join(self._headline().split())}>"
+
+    def _repr_html_(self) -> str:
+        parts = [part.part if isinstance(part, Detail) else part for part in self._parts()]
+        tables = [part for part in parts if isinstance(part, Table)]
+        texts = [part for part in parts if isinstance(part, str) and part not in ("", self._headline())]
+        shown = [as_html(t.headers, t.rows, caption=t.title if k else self._headline()) for k, t in enumerate(tables)]
+        return "".join([*shown, *(f"<p>{html.escape(text)}</p>" for text in texts)])
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that standard output is; None for a pipe, a file or a notebook."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def as_text(*parts: Piece, whole: bool = False) -> str:
+    """Return tables and paragraphs as plain text, as wide as the terminal, or as wide as they are where there is none.
+
+    Args:
+        *parts: In the order in which they stand.
+        whole: Whether a table too wide for the terminal keeps all its columns, over several lines a row.
+    """
+    width = terminal_width()
+    return "\n".join(line.rstrip() for part in parts for line in _lines(part, width, whole))
+
+
+def say(*parts: Piece, whole: bool = False) -> None:
+    """Print tables and paragraphs, and flush."""
+    print(as_text(*parts, whole=whole), flush=True)
+
+
+def show(result: Printed, every: bool) -> None:
+    """Print a command's result: a screen of it in a terminal, all of it where ``--table`` is given or output is piped."""
+    print(result.table() if every or terminal_width() is None else result)
+
+
+def brief(*parts: Piece) -> str:
+    """Return what fits in ``LINES`` lines: all of it, or some rows of each table without the details, and where the rest is."""
+    full = as_text(*parts)
+    if full.count("\n") < LINES:
+        return full
+    kept: list[Table | str] = [part for part in parts if not isinstance(part, Detail) and part]
+    hint = as_text(ALL)
+    most = max((len(part.rows) for part in kept if isinstance(part, Table)), default=0)
+    for count in range(min(most, LINES), 0, -1):
+        text = as_text(*(part.top(count) if isinstance(part, Table) else part for part in kept), hint)
+        if text.count("\n") < LINES:
+            return text
+    text = as_text(*(part.top(1) if isinstance(part, Table) else part for part in kept[:-1]))
+    last = as_text(*kept[-1:]).splitlines()[: LINES // 2]
+    room = LINES - len(last) - len(hint.splitlines())
+    return "\n".join([*text.splitlines()[:room], *last, hint])
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the shortest dotted ending of each name that no other name shares.
+
+    >>> short_names(["a.W_Q", "a.W_K", "a.norm_1.weight", "a.norm_2.weight"])
+    {'a.W_Q': 'W_Q', 'a.W_K': 'W_K', 'a.norm_1.weight': 'norm_1.weight', 'a.norm_2.weight': 'norm_2.weight'}
+    """
+    endings = {name: [name, *(name[m.end() :] for m in re.finditer(r"\.", name))] for name in dict.fromkeys(names)}
+    seen: dict[str, int] = {}
+    for ending in (ending for of_name in endings.values() for ending in of_name):
+        seen[ending] = seen.get(ending, 0) + 1
+    return {name: next((e for e in reversed(of_name) if seen[e] == 1), name) for name, of_name in endings.items()}
 
 
 def as_html(headers: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "") -> str:
-    """Return the same table as HTML."""
+    """Return a table as HTML."""
     head = "".join(f"<th>{html.escape(h)}</th>" for h in headers)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
     return f"<table><caption>{html.escape(caption)}</caption><tr>{head}</tr>{body}</table>"
+
+
+def _lines(part: Piece, width: int | None, whole: bool) -> list[str]:
+    if isinstance(part, Detail):
+        return _lines(part.part, width, whole)
+    if isinstance(part, str):
+        return [line for paragraph in part.split("\n") for line in _filled(paragraph, width)]
+    title = _filled(part.title, width) if part.title else []
+    return title + (_grid(part, _natural(part)) if width is None else _fitted(part, width, whole))
+
+
+def _filled(text: str, width: int | None, indent: str = GAP) -> list[str]:
+    """Return a paragraph in lines, those after the first indented."""
+    if width is None or cell_len(text) <= width:
+        return [text]
+    further = " " * (len(text) - len(text.lstrip())) + indent
+    return textwrap.wrap(text, width, subsequent_indent=further, break_on_hyphens=False)
+
+
+def _fitted(full: Table, width: int, whole: bool) -> list[str]:
+    """Return the table in the first of the forms of the module's text that fits."""
+    if _total(_natural(full)) <= width:
+        return _grid(full, _natural(full))
+    short = short_names(full.names)
+    narrow = replace(full, rows=tuple(tuple(_renamed(cell, short) for cell in row) for row in full.rows))
+    gone: list[str] = []
+    for header in ("", *(() if whole else full.drop)):
+        if header in narrow.headers:
+            narrow = _without(narrow, header)
+            gone.append(header)
+        widths = _squeezed(narrow, width)
+        if widths is not None:
+            note = f"columns left out at this width: {', '.join(gone)} (--table, a pipe or .table() has them)"
+            return [*_grid(narrow, widths), *(_filled(note, width) if gone else [])]
+    return [line for row in full.rows for line in _stacked(full.headers, row, width)]
+
+
+def _renamed(cell: str, short: dict[str, str]) -> str:
+    return "".join(short.get(part, part) for part in re.split(r"( x |, | \| )", cell)) if short else cell
+
+
+def _without(one: Table, header: str) -> Table:
+    at = one.headers.index(header)
+    rows = tuple(row[:at] + row[at + 1 :] for row in one.rows)
+    return replace(one, headers=one.headers[:at] + one.headers[at + 1 :], rows=rows, left=one.left - (at < one.left))
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _columns(one: Table, measure: Callable[[str], int]) -> list[int]:
+    """Return the largest measure of the cells of each column."""
+    return [max((measure(row[k]) for row in one.rows), default=0) for k in range(len(one.headers))]
+
+
+def _natural(one: Table) -> list[int]:
+    return [max(cell_len(h), w) for h, w in zip(one.headers, _columns(one, cell_len), strict=True)]
+
+
+def _squeezed(one: Table, width: int) -> list[int] | None:
+    """Return the columns' widths with headers broken and prose flowing, or None if that is too wide."""
+    cells, words = _columns(one, cell_len), _columns(one, lambda cell: max(map(cell_len, cell.split()), default=0))
+    least = [
+        max(*map(cell_len, _pieces(h)), min(cells[k], max(min(words[k], WORD), PROSE)) if h in one.prose else cells[k])
+        for k, h in enumerate(one.headers)
+    ]
+    spare = width - _total(least)
+    if spare < 0:
+        return None
+    for k, h in enumerate(one.headers):
+        more = min(max(cells[k] - least[k], 0), spare) if h in one.prose else 0
+        least[k], spare = least[k] + more, spare - more
+    for k, h in enumerate(one.headers):  # what is left makes headers whole
+        more = max(cell_len(h) - least[k], 0)
+        if more <= spare:
+            least[k], spare = least[k] + more, spare - more
+    return least
+
+
+def _pieces(header: str) -> list[str]:
+    """Return where a header may break.
+
+    >>> _pieces("reverse-over-reverse"), _pieces("jvp(grad)"), _pieces("||.||_2")
+    (['reverse-', 'over-', 'reverse'], ['jvp', '(grad)'], ['||.||_2'])
+    """
+    return [piece for piece in re.split(r"(?<=[a-z]-)(?=[a-z])|\s+|(?<=\w)(?=\()|(?<=\w)(?=\.\w)", header) if piece] or [""]
+
+
+def _header(header: str, width: int) -> list[str]:
+    """Return a header in lines of at most ``width``."""
+    if cell_len(header) <= width:
+        return [header]
+    lines = [""]
+    for piece in _pieces(header):
+        space = " " if f"{lines[-1]} {piece}".strip() in header and lines[-1] and f"{lines[-1]}{piece}" not in header else ""
+        if cell_len(lines[-1] + space + piece) <= width:
+            lines[-1] += space + piece
+        else:
+            lines.append(piece)
+    return [line for line in lines if line]
+
+
+def _grid(one: Table, widths: Sequence[int]) -> list[str]:
+    """Return headers, a rule and the rows."""
+    heads = [_header(h, w) for h, w in zip(one.headers, widths, strict=True)]
+    tall = max(map(len, heads), default=0)
+    left = [k < one.left or h in one.prose for k, h in enumerate(one.headers)]
+    lines = _joined([[""] * (tall - len(head)) + head for head in heads], widths, left)
+    lines.append("─" * _total(widths))
+    for row in one.rows:
+        cells = [_filled(c, w, "") if h in one.prose else [c] for c, w, h in zip(row, widths, one.headers, strict=True)]
+        lines += _joined(cells, widths, left)
+    return lines
+
+
+def _joined(cells: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool]) -> list[str]:
+    lines = []
+    for n in range(max(map(len, cells), default=0)):
+        texts = [cell[n] if n < len(cell) else "" for cell in cells]
+        padded = (
+            text + " " * (w - cell_len(text)) if on_left else " " * (w - cell_len(text)) + text
+            for text, w, on_left in zip(texts, widths, left, strict=True)
+        )
+        lines.append(GAP.join(padded).rstrip())
+    return lines
+
+
+def _stacked(headers: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+    """Return a row over several lines: its first cell, then each other cell after its header."""
+    lines = _filled(row[0], width)
+    line = ""
+    for item in (f"{header}: {cell}" for header, cell in zip(headers[1:], row[1:], strict=True) if cell):
+        if line and cell_len(f"{line}{GAP}{item}") > width:
+            lines += _filled(line, width)
+            line = ""
+        line = f"{line}{GAP}{item}"
+    return lines + (_filled(line, width) if line else [])

@@ -52,5 +52,5 @@ def assert_hessian_matches(module: Any, inputs: Any = None, target: Any = None, 
     report = check(module, inputs, target, **options)
     COMPARED.append(Compared(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0], report))
     if not report:
-        raise AssertionError(f"{report.verdict}\n{report}")
+        raise AssertionError(f"{report.verdict}\n{report.table()}")
     return report

@@ -43,7 +43,7 @@ def test_a_planted_fault_is_found_and_comes_back_by_its_seed(monkeypatch):
     found = {v.bound: v for v in again[0]}["a priori"]
     assert found.ratio > 1
     assert found.refereed == pytest.approx(found.ratio, rel=1e-6)
-    assert f"--attack 1 --seed {seed}" in repr(attack(1, seed=seed))
+    assert f"--attack 1 --seed {seed}" in attack(1, seed=seed).table()
 
 
 def test_problems_cover_what_they_say():

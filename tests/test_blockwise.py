@@ -127,7 +127,7 @@ def test_the_table():
     assert ["QK+VO", "1", "48", "8", "0.008", "0.1", "0.0008"] in rows
     assert ["QK,", "slices", "32", "8", "0.008", "0.1", "0.0008"] in rows
     assert ["VO,", "slices", "16", "4", "0.004", "0.1", "0.0004"] in rows
-    assert repr(groups) == str(groups)
+    assert repr(groups) == "<ParameterGroups: 4 groups; ratios 'paper', base lr 0.001>"
 
 
 class Named(nn.Module):

@@ -133,7 +133,7 @@ def test_report():
     assert set(found["pairs"]) == {f"{i} x {j}" for i, j in hk.hessian(block, x, t).pairs()}
     for row in (found["whole"], *found["pairs"].values()):
         assert {"true", "lower", "a_priori", "structured", "certified"} <= set(row)
-    assert "W_Q x W_K" in repr(report)
+    assert "W_Q x W_K" in report.table()
     assert "<table>" in report._repr_html_()
 
 
@@ -150,7 +150,7 @@ def test_the_printed_theorem_1_is_violated_without_limit(q):
     ratios = {(name, kind): ratio for name, kind, ratio in report.violated}
     assert ratios["whole", "printed_theorem_1"] == pytest.approx(q * q / 12)
     assert all(kind.startswith("printed") for _, kind in ratios)
-    assert "VIOLATED" in repr(report)
+    assert "VIOLATED" in report.table()
 
 
 def test_the_printed_theorem_6_is_no_measure():

@@ -14,7 +14,7 @@ def test_table_and_json(capsys, tmp_path):
     given = ["--placement", "hybridnorm", "--heads", "2", "--kv-heads", "1", "--tokens", "2", "--loss", "cross_entropy"]
     assert main(["bounds", *given, "--json", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "W_Q x W_K" in printed
+    assert "attention.W_Q x attention.W_K" in printed
     assert "a priori" in printed
     found = json.loads(path.read_text())
     assert found["whole"]["true"] <= found["whole"]["structured"] <= found["whole"]["a_priori"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shlex
 import subprocess
@@ -304,23 +303,6 @@ def test_help_imports_nothing_heavy() -> None:
     )
     assert python("-c", code).returncode == 0
     assert python("-m", "hessiankit", "--version").stdout == f"hessiankit {hessiankit.__version__}\n"
-
-
-@pytest.mark.parametrize(("terminal", "no_colour"), [(False, ""), (True, "1"), (True, "")])
-def test_colours_are_for_terminals_that_want_them(terminal: bool, no_colour: str) -> None:
-    code = "from hessiankit.study_command import console; console().print('hessiankit[models]', style='red')"
-    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE")}
-    env |= {"TERM": "xterm-256color"} | ({"NO_COLOR": no_colour} if no_colour else {})
-    if terminal:
-        ours, theirs = pty.openpty()
-        subprocess.run([sys.executable, "-c", code], stdout=theirs, env=env, cwd=ROOT, check=True)
-        os.close(theirs)
-        printed = os.read(ours, 100)
-        os.close(ours)
-    else:
-        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, cwd=ROOT, check=True).stdout
-    assert (b"\x1b[31m" in printed) is (terminal and not no_colour)
-    assert b"hessiankit[models]" in printed  # brackets are no markup
 
 
 def completions(line: str) -> list[str]:

@@ -165,7 +165,7 @@ def test_what_it_says_of_itself() -> None:
     assert set(found.traces) == {"weight", "bias"}
     assert found.trace == pytest.approx(float(found.flat.sum()))
     assert found["weight"].shape == (2, 4)
-    assert "diagonal of the Hessian: 10 entries" in repr(found)
+    assert "diagonal of the Hessian: 10 entries" in found.table()
     assert "<caption>" in found._repr_html_()
     said = found.to_dict()
     assert said["entries"]["bias"] == {"shape": [2], "trace": 2.0, "min": 1.0, "max": 1.0}

@@ -106,7 +106,7 @@ def test_frozen_parameters_are_left_out_and_named():
         p.requires_grad_("embedding" not in name)
     report = sharpness(model, X, Y)
     assert report.frozen == ("embedding.W_E", "embedding.P")
-    assert "left out, frozen: embedding.W_E, embedding.P" in repr(report)
+    assert "left out, frozen: embedding.W_E, embedding.P" in report.table()
     assert set(whole.types) - set(report.types) == {"Emb"}
     for kind in report.types:
         assert report.types[kind] == whole.types[kind]
@@ -123,7 +123,7 @@ def test_parameters_without_effect_are_zeros_and_named():
     report = sharpness(model, X, Y, parts=parts)
     assert report.unused == ("idle.weight",)
     assert (report.types["Other"].value, report.histograms["Other"].zeros) == (0.0, 4)
-    assert "no output depends on: idle.weight" in repr(report)
+    assert "no output depends on: idle.weight" in report.table()
 
 
 def model_parts_of(model, prefix):

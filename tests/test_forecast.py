@@ -36,7 +36,7 @@ def test_says_what_it_takes_and_computes_nothing(monkeypatch: pytest.MonkeyPatch
     assert found.fits
     assert found.memory_bytes == found.matrix_bytes + found.workspace_bytes
     assert found.seconds > 0
-    assert "Forecast: it fits" in repr(found)
+    assert "Forecast: it fits" in found.table()
     assert "<table>" in found._repr_html_()
     assert json.loads(json.dumps(found.to_dict()))["fallbacks"] == []
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -87,9 +87,9 @@ def test_names_what_falls_back_and_what_does_not_fit(monkeypatch: pytest.MonkeyP
     module = Formula(lambda m, x: torch.linalg.inv(x + m.w), w=(3, 3))
     found = hk.hessian(module, draw(2, 3, 3), draw(2, 3, 3), dry_run=True)
     assert found.fallbacks == hk.hessian(module, draw(2, 3, 3), draw(2, 3, 3)).fallbacks != ()
-    assert found.fallbacks[0] in repr(found)
+    assert found.fallbacks[0] in found.table()
     monkeypatch.setattr(forecast, "available_memory", lambda device: 1000)
-    assert "it does not fit" in repr(hk.hessian(block(), X, T, dry_run=True))
+    assert "it does not fit" in hk.hessian(block(), X, T, dry_run=True).table()
     with pytest.raises(hk.InputError, match="lazy=True"):
         hk.hessian(block(), X, T, dry_run=True, lazy=True)
 

@@ -109,7 +109,7 @@ def test_gauss_newton_part_and_some_parameters() -> None:
     parts = torch.autograd.functional.jacobian(output, tuple(chosen.values()))
     J = torch.cat([part.flatten(1) for part in parts], 1)
     assert_norms(found, 2 / len(J) * J.T @ J)
-    assert "Gauss-Newton part" in repr(found)
+    assert "Gauss-Newton part" in found.table()
 
 
 def test_few_large_panels_where_each_repeats_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +133,9 @@ def test_what_it_says_of_itself() -> None:
     found = frobenius_norms(module, draw(3, 4), draw(3, 2))
     assert found.block("bias", "bias") == pytest.approx(2**0.5)  # 2 / (rows * columns) for each of three rows
     assert found.block("weight", "bias") == found.block("bias", "weight")
-    text = repr(found)
+    text = found.table()
     assert "Frobenius norm of the Hessian, 10 x 10:" in text
-    assert len(text.splitlines()) == 6
+    assert len(text.splitlines()) == 5  # title, headers, rule, two parameters
     assert "<caption>Frobenius norm" in found._repr_html_()
     said = found.to_dict()
     assert [(b["row"], b["column"]) for b in said["blocks"]] == [("weight", "weight"), ("weight", "bias"), ("bias", "bias")]

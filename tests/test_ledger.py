@@ -150,9 +150,9 @@ def test_a_verdict_that_is_not_found_again():
     report = Ledger((row(lambda seed: show.small(0.0)), broken)).run()
     assert not report
     assert [failure.claim for failure in report.failures] == [broken]
-    assert "1 of 2 verdicts reproduced" in repr(report)
+    assert "1 of 2 verdicts reproduced" in report.table()
     line = "ours/made-up (here): HOLDS NOT reproduced: relative error 1; two and one"
-    assert line in repr(report)
+    assert line in report.table()
     assert line == str(report.failures[0])
 
 
@@ -240,7 +240,7 @@ def test_unknown_names(options, message):
 
 def test_a_ledger_prints(everything):
     some = claims(id="hybridnorm/eq2?")
-    text, html = repr(some), some._repr_html_()
+    text, html = some.table(), some._repr_html_()
     for c in some:
         assert c.id in text
         assert c.id in html
@@ -248,7 +248,7 @@ def test_a_ledger_prints(everything):
     assert f"hybridnorm: {len(some)} rows" in text
     assert json.loads(json.dumps(some.to_dict()))["rows"][0]["statement"] == some[0].statement
     report = some[:2].run()
-    assert "2 of 2 verdicts reproduced" in repr(report)
+    assert "2 of 2 verdicts reproduced" in report.table()
     assert report._repr_html_().count("<tr>") == 3
     assert json.loads(json.dumps(report.to_dict()))["reproduced"] is True
     page = some.html(report)

@@ -97,7 +97,7 @@ def test_block_types_are_a_plain_dict_that_prints_as_a_table() -> None:
     assert json.loads(json.dumps(types)) == types == {part.name: part.type for part in types.parts}
     assert list(types.entries) == [kind for kind in TYPES if kind in types.values()]
     assert sum(types.entries.values()) == sum(p.numel() for p in model().parameters())
-    text = str(types)
+    text = types.table()
     for part in types.parts:
         line = next(line for line in text.splitlines() if line.split()[:2] == [part.name.split(" ")[0], part.type])
         assert f"{part.size:,}" in line

@@ -63,7 +63,7 @@ def test_labels_of_the_data_are_biased(case):
         )
         squares += torch.stack([part.squared_norm(scores[part.parameter]) for part in parts]) / len(logs)
     assert relative(once, squares) > 0.1  # nor the mean of the squares: cross terms stay
-    title = repr(sharpness(model, x, y, estimator="empirical_fisher"))
+    title = sharpness(model, x, y, estimator="empirical_fisher").table()
     assert "EMPIRICAL Fisher" in title
 
 
@@ -325,13 +325,13 @@ def test_ratio_of_a_type_that_is_not_there():
 
 def test_one_draw_has_no_error_and_says_so():
     report = sharpness(tiny(), tokens(2, 3), tokens(2, 3, seed=2), draws=1)
-    text = repr(report)
-    row = next(line.split() for line in text.splitlines() if line.startswith(" QK "))
+    text = report.table()
+    row = next(line.split() for line in text.splitlines() if line.startswith("QK "))
     assert row[3:5] == ["n.a.", "n.a."]
     assert "n.a.: errors come from the differences between draws" in text
     assert "nan" not in text
     assert str(report.types["QK"]).endswith("+- n.a. (95%: n.a.)")
-    assert "n.a." not in repr(sharpness(tiny(), tokens(2, 3), tokens(2, 3, seed=2), draws=2))
+    assert "n.a." not in sharpness(tiny(), tokens(2, 3), tokens(2, 3, seed=2), draws=2).table()
 
 
 def test_to_dict_is_json_and_prints(capsys):
@@ -342,8 +342,8 @@ def test_to_dict_is_json_and_prints(capsys):
     assert found["layers"].keys() == {"outside", "0", "1"}
     assert {(row["type"], row["layer"]) for row in found["type_layers"]} >= {("QK", 0), ("Norm", None)}
     assert found["terms"] == 6
-    text = repr(sharpness(model, x, y, draws=2, micro_batch=1))
+    text = sharpness(model, x, y, draws=2, micro_batch=1).table()
     assert "mean over 6 tokens of 2 sequences, 2 draws, 2 micro-batches" in text
     assert "from flat to sharp: " in text
-    assert text.count("\n Norm ") == 1
+    assert text.count("\nNorm ") == 1
     assert "<table>" in report._repr_html_()

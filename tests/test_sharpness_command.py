@@ -105,7 +105,7 @@ def test_one_draw_beside_exact_values_is_neither_inside_nor_outside(capsys: pyte
     told = capsys.readouterr().out
     assert "nan" not in told
     beside = told[told.index("beside the exact") :].splitlines()
-    assert next(line for line in beside if line.startswith(" QK ")).split()[3:] == ["n.a.", "n.a."]
+    assert next(line for line in beside if line.startswith("QK ")).split()[3:] == ["n.a.", "n.a."]
 
 
 def test_memory_that_does_not_suffice_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

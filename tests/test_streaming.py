@@ -52,7 +52,7 @@ def test_file_and_result(tmp_path: Path) -> None:
     assert len(panels) > 5
     assert any(left > top and bottom == top + 1 for top, bottom, left, _ in panels)
     assert steps == [(3 * n, 3 * len(panels)) for n in range(1, 1 + len(panels))]
-    assert "d_model" not in repr(found)
+    assert "d_model" not in found.table()
     assert torch.equal(found.outer(), plain.outer())
 
 

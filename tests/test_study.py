@@ -12,9 +12,15 @@ from hessiankit.cli import main
 
 
 def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--quick", "--out", str(tmp_path)]) == 0
+    assert main(["check", "--quick", "--table", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for expected in ("attention.W_Q x attention.W_K", "trained 2-norm", "reverse-over-reverse", "closed form", "PASSED"):
+    for expected in (
+        "blocks.0.attention.W_Q x blocks.0.attention.W_K",
+        "trained 2-norm",
+        "reverse-over-reverse",
+        "closed form",
+        "PASSED",
+    ):
         assert expected in printed
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["passed"] is True

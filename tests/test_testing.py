@@ -41,7 +41,7 @@ def test_it_fails_with_the_table():
     x, target = torch.randn(4, 2).double(), torch.randn(4, 3).double()
     with pytest.raises(AssertionError, match=r"FAILED: \d+ of 16 rows disagree") as caught:
         assert_hessian_matches(layer, x, target, rtol=1e-30)
-    assert "weight x bias" in str(caught.value)
+    assert "0.weight x 0.bias" in str(caught.value)
 
 
 @pytest.mark.parametrize("processes", [0, 2])

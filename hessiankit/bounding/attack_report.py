@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from hessiankit.tables import as_text, table
+from hessiankit.tables import Piece, Printed, table
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Violation:
     refereed: float | None
 
 
-@dataclass
-class AttackReport:
+@dataclass(repr=False)
+class AttackReport(Printed):
     """What a campaign found.
 
     Attributes:
@@ -102,13 +103,16 @@ class AttackReport:
         largest = {name: vars(found) for name, found in sorted(self.largest.items())}
         return {**vars(self), "largest": largest, "violations": [vars(v) for v in self.violations]}
 
-    def __repr__(self) -> str:
-        rows = [(name, f"{f.ratio:.10g}", str(f.seed), f.problem) for name, f in sorted(self.largest.items())]
+    def _headline(self) -> str:
+        found = f"VIOLATED: {len(self.violations)} times" if self.violations else "no bound is violated"
         done = f"{self.problems} of {self.asked} problems, interrupted" if self.interrupted else f"{self.problems} problems"
-        title = f"Largest norm / bound of {done} ({self.attempts} comparisons, {self.climbed} steps of ascents)"
-        notes = [f"{self.undefined} problems without a defined Hessian or bound; {self.refereed} excesses decided in 80 digits"]
-        notes += [
+        return f"{found}; largest norm / bound of {done} ({self.attempts} comparisons, {self.climbed} steps of ascents)"
+
+    def _parts(self) -> Iterator[Piece]:
+        rows = [(name, f"{f.ratio:.10g}", str(f.seed), f.problem) for name, f in sorted(self.largest.items())]
+        yield self._headline()
+        yield table(("bound", "norm / bound", "seed", "problem"), rows, prose=("problem",), drop=("problem",))
+        yield (f"{self.undefined} problems without a defined Hessian or bound; {self.refereed} excesses decided in 80 digits")
+        yield from (
             f"VIOLATED: {v.bound} by {v.ratio:.6g} (80 digits: {v.refereed}), --attack 1 --seed {v.seed}" for v in self.violations
-        ]
-        notes += [] if self.violations else ["no bound is violated"]
-        return as_text(table(("bound", "norm / bound", "seed", "problem"), rows, title=title), *notes)
+        )

@@ -13,6 +13,7 @@ from hessiankit.commands.parsing import refuse
 from hessiankit.files import write_json
 from hessiankit.module_options import SHAPE_OF_A_BLOCK, block_of
 from hessiankit.progress import progress_bar
+from hessiankit.tables import show
 
 
 def run_bounds(args: argparse.Namespace) -> int:
@@ -32,7 +33,7 @@ def run_bounds(args: argparse.Namespace) -> int:
     labels = torch.randint(args.d_model, (args.tokens,))
     target = labels if args.loss == "cross_entropy" else torch.randn_like(x)
     report = bounds(block, x, target, loss=args.loss)
-    print(report)
+    show(report, args.table)
     write_json("bounds", args.json, report.to_dict())
     exceeded = any(not kind.startswith("printed") for _, kind, _ in report.violated)
     return FAILED if exceeded else OK
@@ -43,7 +44,7 @@ def _attack(args: argparse.Namespace) -> int:
     refuse(args, drawn, "does not go with --attack, which draws all kinds of blocks; drop it")
     with progress_bar() as tell:
         report = attack(args.attack, seed=args.seed, tell=tell)
-    print(report)
+    show(report, args.table)
     write_json("bounds", args.json, report.to_dict())
     if report.interrupted:
         return INTERRUPTED

@@ -14,7 +14,7 @@ term. Here M comes from the a-priori bounds with the weights' norms inflated by 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from hessiankit.bounding.a_priori import a_priori
 from hessiankit.errors import InputError
 from hessiankit.request.own_call import own_gradient, own_value
 from hessiankit.request.task import make_task
-from hessiankit.tables import as_text, table
+from hessiankit.tables import Piece, Printed, table
 
 WHO = "loss_surface_bound"
 
@@ -61,8 +61,8 @@ class SurfaceStep:
         return self.change / self.bound if self.bound else 0.0
 
 
-@dataclass(frozen=True)
-class SurfaceReport:
+@dataclass(frozen=True, repr=False)
+class SurfaceReport(Printed):
     """The steps of a growing data set between two points.
 
     Attributes:
@@ -85,16 +85,21 @@ class SurfaceReport:
         rows = [{**vars(step), "bound": step.bound, "ratio": step.ratio} for step in self.steps]
         return {"distance": self.distance, "curvature": self.curvature, "gradient_norm": self.gradient_norm, "steps": rows}
 
-    def __repr__(self) -> str:
+    def _headline(self) -> str:
+        holds = "holds" if self else "VIOLATED"
+        where = f"||w - w*|| = {self.distance:.3g}, gradients at w* up to {self.gradient_norm:.2g}"
+        return f"|L_(k+1)(w) - L_k(w)| at {where}: {holds}"
+
+    def _parts(self) -> Iterator[Piece]:
         headers = ("k", "change", "loss term", "gradient term", "curvature term", "bound", "ratio")
         rows = []
         for s in self.steps:
             terms = (term / (s.k + 1) for term in (s.loss_term, s.gradient_term, s.curvature_term))
             rows.append((str(s.k), *(f"{value:.3g}" for value in (s.change, *terms, s.bound)), f"{s.ratio:.2g}"))
-        holds = "holds" if self else "VIOLATED"
-        where = f"||w - w*|| = {self.distance:.3g}, gradients at w* up to {self.gradient_norm:.2g}"
-        title = f"|L_(k+1)(w) - L_k(w)| at {where}: {holds}"
-        return as_text(table(headers, rows, title=title))
+        yield self._headline()
+        yield table(
+            headers, rows, drop=("gradient term", "loss term"), rank=[s.ratio for s in self.steps], ranked="largest ratio"
+        )
 
 
 def loss_surface_bound(

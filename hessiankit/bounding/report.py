@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +21,15 @@ from hessiankit.curvature import hessian
 from hessiankit.errors import InputError
 from hessiankit.request.task import make_task
 from hessiankit.request.validation import check_dense
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, table
 
 WHO = "bounds"
 WHOLE = "whole"
 NOISE = 1e-13
 
 
-@dataclass(frozen=True)
-class BoundsReport:
+@dataclass(frozen=True, repr=False)
+class BoundsReport(Printed):
     """The spectral norms of a Hessian and of its blocks, and the bounds on them.
 
     Attributes:
@@ -80,10 +81,7 @@ class BoundsReport:
         return tuple(kind for kind in self.values[WHOLE] if kind not in ("true", "lower"))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        last = [name.rsplit(".", 1)[-1] for name in self.names]
-        short = {name: tail if last.count(tail) == 1 else name for name, tail in zip(self.names, last, strict=True)}
         for name, row in self.values.items():
-            label = name if name == WHOLE else " x ".join(short[part] for part in name.split(" x "))
             cells = []
             for kind in self.kinds:
                 bound = row.get(kind)
@@ -93,18 +91,25 @@ class BoundsReport:
                     cells.append(f"{bound:.3g} VIOLATED")
                 else:
                     cells.append(f"{bound:.3g} ({bound / row['true']:.3g} x)" if row["true"] else f"{bound:.3g}")
-            yield (label, f"{row['true']:.4g}", *cells)
+            yield (name, f"{row['true']:.4g}", *cells)
 
     @property
     def _headers(self) -> tuple[str, ...]:
         return ("block", "norm", *(kind.replace("_", " ") for kind in self.kinds))
 
-    def __repr__(self) -> str:
-        title = "Spectral norms and their bounds (and bound / norm)"
-        return as_text(table(self._headers, self._rows(), title=title), *self.notes)
+    def _headline(self) -> str:
+        whole = self.values[WHOLE]
+        limits = ", ".join(f"{kind.replace('_', ' ')} {whole[kind]:.4g}" for kind in self.kinds)
+        return f"Spectral norms and their bounds (and bound / norm); whole: norm {whole['true']:.4g}, {limits}"
 
-    def _repr_html_(self) -> str:
-        return as_html(self._headers, self._rows(), caption="Spectral norms and their bounds; " + "; ".join(self.notes))
+    def _parts(self) -> Iterator[Piece]:
+        exceeded, kinds = {name for name, _, _ in self.violated}, {kind for _, kind, _ in self.violated}
+        rank = [math.inf if name == WHOLE or name in exceeded else row["true"] for name, row in self.values.items()]
+        drop = [kind.replace("_", " ") for kind in reversed(self.kinds) if kind not in kinds]
+        ranked = "the whole, violated and largest norms"
+        yield self._headline()
+        yield table(self._headers, self._rows(), names=self.names, drop=drop, rank=rank, ranked=ranked)
+        yield from self.notes
 
 
 @checked("bounds")

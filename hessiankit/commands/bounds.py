@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from hessiankit.commands.parsing import Commands, add_block_options, add_command, add_json, positive, positive_number, seed
+from hessiankit.commands.parsing import (
+    Commands,
+    add_block_options,
+    add_command,
+    add_json,
+    add_table,
+    positive,
+    positive_number,
+    seed,
+)
 
 EXAMPLES = (
     ("hessiankit bounds --placement pre --heads 2 --loss cross_entropy", "every bound beside the norm that it bounds"),
@@ -41,3 +50,4 @@ def add_bounds(commands: Commands) -> None:
         "the other options only --json may be given; an interrupt keeps what is found",
     )
     add_json(add)
+    add_table(add)

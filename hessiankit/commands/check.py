@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, Parser, add_block_options, add_command, add_json, add_own_model, positive, seed
+from hessiankit.commands.parsing import (
+    Commands,
+    Parser,
+    add_block_options,
+    add_command,
+    add_json,
+    add_own_model,
+    add_table,
+    positive,
+    seed,
+)
 
 EXAMPLES = (
     ("hessiankit check", "the main job, a minute or two; report and heat maps in results/check"),
@@ -71,6 +81,7 @@ def add_check(commands: Commands) -> None:
     add("--out", type=Path, help="folder for the report and the heat maps (default results/check)")
     add("--quick", action="store_true", help="a small model and batch: a few seconds; other options still count")
     add_json(add)
+    add_table(add)
     add_own_model(check.add_argument_group("a model of your own").add_argument)
     _add_placements(check)
     add_block_options(

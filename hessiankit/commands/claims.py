@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, add_command, add_json, seed
+from hessiankit.commands.parsing import Commands, add_command, add_json, add_table, seed
 
 PAPERS = ("curvature-gap", "sharpness-disparity", "curse-of-depth", "hybridnorm", "ours")
 EXAMPLES = (
@@ -34,5 +34,6 @@ def add_claims(commands: Commands) -> None:
     add("--show", metavar="ID", help="run one row and print all of it")
     add("--seed", type=seed, default=0, help="of all random numbers (default 0)")
     add_json(add)
+    add_table(add)
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
     add("--markdown", type=Path, metavar="FILE", help="also write the rows as Markdown (docs/claims.md is made so)")

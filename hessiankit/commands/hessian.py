@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, add_block_options, add_command, add_json, add_own_model, positive, seed
+from hessiankit.commands.parsing import (
+    Commands,
+    add_block_options,
+    add_command,
+    add_json,
+    add_own_model,
+    add_table,
+    positive,
+    seed,
+)
 
 EXAMPLES = (
     ("hessiankit hessian --placement pre --heads 2 --plot hessian.png", "a pre-norm block of two heads, and its heat map"),
@@ -45,6 +54,7 @@ def add_hessian(commands: Commands) -> None:
     add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
     add("--seed", type=seed, default=0, help="of everything that is drawn (default 0)")
     add_json(add)
+    add_table(add)
     block = command.add_argument_group("the transformer block, without --model").add_argument
     block("--d-model", type=positive, help="width of a token (default 4)")
     block("--d-ff", type=positive, help="hidden width of the feed-forward network (default 6)")

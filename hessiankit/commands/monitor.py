@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, add_command, add_json
+from hessiankit.commands.parsing import Commands, add_command, add_json, add_table
 
 EXAMPLES = (
     ("hessiankit monitor run.jsonl", "the table, also while training goes on"),
@@ -28,3 +28,4 @@ def add_monitor(commands: Commands) -> None:
     add("file", type=Path, metavar="FILE", help="the monitor's file")
     add("--plot", type=Path, metavar="OUT", help="also draw it, as .png, .svg or .pdf")
     add_json(add)
+    add_table(add)

@@ -116,6 +116,11 @@ def add_json(add: Add) -> None:
     )
 
 
+def add_table(add: Add) -> None:
+    """Add ``--table``, which every command that prints a result has."""
+    add("--table", action="store_true", help="print every row and column; in a terminal the result else takes a screen")
+
+
 class ListPlacements(argparse.Action):
     """Prints every norm placement with its source, and ends."""
 

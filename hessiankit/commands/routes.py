@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, add_command, add_json
+from hessiankit.commands.parsing import Commands, add_command, add_json, add_table
 
 EXAMPLES = (
     ("hessiankit routes", "all operations by all routes, about ten seconds"),
@@ -27,4 +27,5 @@ def add_routes(commands: Commands) -> None:
     add = routes.add_argument
     add("--operation", action="append", metavar="NAME", help="only this operation, e.g. layer_norm (may be repeated)")
     add_json(add)
+    add_table(add)
     add("--markdown", type=Path, metavar="PATH", help="also write the table as Markdown (docs/routes.md is made so)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hessiankit.commands.parsing import Commands, add_command, add_json, add_model, positive, probability, seed
+from hessiankit.commands.parsing import Commands, add_command, add_json, add_model, add_table, positive, probability, seed
 
 EXAMPLES = (
     ("hessiankit sharpness", "a tiny model on Python's standard library"),
@@ -50,3 +50,4 @@ def add_sharpness(commands: Commands) -> None:
     add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
     add("--dtype", choices=("float32", "float64"), default="float32", help="arithmetic (default float32)")
     add_json(add)
+    add_table(add)

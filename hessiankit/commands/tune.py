@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hessiankit.commands.parsing import Commands, add_command, add_json, positive, positive_number, probability
+from hessiankit.commands.parsing import Commands, add_command, add_json, add_table, positive, positive_number, probability
 
 EXAMPLES = (
     ("hessiankit tune-lr --quick", "the tables' form in less than a minute; decides nothing"),
@@ -44,4 +44,5 @@ def add_tune(commands: Commands) -> None:
     add("--quick", action="store_true", help="a tiny model and budget, less than a minute: shows the tables, decides nothing")
     add("--out", type=Path, default=Path("results/tune-lr"), help="folder for the runs and the picture (default results/tune-lr)")
     add_json(add)
+    add_table(add)
     add("--markdown", type=Path, metavar="PATH", help="also write the tables into this page (docs/learning_rates.md is made so)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,11 @@ from hessiankit.depth.jacobians import Jacobians
 from hessiankit.depth.laws import GrowthLaws
 from hessiankit.depth.pruning import PruningDrop
 from hessiankit.depth.stream import StreamStatistics
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, table
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class DepthReport:
+class DepthReport(Printed):
     """What depth does to a model; made by :func:`depth_diagnostics`. What was not asked for is None.
 
     Attributes:
@@ -100,7 +101,7 @@ class DepthReport:
     def _headings(self) -> tuple[str, ...]:
         return ("l", "block", *self.columns())
 
-    def _title(self) -> str:
+    def _headline(self) -> str:
         loss = f", loss {self.drop.loss:.4g}" if self.drop is not None else ""
         accuracy = f", accuracy {self.drop.accuracy:.4g}" if self.drop is not None and self.drop.accuracy is not None else ""
         counted = f", {self.stream.tokens:,} tokens ({self.tokens})" if self.stream is not None else ""
@@ -114,11 +115,12 @@ class DepthReport:
             notes.append("dloss, dacc: later blocks renumbered")
         return notes
 
-    def __repr__(self) -> str:
-        return as_text(self._title(), table(self._headings(), self._rows(), left=2), *self._notes())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._headings(), self._rows(), caption="\n".join([self._title(), *self._notes()]))
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(
+            self._headings(), self._rows(), left=2, names=self.blocks, drop=("block", "sigma^2(y_l)", "rms(J-I)", "||f||/||x||")
+        )
+        yield from self._notes()
 
 
 def _numbers(values: Any) -> tuple[str, ...]:

@@ -12,10 +12,11 @@ from hessiankit.derivation.derive import derive
 from hessiankit.derivation.result import Derivation
 from hessiankit.files import write_json, write_text
 from hessiankit.module_options import block_of
+from hessiankit.tables import as_text
 
 FORMATS: dict[str, Callable[[Derivation], str]] = {
-    "text": lambda found: f"{found}\n",
-    "explain": lambda found: found.explain() + "\n",
+    "text": lambda found: f"{found.table()}\n",
+    "explain": lambda found: as_text(found.explain()) + "\n",
     "latex": lambda found: found.latex(document=True),
     "json": lambda found: found.json(),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,13 +17,14 @@ from hessiankit.derivation.plain import plain, words
 from hessiankit.derivation.story import Story
 from hessiankit.derivation.typesetting import align, described, document, in_math, text_lines
 from hessiankit.errors import InputError
+from hessiankit.tables import Detail, Piece, Printed
 
 SYMBOLIC_ENTRIES = 2000
 """Entries beyond which ``sympy()`` refuses: of a whole block each takes about 0.1 s."""
 
 
-@dataclass(frozen=True, eq=False)
-class Derivation:
+@dataclass(frozen=True, eq=False, repr=False)
+class Derivation(Printed):
     r"""A derivative of a block's output, or of its loss, with respect to one or two of its parameters.
 
     ``matrix`` is the expression at the point; its rows and columns are in the order of vec_r, which for the parameters of
@@ -127,10 +128,13 @@ class Derivation:
         """Return ``to_dict()`` as JSON text."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
-    def __repr__(self) -> str:
+    def _headline(self) -> str:
         rows, columns = self.shape
-        top, *rest = text_lines(self._rows)
-        return "\n".join([top + f"      ({rows} x {columns})", *(f"    {line}" for line in rest)])
+        return f"{text_lines(self._rows)[0]}      ({rows} x {columns})"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield from (Detail(f"    {line}") for line in text_lines(self._rows)[1:])
 
     def _repr_latex_(self) -> str:
         return f"$$\n{align([*self.story.values, *self._rows], 'aligned')}$$"

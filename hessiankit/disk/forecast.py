@@ -15,7 +15,7 @@ from hessiankit.disk.matrix_file import SLAB
 from hessiankit.disk.planning import PANEL, make_plan
 from hessiankit.engine.storage import zeros
 from hessiankit.request.task import Task, available_memory
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, table
 
 _HEADERS = ("of the Hessian", "forecast")
 MARGIN = 64 * 2**20  # bytes for what libraries take besides tensors
@@ -24,7 +24,7 @@ FRESH = 1024  # rows of a matrix of 8 MiB that is touched to see how fast new pa
 
 
 @dataclass(frozen=True, repr=False)
-class Forecast:
+class Forecast(Printed):
     """What computing a Hessian will take, from the shapes of a chunk of samples; nothing has been computed.
 
     Attributes:
@@ -90,15 +90,12 @@ class Forecast:
         yield "time", f"about {_duration(self.seconds)}"
         yield "differentiated automatically", ", ".join(self.fallbacks) or "nothing"
 
-    @property
-    def _title(self) -> str:
+    def _headline(self) -> str:
         return "Forecast: it fits" if self.fits else "Forecast: it does not fit"
 
-    def __repr__(self) -> str:
-        return as_text(self._title, table(_HEADERS, self._rows(), left=2))
-
-    def _repr_html_(self) -> str:
-        return as_html(_HEADERS, self._rows(), caption=self._title)
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(_HEADERS, self._rows(), left=2, prose=_HEADERS)
 
 
 def forecast(tasks: Sequence[Task], batch_size: int | None, out: str | os.PathLike[str] | None) -> Forecast:

@@ -20,7 +20,7 @@ from hessiankit.loading import LoadedModel, load_model, text_batch
 from hessiankit.module_options import run_once
 from hessiankit.parts import model_parts
 from hessiankit.progress import progress_bar
-from hessiankit.tables import as_text, table
+from hessiankit.tables import Table, say, show, table
 from hessiankit.text import load_text
 
 EXACT_PARAMETERS = 500_000
@@ -44,7 +44,7 @@ def run_sharpness(args: argparse.Namespace) -> int:
         )
     text = load_text(args.text)
     inputs, targets = (x.to(args.device) for x in text_batch(loaded, text, args.batch, args.length, seed=args.seed))
-    print(f"{loaded}\n{args.batch} sequences of {args.length} {loaded.tokens}, {text.name}, {args.dtype}", flush=True)
+    say(f"{loaded}\n{args.batch} sequences of {args.length} {loaded.tokens}, {text.name}, {args.dtype}")
     few = inputs[:1, :FLOW_TOKENS]
     run_once(args, loaded.model, few)
     parts = model_parts(loaded.model, inputs=few, overrides=_overrides(args.type))
@@ -64,14 +64,14 @@ def run_sharpness(args: argparse.Namespace) -> int:
             )
         except OutOfMemoryError as error:
             raise OutOfMemoryError(str(error).replace("a smaller micro_batch", "--micro-batch, or a smaller one")) from error
-    print(report)
+    show(report, args.table)
     if args.layers:
-        print(_layers(report))
+        say(_layers(report), whole=True)
     if args.tensors:
-        print(_tensors(report))
+        say(_tensors(report), whole=True)
     exact = exact_sharpness(loaded.model, inputs, targets, per=args.per, parts=parts) if args.exact else None
     if exact is not None:
-        print(_beside(report, exact))
+        say(_beside(report, exact), whole=True)
     if args.json is not None:
         write_json("sharpness", args.json, _found(args, loaded, report, exact))
     return OK
@@ -86,23 +86,24 @@ def _overrides(given: list[str] | None) -> dict[str, str] | None:
     return {expression: kind for expression, _, kind in pairs} or None
 
 
-def _layers(report: SharpnessReport) -> str:
+def _layers(report: SharpnessReport) -> Table:
     """Return S by layer and type."""
     rows = []
     for layer, whole in report.layers.items():
         cells = [_value(report.type_layers.get((kind, layer))) for kind in report.types]
         rows.append(("outside" if layer is None else str(layer), _value(whole), *cells))
-    return as_text("S by layer and type", table(("layer", "all", *report.types), rows))
+    return table(("layer", "all", *report.types), rows, title="S by layer and type")
 
 
-def _tensors(report: SharpnessReport) -> str:
+def _tensors(report: SharpnessReport) -> Table:
     """Return S of every tensor, or part of a fused one."""
     kinds = {part.name: part.type for part in report.replicates.parts}
     rows = [(name, kinds[name], f"{one.entries:,}", f"{one.value:.4g}", one.shown[1]) for name, one in report.tensors.items()]
-    return as_text("S by tensor", table(("tensor", "type", "entries", "S", f"{report.confidence:.0%} interval"), rows, left=2))
+    headers = ("tensor", "type", "entries", "S", f"{report.confidence:.0%} interval")
+    return table(headers, rows, title="S by tensor", left=2, names=report.tensors)
 
 
-def _beside(report: SharpnessReport, exact: SharpnessReport) -> str:
+def _beside(report: SharpnessReport, exact: SharpnessReport) -> Table:
     """Return estimates beside exact values, and how many standard errors they are apart."""
     rows = []
     for kind, one in report.types.items():
@@ -111,7 +112,7 @@ def _beside(report: SharpnessReport, exact: SharpnessReport) -> str:
         apart = f"{(one.value - true) / one.standard_error:+.2f}" if known else one.shown[0]
         inside = ("yes" if one.low <= true <= one.high else "no") if not math.isnan(one.low) else "n.a."
         rows.append((kind, f"{one.value:.4g}", f"{true:.6g}", apart, inside))
-    return as_text("beside the exact Gauss-Newton trace", table(("type", "S", "exact", "s.e. apart", "in the interval"), rows))
+    return table(("type", "S", "exact", "s.e. apart", "in the interval"), rows, title="beside the exact Gauss-Newton trace")
 
 
 def _value(one: Estimate | None) -> str:

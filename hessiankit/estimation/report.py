@@ -16,7 +16,7 @@ from hessiankit.estimation.estimate import Estimate, as_weights, estimate, ratio
 from hessiankit.estimation.histogram import Histogram, histogram
 from hessiankit.estimation.replicate import WHO, Replicates
 from hessiankit.parts import TYPES, Part
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, table
 
 K = TypeVar("K", bound=Hashable)
 NAMES = {
@@ -28,7 +28,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class SharpnessReport:
+class SharpnessReport(Printed):
     """Average sharpness S = Tr h / # of the parts of a model, eq. (4) of The Sharpness Disparity Principle (Wang et al.).
 
     Every number is an :class:`Estimate`: value, standard error, interval. The errors are those of drawing labels on these
@@ -137,7 +137,7 @@ class SharpnessReport:
             "unused": list(self.unused),
         }
 
-    def _title(self) -> str:
+    def _headline(self) -> str:
         term = {"token": "tokens" if self.loss == "cross_entropy" else "entries", "sequence": "sequences"}[self.per]
         terms = f"mean over {self.terms:,} {term}" + ("" if self.per == "sequence" else f" of {self.sequences:,} sequences")
         parts = [f"average sharpness, {NAMES[self.estimator]}", self.loss.replace("_", " "), terms]
@@ -172,11 +172,10 @@ class SharpnessReport:
             found.append(f"no output depends on: {_listing(self.unused)}")
         return tuple(found)
 
-    def __repr__(self) -> str:
-        return as_text(self._title(), table(self._headers, self._rows()), *self.notes)
-
-    def _repr_html_(self) -> str:
-        return as_html(self._headers, self._rows(), caption="; ".join((self._title(), *self.notes)))
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(self._headers, self._rows(), drop=("zeros", "S |theta|^2/#", "entries", "s.e."))
+        yield from self.notes
 
 
 _PLAIN = ("terms", "sequences", "micro_batches", "draws", "per", "estimator", "loss", "seed", "confidence", "seconds")

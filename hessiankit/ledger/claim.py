@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from hessiankit.tables import as_text
+
 Verdict: TypeAlias = Literal[
     "HOLDS",
     "HOLDS UNDER ASSUMPTION",
@@ -153,10 +155,10 @@ class Claim:
             "corrected": self.corrected,
             "code": ", ".join(self.sources),
         }
-        return "\n".join(f"{name:<12}{text}" for name, text in parts.items() if text)
+        return as_text(*(f"{name:<12}{text}" for name, text in parts.items() if text))
 
     def __repr__(self) -> str:
-        return str(self)
+        return f"<Claim: {self.id}: {self.verdict}>"
 
 
 def _no_computation(seed: int) -> Evidence:

@@ -9,6 +9,7 @@ from hessiankit.errors import InputError
 from hessiankit.files import write_json, write_text
 from hessiankit.ledger.ledger import claims
 from hessiankit.progress import progress_bar
+from hessiankit.tables import say, show
 
 
 def run_claims(args: argparse.Namespace) -> int:
@@ -20,7 +21,7 @@ def run_claims(args: argparse.Namespace) -> int:
     if args.run:
         with progress_bar() as tell:
             report = ledger.run(seed=args.seed, progress=tell)
-    print(ledger if report is None else report)
+    show(ledger if report is None else report, args.table)
     write_json("claims", args.json, (ledger if report is None else report).to_dict())
     write_text("claims", args.html, lambda: ledger.html(report))
     write_text("claims", args.markdown, ledger.markdown)
@@ -36,8 +37,7 @@ def _show(args: argparse.Namespace) -> int:
         raise InputError(f"claims: {len(ledger)} rows have an id like {args.show!r}; --show takes one of them, --id --run all.")
     report = ledger.run(seed=args.seed)
     row = report.rows[0]
-    print(ledger[0])
-    print(f"{'reproduced':<12}{'yes' if row.reproduced else 'NO'} (seed {args.seed}, {row.seconds:.2f} s)")
-    print(f"{'evidence':<12}{row.error or row.evidence}")
+    reproduced = f"{'reproduced':<12}{'yes' if row.reproduced else 'NO'} (seed {args.seed}, {row.seconds:.2f} s)"
+    say(str(ledger[0]), reproduced, f"{'evidence':<12}{row.error or row.evidence}")
     write_json("claims", args.json, report.to_dict())
     return OK if report else FAILED

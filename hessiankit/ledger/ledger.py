@@ -15,15 +15,13 @@ from hessiankit.ledger.pages import html_page, markdown_page, plain
 from hessiankit.ledger.registry import rows
 from hessiankit.ledger.report import LedgerReport, run_rows
 from hessiankit.progress import Tell
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, table
 
 HEADERS = ("id", "place", "verdict", "statement")
-SHOWN = 90
-"""Characters of a statement in a table."""
 
 
 @dataclass(frozen=True, repr=False)
-class Ledger(Sequence[Claim]):
+class Ledger(Printed, Sequence[Claim]):
     """Rows of the ledger, in the papers' order: a sequence of :class:`Claim` that prints as a table.
 
     Attributes:
@@ -78,19 +76,19 @@ class Ledger(Sequence[Claim]):
     def table_rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield the table's rows."""
         for row in self.rows:
-            text = plain(row.statement)
-            yield row.id, row.place, row.verdict, text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+            yield row.id, row.place, row.verdict, plain(row.statement)
 
-    def __repr__(self) -> str:
-        return as_text(table(HEADERS, self.table_rows(), left=4), *self._summary())
+    def _headline(self) -> str:
+        return f"{len(self)} rows; {'; '.join(self._summary())}"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield table(HEADERS, self.table_rows(), left=4, prose=("place", "statement"), drop=("place", "statement"))
+        yield from self._summary()
 
     def _summary(self) -> Iterator[str]:
         for paper, found in self.counts().items():
             verdicts = ", ".join(f"{number} {verdict}" for verdict, number in found.items())
             yield f"{paper}: {sum(found.values())} rows: {verdicts}"
-
-    def _repr_html_(self) -> str:
-        return as_html(HEADERS, self.table_rows(), caption="; ".join(self._summary()))
 
 
 @checked("claims")

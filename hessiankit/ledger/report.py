@@ -11,11 +11,9 @@ import torch
 
 from hessiankit.ledger.claim import Claim, Evidence
 from hessiankit.progress import Tell
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, table
 
 HEADERS = ("id", "place", "verdict", "reproduced", "evidence", "seconds")
-SHOWN = 100
-"""Characters of the evidence in a table; ``to_dict`` has all of it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class LedgerRow:
 
 
 @dataclass(frozen=True, repr=False)
-class LedgerReport:
+class LedgerReport(Printed):
     """What :meth:`Ledger.run` found; true if every verdict was found again. Prints as a table."""
 
     rows: tuple[LedgerRow, ...]
@@ -82,12 +80,11 @@ class LedgerReport:
             "rows": [row.to_dict() for row in self.rows],
         }
 
-    def table_rows(self, shown: int = SHOWN) -> Iterator[tuple[str, ...]]:
-        """Yield the table's rows, the evidence cut after ``shown`` characters."""
+    def table_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield the table's rows."""
         for row in self.rows:
-            found = row.error or str(row.evidence)
-            short = found if len(found) <= shown else found[: shown - 3] + "..."
-            yield row.claim.id, row.claim.place, row.claim.verdict, "yes" if row.reproduced else "NO", short, f"{row.seconds:.2f}"
+            reproduced, found = "yes" if row.reproduced else "NO", row.error or str(row.evidence)
+            yield row.claim.id, row.claim.place, row.claim.verdict, reproduced, found, f"{row.seconds:.2f}"
 
     @property
     def summary(self) -> str:
@@ -98,11 +95,15 @@ class LedgerReport:
         rest = f", {apart} not run" if apart else ""
         return f"{good} of {ran} verdicts reproduced{rest}; seed {self.seed}, {self.seconds:.1f} s, torch {torch.__version__}"
 
-    def __repr__(self) -> str:
-        return as_text(table(HEADERS, self.table_rows(), left=5), self.summary, *map(str, self.failures))
+    def _headline(self) -> str:
+        return self.summary
 
-    def _repr_html_(self) -> str:
-        return as_html(HEADERS, self.table_rows(shown=10**6), caption=self.summary)
+    def _parts(self) -> Iterator[Piece]:
+        rank = [not row.reproduced for row in self.rows]
+        prose, drop = ("place", "evidence"), ("seconds", "place", "evidence")
+        yield table(HEADERS, self.table_rows(), left=5, prose=prose, drop=drop, rank=rank, ranked="not reproduced")
+        yield from map(str, self.failures)
+        yield self.summary
 
 
 def run_rows(claims: Iterable[Claim], *, seed: int = 0, progress: Tell | None = None) -> LedgerReport:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +12,7 @@ import numpy as np
 from hessiankit.arguments import checked
 from hessiankit.errors import InputError
 from hessiankit.monitoring.lines import read_lines
-from hessiankit.tables import as_html, as_text, table
-
-ROWS = 24
-"""Steps that a printed table shows at most; the first and the last are among them."""
+from hessiankit.tables import Piece, Printed, table
 
 
 class Series(NamedTuple):
@@ -26,8 +23,8 @@ class Series(NamedTuple):
     high: np.ndarray
 
 
-@dataclass(frozen=True)
-class MonitorLog:
+@dataclass(frozen=True, repr=False)
+class MonitorLog(Printed):
     """The measurements of one run; made by :func:`read_monitor`.
 
     Attributes:
@@ -37,8 +34,8 @@ class MonitorLog:
     """
 
     path: Path
-    header: dict[str, Any] = field(repr=False)
-    records: tuple[dict[str, Any], ...] = field(repr=False)
+    header: dict[str, Any]
+    records: tuple[dict[str, Any], ...]
 
     def __len__(self) -> int:
         return len(self.records)
@@ -117,27 +114,26 @@ class MonitorLog:
         """Return everything as plain values."""
         return {"path": str(self.path), "header": self.header, "records": list(self.records), "orders": self.orders}
 
-    def __str__(self) -> str:
+    def _headline(self) -> str:
         header = self.header
         head = f"{header['model']}, {header['entries']:,} parameters; measurements: {len(self)}"
-        head += f", steps {self.steps.min()} to {self.steps.max()}" if len(self) else ""
-        lines = [f"step {step}: {what} failed: {text}" for step, found in self.errors.items() for what, text in found.items()]
-        headers, rows = self._table()
-        return as_text(head, table(headers, rows, left=2 if self.orders else 1), *lines)
+        return head + (f", steps {self.steps.min()} to {self.steps.max()}" if len(self) else "") + f"; {self.path}"
 
-    def _repr_html_(self) -> str:
-        return as_html(*self._table(), caption=str(self.path))
+    def _parts(self) -> Iterator[Piece]:
+        headers, rows = self._table()
+        order = headers[1:2] if self.orders else []
+        drop = [header for header in reversed(headers[1:]) if header not in (*order, "loss")]
+        yield self._headline()
+        yield table(headers, rows, left=2 if self.orders else 1, prose=order, drop=drop, spread=True)
+        yield from (f"step {step}: {what} failed: {text}" for step, found in self.errors.items() for what, text in found.items())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Return headers and rows: the types from flat to sharp, the loss, the norm of all parameters, the top eigenvalue."""
         columns = {"loss": ("loss",), "parameter norm": ("norms", "total"), "top eigenvalue": ("eigenvalue", "value")}
         columns |= {"variance by layer": ("depth", "laws", "best")}
         columns = {title: keys for title, keys in columns.items() if self.has(*keys)}
-        shown = self.records
-        if len(shown) > ROWS:
-            shown = tuple(shown[k] for k in np.unique(np.linspace(0, len(shown) - 1, ROWS).round().astype(int)))
         rows = []
-        for record in shown:
+        for record in self.records:
             found = [_at(record, keys) for keys in columns.values()]
             order = [_at(record, ("sharpness", "ordering")) or ""] if self.orders else []
             numbers = [_shown(x) for x in found]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hessiankit.errors import InputError
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, table
 
 HEADERS = ("block type", "tensors", "entries", "ratio", "interval", "lr", "weight decay", "lr x decay")
 _ALIGNED = ("param_names", "slices")
@@ -20,7 +20,7 @@ _KEYS = (
 )
 
 
-class ParameterGroups(list[dict[str, Any]]):
+class ParameterGroups(Printed, list[dict[str, Any]]):
     """Parameter groups, as ``torch.optim.AdamW(groups)`` takes them, that print as a table.
 
     Keys of a group: ``params`` and ``param_names``; ``lr`` and ``weight_decay``; ``block_type`` (``"QK+VO"`` for fused
@@ -117,13 +117,13 @@ class ParameterGroups(list[dict[str, Any]]):
                 found.append(_row(f"  {kind}, slices", "", entries, own[0][1], float(g["lr"]) * own[0][1]["factor"]))
         return found
 
-    def __repr__(self) -> str:
-        left_out = [f"frozen, in no group: {', '.join(self.frozen)}"] if self.frozen else []
-        return as_text(table(HEADERS, self.rows(), title=self.title or None), *left_out)
+    def _headline(self) -> str:
+        return f"{len(self)} groups" + (f"; {self.title}" if self.title else "")
 
-    def _repr_html_(self) -> str:
-        note = f"; frozen, in no group: {', '.join(self.frozen)}" if self.frozen else ""
-        return as_html(HEADERS, self.rows(), caption=self.title + note)
+    def _parts(self) -> Iterator[Piece]:
+        yield table(HEADERS, self.rows(), title=self.title, drop=("lr x decay", "tensors", "interval", "entries"))
+        if self.frozen:
+            yield f"frozen, in no group: {', '.join(self.frozen)}"
 
 
 def _row(kind: str, tensors: str, entries: int, values: dict[str, Any], lr: float) -> tuple[str, ...]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hessiankit.parts.part import TYPES, Part
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, table
 
 _HEADERS = ("part", "type", "role", "found by", "layer", "entries")
 
 
-class BlockTypes(dict[str, str]):
+class BlockTypes(Printed, dict[str, str]):
     """The block type of every part of a model, by ``Part.name``, in the order of ``named_parameters()``.
 
     A plain dict for everything that reads one (``json.dumps``, ``==``), with the parts beside it.
@@ -47,10 +47,12 @@ class BlockTypes(dict[str, str]):
             for kind, size in self.entries.items()
         ]
 
-    def __str__(self) -> str:
-        """Return the table of the parts, and the totals by type."""
-        totals = table(("type", "parts", "entries", "share"), self._totals())
-        return as_text(table(_HEADERS, self._rows(), left=4), "", totals)
+    __repr__ = dict.__repr__  # it is a dict of strings to all who read one
 
-    def _repr_html_(self) -> str:
-        return as_html(("type", "parts", "entries", "share"), self._totals()) + as_html(_HEADERS, self._rows())
+    def _headline(self) -> str:
+        return f"{len(self)} parts of {len(self.entries)} block types"
+
+    def _parts(self) -> Iterator[Piece]:
+        names = [part.name for part in self.parts]
+        yield table(_HEADERS, self._rows(), left=4, names=names, prose=("found by",), drop=("found by", "role"))
+        yield table(("type", "parts", "entries", "share"), self._totals())

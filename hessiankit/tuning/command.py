@@ -13,6 +13,7 @@ from pathlib import Path
 from hessiankit.commands.exit_codes import INTERRUPTED, OK
 from hessiankit.files import write_json
 from hessiankit.progress import progress_bar
+from hessiankit.tables import as_text, say, show
 from hessiankit.tuning.comparison import compare, expected_runs
 from hessiankit.tuning.experiment import RunSpec, Setting, digest_of, held_out_loss, model_of, one_thread, texts, training
 from hessiankit.tuning.page import write_page
@@ -41,16 +42,16 @@ def run_tune(args: argparse.Namespace) -> int:
     expected = expected_runs(grid, seeds, tuning_seeds)
     try:
         with progress_bar() as tell, Runs(lines, jobs=jobs, tell=tell, expected=expected) as runs:
-            print(forecast(runs, setting, expected, jobs, lines), file=sys.stderr, flush=True)
+            print(as_text(forecast(runs, setting, expected, jobs, lines)), file=sys.stderr, flush=True)
             comparison = compare(runs, setting, grid=grid, seeds=seeds, tuning_seeds=tuning_seeds)
             done = runs.used
     except KeyboardInterrupt:
         print(f"hessiankit: interrupted; finished runs are kept in {lines}, the same command goes on from there", file=sys.stderr)
         return INTERRUPTED
     report = TuneReport(comparison, setting, args.confidence, len(done), math.fsum(run.seconds for run in done))
-    print(report)
+    show(report, args.table)
     if args.quick:
-        print("--quick: the tables' form on a model that has hardly begun to learn, not a result.")
+        say("--quick: the tables' form on a model that has hardly begun to learn, not a result.")
     _write(args, report)
     return OK
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hessiankit.environment import environment
 from hessiankit.optim.measured import CAP, POWER
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Detail, Piece, Printed, table
 from hessiankit.tuning.comparison import Comparison
 from hessiankit.tuning.experiment import BETAS, CLIP, WEIGHT_DECAY, Setting, model_of, texts
 from hessiankit.tuning.statistics import Interval
@@ -19,7 +19,7 @@ PLACE = ("date", "processor", "cores", "system", "python", "torch")
 
 
 @dataclass(frozen=True, repr=False)
-class TuneReport:
+class TuneReport(Printed):
     """The comparison with its rows judged.
 
     Attributes:
@@ -70,19 +70,18 @@ class TuneReport:
         rows = [[f"{lr:.3g}", *(_of_sweep(one.losses.get(lr, {}), lr == one.best) for one in sweeps)] for lr in lrs]
         return ["lr", *(one.name for one in sweeps)], rows
 
-    def __str__(self) -> str:
+    def _headline(self) -> str:
+        return self.summary
+
+    def _parts(self) -> Iterator[Piece]:
         headers, rows = self.sweep_cells()
-        searches = [str(one) for one in self.comparison.sweeps]
-        wide = table(HEADERS[:-1], [row[:-1] for row in self.cells()], title=f"seeds {_seeds(self.comparison.seeds)}")
-        verdicts = [f"{row.arm.name}: {row.verdict}" for row in self.rows[1:]]
-        narrow = table(headers, rows, title=f"searches, seeds {_seeds(self.comparison.sweeps[0].seeds)}: mean (number of seeds)")
-        return as_text(narrow, *searches, "", self.measured, "", wide, *verdicts, "", self.notes, "", self.summary)
-
-    def __repr__(self) -> str:
-        return f"TuneReport({self.summary})"
-
-    def _repr_html_(self) -> str:
-        return as_html(HEADERS, self.cells(), caption=self.summary)
+        searches = f"searches, seeds {_seeds(self.comparison.sweeps[0].seeds)}: mean (number of seeds)"
+        title, drop = f"seeds {_seeds(self.comparison.seeds)}", ("at AdamW's loss", "relative steps")
+        yield Detail(table(headers, rows, title=searches))
+        yield from (Detail(text) for text in (*map(str, self.comparison.sweeps), "", self.measured, ""))
+        yield table(HEADERS, self.cells(), title=title, prose=("verdict",), drop=drop)
+        yield from (Detail(text) for text in ("", self.notes, ""))
+        yield self.summary
 
     @property
     def measured(self) -> str:

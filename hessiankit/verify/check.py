@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,6 +121,7 @@ def check(
     names = None if params is None else list(select("check", block_or_module, params))
     asked = _Asked(block_or_module, loss, names, against, rtol, seed, directions, formulas, exact, progress)
     with kept(block_or_module, loss), converted((block_or_module, loss), dtype):
+        drawn = " and inputs and target drawn from it" if inputs is None else ""
         if inputs is None:
             inputs, target = generic_example(block_or_module, loss, seed)
         else:
@@ -130,7 +131,8 @@ def check(
             inputs, target = (ordinary(part) for part in next(pairs))
         if dtype is not None:
             inputs, target = (cast(x, dtype) for x in (inputs, target))
-        return asked.report(inputs, target)
+        words = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(inputs)}, {_dtype(block_or_module)}"
+        return replace(asked.report(inputs, target), asked=f"{words}, seed {seed}{drawn}")
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,27 @@ class _Asked:
             tuple(remark for remark in (seen.padding, stopped, none) if remark),
             f"{seen.lowered_by} computes in {seen.precision}" if self.rtol is None and seen.lowered_by else "",
         )
+
+
+def _named(loss: Loss) -> str:
+    return str(loss) if loss is None or isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+
+
+def _shapes(inputs: Any) -> str:
+    """Return the shapes of a tensor, or of all tensors of a tuple or a mapping.
+
+    >>> _shapes(torch.ones(2, 3)), _shapes({"ids": torch.ones(4), "use_cache": False})
+    ('2 x 3', 'ids 4, use_cache False')
+    """
+    if isinstance(inputs, Tensor):
+        return " x ".join(map(str, inputs.shape)) or "1"
+    if isinstance(inputs, Mapping):
+        return ", ".join(f"{name} {_shapes(x)}" for name, x in inputs.items())
+    return ", ".join(map(_shapes, inputs)) if isinstance(inputs, (tuple, list)) else str(inputs)
+
+
+def _dtype(module: nn.Module) -> str:
+    return str(next(module.parameters()).dtype).removeprefix("torch.")
 
 
 def health_of_differences(health: Mapping[str, Health]) -> bool:

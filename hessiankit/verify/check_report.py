@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from hessiankit.curvature import Hessian
 from hessiankit.errors import InputError
 from hessiankit.operator import HessianOperator
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Detail, Piece, Printed, Table, table
 from hessiankit.verify.exact import EXACT_HEADERS, ExactRow, exact_cells
 from hessiankit.verify.health import Health
 from hessiankit.verify.identities import IdentityReport
@@ -19,6 +20,9 @@ FORMULAS = "vec_r"
 
 MODULE = "the module"
 """The reference of rows that compare loss and gradient with those of the user's own call."""
+
+ZERO = "0 (exact)"
+ROUNDING = "0 to rounding"
 
 SAME_CALL = ("loss", "gradient", "operator", "diagonal", "wide twin")
 """What rows are about that are no block pair: "gradient: W" is of parameter W, "wide twin: W" of that of a wider block."""
@@ -46,6 +50,9 @@ class CheckRow:
         passed: Whether it lies within the tolerance, plus what the reference says of its own error.
         seconds: What the reference cost for all block pairs together.
         method: The arithmetic that was compared in; what is not "float64" or another dtype is exact, see ``CheckReport.exact``.
+        zero: ``ZERO`` where both sides are exactly 0; ``ROUNDING`` where the row passed, but the block has no relative error: the
+            closed form is 0 up to what rounding leaves of the whole Hessian, and the reference is so, or within its own error.
+            ``max_rel_error`` then is 0.
     """
 
     name: str
@@ -54,6 +61,12 @@ class CheckRow:
     passed: bool
     seconds: float
     method: str = "float64"
+    zero: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The error as it is printed: a number, or that the block is 0."""
+        return self.zero or f"{self.max_rel_error:.1e}{'' if self.passed else ' FAIL'}"
 
     @property
     def of_same_call(self) -> bool:
@@ -62,7 +75,7 @@ class CheckRow:
 
 
 @dataclass(frozen=True, repr=False)
-class CheckReport:
+class CheckReport(Printed):
     """What :func:`check` found. True when every row passed and at least two independent references are healthy.
 
     Attributes:
@@ -77,6 +90,7 @@ class CheckReport:
         lowered: Why the tolerance is wider than the dtype needs: the operation that computes in a lower precision; else "".
         identities: Exact identities of the gradient and the Hessian that the module's structure implies.
         exact: The vec_r formulas of the module's blocks in exact arithmetic, where that was asked for.
+        asked: What was compared, in words: module, loss, inputs, dtype, and the seed of what was drawn.
     """
 
     rows: tuple[CheckRow, ...]
@@ -90,6 +104,7 @@ class CheckReport:
     lowered: str = ""
     identities: IdentityReport = field(default_factory=IdentityReport)
     exact: tuple[ExactRow, ...] = ()
+    asked: str = ""
 
     @property
     def hessian(self) -> Hessian:
@@ -175,6 +190,7 @@ class CheckReport:
         return {
             "passed": self.passed,
             "verdict": self.verdict,
+            "asked": self.asked,
             "rtol": self.rtol,
             "comparison": self.comparison,
             "left_out": dict(self.left_out),
@@ -188,38 +204,35 @@ class CheckReport:
             "hessian": self.closed_form.to_dict() if isinstance(self.closed_form, Hessian) else None,
         }
 
-    def table_rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield one line a block pair: name, size, arithmetic, spectral norm, Frobenius norm, error by reference."""
+    def pair_table(self) -> Table:
+        """Return the table of the block pairs: size, arithmetic, norms, and the error against each reference."""
         errors: dict[str, dict[str, CheckRow]] = {}
         for row in self.rows:
-            errors.setdefault(row.name, {})[row.reference] = row
+            if not row.of_same_call and row.reference != FORMULAS:
+                errors.setdefault(row.name, {})[row.reference] = row
         references = [r for r in self.references if r != FORMULAS]
-        if not isinstance(self.closed_form, Hessian):
-            for name, found in errors.items():
-                if " x " in name:
-                    yield name, *(f"{found[r].max_rel_error:.1e}{_failed(found[r])}" if r in found else "" for r in references)
-            return
-        H = self.closed_form
-        short = dict(zip(H.names, H.short_names, strict=True))
-        for i, j in H.pairs():
-            cells = [errors.get(f"{i} x {j}", {}).get(r) for r in references]
-            shown = ["" if c is None else f"{c.max_rel_error:.1e}{_failed(c)}" for c in cells]
-            size = "{} x {}".format(*H.block(i, j).shape)
-            methods = "/".join(dict.fromkeys(c.method for c in cells if c is not None))
-            yield (
-                f"{short[i]} x {short[j]}",
-                size,
-                methods,
-                f"{H.spectral_norm(i, j):.4g}",
-                f"{H.frobenius_norm(i, j):.4g}",
-                *shown,
-            )
-
-    @property
-    def headers(self) -> tuple[str, ...]:
-        """Column names of :meth:`table_rows`."""
+        rows = []
+        for name, found in errors.items():
+            cells = [found[r].shown if r in found else "" for r in references]
+            if not isinstance(self.closed_form, Hessian):
+                rows.append((name, *cells))
+                continue
+            i, j = name.split(" x ")
+            size = "{} x {}".format(*self.closed_form.block(i, j).shape)
+            methods = "/".join(dict.fromkeys(row.method for row in found.values()))
+            norms = (f"{self.closed_form.spectral_norm(i, j):.4g}", f"{self.closed_form.frobenius_norm(i, j):.4g}")
+            rows.append((name, size, methods, *norms, *cells))
         own = ("size", "method", "||.||_2", "||.||_F") if isinstance(self.closed_form, Hessian) else ()
-        return ("block pair", *own, *(r for r in self.references if r != FORMULAS))
+        agree = [r for r in references if all(found[r].passed for found in errors.values() if r in found)]
+        return table(
+            ("block pair", *own, *references),
+            rows,
+            left=3 if own else 1,
+            names=dict.fromkeys(part for name in errors for part in name.split(" x ")),
+            drop=("method", "||.||_F", "size", *reversed(agree[1:]), "||.||_2"),
+            rank=[max(row.max_rel_error if row.passed else math.inf for row in found.values()) for found in errors.values()],
+            ranked="largest error",
+        )
 
     def health_lines(self) -> list[str]:
         """Return one line a reference: healthy or not, why, and what it cost."""
@@ -230,7 +243,7 @@ class CheckReport:
             found = [row for row in self.rows if row.of_same_call and row.name.partition(":")[0] == kind]
             if found:
                 worst = max(found, key=lambda row: row.max_rel_error)
-                failed = next((_failed(row) for row in found if not row.passed), "")
+                failed = "" if all(row.passed for row in found) else " FAIL"
                 lines.append(f"{_WORDS[kind]}: agrees with {worst.reference} to {worst.max_rel_error:.1e}{failed}")
         formulas = [row.max_rel_error for row in self.rows if row.reference == FORMULAS]
         if formulas:
@@ -238,26 +251,28 @@ class CheckReport:
             lines.append(f"vec_r formulas of the chapters against the fast path: {pairs} agree to {max(formulas):.1e}")
         return lines
 
-    def __repr__(self) -> str:
+    def _headline(self) -> str:
+        return self.verdict
+
+    def _parts(self) -> Iterator[Piece]:
         found = self.closed_form
-        title = f"closed form: {found.shape[0] if isinstance(found, HessianOperator) else found.matrix.shape[0]:,} parameters"
+        title = f"{self.asked}; " if self.asked else ""
+        title += f"{found.shape[0] if isinstance(found, HessianOperator) else found.matrix.shape[0]:,} parameters"
         title += f", {found.seconds:.2f} s" if isinstance(found, Hessian) else ", by products"
         if found.fallbacks:
             title += f"; differentiated automatically one by one: {', '.join(found.fallbacks)}"
         if isinstance(found, Hessian) and found.unused:
             title += f"; no effect on the loss: {', '.join(map(repr, found.unused))}"
-        lines = ["  " + line for line in self.health_lines()]
-        own = [] if not self.identities.rows else [table(self.identities.headers, self.identities.table_rows(), left=3)]
+        yield title
+        pairs = self.pair_table()
+        if pairs.rows:
+            yield pairs
+        if self.identities.rows:
+            yield Detail(self.identities.table_of_rows())
         if self.exact:
-            own.append(table(EXACT_HEADERS, map(exact_cells, self.exact), left=2))
-        left = 3 if isinstance(found, Hessian) else 1
-        return as_text(table(self.headers, self.table_rows(), left=left), *own, title, "references:", *lines, self.verdict)
-
-    def _repr_html_(self) -> str:
-        own = self.identities._repr_html_() if self.identities.rows else ""
-        own += as_html(EXACT_HEADERS, map(exact_cells, self.exact)) if self.exact else ""
-        return as_html(self.headers, self.table_rows(), caption=self.verdict) + own
-
-
-def _failed(row: CheckRow) -> str:
-    return "" if row.passed else " FAIL"
+            yield Detail(table(EXACT_HEADERS, map(exact_cells, self.exact), left=2, prose=EXACT_HEADERS[:1]))
+        yield from (Detail(line) for line in ("references:", *(f"  {line}" for line in self.health_lines())))
+        unhealthy = [h.reference for h in self.health if not h.healthy]
+        if unhealthy:
+            yield f"UNHEALTHY, and not counted: {', '.join(unhealthy)}"
+        yield self.verdict

@@ -6,6 +6,7 @@ import argparse
 
 from hessiankit.commands.exit_codes import OK
 from hessiankit.files import write_json, write_text
+from hessiankit.tables import show
 from hessiankit.verify.routes import routes
 
 
@@ -16,7 +17,7 @@ def run_routes(args: argparse.Namespace) -> int:
         InputError: If an option or a file cannot be used.
     """
     found = routes(args.operation)
-    print(found)
+    show(found, args.table)
     write_json("routes", args.json, found.to_dict())
     write_text("routes", args.markdown, found.markdown)
     return OK

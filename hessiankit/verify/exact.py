@@ -119,7 +119,7 @@ def check_exact_blocks(module: nn.Module, *, seed: int = 0) -> tuple[ExactRow, .
     return tuple(run_case(case, method, seed) for case in cases for method in ("modular", "rational"))
 
 
-EXACT_HEADERS = ("formulas in exact arithmetic", "method", "entries", "chance to pass if wrong", "")
+EXACT_HEADERS = ("formulas in exact arithmetic", "method", "entries", "chance to pass if wrong", "verdict")
 
 
 def exact_cells(row: ExactRow) -> tuple[str, ...]:

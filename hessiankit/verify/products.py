@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.operator import HessianOperator
-from hessiankit.verify.check_report import MODULE, CheckRow
+from hessiankit.verify.check_report import MODULE, ROUNDING, ZERO, CheckRow
 from hessiankit.verify.comparison import FLOOR, RESOLVED
 from hessiankit.verify.groups import Direction
 from hessiankit.verify.health import Health, agreeing
@@ -32,16 +32,16 @@ Key = tuple[str, str]
 
 @dataclass
 class _Gaps:
-    """How far two results are apart: for each parameter and direction the largest difference, entry, and admitted error."""
+    """How far two results are apart: for each parameter and direction difference, entry, admitted error, entry of the smaller."""
 
-    entries: dict[Key, tuple[float, float, float]] = field(default_factory=dict)
+    entries: dict[Key, tuple[float, float, float, float]] = field(default_factory=dict)
 
     def note(self, label: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], slack: Mapping[str, float]) -> None:
         for n, x in mine.items():
             gap = float((x - theirs[n]).abs().max())
-            scale = max(float(x.abs().max()), float(theirs[n].abs().max()))
-            old = self.entries.get((n, label), (0.0, 0.0, 0.0))
-            new = (gap, scale, slack.get(n, 0.0))
+            small, scale = sorted((float(x.abs().max()), float(theirs[n].abs().max())))
+            new = (gap, scale, slack.get(n, 0.0), small)
+            old = self.entries.get((n, label), new)
             self.entries[n, label] = max(old, new, key=lambda e: e[0] / e[1] if e[1] else e[0]) if math.isfinite(gap) else new
 
 
@@ -118,17 +118,19 @@ class Products:
 
     # What they say --------------------------------------------------------------------------------------------------------
 
-    def errors(self, a: str, b: str) -> dict[Key, tuple[float, bool]]:
-        """Return the relative error of each parameter and direction for two results, and whether they admit that much."""
+    def errors(self, a: str, b: str) -> dict[Key, tuple[float, bool, str]]:
+        """Return of each parameter and direction: the relative error, whether the two results admit it, and ``CheckRow.zero``."""
         gaps = self.gaps[frozenset((a, b))].entries
-        largest = {label: max(scale for (_, at), (_, scale, _) in gaps.items() if at == label) for _, label in gaps}
+        largest = {label: max(scale for (_, at), (_, scale, _, _) in gaps.items() if at == label) for _, label in gaps}
         found = {}
-        for (n, label), (gap, scale, slack) in gaps.items():
+        for (n, label), (gap, scale, slack, small) in gaps.items():
             error = gap / scale if scale else gap
             floor = FLOOR * torch.finfo(self.precision).eps * largest[label]
             if error > self.rtol and scale <= floor and gap <= slack + floor and gap <= slack + self._rounding(label)[n]:
                 error = 0.0
-            found[n, label] = (error, error <= self.rtol + slack / scale if scale else gap == 0)
+            passed = error <= self.rtol + slack / scale if scale else gap == 0
+            zero = passed and small <= floor and (error == 0 or error > self.rtol)
+            found[n, label] = (0.0, True, ROUNDING if scale else ZERO) if zero else (error, passed, "")
         return found
 
     def _rounding(self, label: str) -> dict[str, float]:
@@ -151,7 +153,7 @@ class Products:
         ran = [n for n in self.names if n not in self.failed]
         groups = {n: REFERENCES[n].independent_group for n in self.names}
         found = {(a, b): self.errors(a, b) for a, b in combinations(ran, 2) if frozenset((a, b)) in self.gaps}
-        pairs = {frozenset(k) for k, e in found.items() if all(passed for _, passed in e.values())}
+        pairs = {frozenset(k) for k, e in found.items() if all(passed for _, passed, _ in e.values())}
         trusted = agreeing({n: groups[n] for n in ran if self._attainable(n) <= RESOLVED}, pairs)
         reports = {}
         for name in self.names:
@@ -163,7 +165,7 @@ class Products:
             if not seen:
                 reports[name] = self._report(name, None, math.nan, False, "not confirmed: no two independent references agree")
                 continue
-            (at, (error, _)), judge = min(seen, key=lambda s: self._attainable(s[1]))
+            (at, (error, *_)), judge = min(seen, key=lambda s: self._attainable(s[1]))
             agrees = name in trusted
             reason = f"{'agrees' if agrees else 'disagrees'} with {judge} {'to' if agrees else 'by'} {error:.1e}"
             reason += "" if agrees else f", the derivative of {at[0]}'s gradient along {at[1]}"
@@ -173,8 +175,8 @@ class Products:
     def _attainable(self, name: str) -> float:
         """Return the largest error that a route admits, as a share of the largest entry of its product."""
         entries = self.gaps[frozenset((name, CLOSED))].entries
-        whole = {label: max(scale for (_, at), (_, scale, _) in entries.items() if at == label) for _, label in entries}
-        shares = [slack / max(scale, SMALL * whole[label]) for (_, label), (_, scale, slack) in entries.items() if scale]
+        whole = {label: max(scale for (_, at), (_, scale, _, _) in entries.items() if at == label) for _, label in entries}
+        shares = [slack / max(scale, SMALL * whole[label]) for (_, label), (_, scale, slack, _) in entries.items() if scale]
         return max(shares, default=0.0)
 
     def _report(self, name: str, at: Key | None, error: float, healthy: bool, reason: str) -> Health:
@@ -191,8 +193,9 @@ class Products:
             for label in dict.fromkeys(label for _, label in errors):
                 for group, members in self.groups.items():
                     seen = [errors[n, label] for n in members]
-                    worst, passed = max(error for error, _ in seen), all(p for _, p in seen)
-                    yield CheckRow(f"{group} x {label}", name, worst, passed, self.seconds[name], method)
+                    worst, passed, zeros = max(error for error, *_ in seen), all(p for _, p, _ in seen), {z for *_, z in seen}
+                    zero = "" if "" in zeros else ROUNDING if ROUNDING in zeros else ZERO
+                    yield CheckRow(f"{group} x {label}", name, worst, passed, self.seconds[name], method, zero)
 
     def same_call(self) -> Iterator[CheckRow]:
         """Compare loss and gradient of the operator with those of the module's own call."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hessiankit.curvature import hessian
 from hessiankit.errors import HessiankitError, InputError, unknown
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Detail, Piece, Printed, table
 from hessiankit.verify.operations import OPERATIONS, Example
 from hessiankit.verify.references.base import first_line
 from hessiankit.verify.torch_routes import ROUTES, central_differences
@@ -73,7 +73,7 @@ class Judgement:
 
 
 @dataclass(frozen=True, repr=False)
-class RouteTable:
+class RouteTable(Printed):
     """What :func:`routes` found; prints as a table.
 
     Attributes:
@@ -143,8 +143,7 @@ class RouteTable:
             return f"{WRONG} {cell.error:.2g}{'' if cell.symmetric else '*'}"
         return "judge" if cell.route == JUDGING and judged.judge != CLOSED_FORM else f"{cell.error:.0e}"
 
-    @property
-    def _title(self) -> str:
+    def _headline(self) -> str:
         return f"Second derivatives in torch {self.torch_version}, float64, seed {self.seed}"
 
     def _legend(self) -> Iterator[str]:
@@ -166,15 +165,18 @@ class RouteTable:
             parts = [f"{status}: {names}" for status, names in ((WRONG, wrong), (UNSUPPORTED, missing)) if names]
             yield f"{route}: {'; '.join(parts) or 'right everywhere'}"
 
-    def __repr__(self) -> str:
-        shown = table([_narrow(h) for h in self.headers], self.table_rows())
+    def _parts(self) -> Iterator[Piece]:
+        rank = [sum(self.cell(j.operation, route).status == WRONG for route in ROUTES) for j in self.judgements]
+        right = [route for route in reversed(ROUTES) if route not in {cell.route for cell in self.wrong}]
+        drop = ["P", *right, *(route for route in reversed(ROUTES) if route not in right)]
+        yield f"{self._headline()}; {self.seconds:.1f} s"
+        yield table(self.headers, self.table_rows(), drop=drop, rank=rank, ranked="most wrong routes")
+        yield from self._legend()
+        yield from (Detail(f"({k}) {reason}") for k, reason in enumerate(self.reasons, 1))
+        yield Detail("")
+        yield from map(Detail, self._findings())
         notes = [f"{j.operation}: {j.note}" for j in self.judgements if j.note]
-        errors = [f"({k}) {reason}" for k, reason in enumerate(self.reasons, 1)]
-        parts: list[object] = [f"{self._title}; {self.seconds:.1f} s", shown, *self._legend(), *errors]
-        return as_text(*parts, "", *self._findings(), *(["", "Central differences judge alone:", *notes] if notes else []))
-
-    def _repr_html_(self) -> str:
-        return as_html(self.headers, self.table_rows(), caption=f"{self._title}. {' '.join(self._legend())}")
+        yield from map(Detail, ["", "Central differences judge alone:", *notes] if notes else [])
 
     def markdown(self) -> str:
         """Return the table, its legend and what was run, as Markdown (without the time taken)."""
@@ -182,7 +184,7 @@ class RouteTable:
         def line(cells: Iterable[str]) -> str:
             return "| " + " | ".join(cells) + " |"
 
-        lines = [f"# {self._title}", "", *_spaced(self._legend()), line(self.headers), line("---" for _ in self.headers)]
+        lines = [f"# {self._headline()}", "", *_spaced(self._legend()), line(self.headers), line("---" for _ in self.headers)]
         lines += [line(_bold(cell) for cell in row) for row in self.table_rows()]
         if self.reasons:
             lines += ["", "## Errors", "", *(f"{k}. `{reason}`" for k, reason in enumerate(self.reasons, 1))]
@@ -198,11 +200,6 @@ class RouteTable:
 def _spaced(paragraphs: Iterable[str]) -> Iterator[str]:
     for paragraph in paragraphs:
         yield from (paragraph.replace("*", chr(92) + "*"), "")
-
-
-def _narrow(header: str) -> str:
-    """Break a header into short lines."""
-    return header.replace(" (", "(").replace(" ", "\n").replace("(", "\n(").replace(".hessian", "\n.hessian")
 
 
 def _bold(cell: str) -> str:

@@ -15,7 +15,7 @@ from hessiankit.curvature import Hessian
 from hessiankit.diagonal import curvature_diagonal
 from hessiankit.errors import HessiankitError, OutOfMemoryError
 from hessiankit.operator import HessianOperator, hessian_operator
-from hessiankit.verify.check_report import MODULE, CheckRow
+from hessiankit.verify.check_report import MODULE, ROUNDING, ZERO, CheckRow
 from hessiankit.verify.comparison import FLOOR, Blocks
 from hessiankit.verify.health import Health
 from hessiankit.verify.noise import SAFETY, ULPS, RoundingNoise
@@ -68,15 +68,23 @@ class Comparison:
             difference, scales = blocks.difference(mine, outcome.value.T if whole else outcome.value)
             relative = blocks.relative(difference, scales)
             allowed = torch.full_like(relative, self.rtol)
+            own = torch.zeros_like(relative)
             if outcome.error is not None:
                 own = blocks.largest(outcome.error.T if whole else outcome.error)
                 allowed += own / scales.clamp_min(torch.finfo(scales.dtype).tiny)
+            closed, theirs = blocks.largest(mine), blocks.largest(outcome.value.T if whole else outcome.value)
+            floor = FLOOR * blocks.eps * scales.amax()
+            vanishing = (closed <= floor) & (theirs <= torch.maximum(own, floor)) & ((relative == 0) | (relative > self.rtol))
             for a, i in enumerate(blocks.names):
                 for b, j in enumerate(blocks.names):
                     if b >= a:  # both orders of the pair are compared; the worse one is reported
                         error = max(float(relative[a, b]), float(relative[b, a]))
                         passed = bool(relative[a, b] <= allowed[a, b]) and bool(relative[b, a] <= allowed[b, a])
-                        yield CheckRow(f"{i} x {j}", name, error, passed, outcome.seconds, self._method)
+                        zero = ""
+                        if passed and all(bool(vanishing[at]) for at in ((a, b), (b, a))):
+                            exact = not any(float(x[at]) for x in (closed, theirs) for at in ((a, b), (b, a)))
+                            zero, error = (ZERO if exact else ROUNDING), 0.0
+                        yield CheckRow(f"{i} x {j}", name, error, passed, outcome.seconds, self._method, zero)
 
     # What the same call gives otherwise ------------------------------------------------------------------------------------
 

@@ -63,17 +63,54 @@ def test_rows_of_unhealthy_references_do_not_count() -> None:
 
 def test_printing_and_export() -> None:
     report = hk.check(block())
-    text = repr(report)
+    text = report.table()
     assert "attention.W_Q x attention.W_K" in text
     assert "UNHEALTHY" in text or all(h.healthy for h in report.health)
     assert text.rstrip().splitlines()[-1].startswith("PASSED")
     assert report._repr_html_().startswith("<table><caption>PASSED")
     again = json.loads(json.dumps(report.to_dict()))
     assert again["passed"] is True
-    assert again["rows"][0].keys() == {"name", "reference", "max_rel_error", "passed", "seconds", "method"}
+    assert again["rows"][0].keys() == {"name", "reference", "max_rel_error", "passed", "seconds", "method", "zero"}
     assert {row["method"] for row in again["rows"]} == {"float64"}
     assert again["exact"] == []
     assert again["identities"]["rows"][0].keys() == {"family", "name", "statement", "max_rel_error", "passed"}
+
+
+def test_a_block_of_zeros_has_no_relative_error() -> None:
+    """The bias under the keys' norm moves all logits of a row alike: its blocks vanish, up to rounding or exactly."""
+    torch.manual_seed(0)
+    report = hk.check(hk.TransformerBlock(d_model=16, d_ff=64, placement="hybridnorm", n_heads=2), formulas=False)
+    assert report, report
+    assert report.max_rel_error < report.rtol
+    assert "within its own error" not in report.verdict
+    of_keys = [row for row in report.rows if " x " in row.name and "norm_k.bias" in row.name]
+    assert len(of_keys) == 14 * len(report.references)
+    assert {row.zero for row in of_keys} <= {"0 (exact)", "0 to rounding"}
+    assert all(row.passed and row.shown == row.zero and row.max_rel_error == 0.0 for row in of_keys)
+    assert not any(row.zero for row in report.rows if " x " in row.name and "norm_k.bias" not in row.name)
+    lines = [line for line in report.table().splitlines() if line.startswith("attention.W_Q x attention.norm_k.bias")]
+    assert len(lines) == 1
+    assert lines[0].count("0 to rounding") + lines[0].count("0 (exact)") == len(report.references)
+    assert report.table().startswith("TransformerBlock, loss mse, inputs 2 x 3 x 16, float64, seed 0 and inputs and target drawn")
+
+
+def test_exact_zeros_are_said() -> None:
+    class Apart(nn.Module):
+        """Two parameters in two terms of the loss: their mixed block is exactly 0 by every route but differences."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.tensor([0.3, 0.7])), nn.Parameter(torch.tensor([0.5]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.a.sin()).pow(2).sum() + (x * self.b.cos()).pow(2).sum()
+
+    report = hk.check(Apart(), torch.tensor([[0.2, 0.9]]), loss=None)
+    assert report, report
+    shown = {row.reference: row.shown for row in report.rows if row.name == "a x b"}
+    assert shown["reverse-over-reverse"] == "0 (exact)"
+    assert set(shown.values()) <= {"0 (exact)", "0 to rounding"}
+    assert all("e-" in row.shown or row.max_rel_error == 0 for row in report.rows if row.name in ("a x a", "b x b"))
 
 
 def test_exact_rows_stand_beside_those_of_floating_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +119,7 @@ def test_exact_rows_stand_beside_those_of_floating_point(monkeypatch: pytest.Mon
     assert report, report
     assert [row.method for row in report.exact] == ["modular", "rational"]
     assert report.verdict.endswith(f"; {sum(row.entries for row in report.exact)} entries equal in exact arithmetic")
-    for text in (repr(report), report._repr_html_()):
+    for text in (report.table(), report._repr_html_()):
         assert "pre: rmsnorm, relu, 1 head, no gains" in text
         assert all(word in text for word in ("float64", "exact modular", "exact rational", "e-1", "not known"))
     assert [row["method"] for row in json.loads(json.dumps(report.to_dict()))["exact"]] == ["modular", "rational"]
@@ -139,7 +176,7 @@ def test_an_operation_without_a_chapter_is_named() -> None:
     report = hk.check(Odd(), torch.randn(5, 3), torch.randn(5, 2))
     assert report
     assert "aten.sinc.default" in report.hessian.fallbacks
-    assert "aten.sinc.default" in repr(report)
+    assert "aten.sinc.default" in report.table()
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "activation": "gelu"}, {"causal": True, "affine": False}], ids=str)
@@ -200,7 +237,7 @@ def test_identities_are_part_of_the_report() -> None:
     assert {row.family for row in report.identities.rows} == {"linear maps", "logits", "row mean", "key bias"}
     assert report.identities.max_rel_error < 1e-12
     assert "identities to" in report.verdict
-    assert "attention.W_Q, attention.b_Q | attention.W_K, attention.b_K" in repr(report)
+    assert "attention.W_Q, attention.b_Q | attention.W_K, attention.b_K" in report.table()
     assert "H = 0 in the rows of A" in report._repr_html_()
 
 

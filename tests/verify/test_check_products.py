@@ -44,7 +44,7 @@ def test_a_model_of_thousands_of_parameters_passes_without_a_matrix() -> None:
 
 def test_it_prints_and_exports_without_a_matrix() -> None:
     report = checked(against=RIGHT[:2])
-    text = repr(report)
+    text = report.table()
     assert "blocks.*.attention x all parameters" in text
     assert "parameters, by products" in text
     assert "on each of" in text.splitlines()[-1] or "on each of" in text.splitlines()[-2]

@@ -108,7 +108,7 @@ def test_scales_with_eps_are_skipped_and_named() -> None:
     assert not any(family == "norm scale" for family, _ in found(report))
     assert [line.split(":")[0] for line in report.skipped] == ["attention.W_Q", "attention.W_K", "attention.W_V"]
     assert "eps = 1e-05" in report.skipped[0]
-    assert "skipped: attention.W_Q" in repr(report)
+    assert "skipped: attention.W_Q" in report.table()
 
 
 def test_rotations_behind_a_norm_without_gain() -> None:
@@ -211,7 +211,7 @@ def test_a_scaled_block_is_seen() -> None:
     report = examine_identities(problem, wrong, rtol=1e-10)
     assert [row.family for row in report.rows if not row.passed] == ["logits"]
     assert report.verdict.startswith("FAILED: 1 of 6 identities; the worst is logits of attention.W_Q")
-    assert "FAIL" in repr(report)
+    assert "FAIL" in report.table()
 
 
 def test_a_hessian_of_nan_is_seen() -> None:
@@ -287,7 +287,7 @@ def test_float32() -> None:
 
 def test_printing_and_export() -> None:
     report = identities(block(), X, TARGET)
-    assert repr(report).splitlines()[-1].startswith("PASSED: 5 identities hold to")
+    assert report.table().splitlines()[-1].startswith("PASSED: 5 identities hold to")
     assert report._repr_html_().startswith("<table><caption>PASSED")
     again = json.loads(json.dumps(report.to_dict()))
     assert again["passed"] is True

@@ -192,7 +192,7 @@ def test_the_page_in_docs_is_true(whole):
 
 
 def test_table_says_what_the_cells_say(whole):
-    text, page = repr(whole), whole.markdown()
+    text, page = whole.table(), whole.markdown()
     assert torch.__version__ in text
     assert torch.__version__ in page
     for k, reason in enumerate(whole.reasons, 1):
@@ -231,7 +231,7 @@ def test_a_route_that_is_wrong_is_called_wrong(monkeypatch, matrix, status, symm
     cell = found.cell("gelu", "grad twice")
     assert (cell.status, cell.symmetric) == (status, symmetric)
     assert ("grad twice" in found.never_wrong) == (status == UNSUPPORTED)
-    assert "gelu" in next(line for line in repr(found).splitlines() if line.startswith("grad twice:"))
+    assert "gelu" in next(line for line in found.table().splitlines() if line.startswith("grad twice:"))
 
 
 def test_judges_that_differ_are_reported(monkeypatch):
@@ -240,7 +240,7 @@ def test_judges_that_differ_are_reported(monkeypatch):
     found = routes("tanh")
     assert found.judgements[0].judge == DISAGREE
     assert found.judgements[0].disagreement == pytest.approx(1 / 3)
-    assert DISAGREE in repr(found)
+    assert DISAGREE in found.table()
     assert f"**{DISAGREE}" in found.markdown()
 
 

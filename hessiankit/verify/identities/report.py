@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.tables import Piece, Printed, Table, table
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class IdentityRow:
 
 
 @dataclass(frozen=True, repr=False)
-class IdentityReport:
+class IdentityReport(Printed):
     """What :func:`identities` found. True when every identity holds; also where none applies, see ``rows``.
 
     Attributes:
@@ -69,19 +71,27 @@ class IdentityReport:
             return f"FAILED: {len(failed)} of {len(self.rows)} identities; the worst is {where} (tolerance {self.rtol:.0e})"
         return f"PASSED: {len(self.rows)} identities hold to {self.max_rel_error:.1e} (tolerance {self.rtol:.0e})"
 
-    headers = ("identity", "parameters", "statement", "error")
-
-    def table_rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield one line an identity: family, parameters, statement, error."""
-        for row in self.rows:
-            yield row.family, row.name, row.statement, f"{row.max_rel_error:.1e}" + ("" if row.passed else " FAIL")
+    def table_of_rows(self) -> Table:
+        """Return one row an identity: family, parameters, statement, error."""
+        return table(
+            ("identity", "parameters", "statement", "error"),
+            ((r.family, r.name, r.statement, f"{r.max_rel_error:.1e}{'' if r.passed else ' FAIL'}") for r in self.rows),
+            left=3,
+            names=[name for row in self.rows for name in re.split(r", | \| ", row.name)],
+            prose=("parameters", "statement"),
+            drop=("statement",),
+            rank=[row.max_rel_error if row.passed else math.inf for row in self.rows],
+            ranked="largest error",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain Python data, ready for JSON."""
         return {"passed": self.passed, "verdict": self.verdict, **asdict(self)}
 
-    def __repr__(self) -> str:
-        return as_text(table(self.headers, self.table_rows(), left=3), *(f"skipped: {s}" for s in self.skipped), self.verdict)
+    def _headline(self) -> str:
+        return self.verdict
 
-    def _repr_html_(self) -> str:
-        return as_html(self.headers, self.table_rows(), caption=self.verdict)
+    def _parts(self) -> Iterator[Piece]:
+        yield self.table_of_rows()
+        yield from (f"skipped: {s}" for s in self.skipped)
+        yield self.verdict
