@@ -68,7 +68,7 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave the core to others
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # before torch is imported: threads wait microseconds, then sleep
     top = parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell asks what may follow
         import argcomplete

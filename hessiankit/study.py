@@ -47,7 +47,7 @@ class StudyOptions:
     seq_len: int | None = None
     losses: tuple[str, ...] = ("mse", "cross_entropy")
     steps: int = 300
-    batch: int = 128
+    batch: int = 32
     dtype: str = "float64"
     device: str = "cpu"
     seed: int = 0

@@ -13,7 +13,7 @@ from hessiankit.errors import InputError
 from hessiankit.files import write_json
 from hessiankit.module_options import SHAPE_OF_A_BLOCK, asked_of
 from hessiankit.progress import progress_bar
-from hessiankit.tables import say
+from hessiankit.tables import say, show
 from hessiankit.verify.check import check
 
 OF_THE_STUDY = ("data", "seq_len", "steps", "full", "out", "quick")

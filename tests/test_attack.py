@@ -31,6 +31,7 @@ def test_nothing_is_violated():
     assert 0.9 < report.largest["structured"].ratio <= 1 + 1e-9
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_found_and_comes_back_by_its_seed(monkeypatch):
     def too_small(*given, **options):
         table = a_priori(*given, **options)

@@ -116,6 +116,7 @@ def test_groups_that_cannot_be_applied():
         groups.apply(torch.optim.AdamW([{"params": [p]} for p in [*model.parameters(), nn.Parameter(torch.ones(1))]]))
 
 
+@pytest.mark.slow
 def test_hugging_face_trainer(tmp_path):
     """Trainer with both, on a GPT-2 with fused attention; its checkpoint resumes with the same digits."""
     transformers = pytest.importorskip("transformers")

@@ -31,6 +31,7 @@ def check(block, names, length=2):
     return curvature
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_placement(placement):
     block = sampled_block(placement)

@@ -75,6 +75,7 @@ TOKENS = torch.tensor([[0, 3, 3, 5], [1, 6, 2, 0], [4, 4, 1, 5]])
 LABELS = torch.tensor([[1, -100, 3, 0], [-100, -100, -100, 2], [6, 5, 4, -100]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "panel_bytes"), [(0, 2**18), (2**30, 2**14)])
 def test_batches_of_unequal_lengths(monkeypatch: pytest.MonkeyPatch, kept: int, panel_bytes: int) -> None:
     """Curvature is kept from panel to panel or computed again; the panels are of any size."""

@@ -85,6 +85,7 @@ def test_causal_model_with_padding(name, attention):
     checked(build(CAUSAL[name], attention, use_cache=False), *padded(side), loss="cross_entropy")
 
 
+@pytest.mark.slow
 @every_attention
 @pytest.mark.parametrize("name", CAUSAL)
 def test_loss_of_a_causal_model(name, attention):
@@ -124,6 +125,7 @@ def test_grouped_products_of_experts_have_no_float64():
         hk.hessian(module, {"input_ids": TOKENS}, LABELS, loss="cross_entropy")
 
 
+@pytest.mark.slow
 @every_attention
 def test_masked_language_model(attention):
     module = build(lambda **o: hf.BertForMaskedLM(hf.BertConfig(**BERT, **o)), attention)

@@ -52,6 +52,7 @@ def test_drift_is_named(script: Path) -> None:
     assert drift(script) == "small.ipynb has more cells than small.py, from cell 2 on"
 
 
+@pytest.mark.slow
 def test_a_run_keeps_outputs_and_refuses_warnings_and_paths(script: Path) -> None:
     done = execute(notebook_of(script))
     assert done.cells[1].outputs[0].text == "42\n"

@@ -82,6 +82,7 @@ TOKENS = torch.tensor([[0, 3, 3, 5], [1, 6, 2, 0], [4, 4, 1, 5]])
 LABELS = torch.tensor([[1, -100, 3, 0], [-100, -100, -100, 2], [6, 5, 4, -100]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 2**30])
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_labels_batches_and_kept_curvature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, batch_size: Any) -> None:

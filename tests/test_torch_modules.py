@@ -101,6 +101,7 @@ def test_decoder_layer_with_masks():
     assert_exact(Formula(run, layer=layer), (draw(2, 3, 4), draw(2, 5, 4, seed=5)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("padded", [None, PADDED, PADDED[:1].expand(2, 3)], ids=["full", "padded", "every sequence padded"])
 def test_encoder_stack_on_embedded_tokens(training, padded):

@@ -56,7 +56,7 @@ def add_check(commands: Commands) -> None:
     add(
         "--batch",
         type=positive,
-        help="images of the Hessian's batch (default 128; --quick 16), or sequences (default 1; of text 2)",
+        help="images of the Hessian's batch (default 32; --quick 16), or sequences (default 1; of text 2)",
     )
     add("--dtype", choices=("float64", "float32"), default="float64", help="arithmetic (default float64)")
     add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")

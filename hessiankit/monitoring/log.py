@@ -117,7 +117,7 @@ class MonitorLog(Printed):
     def _headline(self) -> str:
         header = self.header
         head = f"{header['model']}, {header['entries']:,} parameters; measurements: {len(self)}"
-        return head + (f", steps {self.steps.min()} to {self.steps.max()}" if len(self) else "") + f"; {self.path}"
+        return head + (f", steps {self.steps.min()} to {self.steps.max()}" if len(self) else "") + f"; {self.path.name}"
 
     def _parts(self) -> Iterator[Piece]:
         headers, rows = self._table()

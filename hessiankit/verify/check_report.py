@@ -244,7 +244,8 @@ class CheckReport(Printed):
             if found:
                 worst = max(found, key=lambda row: row.max_rel_error)
                 failed = "" if all(row.passed for row in found) else " FAIL"
-                lines.append(f"{_WORDS[kind]}: agrees with {worst.reference} to {worst.max_rel_error:.1e}{failed}")
+                agrees = f"agrees with {worst.reference} to {worst.max_rel_error:.1e}"
+                lines.append(f"{_WORDS[kind]}: {'refused' if math.isinf(worst.max_rel_error) else agrees}{failed}")
         formulas = [row.max_rel_error for row in self.rows if row.reference == FORMULAS]
         if formulas:
             pairs = f"{len(formulas)} block pairs at tiny unequal sizes"
@@ -271,7 +272,11 @@ class CheckReport(Printed):
             yield Detail(self.identities.table_of_rows())
         if self.exact:
             yield Detail(table(EXACT_HEADERS, map(exact_cells, self.exact), left=2, prose=EXACT_HEADERS[:1]))
-        yield from (Detail(line) for line in ("references:", *(f"  {line}" for line in self.health_lines())))
+        for line in (
+            "references:",
+            *(f"  {line}" for line in self.health_lines()),
+        ):  # what a failure is about is on the first screen
+            yield line if line.startswith("  note: ") and not self.passed else Detail(line)
         unhealthy = [h.reference for h in self.health if not h.healthy]
         if unhealthy:
             yield f"UNHEALTHY, and not counted: {', '.join(unhealthy)}"

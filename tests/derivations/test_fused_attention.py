@@ -81,6 +81,7 @@ def test_causal(queries, keys, moving):
 MASKS = [(5, 6), (1, 6), (3, 5, 6), (2, 1, 5, 6), (2, 1, 1, 6), (2, 3, 5, 6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moving", SUBSETS)
 @pytest.mark.parametrize("shape", MASKS)
 def test_constant_masks(shape, moving):

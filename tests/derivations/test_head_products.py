@@ -29,6 +29,7 @@ def reference(kind, heads, c):
     return product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["scores", "mix"])
 def test_all_blocks_equal_autograd(kind, heads):

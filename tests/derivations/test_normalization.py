@@ -61,6 +61,7 @@ def test_rmsnorm_blocks_against_autograd(names, eps):
     check_all_blocks(RMSNormAt(**point, eps=eps), lambda **p: rms_norm(**p, eps=eps), point)
 
 
+@pytest.mark.slow
 def test_eps_per_row():
     point = random_point(3, X=(L, d), gamma=(d,))
     eps = torch.tensor([0.1, 0.0, 2.0], dtype=torch.float64)

@@ -36,6 +36,7 @@ def causal_mask(L):
     return torch.ones(L, L, dtype=torch.bool).tril()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["relu", "gelu"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_paper_s_block_against_autograd(sizes, kind):
@@ -45,6 +46,7 @@ def test_the_paper_s_block_against_autograd(sizes, kind):
     check_every_block(operation, post_norm_block(kind), point, tolerance=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["relu", "gelu"])
 @pytest.mark.parametrize("extra", [BIASES, NORMS, ("W_O",)])
 @pytest.mark.parametrize("sizes", SIZES)

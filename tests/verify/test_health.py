@@ -139,6 +139,7 @@ def test_a_kink_at_the_point_makes_differences_stand_down():
     assert health["jvp(grad)"].healthy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("probed", [False, True])
 def test_an_error_planted_in_any_block_is_found_there(probed, symmetric):
