@@ -25,7 +25,7 @@ from hessiankit.tables import as_text, table
 
 ROOT = Path(__file__).parents[2]
 CHECKED = ("derivations", "engine")
-"""The rooms whose mutants ``check`` is meant to see, bounds aside: it computes derivatives."""
+"""The rooms whose mutants ``check`` is meant to see, but for bounds and what bears on no derivative that it compares."""
 STATES = (KILLED, SURVIVED, UNDECIDED, STALE, UNTESTED)
 
 
@@ -57,7 +57,9 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
     Raises:
         InputError: There are none.
     """
-    mutants = [m for m in every() if options.by == "tests" or (m.room in CHECKED and "bounds" not in m.file)]
+    mutants = [
+        m for m in every() if options.by == "tests" or (m.room in CHECKED and "bounds" not in m.file and not m.beyond_check)
+    ]
     if options.only:
         known = {name for m in mutants for name in (m.room, m.file)}
         unknown = sorted(set(options.only) - known)
@@ -176,6 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     print(report(found))
+    if options.by == "check" and not options.only:
+        aside = [m for m in every() if m.room in CHECKED and m.beyond_check]
+        print("\n".join(f"not asked of check: {m}\n    {m.beyond_check}" for m in aside))
     return 0 if all(verdict.state == KILLED for _, verdict in found) else 1
 
 

@@ -6,7 +6,8 @@
 
 A head names the file and the tests that are meant to see its mutants, with environment variables among them if they need any
 (``HESSIANKIT_COMPILED=1``). It holds until the next head. Lines with ``-`` are the old text, which must occur once in the file,
-those with ``+`` the new text, ``#`` a remark; an empty line ends a mutant.
+those with ``+`` the new text, ``#`` a remark; an empty line ends a mutant. ``# check: ...`` says why ``hessiankit.check`` is not to see
+it: it bears on nothing that is compared.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from hessiankit.errors import InputError
 
 LISTS = Path(__file__).parent / "lists"
+CHECK = "check: "
 _SETTING = re.compile(r"[A-Z_]+=")
 
 
@@ -38,6 +40,7 @@ class Mutant:
         tests: Files or node ids for pytest.
         environment: Variables to set, as NAME=VALUE.
         remark: Why it is hard to see, or equivalent, if the list says so.
+        beyond_check: Why it bears on nothing that ``check`` compares, if the list says so.
     """
 
     file: str
@@ -46,6 +49,7 @@ class Mutant:
     tests: tuple[str, ...]
     environment: tuple[str, ...] = ()
     remark: str = ""
+    beyond_check: str = ""
 
     @property
     def room(self) -> str:
@@ -90,7 +94,8 @@ def read(path: Path) -> Iterator[Mutant]:
             if bool(parts["-"]) != bool(parts["+"]) or (old and (old == new or not tests)):
                 raise InputError(f"{path.name}, line {number}: a mutant needs a head with tests, '-' lines and other '+' lines")
             if old:
-                yield Mutant(file, old, new, tests, settings, " ".join(parts["#"]))
+                remarks = [[line for line in parts["#"] if line.startswith(CHECK) is beyond] for beyond in (False, True)]
+                yield Mutant(file, old, new, tests, settings, " ".join(remarks[0]), " ".join(remarks[1]).removeprefix(CHECK))
             parts = {"-": [], "+": [], "#": []}
             if sign:
                 file, _, words = (part.strip() for part in text.partition("|"))
