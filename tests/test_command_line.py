@@ -360,7 +360,7 @@ def test_check_is_the_library_s(here: Path, capsys) -> None:
 
 def test_a_module_that_disagrees_is_exit_code_one(here: Path, monkeypatch) -> None:
     def disagrees(*given: object, **options: object) -> CheckReport:
-        wrong = CheckRow("weight x weight", "made up", 1.0, passed=False, seconds=0.0)
+        wrong = CheckRow("0.weight x 0.weight", "made up", 1.0, passed=False, seconds=0.0)
         return replace(check(*given, **options), rtol=0.0, rows=(wrong,))  # type: ignore[arg-type]
 
     monkeypatch.setattr("hessiankit.study_command.check", disagrees)

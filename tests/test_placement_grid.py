@@ -18,6 +18,8 @@ from hessiankit.placement_cases import KINK, OPTIONS, Case, build, cases, is_bal
 from hessiankit.placement_grid import read_lines, run_case
 from hessiankit.placement_report import summary, verdict
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = len(PLACEMENTS)  # the placements take turns: one case each
 ROOT = Path(__file__).parent.parent
 CHEAP = Case("post", "layernorm", "relu", "1", "none", 1, "mse")
@@ -37,7 +39,6 @@ def test_the_grid_is_the_whole_product():
     assert {case.placement for case in everything} == set(PLACEMENTS)
 
 
-@pytest.mark.slow
 def test_the_sample_passes_and_covers_every_placement_and_option(out):
     finished = list(read_lines(out / "cases.jsonl"))
     assert all(one.passed and 0 < one.error <= 1e-10 and one.identities > 0 for one in finished)

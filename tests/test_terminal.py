@@ -14,6 +14,8 @@ from terminal import COMMANDS, WIDTHS, Printed, in_terminal, sections
 
 from hessiankit.tables import LINES
 
+pytestmark = pytest.mark.slow
+
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.])")
 
 

@@ -44,6 +44,7 @@ def test_it_fails_with_the_table():
     assert "0.weight x 0.bias" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 2])
 def test_the_plugin_prints_a_summary(tmp_path: Path, processes: int):
     data = "import torch\nDATA = (torch.randn(4, 2).double(), torch.randn(4, 3).double())\n"

@@ -17,6 +17,8 @@ from hessiankit.verify.operations import OPERATIONS, written_out_attention, writ
 from hessiankit.verify.routes import DISAGREE, RIGHT, UNSUPPORTED, WRONG, routes
 from hessiankit.verify.torch_routes import ROUTES, Route, central_differences
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "routes.md"
 REVERSE = ("grad twice", "jacrev(grad)", "autograd hessian")
 
@@ -98,7 +100,6 @@ def test_differences_beside_a_kink():
     torch.testing.assert_close(found, torch.tensor([[8.0, 8e-3], [8e-3, 2e-6]], dtype=torch.float64), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.slow
 def test_the_judges_agree(whole):
     assert [judged.operation for judged in whole.judgements] == list(OPERATIONS)
     assert not [judged for judged in whole.judgements if judged.judge == DISAGREE]
