@@ -18,7 +18,7 @@ from hessiankit.commands.parsing import (
 )
 
 EXAMPLES = (
-    ("hessiankit check", "the main job, a minute or two; report and heat maps in results/check"),
+    ("hessiankit check", "the main job, a minute; report and heat maps in results/check"),
     ("hessiankit check --model my_models:make --shape 10,6", "your own model on ten drawn inputs of width 6"),
     ("hessiankit check --placements --placement hybridnorm --sample 8", "eight tiny language models of one norm placement"),
 )
