@@ -131,8 +131,9 @@ def check(
             inputs, target = (ordinary(part) for part in next(pairs))
         if dtype is not None:
             inputs, target = (cast(x, dtype) for x in (inputs, target))
+        report = asked.report(inputs, target)  # which refuses a module without parameters
         words = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(inputs)}, {_dtype(block_or_module)}"
-        return replace(asked.report(inputs, target), asked=f"{words}, seed {seed}{drawn}")
+        return replace(report, asked=f"{words}, seed {seed}{drawn}")
 
 
 @dataclass(frozen=True)
