@@ -6,15 +6,17 @@ Gap"); the second derivative vanishes. R is never formed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.linearised import Linearised, Sum, Sums
+from derivations.primitive import ByLinearising, Covectors, Inputs, Tangents
 
 
 @dataclass(frozen=True, eq=False)
-class Embedding(Primitive):
+class Embedding(ByLinearising):
     """N = W[indices], of shape (*indices.shape, d) for W of shape (V, d); inputs (W,).
 
     Args:
@@ -34,19 +36,39 @@ class Embedding(Primitive):
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0][self.indices]
 
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedEmbedding(self, inputs, adjoint, wanted)
+
+
+class LinearisedEmbedding(Linearised):
+    """Rows taken, and rows put where they were taken from."""
+
+    primitive: Embedding
+
+    def push(self, tangents: Tangents) -> Tensor:
+        """Return the rows of the tangent."""
         if tangents[0] is None:
             raise ValueError("Embedding.jvp: the tangent of W is None")
-        moved = tangents[0][:, self.indices]
-        return moved if self.frozen is None else moved.masked_fill(self._still(), 0)
+        return self._moving(tangents[0][:, self.primitive.indices])
 
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        W = inputs[0]
-        pulled = adjoint if self.frozen is None else adjoint.masked_fill(self._still(), 0)
-        out = adjoint.new_zeros(adjoint.shape[0], *W.shape)
-        out.index_add_(1, self.indices.reshape(-1), pulled.reshape(adjoint.shape[0], -1, W.shape[1]))
-        return (out,)
+    def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
+        """Return the sums of the rows that were taken from the same place."""
+        if bar is None:
+            return (None,)
+        total = Sum(bar.new_empty(bar.shape[0], *self.inputs[0].shape))
+        self.pull_into(bar, None, (total,))
+        return (total.memory,)
 
-    def _still(self) -> Tensor:
-        assert self.frozen is not None
-        return self.indices.eq(self.frozen).unsqueeze(-1)
+    def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
+        """As :meth:`pull`, into the sum: a table has many more rows than are taken."""
+        if sums[0] is None:
+            return self.pull(bar)
+        if bar is not None:
+            rows = self._moving(bar).reshape(bar.shape[0], -1, self.inputs[0].shape[1])
+            sums[0].add_rows(self.primitive.indices.reshape(-1), rows)
+        return (None,)
+
+    def _moving(self, rows: Tensor) -> Tensor:
+        """Return rows with zeros for the one that does not move."""
+        frozen = self.primitive.frozen
+        return rows if frozen is None else rows.masked_fill(self.primitive.indices.eq(frozen).unsqueeze(-1), 0)

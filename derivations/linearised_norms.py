@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from derivations.directions import stacks
-from derivations.linearised import Linearised
+from derivations.linearised import Linearised, hollow
 
 if TYPE_CHECKING:
     from derivations.primitive import Covectors, Inputs, Primitive, Tangents
@@ -61,6 +61,10 @@ class LinearisedNorm(Linearised):
         self.moves_gain = gamma is not None and self.wanted[1]
         self.moves_shift = beta is not None and self.wanted[2]
         self.scale = r if self.gamma is None else r * self.gamma
+
+    def forget(self) -> None:
+        """Keep the normalised rows in place of X."""
+        self.inputs = (hollow(self.inputs[0]), *self.inputs[1:])
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return the tangent of the normalised rows, with gain and shift."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from derivations.broadcasting import align, unbroadcast
-from derivations.linearised import Linearised, plus
-from derivations.product_layouts import add_product, by_columns, pays, stacked
+from derivations.linearised import Linearised, Sum, Sums, hollow, into, plus
+from derivations.product_layouts import add_product, by_columns, stacked
 
 if TYPE_CHECKING:
     from derivations.primitive import Covectors, Inputs, Primitive, Tangents
@@ -40,16 +40,16 @@ class SharedProduct(Linearised):
         self.shape = (*inputs[0].shape[:-1], self.B.shape[1])
         self.w = None if adjoint is None else adjoint.reshape(-1, self.B.shape[1])
 
+    def forget(self) -> None:
+        """Keep the rows and the matrix alone."""
+        self.inputs = tuple(map(hollow, self.inputs))
+
     def push(self, tangents: Tangents) -> Tensor:
         """Return a B + A b + c."""
         a, b, c = (*tangents, None)[:3]
-        out = None
-        if a is not None:
-            a = stacked(a, self.rows.shape)
-            out = add_product(None, a, self._B if self._turns(a) else self.B)
+        out = None if a is None else add_product(None, stacked(a, self.rows.shape), self.B)
         if b is not None:
-            b = self._turned(stacked(b, self.inputs[1].shape))
-            out = add_product(out, self.rows, by_columns(b) if pays(self.rows) else b)
+            out = add_product(out, self.rows, self._turned(stacked(b, self.inputs[1].shape)))
         if c is not None:
             c = c if c.shape[0] == 1 else c.unsqueeze(1)  # (1, j) or (S, 1, j)
             out = c.expand(*c.shape[:-2], len(self.rows), -1) if out is None else out.add_(c)
@@ -59,31 +59,30 @@ class SharedProduct(Linearised):
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return bar B^T + w b^T, A^T bar + a^T w and the sum of bar over the rows."""
+        return self.pull_into(bar, tangents, (None,) * len(self.inputs))
+
+    def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
+        """As :meth:`pull`; the product that a covector of B is goes straight into its sum."""
         a, b = (None, None) if tangents is None else tangents[:2]
         to_A = to_B = to_c = None
+        count = next((len(x) for x in (bar, a) if x is not None), 1)
         if bar is not None:
             if len(self.inputs) > 2 and self.wanted[2]:
                 to_c = bar.reshape(bar.shape[0], -1, self.B.shape[1]).sum(1)
             bar = stacked(bar, (len(self.rows), self.B.shape[1]))
         if self.wanted[0]:
-            to_A = None if bar is None else add_product(None, bar, self._B_T if self._turns(bar) else self.B.mT)
+            to_A = None if bar is None else add_product(None, bar, self.B.mT)
             if b is not None:
-                b_T = self._turned(stacked(b, self.inputs[1].shape)).mT
-                to_A = add_product(to_A, self._w, by_columns(b_T) if pays(self.rows) else b_T)
+                to_A = add_product(to_A, self._w, self._turned(stacked(b, self.inputs[1].shape)).mT)
             to_A = None if to_A is None else to_A.reshape(-1, *self.inputs[0].shape)
-        if self.wanted[1]:
-            to_B = None if bar is None else self._add_outer(None, self.rows, bar)
-            to_B = to_B if a is None else self._add_outer(to_B, stacked(a, self.rows.shape), self._w)
-            to_B = to_B.unsqueeze(0) if to_B is not None and to_B.ndim == 2 else to_B
-        return (to_A, to_B, to_c)[: len(self.inputs)]
-
-    @cached_property
-    def _B(self) -> Tensor:
-        return by_columns(self.B)
-
-    @cached_property
-    def _B_T(self) -> Tensor:
-        return by_columns(self.B.mT)
+        if self.wanted[1] and not (bar is None and a is None):
+            into_B = sums[1] or Sum(self.rows.new_empty(count, *self.inputs[1].shape))
+            for left, right in ((self.rows, bar), (None if a is None else stacked(a, self.rows.shape), self.w)):
+                if left is not None and right is not None:
+                    into_B.add_product(*((right.mT, left) if self.transposed else (left.mT, right)))
+            to_B = None if sums[1] is not None else into_B.memory
+        to_A, _, *to_c = into((sums[0], None, *sums[2:]), (to_A, None, to_c)[: len(self.inputs)])
+        return to_A, to_B, *to_c
 
     @property
     def _w(self) -> Tensor:
@@ -91,19 +90,8 @@ class SharedProduct(Linearised):
             raise ValueError(f"{type(self.primitive).__name__}: linearised without an adjoint, so no tangents can be pulled")
         return self.w
 
-    def _turns(self, left: Tensor) -> bool:
-        """Tell whether to keep B turned: where that takes no more memory than the rows themselves."""
-        return pays(left) and len(self.rows) >= min(self.B.shape)
-
     def _turned(self, b: Tensor) -> Tensor:
         return b.mT if self.transposed else b
-
-    def _add_outer(self, out: Tensor | None, a: Tensor, w: Tensor) -> Tensor:
-        """Add a^T w, in B's own axes, with the longer one contiguous."""
-        left, right = (w, a) if self.transposed else (a, w)
-        if left.shape[-1] <= right.shape[-1]:
-            return add_product(out, left.mT, right)
-        return add_product(None if out is None else out.mT, right.mT, left).mT
 
 
 class BatchedProduct(Linearised):

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from derivations.arrays import Array, is_exact, scale, to_sympy
 from derivations.directions import stacks
-from derivations.linearised import Linearised, plus
+from derivations.linearised import Linearised, hollow, plus
 from derivations.matrix import Dense, Identity, Matrix
 from derivations.operation import Shape, expect_names, shape_of, size
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import ByLinearising, Covectors, Inputs, Primitive, Tangents
 from derivations.row_blocks import RowCovariance
 from derivations.softmax import from_peak, peaks, softmax
 
@@ -237,7 +237,7 @@ class MeanSquaredError(Primitive):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(Primitive):
+class CrossEntropy(ByLinearising):
     """Cross entropy of logits (..., C) with integer labels (...), over the last axis, as a 0-dimensional tensor.
 
     The sum over the rows whose label is not ``ignore_index``, divided by ``normalizer``: by the number of those rows where
@@ -265,31 +265,11 @@ class CrossEntropy(Primitive):
             loss = loss - self.label_smoothing * log_p.mean(-1)
         return loss.where(kept, 0).sum() / normalizer
 
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return self._tangent(tangents).reshape(-1, inputs[0].numel()) @ self._slope(inputs).reshape(-1)
-
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        slope = self._slope(inputs).reshape(inputs[0].shape)
-        return adjoint.reshape(-1, *(1,) * slope.ndim) * slope, None
-
-    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        return self.linearise(inputs, adjoint).pull(None, tangents)
-
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         return LinearisedCrossEntropy(self, inputs, adjoint, wanted)
 
     def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes < inputs[0].ndim
-
-    def _slope(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the gradient (P - Y) / normalizer in the kept rows, of shape (rows, C).
-
-        At the label it is minus the sum of the other p: p - 1 would lose the digits of a confident row.
-        """
-        logits, labels, kept, normalizer = self._rows(inputs)
-        p, at, even = torch.softmax(logits, -1), labels.unsqueeze(1), self.label_smoothing / logits.shape[-1]
-        hit = self.label_smoothing - even - p.scatter(1, at, 0).sum(1, keepdim=True)
-        return ((p - even).scatter(1, at, hit) / normalizer).where(kept.unsqueeze(1), 0)
 
     def _rows(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Return logits (rows, C), labels and their mask of kept rows (rows,), and the number to divide by."""
@@ -314,31 +294,51 @@ class CrossEntropy(Primitive):
 
 
 class LinearisedCrossEntropy(Linearised):
-    """The probabilities p of the rows that count, zero in the others, and where each row has its peak."""
+    """The probabilities p, (rows, C), and where each row has its peak."""
 
     primitive: CrossEntropy
 
-    @cached_property
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        """Return p, and p times the adjoint by the normalizer, both (rows, C)."""
-        logits, _, kept, normalizer = self.primitive._rows(self.inputs)
-        p = torch.softmax(logits, -1).where(kept.unsqueeze(1), 0)
-        return p, p * (self.adjoint / normalizer)
+    def __init__(self, primitive: CrossEntropy, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None) -> None:
+        super().__init__(primitive, inputs, adjoint, wanted)
+        logits, self.labels, self.kept, self.normalizer = primitive._rows(inputs)
+        self.p = torch.softmax(logits, -1).masked_fill_(~self.kept.unsqueeze(1), 0)
+        self.peak = peaks(self.p, -1)
 
-    @cached_property
-    def _peak(self) -> Tensor:
-        return peaks(self._weights[0], -1)
+    def forget(self) -> None:
+        """Keep the probabilities in place of the logits."""
+        self.inputs = (hollow(self.inputs[0]), self.inputs[1])
+
+    @property
+    def slope(self) -> Tensor:
+        """(P - Y) / normalizer in the kept rows, in the shape of the logits.
+
+        At the label it is minus the sum of the other p: p - 1 would lose the digits of a confident row.
+        """
+        p, at, smoothing = self.p, self.labels.unsqueeze(1), self.primitive.label_smoothing
+        even = smoothing / p.shape[-1]
+        hit = smoothing - even - p.scatter(1, at, 0).sum(1, keepdim=True)
+        slope = (p - even).scatter_(1, at, hit).mul_(self._share)
+        return slope.reshape(self.inputs[0].shape)
+
+    def push(self, tangents: Tangents) -> Tensor:
+        """Return t times the gradient."""
+        t = self.primitive._tangent(tangents)
+        return t.reshape(t.shape[0], -1) @ self.slope.reshape(-1)
 
     @torch.no_grad()
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return bar times the gradient, plus adjoint p o (t - p.t) / normalizer."""
-        first = None if bar is None else self.primitive.vjp(self.inputs, bar)[0]
+        first = None if bar is None else bar.reshape(-1, *(1,) * self.inputs[0].ndim) * self.slope
         if tangents is None:
             return first, None
-        p, scaled = self._weights
-        t = from_peak(self.primitive._tangent(tangents).reshape(-1, *p.shape), self._peak, -1)
-        out = t.new_empty(t.shape)
+        t = from_peak(self.primitive._tangent(tangents).reshape(-1, *self.p.shape), self.peak, -1)
+        out, share = t.new_empty(t.shape), self.adjoint * self._share
         for some, into in stacks(t, out):
-            mean = torch.mul(some, p, out=into).sum(-1, keepdim=True)
-            torch.sub(some, mean, out=into).mul_(scaled)
+            mean = torch.mul(some, self.p, out=into).sum(-1, keepdim=True)
+            torch.sub(some, mean, out=into).mul_(self.p).mul_(share)
         return plus(first, out.reshape(-1, *self.inputs[0].shape)), None
+
+    @cached_property
+    def _share(self) -> Tensor:
+        """What each row counts, (rows, 1)."""
+        return self.kept.unsqueeze(1).to(self.p.dtype) / self.normalizer

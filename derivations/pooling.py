@@ -202,6 +202,7 @@ class Extreme(Primitive):
     dims: tuple[int, ...] = ()
     keepdim: bool = False
     is_linear = True
+    reads_values = True  # they tell which entry is the extreme one
 
     def __post_init__(self) -> None:
         if self.kind not in ("amax", "amin", "median"):

@@ -39,6 +39,11 @@ class Primitive(metaclass=Kind):
     is_linear: bool = False
     """True when phi is affine in all its inputs together, so that its second derivative vanishes."""
 
+    @property
+    def reads_values(self) -> bool:
+        """Whether the derivatives depend on the values of the inputs, and not on their shapes alone."""
+        return not self.is_linear
+
     @abstractmethod
     def value(self, *inputs: Tensor) -> Tensor:
         """Return phi(inputs)."""

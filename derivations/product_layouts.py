@@ -11,9 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ROWS = 256
-"""Rows of a from which the time saved is more than what it takes to turn b."""
-
 ALONE = 2**12
 """Entries from which matrices are turned one by one: one is turned several times faster than a stack."""
 
@@ -32,11 +29,6 @@ def by_columns(b: Tensor) -> Tensor:
     for one, into in zip(b, out, strict=True):
         into.copy_(one.T)
     return out.mT
-
-
-def pays(a: Tensor) -> bool:
-    """Tell whether a product with a as its left factor (..., rows, k) has the rows for which its right one is turned."""
-    return a.numel() >= ROWS * a.shape[-1]
 
 
 def stacked(t: Tensor, shape: Sequence[int]) -> Tensor:

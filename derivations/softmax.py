@@ -22,7 +22,7 @@ from torch import Tensor
 
 from derivations.arrays import Array, exp, is_exact
 from derivations.directions import stacks
-from derivations.linearised import Linearised
+from derivations.linearised import Linearised, hollow
 from derivations.matrix import Commutation, DiagonalLift, Identity, Matrix, kron
 from derivations.operation import Shape, expect_names, shape_of
 from derivations.primitive import ByLinearising, Covectors, Inputs, Primitive, Tangents
@@ -163,6 +163,10 @@ class LinearisedSoftmax(Linearised):
         super().__init__(primitive, inputs, adjoint)
         self.a, self.axis = primitive.value(*inputs), axis
         self.peak = Peak(self.a, axis)
+
+    def forget(self) -> None:
+        """Keep the weights alone."""
+        self.inputs = (hollow(self.inputs[0]),)
 
     @cached_property
     def q(self) -> Tensor:

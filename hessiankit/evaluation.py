@@ -143,7 +143,7 @@ class Evaluation:
                     units = total.new_zeros(positions.numel(), size)
                     units[torch.arange(positions.numel(), device=units.device), positions] = 1.0
                     out.add_(batch.product(units)[:, keep], alpha=share)
-                self.fallbacks = tuple(dict.fromkeys(self.fallbacks + batch.trace.fallbacks))
+                self.fallbacks = tuple(dict.fromkeys(self.fallbacks + batch.fallbacks))
         if not bool(torch.isfinite(total).all()):
             raise not_finite(self.who, i, j, tasks)
         self.seconds += time.perf_counter() - start

@@ -7,6 +7,7 @@ one sweep forward and one sweep back for a whole block of vectors, through whate
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from hessiankit.arguments import checked
 from hessiankit.engine.assembly import WORKSPACE
-from hessiankit.engine.diagnosis import REMEDY, origin
+from hessiankit.engine.diagnosis import REMEDY
 from hessiankit.engine.linearisation import Constant, Linearisation, linearise
 from hessiankit.errors import InputError
 from hessiankit.request.batches import Weights, requests, shares
@@ -42,8 +43,6 @@ class HessianOperator(LinearOperator):
         slices: Entries of each parameter.
         kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
         loss: The loss at this point.
-        gradient: Its gradient, (P,).
-        symmetry_error: ``|<u, H v> - <v, H u>|`` of two random vectors, relative to ``|u| |H v|``: the rounding level.
         fallbacks: Operations without a closed form, which are differentiated automatically one by one.
         block_size: Vectors treated at once.
         handshake: Whether loss and gradient were compared with those of the module's own call.
@@ -58,10 +57,29 @@ class HessianOperator(LinearOperator):
         self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
         self._batches, self._weights, self.handshake = batches, weights, task.reference is not None
         self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
-        self.gradient = self._sum(b.gradient for b in batches)
-        self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.trace.fallbacks))
+        self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
-        self.symmetry_error = self._probe_symmetry()
+        self._symmetry: float | None = None
+        self._pair: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """The gradient at this point, (P,): half a product, at the first reading."""
+        with torch.no_grad(), without_autocast():
+            return self._sum(b.gradient for b in self._batches)
+
+    @property
+    def symmetry_error(self) -> float:
+        """``|<u, H v> - <v, H u>|`` of two vectors, relative to ``|u| |H v|``: the rounding level.
+
+        Of the first two vectors that were multiplied; before that, of two random ones, at the price of their products.
+        """
+        if self._symmetry is None:
+            generator = torch.Generator(self.device).manual_seed(0)
+            for _ in range(2):
+                self._rows(torch.randn(1, self.shape[0], generator=generator, dtype=self.torch_dtype, device=self.device))
+        assert self._symmetry is not None
+        return self._symmetry
 
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, Tensor):
@@ -116,7 +134,10 @@ class HessianOperator(LinearOperator):
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
         with without_autocast():
-            return self._blocks(rows)
+            found = self._blocks(rows)
+        if self._symmetry is None and len(rows):
+            self._test_symmetry(rows, found)
+        return found
 
     def _blocks(self, rows: Tensor) -> Tensor:
         blocks = [self._sum(batch.product(part) for batch in self._batches) for part in rows.split(self.block_size) if len(part)]
@@ -129,8 +150,7 @@ class HessianOperator(LinearOperator):
         wide = self.torch_dtype if self.device.type == "mps" else torch.float64
         total: Tensor | None = None
         for weight, term in zip(self._weights, terms, strict=True):
-            weighted = term.to(wide) * weight
-            total = weighted if total is None else total.add_(weighted)
+            total = term.to(wide).mul_(weight) if total is None else total.add_(term, alpha=weight)
         assert total is not None
         return total.to(self.torch_dtype)
 
@@ -157,17 +177,32 @@ class HessianOperator(LinearOperator):
     def _transpose(self) -> HessianOperator:
         return self
 
-    def _probe_symmetry(self) -> float:
-        draws = torch.randn(2, self.shape[0], generator=torch.Generator().manual_seed(0)).to(self.gradient)
-        found = self._rows(draws)
-        (u, v), (Hu, Hv) = draws, found
-        scale = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2
-        error = float((u @ Hv - v @ Hu).abs()) / scale if scale else 0.0
-        allowed = max(torch.finfo(self.torch_dtype).eps, *(b.trace.eps for b in self._batches)) ** 0.5
-        if not bool(torch.isfinite(found).all()):
-            place = next((phrase for b in self._batches if (phrase := origin(b.trace))), None)
+    def _test_symmetry(self, rows: Tensor, found: Tensor) -> None:
+        """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?
+
+        Raises:
+            InputError: They are not.
+        """
+        if not bool(torch.isfinite(torch.stack(torch.aminmax(found))).all()) and bool(torch.isfinite(rows).all()):
+            place = next((phrase for b in self._batches if (phrase := b.origin())), None)
             named = f": the operation {place}" if place else ""
             raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")
+        for v, Hv in zip(rows, found, strict=True):
+            if self._pair is None:
+                self._pair = (_kept(v), _kept(Hv))
+            elif (error := self._asymmetry(*self._pair, v, Hv)) is not None:
+                self._symmetry, self._pair = error, None
+                return
+
+    def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float | None:
+        """Return the asymmetry, None for vectors of almost one direction; u and Hu may have been rounded to be kept."""
+        (uu, uv, uHv, rounded), (_, _, vHu, also) = _inner(u, v, Hv), _inner(Hu, Hv, v)
+        if not abs(uv) < 0.99 * (uu**0.5) * float(v.norm()):
+            return None
+        scale = (uu**0.5 * float(Hv.norm()) + float(v.norm()) * float(Hu.norm(dtype=v.dtype))) / 2
+        error = abs(uHv - vHu) / scale if scale else 0.0
+        allowed = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._batches)) ** 0.5
+        allowed += 6 * (rounded + also) ** 0.5 / scale if scale else 0.0
         if not error <= allowed:  # NaN too
             named = f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
             raise InputError(
@@ -201,6 +236,28 @@ class TorchOperator:
     def to_scipy(self) -> HessianOperator:
         """Return the SciPy operator."""
         return self._operator
+
+
+LONG = 2**22
+"""Entries from which the first product is kept in half the width, until the second one."""
+
+HALF = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
+
+
+def _kept(x: Tensor) -> Tensor:
+    """Return a copy, rounded where it would take much memory."""
+    return x.to(HALF[x.dtype]) if x.numel() > LONG and x.dtype in HALF else x.clone()
+
+
+def _inner(u: Tensor, v: Tensor, w: Tensor) -> tuple[float, float, float, float]:
+    """Return <u, u>, <u, v>, <u, w> and the variance of the last that comes from the rounding of u, if u was rounded."""
+    unit = 0.0 if u.dtype == w.dtype else torch.finfo(u.dtype).eps / 2
+    found = torch.zeros(4, dtype=torch.float64)
+    for a, b, c in zip(u.split(LONG), v.split(LONG), w.split(LONG), strict=True):
+        a = a.to(c.dtype)
+        found += torch.stack([a @ a, a @ b, a @ c, (a * c).square().sum() * (unit * unit / 3)]).double().cpu()
+    uu, uv, uw, variance = found.tolist()
+    return uu, uv, uw, variance
 
 
 @checked("hessian_operator")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from derivations.linear import Linear
-from derivations.linearised import Linearised
+from derivations.linearised import Linearised, into
 
 X, T = draw(6, 4), draw(6, 3, seed=7)
 
@@ -45,6 +45,9 @@ class _Halved:
 
     def pull(self, *args: Any, **kwargs: Any) -> Any:
         return tuple(None if c is None else c / 2 for c in self._right.pull(*args, **kwargs))
+
+    def pull_into(self, bar: Any, tangents: Any, sums: Any) -> Any:
+        return into(sums, self.pull(bar, tangents))
 
 
 @pytest.mark.parametrize("name", RESULTS)

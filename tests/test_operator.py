@@ -287,13 +287,37 @@ def test_refused_modules_are_left_as_they_were() -> None:
     assert float(module.calls) == 0
 
 
-def test_probe_of_symmetry_refuses_a_wrong_second_derivative() -> None:
+def asymmetric() -> HessianOperator:
     operator = hessian_operator(Formula(lambda m, x: torch.sinc(m.lin(x)), lin=nn.Linear(4, 4)), X, T)
     batch = operator._batches[0]
     inner = batch.product
     batch.product = lambda rows: inner(rows) + rows.roll(1, 1)  # type: ignore[method-assign]
-    with pytest.raises(InputError, match=r"<u, Hv> and <v, Hu> differ .* differentiated automatically: aten.sinc"):
-        operator._probe_symmetry()
+    return operator
+
+
+ASYMMETRY = r"<u, Hv> and <v, Hu> differ .* differentiated automatically: aten.sinc"
+
+
+@pytest.mark.parametrize("long", [2**22, 8])
+def test_the_first_two_vectors_show_a_wrong_second_derivative(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hessiankit import operator as room
+
+    monkeypatch.setattr(room, "LONG", long)  # from where the first product is kept in half the width
+    v, w = draw(20, seed=1), draw(20, seed=2)
+    operator = asymmetric()
+    operator @ v
+    operator @ (-2 * v)  # says nothing more
+    with pytest.raises(InputError, match=ASYMMETRY):
+        operator @ w
+    with pytest.raises(InputError, match=ASYMMETRY):
+        asymmetric() @ torch.stack([v, w], 1)
+    with pytest.raises(InputError, match=ASYMMETRY):
+        _ = asymmetric().symmetry_error
+    right = hessian_operator(Formula(lambda m, x: torch.sinc(m.lin(x)), lin=nn.Linear(4, 4)), X, T)
+    for at in range(20):
+        right @ torch.eye(20, dtype=torch.float64)[at]  # all that a rounded product can be off by is in one entry
+    assert right.symmetry_error < 1e-6
+    assert right._pair is None
 
 
 def test_works_where_the_dense_matrix_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from hessiankit.request.losses import known_count, known_reduction
 from hessiankit.request.selection import select
 from hessiankit.request.state import ModuleState
 from hessiankit.request.task import Loss, Params, Task
-from hessiankit.tracing.trace import Trace
 
 WHO = "hessian_operator"
 
@@ -51,6 +50,7 @@ class DistributedOperator(HessianOperator):
         most = max(ranks.gather(max(batch.bytes_per_vector for batch in held)))
         super().__init__(task, held, weights or [0.0], kind, block_size or max(1, WORKSPACE // most))
         self.loss = math.fsum(ranks.gather(float(self.loss)))
+        _ = self.gradient, self.symmetry_error  # all ranks take part; later one may read them alone
         self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
 
     def _product(self, vectors: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class _Nothing(Constant):
     """The share of a rank that holds no data."""
 
     def __init__(self, task: Task) -> None:
-        self.trace, self.loss = Trace(), 0.0
+        self.loss = 0.0
         self.gradient = next(iter(task.parameters.values())).new_zeros(task.size)
         self.bytes_per_vector = 1
 

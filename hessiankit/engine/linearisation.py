@@ -10,27 +10,32 @@ The Gauss-Newton part keeps the second term only in the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from derivations.linearised import Linearised
+from derivations.linearised import Linearised, Nowhere, Sum
 from derivations.primitive import Covectors
+from hessiankit.engine.diagnosis import origin
+from hessiankit.engine.stretches import Stretch, cut, first_readers, gather, last_readers, on_the_way, size
 from hessiankit.errors import TraceError
 from hessiankit.request.handshake import Handshake
 from hessiankit.request.loss_trace import loss_trace, normalizer_of
 from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.task import Task
-from hessiankit.tracing.trace import Trace
+from hessiankit.tracing.trace import Application, Trace
 
 Bars: TypeAlias = "dict[int, Tensor]"  # covectors (S, *value.shape) by the value's id
 
 CACHED = 10 * 2**20
 """Bytes of tangents that vectors of a block treated together may take on a CPU: more leave its caches."""
+
+NOWHERE = Nowhere()
 
 
 @dataclass(frozen=True)
@@ -41,37 +46,57 @@ class _Step:
         primitive: What it applies, linearised.
         inputs: Ids of the inputs that move; None for the others.
         output: Id of the output.
-        bends: Whether its second derivative counts.
-        pushes: Whether anything that bends reads the tangent of its output.
-        frees: Values whose tangents nobody reads after it.
     """
 
     primitive: Linearised
     inputs: tuple[int | None, ...]
     output: int
-    bends: bool
-    pushes: bool
-    frees: tuple[int, ...]
 
 
 class Linearisation:
-    """One batch: its traced loss, with all that products need and that no vector changes."""
+    """One batch: its traced loss, with all that products need and that no vector changes.
 
-    def __init__(self, task: Task, *, gauss_newton: bool) -> None:
+    Args:
+        task: The batch.
+        gauss_newton: Whether only the loss bends.
+        recompute: Whether values are kept only where a single one passes, and made anew between these places.
+
+    Attributes:
+        loss: The loss.
+        eps: The rounding unit of the coarsest type that the module computed in.
+        fallbacks: Operations without a closed form.
+        bytes_per_vector: What a product takes at most beside what is kept.
+    """
+
+    def __init__(self, task: Task, *, gauss_newton: bool, recompute: bool = False) -> None:
         self.count = normalizer_of(task)
         traced = loss_trace(task, self.count)
-        self.trace = traced.trace
-        self.parameters = [(at, self.trace.values[at]) for at in map(self.trace.parameters.__getitem__, task.parameters)]
-        self.sizes = [value.numel() for _, value in self.parameters]
-        self.loss = float(self.trace.values[self.trace.output])
-        with task.at(), torch.no_grad():
-            self.steps, bars = self._linearise(_downstream(self.trace, traced.output) if gauss_newton else None)
-        self.gradient = self._collect(bars, torch.empty(1, task.size, dtype=task.dtype, device=task.device))[0]
-        self._task = task if self.trace.fallbacks else None  # its copies need not live as long as the products otherwise
+        trace = traced.trace
+        self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
+        self._ids = {name: trace.parameters[name] for name in task.parameters}
+        own = set(self._ids.values())
+        self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
+        self._bending = _downstream(trace, traced.output) if gauss_newton else None
+        self._stretches = cut(trace, layers=recompute)
+        path = on_the_way(trace)
+        self._frees: dict[int, list[int]] = {}
+        for at, n in last_readers(path).items():
+            if at not in own:
+                self._frees.setdefault(path[n].output, []).append(at)
+        self._first = {at: reader for at, reader in first_readers(path).items() if at in own}
+        self._read: set[int] = set()  # values whose tangents something that bends reads, by itself or through others
+        self._kept: list[list[_Step] | None] = []
+        self._given: list[tuple[dict[int, Tensor], Bars]] = []  # values that enter each stretch, adjoints that leave it
+        self._still = {at: x for at, x in enumerate(trace.values) if at in own or at not in trace.moving}
+        self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
+        passing = [sum(size(trace.values[a.output]) for a in stretch.applications) for stretch in self._stretches]
+        self.bytes_per_vector = 3 * max(passing) + 2 * task.size * task.dtype.itemsize
         handshake = Handshake(task)
-        handshake.add(self.trace, {at: bar[0] for at, bar in bars.items()})
+        handshake.add(trace, {})
+        with task.at(), torch.no_grad():
+            self._sweep(trace, handshake)
         handshake.close()
-        self.bytes_per_vector = 3 * sum(_bytes(self.trace.values[s.output]) for s in self.steps) + 2 * _bytes(self.gradient)
+        self._task = replace(task, reference=None)
 
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
@@ -79,108 +104,188 @@ class Linearisation:
         step = max(1, len(rows) if rows.device.type != "cpu" else CACHED // self.bytes_per_vector)
         with self._at_the_point():
             for some, into in zip(rows.split(step), out.split(step), strict=True):
-                self._collect(self._sweep_back(self._sweep_forward(some.contiguous())), into)
+                self._multiply(some.contiguous(), into)
         return out
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """The gradient of the loss, (P,)."""
+        out = torch.empty(1, self._task.size, dtype=self._task.dtype, device=self._task.device)
+        with self._at_the_point(), self._sums(out) as sums:
+            bars: Bars = {self._output: self._seed}
+            for k in reversed(range(len(self._stretches))):
+                self._sweep_back(self._steps(k), {}, bars, sums)
+        return out[0]
+
+    def origin(self) -> str | None:
+        """Return a phrase that names the first operation with a value or derivative that is not finite, if there is one."""
+        with torch.no_grad():
+            return origin(loss_trace(self._task, self.count).trace)
 
     @contextmanager
     def _at_the_point(self) -> Iterator[None]:
         """Without gradients; where torch differentiates, at the parameters that the module had, which its graph may read."""
-        if self._task is None:
+        if not self.fallbacks:
             with torch.inference_mode():
                 yield
         else:
             with self._task.at(), torch.no_grad():
                 yield
 
-    def _linearise(self, bending: set[int] | None) -> tuple[list[_Step], Bars]:
-        """Sweep back with the adjoints; return the steps and the gradient. Those that bend have their outputs in ``bending``."""
-        out = self.trace.values[self.trace.output]
-        adjoints: Bars = {self.trace.output: torch.ones_like(out).unsqueeze(0)}
-        steps: list[_Step] = []
-        read: set[int] = set()  # values whose tangents something that bends reads, now or through others
-        seen: set[int] = set()
-        for a in reversed(self.trace.applications):
-            adjoint = adjoints.pop(a.output, None)
-            if adjoint is None:
-                continue
-            inputs = tuple(at if at in self.trace.moving else None for at in a.inputs)
-            present = {at for at in inputs if at is not None}
-            counts = not a.primitive.is_linear and (bending is None or a.output in bending)
-            at_point = a.primitive.linearise(
-                self.trace.gather(a),  # type: ignore[arg-type]
-                adjoint[0] if counts else None,
-                [at is not None for at in inputs],
-            )
-            steps.append(_Step(at_point, inputs, a.output, at_point.bends, a.output in read, tuple(present - seen)))
-            if at_point.bends or a.output in read:
-                read |= present
-            seen |= present
-            _add(adjoints, inputs, at_point.pull(adjoint))
-        return steps[::-1], adjoints
+    @contextmanager
+    def _sums(self, out: Tensor) -> Iterator[dict[int, Sum]]:
+        """Where the covectors of the parameters are summed: in rows (S, P), unless they are of another type."""
+        pieces = out.split([self._still[at].numel() for at in self._ids.values()], 1)
+        places = {at: piece.view(-1, *self._still[at].shape) for at, piece in zip(self._ids.values(), pieces, strict=True)}
+        sums = {at: Sum(x if x.dtype == self._still[at].dtype else x.to(self._still[at].dtype)) for at, x in places.items()}
+        yield sums
+        for at, total in sums.items():
+            if total.close() is not places[at]:
+                places[at].copy_(total.memory)
 
-    def _sweep_forward(self, rows: Tensor) -> dict[int, list[Tensor | None]]:
-        """Push tangents through; return those that enter the primitives that bend, by the primitive's output."""
-        pieces = zip(self.parameters, rows.split(self.sizes, 1), strict=True)
-        tangents: dict[int | None, Tensor] = {at: piece.reshape(-1, *x.shape).to(x.dtype) for (at, x), piece in pieces}
-        entering: dict[int, list[Tensor | None]] = {}
-        for step in self.steps:
-            moved = [tangents.get(at) for at in step.inputs]
-            if step.bends:
-                entering[step.output] = moved
-            if step.pushes:
-                tangents[step.output] = step.primitive.push(moved)
-            for at in step.frees:
-                tangents.pop(at, None)
-        return entering
+    def _sweep(self, trace: Trace, handshake: Handshake) -> None:
+        """Sweep back with the adjoints, and let every slope be compared once it is complete.
 
-    def _sweep_back(self, entering: dict[int, list[Tensor | None]]) -> Bars:
-        """Pull second-order adjoints back; return those of the parameters."""
+        What is kept are the steps, or what they are made of anew; other values are let go as soon as nothing needs them.
+        """
+        values = {at: x for at, x in enumerate(trace.values) if at not in self._still}
+        trace.values.clear()
+        names = {at: name for name, at in self._ids.items()}
+        adjoints: Bars = {self._output: self._seed}
+        sums: dict[int, Sum] = {}
+        for stretch in reversed(self._stretches):
+            given, after, steps = {at: values[at] for at in stretch.entries}, dict(adjoints), []
+            for a in reversed(stretch.applications):
+                for at in a.inputs:
+                    if at in names and at not in sums:
+                        sums[at] = Sum(self._still[at].new_empty(1, *self._still[at].shape))
+                step = self._step(a, values, adjoints, sums)
+                if step is not None:
+                    steps.append(step)
+                values.pop(a.output, None)
+                for at in {at for at in a.inputs if at in names and self._first[at] == a.output}:
+                    handshake.complete(names[at], sums.pop(at).close()[0])
+            self._kept.insert(0, None if self._recompute else steps[::-1])
+            self._given.insert(0, (given, after))
+
+    def _step(self, a: Application, values: dict[int, Tensor], adjoints: Bars, sums: Mapping[int, Sum]) -> _Step | None:
+        """Linearise one application, and pull the adjoint of its output back; None where there is none."""
+        adjoint = adjoints.pop(a.output, None)
+        if adjoint is None:
+            return None
+        inputs = tuple(at if at in self._moving else None for at in a.inputs)
+        counts = not a.primitive.is_linear and (self._bending is None or a.output in self._bending)
+        at_point = a.primitive.linearise(
+            gather(a, values, self._still),  # type: ignore[arg-type]
+            adjoint[0] if counts else None,
+            [at is not None for at in inputs],
+        )
+        if at_point.bends or a.output in self._read:
+            self._read.update(at for at in inputs if at is not None)
+        _add(adjoints, inputs, at_point.pull_into(adjoint, None, _of(sums, inputs)))
+        at_point.forget()
+        return _Step(at_point, inputs, a.output)
+
+    def _steps(self, k: int) -> list[_Step]:
+        """Return the steps of a stretch, kept or made anew."""
+        kept = self._kept[k]
+        if kept is not None:
+            return kept
+        stretch, (given, after) = self._stretches[k], self._given[k]
+        values, adjoints = dict(given), dict(after)
+        for a in stretch.applications:
+            values[a.output] = a.primitive.value(*gather(a, values, self._still))  # type: ignore[arg-type]
+        nowhere = dict.fromkeys(self._ids.values(), NOWHERE)
+        steps = []
+        for a in reversed(stretch.applications):
+            steps.append(self._step(a, values, adjoints, nowhere))
+            values.pop(a.output)
+        return [step for step in reversed(steps) if step is not None]
+
+    def _multiply(self, rows: Tensor, out: Tensor) -> None:
+        """Write the products of rows (S, P) with the Hessian."""
+        sizes = [self._still[at].numel() for at in self._ids.values()]
+        tangents: dict[int | None, Tensor] = {}
+        for at, piece in zip(self._ids.values(), rows.split(sizes, 1), strict=True):
+            tangents[at] = piece.reshape(-1, *self._still[at].shape).to(self._still[at].dtype)
+        entering = []  # the tangents that enter each stretch
+        for k, stretch in enumerate(self._stretches):
+            entering.append({at: tangents[at] for at in stretch.entries if at in tangents})
+            if k < len(self._stretches) - 1:
+                self._push_through(k, tangents)
         bars: Bars = {}
-        for step in reversed(self.steps):
-            bar, moved = bars.pop(step.output, None), entering.pop(step.output, None)
-            if bar is not None or moved is not None:
-                _add(bars, step.inputs, step.primitive.pull(bar, moved))
-        return bars
+        with self._sums(out) as sums:
+            for k in reversed(range(len(self._stretches))):
+                steps, moved = self._steps(k), {}
+                tangents.update(entering.pop())
+                for step in steps:
+                    at_inputs = [tangents.get(at) for at in step.inputs]
+                    if step.primitive.bends:
+                        moved[step.output] = at_inputs
+                    if step.output in self._read:
+                        tangents[step.output] = step.primitive.push(at_inputs)
+                    for at in self._frees.get(step.output, ()):
+                        tangents.pop(at, None)
+                self._sweep_back(steps, moved, bars, sums)
 
-    def _collect(self, found: Bars, out: Tensor) -> Tensor:
-        """Write the covectors of the parameters into rows (S, P)."""
-        for (at, value), part in zip(self.parameters, out.split(self.sizes, 1), strict=True):
-            covector = found.get(at)
-            if covector is None:
-                part.zero_()
-            elif len(part) == 1:  # a transposed matrix is copied several times faster than a stack of one
-                part.view(value.shape).copy_(covector[0])
-            else:
-                part.view(-1, *value.shape).copy_(covector)
-        return out
+    def _push_through(self, k: int, tangents: dict[int | None, Tensor]) -> None:
+        """Push tangents through a stretch whose values are made anew, and let them go where nobody reads them further on."""
+        values = dict(self._given[k][0])
+        for a in self._stretches[k].applications:
+            inputs = gather(a, values, self._still)
+            values[a.output] = a.primitive.value(*inputs)  # type: ignore[arg-type]
+            moving = [at if at in self._moving else None for at in a.inputs]
+            if a.output in self._read:
+                at_point = a.primitive.linearise(inputs, None, [at is not None for at in moving])  # type: ignore[arg-type]
+                tangents[a.output] = at_point.push([tangents.get(at) for at in moving])
+            for at in self._frees.get(a.output, ()):
+                tangents.pop(at, None)
+                values.pop(at, None)
+
+    def _sweep_back(
+        self, steps: list[_Step], moved: dict[int, list[Tensor | None]], bars: Bars, sums: Mapping[int, Sum]
+    ) -> None:
+        """Pull second-order adjoints back."""
+        for step in reversed(steps):
+            bar, tangents = bars.pop(step.output, None), moved.pop(step.output, None)
+            if bar is not None or tangents is not None:
+                _add(bars, step.inputs, step.primitive.pull_into(bar, tangents, _of(sums, step.inputs)))
 
 
 class Constant:
     """One batch whose loss does not depend on the parameters: what a :class:`Linearisation` of it would be."""
 
+    eps, fallbacks = 0.0, ()
+
     def __init__(self, task: Task) -> None:
-        self.trace = Trace()
         self.loss = own_value(task)
         self.gradient = torch.zeros(task.size, dtype=task.dtype, device=task.device)
-        self.bytes_per_vector = _bytes(self.gradient)
+        self.bytes_per_vector = size(self.gradient)
 
     def product(self, rows: Tensor) -> Tensor:
         """Return zeros, (S, P)."""
         return torch.zeros_like(rows, memory_format=torch.contiguous_format)
 
+    def origin(self) -> None:
+        """Nothing is not finite here."""
 
-def linearise(task: Task, *, gauss_newton: bool) -> Linearisation | Constant:
-    """Linearise one batch.
+
+def linearise(task: Task, *, gauss_newton: bool, recompute: bool = False) -> Linearisation | Constant:
+    """Linearise one batch; arguments as in :class:`Linearisation`.
 
     Raises:
         TraceError: If torch cannot trace the module.
     """
     try:
-        return Linearisation(task, gauss_newton=gauss_newton)
+        return Linearisation(task, gauss_newton=gauss_newton, recompute=recompute)
     except TraceError:
         if reached(task):
             raise
     return Constant(task)
+
+
+def _of(sums: Mapping[int, Sum], inputs: tuple[int | None, ...]) -> list[Sum | None]:
+    return [None if at is None else sums.get(at) for at in inputs]
 
 
 def _add(bars: Bars, ids: tuple[int | None, ...], covectors: Covectors) -> None:
@@ -190,12 +295,8 @@ def _add(bars: Bars, ids: tuple[int | None, ...], covectors: Covectors) -> None:
 
 
 def _downstream(trace: Trace, value: int | None) -> set[int]:
-    reached = {value}
+    found = {value}
     for a in trace.applications:
-        if any(at in reached for at in a.inputs if at is not None):
-            reached.add(a.output)
-    return {at for at in reached if at is not None and at != value}
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+        if any(at in found for at in a.inputs if at is not None):
+            found.add(a.output)
+    return {at for at in found if at is not None and at != value}

@@ -6,7 +6,7 @@ Value and gradient see whatever a trace could miss: a parameter taken for a cons
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -42,6 +42,7 @@ class Handshake:
         self._task, self._loss, self._eps = task, 0.0, 0.0
         self._gradient: dict[str, Tensor] = {}
         self._probes: list[Probe] = []
+        self._agreed: set[str] = set()
 
     def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
         """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
@@ -56,6 +57,16 @@ class Handshake:
                 slope = adjoints[at] / share
                 self._gradient[name] = self._gradient[name] + slope if name in self._gradient else slope
 
+    def complete(self, name: str, slope: Tensor) -> None:
+        """Compare the derivative with respect to one parameter, of all samples, and forget it if it agrees."""
+        own = self._task.reference
+        if own is None:
+            return
+        self._gradient[name] = slope
+        if not self._differences(own, (name,)):
+            self._agreed.add(name)
+            del self._gradient[name]
+
     def close(self) -> None:
         """Compare.
 
@@ -65,7 +76,7 @@ class Handshake:
         own = self._task.reference
         if own is None:
             return
-        if self._differences(own):
+        if self._differences(own, self._left):
             self._compare(own)
         if self._probes:  # values of which only the first derivative has been compared so far
             verify_segments(self._probes, self._task.parameters, self._call, self._task.still)
@@ -83,28 +94,34 @@ class Handshake:
                 "so the loss is not a function of the parameters: it is random, or depends on earlier calls; call module.eval(), "
                 "or take what changes out of forward"
             )
-        different = self._differences(again, _noise(self._task, again, eps), ROUNDING * eps * _scale(self._task, again))
+        noise, floor = _noise(self._task, again, eps), ROUNDING * eps * _scale(self._task, again)
+        different = self._differences(again, self._left, noise, floor)
         if different:
             raise TraceError(self._message(again, different))
 
-    def _differences(self, own: Reference, noise: Mapping[str, float] | None = None, floor: float = 0.0) -> dict[str, float]:
-        """Return what differs by more than rounding, the loss under "", with the difference relative to the larger of the two.
+    @property
+    def _left(self) -> tuple[str, ...]:
+        """What has not been found to agree: the loss, under "", and parameters."""
+        return ("", *(name for name in self._task.parameters if name not in self._agreed))
+
+    def _differences(
+        self, own: Reference, names: Iterable[str], noise: Mapping[str, float] | None = None, floor: float = 0.0
+    ) -> dict[str, float]:
+        """Return what differs by more than rounding, with the difference relative to the larger of the two.
 
         With the noise of the module's own gradient, and a size below which all of it is rounding, also what torch's own formulas
         lose is no difference.
         """
         found: dict[str, float] = {}
-        pairs = {"": (torch.tensor(self._loss, dtype=torch.float64), torch.tensor(own.loss, dtype=torch.float64))}
-        for name in self._task.parameters:
-            mine, theirs = self._gradient.get(name), own.gradient[name]
-            if mine is not None or theirs is not None:
-                zero = torch.zeros_like(theirs if mine is None else mine)  # type: ignore[arg-type]
-                pairs[name] = (zero if mine is None else mine, zero if theirs is None else theirs)
-        for name, (mine, theirs) in pairs.items():
-            if not mine.numel() or not bool(torch.isfinite(mine).all()):
+        for name in names:
+            mine, theirs = self._gradient.get(name), own.gradient[name] if name else None
+            if not name:
+                mine, theirs = (torch.tensor(x, dtype=torch.float64) for x in (self._loss, own.loss))
+            largest, others = _largest(mine), _largest(theirs)
+            if not math.isfinite(largest):
                 continue  # the matrix is not finite either, and the error for that says where it comes from
-            size = max(float(mine.abs().max()), float(theirs.abs().max()))
-            difference = float((mine - theirs).abs().max())
+            size = max(largest, others)
+            difference = size if mine is None or theirs is None else _largest(mine - theirs)
             allowed = ROUNDING * self._eps * size
             if noise is not None:
                 allowed += OWN * size + NOISE * noise.get(name, 0.0) + floor
@@ -131,6 +148,14 @@ class Handshake:
             "made before the call, requires_grad switched in forward, something that is done only where nobody watches; or the "
             "module's own gradient has lost its digits, as in a saturated softmax"
         )
+
+
+def _largest(x: Tensor | None) -> float:
+    """Return the largest absolute value, NaN if there is one; 0 where there is nothing."""
+    if x is None or not x.numel():
+        return 0.0
+    low, high = (float(end) for end in torch.aminmax(x))
+    return max(-low, high) if low == low else low
 
 
 def _scale(task: Task, own: Reference) -> float:

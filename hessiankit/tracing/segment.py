@@ -66,6 +66,7 @@ class Segment(Primitive):
     name: str
     leaves: tuple[tuple[Tensor, Tensor, int], ...] = ()
     is_linear: bool = False
+    reads_values = False  # the graph has them
     _proven: set[int] = field(default_factory=set, init=False, repr=False)
 
     def value(self, *inputs: Tensor) -> Tensor:

@@ -100,6 +100,7 @@ class Comparison:
         start = time.perf_counter()
         try:
             operator = hessian_operator(*arguments, **options)  # type: ignore[arg-type]
+            _ = operator.symmetry_error  # refuses what is not symmetric
         except OutOfMemoryError as reason:
             remarks.append(f"no rows of gradient and operator: {reason}")
         except HessiankitError as reason:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from derivations.embedding import Embedding
 from derivations.linear import Linear, MatMul
+from derivations.linearised import Nowhere, Sum
 from derivations.primitive import Primitive
-from derivations.product_layouts import ROWS
 
-MANY = ROWS + 1
+MANY = 257
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -26,13 +27,16 @@ def by_columns(*shape: int, seed: int) -> Tensor:
 CASES: dict[str, tuple[Primitive, list[Tensor]]] = {
     "wide weight": (MatMul(), [draw(MANY, 3, seed=1), draw(3, 7, seed=2)]),
     "tall weight": (MatMul(), [draw(MANY, 7, seed=1), draw(7, 3, seed=2)]),
-    "large weight": (MatMul(), [draw(2, ROWS // 2, 65, seed=1), draw(65, 64, seed=2)]),
+    "large weight": (MatMul(), [draw(2, 128, 65, seed=1), draw(65, 64, seed=2)]),
     "linear, wide": (Linear(), [draw(MANY, 7, seed=1), draw(3, 7, seed=2), draw(3, seed=3)]),
     "linear, tall": (Linear(), [draw(MANY, 3, seed=1), draw(7, 3, seed=2), draw(7, seed=3)]),
     "few rows": (MatMul(), [draw(5, 7, seed=1), draw(7, 3, seed=2)]),
     "stacks by rows": (MatMul(), [draw(2, 3, 5, 4, seed=1), draw(2, 3, 4, 6, seed=2)]),
     "stacks by columns": (MatMul(), [by_columns(2, 5, 4, seed=1), by_columns(2, 4, 6, seed=2)]),
 }
+
+
+TABLE = (Embedding(torch.tensor([[1, 0, 1]]), frozen=0), [draw(4, 2, seed=1)])
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -46,6 +50,7 @@ def test_push_and_pull_are_those_of_autograd(name: str, count: int) -> None:
         if not any(moving):
             continue
         at_point = primitive.linearise(at, adjoint, moving)
+        at_point.forget()
         tangents = [t if moves else None for t, moves in zip(everything, moving, strict=True)]
         pushed, pulled = at_point.push(tangents), at_point.pull(bar, tangents)
         for s in range(count):
@@ -55,6 +60,27 @@ def test_push_and_pull_are_those_of_autograd(name: str, count: int) -> None:
                 if reference is not None:
                     assert covector is not None
                     torch.testing.assert_close(covector[s], reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("primitive, at", [*CASES.values(), TABLE])
+def test_covectors_go_into_their_sums(primitive: Primitive, at: list[Tensor], count: int) -> None:
+    out = primitive.value(*at)
+    at_point = primitive.linearise(at, draw(*out.shape, seed=7))
+    at_point.forget()
+    bar, tangents = draw(count, *out.shape, seed=8), [draw(count, *x.shape, seed=10 + k) for k, x in enumerate(at)]
+    curved = tangents if at_point.bends else None
+    expected = at_point.pull(bar, curved)
+    rows = torch.full((count, 3 + sum(x.numel() for x in at)), torch.nan, dtype=torch.float64)  # a part of a wider row
+    pieces = rows[:, 3:].split([x.numel() for x in at], 1)
+    sums = [Sum(piece.view(count, *x.shape)) for piece, x in zip(pieces, at, strict=True)]
+    for times in (1, 2):
+        assert at_point.pull_into(bar, curved, sums) == (None,) * len(at)
+        for total, covector in zip(sums, expected, strict=True):
+            torch.testing.assert_close(total.close(), times * covector, rtol=1e-12, atol=1e-12)
+    assert rows[:, :3].isnan().all()
+    nowhere = at_point.pull_into(bar, curved, [Nowhere()] * len(at))
+    assert nowhere == (None,) * len(at)
 
 
 def _by_autograd(
