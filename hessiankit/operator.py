@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hessiankit.arguments import checked
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY
-from hessiankit.engine.linearisation import Constant, Linearisation, linearise
+from hessiankit.engine.linearisation import Batch, Constant, linearise
 from hessiankit.errors import InputError
 from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.task import Loss, Params, Task, check_memory
@@ -49,7 +49,14 @@ class HessianOperator(LinearOperator):
     """
 
     def __init__(
-        self, task: Task, batches: list[Linearisation | Constant], weights: list[float], kind: str, block_size: int | None
+        self,
+        task: Task,
+        batches: list[Batch],
+        weights: list[float],
+        kind: str,
+        block_size: int | None,
+        *,
+        keeps_first: bool = True,
     ) -> None:
         self.torch_dtype, self.device = task.dtype, task.device
         super().__init__(torch.empty(0, dtype=self.torch_dtype).numpy().dtype, (task.size, task.size))
@@ -60,13 +67,14 @@ class HessianOperator(LinearOperator):
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
         self._symmetry: float | None = None
+        self._keeps_first = keeps_first
         self._pair: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def gradient(self) -> Tensor:
         """The gradient at this point, (P,): half a product, at the first reading."""
         with torch.no_grad(), without_autocast():
-            return self._sum(b.gradient for b in self._batches)
+            return self._sum(b.gradient() for b in self._batches)
 
     @property
     def symmetry_error(self) -> float:
@@ -77,7 +85,8 @@ class HessianOperator(LinearOperator):
         if self._symmetry is None:
             generator = torch.Generator(self.device).manual_seed(0)
             for _ in range(2):
-                self._rows(torch.randn(1, self.shape[0], generator=generator, dtype=self.torch_dtype, device=self.device))
+                v = torch.randn(1, self.shape[0], generator=generator, dtype=self.torch_dtype, device=self.device)
+                self._test_symmetry(v, self._blocks(v), keep=True)
         assert self._symmetry is not None
         return self._symmetry
 
@@ -136,7 +145,7 @@ class HessianOperator(LinearOperator):
         with without_autocast():
             found = self._blocks(rows)
         if self._symmetry is None and len(rows):
-            self._test_symmetry(rows, found)
+            self._test_symmetry(rows, found, keep=self._keeps_first)
         return found
 
     def _blocks(self, rows: Tensor) -> Tensor:
@@ -177,7 +186,7 @@ class HessianOperator(LinearOperator):
     def _transpose(self) -> HessianOperator:
         return self
 
-    def _test_symmetry(self, rows: Tensor, found: Tensor) -> None:
+    def _test_symmetry(self, rows: Tensor, found: Tensor, *, keep: bool) -> None:
         """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?
 
         Raises:
@@ -193,13 +202,16 @@ class HessianOperator(LinearOperator):
             elif (error := self._asymmetry(*self._pair, v, Hv)) is not None:
                 self._symmetry, self._pair = error, None
                 return
+        if not keep:
+            self._pair = None
 
     def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float | None:
         """Return the asymmetry, None for vectors of almost one direction; u and Hu may have been rounded to be kept."""
-        (uu, uv, uHv, rounded), (_, _, vHu, also) = _inner(u, v, Hv), _inner(Hu, Hv, v)
-        if not abs(uv) < 0.99 * (uu**0.5) * float(v.norm()):
+        some = slice(None, None, max(1, len(v) // SAMPLE))
+        if _parallel(u[some].to(v.dtype), v[some]):
             return None
-        scale = (uu**0.5 * float(Hv.norm()) + float(v.norm()) * float(Hu.norm(dtype=v.dtype))) / 2
+        (uHv, rounded), (vHu, also) = _inner(u, Hv), _inner(Hu, v)
+        scale = float(u.norm(dtype=v.dtype) * Hv.norm() + v.norm() * Hu.norm(dtype=v.dtype)) / 2
         error = abs(uHv - vHu) / scale if scale else 0.0
         allowed = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._batches)) ** 0.5
         allowed += 6 * (rounded + also) ** 0.5 / scale if scale else 0.0
@@ -241,6 +253,9 @@ class TorchOperator:
 LONG = 2**22
 """Entries from which the first product is kept in half the width, until the second one."""
 
+SAMPLE = 2**16
+"""Entries by which two long vectors are taken for parallel."""
+
 HALF = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
 
 
@@ -249,15 +264,20 @@ def _kept(x: Tensor) -> Tensor:
     return x.to(HALF[x.dtype]) if x.numel() > LONG and x.dtype in HALF else x.clone()
 
 
-def _inner(u: Tensor, v: Tensor, w: Tensor) -> tuple[float, float, float, float]:
-    """Return <u, u>, <u, v>, <u, w> and the variance of the last that comes from the rounding of u, if u was rounded."""
-    unit = 0.0 if u.dtype == w.dtype else torch.finfo(u.dtype).eps / 2
-    found = torch.zeros(4, dtype=torch.float64)
-    for a, b, c in zip(u.split(LONG), v.split(LONG), w.split(LONG), strict=True):
-        a = a.to(c.dtype)
-        found += torch.stack([a @ a, a @ b, a @ c, (a * c).square().sum() * (unit * unit / 3)]).double().cpu()
-    uu, uv, uw, variance = found.tolist()
-    return uu, uv, uw, variance
+def _parallel(u: Tensor, v: Tensor) -> bool:
+    """Tell whether two vectors have almost one direction, or one is zero: they test nothing then."""
+    return not abs(float(u @ v)) < 0.99 * float(u.norm() * v.norm())
+
+
+def _inner(u: Tensor, w: Tensor) -> tuple[float, float]:
+    """Return <u, w>, and the variance of it that comes from the rounding of u, if u was rounded."""
+    if u.dtype == w.dtype:
+        return float(u @ w), 0.0
+    unit, total, variance = torch.finfo(u.dtype).eps / 2, 0.0, 0.0
+    for a, b in zip(u.split(LONG), w.split(LONG), strict=True):
+        a = a.to(b.dtype)
+        total, variance = total + float(a @ b), variance + float((a * b).norm()) ** 2 * unit * unit / 3
+    return total, variance
 
 
 @checked("hessian_operator")
@@ -274,12 +294,18 @@ def hessian_operator(
     weights: Weights = None,
     reduction: str | None = None,
     handshake: bool = True,
+    recompute: str | None = None,
+    micro_batch: int | None = None,
+    snapshot: bool | None = None,
 ) -> HessianOperator:
     """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
 
     The module is traced and linearised here, once for each batch, at copies of its parameters; later training does not
-    move the operator. Memory: every value of the module for all the data, and in a product at most about 512 MiB of tangents
-    (``block_size`` vectors at a time, chosen to stay below that; a CPU takes fewer together, as its caches hold), never P x P.
+    move the operator. This costs about two gradients and a half, a product about two. Memory: what the derivatives need of the
+    module's values for all the data, and in a product at most about 512 MiB of tangents (``block_size`` vectors at a time, chosen
+    to stay below that; a CPU takes fewer together, as its caches hold), never P x P. The first two products are tested: they are
+    finite, and <u, H v> = <v, H u>; until the second, copies of the first vector and its product are kept (not with ``recompute``
+    or ``micro_batch``, where only vectors that are multiplied together are tested).
 
     Args:
         module: Any module whose forward torch can trace; see :func:`hessiankit.hessian` for what it may return.
@@ -293,6 +319,13 @@ def hessian_operator(
         weights: As in :func:`hessiankit.hessian`.
         reduction: As in :func:`hessiankit.hessian`.
         handshake: As in :func:`hessiankit.hessian`; once for each batch, here.
+        recompute: ``"layers"``: keep values only where a single one passes, as the residual stream between two sublayers, and make
+            those in between anew in every product, as activation checkpointing does: the memory of one sublayer, half as much
+            time again.
+        micro_batch: Samples of a batch treated at once, each part anew in every product: the memory of so many samples. Exact; for
+            losses 'mse', 'cross_entropy' and torch's own, and samples that do not depend on each other.
+        snapshot: Whether to keep copies of the parameters. Without, nothing is copied, and a product after a change of the
+            parameters is an error. None: copies, unless ``recompute`` or ``micro_batch`` asks for little memory.
 
     Raises:
         InputError: If an argument cannot be used, or if the module is not a function: it draws random numbers, or a call
@@ -308,13 +341,26 @@ def hessian_operator(
     [4.0, 6.0]
     """
     check_options(loss, kind, block_size)
+    check_memory_options(recompute, micro_batch)
+    lean = recompute is not None or micro_batch is not None
     task, batches, counts = linearised(
-        module, data, target, loss=loss, params=params, kind=kind, weights=weights, reduction=reduction, handshake=handshake
+        module,
+        data,
+        target,
+        loss=loss,
+        params=params,
+        kind=kind,
+        weights=weights,
+        reduction=reduction,
+        handshake=handshake,
+        share=lean if snapshot is None else not snapshot,
+        recompute=recompute,
+        micro_batch=micro_batch,
     )
     if all(isinstance(batch, Constant) for batch in batches):
         names = ", ".join(map(repr, task.parameters))
         raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
-    return HessianOperator(task, batches, shares(counts, loss, reduction), kind, block_size)
+    return HessianOperator(task, batches, shares(counts, loss, reduction), kind, block_size, keeps_first=not lean)
 
 
 @one_at_a_time
@@ -329,16 +375,19 @@ def linearised(
     weights: Weights,
     reduction: str | None,
     handshake: bool = True,
-) -> tuple[Task, list[Linearisation | Constant], list[float]]:
+    share: bool = False,
+    recompute: str | None = None,
+    micro_batch: int | None = None,
+) -> tuple[Task, list[Batch], list[float]]:
     """Return the last request, and every batch linearised with its count; arguments as in :func:`hessian_operator`."""
-    batches: list[Linearisation | Constant] = []
+    batches: list[Batch] = []
     counts: list[float] = []
-    made = requests(WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
+    made = requests(WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake, share=share)
     for task, count in made:
         if kind != "hessian" and task.whole:
             raise InputError(f"{WHO}: kind={kind!r} needs the module's output as one tensor, but the loss is given an object")
         with torch.no_grad():
-            batches.append(linearise(task, gauss_newton=kind != "hessian"))
+            batches.append(linearise(task, gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
         counts.append(count)
     return task, batches, counts
 
@@ -353,3 +402,11 @@ def check_options(loss: Loss, kind: str, block_size: int | None) -> None:
         raise InputError(f"{WHO}: kind='fisher' needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
     if block_size is not None and block_size < 1:
         raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
+
+
+def check_memory_options(recompute: str | None, micro_batch: int | None) -> None:
+    """Raise InputError if the options that save memory are not known."""
+    if recompute not in (None, "layers"):
+        raise InputError(f"{WHO}: recompute={recompute!r} is not known; pass 'layers' or None")
+    if micro_batch is not None and micro_batch < 1:
+        raise InputError(f"{WHO}: micro_batch={micro_batch} leaves no sample to treat; pass 1 or more, or None")

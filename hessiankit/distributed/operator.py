@@ -14,7 +14,7 @@ from hessiankit.distributed.agreement import check_same_tensors, check_versions,
 from hessiankit.distributed.ranks import Ranks
 from hessiankit.distributed.unwrapping import filled, is_sharded, unwrapped
 from hessiankit.engine.assembly import WORKSPACE
-from hessiankit.engine.linearisation import Constant, Linearisation
+from hessiankit.engine.linearisation import Batch, Constant
 from hessiankit.errors import InputError
 from hessiankit.operator import HessianOperator, check_options, linearised
 from hessiankit.request.batches import Weights, batches
@@ -40,7 +40,7 @@ class DistributedOperator(HessianOperator):
         self,
         ranks: Ranks,
         task: Task,
-        batches: list[Linearisation | Constant],
+        batches: list[Batch],
         weights: list[float],
         kind: str,
         block_size: int | None,
@@ -79,7 +79,7 @@ class _Nothing(Constant):
 
     def __init__(self, task: Task) -> None:
         self.loss = 0.0
-        self.gradient = next(iter(task.parameters.values())).new_zeros(task.size)
+        self._zeros = next(iter(task.parameters.values())).new_zeros(()).expand(task.size)
         self.bytes_per_vector = 1
 
 
@@ -145,7 +145,7 @@ def hessian_operator(
     check_same_tensors(ranks, {n: x for n, x in module.named_parameters() if n not in chosen}, "constant parameter")
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
 
-    def own() -> tuple[Task, list[Linearisation | Constant], list[float]]:
+    def own() -> tuple[Task, list[Batch], list[float]]:
         pairs, counts = _counting(data, target, loss, weights)
         if not pairs:
             return Task(module, (), None, loss, dict(chosen), ModuleState(module)), [], []
@@ -153,7 +153,7 @@ def hessian_operator(
         return linearised(module, several, None, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction)
 
     task, linearisations, counts = ranks.together(own)
-    held = ranks.gather((counts, any(isinstance(batch, Linearisation) for batch in linearisations)))
+    held = ranks.gather((counts, any(not isinstance(batch, Constant) for batch in linearisations)))
     terms = math.fsum(count for its, _ in held for count in its)
     if not terms:
         raise InputError(f"{WHO}: no rank holds a batch that counts; pass data on one of them at least")

@@ -10,47 +10,37 @@ The Gauss-Newton part keeps the second term only in the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TypeAlias
+from dataclasses import replace
+from functools import reduce
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from derivations.linearised import Linearised, Nowhere, Sum
+from derivations.linearised import Nowhere, Sum
 from derivations.primitive import Covectors
+from hessiankit.engine.condensing import Step, condensed
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.stretches import Stretch, cut, first_readers, gather, last_readers, on_the_way, size
-from hessiankit.errors import TraceError
+from hessiankit.errors import InputError, TraceError
 from hessiankit.request.handshake import Handshake
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.loss_trace import loss_trace, normalizer_of, samples_are_independent
 from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.task import Task
 from hessiankit.tracing.trace import Application, Trace
 
 Bars: TypeAlias = "dict[int, Tensor]"  # covectors (S, *value.shape) by the value's id
 
+Recompute: TypeAlias = Literal["layers", "all"] | None
+
 CACHED = 10 * 2**20
 """Bytes of tangents that vectors of a block treated together may take on a CPU: more leave its caches."""
 
 NOWHERE = Nowhere()
 
-
-@dataclass(frozen=True)
-class _Step:
-    """One application on the way to the loss.
-
-    Attributes:
-        primitive: What it applies, linearised.
-        inputs: Ids of the inputs that move; None for the others.
-        output: Id of the output.
-    """
-
-    primitive: Linearised
-    inputs: tuple[int | None, ...]
-    output: int
+Batch: TypeAlias = "Linearisation | Parts | Constant"
 
 
 class Linearisation:
@@ -59,7 +49,10 @@ class Linearisation:
     Args:
         task: The batch.
         gauss_newton: Whether only the loss bends.
-        recompute: Whether values are kept only where a single one passes, and made anew between these places.
+        recompute: What is made anew for every product: nothing (None), what lies between the places where a single value passes
+            ("layers"), or everything ("all").
+        count: What a named loss divides its sum by; None: what it does for this batch.
+        handshake: What loss and gradient are to be compared with, for a part of a batch; it is left open.
 
     Attributes:
         loss: The loss.
@@ -68,8 +61,16 @@ class Linearisation:
         bytes_per_vector: What a product takes at most beside what is kept.
     """
 
-    def __init__(self, task: Task, *, gauss_newton: bool, recompute: bool = False) -> None:
-        self.count = normalizer_of(task)
+    def __init__(
+        self,
+        task: Task,
+        *,
+        gauss_newton: bool,
+        recompute: Recompute = None,
+        count: float | None = None,
+        handshake: Handshake | None = None,
+    ) -> None:
+        self.count = normalizer_of(task) if count is None else count
         traced = loss_trace(task, self.count)
         trace = traced.trace
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
@@ -77,29 +78,31 @@ class Linearisation:
         own = set(self._ids.values())
         self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
         self._bending = _downstream(trace, traced.output) if gauss_newton else None
-        self._stretches = cut(trace, layers=recompute)
+        self._stretches = cut(trace, layers=recompute == "layers")
         path = on_the_way(trace)
-        self._frees: dict[int, list[int]] = {}
-        for at, n in last_readers(path).items():
-            if at not in own:
-                self._frees.setdefault(path[n].output, []).append(at)
         self._first = {at: reader for at, reader in first_readers(path).items() if at in own}
         self._read: set[int] = set()  # values whose tangents something that bends reads, by itself or through others
-        self._kept: list[list[_Step] | None] = []
+        self._kept: list[list[Step] | None] = []
         self._given: list[tuple[dict[int, Tensor], Bars]] = []  # values that enter each stretch, adjoints that leave it
         self._still = {at: x for at, x in enumerate(trace.values) if at in own or at not in trace.moving}
         self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
         passing = [sum(size(trace.values[a.output]) for a in stretch.applications) for stretch in self._stretches]
         self.bytes_per_vector = 3 * max(passing) + 2 * task.size * task.dtype.itemsize
-        handshake = Handshake(task)
-        handshake.add(trace, {})
+        compare = handshake or Handshake(task)
+        compare.add(trace, {})
         with task.at(), torch.no_grad():
-            self._sweep(trace, handshake)
-        handshake.close()
+            self._sweep(trace, compare)
+        if handshake is None:
+            compare.close()
+        self._frees: dict[int, list[int]] = {}  # values whose tangents nobody reads after one was made
+        for at, reader in last_readers(path if recompute else self._steps(0)).items():
+            if at not in own:
+                self._frees.setdefault(reader, []).append(at)
         self._task = replace(task, reference=None)
 
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
+        self._task.state.check_shared("HessianOperator")
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         step = max(1, len(rows) if rows.device.type != "cpu" else CACHED // self.bytes_per_vector)
         with self._at_the_point():
@@ -107,9 +110,8 @@ class Linearisation:
                 self._multiply(some.contiguous(), into)
         return out
 
-    @cached_property
     def gradient(self) -> Tensor:
-        """The gradient of the loss, (P,)."""
+        """Return the gradient of the loss, (P,)."""
         out = torch.empty(1, self._task.size, dtype=self._task.dtype, device=self._task.device)
         with self._at_the_point(), self._sums(out) as sums:
             bars: Bars = {self._output: self._seed}
@@ -165,10 +167,10 @@ class Linearisation:
                 values.pop(a.output, None)
                 for at in {at for at in a.inputs if at in names and self._first[at] == a.output}:
                     handshake.complete(names[at], sums.pop(at).close()[0])
-            self._kept.insert(0, None if self._recompute else steps[::-1])
+            self._kept.insert(0, None if self._recompute else condensed(steps[::-1]))
             self._given.insert(0, (given, after))
 
-    def _step(self, a: Application, values: dict[int, Tensor], adjoints: Bars, sums: Mapping[int, Sum]) -> _Step | None:
+    def _step(self, a: Application, values: dict[int, Tensor], adjoints: Bars, sums: Mapping[int, Sum]) -> Step | None:
         """Linearise one application, and pull the adjoint of its output back; None where there is none."""
         adjoint = adjoints.pop(a.output, None)
         if adjoint is None:
@@ -184,9 +186,9 @@ class Linearisation:
             self._read.update(at for at in inputs if at is not None)
         _add(adjoints, inputs, at_point.pull_into(adjoint, None, _of(sums, inputs)))
         at_point.forget()
-        return _Step(at_point, inputs, a.output)
+        return Step(at_point, inputs, a.output)
 
-    def _steps(self, k: int) -> list[_Step]:
+    def _steps(self, k: int) -> list[Step]:
         """Return the steps of a stretch, kept or made anew."""
         kept = self._kept[k]
         if kept is not None:
@@ -243,7 +245,7 @@ class Linearisation:
                 values.pop(at, None)
 
     def _sweep_back(
-        self, steps: list[_Step], moved: dict[int, list[Tensor | None]], bars: Bars, sums: Mapping[int, Sum]
+        self, steps: list[Step], moved: dict[int, list[Tensor | None]], bars: Bars, sums: Mapping[int, Sum]
     ) -> None:
         """Pull second-order adjoints back."""
         for step in reversed(steps):
@@ -259,29 +261,86 @@ class Constant:
 
     def __init__(self, task: Task) -> None:
         self.loss = own_value(task)
-        self.gradient = torch.zeros(task.size, dtype=task.dtype, device=task.device)
-        self.bytes_per_vector = size(self.gradient)
+        self._zeros = torch.zeros((), dtype=task.dtype, device=task.device).expand(task.size)
+        self.bytes_per_vector = size(self._zeros)
 
     def product(self, rows: Tensor) -> Tensor:
         """Return zeros, (S, P)."""
         return torch.zeros_like(rows, memory_format=torch.contiguous_format)
 
+    def gradient(self) -> Tensor:
+        """Return zeros, (P,)."""
+        return self._zeros.clone()
+
     def origin(self) -> None:
         """Nothing is not finite here."""
 
 
-def linearise(task: Task, *, gauss_newton: bool, recompute: bool = False) -> Linearisation | Constant:
-    """Linearise one batch; arguments as in :class:`Linearisation`.
+DEPENDENT = "micro_batch: the parts of the batch do not add up to the whole: samples depend on each other, as in a batch norm"
+
+
+class Parts:
+    """Some samples of a batch at a time, each part made anew for every product: what a :class:`Linearisation` of it would be."""
+
+    def __init__(self, task: Task, size: int, *, gauss_newton: bool, recompute: Recompute) -> None:
+        starts, count = range(0, task.batch, size), normalizer_of(task)
+        if not isinstance(task.loss, str):
+            raise InputError("micro_batch needs a loss whose sum over samples is known: 'mse' or 'cross_entropy', or torch's own")
+        if task.reference is None and not samples_are_independent(task):
+            raise TraceError(DEPENDENT)
+        handshake = Handshake(task, len(starts))
+        self._parts = [
+            Linearisation(
+                task.part(slice(start, start + size)),
+                gauss_newton=gauss_newton,
+                recompute=recompute or "all",
+                count=count,
+                handshake=handshake,
+            )
+            for start in starts
+        ]
+        try:
+            handshake.close()
+        except TraceError as error:
+            raise TraceError(f"{DEPENDENT}, or: {error}") from error
+        self.loss, self.eps = sum(part.loss for part in self._parts), max(part.eps for part in self._parts)
+        self.fallbacks = tuple(dict.fromkeys(name for part in self._parts for name in part.fallbacks))
+        self.bytes_per_vector = max(part.bytes_per_vector for part in self._parts)
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Return H V as rows: (S, P) to (S, P)."""
+        return _total(part.product(rows) for part in self._parts)
+
+    def gradient(self) -> Tensor:
+        """Return the gradient of the loss, (P,)."""
+        return _total(part.gradient() for part in self._parts)
+
+    def origin(self) -> str | None:
+        """Return a phrase that names the first operation with a value or derivative that is not finite, if there is one."""
+        return next((found for part in self._parts if (found := part.origin())), None)
+
+
+def linearise(
+    task: Task, *, gauss_newton: bool, recompute: Recompute = None, micro_batch: int | None = None
+) -> Batch:
+    """Linearise one batch, whole or some samples at a time; arguments as in :class:`Linearisation`.
 
     Raises:
-        TraceError: If torch cannot trace the module.
+        TraceError: If torch cannot trace the module, or if samples are not independent.
     """
     try:
+        if micro_batch is not None and micro_batch < task.batch:
+            return Parts(task, micro_batch, gauss_newton=gauss_newton, recompute=recompute)
         return Linearisation(task, gauss_newton=gauss_newton, recompute=recompute)
     except TraceError:
         if reached(task):
             raise
     return Constant(task)
+
+
+def _total(terms: Iterable[Tensor]) -> Tensor:
+    """Return a sum, in the memory of its first term."""
+    return reduce(Tensor.add_, terms)
 
 
 def _of(sums: Mapping[int, Sum], inputs: tuple[int | None, ...]) -> list[Sum | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -40,9 +41,9 @@ def cut(trace: Trace, *, layers: bool) -> list[Stretch]:
     some: list[Application] = []
     entries: tuple[int, ...] = ()
     made = 0
-    for n, a in enumerate(path):
+    for a in path:
         some.append(a)
-        live = {at for at in (*live, a.output) if last.get(at, -1) > n}
+        live = {at for at in (*live, a.output) if last.get(at) not in (None, a.output)}
         made += size(trace.values[a.output])
         passing = sum(size(trace.values[at]) for at in live)
         if len(live) == 1 and made > WIDER * passing and not live & own:
@@ -61,14 +62,26 @@ def on_the_way(trace: Trace) -> list[Application]:
     return path[::-1]
 
 
-def last_readers(applications: Sequence[Application]) -> dict[int, int]:
-    """Return the position of the last application that reads each value."""
-    return {at: n for n, a in enumerate(applications) for at in a.inputs if at is not None}
+class Reads(Protocol):
+    """What reads values and makes one."""
+
+    @property
+    def inputs(self) -> tuple[int | None, ...]:
+        """Ids of what it reads."""
+
+    @property
+    def output(self) -> int:
+        """Id of what it makes."""
 
 
-def first_readers(applications: Sequence[Application]) -> dict[int, int]:
-    """Return the output of the first application that reads each value."""
-    return {at: a.output for a in reversed(applications) for at in a.inputs if at is not None}
+def last_readers(some: Sequence[Reads]) -> dict[int, int]:
+    """Return the output of the last one that reads each value."""
+    return {at: a.output for a in some for at in a.inputs if at is not None}
+
+
+def first_readers(some: Sequence[Reads]) -> dict[int, int]:
+    """Return the output of the first one that reads each value."""
+    return last_readers(some[::-1])
 
 
 def size(x: Tensor) -> int:

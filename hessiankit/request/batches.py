@@ -64,6 +64,7 @@ def requests(
     weights: Weights = None,
     reduction: str | None = None,
     handshake: bool = True,
+    share: bool = False,
 ) -> Iterator[tuple[Task, float]]:
     """Yield a request for each batch that counts, and its count.
 
@@ -79,6 +80,7 @@ def requests(
         weights: The counts of the batches, or a callable (inputs, target) -> count.
         reduction: "mean" or "sum" over all terms of all batches; by default what the loss itself does.
         handshake: Whether results are compared with the module's own loss and gradient.
+        share: Whether the module's own parameters are read later, and no copies.
 
     Raises:
         InputError: If a batch cannot be used, or several batches of unknown counts are given.
@@ -102,7 +104,7 @@ def requests(
         count = _count(who, number, inputs, labels, loss, weights, given, rule, several)
         if count == 0.0:
             continue
-        task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, before=task)
+        task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
         yield task, count
     if given is not None and (left := list(given)):
         raise InputError(f"{who}: weights has {len(left)} numbers more than there are batches; pass one for each")

@@ -36,10 +36,12 @@ class Handshake:
 
     Args:
         task: The whole batch.
+        parts: How many traces it is cut into, for :meth:`complete`.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, parts: int = 1) -> None:
         self._task, self._loss, self._eps = task, 0.0, 0.0
+        self._missing = dict.fromkeys(task.parameters, parts)
         self._gradient: dict[str, Tensor] = {}
         self._probes: list[Probe] = []
         self._agreed: set[str] = set()
@@ -58,12 +60,13 @@ class Handshake:
                 self._gradient[name] = self._gradient[name] + slope if name in self._gradient else slope
 
     def complete(self, name: str, slope: Tensor) -> None:
-        """Compare the derivative with respect to one parameter, of all samples, and forget it if it agrees."""
+        """Take the derivative with respect to one parameter; compare it once all parts are there, and forget it if it agrees."""
         own = self._task.reference
         if own is None:
             return
-        self._gradient[name] = slope
-        if not self._differences(own, (name,)):
+        self._gradient[name] = self._gradient[name] + slope if name in self._gradient else slope
+        self._missing[name] -= 1
+        if not self._missing[name] and not self._differences(own, (name,)):
             self._agreed.add(name)
             del self._gradient[name]
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hessiankit.errors import InputError
+
 
 class ModuleState:
     """Copies of a module's tensors, and of what its attributes are.
@@ -23,6 +25,7 @@ class ModuleState:
     Args:
         module: The module; nothing of it is changed.
         others: What else is called, and may hold something that the call changes: the loss.
+        share: Hold the parameters themselves in place of copies, and tell only whether they have been given other values.
 
     Attributes:
         values: Copies of the values of parameters and buffers, by name.
@@ -39,11 +42,13 @@ class ModuleState:
     (True, False)
     """
 
-    def __init__(self, module: nn.Module, *others: Any) -> None:
+    def __init__(self, module: nn.Module, *others: Any, share: bool = False) -> None:
         self.module, self.others, self.is_present = module, others, False
         self._held = Held(module, *others)
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        self.values = {name: x.detach().clone() for name, x in named.items()}
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        named = {**parameters, **buffers}
+        self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in named.items()}
+        self._marks = {name: _mark(x) for name, x in parameters.items()} if share else {}
         self.modes = tuple(m.training for m in module.modules())
         self._tensors = {name: (x, self.values[name]) for name, x in named.items()}
         for name, x in _plain_tensors(module):
@@ -94,9 +99,20 @@ class ModuleState:
         """Return the parameter or buffer that has been given other values since; None if none has."""
         for kind, found in (("parameter", self.module.named_parameters()), ("buffer", self.module.named_buffers())):
             for name, x in found:
-                if name not in self.values or not same_values(x, self.values[name]):
+                same = name in self.values and same_values(x, self.values[name])
+                if not same or (name in self._marks and _mark(x) != self._marks[name]):
                     return f"{kind} {name!r}"
         return None
+
+    def check_shared(self, who: str) -> None:
+        """Raise an error if a parameter that is shared has been given other values since."""
+        own = dict(self.module.named_parameters()) if self._marks else {}
+        for name, mark in self._marks.items():
+            if _mark(self.values[name]) != mark or name not in own or own[name].data_ptr() != self.values[name].data_ptr():
+                raise InputError(
+                    f"{who}: the parameter {name!r} has been given other values since; make it anew for these, or let it keep a "
+                    "copy of the parameters: snapshot=True"
+                )
 
     def changed_attribute(self) -> str | None:
         """Return what else a call has changed: an attribute, an entry of a list, a variable of a closure; None if nothing."""
@@ -201,6 +217,11 @@ class Held:
         for _, x, _, flag in self._tensors:
             if x.is_leaf and x.requires_grad is not flag:
                 x.requires_grad_(flag)
+
+
+def _mark(x: Tensor) -> int:
+    """Return the sum of a tensor's entries, read as integers: it changes with almost every change."""
+    return int(x.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).sum())
 
 
 def same_values(x: Tensor, copy: Tensor) -> bool:

@@ -147,6 +147,7 @@ def make_task(
     params: Params | Selection = None,
     *,
     handshake: bool = True,
+    share: bool = False,
     before: Task | None = None,
 ) -> Task:
     """Check everything that can be checked before computing, and return the request for what is, or has been, selected.
@@ -161,6 +162,7 @@ def make_task(
         loss: The loss.
         params: Which parameters, or what has been selected.
         handshake: Whether results are compared with the module's own loss and gradient.
+        share: Whether the module's own parameters are read later, and no copies.
         before: An earlier request for the same module, whose state counts.
 
     Raises:
@@ -174,7 +176,7 @@ def make_task(
     dtype, device = one_kind(who, module, parameters, dtypes=True)
     check_arguments(who, module, inputs, target, loss, dtype, device)
     positional, keyword = arguments(inputs)
-    state = ModuleState(module, loss) if before is None else before.state
+    state = ModuleState(module, loss, share=share) if before is None else before.state
     values = {name: state.values[name] for name in parameters}
     data = (tuple(positional) + tuple(keyword.values()), target)
 
