@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,12 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
                 return function(*args, **kwargs)
 
     return alone
+
+
+def hand_back_memory() -> None:
+    """Hand freed memory back to the system, where the C library keeps much of it (glibc)."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def computed_later(function: Callable[P, R]) -> Callable[P, R]:

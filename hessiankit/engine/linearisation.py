@@ -29,6 +29,7 @@ from hessiankit.request.handshake import Handshake
 from hessiankit.request.loss_trace import loss_trace, normalizer_of, samples_are_independent
 from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.task import Task
+from hessiankit.torch_state import hand_back_memory
 from hessiankit.tracing.trace import Application, Trace
 
 Bars: TypeAlias = "dict[int, Tensor]"  # covectors (S, *value.shape) by the value's id
@@ -37,6 +38,9 @@ Recompute: TypeAlias = Literal["layers", "all"] | None
 
 CACHED = 10 * 2**20
 """Bytes of tangents that vectors of a block treated together may take on a CPU: more leave its caches."""
+
+LONG = 2**22
+"""Parameters from which freed memory is handed back to the system once a batch is linearised."""
 
 NOWHERE = Nowhere()
 
@@ -83,7 +87,7 @@ class Linearisation:
         self._first = {at: reader for at, reader in first_readers(path).items() if at in own}
         self._read: set[int] = set()  # values whose tangents something that bends reads, by itself or through others
         self._kept: list[list[Step] | None] = []
-        self._given: list[tuple[dict[int, Tensor], Bars]] = []  # values that enter each stretch, adjoints that leave it
+        self._given: list[tuple[dict[int, Tensor], Bars]] = []  # values that a stretch is made of anew, adjoints that leave it
         self._still = {at: x for at, x in enumerate(trace.values) if at in own or at not in trace.moving}
         self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
         passing = [sum(size(trace.values[a.output]) for a in stretch.applications) for stretch in self._stretches]
@@ -99,6 +103,8 @@ class Linearisation:
             if at not in own:
                 self._frees.setdefault(reader, []).append(at)
         self._task = replace(task, reference=None)
+        if task.size > LONG:
+            hand_back_memory()
 
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
@@ -156,7 +162,8 @@ class Linearisation:
         adjoints: Bars = {self._output: self._seed}
         sums: dict[int, Sum] = {}
         for stretch in reversed(self._stretches):
-            given, after, steps = {at: values[at] for at in stretch.entries}, dict(adjoints), []
+            kept = () if stretch is self._stretches[-1] else stretch.products(names)
+            given, after, steps = {at: values[at] for at in (*stretch.entries, *kept)}, dict(adjoints), []
             for a in reversed(stretch.applications):
                 for at in a.inputs:
                     if at in names and at not in sums:
@@ -196,7 +203,8 @@ class Linearisation:
         stretch, (given, after) = self._stretches[k], self._given[k]
         values, adjoints = dict(given), dict(after)
         for a in stretch.applications:
-            values[a.output] = a.primitive.value(*gather(a, values, self._still))  # type: ignore[arg-type]
+            if a.output not in values:
+                values[a.output] = a.primitive.value(*gather(a, values, self._still))  # type: ignore[arg-type]
         nowhere = dict.fromkeys(self._ids.values(), NOWHERE)
         steps = []
         for a in reversed(stretch.applications):
@@ -235,7 +243,8 @@ class Linearisation:
         values = dict(self._given[k][0])
         for a in self._stretches[k].applications:
             inputs = gather(a, values, self._still)
-            values[a.output] = a.primitive.value(*inputs)  # type: ignore[arg-type]
+            if a.output not in values:
+                values[a.output] = a.primitive.value(*inputs)  # type: ignore[arg-type]
             moving = [at if at in self._moving else None for at in a.inputs]
             if a.output in self._read:
                 at_point = a.primitive.linearise(inputs, None, [at is not None for at in moving])  # type: ignore[arg-type]

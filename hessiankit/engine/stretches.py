@@ -5,12 +5,13 @@ The narrow places of a transformer are those where only the residual stream pass
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from derivations.linear import Linear, MatMul
 from hessiankit.tracing.trace import Application, Trace
 
 WIDER = 4
@@ -28,6 +29,11 @@ class Stretch:
 
     applications: tuple[Application, ...]
     entries: tuple[int, ...]
+
+    def products(self, weights: Container[int | None]) -> tuple[int, ...]:
+        """Return the outputs of products with weights, which cost more to make anew than they take to keep."""
+        found = (a for a in self.applications if isinstance(a.primitive, (Linear, MatMul)) and a.inputs[1] in weights)
+        return tuple(a.output for a in found)
 
 
 def cut(trace: Trace, *, layers: bool) -> list[Stretch]:
