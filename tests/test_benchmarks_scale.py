@@ -108,8 +108,9 @@ def test_what_is_missing_is_said(method: str, why: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no limit of memory")
-def test_what_does_not_fit_is_said() -> None:
-    row = row_of("attention-L2048", dtype="float32", plan=replace(SHORT, memory_gib=0.02))
+@pytest.mark.parametrize("method", ["double", "hessian_operator"])
+def test_what_does_not_fit_is_said(method: str) -> None:
+    row = row_of("attention-L2048", method, dtype="float32", plan=replace(SHORT, memory_gib=0.02))
     assert (row["status"], row["why"], row["time"]) == ("out of memory", "set-up: more than 0.02 GiB", None)
     assert torch.ones(2**25).sum() == 2**25  # the limit is gone
     result = {"parameters": 1, "gradient": None, "rows": [row]}
@@ -148,6 +149,7 @@ def test_the_top_eigenvalue_is_that_of_the_matrix() -> None:
     assert "largest magnitude" in suite.table([record("scale", cell("decoder-L8", dtype="float32"), result)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -9,6 +9,7 @@ import ast
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -31,7 +32,7 @@ from benchmarks.suites.common import dense
 from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, short, with_range
 from benchmarks.timing import all_rounds, finite, rounds_within, several, spread, timed
 from hessiankit import bounds, frobenius_norms, hessian_operator
-from hessiankit.errors import InputError
+from hessiankit.errors import HessiankitError, InputError
 from hessiankit.verify.references.base import first_line
 
 Runner: TypeAlias = Callable[[Tensor], Any]
@@ -106,8 +107,10 @@ def _differences(case: Case, v: Tensor) -> tuple[Tensor, str]:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Tell whether an allocation failed; torch has no class of its own for that on a CPU."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    """Tell whether an allocation failed, which torch has no class for on a CPU; a refusal beforehand is something else."""
+    failed = isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not isinstance(error, HessiankitError)
+    cause = error.__cause__
+    return failed or "can't allocate memory" in str(error) or (isinstance(cause, Exception) and _lacks_memory(cause))
 
 
 @dataclass(frozen=True)
@@ -218,11 +221,12 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     v, alone = _vector(case), cell["threads"] == 1
     found, gradient = None, None
     try:
-        with at_most(plan.memory_gib):
+        with at_most(plan.memory_gib) if plan.device == "cpu" else nullcontext():
             found, gradient = _measured(row, method, options, case, v, plan, time.process_time if alone else time.perf_counter)
     except Exception as error:
         lacks = _lacks_memory(error)
-        why = f"more than {plan.memory_gib:g} GiB" if lacks else first_line(error)
+        limit = f"{plan.memory_gib:g} GiB" if plan.device == "cpu" else "the device has"
+        why = f"more than {limit}" if lacks else first_line(error)
         row.update(status="out of memory" if lacks else "failed", why=f"{'product' if row['setup_bytes'] else 'set-up'}: {why}")
     if found is not None:
         tell("reference", 0, 1)
@@ -360,7 +364,7 @@ BENCHMARK = Benchmark(
     "- Each row is a process of its own. *set-up* (what is made once) and *product* are in gradients of the module, timed in\n"
     "  the same process, a gradient and a product in turn; median, quartiles in brackets. With one thread, process times.\n"
     "- MiB: the highest resident size during the set-up, and during a product, less that with model and data before the method\n"
-    "  (on a GPU the allocator's). *out of memory*: an allocation beyond the limit (`--memory-gib`) failed.\n"
+    "  (on a GPU the allocator's). *out of memory*: an allocation beyond the limit failed (`--memory-gib`; on a GPU its own).\n"
     "- `double`: the gradient with `create_graph=True` is the set-up, `torch.autograd.grad` of it a product. It and packages\n"
     "  get attention from `SDPBackend.MATH`, because the fused kernels have no second derivative.\n"
     "- error: |difference| / |H v| from central differences of the module's gradient in float64 (where that does not fit, in\n"
