@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import real_sizes
 from benchmarks.mutants import command as mutants
 from benchmarks.plan import Benchmark, Plan
 from benchmarks.problems import DTYPES, GPT2, names, read
 from benchmarks.report import write
 from benchmarks.runner import Outcome, measure
-from benchmarks.suites import ALIASES, BENCHMARKS
+from benchmarks.suites import ALIASES, BENCHMARKS, scale
 from benchmarks.suites.sharpness import MODELS
 from hessiankit.errors import HessiankitError, InputError
 
@@ -42,9 +43,24 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--quick", action="store_true", help="the smallest cells, 2 rounds, one thread, float64")
     top.add_argument("--out", type=Path, default=Path("results/benchmarks"), help="folder to write to (default: %(default)s)")
     top.add_argument("--threads", type=_positive, nargs="+", help="threads, each its own cells (default: 1 2)")
-    top.add_argument("--dtype", nargs="+", choices=list(DTYPES), help="dtypes, each its own cells (default: both)")
+    top.add_argument("--dtype", nargs="+", choices=list(DTYPES), help="dtypes, each its own cells (default: float64 float32)")
     top.add_argument("--repeats", type=_positive, help="timed rounds (default: 5; with --quick 2)")
-    top.add_argument("--sizes", nargs="+", metavar="PROBLEM", help=f"of: {', '.join(names())}, L16d8f32, small-x2, ...")
+    top.add_argument(
+        "--sizes",
+        "--problems",
+        nargs="+",
+        metavar="PROBLEM",
+        help=f"of: {', '.join(names())}, L16d8f32, small-x2, ...; of scale: {', '.join(scale.MODELS)}, attention-L2048, ...",
+    )
+    top.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help=f"of scale: {', '.join(scale.METHODS)}, {scale.USUAL[1]}, ...",
+    )
+    top.add_argument(
+        "--memory-gib", type=float, default=8.0, help="of scale: what a method may allocate (default: %(default)g GiB)"
+    )
     top.add_argument("--batches", type=_positive, nargs="+", metavar="B", help="batch sizes (default: 1 8 32 128)")
     top.add_argument(
         "--limit-seconds", type=float, default=120.0, help="what the timed rounds of one cell may take (default: %(default)g)"
@@ -75,8 +91,14 @@ def plan_of(options: argparse.Namespace) -> Plan:
         InputError: They cannot be used.
     """
     for size in options.sizes or ():
-        if size not in (*GPT2, *MODELS):
+        if size not in (*GPT2, *MODELS) and real_sizes.read(size) is None:
             read(size)
+    for method in options.methods or ():
+        scale.options_of(method)
+    if options.memory_gib <= 0:
+        raise InputError(f"benchmarks: --memory-gib {options.memory_gib:g} leaves no memory; pass more than 0")
+    if "bfloat16" in (options.dtype or ()) and options.names != ["scale"]:
+        raise InputError("benchmarks: --dtype bfloat16 is of scale alone; leave it out, or the other names")
     if options.limit_seconds <= 0:
         raise InputError(f"benchmarks: --limit-seconds {options.limit_seconds:g} leaves no time; pass more than 0")
     if options.budget_seconds < 0:
@@ -87,7 +109,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     return Plan(
         quick=quick,
         threads=tuple(options.threads or ((1,) if quick else (1, 2))),
-        dtypes=tuple(options.dtype or (("float64",) if quick else tuple(DTYPES))),
+        dtypes=tuple(options.dtype or (("float64",) if quick else ("float64", "float32"))),
         sizes=tuple(options.sizes or ()),
         batches=tuple(options.batches or ()),
         repeats=options.repeats or (2 if quick else 5),
@@ -95,6 +117,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
         compile=not (options.no_compile or quick),
         device=options.device,
         budget_seconds=options.budget_seconds,
+        methods=tuple(options.methods or ()),
+        memory_gib=options.memory_gib,
     )
 
 

@@ -105,21 +105,22 @@ class Panel:
         curves: Name -> points (x, y), in ascending x.
         note: A line under the quantity.
         slope: If given, that of a dashed line beside the curves.
+        unit: If given, that of heights of its own.
     """
 
     x_label: str
     curves: Mapping[str, Sequence[tuple[float, float]]]
     note: str = ""
     slope: float | None = None
+    unit: str = ""
 
 
 def lines(panels: Sequence[Panel], title: str, unit: str = "seconds") -> Picture | None:
-    """Draw panels in a row over the same heights; a name has the same colour and marker in all of them."""
+    """Draw panels in a row over the same heights, or each its own; a name has the same colour and marker in all of them."""
     if not panels:
         return None
     figure, axes = canvas(len(panels), width=max(5.0, 3.0 * len(panels)), height=4.2)
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
-    heights = [y for panel in panels for curve in panel.curves.values() for _, y in curve]
     drawn: dict[str, Any] = {}
     for one, panel in zip(axes, panels, strict=True):
         for name, curve in panel.curves.items():
@@ -131,13 +132,16 @@ def lines(panels: Sequence[Panel], title: str, unit: str = "seconds") -> Picture
             (drawn["predicted slope"],) = one.plot(*_slope(panel, ticks), "--", color=FAINT, linewidth=1.0)
         one.set_xscale("log")
         one.set_yscale("log")
+        same = [panel] if panel.unit else panels
+        heights = [y for each in same for curve in each.curves.values() for _, y in curve]
         one.set_ylim(min(heights) / 2, max(heights) * 2)
+        one.set_ylabel(panel.unit, fontsize=9)
         one.xaxis.set_major_locator(FixedLocator(ticks))
         one.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         one.xaxis.set_minor_locator(NullLocator())
         one.yaxis.set_minor_formatter(NullFormatter())
         one.set_xlabel(f"{panel.x_label}\n{panel.note}", fontsize=8)
-    axes[0].set_ylabel(unit, fontsize=9)
+    axes[0].set_ylabel(panels[0].unit or unit, fontsize=9)
     figure.suptitle(title, fontsize=10)
     figure.legend(list(drawn.values()), list(drawn), loc="outside lower center", ncols=len(drawn), fontsize=7.5, frameon=False)
     return figure

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -121,7 +121,8 @@ def _compared(instance: Instance, *, full: bool) -> Iterator[dict[str, Any]]:
     yield {"float64": error(product, expected, module), "fallbacks": operator.fallbacks}
     if not full:
         return
-    yield {"differences": error(differences(module, batch, vector), expected, module)}
+    slope = differences(leaves(module), lambda: gradient(module, batch), vector)
+    yield {"differences": error(slope, expected, module)}
     with _own("the model in float64 with its own casts"):
         expected = twice(plain, batch, vector)
     cast = hk.hessian_operator(plain, batch, loss=None) @ vector
@@ -169,21 +170,21 @@ def twice(module: nn.Module, batch: dict[str, Tensor], vector: Tensor) -> Tensor
     return torch.cat([g.reshape(-1) for g in grads])
 
 
-def differences(module: nn.Module, batch: dict[str, Tensor], vector: Tensor, step: float = 1e-6) -> Tensor:
-    """Return the product by central differences of the gradient."""
-    before = [p.detach().clone() for p in leaves(module)]
+def differences(parameters: Sequence[Tensor], gradient: Callable[[], Tensor], vector: Tensor, step: float = 1e-6) -> Tensor:
+    """Return the product by central differences of the gradient at the parameters."""
+    before = [p.detach().clone() for p in parameters]
     pieces = vector.split([p.numel() for p in before])
 
     @torch.no_grad()
     def move(t: float) -> None:
-        for p, x, v in zip(leaves(module), before, pieces, strict=True):
+        for p, x, v in zip(parameters, before, pieces, strict=True):
             p.copy_(x + t * v.reshape(x.shape))
 
     try:
         move(step)
-        after = gradient(module, batch)
+        after = gradient()
         move(-step)
-        return (after - gradient(module, batch)) / (2 * step)
+        return (after - gradient()) / (2 * step)
     finally:
         move(0.0)
 

@@ -36,9 +36,9 @@ class _Rows(nn.Module):
         return self.module(x).flatten(0, -2)
 
 
-def parts(case: Case) -> tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]]:
-    """Return a copy of the module, torch's loss of the same name, and the data in batches of equal size."""
-    module = copy.deepcopy(case.module)
+def parts(case: Case, *, copied: bool = True) -> tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]]:
+    """Return the module or a copy, torch's loss of the same name, and the data in batches of equal size."""
+    module = copy.deepcopy(case.module) if copied else case.module
     batch = case.inputs.shape[0]
     size = next(s for s in range(min(batch, SAMPLES_AT_ONCE), 0, -1) if batch % s == 0)  # equal, so that weights are equal
     pairs = list(zip(case.inputs.split(size), case.target.split(size), strict=True))
@@ -47,14 +47,23 @@ def parts(case: Case) -> tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]
     return _Rows(module), nn.CrossEntropyLoss(), [(x, t.flatten()) for x, t in pairs]
 
 
-def curvlinops_operator(case: Case, kind: str = "hessian") -> Any:
+def curvlinops_operator(case: Case, kind: str = "hessian", *, copied: bool = True) -> Any:
     """Return the package's Hessian ("hessian") or Gauss-Newton ("ggn") operator of a problem."""
     curvlinops = importlib.import_module("curvlinops")
-    module, loss, data = parts(case)
+    module, loss, data = parts(case, copied=copied)
     inner = module.module if isinstance(module, _Rows) else module
     wanted = [p for name, p in inner.named_parameters() if name in case.parameters]
     make = curvlinops.HessianLinearOperator if kind == "hessian" else curvlinops.GGNLinearOperator
     return make(module, loss, wanted, data, check_deterministic=False)
+
+
+def eigenthings_operator(case: Case, *, copied: bool = True) -> Any:
+    """Return hessian-eigenthings' operator of a problem."""
+    package = importlib.import_module("hessian_eigenthings")
+    module, loss, data = parts(case, copied=copied)
+    prefix = "module." if isinstance(module, _Rows) else ""
+    names = {prefix + name for name in case.parameters}
+    return package.HessianOperator(module, data, package.supervised_loss(loss), param_filter=lambda name, *_: name in names)
 
 
 class Curvlinops(Peer):
@@ -86,13 +95,7 @@ class Eigenthings(Peer):
 
     def prepare(self, case: Case) -> Runner:
         """Return the function that multiplies directions with the Hessian."""
-        package = importlib.import_module("hessian_eigenthings")
-        module, loss, data = parts(case)
-        prefix = "module." if isinstance(module, _Rows) else ""
-        names = {prefix + name for name in case.parameters}
-        operator = package.HessianOperator(
-            module, data, package.supervised_loss(loss), param_filter=lambda name, *_: name in names
-        )
+        operator = eigenthings_operator(case)
         return lambda V: torch.stack([operator.matvec(v) for v in V])
 
 

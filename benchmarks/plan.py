@@ -37,6 +37,8 @@ class Plan:
             for what ``budget`` makes of it.
         compile: Whether ``torch.compile`` is tried.
         device: ``"cpu"`` or ``"cuda"``.
+        methods: Methods to take, where each has cells of its own; empty: the benchmark's own choice.
+        memory_gib: What a method may allocate at real sizes.
     """
 
     quick: bool = False
@@ -49,6 +51,8 @@ class Plan:
     compile: bool = True
     device: str = "cpu"
     budget_seconds: float = 0.0
+    methods: tuple[str, ...] = ()
+    memory_gib: float = 8.0
 
     @property
     def budget(self) -> float:
@@ -61,7 +65,7 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """Return what a cell's result depends on beside the cell itself."""
-        return {name: getattr(self, name) for name in ("repeats", "limit_seconds", "compile", "device")}
+        return {name: getattr(self, name) for name in ("repeats", "limit_seconds", "compile", "device", "memory_gib")}
 
     def to_dict(self) -> dict[str, Any]:
         """Return all options as plain data."""

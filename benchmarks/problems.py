@@ -40,7 +40,7 @@ SIZES = {
 GPT2 = ("gpt2-untied", "gpt2-tied")
 VOCABULARY, CONTEXT = 64, 16
 BATCHES = (1, 8, 32, 128)
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAME = re.compile(r"(?P<size>.+?)(?P<affine>-affine)?(?:-x(?P<layers>\d+))?")
 _CUSTOM = re.compile(r"L(\d+)d(\d+)f(\d+)")  # a size that has no name: L16d8f32
 

@@ -52,13 +52,14 @@ def command(name: str, records: Sequence[Record]) -> str:
     >>> command("dense", [{"cell": cell, "settings": {"repeats": 3, "limit_seconds": 20.0}}])
     'python -m benchmarks dense --sizes small --batches 1 --dtype float64 --threads 1 --repeats 3 --limit-seconds 20'
     """
-    options = {"problem": "--sizes", "batch": "--batches", "dtype": "--dtype", "threads": "--threads"}
+    options = {"problem": "--sizes", "method": "--methods", "batch": "--batches", "dtype": "--dtype", "threads": "--threads"}
     lines: dict[str, list[Record]] = {}
     for record in records:
         settings = record["settings"]
         rest = [f"--repeats {settings['repeats']}", f"--limit-seconds {settings['limit_seconds']:g}"]
         rest += ["--no-compile"] if settings.get("compile") is False else []
         rest += [f"--device {settings['device']}"] if settings.get("device", "cpu") != "cpu" else []
+        rest += [f"--memory-gib {gib:g}"] if (gib := settings.get("memory_gib", 8.0)) != 8.0 else []
         lines.setdefault(" ".join(rest), []).append(record)
     found = []
     for rest_text, group in lines.items():

@@ -1,12 +1,65 @@
-"""The memory of this process: how much is resident, and how much was at the highest."""
+"""The memory of this process: how much is held, and how much more a piece of work takes."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import resource
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Memory:
+    """What work takes beyond what is held when this is made: resident size, or the bytes of the allocator of a GPU.
+
+    Attributes:
+        before: The bytes held when this was made.
+        how: Where the numbers come from.
+    """
+
+    def __init__(self, device: str) -> None:
+        gc.collect()
+        self.cuda = torch.device(device).type == "cuda"
+        if self.cuda:
+            torch.cuda.synchronize()
+            self.how, self.before = "cuda allocator", torch.cuda.memory_allocated()
+        else:
+            give_back()
+            self.how, self.before = reset_peak(), resident()
+
+    def peak(self, work: Callable[[], T]) -> tuple[T, int]:
+        """Do the work; return its result and the highest that was held meanwhile, less what was before."""
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            give_back()
+            reset_peak()
+        result = work()
+        if self.cuda:
+            torch.cuda.synchronize()
+        return result, max(0, (torch.cuda.max_memory_allocated() if self.cuda else highest()) - self.before)
+
+
+@contextmanager
+def at_most(gib: float) -> Iterator[None]:
+    """Let allocations fail that would take this process further than so many GiB beyond what it has (Linux)."""
+    now, limits = _status("VmData:"), resource.getrlimit(resource.RLIMIT_DATA)
+    if now is None:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (now + int(gib * 2**30), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
 def give_back() -> None:

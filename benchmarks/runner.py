@@ -39,7 +39,7 @@ class Outcome:
 
 
 def _ours_wrong(row: dict[str, Any]) -> bool:
-    return row["status"] in ("wrong", "failed")
+    return row["status"] in ("wrong", "failed") and row.get("ours", True)
 
 
 def measure(benchmark: Benchmark, plan: Plan, out: Path, *, isolate: bool) -> Outcome:

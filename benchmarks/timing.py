@@ -42,14 +42,18 @@ def in_turn(calls: Mapping[str, Callable[[int], float]], rounds: int) -> Iterato
         gc.unfreeze()
 
 
-def all_rounds(calls: Mapping[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of all rounds of :func:`in_turn`."""
-    *_, last = in_turn(calls, rounds)
+def all_rounds(calls: Mapping[str, Callable[[int], float]], rounds: int, limit: float = math.inf) -> dict[str, list[float]]:
+    """Return the seconds of all rounds of :func:`in_turn`, or of the first and those that end within so many seconds."""
+    start = time.perf_counter()
+    last: dict[str, list[float]] = {}
+    for done, last in enumerate(in_turn(calls, rounds), 1):
+        if (time.perf_counter() - start) * (done + 1) / done > limit:
+            return last
     return last
 
 
-def timed(device: str, work: Callable[[], T]) -> tuple[T, float]:
-    """Do some work once; return its result and its seconds, by CUDA events where the device is a GPU."""
+def timed(device: str, work: Callable[[], T], clock: Callable[[], float] = time.perf_counter) -> tuple[T, float]:
+    """Do some work once; return its result and its seconds by a clock, by CUDA events where the device is a GPU."""
     if torch.device(device).type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -58,14 +62,20 @@ def timed(device: str, work: Callable[[], T]) -> tuple[T, float]:
         end.record()
         torch.cuda.synchronize()
         return result, start.elapsed_time(end) / 1e3
-    begin = time.perf_counter()
+    begin = clock()
     result = work()
-    return result, time.perf_counter() - begin
+    return result, clock() - begin
 
 
-def several(device: str, work: Callable[[], Any], enough: float = 0.02, most: int = 1000) -> float:
+def several(
+    device: str,
+    work: Callable[[], Any],
+    enough: float = 0.02,
+    most: int = 1000,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Return the seconds of one call of short work, from so many calls that together they take ``enough`` seconds."""
-    _, once = timed(device, work)
+    _, once = timed(device, work, clock)
     count = min(most, max(1, int(enough / max(once, 1e-9))))
     if count == 1:
         return once
@@ -74,7 +84,7 @@ def several(device: str, work: Callable[[], Any], enough: float = 0.02, most: in
         for _ in range(count):
             work()
 
-    return timed(device, repeat)[1] / count
+    return timed(device, repeat, clock)[1] / count
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:

@@ -179,6 +179,7 @@ def test_the_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> N
         "limit",
         "sharpness",
         "handshake",
+        "scale",
     ]
 
 

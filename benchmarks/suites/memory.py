@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from benchmarks.packaged import Curvlinops, installed
 from benchmarks.peers import FuncHessian, Peer, ReverseOverReverse, Whole
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES, Case, make, parameters_of
-from benchmarks.residence import give_back, highest, reset_peak, resident
+from benchmarks.residence import Memory
 from benchmarks.suites.common import BLOCK_SIZES, case_of, dense
 from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, short, skipped_text
 from hessiankit import hessian_operator
@@ -108,19 +107,9 @@ def peak(problem: str, batch: int, dtype: str, device: str, method: str, tell: T
     work = WORK[method]
     work(make("tiny", 1, dtype, device))  # imports what is imported late, and starts the threads
     case = make(problem, batch, dtype, device)
-    gc.collect()
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work(case)
-        torch.cuda.synchronize()
-        return {"bytes": torch.cuda.max_memory_allocated() - before, "baseline_bytes": before, "how": "cuda allocator"}
-    give_back()
-    how = reset_peak()
-    before = resident()
-    work(case)
-    return {"bytes": max(0, highest() - before), "baseline_bytes": before, "how": how}
+    memory = Memory(device)
+    _, taken = memory.peak(lambda: work(case))
+    return {"bytes": taken, "baseline_bytes": memory.before, "how": memory.how}
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from benchmarks import real_sizes
 from benchmarks.charts import methods
 from benchmarks.fresh import OverBudget, run_fresh
 from benchmarks.packaged import installed
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES
-from benchmarks.residence import give_back, highest, reset_peak
+from benchmarks.residence import Memory
 from benchmarks.tables import CELL_HEADERS, cell_text, markdown, ratio_text, short, skipped_text, time_text
-from benchmarks.timing import in_turn, spread, timed
+from benchmarks.timing import all_rounds, spread, timed
 from hessiankit.estimation import sharpness
-from hessiankit.loading import load_model
 from hessiankit.request.task import available_memory
 
-
-@dataclass(frozen=True)
-class Model:
-    """A GPT-2, and the tokens of a sequence that it is measured on."""
-
-    config: Mapping[str, Any]
-    length: int
-
-
-MODELS = {
-    "gpt2-0.1M": Model({"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}, 64),
-    "gpt2-124M": Model({"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}, 512),
-}
+MODELS = {"gpt2-0.1M": 64, "gpt2-124M": 512}
+"""The tokens of a sequence that each is measured on."""
 BATCHES = (4,)
 DRAWS = 3
 NEED = {"gpt2-0.1M": 1.0, "gpt2-124M": 8.0}
@@ -76,13 +60,9 @@ class Work:
     """
 
     def __init__(self, problem: str, batch: int, dtype: str, device: str) -> None:
-        found = MODELS[problem]
-        special = {"model_type": "gpt2", "bos_token_id": 0, "eos_token_id": 0}
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps({**special, **found.config}))
-            self.model: nn.Module = load_model(folder, device=device, dtype=DTYPES[dtype]).model
-        tokens = torch.randint(found.config["vocab_size"], (batch, found.length + 1), generator=torch.Generator().manual_seed(0))
-        self.inputs, self.target = tokens[:, :-1].to(device), tokens[:, 1:].to(device)
+        case = real_sizes.make(f"{problem}-L{MODELS[problem]}", batch, DTYPES[dtype], device)
+        self.inputs, self.target = case.inputs, case.target
+        self.model: Any = case.module.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)  # the work of a step, and the parameters stay
         self.size = sum(p.numel() for p in self.model.parameters())
 
@@ -144,11 +124,7 @@ def times(problem: str, batch: int, dtype: str, device: str, repeats: int, limit
         job()  # imports what is imported late, and starts the threads
     work = Work(problem, batch, dtype, device)
     calls = {name: lambda _, job=job: timed(device, job)[1] for name, job in jobs(work).items()}  # type: ignore[misc]
-    start = time.perf_counter()
-    for seconds in in_turn(calls, repeats):
-        rounds = len(seconds[TRAINING])
-        if (time.perf_counter() - start) * (rounds + 1) / rounds > limit_seconds:
-            break
+    seconds = all_rounds(calls, repeats, limit_seconds)
     seconds[MORE] = [(several - one) / (DRAWS - 1) for several, one in zip(seconds[SEVERAL], seconds[ONE], strict=True)]
     status = "right" if all(value > 0 for value in types.values()) else "wrong"
     rows = []
@@ -162,12 +138,8 @@ def times(problem: str, batch: int, dtype: str, device: str, repeats: int, limit
 def peak(problem: str, batch: int, dtype: str, device: str, what: str, tell: Tell) -> dict[str, Any]:
     """Do one piece of work and return the most memory that the process held, the model included. For a process of its own."""
     work = Work(problem, batch, dtype, device)
-    give_back()
-    reset_peak()
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    work.train() if what == TRAINING else work.sharpness(1)
-    return {"bytes": torch.cuda.max_memory_allocated() if torch.device(device).type == "cuda" else highest()}
+    memory = Memory(device)
+    return {"bytes": memory.before + memory.peak(work.train if what == TRAINING else lambda: work.sharpness(1))[1]}
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
