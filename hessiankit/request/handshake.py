@@ -45,6 +45,8 @@ class Handshake:
         self._gradient: dict[str, Tensor] = {}
         self._probes: list[Probe] = []
         self._agreed: set[str] = set()
+        slopes = task.reference.gradient.values() if task.reference is not None else ()
+        self._largest = max(filter(math.isfinite, map(_largest, slopes)), default=0.0)
 
     def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
         """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
@@ -97,7 +99,7 @@ class Handshake:
                 "so the loss is not a function of the parameters: it is random, or depends on earlier calls; call module.eval(), "
                 "or take what changes out of forward"
             )
-        noise, floor = _noise(self._task, again, eps), ROUNDING * eps * _scale(self._task, again)
+        noise, floor = _noise(self._task, self._left, eps), ROUNDING * eps * _scale(self._task, again)
         different = self._differences(again, self._left, noise, floor)
         if different:
             raise TraceError(self._message(again, different))
@@ -126,6 +128,8 @@ class Handshake:
             size = max(largest, others)
             difference = size if mine is None or theirs is None else _largest(mine - theirs)
             allowed = ROUNDING * self._eps * size
+            if name:  # what cancels is rounded as what it is made of, and that is no smaller than the gradient
+                allowed += ROUNDING * self._eps * self._largest
             if noise is not None:
                 allowed += OWN * size + NOISE * noise.get(name, 0.0) + floor
             if not difference <= allowed:
@@ -177,8 +181,8 @@ def _scale(task: Task, own: Reference) -> float:
     return max(sizes)
 
 
-def _noise(task: Task, own: Reference, eps: float) -> dict[str, float]:
-    """Return the size of the rounding errors of the module's own loss and gradient, the largest of each parameter.
+def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
+    """Return the size of the rounding errors of the module's own loss, under "", and of its gradient, the largest of each parameter.
 
     Sixth differences over a tiny stretch cancel the smooth part and leave rounding, amplified by sqrt(924). The smaller of two
     stretches counts, so that a kink in one of them does not.
@@ -193,10 +197,13 @@ def _noise(task: Task, own: Reference, eps: float) -> dict[str, float]:
         for name, x in task.parameters.items():
             signs = torch.randint(0, 2, x.shape, generator=rng).to(x) * 2 - 1
             along[name] = step * (x.abs().max() if x.numel() else 1.0) * signs
-        at = [own_gradient(alone, {name: x + k * along[name] for name, x in task.parameters.items()}) for k in range(1, 8)]
-        rows = {"": torch.tensor([one.loss for one in at], dtype=torch.float64)}
-        rows |= {n: torch.stack([one.gradient[n] for one in at]) for n, g in own.gradient.items() if g is not None}  # type: ignore[misc]
-        for name, values in rows.items():
-            size = float(torch.diff(values.double(), n=6, dim=0).abs().amax()) / 924**0.5 if values.numel() else 0.0
-            found[name] = min(found.get(name, math.inf), size)
+        sixth: dict[str, Tensor] = {}
+        for k in range(7):
+            at = own_gradient(alone, {name: x + (k + 1) * along[name] for name, x in task.parameters.items()})
+            terms = {"": torch.tensor(at.loss, dtype=torch.float64)} | {n: g for n in names if (g := at.gradient.get(n)) is not None}
+            for name, term in terms.items():
+                weighted = term.to(torch.float64) * ((-1) ** k * math.comb(6, k))
+                sixth[name] = sixth[name] + weighted if name in sixth else weighted
+        for name, difference in sixth.items():
+            found[name] = min(found.get(name, math.inf), _largest(difference) / 924**0.5)
     return found
