@@ -29,6 +29,10 @@ from derivations.directions import parts
 from derivations.linearised import Linearised, plus
 from derivations.primitive import ByLinearising, Covectors, Inputs, Tangents
 from derivations.softmax import from_peak, peaks
+from derivations.tiled_attention import TiledAttention
+
+TILED = 1024**2
+"""Queries times keys from which attention is read tile by tile."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,9 @@ class ScaledDotProductAttention(ByLinearising):
         )
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        moves_mask = len(inputs) > 3 and (wanted is None or wanted[3])
+        if inputs[0].shape[-2] * inputs[1].shape[-2] >= TILED and not moves_mask:
+            return TiledAttention(self, inputs, adjoint, wanted)
         return LinearisedAttention(self, inputs, adjoint, wanted)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:

@@ -37,7 +37,7 @@ class Reference:
     gradient: dict[str, Tensor | None]
 
 
-def own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, device: torch.device, *, handshake: bool) -> Task:
+def own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, device: torch.device, *, handshake: bool, later: bool) -> Task:
     """Call the module as its user does, check what it returns and leaves behind, and return the request with what was found.
 
     Args:
@@ -47,13 +47,14 @@ def own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, device: t
         inputs: The inputs as they were given, for messages.
         device: Where the parameters lie.
         handshake: Whether results are compared with the gradient of this call.
+        later: Whether an earlier batch was asked about, so that training may have moved the module since.
 
     Raises:
         InputError: If the call fails, a value is not finite, output and target do not fit the loss, or the module is not a
             function: a call changes its parameters, buffers or inputs, or another call gives another loss.
     """
     _check_constant_rows(who, task, inputs)
-    if task.state.changed_tensor() is not None:  # since an earlier batch was asked about
+    if later and task.state.changed_tensor() is not None:
         with task.at():
             return _called(who, task, inputs, device, handshake=handshake)[0]
     random, own = RandomStates(task.module), _Data(task, data)

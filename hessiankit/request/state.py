@@ -116,7 +116,7 @@ class ModuleState:
 
     def changed_attribute(self) -> str | None:
         """Return what else a call has changed: an attribute, an entry of a list, a variable of a closure; None if nothing."""
-        plain = (name for name, (x, copy) in self._tensors.items() if not same_values(x, copy))
+        plain = (n for n, (x, copy) in self._tensors.items() if n not in self.values and not same_values(x, copy))
         return next(plain, None) or self._held.changed()
 
     def restore(self) -> None:

@@ -185,7 +185,7 @@ def make_task(
 
     given, labels = map_tensors(copied, data)
     task = Task(module, given, labels, loss, values, state, tuple(keyword))
-    return own_call(who, task, data, inputs, device, handshake=handshake)
+    return own_call(who, task, data, inputs, device, handshake=handshake, later=before is not None)
 
 
 def available_memory(device: torch.device) -> int:

@@ -1,0 +1,351 @@
+"""Fused attention read tile by tile: products with its derivatives of first and second order in memory linear in the context.
+
+The formulas are those of :mod:`derivations.fused_attention`. With T = c (q K^T + Q k^T) the tangent of the logits, N the output,
+W its adjoint and b the second-order adjoint, every array of queries times keys is made for one tile of A = exp(S - lse) and let
+go. What crosses tiles is one number a row:
+
+    r = sum of A o T,   tau = T - r,        dN = (A o tau) V + A v
+    D = sum of W o N,   dD = sum of b o N + W o dN,        M = A o (W V^T - D)
+    dM = M o tau + A o (W v^T + b V^T - dD)
+    to Q: c (dM K + M k),   to K: c (dM^T Q + M^T q),   to V: (A o tau)^T W + A^T b
+
+A row whose weight lies almost wholly on one key, its peak p, loses its digits in T - r and W V^T - D. As the rows of A sum to
+one, T, V and W V^T may be counted from the peak: T_j - T_p, which is zero there, and N - V_p = sum over j other than p of
+A_j (V_j - V_p). That is how they are computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from derivations.linearised import Linearised, hollow
+
+if TYPE_CHECKING:
+    from derivations.fused_attention import ScaledDotProductAttention
+    from derivations.primitive import Covectors, Inputs, Tangents
+
+Moved: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
+
+QUERIES, KEYS = 256, 512
+"""Rows and columns of a tile: half a megabyte of float32, of which a handful stay in a core's second-level cache."""
+
+ON_AN_ACCELERATOR = 8
+"""How many times as long the sides of a tile are where large arrays are fast."""
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """N = softmax(c Q K^T + mask) V for matrices, by tiles.
+
+    Args:
+        Q: L x E.
+        K: S x E.
+        V: S x E_v.
+        c: The scale.
+        mask: Constant, L x S or with axes of length 1: boolean (True takes part), or additive; None for none.
+        causal: Query i sees the keys up to i only.
+
+    >>> zeros = torch.zeros(1, 1)
+    >>> head = Head(zeros, torch.ones(2, 1), torch.tensor([[2.0], [4.0]]), 1.0)
+    >>> head.push((torch.ones(1, 1), None, None))[0].tolist()  # both keys gain alike
+    [[0.0]]
+    >>> head.push((zeros, torch.tensor([[1.0], [0.0]]), torch.ones(2, 1)))[0].tolist()  # Q is zero: only V counts
+    [[1.0]]
+    """
+
+    Q: Tensor
+    K: Tensor
+    V: Tensor
+    c: float
+    mask: Tensor | None = None
+    causal: bool = False
+
+    def push(self, moved: Moved) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dN, r counted from the peak (L, 1), and dN - v_p, in the order of the rows."""
+        q, k, v = moved
+        change = self.V.new_zeros(len(self.Q), self.V.shape[1])
+        r = self.Q.new_zeros(len(self.Q), 1)
+        at_peak = self._logits_at_peak(q, k)
+        for rows, cols in self._tiles():
+            A, peak = self._weights(rows, cols)
+            _zero(A, peak)
+            if v is not None:
+                change[rows].addmm_(A, v[cols])
+            if at_peak is not None:
+                A.mul_(self._moved_logits(q, k, rows, cols).sub_(at_peak[rows]))
+                r[rows] += A.sum(-1, keepdim=True)
+                change[rows].addmm_(A, self.V[cols])
+        change.addcmul_(r, self.V_peak + self.N_change, value=-1)
+        if v is None:
+            return change, r, change
+        v_peak = v[self.peak]
+        change.addcmul_(self.others, v_peak, value=-1)
+        return change + v_peak.masked_fill_(self.empty, 0), r, change
+
+    def pull(
+        self, W: Tensor | None, b: Tensor | None, moved: Moved, r: Tensor | None, change: Tensor | None, out: Sequence[Tensor | None]
+    ) -> None:
+        """Add the covectors of Q, K and V to those of ``out`` that are there.
+
+        Args:
+            W: The adjoint; None where no tangents are pulled.
+            b: The second-order adjoint, or None.
+            moved: Tangents of Q, K and V.
+            r: As :meth:`push` returns it for these.
+            change: dN - v_p, the same.
+            out: Where to add.
+        """
+        q, k, v = moved
+        at_peak = self._logits_at_peak(q, k)
+        Y = [(x, y, _dot(x, y[self.peak])) for x, y in ((W, v), (b, self.V)) if x is not None and y is not None]
+        X = [(W, self.V, _dot(W, self.V_peak))] if W is not None and at_peak is not None else []
+        dD = [_dot(x, n) for x, n in ((W, change), (b, self.N_change)) if x is not None and n is not None]
+        total, D = sum(dD[1:], dD[0]), _dot(W, self.N_change) if X and W is not None else None
+        for rows, cols in self._tiles():
+            A, peak = self._weights(rows, cols)
+            dM = -total[rows] if not Y else _from_peak(Y, rows, cols, peak).sub_(total[rows])
+            M, bent = None, None
+            dM = dM * A if not Y else dM.mul_(A)
+            if X and D is not None and r is not None and at_peak is not None:
+                M = _from_peak(X, rows, cols, peak).sub_(D[rows]).mul_(A)
+                tau = _zero(self._moved_logits(q, k, rows, cols).sub_(at_peak[rows]), peak).sub_(r[rows])
+                dM.addcmul_(M, tau)
+                bent = tau.mul_(A)
+            for into, left, right, turned, moved_right in (
+                (out[0], rows, cols, False, k),
+                (out[1], cols, rows, True, q),
+            ):
+                if into is not None:
+                    other = self.Q if turned else self.K
+                    into[left].addmm_(dM.mT if turned else dM, other[right], alpha=self.c)
+                    if M is not None and moved_right is not None:
+                        into[left].addmm_(M.mT if turned else M, moved_right[right], alpha=self.c)
+            if out[2] is not None:
+                if bent is not None and W is not None:
+                    out[2][cols].addmm_(bent.mT, W[rows])
+                if b is not None:
+                    out[2][cols].addmm_(A.mT, b[rows])
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp of every row of logits, infinite where all are masked, and where the largest is, both (L, 1)."""
+        lse = self.Q.new_full((len(self.Q), 1), -torch.inf)
+        top, peak = lse.clone(), torch.zeros(len(self.Q), 1, dtype=torch.long, device=self.Q.device)
+        for rows, cols in self._tiles():
+            T = self._logits(rows, cols)
+            lse[rows] = torch.logaddexp(lse[rows], torch.logsumexp(T, -1, keepdim=True))
+            largest, at = T.max(-1, keepdim=True)
+            peak[rows] = torch.where(largest > top[rows], at + cols.start, peak[rows])
+            top[rows] = torch.maximum(top[rows], largest)
+        if lse.isnan().any() or lse.isposinf().any():
+            raise ValueError(
+                "scaled_dot_product_attention: the attention weights are not numbers; "
+                "Q, K and the mask must be finite, except for entries of the mask that are minus infinity"
+            )
+        return lse.masked_fill_(lse.isneginf(), torch.inf), peak
+
+    @cached_property
+    def peak(self) -> Tensor:
+        """The key of every query's largest weight, (L,)."""
+        return self._rows[1].squeeze(1)
+
+    @cached_property
+    def empty(self) -> Tensor:
+        """The queries that see no key, (L, 1)."""
+        return self._rows[0].isposinf()
+
+    @cached_property
+    def K_peak(self) -> Tensor:
+        """K at the peaks, L x E."""
+        return self.K[self.peak]
+
+    @cached_property
+    def V_peak(self) -> Tensor:
+        """V at the peaks, L x E_v."""
+        return self.V[self.peak]
+
+    @cached_property
+    def others(self) -> Tensor:
+        """The weights but for the largest, summed over each row, (L, 1)."""
+        return self._but_for_the_peak[0]
+
+    @cached_property
+    def N_change(self) -> Tensor:
+        """N - V_p, L x E_v: nothing in rows that see no key."""
+        others, seen = self._but_for_the_peak
+        return torch.addcmul(seen, others, self.V_peak, value=-1)
+
+    @cached_property
+    def _but_for_the_peak(self) -> tuple[Tensor, Tensor]:
+        """The sums over keys other than the peak of A and of A V."""
+        others, seen = self.Q.new_zeros(len(self.Q), 1), self.V.new_zeros(len(self.Q), self.V.shape[1])
+        for rows, cols in self._tiles():
+            A = _zero(*self._weights(rows, cols))
+            others[rows] += A.sum(-1, keepdim=True)
+            seen[rows].addmm_(A, self.V[cols])
+        return others, seen
+
+    def _tiles(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the rows and columns of the tiles in which a query may see a key."""
+        more = 1 if self.Q.device.type == "cpu" else ON_AN_ACCELERATOR
+        for i, j in itertools.product(range(0, len(self.Q), more * QUERIES), range(0, len(self.K), more * KEYS)):
+            rows, cols = slice(i, min(i + more * QUERIES, len(self.Q))), slice(j, min(j + more * KEYS, len(self.K)))
+            if not (self.causal and j >= rows.stop) and not self._masks_all(rows, cols):
+                yield rows, cols
+
+    def _mask(self, rows: slice, cols: slice) -> Tensor | None:
+        if self.mask is None:
+            return None
+        return self.mask[rows if self.mask.shape[0] > 1 else slice(None), cols if self.mask.shape[1] > 1 else slice(None)]
+
+    def _masks_all(self, rows: slice, cols: slice) -> bool:
+        mask = self._mask(rows, cols)
+        return mask is not None and not bool((mask if mask.dtype == torch.bool else mask.isfinite()).any())
+
+    def _logits(self, rows: slice, cols: slice) -> Tensor:
+        T = (self.Q[rows] @ self.K[cols].mT).mul_(self.c)
+        mask = self._mask(rows, cols)
+        if mask is not None:
+            T = T.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else T.add_(mask)
+        if self.causal and cols.stop - 1 > rows.start:
+            at = torch.arange(cols.start, cols.stop, device=T.device)
+            T.masked_fill_(at > torch.arange(rows.start, rows.stop, device=T.device).unsqueeze(1), -torch.inf)
+        return T
+
+    def _weights(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
+        """Return a tile of A, and the column of each row's peak in it, negative or too large if it is elsewhere."""
+        lse, peak = self._rows
+        return self._logits(rows, cols).sub_(lse[rows]).exp_(), peak[rows] - cols.start
+
+    def _moved_logits(self, q: Tensor | None, k: Tensor | None, rows: slice, cols: slice) -> Tensor:
+        pairs = [(x, y) for x, y in ((q, self.K), (self.Q, k)) if x is not None and y is not None]
+        out = pairs[0][0][rows] @ pairs[0][1][cols].mT
+        for x, y in pairs[1:]:
+            out.addmm_(x[rows], y[cols].mT)
+        return out.mul_(self.c)
+
+    def _logits_at_peak(self, q: Tensor | None, k: Tensor | None) -> Tensor | None:
+        """The tangent of the largest logits, (L, 1); None if the logits stand still."""
+        terms = [_dot(x, y) for x, y in ((q, self.K_peak), (self.Q, None if k is None else k[self.peak])) if x is not None and y is not None]
+        return self.c * sum(terms[1:], terms[0]) if terms else None
+
+
+class TiledAttention(Linearised):
+    """Fused attention at one point, head by head and tile by tile: nothing of queries times keys is kept."""
+
+    primitive: ScaledDotProductAttention
+
+    def __init__(
+        self,
+        primitive: ScaledDotProductAttention,
+        inputs: Inputs,
+        adjoint: Tensor | None,
+        wanted: Sequence[bool] | None,
+    ) -> None:
+        super().__init__(primitive, inputs, adjoint, wanted)
+        self._last: tuple[Tangents, list[tuple[Tensor, Tensor]]] | None = None
+        given = [primitive._arrange(x.unsqueeze(0), inputs)[0].contiguous() for x in inputs[:3]]
+        mask = inputs[3] if len(inputs) > 3 else primitive.mask
+        shown = None if mask is None else primitive._arrange(torch.atleast_2d(mask).unsqueeze(0), inputs)[0]
+        self.lead = torch.broadcast_shapes(*(x.shape[:-2] for x in given))
+        self.at = list(itertools.product(*map(range, self.lead)))
+        self.heads = [
+            Head(
+                *(_head(x, at) for x in given),
+                c=primitive._scale(inputs),
+                mask=None if shown is None else _head(shown, at),
+                causal=primitive.is_causal,
+            )
+            for at in self.at
+        ]
+        self.arranged = [x.shape for x in given]
+        self.W = None if adjoint is None else primitive._arrange(adjoint.unsqueeze(0), inputs)[0].contiguous()
+
+    def forget(self) -> None:
+        """Keep what is arranged by heads."""
+        self.inputs = (*map(hollow, self.inputs[:3]), *self.inputs[3:])
+
+    def push(self, tangents: Tangents) -> Tensor:
+        """Return (A o tau) V + A v; what :meth:`pull` needs of it is kept for the same tangents."""
+        count = next((t.shape[0] for t in tangents if t is not None), None)
+        if count is None:
+            raise ValueError("ScaledDotProductAttention.jvp: every tangent is None; at least one input must move")
+        moved = self._moved(tangents)
+        out = self.heads[0].V.new_empty(count, *self.lead, len(self.heads[0].Q), self.heads[0].V.shape[1])
+        known = []
+        for s in range(count):
+            for at, head in zip(self.at, self.heads, strict=True):
+                out[s][at], *more = head.push(_of(moved, s, at))
+                known.append(tuple(more) if self.W is not None else ())
+        self._last = (tangents, known)
+        return out.reshape(count, *self.primitive._rows(self.inputs), *out.shape[-2:])
+
+    def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
+        """Return the covectors of Q, K and V; a mask is a constant."""
+        count = next((t.shape[0] for t in (bar, *(tangents or ())) if t is not None), None)
+        if count is None:
+            return (None,) * len(self.inputs)
+        known = None
+        if tangents is not None and any(t is not None for t in tangents):
+            if self._last is None or self._last[0] is not tangents:
+                self.push(tangents)
+            assert self._last is not None
+            known, self._last = self._last[1], None
+        moved = self._moved(tangents or (None,) * 3)
+        bars = None if bar is None else self.primitive._arrange(bar, self.inputs)
+        still = bar is None and moved[0] is None and moved[1] is None  # then V's covector is zero
+        out = [
+            self.heads[0].Q.new_zeros(count, *shape) if w and not (still and n == 2) else None
+            for n, (shape, w) in enumerate(zip(self.arranged, self.wanted[:3], strict=True))
+        ]
+        for s in range(count):
+            for n, (at, head) in enumerate(zip(self.at, self.heads, strict=True)):
+                into = [None if x is None else _head(x[s], at) for x in out]
+                b = None if bars is None else _head(bars[s], at)
+                if known is None:
+                    head.pull(None, b, (None, None, None), None, None, into)
+                elif self.W is not None:
+                    head.pull(_head(self.W, at), b, _of(moved, s, at), *known[s * len(self.at) + n], into)
+        found = [None if x is None else x.reshape(-1, *given.shape) for x, given in zip(out, self.inputs, strict=False)]
+        return (*found, *(None,) * (len(self.inputs) - 3))
+
+    def _moved(self, tangents: Tangents) -> list[Tensor | None]:
+        return [None if t is None else self.primitive._arrange(t, self.inputs) for t in tangents[:3]]
+
+
+def _head(x: Tensor, at: tuple[int, ...]) -> Tensor:
+    """Return the matrix of one head; an axis of length 1 serves all."""
+    lead = x.shape[:-2]
+    return x[tuple(min(i, n - 1) for i, n in zip(at[len(at) - len(lead) :], lead, strict=True))]
+
+
+def _of(moved: Sequence[Tensor | None], s: int, at: tuple[int, ...]) -> Moved:
+    q, k, v = (None if t is None else _head(t[s], at) for t in moved)
+    return q, k, v
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """Return the scalar products of rows, (L, 1)."""
+    return (x * y).sum(-1, keepdim=True)
+
+
+def _zero(x: Tensor, at: Tensor) -> Tensor:
+    """Set to zero, in place, the entry of each row in a column (rows, 1), where there is such a column."""
+    inside, column = (at >= 0) & (at < x.shape[1]), at.clamp(0, x.shape[1] - 1)
+    return x.scatter_(1, column, x.gather(1, column).masked_fill_(inside, 0))
+
+
+def _from_peak(terms: Sequence[tuple[Tensor, Tensor, Tensor]], rows: slice, cols: slice, peak: Tensor) -> Tensor:
+    """Return a tile of the sum of x y^T, counted from its values at the peaks: zero there."""
+    x, y, least = terms[0]
+    out = (x[rows] @ y[cols].mT).sub_(least[rows])
+    for x, y, least in terms[1:]:
+        out.addmm_(x[rows], y[cols].mT).sub_(least[rows])
+    return _zero(out, peak)
