@@ -31,8 +31,11 @@ from derivations.primitive import ByLinearising, Covectors, Inputs, Tangents
 from derivations.softmax import from_peak, peaks
 from derivations.tiled_attention import TiledAttention
 
-TILED = 1024**2
-"""Queries times keys from which attention is read tile by tile."""
+TILED = 512**2
+"""Queries times keys from which attention is read tile by tile on a processor, where that is faster too."""
+
+TILED_ON_AN_ACCELERATOR = 2048**2
+"""The same where single operations on small tiles do not pay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +76,8 @@ class ScaledDotProductAttention(ByLinearising):
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         moves_mask = len(inputs) > 3 and (wanted is None or wanted[3])
-        if inputs[0].shape[-2] * inputs[1].shape[-2] >= TILED and not moves_mask:
+        least = TILED if inputs[0].device.type == "cpu" else TILED_ON_AN_ACCELERATOR
+        if inputs[0].shape[-2] * inputs[1].shape[-2] >= least and not moves_mask:
             return TiledAttention(self, inputs, adjoint, wanted)
         return LinearisedAttention(self, inputs, adjoint, wanted)
 

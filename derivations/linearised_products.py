@@ -81,8 +81,8 @@ class SharedProduct(Linearised):
                 if left is not None and right is not None:
                     into_B.add_product(*((right.mT, left) if self.transposed else (left.mT, right)))
             to_B = None if sums[1] is not None else into_B.memory
-        to_A, _, *to_c = into((sums[0], None, *sums[2:]), (to_A, None, to_c)[: len(self.inputs)])
-        return to_A, to_B, *to_c
+        found = into((sums[0], None, *sums[2:]), (to_A, None, to_c)[: len(self.inputs)])
+        return (found[0], to_B, *found[2:])
 
     @property
     def _w(self) -> Tensor:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 Moved: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
 
-QUERIES, KEYS = 256, 512
-"""Rows and columns of a tile: half a megabyte of float32, of which a handful stay in a core's second-level cache."""
+QUERIES, KEYS = 256, 256
+"""Rows and columns of a tile: a quarter of a megabyte of float32, of which a handful stay in a core's second-level cache."""
 
 ON_AN_ACCELERATOR = 8
 """How many times as long the sides of a tile are where large arrays are fast."""
@@ -90,7 +90,13 @@ class Head:
         return change + v_peak.masked_fill_(self.empty, 0), r, change
 
     def pull(
-        self, W: Tensor | None, b: Tensor | None, moved: Moved, r: Tensor | None, change: Tensor | None, out: Sequence[Tensor | None]
+        self,
+        W: Tensor | None,
+        b: Tensor | None,
+        moved: Moved,
+        r: Tensor | None,
+        change: Tensor | None,
+        out: Sequence[Tensor | None],
     ) -> None:
         """Add the covectors of Q, K and V to those of ``out`` that are there.
 
@@ -233,7 +239,8 @@ class Head:
 
     def _logits_at_peak(self, q: Tensor | None, k: Tensor | None) -> Tensor | None:
         """The tangent of the largest logits, (L, 1); None if the logits stand still."""
-        terms = [_dot(x, y) for x, y in ((q, self.K_peak), (self.Q, None if k is None else k[self.peak])) if x is not None and y is not None]
+        pairs = ((q, self.K_peak), (self.Q, None if k is None else k[self.peak]))
+        terms = [_dot(x, y) for x, y in pairs if x is not None and y is not None]
         return self.c * sum(terms[1:], terms[0]) if terms else None
 
 
@@ -253,15 +260,17 @@ class TiledAttention(Linearised):
         self._last: tuple[Tangents, list[tuple[Tensor, Tensor]]] | None = None
         given = [primitive._arrange(x.unsqueeze(0), inputs)[0].contiguous() for x in inputs[:3]]
         mask = inputs[3] if len(inputs) > 3 else primitive.mask
-        shown = None if mask is None else primitive._arrange(torch.atleast_2d(mask).unsqueeze(0), inputs)[0]
+        shown = None if mask is None else primitive._arrange(mask.unsqueeze(0), inputs)[0]
         self.lead = torch.broadcast_shapes(*(x.shape[:-2] for x in given))
         self.at = list(itertools.product(*map(range, self.lead)))
         self.heads = [
             Head(
-                *(_head(x, at) for x in given),
-                c=primitive._scale(inputs),
-                mask=None if shown is None else _head(shown, at),
-                causal=primitive.is_causal,
+                _head(given[0], at),
+                _head(given[1], at),
+                _head(given[2], at),
+                primitive._scale(inputs),
+                None if shown is None else _head(shown, at),
+                primitive.is_causal,
             )
             for at in self.at
         ]
@@ -279,11 +288,12 @@ class TiledAttention(Linearised):
             raise ValueError("ScaledDotProductAttention.jvp: every tangent is None; at least one input must move")
         moved = self._moved(tangents)
         out = self.heads[0].V.new_empty(count, *self.lead, len(self.heads[0].Q), self.heads[0].V.shape[1])
-        known = []
+        known: list[tuple[Tensor, Tensor]] = []
         for s in range(count):
             for at, head in zip(self.at, self.heads, strict=True):
-                out[s][at], *more = head.push(_of(moved, s, at))
-                known.append(tuple(more) if self.W is not None else ())
+                out[s][at], r, change = head.push(_of(moved, s, at))
+                if self.W is not None:
+                    known.append((r, change))
         self._last = (tangents, known)
         return out.reshape(count, *self.primitive._rows(self.inputs), *out.shape[-2:])
 

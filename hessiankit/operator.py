@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hessiankit.arguments import checked
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY
-from hessiankit.engine.linearisation import Batch, Constant, linearise
+from hessiankit.engine.linearisation import Batch, Constant, Recompute, linearise
 from hessiankit.errors import InputError
 from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.task import Loss, Params, Task, check_memory
@@ -294,7 +294,7 @@ def hessian_operator(
     weights: Weights = None,
     reduction: str | None = None,
     handshake: bool = True,
-    recompute: str | None = None,
+    recompute: Recompute = None,
     micro_batch: int | None = None,
     snapshot: bool | None = None,
 ) -> HessianOperator:
@@ -319,10 +319,10 @@ def hessian_operator(
         weights: As in :func:`hessiankit.hessian`.
         reduction: As in :func:`hessiankit.hessian`.
         handshake: As in :func:`hessiankit.hessian`; once for each batch, here.
-        recompute: ``"layers"``: keep values only where a single one passes, as the residual stream between two sublayers, and make
-            those in between anew in every product, as activation checkpointing does: the memory of one sublayer, half as much
-            time again.
-        micro_batch: Samples of a batch treated at once, each part anew in every product: the memory of so many samples. Exact; for
+        recompute: ``"layers"``: keep the values where a single one passes, as the residual stream between two sublayers, and what
+            products with weights return; the rest is made anew in every product, a sublayer at a time, as checkpointing
+            of activations does. Half as much time again.
+        micro_batch: Samples of a batch treated at once, each part anew in every product: the memory of so many samples. For
             losses 'mse', 'cross_entropy' and torch's own, and samples that do not depend on each other.
         snapshot: Whether to keep copies of the parameters. Without, nothing is copied, and a product after a change of the
             parameters is an error. None: copies, unless ``recompute`` or ``micro_batch`` asks for little memory.
@@ -376,13 +376,15 @@ def linearised(
     reduction: str | None,
     handshake: bool = True,
     share: bool = False,
-    recompute: str | None = None,
+    recompute: Recompute = None,
     micro_batch: int | None = None,
 ) -> tuple[Task, list[Batch], list[float]]:
     """Return the last request, and every batch linearised with its count; arguments as in :func:`hessian_operator`."""
     batches: list[Batch] = []
     counts: list[float] = []
-    made = requests(WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake, share=share)
+    made = requests(
+        WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake, share=share
+    )
     for task, count in made:
         if kind != "hessian" and task.whole:
             raise InputError(f"{WHO}: kind={kind!r} needs the module's output as one tensor, but the loss is given an object")
@@ -404,7 +406,7 @@ def check_options(loss: Loss, kind: str, block_size: int | None) -> None:
         raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
 
 
-def check_memory_options(recompute: str | None, micro_batch: int | None) -> None:
+def check_memory_options(recompute: Recompute, micro_batch: int | None) -> None:
     """Raise InputError if the options that save memory are not known."""
     if recompute not in (None, "layers"):
         raise InputError(f"{WHO}: recompute={recompute!r} is not known; pass 'layers' or None")

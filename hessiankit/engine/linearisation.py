@@ -23,7 +23,7 @@ from derivations.linearised import Nowhere, Sum
 from derivations.primitive import Covectors
 from hessiankit.engine.condensing import Step, condensed
 from hessiankit.engine.diagnosis import origin
-from hessiankit.engine.stretches import Stretch, cut, first_readers, gather, last_readers, on_the_way, size
+from hessiankit.engine.stretches import cut, first_readers, gather, last_readers, on_the_way, size
 from hessiankit.errors import InputError, TraceError
 from hessiankit.request.handshake import Handshake
 from hessiankit.request.loss_trace import loss_trace, normalizer_of, samples_are_independent
@@ -218,7 +218,7 @@ class Linearisation:
         tangents: dict[int | None, Tensor] = {}
         for at, piece in zip(self._ids.values(), rows.split(sizes, 1), strict=True):
             tangents[at] = piece.reshape(-1, *self._still[at].shape).to(self._still[at].dtype)
-        entering = []  # the tangents that enter each stretch
+        entering: list[dict[int | None, Tensor]] = []  # the tangents that enter each stretch
         for k, stretch in enumerate(self._stretches):
             entering.append({at: tangents[at] for at in stretch.entries if at in tangents})
             if k < len(self._stretches) - 1:
@@ -253,9 +253,7 @@ class Linearisation:
                 tangents.pop(at, None)
                 values.pop(at, None)
 
-    def _sweep_back(
-        self, steps: list[Step], moved: dict[int, list[Tensor | None]], bars: Bars, sums: Mapping[int, Sum]
-    ) -> None:
+    def _sweep_back(self, steps: list[Step], moved: dict[int, list[Tensor | None]], bars: Bars, sums: Mapping[int, Sum]) -> None:
         """Pull second-order adjoints back."""
         for step in reversed(steps):
             bar, tangents = bars.pop(step.output, None), moved.pop(step.output, None)
@@ -329,9 +327,7 @@ class Parts:
         return next((found for part in self._parts if (found := part.origin())), None)
 
 
-def linearise(
-    task: Task, *, gauss_newton: bool, recompute: Recompute = None, micro_batch: int | None = None
-) -> Batch:
+def linearise(task: Task, *, gauss_newton: bool, recompute: Recompute = None, micro_batch: int | None = None) -> Batch:
     """Linearise one batch, whole or some samples at a time; arguments as in :class:`Linearisation`.
 
     Raises:

@@ -182,7 +182,7 @@ def _scale(task: Task, own: Reference) -> float:
 
 
 def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
-    """Return the size of the rounding errors of the module's own loss, under "", and of its gradient, the largest of each parameter.
+    """Return the size of the rounding errors of the module's own loss, under "", and of some gradients, the largest of each.
 
     Sixth differences over a tiny stretch cancel the smooth part and leave rounding, amplified by sqrt(924). The smaller of two
     stretches counts, so that a kink in one of them does not.
@@ -200,7 +200,9 @@ def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
         sixth: dict[str, Tensor] = {}
         for k in range(7):
             at = own_gradient(alone, {name: x + (k + 1) * along[name] for name, x in task.parameters.items()})
-            terms = {"": torch.tensor(at.loss, dtype=torch.float64)} | {n: g for n in names if (g := at.gradient.get(n)) is not None}
+            terms = {"": torch.tensor(at.loss, dtype=torch.float64)} | {
+                n: g for n in names if (g := at.gradient.get(n)) is not None
+            }
             for name, term in terms.items():
                 weighted = term.to(torch.float64) * ((-1) ** k * math.comb(6, k))
                 sixth[name] = sixth[name] + weighted if name in sixth else weighted

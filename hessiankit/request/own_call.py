@@ -37,7 +37,9 @@ class Reference:
     gradient: dict[str, Tensor | None]
 
 
-def own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, device: torch.device, *, handshake: bool, later: bool) -> Task:
+def own_call(
+    who: str, task: Task, data: tuple[Any, Any], inputs: Any, device: torch.device, *, handshake: bool, later: bool
+) -> Task:
     """Call the module as its user does, check what it returns and leaves behind, and return the request with what was found.
 
     Args:

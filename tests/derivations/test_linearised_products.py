@@ -63,7 +63,7 @@ def test_push_and_pull_are_those_of_autograd(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("primitive, at", [*CASES.values(), TABLE])
+@pytest.mark.parametrize(("primitive", "at"), [*CASES.values(), TABLE])
 def test_covectors_go_into_their_sums(primitive: Primitive, at: list[Tensor], count: int) -> None:
     out = primitive.value(*at)
     at_point = primitive.linearise(at, draw(*out.shape, seed=7))

@@ -1,0 +1,118 @@
+"""Attention tile by tile against the same formulas on whole matrices, at sizes that no tile divides, and against autograd."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from curvature_reference import reverse_over_reverse
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from derivations import fused_attention, tiled_attention
+from derivations.fused_attention import LinearisedAttention, ScaledDotProductAttention
+from derivations.tiled_attention import TiledAttention
+from hessiankit.operator import hessian_operator
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled_attention, "QUERIES", 3)
+    monkeypatch.setattr(tiled_attention, "KEYS", 4)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def qkv(*shapes: tuple[int, ...], scale: float = 1.0) -> list[Tensor]:
+    return [draw(*shape, seed=k) * (scale if k < 2 else 1) for k, shape in enumerate(shapes)]
+
+
+SAME = qkv(*[(2, 2, 9, 3)] * 3)
+SOME = draw(9, 9, seed=5) > 0
+SOME[2] = False  # a query that sees no key
+CASES: dict[str, tuple[ScaledDotProductAttention, list[Tensor]]] = {
+    "matrices": (ScaledDotProductAttention(), qkv((7, 3), (9, 3), (9, 5))),
+    "heads": (ScaledDotProductAttention(scale=0.7), qkv((2, 2, 7, 3), (2, 2, 9, 3), (2, 2, 9, 5))),
+    "causal": (ScaledDotProductAttention(is_causal=True), SAME),
+    "causal, more keys": (ScaledDotProductAttention(is_causal=True), qkv((2, 7, 3), (2, 9, 3), (2, 9, 3))),
+    "boolean mask": (ScaledDotProductAttention(mask=SOME), SAME),
+    "padding": (ScaledDotProductAttention(mask=draw(2, 1, 1, 9, seed=7) > 0), SAME),
+    "additive mask": (ScaledDotProductAttention(mask=draw(2, 1, 9, 9, seed=7)), SAME),
+    "additive mask of one row": (ScaledDotProductAttention(mask=draw(1, 9, seed=7)), SAME),
+    "window": (ScaledDotProductAttention(mask=torch.ones(9, 9, dtype=torch.bool).triu(-1).tril(1)), SAME),
+    "constant fourth input": (ScaledDotProductAttention(), [*SAME, draw(9, 9, seed=7)]),
+    "grouped queries": (
+        ScaledDotProductAttention(enable_gqa=True, is_causal=True),
+        qkv((2, 4, 9, 3), (2, 2, 9, 3), (2, 2, 9, 3)),
+    ),
+    "grouped queries, mask": (
+        ScaledDotProductAttention(enable_gqa=True, mask=draw(2, 4, 9, 9, seed=7)),
+        qkv((2, 4, 9, 3), (2, 2, 9, 3), (2, 2, 9, 3)),
+    ),
+    "broadcast": (ScaledDotProductAttention(), qkv((1, 3, 9, 3), (2, 1, 9, 3), (2, 3, 9, 3))),
+    "one key almost alone": (ScaledDotProductAttention(), qkv((2, 9, 3), (2, 9, 3), (2, 9, 3), scale=30.0)),
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_whole_matrices(name: str, count: int) -> None:
+    primitive, inputs = CASES[name]
+    out = primitive.value(*inputs)
+    wanted = [k < 3 for k in range(len(inputs))]
+    whole, tiled = (f(primitive, inputs, draw(*out.shape, seed=8), wanted) for f in (LinearisedAttention, TiledAttention))
+    tiled.forget()
+    bar, everything = draw(count, *out.shape, seed=9), [draw(count, *x.shape, seed=10 + k) for k, x in enumerate(inputs[:3])]
+    for moving in itertools.product([False, True], repeat=3):
+        tangents = [*(t if m else None for t, m in zip(everything, moving, strict=True)), *[None] * (len(inputs) - 3)]
+        if any(moving):
+            close(tiled.push(tangents), whole.push(tangents))
+        for given, along in ((bar, tangents if any(moving) else None), (None, tangents)):
+            if given is None and not any(moving):
+                continue
+            for found, expected in zip(tiled.pull(given, along), whole.pull(given, along), strict=True):
+                if expected is None or found is None:
+                    assert found is None
+                else:
+                    close(found, expected)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
+
+
+class Attention(nn.Module):
+    """Grouped queries, causal, with a frozen value matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(4, 8), nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("recompute", [None, "layers"])
+def test_products_through_tiles_equal_reverse_over_reverse(recompute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_attention, "TILED", 0)
+    torch.manual_seed(0)
+    module, x, t = Attention().double(), draw(2, 9, 4), draw(2, 9, 8, seed=1)
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    operator = hessian_operator(module, x, t, params=names, recompute=recompute)
+    expected = reverse_over_reverse(module, x, t, lambda z, target: (z - target).square().mean())
+    found = operator.to_matrix()
+    expected = expected[: len(found), : len(found)]  # the frozen matrix comes last
+    assert float((found - expected).abs().max()) <= 1e-10 * float(expected.abs().max())
+    if recompute is None:
+        assert any(isinstance(step.primitive, TiledAttention) for step in operator._batches[0]._steps(0))
+
+
+def test_weights_that_are_not_numbers_are_refused() -> None:
+    Q, K, V = SAME
+    with pytest.raises(ValueError, match="the attention weights are not numbers"):
+        TiledAttention(ScaledDotProductAttention(), [Q * torch.inf, K, V], None, None).push([Q.unsqueeze(0), None, None])
