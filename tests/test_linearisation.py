@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from curvature_reference import Formula, draw, mse, randomised, reverse_over_reverse
@@ -11,7 +13,17 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.engine import linearisation
+from hessiankit.engine.stretches import on_the_way
+from hessiankit.errors import InputError, TraceError
 from hessiankit.operator import hessian_operator
+from hessiankit.request.loss_trace import loss_trace
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0, norm_first=k > 0) for k in range(3)]
+    return nn.Sequential(nn.Embedding(5, 4), *layers, nn.Linear(4, 3)).double()
+
 
 MODULES = {
     "post-norm": lambda: block(),
@@ -121,3 +133,86 @@ def test_random_programs(seed: int) -> None:
     shape = program.choice([(2, 3, 4), (1, 3, 4), (3, 3, 3), (2, 2, 4)])
     module, x = program.grow(program.randint(4, 9), shape).module(), draw(*shape)
     assert error(hessian_operator(module, x, loss=None).to_matrix(), reverse_over_reverse(module, x, None, None)) <= 1e-11
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": "layers"},
+        {"micro_batch": 1},
+        {"micro_batch": 3},
+        {"micro_batch": 2, "recompute": "layers"},
+        {"snapshot": False},
+        {"recompute": "layers", "snapshot": True},
+        {"micro_batch": 9},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+def test_less_memory_gives_the_same_products(options: dict[str, Any], kind: str) -> None:
+    module, ids = stack(), tokens(4, 3, top=5)
+    labels = torch.tensor([[-100, -100, -100], [1, -100, 2], [0, 2, 1], [2, 2, 0]])
+    whole = hessian_operator(module, ids, labels, loss="cross_entropy", kind=kind)
+    lean = hessian_operator(module, ids, labels, loss="cross_entropy", kind=kind, **options)
+    assert error(lean.to_matrix(), whole.to_matrix()) <= EXACT
+    assert error(lean.gradient, whole.gradient) <= EXACT
+    assert lean.loss == pytest.approx(whole.loss, rel=1e-14)
+    if options.get("recompute"):
+        assert len(getattr(lean._batches[0], "_parts", lean._batches)[0]._stretches) > 4
+
+
+def test_a_product_with_other_parameters_is_refused_without_copies() -> None:
+    module, ids, labels = stack(), tokens(2, 3, top=5), tokens(2, 3, top=3)
+    shared = hessian_operator(module, ids, labels, loss="cross_entropy", snapshot=False)
+    copied = hessian_operator(module, ids, labels, loss="cross_entropy")
+    v = draw(shared.shape[0], seed=1)
+    before = copied @ v
+    assert error(shared @ v, before) <= EXACT
+    module[0].weight.data[0, 0] += 1e-12  # which no version counter sees
+    with pytest.raises(InputError, match=r"'0.weight' has been given other values since; make it anew .* snapshot=True"):
+        shared @ v
+    assert torch.equal(copied @ v, before)
+
+
+def test_parts_that_depend_on_each_other_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False)).double()
+    x, t = draw(6, 4), draw(6, 3, seed=2)
+    for handshake in (True, False):
+        with pytest.raises(TraceError, match="the parts of the batch do not add up to the whole"):
+            hessian_operator(module, x, t, micro_batch=2, handshake=handshake)
+    with pytest.raises(InputError, match="micro_batch needs a loss whose sum over samples is known"):
+        hessian_operator(nn.Linear(4, 3).double(), x, t, loss=mse, micro_batch=2)
+    with pytest.raises(InputError, match="micro_batch=0 leaves no sample"):
+        hessian_operator(module, x, t, micro_batch=0)
+    with pytest.raises(InputError, match="recompute='all' is not known"):
+        hessian_operator(module, x, t, recompute="all")
+
+
+class WrittenOut(nn.Module):
+    """An activation in single operations, with a value that is read elsewhere too, and a gate by another value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.gate = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x)
+        tanh = torch.tanh(0.8 * (h + 0.04 * h**3))
+        return 0.5 * h * (1 + tanh) * torch.sigmoid(self.gate(x)) + (h / 3).exp() + x.mean() * tanh.sum()
+
+
+def test_runs_of_entrywise_operations_are_one_step() -> None:
+    module = WrittenOut().double()
+    expected = reverse_over_reverse(module, X, T, mse)
+    operator = hessian_operator(module, X, T)
+    assert error(operator.to_matrix(), expected) <= EXACT
+    (batch,) = operator._batches
+    assert len(batch._steps(0)) < len(on_the_way(loss_trace(batch._task, batch.count).trace)) - 6
+
+
+def test_half_precision_made_anew_is_rounded_as_the_module_rounds() -> None:
+    module, ids, labels = stack().to(torch.bfloat16), tokens(2, 3, top=5), tokens(2, 3, top=3)
+    whole = hessian_operator(module, ids, labels, loss="cross_entropy")
+    v = draw(whole.shape[0], seed=1).float()
+    lean = hessian_operator(module, ids, labels, loss="cross_entropy", recompute="layers")
+    assert error(lean @ v, whole @ v) <= 2e-3  # its rounding unit is 4e-3

@@ -80,6 +80,7 @@ class Linearisation:
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in task.parameters}
         own = set(self._ids.values())
+        self._narrow = trace.narrow
         self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
         self._bending = _downstream(trace, traced.output) if gauss_newton else None
         self._stretches = cut(trace, layers=recompute == "layers")
@@ -204,13 +205,19 @@ class Linearisation:
         values, adjoints = dict(given), dict(after)
         for a in stretch.applications:
             if a.output not in values:
-                values[a.output] = a.primitive.value(*gather(a, values, self._still))  # type: ignore[arg-type]
+                values[a.output] = self._value(a, gather(a, values, self._still))
         nowhere = dict.fromkeys(self._ids.values(), NOWHERE)
         steps = []
         for a in reversed(stretch.applications):
             steps.append(self._step(a, values, adjoints, nowhere))
             values.pop(a.output)
         return [step for step in reversed(steps) if step is not None]
+
+    def _value(self, a: Application, inputs: tuple[Tensor | None, ...]) -> Tensor:
+        """Return the output of one application, rounded as the module rounds it."""
+        value = a.primitive.value(*inputs)  # type: ignore[arg-type]
+        narrow = self._narrow.get(a.output)
+        return value if narrow is None else value.to(narrow).to(value.dtype)
 
     def _multiply(self, rows: Tensor, out: Tensor) -> None:
         """Write the products of rows (S, P) with the Hessian."""
@@ -244,7 +251,7 @@ class Linearisation:
         for a in self._stretches[k].applications:
             inputs = gather(a, values, self._still)
             if a.output not in values:
-                values[a.output] = a.primitive.value(*inputs)  # type: ignore[arg-type]
+                values[a.output] = self._value(a, inputs)
             moving = [at if at in self._moving else None for at in a.inputs]
             if a.output in self._read:
                 at_point = a.primitive.linearise(inputs, None, [at is not None for at in moving])  # type: ignore[arg-type]

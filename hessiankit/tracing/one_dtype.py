@@ -38,6 +38,7 @@ def in_one_dtype(trace: Trace) -> None:
     dtype = widest(moving)
     if all(x.dtype == dtype or not x.is_floating_point() for x in trace.values):
         return
+    trace.narrow = {at: x.dtype for at, x in enumerate(trace.values) if at in trace.moving and x.dtype != dtype}
     trace.values[:] = [x.to(dtype) if x.is_floating_point() else x for x in trace.values]
     for i, a in enumerate(trace.applications):
         if isinstance(a.primitive, Cast):

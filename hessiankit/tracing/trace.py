@@ -62,7 +62,8 @@ class Trace:
     """A module's computation: every value by id, and the applications that the parameters reach, in order.
 
     ``marked`` are the ids of further values that the traced call returned; None for those that the parameters do not reach.
-    ``eps`` is the rounding unit of the coarsest type that the module computed in, once its values have been brought to one type.
+    ``eps`` is the rounding unit of the coarsest type that the module computed in, once its values have been brought to one type,
+    and ``narrow`` the types of those that were made in another.
     """
 
     values: list[Tensor] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Trace:
     output: int = -1
     marked: tuple[int | None, ...] = ()
     eps: float = 0.0
+    narrow: dict[int, torch.dtype] = field(default_factory=dict)
     fallbacks: tuple[str, ...] = ()
 
     def add_value(self, value: Tensor, *, moving: bool = False) -> int:
