@@ -167,6 +167,21 @@ class Evaluation:
 
     def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool) -> Tensor:
         start = time.perf_counter()
+        matrix, value, fallbacks = self.assembled(tasks, progress, outer=outer)
+        asymmetry = matrix.mirror()
+        if not matrix.is_finite:
+            check_finite(self.who, matrix.data, tasks[0].slices, tasks)
+        if not outer:
+            self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
+            self.fallbacks = fallbacks
+            self._loss = value
+            self.seconds += time.perf_counter() - start
+        return matrix.data
+
+    def assembled(
+        self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False
+    ) -> tuple[Matrix, float, tuple[str, ...]]:
+        """Return the matrix with blocks (i, j) for i not after j alone, the loss, and what was differentiated automatically."""
         first = tasks[0]
         check_matrix(self.who, first.size, first.dtype, first.device)
         look = self._look(first)
@@ -180,15 +195,7 @@ class Evaluation:
             values.append(share * value)
             fallbacks += names
             done += task.batch
-        asymmetry = matrix.mirror()
-        if not matrix.is_finite:
-            check_finite(self.who, matrix.data, tasks[0].slices, tasks)
-        if not outer:
-            self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
-            self.fallbacks = tuple(dict.fromkeys(fallbacks))
-            self._loss = math.fsum(values)
-            self.seconds += time.perf_counter() - start
-        return matrix.data
+        return matrix, math.fsum(values), tuple(dict.fromkeys(fallbacks))
 
     def _add(
         self, task: Task, share: float, matrix: Matrix, progress: Progress | None, look: Look, *, outer: bool
