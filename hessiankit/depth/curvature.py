@@ -89,7 +89,7 @@ def layer_curvature(
         data: The data.
         blocks: The parameters of each block, by name.
         kind: ``"hessian"`` or ``"ggn"``.
-        method: ``"exact"``: :func:`hessiankit.hessian_operator` and :func:`hessiankit.curvature_diagonal`, for models small
+        method: ``"exact"``: :func:`hessiankit.hessian_operator` and :func:`hessiankit.hessian_diagonal`, for models small
             enough to be traced; ``"autograd"``: double backward, for any size; ``"auto"``: exact where the blocks have at most
             32768 parameters in all and a trace succeeds.
         draws: Random probes of the traces, where they are not exact.
