@@ -48,6 +48,24 @@ def test_intervals_hold_the_truth_at_about_their_level(found: tuple[Tensor, list
     assert 0.91 <= inside < 1
 
 
+def test_leave_one_out_values_are_those_of_bases_made_without_one_vector() -> None:
+    """From the definition: a basis of H times the other vectors, and what it leaves of H, by the vector left out."""
+    H, k = draw(12, 12), 4
+    H = H + H.T
+    signs = draw(12, k, seed=3).sign()
+    trace, squares, diagonal = estimators.leave_one_out(H.matmul, signs, 2e-16)
+    for i in range(k):
+        Q, _ = torch.linalg.qr(H @ signs[:, [j for j in range(k) if j != i]])
+        omega = signs[:, i]
+        P = Q @ Q.T
+        rest = omega - P @ omega
+        scale = (12 - (k - 1)) / rest.square().sum()  # the squared length that it has on average
+        assert trace[i] == pytest.approx(float((Q.T @ H @ Q).trace() + scale * rest @ H @ rest), rel=1e-10)
+        assert squares[i] == pytest.approx(float((H @ Q).square().sum() + scale * (H @ rest).square().sum()), rel=1e-10)
+        expected = (P @ H).diagonal() + omega * (H @ omega - P @ H @ omega)
+        assert (diagonal[:, i] - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
 def test_estimates_are_unbiased(found: tuple[Tensor, list[hk.ScalarEstimates]]) -> None:
     """The mean over seeds, within four of its standard errors; traces add up to the diagonal's."""
     matrix, drawn = found
