@@ -145,8 +145,8 @@ def frobenius_norms(
     """Return the exact Frobenius norm of every block of the Hessian of ``loss(module(inputs), target)``, and of all of it.
 
     The matrix is computed by the closed forms of :func:`hessiankit.hessian`: its upper half at once where four times the matrix
-    is free, else some rows at a time, all those of a parameter together, dropped before the next are computed. The squares of
-    the entries are added up in float64.
+    is free and the derivatives fit beside it, else some rows at a time, all those of a parameter together, dropped before the
+    next are computed. The squares of the entries are added up in float64.
 
     By panels, memory is one panel of rows (see ``panel_bytes``), the derivatives of one chunk of samples, and at most 512 MiB of
     curvature between activations, kept so that it is not computed again for each panel. Where more than that would have to be

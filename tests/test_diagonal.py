@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -287,6 +288,21 @@ def test_what_takes_too_long_is_refused_before_it_is_done(monkeypatch: pytest.Mo
         hk.InputError, match=r"hessian_diagonal: method='guess' is not known; choose one of exact, auto, estimate"
     ):
         hk.hessian_diagonal(model, x, t, loss="cross_entropy", method="guess")
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+def test_an_estimate_is_of_the_same_matrix(kind: str) -> None:
+    """Of the same batches with the same weights, of the same parameters."""
+    model, x, t = attending(6)
+    options: dict[str, Any] = {"loss": "cross_entropy", "kind": kind, "weights": [5, 1], "params": ["*W_O", "*norm*", "*W_1"]}
+    batches = [(x, t), (t, x[:, [1, 0, 3, 2, 5, 4]])]
+    exact = hk.hessian_diagonal(model, batches, **options)
+    found = hk.hessian_diagonal(model, batches, method="estimate", **options)
+    assert found.estimate is not None
+    assert math.isnan(found.cost)
+    assert (list(found.values), found.kind) == (list(exact.values), kind)
+    assert ((found.flat - exact.flat).abs() <= found.estimate.half_widths).double().mean() > 0.9
+    assert abs(found.trace - exact.trace) <= 2 * found.estimate.trace.half_width < exact.flat.abs().sum()
 
 
 def test_products_where_they_are_cheaper_than_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
