@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from hessiankit.curvature import Hessian, hessian
     from hessiankit.depth import DepthReport, depth_diagnostics
     from hessiankit.derivation import Derivation, derive
-    from hessiankit.diagonal import CurvatureDiagonal, curvature_diagonal
+    from hessiankit.diagonal import CurvatureDiagonal, curvature_diagonal, hessian_diagonal
     from hessiankit.disk.forecast import Forecast
     from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
     from hessiankit.estimation import SharpnessReport, exact_sharpness, sharpness
+    from hessiankit.estimators import Estimate, ScalarEstimates, scalar_estimates
     from hessiankit.frobenius import FrobeniusNorms, frobenius_norms
     from hessiankit.fused import named_slices
     from hessiankit.ledger import Ledger, LedgerReport, claims
@@ -39,10 +40,11 @@ _HOMES = {
     "curvature": ("Hessian", "hessian"),
     "depth": ("DepthReport", "depth_diagnostics"),
     "derivation": ("Derivation", "derive"),
-    "diagonal": ("CurvatureDiagonal", "curvature_diagonal"),
+    "diagonal": ("CurvatureDiagonal", "curvature_diagonal", "hessian_diagonal"),
     "disk.forecast": ("Forecast",),
     "errors": ("HessiankitError", "InputError", "OutOfMemoryError", "TraceError"),
     "estimation": ("SharpnessReport", "exact_sharpness", "sharpness"),
+    "estimators": ("Estimate", "ScalarEstimates", "scalar_estimates"),
     "frobenius": ("FrobeniusNorms", "frobenius_norms"),
     "fused": ("named_slices",),
     "ledger": ("Ledger", "LedgerReport", "claims"),

@@ -25,7 +25,8 @@ from hessiankit.request.task import Task, available_memory
 from hessiankit.torch_state import computed_later
 
 Progress = Callable[[int, int], None]
-Look = Callable[[LossTrace], None]
+Look = Callable[[LossTrace, int], None]
+ROUGH = 8  # times what a sweep expects to take, at most, that it takes in fact
 
 
 class Evaluation:
@@ -166,6 +167,21 @@ class Evaluation:
 
     def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool) -> Tensor:
         start = time.perf_counter()
+        matrix, value, fallbacks = self.assembled(tasks, progress, outer=outer)
+        asymmetry = matrix.mirror()
+        if not matrix.is_finite:
+            check_finite(self.who, matrix.data, tasks[0].slices, tasks)
+        if not outer:
+            self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
+            self.fallbacks = fallbacks
+            self._loss = value
+            self.seconds += time.perf_counter() - start
+        return matrix.data
+
+    def assembled(
+        self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False
+    ) -> tuple[Matrix, float, tuple[str, ...]]:
+        """Return the matrix with blocks (i, j) for i not after j alone, the loss, and what was differentiated automatically."""
         first = tasks[0]
         check_matrix(self.who, first.size, first.dtype, first.device)
         look = self._look(first)
@@ -179,15 +195,7 @@ class Evaluation:
             values.append(share * value)
             fallbacks += names
             done += task.batch
-        asymmetry = matrix.mirror()
-        if not matrix.is_finite:
-            check_finite(self.who, matrix.data, tasks[0].slices, tasks)
-        if not outer:
-            self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
-            self.fallbacks = tuple(dict.fromkeys(fallbacks))
-            self._loss = math.fsum(values)
-            self.seconds += time.perf_counter() - start
-        return matrix.data
+        return matrix, math.fsum(values), tuple(dict.fromkeys(fallbacks))
 
     def _add(
         self, task: Task, share: float, matrix: Matrix, progress: Progress | None, look: Look, *, outer: bool
@@ -201,26 +209,22 @@ class Evaluation:
         return own_value(task), ()
 
     def _look(self, first: Task) -> Look:
-        """Return a check, once for each size of chunk, that its derivatives fit; small ones are let through."""
+        """Return a check that the derivatives of a chunk fit: by what its sweep expects, and near the limit by their shapes."""
         seen: set[Any] = set()
-        matrix = first.size * first.size * first.dtype.itemsize
+        matrix, free = first.size * first.size * first.dtype.itemsize, available_memory(first.device)
 
-        def look(traced: LossTrace) -> None:
-            values = traced.trace.values
-            moving = [values[at] for at in traced.trace.moving.difference(traced.trace.parameters.values())]
-            square = max((x.numel() ** 2 // (x.shape[0] if x.ndim > 1 else 1) for x in moving if x.numel()), default=0)
-            if 16 * square * first.dtype.itemsize < available_memory(first.device):
+        def look(traced: LossTrace, expected: int) -> None:
+            if ROUGH * expected + 2 * matrix < free:
                 return
-            key = tuple(tuple(value.shape) for value in values)
+            key = tuple(tuple(value.shape) for value in traced.trace.values)
             if key in seen:
                 return
             seen.add(key)
-            left = 0 if len(seen) > 1 else matrix  # what has been touched is no longer free
             try:
                 need = measure(traced, first.slices, first.dtype).peak_bytes
             except (RuntimeError, NotImplementedError, TypeError):  # an operation whose shapes depend on its entries
                 return
-            check_workspace(self.who, need, left, first.device)
+            check_workspace(self.who, need, matrix, first.device, free)
 
         return look
 

@@ -1,4 +1,4 @@
-"""The exact Frobenius norms of the Hessian and of its blocks, without ever holding the matrix."""
+"""The exact Frobenius norms of the Hessian and of its blocks, by panels of rows where the matrix does not fit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from torch import Tensor, nn
 from hessiankit.arguments import checked
 from hessiankit.disk.panel_sum import PanelSum
 from hessiankit.disk.planning import PANEL, Plan, check_workspace, make_plan, panels
+from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.storage import Panel
-from hessiankit.errors import InputError
+from hessiankit.errors import InputError, OutOfMemoryError
+from hessiankit.evaluation import Evaluation
 from hessiankit.request.batches import Weights
 from hessiankit.request.handshake import UNCOMPARED
 from hessiankit.request.kinds import gather
+from hessiankit.request.own_call import reached
 from hessiankit.request.selection import Params, locate
 from hessiankit.request.task import Loss, Task, available_memory
 from hessiankit.tables import Piece, Printed, table
 from hessiankit.torch_state import one_at_a_time
 
 WHO = "frobenius_norms"
+SHARE = 4  # times the matrix that has to be free for all of it to be made at once
 SLAB = 2**20  # entries whose squares are added at once, in float64
 
 
@@ -140,12 +144,13 @@ def frobenius_norms(
 ) -> FrobeniusNorms:
     """Return the exact Frobenius norm of every block of the Hessian of ``loss(module(inputs), target)``, and of all of it.
 
-    The matrix is computed by the closed forms of :func:`hessiankit.hessian`, some rows at a time, all those of a parameter
-    together; the squares of their entries are added up in float64, and the rows are dropped before the next are computed.
+    The matrix is computed by the closed forms of :func:`hessiankit.hessian`: its upper half at once where four times the matrix
+    is free and the derivatives fit beside it, else some rows at a time, all those of a parameter together, dropped before the
+    next are computed. The squares of the entries are added up in float64.
 
-    Memory: one panel of rows (see ``panel_bytes``), the derivatives of one chunk of samples, and at most 512 MiB of curvature
-    between activations, kept so that it is not computed again for each panel. Where more than that would have to be kept,
-    panels are made larger, up to half of what is free, because every panel then repeats a part of the work. Nothing of the
+    By panels, memory is one panel of rows (see ``panel_bytes``), the derivatives of one chunk of samples, and at most 512 MiB of
+    curvature between activations, kept so that it is not computed again for each panel. Where more than that would have to be
+    kept, panels are made larger, up to half of what is free, because every panel then repeats a part of the work. Nothing of the
     module is changed, so Ctrl-C is safe at any time, and leaves nothing behind.
 
     Args:
@@ -158,7 +163,7 @@ def frobenius_norms(
         weights: The number of terms of each batch, for losses whose mean is over an unknown number.
         reduction: ``"mean"`` or ``"sum"`` over all terms.
         kind: ``"hessian"``, or ``"ggn"`` for the outer-product part J^T L'' J.
-        panel_bytes: What rows of the matrix may take at once; 256 MiB or more by default, as above. A block of
+        panel_bytes: What rows of the matrix may take at once; None: the matrix at once, or 256 MiB and more, as above. A block of
             two parameters, m n numbers, is held in one piece, even where it takes more than that.
         progress: Called with (samples done, in all), each sample counted once for each panel.
         handshake: As in :func:`hessiankit.hessian`.
@@ -193,19 +198,50 @@ def frobenius_norms(
         reduction=reduction,
         handshake=handshake,
     )
+    shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
+    if panel_bytes is None and (dense := _dense(tasks, parts, batch_size, progress, outer=kind == "ggn")) is not None:
+        return FrobeniusNorms(dense[0], shapes, kind, *dense[1:], time.perf_counter() - start, handshake)
     with torch.no_grad():
         plan = _plan(tasks, batch_size, panel_bytes)
         if not plan.chunks:
-            names = ", ".join(map(repr, tasks[0].parameters))
-            raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
+            raise _without_effect(tasks[0])
         total = PanelSum(WHO, tasks, parts, plan.chunks, plan.panels.parts, plan.kept, progress, outer=kind == "ggn")
         found: dict[tuple[str, str], float] = {}
         for n in range(len(plan.panels.parts)):
             found |= _norms(total.panel(n)[0])  # which goes before the next one comes
         value = total.loss()
-    shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
     blocks = {(i, j): found[i, j] for i in shapes for j in shapes if (i, j) in found}
     return FrobeniusNorms(blocks, shapes, kind, value, plan.fallbacks, time.perf_counter() - start, handshake)
+
+
+def _dense(
+    tasks: Sequence[Task],
+    parts: Sequence[float],
+    batch_size: int | None,
+    progress: Callable[[int, int], None] | None,
+    *,
+    outer: bool,
+) -> tuple[dict[tuple[str, str], float], float, tuple[str, ...]] | None:
+    """Return the norms of the blocks of the whole matrix, the loss and the fallbacks; None where it leaves too little memory."""
+    first = tasks[0]
+    if SHARE * first.size**2 * first.dtype.itemsize > available_memory(first.device):
+        return None
+    try:
+        matrix, value, fallbacks = Evaluation(WHO, tasks, parts, batch_size, progress).assembled(tasks, progress, outer=outer)
+    except OutOfMemoryError:  # said before the derivatives are made; one panel leaves them more room
+        return None
+    names = list(first.parameters)
+    found = {(i, j): _norm(matrix.block(i, j)) for n, i in enumerate(names) for j in names[n:]}
+    if (broken := next((pair for pair, norm in found.items() if not math.isfinite(norm)), None)) is not None:
+        raise not_finite(WHO, *broken, tasks)
+    if not any(found.values()) and not any(reached(task) for task in tasks):
+        raise _without_effect(first)
+    return found, value, fallbacks
+
+
+def _without_effect(task: Task) -> InputError:
+    names = ", ".join(map(repr, task.parameters))
+    return InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
 
 
 def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> Plan:

@@ -81,7 +81,7 @@ def test_scalars_go_without_probes_and_stop_what_is_slow(monkeypatch: pytest.Mon
 
 
 def test_scalars_take_a_later_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def diagonal(module: nn.Module, inputs: Tensor, target: Tensor, *, loss: str) -> dict[str, Tensor]:
+    def diagonal(module: nn.Module, inputs: Tensor, target: Tensor, *, loss: str, max_products: None) -> dict[str, Tensor]:
         found = hessian(module, inputs, target, loss=loss)
         return {name: found.block(name, name).diagonal().reshape(found.shapes[name]) for name in found.names}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit import curvature_diagonal
-from hessiankit.engine import diagonal_unwinding
+from hessiankit.disk.accounting import Meter
+from hessiankit.engine import diagonal_sum, diagonal_unwinding
 
 
 def assert_diagonal(module: nn.Module, inputs: Any, target: Tensor | None = None, *, loss: Any = "mse", **options: Any) -> None:
@@ -218,3 +220,100 @@ def test_products_where_a_sweep_would_take_all_parameters_at_once(monkeypatch: p
     assert_diagonal(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True), draw(2, 3, 4))
     forward, shapes = FORMULAS["a parameter as it is"]
     assert_diagonal(Formula(forward, **shapes), draw(2, 3, 4))
+
+
+def attending(length: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A language model whose exact diagonal takes the cube of the tokens."""
+    model = hk.Transformer(11, 8, 16, 2, n_heads=2, seed=0).double()
+    tokens = torch.randint(11, (2, length), generator=torch.Generator().manual_seed(0))
+    return model, tokens, tokens.flip(1)
+
+
+MODELS: dict[str, Any] = {
+    "language model": lambda: attending(8),
+    "post-norm": lambda: (randomised(hk.TransformerBlock(6, 7, n_heads=2)), draw(2, 5, 6), draw(2, 5, 6, seed=2)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_forecast_counts_the_products_of_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them but those by which lifts make entries of columns."""
+    module, x, t = MODELS[name]()
+    counted: list[tuple[float, float]] = []
+    inner = diagonal_unwinding.unwind_diagonal
+
+    def metered(sweep: Any, into: Any) -> None:
+        work = diagonal_unwinding.unwinding_work(sweep)
+        with Meter() as meter:
+            inner(sweep, into)
+        counted.append((work, meter.flops / 2))
+
+    monkeypatch.setattr(diagonal_sum, "unwind_diagonal", metered)
+    found = hk.hessian_diagonal(module, x, t, loss="mse" if x.is_floating_point() else "cross_entropy")
+    assert counted
+    for work, multiply_adds in counted:
+        assert work == pytest.approx(multiply_adds, rel=0.02)
+    assert found.cost > 0
+
+
+def test_what_takes_too_long_is_refused_before_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, t = attending(12)
+    exact = hk.hessian_diagonal(model, x, t, loss="cross_entropy")
+    assert 10 < exact.cost < 1000
+    assert exact.estimate is None
+    some = int(exact.cost)
+    with monkeypatch.context() as patch:
+        patch.setattr(diagonal_sum, "unwind_diagonal", None)  # is not reached
+        with pytest.raises(
+            hk.InputError, match=rf"about {exact.cost:,.0f} products .* max_products={some:,}; .*scalar_estimates"
+        ):
+            hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=some)
+        estimated = hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=some, method="auto")
+    assert estimated.is_estimate
+    assert estimated.cost == exact.cost
+    assert estimated.loss == pytest.approx(exact.loss, rel=1e-13)
+    assert (estimated.flat - exact.flat).abs().max() > 1e-6
+    for text in (repr(estimated), estimated.table(), estimated._repr_html_()):
+        assert "ESTIMATES from 100 products, 95 % intervals" in text
+        assert f"{estimated.estimate.trace}" in text
+    assert abs(estimated.trace - exact.trace) <= 2 * estimated.estimate.trace.half_width
+    inside = (estimated.flat - exact.flat).abs() <= estimated.estimate.half_widths
+    assert inside.double().mean() > 0.9
+    unlimited = (
+        hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=m, method=a)
+        for m, a in ((None, "exact"), (some + 1, "auto"))
+    )
+    assert all(torch.equal(found.flat, exact.flat) and "ESTIMATE" not in str(found) for found in unlimited)
+    with pytest.raises(
+        hk.InputError, match=r"hessian_diagonal: method='guess' is not known; choose one of exact, auto, estimate"
+    ):
+        hk.hessian_diagonal(model, x, t, loss="cross_entropy", method="guess")
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+def test_an_estimate_is_of_the_same_matrix(kind: str) -> None:
+    """Of the same batches with the same weights, of the same parameters."""
+    model, x, t = attending(6)
+    options: dict[str, Any] = {"loss": "cross_entropy", "kind": kind, "weights": [5, 1], "params": ["*W_O", "*norm*", "*W_1"]}
+    batches = [(x, t), (t, x[:, [1, 0, 3, 2, 5, 4]])]
+    exact = hk.hessian_diagonal(model, batches, **options)
+    found = hk.hessian_diagonal(model, batches, method="estimate", **options)
+    assert found.estimate is not None
+    assert math.isnan(found.cost)
+    assert (list(found.values), found.kind) == (list(exact.values), kind)
+    assert ((found.flat - exact.flat).abs() <= found.estimate.half_widths).double().mean() > 0.9
+    assert abs(found.trace - exact.trace) <= 2 * found.estimate.trace.half_width < exact.flat.abs().sum()
+
+
+def test_products_where_they_are_cheaper_than_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, t = attending(6)
+    expected = hk.hessian(model, x, t, loss="cross_entropy").matrix.diagonal()
+    monkeypatch.setattr(diagonal_sum, "DENSE", 1e-9)
+    monkeypatch.setattr(diagonal_sum, "unwind_diagonal", None)  # is not reached
+    found = hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=None)
+    assert 500 < found.cost <= sum(p.numel() for p in model.parameters())
+    assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def test_the_name_that_it_had() -> None:
+    assert hk.curvature_diagonal is hk.hessian_diagonal

@@ -15,7 +15,7 @@ from torch import nn
 import hessiankit as hk
 from hessiankit import evaluation
 from hessiankit.disk import forecast, planning, streaming
-from hessiankit.disk.accounting import Meter
+from hessiankit.disk.accounting import Meter, measure
 from hessiankit.engine import sweep
 from hessiankit.request import task
 
@@ -94,21 +94,72 @@ def test_names_what_falls_back_and_what_does_not_fit(monkeypatch: pytest.MonkeyP
         hk.hessian(block(), X, T, dry_run=True, lazy=True)
 
 
-def test_derivatives_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def coupled() -> tuple[nn.Module, torch.Tensor, int]:
     """A wide value and few parameters: P x P is small, tables over pairs of entries of a sample are not."""
-    module = randomised(nn.Sequential(nn.LayerNorm(300), nn.Softmax(1), nn.LayerNorm(300)))
-    x = draw(1, 40, 300)
-    need = hk.hessian(module, x, x, dry_run=True).workspace_bytes
-    room = 2 * 1200**2 * 8 + 70 * 2**20
-    assert need > 2 * room
+    return randomised(nn.Sequential(nn.LayerNorm(300), nn.Softmax(1), nn.LayerNorm(300))), draw(1, 40, 300), 70 * 2**20
+
+
+def attending() -> tuple[nn.Module, torch.Tensor, int]:
+    """Rows meet in the second block, and what does not fit comes late in the sweep."""
+    return randomised(nn.Sequential(*(hk.TransformerBlock(6, 7, placement="pre") for _ in range(2)))), draw(1, 80, 6), 16 * 2**20
+
+
+@pytest.mark.parametrize("case", [coupled, attending])
+def test_derivatives_that_do_not_fit_are_refused_before_they_are_made(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, more = case()
+    found = hk.hessian(module, x, x, dry_run=True)
+    room = 2 * found.matrix_bytes + more
+    assert found.workspace_bytes > 2 * room
     for where in (task, evaluation, planning):
         monkeypatch.setattr(where, "available_memory", lambda device: room)
     with (
         Meter() as meter,
-        pytest.raises(hk.OutOfMemoryError, match=r"the derivatives of one chunk of samples take .* GiB beside"),
+        pytest.raises(hk.OutOfMemoryError, match=r"the derivatives of one chunk of samples take .*iB beside"),
     ):
         hk.hessian(module, x, x)
     assert meter.peak < room
+
+
+def test_memory_is_not_rehearsed_where_the_sweep_knows_that_there_is_plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gigabyte for a few megabytes, however large the square of the attention weights would be: 2 GiB here."""
+    module, x = randomised(hk.TransformerBlock(4, 5)), draw(1, 128, 4)
+    expected = hk.hessian(module, x, x).matrix
+    rehearsed: list[Any] = []
+    monkeypatch.setattr(evaluation, "measure", lambda *a: rehearsed.append(a) or measure(*a))
+    for room, times in ((2**30, 0), (2**24, 1)):
+        monkeypatch.setattr(evaluation, "available_memory", lambda device, room=room: room)
+        assert torch.equal(hk.hessian(module, x, x).matrix, expected)
+        assert len(rehearsed) == times
+
+
+CASES = {
+    "attention": lambda: (randomised(hk.TransformerBlock(4, 5, placement="pre", n_heads=2)), draw(1, 64, 4)),
+    "coupled rows": lambda: (randomised(nn.Sequential(nn.LayerNorm(60), nn.Softmax(1), nn.LayerNorm(60))), draw(1, 30, 60)),
+    "convolution": lambda: (randomised(nn.Sequential(nn.Conv1d(2, 3, 3), nn.GroupNorm(1, 3), nn.SiLU())), draw(1, 2, 60)),
+    "deep": lambda: (
+        randomised(nn.Sequential(*(f() for _ in range(4) for f in (lambda: nn.Linear(6, 6), nn.Tanh)))),
+        draw(900, 6),
+    ),
+    "fallback": lambda: (Formula(lambda m, x: torch.linalg.slogdet(x + m.w @ m.v)[1], w=(16, 16), v=(16, 16)), draw(9, 16, 16)),
+    "wide columns": lambda: (Formula(lambda m, x: torch.fft.rfft(torch.tanh(x @ m.w)).abs(), w=(8, 8)), draw(1, 50, 8)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sweep_expects_what_it_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = CASES[name]()
+    expected = [0]
+    inner = evaluation.Evaluation._look
+
+    def looking(self: Any, first: Any) -> Any:
+        look = inner(self, first)
+        return lambda traced, n: (expected.append(n), look(traced, n))
+
+    monkeypatch.setattr(evaluation.Evaluation, "_look", looking)
+    with Meter() as meter:
+        found = hk.hessian(module, x, torch.zeros_like(module(x)), handshake=False)
+    assert meter.peak <= evaluation.ROUGH * max(expected) + 2 * found.matrix.nbytes
+    assert max(expected) <= 4 * meter.peak  # and no more than that: memory enough is not taken for too little
 
 
 def test_interrupted_by_the_keyboard() -> None:

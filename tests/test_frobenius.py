@@ -13,7 +13,7 @@ from curvature_reference import Formula, cross_entropy, draw, mse, randomised, r
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import FrobeniusNorms, frobenius, frobenius_norms
+from hessiankit import FrobeniusNorms, evaluation, frobenius, frobenius_norms
 from hessiankit.disk import panel_sum, planning
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
@@ -229,3 +229,41 @@ def test_memory_is_that_of_a_panel() -> None:
     matrix, grown = map(float, done.stdout.split())
     assert matrix > 300
     assert grown < 110  # one block of W_1 or W_2 with itself takes 41 MiB, and its derivatives
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_at_once_where_the_matrix_fits(kind: str, batch_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batches, steps = block(), [(X, T), (X[:2], T[:2])], []
+    panels = frobenius_norms(module, batches, kind=kind, weights=[3, 2])
+    monkeypatch.setattr(frobenius, "available_memory", lambda device: 2**30)
+    monkeypatch.setattr(frobenius, "PanelSum", None)  # is not reached
+    options: dict[str, Any] = {"kind": kind, "weights": [3, 2], "batch_size": batch_size}
+    found = frobenius_norms(module, batches, progress=lambda *done: steps.append(done), **options)
+    dense = hk.hessian(module, batches, weights=[3, 2])
+    assert_norms(found, dense.matrix if kind == "hessian" else dense.outer())
+    assert list(found.blocks) == list(panels.blocks)
+    assert (found.shapes, found.kind, found.fallbacks) == (panels.shapes, panels.kind, panels.fallbacks)
+    assert found.loss == pytest.approx(panels.loss, rel=1e-13)
+    assert steps[-1] == (5, 5)
+
+
+def test_what_is_refused_at_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frobenius, "available_memory", lambda device: 2**30)
+    test_parameters_without_effect()
+    module = Formula(lambda s, x: torch.sqrt(x @ s.W), W=(4, 2), b=(3,))
+    with pytest.raises(hk.InputError, match=r"frobenius_norms: the block \('W', 'W'\) is NaN or infinite"):
+        frobenius_norms(module, torch.zeros(3, 4).double(), draw(3, 2))
+
+
+def test_by_panels_where_the_derivatives_do_not_fit_beside_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = block()
+    expected = hk.hessian(module, X, T).matrix
+    monkeypatch.setattr(frobenius, "available_memory", lambda device: 2**30)
+    monkeypatch.setattr(evaluation, "available_memory", lambda device: expected.nbytes + 1000)
+    panels: list[Any] = []
+    monkeypatch.setattr(frobenius, "PanelSum", lambda *a, **k: panels.append(a) or panel_sum.PanelSum(*a, **k))
+    monkeypatch.setattr(frobenius, "PANEL", 2**28)
+    found = frobenius_norms(module, X, T)
+    assert len(panels) == 1
+    assert_norms(found, expected)

@@ -21,7 +21,7 @@ X, T = draw(3, 2), draw(3, 1, seed=2)
 READINGS: dict[str, Callable[..., Any]] = {
     "hessian": hk.hessian,
     "hessian_operator": hk.hessian_operator,
-    "curvature_diagonal": hk.curvature_diagonal,
+    "hessian_diagonal": hk.hessian_diagonal,
     "frobenius_norms": hk.frobenius_norms,
     "check": hk.check,
 }

@@ -51,7 +51,9 @@ def test_an_argument_that_is_not_there(name: str):
     called = getattr(hessiankit, name)
     *_, last = (p.name for p in inspect.signature(called).parameters.values() if p.kind is not p.VAR_KEYWORD)
     wrong = last[:-1] + "_x"
-    with pytest.raises(TypeError, match=rf"{name}: got an unexpected keyword argument '{wrong}'; did you mean .*'{last}'"):
+    with pytest.raises(
+        TypeError, match=rf"{called.__name__}: got an unexpected keyword argument '{wrong}'; did you mean .*'{last}'"
+    ):
         called(**{wrong: None})
 
 

@@ -127,7 +127,7 @@ def _diagonals(quantity: str, case: Case, *, dense_fits: bool, columns_fit: bool
     ways: dict[str, Callable[[], Tensor]] = {}
     if (given := hook("curvature_diagonal")) is not None:
         ways["hessiankit.curvature_diagonal"] = lambda: finish(
-            _flat(given(case.module, case.inputs, case.target, loss=case.loss), case)
+            _flat(given(case.module, case.inputs, case.target, loss=case.loss, max_products=None), case)
         )
     if dense_fits:
         ways["dense closed form"] = lambda: finish(dense(case).diagonal())

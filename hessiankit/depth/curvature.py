@@ -89,7 +89,7 @@ def layer_curvature(
         data: The data.
         blocks: The parameters of each block, by name.
         kind: ``"hessian"`` or ``"ggn"``.
-        method: ``"exact"``: :func:`hessiankit.hessian_operator` and :func:`hessiankit.curvature_diagonal`, for models small
+        method: ``"exact"``: :func:`hessiankit.hessian_operator` and :func:`hessiankit.hessian_diagonal`, for models small
             enough to be traced; ``"autograd"``: double backward, for any size; ``"auto"``: exact where the blocks have at most
             32768 parameters in all and a trace succeeds.
         draws: Random probes of the traces, where they are not exact.
@@ -127,7 +127,7 @@ def _exact(
     seed: int,
     tell: Callable[[int, int], None],
 ) -> LayerCurvature:
-    from hessiankit.diagonal import curvature_diagonal
+    from hessiankit.diagonal import hessian_diagonal
     from hessiankit.operator import hessian_operator
 
     pairs = []
@@ -136,7 +136,7 @@ def _exact(
             target = data.target(batch, data.output(batch))
         pairs.append((batch.inputs, target))
     everything = list(dict.fromkeys(name for block in blocks for name in block))
-    traces = curvature_diagonal(data.model, pairs, loss=data.loss, params=everything, kind=kind).traces
+    traces = hessian_diagonal(data.model, pairs, loss=data.loss, params=everything, kind=kind, max_products=None).traces
     top = []
     for k, block in enumerate(blocks):
         tell(k, len(blocks))

@@ -175,9 +175,9 @@ def check_matrix(who: str, size: int, dtype: torch.dtype, device: torch.device) 
     check_memory(who, size, dtype, device, copies=1, workspace=min(CHUNK, size * size * dtype.itemsize))
 
 
-def check_workspace(who: str, need: int, matrix: int, device: torch.device) -> None:
-    """Raise OutOfMemoryError if the work space does not fit beside what is still to be written of the matrix."""
-    free = available_memory(device)
+def check_workspace(who: str, need: int, matrix: int, device: torch.device, free: int | None = None) -> None:
+    """Raise OutOfMemoryError if work space and matrix do not fit in what is free, or was before they were begun."""
+    free = available_memory(device) if free is None else free
     if need + matrix > free:
         raise OutOfMemoryError(
             f"{who}: the derivatives of one chunk of samples take {gib(need)} beside {gib(matrix)} of the matrix, but only "

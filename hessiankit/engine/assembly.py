@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def assemble(
     batch_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     outer: bool = False,
-    look: Callable[[LossTrace], None] | None = None,
+    look: Callable[[LossTrace, int], None] | None = None,
 ) -> tuple[float, tuple[str, ...]]:
     """Add the Hessian of a task to a matrix.
 
@@ -39,7 +40,8 @@ def assemble(
         batch_size: Samples treated at once, or None.
         progress: Called with (samples done, samples in all).
         outer: Whether to add the Gauss-Newton part only.
-        look: Called with each chunk before it is differentiated, unless its size was chosen by what another one took.
+        look: Called with each chunk and about the bytes that its derivatives take, before these are made, unless the chunk's
+            size was chosen by what another one took; see :class:`hessiankit.engine.sweep.Sweep`.
 
     Returns:
         The loss, and the operations that were differentiated automatically.
@@ -58,7 +60,7 @@ def _assemble(
     batch_size: int | None,
     progress: Callable[[int, int], None] | None,
     outer: bool,
-    look: Callable[[LossTrace], None] | None,
+    look: Callable[[LossTrace, int], None] | None,
     handshake: Handshake,
 ) -> tuple[float, tuple[str, ...]]:
     normalizer, batch = normalizer_of(task), task.batch
@@ -69,9 +71,8 @@ def _assemble(
     while done < batch:
         rows = slice(done, min(done + step, batch))
         traced = loss_trace(task.part(rows) if splittable else task, normalizer)
-        if look is not None and not measured:
-            look(traced)
-        sweep = Sweep(traced.trace, traced.output if outer else None, scale=share)
+        watch = None if look is None or measured else partial(look, traced)
+        sweep = Sweep(traced.trace, traced.output if outer else None, scale=share, look=watch)
         slopes = {at: sweep.lambdas[at] for at in traced.trace.parameters.values() if at in sweep.lambdas}
         sweep.run()
         undecided = batch_size is None and not splittable and _has_samples(task)

@@ -36,7 +36,7 @@ class Step:
 
 
 def condensed(steps: Sequence[Step]) -> list[Step]:
-    """Return steps in which a run of entrywise ones that begins at one value and ends at one is a single step."""
+    """Return steps in which runs of entrywise ones that begin at one value are a step for each value that they lead to."""
     roots: dict[int, int] = {}  # what a value is an entrywise function of, made by such a step
     readers: dict[int, list[int]] = {}
     for step in steps:
@@ -52,10 +52,9 @@ def condensed(steps: Sequence[Step]) -> list[Step]:
     replaced: dict[int, Step | None] = {}
     for root, run in runs.items():
         made = {step.output for step in run}
-        ends = [step for step in run if not made.intersection(readers.get(step.output, ()))]
-        leave = [step for step in run if any(at not in made for at in readers.get(step.output, ()))]
-        if len(run) > 1 and len(ends) == 1 and leave in ([], ends):
-            replaced |= dict.fromkeys(made) | {ends[0].output: _one(root, run)}
+        leaving = [step.output for step in run if not made.issuperset(readers.get(step.output, (step.output, -1)))]
+        if len(leaving) < len(run):
+            replaced |= dict.fromkeys(made) | {step.output: step for step in _in_place_of(root, run, leaving)}
     return [new for step in steps if (new := replaced.get(step.output, step)) is not None]
 
 
@@ -71,8 +70,11 @@ def _is_entrywise(step: Step) -> bool:
     return all(shape == whole for shape, at in zip(shapes, step.inputs, strict=True) if at is not None)
 
 
-def _one(root: int, run: Sequence[Step]) -> Step:
-    """Return a run as one step: its derivatives are what it makes of a tangent of ones."""
+def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list[Step]:
+    """Return one step for each value that is read outside a run; the last one has the second derivative of all.
+
+    What the run makes of a tangent of ones are its derivatives.
+    """
     first = run[0].primitive.inputs[next(k for k, at in enumerate(run[0].inputs) if at == root)]
     tangents: dict[int | None, Tensor] = {root: torch.ones(1, *first.shape, dtype=first.dtype, device=first.device)}
     for step in run:
@@ -85,8 +87,12 @@ def _one(root: int, run: Sequence[Step]) -> Step:
         for at, covector in zip(step.inputs, step.primitive.pull(bar, moved), strict=True):
             if at is not None and covector is not None:
                 bars[at] = bars[at] + covector if at in bars else covector
-    end = run[-1]
-    bent = bars.get(root)
-    one = Entrywise(end.primitive.primitive, (first,), tangents[end.output][0].contiguous(), None if bent is None else bent[0])
-    one.forget()
-    return Step(one, (root,), end.output)
+    found = []
+    for step in run:
+        if step.output in leaving:
+            bent = bars.get(root) if step.output == leaving[-1] else None
+            slope = tangents[step.output][0].contiguous()
+            one = Entrywise(step.primitive.primitive, (first,), slope, None if bent is None else bent[0])
+            one.forget()
+            found.append(Step(one, (root,), step.output))
+    return found

@@ -14,20 +14,32 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from derivations.fused_attention import ScaledDotProductAttention
 from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.assembly import CHUNK, WORKSPACE
 from hessiankit.engine.diagonal_lifts import along, is_by_column
-from hessiankit.engine.diagonal_unwinding import BoundedSweep, Entries, TooLarge, overlap, unwind_diagonal
+from hessiankit.engine.diagonal_unwinding import BoundedSweep, Entries, TooLarge, overlap, unwind_diagonal, unwinding_work
 from hessiankit.engine.lifts import Lift
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.row_diagonal import RowDiagonal
+from hessiankit.engine.sites import is_product
 from hessiankit.errors import InputError, TraceError
 from hessiankit.request.handshake import Handshake
 from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.task import Task
+from hessiankit.tracing.trace import Trace
 
+DENSE = 5  # times as fast per multiply-add as a product with the Hessian: the large products of matrices of an unwinding
 ROOM = 4 * CHUNK  # bytes that tangents of the samples treated at once may take, about
+
+
+class TooCostly(Exception):
+    """The diagonal would take longer than so many products with the Hessian."""
+
+    def __init__(self, products: float) -> None:
+        super().__init__(products)
+        self.products = products
 
 
 class DiagonalSum:
@@ -39,9 +51,11 @@ class DiagonalSum:
         parts: What each batch's loss is multiplied by.
         batch_size: Samples treated at once, or None.
         progress: Called with (samples done, samples in all).
+        most: Raise :class:`TooCostly` where a batch would take longer than so many products with its Hessian.
 
     Attributes:
         entries: The diagonal, as far as it has been computed.
+        cost: About how many products with the Hessian take as long, of the batch that takes most; rows that stay apart are free.
         loss: The loss.
         fallbacks: Operations that were differentiated automatically.
     """
@@ -53,8 +67,9 @@ class DiagonalSum:
         parts: Sequence[float],
         batch_size: int | None,
         progress: Callable[[int, int], None] | None,
+        most: float = math.inf,
     ) -> None:
-        self.who = who
+        self.who, self.most, self.cost = who, most, 0.0
         self.tasks, self.parts, self.batch_size, self.progress = tasks, parts, batch_size, progress
         self.entries = Entries(tasks[0].slices, tasks[0].dtype, tasks[0].device)
         self.samples, self.done = sum(task.batch for task in tasks), 0
@@ -109,8 +124,14 @@ class DiagonalSum:
             self._sweep(task, share, normalizer, outer=outer)
         except TooLarge:
             self.entries.data, self.done = before
+            self._foresee(task.size)
             self._products(task, share, outer=outer)
             self._tell(task.batch)
+
+    def _foresee(self, products: float) -> None:
+        self.cost = max(self.cost, products)
+        if self.cost > self.most:
+            raise TooCostly(self.cost)
 
     def _products(self, task: Task, share: float, *, outer: bool) -> None:
         batch, size = linearise(task, gauss_newton=outer), task.size
@@ -131,6 +152,11 @@ class DiagonalSum:
             traced = loss_trace(task.part(rows) if splits else task, normalizer)
             sweep = BoundedSweep(traced.trace, traced.output if outer else None, scale=share)
             sweep.run()
+            if start == 0:
+                products = unwinding_work(sweep) / (DENSE * _product_work(traced.trace))
+                if products > task.size:
+                    raise TooLarge
+                self._foresee(products)
             unwind_diagonal(sweep, self.entries)
             if self.batch_size is None:  # the first sample has told what one takes
                 step = max(1, CHUNK * (rows.stop - rows.start) // max(sweep.peak_bytes, 1))
@@ -164,6 +190,19 @@ class DiagonalSum:
                 whole.add(name)
         reaching = {n for n, at in trace.parameters.items() if at in sweep.lambdas}
         return {n: p for n, p in self.tasks[0].parameters.items() if n in reaching and (n in whole or n not in once)}
+
+
+def _product_work(trace: Trace) -> float:
+    """Return about how many multiply-adds a product with the Hessian takes: six times those of a call."""
+    total = 0
+    for a in trace.applications:
+        inputs, entries = trace.gather(a), trace.values[a.output].numel()
+        if isinstance(a.primitive, ScaledDotProductAttention):
+            entries *= 2 * inputs[1].shape[-2]  # type: ignore[union-attr]
+        elif is_product(a.primitive):
+            entries *= inputs[0].shape[-1]  # type: ignore[union-attr]
+        total += entries
+    return 6.0 * total
 
 
 def _splits(task: Task, step: int) -> bool:

@@ -216,6 +216,55 @@ class _Unwinding:
                 self.into.add(u.parameter, at, times * values)
 
 
+def unwinding_work(sweep: Sweep) -> float:
+    """Return how many multiply-adds :func:`unwind_diagonal` will take for a sweep that has run, by shapes alone."""
+    sources, blocks = sweep.sources, sweep.blocks
+    plan = _Unwinding(sweep, Entries({}, torch.float32, torch.device("cpu")))
+    reach, total = plan.reach, 0.0
+    near: dict[int, dict[int, set[int]]] = {t: {} for t in sources}
+    for t, others in blocks.near.items():
+        near[t].update({r: near[r].get(t) or blocks.levels(t, r) for r in others})  # one set for both orders
+
+    def chain_of(t: int, s: int, level: int, r: int, at: int, *, leaf: bool) -> None:
+        """Count J K, for the tangents of t by a parent s and curvature of t and r; of a leaf, equal columns only."""
+        nonlocal total
+        x, fine = sources[t], max(level, at)
+        if s not in x.parents[level].units:
+            columns = sources[s].columns(level) // (sources[s].width if leaf else 1)
+            total += float(x.rows(fine) * columns) * x.columns(fine) * sources[r].columns(at)
+
+    def keep(s: int, r: int, level: int) -> None:
+        near[r][s] = near[s].setdefault(r, set())
+        near[s][r].add(level)
+
+    def to_parent(t: int, s: int, level: int, r: int, at: int) -> None:
+        leaf = s == r and s in plan.leaves
+        chain_of(t, s, level, r, at, leaf=leaf)
+        if not leaf:
+            keep(s, r, min(level, at))
+
+    for t in sorted(sources, reverse=True):
+        parents = [(level, s) for level, stack in sources[t].parents.items() for s in stack.sources]
+        for r in [r for r in near[t] if r != t]:
+            for at in list(near[t][r]):
+                for level, s in parents:
+                    if reach.meet(s, r):
+                        to_parent(t, s, level, r, at)
+        for at in list(near[t].get(t, ())):
+            for n, (level, s) in enumerate(parents):
+                here = min(level, at)
+                chain_of(t, s, level, t, at, leaf=False)
+                if not reach.own[t].isdisjoint(reach.all[s]):
+                    keep(t, s, here)
+                for below, r in [one for one in parents[:n] if reach.meet(one[1], s)]:
+                    to_parent(t, r, below, s, here)
+                to_parent(t, s, level, s, here)
+        for r in [r for r in near[t] if r >= t or reach.own[t].isdisjoint(reach.all[r])]:
+            near[t].pop(r)
+            near[r].pop(t, None)
+    return total
+
+
 def _chain(J: Tensor | None, level: int, K: Tensor, at: int) -> Tensor:
     return K if J is None else chain(J, level, K, at)
 

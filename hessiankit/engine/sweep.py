@@ -11,12 +11,14 @@ own, and what follows is differentiated by it alone. The result is curvature bet
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from derivations.fused_attention import ScaledDotProductAttention
 from derivations.indexing import Select, Slice
 from derivations.linear import Permute, Reshape
 from derivations.primitive import Primitive
@@ -55,14 +57,18 @@ class Sweep:
         downstream_of: If given, only primitives fed by this value count: the Gauss-Newton part when it is the
             module's output.
         scale: What the scalar is multiplied by.
+        look: Called before tensors are made, with about how many bytes the derivatives take at once by then.
 
     Attributes:
         sources: In the order in which they arise; a source's parents come before it.
         blocks: Curvature between them.
     """
 
-    def __init__(self, trace: Trace, downstream_of: int | None = None, *, scale: float = 1.0) -> None:
+    def __init__(
+        self, trace: Trace, downstream_of: int | None = None, *, scale: float = 1.0, look: Callable[[int], None] | None = None
+    ) -> None:
         associate(trace)
+        self._look = look
         self.trace = trace
         self.dtype = next((trace.values[at].dtype for at in trace.parameters.values()), None)
         self.lambdas = adjoints(trace, scale)
@@ -88,6 +94,8 @@ class Sweep:
                 self._visit(application)
             for at in {at for at in application.inputs if at is not None and last_use[at] == i}:
                 self.stacks.pop(at, None)
+        if self._look is not None:
+            self._look(self.peak_bytes)
 
     # Sources
 
@@ -152,6 +160,7 @@ class Sweep:
         if not last:
             groups = [part for g in groups for part in self._settle(primitive, inputs, moved, g)]
         bends, pushes = counts and not primitive.is_linear and bool(groups), not last and a.output in self.needed
+        self._foresee(primitive, inputs, groups, self.trace.values[a.output])
         point = Point(primitive, inputs, self.lambdas[a.output] if bends else None, [at is not None for at in moved])
         if bends:
             self._bend(point, groups)
@@ -239,14 +248,17 @@ class Sweep:
                         self._source_at(at, g.level, [], stacks)
                         g = self._groups([at if k == inner[0] else None for k in range(len(moved))])[0]
             widths = tuple(self.sources[s].columns(lower) for s in g.sources)
+            self._expect(sum(widths) * _moved(inputs, g))
             tangents = [
                 None if t is None else torch.cat([coarsen(t[cut], g.level, lower) for cut in starts(g.widths)])
                 for t in g.tangents
             ]
             return [group_of(lower, g.sources, widths, tangents)]
-        return [self._to_roots(g)]
+        return [self._to_roots(inputs, g)]
 
-    def _to_roots(self, g: Group) -> Group:
+    def _to_roots(self, inputs: Values, g: Group) -> Group:
+        size = _moved(inputs, g)
+        self._expect(sum(sum(self._root_sizes(s).values()) * (self.sources[s].entries + size) for s in g.sources))
         tangents: list[dict[int, Tensor]] = []
         for t in g.tangents:
             total: dict[int, Tensor] = {}
@@ -333,7 +345,7 @@ class Sweep:
             here = [g for g in groups if g.level == level]
             together = [any(g.moving[k] for g in here) for k in range(len(inputs))]
             apart = level == 0 or primitive.separable(inputs, level, together)
-            result += here if apart else [self._to_roots(g) for g in here]
+            result += here if apart else [self._to_roots(inputs, g) for g in here]
         return sorted(result, key=lambda g: -g.level)
 
     def _add_groups(self, fine: Group, coarse: Group, block: Tensor) -> None:
@@ -393,8 +405,33 @@ class Sweep:
         """Count the memory that is kept until the end."""
         self._kept += sum(stack.bytes for stack in stacks.values())
 
+    def _foresee(self, primitive: Primitive, inputs: Values, groups: Sequence[Group], out: Tensor) -> None:
+        """Tell ``look`` what one application takes: tangents, covectors, and curvature between all groups."""
+        if self._look is None:
+            return
+        scratch = out.numel()  # and the weights of fused attention, of which a CPU holds a few directions only
+        if isinstance(primitive, ScaledDotProductAttention) and out.device.type != "cpu":
+            scratch += 4 * inputs[0].shape[:-1].numel() * inputs[1].shape[-2]
+        taken = entries = 0
+        for g in groups:
+            entries += sum(self.sources[s].entries for s in g.sources)
+            taken += sum(g.widths) * (_moved(inputs, g) + scratch + entries)
+        self._expect(taken)
+
+    def _expect(self, entries: int) -> None:
+        if self._look is not None:
+            self._look(self._kept + entries * self._itemsize)
+
     @property
+    def _itemsize(self) -> int:
+        return 8 if self.dtype is None else self.dtype.itemsize
+
+    @cached_property
     def peak_bytes(self) -> int:
-        """Memory that derivatives take at once until the sources are unwound, the matrix not counted."""
-        itemsize = 8 if self.dtype is None else self.dtype.itemsize
-        return self._kept + itemsize * footprint(self.blocks, self.sources)
+        """Memory that derivatives take at once until the sources are unwound, the matrix not counted; once it has run."""
+        return self._kept + self._itemsize * footprint(self.blocks, self.sources)
+
+
+def _moved(inputs: Values, g: Group) -> int:
+    """Return the number of entries of the inputs that a group moves."""
+    return sum(x.numel() for x, moves in zip(inputs, g.moving, strict=True) if moves)

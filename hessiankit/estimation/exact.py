@@ -85,7 +85,7 @@ def exact_sharpness(
             if not pairs:
                 raise InputError(f"{WHO}: every label is {IGNORED} (not counted); keep at least one")
             looked_up = {name: mask.cpu() for name, mask in seen.items()}
-        diagonal = curvature_diagonal(model, pairs, loss=loss, kind=kind, params=list(parameters)).values
+        diagonal = curvature_diagonal(model, pairs, loss=loss, kind=kind, params=list(parameters), max_products=None).values
     terms = tokens if per == "token" else sequences
     diagonal = {name: x * (tokens / terms) for name, x in diagonal.items()}
     values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in chosen]

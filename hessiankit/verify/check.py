@@ -237,7 +237,9 @@ class _Asked:
         none = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
         if problem.size <= DIAGONAL:
             before = time.perf_counter()
-            diagonal = curvature_diagonal(module, inputs, target, loss=self.loss, params=names, handshake=False).flat
+            diagonal = curvature_diagonal(
+                module, inputs, target, loss=self.loss, params=names, handshake=False, max_products=None
+            ).flat
             rows += found.diagonal(diagonal, time.perf_counter() - before)
         else:
             none += f", curvature_diagonal not beyond {DIAGONAL:,}"

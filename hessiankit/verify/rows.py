@@ -111,7 +111,7 @@ class Comparison:
             rows += self._operator(operator, seed, time.perf_counter() - start)
         start = time.perf_counter()
         try:
-            diagonal = curvature_diagonal(*arguments, **options)  # type: ignore[arg-type]
+            diagonal = curvature_diagonal(*arguments, **options, max_products=None)  # type: ignore[arg-type]
         except OutOfMemoryError as reason:
             remarks.append(f"no rows of the diagonal: {reason}")
         except HessiankitError as reason:

@@ -163,10 +163,20 @@ CALLS = {
         _renamed(on_block(params=None, kind="hessian", block_size=None, weights=None, reduction=None), inputs="data"),
         ("hessian_operator",),
     ),
-    "curvature_diagonal": Call(
-        hk.curvature_diagonal,
-        on_block(params=None, batch_size=None, weights=None, reduction=None, kind="hessian", progress=None),
-        ("curvature_diagonal",),
+    "hessian_diagonal": Call(
+        hk.hessian_diagonal,
+        on_block(
+            params=None, batch_size=None, weights=None, reduction=None, kind="hessian", progress=None, method="exact",
+            max_products=None,
+        ),
+        ("hessian_diagonal",),
+    ),
+    "scalar_estimates": Call(
+        hk.scalar_estimates,
+        lambda: {
+            "operator": hk.hessian_operator(block(), numbers(2, 3, 4), numbers(2, 3, 4)), "products": 10, "level": 0.9, "seed": 0,
+        },
+        ("scalar_estimates",),
     ),
     "frobenius_norms": Call(
         hk.frobenius_norms,

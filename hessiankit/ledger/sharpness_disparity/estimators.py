@@ -13,7 +13,7 @@ from torch import Tensor
 
 from derivations.loss import CrossEntropyAt
 from hessiankit.blocks import Transformer
-from hessiankit.diagonal import curvature_diagonal
+from hessiankit.diagonal import hessian_diagonal
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
@@ -95,7 +95,7 @@ def bias(point: Classifier, weights: Tensor) -> float:
     r"$\hat y_b\sim\mathrm{softmax}(f(x_b))$ is unbiased: $\mathbb{E}_{\hat y}[\mathrm{diag}(\hat F_{\mathrm{eff}})] = "
     r"\mathbb{E}_{\hat y}[\mathrm{diag}(\hat F)]$",
     verdict="HOLDS",
-    uses=[curvature_diagonal],
+    uses=[hessian_diagonal],
 )
 def eq3(seed: int) -> Evidence:
     return unbiased(Classifier.draw(seed))
@@ -174,7 +174,7 @@ def factor(seed: int) -> Evidence:
     verdict="HOLDS UNDER ASSUMPTION",
     assumption="labels that follow the model's softmax, under which the expected Hessian is the Fisher matrix; at a random point "
     "with labels of data the diagonals differ, and the Hessian's has negative entries",
-    uses=[curvature_diagonal],
+    uses=[hessian_diagonal],
 )
 def near_minima(seed: int) -> Evidence:
     point = Classifier.draw(seed)
@@ -194,7 +194,7 @@ def near_minima(seed: int) -> Evidence:
     place="Sec. 3.2, 'Fisher (Gauss-Newton)'",
     statement="for cross-entropy the Fisher matrix is the Gauss-Newton matrix",
     verdict="HOLDS",
-    uses=[CrossEntropyAt.hessian, curvature_diagonal],
+    uses=[CrossEntropyAt.hessian, hessian_diagonal],
 )
 def gauss_newton(seed: int) -> Evidence:
     point = Classifier.draw(seed)
@@ -205,12 +205,10 @@ def gauss_newton(seed: int) -> Evidence:
     with torch.no_grad():
         first.weight.copy_(point.W_1.T)
         last.weight.copy_(point.W_2.T)
-    diagonal = curvature_diagonal(network, point.X, torch.zeros(3, dtype=torch.int64), loss="cross_entropy", kind="ggn")
+    diagonal = hessian_diagonal(network, point.X, torch.zeros(3, dtype=torch.int64), loss="cross_entropy", kind="ggn")
     from_library = torch.cat([diagonal["0.weight"].T.reshape(-1), diagonal["2.weight"].T.reshape(-1)])
     found = [(J.T @ middle @ J).diagonal(), from_library]
-    return agrees(
-        found, [point.fisher, point.fisher], "the closed form and curvature_diagonal against the expected squared scores"
-    )
+    return agrees(found, [point.fisher, point.fisher], "the closed form and hessian_diagonal against the expected squared scores")
 
 
 @claim(
@@ -219,7 +217,7 @@ def gauss_newton(seed: int) -> Evidence:
     statement=r"$\mathcal{S}(\theta[\bullet]) = \frac{\mathrm{Tr}(h(\theta[\bullet]))}{\#(\theta[\bullet])} = "
     r"\frac{B\,\|\nabla_{\theta[\bullet]}\hat{\mathcal{L}}_B\|_F^2}{\#(\theta[\bullet])}$",
     verdict="HOLDS",
-    uses=[curvature_diagonal, block_types],
+    uses=[hessian_diagonal, block_types],
 )
 def eq4(seed: int) -> Evidence:
     """Average the right side over all labels of two tokens, block type by block type, and compare with the exact trace."""
@@ -249,7 +247,7 @@ def tiny_model(seed: int) -> Transformer:
 
 def sharpness(model: Transformer, tokens: Tensor) -> dict[str, float]:
     """Return Eq. 4 of each block type from the exact Gauss-Newton diagonal; labels do not enter it."""
-    diagonal = curvature_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn")
+    diagonal = hessian_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn")
     types = block_types(model)
     values: dict[str, list[Tensor]] = {}
     for name, value in diagonal.values.items():
@@ -264,11 +262,11 @@ def sharpness(model: Transformer, tokens: Tensor) -> dict[str, float]:
     verdict="VAGUE",
     corrected="Eq. 4 pools: one trace over one count, in which large matrices weigh more; the mean of each matrix's own average "
     "is another number",
-    uses=[curvature_diagonal, block_types],
+    uses=[hessian_diagonal, block_types],
 )
 def pooled(seed: int) -> Evidence:
     model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 2, 4)
-    diagonal, types = curvature_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
+    diagonal, types = hessian_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
     own = [value.reshape(-1) for name, value in diagonal.values.items() if types[name] == "Emb"]
     found = {"pooled": float(torch.cat(own).mean()), "mean of matrices": float(torch.stack([v.mean() for v in own]).mean())}
     return readings(found, "S(Emb), a table of 4 rows and one of 8")
@@ -281,11 +279,11 @@ def pooled(seed: int) -> Evidence:
     verdict="VAGUE",
     corrected=r"the logarithm of Eq. 4, or the mean of $\log h$, which is smaller, and minus infinity where a token of the "
     r"vocabulary does not occur",
-    uses=[curvature_diagonal],
+    uses=[hessian_diagonal],
 )
 def log_scale(seed: int) -> Evidence:
     model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 2, 4)
-    diagonal, types = curvature_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
+    diagonal, types = hessian_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
     h = torch.cat([v.reshape(-1) for name, v in diagonal.values.items() if types[name] == "QK"])
     h = h[h > 0]
     return readings({"log of the mean": float(h.mean().log()), "mean of the log": float(h.log().mean())}, "QK, entries above 0")

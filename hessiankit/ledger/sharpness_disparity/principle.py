@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hessiankit.blocks import Transformer
-from hessiankit.diagonal import curvature_diagonal
+from hessiankit.diagonal import hessian_diagonal
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, false, measured, not_run, relative_error
@@ -79,7 +79,7 @@ def trained(seed: int) -> Trained:
         optimizer.step()
     model.double()
     tokens = batch(4)
-    diagonal = curvature_diagonal(model, tokens[:, :-1], tokens[:, 1:], loss="cross_entropy", kind="ggn")
+    diagonal = hessian_diagonal(model, tokens[:, :-1], tokens[:, 1:], loss="cross_entropy", kind="ggn")
     return Trained(model, diagonal.values, diagonal.loss)
 
 
@@ -101,7 +101,7 @@ def eq1(seed: int) -> Evidence:
     verdict="NOT REPRODUCED",
     corrected="the embedding is the sharpest type here: its sharpness falls with the size of the vocabulary, 64 here and 50 304 "
     "there. It says nothing about the sizes of the paper",
-    uses=[curvature_diagonal, block_types],
+    uses=[hessian_diagonal, block_types],
 )
 def eq1_small(seed: int) -> Evidence:
     S = trained(seed).sharpness()
@@ -117,7 +117,7 @@ def eq1_small(seed: int) -> Evidence:
     statement=r"$\mathcal{S}(\mathrm{QK}), \mathcal{S}(\mathrm{FFN}) < \mathcal{S}(\mathrm{VO}) < \mathcal{S}(\mathrm{Norm})$ in "
     r"the same model; QK is below FFN with 13 of 14 seeds. It is one learning rate and one length of training",
     verdict="REPRODUCED",
-    uses=[curvature_diagonal, block_types],
+    uses=[hessian_diagonal, block_types],
 )
 def four_types_small(seed: int) -> Evidence:
     S = trained(seed).sharpness()
@@ -130,7 +130,7 @@ def four_types_small(seed: int) -> Evidence:
     place="Sec. 4.2, after Theorem 4.1, at a small size",
     statement=r"$\mathcal{S}(\mathrm{FFN})\ll\mathcal{S}(\mathrm{Norm})$",
     verdict="REPRODUCED",
-    uses=[curvature_diagonal, block_types],
+    uses=[hessian_diagonal, block_types],
 )
 def ffn_norm_small(seed: int) -> Evidence:
     S = trained(seed).sharpness()
@@ -144,7 +144,7 @@ def ffn_norm_small(seed: int) -> Evidence:
     verdict="WRONG AS PRINTED",
     corrected=r"it belongs to a parametrisation: gains times $c$ and the weights behind them over $c$ leave every prediction as "
     r"it is and multiply $\mathcal{S}(\mathrm{Norm})$ by $c^{-2}$, which puts the norms last; it is an order at $\gamma\approx1$",
-    uses=[curvature_diagonal, block_types],
+    uses=[hessian_diagonal, block_types],
 )
 def invariance(seed: int) -> Evidence:
     tokens = Draw(seed).integers(0, 8, 2, 4)
@@ -167,7 +167,7 @@ def invariance(seed: int) -> Evidence:
 
 def sharpness_of(model: Transformer, tokens: Tensor) -> dict[str, float]:
     """Return the average sharpness of the networks and of the gains of the blocks."""
-    diagonal = curvature_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn").values
+    diagonal = hessian_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn").values
     types = block_types(model)
     gains = (v for name, v in diagonal.items() if name.startswith("blocks") and ".norm_" in name and name.endswith("weight"))
     return {"gains": _mean(gains), "FFN": _mean(v for name, v in diagonal.items() if types[name] == "FFN")}
@@ -202,7 +202,7 @@ def remark11(seed: int) -> Evidence:
     statement="the average sharpness has no trend over the embedding and the two blocks of the same model",
     verdict="NOT REPRODUCED",
     corrected="it falls with depth here. It says nothing about the sizes of the paper",
-    uses=[curvature_diagonal],
+    uses=[hessian_diagonal],
 )
 def fig9_small(seed: int) -> Evidence:
     layers = trained(seed).of_layers()
