@@ -108,7 +108,7 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
     """Return trace, diagonal and squared Frobenius norm of an operator with intervals, from some products with it.
 
     Sources and formulas: at the head of :mod:`hessiankit.estimators`. Intervals are Student's, of leave-one-out values, widened
-    for what these share. Those of 95 % held 91 to 99 % of the time on Hessians of transformers and on random matrices; 70 to 90 %
+    for what these share. Those of 95 % held 91 to 99 % of the time on Hessians of transformers and on random matrices; 50 to 92 %
     for 20 products or fewer of a matrix of which two or three entries are nearly all. Where ``products`` is P or more, P products
     with the unit vectors give everything exactly. Memory: about four times as many vectors (P,) in float64 as products.
 
