@@ -117,8 +117,9 @@ def test_the_product_of_a_lower_bound_may_round_up():
     A = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(8):
         A = torch.cat([torch.cat([A, A], 1), torch.cat([A, -A], 1)])  # Hadamard's matrix of order 256, of norm 16
+    v = torch.randn(256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with WorstRounding(1):
-        found = rayleigh_lower(A)
+        found = rayleigh_lower(A, v)  # every vector attains the norm
     assert 16 * (1 - 1e-10) < found <= 16
 
 
