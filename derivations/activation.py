@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import sympy
 import torch
 from torch import Tensor
 
@@ -55,13 +54,13 @@ def _silu(x: Array, slope: Scalar) -> Derivatives:
 
 
 def _gelu(x: Array, slope: Scalar) -> Derivatives:
-    density = scale(1 / sympy.sqrt(2 * sympy.pi), exp(scale(Fraction(-1, 2), x * x)))
+    density = scale(_sqrt_2_over_pi(x) / 2, exp(scale(Fraction(-1, 2), x * x)))
     cumulative = _normal_cdf(x)
     return x * cumulative, cumulative + x * density, density * (2 - x * x)
 
 
 def _gelu_tanh(x: Array, slope: Scalar) -> Derivatives:
-    k, cubic = sympy.sqrt(2 / sympy.pi), Fraction(44715, 1_000_000)
+    k, cubic = _sqrt_2_over_pi(x), Fraction(44715, 1_000_000)
     u = scale(k, x + scale(cubic, x * x * x))
     t = _tanh_of(u)
     du, d2u = scale(k, 1 + scale(3 * cubic, x * x)), scale(k, scale(6 * cubic, x))  # of u, the argument of tanh
@@ -224,13 +223,24 @@ def _positive(x: Array) -> Array:
 
 
 def _positive_exact(v: Any) -> Any:
+    import sympy
+
     holds = v > 0
     known = holds in (True, False) or holds in (sympy.true, sympy.false)
     return int(bool(holds)) if known else sympy.Piecewise((1, holds), (0, True))
 
 
+def _sqrt_2_over_pi(x: Array) -> Scalar:
+    """Return sqrt(2 / pi) in the arithmetic of x."""
+    if not is_exact(x):
+        return math.sqrt(2 / math.pi)
+    import sympy
+
+    return sympy.sqrt(2 / sympy.pi)
+
+
 def _tanh_of(x: Array) -> Array:
-    return _symbolic(sympy.tanh, x) if is_exact(x) else torch.tanh(x)
+    return _symbolic(lambda sympy, v: sympy.tanh(v), x) if is_exact(x) else torch.tanh(x)
 
 
 def _steepness(x: Array) -> Array:
@@ -243,9 +253,12 @@ def _steepness(x: Array) -> Array:
 
 def _normal_cdf(x: Array) -> Array:
     if is_exact(x):
-        return _symbolic(lambda v: (1 + sympy.erf(v / sympy.sqrt(2))) / 2, x)
+        return _symbolic(lambda sympy, v: (1 + sympy.erf(v / sympy.sqrt(2))) / 2, x)
     return torch.erfc(x * -math.sqrt(0.5)) / 2  # torch.special.ndtr has an absolute error, and no digits in the tail
 
 
-def _symbolic(f: Callable[[Any], Any], x: Array) -> Array:
-    return np.frompyfunc(lambda v: f(sympy.sympify(v)), 1, 1)(x)
+def _symbolic(f: Callable[[Any, Any], Any], x: Array) -> Array:
+    """Return f(sympy, v) of every entry v."""
+    import sympy
+
+    return np.frompyfunc(lambda v: f(sympy, sympy.sympify(v)), 1, 1)(x)

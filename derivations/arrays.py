@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import sympy
 import torch
+
+if TYPE_CHECKING:
+    import sympy  # elsewhere inside the functions that need it: it takes longer to import than a small Hessian to compute
 
 Array: TypeAlias = Any
 """A ``torch.Tensor`` or an object ``numpy.ndarray``."""
@@ -31,15 +33,18 @@ def as_array(value: Any) -> Array:
     Raises:
         TypeError: if floats stand among exact numbers.
 
+    >>> import sympy
     >>> as_array(sympy.Matrix([[1, 2]])).dtype, as_array(np.ones(2)).dtype, as_array([0.5, 1]).dtype
     (dtype('O'), torch.float64, torch.float64)
     """
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, sympy.MatrixBase):
-        return np.array(value.tolist(), dtype=object).reshape(value.shape)
     if isinstance(value, np.ndarray) and value.dtype != object:
         return torch.from_numpy(value if value.flags.writeable else value.copy())
+    import sympy
+
+    if isinstance(value, sympy.MatrixBase):
+        return np.array(value.tolist(), dtype=object).reshape(value.shape)
     entries = np.array(value, dtype=object)
     if not any(isinstance(v, (float, complex)) for v in entries.flat):
         return entries
@@ -175,7 +180,11 @@ def sqrt(x: Array) -> Array:
 
 def exp(x: Array) -> Array:
     """Return the entrywise exponential (symbolic on exact numbers)."""
-    return np.frompyfunc(lambda v: sympy.exp(_to_sympy(v)), 1, 1)(x) if is_exact(x) else torch.exp(x)
+    if not is_exact(x):
+        return torch.exp(x)
+    import sympy
+
+    return np.frompyfunc(lambda v: sympy.exp(_to_sympy(v)), 1, 1)(x)
 
 
 def inverse_sqrt(n: int, like: Array) -> Scalar:
@@ -190,6 +199,8 @@ def concatenate(parts: list[Array], axis: int) -> Array:
 
 def to_sympy(x: Array) -> sympy.ImmutableDenseMatrix:
     """Return a two-dimensional array as an immutable SymPy matrix."""
+    import sympy
+
     rows = x.tolist()
     return sympy.ImmutableDenseMatrix(x.shape[0], x.shape[1], [_to_sympy(v) for row in rows for v in row])
 
@@ -208,6 +219,8 @@ def to_float(x: Array) -> torch.Tensor:
 
 
 def _to_sympy(v: Any) -> sympy.Expr:
+    import sympy
+
     return sympy.Rational(v.numerator, v.denominator) if isinstance(v, Fraction) else sympy.sympify(v)
 
 
@@ -218,6 +231,8 @@ def _exact_sqrt(v: Any) -> Any:
             p, q = math.isqrt(v.numerator), math.isqrt(v.denominator)
             if p * p == v.numerator and q * q == v.denominator:
                 return Fraction(p, q)
+    import sympy
+
     if not isinstance(v, sympy.Basic) and hasattr(v, "sqrt"):  # a number of another arithmetic
         return v.sqrt()
     return sympy.sqrt(_to_sympy(v))

@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import sympy
 import torch
 from torch import Tensor
 
@@ -140,6 +139,8 @@ class CrossEntropyAt:
         rows = len(self._labels)
         chosen = [self.P[i, label] for i, label in enumerate(self._labels)]
         if is_exact(self.logits):
+            import sympy
+
             logs = to_sympy(np.array([chosen], dtype=object)).applyfunc(sympy.log)
             return np.array([[-sum(logs) / rows]], dtype=object)
         if self.weights is not None:

@@ -27,7 +27,7 @@ from figures._kept import put
 from figures._kit import write_json
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.certified import certify
+from hessiankit.bounding.certified import certify, schatten_upper
 from hessiankit.bounding.printed import printed
 from hessiankit.bounding.structured import structured
 from hessiankit.environment import environment
@@ -89,7 +89,7 @@ def ratios(module: Module, x: Tensor, t: Tensor) -> Ratios:
     limits = {kind.replace("_", " "): value for kind, value in limits.items() if kind.startswith("printed")}
     limits |= {"a priori": a_priori(module, x, t).whole}
     limits |= {"structured": structured(make_task(NAME, module, x.unsqueeze(0), t.unsqueeze(0), "mse")).whole}
-    certified = certify(H, found.slices).bounds
+    certified = {**certify(H, found.slices).bounds, "schatten": schatten_upper(H)}
     limits |= {f"certified, {way}": value for way, value in certified.items() if value is not None}
     return {kind: limit / true for kind, limit in limits.items()}
 

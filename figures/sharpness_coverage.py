@@ -231,9 +231,7 @@ def repeated(problem: Problem, draws: int, micro_batch: int | None, count: int) 
     wanted = exact_sharpness(problem.model, x, y, loss=problem.loss)
     found: Outcome = {"types": {}, "tensors": {}, "ratios": {}}
     for seed in range(count):
-        report = sharpness(
-            problem.model, x, y, loss=problem.loss, draws=draws, seed=seed, micro_batch=micro_batch, histograms=False
-        )
+        report = sharpness(problem.model, x, y, loss=problem.loss, draws=draws, seed=seed, micro_batch=micro_batch)
         for group in ("types", "tensors"):
             for name, one in getattr(report, group).items():
                 found[group].setdefault(name, []).append(_inside(one, getattr(wanted, group)[name].value))

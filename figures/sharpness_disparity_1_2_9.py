@@ -41,7 +41,7 @@ SHOWN = ("Emb", "QK", "FFN", "VO", "Norm", "Head")
 def measure(spec: ByteSpec, out: Path) -> SharpnessReport:
     """Return the sharpness of a trained model on held-out windows, in float64, so that no square underflows."""
     model = byte_run(spec, out).model().double()
-    return sharpness(model, measured_on(spec), draws=2 * spec.draws, seed=spec.seed)
+    return sharpness(model, measured_on(spec), draws=2 * spec.draws, seed=spec.seed, histograms=True)
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:

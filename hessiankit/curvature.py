@@ -11,7 +11,6 @@ from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 
 from hessiankit.arguments import checked
@@ -40,6 +39,8 @@ def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
         return largest
     a = a / largest
     if symmetric and a.shape[0] > 512:
+        from scipy.sparse.linalg import eigsh  # only here: it takes longer to import than a small Hessian to compute
+
         start = np.random.default_rng(0).standard_normal(a.shape[0])
         return largest * float(abs(eigsh(a.numpy(), k=1, which="LM", v0=start, return_eigenvectors=False)[0]))
     if symmetric:

@@ -25,7 +25,7 @@ SHARES = {1: [7], 2: [3, 4], 3: [2, 2, 3], 4: [3, 0, 1, 3]}
 """How many of the seven sequences each rank holds: uneven, and with four ranks one holds none."""
 MICRO_BATCH = 2
 DRAWS = 3
-OPTIONS = {"draws": DRAWS, "seed": 5}
+OPTIONS = {"draws": DRAWS, "seed": 5, "histograms": True}
 STUCK = 2.0
 """Seconds that a rank waits for one that stands still."""
 

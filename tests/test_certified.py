@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hessiankit.bounding import certified
 from hessiankit.bounding.certified import (
     Interval,
     certify,
@@ -15,6 +16,7 @@ from hessiankit.bounding.certified import (
     frobenius_upper,
     gershgorin_upper,
     growth,
+    largest_eigenvalue,
     rayleigh_lower,
     schatten_upper,
     up,
@@ -115,8 +117,9 @@ def test_the_product_of_a_lower_bound_may_round_up():
     A = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(8):
         A = torch.cat([torch.cat([A, A], 1), torch.cat([A, -A], 1)])  # Hadamard's matrix of order 256, of norm 16
+    v = torch.randn(256, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with WorstRounding(1):
-        found = rayleigh_lower(A)
+        found = rayleigh_lower(A, v)  # every vector attains the norm
     assert 16 * (1 - 1e-10) < found <= 16
 
 
@@ -144,6 +147,26 @@ def test_certificate_of_blocks():
     assert min(value for value in found.bounds.values() if value is not None) == found.whole.upper
     norms = torch.tensor([[found.pairs[i, j].upper for j in slices] for i in slices], dtype=torch.float64)
     assert found.bounds["norm matrix"] == pytest.approx(float(torch.linalg.eigvalsh(norms)[-1]), rel=1e-9)
+
+
+def test_a_large_matrix_whose_largest_eigenvalue_lanczos_misses(monkeypatch):
+    Q = torch.linalg.qr(symmetric(600, 5)).Q
+    H = Q @ torch.diag(torch.linspace(-1, 2, 600, dtype=torch.float64)) @ Q.T
+    H, calls = (H + H.T) / 2, []
+
+    def second(A, **kwargs):
+        calls.append(kwargs)
+        return [2.0], Q[:, -2:-1].numpy()
+
+    assert certify(H, {"a": slice(0, 600)}).norm == pytest.approx(2, rel=1e-13)
+    assert largest_eigenvalue(H @ H) == pytest.approx(4, rel=1e-13)
+    monkeypatch.setattr(certified, "eigsh", second)
+    found = certify(H, {"a": slice(0, 600)})
+    assert len(calls) == 2  # once for the whole, once for its only block
+    assert found.norm == found.norms["a", "a"] == pytest.approx(2, rel=1e-13)
+    assert found.norm in found.whole
+    assert found.whole.width < 1e-8
+    assert largest_eigenvalue(H @ H) == pytest.approx(4, rel=1e-13)
 
 
 def test_zero_matrix():

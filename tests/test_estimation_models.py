@@ -120,7 +120,7 @@ def test_parameters_without_effect_are_zeros_and_named():
     model = nn.ModuleDict({"used": tiny(), "idle": nn.Linear(2, 2).double()})
     model.forward = lambda x: model["used"](x)
     parts = [*model_parts_of(model["used"], "used."), Part("idle.weight", "Other", "", None, "", 4)]
-    report = sharpness(model, X, Y, parts=parts)
+    report = sharpness(model, X, Y, parts=parts, histograms=True)
     assert report.unused == ("idle.weight",)
     assert (report.types["Other"].value, report.histograms["Other"].zeros) == (0.0, 4)
     assert "no output depends on: idle.weight" in report.table()
@@ -167,7 +167,8 @@ def test_tied_embedding_is_one_parameter_with_both_gradients():
 def test_seen_rows_of_an_untied_embedding_hold_all_of_it():
     model = tiny(vocab=7, tied=False)
     x, y = tokens(3, 3, vocab=3), tokens(3, 3, vocab=7)
-    for report in (exact_sharpness(model, x, y), sharpness(model, x, y, micro_batch=1)):
+    for measure in (exact_sharpness, sharpness):
+        report = measure(model, x, y, micro_batch=1, histograms=True)
         emb = report.types["Emb"]
         assert report.seen_rows.entries == 3 * 4 + 3 * 4
         assert report.seen_rows.value * report.seen_rows.entries == pytest.approx(emb.value * emb.entries, rel=1e-9)

@@ -62,6 +62,28 @@ def test_the_import_is_light():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_first_hessian_imports_no_package_that_it_does_not_use():
+    code = """
+import sys
+import torch
+import hessiankit
+
+def check(when):
+    found = {"sympy", "scipy.sparse", "matplotlib", "curvlinops", "transformers"} & set(sys.modules)
+    assert not found, f"{when}: {found}"
+
+check("import")
+x = torch.randn(2, 3, 4)
+for activation in ("relu", "gelu", "swiglu"):
+    hessiankit.hessian(hessiankit.TransformerBlock(4, 5, activation=activation), x, x)
+    check(activation)
+module = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Tanh(), torch.nn.Linear(2, 4))
+print(hessiankit.hessian(module, x, x))
+check("a module")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_the_first_use_draws_no_random_number():
     code = "import random, hessiankit; before = random.getstate(); hessiankit.hessian; assert random.getstate() == before"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -168,7 +168,7 @@ def test_a_sequence_has_its_labels_wherever_it_is(split):
 
 def test_micro_batches_average_to_the_same():
     model, x, y = tiny(), tokens(4, 3), tokens(4, 3, seed=2)
-    whole, split = (sharpness(model, x, y, draws=150, micro_batch=size, histograms=False) for size in (None, 1))
+    whole, split = (sharpness(model, x, y, draws=150, micro_batch=size) for size in (None, 1))
     exact = exact_sharpness(model, x, y)
     for kind in exact.types:
         for found in (whole, split):
@@ -279,7 +279,7 @@ def test_report_is_a_function_of_the_replicates():
 
 def test_histograms_hold_every_entry_and_agree_with_the_sum():
     model, x, y = tiny(vocab=7), tokens(2, 2, vocab=3), tokens(2, 2, seed=2)
-    found = replicates(model, x, y, draws=3)
+    found = replicates(model, x, y, draws=3, histograms=True)
     for name, p in model.named_parameters():
         total = sum(float(found.values[0, :, k].sum()) for k, part in enumerate(found.parts) if part.parameter == name)
         assert float(found.entries[name].sum()) == pytest.approx(total * int(found.terms), rel=1e-12)
@@ -287,7 +287,10 @@ def test_histograms_hold_every_entry_and_agree_with_the_sum():
     report = report_of(found)
     for kind, one in report.histograms.items():
         assert one.entries == report.types[kind].entries == sum(one.counts) + one.zeros
-    assert sharpness(model, x, y, draws=1, histograms=False).histograms == {}
+    assert "zeros" in report.table()
+    without = report_of(replicates(model, x, y, draws=3))
+    assert (without.histograms, without.types) == ({}, report.types)
+    assert "zeros" not in without.table()
 
 
 def test_quotients_and_order():

@@ -46,9 +46,17 @@ def test_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["sharpness"]["draws"] == 3
     assert found["sharpness"]["terms"] == 16
     assert found["exact"] is None
+    assert found["sharpness"]["histograms"] == {}
     for one in found["sharpness"]["types"].values():
         assert one["low"] <= one["value"] <= one["high"]
         assert f"{one['value']:.4g}" in printed
+
+
+def test_histograms_are_made_when_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", "small_models:model", "--text", "text.txt", "--histograms", "--json", "out.json", "--table") == 0
+    assert "zeros" in capsys.readouterr().out
+    found = json.loads(Path("out.json").read_text())["sharpness"]
+    assert found["histograms"].keys() == found["types"].keys()
 
 
 def test_exact_values_stand_beside_the_estimates(capsys: pytest.CaptureFixture[str]) -> None:

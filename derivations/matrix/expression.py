@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
-import sympy
 import torch
 
 from derivations.arrays import Array, Scalar, as_array, as_float, eye, scale, to_sympy
 from derivations.arrays import to_float as to_float
 from derivations.matrix.letters import named_scalar
+
+if TYPE_CHECKING:
+    import sympy
 
 ATOM, PRODUCT, KRONECKER, SUM = 3, 2, 1, 0  # how tightly a node binds in LaTeX
 
@@ -305,6 +307,8 @@ def scalar_latex(c: Scalar) -> str:
     if isinstance(c, float):
         mantissa, _, exponent = f"{c:.6g}".partition("e")
         return rf"{mantissa}\cdot 10^{{{int(exponent)}}}" if exponent else mantissa
+    import sympy
+
     c = sympy.sympify(c)
     text = str(sympy.latex(c))
     if c.is_Add:

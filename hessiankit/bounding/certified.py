@@ -15,13 +15,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from scipy.sparse.linalg import eigsh
 from torch import Tensor
 
 from hessiankit.errors import InputError
 
 SQUARINGS = 5
 """Schatten norms are taken of order 2^(SQUARINGS + 1): at most n^(1/64) above the spectral norm."""
+WIDENINGS = 1e-12, 1e-10, 1e-8, 1e-6, 1e-4
+"""By how much a norm in floating point is increased, one after the other, until Cholesky's method proves it a bound."""
+LARGE = 512
+"""Rows from which on the largest eigenvalue of a symmetric matrix is left to Lanczos's method, and proved by Cholesky's."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ def schatten_upper(A: Tensor, squarings: int = SQUARINGS) -> float:
     return math.exp(up(logarithm + weight * math.log(total)) + 1e-13) if total > 0 else 0.0
 
 
-def verified_upper(A: Tensor, guess: float | None = None) -> float | None:
+def verified_upper(A: Tensor, guess: float | None = None, widenings: tuple[float, ...] = WIDENINGS) -> float | None:
     r"""Return an upper bound on ||A||_2 of a symmetric matrix that a Cholesky factorisation proves, or None if it fails.
 
     If Cholesky's method runs to its end on fl(c I - A) - d I, with d at least its backward error g_{n+1} / (1 - g_{n+1}) tr,
@@ -154,39 +160,97 @@ def verified_upper(A: Tensor, guess: float | None = None) -> float | None:
     largest = float(torch.linalg.eigvalsh(A).abs().max()) if guess is None else guess / scale
     g = growth(n + 1)
     backward = g / (1 - g) * n * (2 * largest + 1.0)  # the trace of c I -+ A is at most n (c + ||A||)
-    for widen in (1e-12, 1e-10, 1e-8, 1e-6, 1e-4):
+    for widen in widenings:
         c = up(largest * (1 + widen) + 4 * backward)
-        eye = torch.eye(n, dtype=A.dtype, device=A.device)
-        if all(int(torch.linalg.cholesky_ex((c - 2 * backward) * eye + sign * A).info) == 0 for sign in (-1, 1)):
+        if is_below(c - 2 * backward, A) and is_below(c - 2 * backward, -A):
             return up(scale * c)
     return None
 
 
-def rayleigh_lower(A: Tensor, steps: int = 30, seed: int = 0) -> float:
-    """Return a lower bound on ||A||_2: ||A v|| / ||v|| for a vector that power iteration has found, less its rounding.
+def is_below(c: float, A: Tensor) -> bool:
+    """Return whether Cholesky's method runs to its end on c I - A, so that A has no eigenvalue above c, but for rounding."""
+    shifted = -A
+    shifted.diagonal().add_(c)
+    return int(torch.linalg.cholesky_ex(shifted).info) == 0
+
+
+def top_vector(A: Tensor, *, lanczos: bool = False) -> Tensor:
+    """Return a unit vector v for which ||A v|| is ||A||_2 but for rounding: from the eigenvectors of the smaller Gram matrix.
+
+    With ``lanczos``, for a symmetric A, from Lanczos's method: much faster for a large one, and ||A v|| might then be too small,
+    which Cholesky's method finds out.
+    """
+    A, _ = _scaled(A)
+    if lanczos:
+        start = np.random.default_rng(0).standard_normal(A.shape[0])
+        return torch.from_numpy(eigsh(A.cpu().numpy(), k=1, which="LM", v0=start)[1][:, 0].copy()).to(A)
+    tall = A.shape[0] >= A.shape[1]
+    w = torch.linalg.eigh(A.T @ A if tall else A @ A.T).eigenvectors[:, -1]
+    w = w if tall else A.T @ w
+    return w / w.norm()
+
+
+def rayleigh_lower(A: Tensor, v: Tensor | None = None) -> float:
+    """Return a lower bound on ||A||_2: ||A v|| / ||v|| for a vector, less its rounding; by default the :func:`top_vector`.
 
     >>> A = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
     >>> 2.0 * (1 - 1e-9) < rayleigh_lower(A) <= 2.0
     True
     """
     A, scale = _scaled(A)
-    if A.numel() == 0 or not bool(A.any()):
+    if not bool(A.any()):
         return 0.0
-    generator = torch.Generator().manual_seed(seed)
-    v = torch.randn(A.shape[1], generator=generator, dtype=torch.float64).to(A)
-    for _ in range(steps):
-        v = A.T @ (A @ v)
-        v = v / v.norm().clamp_min(1e-300)
-    if min(A.shape) <= 4000:  # an exact singular vector where it is affordable
-        G = A.T @ A if A.shape[0] >= A.shape[1] else A @ A.T
-        w = torch.linalg.eigh(G).eigenvectors[:, -1]
-        w = w if A.shape[0] >= A.shape[1] else A.T @ w
-        v = max((v, w / w.norm()), key=lambda x: float((A @ x).norm()))
+    v = top_vector(A) if v is None else v
     g = growth(A.shape[1] + 4)
     error = g * float((A.abs() @ v.abs()).norm())
     above = float((A @ v).norm()) * (1 - 2 * growth(A.shape[0] + 4)) - up(error * (1 + 1e-10))
     below = float(v.norm()) * (1 + 2 * growth(A.shape[1] + 4))
     return down(scale * max(above, 0.0) / below)
+
+
+def largest_eigenvalue(A: Tensor) -> float:
+    """Return the largest eigenvalue in floating point of a positive semidefinite matrix.
+
+    Of a large one it is Lanczos's, which might be too small, if Cholesky's method finds no eigenvalue above it.
+
+    >>> round(largest_eigenvalue(torch.full((600, 600), 0.5, dtype=torch.float64)), 9)
+    300.0
+    """
+    A, scale = _scaled(A)
+    if not bool(A.any()):
+        return 0.0
+    if len(A) > LARGE:
+        norm = float((A @ top_vector(A, lanczos=True)).norm())
+        if is_below(norm * (1 + 1e-10), A):
+            return scale * norm
+    return scale * max(float(torch.linalg.eigvalsh(A)[-1]), 0.0)
+
+
+def spectral_norm(A: Tensor) -> float:
+    """Return ||A||_2 in floating point, from the smaller Gram matrix.
+
+    >>> spectral_norm(torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]]))
+    4.0
+    """
+    A, scale = _scaled(A)
+    return scale * math.sqrt(largest_eigenvalue(A @ A.T if A.shape[0] <= A.shape[1] else A.T @ A))
+
+
+def _norm(A: Tensor, *, symmetric: bool) -> tuple[float, float, float | None]:
+    """Return ||A||_2 in floating point, a lower bound and, for a symmetric A, the upper bound that Cholesky's method proves."""
+    A, scale = _scaled(A)
+    if not bool(A.any()):
+        return 0.0, 0.0, 0.0
+    proved = None
+    if symmetric and len(A) > LARGE:
+        v = top_vector(A, lanczos=True)
+        norm = float((A @ v).norm())
+        proved = verified_upper(A, norm, WIDENINGS[:1])
+    if proved is None:  # or Lanczos's method missed the largest eigenvalue
+        v = top_vector(A)
+        norm = float((A @ v).norm())
+        proved = verified_upper(A, norm) if symmetric else None
+    return scale * norm, down(scale * rayleigh_lower(A, v)), None if proved is None else up(scale * proved)
 
 
 @dataclass(frozen=True)
@@ -197,12 +261,17 @@ class Certificate:
         whole: Interval of ||H||_2.
         pairs: Interval of the norm of each block, by its two names.
         bounds: Upper bounds on ||H||_2 by the way in which they were found: "cholesky" (None: it failed), "norm matrix" (the
-            norm of the matrix of block norms), "schatten", "gershgorin", "frobenius".
+            norm of the matrix of block norms), "schatten" (None: Cholesky's is as good and costs less), "gershgorin",
+            "frobenius".
+        norm: ||H||_2 in floating point.
+        norms: The norm of each block in floating point.
     """
 
     whole: Interval
     pairs: Mapping[tuple[str, str], Interval]
     bounds: Mapping[str, float | None]
+    norm: float
+    norms: Mapping[tuple[str, str], float]
 
 
 def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
@@ -221,32 +290,34 @@ def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
         raise InputError("certify: the matrix holds NaN or infinite entries")
     names = list(slices)
     pairs: dict[tuple[str, str], Interval] = {}
+    norms: dict[tuple[str, str], float] = {}
     for a, i in enumerate(names):
         for j in names[a:]:
             block = H[slices[i], slices[j]]
+            norm, lower, proved = _norm(block, symmetric=i == j)
             bounds_of_block = [frobenius_upper(block), gershgorin_upper(block), schatten_upper(block)]
-            proved = verified_upper(block) if i == j else None
             upper = min(bounds_of_block if proved is None else [*bounds_of_block, proved])
-            found = Interval(rayleigh_lower(block), upper)
-            pairs[i, j] = pairs[j, i] = found
-    norms = torch.tensor([[pairs[i, j].upper for j in names] for i in names], dtype=torch.float64)
+            pairs[i, j] = pairs[j, i] = Interval(lower, upper)
+            norms[i, j] = norms[j, i] = norm
+    table = torch.tensor([[pairs[i, j].upper for j in names] for i in names], dtype=torch.float64)
+    norm, lower, proved = _norm(H, symmetric=True)
     bounds: dict[str, float | None] = {
-        "cholesky": verified_upper(H),
-        "norm matrix": verified_upper(norms) or gershgorin_upper(norms),
-        "schatten": schatten_upper(H),
+        "cholesky": proved,
+        "norm matrix": verified_upper(table) or gershgorin_upper(table),
+        "schatten": schatten_upper(H) if proved is None else None,
         "gershgorin": gershgorin_upper(H),
         "frobenius": frobenius_upper(H),
     }
     upper = min(value for value in bounds.values() if value is not None)
-    return Certificate(Interval(rayleigh_lower(H), upper), pairs, bounds)
+    return Certificate(Interval(lower, upper), pairs, bounds, norm, norms)
 
 
 def _scaled(A: Tensor) -> tuple[Tensor, float]:
     """Return the matrix divided by a power of two near its largest entry, which is exact, and that power."""
     A = A.detach().double()
-    largest = float(A.abs().max()) if A.numel() else 0.0
+    largest = max(abs(float(entry)) for entry in A.aminmax()) if A.numel() else 0.0
     if largest == 0.0 or not math.isfinite(largest):
         return A, 1.0
     exponent = math.frexp(largest)[1]
     scale = math.ldexp(1.0, max(min(exponent, 1000), -1000))
-    return A / scale, scale
+    return (A if scale == 1.0 else A / scale), scale

@@ -15,14 +15,17 @@ as one site, because the Gauss-Newton part and the last norm's curvature cancel 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from scipy.sparse import bmat, csr_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from derivations.linear import Linear, MatMul, Multiply
+from hessiankit.bounding.certified import spectral_norm
 from hessiankit.errors import InputError
 from hessiankit.request.loss_trace import loss_trace, normalizer_of
 from hessiankit.request.task import Task
@@ -190,13 +193,33 @@ def _product_site(
     units = torch.eye(second.numel(), dtype=second.dtype, device=second.device).reshape(-1, *second.shape)
     bent = a.primitive.curvature(inputs, adjoint, [units if m == j else None for m in range(len(inputs))])[i]  # type: ignore[arg-type]
     B = _flat(bent, second.numel(), first).T  # entries of the first x entries of the second
-    U, s, Vh = torch.linalg.svd(B, full_matrices=False)
-    left, right = s.sqrt().unsqueeze(1) * (U.T @ _columns(entering[i])), s.sqrt().unsqueeze(1) * (Vh @ _columns(entering[j]))
-    sizes = torch.linalg.matrix_norm(left, 2), torch.linalg.matrix_norm(right, 2)
-    if min(float(size) for size in sizes) > 0:
-        c = (sizes[1] / sizes[0]).sqrt().clamp(1e-75, 1e75)  # any c > 0 will do; beyond these, squares overflow
+    (at_left, J), (at_right, G) = (_moving(_columns(entering[k])) for k in (i, j))
+    lefts, rights = [J[:0]], [G[:0]]
+    for rows, columns in _components(B):
+        U, s, Vh = torch.linalg.svd(B[rows.unsqueeze(1), columns], full_matrices=False)
+        lefts.append(s.sqrt().unsqueeze(1) * (U.T @ J[rows]))
+        rights.append(s.sqrt().unsqueeze(1) * (Vh @ G[columns]))
+    left, right = torch.cat(lefts), torch.cat(rights)
+    sizes = spectral_norm(left), spectral_norm(right)
+    if min(sizes) > 0:
+        c = min(max((sizes[1] / sizes[0]) ** 0.5, 1e-75), 1e75)  # any c > 0 will do; beyond these, squares overflow
         left, right = left * c, right / c
-    return Site(name, (left + right) / 2**0.5, (left - right) / 2**0.5)
+    plus, minus = (_spread(left / 2**0.5, at_left) for _ in range(2))
+    plus[:, at_right] += right / 2**0.5
+    minus[:, at_right] -= right / 2**0.5
+    return Site(name, plus, minus)
+
+
+def _components(B: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows and columns of B that share entries with no others: X W, for one, pairs each column of X with one row of W."""
+    m, n = B.shape
+    graph = bmat([[None, csr_array(B.cpu())], [csr_array((n, m)), None]])
+    _, labels = connected_components(graph, directed=False)
+    order = torch.from_numpy(labels.argsort(kind="stable")).to(B.device)
+    for members in order.split(torch.from_numpy(labels).bincount().tolist()):
+        rows, columns = members[members < m], members[members >= m] - m
+        if rows.numel() and columns.numel():
+            yield rows, columns
 
 
 def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> Site:
@@ -230,10 +253,25 @@ def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> S
 def _from_matrix(name: str, K: Tensor, J: Tensor) -> Site:
     """Split K, one matrix or one for each row, by the signs of its eigenvalues."""
     w, V = torch.linalg.eigh((K + K.mT) / 2)
+    at, J = _moving(J)
     root = w.abs().sqrt().unsqueeze(-1) * (V.mT @ J)
     largest = w.abs().amax(-1).sqrt()[..., None, None] if w.ndim > 1 else w.abs().max().sqrt()
-    reach = (largest * J).square().sum(tuple(range(J.ndim - 1))).sqrt()
-    return Site(name, root[w > 0], root[w < 0], reach=reach * (w.shape[-1] * torch.finfo(w.dtype).eps) ** 0.5)
+    reach = (largest * J).square().sum(tuple(range(J.ndim - 1)), keepdim=True).sqrt().reshape(1, -1)
+    reach = _spread(reach * (w.shape[-1] * torch.finfo(w.dtype).eps) ** 0.5, at)[0]
+    return Site(name, _spread(root[w > 0], at), _spread(root[w < 0], at), reach=reach)
+
+
+def _moving(J: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mask of the columns that are not zero, the parameter entries that something moves with, and these columns."""
+    at = J.reshape(-1, J.shape[-1]).any(0)
+    return at, J[..., at]
+
+
+def _spread(columns: Tensor, at: Tensor) -> Tensor:
+    """Return the columns at their places, with zeros for the others."""
+    out = columns.new_zeros(len(columns), len(at))
+    out[:, at] = columns
+    return out
 
 
 def _units(name: str, parts: Sequence[Tensor]) -> list[Tensor]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
 
+from hessiankit.bounding.certified import largest_eigenvalue, spectral_norm
 from hessiankit.bounding.sites import Site, sites
 from hessiankit.request.task import Task
 
@@ -37,63 +39,47 @@ def structured(task: Task) -> Structured:
     Each block is bounded twice, by the sum of the norms of the sites' shares and by the signs, and the whole by the norm of
     the matrix of block bounds and by the signs; the smaller counts.
     """
-    found = sites(task)
-    slices = task.slices
-    plus, minus = _gram(found, "plus"), _gram(found, "minus")
-    by_sign = max(_largest(plus), _largest(minus))
-    everything = slice(0, plus.shape[0])
-    floor = ROUNDING * by_sign
-    names = list(slices)
-    pairs: dict[tuple[str, str], float] = {}
-    for a, i in enumerate(names):
-        for j in names[a:]:
-            signs = _by_sign(plus, minus, slices[i], slices[j])
-            shares = _sum_of_shares(found, slices[i], slices[j], signs)
-            rounding = floor + sum(site.rounding_of(slices[i], slices[j]) for site in found)
-            pairs[i, j] = pairs[j, i] = min(shares, signs) * SLACK + rounding
-    table = torch.tensor([[pairs[i, j] for j in names] for i in names], dtype=torch.float64)
-    rounding = floor + sum(site.rounding_of(everything, everything) for site in found)
-    return Structured(min(by_sign, _largest(table)) * SLACK + rounding, pairs, tuple(site.name for site in found))
+    found, slices = sites(task), task.slices
+    plus, minus = (found[0].plus.new_zeros(task.size, task.size) for _ in range(2))
+    own: dict[str, tuple[float, float]] = {}
+    smaller: dict[tuple[str, str], float] = {}
+    pairs = list(combinations_with_replacement(slices, 2))
+    for i, j in sorted(pairs, key=lambda pair: pair[0] != pair[1]):  # the signs of a block need those of two diagonal ones
+        rows, columns = slices[i], slices[j]
+        shares = [_share(site, rows, columns) for site in found if site.reads[rows].any() and site.reads[columns].any()]
+        for k, half in enumerate((plus, minus)):
+            for share in shares:
+                half[rows, columns] += share[k]
+            if i != j:
+                half[columns, rows] = half[rows, columns].T
+        if i == j:
+            own[i] = largest_eigenvalue(plus[rows, rows]), largest_eigenvalue(minus[rows, rows])
+        signs = max(own[i]) if i == j else sum((p * q) ** 0.5 for p, q in zip(own[i], own[j], strict=True))
+        smaller[i, j] = min(_sum_of_norms(shares, signs), signs)
+    by_sign = max(largest_eigenvalue(plus), largest_eigenvalue(minus))
+    bounds: dict[tuple[str, str], float] = {}
+    for i, j in pairs:
+        bounds[i, j] = bounds[j, i] = smaller[i, j] * SLACK + _rounding(found, by_sign, slices[i], slices[j])
+    table = torch.tensor([[bounds[i, j] for j in slices] for i in slices], dtype=torch.float64)
+    rounding = _rounding(found, by_sign, slice(None), slice(None))
+    whole = min(by_sign, float(torch.linalg.eigvalsh(table)[-1])) * SLACK + rounding
+    return Structured(whole, bounds, tuple(site.name for site in found))
 
 
-def _sum_of_shares(found: list[Site], rows: slice, columns: slice, enough: float) -> float:
+def _share(site: Site, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    """The two halves of one site's share of a block."""
+    return site.plus[:, rows].T @ site.plus[:, columns], site.minus[:, rows].T @ site.minus[:, columns]
+
+
+def _sum_of_norms(shares: list[tuple[Tensor, Tensor]], enough: float) -> float:
     """The sum of the norms of the sites' shares of a block, as far as it is below ``enough``."""
     total = 0.0
-    for site in found:
-        share = _share(site, rows, columns)
-        total += 0.0 if share is None else _norm(share)
+    for plus, minus in shares:
+        total += spectral_norm(plus - minus)
         if total > enough:
             break
     return total
 
 
-def _share(site: Site, rows: slice, columns: slice) -> Tensor | None:
-    """One site's share of a block; None if it does not read one of the two parameters."""
-    if not all(bool(site.reads[at].any()) for at in (rows, columns)):
-        return None
-    return site.plus[:, rows].T @ site.plus[:, columns] - site.minus[:, rows].T @ site.minus[:, columns]
-
-
-def _by_sign(plus: Tensor, minus: Tensor, rows: slice, columns: slice) -> float:
-    """The bound of a block by the signs of the sites."""
-    if rows == columns:
-        return max(_largest(plus[rows, rows]), _largest(minus[rows, rows]))
-    return sum((_largest(part[rows, rows]) * _largest(part[columns, columns])) ** 0.5 for part in (plus, minus))
-
-
-def _gram(found: list[Site], sign: str) -> Tensor:
-    roots = torch.cat([getattr(site, sign) for site in found])
-    return roots.T @ roots
-
-
-def _largest(A: Tensor) -> float:
-    return max(float(torch.linalg.eigvalsh(A)[-1]), 0.0) if A.numel() else 0.0
-
-
-def _norm(A: Tensor) -> float:
-    """The spectral norm, from the smaller Gram matrix."""
-    scale = float(A.abs().max()) if A.numel() else 0.0
-    if scale == 0.0:
-        return 0.0
-    A = A / scale
-    return scale * _largest(A @ A.T if A.shape[0] <= A.shape[1] else A.T @ A) ** 0.5
+def _rounding(found: list[Site], by_sign: float, rows: slice, columns: slice) -> float:
+    return ROUNDING * by_sign + sum(site.rounding_of(rows, columns) for site in found)

@@ -41,6 +41,7 @@ def add_sharpness(commands: Commands) -> None:
     )
     add("--layers", action="store_true", help="also print S by layer and type")
     add("--tensors", action="store_true", help="also print S of every tensor")
+    add("--histograms", action="store_true", help="also print the share of entries that are 0, and write histograms to --json")
     add(
         "--exact",
         action="store_true",

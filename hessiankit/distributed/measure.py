@@ -37,7 +37,7 @@ def sharpness(
     micro_batch: int | None = None,
     parts: Iterable[Part] | None = None,
     confidence: float = 0.95,
-    histograms: bool = True,
+    histograms: bool = False,
     numbers: Iterable[int] | None = None,
     shift: bool | None = None,
     progress: Tell | None = None,

@@ -59,6 +59,7 @@ def run_sharpness(args: argparse.Namespace) -> int:
                 per=args.per,
                 parts=parts,
                 confidence=args.confidence,
+                histograms=args.histograms,
                 seed=args.seed,
                 progress=tell,
             )

@@ -35,6 +35,7 @@ def exact_sharpness(
     kind: str = "ggn",
     micro_batch: int | None = None,
     parts: Iterable[Part] | None = None,
+    histograms: bool = False,
     shift: bool | None = None,
 ) -> SharpnessReport:
     """Return the report that infinitely many draws of :func:`hessiankit.sharpness` would give, for small models.
@@ -51,6 +52,7 @@ def exact_sharpness(
             loss with the data's labels, which may be negative.
         micro_batch: Sequences that the model is called with at once; the result does not depend on it.
         parts: What is told apart.
+        histograms: Whether to make histograms of the diagonal's entries.
         shift: Whether the labels of a mapping are the tokens themselves.
 
     Raises:
@@ -96,7 +98,7 @@ def exact_sharpness(
         torch.stack([part.squared_norm(parameters[part.parameter].detach()).cpu() for part in chosen]),
         {name: _row_sums(diagonal[name], terms) for name in looked_up},
         looked_up,
-        {name: x * terms for name, x in diagonal.items()},
+        {name: x * terms for name, x in diagonal.items()} if histograms else {},
         sequences,
         per,
         loss,

@@ -28,7 +28,7 @@ def sharpness(
     micro_batch: int | None = None,
     parts: Iterable[Part] | None = None,
     confidence: float = 0.95,
-    histograms: bool = True,
+    histograms: bool = False,
     numbers: Iterable[int] | None = None,
     shift: bool | None = None,
     progress: Tell | None = None,
@@ -62,7 +62,8 @@ def sharpness(
         micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
         parts: What is told apart; by default ``hessiankit.parts.model_parts(model)``.
         confidence: Of the intervals.
-        histograms: Whether to add up h entry by entry for the histograms, which takes as much memory as the parameters.
+        histograms: Whether to add up h entry by entry for the histograms and the share of exact zeros, which takes as much memory
+            as the parameters, and on a small batch longer than a draw.
         numbers: The numbers of the sequences in the whole data, if ``data`` are a part of it.
         shift: Whether the labels of a mapping are compared one place later; None: where they are sequences.
         progress: Called with (what, done, total), e.g. what :func:`hessiankit.progress.progress_bar` yields.

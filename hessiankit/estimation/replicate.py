@@ -125,7 +125,7 @@ def replicates(
     estimator: str = "fisher",
     micro_batch: int | None = None,
     parts: Iterable[Part] | None = None,
-    histograms: bool = True,
+    histograms: bool = False,
     numbers: Iterable[int] | None = None,
     shift: bool | None = None,
     sampler: Sampler | None = None,
@@ -190,6 +190,7 @@ def replicates(
                     if name in gradients:
                         wide = gradients[name].to(total.dtype)
                         total.addcmul_(wide, wide, value=float(drawn.terms))
+                del arrived, gradients  # the next draw's take their place in memory
                 if progress is not None:
                     progress("sharpness: draws", k * draws + d + 1, len(batches) * draws)
             values.append(found)

@@ -43,7 +43,7 @@ class SharpnessReport(Printed):
         scale_free: By type, the mean over its entries of S ||theta||^2 / # of their tensor; unlike S, it stays the same where
             one tensor is multiplied by c and another one divided by it without a change of the function (claim B15).
         seen_rows: S of the embeddings over the rows that the data look up; None where no embedding is looked up by rows.
-        histograms: By type, of log10 h, averaged over micro-batches and draws.
+        histograms: By type, of log10 h, averaged over micro-batches and draws; empty unless they were asked for.
         terms: What L is the mean of: tokens, sequences or, for squared error, entries.
         sequences: Sequences with a position that counts.
         micro_batches: How many; h is squared in each, then averaged.
@@ -149,14 +149,15 @@ class SharpnessReport(Printed):
         for kind, one in self.types.items():
             known = "Norm" in self.types and kind != "Norm"
             quotient = f"{self.ratio(kind).value:.3g}" if known else "1" if kind == "Norm" else ""
-            zeros = f"{self.histograms[kind].zeros / one.entries:.1%}" if kind in self.histograms else ""
-            numbers = (f"{one.value:.4g}", *one.shown, quotient, f"{self.scale_free[kind].value:.3g}", zeros)
+            zeros = (f"{self.histograms[kind].zeros / one.entries:.1%}",) if self.histograms else ()
+            numbers = (f"{one.value:.4g}", *one.shown, quotient, f"{self.scale_free[kind].value:.3g}", *zeros)
             yield kind, f"{one.entries:,}", *numbers
 
     @property
     def _headers(self) -> tuple[str, ...]:
         interval = f"{self.confidence:.0%} interval"
-        return ("type", "entries", "S", "s.e.", interval, "Norm / S", "S |theta|^2/#", "zeros")
+        zeros = ("zeros",) if self.histograms else ()
+        return ("type", "entries", "S", "s.e.", interval, "Norm / S", "S |theta|^2/#", *zeros)
 
     @property
     def notes(self) -> tuple[str, ...]:

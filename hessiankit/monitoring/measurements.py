@@ -58,7 +58,7 @@ def sharpness(model: nn.Module, batches: Sequence[Batch], parts: Sequence[Part],
         parts: The model's parts.
         **options: Of :func:`hessiankit.estimation.sharpness`.
     """
-    report = estimated(model, list(batches), parts=parts, histograms=False, **options)
+    report = estimated(model, list(batches), parts=parts, **options)
     by_type_and_layer: dict[str, dict[str, Any]] = {}
     for (name, layer), one in report.type_layers.items():
         by_type_and_layer.setdefault(name, {})[_layer(layer)] = _short(one)

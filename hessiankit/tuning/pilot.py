@@ -58,7 +58,7 @@ def measure(setting: Setting, lr: float, seed: int) -> Pilot:
                 break
         generator = torch.Generator().manual_seed(seed + 1)
         data = [text.batch(setting.batch_size, setting.length, generator) for _ in range(BATCHES)]
-        report = sharpness(model, data, draws=DRAWS, seed=seed, histograms=False)
+        report = sharpness(model, data, draws=DRAWS, seed=seed)
     found = {kind: (one.value, one.standard_error) for kind, one in report.types.items()}
     ratios = {kind: ratio.value for kind, ratio in measured_ratios(report).items()}
     return Pilot(ratios_of(ratios), found, step)

@@ -224,14 +224,14 @@ CALLS = {
         hk.sharpness,
         on_language(
             loss="cross_entropy", draws=2, seed=0, per="token", estimator="fisher", micro_batch=None, parts=None, confidence=0.95,
-            histograms=True, numbers=None, shift=None, progress=None,
+            histograms=False, numbers=None, shift=None, progress=None,
         ),
         ("sharpness",),
         {"draws": COUNTS},
     ),
     "exact_sharpness": Call(
         hk.exact_sharpness,
-        on_language(loss="cross_entropy", per="token", kind="ggn", micro_batch=None, parts=None, shift=None),
+        on_language(loss="cross_entropy", per="token", kind="ggn", micro_batch=None, parts=None, histograms=False, shift=None),
         ("exact_sharpness",),
     ),
     "depth_diagnostics": Call(
