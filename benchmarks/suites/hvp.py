@@ -11,7 +11,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from benchmarks.charts import methods
 from benchmarks.entries import MEMORY_SHARE, TOLERANCE
-from benchmarks.packaged import curvlinops_operator, installed
+from benchmarks.packaged import JaxJvpOfGrad, curvlinops_operator, installed
 from benchmarks.peers import JvpOfGrad, Runner, VjpOfGrad
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make
@@ -94,12 +94,20 @@ def _curvlinops(kind: str) -> Callable[[Case], Runner]:
     return prepare
 
 
+def _jax(case: Case) -> Runner:
+    peer = JaxJvpOfGrad()
+    if why := peer.missing(case):
+        raise ModuleNotFoundError(why)
+    return peer.prepare(case)
+
+
 METHODS: dict[str, dict[str, Callable[[Case], Runner]]] = {
     "Hessian": {
         "hessian_operator": _ours("hessian"),
         "reverse over reverse": _reverse,
         "vjp(grad)": lambda case: VjpOfGrad().prepare(case),
         "jvp(grad)": lambda case: JvpOfGrad().prepare(case),
+        "jitted jvp(grad) of jax": _jax,
         "curvlinops": _curvlinops("hessian"),
     },
     "GGN": {
