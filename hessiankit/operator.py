@@ -84,10 +84,12 @@ class HessianOperator(LinearOperator):
         """
         if self._symmetry is None:
             generator = torch.Generator(self.device).manual_seed(0)
+            pairs = []
             for _ in range(2):
                 v = torch.randn(1, self.shape[0], generator=generator, dtype=self.torch_dtype, device=self.device)
-                self._test_symmetry(v, self._blocks(v), keep=True)
-        assert self._symmetry is not None
+                pairs.append((v[0], self._blocks(v)[0]))
+                self._check_finite(*pairs[-1])
+            self._symmetry, self._pair = self._asymmetry(*pairs[0], *pairs[1]), None
         return self._symmetry
 
     def __matmul__(self, other: Any) -> Any:
@@ -192,24 +194,24 @@ class HessianOperator(LinearOperator):
         Raises:
             InputError: They are not.
         """
-        if not bool(torch.isfinite(torch.stack(torch.aminmax(found))).all()) and bool(torch.isfinite(rows).all()):
-            place = next((phrase for b in self._batches if (phrase := b.origin())), None)
-            named = f": the operation {place}" if place else ""
-            raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")
+        self._check_finite(rows, found)
         for v, Hv in zip(rows, found, strict=True):
             if self._pair is None:
                 self._pair = (_kept(v), _kept(Hv))
-            elif (error := self._asymmetry(*self._pair, v, Hv)) is not None:
-                self._symmetry, self._pair = error, None
+            elif not _parallel(self._pair[0], v):
+                self._symmetry, self._pair = self._asymmetry(*self._pair, v, Hv), None
                 return
         if not keep:
             self._pair = None
 
-    def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float | None:
-        """Return the asymmetry, None for vectors of almost one direction; u and Hu may have been rounded to be kept."""
-        some = slice(None, None, max(1, len(v) // SAMPLE))
-        if _parallel(u[some].to(v.dtype), v[some]):
-            return None
+    def _check_finite(self, rows: Tensor, found: Tensor) -> None:
+        if not bool(torch.isfinite(torch.stack(torch.aminmax(found))).all()) and bool(torch.isfinite(rows).all()):
+            place = next((phrase for b in self._batches if (phrase := b.origin())), None)
+            named = f": the operation {place}" if place else ""
+            raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")
+
+    def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
+        """Return the asymmetry; u and Hu may have been rounded to be kept."""
         (uHv, rounded), (vHu, also) = _inner(u, Hv), _inner(Hu, v)
         scale = float(u.norm(dtype=v.dtype) * Hv.norm() + v.norm() * Hu.norm(dtype=v.dtype)) / 2
         error = abs(uHv - vHu) / scale if scale else 0.0
@@ -265,7 +267,9 @@ def _kept(x: Tensor) -> Tensor:
 
 
 def _parallel(u: Tensor, v: Tensor) -> bool:
-    """Tell whether two vectors have almost one direction, or one is zero: they test nothing then."""
+    """Tell whether two vectors have almost one direction, by some of their entries, or one is zero: they test nothing then."""
+    some = slice(None, None, max(1, len(v) // SAMPLE))
+    u, v = u[some].to(v.dtype), v[some]
     return not abs(float(u @ v)) < 0.99 * float(u.norm() * v.norm())
 
 

@@ -27,7 +27,12 @@ def linear(f: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("call", [hk.hessian, hk.hessian_operator])
+def multiplied(module: nn.Module, x: Tensor, t: Tensor) -> None:
+    operator = hk.hessian_operator(module, x, t)
+    operator @ torch.ones(operator.shape[0], dtype=operator.torch_dtype)
+
+
+@pytest.mark.parametrize("call", [hk.hessian, multiplied])
 def test_point_without_derivative(call: Callable[..., object], name: str) -> None:
     f, message = CASES[name]
     start = r"the block \('lin.weight', 'lin.weight'\) is" if call is hk.hessian else "products with the Hessian are"

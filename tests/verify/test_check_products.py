@@ -88,8 +88,8 @@ def test_a_wrong_gradient_and_a_wrong_diagonal_are_seen(monkeypatch: pytest.Monk
     monkeypatch.setattr(hk.CurvatureDiagonal, "flat", property(lambda self: right.fget(self) * (1 + 1e-7)))
     init = hk.HessianOperator.__init__
 
-    def wrong(self: hk.HessianOperator, *args: Any) -> None:
-        init(self, *args)
+    def wrong(self: hk.HessianOperator, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
         self.gradient = self.gradient * (1 + 1e-7)
 
     monkeypatch.setattr(hk.HessianOperator, "__init__", wrong)
