@@ -26,12 +26,12 @@ def linear(f: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Tensor, Tensor]:
     return module, x, draw(2, 3, seed=2)
 
 
-@pytest.mark.parametrize("name", CASES)
 def multiplied(module: nn.Module, x: Tensor, t: Tensor) -> None:
     operator = hk.hessian_operator(module, x, t)
     operator @ torch.ones(operator.shape[0], dtype=operator.torch_dtype)
 
 
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("call", [hk.hessian, multiplied])
 def test_point_without_derivative(call: Callable[..., object], name: str) -> None:
     f, message = CASES[name]
