@@ -6,6 +6,7 @@ weights are exactly zero, whatever was written there: minus infinity, or a numbe
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,9 +97,12 @@ def _fused(
     (q, transposed), A = product.inputs, values[chain[-2].output]
     assert q is not None
     assert transposed is not None
+    rows, before = A.shape[:-2], values[product.output].shape[:-2]
+    if rows != before and not values[q].shape[:-2] == values[transposed].shape[:-2] == before:
+        return None
     logits = _Logits(trace, chain)
     # NaN where a row is masked as a whole, which fused attention sets to zero
-    options = logits.options(masks) if logits.follow() and bool(A.sum().isfinite()) else None
+    options = logits.options(masks) if bool(A.sum().isfinite()) and logits.follow() else None
     if options is None or (logits.moving is not None and options):
         return None
     new: list[Application] = []
@@ -113,10 +117,7 @@ def _fused(
     swap = Permute((*range(ndim - 2), ndim - 1, ndim - 2))
     k = by.inputs[0] if by is not None and by.primitive == swap else moved(swap, transposed)
     assert k is not None
-    rows, before = A.shape[:-2], values[product.output].shape[:-2]
     if rows != before:
-        if not values[q].shape[:-2] == values[k].shape[:-2] == before:
-            return None
         q, k = (moved(Reshape((*rows, *values[at].shape[-2:])), at) for at in (q, k))
     inputs = (q, k, last.inputs[1], *(() if logits.moving is None else (logits.moving,)))
     attention = ScaledDotProductAttention(scale=logits.c, **options)  # type: ignore[arg-type]
@@ -203,14 +204,14 @@ class _Logits:
             return False
         if isinstance(p, Where):
             return self._hide(~p.condition if first else p.condition)
-        return other.numel() == 1 and (
-            self._scale(float(other)) if isinstance(p, Multiply) else first and self._scale(1 / float(other))
-        )
+        if other.numel() > 1 or (isinstance(p, Divide) and not (first and bool(other))):
+            return False
+        return self._scale(float(other) if isinstance(p, Multiply) else 1 / float(other))
 
     def _scale(self, c: float) -> bool:
         self.c *= c
         self.bias = None if self.bias is None else self.bias * c
-        return self.moving is None or c == 1
+        return math.isfinite(self.c) and (self.moving is None or c == 1)
 
     def _hide(self, mask: Tensor) -> bool:
         mask = self._arranged(mask)
