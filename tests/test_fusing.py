@@ -125,6 +125,12 @@ def heads_last(q: Tensor, k: Tensor, v: Tensor, m: Any) -> Tensor:
     return torch.einsum("bqhk,bkhd->bqhd", torch.softmax(t, -1), v).transpose(1, 2)
 
 
+def heads_first(q: Tensor, k: Tensor, v: Tensor, m: Any) -> Tensor:
+    """Weights (H, B, L, L), which are as many heads as samples."""
+    t = (q @ k.mT).transpose(0, 1).masked_fill(HIDDEN.transpose(0, 1), -math.inf)
+    return torch.softmax(t, -1).transpose(0, 1) @ v
+
+
 def mixed(q: Tensor, k: Tensor, v: Tensor, m: Any) -> Tensor:
     """One product by einsum, the other one with an axis for each head."""
     t = torch.einsum("bhqd,bhkd->bhqk", q, k) + BIAS
@@ -139,6 +145,7 @@ FORMS: dict[str, tuple[Attend, str]] = {
     "no mask": (softmax_of(lambda t: t), "none"),
     "additive": (softmax_of(lambda t: t / math.sqrt(E) + BIAS), "additive"),
     "additive, from the left, subtracted": (softmax_of(lambda t: BIAS - t * 0.3), "additive"),
+    "additive, subtracted": (softmax_of(lambda t: t - BIAS), "additive"),
     "additive, scaled after": (softmax_of(lambda t: (t * 2 + BIAS) / 3 * torch.tensor(0.7)), "additive"),
     "additive, minus infinity": (softmax_of(lambda t: t + torch.zeros(L, L).masked_fill(~CAUSAL, -math.inf)), "causal"),
     "additive, lowest number": (softmax_of(lambda t: t + torch.zeros(L, L).double().masked_fill(HIDDEN, LOWEST)), "boolean"),
@@ -169,6 +176,7 @@ FORMS: dict[str, tuple[Attend, str]] = {
     "einsum, causal": (by_einsum(~CAUSAL), "causal"),
     "einsum, masked by samples": (by_einsum(HIDDEN), "boolean"),
     "einsum, heads last": (heads_last, "boolean"),
+    "heads first": (heads_first, "boolean"),
     "einsum and matmul": (mixed, "additive"),
 }
 
@@ -250,6 +258,10 @@ def logits_read(q: Tensor, k: Tensor, v: Tensor, m: Any) -> Tensor:
     return torch.softmax(t / 2, -1) @ v + t.mean()
 
 
+def stacked(q: Tensor, k: Tensor, v: Tensor, m: Any) -> Tensor:
+    return torch.bmm(torch.softmax(merged(q @ k[:, :1].mT), -1), merged(v)).view(B, H, L, E)
+
+
 UNMATCHED: dict[str, Attend] = {
     "weights read": entropy,
     "logits read": logits_read,
@@ -270,7 +282,10 @@ UNMATCHED: dict[str, Attend] = {
     "a bias that moves, and a mask": lambda q, k, v, m: torch.softmax(q @ k.mT + m.out[0, :L] + BIAS, -1) @ v,
     "a bias in more samples": lambda q, k, v, m: torch.softmax((q @ k.mT)[:1] + SAMPLES, -1) @ v,
     "heads exchanged": lambda q, k, v, m: torch.softmax((q @ k.mT).transpose(0, 1), -1) @ v,
-    "constants divided by logits": softmax_of(lambda t: 3 / (t.square() + 2)),
+    "a bias that moves, subtracted": lambda q, k, v, m: torch.softmax(q @ k.mT - m.out[0, :L], -1) @ v,
+    "weights on the right": lambda q, k, v, m: (v.mT @ torch.softmax(q @ k.mT, -1)).mT,
+    "keys for all heads, weights in a stack": stacked,
+    "constants divided by logits": softmax_of(lambda t: torch.tensor(0.1) / t),
 }
 
 
@@ -320,6 +335,34 @@ def test_gauss_newton_that_begins_within_attention(monkeypatch: pytest.MonkeyPat
     primitives, _ = products(module, x, torch.zeros(()), monkeypatch, loss=loss, kind="ggn")
     assert [p for p in primitives if isinstance(p, Softmax)]
     assert not [p for p in primitives if isinstance(p, ScaledDotProductAttention)]
+
+
+def test_gauss_newton_that_begins_at_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module returns its weights, and the loss reads nothing but what it attends to with them."""
+    module = Formula(lambda m, x: torch.softmax(x @ m.W @ x.mT, -1), W=(3, 3))
+    x = draw(4, 3)
+    options: dict[str, Any] = {"loss": lambda A, t: (A @ x).pow(3).sum(), "kind": "ggn"}
+    primitives, found = products(module, x, torch.zeros(()), monkeypatch, **options)
+    assert not [p for p in primitives if isinstance(p, ScaledDotProductAttention)]
+    A = module(x).detach()
+    J = torch.autograd.functional.jacobian(lambda W: torch.func.functional_call(module, {"W": W}, (x,)), module.W.detach())
+    bent = torch.autograd.functional.hessian(lambda A: (A @ x).pow(3).sum(), A).reshape(16, 16)
+    assert error(found, J.reshape(16, 9).T @ bent @ J.reshape(16, 9)) <= 1e-10
+
+
+def test_rows_without_keys_stay_undefined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a row is NaN where it is written out, and zero in fused attention."""
+    module = heads(softmax_of(lambda t: t.masked_fill(torch.arange(L)[:, None] == 1, -math.inf)))
+    for entries in (0, math.inf):
+        monkeypatch.setattr(fusing, "ENTRIES", entries)
+        with pytest.raises(hk.HessiankitError, match="softmax"):
+            hessian_operator(module, X, T) @ torch.ones(4 * WIDTH * WIDTH, dtype=torch.float64)
+
+
+def test_a_mask_is_not_repeated_in_memory() -> None:
+    attention = only_fused(applied(hessian_operator(heads(FORMS["expanded mask"][0]), X, T)))
+    assert attention.mask is not None
+    assert attention.mask.untyped_storage().nbytes() == B * L * L
 
 
 def test_small_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,10 +184,10 @@ class _Logits:
             self.at = self.at.permute(p.order)
         elif isinstance(p, Reshape):
             self.at = self.at.view(p.shape)
-        elif value.numel() != self.X.numel() or value.device != self.X.device:
+        elif value.device != self.X.device:
             return False
         else:
-            self.at = self.at.expand(value.shape)  # unit axes in front, if any
+            self.at = self.at.expand(value.shape)  # repeated entries are not contiguous in the end
         if isinstance(p, Softmax):
             S = self.X.shape[-1]
             return self.at.shape[p.dim] == S and (self.at.stride(p.dim) == 1 or S == 1)
