@@ -46,8 +46,7 @@ def fuse(trace: Trace, bending: Container[int] | None = None) -> None:
     path = on_the_way(trace)
     made = {a.output: a for a in path}
     counts = Counter(at for a in path for at in a.inputs)
-    seen = {trace.output, *trace.marked}
-    only = {at: made[by] for at, by in last_readers(path).items() if counts[at] == 1 and at in made and at not in seen}
+    only = {at: made[by] for at, by in last_readers(path).items() if counts[at] == 1 and at in made}
     replaced: dict[int, list[Application]] = {}
     masks: list[Tensor] = []
     for a in path:
