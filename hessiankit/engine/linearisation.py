@@ -23,6 +23,7 @@ from derivations.linearised import Nowhere, Sum
 from derivations.primitive import Covectors
 from hessiankit.engine.condensing import Step, condensed
 from hessiankit.engine.diagnosis import origin
+from hessiankit.engine.fusing import fuse
 from hessiankit.engine.stretches import cut, first_readers, gather, last_readers, on_the_way, size
 from hessiankit.errors import InputError, TraceError
 from hessiankit.request.handshake import Handshake
@@ -83,6 +84,7 @@ class Linearisation:
         self._narrow = trace.narrow
         self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
         self._bending = _downstream(trace, traced.output) if gauss_newton else None
+        fuse(trace, self._bending)
         self._stretches = cut(trace, layers=recompute == "layers")
         path = on_the_way(trace)
         self._first = {at: reader for at, reader in first_readers(path).items() if at in own}

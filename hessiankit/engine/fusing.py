@@ -1,0 +1,246 @@
+"""Attention written out in single operations as one: softmax(c Q K^T + B) V is torch's ``scaled_dot_product_attention``.
+
+Between the two products, every operation is affine in the logits or moves them; so the logits are c Q K^T + B but where the
+weights are exactly zero, whatever was written there: minus infinity, or a number whose exponential vanishes beside the others'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from derivations.cast import Cast
+from derivations.elementwise import Divide
+from derivations.fused_attention import TILED, ScaledDotProductAttention
+from derivations.indexing import Where
+from derivations.linear import Add, Expand, MaskedFill, MatMul, Multiply, Permute, Reshape, Scale
+from derivations.linearised import hollow
+from derivations.primitive import Primitive
+from derivations.softmax import Softmax
+from hessiankit.engine.stretches import last_readers, on_the_way
+from hessiankit.tracing.trace import Application, Trace
+
+ENTRIES = TILED
+"""From how many weights of a head on attention is fused: where fused attention is read tile by tile."""
+
+MOVES = (Reshape, Permute, Expand, Cast)
+"""What leaves entries as they are."""
+
+AFFINE = (Scale, Multiply, Divide, Add, MaskedFill, Where)
+
+
+def fuse(trace: Trace, bending: Container[int] | None = None) -> None:
+    """Replace written-out attention in a trace that leads to its output, and let the values between its products go.
+
+    Nothing is replaced that is read elsewhere, or that would differ by more than rounding.
+
+    Args:
+        trace: Rewritten in place.
+        bending: Values whose operations have a second derivative; None: all.
+    """
+    path = on_the_way(trace)
+    made = {a.output: a for a in path}
+    counts = Counter(at for a in path for at in a.inputs)
+    only = {at: made[by] for at, by in last_readers(path).items() if counts[at] == 1 and at in made}
+    replaced: dict[int, list[Application]] = {}
+    masks: list[Tensor] = []
+    for a in path:
+        chain = _between_products(a, made, only) if isinstance(a.primitive, Softmax) else None
+        if chain is None or trace.values[chain[-2].output].shape[-2:].numel() < ENTRIES:
+            continue
+        if bending is not None and (chain[0].output in bending) is not (chain[-1].output in bending):
+            continue
+        fused = _fused(trace, chain, made, masks)
+        if fused is not None:
+            replaced |= {a.output: [] for a in chain} | {chain[-1].output: fused}
+    if replaced:
+        trace.applications[:] = [new for a in path for new in replaced.get(a.output, [a])]
+        trace.applications[:] = on_the_way(trace)
+        alive = {trace.output, *trace.parameters.values()}
+        alive.update(at for a in trace.applications for at in (a.output, *a.inputs) if at is not None)
+        trace.values[:] = [x if at in alive else hollow(x) for at, x in enumerate(trace.values)]
+
+
+def _between_products(
+    softmax: Application, made: Mapping[int, Application], only: Mapping[int, Application]
+) -> list[Application] | None:
+    """Return what leads from a product through a softmax to a product of the weights, where no other operation reads it."""
+
+    def before(at: int | None) -> list[Application] | None:
+        a = made.get(at) if at in only else None  # type: ignore[arg-type]
+        if a is None or isinstance(a.primitive, MatMul):
+            return None if a is None else [a]
+        known = isinstance(a.primitive, (*MOVES, *AFFINE))
+        found = next((chain for k in a.inputs if (chain := before(k))), None) if known else None
+        return found and [*found, a]
+
+    chain = before(softmax.inputs[0])
+    if chain is None:
+        return None
+    chain.append(softmax)
+    while (a := only.get(chain[-1].output)) is not None and isinstance(a.primitive, MOVES):
+        chain.append(a)
+    return [*chain, a] if a is not None and isinstance(a.primitive, MatMul) and a.inputs[0] == chain[-1].output else None
+
+
+def _fused(
+    trace: Trace, chain: Sequence[Application], made: Mapping[int, Application], masks: list[Tensor]
+) -> list[Application] | None:
+    """Return attention as one application, after those that bring Q and K to its form; None if that would not be exact."""
+    product, last, values = chain[0], chain[-1], trace.values
+    (q, transposed), A = product.inputs, values[chain[-2].output]
+    assert q is not None
+    assert transposed is not None
+    rows, before = A.shape[:-2], values[product.output].shape[:-2]
+    if rows != before and not values[q].shape[:-2] == values[transposed].shape[:-2] == before:
+        return None
+    logits = _Logits(trace, chain)
+    # NaN where a row is masked as a whole, which fused attention sets to zero
+    options = logits.options(masks) if bool(A.sum().isfinite()) and logits.follow() else None
+    if options is None or (logits.moving is not None and options):
+        return None
+    new: list[Application] = []
+
+    def moved(primitive: Primitive, at: int) -> int:
+        to = trace.add_value(primitive.value(values[at]), moving=at in trace.moving)
+        if at in trace.moving:
+            new.append(Application(primitive, (at,), to, last.name))
+        return to
+
+    by, ndim = made.get(transposed), values[transposed].ndim
+    swap = Permute((*range(ndim - 2), ndim - 1, ndim - 2))
+    k = by.inputs[0] if by is not None and by.primitive == swap else moved(swap, transposed)
+    assert k is not None
+    if rows != before:
+        q, k = (moved(Reshape((*rows, *values[at].shape[-2:])), at) for at in (q, k))
+    inputs = (q, k, last.inputs[1], *(() if logits.moving is None else (logits.moving,)))
+    attention = ScaledDotProductAttention(scale=logits.c, **options)  # type: ignore[arg-type]
+    return [*new, Application(attention, inputs, last.output, last.name)]
+
+
+@dataclass
+class _Logits:
+    """The logits as c X + bias for a product X, but at hidden entries, where the weights have to be zero.
+
+    Attributes:
+        bias: Finite, broadcasts to the weights as the second product reads them, (..., L, S); so does ``hidden``.
+        moving: Id of a bias that moves.
+    """
+
+    trace: Trace
+    chain: Sequence[Application]
+    c: float = 1.0
+    bias: Tensor | None = None
+    hidden: Tensor | None = None
+    moving: int | None = None
+
+    def __post_init__(self) -> None:
+        self.A = self.trace.values[self.chain[-2].output]
+        X = self.trace.values[self.chain[0].output]
+        self.at = torch.empty(X.shape, device="meta")  # its strides say where the entries of X are
+        self.X = X
+
+    def follow(self) -> bool:
+        """Tell whether all operations are known; the weights that the second product reads have the order of X."""
+        try:
+            known = all(self._apply(a, before.output) for before, a in zip(self.chain[:-2], self.chain[1:-1], strict=True))
+        except RuntimeError:  # not a view of X
+            return False
+        return known and self.at.is_contiguous() and self.A.shape[-2:] == self.X.shape[-2:]
+
+    def options(self, masks: list[Tensor]) -> dict[str, object] | None:
+        """Return the mask as options of the fused attention, an equal one of some if there is one; None if it has none."""
+        if self.hidden is not None and not self._weightless(self.hidden):
+            return None
+        if self.bias is not None and self._weightless(gone := self.bias != 0):
+            self.bias, self.hidden = None, gone if self.hidden is None else self.hidden | gone
+        L, S = self.A.shape[-2:]
+        if self.bias is not None:
+            mask = self.bias if self.hidden is None else self.bias.masked_fill(self.hidden, -torch.inf)
+        elif self.hidden is None or not bool(self.hidden.any()):
+            return {}
+        elif L == S and bool((self.hidden == torch.ones(L, S, dtype=torch.bool, device=self.A.device).triu(1)).all()):
+            return {"is_causal": True}
+        else:
+            mask = ~self.hidden
+        mask = mask.expand(torch.broadcast_shapes(mask.shape, (L, S)))
+        found = next((m for m in masks if m.dtype == mask.dtype and torch.equal(m, mask)), mask)
+        if found is mask:
+            masks.append(mask)
+        return {"mask": found}
+
+    def _apply(self, a: Application, before: int) -> bool:
+        """Take one operation over; False if it is not one of those that are."""
+        p, value = a.primitive, self.trace.values[a.output]
+        others = [at for at in a.inputs if at != before]
+        other = self.trace.values[others[0]] if others and others[0] is not None else None  # of two inputs
+        if isinstance(p, Permute):
+            self.at = self.at.permute(p.order)
+        elif isinstance(p, Reshape):
+            self.at = self.at.view(p.shape)
+        elif value.device != self.X.device:
+            return False
+        else:
+            self.at = self.at.expand(value.shape)  # repeated entries are not contiguous in the end
+        if isinstance(p, Softmax):
+            S = self.X.shape[-1]
+            return self.at.shape[p.dim] == S and (self.at.stride(p.dim) == 1 or S == 1)
+        if isinstance(p, Scale):
+            return self._scale(p.c)
+        if isinstance(p, MaskedFill):
+            return self._hide(p.mask)
+        if isinstance(p, MOVES):
+            return True
+        first = a.inputs[0] == before
+        if isinstance(p, Add):
+            return self._scale(1.0 if first else p.alpha) and self._add(others[0], p.alpha if first else 1.0)
+        if others[0] in self.trace.moving or other is None:
+            return False
+        if isinstance(p, Where):
+            return self._hide(~p.condition if first else p.condition)
+        if other.numel() > 1 or (isinstance(p, Divide) and not (first and bool(other))):
+            return False
+        return self._scale(float(other) if isinstance(p, Multiply) else 1 / float(other))
+
+    def _scale(self, c: float) -> bool:
+        self.c *= c
+        self.bias = None if self.bias is None else self.bias * c
+        return math.isfinite(self.c) and (self.moving is None or c == 1)
+
+    def _hide(self, mask: Tensor) -> bool:
+        mask = self._arranged(mask)
+        self.hidden = mask if self.hidden is None else self.hidden | mask
+        return True
+
+    def _add(self, at: int | None, alpha: float) -> bool:
+        x = None if at is None else self.trace.values[at]
+        if x is None or at in self.trace.moving:
+            fits = self.moving is None and alpha == 1 and self.at.shape == self.A.shape and self.at.is_contiguous()
+            self.moving = at
+            return x is not None and fits
+        bias = self._arranged(x).to(self.A.dtype) * alpha
+        if bool((never := bias == -torch.inf).any()):
+            self.hidden = never if self.hidden is None else self.hidden | never
+            bias = bias.masked_fill(never, 0)
+        self.bias = bias if self.bias is None else self.bias + bias
+        return True
+
+    def _arranged(self, x: Tensor) -> Tensor:
+        """Return what broadcasts to the logits as they are now, as it broadcasts to the weights, not repeated in memory."""
+        if self.at.shape != self.A.shape or not self.at.is_contiguous():
+            strides = self.at.stride()
+            order = sorted(range(self.at.ndim), key=strides.__getitem__, reverse=True)
+            x = x.expand(self.at.shape).permute(order).reshape(self.A.shape)
+        return torch.atleast_2d(x[tuple(slice(1 if step == 0 else None) for step in x.stride())])
+
+    def _weightless(self, mask: Tensor) -> bool:
+        """Tell whether the weights are exactly zero wherever a mask holds."""
+        mask = mask.reshape((1,) * (self.A.ndim - mask.ndim) + mask.shape)
+        repeated = tuple(i for i, n in enumerate(mask.shape) if n == 1)
+        largest = self.A.amax(repeated, keepdim=True) if repeated else self.A
+        return not bool(((largest != 0) & mask).any())
