@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hessiankit.arguments import checked
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY
-from hessiankit.engine.linearisation import Batch, Constant, Recompute, linearise
+from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
 from hessiankit.errors import InputError
 from hessiankit.request.batches import Weights, requests, shares
 from hessiankit.request.task import Loss, Params, Task, check_memory
@@ -197,7 +197,7 @@ class HessianOperator(LinearOperator):
         self._check_finite(rows, found)
         for v, Hv in zip(rows, found, strict=True):
             if self._pair is None:
-                self._pair = (_kept(v), _kept(Hv))
+                self._pair = (v.clone(), Hv.clone()) if keep or len(rows) > 1 else None
             elif not _parallel(self._pair[0], v):
                 self._symmetry, self._pair = self._asymmetry(*self._pair, v, Hv), None
                 return
@@ -211,12 +211,9 @@ class HessianOperator(LinearOperator):
             raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")
 
     def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
-        """Return the asymmetry; u and Hu may have been rounded to be kept."""
-        (uHv, rounded), (vHu, also) = _inner(u, Hv), _inner(Hu, v)
-        scale = float(u.norm(dtype=v.dtype) * Hv.norm() + v.norm() * Hu.norm(dtype=v.dtype)) / 2
-        error = abs(uHv - vHu) / scale if scale else 0.0
+        scale = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2
+        error = abs(float(u @ Hv) - float(v @ Hu)) / scale if scale else 0.0
         allowed = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._batches)) ** 0.5
-        allowed += 6 * (rounded + also) ** 0.5 / scale if scale else 0.0
         if not error <= allowed:  # NaN too
             named = f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
             raise InputError(
@@ -252,36 +249,13 @@ class TorchOperator:
         return self._operator
 
 
-LONG = 2**22
-"""Entries from which the first product is kept in half the width, until the second one."""
-
-SAMPLE = 2**16
-"""Entries by which two long vectors are taken for parallel."""
-
-HALF = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
-
-
-def _kept(x: Tensor) -> Tensor:
-    """Return a copy, rounded where it would take much memory."""
-    return x.to(HALF[x.dtype]) if x.numel() > LONG and x.dtype in HALF else x.clone()
+def _is_large(module: nn.Module) -> bool:
+    return isinstance(module, nn.Module) and sum(p.numel() for p in module.parameters()) > LARGE
 
 
 def _parallel(u: Tensor, v: Tensor) -> bool:
-    """Tell whether two vectors have almost one direction, by some of their entries, or one is zero: they test nothing then."""
-    some = slice(None, None, max(1, len(v) // SAMPLE))
-    u, v = u[some].to(v.dtype), v[some]
+    """Tell whether two vectors have almost one direction, or one is zero: they test nothing then."""
     return not abs(float(u @ v)) < 0.99 * float(u.norm() * v.norm())
-
-
-def _inner(u: Tensor, w: Tensor) -> tuple[float, float]:
-    """Return <u, w>, and the variance of it that comes from the rounding of u, if u was rounded."""
-    if u.dtype == w.dtype:
-        return float(u @ w), 0.0
-    unit, total, variance = torch.finfo(u.dtype).eps / 2, 0.0, 0.0
-    for a, b in zip(u.split(LONG), w.split(LONG), strict=True):
-        a = a.to(b.dtype)
-        total, variance = total + float(a @ b), variance + float((a * b).norm()) ** 2 * unit * unit / 3
-    return total, variance
 
 
 @checked("hessian_operator")
@@ -304,12 +278,12 @@ def hessian_operator(
 ) -> HessianOperator:
     """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
 
-    The module is traced and linearised here, once for each batch, at copies of its parameters; later training does not
-    move the operator. This costs about two gradients and a half, a product about two. Memory: what the derivatives need of the
+    The module is traced and linearised here, once for each batch, at its parameters; later training does not move the operator
+    (``snapshot``). This costs about two gradients and a half, a product about two. Memory: what the derivatives need of the
     module's values for all the data, and in a product at most about 512 MiB of tangents (``block_size`` vectors at a time, chosen
     to stay below that; a CPU takes fewer together, as its caches hold), never P x P. The first two products are tested: they are
-    finite, and <u, H v> = <v, H u>; until the second, copies of the first vector and its product are kept (not with ``recompute``
-    or ``micro_batch``, where only vectors that are multiplied together are tested).
+    finite, and <u, H v> = <v, H u>. From 4 million parameters on, and with ``recompute`` or ``micro_batch``, nothing is copied
+    for that nor for later training: only vectors that are multiplied together are tested, beside one operation of each kind here.
 
     Args:
         module: Any module whose forward torch can trace; see :func:`hessiankit.hessian` for what it may return.
@@ -329,7 +303,7 @@ def hessian_operator(
         micro_batch: Samples of a batch treated at once, each part anew in every product: the memory of so many samples. For
             losses 'mse', 'cross_entropy' and torch's own, and samples that do not depend on each other.
         snapshot: Whether to keep copies of the parameters. Without, nothing is copied, and a product after a change of the
-            parameters is an error. None: copies, unless ``recompute`` or ``micro_batch`` asks for little memory.
+            parameters is an error. None: copies of up to 4 million parameters, unless ``recompute`` or ``micro_batch`` is given.
 
     Raises:
         InputError: If an argument cannot be used, or if the module is not a function: it draws random numbers, or a call
@@ -346,7 +320,7 @@ def hessian_operator(
     """
     check_options(loss, kind, block_size)
     check_memory_options(recompute, micro_batch)
-    lean = recompute is not None or micro_batch is not None
+    lean = recompute is not None or micro_batch is not None or _is_large(module)
     task, batches, counts = linearised(
         module,
         data,

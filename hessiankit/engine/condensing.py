@@ -5,8 +5,10 @@ An activation or a norm that a module writes out in single operations costs a pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from derivations.activation import Activation
 from derivations.elementwise import Divide, Elementwise
 from derivations.linear import Add, Multiply, Scale, Shift
 from derivations.linearised import Entrywise, Linearised
+
+Tensors: TypeAlias = "Sequence[Tensor | None]"
 
 ENTRYWISE = (Activation, Elementwise, Scale, Shift, Add, Multiply, Divide)
 """Primitives that treat entries one by one where no moving input is broadcast."""
@@ -96,3 +100,28 @@ def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list
             one.forget()
             found.append(Step(one, (root,), step.output))
     return found
+
+
+def asymmetry(step: Step) -> float:
+    """Return how far <u, J t> is from <J^T u, t>, and <s, C t> from <t, C s>, for random vectors, relative to their sizes."""
+    inputs = [None if at is None else x for x, at in zip(step.primitive.inputs, step.inputs, strict=True)]
+    rng = torch.Generator(next(x.device for x in inputs if x is not None)).manual_seed(0)
+
+    def draw(shapes: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if x is None else torch.randn(1, *x.shape, generator=rng, dtype=x.dtype, device=x.device) for x in shapes]
+
+    t, s = draw(inputs), draw(inputs)
+    pushed = step.primitive.push(t)
+    u = draw([pushed[0]])
+    found = [_gap(u, [pushed], t, step.primitive.pull(u[0]))]
+    if step.primitive.bends:
+        found.append(_gap(s, step.primitive.pull(None, t), t, step.primitive.pull(None, s)))
+    return max(found, key=lambda gap: (gap != gap, gap))
+
+
+def _gap(s: Tensors, a: Tensors, t: Tensors, b: Tensors) -> float:
+    """Return |<s, a> - <t, b>|, relative to |s| |a|."""
+    pairs = ([(x, y) for x, y in zip(*both, strict=True) if x is not None and y is not None] for both in ((s, a), (t, b)))
+    one, other = (sum(float((x * y).sum()) for x, y in some) for some in pairs)
+    size = math.prod(math.hypot(*(float(x.norm()) for x in xs if x is not None)) for xs in (s, a))
+    return abs(one - other) / size if size else abs(one - other)

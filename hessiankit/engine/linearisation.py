@@ -19,9 +19,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from derivations.linearised import Nowhere, Sum
+from derivations.linearised import Nowhere, Sum, hollow
 from derivations.primitive import Covectors
-from hessiankit.engine.condensing import Step, condensed
+from hessiankit.engine.condensing import Step, asymmetry, condensed
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.fusing import fuse
 from hessiankit.engine.stretches import cut, first_readers, gather, last_readers, on_the_way, size
@@ -40,8 +40,8 @@ Recompute: TypeAlias = Literal["layers", "all"] | None
 CACHED = 10 * 2**20
 """Bytes of tangents that vectors of a block treated together may take on a CPU: more leave its caches."""
 
-LONG = 2**22
-"""Parameters from which freed memory is handed back to the system once a batch is linearised."""
+LARGE = 2**22
+"""Parameters from which nothing of their size is kept, and freed memory is handed back to the system."""
 
 NOWHERE = Nowhere()
 
@@ -81,7 +81,7 @@ class Linearisation:
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in task.parameters}
         own = set(self._ids.values())
-        self._narrow = trace.narrow
+        self._narrow, self._is_large = trace.narrow, task.size > LARGE
         self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
         self._bending = _downstream(trace, traced.output) if gauss_newton else None
         fuse(trace, self._bending)
@@ -106,7 +106,7 @@ class Linearisation:
             if at not in own:
                 self._frees.setdefault(reader, []).append(at)
         self._task = replace(task, reference=None)
-        if task.size > LONG:
+        if task.size > LARGE:
             hand_back_memory()
 
     def product(self, rows: Tensor) -> Tensor:
@@ -159,26 +159,51 @@ class Linearisation:
 
         What is kept are the steps, or what they are made of anew; other values are let go as soon as nothing needs them.
         """
-        values = {at: x for at, x in enumerate(trace.values) if at not in self._still}
+        read = {at for a in trace.applications if a.primitive.reads_values or self._recompute for at in a.inputs}
+        values = {at: x if at in read else hollow(x) for at, x in enumerate(trace.values) if at not in self._still}
         trace.values.clear()
         names = {at: name for name, at in self._ids.items()}
         adjoints: Bars = {self._output: self._seed}
         sums: dict[int, Sum] = {}
+        tested: set[type] = set()
+        spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # memory of slopes that have been compared
         for stretch in reversed(self._stretches):
             kept = () if stretch is self._stretches[-1] else stretch.products(names)
             given, after, steps = {at: values[at] for at in (*stretch.entries, *kept)}, dict(adjoints), []
             for a in reversed(stretch.applications):
                 for at in a.inputs:
                     if at in names and at not in sums:
-                        sums[at] = Sum(self._still[at].new_empty(1, *self._still[at].shape))
+                        x = self._still[at]
+                        memory = spare.pop((x.shape, x.dtype), None)
+                        sums[at] = Sum(x.new_empty(1, *x.shape) if memory is None else memory)
                 step = self._step(a, values, adjoints, sums)
                 if step is not None:
                     steps.append(step)
+                    if self._is_large and type(step.primitive) not in tested and self._test(step, a):
+                        tested.add(type(step.primitive))
                 values.pop(a.output, None)
                 for at in {at for at in a.inputs if at in names and self._first[at] == a.output}:
-                    handshake.complete(names[at], sums.pop(at).close()[0])
+                    slope = sums.pop(at).close()
+                    if not handshake.complete(names[at], slope[0]):
+                        spare[slope.shape[1:], slope.dtype] = slope
             self._kept.insert(0, None if self._recompute else condensed(steps[::-1]))
             self._given.insert(0, (given, after))
+
+    def _test(self, step: Step, a: Application) -> bool:
+        """Test the derivatives of one operation, unless it is large itself; return whether it was.
+
+        Raises:
+            TraceError: They are not each other's transposes.
+        """
+        if sum(x.numel() for x in step.primitive.inputs if x is not None) > LARGE:
+            return False
+        if not (error := asymmetry(step)) <= max(self.eps, torch.finfo(self._seed.dtype).eps) ** 0.5:
+            raise TraceError(
+                f"trace: the derivatives of {a.name!r} ({type(a.primitive).__name__}) are not each other's transposes, by "
+                f"{error:.1e} of their size: it overflows, or its second derivative is wrong; write it in other operations, or "
+                "use a wider dtype"
+            )
+        return True
 
     def _step(self, a: Application, values: dict[int, Tensor], adjoints: Bars, sums: Mapping[int, Sum]) -> Step | None:
         """Linearise one application, and pull the adjoint of its output back; None where there is none."""

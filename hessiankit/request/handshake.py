@@ -27,6 +27,9 @@ OWN = 1e-7
 NOISE = 16.0
 """How many times the noise of the gradient counts as rounding."""
 
+PART = 2**20
+"""Entries that are compared at once."""
+
 UNCOMPARED = "; not compared with the module's own gradient"
 """What the title of a result says where the comparison was switched off."""
 
@@ -61,16 +64,17 @@ class Handshake:
                 slope = adjoints[at] / share
                 self._gradient[name] = self._gradient[name] + slope if name in self._gradient else slope
 
-    def complete(self, name: str, slope: Tensor) -> None:
-        """Take the derivative with respect to one parameter; compare it once all parts are there, and forget it if it agrees."""
+    def complete(self, name: str, slope: Tensor) -> bool:
+        """Take the derivative with respect to one parameter; compare it once all parts are there; return whether it is kept."""
         own = self._task.reference
         if own is None:
-            return
+            return False
         self._gradient[name] = self._gradient[name] + slope if name in self._gradient else slope
         self._missing[name] -= 1
         if not self._missing[name] and not self._differences(own, (name,)):
             self._agreed.add(name)
             del self._gradient[name]
+        return name in self._gradient
 
     def close(self) -> None:
         """Compare.
@@ -126,7 +130,7 @@ class Handshake:
             if not math.isfinite(largest):
                 continue  # the matrix is not finite either, and the error for that says where it comes from
             size = max(largest, others)
-            difference = size if mine is None or theirs is None else _largest(mine - theirs)
+            difference = size if mine is None or theirs is None else _largest_difference(mine, theirs)
             allowed = ROUNDING * self._eps * size
             if name:  # what cancels is rounded as what it is made of, and that is no smaller than the gradient
                 allowed += ROUNDING * self._eps * self._largest
@@ -163,6 +167,13 @@ def _largest(x: Tensor | None) -> float:
         return 0.0
     low, high = (float(end) for end in torch.aminmax(x))
     return max(-low, high) if low == low else low
+
+
+def _largest_difference(x: Tensor, y: Tensor) -> float:
+    """Return the largest absolute difference, NaN if there is one; a part at a time, which needs little memory."""
+    parts = zip(x.reshape(-1).split(PART), y.reshape(-1).split(PART), strict=True)
+    found = [_largest(a - b) for a, b in parts]
+    return next((d for d in found if d != d), max(found, default=0.0))
 
 
 def _scale(task: Task, own: Reference) -> float:
