@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hessiankit.arguments import checked
 from hessiankit.engine.assembly import WORKSPACE
@@ -250,7 +251,8 @@ class TorchOperator:
 
 
 def _is_large(module: nn.Module) -> bool:
-    return isinstance(module, nn.Module) and sum(p.numel() for p in module.parameters()) > LARGE
+    own = module.parameters() if isinstance(module, nn.Module) else ()
+    return sum(p.numel() for p in own if not is_lazy(p)) > LARGE
 
 
 def _parallel(u: Tensor, v: Tensor) -> bool:

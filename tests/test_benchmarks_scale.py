@@ -108,9 +108,8 @@ def test_what_is_missing_is_said(method: str, why: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no limit of memory")
-@pytest.mark.parametrize("method", ["double", "hessian_operator"])
-def test_what_does_not_fit_is_said(method: str) -> None:
-    row = row_of("attention-L2048", method, dtype="float32", plan=replace(SHORT, memory_gib=0.01))
+def test_what_does_not_fit_is_said() -> None:
+    row = row_of("attention-L2048", "double", dtype="float32", plan=replace(SHORT, memory_gib=0.01))
     assert (row["status"], row["why"], row["time"]) == ("out of memory", "set-up: more than 0.01 GiB", None)
     assert torch.ones(2**25).sum() == 2**25  # the limit is gone
     result = {"parameters": 1, "gradient": None, "rows": [row]}
