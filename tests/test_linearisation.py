@@ -211,8 +211,11 @@ def test_runs_of_entrywise_operations_are_one_step() -> None:
 
 
 def test_half_precision_made_anew_is_rounded_as_the_module_rounds() -> None:
-    module, ids, labels = stack().to(torch.bfloat16), tokens(2, 3, top=5), tokens(2, 3, top=3)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Tanh(), nn.Sigmoid()) for _ in range(4)]
+    module = nn.Sequential(nn.Embedding(5, 4), *layers, nn.Linear(4, 3)).to(torch.bfloat16)
+    ids, labels = tokens(2, 3, top=5), tokens(2, 3, top=3)
     whole = hessian_operator(module, ids, labels, loss="cross_entropy")
     v = draw(whole.shape[0], seed=1).float()
     lean = hessian_operator(module, ids, labels, loss="cross_entropy", recompute="layers")
-    assert error(lean @ v, whole @ v) <= 2e-3  # its rounding unit is 4e-3
+    assert error(lean @ v, whole @ v) <= 1e-5  # its rounding unit is 4e-3
