@@ -170,7 +170,10 @@ class Notes:
 
     def keep(self, node: Node, value: Any) -> None:
         """Keep what an operation returned, unless something about the place where it ran, or a later write, may change that."""
-        if getattr(node.target, "_schema", None) is None or node.target._schema.is_mutable:
+        schema = getattr(node.target, "_schema", None)
+        if node.target is torch.ops.aten.detach_.default:  # changes no entry
+            self.edges.clear()
+        elif schema is None or schema.is_mutable:
             self.edges.clear()
             self.keep_values = False
             self.recording.values.clear()
