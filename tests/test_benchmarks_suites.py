@@ -14,6 +14,7 @@ from benchmark_cases import PLAN, QUIET, check_page, closed, first_cell, record
 from torch import Tensor, nn
 
 from benchmarks import tables
+from benchmarks.packaged import installed
 from benchmarks.peers import FuncHessian, ReverseOverReverse
 from benchmarks.problems import make
 from benchmarks.suites import BENCHMARKS, hvp, limit, memory, scalars
@@ -36,7 +37,8 @@ def test_hvp_compares_hessian_and_gauss_newton() -> None:
     result = hvp.run(cell, replace(PLAN, repeats=1), QUIET)
     status = {(row["quantity"], row["name"]): row["status"] for row in result["rows"]}
     assert {name[0] for name in status} == {"Hessian x 1", "Hessian x 16", "GGN x 1", "GGN x 16"}
-    assert all(status[key] == "right" for key in status)
+    jax = installed("jax")
+    assert all(found == "right" or ("jax" in name and not jax) for (_, name), found in status.items())
     assert "set-up (s)" in check_page("hvp", cell, result)
 
 
