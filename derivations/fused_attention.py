@@ -29,7 +29,7 @@ from derivations.directions import parts
 from derivations.linearised import Linearised, plus
 from derivations.primitive import ByLinearising, Covectors, Inputs, Tangents
 from derivations.softmax import from_peak, peaks
-from derivations.tiled_attention import TiledAttention
+from derivations.tiled_attention import NOT_NUMBERS, TiledAttention
 
 TILED = 512**2
 """Queries times keys from which attention is read tile by tile on a processor, where that is faster too."""
@@ -122,10 +122,7 @@ class ScaledDotProductAttention(ByLinearising):
         if mask is not None:
             A = A.masked_fill(T.isneginf().all(-1, keepdim=True), 0)
         if A.isnan().any():
-            raise ValueError(
-                "scaled_dot_product_attention: the attention weights are not numbers; "
-                "Q, K and the mask must be finite, except for entries of the mask that are minus infinity"
-            )
+            raise ValueError(NOT_NUMBERS)
         return A
 
 

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 Moved: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
 
+NOT_NUMBERS = (
+    "scaled_dot_product_attention: the attention weights are not numbers; "
+    "Q, K and the mask must be finite, except for entries of the mask that are minus infinity"
+)
+
 QUERIES, KEYS = 256, 256
 """Rows and columns of a tile: a quarter of a megabyte of float32, of which a handful stay in a core's second-level cache."""
 
@@ -151,10 +156,7 @@ class Head:
             peak[rows] = torch.where(largest > top[rows], at + cols.start, peak[rows])
             top[rows] = torch.maximum(top[rows], largest)
         if lse.isnan().any() or lse.isposinf().any():
-            raise ValueError(
-                "scaled_dot_product_attention: the attention weights are not numbers; "
-                "Q, K and the mask must be finite, except for entries of the mask that are minus infinity"
-            )
+            raise ValueError(NOT_NUMBERS)
         return lse.masked_fill_(lse.isneginf(), torch.inf), peak
 
     @cached_property
@@ -286,16 +288,21 @@ class TiledAttention(Linearised):
         count = next((t.shape[0] for t in tangents if t is not None), None)
         if count is None:
             raise ValueError("ScaledDotProductAttention.jvp: every tangent is None; at least one input must move")
+        out, known = self._pushed(tangents, count)
+        if self.W is not None:
+            self._last = (tangents, known)
+        return out
+
+    def _pushed(self, tangents: Tangents, count: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the tangent of the output and, for every direction and head, what :meth:`Head.pull` needs of it."""
         moved = self._moved(tangents)
         out = self.heads[0].V.new_empty(count, *self.lead, len(self.heads[0].Q), self.heads[0].V.shape[1])
         known: list[tuple[Tensor, Tensor]] = []
         for s in range(count):
             for at, head in zip(self.at, self.heads, strict=True):
                 out[s][at], r, change = head.push(_of(moved, s, at))
-                if self.W is not None:
-                    known.append((r, change))
-        self._last = (tangents, known)
-        return out.reshape(count, *self.primitive._rows(self.inputs), *out.shape[-2:])
+                known.append((r, change))
+        return out.reshape(count, *self.primitive._rows(self.inputs), *out.shape[-2:]), known
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the covectors of Q, K and V; a mask is a constant."""
@@ -304,10 +311,9 @@ class TiledAttention(Linearised):
             return (None,) * len(self.inputs)
         known = None
         if tangents is not None and any(t is not None for t in tangents):
-            if self._last is None or self._last[0] is not tangents:
-                self.push(tangents)
-            assert self._last is not None
-            known, self._last = self._last[1], None
+            _ = self.adjoint  # without one tangents cannot be pulled
+            last, self._last = self._last, None
+            known = last[1] if last is not None and last[0] is tangents else self._pushed(tangents, count)[1]
         moved = self._moved(tangents or (None,) * 3)
         bars = None if bar is None else self.primitive._arrange(bar, self.inputs)
         still = bar is None and moved[0] is None and moved[1] is None  # then V's covector is zero

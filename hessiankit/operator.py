@@ -56,8 +56,6 @@ class HessianOperator(LinearOperator):
         weights: list[float],
         kind: str,
         block_size: int | None,
-        *,
-        keeps_first: bool = True,
     ) -> None:
         self.torch_dtype, self.device = task.dtype, task.device
         super().__init__(torch.empty(0, dtype=self.torch_dtype).numpy().dtype, (task.size, task.size))
@@ -68,7 +66,6 @@ class HessianOperator(LinearOperator):
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
         self._symmetry: float | None = None
-        self._keeps_first = keeps_first
         self._pair: tuple[Tensor, Tensor] | None = None
 
     @cached_property
@@ -148,7 +145,7 @@ class HessianOperator(LinearOperator):
         with without_autocast():
             found = self._blocks(rows)
         if self._symmetry is None and len(rows):
-            self._test_symmetry(rows, found, keep=self._keeps_first)
+            self._test_symmetry(rows, found)
         return found
 
     def _blocks(self, rows: Tensor) -> Tensor:
@@ -189,21 +186,21 @@ class HessianOperator(LinearOperator):
     def _transpose(self) -> HessianOperator:
         return self
 
-    def _test_symmetry(self, rows: Tensor, found: Tensor, *, keep: bool) -> None:
+    def _test_symmetry(self, rows: Tensor, found: Tensor) -> None:
         """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?
 
         Raises:
             InputError: They are not.
         """
         self._check_finite(rows, found)
+        large, pair = self.shape[0] > LARGE, self._pair  # of its own: another thread may multiply too
         for v, Hv in zip(rows, found, strict=True):
-            if self._pair is None:
-                self._pair = (v.clone(), Hv.clone()) if keep or len(rows) > 1 else None
-            elif not _parallel(self._pair[0], v):
-                self._symmetry, self._pair = self._asymmetry(*self._pair, v, Hv), None
+            if pair is None:
+                pair = None if large and len(rows) == 1 else (v.clone(), Hv.clone())
+            elif not _parallel(pair[0], v):
+                self._symmetry, self._pair = self._asymmetry(*pair, v, Hv), None
                 return
-        if not keep:
-            self._pair = None
+        self._pair = None if large else pair
 
     def _check_finite(self, rows: Tensor, found: Tensor) -> None:
         if not bool(torch.isfinite(torch.stack(torch.aminmax(found))).all()) and bool(torch.isfinite(rows).all()):
@@ -284,8 +281,8 @@ def hessian_operator(
     (``snapshot``). This costs about two gradients and a half, a product about two. Memory: what the derivatives need of the
     module's values for all the data, and in a product at most about 512 MiB of tangents (``block_size`` vectors at a time, chosen
     to stay below that; a CPU takes fewer together, as its caches hold), never P x P. The first two products are tested: they are
-    finite, and <u, H v> = <v, H u>. From 4 million parameters on, and with ``recompute`` or ``micro_batch``, nothing is copied
-    for that nor for later training: only vectors that are multiplied together are tested, beside one operation of each kind here.
+    finite, and <u, H v> = <v, H u>. From 4 million parameters on nothing of their size is kept for that, nor for later training:
+    only vectors that are multiplied together are tested, beside one operation of each kind here.
 
     Args:
         module: Any module whose forward torch can trace; see :func:`hessiankit.hessian` for what it may return.
@@ -340,7 +337,7 @@ def hessian_operator(
     if all(isinstance(batch, Constant) for batch in batches):
         names = ", ".join(map(repr, task.parameters))
         raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
-    return HessianOperator(task, batches, shares(counts, loss, reduction), kind, block_size, keeps_first=not lean)
+    return HessianOperator(task, batches, shares(counts, loss, reduction), kind, block_size)
 
 
 @one_at_a_time

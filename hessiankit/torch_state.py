@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +33,7 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
 
 def hand_back_memory() -> None:
     """Hand freed memory back to the system, where the C library keeps much of it (glibc)."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 

@@ -330,9 +330,22 @@ def test_a_large_model_keeps_nothing_of_its_size(monkeypatch: pytest.MonkeyPatch
     assert error(operator @ v, small @ v) <= EXACT
     assert operator._pair is None
     next(module.parameters()).data.mul_(2)
-    with pytest.raises(InputError, match="has been given other values since"):
-        operator @ v
+    for reading in (lambda: operator @ v, lambda: operator.gradient):
+        with pytest.raises(InputError, match="has been given other values since"):
+            reading()
     small @ v
+
+
+def test_a_part_of_a_large_model_is_tested_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hessiankit import operator as room
+
+    module = block()
+    monkeypatch.setattr(room, "LARGE", 60)  # fewer than the module has, more than are asked for
+    operator = hessian_operator(module, X, T, params=["attention.W_Q"], recompute="layers")
+    u, v = draw(operator.shape[0], seed=1), draw(operator.shape[0], seed=2)
+    operator @ u
+    operator @ v
+    assert operator._symmetry is not None
 
 
 @pytest.mark.parametrize("wrong", ["first", "second"])

@@ -62,6 +62,13 @@ def condensed(steps: Sequence[Step]) -> list[Step]:
     return [new for step in steps if (new := replaced.get(step.output, step)) is not None]
 
 
+def add_covectors(bars: dict[int, Tensor], ids: Sequence[int | None], covectors: Tensors) -> None:
+    """Add covectors to those of the same values."""
+    for at, covector in zip(ids, covectors, strict=True):
+        if at is not None and covector is not None:
+            bars[at] = bars[at] + covector if at in bars else covector
+
+
 def _moving(step: Step) -> set[int]:
     return {at for at in step.inputs if at is not None}
 
@@ -88,9 +95,7 @@ def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list
         bar, moved = bars.pop(step.output, None), [tangents.get(at) for at in step.inputs] if step.primitive.bends else None
         if bar is None and moved is None:
             continue
-        for at, covector in zip(step.inputs, step.primitive.pull(bar, moved), strict=True):
-            if at is not None and covector is not None:
-                bars[at] = bars[at] + covector if at in bars else covector
+        add_covectors(bars, step.inputs, step.primitive.pull(bar, moved))
     found = []
     for step in run:
         if step.output in leaving:

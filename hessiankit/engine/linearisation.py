@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from derivations.linearised import Nowhere, Sum, hollow
-from derivations.primitive import Covectors
-from hessiankit.engine.condensing import Step, asymmetry, condensed
+from hessiankit.engine.condensing import Step, add_covectors, asymmetry, condensed
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.fusing import fuse
 from hessiankit.engine.stretches import cut, first_readers, gather, last_readers, on_the_way, size
@@ -121,6 +120,7 @@ class Linearisation:
 
     def gradient(self) -> Tensor:
         """Return the gradient of the loss, (P,)."""
+        self._task.state.check_shared("HessianOperator")
         out = torch.empty(1, self._task.size, dtype=self._task.dtype, device=self._task.device)
         with self._at_the_point(), self._sums(out) as sums:
             bars: Bars = {self._output: self._seed}
@@ -219,7 +219,7 @@ class Linearisation:
         )
         if at_point.bends or a.output in self._read:
             self._read.update(at for at in inputs if at is not None)
-        _add(adjoints, inputs, at_point.pull_into(adjoint, None, _of(sums, inputs)))
+        add_covectors(adjoints, inputs, at_point.pull_into(adjoint, None, _of(sums, inputs)))
         at_point.forget()
         return Step(at_point, inputs, a.output)
 
@@ -292,7 +292,7 @@ class Linearisation:
         for step in reversed(steps):
             bar, tangents = bars.pop(step.output, None), moved.pop(step.output, None)
             if bar is not None or tangents is not None:
-                _add(bars, step.inputs, step.primitive.pull_into(bar, tangents, _of(sums, step.inputs)))
+                add_covectors(bars, step.inputs, step.primitive.pull_into(bar, tangents, _of(sums, step.inputs)))
 
 
 class Constant:
@@ -384,12 +384,6 @@ def _total(terms: Iterable[Tensor]) -> Tensor:
 
 def _of(sums: Mapping[int, Sum], inputs: tuple[int | None, ...]) -> list[Sum | None]:
     return [None if at is None else sums.get(at) for at in inputs]
-
-
-def _add(bars: Bars, ids: tuple[int | None, ...], covectors: Covectors) -> None:
-    for at, covector in zip(ids, covectors, strict=True):
-        if at is not None and covector is not None:
-            bars[at] = bars[at] + covector if at in bars else covector
 
 
 def _downstream(trace: Trace, value: int | None) -> set[int]:

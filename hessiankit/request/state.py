@@ -221,7 +221,8 @@ class Held:
 
 def _mark(x: Tensor) -> int:
     """Return the sum of a tensor's entries, read as integers: it changes with almost every change."""
-    return int(x.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).sum())
+    x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+    return int(x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).sum())
 
 
 def same_values(x: Tensor, copy: Tensor) -> bool:

@@ -80,6 +80,21 @@ def test_equals_the_whole_matrices(name: str, count: int) -> None:
                     close(found, expected)
 
 
+def test_what_is_kept_of_other_tangents_is_not_used() -> None:
+    primitive, inputs = CASES["causal"]
+    adjoint, bar = draw(2, 2, 9, 3, seed=8), draw(1, 2, 2, 9, 3, seed=9)
+    one, other = ([draw(1, *x.shape, seed=seed + k) for k, x in enumerate(inputs)] for seed in (10, 20))
+    at_point = TiledAttention(primitive, inputs, adjoint, None)
+    expected = TiledAttention(primitive, inputs, adjoint, None).pull(bar, one)
+    at_point.push(one)
+    at_point.push(other)
+    for found, right in zip(at_point.pull(bar, one), expected, strict=True):
+        assert found is not None
+        assert torch.equal(found, right)
+    with pytest.raises(ValueError, match="linearised without an adjoint"):
+        TiledAttention(primitive, inputs, None, None).pull(bar, one)
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
     assert float((found - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
