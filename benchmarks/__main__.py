@@ -20,7 +20,7 @@ from benchmarks.report import write
 from benchmarks.runner import Outcome, measure
 from benchmarks.suites import ALIASES, BENCHMARKS, scale
 from benchmarks.suites.sharpness import MODELS
-from hessiankit.errors import HessiankitError, InputError
+from hessiankit.support.errors import HessiankitError, InputError
 
 WRONG, USAGE, INTERRUPTED = 1, 2, 130
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from hessiankit.drawing.plot_frame import FAINT, STYLE, Picture
+from hessiankit.curvature.plot_frame import FAINT, STYLE, Picture
 
 Record = dict[str, Any]
 MARKERS = "oD^vs<>PXhp*d"
@@ -20,7 +20,7 @@ OURS = {
     "closed form, plain torch": "s",
     "hessian": "*",
     "hessian_operator": "P",
-    "hessiankit.curvature_diagonal": "*",
+    "hessiankit.hessian_diagonal": "*",
     "dense closed form": "s",
     "columns of the operator": "D",
     "eigsh of hessian_operator": "P",

@@ -26,8 +26,8 @@ from benchmarks.peers import (
 from benchmarks.plan import Plan, Tell
 from benchmarks.problems import Case
 from benchmarks.timing import finite, in_turn, rounds_within, spread, timed
-from hessiankit.compiled.library import kernels, plain
 from hessiankit.engine.storage import zeros
+from hessiankit.support.kernels import kernels, plain
 
 CLOSED = "closed form"
 PLAIN = "closed form, plain torch"

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.peers import Compiled, JvpOfGrad, JvpOfJacrev, Peer, Runner, Whole, plain_columns
 from benchmarks.problems import Case
 from benchmarks.timing import deadline, finite, spread, timed
-from hessiankit.request.task import available_memory
-from hessiankit.verify.references.base import bytes_per_direction, first_line
+from hessiankit.engine.problem.task import available_memory
+from hessiankit.verify.reference_base import bytes_per_direction, first_line
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 MEMORY_SHARE = 0.6

@@ -27,7 +27,7 @@ import hessiankit as hk
 from benchmarks.architectures import ATTENTIONS, InDouble, Instance, build, names, quiet
 from benchmarks.tables import markdown
 from benchmarks.vision import vision, vision_names
-from hessiankit.errors import HessiankitError
+from hessiankit.support.errors import HessiankitError
 
 EXACT, DIFFERENCES, CASTING, HALF = 1e-10, 1e-5, 1e-3, 0.3
 """What is allowed of the largest entry of a parameter's part of the product: to reverse over reverse; to central differences,

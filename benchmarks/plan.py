@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks.problems import BATCHES
-from hessiankit.progress import Tell
+from hessiankit.support.progress import Tell
 
 __all__ = ["Benchmark", "Cell", "Plan", "Tell", "source_digest"]
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.gpt2 import TinyGPT2
 from hessiankit import TransformerBlock
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 
 @dataclass(frozen=True)

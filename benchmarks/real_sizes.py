@@ -18,7 +18,7 @@ from benchmarks import problems
 from benchmarks.architectures import quiet
 from benchmarks.gpt2 import TinyGPT2
 from benchmarks.problems import Case
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 WIDTH, HEADS, VOCABULARY = 64, 4, 256
 CLASSES, LABELLED = 1000, 0.15

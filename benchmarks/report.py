@@ -21,8 +21,8 @@ from benchmarks.plan import Benchmark
 from benchmarks.store import finished
 from benchmarks.summary import summary
 from benchmarks.tables import place
-from hessiankit.drawing.plot_frame import write_picture
-from hessiankit.files import write_text
+from hessiankit.curvature.plot_frame import write_picture
+from hessiankit.support.files import write_text
 
 Record = dict[str, Any]
 HEAD = "# Speed and memory\n"

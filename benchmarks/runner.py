@@ -16,10 +16,10 @@ from benchmarks.fresh import OverBudget, run_fresh
 from benchmarks.plan import Benchmark, Cell, Plan, Tell, source_digest
 from benchmarks.store import Store
 from benchmarks.tables import document
-from hessiankit.drawing.plot_frame import write_picture
-from hessiankit.environment import environment
-from hessiankit.files import write_json, write_text
-from hessiankit.progress import progress_bar
+from hessiankit.curvature.plot_frame import write_picture
+from hessiankit.support.environment import environment
+from hessiankit.support.files import write_json, write_text
+from hessiankit.support.progress import progress_bar
 
 
 @dataclass

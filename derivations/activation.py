@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array, Scalar, exp, full, is_exact, scale
-from derivations.linearised import Entrywise, Linearised
 from derivations.matrix import Diagonal, DiagonalLift, Matrix, Zero
 from derivations.operation import Shape, expect_names, shape_of, size
-from derivations.primitive import ByLinearising, Inputs
+from derivations.primitive import ByLinearising, Inputs, Linearised, LinearisedEntrywise
 
 Derivatives = tuple[Array, Array, "Array | None"]
 """The value, the first and the second derivative of an activation, entry by entry; None for a second that is zero."""
@@ -206,7 +205,7 @@ class Activation(ByLinearising):
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         _, first, second = self._derivatives(inputs)
-        return Entrywise(self, inputs, first, None if adjoint is None or second is None else adjoint * second)
+        return LinearisedEntrywise(self, inputs, first, None if adjoint is None or second is None else adjoint * second)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim

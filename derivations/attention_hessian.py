@@ -7,17 +7,13 @@ where there is no W_O.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from derivations.matrix import Commutation, Dense, Identity, Matrix, VecIdentity, Zero, kron
+from derivations.attention_point import AttentionPoint, shuffle
+from derivations.matrix import Commutation, Dense, Identity, Matrix, Zero, kron
 from derivations.operation import size
 from derivations.vecr import kron_derivative_left, kron_derivative_right
 
-if TYPE_CHECKING:
-    from derivations.attention import AttentionAt
 
-
-def weight_hessian(at: AttentionAt, name_i: str, name_j: str) -> Matrix:
+def weight_hessian(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
     """Return Phi_ij = d2F/dW_i dW_j for two weights, of shape (L d_out n_i) x n_j."""
     pairs = {("W_Q", "W_Q"): phi_qq, ("W_Q", "W_K"): phi_qk, ("W_K", "W_Q"): phi_kq, ("W_K", "W_K"): phi_kk}
     if (name_i, name_j) in pairs:
@@ -27,7 +23,7 @@ def weight_hessian(at: AttentionAt, name_i: str, name_j: str) -> Matrix:
     return by_query_or_key(at, name_i, name_j)
 
 
-def phi_qq(at: AttentionAt) -> Matrix:
+def phi_qq(at: AttentionPoint) -> Matrix:
     """Return Phi_QQ = c^2 (I_L (x) W^T (x) I (x) W_K^T) Z_2 (I (x) W_K).
 
     Corrected (claim Phi_QQ): the print keeps the loss factor 2/(L d_V).
@@ -35,7 +31,7 @@ def phi_qq(at: AttentionAt) -> Matrix:
     return at.c**2 * (_pull(at, at.key) @ at.Z_2 @ kron(_eye(at), at.key))
 
 
-def phi_qk(at: AttentionAt) -> Matrix:
+def phi_qk(at: AttentionPoint) -> Matrix:
     """Return Phi_QK = c^2 (I_L (x) W^T (x) I (x) W_K^T) Z_2 (W_Q (x) I) K + c [(I_L (x) W^T (x) I) (Z_1 (x) I) S] (x) I.
 
     K = K_{d_K,d_V}. Corrected (claim Phi_QK): the print keeps the loss factor, has I_{d_V} for I_L, and lacks the
@@ -45,7 +41,7 @@ def phi_qk(at: AttentionAt) -> Matrix:
     return at.c**2 * through_logits + _bilinear(at, at.Z_1)
 
 
-def phi_kq(at: AttentionAt) -> Matrix:
+def phi_kq(at: AttentionPoint) -> Matrix:
     """Return Phi_KQ: Phi_QK with W_Q, W_K exchanged, Z_1 replaced by Z_1 K, Z_2 by (I (x) K) Z_2 K, K = K_{d_V,d_V}.
 
     Corrected (claim Phi_KQ): the print exchanges the weights only, but row softmax and transposition do not commute.
@@ -54,7 +50,7 @@ def phi_kq(at: AttentionAt) -> Matrix:
     return at.c**2 * through_logits + _bilinear(at, at.Z_1 @ _swap(at))
 
 
-def phi_kk(at: AttentionAt) -> Matrix:
+def phi_kk(at: AttentionPoint) -> Matrix:
     """Return Phi_KK = c^2 (I_L (x) W^T (x) I (x) W_Q^T) (I (x) K) Z_2 K (I (x) W_Q), K = K_{d_V,d_V}.
 
     The paper does not give it (claim Phi_KK).
@@ -62,7 +58,7 @@ def phi_kk(at: AttentionAt) -> Matrix:
     return at.c**2 * (_pull(at, at.query) @ _turned_Z_2(at) @ kron(_eye(at), at.query))
 
 
-def by_value_weight(at: AttentionAt, name_i: str, name_j: str) -> Matrix:
+def by_value_weight(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
     """Return d2F/dW_i dW_j for W_i one of W_V and W_O, and W_j any argument, X included.
 
     With R_j = d(A X)/dW_j, which vanishes for W_V and W_O,
@@ -87,7 +83,7 @@ def by_value_weight(at: AttentionAt, name_i: str, name_j: str) -> Matrix:
     return block
 
 
-def by_query_or_key(at: AttentionAt, name_i: str, name_j: str) -> Matrix:
+def by_query_or_key(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
     """Return Phi_ij = (I (x) R_i^T) d(I_L (x) W^T)/dW dW/dW_j for W_i one of W_Q, W_K and W_j one of W_V, W_O.
 
     R_i = d(A X)/dW_i. The paper gives neither Phi_QV nor Phi_KV (claims of these names).
@@ -97,7 +93,7 @@ def by_query_or_key(at: AttentionAt, name_i: str, name_j: str) -> Matrix:
     return pull @ _lifted(at, d) @ _mixed_value_weight(at, name_j)
 
 
-def input_hessian(at: AttentionAt, name_i: str, name_j: str) -> Matrix:
+def input_hessian(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
     """Return d2F where at least one argument is X, of shape (L d_out n_i) x n_j (claim T-resid/X).
 
     For i in {X, Q, K} the first derivative is U A' T_i, to which X adds A (x) W^T, so that by the product rule
@@ -121,18 +117,7 @@ def input_hessian(at: AttentionAt, name_i: str, name_j: str) -> Matrix:
     return block
 
 
-def shuffle(n: int, p: int) -> Matrix:
-    """Return d(x^T (x) I_p)/dx = (I_p (x) K_{n,p}) (vec_r I_p (x) I_n) for x in R^n, of shape p^2 n x n.
-
-    For n = p = d_V it is the operator S of Lemma 2.
-
-    >>> shuffle(2, 1).dense().tolist()
-    [[1.0, 0.0], [0.0, 1.0]]
-    """
-    return kron(Identity(p), Commutation(n, p)) @ kron(VecIdentity(p), Identity(n))
-
-
-def _logits_hessian(at: AttentionAt, name_i: str, name_j: str) -> Matrix:
+def _logits_hessian(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
     """d2T for i in {X, Q, K}, where at least one argument is X; the logits do not read W_V and W_O."""
     (length, d), d_K, X = at.tokens.shape, at.key.shape[1], at.tokens
     if name_j in ("W_V", "W_O"):
@@ -149,7 +134,7 @@ def _logits_hessian(at: AttentionAt, name_i: str, name_j: str) -> Matrix:
     return at.c * (first + kron(Identity(length**2), Commutation(length, d)) @ second)
 
 
-def _scores(at: AttentionAt, first: str, second: str, name: str) -> Matrix:
+def _scores(at: AttentionPoint, first: str, second: str, name: str) -> Matrix:
     """d(X B C^T) with respect to B = ``first``, C = ``second`` or X."""
     letters, X = {"W_Q": at.query, "W_K": at.key}, at.tokens
     B, C = letters[first], letters[second]
@@ -158,13 +143,13 @@ def _scores(at: AttentionAt, first: str, second: str, name: str) -> Matrix:
     return kron(X, C) if name == first else kron(X @ B, Identity(X.shape[1])) @ _turn(at)
 
 
-def _lifted(at: AttentionAt, rows: int) -> Matrix:
+def _lifted(at: AttentionPoint, rows: int) -> Matrix:
     """d(I_L (x) N^T)/dN for N of shape rows x d_out."""
     length, d_out = at.tokens.shape[0], at.projection.shape[1]
     return kron_derivative_right(Identity(length), (d_out, rows)) @ Commutation(d_out, rows)
 
 
-def _mixed_value_weight(at: AttentionAt, name: str) -> Matrix:
+def _mixed_value_weight(at: AttentionPoint, name: str) -> Matrix:
     """dW/dW_name for W = W_V W_O (or W_V)."""
     d, d_out = at.tokens.shape[1], at.projection.shape[1]
     if name == "W_V":
@@ -172,28 +157,28 @@ def _mixed_value_weight(at: AttentionAt, name: str) -> Matrix:
     return kron(at.values, Identity(d_out)) if name == "W_O" else Zero(d * d_out, size(at.arguments[name]))
 
 
-def _pull(at: AttentionAt, weight: Matrix) -> Matrix:
+def _pull(at: AttentionPoint, weight: Matrix) -> Matrix:
     return kron(Identity(at.tokens.shape[0]), (at.values @ at.projection).T, _eye(at), weight.T)
 
 
-def _bilinear(at: AttentionAt, Z_1: Matrix) -> Matrix:
+def _bilinear(at: AttentionPoint, Z_1: Matrix) -> Matrix:
     """c [(I_L (x) W^T (x) I) (Z_1 (x) I) S] (x) I_{d_K}: W_Q and W_K meet in one product W_Q W_K^T."""
     W = kron(Identity(at.tokens.shape[0]), (at.values @ at.projection).T, _eye(at))
     return at.c * kron(W @ kron(Z_1, _eye(at)) @ at.S, Identity(at.key.shape[1]))
 
 
-def _turned_Z_2(at: AttentionAt) -> Matrix:
+def _turned_Z_2(at: AttentionPoint) -> Matrix:
     (length, d) = at.tokens.shape
     return kron(Identity(length * d), _swap(at)) @ at.Z_2 @ _swap(at)
 
 
-def _eye(at: AttentionAt) -> Matrix:
+def _eye(at: AttentionPoint) -> Matrix:
     return Identity(at.tokens.shape[1])
 
 
-def _swap(at: AttentionAt) -> Matrix:
+def _swap(at: AttentionPoint) -> Matrix:
     return Commutation(at.tokens.shape[1], at.tokens.shape[1])
 
 
-def _turn(at: AttentionAt) -> Matrix:
+def _turn(at: AttentionPoint) -> Matrix:
     return Commutation(at.key.shape[1], at.key.shape[0])

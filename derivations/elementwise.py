@@ -16,8 +16,7 @@ from torch import Tensor
 from derivations.broadcasting import unbroadcast
 from derivations.kinked_functions import KINKED
 from derivations.linear import Multiply
-from derivations.linearised import Entrywise, Linearised
-from derivations.primitive import ByLinearising, Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, LinearisedEntrywise, Primitive, Tangents
 from derivations.scalar_functions import SMOOTH, Derivatives
 
 
@@ -180,7 +179,7 @@ class Elementwise(ByLinearising):
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         _, first, second = self._derivatives(inputs[0])
-        return Entrywise(self, inputs, first, None if adjoint is None or second is None else adjoint * second)
+        return LinearisedEntrywise(self, inputs, first, None if adjoint is None or second is None else adjoint * second)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim

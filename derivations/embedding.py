@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from derivations.linearised import Linearised, Sum, Sums
-from derivations.primitive import ByLinearising, Covectors, Inputs, Tangents
+from derivations.primitive import ByLinearising, Covectors, CovectorSum, Inputs, Linearised, Sums, Tangents
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +54,7 @@ class LinearisedEmbedding(Linearised):
         """Return the sums of the rows that were taken from the same place."""
         if bar is None:
             return (None,)
-        total = Sum(bar.new_empty(bar.shape[0], *self.inputs[0].shape))
+        total = CovectorSum(bar.new_empty(bar.shape[0], *self.inputs[0].shape))
         self.pull_into(bar, None, (total,))
         return (total.memory,)
 

@@ -19,7 +19,7 @@ import torch
 from derivations.arrays import Array, as_array, to_float
 
 
-class GradientBounds(NamedTuple):
+class AttentionGradientBounds(NamedTuple):
     """Bounds on the Frobenius norms of dS/dW_Q, dS/dW_K, dS/dW_V and dS/dW_O."""
 
     W_Q: float
@@ -50,7 +50,7 @@ def largest_gain(X: Array, W: Array) -> float:
     return float((x.norm(dim=1) / projected).max())
 
 
-def pre_norm_gradient_bounds(s: int, W_Q: Array, W_K: Array, W_V: Array, W_O: Array) -> GradientBounds:
+def pre_norm_gradient_bounds(s: int, W_Q: Array, W_K: Array, W_V: Array, W_O: Array) -> AttentionGradientBounds:
     r"""Return sharp bounds on the Jacobians of a Pre-Norm head (HybridNorm, Eqs. 26-29, corrected).
 
         ||dS/dW_Q||_F <= sqrt(s) d^(3/2) / sqrt(d_k) ||W_K|| ||W_V|| ||W_O||,   dS/dW_K with W_Q in place of W_K
@@ -67,7 +67,7 @@ def pre_norm_gradient_bounds(s: int, W_Q: Array, W_K: Array, W_V: Array, W_O: Ar
 
     >>> I = torch.eye(4)
     >>> pre_norm_gradient_bounds(9, I, 2 * I, I, I)
-    GradientBounds(W_Q=24.0, W_K=12.0, W_V=12.0, W_O=12.0)
+    AttentionGradientBounds(W_Q=24.0, W_K=12.0, W_V=12.0, W_O=12.0)
     """
     Q, K, V, out = (to_float(as_array(W)) for W in (W_Q, W_K, W_V, W_O))
     d, d_k = Q.shape
@@ -76,10 +76,10 @@ def pre_norm_gradient_bounds(s: int, W_Q: Array, W_K: Array, W_V: Array, W_O: Ar
     logits = math.sqrt(s) * d**1.5 / math.sqrt(d_k) * _spectral(V) * _spectral(out)
     # The rows of A X_N are convex combinations of vectors of norm sqrt(d).
     values, output = math.sqrt(s * d) * float(out.norm()), d * math.sqrt(s) * _spectral(V)
-    return GradientBounds(logits * _spectral(K), logits * _spectral(Q), values, output)
+    return AttentionGradientBounds(logits * _spectral(K), logits * _spectral(Q), values, output)
 
 
-def qkv_norm_gradient_bounds(X: Array, W_Q: Array, W_K: Array, W_V: Array, W_O: Array) -> GradientBounds:
+def qkv_norm_gradient_bounds(X: Array, W_Q: Array, W_K: Array, W_V: Array, W_O: Array) -> AttentionGradientBounds:
     r"""Return sharp bounds on the Jacobians of a head with QKV-Norm (HybridNorm, Eqs. 30-33, corrected).
 
         ||dS_N/dW_Q||_F <= sqrt(s) d_k rho_Q ||W_O||,        dS_N/dW_K with rho_K
@@ -97,7 +97,7 @@ def qkv_norm_gradient_bounds(X: Array, W_Q: Array, W_K: Array, W_V: Array, W_O: 
 
     >>> I = torch.eye(4)
     >>> qkv_norm_gradient_bounds(torch.ones(9, 4), I, 0.5 * I, I, I)
-    GradientBounds(W_Q=12.0, W_K=24.0, W_V=12.0, W_O=12.0)
+    AttentionGradientBounds(W_Q=12.0, W_K=24.0, W_V=12.0, W_O=12.0)
     """
     out = to_float(as_array(W_O))
     s, (d_k, d) = int(X.shape[0]), out.shape
@@ -105,7 +105,9 @@ def qkv_norm_gradient_bounds(X: Array, W_Q: Array, W_K: Array, W_V: Array, W_O: 
     # Row block i of dS_N/dW_Q is x_i^T (x) W_O^T C_i G_i / sqrt(d_k): C_i, the covariance of v and k under row i of A_N, has
     # ||C_i||_F <= d_k, and ||G_i|| = sqrt(d_k) / ||W_Q^T x_i||. That of dS_N/dW_V is sum_j A_ij x_j^T (x) W_O^T G_j.
     logits = math.sqrt(s) * d_k * _spectral(out)
-    return GradientBounds(logits * rho_Q, logits * rho_K, math.sqrt(s * d_k) * rho_V * float(out.norm()), math.sqrt(s * d * d_k))
+    return AttentionGradientBounds(
+        logits * rho_Q, logits * rho_K, math.sqrt(s * d_k) * rho_V * float(out.norm()), math.sqrt(s * d * d_k)
+    )
 
 
 def _spectral(W: torch.Tensor) -> float:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from derivations.arrays import Array
 from derivations.broadcasting import align, joint_shape, unbroadcast
-from derivations.linearised import Linearised, plus
 from derivations.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
 from derivations.matrix import Dense, Identity, Matrix, kron
-from derivations.primitive import ByLinearising, Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, plus
 
 
 def weight_jacobian(X: Array, d_out: int) -> Matrix:
@@ -144,7 +143,7 @@ class Multiply(Primitive):
 
 
 @dataclass(frozen=True)
-class Scale(Primitive):
+class Multiple(Primitive):
     """N = c x for a constant number c."""
 
     c: float

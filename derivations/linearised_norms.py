@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from derivations.directions import stacks
-from derivations.linearised import Linearised, hollow
+from derivations.primitive import Linearised, hollow
 
 if TYPE_CHECKING:
     from derivations.primitive import Covectors, Inputs, Primitive, Tangents
@@ -36,7 +36,7 @@ class LinearisedNorm(Linearised):
     Args:
         primitive: The norm.
         inputs: X in any shape, gamma and beta.
-        adjoint: As :class:`derivations.linearised.Linearised` has it.
+        adjoint: As :class:`derivations.primitive.Linearised` has it.
         wanted: The same.
         x: The normalised rows (rows, d).
         r: The inverse scales (rows, 1).

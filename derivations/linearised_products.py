@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from derivations.broadcasting import align, unbroadcast
-from derivations.linearised import Linearised, Sum, Sums, hollow, into, plus
+from derivations.primitive import CovectorSum, Linearised, Sums, hollow, into, plus
 from derivations.product_layouts import add_product, by_columns, stacked
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class SharedProduct(Linearised):
                 to_A = add_product(to_A, self._w, self._turned(stacked(b, self.inputs[1].shape)).mT)
             to_A = None if to_A is None else to_A.reshape(-1, *self.inputs[0].shape)
         if self.wanted[1] and not (bar is None and a is None):
-            into_B = sums[1] or Sum(self.rows.new_empty(count, *self.inputs[1].shape))
+            into_B = sums[1] or CovectorSum(self.rows.new_empty(count, *self.inputs[1].shape))
             for left, right in ((self.rows, bar), (None if a is None else stacked(a, self.rows.shape), self.w)):
                 if left is not None and right is not None:
                     into_B.add_product(*((right.mT, left) if self.transposed else (left.mT, right)))

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from derivations.arrays import Array, is_exact, scale, to_sympy
 from derivations.directions import stacks
-from derivations.linearised import Linearised, hollow, plus
 from derivations.matrix import Dense, Identity, Matrix
 from derivations.operation import Shape, expect_names, shape_of, size
-from derivations.primitive import ByLinearising, Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus
 from derivations.row_blocks import RowCovariance
 from derivations.softmax import from_peak, peaks, softmax
 

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.linearised import Linearised
 from derivations.linearised_norms import LinearisedNorm
-from derivations.primitive import ByLinearising, Inputs
+from derivations.primitive import ByLinearising, Inputs, Linearised
 
 
 class _Normalize(ByLinearising):

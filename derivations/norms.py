@@ -39,7 +39,7 @@ NORM_TABLE: dict[str, dict[str, tuple[Any, Any, Any]]] = {
 for A in R^{m x n} of rank d. Every constant is attained. The print leaves out the diagonal."""
 
 
-class Inequality(NamedTuple):
+class NormInequality(NamedTuple):
     """An inequality lhs <= rhs between two numbers."""
 
     lhs: float
@@ -100,14 +100,14 @@ def norm_constant(x: str, y: str, m: int, n: int, rank: int | None = None) -> fl
     return math.pow(m, a) * math.pow(n, b) * math.pow(min(m, n) if rank is None else rank, c)
 
 
-def norm_inequality(A: Matrix | Array, x: str, y: str, rank: int | None = None) -> Inequality:
+def norm_inequality(A: Matrix | Array, x: str, y: str, rank: int | None = None) -> NormInequality:
     """Return both sides of ||A||_x <= c ||A||_y (Property 7) for a matrix at hand.
 
     >>> norm_inequality(torch.ones(4, 9), "F", "max")
-    Inequality(lhs=6.0, rhs=6.0)
+    NormInequality(lhs=6.0, rhs=6.0)
     """
     m, n = A.shape
-    return Inequality(matrix_norm(A, x), norm_constant(x, y, m, n, rank) * matrix_norm(A, y))
+    return NormInequality(matrix_norm(A, x), norm_constant(x, y, m, n, rank) * matrix_norm(A, y))
 
 
 def sum_norm_bound(*terms: Matrix) -> float:

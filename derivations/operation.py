@@ -13,6 +13,14 @@ from derivations.matrix import Identity, Matrix, Zero, add, letters
 Shape = tuple[int, ...]
 
 
+class HasArguments(Protocol):
+    """Anything with named arguments."""
+
+    @property
+    def arguments(self) -> Mapping[str, Shape]:
+        """The arguments by name, each with its shape."""
+
+
 @runtime_checkable
 class Operation(Protocol):
     """A twice differentiable map at a point, read in row-wise vectorisation.
@@ -57,7 +65,7 @@ def shape_of(array: Array) -> Shape:
     return tuple(int(length) for length in array.shape)
 
 
-def expect_names(operation: Operation, asked: str, *names: str) -> None:
+def expect_names(operation: HasArguments, asked: str, *names: str) -> None:
     """Check that every name is an argument of the operation.
 
     Raises:

@@ -139,7 +139,7 @@ class _Reduction(Primitive):
 
 
 @dataclass(frozen=True)
-class Sum(_Reduction):
+class SumOver(_Reduction):
     """The sum over some axes; inputs (X,).
 
     Args:
@@ -147,7 +147,7 @@ class Sum(_Reduction):
         keepdim: keep each as an axis of length one.
 
     >>> import torch
-    >>> Sum((0,)).value(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+    >>> SumOver((0,)).value(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [4.0, 6.0]
     """
 

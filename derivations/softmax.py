@@ -22,10 +22,9 @@ from torch import Tensor
 
 from derivations.arrays import Array, exp, is_exact
 from derivations.directions import stacks
-from derivations.linearised import Linearised, hollow
 from derivations.matrix import Commutation, DiagonalLift, Identity, Matrix, kron
 from derivations.operation import Shape, expect_names, shape_of
-from derivations.primitive import ByLinearising, Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow
 from derivations.row_blocks import RowBlocks, RowCovariance
 
 

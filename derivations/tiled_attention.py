@@ -25,11 +25,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from derivations.linearised import Linearised, hollow
-
 if TYPE_CHECKING:
-    from derivations.fused_attention import ScaledDotProductAttention
-    from derivations.primitive import Covectors, Inputs, Tangents
+    pass
 
 Moved: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
 
@@ -46,7 +43,7 @@ ON_AN_ACCELERATOR = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class TiledHead:
     """N = softmax(c Q K^T + mask) V for matrices, by tiles.
 
     Args:
@@ -58,7 +55,7 @@ class Head:
         causal: Query i sees the keys up to i only.
 
     >>> zeros = torch.zeros(1, 1)
-    >>> head = Head(zeros, torch.ones(2, 1), torch.tensor([[2.0], [4.0]]), 1.0)
+    >>> head = TiledHead(zeros, torch.ones(2, 1), torch.tensor([[2.0], [4.0]]), 1.0)
     >>> head.push((torch.ones(1, 1), None, None))[0].tolist()  # both keys gain alike
     [[0.0]]
     >>> head.push((zeros, torch.tensor([[1.0], [0.0]]), torch.ones(2, 1)))[0].tolist()  # Q is zero: only V counts
@@ -244,107 +241,6 @@ class Head:
         pairs = ((q, self.K_peak), (self.Q, None if k is None else k[self.peak]))
         terms = [_dot(x, y) for x, y in pairs if x is not None and y is not None]
         return self.c * sum(terms[1:], terms[0]) if terms else None
-
-
-class TiledAttention(Linearised):
-    """Fused attention at one point, head by head and tile by tile: nothing of queries times keys is kept."""
-
-    primitive: ScaledDotProductAttention
-
-    def __init__(
-        self,
-        primitive: ScaledDotProductAttention,
-        inputs: Inputs,
-        adjoint: Tensor | None,
-        wanted: Sequence[bool] | None,
-    ) -> None:
-        super().__init__(primitive, inputs, adjoint, wanted)
-        self._last: tuple[Tangents, list[tuple[Tensor, Tensor]]] | None = None
-        given = [primitive._arrange(x.unsqueeze(0), inputs)[0].contiguous() for x in inputs[:3]]
-        mask = inputs[3] if len(inputs) > 3 else primitive.mask
-        shown = None if mask is None else primitive._arrange(mask.unsqueeze(0), inputs)[0]
-        self.lead = torch.broadcast_shapes(*(x.shape[:-2] for x in given))
-        self.at = list(itertools.product(*map(range, self.lead)))
-        self.heads = [
-            Head(
-                _head(given[0], at),
-                _head(given[1], at),
-                _head(given[2], at),
-                primitive._scale(inputs),
-                None if shown is None else _head(shown, at),
-                primitive.is_causal,
-            )
-            for at in self.at
-        ]
-        self.arranged = [x.shape for x in given]
-        self.W = None if adjoint is None else primitive._arrange(adjoint.unsqueeze(0), inputs)[0].contiguous()
-
-    def forget(self) -> None:
-        """Keep what is arranged by heads."""
-        self.inputs = (*map(hollow, self.inputs[:3]), *self.inputs[3:])
-
-    def push(self, tangents: Tangents) -> Tensor:
-        """Return (A o tau) V + A v; what :meth:`pull` needs of it is kept for the same tangents."""
-        count = next((t.shape[0] for t in tangents if t is not None), None)
-        if count is None:
-            raise ValueError("ScaledDotProductAttention.jvp: every tangent is None; at least one input must move")
-        out, known = self._pushed(tangents, count)
-        if self.W is not None:
-            self._last = (tangents, known)
-        return out
-
-    def _pushed(self, tangents: Tangents, count: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the tangent of the output and, for every direction and head, what :meth:`Head.pull` needs of it."""
-        moved = self._moved(tangents)
-        out = self.heads[0].V.new_empty(count, *self.lead, len(self.heads[0].Q), self.heads[0].V.shape[1])
-        known: list[tuple[Tensor, Tensor]] = []
-        for s in range(count):
-            for at, head in zip(self.at, self.heads, strict=True):
-                out[s][at], r, change = head.push(_of(moved, s, at))
-                known.append((r, change))
-        return out.reshape(count, *self.primitive._rows(self.inputs), *out.shape[-2:]), known
-
-    def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
-        """Return the covectors of Q, K and V; a mask is a constant."""
-        count = next((t.shape[0] for t in (bar, *(tangents or ())) if t is not None), None)
-        if count is None:
-            return (None,) * len(self.inputs)
-        known = None
-        if tangents is not None and any(t is not None for t in tangents):
-            _ = self.adjoint  # without one tangents cannot be pulled
-            last, self._last = self._last, None
-            known = last[1] if last is not None and last[0] is tangents else self._pushed(tangents, count)[1]
-        moved = self._moved(tangents or (None,) * 3)
-        bars = None if bar is None else self.primitive._arrange(bar, self.inputs)
-        still = bar is None and moved[0] is None and moved[1] is None  # then V's covector is zero
-        out = [
-            self.heads[0].Q.new_zeros(count, *shape) if w and not (still and n == 2) else None
-            for n, (shape, w) in enumerate(zip(self.arranged, self.wanted[:3], strict=True))
-        ]
-        for s in range(count):
-            for n, (at, head) in enumerate(zip(self.at, self.heads, strict=True)):
-                into = [None if x is None else _head(x[s], at) for x in out]
-                b = None if bars is None else _head(bars[s], at)
-                if known is None:
-                    head.pull(None, b, (None, None, None), None, None, into)
-                elif self.W is not None:
-                    head.pull(_head(self.W, at), b, _of(moved, s, at), *known[s * len(self.at) + n], into)
-        found = [None if x is None else x.reshape(-1, *given.shape) for x, given in zip(out, self.inputs, strict=False)]
-        return (*found, *(None,) * (len(self.inputs) - 3))
-
-    def _moved(self, tangents: Tangents) -> list[Tensor | None]:
-        return [None if t is None else self.primitive._arrange(t, self.inputs) for t in tangents[:3]]
-
-
-def _head(x: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Return the matrix of one head; an axis of length 1 serves all."""
-    lead = x.shape[:-2]
-    return x[tuple(min(i, n - 1) for i, n in zip(at[len(at) - len(lead) :], lead, strict=True))]
-
-
-def _of(moved: Sequence[Tensor | None], s: int, at: tuple[int, ...]) -> Moved:
-    q, k, v = (None if t is None else _head(t[s], at) for t in moved)
-    return q, k, v
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:

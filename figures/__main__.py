@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from figures import accepted, names, script, summary
-from hessiankit.commands.exit_codes import FAILED, INTERRUPTED
-from hessiankit.commands.exit_codes import OK as DRAWN
-from hessiankit.commands.figures import add_figure_options
-from hessiankit.commands.parsing import Parser
-from hessiankit.errors import HessiankitError, InputError, not_known
-from hessiankit.files import check_writable, output_for, write_json
+from hessiankit.cli.parsing import FAILED, INTERRUPTED, Parser, add_json
+from hessiankit.cli.parsing import OK as DRAWN
+from hessiankit.support.errors import HessiankitError, InputError, not_known
+from hessiankit.support.files import check_writable, output_for, write_json
 
 SOURCES = {"images": ("digits",), "text": ("stdlib",)}
 """Names of sources that are no path, by option."""
@@ -32,7 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Exit status: 0 all are drawn; 1 some failed, and are named at the end, the others are drawn; 2 a name, an option or the "
         "folder cannot be used; 130 interrupted.",
     )
-    add_figure_options(parser.add_argument)
+    add = parser.add_argument
+    add("name", nargs="*", help="figures to draw")
+    add("--list", action="store_true", help="name the figures and say what they show")
+    add("--all", action="store_true", help="draw every figure")
+    add("--quick", action="store_true", help="a smaller model and fewer steps: seconds instead of minutes")
+    add("--out", type=Path, default=Path("build/figures"), help="folder to write to (default: %(default)s)")
+    add("--format", choices=("png", "svg", "pdf"), default="png", help="format of the pictures (default: %(default)s)")
+    add(
+        "--images",
+        metavar="PATH",
+        help="MNIST or CIFAR on this machine, for the figures of images (default: scikit-learn's digits)",
+    )
+    add("--text", metavar="PATH", help="a file or a folder, for the figures of text (default: Python's standard library)")
+    add_json(add)
     options = parser.parse_args(arguments)
     try:
         check_writable("figures", options.json)

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from figures._kit import FAINT, INK, METHOD_COLOURS, page, save
-from hessiankit.drawing.plot_frame import STYLE, Picture
+from hessiankit.curvature.plot_frame import STYLE, Picture
 
 Columns: TypeAlias = Mapping[str, Mapping[str, tuple[float, float]]]
 COLOURS = {"a priori": METHOD_COLOURS[2], "structured": METHOD_COLOURS[1], "certified, norm matrix": METHOD_COLOURS[3]}

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.lines import Line2D
 
 from figures._kit import FAINT, INK, METHOD_COLOURS, METHOD_MARKS, page, save
-from hessiankit.drawing.plot_frame import STYLE
+from hessiankit.curvature.plot_frame import STYLE
 
 PANELS = {"types": "block types", "tensors": "tensors", "ratios": r"quotients $S_{\rm Norm} / S$"}
 

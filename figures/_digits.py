@@ -24,11 +24,11 @@ from figures._kept import checksum, read, set_aside, writing
 from figures._kit import CODE as TOOLKIT
 from figures._kit import differentiable, short_digest, version
 from hessiankit.blocks import VisionTransformer
-from hessiankit.curvature import Hessian, hessian
-from hessiankit.data import ImageDataset, load_images, patchify
-from hessiankit.training import train
+from hessiankit.curvature.dense import Hessian, hessian
+from hessiankit.studies.images import ImageDataset, load_images, patchify
+from hessiankit.studies.training import train
 
-CODE = ("hessiankit/blocks", "hessiankit/data.py", "hessiankit/training.py", "figures/_digits.py")
+CODE = ("hessiankit/blocks", "hessiankit/studies/images.py", "hessiankit/studies/training.py", "figures/_digits.py")
 """What the digits of a run depend on."""
 MEASURED_BY = (*TOOLKIT, "figures/_digits.py")
 """What norms of blocks depend on."""
@@ -52,7 +52,7 @@ class ImageSpec:
         lr: Of AdamW, constant.
         batch_size: Images an update.
         seed: Of the initial weights and of the batches.
-        source: ``"digits"``, or a path that ``hessiankit.data.load_images`` reads.
+        source: ``"digits"``, or a path that ``hessiankit.studies.images.load_images`` reads.
     """
 
     patch: int = 2

@@ -19,7 +19,7 @@ import hessiankit
 from hessiankit.blocks import TransformerBlock
 from hessiankit.bounding.loss_surface import SurfaceReport, loss_surface_bound
 from hessiankit.ledger.curvature_gap.convergence import running_means
-from hessiankit.progress import progress_bar
+from hessiankit.support.progress import progress_bar
 
 LOSS = "cross_entropy"
 

@@ -12,7 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final
 
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 NOTHING: Final = object()
 """What :func:`recall` returns where nothing is kept."""

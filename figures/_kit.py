@@ -26,11 +26,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from figures._kept import NOTHING, keep, put, recall, writing
-from hessiankit.drawing.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES, Picture
-from hessiankit.errors import InputError
-from hessiankit.monitoring.panels import COLOURS as TYPE_COLOURS
-from hessiankit.monitoring.panels import MARKS as TYPE_MARKS
-from hessiankit.monitoring.panels import dress, name_ends
+from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES, Picture
+from hessiankit.diagnostics.monitoring.log import COLOURS as TYPE_COLOURS
+from hessiankit.diagnostics.monitoring.log import MARKS as TYPE_MARKS
+from hessiankit.diagnostics.monitoring.log import dress, name_ends
+from hessiankit.support.errors import InputError
 
 __all__ = [
     "DASHES", "FAINT", "INK", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached", "differentiable",

@@ -14,7 +14,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 
 from figures._kit import FAINT, INK, page, save
-from hessiankit.drawing.plot_frame import STYLE
+from hessiankit.curvature.plot_frame import STYLE
 
 
 class Median(Protocol):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from figures._kept import checksum, put, read, set_aside
-from hessiankit.errors import InputError
-from hessiankit.monitoring.lines import read_lines
+from hessiankit.diagnostics.monitoring.lines import read_lines
+from hessiankit.support.errors import InputError
 
 MONITORED = "monitor.jsonl"
 

@@ -22,17 +22,26 @@ from figures._kept import NOTHING, checksum, keep, read, recall, set_aside, writ
 from figures._kit import differentiable, plain, short_digest, version
 from figures._run_state import MONITORED, State
 from hessiankit.blocks import Transformer, initialise
-from hessiankit.errors import InputError
-from hessiankit.monitoring import Monitor, MonitorLog, read_monitor
+from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, read_monitor
 from hessiankit.optim import blockwise_lr, blockwise_schedule
-from hessiankit.progress import Tell, progress_bar
-from hessiankit.text import VOCAB_SIZE
-from hessiankit.tuning.experiment import BETAS, CLIP, SPIKE, WEIGHT_DECAY, digest_of, held_out_loss, one_thread, texts
-from hessiankit.tuning.ratios import Ratios
+from hessiankit.studies.text import VOCAB_SIZE
+from hessiankit.studies.tuning.experiment import (
+    BETAS,
+    CLIP,
+    SPIKE,
+    WEIGHT_DECAY,
+    Ratios,
+    digest_of,
+    held_out_loss,
+    one_thread,
+    texts,
+)
+from hessiankit.support.errors import InputError
+from hessiankit.support.progress import Tell, progress_bar
 
 CODE = (
-    "hessiankit/blocks", "hessiankit/optim", "hessiankit/parts", "hessiankit/estimation", "hessiankit/depth",
-    "hessiankit/monitoring", "hessiankit/text.py", "hessiankit/tuning/experiment.py", "figures/_runs.py", "figures/_run_state.py",
+    "hessiankit/blocks", "hessiankit/optim", "hessiankit/partition", "hessiankit/diagnostics", "hessiankit/studies/text.py",
+    "hessiankit/studies/tuning/experiment.py", "figures/_runs.py", "figures/_run_state.py",
 )  # fmt: skip
 """What the digits of a run depend on."""
 SAVE_EVERY = 100
@@ -62,16 +71,17 @@ class ByteSpec:
         steps: Updates.
         batch_size: Sequences an update.
         lr: Largest learning rate, that of block types without a ratio.
-        ratios: Factors by block type (``hessiankit.tuning.ratios.ratios_of``).
+        ratios: Factors by block type (``hessiankit.studies.tuning.experiment.ratios_of``).
         warm_up: Fraction of the steps over which the learning rate rises.
         floor: Last learning rate over the largest.
         seed: Of the initial parameters and of the batches.
-        text: Source of ``hessiankit.text.load_text``.
+        text: Source of ``hessiankit.studies.text.load_text``.
         evaluations: How often the held-out loss is measured, the last time after the last step.
         windows: Held-out sequences that it is measured on.
         every: Steps from one measurement of the monitor to the next; 0 for no monitor.
         log_spaced: Measure at steps 1, 2, 5, 10, ... below ``every`` too.
-        measured: What the monitor measures, some of ``sharpness``, ``norms``, ``eigenvalue``, ``hessiankit.depth.QUANTITIES``.
+        measured: What the monitor measures, some of ``sharpness``, ``norms``, ``eigenvalue``,
+            ``hessiankit.diagnostics.depth.QUANTITIES``.
         draws: Label draws of the sharpness.
         batches: Batches of ``batch_size`` held-out sequences that the monitor measures on.
         kept: Steps at which the model is kept, besides the last.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from figures._runs import ByteSpec
-from hessiankit.estimation import SharpnessReport
+from hessiankit.diagnostics.sharpness import SharpnessReport
 
 PRINTED = ("Emb", "QK", "FFN", "VO", "Norm")
 """Eq. (1), from flat to sharp."""

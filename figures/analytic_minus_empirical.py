@@ -31,8 +31,7 @@ from torch import Tensor, nn
 import hessiankit
 from figures._digits import LOSS, ImageSpec
 from figures._kit import FAINT, METHOD_COLOURS, heading, page, save, style, write_json, write_rows
-from hessiankit.drawing.plot_frame import ZERO
-from hessiankit.drawing.plot_layout import block_pixels, pixel_starts, pool, short_labels
+from hessiankit.curvature.plot_frame import ZERO, block_pixels, pixel_starts, pool, short_labels
 
 NAME = Path(__file__).stem
 FLOOR = 1e-12

@@ -28,12 +28,12 @@ from figures._kit import write_json
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.certified import certify, schatten_upper
-from hessiankit.bounding.printed import printed
+from hessiankit.bounding.curvature_gap import printed
 from hessiankit.bounding.structured import structured
-from hessiankit.environment import environment
-from hessiankit.progress import progress_bar
-from hessiankit.request.task import make_task
-from hessiankit.tables import as_text, table
+from hessiankit.engine.problem.own_call import make_task
+from hessiankit.support.environment import environment
+from hessiankit.support.progress import progress_bar
+from hessiankit.support.tables import as_text, table
 
 NAME = Path(__file__).stem
 MODULES = ("attention", "block")

@@ -40,11 +40,11 @@ from scipy.stats import spearmanr
 from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, TINY, Size, llama
 from figures._kit import FAINT, cached, heading, page, save, style, write_rows
 from figures._runs import ByteRun, byte_run, model_of
-from hessiankit.depth import AngularDistances, depth_diagnostics
-from hessiankit.drawing.plot_frame import Picture
-from hessiankit.progress import progress_bar
-from hessiankit.tables import as_text, table
-from hessiankit.tuning.experiment import texts
+from hessiankit.curvature.plot_frame import Picture
+from hessiankit.diagnostics.depth import AngularDistances, depth_diagnostics
+from hessiankit.studies.tuning.experiment import texts
+from hessiankit.support.progress import progress_bar
+from hessiankit.support.tables import as_text, table
 
 NAME = Path(__file__).stem
 METHODS = ("Post-LN", "Pre-LN", "LNS")
@@ -86,7 +86,7 @@ def measure(size: Size, out: Path) -> list[Measured]:
     for method in METHODS:
         for seed in SEEDS:
             run = byte_run(llama(method, size, seed), out)
-            answer = cached(out, NAME, [run.folder.name, WINDOWS], partial(diagnose, run), code=("hessiankit/depth",))
+            answer = cached(out, NAME, [run.folder.name, WINDOWS], partial(diagnose, run), code=("hessiankit/diagnostics/depth",))
             found.append(Measured(method, seed, answer.pop("loss"), **{name: np.array(x) for name, x in answer.items()}))
     return found
 

@@ -6,8 +6,9 @@ not, up to 175 in the last layer, with LayerNorm Scaling (LNS) up to 25. Figure 
 
 Here: twelve blocks of width 64 on the bytes of Python's standard library, 400 steps, two seeds
 (:func:`figures._depth_models.llama`); the variance over features, a mean over 1024 held-out tokens. Below, four laws of two
-coefficients each are fitted to x_1, ..., x_13 by least squares (:func:`hessiankit.depth.growth_laws`) at 10 %, 30 % and 100 % of
-the steps. For weights of one size at all depths theory allows L to L^2 for Pre-LN and log L to L for LNS (docs/depth.md): the
+coefficients each are fitted to x_1, ..., x_13 by least squares (:func:`hessiankit.diagnostics.depth.growth_laws`) at 10 %,
+30 % and 100 % of the steps.
+For weights of one size at all depths theory allows L to L^2 for Pre-LN and log L to L for LNS (docs/depth.md): the
 exponential bound in print is never attained there, but training may leave that assumption.
 
 What came out: the order of Figure 4, at a smaller spread. After 400 steps the last block's output has a variance of 7.8 with
@@ -34,10 +35,10 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodF
 from figures._depth_models import TINY, Size, llama
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, heading, page, save, style, write_rows
 from figures._runs import byte_run
-from hessiankit.depth import GrowthLaws, growth_laws
-from hessiankit.depth.laws import FORMS, SHAPES
-from hessiankit.drawing.plot_frame import Picture
-from hessiankit.tables import as_text, table
+from hessiankit.curvature.plot_frame import Picture
+from hessiankit.diagnostics.depth import GrowthLaws, growth_laws
+from hessiankit.diagnostics.depth.laws import FORMS, SHAPES
+from hessiankit.support.tables import as_text, table
 
 NAME = Path(__file__).stem
 METHODS = ("Pre-LN", "Pre-LN, scaled init", "LNS")

@@ -20,8 +20,8 @@ import torch
 import hessiankit
 from figures._digits import LOSS, ImageSpec, snapshots
 from figures._kept import writing
-from hessiankit.drawing.plots import block_norms_map, side_by_side
-from hessiankit.training import accuracy
+from hessiankit.curvature.plots import block_norms_map, side_by_side
+from hessiankit.studies.training import accuracy
 
 NAME = Path(__file__).stem
 

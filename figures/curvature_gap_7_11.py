@@ -27,8 +27,8 @@ from matplotlib.ticker import LogLocator
 
 from figures._digits import MEASURED_BY, ImageSpec, block_norms, snapshots
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, heading, page, save, style, write_rows
-from hessiankit.drawing.plot_layout import short_labels
-from hessiankit.progress import progress_bar
+from hessiankit.curvature.plot_frame import short_labels
+from hessiankit.support.progress import progress_bar
 
 NAME = Path(__file__).stem
 ENTRIES = 12

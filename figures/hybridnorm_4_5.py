@@ -36,10 +36,10 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodF
 from figures._depth_models import TINY, Size, olmo
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, METHOD_MARKS, cached, heading, page, save, style, write_rows
 from figures._runs import ByteRun, byte_run, measured_on, model_of
-from hessiankit.depth import depth_diagnostics
-from hessiankit.drawing.plot_frame import Picture
-from hessiankit.tables import as_text, table
-from hessiankit.tuning.statistics import Interval, mean_interval, paired_difference
+from hessiankit.curvature.plot_frame import Picture
+from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.studies.tuning.verdict import Interval, mean_interval, paired_difference
+from hessiankit.support.tables import as_text, table
 
 NAME = Path(__file__).stem
 FIRST_BLOCKS = {
@@ -134,7 +134,13 @@ def ratios(settings: Settings, out: Path) -> list[dict[str, Any]]:
                     found = depth_diagnostics(model_of(spec), measured_on(spec), what="gradient").gradient
                     return list(found or ())
 
-                norms = cached(out, NAME, spec, gradient, code=("hessiankit/depth", "hessiankit/blocks", "hessiankit/text.py"))
+                norms = cached(
+                    out,
+                    NAME,
+                    spec,
+                    gradient,
+                    code=("hessiankit/diagnostics/depth", "hessiankit/blocks", "hessiankit/studies/text.py"),
+                )
                 rows.append({"model": name, "blocks": layers, "seed": seed, "last / first": norms[-1] / norms[0]})
     return rows
 

@@ -30,9 +30,9 @@ from matplotlib.axes import Axes
 from figures._depth_models import TINY, Size, olmo
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows
 from figures._runs import ByteRun, byte_run
-from hessiankit.drawing.plot_frame import Picture
-from hessiankit.tables import as_text, table
-from hessiankit.tuning.statistics import Interval, mean_interval, paired_difference, simultaneous
+from hessiankit.curvature.plot_frame import Picture
+from hessiankit.studies.tuning.verdict import Interval, mean_interval, paired_difference, simultaneous
+from hessiankit.support.tables import as_text, table
 
 NAME = Path(__file__).stem
 FULL, SEEDS = Size(8, steps=240), (0, 1, 2, 3)

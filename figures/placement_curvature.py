@@ -34,11 +34,11 @@ from figures._kept import put, read, writing
 from figures._kit import write_json, write_rows
 from figures._lanczos import extremes
 from figures._placement_map import draw_map
-from hessiankit.environment import environment
-from hessiankit.line_file import LineFile
-from hessiankit.placement_grid import version
-from hessiankit.progress import progress_bar
-from hessiankit.tables import as_text, table
+from hessiankit.studies.placement_grid import version
+from hessiankit.support.environment import environment
+from hessiankit.support.files import LineFile
+from hessiankit.support.progress import progress_bar
+from hessiankit.support.tables import as_text, table
 
 NAME = Path(__file__).stem
 GROUPS = ("QK", "VO", "FFN", "Norm", "Emb", "all")

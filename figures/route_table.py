@@ -28,8 +28,7 @@ from matplotlib.colors import LogNorm
 
 from figures._kit import FAINT, METHOD_COLOURS, cached, page, save, style, write_json, write_rows
 from hessiankit.verify.operations import OPERATIONS
-from hessiankit.verify.route_table import ROUTES_OF, load
-from hessiankit.verify.routes import TOLERANCE, routes
+from hessiankit.verify.route_table import ROUTES_OF, TOLERANCE, load, routes
 from hessiankit.verify.torch_routes import ROUTES
 
 NAME = Path(__file__).stem

@@ -25,12 +25,12 @@ from figures._coverage_chart import draw_chart
 from figures._kept import put
 from figures._kit import write_json
 from hessiankit.blocks import Transformer, TransformerBlock
-from hessiankit.environment import environment
-from hessiankit.estimation import Estimate, exact_sharpness, sharpness
-from hessiankit.estimation.estimate import as_weights, estimate, ratio
-from hessiankit.parts import Part, model_parts
-from hessiankit.progress import Tell, progress_bar
-from hessiankit.tables import as_text, table
+from hessiankit.diagnostics.sharpness import SharpnessEstimate, exact_sharpness, sharpness
+from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
+from hessiankit.partition import Part, model_parts
+from hessiankit.support.environment import environment
+from hessiankit.support.progress import Tell, progress_bar
+from hessiankit.support.tables import as_text, table
 
 NAME = Path(__file__).stem
 GROUPS = ("types", "layers", "tensors", "ratios")
@@ -221,7 +221,7 @@ def trials(problem: Problem, draws: int, micro_batches: int, count: int, seed: i
     return found
 
 
-def _inside(found: Estimate, wanted: float) -> bool:
+def _inside(found: SharpnessEstimate, wanted: float) -> bool:
     return found.low <= wanted <= found.high
 
 

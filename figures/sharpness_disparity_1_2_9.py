@@ -31,7 +31,7 @@ from matplotlib.axes import Axes
 from figures._kit import DASHES, FAINT, INK, TYPE_COLOURS, TYPE_MARKS, heading, page, save, style, write_rows
 from figures._runs import ByteSpec, byte_run, measured_on
 from figures._sharpness_runs import PRINTED, order_of, specs
-from hessiankit.estimation import Estimate, SharpnessReport, sharpness
+from hessiankit.diagnostics.sharpness import SharpnessEstimate, SharpnessReport, sharpness
 
 NAME = Path(__file__).stem
 DRAWS = 16
@@ -73,7 +73,7 @@ def rows(reports: Mapping[str, SharpnessReport]) -> Iterator[dict[str, Any]]:
                 yield _row(title, "type and layer", kind, layer + 1, report.type_layers[kind, layer])
 
 
-def layers(report: SharpnessReport) -> dict[int, Estimate]:
+def layers(report: SharpnessReport) -> dict[int, SharpnessEstimate]:
     """Return S by layer as Figure 9a counts: 0 is the embedding, then attention, network and norms of each block."""
     found = {} if ("Emb", None) not in report.type_layers else {0: report.type_layers["Emb", None]}
     return found | {layer + 1: one for layer, one in report.layers.items() if layer is not None}
@@ -88,7 +88,7 @@ def bins(reports: Mapping[str, SharpnessReport]) -> Iterator[dict[str, Any]]:
                 yield {"model": title, "type": kind, "log10_from": low, "log10_to": high, "entries": count}
 
 
-def _row(title: str, of: str, kind: str, layer: object, one: Estimate) -> dict[str, Any]:
+def _row(title: str, of: str, kind: str, layer: object, one: SharpnessEstimate) -> dict[str, Any]:
     numbers = {"sharpness": one.value, "standard_error": one.standard_error, "low": one.low, "high": one.high}
     return {"model": title, "of": of, "type": kind, "layer": layer, **numbers, "entries": one.entries}
 
@@ -159,7 +159,7 @@ def _layers(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
     return save(figure, path)
 
 
-def _point(axes: Axes, x: float, one: Estimate, kind: str | None) -> None:
+def _point(axes: Axes, x: float, one: SharpnessEstimate, kind: str | None) -> None:
     colour = INK if kind is None else TYPE_COLOURS.get(kind, FAINT)
     axes.plot([x, x], [one.low, one.high], color=colour, linewidth=1.6, solid_capstyle="butt")
     axes.plot([x], [one.value], "o" if kind is None else TYPE_MARKS.get(kind, "."), color=colour, markersize=4.5)

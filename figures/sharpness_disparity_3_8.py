@@ -35,8 +35,9 @@ from matplotlib.ticker import StrMethodFormatter
 from figures._kit import DASHES, METHOD_MARKS, TYPE_COLOURS, heading, page, save, style, write_rows
 from figures._runs import ByteRun, ByteSpec, byte_run
 from figures._sharpness_runs import PRINTED, agreements, order_by_values, specs
-from hessiankit.monitoring import MonitorLog, panels
-from hessiankit.tuning.experiment import texts
+from hessiankit.diagnostics.monitoring import MonitorLog
+from hessiankit.diagnostics.monitoring import log as panels
+from hessiankit.studies.tuning.experiment import texts
 
 NAME = Path(__file__).stem
 NETWORK = {"W_1": "feedforward.W_1", "W_2": "feedforward.W_2", "W_G": "feedforward.W_G"}

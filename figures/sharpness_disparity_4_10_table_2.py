@@ -39,15 +39,23 @@ from matplotlib.axes import Axes
 
 from figures._kit import DASHES, FAINT, INK, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows
 from hessiankit.optim import PRESETS
-from hessiankit.progress import progress_bar
-from hessiankit.tuning.arms import Arm
-from hessiankit.tuning.comparison import TUNING_SEED, spec_of
-from hessiankit.tuning.experiment import RunResult, RunSpec, Setting, digest_of, model_of
-from hessiankit.tuning.ratios import PAPER, Ratios, entries_by_type, ratios_of, weighted_ratio
-from hessiankit.tuning.statistics import mean_interval
-from hessiankit.tuning.store import Runs
-from hessiankit.tuning.sweep import Sweep, rounded, runs_expected, sweep, together
-from hessiankit.tuning.verdict import ArmResult, judge
+from hessiankit.studies.tuning.comparison import TUNING_SEED, spec_of
+from hessiankit.studies.tuning.experiment import (
+    PAPER,
+    Ratios,
+    RunResult,
+    RunSpec,
+    Setting,
+    digest_of,
+    entries_by_type,
+    model_of,
+    ratios_of,
+    weighted_ratio,
+)
+from hessiankit.studies.tuning.store import Runs
+from hessiankit.studies.tuning.sweep import Arm, SearchResult, rounded, runs_expected, sweep, together
+from hessiankit.studies.tuning.verdict import ArmResult, judge, mean_interval
+from hessiankit.support.progress import progress_bar
 
 NAME = Path(__file__).stem
 ADAMW = "AdamW"
@@ -94,7 +102,7 @@ class Found:
     """
 
     setting: Setting
-    searches: dict[str, Sweep]
+    searches: dict[str, SearchResult]
     arms: tuple[tuple[Arm, tuple[RunResult, ...]], ...]
     rows: tuple[ArmResult, ...]
 

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, ROOT, heading, page, save, style, write_rows
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 NAME = Path(__file__).stem
 PAGE = ROOT / "docs" / "benchmarks.md"

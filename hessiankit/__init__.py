@@ -7,62 +7,67 @@
 
 import random
 import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+from hessiankit.support.package import MovedFinder, __version__, names_for_type_checkers
+
+if TYPE_CHECKING:  # the public names, listed here and nowhere else
     from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
-    from hessiankit.bounding.report import BoundsReport, bounds
-    from hessiankit.curvature import Hessian, hessian
-    from hessiankit.depth import DepthReport, depth_diagnostics
-    from hessiankit.derivation import Derivation, derive
-    from hessiankit.diagonal import CurvatureDiagonal, curvature_diagonal, hessian_diagonal
-    from hessiankit.disk.forecast import Forecast
-    from hessiankit.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
-    from hessiankit.estimation import SharpnessReport, exact_sharpness, sharpness
-    from hessiankit.estimators import Estimate, ScalarEstimates, scalar_estimates
-    from hessiankit.frobenius import FrobeniusNorms, frobenius_norms
-    from hessiankit.fused import named_slices
-    from hessiankit.ledger import Ledger, LedgerReport, claims
-    from hessiankit.monitoring import Monitor, plot_monitor, read_monitor
-    from hessiankit.operator import HessianOperator, hessian_operator
+    from hessiankit.bounding.bounds import bounds
+    from hessiankit.curvature.dense import Hessian, hessian
+    from hessiankit.curvature.diagonal import hessian_diagonal
+    from hessiankit.curvature.estimators import scalar_estimates
+    from hessiankit.curvature.frobenius import frobenius_norms
+    from hessiankit.curvature.operator import HessianOperator, hessian_operator
+    from hessiankit.diagnostics.depth import depth_diagnostics
+    from hessiankit.diagnostics.monitoring import Monitor
+    from hessiankit.diagnostics.sharpness import sharpness
+    from hessiankit.formulas import derive
+    from hessiankit.ledger import claims
     from hessiankit.optim import blockwise_lr, blockwise_schedule
-    from hessiankit.parts import BlockTypes, block_types
-    from hessiankit.tracing.trace import Trace, trace
+    from hessiankit.partition import block_types, named_slices
+    from hessiankit.support.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
+    from hessiankit.tracing.trace import trace_module
     from hessiankit.verify.check import check
-    from hessiankit.verify.check_report import CheckReport, CheckRow
 
-__version__ = "0.1.0"
-
-_HOMES = {
-    "blocks": ("Transformer", "TransformerBlock", "VisionTransformer"),
-    "bounding.report": ("BoundsReport", "bounds"),
-    "curvature": ("Hessian", "hessian"),
-    "depth": ("DepthReport", "depth_diagnostics"),
-    "derivation": ("Derivation", "derive"),
-    "diagonal": ("CurvatureDiagonal", "curvature_diagonal", "hessian_diagonal"),
-    "disk.forecast": ("Forecast",),
-    "errors": ("HessiankitError", "InputError", "OutOfMemoryError", "TraceError"),
-    "estimation": ("SharpnessReport", "exact_sharpness", "sharpness"),
-    "estimators": ("Estimate", "ScalarEstimates", "scalar_estimates"),
-    "frobenius": ("FrobeniusNorms", "frobenius_norms"),
-    "fused": ("named_slices",),
-    "ledger": ("Ledger", "LedgerReport", "claims"),
-    "monitoring": ("Monitor", "plot_monitor", "read_monitor"),
-    "operator": ("HessianOperator", "hessian_operator"),
-    "optim": ("blockwise_lr", "blockwise_schedule"),
-    "parts": ("BlockTypes", "block_types"),
-    "tracing.trace": ("Trace", "trace"),
-    "verify.check": ("check",),
-    "verify.check_report": ("CheckReport", "CheckRow"),
+_HOME = names_for_type_checkers(__file__)
+_FORMER = {  # until 1.0, with a warning: where the name is now
+    "BlockTypes": "hessiankit.partition.BlockTypes",
+    "BoundsReport": "hessiankit.bounding.bounds.BoundsReport",
+    "CheckReport": "hessiankit.verify.check_report.CheckReport",
+    "CheckRow": "hessiankit.verify.check_report.CheckRow",
+    "CurvatureDiagonal": "hessiankit.curvature.diagonal.CurvatureDiagonal",
+    "DepthReport": "hessiankit.diagnostics.depth.DepthReport",
+    "Derivation": "hessiankit.formulas.Derivation",
+    "Estimate": "hessiankit.curvature.estimators.Estimate",
+    "Forecast": "hessiankit.curvature.forecast.Forecast",
+    "FrobeniusNorms": "hessiankit.curvature.frobenius.FrobeniusNorms",
+    "Ledger": "hessiankit.ledger.Ledger",
+    "LedgerReport": "hessiankit.ledger.LedgerReport",
+    "ScalarEstimates": "hessiankit.curvature.estimators.ScalarEstimates",
+    "SharpnessReport": "hessiankit.diagnostics.sharpness.SharpnessReport",
+    "Trace": "hessiankit.tracing.trace.Trace",
+    "curvature_diagonal": "hessiankit.hessian_diagonal",
+    "exact_sharpness": "hessiankit.diagnostics.sharpness.exact_sharpness",
+    "plot_monitor": "hessiankit.diagnostics.monitoring.plot_monitor",
+    "read_monitor": "hessiankit.diagnostics.monitoring.read_monitor",
+    "trace": "hessiankit.trace_module",
 }
-_HOME = {name: f"hessiankit.{module}" for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME)
+sys.meta_path.append(MovedFinder())
 
-if not TYPE_CHECKING:  # a type checker reads the imports above
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Import what is asked for: ``import hessiankit`` alone imports neither torch nor sympy."""
+        if name in _FORMER:
+            module, _, now = _FORMER[name].rpartition(".")
+            warnings.warn(
+                f"hessiankit.{name} is now {_FORMER[name]}; the old name goes with 1.0", DeprecationWarning, stacklevel=2
+            )
+            return getattr(import_module(module), now)
         if name in _HOME:
             drawn = random.getstate()  # importing rich draws a number, and the user's random numbers are the user's
             try:
@@ -76,10 +81,10 @@ if not TYPE_CHECKING:  # a type checker reads the imports above
         except ModuleNotFoundError as error:
             if error.name != f"hessiankit.{name}":
                 raise
-            from hessiankit.errors import did_you_mean
+            from hessiankit.support.errors import did_you_mean
 
-            told = f"module 'hessiankit' has no attribute {name!r}{did_you_mean(name, __all__)}"
-            raise AttributeError(told, obj=sys.modules[__name__]) from None  # without name=, Python adds no suggestion of its own
+            text = f"module 'hessiankit' has no attribute {name!r}{did_you_mean(name, __all__)}"
+            raise AttributeError(text, obj=sys.modules[__name__]) from None  # without name=, Python adds no suggestion of its own
 
     def __dir__() -> list[str]:
         """Name what is public, not what this file imports nor the submodules that were imported."""

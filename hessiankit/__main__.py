@@ -2,6 +2,6 @@
 
 import sys
 
-from hessiankit.cli import main
+from hessiankit.cli.main import main
 
 sys.exit(main())

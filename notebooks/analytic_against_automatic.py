@@ -19,7 +19,7 @@ from torch.func import functional_call
 import hessiankit
 from derivations.matrix import Identity, kron
 from derivations.transformer import PostNormBlockAt
-from hessiankit.drawing.plots import heatmap, side_by_side
+from hessiankit.curvature.plots import heatmap, side_by_side
 
 # %% [markdown]
 # ## The block

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of hessiankit.distributed: started by torchrun, or by hand where a rank is to fail."""
+"""What one rank does in the tests of hessiankit.diagnostics.distributed: started by torchrun, or by hand where a rank is to fail."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import distributed as hd
-from hessiankit.parts import Part, model_parts
+from hessiankit.diagnostics import distributed as hd
+from hessiankit.partition import Part, model_parts
 
 VOCABULARY, LENGTH = 13, 6
 SHARES = {1: [7], 2: [3, 4], 3: [2, 2, 3], 4: [3, 0, 1, 3]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hessiankit.ledger import claims
-from hessiankit.ledger.report import run_row
+from hessiankit.ledger.ledger_report import run_row
 
 SEEDS = (0, 5)
 

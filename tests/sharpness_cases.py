@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.estimation import Replicates
-from hessiankit.parts import Part
+from hessiankit.diagnostics.sharpness import Replicates
+from hessiankit.partition import Part
 
 CLASSES = 3
 

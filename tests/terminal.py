@@ -90,7 +90,7 @@ def results(folder: Path) -> dict[str, Any]:
     from hessiankit.bounding.attack import attack
     from hessiankit.bounding.loss_surface import loss_surface_bound
     from hessiankit.verify.identities import identities
-    from hessiankit.verify.routes import routes
+    from hessiankit.verify.route_table import routes
 
     torch.manual_seed(0)
     block = hk.TransformerBlock(8, 12, n_heads=2, placement="hybridnorm", bias=True, activation="gelu").double()
@@ -112,7 +112,7 @@ def results(folder: Path) -> dict[str, Any]:
         "hessian of a deep module": hk.hessian(deep, torch.randn(5, 3).double(), torch.randn(5, 3).double()),
         "lazy hessian": hk.hessian(block, x, t, lazy=True),
         "forecast": hk.hessian(block, x, t, dry_run=True),
-        "diagonal": hk.curvature_diagonal(block, x, t),
+        "diagonal": hk.hessian_diagonal(block, x, t),
         "frobenius norms": hk.frobenius_norms(block, x, t),
         "bounds": hk.bounds(hk.TransformerBlock(4, 5).double(), x[:, :, :4], t[:, :, :4]),
         "attack": attack(2, seed=0),
@@ -156,10 +156,10 @@ COMMANDS = {
 def _child(folder: Path) -> None:
     from test_tuning_command import TINY
 
-    from hessiankit.cli import main
-    from hessiankit.tuning import command
+    from hessiankit.cli.main import main
+    from hessiankit.studies.tuning import experiment
 
-    command.QUICK = TINY
+    experiment.QUICK = TINY
     terminal, complete = sys.stdout, {}
 
     def print_at(name: str, width: int, run: Callable[[], Any]) -> None:

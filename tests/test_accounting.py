@@ -11,13 +11,13 @@ from curvature_reference import Formula, draw, randomised
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.disk.accounting import Cost, Meter, measure
-from hessiankit.engine import pairing
-from hessiankit.engine.storage import Kept, Matrix
+from hessiankit.curvature.planning import Cost, Meter, measure
+from hessiankit.engine import pairs as pairing
+from hessiankit.engine.problem.batches import requests
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+from hessiankit.engine.storage import Kept, SymmetricStorage
 from hessiankit.engine.sweep import Sweep
 from hessiankit.engine.unwinding import unwind
-from hessiankit.request.batches import requests
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
 
 
 class Tied(nn.Module):
@@ -48,7 +48,10 @@ def test_costs_are_those_of_the_real_computation(name: str) -> None:
         cost = measure(loss_trace(task, normalizer_of(task)), task.slices, torch.float64, keep=2**30)
         plain = measure(loss_trace(task, normalizer_of(task)), task.slices, torch.float64)
         run = measure(loss_trace(task, normalizer_of(task)), task.slices, torch.float64, shapes=False)
-        matrix, trace = Matrix(task.slices, torch.float64, torch.device("cpu")), loss_trace(task, normalizer_of(task)).trace
+        matrix, trace = (
+            SymmetricStorage(task.slices, torch.float64, torch.device("cpu")),
+            loss_trace(task, normalizer_of(task)).trace,
+        )
         with Meter() as meter:
             sweep = Sweep(trace)
             sweep.run()

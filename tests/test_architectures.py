@@ -91,6 +91,6 @@ def test_dense_hessian_and_diagonal_of_one() -> None:
     found = hk.hessian(instance.model, instance.batch, **some)
     scale = float(found.matrix.abs().max())
     products = hk.hessian_operator(instance.model, instance.batch, **some).to_matrix()
-    diagonal = hk.curvature_diagonal(instance.model, instance.batch, **some).flat
+    diagonal = hk.hessian_diagonal(instance.model, instance.batch, **some).flat
     assert (found.matrix - products).abs().max() <= 1e-5 * scale
     assert (found.matrix.diagonal() - diagonal).abs().max() <= 1e-5 * scale

@@ -46,7 +46,7 @@ def test_the_hessian_stays_what_it_is(name):
     f, expected = CASES[name]
     module = Formula(lambda s, x: torch.tanh(f(s, x)), Q=(4, 5), K=(4, 5), V=(4, 6), b=(6,), E=(4, 4))
     assert_exact(module, X)
-    trace = hk.trace(lambda p, x: torch.func.functional_call(module, p, (x,)), dict(module.named_parameters()), (X,))
+    trace = hk.trace_module(lambda p, x: torch.func.functional_call(module, p, (x,)), dict(module.named_parameters()), (X,))
     value, before = trace.values[trace.output], [a.name for a in trace.applications]
     associate(trace)
     assert ([a.name for a in trace.applications] != before) == expected

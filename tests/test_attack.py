@@ -9,18 +9,17 @@ import torch
 
 import hessiankit as hk
 from hessiankit.blocks import PLACEMENTS, Attention
-from hessiankit.blocks.rotary import rotate
+from hessiankit.blocks.attention import rotate
 from hessiankit.bounding import attack as attacks
 from hessiankit.bounding.a_priori import NormTable, _on_a_sphere, a_priori
 from hessiankit.bounding.attack import ascend, attack
-from hessiankit.bounding.bounded import constant
-from hessiankit.bounding.problems import Problem, draw_problem
-from hessiankit.bounding.referee import norm_from_below
-from hessiankit.bounding.rules import Weight, affine, mixed, norm
+from hessiankit.bounding.high_precision import norm_from_below
+from hessiankit.bounding.problems import BoundProblem, draw_problem
+from hessiankit.bounding.rules import BoundedWeight, affine, constant, mixed, norm
 from hessiankit.bounding.structured import structured
-from hessiankit.cli import main
-from hessiankit.errors import InputError
-from hessiankit.request.task import make_task
+from hessiankit.cli.main import main
+from hessiankit.engine.problem.own_call import make_task
+from hessiankit.support.errors import InputError
 
 
 def test_nothing_is_violated():
@@ -74,7 +73,7 @@ def test_the_referee_agrees_where_float64_is_right(placement):
 def test_the_referee_by_hand():
     # One token attends to itself: Z = X W_V with x = 2, loss Z^2, whose only curvature is 2 x^2 = 8 along W_V.
     part = Attention(1).double()
-    problem = Problem(0, "attention", "plain", part, torch.full((1, 1), 2.0).double(), torch.zeros(1, 1).double(), "mse")
+    problem = BoundProblem(0, "attention", "plain", part, torch.full((1, 1), 2.0).double(), torch.zeros(1, 1).double(), "mse")
     v = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     assert norm_from_below(problem, slice(0, 3), slice(0, 3), v) == pytest.approx(8.0, rel=1e-15)
     assert norm_from_below(problem, slice(0, 1), slice(0, 1), v[2:]) == 0.0
@@ -157,10 +156,10 @@ def test_ranges_and_rows_bound_what_they_say(seed):
     X = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 3.0
     W = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed + 9), dtype=torch.float64)
     b = torch.ones(3, dtype=torch.float64)
-    Y = affine(constant(X), Weight("W", W, 0.0), Weight("b", b, 0.0))
+    Y = affine(constant(X), BoundedWeight("W", W, 0.0), BoundedWeight("b", b, 0.0))
     assert float(torch.cdist(Y.centre, Y.centre).max()) <= Y.range <= 2 * Y.row
     assert Y.row_slopes() == {"W": pytest.approx(float(X.norm(dim=1).max())), "b": 1.0}
-    twice = affine(Y, Weight("V", torch.eye(3, dtype=torch.float64) * 2, 0.0))
+    twice = affine(Y, BoundedWeight("V", torch.eye(3, dtype=torch.float64) * 2, 0.0))
     assert twice.row_slopes()["b"] == pytest.approx(2.0)
     assert twice.slope["b"] == pytest.approx(2 * 5**0.5)
 
@@ -182,7 +181,7 @@ def test_the_end_on_a_sphere_is_nearly_sharp(eps, layernorm):
                 return ((m / ((m * m).mean(1, keepdim=True) + eps).sqrt() - T) ** 2).mean()
 
             H = torch.autograd.functional.hessian(loss, W).reshape(3 * d, 3 * d)
-            Z = norm(affine(constant(x), Weight("W", W, 0.0)), x @ W, layernorm=layernorm, eps=eps, gain=None, shift=None)
+            Z = norm(affine(constant(x), BoundedWeight("W", W, 0.0)), x @ W, layernorm=layernorm, eps=eps, gain=None, shift=None)
             limit = float(_on_a_sphere(Z, Z.sphere, T, ("W",)))
             true = float(torch.linalg.matrix_norm(H, 2))
             assert true <= limit * (1 + 1e-9) + 1e-12

@@ -15,7 +15,7 @@ from benchmarks.contest import CLOSED, PLAIN, contest
 from benchmarks.entries import Ring
 from benchmarks.peers import FuncHessian, JvpOfGrad, JvpOfJacrev, ReverseOverReverse, Whole
 from benchmarks.problems import Case, make
-from hessiankit.compiled.library import kernels
+from hessiankit.support.kernels import kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
 

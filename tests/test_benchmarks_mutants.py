@@ -13,7 +13,7 @@ from benchmarks import __main__ as front
 from benchmarks.mutants import command
 from benchmarks.mutants.listing import Mutant, Stale, every, read
 from benchmarks.mutants.running import KILLED, STALE, SURVIVED, UNDECIDED, UNTESTED, Workshop
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 LIST = """# a remark on nothing
 @ room/code.py | tests/test_code.py KERNELS=0
@@ -43,7 +43,7 @@ def test_reading_a_list(tmp_path: Path) -> None:
         "twice is four",
     )
     assert two.old == "first line\n    second line"
-    assert (one.room, three.room, replace(one, file="hessiankit/lanczos.py").room) == ("room", "engine", "top level")
+    assert (one.room, three.room, replace(one, file="hessiankit/errors.py").room) == ("room", "engine", "top level")
     assert one.applied("def f(a):\n    return a + a\n") == "def f(a):\n    return a * a\n"
     for text in ("", "return a + a return a + a"):
         with pytest.raises(Stale, match="times"):
@@ -70,19 +70,19 @@ def test_the_lists_cover_the_rooms() -> None:
     mutants = every()
     assert len(mutants) >= 150
     assert {
-        "derivations",
-        "engine",
-        "tracing",
-        "request",
+        "blocks",
         "bounding",
-        "estimation",
-        "parts",
-        "depth",
+        "curvature",
+        "derivations",
+        "diagnostics",
+        "engine",
+        "formulas",
         "optim",
-        "derivation",
-        "disk",
+        "partition",
+        "studies",
+        "support",
+        "tracing",
         "verify",
-        "distributed",
     } <= {m.room for m in mutants}
     assert all((command.ROOT / test.partition("::")[0]).exists() for m in mutants for test in m.tests)
 

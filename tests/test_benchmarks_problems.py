@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.problems import GPT2, SIZES, make, parameters_of
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 
 def test_problems_have_the_papers_sizes() -> None:

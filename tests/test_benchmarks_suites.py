@@ -72,7 +72,7 @@ def test_scalars_go_without_probes_and_stop_what_is_slow(monkeypatch: pytest.Mon
     monkeypatch.setattr(scalars, "PROBES", 10**9)
     rows = scalars.run(cell, replace(PLAN, repeats=1), QUIET)["rows"]
     by_name = {(row["quantity"], row["name"]): row for row in rows}
-    assert by_name["trace", "hessiankit.curvature_diagonal"]["status"] == "right"
+    assert by_name["trace", "hessiankit.hessian_diagonal"]["status"] == "right"
     assert by_name["trace", "Hutchinson"]["status"] == by_name["diagonal", "Hutchinson"]["status"] == "skipped"
     assert "1000000000 probes" in by_name["trace", "Hutchinson"]["why"]
     ways = {"slow": lambda: time.sleep(9.0) or torch.ones(()), "quick": lambda: torch.ones(())}
@@ -87,9 +87,9 @@ def test_scalars_take_a_later_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
         found = hessian(module, inputs, target, loss=loss)
         return {name: found.block(name, name).diagonal().reshape(found.shapes[name]) for name in found.names}
 
-    monkeypatch.setattr(scalars, "hook", lambda name: diagonal if name == "curvature_diagonal" else None)
+    monkeypatch.setattr(scalars, "hook", lambda name: diagonal if name == "hessian_diagonal" else None)
     result = scalars.run(first_cell("scalars"), replace(PLAN, repeats=1), QUIET)
-    assert [(r["name"], r["status"]) for r in result["rows"][:1]] == [("hessiankit.curvature_diagonal", "right")]
+    assert [(r["name"], r["status"]) for r in result["rows"][:1]] == [("hessiankit.hessian_diagonal", "right")]
 
 
 def test_memory_measures_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.blocks import SCHEMES, initialise
-from hessiankit.blocks.initialisation import CUT, Place
+from hessiankit.blocks.initialisation import CUT, WeightPlace
 
 D, FF, LAYERS = 320, 384, 2
 LETTERS = ("W_Q", "W_K", "W_V", "W_O", "W_1", "W_G", "W_2", "W_E", "P", "W_C")
@@ -19,9 +19,9 @@ KEPT = math.sqrt(1 - 2 * CUT * math.exp(-(CUT**2) / 2) / math.sqrt(2 * math.pi) 
 """Standard deviation of a normal variable that is cut at three of its own."""
 
 
-def place(letter: str, layer: int = 2, n_layers: int = 8, d: int = 100, ff: int = 300, **more) -> Place:
+def place(letter: str, layer: int = 2, n_layers: int = 8, d: int = 100, ff: int = 300, **more) -> WeightPlace:
     shape = {"W_1": (d, ff), "W_G": (d, ff), "W_2": (ff, d), "W_E": (50, d), "P": (20, d), "W_C": (d, 50)}.get(letter, (d, d))
-    return Place(letter, *shape, layer, n_layers, **more)
+    return WeightPlace(letter, *shape, layer, n_layers, **more)
 
 
 def stds(scheme: str, **options) -> dict[str, float]:
@@ -69,7 +69,7 @@ def test_what_is_drawn(scheme):
             assert torch.all(p == float("norm" in owner and letter == "weight"))
             continue
         layer = int(name.split(".")[1]) + 1 if name.startswith("blocks") else 1
-        d = SCHEMES[scheme](Place(letter, *p.shape, layer, LAYERS))
+        d = SCHEMES[scheme](WeightPlace(letter, *p.shape, layer, LAYERS))
         cut = scheme in CUT_SCHEMES
         assert p.std().item() == pytest.approx(d.std * (KEPT if cut else 1), rel=0.01)
         assert abs(p.mean().item()) < 0.02 * d.std

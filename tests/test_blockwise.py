@@ -10,7 +10,7 @@ from torch import nn
 import hessiankit as hk
 from hessiankit.ledger.sharpness_disparity.learning_rates import RULES
 from hessiankit.optim import PRESETS, Ratio, block_types, blockwise_lr
-from hessiankit.parts import TYPES, Part, model_parts
+from hessiankit.partition import TYPES, Part, model_parts
 
 EQ_5 = {"Emb": 10, "QK": 8, "FFN": 6, "VO": 4, "Norm": 1}
 

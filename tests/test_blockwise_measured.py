@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hessiankit as hk
-from hessiankit.estimation import sharpness
+from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.optim import blockwise_lr, measured_ratios
 
 

@@ -16,10 +16,9 @@ from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.attack import ascend
 from hessiankit.bounding.problems import draw_problem
 from hessiankit.bounding.rules import ACTIVATION_CONSTANTS
-from hessiankit.bounding.sites import sites
-from hessiankit.bounding.structured import structured
-from hessiankit.errors import InputError
-from hessiankit.request.task import make_task
+from hessiankit.bounding.structured import sites, structured
+from hessiankit.engine.problem.own_call import make_task
+from hessiankit.support.errors import InputError
 
 ROUNDING = 1 + 1e-9
 LOSSES = {"mse": mse, "cross_entropy": lambda z, t: nn.functional.cross_entropy(z.flatten(0, -2), t.flatten())}
@@ -217,7 +216,7 @@ def test_a_norm_without_eps_needs_rows_that_vary():
 def test_a_saturated_softmax_keeps_the_digits_of_small_blocks():
     # automatic differentiation in float64 has 0.2548 (reverse over reverse) and 0.1991 (forward over reverse) here
     H = draw_problem(552156, placement="attention").hessian
-    in_80_digits = 0.14579054641737  # by the referee's arithmetic, hessiankit.bounding.referee
+    in_80_digits = 0.14579054641737  # by the referee's arithmetic, hessiankit.bounding.high_precision
     assert H.spectral_norm("W_Q", "W_Q") == pytest.approx(in_80_digits, rel=1e-12)
     assert H.spectral_norm() > 1e4
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hessiankit.cli import main
+from hessiankit.cli.main import main
 
 
 def test_table_and_json(capsys, tmp_path):

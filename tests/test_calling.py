@@ -14,7 +14,7 @@ from loss_reference import EXACT, Padded, by_autograd, error, sequences, token_l
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.request.calling import map_tensors, named_tensors
+from hessiankit.engine.problem.calling import map_tensors, named_tensors
 
 IDS, MASK, LABELS = sequences()
 KEYWORDS = {"input_ids": IDS, "attention_mask": MASK}

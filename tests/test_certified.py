@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from hessiankit.bounding import certified
 from hessiankit.bounding.certified import (
-    Interval,
+    CertifiedInterval,
     certify,
     down,
     frobenius_upper,
@@ -22,7 +22,7 @@ from hessiankit.bounding.certified import (
     up,
     verified_upper,
 )
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 
 def exact_norm(A: Tensor) -> mpmath.mpf:
@@ -171,7 +171,7 @@ def test_a_large_matrix_whose_largest_eigenvalue_lanczos_misses(monkeypatch):
 
 def test_zero_matrix():
     found = certify(torch.zeros(3, 3, dtype=torch.float64), {"a": slice(0, 3)})
-    assert found.whole == Interval(0.0, 0.0)
+    assert found.whole == CertifiedInterval(0.0, 0.0)
 
 
 def test_an_indefinite_guess_is_no_proof():
@@ -182,8 +182,8 @@ def test_an_indefinite_guess_is_no_proof():
 def test_small_helpers():
     assert down(1.0) < 1.0 < up(1.0)
     assert down(0.0) == 0.0
-    assert 0.5 in Interval(0.0, 1.0)
-    assert str(Interval(1.0, 2.0)) == "[1, 2]"
+    assert 0.5 in CertifiedInterval(0.0, 1.0)
+    assert str(CertifiedInterval(1.0, 2.0)) == "[1, 2]"
     with pytest.raises(InputError, match="no digits left"):
         growth(10**9, torch.float32)
 

@@ -17,12 +17,12 @@ import torch
 
 import hessiankit
 from hessiankit.blocks import PLACEMENTS
-from hessiankit.cli import COMMANDS, FILES, main, parser
-from hessiankit.commands import claims, exit_codes
-from hessiankit.commands.parsing import Parser
-from hessiankit.derivation.command import FORMATS
+from hessiankit.cli import claims
+from hessiankit.cli import parsing as exit_codes
+from hessiankit.cli.main import COMMANDS, FILES, main, parser
+from hessiankit.cli.parsing import Parser
+from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.ledger.claim import PAPERS
-from hessiankit.monitoring.lines import Lines
 from hessiankit.verify.check import check
 from hessiankit.verify.check_report import CheckReport, CheckRow
 
@@ -116,8 +116,6 @@ def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[st
     quick = "" if given[:2] == ["check", "--model"] else QUICK.get(given[0]) or ""
     if given[0] == "claims" and given[-1] == "hybridnorm/eq2*":
         given[-1] = "hybridnorm/eq20"
-    if given[0] == "figures" and "--list" not in given:
-        given = ["figures", "--list"]
     if given[0] == "routes" and "--operation" not in given:
         given += ["--operation", "tanh"]
     assert main([*given, *quick.split()]) == 0
@@ -140,7 +138,6 @@ def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[st
         "claims --paper hybridnorm",
         "claims --show hybridnorm/eq19",
         "monitor run.jsonl",
-        "figures --list",
         "sharpness --model my_models:language --text notes.txt --batch 2 --length 8 --draws 2",
     ],
 )
@@ -162,7 +159,7 @@ def test_json_alone_on_standard_output(command: str, here: Path, capfd: pytest.C
 
 
 def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("hessiankit.cli._runner", lambda path: pytest.fail("computed"))
+    monkeypatch.setattr("hessiankit.cli.main._runner", lambda path: pytest.fail("computed"))
     (here / "folder").mkdir()
     (here / "locked").write_text("")
     for path, why in (("no/such/x.json", "there is no folder no/such"), ("folder", "it is a folder")):
@@ -189,7 +186,7 @@ def test_a_full_disk_leaves_the_old_file(here: Path, capsys, monkeypatch) -> Non
     assert not list(here.glob("old.json.*"))
 
 
-@pytest.mark.parametrize("given", ["", "chek", "bounds --heads 0", "bounds --heads x", "derive --no-such", "monitor", "figures"])
+@pytest.mark.parametrize("given", ["", "chek", "bounds --heads 0", "bounds --heads x", "derive --no-such", "monitor"])
 def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(given.split())
@@ -214,7 +211,6 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
         ("claims --verdict wrong", "--verdict 'wrong' is not known; did you mean 'WRONG AS PRINTED'?"),
         ("claims --paper hybrid", "did you mean 'hybridnorm'?"),
         ("routes --operation layernorm", "--operation 'layernorm' is not known; did you mean 'layer_norm'"),
-        ("figures curvature_gap_34", "did you mean 'curvature_gap_3_4'? All 18 names: --list"),
         ("hessian --model my_models:mak --shape 10,6", "--model: 'my_models' has no function 'mak'; did you mean 'make'?"),
         (
             "hessian --params attention.W_q",
@@ -266,7 +262,7 @@ def test_an_error_of_the_system_is_one_line(monkeypatch, capsys) -> None:
     def broken(_: object) -> int:
         raise OSError(28, "No space left on device", "x.png")
 
-    monkeypatch.setattr("hessiankit.cli._runner", lambda path: broken)
+    monkeypatch.setattr("hessiankit.cli.main._runner", lambda path: broken)
     assert main(["claims"]) == exit_codes.USAGE
     assert capsys.readouterr().err == "hessiankit: claims: cannot use x.png: No space left on device\n"
 
@@ -275,13 +271,13 @@ def test_interrupted(monkeypatch, capsys) -> None:
     def stopped(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hessiankit.cli._runner", lambda path: stopped)
+    monkeypatch.setattr("hessiankit.cli.main._runner", lambda path: stopped)
     assert main(["claims"]) == exit_codes.INTERRUPTED == 130
     assert capsys.readouterr().err == "hessiankit: interrupted\n"
 
 
 def test_a_reader_that_stops_reading() -> None:
-    code = "import sys; from hessiankit.cli import main; sys.exit(main(['figures', '--list']))"
+    code = "import sys; from hessiankit.cli.main import main; sys.exit(main(['claims']))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -293,12 +289,12 @@ def test_a_reader_that_stops_reading() -> None:
 def test_the_choices_are_those_of_the_library() -> None:
     choices = {(name, a.dest): a.choices for name, one in subparsers().items() for a in one._actions}
     assert tuple(PAPERS) == claims.PAPERS
-    assert choices["derive", "format"] == tuple(FORMATS)
+    assert choices["derive", "format"] == ("text", "explain", "latex", "json")
 
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from hessiankit.cli import parser; parser().format_help(); "
+        "import sys; from hessiankit.cli.main import parser; parser().format_help(); "
         "found = {'torch', 'numpy', 'scipy', 'sympy', 'rich', 'matplotlib'} & set(sys.modules); assert not found, found"
     )
     assert python("-c", code).returncode == 0
@@ -308,7 +304,7 @@ def test_help_imports_nothing_heavy() -> None:
 def completions(line: str) -> list[str]:
     """What the shell offers after a line."""
     env = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE_IFS": "\n"}
-    code = "import os, sys; os.dup2(1, 8); from hessiankit.cli import main; main([])"
+    code = "import os, sys; os.dup2(1, 8); from hessiankit.cli.main import main; main([])"
     return [word.strip() for word in python("-c", code, **env).stdout.split("\n") if word.strip()]
 
 
@@ -363,7 +359,7 @@ def test_a_module_that_disagrees_is_exit_code_one(here: Path, monkeypatch) -> No
         wrong = CheckRow("0.weight x 0.weight", "made up", 1.0, passed=False, seconds=0.0)
         return replace(check(*given, **options), rtol=0.0, rows=(wrong,))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hessiankit.study_command.check", disagrees)
+    monkeypatch.setattr(sys.modules["hessiankit.verify.check"], "check", disagrees)
     assert main(["check", "--model", "my_models:make", "--shape", "2,6"]) == exit_codes.FAILED
 
 
@@ -407,7 +403,7 @@ def test_hessian_of_a_hugging_face_configuration(here: Path, capsys) -> None:
 def test_a_forecast_that_does_not_fit_is_exit_code_one(here: Path, monkeypatch) -> None:
     given = ["hessian", "--model", "my_models:make", "--shape", "10", "6", "--dry-run"]
     assert main(given) == exit_codes.OK
-    monkeypatch.setattr("hessiankit.disk.forecast.available_memory", lambda _: 0)
+    monkeypatch.setattr("hessiankit.curvature.forecast.available_memory", lambda _: 0)
     assert main(given) == exit_codes.FAILED
 
 
@@ -444,15 +440,9 @@ def test_hessian_refuses(given: str, message: str, here: Path, capsys) -> None:
 
 
 def test_a_work_space_that_does_not_fit_names_options(here: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("hessiankit.disk.planning.available_memory", lambda _: 0)
+    monkeypatch.setattr("hessiankit.curvature.planning.available_memory", lambda _: 0)
     assert main(["hessian", "--tokens", "2", "--out", "H.npy"]) == exit_codes.USAGE
     seen = capsys.readouterr().err
     assert "Pass --batch 1, shorter sequences, fewer --params, or use hessian_operator" in seen
     assert seen.endswith("; --dry-run says what it takes\n")
     assert "=" not in seen
-
-
-def test_figures_are_not_in_the_wheel(here: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(hessiankit, "__file__", str(here / "site-packages" / "hessiankit" / "__init__.py"))
-    assert main(["figures", "--list"]) == exit_codes.USAGE
-    assert "figures: the scripts are not here" in capsys.readouterr().err

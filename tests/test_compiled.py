@@ -21,13 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hessiankit
 from hessiankit import TransformerBlock
-from hessiankit.cli import main
-from hessiankit.compiled import library
-from hessiankit.compiled.sums import mirror
-from hessiankit.engine.kernel_sums import lift_compiled, rows_compiled
-from hessiankit.engine.lifts import Kronecker
-from hessiankit.engine.storage import Matrix
-from hessiankit.errors import InputError
+from hessiankit.cli.main import main
+from hessiankit.engine.kernel_sums import lift_compiled, mirror, rows_compiled
+from hessiankit.engine.lifts import WeightLift
+from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.support import kernels as library
+from hessiankit.support.errors import InputError
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -56,7 +55,7 @@ def rows_of(*shape: int, dtype: torch.dtype, seed: int, zeros: float = 0.0) -> T
     return (x * kept).to(dtype)
 
 
-def written_out(u: Kronecker, v: Kronecker, K: Tensor) -> np.ndarray:
+def written_out(u: WeightLift, v: WeightLift, K: Tensor) -> np.ndarray:
     """The block as a sum over rows of Kronecker products, in the order in which both weights are stored."""
     total = 0
     for a, b, k in zip(u.weights.double(), v.weights.double(), K.double(), strict=True):
@@ -80,8 +79,8 @@ SIZES = [(5, 7, 9, 4, 6), (49, 16, 8, 32, 16), (3, 1, 33, 17, 1), (70, 12, 20, 5
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
 def test_lift_of_two_weights(sizes, turned, dtype, zeros: float) -> None:
     n, i, p, j, q = sizes
-    u = Kronecker("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned[0])
-    v = Kronecker("v", None, rows_of(n, j, dtype=dtype, seed=2, zeros=zeros), q, turned[1])
+    u = WeightLift("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned[0])
+    v = WeightLift("v", None, rows_of(n, j, dtype=dtype, seed=2, zeros=zeros), q, turned[1])
     K = rows_of(n, p, q, dtype=dtype, seed=3, zeros=zeros)
     big = torch.ones(u.size + 3, v.size + 5, dtype=dtype)
     into = big[1 : 1 + u.size, 2 : 2 + v.size]
@@ -103,7 +102,7 @@ def test_lift_of_two_weights(sizes, turned, dtype, zeros: float) -> None:
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
 def test_lift_of_a_weight_with_itself(turned: bool, dtype: torch.dtype, zeros: float) -> None:
     n, i, p = 21, 13, 11
-    u = Kronecker("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned)
+    u = WeightLift("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned)
     K = rows_of(n, p, p, dtype=dtype, seed=3, zeros=zeros)
     K = K + K.mT
     into = torch.zeros(u.size, u.size, dtype=dtype)
@@ -122,11 +121,11 @@ def test_lift_of_a_weight_with_itself(turned: bool, dtype: torch.dtype, zeros: f
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
 def test_several_ways_to_one_weight(turned: bool, dtype: torch.dtype, count: int, zeros: float) -> None:
     n, i, p, y, z = 40, 9, 10, 12, 21
-    u = Kronecker("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned)
+    u = WeightLift("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned)
     pairs = []
     for k in range(count):
         one = (y, z) if k % 2 else (z, y)  # v is stored as (y, z): inputs first, or outputs first
-        v = Kronecker("v", None, rows_of(n, one[0], dtype=dtype, seed=10 + k, zeros=zeros), one[1], k % 2 == 0)
+        v = WeightLift("v", None, rows_of(n, one[0], dtype=dtype, seed=10 + k, zeros=zeros), one[1], k % 2 == 0)
         pairs.append((v, rows_of(n, p, one[1], dtype=dtype, seed=20 + k, zeros=zeros)))
     into = torch.zeros(u.size, y * z, dtype=dtype)
     assert lift_compiled(u, pairs, into, same=False) == 0.0
@@ -135,7 +134,7 @@ def test_several_ways_to_one_weight(turned: bool, dtype: torch.dtype, count: int
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_lift_from_the_left(turned: bool) -> None:
-    u = Kronecker("u", None, rows_of(30, 7, dtype=torch.float64, seed=1), 6, turned)
+    u = WeightLift("u", None, rows_of(30, 7, dtype=torch.float64, seed=1), 6, turned)
     K = rows_of(30, 6, 19, dtype=torch.float64, seed=2)
     into = torch.zeros(u.size, 19, dtype=torch.float64)
     assert rows_compiled(u, K, into)
@@ -144,7 +143,7 @@ def test_lift_from_the_left(turned: bool) -> None:
 
 
 def test_more_rows_than_are_summed_at_once() -> None:
-    u = Kronecker("u", None, rows_of(5000, 3, dtype=torch.float64, seed=1), 5, False)
+    u = WeightLift("u", None, rows_of(5000, 3, dtype=torch.float64, seed=1), 5, False)
     K = rows_of(5000, 5, 5, dtype=torch.float64, seed=2)
     into = torch.zeros(15, 15, dtype=torch.float64)
     assert lift_compiled(u, [(u, K + K.mT)], into, same=True) is not None
@@ -153,7 +152,7 @@ def test_more_rows_than_are_summed_at_once() -> None:
 
 
 def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
-    u = Kronecker("u", None, torch.zeros(6, 8, dtype=torch.float64), 8, False)
+    u = WeightLift("u", None, torch.zeros(6, 8, dtype=torch.float64), 8, False)
     for bad in (float("nan"), float("inf")):
         K = torch.zeros(6, 8, 8, dtype=torch.float64)
         K[3, 2, 2] = bad
@@ -164,7 +163,7 @@ def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
 
 def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:
     def asked(dtype: torch.dtype, other: torch.dtype | None = None, device: str = "cpu") -> float | None:
-        u = Kronecker("u", None, torch.ones(2, 4, dtype=dtype, device=device), 4, False)
+        u = WeightLift("u", None, torch.ones(2, 4, dtype=dtype, device=device), 4, False)
         v = replace(u, weights=u.weights.to(other or dtype))
         K, into = torch.ones(2, 4, 4, dtype=dtype, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
         return lift_compiled(u, [(v, K)], into, same=False)
@@ -216,7 +215,7 @@ def test_whole_hessians_with_and_without(placement: str, dtype: torch.dtype) -> 
     calls = []
     compiled = hessiankit.hessian(block, x, y, loss="mse")
     with library.plain(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Matrix, "block", lambda *a, _block=Matrix.block: calls.append(1) or _block(*a))
+        patch.setattr(SymmetricStorage, "block", lambda *a, _block=SymmetricStorage.block: calls.append(1) or _block(*a))
         plain = hessiankit.hessian(block, x, y, loss="mse")
     assert calls
     assert not torch.equal(compiled.matrix, plain.matrix)  # another order of sums
@@ -231,7 +230,7 @@ def test_digits_do_not_depend_on_threads() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            u = Kronecker("u", None, x.reshape(64, 8), 96, False)
+            u = WeightLift("u", None, x.reshape(64, 8), 96, False)
             K = rows_of(64, 96, 96, dtype=torch.float64, seed=1)
             into = torch.zeros(768, 768, dtype=torch.float64)
             lift_compiled(u, [(u, K)], into, same=False)

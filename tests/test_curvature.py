@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.blocks import ACTIVATIONS
-from hessiankit.curvature import spectral_norm
+from hessiankit.curvature.dense import spectral_norm
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "the paper's": {},

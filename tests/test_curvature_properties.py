@@ -12,7 +12,7 @@ from curvature_reference import Formula, cross_entropy, draw, largest_error, mse
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.curvature import spectral_norm
+from hessiankit.curvature.dense import spectral_norm
 
 LABELS = torch.tensor([[0, 3, 1], [2, -100, 0], [1, 1, -100]])
 LOSSES: dict[str, tuple[Tensor, Any]] = {"mse": (draw(3, 3, 4, seed=7), mse), "cross_entropy": (LABELS, cross_entropy)}

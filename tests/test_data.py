@@ -10,8 +10,8 @@ import pytest
 import torch
 from image_writers import write_cifar, write_idx
 
-from hessiankit.data import load_images, one_hot_target, patch_for, patchify
-from hessiankit.errors import InputError
+from hessiankit.studies.images import load_images, one_hot_target, patch_for, patchify
+from hessiankit.support.errors import InputError
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (7, 6, 4), dtype=np.uint8)

@@ -104,7 +104,7 @@ def test_other_families(module, shape):
 
 def applied(f: object, *inputs: Tensor, **shapes: tuple[int, ...]) -> hk.Trace:
     module = Formula(f, **shapes)
-    return hk.trace(lambda p, *x: torch.func.functional_call(module, p, x).sum(), dict(module.named_parameters()), inputs)
+    return hk.trace_module(lambda p, *x: torch.func.functional_call(module, p, x).sum(), dict(module.named_parameters()), inputs)
 
 
 def test_weight_and_bias_of_addmm_are_one_site():

@@ -13,10 +13,10 @@ import hessiankit as hk
 from derivations.cast import Cast
 from derivations.linear import Linear, MatMul
 from derivations.normalization import LayerNorm
-from hessiankit.engine.lifts import Diagonal, Kronecker
+from hessiankit.engine.lifts import GainLift, WeightLift
+from hessiankit.engine.problem.loss_trace import loss_trace
+from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.sites import find_sites
-from hessiankit.request.loss_trace import loss_trace
-from hessiankit.request.task import make_task
 
 T, B = draw(2, 3, 4, seed=13), draw(4, seed=11)
 CONVOLUTIONS = {
@@ -193,5 +193,5 @@ def test_the_weight_of_a_patch_embedding_is_a_site():
     with torch.no_grad():
         traced = loss_trace(make_task("test", module, x, torch.zeros_like(module(x)), "mse"), 1.0).trace
     (site,) = find_sites(traced).values()
-    assert [(type(lift), lift.parameter) for lift in site.lifts] == [(Kronecker, "0.weight"), (Diagonal, "0.bias")]
+    assert [(type(lift), lift.parameter) for lift in site.lifts] == [(WeightLift, "0.weight"), (GainLift, "0.bias")]
     assert site.covered == (1, 2)

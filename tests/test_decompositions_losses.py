@@ -61,7 +61,7 @@ def test_as_the_loss_of_a_module(options):
 @pytest.mark.parametrize("options", [{}, {"weight": WEIGHT}, {"label_smoothing": 0.1}], ids=str)
 def test_a_mean_over_no_labels_is_not_a_number(options):
     module, ignored = Formula(lambda s, x: torch.tanh(x @ s.W), W=(5, 4)), torch.full((3,), -100)
-    traced = hk.trace(
+    traced = hk.trace_module(
         lambda p, x: F.cross_entropy(torch.func.functional_call(module, p, x), ignored, **options),
         dict(module.named_parameters()),
         (draw(3, 5),),

@@ -13,8 +13,8 @@ import torch
 from depth_reference import assert_same_state, language_model, state_of, tokens
 from torch import nn
 
-from hessiankit.depth import QUANTITIES, depth_diagnostics
-from hessiankit.errors import InputError, OutOfMemoryError
+from hessiankit.diagnostics.depth import QUANTITIES, depth_diagnostics
+from hessiankit.support.errors import InputError, OutOfMemoryError
 
 IDS, LABELS = tokens(2, 4), tokens(2, 4, seed=1)
 
@@ -172,7 +172,7 @@ def test_a_state_that_is_not_finite_is_named():
 
 
 def test_memory_is_refused_before_the_work(monkeypatch):
-    monkeypatch.setattr("hessiankit.depth.memory.available_memory", lambda device: 10_000)
+    monkeypatch.setattr("hessiankit.diagnostics.depth.recording.available_memory", lambda device: 10_000)
     with pytest.raises(OutOfMemoryError, match="micro_batch="):
         depth_diagnostics(language_model(), IDS, LABELS, what="jacobian")
 

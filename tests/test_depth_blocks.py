@@ -9,8 +9,8 @@ from model_zoo import InDouble, generic
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.depth import depth_diagnostics
-from hessiankit.errors import InputError
+from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.support.errors import InputError
 
 IDS = tokens(2, 5)
 

@@ -8,8 +8,8 @@ from depth_reference import dense_hessian, language_model, tokens
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.depth import depth_diagnostics
-from hessiankit.errors import InputError, TraceError
+from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.support.errors import InputError, TraceError
 
 IDS, LABELS = tokens(2, 3), tokens(2, 3, seed=1)
 LABELS[1, 2] = -100
@@ -79,7 +79,7 @@ def test_auto_takes_the_closed_forms_for_small_models_and_says_so(monkeypatch):
     report = depth_diagnostics(model, IDS, LABELS, what="ggn", products=2)
     assert report.ggn.method == "exact"
     assert "closed forms, exact traces" in str(report)
-    monkeypatch.setattr("hessiankit.depth.curvature.SMALL", 10)
+    monkeypatch.setattr("hessiankit.diagnostics.depth.curvature.SMALL", 10)
     report = depth_diagnostics(model, IDS, LABELS, what="ggn", products=2, exact_below=0)
     assert report.ggn.method == "autograd"
     assert "8 random probes" in str(report)
@@ -89,7 +89,7 @@ def test_auto_falls_back_where_a_model_cannot_be_traced(monkeypatch):
     def refuse(*args, **kwargs):
         raise TraceError("trace: the forward of Model branches on a value")
 
-    monkeypatch.setattr("hessiankit.operator.hessian_operator", refuse)
+    monkeypatch.setattr("hessiankit.curvature.operator.hessian_operator", refuse)
     report = depth_diagnostics(language_model(1), IDS, LABELS, what="ggn", products=2)
     assert report.ggn.method == "autograd"
     assert "branches on a value" in report.ggn.reason

@@ -10,7 +10,7 @@ from depth_reference import language_model, tokens
 
 import hessiankit as hk
 from hessiankit.blocks import initialise
-from hessiankit.depth import DepthReport, depth_diagnostics
+from hessiankit.diagnostics.depth import DepthReport, depth_diagnostics
 
 IDS, LABELS = tokens(2, 4), tokens(2, 4, seed=1)
 
@@ -52,7 +52,7 @@ def test_layernorm_scaling_is_pre_norm_with_gains_over_the_root_of_the_layer():
     what = ("variance", "angles", "drop", "jacobian", "hessian")
     a, b = (depth_diagnostics(model, IDS, LABELS, what=what, exact_below=64) for model in (lns, pre))
     assert_same_function(a, b)
-    diagonal = hk.curvature_diagonal(lns, IDS, LABELS, loss="cross_entropy").traces
+    diagonal = hk.hessian_diagonal(lns, IDS, LABELS, loss="cross_entropy").traces
     for k in range(3):
         gains = diagonal[f"blocks.{k}.norm_1.weight"] + diagonal[f"blocks.{k}.norm_2.weight"]
         expected = a.hessian.trace[k].value + k * gains

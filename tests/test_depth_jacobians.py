@@ -9,9 +9,9 @@ import torch
 from depth_reference import dense_jacobian, language_model, stream_of, tokens
 from torch import Tensor, nn
 
-from hessiankit.depth import depth_diagnostics
-from hessiankit.depth.estimates import Measured, mean_of, root
-from hessiankit.depth.jacobians import LinearMap
+from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.diagnostics.depth.estimates import Measured, mean_of, root
+from hessiankit.diagnostics.depth.jacobians import LinearMap
 
 IDS = tokens(2, 3)
 SHARP = {"what": "jacobian", "tol": 1e-11, "products": 400}

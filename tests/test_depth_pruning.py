@@ -10,8 +10,8 @@ from depth_reference import language_model, tokens
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.depth import depth_diagnostics
-from hessiankit.errors import InputError
+from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.support.errors import InputError
 
 IDS, LABELS = tokens(3, 5), tokens(3, 5, seed=1)
 

@@ -12,7 +12,7 @@ import torch
 from depth_reference import language_model, stream_of, tokens
 
 from hessiankit.blocks import PLACEMENTS
-from hessiankit.depth import angular_distance, depth_diagnostics, growth_laws
+from hessiankit.diagnostics.depth import angular_distance, depth_diagnostics, growth_laws
 
 IDS = tokens(3, 5)
 

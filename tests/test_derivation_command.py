@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hessiankit import TransformerBlock, derive
-from hessiankit.cli import main
+from hessiankit.cli.main import main
 
 
 def printed(capsys, *arguments):

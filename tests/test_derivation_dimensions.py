@@ -11,9 +11,8 @@ from derivation_reference import generic
 from derivations.matrix import BlockDiagonal, Commutation, Dense, Diagonal, DiagonalLift, Identity, Named, Ones, Scaled, Zero
 from hessiankit import TransformerBlock, derive
 from hessiankit.blocks.norms import GroupNorm
-from hessiankit.derivation.dimensions import SizeNames, prime_copy, sizes_for
-from hessiankit.derivation.parts import Parts, block_stage, input_stage
-from hessiankit.derivation.symbols import symbol_of
+from hessiankit.formulas.block_at import Parts, block_stage, input_stage
+from hessiankit.formulas.symbols import SizeName, prime_copy, sizes_for, symbol_of
 
 _FACTOR = re.compile(r"(H_\{KV\}|d_\{ff\}|d_K|d_v|d_g|L|H|d|r|g|\d+)(?:\^(?:\{(\d+)\}|(\d)))?")
 
@@ -56,7 +55,7 @@ def trees(options, names):
     }  # fmt: skip
     symbols = ["X" if name == "X" else symbol_of(name) for name in names]
     pair = [stage.jacobian(*symbols) if len(symbols) == 1 else stage.hessian(*symbols) for stage in stages]
-    return pair, real, SizeNames(sizes), stages
+    return pair, real, SizeName(sizes), stages
 
 
 def value_of(name, real):

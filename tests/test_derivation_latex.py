@@ -11,10 +11,8 @@ import torch
 
 from hessiankit import TransformerBlock, derive
 from hessiankit.blocks import PLACEMENTS
-from hessiankit.derivation.legend import legend
-from hessiankit.derivation.plain import plain
-from hessiankit.derivation.symbols import symbol_of
-from hessiankit.derivation.typesetting import WIDTH, broken, signs
+from hessiankit.formulas.symbols import symbol_of
+from hessiankit.formulas.typesetting import WIDTH, broken, legend, plain, signs
 
 COMMANDS = {
     "left",

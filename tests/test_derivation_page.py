@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 from hessiankit import TransformerBlock, derive
-from hessiankit.derivation.page import page
+from hessiankit.formulas.page import page
 
 PAGE = Path(__file__).parents[1] / "docs" / "derivations.md"
 
 
 def test_the_page_is_true():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m hessiankit.derivation.page docs"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m hessiankit.formulas.page docs"
 
 
 def test_the_page_holds_the_theorem():

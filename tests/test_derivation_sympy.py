@@ -9,8 +9,7 @@ import sympy
 import torch
 
 from hessiankit import InputError, TransformerBlock, derive
-from hessiankit.derivation.factor import spelling
-from hessiankit.derivation.symbols import symbol_of
+from hessiankit.formulas.symbols import spelling, symbol_of
 
 
 def put_in(block, X, matrix, target=None):

@@ -13,8 +13,8 @@ from curvature_reference import Formula, cross_entropy, draw, mse, randomised, r
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import curvature_diagonal
-from hessiankit.disk.accounting import Meter
+from hessiankit import hessian_diagonal
+from hessiankit.curvature.planning import Meter
 from hessiankit.engine import diagonal_sum, diagonal_unwinding
 
 
@@ -23,7 +23,7 @@ def assert_diagonal(module: nn.Module, inputs: Any, target: Tensor | None = None
     module = randomised(module).eval()
     if target is None:
         target = draw(*module(*(inputs if isinstance(inputs, tuple) else (inputs,))).shape, seed=7)
-    found = curvature_diagonal(module, inputs, target, loss=loss, **options)
+    found = hessian_diagonal(module, inputs, target, loss=loss, **options)
     matrix = hk.hessian(module, inputs, target, loss=loss, params=options.get("params"))
     names = tuple(found.values)
     assert names == matrix.names
@@ -32,7 +32,7 @@ def assert_diagonal(module: nn.Module, inputs: Any, target: Tensor | None = None
         assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()
     assert found.loss == pytest.approx(matrix.loss, rel=1e-13)
     outer = matrix.outer().diagonal()
-    ggn = curvature_diagonal(module, inputs, target, loss=loss, kind="ggn", **options)
+    ggn = hessian_diagonal(module, inputs, target, loss=loss, kind="ggn", **options)
     assert (ggn.flat - outer).abs().max() <= 1e-12 * outer.abs().max()
 
 
@@ -139,30 +139,30 @@ def test_several_batches() -> None:
     module = randomised(LanguageModel()).eval()
     batches = [(TOKENS, LABELS), (TOKENS.flip(1), LABELS.flip(0)), (TOKENS[:1], LABELS[:1])]
     seen: list[tuple[int, int]] = []
-    found = curvature_diagonal(module, batches, loss="cross_entropy", progress=lambda done, of: seen.append((done, of)))
+    found = hessian_diagonal(module, batches, loss="cross_entropy", progress=lambda done, of: seen.append((done, of)))
     matrix = hk.hessian(module, batches, loss="cross_entropy")
     assert (found.flat - matrix.matrix.diagonal()).abs().max() <= 1e-12 * found.flat.abs().max()
     assert found.loss == pytest.approx(matrix.loss, rel=1e-13)
     assert seen[-1] == (5, 5)
-    total = curvature_diagonal(module, batches, loss="cross_entropy", reduction="sum")
+    total = hessian_diagonal(module, batches, loss="cross_entropy", reduction="sum")
     assert total.trace == pytest.approx(12 * found.trace, rel=1e-12)
 
 
 def test_a_loss_of_ones_own_and_one_of_the_module() -> None:
     module, x, y = randomised(hk.TransformerBlock(4, 5)), draw(2, 3, 4), draw(2, 3, 4, seed=7)
     expected = hk.hessian(module, x, y, loss=nn.functional.huber_loss).matrix.diagonal()
-    found = curvature_diagonal(module, x, y, loss=nn.functional.huber_loss)
+    found = hessian_diagonal(module, x, y, loss=nn.functional.huber_loss)
     assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()
     whole = Formula(lambda s, x: torch.tanh(x @ s.W).square().sum(), W=(4, 5))
     expected = hk.hessian(whole, x, loss=None).matrix.diagonal()
-    assert (curvature_diagonal(whole, x, loss=None).flat - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert (hessian_diagonal(whole, x, loss=None).flat - expected).abs().max() <= 1e-12 * expected.abs().max()
     with pytest.raises(hk.InputError, match="kind='ggn' needs the module's output"):
-        curvature_diagonal(whole, x, loss=None, kind="ggn")
+        hessian_diagonal(whole, x, loss=None, kind="ggn")
 
 
 def test_what_it_says_of_itself() -> None:
     module = randomised(nn.Linear(4, 2))
-    found = curvature_diagonal(module, draw(3, 4), draw(3, 2))
+    found = hessian_diagonal(module, draw(3, 4), draw(3, 2))
     assert found["bias"].tolist() == pytest.approx([1.0, 1.0])  # 2 / (rows * columns) for each of the rows
     assert set(found.traces) == {"weight", "bias"}
     assert found.trace == pytest.approx(float(found.flat.sum()))
@@ -175,9 +175,9 @@ def test_what_it_says_of_itself() -> None:
 
 def test_parameters_without_effect() -> None:
     module = Formula(lambda s, x: torch.tanh(x @ s.W), W=(4, 2), unused=(3,))
-    assert (curvature_diagonal(module, draw(3, 4), draw(3, 2))["unused"] == 0).all()
+    assert (hessian_diagonal(module, draw(3, 4), draw(3, 2))["unused"] == 0).all()
     with pytest.raises(hk.InputError, match=r"none of the parameters \('unused'\) has an effect"):
-        curvature_diagonal(module, draw(3, 4), draw(3, 2), params="unused")
+        hessian_diagonal(module, draw(3, 4), draw(3, 2), params="unused")
 
 
 @pytest.mark.parametrize(
@@ -185,13 +185,13 @@ def test_parameters_without_effect() -> None:
 )
 def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(hk.InputError, match=said):
-        curvature_diagonal(nn.Linear(4, 2), torch.zeros(3, 4), torch.zeros(3, 2), **options)
+        hessian_diagonal(nn.Linear(4, 2), torch.zeros(3, 4), torch.zeros(3, 2), **options)
 
 
 def test_an_entry_that_is_not_finite_is_named() -> None:
     module = Formula(lambda s, x: torch.sqrt(x @ s.W), W=(4, 2))
     with pytest.raises(hk.InputError, match=r"the block \('W', 'W'\) is NaN or infinite"):
-        curvature_diagonal(module, torch.zeros(3, 4).double(), draw(3, 2))
+        hessian_diagonal(module, torch.zeros(3, 4).double(), draw(3, 2))
 
 
 LARGE = """
@@ -201,7 +201,7 @@ torch.manual_seed(0)
 resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
 module = nn.Sequential(*(hk.TransformerBlock(96, 384, n_heads=2) for _ in range(2)))
 size = sum(p.numel() for p in module.parameters())
-found = hk.curvature_diagonal(module, torch.randn(1, 4, 96), torch.randn(1, 4, 96))
+found = hk.hessian_diagonal(module, torch.randn(1, 4, 96), torch.randn(1, 4, 96))
 assert size > 190_000 and found.flat.numel() == size, size
 print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 2**20)
 """
@@ -316,4 +316,5 @@ def test_products_where_they_are_cheaper_than_the_sweep(monkeypatch: pytest.Monk
 
 
 def test_the_name_that_it_had() -> None:
-    assert hk.curvature_diagonal is hk.hessian_diagonal
+    with pytest.warns(DeprecationWarning, match="hessian_diagonal"):
+        assert hk.curvature_diagonal is hk.hessian_diagonal

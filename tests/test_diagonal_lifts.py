@@ -9,8 +9,8 @@ import torch
 from curvature_reference import draw
 from torch import Tensor
 
-from hessiankit.engine.diagonal_lifts import across, along, by_column, is_by_column, product_by_column
-from hessiankit.engine.lifts import Diagonal, Index, Kronecker, Lift
+from hessiankit.engine.diagonal_unwinding import across, along, by_column, is_by_column, product_by_column
+from hessiankit.engine.lifts import GainLift, Index, Lift, WeightLift
 
 ROWS, WIDTH, SIZE = 6, 3, 20  # of a parameter of which lifts reach some entries
 
@@ -20,11 +20,11 @@ def written_out(u: Lift) -> Tensor:
     J = torch.zeros(ROWS, WIDTH, SIZE, dtype=torch.float64)
     at = torch.arange(u.size) if u.at is None else u.at.reshape(-1)
     for e, position in enumerate(at.tolist()):
-        if isinstance(u, Kronecker):
+        if isinstance(u, WeightLift):
             rows = u.weights.shape[1]
             i, p = (e % rows, e // rows) if u.turned else (e // WIDTH, e % WIDTH)
             J[:, p, position] += u.weights[:, i]
-        elif isinstance(u, Diagonal):
+        elif isinstance(u, GainLift):
             J[:, e, position] += u.weights[:, e]
         else:
             assert isinstance(u, Index)
@@ -38,10 +38,10 @@ def positions(n: int, seed: int) -> Tensor:
 
 TABLE = torch.tensor([[0, 1, 2], [3, 4, 5], [0, 1, 2], [0, 4, 2], [3, 4, 2], [0, 1, 5]])
 LIFTS: dict[str, Lift] = {
-    "weight": Kronecker("W", positions(12, 1), draw(ROWS, 4), WIDTH, turned=False),
-    "turned weight": Kronecker("W", positions(15, 2), draw(ROWS, 5, seed=2), WIDTH, turned=True),
-    "gain": Diagonal("W", positions(3, 3), draw(ROWS, WIDTH, seed=3)),
-    "bias": Diagonal("W", None, torch.ones((), dtype=torch.float64).expand(ROWS, WIDTH)),
+    "weight": WeightLift("W", positions(12, 1), draw(ROWS, 4), WIDTH, turned=False),
+    "turned weight": WeightLift("W", positions(15, 2), draw(ROWS, 5, seed=2), WIDTH, turned=True),
+    "gain": GainLift("W", positions(3, 3), draw(ROWS, WIDTH, seed=3)),
+    "bias": GainLift("W", None, torch.ones((), dtype=torch.float64).expand(ROWS, WIDTH)),
     "table": Index("W", positions(6, 4), TABLE),
     "table across columns": Index("W", positions(6, 5), TABLE.flip(1)[:, [0, 2, 1]] % 4),
 }

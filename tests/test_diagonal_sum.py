@@ -14,11 +14,12 @@ import hessiankit as hk
 from hessiankit.engine import diagonal_sum, diagonal_unwinding
 from hessiankit.engine.diagonal_sum import DiagonalSum, _bytes, _each_once, _parts, _splits
 from hessiankit.engine.diagonal_unwinding import TooLarge
-from hessiankit.engine.lifts import Diagonal, Whole
-from hessiankit.errors import InputError
-from hessiankit.request.handshake import Handshake
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
-from hessiankit.request.task import Task, make_task
+from hessiankit.engine.lifts import GainLift, Whole
+from hessiankit.engine.problem.handshake import Handshake
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+from hessiankit.engine.problem.own_call import make_task
+from hessiankit.engine.problem.task import Task
+from hessiankit.support.errors import InputError
 
 X, T = draw(5, 3, 4), draw(5, 3, 4, seed=7)
 STEPS: list[tuple[int, int]] = []  # what the last total() said of its progress
@@ -217,8 +218,8 @@ def test_bytes_are_counted_a_sample() -> None:
 
 
 def test_entries_reached_once() -> None:
-    def gain(*at: int) -> Diagonal:
-        return Diagonal("a", torch.tensor(at), torch.ones(2, len(at)))
+    def gain(*at: int) -> GainLift:
+        return GainLift("a", torch.tensor(at), torch.ones(2, len(at)))
 
     assert _each_once([gain(0, 1), gain(2, 3)])
     assert not _each_once([gain(0, 1), gain(1, 2)])

@@ -8,19 +8,19 @@ from curvature_reference import Formula, draw
 
 import hessiankit as hk
 from hessiankit.engine import diagonal_unwinding
-from hessiankit.engine.columns import Source, Stack
+from hessiankit.engine.columns import Source, StackedTangents
 from hessiankit.engine.diagonal_unwinding import BoundedSweep, Entries, Reach, TooLarge, overlap, unwind_diagonal
-from hessiankit.engine.lifts import Diagonal
-from hessiankit.request.loss_trace import loss_trace
-from hessiankit.request.task import make_task
+from hessiankit.engine.lifts import GainLift
+from hessiankit.engine.problem.loss_trace import loss_trace
+from hessiankit.engine.problem.own_call import make_task
 
 
-def gain(name: str, at: list[int] | None = None) -> Diagonal:
-    return Diagonal(name, None if at is None else torch.tensor(at), torch.ones(2, 3 if at is None else len(at)))
+def gain(name: str, at: list[int] | None = None) -> GainLift:
+    return GainLift(name, None if at is None else torch.tensor(at), torch.ones(2, 3 if at is None else len(at)))
 
 
-def source(*lifts: Diagonal, parents: tuple[int, ...] = ()) -> Source:
-    stacks = {1: Stack(torch.zeros(3 * len(parents), 2, 3), parents, (3,) * len(parents))} if parents else {}
+def source(*lifts: GainLift, parents: tuple[int, ...] = ()) -> Source:
+    stacks = {1: StackedTangents(torch.zeros(3 * len(parents), 2, 3), parents, (3,) * len(parents))} if parents else {}
     return Source(torch.Size((2, 3)), 1, 3, list(lifts), stacks)
 
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from hessiankit.tracing import recording
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
-from hessiankit.tracing.direct import DIRECT, operation_of
-from hessiankit.tracing.recording import record
+from hessiankit.tracing.recording import DIRECT, operation_of, record
 
 A, B, ROW = draw(3, 3), draw(3, 3, seed=2), draw(3, seed=3)
 CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hessiankit as hk
-from hessiankit.estimation import sharpness
+from hessiankit.diagnostics.sharpness import sharpness
 
 ROOT = Path(__file__).parents[1]
 EXACT = {"float64": 1e-12, "float32": 1e-6}

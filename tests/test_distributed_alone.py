@@ -1,4 +1,4 @@
-"""hessiankit.distributed in a program of one process, what it refuses there, and the pieces that need no other rank."""
+"""hessiankit.diagnostics.distributed in a program of one process, what it refuses there, and the pieces that need no other rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from distributed_worker import MICRO_BATCH, OPTIONS, model, own, sequences
 from torch import nn
 
 import hessiankit as hk
-from hessiankit import distributed as hd
-from hessiankit.distributed.agreement import fingerprint
-from hessiankit.distributed.pieces import Piece
-from hessiankit.distributed.ranks import Ranks
-from hessiankit.errors import InputError
-from hessiankit.estimation import sharpness
-from hessiankit.parts import Part
+from hessiankit.diagnostics import distributed as hd
+from hessiankit.diagnostics.distributed.ranks import Ranks, fingerprint
+from hessiankit.diagnostics.distributed.sharded import Piece
+from hessiankit.diagnostics.sharpness import sharpness
+from hessiankit.partition import Part
+from hessiankit.support.errors import InputError
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 

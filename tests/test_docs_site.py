@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 PACKAGES = (
-    "hessiankit", "hessiankit.blocks", "hessiankit.depth", "hessiankit.distributed", "hessiankit.estimation", "hessiankit.ledger",
-    "hessiankit.monitoring", "hessiankit.optim", "hessiankit.parts", "hessiankit.verify", "derivations.bounds", "derivations.matrix",
+    "hessiankit", "hessiankit.blocks", "hessiankit.diagnostics.depth", "hessiankit.diagnostics.distributed", "hessiankit.diagnostics.sharpness", "hessiankit.ledger",
+    "hessiankit.diagnostics.monitoring", "hessiankit.optim", "hessiankit.partition", "hessiankit.verify", "derivations.bounds", "derivations.matrix",
 )  # fmt: skip
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 

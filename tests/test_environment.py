@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hessiankit import environment
+from hessiankit.support import environment
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ import torch
 from sharpness_cases import tiny, tokens
 from torch import nn
 
-from hessiankit.errors import InputError
-from hessiankit.estimation import sharpness
-from hessiankit.estimation.batches import MicroBatch, aligned, micro_batches
+from hessiankit.diagnostics.sharpness import sharpness
+from hessiankit.diagnostics.sharpness.batches import MicroBatch, aligned, micro_batches
+from hessiankit.support.errors import InputError
 
 X, Y = tokens(5, 3), tokens(5, 3, seed=2)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hessiankit.estimation import exact_sharpness, sharpness
-from hessiankit.parts import model_parts
+from hessiankit.diagnostics.sharpness import exact_sharpness, sharpness
+from hessiankit.partition import model_parts
 
 transformers = pytest.importorskip("transformers")
 
@@ -74,7 +74,7 @@ def test_labels_stand_where_the_models_own_loss_has_them(name, shifted):
 
 
 def _plain(model):
-    from hessiankit.parts import Part
+    from hessiankit.partition import Part
 
     return [Part(name, "Other", "", None, "", p.numel()) for name, p in model.named_parameters()]
 

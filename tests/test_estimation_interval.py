@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from hessiankit.estimation.estimate import Estimate, as_weights, estimate, ratio
-from hessiankit.estimation.histogram import histogram
+from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate, as_weights, estimate, ratio
+from hessiankit.diagnostics.sharpness.squares import histogram
 
 ONE = torch.ones(1).double()
 
@@ -141,7 +141,7 @@ def test_quotient_with_zero():
 
 
 def test_estimate_prints_what_it_is():
-    assert str(Estimate(0.01234, 0.0021, 0.0093, 0.0188, 5, 0.95)) == "0.0123 +- 0.002 (95%: 0.0093 to 0.0188)"
+    assert str(SharpnessEstimate(0.01234, 0.0021, 0.0093, 0.0188, 5, 0.95)) == "0.0123 +- 0.002 (95%: 0.0093 to 0.0188)"
 
 
 def test_histogram():

@@ -8,9 +8,9 @@ from sharpness_cases import expected_squares, tiny, tokens
 from torch import nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.errors import InputError, OutOfMemoryError
-from hessiankit.estimation import exact_sharpness, probe, replicates, sharpness
-from hessiankit.parts import Part, model_parts
+from hessiankit.diagnostics.sharpness import exact_sharpness, probe, replicates, sharpness
+from hessiankit.partition import Part, model_parts
+from hessiankit.support.errors import InputError, OutOfMemoryError
 
 X, Y = tokens(4, 3), tokens(4, 3, seed=2)
 

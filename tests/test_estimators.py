@@ -11,7 +11,7 @@ from curvature_reference import draw, mse, randomised, reverse_over_reverse
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import estimators
+from hessiankit.curvature import estimators
 
 SEEDS = 200
 

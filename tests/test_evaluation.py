@@ -10,8 +10,8 @@ from curvature_reference import Formula, draw, largest_error, mse, randomised, r
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import evaluation
-from hessiankit.request import task
+from hessiankit.curvature import evaluation
+from hessiankit.engine.problem import task
 
 
 def block() -> nn.Module:

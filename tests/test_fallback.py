@@ -244,7 +244,7 @@ def test_dense_products_and_diagonal_are_those_of_the_module(name):
     assert (found.matrix - expected).abs().max() <= 1e-10 * scale
     products = hk.hessian_operator(module, x, draw(1), loss=scalar) @ torch.eye(len(expected)).double()
     assert (products - expected).abs().max() <= 1e-10 * scale
-    diagonal = hk.curvature_diagonal(module, x, draw(1), loss=scalar)
+    diagonal = hk.hessian_diagonal(module, x, draw(1), loss=scalar)
     seen = torch.cat([value.reshape(-1) for value in diagonal.values.values()])
     assert (seen - expected.diagonal()).abs().max() <= 1e-10 * scale
     for (i, j), norm in hk.frobenius_norms(module, x, draw(1), loss=scalar).blocks.items():

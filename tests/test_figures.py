@@ -21,8 +21,8 @@ from figures.__main__ import main
 from figures._depth_models import Size, llama
 from figures._digits import ImageSpec, images_of
 from figures._runs import model_of
-from hessiankit.errors import InputError
-from hessiankit.text import load_text
+from hessiankit.studies.text import load_text
+from hessiankit.support.errors import InputError
 
 
 def test_every_script_says_what_it_shows() -> None:

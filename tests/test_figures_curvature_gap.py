@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from figures import _growing_data as growing
 from figures import curvature_gap_5, curvature_gap_6_12, curvature_gap_7_11
 from figures._digits import ImageSpec, block_norms, snapshots
-from hessiankit.training import train
+from hessiankit.studies.training import train
 
 pytestmark = pytest.mark.slow
 

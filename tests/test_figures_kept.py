@@ -20,9 +20,9 @@ from figures._digits import ImageSpec, snapshots
 from figures._kept import NOTHING, keep, put, recall, set_aside
 from figures._kit import cached, page, save
 from figures._runs import ByteRun, ByteSpec, byte_run
-from hessiankit.errors import InputError
-from hessiankit.monitoring import lines
-from hessiankit.training import train
+from hessiankit.diagnostics.monitoring import lines
+from hessiankit.studies.training import train
+from hessiankit.support.errors import InputError
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from figures import __main__ as command
 from figures import _kept, _kit, _runs, _sitting
 from figures._kit import cached, page, save, style, write_json, write_rows
 from figures._runs import ByteSpec, byte_run
-from hessiankit.errors import InputError
-from hessiankit.tuning.experiment import RunSpec, Setting, run
+from hessiankit.studies.tuning.experiment import RunSpec, Setting, run
+from hessiankit.support.errors import InputError
 
 SMALL = ByteSpec(
     "small", layers=1, d_model=8, heads=2, length=8, batch_size=2, steps=12, every=5, windows=4, evaluations=3, lr=0.01, kept=(5,)

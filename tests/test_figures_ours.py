@@ -11,7 +11,7 @@ import torch
 
 from figures import analytic_minus_empirical, route_table, speed_against_peers
 from figures._digits import ImageSpec
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 from hessiankit.verify.route_table import load
 
 QUICK = {"d_model": 4, "d_ff": 6}

@@ -13,11 +13,10 @@ from curvature_reference import Formula, draw, randomised
 from torch import nn
 
 import hessiankit as hk
-from hessiankit import evaluation
-from hessiankit.disk import forecast, planning, streaming
-from hessiankit.disk.accounting import Meter, measure
+from hessiankit.curvature import evaluation, forecast, planning, streaming
+from hessiankit.curvature.planning import Meter, measure
 from hessiankit.engine import sweep
-from hessiankit.request import task
+from hessiankit.engine.problem import task
 
 X, T = draw(6, 4, 6), draw(6, 4, 6, seed=2)
 

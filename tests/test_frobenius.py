@@ -13,8 +13,9 @@ from curvature_reference import Formula, cross_entropy, draw, mse, randomised, r
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import FrobeniusNorms, evaluation, frobenius, frobenius_norms
-from hessiankit.disk import panel_sum, planning
+from hessiankit import FrobeniusNorms, frobenius_norms
+from hessiankit.curvature import evaluation, frobenius, planning
+from hessiankit.curvature import streaming as panel_sum
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hessiankit as hk
-from hessiankit.fused import named_slices
-from hessiankit.request.selection import parse_part, rows_of_part
+from hessiankit.engine.problem.selection import parse_part, rows_of_part
+from hessiankit.partition.fused import named_slices
 
 Recorded = dict[str, Tensor]
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hessiankit as hk
-from hessiankit.fused import named_slices
-from hessiankit.request.selection import parse_part, rows_of_part, select
+from hessiankit.engine.problem.selection import parse_part, rows_of_part, select
+from hessiankit.partition.fused import named_slices
 
 
 @pytest.mark.parametrize("case", FUSED)

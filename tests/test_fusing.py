@@ -19,8 +19,8 @@ from derivations.cast import Cast
 from derivations.fused_attention import ScaledDotProductAttention
 from derivations.linear import MaskedFill
 from derivations.softmax import Softmax
+from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.engine import fusing
-from hessiankit.operator import HessianOperator, hessian_operator
 
 B, H, L, E = 2, 2, 5, 3
 WIDTH = H * E

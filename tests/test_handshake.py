@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from derivations.linear import Linear
-from derivations.linearised import Linearised, into
+from derivations.primitive import Linearised, into
 
 X, T = draw(6, 4), draw(6, 3, seed=7)
 
@@ -23,8 +23,8 @@ RESULTS: dict[str, Callable[..., Any]] = {
     "outer": lambda *a, **k: hk.hessian(*a, lazy=True, **k).outer(),
     "operator": lambda *a, **k: hk.hessian_operator(*a, **k),
     "ggn": lambda *a, **k: hk.hessian_operator(*a, kind="ggn", **k),
-    "diagonal": lambda *a, **k: hk.curvature_diagonal(*a, **k),
-    "diagonal in chunks": lambda *a, **k: hk.curvature_diagonal(*a, batch_size=2, **k),
+    "diagonal": lambda *a, **k: hk.hessian_diagonal(*a, **k),
+    "diagonal in chunks": lambda *a, **k: hk.hessian_diagonal(*a, batch_size=2, **k),
     "norms": lambda *a, **k: hk.frobenius_norms(*a, **k),
 }
 
@@ -122,7 +122,7 @@ def test_without_it_the_result_says_so() -> None:
     module = network()
     H = hk.hessian(module, X, T, handshake=False)
     operator = hk.hessian_operator(module, X, T, handshake=False)
-    diagonal = hk.curvature_diagonal(module, X, T, handshake=False)
+    diagonal = hk.hessian_diagonal(module, X, T, handshake=False)
     norms = hk.frobenius_norms(module, X, T, handshake=False)
     assert not any(found.handshake for found in (H, operator, diagonal, norms))
     for found in (H, diagonal, norms):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hessiankit as hk
-from hessiankit.lanczos import lanczos
+from hessiankit.support.lanczos import lanczos
 
 
 def symmetric(size: int, seed: int = 0) -> torch.Tensor:

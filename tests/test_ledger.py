@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import hessiankit
-from hessiankit.cli import main
-from hessiankit.errors import InputError
+from hessiankit.cli.main import main
 from hessiankit.ledger import PAPERS, VERDICTS, Claim, Ledger, claim, claims
 from hessiankit.ledger import evidence as show
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import SUPPORTED
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.registry import chapter_title
+from hessiankit.support.errors import InputError
 
 PAGE = Path(__file__).parents[1] / "docs" / "claims.md"
 ones = torch.ones(3, dtype=torch.float64)

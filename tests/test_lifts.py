@@ -9,7 +9,7 @@ import torch
 from curvature_reference import draw
 from torch import Tensor
 
-from hessiankit.engine.lifts import Diagonal, Index, Kronecker, Lift, Whole
+from hessiankit.engine.lifts import GainLift, Index, Lift, WeightLift, Whole
 
 X, D_OUT = draw(6, 4), 5
 HAT = draw(6, D_OUT, seed=2)
@@ -17,10 +17,10 @@ ONES = torch.ones((), dtype=torch.float64).expand(6, D_OUT)
 TOKENS = torch.tensor([0, 2, 2, 1, 0, 2])
 TABLE = (TOKENS.unsqueeze(1) * D_OUT + torch.arange(D_OUT)).long()
 LIFTS: dict[str, tuple[Lift, Callable[[Tensor], Tensor], tuple[int, ...]]] = {
-    "X W": (Kronecker("W", None, X, D_OUT, False), lambda W: X @ W, (4, D_OUT)),
-    "X W^T": (Kronecker("W", None, X, D_OUT, True), lambda W: X @ W.T, (D_OUT, 4)),
-    "gain": (Diagonal("g", None, HAT), lambda g: HAT * g, (D_OUT,)),
-    "bias": (Diagonal("b", None, ONES), lambda b: ONES * b, (D_OUT,)),
+    "X W": (WeightLift("W", None, X, D_OUT, False), lambda W: X @ W, (4, D_OUT)),
+    "X W^T": (WeightLift("W", None, X, D_OUT, True), lambda W: X @ W.T, (D_OUT, 4)),
+    "gain": (GainLift("g", None, HAT), lambda g: HAT * g, (D_OUT,)),
+    "bias": (GainLift("b", None, ONES), lambda b: ONES * b, (D_OUT,)),
     "table": (Index("E", torch.arange(3 * D_OUT), TABLE), lambda E: E[TOKENS], (3, D_OUT)),
 }
 
@@ -55,7 +55,7 @@ def test_a_row_that_holds_an_entry_of_a_table_twice():
 def test_curvature_weighed_by_the_rows_of_a_gain(name):
     K = draw(6, D_OUT, 3, seed=5)
     lift = LIFTS[name][0]
-    assert isinstance(lift, Diagonal)
+    assert isinstance(lift, GainLift)
     expected = torch.einsum(
         "npo,npq->noq", torch.diagonal_scatter(0 * jacobian(name), jacobian(name).diagonal(0, 1, 2), 0, 1, 2), K
     )

@@ -12,11 +12,11 @@ from test_random_programs import Program
 from torch import Tensor, nn
 
 import hessiankit as hk
+from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine import linearisation
+from hessiankit.engine.problem.loss_trace import loss_trace
 from hessiankit.engine.stretches import on_the_way
-from hessiankit.errors import InputError, TraceError
-from hessiankit.operator import hessian_operator
-from hessiankit.request.loss_trace import loss_trace
+from hessiankit.support.errors import InputError, TraceError
 
 
 def stack() -> nn.Sequential:

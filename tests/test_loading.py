@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import hessiankit.hugging_face as hugging_face
-from hessiankit.errors import InputError
-from hessiankit.loading import LoadedModel, load_model, text_batch
-from hessiankit.text import TextDataset
+import hessiankit.cli.hugging_face as hugging_face
+from hessiankit.cli.loading import LoadedModel, load_model, text_batch
+from hessiankit.studies.text import TextDataset
+from hessiankit.support.errors import InputError
 
 TEXT = TextDataset(torch.tensor(list(b"the quick brown fox jumps over the lazy dog\n" * 40), dtype=torch.uint8), ("fox",), "fox")
 GPT2 = {

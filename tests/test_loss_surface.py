@@ -8,7 +8,7 @@ import torch
 import hessiankit as hk
 from hessiankit.blocks import Attention
 from hessiankit.bounding.loss_surface import loss_surface_bound
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from curvature_reference import draw
 from torch import Tensor, nn
 
-from hessiankit.request.losses import known_count, known_reduction, loss_module, same_as
+from hessiankit.engine.problem.calling import known_count, known_reduction, loss_module, same_as
 
 LABELS = torch.tensor([[0, 2, -100], [1, -100, -100], [2, 2, 0], [1, 0, 2]])
 WEIGHT = torch.tensor([0.5, 2.0, 1.25]).double()

@@ -35,7 +35,7 @@ NAMES: dict[str, Callable[[nn.Module], Any]] = {
     "Hessian.block": lambda m: hk.hessian(m, X, T).block(0, 1),
     "Hessian.spectral_norm": lambda m: hk.hessian(m, X, T).spectral_norm(0),
     "FrobeniusNorms.block": lambda m: hk.frobenius_norms(m, X, T).block(0, 1),
-    "CurvatureDiagonal": lambda m: hk.curvature_diagonal(m, X, T)[0],
+    "CurvatureDiagonal": lambda m: hk.hessian_diagonal(m, X, T)[0],
 }
 
 
@@ -54,7 +54,7 @@ def test_a_parameter_object_in_the_place_of_its_name() -> None:
 
 
 def test_an_unknown_name_of_a_diagonal() -> None:
-    found = hk.curvature_diagonal(net(), X, T)
+    found = hk.hessian_diagonal(net(), X, T)
     with pytest.raises(hk.InputError, match=r"CurvatureDiagonal: no parameter '0.weigth'; did you mean '0.weight'"):
         found["0.weigth"]
     assert torch.equal(found["0.weight[1]"], found["0.weight"][1])
@@ -107,7 +107,7 @@ def test_parameters_without_entries_have_no_rows() -> None:
     assert found.names == ("layer.weight", "layer.bias")
     assert torch.equal(hk.hessian(with_nothing(), X, T).matrix, found.matrix)
     assert torch.equal(
-        hk.curvature_diagonal(with_nothing(), X, T).flat, hk.curvature_diagonal(with_nothing(), X, T, params=["layer.*"]).flat
+        hk.hessian_diagonal(with_nothing(), X, T).flat, hk.hessian_diagonal(with_nothing(), X, T, params=["layer.*"]).flat
     )
 
 
@@ -287,7 +287,7 @@ def test_without_gradients_outside(around: Callable[[], AbstractContextManager[A
         found = hk.hessian(module, x, T)
         assert not found.matrix.is_inference()
         assert torch.equal(found.matrix, expected)
-        assert torch.equal(hk.curvature_diagonal(module, x, T).flat, hk.curvature_diagonal(module, X, T).flat)
+        assert torch.equal(hk.hessian_diagonal(module, x, T).flat, hk.hessian_diagonal(module, X, T).flat)
         assert torch.equal(hk.hessian_operator(module, x, T).to_matrix(), operator.to_matrix())
         assert hk.check(module, x, T)
         assert torch.equal(lazy.matrix, expected)

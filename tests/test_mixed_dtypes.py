@@ -105,7 +105,7 @@ def readings(module: Formula, x: Tensor, target: Tensor) -> tuple[hk.Hessian, di
     found = hk.hessian(module, x, target, **asked)
     matrix, scale = found.matrix.double(), float(found.matrix.abs().max())
     operator = hk.hessian_operator(module, x, target, **asked)
-    diagonal = hk.curvature_diagonal(module, x, target, **asked)
+    diagonal = hk.hessian_diagonal(module, x, target, **asked)
     norms = hk.frobenius_norms(module, x, target, **asked)
     far = {
         "operator": float((operator.to_matrix().double() - matrix).abs().max()) / scale,

@@ -14,10 +14,10 @@ from monitoring_cases import Noisy, pair, tokens, train
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.depth import depth_diagnostics
-from hessiankit.estimation import sharpness
-from hessiankit.monitoring import Monitor, read_monitor
-from hessiankit.monitoring.monitor import SEED_STRIDE, bare
+from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.diagnostics.monitoring import Monitor, read_monitor
+from hessiankit.diagnostics.monitoring.monitor import SEED_STRIDE, bare
+from hessiankit.diagnostics.sharpness import sharpness
 
 QUICK = {"every": 2, "draws": 2}
 

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.monitoring import eigenvalue
-from hessiankit.monitoring.eigenvalue import top_eigenvalue
-from hessiankit.monitoring.objective import batches_of, mean_loss
+from hessiankit.diagnostics.monitoring import measurements as eigenvalue
+from hessiankit.diagnostics.monitoring.measurements import batches_of, mean_loss, top_eigenvalue
 
 
 class Tiny(nn.Module):

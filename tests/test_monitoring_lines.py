@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hessiankit as hk
-from hessiankit.monitoring.lines import FORMAT, KEY, Lines, read_lines
+from hessiankit.diagnostics.monitoring.lines import FORMAT, KEY, Lines, read_lines
 
 HEADER = {"model": "Linear", "options": {"seed": 0}, "environment": {"torch": "2"}}
 

@@ -12,9 +12,9 @@ import torch
 from monitoring_cases import Noisy, pair, train
 
 import hessiankit as hk
-from hessiankit.cli import main
-from hessiankit.monitoring import Monitor, plot_monitor, read_monitor
-from hessiankit.monitoring.lines import Lines
+from hessiankit.cli.main import main
+from hessiankit.diagnostics.monitoring import Monitor, plot_monitor, read_monitor
+from hessiankit.diagnostics.monitoring.lines import Lines
 
 ALL = ("variance", "angles", "drop", "jacobian", "hessian", "ggn")
 PART = {"name": "w", "type": "FFN", "role": "up", "layer": 0, "size": 2}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from monitoring_cases import Noisy, pair, tokens
 
 import hessiankit as hk
-from hessiankit.monitoring import read_monitor
+from hessiankit.diagnostics.monitoring import read_monitor
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def trained(transformers, folder: Path, *callbacks, steps: int = 5, resume: str 
 
 
 def hf_callback(path: Path, **options):
-    from hessiankit.monitoring.hugging_face import SharpnessCallback
+    from hessiankit.diagnostics.monitoring.hugging_face import SharpnessCallback
 
     inputs = tokens(7, 2, 8)
     return SharpnessCallback({"input_ids": inputs, "labels": inputs}, path, **{**OPTIONS, **options})
@@ -161,7 +161,7 @@ def lightning_run(lightning, folder: Path, *callbacks, steps: int = 5, resume: P
 
 
 def lightning_callback(path: Path, **options):
-    from hessiankit.monitoring.lightning import SharpnessCallback
+    from hessiankit.diagnostics.monitoring.lightning import SharpnessCallback
 
     return SharpnessCallback(pair(rows=2), path, **{**OPTIONS, "model": "model", **options})
 
@@ -192,7 +192,7 @@ def test_lightning_goes_on_from_a_checkpoint(lightning, tmp_path):
 
 @pytest.mark.parametrize("name", ["hugging_face", "lightning"])
 def test_a_missing_package_is_named(name, monkeypatch):
-    module = importlib.import_module(f"hessiankit.monitoring.{name}")
+    module = importlib.import_module(f"hessiankit.diagnostics.monitoring.{name}")
     monkeypatch.delitem(vars(module), "SharpnessCallback", raising=False)
     for package in ("transformers", "lightning"):
         monkeypatch.setitem(sys.modules, package, None)

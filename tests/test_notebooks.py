@@ -10,7 +10,7 @@ pytest.importorskip("jupytext")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
-from hessiankit.tables import as_text, table  # noqa: E402
+from hessiankit.support.tables import as_text, table  # noqa: E402
 from notebooks import _paired  # noqa: E402
 from notebooks._execution import MAX_BYTES, NotebookError, execute  # noqa: E402
 from notebooks._paired import drift, notebook_of, scripts  # noqa: E402

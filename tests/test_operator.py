@@ -14,9 +14,9 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator, cg, eigsh
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.errors import InputError, OutOfMemoryError, TraceError
-from hessiankit.operator import HessianOperator, hessian_operator
-from hessiankit.request import task
+from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.engine.problem import task
+from hessiankit.support.errors import InputError, OutOfMemoryError, TraceError
 
 
 def test_a_batch_that_the_parameters_have_no_effect_on_counts_in_the_mean() -> None:
@@ -318,7 +318,7 @@ def test_the_first_two_vectors_show_a_wrong_second_derivative() -> None:
 
 
 def test_a_large_model_keeps_nothing_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hessiankit import operator as room
+    from hessiankit.curvature import operator as room
     from hessiankit.engine import linearisation
 
     monkeypatch.setattr(room, "LARGE", 0)
@@ -337,7 +337,7 @@ def test_a_large_model_keeps_nothing_of_its_size(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_part_of_a_large_model_is_tested_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hessiankit import operator as room
+    from hessiankit.curvature import operator as room
 
     module = block()
     monkeypatch.setattr(room, "LARGE", 60)  # fewer than the module has, more than are asked for
@@ -385,7 +385,7 @@ def test_works_where_the_dense_matrix_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_blocks_are_cut_to_the_work_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hessiankit import operator as room
+    from hessiankit.curvature import operator as room
 
     module = block()
     wide = hessian_operator(module, X, T)

@@ -9,9 +9,9 @@ import pytest
 from matplotlib.figure import Figure
 
 import hessiankit as hk
-from hessiankit.drawing.plot_frame import write_picture
-from hessiankit.drawing.plots import write_numbers
-from hessiankit.study import QUICK, StudyOptions, run_study
+from hessiankit.curvature.plot_frame import write_picture
+from hessiankit.curvature.plots import write_numbers
+from hessiankit.studies.classifier import QUICK, StudyOptions, run_study
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

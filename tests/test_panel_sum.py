@@ -6,10 +6,10 @@ import pytest
 import torch
 from curvature_reference import Formula, draw, mse, reverse_over_reverse
 
-from hessiankit.disk import panel_sum
-from hessiankit.disk.panel_sum import PanelSum
-from hessiankit.disk.planning import Chunk
-from hessiankit.request.task import make_task
+from hessiankit.curvature import streaming as panel_sum
+from hessiankit.curvature.planning import Chunk
+from hessiankit.curvature.streaming import PanelSum
+from hessiankit.engine.problem.own_call import make_task
 
 MODULE = Formula(lambda s, x: torch.tanh(torch.tanh(x @ s.A + s.b) @ s.C), A=(4, 3), b=(3,), C=(3, 2))
 X, T = draw(3, 2, 4), draw(3, 2, 2, seed=2)

@@ -9,13 +9,12 @@ from torch.nn.functional import layer_norm, linear
 
 from hessiankit.engine import panels, unwinding
 from hessiankit.engine.columns import Source
-from hessiankit.engine.footprint import footprint
-from hessiankit.engine.meeting import columns_pay, rows_meet
+from hessiankit.engine.footprint import columns_pay, footprint, rows_meet
 from hessiankit.engine.panels import Panels
-from hessiankit.engine.storage import Matrix
+from hessiankit.engine.problem.loss_trace import loss_trace
+from hessiankit.engine.problem.own_call import make_task
+from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.engine.sweep import Sweep
-from hessiankit.request.loss_trace import loss_trace
-from hessiankit.request.task import make_task
 
 
 def attend(x, heads=1):
@@ -119,7 +118,7 @@ def test_the_footprint_is_that_of_the_blocks(monkeypatch):
 
     monkeypatch.setattr(Panels, "seed", keeping)
     monkeypatch.setattr(sweep.blocks, "forget", watched)
-    unwinding.unwind(sweep, Matrix(task.slices, torch.float64, torch.device("cpu")))
+    unwinding.unwind(sweep, SymmetricStorage(task.slices, torch.float64, torch.device("cpu")))
     assert kept
     assert 0.8 * peak <= forecast <= 1.2 * peak
 
@@ -132,9 +131,9 @@ def test_where_rows_meet():
 
 
 def test_columns_of_parameters_do_not_pay_for_a_wide_head_over_one_row():
-    lift = panels.Kronecker("W", None, draw(2, 100), 4, turned=False)
+    lift = panels.WeightLift("W", None, draw(2, 100), 4, turned=False)
     tokens, pooled = Source(torch.Size((2, 50, 4)), 2, 4), Source(torch.Size((2, 4)), 1, 4, [lift])
     assert not columns_pay(tokens, pooled, {1})
-    every = panels.Kronecker("W", None, draw(100, 100), 4, turned=False)
+    every = panels.WeightLift("W", None, draw(100, 100), 4, turned=False)
     assert columns_pay(tokens, Source(torch.Size((2, 50, 4)), 2, 4, [every]), {1})
     assert not columns_pay(tokens, Source(torch.Size((2, 50, 4)), 2, 4), {1})  # no parameters

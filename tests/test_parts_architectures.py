@@ -11,8 +11,8 @@ import torch
 from parts_models import CASES, L, every_case
 from torch import Tensor, nn
 
-from hessiankit.parts import Part, model_parts
-from hessiankit.parts.flow import flow
+from hessiankit.partition import Part, model_parts
+from hessiankit.partition.flow_findings import flow
 
 KEYLESS = {"Llama", "Qwen3", "Phi-3", "OLMo-2", "Gemma", "MPT", "CodeGen", "GPT-J", "T5", "Mixtral", "DBRX", "DeepSeek-V3"}
 """Architectures without biases in their attention."""

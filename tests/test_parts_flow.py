@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hessiankit as hk
-from hessiankit.parts import model_parts
-from hessiankit.parts.flow import flow
+from hessiankit.partition import model_parts
+from hessiankit.partition.flow_findings import flow
 
 D, H, W = 8, 2, 4
 

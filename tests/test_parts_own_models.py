@@ -8,7 +8,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.blocks import PLACEMENTS
-from hessiankit.parts import TYPES
+from hessiankit.partition import TYPES
 
 
 def full_model() -> hk.VisionTransformer:

@@ -11,7 +11,7 @@ from test_nano_gpt import NanoGPT
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.parts import TYPES, BlockTypes, Part, model_parts
+from hessiankit.partition import TYPES, BlockTypes, Part, model_parts
 
 
 def model(tied: bool = True) -> nn.Module:

@@ -8,8 +8,8 @@ from parts_models import CASES, GROUPED, D, H, L, hugging_face
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.parts import Part, model_parts
-from hessiankit.parts.kinds import is_linear, is_norm, is_scale
+from hessiankit.partition import Part, model_parts
+from hessiankit.partition.modules import is_linear, is_norm, is_scale
 
 
 class Gain(nn.Module):

@@ -11,18 +11,28 @@ import pytest
 import torch
 
 import hessiankit
-from hessiankit import placement_grid
 from hessiankit.blocks import PLACEMENTS, FeedForward
-from hessiankit.cli import FAILED, INTERRUPTED, USAGE, main
-from hessiankit.placement_cases import KINK, OPTIONS, Case, build, cases, is_balanced, is_generic
-from hessiankit.placement_grid import read_lines, run_case
-from hessiankit.placement_report import summary, verdict
+from hessiankit.cli.main import FAILED, INTERRUPTED, USAGE, main
+from hessiankit.studies import placement_grid
+from hessiankit.studies.placement_grid import (
+    KINK,
+    OPTIONS,
+    PlacementCase,
+    build,
+    cases,
+    is_balanced,
+    is_generic,
+    read_lines,
+    run_case,
+    summary,
+    verdict,
+)
 
 pytestmark = pytest.mark.slow
 
 SAMPLE = len(PLACEMENTS)  # the placements take turns: one case each
 ROOT = Path(__file__).parent.parent
-CHEAP = Case("post", "layernorm", "relu", "1", "none", 1, "mse")
+CHEAP = PlacementCase("post", "layernorm", "relu", "1", "none", 1, "mse")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +59,11 @@ def test_the_sample_passes_and_covers_every_placement_and_option(out):
 
 
 def test_every_kind_of_parameter_occurs(out):
-    models = [build(Case(name, "layernorm", "swiglu", "4", mask, 1, "mse"))[0] for name in PLACEMENTS for mask in OPTIONS["mask"]]
+    models = [
+        build(PlacementCase(name, "layernorm", "swiglu", "4", mask, 1, "mse"))[0]
+        for name in PLACEMENTS
+        for mask in OPTIONS["mask"]
+    ]
     kinds = {name.removeprefix("blocks.0.") for model in models for name, _ in model.named_parameters()}
     expected = {name for k in "QKVO" for name in (f"attention.W_{k}", f"attention.b_{k}")}
     expected |= {f"feedforward.{letter}_{k}" for letter in "Wb" for k in "1G2"}
@@ -70,9 +84,9 @@ def test_finished_cases_are_not_done_again(out, monkeypatch, capsys):
 
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     done = run_case(CHEAP)
-    seen: list[Case] = []
+    seen: list[PlacementCase] = []
 
-    def stop_at_third(case: Case) -> placement_grid.Finished:
+    def stop_at_third(case: PlacementCase) -> placement_grid.Finished:
         seen.append(case)
         if len(seen) == 3:
             raise KeyboardInterrupt
@@ -89,7 +103,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
 
 def test_lines_of_other_code_do_not_count(tmp_path, monkeypatch):
     done = run_case(CHEAP)
-    calls: list[Case] = []
+    calls: list[PlacementCase] = []
     monkeypatch.setattr(placement_grid, "run_case", lambda case: calls.append(case) or replace(done, case=case, version="old"))
     for _ in range(2):
         placement_grid.run_grid([CHEAP], tmp_path / "cases.jsonl")

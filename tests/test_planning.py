@@ -8,8 +8,8 @@ from curvature_reference import Formula, draw, randomised
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.disk.planning import make_plan, panels
-from hessiankit.request.batches import requests
+from hessiankit.curvature.planning import make_plan, panels
+from hessiankit.engine.problem.batches import requests
 
 
 @pytest.mark.parametrize("limit", [1, 40, 64, 200, 10**6])

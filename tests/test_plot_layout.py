@@ -8,8 +8,8 @@ from scipy.optimize import minimize
 from torch import nn
 
 from hessiankit.blocks import VisionTransformer
-from hessiankit.drawing.plot_layout import block_pixels, colour_range, pixel_starts, pool, short_labels, spread
-from hessiankit.errors import InputError
+from hessiankit.curvature.plot_frame import block_pixels, colour_range, pixel_starts, pool, short_labels, spread
+from hessiankit.support.errors import InputError
 
 RNG = np.random.default_rng(0)
 SIZES = [5, 1, 40, 2, 17]

@@ -14,9 +14,9 @@ from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
 from hessiankit.blocks import VisionTransformer
-from hessiankit.drawing.plot_frame import ZERO, Picture
-from hessiankit.drawing.plots import block_norms_map, heatmap, side_by_side, write_numbers
-from hessiankit.errors import InputError
+from hessiankit.curvature.plot_frame import ZERO, Picture
+from hessiankit.curvature.plots import block_norms_map, heatmap, side_by_side, write_numbers
+from hessiankit.support.errors import InputError
 
 NAMES = ["a.W_Q", "a.b_K", "a.norm_1.weight"]
 SIZES = [6, 2, 3]

@@ -16,13 +16,13 @@ from derivations.elementwise import Divide, Elementwise
 from derivations.embedding import Embedding
 from derivations.fused_attention import ScaledDotProductAttention
 from derivations.indexing import Concatenate, Select, Slice, Stack, Take, Where
-from derivations.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiply, Permute, Reshape, Scale, Shift
+from derivations.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
 from derivations.normalization import LayerNorm, RMSNorm
-from derivations.pooling import Mean, Sum
+from derivations.pooling import Mean, SumOver
 from derivations.primitive import Primitive
 from derivations.softmax import LogSoftmax, Softmax
-from hessiankit.request.loss_trace import loss_trace
-from hessiankit.request.task import make_task
+from hessiankit.engine.problem.loss_trace import loss_trace
+from hessiankit.engine.problem.own_call import make_task
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 
 BIAS, WEIGHT, LEFT, MASK = draw(4, seed=11), draw(2, 4, seed=12), draw(2, 3, 3), torch.tensor([True, False, False, True])
@@ -45,9 +45,9 @@ OPERATIONS: dict[str, tuple[type[Primitive], Callable[[Tensor], Tensor]]] = {
     "sub a number": (Shift, lambda y: y - 2),
     "mul": (Multiply, lambda y: y * y[:, :1]),
     "mul by a constant": (Multiply, lambda y: BIAS * y),
-    "mul by a number": (Scale, lambda y: 3 * y),
-    "div by a number": (Scale, lambda y: y / 3),
-    "neg": (Scale, lambda y: -y),
+    "mul by a number": (Multiple, lambda y: 3 * y),
+    "div by a number": (Multiple, lambda y: y / 3),
+    "neg": (Multiple, lambda y: -y),
     "transpose": (Permute, lambda y: y.transpose(-1, 0)),
     "mT": (Permute, lambda y: y.mT),
     "t": (Permute, lambda y: y[0].t()),
@@ -79,9 +79,9 @@ OPERATIONS: dict[str, tuple[type[Primitive], Callable[[Tensor], Tensor]]] = {
     "mean": (Mean, lambda y: y.mean(1)),
     "mean over several axes": (Mean, lambda y: y.mean((0, -1), keepdim=True)),
     "mean over everything": (Mean, lambda y: y * y.mean()),
-    "sum": (Sum, lambda y: y.sum(-1, keepdim=True)),
-    "sum over several axes": (Sum, lambda y: y.sum((0, 2))),
-    "sum over everything": (Sum, lambda y: y * y.sum()),
+    "sum": (SumOver, lambda y: y.sum(-1, keepdim=True)),
+    "sum over several axes": (SumOver, lambda y: y.sum((0, 2))),
+    "sum over everything": (SumOver, lambda y: y * y.sum()),
     "relu": (Activation, torch.relu),
     "leaky_relu": (Activation, F.leaky_relu),
     "leaky_relu with a slope": (Activation, lambda y: F.leaky_relu(y, 0.3)),
@@ -95,7 +95,7 @@ OPERATIONS: dict[str, tuple[type[Primitive], Callable[[Tensor], Tensor]]] = {
     "vector times vector": (MatMul, lambda y: y * torch.dot(y[0, 1], y[1, 2])),
     "linear to a number": (MatMul, lambda y: F.linear(y, BIAS)),
     "addmm": (MatMul, lambda y: torch.addmm(y[0, :, :2], y[1], WEIGHT.T)),
-    "addmm with factors": (Scale, lambda y: torch.addmm(y[0, 0, :3], y[1], y[0].T, beta=0.5, alpha=-2)),
+    "addmm with factors": (Multiple, lambda y: torch.addmm(y[0, 0, :3], y[1], y[0].T, beta=0.5, alpha=-2)),
     "baddbmm": (MatMul, lambda y: torch.baddbmm(y[:, :, :3], LEFT, LEFT + y[:, :, 1:], beta=2)),
     "addbmm": (MatMul, lambda y: torch.addbmm(y[0, :, :3], y, y.mT, beta=2, alpha=3)),
     "addmv": (MatMul, lambda y: torch.addmv(y[0, :, 0], y[1], BIAS, beta=2)),

@@ -12,7 +12,7 @@ import hessiankit as hk
 from derivations.activation import Activation
 from derivations.binary import Binary
 from derivations.elementwise import Elementwise
-from derivations.linear import MatMul, Scale
+from derivations.linear import MatMul, Multiple
 
 OTHER, SLOPES = draw(2, 3, 4, seed=13), draw(4, seed=11)
 
@@ -140,4 +140,4 @@ def test_rrelu_in_evaluation():
 
 
 def test_numbers_given_as_scalars():
-    assert {MatMul, Scale} <= {type(p) for p in applied(module_of(lambda y: torch.ops.aten.mul.Scalar(y, 2.0)))}
+    assert {MatMul, Multiple} <= {type(p) for p in applied(module_of(lambda y: torch.ops.aten.mul.Scalar(y, 2.0)))}

@@ -7,8 +7,8 @@ import torch
 from curvature_reference import draw
 from torch import Tensor
 
-from hessiankit.engine.columns import Entrywise, Selected, Source, Stack, by_row
-from hessiankit.engine.pairs import Blocks
+from hessiankit.engine.columns import EntrywiseTangents, Selected, Source, StackedTangents, by_row
+from hessiankit.engine.pairs import VertexBlocks
 from hessiankit.engine.pulling import Pull
 
 ROWS, SHAPE = 6, (2, 3)
@@ -19,16 +19,16 @@ def symmetric(width: int, seed: int) -> Tensor:
     return K + K.mT
 
 
-def source(width: int, parents: dict[int, Stack] | None = None) -> Source:
+def source(width: int, parents: dict[int, StackedTangents] | None = None) -> Source:
     return Source(torch.Size((*SHAPE, width)), 2, width, [], parents or {})
 
 
-def stack(entries: int, *parents: tuple[int, int], seed: int = 1) -> Stack:
+def stack(entries: int, *parents: tuple[int, int], seed: int = 1) -> StackedTangents:
     sources, widths = zip(*parents, strict=True)
-    return Stack(draw(sum(widths), *SHAPE, entries, seed=seed), sources, widths)
+    return StackedTangents(draw(sum(widths), *SHAPE, entries, seed=seed), sources, widths)
 
 
-def taken_back(sources: dict[int, Source], blocks: Blocks, *, crossing: bool = True) -> dict[tuple[int, int], Tensor]:
+def taken_back(sources: dict[int, Source], blocks: VertexBlocks, *, crossing: bool = True) -> dict[tuple[int, int], Tensor]:
     """Return all blocks after every source, the last first, has been taken to its parents."""
     for t in sorted(sources, reverse=True):
         back = Pull(sources, t, blocks)
@@ -72,14 +72,18 @@ CHAINS = {
         2: source(7, {2: stack(7, (0, 3), seed=2)}),
         3: source(2, {2: stack(2, (0, 3), (1, 8), (2, 7), seed=3)}),
     },
-    "entry by entry": {0: source(4), 1: source(4, {2: Entrywise(draw(*SHAPE, 4), 0, 2)}), 2: source(2, {2: stack(2, (1, 4))})},
+    "entry by entry": {
+        0: source(4),
+        1: source(4, {2: EntrywiseTangents(draw(*SHAPE, 4), 0, 2)}),
+        2: source(2, {2: stack(2, (1, 4))}),
+    },
     "a copy": {
         0: source(3),
         1: source(3, {2: stack(3, (0, 3))}),
         2: source(
             3,
             {
-                2: Stack(
+                2: StackedTangents(
                     torch.cat([draw(3, *SHAPE, 3), torch.eye(3).to(draw(1))[:, None, None].expand(3, *SHAPE, 3)]),
                     (0, 1),
                     (3, 3),
@@ -95,7 +99,7 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_what_comes_back_is_the_product_of_the_matrices(name, kind):
     sources = CHAINS[name]
-    blocks, known = Blocks(), {}
+    blocks, known = VertexBlocks(), {}
     last = max(sources)
     if kind == "diagonals":
         for t in (last, last - 1):
@@ -122,7 +126,7 @@ def test_what_comes_back_is_the_product_of_the_matrices(name, kind):
 
 def test_a_wide_source_keeps_products():
     """Of what a source of 2 columns leaves at one of 9, nothing is multiplied out before it is asked for."""
-    sources, blocks = CHAINS["narrow, wide, narrow"], Blocks()
+    sources, blocks = CHAINS["narrow, wide, narrow"], VertexBlocks()
     blocks.add(2, 2, 2, symmetric(2, 5))
     Pull(sources, 2, blocks).square(crossing=True)
     assert set(blocks.of) == {(2, 2)}
@@ -136,7 +140,7 @@ def test_selected_entries_go_back_to_where_they_were_taken():
         0: Source(torch.Size((2, 3)), 1, 3),
         1: Source(torch.Size((2, 3)), 1, 3, [], {1: Selected(value, 0, 3, positions)}),
     }
-    blocks, K = Blocks(), draw(2, 3, 3)
+    blocks, K = VertexBlocks(), draw(2, 3, 3)
     blocks.add(1, 1, 1, K + K.mT)
     Pull(sources, 1, blocks).square(crossing=False)
     assert torch.equal(blocks.between(0, 0)[1], (K + K.mT).flip(1, 2))

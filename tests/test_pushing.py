@@ -10,19 +10,19 @@ from torch.autograd.functional import hessian, jacobian
 
 from derivations.activation import Activation
 from derivations.elementwise import Elementwise
-from derivations.linear import Add, Linear, MaskedFill, MatMul, Scale, Shift
+from derivations.linear import Add, Linear, MaskedFill, MatMul, Multiple, Shift
 from derivations.loss import MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
-from hessiankit.engine.columns import Entrywise, Group, Stack, by_row
+from hessiankit.engine.columns import EntrywiseTangents, Group, StackedTangents, by_row
 from hessiankit.engine.pushing import Point, contracted, pushed, square
 
 X, GAIN = draw(2, 3, 4), draw(4, seed=3)
-SLOPES = Entrywise(draw(2, 3, 4, seed=5), 7, 2)
-UNIT = Entrywise(torch.ones(()).to(X).expand(X.shape), 7, 2, unit=True)
+SLOPES = EntrywiseTangents(draw(2, 3, 4, seed=5), 7, 2)
+UNIT = EntrywiseTangents(torch.ones(()).to(X).expand(X.shape), 7, 2, unit=True)
 PRIMITIVES = {
     "activation": (Activation("gelu"), (X,)),
     "function": (Elementwise("exp"), (X,)),
-    "scale": (Scale(-2.0), (X,)),
+    "scale": (Multiple(-2.0), (X,)),
     "shift": (Shift(1.0), (X,)),
     "mask": (MaskedFill(X > 0, 0.0), (X,)),
     "sum": (Add(), (X, draw(2, 3, 4, seed=8))),
@@ -37,11 +37,13 @@ PRIMITIVES = {
 }
 
 
-def group(stack: Stack, inputs: tuple[Tensor | None, ...]) -> Group:
+def group(stack: StackedTangents, inputs: tuple[Tensor | None, ...]) -> Group:
     return Group(2, stack.sources, stack.widths, [stack, *[None] * (len(inputs) - 1)])
 
 
-@pytest.mark.parametrize("stack", [SLOPES, UNIT, Stack(draw(3, 2, 3, 4, seed=6), (7,), (3,))], ids=["slopes", "unit", "dense"])
+@pytest.mark.parametrize(
+    "stack", [SLOPES, UNIT, StackedTangents(draw(3, 2, 3, 4, seed=6), (7,), (3,))], ids=["slopes", "unit", "dense"]
+)
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_tangents_are_those_of_the_columns(name, stack):
     primitive, inputs = PRIMITIVES[name]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import hessiankit as hk
 from hessiankit.engine.association import associate
+from hessiankit.engine.problem.loss_trace import loss_trace
+from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.row_diagonal import Beam, RowDiagonal
 from hessiankit.engine.sweep import Sweep
-from hessiankit.request.loss_trace import loss_trace
-from hessiankit.request.task import make_task
 
 
 def swept(module: torch.nn.Module, x: Tensor, target: Tensor) -> Sweep:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import hessiankit as hk
-from hessiankit.tracing.segment import probe_segments, products, verify_segments
+from hessiankit.tracing.segment_probe import probe_segments, products, verify_segments
 
 X, WEIGHT = draw(3, 4), draw(3, 4, seed=5)
 
@@ -265,7 +265,7 @@ def test_dense_products_and_diagonal_are_those_of_the_module(name):
     assert (found.matrix - expected).abs().max() <= 1e-10 * scale
     products = hk.hessian_operator(module, X, draw(1), loss=scalar) @ torch.eye(len(expected)).double()
     assert (products - expected).abs().max() <= 1e-10 * scale
-    diagonal = hk.curvature_diagonal(module, X, draw(1), loss=scalar)
+    diagonal = hk.hessian_diagonal(module, X, draw(1), loss=scalar)
     seen = torch.cat([value.reshape(-1) for value in diagonal.values.values()])
     assert (seen - expected.diagonal()).abs().max() <= 1e-10 * scale
 
@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("ask", [hk.hessian, hk.hessian_operator, hk.curvature_diagonal])
+@pytest.mark.parametrize("ask", [hk.hessian, hk.hessian_operator, hk.hessian_diagonal])
 def test_what_torch_cannot_differentiate_twice_is_refused_with_the_cause(name, ask):
     f, message = REFUSED[name]
     with pytest.raises(hk.TraceError, match=message):
@@ -417,7 +417,7 @@ def test_a_trace_is_compared_along_one_direction():
             value = loss(leaves)
             return value.item(), dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
 
-        return hk.trace(loss, point, ()), call_at
+        return hk.trace_module(loss, point, ()), call_at
 
     point = {"W": draw(4, 4, seed=2), "v": draw(4, seed=3)}
     for kind, message in ((Cubed, None), (KeepsAProduct, "second derivative"), (Halved, "first derivative")):
@@ -439,6 +439,6 @@ def test_a_trace_is_compared_along_one_direction():
 
 def test_ordinary_traces_keep_nothing_of_autograd():
     module = formula(lambda s, x: torch.tanh(x @ s.W) * s.v)
-    trace = hk.trace(lambda p: FUNC.functional_call(module, p, (X,)), dict(module.named_parameters()), ())
+    trace = hk.trace_module(lambda p: FUNC.functional_call(module, p, (X,)), dict(module.named_parameters()), ())
     assert probe_segments(trace) is None
     assert not any(value.requires_grad for value in trace.values)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.request.selection import Selection, locate, parse_part, rows_of_part, select
+from hessiankit.engine.problem.selection import ParameterSelection, locate, parse_part, rows_of_part, select
 
 
 class Tied(nn.Module):
@@ -39,7 +39,7 @@ def test_none_takes_all_that_require_grad() -> None:
     assert "norm.weight" not in found
     assert "lm_head.weight" not in found
     assert all(not value.requires_grad and value.data_ptr() == MODEL.get_parameter(n).data_ptr() for n, value in found.items())
-    assert isinstance(found, Selection)
+    assert isinstance(found, ParameterSelection)
     assert found.parts == {}
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from sharpness_cases import by_number, everything, expectation, expected_squares, tiny, tokens, vectors
 
-from hessiankit.errors import InputError
-from hessiankit.estimation import exact_sharpness, joined, replicates, report_of, sharpness
-from hessiankit.parts import model_parts
+from hessiankit.diagnostics.sharpness import exact_sharpness, joined, replicates, report_of, sharpness
+from hessiankit.partition import model_parts
+from hessiankit.support.errors import InputError
 
 
 def relative(found, wanted):
@@ -120,7 +120,7 @@ def test_squared_error_over_all_signs_is_the_gauss_newton_trace():
 
 
 def _plain_parts(model):
-    from hessiankit.parts import Part
+    from hessiankit.partition import Part
 
     return [Part(name, "FFN", "weight", None, "given", p.numel()) for name, p in model.named_parameters()]
 

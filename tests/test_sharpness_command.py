@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hessiankit.commands.sharpness import add_sharpness
-from hessiankit.errors import InputError, OutOfMemoryError
-from hessiankit.estimation.command import run_sharpness
+from hessiankit.cli.sharpness import add_sharpness, run_sharpness
+from hessiankit.support.errors import InputError, OutOfMemoryError
 
 SMALL = """
 import torch
@@ -117,12 +116,12 @@ def test_one_draw_beside_exact_values_is_neither_inside_nor_outside(capsys: pyte
 
 
 def test_memory_that_does_not_suffice_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hessiankit.estimation.probe.available_memory", lambda _: 0)
+    monkeypatch.setattr("hessiankit.diagnostics.sharpness.probe.available_memory", lambda _: 0)
     with pytest.raises(OutOfMemoryError, match="pass --micro-batch, or a smaller one"):
         run("--model", "small_models:model", "--text", "text.txt")
 
 
 def test_exact_of_a_large_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hessiankit.estimation.command.EXACT_PARAMETERS", 1000)
+    monkeypatch.setattr("hessiankit.cli.sharpness.EXACT_PARAMETERS", 1000)
     with pytest.raises(InputError, match="expected at most 1,000"):
         run("--model", "small_models:model", "--exact")

@@ -11,7 +11,7 @@ import torch
 
 from figures import sharpness_coverage as figure
 from figures.__main__ import main
-from hessiankit.estimation import exact_sharpness, replicates
+from hessiankit.diagnostics.sharpness import exact_sharpness, replicates
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,7 +17,7 @@ X = draw(2, 3, 4)
 
 def found(module: nn.Module, *inputs: Tensor) -> list[tuple[str, ...]]:
     """The parameters of each site that a module has, in order."""
-    trace = hk.trace(lambda p, *g: torch.func.functional_call(module, p, g), dict(module.named_parameters()), inputs)
+    trace = hk.trace_module(lambda p, *g: torch.func.functional_call(module, p, g), dict(module.named_parameters()), inputs)
     return [tuple(lift.parameter for lift in s.lifts) for s in find_sites(trace).values() if s.lifts]
 
 

@@ -18,8 +18,9 @@ from curvature_reference import Formula, cross_entropy, draw, largest_error, mse
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.disk import matrix_file, panel_sum, planning, streaming
-from hessiankit.disk.journal import sync_folder
+from hessiankit.curvature import matrix_file, planning, streaming
+from hessiankit.curvature import streaming as panel_sum
+from hessiankit.curvature.matrix_file import sync_folder
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
 
@@ -126,7 +127,7 @@ torch.set_num_threads(1)
 sys.path.insert(0, {tests!r})
 from test_streaming import X, T, block
 import hessiankit as hk
-from hessiankit.disk import matrix_file, streaming
+from hessiankit.curvature import matrix_file, streaming
 streaming.PANEL, matrix_file.SLAB = 4000, 1000
 module, out, chance = block(), sys.argv[1], random.Random(int(sys.argv[2]))
 start = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hessiankit.cli import main
+from hessiankit.cli.main import main
 
 
 def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

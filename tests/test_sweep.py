@@ -11,10 +11,10 @@ from torch import Tensor
 
 import hessiankit as hk
 from hessiankit.engine.adjoints import adjoints
-from hessiankit.engine.pairs import Blocks
+from hessiankit.engine.pairs import VertexBlocks
+from hessiankit.engine.problem.loss_trace import loss_trace
+from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.sweep import Sweep
-from hessiankit.request.loss_trace import loss_trace
-from hessiankit.request.task import make_task
 
 
 def traced(module: torch.nn.Module, x: Tensor, target: Tensor) -> hk.Trace:
@@ -47,7 +47,7 @@ def test_what_does_not_reach_the_loss_has_no_adjoint():
 
 
 def test_blocks_of_pairs():
-    blocks, K, square = Blocks(), draw(2, 3, 4), draw(2, 3, 3, seed=2)
+    blocks, K, square = VertexBlocks(), draw(2, 3, 4), draw(2, 3, 3, seed=2)
     blocks.add(0, 1, 2, K)
     blocks.add(1, 0, 2, K.mT)
     blocks.add_half(0, 1, 1, K)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from hessiankit.tables import as_html, as_text, table
+from hessiankit.support.tables import as_html, as_text, table
 
 ROWS = [("W_Q", "4 x 2", "0.125"), ("norm_1.weight", "4", "12.5")]
 HEADERS = ("parameter", "shape", "norm")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.request import task
+from hessiankit.engine.problem import task
 
 
 def block(**options: object) -> hk.TransformerBlock:

@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 from terminal import COMMANDS, WIDTHS, Printed, in_terminal, sections
 
-from hessiankit.tables import LINES
+from hessiankit.support.tables import LINES
 
 pytestmark = pytest.mark.slow
 

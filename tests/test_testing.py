@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from hessiankit.testing import COMPARED, assert_hessian_matches
+from hessiankit.verify.testing import COMPARED, assert_hessian_matches
 
 SUITE = """
 from torch import nn
-from hessiankit.testing import assert_hessian_matches
+from hessiankit.verify.testing import assert_hessian_matches
 
 
 def test_mine():
@@ -50,8 +50,8 @@ def test_the_plugin_prints_a_summary(tmp_path: Path, processes: int):
     data = "import torch\nDATA = (torch.randn(4, 2).double(), torch.randn(4, 3).double())\n"
     (tmp_path / "test_suite.py").write_text(data + SUITE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hessian", "test_suite.py", f"-n{processes}"]
-    listed = "hessiankit.pytest_plugin" in {e.value for e in _entry_points()}
-    command += [] if listed else ["-p", "hessiankit.pytest_plugin"]
+    listed = "hessiankit.cli.pytest_plugin" in {e.value for e in _entry_points()}
+    command += [] if listed else ["-p", "hessiankit.cli.pytest_plugin"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of the run around this one
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 1, ran.stdout + ran.stderr

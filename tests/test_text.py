@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hessiankit.errors import InputError
-from hessiankit.text import HELD_OUT, STDLIB_EXCLUDED, TextDataset, held_out, load_text
+from hessiankit.studies.text import HELD_OUT, STDLIB_EXCLUDED, TextDataset, held_out, load_text
+from hessiankit.support.errors import InputError
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from derivations.activation import Activation
-from derivations.linear import Add, Linear, MatMul, Multiply, Permute, Scale
+from derivations.linear import Add, Linear, MatMul, Multiple, Multiply, Permute
 from derivations.normalization import LayerNorm
 from derivations.pooling import Mean
 from derivations.softmax import Softmax
@@ -24,7 +24,7 @@ def traced(module: nn.Module, *inputs: Tensor) -> hk.Trace:
     def function(parameters: dict[str, Tensor], *given: Tensor) -> Tensor:
         return torch.func.functional_call(module, parameters, given)
 
-    return hk.trace(function, dict(module.named_parameters()), inputs)
+    return hk.trace_module(function, dict(module.named_parameters()), inputs)
 
 
 def kinds(trace: hk.Trace) -> list[type]:
@@ -47,7 +47,7 @@ def test_values_are_the_modules(options):
 
 def test_the_steps_of_the_papers_block():
     trace = traced(randomised(hk.TransformerBlock(4, 5, activation="gelu")), draw(3, 4))
-    attention = [MatMul, MatMul, MatMul, Permute, MatMul, Scale, Softmax, MatMul]
+    attention = [MatMul, MatMul, MatMul, Permute, MatMul, Multiple, Softmax, MatMul]
     assert kinds(trace) == [*attention, Add, LayerNorm, MatMul, Activation, MatMul, Add, LayerNorm]
     assert [a.output for a in trace.applications] == sorted({a.output for a in trace.applications})
 
@@ -87,9 +87,9 @@ def test_operations_with_several_outputs():
 def test_nested_inputs_and_numbers():
     module = Formula(lambda s, pair, scale: (pair["a"] @ s.W) * scale + pair["b"][0], W=(4, 2))
     given = {"a": draw(3, 4), "b": [draw(3, 2)]}
-    trace = hk.trace(lambda p, *g: torch.func.functional_call(module, p, g), {"W": module.W}, (given, 2.0))
+    trace = hk.trace_module(lambda p, *g: torch.func.functional_call(module, p, g), {"W": module.W}, (given, 2.0))
     assert torch.equal(trace.values[trace.output], module(given, 2.0))
-    assert kinds(trace) == [MatMul, Scale, Add]
+    assert kinds(trace) == [MatMul, Multiple, Add]
 
 
 def test_tied_weights_are_one_parameter():

@@ -7,19 +7,18 @@ import json
 
 import pytest
 
-from hessiankit.commands.tune import add_tune
-from hessiankit.errors import InputError
-from hessiankit.tuning import command, store
-from hessiankit.tuning.command import command_of, run_tune
-from hessiankit.tuning.experiment import Setting
-from hessiankit.tuning.store import read_lines
+from hessiankit.cli.tune import add_tune, command_of, run_tune
+from hessiankit.studies.tuning import experiment, store
+from hessiankit.studies.tuning.experiment import Setting
+from hessiankit.studies.tuning.store import read_lines
+from hessiankit.support.errors import InputError
 
 TINY = Setting(steps=8, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=4, windows=8)
 
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch):
-    monkeypatch.setattr(command, "QUICK", TINY)
+    monkeypatch.setattr(experiment, "QUICK", TINY)
 
 
 def parsed(*given: str) -> argparse.Namespace:

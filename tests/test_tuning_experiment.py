@@ -8,20 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hessiankit.errors import InputError
-from hessiankit.text import VOCAB_SIZE, TextDataset, load_text
-from hessiankit.tuning import experiment
-from hessiankit.tuning.experiment import (
+from hessiankit.studies.text import VOCAB_SIZE, TextDataset, load_text
+from hessiankit.studies.tuning import experiment
+from hessiankit.studies.tuning.experiment import (
+    PAPER,
     RunSpec,
     Setting,
     digest_of,
+    entries_by_type,
     evaluation_steps,
     held_out_loss,
     model_of,
     run,
     training,
+    weighted_ratio,
 )
-from hessiankit.tuning.ratios import PAPER, entries_by_type, weighted_ratio
+from hessiankit.support.errors import InputError
 
 TINY = Setting(steps=6, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=3, windows=8)
 SPEC = RunSpec(TINY, 0.01, PAPER, 3)

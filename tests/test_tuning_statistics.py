@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hessiankit.errors import InputError
-from hessiankit.tuning.statistics import (
+from hessiankit.studies.tuning.verdict import (
     Interval,
     first_step,
     mean_interval,
@@ -16,6 +15,7 @@ from hessiankit.tuning.statistics import (
     relative_steps,
     simultaneous,
 )
+from hessiankit.support.errors import InputError
 
 
 def test_interval_by_hand():

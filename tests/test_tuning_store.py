@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from hessiankit.errors import InputError
-from hessiankit.tuning import store
-from hessiankit.tuning.experiment import RunResult, RunSpec, Setting, run
-from hessiankit.tuning.ratios import PAPER
-from hessiankit.tuning.store import Runs, line_of, read_lines
+from hessiankit.studies.tuning import store
+from hessiankit.studies.tuning.experiment import PAPER, RunResult, RunSpec, Setting, run
+from hessiankit.studies.tuning.store import Runs, line_of, read_lines
+from hessiankit.support.errors import InputError
 
 TINY = Setting(steps=4, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=2, windows=4)
 SPECS = [RunSpec(TINY, lr, ratios, seed) for lr, ratios in ((0.01, ()), (0.02, PAPER)) for seed in (0, 1)]

@@ -7,17 +7,12 @@ import math
 
 import pytest
 
-from hessiankit.errors import InputError
-from hessiankit.tuning.arms import Arm, at_baseline_lr
-from hessiankit.tuning.comparison import Comparison
-from hessiankit.tuning.experiment import RunResult, RunSpec, Setting
-from hessiankit.tuning.page import fill, section
-from hessiankit.tuning.picture import draw
-from hessiankit.tuning.pilot import Pilot
-from hessiankit.tuning.ratios import PAPER
-from hessiankit.tuning.report import TuneReport
-from hessiankit.tuning.sweep import Sweep
-from hessiankit.tuning.verdict import judge, summary
+from hessiankit.studies.tuning.comparison import Pilot, TuningComparison
+from hessiankit.studies.tuning.comparison_report import TuneReport, draw, fill, section
+from hessiankit.studies.tuning.experiment import PAPER, RunResult, RunSpec, Setting
+from hessiankit.studies.tuning.sweep import Arm, SearchResult, at_baseline_lr
+from hessiankit.studies.tuning.verdict import judge, summary
+from hessiankit.support.errors import InputError
 
 SETTING = Setting(steps=20, layers=1, d_model=8, heads=2, length=8, windows=4)
 SHARED = (2.0, 2.3, 1.8, 2.1, 2.2)
@@ -101,9 +96,9 @@ def test_a_baseline_that_diverges_is_no_baseline():
 
 def report_of(arms) -> TuneReport:
     losses = {0.005: {9: 2.4}, 0.01: {9: 2.1}, 0.02: {9: math.inf}}
-    sweeps = tuple(Sweep(name, 0.01, losses, (9,), (), True) for name in ("AdamW", "Blockwise eq (5)"))
+    sweeps = tuple(SearchResult(name, 0.01, losses, (9,), (), True) for name in ("AdamW", "Blockwise eq (5)"))
     pilot = Pilot(PAPER, {"Norm": (2.0, 0.1), "Emb": (1.0, 0.1)}, 4)
-    return TuneReport(Comparison(sweeps, pilot, tuple(arms), tuple(range(5))), SETTING)
+    return TuneReport(TuningComparison(sweeps, pilot, tuple(arms), tuple(range(5))), SETTING)
 
 
 def test_tables_json_page_and_picture(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hessiankit.untouched import untouched
+from hessiankit.support.torch_state import untouched
 
 
 def _measure_and_stop(model: nn.Module) -> None:

@@ -17,8 +17,8 @@ import ways_state  # noqa: F401
 from torch import Tensor
 from ways import WAYS, Case, Way, central_differences, leaves_of, picture
 
-from hessiankit import check, curvature_diagonal, frobenius_norms, hessian, hessian_operator
-from hessiankit.errors import InputError, TraceError
+from hessiankit import check, frobenius_norms, hessian, hessian_diagonal, hessian_operator
+from hessiankit.support.errors import InputError, TraceError
 
 TOLERANCE = 1e-10
 """Of the largest entry."""
@@ -32,7 +32,7 @@ def _operator(this: Case) -> Tensor:
 READINGS: dict[str, Callable[[Case], Tensor]] = {
     "hessian": lambda c: hessian(c.module, c.inputs, c.target, loss=c.loss, params=c.params).matrix,
     "hessian_operator": _operator,
-    "curvature_diagonal": lambda c: curvature_diagonal(c.module, c.inputs, c.target, loss=c.loss, params=c.params).flat,
+    "hessian_diagonal": lambda c: hessian_diagonal(c.module, c.inputs, c.target, loss=c.loss, params=c.params).flat,
     "frobenius_norms": lambda c: frobenius_norms(c.module, c.inputs, c.target, loss=c.loss, params=c.params).matrix,
 }
 
@@ -50,7 +50,7 @@ def expected(reading: str, name: str, this: Case) -> Tensor | None:
     matrix = reference(name)
     if matrix is None or reading == "hessian" or reading == "hessian_operator":
         return matrix
-    if reading == "curvature_diagonal":
+    if reading == "hessian_diagonal":
         return matrix.diagonal()
     sizes = [p.numel() for p in leaves_of(this)]
     return torch.stack([torch.stack([part.norm() for part in rows.split(sizes, 1)]) for rows in matrix.split(sizes)])

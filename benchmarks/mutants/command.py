@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.mutants.listing import Mutant, every
 from benchmarks.mutants.running import KILLED, STALE, SURVIVED, UNDECIDED, UNTESTED, Verdict, Workshop
-from hessiankit.errors import InputError
-from hessiankit.line_file import LineFile
-from hessiankit.tables import as_text, table
+from hessiankit.support.errors import InputError
+from hessiankit.support.files import LineFile
+from hessiankit.support.tables import as_text, table
 
 ROOT = Path(__file__).parents[2]
 CHECKED = ("derivations", "engine")

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 LISTS = Path(__file__).parent / "lists"
 CHECK = "check: "

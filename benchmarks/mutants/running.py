@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.mutants.listing import Mutant, Stale
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 KILLED, SURVIVED, UNDECIDED = "killed", "survived", "undecided"
 STALE, UNTESTED = "no longer applies", "tests fail without it"

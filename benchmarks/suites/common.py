@@ -11,7 +11,7 @@ from benchmarks.counting import dense_bytes, lift_operations
 from benchmarks.plan import Cell, Plan
 from benchmarks.problems import DTYPES, Case, make, parameters_of, tokens_of
 from benchmarks.timing import timed
-from hessiankit.request.task import available_memory
+from hessiankit.engine.problem.task import available_memory
 
 BLOCK_SIZES = ("tiny", "small", "small-affine", "paper-mnist", "paper-mnist-affine", "medium")
 FAST_RATE = 2e12

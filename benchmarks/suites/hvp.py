@@ -19,8 +19,8 @@ from benchmarks.suites.common import BLOCK_SIZES, case_of
 from benchmarks.tables import NOTES, contest_tables
 from benchmarks.timing import all_rounds, finite, rounds_within, several, spread, timed
 from hessiankit import hessian_operator
-from hessiankit.request.task import available_memory
-from hessiankit.verify.references.base import bytes_per_direction, first_line
+from hessiankit.engine.problem.task import available_memory
+from hessiankit.verify.reference_base import bytes_per_direction, first_line
 
 BLOCK = 16
 CHECKED = 2

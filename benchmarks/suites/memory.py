@@ -20,8 +20,8 @@ from benchmarks.residence import Memory
 from benchmarks.suites.common import BLOCK_SIZES, case_of, dense
 from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, short, skipped_text
 from hessiankit import hessian_operator
-from hessiankit.request.task import available_memory
-from hessiankit.verify.references.base import bytes_per_direction
+from hessiankit.engine.problem.task import available_memory
+from hessiankit.verify.reference_base import bytes_per_direction
 
 CHUNK = 16
 OURS = ("hessian", "hessian_operator")

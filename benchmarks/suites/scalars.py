@@ -19,7 +19,7 @@ from benchmarks.suites.common import BLOCK_SIZES, beyond_memory, beyond_time, ca
 from benchmarks.tables import NOTES, contest_tables
 from benchmarks.timing import all_rounds, deadline, finite, rounds_within, spread, timed
 from hessiankit import CurvatureDiagonal, HessianOperator, hessian_operator
-from hessiankit.verify.references.base import first_line
+from hessiankit.verify.reference_base import first_line
 
 GOAL = 0.01
 BLOCK = 16
@@ -125,8 +125,8 @@ def _diagonals(quantity: str, case: Case, *, dense_fits: bool, columns_fit: bool
         return finish(diagonal)
 
     ways: dict[str, Callable[[], Tensor]] = {}
-    if (given := hook("curvature_diagonal")) is not None:
-        ways["hessiankit.curvature_diagonal"] = lambda: finish(
+    if (given := hook("hessian_diagonal")) is not None:
+        ways["hessiankit.hessian_diagonal"] = lambda: finish(
             _flat(given(case.module, case.inputs, case.target, loss=case.loss, max_products=None), case)
         )
     if dense_fits:

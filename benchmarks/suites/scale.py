@@ -32,8 +32,8 @@ from benchmarks.suites.common import dense
 from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, short, with_range
 from benchmarks.timing import all_rounds, finite, rounds_within, several, spread, timed
 from hessiankit import bounds, frobenius_norms, hessian_operator
-from hessiankit.errors import HessiankitError, InputError
-from hessiankit.verify.references.base import first_line
+from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.verify.reference_base import first_line
 
 Runner: TypeAlias = Callable[[Tensor], Any]
 Row = dict[str, Any]

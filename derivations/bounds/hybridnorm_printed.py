@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 
-from derivations.gradient_bounds import GradientBounds
+from derivations.gradient_bounds import AttentionGradientBounds
 
 
 def theorem_a3_pre_norm_printed(
     s: int, d: int, d_k: int, w_Q: float, w_K: float, w_V: float, w_O: float, w_O_F: float
-) -> GradientBounds:
+) -> AttentionGradientBounds:
     r"""Return Eqs. 26-29 of HybridNorm, as printed; they HOLD, with a factor of sqrt(s) (26, 27) or s/2 (28, 29) too much.
 
         dS/dW_O  s d ||W_V||                                       (26; sharp: sqrt(s) d ||W_V||)
@@ -33,15 +33,15 @@ def theorem_a3_pre_norm_printed(
         w_O_F: ||W_O||_F.
 
     >>> theorem_a3_pre_norm_printed(4, 4, 4, 1.0, 2.0, 1.0, 1.0, 2.0)
-    GradientBounds(W_Q=32.0, W_K=16.0, W_V=16.0, W_O=16.0)
+    AttentionGradientBounds(W_Q=32.0, W_K=16.0, W_V=16.0, W_O=16.0)
     """
     logits = (s * d) ** 1.5 / (2 * math.sqrt(d_k)) * w_V * w_O
-    return GradientBounds(logits * w_K, logits * w_Q, s * math.sqrt(d) * w_O_F, s * d * w_V)
+    return AttentionGradientBounds(logits * w_K, logits * w_Q, s * math.sqrt(d) * w_O_F, s * d * w_V)
 
 
 def theorem_a3_qkv_norm_printed(
     s: int, d: int, d_k: int, w_O: float, *, sigma_Q: float, sigma_K: float, sigma_V: float
-) -> GradientBounds:
+) -> AttentionGradientBounds:
     r"""Return Eqs. 30-33 (with 34) of HybridNorm, as printed; 31-33 are VIOLATED, 30 where d_k > s d.
 
         dS_N/dW_O  s d                                   (30; needs d_k <= s d; sharp: sqrt(s d d_k))
@@ -63,7 +63,7 @@ def theorem_a3_qkv_norm_printed(
         sigma_V: that of X W_V.
 
     >>> theorem_a3_qkv_norm_printed(4, 4, 4, 1.0, sigma_Q=1.0, sigma_K=2.0, sigma_V=1.0)
-    GradientBounds(W_Q=16.0, W_K=8.0, W_V=8.0, W_O=16.0)
+    AttentionGradientBounds(W_Q=16.0, W_K=8.0, W_V=8.0, W_O=16.0)
     """
     logits = s**1.5 * d_k / 2 * w_O
-    return GradientBounds(logits / sigma_Q, logits / sigma_K, s * math.sqrt(d_k) / sigma_V * w_O, float(s * d))
+    return AttentionGradientBounds(logits / sigma_Q, logits / sigma_K, s * math.sqrt(d_k) / sigma_V * w_O, float(s * d))

@@ -26,7 +26,7 @@ from derivations.bounds.gradient_norms import GradientBounds, euler_bounds
 from derivations.bounds.sharpness_norms import NormedInput, doubles, standardised
 
 
-class Head(NamedTuple):
+class HeadNorms(NamedTuple):
     """Norms of what the weights A_h of one query head make of the tokens.
 
     Args:
@@ -42,17 +42,17 @@ class Head(NamedTuple):
     deviation: float
 
     @classmethod
-    def a_priori(cls, inputs: NormedInput) -> Head:
+    def a_priori(cls, inputs: NormedInput) -> HeadNorms:
         """Return what holds for any weights: a mean is no longer than what it is the mean of.
 
-        >>> Head.a_priori(NormedInput.a_priori(4, 5, 1.0))
-        Head(mean=4.0, column=4.0, covariance=4.0, deviation=2.0)
+        >>> HeadNorms.a_priori(NormedInput.a_priori(4, 5, 1.0))
+        HeadNorms(mean=4.0, column=4.0, covariance=4.0, deviation=2.0)
         """
         root = math.sqrt(inputs.n)
         return cls(root * inputs.rho, root * inputs.entry, inputs.covariance, inputs.entry)
 
     @classmethod
-    def measured(cls, A: Tensor, X_std: Tensor, gamma: Tensor) -> Head:
+    def measured(cls, A: Tensor, X_std: Tensor, gamma: Tensor) -> HeadNorms:
         """Return the norms at a point.
 
         Args:
@@ -61,8 +61,8 @@ class Head(NamedTuple):
             gamma: (D,).
 
         >>> uniform = torch.full((2, 2), 0.5)
-        >>> Head.measured(uniform, torch.tensor([[2.0], [-2.0]]), torch.tensor([3.0]))
-        Head(mean=0.0, column=0.0, covariance=36.0, deviation=2.0)
+        >>> HeadNorms.measured(uniform, torch.tensor([[2.0], [-2.0]]), torch.tensor([3.0]))
+        HeadNorms(mean=0.0, column=0.0, covariance=36.0, deviation=2.0)
         """
         mean = A @ X_std
         centred = X_std - mean[:, None]  # (n, n, D): token j seen from row i
@@ -102,7 +102,7 @@ class AttentionGradientNorms:
     o: float
     value_dim: int | None = None
     scale: float | None = None
-    heads: tuple[Head, ...] | None = None
+    heads: tuple[HeadNorms, ...] | None = None
     lower: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ class AttentionGradientNorms:
         for h, W in enumerate(q):
             logits = c * N @ W @ (N @ k[h // shared]).mT
             A = torch.softmax(logits if mask is None else logits.masked_fill(~mask, -math.inf), 1)
-            found.append(Head.measured(A, X_std, gamma))
+            found.append(HeadNorms.measured(A, X_std, gamma))
             values.append(A @ N @ v[h // shared])
         product = float((G * (torch.cat(values, 1) @ W_O)).sum())
         q_norms, k_norms, v_norms = (tuple(spectral_norm(W) for W in weight) for weight in (q, k, v))
@@ -209,7 +209,7 @@ def theorem_4_2(norms: AttentionGradientNorms) -> GradientBounds:
     at, groups = norms.inputs, len(norms.k)
     shared = len(norms.q) // groups
     c = 1 / math.sqrt(norms.head_dim) if norms.scale is None else norms.scale
-    heads = (Head.a_priori(at),) * len(norms.q) if norms.heads is None else norms.heads
+    heads = (HeadNorms.a_priori(at),) * len(norms.q) if norms.heads is None else norms.heads
     k, v = ([w[h // shared] for h in range(len(heads))] for w in (norms.k, norms.v))
     both = [w_v * w_k * w_q for w_v, w_k, w_q in zip(v, k, norms.q, strict=True)]
     by_query = [head.covariance * w_v * w_k for head, w_v, w_k in zip(heads, v, k, strict=True)]

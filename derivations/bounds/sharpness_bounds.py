@@ -12,7 +12,7 @@ one's lower end and the other's upper end do.
 """
 
 from derivations.bounds.gradient_norms import GradientBounds, average_sharpness, euler_bounds
-from derivations.bounds.sharpness_attention import AttentionGradientNorms, Head, theorem_4_2
+from derivations.bounds.sharpness_attention import AttentionGradientNorms, HeadNorms, theorem_4_2
 from derivations.bounds.sharpness_embedding import EmbeddingNorms, theorem_4_3
 from derivations.bounds.sharpness_feedforward import FeedForwardNorms, GatedNorms, theorem_4_1, theorem_4_1_gated
 from derivations.bounds.sharpness_norms import STEEPNESS, NormedInput, Steepness, standardised
@@ -24,7 +24,7 @@ __all__ = [
     "FeedForwardNorms",
     "GatedNorms",
     "GradientBounds",
-    "Head",
+    "HeadNorms",
     "NormedInput",
     "Steepness",
     "average_sharpness",

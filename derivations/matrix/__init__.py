@@ -7,10 +7,10 @@
 ((15, 8), '\\\\left(A\\\\otimes B^\\\\top\\\\right)\\\\,K_{2,4}')
 """
 
+from derivations.matrix.algebra import Kronecker, Product, Scaled, Sum, add, kron, product, scaled
 from derivations.matrix.diagonal import BlockDiagonal, Diagonal, DiagonalLift, DiagonalTake
-from derivations.matrix.expression import Matrix, Product, Scaled, Sum, add, product, scaled
+from derivations.matrix.expression import Matrix
 from derivations.matrix.inequalities import Inequality, inequalities
-from derivations.matrix.kronecker import Kronecker, kron
 from derivations.matrix.leaves import Dense, Identity, Ones, Zero
 from derivations.matrix.letters import dimensions, in_letters, letters
 from derivations.matrix.named import Named, definitions

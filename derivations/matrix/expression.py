@@ -6,15 +6,14 @@ A closed form is written once as an expression and read many ways: as a dense ma
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 import torch
 
-from derivations.arrays import Array, Scalar, as_array, as_float, eye, scale, to_sympy
+from derivations.arrays import Array, Scalar, as_array, eye, to_sympy
 from derivations.arrays import to_float as to_float
 from derivations.matrix.letters import named_scalar
 
@@ -29,6 +28,7 @@ class Matrix(ABC):
 
     shape: tuple[int, int]
     precedence: int = ATOM
+    combine: ClassVar[dict[str, Callable[..., Matrix]]] = {}  # product, add and scaled, from derivations.matrix.algebra
     __array_ufunc__ = None  # NumPy scalars and arrays leave * and @ to this class
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Matrix(ABC):
 
     def __matmul__(self, other: Any) -> Any:
         if isinstance(other, Matrix):
-            return product(self, other)
+            return self.combine["product"](self, other)
         y = as_array(other)
         if y.ndim not in (1, 2) or y.shape[0] != self.shape[1]:
             raise ValueError(
@@ -95,16 +95,16 @@ class Matrix(ABC):
         return (self.T @ as_array(other).T).T
 
     def __add__(self, other: Matrix) -> Matrix:
-        return add(self, other) if isinstance(other, Matrix) else NotImplemented
+        return self.combine["add"](self, other) if isinstance(other, Matrix) else NotImplemented
 
     def __sub__(self, other: Matrix) -> Matrix:
-        return add(self, -other) if isinstance(other, Matrix) else NotImplemented
+        return self.combine["add"](self, -other) if isinstance(other, Matrix) else NotImplemented
 
     def __neg__(self) -> Matrix:
-        return scaled(-1, self)
+        return self.combine["scaled"](-1, self)
 
     def __mul__(self, c: Scalar) -> Matrix:
-        return NotImplemented if isinstance(c, Matrix) else scaled(c, self)
+        return NotImplemented if isinstance(c, Matrix) else self.combine["scaled"](c, self)
 
     __rmul__ = __mul__
 
@@ -118,184 +118,6 @@ class Matrix(ABC):
         """Return the LaTeX, in brackets if the node binds less tightly than ``least``."""
         text = self.latex()
         return text if self.precedence >= least else rf"\left({text}\right)"
-
-
-class Product(Matrix):
-    """The product of two or more conforming matrices."""
-
-    precedence = PRODUCT
-
-    def __init__(self, factors: Sequence[Matrix]) -> None:
-        self.factors = tuple(factors)
-        self.shape = (self.factors[0].shape[0], self.factors[-1].shape[1])
-
-    def children(self) -> Sequence[Matrix]:
-        return self.factors
-
-    def apply(self, y: Array) -> Array:
-        for factor in reversed(self.factors):
-            y = factor.apply(y)
-        return y
-
-    def transpose(self) -> Matrix:
-        return product(*(factor.T for factor in reversed(self.factors)))
-
-    def norm_bound(self) -> float:
-        bound = 1.0
-        for factor in self.factors:
-            bound *= factor.norm_bound()
-        return bound
-
-    def latex(self) -> str:
-        return r"\,".join(factor.bracketed(PRODUCT) for factor in self.factors)
-
-
-class Sum(Matrix):
-    """The sum of two or more matrices of one shape."""
-
-    precedence = SUM
-
-    def __init__(self, terms: Sequence[Matrix]) -> None:
-        self.terms = tuple(terms)
-        self.shape = self.terms[0].shape
-
-    def children(self) -> Sequence[Matrix]:
-        return self.terms
-
-    def apply(self, y: Array) -> Array:
-        total = self.terms[0].apply(y)
-        for term in self.terms[1:]:
-            total = total + term.apply(y)
-        return total
-
-    def transpose(self) -> Matrix:
-        return add(*(term.T for term in self.terms))
-
-    def norm_bound(self) -> float:
-        return float(sum(term.norm_bound() for term in self.terms))
-
-    def latex(self) -> str:
-        text = self.terms[0].latex()
-        for term in self.terms[1:]:
-            piece = term.latex()
-            text += piece if piece.startswith("-") else "+" + piece
-        return text
-
-
-class Scaled(Matrix):
-    """A scalar times a matrix."""
-
-    precedence = PRODUCT
-
-    def __init__(self, c: Scalar, matrix: Matrix) -> None:
-        self.c, self.matrix, self.shape = c, matrix, matrix.shape
-
-    def children(self) -> Sequence[Matrix]:
-        return (self.matrix,)
-
-    def apply(self, y: Array) -> Array:
-        return scale(self.c, self.matrix.apply(y))
-
-    def transpose(self) -> Matrix:
-        return scaled(self.c, self.matrix.T)
-
-    def norm_bound(self) -> float:
-        return as_float(abs(self.c)) * self.matrix.norm_bound()
-
-    def latex(self) -> str:
-        if self.c == -1:
-            return "-" + self.matrix.bracketed(KRONECKER)
-        return rf"{scalar_latex(self.c)}\,{self.matrix.bracketed(PRODUCT)}"
-
-
-def product(*factors: Matrix) -> Matrix:
-    """Return the product, flattened, with scalars pulled out and simplified as a person would.
-
-    Identities are dropped, K_{n,m} K_{m,n} = I and E_n^T E_n = I are applied, and neighbouring Kronecker products are
-    joined where their factors conform: (A (x) B) (C (x) D) = A C (x) B D.
-
-    Raises:
-        ValueError: if neighbouring shapes do not conform.
-    """
-    from derivations.matrix.leaves import Zero
-
-    for left, right in itertools.pairwise(factors):
-        if left.shape[1] != right.shape[0]:
-            raise ValueError(f"product: shapes {left.shape} and {right.shape} do not conform: {left!r} @ {right!r}")
-    rows, columns = factors[0].shape[0], factors[-1].shape[1]
-    if any(isinstance(factor, Zero) for factor in factors):
-        return Zero(rows, columns)
-    flat: list[Matrix] = []
-    c: Scalar = 1
-    for factor in factors:
-        c = c * _append(flat, factor)
-    return scaled(c, _join(flat, rows))
-
-
-def _append(flat: list[Matrix], factor: Matrix) -> Scalar:
-    """Multiply the product ``flat`` by one more factor on the right, in place, and return the scalar that came out."""
-    from derivations.matrix.kronecker import mixed_product
-    from derivations.matrix.permutation import cancels, is_identity
-
-    if isinstance(factor, Scaled):
-        return factor.c * _append(flat, factor.matrix)
-    if isinstance(factor, Product):
-        c: Scalar = 1
-        for part in factor.factors:
-            c = c * _append(flat, part)
-        return c
-    if is_identity(factor):
-        return 1
-    if flat and cancels(flat[-1], factor):
-        flat.pop()
-        return 1
-    if flat and (merged := mixed_product(flat[-1], factor)) is not None:
-        flat.pop()
-        return _append(flat, merged)  # the new factor may in turn meet the one before
-    flat.append(factor)
-    return 1
-
-
-def _join(flat: list[Matrix], n: int) -> Matrix:
-    from derivations.matrix.leaves import Identity
-
-    return Product(flat) if len(flat) > 1 else flat[0] if flat else Identity(n)
-
-
-def add(*terms: Matrix) -> Matrix:
-    """Return the sum, flattened, with zero terms dropped.
-
-    Raises:
-        ValueError: if the shapes differ.
-    """
-    from derivations.matrix.leaves import Zero
-
-    for term in terms:
-        if term.shape != terms[0].shape:
-            raise ValueError(f"add: shapes {terms[0].shape} and {term.shape} differ: {terms[0]!r} + {term!r}")
-    flat = [part for term in terms for part in _terms(term) if not isinstance(part, Zero)]
-    if not flat:
-        return Zero(*terms[0].shape)
-    return flat[0] if len(flat) == 1 else Sum(flat)
-
-
-def _terms(matrix: Matrix) -> Sequence[Matrix]:
-    if isinstance(matrix, Scaled) and isinstance(matrix.matrix, Sum) and matrix.c == -1:
-        return [-term for term in matrix.matrix.terms]
-    return matrix.terms if isinstance(matrix, Sum) else (matrix,)
-
-
-def scaled(c: Scalar, matrix: Matrix) -> Matrix:
-    """Return ``c`` times the matrix, with nested scalars merged."""
-    from derivations.matrix.leaves import Zero
-
-    if isinstance(matrix, Scaled):
-        c, matrix = c * matrix.c, matrix.matrix
-    if isinstance(c, torch.Tensor):  # its value may change or carry a gradient: no simplification
-        return Scaled(c, matrix)
-    if c == 1 or isinstance(matrix, Zero):
-        return matrix
-    return Zero(*matrix.shape) if c == 0 else Scaled(c, matrix)
 
 
 def scalar_latex(c: Scalar) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from derivations.matrix.algebra import Kronecker, Product, Scaled, Sum
 from derivations.matrix.diagonal import BlockDiagonal
-from derivations.matrix.expression import Matrix, Product, Scaled, Sum, scalar_latex
-from derivations.matrix.kronecker import Kronecker
+from derivations.matrix.expression import Matrix, scalar_latex
 from derivations.matrix.named import Named, definitions
 
 

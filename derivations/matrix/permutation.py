@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 from derivations.arrays import Array, full
-from derivations.matrix.diagonal import DiagonalLift, DiagonalTake
+from derivations.matrix.diagonal import DiagonalLift
 from derivations.matrix.expression import Matrix
-from derivations.matrix.leaves import Identity
 from derivations.matrix.letters import dimension
 
 
@@ -64,19 +63,3 @@ class VecIdentity(Matrix):
 
     def latex(self) -> str:
         return rf"\operatorname{{vec}}_r(I_{{{dimension(self.n)}}})" + (r"^\top" if self.transposed else "")
-
-
-def is_identity(matrix: Matrix) -> bool:
-    """Tell whether the node is an identity by its structure: I_n, K_{1,n} or K_{n,1}."""
-    return isinstance(matrix, Identity) or (isinstance(matrix, Commutation) and 1 in (matrix.m, matrix.n))
-
-
-def cancels(left: Matrix, right: Matrix) -> bool:
-    """Tell whether two conforming nodes multiply to the identity: K_{n,m} K_{m,n} or E_n^T E_n.
-
-    >>> cancels(Commutation(3, 2), Commutation(2, 3)), cancels(Commutation(2, 3), Commutation(2, 3))
-    (True, False)
-    """
-    if isinstance(left, Commutation) and isinstance(right, Commutation):
-        return (left.m, left.n) == (right.n, right.m)
-    return isinstance(left, DiagonalTake) and isinstance(right, DiagonalLift)

@@ -20,9 +20,9 @@ OTHERS = {
     "hessian_cross_entropy": ("The Hessian of a digits classifier at initialisation and after training.", "hessiankit check"),
     "derivation_post": (
         "The post-norm block's second derivative in W_Q and W_V, typeset.",
-        "python -m hessiankit.derivation.page docs",
+        "python -m hessiankit.formulas.page docs",
     ),
-    "derivation_hybridnorm": ("The same for HybridNorm.", "python -m hessiankit.derivation.page docs"),
+    "derivation_hybridnorm": ("The same for HybridNorm.", "python -m hessiankit.formulas.page docs"),
     "monitoring": ("A training run, followed by a monitor.", "hessiankit monitor run.jsonl --plot run.png"),
     "learning_rates": ("Learning rates by block type, compared.", "hessiankit tune-lr"),
 } | {f"benchmarks_{name}": (benchmark.summary, f"python -m benchmarks {name}") for name, benchmark in BENCHMARKS.items()}

@@ -5,13 +5,11 @@ vec_r(W) and a block of the Hessian can be laid beside its formula without any r
 equation of two lines (``equations.py``) and a line in the registry (``placements.py``).
 """
 
-from hessiankit.blocks.admin import profile_admin
 from hessiankit.blocks.attention import Attention
 from hessiankit.blocks.block import TransformerBlock
-from hessiankit.blocks.embeddings import PatchEmbedding, TokenEmbedding
+from hessiankit.blocks.embeddings import ClassHead, MeanPoolHead, PatchEmbedding, TokenEmbedding, TokenHead
 from hessiankit.blocks.feedforward import ACTIVATIONS, GATED, FeedForward
-from hessiankit.blocks.heads import ClassHead, MeanPoolHead, TokenHead
-from hessiankit.blocks.initialisation import SCHEMES, initialise
+from hessiankit.blocks.initialisation import SCHEMES, initialise, profile_admin
 from hessiankit.blocks.norms import NORMS, GroupNorm
 from hessiankit.blocks.placements import PLACEMENTS, Placement, Scale, register
 from hessiankit.blocks.transformer import Transformer, VisionTransformer

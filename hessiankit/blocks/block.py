@@ -8,21 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.arguments import checked
-from hessiankit.blocks.attention import Attention
-from hessiankit.blocks.equations import Equation
+from hessiankit.blocks.attention import THETA, Attention
 from hessiankit.blocks.feedforward import FeedForward
 from hessiankit.blocks.norms import make_norm
-from hessiankit.blocks.placements import ALPHA, Placement, placement_of, placement_of_layer
-from hessiankit.blocks.rotary import THETA
-from hessiankit.errors import InputError, check_sizes
+from hessiankit.blocks.placements import ALPHA, Equation, Placement, placement_of, placement_of_layer
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError, check_sizes
 
 
 class TransformerBlock(nn.Module):
     """One transformer block; by default the post-norm block of Closing the Curvature Gap.
 
     ``post``: Y = LN(X + F(X)), Z = LN(Y + FFN(Y)).  ``pre``: Y = X + F(LN(X)), Z = Y + FFN(LN(Y)).  All placements, with their
-    sources, are in ``hessiankit.blocks.PLACEMENTS``, their equations in ``hessiankit.blocks.equations``.
+    sources, are in ``hessiankit.blocks.PLACEMENTS``, their equations in ``hessiankit.blocks.placements``.
 
     Args:
         d_model: Width of a token, d_V in the papers.

@@ -1,4 +1,4 @@
-"""What stands in front of the blocks: patches or token ids to tokens."""
+"""Embeddings of patches and tokens, and heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hessiankit.blocks.feedforward import weight
-from hessiankit.errors import InputError, check_sizes
+from hessiankit.support.errors import InputError, check_sizes
 
 
 def _positions(length: int, d_model: int) -> nn.Parameter:
@@ -78,3 +78,96 @@ class TokenEmbedding(nn.Module):
         """Return what ``print(embedding)`` says beside the class name."""
         positions = "" if self.P is None else f", {self.P.shape[0]} positions"
         return f"{self.W_E.shape[0]} tokens, d_model={self.W_E.shape[1]}{positions}"
+
+
+class TokenHead(nn.Module):
+    """Each token Z_i to logits over the vocabulary: Z W_C, or Z W_E^T where the head is tied to the embedding.
+
+    Args:
+        d_model: Width of a token.
+        vocab_size: Number of logits.
+        tied_to: The embedding's W_E ``(vocab_size, d_model)``, which then is this head's parameter too, not a copy.
+    """
+
+    W_C: nn.Parameter | None
+    W_E: nn.Parameter | None
+
+    def __init__(self, d_model: int, vocab_size: int, *, tied_to: nn.Parameter | None = None) -> None:
+        super().__init__()
+        check_sizes("TokenHead", d_model=d_model, vocab_size=vocab_size)
+        self.register_parameter("W_E", tied_to)
+        self.register_parameter("W_C", weight(d_model, vocab_size) if tied_to is None else None)
+
+    def forward(self, z: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Map tokens ``(..., L, d_model)`` to logits ``(..., L, vocab_size)``; padded tokens get logits like any other."""
+        return z @ self._matrix
+
+    @property
+    def _matrix(self) -> Tensor:
+        """The matrix (d_model, vocab_size) that tokens are multiplied with."""
+        if self.W_C is not None:
+            return self.W_C
+        assert self.W_E is not None
+        return self.W_E.T
+
+    def extra_repr(self) -> str:
+        """Return what ``print(head)`` says beside the class name."""
+        return _sizes(self.W_C) if self.W_C is not None else f"{_sizes(self._matrix)}, tied"
+
+
+class MeanPoolHead(nn.Module):
+    """Tokens Z to class logits: (1/L) 1^T Z W_C + b_C^T; with padding, the mean over the tokens that are none."""
+
+    def __init__(self, d_model: int, n_classes: int) -> None:
+        super().__init__()
+        check_sizes("MeanPoolHead", d_model=d_model, n_classes=n_classes)
+        self.W_C = weight(d_model, n_classes)
+        self.b_C = nn.Parameter(torch.zeros(n_classes))
+
+    def forward(self, z: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Map tokens ``(..., L, d_model)`` to logits ``(..., n_classes)``."""
+        if key_padding_mask is None:
+            return z.mean(-2) @ self.W_C + self.b_C
+        kept = (~key_padding_mask).to(z).unsqueeze(-1)  # (..., L, 1)
+        return (z * kept).sum(-2) / kept.sum(-2) @ self.W_C + self.b_C
+
+    def extra_repr(self) -> str:
+        """Return what ``print(head)`` says beside the class name."""
+        return _sizes(self.W_C)
+
+
+class ClassHead(nn.Module):
+    """One token to class logits, Z_i W_C + b_C^T: the first token, or with a causal mask the last that is not padding.
+
+    A causal model's first token has seen nothing but itself, so that its last one is read, as in Hugging Face's Llama; any
+    other model's first token is read, where BERT has its [CLS].
+
+    Args:
+        d_model: Width of a token.
+        n_classes: Number of logits.
+        last: Whether the last token is read.
+    """
+
+    def __init__(self, d_model: int, n_classes: int, *, last: bool = False) -> None:
+        super().__init__()
+        check_sizes("ClassHead", d_model=d_model, n_classes=n_classes)
+        self.last = last
+        self.W_C = weight(d_model, n_classes)
+        self.b_C = nn.Parameter(torch.zeros(n_classes))
+
+    def forward(self, z: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Map tokens ``(..., L, d_model)`` to logits ``(..., n_classes)``."""
+        if not self.last or key_padding_mask is None:
+            return z[..., -1 if self.last else 0, :] @ self.W_C + self.b_C
+        # 1 at the last token that is not padding: as many such tokens from here to the end as one, this one among them
+        kept = (~key_padding_mask).to(z)  # (..., L)
+        chosen = kept * (kept.flip(-1).cumsum(-1).flip(-1) == 1)
+        return (z * chosen.unsqueeze(-1)).sum(-2) @ self.W_C + self.b_C
+
+    def extra_repr(self) -> str:
+        """Return what ``print(head)`` says beside the class name."""
+        return f"{_sizes(self.W_C)}, {'last' if self.last else 'first'} token"
+
+
+def _sizes(matrix: Tensor) -> str:
+    return f"{matrix.shape[0]} -> {matrix.shape[1]}"

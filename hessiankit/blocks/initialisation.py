@@ -21,17 +21,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks.attention import Attention
 from hessiankit.blocks.block import TransformerBlock
-from hessiankit.blocks.embeddings import PatchEmbedding, TokenEmbedding
+from hessiankit.blocks.embeddings import ClassHead, MeanPoolHead, PatchEmbedding, TokenEmbedding, TokenHead
 from hessiankit.blocks.feedforward import FeedForward
-from hessiankit.blocks.heads import ClassHead, MeanPoolHead, TokenHead
 from hessiankit.blocks.norms import GroupNorm
-from hessiankit.errors import InputError, unknown
+from hessiankit.support.errors import InputError, unknown
 
 CUT = 3.0
 """HybridNorm, Table 7, and OLMo: no entry is more than three standard deviations from 0."""
@@ -40,7 +40,7 @@ _OWNERS = (Attention, FeedForward, PatchEmbedding, TokenEmbedding, TokenHead, Me
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightPlace:
     """Where a weight stands: its letter and shape, the block it belongs to, and the width of the model.
 
     Args:
@@ -94,17 +94,17 @@ class Distribution:
         return nn.init.trunc_normal_(entries, 0.0, self.std, -limit, limit, generator=generator)
 
 
-def normal(place: Place) -> Distribution:
+def normal(place: WeightPlace) -> Distribution:
     """std = 1 / sqrt(2.5 d) for every matrix, the network's W_2 of fan-in d_ff too (HybridNorm, Sec. 4.4)."""
     return Distribution(1 / math.sqrt(2.5 * place.d_model) if place.std is None else place.std, CUT)
 
 
-def megatron(place: Place) -> Distribution:
+def megatron(place: WeightPlace) -> Distribution:
     """``normal``, what ends a branch divided by sqrt(2 L) (Shoeybi et al. 2020; HybridNorm, Table 7)."""
     return Distribution(normal(place).std / (math.sqrt(2 * place.n_layers) if place.ends_a_branch else 1.0), CUT)
 
 
-def depth_scaled(place: Place) -> Distribution:
+def depth_scaled(place: WeightPlace) -> Distribution:
     """``normal``, what ends a branch divided by sqrt(2 l) (HybridNorm, Sec. 4.4).
 
     The Curse of Depth does not say which matrices of block l its 1 / sqrt(2 l) scales; see ``ds-init`` for its source.
@@ -112,36 +112,36 @@ def depth_scaled(place: Place) -> Distribution:
     return Distribution(normal(place).std / (math.sqrt(2 * place.layer) if place.ends_a_branch else 1.0), CUT)
 
 
-def olmo(place: Place) -> Distribution:
+def olmo(place: WeightPlace) -> Distribution:
     """1 / sqrt(d); what ends a branch 1 / sqrt(2 n l), n = d for W_O and d_ff for W_2 (OLMo's code, where it is "mitchell")."""
     n = 2 * (place.d_model if place.letter == "W_O" else place.rows) * place.layer if place.ends_a_branch else place.d_model
     return Distribution(1 / math.sqrt(n), CUT)
 
 
-def olmo_printed(place: Place) -> Distribution:
+def olmo_printed(place: WeightPlace) -> Distribution:
     """1 / sqrt(d); what ends a branch 1 / sqrt(2 d l) (The Curse of Depth, Sec. 5.3)."""
     return Distribution(1 / math.sqrt((2 * place.layer if place.ends_a_branch else 1) * place.d_model), CUT)
 
 
-def xavier(place: Place) -> Distribution:
+def xavier(place: WeightPlace) -> Distribution:
     """Normal with variance 2 / (rows + columns) (Glorot and Bengio 2010); embeddings and positions 1 / d."""
     if place.letter in ("W_E", "P"):
         return Distribution(1 / math.sqrt(place.d_model))
     return Distribution(math.sqrt(2 / (place.rows + place.columns)))
 
 
-def deepnorm(place: Place) -> Distribution:
+def deepnorm(place: WeightPlace) -> Distribution:
     """``xavier``, values, W_O and network times beta = (8 L)^(-1/4), for a decoder or an encoder alone (Wang et al. 2022)."""
     scaled = place.letter in ("W_V", "W_O", "W_1", "W_G", "W_2")
     return Distribution(xavier(place).std * ((8 * place.n_layers) ** -0.25 if scaled else 1.0))
 
 
-def ds_init(place: Place) -> Distribution:
+def ds_init(place: WeightPlace) -> Distribution:
     """Xavier's uniform distribution, every matrix of block l divided by sqrt(l) (DS-Init, Zhang et al. 2019)."""
     return Distribution(xavier(place).std / (math.sqrt(place.layer) if place.in_a_block else 1.0), uniform=True)
 
 
-SCHEMES: dict[str, Callable[[Place], Distribution]] = {
+SCHEMES: dict[str, Callable[[WeightPlace], Distribution]] = {
     "normal": normal,
     "megatron": megatron,
     "scaled": megatron,
@@ -205,7 +205,7 @@ def initialise(
                 p.zero_()
             else:
                 rows, columns = p.shape
-                distribution = SCHEMES[scheme](Place(letter, rows, columns, layer, n_layers or depth, std))
+                distribution = SCHEMES[scheme](WeightPlace(letter, rows, columns, layer, n_layers or depth, std))
                 if letter in ("W_E", "P") and embedding_std is not None:
                     distribution = Distribution(embedding_std, distribution.cut, distribution.uniform)
                 p.copy_(distribution.draw(p.shape, generator))
@@ -229,3 +229,57 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramete
                 )
             seen.add(id(p))
             yield owner, letter, p, around.layer if around else 1, around.n_layers if around else depth
+
+
+def profile_admin(model: nn.Module, inputs: Any) -> list[float]:
+    """Set omega_1 and omega_2 of every ``admin`` block from one forward pass, and return them in the order of the sub-layers.
+
+    The i-th sub-layer x -> N(omega_i x + f_i(x)), attention and network counted alike, gets
+
+        omega_i = sqrt(1 + sum_{j<i} Var f_j) ,
+
+    the 1 being the variance of a normalised embedding, and Var f_j the variance of all entries of what branch j returns in a
+    pass with every omega at 1. omega is a vector with equal entries then, and each entry is learnable.
+
+    Args:
+        model: A model or a block with ``placement="admin"``.
+        inputs: A representative batch: what the model takes, a tuple of it, or a dict of keywords.
+
+    Raises:
+        InputError: If the model has no such block.
+
+    >>> block = TransformerBlock(d_model=4, d_ff=8, placement="admin")
+    >>> first, second = profile_admin(block, torch.randn(2, 3, 4))
+    >>> first, bool(second > 1)
+    (1.0, True)
+    """
+    blocks = [m for m in model.modules() if isinstance(m, TransformerBlock) and hasattr(m, "omega_1")]
+    if not blocks:
+        raise InputError(
+            f"profile_admin: the {type(model).__name__} has no block with placement='admin'; build it with that placement"
+        )
+    variances: list[float] = []
+
+    def record(_module: nn.Module, _args: Any, out: Tensor) -> None:
+        variances.append(float(out.var(correction=0)))
+
+    branches = [branch for block in blocks for branch in (block.attention, block.feedforward)]
+    omegas = [getattr(block, f"omega_{k}") for block in blocks for k in (1, 2)]
+    hooks = [branch.register_forward_hook(record) for branch in branches]
+    try:
+        with torch.no_grad():
+            for omega in omegas:
+                omega.fill_(1.0)
+            if isinstance(inputs, dict):
+                model(**inputs)
+            else:
+                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+            total, values = 1.0, []
+            for omega, variance in zip(omegas, variances, strict=True):
+                values.append(total**0.5)
+                omega.fill_(values[-1])
+                total += variance
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return values

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hessiankit.errors import InputError, check_sizes, unknown
+from hessiankit.support.errors import InputError, check_sizes, unknown
 
 NORMS = ("layernorm", "rmsnorm")
 

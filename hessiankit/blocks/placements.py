@@ -1,10 +1,16 @@
-"""The registry of norm placements: one line each, with its equation, its norms and its source.
+"""The norm placements: the equation of each, and the registry with norms and source.
 
 The names are those of HybridNorm (Zhuo et al. 2025) and The Curse of Depth (Sun et al. 2025), in lower case. ``#-post`` and its
 kin name the norms inside the attention: queries, keys, values, context.
 
 >>> print(PLACEMENTS["hybridnorm"])
 hybridnorm: attention on the bare stream with q, k, v normalised, Post-Norm network (HybridNorm, Eqs. 8-9)
+
+``b`` is a block: ``b.attention`` (with the norms of queries, keys, values and context inside), ``b.feedforward``, ``b.norm_1``
+of the attention and ``b.norm_2`` of the network, ``b.norm_3`` and ``b.norm_4`` where a sub-layer has a second norm; ``b.factor``
+is a Python float, ``b.omega_1``, ``b.lambda_1``, ... are parameters. An equation uses these, ``+``, ``float * X`` and
+``X * parameter``, nothing else: no shapes, no torch. So the same function also runs on symbols, with a stand-in for ``b``, and
+gives the closed forms of its block.
 """
 
 from __future__ import annotations
@@ -12,9 +18,135 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from hessiankit.blocks import equations as eq
-from hessiankit.errors import InputError, unknown
+from hessiankit.support.errors import InputError, unknown
+
+Equation = Callable[[Any, Any], Any]
+"""(block, X) -> X of the next block."""
+
+
+def post(b: Any, X: Any) -> Any:
+    """Post-Norm (Vaswani et al. 2017)."""
+    Y = b.norm_1(X + b.attention(X))
+    return b.norm_2(Y + b.feedforward(Y))
+
+
+def post_shifted(b: Any, X: Any) -> Any:
+    """Post-Norm with the norm in front, feeding branch and residual (HybridNorm, App. E)."""
+    N = b.norm_1(X)
+    Y = b.norm_2(N + b.attention(N))
+    return Y + b.feedforward(Y)
+
+
+def pre(b: Any, X: Any) -> Any:
+    """Pre-Norm."""
+    Y = X + b.attention(b.norm_1(X))
+    return Y + b.feedforward(b.norm_2(Y))
+
+
+def bare_post(b: Any, X: Any) -> Any:
+    """#-Post: no norm before the attention; the network's norm feeds its residual too. HybridNorm with # = QKV."""
+    Y = b.norm_2(X + b.attention(X))
+    return Y + b.feedforward(Y)
+
+
+def bare_pre(b: Any, X: Any) -> Any:
+    """#-Pre: no norm before the attention; the network's norm feeds the branch only."""
+    Y = X + b.attention(X)
+    return Y + b.feedforward(b.norm_2(Y))
+
+
+def pre_post(b: Any, X: Any) -> Any:
+    """Pre-#-Post: the attention's norm feeds the branch only, the network's feeds its residual too."""
+    Y = b.norm_2(X + b.attention(b.norm_1(X)))
+    return Y + b.feedforward(Y)
+
+
+def post_pre(b: Any, X: Any) -> Any:
+    """Post-Pre: the attention's norm feeds its residual too, the network's feeds the branch only."""
+    N = b.norm_1(X)
+    Y = N + b.attention(N)
+    return Y + b.feedforward(b.norm_2(Y))
+
+
+def lns(b: Any, X: Any) -> Any:
+    """LayerNorm Scaling: each norm's output times 1 / sqrt(l)."""
+    Y = X + b.attention(b.factor * b.norm_1(X))
+    return Y + b.feedforward(b.factor * b.norm_2(Y))
+
+
+def lns_before_ln(b: Any, X: Any) -> Any:
+    """LNS in front of the norms, which undo it up to eps."""
+    Y = X + b.attention(b.norm_1(b.factor * X))
+    return Y + b.feedforward(b.norm_2(b.factor * Y))
+
+
+def lns_after_branch(b: Any, X: Any) -> Any:
+    """LNS on what the branches return."""
+    Y = X + b.factor * b.attention(b.norm_1(X))
+    return Y + b.factor * b.feedforward(b.norm_2(Y))
+
+
+def lns_after_residual(b: Any, X: Any) -> Any:
+    """LNS on the stream, after each sum."""
+    Y = b.factor * (X + b.attention(b.norm_1(X)))
+    return b.factor * (Y + b.feedforward(b.norm_2(Y)))
+
+
+def lns_after_attention(b: Any, X: Any) -> Any:
+    """LNS on what the attention returns, not on the network."""
+    Y = X + b.factor * b.attention(b.norm_1(X))
+    return Y + b.feedforward(b.norm_2(Y))
+
+
+def lns_after_ffn(b: Any, X: Any) -> Any:
+    """LNS on what the network returns, not on the attention."""
+    Y = X + b.attention(b.norm_1(X))
+    return Y + b.factor * b.feedforward(b.norm_2(Y))
+
+
+def lns_attention_ln(b: Any, X: Any) -> Any:
+    """LNS on the attention's norm only."""
+    Y = X + b.attention(b.factor * b.norm_1(X))
+    return Y + b.feedforward(b.norm_2(Y))
+
+
+def lns_ffn_ln(b: Any, X: Any) -> Any:
+    """LNS on the network's norm only."""
+    Y = X + b.attention(b.norm_1(X))
+    return Y + b.feedforward(b.factor * b.norm_2(Y))
+
+
+def deepnorm(b: Any, X: Any) -> Any:
+    """Post-Norm with the residual times DeepNet's alpha, here ``b.factor``."""
+    Y = b.norm_1(b.factor * X + b.attention(X))
+    return b.norm_2(b.factor * Y + b.feedforward(Y))
+
+
+def admin(b: Any, X: Any) -> Any:
+    """Post-Norm with the residual times a learnable vector omega."""
+    Y = b.norm_1(X * b.omega_1 + b.attention(X))
+    return b.norm_2(Y * b.omega_2 + b.feedforward(Y))
+
+
+def sandwich(b: Any, X: Any) -> Any:
+    """A norm before and after each branch."""
+    Y = X + b.norm_3(b.attention(b.norm_1(X)))
+    return Y + b.norm_4(b.feedforward(b.norm_2(Y)))
+
+
+def branch_post(b: Any, X: Any) -> Any:
+    """A norm after each branch, before the sum."""
+    Y = X + b.norm_1(b.attention(X))
+    return Y + b.norm_2(b.feedforward(Y))
+
+
+def scaled_branches(b: Any, X: Any) -> Any:
+    """Pre-Norm with each branch times a learnable lambda: a vector in LayerScale, a number in SkipInit."""
+    Y = X + b.attention(b.norm_1(X)) * b.lambda_1
+    return Y + b.feedforward(b.norm_2(Y)) * b.lambda_2
+
 
 ALPHA = 0.25
 """Mix-LN's fraction of Post-Norm blocks (3 of 12 and 6 of 24 in its code)."""
@@ -41,7 +173,7 @@ class Placement:
 
     Args:
         name: Its name, in lower case.
-        equation: The block as a function of itself and the stream; see ``hessiankit.blocks.equations``.
+        equation: The block as a function of itself and the stream; see ``hessiankit.blocks.placements``.
         description: One line.
         source: Paper and equation.
         norms: Which of norm_1 ... norm_4 the block has.
@@ -56,7 +188,7 @@ class Placement:
     """
 
     name: str
-    equation: eq.Equation
+    equation: Equation
     description: str
     source: str
     norms: tuple[int, ...] = (1, 2)
@@ -102,7 +234,7 @@ _LAYERSCALE = Scale("lambda", True, layerscale_initial)
 _SKIPINIT = Scale("lambda", False, lambda layer, n_layers: 1 / math.sqrt(n_layers))
 
 
-def _lns(name: str, equation: eq.Equation, description: str, source: str = f"{COD}, Table 8") -> Placement:
+def _lns(name: str, equation: Equation, description: str, source: str = f"{COD}, Table 8") -> Placement:
     return Placement(name, equation, description, source, factor=_inverse_root)
 
 
@@ -113,10 +245,10 @@ def _families() -> list[Placement]:
         letters = ", ".join(inside.replace("c", ""))
         words = f"{letters} {'and the context ' if 'c' in inside else ''}normalised"
         for name, equation, norms, outside, source in (
-            ("{}-post", eq.bare_post, (2,), "attention on the bare stream, Post-Norm network", "Eqs. 41-42"),
-            ("{}-pre", eq.bare_pre, (2,), "attention on the bare stream, Pre-Norm network", "Eqs. 43-44"),
-            ("pre-{}-post", eq.pre_post, (1, 2), "Pre-Norm attention, Post-Norm network", "Eqs. 45-46"),
-            ("pre-{}-pre", eq.pre, (1, 2), "Pre-Norm attention and network", "Eqs. 47-48"),
+            ("{}-post", bare_post, (2,), "attention on the bare stream, Post-Norm network", "Eqs. 41-42"),
+            ("{}-pre", bare_pre, (2,), "attention on the bare stream, Pre-Norm network", "Eqs. 43-44"),
+            ("pre-{}-post", pre_post, (1, 2), "Pre-Norm attention, Post-Norm network", "Eqs. 45-46"),
+            ("pre-{}-pre", pre, (1, 2), "Pre-Norm attention and network", "Eqs. 47-48"),
         ):
             full = f"{outside}, {words}"
             made.append(Placement(name.format(inside), equation, full, f"{HN}, {source}", norms=norms, attention_norms=inside))
@@ -125,63 +257,63 @@ def _families() -> list[Placement]:
 
 _ALL = [
     Placement(
-        "post", eq.post, "Post-Norm: a norm after each residual sum", f"Vaswani et al. 2017; {HN}, Eqs. 3-4", final_norm=False
+        "post", post, "Post-Norm: a norm after each residual sum", f"Vaswani et al. 2017; {HN}, Eqs. 3-4", final_norm=False
     ),
-    Placement("pre", eq.pre, "Pre-Norm: a norm before each branch", f"{HN}, Eqs. 5-6; {COD}, Eqs. 2-3"),
+    Placement("pre", pre, "Pre-Norm: a norm before each branch", f"{HN}, Eqs. 5-6; {COD}, Eqs. 2-3"),
     Placement(
-        "hybridnorm", eq.bare_post, "attention on the bare stream with q, k, v normalised, Post-Norm network",
+        "hybridnorm", bare_post, "attention on the bare stream with q, k, v normalised, Post-Norm network",
         f"{HN}, Eqs. 8-9", norms=(2,), attention_norms="qkv",
     ),
     Placement(
-        "hybridnorm*", eq.bare_post, "hybridnorm, its first block pre-qkv-pre", f"{HN}, Eqs. 10-11", norms=(2,),
+        "hybridnorm*", bare_post, "hybridnorm, its first block pre-qkv-pre", f"{HN}, Eqs. 10-11", norms=(2,),
         attention_norms="qkv", rule=lambda layer, n_layers, alpha: "pre-qkv-pre" if layer == 1 else "hybridnorm",
     ),
     Placement(
-        "first-qkv-pre", eq.bare_post, "hybridnorm, its first block qkv-pre", f"{HN}, Fig. 4", norms=(2,),
+        "first-qkv-pre", bare_post, "hybridnorm, its first block qkv-pre", f"{HN}, Fig. 4", norms=(2,),
         attention_norms="qkv", rule=lambda layer, n_layers, alpha: "qkv-pre" if layer == 1 else "hybridnorm",
     ),
     Placement(
-        "embednorm-hybridnorm", eq.bare_post, "hybridnorm after a norm of the embedding", f"{HN}, Fig. 4", norms=(2,),
+        "embednorm-hybridnorm", bare_post, "hybridnorm after a norm of the embedding", f"{HN}, Fig. 4", norms=(2,),
         attention_norms="qkv", embedding_norm=True,
     ),
     *_families(),
-    Placement("pre-post", eq.pre_post, "Pre-Norm attention, Post-Norm network", f"{HN}, Eqs. 49-50"),
-    Placement("post-pre", eq.post_pre, "Post-Norm attention (norm in front), Pre-Norm network", f"{HN}, Eqs. 51-52"),
-    Placement("post-shifted", eq.post_shifted, "Post-Norm with each norm in front, feeding branch and residual", f"{HN}, App. E"),
+    Placement("pre-post", pre_post, "Pre-Norm attention, Post-Norm network", f"{HN}, Eqs. 49-50"),
+    Placement("post-pre", post_pre, "Post-Norm attention (norm in front), Pre-Norm network", f"{HN}, Eqs. 51-52"),
+    Placement("post-shifted", post_shifted, "Post-Norm with each norm in front, feeding branch and residual", f"{HN}, App. E"),
     Placement(
-        "mix-ln", eq.pre, "post for the first alpha L blocks, pre for the others", f"{HN}, Table 4; {COD}, Table 1",
+        "mix-ln", pre, "post for the first alpha L blocks, pre for the others", f"{HN}, Table 4; {COD}, Table 1",
         rule=lambda layer, n_layers, alpha: "post" if layer <= post_norm_layers(alpha, n_layers) else "pre",
     ),
-    _lns("lns", eq.lns, "LayerNorm Scaling: pre, each norm's output times 1 / sqrt(l)", f"{COD}, Eq. 12"),
-    _lns("lns-before-ln", eq.lns_before_ln, "pre, each norm's input times 1 / sqrt(l): pre itself but for eps"),
-    _lns("lns-after-branch", eq.lns_after_branch, "pre, each branch times 1 / sqrt(l)", f"{COD}, Tables 5 (ViT) and 8"),
-    _lns("lns-after-residual", eq.lns_after_residual, "pre, the stream after each sum times 1 / sqrt(l)"),
-    _lns("lns-only-attention", eq.lns_after_attention, "pre, what the attention returns times 1 / sqrt(l)"),
-    _lns("lns-only-ffn", eq.lns_after_ffn, "pre, what the network returns times 1 / sqrt(l)"),
-    _lns("lns-only-attention-ln", eq.lns_attention_ln, "pre, the output of the attention's norm times 1 / sqrt(l)"),
-    _lns("lns-only-ffn-ln", eq.lns_ffn_ln, "pre, the output of the network's norm times 1 / sqrt(l)"),
+    _lns("lns", lns, "LayerNorm Scaling: pre, each norm's output times 1 / sqrt(l)", f"{COD}, Eq. 12"),
+    _lns("lns-before-ln", lns_before_ln, "pre, each norm's input times 1 / sqrt(l): pre itself but for eps"),
+    _lns("lns-after-branch", lns_after_branch, "pre, each branch times 1 / sqrt(l)", f"{COD}, Tables 5 (ViT) and 8"),
+    _lns("lns-after-residual", lns_after_residual, "pre, the stream after each sum times 1 / sqrt(l)"),
+    _lns("lns-only-attention", lns_after_attention, "pre, what the attention returns times 1 / sqrt(l)"),
+    _lns("lns-only-ffn", lns_after_ffn, "pre, what the network returns times 1 / sqrt(l)"),
+    _lns("lns-only-attention-ln", lns_attention_ln, "pre, the output of the attention's norm times 1 / sqrt(l)"),
+    _lns("lns-only-ffn-ln", lns_ffn_ln, "pre, the output of the network's norm times 1 / sqrt(l)"),
     Placement(
-        "deepnorm", eq.deepnorm, "post with the residual times alpha = (2 L)^(1/4)", "Wang et al. 2022 (DeepNet)",
+        "deepnorm", deepnorm, "post with the residual times alpha = (2 L)^(1/4)", "Wang et al. 2022 (DeepNet)",
         factor=lambda layer, n_layers: (2 * n_layers) ** 0.25, final_norm=False,
     ),
     Placement(
-        "admin", eq.admin, "post with the residual times a learnable vector omega", "Liu et al. 2020 (Admin)",
+        "admin", admin, "post with the residual times a learnable vector omega", "Liu et al. 2020 (Admin)",
         scales=(_OMEGA,), final_norm=False,
     ),
     Placement(
-        "sandwich", eq.sandwich, "pre with a second norm after each branch", "Ding et al. 2021 (CogView)", norms=(1, 2, 3, 4)
+        "sandwich", sandwich, "pre with a second norm after each branch", "Ding et al. 2021 (CogView)", norms=(1, 2, 3, 4)
     ),
-    Placement("group-ln", eq.pre, "pre with each norm in groups of features", f"{COD}, Table 7", grouped=True),
+    Placement("group-ln", pre, "pre with each norm in groups of features", f"{COD}, Table 7", grouped=True),
     Placement(
-        "layerscale", eq.scaled_branches, "pre with each branch times a learnable vector", f"{COD}, Table 6; Touvron et al. 2021",
+        "layerscale", scaled_branches, "pre with each branch times a learnable vector", f"{COD}, Table 6; Touvron et al. 2021",
         scales=(_LAYERSCALE,),
     ),
     Placement(
-        "skipinit", eq.scaled_branches, "pre with each branch times a learnable number", f"{COD}, Table 6; De and Smith 2020",
+        "skipinit", scaled_branches, "pre with each branch times a learnable number", f"{COD}, Table 6; De and Smith 2020",
         scales=(_SKIPINIT,),
     ),
     Placement(
-        "olmo2", eq.branch_post, "a norm after each branch, q and k normalised over all heads", "OLMo 2 (2025)",
+        "olmo2", branch_post, "a norm after each branch, q and k normalised over all heads", "OLMo 2 (2025)",
         attention_norms="qk", norm_scope="full",
     ),
 ]  # fmt: skip

@@ -6,14 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hessiankit.arguments import checked
 from hessiankit.blocks.block import TransformerBlock
-from hessiankit.blocks.embeddings import PatchEmbedding, TokenEmbedding
-from hessiankit.blocks.heads import ClassHead, MeanPoolHead, TokenHead
+from hessiankit.blocks.embeddings import ClassHead, MeanPoolHead, PatchEmbedding, TokenEmbedding, TokenHead
 from hessiankit.blocks.initialisation import initialise
 from hessiankit.blocks.norms import make_norm
 from hessiankit.blocks.placements import placement_of
-from hessiankit.errors import InputError, check_sizes, unknown
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError, check_sizes, unknown
 
 HEADS = ("token", "mean", "class")
 

@@ -20,22 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
+from hessiankit.blocks.attention import rotate
 from hessiankit.blocks.norms import GroupNorm
-from hessiankit.blocks.rotary import rotate
-from hessiankit.bounding.bounded import Bounded, Scale, Sphere, constant
 from hessiankit.bounding.rules import (
     ACTIVATION_CONSTANTS,
-    Weight,
+    Bounded,
+    BoundedScale,
+    BoundedWeight,
+    Sphere,
     ZeroScaleError,
     activation,
     affine,
+    constant,
     hadamard,
     merge,
     mixed,
     norm,
     split,
 )
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 ROUNDING = 1e-13
 """Of the terms that cancel in the output of a norm: what they leave in a Hessian computed in float64 is not above the bound."""
@@ -87,7 +90,7 @@ def a_priori(
     Raises:
         InputError: If the placement or the loss has no rule, or a norm with eps = 0 meets a row whose scale may be 0.
     """
-    parts = _Parts(block, radius)
+    parts = _BoundedParts(block, radius)
     try:
         given = constant(X.detach().double())
         Z = parts.attention(given) if isinstance(block, Attention) else block.equation(parts, given)
@@ -149,7 +152,7 @@ def _on_a_sphere(Z: Bounded, sphere: Sphere, T: Tensor, names: tuple[str, ...]) 
     return norms
 
 
-class _Parts:
+class _BoundedParts:
     """A block's parts, on bounded values."""
 
     def __init__(self, block: TransformerBlock | Attention, radius: float | Mapping[str, float]) -> None:
@@ -188,7 +191,7 @@ class _Parts:
     def __getattr__(self, name: str) -> Any:
         part = getattr(self.__dict__["block"], name)
         if isinstance(part, nn.Parameter):
-            return Scale(name, part.detach().double(), self._radius(name))
+            return BoundedScale(name, part.detach().double(), self._radius(name))
         if isinstance(part, nn.Module):
             return lambda X: self._norm(X, part, name)
         return part
@@ -196,9 +199,9 @@ class _Parts:
     def _radius(self, name: str) -> float:
         return self.radius.get(name, 0.0) if isinstance(self.radius, Mapping) else float(self.radius)
 
-    def _weight(self, name: str) -> Weight | None:
+    def _weight(self, name: str) -> BoundedWeight | None:
         found = self.named.get(name)
-        return None if found is None else Weight(name, found.detach().double(), self._radius(name))
+        return None if found is None else BoundedWeight(name, found.detach().double(), self._radius(name))
 
     def _affine(self, X: Bounded, weight: str, bias: str) -> Bounded:
         W = self._weight(weight)
@@ -236,7 +239,7 @@ class _Parts:
         gain, shift = self._weight(f"{name}.weight"), self._weight(f"{name}.bias")
         out = X
         if gain is not None:
-            out = out * Scale(gain.name, gain.centre, gain.radius)
+            out = out * BoundedScale(gain.name, gain.centre, gain.radius)
         if shift is not None:
             root = math.sqrt(out.length)
             length = float(shift.centre.norm()) + shift.radius

@@ -9,21 +9,131 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.attack_report import AttackReport, Attempt, Found, Violation
 from hessiankit.bounding.certified import frobenius_upper, gershgorin_upper, schatten_upper, verified_upper
+from hessiankit.bounding.high_precision import norm_from_below
 from hessiankit.bounding.loss_surface import loss_surface_bound
-from hessiankit.bounding.problems import Problem, draw_problem
-from hessiankit.bounding.referee import norm_from_below
+from hessiankit.bounding.problems import BoundProblem, draw_problem
 from hessiankit.bounding.structured import structured
-from hessiankit.curvature import Hessian
-from hessiankit.errors import HessiankitError, InputError
-from hessiankit.progress import Tell
-from hessiankit.request.task import make_task
+from hessiankit.curvature.dense import Hessian
+from hessiankit.engine.problem.own_call import make_task
+from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.progress import Tell
+from hessiankit.support.tables import Piece, Printed, table
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One norm beside one bound.
+
+    Attributes:
+        bound: The name of the bound.
+        true: The norm.
+        limit: What the bound says it does not exceed.
+        rows: Where the block stands in the Hessian; None if the norm is not of a block.
+        columns: The same.
+        vector: The block's right singular vector.
+    """
+
+    bound: str
+    true: float
+    limit: float
+    rows: slice | None = None
+    columns: slice | None = None
+    vector: Tensor | None = None
+
+    @property
+    def ratio(self) -> float:
+        """true / limit, at most 1 unless the bound is violated."""
+        return self.true / self.limit if self.limit else (float("inf") if self.true else 0.0)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The largest ratio of a bound, and the problem that has it."""
+
+    ratio: float
+    seed: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A bound that was exceeded.
+
+    Attributes:
+        bound: Its name.
+        seed: Of the problem.
+        problem: In words.
+        ratio: true / bound in float64.
+        refereed: The same in 80 digits; None if the norm is not of a block of the Hessian.
+    """
+
+    bound: str
+    seed: int
+    problem: str
+    ratio: float
+    refereed: float | None
+
+
+@dataclass(repr=False)
+class AttackReport(Printed):
+    """What a campaign found.
+
+    Attributes:
+        seed: The first problem's.
+        asked: Problems asked for.
+        problems: Problems tried.
+        attempts: Norms compared with bounds.
+        climbed: Steps of ascents.
+        undefined: Problems of which a Hessian or a bound is not defined, such as rows of variance 0 with eps = 0.
+        refereed: Excesses in float64 that were decided in 80 digits.
+        largest: Bound -> its largest ratio; what the referee lowered counts as lowered.
+        violations: Those that remain.
+        seconds: Time.
+        interrupted: Whether the campaign was cut short.
+    """
+
+    seed: int
+    asked: int
+    problems: int = 0
+    attempts: int = 0
+    climbed: int = 0
+    undefined: int = 0
+    refereed: int = 0
+    largest: dict[str, Found] = field(default_factory=dict)
+    violations: list[Violation] = field(default_factory=list)
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    def __bool__(self) -> bool:
+        return not self.violations
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python data."""
+        largest = {name: vars(found) for name, found in sorted(self.largest.items())}
+        return {**vars(self), "largest": largest, "violations": [vars(v) for v in self.violations]}
+
+    def _headline(self) -> str:
+        found = f"VIOLATED: {len(self.violations)} times" if self.violations else "no bound is violated"
+        done = f"{self.problems} of {self.asked} problems, interrupted" if self.interrupted else f"{self.problems} problems"
+        return f"{found}; largest norm / bound of {done} ({self.attempts} comparisons, {self.climbed} steps of ascents)"
+
+    def _parts(self) -> Iterator[Piece]:
+        rows = [(name, f"{f.ratio:.10g}", str(f.seed), f.problem) for name, f in sorted(self.largest.items())]
+        yield self._headline()
+        yield table(("bound", "norm / bound", "seed", "problem"), rows, prose=("problem",), drop=("problem",))
+        yield (f"{self.undefined} problems without a defined Hessian or bound; {self.refereed} excesses decided in 80 digits")
+        yield from (
+            f"VIOLATED: {v.bound} by {v.ratio:.6g} (80 digits: {v.refereed}), --attack 1 --seed {v.seed}" for v in self.violations
+        )
+
 
 EXCESS, FLOOR = 1e-9, 1e-12
 """What a ratio may exceed 1 by, in float64, without a referee; and below what share of the Hessian a block is rounding."""
@@ -64,7 +174,7 @@ def attack(n: int, *, seed: int = 0, steps: int = STEPS, tell: Tell | None = Non
     return report
 
 
-def ascend(problem: Problem, bound: Callable[[Problem], float], steps: int, seed: int = 0) -> float:
+def ascend(problem: BoundProblem, bound: Callable[[BoundProblem], float], steps: int, seed: int = 0) -> float:
     """Return the largest true / bound of a random ascent over parameters and input, which the problem is left at."""
     draw = torch.Generator().manual_seed(seed)
     moved = [problem.x, *(p.data for p in problem.module.parameters())]
@@ -83,7 +193,7 @@ def ascend(problem: Problem, bound: Callable[[Problem], float], steps: int, seed
     return best
 
 
-def _ratio(problem: Problem, bound: Callable[[Problem], float]) -> float:
+def _ratio(problem: BoundProblem, bound: Callable[[BoundProblem], float]) -> float:
     """Return true / bound, or 0 where either is not defined."""
     try:
         true, limit = problem.hessian.spectral_norm(), bound(problem)
@@ -92,11 +202,11 @@ def _ratio(problem: Problem, bound: Callable[[Problem], float]) -> float:
     return true / limit if limit else 0.0
 
 
-def _a_priori(problem: Problem) -> float:
+def _a_priori(problem: BoundProblem) -> float:
     return a_priori(problem.module, problem.x, problem.target, loss=problem.loss).whole
 
 
-def _structured(problem: Problem) -> float:
+def _structured(problem: BoundProblem) -> float:
     return structured(make_task("attack", problem.module, problem.x[None], problem.target[None], problem.loss)).whole
 
 
@@ -115,7 +225,7 @@ def _try(report: AttackReport, seed: int, steps: int) -> None:
         _judge_all(report, problem, lambda: _at_the_point(problem))
 
 
-def _judge_all(report: AttackReport, problem: Problem, tried: Callable[[], Iterator[Attempt]]) -> None:
+def _judge_all(report: AttackReport, problem: BoundProblem, tried: Callable[[], Iterator[Attempt]]) -> None:
     """Judge attempts while the problem stands where they were made."""
     try:
         for attempt in tried():
@@ -124,7 +234,7 @@ def _judge_all(report: AttackReport, problem: Problem, tried: Callable[[], Itera
         report.undefined += 1
 
 
-def _judge(report: AttackReport, problem: Problem, attempt: Attempt) -> None:
+def _judge(report: AttackReport, problem: BoundProblem, attempt: Attempt) -> None:
     report.attempts += 1
     words = f"{problem.name}, {problem.regime}, {problem.loss}, L = {len(problem.x)}"
     ratio, exact = attempt.ratio, None
@@ -139,7 +249,7 @@ def _judge(report: AttackReport, problem: Problem, attempt: Attempt) -> None:
         report.largest[attempt.bound] = Found(ratio, problem.seed, words)
 
 
-def _at_the_point(problem: Problem) -> Iterator[Attempt]:
+def _at_the_point(problem: BoundProblem) -> Iterator[Attempt]:
     """The Hessian and its blocks beside the bounds that hold at one point."""
     H = problem.hessian
     matrix = H.matrix
@@ -173,7 +283,7 @@ def _worst_block(H: Hessian, whole: float, name: str, limit: Callable[[str, str]
         yield found
 
 
-def _over_a_ball(problem: Problem, choose: random.Random) -> Iterator[Attempt]:
+def _over_a_ball(problem: BoundProblem, choose: random.Random) -> Iterator[Attempt]:
     """Points of a ball of parameters, on its surface as a rule, beside the bound of the ball."""
     radius = {n: float(p.detach().norm()) * 10 ** choose.uniform(-4, 0) for n, p in problem.module.named_parameters()}
     limit = a_priori(problem.module, problem.x, problem.target, loss=problem.loss, radius=radius).whole
@@ -195,7 +305,7 @@ def _over_a_ball(problem: Problem, choose: random.Random) -> Iterator[Attempt]:
                 p.copy_(centre[name])
 
 
-def _along_a_segment(problem: Problem, choose: random.Random) -> Iterator[Attempt]:
+def _along_a_segment(problem: BoundProblem, choose: random.Random) -> Iterator[Attempt]:
     """The change of the loss by one more sample beside the repaired Theorem 7."""
     draw = torch.Generator().manual_seed(problem.seed)
     size = 10 ** choose.uniform(-4, 0)

@@ -20,7 +20,7 @@ import torch
 from scipy.sparse.linalg import eigsh
 from torch import Tensor
 
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 SQUARINGS = 5
 """Schatten norms are taken of order 2^(SQUARINGS + 1): at most n^(1/64) above the spectral norm."""
@@ -31,7 +31,7 @@ LARGE = 512
 
 
 @dataclass(frozen=True)
-class Interval:
+class CertifiedInterval:
     """Two numbers that a quantity lies between."""
 
     lower: float
@@ -267,8 +267,8 @@ class Certificate:
         norms: The norm of each block in floating point.
     """
 
-    whole: Interval
-    pairs: Mapping[tuple[str, str], Interval]
+    whole: CertifiedInterval
+    pairs: Mapping[tuple[str, str], CertifiedInterval]
     bounds: Mapping[str, float | None]
     norm: float
     norms: Mapping[tuple[str, str], float]
@@ -289,7 +289,7 @@ def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
     if not bool(torch.isfinite(H).all()):
         raise InputError("certify: the matrix holds NaN or infinite entries")
     names = list(slices)
-    pairs: dict[tuple[str, str], Interval] = {}
+    pairs: dict[tuple[str, str], CertifiedInterval] = {}
     norms: dict[tuple[str, str], float] = {}
     for a, i in enumerate(names):
         for j in names[a:]:
@@ -297,7 +297,7 @@ def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
             norm, lower, proved = _norm(block, symmetric=i == j)
             bounds_of_block = [frobenius_upper(block), gershgorin_upper(block), schatten_upper(block)]
             upper = min(bounds_of_block if proved is None else [*bounds_of_block, proved])
-            pairs[i, j] = pairs[j, i] = Interval(lower, upper)
+            pairs[i, j] = pairs[j, i] = CertifiedInterval(lower, upper)
             norms[i, j] = norms[j, i] = norm
     table = torch.tensor([[pairs[i, j].upper for j in names] for i in names], dtype=torch.float64)
     norm, lower, proved = _norm(H, symmetric=True)
@@ -309,7 +309,7 @@ def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
         "frobenius": frobenius_upper(H),
     }
     upper = min(value for value in bounds.values() if value is not None)
-    return Certificate(Interval(lower, upper), pairs, bounds, norm, norms)
+    return Certificate(CertifiedInterval(lower, upper), pairs, bounds, norm, norms)
 
 
 def _scaled(A: Tensor) -> tuple[Tensor, float]:

@@ -24,10 +24,9 @@ from torch import Tensor
 from derivations.bounds.attention_printed import theorem_7_corrected
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
-from hessiankit.errors import InputError
-from hessiankit.request.own_call import own_gradient, own_value
-from hessiankit.request.task import make_task
-from hessiankit.tables import Piece, Printed, table
+from hessiankit.engine.problem.own_call import make_task, own_gradient, own_value
+from hessiankit.support.errors import InputError
+from hessiankit.support.tables import Piece, Printed, table
 
 WHO = "loss_surface_bound"
 

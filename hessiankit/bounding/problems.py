@@ -1,4 +1,4 @@
-"""Problems to try bounds on: tiny blocks of every placement and attentions alone, at every scale and at their worst points."""
+"""Problems to try bounds on: tiny blocks of every placement and attentions alone, at every scale and at their worst."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import PLACEMENTS, Attention, TransformerBlock
-from hessiankit.curvature import Hessian, hessian
+from hessiankit.curvature.dense import Hessian, hessian
 
 KINKED = ("relu", "leaky_relu")
 """Activations across whose kinks no second derivative bounds a change."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class BoundProblem:
     """One problem: a module, one sequence and what its output is compared with.
 
     Attributes:
@@ -50,7 +50,7 @@ class Problem:
         return isinstance(self.module, TransformerBlock) and self.module.feedforward.activation in KINKED
 
 
-def draw_problem(seed: int, *, placement: str | None = None) -> Problem:
+def draw_problem(seed: int, *, placement: str | None = None) -> BoundProblem:
     """Draw a problem with weights from 1e-3 to 1e3 and, by turns, one thing at its extreme.
 
     The regimes: "plain"; "peaked", logits scaled so that their largest gap is 1 to 1e3; "constant", rows of the input that
@@ -82,11 +82,11 @@ def draw_problem(seed: int, *, placement: str | None = None) -> Problem:
         _set_logit_gap(module, x, 10 ** choose.uniform(0, 3 if regime == "peaked" else 1))
     loss = choose.choice(["mse", "mse", "cross_entropy"])
     if loss == "cross_entropy":
-        return Problem(seed, name, regime, module, x, torch.randint(4, (length,), generator=draw), loss)
+        return BoundProblem(seed, name, regime, module, x, torch.randint(4, (length,), generator=draw), loss)
     target = normal(length, 4) * choose.choice([0.0, 1.0, 100.0])
     if regime == "fitted":
         target = module(x).detach() * (1 + choose.choice([0.0, 1e-3, 0.1]) * normal(length, 4))
-    return Problem(seed, name, regime, module, x, target, loss)
+    return BoundProblem(seed, name, regime, module, x, target, loss)
 
 
 def _module(choose: random.Random, name: str) -> TransformerBlock | Attention:

@@ -1,17 +1,308 @@
-"""Bounds from a problem's own intermediate values, for any module that can be traced: see ``hessiankit.bounding.sites``."""
+"""Bounds from a problem's own intermediate values: the curvature of a loss site by site, each with its sign.
+
+With J_v the Jacobian of site v's inputs in the parameters and K_v = lambda_v . D^2 phi_v its contracted second derivative,
+
+    H = sum_v J_v^T K_v J_v,      K_v = K_v^+ - K_v^-   (both positive semidefinite),
+
+so that -N <= H <= P in the order of quadratic forms, with P = sum_v J_v^T K_v^+ J_v and N = sum_v J_v^T K_v^- J_v, and
+
+    ||H||_2 <= max(lambda_max(P), lambda_max(N)),      ||H_ij||_2 <= (||P_ii|| ||P_jj||)^{1/2} + (||N_ii|| ||N_jj||)^{1/2} .
+
+A product of two moving factors bends by 2 a^T B b, and for every c > 0 that is |c^{1/2} a' + c^{-1/2} b'|^2/2 minus the same
+with the other sign; c is chosen so that both sides weigh the same. What stands between the last sum and the loss is taken
+as one site, because the Gauss-Newton part and the last norm's curvature cancel there (bounds review, section 3.4).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations_with_replacement
 
 import torch
+from scipy.sparse import bmat, csr_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from derivations.linear import Linear, MatMul, Multiply
 from hessiankit.bounding.certified import largest_eigenvalue, spectral_norm
-from hessiankit.bounding.sites import Site, sites
-from hessiankit.request.task import Task
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+from hessiankit.engine.problem.task import Task
+from hessiankit.support.errors import InputError
+from hessiankit.tracing.trace import Application, Trace
+
+LARGEST = 3000
+"""Entries of the inputs of a site whose curvature is neither row by row nor a product: it is written out as a matrix."""
+
+
+@dataclass(frozen=True)
+class SiteRoots:
+    """The two roots of one site's share: J^T K J = plus^T plus - minus^T minus, each with a column for each parameter entry.
+
+    ``rounding`` is what float64 may leave of terms that cancel inside the site, and ``reach`` has the root of what the rounding
+    of the eigenvectors may leave of each diagonal entry, which is much where a small share meets large eigenvalues.
+    """
+
+    name: str
+    plus: Tensor
+    minus: Tensor
+    rounding: float = 0.0
+    reach: Tensor | None = None
+
+    def rounding_of(self, rows: slice, columns: slice) -> float:
+        """Return what the eigenvectors' rounding may leave of a block: n eps ||K|| ||J_i|| ||J_j||, and ``rounding``."""
+        if self.reach is None:
+            return self.rounding
+        return self.rounding + float(self.reach[rows].norm() * self.reach[columns].norm())
+
+    @cached_property
+    def reads(self) -> Tensor:
+        """(P,), whether the site moves with a parameter entry at all."""
+        return self.plus.any(0) | self.minus.any(0)
+
+
+def sites(task: Task) -> list[SiteRoots]:
+    """Return the sites of a loss, whose shares add up to its Hessian.
+
+    Raises:
+        InputError: If a site is too large to be written out.
+    """
+    traced = loss_trace(task, normalizer_of(task)).trace
+    steps = _steps(traced)
+    tail = _tail(traced, steps)
+    tangents = _tangents(traced, task)
+    found: list[SiteRoots] = []
+    for k, (a, ids, adjoint) in enumerate(steps):
+        if k == len(steps) - len(tail):
+            found.append(_tail_site(traced, tail, tangents))
+            break
+        entering = [None if at is None else tangents[at] for at in ids]
+        if not a.primitive.is_linear:
+            site = _site(traced, a, entering, adjoint)
+            if site is not None:
+                found.append(site)
+        tangents[a.output] = a.primitive.jvp(traced.gather(a), entering)  # type: ignore[arg-type]
+    return found
+
+
+Step = tuple[Application, tuple[int | None, ...], Tensor]
+
+
+def _steps(trace: Trace) -> list[Step]:
+    """The applications on the way to the loss, with the ids of their moving inputs and their adjoints."""
+    out = trace.values[trace.output]
+    bars = {trace.output: torch.ones_like(out).unsqueeze(0)}
+    steps: list[Step] = []
+    for a in reversed(trace.applications):
+        bar = bars.pop(a.output, None)
+        if bar is None:
+            continue
+        ids = tuple(at if at in trace.moving else None for at in a.inputs)
+        steps.append((a, ids, bar[0]))
+        for at, covector in zip(ids, a.primitive.vjp(trace.gather(a), bar), strict=True):  # type: ignore[arg-type]
+            if at is not None and covector is not None:
+                bars[at] = bars[at] + covector if at in bars else covector
+    return steps[::-1]
+
+
+def _tail(trace: Trace, steps: list[Step]) -> list[Step]:
+    """The applications at the end that read one value of the network, gains and shifts, and no weight matrix."""
+    leaves = set(trace.parameters.values())
+    tail: list[Step] = []
+    for step in reversed(steps):
+        read = [at for at in step[1] if at is not None and at not in leaves]
+        weights = [at for at in step[1] if at is not None and at in leaves and trace.values[at].ndim > 1]
+        if len(read) != 1 or weights:
+            break
+        tail.insert(0, step)
+    return tail
+
+
+def _tangents(trace: Trace, task: Task) -> dict[int, Tensor]:
+    """The unit tangents of the parameters, (P, *shape) each."""
+    like = next(iter(task.parameters.values()))
+    eye = torch.eye(task.size, dtype=like.dtype, device=like.device)
+    return {
+        trace.parameters[name]: eye[:, task.slices[name]].reshape(task.size, *value.shape)
+        for name, value in task.parameters.items()
+    }
+
+
+def _site(trace: Trace, a: Application, entering: Sequence[Tensor | None], adjoint: Tensor) -> SiteRoots | None:
+    """Return one application as a site, or None if it does not bend here."""
+    inputs, name = trace.gather(a), type(a.primitive).__name__
+    moving = [k for k, tangent in enumerate(entering) if tangent is not None]
+    if len(moving) == 1 and isinstance(a.primitive, MatMul | Linear | Multiply):
+        return None  # linear in the one factor that moves
+    if len(moving) == 2 and isinstance(a.primitive, MatMul | Linear | Multiply):
+        return _product_site(name, a, inputs, entering, adjoint)
+    if len(moving) == 1:
+        rows = _rows_of(a, inputs, moving[0])
+        if rows is not None:
+            return _row_site(name, a, inputs, entering, adjoint, moving[0], rows)
+    parts = [inputs[k] for k in moving]
+    units = _units(name, [x for x in parts if x is not None])
+    bent = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), moving, units))  # type: ignore[arg-type]
+    total = units[0].shape[0]
+    K = torch.cat([_flat(bent[k], total, inputs[k]) for k in moving], 1)
+    J = torch.cat([_columns(entering[k]) for k in moving])
+    return _from_matrix(name, K, J)
+
+
+def _rows_of(a: Application, inputs: Sequence[Tensor | None], k: int) -> int | None:
+    """Return the most leading axes whose rows the second derivative keeps apart, or None for none."""
+    x = inputs[k]
+    assert x is not None
+    flags = [m == k for m in range(len(inputs))]
+    for axes in range(x.ndim, 0, -1):
+        if a.primitive.separable(inputs, axes, flags):  # type: ignore[arg-type]
+            return axes
+    return None
+
+
+def _row_site(
+    name: str,
+    a: Application,
+    inputs: Sequence[Tensor | None],
+    entering: Sequence[Tensor | None],
+    adjoint: Tensor,
+    k: int,
+    axes: int,
+) -> SiteRoots | None:
+    x, tangent = inputs[k], entering[k]
+    assert x is not None
+    assert tangent is not None
+    row = x.shape[axes:]
+    width = row.numel()
+    units = torch.eye(width, dtype=x.dtype, device=x.device).reshape(width, *([1] * axes), *row).expand(width, *x.shape)
+    bent = a.primitive.curvature(inputs, adjoint, [units if m == k else None for m in range(len(inputs))])[k]  # type: ignore[arg-type]
+    if bent is None:
+        return None
+    K = bent.reshape(width, -1, width).transpose(0, 1)  # rows, width, width
+    J = tangent.reshape(tangent.shape[0], -1, width).permute(1, 2, 0)  # rows, width, P
+    return _from_matrix(name, K, J)
+
+
+def _product_site(
+    name: str, a: Application, inputs: Sequence[Tensor | None], entering: Sequence[Tensor | None], adjoint: Tensor
+) -> SiteRoots:
+    i, j = (k for k, tangent in enumerate(entering) if tangent is not None)
+    first, second = inputs[i], inputs[j]
+    assert first is not None
+    assert second is not None
+    units = torch.eye(second.numel(), dtype=second.dtype, device=second.device).reshape(-1, *second.shape)
+    bent = a.primitive.curvature(inputs, adjoint, [units if m == j else None for m in range(len(inputs))])[i]  # type: ignore[arg-type]
+    B = _flat(bent, second.numel(), first).T  # entries of the first x entries of the second
+    (at_left, J), (at_right, G) = (_moving(_columns(entering[k])) for k in (i, j))
+    lefts, rights = [J[:0]], [G[:0]]
+    for rows, columns in _components(B):
+        U, s, Vh = torch.linalg.svd(B[rows.unsqueeze(1), columns], full_matrices=False)
+        lefts.append(s.sqrt().unsqueeze(1) * (U.T @ J[rows]))
+        rights.append(s.sqrt().unsqueeze(1) * (Vh @ G[columns]))
+    left, right = torch.cat(lefts), torch.cat(rights)
+    sizes = spectral_norm(left), spectral_norm(right)
+    if min(sizes) > 0:
+        c = min(max((sizes[1] / sizes[0]) ** 0.5, 1e-75), 1e75)  # any c > 0 will do; beyond these, squares overflow
+        left, right = left * c, right / c
+    plus, minus = (_spread(left / 2**0.5, at_left) for _ in range(2))
+    plus[:, at_right] += right / 2**0.5
+    minus[:, at_right] -= right / 2**0.5
+    return SiteRoots(name, plus, minus)
+
+
+def _components(B: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows and columns of B that share entries with no others: X W, for one, pairs each column of X with one row of W."""
+    m, n = B.shape
+    graph = bmat([[None, csr_array(B.cpu())], [csr_array((n, m)), None]])
+    _, labels = connected_components(graph, directed=False)
+    order = torch.from_numpy(labels.argsort(kind="stable")).to(B.device)
+    for members in order.split(torch.from_numpy(labels).bincount().tolist()):
+        rows, columns = members[members < m], members[members >= m] - m
+        if rows.numel() and columns.numel():
+            yield rows, columns
+
+
+def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> SiteRoots:
+    """Return what stands at the end as one site: its Hessian in the value and the parameters that it reads."""
+    made = {a.output for a, _, _ in tail}
+    ids = list(dict.fromkeys(at for _, inputs, _ in tail for at in inputs if at is not None and at not in made))
+    units = _units("the end", [trace.values[at] for at in ids])
+    moved: dict[int, Tensor] = dict(zip(ids, units, strict=True))
+    for a, inputs, _ in tail[:-1]:
+        moved[a.output] = a.primitive.jvp(trace.gather(a), [None if at is None else moved[at] for at in inputs])  # type: ignore[arg-type]
+    bars: dict[int, Tensor] = {}
+    cancelling = 0.0
+    for a, inputs, adjoint in reversed(tail):
+        at_point, bar = trace.gather(a), bars.pop(a.output, None)
+        pulled = [None] * len(inputs) if bar is None else a.primitive.vjp(at_point, bar)  # type: ignore[arg-type]
+        bent: Sequence[Tensor | None] = [None] * len(inputs)
+        if not a.primitive.is_linear:
+            entering = [None if at is None else moved[at] for at in inputs]
+            bent = a.primitive.curvature(at_point, adjoint, entering)  # type: ignore[arg-type]
+        for at, *covectors in zip(inputs, pulled, bent, strict=True):
+            for covector in covectors:
+                if at is not None and covector is not None:
+                    bars[at] = bars[at] + covector if at in bars else covector
+                    cancelling += float(covector.norm())
+    total = units[0].shape[0]
+    K = torch.cat([_flat(bars.get(at), total, trace.values[at]) for at in ids], 1)
+    J = torch.cat([_columns(tangents[at]) for at in ids])
+    return replace(_from_matrix("the end", K, J), rounding=1e-14 * cancelling * float(J.norm()) ** 2)
+
+
+def _from_matrix(name: str, K: Tensor, J: Tensor) -> SiteRoots:
+    """Split K, one matrix or one for each row, by the signs of its eigenvalues."""
+    w, V = torch.linalg.eigh((K + K.mT) / 2)
+    at, J = _moving(J)
+    root = w.abs().sqrt().unsqueeze(-1) * (V.mT @ J)
+    largest = w.abs().amax(-1).sqrt()[..., None, None] if w.ndim > 1 else w.abs().max().sqrt()
+    reach = (largest * J).square().sum(tuple(range(J.ndim - 1)), keepdim=True).sqrt().reshape(1, -1)
+    reach = _spread(reach * (w.shape[-1] * torch.finfo(w.dtype).eps) ** 0.5, at)[0]
+    return SiteRoots(name, _spread(root[w > 0], at), _spread(root[w < 0], at), reach=reach)
+
+
+def _moving(J: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mask of the columns that are not zero, the parameter entries that something moves with, and these columns."""
+    at = J.reshape(-1, J.shape[-1]).any(0)
+    return at, J[..., at]
+
+
+def _spread(columns: Tensor, at: Tensor) -> Tensor:
+    """Return the columns at their places, with zeros for the others."""
+    out = columns.new_zeros(len(columns), len(at))
+    out[:, at] = columns
+    return out
+
+
+def _units(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The unit tangents of several values together."""
+    total = sum(x.numel() for x in parts)
+    if total > LARGEST:
+        raise InputError(f"bounds: the inputs of {name} have {total} entries, more than the {LARGEST} that are written out")
+    eye = torch.eye(total, dtype=parts[0].dtype, device=parts[0].device)
+    pieces = eye.split([x.numel() for x in parts], 1)
+    return [piece.reshape(total, *x.shape) for piece, x in zip(pieces, parts, strict=True)]
+
+
+def _placed(n: int, at: Sequence[int], values: Sequence[Tensor]) -> list[Tensor | None]:
+    found: list[Tensor | None] = [None] * n
+    for k, value in zip(at, values, strict=True):
+        found[k] = value
+    return found
+
+
+def _flat(bent: Tensor | None, total: int, like: Tensor | None) -> Tensor:
+    """(total, *shape) -> total x entries; zeros for None."""
+    assert like is not None
+    return like.new_zeros(total, like.numel()) if bent is None else bent.reshape(total, -1)
+
+
+def _columns(tangent: Tensor | None) -> Tensor:
+    """(P, *shape) -> entries x P."""
+    assert tangent is not None
+    return tangent.reshape(tangent.shape[0], -1).T
+
 
 SLACK, ROUNDING = 1 + 1e-9, 1e-12
 """For the rounding of eigenvalues, and of blocks that cancel, relative to the whole; bounds proved to the last bit are
@@ -66,7 +357,7 @@ def structured(task: Task) -> Structured:
     return Structured(whole, bounds, tuple(site.name for site in found))
 
 
-def _share(site: Site, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+def _share(site: SiteRoots, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
     """The two halves of one site's share of a block."""
     return site.plus[:, rows].T @ site.plus[:, columns], site.minus[:, rows].T @ site.minus[:, columns]
 
@@ -81,5 +372,5 @@ def _sum_of_norms(shares: list[tuple[Tensor, Tensor]], enough: float) -> float:
     return total
 
 
-def _rounding(found: list[Site], by_sign: float, rows: slice, columns: slice) -> float:
+def _rounding(found: list[SiteRoots], by_sign: float, rows: slice, columns: slice) -> float:
     return ROUNDING * by_sign + sum(site.rounding_of(rows, columns) for site in found)

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hessiankit.engine.storage import Matrix
+from hessiankit.engine.problem.handshake import Handshake
+from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
+from hessiankit.engine.problem.task import Task
+from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.engine.sweep import Sweep
 from hessiankit.engine.unwinding import unwind
-from hessiankit.request.handshake import Handshake
-from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
-from hessiankit.request.task import Task
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
 CHUNK = 64 * 2**20  # bytes that the derivatives of a chunk of samples may take; more is slower, as it leaves the cache
@@ -23,7 +23,7 @@ LARGE = 4 * CHUNK  # from which it pays to begin again with fewer samples, where
 
 def assemble(
     task: Task,
-    matrix: Matrix,
+    matrix: SymmetricStorage,
     *,
     share: float = 1.0,
     batch_size: int | None = None,
@@ -55,7 +55,7 @@ def assemble(
 
 def _assemble(
     task: Task,
-    matrix: Matrix,
+    matrix: SymmetricStorage,
     share: float,
     batch_size: int | None,
     progress: Callable[[int, int], None] | None,

@@ -1,7 +1,7 @@
 """Directions in which values move, and at which level of detail they are kept.
 
 A :class:`Source` is a value that perturbations enter: ``width`` numbers for each of its rows, the rows being its leading
-``axes``. The derivative of a later value by a source is a :class:`Stack` of tangents (S, *shape), kept at a level k:
+``axes``. The derivative of a later value by a source is a :class:`StackedTangents` of tangents (S, *shape), kept at a level k:
 
     k = axes of the source    S = width: row r of the source moves row r of the value alone;
     k = 1                     S = width x rows of a sample: a sample moves that sample alone;
@@ -25,7 +25,7 @@ from hessiankit.engine.lifts import Lift
 
 
 @dataclass
-class Stack:
+class StackedTangents:
     """Tangents of one value by several sources, next to each other.
 
     Attributes:
@@ -45,7 +45,7 @@ class Stack:
         """The memory that it keeps."""
         return memory_of(self.data)
 
-    def by_rows(self, level: int) -> Stack:
+    def by_rows(self, level: int) -> StackedTangents:
         """Return the same tangents, each row's next to each other in memory: how curvature multiplies them."""
         rows = by_row(self.data, level)  # (R, S, f)
         if rows.stride(0) == 0 or rows.is_contiguous():  # one matrix for all rows stays one
@@ -64,7 +64,7 @@ class Stack:
         return torch.cat([self.data[cut] for cut in cuts])
 
 
-class Entrywise(Stack):
+class EntrywiseTangents(StackedTangents):
     """Tangents of a value that one source moves entry by entry: diagonals, made into columns when they are asked for.
 
     Args:
@@ -92,7 +92,7 @@ class Entrywise(Stack):
         """The memory that it keeps."""
         return memory_of(self.slopes)
 
-    def by_rows(self, level: int) -> Stack:
+    def by_rows(self, level: int) -> StackedTangents:
         """Return itself."""
         return self
 
@@ -102,7 +102,7 @@ class Entrywise(Stack):
         return self.slopes.reshape(-1, self.widths[0])
 
 
-class Selected(Stack):
+class Selected(StackedTangents):
     """Tangents of a value whose entries are entries of one source: zeros and ones, made when they are asked for.
 
     Args:
@@ -128,7 +128,7 @@ class Selected(Stack):
         """The memory that it keeps."""
         return memory_of(self.positions)
 
-    def by_rows(self, level: int) -> Stack:
+    def by_rows(self, level: int) -> StackedTangents:
         """Return itself."""
         return self
 
@@ -146,14 +146,14 @@ class Selected(Stack):
         return out.reshape(1, -1, K.shape[2]) if at == 0 else out
 
 
-def joined(stacks: Sequence[Stack]) -> Stack:
+def joined(stacks: Sequence[StackedTangents]) -> StackedTangents:
     """Put stacks of one value side by side; what several of them say of one source is added up."""
     if len(stacks) == 1:
         return stacks[0]
     where = [dict(zip(stack.sources, zip(starts(stack.widths), stack.widths, strict=True), strict=True)) for stack in stacks]
     sources = tuple(sorted({s for stack in stacks for s in stack.sources}))
     if len(sources) == sum(len(stack.sources) for stack in stacks):  # nothing to add up
-        return Stack(
+        return StackedTangents(
             torch.cat([stack.data for stack in stacks]),
             tuple(s for stack in stacks for s in stack.sources),
             tuple(w for stack in stacks for w in stack.widths),
@@ -164,7 +164,7 @@ def joined(stacks: Sequence[Stack]) -> Stack:
         found = [stack.data[by[s][0]] for stack, by in zip(stacks, where, strict=True) if s in by]
         parts.append(found[0] if len(found) == 1 else torch.stack(found).sum(0))
         widths.append(parts[-1].shape[0])
-    return Stack(torch.cat(parts), sources, tuple(widths))
+    return StackedTangents(torch.cat(parts), sources, tuple(widths))
 
 
 @dataclass
@@ -184,7 +184,7 @@ class Source:
     axes: int
     width: int
     lifts: list[Lift] = field(default_factory=list)
-    parents: dict[int, Stack] = field(default_factory=dict)
+    parents: dict[int, StackedTangents] = field(default_factory=dict)
     twins: list[Lift] = field(default_factory=list)
 
     @property
@@ -213,7 +213,7 @@ class Group:
     level: int
     sources: tuple[int, ...]
     widths: tuple[int, ...]
-    stacks: list[Stack | None]
+    stacks: list[StackedTangents | None]
 
     @cached_property
     def tangents(self) -> list[Tensor | None]:
@@ -232,15 +232,15 @@ class Group:
         return moved[0].units.intersection(self.sources) if len(moved) == 1 else frozenset()
 
     @cached_property
-    def entrywise(self) -> Entrywise | None:
+    def entrywise(self) -> EntrywiseTangents | None:
         """The tangents of the one input that moves, if its one source moves it entry by entry."""
         moved = [stack for stack in self.stacks if stack is not None]
-        return moved[0] if len(moved) == 1 and isinstance(moved[0], Entrywise) else None
+        return moved[0] if len(moved) == 1 and isinstance(moved[0], EntrywiseTangents) else None
 
 
 def group_of(level: int, sources: tuple[int, ...], widths: tuple[int, ...], tangents: Sequence[Tensor | None]) -> Group:
     """Return a group of given tangents."""
-    return Group(level, sources, widths, [None if t is None else Stack(t, sources, widths) for t in tangents])
+    return Group(level, sources, widths, [None if t is None else StackedTangents(t, sources, widths) for t in tangents])
 
 
 def by_row(t: Tensor, level: int) -> Tensor:

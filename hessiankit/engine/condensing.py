@@ -15,12 +15,12 @@ from torch import Tensor
 
 from derivations.activation import Activation
 from derivations.elementwise import Divide, Elementwise
-from derivations.linear import Add, Multiply, Scale, Shift
-from derivations.linearised import Entrywise, Linearised
+from derivations.linear import Add, Multiple, Multiply, Shift
+from derivations.primitive import Linearised, LinearisedEntrywise
 
 Tensors: TypeAlias = "Sequence[Tensor | None]"
 
-ENTRYWISE = (Activation, Elementwise, Scale, Shift, Add, Multiply, Divide)
+ENTRYWISE = (Activation, Elementwise, Multiple, Shift, Add, Multiply, Divide)
 """Primitives that treat entries one by one where no moving input is broadcast."""
 
 
@@ -101,7 +101,7 @@ def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list
         if step.output in leaving:
             bent = bars.get(root) if step.output == leaving[-1] else None
             slope = tangents[step.output][0].contiguous()
-            one = Entrywise(step.primitive.primitive, (first,), slope, None if bent is None else bent[0])
+            one = LinearisedEntrywise(step.primitive.primitive, (first,), slope, None if bent is None else bent[0])
             one.forget()
             found.append(Step(one, (root,), step.output))
     return found

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.adjoints import adjoints
-from hessiankit.errors import InputError
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
-from hessiankit.request.task import Task
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+from hessiankit.engine.problem.task import Task
+from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Application, Trace
 
 

@@ -17,17 +17,25 @@ from torch import Tensor
 from derivations.fused_attention import ScaledDotProductAttention
 from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.assembly import CHUNK, WORKSPACE
-from hessiankit.engine.diagonal_lifts import along, is_by_column
-from hessiankit.engine.diagonal_unwinding import BoundedSweep, Entries, TooLarge, overlap, unwind_diagonal, unwinding_work
+from hessiankit.engine.diagonal_unwinding import (
+    BoundedSweep,
+    Entries,
+    TooLarge,
+    along,
+    is_by_column,
+    overlap,
+    unwind_diagonal,
+    unwinding_work,
+)
 from hessiankit.engine.lifts import Lift
 from hessiankit.engine.linearisation import linearise
+from hessiankit.engine.problem.handshake import Handshake
+from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
+from hessiankit.engine.problem.own_call import own_value, reached
+from hessiankit.engine.problem.task import Task
 from hessiankit.engine.row_diagonal import RowDiagonal
 from hessiankit.engine.sites import is_product
-from hessiankit.errors import InputError, TraceError
-from hessiankit.request.handshake import Handshake
-from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
-from hessiankit.request.own_call import own_value, reached
-from hessiankit.request.task import Task
+from hessiankit.support.errors import InputError, TraceError
 from hessiankit.tracing.trace import Trace
 
 DENSE = 5  # times as fast per multiply-add as a product with the Hessian: the large products of matrices of an unwinding

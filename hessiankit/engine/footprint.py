@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from hessiankit.engine.columns import Source
-from hessiankit.engine.meeting import columns_pay, rows_meet
-from hessiankit.engine.pairs import Blocks
+from hessiankit.engine.pairs import VertexBlocks
 
 
-def footprint(blocks: Blocks, sources: Mapping[int, Source]) -> int:
+def rows_meet(t: int, sources: Mapping[int, Source], levels: Mapping[int, Collection[int]]) -> bool:
+    """Tell whether rows of a source meet other rows, on the way to its parents or in curvature (its levels, by other source)."""
+    source = sources[t]
+    return any(level < source.axes for level in source.parents) or any(
+        level < min(source.axes, sources[r].axes) for r, found in levels.items() if r >= t for level in found
+    )
+
+
+def columns_pay(t: Source, r: Source, levels: Collection[int]) -> bool:
+    """Tell whether columns of r's parameters take no more work than columns of r.
+
+    With l rows of t and m of r in a sample, a column of r's weights takes about l i multiplications for each of t's
+    parameters, and m (2 l + i) the other way: a head after pooling, with m = 1, is better left as it is.
+    """
+    level = min(1, *levels)
+    rows_t, rows_r = (source.columns(level) // source.width for source in (t, r))
+    size = sum(lift.size for lift in r.lifts) // r.width
+    return bool(r.lifts) and rows_r * (2 * rows_t + size) >= rows_t * size
+
+
+def footprint(blocks: VertexBlocks, sources: Mapping[int, Source]) -> int:
     """Return how many entries of blocks are alive at once while :mod:`hessiankit.engine.unwinding` takes them to the parents."""
     near = {t: {r: blocks.levels(t, r) for r in others} for t, others in blocks.near.items()}
     alive = sum(_entries(sources, t, r, level) for t, by in near.items() for r, found in by.items() if r <= t for level in found)

@@ -18,9 +18,8 @@ from derivations.cast import Cast
 from derivations.elementwise import Divide
 from derivations.fused_attention import TILED, ScaledDotProductAttention
 from derivations.indexing import Where
-from derivations.linear import Add, Expand, MaskedFill, MatMul, Multiply, Permute, Reshape, Scale
-from derivations.linearised import hollow
-from derivations.primitive import Primitive
+from derivations.linear import Add, Expand, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape
+from derivations.primitive import Primitive, hollow
 from derivations.softmax import Softmax
 from hessiankit.engine.stretches import last_readers, on_the_way
 from hessiankit.tracing.trace import Application, Trace
@@ -31,7 +30,7 @@ ENTRIES = TILED
 MOVES = (Reshape, Permute, Expand, Cast)
 """What leaves entries as they are."""
 
-AFFINE = (Scale, Multiply, Divide, Add, MaskedFill, Where)
+AFFINE = (Multiple, Multiply, Divide, Add, MaskedFill, Where)
 
 
 def fuse(trace: Trace, bending: Container[int] | None = None) -> None:
@@ -190,7 +189,7 @@ class _Logits:
         if isinstance(p, Softmax):
             S = self.X.shape[-1]
             return self.at.shape[p.dim] == S and (self.at.stride(p.dim) == 1 or S == 1)
-        if isinstance(p, Scale):
+        if isinstance(p, Multiple):
             return self._scale(p.c)
         if isinstance(p, MaskedFill):
             return self._hide(p.mask)

@@ -8,22 +8,113 @@ A block of two weights is stored with one index contiguous, which is either the 
 Where curvature reaches one weight in several ways, all of them are summed before they meet the other weight:
 
     into[i, (p, y), z] += sum_n a_n[i] sum_t s_tn[p, y] v_tn[p, z],    y, z the indices of the later weight as it is stored.
+
+A factor is a tensor with a stride for each index it is read at, and 0 for those it does not depend on.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from hessiankit.compiled.library import kernels
-from hessiankit.compiled.sums import SINGLE, Factor, Sum
-from hessiankit.engine.lifts import Kronecker
+from hessiankit.engine.lifts import WeightLift
+from hessiankit.support.kernels import kernels
+
+SINGLE = {torch.float32: 1, torch.float64: 0}
+SMALL = 2**22  # multiply-adds that one thread does sooner than two share them
+
+
+class KernelFactor(NamedTuple):
+    """Entries of a tensor, read at ``strides`` along (row, first index, second index) and, in a vector, the column."""
+
+    data: Tensor
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KernelSum:
+    """``into[m, x, z] += sum_n left[n, m] right[n, x, z]`` with m = (m1, m2) and x = (x1, x2); z is contiguous.
+
+    Attributes:
+        into: What is added to.
+        rows: How many n.
+        left: Sizes of (m1, m2).
+        right: Sizes of (x1, x2, z).
+        strides: Of ``into`` along m1, m2, x1, x2.
+        a: One factor of the left side.
+        b: The other, or None.
+        terms: Of the right side, each a product: a scalar of (n, x1, x2), or None, and a vector of (n, x1, x2, z).
+        symmetric: Whether into[m1, m2] and into[m2, m1] take the same, so that it is summed once.
+        mean: Whether the left side is symmetric up to rounding, and its mean is taken.
+    """
+
+    into: Tensor
+    rows: int
+    left: tuple[int, int]
+    right: tuple[int, int, int]
+    strides: tuple[int, int, int, int]
+    a: KernelFactor
+    b: KernelFactor | None
+    terms: Sequence[tuple[KernelFactor | None, KernelFactor]]
+    symmetric: bool = False
+    mean: bool = False
+
+    def add(self, kernels: ctypes.CDLL) -> float:
+        """Add it; return the largest |left - its transpose| where the mean was taken, relative to the largest on its diagonal."""
+        numbers = [self.rows, *self.left, 2 if self.mean else int(self.symmetric), *self.right, *self.strides, len(self.terms)]
+        pointers: list[int | None] = []
+        for factor, indices in itertools.chain(((self.a, 3), (self.b, 3)), *(((s, 3), (v, 4)) for s, v in self.terms)):
+            pointers.append(None if factor is None else factor.data.data_ptr())
+            numbers += (0,) * indices if factor is None else factor.strides
+        work = self.rows * self.left[0] * self.left[1] * self.right[0] * self.right[1] * self.right[2]
+        seen = (ctypes.c_double * 2)()
+        failed = kernels.hessiankit_lift(
+            SINGLE[self.into.dtype],
+            (ctypes.c_void_p * len(pointers))(*pointers),
+            (ctypes.c_int64 * len(numbers))(*numbers),
+            self.into.data_ptr(),
+            torch.get_num_threads() if work > SMALL else 1,
+            seen,
+        )
+        if failed:
+            raise MemoryError("hessiankit: no memory for a block of the Hessian while it is summed")
+        return seen[0] / seen[1] if seen[1] else 0.0
+
+
+def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple[float, bool]:
+    """Fill the lower half of a matrix from the upper one; of the blocks on the diagonal both get the mean.
+
+    Args:
+        kernels: The library.
+        matrix: (P, P), contiguous.
+        bounds: Where each parameter starts, and where the last one ends.
+
+    Returns:
+        The largest |H - H^T| of the blocks on the diagonal, relative to the largest diagonal entry; whether all is finite.
+    """
+    result = (ctypes.c_double * 3)()
+    kernels.hessiankit_mirror(
+        SINGLE[matrix.dtype],
+        matrix.data_ptr(),
+        matrix.stride(0),
+        (ctypes.c_int64 * len(bounds))(*bounds),
+        len(bounds) - 1,
+        torch.get_num_threads() if matrix.numel() > SMALL else 1,
+        result,
+    )
+    return (result[0] / result[1] if result[1] else 0.0), not result[2]
+
 
 NARROW = 4  # contiguous entries below which a kernel's vectors are mostly empty
 
 
-def lift_compiled(u: Kronecker, pairs: Sequence[tuple[Kronecker, Tensor]], into: Tensor, *, same: bool) -> float | None:
+def lift_compiled(u: WeightLift, pairs: Sequence[tuple[WeightLift, Tensor]], into: Tensor, *, same: bool) -> float | None:
     """Add the lifts of one weight's curvature with another, reached in one or more ways, by the compiled kernels.
 
     Args:
@@ -42,7 +133,7 @@ def lift_compiled(u: Kronecker, pairs: Sequence[tuple[Kronecker, Tensor]], into:
     return None if found is None else found.add(library)
 
 
-def rows_compiled(u: Kronecker, K: Tensor, into: Tensor) -> bool:
+def rows_compiled(u: WeightLift, K: Tensor, into: Tensor) -> bool:
     """Add the lift of ``K`` (R, p, c) from the left to ``into`` (size_u, c); False if there are no kernels for this.
 
     into[i, p, c] += sum_n a_n[i] K_n[p, c]
@@ -51,8 +142,10 @@ def rows_compiled(u: Kronecker, K: Tensor, into: Tensor) -> bool:
     if library is None or not _fit(into, u.weights, K) or into.stride(1) != 1 or K.shape[2] < NARROW:
         return False
     (u_i, u_p), (k_n, k_p, k_c) = _strides(u, into.stride(0)), K.stride()
-    a, terms = Factor(u.weights, (*u.weights.stride(), 0)), [(None, Factor(K, (k_n, k_p, 0, k_c)))]
-    Sum(into, K.shape[0], (u.weights.shape[1], 1), (K.shape[1], 1, K.shape[2]), (u_i, 0, u_p, 0), a, None, terms).add(library)
+    a, terms = KernelFactor(u.weights, (*u.weights.stride(), 0)), [(None, KernelFactor(K, (k_n, k_p, 0, k_c)))]
+    KernelSum(into, K.shape[0], (u.weights.shape[1], 1), (K.shape[1], 1, K.shape[2]), (u_i, 0, u_p, 0), a, None, terms).add(
+        library
+    )
     return True
 
 
@@ -60,7 +153,7 @@ def _fit(into: Tensor, *factors: Tensor) -> bool:
     return into.dtype in SINGLE and all(x.is_cpu and x.dtype == into.dtype for x in (into, *factors))
 
 
-def _one(u: Kronecker, v: Kronecker, K: Tensor, into: Tensor, same: bool) -> Sum | None:
+def _one(u: WeightLift, v: WeightLift, K: Tensor, into: Tensor, same: bool) -> KernelSum | None:
     if into.stride(1) != 1:
         if into.stride(0) != 1:
             return None
@@ -72,31 +165,31 @@ def _one(u: Kronecker, v: Kronecker, K: Tensor, into: Tensor, same: bool) -> Sum
     if (j if v.turned else q) < NARROW:
         return None
     if v.turned:
-        outer = (Factor(u.weights, (a_n, a_i, 0)), Factor(v.weights, (b_n, 0, 0, b_j)))
-        steps, curvature = (u_p, v_q, u_i, 0), Factor(K, (k_n, k_p, k_q))
-        return Sum(into, n, (p, q), (i, 1, j), steps, curvature, None, [outer], symmetric=same, mean=same)
-    terms = [(None, Factor(K, (k_n, k_p, 0, k_q)))]
-    a, b = Factor(u.weights, (a_n, a_i, 0)), Factor(v.weights, (b_n, 0, b_j))
-    return Sum(into, n, (i, j), (p, 1, q), (u_i, v_j, u_p, 0), a, b, terms, symmetric=same)
+        outer = (KernelFactor(u.weights, (a_n, a_i, 0)), KernelFactor(v.weights, (b_n, 0, 0, b_j)))
+        steps, curvature = (u_p, v_q, u_i, 0), KernelFactor(K, (k_n, k_p, k_q))
+        return KernelSum(into, n, (p, q), (i, 1, j), steps, curvature, None, [outer], symmetric=same, mean=same)
+    terms = [(None, KernelFactor(K, (k_n, k_p, 0, k_q)))]
+    a, b = KernelFactor(u.weights, (a_n, a_i, 0)), KernelFactor(v.weights, (b_n, 0, b_j))
+    return KernelSum(into, n, (i, j), (p, 1, q), (u_i, v_j, u_p, 0), a, b, terms, symmetric=same)
 
 
-def _several(u: Kronecker, pairs: Sequence[tuple[Kronecker, Tensor]], into: Tensor) -> Sum | None:
+def _several(u: WeightLift, pairs: Sequence[tuple[WeightLift, Tensor]], into: Tensor) -> KernelSum | None:
     first = pairs[0][0]
     p, (y, z) = u.width, (first.width, first.weights.shape[1]) if first.turned else (first.weights.shape[1], first.width)
     if into.stride(1) != 1 or z < NARROW:
         return None
     u_i, u_p = _strides(u, into.stride(0))
-    terms: list[tuple[Factor | None, Factor]] = []
+    terms: list[tuple[KernelFactor | None, KernelFactor]] = []
     for v, K in pairs:
         (b_n, b_j), (k_n, k_p, k_q) = v.weights.stride(), K.stride()
         if v.turned:
-            terms.append((Factor(K, (k_n, k_p, k_q)), Factor(v.weights, (b_n, 0, 0, b_j))))
+            terms.append((KernelFactor(K, (k_n, k_p, k_q)), KernelFactor(v.weights, (b_n, 0, 0, b_j))))
         else:
-            terms.append((Factor(v.weights, (b_n, 0, b_j)), Factor(K, (k_n, k_p, 0, k_q))))
-    a = Factor(u.weights, (*u.weights.stride(), 0))
-    return Sum(into, u.weights.shape[0], (u.weights.shape[1], 1), (p, y, z), (u_i, 0, u_p, z), a, None, terms)
+            terms.append((KernelFactor(v.weights, (b_n, 0, b_j)), KernelFactor(K, (k_n, k_p, 0, k_q))))
+    a = KernelFactor(u.weights, (*u.weights.stride(), 0))
+    return KernelSum(into, u.weights.shape[0], (u.weights.shape[1], 1), (p, y, z), (u_i, 0, u_p, z), a, None, terms)
 
 
-def _strides(w: Kronecker, step: int) -> tuple[int, int]:
+def _strides(w: WeightLift, step: int) -> tuple[int, int]:
     """Return how far apart the inputs and the outputs of a weight are, whose entries are ``step`` apart."""
     return (step, step * w.weights.shape[1]) if w.turned else (step * w.width, step)

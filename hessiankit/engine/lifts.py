@@ -53,7 +53,7 @@ class Lift(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Kronecker(Lift):
+class WeightLift(Lift):
     """A weight that multiplies rows ``weights`` (R, i); stored as (i, p) or, ``turned``, as (p, i)."""
 
     weights: Tensor
@@ -77,7 +77,7 @@ class Kronecker(Lift):
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonal(Lift):
+class GainLift(Lift):
     """A gain that multiplies ``weights`` (R, p) entry by entry."""
 
     weights: Tensor

@@ -19,17 +19,17 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from derivations.linearised import Nowhere, Sum, hollow
+from derivations.primitive import CovectorSum, Nowhere, hollow
 from hessiankit.engine.condensing import Step, add_covectors, asymmetry, condensed
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.fusing import fuse
+from hessiankit.engine.problem.handshake import Handshake
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of, samples_are_independent
+from hessiankit.engine.problem.own_call import own_value, reached
+from hessiankit.engine.problem.task import Task
 from hessiankit.engine.stretches import cut, first_readers, gather, last_readers, on_the_way, size
-from hessiankit.errors import InputError, TraceError
-from hessiankit.request.handshake import Handshake
-from hessiankit.request.loss_trace import loss_trace, normalizer_of, samples_are_independent
-from hessiankit.request.own_call import own_value, reached
-from hessiankit.request.task import Task
-from hessiankit.torch_state import hand_back_memory
+from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.torch_state import hand_back_memory
 from hessiankit.tracing.trace import Application, Trace
 
 Bars: TypeAlias = "dict[int, Tensor]"  # covectors (S, *value.shape) by the value's id
@@ -44,7 +44,7 @@ LARGE = 2**22
 
 NOWHERE = Nowhere()
 
-Batch: TypeAlias = "Linearisation | Parts | Constant"
+Batch: TypeAlias = "Linearisation | MicroBatched | Constant"
 
 
 class Linearisation:
@@ -144,11 +144,13 @@ class Linearisation:
                 yield
 
     @contextmanager
-    def _sums(self, out: Tensor) -> Iterator[dict[int, Sum]]:
+    def _sums(self, out: Tensor) -> Iterator[dict[int, CovectorSum]]:
         """Where the covectors of the parameters are summed: in rows (S, P), unless they are of another type."""
         pieces = out.split([self._still[at].numel() for at in self._ids.values()], 1)
         places = {at: piece.view(-1, *self._still[at].shape) for at, piece in zip(self._ids.values(), pieces, strict=True)}
-        sums = {at: Sum(x if x.dtype == self._still[at].dtype else x.to(self._still[at].dtype)) for at, x in places.items()}
+        sums = {
+            at: CovectorSum(x if x.dtype == self._still[at].dtype else x.to(self._still[at].dtype)) for at, x in places.items()
+        }
         yield sums
         for at, total in sums.items():
             if total.close() is not places[at]:
@@ -164,7 +166,7 @@ class Linearisation:
         trace.values.clear()
         names = {at: name for name, at in self._ids.items()}
         adjoints: Bars = {self._output: self._seed}
-        sums: dict[int, Sum] = {}
+        sums: dict[int, CovectorSum] = {}
         tested: set[type] = set()
         spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # memory of slopes that have been compared
         for stretch in reversed(self._stretches):
@@ -175,7 +177,7 @@ class Linearisation:
                     if at in names and at not in sums:
                         x = self._still[at]
                         memory = spare.pop((x.shape, x.dtype), None)
-                        sums[at] = Sum(x.new_empty(1, *x.shape) if memory is None else memory)
+                        sums[at] = CovectorSum(x.new_empty(1, *x.shape) if memory is None else memory)
                 step = self._step(a, values, adjoints, sums)
                 if step is not None:
                     steps.append(step)
@@ -205,7 +207,7 @@ class Linearisation:
             )
         return True
 
-    def _step(self, a: Application, values: dict[int, Tensor], adjoints: Bars, sums: Mapping[int, Sum]) -> Step | None:
+    def _step(self, a: Application, values: dict[int, Tensor], adjoints: Bars, sums: Mapping[int, CovectorSum]) -> Step | None:
         """Linearise one application, and pull the adjoint of its output back; None where there is none."""
         adjoint = adjoints.pop(a.output, None)
         if adjoint is None:
@@ -287,7 +289,9 @@ class Linearisation:
                 tangents.pop(at, None)
                 values.pop(at, None)
 
-    def _sweep_back(self, steps: list[Step], moved: dict[int, list[Tensor | None]], bars: Bars, sums: Mapping[int, Sum]) -> None:
+    def _sweep_back(
+        self, steps: list[Step], moved: dict[int, list[Tensor | None]], bars: Bars, sums: Mapping[int, CovectorSum]
+    ) -> None:
         """Pull second-order adjoints back."""
         for step in reversed(steps):
             bar, tangents = bars.pop(step.output, None), moved.pop(step.output, None)
@@ -320,7 +324,7 @@ class Constant:
 DEPENDENT = "micro_batch: the parts of the batch do not add up to the whole: samples depend on each other, as in a batch norm"
 
 
-class Parts:
+class MicroBatched:
     """Some samples of a batch at a time, each part made anew for every product: what a :class:`Linearisation` of it would be."""
 
     def __init__(self, task: Task, size: int, *, gauss_newton: bool, recompute: Recompute) -> None:
@@ -369,7 +373,7 @@ def linearise(task: Task, *, gauss_newton: bool, recompute: Recompute = None, mi
     """
     try:
         if micro_batch is not None and micro_batch < task.batch:
-            return Parts(task, micro_batch, gauss_newton=gauss_newton, recompute=recompute)
+            return MicroBatched(task, micro_batch, gauss_newton=gauss_newton, recompute=recompute)
         return Linearisation(task, gauss_newton=gauss_newton, recompute=recompute)
     except TraceError:
         if reached(task):
@@ -382,7 +386,7 @@ def _total(terms: Iterable[Tensor]) -> Tensor:
     return reduce(Tensor.add_, terms)
 
 
-def _of(sums: Mapping[int, Sum], inputs: tuple[int | None, ...]) -> list[Sum | None]:
+def _of(sums: Mapping[int, CovectorSum], inputs: tuple[int | None, ...]) -> list[CovectorSum | None]:
     return [None if at is None else sums.get(at) for at in inputs]
 
 

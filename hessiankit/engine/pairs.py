@@ -3,20 +3,29 @@
 What is known of a block beyond its entries is kept with it. One that couples equal columns only is its diagonal. What a narrow
 source leaves at a wide parent, through its tangents F (R, columns of the parent, few), is F M, and with the parent itself
 F C F^T: further back, J F is made once, and all products are small.
+
+What is added goes into the block a piece at a time, small enough to be still in the processor's cache: the blocks are far
+larger than what they are computed from, and passing over them is what the time goes into.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hessiankit.engine.kernel_sums import lift_compiled, rows_compiled
+from hessiankit.engine.lifts import SCRATCH, GainLift, Index, Lift, WeightLift
+from hessiankit.engine.pieces import pieces
+
 Factors: TypeAlias = "dict[int, tuple[Tensor, Tensor]]"  # F and M, or F and C, by the identity of F
 
 
-class Blocks:
+class VertexBlocks:
     """Curvature between sources: for a pair (t, r), t not before r, and a level, a tensor (R, columns of t, columns of r)."""
 
     def __init__(self) -> None:
@@ -134,3 +143,154 @@ def _gather(found: Factors, F: Tensor, M: Tensor) -> None:
 
 def _add_product(found: dict[int, Tensor], level: int, a: Tensor, b: Tensor) -> None:
     found[level] = torch.baddbmm(found[level], a, b) if level in found else a @ b
+
+
+CACHE = 2**17  # entries of a block that stay in a processor's cache while they are made and added
+OUTER = 256  # columns of an outer product of weights made at once: as many as a product of matrices needs to run at speed
+
+
+def add_pair(u: Lift, v: Lift, K: Tensor, into: Tensor, *, same: bool) -> float | None:
+    """Add to ``into`` (size_u, size_v) the lift of curvature K (R, p, q) between equal rows of two values.
+
+    Args:
+        u: Lift of the rows of the block.
+        v: Lift of its columns.
+        K: Curvature, row by row.
+        into: The block of the Hessian, or a view of it.
+        same: Whether u and v are one lift and K is symmetric.
+
+    Returns:
+        How far from symmetric K was, relative to the largest of its diagonal, where only its mean went into the block.
+    """
+    if isinstance(u, WeightLift) and isinstance(v, WeightLift):
+        skew = lift_compiled(u, [(v, K)], into, same=same)
+        if skew is None:
+            _add_kronecker_pair(u, v, K, into, same=same)
+        return skew
+    if isinstance(v, GainLift):
+        into += u.sum(v.weigh(K))
+    elif isinstance(u, GainLift):
+        into += v.sum(u.weigh(K.mT)).T
+    elif isinstance(u, Index) and isinstance(v, Index):
+        into.index_put_((u.which.unsqueeze(2), v.which.unsqueeze(1)), K, accumulate=True)
+    elif isinstance(u, Index):
+        add_pair(v, u, K.mT, into.T, same=False)
+    else:
+        assert isinstance(u, WeightLift)
+        assert isinstance(v, Index)
+        _add_weight_and_table(u, v, K, into)
+    return None
+
+
+def add_pairs(u: WeightLift, pairs: Sequence[tuple[WeightLift, Tensor]], into: Tensor) -> None:
+    """Add to ``into`` what :func:`add_pair` does for each of several lifts v, with its curvature, to one other parameter."""
+    if len(pairs) == 1 or lift_compiled(u, pairs, into, same=False) is None:
+        for v, K in pairs:
+            add_pair(u, v, K, into, same=False)
+
+
+def _add_weight_and_table(u: WeightLift, v: Index, K: Tensor, into: Tensor) -> None:
+    """Row by row on the left, and then a sum over the rows on the right, a few rows at a time."""
+    step = max(1, SCRATCH // (u.size * K.shape[2]))
+    for start, stop in pieces(K.shape[0], step):
+        rows = slice(start, stop)
+        by_u = replace(u, weights=u.weights[rows]).expand(K[rows].transpose(0, 1))  # (size_u, rows, q)
+        into += replace(v, which=v.which[rows]).sum(by_u.permute(1, 2, 0)).T
+
+
+def _add_kronecker_pair(u: WeightLift, v: WeightLift, K: Tensor, into: Tensor, *, same: bool) -> None:
+    """Add sum_n (a_n a'_n^T) (x) K_n, a few inputs and outputs at a time."""
+    rows, p, q = K.shape
+    i, j = u.weights.shape[1], v.weights.shape[1]
+    target = _four_axes(into, u, v).permute(0, 2, 1, 3)  # (i, j, p, q)
+    left, right, flat = u.weights.T.contiguous(), v.weights.T.contiguous(), K.reshape(rows, p * q)
+    if v.turned:  # of two factors that are both read along their rows, the product is a seventh faster
+        flat = flat.T.contiguous().T
+    step = max(1, OUTER // j)
+    for start, stop in pieces(i, step, alike=not same):
+        first = start if same else 0  # symmetric: the earlier columns have been seen from the other side
+        outer = (left[start:stop].unsqueeze(1) * right[first:]).flatten(0, 1)
+        few = max(1, CACHE // (outer.shape[0] * q))
+        for top, bottom in pieces(p, few):
+            part = flat[:, top * q : bottom * q]
+            if v.turned:  # inputs lie next to each other
+                block = (part.T @ outer.T).reshape(bottom - top, q, stop - start, j - first).permute(2, 3, 0, 1)
+            else:
+                block = (outer @ part).reshape(stop - start, j - first, bottom - top, q)
+            target[start:stop, first:, top:bottom] += block
+            if same:
+                target[stop:, start:stop, top:bottom] += block[:, stop - start :].transpose(0, 1)
+
+
+def add_across_rows(u: WeightLift, v: WeightLift, K: Tensor, into: Tensor) -> None:
+    """Add to ``into`` the lift of curvature K (G, m p, m' q) between all rows of two values within each of G groups.
+
+    H = sum over groups and pairs of rows of (a_n a'_n'^T) (x) K_nn'.
+    """
+    if not K.is_contiguous() and K.mT.is_contiguous():
+        u, v, K, into = v, u, K.mT, into.T
+    groups, p, q, i, j = K.shape[0], u.width, v.width, u.weights.shape[1], v.weights.shape[1]
+    a = u.weights.reshape(groups, -1, i).mT  # (G, i, m)
+    b = v.weights  # (G m', j)
+    split = K.reshape(groups, a.shape[2], p, -1)
+    target = _four_axes(into, u, v)
+    rows = min(i, max(1, CACHE // (j * q)))
+    few = max(1, CACHE // (rows * j * q))
+    for top, bottom in pieces(p, few):
+        some = split[:, :, top:bottom]
+        for start, stop in pieces(i, rows):
+            half = a[:, start:stop] @ some.flatten(2)  # (G, i, p m' q), of which i and p are some
+            shape = (half.shape[1], some.shape[2])
+            half = half.reshape(groups, shape[0] * shape[1], -1, q).transpose(0, 1).reshape(-1, b.shape[0], q)
+            if v.turned:
+                block = (half.mT @ b).reshape(*shape, q, j).transpose(2, 3)
+            else:
+                block = (b.T @ half).reshape(*shape, j, q)
+            target[start:stop, top:bottom] += block
+
+
+def add_rows(u: Lift, columns: Tensor, width: int, into: Tensor) -> None:
+    """Add to ``into`` (size_u, c) the lift of ``columns`` (R width, c) from the left."""
+    K = columns.unflatten(0, (-1, width))  # (R, p, c)
+    if not isinstance(u, WeightLift):
+        into += u.sum(K)
+        return
+    if rows_compiled(u, K, into):
+        return
+    i, c = u.weights.shape[1], K.shape[2]
+    target = into.unflatten(0, (width, i)) if u.turned else into.unflatten(0, (i, width)).transpose(0, 1)  # (p, i, c)
+    by_output, weights = K.transpose(0, 1), u.weights.T
+    few = max(1, CACHE // (i * c))
+    for top, bottom in pieces(width, few):
+        some = by_output[top:bottom]
+        target[top:bottom] += weights.expand(some.shape[0], -1, -1) @ some
+
+
+def add_diagonal_pair(u: Lift, v: Lift, diagonal: Tensor, into: Tensor) -> None:
+    """Add to ``into`` the lift of curvature (R, p) between equal rows and equal columns of two values.
+
+    Of two weights, H[(i, o), (j, o)] = sum_n a_n[i] a'_n[j] k_n[o], and zero between different outputs.
+    """
+    if isinstance(u, WeightLift) and isinstance(v, WeightLift):
+        i, j = u.weights.shape[1], v.weights.shape[1]
+        target = _four_axes(into, u, v).diagonal(dim1=1, dim2=3)  # (i, j, p)
+        step = max(1, OUTER // j)
+        for start, stop in pieces(i, step):
+            outer = (u.weights[:, start:stop].unsqueeze(2) * v.weights.unsqueeze(1)).flatten(1)
+            target[start:stop] += (outer.T @ diagonal).reshape(-1, j, u.width)
+    elif isinstance(u, WeightLift) and isinstance(v, GainLift):
+        sums = u.weights.T @ (diagonal if v.is_ones else diagonal * v.weights)  # (i, p)
+        split = into.unflatten(0, (u.width, -1) if u.turned else (-1, u.width))
+        split.diagonal(dim1=0 if u.turned else 1, dim2=2).add_(sums)
+    elif isinstance(u, GainLift) and isinstance(v, WeightLift):
+        add_diagonal_pair(v, u, diagonal, into.T)
+    else:
+        add_pair(u, v, torch.diag_embed(diagonal), into, same=False)
+
+
+def _four_axes(into: Tensor, u: WeightLift, v: WeightLift) -> Tensor:
+    """Return a block as (i, p, j, q): inputs and outputs of both weights, however they are stored."""
+    left, right = ((w.width, w.weights.shape[1]) if w.turned else (w.weights.shape[1], w.width) for w in (u, v))
+    split = into.view(*left, *right)
+    split = split.transpose(0, 1) if u.turned else split
+    return split.transpose(2, 3) if v.turned else split

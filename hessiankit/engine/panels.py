@@ -20,10 +20,10 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from hessiankit.engine.columns import Selected, Source, Stack, by_row, starts
-from hessiankit.engine.lifts import Kronecker, Lift
-from hessiankit.engine.pairing import add_rows
-from hessiankit.engine.storage import EVERY, Matrix
+from hessiankit.engine.columns import Selected, Source, StackedTangents, by_row, starts
+from hessiankit.engine.lifts import Lift, WeightLift
+from hessiankit.engine.pairs import add_rows
+from hessiankit.engine.storage import EVERY, SymmetricStorage
 
 ENTRIES = 2**20  # of a panel
 _Part: TypeAlias = tuple[Tensor, Tensor | None]  # of a panel: some rows, or None for all of them
@@ -75,7 +75,7 @@ class Panels:
         for v, owner in zip(self.sources[r].lifts, self.sources[r].owners, strict=True):
             self._seeds[owner].append(_Seed(t, r, K, v))
 
-    def unwind(self, matrix: Matrix) -> None:
+    def unwind(self, matrix: SymmetricStorage) -> None:
         """Take all seeds back to the parameters, and add them to the matrix."""
         for columns in self._chunks():
             self._unwind(columns, matrix)
@@ -94,7 +94,7 @@ class Panels:
         if chunk:
             yield chunk
 
-    def _unwind(self, chunk: Sequence[_Columns], matrix: Matrix) -> None:
+    def _unwind(self, chunk: Sequence[_Columns], matrix: SymmetricStorage) -> None:
         width = sum(c.width for c in chunk)
         cuts = starts([c.width for c in chunk])
         panels: dict[int, list[_Part]] = defaultdict(list)
@@ -117,7 +117,7 @@ class Panels:
                 for s, pulled in _pull(level, stack, panel):
                     panels[s].append(pulled)
 
-    def _lift(self, t: int, c: _Columns, panel: Tensor, matrix: Matrix) -> None:
+    def _lift(self, t: int, c: _Columns, panel: Tensor, matrix: SymmetricStorage) -> None:
         """Lift columns to the parameters of t; where they are those of t itself, of two parameters the later one is enough."""
         source, v = self.sources[t], c.owner
         own = any(seed.r == t for seed in c.seeds)
@@ -146,7 +146,7 @@ def _total(parts: Sequence[_Part], seeds: Sequence[tuple[slice, Tensor]], shape:
     return total
 
 
-def _pull(level: int, stack: Stack, panel: Tensor) -> Iterator[tuple[int, _Part]]:
+def _pull(level: int, stack: StackedTangents, panel: Tensor) -> Iterator[tuple[int, _Part]]:
     """Yield J^T times a panel, source by source of a stack of parents."""
     if isinstance(stack, Selected):
         yield stack.sources[0], (panel, stack.positions)
@@ -163,7 +163,7 @@ def _pull(level: int, stack: Stack, panel: Tensor) -> Iterator[tuple[int, _Part]
 
 def _cut(owner: Lift, seeds: Sequence[_Seed], limit: int) -> Iterator[_Columns]:
     """Yield the columns of a parameter, at most ``limit`` of them together if they can be told apart."""
-    if not isinstance(owner, Kronecker) or owner.at is not None or owner.size <= limit:
+    if not isinstance(owner, WeightLift) or owner.at is not None or owner.size <= limit:
         yield _Columns(owner, seeds, None)
         return
     rows, step = owner.size // _stride(owner), max(1, limit // _stride(owner))
@@ -173,7 +173,7 @@ def _cut(owner: Lift, seeds: Sequence[_Seed], limit: int) -> Iterator[_Columns]:
 
 def _stride(owner: Lift) -> int:
     """Entries of a weight for each step along its first axis."""
-    assert isinstance(owner, Kronecker)
+    assert isinstance(owner, WeightLift)
     return owner.weights.shape[1] if owner.turned else owner.width
 
 
@@ -181,7 +181,7 @@ def _lifted(v: Lift, width: int, K: Tensor, rows: slice | None) -> Tensor:
     """Lift the columns of K (R, columns of t, m width): (entries of t, size_v), or some of the latter."""
     groups, wide, _ = K.shape
     split = K.unflatten(2, (-1, width))  # (R, columns of t, m, q)
-    if not isinstance(v, Kronecker):
+    if not isinstance(v, WeightLift):
         return v.reduce(split.permute(0, 2, 3, 1)).mT.reshape(groups * wide, v.size)
     weights = v.weights
     if rows is not None:

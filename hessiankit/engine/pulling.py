@@ -12,8 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.engine.columns import Entrywise, Selected, Source, Stack, by_row, chain, starts
-from hessiankit.engine.pairs import Blocks
+from hessiankit.engine.columns import EntrywiseTangents, Selected, Source, StackedTangents, by_row, chain, starts
+from hessiankit.engine.pairs import VertexBlocks
 
 WIDE = 2  # times as many columns as a source's, from which curvature of a parent is kept as products
 Pulled: TypeAlias = Iterator[tuple[int, Tensor]]
@@ -28,7 +28,7 @@ class Pull:
         blocks: Curvature between sources.
     """
 
-    def __init__(self, sources: Mapping[int, Source], t: int, blocks: Blocks) -> None:
+    def __init__(self, sources: Mapping[int, Source], t: int, blocks: VertexBlocks) -> None:
         self.source, self.t, self.blocks = sources[t], t, blocks
         self.parents = list(self.source.parents.items())
         self.wide = self._wide(sources)
@@ -39,7 +39,7 @@ class Pull:
         found: dict[int, Tensor] = {}
         seen = [s for _, stack in self.parents for s in stack.sources]
         for level, stack in self.parents:
-            if level != self.source.axes or isinstance(stack, (Entrywise, Selected)):
+            if level != self.source.axes or isinstance(stack, (EntrywiseTangents, Selected)):
                 continue
             for s in stack.sources:
                 further = sources[s].parents
@@ -49,7 +49,7 @@ class Pull:
                     found[s] = by_row(stack.part([s]), level)
         return found
 
-    def dense(self, at: int, level: int, stack: Stack) -> list[int]:
+    def dense(self, at: int, level: int, stack: StackedTangents) -> list[int]:
         """Return the parents of a stack to which curvature at a level goes multiplied out."""
         return [s for s in stack.sources if s not in self.wide or at != level]
 
@@ -127,7 +127,7 @@ class Pull:
                 blocks.add_product(s, r, at, F, K @ G.mT)
 
 
-def pulled(source: Source, level: int, stack: Stack, at: int, K: Tensor, wanted: Sequence[int] | None = None) -> Pulled:
+def pulled(source: Source, level: int, stack: StackedTangents, at: int, K: Tensor, wanted: Sequence[int] | None = None) -> Pulled:
     """Yield J K, source by source of a stack of parents.
 
     Args:
@@ -142,7 +142,7 @@ def pulled(source: Source, level: int, stack: Stack, at: int, K: Tensor, wanted:
     if isinstance(stack, Selected) and wanted:
         yield stack.sources[0], stack.pull(K, at)
         return
-    if isinstance(stack, Entrywise) and wanted and not stack.units and level == at:
+    if isinstance(stack, EntrywiseTangents) and wanted and not stack.units and level == at:
         yield stack.sources[0], K * stack.rows.unsqueeze(2)
         return
     for s in wanted:
@@ -162,12 +162,14 @@ def pulled(source: Source, level: int, stack: Stack, at: int, K: Tensor, wanted:
         yield s, split[:, :, cut].reshape(groups, -1, c)
 
 
-def pull_diagonal(source: Source, level: int, stack: Stack, at: int, diagonal: Tensor, r: int, blocks: Blocks) -> None:
+def pull_diagonal(
+    source: Source, level: int, stack: StackedTangents, at: int, diagonal: Tensor, r: int, blocks: VertexBlocks
+) -> None:
     """Add J K between the parents of a stack and another source r, for K that couples equal columns only, (R, columns)."""
-    kept = stack.sources if isinstance(stack, Entrywise) else stack.units
+    kept = stack.sources if isinstance(stack, EntrywiseTangents) else stack.units
     if level == at:
         for s in kept:
-            slopes = stack.rows * diagonal if isinstance(stack, Entrywise) and not stack.units else diagonal
+            slopes = stack.rows * diagonal if isinstance(stack, EntrywiseTangents) and not stack.units else diagonal
             blocks.add_diagonal(s, r, at, 2 * slopes if s == r else slopes)
     for s, part in _pulled_diagonal(source, level, stack, at, diagonal):
         if level != at or s not in kept:
@@ -175,10 +177,10 @@ def pull_diagonal(source: Source, level: int, stack: Stack, at: int, diagonal: T
 
 
 def _pulled_diagonal(
-    source: Source, level: int, stack: Stack, at: int, diagonal: Tensor, wanted: Sequence[int] | None = None
+    source: Source, level: int, stack: StackedTangents, at: int, diagonal: Tensor, wanted: Sequence[int] | None = None
 ) -> Pulled:
     """Yield what :func:`pulled` does, for K that couples equal columns only, (R, columns)."""
-    if level != at or isinstance(stack, (Entrywise, Selected)):
+    if level != at or isinstance(stack, (EntrywiseTangents, Selected)):
         yield from pulled(source, level, stack, at, torch.diag_embed(diagonal), wanted)
         return
     for s in stack.sources if wanted is None else wanted:

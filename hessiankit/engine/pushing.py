@@ -15,16 +15,15 @@ from torch import Tensor
 from derivations.activation import Activation
 from derivations.cast import Cast
 from derivations.elementwise import Elementwise
-from derivations.linear import Add, Linear, MaskedFill, MatMul, Scale, Shift
-from derivations.linearised import Linearised
+from derivations.linear import Add, Linear, MaskedFill, MatMul, Multiple, Shift
 from derivations.linearised_norms import LinearisedNorm
 from derivations.loss import MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
-from derivations.primitive import Primitive
-from hessiankit.engine.columns import Entrywise, Group, Stack, by_row
+from derivations.primitive import Linearised, Primitive
+from hessiankit.engine.columns import EntrywiseTangents, Group, StackedTangents, by_row
 
 ENTRYWISE = (Activation, Elementwise)
-LINEAR_ENTRYWISE = (Cast, MaskedFill, Scale, Shift)
+LINEAR_ENTRYWISE = (Cast, MaskedFill, Multiple, Shift)
 
 
 class Point:
@@ -46,7 +45,7 @@ class Point:
         return self.primitive.linearise(self.inputs, self.adjoint, self.moving)
 
 
-def pushed(point: Point, g: Group) -> Stack:
+def pushed(point: Point, g: Group) -> StackedTangents:
     """Return the tangents of a primitive's output by the sources of a group."""
     primitive, inputs = point.primitive, point.inputs
     copies = isinstance(primitive, Add) and primitive.alpha == 1 and inputs[0].shape == inputs[1].shape
@@ -57,14 +56,14 @@ def pushed(point: Point, g: Group) -> Stack:
         if isinstance(primitive, (*ENTRYWISE, *LINEAR_ENTRYWISE)):
             slopes = point.linearised.push([alone.slopes.unsqueeze(0)])[0]
             if slopes.shape == alone.slopes.shape:
-                return Entrywise(slopes, g.sources[0], g.level)
+                return EntrywiseTangents(slopes, g.sources[0], g.level)
         if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1 and alone.units and g.moving[0] and by_last:
             assert isinstance(point.linearised, LinearisedNorm)
             return _rows(point.linearised.jacobian_rows(), inputs[0].shape, g)
     if isinstance(primitive, (Linear, MatMul)) and g.moving[0] and sum(g.moving) == 1 and inputs[1].ndim == 2 and by_last:
         weight = inputs[1].mT if isinstance(primitive, Linear) else inputs[1]
         return _rows(_times(g, weight), (*inputs[0].shape[:-1], weight.shape[1]), g)
-    return Stack(point.linearised.push(g.tangents), g.sources, g.widths, g.units if copies else frozenset())
+    return StackedTangents(point.linearised.push(g.tangents), g.sources, g.widths, g.units if copies else frozenset())
 
 
 def _times(g: Group, weight: Tensor) -> Tensor:
@@ -76,9 +75,9 @@ def _times(g: Group, weight: Tensor) -> Tensor:
     return weight.expand(len(alone.rows), -1, -1) if alone.units else alone.rows.unsqueeze(2) * weight
 
 
-def _rows(rows: Tensor, shape: Sequence[int], g: Group) -> Stack:
+def _rows(rows: Tensor, shape: Sequence[int], g: Group) -> StackedTangents:
     """Return tangents given row by row, (R, S, f)."""
-    return Stack(rows.transpose(0, 1).reshape(rows.shape[1], *shape), g.sources, g.widths)
+    return StackedTangents(rows.transpose(0, 1).reshape(rows.shape[1], *shape), g.sources, g.widths)
 
 
 def contracted(g: Group, k: int, w: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from derivations.indexing import Select, Slice, Take
 from derivations.linear import Add, Expand, Linear, MatMul, Permute, Reshape
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.primitive import Primitive
-from hessiankit.engine.lifts import Diagonal, Index, Kronecker, Lift
+from hessiankit.engine.lifts import GainLift, Index, Lift, WeightLift
 from hessiankit.tracing.trace import Application, Trace
 
 SELECTING = (Embedding, Expand, Permute, Reshape, Select, Slice, Take)
@@ -38,16 +38,16 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Selection:
+class EntrySelection:
     """A value whose entries are entries of one parameter: ``at`` holds their positions, None where it is the parameter."""
 
     parameter: str
     at: Tensor | None
 
 
-def selections(trace: Trace) -> dict[int, Selection]:
+def selections(trace: Trace) -> dict[int, EntrySelection]:
     """Return the values that are parameters, or entries of one parameter rearranged, by id."""
-    found = {at: Selection(name, None) for name, at in trace.parameters.items()}
+    found = {at: EntrySelection(name, None) for name, at in trace.parameters.items()}
     for a in trace.applications:
         before = found.get(a.inputs[0]) if len(a.inputs) == 1 and a.inputs[0] is not None else None
         if before is None or not isinstance(a.primitive, SELECTING):
@@ -56,7 +56,7 @@ def selections(trace: Trace) -> dict[int, Selection]:
             continue
         value = trace.values[a.inputs[0]]  # type: ignore[index]
         positions = torch.arange(value.numel(), device=value.device).reshape(value.shape) if before.at is None else before.at
-        found[a.output] = Selection(before.parameter, a.primitive.value(positions))
+        found[a.output] = EntrySelection(before.parameter, a.primitive.value(positions))
     return found
 
 
@@ -77,7 +77,7 @@ def find_sites(trace: Trace) -> dict[int, Site]:
 
 
 def _site(
-    trace: Trace, a: Application, chosen: Mapping[int, Selection], sites: dict[int, Site], uses: Mapping[int, int]
+    trace: Trace, a: Application, chosen: Mapping[int, EntrySelection], sites: dict[int, Site], uses: Mapping[int, int]
 ) -> Site | None:
     primitive = a.primitive
     if not isinstance(primitive, SITES):
@@ -88,7 +88,7 @@ def _site(
         return None
     rows, width = out.shape[:-1].numel(), out.shape[-1]
 
-    def selected(position: int) -> Selection | None:
+    def selected(position: int) -> EntrySelection | None:
         at = a.inputs[position] if position < len(a.inputs) else None
         return None if at is None else chosen.get(at)
 
@@ -97,20 +97,20 @@ def _site(
         s = selected(position)
         if s is None or inputs[position].shape != (width,) or not _injective(s.at):  # type: ignore[union-attr]
             return None
-        return Diagonal(s.parameter, s.at, torch.ones((), dtype=out.dtype, device=out.device).expand(rows, width))
+        return GainLift(s.parameter, s.at, torch.ones((), dtype=out.dtype, device=out.device).expand(rows, width))
 
     if isinstance(primitive, (MatMul, Linear)) and a.inputs[0] != a.inputs[1]:
         weight, turned = inputs[1], isinstance(primitive, Linear)
         lifts: dict[int, Lift | None] = {2: vector(2)}
         if weight is not None and weight.ndim == 2 and (s := selected(1)) is not None and _injective(s.at):
             at = None if s.at is None else s.at.reshape(-1)
-            lifts[1] = Kronecker(s.parameter, at, x.reshape(-1, x.shape[-1]), width, turned)
+            lifts[1] = WeightLift(s.parameter, at, x.reshape(-1, x.shape[-1]), width, turned)
         return _made(a, lifts)
     if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1:
         lifts = {2: vector(2)}
         if (gain := vector(1)) is not None:
             plain = primitive.value(x, *([None] * (len(inputs) - 1)))  # type: ignore[arg-type]
-            lifts[1] = Diagonal(gain.parameter, gain.at, plain.reshape(-1, width))
+            lifts[1] = GainLift(gain.parameter, gain.at, plain.reshape(-1, width))
         return _made(a, lifts)
     if isinstance(primitive, Add) and primitive.alpha == 1 and a.inputs[0] != a.inputs[1]:
 
@@ -127,7 +127,7 @@ def _site(
 def _of_a_sum(
     a: Application,
     out: Tensor,
-    selected: Callable[[int], Selection | None],
+    selected: Callable[[int], EntrySelection | None],
     vector: Callable[[int], Lift | None],
     shapes: tuple[torch.Size, torch.Size],
     before: Callable[[int], Site | None],
@@ -145,7 +145,7 @@ def _of_a_sum(
                 return Site(a.output, [], (mine,))
             return Site(a.output, [bias], (mine,))
         every = torch.arange(shapes[mine].numel(), device=out.device).reshape(shapes[mine])
-        tables[mine] = _index(Selection(s.parameter, (every if s.at is None else s.at).expand(out.shape)), out)
+        tables[mine] = _index(EntrySelection(s.parameter, (every if s.at is None else s.at).expand(out.shape)), out)
     return Site(a.output, list(tables.values()), tuple(tables)) if tables else None
 
 
@@ -154,7 +154,7 @@ def _made(a: Application, lifts: Mapping[int, Lift | None]) -> Site | None:
     return Site(a.output, list(found.values()), tuple(found), found.get(1)) if found else None
 
 
-def _index(s: Selection, out: Tensor) -> Index:
+def _index(s: EntrySelection, out: Tensor) -> Index:
     assert s.at is not None
     at, which = torch.unique(s.at, return_inverse=True)
     return Index(s.parameter, at, which.reshape(-1, out.shape[-1]))

@@ -11,9 +11,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.compiled.library import kernels
-from hessiankit.compiled.sums import SINGLE, mirror
+from hessiankit.engine.kernel_sums import SINGLE, mirror
 from hessiankit.engine.lifts import Lift
+from hessiankit.support.kernels import kernels
 
 Write: TypeAlias = Callable[[Tensor], float | None]  # adds something to a block; returns how far from symmetric it was, if it saw
 
@@ -37,7 +37,7 @@ def zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype, count=n * n, offset=start).reshape(n, n)
 
 
-class Matrix:
+class SymmetricStorage:
     """A symmetric matrix: the blocks (i, j) with i not after j are added to, and mirrored at the end.
 
     Args:
@@ -116,7 +116,7 @@ def _average(square: Tensor) -> float:
     return worst
 
 
-class Panel(Matrix):
+class Panel(SymmetricStorage):
     """Some blocks (i, j) of a symmetric matrix: i among the parameters ``rows``, j among ``columns`` and not before i.
 
     Args:
@@ -191,7 +191,7 @@ class Kept:
         """Keep what adds itself and its transpose to a block."""
         self.pairs.append((u, v, write, columns, True))
 
-    def replay(self, matrix: Matrix) -> None:
+    def replay(self, matrix: SymmetricStorage) -> None:
         """Add everything that a matrix wants to it."""
         matrix.computed = self.computed or matrix.computed
         for u, v, write, columns, both in self.pairs:

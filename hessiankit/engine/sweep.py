@@ -25,11 +25,11 @@ from derivations.primitive import Primitive
 from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.association import associate
 from hessiankit.engine.columns import (
-    Entrywise,
+    EntrywiseTangents,
     Group,
     Selected,
     Source,
-    Stack,
+    StackedTangents,
     by_row,
     coarsen,
     compose,
@@ -38,8 +38,8 @@ from hessiankit.engine.columns import (
     starts,
 )
 from hessiankit.engine.footprint import footprint
-from hessiankit.engine.lifts import Diagonal, Kronecker, Lift, Whole
-from hessiankit.engine.pairs import Blocks
+from hessiankit.engine.lifts import GainLift, Lift, WeightLift, Whole
+from hessiankit.engine.pairs import VertexBlocks
 from hessiankit.engine.pushing import Point, contracted, pushed, square
 from hessiankit.engine.sites import find_sites, is_product
 from hessiankit.tracing.trace import Application, Trace
@@ -74,8 +74,8 @@ class Sweep:
         self.lambdas = adjoints(trace, scale)
         self.counted = None if downstream_of is None else self._descendants(downstream_of)
         self.sources: dict[int, Source] = {}
-        self.blocks = Blocks()
-        self.stacks: dict[int, dict[int, Stack]] = {}  # of every value that is still needed, by level
+        self.blocks = VertexBlocks()
+        self.stacks: dict[int, dict[int, StackedTangents]] = {}  # of every value that is still needed, by level
         self.sites = find_sites(trace)
         self._roots: dict[int, dict[int, Tensor]] = {}
         self._root_of: dict[int, int] = {}
@@ -124,16 +124,16 @@ class Sweep:
                 value = self.trace.values[at]
                 eye = torch.eye(value.numel(), dtype=value.dtype, device=value.device).reshape(-1, *value.shape)
                 key = self._new(Source(torch.Size(), 0, value.numel(), [Whole(name, None, 0, value.numel())]), root=True)
-                self.stacks[at] = {0: Stack(eye, (key,), (value.numel(),))}
+                self.stacks[at] = {0: StackedTangents(eye, (key,), (value.numel(),))}
 
-    def _source_at(self, at: int, axes: int, lifts: list[Lift], parents: dict[int, Stack]) -> None:
+    def _source_at(self, at: int, axes: int, lifts: list[Lift], parents: dict[int, StackedTangents]) -> None:
         """Make a value a source; whatever moved it before becomes its parent."""
         value = self.trace.values[at]
         width = value.shape[axes:].numel()
         parents = {level: stack.by_rows(level) for level, stack in parents.items()}
         key = self._new(Source(value.shape, axes, width, lifts, parents))
         ones = torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape)
-        self.stacks[at] = {axes: Entrywise(ones, key, axes, unit=True)}
+        self.stacks[at] = {axes: EntrywiseTangents(ones, key, axes, unit=True)}
         if axes > 0:
             self._copies[at] = (key, torch.arange(value.numel(), device=value.device).reshape(value.shape))
 
@@ -377,20 +377,20 @@ class Sweep:
         assert x is not None
         adjoint = self.lambdas[a.output]
         rows = adjoint.reshape(-1, adjoint.shape[-1])
-        if isinstance(turning, Kronecker):
+        if isinstance(turning, WeightLift):
             shape = x.shape
-            lift: Lift = Kronecker(turning.parameter, turning.at, rows, x.shape[-1], not turning.turned)
+            lift: Lift = WeightLift(turning.parameter, turning.at, rows, x.shape[-1], not turning.turned)
         else:
-            assert isinstance(turning, Diagonal)
+            assert isinstance(turning, GainLift)
             shape = self.trace.values[a.output].shape
-            lift = Diagonal(turning.parameter, turning.at, rows)
+            lift = GainLift(turning.parameter, turning.at, rows)
         mirror: int | None = None
         for g in groups:
             if not g.moving[0]:
                 continue
             if mirror is None:
                 mirror = self._new(Source(shape, len(shape) - 1, shape[-1], [lift], twins=[turning]))
-            if isinstance(turning, Diagonal):
+            if isinstance(turning, GainLift):
                 absent = [None] * (len(inputs) - 1)
                 t: Tensor = a.primitive.jvp((x, *absent), (g.tangents[0], *absent))  # type: ignore[arg-type]
             elif g.entrywise is not None and g.level == len(shape) - 1:
@@ -401,7 +401,7 @@ class Sweep:
             for s, cut in zip(g.sources, starts(g.widths), strict=True):
                 self.blocks.add(mirror, s, g.level, by_row(t[cut], g.level).contiguous().mT)
 
-    def _note(self, stacks: dict[int, Stack]) -> None:
+    def _note(self, stacks: dict[int, StackedTangents]) -> None:
         """Count the memory that is kept until the end."""
         self._kept += sum(stack.bytes for stack in stacks.values())
 

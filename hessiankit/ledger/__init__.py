@@ -19,8 +19,8 @@ HOLDS
 
 from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Evidence, Paper, Verdict
 from hessiankit.ledger.ledger import Ledger, claims
+from hessiankit.ledger.ledger_report import LedgerReport, LedgerRow
 from hessiankit.ledger.registry import claim
-from hessiankit.ledger.report import LedgerReport, LedgerRow
 
 __all__ = [
     "PAPERS",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from hessiankit.tables import as_text
+from hessiankit.support.tables import as_text
 
 Verdict: TypeAlias = Literal[
     "HOLDS",

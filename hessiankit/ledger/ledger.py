@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, overload
 
-from hessiankit.arguments import checked
-from hessiankit.errors import unknown
 from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Verdict
+from hessiankit.ledger.ledger_report import LedgerReport, run_rows
 from hessiankit.ledger.pages import html_page, markdown_page, plain
 from hessiankit.ledger.registry import rows
-from hessiankit.ledger.report import LedgerReport, run_rows
-from hessiankit.progress import Tell
-from hessiankit.tables import Piece, Printed, table
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import unknown
+from hessiankit.support.progress import Tell
+from hessiankit.support.tables import Piece, Printed, table
 
 HEADERS = ("id", "place", "verdict", "statement")
 
@@ -54,7 +54,7 @@ class Ledger(Printed, Sequence[Claim]):
 
         Args:
             seed: Of all random numbers.
-            progress: Told (id, rows done, rows in all) before each row; see ``hessiankit.progress``.
+            progress: Told (id, rows done, rows in all) before each row; see ``hessiankit.support.progress``.
 
         Returns:
             A report that is true if every verdict was found again.

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim
+from hessiankit.ledger.ledger_report import LedgerReport
 from hessiankit.ledger.registry import chapter_title
-from hessiankit.ledger.report import LedgerReport
 
 HEADERS = ("row", "place", "statement", "verdict", "what is true", "code")
 INTRODUCTION = (

@@ -1,13 +1,10 @@
 """Learning rates for each block type of a transformer: parameter groups, schedules, and what keeps them as they were set."""
 
-from hessiankit.optim.groups import blockwise_lr
-from hessiankit.optim.guard import check_groups
-from hessiankit.optim.hooks import watch
-from hessiankit.optim.measured import measured_ratios
-from hessiankit.optim.parameter_groups import ParameterGroups
-from hessiankit.optim.ratios import PRESETS, Ratio
+from hessiankit.optim.groups import ParameterGroups, blockwise_lr
+from hessiankit.optim.guard import check_groups, watch
+from hessiankit.optim.ratios import PRESETS, Ratio, measured_ratios
 from hessiankit.optim.schedules import BlockwiseSchedule, blockwise_schedule
-from hessiankit.parts import TYPES, block_types
+from hessiankit.partition import TYPES, block_types
 
 __all__ = [
     "PRESETS",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adafactor, Adagrad, Adamax, Optimizer, RMSprop, Rprop
 
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 
 _NOT_LINEAR = (LBFGS, Rprop, ASGD, Adafactor)
 _DECAY_IN_GRADIENT = (SGD, RMSprop, Adagrad, Adadelta, Adamax)

@@ -3,25 +3,264 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from hessiankit.arguments import checked
-from hessiankit.errors import InputError
-from hessiankit.optim.assignment import Assignment, Policy, assign, parts_by_parameter
-from hessiankit.optim.guard import MODES
-from hessiankit.optim.hooks import watch
-from hessiankit.optim.measured import CAP, POWER, measured_ratios
-from hessiankit.optim.names import remember
-from hessiankit.optim.parameter_groups import ParameterGroups
-from hessiankit.optim.ratios import Ratio, by_type, preset
-from hessiankit.parts import TYPES, Part, model_parts
+from hessiankit.optim.guard import MODES, remember, watch
+from hessiankit.optim.ratios import CAP, POWER, Ratio, SharpnessByType, by_type, measured_ratios, preset
+from hessiankit.partition import TYPES, Part, model_parts
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+from hessiankit.support.tables import Piece, Printed, table
 
-if TYPE_CHECKING:
-    from hessiankit.estimation import SharpnessReport
+HIDDEN = ("QK", "VO", "FFN")
+"""The types whose matrices Muon takes; embeddings, heads and vectors go to AdamW."""
+
+
+@dataclass(frozen=True)
+class RatePolicy:
+    """What decides a parameter's learning rate and weight decay.
+
+    Attributes:
+        ratios: Ratio by block type, for every type.
+        muon_ratios: The same for the matrices that Muon takes; None where it takes none.
+        lr: Learning rate at ratio 1.
+        muon_lr: That of Muon.
+        weight_decay: Of what decays.
+        decay: ``"matrices"``, ``"all"`` or weight decay by block type.
+        couple_decay: Whether r multiplies the shrinkage lr x weight decay.
+    """
+
+    ratios: Mapping[str, Ratio]
+    muon_ratios: Mapping[str, Ratio] | None
+    lr: float
+    muon_lr: float
+    weight_decay: float
+    decay: str | Mapping[str, float]
+    couple_decay: bool
+
+    def decay_of(self, kind: str, p: nn.Parameter, ratio: float) -> float:
+        """Return the weight decay of a parameter, or of a slice of it."""
+        if not isinstance(self.decay, str) and kind in self.decay:
+            decay = float(self.decay[kind])
+        else:
+            decay = self.weight_decay if self.decay == "all" or p.ndim >= 2 else 0.0
+        return decay if self.couple_decay else decay / ratio
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A parameter with everything but its companions: the values of the group that it belongs to.
+
+    Attributes:
+        name: The parameter's name.
+        parameter: The parameter.
+        types: Its block types in the order of ``TYPES``; two or more for a fused parameter.
+        values: lr, weight_decay, block_type, ratio, ...
+        cuts: How the slices of a fused parameter differ; None where they do not.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    types: tuple[str, ...]
+    values: dict[str, Any]
+    cuts: dict[str, Any] | None
+
+
+def assign(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePolicy) -> Assignment:
+    """Return the assignment of one parameter.
+
+    A fused parameter gets the largest of its slices' ratios, so that the slices' own steps are its step times at most 1: in low
+    precision the step that is rounded is the large one.
+    """
+    parts = tuple(parts)
+    types = tuple(kind for kind in TYPES if any(part.type == kind for part in parts))
+    takes_muon = policy.muon_ratios is not None and p.ndim == 2 and all(kind in HIDDEN for kind in types)
+    ratios = policy.muon_ratios if takes_muon and policy.muon_ratios is not None else policy.ratios
+    first = max(types, key=lambda kind: ratios[kind].value)
+    base, ratio = policy.muon_lr if takes_muon else policy.lr, ratios[first]
+    values: dict[str, Any] = {
+        "lr": base * ratio.value,
+        "weight_decay": policy.decay_of(first, p, ratio.value),
+        "block_type": "+".join(types),
+        "ratio": ratio.value,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+        "base_lr": base,
+        "expected_lr": base * ratio.value,
+    }
+    if policy.muon_ratios is not None:
+        values["use_muon"] = takes_muon
+    pieces = []
+    for part in parts:
+        own = ratios[part.type]
+        piece = {
+            "block_type": part.type,
+            "ratio": own.value,
+            "ratio_low": own.low,
+            "ratio_high": own.high,
+            "factor": own.value / ratio.value,
+            "weight_decay": policy.decay_of(part.type, p, own.value),
+        }
+        pieces += [{**piece, "start": start, "stop": stop} for start, stop in part.segments]
+    cuts = {"shape": list(p.shape), "axis": parts[0].axis, "pieces": pieces} if len(types) > 1 else None
+    return Assignment(name, p, types, values, cuts)
+
+
+def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, list[Part]]:
+    """Return the parts of every parameter.
+
+    Raises:
+        InputError: If a part is of no parameter of the model, or a parameter is not covered exactly once.
+    """
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    found: dict[str, list[Part]] = {name: [] for name in shapes}
+    for part in parts:
+        if part.parameter not in found:
+            raise InputError(f"blockwise_lr: parts= has {part.name!r}, and the model has no parameter {part.parameter!r}.")
+        found[part.parameter].append(part)
+    for name, own in found.items():
+        if not own:
+            raise InputError(f"blockwise_lr: parts= has nothing of {name!r}; expected every parameter, or it is never trained.")
+        if len(own) == 1 and own[0].axis is None:
+            continue
+        axes = {part.axis for part in own}
+        cuts = sorted(segment for part in own for segment in part.segments)
+        axis = axes.pop()
+        ends = [0, *(stop for _, stop in cuts)]
+        whole = axis is not None and not axes and ends[-1] == shapes[name][axis]
+        if not whole or [start for start, _ in cuts] != ends[:-1]:
+            raise InputError(
+                f"blockwise_lr: {', '.join(part.name for part in own)} do not cover {name!r} of shape {tuple(shapes[name])} "
+                "exactly once."
+            )
+    return found
+
+
+HEADERS = ("block type", "tensors", "entries", "ratio", "interval", "lr", "weight decay", "lr x decay")
+_ALIGNED = ("param_names", "slices")
+_KEYS = (
+    *("lr", "weight_decay", "block_type", "ratio", "ratio_low", "ratio_high", "base_lr", "expected_lr"),
+    *("use_muon", "guard", "param_names", "slices"),
+)
+
+
+class ParameterGroups(Printed, list[dict[str, Any]]):
+    """Parameter groups, as ``torch.optim.AdamW(groups)`` takes them, that print as a table.
+
+    Keys of a group: ``params`` and ``param_names``; ``lr`` and ``weight_decay``; ``block_type`` (``"QK+VO"`` for fused
+    parameters) and ``ratio``, with ``ratio_low`` and ``ratio_high`` where it was measured; ``base_lr``, the rate at ratio 1;
+    ``expected_lr`` and ``guard``, for :func:`~hessiankit.optim.check_groups`; ``slices`` for fused parameters; ``use_muon`` for
+    Muon; ``name`` for Adam-mini. All are numbers, strings and lists, which ``torch.load(weights_only=True)`` takes.
+
+    Attributes:
+        title: Where the ratios are from.
+        frozen: Names of the parameters that need no gradient and are in no group.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]] = (), *, title: str = "", frozen: tuple[str, ...] = ()) -> None:
+        super().__init__(groups)
+        self.title, self.frozen = title, frozen
+
+    @property
+    def muon(self) -> ParameterGroups:
+        """The groups that Muon takes, as ``torch.optim.Muon(groups.muon)`` does."""
+        return self._those(True)
+
+    @property
+    def adamw(self) -> ParameterGroups:
+        """The groups that it does not, for ``torch.optim.AdamW(groups.adamw)``."""
+        return self._those(False)
+
+    def _those(self, muon: bool) -> ParameterGroups:
+        return ParameterGroups((g for g in self if g.get("use_muon", False) is muon), title=self.title, frozen=self.frozen)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter) of every group, as Adam-mini takes them."""
+        for group in self:
+            yield from zip(group["param_names"], group["params"], strict=True)
+
+    def bare(self) -> list[dict[str, Any]]:
+        """Return new groups with params, lr, weight_decay and use_muon alone, for an optimizer that refuses other keys.
+
+        ``MuonWithAuxAdam`` of the reference implementation does; :meth:`apply` gives its groups the rest afterwards.
+        """
+        keys = ("lr", "weight_decay", "use_muon")
+        return [{"params": list(g["params"]), **{key: g[key] for key in keys if key in g}} for g in self]
+
+    def apply(self, optimizer: Optimizer) -> Optimizer:
+        """Write rates, decay and slices into the groups that an optimizer has made itself, and return it.
+
+        For optimizers that take parameters or named parameters and not groups (Adam-mini), and for :meth:`bare`. Call it before
+        a scheduler is made.
+
+        Raises:
+            InputError: If a group of the optimizer mixes parameters of two groups, or the parameters are not the same.
+
+        >>> model = nn.Linear(2, 3)
+        >>> weight, bias = model.parameters()
+        >>> rates = [{"params": [p], "lr": lr, "param_names": [n]} for p, lr, n in ((weight, 0.2, "weight"), (bias, 0.1, "bias"))]
+        >>> optimizer = Optimizer([{"params": [bias]}, {"params": [weight]}], {})
+        >>> [group["lr"] for group in ParameterGroups(rates).apply(optimizer).param_groups]
+        [0.1, 0.2]
+        """
+        place = {id(p): (k, i) for k, g in enumerate(self) for i, p in enumerate(g["params"])}
+        names = {id(p): name for name, p in self.named_parameters()}
+        theirs = [p for g in optimizer.param_groups for p in g["params"]]
+        strange = sum(id(p) not in place for p in theirs)
+        missing = [names[i] for i in place if i not in {id(p) for p in theirs}]
+        if strange or missing:
+            seen = f"{strange} parameters that are in no group" if strange else f"no {missing[0]!r}"
+            raise InputError(f"apply: the {type(optimizer).__name__} has {seen}; expected the parameters that the groups have.")
+        for group in optimizer.param_groups:
+            sources = {place[id(p)][0] for p in group["params"]}
+            if len(sources) > 1:
+                kinds = " and ".join(sorted({self[k]["block_type"] for k in sources}))
+                raise InputError(
+                    f"apply: a group of the {type(optimizer).__name__} mixes parameters of {kinds} that need their own rates or "
+                    "decay; expected each of its groups within one of these; build it from groups.bare(), or with one group a "
+                    "parameter."
+                )
+            source, order = self[sources.pop()], [place[id(p)][1] for p in group["params"]]
+            for key in _KEYS:
+                if key in source:
+                    group[key] = [source[key][i] for i in order] if key in _ALIGNED else source[key]
+        return optimizer
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table's rows, with one for each type of a fused group under its own."""
+        found = []
+        for g in self:
+            entries = sum(p.numel() for p in g["params"])
+            muon = " (Muon)" if g.get("use_muon") else ""
+            found.append(_row(g["block_type"] + muon, str(len(g["params"])), entries, g, float(g["lr"])))
+            slices = g.get("slices", ())
+            for kind in dict.fromkeys(piece["block_type"] for cuts in slices for piece in cuts["pieces"]):
+                own = [(cuts, piece) for cuts in slices for piece in cuts["pieces"] if piece["block_type"] == kind]
+                shares = [(piece["stop"] - piece["start"]) / cuts["shape"][cuts["axis"]] for cuts, piece in own]
+                entries = round(sum(share * math.prod(cuts["shape"]) for share, (cuts, _) in zip(shares, own, strict=True)))
+                found.append(_row(f"  {kind}, slices", "", entries, own[0][1], float(g["lr"]) * own[0][1]["factor"]))
+        return found
+
+    def _headline(self) -> str:
+        return f"{len(self)} groups" + (f"; {self.title}" if self.title else "")
+
+    def _parts(self) -> Iterator[Piece]:
+        yield table(HEADERS, self.rows(), title=self.title, drop=("lr x decay", "tensors", "interval", "entries"))
+        if self.frozen:
+            yield f"frozen, in no group: {', '.join(self.frozen)}"
+
+
+def _row(kind: str, tensors: str, entries: int, values: dict[str, Any], lr: float) -> tuple[str, ...]:
+    low, high, decay = values["ratio_low"], values["ratio_high"], float(values["weight_decay"])
+    interval = "" if low is None else f"[{low:.3g}, {high:.3g}]"
+    return kind, tensors, f"{entries:,}", f"{values['ratio']:.3g}", interval, f"{lr:.3g}", f"{decay:.3g}", f"{lr * decay:.3g}"
+
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adam_mini", "muon")
 
@@ -38,7 +277,7 @@ def blockwise_lr(
     decay: str | Mapping[str, float] = "matrices",
     couple_decay: bool = True,
     head_ratio: float | None = None,
-    sharpness: SharpnessReport | None = None,
+    sharpness: SharpnessByType | None = None,
     power: float = POWER,
     cap: float = CAP,
     parts: Iterable[Part] | None = None,
@@ -54,7 +293,7 @@ def blockwise_lr(
     ...) is the same as splitting the tensor (claim F3). Nothing has to be attached for that.
 
     Args:
-        model: The model; its type of parameter by :func:`hessiankit.parts.model_parts`.
+        model: The model; its type of parameter by :func:`hessiankit.partition.model_parts`.
         lr: The base rate: that of the norms.
         ratios: A preset's name (``hessiankit.optim.PRESETS``; ``"paper"`` is Eq. 5, for Adam-mini that of Sec. 6.3), a mapping
             from block type to ratio (1 where it has none), or ``"measured"``. With Muon, names concern AdamW's groups only.
@@ -96,7 +335,7 @@ def blockwise_lr(
         found["Head"] = by_type({"Head": head_ratio})["Head"]
         covers |= {"Head"}
     muon_ratios = None if optimizer != "muon" else by_type({}) if isinstance(ratios, str) else found
-    rule = Policy(
+    rule = RatePolicy(
         found, muon_ratios, float(lr), float(lr if muon_lr is None else muon_lr), float(weight_decay), decay, couple_decay
     )
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -142,12 +381,12 @@ def _checked(
 
 
 def _ratios(
-    ratios: str | Mapping[str, float | Ratio], optimizer: str, sharpness: SharpnessReport | None, power: float, cap: float
+    ratios: str | Mapping[str, float | Ratio], optimizer: str, sharpness: SharpnessByType | None, power: float, cap: float
 ) -> tuple[str, dict[str, Ratio], set[str]]:
     """Return (a title, a ratio for every type, the types that these ratios are meant for)."""
     if ratios == "measured":
         if sharpness is None:
-            raise InputError("blockwise_lr: ratios='measured' needs sharpness=, a report of hessiankit.estimation.sharpness.")
+            raise InputError("blockwise_lr: ratios='measured' needs sharpness=, a report of hessiankit.sharpness.")
         measured = measured_ratios(sharpness, power=power, cap=cap)
         return f"ratios measured: (S_Norm / S)^{power:g} within [{1 / cap:.3g}, {cap:g}]", by_type(measured), set(measured)
     if sharpness is not None:

@@ -1,16 +1,65 @@
-"""A look at the groups' learning rates before every step: are they still r times a common rate?"""
+"""A look at the groups' learning rates before every step: are they still r times a common rate?
+
+The hooks are torch's for all optimizers, and not one optimizer's own: those are lost when an optimizer is copied or loaded, and
+an optimizer that was never attached would train slices at a rate that nobody asked for.
+"""
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from hessiankit.arguments import checked
-from hessiankit.errors import InputError
-from hessiankit.optim.names import check_names
+from hessiankit.optim.fused_step import hold_slices, rescale_slices
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
+_names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_seen: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
+
+
+def remember(p: nn.Parameter, name: str) -> None:
+    """Keep a parameter's name as long as the parameter lives."""
+    _names[p] = name
+
+
+def check_names(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+    """Raise if a group's names are not those that its parameters had when the groups were made.
+
+    torch pairs the groups of a loaded state dict with the optimizer's by position alone. The lists of names are compared when
+    they are new, which after ``load_state_dict`` they are; names of wrappers (torch.compile, DDP) do not count.
+
+    Raises:
+        InputError: If they differ; with the first parameter that does.
+    """
+    lists = [group["param_names"] for group in groups if "param_names" in group]
+    before = _seen.get(optimizer, [])
+    if len(before) == len(lists) and all(a is b for a, b in zip(before, lists, strict=True)):
+        return
+    for group in groups:
+        for p, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            own = _names.get(p, name)
+            if _plain(own) != _plain(name):
+                raise InputError(
+                    f"blockwise_lr: the groups of {type(optimizer).__name__} say {name!r} ({group['block_type']}) where the "
+                    f"parameter is {own!r}; expected the same model in the same order; the state dict "
+                    "that was loaded is of other groups."
+                )
+    _seen[optimizer] = lists
+
+
+def _plain(name: str) -> str:
+    return _WRAPPERS.sub("", name)
+
 
 MODES = ("raise", "warn", "off")
 _CLOSE = 1e-6
@@ -41,7 +90,7 @@ def check_groups(optimizer: Optimizer) -> None:
     ...     group["lr"] = 6e-4
     >>> check_groups(optimizer)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    hessiankit.errors.InputError: check_groups: the rates of AdamW's groups QK and VO are 0.0006 and 0.0006; expected ...
+    hessiankit.support.errors.InputError: check_groups: the rates of AdamW's groups QK and VO are 0.0006 and 0.0006; expected ...
     """
     groups = blockwise_groups(optimizer)
     check_names(optimizer, groups)
@@ -73,3 +122,23 @@ def _complain(optimizer: Optimizer, first: dict[str, Any], second: dict[str, Any
         warnings.warn(text, stacklevel=5)
     else:
         raise InputError(text)
+
+
+_watching: list[Any] = []
+
+
+def watch() -> None:
+    """Register the hooks, once a process. Optimizers without blockwise groups are passed over."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_before))
+        _watching.append(register_optimizer_step_post_hook(_after))
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if blockwise_groups(optimizer):
+        check_groups(optimizer)
+        hold_slices(optimizer)
+
+
+def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    rescale_slices(optimizer)

@@ -8,9 +8,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hessiankit.arguments import checked
-from hessiankit.errors import InputError
 from hessiankit.optim.guard import blockwise_groups
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
 
 KINDS, RAMPS, FLOORS = ("cosine", "wsd"), ("direct", "switch"), ("scaled", "common")
 FINAL = {"cosine": 1 / 20, "wsd": 0.0}

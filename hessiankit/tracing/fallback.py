@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
-from hessiankit.errors import TraceError
+from hessiankit.support.errors import TraceError
 from hessiankit.tracing import reverse
 from hessiankit.tracing.witnesses import (
     adjoint_difference,

@@ -1,13 +1,24 @@
-"""What a recording is made of: nodes with the interface of ``torch.fx``, and nothing of its bookkeeping, which takes longer."""
+"""A recording: nodes with the interface of ``torch.fx``, notes of which node a tensor is, and places in autograd's graph.
+
+During a recording autograd is on, so that a custom ``torch.autograd.Function``, what ``torch.vmap`` or another thread made, or
+a gradient taken within a module carries its true graph. Followed back, it ends at values that were seen.
+"""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.fx.node import map_aggregate
+from torch.nn.modules._functions import BackwardHookFunction
+
+from hessiankit.support.errors import TraceError
 
 
 @dataclass(eq=False, slots=True)
@@ -85,3 +96,343 @@ class Graph:
 def map_nodes(function: Callable[[Node], Any], tree: Any) -> Any:
     """Return nested containers with what ``function`` makes of their nodes in the place of these."""
     return map_aggregate(tree, lambda x: function(x) if isinstance(x, Node) else x)
+
+
+Edge: TypeAlias = "tuple[Any, int]"  # a function of autograd's graph, and which of its outputs
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A value that autograd alone knows.
+
+    Attributes:
+        root: A copy of the value that is part of the graph.
+        edges: The values that were seen and that it is made of; the arguments of its node, in order.
+        names: The functions of autograd between them; none where the value is one of those, written into without gradients.
+        leaves: What it depends on in the end, with their memory and version when it was made.
+    """
+
+    root: Tensor
+    edges: tuple[GradientEdge, ...]
+    names: tuple[str, ...]
+    leaves: tuple[tuple[Tensor, Tensor, int], ...]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The node of a value that was seen, and where the value lies in memory."""
+
+    node: Node
+    place: tuple[Any, ...]
+
+
+class Edges:
+    """The nodes of values that were seen, by their edges in autograd's graph.
+
+    Args:
+        nodes: The nodes of tensors, by their ids.
+        kept: The tensors.
+        cut: Nodes made while gradients were off.
+        stale: Ids of tensors whose values are not those of their nodes any more.
+    """
+
+    def __init__(self, nodes: Mapping[int, Node], kept: Sequence[Any], cut: Collection[Node], stale: Collection[int]) -> None:
+        self._nodes, self._kept, self._cut, self._stale = nodes, kept, cut, stale
+        self._seen: dict[Edge, _Seen] = {}
+        self._looked_at = 0
+
+    def clear(self) -> None:
+        """Forget everything: a value has been written into, so that edges and values belong together anew."""
+        self._seen.clear()
+        self._looked_at = 0
+
+    def before(self, x: Tensor) -> tuple[Edge, _Seen | None]:
+        """Return the edge that a tensor comes from, and the value that was seen there, if any."""
+        self.look()
+        edge = _through_hooks((x.grad_fn, x.output_nr))
+        return edge, self._seen.get(edge) or self._leaf(edge)
+
+    def boundary(self, start: Edge) -> tuple[dict[Edge, Node], tuple[str, ...]]:
+        """Return the edges of values that were seen behind an edge, with their nodes, and the functions passed on the way.
+
+        None of them lies behind another: autograd's derivatives are total ones, which would count the way between the two twice.
+        """
+        passed: dict[Any, None] = {start[0]: None}
+        while True:
+            found = self._behind(passed)
+            inner = [edge for edge in found if len(found) > 1 and not found.keys().isdisjoint(_all_behind(edge[0]))]
+            if not inner:
+                return found, tuple(dict.fromkeys(function.name() for function in passed))
+            passed.update((function, None) for function, _ in inner)
+
+    def leaves(self, start: Edge) -> tuple[Tensor, ...]:
+        """Return the leaves that an edge depends on."""
+        found = {id(function.variable): function.variable for function, _ in _all_behind(start[0]) if _is_leaf(function)}
+        return tuple(found.values())
+
+    def _behind(self, passed: dict[Any, None]) -> dict[Edge, Node]:
+        """Walk back from functions to the next values that were seen; take the functions on the way into ``passed``."""
+        found: dict[Edge, Node] = {}
+        waiting = list(passed)
+        while waiting:
+            for edge in waiting.pop().next_functions:
+                if edge[0] is None or edge[0] in passed:
+                    continue
+                seen = self._seen.get(edge) or self._leaf(edge)
+                if seen is not None:
+                    found[edge] = seen.node
+                elif not _is_leaf(edge[0]):
+                    passed[edge[0]] = None
+                    waiting.append(edge[0])
+        return found
+
+    def look(self) -> None:
+        """Take in the tensors noted since the last time."""
+        for x in self._new():
+            node = self._nodes.get(id(x))
+            if node is not None and node not in self._cut and id(x) not in self._stale:
+                self._seen[x.grad_fn, x.output_nr] = _Seen(node, place(x))
+
+    def _new(self) -> Iterator[Tensor]:
+        start, self._looked_at = self._looked_at, len(self._kept)
+        for x in self._kept[start:]:
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                yield x
+
+    def _leaf(self, edge: Edge) -> _Seen | None:
+        """Return the node of a leaf, such as a parameter, that was seen."""
+        leaf = edge[0].variable if _is_leaf(edge[0]) else None
+        node = None if leaf is None else self._nodes.get(id(leaf))
+        return None if leaf is None or node is None or node.op != "placeholder" else _Seen(node, place(leaf))
+
+
+def memory(x: Tensor) -> int:
+    """Return what tells the memory of a tensor from that of others."""
+    return x.untyped_storage().data_ptr() if x.layout is torch.strided and x.numel() else id(x)
+
+
+def place(x: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor lies in memory, and how."""
+    return (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.layout is torch.strided and x.numel() else (id(x),)
+
+
+def _all_behind(function: Any) -> dict[Edge, None]:
+    """Return every edge that a function's derivative is passed on to, near or far."""
+    found: dict[Edge, None] = {}
+    known, waiting = {function}, [function]
+    while waiting:
+        for edge in waiting.pop().next_functions:
+            if edge[0] is not None:
+                found[edge] = None
+                if edge[0] not in known:
+                    known.add(edge[0])
+                    waiting.append(edge[0])
+    return found
+
+
+def _is_leaf(function: Any) -> bool:
+    return hasattr(function, "variable")
+
+
+def _through_hooks(edge: Edge) -> Edge:
+    """Return the edge behind those that only call the backward hooks of a module."""
+    while type(edge[0]).__name__ == f"{BackwardHookFunction.__name__}Backward":
+        edge = edge[0].next_functions[edge[1]]
+    return edge
+
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Recording:
+    """A graph, and tensors that belong to it.
+
+    Attributes:
+        graph: What was done.
+        constants: The tensors that were found ready: ``get_attr`` nodes carry their names.
+        values: What operations returned that would return the same if they were run again by themselves.
+        unseen: What is known of values that come from no operation that was seen: "segment" nodes stand for them.
+    """
+
+    graph: Graph = field(default_factory=Graph)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[Node, Tensor] = field(default_factory=dict)
+    unseen: dict[Node, Unseen] = field(default_factory=dict)
+
+
+class Notes:
+    """The graph under construction, and which node stands for which tensor."""
+
+    def __init__(self, recording: Recording, keep_values: bool) -> None:
+        self.recording, self.keep_values = recording, keep_values
+        self.nodes: dict[int, Node] = {}
+        self.kept: list[Any] = []  # an id is a tensor's own only while the tensor lives
+        self.fresh: dict[Any, Node] = {}
+        self.cut: set[Node] = set()  # those made while gradients were off
+        self.unseen: set[int] = set()  # memory that was filled out of sight
+        self.stale: set[int] = set()  # tensors written into out of sight since they were named
+        self.rewritten: set[int] = set()  # their memory
+        self.complex = False  # whether any were met that have a derivative
+        self._passing: set[int] = set()  # memory of values that pass gradients, and how many tensors were looked at for it
+        self._passing_known = 0
+        self.edges = Edges(self.nodes, self.kept, self.cut, self.stale)
+        self.differentiable = True
+
+    def placeholder(self, x: Tensor) -> None:
+        """Note an argument."""
+        self._name(x, self.recording.graph.add("placeholder", f"argument_{len(self.nodes)}"))
+
+    def node_of(self, x: Any) -> Any:
+        """Return the node of a tensor; anything else as it is."""
+        if not isinstance(x, Tensor):
+            return x
+        node = self.nodes.get(id(x))
+        if node is not None and not (node in self.cut and x.grad_fn is not None) and id(x) not in self.stale:
+            return node
+        if x.grad_fn is not None:
+            self.nodes[id(x)] = self._behind(x)
+            self.kept.append(x)
+        elif id(x) in self.stale:
+            self.ready(x)
+        else:
+            node = self.fresh.get(place(x))
+            if node is None and memory(x) in self.unseen:
+                self.ready(x)
+            else:
+                self._name(x, self._constant(x) if node is None else node)
+        self.stale.discard(id(x))
+        return self.nodes[id(x)]
+
+    def ready(self, x: Tensor) -> None:
+        """Note a tensor made outside torch's operations, of Python numbers: a copy, which the function may write into."""
+        self._name(x, self.call(torch.ops.aten.clone.default, (self._constant(x.clone()),), {}))
+
+    def given(self, x: Tensor, data: Tensor) -> None:
+        """Note that a tensor has got the values of another one.
+
+        Raises:
+            TraceError: If it is an argument, or has a derivative, which would stay that of the old values.
+        """
+        if x.grad_fn is not None or (id(x) in self.nodes and self.nodes[id(x)].op == "placeholder"):
+            raise TraceError(
+                "trace: a parameter, an input or a value that has a derivative is given other .data; compute a new tensor"
+            )
+        self._name(x, self.call(aten.detach.default, (data,), {}))
+
+    def made_unseen(self, value: Any) -> None:
+        """Remember the memory of what a transform returned: the function's own, which it may write into later."""
+        for x in torch.utils._pytree.tree_leaves(value):
+            if isinstance(x, Tensor):
+                self.kept.append(plain := unwrapped(x))
+                self.unseen.add(memory(plain))
+
+    def written_unseen(self, tensors: Sequence[Any]) -> None:
+        """Remember that some tensors, and all others on their memory, have been written into out of sight.
+
+        Raises:
+            TraceError: If one of them is a parameter.
+        """
+        rewritten = {memory(unwrapped(x)) for x in tensors if isinstance(x, Tensor)}
+        self.rewritten |= rewritten
+        for x in self._sharing(rewritten):
+            if self.nodes[id(x)].op == "placeholder":
+                raise TraceError("trace: a parameter is written into within the module; compute a new tensor")
+            self.stale.add(id(x))
+
+    def passes_gradients(self, tensors: Sequence[Any]) -> bool:
+        """Tell whether a write into some tensors changes values that go on passing their gradients; not if data change too."""
+        for x in self.kept[self._passing_known :]:
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                self._passing.add(memory(x))
+        self._passing_known = len(self.kept)
+        places = {memory(x) for x in tensors if isinstance(x, Tensor)}
+        if self._passing.isdisjoint(places):
+            return False
+        return not any(self.nodes[id(x)].op in ("placeholder", "get_attr") for x in self._sharing(places))
+
+    def _sharing(self, places: Collection[int]) -> Iterator[Tensor]:
+        """Yield the tensors with a node that lie in some memory."""
+        known = {id(x): x for x in self.kept if isinstance(x, Tensor) and id(x) in self.nodes}
+        yield from (x for x in known.values() if memory(x) in places)
+
+    def _behind(self, x: Tensor) -> Node:
+        """Return a node for a tensor of which autograd knows more than was seen: what its derivative is, and by what."""
+        graph = self.recording.graph
+        start, before = self.edges.before(x)
+        if before is not None and before.place == place(x) and id(x) not in self.stale and memory(x) not in self.rewritten:
+            return before.node  # another tensor object for the same value
+        boundary, names = ({start: before.node}, ()) if before is not None else self.edges.boundary(start)
+        node = graph.add("segment", ", ".join(names), tuple(boundary.values()), name="segment")
+        with torch._C._DisablePythonDispatcher(), torch.enable_grad():
+            root = x.clone()  # of its own, whatever is written into x later
+        edges = tuple(GradientEdge(*edge) for edge in boundary)
+        leaves = tuple((leaf, leaf.detach(), leaf._version) for leaf in self.edges.leaves(start))
+        self.recording.unseen[node] = Unseen(root, edges, names, leaves)
+        return node
+
+    def is_known(self, x: Any) -> bool:
+        """Tell whether a tensor has a node."""
+        return id(x) in self.nodes
+
+    def call(self, target: Any, args: Any, kwargs: Any) -> Node:
+        """Note an operation, with what its arguments stand for now."""
+        args, kwargs = map_aggregate((args, kwargs), self.node_of)
+        if torch.is_grad_enabled() is not self.differentiable:
+            self.differentiable = not self.differentiable
+            self.recording.graph.add("call_function", torch._C._set_grad_enabled, (self.differentiable,), name="set_grad_enabled")
+        packet = getattr(target, "_opname", None)  # "sqrt" of aten.sqrt.default
+        return self.recording.graph.add("call_function", target, args, kwargs, name=packet)
+
+    def remove_last(self) -> None:
+        """Take back an operation that returned complex numbers: what is made of them is known by autograd's graph alone."""
+        self.complex = True
+        self.recording.graph.remove_last()
+
+    def made(self, node: Node, x: Tensor) -> None:
+        """Note a tensor made of nothing: torch may hand it on as another object on the same memory."""
+        self.fresh[place(x)] = node
+
+    def keep(self, node: Node, value: Any) -> None:
+        """Keep what an operation returned, unless something about the place where it ran, or a later write, may change that."""
+        schema = getattr(node.target, "_schema", None)
+        if node.target is torch.ops.aten.detach_.default:  # changes no entry
+            self.edges.clear()
+        elif schema is None or schema.is_mutable:
+            self.edges.clear()
+            self.keep_values = False
+            self.recording.values.clear()
+        elif (
+            self.keep_values
+            and isinstance(value, Tensor)
+            and not value.is_inference()
+            and not torch._C._is_any_autocast_enabled()
+        ):
+            self.recording.values[node] = value.detach()
+
+    def result(self, node: Node, value: Any) -> None:
+        """Note what an operation returned."""
+        if isinstance(value, (tuple, list)):
+            for i, x in enumerate(value):
+                if isinstance(x, Tensor):
+                    self._name(x, self.recording.graph.add("call_function", operator.getitem, (node, i), name="getitem"))
+        elif isinstance(value, Tensor):
+            self._name(value, node)
+
+    def _constant(self, x: Tensor) -> Node:
+        name = f"constant_{len(self.recording.constants)}"
+        self.recording.constants[name] = x
+        return self.recording.graph.add("get_attr", name)
+
+    def _name(self, x: Tensor, node: Node) -> None:
+        if not self.differentiable:
+            self.cut.add(node)
+        self.nodes[id(x)] = node
+        self.kept.append(x)
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """Return the tensor within those that transforms of torch.func wrap around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x

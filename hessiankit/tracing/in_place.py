@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hessiankit.errors import TraceError
+from hessiankit.support.errors import TraceError
 from hessiankit.tracing.graph import Node
 
 

@@ -9,17 +9,11 @@ autograd, so nothing of the chain rule depends on where the module casts.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from derivations.cast import Cast
-
-if TYPE_CHECKING:
-    from hessiankit.tracing.trace import Trace
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -29,20 +23,6 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     (torch.float32, torch.float64)
     """
     return reduce(torch.promote_types, dtypes, torch.float32)
-
-
-def in_one_dtype(trace: Trace) -> None:
-    """Convert the floating-point values of a trace, in place, to the widest type among those that the parameters reach."""
-    trace.eps = max((torch.finfo(x.dtype).eps for x in trace.values if x.is_floating_point()), default=0.0)
-    moving = {trace.values[at].dtype for at in trace.moving}
-    dtype = widest(moving)
-    if all(x.dtype == dtype or not x.is_floating_point() for x in trace.values):
-        return
-    trace.narrow = {at: x.dtype for at, x in enumerate(trace.values) if at in trace.moving and x.dtype != dtype}
-    trace.values[:] = [x.to(dtype) if x.is_floating_point() else x for x in trace.values]
-    for i, a in enumerate(trace.applications):
-        if isinstance(a.primitive, Cast):
-            trace.applications[i] = replace(a, primitive=replace(a.primitive, dtype=dtype))
 
 
 def converted(tree: Any, dtype: torch.dtype) -> Any:

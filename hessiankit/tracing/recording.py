@@ -4,6 +4,9 @@ Nothing is put in the place of a tensor, so the function cannot tell that it is 
 it is reached. The graph is that of ``make_fx(pre_dispatch=True)``, which gives every tensor a proxy, some ten times faster.
 Autograd watches meanwhile: a tensor that it knows to depend on the parameters, and of which no operation was seen, is an error
 and never a constant.
+
+Such a call can be noted where Python makes it. On its way through the dispatcher it would come back to Python to be noted,
+which takes longer than most operations of a small model.
 """
 
 from __future__ import annotations
@@ -16,25 +19,132 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from hessiankit.compiled.library import plain
-from hessiankit.errors import TraceError
-from hessiankit.torch_state import without_autocast
-from hessiankit.tracing.autocast import cast_to, dtype_of_autocast
+from hessiankit.support.errors import TraceError
+from hessiankit.support.kernels import plain
+from hessiankit.support.torch_state import without_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
-from hessiankit.tracing.direct import operation_of
+from hessiankit.tracing.graph import Notes, Recording, unwrapped
 from hessiankit.tracing.in_place import overwritten
-from hessiankit.tracing.notes import Notes, Recording, unwrapped
-from hessiankit.tracing.reading import ShowReading
+
+aten = torch.ops.aten
+
+_BINARY = {"matmul": aten.matmul.default} | {name: getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
+_UNARY = {name: getattr(aten, name).default for name in ("exp", "relu", "sigmoid", "sin", "tanh")}
+
+DIRECT: dict[tuple[Callable[..., Any], int], Any] = {
+    (torch._C._nn.linear, 2): aten.linear.default,
+    (torch._C._nn.linear, 3): aten.linear.default,
+    **{(getattr(where, name), 2): operation for where in (torch, Tensor) for name, operation in _BINARY.items()},
+    **{(getattr(where, name), 1): operation for where in (torch, Tensor) for name, operation in _UNARY.items()},
+    **{(where.transpose, 3): aten.transpose.int for where in (torch, Tensor)},
+}
+"""A function, and how many arguments it is given by position -> its operation."""
+
+
+def operation_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the operation that a call with these arguments, and none by keyword, is; None where that is not known.
+
+    >>> operation_of(torch.add, (torch.ones(2), 1.0)), operation_of(torch.add, (torch.ones(2), 2, torch.ones(2)))
+    (<OpOverload(op='aten.add', overload='Tensor')>, None)
+    """
+    operation = DIRECT.get((function, len(args)))
+    if operation is None or not isinstance(args[0], Tensor):
+        return None
+    plain = all(x is None or isinstance(x, (Tensor, int, float)) for x in args[1:])
+    return operation if plain else None
+
+
+_ARRAYS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
+_UNSEEN = _ARRAYS | {Tensor.tolist, torch.tensor, torch.as_tensor}
+
+
+class ShowReading(TorchFunctionMode):
+    """Leaves an ``aten.item`` in the graph wherever values are read in a way that by itself leaves nothing there.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> def read(x):
+    ...     with ShowReading():
+    ...         return x * x.tolist()[0]
+    >>> graph = make_fx(read, pre_dispatch=True, _error_on_data_dependent_ops=False)(torch.ones(2)).graph
+    >>> any(node.target is torch.ops.aten.item.default for node in graph.nodes)
+    True
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call through, after a mark where it is needed."""
+        if func in _UNSEEN:
+            for x in torch.utils._pytree.tree_leaves(args):
+                if isinstance(x, Tensor):
+                    x.sum().item()
+            if func in _ARRAYS:
+                args = (args[0].detach(), *args[1:])  # the mark is what refuses it, in words of its own
+        return func(*args, **(kwargs or {}))
+
+
+def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> torch.dtype | None:
+    """Return the type that autocast brings the arguments of an operation to; None where it leaves them as they are.
+
+    Torch does not tell. The operation is run as it is, and without autocast on arguments of each type that autocast knows: what
+    returns the same bits is what autocast does.
+
+    Raises:
+        TraceError: None of them does.
+
+    >>> x = torch.randn(2, 2)
+    >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...     dtype_of_autocast(torch.mm, (x, x), {}), dtype_of_autocast(torch.relu, (x,), {})
+    (torch.bfloat16, None)
+    """
+    tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    device = tensors[0].device.type if tensors else "cpu"
+    if not tensors or not torch.is_autocast_enabled(device) or getattr(getattr(function, "_schema", None), "is_mutable", False):
+        return None
+    with torch.no_grad(), torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch():
+        found = _tensors(function(*args, **kwargs))
+        with without_autocast():
+            for dtype in (None, torch.get_autocast_dtype(device), torch.float32):
+                if dtype is not None and all(x.dtype == dtype for x in tensors):
+                    continue
+                try:
+                    alone = _tensors(function(*cast_to(dtype, args), **cast_to(dtype, kwargs)))
+                except RuntimeError:  # types that do not go together without autocast
+                    continue
+                if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, alone, strict=True)):
+                    return dtype
+    name = getattr(function, "__name__", str(function))
+    raise TraceError(
+        f"trace: autocast changes what {name} returns in a way that cannot be traced; leave torch.autocast out, and convert the "
+        "module, e.g. module.bfloat16()"
+    )
+
+
+def cast_to(dtype: torch.dtype | None, tree: Any) -> Any:
+    """Return nested arguments, their floating-point tensors in a type but for those in float64, which autocast leaves alone."""
+    if dtype is None:
+        return tree
+
+    def cast(x: Any) -> Any:
+        eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if eligible else x
+
+    return torch.utils._pytree.tree_map(cast, tree)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
 
 try:
     from torch._dispatch.python import enable_python_dispatcher
 except ImportError:  # a torch that has moved it: ``can_record`` says so
     enable_python_dispatcher = None  # type: ignore[assignment,misc]
 
-aten = torch.ops.aten
 _INTERNALS: Any = torch._C
 _NEW = frozenset(getattr(aten, name).default for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty"))
 _DUAL = (aten._make_dual.default, aten._unpack_dual.default)

@@ -10,7 +10,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -18,24 +18,23 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from derivations.cast import Cast
 from derivations.indexing import Take, Where
 from derivations.linear import Add, Expand
 from derivations.primitive import Primitive
-from hessiankit.arguments import checked
-from hessiankit.errors import HessiankitError, InputError, TraceError
-from hessiankit.torch_state import one_at_a_time, ordinary_path
-from hessiankit.tracing.assumptions import structure
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import HessiankitError, InputError, TraceError
+from hessiankit.support.torch_state import one_at_a_time, ordinary_path
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
-from hessiankit.tracing.edges import Unseen
 from hessiankit.tracing.fallback import AutomaticDifferentiation
-from hessiankit.tracing.graph import Node, map_nodes
+from hessiankit.tracing.graph import Node, Recording, Unseen, map_nodes
 from hessiankit.tracing.in_place import WRITTEN_OUT, in_kind, readers, without_writing
-from hessiankit.tracing.notes import Recording
 from hessiankit.tracing.one_dtype import converted, widest
 from hessiankit.tracing.primitives import RULES
 from hessiankit.tracing.recording import record
 from hessiankit.tracing.segment import segment
 from hessiankit.tracing.source_line import source_line
+from hessiankit.tracing.witnesses import structure
 
 aten = torch.ops.aten
 WITHOUT_DERIVATIVE = frozenset(
@@ -94,9 +93,9 @@ class Trace:
         return tuple(None if i is None else self.values[i] for i in application.inputs)
 
 
-@checked("trace")
+@checked("trace_module")
 @one_at_a_time
-def trace(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Trace:
+def trace_module(function: Callable[..., Tensor], parameters: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Trace:
     """Trace ``function(parameters, *inputs)`` into primitive applications.
 
     Args:
@@ -342,3 +341,17 @@ def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any
         return value if index is None else value[index]
 
     return AutomaticDifferentiation(function, str(target))
+
+
+def in_one_dtype(trace: Trace) -> None:
+    """Convert the floating-point values of a trace, in place, to the widest type among those that the parameters reach."""
+    trace.eps = max((torch.finfo(x.dtype).eps for x in trace.values if x.is_floating_point()), default=0.0)
+    moving = {trace.values[at].dtype for at in trace.moving}
+    dtype = widest(moving)
+    if all(x.dtype == dtype or not x.is_floating_point() for x in trace.values):
+        return
+    trace.narrow = {at: x.dtype for at, x in enumerate(trace.values) if at in trace.moving and x.dtype != dtype}
+    trace.values[:] = [x.to(dtype) if x.is_floating_point() else x for x in trace.values]
+    for i, a in enumerate(trace.applications):
+        if isinstance(a.primitive, Cast):
+            trace.applications[i] = replace(a, primitive=replace(a.primitive, dtype=dtype))

@@ -6,7 +6,7 @@ from hessiankit.verify.exact import ExactRow, check_exact, check_exact_blocks
 from hessiankit.verify.health import Health, examine
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported, run_references
-from hessiankit.verify.routes import RouteTable, routes
+from hessiankit.verify.route_table import RouteTable, routes
 
 __all__ = [
     "REFERENCES",

@@ -16,12 +16,12 @@ FACTOR = Fraction(3, 2)
 
 
 @dataclass(frozen=True)
-class Structure:
+class BlockStructure:
     """The structure of a ``TransformerBlock``; the options have its names.
 
     ``norm_scope`` is None for the placement's own. Heads are 1 and 1, 2 and 2, or 2 on 1 (grouped queries).
 
-    >>> print(Structure("olmo2", n_heads=2, n_kv_heads=1, rotary=True))
+    >>> print(BlockStructure("olmo2", n_heads=2, n_kv_heads=1, rotary=True))
     olmo2: layernorm, relu, 2 heads on 1, rotary
     """
 
@@ -82,7 +82,7 @@ class Structure:
         return placement_of_layer(self.placement, self.layer, self.n_layers, self.alpha)
 
 
-def structure_of(block: TransformerBlock) -> Structure:
+def structure_of(block: TransformerBlock) -> BlockStructure:
     """Return the structure of a block, with as many heads as ``Structure.small`` can take.
 
     >>> print(structure_of(TransformerBlock(8, 5, 4, "pre", "rmsnorm", "swiglu", n_kv_heads=2, causal=True)))
@@ -93,7 +93,7 @@ def structure_of(block: TransformerBlock) -> Structure:
     kinds = {m.kind if isinstance(m, GroupNorm) else "layernorm" if isinstance(m, nn.LayerNorm) else "rmsnorm" for m in norms}
     many = part.n_heads > 1
     inner = any(getattr(part, f"norm_{letter}") is not None for letter in "qkvc")
-    return Structure(
+    return BlockStructure(
         block.placement,
         norm="rmsnorm" if "rmsnorm" in kinds else "layernorm",
         activation="swiglu" if network.W_G is not None else network.activation,

@@ -10,34 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.arguments import checked
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
-from hessiankit.curvature import hessian
-from hessiankit.diagonal import curvature_diagonal
-from hessiankit.errors import InputError
-from hessiankit.operator import HessianOperator, hessian_operator
-from hessiankit.request.batches import batches
-from hessiankit.request.calling import Loss, ordinary
-from hessiankit.request.selection import Params, select
-from hessiankit.request.surroundings import check_surroundings
-from hessiankit.torch_state import one_at_a_time
-from hessiankit.untouched import random_kept
+from hessiankit.curvature.dense import hessian
+from hessiankit.curvature.diagonal import hessian_diagonal
+from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.engine.problem.batches import batches
+from hessiankit.engine.problem.calling import Loss, ordinary
+from hessiankit.engine.problem.selection import Params, check_surroundings, select
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import one_at_a_time, random_kept
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
+from hessiankit.verify.comparison import closed_form
 from hessiankit.verify.exact import check_exact_blocks
-from hessiankit.verify.formulas import formula_errors
-from hessiankit.verify.groups import directions, roles
 from hessiankit.verify.health import Health, examine, rounding_noise
 from hessiankit.verify.identities import examine_identities
 from hessiankit.verify.in_place import converted, kept
-from hessiankit.verify.noise import closed_form
-from hessiankit.verify.probes import probe_directions
+from hessiankit.verify.probes import directions, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.products import Products
 from hessiankit.verify.references import run_references
 from hessiankit.verify.route_table import Choice, choose
-from hessiankit.verify.rows import Comparison
+from hessiankit.verify.rows import DenseComparison
+from hessiankit.verify.small_blocks import formula_errors, twin_rows
 from hessiankit.verify.traits import STOPPED, traits
-from hessiankit.verify.wide_twin import twin_rows
 
 AGAINST = ("reverse-over-reverse", "jvp(grad)", "central-differences", "torch.func.hessian", "curvlinops")
 """What is compared with where the route table does not decide, and for hessiankit's own blocks: the wrong ones are shown too."""
@@ -178,7 +174,7 @@ class _Asked:
         noise = rounding_noise(results, problem, precision, {"closed form": closed_form})
         health = examine(results, problem, probes=probes, noise=noise)
         stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and not health_of_differences(health) else ""
-        compare = Comparison(problem, found, results, health, probes, precision, noise, tolerance)
+        compare = DenseComparison(problem, found, results, health, probes, precision, noise, tolerance)
         rows = [*compare.pairs()]
         others, remarks = compare.same_call(self.seed)
         rows += others
@@ -237,12 +233,12 @@ class _Asked:
         none = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
         if problem.size <= DIAGONAL:
             before = time.perf_counter()
-            diagonal = curvature_diagonal(
+            diagonal = hessian_diagonal(
                 module, inputs, target, loss=self.loss, params=names, handshake=False, max_products=None
             ).flat
             rows += found.diagonal(diagonal, time.perf_counter() - before)
         else:
-            none += f", curvature_diagonal not beyond {DIAGONAL:,}"
+            none += f", hessian_diagonal not beyond {DIAGONAL:,}"
         stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and not health_of_differences(health) else ""
         return CheckReport(
             tuple(rows),

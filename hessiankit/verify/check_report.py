@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hessiankit.curvature import Hessian
-from hessiankit.errors import InputError
-from hessiankit.operator import HessianOperator
-from hessiankit.tables import Detail, Piece, Printed, Table, table
+from hessiankit.curvature.dense import Hessian
+from hessiankit.curvature.operator import HessianOperator
+from hessiankit.support.errors import InputError
+from hessiankit.support.tables import Detail, Piece, Printed, Table, table
 from hessiankit.verify.exact import EXACT_HEADERS, ExactRow, exact_cells
 from hessiankit.verify.health import Health
 from hessiankit.verify.identities import IdentityReport
@@ -32,7 +32,7 @@ _WORDS = {
     "loss": "loss of the same call",
     "gradient": "gradient of hessian_operator",
     "operator": "products of hessian_operator",
-    "diagonal": "curvature_diagonal",
+    "diagonal": "hessian_diagonal",
     "wide twin": "the same block at widths above 16, four heads, W_O, gelu",
 }
 
@@ -43,7 +43,7 @@ class CheckRow:
 
     Attributes:
         name: The block pair, "row parameter x column parameter"; or "loss", "gradient: parameter", "operator: parameter"
-            (products of ``hessian_operator`` along directions on it), "diagonal: parameter" (``curvature_diagonal``), "wide
+            (products of ``hessian_operator`` along directions on it), "diagonal: parameter" (``hessian_diagonal``), "wide
             twin: parameter" (of a block of the same structure at larger widths).
         reference: What it was compared with.
         max_rel_error: Largest difference, relative to the largest entry of the block pair.

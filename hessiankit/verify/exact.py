@@ -18,9 +18,9 @@ from typing import Any
 from torch import nn
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 from hessiankit.verify.block_structure import structure_of
-from hessiankit.verify.exact_case import Case, Comparison, Draw, ResidueDraw
+from hessiankit.verify.exact_case import ExactCase, ExactComparison, RationalDraw, ResidueDraw
 from hessiankit.verify.exact_placements import EQUATION_CASES, PLACEMENT_CASES, placement_case
 from hessiankit.verify.exact_rational import RATIONAL
 from hessiankit.verify.exact_symbolic import SYMBOLIC, is_identically_zero
@@ -129,7 +129,7 @@ def exact_cells(row: ExactRow) -> tuple[str, ...]:
     return f"{row.name} ({row.size})", method, str(row.entries), chance, "ok" if row.passed else "FAILED"
 
 
-def run_case(case: Case, method: str, seed: int = 0) -> ExactRow:
+def run_case(case: ExactCase, method: str, seed: int = 0) -> ExactRow:
     """Run one case and report it; a closed form that raises fails its row and does not hide the others."""
     is_zero: Callable[[Any], bool] = is_identically_zero if method == "symbolic" else lambda difference: False
     start, failures, blocks, entries, degree = time.perf_counter(), list[str](), 0, 0, 0
@@ -159,9 +159,9 @@ def _said(method: str, degree: int, chance: float | None) -> str:
     return " at a rational point" if method == "rational" else " identically"
 
 
-def _comparisons(case: Case, method: str, seed: int) -> Iterator[Comparison]:
+def _comparisons(case: ExactCase, method: str, seed: int) -> Iterator[ExactComparison]:
     """Return the comparisons at the first drawn point that does not lie on a kink."""
-    draw = ResidueDraw if method == "modular" else Draw
+    draw = ResidueDraw if method == "modular" else RationalDraw
     for attempt in range(_DRAWS):
         comparisons = case.build(draw(f"{seed}/{case.chapter}/{case.name}/{attempt}"))
         try:

@@ -16,18 +16,17 @@ import torch
 from derivations.arrays import Array
 from derivations.matrix import Matrix
 from derivations.operation import Operation
-from hessiankit.verify.exact_number import ExactNumber
-from hessiankit.verify.jets import FormalExponential, FormalFunction, Variables, eps_for, values
+from hessiankit.verify.jets import ExactNumber, FormalExponential, FormalFunction, Variables, eps_for, values
 from hessiankit.verify.residues import P, Residue
 
 EXACT = np.zeros(0, dtype=object)
 """Tells a structured matrix to write itself out in exact arithmetic."""
 
 
-class Draw:
+class RationalDraw:
     """A seeded source of small non-zero rationals: integers and halves, so that exact results stay short.
 
-    >>> Draw("a seed").array(2, 3).shape
+    >>> RationalDraw("a seed").array(2, 3).shape
     (2, 3)
     """
 
@@ -67,7 +66,7 @@ class Draw:
         return np.stack(found)
 
 
-class ResidueDraw(Draw):
+class ResidueDraw(RationalDraw):
     """A seeded source of residues modulo p, each but 0 as likely as any other, each a variable of its own.
 
     >>> draw = ResidueDraw("a seed")
@@ -95,7 +94,7 @@ class ResidueDraw(Draw):
         return root * root - mean_square
 
 
-class Reference(Protocol):
+class ExactReference(Protocol):
     """The value and the derivatives of an operation in vec_r order, by a route of their own."""
 
     @property
@@ -175,7 +174,7 @@ class SymbolicReference:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExactOutcome:
     """What a comparison found.
 
     Attributes:
@@ -190,26 +189,26 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ExactComparison:
     """A closed form and the exact array that it must equal."""
 
     label: str
     closed: Matrix | Array
     expected: Array
 
-    def outcome(self, is_zero: Callable[[Any], bool]) -> Outcome:
+    def outcome(self, is_zero: Callable[[Any], bool]) -> ExactOutcome:
         """Compare every entry; where a difference is not 0 as it stands, ``is_zero`` tells whether it is identically."""
         closed = self.closed.dense(EXACT) if isinstance(self.closed, Matrix) else self.closed
         reason = self._not_comparable(closed)
         if reason is not None:
-            return Outcome(reason, self.expected.size)
+            return ExactOutcome(reason, self.expected.size)
         pairs = list(zip(closed.reshape(-1), self.expected.reshape(-1), strict=True))
         wrong = [(c, e) for c, e in pairs if not (c == e or is_zero(c - e))]
         degree = max((d.degree for d in (c - e for c, e in pairs) if isinstance(d, Residue)), default=0)
         if not wrong:
-            return Outcome(None, len(pairs), degree)
+            return ExactOutcome(None, len(pairs), degree)
         first = f"first: {wrong[0][0]}, expected {wrong[0][1]}"
-        return Outcome(f"{self.label} differs in {len(wrong)} of {len(pairs)} entries ({first})", len(pairs), degree)
+        return ExactOutcome(f"{self.label} differs in {len(wrong)} of {len(pairs)} entries ({first})", len(pairs), degree)
 
     def _not_comparable(self, closed: Any) -> str | None:
         """Say why an array cannot be compared with the expected one, or return None."""
@@ -224,7 +223,7 @@ class Comparison:
         return None
 
 
-def against(operation: Operation, reference: Reference, *, value: bool = True) -> Iterator[Comparison]:
+def against(operation: Operation, reference: ExactReference, *, value: bool = True) -> Iterator[ExactComparison]:
     """Set every Jacobian and every second-derivative block of an operation against a reference.
 
     Args:
@@ -239,16 +238,16 @@ def against(operation: Operation, reference: Reference, *, value: bool = True) -
     if set(operation.arguments) != set(names):
         raise ValueError(f"{type(operation).__name__} has the arguments {list(operation.arguments)}, expected {list(names)}")
     if value:
-        yield Comparison("value", operation.value.reshape(-1), reference.value.reshape(-1))
+        yield ExactComparison("value", operation.value.reshape(-1), reference.value.reshape(-1))
     for name in names:
-        yield Comparison(f"jacobian({name!r})", operation.jacobian(name), reference.jacobian(name))
+        yield ExactComparison(f"jacobian({name!r})", operation.jacobian(name), reference.jacobian(name))
     for i in names:
         for j in names:
-            yield Comparison(f"hessian({i!r}, {j!r})", operation.hessian(i, j), reference.hessian(i, j))
+            yield ExactComparison(f"hessian({i!r}, {j!r})", operation.hessian(i, j), reference.hessian(i, j))
 
 
 @dataclass(frozen=True)
-class Case:
+class ExactCase:
     """One row of the exact check: comparisons to be built at a drawn point.
 
     ``branches`` is the number of rational functions that a formula with kinks consists of.
@@ -257,5 +256,5 @@ class Case:
     chapter: str
     name: str
     size: str
-    build: Callable[[Draw], Iterator[Comparison]]
+    build: Callable[[RationalDraw], Iterator[ExactComparison]]
     branches: int = 1

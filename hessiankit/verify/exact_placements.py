@@ -1,6 +1,6 @@
 """The exact cases of whole blocks: every norm placement, all first and second derivatives, entry by entry with ``==``.
 
-One function, the equation of a placement, is run twice: on the stages of ``hessiankit.derivation``, which gives the closed
+One function, the equation of a placement, is run twice: on the stages of ``hessiankit.formulas``, which gives the closed
 form of every Jacobian and second derivative, and on jets (``JetBlock``), which know nothing of the chapters. Both are read at
 one point: parameters, tokens, the root of each row that is normalised, the weight exp(t) of each logit, and the value and first
 two derivatives of a smooth activation at each pre-activation are free numbers.
@@ -23,10 +23,9 @@ import numpy as np
 from derivations.arrays import Array
 from derivations.matrix import Dense, Matrix, Named
 from hessiankit.blocks import PLACEMENTS, TransformerBlock
-from hessiankit.derivation.block_at import Exact
-from hessiankit.derivation.parts import Parts, block_stage, input_stage
-from hessiankit.verify.block_structure import Structure
-from hessiankit.verify.exact_case import EXACT, Case, Comparison, Draw, JetReference, against
+from hessiankit.formulas.block_at import Exact, Parts, block_stage, input_stage
+from hessiankit.verify.block_structure import BlockStructure
+from hessiankit.verify.exact_case import EXACT, ExactCase, ExactComparison, JetReference, RationalDraw, against
 from hessiankit.verify.exact_rational import formal_activation
 from hessiankit.verify.jet_block import PIECEWISE, JetBlock
 from hessiankit.verify.jets import SCALE, Variables, rational_turns
@@ -34,19 +33,19 @@ from hessiankit.verify.jets import SCALE, Variables, rational_turns
 LENGTH = 2
 """Tokens of the sequence."""
 VARIANTS = (
-    Structure("", "layernorm", "relu"),
-    Structure("", "rmsnorm", "swiglu", n_heads=2, n_kv_heads=2, causal=True, rotary=True),
-    Structure("", "layernorm", "gelu", bias=True),
-    Structure("", "rmsnorm", "relu", n_heads=2, n_kv_heads=1, rotary=True, bias=True),
-    Structure("", "layernorm", "swiglu", n_heads=2, n_kv_heads=1, causal=True, norm_scope="full", affine=False),
-    Structure("", "rmsnorm", "gelu", causal=True),
-    Structure("", "rmsnorm", "leaky_relu", n_heads=2, n_kv_heads=2, norm_scope="full", attention_bias=True),
-    Structure("", "rmsnorm", "gelu", attention_bias=True, output_projection=True, rotary=True),
+    BlockStructure("", "layernorm", "relu"),
+    BlockStructure("", "rmsnorm", "swiglu", n_heads=2, n_kv_heads=2, causal=True, rotary=True),
+    BlockStructure("", "layernorm", "gelu", bias=True),
+    BlockStructure("", "rmsnorm", "relu", n_heads=2, n_kv_heads=1, rotary=True, bias=True),
+    BlockStructure("", "layernorm", "swiglu", n_heads=2, n_kv_heads=1, causal=True, norm_scope="full", affine=False),
+    BlockStructure("", "rmsnorm", "gelu", causal=True),
+    BlockStructure("", "rmsnorm", "leaky_relu", n_heads=2, n_kv_heads=2, norm_scope="full", attention_bias=True),
+    BlockStructure("", "rmsnorm", "gelu", attention_bias=True, output_projection=True, rotary=True),
 )
 """What else a block can have, dealt out to the placements in turn."""
 
 
-def structures() -> Iterator[Structure]:
+def structures() -> Iterator[BlockStructure]:
     """Yield a structure for every placement, and for the last layer too where layers differ."""
     for n, (name, placement) in enumerate(PLACEMENTS.items()):
         dealt = replace(VARIANTS[n % len(VARIANTS)], placement=name)
@@ -57,19 +56,19 @@ def structures() -> Iterator[Structure]:
             yield replace(VARIANTS[(n + 3) % len(VARIANTS)], placement=name, layer=4, n_layers=4)
 
 
-def placement_case(structure: Structure) -> Case:
+def placement_case(structure: BlockStructure) -> ExactCase:
     """Return the exact case of a block; the block is built when the case is run."""
     sizes = " ".join(f"{name}={n}" for name, n in {"L": LENGTH, **structure.sizes}.items())
     kinks = LENGTH * structure.sizes["d_ff"] if structure.activation in ("relu", "leaky_relu") else 0
     build = partial(_build, structure)
-    return Case("placements", str(structure), sizes, build, branches=2**kinks)
+    return ExactCase("placements", str(structure), sizes, build, branches=2**kinks)
 
 
-def _build(structure: Structure, draw: Draw) -> Iterator[Comparison]:
+def _build(structure: BlockStructure, draw: RationalDraw) -> Iterator[ExactComparison]:
     return block_comparisons(structure.small(), draw)
 
 
-def block_comparisons(block: TransformerBlock, draw: Draw) -> Iterator[Comparison]:
+def block_comparisons(block: TransformerBlock, draw: RationalDraw) -> Iterator[ExactComparison]:
     """Build a block's value, all its Jacobians and all its second derivatives, X among the arguments.
 
     The block's ``factor``, if it has one, must be rational.
@@ -123,11 +122,11 @@ class _Written:
         return matrix
 
 
-PLACEMENT_CASES: tuple[Case, ...] = tuple(placement_case(structure) for structure in structures())
+PLACEMENT_CASES: tuple[ExactCase, ...] = tuple(placement_case(structure) for structure in structures())
 """Every placement, for residues."""
 
 
-def _one_for_each_equation() -> Iterator[Case]:
+def _one_for_each_equation() -> Iterator[ExactCase]:
     seen = set()
     for structure in structures():
         equation = structure.placed.equation
@@ -136,5 +135,5 @@ def _one_for_each_equation() -> Iterator[Case]:
             yield placement_case(replace(structure, norm="rmsnorm"))
 
 
-EQUATION_CASES: tuple[Case, ...] = tuple(_one_for_each_equation())
+EQUATION_CASES: tuple[ExactCase, ...] = tuple(_one_for_each_equation())
 """One placement for each equation, for fractions, which are slower; with RMSNorm, which takes two features."""

@@ -11,19 +11,19 @@ import sympy
 from derivations import vecr
 from derivations.arrays import Array
 from derivations.matrix import Dense, Identity, kron
-from hessiankit.verify.exact_case import Comparison, Draw, JetReference, Reference, SymbolicReference
+from hessiankit.verify.exact_case import ExactComparison, ExactReference, JetReference, RationalDraw, SymbolicReference
 from hessiankit.verify.jets import Jet, Variables
 
-Lift = Callable[[dict[str, Array]], tuple[dict[str, Array], Callable[[Array], Reference]]]
+Lift = Callable[[dict[str, Array]], tuple[dict[str, Array], Callable[[Array], ExactReference]]]
 
 
-def on_jets(point: dict[str, Array]) -> tuple[dict[str, Array], Callable[[Array], Reference]]:
+def on_jets(point: dict[str, Array]) -> tuple[dict[str, Array], Callable[[Array], ExactReference]]:
     """Lift a point to jets, with the reader of their derivatives."""
     variables = Variables(point)
     return variables.arrays, lambda output: JetReference(variables, output)
 
 
-def on_symbols(point: dict[str, Array]) -> tuple[dict[str, Array], Callable[[Array], Reference]]:
+def on_symbols(point: dict[str, Array]) -> tuple[dict[str, Array], Callable[[Array], ExactReference]]:
     """Put positive symbols in place of a point, with ``sympy.diff`` as the reader of derivatives."""
     arrays = {name: symbols(name, *array.shape) for name, array in point.items()}
     return arrays, lambda output: SymbolicReference(arrays, output)
@@ -41,7 +41,7 @@ def symbols(name: str, *shape: int) -> Array:
     return out
 
 
-def vecr_rules(draw: Draw, lift: Lift) -> Iterator[Comparison]:
+def vecr_rules(draw: RationalDraw, lift: Lift) -> Iterator[ExactComparison]:
     """Compare Properties 2-6 and Propositions 3-9 on matrices that depend on X and Y nonlinearly."""
     P, Q, E = draw.array(4, 2), draw.array(3, 2), draw.array(2, 4)
     squares = draw.array(2, 3) ** 2
@@ -78,7 +78,7 @@ def vecr_rules(draw: Draw, lift: Lift) -> Iterator[Comparison]:
         ("d2<adjoint, N>/dXdY", vecr.contract(adjoint, Dense(N_XY), 6), scalar.hessian("X", "Y")),
     ]
     for label, closed, expected in rules:
-        yield Comparison(label, closed, expected)
+        yield ExactComparison(label, closed, expected)
 
 
 def _sqrt(x: Any) -> Any:
@@ -91,7 +91,7 @@ def _inverse(D: Array) -> Array:
     return np.array([[d, -b], [-c, a]], dtype=object) / (a * d - b * c)
 
 
-def _invertible(draw: Draw) -> Array:
+def _invertible(draw: RationalDraw) -> Array:
     D = draw.array(2, 2)
     D[0, 0] = 7 * D[0, 0] if D[0, 0] * D[1, 1] == D[0, 1] * D[1, 0] else D[0, 0]
     return D

@@ -10,9 +10,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from hessiankit.errors import InputError
-from hessiankit.verify.comparison import RESOLVED, Blocks, Worst
-from hessiankit.verify.noise import RoundingNoise, Route
+from hessiankit.support.errors import InputError
+from hessiankit.verify.comparison import RESOLVED, BlockMaxima, RoundingNoise, Route, Worst
 from hessiankit.verify.probes import Probes, products_along
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported
@@ -81,7 +80,7 @@ def examine(
     consensus from groups other than its own. A result that is no reference (a closed form under test) is compared too,
     but never judges.
 
-    All comparisons are block pair by block pair, relative to the block's largest entry (``Blocks`` says what counts as
+    All comparisons are block pair by block pair, relative to the block's largest entry (``BlockMaxima`` says what counts as
     zero), within the tolerance of the arithmetic plus what the two routes say of their own error.
 
     Args:
@@ -106,11 +105,11 @@ def examine(
     found = traits(problem)
     tolerance = TOLERANCE[found.precision] if tolerance is None else tolerance
     noise = noise or rounding_noise(results, problem, found.precision)
-    layouts: dict[int, Blocks] = {}
+    layouts: dict[int, BlockMaxima] = {}
 
-    def blocks(result: Outcome | Tensor | Unsupported) -> Blocks:
+    def blocks(result: Outcome | Tensor | Unsupported) -> BlockMaxima:
         own = result.probes if isinstance(result, Outcome) and result.probes is not None else probes
-        return layouts.setdefault(id(own), Blocks(problem, own, found.precision, noise))
+        return layouts.setdefault(id(own), BlockMaxima(problem, own, found.precision, noise))
 
     cases = {name: _Case.of(name, result, blocks(result), tolerance) for name, result in results.items()}
     witnesses = [case for case in cases.values() if case.testifies]
@@ -137,7 +136,7 @@ class _Case:
 
     name: str
     group: str
-    blocks: Blocks
+    blocks: BlockMaxima
     products: Tensor | None
     own_error: Tensor | None
     tolerance: float
@@ -148,7 +147,7 @@ class _Case:
     note: str
 
     @classmethod
-    def of(cls, name: str, result: Outcome | Tensor | Unsupported, blocks: Blocks, tolerance: float) -> _Case:
+    def of(cls, name: str, result: Outcome | Tensor | Unsupported, blocks: BlockMaxima, tolerance: float) -> _Case:
         group = REFERENCES[name].independent_group if name in REFERENCES else UNDER_TEST
         if isinstance(result, Unsupported):
             nothing = Worst(math.nan, math.nan, None)
@@ -184,7 +183,7 @@ class _Case:
             slack = slack if case.own_error is None else slack + case.own_error
         return _judge(blocks, self.tolerance, difference, scales, slack)
 
-    def _side_by_side(self, other: _Case) -> tuple[Blocks, Tensor, Tensor]:
+    def _side_by_side(self, other: _Case) -> tuple[BlockMaxima, Tensor, Tensor]:
         """Return both results in one layout: products along the directions of whichever has some, else every entry."""
         if self.products is None or other.products is None:
             raise InputError(f"examine: '{self.name}' and '{other.name}' cannot be compared, one of them has no values.")
@@ -254,7 +253,7 @@ class _Case:
         )
 
 
-def _judge(blocks: Blocks, tolerance: float, difference: Tensor, scales: Tensor, slack: Tensor) -> tuple[Worst, bool]:
+def _judge(blocks: BlockMaxima, tolerance: float, difference: Tensor, scales: Tensor, slack: Tensor) -> tuple[Worst, bool]:
     """Return the worst difference and whether each lies within the tolerance plus what the two sides admit."""
     allowed = tolerance + slack / scales.clamp_min(torch.finfo(scales.dtype).tiny)
     within = bool((blocks.relative(difference, scales, slack) <= allowed).all())

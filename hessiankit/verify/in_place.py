@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
-from hessiankit.request.state import Held
-from hessiankit.untouched import random_kept
+from hessiankit.engine.problem.state import Held
+from hessiankit.support.torch_state import random_kept
 
 
 @contextmanager

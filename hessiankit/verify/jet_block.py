@@ -1,4 +1,4 @@
-"""A transformer block on jets: what an equation of ``hessiankit.blocks.equations`` is run with, in place of a block.
+"""A transformer block on jets: what an equation of ``hessiankit.blocks.placements`` is run with, in place of a block.
 
 It is written with the primitives of ``hessiankit.verify.jets`` head by head, column by column and row by row, and shares
 nothing with the chapters of ``derivations``. What it takes in place of roots and exponentials it writes down (``eps`` of each

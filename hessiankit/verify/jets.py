@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -20,7 +21,28 @@ from typing import Any
 import numpy as np
 
 from derivations.arrays import Array
-from hessiankit.verify.exact_number import ExactNumber
+
+
+class ExactNumber(ABC):
+    """A number with ``+ - * /`` that also meets ``int`` and ``Fraction``, and with roots of its own.
+
+    ``derivations.arrays.sqrt`` takes the roots of such numbers by their method ``sqrt``.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __neg__(self) -> Any:
+        """Return -self."""
+
+    @abstractmethod
+    def reciprocal(self) -> Any:
+        """Return 1 / self."""
+
+    @abstractmethod
+    def sqrt(self) -> Any:
+        """Return the square root."""
+
 
 Number = int | Fraction | ExactNumber
 SCALE = Fraction(2, 3)

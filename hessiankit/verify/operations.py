@@ -9,12 +9,57 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hessiankit.verify.custom_functions import Cubed, CubedOnce
 from hessiankit.verify.problem import mean_square
+
+
+class Cubed(torch.autograd.Function):
+    """The cube of every entry, with a backward in operations of torch, which can be differentiated again.
+
+    >>> z = torch.tensor(2.0, requires_grad=True)
+    >>> (first,) = torch.autograd.grad(Cubed.apply(z), z, create_graph=True)
+    >>> first.item(), torch.autograd.grad(first, z)[0].item()
+    (12.0, 12.0)
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor) -> Tensor:
+        """Return z^3."""
+        return z**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keep z."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, adjoint: Tensor) -> Tensor:
+        """Return 3 z^2 times the adjoint."""
+        (z,) = ctx.saved_tensors
+        return 3 * z.square() * adjoint
+
+
+class CubedOnce(Cubed):
+    """The same, its backward marked ``once_differentiable``: to a second derivative it is a constant, and torch does not say so.
+
+    >>> z = torch.tensor(2.0, requires_grad=True)
+    >>> (first,) = torch.autograd.grad(CubedOnce.apply(z) + z**2, z, create_graph=True)
+    >>> first.item(), torch.autograd.grad(first, z)[0].item()  # 16, and 12 + 2
+    (16.0, 2.0)
+    """
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, adjoint: Tensor) -> Tensor:
+        """Return 3 z^2 times the adjoint."""
+        return Cubed.backward(ctx, adjoint)
+
 
 Function: TypeAlias = Callable[..., Tensor]
 """(inputs, one argument for each parameter by name) -> outputs."""
@@ -23,7 +68,7 @@ EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class Operation:
+class TestedOperation:
     """An operation within a small function of some parameters.
 
     Attributes:
@@ -197,41 +242,41 @@ _SEQUENCES = (2, 3, 4)
 _LABELS = torch.tensor([0, 3, 1])
 
 
-def _elementwise(name: str, function: Callable[[Tensor], Tensor], formula: str = "") -> Operation:
-    return Operation(name, formula or f"{name}(x W)", partial(Formula, lambda x, W: function(x @ W), W=(5, 4)))
+def _elementwise(name: str, function: Callable[[Tensor], Tensor], formula: str = "") -> TestedOperation:
+    return TestedOperation(name, formula or f"{name}(x W)", partial(Formula, lambda x, W: function(x @ W), W=(5, 4)))
 
 
-def _custom(name: str, function: type[Cubed], formula: str) -> Operation:
-    return Operation(name, formula, partial(Formula, lambda x, A, B: function.apply(x @ A) @ B, A=(5, 3), B=(3, 4)))
+def _custom(name: str, function: type[Cubed], formula: str) -> TestedOperation:
+    return TestedOperation(name, formula, partial(Formula, lambda x, A, B: function.apply(x @ A) @ B, A=(5, 3), B=(3, 4)))
 
 
-def _attention(name: str, function: Function, formula: str) -> Operation:
+def _attention(name: str, function: Function, formula: str) -> TestedOperation:
     def attend(x: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Tensor:
         x = x[:, None]  # (B, heads, L, d_model)
         return function(x @ W_Q, x @ W_K, x @ W_V)
 
-    return Operation(name, formula, partial(Formula, attend, **_HEADS), _SEQUENCES)
+    return TestedOperation(name, formula, partial(Formula, attend, **_HEADS), _SEQUENCES)
 
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, TestedOperation] = {
     operation.name: operation
     for operation in (
-        Operation(
+        TestedOperation(
             "layer_norm",
             "layer_norm(x W, gain, bias)",
             partial(Formula, lambda x, gain, bias, W: F.layer_norm(x @ W, (5,), gain, bias, EPS), **_NORM),
         ),
-        Operation(
+        TestedOperation(
             "layer_norm (no bias)",
             "layer_norm(x W, gain)",
             partial(Formula, lambda x, gain, W: F.layer_norm(x @ W, (5,), gain, None, EPS), gain=(5,), W=(5, 5)),
         ),
-        Operation(
+        TestedOperation(
             "layer_norm (no gain)",
             "layer_norm(x W)",
             partial(Formula, lambda x, W: F.layer_norm(x @ W, (5,), None, None, EPS), W=(5, 5)),
         ),
-        Operation(
+        TestedOperation(
             "layer_norm (w.r.t. its input)",
             "layer_norm(x + Z, gain, bias), gain and bias fixed",
             partial(
@@ -244,35 +289,35 @@ OPERATIONS: dict[str, Operation] = {
             ),
             (1, 3, 5),
         ),
-        Operation(
+        TestedOperation(
             "layer_norm (w.r.t. its gain)",
             "layer_norm(x, gain, bias)",
             partial(Formula, lambda x, gain, bias: F.layer_norm(x, (5,), gain, bias, EPS), gain=(5,), bias=(5,)),
         ),
-        Operation(
+        TestedOperation(
             "layer_norm (written out)",
             "gain (x W - mean) / sqrt(var + eps) + bias",
             partial(Formula, lambda x, gain, bias, W: written_out_layer_norm(x @ W, gain, bias), **_NORM),
         ),
-        Operation(
+        TestedOperation(
             "rms_norm",
             "rms_norm(x W, gain)",
             partial(Formula, lambda x, gain, W: F.rms_norm(x @ W, (5,), gain, EPS), gain=(5,), W=(5, 5)),
         ),
-        Operation(
+        TestedOperation(
             "group_norm",
             "group_norm(x W, 2 groups, gain, bias)",
             partial(Formula, lambda x, gain, bias, W: F.group_norm(x @ W, 2, gain, bias, EPS), **_CHANNELS),
             (2, 4, 3),
         ),
-        Operation(
+        TestedOperation(
             # As many groups as positions: torch's batching rule then finds shapes that fit where they should not.
             "group_norm (no gain)",
             "group_norm(x W, 4 groups)",
             partial(Formula, lambda x, W: F.group_norm(x @ W, 4, None, None, EPS), W=(4, 4)),
             (2, 8, 4),
         ),
-        Operation(
+        TestedOperation(
             "weight_norm",
             "linear(x, _weight_norm(V, g))",
             partial(Formula, lambda x, V, g: F.linear(x, torch._weight_norm(V, g)), V=(4, 5), g=(4, 1)),
@@ -293,37 +338,39 @@ OPERATIONS: dict[str, Operation] = {
         _elementwise("topk", lambda z: z.softmax(-1).topk(2).values, "topk(softmax(x W), 2)"),
         _elementwise("avg_pool1d", lambda z: F.avg_pool1d(z, 2, 1), "avg_pool1d(x W, 2, stride 1)"),
         _elementwise("dropout (eval)", partial(F.dropout, p=0.5, training=False), "dropout(x W, training=False)"),
-        Operation(
+        TestedOperation(
             "arithmetic",
             "sums, products, quotients, powers, means, masks",
             partial(Formula, _arithmetic, A=(4, 4), B=(4, 1), b=(4,)),
             _SEQUENCES,
         ),
-        Operation("views", "reshape, transpose, cat, split, index", partial(Formula, _views, A=(4, 4), P=(4, 4)), _SEQUENCES),
-        Operation("matmul", "x A B", _two_factors),
-        Operation(
+        TestedOperation(
+            "views", "reshape, transpose, cat, split, index", partial(Formula, _views, A=(4, 4), P=(4, 4)), _SEQUENCES
+        ),
+        TestedOperation("matmul", "x A B", _two_factors),
+        TestedOperation(
             "linear",
             "linear(linear(x, A), B, b)",
             partial(Formula, lambda x, A, B, b: F.linear(F.linear(x, A), B, b), A=(3, 5), B=(4, 3), b=(4,)),
         ),
-        Operation(
+        TestedOperation(
             "addmm",
             "addmm(b, x A, B)",
             partial(Formula, lambda x, A, B, b: torch.addmm(b, x @ A, B), A=(5, 3), B=(3, 4), b=(4,)),
         ),
-        Operation(
+        TestedOperation(
             "conv1d",
             "conv1d(x W, K, padding 1)",
             partial(Formula, lambda x, W, K: F.conv1d((x @ W)[:, None], K, padding=1), W=(5, 4), K=(2, 1, 3)),
         ),
-        Operation(
+        TestedOperation(
             "conv2d",
             "conv2d(x W, K, stride 2)",
             partial(Formula, lambda x, W, K, b: F.conv2d((x @ W)[:, None], K, b, stride=2), W=(4, 4), K=(2, 1, 2, 2), b=(2,)),
             (2, 2, 4),
         ),
-        Operation("cdist", "cdist(x W, E)", partial(Formula, lambda x, W, E: torch.cdist(x @ W, E), W=(5, 4), E=(2, 4))),
-        Operation(
+        TestedOperation("cdist", "cdist(x W, E)", partial(Formula, lambda x, W, E: torch.cdist(x @ W, E), W=(5, 4), E=(2, 4))),
+        TestedOperation(
             "embedding",
             "embedding(tokens, E) W^T",
             lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 4, bias=False)),
@@ -334,30 +381,30 @@ OPERATIONS: dict[str, Operation] = {
         _attention("sdpa (math)", _math_attention, "scaled_dot_product_attention within sdpa_kernel(SDPBackend.MATH)"),
         _attention("sdpa (math, mask)", _masked_attention, "the same, attn_mask given"),
         _attention("sdpa (math, causal)", partial(_math_attention, is_causal=True), "the same, is_causal=True"),
-        Operation(
+        TestedOperation(
             "nn.MultiheadAttention", "need_weights=False, torch's choice of backend", partial(_SelfAttention, False), (2, 4, 3)
         ),
-        Operation(
+        TestedOperation(
             "nn.MultiheadAttention (math)",
             "need_weights=False, within sdpa_kernel(SDPBackend.MATH)",
             partial(_SelfAttention, False, True),
             (2, 4, 3),
         ),
-        Operation("nn.MultiheadAttention (weights)", "need_weights=True", partial(_SelfAttention, True), (2, 4, 3)),
-        Operation("nn.TransformerEncoderLayer", "post-norm, torch's choice of backend", _encoder_layer, (2, 4, 3)),
+        TestedOperation("nn.MultiheadAttention (weights)", "need_weights=True", partial(_SelfAttention, True), (2, 4, 3)),
+        TestedOperation("nn.TransformerEncoderLayer", "post-norm, torch's choice of backend", _encoder_layer, (2, 4, 3)),
         _custom("autograd.Function", Cubed, "z^3 B, z = x A, with a backward of its own"),
         _custom("autograd.Function (once)", CubedOnce, "the same, its backward marked once_differentiable"),
-        Operation(
+        TestedOperation(
             "cross_entropy",
             "cross_entropy(x W, labels)",
             partial(Formula, lambda x, W: x @ W, W=(5, 4)),
             loss=F.cross_entropy,
             labels=_LABELS,
         ),
-        Operation(
+        TestedOperation(
             "mse_loss", "mse_loss(x A B, t)", partial(Formula, lambda x, A, B: x @ A @ B, A=(5, 3), B=(3, 4)), loss=F.mse_loss
         ),
-        Operation("(z - t).square().mean()", "(x A B - t).square().mean()", _two_factors),
+        TestedOperation("(z - t).square().mean()", "(x A B - t).square().mean()", _two_factors),
     )
 }
 """Every operation by its name, in the order of the table's rows."""

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree
 
-from hessiankit.errors import InputError
-from hessiankit.request.state import Held
-from hessiankit.torch_state import one_at_a_time, ordinary_path
+from hessiankit.engine.problem.state import Held
+from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import one_at_a_time, ordinary_path
 from hessiankit.verify.in_place import converted, kept, placed
 
 IGNORED_LABEL = -100

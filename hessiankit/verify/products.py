@@ -12,12 +12,11 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from hessiankit.operator import HessianOperator
+from hessiankit.curvature.operator import HessianOperator
 from hessiankit.verify.check_report import MODULE, ROUNDING, ZERO, CheckRow
-from hessiankit.verify.comparison import FLOOR, RESOLVED
-from hessiankit.verify.groups import Direction
+from hessiankit.verify.comparison import FLOOR, RESOLVED, SAFETY, ULPS
 from hessiankit.verify.health import Health, agreeing
-from hessiankit.verify.noise import SAFETY, ULPS
+from hessiankit.verify.probes import Direction
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from hessiankit.verify.exact_number import ExactNumber
+from hessiankit.verify.jets import ExactNumber
 
 P = 2**61 - 1
 """A prime with p = 3 mod 4, so that the power (p + 1)/4 of a square is a root of it."""

@@ -11,21 +11,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hessiankit.curvature import Hessian
-from hessiankit.diagonal import curvature_diagonal
-from hessiankit.errors import HessiankitError, OutOfMemoryError
-from hessiankit.operator import HessianOperator, hessian_operator
+from hessiankit.curvature.dense import Hessian
+from hessiankit.curvature.diagonal import hessian_diagonal
+from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.support.errors import HessiankitError, OutOfMemoryError
 from hessiankit.verify.check_report import MODULE, ROUNDING, ZERO, CheckRow
-from hessiankit.verify.comparison import FLOOR, Blocks
+from hessiankit.verify.comparison import FLOOR, SAFETY, ULPS, BlockMaxima, RoundingNoise
 from hessiankit.verify.health import Health
-from hessiankit.verify.noise import SAFETY, ULPS, RoundingNoise
 from hessiankit.verify.probes import Probes, probe_directions, products_along
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import Outcome, Unsupported
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DenseComparison:
     """The dense closed form and the references of one problem, ready to be compared.
 
     Args:
@@ -56,8 +55,8 @@ class Comparison:
     def _healthy(self) -> dict[str, Outcome]:
         return {n: x for n, x in self.results.items() if isinstance(x, Outcome) and self.health[n].healthy}
 
-    def _blocks(self, probes: Probes | None) -> Blocks:
-        return Blocks(self.problem, probes, self.precision, self.noise)
+    def _blocks(self, probes: Probes | None) -> BlockMaxima:
+        return BlockMaxima(self.problem, probes, self.precision, self.noise)
 
     def pairs(self) -> Iterator[CheckRow]:
         """Compare the closed form with every healthy reference, block pair by block pair (i, j) with i before j."""
@@ -111,11 +110,11 @@ class Comparison:
             rows += self._operator(operator, seed, time.perf_counter() - start)
         start = time.perf_counter()
         try:
-            diagonal = curvature_diagonal(*arguments, **options, max_products=None)  # type: ignore[arg-type]
+            diagonal = hessian_diagonal(*arguments, **options, max_products=None)  # type: ignore[arg-type]
         except OutOfMemoryError as reason:
             remarks.append(f"no rows of the diagonal: {reason}")
         except HessiankitError as reason:
-            remarks.append(f"curvature_diagonal refuses the same call: {reason}")
+            remarks.append(f"hessian_diagonal refuses the same call: {reason}")
             rows.append(CheckRow("diagonal", MODULE, math.inf, False, time.perf_counter() - start, self._method))
         else:
             rows += self._diagonal(diagonal.flat, time.perf_counter() - start)

@@ -12,7 +12,7 @@ from torch.autograd.functional import hessian as autograd_hessian
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.func import hessian as func_hessian
 
-from hessiankit.verify.references.differences import WEIGHTS
+from hessiankit.verify.reference_differences import WEIGHTS
 
 Scalar: TypeAlias = Callable[[Tensor], Tensor]
 """A function of the flat vector theta (P) that returns one number."""

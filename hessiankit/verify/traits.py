@@ -40,7 +40,7 @@ def traits(problem: Problem) -> Traits:
     >>> traits(Problem(module, x, x))
     Traits(layer_norm_gain=True, precision=torch.float64, lowered_by='', padding='', stopped_by='')
     """
-    watch = _Watch(problem.dtype)
+    watch = _TraitWatch(problem.dtype)
     with problem.borrowed(), watch:
         problem.call()
     return Traits(watch.layer_norm_gain, watch.precision, watch.lowered_by, PADDING if watch.padding else "", watch.stopped_by)
@@ -78,7 +78,7 @@ _DEFECTS: Sequence[tuple[str, Callable[[Traits], bool], str]] = (
 )
 
 
-class _Watch(TorchFunctionMode):
+class _TraitWatch(TorchFunctionMode):
     """Notes layer norms with a gain and casts to a lower precision among the differentiated values."""
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from derivations.bounds.sharpness_bounds import (
     FeedForwardNorms,
     GatedNorms,
     GradientBounds,
-    Head,
+    HeadNorms,
     NormedInput,
     theorem_4_1,
     theorem_4_1_gated,
@@ -90,7 +90,7 @@ class TestAttack:
             assert max(best.values()) <= ROUNDING
             return
         attained(best, least=0.99)
-        head = Head.a_priori(at.inputs)
+        head = HeadNorms.a_priori(at.inputs)
         halves = {"W_Q": "covariance", "W_K": "covariance", "W_V": "mean", "W_O": "mean", "gamma": "column"}
         for letter, name in halves.items():
             mutant = replace(at, heads=(head._replace(**{name: getattr(head, name) / 2}),))

@@ -13,10 +13,10 @@ from derivations.linear import (
     Linear,
     MaskedFill,
     MatMul,
+    Multiple,
     Multiply,
     Permute,
     Reshape,
-    Scale,
     Shift,
     weight_jacobian,
 )
@@ -98,7 +98,7 @@ def test_one_value_in_both_places():
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3, 4)])
 def test_scale_and_shift(shape):
     (x,) = draw(shape)
-    check_actions(Scale(-2.5), lambda x: x / -0.4, (x,), (0,))
+    check_actions(Multiple(-2.5), lambda x: x / -0.4, (x,), (0,))
     check_actions(Shift(3.0), lambda x: x + 3, (x,), (0,))
 
 
@@ -142,7 +142,7 @@ def test_without_any_tangent():
         with pytest.raises(ValueError, match="every tangent is None"):
             primitive.jvp((x, y), (None, None))
         assert all(c is None for c in primitive.curvature((x, y), x, (None, None)))
-    for primitive in (Scale(2.0), Shift(1.0), Reshape((9,)), Permute((1, 0)), Expand((3, 3)), MaskedFill(x > 0, 0.0)):
+    for primitive in (Multiple(2.0), Shift(1.0), Reshape((9,)), Permute((1, 0)), Expand((3, 3)), MaskedFill(x > 0, 0.0)):
         with pytest.raises(ValueError, match="every tangent is None"):
             primitive.jvp((x,), (None,))
         assert primitive.is_linear

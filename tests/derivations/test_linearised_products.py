@@ -10,8 +10,7 @@ from torch import Tensor
 
 from derivations.embedding import Embedding
 from derivations.linear import Linear, MatMul
-from derivations.linearised import Nowhere, Sum
-from derivations.primitive import Primitive
+from derivations.primitive import CovectorSum, Nowhere, Primitive
 
 MANY = 257
 
@@ -73,7 +72,7 @@ def test_covectors_go_into_their_sums(primitive: Primitive, at: list[Tensor], co
     expected = at_point.pull(bar, curved)
     rows = torch.full((count, 3 + sum(x.numel() for x in at)), torch.nan, dtype=torch.float64)  # a part of a wider row
     pieces = rows[:, 3:].split([x.numel() for x in at], 1)
-    sums = [Sum(piece.view(count, *x.shape)) for piece, x in zip(pieces, at, strict=True)]
+    sums = [CovectorSum(piece.view(count, *x.shape)) for piece, x in zip(pieces, at, strict=True)]
     for times in (1, 2):
         assert at_point.pull_into(bar, curved, sums) == (None,) * len(at)
         for total, covector in zip(sums, expected, strict=True):

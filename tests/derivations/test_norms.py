@@ -100,8 +100,8 @@ class TestProperty7:
                 assert max(ratios) == pytest.approx(1, rel=1e-14), (x, y)
 
     def test_ratio_of_zeros(self) -> None:
-        assert norms.Inequality(0.0, 0.0).ratio == 0
-        assert norms.Inequality(1.0, 0.0).ratio == math.inf
+        assert norms.NormInequality(0.0, 0.0).ratio == 0
+        assert norms.NormInequality(1.0, 0.0).ratio == math.inf
 
 
 class TestProperties8To12:

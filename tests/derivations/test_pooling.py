@@ -12,7 +12,7 @@ from second_order_reference import check_all_blocks, exact_hessian, exact_jacobi
 
 from derivations.matrix import Zero
 from derivations.operation import Operation
-from derivations.pooling import Extreme, Mean, MeanPoolHeadAt, Sum
+from derivations.pooling import Extreme, Mean, MeanPoolHeadAt, SumOver
 
 
 @pytest.mark.parametrize("names", [("Z", "W_c"), ("Z", "W_c", "b_c")])
@@ -53,7 +53,7 @@ def test_head_errors():
 def test_reductions(dims, keepdim):
     X = random_point(61, X=(2, 3, 4))["X"]
     axes = dims or (0, 1, 2)
-    for primitive, f in ((Mean(dims, keepdim), torch.mean), (Sum(dims, keepdim), torch.sum)):
+    for primitive, f in ((Mean(dims, keepdim), torch.mean), (SumOver(dims, keepdim), torch.sum)):
         check_actions(primitive, lambda X, f=f: f(X, dim=axes, keepdim=keepdim), (X,), (0,))
         assert primitive.is_linear
 
@@ -65,8 +65,8 @@ def test_reductions_of_a_number():
 def test_rows_stay_apart_in_front_of_the_axes():
     X = torch.zeros(2, 3, 4)
     assert [Mean((1,)).rowwise((X,), axes, (True,)) for axes in (1, 2)] == [True, False]
-    assert Sum((-1,)).rowwise((X,), 2, (True,))
-    assert not Sum(()).rowwise((X,), 1, (True,))
+    assert SumOver((-1,)).rowwise((X,), 2, (True,))
+    assert not SumOver(()).rowwise((X,), 1, (True,))
     with pytest.raises(ValueError, match="tangent of X is None"):
         Mean((0,)).jvp((X,), (None,))
 

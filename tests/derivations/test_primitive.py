@@ -17,10 +17,10 @@ from derivations.cast import Cast
 from derivations.elementwise import KINDS as FUNCTIONS
 from derivations.elementwise import Divide, Elementwise
 from derivations.indexing import Concatenate, Select, Slice, Stack, Take, Where
-from derivations.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiply, Permute, Reshape, Scale, Shift
+from derivations.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
 from derivations.loss import CrossEntropy, MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
-from derivations.pooling import Extreme, Mean, Sum
+from derivations.pooling import Extreme, Mean, SumOver
 from derivations.primitive import Primitive
 from derivations.scattering import TakeAmong
 from derivations.softmax import LogSoftmax, Softmax
@@ -62,7 +62,7 @@ def cases() -> Iterator[Case]:
             yield MaskedFill(torch.arange(torch.Size(t).numel()).reshape(t) % 2 == 0, 0.5), (s,)
     for s in SHAPES:
         axes = range(-len(s), len(s))
-        yield Scale(2.0), (s,)
+        yield Multiple(2.0), (s,)
         yield Cast(torch.float64), (s,)
         yield TakeAmong(torch.nn.functional.pad(torch.arange(1, 1 + torch.Size(s).numel()).reshape(s), (1, 2))), ((), s)
         yield Shift(2.0), (s,)
@@ -96,7 +96,7 @@ def cases() -> Iterator[Case]:
         for dims in [(), *((i,) for i in axes), *itertools.combinations(range(len(s)), 2)]:
             for keepdim in (False, True):
                 yield Mean(dims, keepdim), (s,)
-                yield Sum(dims, keepdim), (s,)
+                yield SumOver(dims, keepdim), (s,)
         for dims in range(1, len(s) + 1):
             weights = s[len(s) - dims :]
             yield LayerNorm(dims), (s,)

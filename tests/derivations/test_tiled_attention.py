@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from derivations import fused_attention, tiled_attention
-from derivations.fused_attention import LinearisedAttention, ScaledDotProductAttention
-from derivations.tiled_attention import TiledAttention
-from hessiankit.operator import hessian_operator
+from derivations.fused_attention import LinearisedAttention, ScaledDotProductAttention, TiledAttention
+from hessiankit.curvature.operator import hessian_operator
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import depth, optim, parts, testing
-from hessiankit.monitoring import MonitorLog
+from hessiankit import optim
+from hessiankit import partition as parts
+from hessiankit.diagnostics import depth, monitoring
+from hessiankit.diagnostics import sharpness as estimation
+from hessiankit.diagnostics.monitoring import MonitorLog
+from hessiankit.verify import testing
 
 
 @dataclass(frozen=True)
@@ -207,10 +211,10 @@ CALLS = {
         ("derive",),
         {"length": COUNTS},
     ),
-    "trace": Call(
-        hk.trace,
+    "trace_module": Call(
+        hk.trace_module,
         lambda: {"function": lambda p, x: (x @ p["W"]).sum(), "parameters": {"W": numbers(2, 2)}, "inputs": (numbers(3, 2),)},
-        ("trace",),
+        ("trace", "trace_module"),
     ),
     "block_types": Call(
         hk.block_types,
@@ -230,7 +234,7 @@ CALLS = {
         {"draws": COUNTS},
     ),
     "exact_sharpness": Call(
-        hk.exact_sharpness,
+        estimation.exact_sharpness,
         on_language(loss="cross_entropy", per="token", kind="ggn", micro_batch=None, parts=None, histograms=False, shift=None),
         ("exact_sharpness",),
     ),
@@ -265,12 +269,12 @@ CALLS = {
     "Ratio": Call(optim.Ratio, lambda: {"value": 2.0, "low": 1.0, "high": 3.0}, ("Ratio",)),
     "growth_laws": Call(depth.growth_laws, lambda: {"variance": (1.0, 2.0, 3.0, 4.0)}, ("growth_laws",)),
     "Monitor": Call(hk.Monitor, _monitored, ("monitor", "Monitor", "sharpness", "depth_diagnostics", "model_parts"), {"path": ("text",)}),
-    "read_monitor": Call(hk.read_monitor, lambda: {"path": _written()}, ("monitor", "read_monitor")),
+    "read_monitor": Call(monitoring.read_monitor, lambda: {"path": _written()}, ("monitor", "read_monitor")),
     "plot_monitor": Call(
-        hk.plot_monitor, lambda: {"log": hk.read_monitor(_written()), "path": None, "title": None}, ("monitor", "plot_monitor"),
+        monitoring.plot_monitor, lambda: {"log": monitoring.read_monitor(_written()), "path": None, "title": None}, ("monitor", "plot_monitor"),
         {"path": ("text",)},
     ),
-    "MonitorLog.series": Call(_loss_of, lambda: {"self": hk.read_monitor(_written())}, ("MonitorLog",), {"self": ("*",)}),
+    "MonitorLog.series": Call(_loss_of, lambda: {"self": monitoring.read_monitor(_written())}, ("MonitorLog",), {"self": ("*",)}),
     "Transformer": Call(hk.Transformer, _transformer, ("Transformer", *PARTS_OF_MODELS), {"n_layers": COUNTS}),
     "TransformerBlock": Call(hk.TransformerBlock, _one_block, PARTS_OF_MODELS),
     "VisionTransformer": Call(hk.VisionTransformer, _vision, ("VisionTransformer", *PARTS_OF_MODELS), {"n_blocks": COUNTS}),

@@ -18,7 +18,7 @@ from derivations.activation import derivatives
 from derivations.elementwise import KINDS
 from derivations.loss import CrossEntropy, CrossEntropyAt
 from derivations.softmax import LogSoftmax
-from hessiankit.engine.row_curvature import RowCurvature, of_loss
+from hessiankit.engine.row_diagonal import RowCurvature, of_loss
 
 GAPS = [2.0, 12.0, 17.0, 30.0, 45.0, 200.0]
 """Of the label's logit over the next one: 1 - p is from 0.1 to 1e-87."""
@@ -89,7 +89,7 @@ def test_the_diagonal_of_several_confident_rows(kind):
     judge = ManyDigits(module, x[kept], y[kept], "cross_entropy")
     expected = torch.stack([judge.column(k)[k] for k in range(sum(p.numel() for p in module.parameters()))])
     y[[k for k in range(3) if k not in kept]] = -100
-    found = hk.curvature_diagonal(module, x, y, loss="cross_entropy")
+    found = hk.hessian_diagonal(module, x, y, loss="cross_entropy")
     entries = torch.cat([found[name].reshape(-1) for name, _ in module.named_parameters()])
     assert float((entries - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
 

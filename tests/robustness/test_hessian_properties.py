@@ -70,7 +70,7 @@ def test_products_and_the_diagonal_are_those_of_the_matrix(point, seed):
     vectors = normal(seed, len(found.matrix), 3)
     scale = float(found.matrix.abs().max())
     assert float((operator @ vectors - found.matrix @ vectors).abs().max()) <= TOLERANCE * scale * len(found.matrix) ** 0.5
-    diagonal = hk.curvature_diagonal(point.module, point.inputs, point.target, **request)
+    diagonal = hk.hessian_diagonal(point.module, point.inputs, point.target, **request)
     values = torch.cat([diagonal.values[name].reshape(-1) for name in found.names])
     assert float((values - found.matrix.diagonal()).abs().max()) <= TOLERANCE * scale
 

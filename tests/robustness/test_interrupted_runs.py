@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import hessiankit as hk
-from hessiankit import placement_grid
-from hessiankit.placement_cases import cases
-from hessiankit.tuning import store
-from hessiankit.tuning.experiment import RunResult, RunSpec, Setting
-from hessiankit.tuning.store import Runs
+from hessiankit.studies import placement_grid
+from hessiankit.studies.placement_grid import cases
+from hessiankit.studies.tuning import store
+from hessiankit.studies.tuning.experiment import RunResult, RunSpec, Setting
+from hessiankit.studies.tuning.store import Runs
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ placement_grid.run_grid(CASES, pathlib.Path(sys.argv[1]))
 TUNE = """
 import sys, time, pathlib
 sys.path.insert(0, "tests/robustness")
-from hessiankit.tuning import store
+from hessiankit.studies.tuning import store
 from test_interrupted_runs import SPECS, ran
 def slow(spec):
     time.sleep(0.05)
@@ -114,7 +114,7 @@ def test_a_full_disk(what, tmp_path, monkeypatch):
     _, told = running.communicate(timeout=120)
     last = told.strip().splitlines()[-1]
     assert running.returncode == 1
-    assert last.startswith("hessiankit.errors.InputError:"), told
+    assert last.startswith("hessiankit.support.errors.InputError:"), told
     assert "File too large" in last
     assert "--out" in last
     assert again(path, monkeypatch) == everything[2:]

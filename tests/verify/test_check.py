@@ -12,10 +12,10 @@ from torch import nn
 
 import hessiankit as hk
 from derivations.normalization import RMSNormAt
-from hessiankit.verify.formulas import formula_errors
 from hessiankit.verify.identities import IdentityReport, examine_identities
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
+from hessiankit.verify.small_blocks import formula_errors
 
 
 def block(**options: object) -> hk.TransformerBlock:

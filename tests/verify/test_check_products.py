@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.verify import REFERENCES, Problem, Unsupported
-from hessiankit.verify.groups import EVERYTHING, MOST_GROUPS, directions, roles
+from hessiankit.verify.probes import EVERYTHING, MOST_GROUPS, directions, roles
 
 IDS = torch.tensor([[1, 7, 3, 0], [5, 5, 29, 2]])
 LABELS = torch.tensor([[2, 4, -100, 1], [0, 30, 3, 3]])

@@ -19,7 +19,7 @@ from derivations.matrix import Commutation, Dense, Matrix, Zero
 from derivations.normalization import LayerNormAt
 from derivations.softmax import SoftmaxAt
 from hessiankit.verify.exact import ExactRow, chapters, check_exact, run_case
-from hessiankit.verify.exact_case import Case, Comparison, Draw, JetReference, against
+from hessiankit.verify.exact_case import ExactCase, ExactComparison, JetReference, RationalDraw, against
 from hessiankit.verify.exact_rational import RATIONAL
 from hessiankit.verify.exact_symbolic import is_identically_zero
 from hessiankit.verify.jets import KinkError, Variables
@@ -36,7 +36,7 @@ def test_every_closed_form_of_the_chapter_is_exact(chapter: str) -> None:
 
 def test_another_seed_is_another_point() -> None:
     def point(seed: int) -> list[Any]:
-        return Draw(f"{seed}/x").array(2, 3).tolist()
+        return RationalDraw(f"{seed}/x").array(2, 3).tolist()
 
     assert point(0) == point(0) != point(1)
     assert all(row.passed for row in check_exact("feedforward", seed=7))
@@ -134,14 +134,14 @@ def test_a_second_derivative_in_place_of_its_slice_transpose_fails(monkeypatch: 
     assert all("hessian('W_1', 'W_2')" in row.note for row in rows)
 
 
-def run(build: Callable[[Draw], Iterator[Comparison]], method: str = "rational") -> ExactRow:
-    return run_case(Case("test", "case", "", build), method)
+def run(build: Callable[[RationalDraw], Iterator[ExactComparison]], method: str = "rational") -> ExactRow:
+    return run_case(ExactCase("test", "case", "", build), method)
 
 
-def square(closed: Any) -> Callable[[Draw], Iterator[Comparison]]:
+def square(closed: Any) -> Callable[[RationalDraw], Iterator[ExactComparison]]:
     variables = Variables({"X": np.array([[Fraction(3)]], dtype=object)})
     reference = JetReference(variables, variables["X"] * variables["X"])
-    return lambda draw: iter([Comparison("d(x^2)/dx", closed, reference.jacobian("X"))])
+    return lambda draw: iter([ExactComparison("d(x^2)/dx", closed, reference.jacobian("X"))])
 
 
 def test_only_the_exact_number_passes() -> None:
@@ -155,7 +155,7 @@ def test_only_the_exact_number_passes() -> None:
 
 
 def test_a_formula_that_raises_or_compares_nothing_fails_its_row() -> None:
-    def broken(draw: Draw) -> Iterator[Comparison]:
+    def broken(draw: RationalDraw) -> Iterator[ExactComparison]:
         raise IndexError("off by one")
         yield
 
@@ -178,7 +178,7 @@ def test_arguments_must_be_those_of_the_reference() -> None:
 def test_points_on_a_kink_are_drawn_again() -> None:
     drawn: list[str] = []
 
-    def build(draw: Draw) -> Iterator[Comparison]:
+    def build(draw: RationalDraw) -> Iterator[ExactComparison]:
         drawn.append(draw.seed)
         if len(drawn) < 3:
             raise KinkError("relu")
@@ -206,5 +206,5 @@ def test_zero_test_tells_zero_from_nearly_zero() -> None:
 @pytest.mark.parametrize(("name", "arguments"), [("with biases, gains, shifts", 12), ("sixteen Phi, X blocks, W_O", 5)])
 def test_a_case_has_all_pairs(name: str, arguments: int) -> None:
     (case,) = (case for case in RATIONAL if case.name == name)
-    labels = [comparison.label for comparison in case.build(Draw("0"))]
+    labels = [comparison.label for comparison in case.build(RationalDraw("0"))]
     assert len([label for label in labels if label.startswith("hessian")]) == arguments**2

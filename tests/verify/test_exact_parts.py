@@ -9,8 +9,8 @@ from derivations.gains import ColumnScaleAt
 from derivations.head_products import HeadProductAt
 from derivations.matrix import Commutation, Identity, Matrix, Ones, Zero, kron
 from hessiankit.verify.exact import ExactRow, chapters, check_exact, run_case
-from hessiankit.verify.exact_case import Case
-from hessiankit.verify.exact_parts import PARTS, by_head, by_token, linear_map
+from hessiankit.verify.exact_case import ExactCase
+from hessiankit.verify.exact_rational import PARTS, by_head, by_token, linear_map
 
 
 def test_every_part_is_a_chapter_of_the_check() -> None:
@@ -22,7 +22,7 @@ def test_every_part_is_a_chapter_of_the_check() -> None:
 def test_copies_of_all_heads_in_turn_are_not_copies_of_each_head() -> None:
     """Heads 1, 2, 1, 2 where grouped queries need 1, 1, 2, 2: the same norm and the same shape."""
     tiled = kron(Ones(2), Identity(12)) @ kron(Commutation(2, 2), Identity(3))
-    row = run_case(Case("test", "tiled", "", linear_map(tiled, lambda X: by_head(X, 2, 2), (2, 6), (8, 3))), "rational")
+    row = run_case(ExactCase("test", "tiled", "", linear_map(tiled, lambda X: by_head(X, 2, 2), (2, 6), (8, 3))), "rational")
     assert not row.passed
     assert row.note.startswith("2 of 3 blocks: value differs in")
 

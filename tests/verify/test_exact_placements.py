@@ -16,27 +16,27 @@ from derivations.matrix import Matrix
 from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.rotary import Rotations
 from hessiankit.blocks import PLACEMENTS, TransformerBlock
-from hessiankit.blocks import equations as eq
-from hessiankit.verify.block_structure import Structure, structure_of
+from hessiankit.blocks import placements as eq
+from hessiankit.verify.block_structure import BlockStructure, structure_of
 from hessiankit.verify.exact import ExactRow, check_exact_blocks, run_case
 from hessiankit.verify.exact_placements import EQUATION_CASES, PLACEMENT_CASES, VARIANTS, placement_case, structures
 from hessiankit.verify.residues import VALUES
 
-PRE = Structure("pre", "rmsnorm")
+PRE = BlockStructure("pre", "rmsnorm")
 QUICK = (
     PRE,
-    Structure("lns", "rmsnorm", "gelu", affine=False),
-    Structure("skipinit", "rmsnorm", causal=True, affine=False),
-    Structure("olmo2", "rmsnorm", "swiglu", n_heads=2, n_kv_heads=1, rotary=True, causal=True, affine=False),
+    BlockStructure("lns", "rmsnorm", "gelu", affine=False),
+    BlockStructure("skipinit", "rmsnorm", causal=True, affine=False),
+    BlockStructure("olmo2", "rmsnorm", "swiglu", n_heads=2, n_kv_heads=1, rotary=True, causal=True, affine=False),
 )
 
 
-def run(structure: Structure, method: str = "modular") -> ExactRow:
+def run(structure: BlockStructure, method: str = "modular") -> ExactRow:
     return run_case(placement_case(structure), method)
 
 
 @pytest.mark.parametrize("structure", QUICK, ids=str)
-def test_all_first_and_second_derivatives_are_exact(structure: Structure) -> None:
+def test_all_first_and_second_derivatives_are_exact(structure: BlockStructure) -> None:
     row = run(structure)
     assert row.passed, row.note
     assert 0 < row.degree < 400
@@ -91,11 +91,13 @@ def test_every_placement_equation_and_variant_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("structure", [VARIANTS[1], VARIANTS[3], VARIANTS[6]], ids=str)
-def test_the_structure_of_a_small_block_is_the_one_it_was_made_with(structure: Structure) -> None:
+def test_the_structure_of_a_small_block_is_the_one_it_was_made_with(structure: BlockStructure) -> None:
     placed = replace(structure, placement="pre-qkvc-post")
     found = structure_of(placed.small())
     assert replace(found, output_projection=placed.output_projection) == placed
-    assert structure_of(TransformerBlock(8, 3, placement="lns", layer=3, n_layers=5)) == Structure("lns", layer=3, n_layers=5)
+    assert structure_of(TransformerBlock(8, 3, placement="lns", layer=3, n_layers=5)) == BlockStructure(
+        "lns", layer=3, n_layers=5
+    )
 
 
 # What must not pass --------------------------------------------------------------------------------------------------
@@ -112,18 +114,18 @@ BARE = {"affine": False}
 @pytest.mark.parametrize(
     ("chapter", "i", "j", "structure"),
     [
-        (RMSNormAt, "X", "X", Structure("pre", "rmsnorm", **BARE)),
-        (LayerNormAt, "X", "gamma", Structure("pre", "layernorm")),
-        (GroupNormRowsAt, "X", "X", Structure("group-ln", "rmsnorm", **BARE)),
-        (AffineAt, "W", "X", Structure("pre", "rmsnorm", "swiglu", **BARE)),
-        (HadamardAt, "X", "Y", Structure("pre", "rmsnorm", "swiglu", **BARE)),
-        (HeadProductAt, "P", "R", Structure("qk-pre", "rmsnorm", **BARE)),
-        (ColumnScaleAt, "v", "X", Structure("layerscale", "rmsnorm", **BARE)),
+        (RMSNormAt, "X", "X", BlockStructure("pre", "rmsnorm", **BARE)),
+        (LayerNormAt, "X", "gamma", BlockStructure("pre", "layernorm")),
+        (GroupNormRowsAt, "X", "X", BlockStructure("group-ln", "rmsnorm", **BARE)),
+        (AffineAt, "W", "X", BlockStructure("pre", "rmsnorm", "swiglu", **BARE)),
+        (HadamardAt, "X", "Y", BlockStructure("pre", "rmsnorm", "swiglu", **BARE)),
+        (HeadProductAt, "P", "R", BlockStructure("qk-pre", "rmsnorm", **BARE)),
+        (ColumnScaleAt, "v", "X", BlockStructure("layerscale", "rmsnorm", **BARE)),
     ],
-    ids=lambda value: str(value) if isinstance(value, Structure) else getattr(value, "__name__", value),
+    ids=lambda value: str(value) if isinstance(value, BlockStructure) else getattr(value, "__name__", value),
 )
 def test_a_sign_error_in_a_chapter_is_found(
-    monkeypatch: pytest.MonkeyPatch, chapter: type, i: str, j: str, structure: Structure
+    monkeypatch: pytest.MonkeyPatch, chapter: type, i: str, j: str, structure: BlockStructure
 ) -> None:
     negated(monkeypatch, chapter, i, j)
     row = run(structure)
@@ -134,7 +136,7 @@ def test_a_sign_error_in_a_chapter_is_found(
 
 def test_a_rotation_the_wrong_way_round_is_found_where_the_value_does_not_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rotations, "transpose", lambda self: Rotations(self.cos, self.sin, self.transposed))
-    row = run(Structure("pre", "rmsnorm", rotary=True, **BARE))
+    row = run(BlockStructure("pre", "rmsnorm", rotary=True, **BARE))
     assert not row.passed
     assert "value" not in row.note
 
@@ -171,10 +173,10 @@ def test_the_closed_form_of_another_equation_is_found(
     monkeypatch: pytest.MonkeyPatch, placement: str, wrong: Callable[[Any, Any], Any], said: str
 ) -> None:
     """The jets run the block's equation; the derivation of another one, a sign or a factor away, must not pass."""
-    from hessiankit.derivation import parts
+    from hessiankit.formulas import parts
 
     right = parts.run
     monkeypatch.setattr(parts, "run", lambda equation, *rest: right(wrong, *rest))
-    row = run(Structure(placement, "rmsnorm", "gelu", **BARE))
+    row = run(BlockStructure(placement, "rmsnorm", "gelu", **BARE))
     assert not row.passed
     assert said in row.note

@@ -9,8 +9,7 @@ from model_zoo import generic
 from torch import Tensor
 
 import hessiankit as hk
-from hessiankit.blocks.attention import Attention
-from hessiankit.blocks.rotary import rotate
+from hessiankit.blocks.attention import Attention, rotate
 from hessiankit.verify.identities import gauge_dimension, rescaled
 
 WIDTH, LENGTH = 6, 4

@@ -9,7 +9,7 @@ import torch
 from reference_cases import RIGHT, Attention, HandWrittenNorm, draw
 from torch import nn
 
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 from hessiankit.verify.comparison import block_errors
 from hessiankit.verify.health import examine
 from hessiankit.verify.probes import probe_directions

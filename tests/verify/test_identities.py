@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hessiankit as hk
-from hessiankit.verify.identities import IdentityReport, examine_identities, identities
-from hessiankit.verify.identities.examination import confirmed
-from hessiankit.verify.identities.symmetry import Leg, Motion, Part, Symmetry
+from hessiankit.verify.identities import IdentityReport, confirmed, examine_identities, identities
+from hessiankit.verify.identity_generators import GeneratorPart, Leg, Motion, Symmetry
 from hessiankit.verify.problem import Problem
 
 X, TARGET = draw(2, 3, 6), draw(2, 3, 6, seed=7)
@@ -237,7 +236,7 @@ def test_a_symmetry_at_special_values_is_no_symmetry() -> None:
     with torch.no_grad():
         module.gamma.fill_(1.0)
     problem = Problem(module, draw(5, 4), None, lambda outputs, target: outputs.sum())
-    rotation = Symmetry("linear maps", "", (Part("rotation", (Leg("W", torch.arange(12).reshape(4, 3)),)),))
+    rotation = Symmetry("linear maps", "", (GeneratorPart("rotation", (Leg("W", torch.arange(12).reshape(4, 3)),)),))
     motion = rotation.motions(problem.theta, torch.Generator().manual_seed(1))[0]
     assert abs(float(problem.value_at(motion.moved(problem.params, 0.7))) - problem.value) < 1e-13
     assert confirmed(problem, [rotation], torch.Generator().manual_seed(1), 1e-12) == []
@@ -260,7 +259,7 @@ def test_velocity_is_the_derivative_of_the_motion_and_transposed_its_adjoint() -
     theta, g = {"A": draw(3, 4), "C": draw(4, 2)}, {"A": draw(3, 4, seed=2), "C": draw(4, 2, seed=3)}
     legs = (Leg("A", torch.arange(12).reshape(3, 4)),), (Leg("C", torch.arange(8).reshape(4, 2).T),)
     for kind in ("linear", "rotation", "diagonal"):
-        for motion in Symmetry("", "", (Part(kind, *legs),)).motions(draw(1), torch.Generator().manual_seed(0)):
+        for motion in Symmetry("", "", (GeneratorPart(kind, *legs),)).motions(draw(1), torch.Generator().manual_seed(0)):
             ahead, behind = motion.moved(theta, 1e-5), motion.moved(theta, -1e-5)
             velocity, turned = motion.velocity(theta), motion.transposed(g)
             for name in theta:

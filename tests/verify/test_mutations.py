@@ -9,16 +9,16 @@ import torch
 
 import hessiankit as hk
 from derivations import activation
-from derivations.linear import Scale
+from derivations.linear import Multiple
 from derivations.linearised_norms import LinearisedNorm
 from derivations.loss import MeanSquaredError
 from derivations.matrix import Commutation
 from derivations.normalization import LayerNorm
 from derivations.softmax import LinearisedSoftmax
-from hessiankit.engine.storage import Matrix
+from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.engine.sweep import Sweep
 from hessiankit.tracing import primitives
-from hessiankit.verify import formulas
+from hessiankit.verify import small_blocks as formulas
 
 AGAINST = ("reverse-over-reverse", "central-differences")
 
@@ -40,7 +40,7 @@ def test_without_mutation_it_passes() -> None:
 
 
 def test_dropped_scale_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(primitives.RULES, torch.ops.aten.div.Tensor, lambda a, b: (Scale(1.0), (a,)))
+    monkeypatch.setitem(primitives.RULES, torch.ops.aten.div.Tensor, lambda a, b: (Multiple(1.0), (a,)))
     report = verdict(formulas=False)
     assert not report
     assert "attention.W_Q x attention.W_K" in failed_names(report)
@@ -94,13 +94,13 @@ def test_an_error_in_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_query_and_key_swapped_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Matrix.__init__
+    right = SymmetricStorage.__init__
 
-    def swapped(self: Matrix, slices: dict[str, slice], *kind: Any) -> None:
+    def swapped(self: SymmetricStorage, slices: dict[str, slice], *kind: Any) -> None:
         q, k = slices["attention.W_Q"], slices["attention.W_K"]
         right(self, {**slices, "attention.W_Q": k, "attention.W_K": q}, *kind)
 
-    monkeypatch.setattr(Matrix, "__init__", swapped)
+    monkeypatch.setattr(SymmetricStorage, "__init__", swapped)
     assert not verdict(formulas=False)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 from hessiankit.verify.problem import Problem
 
 

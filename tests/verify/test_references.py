@@ -9,11 +9,11 @@ import torch
 from reference_cases import RIGHT, Attention, HandWrittenNorm, draw, relative
 from torch import nn
 
-from hessiankit.errors import InputError
+from hessiankit.support.errors import InputError
 from hessiankit.verify.problem import Problem
+from hessiankit.verify.reference_base import directions_at_once, in_chunks
+from hessiankit.verify.reference_differences import gradient_noise
 from hessiankit.verify.references import REFERENCES, Unsupported, run_references
-from hessiankit.verify.references.base import directions_at_once, in_chunks
-from hessiankit.verify.references.differences import gradient_noise
 
 TOLERANCE = {torch.float64: {"central-differences": 1e-11}, torch.float32: {"central-differences": 1e-3}}
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}

@@ -15,8 +15,7 @@ from hessiankit.verify.check import AGAINST
 from hessiankit.verify.operations import OPERATIONS
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES
-from hessiankit.verify.route_table import PATH, ROUTES_OF, choose, distilled, load, signatures
-from hessiankit.verify.routes import routes
+from hessiankit.verify.route_table import PATH, ROUTES_OF, choose, distilled, load, routes, signatures
 from hessiankit.verify.torch_routes import ROUTES
 
 OURS = ("reverse-over-reverse", "jvp(grad)", "central-differences")

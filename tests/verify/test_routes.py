@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.func import hessian as func_hessian
 
-from hessiankit.cli import main
-from hessiankit.errors import InputError
+from hessiankit.cli.main import main
+from hessiankit.support.errors import InputError
 from hessiankit.verify.operations import OPERATIONS, written_out_attention, written_out_layer_norm
-from hessiankit.verify.routes import DISAGREE, RIGHT, UNSUPPORTED, WRONG, routes
+from hessiankit.verify.route_table import DISAGREE, RIGHT, UNSUPPORTED, WRONG, routes
 from hessiankit.verify.torch_routes import ROUTES, Route, central_differences
 
 pytestmark = pytest.mark.slow
@@ -236,7 +236,7 @@ def test_a_route_that_is_wrong_is_called_wrong(monkeypatch, matrix, status, symm
 
 
 def test_judges_that_differ_are_reported(monkeypatch):
-    module = sys.modules["hessiankit.verify.routes"]
+    module = sys.modules["hessiankit.verify.route_table"]
     monkeypatch.setattr(module, "central_differences", lambda f, x: 1.5 * central_differences(f, x))
     found = routes("tanh")
     assert found.judgements[0].judge == DISAGREE

@@ -12,8 +12,8 @@ from torch import Tensor
 from derivations.feedforward import FeedForwardAt
 from derivations.normalization import LayerNormAt, RMSNormAt
 from hessiankit.blocks import PLACEMENTS, Transformer, TransformerBlock, initialise
-from hessiankit.blocks import equations as eq
-from hessiankit.curvature import hessian
+from hessiankit.blocks import placements as eq
+from hessiankit.curvature.dense import hessian
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import dense, make_block, make_stack, rms_norm, stream

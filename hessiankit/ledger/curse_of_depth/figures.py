@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.blocks import equations as eq
+from hessiankit.blocks import placements as eq
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.definitions import angle
 from hessiankit.ledger.curse_of_depth.stacks import block_jacobian, make_stack, stream

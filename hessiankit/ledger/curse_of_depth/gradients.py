@@ -14,21 +14,21 @@ from derivations.normalization import LayerNormAt
 from hessiankit.blocks import TransformerBlock
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curse_of_depth.stacks import Sizes, dense, exponent, make_stack, rms_norm, spectral, stream
+from hessiankit.ledger.curse_of_depth.stacks import StackSizes, dense, exponent, make_stack, rms_norm, spectral, stream
 from hessiankit.ledger.curse_of_depth.variance import grown
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, false, measured, off, readings, relative_error, small, violated
 from hessiankit.ledger.registry import claim
 
 
-class Attention:
+class AttentionBranch:
     """y_1 = x + Attn(RMSNorm(x)) with one head, as a function of W_1, the query projection."""
 
     def __init__(self, seed: int, *, std: float = 0.3, deviation: float = 1.0, s: int = 4, d: int = 8) -> None:
         draw = Draw(seed)
         self.X = draw.normal(s, d, std=deviation)
         self.W = [draw.normal(d, d, std=std) for _ in range(4)]
-        self.size = Sizes(d=d, d_ffn=4 * d, h=1, s=s, sigma=std)
+        self.size = StackSizes(d=d, d_ffn=4 * d, h=1, s=s, sigma=std)
 
     def __call__(self, W_1: Tensor) -> Tensor:
         """Return y_1."""
@@ -58,7 +58,7 @@ class Attention:
     uses=[pre_norm_gradient_bounds],
 )
 def eq18(seed: int) -> Evidence:
-    point = Attention(seed)
+    point = AttentionBranch(seed)
     point.W[3] = 100 * point.W[3]
     found = point.jacobian
     return violated(
@@ -232,7 +232,7 @@ def eq78(seed: int) -> Evidence:
 )
 def eq81(seed: int) -> Evidence:
     deviation = 0.02
-    point = Attention(seed, deviation=deviation)
+    point = AttentionBranch(seed, deviation=deviation)
     size, d = point.size, point.size.d
     inner = size.of_sequence * size.sigma**3 * math.sqrt(d**4) + deviation * 2 * math.sqrt(d)
     right = deviation**2 * size.sigma * 2 * math.sqrt(d) * inner
@@ -253,7 +253,7 @@ def eq81(seed: int) -> Evidence:
     uses=[AttentionAt.jacobian],
 )
 def eq82(seed: int) -> Evidence:
-    point = Attention(seed)
+    point = AttentionBranch(seed)
     before = spectral(point.jacobian)
     point.W[3] = 1e4 * point.W[3]
     after = spectral(point.jacobian)

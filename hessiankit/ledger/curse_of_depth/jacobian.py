@@ -16,7 +16,7 @@ from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import (
     Network,
-    Sizes,
+    StackSizes,
     dense,
     make_stack,
     rms_norm,
@@ -181,7 +181,7 @@ def eq40(seed: int) -> Evidence:
     uses=[FeedForwardAt.jacobian, RMSNormAt],
 )
 def eq41(seed: int) -> Evidence:
-    size, draw = Sizes(), Draw(seed)
+    size, draw = StackSizes(), Draw(seed)
     network, x = Network.draw(draw, size.d, size.d_ffn, size.sigma), draw.normal(1, size.d)
     deviation = float(x.square().mean().sqrt())
     found = spectral(jacobian_of(lambda x: x + network(rms_norm(x)), x))
@@ -241,7 +241,7 @@ def eq44(seed: int) -> Evidence:
     uses=[AttentionAt.jacobian],
 )
 def eq44_loose(seed: int) -> Evidence:
-    draw, size, head = Draw(seed), Sizes(d=32, s=8, h=2), 16
+    draw, size, head = Draw(seed), StackSizes(d=32, s=8, h=2), 16
     N = LayerNormAt(draw.normal(size.s, size.d)).value
     heads = [
         dense(AttentionAt(N, *(draw.normal(size.d, head, std=size.sigma) for _ in range(3))).jacobian("X")) for _ in range(size.h)

@@ -13,7 +13,7 @@ from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.jacobian import chain
 from hessiankit.ledger.curse_of_depth.stacks import (
-    Sizes,
+    StackSizes,
     block_jacobian,
     exponent,
     layers,
@@ -45,7 +45,7 @@ from hessiankit.ledger.registry import claim
     r"\sigma^2(\sigma^2d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d})$: Eq. 36 has a $\sigma^2$ that is lost here",
 )
 def eq47(seed: int) -> Evidence:
-    size = Sizes()
+    size = StackSizes()
     first, _ = coefficients(size.ffn_printed, size.attention)
     detail = f"the factors of Eq. 36 as printed, d = 64, s = 32: {size.A_printed:.4g} for {first:.4g}; corrected a + b"
     corrected = relative_error(size.ffn + size.attention, coefficients(size.ffn, size.attention)[0])
@@ -68,7 +68,7 @@ def coefficients(a: float, b: float) -> tuple[float, float]:
     corrected=r"$B = ab$, the product of the two factors of $1/\sigma_x$; the printed one is a part of $b$",
 )
 def eq48(seed: int) -> Evidence:
-    size = Sizes()
+    size = StackSizes()
     _, second = coefficients(size.ffn_printed, size.attention)
     detail = f"Eq. 36 as printed: {size.B_printed:.4g} for {second:.3g}; with a corrected {size.ffn * size.attention:.4g}"
     corrected = relative_error(size.ffn * size.attention, coefficients(size.ffn, size.attention)[1])
@@ -88,7 +88,7 @@ def stack_norms(seed: int, depth: int, **options: Any) -> tuple[list[Tensor], li
     return jacobians, at_attention, at_network
 
 
-STACK = Sizes(d=16, d_ffn=32, h=2, s=4, sigma=1 / math.sqrt(2.5 * 16))
+STACK = StackSizes(d=16, d_ffn=32, h=2, s=4, sigma=1 / math.sqrt(2.5 * 16))
 """The numbers of the stacks that the rows draw."""
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hessiankit.blocks import SCHEMES, GroupNorm, TransformerBlock, initialise, profile_admin
-from hessiankit.blocks import equations as eq
-from hessiankit.blocks.initialisation import Place, deepnorm, depth_scaled, ds_init, megatron, normal, olmo, olmo_printed
+from hessiankit.blocks import placements as eq
+from hessiankit.blocks.initialisation import WeightPlace, deepnorm, depth_scaled, ds_init, megatron, normal, olmo, olmo_printed
 from hessiankit.blocks.placements import layerscale_initial, post_norm_layers
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import make_block, make_stack, rms_norm, stream
@@ -18,10 +18,10 @@ from hessiankit.ledger.evidence import agrees, counts, false, not_run, off, read
 from hessiankit.ledger.registry import claim
 
 
-def place(letter: str, layer: int = 3, n_layers: int = 12) -> Place:
+def place(letter: str, layer: int = 3, n_layers: int = 12) -> WeightPlace:
     """Return a weight's place in a model of width 768, d_ff 2048."""
     rows, columns = {"W_2": (2048, 768), "W_1": (768, 2048)}.get(letter, (768, 768))
-    return Place(letter, rows, columns, layer, n_layers)
+    return WeightPlace(letter, rows, columns, layer, n_layers)
 
 
 @claim(

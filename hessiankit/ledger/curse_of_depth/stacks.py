@@ -78,7 +78,7 @@ def exponent(x: list[float], y: list[float]) -> float:
     return float(((a - a.mean()) * (b - b.mean())).sum() / (a - a.mean()).square().sum())
 
 
-class Sizes(NamedTuple):
+class StackSizes(NamedTuple):
     """The numbers that enter A and B: those of a small model with LLaMA-130M's gain."""
 
     d: int = 64

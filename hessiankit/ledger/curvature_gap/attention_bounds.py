@@ -21,7 +21,7 @@ from derivations.softmax import SoftmaxAt
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.attention_problems import (
     UNIFORM,
-    Problem,
+    AttentionProblem,
     global_minimum,
     half_on_itself,
     pair_and_followers,
@@ -182,7 +182,7 @@ def maxblock(seed: int) -> Evidence:
     uses=[theorem_1_steps_printed, softmax_jacobian_bound],
 )
 def z1_norm(seed: int) -> Evidence:
-    def left(p: Problem) -> float:
+    def left(p: AttentionProblem) -> float:
         return spectral(dense(p.at.Z_1))
 
     found = ratios(sample(seed, uniform=True), left, lambda p: p.steps.Z_1)
@@ -241,17 +241,17 @@ def r_norm(seed: int) -> Evidence:
 )
 def ho_vv_norm(seed: int) -> Evidence:
     draw = Draw(seed)
-    alone = Problem(*(draw.normal(1, 3) if k in (0, 4) else draw.normal(3, 3) for k in range(5)))
+    alone = AttentionProblem(*(draw.normal(1, 3) if k in (0, 4) else draw.normal(3, 3) for k in range(5)))
     problems = (*sample(seed), alone)
     found = ratios(problems, lambda p: p.outer("V", "V"), lambda p: p.outer_bounds.VV)
     found += ratios(problems, lambda p: p.outer("V", "V"), lambda p: p.outer_bounds.VV / len(p.X))
     return bounded(found, "13 problems, attained by one token; also without the factor L", attained=1 - 1e-9)
 
 
-def outer_under_uniform(seed: int, i: str, j: str, name: str, breaking: Problem, above: float) -> Evidence:
+def outer_under_uniform(seed: int, i: str, j: str, name: str, breaking: AttentionProblem, above: float) -> Evidence:
     """Find a bound on an outer part to hold under uniform attention, and to break elsewhere."""
 
-    def right(p: Problem) -> float:
+    def right(p: AttentionProblem) -> float:
         return float(getattr(p.outer_bounds, name))
 
     found = ratios(sample(seed, uniform=True), lambda p: p.outer(i, j), right)

@@ -14,7 +14,7 @@ from derivations.vecr import slice_transpose
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.block_jacobians import misprint, same
 from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, turn
-from hessiankit.ledger.curvature_gap.point import Point, Sizes, point, points
+from hessiankit.ledger.curvature_gap.point import BlockPoint, BlockSizes, point, points
 from hessiankit.ledger.evidence import agrees, assumed, off, relative_error
 from hessiankit.ledger.registry import claim
 
@@ -29,7 +29,7 @@ def wrong_phi(seed: int, k: str, m: str) -> Evidence:
     return misprint(seed, lambda p: printed_phi(p, k, m), lambda p: dense(p.at.Phi(k, m)), lambda p: p.second("F", k, m))
 
 
-def printed_phi(p: Point, k: str, m: str, *, factor: bool = True, literal: bool = False) -> Tensor:
+def printed_phi(p: BlockPoint, k: str, m: str, *, factor: bool = True, literal: bool = False) -> Tensor:
     """Return Phi_VV, Phi_QQ, Phi_VQ or Phi_QK as Lemma 2 prints it.
 
     Args:
@@ -131,7 +131,7 @@ def phi_qk_lit(seed: int) -> Evidence:
 )
 def phi_qk_f(seed: int) -> Evidence:
     generic, equal = points(seed)
-    narrow = point(seed, Sizes(3, 3, 2, 5))  # L = d_V, d_K different
+    narrow = point(seed, BlockSizes(3, 3, 2, 5))  # L = d_V, d_K different
     cases = [equal, narrow]
     holds = agrees(
         [printed_phi(p, "Q", "K", factor=False) for p in cases], [p.second("F", "Q", "K") for p in cases], "L = d_V = 3"
@@ -173,7 +173,7 @@ def phi_vk(seed: int) -> Evidence:
     uses=[AttentionAt.Phi],
 )
 def phi_kq(seed: int) -> Evidence:
-    def exchanged(p: Point) -> Tensor:
+    def exchanged(p: BlockPoint) -> Tensor:
         d_V, d_K = p.sizes.d_V, p.sizes.d_K
         front = kron(eye(p.sizes.L), p.weights["V"].T, eye(d_V), p.weights["Q"].T) @ dense(p.at.Z_2) / d_K
         pull = kron(eye(p.sizes.L), p.weights["V"].T, eye(d_V)) / math.sqrt(d_K)
@@ -287,7 +287,7 @@ def unif_vq_vk(seed: int) -> Evidence:
     uses=[AttentionAt.Phi],
 )
 def unif_qq_kk(seed: int) -> Evidence:
-    two, three = point(seed, Sizes(2, 4, 2, 5), uniform=True), point(seed, uniform=True)
+    two, three = point(seed, BlockSizes(2, 4, 2, 5), uniform=True), point(seed, uniform=True)
     zeros = [torch.zeros_like(two.second("F", k, k)) for k in "QK"]
     closed = [dense(three.at.Phi(k, k)) for k in "QK"]
     references = [three.second("F", k, k) for k in "QK"]

@@ -15,37 +15,37 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.attention_curvature import printed_phi
 from hessiankit.ledger.curvature_gap.derivatives import hessian_of
 from hessiankit.ledger.curvature_gap.notation import dense, eye, kron, turn
-from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, Point, point, points
+from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, BlockPoint, point, points
 from hessiankit.ledger.evidence import agrees
 from hessiankit.ledger.registry import claim
 
 
-def outer(p: Point, i: str, j: str) -> Tensor:
+def outer(p: BlockPoint, i: str, j: str) -> Tensor:
     """Return 2/(L d_V) J_i^T J_j by autograd."""
     return 2 / p.X.numel() * p.first("F", i).T @ p.first("F", j)
 
 
-def functional(p: Point, i: str, j: str) -> Tensor:
+def functional(p: BlockPoint, i: str, j: str) -> Tensor:
     """Return the rest of the Hessian of the loss by autograd."""
     return p.second("loss of F", i, j) - outer(p, i, j)
 
 
 def compare(
-    seed: int, printed: Callable[[Point], Tensor], reference: Callable[[Point, str, str], Tensor], i: str, j: str
+    seed: int, printed: Callable[[BlockPoint], Tensor], reference: Callable[[BlockPoint, str, str], Tensor], i: str, j: str
 ) -> Evidence:
     """Compare a printed part of block (i, j) with autograd at generic and at equal sizes."""
     found = [printed(p) for p in points(seed)]
     return agrees(found, [reference(p, i, j) for p in points(seed)], "generic and equal sizes, against autograd")
 
 
-def right_factor(p: Point, k: str) -> Tensor:
+def right_factor(p: BlockPoint, k: str) -> Tensor:
     """Return I (x) W_K for Q, and (W_Q (x) I) K_{d_K,d_V} for K."""
     _, d_V, d_K, _ = p.sizes
     W = p.weights
     return kron(eye(d_V), W["K"]) if k == "Q" else kron(W["Q"], eye(d_V)) @ turn(d_K, d_V)
 
 
-def logits_outer(p: Point, k: str) -> Tensor:
+def logits_outer(p: BlockPoint, k: str) -> Tensor:
     """Return 2/(L d_V d_K)(I (x) W_K^T) Z_1^T (I (x) W_V W_V^T) Z_1 (right factor of k)."""
     L, d_V, d_K, _ = p.sizes
     Z_1, W_V = dense(p.at.Z_1), p.weights["V"]
@@ -53,7 +53,7 @@ def logits_outer(p: Point, k: str) -> Tensor:
     return 2 / (L * d_V * d_K) * left @ right_factor(p, k)
 
 
-def contracted(p: Point, n: int) -> Tensor:
+def contracted(p: BlockPoint, n: int) -> Tensor:
     """Return R_n = vec_r(F - Target)^T (x) I_n."""
     return kron((p.at.value - p.target).reshape(1, -1), eye(n))
 
@@ -80,7 +80,7 @@ def hessian_split(seed: int) -> Evidence:
     uses=[AttentionAt],
 )
 def c1_ho_vv(seed: int) -> Evidence:
-    def printed(p: Point) -> Tensor:
+    def printed(p: BlockPoint) -> Tensor:
         M_1 = dense(p.at.AX)
         return 2 / p.X.numel() * kron(M_1.T @ M_1, eye(p.sizes.d_V))
 
@@ -106,7 +106,7 @@ def c1_ho_qq(seed: int) -> Evidence:
     uses=[AttentionAt],
 )
 def c1_ho_vq(seed: int) -> Evidence:
-    def printed(p: Point) -> Tensor:
+    def printed(p: BlockPoint) -> Tensor:
         front = 2 / (p.X.numel() * math.sqrt(p.sizes.d_K)) * kron(dense(p.at.AX).T, p.weights["V"].T)
         return front @ dense(p.at.Z_1) @ right_factor(p, "Q")
 
@@ -159,7 +159,7 @@ def c1_hf_vq(seed: int) -> Evidence:
     uses=[AttentionAt.Phi],
 )
 def c1_hf_qk(seed: int) -> Evidence:
-    def printed(p: Point) -> Tensor:
+    def printed(p: BlockPoint) -> Tensor:
         L, d_V, d_K, _ = p.sizes
         W = p.weights
         front = contracted(p, p.n("Q")) @ kron(eye(L), W["V"].T, eye(d_V), W["K"].T) @ dense(p.at.Z_2)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from derivations.attention import AttentionAt
-from derivations.attention_hessian import shuffle
+from derivations.attention_point import shuffle
 from derivations.composition import GaussNewton
 from derivations.softmax import SoftmaxAt
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.block_jacobians import misprint, same
 from hessiankit.ledger.curvature_gap.derivatives import hessian_of, jacobian_of
 from hessiankit.ledger.curvature_gap.notation import dense, eye, kron, turn, vec_eye
-from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, Point, attention, point
+from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, BlockPoint, attention, point
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, false
 from hessiankit.ledger.registry import claim
@@ -48,10 +48,10 @@ def l2_t(seed: int) -> Evidence:
     uses=[GaussNewton],
 )
 def l2_hf(seed: int) -> Evidence:
-    def functional(p: Point) -> Tensor:
+    def functional(p: BlockPoint) -> Tensor:
         return functional_hessian(p, "Q", "K")
 
-    def product(p: Point, slope: Tensor) -> Tensor:
+    def product(p: BlockPoint, slope: Tensor) -> Tensor:
         return kron(slope, eye(p.n("Q"))) @ dense(p.at.Phi("Q", "K"))
 
     return misprint(
@@ -63,7 +63,7 @@ def l2_hf(seed: int) -> Evidence:
     )
 
 
-def functional_hessian(p: Point, i: str, j: str) -> Tensor:
+def functional_hessian(p: BlockPoint, i: str, j: str) -> Tensor:
     """Return the Hessian of 1/2 ||F - Target||^2 less J_i^T J_j, by autograd."""
     return p.X.numel() / 2 * p.second("loss of F", i, j) - p.first("F", i).T @ p.first("F", j)
 
@@ -124,12 +124,12 @@ def z_1(seed: int) -> Evidence:
     return same(seed, lambda p: dense(p.at.Z_1), reference=lambda p: jacobian_of(averaged(p), bilinear(p)))
 
 
-def bilinear(p: Point) -> Tensor:
+def bilinear(p: BlockPoint) -> Tensor:
     """Return W_Q W_K^T / sqrt(d_K)."""
     return p.weights["Q"] @ p.weights["K"].T / math.sqrt(p.sizes.d_K)
 
 
-def averaged(p: Point) -> Callable[[Tensor], Tensor]:
+def averaged(p: BlockPoint) -> Callable[[Tensor], Tensor]:
     """Return A X as a function of W_Q W_K^T / sqrt(d_K)."""
     return lambda W: (p.X @ W @ p.X.T).softmax(1) @ p.X
 

@@ -30,7 +30,7 @@ UNIFORM = r"uniform attention, $A = \frac1L 11^\top$, or $L\le 2$"
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class AttentionProblem:
     """Attention F of Eq. 1 at X and weights, with the loss ||F - target||^2 / (L d_V)."""
 
     X: Tensor
@@ -158,13 +158,13 @@ class Problem:
         """Left over right side of the bound that holds."""
         return self.norm / self.a_priori
 
-    def with_(self, **changes: Tensor) -> Problem:
+    def with_(self, **changes: Tensor) -> AttentionProblem:
         """Return the problem with some of its arrays replaced."""
         return replace(self, **changes)
 
 
 @cache
-def sample(seed: int, count: int = 12, *, uniform: bool = False) -> tuple[Problem, ...]:
+def sample(seed: int, count: int = 12, *, uniform: bool = False) -> tuple[AttentionProblem, ...]:
     """Return problems of different sizes and scales; ``uniform``: W_Q and W_K use different columns, all weights are 1/L."""
     draw = Draw(seed)
     found = []
@@ -174,7 +174,9 @@ def sample(seed: int, count: int = 12, *, uniform: bool = False) -> tuple[Proble
         W_Q, W_K = scale[0] * draw.normal(d_V, d_K), scale[1] * draw.normal(d_V, d_K)
         if uniform:
             W_Q[:, :1], W_K[:, 1:] = 0.0, 0.0
-        found.append(Problem(draw.normal(L, d_V), W_Q, W_K, scale[2] * draw.normal(d_V, d_V), scale[3] * draw.normal(L, d_V)))
+        found.append(
+            AttentionProblem(draw.normal(L, d_V), W_Q, W_K, scale[2] * draw.normal(d_V, d_V), scale[3] * draw.normal(L, d_V))
+        )
     return tuple(found)
 
 
@@ -183,28 +185,28 @@ def column(*entries: float) -> Tensor:
     return torch.tensor(entries, dtype=torch.float64).reshape(-1, 1)
 
 
-def global_minimum(q: float) -> Problem:
+def global_minimum(q: float) -> AttentionProblem:
     """Return two tokens +-1 with W_Q = q, W_K = 0, W_V = 1, target 0: loss tanh(q W_K)^2 = 0, gradient 0, uniform attention."""
-    return Problem(column(1.0, -1.0), column(q), column(0.0), column(1.0), column(0.0, 0.0))
+    return AttentionProblem(column(1.0, -1.0), column(q), column(0.0), column(1.0), column(0.0, 0.0))
 
 
-def half_on_itself(L: int, *, w_V: float = 0.0, t: float = 1e6) -> Problem:
+def half_on_itself(L: int, *, w_V: float = 0.0, t: float = 1e6) -> AttentionProblem:
     """Return tokens e_1, whose first row of A puts 1/2 on the first token and the rest evenly; the target is t e_1."""
     e = column(1.0, *[0.0] * (L - 1))
     w = column(math.sqrt(math.log(L - 1)))
-    return Problem(e, w, w, column(w_V), t * e)
+    return AttentionProblem(e, w, w, column(w_V), t * e)
 
 
-def two_attended_tokens(L: int) -> Problem:
+def two_attended_tokens(L: int) -> AttentionProblem:
     """Return tokens (1, 1), (-1, 1), 0, ...: the first two look at each other alone, with equal weights; target F."""
     X = torch.zeros(L, 2, dtype=torch.float64)
     X[0], X[1] = torch.tensor([1.0, 1.0]), torch.tensor([-1.0, 1.0])
     eye = torch.eye(2, dtype=torch.float64)
-    problem = Problem(X, torch.diag(torch.tensor([0.0, 4.0], dtype=torch.float64)), 4 * eye, 30 * eye, X)
+    problem = AttentionProblem(X, torch.diag(torch.tensor([0.0, 4.0], dtype=torch.float64)), 4 * eye, 30 * eye, X)
     return problem.with_(target=problem.at.value)
 
 
-def pair_and_followers(followers: int = 32) -> Problem:
+def pair_and_followers(followers: int = 32) -> AttentionProblem:
     """Return a pair (+-1, 1/sqrt 2, 0) and tokens (0, 0, 1/4) that all attend the pair, with equal weights; target F."""
     X = torch.zeros(followers + 2, 3, dtype=torch.float64)
     X[0] = torch.tensor([1.0, 0.5**0.5, 0.0])
@@ -212,11 +214,13 @@ def pair_and_followers(followers: int = 32) -> Problem:
     X[2:, 2] = 0.25
     W_Q = torch.zeros(3, 3, dtype=torch.float64)
     W_Q[2, 1] = 1e3  # the followers' queries meet the pair's common part
-    problem = Problem(X, W_Q, torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64), X)
+    problem = AttentionProblem(X, W_Q, torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64), X)
     return problem.with_(target=problem.at.value)
 
 
-def ratios(problems: tuple[Problem, ...], left: Callable[[Problem], float], right: Callable[[Problem], float]) -> list[float]:
+def ratios(
+    problems: tuple[AttentionProblem, ...], left: Callable[[AttentionProblem], float], right: Callable[[AttentionProblem], float]
+) -> list[float]:
     """Return left over right side of an inequality, 0 where both vanish."""
     sides = [(left(p), right(p)) for p in problems]
     return [a / b if b else (math.inf if a > 1e-12 else 0.0) for a, b in sides]

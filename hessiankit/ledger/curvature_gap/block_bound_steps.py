@@ -16,7 +16,7 @@ from derivations.bounds.block_printed import (
 )
 from derivations.transformer import PostNormBlockAt
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.attention_problems import UNIFORM, Problem, sample, two_attended_tokens
+from hessiankit.ledger.curvature_gap.attention_problems import UNIFORM, AttentionProblem, sample, two_attended_tokens
 from hessiankit.ledger.curvature_gap.block_problems import (
     crossed_pairs,
     exact_phi,
@@ -28,7 +28,7 @@ from hessiankit.ledger.curvature_gap.block_problems import (
     uniform_pair,
 )
 from hessiankit.ledger.curvature_gap.notation import dense, spectral
-from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, Point, Sizes, point
+from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, BlockPoint, BlockSizes, point
 from hessiankit.ledger.evidence import agrees, assumed, bounded, violated
 from hessiankit.ledger.registry import claim
 
@@ -79,7 +79,7 @@ def eq15(seed: int) -> Evidence:
     uses=[theorem_6_printed],
 )
 def eq16(seed: int) -> Evidence:
-    def right(p: Point) -> float:
+    def right(p: BlockPoint) -> float:
         return norms(p)["w_1"] * norms(p)["w_2"] + 1
 
     return never_above(seed, lambda p: spectral(dense(p.block.J_SY)), right, "against the norms of the weights")
@@ -94,7 +94,7 @@ def eq16(seed: int) -> Evidence:
     uses=[attention_jacobians_printed],
 )
 def eq17_g_v(seed: int) -> Evidence:
-    one = point(seed, Sizes(1, 3, 2, 4))
+    one = point(seed, BlockSizes(1, 3, 2, 4))
     found = [spectral(p.first("F", "V")) / (p.sizes.L * spectral(p.X)) for p in (*problems(seed), one)]
     found += [spectral(p.first("F", "V")) / (math.sqrt(p.sizes.L) * spectral(p.X)) for p in problems(seed)]
     return bounded(found, "five points, attained by one token; also with the root of L", attained=1 - 1e-9)
@@ -110,7 +110,7 @@ def eq17_g_v(seed: int) -> Evidence:
     uses=[attention_jacobians_printed],
 )
 def eq17_g_q(seed: int) -> Evidence:
-    def right(p: Problem, k: str) -> float:
+    def right(p: AttentionProblem, k: str) -> float:
         of_Q, of_K, _ = attention_jacobians_printed(len(p.X), p.sizes[2], *(p.norms[n] for n in ("x", "w_Q", "w_K", "w_V")))
         return of_Q if k == "Q" else of_K
 
@@ -123,7 +123,7 @@ def eq17_g_q(seed: int) -> Evidence:
 # C.6: attention's second derivatives, and B -----------------------------------------------------------------------------
 
 
-def phi_ratio(p: Point, k: str, m: str) -> float:
+def phi_ratio(p: BlockPoint, k: str, m: str) -> float:
     """Return left over right side of C.6's bound on a Phi block."""
     L, d_V, d_K, _ = p.sizes
     named = norms(p)
@@ -226,7 +226,7 @@ def eq20(seed: int) -> Evidence:
 )
 def eq21(seed: int) -> Evidence:
     p = point(seed)
-    small = Point(p.sizes, p.X, {**p.weights, "2": 1e-6 * p.weights["2"]}, p.target)
+    small = BlockPoint(p.sizes, p.X, {**p.weights, "2": 1e-6 * p.weights["2"]}, p.target)
     left = spectral(small.second("S", "2", "1"))
     found = left / (math.sqrt(p.sizes.d_ff) * spectral(small.weights["2"]))
     return violated(
@@ -234,7 +234,7 @@ def eq21(seed: int) -> Evidence:
     )
 
 
-def mixed(seed: int, i: str, width: Callable[[Sizes], int], weight: str) -> Evidence:
+def mixed(seed: int, i: str, width: Callable[[BlockSizes], int], weight: str) -> Evidence:
     """Compare ||xi_ik|| with sqrt(width) ||weight|| ||J_Y|| ||G_k||, J_Y and G_k exact."""
     found = []
     for p in problems(seed):
@@ -266,7 +266,7 @@ def eq23(seed: int) -> Evidence:
     return mixed(seed, "2", lambda sizes: sizes.d_V, "w_1")
 
 
-def eq24_ratio(p: Point, k: str, m: str, phi: dict[str, float]) -> float:
+def eq24_ratio(p: BlockPoint, k: str, m: str, phi: dict[str, float]) -> float:
     """Return left over right side of Eq. 24 with exact J_SY, J_Y, H_Y, G and given norms of Phi."""
     J_SY, J_Y, H_Y = (spectral(dense(A)) for A in (p.block.J_SY, p.block.J_Y, p.block.H_Y))
     bent = spectral(p.first("F", k)) * H_Y * spectral(p.first("F", m))

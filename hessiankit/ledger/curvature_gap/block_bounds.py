@@ -26,7 +26,7 @@ from hessiankit.ledger.curvature_gap.block_problems import (
     with_target,
 )
 from hessiankit.ledger.curvature_gap.notation import dense, eye, spectral
-from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, PAIRS, WEIGHTS, Point, point
+from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, PAIRS, WEIGHTS, BlockPoint, point
 from hessiankit.ledger.evidence import agrees, bounded, loose, violated
 from hessiankit.ledger.registry import claim
 
@@ -66,7 +66,7 @@ def c6_examples(seed: int) -> Evidence:
     return bounded(found, f"four points, {len(found)} blocks")
 
 
-def eq9_right(p: Point) -> float:
+def eq9_right(p: BlockPoint) -> float:
     """Return 5 max_ij (2/(L d_V) ||dZ/dW_i|| ||dZ/dW_j|| + ||R|| ||H_tr^(i,j)||) with exact norms."""
     J = {i: spectral(p.first("Z", i)) for i in WEIGHTS}
     return 5 * max(2 / p.X.numel() * J[i] * J[j] + residual(p) * spectral(p.second("Z", i, j)) for i, j in PAIRS)

@@ -14,7 +14,7 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.block_jacobians import lifted, misprint, same
 from hessiankit.ledger.curvature_gap.derivatives import jacobian_of
 from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, turn, vec_eye
-from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, PAIRS, Point, Sizes, point, points
+from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, PAIRS, BlockPoint, BlockSizes, point, points
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, relative_error
 from hessiankit.ledger.registry import claim
@@ -85,7 +85,7 @@ def xi_22(seed: int) -> Evidence:
     return same(seed, lambda p: torch.zeros(p.X.numel() * p.n("2"), p.n("2")), reference=lambda p: p.second("S", "2", "2"))
 
 
-def printed_xi_12(p: Point) -> Tensor:
+def printed_xi_12(p: BlockPoint) -> Tensor:
     """Return the matrix printed as xi_12."""
     L, d_V, _, d_ff = p.sizes
     inner = dense(p.block.D_sigma) @ kron(p.block.Y, eye(d_ff))
@@ -118,7 +118,7 @@ def xi_12_as_xi_21(seed: int) -> Evidence:
     return same(seed, *closed, reference=lambda p: p.second("S", "2", "1"), detail="the print and the closed form")
 
 
-def printed_xi_21(p: Point) -> Tensor:
+def printed_xi_21(p: BlockPoint) -> Tensor:
     """Return the product printed as xi_21; it does not conform at any size."""
     L, d_V, _, d_ff = p.sizes
     front = lifted(p, "2") @ dense(p.block.D_sigma)
@@ -138,7 +138,7 @@ def xi_21(seed: int) -> Evidence:
     return misprint(seed, printed_xi_21, lambda p: dense(p.block.xi("2", "1")), lambda p: p.second("S", "2", "1"))
 
 
-def lift_of_W_2(p: Point) -> Tensor:
+def lift_of_W_2(p: BlockPoint) -> Tensor:
     """Return d(I_L (x) W_2^T)/dW_2 by autograd."""
     return jacobian_of(lambda W: kron(eye(p.sizes.L), W.T), p.weights["2"])
 
@@ -152,7 +152,7 @@ def lift_of_W_2(p: Point) -> Tensor:
     uses=[FeedForwardAt.hessian],
 )
 def xi_21_step1(seed: int) -> Evidence:
-    def printed(p: Point) -> Tensor:
+    def printed(p: BlockPoint) -> Tensor:
         inner = kron(p.block.Y, eye(p.sizes.d_ff)).T @ dense(p.block.D_sigma).T
         return kron(eye(p.X.numel()), inner) @ lift_of_W_2(p)
 
@@ -170,7 +170,7 @@ def xi_21_step1(seed: int) -> Evidence:
     uses=[FeedForwardAt.hessian],
 )
 def xi_21_step2(seed: int) -> Evidence:
-    def product(p: Point, last: Tensor) -> Tensor:
+    def product(p: BlockPoint, last: Tensor) -> Tensor:
         L, d_V, _, d_ff = p.sizes
         return kron(eye(L), turn(d_V, L), eye(d_ff)) @ kron(vec_eye(L), eye(d_V * d_ff)) @ last
 
@@ -199,7 +199,7 @@ def dykron(seed: int) -> Evidence:
 # Pairs of a feed-forward and an attention weight ------------------------------------------------------------------------
 
 
-def printed_xi_1k(p: Point, k: str) -> Tensor:
+def printed_xi_1k(p: BlockPoint, k: str) -> Tensor:
     """Return xi_1k with I_{n_k} as printed, J_Y and G_k exact."""
     L, d_V, _, d_ff = p.sizes
     front = kron(lifted(p, "2") @ dense(p.block.D_sigma), eye(p.n(k)))
@@ -218,7 +218,7 @@ def printed_xi_1k(p: Point, k: str) -> Tensor:
     uses=[PostNormBlockAt.xi],
 )
 def xi_1k(seed: int) -> Evidence:
-    generic, narrow, equal = point(seed), point(seed, Sizes(3, 4, 2, 2)), point(seed, Sizes(3, 3, 3, 3))
+    generic, narrow, equal = point(seed), point(seed, BlockSizes(3, 4, 2, 2)), point(seed, BlockSizes(3, 3, 3, 3))
     cases = [(narrow, "K"), (narrow, "Q"), (equal, "V")]
     found = [printed_xi_1k(p, k) for p, k in cases] + [dense(generic.block.xi("1", k)) for k in ATTENTION]
     references = [p.second("S", "1", k) for p, k in (*cases, *((generic, k) for k in ATTENTION))]

@@ -16,12 +16,12 @@ from derivations.transformer import PostNormBlockAt
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.derivatives import hessian_of, jacobian_of
 from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, ones, turn
-from hessiankit.ledger.curvature_gap.point import ATTENTION, WEIGHTS, Point, point, points
+from hessiankit.ledger.curvature_gap.point import ATTENTION, WEIGHTS, BlockPoint, point, points
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, off, relative_error
 from hessiankit.ledger.registry import claim
 
-Build = Callable[[Point], Tensor]
+Build = Callable[[BlockPoint], Tensor]
 
 
 def same(seed: int, *builds: Build, reference: Build, detail: str = "against autograd") -> Evidence:
@@ -38,7 +38,7 @@ def misprint(seed: int, printed: Build, closed: Build, reference: Build, detail:
     return off(errors, "; ".join(filter(None, (text, detail))), corrected=rest)
 
 
-def each(seed: int, names: Sequence[str], closed: Callable[[Point, str], Tensor], stage: str) -> Evidence:
+def each(seed: int, names: Sequence[str], closed: Callable[[BlockPoint, str], Tensor], stage: str) -> Evidence:
     """Compare first derivatives of a stage, weight by weight, with autograd."""
     found = [closed(p, i) for p in points(seed) for i in names]
     return agrees(found, [p.first(stage, i) for p in points(seed) for i in names], f"{', '.join(names)}, against autograd")
@@ -69,7 +69,7 @@ def lem1(seed: int) -> Evidence:
     uses=[PostNormBlockAt.jacobian],
 )
 def thm4(seed: int) -> Evidence:
-    def printed(p: Point, i: str) -> Tensor:
+    def printed(p: BlockPoint, i: str) -> Tensor:
         J_Z = dense(p.block.J_Z)
         return J_Z @ (dense(p.block.J_SY) @ p.first("Y", i) if i in ATTENTION else p.first("S", i))
 
@@ -78,17 +78,17 @@ def thm4(seed: int) -> Evidence:
     return agrees(found, [p.first("Z", i) for p, i in names] * 2, "the print and the closed form, against autograd")
 
 
-def tokens_indicator(p: Point) -> Tensor:
+def tokens_indicator(p: BlockPoint) -> Tensor:
     """Return diag(vec_r 1{X > 0}) as Theorem 9 prints it."""
     return torch.diag((p.X > 0).to(p.X.dtype).reshape(-1))
 
 
-def lifted(p: Point, i: str) -> Tensor:
+def lifted(p: BlockPoint, i: str) -> Tensor:
     """Return I_L (x) W_i^T."""
     return kron(eye(p.sizes.L), p.weights[i].T)
 
 
-def of_S_in_Y(p: Point) -> Tensor:
+def of_S_in_Y(p: BlockPoint) -> Tensor:
     """Return dS/dY by autograd."""
     W = p.weights
     return jacobian_of(lambda Y: torch.relu(Y @ W["1"]) @ W["2"] + Y, p.block.Y)
@@ -103,7 +103,7 @@ def of_S_in_Y(p: Point) -> Tensor:
     uses=[FeedForwardAt.jacobian],
 )
 def thm9_b1(seed: int) -> Evidence:
-    def printed(p: Point) -> Tensor:
+    def printed(p: BlockPoint) -> Tensor:
         return lifted(p, "2") @ tokens_indicator(p) @ kron(p.block.Y, eye(p.sizes.d_ff))
 
     return misprint(seed, printed, lambda p: dense(p.block.B("1")), lambda p: p.first("S", "1"))
@@ -119,7 +119,7 @@ def thm9_b1(seed: int) -> Evidence:
     uses=[FeedForwardAt.jacobian],
 )
 def thm9_b1line(seed: int) -> Evidence:
-    def printed(p: Point) -> Tensor:
+    def printed(p: BlockPoint) -> Tensor:
         return lifted(p, "2") @ dense(p.block.D_sigma) @ lifted(p, "1")
 
     return misprint(seed, printed, lambda p: dense(p.block.B("1")), lambda p: p.first("S", "1"))
@@ -145,7 +145,7 @@ def thm9_b2(seed: int) -> Evidence:
     uses=[PostNormBlockAt.jacobian],
 )
 def thm9_zw2(seed: int) -> Evidence:
-    def printed(p: Point) -> Tensor:
+    def printed(p: BlockPoint) -> Tensor:
         return kron(dense(p.block.J_Z) @ torch.relu(p.block.Y @ p.weights["1"]), eye(p.sizes.d_V))
 
     return misprint(seed, printed, lambda p: dense(p.block.jacobian("2")), lambda p: p.first("Z", "2"))
@@ -161,7 +161,7 @@ def thm9_zw2(seed: int) -> Evidence:
     uses=[FeedForwardAt.jacobian],
 )
 def thm9_jsy(seed: int) -> Evidence:
-    def printed(p: Point) -> Tensor:
+    def printed(p: BlockPoint) -> Tensor:
         return lifted(p, "2") @ tokens_indicator(p) @ lifted(p, "1") + eye(p.X.numel())
 
     return misprint(seed, printed, lambda p: dense(p.block.J_SY), of_S_in_Y)
@@ -203,7 +203,7 @@ def g_q(seed: int) -> Evidence:
     return each(seed, ("Q",), lambda p, i: dense(p.at.G_Q), "F")
 
 
-def printed_G_K(p: Point) -> Tensor:
+def printed_G_K(p: BlockPoint) -> Tensor:
     """Return dF/dW_K with K_{d_V,d_K} as printed."""
     L, d_V, d_K, _ = p.sizes
     front = kron(eye(L), (p.X @ p.weights["V"]).T) @ dense(p.at.dA)

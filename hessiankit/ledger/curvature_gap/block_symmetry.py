@@ -11,7 +11,7 @@ from derivations.transformer import PostNormBlockAt
 from derivations.vecr import slice_transpose
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.notation import dense, turn, vec_eye
-from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, PAIRS, Point, point, points
+from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, PAIRS, BlockPoint, point, points
 from hessiankit.ledger.evidence import agrees, off, relative_error
 from hessiankit.ledger.registry import claim
 
@@ -25,7 +25,7 @@ from hessiankit.ledger.registry import claim
     uses=[slice_transpose],
 )
 def sym_agree(seed: int) -> Evidence:
-    def turned(p: Point) -> Tensor:
+    def turned(p: BlockPoint) -> Tensor:
         return dense(slice_transpose(Dense(p.second("S", "1", "2"), "xi"), p.X.numel(), p.n("1"), p.n("2")))
 
     reference = [p.second("S", "2", "1") for p in points(seed)]

@@ -16,11 +16,11 @@ from derivations.bounds import (
     theorem_7_printed,
 )
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.attention_problems import Problem, column, global_minimum, sample
+from hessiankit.ledger.curvature_gap.attention_problems import AttentionProblem, column, global_minimum, sample
 from hessiankit.ledger.curvature_gap.block_problems import closed_form, with_target
 from hessiankit.ledger.curvature_gap.derivatives import jacobian_of
 from hessiankit.ledger.curvature_gap.notation import eye, spectral
-from hessiankit.ledger.curvature_gap.point import Point, Sizes, point
+from hessiankit.ledger.curvature_gap.point import BlockPoint, BlockSizes, point
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, small, violated
 from hessiankit.ledger.registry import claim
@@ -31,7 +31,7 @@ def running_means(losses: Tensor) -> Tensor:
     return losses.cumsum(0) / torch.arange(1, len(losses) + 1, dtype=losses.dtype)
 
 
-def bowl(seed: int) -> Problem:
+def bowl(seed: int) -> AttentionProblem:
     """Return attention whose target is its output: a minimum with zero loss and zero gradient for every sample."""
     p = sample(seed)[0]
     return p.with_(target=p.at.value)
@@ -49,7 +49,7 @@ def eq10(seed: int) -> Evidence:
     direction = Draw(seed).normal(p.vector.numel())
     direction = direction / direction.norm()
 
-    def rest(p: Problem, step: float) -> float:
+    def rest(p: AttentionProblem, step: float) -> float:
         quadratic = 0.5 * step**2 * float(direction @ p.hessian @ direction)
         return float(p.loss(p.vector + step * direction)) - float(p.loss(p.vector)) - quadratic
 
@@ -108,12 +108,12 @@ def thm7_2m(seed: int) -> Evidence:
     return bounded(found, "ten times five matrices, attained by A and -A", attained=1 - 1e-12)
 
 
-def difference(new: Problem, w: Tensor) -> float:
+def difference(new: AttentionProblem, w: Tensor) -> float:
     """Return |L_2(w) - L_1(w)| for a first sample whose loss is zero everywhere."""
     return float(new.loss(w)) / 2
 
 
-def corrected_right(new: Problem, w: Tensor) -> float:
+def corrected_right(new: AttentionProblem, w: Tensor) -> float:
     """Return the right side of the corrected theorem for that: the Hessian bound of a ball around w*."""
     distance = float((w - new.vector).norm())
     at = AttentionNorms.measured(new.X, new.W_Q, new.W_K, new.W_V, new.target)
@@ -154,7 +154,7 @@ def thm7(seed: int) -> Evidence:
     uses=[theorem_7_printed, theorem_7_corrected],
 )
 def thm7_true_m(seed: int) -> Evidence:
-    p = Problem(column(1.0, -1.0), column(0.0), column(0.0), column(0.0), column(0.0, 0.0))
+    p = AttentionProblem(column(1.0, -1.0), column(0.0), column(0.0), column(0.0), column(0.0, 0.0))
     w = torch.ones(3, dtype=torch.float64)  # the loss is tanh(1)^2 there, with all weights 1
     right = theorem_7_printed(1, 0.0, p.norm, math.sqrt(3))
     found = difference(p, w) / right if right else math.inf
@@ -162,13 +162,13 @@ def thm7_true_m(seed: int) -> Evidence:
     return violated(found, detail, corrected=difference(p, w) / corrected_right(p, w))
 
 
-def hidden_scale(seed: int) -> Point:
+def hidden_scale(seed: int) -> BlockPoint:
     """Return large tokens with W_Q = W_K = 0, W_V = I and the block's output as target: a global minimum."""
-    sizes = Sizes(3, 4, 2, 5)
+    sizes = BlockSizes(3, 4, 2, 5)
     drawn = point(seed, sizes)
     nothing = torch.zeros_like(drawn.weights["Q"])
     W = {i: 1e-3 * drawn.weights[i] for i in ("1", "2")} | {"K": nothing, "Q": nothing.clone(), "V": eye(sizes.d_V)}
-    p = Point(sizes, 1e8 * drawn.X, W, drawn.target)
+    p = BlockPoint(sizes, 1e8 * drawn.X, W, drawn.target)
     return with_target(p, p.block.Z)
 
 

@@ -9,7 +9,7 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.convergence import running_means
 from hessiankit.ledger.curvature_gap.derivatives import hessian_of
 from hessiankit.ledger.curvature_gap.notation import spectral
-from hessiankit.ledger.curvature_gap.point import Point, Sizes, layer_norm
+from hessiankit.ledger.curvature_gap.point import BlockPoint, BlockSizes, layer_norm
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import counts, measured, not_run
 from hessiankit.ledger.registry import claim
@@ -77,12 +77,12 @@ def fig1(seed: int) -> Evidence:
     return not_run("drawings, without data")
 
 
-def at_initialisation(draw: Draw) -> Point:
+def at_initialisation(draw: Draw) -> BlockPoint:
     """Return the block of Table 1, narrower, with weights of variance 1/fan-in, tokens and target of variance 1."""
-    L, d_V, d_K, d_ff = sizes = Sizes(4, 4, 4, 8)
+    L, d_V, d_K, d_ff = sizes = BlockSizes(4, 4, 4, 8)
     shapes = {"1": (d_V, d_ff), "2": (d_ff, d_V), "K": (d_V, d_K), "Q": (d_V, d_K), "V": (d_V, d_V)}
     weights = {i: draw.normal(*shape, std=shape[0] ** -0.5) for i, shape in shapes.items()}
-    return Point(sizes, draw.normal(L, d_V), weights, draw.normal(L, d_V))
+    return BlockPoint(sizes, draw.normal(L, d_V), weights, draw.normal(L, d_V))
 
 
 @claim(

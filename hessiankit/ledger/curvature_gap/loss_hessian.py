@@ -16,7 +16,7 @@ from hessiankit.ledger.curvature_gap.block_hessian import printed_xi_12, printed
 from hessiankit.ledger.curvature_gap.block_jacobians import lifted, printed_G_K
 from hessiankit.ledger.curvature_gap.derivatives import hessian_of
 from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, turn, vec_eye
-from hessiankit.ledger.curvature_gap.point import ATTENTION, PAIRS, Point, point, points
+from hessiankit.ledger.curvature_gap.point import ATTENTION, PAIRS, BlockPoint, point, points
 from hessiankit.ledger.evidence import off, relative_error
 from hessiankit.ledger.registry import claim
 
@@ -31,17 +31,17 @@ WITHOUT = tuple(
 """Blocks without a printed formula, or with a description only."""
 
 
-def printed_G(p: Point, k: str) -> Tensor:
+def printed_G(p: BlockPoint, k: str) -> Tensor:
     """Return G_k as printed."""
     return printed_G_K(p) if k == "K" else dense(p.at.jacobian(f"W_{k}"))
 
 
-def printed_B(p: Point, i: str) -> Tensor:
+def printed_B(p: BlockPoint, i: str) -> Tensor:
     """Return B_i as printed in Theorem 10."""
     return dense(p.block.J_SY @ p.block.J_Y) @ printed_G(p, i) if i in ATTENTION else dense(p.block.B(i))
 
 
-def printed_xi(p: Point, i: str, j: str) -> Tensor:
+def printed_xi(p: BlockPoint, i: str, j: str) -> Tensor:
     """Return xi_ij as printed in Theorem 10 and Lemma 2, with exact Jacobians and Hessians of the norms."""
     L, d_V, _, d_ff = p.sizes
     if (i, j) in (("1", "1"), ("2", "2")):
@@ -59,13 +59,13 @@ def printed_xi(p: Point, i: str, j: str) -> Tensor:
     return kron(dense(p.block.J_SY), eye(p.n(i))) @ (bent + kron(dense(p.block.J_Y), eye(p.n(i))) @ phi)
 
 
-def printed_H_tr(p: Point, i: str, j: str) -> Tensor:
+def printed_H_tr(p: BlockPoint, i: str, j: str) -> Tensor:
     """Return Eq. 6 with xi_ij and B_i as printed."""
     front = kron(dense(p.block.J_Z), eye(p.n(i))) @ printed_xi(p, i, j)
     return front + kron(eye(p.X.numel()), printed_B(p, i).T) @ dense(p.block.H_Z) @ printed_B(p, j)
 
 
-def errors_of_print(p: Point) -> dict[tuple[str, str], float]:
+def errors_of_print(p: BlockPoint) -> dict[tuple[str, str], float]:
     """Return the error of each block that has a printed formula."""
     pairs = [pair for pair in PAIRS if pair not in WITHOUT]
     return {(i, j): relative_error(if_it_conforms(printed_H_tr, p, i, j), p.second("Z", i, j)) for i, j in pairs}
@@ -91,7 +91,7 @@ def eq6_printed(seed: int) -> Evidence:
     return off(bad, f"{len(bad)} blocks, {apart} of them do not conform; {len(WITHOUT)} have no formula", corrected=rest)
 
 
-def loss_blocks(p: Point, c: float) -> Iterator[float]:
+def loss_blocks(p: BlockPoint, c: float) -> Iterator[float]:
     """Yield the errors of 2/(L d_V) J_i^T J_j + c (vec_r(Z - Target)^T (x) I) H_tr for all pairs, pieces by autograd."""
     n = p.X.numel()
     row = (p.block.Z - p.target).reshape(1, -1)

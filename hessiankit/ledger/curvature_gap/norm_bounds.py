@@ -26,7 +26,7 @@ from hessiankit.ledger.curvature_gap.block_problems import (
     problems,
 )
 from hessiankit.ledger.curvature_gap.notation import dense, spectral
-from hessiankit.ledger.curvature_gap.point import Point
+from hessiankit.ledger.curvature_gap.point import BlockPoint
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, bounded, loose, violated
 from hessiankit.ledger.registry import claim
@@ -188,7 +188,7 @@ def eq25(seed: int) -> Evidence:
     uses=[proposition_10_printed],
 )
 def eq26(seed: int) -> Evidence:
-    def right(p: Point) -> float:
+    def right(p: BlockPoint) -> float:
         named = norms(p)
         return math.sqrt(min(p.sizes.L, p.sizes.d_ff)) * spectral(p.block.Y) * named["w_1"] * named["w_2"]
 

@@ -28,7 +28,7 @@ PAIRS = tuple((i, j) for i in WEIGHTS for j in WEIGHTS)
 ATTENTION_PAIRS = tuple((i, j) for i in ATTENTION for j in ATTENTION)
 
 
-class Sizes(NamedTuple):
+class BlockSizes(NamedTuple):
     """L, d_V, d_K and d_ff."""
 
     L: int
@@ -37,10 +37,10 @@ class Sizes(NamedTuple):
     d_ff: int
 
 
-GENERIC = Sizes(3, 4, 2, 5)
+GENERIC = BlockSizes(3, 4, 2, 5)
 """All different, so that a product in the wrong order does not conform or is seen."""
 
-EQUAL = Sizes(3, 3, 3, 3)
+EQUAL = BlockSizes(3, 3, 3, 3)
 """All equal: every printed product conforms, and what is still off is wrong in its entries."""
 
 BOTH = (GENERIC, EQUAL)
@@ -58,13 +58,13 @@ def attention(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
+class BlockPoint:
     """Tokens, weights and a target.
 
     ``uniform`` points have W_Q W_K^T = 0 with neither of them zero: every entry of A is 1/L.
     """
 
-    sizes: Sizes
+    sizes: BlockSizes
     X: Tensor
     weights: dict[str, Tensor]
     target: Tensor
@@ -151,7 +151,7 @@ class Point:
 
 
 @cache
-def point(seed: int, sizes: Sizes = GENERIC, *, uniform: bool = False) -> Point:
+def point(seed: int, sizes: BlockSizes = GENERIC, *, uniform: bool = False) -> BlockPoint:
     """Return the point of a seed, the same object for the same arguments."""
     draw, (L, d_V, d_K, d_ff) = Draw(seed), sizes
     X = draw.normal(L, d_V)
@@ -165,10 +165,10 @@ def point(seed: int, sizes: Sizes = GENERIC, *, uniform: bool = False) -> Point:
     if uniform:  # queries and keys use different columns
         half = d_K // 2
         weights["Q"][:, :half], weights["K"][:, half:] = 0.0, 0.0
-    return Point(sizes, X, weights, draw.normal(L, d_V))
+    return BlockPoint(sizes, X, weights, draw.normal(L, d_V))
 
 
-def points(seed: int) -> Iterator[Point]:
+def points(seed: int) -> Iterator[BlockPoint]:
     """Yield the points of a seed with generic and with equal sizes."""
     for sizes in BOTH:
         yield point(seed, sizes)

@@ -13,14 +13,14 @@ from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, counts, not_run, off, relative_error, small
-from hessiankit.ledger.hybridnorm.definitions import LETTERS, Head
+from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
 from hessiankit.ledger.hybridnorm.jacobians import dense, printed_pre_norm
 from hessiankit.ledger.registry import claim
 
 
-def moved(seed: int, letter: str) -> tuple[Head, Head]:
+def moved(seed: int, letter: str) -> tuple[HeadPoint, HeadPoint]:
     """Return a head, and one in which a weight is another draw."""
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
     return head, head.with_(**{letter: Draw(seed + 1000).normal(*getattr(head, letter).shape)})
 
 
@@ -80,7 +80,7 @@ def vicious_cycle(seed: int) -> Evidence:
     uses=[Stage.jacobian],
 )
 def degrees(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
     errors = []
     for letter in LETTERS[:3]:
         before = dense(head.closed_qkv_norm.jacobian(letter))
@@ -91,7 +91,7 @@ def degrees(seed: int) -> Evidence:
     return small(errors, "15 scalings")
 
 
-def loss_of(head: Head, seed: int) -> Callable[..., Tensor]:
+def loss_of(head: HeadPoint, seed: int) -> Callable[..., Tensor]:
     """Return a generic loss of S_N as a function of the four weights."""
     draw = Draw(seed + 1)
     slope, target = draw.normal(*head.X.shape), draw.normal(*head.X.shape)
@@ -110,7 +110,7 @@ def loss_of(head: Head, seed: int) -> Callable[..., Tensor]:
     verdict="HOLDS",
 )
 def orthogonal(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
     loss, errors = loss_of(head, seed), []
     for k in range(3):
         g, w = jacobian_of(loss, *head.weights, wrt=k).reshape(-1), head.weights[k].reshape(-1)
@@ -125,7 +125,7 @@ def orthogonal(seed: int) -> Evidence:
     verdict="HOLDS",
 )
 def hessian_on_weight(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed), 3, 4, 2)
+    head = HeadPoint.draw(Draw(seed), 3, 4, 2)
     loss, errors = loss_of(head, seed), []
     for k in range(3):
         g = jacobian_of(loss, *head.weights, wrt=k).reshape(-1)
@@ -144,7 +144,7 @@ def hessian_on_weight(seed: int) -> Evidence:
     verdict="HOLDS",
 )
 def hessian_on_weight_pre(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed), 3, 4, 2)
+    head = HeadPoint.draw(Draw(seed), 3, 4, 2)
     slope = Draw(seed + 1).normal(*head.X.shape)
     distances = []
     for k in range(3):
@@ -167,10 +167,11 @@ def hessian_on_weight_pre(seed: int) -> Evidence:
     verdict="HOLDS",
 )
 def curvature_scale(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed), 3, 4, 2)
+    head = HeadPoint.draw(Draw(seed), 3, 4, 2)
     large = head.with_(W_Q=3 * head.W_Q)
     spectra = [
-        torch.linalg.eigvalsh(hessian_of(loss_of(h, seed), *h.weights, wrt=(0, 0))) for h in (head, Head(large.X, *large.weights))
+        torch.linalg.eigvalsh(hessian_of(loss_of(h, seed), *h.weights, wrt=(0, 0)))
+        for h in (head, HeadPoint(large.X, *large.weights))
     ]
     return agrees(9 * spectra[1], spectra[0], "W_Q times 3 gives one ninth")
 
@@ -183,7 +184,7 @@ def curvature_scale(seed: int) -> Evidence:
     verdict="HOLDS",
 )
 def general_symmetry(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed), 3, 4, 3)
+    head = HeadPoint.draw(Draw(seed), 3, 4, 3)
     G = Draw(seed + 2).normal(3, 3)
     G = G - G.T  # W_Q exp(tG), W_K exp(tG)
     loss = loss_of(head, seed)

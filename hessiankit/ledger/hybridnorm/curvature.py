@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hessiankit.blocks import Transformer
-from hessiankit.blocks import equations as eq
+from hessiankit.blocks import placements as eq
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import measured

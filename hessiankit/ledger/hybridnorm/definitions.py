@@ -17,8 +17,7 @@ from derivations.attention import AttentionAt
 from derivations.normalization import RMSNormAt
 from derivations.stage import Stage
 from hessiankit.blocks import TransformerBlock
-from hessiankit.derivation.branches import attention_stage
-from hessiankit.derivation.parts import Parts, input_stage
+from hessiankit.formulas.block_at import Parts, attention_stage, input_stage
 from hessiankit.ledger.drawing import Draw
 
 LETTERS = ("W_Q", "W_K", "W_V", "W_O")
@@ -51,7 +50,7 @@ def swiglu(X: Tensor, W: dict[str, Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadPoint:
     """One head of App. A at a point: tokens X, s x d; W_Q, W_K, W_V, d x d_k; W_O, d_k x d."""
 
     X: Tensor
@@ -62,12 +61,12 @@ class Head:
     causal: bool = field(default=False, kw_only=True)
 
     @staticmethod
-    def draw(draw: Draw, s: int = 4, d: int = 5, d_k: int = 3, *, causal: bool = False) -> Head:
+    def draw(draw: Draw, s: int = 4, d: int = 5, d_k: int = 3, *, causal: bool = False) -> HeadPoint:
         """Return a generic point."""
         weights = (draw.normal(d, d_k), draw.normal(d, d_k), draw.normal(d, d_k), draw.normal(d_k, d))
-        return Head(draw.normal(s, d), *weights, causal=causal)
+        return HeadPoint(draw.normal(s, d), *weights, causal=causal)
 
-    def with_(self, **changes: Any) -> Head:
+    def with_(self, **changes: Any) -> HeadPoint:
         """Return the point with some of its arrays replaced."""
         return replace(self, **changes)
 
@@ -106,7 +105,7 @@ class Head:
         return closed_attention(self, "qkv")
 
 
-def closed_attention(head: Head, normed: str) -> Stage:
+def closed_attention(head: HeadPoint, normed: str) -> Stage:
     """Return the closed forms of attn_#(X W_Q, X W_K, X W_V) W_O."""
     _, d, d_k = head.sizes
     options: dict[str, Any] = {"norm": "rmsnorm", "eps": 0.0, "affine": False, "output_projection": True, "causal": head.causal}

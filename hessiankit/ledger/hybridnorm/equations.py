@@ -11,10 +11,10 @@ from torch import Tensor
 from derivations.attention import AttentionAt
 from derivations.multihead import MultiHeadAttentionAt, split_heads
 from hessiankit.blocks import TransformerBlock
-from hessiankit.blocks import equations as eq
+from hessiankit.blocks import placements as eq
 from hessiankit.blocks.attention import Attention
 from hessiankit.blocks.placements import placement_of_layer
-from hessiankit.derivation.parts import Parts, block_stage, input_stage
+from hessiankit.formulas.block_at import Parts, block_stage, input_stage
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw

@@ -12,7 +12,7 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import measured, not_run
 from hessiankit.ledger.hybridnorm.bounds_printed import pre_norm_norms, qkv_norm_norms, ratios
-from hessiankit.ledger.hybridnorm.definitions import Head
+from hessiankit.ledger.hybridnorm.definitions import HeadPoint
 from hessiankit.ledger.registry import claim
 
 LAYERS = 32
@@ -136,7 +136,7 @@ def jacobians_at_initialisation(seed: int) -> Evidence:
     found = []
     for _ in range(10):
         weights = [draw.normal(*shape, std=1 / math.sqrt(2.5 * d)) for shape in ((d, d_k), (d, d_k), (d, d_k), (d_k, d))]
-        head = Head(draw.normal(s, d), *weights)
+        head = HeadPoint(draw.normal(s, d), *weights)
         found.append(ratios(qkv_norm_norms(head), pre_norm_norms(head)))
     means = [math.exp(sum(math.log(each[k]) for each in found) / len(found)) for k in range(4)]
     text = ", ".join(f"{letter} {mean:.1f}" for letter, mean in zip(("W_Q", "W_K", "W_V", "W_O"), means, strict=True))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import Transformer, TransformerBlock
-from hessiankit.blocks import equations as eq
-from hessiankit.blocks.initialisation import Place, normal
+from hessiankit.blocks import placements as eq
+from hessiankit.blocks.initialisation import WeightPlace, normal
 from hessiankit.blocks.placements import placement_of_layer
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
@@ -104,7 +104,7 @@ def embednorm(seed: int) -> Evidence:
 )
 def first_block_eps(seed: int) -> Evidence:
     draw, d, head = Draw(seed), 2048, 128
-    W = draw.normal(d, head, std=normal(Place("W_Q", d, d, 1, 16)).std)
+    W = draw.normal(d, head, std=normal(WeightPlace("W_Q", d, d, 1, 16)).std)
     X = draw.normal(16, d, std=(2.5 * d) ** -0.5)
 
     def lost(rows: Tensor) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.blocks.rotary import rotate
+from hessiankit.blocks.attention import rotate
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import counts, relative_error

@@ -11,7 +11,7 @@ from torch import Tensor
 from derivations.matrix import Commutation
 from derivations.normalization import RMSNormAt
 from derivations.softmax import SoftmaxAt
-from hessiankit.ledger.hybridnorm.definitions import Head
+from hessiankit.ledger.hybridnorm.definitions import HeadPoint
 
 
 def eye(n: int) -> Tensor:
@@ -24,7 +24,7 @@ def dense(matrix: Any) -> Tensor:
     return torch.as_tensor(matrix.dense(), dtype=torch.float64)
 
 
-def printed_pre_norm(head: Head, letter: str) -> Tensor:
+def printed_pre_norm(head: HeadPoint, letter: str) -> Tensor:
     """Return the right side of Eq. 15 (W_O), 16 (W_V), 17 (W_Q) or 18 (W_K)."""
     s, d, d_k = head.sizes
     N = RMSNormAt(head.X).value
@@ -39,7 +39,7 @@ def printed_pre_norm(head: Head, letter: str) -> Tensor:
     return front @ torch.kron(N @ head.W_Q, N) / math.sqrt(d_k) @ dense(Commutation(d_k, d))
 
 
-def printed_qkv_norm(head: Head, letter: str, *, power: float = 0.5) -> Tensor:
+def printed_qkv_norm(head: HeadPoint, letter: str, *, power: float = 0.5) -> Tensor:
     """Return the right side of Eq. 22 (W_O), 23 (W_V), 24 (W_Q) or 25 (W_K).
 
     Args:

@@ -11,7 +11,7 @@ from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, wrong
-from hessiankit.ledger.hybridnorm.definitions import LETTERS, Head, rms_norm
+from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint, rms_norm
 from hessiankit.ledger.hybridnorm.jacobians import dense, printed_pre_norm, printed_qkv_norm
 from hessiankit.ledger.registry import claim
 
@@ -20,7 +20,7 @@ DETAIL = "the printed matrix, the closed form and autograd"
 
 def pre_norm_jacobian(seed: int, letter: str, *, causal: bool = False) -> Evidence:
     """Compare Lemma A.1 as printed, the attention chapter and automatic differentiation."""
-    head = Head.draw(Draw(seed), causal=causal)
+    head = HeadPoint.draw(Draw(seed), causal=causal)
     reference = jacobian_of(head.pre_norm, head.X, *head.weights, wrt=1 + LETTERS.index(letter))
     closed = dense(head.closed_pre_norm.jacobian(letter))
     return agrees([printed_pre_norm(head, letter), closed], [reference, reference], DETAIL)
@@ -28,7 +28,7 @@ def pre_norm_jacobian(seed: int, letter: str, *, causal: bool = False) -> Eviden
 
 def qkv_norm_jacobian(seed: int, letter: str, *, causal: bool = False) -> Evidence:
     """Compare Lemma A.2 as printed, the composition of the chapters and automatic differentiation."""
-    head = Head.draw(Draw(seed), causal=causal)
+    head = HeadPoint.draw(Draw(seed), causal=causal)
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=1 + LETTERS.index(letter))
     closed = dense(head.closed_qkv_norm.jacobian(letter))
     return agrees([printed_qkv_norm(head, letter), closed], [reference, reference], DETAIL)
@@ -42,7 +42,7 @@ def qkv_norm_jacobian(seed: int, letter: str, *, causal: bool = False) -> Eviden
     uses=[AttentionAt, RMSNormAt],
 )
 def eq12(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
     N = rms_norm(head.X)
     Q, K, V = N @ head.W_Q, N @ head.W_K, N @ head.W_V
     reference = torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0] @ head.W_O
@@ -57,7 +57,7 @@ def eq12(seed: int) -> Evidence:
     uses=[Stage, RMSNormAt],
 )
 def eq13(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
     Q, K, V = (rms_norm(head.X @ W) for W in head.weights[:3])
     reference = torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0] @ head.W_O
     return agrees(head.closed_qkv_norm.value, reference, "the composed closed form against torch's fused attention")
@@ -164,7 +164,7 @@ def eq25(seed: int) -> Evidence:
     uses=[Stage.jacobian],
 )
 def lemma_a2_caption(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
     of_12 = jacobian_of(head.pre_norm, head.X, *head.weights, wrt=3)
     of_13 = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=3)
     lemma = printed_qkv_norm(head, "W_V")
@@ -180,7 +180,7 @@ def lemma_a2_caption(seed: int) -> Evidence:
     uses=[Stage.jacobian],
 )
 def lemma_a2_proof_q(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=1)
     return wrong(printed_qkv_norm(head, "W_Q", power=1), reference, "d_k = 3", corrected=printed_qkv_norm(head, "W_Q"), above=0.4)
 
@@ -194,7 +194,7 @@ def lemma_a2_proof_q(seed: int) -> Evidence:
     uses=[Stage.jacobian],
 )
 def lemma_a2_proof_k(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=2)
     return wrong(printed_qkv_norm(head, "W_K", power=1), reference, "d_k = 3", corrected=printed_qkv_norm(head, "W_K"), above=0.4)
 
@@ -208,7 +208,7 @@ def lemma_a2_proof_k(seed: int) -> Evidence:
     uses=[Stage.jacobian],
 )
 def lemma_a2_proof_a(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=3)
     inner = dense(RMSNormAt(head.X @ head.W_V).jacobian("X")) @ torch.kron(head.X, torch.eye(3, dtype=torch.float64))
     printed = torch.kron(head.closed_pre_norm.A, head.W_O.T.contiguous()) @ inner

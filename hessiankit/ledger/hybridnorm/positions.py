@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import PLACEMENTS
-from hessiankit.blocks import equations as eq
+from hessiankit.blocks import placements as eq
 from hessiankit.blocks.attention import Attention
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, small, wrong
-from hessiankit.ledger.hybridnorm.definitions import LETTERS, Head, attn, closed_attention, mha, rms_norm, swiglu
+from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint, attn, closed_attention, mha, rms_norm, swiglu
 from hessiankit.ledger.hybridnorm.equations import HEADS, errors, generic, make
 from hessiankit.ledger.hybridnorm.jacobians import dense
 from hessiankit.ledger.registry import claim
@@ -24,7 +24,7 @@ INSIDE = ("qkvc", "qkv", "qkc", "qk", "kv", "kc")
 
 def attention(seed: int, normed: str, printed: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Evidence:
     """Compare attn_#: its composed closed form and Jacobians with the print."""
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
 
     def written(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor, W_O: Tensor) -> Tensor:
         return printed(X @ W_Q, X @ W_K, X @ W_V) @ W_O

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.blocks import equations as eq
-from hessiankit.blocks.initialisation import Place, normal
+from hessiankit.blocks import placements as eq
+from hessiankit.blocks.initialisation import WeightPlace, normal
 from hessiankit.ledger.autodiff import hessian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
@@ -156,7 +156,7 @@ def post_shifted(seed: int) -> Evidence:
 )
 def eps_in_block_0(seed: int) -> Evidence:
     d = 2048
-    std = normal(Place("W_Q", d, d, 1, 16)).std
+    std = normal(WeightPlace("W_Q", d, d, 1, 16)).std
     draw = Draw(seed)
     q = draw.normal(64, d, std=std) @ draw.normal(d, 128, std=std)
     square = float(q.square().mean())

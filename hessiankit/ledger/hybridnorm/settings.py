@@ -7,7 +7,7 @@ import math
 import torch
 
 from hessiankit.blocks import Transformer, initialise
-from hessiankit.blocks.initialisation import CUT, Place, depth_scaled, megatron, normal
+from hessiankit.blocks.initialisation import CUT, WeightPlace, depth_scaled, megatron, normal
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.evidence import agrees, counts, false, measured, readings, small
 from hessiankit.ledger.hybridnorm.tables_printed import TABLE_6, VOCABULARY
@@ -124,7 +124,7 @@ def comparable(seed: int) -> Evidence:
     uses=[normal],
 )
 def init_normal(seed: int) -> Evidence:
-    found = [normal(Place(letter, 2048, 2048, 3, 16)).std for letter in ("W_Q", "W_O", "W_1", "W_2")]
+    found = [normal(WeightPlace(letter, 2048, 2048, 3, 16)).std for letter in ("W_Q", "W_O", "W_1", "W_2")]
     return agrees(torch.tensor(found), torch.full((4,), 0.013975424859373685), "d = 2048: the constant in the released code")
 
 
@@ -169,7 +169,7 @@ def init_depth(seed: int) -> Evidence:
     found, told = [], []
     for layer in (1, 2, 7, 16):
         for letter in ("W_O", "W_2", "W_V", "W_1"):
-            found.append(depth_scaled(Place(letter, 64, 64, layer, 16)).std)
+            found.append(depth_scaled(WeightPlace(letter, 64, 64, layer, 16)).std)
             told.append(1 / math.sqrt(160) / (math.sqrt(2 * layer) if letter in ("W_O", "W_2") else 1))
     return agrees(torch.tensor(found), torch.tensor(told), "W_O, W_2 and two others, layers 1, 2, 7, 16")
 
@@ -184,7 +184,7 @@ def init_depth(seed: int) -> Evidence:
 def init_megatron(seed: int) -> Evidence:
     found, told = [], []
     for letter in ("W_O", "W_2", "W_V", "W_1"):
-        found.append(megatron(Place(letter, 64, 64, 3, 16)).std)
+        found.append(megatron(WeightPlace(letter, 64, 64, 3, 16)).std)
         told.append(1 / math.sqrt(160) / (math.sqrt(32) if letter in ("W_O", "W_2") else 1))
     return agrees(torch.tensor(found), torch.tensor(told), "W_O, W_2 and two others")
 

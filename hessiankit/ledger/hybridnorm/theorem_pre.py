@@ -19,7 +19,7 @@ from hessiankit.ledger.hybridnorm.bounds_printed import (
     sample,
     spectral,
 )
-from hessiankit.ledger.hybridnorm.definitions import Head
+from hessiankit.ledger.hybridnorm.definitions import HeadPoint
 from hessiankit.ledger.hybridnorm.jacobians import printed_pre_norm
 from hessiankit.ledger.registry import claim
 
@@ -30,7 +30,7 @@ TOKENS = 9
 def printed_ratio(seed: int, letter: str) -> Evidence:
     """Return how loose a printed bound is at nine tokens: sqrt(9) for W_V and W_O, 9 / 2 for W_Q and W_K."""
     draw = Draw(seed)
-    heads = [Head.draw(draw, TOKENS, 4, 3) for _ in range(10)]
+    heads = [HeadPoint.draw(draw, TOKENS, 4, 3) for _ in range(10)]
     heads += [equal_tokens(seed, TOKENS), opposite_tokens(seed, TOKENS)]
     found = [getattr(ratios(pre_norm_norms(head), printed_pre_norm_bounds(head)), letter) for head in heads]
     factor = math.sqrt(TOKENS) if letter in ("W_V", "W_O") else TOKENS / 2
@@ -198,7 +198,7 @@ def eq29_sharp(seed: int) -> Evidence:
     verdict="HOLDS",
 )
 def eq28_covariance(seed: int) -> Evidence:
-    head = Head.draw(Draw(seed))
+    head = HeadPoint.draw(Draw(seed))
     s, d, d_k = head.sizes
     closed = head.closed_pre_norm
     N, P = closed.X, closed.A

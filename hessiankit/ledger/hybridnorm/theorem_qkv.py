@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from derivations.gradient_bounds import GradientBounds, qkv_norm_gradient_bounds
+from derivations.gradient_bounds import AttentionGradientBounds, qkv_norm_gradient_bounds
 from derivations.normalization import RMSNormAt
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
@@ -21,21 +21,21 @@ from hessiankit.ledger.hybridnorm.bounds_printed import (
     sigma_of_product,
     sigma_of_weight,
 )
-from hessiankit.ledger.hybridnorm.definitions import Head
+from hessiankit.ledger.hybridnorm.definitions import HeadPoint
 from hessiankit.ledger.hybridnorm.jacobians import dense
 from hessiankit.ledger.registry import claim
 
 RHO = r"$\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"
 
 
-def sharp(head: Head) -> GradientBounds:
+def sharp(head: HeadPoint) -> AttentionGradientBounds:
     """Return left over right side of the corrected bounds."""
     return ratios(qkv_norm_norms(head), qkv_norm_gradient_bounds(head.X, *head.weights))
 
 
 def scaled_tokens(seed: int, letter: str) -> Evidence:
     """Break the bounds as printed: multiply the tokens by a million, which changes sigma_min(XW) and nothing else."""
-    head = Head.draw(Draw(seed), 3, 4, 3)
+    head = HeadPoint.draw(Draw(seed), 3, 4, 3)
     large = head.with_(X=1e6 * head.X)
     moved = max(abs(a / b - 1) for a, b in zip(qkv_norm_norms(large), qkv_norm_norms(head), strict=True))
     if moved > 1e-10:
@@ -60,7 +60,7 @@ def eq30(seed: int) -> Evidence:
         for head in sample(seed)
         if head.sizes[2] <= len(head.X) * head.sizes[1]
     ]
-    wide = Head.draw(Draw(seed), 1, 2, 8)
+    wide = HeadPoint.draw(Draw(seed), 1, 2, 8)
     return assumed(bounded(found, f"{len(found)} heads"), qkv_norm_norms(wide).W_O / 2, above=1.9)
 
 
@@ -115,7 +115,7 @@ def eq33(seed: int) -> Evidence:
 def eq34(seed: int) -> Evidence:
     draw = Draw(seed)
     n = 5
-    head = Head(draw.normal(1, n), draw.normal(n, n), draw.normal(n, n), draw.orthogonal(n), draw.orthogonal(n))
+    head = HeadPoint(draw.normal(1, n), draw.normal(n, n), draw.normal(n, n), draw.orthogonal(n), draw.orthogonal(n))
     found = ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, sigma_of_weight)).W_V
     return violated(found, f"one token, d = d_k = {n}, W_V and W_O orthogonal", corrected=sharp(head).W_V, above=1.9)
 
@@ -131,7 +131,7 @@ def eq34(seed: int) -> Evidence:
 def proof_step(seed: int) -> Evidence:
     draw = Draw(seed)
     d_k = 6
-    head = Head.draw(draw, 4, 5, d_k)
+    head = HeadPoint.draw(draw, 4, 5, d_k)
     V = head.X @ head.W_V
     left = float((dense(RMSNormAt(V).jacobian("X")) @ torch.kron(head.X, torch.eye(d_k, dtype=torch.float64))).norm())
     total = float((head.X.norm(dim=1) ** 2 / V.norm(dim=1) ** 2).sum())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from derivations.gradient_bounds import GradientBounds, largest_gain, qkv_norm_gradient_bounds
+from derivations.gradient_bounds import AttentionGradientBounds, largest_gain, qkv_norm_gradient_bounds
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import assumed, bounded, violated
@@ -21,14 +21,14 @@ from hessiankit.ledger.hybridnorm.bounds_printed import (
     sigma_of_weight,
     spectral,
 )
-from hessiankit.ledger.hybridnorm.definitions import Head
+from hessiankit.ledger.hybridnorm.definitions import HeadPoint
 from hessiankit.ledger.hybridnorm.theorem_qkv import scaled_tokens, sharp
 from hessiankit.ledger.registry import claim
 
 RHO = r"$\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"
 
 
-def with_rho(head: Head) -> GradientBounds:
+def with_rho(head: HeadPoint) -> AttentionGradientBounds:
     """Return left over right side of the printed bounds with rho in place of 1 / sigma_min."""
     return ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, lambda X, W: 1 / largest_gain(X, W)))
 
@@ -39,12 +39,12 @@ def nearly_lost_tokens(seed: int, letter: str, *, distance: float = 1e-3) -> Evi
     basis = draw.orthogonal(5)
     W, x = basis[:, :3], basis[:, 3] + distance * basis[:, 0]
     if letter == "W_V":
-        head = Head.draw(draw, 4, 5, 3).with_(X=basis[:, 3] + distance * draw.normal(4, 5), W_V=W)
+        head = HeadPoint.draw(draw, 4, 5, 3).with_(X=basis[:, 3] + distance * draw.normal(4, 5), W_V=W)
     else:  # x and -x, queries and keys at right angles, as where the sharp bound is attained
         u, e = x / x.norm(), torch.eye(3, dtype=torch.float64)
         other = {"W_Q": "W_K", "W_K": "W_Q"}[letter]
         rest: dict[str, Any] = {"W_V": torch.outer(u, e[2]), "W_O": torch.outer(e[2], draw.normal(5))}
-        head = Head(**{"X": torch.stack([x, -x]), letter: W, other: torch.outer(u, e[1]), **rest})
+        head = HeadPoint(**{"X": torch.stack([x, -x]), letter: W, other: torch.outer(u, e[1]), **rest})
     found = getattr(ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, sigma_of_weight)), letter)
     detail = f"d_k = 3 < d = 5, tokens within {distance:g} of the kernel of {letter}^T"
     return violated(found, detail, corrected=getattr(sharp(head), letter), above=5)
@@ -56,7 +56,7 @@ def as_wide_as_the_model(seed: int, letter: str) -> Evidence:
     found = []
     for head in sample(seed, 40):
         s, d, _ = head.sizes
-        wide = Head.draw(draw, s, d, d + int(draw.integers(0, 3)))
+        wide = HeadPoint.draw(draw, s, d, d + int(draw.integers(0, 3)))
         found.append(getattr(ratios(qkv_norm_norms(wide), printed_qkv_norm_bounds(wide, sigma_of_weight)), letter))
     fails = nearly_lost_tokens(seed, letter)
     return assumed(bounded(found, "40 heads"), fails.number, above=5)
@@ -113,7 +113,7 @@ def eq32_small_tokens(seed: int) -> Evidence:
     draw = Draw(seed)
     found: list[float] = []
     for _ in range(40):
-        head = Head.draw(draw, 2 + int(draw.integers(0, 2)), 5, 4)
+        head = HeadPoint.draw(draw, 2 + int(draw.integers(0, 2)), 5, 4)
         small = head.with_(X=head.X / head.X.norm(dim=1, keepdim=True))
         found += ratios(qkv_norm_norms(small), printed_qkv_norm_bounds(small, sigma_of_product))[:2]
     return assumed(bounded(found, "40 heads"), scaled_tokens(seed, "W_Q").number, above=1)
@@ -132,7 +132,7 @@ def eq31_rho(seed: int) -> Evidence:
     heads = [head for head in sample(seed, 60) if (float(head.W_O.norm()) / spectral(head.W_O)) ** 2 <= len(head.X)]
     draw = Draw(seed)
     d_k = 8
-    alone = Head.draw(draw, 1, d_k, d_k).with_(W_O=draw.orthogonal(d_k))
+    alone = HeadPoint.draw(draw, 1, d_k, d_k).with_(W_O=draw.orthogonal(d_k))
     found = bounded([with_rho(head).W_V for head in heads], f"{len(heads)} heads")
     return assumed(found, with_rho(alone).W_V, above=math.sqrt(d_k - 1) * (1 - 1e-9))
 

@@ -15,7 +15,7 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import bounded, loose, violated
 from hessiankit.ledger.registry import claim
-from hessiankit.ledger.sharpness_disparity.points import AttentionPoint, dense, eye, ones, standardised
+from hessiankit.ledger.sharpness_disparity.points import AttentionSublayer, dense, eye, ones, standardised
 from hessiankit.ledger.sharpness_disparity.theorem_attention import WEIGHTS, front
 
 
@@ -31,7 +31,7 @@ class Constants(NamedTuple):
     psi: float
 
 
-def constants(point: AttentionPoint, c: float | None = None, dA: float | None = None) -> Constants:
+def constants(point: AttentionSublayer, c: float | None = None, dA: float | None = None) -> Constants:
     """Return Phi and Psi; ``c`` in place of n sqrt(D), ``dA`` where the norm of dA/dM is known."""
     n, D = point.sizes
     c = n * math.sqrt(D) if c is None else c
@@ -47,22 +47,24 @@ def right_side(letter: str, found: Constants) -> float:
     return {"W_Q": found.phi, "W_K": found.phi, "gamma": 2 * found.phi + found.psi}.get(letter, found.psi)
 
 
-def end_ratio(point: AttentionPoint, letter: str, found: Constants) -> float:
+def end_ratio(point: AttentionSublayer, letter: str, found: Constants) -> float:
     """Return left over right side of an end bound."""
     return norm(point.gradient(letter)) * norm(getattr(point, letter)) / right_side(letter, found)
 
 
-def attaining(seed: int, D: int = 5) -> AttentionPoint:
+def attaining(seed: int, D: int = 5) -> AttentionSublayer:
     """Return one token: attention is 1, Phi is 0, and the bounds with Psi and sqrt(n(D-1)) are attained."""
     axis = eye(D)[:1]
     W_V, W_O = axis.T @ axis, axis.T @ Draw(seed).normal(1, D)
-    return AttentionPoint(axis, 2 * axis, eye(D), eye(D), W_V, W_O, W_O[:1].clone())
+    return AttentionSublayer(axis, 2 * axis, eye(D), eye(D), W_V, W_O, W_O[:1].clone())
 
 
-def sample(seed: int) -> list[AttentionPoint]:
+def sample(seed: int) -> list[AttentionSublayer]:
     """Return generic points of several shapes and scales, half of them causal, and the tight one."""
     shapes = [(2, 3, 1.0), (4, 5, 0.5), (3, 2, 0.2), (6, 4, 0.3)]
-    points = [AttentionPoint.draw(10 * seed + k, causal=bool(k % 2), n=n, D=D, std=std) for k in range(4) for n, D, std in shapes]
+    points = [
+        AttentionSublayer.draw(10 * seed + k, causal=bool(k % 2), n=n, D=D, std=std) for k in range(4) for n, D, std in shapes
+    ]
     return [*points, attaining(seed)]
 
 
@@ -122,7 +124,7 @@ def estimate_vo(seed: int) -> Evidence:
     uses=[matrix_norm],
 )
 def estimate_gamma(seed: int) -> Evidence:
-    point = AttentionPoint.draw(seed)
+    point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     kernel = torch.linalg.svd(point.X_norm)[2][n:]  # directions that no token has: X_N W_K = 0 for W_K made of them
     point = point.with_(W_K=kernel.T @ Draw(seed + 1).normal(len(kernel), D), W_Q=1e4 * point.W_Q)
@@ -191,11 +193,11 @@ def sharper(seed: int) -> Evidence:
     return bounded([*found, *tight], f"{len(found)} ratios; at one token {min(tight):.12f} or more", attained=1 - 1e-9)
 
 
-def opposite(seed: int, D: int = 5) -> AttentionPoint:
+def opposite(seed: int, D: int = 5) -> AttentionSublayer:
     """Return two opposite tokens that see both equally, and dQ/dY of opposite rows along W_O: W_Q's bound is attained."""
     axis = eye(D)[:1]
     X, W_V, W_O = torch.cat([axis, ones(D).T / D - axis]), axis.T @ axis, axis.T @ Draw(seed).normal(1, D)
-    return AttentionPoint(X, 2 * axis, 0 * eye(D), axis.T @ axis, W_V, W_O, torch.cat([W_O[0], -W_O[0]])[None])
+    return AttentionSublayer(X, 2 * axis, 0 * eye(D), axis.T @ axis, W_V, W_O, torch.cat([W_O[0], -W_O[0]])[None])
 
 
 @claim(
@@ -267,7 +269,7 @@ def s_gamma(seed: int) -> Evidence:
     corrected="upper bounds do not order what they bound; the bounds hold",
 )
 def support(seed: int) -> Evidence:
-    point = AttentionPoint.draw(seed)
+    point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     to_gamma = torch.stack([point.with_(q=row[None]).gradient("gamma")[0] for row in eye(n * D)])
     kernel = torch.linalg.svd(to_gamma.T)[2][D:]  # directions dQ/dY that do not feel gamma
@@ -289,7 +291,7 @@ def support(seed: int) -> Evidence:
 )
 def qk_vo(seed: int) -> Evidence:
     """Its right side for W_Q exceeds that for W_V at a generic point, where S(W_Q) is smaller than S(W_V)."""
-    point = AttentionPoint.draw(seed, std=0.3)
+    point = AttentionSublayer.draw(seed, std=0.3)
     c = constants(point)
     of_bounds = (c.psi / norm(point.W_V)) / (c.phi / norm(point.W_Q))
     return bounded(of_bounds, "the bound on W_V over that on W_Q: the theorem's right sides stand in the other order")
@@ -304,7 +306,7 @@ def qk_vo(seed: int) -> Evidence:
 def looseness(seed: int) -> Evidence:
     draw, n, D = Draw(seed), 64, 64
     X, (W_Q, W_K, W_V, W_O) = draw.normal(n, D), (draw.normal(D, D, std=0.02) for _ in range(4))
-    point = AttentionPoint(X, ones(D).T, W_Q, W_K, W_V, W_O, draw.normal(1, n * D), True)
+    point = AttentionSublayer(X, ones(D).T, W_Q, W_K, W_V, W_O, draw.normal(1, n * D), True)
     squares = [(a.diag() - torch.outer(a, a)).square().sum() for a in point.closed.A]
     c = constants(point, dA=math.sqrt(float(sum(squares))))
     found = {letter: end_ratio(point, letter, c) for letter in ("W_Q", "W_K", "gamma")}

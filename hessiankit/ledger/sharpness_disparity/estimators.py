@@ -13,7 +13,7 @@ from torch import Tensor
 
 from derivations.loss import CrossEntropyAt
 from hessiankit.blocks import Transformer
-from hessiankit.diagonal import hessian_diagonal
+from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.fused import named_slices
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, counts, false, not_run, readings, relative_error, small
 from hessiankit.ledger.registry import claim
 from hessiankit.ledger.sharpness_disparity.principle import ORDER, RATES
 from hessiankit.optim import PRESETS, block_types
+from hessiankit.partition.fused import named_slices
 
 ADAM_MINI = PRESETS["adam-mini"]
 """App. A.3, in place of Eq. 5."""

@@ -119,7 +119,7 @@ class FeedForwardPoint:
 
 
 @dataclass(frozen=True)
-class AttentionPoint:
+class AttentionSublayer:
     """Y = X + SA(Norm(X; gamma)) of Theorem 4.2, one head of width D: X n x D, gamma 1 x D, four D x D weights, q 1 x nD."""
 
     X: Tensor
@@ -132,14 +132,14 @@ class AttentionPoint:
     causal: bool = False
 
     @staticmethod
-    def draw(seed: int, *, causal: bool = False, n: int = 4, D: int = 5, std: float = 1.0) -> AttentionPoint:
+    def draw(seed: int, *, causal: bool = False, n: int = 4, D: int = 5, std: float = 1.0) -> AttentionSublayer:
         """Return a generic point."""
         draw = Draw(seed)
         X, gamma = draw.normal(n, D), draw.normal(1, D)
         W_Q, W_K, W_V, W_O = (draw.normal(D, D, std=std) for _ in range(4))
-        return AttentionPoint(X, gamma, W_Q, W_K, W_V, W_O, draw.normal(1, n * D), causal)
+        return AttentionSublayer(X, gamma, W_Q, W_K, W_V, W_O, draw.normal(1, n * D), causal)
 
-    def with_(self, **changes: Any) -> AttentionPoint:
+    def with_(self, **changes: Any) -> AttentionSublayer:
         """Return the point with some of its arrays replaced."""
         return replace(self, **changes)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hessiankit.blocks import Transformer
-from hessiankit.diagonal import hessian_diagonal
+from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, false, measured, not_run, relative_error

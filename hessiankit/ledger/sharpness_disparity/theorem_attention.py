@@ -18,20 +18,20 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, off, relative_error, small
 from hessiankit.ledger.registry import claim
-from hessiankit.ledger.sharpness_disparity.points import AttentionPoint, dense, error_if_it_conforms, eye, ones, standardised
+from hessiankit.ledger.sharpness_disparity.points import AttentionSublayer, dense, error_if_it_conforms, eye, ones, standardised
 
 VOCABULARY = 9
 """d of the paper, which is not the width D."""
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_O")
 
 
-def front(point: AttentionPoint) -> Tensor:
+def front(point: AttentionSublayer) -> Tensor:
     """Return (I_n (x) W_O^T W_V^T X_N^T) dA/dM / sqrt(D)."""
     n, D = point.sizes
     return torch.kron(eye(n), point.W_O.T @ point.W_V.T @ point.X_norm.T) @ point.dA / math.sqrt(D)
 
 
-def printed(point: AttentionPoint, letter: str) -> Tensor:
+def printed(point: AttentionSublayer, letter: str) -> Tensor:
     """Return dY/dW as App. B.2 prints it."""
     N, A, D = point.X_norm, point.closed.A, point.sizes[1]
     if letter == "W_V":
@@ -41,7 +41,7 @@ def printed(point: AttentionPoint, letter: str) -> Tensor:
     return front(point) @ torch.kron(N, N @ (point.W_K if letter == "W_Q" else point.W_Q))
 
 
-def gamma_formula(point: AttentionPoint, d: int) -> Tensor:
+def gamma_formula(point: AttentionSublayer, d: int) -> Tensor:
     """Return dY/dgamma as App. B.2 prints it, with I_d."""
     n, N = point.sizes[0], point.X_norm
     K = dense(Commutation(n, n))
@@ -52,7 +52,7 @@ def gamma_formula(point: AttentionPoint, d: int) -> Tensor:
 
 def jacobian_row(seed: int, letter: str) -> Evidence:
     """Compare a printed Jacobian times dQ/dY, the attention chapter and automatic differentiation."""
-    point = AttentionPoint.draw(seed)
+    point = AttentionSublayer.draw(seed)
     reference = point.gradient(letter)
     found = [point.q @ printed(point, letter), point.closed_gradient(letter)]
     return agrees(found, [reference, reference], "dQ/dY times the printed matrix and the closed form against autograd")
@@ -67,7 +67,7 @@ def jacobian_row(seed: int, letter: str) -> Evidence:
     uses=[AttentionAt.jacobian, LayerNormAt],
 )
 def chain_rule(seed: int) -> Evidence:
-    point, letters = AttentionPoint.draw(seed), (*WEIGHTS, "gamma")
+    point, letters = AttentionSublayer.draw(seed), (*WEIGHTS, "gamma")
     found = [point.closed_gradient(letter) for letter in letters]
     return agrees(found, [point.gradient(letter) for letter in letters], "dQ/dY times the closed forms against autograd")
 
@@ -111,7 +111,7 @@ def w_q(seed: int) -> Evidence:
     uses=[AttentionAt.jacobian],
 )
 def w_k(seed: int) -> Evidence:
-    point = AttentionPoint.draw(seed)
+    point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     N, reference = point.X_norm, point.gradient("W_K")
     inner = torch.kron(N, N @ point.W_Q)
@@ -133,7 +133,7 @@ def w_k(seed: int) -> Evidence:
     uses=[AttentionAt.jacobian],
 )
 def w_k_transposed(seed: int) -> Evidence:
-    point = AttentionPoint.draw(seed)
+    point = AttentionSublayer.draw(seed)
     N, D = point.X_norm, point.sizes[1]
     matrix = torch.kron(N, N @ point.W_Q) / math.sqrt(D)
 
@@ -179,7 +179,7 @@ def w_o(seed: int) -> Evidence:
     uses=[AttentionAt.jacobian, LayerNormAt],
 )
 def gamma(seed: int) -> Evidence:
-    point = AttentionPoint.draw(seed)
+    point = AttentionSublayer.draw(seed)
     reference = point.gradient("gamma")
     errors = [
         relative_error(point.q @ gamma_formula(point, 5), reference),
@@ -220,7 +220,7 @@ def x_norm(seed: int) -> Evidence:
     uses=[AttentionAt.jacobian],
 )
 def causal(seed: int) -> Evidence:
-    point, letters = AttentionPoint.draw(seed, causal=True), (*WEIGHTS, "gamma")
+    point, letters = AttentionSublayer.draw(seed, causal=True), (*WEIGHTS, "gamma")
     found = [point.closed_gradient(letter) for letter in letters]
     return agrees(found, [point.gradient(letter) for letter in letters], "against autograd")
 
@@ -264,7 +264,7 @@ def grouped(seed: int) -> Evidence:
     uses=[AttentionAt.jacobian],
 )
 def euler(seed: int) -> Evidence:
-    point = AttentionPoint.draw(seed, causal=True)
+    point = AttentionSublayer.draw(seed, causal=True)
     products = {x: float(point.gradient(x) @ getattr(point, x).reshape(-1)) for x in (*WEIGHTS, "gamma")}
     output = float(point.q @ point.closed.value.reshape(-1))
     scale = float(point.q.norm() * point.closed.value.norm())

@@ -11,7 +11,7 @@ from torch import Tensor
 from derivations.activation import Activation
 from derivations.binary import Binary
 from derivations.elementwise import Elementwise
-from derivations.linear import Reshape, Scale
+from derivations.linear import Multiple, Reshape
 from derivations.scalar_functions import SMOOTH
 from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, rule
 
@@ -124,8 +124,8 @@ RULES |= {
     aten.hardshrink.default: lambda x, width=0.5: (Elementwise("hardshrink", (width,)), (x,)),
     aten.softshrink.default: lambda x, width=0.5: (Elementwise("softshrink", (width,)), (x,)),
     aten.threshold.default: lambda x, level, fill: (Elementwise("threshold", (level, fill)), (x,)),
-    aten.deg2rad.default: lambda x: (Scale(math.pi / 180), (x,)),
-    aten.rad2deg.default: lambda x: (Scale(180 / math.pi), (x,)),
+    aten.deg2rad.default: lambda x: (Multiple(math.pi / 180), (x,)),
+    aten.rad2deg.default: lambda x: (Multiple(180 / math.pi), (x,)),
 }
 RULES |= dict.fromkeys(
     (

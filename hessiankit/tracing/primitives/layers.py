@@ -13,7 +13,7 @@ from derivations.embedding import Embedding
 from derivations.fused_attention import ScaledDotProductAttention
 from derivations.loss import CrossEntropy
 from derivations.normalization import LayerNorm, RMSNorm
-from derivations.pooling import Mean, Sum
+from derivations.pooling import Mean, SumOver
 from derivations.softmax import LogSoftmax, Softmax
 from hessiankit.tracing.one_dtype import widest
 from hessiankit.tracing.primitives.registry import Match, aten, rule
@@ -80,7 +80,7 @@ def _mean_all(x: Tensor, dtype: Any = None) -> Match:
 
 @rule(aten.sum.dim_IntList)
 def _sum(x: Tensor, dims: Sequence[int] | int | None, keepdim: bool = False, dtype: Any = None) -> Match:
-    return (Sum(_axes(x, dims), keepdim), (x,)) if dtype in (None, x.dtype) else None
+    return (SumOver(_axes(x, dims), keepdim), (x,)) if dtype in (None, x.dtype) else None
 
 
 @rule(aten.sum.default)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from derivations.elementwise import Divide
-from derivations.linear import Add, Linear, MatMul, Multiply, Scale, Shift
+from derivations.linear import Add, Linear, MatMul, Multiple, Multiply, Shift
 from hessiankit.tracing.primitives.registry import Match, aten, rule
 
 
@@ -38,17 +38,17 @@ def _sub(a: Any, b: Any, alpha: float = 1.0) -> Match:
 @rule(aten.mul.Tensor, aten.mul.Scalar)
 def _mul(a: Any, b: Any) -> Match:
     if not isinstance(b, Tensor):
-        return Scale(b), (a,)
+        return Multiple(b), (a,)
     return (Multiply(), (a, b)) if isinstance(a, Tensor) else None
 
 
 @rule(aten.div.Tensor, aten.div.Scalar)
 def _div(a: Any, b: Any) -> Match:
     if not isinstance(b, Tensor):
-        return Scale(1 / b), (a,)
+        return Multiple(1 / b), (a,)
     return (Divide(), (a, b)) if isinstance(a, Tensor) else None
 
 
 @rule(aten.neg.default)
 def _neg(a: Tensor) -> Match:
-    return Scale(-1.0), (a,)
+    return Multiple(-1.0), (a,)

@@ -1,0 +1,106 @@
+"""``hessiankit bounds`` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+
+from hessiankit.cli.parsing import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    Commands,
+    add_block_options,
+    add_command,
+    add_json,
+    add_table,
+    positive,
+    positive_number,
+    refuse,
+    seed,
+)
+from hessiankit.support.files import write_json
+
+EXAMPLES = (
+    ("hessiankit bounds --placement pre --heads 2 --loss cross_entropy", "every bound beside the norm that it bounds"),
+    ("hessiankit bounds --no-affine --scale 0.1 --json bounds.json", "the paper's norms, small weights; all numbers in a file"),
+    ("hessiankit bounds --attack 100 --seed 7", "try to violate the bounds"),
+)
+
+
+def add_bounds(commands: Commands) -> None:
+    """Add the command to the parser."""
+    command = add_command(
+        commands,
+        "bounds",
+        runner="hessiankit.cli.bounds:run_bounds",
+        help="print the norms of a block's Hessian beside every bound on them",
+        description="Draw a block, an input and a target, compute the exact Hessian and print the norm of each of its "
+        "blocks beside the bounds: certified from the matrix, structured from the intermediate values, a priori from norms, and "
+        "as printed in Closing the Curvature Gap where that is defined. With --attack N, try to violate the valid bounds on N "
+        "random problems instead.",
+        examples=EXAMPLES,
+        failed="a valid bound is exceeded",
+    )
+    add = command.add_argument
+    add_block_options(add)
+    add("--d-model", type=positive, default=4, help="width of a token (default 4)")
+    add("--d-ff", type=positive, default=6, help="hidden width of the feed-forward network (default 6)")
+    add("--tokens", type=positive, default=4, help="tokens of the sequence (default 4)")
+    add("--loss", default="mse", help="mse (default) or cross_entropy")
+    add("--scale", type=positive_number, default=1.0, help="factor on the initial weights, above 0 (default 1)")
+    add("--seed", type=seed, default=0, help="of everything that is drawn (default 0)")
+    add(
+        "--attack",
+        type=positive,
+        metavar="N",
+        help="try to violate every valid bound on N problems of all placements and scales, problem k drawn from --seed + k; of "
+        "the other options only --json may be given; an interrupt keeps what is found",
+    )
+    add_json(add)
+    add_table(add)
+
+
+def run_bounds(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        InputError: If an option or the file cannot be used.
+    """
+    import torch
+
+    from hessiankit.bounding.bounds import bounds
+    from hessiankit.cli.module_options import block_of
+    from hessiankit.support.tables import show
+
+    if args.attack is not None:
+        return _attack(args)
+    torch.manual_seed(args.seed)
+    block = block_of(args, args.d_model, args.d_ff)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.mul_(args.scale if p.ndim == 2 else 1.0)
+    x = torch.randn(args.tokens, args.d_model, dtype=torch.float64)
+    labels = torch.randint(args.d_model, (args.tokens,))
+    target = labels if args.loss == "cross_entropy" else torch.randn_like(x)
+    report = bounds(block, x, target, loss=args.loss)
+    show(report, args.table)
+    write_json("bounds", args.json, report.to_dict())
+    exceeded = any(not kind.startswith("printed") for _, kind, _ in report.violated)
+    return FAILED if exceeded else OK
+
+
+def _attack(args: argparse.Namespace) -> int:
+    from hessiankit.bounding.attack import attack
+    from hessiankit.cli.module_options import SHAPE_OF_A_BLOCK
+    from hessiankit.support.progress import progress_bar
+    from hessiankit.support.tables import show
+
+    drawn = ("placement", "d_model", "d_ff", "tokens", "loss", "scale", *SHAPE_OF_A_BLOCK)
+    refuse(args, drawn, "does not go with --attack, which draws all kinds of blocks; drop it")
+    with progress_bar() as tell:
+        report = attack(args.attack, seed=args.seed, tell=tell)
+    show(report, args.table)
+    write_json("bounds", args.json, report.to_dict())
+    if report.interrupted:
+        return INTERRUPTED
+    return OK if report else FAILED

@@ -1,0 +1,200 @@
+"""Models for the command line, and batches of text for them: a Hugging Face folder, a function of one's own, a tiny model."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.blocks import Transformer
+from hessiankit.cli.hugging_face import WHO, from_files, one_line
+from hessiankit.studies.text import VOCAB_SIZE, TextDataset
+from hessiankit.support.errors import InputError, did_you_mean
+
+TINY = {"d_model": 64, "d_ff": 256, "n_layers": 3, "n_heads": 4}
+TINY_LENGTH = 512
+SOURCES = "'tiny', a folder that save_pretrained wrote, a config.json, or 'module:function'"
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that maps token ids to logits, and what is known of it.
+
+    Attributes:
+        model: In evaluation mode.
+        name: What it is called in a report.
+        origin: Where its parameters come from.
+        vocabulary: Number of token ids it knows, None where that cannot be seen.
+        longest: Tokens of the longest sequence it takes, None where that cannot be seen.
+        tokenizer: A Hugging Face tokenizer, None where tokens are bytes.
+    """
+
+    model: nn.Module
+    name: str
+    origin: str
+    vocabulary: int | None = None
+    longest: int | None = None
+    tokenizer: Any = None
+
+    @property
+    def tokens(self) -> str:
+        """What a token is."""
+        return "bytes" if self.tokenizer is None else f"tokens of its own tokenizer ({type(self.tokenizer).__name__})"
+
+    def __str__(self) -> str:
+        size = sum(p.numel() for p in self.model.parameters())
+        return f"{self.name}: {type(self.model).__name__}, {size:,} parameters, {self.origin}"
+
+
+def load_model(
+    source: str, *, seed: int = 0, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> LoadedModel:
+    """Return the model that a word of the command line stands for. Nothing is downloaded.
+
+    Args:
+        source: ``"tiny"``: a byte-level :class:`hessiankit.Transformer` with 3 blocks of width 64. A folder that
+            ``save_pretrained`` wrote, or its ``config.json``: a causal language model of transformers; where the folder has
+            no weights, or the file is named, they are drawn with the seed, and ``origin`` says so.
+            ``"module:function"``: what the function returns when it is called without arguments; modules of the current folder
+            are found.
+        seed: Of parameters that are drawn.
+        device: Where the model is put.
+        dtype: Of its floating-point parameters; None leaves them as they are.
+
+    Raises:
+        InputError: If the source is none of these, a package is missing or broken, weights do not belong to the model, or what
+            the function returns is no module.
+
+    >>> loaded = load_model("tiny")
+    >>> loaded.vocabulary, loaded.origin
+    (256, 'parameters drawn with seed 0')
+    """
+    path = Path(source).expanduser()
+    if source == "tiny":
+        found = _tiny(seed)
+    elif path.exists():
+        found = _from_files(path, seed)
+    elif ":" in source:
+        found = _from_function(source, seed)
+    else:
+        raise InputError(f"{WHO}: {source!r} is not an existing path; expected {SOURCES} (nothing is downloaded)")
+    try:
+        found.model.eval().to(device=device, dtype=dtype)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"{WHO}: cannot put {source!r} on device={str(device)!r}: {one_line(error)}; name one that torch can use"
+        ) from error
+    return found
+
+
+def text_batch(loaded: LoadedModel, text: TextDataset, batch_size: int, length: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return random windows of a text as token ids and next token ids, both ``(batch_size, length)`` of torch.int64.
+
+    Tokens are the text's bytes, or those of the model's own tokenizer, without special ones.
+
+    Args:
+        loaded: The model.
+        text: The text.
+        batch_size: Number of windows.
+        length: Tokens of each.
+        seed: Of where the windows begin.
+
+    Raises:
+        InputError: If the model takes fewer tokens or knows fewer ids, or the text is too short.
+    """
+    if loaded.longest is not None and length > loaded.longest:
+        raise InputError(f"text_batch: length={length}, and {loaded.name} takes at most {loaded.longest} tokens; ask for fewer")
+    generator = torch.Generator().manual_seed(seed)
+    if loaded.tokenizer is None:
+        if loaded.vocabulary is not None and loaded.vocabulary < VOCAB_SIZE:
+            raise InputError(
+                f"{WHO}: {loaded.name} knows {loaded.vocabulary} token ids and has no tokenizer; bytes need {VOCAB_SIZE}: give a "
+                "folder with its tokenizer, or a model of a larger vocabulary"
+            )
+        return text.batch(batch_size, length, generator)
+    ids = _encoded(loaded, text, batch_size, length + 1, generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def _encoded(loaded: LoadedModel, text: TextDataset, batch_size: int, length: int, generator: torch.Generator) -> Tensor:
+    """Return (batch_size, length) ids: windows of bytes that are long enough to give as many tokens."""
+    state, size = generator.get_state(), 6 * length
+    while True:
+        size = min(size, len(text) - 1)
+        generator.set_state(state)
+        windows, _ = text.batch(batch_size, size, generator)
+        strings = [bytes(row).decode("utf-8", "replace") for row in windows.tolist()]
+        ids = [loaded.tokenizer(string, add_special_tokens=False)["input_ids"][:length] for string in strings]
+        if min(map(len, ids)) == length:
+            break
+        if size == len(text) - 1:
+            raise InputError(f"{WHO}: {text.name} gives fewer than {length} tokens; give more text or ask for shorter windows")
+        size *= 2
+    largest = max(map(max, ids))
+    if loaded.vocabulary is not None and largest >= loaded.vocabulary:
+        raise InputError(
+            f"{WHO}: the tokenizer of {loaded.name} gives id {largest}, the model knows 0 to {loaded.vocabulary - 1}: they do "
+            "not belong together"
+        )
+    return torch.tensor(ids)
+
+
+def _tiny(seed: int) -> LoadedModel:
+    model = Transformer(VOCAB_SIZE, **TINY, activation="gelu", causal=True, max_len=TINY_LENGTH, seed=seed)  # type: ignore[arg-type]
+    return LoadedModel(model, "tiny", f"parameters drawn with seed {seed}", VOCAB_SIZE, TINY_LENGTH)
+
+
+def _from_function(source: str, seed: int) -> LoadedModel:
+    """Return what ``module:function`` makes."""
+    where, _, what = source.partition(":")
+    with _importing_here():
+        try:
+            module = importlib.import_module(where)
+        except Exception as error:  # whatever a user's module raises
+            raise InputError(f"{WHO}: cannot import {where!r} for {source!r}: {one_line(error)}; expected {SOURCES}") from error
+        function = getattr(module, what, None)
+        if not callable(function):
+            near = did_you_mean(what, [name for name, value in vars(module).items() if callable(value)])
+            raise InputError(f"{WHO}: {where!r} has no function {what!r}{near or '; name one that returns an nn.Module'}")
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            try:
+                model = function() if not isinstance(function, nn.Module) else function
+            except Exception as error:
+                raise InputError(f"{WHO}: {source} raised {one_line(error)}; it is called without arguments") from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{WHO}: {source} returned {type(model).__name__}; expected an nn.Module that maps token ids to logits")
+    return LoadedModel(model, source, f"as {source} made it, torch seeded with {seed}", *_known(model))
+
+
+@contextmanager
+def _importing_here() -> Iterator[None]:
+    """Let modules of the current folder be found, as ``python -m`` does and an installed command does not."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(Path.cwd()))
+
+
+def _from_files(path: Path, seed: int) -> LoadedModel:
+    found = from_files(path, seed)
+    name = path.resolve().name if path.is_dir() else str(path)
+    return LoadedModel(found.model, name, found.origin, *_known(found.model), found.tokenizer)
+
+
+def _known(model: nn.Module) -> tuple[int | None, int | None]:
+    """Return how many token ids a model knows and how many tokens it takes, as far as it says or shows."""
+    config = getattr(model, "config", None)
+    rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    rows += [m.embedding.W_E.shape[0] for m in model.modules() if isinstance(m, Transformer)]
+    vocabulary = getattr(config, "vocab_size", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    return (vocabulary if isinstance(vocabulary, int) else max(rows, default=None)), longest if isinstance(longest, int) else None

@@ -1,0 +1,181 @@
+"""The module that options of the command line describe, a transformer block or a model of one's own, and what goes into it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.blocks import TransformerBlock
+from hessiankit.cli.hugging_face import one_line
+from hessiankit.cli.loading import load_model, text_batch
+from hessiankit.cli.parsing import refuse
+from hessiankit.studies.text import load_text
+from hessiankit.support.errors import InputError, OutOfMemoryError
+
+SHAPE_OF_A_BLOCK = (
+    *("norm", "no_affine", "activation", "heads", "kv_heads"),
+    *("bias", "causal", "rotary", "layer", "layers"),
+)
+"""Options of a block besides its placement and its widths."""
+OF_A_MODEL = ("text", "shape")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model, what goes in, what its output is compared with, and words for both; prints as two lines."""
+
+    model: nn.Module
+    inputs: Tensor
+    target: Tensor
+    loss: str
+    dtype: str
+    name: str
+    data: str
+
+    def __str__(self) -> str:
+        return f"{self.name}\n{self.data}; {self.loss}, {self.dtype}"
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the words."""
+        return {"model": self.name, "data": self.data, "loss": self.loss}
+
+
+def asked_of(args: argparse.Namespace) -> Asked:
+    """Return the model that --model stands for, or the block that the options describe, and what goes into it.
+
+    Raises:
+        InputError: If an option, a model or a file cannot be used.
+        OutOfMemoryError: If the inputs, or what the model makes of them, do not fit.
+    """
+    return _of_block(args) if args.model is None else _of_model(args)
+
+
+def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBlock:
+    """Return the float64 block that the options describe.
+
+    Raises:
+        InputError: If a name is not known, or sizes do not go together.
+        OutOfMemoryError: If the host cannot hold the parameters.
+    """
+    layers = args.layer if args.layers is None else args.layers
+    if args.layer > layers:
+        raise InputError(f"{args.command}: --layer {args.layer} of --layers {layers}; expected 1 to {layers}")
+    try:
+        return _block(args, d_model, d_ff, layers)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(str(error).replace("use smaller sizes", "pass a smaller --d-model or --d-ff")) from error
+
+
+def _block(args: argparse.Namespace, d_model: int, d_ff: int, layers: int) -> TransformerBlock:
+    return TransformerBlock(
+        d_model,
+        d_ff,
+        args.heads,
+        args.placement,
+        args.norm,
+        args.activation,
+        args.bias,
+        n_kv_heads=args.kv_heads,
+        attention_bias=args.bias,
+        causal=args.causal,
+        rotary=args.rotary,
+        affine=not args.no_affine,
+        layer=args.layer,
+        n_layers=layers,
+    ).double()
+
+
+def _of_block(args: argparse.Namespace) -> Asked:
+    """Return the block that the options describe, on drawn inputs and targets."""
+    refuse(args, OF_A_MODEL, "is of a model; add --model")
+    torch.manual_seed(args.seed)
+    d_model = args.d_model or 4
+    block = block_of(args, d_model, args.d_ff or 6)
+    try:
+        block.to(args.device, getattr(torch, args.dtype))
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"{args.command}: --device {args.device} cannot be used: {one_line(error)}") from error
+    inputs, target, loss, data = _drawn(args, block, (args.batch or 1, args.tokens or 4, d_model))
+    size = sum(p.numel() for p in block.parameters())
+    name = f"TransformerBlock, {args.placement}, {size:,} parameters"
+    return Asked(block, inputs, target, loss, args.dtype, name, data)
+
+
+def _of_model(args: argparse.Namespace) -> Asked:
+    """Return the model that --model stands for, on windows of a text or on drawn inputs."""
+    refuse(args, ("placement", "d_model", "d_ff", *SHAPE_OF_A_BLOCK), "describes a block; drop it, or --model")
+    loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
+    if args.shape is not None:
+        refuse(args, ("text", "batch", "tokens"), "does not go with --shape, which says how large the inputs are; drop one")
+        inputs, target, loss, data = _drawn(args, loaded.model, tuple(args.shape))
+        return Asked(loaded.model, inputs, target, loss, args.dtype, str(loaded), data)
+    if args.loss == "mse":
+        raise InputError(
+            f"{args.command}: --loss mse of a text; the next token is a label: take cross_entropy, or drawn inputs: --shape"
+        )
+    text = load_text("stdlib" if args.text is None else args.text)
+    batch, tokens = args.batch or 2, args.tokens or 16
+    inputs, target = (x.to(args.device) for x in text_batch(loaded, text, batch, tokens, seed=args.seed))
+    run_once(args, loaded.model, inputs)  # a model that takes no tokens is told here what it may take
+    data = f"{batch} sequences of {tokens} {loaded.tokens}, {text.name}"
+    return Asked(loaded.model, inputs, target, "cross_entropy", args.dtype, str(loaded), data)
+
+
+def _drawn(args: argparse.Namespace, model: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, str, str]:
+    """Return standard normal inputs, a target of the output's shape or labels, the loss, and words."""
+    generator = torch.Generator().manual_seed(args.seed)
+    words = f"standard normal inputs of shape {' x '.join(map(str, shape))}, seed {args.seed}"
+    try:
+        inputs = torch.randn(shape, generator=generator, dtype=torch.float64).to(args.device, getattr(torch, args.dtype))
+    except RuntimeError as error:
+        raise _does_not_fit(args, shape) from error
+    output = run_once(args, model, inputs)
+    output = getattr(output, "logits", output)
+    if not isinstance(output, Tensor) or output.ndim == 0:
+        kind = type(output).__name__
+        raise InputError(f"{args.command}: the model returned {kind} of no shape; expected a tensor of outputs")
+    if (args.loss or "mse") == "mse":
+        target = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+        return inputs, target, "mse", f"{words}; targets likewise"
+    labels = torch.randint(output.shape[-1], output.shape[:-1], generator=generator)
+    return inputs, labels.to(args.device), "cross_entropy", f"{words}; drawn labels"
+
+
+def run_once(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:
+    """Return what the model makes of the inputs.
+
+    Raises:
+        InputError: If it does not take them; says which option gives others.
+        OutOfMemoryError: If they do not fit.
+    """
+    shape = tuple(inputs.shape)
+    try:
+        with torch.no_grad():
+            return model(inputs)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        told = one_line(error)
+        if isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in told:
+            raise _does_not_fit(args, shape) from error
+        if args.model is not None and getattr(args, "shape", None) is None:
+            if isinstance(error, InputError):
+                raise  # a model of this library says itself what it takes
+            takes = "pass the shape of the inputs that it takes with --shape, the number of samples first, e.g. --shape 4,16,32"
+            instead = takes if "shape" in args else "name a language model, which does"
+            raise InputError(
+                f"{args.command}: --model {args.model} does not take the tokens of a text ({told}); {instead}"
+            ) from error
+        raise InputError(
+            f"{args.command}: the model does not take inputs of shape {list(shape)}: {told}; pass the shape it takes with "
+            "--shape, or leave it out for tokens of a text"
+        ) from error
+
+
+def _does_not_fit(args: argparse.Namespace, shape: tuple[int, ...]) -> OutOfMemoryError:
+    sizes = "--batch, --tokens or --d-model" if args.model is None else "--batch or --tokens"
+    smaller = sizes if args.shape is None else "--shape"
+    told = f"inputs of shape {list(shape)} and what the model makes of them do not fit; pass a smaller {smaller}"
+    return OutOfMemoryError(f"{args.command}: {told}")

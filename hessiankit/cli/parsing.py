@@ -1,0 +1,307 @@
+"""What the parsers of all commands share: the form of help and errors, and the options that mean the same everywhere.
+
+An error that nobody foresaw prints Python's traceback and ends with 1: whatever is not 0 has not passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from hessiankit.support.errors import InputError, did_you_mean, not_known
+
+OK = 0
+FAILED = 1
+"""The work was done, and what was checked is not as it should be; each command's help says what that is."""
+USAGE = 2
+"""An option, a file or a model cannot be used; one line on standard error says why."""
+INTERRUPTED = 130
+"""Ctrl-C. What a command keeps of its work is kept."""
+CLOSED = 141
+"""What read the output stopped reading, as in ``hessiankit claims | head``; shells give the same to other programs."""
+
+
+def described(failed: str | None) -> str:
+    """Return the line of a command's help.
+
+    Args:
+        failed: When the command ends with 1; None if it never does.
+
+    >>> described(None)
+    '0 done; 2 an option or a file cannot be used; 130 interrupted'
+    """
+    found = f"{FAILED} {failed}; " if failed else ""
+    return f"{OK} done; {found}{USAGE} an option or a file cannot be used; {INTERRUPTED} interrupted"
+
+
+ARGUMENTS = {
+    "n_heads": "heads",
+    "n_kv_heads": "kv_heads",
+    "n_layers": "layers",
+    "batch_size": "batch",
+    "length": "tokens",
+}
+"""Arguments of the library -> the options that have another name."""
+READ = {"load_model": "model", "load_text": "text", "load_images": "data", "patch_for": "seq_len"}
+"""Functions that read one option, whose value their messages show without its name."""
+
+
+def in_options(message: str, command: str, parser: argparse.ArgumentParser) -> str:
+    """Return an error's message with the command's name at its head, and ``--name`` for ``name=...`` of Python.
+
+    A value of which nothing but its place is meant, ``...``, ``[...]`` or ``True``, goes; another one stays. ``name=None``, which
+    cannot be typed, stays as it is.
+
+    Args:
+        message: What the library says, the name of a function or class at its head.
+        command: The command.
+        parser: Of the command, whose options are meant.
+
+    >>> parser = argparse.ArgumentParser()
+    >>> for option in ("--out", "--overwrite", "--heads", "--text"):
+    ...     _ = parser.add_argument(option)
+    >>> in_options("hessian: Pass another out=..., or overwrite=True", "check", parser)
+    'check: Pass another --out, or --overwrite'
+    >>> in_options("Attention: n_heads=3 does not divide out=None", "hessian", parser)
+    'hessian: --heads 3 does not divide out=None'
+    >>> in_options("load_text: 'x' is no path", "hessian", parser)
+    "hessian: --text: 'x' is no path"
+    """
+    options = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
+    names = options | {name: options[dest] for name, dest in ARGUMENTS.items() if name not in options and dest in options}
+    who, said = re.fullmatch(r"(?:([A-Za-z][\w.-]*): )?(.*)", message, re.DOTALL).groups()  # type: ignore[union-attr]
+    read = f"{options[READ[who]]}: " if READ.get(who) in options else ""
+    argument = re.compile(rf"\b({'|'.join(map(re.escape, names))})=(?!None\b)(\[\.\.\.\]|\.\.\.|True\b)?")
+    said = argument.sub(lambda found: names[found[1]] + ("" if found[2] else " "), said)
+    return f"{command}: {read}{said.replace('hessiankit.blocks.PLACEMENTS', '--list-placements')}"
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+Add: TypeAlias = Callable[..., Any]
+Examples: TypeAlias = Sequence[tuple[str, str]]
+"""Commands as they are typed, and what each does."""
+
+STDOUT = Path("-")
+"""The file that is standard output."""
+SEEDS = 2**32 - 1
+"""The largest seed."""
+
+
+class Help(argparse.HelpFormatter):
+    """Fills paragraphs, and leaves lines that are indented, which are commands, as they stand."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return "N" if action.type in (positive, seed) else super()._get_default_metavar_for_optional(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n".join(line if line.startswith("  ") else fill(line, width, indent) for line in text.splitlines())
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all errors of the command line.
+
+    Attributes:
+        examples: Those at the end of its help.
+    """
+
+    examples: Examples = ()
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}{' See' if message.endswith('?') else '; see'} {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an option that is not known by the name of the command that was given it, with the nearest options."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            options = [option for action in self._actions for option in action.option_strings]
+            near = did_you_mean(rest[0].partition("=")[0], options) if rest[0].startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
+        return found, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"{value!r} {not_known(value, action.choices)}")
+
+
+def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
+    """Refuse options that were given and would not count.
+
+    Args:
+        args: What was parsed by a parser of :func:`add_command`.
+        names: The options, as in ``args``.
+        why: What follows the option's name in the message.
+
+    Raises:
+        InputError: That names the first of them.
+    """
+    for action in args.parser._actions:
+        if action.dest in names and getattr(args, action.dest) != action.default:
+            raise InputError(f"{args.command}: {action.option_strings[0]} {why}")
+
+
+def add_command(
+    commands: Commands, name: str, *, runner: str, help: str, description: str, examples: Examples, failed: str | None = None
+) -> Parser:
+    """Add a command and return its parser.
+
+    Args:
+        commands: What ``add_subparsers`` returned.
+        name: Of the command.
+        runner: ``"module:function"``, imported when the command runs.
+        help: The line in the list of commands.
+        description: What the command does, at the head of its help.
+        examples: Stand at the end of its help.
+        failed: When it ends with exit code 1; None if it never does.
+    """
+    parser = commands.add_parser(name, help=help, description=description, epilog=_epilog(examples, failed), formatter_class=Help)
+    parser.examples = examples
+    parser.set_defaults(runner=runner, parser=parser)
+    return parser
+
+
+def _epilog(examples: Examples, failed: str | None) -> str:
+    lines = [line for command, what in examples for line in (f"  {command}", f"      {what}")]
+    return "\n".join(["examples:", *lines, "", f"exit codes: {described(failed)}"])
+
+
+def add_json(add: Add) -> None:
+    """Add ``--json``, which every command has."""
+    add(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=STDOUT,
+        metavar="PATH",
+        help="also write every number to this file; with - or without PATH to standard output, and all else to standard error",
+    )
+
+
+def add_table(add: Add) -> None:
+    """Add ``--table``, which every command that prints a result has."""
+    add("--table", action="store_true", help="print every row and column; in a terminal the result else takes a screen")
+
+
+class ListPlacements(argparse.Action):
+    """Prints every norm placement with its source, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from hessiankit.blocks import PLACEMENTS  # imports torch
+
+        parser._print_message("".join(f"{placement}\n" for placement in PLACEMENTS.values()), sys.stdout)
+        parser.exit(OK)
+
+
+class Shape(argparse.Action):
+    """Joins what :func:`sizes` made of each word: ``4 16 32`` as well as ``4,16,32``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, [size for part in values for size in part])
+
+
+def add_own_model(add: Add) -> None:
+    """Add ``--model`` and what goes into it, for :func:`hessiankit.cli.module_options.asked_of`."""
+    add_model(add)
+    add("--text", metavar="PATH", help="of --model: stdlib (default): Python's own standard library; or a text file, or a folder")
+    add(
+        "--shape",
+        type=sizes,
+        action=Shape,
+        nargs="+",
+        metavar="N",
+        help="of --model: standard normal inputs of this shape instead of text, e.g. 4,16,32; the first counts the samples",
+    )
+    add("--tokens", type=positive, help="tokens of each sequence (default 4; of text 16)")
+    add("--params", nargs="+", metavar="NAME", help="only these parameters; names, or patterns such as '*.attention.*'")
+
+
+def add_model(add: Add, *, default: str | None = None) -> None:
+    """Add ``--model``, which :func:`hessiankit.cli.loading.load_model` reads."""
+    tiny = "tiny (default)" if default == "tiny" else "tiny"
+    add(
+        "--model",
+        metavar="SOURCE",
+        default=default,
+        help=f"{tiny}: 3 blocks, bytes; a folder of save_pretrained; a config.json; module:function",
+    )
+
+
+def add_block_options(add: Add, **placement: Any) -> None:
+    """Add the options of a block: placement, norm, activation, heads, biases, mask, positions, depth.
+
+    Args:
+        add: Of a parser or a group.
+        **placement: What is otherwise with ``--placement``.
+    """
+    usual = {"default": "post", "help": "where the norms stand: post (default), pre, hybridnorm, deepnorm, ..."}
+    add("--placement", metavar="NAME", **usual | placement)
+    add("--list-placements", action=ListPlacements, nargs=0, help="print every norm placement with its source, and end")
+    add("--norm", default="layernorm", help="layernorm (default) or rmsnorm")
+    add("--no-affine", action="store_true", help="norms without gain and bias")
+    add("--activation", default="relu", help="relu (default), gelu, gelu_tanh, silu, tanh, leaky_relu, identity, swiglu")
+    add("--heads", type=positive, default=1, help="heads of queries (default 1)")
+    add("--kv-heads", type=positive, help="heads of keys and values (default: as many)")
+    add("--bias", action="store_true", help="biases in the attention and the network")
+    add("--causal", action="store_true", help="a token attends to itself and earlier tokens")
+    add("--rotary", action="store_true", help="rotary positions")
+    add("--layer", type=positive, default=1, help="number of the block in its stack, from 1 (default 1)")
+    add("--layers", type=positive, help="blocks in the stack (default: as many as --layer)")
+
+
+def positive(text: str) -> int:
+    """Return a positive integer, or raise what argparse expects.
+
+    >>> positive("3")
+    3
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def sizes(text: str) -> list[int]:
+    """Return positive integers between commas, or raise what argparse expects.
+
+    >>> sizes("4,16,32")
+    [4, 16, 32]
+    """
+    return [positive(size) for size in text.split(",")]
+
+
+def seed(text: str) -> int:
+    """Return a seed that Python, NumPy, scikit-learn and torch all take, or raise what argparse expects."""
+    if not text.isdecimal() or int(text) > SEEDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {SEEDS}")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Return a finite number above 0, or raise what argparse expects."""
+    return _number(text, "a positive number", below=math.inf)
+
+
+def probability(text: str) -> float:
+    """Return a number above 0 and below 1, or raise what argparse expects."""
+    return _number(text, "a number above 0 and below 1, such as 0.95", below=1.0)
+
+
+def _number(text: str, wanted: str, *, below: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < below:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+    return value

@@ -1,0 +1,50 @@
+"""The plugin that pytest finds when hessiankit is installed: ``pytest --hessian`` prints what the tests compared.
+
+It imports nothing of hessiankit before a test does.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+_BY_WORKERS: list[tuple[str, str, bool]] = []
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Add the option."""
+    parser.getgroup("hessiankit").addoption(
+        "--hessian", action="store_true", help="print every Hessian that assert_hessian_matches compared, with its worst error"
+    )
+
+
+def _compared() -> list[tuple[str, str, bool]]:
+    """Return what the tests of this process compared: the test, the verdict, and whether they agree."""
+    testing = sys.modules.get("hessiankit.verify.testing")
+    return [] if testing is None else [(one.test, one.report.verdict, bool(one.report)) for one in testing.COMPARED]
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    """Hand it over, where this is a process of pytest-xdist."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["hessiankit"] = _compared()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what such a process compared."""
+    _BY_WORKERS.extend(getattr(node, "workeroutput", {}).get("hessiankit", ()))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
+    """Print one line a comparison."""
+    if not config.getoption("--hessian"):
+        return
+    terminalreporter.section("hessiankit")
+    compared = [*_compared(), *_BY_WORKERS]
+    if not compared:
+        terminalreporter.write_line("no test called hessiankit.verify.testing.assert_hessian_matches")
+    for test, verdict, agree in compared:
+        terminalreporter.write_line(f"{test}: {verdict}", red=not agree, green=agree)

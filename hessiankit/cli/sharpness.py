@@ -1,0 +1,194 @@
+"""``hessiankit sharpness`` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING, Any
+
+from hessiankit.cli.parsing import OK, Commands, add_command, add_json, add_model, add_table, positive, probability, seed
+from hessiankit.support.errors import InputError, OutOfMemoryError
+from hessiankit.support.files import write_json
+
+if TYPE_CHECKING:
+    from hessiankit.cli.loading import LoadedModel
+    from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate
+    from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport
+    from hessiankit.support.tables import Table
+
+EXAMPLES = (
+    ("hessiankit sharpness", "a tiny model on Python's standard library"),
+    ("hessiankit sharpness --model my_models:make --text notes.txt --layers", "your own model and text, also layer by layer"),
+    ("hessiankit sharpness --model path/to/folder --draws 16 --json sharpness.json", "what save_pretrained wrote"),
+)
+
+
+def add_sharpness(commands: Commands) -> None:
+    """Add the command to the parser."""
+    command = add_command(
+        commands,
+        "sharpness",
+        runner="hessiankit.cli.sharpness:run_sharpness",
+        help="measure how sharp each block type of a language model is, with error bars",
+        description="Draw labels from the model's own predictions on windows of a text, and estimate the average sharpness S of "
+        "embeddings, queries and keys, feed-forward networks, values and outputs, norms and head (The Sharpness Disparity "
+        "Principle, Eqs. 3-4), with standard errors and intervals. Nothing of the paper's order is "
+        "assumed. Nothing is downloaded.",
+        examples=EXAMPLES,
+    )
+    add = command.add_argument
+    add_model(add, default="tiny")
+    add("--text", default="stdlib", help="stdlib (default): Python's own standard library; or a text file, or a folder of them")
+    add("--batch", type=positive, default=8, help="sequences (default 8)")
+    add("--length", type=positive, default=64, help="tokens of each (default 64)")
+    add("--draws", type=positive, default=8, help="draws of the labels, each one backward pass (default 8)")
+    add("--micro-batch", type=positive, metavar="N", help="sequences per forward pass; S is averaged over them (default: all)")
+    add("--per", choices=("token", "sequence"), default="token", help="what the loss is a mean of (default token)")
+    add("--confidence", type=probability, default=0.95, help="of the intervals (default 0.95)")
+    add(
+        "--type",
+        action="append",
+        metavar="REGEX=TYPE",
+        help="the type of the parameters whose names a regular expression finds, e.g. 'router=Other' (may be repeated)",
+    )
+    add("--layers", action="store_true", help="also print S by layer and type")
+    add("--tensors", action="store_true", help="also print S of every tensor")
+    add("--histograms", action="store_true", help="also print the share of entries that are 0, and write histograms to --json")
+    add(
+        "--exact",
+        action="store_true",
+        help="also compute the exact values, which takes minutes, and print both",
+    )
+    add("--seed", type=seed, default=0, help="of the windows, the labels, and parameters that are drawn (default 0)")
+    add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="arithmetic (default float32)")
+    add_json(add)
+    add_table(add)
+
+
+EXACT_PARAMETERS = 500_000
+"""Parameters up to which the exact values are computed."""
+FLOW_TOKENS = 8
+"""Tokens that are enough to see what flows where."""
+
+
+def run_sharpness(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        InputError: If an option, a model or a file cannot be used.
+    """
+    import torch
+
+    from hessiankit.cli.loading import load_model, text_batch
+    from hessiankit.cli.module_options import run_once
+    from hessiankit.diagnostics.sharpness.measure import exact_sharpness, sharpness
+    from hessiankit.partition import model_parts
+    from hessiankit.studies.text import load_text
+    from hessiankit.support.progress import progress_bar
+    from hessiankit.support.tables import say, show
+
+    loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
+    size = sum(p.numel() for p in loaded.model.parameters())
+    if args.exact and size > EXACT_PARAMETERS:
+        raise InputError(
+            f"sharpness: --exact of {loaded.name}, which has {size:,} parameters; expected at most {EXACT_PARAMETERS:,}: leave "
+            "--exact out, or take a smaller model"
+        )
+    text = load_text(args.text)
+    inputs, targets = (x.to(args.device) for x in text_batch(loaded, text, args.batch, args.length, seed=args.seed))
+    say(f"{loaded}\n{args.batch} sequences of {args.length} {loaded.tokens}, {text.name}, {args.dtype}")
+    few = inputs[:1, :FLOW_TOKENS]
+    run_once(args, loaded.model, few)
+    parts = model_parts(loaded.model, inputs=few, overrides=_overrides(args.type))
+    with progress_bar() as tell:
+        try:
+            report = sharpness(
+                loaded.model,
+                inputs,
+                targets,
+                draws=args.draws,
+                micro_batch=args.micro_batch,
+                per=args.per,
+                parts=parts,
+                confidence=args.confidence,
+                histograms=args.histograms,
+                seed=args.seed,
+                progress=tell,
+            )
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(str(error).replace("a smaller micro_batch", "--micro-batch, or a smaller one")) from error
+    show(report, args.table)
+    if args.layers:
+        say(_layers(report), whole=True)
+    if args.tensors:
+        say(_tensors(report), whole=True)
+    exact = exact_sharpness(loaded.model, inputs, targets, per=args.per, parts=parts) if args.exact else None
+    if exact is not None:
+        say(_beside(report, exact), whole=True)
+    if args.json is not None:
+        write_json("sharpness", args.json, _found(args, loaded, report, exact))
+    return OK
+
+
+def _overrides(given: list[str] | None) -> dict[str, str] | None:
+    """Return the types that are given by hand; the last ``=`` ends the expression."""
+    pairs = [text.rpartition("=") for text in given or ()]
+    for expression, _, kind in pairs:
+        if not expression or not kind:
+            raise InputError(f"sharpness: --type {expression or kind!r}; expected REGEX=TYPE, such as 'router=Other'")
+    return {expression: kind for expression, _, kind in pairs} or None
+
+
+def _layers(report: SharpnessReport) -> Table:
+    """Return S by layer and type."""
+    from hessiankit.support.tables import table
+
+    rows = []
+    for layer, whole in report.layers.items():
+        cells = [_value(report.type_layers.get((kind, layer))) for kind in report.types]
+        rows.append(("outside" if layer is None else str(layer), _value(whole), *cells))
+    return table(("layer", "all", *report.types), rows, title="S by layer and type")
+
+
+def _tensors(report: SharpnessReport) -> Table:
+    """Return S of every tensor, or part of a fused one."""
+    from hessiankit.support.tables import table
+
+    kinds = {part.name: part.type for part in report.replicates.parts}
+    rows = [(name, kinds[name], f"{one.entries:,}", f"{one.value:.4g}", one.shown[1]) for name, one in report.tensors.items()]
+    headers = ("tensor", "type", "entries", "S", f"{report.confidence:.0%} interval")
+    return table(headers, rows, title="S by tensor", left=2, names=report.tensors)
+
+
+def _beside(report: SharpnessReport, exact: SharpnessReport) -> Table:
+    """Return estimates beside exact values, and how many standard errors they are apart."""
+    from hessiankit.support.tables import table
+
+    rows = []
+    for kind, one in report.types.items():
+        true = exact.types[kind].value
+        known = one.standard_error > 0
+        apart = f"{(one.value - true) / one.standard_error:+.2f}" if known else one.shown[0]
+        inside = ("yes" if one.low <= true <= one.high else "no") if not math.isnan(one.low) else "n.a."
+        rows.append((kind, f"{one.value:.4g}", f"{true:.6g}", apart, inside))
+    return table(("type", "S", "exact", "s.e. apart", "in the interval"), rows, title="beside the exact Gauss-Newton trace")
+
+
+def _value(one: SharpnessEstimate | None) -> str:
+    return "" if one is None else f"{one.value:.3g}"
+
+
+def _found(
+    args: argparse.Namespace, loaded: LoadedModel, report: SharpnessReport, exact: SharpnessReport | None
+) -> dict[str, Any]:
+    """Return every number, and where it comes from."""
+    from hessiankit.support.environment import environment
+
+    return {
+        "model": {"name": loaded.name, "class": type(loaded.model).__name__, "origin": loaded.origin},
+        **{name: getattr(args, name) for name in ("text", "batch", "length", "dtype", "device")},
+        "sharpness": report.to_dict(),
+        "exact": None if exact is None else exact.to_dict(),
+        "environment": environment(),
+    }

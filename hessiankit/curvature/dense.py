@@ -1,0 +1,358 @@
+"""The exact Hessian of a module's loss from the closed forms of its primitives."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.forecast import Forecast, forecast
+from hessiankit.curvature.planning import check_matrix
+from hessiankit.curvature.streaming import Writer
+from hessiankit.engine.problem.batches import Weights, requests, shares
+from hessiankit.engine.problem.handshake import UNCOMPARED
+from hessiankit.engine.problem.selection import Params, locate, select
+from hessiankit.engine.problem.task import Loss, Task
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+from hessiankit.support.tables import Piece, Printed, short_names, table
+from hessiankit.support.torch_state import one_at_a_time
+
+
+def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
+    """Return the spectral norm of a matrix, in float64: Lanczos for large symmetric ones, else the smaller Gram matrix.
+
+    >>> spectral_norm(torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]]))
+    4.0
+    """
+    a = matrix.detach().double().cpu()
+    largest = float(a.abs().max()) if a.numel() else 0.0
+    if largest == 0.0 or not math.isfinite(largest):
+        return largest
+    a = a / largest
+    if symmetric and a.shape[0] > 512:
+        from scipy.sparse.linalg import eigsh  # only here: it takes longer to import than a small Hessian to compute
+
+        start = np.random.default_rng(0).standard_normal(a.shape[0])
+        return largest * float(abs(eigsh(a.numpy(), k=1, which="LM", v0=start, return_eigenvectors=False)[0]))
+    if symmetric:
+        return largest * float(torch.linalg.eigvalsh(a).abs().max())
+    gram = a @ a.T if a.shape[0] <= a.shape[1] else a.T @ a
+    return largest * math.sqrt(float(torch.linalg.eigvalsh(gram)[-1]))
+
+
+@dataclass(frozen=True, repr=False)
+class Hessian(Printed):
+    """The Hessian of a scalar loss with respect to a module's parameters.
+
+    With ``lazy=True`` the matrix is computed when it is first read, and single blocks before that by themselves;
+    ``asymmetry``, ``fallbacks`` and ``seconds`` then are those of what has been computed so far.
+
+    Attributes:
+        names: Parameter names, as ``named_parameters()`` spells them.
+        slices: Rows (and columns) of each parameter.
+        shapes: Shape of each parameter.
+    """
+
+    names: tuple[str, ...]
+    slices: dict[str, slice]
+    shapes: dict[str, tuple[int, ...]]
+    _evaluation: Evaluation = field(compare=False)
+    _norms: dict[tuple[str | None, str | None], float] = field(default_factory=dict, compare=False)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The P x P tensor, rows and columns in the order of ``names``, each parameter in row-major order (vec_r)."""
+        return self._evaluation.whole()
+
+    @property
+    def loss(self) -> float:
+        """The loss at this point."""
+        return self._evaluation.loss
+
+    @property
+    def asymmetry(self) -> float:
+        """Largest ``|H - H^T|`` before symmetrisation, relative to the largest entry: the rounding level."""
+        return self._evaluation.asymmetry
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Operations without a closed form, which were differentiated automatically one by one."""
+        return self._evaluation.fallbacks
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Parameters without effect on the loss, whatever their values: their rows and columns are zero."""
+        return self._evaluation.unused
+
+    @property
+    def handshake(self) -> bool:
+        """Whether loss and gradient were compared with those of the module's own call."""
+        return self._evaluation.handshake
+
+    @property
+    def seconds(self) -> float:
+        """Time taken."""
+        return self._evaluation.seconds
+
+    def block(self, name_i: str, name_j: str) -> Tensor:
+        """Return d^2 loss / d vec_r(name_i) d vec_r(name_j)^T, of shape (n_i, n_j).
+
+        A name may be followed by an index: ``"attn.c_attn.weight[:, :32]"`` are the entries ``weight[:, :32]``, in vec_r's
+        order, and ``"w[0:4; 12:16]"`` two ranges of rows, one after the other. With ``lazy=True`` a small part of a large
+        parameter costs only itself: the whole block is not computed.
+
+        Raises:
+            InputError: If there is no such parameter, or the index does not fit it.
+        """
+        (i, rows), (j, columns) = (locate("Hessian.block", name, self.shapes) for name in (name_i, name_j))
+        if rows is None and columns is None:
+            return self._evaluation.block(i, j)
+        return self._evaluation.part(i, rows, j, columns)
+
+    @property
+    def short_names(self) -> tuple[str, ...]:
+        """The shortest ending of each name that no other parameter shares."""
+        return tuple(short_names(self.names).values())
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Yield every pair of names (i, j) with i not after j."""
+        for a, i in enumerate(self.names):
+            for j in self.names[a:]:
+                yield i, j
+
+    def outer(self) -> Tensor:
+        """Return the outer-product (Gauss-Newton) part J^T L'' J, P x P (Closing the Curvature Gap, Eq. 3)."""
+        return self._evaluation.outer()
+
+    def functional(self) -> Tensor:
+        """Return the functional part (L' (x) I) d^2 f, P x P: the Hessian less its outer-product part."""
+        return self.matrix - self.outer()
+
+    def spectral_norm(self, name_i: str | None = None, name_j: str | None = None) -> float:
+        """Return the spectral norm of the whole matrix, or of a block as in :meth:`block`; of one name, a diagonal one."""
+        part = self._part("spectral_norm", name_i, name_j)
+        key = (name_i, name_j or name_i)
+        if key not in self._norms:
+            self._norms[key] = spectral_norm(part(), symmetric=key[0] == key[1])
+        return self._norms[key]
+
+    def frobenius_norm(self, name_i: str | None = None, name_j: str | None = None) -> float:
+        """Return the Frobenius norm of the whole matrix, or of a block as in :meth:`block`; of one name, a diagonal one."""
+        return float(torch.linalg.matrix_norm(self._part("frobenius_norm", name_i, name_j)()))
+
+    def _part(self, who: str, name_i: str | None, name_j: str | None) -> Callable[[], Tensor]:
+        if name_i is None and name_j is not None:
+            raise InputError(
+                f"Hessian.{who}: name_j={name_j!r} without name_i; pass both for a block, or {name_j!r} alone as name_i for the "
+                "diagonal one"
+            )
+        return lambda: self.matrix if name_i is None else self.block(name_i, name_j or name_i)
+
+    def eigvalsh(self) -> Tensor:
+        """Return the P eigenvalues in ascending order."""
+        return torch.linalg.eigvalsh(self.matrix)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return names, sizes and block norms as plain Python numbers (the matrix itself is left out)."""
+        matrix = self.matrix
+        blocks = [
+            {"row": i, "column": j, "spectral_norm": self.spectral_norm(i, j), "frobenius_norm": self.frobenius_norm(i, j)}
+            for i, j in self.pairs()
+        ]
+        return {
+            "parameters": int(matrix.shape[0]),
+            "dtype": str(matrix.dtype),
+            "loss": self.loss,
+            "asymmetry": self.asymmetry,
+            "fallbacks": list(self.fallbacks),
+            "unused": list(self.unused),
+            "seconds": self.seconds,
+            "shapes": {n: list(s) for n, s in self.shapes.items()},
+            "blocks": blocks,
+        }
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        known = self._evaluation.is_complete
+        for n in self.names:
+            norms = (f"{self.spectral_norm(n):.4g}", f"{self.frobenius_norm(n):.4g}") if known else ("", "")
+            yield n, " x ".join(map(str, self.shapes[n])) or "1", *norms
+
+    def _headline(self) -> str:
+        size = sum(rows.stop - rows.start for rows in self.slices.values())
+        if not self._evaluation.is_complete:
+            return f"Hessian: {size} x {size}, computed when it is read; block(name_i, name_j) computes one block"
+        title = f"Hessian: {size} x {size}, {self.matrix.dtype}, loss {self.loss:.6g}, {self.seconds:.2f} s"
+        title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
+        title += f"; no effect on the loss: {', '.join(map(repr, self.unused))}" if self.unused else ""
+        return title + ("" if self.handshake else UNCOMPARED)
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(_HEADERS, self._rows(), left=2, names=self.names, drop=("shape",))
+
+
+_HEADERS = ("parameter", "shape", "||H_ii||_2", "||H_ii||_F")
+
+
+@overload
+def hessian(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    batch_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    lazy: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    handshake: bool = True,
+    dry_run: Literal[False] = False,
+) -> Hessian: ...
+
+
+@overload
+def hessian(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    batch_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    lazy: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    handshake: bool = True,
+    dry_run: Literal[True],
+) -> Forecast: ...
+
+
+@checked("hessian")
+@one_at_a_time
+def hessian(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    batch_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    lazy: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    handshake: bool = True,
+    dry_run: bool = False,
+) -> Hessian | Forecast:
+    """Return the exact Hessian of ``loss(module(inputs), target)`` with respect to the module's parameters.
+
+    One closed form per primitive, summed as H = sum_v J_v^T [lambda_v . D^2 phi_v] J_v (Closing the Curvature Gap,
+    Eq. 3 and 6 in their corrected form, to any depth); no automatic differentiation, except for operations that
+    ``Hessian.fallbacks`` names. Parameters and data are copied: what changes later does not move the result.
+
+    Args:
+        module: Any module whose forward torch can trace.
+        inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments (a dict, a tokenizer's output).
+            Or several batches: an iterable of pairs (inputs, target), with loss=None of inputs (a list of tuples or
+            mappings, or any generator; a tuple is one batch). They are treated one after the other, at any lengths.
+        target: What the loss compares with: the output's shape for "mse", labels of shape ``output.shape[:-1]``
+            for "cross_entropy". No label is shifted: labels[:, t] is compared with logits[:, t].
+        loss: ``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
+            ``"cross_entropy"``: mean over the labels that are not -100. Both read the module's output: one tensor, or the
+            ``logits`` of an object or dict. A callable ``(outputs, target) -> scalar``, such as
+            ``nn.CrossEntropyLoss(label_smoothing=0.1)``: it is given exactly what the module returns.
+            None: the module returns the loss, as a scalar or as ``loss`` of an object or dict.
+        params: What to take: a name, a pattern such as ``"*.attn.*"``, a parameter of the module, ``"name[index]"`` (the
+            whole parameter, of which :meth:`Hessian.block` can return the part), or several of them. All that require
+            grad by default; those that do not are constants.
+        batch_size: Samples treated at once; chosen by available work space by default.
+        progress: Called with (samples done, samples in all).
+        weights: For several batches and a loss that is a mean over an unknown number of terms (loss=None, a callable of
+            your own): the number of terms of each batch, in a list or as a callable (inputs, target) -> number. A causal
+            language model that shifts its labels counts ``(labels[:, 1:] != -100).sum()``. The named losses and torch's
+            own loss modules are weighted by what they average over.
+        reduction: ``"mean"`` or ``"sum"`` over all terms; by default what the loss does itself. With a callable or
+            loss=None, "sum" adds up the losses of the batches.
+        lazy: Check everything, compute nothing yet: ``.block(i, j)`` computes one pair of parameters, ``.matrix`` all.
+        out: Write the matrix to this file (``.npy``) instead of keeping it in memory: about 256 MiB of rows at a time, at
+            least those of one parameter. If the process ends before it is done, the same call goes on where it was, and the bytes
+            come out the same with the same torch, machine and number of threads; if it is done, the same call opens the
+            file. ``out.part`` and ``out.journal.json`` beside it keep account.
+        overwrite: Start again, whatever there is at ``out``.
+        handshake: Compare loss and gradient of the trace with those of the module's own call first: one forward and one backward
+            of torch. False leaves it out, and the result says so.
+        dry_run: Compute nothing; return a :class:`Forecast` of memory, disk and time.
+
+    Returns:
+        A :class:`Hessian`, or with ``dry_run=True`` a :class:`Forecast`.
+
+    Raises:
+        InputError: If an argument cannot be used, or if an entry of the result is not finite; or if ``out`` belongs to
+            another computation.
+        TraceError: If torch cannot trace the module.
+        OutOfMemoryError: If the P x P matrix (with ``out``, some rows of it) or the derivatives of one chunk of samples do not
+            fit, before they are computed.
+
+    The Hessian of a linear layer under squared error, 2/(L d_out) X^T X (x) I, known by hand:
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> hessian(layer, x, torch.zeros(2, 1, dtype=torch.float64)).matrix.tolist()
+    [[2.0, 2.0], [2.0, 4.0]]
+    """
+    start = time.perf_counter()
+    if batch_size is not None and batch_size < 1:
+        raise InputError(f"hessian: batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
+    chosen = select("hessian", module, params)
+    first = next(iter(chosen.values()))
+    if lazy and (out is not None or dry_run):
+        raise InputError("hessian: lazy=True computes single blocks later; it goes with neither out=... nor dry_run=True")
+    if out is not None and not os.fspath(out).endswith(".npy") and not os.path.isdir(out):
+        raise InputError(f"hessian: out={os.fspath(out)!r} is written in NumPy's format; pass a path that ends in '.npy'")
+    if overwrite and out is None:
+        raise InputError("hessian: overwrite=True is for out=..., which is missing")
+    if not lazy and not dry_run and out is None:
+        check_matrix("hessian", sum(p.numel() for p in chosen.values()), first.dtype, first.device)
+    tasks: list[Task] = []
+    counts: list[float] = []
+    made = requests(
+        "hessian", module, inputs, target, loss, chosen, weights=weights, reduction=reduction, handshake=handshake and not dry_run
+    )
+    for task, count in made:
+        tasks.append(task)
+        counts.append(count)
+    if dry_run:
+        return forecast(tasks, batch_size, out)
+    evaluation = Evaluation("hessian", tasks, shares(counts, loss, reduction), batch_size, progress)
+    shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
+    found = Hessian(tuple(shapes), tasks[0].slices, shapes, evaluation)
+    if not lazy:
+        if out is not None:
+            written = Writer("hessian", out, tasks, evaluation.shares, batch_size, progress, overwrite=overwrite).write()
+            evaluation.take(written.matrix, written.loss, written.asymmetry, written.fallbacks)
+        evaluation.whole()
+        if len(evaluation.unused) == len(shapes):
+            raise InputError(
+                f"hessian: none of the parameters ({', '.join(map(repr, shapes))}) has an effect on the loss; the module does "
+                "not use them, or detaches what they enter"
+            )
+        evaluation.seconds = time.perf_counter() - start if out is None else written.seconds
+    return found

@@ -1,0 +1,211 @@
+"""The diagonal of the Hessian, and so its trace, without the matrix: exactly, or where that takes too long by an estimate."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.curvature.estimators import ScalarEstimates, scalar_estimates
+from hessiankit.curvature.operator import hessian_operator
+from hessiankit.engine.diagnosis import not_finite
+from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
+from hessiankit.engine.problem.batches import Weights, gather
+from hessiankit.engine.problem.handshake import UNCOMPARED
+from hessiankit.engine.problem.selection import Params, locate
+from hessiankit.engine.problem.task import Loss
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError, unknown
+from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.torch_state import one_at_a_time
+
+WHO = "hessian_diagonal"
+METHODS = ("exact", "auto", "estimate")
+PRODUCTS = 100  # of an estimate
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CurvatureDiagonal(Printed):
+    """The diagonal of the Hessian of a scalar loss, or of its Gauss-Newton part; made by :func:`hessian_diagonal`.
+
+    Attributes:
+        values: By parameter name, in the parameter's shape.
+        kind: ``"hessian"`` or ``"ggn"``.
+        loss: The loss at this point.
+        fallbacks: Operations without a closed form, which were differentiated automatically one by one.
+        seconds: Time taken.
+        handshake: Whether loss and gradient were compared with those of the module's own call.
+        cost: About how many products with the Hessian take as long as the exact diagonal, as forecast; NaN where it was not.
+        estimate: None where the values are exact; else the estimate that they are, with an interval for every entry and trace.
+    """
+
+    values: dict[str, Tensor]
+    kind: str
+    loss: float
+    fallbacks: tuple[str, ...]
+    seconds: float
+    handshake: bool = True
+    cost: float = math.nan
+    estimate: ScalarEstimates | None = None
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the values are estimates, not exact."""
+        return self.estimate is not None
+
+    @property
+    def flat(self) -> Tensor:
+        """The diagonal as one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`."""
+        return torch.cat([value.reshape(-1) for value in self.values.values()])
+
+    @property
+    def traces(self) -> dict[str, float]:
+        """The trace of the diagonal block of each parameter."""
+        return {name: float(value.double().sum()) for name, value in self.values.items()}
+
+    @property
+    def trace(self) -> float:
+        """The trace of the whole matrix; an estimate has one of its own, narrower than the sum of :attr:`traces`."""
+        if self.estimate is not None:
+            return self.estimate.trace.value
+        return math.fsum(self.traces.values())
+
+    def __getitem__(self, name: str) -> Tensor:
+        whole, rows = locate("CurvatureDiagonal", name, {n: tuple(x.shape) for n, x in self.values.items()})
+        return self.values[whole] if rows is None else self.values[whole].reshape(-1)[rows.to(self.values[whole].device)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return kind, loss, traces and extremes as plain Python numbers (the diagonal itself is left out)."""
+        return {
+            "parameters": sum(value.numel() for value in self.values.values()),
+            "kind": self.kind,
+            "loss": self.loss,
+            "trace": self.trace,
+            "fallbacks": list(self.fallbacks),
+            "seconds": self.seconds,
+            "estimate": None if self.estimate is None else self.estimate.to_dict(),
+            "entries": {
+                name: {"shape": list(x.shape), "trace": self.traces[name], "min": float(x.min()), "max": float(x.max())}
+                for name, x in self.values.items()
+            },
+        }
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for name, x in self.values.items():
+            trace = f"{self.traces[name]:.4g}" if self.estimate is None else str(self.estimate.traces[name])
+            yield name, " x ".join(map(str, x.shape)) or "1", trace, f"{float(x.min()):.4g}", f"{float(x.max()):.4g}"
+
+    def _headline(self) -> str:
+        of = "Hessian" if self.kind == "hessian" else "Gauss-Newton part of the Hessian"
+        size = sum(value.numel() for value in self.values.values())
+        trace = f"{self.trace:.6g}" if self.estimate is None else str(self.estimate.trace)
+        title = f"diagonal of the {of}: {size:,} entries, trace {trace}, loss {self.loss:.6g}, {self.seconds:.2f} s"
+        title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
+        title += "" if self.estimate is None else f"; {self.estimate.words}"
+        return title + ("" if self.handshake else UNCOMPARED)
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(_HEADERS, self._rows(), left=2, names=self.values, drop=("shape",))
+
+
+_HEADERS = ("parameter", "shape", "trace", "smallest", "largest")
+
+
+@checked("hessian_diagonal")
+@one_at_a_time
+def hessian_diagonal(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    batch_size: int | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    kind: str = "hessian",
+    progress: Callable[[int, int], None] | None = None,
+    handshake: bool = True,
+    method: str = "exact",
+    max_products: int | None = 1000,
+) -> CurvatureDiagonal:
+    """Return the diagonal of the Hessian of ``loss(module(inputs), target)``, without forming the P x P matrix.
+
+    At z = X W the entry of W[i, p] is sum_nn' X[n, i] X[n', i] K[(n, p), (n', p)], with K the curvature of the loss in z;
+    where rows stay apart, sum_n X[n, i]^2 K_n[p, p]. Memory is that of the curvature between activations of a few samples.
+    Behind attention, time grows with the cube of the tokens of a sample; it is forecast from the shapes before that work, to a
+    factor of about 2, and what would take longer than ``max_products`` products with the Hessian is refused, or estimated.
+
+    Args:
+        module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
+        inputs: The inputs, or several batches.
+        target: What the loss compares with.
+        loss: ``"mse"``, ``"cross_entropy"``, a callable, or None where the module returns its loss.
+        params: Which parameters; whole parameters.
+        batch_size: Samples treated at once; chosen by available work space by default.
+        weights: The number of terms of each batch, for losses whose mean is over an unknown number.
+        reduction: ``"mean"`` or ``"sum"`` over all terms.
+        kind: ``"hessian"``, or ``"ggn"`` for the outer-product part J^T L'' J.
+        progress: Called with (samples done, samples in all).
+        handshake: As in :func:`hessiankit.hessian`.
+        method: ``"exact"``; ``"estimate"``, from 100 products with the operator, with 95 % intervals, see
+            :func:`hessiankit.scalar_estimates`; ``"auto"``: an estimate where the exact diagonal would be refused. An estimate
+            says so in print, in ``is_estimate`` and in ``estimate``.
+        max_products: What the exact diagonal may take, in products with the Hessian of a batch; None: anything.
+
+    Raises:
+        InputError: If an argument cannot be used, an entry of the result is not finite, or the exact diagonal takes too long.
+        TraceError: If torch cannot trace the module.
+
+    The diagonal of the Hessian of a linear layer under squared error, 2/(L d_out) X^T X (x) I, known by hand:
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> found = hessian_diagonal(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+    >>> found["weight"].tolist(), found.trace
+    ([[2.0, 4.0]], 6.0)
+    """
+    start = time.perf_counter()
+    if method not in METHODS:
+        raise unknown(WHO, "method", method, METHODS)
+    if max_products is not None and max_products < 0:
+        raise InputError(f"{WHO}: max_products={max_products} is negative; pass 0 or more, or None")
+    asked: dict[str, Any] = {
+        "loss": loss,
+        "params": params,
+        "kind": kind,
+        "weights": weights,
+        "reduction": reduction,
+        "handshake": handshake,
+    }
+    tasks, parts = gather(WHO, module, inputs, target, batch_size=batch_size, **asked)
+    found = DiagonalSum(WHO, tasks, parts, batch_size, progress, math.inf if max_products is None else max_products)
+    cost, estimate = math.nan, None
+    try:
+        if method != "estimate":
+            found.run(outer=kind == "ggn")
+            cost = found.cost
+    except TooCostly as refused:
+        cost = refused.products
+        if method == "exact":
+            raise InputError(
+                f"{WHO}: the exact diagonal of {tasks[0].size:,} parameters would take as long as about {cost:,.0f} products "
+                f"with the Hessian, more than max_products={max_products:,}; pass method='auto' for an estimate with intervals, "
+                "take scalar_estimates(hessian_operator(...)) with more products, fewer params=[...], or max_products=None"
+            ) from None
+    flat, value, fallbacks = found.entries.data, found.loss, tuple(dict.fromkeys(found.fallbacks))
+    if method == "estimate" or cost > found.most:
+        operator = hessian_operator(module, inputs, target, **asked)
+        estimate = scalar_estimates(operator, products=PRODUCTS)
+        flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
+    values = {n: flat[rows].reshape(tasks[0].parameters[n].shape) for n, rows in tasks[0].slices.items()}
+    for name, x in values.items():
+        if not bool(torch.isfinite(x).all()):
+            raise not_finite(WHO, name, name, tasks)
+    return CurvatureDiagonal(values, kind, value, fallbacks, time.perf_counter() - start, handshake, cost, estimate)

@@ -1,0 +1,232 @@
+"""The second derivatives of the loss of one batch or many: everything at once, or two parameters at a time, on demand."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hessiankit.curvature.planning import check_matrix, check_workspace, measure
+from hessiankit.engine.assembly import WORKSPACE, assemble
+from hessiankit.engine.diagnosis import check_finite, not_finite
+from hessiankit.engine.linearisation import linearise
+from hessiankit.engine.problem.loss_trace import LossTrace
+from hessiankit.engine.problem.own_call import own_value, reached
+from hessiankit.engine.problem.task import Task, available_memory
+from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.torch_state import computed_later
+
+Progress = Callable[[int, int], None]
+Look = Callable[[LossTrace, int], None]
+ROUGH = 8  # times what a sweep expects to take, at most, that it takes in fact
+
+
+class Evaluation:
+    """A sum of losses, each of one batch, at fixed parameters; its matrices are computed when asked for, and kept.
+
+    Args:
+        who: What an error message starts with.
+        tasks: One request a batch, for the same parameters.
+        shares: What each batch's loss is multiplied by.
+        batch_size: Samples treated at once, or None.
+        progress: Called with (samples done, samples in all) while everything is computed.
+    """
+
+    def __init__(
+        self, who: str, tasks: Sequence[Task], shares: Sequence[float], batch_size: int | None, progress: Progress | None
+    ) -> None:
+        self.who, self.tasks, self.shares = who, tuple(tasks), tuple(shares)
+        self.batch_size, self.progress = batch_size, progress
+        self.asymmetry = math.nan
+        self.fallbacks: tuple[str, ...] = ()
+        self.seconds = 0.0
+        self._whole: Tensor | None = None
+        self._loss: float | None = None
+        self._blocks: dict[tuple[str, str], Tensor] = {}
+
+    @property
+    def handshake(self) -> bool:
+        """Whether results are compared with the module's own loss and gradient."""
+        return all(task.reference is not None for task in self.tasks)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole matrix has been computed."""
+        return self._whole is not None
+
+    @property
+    @computed_later
+    def loss(self) -> float:
+        """The loss, from a forward pass if no matrix has been computed."""
+        if self._loss is None:
+            values = [own_value(task) if task.reference is None else task.reference.loss for task in self.tasks]
+            self._loss = math.fsum(share * value for share, value in zip(self.shares, values, strict=True))
+        return self._loss
+
+    @computed_later
+    def whole(self) -> Tensor:
+        """Return the P x P matrix."""
+        if self._whole is None:
+            self._whole = self._matrix(self.tasks, self.progress, outer=False)
+            self._blocks.clear()
+        return self._whole
+
+    def take(self, matrix: Tensor, loss: float, asymmetry: float, fallbacks: tuple[str, ...]) -> None:
+        """Take over the P x P matrix, and what is known of it, from elsewhere."""
+        self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, loss, asymmetry, fallbacks
+
+    @computed_later
+    def outer(self) -> Tensor:
+        """Return the Gauss-Newton part of the P x P matrix.
+
+        Raises:
+            InputError: The loss does not read one tensor of the module's.
+        """
+        if any(task.loss is None or task.whole for task in self.tasks):
+            why = "with loss=None the module returns the loss" if self.tasks[0].loss is None else "the loss is given an object"
+            raise InputError(f"Hessian.outer: {why}, so its output layer is unknown; pass loss=... that compares one tensor")
+        return self._matrix(self.tasks, None, outer=True)
+
+    @computed_later
+    def block(self, i: str, j: str) -> Tensor:
+        """Return the block of two parameters, without computing any other."""
+        if self._whole is not None:
+            slices = self.tasks[0].slices
+            return self._whole[slices[i], slices[j]]
+        if (i, j) not in self._blocks:
+            tasks = self._only(i, j)
+            part, slices = self._matrix(tasks, None, outer=False), tasks[0].slices
+            for a in slices:
+                for b in slices:
+                    self._blocks[a, b] = part[slices[a], slices[b]]
+        return self._blocks[i, j]
+
+    @computed_later
+    def part(self, i: str, rows: Tensor | None, j: str, columns: Tensor | None) -> Tensor:
+        """Return some rows and columns of the block of two parameters (None: all of them).
+
+        Where few are asked for, each is one product with the Hessian of the two parameters, and the block is never made.
+        """
+        slices = self.tasks[0].slices
+        sizes = [slices[n].stop - slices[n].start for n in (i, j)]
+        few = [n if at is None else at.numel() for n, at in zip(sizes, (rows, columns), strict=True)]
+        if self._whole is None and (i, j) not in self._blocks and 2 * min(few) <= sum(sizes):
+            if few[0] < few[1]:
+                return self._products(j, columns, i, rows, few[0]).T
+            return self._products(i, rows, j, columns, few[1])
+        block = self.block(i, j)
+        block = block if rows is None else block[rows.to(block.device)]
+        return block if columns is None else block[:, columns.to(block.device)]
+
+    def _products(self, i: str, rows: Tensor | None, j: str, columns: Tensor | None, width: int) -> Tensor:
+        """Return a part of a block by products with the unit vectors of its columns."""
+        start = time.perf_counter()
+        tasks = self._only(i, j)
+        slices, size = tasks[0].slices, tasks[0].size
+        at = torch.arange(slices[j].start, slices[j].stop) if columns is None else columns + slices[j].start
+        keep = torch.arange(slices[i].start, slices[i].stop) if rows is None else rows + slices[i].start
+        dtype, device = tasks[0].dtype, tasks[0].device
+        at, keep = at.to(device), keep.to(device)
+        total = torch.zeros(width, keep.numel(), dtype=dtype, device=device)
+        with torch.no_grad():
+            for task, share in zip(tasks, self.shares, strict=True):
+                batch = linearise(task, gauss_newton=False)
+                step = max(1, WORKSPACE // batch.bytes_per_vector)
+                for positions, out in zip(at.split(step), total.split(step), strict=True):
+                    units = total.new_zeros(positions.numel(), size)
+                    units[torch.arange(positions.numel(), device=units.device), positions] = 1.0
+                    out.add_(batch.product(units)[:, keep], alpha=share)
+                self.fallbacks = tuple(dict.fromkeys(self.fallbacks + batch.fallbacks))
+        if not bool(torch.isfinite(total).all()):
+            raise not_finite(self.who, i, j, tasks)
+        self.seconds += time.perf_counter() - start
+        return total.T
+
+    def _only(self, *names: str) -> list[Task]:
+        return [replace(t, parameters={n: p for n, p in t.parameters.items() if n in names}) for t in self.tasks]
+
+    @cached_property
+    @computed_later
+    def unused(self) -> tuple[str, ...]:
+        """The parameters that the loss does not depend on in any batch."""
+        names: Iterable[str] = self.tasks[0].parameters
+        if self._whole is not None:  # a parameter with an entry that is not zero has an effect
+            diagonal = self._whole.diagonal()
+            flat = [n for n, rows in self.tasks[0].slices.items() if not bool(diagonal[rows].any())]
+            names = [n for n in flat if not bool(self._whole[self.tasks[0].slices[n]].any())]
+        found: set[str] = set().union(*(reached(task) for task in self.tasks)) if names else set()
+        return tuple(name for name in names if name not in found)
+
+    def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool) -> Tensor:
+        start = time.perf_counter()
+        matrix, value, fallbacks = self.assembled(tasks, progress, outer=outer)
+        asymmetry = matrix.mirror()
+        if not matrix.is_finite:
+            check_finite(self.who, matrix.data, tasks[0].slices, tasks)
+        if not outer:
+            self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
+            self.fallbacks = fallbacks
+            self._loss = value
+            self.seconds += time.perf_counter() - start
+        return matrix.data
+
+    def assembled(
+        self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False
+    ) -> tuple[SymmetricStorage, float, tuple[str, ...]]:
+        """Return the matrix with blocks (i, j) for i not after j alone, the loss, and what was differentiated automatically."""
+        first = tasks[0]
+        check_matrix(self.who, first.size, first.dtype, first.device)
+        look = self._look(first)
+        samples, done = sum(task.batch for task in tasks), 0
+        matrix = SymmetricStorage(first.slices, first.dtype, first.device)
+        values: list[float] = []
+        fallbacks: list[str] = list(self.fallbacks)
+        for task, share in zip(tasks, self.shares, strict=True):
+            tell = None if progress is None else _shifted(progress, done, samples)
+            value, names = self._add(task, share, matrix, tell, look, outer=outer)
+            values.append(share * value)
+            fallbacks += names
+            done += task.batch
+        return matrix, math.fsum(values), tuple(dict.fromkeys(fallbacks))
+
+    def _add(
+        self, task: Task, share: float, matrix: SymmetricStorage, progress: Progress | None, look: Look, *, outer: bool
+    ) -> tuple[float, tuple[str, ...]]:
+        """Add one batch to the matrix: nothing where none of the parameters has an effect on its loss."""
+        try:
+            return assemble(task, matrix, share=share, batch_size=self.batch_size, progress=progress, outer=outer, look=look)
+        except TraceError:
+            if reached(task):
+                raise
+        return own_value(task), ()
+
+    def _look(self, first: Task) -> Look:
+        """Return a check that the derivatives of a chunk fit: by what its sweep expects, and near the limit by their shapes."""
+        seen: set[Any] = set()
+        matrix, free = first.size * first.size * first.dtype.itemsize, available_memory(first.device)
+
+        def look(traced: LossTrace, expected: int) -> None:
+            if ROUGH * expected + 2 * matrix < free:
+                return
+            key = tuple(tuple(value.shape) for value in traced.trace.values)
+            if key in seen:
+                return
+            seen.add(key)
+            try:
+                need = measure(traced, first.slices, first.dtype).peak_bytes
+            except (RuntimeError, NotImplementedError, TypeError):  # an operation whose shapes depend on its entries
+                return
+            check_workspace(self.who, need, matrix, first.device, free)
+
+        return look
+
+
+def _shifted(progress: Progress, before: int, samples: int) -> Progress:
+    return lambda done, _: progress(before + done, samples)

@@ -1,0 +1,207 @@
+"""What a Hessian will take, before it is computed: memory, disk, operations, time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hessiankit.curvature.matrix_file import SLAB
+from hessiankit.curvature.planning import PANEL, make_plan
+from hessiankit.engine.problem.task import Task, available_memory
+from hessiankit.engine.storage import zeros
+from hessiankit.support.tables import Piece, Printed, table
+
+_HEADERS = ("of the Hessian", "forecast")
+MARGIN = 64 * 2**20  # bytes for what libraries take besides tensors
+LOOSE = 1.5  # copies that operations make for themselves, and the allocator's holes
+FRESH = 1024  # rows of a matrix of 8 MiB that is touched to see how fast new pages come
+
+
+@dataclass(frozen=True, repr=False)
+class Forecast(Printed):
+    """What computing a Hessian will take, from the shapes of a chunk of samples; nothing has been computed.
+
+    Attributes:
+        parameters: P.
+        dtype: Of the matrix.
+        device: Where it is computed.
+        samples: In all batches.
+        batches: How many.
+        chunks: Groups of samples that are treated together.
+        panels: Groups of rows that are written one after the other; 1 without ``out``.
+        matrix_bytes: The P x P matrix.
+        workspace_bytes: Memory at most, besides the matrix or its panel; three times the real one at worst for models of
+            some size (the small ones take less than the allowance for libraries).
+        memory_bytes: Memory at most, in all.
+        disk_bytes: Of the file, 0 without ``out``.
+        free_memory: Bytes that can be had now.
+        free_disk: The same where ``out`` is; 0 without it.
+        flops: Floating-point operations in products of matrices; a multiply-add counts as two.
+        moved: Bytes read and written by all operations.
+        operations: Operations of torch, as many times as they run.
+        seconds: Estimate from the speeds of this machine, measured just now; a factor of 3 either way is usual.
+        fallbacks: Operations without a closed form, which will be differentiated automatically.
+    """
+
+    parameters: int
+    dtype: str
+    device: str
+    samples: int
+    batches: int
+    chunks: int
+    panels: int
+    matrix_bytes: int
+    workspace_bytes: int
+    memory_bytes: int
+    disk_bytes: int
+    free_memory: int
+    free_disk: int
+    flops: float
+    moved: float
+    operations: int
+    seconds: float
+    fallbacks: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory and disk suffice as they are now."""
+        return self.memory_bytes <= self.free_memory and self.disk_bytes <= self.free_disk
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python values."""
+        return {**asdict(self), "fallbacks": list(self.fallbacks), "fits": self.fits}
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        yield "parameters", f"{self.parameters:,}"
+        yield "matrix", f"{self.parameters:,} x {self.parameters:,} {self.dtype}, {_size(self.matrix_bytes)}"
+        yield "samples", f"{self.samples:,}, in batches: {self.batches:,}, in chunks: {self.chunks:,}"
+        if self.disk_bytes:
+            yield "panels", f"{self.panels:,}"
+            yield "disk", f"{_size(self.disk_bytes)} ({_size(self.free_disk)} free)"
+        yield "work space", f"at most {_size(self.workspace_bytes)}"
+        yield "memory", f"at most {_size(self.memory_bytes)} ({_size(self.free_memory)} free on {self.device})"
+        yield "operations", f"{self.flops:.2g} floating-point, {self.moved:.2g} bytes moved"
+        yield "time", f"about {_duration(self.seconds)}"
+        yield "differentiated automatically", ", ".join(self.fallbacks) or "nothing"
+
+    def _headline(self) -> str:
+        return "Forecast: it fits" if self.fits else "Forecast: it does not fit"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(_HEADERS, self._rows(), left=2, prose=_HEADERS)
+
+
+def forecast(tasks: Sequence[Task], batch_size: int | None, out: str | os.PathLike[str] | None) -> Forecast:
+    """Return what a Hessian will take.
+
+    Args:
+        tasks: One request a batch.
+        batch_size: Samples treated at once, or None.
+        out: Where the matrix shall be written, or None.
+    """
+    first = tasks[0]
+    plan = make_plan(tasks, batch_size, None if out is None else PANEL)
+    size, itemsize = tasks[0].size, first.dtype.itemsize
+    matrix = size * size * itemsize
+    workspace = round(LOOSE * plan.workspace) + MARGIN + (SLAB if out is not None else 0)
+    parts = len(plan.panels.parts)
+    flops, moved = plan.total("flops"), plan.total("moved")
+    operations = round(plan.total("operations"))
+    speed = Speed.measure(first.dtype, first.device)
+    seconds = flops / speed.flops + (moved + 4 * matrix) / speed.bytes + operations * speed.each
+    seconds += (matrix + plan.workspace) / speed.fresh if out is None else 2 * matrix / speed.disk
+    return Forecast(
+        parameters=size,
+        dtype=str(first.dtype).removeprefix("torch."),
+        device=str(first.device),
+        samples=sum(task.batch for task in tasks),
+        batches=len(tasks),
+        chunks=len(plan.chunks),
+        panels=parts,
+        matrix_bytes=matrix,
+        workspace_bytes=workspace,
+        memory_bytes=workspace + (matrix if out is None else plan.panels.largest),
+        disk_bytes=0 if out is None else matrix + 128,
+        free_memory=available_memory(first.device),
+        free_disk=0 if out is None else shutil.disk_usage(os.path.dirname(os.path.abspath(out))).free,
+        flops=flops,
+        moved=moved,
+        operations=operations,
+        seconds=seconds,
+        fallbacks=plan.fallbacks,
+    )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device does in a second (``fresh``: bytes of memory not used before), and what one operation takes at least."""
+
+    flops: float
+    bytes: float
+    fresh: float
+    each: float
+    disk: float = 5e8
+
+    @classmethod
+    def measure(cls, dtype: torch.dtype, device: torch.device) -> Speed:
+        """Measure for a moment each."""
+        a = torch.ones(64, 256, 64, dtype=dtype, device=device)
+        b = torch.ones(2**21, dtype=dtype, device=device)
+        c = torch.ones(8, dtype=dtype, device=device)
+        product, copy, small = (_seconds(f, device) for f in (lambda: a.mT @ a, lambda: b + 1, lambda: c + 1))
+        fresh = FRESH**2 * 8 / min(_touched(device) for _ in range(3))
+        return cls(2 * 64 * 256 * 64 * 64 / product, 2 * b.numel() * b.element_size() / copy, fresh, small)
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    run()
+    _wait(device)
+    start, n = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.02 or n < 3:
+        run()
+        n += 1
+        _wait(device)
+    return (time.perf_counter() - start) / n
+
+
+def _touched(device: torch.device) -> float:
+    start = time.perf_counter()
+    zeros(FRESH, torch.float64, device).fill_(1.0)
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _duration(seconds: float) -> str:
+    """Return a time for people.
+
+    >>> _duration(0.25), _duration(75), _duration(7200)
+    ('0.25 s', '75 s', '2 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.2g} h"
+
+
+def _size(n: float) -> str:
+    """Return bytes for people.
+
+    >>> _size(1536), _size(3 * 2**40)
+    ('1.5 KiB', '3.0 TiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:,.1f} TiB"

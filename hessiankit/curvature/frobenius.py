@@ -1,0 +1,275 @@
+"""The exact Frobenius norms of the Hessian and of its blocks, by panels of rows where the matrix does not fit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.planning import PANEL, Plan, check_workspace, make_plan, panels
+from hessiankit.curvature.streaming import PanelSum
+from hessiankit.engine.diagnosis import not_finite
+from hessiankit.engine.problem.batches import Weights, gather
+from hessiankit.engine.problem.handshake import UNCOMPARED
+from hessiankit.engine.problem.own_call import reached
+from hessiankit.engine.problem.selection import Params, locate
+from hessiankit.engine.problem.task import Loss, Task, available_memory
+from hessiankit.engine.storage import Panel
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError, OutOfMemoryError
+from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.torch_state import one_at_a_time
+
+WHO = "frobenius_norms"
+SHARE = 4  # times the matrix that has to be free for all of it to be made at once
+SLAB = 2**20  # entries whose squares are added at once, in float64
+
+
+@dataclass(frozen=True, repr=False)
+class FrobeniusNorms(Printed):
+    """Frobenius norms of the blocks of a Hessian, or of its Gauss-Newton part; made by :func:`frobenius_norms`.
+
+    Attributes:
+        blocks: By names (i, j), i not after j in the order of ``shapes``: ||H_ij||_F, which is ||H_ji||_F too.
+        shapes: Shape of each parameter.
+        kind: ``"hessian"`` or ``"ggn"``.
+        loss: The loss at this point.
+        fallbacks: Operations without a closed form, which were differentiated automatically one by one.
+        seconds: Time taken.
+        handshake: Whether loss and gradient were compared with those of the module's own call.
+    """
+
+    blocks: dict[tuple[str, str], float]
+    shapes: dict[str, tuple[int, ...]]
+    kind: str
+    loss: float
+    fallbacks: tuple[str, ...]
+    seconds: float
+    handshake: bool = True
+
+    @property
+    def whole(self) -> float:
+        """The norm of the whole matrix: the blocks with i before j count twice."""
+        return math.hypot(*(x for (i, j), x in self.blocks.items() for _ in range(1 if i == j else 2)))
+
+    def block(self, name_i: str, name_j: str) -> float:
+        """Return the norm of the block of two parameters, in either order.
+
+        Raises:
+            InputError: There is no such parameter, or a part of one is asked for.
+        """
+        found = []
+        for name in (name_i, name_j):
+            whole, rows = locate("FrobeniusNorms.block", name, self.shapes)
+            if rows is not None:
+                raise InputError(
+                    f"FrobeniusNorms.block: {name!r} is a part of a parameter, but the norms are of whole ones; pass "
+                    f"{whole!r}, or take hessian(..., lazy=True).frobenius_norm"
+                )
+            found.append(whole)
+        i, j = found
+        return self.blocks[i, j] if (i, j) in self.blocks else self.blocks[j, i]
+
+    def rows(self, name: str) -> float:
+        """Return the norm of all rows of a parameter: of its blocks with every parameter."""
+        return math.hypot(*(self.block(name, other) for other in self.shapes))
+
+    @property
+    def matrix(self) -> Tensor:
+        """The norms as a symmetric matrix, one row and column a parameter, in float64."""
+        return torch.tensor([[self.block(i, j) for j in self.shapes] for i in self.shapes], dtype=torch.float64)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python numbers."""
+        return {
+            "parameters": self._size,
+            "kind": self.kind,
+            "loss": self.loss,
+            "frobenius_norm": self.whole,
+            "fallbacks": list(self.fallbacks),
+            "seconds": self.seconds,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "blocks": [{"row": i, "column": j, "frobenius_norm": x} for (i, j), x in self.blocks.items()],
+        }
+
+    @property
+    def _size(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for i, shape in self.shapes.items():
+            others = [j for j in self.shapes if j != i]
+            largest = max(others, key=lambda j: self.block(i, j), default=None)
+            last = ("", "") if largest is None else (largest, f"{self.block(i, largest):.4g}")
+            yield i, " x ".join(map(str, shape)) or "1", f"{self.block(i, i):.4g}", f"{self.rows(i):.4g}", *last
+
+    def _headline(self) -> str:
+        of = "the Hessian" if self.kind == "hessian" else "the Gauss-Newton part of the Hessian"
+        title = f"Frobenius norm of {of}, {self._size:,} x {self._size:,}: {self.whole:.6g}; loss {self.loss:.6g}, "
+        title += f"{self.seconds:.2f} s"
+        title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
+        return title + ("" if self.handshake else UNCOMPARED)
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(_HEADERS, self._rows(), left=2, names=self.shapes, drop=("shape", "all its rows"))
+
+
+_HEADERS = ("parameter i", "shape", "||H_ii||_F", "all its rows", "largest with", "||H_ij||_F")
+
+
+@checked("frobenius_norms")
+@one_at_a_time
+def frobenius_norms(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    batch_size: int | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    kind: str = "hessian",
+    panel_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    handshake: bool = True,
+) -> FrobeniusNorms:
+    """Return the exact Frobenius norm of every block of the Hessian of ``loss(module(inputs), target)``, and of all of it.
+
+    The matrix is computed by the closed forms of :func:`hessiankit.hessian`: its upper half at once where four times the matrix
+    is free and the derivatives fit beside it, else some rows at a time, all those of a parameter together, dropped before the
+    next are computed. The squares of the entries are added up in float64.
+
+    By panels, memory is one panel of rows (see ``panel_bytes``), the derivatives of one chunk of samples, and at most 512 MiB of
+    curvature between activations, kept so that it is not computed again for each panel. Where more than that would have to be
+    kept, panels are made larger, up to half of what is free, because every panel then repeats a part of the work. Nothing of the
+    module is changed, so Ctrl-C is safe at any time, and leaves nothing behind.
+
+    Args:
+        module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
+        inputs: The inputs, or several batches.
+        target: What the loss compares with.
+        loss: ``"mse"``, ``"cross_entropy"``, a callable, or None where the module returns its loss.
+        params: Which parameters; whole parameters.
+        batch_size: Samples treated at once; chosen by available work space by default.
+        weights: The number of terms of each batch, for losses whose mean is over an unknown number.
+        reduction: ``"mean"`` or ``"sum"`` over all terms.
+        kind: ``"hessian"``, or ``"ggn"`` for the outer-product part J^T L'' J.
+        panel_bytes: What rows of the matrix may take at once; None: the matrix at once, or 256 MiB and more, as above. A block of
+            two parameters, m n numbers, is held in one piece, even where it takes more than that.
+        progress: Called with (samples done, in all), each sample counted once for each panel.
+        handshake: As in :func:`hessiankit.hessian`.
+
+    Raises:
+        InputError: If an argument cannot be used, or if an entry of the Hessian is not finite.
+        TraceError: If torch cannot trace the module.
+        OutOfMemoryError: If a panel and the derivatives of one chunk of samples do not fit, before they are computed.
+
+    The Hessian of a linear layer under squared error is 2/(L d_out) X^T X (x) I; here [[2, 2], [2, 4]] for the weight,
+    [2] for the bias and [2, 2] between them:
+
+    >>> layer = nn.Linear(2, 1, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> found = frobenius_norms(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+    >>> [round(x**2, 12) for x in (found.block("weight", "weight"), found.block("bias", "weight"), found.whole)]
+    [28.0, 8.0, 48.0]
+    """
+    start = time.perf_counter()
+    if panel_bytes is not None and panel_bytes < 1:
+        raise InputError(f"{WHO}: panel_bytes={panel_bytes} holds no entry; pass 1 or more, or None")
+    tasks, parts = gather(
+        WHO,
+        module,
+        inputs,
+        target,
+        loss,
+        params,
+        kind=kind,
+        batch_size=batch_size,
+        weights=weights,
+        reduction=reduction,
+        handshake=handshake,
+    )
+    shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
+    if panel_bytes is None and (dense := _dense(tasks, parts, batch_size, progress, outer=kind == "ggn")) is not None:
+        return FrobeniusNorms(dense[0], shapes, kind, *dense[1:], time.perf_counter() - start, handshake)
+    with torch.no_grad():
+        plan = _plan(tasks, batch_size, panel_bytes)
+        if not plan.chunks:
+            raise _without_effect(tasks[0])
+        total = PanelSum(WHO, tasks, parts, plan.chunks, plan.panels.parts, plan.kept, progress, outer=kind == "ggn")
+        found: dict[tuple[str, str], float] = {}
+        for n in range(len(plan.panels.parts)):
+            found |= _norms(total.panel(n)[0])  # which goes before the next one comes
+        value = total.loss()
+    blocks = {(i, j): found[i, j] for i in shapes for j in shapes if (i, j) in found}
+    return FrobeniusNorms(blocks, shapes, kind, value, plan.fallbacks, time.perf_counter() - start, handshake)
+
+
+def _dense(
+    tasks: Sequence[Task],
+    parts: Sequence[float],
+    batch_size: int | None,
+    progress: Callable[[int, int], None] | None,
+    *,
+    outer: bool,
+) -> tuple[dict[tuple[str, str], float], float, tuple[str, ...]] | None:
+    """Return the norms of the blocks of the whole matrix, the loss and the fallbacks; None where it leaves too little memory."""
+    first = tasks[0]
+    if SHARE * first.size**2 * first.dtype.itemsize > available_memory(first.device):
+        return None
+    try:
+        matrix, value, fallbacks = Evaluation(WHO, tasks, parts, batch_size, progress).assembled(tasks, progress, outer=outer)
+    except OutOfMemoryError:  # said before the derivatives are made; one panel leaves them more room
+        return None
+    names = list(first.parameters)
+    found = {(i, j): _norm(matrix.block(i, j)) for n, i in enumerate(names) for j in names[n:]}
+    if (broken := next((pair for pair, norm in found.items() if not math.isfinite(norm)), None)) is not None:
+        raise not_finite(WHO, *broken, tasks)
+    if not any(found.values()) and not any(reached(task) for task in tasks):
+        raise _without_effect(first)
+    return found, value, fallbacks
+
+
+def _without_effect(task: Task) -> InputError:
+    names = ", ".join(map(repr, task.parameters))
+    return InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
+
+
+def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> Plan:
+    """Return a plan whose panels are of ``limit`` bytes; of few large ones, if each of them would take most of the work again.
+
+    Raises:
+        OutOfMemoryError: A panel and the work space do not fit.
+    """
+    first = tasks[0]
+    plan = make_plan(tasks, batch_size, limit or PANEL)
+    if limit is None and len(plan.panels.parts) > 1 and plan.kept < len(plan.chunks):
+        room = (available_memory(first.device) - plan.workspace) // 2
+        sizes = [p.numel() for p in tasks[0].parameters.values()]
+        plan = replace(plan, panels=panels(sizes, first.dtype.itemsize, max(PANEL, room)))
+    check_workspace(WHO, plan.workspace, plan.panels.largest, first.device)
+    return plan
+
+
+def _norms(panel: Panel) -> dict[tuple[str, str], float]:
+    names = list(panel.order)
+    pairs = [(names[i], names[j]) for i in panel.rows for j in panel.columns if i <= j]
+    return {(i, j): _norm(panel.block(i, j)) for i, j in pairs}
+
+
+def _norm(block: Tensor) -> float:
+    """Return the Frobenius norm, by some rows at a time: in float64, which would double a float32 block taken at once.
+
+    >>> _norm(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+    5.0
+    """
+    step = max(1, SLAB // max(block.shape[1], 1))
+    return math.hypot(*(float(torch.linalg.vector_norm(rows, dtype=torch.float64)) for rows in block.split(step)))

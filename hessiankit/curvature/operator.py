@@ -1,0 +1,391 @@
+"""The exact Hessian, or its Gauss-Newton part, as a linear operator: products without the P x P matrix.
+
+Values and adjoints are computed once, when the operator is made (see :mod:`hessiankit.engine.linearisation`); a product is
+one sweep forward and one sweep back for a whole block of vectors, through whatever operations the module uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hessiankit.engine.assembly import WORKSPACE
+from hessiankit.engine.diagnosis import REMEDY
+from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
+from hessiankit.engine.problem.batches import Weights, requests, shares
+from hessiankit.engine.problem.task import Loss, Params, Task, check_memory
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import one_at_a_time, without_autocast
+
+KINDS = ("hessian", "ggn", "fisher")
+WHO = "hessian_operator"
+
+
+class HessianOperator(LinearOperator):
+    """The Hessian of a scalar loss, or its Gauss-Newton part, known by its products; made by :func:`hessian_operator`.
+
+    A ``scipy.sparse.linalg.LinearOperator``, symmetric: ``eigsh(operator, k=3)`` and the like take it as it is. ``@`` takes
+    torch vectors (P,) and matrices (P, k) on the operator's device and in its dtype, and NumPy arrays of the same shapes.
+
+    Attributes:
+        shape: (P, P).
+        dtype: The dtype as NumPy spells it, which SciPy needs; ``torch_dtype`` is torch's. A half-precision module has
+            products in float32.
+        device: Where the products are computed.
+        names: Parameter names, in the order of the entries of a vector.
+        slices: Entries of each parameter.
+        kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
+        loss: The loss at this point.
+        fallbacks: Operations without a closed form, which are differentiated automatically one by one.
+        block_size: Vectors treated at once.
+        handshake: Whether loss and gradient were compared with those of the module's own call.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        batches: list[Batch],
+        weights: list[float],
+        kind: str,
+        block_size: int | None,
+    ) -> None:
+        self.torch_dtype, self.device = task.dtype, task.device
+        super().__init__(torch.empty(0, dtype=self.torch_dtype).numpy().dtype, (task.size, task.size))
+        self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
+        self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
+        self._batches, self._weights, self.handshake = batches, weights, task.reference is not None
+        self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
+        self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
+        self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
+        self._symmetry: float | None = None
+        self._pair: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """The gradient at this point, (P,): half a product, at the first reading."""
+        with torch.no_grad(), without_autocast():
+            return self._sum(b.gradient() for b in self._batches)
+
+    @property
+    def symmetry_error(self) -> float:
+        """``|<u, H v> - <v, H u>|`` of two vectors, relative to ``|u| |H v|``: the rounding level.
+
+        Of the first two vectors that were multiplied; before that, of two random ones, at the price of their products.
+        """
+        if self._symmetry is None:
+            generator = torch.Generator(self.device).manual_seed(0)
+            pairs = []
+            for _ in range(2):
+                v = torch.randn(1, self.shape[0], generator=generator, dtype=self.torch_dtype, device=self.device)
+                pairs.append((v[0], self._blocks(v)[0]))
+                self._check_finite(*pairs[-1])
+            self._symmetry, self._pair = self._asymmetry(*pairs[0], *pairs[1]), None
+        return self._symmetry
+
+    def __matmul__(self, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return self._product(other)
+        if isinstance(other, LinearOperator):
+            return super().__matmul__(other)
+        if not isinstance(other, (np.ndarray, list, tuple)):
+            raise InputError(
+                f"HessianOperator: cannot multiply with a {type(other).__name__}; expected a torch tensor or a NumPy array, "
+                f"a vector ({self.shape[0]},) or a matrix ({self.shape[0]}, k)"
+            )
+        return self._numpy_product(other)
+
+    def dot(self, x: Any) -> Any:
+        """Return the product with a torch tensor, a NumPy array, a list of numbers, a number or another operator."""
+        return super().dot(x) if np.isscalar(x) or isinstance(x, LinearOperator) else self @ x
+
+    def to_matrix(self) -> Tensor:
+        """Return the P x P matrix, a block of columns at a time.
+
+        Raises:
+            OutOfMemoryError: If it does not fit.
+        """
+        size = self.shape[0]
+        check_memory("HessianOperator.to_matrix", size, self.torch_dtype, self.device, copies=1)
+        out = torch.empty(size, size, dtype=self.torch_dtype, device=self.device)
+        for start in range(0, size, self.block_size):
+            units = out.new_zeros(min(self.block_size, size - start), size)
+            units.diagonal(start).fill_(1.0)
+            out[start : start + units.shape[0]] = self._rows(units)
+        return out.T
+
+    def to_torch(self) -> TorchOperator:
+        """Return the operator with torch's dtype, for torch vectors only, as the estimators of curvlinops expect it."""
+        return TorchOperator(self)
+
+    def _product(self, vectors: Tensor) -> Tensor:
+        expected = f"a vector ({self.shape[0]},) or a matrix ({self.shape[0]}, k)"
+        if vectors.ndim not in (1, 2) or vectors.shape[0] != self.shape[0]:
+            raise InputError(
+                f"HessianOperator: cannot multiply with shape {tuple(vectors.shape)}; expected {expected}, with entries "
+                "in the order of named_parameters(), see .slices"
+            )
+        if vectors.dtype != self.torch_dtype:
+            raise InputError(f"HessianOperator: the vectors are {vectors.dtype}; expected {self.torch_dtype}: convert them")
+        if vectors.device != self.device:
+            raise InputError(f"HessianOperator: the vectors are on {vectors.device}, the operator on {self.device}; move them")
+        if vectors.ndim == 1:
+            return self._rows(vectors.detach().unsqueeze(0))[0]
+        return self._rows(vectors.detach().T).T
+
+    @torch.no_grad()
+    def _rows(self, rows: Tensor) -> Tensor:
+        with without_autocast():
+            found = self._blocks(rows)
+        if self._symmetry is None and len(rows):
+            self._test_symmetry(rows, found)
+        return found
+
+    def _blocks(self, rows: Tensor) -> Tensor:
+        blocks = [self._sum(batch.product(part) for batch in self._batches) for part in rows.split(self.block_size) if len(part)]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else rows.clone()
+
+    def _sum(self, terms: Iterable[Tensor]) -> Tensor:
+        """Return the batches' terms, each times its weight; many are summed in double precision, where the device has it."""
+        if self._weights == [1.0]:
+            return next(iter(terms))
+        wide = self.torch_dtype if self.device.type == "mps" else torch.float64
+        total: Tensor | None = None
+        for weight, term in zip(self._weights, terms, strict=True):
+            total = term.to(wide).mul_(weight) if total is None else total.add_(term, alpha=weight)
+        assert total is not None
+        return total.to(self.torch_dtype)
+
+    def _numpy_product(self, given: Any) -> np.ndarray[Any, Any]:
+        try:
+            x = np.asarray(given)
+        except ValueError as error:  # rows of several lengths
+            raise InputError(f"HessianOperator: cannot multiply with a {type(given).__name__}: {error}") from error
+        if not np.can_cast(x.dtype, self.dtype):
+            raise InputError(f"HessianOperator: the array is {x.dtype}, which {self.dtype} cannot hold; convert it")
+        vectors = torch.from_numpy(np.array(x, dtype=self.dtype, order="C")).to(self.device, self.torch_dtype)
+        result: np.ndarray[Any, Any] = self._product(vectors).cpu().numpy()
+        return result
+
+    def _matvec(self, x: Any) -> Any:
+        return self._numpy_product(x)
+
+    def _matmat(self, X: Any) -> Any:
+        return self._numpy_product(X)
+
+    def _adjoint(self) -> HessianOperator:
+        return self
+
+    def _transpose(self) -> HessianOperator:
+        return self
+
+    def _test_symmetry(self, rows: Tensor, found: Tensor) -> None:
+        """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?
+
+        Raises:
+            InputError: They are not.
+        """
+        self._check_finite(rows, found)
+        large, pair = self.shape[0] > LARGE, self._pair  # of its own: another thread may multiply too
+        for v, Hv in zip(rows, found, strict=True):
+            if pair is None:
+                pair = None if large and len(rows) == 1 else (v.clone(), Hv.clone())
+            elif not _parallel(pair[0], v):
+                self._symmetry, self._pair = self._asymmetry(*pair, v, Hv), None
+                return
+        self._pair = None if large else pair
+
+    def _check_finite(self, rows: Tensor, found: Tensor) -> None:
+        if not bool(torch.isfinite(torch.stack(torch.aminmax(found))).all()) and bool(torch.isfinite(rows).all()):
+            place = next((phrase for b in self._batches if (phrase := b.origin())), None)
+            named = f": the operation {place}" if place else ""
+            raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")
+
+    def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
+        scale = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2
+        error = abs(float(u @ Hv) - float(v @ Hu)) / scale if scale else 0.0
+        allowed = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._batches)) ** 0.5
+        if not error <= allowed:  # NaN too
+            named = f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
+            raise InputError(
+                f"{WHO}: <u, Hv> and <v, Hu> differ by {error:.1e} of |u||Hv|, more than rounding ({allowed:.1e}){named}. An "
+                "operation has a wrong second derivative or overflows, or terms cancel, as in a cross entropy by logsumexp at a "
+                "loss of almost 0 (loss='cross_entropy' does not); write it in other operations, or use a wider dtype"
+            )
+        return error
+
+
+class TorchOperator:
+    """A :class:`HessianOperator` for torch vectors only, with the attributes that curvlinops' estimators ask for."""
+
+    def __init__(self, operator: HessianOperator) -> None:
+        self._operator = operator
+        self.shape: tuple[int, int] = operator.shape
+        self.dtype, self.device = operator.torch_dtype, operator.device
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        return self._operator @ vectors  # type: ignore[no-any-return]
+
+    @property
+    def T(self) -> TorchOperator:
+        """The transpose: the operator itself."""
+        return self
+
+    def adjoint(self) -> TorchOperator:
+        """Return the adjoint: the operator itself."""
+        return self
+
+    def to_scipy(self) -> HessianOperator:
+        """Return the SciPy operator."""
+        return self._operator
+
+
+def _is_large(module: nn.Module) -> bool:
+    own = module.parameters() if isinstance(module, nn.Module) else ()
+    return sum(p.numel() for p in own if not is_lazy(p)) > LARGE
+
+
+def _parallel(u: Tensor, v: Tensor) -> bool:
+    """Tell whether two vectors have almost one direction, or one is zero: they test nothing then."""
+    return not abs(float(u @ v)) < 0.99 * float(u.norm() * v.norm())
+
+
+@checked("hessian_operator")
+@one_at_a_time
+def hessian_operator(
+    module: nn.Module,
+    data: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    kind: str = "hessian",
+    block_size: int | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    handshake: bool = True,
+    recompute: Recompute = None,
+    micro_batch: int | None = None,
+    snapshot: bool | None = None,
+) -> HessianOperator:
+    """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
+
+    The module is traced and linearised here, once for each batch, at its parameters; later training does not move the operator
+    (``snapshot``). This costs about two gradients and a half, a product about two. Memory: what the derivatives need of the
+    module's values for all the data, and in a product at most about 512 MiB of tangents (``block_size`` vectors at a time, chosen
+    to stay below that; a CPU takes fewer together, as its caches hold), never P x P. The first two products are tested: they are
+    finite, and <u, H v> = <v, H u>. From 4 million parameters on nothing of their size is kept for that, nor for later training:
+    only vectors that are multiplied together are tested, beside one operation of each kind here.
+
+    Args:
+        module: Any module whose forward torch can trace; see :func:`hessiankit.hessian` for what it may return.
+        data: The inputs, with ``target``, or several batches, as in :func:`hessiankit.hessian`.
+        target: What the loss compares with, as in :func:`hessiankit.hessian`.
+        loss: As in :func:`hessiankit.hessian`.
+        params: As in :func:`hessiankit.hessian`; whole parameters.
+        kind: ``"hessian"``; ``"ggn"``, the outer-product part J^T L'' J; ``"fisher"``, the same for the two named losses,
+            whose Fisher information it is (of a Gaussian, or of the softmax's categorical distribution).
+        block_size: Vectors of a block treated at once.
+        weights: As in :func:`hessiankit.hessian`.
+        reduction: As in :func:`hessiankit.hessian`.
+        handshake: As in :func:`hessiankit.hessian`; once for each batch, here.
+        recompute: ``"layers"``: keep the values where a single one passes, as the residual stream between two sublayers, and what
+            products with weights return; the rest is made anew in every product, a sublayer at a time, as checkpointing
+            of activations does. Half as much time again.
+        micro_batch: Samples of a batch treated at once, each part anew in every product: the memory of so many samples. For
+            losses 'mse', 'cross_entropy' and torch's own, and samples that do not depend on each other.
+        snapshot: Whether to keep copies of the parameters. Without, nothing is copied, and a product after a change of the
+            parameters is an error. None: copies of up to 4 million parameters, unless ``recompute`` or ``micro_batch`` is given.
+
+    Raises:
+        InputError: If an argument cannot be used, or if the module is not a function: it draws random numbers, or a call
+            changes its buffers or its result.
+        TraceError: If torch cannot trace the module.
+
+    The Hessian of a linear layer under squared error, 2/(L d_out) X^T X (x) I, known by hand:
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> operator = hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+    >>> (operator @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
+    [4.0, 6.0]
+    """
+    check_options(loss, kind, block_size)
+    check_memory_options(recompute, micro_batch)
+    lean = recompute is not None or micro_batch is not None or _is_large(module)
+    task, batches, counts = linearised(
+        module,
+        data,
+        target,
+        loss=loss,
+        params=params,
+        kind=kind,
+        weights=weights,
+        reduction=reduction,
+        handshake=handshake,
+        share=lean if snapshot is None else not snapshot,
+        recompute=recompute,
+        micro_batch=micro_batch,
+    )
+    if all(isinstance(batch, Constant) for batch in batches):
+        names = ", ".join(map(repr, task.parameters))
+        raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
+    return HessianOperator(task, batches, shares(counts, loss, reduction), kind, block_size)
+
+
+@one_at_a_time
+def linearised(
+    module: nn.Module,
+    data: Any,
+    target: Any,
+    *,
+    loss: Loss,
+    params: Params,
+    kind: str,
+    weights: Weights,
+    reduction: str | None,
+    handshake: bool = True,
+    share: bool = False,
+    recompute: Recompute = None,
+    micro_batch: int | None = None,
+) -> tuple[Task, list[Batch], list[float]]:
+    """Return the last request, and every batch linearised with its count; arguments as in :func:`hessian_operator`."""
+    batches: list[Batch] = []
+    counts: list[float] = []
+    made = requests(
+        WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake, share=share
+    )
+    for task, count in made:
+        if kind != "hessian" and task.whole:
+            raise InputError(f"{WHO}: kind={kind!r} needs the module's output as one tensor, but the loss is given an object")
+        with torch.no_grad():
+            batches.append(linearise(task, gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
+        counts.append(count)
+    return task, batches, counts
+
+
+def check_options(loss: Loss, kind: str, block_size: int | None) -> None:
+    """Raise InputError if the options of an operator cannot be used together."""
+    if kind not in KINDS:
+        raise InputError(f"{WHO}: kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
+    if kind != "hessian" and loss is None:
+        raise InputError(f"{WHO}: kind={kind!r} needs the module's output, which loss=None hides; pass loss=...")
+    if kind == "fisher" and not isinstance(loss, str):
+        raise InputError(f"{WHO}: kind='fisher' needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
+    if block_size is not None and block_size < 1:
+        raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
+
+
+def check_memory_options(recompute: Recompute, micro_batch: int | None) -> None:
+    """Raise InputError if the options that save memory are not known."""
+    if recompute not in (None, "layers"):
+        raise InputError(f"{WHO}: recompute={recompute!r} is not known; pass 'layers' or None")
+    if micro_batch is not None and micro_batch < 1:
+        raise InputError(f"{WHO}: micro_batch={micro_batch} leaves no sample to treat; pass 1 or more, or None")

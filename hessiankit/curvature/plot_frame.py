@@ -1,0 +1,383 @@
+"""The page of a picture: maps in a row, labels that do not overlap, pixels for entries, a colour bar, a caption."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from hessiankit.support.errors import InputError
+from hessiankit.support.files import make_folder, write_bytes
+
+SCALES = ("blocks", "parameters")
+POOLINGS = ("max", "rms")
+
+_LINEAR = (
+    (r"in_proj|c_attn|qkv|Wqkv", "QKV"),
+    (r"(self_attn|attention|attn)\.(.*\.)?(out_proj|o_proj|c_proj|dense|proj)|o_proj|wo", "O"),
+    (r"query|q_proj|wq|to_q", "Q"),
+    (r"key|k_proj|wk|to_k", "K"),
+    (r"value|v_proj|wv|to_v", "V"),
+    (r"linear1|fc1|c_fc|fc_in|up_proj|intermediate(\.dense)?", "1"),
+    (r"linear2|fc2|fc_out|down_proj|mlp.*c_proj|output\.dense", "2"),
+    (r"gate_proj", "G"),
+    (r"patch_embed.*|wte|embed_tokens|tok_emb.*|embedding|embed|embeddings.*word.*", "E"),
+    (r"lm_head|head|classifier|fc|unembed", "C"),
+)
+_NORM = (
+    (r"(norm|ln|layernorm)_?1|input_layernorm|layernorm_before", "1"),
+    (r"(norm|ln|layernorm)_?2|post_attention_layernorm|layernorm_after", "2"),
+    (r"(norm|ln)_?f|norm|final_norm|final_layernorm|layernorm", "f"),
+)
+_POSITION = r"(.*\.)?(P|position|pos_embed|wpe|pos_emb|positional_embedding|position_embeddings?)"
+
+
+def short_labels(names: Sequence[str]) -> list[str]:
+    """Return the papers' letters for parameter names, in Matplotlib's math text.
+
+    A name whose letters are not known, or would be another one's too, is kept as it is. Where several layers take part
+    their index follows the letter's.
+
+    >>> short_labels(["blocks.0.attention.W_Q", "blocks.0.norm_1.weight", "position", "my.scale"])
+    ['$W_Q$', '$\\\\gamma_1$', '$P$', 'my.scale']
+    >>> short_labels(["h.0.mlp.c_fc.bias", "h.1.mlp.c_fc.bias"])
+    ['$b_{1,0}$', '$b_{1,1}$']
+    """
+    layers = [re.search(r"(?:^|\.)(\d+)\.", name) for name in names]
+    several = len({layer.group(1) for layer in layers if layer}) > 1
+    labels = []
+    for name, layer in zip(names, layers, strict=True):
+        letters = _letters(re.sub(r"(^|\.)\d+(?=\.)", "", name).lstrip("."))
+        if letters is None:
+            labels.append(name)
+            continue
+        letter, index = letters
+        index = ",".join(part for part in (index, layer.group(1) if several and layer else "") if part)
+        subscript = index if len(index) == 1 else f"{{{index}}}"
+        labels.append(f"${letter}_{subscript}$" if index else f"${letter}$")
+    count = Counter(labels)
+    return [label if count[label] == 1 else name for name, label in zip(names, labels, strict=True)]
+
+
+def block_pixels(sizes: Sequence[int], pixels: int, scale: str) -> np.ndarray:
+    """Return how many of ``pixels`` each block takes along one axis: equally many, or in proportion to its size.
+
+    Every block keeps at least one pixel; the widths add up to ``pixels`` (to the number of blocks, if that is more).
+
+    >>> block_pixels([1, 1, 10], 12, "blocks").tolist(), block_pixels([1, 1, 10], 12, "parameters").tolist()
+    ([4, 4, 4], [1, 1, 10])
+    """
+    if scale not in SCALES:
+        raise InputError(f"heatmap: scale={scale!r} is not known; choose 'blocks' or 'parameters'")
+    weights = np.ones(len(sizes)) if scale == "blocks" else np.asarray(sizes, dtype=float)
+    edges = np.round(np.concatenate([[0.0], np.cumsum(weights)]) / weights.sum() * pixels).astype(int)
+    widths = np.maximum(np.diff(edges), 1)
+    while widths.sum() > max(pixels, len(sizes)):  # blocks rounded up to a pixel take it from the widest
+        widths[widths.argmax()] -= 1
+    return widths
+
+
+def pixel_starts(sizes: Sequence[int], widths: Sequence[int]) -> np.ndarray:
+    """Return the first entry that each pixel covers, for blocks of ``sizes`` entries drawn ``widths`` pixels wide.
+
+    A pixel covers the entries up to the next pixel's first one, and one entry where both are the same.
+
+    >>> pixel_starts([4, 1], [2, 3]).tolist()
+    [0, 2, 4, 4, 4]
+    """
+    starts = []
+    offset = 0
+    for size, width in zip(sizes, widths, strict=True):
+        starts.append(offset + np.arange(width) * size // width)
+        offset += size
+    return np.concatenate(starts)
+
+
+def pool(matrix: np.ndarray, starts: np.ndarray, how: str) -> np.ndarray:
+    """Reduce |matrix| to pixels: the largest or the root mean square of the entries that a pixel covers.
+
+    >>> pool(np.array([[3.0, -4.0], [0.0, 0.0]]), np.array([0]), "max")
+    array([[4.]])
+    >>> pool(np.array([[3.0, -4.0], [0.0, 0.0]]), np.array([0, 1]), "rms")
+    array([[3., 4.],
+           [0., 0.]])
+    """
+    if how not in POOLINGS:
+        raise InputError(f"heatmap: pooling={how!r} is not known; choose 'max' or 'rms'")
+    if how == "max":
+        return np.maximum.reduceat(np.maximum.reduceat(np.abs(matrix), starts, axis=1), starts, axis=0)
+    top = float(np.abs(matrix).max()) or 1.0
+    squares = np.add.reduceat(np.add.reduceat(np.square(matrix / top), starts, axis=1), starts, axis=0)
+    count = np.maximum(np.diff(np.append(starts, matrix.shape[0])), 1)
+    return top * np.sqrt(squares / np.outer(count, count))
+
+
+def colour_range(values: np.ndarray, outside: float = 0.005, span: int = 8) -> tuple[float, float]:
+    """Return the ends of a log scale for positive values: the largest one, and the one that a share of ``outside`` lie below.
+
+    At most ``span`` decades; widened to whole decades where fewer than two powers of ten, the ticks, lie between.
+
+    >>> colour_range(np.array([0.2, 3.0])), colour_range(np.array([1e-20, 3.0]), span=2)
+    ((0.1, 10.0), (0.03, 3.0))
+    """
+    positive = values[values > 0]
+    if not positive.size:
+        return 0.1, 1.0
+    high = float(positive.max())
+    low = max(float(np.quantile(positive, outside)), high / 10.0**span)
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    if last > first:
+        return low, high
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    return 10.0**first, 10.0 ** max(last, first + 1)
+
+
+def spread(centres: Sequence[float], lengths: Sequence[float], low: float, high: float) -> np.ndarray:
+    """Move labels apart along a line as little as possible (least squares) and keep them inside.
+
+    Args:
+        centres: Where each label would stand, ascending.
+        lengths: Room that each label needs.
+        low: Beginning of the line.
+        high: End of the line; the labels run past it evenly if they need more than there is.
+
+    >>> spread([1.0, 1.0, 9.0], [2.0, 2.0, 2.0], 0.0, 10.0).tolist()
+    [1.0, 3.0, 9.0]
+    """
+    room = np.asarray(lengths, dtype=float)
+    offsets = np.cumsum(room) - room / 2  # label k stands at position_k + offset_k, positions ascending
+    low, high = (low, high - room.sum()) if room.sum() <= high - low else ((low + high - room.sum()) / 2,) * 2
+    groups: list[tuple[float, int]] = []  # mean position and number of labels, ascending: pool adjacent violators
+    for wish in np.asarray(centres, dtype=float) - offsets:
+        mean, count = float(wish), 1
+        while groups and groups[-1][0] > mean:
+            before, n = groups.pop()
+            mean, count = (before * n + mean * count) / (n + count), n + count
+        groups.append((mean, count))
+    return np.clip(np.repeat([mean for mean, _ in groups], [count for _, count in groups]), low, high) + offsets
+
+
+def _letters(name: str) -> tuple[str, str] | None:
+    """Return the letter and its index for one name without layer indices, or None."""
+    direct = re.fullmatch(r"(?:.*\.)?([A-Za-z])_([A-Za-z0-9]+)", name)
+    if direct:
+        return direct.group(1), direct.group(2)
+    if re.fullmatch(_POSITION + r"(\.weight)?", name):
+        return "P", ""
+    match = re.fullmatch(r"(.*?)[._](weight|bias)", name)
+    if not match:
+        return None
+    owner, kind = match.groups()
+    for patterns, letters in ((_NORM, (r"\gamma", r"\beta")), (_LINEAR, ("W", "b"))):
+        for pattern, subscript in patterns:
+            if re.fullmatch(rf"(.*\.)?({pattern})", owner):
+                return letters[kind == "bias"], subscript
+    return None
+
+
+DPI = 200
+POINT = DPI / 72
+INK = "#1f1f1f"
+FAINT = "#5a5a5a"
+ZERO = "#a6a6a6"
+COLOURS = "viridis"
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "mathtext.fontset": "cm",
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.linewidth": 0.6,
+    "ytick.color": INK,
+    "svg.hashsalt": "hessiankit",
+    "svg.fonttype": "path",
+}
+SUFFIXES: dict[str, dict[str, None]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+
+
+class Picture(Figure):
+    """A Matplotlib figure that also shows itself in a notebook without any backend being chosen."""
+
+    def _repr_png_(self) -> bytes:
+        return picture_bytes(self, ".png")
+
+
+class Frame:
+    """Axes and their furniture; every length is a whole pixel, so that one number of a map is one pixel of the picture.
+
+    Args:
+        titles: One for each map; empty ones take no room.
+        side: Side of a map in pixels.
+        labels: Names of the blocks along both axes.
+        widths: Pixels of each block.
+        title: Above all maps.
+        caption: Sentences at the foot.
+    """
+
+    def __init__(
+        self,
+        titles: Sequence[str],
+        side: int,
+        labels: Sequence[str],
+        widths: np.ndarray,
+        title: str | None,
+        caption: Sequence[str],
+    ) -> None:
+        if title and len(titles) == 1 and not titles[0]:
+            titles, title = [title], None
+        self.side, self.labels = side, list(labels)
+        self.edges = np.concatenate([[0], np.cumsum(widths)])
+        self.centres = (self.edges[1:] + self.edges[:-1]) / 2
+        self.font = float(min(10.0, max(6.0, 0.75 * side / len(labels) / POINT)))
+        wide, high = _measure(self.labels, self.font)
+        line = 1.2 * self.font * POINT
+        self.rows = spread(self.centres, np.maximum(high, line).tolist(), 0, side)
+        flat = wide + 0.35 * self.font * POINT
+        self.upright = bool(flat.sum() > side or (np.ptp(widths) <= 1 and wide.max() + 0.3 * self.font * POINT > widths.max()))
+        self.columns = spread(self.centres, (np.full(len(flat), line) if self.upright else flat).tolist(), 0, side)
+        moved = max(np.abs(self.rows - self.centres).max(), np.abs(self.columns - self.centres).max())
+        self.lead = 40 if moved > 3 else 0
+        pad, gap, foot_line = 14, 44, 30
+        left = int(wide.max()) + self.lead + 3 * pad
+        under = int(wide.max() if self.upright else high.max()) + self.lead + 2 * pad
+        maps = len(titles) * side + (len(titles) - 1) * gap
+        width = left + maps + 190
+        foot = textwrap.wrap("; ".join(caption) + ".", int((width - left - pad) / 11.4)) if caption else []
+        below = under + len(foot) * foot_line + (2 * pad if foot else pad)
+        above = pad + max(pad, (46 if title else 0) + (48 if any(titles) else 0))
+        height = above + side + below
+        self.figure = Picture(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
+        FigureCanvasAgg(self.figure)
+        self.axes: list[Axes] = []
+        for k, text in enumerate(titles):
+            place = ((left + k * (side + gap)) / width, below / height, side / width, side / height)
+            axes = self.figure.add_axes(place, xticks=[], yticks=[])
+            axes.set_title(text, fontsize=10.5, pad=5)
+            self.axes.append(axes)
+        self._bar = ((left + maps + 30) / width, below / height, 34 / width, side / height)
+        if title:
+            self.figure.text((left + maps / 2) / width, 1 - pad / height, title, fontsize=11.5, ha="center", va="top")
+        for k, text in enumerate(foot):
+            place_y = (below - under - pad - k * foot_line) / height
+            self.figure.text(left / width, place_y, text, fontsize=7.2, color=FAINT, va="top")
+
+    def image(self, k: int, values: np.ndarray, low: float, high: float) -> AxesImage:
+        """Fill map ``k`` with positive numbers in log scale; masked ones become grey."""
+        colours = mpl.colormaps[COLOURS].with_extremes(bad=ZERO)
+        extent = (0, self.side, self.side, 0)
+        return self.axes[k].imshow(values, cmap=colours, norm=LogNorm(low, high), interpolation="nearest", extent=extent)
+
+    def separate(self, k: int, width: float) -> None:
+        """Draw thin lines between the blocks of map ``k``."""
+        lines = self.edges[1:-1]
+        self.axes[k].hlines(lines, 0, self.side, color="white", linewidth=width)
+        self.axes[k].vlines(lines, 0, self.side, color="white", linewidth=width)
+
+    def label(self, k: int) -> None:
+        """Write the names below map ``k`` and, for the first map, to its left, with leaders where a name had to move."""
+        axes, near, far = self.axes[k], 6, 6 + self.lead
+        style: dict[str, Any] = {"fontsize": self.font, "clip_on": False}
+        for text, centre, row, column in zip(self.labels, self.centres, self.rows, self.columns, strict=True):
+            if self.lead:
+                line: dict[str, Any] = {"color": FAINT, "linewidth": 0.5, "clip_on": False}
+                bend = [0, -near, -far + 4, -far]
+                if k == 0:
+                    axes.plot(bend, [centre, centre, row, row], **line)
+                axes.plot([centre, centre, column, column], [self.side - d for d in bend], **line)
+            if k == 0:
+                axes.text(-far - 6, row, text, ha="right", va="center_baseline", **style)
+            axes.text(column, self.side + far + 6, text, ha="center", va="top", rotation=90 if self.upright else 0, **style)
+        axes.set_xlim(0, self.side)
+        axes.set_ylim(self.side, 0)
+
+    def colour_bar(self, mappable: ScalarMappable, label: str, values: np.ndarray, zeros: bool) -> None:
+        """Draw the colour bar, a tick a decade, an arrow where values lie beyond its end, a grey square for zeros."""
+        low, high = mappable.get_clim()
+        assert low is not None
+        assert high is not None
+        beyond = (bool((values < low).any()), bool((values > high * (1 + 1e-6)).any()))
+        extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[beyond]
+        x, y, w, h = self._bar
+        square = w * self.figure.get_figwidth() / self.figure.get_figheight()
+        lift = 1.8 * square if zeros else 0.0
+        axes = self.figure.add_axes((x, y + lift, w, h - lift))
+        bar = self.figure.colorbar(mappable, cax=axes, extend=extend, extendfrac=0.03)
+        bar.set_label(label, fontsize=10, labelpad=4)
+        room = int((h - lift) * self.figure.get_figheight() * DPI / (1.5 * 8.5 * POINT))  # labels that do not touch
+        axes.yaxis.set_major_locator(LogLocator(10, numticks=max(2, min(20, room))))
+        axes.yaxis.set_minor_locator(LogLocator(10, subs=range(2, 10), numticks=20))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(labelsize=8.5, length=3.5, width=0.6)
+        axes.tick_params(which="minor", length=1.8, width=0.4)
+        if zeros:
+            patch = self.figure.add_axes((x, y, w, square), xticks=[], yticks=[], facecolor=ZERO)
+            patch.text(1.35, 0.5, "0", fontsize=8.5, ha="left", va="center_baseline", transform=patch.transAxes)
+
+    def save(self, path: Path) -> None:
+        """Write the picture in the format that the suffix names, the same bytes every time.
+
+        Raises:
+            InputError: The suffix is not one of ``.png``, ``.svg``, ``.pdf``, or the file cannot be written.
+        """
+        write_picture("plots", self.figure, path)
+
+
+def picture_bytes(figure: Figure, suffix: str) -> bytes:
+    """Return a picture in a format, the same bytes every time."""
+    buffer = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": STYLE["svg.hashsalt"]}):
+        figure.savefig(buffer, format=suffix.removeprefix("."), dpi=figure.dpi, metadata=SUFFIXES[suffix])
+    return buffer.getvalue()
+
+
+def check_suffix(who: str, path: Path) -> None:
+    """Refuse a picture in another format than those of ``SUFFIXES``.
+
+    Raises:
+        InputError: The suffix is another one.
+    """
+    if path.suffix not in SUFFIXES:
+        raise InputError(f"{who}: cannot write {path.name!r}; name a file that ends in {', '.join(SUFFIXES)}")
+
+
+def write_picture(who: str, figure: Figure, path: Path) -> None:
+    """Write a picture in the format that the suffix names, as a whole, and its folder where that is missing.
+
+    Args:
+        who: Who was asked to, for the error.
+        figure: The picture.
+        path: Where to: ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        InputError: The suffix is another one, or the file cannot be written; what was there before then still is.
+    """
+    check_suffix(who, path)
+    content = picture_bytes(figure, path.suffix)
+    make_folder(who, path.parent)
+    write_bytes(who, path, content)
+
+
+def _measure(texts: Sequence[str], size: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return widths and heights of texts in pixels."""
+    figure = Figure(dpi=DPI)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    boxes = [figure.text(0, 0, text, fontsize=size).get_window_extent(renderer) for text in texts]
+    return np.array([box.width for box in boxes]), np.array([box.height for box in boxes])

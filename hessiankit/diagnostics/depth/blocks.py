@@ -1,0 +1,315 @@
+"""Which modules of a model are its blocks: the list whose modules hand one hidden state on from each to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.blocks import TransformerBlock
+from hessiankit.blocks import placements as eq
+from hessiankit.support.errors import InputError
+
+WHO = "depth_diagnostics"
+NEGLIGIBLE = 0.1
+"""A second stack counts as one if it has more than this share of the first one's parameters."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a model, first to last.
+
+    Attributes:
+        name: The list's name in the model, or ``"blocks"`` where they were named one by one.
+        names: Name of each block in ``model.named_modules()``.
+        modules: The blocks.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def parameters(self, model: nn.Module) -> list[dict[str, nn.Parameter]]:
+        """Return for each block its parameters under their names in ``model.named_parameters()``.
+
+        A parameter that several blocks share belongs to each of them.
+        """
+        names = {id(p): name for name, p in model.named_parameters()}
+        return [{names[id(p)]: p for p in block.parameters()} for block in self.modules]
+
+
+@dataclass
+class _Call:
+    order: int
+    x: Tensor
+    y: Tensor | None = None
+
+
+def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
+    """Return where among a block's arguments its hidden state stands, and the state: the first real tensor, as a rule.
+
+    >>> hidden_state((), {"hidden_states": Tensor([1.0]), "mask": None})
+    ('hidden_states', tensor([1.]))
+    """
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    if "hidden_states" in kwargs:
+        named.insert(0, ("hidden_states", kwargs["hidden_states"]))
+    return next(((key, x) for key, x in named if isinstance(x, Tensor) and x.is_floating_point()), None)
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """Return the hidden state among what a block returns: the tensor itself, or a tuple's first entry."""
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    return first if isinstance(first, Tensor) and first.is_floating_point() else None
+
+
+def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Iterable[str | nn.Module] | None = None) -> Blocks:
+    """Return the blocks of a model, found by what flows between modules, never by their names.
+
+    A stack is a ModuleList or Sequential, or a run of equal modules in one, whose modules are called once and in order, return
+    the shape that they are given, and are given what the one before returned. Of several, one inside another, the one with
+    most parameters is meant.
+
+    Args:
+        model: The model.
+        run: Calls the model once, without gradients.
+        blocks: The list's name, or the blocks (modules or their names) from first to last; then only checked.
+
+    Raises:
+        InputError: If there is no such list, there are two beside each other, or the named ones are no chain.
+    """
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
+    if blocks is not None:
+        asked = _asked(model, blocks)
+        calls = _watch(asked.modules, run)
+        gap = next((k for k in range(len(asked)) if not _is_chain(asked.modules[: k + 1], calls)), None)
+        if gap is not None:
+            raise InputError(f"{WHO}: blocks={_shown(blocks)}: {_why(asked, gap, calls)}; name the blocks from first to last")
+        return asked
+    calls = _watch([child for _, m in lists for child in m.children()], run)
+    found = [chain for name, m in lists for chain in _chains(name, m, calls)]
+    if not found:
+        raise InputError(
+            f"{WHO}: no ModuleList or Sequential of {type(model).__name__} holds modules that hand one hidden state on from each "
+            "to the next; pass blocks=[...], the blocks (or their names) from first to last"
+        )
+    best = max(found, key=lambda chain: (_size(chain), -len(chain.name)))
+    inside = {id(m) for block in best.modules for m in block.modules()}
+    for other in found:
+        apart = not any(id(m) in inside for m in other.modules)
+        if apart and not _holds(other, best) and _size(other) > NEGLIGIBLE * _size(best):
+            raise InputError(
+                f"{WHO}: {type(model).__name__} has two stacks of blocks, {best.name!r} and {other.name!r}; "
+                f"pass blocks={best.name!r} or blocks={other.name!r}"
+            )
+    return best
+
+
+def _asked(model: nn.Module, blocks: str | Iterable[str | nn.Module]) -> Blocks:
+    modules = dict(model.named_modules())
+    names = {id(m): name for name, m in modules.items()}
+    if isinstance(blocks, str):
+        if blocks not in modules or not isinstance(modules[blocks], (nn.ModuleList, nn.Sequential)):
+            raise InputError(f"{WHO}: blocks={blocks!r} is no ModuleList or Sequential of the model; see model.named_modules()")
+        chosen = list(modules[blocks].children())
+        return Blocks(blocks, tuple(names[id(m)] for m in chosen), tuple(chosen))
+    chosen = []
+    for block in blocks:
+        if isinstance(block, str) and block not in modules:
+            raise InputError(f"{WHO}: the model has no module {block!r}, asked for in blocks=; see model.named_modules()")
+        chosen.append(modules[block] if isinstance(block, str) else block)
+        if id(chosen[-1]) not in names:
+            raise InputError(f"{WHO}: a {type(block).__name__} in blocks= is no module of the model; pass its modules or names")
+    if not chosen:
+        raise InputError(f"{WHO}: blocks= is empty; pass the blocks from first to last, or None to have them found")
+    return Blocks("blocks", tuple(names[id(m)] for m in chosen), tuple(chosen))
+
+
+def _watch(modules: Iterable[nn.Module], run: Callable[[], object]) -> dict[int, list[_Call]]:
+    """Run the model and return the calls of each module, by its id."""
+    calls: dict[int, list[_Call]] = {}
+    count = 0
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal count
+        state = hidden_state(args, kwargs)
+        count += 1
+        if state is not None:
+            calls.setdefault(id(module), []).append(_Call(count, state[1]))
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if id(module) in calls:
+            calls[id(module)][-1].y = first_tensor(output)
+
+    handles = []
+    try:
+        for module in {id(m): m for m in modules}.values():
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _is_chain(modules: Sequence[nn.Module], calls: dict[int, list[_Call]]) -> bool:
+    seen = [calls.get(id(m), []) for m in modules]
+    if any(len(of_one) != 1 for of_one in seen):
+        return False
+    chain = [of_one[0] for of_one in seen]
+    if any(c.y is None or c.y.shape != c.x.shape or c.x.ndim < 2 for c in chain):
+        return False
+    follows = pairwise(chain)
+    return all(b.order > a.order and a.y is not None and (b.x is a.y or _equal(b.x, a.y)) for a, b in follows)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
+
+
+def _chains(name: str, container: nn.Module, calls: dict[int, list[_Call]]) -> list[Blocks]:
+    """Return the whole list if it is a chain, else its longest run of modules of one class that is."""
+    children = list(container.named_children())
+    modules = [m for _, m in children]
+    if all(any(True for _ in m.parameters()) for m in modules) and _is_chain(modules, calls):
+        return [_blocks(name, children)]
+    runs: list[Blocks] = []
+    start = 0
+    for stop in range(1, len(children) + 1):
+        if stop == len(children) or type(modules[stop]) is not type(modules[start]):
+            run = children[start:stop]
+            if any(True for _ in run[0][1].parameters()) and _is_chain(modules[start:stop], calls):
+                runs.append(_blocks(name, run))
+            start = stop
+    return sorted(runs, key=lambda run: (len(run), _size(run)))[-1:]
+
+
+def _blocks(name: str, children: Sequence[tuple[str, nn.Module]]) -> Blocks:
+    return Blocks(name, tuple(f"{name}.{key}".lstrip(".") for key, _ in children), tuple(m for _, m in children))
+
+
+def _size(chain: Blocks) -> int:
+    return sum(p.numel() for block in chain.modules for p in block.parameters())
+
+
+def _holds(outer: Blocks, inner: Blocks) -> bool:
+    inside = {id(m) for block in outer.modules for m in block.modules()}
+    return all(id(m) in inside for m in inner.modules)
+
+
+def _why(asked: Blocks, at: int, calls: dict[int, list[_Call]]) -> str:
+    seen = calls.get(id(asked.modules[at]), [])
+    if len(seen) != 1:
+        return f"{asked.names[at]!r} is called {len(seen)} times, expected once, with a hidden state"
+    call = seen[0]
+    if call.y is None or call.y.shape != call.x.shape or call.x.ndim < 2:
+        shape = "no tensor" if call.y is None else f"shape {tuple(call.y.shape)}"
+        return f"{asked.names[at]!r} maps shape {tuple(call.x.shape)} to {shape}, expected tokens (..., d) to the same shape"
+    return f"{asked.names[at]!r} is not given what {asked.names[at - 1]!r} returns"
+
+
+def _shown(blocks: object) -> str:
+    return repr(blocks) if isinstance(blocks, str) else "[...]"
+
+
+_RETURNED_BY: dict[eq.Equation, str] = {
+    **dict.fromkeys((eq.post, eq.deepnorm, eq.admin), "norm_1"),
+    **dict.fromkeys((eq.post_shifted, eq.bare_post, eq.pre_post), "norm_2"),
+}
+"""Placements whose Y is what a norm returns; elsewhere a module is given Y."""
+_GIVEN_TO: dict[eq.Equation, str] = {eq.branch_post: "feedforward"}
+TOLERANCE = 64
+"""Roundings of the stream's largest entry that x' may differ from x plus a branch."""
+
+
+@contextmanager
+def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
+    """Record x'_l of every block in the forward pass inside; the list is filled when the block returns.
+
+    In hessiankit's blocks x' is Y of ``hessiankit.blocks.placements``. In others it is what a child is given, if that is the
+    block's input plus what an earlier child returned: the stream after the attention's residual sum. None where neither is.
+    """
+    found: list[Tensor | None] = []
+    handles: list[Any] = []
+    try:
+        for block in blocks.modules:
+            watcher = _Watcher(block, found)
+            handles += watcher.handles
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Watcher:
+    """Watches the children of one block during its call."""
+
+    def __init__(self, block: nn.Module, found: list[Tensor | None]) -> None:
+        self.block, self.found = block, found
+        self.given: dict[str, Tensor] = {}
+        self.returned: dict[str, Tensor] = {}
+        self.sums: list[Tensor] = []
+        self.x: Tensor | None = None
+        self.handles = [
+            block.register_forward_pre_hook(self._start, with_kwargs=True),
+            block.register_forward_hook(self._end),
+        ]
+        for name, child in block.named_children():
+            self.handles.append(child.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            self.handles.append(child.register_forward_hook(self._after(name)))
+
+    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = hidden_state(args, kwargs)
+        self.x = None if state is None else state[1]
+        self.given, self.returned, self.sums = {}, {}, []
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            state = hidden_state(args, kwargs)
+            if state is None or self.x is None or state[1].shape != self.x.shape:
+                return
+            self.given[name] = state[1]
+            if not isinstance(self.block, TransformerBlock) and self._is_sum(state[1]):
+                self.sums.append(state[1])
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            y = first_tensor(output)
+            if y is not None and self.x is not None and y.shape == self.x.shape:
+                self.returned[name] = y
+
+        return hook
+
+    def _is_sum(self, candidate: Tensor) -> bool:
+        """Tell whether this is x plus what an earlier child returned."""
+        assert self.x is not None
+        x = self.x
+        allowed = TOLERANCE * torch.finfo(x.dtype).eps * float(candidate.abs().max())
+        return any(float((candidate - x - f).abs().max()) <= allowed for f in self.returned.values())
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(self.block, TransformerBlock):
+            self.found.append(self._of_placement(self.block))
+        else:
+            self.found.append(self.sums[0] if self.sums else None)
+        self.given, self.returned, self.sums, self.x = {}, {}, [], None
+
+    def _of_placement(self, block: TransformerBlock) -> Tensor | None:
+        equation = block.own_placement.equation
+        if equation in _RETURNED_BY:
+            return self.returned.get(_RETURNED_BY[equation])
+        x = self.given.get(_GIVEN_TO.get(equation, "norm_2"))
+        if equation is eq.lns_before_ln and x is not None and block.factor:
+            return x / block.factor
+        return x

@@ -1,0 +1,126 @@
+"""The result of the depth diagnostics: one row a layer, in a terminal, a notebook and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hessiankit.diagnostics.depth.curvature import LayerCurvature
+from hessiankit.diagnostics.depth.jacobians import Jacobians
+from hessiankit.diagnostics.depth.laws import GrowthLaws
+from hessiankit.diagnostics.depth.pruning import PruningDrop
+from hessiankit.diagnostics.depth.stream import AngularDistances, StreamStatistics
+from hessiankit.support.tables import Piece, Printed, table
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class DepthReport(Printed):
+    """What depth does to a model; made by :func:`depth_diagnostics`. What was not asked for is None.
+
+    Attributes:
+        model: Name of the model's class.
+        blocks: Names of the blocks, first to last.
+        tokens: Which tokens the stream's numbers are means over: ``"all"`` or ``"last"``.
+        stream: Variance, second moment, rho, update ratio.
+        laws: Growth laws through the variance; None in a stack of one block.
+        angles: Angular distances.
+        drop: Loss and accuracy with one block removed.
+        gradient: Norm of the loss's gradient in each block's parameters.
+        jacobians: Distance of each block from the identity; the stack's gain.
+        hessian: lambda_max and trace of the Hessian in each block's parameters.
+        ggn: The same of its Gauss-Newton part.
+        memory: Bytes that each piece of work was expected to hold, beside the model.
+        seconds: Time taken.
+    """
+
+    model: str
+    blocks: tuple[str, ...]
+    tokens: str
+    stream: StreamStatistics | None
+    laws: GrowthLaws | None
+    angles: AngularDistances | None
+    drop: PruningDrop | None
+    gradient: tuple[float, ...] | None
+    jacobians: Jacobians | None
+    hessian: LayerCurvature | None
+    ggn: LayerCurvature | None
+    memory: dict[str, int]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python numbers, for JSON; NaN where a number is not defined."""
+        parts = {
+            name: None if part is None else part.to_dict()
+            for name, part in (
+                ("stream", self.stream), ("laws", self.laws), ("angles", self.angles), ("drop", self.drop),
+                ("jacobians", self.jacobians), ("hessian", self.hessian), ("ggn", self.ggn),
+            )
+        }  # fmt: skip
+        return {
+            "model": self.model,
+            "blocks": list(self.blocks),
+            "tokens": self.tokens,
+            **parts,
+            "gradient": None if self.gradient is None else list(self.gradient),
+            "memory": dict(self.memory),
+            "seconds": self.seconds,
+        }
+
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """Return the table's columns after the layer's number: heading -> one text a layer."""
+        found: dict[str, tuple[str, ...]] = {}
+        L = len(self.blocks)
+        if self.stream is not None:
+            found["sigma^2(x_l)"] = _numbers(self.stream.variance[:L])
+            found["sigma^2(y_l)"] = _numbers(self.stream.variance[1:])
+            found["cos(x,f)"] = tuple(f"{x:.3f}" for x in self.stream.rho["block"])
+            found["||f||/||x||"] = _numbers(self.stream.update_ratio["block"])
+        if self.angles is not None:
+            found["d(x_l,y_l)"] = _numbers(self.angles.all.diagonal(1).tolist())
+        if self.drop is not None:
+            found["dloss"] = tuple(f"{x:+.4f}" for x in self.drop.loss_change)
+            if self.drop.accuracy_change is not None:
+                found["dacc"] = tuple(f"{x:+.4f}" for x in self.drop.accuracy_change)
+        if self.gradient is not None:
+            found["||grad||"] = _numbers(self.gradient)
+        if self.jacobians is not None:
+            found["||J-I||_2"] = tuple(map(str, self.jacobians.spectral))
+            found["rms(J-I)"] = tuple(map(str, self.jacobians.rms))
+        for name, part in (("H", self.hessian), ("G", self.ggn)):
+            if part is not None:
+                found[f"lambda_max {name}"] = tuple(map(str, part.top))
+                found[f"tr {name}"] = tuple(map(str, part.trace))
+        return found
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        layers = tuple(f"{k}" for k in range(1, len(self.blocks) + 1))
+        return list(zip(layers, self.blocks, *self.columns().values(), strict=True))
+
+    def _headings(self) -> tuple[str, ...]:
+        return ("l", "block", *self.columns())
+
+    def _headline(self) -> str:
+        loss = f", loss {self.drop.loss:.4g}" if self.drop is not None else ""
+        accuracy = f", accuracy {self.drop.accuracy:.4g}" if self.drop is not None and self.drop.accuracy is not None else ""
+        counted = f", {self.stream.tokens:,} tokens ({self.tokens})" if self.stream is not None else ""
+        return f"depth of {self.model}: {len(self.blocks)} blocks{counted}{loss}{accuracy}, {self.seconds:.2f} s"
+
+    def _notes(self) -> list[str]:
+        notes = [str(part) for part in (self.laws, self.jacobians, self.hessian, self.ggn) if part is not None]
+        if any("?" in text for column in self.columns().values() for text in column):
+            notes.append("? Lanczos ran out of products: a lower bound of that number; pass products=")
+        if self.drop is not None and self.drop.renumbered:
+            notes.append("dloss, dacc: later blocks renumbered")
+        return notes
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(
+            self._headings(), self._rows(), left=2, names=self.blocks, drop=("block", "sigma^2(y_l)", "rms(J-I)", "||f||/||x||")
+        )
+        yield from self._notes()
+
+
+def _numbers(values: Any) -> tuple[str, ...]:
+    return tuple(f"{x:.4g}" for x in values)

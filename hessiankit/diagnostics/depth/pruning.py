@@ -1,0 +1,127 @@
+"""What removing one block costs: loss and accuracy with the identity in its place, without any fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hessiankit.blocks import TransformerBlock
+from hessiankit.diagnostics.depth.blocks import WHO, Blocks
+from hessiankit.diagnostics.depth.recording import Data, removed
+from hessiankit.engine.problem.calling import IGNORE_INDEX
+from hessiankit.support.errors import InputError
+
+
+@dataclass(frozen=True)
+class PruningDrop:
+    """Loss and accuracy with block l removed, less those of the whole model (The Curse of Depth, Fig. 2; no formula there).
+
+    Attributes:
+        loss: Of the whole model.
+        accuracy: Of the whole model, the share of counted labels with the largest logit; None for squared error.
+        loss_change: L numbers; positive where removing the block does damage.
+        accuracy_change: L numbers; negative where it does damage. None for squared error.
+        renumbered: Whether the blocks behind the removed one took over the layer numbers in front of their own.
+    """
+
+    loss: float
+    accuracy: float | None
+    loss_change: tuple[float, ...]
+    accuracy_change: tuple[float, ...] | None
+    renumbered: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python numbers."""
+        return {
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "loss_change": list(self.loss_change),
+            "accuracy_change": None if self.accuracy_change is None else list(self.accuracy_change),
+            "renumbered": self.renumbered,
+        }
+
+
+def pruning_drop(data: Data, blocks: Blocks, *, renumber: bool = False, tell: Callable[[int, int], None]) -> PruningDrop:
+    """Return the change of loss and accuracy with each block removed.
+
+    Layer-dependent factors (LayerNorm Scaling's 1 / sqrt(l)) travel with their blocks. The authors' script instead deletes a
+    block and reloads the model, which gives every later block the factor of the layer before: ``renumber=True``.
+
+    Args:
+        data: The data.
+        blocks: The blocks.
+        renumber: Whether later blocks are renumbered; for hessiankit's own blocks only.
+        tell: Called with (forward passes done, in all).
+
+    Raises:
+        InputError: If blocks of another make, or whose kind of norms depends on the layer, are to be renumbered.
+    """
+    if renumber:
+        _check_renumbering(blocks)
+    loss, accuracy = _score(data)
+    losses, accuracies = [], []
+    for k, block in enumerate(blocks.modules):
+        tell(k, len(blocks))
+        with removed(block), _renumbered(blocks, k) if renumber else _as_they_are():
+            without = _score(data)
+        losses.append(without[0] - loss)
+        if accuracy is not None and without[1] is not None:
+            accuracies.append(without[1] - accuracy)
+    changes = tuple(accuracies) if accuracy is not None else None
+    return PruningDrop(loss, accuracy, tuple(losses), changes, renumber)
+
+
+@torch.no_grad()
+def _score(data: Data) -> tuple[float, float | None]:
+    loss = right = terms = 0.0
+    for batch in data.batches:
+        out = data.output(batch)
+        target = data.target(batch, out)
+        loss += float(data.summed_loss(out.double() if out.device.type != "mps" else out, target))
+        terms += data.count(target)
+        if data.loss == "cross_entropy":
+            right += float((out.argmax(-1) == target)[target != IGNORE_INDEX].sum())
+    if not terms:
+        raise InputError(f"{WHO}: every label is {IGNORE_INDEX} (not counted), so there is no loss; keep at least one")
+    return loss / terms, right / terms if data.loss == "cross_entropy" else None
+
+
+def _check_renumbering(blocks: Blocks) -> None:
+    for name, block in zip(blocks.names, blocks.modules, strict=True):
+        if not isinstance(block, TransformerBlock):
+            raise InputError(
+                f"{WHO}: renumber=True, but {name!r} is a {type(block).__name__}, whose layer number is not known; "
+                "leave renumber out"
+            )
+        if block.own_placement.name != block.placement:
+            raise InputError(
+                f"{WHO}: renumber=True, but the norms of {block.placement!r} depend on the layer, so that a renumbered block "
+                "would need other parameters; leave renumber out"
+            )
+
+
+@contextmanager
+def _renumbered(blocks: Blocks, gone: int) -> Iterator[None]:
+    """Give the factors the values of a stack without block ``gone``."""
+    own: list[tuple[nn.Module, float | None]] = []
+    try:
+        for k, block in enumerate(blocks.modules):
+            assert isinstance(block, TransformerBlock)
+            rule = block.own_placement.factor
+            if rule is not None and k != gone:
+                own.append((block, block.factor))
+                block.factor = rule(max(1, block.layer - (k > gone)), max(1, block.n_layers - 1))
+        yield
+    finally:
+        for block, factor in own:
+            block.factor = factor  # type: ignore[assignment]
+
+
+@contextmanager
+def _as_they_are() -> Iterator[None]:
+    yield

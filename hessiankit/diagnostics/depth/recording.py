@@ -1,0 +1,303 @@
+"""The data of the diagnostics, the hidden states x_1, ..., x_{L+1} of one forward pass, and the memory that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hessiankit.diagnostics.depth.blocks import WHO, Blocks, first_tensor, hidden_state
+from hessiankit.diagnostics.sharpness.batches import FORMS, MicroBatch, aligned, check_devices, forward, micro_batches
+from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, known_count
+from hessiankit.engine.problem.task import available_memory, gib
+from hessiankit.engine.problem.validation import check_module
+from hessiankit.support.errors import InputError, OutOfMemoryError
+from hessiankit.support.torch_state import ordinary_path, untouched
+
+LOSSES = ("cross_entropy", "mse")
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """The micro-batches of a measurement and the loss on them.
+
+    The loss of all of them is ``sum_b count_b loss_b / sum_b count_b``, with the counted labels (or entries) as counts.
+
+    Attributes:
+        model: The model.
+        batches: Its micro-batches.
+        loss: ``"cross_entropy"`` or ``"mse"``.
+    """
+
+    model: nn.Module
+    batches: tuple[MicroBatch, ...]
+    loss: str
+
+    def output(self, batch: MicroBatch) -> Tensor:
+        """Return the model's output: the logits, or what squared error compares."""
+        return forward(self.model, batch, WHO)
+
+    def target(self, batch: MicroBatch, out: Tensor) -> Tensor:
+        """Return the target laid beside the output."""
+        return aligned(WHO, batch, out.shape, self.loss)
+
+    def summed_loss(self, out: Tensor, target: Tensor) -> Tensor:
+        """Return the loss summed over what counts, a scalar."""
+        if self.loss == "mse":
+            return F.mse_loss(out, target, reduction="sum")
+        flat = out.flatten(0, -2)
+        return F.cross_entropy(flat, target.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+    def count(self, target: Tensor) -> float:
+        """Return the number of terms of a target: labels that count, or entries."""
+        return known_count(self.loss, target) or 0.0
+
+    def counts(self) -> list[float]:
+        """Return the number of terms of each micro-batch, from one forward pass each.
+
+        Raises:
+            InputError: If no term counts.
+        """
+        with torch.no_grad():
+            found = [self.count(self.target(batch, self.output(batch))) for batch in self.batches]
+        if not sum(found):
+            raise InputError(f"{WHO}: every label is {IGNORE_INDEX} (not counted), so there is no loss; keep at least one")
+        return found
+
+
+def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> Data:
+    """Return the data as micro-batches.
+
+    Args:
+        model: The model.
+        data: As in :func:`hessiankit.diagnostics.sharpness.sharpness`; without labels where they are not needed.
+        target: The target of one batch.
+        loss: ``"cross_entropy"`` or ``"mse"``.
+        micro_batch: Sequences in a micro-batch, None for each batch as it is.
+        labelled: Whether a target is needed.
+
+    Raises:
+        InputError: If the data are none of these forms, or lie on another device than the model.
+    """
+    if loss not in LOSSES:
+        raise InputError(f"{WHO}: loss={loss!r} is not known; pass 'cross_entropy' or 'mse'")
+    if target is None and not labelled:
+        if isinstance(data, Tensor):
+            target = _no_labels(data)
+        elif isinstance(data, Mapping) and data.get("labels") is None:
+            first = next((x for x in data.values() if isinstance(x, Tensor) and x.ndim), None)
+            if first is None:
+                raise InputError(f"{WHO}: the mapping holds no tensor; pass {FORMS}")
+            target = _no_labels(first)
+    elif target is None and isinstance(data, Tensor):
+        raise InputError(
+            f"{WHO}: data is a tensor {tuple(data.shape)} and target is missing; pass target=..., or leave the loss out"
+        )
+    batches = tuple(micro_batches(WHO, data, target, micro_batch=micro_batch))
+    for batch in batches:
+        check_devices(WHO, batch, model)
+    return Data(model, batches, loss)
+
+
+def _no_labels(x: Tensor) -> Tensor:
+    return torch.full((x.shape[0],), IGNORE_INDEX, device=x.device)
+
+
+def counted_tokens(batch: MicroBatch, state: Tensor) -> Tensor:
+    """Return booleans of the shape of a hidden state without its features: True where a token is not padding.
+
+    Read from ``attention_mask`` (1: a token) or ``key_padding_mask`` (True: padding) among the inputs, if it has that shape.
+    """
+    shape = state.shape[:-1]
+    kwargs = arguments(batch.inputs)[1]
+    for name, flip in (("attention_mask", False), ("key_padding_mask", True)):
+        mask = kwargs.get(name)
+        if isinstance(mask, Tensor) and mask.shape == shape:
+            return ~mask.bool() if flip else mask.bool()
+    return torch.ones(shape, dtype=torch.bool, device=state.device)
+
+
+def last_tokens(counted: Tensor) -> Tensor:
+    """Return booleans: True at the last counted token of each sequence; tokens are the last axis.
+
+    >>> last_tokens(torch.tensor([[True, True, False], [True, True, True]]))
+    tensor([[False,  True, False],
+            [False, False,  True]])
+    """
+    return counted & (counted.flip(-1).cumsum(-1).flip(-1) == 1)
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, attention that has second derivatives, and afterwards everything of the model as it was.
+
+    Raises:
+        InputError: If the model is no ``nn.Module``, or compiled or quantised.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{WHO}: expected a torch.nn.Module, got {type(model).__name__}")
+    with untouched(model), ordinary_path(), sdpa_kernel(SDPBackend.MATH):
+        check_module(WHO, model)
+        yield
+
+
+@dataclass
+class StreamRecording:
+    """What one forward pass left: the input and the output of every block.
+
+    ``inputs[l - 1]`` is x_l and ``outputs[l - 1]`` is y_l = x_{l+1}, before the final norm, which lies behind the last block.
+    """
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def stream(self) -> list[Tensor]:
+        """x_1, ..., x_{L+1}."""
+        return [*self.inputs, self.outputs[-1]]
+
+
+@contextmanager
+def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[StreamRecording]:
+    """Record the stream of the forward passes inside; each one replaces the one before.
+
+    Args:
+        blocks: The blocks.
+        leaves: Which blocks' inputs are cut off from what comes before and made leaves of autograd: ``"none"``, ``"first"``
+            (so that y_L is a function of x_1) or ``"each"`` (so that y_l is a function of x_l alone).
+    """
+    found = StreamRecording()
+    first = blocks.modules[0]
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = hidden_state(args, kwargs)
+        assert state is not None
+        key, x = state
+        if module is first:
+            found.inputs.clear()
+            found.outputs.clear()
+        cut = leaves == "each" or (leaves == "first" and module is first)
+        if cut:
+            x = x.detach().requires_grad_()
+        found.inputs.append(x)
+        if not cut:
+            return None
+        if isinstance(key, int):
+            return (*args[:key], x, *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: x}
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        y = first_tensor(output)
+        assert y is not None
+        found.outputs.append(y)
+
+    handles = []
+    try:
+        for block in blocks.modules:
+            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(block.register_forward_hook(after))
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def removed(block: nn.Module) -> Iterator[None]:
+    """Let a block return what it is given: the identity in its place. What else it returns stays."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        state = hidden_state(args, kwargs)
+        assert state is not None
+        if isinstance(output, tuple):
+            return (state[1], *output[1:])
+        return [state[1], *output[1:]] if isinstance(output, list) else state[1]
+
+    handle = block.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_finite(found: StreamRecording, blocks: Blocks) -> None:
+    """Raise InputError if a hidden state is not finite, naming the first block that returned it."""
+    for k, x in enumerate(found.stream):
+        if not bool(torch.isfinite(x).all()):
+            where = f"what goes into block {blocks.names[0]!r}" if k == 0 else f"what block {blocks.names[k - 1]!r} returns"
+            raise InputError(f"{WHO}: {where} is NaN or infinite, expected numbers; look for the cause there")
+
+
+BASIS = 20
+"""Vectors that Lanczos keeps."""
+SECOND = 3
+"""A graph with second derivatives, in graphs of a training step: the forward pass, its derivative, and work space."""
+
+
+def expected_memory(data: Data, blocks: Blocks, asked: tuple[str, ...]) -> dict[str, int]:
+    """Return the bytes that each quantity is expected to hold beside the model: one micro-batch's states and graphs.
+
+    Args:
+        data: The data; the largest micro-batch is run once.
+        blocks: The blocks.
+        asked: The quantities.
+
+    Raises:
+        OutOfMemoryError: If one of them does not fit.
+    """
+    batch = max(data.batches, key=lambda b: len(b.numbers))
+    saved = _Saved(data.model)
+    with torch.enable_grad(), recording(blocks) as found, saved_tensors_hooks(saved.count, saved.restore):
+        out = data.output(batch)
+    x = found.inputs[0]
+    states = (len(blocks) + 1) * x.numel()
+    graph = saved.bytes + out.numel() * out.element_size()
+    largest = max((sum(p.numel() for p in block.parameters()) for block in blocks.modules), default=0)
+    weights = sum(p.numel() * p.element_size() for block in blocks.modules for p in block.parameters())
+    needed = {
+        "variance": states * (x.element_size() + 8),
+        "angles": states * (x.element_size() + 8),
+        "drop": out.numel() * 24,
+        "gradient": graph + 2 * out.numel() * out.element_size() + 2 * weights,
+        "jacobian": 2 * SECOND * graph + BASIS * x.numel() * x.element_size(),
+        "hessian": SECOND * graph + weights + BASIS * largest * x.element_size(),
+        "ggn": SECOND * graph + weights + BASIS * largest * x.element_size(),
+    }
+    needed = {name: size for name, size in needed.items() if name in asked}
+    free = available_memory(x.device)
+    for name, size in needed.items():
+        if size > free:
+            raise OutOfMemoryError(
+                f"{WHO}: {name!r} holds about {gib(size)} for {len(batch.numbers)} sequences at once, but only {gib(free)} "
+                f"are free on {x.device}; pass a smaller micro_batch=, or leave it out of what="
+            )
+    return needed
+
+
+class _Saved:
+    """Counts what autograd would keep beside the model, each storage once, and keeps none of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.bytes = 0
+        self.seen: dict[int, StorageWeakRef] = {}
+        for x in (*model.parameters(), *model.buffers()):
+            self.seen[x.untyped_storage().data_ptr()] = StorageWeakRef(x.untyped_storage())
+
+    def count(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        earlier = self.seen.get(storage.data_ptr())
+        if earlier is None or earlier.expired():  # an address is used again once its storage is gone
+            self.seen[storage.data_ptr()] = StorageWeakRef(storage)
+            self.bytes += storage.nbytes()
+
+    @staticmethod
+    def restore(_: None) -> Tensor:
+        raise RuntimeError("this graph is only counted")

@@ -1,0 +1,7 @@
+"""Curvature of a model whose data, or whose parameters, are spread over several processes (torch.distributed)."""
+
+from hessiankit.diagnostics.distributed.measure import sharpness
+from hessiankit.diagnostics.distributed.operator import DistributedOperator, Eigenvalues, hessian_operator, top_eigenvalues
+from hessiankit.diagnostics.distributed.ranks import Place, RankError, init
+
+__all__ = ["DistributedOperator", "Eigenvalues", "Place", "RankError", "hessian_operator", "init", "sharpness", "top_eigenvalues"]

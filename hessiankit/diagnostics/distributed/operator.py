@@ -1,0 +1,306 @@
+"""The Hessian of a loss over data spread over machines, as an operator, and its largest eigenvalues by Lanczos.
+
+Were every rank to run the iteration by itself, ranks on different processors could round differently, stop after different
+numbers of products, and wait for each other forever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
+from torch import Tensor, nn
+
+from hessiankit.curvature.operator import HessianOperator, check_options, linearised
+from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions, fingerprint
+from hessiankit.diagnostics.distributed.unwrapping import filled, is_sharded, unwrapped
+from hessiankit.engine.assembly import WORKSPACE
+from hessiankit.engine.linearisation import Batch, Constant
+from hessiankit.engine.problem.batches import Weights, batches
+from hessiankit.engine.problem.calling import known_count, known_reduction
+from hessiankit.engine.problem.selection import select
+from hessiankit.engine.problem.state import ModuleState
+from hessiankit.engine.problem.task import Loss, Params, Task
+from hessiankit.support.errors import InputError
+
+WHO = "hessian_operator"
+
+
+class DistributedOperator(HessianOperator):
+    """A :class:`hessiankit.HessianOperator` whose products are summed over the ranks; made by :func:`hessian_operator`.
+
+    Every rank multiplies by the same vectors at the same time, and has the same product, bit for bit. It is checked that
+    the vectors are the same. ``loss`` and ``gradient`` are those of all the data.
+
+    Attributes:
+        ranks: The ranks that take part.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        task: Task,
+        batches: list[Batch],
+        weights: list[float],
+        kind: str,
+        block_size: int | None,
+    ) -> None:
+        self.ranks = ranks
+        held = batches or [_Nothing(task)]
+        most = max(ranks.gather(max(batch.bytes_per_vector for batch in held)))
+        super().__init__(task, held, weights or [0.0], kind, block_size or max(1, WORKSPACE // most))
+        self.loss = math.fsum(ranks.gather(float(self.loss)))
+        _ = self.gradient, self.symmetry_error  # all ranks take part; later one may read them alone
+        self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
+
+    def _product(self, vectors: Tensor) -> Tensor:
+        self._check_same(vectors)
+        return super()._product(vectors)
+
+    def _sum(self, terms: Iterable[Tensor]) -> Tensor:
+        """Return the weighted sum over this rank's batches and over the ranks, in double precision until the end."""
+        local = [term.to(torch.float64).mul(weight) for weight, term in zip(self._weights, terms, strict=True)]
+        return self.ranks.sum(torch.stack(local).sum(0) if len(local) > 1 else local[0]).to(self.torch_dtype)
+
+    def _check_same(self, vectors: Tensor) -> None:
+        shown = f"{tuple(vectors.shape)}, {vectors.dtype}"
+        held = self.ranks.gather((shown, fingerprint(vectors)))
+        for rank, (its, mark) in enumerate(held):
+            if (its, mark) != held[0]:
+                seen = f"{its} on rank {rank} and {held[0][0]} on rank 0" if its != held[0][0] else f"different on rank {rank}"
+                raise InputError(
+                    f"{WHO}: the vectors to multiply with are {seen}; expected the same on every rank: draw them from one seed, "
+                    "or broadcast them from rank 0"
+                )
+
+
+class _Nothing(Constant):
+    """The share of a rank that holds no data."""
+
+    def __init__(self, task: Task) -> None:
+        self.loss = 0.0
+        self._zeros = next(iter(task.parameters.values())).new_zeros(()).expand(task.size)
+        self.bytes_per_vector = 1
+
+
+def hessian_operator(
+    model: nn.Module,
+    data: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    kind: str = "hessian",
+    block_size: int | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    replica: nn.Module | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> DistributedOperator:
+    """Return the Hessian of the loss over the data of all ranks: equal to :func:`hessiankit.hessian_operator` on all of them.
+
+    Every rank calls it, with its own data, and takes part in every product. Each linearises its share at copies of the
+    parameters; a product is one sweep on each rank and one sum over the ranks, in double precision. Shares may differ in
+    size: a batch counts by its terms among all ranks' terms. Memory on each rank: as for one process with its share.
+
+    Args:
+        model: The same model on every rank: a plain module, DistributedDataParallel, or sharded by ``fully_shard``.
+        data: This rank's inputs, with ``target``, or its batches, as in :func:`hessiankit.hessian_operator`; ``[]`` where it
+            has none.
+        target: What the loss compares with.
+        loss: As in :func:`hessiankit.hessian`.
+        params: As in :func:`hessiankit.hessian`; whole parameters.
+        kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
+        block_size: Vectors of a block treated at once; by default what all ranks have room for.
+        weights: As in :func:`hessiankit.hessian`, for this rank's batches.
+        reduction: As in :func:`hessiankit.hessian`.
+        replica: For a sharded model: the same architecture, built once more and not sharded. The parameters are gathered
+            into it, so each rank needs room for the whole model.
+        group: The process group; by default all processes. Without torch.distributed, the only process.
+
+    Raises:
+        InputError: On every rank, the same line, if an argument of any rank cannot be used, or if the ranks hold different
+            models or pass different options.
+        TraceError: If torch cannot trace the module.
+        RankError: If another rank stopped, or did not answer before the process group's time-out.
+
+    One process, and a Hessian known by hand (see :func:`hessiankit.hessian_operator`):
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> operator = hessian_operator(layer, [(row, torch.zeros_like(row[:, :1])) for row in x.split(1)])
+    >>> (operator @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
+    [4.0, 6.0]
+    """
+    ranks = Ranks(WHO, group)
+    params = list(params) if isinstance(params, Iterable) and not isinstance(params, (str, Tensor)) else params
+    ranks.together(lambda: _check(loss, kind, block_size, weights, reduction, ranks.size))
+    check_versions(ranks)
+    ranks.agree(loss=_named(loss), kind=kind, block_size=block_size, reduction=reduction, weighted=weights is not None)
+    module = ranks.together(lambda: unwrapped(WHO, model))
+    if is_sharded(module):
+        module = filled(ranks, module, replica)
+    chosen = ranks.together(lambda: select(WHO, module, params))
+    check_same_tensors(ranks, chosen, "parameter")
+    check_same_tensors(ranks, {n: x for n, x in module.named_parameters() if n not in chosen}, "constant parameter")
+    check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
+
+    def own() -> tuple[Task, list[Batch], list[float]]:
+        pairs, counts = _counting(data, target, loss, weights)
+        if not pairs:
+            return Task(module, (), None, loss, dict(chosen), ModuleState(module)), [], []
+        several = iter(pairs) if loss is not None else (inputs for inputs, _ in pairs)
+        return linearised(module, several, None, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction)
+
+    task, linearisations, counts = ranks.together(own)
+    held = ranks.gather((counts, any(not isinstance(batch, Constant) for batch in linearisations)))
+    terms = math.fsum(count for its, _ in held for count in its)
+    if not terms:
+        raise InputError(f"{WHO}: no rank holds a batch that counts; pass data on one of them at least")
+    if not any(moves for _, moves in held):
+        raise InputError(f"{WHO}: none of the parameters has an effect on the loss; the module does not use them")
+    if (reduction or known_reduction(loss)) != "sum":
+        counts = [count / terms for count in counts]
+    return ranks.together(lambda: DistributedOperator(ranks, task, linearisations, counts, kind, block_size))
+
+
+def _check(loss: Loss, kind: str, block_size: int | None, weights: Weights, reduction: str | None, size: int) -> None:
+    check_options(loss, kind, block_size)
+    if size > 1 and weights is None and reduction != "sum" and known_reduction(loss) is None:
+        raise InputError(
+            f"{WHO}: the weights of the ranks' batches are unknown with {_named(loss)}. Pass weights=[...], how many terms each "
+            "of this rank's batches' losses is the mean of (or a callable (inputs, target) -> number), or reduction='sum'"
+        )
+
+
+def _counting(data: Any, target: Any, loss: Loss, weights: Weights) -> tuple[list[tuple[Any, Any]], list[float] | None]:
+    """Return this rank's batches that count, and their weights where there are any."""
+    if data is None or (isinstance(data, (list, tuple)) and not data):
+        return [], None
+    pairs = list(batches(WHO, data, target, loss)[1])
+    if weights is None:
+        return [(inputs, labels) for inputs, labels in pairs if known_count(loss, labels) != 0.0], None
+    given = [weights(*pair) for pair in pairs] if callable(weights) else list(weights)
+    if len(given) != len(pairs):
+        raise InputError(f"{WHO}: weights has {len(given)} numbers for {len(pairs)} batches; pass one for each")
+    kept = [(pair, weight) for pair, weight in zip(pairs, given, strict=True) if weight != 0]
+    return [pair for pair, _ in kept], [float(weight) for _, weight in kept]
+
+
+def _named(loss: Loss) -> str:
+    return repr(loss) if loss is None or isinstance(loss, str) else str(getattr(loss, "__name__", type(loss).__name__))
+
+
+LANCZOS = "top_eigenvalues"
+_ENDS = ("LA", "SA", "LM")
+
+
+@dataclass(frozen=True)
+class Eigenvalues:
+    """Eigenvalues with what they can be off by: a symmetric matrix has an eigenvalue within ``residuals[i]`` of ``values[i]``.
+
+    Attributes:
+        values: From the largest down (``which="SA"``: from the smallest up; ``"LM"``: by size), (k,).
+        residuals: ``|H v - value v|`` of the unit vectors v, (k,).
+        vectors: The unit vectors, (P, k).
+        products: How many products with the operator it took.
+    """
+
+    values: Tensor
+    residuals: Tensor
+    vectors: Tensor
+    products: int
+
+    def __str__(self) -> str:
+        rows = [f"{value:.6g} +- {off:.1e}" for value, off in zip(self.values.tolist(), self.residuals.tolist(), strict=True)]
+        return f"{', '.join(rows)} ({self.products} products)"
+
+
+def top_eigenvalues(
+    operator: HessianOperator, k: int = 1, *, which: str = "LA", tol: float = 0.0, max_restarts: int | None = None, seed: int = 0
+) -> Eigenvalues:
+    """Return the ``k`` largest eigenvalues of an operator by ARPACK's Lanczos iteration, to every rank the same bits.
+
+    The iteration is in double precision, whatever the operator's dtype. Memory on rank 0: about 2 k + 20 vectors.
+
+    Args:
+        operator: Of :func:`hessiankit.diagnostics.distributed.hessian_operator`, on every rank of it; or of
+            :func:`hessiankit.hessian_operator`.
+        k: How many; fewer than there are parameters.
+        which: ``"LA"``, the largest; ``"SA"``, the smallest; ``"LM"``, the largest in absolute value.
+        tol: Relative accuracy; 0 is that of double precision.
+        max_restarts: Restarts of the iteration; by default 10 P.
+        seed: Of the first vector.
+
+    Raises:
+        InputError: If an argument cannot be used, or the iteration does not converge.
+        RankError: If another rank stopped, or did not answer before the process group's time-out.
+
+    The Hessian of mean((x w)^2) over the rows x = (1, 0), (0, 2) is diag(1, 4):
+
+    >>> import hessiankit as hk
+    >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+    >>> round(float(top_eigenvalues(hk.hessian_operator(layer, x, torch.zeros_like(x[:, :1]))).values), 9)
+    4.0
+    """
+    ranks = Ranks(LANCZOS, operator.ranks.group) if isinstance(operator, DistributedOperator) else Ranks.alone(LANCZOS)
+    ranks.together(lambda: _check_lanczos(operator, k, which))
+    ranks.agree(k=k, which=which, tol=tol, max_restarts=max_restarts, seed=seed)
+    if ranks.rank == 0:
+        return _lead(ranks, operator, k, which, tol, max_restarts, seed)
+    return _follow(ranks, operator)
+
+
+def _check_lanczos(operator: HessianOperator, k: int, which: str) -> None:
+    size = operator.shape[0]
+    if which not in _ENDS:
+        raise InputError(f"{LANCZOS}: which={which!r} is not known; pass one of {', '.join(map(repr, _ENDS))}")
+    if not 1 <= k < size:
+        raise InputError(f"{LANCZOS}: k={k}, and the operator is {size} x {size}; expected 1 to {size - 1}")
+
+
+def _lead(
+    ranks: Ranks, operator: HessianOperator, k: int, which: str, tol: float, max_restarts: int | None, seed: int
+) -> Eigenvalues:
+    products = 0
+
+    def multiply(vectors: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        nonlocal products
+        given = torch.from_numpy(np.ascontiguousarray(vectors)).to(operator.device, operator.torch_dtype)
+        products += 1 if given.ndim == 1 else given.shape[1]
+        ranks.broadcast(given.cpu())
+        return (operator @ given).to("cpu", torch.float64).numpy()
+
+    start = np.random.default_rng(seed).standard_normal(operator.shape[0])
+    double = LinearOperator(operator.shape, matvec=lambda v: multiply(v.reshape(-1)), dtype=np.dtype(np.float64))
+    try:
+        values, vectors = eigsh(double, k=k, which=which, tol=tol, v0=start, maxiter=max_restarts)
+        off = np.linalg.norm(multiply(vectors) - vectors * values, axis=0)
+    except ArpackError as error:
+        line = f"ARPACK stopped after {products} products: {error}"
+        if isinstance(error, ArpackNoConvergence):
+            line = f"{len(error.eigenvalues)} of {k} eigenvalues converged in {products} products; raise max_restarts or tol"
+        ranks.broadcast(line)
+        raise InputError(f"{LANCZOS}: {line}") from error
+    by_size = {"LA": -values, "SA": values, "LM": -np.abs(values)}[which]
+    order = np.argsort(by_size, kind="stable")
+    found, residuals, basis = (torch.from_numpy(x) for x in (values[order], off[order], vectors[:, order].copy()))
+    result: Eigenvalues = ranks.broadcast(Eigenvalues(found, residuals, basis, products))
+    return result
+
+
+def _follow(ranks: Ranks, operator: HessianOperator) -> Eigenvalues:
+    while True:
+        told = ranks.broadcast(None)
+        if isinstance(told, Eigenvalues):
+            return told
+        if isinstance(told, str):
+            raise InputError(f"{LANCZOS}: {told}")
+        operator @ told.to(operator.device)

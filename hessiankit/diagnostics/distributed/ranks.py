@@ -1,0 +1,341 @@
+"""The processes of a call: how they meet, what they tell each other, whether they hold the same model.
+
+Work that one rank does by itself goes through :meth:`Ranks.together`: if it fails anywhere, every rank raises the same line,
+and nobody waits for a rank that has stopped. Where a rank disappears in the middle, the others notice by the end of its
+connections or by the process group's time-out, and say who is missing: each rank notes in the process group's store how many
+exchanges it has come to.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hessiankit.support.errors
+from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.package import __version__
+
+R = TypeVar("R")
+_ARRIVED: dict[str, int] = {}  # exchanges that this process has come to, by group
+_PATIENCE = 5.0  # seconds for asking the store who is missing: it may have been on the machine that is gone
+_CONNECTION = ("/gloo/", "NCCL", "ncclComm", "Connection closed", "Connection reset", "Timed out waiting")
+
+
+class RankError(HessiankitError, RuntimeError):
+    """Another process of the group stopped, or did not answer in time."""
+
+
+class Ranks:
+    """The ranks of a process group, in one call of a function.
+
+    Attributes:
+        who: The function, with which every message starts.
+        group: The process group; None for all processes.
+        rank: The number of this process in the group; 0 where torch.distributed is not in use.
+        size: The number of processes; 1 where torch.distributed is not in use.
+    """
+
+    def __init__(self, who: str, group: dist.ProcessGroup | None = None) -> None:
+        self.who, self.group = who, group
+        self.active = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if self.active else 0
+        self.size = dist.get_world_size(group) if self.active else 1
+        if self.rank < 0:
+            raise InputError(f"{who}: this process is not in the process group it was given; call it on the group's ranks only")
+        members = dist.get_process_group_ranks(group or dist.group.WORLD) if self.active else [0]  # torch 2.6 wants a group
+        self._key = f"hessiankit/{zlib.crc32(str(members).encode())}"
+
+    @classmethod
+    def alone(cls, who: str) -> Ranks:
+        """Return this process as the only one, whether or not there are others."""
+        made = cls.__new__(cls)
+        made.who, made.group, made.active, made.rank, made.size, made._key = who, None, False, 0, 1, ""
+        return made
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Return what every rank holds, in the order of the ranks."""
+        if self.size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        with self.exchange():
+            dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def broadcast(self, mine: Any) -> Any:
+        """Return what rank 0 holds."""
+        if self.size == 1:
+            return mine
+        held = [mine]
+        with self.exchange():
+            dist.broadcast_object_list(held, group=self.group, group_src=0)
+        return held[0]
+
+    def sum(self, mine: Tensor) -> Tensor:
+        """Return the sum over the ranks, to every rank the same bits, in the tensor's dtype; ``mine`` is overwritten."""
+        if self.size == 1:
+            return mine
+        mine = mine.contiguous()  # what is summed lies in memory the same way on every rank
+        place = mine if self._reaches(mine.device) else mine.to(_device(self.group))
+        with self.exchange():
+            dist.all_reduce(place, group=self.group)
+        return place.to(mine.device)
+
+    def together(self, work: Callable[[], R]) -> R:
+        """Do a rank's own work; if it fails on any rank, raise the same line on all of them.
+
+        Raises:
+            InputError: Or another of the library's errors, as the first rank that failed raised it.
+            RankError: If that rank failed with anything else.
+        """
+        result, own = None, None
+        try:
+            result = work()
+        except RankError:
+            raise
+        except Exception as error:  # whatever it is, the others have to hear of it
+            own = error
+        failed = [(rank, line) for rank, line in enumerate(self.gather(self._line(own))) if line is not None]
+        if failed:
+            raise self._joint(failed) from own
+        return result  # type: ignore[return-value]
+
+    def agree(self, **options: Any) -> None:
+        """Raise an error on every rank unless all of them passed the same options, which are compared as they print."""
+        held = self.gather({name: repr(value) for name, value in options.items()})
+        for name in held[0]:  # rank 0's, so that every rank says the same
+            for rank, other in enumerate(held):
+                if other.get(name) != held[0].get(name):
+                    raise InputError(
+                        f"{self.who}: {name} is {held[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}; expected "
+                        "the same on every rank: make the same call everywhere, only with the rank's own data"
+                    )
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """What every rank has to come to: note that this one has, and say who is missing if it fails."""
+        if self.size == 1:
+            yield
+            return
+        began = time.monotonic()
+        _ARRIVED[self._key] = _ARRIVED.get(self._key, 0) + 1
+        self._note("arrived", str(_ARRIVED[self._key]))
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            said = _communication(error) or _communication(error.__cause__)
+            if said is None:
+                self._note("failed", f"{_ARRIVED[self._key]} {type(error).__name__}: {' '.join(str(error).split())}")
+                raise
+            raise RankError(
+                f"{self.who}: rank {self.rank} of {self.size} lost the others after {time.monotonic() - began:.1f} s: "
+                f"{self._missing()}; read that rank's log, and start all ranks again (torch: {said})"
+            ) from error
+
+    def _line(self, error: Exception | None) -> tuple[str, str] | None:
+        if error is None:
+            return None
+        text = " ".join(str(error).split()).removeprefix(f"{self.who}: ")
+        return type(error).__name__, text
+
+    def _joint(self, failed: list[tuple[int, tuple[str, str]]]) -> HessiankitError:
+        rank, (kind, text) = failed[0]
+        everywhere = len(failed) == self.size and len({line for _, line in failed}) == 1
+        on = "" if everywhere or self.size == 1 else f"on rank {rank} of {self.size}: "
+        known = getattr(hessiankit.support.errors, kind, None)
+        if isinstance(known, type) and issubclass(known, HessiankitError):
+            made: HessiankitError = known(f"{self.who}: {on}{text}")
+            return made
+        return RankError(f"{self.who}: {on}{kind}: {text}")
+
+    def _reaches(self, device: torch.device) -> bool:
+        return device.type in str(dist.get_backend_config(self.group))
+
+    def _note(self, kind: str, text: str) -> None:
+        store = _store()
+        if store is not None:
+            try:
+                store.set(f"{self._key}/{kind}/{self.rank}", text)
+            except RuntimeError:  # the exchange itself fails next, and tells who is missing
+                return
+
+    def _missing(self) -> str:
+        """Return a phrase on the ranks that have not come to this exchange, as far as the store tells."""
+        found: list[str] = []
+        asking = threading.Thread(target=lambda: found.append(self._ask(_store())), daemon=True)
+        asking.start()
+        asking.join(_PATIENCE)
+        return found[0] if found else "the store of the process group, which knows who is missing, does not answer"
+
+    def _ask(self, store: Any) -> str:
+        now = _ARRIVED[self._key]
+        absent, stopped = [], []
+        try:
+            for rank in range(self.size):
+                failed = _get(store, f"{self._key}/failed/{rank}").partition(" ")
+                if int(failed[0] or 0) >= now:  # others are of earlier calls
+                    stopped.append(f"rank {rank} stopped with {failed[2]}")
+                elif int(_get(store, f"{self._key}/arrived/{rank}") or 0) < now:
+                    absent.append(str(rank))
+        except (RuntimeError, AttributeError):
+            return "the store of the process group, which knows who is missing, does not answer"
+        if stopped:
+            return "; ".join(stopped)
+        if absent:
+            return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)} did not arrive (killed, stuck, or too far behind)"
+        return "all ranks had arrived, so the connection failed, or a rank was killed while it exchanged"
+
+
+def _get(store: Any, key: str) -> str:
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def _communication(error: BaseException | None) -> str | None:
+    """Return what torch says of a failed exchange; None if the error is another one."""
+    if not isinstance(error, RuntimeError):
+        return None
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, dist.DistError) or any(word in said for word in _CONNECTION):
+        return said.split("] ", 1)[-1].split(". This is")[0]
+    return None
+
+
+def _store() -> Any:
+    """Return the store that the processes met at; torch has no public name for it."""
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (AttributeError, ValueError, RuntimeError):
+        return None
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return a device whose tensors the group's backend can send."""
+    if "cpu" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+WHO = "distributed.init"
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the processes this one is.
+
+    Attributes:
+        rank: Its number, from 0.
+        size: How many there are.
+        device: Where its model and data belong.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def init(*, timeout: float = 300.0, backend: str | None = None) -> Place:
+    """Meet the other processes of the run that torchrun started; a program that was started by itself is the only one.
+
+    Not needed where the program has its own process group: everything here works with that one, and with its time-out.
+
+    Args:
+        timeout: Seconds that a rank waits for the others in any exchange before it stops with an error. It has to cover how
+            far the slowest rank can be behind the fastest.
+        backend: What torch.distributed sends with. By default gloo, with nccl for CUDA tensors where there are GPUs: messages
+            go through gloo, whose failures are exceptions that can be read.
+
+    Raises:
+        InputError: If the environment says only half of which rank this is, the time-out is not a positive number, or there is
+            a process group already.
+    """
+    if not timeout > 0:
+        raise InputError(f"{WHO}: timeout={timeout}; expected a positive number of seconds")
+    if dist.is_initialized():
+        raise InputError(f"{WHO}: there is a process group already; leave this call out, and set the time-out where it is made")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    missing = [name for name in _NEEDED if name not in os.environ]
+    if len(missing) == len(_NEEDED):
+        return Place(0, 1, device)
+    if missing:
+        raise InputError(
+            f"{WHO}: {', '.join(missing)} not in the environment, though other variables of torchrun are; start the program with "
+            "torchrun (torchrun --nproc-per-node 2 program.py), or set all of them for each process"
+        )
+    usual = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend or usual, timeout=timedelta(seconds=timeout))
+    return Place(dist.get_rank(), dist.get_world_size(), device)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD, _ODD_TOO = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+_CHUNK = 1 << 15  # entries that stay in a processor's cache; a GPU takes a thousand times as many at once
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Return an integer that depends on every bit of a tensor and on its place: the sum of a hash of each, modulo 2^64.
+
+    Computed where the tensor is; integer arithmetic, so the same on every device.
+
+    >>> x = torch.tensor([1.0, -2.0])
+    >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(-x), fingerprint(x) == fingerprint(x.flip(0))
+    (True, False, False)
+    """
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().reshape(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    step = _CHUNK if bits.device.type == "cpu" else 1000 * _CHUNK
+    for start in range(0, bits.numel(), step):
+        x = bits[start : start + step].to(torch.int64, copy=True)
+        x ^= torch.arange(start, start + x.numel(), device=x.device).mul_(_ODD)
+        for factor in (_ODD, _ODD_TOO):  # multiplying carries differences up, shifting brings them down again
+            x = (x ^ (x >> 32)).mul_(factor)
+        total += (x ^ (x >> 29)).sum()
+    return int(total)
+
+
+def check_versions(ranks: Ranks) -> None:
+    """Raise an error on every rank unless all of them run the same releases."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    ranks.agree(**{"the version of hessiankit": __version__, "of torch": torch.__version__, "of Python": python})
+
+
+def check_same_tensors(ranks: Ranks, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Raise an error on every rank unless all of them hold the same tensors, bit by bit.
+
+    Args:
+        ranks: The ranks.
+        tensors: By name.
+        what: What they are, in the message: ``"parameter"``.
+
+    Raises:
+        InputError: It names the first that differs.
+    """
+    if ranks.size == 1:
+        return
+    shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
+    ranks.agree(**{f"the {what} {name!r}": shape for name, shape in shapes.items()}, **{f"the number of {what}s": len(shapes)})
+    held = ranks.gather([fingerprint(x) for x in tensors.values()])
+    for at, name in enumerate(tensors):
+        for rank, other in enumerate(held):
+            if other[at] != held[0][at]:
+                raise InputError(
+                    f"{ranks.who}: the {what} {name!r} has other values on rank {rank} than on rank 0; expected the same model "
+                    "on every rank: load one checkpoint everywhere, or broadcast the state from rank 0"
+                )

@@ -1,0 +1,84 @@
+"""A monitor for the ``Trainer`` of Lightning (``pip install 'hessiankit[training]'``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hessiankit.diagnostics.monitoring.following import on_first_use, scalars
+from hessiankit.diagnostics.monitoring.monitor import Monitor
+
+
+class LightningEvents:
+    """Follow a Lightning ``Trainer`` with a :class:`~hessiankit.diagnostics.monitoring.Monitor`.
+
+    It measures before the first update, when the monitor's schedule says so (steps are ``trainer.global_step``: updates, not
+    batches), and after the last update; only in process zero, where the others wait, so a measurement has to be quicker than the
+    time-out of the process group. A run that goes on from a checkpoint goes on in the same file. Numbers go to the trainer's
+    loggers at the step that they are of, and to ``trainer.callback_metrics``, where other callbacks find them.
+
+    Attributes:
+        monitor: The monitor, from the start of training on.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        path: Path | str,
+        *,
+        model: str | Callable[[Any], nn.Module] | None = None,
+        log: bool = True,
+        last: bool = True,
+        **options: Any,
+    ) -> None:
+        """Keep what the monitor will be made of.
+
+        Args:
+            data: The batches to measure on.
+            path: The file.
+            model: Which module to measure: the name of an attribute of the ``LightningModule``, or a function of it; by default
+                the ``LightningModule`` itself, whose ``forward`` then returns logits.
+            log: Whether to write into the trainer's log too.
+            last: Whether to measure after the last update in any case.
+            **options: Of :class:`~hessiankit.diagnostics.monitoring.Monitor`.
+        """
+        self.data, self.path, self.model, self.options = data, path, model, options
+        self.monitor: Monitor | None = None
+        self._log, self._last = log, last
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        model = self.model(pl_module) if callable(self.model) else pl_module
+        if isinstance(self.model, str):
+            model = pl_module.get_submodule(self.model)
+        self.monitor = Monitor(model, self.data, self.path, **self.options)
+        self._step(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        found = self._step(trainer)
+        if found:  # the loggers have them already, at the right step; self.log would wait for log_every_n_steps
+            pl_module.log_dict(found, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._step(trainer, force=self._last)
+
+    def _step(self, trainer: Any, force: bool = False) -> dict[str, float]:
+        if self.monitor is None:
+            return {}
+        record = self.monitor.step(trainer.global_step, force=force, epoch=trainer.current_epoch)
+        if record is None or not self._log:
+            return {}
+        found = scalars(record)
+        for logger in trainer.loggers:
+            logger.log_metrics(found, step=trainer.global_step)
+        return found
+
+
+if TYPE_CHECKING:
+    SharpnessCallback = LightningEvents
+else:
+    __getattr__ = on_first_use(globals(), LightningEvents, "lightning", "Callback")

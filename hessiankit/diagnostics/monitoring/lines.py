@@ -1,0 +1,182 @@
+"""The file of a monitor: a header and one line of JSON a measurement, so written that a killed run loses at most one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hessiankit.curvature.matrix_file import sync_folder
+from hessiankit.support.errors import InputError
+from hessiankit.support.files import plain
+
+FORMAT = 1
+KEY = "hessiankit_monitor"
+WHO = "monitor"
+
+
+class Lines:
+    """Append lines to a file that may exist already, from an earlier part of the same run.
+
+    The file is opened, written, synchronised and closed for each line: nothing stays open, and nothing is lost when the
+    process ends, however it ends. A line that could not be written is kept and written with the next one.
+
+    Attributes:
+        path: The file.
+        last: Largest step in it, or None.
+        waiting: Steps and lines that could not be written yet.
+    """
+
+    def __init__(self, path: Path | str, header: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self.last: int | None = None
+        self.waiting: list[tuple[int, str]] = []
+        self._size = 0
+        if self.path.exists() and self.path.stat().st_size:
+            seen, records = read_lines(self.path)
+            _check(self.path, seen, header)
+            self._replace(seen, records)
+        else:
+            self._replace({KEY: FORMAT, **header}, [])
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one line, and first those that are waiting.
+
+        Raises:
+            InputError: It could not be written (it waits, the file is as before), somebody else wrote to the file, or the record
+                holds something that JSON does not know.
+        """
+        try:
+            self.waiting.append((record["step"], to_line(record)))
+        except TypeError as error:
+            raise InputError(
+                f"{WHO}: the measurement at step {record['step']} cannot be written: {error}; pass numbers"
+            ) from error
+        content = "".join(line for _, line in self.waiting).encode()
+        try:
+            with open(self.path, "r+b", buffering=0) as file:
+                if file.seek(0, os.SEEK_END) != self._size:
+                    raise InputError(
+                        f"{WHO}: {self.path} is not as this monitor left it: another process, or another monitor, writes to it. "
+                        f"Give each run its own file; {self._unwritten()}"
+                    )
+                try:
+                    left = memoryview(content)
+                    while left:
+                        left = left[file.write(left) :]
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(self._size)  # what fitted of the line goes again
+                    raise
+        except OSError as error:
+            remedy = "make room" if self.path.exists() else "put the file back"
+            raise InputError(
+                f"{WHO}: cannot write to {self.path}: {error.strerror}. All earlier measurements are safe; {remedy}: "
+                f"{self._unwritten()}"
+            ) from error
+        self._size += len(content)
+        self.last = max([self.last or 0, *(step for step, _ in self.waiting)])
+        self.waiting.clear()
+
+    def cut(self, step: int) -> int:
+        """Take out the measurements at and after a step, into ``<file>.replaced``, and return how many they are."""
+        self.waiting = [(at, line) for at, line in self.waiting if at < step]
+        if self.last is None or self.last < step:
+            return 0
+        header, records = read_lines(self.path)
+        kept = [one for one in records if one["step"] < step]
+        gone = [one for one in records if one["step"] >= step]
+        try:
+            with open(f"{self.path}.replaced", "a", encoding="utf-8") as file:
+                file.writelines(map(to_line, [header, *gone]))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise _unusable(Path(f"{self.path}.replaced"), error) from error
+        self._replace(header, kept)
+        return len(gone)
+
+    def _replace(self, header: Mapping[str, Any], records: list[dict[str, Any]]) -> None:
+        """Put the file in its place as a whole, so that whoever reads it sees this state or the one before."""
+        content = "".join(map(to_line, [header, *records])).encode()
+        partial = self.path.with_name(self.path.name + ".new")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(partial, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self.path)
+            sync_folder(self.path.parent)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        self._size = len(content)
+        self.last = max((one["step"] for one in records), default=None)
+
+    def _unwritten(self) -> str:
+        steps = ", ".join(str(step) for step, _ in self.waiting)
+        return f"the measurement at step {steps} is kept and written with the next one"
+
+
+def read_lines(path: Path | str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the header and the measurements of a file; a last line without an end, which a kill leaves, is left out.
+
+    Raises:
+        InputError: There is no such file, it is something else, or a line in the middle is damaged.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{WHO}: cannot read {path}: {error.strerror}; name a file that a Monitor wrote") from error
+    found = []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # what follows the last line end is torn, or empty
+        try:
+            found.append(json.loads(line))
+            if not isinstance(found[-1], dict) or (number > 1 and not isinstance(found[-1].get("step"), int)):
+                raise ValueError("no measurement")
+        except ValueError as error:
+            what = "is damaged" if number > 1 else "is not the header of a monitor"
+            raise InputError(
+                f"{WHO}: line {number} of {path} {what} ({error}); take the line out, or name another file"
+            ) from error
+    if not found or found[0].get(KEY) != FORMAT:
+        seen = f"has format {found[0][KEY]}" if found and KEY in found[0] else "was not written by a Monitor"
+        raise InputError(f"{WHO}: {path} {seen}; expected {KEY!r}: {FORMAT} in its first line. Name another file")
+    return found[0], found[1:]
+
+
+def to_line(record: Mapping[str, Any]) -> str:
+    """Return one line of JSON as every reader takes it: numbers that are not finite become strings, which ``float`` reads.
+
+    >>> to_line({"step": 1, "loss": float("nan"), "gap": [float("inf")], "by": {3: 0.5}})
+    '{"step":1,"loss":"nan","gap":["inf"],"by":{"3":0.5}}\\n'
+    """
+    return json.dumps(plain(record), separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _check(path: Path, seen: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+    """Compare headers: the environment may change when a run goes on elsewhere, nothing else may."""
+    here = json.loads(to_line(header))
+    names = [name for name in here if name != "environment" and here[name] != seen.get(name)]
+    if not names:
+        return
+    different = [_difference(name, seen.get(name), here[name]) for name in names]
+    raise InputError(f"{WHO}: {path} is of another run: {'; '.join(different)}. Name another file, or measure as there")
+
+
+def _difference(name: str, there: Any, here: Any) -> str:
+    if isinstance(there, dict) and isinstance(here, dict):
+        key = next(k for k in [*here, *there] if here.get(k) != there.get(k))
+        return _difference(f"{name}[{key!r}]", there.get(key), here.get(key))
+    if isinstance(there, list) and isinstance(here, list):
+        for k, (a, b) in enumerate(zip(there, here, strict=False)):
+            if a != b:
+                return _difference(f"{name}[{k}]", a, b)
+        return f"{name} has {len(there)} entries there, {len(here)} here"
+    return f"{name} is {there!r} there, {here!r} here"
+
+
+def _unusable(path: Path, error: OSError) -> InputError:
+    return InputError(f"{WHO}: cannot write {path}: {error.strerror}; name a file in a folder that can be written to")

@@ -1,0 +1,458 @@
+"""The file of a monitor, read back: numbers by step, a table, and a picture with one panel for each quantity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES, Picture, spread
+from hessiankit.diagnostics.monitoring.lines import read_lines
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+from hessiankit.support.tables import Piece, Printed, table
+
+
+class Series(NamedTuple):
+    """An estimate by step: three arrays (steps,), NaN where a step has none."""
+
+    value: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+@dataclass(frozen=True, repr=False)
+class MonitorLog(Printed):
+    """The measurements of one run; made by :meth:`hessiankit.Monitor.read`.
+
+    Attributes:
+        path: The file.
+        header: What was measured, of what, and where: parts, options, environment.
+        records: One mapping a measurement, in the order of the steps.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    records: tuple[dict[str, Any], ...]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Steps of training, (steps,)."""
+        return np.array([record["step"] for record in self.records], dtype=int)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Block types of the model, in the order of its parameters."""
+        return tuple(dict.fromkeys(part["type"] for part in self.header["parts"]))
+
+    @property
+    def errors(self) -> dict[int, dict[str, str]]:
+        """Step -> what failed there -> its error; steps where nothing failed are left out."""
+        return {record["step"]: record["errors"] for record in self.records if record.get("errors")}
+
+    def series(self, *keys: str | int) -> np.ndarray:
+        """Return one number, or one array, of every measurement, NaN where it has none.
+
+        Args:
+            *keys: The way to it, e.g. ``"sharpness", "types", "Norm", "value"`` or ``"norms", "types", "Emb"``.
+
+        Raises:
+            InputError: No measurement has it, or its shape changes from one to the next.
+
+        Returns:
+            (steps,), or (steps, ...) for an array.
+        """
+        found = self.entries(*keys)
+        inside = next((x for x in found if isinstance(x, dict)), None)
+        if inside is not None:
+            raise InputError(
+                f"MonitorLog: {' / '.join(map(str, keys)) or 'a measurement'} holds {', '.join(inside)}; name one of them"
+            )
+        arrays = [None if x is None else np.asarray(x, dtype=float) for x in found]
+        shapes = {a.shape for a in arrays if a is not None}
+        if len(shapes) != 1:
+            seen = "no measurement has it" if not shapes else f"its shape changes: {sorted(shapes)}"
+            raise InputError(f"MonitorLog: {' / '.join(map(str, keys))} of {self.path}: {seen}; see .records for what there is")
+        nothing = np.full(next(iter(shapes)), np.nan)
+        return np.stack([nothing if a is None else a for a in arrays])
+
+    def entries(self, *keys: str | int) -> list[Any]:
+        """Return what stands at ``keys`` in every measurement, None where nothing does."""
+        return [_at(record, keys) for record in self.records]
+
+    def has(self, *keys: str | int) -> bool:
+        """Return whether some measurement has such an entry."""
+        return any(found is not None for found in self.entries(*keys))
+
+    @property
+    def sharpness(self) -> dict[str, Series]:
+        """Type -> average sharpness by step, with its interval."""
+        names = [name for name in self.types if self.has("sharpness", "types", name)]
+        return {name: Series(*(self.series("sharpness", "types", name, key) for key in Series._fields)) for name in names}
+
+    @property
+    def norms(self) -> dict[str, np.ndarray]:
+        """Type -> Euclidean norm of its parameters by step, (steps,)."""
+        return {name: self.series("norms", "types", name) for name in self.types if self.has("norms", "types", name)}
+
+    @property
+    def orders(self) -> dict[int, tuple[str, ...]]:
+        """Step -> types from flat to sharp."""
+        found = {}
+        for record in self.records:
+            values = {name: float(one["value"]) for name, one in (_at(record, ("sharpness", "types")) or {}).items()}
+            if values:
+                found[record["step"]] = tuple(sorted(values, key=values.__getitem__))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {"path": str(self.path), "header": self.header, "records": list(self.records), "orders": self.orders}
+
+    def _headline(self) -> str:
+        header = self.header
+        head = f"{header['model']}, {header['entries']:,} parameters; measurements: {len(self)}"
+        return head + (f", steps {self.steps.min()} to {self.steps.max()}" if len(self) else "") + f"; {self.path.name}"
+
+    def plot(self, path: Path | str | None = None, *, title: str | None = None) -> Picture:
+        """Draw the measurements: one panel for each quantity, over the steps of training; see :func:`plot_monitor`."""
+        return plot_monitor(self, path, title=title)
+
+    def _parts(self) -> Iterator[Piece]:
+        headers, rows = self._table()
+        order = headers[1:2] if self.orders else []
+        drop = [header for header in reversed(headers[1:]) if header not in (*order, "loss")]
+        yield self._headline()
+        yield table(headers, rows, left=2 if self.orders else 1, prose=order, drop=drop, spread=True)
+        yield from (f"step {step}: {what} failed: {text}" for step, found in self.errors.items() for what, text in found.items())
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Return headers and rows: the types from flat to sharp, the loss, the norm of all parameters, the top eigenvalue."""
+        columns = {"loss": ("loss",), "parameter norm": ("norms", "total"), "top eigenvalue": ("eigenvalue", "value")}
+        columns |= {"variance by layer": ("depth", "laws", "best")}
+        columns = {title: keys for title, keys in columns.items() if self.has(*keys)}
+        rows = []
+        for record in self.records:
+            found = [_at(record, keys) for keys in columns.values()]
+            order = [_at(record, ("sharpness", "ordering")) or ""] if self.orders else []
+            numbers = [_shown(x) for x in found]
+            rows.append([str(record["step"]), *order, *numbers])
+        return ["step", *(["sharpness, flat to sharp (~: not told apart)"] if self.orders else []), *columns], rows
+
+
+@checked("read_monitor")
+def read_monitor(path: Path | str) -> MonitorLog:
+    """Read the file that a :class:`~hessiankit.diagnostics.monitoring.Monitor` writes, also while it is being written.
+
+    Args:
+        path: The file.
+
+    Raises:
+        InputError: There is no such file, or it is something else.
+    """
+    header, records = read_lines(path)
+    return MonitorLog(Path(path), header, tuple(sorted(records, key=lambda record: record["step"])))
+
+
+def _at(record: Any, keys: tuple[str | int, ...]) -> Any:
+    for key in keys:
+        if not isinstance(record, Mapping) or str(key) not in record:
+            return None
+        record = record[str(key)]
+    return record
+
+
+def _shown(x: Any) -> str:
+    """Return a table's cell: a number with four digits, a word as it is.
+
+    >>> [_shown(x) for x in (None, 2.34567, "inf", "linear")]
+    ['', '2.346', 'inf', 'linear']
+    """
+    try:
+        return "" if x is None else f"{float(x):.4g}"
+    except ValueError:
+        return str(x)
+
+
+COLOURS = {
+    "Emb": "#0072b2",
+    "QK": "#e69f00",
+    "FFN": "#009e73",
+    "VO": "#d55e00",
+    "Norm": "#000000",
+    "Head": "#cc79a7",
+    "Other": "#8c8c8c",
+}
+"""Okabe and Ito's colours, which readers of every colour vision tell apart."""
+MARKS = {"Emb": "o", "QK": "s", "FFN": "^", "VO": "v", "Norm": "D", "Head": "P", "Other": "X"}
+
+
+def dress(axes: Axes) -> None:
+    """Give axes the look that all panels have."""
+    axes.tick_params(which="both", labelsize=7.5)
+    axes.tick_params(length=2.5)
+    axes.grid(color="#e4e4e4", linewidth=0.5)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def over_steps(axes: Axes, log: MonitorLog, title: str) -> None:
+    """Steps along the lower edge: in log scale from 1 on where measurements crowd at the beginning."""
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel("step", fontsize=8, labelpad=1)
+    steps = log.steps
+    early = np.median(steps) < 0.25 * steps.max()
+    if early:
+        axes.set_xscale("symlog", linthresh=1, linscale=0.4)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    if steps.max() > steps.min():
+        axes.set_xlim(steps.min(), steps.max())
+
+
+def log_scale(axes: Axes, *arrays: np.ndarray) -> None:
+    """Use a log scale where every number that is there is positive and finite."""
+    values = np.concatenate([np.ravel(a) for a in arrays])
+    values = values[np.isfinite(values)]
+    if values.size and values.min() > 0:
+        axes.set_yscale("log")
+
+
+def name_ends(axes: Axes, ends: dict[str, tuple[float, str]]) -> None:
+    """Write names at the right ends of lines, moved apart where they would lie on each other."""
+    axes.autoscale_view()
+    transform = axes.transData + axes.transAxes.inverted()
+    right = axes.get_xlim()[1]
+    order = [name for name in sorted(ends, key=lambda name: ends[name][0]) if np.isfinite(ends[name][0])]
+    heights = [float(transform.transform((right, ends[name][0]))[1]) for name in order]
+    for name, own, at in zip(order, heights, spread(heights, [0.075] * len(order), 0.0, 1.0) if order else [], strict=True):
+        axes.annotate(
+            name, (1.0, own), (1.05, at), xycoords="axes fraction", textcoords="axes fraction", va="center", fontsize=8,
+            color=ends[name][1], annotation_clip=False, arrowprops={"arrowstyle": "-", "color": ends[name][1], "linewidth": 0.4},
+        )  # fmt: skip
+
+
+def _by_type(axes: Axes, log: MonitorLog, values: dict[str, np.ndarray]) -> None:
+    ends = {}
+    for name, value in values.items():
+        there = np.isfinite(value)
+        colour = COLOURS.get(name, FAINT)
+        style: dict[str, Any] = {"color": colour, "linewidth": 1.2, "marker": MARKS.get(name, "."), "markersize": 3.2}
+        axes.plot(log.steps[there], value[there], clip_on=False, zorder=3, **style)
+        if there.any():
+            ends[name] = (float(value[there][-1]), colour)
+    log_scale(axes, *values.values())
+    name_ends(axes, ends)
+
+
+def sharpness(axes: Axes, log: MonitorLog) -> None:
+    """Average sharpness of each block type, with its intervals (The Sharpness Disparity Principle, Figure 3)."""
+    over_steps(axes, log, "average sharpness, with its intervals")
+    found = log.sharpness
+    for name, one in found.items():
+        there = np.isfinite(one.low) & np.isfinite(one.high) & (one.low > 0)
+        axes.fill_between(
+            log.steps[there], one.low[there], one.high[there], color=COLOURS.get(name, FAINT), alpha=0.2, linewidth=0
+        )
+    _by_type(axes, log, {name: one.value for name, one in found.items()})
+
+
+def norms(axes: Axes, log: MonitorLog) -> None:
+    """Norm of all parameters of each block type (Figure 8)."""
+    over_steps(axes, log, "norm of the parameters")
+    _by_type(axes, log, log.norms)
+
+
+def loss(axes: Axes, log: MonitorLog) -> None:
+    """Loss on the data of the monitor."""
+    over_steps(axes, log, "loss, nats")
+    axes.plot(log.steps, log.series("loss"), color=INK, linewidth=1.2, marker="o", markersize=3, clip_on=False)
+
+
+def eigenvalue(axes: Axes, log: MonitorLog) -> None:
+    """Top eigenvalue of the Hessian of the loss; the band is its residual, within which an eigenvalue lies."""
+    over_steps(axes, log, r"$\lambda_{\max}$ of the Hessian, $\pm$ its residual")
+    value, residual = log.series("eigenvalue", "value"), log.series("eigenvalue", "residual")
+    axes.fill_between(log.steps, value - residual, value + residual, color="#0072b2", alpha=0.25, linewidth=0)
+    axes.plot(log.steps, value, color="#0072b2", linewidth=1.2, marker="o", markersize=3, clip_on=False)
+    log_scale(axes, value - residual)
+
+
+STEPS_SHOWN = 5
+"""Lines of a panel over layers."""
+
+
+def variance(axes: Axes, log: MonitorLog) -> None:
+    """Variance over features of the stream, averaged over tokens, a line for each layer (The Curse of Depth, Figures 4 and 8)."""
+    over_steps(axes, log, "variance of the residual stream, by layer")
+    values = log.series("depth", "stream", "variance")
+    for layer, colour in enumerate(_shades(values.shape[1])):
+        axes.plot(log.steps, values[:, layer], color=colour, linewidth=1.1, clip_on=False)
+    log_scale(axes, values)
+    _shallow_to_deep(axes, values.shape[1], "after block")
+
+
+def angles(axes: Axes, log: MonitorLog) -> None:
+    """Angular distances of all pairs of layers at the last step (Figure 2, without the authors' rescaling of each row)."""
+    at, values = _last(log, "depth", "angles", "all")
+    L = values.shape[0] - 1
+    shown = np.full((L, L), np.nan)
+    for n in range(1, L + 1):
+        shown[n - 1, : L + 1 - n] = np.diagonal(values, n)
+    axes.set_title(f"angular distance $d(x_l, x_{{l+n}})$, step {at}", fontsize=9, loc="left")
+    axes.grid(False)
+    drawn = axes.imshow(
+        shown, cmap=mpl.colormaps["viridis_r"], origin="lower", aspect="auto", extent=(0.5, L + 0.5, 0.5, L + 0.5)
+    )
+    axes.set_xlabel("layer $l$", fontsize=8, labelpad=1)
+    axes.set_ylabel("$n$", fontsize=8, labelpad=1)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    bar = axes.figure.colorbar(drawn, ax=axes, fraction=0.06, pad=0.04)
+    bar.ax.tick_params(labelsize=7, length=2)
+
+
+def drop(axes: Axes, log: MonitorLog) -> None:
+    """What the loss gains with one block removed (Figure 2), for a few steps."""
+    _along_depth(axes, log, "rise of the loss without one block", log.entries("depth", "drop", "loss_change"))
+    axes.axhline(0.0, color=INK, linewidth=0.6)
+
+
+def jacobian(axes: Axes, log: MonitorLog) -> None:
+    """How far each block is from the identity, for a few steps."""
+    title = r"distance from the identity, $\|J_l - I\|_F / \sqrt{n}$"
+    found = [None if x is None else [one["value"] for one in x] for x in log.entries("depth", "jacobians", "rms")]
+    _along_depth(axes, log, title, found)
+    log_scale(axes, *(np.asarray(x, dtype=float) for x in found if x is not None))
+
+
+def hessian(axes: Axes, log: MonitorLog) -> None:
+    """lambda_max of the Hessian in each block's parameters."""
+    _curvature(axes, log, r"$\lambda_{\max}$ of the Hessian of each block", "hessian")
+
+
+def gauss_newton(axes: Axes, log: MonitorLog) -> None:
+    """lambda_max of the Gauss-Newton matrix in each block's parameters."""
+    _curvature(axes, log, r"$\lambda_{\max}$ of the Gauss-Newton matrix of each block", "ggn")
+
+
+def _curvature(axes: Axes, log: MonitorLog, title: str, kind: str) -> None:
+    found = [None if x is None else [one["value"] for one in x] for x in log.entries("depth", kind, "top")]
+    _along_depth(axes, log, title, found)
+    log_scale(axes, *(np.asarray(x, dtype=float) for x in found if x is not None))
+
+
+def _along_depth(axes: Axes, log: MonitorLog, title: str, found: list[Any]) -> None:
+    """One line over the layers for each of a few steps, the first and the last among them."""
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel("layer", fontsize=8, labelpad=1)
+    there = [k for k, values in enumerate(found) if values is not None]
+    chosen = [there[k] for k in np.unique(np.linspace(0, len(there) - 1, STEPS_SHOWN).round().astype(int))]
+    axes.text(1.04, 1.0, "step", transform=axes.transAxes, fontsize=7.5, color=FAINT, va="top")
+    for row, (k, colour) in enumerate(zip(chosen, _shades(len(chosen)), strict=True), start=1):
+        values = np.asarray(found[k], dtype=float)
+        axes.plot(np.arange(1, len(values) + 1), values, color=colour, linewidth=1.2, marker="o", markersize=3)
+        style: dict[str, Any] = {"transform": axes.transAxes, "fontsize": 7.5, "va": "top"}
+        axes.text(1.04, 1.0 - 0.09 * row, f"\u25cf {log.steps[k]:,}", color=colour, **style)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.margins(x=0.02)
+
+
+def _last(log: MonitorLog, *keys: str) -> tuple[int, np.ndarray]:
+    found = [(record["step"], x) for record, x in zip(log.records, log.entries(*keys), strict=True) if x is not None]
+    return found[-1][0], np.asarray(found[-1][1], dtype=float)
+
+
+def _shades(count: int) -> np.ndarray:
+    """Return colours from pale and shallow to dark and deep, which differ in lightness too."""
+    return mpl.colormaps["viridis_r"](np.linspace(0.12, 1.0, count))
+
+
+def _shallow_to_deep(axes: Axes, count: int, what: str) -> None:
+    """Draw a key: one patch a layer, from 0, the embedding, on."""
+    key = axes.inset_axes((1.05, 0.0, 0.045, 1.0))
+    key.imshow(_shades(count)[:, None, :], origin="lower", aspect="auto", extent=(0, 1, -0.5, count - 0.5))
+    key.set_xticks([])
+    key.yaxis.tick_right()
+    key.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    key.tick_params(labelsize=7, length=2)
+    key.set_ylabel(what, fontsize=7.5, color=FAINT)
+    key.yaxis.set_label_position("right")
+
+
+ACROSS = 3
+"""Panels in a row."""
+Panel = Callable[[Axes, MonitorLog], None]
+
+
+@checked("plot_monitor")
+def plot_monitor(log: MonitorLog | Path | str, path: Path | str | None = None, *, title: str | None = None) -> Picture:
+    """Draw what a monitor measured: sharpness by type with its intervals (The Sharpness Disparity Principle, Figure 3), norms by
+    type (Figure 8), loss, top eigenvalue with its residual, and the depth diagnostics (The Curse of Depth, Figures 2 and 4).
+
+    Args:
+        log: What :func:`~hessiankit.diagnostics.monitoring.read_monitor` returned, or the file's name.
+        path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+        title: Stands above; by default the model and the file's name.
+
+    Raises:
+        InputError: The file cannot be used, it holds no measurement, or the suffix is another one.
+
+    Returns:
+        The figure, which shows itself in a notebook.
+    """
+    log = log if isinstance(log, MonitorLog) else read_monitor(log)
+    if path is not None and Path(path).suffix not in SUFFIXES:
+        raise InputError(f"plot_monitor: cannot write {Path(path).name!r}; name a file that ends in {', '.join(SUFFIXES)}")
+    drawn = [draw for keys, draw in PANELS if log.has(*keys)]
+    if not len(log) or not drawn:
+        raise InputError(f"plot_monitor: {log.path} holds no measurement yet; nothing to draw")
+    down, across = -(-len(drawn) // ACROSS), min(len(drawn), ACROSS)
+    with mpl.rc_context(STYLE):
+        figure = Picture(figsize=(4.1 * across + 0.2, 3.05 * down + 0.4), dpi=DPI, facecolor="white")
+        FigureCanvasAgg(figure)
+        _title(figure, title or f"{log.header['model']}, {log.header['entries']:,} parameters ({log.path.name})")
+        wide, high = figure.get_size_inches()
+        for k, draw in enumerate(drawn):
+            row, column = divmod(k, across)
+            place = (4.1 * column + 0.72, high - 0.75 - 3.05 * row - 2.15, 2.78, 2.15)
+            axes = figure.add_axes((place[0] / wide, place[1] / high, place[2] / wide, place[3] / high))
+            dress(axes)
+            draw(axes, log)
+        if path is not None:
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                figure.savefig(path, dpi=DPI, metadata=SUFFIXES[Path(path).suffix])
+            except OSError as error:
+                raise InputError(f"plot_monitor: cannot write {path}: {error.strerror}; name a file elsewhere") from error
+    return figure
+
+
+def _title(figure: Figure, text: str) -> None:
+    figure.text(0.2 / figure.get_figwidth(), 1 - 0.12 / figure.get_figheight(), text, fontsize=11, color=INK, va="top")
+
+
+PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (
+    (("sharpness",), sharpness),
+    (("norms",), norms),
+    (("loss",), loss),
+    (("eigenvalue",), eigenvalue),
+    (("depth", "stream"), variance),
+    (("depth", "angles"), angles),
+    (("depth", "drop"), drop),
+    (("depth", "jacobians"), jacobian),
+    (("depth", "hessian"), hessian),
+    (("depth", "ggn"), gauss_newton),
+)
+"""What a measurement holds, and the panel that shows it."""

@@ -1,0 +1,266 @@
+"""One measurement, section by section: each takes the model as it is and returns plain values for a line of the file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hessiankit.curvature.operator import hessian_operator
+from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.diagnostics.sharpness import SharpnessEstimate
+from hessiankit.diagnostics.sharpness import sharpness as estimated
+from hessiankit.diagnostics.sharpness.batches import call, micro_batches, output_of
+from hessiankit.engine.problem.calling import IGNORE_INDEX, map_tensors, named_tensors
+from hessiankit.engine.problem.validation import check_dense
+from hessiankit.partition.part import Part
+from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.lanczos import TopEigenvalue, lanczos
+
+WHO = "monitor"
+Batch: TypeAlias = "tuple[Any, Tensor]"
+"""What the model is called with, and a label for each row of its logits (-100: does not count)."""
+
+
+def batches_of(data: Any, target: Tensor | None = None) -> list[Batch]:
+    """Return the batches that ``data`` stand for, in a list that can be gone through again and again.
+
+    Args:
+        data: Inputs with ``target=``; a pair (inputs, target); a Hugging Face batch, whose labels are moved one place to the
+            left where they belong to tokens (logits t against label t + 1); or several of these, e.g. a ``DataLoader``.
+        target: Labels, if ``data`` are inputs only.
+
+    Raises:
+        InputError: If it is none of these, or no label counts.
+
+    >>> inputs, target = batches_of({"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])})[0]
+    >>> list(inputs), target.tolist()
+    (['input_ids'], [[6, 7, -100]])
+    """
+    found: list[Batch] = []
+    for batch in micro_batches(WHO, data, target):
+        for name, x in (*named_tensors(batch.inputs), ("target", batch.target)):
+            check_dense(WHO, name, x)
+            if x.is_meta:
+                raise InputError(f"{WHO}: {name} is on the meta device, which holds no values; load the data first")
+        labels = batch.target
+        if batch.shifted if batch.shifted is not None else labels.ndim > 1:
+            labels = torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORE_INDEX)], dim=-1)
+        found.append((batch.inputs, labels))
+    if not any(map(count, (labels for _, labels in found))):
+        raise InputError(f"{WHO}: the data hold no label that counts; pass labels other than {IGNORE_INDEX}")
+    return found
+
+
+def on_device(batch: Batch, model: nn.Module) -> Batch:
+    """Return a batch with its tensors where the model's parameters are."""
+    device = next(model.parameters()).device
+    inputs, target = map_tensors(
+        lambda x: x.to(device), (dict(batch[0]) if isinstance(batch[0], Mapping) else batch[0], batch[1])
+    )
+    return inputs, target
+
+
+def count(target: Tensor) -> int:
+    """Return how many labels count."""
+    return int((target != IGNORE_INDEX).sum())
+
+
+def batch_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean cross entropy, in nats, over the labels of a batch that count, as a tensor ()."""
+    logits = output_of(WHO, call(WHO, model, batch[0]))
+    if logits.shape[:-1] != batch[1].shape:
+        raise InputError(
+            f"{WHO}: logits {tuple(logits.shape)} do not fit labels {tuple(batch[1].shape)}; expected a label for each row"
+        )
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[1].reshape(-1), ignore_index=IGNORE_INDEX)
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """Return the mean cross entropy over all labels that count, however they are cut into batches."""
+    total, terms = 0.0, 0
+    for batch in batches:
+        here = on_device(batch, model)
+        if n := count(here[1]):
+            total += n * float(batch_loss(model, here).double())
+            terms += n
+    return total / terms
+
+
+ROUTES = ("auto", "closed form", "autograd")
+CLOSED_FORM_ENTRIES = 200_000
+"""Parameters up to which "auto" tries closed forms, whose work space holds every value of the network at once."""
+
+
+def top_eigenvalue(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    route: str = "auto",
+    tol: float = 1e-3,
+    products: int = 60,
+    seed: int = 0,
+) -> tuple[TopEigenvalue, str, str]:
+    """Return the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count.
+
+    Args:
+        model: The model, in evaluation mode.
+        batches: Pairs (inputs, labels) on the model's device.
+        route: ``"closed form"``: products by :func:`hessiankit.hessian_operator`. ``"autograd"``: the gradient of
+            <gradient, v>, with torch's unfused attention, for the fused one has no second derivative. ``"auto"``: closed forms
+            for up to 200,000 parameters of a model that can be traced, autograd for others.
+        tol: Of the residual, relative to the eigenvalue.
+        products: Products with the Hessian at most.
+        seed: Draws the start vector, on the CPU, so that it is the same on every device.
+
+    Raises:
+        InputError: No parameter is trainable, a product is not finite, or the route that was asked for is closed.
+
+    Returns:
+        The eigenvalue, the route taken, and why ("" if it was asked for).
+    """
+    if route not in ROUTES:
+        raise InputError(f"top_eigenvalue: route={route!r} is not known; pass one of {', '.join(map(repr, ROUTES))}")
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise InputError("top_eigenvalue: no parameter requires a gradient; there is no Hessian")
+    product, taken, why = _products(model, batches, parameters, route)
+    first = next(iter(parameters.values()))
+    size = sum(p.numel() for p in parameters.values())
+    start = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(first.device, first.dtype)
+    return lanczos(product, start, tol=tol, most=products), taken, why
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+def _products(
+    model: nn.Module, batches: Sequence[Batch], parameters: dict[str, nn.Parameter], route: str
+) -> tuple[Product, str, str]:
+    size = sum(p.numel() for p in parameters.values())
+    if route == "autograd":
+        return _two_backwards(model, batches, list(parameters.values())), "autograd", ""
+    if route == "auto" and size > CLOSED_FORM_ENTRIES:
+        why = f"{size:,} parameters, more than {CLOSED_FORM_ENTRIES:,}"
+        return _two_backwards(model, batches, list(parameters.values())), "autograd", why
+    try:
+        counts = [float(count(target)) for _, target in batches]
+        options: dict[str, Any] = {"loss": "cross_entropy", "params": list(parameters), "weights": counts}
+        operator = hessian_operator(model, list(batches), **options)
+    except HessiankitError as error:
+        if route == "closed form":
+            raise
+        return _two_backwards(model, batches, list(parameters.values())), "autograd", f"{type(error).__name__}: {error}"
+    return operator.__matmul__, "closed form", ""
+
+
+def _two_backwards(model: nn.Module, batches: Sequence[Batch], parameters: Sequence[nn.Parameter]) -> Product:
+    """Return v -> H v by differentiating <gradient, v>; the forward pass is run again for each product and batch.
+
+    Memory is that of one batch's graph, not of all of them at once.
+    """
+    total = sum(count(target) for _, target in batches)
+
+    def product(v: Tensor) -> Tensor:
+        pieces = [piece.view_as(p) for piece, p in zip(v.split([p.numel() for p in parameters]), parameters, strict=True)]
+        out = torch.zeros_like(v)
+        for batch in batches:
+            if not (n := count(batch[1])):
+                continue
+            with sdpa_kernel(SDPBackend.MATH):
+                loss = batch_loss(model, batch)
+                gradients = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+                slope = sum((g * piece).sum() for g, piece in zip(gradients, pieces, strict=True))
+                rows = torch.autograd.grad(slope, parameters, materialize_grads=True)
+            out += torch.cat([row.reshape(-1) for row in rows]) * (n / total)
+        return out
+
+    return product
+
+
+@torch.no_grad()
+def norms(model: nn.Module, parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the Euclidean norm of every part, of every block type and of all (The Sharpness Disparity Principle, Figure 8).
+
+    Args:
+        model: The model.
+        parts: Its parts.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> _ = nn.init.constant_(layer.weight, 3.0)
+    >>> norms(layer, [Part("weight", "FFN", "up", 0, "", 2)])["types"]
+    {'FFN': 4.242640687119285}
+    """
+    values = dict(model.named_parameters())
+    squares = {part: part.squared_norm(values[part.parameter]) for part in parts}
+    types: dict[str, Tensor] = {}
+    for part, square in squares.items():
+        types[part.type] = types.get(part.type, torch.zeros_like(square)) + square
+    return {
+        "total": math.sqrt(sum(float(x) for x in types.values())),
+        "types": {name: math.sqrt(float(x)) for name, x in types.items()},
+        "tensors": {part.name: math.sqrt(float(x)) for part, x in squares.items()},
+    }
+
+
+def eigenvalue(model: nn.Module, batches: Sequence[Batch], **options: Any) -> dict[str, Any]:
+    """Return the top eigenvalue of the loss's Hessian, its residual, and by which route it was found and why."""
+    found, route, why = top_eigenvalue(model, batches, **options)
+    record = {"value": found.value, "residual": found.residual, "products": found.products, "converged": found.converged}
+    return {**record, "route": route, **({"why": why} if why else {})}
+
+
+def sharpness(model: nn.Module, batches: Sequence[Batch], parts: Sequence[Part], **options: Any) -> dict[str, Any]:
+    """Return the average sharpness with its intervals: by type, by layer, by type and layer, by tensor.
+
+    Args:
+        model: The model, in evaluation mode.
+        batches: Pairs (inputs, labels); which labels count is read from them, their values are not.
+        parts: The model's parts.
+        **options: Of :func:`hessiankit.diagnostics.sharpness.sharpness`.
+    """
+    report = estimated(model, list(batches), parts=parts, **options)
+    by_type_and_layer: dict[str, dict[str, Any]] = {}
+    for (name, layer), one in report.type_layers.items():
+        by_type_and_layer.setdefault(name, {})[_layer(layer)] = _short(one)
+    return {
+        "types": {name: _whole(one) for name, one in report.types.items()},
+        "layers": {_layer(layer): _whole(one) for layer, one in report.layers.items()},
+        "type_layers": by_type_and_layer,
+        "tensors": {name: _short(one) for name, one in report.tensors.items()},
+        "scale_free": {name: _whole(one) for name, one in report.scale_free.items()},
+        **({"seen_rows": _whole(report.seen_rows)} if report.seen_rows is not None else {}),
+        "ordering": report.ordering,
+        "terms": report.terms,
+    }
+
+
+def depth(model: nn.Module, batches: Sequence[Batch], what: Sequence[str], **options: Any) -> dict[str, Any]:
+    """Return the depth diagnostics that were asked for, as :class:`hessiankit.diagnostics.depth.DepthReport` writes them.
+
+    Args:
+        model: The model, in evaluation mode.
+        batches: Pairs (inputs, labels).
+        what: Some of :data:`hessiankit.diagnostics.depth.QUANTITIES`.
+        **options: Of :func:`hessiankit.diagnostics.depth.depth_diagnostics`.
+    """
+    found = depth_diagnostics(model, list(batches), what=tuple(what), **options).to_dict()
+    return {name: part for name, part in found.items() if part is not None and name not in ("model", "memory", "seconds")}
+
+
+def _layer(layer: int | None) -> str:
+    return "outside" if layer is None else str(layer)
+
+
+def _whole(one: SharpnessEstimate) -> dict[str, float]:
+    return {key: getattr(one, key) for key in ("value", "standard_error", "low", "high")}
+
+
+def _short(one: SharpnessEstimate) -> list[float]:
+    return [one.value, one.standard_error]

@@ -1,0 +1,279 @@
+"""A monitor: what follows one training run and writes a line of measurements from time to time."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hessiankit.curvature.matrix_file import digest
+from hessiankit.diagnostics.depth import QUANTITIES
+from hessiankit.diagnostics.monitoring import measurements
+from hessiankit.diagnostics.monitoring.lines import Lines
+from hessiankit.diagnostics.monitoring.log import MonitorLog, read_monitor
+from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, mean_loss, on_device
+from hessiankit.diagnostics.sharpness.replicate import PER
+from hessiankit.partition import Part, model_parts
+from hessiankit.support.arguments import checked
+from hessiankit.support.environment import environment
+from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import ordinary_path, random_kept, untouched
+
+
+def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
+    """Return whether a step is measured: multiples of ``every``, and early on 1, 2, 5, 10, 20, 50, ... below it if asked for.
+
+    The order of the blocks forms in the first steps of training (The Sharpness Disparity Principle, Figure 3: the first 2 %),
+    which even spacing misses.
+
+    Raises:
+        InputError: ``every`` is not positive, or the step is negative.
+
+    >>> [step for step in range(101) if due(step, 50, log_spaced=True)]
+    [0, 1, 2, 5, 10, 20, 50, 100]
+    """
+    if every < 1:
+        raise InputError(f"monitor: every={every} measures at no step; pass 1 or more")
+    if step < 0:
+        raise InputError(f"monitor: step={step}; expected the number of updates done, 0 or more")
+    early = log_spaced and step < every and str(step).rstrip("0") in ("1", "2", "5")
+    return step % every == 0 or early
+
+
+WHO = "monitor"
+ON_ERROR = ("raise", "record")
+Section = Callable[[nn.Module, list[Any], int], Any]
+
+
+class Monitor:
+    """Measures a model on fixed data while it is trained, and writes a line of JSON each time.
+
+    Measuring changes nothing that training reads: random states, modes, gradients and buffers are put back, so that a run
+    with a monitor has the bits of one without.
+
+    A run that goes on from a checkpoint makes its monitor with the same arguments and file. The first step that it then
+    names says where it goes on: measurements at and after that step, made before the interruption, move to ``<file>.replaced``.
+    So each step is in the file once, and all of them are of one trajectory.
+
+    Attributes:
+        path: The file.
+        parts: The model's parts, as norms and sharpness count them.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from hessiankit import Transformer
+    >>> model = Transformer(11, 4, 5, 1)
+    >>> tokens = torch.randint(11, (2, 6))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     monitor = Monitor(model, (tokens[:, :-1], tokens[:, 1:]), f"{folder}/run.jsonl", every=10, sharpness=False, depth=())
+    ...     record = monitor.step(0)
+    ...     monitor.step(1) is None, sorted(record)
+    (True, ['eigenvalue', 'loss', 'norms', 'seconds', 'step'])
+    """
+
+    @staticmethod
+    def read(path: Path | str) -> MonitorLog:
+        """Read the file that a monitor writes, also while it is being written; ``.plot()`` of the result draws it.
+
+        Raises:
+            InputError: There is no such file, or it is something else.
+        """
+        return read_monitor(path)
+
+    @checked("Monitor")
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        path: Path | str,
+        target: Tensor | None = None,
+        *,
+        every: int = 100,
+        log_spaced: bool = False,
+        sharpness: bool = True,
+        norms: bool = True,
+        eigenvalue: bool = True,
+        depth: Sequence[str] = ("variance", "angles", "drop"),
+        draws: int = 4,
+        seed: int = 0,
+        per: str = "token",
+        micro_batch: int | None = None,
+        parts: Sequence[Part] | None = None,
+        eigenvalue_route: str = "auto",
+        eigenvalue_tol: float = 1e-3,
+        eigenvalue_products: int = 60,
+        on_error: str = "raise",
+    ) -> None:
+        """Check what is asked for, and write the header of the file or compare with the one that is there.
+
+        Args:
+            model: The model that is trained; in the wrappers of torch.compile and DistributedDataParallel too.
+            data: The batches to measure on, the same at every step: a pair (inputs, labels), a Hugging Face batch with
+                ``labels``, or an iterable of these, which is read once, here, and kept.
+            path: The file; one line of JSON a measurement, after a header.
+            target: Labels, if ``data`` are inputs only.
+            every: Steps from one measurement to the next.
+            log_spaced: Measure at steps 1, 2, 5, 10, 20, 50, ... below ``every`` too.
+            sharpness: Whether to estimate the average sharpness of every block type, with intervals.
+            norms: Whether to take the norms of the parameters.
+            eigenvalue: Whether to find the top eigenvalue of the Hessian of the loss.
+            depth: Which depth diagnostics to take, some of :data:`hessiankit.diagnostics.depth.QUANTITIES`; () for none.
+            draws: Label draws of the sharpness.
+            seed: Of label draws, which differ from step to step, and of the start vector of the eigenvalue.
+            per: What a term of the sharpness is, ``"token"`` or ``"sequence"``.
+            micro_batch: Sequences of one backward pass of the sharpness.
+            parts: The model's parts; by default :func:`hessiankit.partition.model_parts` of it.
+            eigenvalue_route: See :func:`hessiankit.diagnostics.monitoring.measurements.top_eigenvalue`.
+            eigenvalue_tol: Its residual, relative to it.
+            eigenvalue_products: Products with the Hessian at most.
+            on_error: ``"raise"`` stops at a section that fails, after writing what was found; ``"record"`` writes the error
+                into the line and goes on, and only warns where the file cannot be written.
+
+        Raises:
+            InputError: An argument does not fit, the file is of another run, or it cannot be written.
+        """
+        due(0, every)
+        for name, value, known in (
+            ("per", per, PER),
+            ("eigenvalue_route", eigenvalue_route, ROUTES),
+            ("on_error", on_error, ON_ERROR),
+        ):
+            if value not in known:
+                raise InputError(f"{WHO}: {name}={value!r} is not known; pass one of {', '.join(map(repr, known))}")
+        self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
+        with random_kept(self._model):  # a DataLoader draws from torch's generator
+            self._batches = batches_of(data, target)
+        self.parts = tuple(model_parts(self._model) if parts is None else parts)
+        self._sections: dict[str, Section] = {"loss": lambda model, batches, step: mean_loss(model, batches)}
+        options: dict[str, Any] = {"seed": seed}
+        if norms:
+            self._sections["norms"] = lambda model, batches, step: measurements.norms(model, self.parts)
+        if sharpness:
+            draw = {"draws": draws, "per": per, "micro_batch": micro_batch}
+            options["sharpness"] = draw
+            self._sections["sharpness"] = lambda model, batches, step: measurements.sharpness(
+                model, batches, self.parts, seed=seed + SEED_STRIDE * step, **draw
+            )
+        if eigenvalue:
+            find = {"route": eigenvalue_route, "tol": eigenvalue_tol, "products": eigenvalue_products}
+            options["eigenvalue"] = find
+            self._sections["eigenvalue"] = lambda model, batches, step: measurements.eigenvalue(model, batches, seed=seed, **find)
+        if depth:
+            if unknown := sorted(set(depth) - set(QUANTITIES)):
+                raise InputError(f"{WHO}: depth={unknown[0]!r} is not known; pass some of {', '.join(map(repr, QUANTITIES))}")
+            options["depth"] = list(depth)
+            self._sections["depth"] = lambda model, batches, step: measurements.depth(
+                model, batches, depth, seed=seed, micro_batch=micro_batch
+            )
+        header = {
+            "model": type(self._model).__name__,
+            "entries": sum(part.size for part in self.parts),
+            "parts": [{"name": p.name, "type": p.type, "role": p.role, "layer": p.layer, "size": p.size} for p in self.parts],
+            "data": digest(self._batches),
+            "options": options,
+            "environment": environment(),
+        }
+        self._lines = Lines(path, header)
+        self.path = self._lines.path
+        self._at: int | None = None
+        self._measured: int | None = None
+
+    def step(self, step: int, *, force: bool = False, **extra: Any) -> dict[str, Any] | None:
+        """Measure and write if it is time; to be called after every update, and with 0 before the first.
+
+        Args:
+            step: Updates done so far.
+            force: Measure in any case, e.g. at the end of training.
+            **extra: Numbers to write beside, e.g. ``learning_rate=...``; not read where nothing is measured.
+
+        Raises:
+            InputError: A section failed or the file cannot be written, and ``on_error="raise"``.
+
+        Returns:
+            What was measured, or None.
+        """
+        wanted = force or due(step, self._every, log_spaced=self._log_spaced)
+        if self._at is None or step < self._at:  # training starts or goes on here
+            self._lines.cut(step)
+        repeated = step == self._at == self._measured
+        self._at = step
+        return self._measure(step, extra) if wanted and not repeated else None
+
+    def measure(self, step: int, **extra: Any) -> dict[str, Any]:
+        """Measure and write now: :meth:`step` with ``force=True``, except that a step measured already is measured anew."""
+        self._lines.cut(step)
+        self._at = step
+        return self._measure(step, extra)
+
+    def _measure(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
+        _check_whole(self._model)
+        record: dict[str, Any] = {"step": step}
+        seconds, failed = {}, {}
+        first: Exception | None = None
+        batches: list[Any] = []
+        with untouched(self._model), ordinary_path():
+            for name, section in self._sections.items():
+                start = time.perf_counter()
+                try:
+                    batches = batches or [on_device(batch, self._model) for batch in self._batches]
+                    record[name] = section(self._model, batches, step)
+                except Exception as error:
+                    failed[name] = f"{type(error).__name__}: {error}"
+                    first = first or error
+                seconds[name] = round(time.perf_counter() - start, 4)
+        self._measured = step
+        record["seconds"] = seconds
+        if extra:
+            record["extra"] = extra
+        if failed:
+            record["errors"] = failed
+        self._write(record)
+        if failed and self._on_error == "raise":
+            name, text = next(iter(failed.items()))
+            without = "()" if name == "depth" else "False"
+            raise InputError(
+                f"{WHO}: {name} at step {step} failed: {text}. The rest of the measurement is in {self.path}; leave this "
+                f"out with {name}={without}, or pass on_error='record' to go on"
+            ) from first
+        return record
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            self._lines.append(record)
+        except InputError as error:
+            if self._on_error == "raise":
+                raise
+            warnings.warn(str(error), stacklevel=4)
+
+
+SEED_STRIDE = 1_000_003
+"""Between the seeds of two steps, so that the errors of two measurements are independent, as their intervals say of each."""
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers of torch.compile, DataParallel and DistributedDataParallel.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> bare(nn.DataParallel(layer)) is layer
+    True
+    """
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _check_whole(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if hasattr(p, "device_mesh"):
+            raise InputError(
+                f"{WHO}: {name!r} is sharded over several processes, and one of them does not see all of it; "
+                "measure with hessiankit.diagnostics.distributed, or on a gathered copy"
+            )

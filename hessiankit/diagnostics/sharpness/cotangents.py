@@ -1,0 +1,216 @@
+"""Cotangents of the logits for drawn labels: the gradient of the loss with labels from the model's own distribution.
+
+One uniform number belongs to (seed, draw, number of the sequence, position). It comes from Philox4x64, a counter-based
+generator (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011): key (seed, draw), counter
+(position // 4 + 1, sequence, 0, 0). So no micro-batch, rank or device changes it, and a sequence that is padded keeps the
+numbers of its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hessiankit.diagnostics.sharpness.batches import IGNORED, MicroBatch, aligned
+from hessiankit.support.errors import InputError
+
+CHUNK = 2**24
+"""Probabilities held at once beside the logits: 128 MiB in float64, and their cumulative sums."""
+
+
+def uniforms(seed: int, draws: int, numbers: Sequence[int], positions: int) -> Tensor:
+    """Return uniform numbers in (0, 1), a float64 tensor (draws, sequences, positions) on the CPU.
+
+    Args:
+        seed: 0 or more.
+        draws: Number of draws.
+        numbers: The number of each sequence in the whole data.
+        positions: Rows of logits in a sequence.
+
+    >>> both = uniforms(0, 2, [0, 1, 2], 5)
+    >>> bool((both[:, 2:, :3] == uniforms(0, 2, [2], 3)).all())
+    True
+    """
+    found = np.empty((draws, len(numbers), positions))
+    for draw in range(draws):
+        for k, number in enumerate(numbers):
+            key, counter = np.array([seed, draw], dtype=np.uint64), np.array([0, number, 0, 0], dtype=np.uint64)
+            raw = np.random.Philox(key=key, counter=counter).random_raw(positions)
+            found[draw, k] = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return torch.from_numpy(found)
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point type of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@torch.no_grad()
+def sample_labels(logits: Tensor, numbers: Sequence[int], draws: int, seed: int) -> Tensor:
+    """Return labels drawn from softmax(logits), each independently of the others: integers (draws, B, T).
+
+    The label is the first class at which the cumulative probability exceeds the position's uniform number.
+
+    Args:
+        logits: (B, T, C).
+        numbers: The number of each sequence in the whole data.
+        draws: Number of draws.
+        seed: 0 or more.
+
+    >>> certain = torch.tensor([[[0.0, 900.0], [900.0, 0.0]]])
+    >>> sample_labels(certain, [0], 3, 0).tolist()
+    [[[1, 0]], [[1, 0]], [[1, 0]]]
+    """
+    B, T, C = logits.shape
+    own = uniforms(seed, draws, numbers, T).reshape(draws, B * T).T  # (B T, draws)
+    rows = logits.detach().reshape(B * T, C)
+    found = torch.empty(B * T, draws, dtype=torch.int64, device=logits.device)
+    step = max(1, CHUNK // C)
+    for first in range(0, B * T, step):
+        part = slice(first, first + step)
+        cumulative = torch.softmax(rows[part].to(wide(logits.device)), -1).cumsum_(-1)
+        levels = own[part].to(cumulative) * cumulative[:, -1:]  # whose rounding would else reach beyond the last class
+        found[part] = torch.searchsorted(cumulative, levels.contiguous(), right=True).clamp_(max=C - 1)
+    return found.T.reshape(draws, B, T)
+
+
+def sample_residuals(output: Tensor, numbers: Sequence[int], draws: int, seed: int) -> Tensor:
+    """Return standard normal numbers of the output's shape, float64 (draws, *output.shape): the quantiles of the uniforms."""
+    B = output.shape[0]
+    own = uniforms(seed, draws, numbers, output.numel() // B)
+    return torch.special.ndtri(own).reshape(draws, *output.shape)
+
+
+Sampler: TypeAlias = Callable[[Tensor, Sequence[int], int], Tensor]
+"""Called with logits (B, T, C), the numbers of the sequences and the number of draws; returns labels (draws, B, T).
+
+For squared error it is called with the output and returns standard normal numbers (draws, *output.shape)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seeds:
+    """The draws of one micro-batch.
+
+    Attributes:
+        output: The model's output, with its graph.
+        gradient: The gradient of sqrt(terms) L in the output, for no label yet; of the output's shape.
+        rows: Rows of the output, flat, that have a label.
+        labels: (draws, rows): what was drawn for them; for squared error (draws, *output.shape), the residuals.
+        terms: How many terms the loss is the mean of.
+        sequences: How many sequences have a position that counts.
+        scale: 1 / sqrt(terms).
+    """
+
+    output: Tensor
+    gradient: Tensor
+    rows: Tensor | None
+    labels: Tensor
+    terms: int
+    sequences: int
+    scale: float
+
+    def __len__(self) -> int:
+        return int(self.labels.shape[0])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield, for each draw, the gradient of sqrt(terms) L in the output; it is overwritten when the next one is asked for.
+
+        The square of what arrives at a parameter is h of eq. (3) of The Sharpness Disparity Principle.
+        """
+        if self.rows is None:
+            for residuals in self.labels:
+                yield (-2.0 * self.scale * residuals).to(self.gradient)
+            return
+        flat = self.gradient.view(-1, self.gradient.shape[-1])
+        for labels in self.labels:
+            before = flat[self.rows, labels]
+            flat[self.rows, labels] = before - self.scale
+            yield self.gradient
+            flat[self.rows, labels] = before
+
+
+@torch.no_grad()
+def seeds(
+    who: str,
+    output: Tensor,
+    batch: MicroBatch,
+    *,
+    loss: str,
+    per: str,
+    estimator: str,
+    draws: int,
+    seed: int,
+    sampler: Sampler | None = None,
+) -> Seeds | None:
+    """Draw labels for a micro-batch; None where none of its positions counts.
+
+    Args:
+        who: What an error message starts with.
+        output: The model's output, with its graph.
+        batch: The micro-batch that it belongs to.
+        loss: ``"cross_entropy"``, or ``"mse"``: the mean over all entries of (f - y)^2, minus the logarithm of a Gaussian of
+            variance 1/2; with y drawn from it, f - y = sqrt(1/2) xi, and the mean of the squared gradients over N entries is the
+            diagonal of (2 / N) J^T J, the Gauss-Newton matrix.
+        per: ``"token"`` (for squared error: the entry) or ``"sequence"``.
+        estimator: ``"fisher"``, or ``"empirical_fisher"`` for the labels of the data.
+        draws: Number of draws.
+        seed: Of the labels.
+        sampler: Draws the labels instead; for tests of the estimator.
+
+    Raises:
+        InputError: If output and labels do not fit, or the output is not finite.
+    """
+    if output.shape[:1] != (len(batch.numbers),):
+        raise InputError(
+            f"{who}: the model's output has shape {tuple(output.shape)} for {len(batch.numbers)} sequences; expected those"
+            " along axis 0"
+        )
+    target = aligned(who, batch, output.shape, loss)
+    _check_finite(who, output, batch, masked=loss == "cross_entropy")
+    data = estimator == "empirical_fisher"
+    if loss == "mse":
+        terms = output.numel() if per == "token" else len(batch.numbers)
+        if data:
+            residuals = (target - output.detach()).unsqueeze(0)
+        else:
+            normal = sampler(output, batch.numbers, draws) if sampler else sample_residuals(output, batch.numbers, draws, seed)
+            residuals = math.sqrt(0.5) * normal
+        return Seeds(output, output.detach(), None, residuals, terms, len(batch.numbers), 1.0 / math.sqrt(terms))
+    B, classes = output.shape[0], output.shape[-1]
+    counted = (target != IGNORED).reshape(B, -1)
+    sequences = int(counted.any(1).sum())
+    terms = int(counted.sum()) if per == "token" else sequences
+    if terms == 0:
+        return None
+    scale = 1.0 / math.sqrt(terms)
+    rows = counted.reshape(-1).nonzero()[:, 0]
+    logits = output.detach().reshape(B, -1, classes)
+    if data:
+        labels = target.reshape(1, -1)
+    elif sampler is not None:
+        labels = sampler(logits, batch.numbers, draws).reshape(draws, -1)
+    else:
+        labels = sample_labels(logits, batch.numbers, draws, seed).reshape(draws, -1)
+    gradient = torch.softmax(logits.float() if logits.dtype.itemsize < 4 else logits, -1)
+    gradient.mul_(counted.unsqueeze(-1)).mul_(scale)  # a product of a number and booleans would be rounded to float32
+    gradient = gradient.to(output.dtype).reshape(output.shape).contiguous()
+    return Seeds(output, gradient, rows, labels[:, rows], terms, sequences, scale)
+
+
+def _check_finite(who: str, output: Tensor, batch: MicroBatch, *, masked: bool) -> None:
+    """Refuse NaN and infinity; a class may be masked by -inf."""
+    bad = ~torch.isfinite(output.detach())
+    if masked and bool(bad.any()):
+        bad &= output.detach() != -math.inf
+    if bool(bad.any()):
+        index = tuple(int(i) for i in bad.nonzero()[0])
+        raise InputError(
+            f"{who}: the model's output is NaN or infinite, first at {index} (sequence {batch.numbers[index[0]]} of the data);"
+            " clean the input or the weights, or use a wider dtype"
+        )

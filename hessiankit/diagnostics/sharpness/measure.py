@@ -1,0 +1,212 @@
+"""``sharpness``: the average sharpness of each block type, from drawn labels with an interval, or exactly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.curvature.diagonal import hessian_diagonal
+from hessiankit.diagnostics.sharpness.batches import IGNORED, aligned, check_devices, evaluating, forward, micro_batches
+from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
+from hessiankit.diagnostics.sharpness.replicate import LOSSES, PER, Replicates, chosen_parts, replicates
+from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
+from hessiankit.engine.problem.batches import KINDS
+from hessiankit.partition import Part
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+from hessiankit.support.progress import Tell
+
+WHO = "exact_sharpness"
+
+
+@checked("exact_sharpness")
+def exact_sharpness(
+    model: nn.Module,
+    data: Any,
+    target: Any = None,
+    *,
+    loss: str = "cross_entropy",
+    per: str = "token",
+    kind: str = "ggn",
+    micro_batch: int | None = None,
+    parts: Iterable[Part] | None = None,
+    histograms: bool = False,
+    shift: bool | None = None,
+) -> SharpnessReport:
+    """Return the report that infinitely many draws of :func:`hessiankit.sharpness` would give, for small models.
+
+    The diagonal comes from :func:`hessiankit.hessian_diagonal`: closed forms and no sampling.
+
+    Args:
+        model: As in :func:`hessiankit.sharpness`, like all arguments that are not explained here.
+        data: One batch or several.
+        target: The target of one batch.
+        loss: ``"cross_entropy"`` or ``"mse"``.
+        per: ``"token"`` or ``"sequence"``.
+        kind: ``"ggn"``, the mean of h, which does not depend on the labels; or ``"hessian"``, the second derivative of the
+            loss with the data's labels, which may be negative.
+        micro_batch: Sequences that the model is called with at once; the result does not depend on it.
+        parts: What is told apart.
+        histograms: Whether to make histograms of the diagonal's entries.
+        shift: Whether the labels of a mapping are the tokens themselves.
+
+    Raises:
+        InputError: If an argument cannot be used.
+        TraceError: If torch cannot trace the model.
+
+    >>> model = nn.Linear(1, 2, bias=False, dtype=torch.float64)
+    >>> _ = nn.init.zeros_(model.weight)
+    >>> x, labels = torch.full((1, 1), 6.0, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    >>> part = Part("weight", "Head", "head", None, "the only one", 2)
+    >>> round(exact_sharpness(model, x, labels, parts=[part]).types["Head"].value, 12)
+    9.0
+    """
+    start = time.perf_counter()
+    for name, value, known in (("loss", loss, LOSSES), ("per", per, PER), ("kind", kind, KINDS)):
+        if value not in known:
+            raise InputError(f"{WHO}: {name}={value!r} is not known; pass one of {', '.join(map(repr, known))}")
+    chosen, parameters, frozen = chosen_parts(model, parts)
+    pairs, tokens, sequences = [], 0, 0
+    batches = micro_batches(WHO, data, target, micro_batch=micro_batch, shift=shift)
+    with evaluating(model, WHO), torch.no_grad():
+        with watch_lookups(model, chosen) as seen:
+            for batch in batches:
+                check_devices(WHO, batch, model)
+            for batch in probe(WHO, model, batches, backward=False, copies=0):
+                beside = aligned(WHO, batch, forward(model, batch, WHO).shape, loss)
+                counted = torch.ones_like(beside) if loss == "mse" else beside != IGNORED
+                if int(counted.sum()):
+                    tokens += int(counted.sum())
+                    sequences += int(counted.reshape(len(beside), -1).any(1).sum())
+                    pairs.append((batch.inputs, beside))
+            if not pairs:
+                raise InputError(f"{WHO}: every label is {IGNORED} (not counted); keep at least one")
+            looked_up = {name: mask.cpu() for name, mask in seen.items()}
+        diagonal = hessian_diagonal(model, pairs, loss=loss, kind=kind, params=list(parameters), max_products=None).values
+    terms = tokens if per == "token" else sequences
+    diagonal = {name: x * (tokens / terms) for name, x in diagonal.items()}
+    values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in chosen]
+    own = Replicates(
+        chosen,
+        torch.tensor(values, dtype=torch.float64).reshape(1, 1, -1),
+        torch.tensor([terms]),
+        torch.stack([part.squared_norm(parameters[part.parameter].detach()).cpu() for part in chosen]),
+        {name: _row_sums(diagonal[name], terms) for name in looked_up},
+        looked_up,
+        {name: x * terms for name, x in diagonal.items()} if histograms else {},
+        sequences,
+        per,
+        loss,
+        kind,
+        0,
+        frozen,
+        (),
+        time.perf_counter() - start,
+    )
+    return report_of(own)
+
+
+def _row_sums(diagonal: Tensor, terms: int) -> Tensor:
+    return terms * diagonal.double().flatten(1).sum(1).cpu().unsqueeze(0)
+
+
+@checked("sharpness")
+def sharpness(
+    model: nn.Module,
+    data: Any,
+    target: Any = None,
+    *,
+    loss: str = "cross_entropy",
+    draws: int = 8,
+    seed: int = 0,
+    per: str = "token",
+    estimator: str = "fisher",
+    micro_batch: int | None = None,
+    parts: Iterable[Part] | None = None,
+    confidence: float = 0.95,
+    histograms: bool = False,
+    numbers: Iterable[int] | None = None,
+    shift: bool | None = None,
+    progress: Tell | None = None,
+    exact: bool = False,
+) -> SharpnessReport:
+    r"""Return the average sharpness S = Tr h / # of each block type, eq. (3)-(4) of The Sharpness Disparity Principle.
+
+    L = (1/N) sum_n -log p(y_n) over N terms, with every y_n drawn independently from the model's own softmax at temperature 1,
+    and h = N grad L (.) grad L. The mean of h over the labels is the diagonal of the Fisher information of one term, which is
+    the Gauss-Newton matrix of the loss (claims E1, E9). The forward pass is done once for each micro-batch, and a draw costs one
+    backward pass. h is squared in each micro-batch and then averaged, with the numbers of terms as weights: the
+    same mean, and a smaller variance the smaller the micro-batches are (claim E8).
+
+    Args:
+        model: Any module that maps inputs to logits: a tensor (B, ..., C), an object with ``.logits``, or a tuple that
+            begins with them. It is in evaluation mode during the call; modes and ``.grad`` are left as they were. Frozen
+            parameters are left out, and named in the report.
+        data: Inputs, with ``target``; a pair (inputs, target); a mapping of keyword arguments with ``labels``, as Hugging Face's
+            collators make it (logits at one place are compared with the label at the next one); or an iterable of
+            those. Sequences lie along axis 0.
+        target: Labels of the shape of the logits without their last axis; -100 is not counted. With drawn labels, nothing
+            else of them is used. For squared error a tensor of the output's shape.
+        loss: ``"cross_entropy"``, or ``"mse"``, the mean of (f - y)^2 over all entries: y is then drawn from a Gaussian of
+            variance 1/2 around f, whose Fisher information is the Gauss-Newton matrix (2 / N) J^T J.
+        draws: Draws of the labels; with one draw there is no standard error.
+        seed: The label of a token is a function of seed, draw, number of its sequence and position, so it does not depend on how
+            the data are split.
+        per: What a term is: ``"token"`` (for squared error an entry), or ``"sequence"``: L is then the mean over
+            sequences of the sum over a sequence's tokens, which makes every S larger by the tokens per sequence (claim E5).
+        estimator: ``"fisher"``, or ``"empirical_fisher"``: the same with the labels of the data, which is no estimate of the
+            Fisher information (claim E2) and depends on the micro-batches.
+        micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
+        parts: What is told apart; by default ``hessiankit.partition.model_parts(model)``.
+        confidence: Of the intervals.
+        histograms: Whether to add up h entry by entry for the histograms and the share of exact zeros, which takes as much memory
+            as the parameters, and on a small batch longer than a draw.
+        numbers: The numbers of the sequences in the whole data, if ``data`` are a part of it.
+        shift: Whether the labels of a mapping are compared one place later; None: where they are sequences.
+        progress: Called with (what, done, total), e.g. what :func:`hessiankit.support.progress.progress_bar` yields.
+        exact: Whether to take the exact diagonal of the Gauss-Newton matrix, which infinitely many draws would give; for small
+            models (:func:`hessiankit.diagnostics.sharpness.exact_sharpness`). What concerns draws and labels is then not used.
+
+    Raises:
+        InputError: If an argument cannot be used, or an output or a gradient is not finite.
+
+    Two classes with equal probability and one weight each: the scores are (x/2, -x/2) up to sign whatever is drawn, so that h is
+    x^2 / 4 without error.
+
+    >>> import torch
+    >>> from hessiankit.partition import Part
+    >>> model = nn.Linear(1, 2, bias=False, dtype=torch.float64)
+    >>> _ = nn.init.zeros_(model.weight)
+    >>> x, labels = torch.full((1, 1), 6.0, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    >>> report = sharpness(model, x, labels, parts=[Part("weight", "Head", "head", None, "the only one", 2)])
+    >>> report.types["Head"].value, report.types["Head"].standard_error
+    (9.0, 0.0)
+    """
+    if exact:
+        drawn = {"draws": (draws, 8), "seed": (seed, 0), "estimator": (estimator, "fisher"), "numbers": (numbers, None)}
+        if unused := [name for name, (value, default) in drawn.items() if value != default]:
+            raise InputError(f"sharpness: {unused[0]}= is for drawn labels, and exact=True draws none; leave one out")
+        return exact_sharpness(
+            model, data, target, loss=loss, per=per, micro_batch=micro_batch, parts=parts, histograms=histograms, shift=shift
+        )
+    found = replicates(
+        model,
+        data,
+        target,
+        loss=loss,
+        draws=draws,
+        seed=seed,
+        per=per,
+        estimator=estimator,
+        micro_batch=micro_batch,
+        parts=parts,
+        histograms=histograms,
+        numbers=numbers,
+        shift=shift,
+        progress=progress,
+    )
+    return report_of(found, confidence=confidence)

@@ -1,0 +1,181 @@
+"""What is found out with one sequence before any work: is the model a function, how much will it hold, where do labels belong?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hessiankit.blocks.embeddings import TokenEmbedding
+from hessiankit.diagnostics.sharpness.batches import IGNORED, MicroBatch, call, output_of
+from hessiankit.engine.problem.task import available_memory, gib
+from hessiankit.partition import Part
+from hessiankit.support.errors import InputError, OutOfMemoryError
+
+
+@contextmanager
+def watch_lookups(model: nn.Module, parts: Sequence[Part]) -> Iterator[dict[str, Tensor]]:
+    """Yield a dict that forward passes fill: parameter -> which of its rows were looked up, booleans (rows,).
+
+    Only for whole parameters of type Emb that an ``nn.Embedding`` or a ``TokenEmbedding`` owns.
+    """
+    wanted = {part.parameter for part in parts if part.type == "Emb" and part.axis is None}
+    own = {id(p): name for name, p in model.named_parameters() if name in wanted}
+    seen: dict[str, Tensor] = {}
+    handles = []
+    for module in model.modules():
+        tables = {letter: own[id(p)] for letter, p in module.named_parameters(recurse=False) if id(p) in own}
+        if not tables:
+            continue
+        if isinstance(module, nn.Embedding):
+            seen[tables["weight"]] = torch.zeros(module.weight.shape[0], dtype=torch.bool, device=module.weight.device)
+            handles.append(module.register_forward_pre_hook(_marking(seen[tables["weight"]], None)))
+        elif isinstance(module, TokenEmbedding):
+            for name in tables.values():
+                p = model.get_parameter(name)
+                seen[name] = torch.zeros(p.shape[0], dtype=torch.bool, device=p.device)
+            tokens = seen.get(tables.get("W_E", ""))
+            handles.append(module.register_forward_pre_hook(_marking(tokens, seen.get(tables.get("P", "")))))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _marking(tokens: Tensor | None, positions: Tensor | None) -> Any:
+    def mark(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        ids = inputs[0] if inputs else None
+        if not isinstance(ids, Tensor) or ids.is_floating_point():
+            return
+        if tokens is not None and ids.numel() and int(ids.min()) >= 0 and int(ids.max()) < tokens.numel():
+            tokens[ids.reshape(-1).long()] = True
+        if positions is not None and ids.ndim:
+            positions[: ids.shape[-1]] = True
+
+    return mark
+
+
+SAME = 1e-4
+"""Relative difference up to which the model's own loss counts as the one that we compute from its logits."""
+
+
+def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward: bool, copies: int) -> list[MicroBatch]:
+    """Call the model twice with one sequence, and return the micro-batches with the place of their labels settled.
+
+    Args:
+        who: What an error message starts with.
+        model: The model, in evaluation mode.
+        batches: The micro-batches.
+        backward: Whether to forecast the memory of a backward pass.
+        copies: How many tensors of the parameters' size will be held at once.
+
+    Raises:
+        InputError: If two calls differ, or a call changes a buffer.
+        OutOfMemoryError: If the graph of the largest micro-batch will not fit.
+    """
+    largest = max(batches, key=lambda batch: len(batch.numbers))
+    one = _single(largest)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    saved: dict[int, int] = {}
+    try:
+        first = _held(who, model, one, saved, backward)
+    except InputError:
+        if len(one.numbers) == len(largest.numbers):
+            raise
+        one = largest  # something among the inputs does not go by sequences
+        first = _held(who, model, one, saved, backward)
+    with torch.no_grad():
+        again = call(who, model, _with_labels(model, one))
+    _check_buffers(who, model, before)
+    second = output_of(who, again)
+    if first.shape != second.shape or not bool(((first == second) | (first.isnan() & second.isnan())).all()):
+        raise InputError(
+            f"{who}: two calls of the model in evaluation mode on the same inputs give different outputs, so it draws random"
+            " numbers or depends on earlier calls; turn that off (a dropout that ignores eval(), a router's noise)"
+        )
+    if backward:
+        _check_memory(who, model, sum(saved.values()) * len(largest.numbers) / len(one.numbers), first, copies)
+    return _placed(batches, one, second, again)
+
+
+def _single(batch: MicroBatch) -> MicroBatch:
+    """Return the sequence with most labels."""
+    if len(batch.numbers) == 1:
+        return batch
+    counted = batch.target != IGNORED if not batch.target.is_floating_point() else torch.ones_like(batch.target)
+    k = int(counted.reshape(len(batch.numbers), -1).sum(1).argmax())
+    return batch.part(slice(k, k + 1))
+
+
+def _held(who: str, model: nn.Module, batch: MicroBatch, saved: dict[int, int], backward: bool) -> Tensor:
+    """Return the output, and note the bytes of every storage that a backward pass would need, but for the parameters'."""
+    if not backward:
+        with torch.no_grad():
+            return output_of(who, call(who, model, batch.inputs))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved.clear()
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        return output_of(who, call(who, model, batch.inputs)).detach()
+
+
+def _check_buffers(who: str, model: nn.Module, before: dict[str, Tensor]) -> None:
+    now = dict(model.named_buffers())
+    changed = [name for name, b in before.items() if name in now and not torch.equal(now[name], b)]
+    for name in changed:
+        now[name].copy_(before[name])
+    if changed:
+        raise InputError(
+            f"{who}: a call of the model in evaluation mode changes its buffer {changed[0]!r}, so the loss is not a function of"
+            " the parameters; keep the buffer as it is in forward"
+        )
+
+
+def _check_memory(who: str, model: nn.Module, graph: float, output: Tensor, copies: int) -> None:
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    need, free = int(graph + copies * weights), available_memory(output.device)
+    if need > free:
+        raise OutOfMemoryError(
+            f"{who}: the graph of one micro-batch holds {gib(int(graph))}, and {copies} tensors of the parameters' size "
+            f"{gib(copies * weights)}, but only {gib(free)} are free on {output.device}; pass a smaller micro_batch"
+        )
+
+
+def _with_labels(model: nn.Module, batch: MicroBatch) -> Any:
+    """Return the inputs, with their labels where it is to be found out what the model makes of them."""
+    if batch.shifted is not None:
+        return batch.inputs
+    known = inspect.signature(model.forward).parameters
+    takes = "labels" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
+    return {**batch.inputs, "labels": batch.target} if takes else batch.inputs
+
+
+def _placed(batches: Sequence[MicroBatch], one: MicroBatch, logits: Tensor, outputs: Any) -> list[MicroBatch]:
+    """Return the micro-batches with ``shifted`` settled: as the model's own loss has it, else as a language model does."""
+    if one.shifted is not None:
+        return list(batches)
+    target, loss = one.target, getattr(outputs, "loss", None)
+    shifted = target.ndim > 1
+    fits = target.shape == logits.shape[:-1] and target.ndim > 1 and target.shape[-1] > 1 and not target.is_floating_point()
+    if isinstance(loss, Tensor) and loss.numel() == 1 and fits:
+        wide = logits.double()
+        ways = {
+            True: F.cross_entropy(wide[..., :-1, :].flatten(0, -2), target[..., 1:].flatten(), ignore_index=IGNORED),
+            False: F.cross_entropy(wide.flatten(0, -2), target.flatten(), ignore_index=IGNORED),
+        }
+        away = {way: abs(float(own) - float(loss)) / max(abs(float(loss)), 1e-30) for way, own in ways.items()}
+        shifted = not (away[False] < SAME and not away[True] < away[False])
+    return [replace(batch, shifted=shifted) for batch in batches]

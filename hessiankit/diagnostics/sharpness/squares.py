@@ -1,0 +1,140 @@
+"""Sums of squared gradients in double precision, and histograms of their entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hessiankit.diagnostics.sharpness.cotangents import wide
+from hessiankit.partition import Part
+from hessiankit.support.errors import InputError
+
+CHUNK = 2**18
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Return the sum of the squares of a tensor's entries, as a tensor ().
+
+    >>> sum_of_squares(torch.tensor([3.0, 4.0])).item()
+    25.0
+    """
+    total = torch.zeros((), dtype=wide(x.device), device=x.device)
+    for chunk in x.reshape(-1).split(CHUNK if x.device.type == "cpu" else 64 * CHUNK):
+        double = chunk.to(total.dtype)
+        total += torch.dot(double, double)
+    return total
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """Return the sums of squares along each row of a matrix, float64 (rows,) on the CPU.
+
+    >>> row_sums(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).tolist()
+    [25.0, 1.0]
+    """
+    flat = x.flatten(1)
+    found = [part.to(wide(x.device)).square().sum(1).cpu() for part in flat.split(max(1, CHUNK // flat.shape[1]))]
+    return torch.cat(found).double()
+
+
+def part_squares(who: str, parts: Sequence[Part], gradients: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of squares of each part's gradient, 0 where there is none: float64 (parts,) on the CPU.
+
+    Raises:
+        InputError: If one is not finite.
+    """
+    zero = torch.zeros(())
+    squares = [
+        torch.stack([sum_of_squares(view) for view in part.of(gradients[part.parameter])]).sum()
+        if part.parameter in gradients
+        else zero
+        for part in parts
+    ]
+    if len({x.device for x in squares}) > 1:
+        squares = [x.cpu() for x in squares]
+    found = torch.stack([x.to(wide(x.device)) for x in squares]).cpu().double()
+    bad = ~torch.isfinite(found)
+    if bool(bad.any()):
+        part = parts[int(bad.nonzero()[0])]
+        raise InputError(
+            f"{who}: the gradient of {part.name!r} is NaN or infinite, though the output is finite; a derivative overflows there"
+            " (a norm of a constant row, a square root at 0): use a wider dtype or an eps > 0"
+        )
+    return found
+
+
+PER_DECADE = 4
+ENTRIES = 2**22
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The distribution of log10 h over the entries of a block type.
+
+    Attributes:
+        first: log10 of the first bin's lower edge; the bins are a quarter of a decade wide.
+        counts: Entries in each bin.
+        zeros: Entries that are exactly 0 (rows of tokens that do not occur, dead units), or too small for the type they are
+            added up in.
+        negative: Entries below 0, which only the Hessian's diagonal has.
+        entries: All of them.
+
+    >>> found = histogram([torch.tensor([0.0, 1.0, 10.0, 15.0])])
+    >>> found.zeros, found.entries, found.median
+    (1, 4, 11.547819846894582)
+    """
+
+    first: float
+    counts: tuple[int, ...]
+    zeros: int
+    negative: int
+    entries: int
+
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """log10 of the bins' edges, one more than there are bins."""
+        return tuple(self.first + k / PER_DECADE for k in range(len(self.counts) + 1))
+
+    @property
+    def median(self) -> float:
+        """The median of the positive entries, interpolated inside its bin."""
+        return self.quantile(0.5)
+
+    def quantile(self, level: float) -> float:
+        """Return a quantile of the positive entries, interpolated inside its bin; NaN where there are none."""
+        wanted, below = level * sum(self.counts), 0
+        for k, count in enumerate(self.counts):
+            if count and below + count >= wanted:
+                return float(10 ** (self.first + (k + (wanted - below) / count) / PER_DECADE))
+            below += count
+        return math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return edges and counts as plain Python data."""
+        own = {"counts": list(self.counts), "zeros": self.zeros, "negative": self.negative, "entries": self.entries}
+        return {"log10_edges": list(self.edges), **own}
+
+
+@torch.no_grad()
+def histogram(tensors: Iterable[Tensor]) -> Histogram:
+    """Return the histogram of all entries of some tensors."""
+    bins: dict[int, int] = {}
+    zeros = negative = entries = 0
+    for x in tensors:
+        for chunk in x.reshape(-1).split(ENTRIES):
+            entries += chunk.numel()
+            zeros += int((chunk == 0).sum())
+            negative += int((chunk < 0).sum())
+            places = torch.floor(PER_DECADE * torch.log10(chunk[chunk > 0])).to(torch.int64)
+            if places.numel():
+                lowest = int(places.min())
+                for k, count in enumerate(torch.bincount(places - lowest).tolist()):
+                    bins[lowest + k] = bins.get(lowest + k, 0) + count
+    if not bins:
+        return Histogram(0.0, (), zeros, negative, entries)
+    low, high = min(bins), max(bins)
+    return Histogram(low / PER_DECADE, tuple(bins.get(k, 0) for k in range(low, high + 1)), zeros, negative, entries)

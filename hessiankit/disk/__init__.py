@@ -1,1 +1,0 @@
-"""Matrices larger than memory: planned, forecast, written panel by panel, resumed."""

@@ -1,1 +1,0 @@
-"""Plots of Hessians, block by block."""

@@ -1,0 +1,222 @@
+"""One batch or many: pairs of inputs and target, how much each of them counts, and requests made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from hessiankit.engine.problem.calling import Loss, known_count, known_reduction, ordinary
+from hessiankit.engine.problem.own_call import make_task
+from hessiankit.engine.problem.selection import ParameterSelection, Params
+from hessiankit.engine.problem.task import Task
+from hessiankit.support.errors import InputError
+
+Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
+REDUCTIONS = ("mean", "sum")
+
+
+def batches(who: str, data: Any, target: Any, loss: Loss) -> tuple[bool, Iterator[tuple[Any, Any]]]:
+    """Tell whether ``data`` are several batches, and return an iterator of pairs (inputs, target).
+
+    One batch: ``target`` is given; or ``data`` is a tensor, a mapping, or a pair whose second part is a tensor; or, for
+    loss=None, a tuple, or a list that holds tensors or other arguments. Otherwise an iterable of pairs, or of inputs
+    (loss=None): a list of tuples, lists or mappings is read as any other iterable of them.
+
+    Raises:
+        InputError: If it is none of these.
+
+    >>> batches("example", [({"x": 1}, Tensor(1)), ({"x": 2}, Tensor(1))], None, "mse")[0]
+    True
+    """
+    if target is not None or isinstance(data, (Tensor, Mapping)):
+        return False, iter([(data, target)])
+    if loss is None:
+        listed = isinstance(data, list) and data and all(isinstance(batch, (tuple, list, Mapping)) for batch in data)
+        if (isinstance(data, (tuple, list)) and not listed) or not isinstance(data, Iterable):
+            return False, iter([(data, None)])
+        return True, ((batch, None) for batch in data)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor):
+        return False, iter([(data[0], data[1])])
+    if not isinstance(data, Iterable):
+        raise InputError(f"{who}: data is {type(data).__name__}; expected inputs and target=..., or (inputs, target) pairs")
+    return True, _pairs(who, data)
+
+
+def _pairs(who: str, data: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    for number, batch in enumerate(data):
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            seen = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            raise InputError(f"{who}: batch {number} is a {seen}; expected a pair (inputs, target), or pass target=...")
+        yield batch[0], batch[1]
+
+
+def requests(
+    who: str,
+    module: nn.Module,
+    data: Any,
+    target: Any,
+    loss: Loss,
+    params: Params | ParameterSelection,
+    *,
+    weights: Weights = None,
+    reduction: str | None = None,
+    handshake: bool = True,
+    share: bool = False,
+) -> Iterator[tuple[Task, float]]:
+    """Yield a request for each batch that counts, and its count.
+
+    The loss of all batches is sum_b count_b loss_b, divided by the sum of the counts where the reduction is "mean".
+
+    Args:
+        who: What an error message starts with.
+        module: The module.
+        data: One batch or several, see :func:`batches`.
+        target: What the loss compares with, if ``data`` are inputs only.
+        loss: The loss.
+        params: Which parameters, or what has been selected.
+        weights: The counts of the batches, or a callable (inputs, target) -> count.
+        reduction: "mean" or "sum" over all terms of all batches; by default what the loss itself does.
+        handshake: Whether results are compared with the module's own loss and gradient.
+        share: Whether the module's own parameters are read later, and no copies.
+
+    Raises:
+        InputError: If a batch cannot be used, or several batches of unknown counts are given.
+    """
+    rule = _rule(who, loss, weights, reduction)
+    if isinstance(params, Iterable) and not isinstance(params, (str, Tensor, ParameterSelection)):
+        params = list(params)
+    several, pairs = batches(who, data, target, loss)
+    listed = isinstance(weights, Iterable) and not isinstance(weights, str) and getattr(weights, "ndim", 1) > 0
+    if weights is not None and not callable(weights) and not listed:
+        raise InputError(f"{who}: weights is a {type(weights).__name__}; pass one number for each batch in a list, or a function")
+    given = None if weights is None or callable(weights) else iter(weights)
+    task: Task | None = None
+    for number, batch in enumerate(pairs):
+        inputs, labels = (ordinary(part) for part in batch)
+        if several and number == 1 and rule is None and weights is None:
+            raise InputError(
+                f"{who}: with {_of(loss)} the weights of several batches are unknown. Pass weights=[...], how many terms each "
+                "batch's loss is the mean of (or a callable (inputs, target) -> number), or reduction='sum' if it is a sum"
+            )
+        count = _count(who, number, inputs, labels, loss, weights, given, rule, several)
+        if count == 0.0:
+            continue
+        task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
+        yield task, count
+    if given is not None and (left := list(given)):
+        raise InputError(f"{who}: weights has {len(left)} numbers more than there are batches; pass one for each")
+    if task is None:
+        raise InputError(f"{who}: the data hold no batch that counts; pass at least one pair (inputs, target)")
+
+
+def shares(counts: Sequence[float], loss: Loss, reduction: str | None) -> list[float]:
+    """Return what each batch's loss is multiplied by in the loss of all of them.
+
+    >>> shares([1.0, 3.0], "mse", None), shares([1.0, 3.0], "mse", "sum")
+    ([0.25, 0.75], [1.0, 3.0])
+    """
+    if (reduction or known_reduction(loss)) == "sum":
+        return list(counts)
+    total = math.fsum(counts)
+    return [count / total for count in counts]
+
+
+def _rule(who: str, loss: Loss, weights: Weights, reduction: str | None) -> str | None:
+    """Return how the batches are put together, "mean" or "sum", or None where it is not known."""
+    if reduction is not None and reduction not in REDUCTIONS:
+        raise InputError(f"{who}: reduction={reduction!r} is not known; pass 'mean' or 'sum', or None for the loss's own")
+    known = known_reduction(loss)
+    if not isinstance(loss, str) and reduction is not None and known is not None and known != reduction:
+        raise InputError(f"{who}: reduction={reduction!r}, but the loss has reduction={known!r}; change the loss, or pass None")
+    if weights is not None and (reduction or known) == "sum":
+        raise InputError(f"{who}: weights are for losses that are means; a sum over all batches needs none")
+    if isinstance(loss, str) or reduction == "sum":
+        return reduction or known
+    return known if known in REDUCTIONS else None
+
+
+def _count(
+    who: str,
+    number: int,
+    inputs: Any,
+    target: Any,
+    loss: Loss,
+    weights: Weights,
+    given: Iterator[float] | None,
+    rule: str | None,
+    several: bool,
+) -> float:
+    if weights is not None:
+        count = next(given, None) if given is not None else weights(inputs, target)  # type: ignore[operator]
+        if count is None:
+            raise InputError(f"{who}: weights ends before batch {number}; pass one number for each batch")
+        try:
+            count = float(count)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"{who}: the weight of batch {number} is a {type(count).__name__}; expected a number") from None
+        if not (math.isfinite(count) and count >= 0):
+            raise InputError(f"{who}: the weight of batch {number} is {count}; expected a finite number, 0 or more")
+        return count
+    known = known_count(loss, target)
+    if several and known == 0.0 and isinstance(target, Tensor) and target.numel():
+        return 0.0  # every label is ignored
+    if isinstance(loss, str):
+        return known or 1.0
+    return known if several and rule == "mean" and known is not None else 1.0
+
+
+def _of(loss: Loss) -> str:
+    return "loss=None" if loss is None else f"the loss {getattr(loss, '__name__', type(loss).__name__)!r}"
+
+
+KINDS = ("hessian", "ggn")
+
+
+def gather(
+    who: str,
+    module: nn.Module,
+    inputs: Any,
+    target: Any,
+    loss: Loss,
+    params: Params,
+    *,
+    kind: str,
+    batch_size: int | None,
+    weights: Weights,
+    reduction: str | None,
+    handshake: bool,
+) -> tuple[list[Task], list[float]]:
+    """Return one request a batch, for the same parameters, and what each batch's loss is multiplied by.
+
+    Args:
+        who: What an error message starts with.
+        module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
+        inputs: The inputs, or several batches.
+        target: What the loss compares with.
+        loss: The loss.
+        params: Which parameters.
+        kind: ``"hessian"``, or ``"ggn"`` for the outer-product part J^T L'' J, which needs to know the output layer.
+        batch_size: Samples treated at once, or None.
+        weights: The number of terms of each batch.
+        reduction: ``"mean"`` or ``"sum"`` over all terms.
+        handshake: Whether the result is compared with the module's own loss and gradient.
+
+    Raises:
+        InputError: If an argument cannot be used.
+    """
+    if kind not in KINDS:
+        raise InputError(f"{who}: kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
+    if batch_size is not None and batch_size < 1:
+        raise InputError(f"{who}: batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
+    tasks: list[Task] = []
+    counts: list[float] = []
+    made = requests(who, module, inputs, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
+    for task, count in made:
+        if kind == "ggn" and (task.loss is None or task.whole):
+            raise InputError(f"{who}: kind='ggn' needs the module's output as one tensor; pass loss=... that compares one tensor")
+        tasks.append(task)
+        counts.append(count)
+    return tasks, shares(counts, loss, reduction)

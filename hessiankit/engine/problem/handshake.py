@@ -1,0 +1,225 @@
+"""Before a result: are the trace's loss and gradient those of the module's own call?
+
+Value and gradient see whatever a trace could miss: a parameter taken for a constant, another branch, a cast left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.problem.own_call import OwnGradient, own_gradient
+from hessiankit.engine.problem.task import Task
+from hessiankit.support.errors import TraceError
+from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
+from hessiankit.tracing.trace import Trace
+
+ROUNDING = 64.0
+"""Up to ROUNDING * eps of a gradient's largest entry a difference is rounding; a larger one is held against the noise."""
+
+OWN = 1e-7
+"""What torch's own formulas may be off by, relative to a gradient: hardsigmoid's constants are rounded to single precision."""
+
+NOISE = 16.0
+"""How many times the noise of the gradient counts as rounding."""
+
+PART = 2**20
+"""Entries that are compared at once."""
+
+UNCOMPARED = "; not compared with the module's own gradient"
+"""What the title of a result says where the comparison was switched off."""
+
+
+class Handshake:
+    """The loss and the gradient of the traces of a batch, samples after samples, and what they have to be.
+
+    Args:
+        task: The whole batch.
+        parts: How many traces it is cut into, for :meth:`complete`.
+    """
+
+    def __init__(self, task: Task, parts: int = 1) -> None:
+        self._task, self._loss, self._eps = task, 0.0, 0.0
+        self._missing = dict.fromkeys(task.parameters, parts)
+        self._gradient: dict[str, Tensor] = {}
+        self._probes: list[Probe] = []
+        self._agreed: set[str] = set()
+        slopes = task.reference.gradient.values() if task.reference is not None else ()
+        self._largest = max(filter(math.isfinite, map(_largest, slopes)), default=0.0)
+
+    def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
+        """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
+        if self._task.reference is None:
+            return
+        self._loss += float(trace.values[trace.output])
+        self._eps = max(self._eps, trace.eps)
+        if (probe := probe_segments(trace, self._task.still)) is not None:
+            self._probes.append(probe)
+        for name, at in trace.parameters.items():
+            if at in adjoints:
+                slope = adjoints[at] / share
+                self._take(name, slope)
+
+    def complete(self, name: str, slope: Tensor) -> bool:
+        """Take the derivative with respect to one parameter; compare it once all parts are there; return whether it is kept."""
+        own = self._task.reference
+        if own is None:
+            return False
+        self._take(name, slope)
+        self._missing[name] -= 1
+        if not self._missing[name] and not self._differences(own, (name,)):
+            self._agreed.add(name)
+            del self._gradient[name]
+        return name in self._gradient
+
+    def _take(self, name: str, slope: Tensor) -> None:
+        self._gradient[name] = self._gradient[name] + slope if name in self._gradient else slope
+
+    def close(self) -> None:
+        """Compare.
+
+        Raises:
+            TraceError: Loss or gradient differ by more than rounding: the message names the parameter and the likely cause.
+        """
+        own = self._task.reference
+        if own is None:
+            return
+        if self._differences(own, self._left):
+            self._compare(own)
+        if self._probes:  # values of which only the first derivative has been compared so far
+            verify_segments(self._probes, self._task.parameters, self._call, self._task.still)
+
+    def _call(self, parameters: dict[str, Tensor]) -> tuple[float, Mapping[str, Tensor | None]]:
+        found = own_gradient(self._task, parameters)
+        return found.loss, found.gradient
+
+    def _compare(self, own: OwnGradient) -> None:
+        again = own_gradient(self._task)
+        loss, eps = abs(own.loss - again.loss), self._eps
+        if loss > ROUNDING * eps * abs(own.loss):
+            raise TraceError(
+                f"trace: two calls of the module on the same data give different losses ({own.loss:.6g} and {again.loss:.6g}), "
+                "so the loss is not a function of the parameters: it is random, or depends on earlier calls; call module.eval(), "
+                "or take what changes out of forward"
+            )
+        noise, floor = _noise(self._task, self._left, eps), ROUNDING * eps * _scale(self._task, again)
+        different = self._differences(again, self._left, noise, floor)
+        if different:
+            raise TraceError(self._message(again, different))
+
+    @property
+    def _left(self) -> tuple[str, ...]:
+        """What has not been found to agree: the loss, under "", and parameters."""
+        return ("", *(name for name in self._task.parameters if name not in self._agreed))
+
+    def _differences(
+        self, own: OwnGradient, names: Iterable[str], noise: Mapping[str, float] | None = None, floor: float = 0.0
+    ) -> dict[str, float]:
+        """Return what differs by more than rounding, with the difference relative to the larger of the two.
+
+        With the noise of the module's own gradient, and a size below which all of it is rounding, also what torch's own formulas
+        lose is no difference.
+        """
+        found: dict[str, float] = {}
+        for name in names:
+            mine, theirs = self._gradient.get(name), own.gradient[name] if name else None
+            if not name:
+                mine, theirs = (torch.tensor(x, dtype=torch.float64) for x in (self._loss, own.loss))
+            largest, others = _largest(mine), _largest(theirs)
+            if not math.isfinite(largest):
+                continue  # the matrix is not finite either, and the error for that says where it comes from
+            size = max(largest, others)
+            difference = size if mine is None or theirs is None else _largest_difference(mine, theirs)
+            allowed = ROUNDING * self._eps * size
+            if name:  # what cancels is rounded as what it is made of, and that is no smaller than the gradient
+                allowed += ROUNDING * self._eps * self._largest
+            if noise is not None:
+                allowed += OWN * size + NOISE * noise.get(name, 0.0) + floor
+            if not difference <= allowed:
+                found[name] = difference / size
+        return found
+
+    def _message(self, own: OwnGradient, different: Mapping[str, float]) -> str:
+        name = max(different, key=lambda n: (n != "", different[n]))
+        what = f"the gradient in {name!r}" if name else "the loss"
+        seen = f"trace: {what}, as traced, is off by {different[name]:.1e} of that of the module's own call"
+        return f"{seen}: {self._cause(own, name)}; nothing is returned. handshake=False leaves the comparison out"
+
+    def _cause(self, own: OwnGradient, name: str) -> str:
+        leaf = self._task.leaves.get(name)
+        if leaf is not None and leaf._backward_hooks:
+            return "a hook on the parameter changes its gradient, which then is not that of the loss; remove the hook"
+        if leaf is not None and own.gradient[name] is None:
+            return "autograd does not reach the parameter there (detach, .data, or requires_grad turned off in forward)"
+        if leaf is not None and not bool(torch.isfinite(own.gradient[name]).all()):  # type: ignore[arg-type]
+            return "there it is NaN or infinite, at a point where torch's derivative of some operation is not finite"
+        return (
+            "a custom backward that is not the derivative of its forward, a hook that changes a gradient, a copy of a parameter "
+            "made before the call, requires_grad switched in forward, something that is done only where nobody watches; or the "
+            "module's own gradient has lost its digits, as in a saturated softmax"
+        )
+
+
+def _largest(x: Tensor | None) -> float:
+    """Return the largest absolute value, NaN if there is one; 0 where there is nothing."""
+    if x is None or not x.numel():
+        return 0.0
+    low, high = (float(end) for end in torch.aminmax(x))
+    return max(-low, high) if low == low else low
+
+
+def _largest_difference(x: Tensor, y: Tensor) -> float:
+    """Return the largest absolute difference, NaN if there is one; a part at a time, which needs little memory."""
+    parts = zip(x.reshape(-1).split(PART), y.reshape(-1).split(PART), strict=True)
+    found = [_largest(a - b) for a, b in parts]
+    return next((d for d in found if d != d), max(found, default=0.0))
+
+
+def _scale(task: Task, own: OwnGradient) -> float:
+    """Return the size of the gradient's entries here and at generic points: what cancels or saturates is rounded like those."""
+    rng = torch.Generator().manual_seed(0)
+    alone, sizes = replace(task, reference=None), [0.0]
+    drawn = {name: torch.randn(x.shape, generator=rng).to(x) for name, x in task.parameters.items()}
+    points = (
+        {name: x + 0.1 * x.abs().max() * drawn[name] if x.numel() else x for name, x in task.parameters.items()},
+        drawn,
+        {name: 0.1 * x for name, x in drawn.items()},
+    )
+    for gradient in (own.gradient, *(own_gradient(alone, point).gradient for point in points)):
+        largest = [float(g.abs().max()) for g in gradient.values() if g is not None and g.numel()]
+        sizes += [size for size in largest if math.isfinite(size)]
+    return max(sizes)
+
+
+def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
+    """Return the size of the rounding errors of the module's own loss, under "", and of some gradients, the largest of each.
+
+    Sixth differences over a tiny stretch cancel the smooth part and leave rounding, amplified by sqrt(924). The smaller of two
+    stretches counts, so that a kink in one of them does not.
+
+    Source: Moré and Wild, Estimating computational noise, SIAM J. Sci. Comput. 33 (2011).
+    """
+    rng = torch.Generator().manual_seed(0)
+    alone, step = replace(task, reference=None), min(eps**0.4, 8 * eps) if eps > 1e-4 else eps**0.4
+    found: dict[str, float] = {}
+    for _ in range(2):
+        along = {}
+        for name, x in task.parameters.items():
+            signs = torch.randint(0, 2, x.shape, generator=rng).to(x) * 2 - 1
+            along[name] = step * (x.abs().max() if x.numel() else 1.0) * signs
+        sixth: dict[str, Tensor] = {}
+        for k in range(7):
+            at = own_gradient(alone, {name: x + (k + 1) * along[name] for name, x in task.parameters.items()})
+            terms = {"": torch.tensor(at.loss, dtype=torch.float64)} | {
+                n: g for n in names if (g := at.gradient.get(n)) is not None
+            }
+            for name, term in terms.items():
+                weighted = term.to(torch.float64) * ((-1) ** k * math.comb(6, k))
+                sixth[name] = sixth[name] + weighted if name in sixth else weighted
+        for name, difference in sixth.items():
+            found[name] = min(found.get(name, math.inf), _largest(difference) / 924**0.5)
+    return found

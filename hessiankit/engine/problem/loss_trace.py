@@ -1,0 +1,114 @@
+"""A task's scalar loss as one trace: the module, followed by the loss in its closed form or traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from derivations.loss import CrossEntropy, MeanSquaredError
+from derivations.primitive import Primitive
+from hessiankit.engine.problem.calling import IGNORE_INDEX, known_count
+from hessiankit.engine.problem.task import Task
+from hessiankit.support.errors import TraceError
+from hessiankit.tracing.trace import Trace, in_one_dtype, trace_call
+
+
+@dataclass(frozen=True)
+class LossTrace:
+    """A trace that ends in the scalar loss, in one floating-point type, with the id of the module's output in it.
+
+    The id is None where the output is not one tensor.
+    """
+
+    trace: Trace
+    output: int | None
+
+    def __post_init__(self) -> None:
+        """Bring the values to one type."""
+        in_one_dtype(self.trace)
+
+
+def loss_trace(task: Task, normalizer: float) -> LossTrace:
+    """Trace a module and its loss into one scalar: the module's own call, and the loss's, as the user makes them."""
+    with task.at():
+        if isinstance(task.loss, str):
+            return _named(task, normalizer)
+        if task.loss is None:
+            return LossTrace(trace_call(lambda: (_scalar(task.read()),), task.leaves), None)
+        outputs: list[Any] = []
+        traced = trace_call(lambda: _by_callable(task, outputs), task.leaves)
+    if task.whole:
+        return LossTrace(traced, None)
+    at = traced.marked[0]
+    return LossTrace(traced, traced.add_value(outputs[0].detach()) if at is None else at)
+
+
+def _named(task: Task, normalizer: float) -> LossTrace:
+    traced = trace_call(lambda: (task.read(),), task.leaves)
+    output, z = traced.output, traced.values[traced.output]
+    primitive = _primitive(task, normalizer)
+    with torch.no_grad():
+        value = primitive.value(z, task.target)
+    traced.output = traced.apply(primitive, (output, traced.add_value(task.target)), value, str(task.loss))
+    return LossTrace(traced, output)
+
+
+def _by_callable(task: Task, outputs: list[Any]) -> tuple[Any, ...]:
+    outputs.append(task.run())
+    assert callable(task.loss)
+    value = _scalar(task.loss(outputs[0], task.target))
+    return (value,) if task.whole else (value, outputs[0])
+
+
+def _scalar(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TraceError(f"trace: the loss is a scalar when the module is called, but {seen} when it is called again")
+    return value
+
+
+def _primitive(task: Task, normalizer: float) -> Primitive:
+    if task.loss == "mse":
+        return MeanSquaredError(normalizer)
+    return CrossEntropy(ignore_index=IGNORE_INDEX, normalizer=normalizer)
+
+
+def normalizer_of(task: Task) -> float:
+    """Return what a named loss divides its sum by: the entries (mse) or the labels that count (cross entropy)."""
+    return (known_count(task.loss, task.target) if isinstance(task.loss, str) else None) or 1.0
+
+
+def samples_are_independent(task: Task) -> bool:
+    """Tell whether the module treats samples one by one, by comparing its output on all with its output on parts.
+
+    At the given parameters and at generic ones near them: a gate that is zero hides what it multiplies, but not its slope.
+    """
+    batch = task.batch
+    if batch < 2 or not isinstance(task.target, Tensor) or task.target.ndim == 0 or task.target.shape[0] != batch:
+        return False
+    try:
+        return all(_agree_on_parts(task, at, cut) for at in (None, _nearby(task)) for cut in {1, (batch + 1) // 3 or 1})
+    except Exception:
+        return False  # one sample at a time is only a matter of memory
+
+
+def _agree_on_parts(task: Task, parameters: dict[str, Tensor] | None, cut: int) -> bool:
+    with task.at(parameters):
+        whole = task.read().detach()
+        if whole.ndim == 0 or whole.shape[0] != task.batch:
+            return False
+        parts = torch.cat([task.part(rows).read().detach() for rows in (slice(0, cut), slice(cut, None))])
+    tolerance = min(1e3 * torch.finfo(whole.dtype).eps, 1e-3) * float(whole.abs().max())
+    return parts.shape == whole.shape and bool((parts - whole).abs().max() <= tolerance)
+
+
+def _nearby(task: Task) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    moved = {}
+    for name, p in task.parameters.items():
+        step = 0.1 * (float(p.abs().max()) or 1.0)
+        moved[name] = p + step * torch.randn(p.shape, generator=generator).to(p)
+    return moved

@@ -1,0 +1,395 @@
+"""The module's own call: one forward and one backward of torch, by which every result is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hessiankit.engine.problem.calling import (
+    ELEMENTWISE,
+    IGNORE_INDEX,
+    arguments,
+    loss_module,
+    map_tensors,
+    named_tensors,
+    read_outputs,
+    same_as,
+)
+from hessiankit.engine.problem.selection import ParameterSelection, select
+from hessiankit.engine.problem.state import Held, ModuleState, same_values
+from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
+from hessiankit.engine.problem.validation import (
+    MASKED,
+    check_arguments,
+    check_module,
+    check_tensor,
+    first_spoiled,
+    is_finite,
+    one_kind,
+    spoiled_at,
+)
+from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.torch_state import RandomStates, one_turn
+from hessiankit.tracing.source_line import source_line
+
+
+def make_task(
+    who: str,
+    module: nn.Module,
+    inputs: Any,
+    target: Any,
+    loss: Loss,
+    params: Params | ParameterSelection = None,
+    *,
+    handshake: bool = True,
+    share: bool = False,
+    before: Task | None = None,
+) -> Task:
+    """Check everything that can be checked before computing, and return the request for what is, or has been, selected.
+
+    The module is called once, as it is, and differentiated once if ``handshake``; it is left as it was.
+
+    Args:
+        who: What an error message starts with.
+        module: The function under study.
+        inputs: What it is called with.
+        target: What the loss compares with.
+        loss: The loss.
+        params: Which parameters, or what has been selected.
+        handshake: Whether results are compared with the module's own loss and gradient.
+        share: Whether the module's own parameters are read later, and no copies.
+        before: An earlier request for the same module, whose state counts.
+
+    Raises:
+        InputError: If an argument cannot be used: the message says which, what was seen and what to pass; or if the module is
+            not a function of its parameters.
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
+    check_module(who, module)
+    parameters = dict(params if isinstance(params, ParameterSelection) else select(who, module, params))
+    dtype, device = one_kind(who, module, parameters, dtypes=True)
+    check_arguments(who, module, inputs, target, loss, dtype, device)
+    positional, keyword = arguments(inputs)
+    state = ModuleState(module, loss, share=share) if before is None else before.state
+    values = {name: state.values[name] for name in parameters}
+    data = (tuple(positional) + tuple(keyword.values()), target)
+
+    def copied(x: Tensor) -> Tensor:
+        return x if state.holds(x) else x.detach().clone().requires_grad_(x.requires_grad)
+
+    given, labels = map_tensors(copied, data)
+    task = Task(module, given, labels, loss, values, state, tuple(keyword))
+    return own_call(who, task, data, inputs, device, handshake=handshake, later=before is not None)
+
+
+def own_call(
+    who: str, task: Task, data: tuple[Any, Any], inputs: Any, device: torch.device, *, handshake: bool, later: bool
+) -> Task:
+    """Call the module as its user does, check what it returns and leaves behind, and return the request with what was found.
+
+    Args:
+        who: What an error message starts with.
+        task: The request, with copies of the data.
+        data: The user's own inputs, the keyword arguments last, and target.
+        inputs: The inputs as they were given, for messages.
+        device: Where the parameters lie.
+        handshake: Whether results are compared with the gradient of this call.
+        later: Whether an earlier batch was asked about, so that training may have moved the module since.
+
+    Raises:
+        InputError: If the call fails, a value is not finite, output and target do not fit the loss, or the module is not a
+            function: a call changes its parameters, buffers or inputs, or another call gives another loss.
+    """
+    _check_constant_rows(who, task, inputs)
+    if later and task.state.changed_tensor() is not None:
+        with task.at():
+            return _called(who, task, inputs, device, handshake=handshake)[0]
+    random, own = RandomStates(task.module), _Data(task, data)
+    user = replace(task, inputs=data[0], target=data[1])
+    with one_turn(), torch.inference_mode(False), torch.enable_grad():
+        try:
+            made, value = _called(who, user, inputs, device, handshake=handshake)
+            if (changed := own.changed()) is not None:
+                raise InputError(
+                    f"{who}: a call of the module or the loss changes its {changed}, so that the next call would see other data; "
+                    "let it work on a clone() or a copy"
+                )
+            _check_function(who, made, value, random)
+        finally:
+            random.restore()
+            task.state.restore()
+            own.restore()
+    return replace(made, inputs=task.inputs, target=task.target)
+
+
+def own_gradient(task: Task, parameters: Mapping[str, Tensor] | None = None) -> OwnGradient:
+    """Return the loss and its gradient at some parameters, by the module's own call and one backward of torch."""
+    with task.at(parameters):
+        value = own_loss(task, task.run())
+        return OwnGradient(float(value.detach()), _gradient(task, value))
+
+
+def own_value(task: Task, parameters: Mapping[str, Tensor] | None = None) -> float:
+    """Return the loss at some parameters, by the module's own call."""
+    with task.at(parameters):
+        return float(own_loss(task, task.run()).detach())
+
+
+def own_loss(task: Task, outputs: Any) -> Tensor:
+    """Return the loss of what the module returned, in operations of torch; a loss of the user's own as it is called."""
+    if callable(task.loss):
+        return task.loss(outputs, task.target).reshape(())
+    read = read_outputs("hessian", task.loss, outputs)
+    if task.loss == "mse":
+        return (read - task.target).square().mean()
+    if task.loss == "cross_entropy":
+        return F.cross_entropy(read.reshape(-1, read.shape[-1]), task.target.reshape(-1), ignore_index=IGNORE_INDEX)
+    return read.reshape(())
+
+
+def reached(task: Task) -> set[str]:
+    """Return the parameters that the loss depends on, whatever the values are; all of them where autograd cannot tell."""
+    try:
+        found = task.reference or own_gradient(task)
+    except Exception:  # whatever a module may raise when it is differentiated
+        return set(task.parameters)
+    return {name for name in task.parameters if found.gradient[name] is not None}
+
+
+def _gradient(task: Task, value: Tensor) -> dict[str, Tensor | None]:
+    leaves = task.leaves
+    if not value.requires_grad:
+        return dict.fromkeys(leaves)
+    reachable = [p for p in leaves.values() if p.requires_grad]  # a forward may have turned one off
+    slopes = dict(zip(map(id, reachable), torch.autograd.grad(value, reachable, allow_unused=True), strict=True))
+    found = {name: slopes.get(id(p)) for name, p in leaves.items()}
+    return {n: x if x is None else x.detach().to_dense() if x.layout != torch.strided else x.detach() for n, x in found.items()}
+
+
+def _called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake: bool) -> tuple[Task, float]:
+    outputs = _run(who, task, inputs)
+    out = read_outputs(who, task.loss, outputs)
+    if isinstance(out, Tensor) and not is_finite(out):
+        raise _not_finite(who, task, inputs)
+    if task.loss is None and out.numel() != 1:
+        raise InputError(
+            f"{who}: loss=None means that the module returns the loss, but it returns shape {tuple(out.shape)}; pass loss=..."
+        )
+    if isinstance(task.loss, str):
+        _check_target(who, task, out, device)
+        value = own_loss(task, outputs)
+    elif task.loss is not None:
+        value = _value_of_callable(who, task, out)
+    else:
+        value = out.reshape(())
+    named = same_as(task.loss, outputs, task.target) if callable(task.loss) else None  # whose samples can be treated apart
+    found = float(value.detach())
+    reference = OwnGradient(found, _own_slopes(who, task, value)) if handshake else None
+    if reference is not None and not all(g is None or is_finite(g) for g in reference.gradient.values()):
+        _check_inputs(who, inputs)  # an infinite entry may be the reason; else the matrix says which operation is
+    whole = callable(task.loss) and not isinstance(outputs, Tensor)
+    return replace(task, loss=named or task.loss, whole=whole, reference=reference), found
+
+
+def _check_inputs(who: str, inputs: Any) -> None:
+    """Refuse infinite entries, which only a mask may have."""
+    for name, x in named_tensors(inputs):
+        if x.is_floating_point():
+            check_tensor(who, name, x, x.dtype, x.device)
+
+
+def _own_slopes(who: str, task: Task, value: Tensor) -> dict[str, Tensor | None]:
+    try:
+        return _gradient(task, value)
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"{who}: torch.autograd.grad of the loss, with the module called as it is, raised {type(error).__name__}: {first}. "
+            "Mend it, or pass handshake=False to go without that comparison"
+        ) from error
+
+
+class _Data:
+    """The user's own inputs and target, which a call must leave alone, and copies of them."""
+
+    def __init__(self, task: Task, data: tuple[Any, Any]) -> None:
+        self._held = {"inputs": Held(data[0]), "target": Held(data[1])}
+        self._given, self._copies = data, (task.inputs, task.target)
+
+    def changed(self) -> str | None:
+        """Return "inputs" or "target" if a call has written into them."""
+        return next((kind for kind, held in self._held.items() if held.changed() is not None or self._moved(kind)), None)
+
+    def _pairs(self, kind: str) -> list[tuple[Tensor, Tensor]]:
+        at = list(self._held).index(kind)
+        both = (named_tensors(self._given[at]), named_tensors(self._copies[at]))
+        return [(x, copy) for (_, x), (_, copy) in zip(*both, strict=False) if x is not copy]
+
+    def _moved(self, kind: str) -> bool:
+        return any(not same_values(x, copy) for x, copy in self._pairs(kind))
+
+    def restore(self) -> None:
+        """Put back what a call has written."""
+        for kind, held in self._held.items():
+            held.restore()
+            for x, copy in self._pairs(kind):
+                if not same_values(x, copy):
+                    x.data.copy_(copy)
+
+
+def _check_function(who: str, task: Task, first: float, random: RandomStates) -> None:
+    """Refuse a call that changed its parameters, buffers or inputs, or after which another call gives another loss."""
+    changed = task.state.changed_tensor()
+    if changed is not None:
+        raise InputError(
+            f"{who}: a call of the module changes its {changed}, so the loss is not a function of the parameters; "
+            "call module.eval(), call the module once before if it sets itself up, or keep the values as they are in forward"
+        )
+    attribute, drawn = task.state.changed_attribute(), random.drawn_from()
+    if attribute is None and not drawn:
+        return
+    again = float(own_loss(task, _run(who, task, task.inputs)).detach())
+    if not abs(first - again) <= 64 * torch.finfo(next(iter(task.parameters.values())).dtype).eps * max(abs(first), abs(again)):
+        why = "it draws random numbers" if drawn else f"it changes its {attribute!r}"
+        raise InputError(
+            f"{who}: two calls of the module on the same inputs give different losses ({first:.6g} and {again:.6g}): {why}; "
+            "call module.eval(), turn dropout off, pass random numbers as an input, or keep counters out of the loss"
+        )
+
+
+def _not_finite(who: str, task: Task, inputs: Any) -> InputError:
+    """Return the error for an output that is not finite: it names the first submodule that returned such a value."""
+    reason = first_spoiled(lambda: _run(who, task, inputs))
+    if MASKED not in reason:
+        _check_inputs(who, inputs)
+    bad: list[str] = []
+    handles = [m.register_forward_hook(_watch(n, bad)) for n, m in task.module.named_modules()]
+    try:
+        task.run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    place = bad[0] if bad else "the module's output"
+    return InputError(f"{who}: {place} is NaN or infinite{f' ({reason})' if reason else ''}")
+
+
+def _watch(name: str, bad: list[str]) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if not bad and isinstance(output, Tensor) and output.is_floating_point():
+            where = spoiled_at(output, mask=True)
+            if where is not None:
+                bad.append(f"{name or 'the module'!r} (row {where[:-1]})")
+
+    return hook
+
+
+def _check_constant_rows(who: str, task: Task, inputs: Any) -> None:
+    """Refuse a norm with eps = 0 that meets a row without variance, even where torch returns a finite value."""
+    found: list[str] = []
+
+    def hook(name: str) -> Callable[[nn.Module, Any], None]:
+        def look(module: nn.Module, inputs: Any) -> None:
+            x = inputs[0]
+            scale = x.var(-1, unbiased=False) if isinstance(module, nn.LayerNorm) else x.square().mean(-1)
+            floor = (torch.finfo(x.dtype).eps * x.abs().amax(-1)).square()
+            if not found and bool((scale <= floor).any()):
+                row = tuple(int(i) for i in (scale <= floor).nonzero()[0])
+                found.append(f"{name!r} meets row {row}, whose variance is 0, with eps = 0")
+
+        return look
+
+    norms = [(n, m) for n, m in task.module.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm)) and m.eps == 0]
+    if not norms:
+        return
+    with task.at():  # which takes the hooks away again
+        for name, norm in norms:
+            norm.register_forward_pre_hook(hook(name))
+        _run(who, task, inputs)
+    if found:
+        raise InputError(f"{who}: {found[0]}; the norm is not differentiable there. Use eps > 0, or rows that are not constant.")
+
+
+def _run(who: str, task: Task, inputs: Any) -> Any:
+    try:
+        return task.run()
+    except HessiankitError:
+        raise
+    except Exception as error:
+        tensors = [x for _, x in named_tensors(inputs)]
+        embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in task.module.modules())
+        if tensors and not embeds and not any(x.is_floating_point() for x in tensors):
+            dtype = next(iter(task.parameters.values())).dtype
+            raise InputError(
+                f"{who}: inputs are {tensors[0].dtype} but the module has no embedding to look them up in; pass {dtype}"
+            ) from error
+        shown = [f"{name} {tuple(x.shape)}" if task.keywords else str(tuple(x.shape)) for name, x in named_tensors(inputs)]
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        line = source_line(error)
+        at = f" (at {line})" if line else ""
+        given = f"inputs of shape {', '.join(shown)}" if shown else "these inputs"
+        raise InputError(f"{who}: the module, called on {given}, raised {type(error).__name__}: {first}{at}") from error
+
+
+def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> None:
+    target = task.target
+    if task.loss == "mse":
+        _check_same_shape(who, target, out, "squared error")
+        check_tensor(who, "target", target, out.dtype, device, other="the module's output is")
+        if not target.is_floating_point():
+            raise InputError(f"{who}: target is {target.dtype}; squared error needs {out.dtype} (one-hot encode class labels)")
+    elif task.loss == "cross_entropy":
+        if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
+            raise InputError(f"{who}: target is {target.dtype}; cross entropy needs integer class labels")
+        if target.shape != out.shape[:-1]:
+            raise InputError(
+                f"{who}: target has shape {tuple(target.shape)}, expected {tuple(out.shape[:-1])}: one label for each row of the "
+                f"logits {tuple(out.shape)}, whose last axis holds the classes"
+            )
+        kept = target[target != IGNORE_INDEX]
+        if kept.numel() == 0:
+            raise InputError(f"{who}: every label is {IGNORE_INDEX} (ignored), so the loss is not defined; keep at least one")
+        if int(kept.min()) < 0 or int(kept.max()) >= out.shape[-1]:
+            raise InputError(
+                f"{who}: labels lie in [{int(kept.min())}, {int(kept.max())}], expected 0 to {out.shape[-1] - 1} "
+                f"for {out.shape[-1]} classes (or {IGNORE_INDEX} to ignore)"
+            )
+
+
+def _check_same_shape(who: str, target: Tensor, out: Tensor, what: str) -> None:
+    if target.shape != out.shape:
+        raise InputError(
+            f"{who}: target has shape {tuple(target.shape)}, the module's output has {tuple(out.shape)}; "
+            f"{what} needs equal shapes (nothing is broadcast)"
+        )
+
+
+def _value_of_callable(who: str, task: Task, outputs: Any) -> Tensor:
+    """Call a loss of the user's own: it has to return one finite number."""
+    assert callable(task.loss)
+    known = loss_module(task.loss)
+    if isinstance(known, ELEMENTWISE) and isinstance(outputs, Tensor) and isinstance(task.target, Tensor):
+        _check_same_shape(who, task.target, outputs, type(known).__name__)
+    try:
+        value = task.loss(outputs, task.target)
+    except HessiankitError:
+        raise
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        given = f"outputs of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+        line = source_line(error)
+        at = f" (at {line})" if line else ""
+        raise InputError(f"{who}: the loss, called as loss(outputs, target) with {given}, raised: {first}{at}") from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{who}: the loss returned {seen}, expected a scalar tensor; reduce it, e.g. with .mean() or .sum()")
+    if not bool(torch.isfinite(value)):
+        raise InputError(
+            f"{who}: the loss is {float(value.detach())}, not a finite number; check the labels and the module's outputs"
+        )
+    return value.reshape(())

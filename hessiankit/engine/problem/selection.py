@@ -1,0 +1,354 @@
+"""Which parameters a user means: names, patterns, parameter objects, and parts of a parameter such as ``"w[:, 0:32]"``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from types import EllipsisType
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hessiankit.support.errors import InputError, nearest
+
+
+def check_surroundings(who: str, module: nn.Module) -> None:
+    """Refuse contexts in which torch computes something else than outside, or puts tensors elsewhere.
+
+    Raises:
+        InputError: Within ``torch.autocast``, a transform of ``torch.func``, or under a default device other than the module's.
+    """
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise InputError(
+            f"{who}: called within a transform of torch.func (vmap, grad, jvp ...), whose tensors have no values of their own; "
+            "call it outside, once for each sample"
+        )
+    first = next(module.parameters(), None)
+    here = torch.device("cpu") if first is None else first.device
+    kinds = [kind for kind in dict.fromkeys((here.type, "cpu")) if torch.amp.is_autocast_available(kind)]
+    lowered = next((kind for kind in kinds if torch.is_autocast_enabled(kind)), None)
+    if lowered is not None:
+        raise InputError(
+            f"{who}: called within torch.autocast({lowered!r}, {torch.get_autocast_dtype(lowered)}), which would lower the "
+            "precision of the derivatives too; call it outside, on a module in one dtype"
+        )
+    given = torch.get_default_device()
+    if first is not None and given.type not in (here.type, "cpu"):
+        raise InputError(
+            f"{who}: torch's default device is {given} (torch.device as a context, or set_default_device), but the parameters "
+            f"are on {here}, and tensors made on the way would lie apart; call it within torch.device({str(here)!r})"
+        )
+
+
+Params: TypeAlias = "str | nn.Parameter | Iterable[str | nn.Parameter] | None"
+BasicIndex: TypeAlias = "tuple[int | slice | EllipsisType, ...]"
+Index: TypeAlias = "tuple[BasicIndex, ...]"
+
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_FORM = "expected integers, slices and at most one '...', as in [:, 0:32], or several of these as in [0:4; 12:16]"
+
+
+class ParameterSelection(dict[str, Tensor]):
+    """The chosen parameters, name -> value, in the order of ``named_parameters()``.
+
+    Attributes:
+        parts: The parts that were asked for: text -> (name of the whole parameter, index).
+    """
+
+    def __init__(self, chosen: Iterable[tuple[str, Tensor]] = (), parts: dict[str, tuple[str, Index]] | None = None) -> None:
+        super().__init__(chosen)
+        self.parts: dict[str, tuple[str, Index]] = dict(parts or {})
+
+
+def parse_part(text: str, who: str = "parse_part") -> tuple[str, Index | None]:
+    """Split ``"name[index]"`` into the name and the index; the index is None where there are no brackets.
+
+    An index is NumPy's basic indexing: integers, slices and ``...``, with commas between the axes. Several of them, with
+    semicolons between, select one after the other: ``"w[0:4; 12:16]"`` are the rows 0 to 3 and 12 to 15.
+
+    Returns:
+        The name, and a tuple of basic indices (each one indexes a tensor by itself).
+
+    Raises:
+        InputError: If the brackets hold anything else.
+
+    >>> parse_part("h.0.weight[:, 2:4]")
+    ('h.0.weight', ((slice(None, None, None), slice(2, 4, None)),))
+    >>> parse_part("h.0.weight")
+    ('h.0.weight', None)
+    """
+    text = text.strip()
+    if not text.endswith("]") or "[" not in text:
+        return text, None
+    name, _, inside = text[:-1].partition("[")
+    index = _parse_index(inside)
+    if index is None:
+        raise InputError(f"{who}: cannot read the index in {text!r}; {_FORM}")
+    return name.strip(), index
+
+
+def _parse_index(inside: str) -> Index | None:
+    parsed = [_parse_basic(part) for part in inside.split(";")]
+    known = tuple(index for index in parsed if index is not None)
+    return known if len(known) == len(parsed) else None
+
+
+def _parse_basic(text: str) -> BasicIndex | None:
+    found: list[int | slice | EllipsisType] = []
+    for item in (t.strip() for t in text.split(",")):
+        bounds = [b.strip() for b in item.split(":")]
+        if item == "..." and Ellipsis not in found:
+            found.append(Ellipsis)
+        elif len(bounds) == 1 and _INTEGER.fullmatch(item):
+            found.append(int(item))
+        elif 2 <= len(bounds) <= 3 and all(not b or _INTEGER.fullmatch(b) for b in bounds) and not _is_zero(bounds[2:]):
+            found.append(slice(*(int(b) if b else None for b in bounds)))
+        else:
+            return None
+    return tuple(found)
+
+
+def _is_zero(step: list[str]) -> bool:
+    return bool(step and step[0]) and int(step[0]) == 0
+
+
+def rows_of_part(shape: Sequence[int], index: Index | None, what: str = "rows_of_part") -> Tensor:
+    """Return the positions in vec_r of a tensor of this shape that an index selects, in NumPy's order.
+
+    NumPy would cut a slice that reaches beyond the tensor; here every bound has to lie within it.
+
+    Args:
+        shape: Shape of the whole tensor.
+        index: What :func:`parse_part` returns; None selects everything.
+        what: What an error message starts with.
+
+    Returns:
+        A vector of int64 positions. All are different.
+
+    Raises:
+        InputError: If the index has too many axes, reaches beyond the tensor, selects nothing or an entry twice.
+
+    Columns 1 and 2 of a 2 x 4 matrix:
+
+    >>> rows_of_part((2, 4), parse_part("w[:, 1:3]")[1]).tolist()
+    [1, 2, 5, 6]
+    """
+    if index is None:
+        return torch.arange(math.prod(shape))
+    rows = torch.cat([_rows_of_basic(tuple(shape), basic, what) for basic in index])
+    if rows.numel() == 0:
+        raise InputError(f"{what}: the index selects nothing of shape {tuple(shape)}; ask for at least one entry")
+    if len(index) > 1 and rows.unique().numel() != rows.numel():
+        raise InputError(f"{what}: the indices between semicolons overlap; each entry may be selected once")
+    return rows
+
+
+def _rows_of_basic(shape: tuple[int, ...], index: BasicIndex, what: str) -> Tensor:
+    given = len(index) - (Ellipsis in index)
+    if given > len(shape):
+        raise InputError(f"{what}: the index has {given} axes, but the parameter has shape {shape}; drop {given - len(shape)}")
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    full = [*index[:at], *[slice(None)] * (len(shape) - given), *index[at + 1 :]]
+    flat = torch.zeros(1, dtype=torch.int64)
+    for axis, (size, item) in enumerate(zip(shape, full, strict=True)):
+        flat = (flat[:, None] * size + _along_axis(size, item, f"{what}: axis {axis} of shape {shape}")).reshape(-1)
+    return flat
+
+
+def _along_axis(size: int, item: object, what: str) -> Tensor:
+    if isinstance(item, slice):
+        beyond = [b for b in (item.start, item.stop) if b is not None and not -size <= b <= size]
+        if beyond:
+            raise InputError(f"{what} has {size} entries, the slice reaches to {beyond[0]}; expected bounds of {-size} to {size}")
+        return torch.tensor(list(range(size)[item]), dtype=torch.int64)
+    assert isinstance(item, int)
+    if not -size <= item < size:
+        raise InputError(f"{what} has {size} entries, the index is {item}; expected {-size} to {size - 1}")
+    return torch.tensor([item % size])
+
+
+def locate(who: str, text: object, shapes: dict[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
+    """Return the parameter that a name, or ``"name[index]"``, speaks of, and its positions in vec_r (None: all of them).
+
+    Raises:
+        InputError: If it is no text, no parameter has that name, or the index cannot be used.
+
+    >>> locate("example", "w[1]", {"w": (2, 3)})
+    ('w', tensor([3, 4, 5]))
+    """
+    if not isinstance(text, str):
+        seen = f"{text!r}, of type {type(text).__name__}" if isinstance(text, int) else f"of type {type(text).__name__}"
+        raise InputError(f"{who}: a parameter is asked for by its name, not by a value {seen}; {_names(list(shapes))}")
+    if text in shapes:
+        return text, None
+    name, index = parse_part(text, who)
+    if name not in shapes:
+        raise InputError(f"{who}: no parameter {name!r}; {_close(name, list(shapes))}")
+    return name, None if index is None else rows_of_part(shapes[name], index, f"{who}: {text!r}")
+
+
+def select(who: str, module: nn.Module, params: Params = None) -> ParameterSelection:
+    """Return the parameters that ``params`` means, detached, in the order of ``named_parameters()``.
+
+    Args:
+        who: The function on whose behalf parameters are chosen; every error message starts with it.
+        module: The module that owns them.
+        params: None, all that require grad; or one of these, or an iterable of them: a name; a pattern (``"*.attn.*"``,
+            ``"layers.[01].*"``, case matters), which means the parameters that require grad among its matches; a
+            parameter object of the module; ``"name[index]"`` (see :func:`parse_part`; the name may be a pattern), which
+            chooses the whole parameter and remembers the part. A tied parameter has one entry, under the name that
+            ``named_parameters()`` gives it; every other name of it is understood too.
+
+    Raises:
+        InputError: If something that was asked for is not there, does not require grad, or cannot be read.
+
+    >>> layer = nn.Linear(2, 3)
+    >>> chosen = select("example", layer, ["weight[0]", layer.bias])
+    >>> list(chosen), chosen.parts
+    (['weight', 'bias'], {'weight[0]': ('weight', ((0,),))})
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
+    check_surroundings(who, module)
+    every = dict(module.named_parameters())
+    lazy = next((name for name, p in every.items() if is_lazy(p)), None)
+    if lazy is not None:
+        raise InputError(
+            f"{who}: {lazy!r} is not initialised: a lazy module gets its shape from the first call; call the module on the "
+            "inputs once before"
+        )
+    trained = [name for name, p in every.items() if p.requires_grad and p.numel()]
+    if not trained and any(p.requires_grad for p in every.values()):
+        raise InputError(f"{who}: all parameters that require grad have no entries, so there is nothing to differentiate")
+    if not trained:
+        raise InputError(f"{who}: the module has no parameters that require grad; call requires_grad_(True) on those of interest")
+    if params is None:
+        return ParameterSelection((name, every[name].detach()) for name in trained)
+    finder = _Finder(who, module, every)
+    wanted: set[str] = set()
+    for item in _items(who, params):
+        wanted.update(finder.names(item))
+    if finder.unknown:
+        raise InputError(finder.unknown_message())
+    if not wanted:
+        raise InputError(f"{who}: params is empty, so there is nothing to differentiate; pass names, or None for all parameters")
+    return ParameterSelection(((name, every[name].detach()) for name in trained if name in wanted), finder.parts)
+
+
+def _items(who: str, params: Params) -> Iterator[object]:
+    if isinstance(params, (str, Tensor)):
+        yield params
+        return
+    if not isinstance(params, Iterable):
+        raise InputError(
+            f"{who}: params is of type {type(params).__name__}; expected names, patterns or parameters of the module, "
+            "e.g. params=['*.weight'] or params=list(module.parameters())"
+        )
+    yield from params
+
+
+class _Finder:
+    """Looks up one item of ``params`` after the other in a module."""
+
+    def __init__(self, who: str, module: nn.Module, every: dict[str, nn.Parameter]) -> None:
+        self.who, self.every = who, every
+        self.kind = type(module).__name__
+        self.of_object = {id(p): name for name, p in every.items()}
+        # every name that the module has for a parameter -> the one that is listed
+        self.first = {name: self.of_object[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+        self.parts: dict[str, tuple[str, Index]] = {}
+        self.unknown: list[str] = []
+
+    def names(self, item: object) -> list[str]:
+        """Return the listed names that an item means; note what is unknown, so that one message tells all of it."""
+        if isinstance(item, str):
+            return self._of_text(item.strip())
+        if not isinstance(item, Tensor):
+            raise InputError(
+                f"{self.who}: params holds a value of type {type(item).__name__}; expected names, patterns or parameters of the "
+                "module, e.g. params=['*.weight'] or params=list(module.parameters())"
+            )
+        if id(item) not in self.of_object:
+            kind = "a parameter" if isinstance(item, nn.Parameter) else "a tensor"
+            same = [f"{n!r}" for n, p in self.every.items() if p.shape == item.shape]
+            hint = f"; of that shape it has {_some(same)}" if same else ""
+            raise InputError(
+                f"{self.who}: params holds {kind} of shape {tuple(item.shape)} that is not a parameter of this "
+                f"{self.kind}{hint}; pass the module's own parameter (not a copy or a view of it), or its name"
+            )
+        return [self._trained(self.of_object[id(item)])]
+
+    def _of_text(self, text: str) -> list[str]:
+        if text in self.first:
+            return [self._trained(self.first[text])]
+        if text.endswith("]") and (name := text.partition("[")[0].strip()) in self.first:
+            return [self._part(self._trained(self.first[name]), text, text)]
+        if not _is_pattern(text):
+            return self._note(text)
+        found = self._matches(text)
+        name, bracket, inside = text[:-1].rpartition("[")
+        if not found and bracket and text.endswith("]") and _parse_index(inside) is not None:
+            found = [self._part(match, f"{match}[{inside}]", text) for match in self._matches(name.strip())]
+        return found or self._note(text)
+
+    def _note(self, text: str) -> list[str]:
+        self.unknown.append(text)
+        return []
+
+    def _matches(self, pattern: str) -> list[str]:
+        found = dict.fromkeys(first for name, first in self.first.items() if fnmatchcase(name, pattern))
+        trained = [name for name in found if self.every[name].requires_grad and self.every[name].numel()]
+        if found and not trained and any(self.every[name].requires_grad for name in found):
+            raise InputError(f"{self.who}: what the pattern {pattern!r} matches has no entries; leave it out of params")
+        if found and not trained:
+            raise InputError(
+                f"{self.who}: all that the pattern {pattern!r} matches ({_some([repr(n) for n in found])}) does not "
+                "require grad; call requires_grad_(True) on what is of interest"
+            )
+        return trained
+
+    def _trained(self, name: str) -> str:
+        if not self.every[name].requires_grad:
+            raise InputError(
+                f"{self.who}: {name!r} does not require grad; call requires_grad_(True) on it, or leave it out of params"
+            )
+        if not self.every[name].numel():
+            raise InputError(
+                f"{self.who}: {name!r} has shape {tuple(self.every[name].shape)}, no entries; leave it out of params"
+            )
+        return name
+
+    def _part(self, name: str, text: str, asked: str) -> str:
+        index = parse_part(text, self.who)[1]
+        assert index is not None
+        rows_of_part(self.every[name].shape, index, f"{self.who}: {asked!r}")
+        self.parts[text] = (name, index)
+        return name
+
+    def unknown_message(self) -> str:
+        """Return one line about everything that was not found."""
+        trained = [name for name, listed in self.first.items() if self.every[listed].requires_grad]
+        return f"{self.who}: params={self.unknown}: this {self.kind} has no such parameter; {_close(self.unknown[0], trained)}"
+
+
+def _is_pattern(text: str) -> bool:
+    return any(c in text for c in "*?[")
+
+
+def _close(name: str, names: list[str]) -> str:
+    """Return the names like this one, or the first few."""
+    like = [n for n in names if n.endswith("." + name)] + nearest(name, names)
+    like = list(dict.fromkeys(like))[:3]
+    return f"did you mean {' or '.join(map(repr, like))}?" if like else _names(names)
+
+
+def _names(names: list[str]) -> str:
+    return f"there are {_some([repr(n) for n in names])}"
+
+
+def _some(items: list[str], most: int = 6) -> str:
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -1,0 +1,254 @@
+"""A module as it was when it was asked about: what its own call may change, and values that training does not move."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hessiankit.support.errors import InputError
+
+
+class ModuleState:
+    """Copies of a module's tensors, and of what its attributes are.
+
+    Parameters, buffers and plain tensors among the attributes are held by what they are, with copies of their values;
+    everything else that a call may change (modes, hooks, counters, lists, closures, generators) as it is.
+
+    Args:
+        module: The module; nothing of it is changed.
+        others: What else is called, and may hold something that the call changes: the loss.
+        share: Hold the parameters themselves in place of copies, and tell only whether they have been given other values.
+
+    Attributes:
+        values: Copies of the values of parameters and buffers, by name.
+        modes: Whether each submodule is in training mode.
+        is_present: Whether the module is as it was, now.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> state = ModuleState(layer)
+    >>> with torch.no_grad():
+    ...     _ = layer.weight.add_(1)
+    >>> with state.present():
+    ...     unmoved = torch.equal(layer.weight, state.values["weight"])
+    >>> unmoved, torch.equal(layer.weight, state.values["weight"])
+    (True, False)
+    """
+
+    def __init__(self, module: nn.Module, *others: Any, share: bool = False) -> None:
+        self.module, self.others, self.is_present = module, others, False
+        self._held = Held(module, *others)
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        named = {**parameters, **buffers}
+        self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in named.items()}
+        self._marks = {name: _mark(x) for name, x in parameters.items()} if share else {}
+        self.modes = tuple(m.training for m in module.modules())
+        self._tensors = {name: (x, self.values[name]) for name, x in named.items()}
+        for name, x in _plain_tensors(module):
+            self._tensors.setdefault(name, (x, x.detach().clone()))
+
+    @contextmanager
+    def present(self, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Let the module be as it was; after that, as it is now.
+
+        Every parameter and buffer stays the object that it is, so that whoever holds one, a list, a closure, a hook, reads
+        the same values. The memory behind it is another, which nobody else writes into; with other values it is the same, so
+        that views of it move too.
+
+        Args:
+            values: Other values of some parameters, by name.
+        """
+        if values is None and self.is_present:
+            try:
+                yield
+            finally:
+                self._held.restore()
+            return
+        now = self._held if self._held.changed() is None else Held(self.module, *self.others)
+        before = self.is_present
+        behind = [(x, x.data, x.data.clone() if values else None) for x, _ in self._tensors.values()]
+        try:
+            self._held.restore()
+            for name, (x, copy) in self._tensors.items():
+                if values is None:
+                    x.data = copy
+                else:
+                    x.data.copy_(values.get(name, copy))
+            self.is_present = values is None
+            yield
+        finally:
+            self.is_present = before
+            for x, data, kept in behind:
+                x.data = data
+                if kept is not None:
+                    data.copy_(kept)
+            now.restore()
+
+    def holds(self, x: Tensor) -> bool:
+        """Tell whether a tensor is one of the module's own."""
+        return any(x is own for own, _ in self._tensors.values())
+
+    def changed_tensor(self) -> str | None:
+        """Return the parameter or buffer that has been given other values since; None if none has."""
+        for kind, found in (("parameter", self.module.named_parameters()), ("buffer", self.module.named_buffers())):
+            for name, x in found:
+                same = name in self.values and same_values(x, self.values[name])
+                if not same or (name in self._marks and _mark(x) != self._marks[name]):
+                    return f"{kind} {name!r}"
+        return None
+
+    def check_shared(self, who: str) -> None:
+        """Raise an error if a parameter that is shared has been given other values since."""
+        own = dict(self.module.named_parameters()) if self._marks else {}
+        for name, mark in self._marks.items():
+            if _mark(self.values[name]) != mark or name not in own or own[name].data_ptr() != self.values[name].data_ptr():
+                raise InputError(
+                    f"{who}: the parameter {name!r} has been given other values since; make it anew for these, or let it keep a "
+                    "copy of the parameters: snapshot=True"
+                )
+
+    def changed_attribute(self) -> str | None:
+        """Return what else a call has changed: an attribute, an entry of a list, a variable of a closure; None if nothing."""
+        plain = (n for n, (x, copy) in self._tensors.items() if n not in self.values and not same_values(x, copy))
+        return next(plain, None) or self._held.changed()
+
+    def restore(self) -> None:
+        """Undo what a call of the module has changed."""
+        self._held.restore()
+        for x, copy in self._tensors.values():
+            if not same_values(x, copy):
+                x.data.copy_(copy)
+
+
+class Held:
+    """What modules, containers and closures hold, found by following them from some objects.
+
+    >>> kept = [1, {"a": 2}]
+    >>> held = Held(kept)
+    >>> kept[1]["a"] = 3
+    >>> held.changed()
+    '[1]'
+    >>> held.restore()
+    >>> kept
+    [1, {'a': 2}]
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._cells: list[tuple[str, CellType, Any]] = []
+        self._generators: list[tuple[str, torch.Generator, Tensor]] = []
+        self._tensors: list[tuple[str, Tensor, int, bool]] = []
+        self._seen: set[int] = set()
+        for root in roots:
+            self._follow("", root)
+
+    def _follow(self, path: str, x: Any) -> None:
+        if isinstance(x, (str, int, float, bytes, type(None))) or id(x) in self._seen:
+            return
+        self._seen.add(id(x))
+        if isinstance(x, (nn.Module, SimpleNamespace)):
+            self._attributes.append((path, x.__dict__, dict(x.__dict__)))
+            for key, value in x.__dict__.items():
+                self._follow(path if key in ("_parameters", "_buffers", "_modules") else f"{path}.{key}".lstrip("."), value)
+        elif type(x) in (dict, OrderedDict):
+            self._containers.append((path, x, x.copy()))
+            for key, value in x.items():
+                self._follow(f"{path}.{key}".lstrip("."), value)
+        elif type(x) in (list, set, deque):
+            self._containers.append((path, x, x.copy()))
+            for n, value in enumerate(x):
+                self._follow(f"{path}[{n}]", value)
+        elif isinstance(x, tuple):
+            for n, value in enumerate(x):
+                self._follow(f"{path}[{n}]", value)
+        elif isinstance(x, FunctionType):
+            for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+                try:
+                    content = cell.cell_contents
+                except ValueError:  # not bound yet
+                    continue
+                self._cells.append((f"{path}.{name}".lstrip("."), cell, content))
+                self._follow(f"{path}.{name}".lstrip("."), content)
+        elif isinstance(x, MethodType):
+            self._follow(path, x.__self__)
+        elif isinstance(x, partial):
+            self._follow(path, (x.func, x.args, x.keywords))
+        elif isinstance(x, torch.Generator):
+            self._generators.append((path, x, x.get_state()))
+        elif isinstance(x, Tensor) and not is_lazy(x) and not x.is_inference():
+            self._tensors.append((path, x, x._version, x.requires_grad))
+
+    def changed(self) -> str | None:
+        """Return the path of the first thing that holds something else now, or None."""
+        for path, now, before in self._attributes:
+            for key in {**before, **now}:
+                if key not in before or key not in now or not _same(now[key], before[key]):
+                    return f"{path}.{key}".lstrip(".")
+        found = (
+            *(path for path, x, copy in self._containers if not _same_entries(x, copy)),
+            *(path for path, cell, content in self._cells if not _same(cell.cell_contents, content)),
+            *(path for path, x, state in self._generators if not torch.equal(x.get_state(), state)),
+            *(path for path, x, version, _ in self._tensors if x._version != version),
+        )
+        return next(iter(found), None)
+
+    def restore(self) -> None:
+        """Let everything hold what it did; the values of tensors are left as they are."""
+        for _, now, before in self._attributes:
+            if len(now) != len(before) or any(key not in now or now[key] is not x for key, x in before.items()):
+                now.clear()
+                now.update(before)
+        for _, x, copy in self._containers:
+            if not _same_entries(x, copy):
+                x.clear()
+                x.extend(copy) if isinstance(x, (list, deque)) else x.update(copy)
+        for _, cell, content in self._cells:
+            cell.cell_contents = content
+        for _, x, state in self._generators:
+            x.set_state(state)
+        for _, x, _, flag in self._tensors:
+            if x.is_leaf and x.requires_grad is not flag:
+                x.requires_grad_(flag)
+
+
+def _mark(x: Tensor) -> int:
+    """Return the sum of a tensor's entries, read as integers: it changes with almost every change."""
+    x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+    return int(x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).sum())
+
+
+def same_values(x: Tensor, copy: Tensor) -> bool:
+    """Tell whether two tensors are of one kind and have the same entries, NaN where the other has NaN."""
+    if (x.shape, x.dtype, x.device) != (copy.shape, copy.dtype, copy.device):
+        return False
+    return torch.equal(x, copy) or bool(((x == copy) | ((x != x) & (copy != copy))).all())
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the leaf tensors among the attributes that are neither parameters nor buffers."""
+    for name, m in module.named_modules():
+        for key, x in m.__dict__.items():
+            if isinstance(x, Tensor) and x.is_leaf and x.layout is torch.strided and not x.is_inference() and not x.is_meta:
+                yield f"{name}.{key}".lstrip("."), x
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b)
+
+
+def _same_entries(x: Any, copy: Any) -> bool:
+    if len(x) != len(copy):
+        return False
+    if isinstance(x, dict):
+        return all(a is b and _same(x[a], copy[b]) for a, b in zip(x, copy, strict=True))
+    if isinstance(x, set):
+        return all(a in x for a in copy)
+    return all(map(_same, x, copy))

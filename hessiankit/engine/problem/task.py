@@ -1,0 +1,185 @@
+"""What a Hessian is asked of: a module, its inputs, a target, a loss and the parameters; checked before any work."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, map_tensors, named_tensors, read_outputs
+from hessiankit.engine.problem.selection import Params
+from hessiankit.engine.problem.state import ModuleState
+from hessiankit.support.errors import OutOfMemoryError
+from hessiankit.support.torch_state import one_turn, ordinary_path, random_kept
+from hessiankit.tracing.one_dtype import widest
+
+__all__ = ["IGNORE_INDEX", "LOSSES", "Loss", "OwnGradient", "Params", "Task", "check_memory"]
+
+
+@dataclass(frozen=True)
+class OwnGradient:
+    """What torch computes by the module's own call.
+
+    Attributes:
+        loss: The loss.
+        gradient: By the name of the parameter; None where autograd does not reach it.
+    """
+
+    loss: float
+    gradient: dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A validated request: one batch, a loss, and the parameters to differentiate.
+
+    The module is the user's own and is called as the user calls it; values at which it is called are put into its parameters
+    for that time (:meth:`ModuleState.present`). Data are copies, which the caller may overwrite.
+
+    Attributes:
+        module: The function under study.
+        inputs: What it is called with, the keyword arguments last.
+        target: What the loss compares with, if anything.
+        loss: A name, a callable, or None where the module returns its loss.
+        parameters: Name -> value, in the order of ``named_parameters()``.
+        state: The module as it was.
+        keywords: The names of the last inputs, which are passed by keyword.
+        whole: The loss, a callable, reads an output object, so that the two are one function.
+        reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
+    """
+
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    target: Any
+    loss: Loss
+    parameters: dict[str, Tensor]
+    state: ModuleState
+    keywords: tuple[str, ...] = ()
+    whole: bool = False
+    reference: OwnGradient | None = None
+
+    @property
+    def slices(self) -> dict[str, slice]:
+        """Columns of each parameter in the Hessian, in the order of ``named_parameters()``."""
+        found, start = {}, 0
+        for name, value in self.parameters.items():
+            found[name] = slice(start, start + value.numel())
+            start += value.numel()
+        return found
+
+    @property
+    def size(self) -> int:
+        """Number of parameters P."""
+        return sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """The module's own parameters, by name."""
+        own = dict(self.module.named_parameters())
+        return {name: own[name] for name in self.parameters}
+
+    @property
+    def still(self) -> dict[str, int]:
+        """The rows of embeddings that torch leaves out of the gradient, by the name of the parameter."""
+        padded = {id(m.weight): m.padding_idx for m in self.module.modules() if isinstance(m, nn.Embedding)}
+        found = {name: padded.get(id(leaf)) for name, leaf in self.leaves.items()}
+        return {name: row for name, row in found.items() if row is not None}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of results: the widest type of the parameters, and no narrower than float32."""
+        return widest(p.dtype for p in self.parameters.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters, and of results."""
+        return next(iter(self.parameters.values())).device
+
+    @contextmanager
+    def at(self, parameters: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Let the module be as it was, at some values of its parameters, gradients on, and random states put back after that."""
+        if parameters is None and self.state.is_present:
+            with torch.enable_grad(), self.state.present():
+                yield
+            return
+        with (
+            one_turn(),
+            random_kept(self.module),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            self.state.present(parameters),
+        ):
+            yield
+
+    def run(self) -> Any:
+        """Call the module on the inputs, as it is now."""
+        split = len(self.inputs) - len(self.keywords)
+        keywords = dict(zip(self.keywords, self.inputs[split:], strict=True))
+        with ordinary_path():
+            return self.module(*self.inputs[:split], **keywords)
+
+    def read(self) -> Any:
+        """Call the module as it is now, and return what the loss reads."""
+        return read_outputs("hessian", self.loss, self.run())
+
+    def part(self, rows: slice) -> Task:
+        """Return the same request for some samples."""
+        batch = self.batch
+
+        def cut(x: Tensor) -> Tensor:
+            return x[rows] if x.ndim and x.shape[0] == batch else x
+
+        return replace(self, inputs=map_tensors(cut, self.inputs), target=map_tensors(cut, self.target), reference=None)
+
+    @cached_property
+    def batch(self) -> int:
+        """Number of samples: the length of the first axis that inputs and target share, else of the first tensor."""
+        lengths = [int(x.shape[0]) for _, x in named_tensors(self.inputs) if x.ndim]
+        if isinstance(self.target, Tensor) and self.target.ndim and self.target.shape[0] in lengths:
+            return int(self.target.shape[0])
+        return lengths[0] if lengths else 1
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that can still be allocated on a device, as far as it tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", "rb", buffering=0) as file:  # the third line of many
+            found = re.search(rb"MemAvailable:\s*(\d+) kB", file.read(512))
+    except OSError:
+        found = None
+    if found is None:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(found[1]) * 1024
+
+
+def check_memory(who: str, size: int, dtype: torch.dtype, device: torch.device, *, copies: int = 2, workspace: int = 0) -> None:
+    """Raise OutOfMemoryError if ``copies`` P x P matrices and the work space do not fit, before anything is allocated."""
+    one = size * size * dtype.itemsize
+    need, free = copies * one + workspace, available_memory(device)
+    if need > free:
+        raise OutOfMemoryError(
+            f"{who}: {size:,} parameters make a {size:,} x {size:,} {dtype} matrix of {gib(one)}, {gib(need)} with work space, "
+            f"but only {gib(free)} are free on {device}. Select parameters with params=[...], let hessian write it to disk with "
+            "out=..., or use a smaller model."
+        )
+
+
+def gib(n: int) -> str:
+    """Return bytes for people.
+
+    >>> gib(3 * 2**29), gib(1500)
+    ('1.5 GiB', '1.5 KiB')
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if n >= 0.1 * size:
+            return f"{n / size:,.1f} {unit}"
+    return f"{n / 2**10:,.1f} KiB"

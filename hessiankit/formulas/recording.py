@@ -1,0 +1,145 @@
+"""A placement's equation, run on stages in place of tensors: the same two lines that the block's forward runs.
+
+    Y = b.norm_1(X + b.attention(X))
+    return b.norm_2(Y + b.feedforward(Y))
+
+gives the stages F, R = X + F, Y, M, S = Y + M and Z. A value that the equation assigns to a name goes by that name.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+
+from derivations.gains import ColumnScaleAt, ScalarScaleAt
+from derivations.operation import Renamed, shape_of, size
+from derivations.stage import Names, Stage, total
+from hessiankit.formulas.symbols import Factor, FactorAt, bar, index_of, upper
+
+Make = Callable[[str], Stage]
+
+
+class StageValue:
+    """A value of an equation: a stage that gets its symbol when it is first needed, or when it is assigned to a name."""
+
+    def __init__(self, make: Make, symbol: Callable[[], str], sums: list[str]) -> None:
+        self._make, self._symbol, self._sums = make, symbol, sums
+        self._stage: Stage | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """The stage, under its own symbol if no name was given."""
+        return self.called(self._symbol()) if self._stage is None else self._stage
+
+    def called(self, symbol: str) -> Stage:
+        """Return the stage, under this symbol if it has none yet."""
+        if self._stage is None:
+            self._stage = self._make(symbol)
+        return self._stage
+
+    def __add__(self, other: StageValue) -> StageValue:
+        own = self._sums.pop(0) if self._sums else None
+
+        def make(name: str) -> Stage:
+            return total(name, self.stage, other.stage, names=sum_names(name), index=index_of)
+
+        return StageValue(make, lambda: own or f"({self.stage.symbol}+{other.stage.symbol})", self._sums)
+
+    def __rmul__(self, c: float) -> StageValue:
+        return self._scaled(c)
+
+    def __mul__(self, factor: Parameter) -> StageValue:
+        return factor.times(self)
+
+    def _scaled(self, c: float) -> StageValue:
+        printed = sympy.latex(c.letter) if isinstance(c, Factor) else f"{float(c):.6g}"
+
+        def make(name: str) -> Stage:
+            X = self.stage
+            return Stage(name, FactorAt(X.value, c), {"X": X}, rule=rf"{printed}\,{X.symbol}", index=index_of)
+
+        return StageValue(make, lambda: bar(self.stage.symbol), self._sums)
+
+
+class Parameter:
+    """A parameter of the block that an equation multiplies with: one entry for each feature, or a scalar."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.value = name, value
+
+    def times(self, value: StageValue) -> StageValue:
+        """Return value * parameter, as broadcasting has it."""
+
+        def make(name: str) -> Stage:
+            X = value.stage
+            vector = size(shape_of(self.value)) == shape_of(X.value)[1]
+            operation = ColumnScaleAt(X.value, self.value) if vector else ScalarScaleAt(X.value, self.value)
+            letter = "v" if vector else "a"
+            return Stage(
+                name,
+                Renamed(operation, {letter: self.name}),
+                {"X": X},
+                alphabet={"X": X.symbol, letter: self.name},
+                rule=rf"{X.symbol}\operatorname{{diag}}({self.name})" if vector else rf"{self.name}\,{X.symbol}",
+                index=index_of,
+            )
+
+        return StageValue(make, lambda: bar(value.stage.symbol), value._sums)
+
+    def __mul__(self, value: StageValue) -> StageValue:
+        return self.times(value)
+
+
+def run(equation: Callable[[Any, Any], Any], parts: Any, X: StageValue) -> Stage:
+    """Return the last stage of an equation; values take the names that its source gives them, the last one is Z."""
+    statements = _statements(equation)
+    if statements is None:
+        result: StageValue = equation(parts, X)
+        return result.called(parts.letter("Z"))
+    (b, x), body = statements
+    local: dict[str, Any] = {b: parts, x: X}
+    scope = {**getattr(equation, "__globals__", {}), **inspect.getclosurevars(equation).nonlocals}
+    for statement in body:
+        code = compile(ast.fix_missing_locations(ast.Expression(statement.value)), "<equation>", "eval")
+        value = eval(code, scope, local)
+        if isinstance(statement, ast.Return):
+            return value.called(parts.letter("Z"))
+        name = statement.targets[0].id
+        local[name] = value
+        if isinstance(value, StageValue):
+            value.called(parts.letter(name))
+    raise AssertionError("unreachable: an equation ends with return")
+
+
+def _statements(equation: Callable[[Any, Any], Any]) -> tuple[tuple[str, str], list[Any]] | None:
+    """Return the names of the two arguments and the assignments of an equation, or None if it is written otherwise."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(equation))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    if not isinstance(tree, ast.FunctionDef) or len(tree.args.args) != 2:
+        return None
+    body = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    plain = all(isinstance(s, ast.Assign) and len(s.targets) == 1 and isinstance(s.targets[0], ast.Name) for s in body[:-1])
+    if not plain or not body or not isinstance(body[-1], ast.Return):
+        return None
+    first, second = (a.arg for a in tree.args.args)
+    return (first, second), body
+
+
+def sum_names(symbol: str) -> Names | None:
+    r"""Return the names of Closing the Curvature Gap for S, the sum before the last norm: B_i and xi_ij; None for others."""
+    letter, up = symbol.partition("^")[0], upper(symbol)
+    if letter != "S":
+        return None
+    return Names(
+        lambda a: f"J_{{{symbol} {a}}}",
+        lambda a, b: f"{letter}_{{{a},{b}}}{up}",
+        lambda i: f"B_{{{i}}}{up}",
+        lambda i, j: rf"\xi_{{{i},{j}}}{up}",
+    )

@@ -1,0 +1,172 @@
+"""What ``derive`` returns: an expression in vec_r, printed in several ways."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+from torch import Tensor
+
+from derivations.matrix import Inequality, Matrix, inequalities
+from hessiankit.formulas.typesetting import Story, align, described, document, in_math, plain, text_lines, words
+from hessiankit.support.errors import InputError
+from hessiankit.support.tables import Detail, Piece, Printed
+
+SYMBOLIC_ENTRIES = 2000
+"""Entries beyond which ``sympy()`` refuses: of a whole block each takes about 0.1 s."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Derivation(Printed):
+    r"""A derivative of a block's output, or of its loss, with respect to one or two of its parameters.
+
+    ``matrix`` is the expression at the point; its rows and columns are in the order of vec_r, which for the parameters of
+    ``hessiankit`` is that of ``reshape(-1)``. One parameter: the Jacobian dZ/dW_i of shape (L d) x n_i. Two: the second
+    derivative, (L d n_i) x n_j, or for a loss the n_i x n_j block of its Hessian.
+
+    Formulas print the sizes by their letters, for any block of this structure; numbers are those of this block.
+
+    Args:
+        wrt: dotted names of the parameters, "X" for the input.
+        loss: ``"mse"``, ``"cross_entropy"`` or None.
+        matrix: the expression.
+    """
+
+    wrt: tuple[str, ...]
+    loss: str | None
+    matrix: Matrix
+    _told: Callable[[], Story]
+    _symbolic: Callable[[], Matrix]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.matrix.shape
+
+    def dense(self) -> Tensor:
+        """Return the matrix of numbers at the point."""
+        result: Tensor = self.matrix.dense()
+        return result
+
+    def norm_bound(self) -> float:
+        """Return an upper bound on the spectral norm, from the norms of the factors."""
+        return self.matrix.norm_bound()
+
+    def inequalities(self) -> list[Inequality]:
+        """Return the tree of inequalities behind ``norm_bound()``: the result's first, then each object's that it refers to."""
+        return inequalities(self.matrix, self.story.lines[0].symbol)
+
+    def explain_bound(self) -> str:
+        """Return the tree of inequalities as text, with its numbers at this point and sizes in digits."""
+        return "\n".join(f"‖{plain(line.symbol)}‖ ≤ {plain(line.rule)} = {line.bound:.6g}" for line in self.inequalities())
+
+    def sympy(self) -> sympy.ImmutableDenseMatrix:
+        """Return the matrix in SymPy symbols for every entry of the input and the parameters.
+
+        The entry of W_Q in row 1 and column 2 is the symbol ``W_Q^{1,2}``, that of X ``X_{1,2}``; the factor of a placement
+        keeps its letter. Entries share their parts, and SymPy's ``subs`` and ``lambdify`` walk each part every time that it
+        occurs: with two norms and a softmax that is minutes beyond one token of two features.
+
+        Raises:
+            InputError: If the matrix has more than ``SYMBOLIC_ENTRIES`` entries: for tiny sizes only.
+        """
+        rows, columns = self.shape
+        if rows * columns > SYMBOLIC_ENTRIES:
+            raise InputError(
+                f"Derivation.sympy: {rows} x {columns} is {rows * columns} symbolic entries, more than {SYMBOLIC_ENTRIES}; "
+                "derive a smaller block of the same structure, such as d_model=2 with one or two tokens"
+            )
+        return self._symbolic().sympy()
+
+    @cached_property
+    def story(self) -> Story:
+        """The block's values, the lines of the derivation with their rules, and what the symbols stand for."""
+        return self._told()
+
+    def latex(self, *, document: bool = False) -> str:
+        r"""Return the derivation in LaTeX: the block's values, the result, then each object that it refers to.
+
+        Args:
+            document: whether to return a file that compiles, with what the symbols stand for, in place of an ``align*``
+                environment.
+        """
+        return self._document() if document else align([*self.story.values, *self._rows])
+
+    def explain(self) -> str:
+        """Return the derivation as text: the block's values, each line with the rule that made it, and the symbols."""
+        story = self.story
+        top = story.lines[0]
+        lines = text_lines(story.values)
+        lines += ["", *text_lines([(top.symbol, top.formula)]), f"    {words(top.rule)}"]
+        lines += [f"    {plain(formula)}: {words(meaning)}" for formula, meaning in story.terms]
+        for line in story.lines[1:]:
+            lines += [*text_lines([(line.symbol, line.formula)]), f"    {words(line.rule)}"]
+        return "\n".join([*lines, "", *(f"{plain(symbol)}: {words(meaning)}" for symbol, meaning in story.legend)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that is printed, in LaTeX, with the shape and the norm bound, ready for JSON."""
+        story = self.story
+        return {
+            "wrt": list(self.wrt),
+            "loss": self.loss,
+            "shape": list(self.shape),
+            "norm_bound": self.norm_bound(),
+            "values": [{"symbol": symbol, "rule": rule} for symbol, rule in story.values],
+            "lines": [{"symbol": line.symbol, "formula": line.formula, "rule": line.rule} for line in story.lines],
+            "terms": [{"formula": formula, "meaning": meaning} for formula, meaning in story.terms],
+            "legend": [{"symbol": symbol, "meaning": meaning} for symbol, meaning in story.legend],
+        }
+
+    def json(self) -> str:
+        """Return ``to_dict()`` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+    def _headline(self) -> str:
+        rows, columns = self.shape
+        return f"{text_lines(self._rows)[0]}      ({rows} x {columns})"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield from (Detail(f"    {line}") for line in text_lines(self._rows)[1:])
+
+    def _repr_latex_(self) -> str:
+        return f"$$\n{align([*self.story.values, *self._rows], 'aligned')}$$"
+
+    def _repr_html_(self) -> str:
+        rows, columns = self.shape
+        top, *rest = self._rows
+        legend = "".join(f"<li>${_safe(symbol)}$: {_safe(meaning)}</li>" for symbol, meaning in self.story.legend)
+        terms = "".join(f"<li>${_safe(formula)}$: {_safe(meaning)}</li>" for formula, meaning in self.story.terms)
+        with_ = f"<p>with</p>$$\n{_safe(align(rest, 'aligned'))}$$" if rest else ""
+        return (
+            f"<div>$$\n{_safe(align([top], 'aligned'))}$$<p>{rows} x {columns}, the sum of</p><ul>{terms}</ul>"
+            f"{with_}"
+            f"<details><summary>Values of the block</summary>$$\n{_safe(align(self.story.values, 'aligned'))}$$</details>"
+            f"<details><summary>Symbols</summary><ul>{legend}</ul></details></div>"
+        )
+
+    @property
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(line.symbol, line.formula) for line in self.story.lines]
+
+    def _document(self) -> str:
+        story = self.story
+        top, *rest = self._rows
+        title = rf"${top[0]}$ of a transformer block"
+        terms = [(formula, in_math(meaning)) for formula, meaning in story.terms]
+        sections = [
+            ("The block", align(story.values)),
+            ("The result", align([top]) + described(terms)),
+            ("What it refers to", align(rest)),
+            ("Symbols", described((symbol, in_math(meaning)) for symbol, meaning in story.legend)),
+        ]
+        return document(title, [section for section in sections if section[1] and section != ("What it refers to", align([]))])
+
+
+def _safe(latex: str) -> str:
+    return html.escape(latex, quote=False)

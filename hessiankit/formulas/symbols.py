@@ -1,0 +1,329 @@
+"""The letters of a derivation: parameters, values, rows, sizes, and the factors of a placement.
+
+A formula is printed for a block of the same structure whose sizes are different primes. Every size that occurs in it is a
+product of these, and a product of primes tells what it is a product of.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from derivations.arrays import Array, is_exact, scale
+from derivations.matrix import Identity, Matrix, Zero, scaled
+from derivations.operation import Shape, expect_names, shape_of, size
+from hessiankit.blocks import TransformerBlock
+
+LENGTH, WIDTH, QUERY, HIDDEN, HEADS, SHARED, GROUPS = 17, 5, 7, 19, 11, 13, 23
+"""Primes above 3: numerators such as the 2 and 3 of 2/(Ld) and 3/d^2 do not cancel against them."""
+ORDER = ("L", "H", r"H_{KV}", "r", "g", "d", "d_g", "d_v", "d_K", r"d_{ff}")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The prime sizes of a block: heads H = (key-value heads) * groups, width d."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    query: int
+    value: int
+    hidden: int
+    groups: int = 1
+    length: int = LENGTH
+
+    @property
+    def letters(self) -> list[tuple[int, str]]:
+        """(size, letter), the composite sizes first: d = H d_v, H = H_KV r, and d_K = 2 * 7 where pairs of features rotate."""
+        named = [
+            (self.width, "d"),
+            (self.width // self.groups if self.groups > 1 else 1, "d_g"),
+            (self.heads, "H"),
+            (self.query, "d_K"),
+            (self.value, "d_v"),
+            (self.kv_heads, r"H_{KV}"),
+            (self.heads // self.kv_heads, "r"),
+            (self.hidden, r"d_{ff}"),
+            (self.groups, "g"),
+            (self.length, "L"),
+        ]
+        return [(n, letter) for n, letter in named if n > 1]
+
+
+def sizes_for(heads: int, kv_heads: int, *, rotary: bool = False, groups: bool = False) -> Sizes:
+    """Return different primes for the sizes of a block of a structure.
+
+    Args:
+        heads: of queries; what counts is whether there is one.
+        kv_heads: of keys and values; what counts is whether there is one, and whether they are fewer.
+        rotary: whether features are rotated in pairs, so that their number is even.
+        groups: whether norms act on groups of features.
+    """
+    query, value, g = 2 * QUERY if rotary else QUERY, WIDTH * (GROUPS if groups else 1), GROUPS if groups else 1
+    kv = HEADS if kv_heads > 1 else 1
+    H = kv * SHARED if kv_heads < heads else kv
+    return Sizes(H, kv, H * value, query, value, HIDDEN, g)
+
+
+class SizeName:
+    r"""The name of a size.
+
+    >>> name = SizeName(sizes_for(1, 1))
+    >>> name(85), name(25), name(17 * 5 * 5 * 7), name(1), name.scalar(Fraction(2, 85)), name.scalar(1 / sympy.sqrt(7))
+    ('Ld', 'd^2', 'Ld^2d_K', '1', '\\frac{2}{Ld}', '\\frac{1}{\\sqrt{d_K}}')
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        """Name sizes that are products of these; ``used`` collects the letters that occur."""
+        self.sizes = sizes
+        self.used: set[str] = set()
+
+    def __call__(self, n: int) -> str:
+        """Return the name of a size in LaTeX."""
+        count: dict[str, int] = {}
+        for number, letter in self.sizes.letters:
+            while n % number == 0:
+                count[letter] = count.get(letter, 0) + 1
+                n //= number
+        self.used.update(count)
+        digits = str(n) if n > 1 or not count else ""
+        ordered = sorted(count, key=ORDER.index)
+        return digits + "".join(letter if count[letter] == 1 else _power(letter, count[letter]) for letter in ordered)
+
+    def scalar(self, c: Any) -> str | None:
+        """Return the name of a rational number, or of the root of one, whose denominator is a size; None for others."""
+        c = sympy.sympify(c)
+        if c.free_symbols:  # a number that has a letter, such as alpha, times others
+            number, rest = c.as_independent(*c.free_symbols)
+            if number == 1:
+                return str(sympy.latex(rest))
+            name = self.scalar(number)
+            return None if name is None else rf"{name}\,{sympy.latex(rest)}"
+        if c.is_Rational:
+            return self._fraction(Fraction(int(c.p), int(c.q)))
+        square = c**2
+        if square.is_Rational and square.p == 1 and self._is_size(int(square.q)):
+            sign = "-" if c.is_negative else ""
+            return sign + rf"\frac{{1}}{{\sqrt{{{self(int(square.q))}}}}}"
+        return None
+
+    def _fraction(self, c: Fraction) -> str | None:
+        if c.denominator == 1 or not self._is_size(c.denominator):
+            return None
+        sign = "-" if c < 0 else ""
+        return sign + rf"\frac{{{abs(c.numerator)}}}{{{self(c.denominator)}}}"
+
+    def _is_size(self, n: int) -> bool:
+        for number, _ in self.sizes.letters:
+            while n % number == 0:
+                n //= number
+        return n == 1
+
+
+def prime_copy(block: TransformerBlock, sizes: Sizes, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return parameters and tokens of a block of the same structure that has these sizes."""
+    part, d = block.attention, sizes.width
+    q, k = sizes.heads * sizes.query, sizes.kv_heads * sizes.query
+    v, c = sizes.kv_heads * sizes.value, sizes.heads * sizes.value
+    widths = {"W_Q": (d, q), "W_K": (d, k), "W_V": (d, v), "W_O": (c, d)}
+    widths |= {"W_1": (d, sizes.hidden), "W_G": (d, sizes.hidden), "W_2": (sizes.hidden, d)}
+    full = part.norm_scope == "full"
+    inner = {"norm_q": q, "norm_k": k, "norm_v": v, "norm_c": c} if full else dict.fromkeys(("norm_q", "norm_k"), sizes.query)
+    inner = inner if full else {**inner, "norm_v": sizes.value, "norm_c": sizes.value}
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, p in block.named_parameters():
+        *path, last = name.split(".")
+        own = (inner[path[-1]],) if path and path[-1] in inner else tuple(d if n == block.d_model else n for n in p.shape)
+        shape = widths.get(last) or widths.get(f"W_{last[2:]}", ())[1:] if last[:2] in ("W_", "b_") else own
+        made[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return made, torch.randn(sizes.length, d, generator=generator, dtype=torch.float64)
+
+
+def _power(letter: str, n: int) -> str:
+    return f"{letter}^{n}" if "_" not in letter else f"{letter}^{{{n}}}"
+
+
+_GREEK = ("lambda", "omega", "alpha", "gamma", "beta")
+
+
+def symbol_of(dotted: str) -> str:
+    r"""Return the letter of a parameter.
+
+    >>> symbol_of("attention.W_Q"), symbol_of("norm_1.weight"), symbol_of("attention.norm_q.weight"), symbol_of("lambda_1")
+    ('W_Q', '\\gamma_1', '\\gamma_q', '\\lambda_1')
+    """
+    *path, last = dotted.split(".")
+    if last in ("weight", "bias") and path and path[-1].startswith("norm"):
+        return (r"\gamma" if last == "weight" else r"\beta") + path[-1].removeprefix("norm")
+    return rf"\{last}" if last.split("_")[0] in _GREEK else last
+
+
+def index_of(symbol: str) -> str:
+    """Return how a parameter is written as an index: Q for W_Q."""
+    return symbol.removeprefix("W_")
+
+
+def upper(symbol: str) -> str:
+    """Return the upper index of a symbol with its sign, or nothing.
+
+    >>> upper("F^{(2)}"), upper("F")
+    ('^{(2)}', '')
+    """
+    _, sign, index = symbol.partition("^")
+    return sign + index
+
+
+def marked(accent: str, symbol: str) -> str:
+    r"""Return a symbol with an accent.
+
+    >>> marked("tilde", "Q^{(2)}")
+    '\\tilde{Q}^{(2)}'
+    """
+    return rf"\{accent}{{{symbol.partition('^')[0]}}}{upper(symbol)}"
+
+
+def hat(symbol: str) -> str:
+    r"""Return the symbol of a normed value.
+
+    >>> hat("Y")
+    '\\hat{Y}'
+    """
+    return marked("hat", symbol)
+
+
+def bar(symbol: str) -> str:
+    r"""Return the symbol of a value times a number or a vector.
+
+    >>> bar("F"), bar(r"\hat{X}")
+    ('\\bar{F}', '\\bar{X}')
+    """
+    inner = re.sub(r"\\(check|hat|tilde|bar)\{([^{}]*)\}", r"\2", symbol)
+    return marked("bar", inner)
+
+
+def ring(symbol: str) -> str:
+    r"""Return the symbol of a value whose rows a norm has centred and divided, before its gain and shift.
+
+    >>> ring(r"\check{Q}")
+    '\\mathring{Q}'
+    """
+    return bar(symbol).replace("bar", "mathring", 1)
+
+
+def row_of(symbol: str) -> str:
+    r"""Return the letter of a row of a value.
+
+    >>> row_of(r"\check{Q}"), row_of(r"\hat{Y}")
+    ('q_i', 'y_i')
+    """
+    letters = [c for c in re.sub(r"\\(check|hat|tilde|bar)", "", symbol) if c.isalpha()]
+    return (letters[0].lower() if letters else "x") + "_i"
+
+
+def plus(bias: str | None) -> str:
+    r"""Return the summand of a bias, or nothing.
+
+    >>> plus("b_1"), plus(None)
+    (' + \\mathbf{1}\\,b_1^\\top', '')
+    """
+    return "" if bias is None else rf" + \mathbf{{1}}\,{bias}^\top"
+
+
+class Factor(float):
+    """A number that formulas print as a letter."""
+
+    letter: Any
+
+    def __new__(cls, value: float, letter: Any) -> Factor:
+        """Return the number ``value``, printed as the SymPy expression ``letter``."""
+        made = super().__new__(cls, value)
+        made.letter = letter
+        return made
+
+
+@dataclass(frozen=True)
+class Spelling:
+    r"""How a block's factor is written.
+
+    Args:
+        letter: SymPy expression, alpha or 1/sqrt(ell).
+        known: LaTeX of its letter and of the letter's value.
+    """
+
+    letter: sympy.Expr
+    known: tuple[str, str]
+
+
+def spelling(block: TransformerBlock) -> Spelling | None:
+    r"""Return how a block's factor is written, or None if its equation has none.
+
+    >>> spelling(TransformerBlock(4, 5, placement="lns", layer=4)).known
+    ('\\ell', '4')
+    >>> spelling(TransformerBlock(4, 5, placement="deepnorm", n_layers=8)).known
+    ('\\alpha', '(2N)^{1/4} = 2')
+    """
+    value, own = block.factor, block.own_placement
+    if value is None:
+        return None
+    if own.name.startswith("lns") and math.isclose(value, 1 / math.sqrt(block.layer), rel_tol=1e-12):
+        ell = sympy.Symbol(r"\ell", positive=True)
+        return Spelling(1 / sympy.sqrt(ell), (str(ell), str(block.layer)))
+    if own.name == "deepnorm":
+        usual = math.isclose(value, (2 * block.n_layers) ** 0.25, rel_tol=1e-12)
+        return Spelling(sympy.Symbol(r"\alpha", positive=True), (r"\alpha", ("(2N)^{1/4} = " if usual else "") + f"{value:.6g}"))
+    return Spelling(sympy.Symbol("c", real=True), ("c", f"{value:.6g}"))
+
+
+@dataclass(frozen=True, eq=False)
+class FactorAt:
+    """N = c X for a constant number c at a point.
+
+    Args:
+        X: an array.
+        c: the number; a ``Factor`` is printed as its letter, and stands for it where X is exact.
+
+    >>> import torch
+    >>> FactorAt(torch.ones(1, 2), Factor(0.5, sympy.Symbol("c"))).jacobian("X")
+    Scaled(2x2: c\\,I_{2})
+    """
+
+    X: Array
+    c: float
+
+    @property
+    def arguments(self) -> dict[str, Shape]:
+        """X."""
+        return {"X": shape_of(self.X)}
+
+    @property
+    def value(self) -> Array:
+        """N."""
+        return scale(getattr(self.c, "letter", Fraction(self.c)) if is_exact(self.X) else float(self.c), self.X)
+
+    def jacobian(self, name: str) -> Matrix:
+        """Return c I.
+
+        Raises:
+            ValueError: if the name is not "X".
+        """
+        expect_names(self, "jacobian", name)
+        plain = Fraction(self.c) if is_exact(self.X) else float(self.c)
+        return scaled(getattr(self.c, "letter", plain), Identity(size(shape_of(self.X))))
+
+    def hessian(self, name_i: str, name_j: str) -> Matrix:
+        """Return zero.
+
+        Raises:
+            ValueError: if a name is not "X".
+        """
+        expect_names(self, "hessian", name_i, name_j)
+        n = size(shape_of(self.X))
+        return Zero(n * n, n)

@@ -1,0 +1,144 @@
+"""Attention modules: which weights, or slices of them, make queries, keys, values and the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from hessiankit.blocks import Attention
+from hessiankit.engine.problem.selection import parse_part
+from hessiankit.partition.findings import TYPE_OF_ROLE, Finding, within
+from hessiankit.partition.fused import named_slices
+from hessiankit.partition.modules import is_linear, is_norm
+
+_OF_CHILD = {
+    "query": "q q_proj query q_lin to_q wq w_q query_proj q_attn linear_q q_linear query_layer queries q_a_proj q_b_proj",
+    "key": "k k_proj key k_lin to_k wk w_k key_proj linear_k k_linear key_layer keys",
+    "value": "v v_proj value v_lin to_v wv w_v value_proj linear_v v_linear value_layer values",
+}
+_ROLE_OF = {name: role for role, names in _OF_CHILD.items() for name in names.split()}
+_OF_OUTPUT = "o o_proj out_proj proj c_proj dense out out_lin wo w_o to_out output o_linear linear_o out_linear"
+_OUTPUTS = frozenset(_OF_OUTPUT.split())
+
+
+@dataclass
+class AttentionUnit:
+    """One attention: the module that makes queries, keys and values, and the smallest one that holds its output layer too."""
+
+    path: str
+    root: str
+    kind: str
+    roles: dict[int, list[Finding]] = field(default_factory=dict)  # by the parameter's id
+
+
+def attention_units(model: nn.Module) -> list[AttentionUnit]:
+    """Return every attention of a model, by module types, attributes and sizes, and by what its children are called."""
+    fused = _fused(model)
+    parameters = dict(model.named_parameters())
+    units = []
+    for path, module in model.named_modules():
+        if isinstance(module, Attention):  # hessiankit's own, whose parameters say it themselves
+            units.append(AttentionUnit(path, path, "Attention"))
+            continue
+        unit = AttentionUnit(path, path, type(module).__name__)
+        for name, findings in fused.get(path, {}).items():
+            unit.roles[id(parameters[name])] = findings
+        for child, layer in module.named_children():
+            role = _ROLE_OF.get(child.lower())
+            if role is not None and not is_norm(layer):
+                for _, inner in layer.named_modules():
+                    if is_linear(inner):
+                        _add(unit, inner, role, f"{child} of {unit.kind}")
+        _add_thirds(unit, module)
+        if isinstance(module, nn.MultiheadAttention):
+            _add_torch(unit, module)
+        seen = {finding.role.removesuffix(" bias") for findings in unit.roles.values() for finding in findings}
+        if {"query", "key"} <= seen or {"key", "value"} <= seen:
+            _add_output(unit, model, module)
+            units.append(unit)
+    return units
+
+
+def _fused(model: nn.Module) -> dict[str, dict[str, list[Finding]]]:
+    """Return the slices of fused weights by the attention's path and the parameter's name."""
+    found: dict[str, dict[str, list[Finding]]] = {}
+    modules = dict(model.named_modules())
+    for label, where in named_slices(model).items():
+        *path, role, kind = label.replace("shared_key", "shared key").split(".")
+        if role not in TYPE_OF_ROLE:
+            continue
+        owner = ".".join(path)
+        name, index = parse_part(where)
+        assert index is not None
+        axis = len(index[0]) - 1
+        segments = tuple((cut[-1].start, cut[-1].stop) for cut in index)  # type: ignore[union-attr]
+        reason = f"slice of {name.removeprefix(owner + '.')} of {type(modules[owner]).__name__}"
+        role_here = f"{role} bias" if kind == "bias" else role
+        found.setdefault(owner, {}).setdefault(name, []).append(Finding(TYPE_OF_ROLE[role], role_here, reason, axis, segments))
+    return found
+
+
+def _add(unit: AttentionUnit, layer: nn.Module, role: str, reason: str) -> None:
+    for leaf, p in layer.named_parameters(recurse=False):
+        named = f"{role} bias" if p.ndim < 2 else role
+        if leaf in ("weight", "bias"):
+            unit.roles.setdefault(id(p), [Finding(TYPE_OF_ROLE[role], named, reason)])
+
+
+def _add_thirds(unit: AttentionUnit, module: nn.Module) -> None:
+    """Take a ``c_attn`` of three times its input for GPT-2's, where no sizes of heads tell: the flow of data may correct it."""
+    layer = getattr(module, "c_attn", None)
+    if not isinstance(layer, nn.Linear) or id(layer.weight) in unit.roles or layer.out_features != 3 * layer.in_features:
+        return
+    width = layer.in_features
+    for leaf, p in layer.named_parameters(recurse=False):
+        unit.roles[id(p)] = [
+            Finding(
+                TYPE_OF_ROLE[role],
+                role if leaf == "weight" else f"{role} bias",
+                "third of c_attn, as in GPT-2",
+                0,
+                ((k * width, (k + 1) * width),),
+                firm=False,
+            )
+            for k, role in enumerate(("query", "key", "value"))
+        ]
+
+
+def _add_torch(unit: AttentionUnit, module: nn.MultiheadAttention) -> None:
+    for leaf, role in (("q_proj_weight", "query"), ("k_proj_weight", "key"), ("v_proj_weight", "value")):
+        if isinstance(p := getattr(module, leaf), Tensor):
+            unit.roles[id(p)] = [Finding(TYPE_OF_ROLE[role], role, f"{leaf} of nn.MultiheadAttention")]
+    for leaf, role in (("bias_k", "key"), ("bias_v", "value")):
+        if isinstance(p := getattr(module, leaf), Tensor):
+            unit.roles[id(p)] = [Finding(TYPE_OF_ROLE[role], f"learned {role}", f"{leaf} of nn.MultiheadAttention")]
+    _add(unit, module.out_proj, "output", "out_proj of nn.MultiheadAttention")
+
+
+def _add_output(unit: AttentionUnit, model: nn.Module, module: nn.Module) -> None:
+    """Find the layer that reads attention's output: the one linear map left in the module, or else in the nearest above."""
+    while True:
+        left = list(_linear_maps(unit, module))
+        named = [(child, layer) for child, layer in left if set(child.lower().split(".")) & _OUTPUTS]
+        for child, layer in named if len(left) > 1 else left:
+            _add(unit, layer, "output", f"{child} of {type(module).__name__}, which holds the attention")
+        if left or not unit.root:
+            return
+        above = unit.root.rpartition(".")[0]
+        parent = model.get_submodule(above)
+        if isinstance(parent, (nn.ModuleList, nn.Sequential)) or len(list(_linear_maps(unit, parent))) > 1:
+            return  # a list of blocks, or a whole block: what is left there is not attention's
+        unit.root, module = above, parent
+
+
+def _linear_maps(unit: AttentionUnit, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child, layer in module.named_modules():
+        if is_linear(layer) and not any(id(p) in unit.roles for p in layer.parameters(recurse=False)):
+            yield child, layer
+
+
+def unit_of(path: str, units: list[AttentionUnit]) -> AttentionUnit | None:
+    """Return the attention that a module's path lies in."""
+    return next((unit for unit in units if within(path, unit.root)), None)

@@ -1,0 +1,265 @@
+"""What several routes say about one parameter, put together, with the choices that papers leave open."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.partition.part import TYPES, Part
+from hessiankit.support.errors import InputError
+
+TYPE_OF_ROLE = {
+    "query": "QK",
+    "key": "QK",
+    "shared key": "QK",
+    "value": "VO",
+    "output": "VO",
+    "latent": "Other",
+    "router": "Other",
+    "attention sink": "Other",
+}
+"""What attention's roles count as. A latent that feeds keys and values alike, and a router, are none of the paper's types."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one route says about a parameter, or a slice of it.
+
+    Attributes:
+        type: One of :data:`hessiankit.partition.part.TYPES`.
+        role: What it does there.
+        reason: How this was found, as a reader is told.
+        axis: Axis that ``segments`` cut; None for the whole parameter.
+        segments: (first, after last) along that axis.
+        firm: Whether module types or the flow of data say so, so that a contradiction is an error; not where only the place
+            in the model, or a name, does.
+    """
+
+    type: str
+    role: str
+    reason: str
+    axis: int | None = None
+    segments: tuple[tuple[int, int], ...] = ()
+    firm: bool = True
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One place of a parameter: the path of the module that holds it, that module, and the parameter's name in it.
+
+    A tied parameter has several.
+    """
+
+    path: str
+    module: nn.Module
+    leaf: str
+
+    @property
+    def name(self) -> str:
+        """The parameter's name by this place."""
+        return f"{self.path}.{self.leaf}" if self.path else self.leaf
+
+
+def owners(model: nn.Module) -> dict[str, list[Owner]]:
+    """Return every place of every parameter, by its name in ``named_parameters()``, in that order.
+
+    >>> first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    >>> second.weight = first.weight
+    >>> {name: [o.name for o in places] for name, places in owners(nn.Sequential(first, second)).items()}
+    {'0.weight': ['0.weight', '1.weight']}
+    """
+    listed = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, list[Owner]] = {name: [] for name in listed.values()}
+    for path, module in model.named_modules():
+        for leaf, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            found[listed[id(p)]].append(Owner(path, module, leaf))
+    return found
+
+
+def within(path: str, root: str) -> bool:
+    """Tell whether a module's path is that of ``root`` or below it.
+
+    >>> within("h.1.mlp", "h.1"), within("h.11", "h.1"), within("h", "")
+    (True, False, True)
+    """
+    return not root or path == root or path.startswith(f"{root}.")
+
+
+def below(path: str, leaf: str) -> str:
+    """Return the path of a child.
+
+    >>> below("", "h"), below("h", "0")
+    ('h', 'h.0')
+    """
+    return f"{path}.{leaf}" if path else leaf
+
+
+def segments_of(line: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (first, after last) of the runs of True.
+
+    >>> list(segments_of(torch.tensor([True, True, False, True])))
+    [(0, 2), (3, 4)]
+    """
+    edges = torch.diff(torch.nn.functional.pad(line.int(), (1, 1)))
+    starts, ends = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
+    yield from zip(starts, ends, strict=True)
+
+
+def segments_left(found: list[Finding], p: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return the segments that findings leave of a parameter, along their axis; one of anything if there are no findings.
+
+    >>> segments_left([Finding("QK", "query", "", 0, ((1, 3),))], torch.ones(5, 2))
+    ((0, 1), (3, 5))
+    """
+    if not found:
+        return ((0, 1),)
+    if found[0].axis is None:
+        return ()
+    free = torch.ones(p.shape[found[0].axis], dtype=torch.bool)
+    for first, after in (segment for f in found for segment in f.segments):
+        free[first:after] = False
+    return tuple(segments_of(free))
+
+
+CONFLICT = "!"
+"""Stands for the type of a part of which the modules say one thing and the flow of data another."""
+
+
+def agreed(structural: list[Finding], flowing: list[Finding], p: Tensor, *, in_block: bool) -> list[Finding]:
+    """Return what the two routes say together, or one finding of type :data:`CONFLICT` that says both.
+
+    Of two firm statements the types must be the same wherever they overlap. A firm one goes before an inference. Of two
+    inferences that of the modules counts within a block, that of the flow outside.
+
+    Args:
+        structural: By the modules.
+        flowing: By the flow of data.
+        p: The parameter.
+        in_block: Whether it lies in one of the model's blocks.
+
+    >>> import torch
+    >>> norm, scale = Finding("Norm", "gain", "LayerNorm"), Finding("FFN", "up", "flow: ...")
+    >>> agreed([norm], [scale], torch.ones(2), in_block=True)[0].reason
+    'by its module Norm (LayerNorm), by the flow of data FFN (...)'
+    """
+    if not structural or not flowing:
+        return _whole(structural or flowing, [], p)
+    if {f.type for f in structural} == {"Emb", "Head"} or {f.type for f in flowing} == {"Emb", "Head"}:
+        return structural if len(structural) > 1 else [*structural, *(f for f in flowing if f.type != structural[0].type)]
+    firm, sure = structural[0].firm, flowing[0].firm
+    if firm and sure:
+        for one in structural:
+            for other in flowing:
+                if one.type != other.type and _overlap(one, other):
+                    both = f"by its module {one.type} ({one.reason}), by the flow of data {other.type} ({_short(other)})"
+                    return [Finding(CONFLICT, one.role, both)]
+        return [replace(f, reason=f"{f.reason}; the flow of data agrees") for f in structural]
+    if firm or sure:
+        return structural if firm else _whole(flowing, structural, p)
+    if in_block or {f.type for f in flowing} == {"FFN"}:  # which lies in blocks
+        return structural
+    return _whole(flowing, structural, p)
+
+
+def _whole(found: list[Finding], rest: list[Finding], p: Tensor) -> list[Finding]:
+    """Return findings that cover the parameter: what segments leave is filled by what else is known, or by nothing at all."""
+    if not found or found[0].axis is None:
+        return found
+    free = segments_left(found, p)
+    if not free:
+        return found
+    axis = found[0].axis
+    if rest and rest[0].axis is None:
+        return [*found, replace(rest[0], axis=axis, segments=free)]
+    return [*found, Finding("?", "", "what the flow of data leaves of it", axis, free)]
+
+
+def _overlap(one: Finding, other: Finding) -> bool:
+    if one.axis is None or other.axis is None or one.axis != other.axis:
+        return True
+    return any(a < d and c < b for a, b in one.segments for c, d in other.segments)
+
+
+def _short(finding: Finding) -> str:
+    return finding.reason.removeprefix("flow: ")
+
+
+_CHOICES = {"biases": ("layer", "Other"), "final_norm": ("Norm", "Other", "Head"), "tied": ("Emb", "Head")}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The choices that :func:`hessiankit.partition.model_parts` documents."""
+
+    biases: str = "layer"
+    final_norm: str = "Norm"
+    tied: str = "Emb"
+
+    def __post_init__(self) -> None:
+        for option, choices in _CHOICES.items():
+            if (given := getattr(self, option)) not in choices:
+                raise InputError(f"model_parts: {option} is {given!r}; expected one of {', '.join(map(repr, choices))}")
+
+    def of_tie(self, findings: list[Finding]) -> list[Finding]:
+        """Return the finding that counts for a parameter that is an embedding here and a head there."""
+        types = {f.type for f in findings}
+        if types == {"Emb", "Head"} and all(f.axis is None for f in findings):
+            chosen = next(f for f in findings if f.type == self.tied)
+            return [replace(chosen, reason=f"{chosen.reason}; tied to the {'head' if self.tied == 'Emb' else 'embedding'}")]
+        return findings
+
+    def of_part(self, part: Part, *, after: bool) -> Part:
+        """Return a part with the type that the policy for biases and norms after the last block gives it."""
+        if part.type == "Norm" and after:
+            role = part.role if part.role.startswith("final ") else f"final {part.role}"
+            return replace(part, type=self.final_norm, role=role)
+        is_bias = part.role.endswith(" bias") and part.role not in ("norm bias", "relative position bias")
+        if self.biases == "Other" and is_bias:
+            return replace(part, type="Other")
+        return part
+
+
+def override(parts: Sequence[Part], overrides: Mapping[str, str] | None) -> tuple[Part, ...]:
+    """Return the parts with the types that a user gives them.
+
+    Args:
+        parts: The parts; one of which nothing is known may have any type.
+        overrides: Regular expression to type. Each is searched (``re.search``) in the part's name and in its parameter's.
+
+    Raises:
+        InputError: If a type is none, an expression is none or finds nothing, or two give one part different types.
+
+    >>> part = Part("a.weight", "FFN", "up", 0, "...", 4)
+    >>> override([part], {r"^a\\.": "VO"})[0].type
+    'VO'
+    """
+    if not overrides:
+        return tuple(parts)
+    compiled = {}
+    for pattern, block_type in overrides.items():
+        if block_type not in TYPES:
+            raise InputError(f"model_parts: overrides[{pattern!r}] is {block_type!r}; expected one of {', '.join(TYPES)}")
+        try:
+            compiled[pattern] = re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise InputError(f"model_parts: override {pattern!r} is no regular expression ({error})") from error
+    unused = set(compiled)
+    result = []
+    for part in parts:
+        hits = [pattern for pattern, rule in compiled.items() if rule.search(part.name) or rule.search(part.parameter)]
+        unused -= set(hits)
+        types = {overrides[pattern] for pattern in hits}
+        if len(types) > 1:
+            said = ", ".join(f"{pattern!r}: {overrides[pattern]!r}" for pattern in hits)
+            raise InputError(f"model_parts: overrides give {part.name!r} different types ({said}); make them exclusive")
+        result.append(replace(part, type=types.pop(), reason=f"override {hits[0]!r}") if hits else part)
+    if unused:
+        missed = ", ".join(repr(pattern) for pattern in overrides if pattern in unused)
+        raise InputError(
+            f"model_parts: override {missed} matches no part; expected a regular expression found in a parameter's name"
+        )
+    return tuple(result)

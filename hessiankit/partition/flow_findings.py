@@ -1,0 +1,178 @@
+"""From a run of the model to what it says about each parameter, or slice of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from hessiankit.engine.problem.calling import arguments, map_tensors
+from hessiankit.partition.findings import TYPE_OF_ROLE, Finding, segments_left, segments_of
+from hessiankit.partition.flow_reader import Reading, read
+from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.torch_state import one_at_a_time, ordinary_path, untouched
+from hessiankit.tracing.recording import record
+
+_PLAIN = (  # use of a parameter that is in no multiplication: type, role, reason; the first that holds
+    ("lookup", "Emb", "embedding", "rows of it are looked up"),
+    ("gain", "Norm", "gain", "it multiplies activations entry by entry"),
+    ("norm bias", "Norm", "norm bias", "it is added to a norm's output"),
+    ("sink", "Other", "attention sink", "it is joined to the scores of a softmax"),
+    ("added to scores", "Emb", "relative position bias", "it is added to the scores of a softmax"),
+    ("joined", "Emb", "learned token", "it is joined to the activations"),
+    ("added", "Emb", "position embedding", "it is added to activations, and is no bias"),
+)
+_ATTENTION = {
+    "query": "what makes the queries of a softmax",
+    "key": "what makes the keys of a softmax",
+    "value": "what makes the values that attention averages",
+}
+
+
+@one_at_a_time
+def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
+    """Return what one run of a model says about its parameters, by name; nothing of those that it does not show.
+
+    Args:
+        model: Any module; it runs in evaluation mode, and is put back.
+        inputs: A tensor, a tuple of positional or a mapping of keyword arguments.
+
+    Raises:
+        InputError: If the model does not run on these inputs.
+        TraceError: If it computes where torch's tracer does not see it.
+
+    >>> layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, bias=False)
+    >>> [(f.role, f.segments) for f in flow(layer, torch.randn(1, 3, 4))["self_attn.in_proj_weight"]]
+    [('query', ((0, 4),)), ('key', ((4, 8),)), ('value', ((8, 12),))]
+    """
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    args, kwargs = map_tensors(torch.Tensor.detach, arguments(inputs))
+    data = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    try:
+        with untouched(model), ordinary_path():
+            # with no parameter to differentiate, an autograd.Function runs as the operations that its forward consists of
+            leaves = [p.requires_grad_(False) for p in model.parameters()]
+            recording = record(lambda: _main_output(model(*args, **kwargs)), [*leaves, *data], {})
+            reading = read(recording, parameters, data)
+    except HessiankitError:
+        raise
+    except Exception as error:  # whatever the model raises
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"model_parts: the model does not run on inputs= ({reason}); pass a tensor, a tuple of positional or a mapping of "
+            "keyword arguments that the model takes, or leave inputs= out"
+        ) from error
+    return _Judge(reading, parameters).findings
+
+
+def _main_output(outputs: Any) -> Tensor:
+    """Return the logits, or the first tensor, of what a model returns."""
+    logits = getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    found = outputs.values() if isinstance(outputs, dict) else _pytree.tree_leaves(outputs)
+    for x in found:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            return x
+    raise InputError(f"model_parts: on inputs= the model returned {type(outputs).__name__}; expected a tensor among its outputs")
+
+
+class _Judge:
+    """Says what a reading means."""
+
+    def __init__(self, reading: Reading, parameters: dict[str, Tensor]) -> None:
+        self.reading = reading
+        self.consumers: dict[int, set[int]] = {}
+        for number, m in reading.multiplications.items():
+            for source in m.read.fed - reading.residual:
+                self.consumers.setdefault(source, set()).add(number)
+        weights = {name for m in reading.multiplications.values() for name in m.weight}
+        biases = {name for m in reading.multiplications.values() for name in m.bias}
+        self.findings: dict[str, list[Finding]] = {}
+        for name, p in parameters.items():
+            found = list(self._of(name, p, name in weights, name in biases))
+            if found:
+                self.findings[name] = found
+
+    def _of(self, name: str, p: Tensor, is_weight: bool, is_bias: bool) -> Iterator[Finding]:
+        uses = self.reading.plain.get(name, set())
+        if "chosen" in uses and "of an expert" not in uses:
+            uses = uses | {"lookup"}
+        if not is_weight and not is_bias:
+            said = [Finding(t, role, f"flow: {why}") for use, t, role, why in _PLAIN if use in uses]
+            yield from said[:1]
+            return
+        if "lookup" in uses:
+            yield Finding("Emb", "embedding", "flow: rows of it are looked up")
+        yield from self._of_product(name, p, " bias" if is_bias and not is_weight else "")
+
+    def _of_product(self, name: str, p: Tensor, suffix: str) -> Iterator[Finding]:
+        sliced = list(_slices(p, self.reading.masks.get(name, {}), suffix))
+        yield from sliced
+        rest = segments_left(sliced, p)
+        if not rest:
+            return
+        axis = sliced[0].axis if sliced else None
+        mine = [n for n, m in self.reading.multiplications.items() if name in m.weight | m.bias]
+        said = [found for n in mine if (found := self._of_multiplication(n)) is not None]
+        if len({block_type for block_type, *_ in said}) == 1:
+            block_type, role, why, firm = said[0]
+            yield Finding(block_type, role + suffix, f"flow: {why}", axis, () if axis is None else rest, firm)
+
+    def _of_multiplication(self, number: int) -> tuple[str, str, str, bool] | None:
+        """Return type, role, reason and firmness of one multiplication by a weight, beside queries, keys and values."""
+        reading, m = self.reading, self.reading.multiplications[number]
+        readers = self.consumers.get(number, set())
+        if m.read.context:
+            return "VO", "output", "it reads attention's output", True
+        if number in reading.routers:
+            return "Other", "router", "the largest of its outputs are taken", True
+        if number in reading.output.fed and number not in reading.residual:
+            return "Head", "head", "the model's output comes from it, through no other weight or sum", False
+        if number in reading.residual and not m.read.deep and number not in reading.mixed:
+            return "Emb", "input map", "it reads the inputs and begins the residual", False
+        if self._is_down(number):
+            return "FFN", "down", "its output goes to the residual, its input comes from another weight", False
+        made = [self._made(reader) for reader in readers]
+        if made and all(made):
+            roles = sorted(frozenset().union(*made), key=list(_ATTENTION).index)
+            types = {TYPE_OF_ROLE[role] for role in roles}
+            role = roles[0] if len(roles) == 1 else "latent"
+            return (types.pop() if len(types) == 1 else "Other"), role, f"it feeds weights that make {' and '.join(roles)}", False
+        if readers and number not in reading.mixed and all(self._is_down(n) for n in readers):
+            return "FFN", "up", "what it makes goes to a weight whose output goes to the residual", False
+        return None
+
+    def _made(self, number: int) -> frozenset[str]:
+        """Return which of queries, keys and values a multiplication makes."""
+        weights = self.reading.multiplications[number].weight
+        return frozenset(role for name in weights for role in self.reading.masks.get(name, {}))
+
+    def _is_down(self, number: int) -> bool:
+        m = self.reading.multiplications[number]
+        return number in self.reading.residual and bool(m.read.fed - self.reading.residual) and not m.read.products
+
+
+def _slices(p: Tensor, masks: dict[str, Tensor], suffix: str) -> Iterator[Finding]:
+    """Yield the parts of a parameter that make queries, keys and values: the whole of it, or segments along one axis."""
+    if not masks:
+        return
+    for axis in range(p.ndim):
+        lines = {role: _along(mask, axis) for role, mask in masks.items()}
+        covered = torch.stack(list(lines.values())).sum(0)
+        if int(covered.max()) <= 1 and (len(lines) > 1 or not bool(covered.bool().all())):
+            for role, line in lines.items():
+                why = f"flow: {_ATTENTION[role]}"
+                yield Finding(TYPE_OF_ROLE[role], role + suffix, why, axis, tuple(segments_of(line)))
+            return
+    roles = sorted(masks, key=list(_ATTENTION).index)
+    types = {TYPE_OF_ROLE[role] for role in roles}
+    why = "flow: " + ", and ".join(_ATTENTION[role] for role in roles)
+    yield Finding(types.pop() if len(types) == 1 else "Other", " and ".join(roles) + suffix, why)
+
+
+def _along(mask: Tensor, axis: int) -> Tensor:
+    return mask.movedim(axis, 0).reshape(mask.shape[axis], -1).any(1)

@@ -1,0 +1,284 @@
+"""Readable names for the parts of a fused weight: which rows of ``qkv.weight`` make the queries, which of them head 3.
+
+Every arrangement in use keeps the rows of one head together, so a layout is a list of segments for each role. Two orders
+occur: role by role, [q heads][k heads][v heads] (torch, GPT-2, ViT, Phi-3, with fewer key heads where they are grouped), and
+group by group, [group][q heads, k, v] (GPT-NeoX, Bloom, Falcon, StarCoder with separate keys).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from hessiankit.blocks import Attention
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+
+Layout: TypeAlias = "dict[str, list[tuple[int, int]]]"  # role -> (first, after last) output of each head
+
+_ROLES = ("query", "key", "value")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "num_heads_kv")
+_HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+_SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"))
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """One parameter, ``weight`` or ``bias``, whose axis ``axis`` holds the outputs that the layout describes."""
+
+    parameter: Tensor
+    kind: str
+    axis: int
+    layout: Layout
+
+    def index(self, segments: list[tuple[int, int]]) -> str:
+        """Return the index string of some segments; neighbours are joined."""
+        joined: list[tuple[int, int]] = []
+        for first, after in segments:
+            if joined and joined[-1][1] == first:
+                joined[-1] = (joined[-1][0], after)
+            else:
+                joined.append((first, after))
+        return f"[{'; '.join(':, ' * self.axis + f'{first}:{after}' for first, after in joined)}]"
+
+
+@checked("named_slices")
+def named_slices(module: nn.Module, *, heads: bool = False) -> dict[str, str]:
+    """Return readable names for the parts of a module's fused weights, each with the index string that selects the part.
+
+    An index string is what ``params=`` and ``Hessian.block`` take; where a part is not one slice, it holds several, with
+    semicolons between (see :func:`hessiankit.engine.problem.selection.parse_part`). Recognised, by class, attributes and sizes,
+    names last:
+
+    * ``nn.MultiheadAttention``: ``in_proj_weight``, ``in_proj_bias``;
+    * ``c_attn``: a (in, out) Conv1D of GPT-2 and its kin; an ``nn.Linear`` beside ``n_head`` and ``n_embd``, as in nanoGPT;
+      GPT-BigCode (StarCoder), with and without multi-query attention;
+    * ``qkv``, ``Wqkv``: an ``nn.Linear`` beside ``head_dim`` and a number of heads: timm, ModernBERT, MPT, DBRX;
+    * ``qkv_proj``: an ``nn.Linear`` beside ``head_dim`` and ``num_key_value_heads``: Phi-3;
+    * ``query_key_value``: GPT-NeoX, Bloom, Persimmon, and the three arrangements of Falcon;
+    * ``qkv_proj`` of CodeGen: four groups, each with its queries, values, keys;
+    * ``kv_b_proj`` and ``kv_a_proj_with_mqa`` of multi-head latent attention (DeepSeek): keys and values of each head from a
+      latent, which the second makes beside the keys that carry the position;
+    * ``gate_up_proj`` with its ``down_proj``: gate first, as in Phi-3 and GLM; also the experts of Mixtral and Qwen-MoE,
+      stacked ``(experts, out, in)``.
+
+    A fused weight of which this cannot tell how it is arranged is not listed: MiniMax's ``qkv_proj``, LeViT's and TinyViT's
+    ``qkv``, weights of quantised or re-parametrised layers.
+
+    Args:
+        module: Any module.
+        heads: Whether to give every head by itself, also those of separate query, key and value layers
+            (``q_proj, k_proj, v_proj``; ``query, key, value``; ``q, k, v``), with fewer key heads where they are grouped.
+
+    Returns:
+        ``"<attention>.query.weight"``, or ``"<attention>.query.head_0.weight"``, to ``"<parameter>[...]"``.
+
+    Raises:
+        InputError: If this is not a module.
+
+    >>> slices = named_slices(nn.MultiheadAttention(4, 2))
+    >>> slices["key.weight"], slices["value.bias"]
+    ('in_proj_weight[4:8]', 'in_proj_bias[8:12]')
+    >>> named_slices(nn.MultiheadAttention(4, 2), heads=True)["key.head_1.weight"]
+    'in_proj_weight[6:8]'
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"named_slices: expected a torch.nn.Module, got {type(module).__name__}")
+    names = {id(p): name for name, p in module.named_parameters()}
+    found: dict[str, str] = {}
+    for prefix, child in module.named_modules():
+        for fused in [*_fused(child), *(_separate(child) if heads else ())]:
+            whole = names.get(id(fused.parameter))  # None: computed from other parameters
+            if whole is None:
+                continue
+            for role, segments in fused.layout.items():
+                path = f"{prefix}.{role}" if prefix else role
+                if heads and role in _ROLES:
+                    for h, segment in enumerate(segments):
+                        found[f"{path}.head_{h}.{fused.kind}"] = whole + fused.index([segment])
+                else:
+                    found[f"{path}.{fused.kind}"] = whole + fused.index(segments)
+    return found
+
+
+def _by_role(heads: int, key_heads: int, head_dim: int) -> Layout:
+    """[q heads][k heads][v heads], each head ``head_dim`` wide."""
+    layout: Layout = {}
+    start = 0
+    for role, count in zip(_ROLES, (heads, key_heads, key_heads), strict=True):
+        layout[role] = [(start + h * head_dim, start + (h + 1) * head_dim) for h in range(count)]
+        start += count * head_dim
+    return layout
+
+
+def _by_group(heads: int, groups: int, head_dim: int) -> Layout:
+    """[group][its q heads, k, v], each head ``head_dim`` wide."""
+    layout: Layout = {role: [] for role in _ROLES}
+    each = heads // groups
+    for group in range(groups):
+        for place, role in enumerate(["query"] * each + ["key", "value"]):
+            first = (group * (each + 2) + place) * head_dim
+            layout[role].append((first, first + head_dim))
+    return layout
+
+
+def _fused(module: nn.Module) -> Iterator[_Fused]:
+    if isinstance(module, nn.MultiheadAttention):
+        layout = _by_role(module.num_heads, module.num_heads, module.head_dim)
+        yield from _of_parameter(module.in_proj_weight, "weight", 0, layout)
+        yield from _of_parameter(module.in_proj_bias, "bias", 0, layout)
+        return
+    heads, head_dim = _count(module, _HEADS), _count(module, _HEAD_DIM)
+    key_heads = _count(module, _KEY_HEADS) or heads
+    if isinstance(c_attn := getattr(module, "c_attn", None), nn.Module):
+        yield from _c_attn(module, c_attn, heads, head_dim)
+    if heads and key_heads and head_dim and heads % key_heads == 0:
+        for name in ("qkv", "Wqkv"):
+            yield from _of_linear(getattr(module, name, None), _by_role(heads, key_heads, head_dim))
+        if _own(module, _KEY_HEADS):  # without it the order differs from family to family
+            yield from _of_linear(getattr(module, "qkv_proj", None), _by_role(heads, key_heads, head_dim))
+    if heads and head_dim:
+        yield from _of_linear(getattr(module, "query_key_value", None), _megatron(module, heads, head_dim))
+        if type(module).__name__ == "CodeGenAttention" and heads % 4 == 0:  # nothing else tells its order
+            yield from _of_linear(getattr(module, "qkv_proj", None), _codegen(heads, head_dim))
+    yield from _latent(module, heads)
+    yield from _gate_up(module)
+
+
+def _c_attn(module: nn.Module, layer: nn.Module, heads: int, head_dim: int) -> Iterator[_Fused]:
+    conv = type(layer).__name__ == "Conv1D" and isinstance(getattr(layer, "nf", None), int)
+    if conv and heads and isinstance(weight := getattr(layer, "weight", None), Tensor) and weight.ndim == 2:
+        width = weight.shape[1]  # (in, out), the transpose of nn.Linear's
+        cross = width == 2 * weight.shape[0]  # cross-attention: the queries have a layer of their own
+        size, rest = divmod(width, (2 if cross else 3) * heads)
+        if rest == 0 and width in (2 * weight.shape[0], 3 * weight.shape[0]):
+            layout = _by_role(0 if cross else heads, heads, size)
+            layout = {role: segments for role, segments in layout.items() if segments}
+            yield from _of_parameter(weight, "weight", 1, layout)
+            yield from _of_parameter(getattr(layer, "bias", None), "bias", 0, layout)
+    elif isinstance(multi_query := getattr(module, "multi_query", None), bool) and heads and head_dim:
+        layout = _by_role(heads, 1, head_dim) if multi_query else _by_group(heads, heads, head_dim)
+        if not getattr(module, "is_cross_attention", False):
+            yield from _of_linear(layer, layout)
+    elif _own(module, ("n_head",)) and (n_embd := _own(module, ("n_embd",))):
+        heads = _own(module, ("n_head",))
+        if n_embd % heads == 0:
+            yield from _of_linear(layer, _by_role(heads, heads, n_embd // heads))
+
+
+def _megatron(module: nn.Module, heads: int, head_dim: int) -> Layout:
+    """``query_key_value``, which Falcon arranges in three ways and the others head by head."""
+    new = getattr(module, "new_decoder_architecture", None)
+    if new is True:
+        groups = _count(module, _KEY_HEADS)
+        return _by_group(heads, groups, head_dim) if groups and heads % groups == 0 else {}
+    if new is False and getattr(module, "multi_query", None) is True:
+        return _by_role(heads, 1, head_dim)
+    return _by_group(heads, heads, head_dim)
+
+
+def _codegen(heads: int, head_dim: int) -> Layout:
+    """[group][its q heads, v heads, k heads] of four groups: the order in which CodeGen's weights were made."""
+    layout: Layout = {role: [] for role in _ROLES}
+    each = heads // 4 * head_dim
+    for group in range(4):
+        for place, role in enumerate(("query", "value", "key")):
+            first = (3 * group + place) * each
+            layout[role] += [(at, at + head_dim) for at in range(first, first + each, head_dim)]
+    return layout
+
+
+def _latent(module: nn.Module, heads: int) -> Iterator[_Fused]:
+    """Multi-head latent attention: [latent][rotated key], and [head][key, value] made of the latent."""
+    rank, rotated, plain, value = (
+        _own(module, (name,)) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    if heads and rank and rotated and plain and value:
+        both = plain + value
+        layout = {
+            "key": [(h * both, h * both + plain) for h in range(heads)],
+            "value": [(h * both + plain, (h + 1) * both) for h in range(heads)],
+        }
+        yield from _of_linear(getattr(module, "kv_b_proj", None), layout)
+        layout = {"latent": [(0, rank)], "shared_key": [(rank, rank + rotated)]}
+        yield from _of_linear(getattr(module, "kv_a_proj_with_mqa", None), layout)
+
+
+def _gate_up(module: nn.Module) -> Iterator[_Fused]:
+    fused, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if isinstance(down, nn.Linear):
+        width = down.in_features
+        yield from _of_linear(fused, {"gate": [(0, width)], "up": [(width, 2 * width)]})
+    elif isinstance(fused, Tensor) and isinstance(down, Tensor) and fused.ndim == down.ndim == 3:
+        experts, rows, width = down.shape
+        if fused.shape == (experts, 2 * width, rows):  # (experts, in, out), as in GPT-OSS, interleaves them
+            yield from _of_parameter(fused, "weight", 1, {"gate": [(0, width)], "up": [(width, 2 * width)]})
+
+
+def _separate(module: nn.Module) -> Iterator[_Fused]:
+    """The heads of queries, keys and values that have a layer, or a parameter, each."""
+    if isinstance(module, Attention):
+        for letter, role in zip("QKV", _ROLES, strict=True):
+            width = getattr(module, f"W_{letter}").shape[1]
+            layout = {role: _equal(module.n_heads if letter == "Q" else module.n_kv_heads, width)}
+            yield from _of_parameter(getattr(module, f"W_{letter}"), "weight", 1, layout)
+            yield from _of_parameter(getattr(module, f"b_{letter}"), "bias", 0, layout)
+    elif isinstance(module, nn.MultiheadAttention):
+        for letter, role in zip("qkv", _ROLES, strict=True):
+            layout = {role: _equal(module.num_heads, module.embed_dim)}
+            yield from _of_parameter(getattr(module, f"{letter}_proj_weight"), "weight", 0, layout)
+    else:
+        for names in _SEPARATE:
+            layers = [layer for name in names if isinstance(layer := getattr(module, name, None), nn.Linear)]
+            if len(layers) == len(names):
+                yield from _grouped_heads(module, layers)
+
+
+def _grouped_heads(module: nn.Module, layers: list[nn.Linear]) -> Iterator[_Fused]:
+    widths = [layer.out_features for layer in layers]
+    heads = _count(module, _HEADS)
+    if not heads or widths[0] % heads:
+        return
+    head_dim = _count(module, _HEAD_DIM) or widths[0] // heads
+    key_heads = _count(module, _KEY_HEADS) or widths[1] // head_dim
+    if not key_heads or heads % key_heads:
+        return
+    if widths == [heads * head_dim, key_heads * head_dim, key_heads * head_dim]:
+        for layer, role, count in zip(layers, _ROLES, (heads, key_heads, key_heads), strict=True):
+            yield from _of_linear(layer, {role: _equal(count, layer.out_features)})
+
+
+def _equal(count: int, width: int) -> list[tuple[int, int]]:
+    each = width // count
+    return [(h * each, (h + 1) * each) for h in range(count)]
+
+
+def _of_linear(layer: object, layout: Layout) -> Iterator[_Fused]:
+    if isinstance(layer, nn.Linear):
+        yield from _of_parameter(layer.weight, "weight", 0, layout)
+        yield from _of_parameter(layer.bias, "bias", 0, layout)
+
+
+def _of_parameter(parameter: object, kind: str, axis: int, layout: Layout) -> Iterator[_Fused]:
+    """Yield the parameter if the layout covers the axis exactly."""
+    ends = [after for segments in layout.values() for _, after in segments]
+    if isinstance(parameter, Tensor) and ends and parameter.ndim > axis and parameter.shape[axis] == max(ends):
+        yield _Fused(parameter, kind, axis, layout)
+
+
+def _own(module: nn.Module, names: tuple[str, ...]) -> int:
+    """Return the first of these attributes that is a positive integer, or 0."""
+    values = (getattr(module, name, None) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
+
+
+def _count(module: nn.Module, names: tuple[str, ...]) -> int:
+    """The same, with the module's ``config`` asked next: Hugging Face keeps some sizes only there."""
+    if own := _own(module, names):
+        return own
+    config = getattr(module, "config", None)
+    return 0 if config is None or isinstance(config, nn.Module) else _own(config, names)

@@ -1,0 +1,175 @@
+"""What the modules of a model say about its parameters: kinds of layers, names, and hessiankit's own modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.blocks import (
+    Attention,
+    ClassHead,
+    FeedForward,
+    GroupNorm,
+    MeanPoolHead,
+    PatchEmbedding,
+    TokenEmbedding,
+    TokenHead,
+    TransformerBlock,
+)
+from hessiankit.partition.findings import Finding, Owner
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase, GroupNorm)
+
+
+def is_lookup(module: nn.Module) -> bool:
+    """Tell whether a module looks rows of its weight up."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Tell whether a module is a linear map with a ``weight``: nn.Linear, a convolution, GPT-2's Conv1D, and their like."""
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight is not None and weight.ndim >= 2 and not is_lookup(module) and not isinstance(module, _NORMS)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Tell whether a module normalises: torch's norms by class, others by what they compute.
+
+    A module without children whose parameters are vectors of one length, and whose output does not change when its input is
+    multiplied by 16, is a norm; its name does not matter.
+
+    >>> is_norm(nn.LayerNorm(3)), is_norm(nn.Linear(3, 3)), is_norm(nn.PReLU(3))
+    (True, False, False)
+    """
+    if isinstance(module, _NORMS):
+        return True
+    rows = _rows_of(module)
+    if rows is None:
+        return False
+    once, scaled, turned = (_forward(module, x) for x in (2 * rows, 32 * rows, -2 * rows))
+    if once is None or scaled is None or turned is None:
+        return False
+    same = (once - scaled).abs().max() <= 1e-2 * once.abs().max()
+    return bool(same) and bool((once - turned).abs().max() > 0)  # and it is no constant
+
+
+def is_scale(module: nn.Module) -> bool:
+    """Tell whether a module multiplies the entries of a row by a vector of its own, and does nothing else: LayerScale.
+
+    >>> layer = nn.Module()
+    >>> layer.gamma, layer.forward = nn.Parameter(torch.tensor([2.0, 3.0])), lambda x: x * layer.gamma
+    >>> is_scale(layer), is_scale(nn.LayerNorm(3))
+    (True, False)
+    """
+    rows = _rows_of(module)
+    if rows is None or len(list(module.parameters())) != 1:
+        return False
+    found = _forward(module, rows)
+    return found is not None and torch.equal(found, rows * next(module.parameters()))
+
+
+def _rows_of(module: nn.Module) -> Tensor | None:
+    """Return rows to try a module on, if it has no children and its parameters are vectors of one length."""
+    own = list(module.parameters())
+    if not own or next(module.children(), None) is not None or own[0].is_meta or not own[0].is_floating_point():
+        return None
+    if any(p.ndim != 1 or p.shape != own[0].shape for p in own):
+        return None
+    row = torch.linspace(-1.0, 2.0, own[0].shape[0], device=own[0].device, dtype=own[0].dtype)
+    return torch.stack([row, row.square()])
+
+
+def _forward(module: nn.Module, rows: Tensor) -> Tensor | None:
+    """Return what a module makes of some rows, or None if it makes no rows of them."""
+    try:
+        with torch.no_grad():  # forward, not the call: the user's hooks shall not notice
+            found = module.forward(rows)
+    except Exception:  # whatever another library raises: it is no map of rows
+        return None
+    return found if isinstance(found, Tensor) and found.shape == rows.shape else None
+
+
+_RULES = (
+    (r"sinks?$", "Other", "attention sink"),
+    (r"(pos|position)[a-z_]*(emb|embed|embedding|embeddings|bias|table|encoding)", "Emb", "position embedding"),
+    (r"(cls|class|reg|register|mask|dist|distill?ation|prompt|query)_?(token|tokens|embed|embedding)$", "Emb", "learned token"),
+    (r"(^|\.)(probe|latents?)$", "Emb", "learned token"),
+    (r"(^|\.)(lm_head|heads?|classifier|score|pooler|predictions?|output_projection|unembed\w*)(\.|$)", "Head", "head"),
+    (r"(^|\.)(wte|wpe|\w*embed\w*|tok\w*_emb\w*)(\.|$)", "Emb", "embedding"),
+    (r"(^|[._])(ln|norm|layernorm|layer_norm|rmsnorm)[\w.]*\.?(weight|bias|gain|scale|g)?$", "Norm", "gain"),
+    (r"(^|\.)(gamma|lambda|lambda_\d|layer_?scale\w*|ls\d?|res_?scale\w*)(_\w+)?(\.\w+)?$", "Norm", "scale"),
+    (r"(^|\.)q_bias$", "QK", "query bias"),
+    (r"(^|\.)k_bias$", "QK", "key bias"),
+    (r"(^|\.)v_bias$", "VO", "value bias"),
+    (r"(^|\.)(query|key|q_proj|k_proj|wq|wk|w_q|w_k)(\.|$)", "QK", "query or key"),
+    (r"(^|\.)(value|v_proj|o_proj|out_proj|wv|wo|w_v|w_o)(\.|$)", "VO", "value or output"),
+    (r"(^|\.)(mlp|ffn?|feed_?forward|experts?|fc\d?|c_fc|linear[12]|w[123])(\.|$)", "FFN", "feed-forward"),
+    (r"(^|\.)(router|gate)(\.|$)", "Other", "router"),
+)
+
+
+def by_name(owner: Owner) -> Finding | None:
+    """Return the first of a list of name rules that matches, or None.
+
+    >>> from torch import nn
+    >>> by_name(Owner("", nn.Identity(), "pos_embed")).role, by_name(Owner("mixer", nn.Identity(), "A_log"))
+    ('position embedding', None)
+    """
+    name = owner.name.lower()
+    for rule, block_type, role in _RULES:
+        if re.search(rule, name):
+            if owner.leaf == "bias":
+                role = "norm bias" if role == "gain" else f"{role} bias"
+            return Finding(block_type, role, f"the name {owner.name!r}", firm=False)
+    return None
+
+
+_LETTERED = (Attention, PatchEmbedding, TokenEmbedding, TokenHead, MeanPoolHead, ClassHead)
+_OF_LETTER = {
+    "W_Q": ("QK", "query"),
+    "W_K": ("QK", "key"),
+    "b_Q": ("QK", "query bias"),
+    "b_K": ("QK", "key bias"),
+    "W_V": ("VO", "value"),
+    "W_O": ("VO", "output"),
+    "b_V": ("VO", "value bias"),
+    "b_O": ("VO", "output bias"),
+    "b_E": ("Emb", "patch embedding bias"),
+    "P": ("Emb", "position embedding"),
+    "W_C": ("Head", "head"),
+    "b_C": ("Head", "head bias"),
+}
+_OF_FEEDFORWARD = {"W_1": "up", "W_2": "down", "W_G": "gate", "b_1": "up bias", "b_2": "down bias", "b_G": "gate bias"}
+
+
+def own_types(module: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, block type, role) of the parameters that one module owns itself; nothing for a module of another library.
+
+    The models of The Sharpness Disparity Principle have no learnable scales beside the norms' gains; those of a placement
+    (LayerScale's lambda, Admin's omega) count as ``Norm``.
+
+    >>> [found for found in own_types(FeedForward(2, 3))][0]
+    ('W_1', 'FFN', 'up')
+    """
+    scales = _scales(module) if isinstance(module, TransformerBlock) else set()
+    for letter, _ in module.named_parameters(recurse=False):
+        if isinstance(module, GroupNorm):
+            yield letter, "Norm", "gain" if letter == "weight" else "norm bias"
+        elif isinstance(module, FeedForward):
+            yield letter, "FFN", _OF_FEEDFORWARD[letter]
+        elif isinstance(module, TokenHead) and letter == "W_E":
+            yield letter, "Head", "head"
+        elif isinstance(module, (PatchEmbedding, TokenEmbedding)) and letter == "W_E":
+            yield letter, "Emb", "token embedding" if isinstance(module, TokenEmbedding) else "patch embedding"
+        elif isinstance(module, _LETTERED):
+            yield letter, *_OF_LETTER[letter]
+        elif letter in scales:
+            yield letter, "Norm", "scale"
+
+
+def _scales(block: TransformerBlock) -> set[str]:
+    """Return the names of a block's learnable scales."""
+    return {f"{scale.name}_{k}" for scale in block.own_placement.scales for k in (1, 2)}

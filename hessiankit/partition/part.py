@@ -1,0 +1,118 @@
+"""A parameter, or the slice of a fused one, that has one block type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hessiankit.support.tables import Piece, Printed, table
+
+TYPES = ("Emb", "QK", "VO", "FFN", "Norm", "Head", "Other")
+"""The block types of The Sharpness Disparity Principle (Sec. 3.2), and what it leaves out: Head and Other."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter, or the part of a fused one, that has one block type.
+
+    Attributes:
+        parameter: Its name in ``model.named_parameters()``.
+        type: One of :data:`TYPES`.
+        role: What it does there: ``"query"``, ``"gate"``, ``"gain"``, ``"token embedding"``, ...
+        layer: Index of the block, from 0; None outside the blocks.
+        reason: How this was found.
+        size: Number of entries.
+        axis: Axis of the parameter that ``segments`` cut; None for the whole parameter.
+        segments: (first, after last) along that axis.
+
+    >>> part = Part("c_attn.weight", "QK", "query", 0, "GPT-2's fused weight", 8, 1, ((0, 2), (4, 6)))
+    >>> part.name
+    'c_attn.weight[:, 0:2; :, 4:6]'
+    >>> [view.shape for view in part.of(torch.zeros(2, 9))]
+    [torch.Size([2, 2]), torch.Size([2, 2])]
+    """
+
+    parameter: str
+    type: str
+    role: str
+    layer: int | None
+    reason: str
+    size: int
+    axis: int | None = None
+    segments: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The parameter's name with the index that selects the part, as ``params=`` takes it."""
+        if self.axis is None:
+            return self.parameter
+        before = ":, " * self.axis
+        return f"{self.parameter}[{'; '.join(f'{before}{first}:{after}' for first, after in self.segments)}]"
+
+    def of(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the views of a tensor of the parameter's shape that make up this part.
+
+        Args:
+            tensor: The parameter, its gradient, or anything of that shape.
+        """
+        if self.axis is None:
+            return (tensor,)
+        return tuple(tensor.narrow(self.axis, first, after - first) for first, after in self.segments)
+
+    def squared_norm(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the squared entries of this part of a tensor, in double precision, as a tensor ()."""
+        return torch.stack([view.double().square().sum() for view in self.of(tensor)]).sum()
+
+
+_HEADERS = ("part", "type", "role", "found by", "layer", "entries")
+
+
+class BlockTypes(Printed, dict[str, str]):
+    """The block type of every part of a model, by ``Part.name``, in the order of ``named_parameters()``.
+
+    A plain dict for everything that reads one (``json.dumps``, ``==``), with the parts beside it.
+
+    Attributes:
+        parts: What :func:`hessiankit.partition.model_parts` returns.
+
+    >>> types = BlockTypes([Part("w", "FFN", "up", 0, "Linear of a block", 6), Part("g", "Norm", "gain", 0, "LayerNorm", 3)])
+    >>> types, types.entries
+    ({'w': 'FFN', 'g': 'Norm'}, {'FFN': 6, 'Norm': 3})
+    """
+
+    def __init__(self, parts: Iterable[Part] = ()) -> None:
+        self.parts = tuple(parts)
+        super().__init__({part.name: part.type for part in self.parts})
+
+    @property
+    def entries(self) -> dict[str, int]:
+        """Number of entries by type, for the types that occur."""
+        sizes = {kind: sum(part.size for part in self.parts if part.type == kind) for kind in TYPES}
+        return {kind: size for kind, size in sizes.items() if size}
+
+    def of_type(self, block_type: str) -> tuple[Part, ...]:
+        """Return the parts of one type."""
+        return tuple(part for part in self.parts if part.type == block_type)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [(p.name, p.type, p.role, p.reason, "" if p.layer is None else str(p.layer), f"{p.size:,}") for p in self.parts]
+
+    def _totals(self) -> list[tuple[str, ...]]:
+        total = sum(self.entries.values())
+        return [
+            (kind, str(len(self.of_type(kind))), f"{size:,}", f"{100 * size / total:.1f} %")
+            for kind, size in self.entries.items()
+        ]
+
+    __repr__ = dict.__repr__  # it is a dict of strings to all who read one
+
+    def _headline(self) -> str:
+        return f"{len(self)} parts of {len(self.entries)} block types"
+
+    def _parts(self) -> Iterator[Piece]:
+        names = [part.name for part in self.parts]
+        yield table(_HEADERS, self._rows(), left=4, names=names, prose=("found by",), drop=("found by", "role"))
+        yield table(("type", "parts", "entries", "share"), self._totals())

@@ -1,0 +1,119 @@
+"""The block type of every entry of a model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hessiankit.partition.findings import CONFLICT, Finding, Owner, Policy, agreed, override, owners
+from hessiankit.partition.flow_findings import flow
+from hessiankit.partition.modules import by_name
+from hessiankit.partition.part import BlockTypes, Part
+from hessiankit.partition.structure import ModelStructure, structure
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+
+_UNKNOWN = "?"
+
+
+@checked("model_parts")
+def model_parts(
+    model: nn.Module,
+    *,
+    inputs: Any = None,
+    overrides: Mapping[str, str] | None = None,
+    biases: str = "layer",
+    final_norm: str = "Norm",
+    tied: str = "Emb",
+) -> tuple[Part, ...]:
+    """Return what a model consists of: every entry of every parameter in exactly one part, with one block type.
+
+    The types are those of The Sharpness Disparity Principle (Sec. 3.2): Emb, QK, VO, FFN, Norm; and Head and Other for what it
+    leaves out. Module types, attributes and sizes decide first; with ``inputs``, the flow of data through one run as well, which
+    reads no names: what feeds a softmax of products is QK, whatever the order of a fused weight. Names are last.
+
+    What the paper leaves open is decided as follows; ``overrides`` changes any of it. Position, segment and relative position
+    embeddings, learned tokens and what maps the input to the model's width are Emb. Norms of queries and keys are Norm, and so
+    are learnable scales of a branch (LayerScale) and the bias of a norm. Experts are FFN; their router is Other, as are
+    attention sinks and what keys and values share (the latent of multi-head latent attention). Poolers are Head.
+
+    Args:
+        model: Any module.
+        inputs: Example inputs, of two tokens or more: a tensor, a tuple of positional or a mapping of keyword arguments.
+        overrides: Regular expression to type; each is searched (``re.search``) in the part's and the parameter's name.
+        biases: ``"layer"``: a bias has the type of its layer. ``"Other"``. Key biases have the role ``"key bias"``: without
+            rotary embeddings or norms of keys their gradient is zero identically, since softmax does not see them.
+        final_norm: Type of norms that follow the last block: ``"Norm"``, ``"Other"`` or ``"Head"``.
+        tied: Type of a parameter that is the embedding and the head: ``"Emb"`` or ``"Head"``.
+
+    Returns:
+        The parts, in the order of ``named_parameters()``.
+
+    Raises:
+        InputError: If something is not recognised (all of it is named), if modules and flow of data contradict each other, or
+            an option is not one.
+        TraceError: If the model computes on ``inputs`` where torch's tracer does not see it.
+
+    >>> parts = model_parts(nn.TransformerEncoderLayer(4, 2, 6, bias=False))
+    >>> [(part.name, part.type) for part in parts][:3]
+    [('self_attn.in_proj_weight[0:4]', 'QK'), ('self_attn.in_proj_weight[4:8]', 'QK'), ('self_attn.in_proj_weight[8:12]', 'VO')]
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model_parts: expected a torch.nn.Module, got {type(model).__name__}")
+    policy = Policy(biases, final_norm, tied)
+    places = owners(model)
+    read = structure(model, places)
+    flowing = flow(model, inputs) if inputs is not None else {}
+    parts: list[Part] = []
+    for name, p in model.named_parameters():
+        parts += _of_parameter(name, p, places[name], read, flowing.get(name, []), policy)
+    typed = override(parts, overrides)
+    if contradicted := [part for part in typed if part.type == CONFLICT]:
+        listed = "; ".join(f"{part.name!r} is {part.reason}" for part in contradicted)
+        raise InputError(f"model_parts: modules and flow of data contradict each other: {listed}; say which with overrides=")
+    if unknown := [part for part in typed if part.type == _UNKNOWN]:
+        listed = ", ".join(f"{part.name!r} ({part.reason})" for part in unknown)
+        more = "" if inputs is not None else "inputs=..., example inputs, so that the flow of data tells, or "
+        raise InputError(f"model_parts: not recognised: {listed}; pass {more}overrides={{regular expression: type}}")
+    return typed
+
+
+@checked("block_types")
+def block_types(
+    model: nn.Module,
+    *,
+    inputs: Any = None,
+    overrides: Mapping[str, str] | None = None,
+    biases: str = "layer",
+    final_norm: str = "Norm",
+    tied: str = "Emb",
+) -> BlockTypes:
+    """Return the block type of every part of a model, by its name: a dict that prints as a table.
+
+    The arguments are those of :func:`model_parts`, which says how the types are found.
+
+    >>> types = block_types(nn.TransformerEncoderLayer(4, 2, 6, bias=False))
+    >>> types["linear1.weight"], types.entries
+    ('FFN', {'QK': 32, 'VO': 32, 'FFN': 48, 'Norm': 8})
+    """
+    return BlockTypes(model_parts(model, inputs=inputs, overrides=overrides, biases=biases, final_norm=final_norm, tied=tied))
+
+
+def _of_parameter(
+    name: str, p: Tensor, places: list[Owner], read: ModelStructure, flowing: list[Finding], policy: Policy
+) -> list[Part]:
+    layer = read.layers.index(places[0].path)
+    findings = policy.of_tie(agreed(read.findings[name], flowing, p, in_block=layer is not None or read.alone))
+    if not findings:
+        findings = [by_name(places[0]) or Finding(_UNKNOWN, "", type(places[0].module).__name__)]
+    after = read.layers.is_final(places[0].path)
+    parts = []
+    for f in findings:
+        cut = sum(b - a for a, b in f.segments)
+        size = p.numel() if f.axis is None else p.numel() // p.shape[f.axis] * cut
+        part = Part(name, f.type, f.role, layer, f.reason, size, f.axis, f.segments)
+        parts.append(policy.of_part(part, after=after))
+    assert sum(part.size for part in parts) == p.numel(), f"the parts of {name} are not all of it"
+    return parts

@@ -1,0 +1,266 @@
+"""One training run of a byte-level language model: a pure function of a frozen description."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hessiankit.blocks import Transformer
+from hessiankit.blocks.initialisation import initialise
+from hessiankit.optim import PRESETS, blockwise_lr, blockwise_schedule
+from hessiankit.partition import model_parts
+from hessiankit.studies.text import VOCAB_SIZE, TextDataset, load_text
+from hessiankit.support.errors import InputError
+
+Ratios: TypeAlias = tuple[tuple[str, float], ...]
+"""(block type, factor on the learning rate), sorted; types that are not named have 1."""
+
+
+def ratios_of(factors: Mapping[str, float]) -> Ratios:
+    """Return factors in the one way to write them, to three digits, without those that are 1.
+
+    >>> ratios_of({"Norm": 1.0, "QK": 8.0, "Emb": 3.14159})
+    (('Emb', 3.14), ('QK', 8.0))
+    """
+    shortened = {kind: float(f"{factor:.3g}") for kind, factor in factors.items()}
+    return tuple(sorted((kind, factor) for kind, factor in shortened.items() if factor != 1.0))
+
+
+PAPER = ratios_of(PRESETS["paper"])
+"""The Sharpness Disparity Principle, eq. (5): Emb 10, QK 8, FFN 6, VO 4 on the learning rate of the norms."""
+
+
+def entries_by_type(model: nn.Module) -> dict[str, int]:
+    """Return the number of parameters' entries of each block type."""
+    found: dict[str, int] = {}
+    for part in model_parts(model):
+        found[part.type] = found.get(part.type, 0) + part.size
+    return found
+
+
+def weighted_ratio(ratios: Ratios, entries: Mapping[str, int]) -> float:
+    """Return the mean factor over all entries: the uniform factor with the same learning rate integrated over the parameters.
+
+    >>> weighted_ratio((("Emb", 10.0),), {"Emb": 1, "Norm": 3})
+    3.25
+    """
+    factors = dict(ratios)
+    return sum(count * factors.get(kind, 1.0) for kind, count in entries.items()) / sum(entries.values())
+
+
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+"""AdamW's, and the bound on the gradient's norm: The Sharpness Disparity Principle, App. A.2. Matrices decay, vectors do not."""
+STD = 0.02
+"""Of the initial matrices, GPT-2's; those that end a branch divided by sqrt(2 L)."""
+SPIKE = 0.5
+"""A run counts as diverged that ends this many nats above its own best evaluation, above log 256, or with no number."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all the runs of a comparison share.
+
+    Attributes:
+        text: Source of :func:`hessiankit.studies.text.load_text`.
+        digest: Digests of both splits, so that runs on another version of the text are other runs; see :func:`digest_of`.
+        steps: Updates, the budget.
+        batch_size: Sequences an update.
+        length: Bytes of a sequence.
+        layers: Blocks of the model.
+        d_model: Width of a token; the network is four times as wide.
+        heads: Attention heads.
+        warm_up: Fraction of the steps over which the learning rate rises.
+        floor: Last learning rate over the largest (App. A.2: 1/20).
+        evaluations: How often the held-out loss is measured, the last time after the last step.
+        windows: Held-out sequences that it is measured on, always the same.
+    """
+
+    text: str = "stdlib"
+    digest: str = ""
+    steps: int = 400
+    batch_size: int = 16
+    length: int = 64
+    layers: int = 3
+    d_model: int = 64
+    heads: int = 4
+    warm_up: float = 0.1
+    floor: float = 0.05
+    evaluations: int = 20
+    windows: int = 256
+
+
+QUICK = Setting(steps=60, batch_size=8, length=32, layers=2, d_model=32, heads=2, evaluations=10, windows=64)
+"""A model that has hardly begun to learn: for the form of the tables."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything that the digits of a run depend on.
+
+    Attributes:
+        setting: What it shares with the others.
+        lr: Largest learning rate, that of block types without a ratio.
+        ratios: Factors by block type, sorted.
+        seed: Of the initial parameters and of the batches; arms of one seed share both.
+    """
+
+    setting: Setting
+    lr: float
+    ratios: Ratios = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run showed.
+
+    Attributes:
+        spec: Its description.
+        steps: Steps of the evaluations, 0 first.
+        losses: Held-out nats a byte there; infinite from where the loss was no number.
+        seconds: Time taken.
+    """
+
+    spec: RunSpec
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    seconds: float
+
+    @property
+    def final(self) -> float:
+        """The held-out loss after the last step."""
+        return self.losses[-1]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run ends :data:`SPIKE` above its own best, above log 256, or with no number.
+
+        >>> RunResult(RunSpec(Setting(), 0.1), (0, 9, 18), (5.5, 2.0, 2.6), 0.0).diverged
+        True
+        """
+        return not self.final <= min(min(self.losses) + SPIKE, math.log(VOCAB_SIZE))
+
+
+def run(spec: RunSpec) -> RunResult:
+    """Train from scratch on one thread and measure the held-out loss along the way.
+
+    Raises:
+        InputError: The text cannot be read or is shorter than the windows, or is not the one that the description names.
+    """
+    setting = spec.setting
+    text, held_out = texts(setting.text)
+    if setting.digest and setting.digest != _digest(text, held_out):
+        raise InputError(f"tune-lr: the text {setting.text!r} changed since these runs were planned; start again")
+    began = time.perf_counter()
+    with one_thread():
+        model = model_of(setting, spec.seed)
+        windows = held_out.windows(setting.length, setting.windows)
+        steps, losses = [0], [held_out_loss(model, windows)]
+        for step in training(model, text, spec):
+            if step in evaluation_steps(setting):
+                steps.append(step)
+                losses.append(held_out_loss(model, windows))
+    ends = (0, *evaluation_steps(setting))
+    losses += [math.inf] * (len(ends) - len(losses))
+    return RunResult(
+        spec, ends, tuple(x if math.isfinite(x) else math.inf for x in losses), round(time.perf_counter() - began, 3)
+    )
+
+
+def training(model: nn.Module, text: TextDataset, spec: RunSpec) -> Iterator[int]:
+    """Train, yielding the number of each step after its update; stop where a loss is no number.
+
+    All groups warm up to their own peak and end at ``setting.floor`` of it, so that the ratios hold from the first step to the
+    last.
+    """
+    setting = spec.setting
+    groups = blockwise_lr(model, spec.lr, dict(spec.ratios), weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(groups, betas=BETAS)
+    schedule = blockwise_schedule(optimizer, warmup=warm_up_steps(setting), steps=setting.steps, final=setting.floor)
+    batches = torch.Generator().manual_seed(spec.seed)
+    for step in range(1, setting.steps + 1):
+        inputs, targets = text.batch(setting.batch_size, setting.length, batches)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        if not math.isfinite(loss.item()):
+            return
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        yield step
+
+
+def model_of(setting: Setting, seed: int) -> Transformer:
+    """Return the untrained model: GPT-2's block (Pre-Norm, LayerNorm, GELU, learned positions, tied head) without biases."""
+    model = Transformer(
+        VOCAB_SIZE, setting.d_model, 4 * setting.d_model, setting.layers, setting.heads, "pre", activation="gelu", causal=True,
+        max_len=setting.length, initialisation=None,
+    )  # fmt: skip
+    initialise(model, "megatron", std=STD, seed=seed)
+    return model
+
+
+def warm_up_steps(setting: Setting) -> int:
+    """Return the steps of the warm-up.
+
+    >>> warm_up_steps(Setting(steps=400, warm_up=0.1))
+    40
+    """
+    return round(setting.warm_up * setting.steps)
+
+
+def evaluation_steps(setting: Setting) -> tuple[int, ...]:
+    """Return the steps after which the held-out loss is measured, evenly spread, the last one among them.
+
+    >>> evaluation_steps(Setting(steps=10, evaluations=3))
+    (3, 7, 10)
+    """
+    count = min(setting.evaluations, setting.steps)
+    return tuple(round(k * setting.steps / count) for k in range(1, count + 1))
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, windows: tuple[Tensor, Tensor], chunk: int = 32) -> float:
+    """Return the mean cross entropy (nats a byte) of fixed windows, ``chunk`` of them at a time."""
+    inputs, targets = windows
+    total = sum(
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").double()
+        for x, y in zip(inputs.split(chunk), targets.split(chunk), strict=True)
+    )
+    return float(total) / targets.numel()
+
+
+@lru_cache(maxsize=2)
+def texts(source: str) -> tuple[TextDataset, TextDataset]:
+    """Return both splits of a text, read once a process."""
+    return load_text(source), load_text(source, split="validation")
+
+
+def digest_of(source: str) -> str:
+    """Return what tells a text from others: the digests of what is trained on and of what is held out."""
+    return _digest(*texts(source))
+
+
+def _digest(text: TextDataset, held_out: TextDataset) -> str:
+    return f"{text.digest[:8]}-{held_out.digest[:8]}"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread, so that the digits do not depend on how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,129 @@
+"""Building the kernels with torch's extension loader, and finding what was built.
+
+The result is kept in the user's cache, under a name that tells sources, flags and processor apart: another version of the
+toolkit, or another machine on the same disk, takes none that is not its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from subprocess import CalledProcessError
+from tempfile import TemporaryDirectory
+
+import torch
+
+from hessiankit.support.errors import InputError
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread")
+SWITCH = "HESSIANKIT_COMPILED"  # an environment variable: 0 for plain torch
+_FOLDER = Path(__file__).parent / "cpp"
+_allowed: ContextVar[bool] = ContextVar("allowed", default=True)
+
+
+def kernels() -> ctypes.CDLL | None:
+    """Return the kernels, or None where they were not built, are turned off, or something looks on at torch's operations.
+
+    A tracer or a transform sees what torch does, and not what a kernel writes.
+    """
+    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
+    return None if watched or not _allowed.get() or os.environ.get(SWITCH) == "0" else _found()
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Use plain torch within the block.
+
+    >>> with plain():
+    ...     kernels() is None
+    True
+    """
+    token = _allowed.set(False)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def build(*, verbose: bool = False) -> Path:
+    """Compile the kernels for this machine, unless that was done before; what runs afterwards uses them.
+
+    Args:
+        verbose: Whether to print what the compiler says.
+
+    Returns:
+        The file.
+
+    Raises:
+        InputError: There is no compiler, no ninja, or the compiler fails.
+    """
+    if not built().exists():
+        if find_spec("ninja") is None or find_spec("setuptools") is None:
+            raise InputError("hessiankit compile: ninja and setuptools are needed; pip install 'hessiankit[compiled]'")
+        from torch.utils import cpp_extension  # takes a second
+
+        try:
+            built().parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=built().parent) as folder:  # whoever is interrupted leaves nothing half done
+                cpp_extension.load(
+                    built().stem,
+                    [str(path) for path in sorted(_FOLDER.glob("*.cpp"))],
+                    extra_cflags=list(FLAGS),
+                    extra_ldflags=["-pthread"],
+                    build_directory=folder,
+                    is_python_module=False,
+                    verbose=verbose,
+                )
+                (Path(folder) / built().name).replace(built())
+        except (RuntimeError, OSError, CalledProcessError) as error:
+            why = str(error).strip().splitlines()
+            raise InputError(
+                f"hessiankit compile: the kernels could not be built ({why[-1] if why else type(error).__name__}); expected g++ "
+                "or clang++ in PATH or in CXX, and a cache that can be written; --verbose shows what the compiler printed. "
+                "Everything works without, slower"
+            ) from error
+    _found.cache_clear()
+    return built()
+
+
+def built() -> Path:
+    """Return where the kernels for this machine are, once they are built."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    return Path(root) / f"hessiankit_{_key()}" / "hessiankit_kernels.so"
+
+
+@cache
+def _found() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(built()))
+    except OSError:
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.hessiankit_lift.argtypes = [ctypes.c_int, pointer, pointer, pointer, number, pointer]
+    library.hessiankit_lift.restype = ctypes.c_int
+    library.hessiankit_mirror.argtypes = [ctypes.c_int, pointer, number, pointer, number, number, pointer]
+    library.hessiankit_mirror.restype = None
+    return library
+
+
+@cache
+def _key() -> str:
+    parts = [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.iterdir()) if path.suffix in (".cpp", ".h")]
+    return hashlib.sha256("\n".join([*parts, *FLAGS, platform.machine(), _instructions()]).encode()).hexdigest()[:16]
+
+
+def _instructions() -> str:
+    """Return the instruction sets of the processor, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())

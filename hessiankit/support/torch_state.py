@@ -1,0 +1,182 @@
+"""What a call of this library changes in torch for the whole process, and how two calls keep out of each other's way."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, autograd on and no gradients inside; outside, training goes on with the bits it would have had.
+
+    Put back, whatever happens: the random states of Python, NumPy, the CPU and the model's devices; the mode of every
+    module; ``.grad`` (the same tensors) and ``requires_grad`` of every parameter; the values of every buffer.
+
+    Args:
+        model: The model that is measured.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+    >>> before = torch.get_rng_state()
+    >>> with untouched(model):
+    ...     drawn, training = torch.rand(1), model.training
+    >>> bool(torch.equal(before, torch.get_rng_state())), training, model.training
+    (True, False, True)
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with random_kept(model), torch.inference_mode(False), torch.enable_grad():
+        try:
+            model.eval()
+            for p, _, _ in parameters:
+                p.grad = None
+            yield
+        finally:
+            for p, gradient, wanted in parameters:
+                p.grad = gradient
+                p.requires_grad_(wanted)
+            for module, mode in modes:
+                module.training = mode
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if not torch.equal(buffer, value):  # a copy counts as a change for graphs that hold the buffer
+                        buffer.copy_(value)
+
+
+@contextmanager
+def random_kept(model: nn.Module) -> Iterator[RandomStates]:
+    """Put back the random states of Python, NumPy, the CPU and the devices that the model lies on."""
+    states = RandomStates(model)
+    try:
+        yield states
+    finally:
+        states.restore()
+
+
+class RandomStates:
+    """The random states of Python, NumPy, the CPU and the devices that a model lies on, as they were.
+
+    >>> states = RandomStates(nn.Linear(1, 1))
+    >>> drawn = torch.rand(1)
+    >>> states.drawn_from()
+    True
+    >>> states.restore()
+    >>> states.drawn_from()
+    False
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+        devices = {tensor.device for tensor in _tensors(model) if tensor.device.type not in ("cpu", "meta")}
+        self._devices = [(_module_of(device), _index(device)) for device in devices]
+        self._others = [module.get_rng_state(*index) for module, index in self._devices]
+
+    def drawn_from(self) -> bool:
+        """Tell whether a number has been drawn from one of them since."""
+        now = np.random.get_state()  # noqa: NPY002
+        return (
+            random.getstate() != self._python
+            or not all(np.array_equal(a, b) for a, b in zip(now, self._numpy, strict=True))
+            or not torch.equal(torch.get_rng_state(), self._cpu)
+            or not all(
+                torch.equal(module.get_rng_state(*index), state)
+                for (module, index), state in zip(self._devices, self._others, strict=True)
+            )
+        )
+
+    def restore(self) -> None:
+        """Put them back."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._cpu)
+        for (module, index), state in zip(self._devices, self._others, strict=True):
+            module.set_rng_state(state, *index)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _module_of(device: torch.device) -> Any:
+    return torch.get_device_module(device.type)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # there is one of them, and its functions take none
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_TURN = threading.RLock()
+
+
+def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
+    """Let threads take turns, outside inference mode: torch's tracing modes are the process's, and autograd has to follow."""
+
+    @wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _TURN:
+            if not torch.is_inference_mode_enabled():
+                return function(*args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args, **kwargs)
+
+    return alone
+
+
+def hand_back_memory() -> None:
+    """Hand freed memory back to the system, where the C library keeps much of it (glibc)."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def computed_later(function: Callable[P, R]) -> Callable[P, R]:
+    """Compute what a result has put off: one at a time, and without the autocast that may surround whoever reads it."""
+
+    @wraps(function)
+    def later(*args: P.args, **kwargs: P.kwargs) -> R:
+        with without_autocast():
+            return one_at_a_time(function)(*args, **kwargs)
+
+    return later
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute in the types that the tensors have, whatever surrounds the call."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda", "mps", "xpu"):
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def one_turn() -> Iterator[None]:
+    """Let threads take turns, as :func:`one_at_a_time` does, for a block of code."""
+    with _TURN:
+        yield
+
+
+@contextmanager
+def ordinary_path() -> Iterator[None]:
+    """Keep torch's transformer layers off their fused path for inference, which has no derivative and shortens padded batches."""
+    with _TURN:
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)

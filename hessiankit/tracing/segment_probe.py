@@ -1,0 +1,163 @@
+"""Second derivatives through segments of autograd's graph, compared with central differences of the module's own gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from derivations.primitive import Covectors, Inputs
+from hessiankit.support.errors import TraceError
+from hessiankit.tracing.segment import Segment
+from hessiankit.tracing.trace import Trace
+from hessiankit.tracing.witnesses import (
+    FEWER_WEIGHTS,
+    difference,
+    estimates,
+    rounding,
+    settled,
+    tangents_of,
+)
+
+COARSE = 1e-4
+"""What rounding may explain of a difference where a module computes in less than float64: differences need not settle there."""
+
+STEPS = (1e-2, 4e-3)
+"""Of the central differences of the whole loss, relative to the size of the parameters: eight gradients."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Derivatives of a traced scalar along one generic direction, for comparison: the same direction for all of a batch.
+
+    Attributes:
+        names: Of the segments that it passes.
+        gradient: By the name of the parameter.
+        product: The Hessian times the direction.
+        rounding: What the coarsest type that the module computed in explains of a difference.
+    """
+
+    names: tuple[str, ...]
+    gradient: dict[str, Tensor]
+    product: dict[str, Tensor]
+    rounding: float
+
+
+def probe_segments(trace: Trace, still: Mapping[str, int] | None = None) -> Probe | None:
+    """Return what :func:`verify_segments` compares of a trace; None for one without segments, where each primitive is known.
+
+    ``still`` are rows of parameters, by name, that torch leaves out of the gradient, and the direction too.
+    """
+    names = tuple(dict.fromkeys(a.primitive.name for a in trace.applications if isinstance(a.primitive, Segment)))
+    if not names:
+        return None
+    found = products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()}, still))
+    return Probe(names, *found, rounding(trace.eps or torch.finfo(trace.values[trace.output].dtype).eps))
+
+
+def verify_segments(
+    probes: Sequence[Probe],
+    point: Mapping[str, Tensor],
+    call_at: Callable[[dict[str, Tensor]], tuple[float, Mapping[str, Tensor | None]]],
+    still: Mapping[str, int] | None = None,
+) -> None:
+    """Compare the derivatives of a traced loss along one generic direction with central differences of the module's own call.
+
+    Of both orders: of the loss, since a backward may be no derivative of its forward, and of its gradient, since it may be
+    wrong when it is differentiated itself. Half precision leaves no digits to compare: nothing is done there.
+
+    Args:
+        probes: Of the traces that the loss is the sum of.
+        point: The values of the parameters, by name.
+        call_at: The loss, and its gradient by name (None where autograd does not reach one), of the module's own call at
+            given values of the parameters.
+        still: As in :func:`probe_segments`.
+
+    Raises:
+        TraceError: They differ.
+    """
+    allowed = 100 * max(probe.rounding for probe in probes)
+    if allowed > 1:
+        return
+    names = tuple(dict.fromkeys(name for probe in probes for name in probe.names))
+    direction = _direction(point, still)
+    tangents = tuple(direction[name] for name in point)
+    slopes, bent = (
+        tuple(torch.stack([kind[name] for kind in kinds]).sum(0) for name in point)
+        for kinds in ([probe.gradient for probe in probes], [probe.product for probe in probes])
+    )
+
+    def call(at: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        loss, found = call_at(dict(zip(point, at, strict=True)))
+        given = ((found[name], x) for name, x in point.items())
+        return (*(torch.zeros_like(x) if slope is None else slope for slope, x in given), at[0].new_tensor([loss]).double())
+
+    found = estimates(call, tuple(point.values()), tangents, STEPS, FEWER_WEIGHTS)
+    terms = torch.cat([(slope * t).double().flatten() for slope, t in zip(slopes, tangents, strict=True)])
+    change, unsure = settled([values[-1:] for values in found])
+    off = terms.sum() - change[0] if change and change[0] is not None else terms.new_zeros(1)
+    scale = float(terms.abs().sum())
+    gap = float(off.abs()) / scale if scale else 0.0
+    if gap > max(3 * unsure, allowed):
+        raise _differs("first", gap, unsure, "the loss", names)
+    theirs, unsure = settled([values[:-1] for values in found])
+    gap = difference(bent, theirs) if theirs else float("inf")
+    if gap > max(3 * unsure, allowed):
+        raise _differs("second", gap, unsure, "its gradient", names)
+    if not unsure <= 0.1 and allowed < COARSE:
+        raise TraceError(
+            f"trace: central differences of the loss's gradient do not settle (known to {unsure:.1g}), so that the derivative of "
+            f"{'; '.join(names)}, of which only a backward is known, cannot be confirmed: the loss is not smooth around here. "
+            "Write it in operations of torch, or pass handshake=False to go without the comparison"
+        )
+
+
+def _differs(which: str, gap: float, unsure: float, of: str, names: tuple[str, ...]) -> TraceError:
+    return TraceError(
+        f"trace: the {which} derivative of the loss is off by {gap:.2g} from central differences of {of} (known to {unsure:.1g}) "
+        f"along one direction, both by the module's own call. It passes {'; '.join(names)}, of which only a backward is known: "
+        "that may be no derivative of its forward (straight-through, reversed or clipped gradients), or wrong when it is "
+        "differentiated itself (where it reads what forward computed and kept); a detach() elsewhere does the same. "
+        "Write it in operations of torch"
+    )
+
+
+def _direction(point: Mapping[str, Tensor], still: Mapping[str, int] | None) -> dict[str, Tensor]:
+    """Return the same tangents for the same parameters, whatever their order."""
+    found = {name: tangents_of([x], 1 + k)[0] for k, (name, x) in enumerate(sorted(point.items()))}
+    for name, row in (still or {}).items():
+        if name in found:
+            found[name][row] = 0
+    return found
+
+
+def products(trace: Trace, direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradient of a traced scalar, and its Hessian times one vector, by the names of the parameters."""
+    tangents = {trace.parameters[name]: t[None] for name, t in direction.items()}
+    for a in trace.applications:
+        moved = [None if at is None else tangents.get(at) for at in a.inputs]
+        if any(t is not None for t in moved):
+            tangents[a.output] = a.primitive.jvp(trace.gather(a), moved)  # type: ignore[arg-type]
+    first = {trace.output: torch.ones_like(trace.values[trace.output])[None]}
+    second: dict[int, Tensor] = {}
+    for a in reversed(trace.applications):
+        adjoint, bar = first.pop(a.output, None), second.pop(a.output, None)
+        inputs: Inputs = trace.gather(a)  # type: ignore[assignment]
+        if adjoint is not None:
+            _add(trace, first, a.inputs, a.primitive.vjp(inputs, adjoint))
+            moved = [None if at is None else tangents.get(at) for at in a.inputs]
+            if not a.primitive.is_linear and any(t is not None for t in moved):
+                _add(trace, second, a.inputs, a.primitive.curvature(inputs, adjoint[0], moved))
+        if bar is not None:
+            _add(trace, second, a.inputs, a.primitive.vjp(inputs, bar))
+    zeros = {name: torch.zeros_like(trace.values[at])[None] for name, at in trace.parameters.items()}
+    gradient, product = ({n: bars.get(trace.parameters[n], zero)[0] for n, zero in zeros.items()} for bars in (first, second))
+    return gradient, product
+
+
+def _add(trace: Trace, bars: dict[int, Tensor], ids: tuple[int | None, ...], covectors: Covectors) -> None:
+    for at, covector in zip(ids, covectors, strict=True):
+        if at is not None and at in trace.moving and covector is not None:
+            bars[at] = bars[at] + covector if at in bars else covector

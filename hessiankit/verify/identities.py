@@ -1,0 +1,269 @@
+"""Exact identities of gradient and Hessian that the structure of a module implies, and whether they hold."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.curvature.dense import hessian
+from hessiankit.engine.problem.calling import Loss
+from hessiankit.engine.problem.loss_trace import loss_trace
+from hessiankit.engine.problem.own_call import make_task
+from hessiankit.engine.problem.selection import Params
+from hessiankit.support.tables import Piece, Printed, Table, table
+from hessiankit.verify.identity_families import structures
+from hessiankit.verify.identity_generators import Motion, Symmetry, gauge_dimension, rescaled
+from hessiankit.verify.problem import Problem
+from hessiankit.verify.traits import traits
+
+__all__ = ["IdentityReport", "IdentityRow", "examine_identities", "gauge_dimension", "identities", "rescaled"]
+
+
+@dataclass(frozen=True)
+class IdentityRow:
+    """One identity.
+
+    Attributes:
+        family: "linear maps", "logits", "norm scale", "row mean" or "key bias".
+        name: The parameters A that move, and after ``|`` those, C, that move against them.
+        statement: The identity; g is the gradient of the parameters in question.
+        max_rel_error: Largest violation, relative to the size of the terms that must cancel in its block.
+        passed: Whether it lies within the tolerance.
+    """
+
+    family: str
+    name: str
+    statement: str
+    max_rel_error: float
+    passed: bool
+
+
+@dataclass(frozen=True, repr=False)
+class IdentityReport(Printed):
+    """What :func:`identities` found. True when every identity holds; also where none applies, see ``rows``.
+
+    Attributes:
+        rows: One for each structure of the module that implies an identity.
+        skipped: What would hold exactly with eps = 0 and is not checked.
+        rtol: The tolerance.
+        seconds: Time taken, the Hessian's own not included.
+    """
+
+    rows: tuple[IdentityRow, ...] = ()
+    skipped: tuple[str, ...] = ()
+    rtol: float = 1e-10
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every identity holds."""
+        return all(row.passed for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    @property
+    def max_rel_error(self) -> float:
+        """The largest error of all rows; 0 where there is none."""
+        return max((row.max_rel_error for row in self.rows), default=0.0)
+
+    @property
+    def verdict(self) -> str:
+        """One line that says what was found."""
+        if not self.rows:
+            return "no identity applies to this module"
+        failed = [row for row in self.rows if not row.passed]
+        if failed:
+            worst = max(failed, key=lambda row: row.max_rel_error)
+            where = f"{worst.family} of {worst.name}: {worst.max_rel_error:.1e}"
+            return f"FAILED: {len(failed)} of {len(self.rows)} identities; the worst is {where} (tolerance {self.rtol:.0e})"
+        return f"PASSED: {len(self.rows)} identities hold to {self.max_rel_error:.1e} (tolerance {self.rtol:.0e})"
+
+    def table_of_rows(self) -> Table:
+        """Return one row an identity: family, parameters, statement, error."""
+        return table(
+            ("identity", "parameters", "statement", "error"),
+            ((r.family, r.name, r.statement, f"{r.max_rel_error:.1e}{'' if r.passed else ' FAIL'}") for r in self.rows),
+            left=3,
+            names=[name for row in self.rows for name in re.split(r", | \| ", row.name)],
+            prose=("parameters", "statement"),
+            drop=("statement",),
+            rank=[row.max_rel_error if row.passed else math.inf for row in self.rows],
+            ranked="largest error",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain Python data, ready for JSON."""
+        return {"passed": self.passed, "verdict": self.verdict, **asdict(self)}
+
+    def _headline(self) -> str:
+        return self.verdict
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self.table_of_rows()
+        yield from (f"skipped: {s}" for s in self.skipped)
+        yield self.verdict
+
+
+ROUNDING = 5000.0
+"""A block whose terms all lie below ROUNDING * eps of the largest of the whole (1e-12 in float64) says nothing."""
+
+STEPS = (0.2, -0.37)
+"""How far a symmetry is followed before the loss is compared: from the parameters, and from a point near them."""
+
+
+def identities(
+    module: nn.Module, inputs: Any, target: Any = None, *, loss: Loss = "mse", params: Params = None, rtol: float | None = None
+) -> IdentityReport:
+    """Check the gradient and the closed-form Hessian against the exact symmetries of the module.
+
+    Where the loss does not change along theta -> exp(t B) theta, one and two derivatives in t and theta give, exactly,
+
+        g^T B theta = 0    and    H (B theta) + B^T g = 0.
+
+    The symmetries are read off the module's trace, each is confirmed on values of the loss (at the parameters and at a random
+    point near them), and then tested with a random B and, where it belongs to the family, with Euler's B = I.
+
+        linear maps  columns A that only linear maps C read: (A G, G^-1 C). Any G per head for W_V and W_O; G diagonal across a
+                     ReLU, a gate or a norm's gain. B = I is Euler's <W_1, g> = <W_2, g>, <W_V, g> = <W_O, g>, and <gamma, g> =
+                     <W_Q, g> + <W_K, g> + <W_V, g> (for the homogeneous parts of The Sharpness Disparity Principle, arXiv
+                     2502.19002, Section 4; not in the paper)
+        logits       queries A and keys C of a head that meet only each other: (A G, C G^-T), so <W_Q, g> = <W_K, g>; rotations
+                     behind an RMS norm without gain; D diagonal between the gains of a query and a key norm
+        norm scale   weights w, per head or row, into a norm with eps = 0: <w, g> = 0, H w = -g on w, 0 on all other parameters
+                     (for the QKV norms of HybridNorm, arXiv 2503.04598, Theorem A.3; not in the paper)
+        row mean     rows that only LayerNorms or a softmax read: u (x) 1 is orthogonal to g and in the kernel of H, as is
+                     b_2 -> b_2 + c 1 before a LayerNorm
+        key bias     with neither rotary positions nor a key norm: g = 0, zero rows and columns of H
+
+    They are necessary, not sufficient: a wrong second derivative of the softmax, say, leaves the gauge of Q K^T. Identities that
+    hold up to O(eps) only are named in ``skipped``.
+
+    Args:
+        module: Any module, in evaluation mode where it has dropout.
+        inputs: What it is called with, one batch as in :func:`hessiankit.hessian`.
+        target: What the loss compares with.
+        loss: As in :func:`hessiankit.hessian`.
+        params: The parameters to take, as in :func:`hessiankit.hessian`.
+        rtol: Tolerance; 1e-10 in float64, 1e-3 below.
+
+    Returns:
+        An :class:`IdentityReport`; true when all hold.
+
+    Raises:
+        InputError: If an argument cannot be used.
+
+    >>> mlp = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).double()
+    >>> x, y = torch.ones(4, 2, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64)
+    >>> report = identities(mlp, x, y)
+    >>> bool(report), [(row.family, row.name) for row in report.rows]
+    (True, [('linear maps', '0.weight, 0.bias | 2.weight')])
+    """
+    found = hessian(module, inputs, target, loss=loss, params=params)
+    values = {name: p.detach() for name, p in module.named_parameters() if name in found.slices}
+    problem = Problem(module, inputs, target, loss, values)
+    precision = traits(problem).precision
+    tolerance = rtol if rtol is not None else 1e-10 if precision == torch.float64 else 1e-3
+    return examine_identities(problem, found.matrix, rtol=tolerance, precision=precision)
+
+
+def examine_identities(problem: Problem, H: Tensor, *, rtol: float, precision: torch.dtype | None = None) -> IdentityReport:
+    """Check a problem's gradient and a Hessian of it, however found, against the symmetries of its structure.
+
+    Args:
+        problem: The loss.
+        H: Its Hessian, (P, P), rows in the order of ``problem.params``.
+        rtol: The tolerance.
+        precision: The lowest floating type that the module computes in; None: the type of the parameters.
+    """
+    start = time.perf_counter()
+    task = make_task("identities", problem.module, problem.inputs, problem.target, problem.loss, list(problem.params))
+    candidates, skipped = structures(loss_trace(task, 1.0).trace)
+    eps = torch.finfo(precision or problem.dtype).eps
+    rng = torch.Generator().manual_seed(0)
+    proved = confirmed(problem, candidates, rng, 1e-12 if eps < 1e-12 else 64 * eps)
+    g = problem.flat_gradient()
+    errors = _errors(problem, H, g, [motion for _, motions in proved for motion in motions], eps)
+    rows, at = [], 0
+    for symmetry, motions in proved:
+        error = float(errors[at : at + len(motions)].amax())  # NaN where one is
+        at += len(motions)
+        rows.append(IdentityRow(symmetry.family, symmetry.name, symmetry.statement, error, error <= rtol))
+    return IdentityReport(tuple(rows), tuple(skipped), rtol, time.perf_counter() - start)
+
+
+def confirmed(
+    problem: Problem, candidates: Sequence[Symmetry], rng: torch.Generator, tolerance: float
+) -> list[tuple[Symmetry, tuple[Motion, ...]]]:
+    """Keep the symmetries along which the loss itself stays, in float64.
+
+    At a generic point near the parameters too: some hold at special values only, rotations behind a norm whose gain is 1, say,
+    and such a one says nothing of H.
+    """
+    here = {name: value.double() for name, value in problem.params.items()}
+    near = {n: x + 0.1 * x.square().mean().sqrt().clamp_min(0.1) * _normal(x, rng) for n, x in here.items()}
+    proved = []
+    values = [_loss(problem, point) for point in (here, near)]
+    for symmetry in candidates:
+        motions = symmetry.motions(problem.theta.double(), rng)
+        stays = (
+            abs(_loss(problem, motions[0].moved(point, t)) - value) <= tolerance * abs(value)
+            for point, value, t in zip((here, near), values, STEPS, strict=True)
+        )
+        if all(stays):
+            proved.append((symmetry, motions))
+    return proved
+
+
+def _normal(x: Tensor, rng: torch.Generator) -> Tensor:
+    return torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x)
+
+
+def _loss(problem: Problem, point: dict[str, Tensor]) -> float:
+    """Return the loss at a point, NaN where the module cannot be evaluated there or in float64."""
+    try:
+        return problem.value_at(point)
+    except RuntimeError:
+        return math.nan
+
+
+def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion], eps: float) -> Tensor:
+    """Return the largest violation of both identities for each motion, relative to the terms that must cancel.
+
+    A block whose terms all lie at the rounding level of the whole (``ROUNDING``) counts as zero.
+    """
+    if not motions:
+        return H.new_zeros(0)
+    theta, gradient = ({n: x.double() for n, x in values.items()} for values in (problem.params, problem.unflatten(g)))
+    g = g.to(H)  # a Hessian has float32 where the gradient is of half precision
+    X = torch.stack([_flat(theta, m.velocity(theta)) for m in motions], 1).to(H)  # (P, motions)
+    turned = torch.stack([_flat(theta, m.transposed(gradient)) for m in motions], 1).to(H)
+    sized = torch.cat([X, problem.theta[:, None].to(H)], 1).abs()
+    residuals, terms, largest, slope = [], [], H.new_zeros(()), H.new_zeros(())
+    for rows in problem.slices.values():
+        part = H[rows].abs()  # a copy, so block by block
+        products = part @ sized
+        residuals.append((H[rows] @ X + turned[rows]).abs().amax(0))
+        terms.append(torch.maximum(products[:, :-1], turned[rows].abs()).amax(0))
+        largest = torch.maximum(largest, part.amax())
+        slope = torch.maximum(slope, products[:, -1].amax())  # what the gradient is a difference of, also where it vanishes
+    floor = ROUNDING * eps * torch.maximum(largest * X.abs().amax(0), turned.abs().amax(0))
+    blocks = [_relative(r, t, floor) for r, t in zip(residuals, terms, strict=True)]
+    flat = ROUNDING * eps * torch.maximum(slope, g.abs().amax()) * X.abs().sum(0)
+    return torch.stack([_relative((g @ X).abs(), g.abs() @ X.abs(), flat), *blocks]).amax(0)
+
+
+def _relative(difference: Tensor, scale: Tensor, floor: Tensor) -> Tensor:
+    nothing = (scale <= floor) & (difference <= floor)
+    return torch.where(nothing, 0.0, difference / scale.clamp_min(torch.finfo(scale.dtype).tiny))
+
+
+def _flat(theta: dict[str, Tensor], parts: dict[str, Tensor]) -> Tensor:
+    return torch.cat([parts[n] if n in parts else torch.zeros_like(x).reshape(-1) for n, x in theta.items()])

@@ -1,0 +1,197 @@
+"""The symmetries that follow from who reads which columns: gauges, scales that norms remove, shifts without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hessiankit.tracing.trace import Trace
+from hessiankit.verify.identity_columns import Following, LinearUse, PairUse, RowUse, Space, Use, channels_of, read_columns
+from hessiankit.verify.identity_generators import GeneratorPart, Kind, Leg, Symmetry
+
+CURVED = "H Bθ = -Bᵀg"
+
+
+STATEMENTS = {
+    ("linear maps", "linear"): f"(A G, G⁻¹C): <A, g> = <C, g>, {CURVED}",
+    ("linear maps", "diagonal"): f"(A D, D⁻¹C), D diagonal: <A, g> = <C, g>, {CURVED}",
+    ("linear maps", "rotation"): f"(A R, RᵀC), R a rotation: {CURVED}",
+    ("logits", "linear"): f"(A G, C G⁻ᵀ): <A, g> = <C, g>, {CURVED}",
+    ("logits", "diagonal"): f"(A D, C D⁻¹), D diagonal: <A, g> = <C, g>, {CURVED}",
+    ("logits", "rotation"): f"(A R, C R), R a rotation: {CURVED}",
+    ("norm scale", ""): "<A, g> = 0, H A = -g on A, 0 elsewhere",
+    ("row mean", ""): "A + u ⊗ 1: <u ⊗ 1, g> = 0, H (u ⊗ 1) = 0",
+    ("key bias", ""): "g = 0, H = 0 in the rows of A",
+}
+
+
+class _Components:
+    """Sets of columns, joined when a row holds both."""
+
+    def __init__(self) -> None:
+        self._parent: dict[int, int] = {}
+
+    def find(self, x: int) -> int:
+        while self._parent.setdefault(x, x) != x:
+            x = self._parent[x]
+        return x
+
+    def join(self, row: Sequence[int]) -> None:
+        roots = {self.find(x) for x in row}
+        for root in roots:
+            self._parent[root] = min(roots)
+
+    def sets(self) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for x in sorted(self._parent):
+            found.setdefault(self.find(x), []).append(x)
+        return list(found.values())
+
+
+def structures(trace: Trace) -> tuple[list[Symmetry], list[str]]:
+    """Return the symmetries that a trace's structure implies, and what would hold were a norm's eps 0."""
+    following = Following(trace)
+    uses: dict[Space, list[Use]] = {space: [] for space in following.spaces}
+    for use in following.uses:
+        for space in dict.fromkeys(c.space for c in channels_of(use)):
+            uses[space].append(use)
+    found: list[Symmetry] = []
+    skipped: list[str] = []
+    for space, own in uses.items():
+        found += _gauge(space, own)
+        found += _scale(space, own, skipped)
+        found += _mean(space, own)
+    for pair in following.uses:
+        if isinstance(pair, PairUse):
+            found += _logits(pair, uses)
+    return [symmetry for symmetry in found if not symmetry.entangled], skipped
+
+
+def _seen_by(space: Space, uses: Sequence[Use]) -> Tensor:
+    """Return which of a space's columns (a mask) some of the uses read."""
+    device = space.legs[0][0].at.device
+    seen = torch.zeros(space.size, dtype=torch.bool, device=device)
+    for use in uses:
+        for channel, columns in zip(channels_of(use), read_columns(use), strict=True):
+            if channel.space is space:
+                seen[columns.reshape(-1) - space.first] = True
+    return seen
+
+
+def _gauge(space: Space, uses: Sequence[Use]) -> Iterator[Symmetry]:
+    """Columns that only linear maps read: what is done to the columns is undone in the rows of those maps."""
+    linear = [u for u in uses if isinstance(u, LinearUse)]
+    if not linear:
+        return
+    others = [u for u in uses if u not in linear and not (isinstance(u, RowUse) and u.passed)]
+    free = _seen_by(space, linear) & ~_seen_by(space, others)
+    labels = torch.zeros(space.size, dtype=torch.long, device=free.device)
+    for use in linear:
+        here = _seen_by(space, [use])
+        pairs = torch.stack([labels, torch.where(here, use.channel.labels, 0)], 1)
+        free &= (pairs[:, 1] >= 0) | ~here
+        labels = torch.unique(pairs, dim=0, return_inverse=True)[1]
+    kinds = {u.channel.freedom for u in linear}
+    if not bool(free.any()) or {"diagonal", "rotation"} <= kinds:
+        return
+    kind: Kind = next((k for k in ("diagonal", "rotation") if k in kinds), "linear")  # type: ignore[assignment]
+    groups = [free] if kind == "diagonal" else [free & (labels == n) for n in torch.unique(labels[free]).tolist()]
+    parts = []
+    for group in groups:
+        columns = group.nonzero()[:, 0] + space.first
+        against = [leg for use in linear for leg in _rows_of(use, columns)]
+        parts.append(GeneratorPart(kind, tuple(space.restricted(columns)), tuple(against)))
+    yield Symmetry("linear maps", STATEMENTS["linear maps", kind], tuple(parts))
+
+
+def _rows_of(use: LinearUse, columns: Tensor) -> Iterator[Leg]:
+    """Yield the rows of a weight that meet some columns, once for each time that the columns occur in its input."""
+    ordered, places = torch.sort(use.columns, stable=True)
+    first, end = (torch.searchsorted(ordered, columns, right=right) for right in (False, True))
+    for n in range(int((end - first).amin())):
+        yield Leg(use.weight.parameter, use.weight.at[:, places[first + n]])
+
+
+def _scale(space: Space, uses: Sequence[Use], skipped: list[str]) -> Iterator[Symmetry]:
+    """Columns that only norms with eps = 0 read: their length does not matter."""
+    direct = [u for u in uses if not all(c.normed for c in channels_of(u) if c.space is space)]
+    norms = [u for u in direct if isinstance(u, RowUse) and u.eps is not None and not u.channel.summed]
+    free = _seen_by(space, norms) & ~_seen_by(space, [u for u in direct if u not in norms])
+    if any(role == "gain" for _, role in space.legs) or not bool(free.any()):
+        return
+    names = ", ".join(dict.fromkeys(leg.parameter for leg, _ in space.legs))
+    if eps := max(u.eps or 0.0 for u in norms):
+        skipped.append(f"{names}: <w, g> = 0 and H w = -g hold up to O(eps) only, and the norm has eps = {eps:g}")
+        return
+    if any(role == "table" for _, role in space.legs) and len(space.legs) > 1:
+        return  # the rows of a table cannot be scaled one by one where they share another parameter
+    parts = []
+    for columns in _joined(norms, free, space):
+        legs = space.restricted(columns)
+        if space.legs[0][1] == "table":
+            parts.append(GeneratorPart("diagonal", (Leg(legs[0].parameter, legs[0].at.T),)))
+        else:
+            parts.append(GeneratorPart("linear", tuple(Leg(leg.parameter, leg.at.reshape(-1, 1)) for leg in legs)))
+    if parts:
+        yield Symmetry("norm scale", STATEMENTS["norm scale", ""], tuple(parts))
+
+
+def _mean(space: Space, uses: Sequence[Use]) -> Iterator[Symmetry]:
+    """Columns that only LayerNorms and softmaxes read: adding the same to all columns of a row changes nothing."""
+    direct = [u for u in uses if not all(c.normed for c in channels_of(u) if c.space is space)]
+    centred = [u for u in direct if isinstance(u, RowUse) and u.centred and u.channel.uniform]
+    free = _seen_by(space, centred) & ~_seen_by(space, [u for u in direct if u not in centred])
+    parts = []
+    for columns in _joined(centred, free, space):
+        legs = space.restricted(columns, "weight", "bias", "table")
+        if legs:
+            parts.append(GeneratorPart("shift", tuple(legs)))
+    if parts:
+        yield Symmetry("row mean", STATEMENTS["row mean", ""], tuple(parts))
+
+
+def _joined(uses: Sequence[RowUse], free: Tensor, space: Space) -> list[Tensor]:
+    """Return the sets of free columns that rows hold together."""
+    components = _Components()
+    for use in uses:
+        for row in (use.rows - space.first).tolist():
+            components.join(row)
+    sets = [torch.tensor(s, device=free.device) for s in components.sets()]
+    return [s + space.first for s in sets if bool(free[s].all())]
+
+
+def _logits(pair: PairUse, uses: dict[Space, list[Use]]) -> Iterator[Symmetry]:
+    """Queries and keys that meet only each other: Q K^T keeps its value under (Q G, K G^-T), and softmax loses the key bias."""
+    sides = ((pair.left, pair.left_columns), (pair.right, pair.right_columns))
+    for channel, columns in sides:
+        space = channel.space
+        others = [u for u in uses[space] if u is not pair and not (isinstance(u, RowUse) and u.passed)]
+        if bool(_seen_by(space, others)[columns.reshape(-1) - space.first].any()):
+            return
+    kinds = {channel.freedom for channel, _ in sides}
+    if not {"diagonal", "rotation"} <= kinds:
+        kind: Kind = next((k for k in ("diagonal", "rotation") if k in kinds), "linear")  # type: ignore[assignment]
+        yield Symmetry("logits", STATEMENTS["logits", kind], tuple(_heads(pair, kind)))
+    key = pair.right
+    if pair.softmax[0] and key.uniform:
+        biases = key.space.restricted(torch.unique(pair.right_columns), "bias")
+        if biases:
+            shifts = tuple(Leg(leg.parameter, leg.at.reshape(-1, 1)) for leg in biases)
+            yield Symmetry("key bias", STATEMENTS["key bias", ""], (GeneratorPart("shift", shifts),))
+
+
+def _heads(pair: PairUse, kind: Kind) -> Iterator[GeneratorPart]:
+    """Yield one part for each set of heads that share queries or keys."""
+    queries, keys = ([tuple(row) for row in side.tolist()] for side in (pair.left_columns, pair.right_columns))
+    numbers = {row: n for n, row in enumerate(dict.fromkeys([*queries, *keys]))}
+    components = _Components()
+    for q, k in zip(queries, keys, strict=True):
+        components.join([numbers[q], numbers[k]])
+    for members in components.sets():
+        legs: list[list[Leg]] = [[], []]
+        for rows, channel, into in ((queries, pair.left, legs[0]), (keys, pair.right, legs[1])):
+            for row in dict.fromkeys(r for r in rows if numbers[r] in members):
+                into += channel.space.restricted(torch.tensor(row, device=pair.left_columns.device))
+        yield GeneratorPart(kind, tuple(legs[0]), tuple(legs[1]))

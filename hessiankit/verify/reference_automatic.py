@@ -1,0 +1,363 @@
+"""References by automatic differentiation, along the imaginary axis, and by other packages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._vmap_internals import _vmap  # what torch.autograd.functional takes forward-mode directions together with
+from torch.autograd import forward_ad
+from torch.func import grad, jacrev, jvp, vmap
+from torch.overrides import TorchFunctionMode
+
+from hessiankit.verify.problem import IGNORED_LABEL, Problem, differentiable_attention, outputs_of
+from hessiankit.verify.reference_base import FAILURES, Product, Progress, Reference, Unsupported, first_line, in_chunks
+from hessiankit.verify.traits import NO_GRAD, traits
+
+
+class ReverseOverReverse(Reference):
+    """H v = d/dtheta <g(theta), v>: the gradient's own graph is differentiated backwards again.
+
+    The module is called as it is, with its own parameters.
+
+    >>> from torch import nn
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x, t = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    >>> ReverseOverReverse().matrix(Problem(layer, x, t)).tolist()  # 2 x x^T
+    [[2.0, 4.0], [4.0, 8.0]]
+    """
+
+    name = "reverse-over-reverse"
+    independent_group = "reverse"
+    summary = "torch.autograd.grad twice"
+
+    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
+        def pull(outputs: list[Tensor], kept: list[str], rows: Tensor, batched: bool) -> Tensor:
+            parts = [rows[..., problem.slices[n]].reshape(*rows.shape[:-1], *problem.params[n].shape) for n in kept]
+            own = list(problem.own.values())
+            found = torch.autograd.grad(
+                outputs, own, parts, retain_graph=True, is_grads_batched=batched, allow_unused=True, materialize_grads=True
+            )
+            return torch.cat([x.reshape(*rows.shape[:-1], -1) for x in found], -1)
+
+        try:
+            with problem.borrowed(), differentiable_attention():
+                outputs, kept, note = self._graph(problem)
+                if not outputs:
+                    return torch.zeros_like(V), None, note
+                value, note = in_chunks(
+                    lambda rows: pull(outputs, kept, rows, True), lambda row: pull(outputs, kept, row, False), V, chunk, progress
+                )
+        except FAILURES as error:
+            raise self.unsupported(error) from error
+        return value, None, note
+
+    @staticmethod
+    def _graph(problem: Problem) -> tuple[list[Tensor], list[str], str]:
+        """Return the parts of the gradient that can be differentiated again, and whose they are; or why there are none."""
+        loss = problem.call()
+        if not loss.requires_grad:
+            return [], [], "the loss does not depend on the parameters"
+        gradient = torch.autograd.grad(loss, list(problem.own.values()), create_graph=True, allow_unused=True)
+        parts = {n: g for n, g in zip(problem.own, gradient, strict=True) if g is not None and g.requires_grad}
+        return list(parts.values()), list(parts), "" if parts else "the gradient does not depend on the parameters"
+
+    @contextmanager
+    def along(self, problem: Problem) -> Iterator[Product]:
+        """Return products along one direction after the other, from one graph of the gradient."""
+        own = problem.own
+        with problem.borrowed(), differentiable_attention():
+            outputs, kept, _ = self._graph(problem)
+            parts = dict(zip(kept, outputs, strict=True))
+
+            def product(direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
+                met = [n for n in direction if n in parts]
+                if not met:
+                    return {n: torch.zeros_like(p) for n, p in own.items()}, None
+                found = torch.autograd.grad(
+                    [parts[n] for n in met],
+                    list(own.values()),
+                    [direction[n] for n in met],
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                return dict(zip(own, found, strict=True)), None
+
+            try:
+                yield product
+            except FAILURES as error:
+                raise self.unsupported(error) from error
+
+
+class JvpOfGrad(Reference):
+    """H v = jvp(grad(f)): forward mode through one reverse sweep.
+
+    The module is called as it is: for the time of a call its own parameters carry the direction as their tangent. Some
+    backward formulas of torch have no forward mode outside ``torch.func`` (silu, group_norm); there the parameters are
+    exchanged by name, if that gives the module's own loss and gradient.
+    """
+
+    name = "jvp(grad)"
+    independent_group = "forward-over-reverse"
+    summary = "dual numbers through torch.autograd.grad; torch.func.jvp of torch.func.grad where they do not pass"
+
+    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
+        def push(v: Tensor) -> Tensor:
+            return torch.cat([x.reshape(-1) for x in self._dual(problem, problem.unflatten(v)).values()])
+
+        try:
+            with self._carrying(problem):
+                value, note = in_chunks(_vmap(push), push, V, chunk, progress)
+        except FAILURES as error:
+            gradient, why = self._exchanged(problem, error)
+
+            def forward(v: Tensor) -> Tensor:
+                found: dict[str, Tensor] = jvp(gradient, (problem.params,), (problem.unflatten(v),))[1]
+                return torch.cat([x.reshape(-1) for x in found.values()])
+
+            try:
+                value, note = in_chunks(vmap(forward), forward, V, chunk, progress)
+            except FAILURES as again:
+                raise self.unsupported(again) from again
+            note = "; ".join(filter(None, (why, note)))
+        return value, None, note
+
+    @contextmanager
+    def along(self, problem: Problem) -> Iterator[Product]:
+        """Return products along one direction after the other, each by a call of its own."""
+
+        def product(direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
+            try:
+                with self._carrying(problem):
+                    return self._dual(problem, direction), None
+            except FAILURES as error:
+                gradient, _ = self._exchanged(problem, error)
+            whole = {n: direction[n] if n in direction else torch.zeros_like(p) for n, p in problem.params.items()}
+            try:
+                return jvp(gradient, (problem.params,), (whole,))[1], None
+            except FAILURES as error:
+                raise self.unsupported(error) from error
+
+        yield product
+
+    @staticmethod
+    @contextmanager
+    def _carrying(problem: Problem) -> Iterator[None]:
+        """Have copies in the place of the parameters: the storage of the user's own is never written into."""
+        with problem.borrowed({n: p.clone() for n, p in problem.params.items()}), differentiable_attention():
+            yield
+
+    @staticmethod
+    def _dual(problem: Problem, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = problem.own
+        with forward_ad.dual_level():
+            # No graph, but forward mode stays on; the tangents go with the level, and graphs of the user's stay valid.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own.values())):
+                for n, v in direction.items():
+                    own[n].copy_(forward_ad.make_dual(own[n].detach().clone(), v))
+            with _StoppedByNoGrad():
+                gradient = problem.gradient()
+            found = [forward_ad.unpack_dual(g).tangent for g in gradient]
+        return {n: torch.zeros_like(p) if t is None else t for (n, p), t in zip(own.items(), found, strict=True)}
+
+    def _exchanged(self, problem: Problem, error: Exception) -> tuple[Callable[..., dict[str, Tensor]], str]:
+        """Return the gradient by name, for where dual numbers do not pass, and a note of why.
+
+        Raises:
+            Unsupported: It is not the module's own.
+        """
+        why = f"by torch.func, as dual numbers do not pass ({first_line(error)})"
+        try:
+            fault = problem.swap_fault
+        except FAILURES as again:
+            raise self.unsupported(again) from again
+        if traits(problem).stopped_by == NO_GRAD:
+            fault = "there forward mode passes torch.no_grad, where torch's gradient stops"
+        if fault:
+            raise Unsupported(self.name, f"{why}; {fault}") from error
+        return grad(problem.swapped_loss), why
+
+
+class _StoppedByNoGrad(TorchFunctionMode):
+    """Drop tangents where gradients are off: reverse mode stops at ``torch.no_grad``, forward mode would not."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call through; without gradients, return a new result as a constant."""
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() or not isinstance(result, Tensor) or any(result is x for x in args):
+            return result
+        return forward_ad.unpack_dual(result).primal
+
+
+class FuncHessian(Reference):
+    """H v = jvp(jacrev(f)), one column of ``torch.func.hessian`` = jacfwd(jacrev(f)) for each basis direction.
+
+    It exchanges the parameters by name (``functional_call``). Through ``layer_norm`` with a gain torch loses a term on this
+    route; ``examine`` shows it.
+    """
+
+    name = "torch.func.hessian"
+    independent_group = "jacfwd(jacrev)"
+    summary = "torch.func.jvp of torch.func.jacrev, that is torch.func.hessian"
+
+    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
+        gradient = jacrev(problem.flat_loss)
+
+        def push(v: Tensor) -> Tensor:
+            return jvp(gradient, (problem.theta,), (v,))[1]
+
+        try:
+            if problem.swap_fault:
+                raise Unsupported(self.name, problem.swap_fault)
+            value, note = in_chunks(vmap(push), push, V, chunk, progress)
+        except FAILURES as error:
+            raise self.unsupported(error) from error
+        return value, None, note
+
+
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+class ComplexStep(Reference):
+    """H v = Im g(theta + i h v) / h with h so small (1e-30 in float64) that the error h^2 is below rounding.
+
+    It exchanges the parameters by name (``functional_call``), and needs a loss that extends holomorphically, in operations
+    that torch has for complex numbers. Softmax, layer_norm, gelu and relu it has not; written out in exp, sqrt and division
+    they work. An operation that is complex but not holomorphic (abs, var, conj) would give wrong numbers silently, so the
+    first derivative is tested along a generic direction and along every direction asked for: Im f(theta + i h v) / h must
+    equal <g, v>.
+
+    Source: Squire and Trapp, Using complex variables to estimate derivatives of real functions, SIAM Review 40 (1998).
+    """
+
+    name = "complex-step"
+    independent_group = "differences"
+    summary = "the imaginary part of the gradient at theta + i h v"
+
+    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
+        if problem.dtype not in _COMPLEX:
+            raise Unsupported(self.name, f"torch has no complex type of {problem.dtype}")
+        try:
+            fault = problem.swap_fault
+        except FAILURES as error:
+            raise self.unsupported(error) from error
+        if fault:
+            raise Unsupported(self.name, fault)
+        h = 1e-30 if problem.dtype == torch.float64 else 1e-12
+        slope = problem.flat_gradient()
+        gradient = self._gradient(problem)
+
+        def derivative(v: Tensor) -> Tensor:
+            value, g = gradient(torch.complex(problem.theta, h * v))
+            self._check_holomorphic(value.imag / h, slope, v)
+            return g.imag / h
+
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        generic = torch.randn(problem.size, generator=generator, dtype=torch.float64).to(problem.theta)
+        try:
+            with warnings.catch_warnings():
+                # torch drops an imaginary part with a warning only; here that is the answer being lost.
+                warnings.filterwarnings("error", message=".*discards the imaginary part.*")
+                derivative(generic)
+                products = []
+                for v in V:
+                    products.append(derivative(v))
+                    progress(len(products), len(V))
+        except (*FAILURES, UserWarning) as error:
+            raise self.unsupported(error) from error
+        return torch.stack(products) if products else torch.zeros_like(V), None, ""
+
+    @staticmethod
+    def _gradient(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Return the loss and its complex derivative at a complex point."""
+
+        def evaluate(point: Tensor) -> tuple[Tensor, Tensor]:
+            point = point.requires_grad_()
+            loss = problem.flat_loss(point)
+            if not loss.is_complex():
+                raise RuntimeError("the loss of complex parameters is real, so an operation dropped the imaginary part")
+            # torch returns the conjugate of the derivative of a holomorphic function.
+            (g,) = torch.autograd.grad(loss, point, torch.ones_like(loss))
+            return loss.detach(), g.conj()
+
+        return evaluate
+
+    def _check_holomorphic(self, along: Tensor, slope: Tensor, v: Tensor) -> None:
+        scale = torch.dot(slope.abs(), v.abs())
+        tolerance = 1e6 * torch.finfo(slope.dtype).eps * scale
+        difference = (along - torch.dot(slope, v)).abs()
+        if difference > tolerance:
+            raise Unsupported(
+                self.name,
+                f"the loss is not holomorphic in this module's operations (its directional derivative is off by "
+                f"{(difference / scale).item():.1e}); abs, var, std, norm and conj of a complex number are not",
+            )
+
+
+class Curvlinops(Reference):
+    """``curvlinops.HessianLinearOperator`` on the module with torch's own loss of the same name, reduction "mean".
+
+    It exchanges the parameters by name (``functional_call``). The whole batch is handed over as one, so that the package's
+    weighting of batches plays no part.
+    """
+
+    name = "curvlinops"
+    independent_group = "jacfwd(jacrev)"
+    summary = "curvlinops.HessianLinearOperator"
+
+    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
+        try:
+            from curvlinops import HessianLinearOperator
+        except ImportError as error:
+            raise Unsupported(self.name, "the package is not installed (docs/howto/install.md says how)") from error
+        losses = {"mse": nn.MSELoss(), "cross_entropy": nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)}
+        if not isinstance(problem.loss, str) or problem.target is None:
+            raise Unsupported(self.name, "it takes 'mse' and 'cross_entropy' only, not a loss of one's own")
+        known = dict(problem.module.named_parameters())
+        if buffers := [name for name in problem.params if name not in known]:
+            raise Unsupported(self.name, f"it differentiates parameters only; {', '.join(buffers)} is a buffer")
+
+        target = problem.target.reshape(-1) if problem.loss == "cross_entropy" else problem.target
+        try:
+            with problem.borrowed(), differentiable_attention():
+                operator = HessianLinearOperator(
+                    _OneBatch(problem.module, problem.loss),
+                    losses[problem.loss],
+                    list(problem.own.values()),
+                    [({"inputs": problem.inputs}, target)],
+                    check_deterministic=False,
+                    batch_size_fn=lambda batch: 1,
+                )
+                gradient, loss = operator.gradient_and_loss()
+                flat = torch.cat([g.detach().reshape(-1) for g in gradient])
+                # Its products exchange the parameters by name, its gradient does not.
+                if fault := problem.difference("the package", float(loss.detach()), flat) or problem.swap_fault:
+                    raise Unsupported(self.name, fault)
+
+                def multiply(rows: Tensor) -> Tensor:
+                    return (operator @ rows.T).T
+
+                value, note = in_chunks(multiply, lambda row: multiply(row[None])[0], V, chunk, progress)
+        except FAILURES as error:
+            raise self.unsupported(error) from error
+        return value, None, note
+
+
+class _OneBatch(nn.Module):
+    """The module behind the one-argument call that the package makes, with the outputs in the loss's layout."""
+
+    def __init__(self, module: nn.Module, loss: str) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """Return the outputs; logits as rows (N, C)."""
+        outputs = outputs_of(self.module, batch["inputs"], self.loss)
+        return outputs.reshape(-1, outputs.shape[-1]) if self.loss == "cross_entropy" else outputs

@@ -1,0 +1,225 @@
+"""What a reference is: a route to Hessian-vector products, the group it belongs to, and what it returns."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.verify.probes import Probes
+from hessiankit.verify.problem import Problem, differentiable_attention
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (directions done, directions in all)."""
+
+Product: TypeAlias = Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], dict[str, float] | None]]
+"""A direction by parameter (zero where left out) -> H v by parameter, and the route's own error of each, if it has one."""
+
+FAILURES = (RuntimeError, NotImplementedError, TypeError)
+"""What differentiation raises where it cannot take an operation."""
+
+MEMORY_BUDGET = 2**30
+"""Bytes that the directions pushed together may take by default."""
+
+CHUNK_RANGE = (1, 48)
+"""Fewest and most directions pushed together: wider batches leave the caches and run slower."""
+
+
+class Unsupported(HessiankitError):
+    """A reference cannot be computed for this problem; ``reason`` says why. It is a result as well as an exception.
+
+    >>> print(Unsupported("complex-step", "relu has no complex form"))
+    complex-step: unsupported: relu has no complex form
+    """
+
+    def __init__(self, reference: str, reason: str) -> None:
+        super().__init__(f"{reference}: unsupported: {reason}")
+        self.reference, self.reason = reference, reason
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a reference returned.
+
+    Args:
+        value: H V, one product a row (k, P); the matrix H itself (P, P) where no directions were given.
+        error: The route's own estimate of its error, entry by entry, in the layout of ``value``; None for a route whose
+            only error is rounding.
+        seconds: Wall time.
+        note: What a reader should know: directions taken one at a time, steps shrunk at a kink.
+        probes: The directions of ``value``, where they are the route's own and not those that were asked for.
+    """
+
+    value: Tensor
+    error: Tensor | None
+    seconds: float
+    note: str = ""
+    probes: Probes | None = None
+
+
+class Reference(ABC):
+    """A route to the exact Hessian: products H V for a batch of directions, or all columns.
+
+    Two references of one ``independent_group`` share a differentiation path and hence its defects: they count as one
+    witness.
+    """
+
+    name: str
+    independent_group: str
+    summary: str
+    many_calls = False
+    """Whether a direction costs dozens of calls of the module, so that a few directions have to do."""
+
+    @abstractmethod
+    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
+        """Return H V (k, P), the route's own error estimate of the same shape or None, and a note."""
+
+    def measure(
+        self,
+        problem: Problem,
+        V: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        memory: int = MEMORY_BUDGET,
+        progress: Progress | None = None,
+    ) -> Outcome:
+        """Return H V, or H where ``V`` is None, with the route's own error estimate and the time taken.
+
+        Args:
+            problem: The loss to differentiate.
+            V: Directions, one a row: (k, P).
+            chunk: How many directions are pushed together; chosen from ``memory`` when None.
+            memory: Bytes that the directions pushed together may take.
+            progress: Called with (done, in all) after every chunk.
+
+        Raises:
+            Unsupported: The route does not exist for this problem.
+            InputError: The problem or the directions cannot be used.
+        """
+        try:
+            _ = problem.value  # refuses a loss that is random or not finite, before any work
+            chunk = chunk or directions_at_once(problem, memory)
+        except FAILURES as failure:
+            raise self.unsupported(failure) from failure
+        directions = torch.eye(problem.size, dtype=problem.dtype, device=problem.device) if V is None else V
+        if directions.ndim != 2 or directions.shape[1] != problem.size:
+            raise InputError(f"{self.name}: directions have shape {tuple(directions.shape)}; expected (k, {problem.size}).")
+        directions = directions.to(problem.theta)
+        start = time.perf_counter()
+        with torch.enable_grad():
+            value, error, note = self._products(problem, directions, chunk, progress or _silent)
+        if V is None:
+            value, error = value.T, None if error is None else error.T
+        if value.is_cuda:
+            torch.cuda.synchronize(value.device)
+        return Outcome(value.detach(), error, time.perf_counter() - start, note)
+
+    def along(self, problem: Problem) -> AbstractContextManager[Product]:
+        """Return products along one direction after the other, by parameter and without a flat vector; for large modules.
+
+        Raises:
+            Unsupported: The route has none.
+        """
+        raise Unsupported(self.name, "it has no products by parameter, which a module of this size needs")
+
+    def products(self, problem: Problem, V: Tensor, *, chunk: int | None = None, progress: Progress | None = None) -> Tensor:
+        """Return H v for every row v of ``V``: (k, P) -> (k, P)."""
+        return self.measure(problem, V, chunk=chunk, progress=progress).value
+
+    def matrix(self, problem: Problem, *, chunk: int | None = None, progress: Progress | None = None) -> Tensor:
+        """Return the Hessian (P, P); column j is the derivative of the gradient along parameter j."""
+        return self.measure(problem, chunk=chunk, progress=progress).value
+
+    def unsupported(self, error: Exception) -> Unsupported:
+        """Turn an exception of the differentiation library into a result with a reason and, where known, a remedy."""
+        hint = next((f"; {hint}" for text, hint in _HINTS.items() if text in str(error)), "")
+        return Unsupported(self.name, first_line(error) + hint)
+
+
+_HINTS = {
+    "ZeroTensors are immutable": "torch cannot take jvp(grad) of this loss; write it as (z - t).square().mean()",
+    "dispatch_sdpa": "use attn_implementation='eager'",
+}
+
+
+def in_chunks(
+    together: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor], V: Tensor, chunk: int, progress: Progress
+) -> tuple[Tensor, str]:
+    """Apply ``together`` to chunks of rows of ``V``; where it cannot take a batch, apply ``alone`` to each row.
+
+    Both are the same mathematics; the second is slower, and the returned note says that it was needed and why. A chunk
+    that does not fit on the accelerator is halved.
+    """
+    results, done, note = [], 0, ""
+    while done < len(V):
+        rows = V[done : done + chunk]
+        try:
+            results.append(together(rows) if not note else torch.stack([alone(row) for row in rows]))
+        except torch.OutOfMemoryError:
+            if chunk == 1:
+                raise
+            chunk = max(1, chunk // 2)
+            continue
+        except Exception as error:
+            if note or isinstance(error, HessiankitError):
+                raise
+            # The loop raises the route's own error, if there is one; only the batching's error is dropped here.
+            note = f"one direction at a time ({first_line(error)})"
+            continue
+        done += len(rows)
+        progress(done, len(V))
+    return torch.cat(results) if results else torch.zeros_like(V), note
+
+
+def first_line(error: Exception) -> str:
+    """Return the type and the first line of an exception, short enough for a table.
+
+    >>> first_line(ValueError("wrong\\nmore")), first_line(ValueError("wrong " * 50))[-9:]
+    ('ValueError: wrong', 'wrong ...')
+    """
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {line if len(line) <= 200 else line[:200].rsplit(' ', 1)[0] + ' ...'}"
+
+
+def directions_at_once(problem: Problem, memory: int = MEMORY_BUDGET) -> int:
+    """Return how many directions fit together."""
+    low, high = CHUNK_RANGE
+    with problem.borrowed(), differentiable_attention():
+        need = _pushed_bytes(problem.call, list(problem.own.values()))
+    return max(low, min(high, memory // need))
+
+
+def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
+    """Return about how many bytes a direction takes while it is pushed: three times what the gradient's graph keeps.
+
+    >>> bytes_per_direction(lambda x: (x**3).sum(), torch.zeros(2)) % (2 * 4)  # whole copies of two float32 numbers
+    0
+    """
+    theta = theta.clone().requires_grad_()
+    return _pushed_bytes(lambda: loss(theta), [theta])
+
+
+def _pushed_bytes(loss: Callable[[], Tensor], parameters: list[Tensor]) -> int:
+    kept = 0
+
+    def count(value: Tensor) -> Tensor:
+        nonlocal kept
+        kept += value.numel() * value.element_size()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda value: value):
+        value = loss()
+        if value.requires_grad:
+            torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
+    return max(1, 3 * kept)
+
+
+def _silent(done: int, total: int) -> None:
+    """Report nothing."""

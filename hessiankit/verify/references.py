@@ -1,0 +1,83 @@
+"""References for exact Hessians, each by a route of its own, in one registry.
+
+| reference | route | independent group |
+|---|---|---|
+| reverse-over-reverse | ``torch.autograd.grad`` twice | reverse |
+| jvp(grad) | forward mode through one reverse sweep | forward-over-reverse |
+| central-differences | differences of the gradient, eighth order | differences |
+| complex-step | the imaginary part of the gradient | differences |
+| torch.func.hessian | jacfwd(jacrev) | jacfwd(jacrev) |
+| curvlinops | ``HessianLinearOperator`` | jacfwd(jacrev) |
+
+Members of one group share a path and its defects: two of them are one witness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from torch import Tensor
+
+from hessiankit.support.errors import InputError
+from hessiankit.verify.probes import Probes
+from hessiankit.verify.problem import Problem
+from hessiankit.verify.reference_automatic import ComplexStep, Curvlinops, FuncHessian, JvpOfGrad, ReverseOverReverse
+from hessiankit.verify.reference_base import Outcome, Progress, Reference, Unsupported
+from hessiankit.verify.reference_differences import CentralDifferences
+
+__all__ = ["REFERENCES", "Outcome", "Progress", "Reference", "Unsupported", "run_references"]
+
+REFERENCES: dict[str, Reference] = {
+    reference.name: reference
+    for reference in (
+        ReverseOverReverse(),
+        JvpOfGrad(),
+        CentralDifferences(),
+        ComplexStep(),
+        FuncHessian(),
+        Curvlinops(),
+    )
+}
+
+
+def run_references(
+    problem: Problem,
+    V: Tensor | None = None,
+    names: Iterable[str] | None = None,
+    *,
+    probes: Probes | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[str, Outcome | Unsupported]:
+    """Run references one after the other; one that does not exist for the problem returns its ``Unsupported``.
+
+    Args:
+        problem: The loss to differentiate.
+        V: Directions (k, P); None for whole matrices.
+        names: Keys of ``REFERENCES``; None for all of them.
+        probes: Directions of their own for the routes that call the module many times a direction (central differences).
+        progress: Called with (reference, directions done, directions in all).
+
+    Raises:
+        InputError: An unknown name.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x, t = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    >>> results = run_references(Problem(layer, x, t), names=["jvp(grad)", "complex-step"])
+    >>> [outcome.value.tolist() for outcome in results.values()]  # 2 x x^T
+    [[[2.0, 4.0], [4.0, 8.0]], [[2.0, 4.0], [4.0, 8.0]]]
+    """
+    results: dict[str, Outcome | Unsupported] = {}
+    for name in REFERENCES if names is None else names:
+        if name not in REFERENCES:
+            raise InputError(f"run_references: no reference named '{name}'; choose from {', '.join(REFERENCES)}.")
+        tell = None if progress is None else lambda done, total, name=name: progress(name, done, total)
+        reference = REFERENCES[name]
+        own = probes if reference.many_calls else None
+        try:
+            outcome = reference.measure(problem, V if own is None else own.V, progress=tell)
+            results[name] = replace(outcome, probes=own)
+        except Unsupported as reason:
+            results[name] = reason
+    return results

@@ -1,0 +1,151 @@
+"""Small and wide stand-ins of a block under check, of the same structure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from derivations.transformer import PostNormBlockAt
+from hessiankit.blocks import TransformerBlock
+from hessiankit.curvature.dense import hessian
+from hessiankit.curvature.diagonal import hessian_diagonal
+from hessiankit.verify.block_structure import structure_of
+from hessiankit.verify.check_report import CheckRow
+from hessiankit.verify.comparison import BlockMaxima, RoundingNoise, closed_form
+from hessiankit.verify.probes import probe_directions
+from hessiankit.verify.problem import Problem
+from hessiankit.verify.references import REFERENCES, Unsupported
+
+LENGTH, WIDTH, HEAD, HIDDEN = 3, 4, 2, 5  # unequal, so that a swapped index cannot hide
+
+LETTERS = {"norm_1.weight": "gamma_1", "norm_1.bias": "beta_1", "norm_2.weight": "gamma_2", "norm_2.bias": "beta_2"}
+
+
+def letter(name: str) -> str:
+    """Return the papers' letter of a block's parameter.
+
+    >>> letter("attention.W_Q"), letter("norm_2.weight")
+    ('W_Q', 'gamma_2')
+    """
+    return LETTERS.get(name, name.rpartition(".")[2])
+
+
+def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
+    """Return the chapters' formulas for a block at one sequence (L, d_model), or None where they are not written yet.
+
+    They are written for the post-norm block with LayerNorm, one head and no attention biases.
+    """
+    attention, norm = block.attention, block.norm_1
+    if not _written(block) or not isinstance(norm, torch.nn.LayerNorm):
+        return None
+    given = {letter(name): p.detach() for name, p in block.named_parameters()}
+    length = x.shape[0]
+    mask = torch.zeros(length, length).to(x).masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+    return PostNormBlockAt(
+        X=x, **given, mask=mask if attention.causal else None, eps=norm.eps, activation=block.feedforward.activation
+    )
+
+
+def _written(block: TransformerBlock) -> bool:
+    attention = block.attention
+    plain = attention.n_heads == 1 and not attention.rotary and all(getattr(attention, b) is None for b in ("b_Q", "b_O"))
+    return block.placement == "post" and plain and block.feedforward.W_G is None
+
+
+def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
+    """Compare fast path and formulas for every pair of parameters on a twin of the block with tiny unequal widths.
+
+    Returns:
+        The largest difference of each block pair relative to its largest entry; empty where no formulas are written.
+    """
+    if not _written(block):
+        return {}
+    generator = torch.Generator().manual_seed(seed)
+    attention, feedforward = block.attention, block.feedforward
+    norm = block.norm_1
+    assert isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm))
+    affine = norm.weight is not None
+    twin = TransformerBlock(
+        WIDTH,
+        HIDDEN,
+        attention.n_heads,
+        block.placement,
+        "layernorm" if isinstance(norm, torch.nn.LayerNorm) else "rmsnorm",
+        feedforward.activation,
+        feedforward.b_1 is not None,
+        attention_bias=attention.b_Q is not None,
+        output_projection=attention.W_O is not None,
+        d_k=HEAD,
+        causal=attention.causal,
+        eps=norm.eps or 1e-6,
+        affine=affine,
+    ).double()
+    x, target = (torch.randn(LENGTH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    for p in twin.parameters():
+        p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.7 + (0.5 if p.ndim == 1 else 0.0)
+    point = point_of(twin, x)
+    if point is None:
+        return {}
+    fast = hessian(twin, x, target, handshake=False)
+    whole = float(fast.matrix.abs().max())
+    errors = {}
+    for a, i in enumerate(fast.names):
+        for j in fast.names[a:]:
+            formula = point.loss_hessian(target, letter(i), letter(j)).total.dense()
+            mine = fast.block(i, j)
+            difference, scale = float((formula - mine).abs().max()), float(formula.abs().max())
+            vanishes = max(difference, scale) <= 1e-14 * whole
+            errors[f"{i} x {j} (formula)"] = 0.0 if vanishes else difference / scale if scale else math.inf
+    return errors
+
+
+WIDTH, HIDDEN, HEADS, HEAD, LENGTH = 20, 24, 4, 6, 5
+"""Widths above 16, where sums are cut into pieces; as few parameters as that allows."""
+
+TOLERANCE = 1e-10
+JUDGES = ("reverse-over-reverse", "jvp(grad)")
+
+
+def wide_twin(block: TransformerBlock, seed: int) -> tuple[TransformerBlock, torch.Tensor, torch.Tensor]:
+    """Return a block of the same placement, norm and mask with four heads, W_O, biases and gelu; inputs and a target."""
+    s = structure_of(block)
+    gated = s.activation == "swiglu"
+    twin = TransformerBlock(
+        WIDTH, HIDDEN, HEADS, s.placement, s.norm, "swiglu" if gated else "gelu", not gated,
+        n_kv_heads=HEADS if s.n_kv_heads == s.n_heads else HEADS // 2, d_k=HEAD, output_projection=True, causal=s.causal,
+        rotary=s.rotary, norm_scope=s.norm_scope, affine=s.affine, groups=2, layer=s.layer, n_layers=s.n_layers, alpha=s.alpha,
+    ).double()  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    for p in twin.parameters():
+        p.data = 0.8 + 0.3 * draw(*p.shape) if p.ndim == 1 else 0.4 * draw(*p.shape)
+    return twin, draw(2, LENGTH, WIDTH), draw(2, LENGTH, WIDTH)
+
+
+def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
+    """Compare the twin's closed form with two references along a direction on each parameter, and its diagonal with it."""
+    start = time.perf_counter()
+    twin, x, target = wide_twin(block, seed)
+    problem, found = Problem(twin, x, target), hessian(twin, x, target, handshake=False)
+    probes = probe_directions(problem, 1, seed)
+    noise = RoundingNoise(problem, {"closed form": closed_form, **{n: REFERENCES[n].products for n in JUDGES}}, 2.0**-52)
+    blocks, mine = BlockMaxima(problem, probes, noise=noise), probes.V @ found.matrix
+    for name in JUDGES:
+        try:
+            theirs = REFERENCES[name].products(problem, probes.V)
+        except Unsupported:
+            continue
+        relative = blocks.relative(*blocks.difference(mine, theirs))
+        for b, j in enumerate(blocks.along):
+            error = float(relative[:, b].max())
+            yield CheckRow(f"wide twin: {j}", name, error, error <= TOLERANCE, time.perf_counter() - start)
+    diagonal, whole = hessian_diagonal(twin, x, target, handshake=False, max_products=None).flat, found.matrix.diagonal()
+    error = float((diagonal - whole).abs().max() / whole.abs().max())
+    yield CheckRow("wide twin: diagonal", "hessian", error, error <= TOLERANCE, time.perf_counter() - start)
