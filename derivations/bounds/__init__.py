@@ -2,8 +2,10 @@
 
 Three kinds, each in its files: ``constants`` (attained), ``attention_bounds`` and ``block_bounds`` from norms alone (they hold
 over a ball of weights), ``attention_structured`` and ``block_structured`` at a point (close to the true norm); bounds on
-gradients, of both kinds, are in ``sharpness_bounds``. Files ending in ``_printed`` hold what papers print, valid or not, to
-compare with; nothing here uses them.
+gradients, of both kinds, are in the ``sharpness_`` files. Files ending in ``_printed`` hold printed bounds, valid or not, which
+``hessiankit.bounds`` and the ledger compare with the corrected ones.
+
+Upper bounds do not order blocks (claim B16): a lower bound of one above the upper bound of the other does.
 """
 
 from derivations.bounds.attention_bounds import AttentionNorms, attention_a_priori
@@ -39,20 +41,21 @@ from derivations.bounds.constants import (
     token_cumulant_bound,
     token_range_bound,
 )
-from derivations.bounds.sharpness_bounds import (
-    AttentionGradientNorms,
-    EmbeddingNorms,
-    FeedForwardNorms,
-    GatedNorms,
+from derivations.bounds.sharpness_attention import AttentionGradientNorms, HeadNorms, theorem_4_2
+from derivations.bounds.sharpness_embedding import EmbeddingNorms, theorem_4_3
+from derivations.bounds.sharpness_feedforward import FeedForwardNorms, GatedNorms, theorem_4_1, theorem_4_1_gated
+from derivations.bounds.sharpness_norms import (
+    STEEPNESS,
     GradientBounds,
     NormedInput,
-    theorem_4_1,
-    theorem_4_1_gated,
-    theorem_4_2,
-    theorem_4_3,
+    Steepness,
+    average_sharpness,
+    euler_bounds,
+    standardised,
 )
 
 __all__ = [
+    "STEEPNESS",
     "AttentionGradientNorms",
     "AttentionNorms",
     "BlockNorms",
@@ -60,11 +63,15 @@ __all__ = [
     "FeedForwardNorms",
     "GatedNorms",
     "GradientBounds",
+    "HeadNorms",
     "NormConstants",
     "NormedInput",
     "PostBlockNorms",
+    "Steepness",
     "attention_a_priori",
     "attention_structured",
+    "average_sharpness",
+    "euler_bounds",
     "lemma_4_hessian_printed",
     "lemma_4_jacobian_printed",
     "norm_constants",
@@ -78,6 +85,7 @@ __all__ = [
     "softmax_hessian_map_bound",
     "softmax_hessian_stacked_bound",
     "softmax_jacobian_bound",
+    "standardised",
     "theorem_1_appendix_printed",
     "theorem_1_printed",
     "theorem_1_steps_printed",

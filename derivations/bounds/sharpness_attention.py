@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from derivations.bounds.block_norms import spectral_norm
-from derivations.bounds.gradient_norms import GradientBounds, euler_bounds
-from derivations.bounds.sharpness_norms import NormedInput, doubles, standardised
+from derivations.bounds.sharpness_norms import GradientBounds, NormedInput, doubles, euler_bounds, standardised
 
 
 class HeadNorms(NamedTuple):

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from derivations.bounds.gradient_norms import GradientBounds, euler_bounds
-from derivations.bounds.sharpness_norms import NormedInput, doubles, row_scale, standardised
+from derivations.bounds.sharpness_norms import GradientBounds, NormedInput, doubles, euler_bounds, row_scale, standardised
 
 
 @dataclass(frozen=True)

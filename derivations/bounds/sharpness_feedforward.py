@@ -22,8 +22,15 @@ from torch import Tensor
 
 from derivations.activation import derivatives
 from derivations.bounds.block_norms import spectral_norm
-from derivations.bounds.gradient_norms import GradientBounds, euler_bounds
-from derivations.bounds.sharpness_norms import STEEPNESS, NormedInput, Steepness, doubles, standardised
+from derivations.bounds.sharpness_norms import (
+    STEEPNESS,
+    GradientBounds,
+    NormedInput,
+    Steepness,
+    doubles,
+    euler_bounds,
+    standardised,
+)
 
 HOMOGENEOUS = ("identity", "relu", "leaky_relu")
 """Activations with sigma(c z) = c sigma(z) for c > 0."""

@@ -12,7 +12,7 @@ import torch
 from sharpness_layers import ROUNDING, attention, draw, feedforward, gated, gradients, hold, normed
 from torch import Tensor
 
-from derivations.bounds.sharpness_bounds import (
+from derivations.bounds import (
     STEEPNESS,
     AttentionGradientNorms,
     EmbeddingNorms,

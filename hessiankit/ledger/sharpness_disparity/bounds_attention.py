@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from derivations.bounds.sharpness_bounds import AttentionGradientNorms, NormedInput, theorem_4_2
+from derivations.bounds import AttentionGradientNorms, NormedInput, theorem_4_2
 from derivations.matrix import Commutation
 from derivations.norms import matrix_norm
 from hessiankit.ledger.claim import Evidence

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from derivations.bounds.sharpness_bounds import EmbeddingNorms, theorem_4_3
+from derivations.bounds import EmbeddingNorms, theorem_4_3
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
 from derivations.token_embedding import TokenEmbeddingAt

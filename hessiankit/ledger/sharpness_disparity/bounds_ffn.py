@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from derivations.bounds.sharpness_bounds import NormedInput
+from derivations.bounds import NormedInput
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
 from hessiankit.ledger.claim import Evidence
