@@ -13,7 +13,7 @@ import torch
 from blocks_reference import attention_by_hand, draw, feedforward_by_hand, norm_by_hand, randomised
 
 import hessiankit as hk
-from hessiankit.blocks import NORMS, PLACEMENTS, Placement, Scale, equations, register
+from hessiankit.blocks import NORMS, PLACEMENTS, Placement, Scale, placements, register
 from hessiankit.blocks.placements import placement_of_layer
 
 LAYERS = 4
@@ -213,7 +213,7 @@ def test_equations_run_on_symbols(placement):
 
 
 def test_the_text_of_some_equations():
-    text = {name: getattr(equations, name)(StandIn(), Symbol("X")).text for name in ("post", "bare_pre", "admin", "lns")}
+    text = {name: getattr(placements, name)(StandIn(), Symbol("X")).text for name in ("post", "bare_pre", "admin", "lns")}
     assert text["post"] == "N2((N1((X + A(X))) + F(N1((X + A(X))))))"
     assert text["bare_pre"] == "((X + A(X)) + F(N2((X + A(X)))))"
     assert text["admin"] == "N2((N1((X omega_1 + A(X))) omega_2 + F(N1((X omega_1 + A(X))))))"

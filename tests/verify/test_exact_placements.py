@@ -173,10 +173,10 @@ def test_the_closed_form_of_another_equation_is_found(
     monkeypatch: pytest.MonkeyPatch, placement: str, wrong: Callable[[Any, Any], Any], said: str
 ) -> None:
     """The jets run the block's equation; the derivation of another one, a sign or a factor away, must not pass."""
-    from hessiankit.formulas import parts
+    from hessiankit.formulas import block_at
 
-    right = parts.run
-    monkeypatch.setattr(parts, "run", lambda equation, *rest: right(wrong, *rest))
+    right = block_at.run
+    monkeypatch.setattr(block_at, "run", lambda equation, *rest: right(wrong, *rest))
     row = run(BlockStructure(placement, "rmsnorm", "gelu", **BARE))
     assert not row.passed
     assert said in row.note
