@@ -134,9 +134,9 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 COMMANDS = {
-    "$ check --quick": "check --quick --steps 2 --batch 4",
-    "$ check --table": "check --quick --steps 2 --batch 4 --loss mse --no-full --table",
-    "$ check --placements": "check --placements --placement hybridnorm --sample 2 --out placements",
+    "$ study --quick": "study --quick --steps 2 --batch 4",
+    "$ study --table": "study --quick --steps 2 --batch 4 --loss mse --no-full --table",
+    "$ study --placements": "study --placements --placement hybridnorm --sample 2 --out placements",
     "$ hessian": "hessian --placement pre --heads 2",
     "$ hessian --dry-run": "hessian --model terminal_models:model --text text.txt --dry-run",
     "$ derive": "derive --wrt W_Q W_V",
@@ -180,7 +180,7 @@ def _child(folder: Path) -> None:
     (folder / "terminal_models.py").write_text(SMALL)
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
     for name, line in COMMANDS.items():
-        for width in WIDTHS if name not in ("$ tune-lr", "$ check --table", "$ check --placements") else WIDTHS[:1]:
+        for width in WIDTHS if name not in ("$ tune-lr", "$ study --table", "$ study --placements") else WIDTHS[:1]:
             codes: list[int] = []
             print_at(name, width, lambda line=line, codes=codes: codes.append(main(line.split())))  # type: ignore[misc]
             assert codes == [0], (name, codes)

@@ -38,13 +38,13 @@ def language(): return Transformer(256, 4, 8, 1, n_heads=1, causal=True, max_len
 def silent(): return nn.Identity()
 """
 QUICK = {
-    "check": "--quick --no-full --steps 2 --batch 4 --loss mse",
+    "study": "--quick --no-full --steps 2 --batch 4 --loss mse --data digits",
     "sharpness": "--model my_models:language --text notes.txt --batch 2 --length 8 --draws 2",
     "bounds": "--tokens 2 --d-model 2 --d-ff 2",
     "tune-lr": None,  # tests/test_tuning_command.py runs it
 }
 """Options that make the examples of a command quick; the last one counts."""
-AS_THEY_ARE = re.compile("--(placements|attack|all)")
+AS_THEY_ARE = re.compile("--(placements|attack|all|exact)")
 
 
 def subparsers() -> dict[str, Parser]:
@@ -113,7 +113,7 @@ def test_the_page_of_the_documentation_parses() -> None:
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if not AS_THEY_ARE.search(e) and QUICK.get(words(e)[0], "") is not None])
 def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = words(example)
-    quick = "" if given[:2] == ["check", "--model"] else QUICK.get(given[0]) or ""
+    quick = QUICK.get(given[0]) or ""
     if given[0] == "claims" and given[-1] == "hybridnorm/eq2*":
         given[-1] = "hybridnorm/eq20"
     if given[0] == "routes" and "--operation" not in given:
@@ -128,7 +128,7 @@ def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "command",
     [
-        "check --quick --no-full --loss mse --steps 2 --batch 4",
+        "study --quick --no-full --loss mse --steps 2 --batch 4",
         "check --model my_models:make --shape 2,6",
         "hessian --tokens 2",
         "hessian --tokens 2 --dry-run",
@@ -202,7 +202,7 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("chek", "'chek' is not known; did you mean 'check'? Choose one of check, hessian, "),
+        ("chek", "'chek' is not known; did you mean 'check'? Choose one of study, check, hessian, "),
         ("check --placment pre", "--placment pre; did you mean '--placement'"),
         ("derive --format latx", "'latx' is not known; did you mean 'latex'?"),
         ("derive --placement prenorm", "--placement 'prenorm' is not known; did you mean 'pre'? All 49 names: --list-placements"),
@@ -221,8 +221,8 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
         ("bounds --heads 2 --kv-heads 3", "bounds: --kv-heads 3 does not divide --heads 2"),
         ("hessian --model tiny --device abacus", "on --device 'abacus'"),
         ("hessian --model tiny --tokens 600 --text notes.txt", "hessian: --tokens 600, and tiny takes at most 512 tokens"),
-        ("check --seq-len 3 --quick", "check: --seq-len: no square patches"),
-        ("check --data nowhere --quick", "check: --data: 'nowhere' is neither"),
+        ("study --seq-len 3 --quick", "study: --seq-len: no square patches"),
+        ("study --data nowhere --quick", "study: --data: 'nowhere' is neither"),
         ("tune-lr --quick --grid 0.1", "tune-lr: --grid [0.1]; expected two or more"),
         ("tune-lr --quick --text nowhere", "tune-lr: --text: 'nowhere' is neither"),
     ],
@@ -354,6 +354,22 @@ def test_check_is_the_library_s(here: Path, capsys) -> None:
     assert json.loads(Path("found.json").read_text())["model"].startswith("TransformerBlock, qk-pre, ")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--quick --loss mse", {"out": Path("results/check"), "quick": True, "loss": "mse"}),
+        ("--out elsewhere --no-full", {"out": Path("elsewhere"), "full": False}),
+        ("--placements --placement pre --sample 2", {"out": None, "placement": ["pre"], "sample": 2}),
+    ],
+)
+def test_check_without_a_module_is_the_study_and_says_so(given: str, said: dict[str, object], capsys, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr("hessiankit.cli.study.run_study_command", lambda args: seen.append(vars(args)) or 0)
+    assert main(["check", *given.split()]) == 0
+    assert capsys.readouterr().err == ("hessiankit: check without --model or --placement is called study now: hessiankit study\n")
+    assert said.items() <= seen[0].items()
+
+
 def test_a_module_that_disagrees_is_exit_code_one(here: Path, monkeypatch) -> None:
     def disagrees(*given: object, **options: object) -> CheckReport:
         wrong = CheckRow("0.weight x 0.weight", "made up", 1.0, passed=False, seconds=0.0)
@@ -367,13 +383,14 @@ def test_a_module_that_disagrees_is_exit_code_one(here: Path, monkeypatch) -> No
     ("given", "message"),
     [
         ("--model my_models:make", "pass the shape of the inputs that it takes with --shape"),
-        ("--model my_models:make --shape 10,6 --steps 3", "--steps is of the study"),
-        ("--model my_models:make --shape 10,6 --loss both", "--loss both is of the study"),
+        ("--model my_models:make --shape 10,6 --steps 3", "--steps is of hessiankit study"),
         ("--model my_models:make --shape 10,6 --placement pre", "--placement describes a block"),
         ("--shape 10,6", "--shape is of a model; add --model"),
         ("--heads 2", "--heads is of one model or block; add --model, or --placement"),
-        ("--placement pre --placement post", "add --placements, or name one"),
-        ("--placement pre --sample 2", "--sample is of the grid"),
+        ("--placement pre --placement post", "check a grid: hessiankit study --placements"),
+        ("--placement pre --sample 2", "--sample is of hessiankit study"),
+        ("--tokens 3 --table", "--tokens is of one model or block"),
+        ("--batch 3 --d-model 4 --exact --no-affine", "--no-affine is of one model or block"),
     ],
 )
 def test_check_refuses(given: str, message: str, here: Path, capsys) -> None:

@@ -39,7 +39,7 @@ CHEAP = PlacementCase("post", "layernorm", "relu", "1", "none", 1, "mse")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sample's result."""
     folder = tmp_path_factory.mktemp("placements")
-    assert main(["check", "--placements", "--sample", str(SAMPLE), "--out", str(folder)]) == 0
+    assert main(["study", "--placements", "--sample", str(SAMPLE), "--out", str(folder)]) == 0
     return folder
 
 
@@ -78,7 +78,7 @@ def test_every_kind_of_parameter_occurs(out):
 
 def test_finished_cases_are_not_done_again(out, monkeypatch, capsys):
     monkeypatch.setattr(placement_grid, "check", lambda *a, **k: pytest.fail("a finished case was checked again"))
-    assert main(["check", "--placements", "--sample", str(SAMPLE), "--out", str(out)]) == 0
+    assert main(["study", "--placements", "--sample", str(SAMPLE), "--out", str(out)]) == 0
     assert f"PASSED: {SAMPLE} cases of {SAMPLE} placements" in capsys.readouterr().out
 
 
@@ -93,7 +93,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
         return replace(done, case=case)
 
     monkeypatch.setattr(placement_grid, "run_case", stop_at_third)
-    command = ["check", "--placements", "--placement", "post", "--sample", "4", "--out", str(tmp_path)]
+    command = ["study", "--placements", "--placement", "post", "--sample", "4", "--out", str(tmp_path)]
     assert main(command) == INTERRUPTED
     lines = tmp_path / "cases.jsonl"
     lines.write_text(lines.read_text() + '{"case": {"placem')  # cut off in the middle of a line
@@ -121,7 +121,7 @@ def test_a_wrong_entry_is_found(tmp_path, monkeypatch, capsys):
         return found
 
     monkeypatch.setattr(checking, "hessian", wrong)
-    command = ["check", "--placements", "--placement", "lns", "--sample", "1", "--out", str(tmp_path)]
+    command = ["study", "--placements", "--placement", "lns", "--sample", "1", "--out", str(tmp_path)]
     assert main(command) == FAILED
     assert "1 of 1 cases FAILED" in capsys.readouterr().out
     assert json.loads((tmp_path / "placement_grid.json").read_text())["placements"]["lns"]["failed"] == 1
@@ -176,7 +176,7 @@ def test_the_same_case_is_the_same_model():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--placements", "--placement", "hybrid"], "check: --placement 'hybrid' is not known; did you mean 'hybridnorm'"),
+        (["--placements", "--placement", "hybrid"], "study: --placement 'hybrid' is not known; did you mean 'hybridnorm'"),
         (["--sample", "3"], "--sample is of the grid of norm placements; add --placements"),
         (["--placements", "--d-model", "8"], "--d-model does not go with --placements"),
         (["--placements", "--quick"], "--quick does not go with --placements"),
@@ -184,19 +184,19 @@ def test_the_same_case_is_the_same_model():
     ],
 )
 def test_options_that_do_not_fit(arguments, message, capsys):
-    assert main(["check", *arguments]) == USAGE
+    assert main(["study", *arguments]) == USAGE
     assert message in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert main(["check", "--placements", "--sample", "1", "--out", str(tmp_path / "file" / "deeper")]) == USAGE
+    assert main(["study", "--placements", "--sample", "1", "--out", str(tmp_path / "file" / "deeper")]) == USAGE
     assert "pass another folder with --out" in capsys.readouterr().err
 
 
 def test_the_summary_of_one_case():
     finished = run_case(CHEAP)
-    found = summary([finished, replace(finished, error=float("nan"), passed=False, verdict="NOT VERIFIED")], "hessiankit check")
+    found = summary([finished, replace(finished, error=float("nan"), passed=False, verdict="NOT VERIFIED")], "hessiankit study")
     assert found["max_rel_error"] is None
     assert found["failed"] == [f"{CHEAP}: NOT VERIFIED"]
     assert verdict(found).startswith("1 of 2 cases FAILED of 1 placements; largest error not known")
@@ -206,7 +206,7 @@ def test_the_committed_result_is_of_every_placement():
     found = json.loads((ROOT / "docs" / "placement_grid.json").read_text(encoding="utf-8"))
     size = found["cases"]
     part = "" if size == len(cases()) else f" --sample {size} --seed 0"
-    assert found["command"] == f"hessiankit check --placements{part}"
+    assert found["command"] == f"hessiankit study --placements{part}"
     assert size >= 8 * len(PLACEMENTS)
     assert set(found["placements"]) == set(PLACEMENTS)
     assert found["failed"] == []

@@ -12,7 +12,7 @@ from hessiankit.cli.main import main
 
 
 def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--quick", "--table", "--out", str(tmp_path)]) == 0
+    assert main(["study", "--quick", "--table", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     for expected in (
         "blocks.0.attention.W_Q x blocks.0.attention.W_K",
@@ -43,7 +43,7 @@ def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.Monke
         return found if tangents is None or bar is not None else tuple(None if c is None else -c for c in found)
 
     monkeypatch.setattr(LinearisedSoftmax, "pull", other)
-    assert main(["check", "--quick", "--loss", "mse", "--no-full", "--out", str(tmp_path)]) == 1
+    assert main(["study", "--quick", "--loss", "mse", "--no-full", "--out", str(tmp_path)]) == 1
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,17 @@ def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_cannot_be_used_is_exit_code_two(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", "--quick", "--out", str(tmp_path), *arguments]) == 2
+    assert main(["study", "--quick", "--out", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["check", "--quick", "--out", str(tmp_path / "file")]) == 2
+    assert main(["study", "--quick", "--out", str(tmp_path / "file")]) == 2
     assert "cannot write into --out" in capsys.readouterr().err
 
 
 def test_options_count_beside_quick(tmp_path: Path) -> None:
-    assert main(["check", "--quick", "--loss", "mse", "--d-ff", "5", "--seed", "3", "--no-full", "--out", str(tmp_path)]) == 0
+    assert main(["study", "--quick", "--loss", "mse", "--d-ff", "5", "--seed", "3", "--no-full", "--out", str(tmp_path)]) == 0
     options = json.loads((tmp_path / "report.json").read_text())["options"]
     assert (options["d_ff"], options["d_model"], options["seed"], options["losses"]) == (5, 8, 3, ["mse"])

@@ -84,7 +84,7 @@ def test_names_tell_rows_apart(seen) -> None:
 
 def test_the_main_job_is_a_screen_and_a_half(seen) -> None:
     for one in seen[0]:
-        if one.name == "$ check --quick":
+        if one.name == "$ study --quick":
             text = "\n".join(one.lines)
             assert "10 of 272 rows, largest error first" in " ".join(text.split())
             assert "Hessian 2 of 4: " in text

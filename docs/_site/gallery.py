@@ -17,7 +17,7 @@ from figures import names, summary  # noqa: E402
 
 OTHERS = {
     "bounds": ("Bounds over true norms, by size, by training and by placement.", "python -m figures bounds_over_truth"),
-    "hessian_cross_entropy": ("The Hessian of a digits classifier at initialisation and after training.", "hessiankit check"),
+    "hessian_cross_entropy": ("The Hessian of a digits classifier at initialisation and after training.", "hessiankit study"),
     "derivation_post": (
         "The post-norm block's second derivative in W_Q and W_V, typeset.",
         "python -m hessiankit.formulas.page docs",

@@ -18,14 +18,16 @@ from hessiankit.cli.monitor import add_monitor
 from hessiankit.cli.parsing import CLOSED, FAILED, INTERRUPTED, OK, USAGE, Help, Parser, in_options
 from hessiankit.cli.routes import add_routes
 from hessiankit.cli.sharpness import add_sharpness
+from hessiankit.cli.study import add_study
 from hessiankit.cli.tune import add_tune
-from hessiankit.support.errors import HessiankitError
+from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.files import check_writable, output_for
 from hessiankit.support.package import __version__
 
 __all__ = ["CLOSED", "FAILED", "INTERRUPTED", "OK", "USAGE", "main", "parser"]
 
 COMMANDS = (
+    add_study,
     add_check,
     add_hessian,
     add_derive,
@@ -39,8 +41,8 @@ COMMANDS = (
 )
 EXAMPLES = """\
 examples:
-  hessiankit check --quick
-      a model's exact Hessian beside automatic differentiation, in a few seconds
+  hessiankit study --quick
+      a classifier's exact Hessian beside automatic differentiation, in a few seconds
   hessiankit hessian --placement pre --heads 2 --plot hessian.png
       the exact Hessian of a transformer block
   hessiankit COMMAND --help
@@ -70,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(top)
-    args = top.parse_args(argv)
+    try:
+        args = top.parse_args(_renamed(list(sys.argv[1:] if argv is None else argv), top))
+    except InputError as error:
+        return _told(str(error), USAGE)
     try:
         for name in FILES:
             check_writable(args.command, getattr(args, name, None))
@@ -88,6 +93,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f" {error.filename}" if error.filename is not None else ""
         return _told(f"{args.command}: cannot use{where or ' a file'}: {error.strerror or error}", USAGE)
+
+
+def _renamed(argv: list[str], top: Parser) -> list[str]:
+    """Return the arguments with ``study`` for a ``check`` of no module, its former name; say so on standard error.
+
+    Raises:
+        InputError: If an option of the study stands beside a module.
+    """
+    if argv[:1] != ["check"]:
+        return argv
+    (commands,) = (action.choices for action in top._actions if action.dest == "command")
+    study, check = (set(commands[name]._option_string_actions) for name in ("study", "check"))  # type: ignore[index]
+    given = [word.partition("=")[0] for word in argv[1:] if word.startswith("-") and word != "-"]
+    module = "--model" in given or ("--placement" in given and "--placements" not in given)
+    if not module and not {"-h", "--help"} & set(given) and all(any(o.startswith(word) for o in study) for word in given):
+        words = argv[1:] if "--placements" in given or "--out" in given else ["--out", "results/check", *argv[1:]]
+        print("hessiankit: check without --model or --placement is called study now: hessiankit study", file=sys.stderr)
+        return ["study", *words]
+    if module and (foreign := [word for word in given if word in study - check]):
+        raise InputError(f"check: {foreign[0]} is of hessiankit study, not of one model or block; drop it")
+    return argv
 
 
 def _runner(path: str) -> Callable[..., int]:

@@ -54,7 +54,7 @@ class StudyOptions:
     directions: int = 1
     full: bool = False
     exact: bool = False
-    out: Path = Path("results/check")
+    out: Path = Path("results/study")
 
 
 QUICK: dict[str, Any] = {"d_model": 8, "d_ff": 16, "seq_len": 4, "steps": 40, "batch": 16, "full": True}
@@ -184,7 +184,7 @@ def run_study(options: StudyOptions, say: Callable[..., None] = _silent, *, ever
         pairs = {loss: (reports[loss, "initialisation"], reports[loss, "trained"]) for loss in options.losses}
         say("", _block_table(pairs).top(SHOWN))
     say("", _summary(study))
-    write_json("check", target, study.to_dict())  # before the pictures, which take more room
+    write_json("study", target, study.to_dict())  # before the pictures, which take more room
     for loss, path in pictures.items():
         _draw(reports[loss, "initialisation"].hessian, reports[loss, "trained"].hessian, loss, path)
     say(f"wrote {target} and {', '.join(str(path) for path in study.pictures)}")
@@ -198,13 +198,13 @@ def _load(options: StudyOptions) -> tuple[Tensor, Tensor, int, tuple[Tensor, Ten
     try:
         torch.zeros(1, device=options.device)
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"check: --device {options.device} cannot be used: {str(error).splitlines()[0]}") from error
+        raise InputError(f"study: --device {options.device} cannot be used: {str(error).splitlines()[0]}") from error
     splits = [load_images(options.data, split=split, seed=options.seed, dtype=dtype) for split in ("train", "test")]
     size = splits[0].image_size
     patch = (2 if max(size) <= 16 else 4) if options.seq_len is None else patch_for(size, options.seq_len)
     (x, y), held_out = ((patchify(s.images, patch).to(options.device), s.labels.to(options.device)) for s in splits)
     if options.batch > len(x):
-        raise InputError(f"check: --batch {options.batch} asks for more than the {len(x)} training images of {splits[0].name}")
+        raise InputError(f"study: --batch {options.batch} asks for more than the {len(x)} training images of {splits[0].name}")
     return x, y, splits[0].n_classes, held_out, splits[0].name
 
 
@@ -283,4 +283,4 @@ def _make_folder(out: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise InputError(f"check: cannot write into --out {out}: {error.strerror or error}; choose another folder") from error
+        raise InputError(f"study: cannot write into --out {out}: {error.strerror or error}; choose another folder") from error

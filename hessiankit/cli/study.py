@@ -1,0 +1,101 @@
+"""``hessiankit study``: the paper's classifier trained and its Hessian checked, or the grid of norm placements."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+from hessiankit.cli.parsing import FAILED, OK, Commands, add_command, add_json, add_table, positive, refuse, seed
+from hessiankit.support.files import write_json
+
+EXAMPLES = (
+    ("hessiankit study", "about a minute; report and heat maps in results/study"),
+    ("hessiankit study --data path/to/mnist --loss cross_entropy --steps 1000", "on MNIST's files, one loss, longer training"),
+    ("hessiankit study --placements --placement hybridnorm --sample 8", "eight tiny language models of one norm placement"),
+)
+
+
+def add_study(commands: Commands) -> None:
+    """Add the command to the parser."""
+    study = add_command(
+        commands,
+        "study",
+        runner="hessiankit.cli.study:run_study_command",
+        help="train the paper's classifier and check its exact Hessian before and after; --placements: every norm placement",
+        description="Train one post-norm transformer block on images, compute the exact Hessian of a batch at initialisation and "
+        "after training, for squared error and cross entropy, and compare it block pair by block pair with references that take "
+        "other routes. Prints a table, writes heat maps and a JSON report. With --placements, check every norm placement.",
+        examples=EXAMPLES,
+        failed="something disagrees",
+    )
+    add = study.add_argument
+    add("--data", help="'digits' (default), or a path to MNIST's IDX files or the Python version of CIFAR")
+    add("--d-model", type=positive, help="width of a token (default 16; --quick 8)")
+    add("--d-ff", type=positive, help="hidden width of the feed-forward network (default 64; --quick 16)")
+    tokens = "tokens an image is cut into (default: patches of 2 x 2, of 4 x 4 beyond 16 pixels; --quick 4)"
+    add("--seq-len", type=positive, help=tokens)
+    add("--loss", choices=("both", "mse", "cross_entropy"), help="default: both")
+    add("--steps", type=positive, help="training steps (default 300; --quick 40)")
+    add("--batch", type=positive, help="images of the Hessian's batch (default 32; --quick 16)")
+    add("--dtype", choices=("float64", "float32"), default="float64", help="arithmetic (default float64)")
+    add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
+    add("--seed", type=seed, default=0, help="of initialisation, batches and directions (default 0)")
+    add("--directions", type=positive, help="generic directions a parameter for the comparison (default 1)")
+    full = "compare and time every entry at the end (default only with --quick)"
+    add("--full", action=argparse.BooleanOptionalAction, help=full)
+    exact = "also check every formula, and whole blocks of every norm placement, in exact arithmetic (about two minutes)"
+    add("--exact", action="store_true", default=None, help=exact)
+    add("--out", type=Path, help="folder for the report and the heat maps (default results/study)")
+    add("--quick", action="store_true", help="a small model and batch: a few seconds; other options still count")
+    add_json(add)
+    add_table(add)
+    grid = study.add_argument_group(
+        "every norm placement",
+        "Instead of the classifier: the exact Hessian of tiny language models for every norm placement, combined with every "
+        "kind of norm, activation, heads, mask, depth and loss (half an hour on one core). After an interruption the same "
+        "command goes on. Of the other options, --seed, --json and --out (default results/placements) count.",
+    ).add_argument
+    grid("--placements", action="store_true", help="check the grid of placements")
+    grid("--placement", metavar="NAME", action="append", help="only this placement's part of the grid (may be repeated)")
+    grid("--sample", type=positive, metavar="N", help="only N cases, drawn by --seed, the placements taking turns")
+    grid("--jobs", type=positive, metavar="N", help="processes that share the work (default 1)")
+
+
+OF_THE_GRID = ("placement", "sample", "jobs")
+COUNT_WITH_THE_GRID = ("placements", *OF_THE_GRID, "seed", "json", "table", "out")
+
+
+def run_study_command(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        InputError: If an option or a file cannot be used.
+    """
+    if args.placements:
+        return _placements(args)
+    refuse(args, OF_THE_GRID, "is of the grid of norm placements; add --placements")
+    from hessiankit.studies.classifier import QUICK, StudyOptions, run_study
+    from hessiankit.support.environment import take_free_cores
+    from hessiankit.support.tables import say
+
+    take_free_cores()
+    given = {f.name: getattr(args, f.name) for f in fields(StudyOptions) if getattr(args, f.name, None) is not None}
+    losses = ("mse", "cross_entropy") if args.loss in (None, "both") else (args.loss,)
+    study = run_study(StudyOptions(**{**(QUICK if args.quick else {}), **given, "losses": losses}), say, every=args.table)
+    if args.json is not None:
+        write_json("study", args.json, study.to_dict())
+    return OK if study.passed else FAILED
+
+
+def _placements(args: argparse.Namespace) -> int:
+    from hessiankit.studies.placement_grid import run_placements
+
+    others = {action.dest for action in args.parser._actions} - {*COUNT_WITH_THE_GRID, "help"}
+    refuse(args, others, "does not go with --placements, whose sizes are fixed; drop it, or see --sample")
+    words = ["hessiankit study --placements", *(f"--placement '{name}'" for name in args.placement or ())]
+    words += [f"--sample {args.sample} --seed {args.seed}"] if args.sample else []
+    out, jobs = args.out or Path("results/placements"), args.jobs or 1
+    found = run_placements(args.placement, sample=args.sample, seed=args.seed, jobs=jobs, out=out, command=" ".join(words))
+    write_json("study", args.json, found)
+    return FAILED if found["failed"] else OK
