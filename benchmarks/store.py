@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -10,18 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plan import Cell
+from hessiankit.support.jsonl import append_records, read_records
 
 
 def finished(path: Path) -> list[dict[str, Any]]:
     """Return the records in a file, measured with whatever settings, in the order in which they were added."""
-    records: list[dict[str, Any]] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # the line that was being written when the machine stopped
-                record = json.loads(line)
-                if isinstance(record, dict) and "key" in record:
-                    records.append(record)
-    return records
+    return list(read_records(path, lambda record: {"key": record["key"], **record}))
 
 
 class Store:
@@ -52,9 +45,7 @@ class Store:
         key = self.key(cell)
         record: dict[str, Any] = {"key": key, "cell": cell, "settings": self.settings}
         record |= {"environment": environment, "result": result}
-        line = json.dumps(record, allow_nan=False)
-        torn = self.path.exists() and self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(("\n" if torn else "") + line + "\n")
+        json.dumps(record, allow_nan=False)  # raises for a NaN before the file is touched
+        append_records(self.path, record)
         self.records[key] = record
         return record

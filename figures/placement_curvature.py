@@ -36,7 +36,7 @@ from figures._lanczos import extremes
 from figures._placement_map import draw_map
 from hessiankit.studies.placement_grid import version
 from hessiankit.support.environment import environment
-from hessiankit.support.files import LineFile
+from hessiankit.support.jsonl import append_records
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_text, table
 
@@ -186,12 +186,13 @@ def measure_all(settings: Settings, lines: Path) -> list[Measured]:
     """Measure every cell that ``lines`` does not hold yet, each a line when it is finished."""
     done = {m.cell: m for m in _read(lines) if m.made_by == made_by(settings)}
     todo = cells(settings)
-    with progress_bar() as tell, writing(lines), LineFile(lines) as file:
+    with progress_bar() as tell, writing(lines):
+        append_records(lines)
         for k, cell in enumerate(todo):
             tell(f"{cell.placement}, {cell.blocks} blocks", k, len(todo))
             if cell not in done:
                 done[cell] = measure(cell, settings)
-                file.write(json.dumps(asdict(done[cell])))
+                append_records(lines, asdict(done[cell]))
     return [done[cell] for cell in todo]
 
 

@@ -20,9 +20,9 @@ from hessiankit.studies.placement_grid import (
     PlacementCase,
     build,
     cases,
+    finished_cases,
     is_balanced,
     is_generic,
-    read_lines,
     run_case,
     summary,
     verdict,
@@ -50,7 +50,7 @@ def test_the_grid_is_the_whole_product():
 
 
 def test_the_sample_passes_and_covers_every_placement_and_option(out):
-    finished = list(read_lines(out / "cases.jsonl"))
+    finished = list(finished_cases(out / "cases.jsonl"))
     assert all(one.passed and 0 < one.error <= 1e-10 and one.identities > 0 for one in finished)
     assert [one.case for one in finished] == cases(sample=SAMPLE)
     assert {one.case.placement for one in finished} == set(PLACEMENTS)
@@ -72,7 +72,7 @@ def test_every_kind_of_parameter_occurs(out):
     expected |= {f"{scale}_{k}" for scale in ("omega", "lambda") for k in "12"}
     expected |= {f"{norm}_norm.{part}" for norm in ("embedding", "final") for part in ("weight", "bias")}
     assert kinds == expected | {"embedding.W_E", "embedding.P", "head.W_C"}
-    checked = {kind for one in read_lines(out / "cases.jsonl") for kind in one.kinds}
+    checked = {kind for one in finished_cases(out / "cases.jsonl") for kind in one.kinds}
     assert {kind.removeprefix("blocks.") for kind in checked} <= kinds
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import json
 import random
 import signal
 import sys
@@ -15,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 from benchmarks.mutants.listing import Mutant, every
 from benchmarks.mutants.running import KILLED, STALE, SURVIVED, UNDECIDED, UNTESTED, Verdict, Workshop
 from hessiankit.support.errors import InputError
-from hessiankit.support.files import LineFile
+from hessiankit.support.jsonl import append_records, read_records
 from hessiankit.support.tables import as_text, table
 
 ROOT = Path(__file__).parents[2]
@@ -84,12 +82,7 @@ def digest(mutant: Mutant, by: str) -> str:
 
 def kept(path: Path) -> dict[str, Verdict]:
     """Return the verdicts in a file by what they depend on."""
-    found: dict[str, Verdict] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError):  # a line that an interruption cut off
-            record: dict[str, Any] = json.loads(line)
-            found[record["digest"]] = Verdict(record["state"], record["by"], record["seconds"])
-    return found
+    return dict(read_records(path, lambda r: (r["digest"], Verdict(r["state"], r["by"], r["seconds"]))))
 
 
 def measured(mutants: Sequence[Mutant], options: argparse.Namespace) -> Iterator[tuple[Mutant, Verdict]]:
@@ -106,7 +99,8 @@ def measured(mutants: Sequence[Mutant], options: argparse.Namespace) -> Iterator
     if not open_:
         return
     free: SimpleQueue[Workshop] = SimpleQueue()
-    with LineFile(options.out) as file, ThreadPoolExecutor(options.jobs) as pool, contextlib.ExitStack() as stack:
+    append_records(options.out)
+    with ThreadPoolExecutor(options.jobs) as pool, contextlib.ExitStack() as stack:
         for _ in range(min(options.jobs, len(open_))):
             free.put(stack.enter_context(Workshop(ROOT, options.limit_seconds, check=options.by == "check")))
         lock = threading.Lock()
@@ -119,7 +113,7 @@ def measured(mutants: Sequence[Mutant], options: argparse.Namespace) -> Iterator
                 free.put(workshop)
             record = {"digest": digests[mutant], "mutant": str(mutant), **vars(verdict)}
             with lock:
-                file.write(json.dumps(record))
+                append_records(options.out, record)
             return mutant, verdict
 
         try:

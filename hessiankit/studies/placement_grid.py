@@ -31,7 +31,8 @@ from hessiankit.blocks import PLACEMENTS, FeedForward, GroupNorm, Transformer
 from hessiankit.blocks.placements import placement_of
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError
-from hessiankit.support.files import LineFile, write_text
+from hessiankit.support.files import write_text
+from hessiankit.support.jsonl import append_records, read_records, usable
 from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import say, table
 from hessiankit.verify.check import check
@@ -258,18 +259,15 @@ def run_grid(todo: list[PlacementCase], lines: Path, *, jobs: int = 1, tell: Tel
     Raises:
         InputError: If the file cannot be read or written.
     """
-    try:
-        done = {finished.case: finished for finished in read_lines(lines) if finished.version == version()}
+    with usable("placement_grid", lines), _runner(jobs) as run:
+        done = {finished.case: finished for finished in finished_cases(lines) if finished.version == version()}
         left = [case for case in todo if case not in done]
-        with LineFile(lines) as file, _runner(jobs) as run:
-            for k, finished in enumerate(run(left)):
-                done[finished.case] = finished
-                file.write(json.dumps(asdict(finished)))
-                if tell is not None:
-                    tell(finished.case.placement, len(todo) - len(left) + k + 1, len(todo))
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"placement_grid: {lines} cannot be used: {why}; pass another folder with --out") from error
+        append_records(lines)
+        for k, finished in enumerate(run(left)):
+            done[finished.case] = finished
+            append_records(lines, asdict(finished))
+            if tell is not None:
+                tell(finished.case.placement, len(todo) - len(left) + k + 1, len(todo))
     return [done[case] for case in todo]
 
 
@@ -289,16 +287,9 @@ def _prepare_worker() -> None:
     torch.set_num_threads(1)
 
 
-def read_lines(path: Path) -> Iterator[Finished]:
-    """Yield the finished cases of a file; a last line that was cut off by an interrupt is skipped."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-            yield Finished(**{**entry, "case": PlacementCase(**entry["case"]), "kinds": tuple(entry["kinds"])})
-        except (ValueError, TypeError, KeyError):
-            continue
+def finished_cases(path: Path) -> Iterator[Finished]:
+    """Yield the finished cases of a file, in the order in which they were added."""
+    yield from read_records(path, lambda r: Finished(**{**r, "case": PlacementCase(**r["case"]), "kinds": tuple(r["kinds"])}))
 
 
 @cache

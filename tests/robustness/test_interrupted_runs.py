@@ -37,7 +37,7 @@ def ran(spec: RunSpec) -> RunResult:
 GRID = """
 import sys, time, pathlib
 sys.path.insert(0, "tests/robustness")
-from hessiankit import placement_grid
+from hessiankit.studies import placement_grid
 from test_interrupted_runs import CASES, finished
 def slow(case):
     time.sleep(0.05)
@@ -109,7 +109,7 @@ def test_killed_in_the_middle(what, tmp_path, monkeypatch):
 def test_a_full_disk(what, tmp_path, monkeypatch):
     script, again, everything = AGAIN[what]
     path = tmp_path / "lines.jsonl"
-    line = {"grid": json.dumps(asdict(finished(CASES[0]))), "tune": store.line_of(ran(SPECS[0]))}[what]
+    line = {"grid": json.dumps(asdict(finished(CASES[0]))), "tune": json.dumps(store.record_of(ran(SPECS[0])))}[what]
     running = process(LIMITED.format(size=int(2.5 * len(line))) + script, path, stderr=subprocess.PIPE)
     _, told = running.communicate(timeout=120)
     last = told.strip().splitlines()[-1]

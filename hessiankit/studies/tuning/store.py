@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache
@@ -18,8 +17,7 @@ from typing import Any
 import torch
 
 from hessiankit.studies.tuning.experiment import RunResult, RunSpec, Setting, run
-from hessiankit.support.errors import InputError
-from hessiankit.support.files import LineFile
+from hessiankit.support.jsonl import append_records, read_records, usable
 from hessiankit.support.progress import Tell
 
 CODE = ("blocks", "optim", "partition", "studies/text.py", "studies/tuning/experiment.py")
@@ -41,14 +39,12 @@ class Runs:
 
     def __init__(self, lines: Path, *, jobs: int = 1, tell: Tell | None = None, expected: int = 0) -> None:
         self.lines, self.jobs, self.tell, self.expected = lines, jobs, tell, expected
-        self._known = {result.spec: result for result in read_lines(lines)}
+        with usable("tune-lr", lines):
+            self._known = {result.spec: result for result in finished_runs(lines)}
+            append_records(lines)
         self._used: set[RunSpec] = set()
         self._exit = ExitStack()
         self._map: Callable[[Iterable[RunSpec]], Iterable[RunResult]] | None = None
-        try:
-            self._file = self._exit.enter_context(LineFile(lines))
-        except OSError as error:
-            raise _unusable(lines, error) from error
 
     def __enter__(self) -> Runs:
         return self
@@ -65,7 +61,8 @@ class Runs:
             for result in self._runner()(left):
                 self._known[result.spec] = result
                 self._used.add(result.spec)
-                self._write(result)
+                with usable("tune-lr", self.lines):
+                    append_records(self.lines, record_of(result))
                 self._say(what)
         return {spec: self._known[spec] for spec in specs}
 
@@ -89,46 +86,31 @@ class Runs:
                 self._map = lambda left: pool.imap_unordered(run, left)
         return self._map
 
-    def _write(self, result: RunResult) -> None:
-        try:
-            self._file.write(line_of(result))
-        except OSError as error:
-            raise _unusable(self.lines, error) from error
-
     def _say(self, what: str) -> None:
         if self.tell is not None:
             self.tell(what, len(self._used), max(self.expected, len(self._used)))
 
 
-def line_of(result: RunResult) -> str:
-    """Return a run as one line of JSON, losses that are no number as null."""
+def record_of(result: RunResult) -> dict[str, Any]:
+    """Return a run as a record of the file, losses that are infinite as None."""
     losses = [None if math.isinf(loss) else loss for loss in result.losses]
-    entry: dict[str, Any] = {**asdict(result), "losses": losses, "version": version()}
-    return json.dumps(entry)
+    return {**asdict(result), "losses": losses, "version": version()}
 
 
-def read_lines(path: Path) -> Iterator[RunResult]:
-    """Yield the finished runs of a file that this code and this torch did; a line that was cut off is skipped.
+def finished_runs(path: Path) -> list[RunResult]:
+    """Return the finished runs of a file that this code and this torch did."""
+    return [result for result in read_records(path, _result) if result is not None]
 
-    Raises:
-        InputError: If the file cannot be read.
-    """
-    try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unusable(path, error) from error
-    for line in text.splitlines():
-        try:
-            entry = json.loads(line)
-            if entry.pop("version") != version():
-                continue
-            spec = entry["spec"]
-            ratios = tuple((kind, factor) for kind, factor in spec["ratios"])
-            made = RunSpec(**{**spec, "setting": Setting(**spec["setting"]), "ratios": ratios})
-            losses = tuple(math.inf if loss is None else loss for loss in entry["losses"])
-            yield RunResult(**{**entry, "spec": made, "steps": tuple(entry["steps"]), "losses": losses})
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
+
+def _result(record: Any) -> RunResult | None:
+    """Return the run of a record, None where other code or another torch did it."""
+    if record.pop("version") != version():
+        return None
+    spec = record["spec"]
+    ratios = tuple((kind, factor) for kind, factor in spec["ratios"])
+    made = RunSpec(**{**spec, "setting": Setting(**spec["setting"]), "ratios": ratios})
+    losses = tuple(math.inf if loss is None else loss for loss in record["losses"])
+    return RunResult(**{**record, "spec": made, "steps": tuple(record["steps"]), "losses": losses})
 
 
 @cache
@@ -145,8 +127,3 @@ def version() -> str:
 def _prepare_worker() -> None:
     """Leave Ctrl-C to the process that shares out the work."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _unusable(path: Path, error: Exception) -> InputError:
-    why = getattr(error, "strerror", None) or error
-    return InputError(f"tune-lr: {path} cannot be used: {why}; pass another folder with --out")

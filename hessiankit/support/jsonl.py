@@ -1,0 +1,84 @@
+"""JSON Lines: one finished piece of work a line, in a file to which an interrupted run goes on adding."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hessiankit.support.errors import InputError
+
+T = TypeVar("T")
+
+
+def read_records(
+    path: Path, decode: Callable[[Any], T], *, skipped: Callable[[int], object] = lambda number: None
+) -> Iterator[T]:
+    """Yield ``decode(record)`` for every line of a JSON Lines file; nothing where there is no file.
+
+    A line that is not JSON (an interrupt cut it off), or that ``decode`` refuses by a ValueError, TypeError, KeyError or
+    AttributeError, is skipped.
+
+    Args:
+        path: The file.
+        decode: What makes an object of a parsed line.
+        skipped: Called with the number, from 1, of every line that is skipped.
+
+    Raises:
+        OSError, UnicodeDecodeError: The file cannot be read; see :func:`usable`.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found = decode(json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            if skipped is not None:
+                skipped(number)
+            continue
+        yield found
+
+
+def append_records(path: Path, *records: Mapping[str, Any]) -> None:
+    """Append records, one line each: all of them, or none where the disk has no room.
+
+    A line that an interrupt cut off before is ended first. Without records, only check that the file can be written, and make
+    it, with its folder, where it is missing.
+
+    Raises:
+        OSError: The file cannot be opened or written; see :func:`usable`.
+        TypeError: A record holds something that JSON does not know.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "runs.jsonl"
+    >>> _ = path.write_text('{"seed": 1}\\n{"see')
+    >>> append_records(path, {"seed": 2})
+    >>> list(read_records(path, lambda record: record["seed"]))
+    [1, 2]
+    """
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size and content:
+            file.seek(size - 1)
+            content = (b"" if file.read(1) == b"\n" else b"\n") + content
+        left = memoryview(content)
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+@contextmanager
+def usable(who: str, path: Path, remedy: str = "pass another folder with --out") -> Iterator[None]:
+    """Turn the errors of reading or writing a file into an InputError that says what to do."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{who}: {path} cannot be used: {why}; {remedy}") from error
