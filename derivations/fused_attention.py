@@ -28,7 +28,7 @@ from torch import Tensor
 from derivations.broadcasting import align, unbroadcast
 from derivations.directions import parts
 from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Tangents, hollow, plus
-from derivations.softmax import from_peak, peaks
+from derivations.softmax import covariance, from_peak, peaks
 from derivations.tiled_attention import NOT_NUMBERS, Moved, TiledHead
 
 TILED = 512**2
@@ -150,7 +150,12 @@ class LinearisedAttention(Linearised):
     @cached_property
     def M(self) -> Tensor:
         """C_A(W V^T)."""
-        return _covariance(self.A, self.W @ self.V.mT)
+        return covariance(self.A, self.W @ self.V.mT, self.peak)
+
+    @cached_property
+    def peak(self) -> Tensor:
+        """The key with the largest weight in each row of A."""
+        return peaks(self.A, -1)
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return C_A(dT) V + A dV."""
@@ -163,7 +168,7 @@ class LinearisedAttention(Linearised):
         for part in _parts(count, A):
             q, k, v, b = (None if t is None else t[part] for t in moved)
             t = _logits(self.c, self.Q, self.K, q, k, b)
-            along_T = 0 if t is None else _product(_covariance(A, t), V)
+            along_T = 0 if t is None else _product(covariance(A, t, self.peak), V)
             along_V = 0 if v is None else _product(A, v)
             out[part] = along_T + along_V
         return out.reshape(count, *self.primitive._rows(self.inputs), *shape[-2:])
@@ -196,11 +201,11 @@ class LinearisedAttention(Linearised):
         to_weights = None if bar is None else _product(bar, self.V.mT)
         if v is not None:
             to_weights = plus(to_weights, _product(self.W, v.mT))
-        dM = None if to_weights is None else _covariance(A, to_weights)
+        dM = None if to_weights is None else covariance(A, to_weights, self.peak)
         to_V = None if bar is None else _product(A.mT, bar)
         t = _logits(c, Q, K, q, k, b)
         if t is not None:
-            t = from_peak(t, peaks(A, -1), -1)
+            t = from_peak(t, self.peak, -1)
             centred = t - (A * t).sum(-1, keepdim=True)
             to_V = plus(to_V, _product((A * centred).mT, self.W))
             second = self.M * centred
@@ -239,11 +244,6 @@ def _logits(c: float, Q: Tensor, K: Tensor, q: Tensor | None, k: Tensor | None, 
 
 def _parts(count: int, A: Tensor) -> list[slice]:
     return list(parts(A.expand(count, *A.shape[1:])))
-
-
-def _covariance(A: Tensor, x: Tensor) -> Tensor:
-    weighted = A * from_peak(x, peaks(A, -1), -1)
-    return weighted - A * weighted.sum(-1, keepdim=True)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -88,11 +88,11 @@ class LinearisedNorm(Linearised):
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the covectors of X, gamma and beta."""
-        u = None if bar is None else bar.reshape(-1, *self.x.shape)
+        u = None if bar is None else bar.reshape(len(bar), *self.x.shape)
         t, t_gamma, _ = (None, None, None) if tangents is None else self._read(tangents)
         found = (*self._to_rows_and_gain(u, t, t_gamma), u.sum(1) if u is not None and self.moves_shift else None)
         shaped = zip(self.inputs, found, strict=False)
-        return tuple(None if covector is None else covector.reshape(-1, *x.shape) for x, covector in shaped)
+        return tuple(None if covector is None else covector.reshape(len(covector), *x.shape) for x, covector in shaped)
 
     def jacobian_rows(self) -> Tensor:
         """Return the derivative in X, row by row and transposed, (rows, d, d): P diag(r gamma)."""

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array, is_exact, scale, to_sympy
-from derivations.directions import stacks
 from derivations.matrix import Dense, Identity, Matrix
 from derivations.operation import Shape, expect_names, shape_of, size
 from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus
 from derivations.row_blocks import RowCovariance
-from derivations.softmax import from_peak, peaks, softmax
+from derivations.softmax import Covariance, softmax
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,7 +293,7 @@ class CrossEntropy(ByLinearising):
 
 
 class LinearisedCrossEntropy(Linearised):
-    """The probabilities p, (rows, C), and where each row has its peak."""
+    """The probabilities p, (rows, C), and their covariance."""
 
     primitive: CrossEntropy
 
@@ -302,7 +301,7 @@ class LinearisedCrossEntropy(Linearised):
         super().__init__(primitive, inputs, adjoint, wanted)
         logits, self.labels, self.kept, self.normalizer = primitive._rows(inputs)
         self.p = torch.softmax(logits, -1).masked_fill_(~self.kept.unsqueeze(1), 0)
-        self.peak = peaks(self.p, -1)
+        self.covariance = Covariance(self.p, -1)
 
     def forget(self) -> None:
         """Keep the probabilities in place of the logits."""
@@ -331,12 +330,9 @@ class LinearisedCrossEntropy(Linearised):
         first = None if bar is None else bar.reshape(-1, *(1,) * self.inputs[0].ndim) * self.slope
         if tangents is None:
             return first, None
-        t = from_peak(self.primitive._tangent(tangents).reshape(-1, *self.p.shape), self.peak, -1)
-        out, share = t.new_empty(t.shape), self.adjoint * self._share
-        for some, into in stacks(t, out):
-            mean = torch.mul(some, self.p, out=into).sum(-1, keepdim=True)
-            torch.sub(some, mean, out=into).mul_(self.p).mul_(share)
-        return plus(first, out.reshape(-1, *self.inputs[0].shape)), None
+        t = self.primitive._tangent(tangents).reshape(-1, *self.p.shape)
+        second = self.covariance(t, self.adjoint * self._share)
+        return plus(first, second.reshape(-1, *self.inputs[0].shape)), None
 
     @cached_property
     def _share(self) -> Tensor:

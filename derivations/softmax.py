@@ -161,7 +161,7 @@ class LinearisedSoftmax(Linearised):
     def __init__(self, primitive: Softmax, inputs: Inputs, adjoint: Tensor | None, axis: int) -> None:
         super().__init__(primitive, inputs, adjoint)
         self.a, self.axis = primitive.value(*inputs), axis
-        self.peak = Peak(self.a, axis)
+        self.covariance = Covariance(self.a, axis)
 
     def forget(self) -> None:
         """Keep the weights alone."""
@@ -170,59 +170,75 @@ class LinearisedSoftmax(Linearised):
     @cached_property
     def q(self) -> Tensor:
         """The adjoint pulled back."""
-        return self._centred(self.peak.differences(self.adjoint.unsqueeze(0)).mul_(self.a))[0]
+        return self.covariance(self.adjoint.unsqueeze(0))[0]
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return A o (t - A.t)."""
         if tangents[0] is None:
             raise ValueError("Softmax.jvp: the tangent of T is None")
-        return self._covariance(tangents[0])
+        return self.covariance(tangents[0])
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return A o (bar - A.bar) + q o t - q (A.t) - A (q.t) = z - A (1.z) - q (A.t), with z = A o bar + q o t."""
         t = None if tangents is None else tangents[0]
         if t is None:
-            return (None if bar is None else self._covariance(bar),)
+            return (None if bar is None else self.covariance(bar),)
+        centred = self.covariance
         out = torch.empty_like(t, memory_format=torch.contiguous_format)
         for some, into, u in stacks(t, out, bar):
-            moved = self.peak.differences(some)
+            moved = centred.differences(some)
             along = torch.mul(moved, self.a, out=into).sum(self.axis, keepdim=True)
             if u is None:
                 torch.mul(moved, self.q, out=into)
             else:
-                self.peak.differences(u, out=into).mul_(self.a).addcmul_(moved, self.q)
-            self._centred(into).addcmul_(self.q, along, value=-1)
+                centred.differences(u, out=into).mul_(self.a).addcmul_(moved, self.q)
+            centred.centre(into).addcmul_(self.q, along, value=-1)
         return (out,)
 
-    def _covariance(self, t: Tensor) -> Tensor:
-        out = torch.empty_like(t, memory_format=torch.contiguous_format)
-        for some, into in stacks(t, out):
-            self._centred(self.peak.differences(some, out=into).mul_(self.a))
-        return out
 
-    def _centred(self, z: Tensor) -> Tensor:
-        """Return z - A (1.z), in place."""
-        return z.addcmul_(self.a, z.sum(self.axis, keepdim=True), value=-1)
+class Covariance:
+    """C_a t = a o (t - a.t) for weights a with rows along an axis, and many tangents t at once.
 
-
-class Peak:
-    """Where each row of weights has its largest; see :func:`peaks`.
+    t is measured from the peak of its row (:func:`peaks`).
 
     Args:
         a: The weights.
         axis: The rows' axis, counted from the end.
+
+    >>> Covariance(torch.tensor([0.5, 0.5]), -1)(torch.tensor([[1.0, 0.0]])).tolist()
+    [[0.25, -0.25]]
     """
 
     def __init__(self, a: Tensor, axis: int) -> None:
+        self.a, self.axis = a, axis
         peak = peaks(a, axis)
         self.shape = peak.shape
         every = torch.arange(a.numel(), device=a.device).reshape(a.shape)
         self.positions = torch.take_along_dim(every, peak, axis).reshape(-1)
 
+    def __call__(self, t: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return C_a t for tangents (S, *shape of the weights), multiplied by a weight for each row if there is one."""
+        out = torch.empty_like(t, memory_format=torch.contiguous_format)
+        for some, into in stacks(t, out):
+            self.centre(self.differences(some, out=into).mul_(self.a))
+            if weight is not None:
+                into.mul_(weight)
+        return out
+
     def differences(self, t: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return tangents, (S, *shape of the weights), less what they have at the peak of their row."""
+        """Return tangents, (S, *shape of the weights), less their value at the peak of their row."""
         top = t.reshape(t.shape[0], -1).index_select(1, self.positions).reshape(-1, *self.shape)
         return torch.sub(t, top, out=out)
+
+    def centre(self, z: Tensor) -> Tensor:
+        """Return z - a (1.z), in place."""
+        return z.addcmul_(self.a, z.sum(self.axis, keepdim=True), value=-1)
+
+
+def covariance(a: Tensor, t: Tensor, peak: Tensor, axis: int = -1) -> Tensor:
+    """Return C_a t = a o (t - a.t) where weights and tangents broadcast; ``peak`` is :func:`peaks` of the weights."""
+    z = a * from_peak(t, peak, axis)
+    return z.addcmul_(a, z.sum(axis, keepdim=True), value=-1)
 
 
 SATURATED = 0.9999
@@ -246,14 +262,9 @@ def nearly_one_hot(a: Tensor, axis: int) -> bool:
     return bool(((a.amax(axis) > SATURATED) & ((a != 0).sum(axis) > 1)).any())
 
 
-def at_peak(t: Tensor, peak: Tensor, axis: int) -> Tensor:
-    """Return what tangents have at the peak of their row."""
-    return torch.take_along_dim(t, peak.reshape((1,) * (t.ndim - peak.ndim) + peak.shape), axis)
-
-
 def from_peak(t: Tensor, peak: Tensor, axis: int) -> Tensor:
-    """Return tangents less what they have at the peak of their row."""
-    return t - at_peak(t, peak, axis)
+    """Return tangents less their value at the peak of their row."""
+    return t - torch.take_along_dim(t, peak.reshape((1,) * (t.ndim - peak.ndim) + peak.shape), axis)
 
 
 @dataclass(frozen=True)
@@ -276,7 +287,9 @@ class LogSoftmax(Primitive):
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         if tangents[0] is None:
             raise ValueError("LogSoftmax.jvp: the tangent of T is None")
-        return self._centred(inputs[0], tangents[0])
+        a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])
+        t = from_peak(tangents[0], peaks(a, axis), axis)
+        return t - (a * t).sum(axis, keepdim=True)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])
@@ -290,16 +303,11 @@ class LogSoftmax(Primitive):
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         if tangents[0] is None:
             return (None,)
-        weight = torch.softmax(inputs[0], self.dim) * adjoint.sum(self.dim, keepdim=True)
-        return (-weight * self._centred(inputs[0], tangents[0]),)
+        a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])
+        return (-adjoint.sum(axis, keepdim=True) * covariance(a, tangents[0], peaks(a, axis), axis),)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim + self._axis(inputs[0])
 
     def _axis(self, T: Tensor) -> int:
         return self.dim if self.dim < 0 else self.dim - T.ndim
-
-    def _centred(self, T: Tensor, t: Tensor) -> Tensor:
-        a, axis = torch.softmax(T, self.dim), self._axis(T)
-        t = from_peak(t, peaks(a, axis), axis)
-        return t - (a * t).sum(axis, keepdim=True)

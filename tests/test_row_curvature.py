@@ -9,7 +9,7 @@ from torch import Tensor
 
 from derivations.loss import CrossEntropy, MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
-from hessiankit.engine.row_diagonal import DenseRows, RowCurvature, of_loss, through_entries, through_norm
+from derivations.row_curvature import DenseRows, RowCurvature, of_loss, through_entries, through_norm
 
 ROWS, WIDTH = 3, 5
 

@@ -17,27 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from derivations.attention_point import AttentionPoint
 from derivations.bounds.block_norms import Pairs, pair_norm, row_sum_ends, row_sum_norm
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionRows:
-    """One head at a sequence X.
-
-    Args:
-        X: L x d, the tokens.
-        W_Q: d x d_K.
-        W_K: d x d_K.
-        W_V: d x d_v.
-        W_O: d_v x d_out, or None.
-        mask: L x L, boolean, True where a token may look; or None.
-        scale: c, or None for 1/sqrt(d_K).
+class AttentionRows(AttentionPoint):
+    """One head at a sequence X, arrays as in :class:`derivations.attention.AttentionAt`, in float64.
 
     >>> I = torch.eye(2, dtype=torch.float64)
     >>> AttentionRows(I, 0 * I, I, I).value  # uniform attention
@@ -45,26 +35,10 @@ class AttentionRows:
             [0.5000, 0.5000]], dtype=torch.float64)
     """
 
-    X: Tensor
-    W_Q: Tensor
-    W_K: Tensor
-    W_V: Tensor
-    W_O: Tensor | None = None
-    mask: Tensor | None = None
-    scale: float | None = None
-
-    @property
-    def c(self) -> float:
-        """The scale of the logits."""
-        return 1 / math.sqrt(self.W_Q.shape[1]) if self.scale is None else self.scale
-
     @cached_property
-    def A(self) -> Tensor:
-        """The attention weights, L x L."""
-        logits = self.c * (self.X @ self.W_Q) @ (self.X @ self.W_K).mT
-        if self.mask is not None:
-            logits = logits.masked_fill(~self.mask, -math.inf)
-        return torch.softmax(logits, 1)
+    def c(self) -> float:
+        """The scale of the logits, as a float."""
+        return 1 / math.sqrt(self.W_Q.shape[1]) if self.scale is None else float(self.scale)
 
     @cached_property
     def means(self) -> Tensor:
@@ -75,11 +49,6 @@ class AttentionRows:
     def W(self) -> Tensor:
         """W_V W_O, d x d_out."""
         return self.W_V if self.W_O is None else self.W_V @ self.W_O
-
-    @property
-    def value(self) -> Tensor:
-        """The output, L x d_out."""
-        return self.means @ self.W
 
     @cached_property
     def centred(self) -> Tensor:

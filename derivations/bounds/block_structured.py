@@ -144,7 +144,7 @@ def _rows(
     bend = second * (gradient_S @ w2.mT)
     gradient_Y = torch.einsum("ide,ie->id", through, gradient_S)
     K_Y = through @ K @ through.mT + (w1 * bend.unsqueeze(1)) @ w1.mT
-    into = first.jacobian_with_gain
+    into = first.jacobian
     at_input = into @ K_Y @ into.mT + first.curvature(gradient_Y)
     return _Rows(first.value, hidden, slope, bend, gradient_S, K, through, into, first.pull(gradient_Y), at_input)
 

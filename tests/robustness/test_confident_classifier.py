@@ -17,8 +17,8 @@ import hessiankit as hk
 from derivations.activation import derivatives
 from derivations.elementwise import KINDS
 from derivations.loss import CrossEntropy, CrossEntropyAt
+from derivations.row_curvature import RowCurvature, of_loss
 from derivations.softmax import LogSoftmax
-from hessiankit.engine.row_diagonal import RowCurvature, of_loss
 
 GAPS = [2.0, 12.0, 17.0, 30.0, 45.0, 200.0]
 """Of the label's logit over the next one: 1 - p is from 0.1 to 1e-87."""
