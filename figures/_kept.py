@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import write_bytes
 
 NOTHING: Final = object()
 """What :func:`recall` returns where nothing is kept."""
@@ -35,13 +36,7 @@ def put(path: Path, content: bytes | memoryview) -> Path:
         InputError: The file cannot be written.
     """
     with writing(path):
-        partial = path.with_name(path.name + ".new")
-        try:
-            partial.write_bytes(content)
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        write_bytes("figures", path, content, remedy="pass another folder with --out")
     return path
 
 

@@ -10,6 +10,7 @@ import torch
 
 from figures._kept import checksum, put, read, set_aside
 from hessiankit.diagnostics.monitoring.lines import read_lines
+from hessiankit.studies.training import torch_bytes
 from hessiankit.support.errors import InputError
 
 MONITORED = "monitor.jsonl"
@@ -62,7 +63,7 @@ class State:
             "drawn": self.drawn.get_state(), "files": self.files, "monitored": [len(monitored), checksum(monitored)],
             "so far": so_far,
         }  # fmt: skip
-        put(self.path, packed(content))
+        put(self.path, torch_bytes(content))
 
     def keep(self, name: str, content: Any) -> None:
         """Write what torch can, beside the state, and remember its checksum.
@@ -70,7 +71,7 @@ class State:
         Raises:
             InputError: The file cannot be written.
         """
-        data = packed(content)
+        data = torch_bytes(content)
         put(self.folder / name, data)
         self.files[name] = checksum(data)
 
@@ -104,10 +105,3 @@ class State:
                 read_lines(path)
         except InputError as error:
             set_aside(path, str(error).partition("; ")[0])
-
-
-def packed(content: Any) -> bytes:
-    """Return what ``torch.save`` writes; its own writing of files hides why a disk refused."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()

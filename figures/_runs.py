@@ -11,11 +11,11 @@ import json
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from figures._kept import NOTHING, checksum, keep, read, recall, set_aside, writing
@@ -23,25 +23,25 @@ from figures._kit import differentiable, plain, short_digest, version
 from figures._run_state import MONITORED, State
 from hessiankit.blocks import Transformer, initialise
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, read_monitor
-from hessiankit.optim import blockwise_lr, blockwise_schedule
 from hessiankit.studies.text import VOCAB_SIZE
+from hessiankit.studies.training import updates
 from hessiankit.studies.tuning.experiment import (
-    BETAS,
     CLIP,
     SPIKE,
-    WEIGHT_DECAY,
     Ratios,
+    adamw,
+    cross_entropy,
     digest_of,
     held_out_loss,
     one_thread,
     texts,
-)
+)  # fmt: skip
 from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell, progress_bar
 
 CODE = (
     "hessiankit/blocks", "hessiankit/optim", "hessiankit/partition", "hessiankit/diagnostics", "hessiankit/studies/text.py",
-    "hessiankit/studies/tuning/experiment.py", "figures/_runs.py", "figures/_run_state.py",
+    "hessiankit/studies/training.py", "hessiankit/studies/tuning/experiment.py", "figures/_runs.py", "figures/_run_state.py",
 )  # fmt: skip
 """What the digits of a run depend on."""
 SAVE_EVERY = 100
@@ -211,8 +211,7 @@ def _train(spec: ByteSpec, folder: Path, tell: Tell, identity: dict[str, Any]) -
     windows = held_out.windows(spec.length, spec.windows)
     ends = evaluated_at(spec)
     model = model_of(spec)
-    optimizer = torch.optim.AdamW(blockwise_lr(model, spec.lr, dict(spec.ratios), weight_decay=WEIGHT_DECAY), betas=BETAS)
-    schedule = blockwise_schedule(optimizer, warmup=round(spec.warm_up * spec.steps), steps=spec.steps, final=spec.floor)
+    optimizer, schedule = adamw(model, spec.lr, spec.ratios, spec.steps, round(spec.warm_up * spec.steps), spec.floor)
     drawn = torch.Generator().manual_seed(spec.seed)
     state = State(folder, identity, drawn, model=model, optimizer=optimizer, schedule=schedule)
     so_far: tuple[int, list[int], list[float], list[float], float] | None = state.load()
@@ -231,21 +230,18 @@ def _train(spec: ByteSpec, folder: Path, tell: Tell, identity: dict[str, Any]) -
 
     if so_far is None:
         look(0)
-    for step in range(first + 1, spec.steps + 1):
-        tell(f"training {spec.name}", step - 1, spec.steps)
-        inputs, targets = text.batch(spec.batch_size, spec.length, drawn)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        train_losses.append(loss.item())
-        if not math.isfinite(train_losses[-1]):
+    left = range(first + 1, spec.steps + 1)
+    batch = partial(text.batch, spec.batch_size, spec.length, drawn)
+    tell(f"training {spec.name}", first, spec.steps)
+    for step, loss in updates(model, optimizer, batch, cross_entropy, left, clip=CLIP, schedule=schedule):
+        train_losses.append(loss)
+        if not math.isfinite(loss):
             break
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
         look(step)
         if step % SAVE_EVERY == 0:
             state.save((step, steps, losses, train_losses, time.perf_counter() - began))
+        if step < spec.steps:
+            tell(f"training {spec.name}", step, spec.steps)
     for name in {f"model_{step}.pt" for step in (*spec.kept, spec.steps)} - set(state.files):  # the run broke off before
         state.keep(name, model.state_dict())
     monitored = {} if monitor is None else {MONITORED: checksum(read(monitor.path) or b"")}

@@ -1,19 +1,19 @@
-"""Train a small classifier reproducibly: the trained half of every "at initialisation and after training" figure.
+"""The training loop of all studies and figures, and a small classifier trained by it with checkpoints.
 
-The run is a function of the model, the data and the seed. Stopping it, by Ctrl-C or on purpose, and going on from its
-checkpoint gives the same digits as never having stopped.
+A run of :func:`train` is a function of the model, the data and the seed. Stopping it, by Ctrl-C or on purpose, and going on from
+its checkpoint gives the same digits as never having stopped.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from hessiankit.studies.images import one_hot_target
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import make_folder, write_bytes
 
 LOSSES = ("cross_entropy", "mse")
 CHECKPOINT_EVERY = 100
@@ -61,6 +62,53 @@ class TrainingResult:
             if accuracy is not None:
                 parts.append(f"{name} accuracy {accuracy:.1%}")
         return ", ".join(parts) + (" (interrupted)" if self.interrupted else "")
+
+
+def updates(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[], tuple[Tensor, Tensor]],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    steps: Iterable[int],
+    *,
+    clip: float = math.inf,
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> Iterator[tuple[int, float]]:
+    """Update a model in place, and yield (step, loss of its batch before the update) after each update.
+
+    Where a loss is not finite it is yielded without an update, and the run ends.
+
+    Args:
+        model: Maps inputs to outputs.
+        optimizer: Of its parameters.
+        batch: Returns the inputs and targets of the next step.
+        loss: Maps outputs and targets to a scalar.
+        steps: Numbers of the steps, in their order.
+        clip: Bound on the norm of the gradient.
+        schedule: Learning rates; stepped after each update.
+    """
+    for step in steps:
+        inputs, targets = batch()
+        scalar = loss(model(inputs), targets)
+        value = float(scalar.detach())
+        if math.isfinite(value):
+            optimizer.zero_grad(set_to_none=True)
+            scalar.backward()
+            if clip < math.inf:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+        yield step, value
+        if not math.isfinite(value):
+            return
+
+
+def torch_bytes(content: Any) -> bytes:
+    """Return the bytes of a file of ``torch.save``, whose own writing of files hides why a disk refused."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
 
 
 def train(
@@ -124,13 +172,20 @@ def train(
         run.resume(steps)
         model.train()
         with _bar(progress, len(run.losses), steps) as advance, _ctrl_c() as stopped:
-            while len(run.losses) < steps and not stopped.is_set():
-                value = run.step(inputs, targets, LOSS_FUNCTIONS[loss])
+            left = itertools.takewhile(lambda _: not stopped.is_set(), range(len(run.losses) + 1, steps + 1))
+            for step, value in updates(model, optimizer, lambda: batches.of(inputs, targets), LOSS_FUNCTIONS[loss], left):
+                if not math.isfinite(value):
+                    raise InputError(
+                        f"train: the loss became {value} at step {step}; lower the learning rate (now {lr:g}) or look for values "
+                        "that are not finite in the inputs"
+                    )
+                run.losses.append(value)
                 advance(value)
                 if callback is not None:
-                    callback(len(run.losses), value)
-                if len(run.losses) % CHECKPOINT_EVERY == 0 and len(run.losses) < steps:
+                    callback(step, value)
+                if step % CHECKPOINT_EVERY == 0 and step < steps:
                     run.save()
+        optimizer.zero_grad(set_to_none=True)
         run.save()
     return TrainingResult(
         losses=tuple(run.losses),
@@ -203,12 +258,13 @@ class _Batches:
         self.generator = torch.Generator().manual_seed(seed)
         self.order = torch.empty(0, dtype=torch.long)
 
-    def next(self) -> Tensor:
-        """Return the rows of the next batch, on the CPU."""
+    def of(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next batch."""
         if self.position + self.size > self.samples:
             self.order, self.position = torch.randperm(self.samples, generator=self.generator), 0
         self.position += self.size
-        return self.order[self.position - self.size : self.position]
+        rows = self.order[self.position - self.size : self.position].to(inputs.device)
+        return inputs[rows], targets[rows]
 
     def state(self) -> dict[str, Any]:
         return {"order": self.order, "position": self.position, "generator": self.generator.get_state()}
@@ -233,25 +289,8 @@ class _Run:
     def seconds(self) -> float:
         return time.perf_counter() - self.start
 
-    def step(self, inputs: Tensor, targets: Tensor, objective: Callable[[Tensor, Tensor], Tensor]) -> float:
-        """Do one update and return the loss before it; the gradients are gone afterwards."""
-        rows = self.batches.next().to(inputs.device)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = objective(self.model(inputs[rows]), targets[rows])
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise InputError(
-                f"train: the loss became {value} at step {len(self.losses) + 1}; lower the learning rate "
-                f"(now {self.settings['lr']:g}) or look for values that are not finite in the inputs"
-            )
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(value)
-        return value
-
     def save(self) -> None:
-        """Write the run beside its place first, so that a crash while writing leaves the earlier checkpoint whole."""
+        """Write the checkpoint as a whole: where that fails, the earlier one is still there."""
         if self.path is None:
             return
         content = {
@@ -259,15 +298,8 @@ class _Run:
             "optimizer": self.optimizer.state_dict(), "batches": self.batches.state(), "random": torch.get_rng_state(),
             "cuda_random": [torch.cuda.get_rng_state(index) for index in self.cuda],
         }  # fmt: skip
-        buffer = io.BytesIO()
-        torch.save(content, buffer)  # torch's own writing of files hides why a disk refused
-        partial = self.path.with_name(self.path.name + ".partial")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(buffer.getbuffer())
-            os.replace(partial, self.path)
-        except OSError as error:
-            raise InputError(f"train: cannot write {self.path}: {error.strerror}; make room, or name another file") from error
+        make_folder("train", self.path.parent)
+        write_bytes("train", self.path, torch_bytes(content), remedy="make room, or name another file")
 
     def resume(self, steps: int) -> None:
         """Take up the run where its file left it, after checking that it is this run."""

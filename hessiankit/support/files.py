@@ -55,13 +55,13 @@ def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> No
     write_bytes(who, path, content.encode())
 
 
-def write_bytes(who: str, path: Path, content: bytes) -> None:
+def write_bytes(who: str, path: Path, content: bytes | memoryview, *, remedy: str = "name a file in an existing folder.") -> None:
     """Write a file as a whole; as :func:`write_text`, except that ``-`` is a file of that name."""
     try:
         _replace(path.resolve(), content)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise InputError(f"{who}: cannot write {path}: {reason}; name a file in an existing folder.") from error
+        raise InputError(f"{who}: cannot write {path}: {reason}; {remedy}") from error
 
 
 def make_folder(who: str, folder: Path) -> None:
@@ -112,7 +112,7 @@ def output_for(paths: Iterable[object]) -> Iterator[None]:
         _outputs.pop()
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace(path: Path, content: bytes | memoryview) -> None:
     """Put a file in its place as a whole; a device is written to."""
     if path.exists() and not path.is_file():
         path.write_bytes(content)

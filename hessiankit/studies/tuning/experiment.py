@@ -19,6 +19,7 @@ from hessiankit.blocks.initialisation import initialise
 from hessiankit.optim import PRESETS, blockwise_lr, blockwise_schedule
 from hessiankit.partition import model_parts
 from hessiankit.studies.text import VOCAB_SIZE, TextDataset, load_text
+from hessiankit.studies.training import updates
 from hessiankit.support.errors import InputError
 
 Ratios: TypeAlias = tuple[tuple[str, float], ...]
@@ -177,27 +178,31 @@ def run(spec: RunSpec) -> RunResult:
 
 
 def training(model: nn.Module, text: TextDataset, spec: RunSpec) -> Iterator[int]:
-    """Train, yielding the number of each step after its update; stop where a loss is no number.
-
-    All groups warm up to their own peak and end at ``setting.floor`` of it, so that the ratios hold from the first step to the
-    last.
-    """
+    """Train, yielding the number of each step after its update; stop where a loss is not finite."""
     setting = spec.setting
-    groups = blockwise_lr(model, spec.lr, dict(spec.ratios), weight_decay=WEIGHT_DECAY)
-    optimizer = torch.optim.AdamW(groups, betas=BETAS)
-    schedule = blockwise_schedule(optimizer, warmup=warm_up_steps(setting), steps=setting.steps, final=setting.floor)
-    batches = torch.Generator().manual_seed(spec.seed)
-    for step in range(1, setting.steps + 1):
-        inputs, targets = text.batch(setting.batch_size, setting.length, batches)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        if not math.isfinite(loss.item()):
-            return
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
-        yield step
+    optimizer, schedule = adamw(model, spec.lr, spec.ratios, setting.steps, warm_up_steps(setting), setting.floor)
+    generator = torch.Generator().manual_seed(spec.seed)
+    found = updates(
+        model, optimizer, lambda: text.batch(setting.batch_size, setting.length, generator), cross_entropy,
+        range(1, setting.steps + 1), clip=CLIP, schedule=schedule,
+    )  # fmt: skip
+    return (step for step, loss in found if math.isfinite(loss))
+
+
+def adamw(
+    model: nn.Module, lr: float, ratios: Ratios, steps: int, warm_up: int, floor: float
+) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LRScheduler]:
+    """Return AdamW with a learning rate by block type, and its schedule.
+
+    All groups warm up to their own peak and end at ``floor`` of it, so that the ratios hold from the first step to the last.
+    """
+    optimizer = torch.optim.AdamW(blockwise_lr(model, lr, dict(ratios), weight_decay=WEIGHT_DECAY), betas=BETAS)
+    return optimizer, blockwise_schedule(optimizer, warmup=warm_up, steps=steps, final=floor)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of logits (B, L, V) and next tokens (B, L)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def model_of(setting: Setting, seed: int) -> Transformer:

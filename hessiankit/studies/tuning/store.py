@@ -20,7 +20,7 @@ from hessiankit.studies.tuning.experiment import RunResult, RunSpec, Setting, ru
 from hessiankit.support.jsonl import append_records, read_records, usable
 from hessiankit.support.progress import Tell
 
-CODE = ("blocks", "optim", "partition", "studies/text.py", "studies/tuning/experiment.py")
+CODE = ("blocks", "optim", "partition", "studies/text.py", "studies/training.py", "studies/tuning/experiment.py")
 """What the digits of a run depend on, below the package's folder."""
 
 
