@@ -12,7 +12,7 @@ from torch import nn
 import hessiankit as hk
 from hessiankit.diagnostics import distributed as hd
 from hessiankit.diagnostics.distributed.ranks import Ranks, fingerprint
-from hessiankit.diagnostics.distributed.sharded import Piece
+from hessiankit.diagnostics.distributed.sharded import LocalShard
 from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.partition import Part
 from hessiankit.support.errors import InputError
@@ -156,5 +156,5 @@ def test_pieces_add_up_to_a_part(axis: int, along: int) -> None:
         local = whole.narrow(along, first, after - first)
         offset = (first, 0) if along == 0 else (0, first)
         for _ in range(2):  # held by two ranks
-            total += Piece(tuple(local.shape), offset, copies=2).squared_norm(part, local)
+            total += LocalShard(tuple(local.shape), offset, copies=2).squared_norm(part, local)
     assert float(total) == pytest.approx(float(part.squared_norm(whole)), rel=1e-14)

@@ -90,3 +90,10 @@ def unknown(who: str, option: str, value: object, known: Iterable[str], everythi
         everything: As in :func:`not_known`.
     """
     return InputError(f"{who}: {option}={value!r} {not_known(str(value), known, everything)}")
+
+
+def check_name(who: str, option: str, value: object, known: Iterable[str]) -> None:
+    """Raise the error of :func:`unknown` unless the value is one of the known names."""
+    names = tuple(known)
+    if value not in names:
+        raise unknown(who, option, value, names)

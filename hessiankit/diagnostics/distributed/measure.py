@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -12,25 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions
-from hessiankit.diagnostics.distributed.sharded import sharded
+from hessiankit.diagnostics.distributed.sharded import sharded_replicates
 from hessiankit.diagnostics.distributed.unwrapping import is_sharded, unwrapped
-from hessiankit.diagnostics.sharpness.batches import IGNORED, MicroBatch, micro_batches
-from hessiankit.diagnostics.sharpness.replicate import Replicates, check_options, joined, replicates
+from hessiankit.diagnostics.sharpness.batches import MicroBatch, micro_batches
+from hessiankit.diagnostics.sharpness.options import WHO, SharpnessOptions
+from hessiankit.diagnostics.sharpness.replicate import Replicates, joined, replicates
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
-from hessiankit.partition import Part
+from hessiankit.engine.problem.calling import IGNORE_INDEX
+from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
-from hessiankit.support.progress import Tell
 
 
-def share(
-    ranks: Ranks,
-    data: Any,
-    target: Any,
-    *,
-    micro_batch: int | None,
-    shift: bool | None,
-    numbers: Iterable[int] | None,
-) -> list[MicroBatch]:
+def local_batches(ranks: Ranks, data: Any, target: Any, options: SharpnessOptions) -> list[MicroBatch]:
     """Return this rank's micro-batches; none where it holds no data.
 
     The sequences are numbered rank by rank: rank 0 has the first ones, rank 1 those after them; or as ``numbers`` says.
@@ -38,12 +31,12 @@ def share(
     Raises:
         InputError: On every rank, if the data of one cannot be used, or two ranks claim the same number.
     """
-    given = None if numbers is None else list(numbers)
+    given = None if options.numbers is None else list(options.numbers)
 
     def read() -> list[MicroBatch]:
         if data is None or (isinstance(data, (list, tuple)) and not data):
             return []
-        return micro_batches(ranks.who, data, target, micro_batch=micro_batch, numbers=given, shift=shift)
+        return micro_batches(ranks.who, data, target, micro_batch=options.micro_batch, numbers=given, shift=options.shift)
 
     own = ranks.together(read)
     ranks.agree(**{"numbers=": "given" if given is not None else "not given"})
@@ -51,7 +44,7 @@ def share(
     if given is None:
         first = sum(ranks.gather(len(numbered))[: ranks.rank])
         return [replace(batch, numbers=tuple(first + number for number in batch.numbers)) for batch in own]
-    claimed = Counter(number for its in ranks.gather(numbered) for number in its)
+    claimed = Counter(number for of_rank in ranks.gather(numbered) for number in of_rank)
     twice = next((number for number, times in claimed.items() if times > 1), None)
     if twice is not None:
         raise InputError(f"{ranks.who}: two ranks hold a sequence of number {twice}; give each sequence of all data its own")
@@ -59,29 +52,25 @@ def share(
 
 
 def counts(batch: MicroBatch, loss: str) -> bool:
-    """Tell whether any position of a micro-batch has a label that counts."""
-    if loss == "mse":
-        return True
-    shifted = batch.shifted if batch.shifted is not None else batch.target.ndim > 1
-    target = batch.target[..., 1:] if shifted else batch.target
-    return bool((target != IGNORED).any())
+    """Return whether any position of a micro-batch has a label that counts."""
+    return loss == "mse" or bool((batch.labels != IGNORE_INDEX).any())
 
 
-def replicated(ranks: Ranks, model: nn.Module, measure: Callable[[], Replicates] | None) -> Replicates:
+def replicated(ranks: Ranks, model: nn.Module, measure: Callable[[], Replicates | None]) -> Replicates:
     """Return the replicates of all ranks' micro-batches, rank by rank, to every rank.
 
-    What is sent: for each micro-batch and draw one number a part, for each embedding one number a draw and row, and with
+    Communication: for each micro-batch and draw one number a part, for each embedding one number a draw and row, and with
     histograms one number an entry of the model.
 
     Args:
         ranks: The ranks.
         model: The same model on every rank.
-        measure: Returns this rank's replicates; None where its share holds nothing that counts.
+        measure: Returns this rank's replicates; None where it holds no label that counts.
 
     Raises:
         InputError: On every rank, as the first rank raised it that could not measure.
     """
-    own = ranks.together(lambda: None if measure is None else measure())
+    own = ranks.together(measure)
     found: list[Replicates] = [one for one in ranks.gather(own and replace(own, entries={})) if one is not None]
     if not found:
         raise InputError(f"{ranks.who}: no rank holds a label that counts; pass data on one of them at least")
@@ -97,27 +86,18 @@ def _own(own: Any, model: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(model.get_parameter(name), dtype=dtype, requires_grad=False)
 
 
-WHO = "sharpness"
+AGREED = ("loss", "draws", "seed", "per", "estimator", "histograms", "shift")
 
 
+@checked("sharpness", rest=SharpnessOptions)
 def sharpness(
     model: nn.Module,
     data: Any,
     target: Any = None,
     *,
-    loss: str = "cross_entropy",
-    draws: int = 8,
-    seed: int = 0,
-    per: str = "token",
-    estimator: str = "fisher",
-    micro_batch: int | None = None,
-    parts: Iterable[Part] | None = None,
     confidence: float = 0.95,
-    histograms: bool = False,
-    numbers: Iterable[int] | None = None,
-    shift: bool | None = None,
-    progress: Tell | None = None,
     group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> SharpnessReport:
     """Return the average sharpness of each block type over the data of all ranks: the same report on every rank.
 
@@ -134,20 +114,12 @@ def sharpness(
         model: The same model on every rank.
         data: This rank's data, as in :func:`hessiankit.sharpness`; ``[]`` where it has none. Shares may differ in size.
         target: Labels of one batch.
-        loss: As in :func:`hessiankit.sharpness`, like all options down to ``progress``; the same on every rank.
-        draws: Draws of the labels.
-        seed: Of the labels.
-        per: ``"token"`` or ``"sequence"``.
-        estimator: ``"fisher"`` or ``"empirical_fisher"``.
-        micro_batch: Sequences of this rank in a micro-batch.
-        parts: What is told apart; by default ``model_parts`` of the model.
         confidence: Of the intervals.
-        histograms: Whether to make histograms.
-        numbers: The numbers of this rank's sequences in the whole data; by default rank 0 has the first ones, rank 1 those
-            after them. A ``DistributedSampler`` without shuffling gives rank r the numbers r, r + size, r + 2 size, ...
-        shift: Whether the labels of a mapping are compared one place later.
-        progress: Called with (what, done, total), on the ranks that pass it.
         group: The process group; by default all processes. Without torch.distributed, the only process.
+        **options: Of :func:`hessiankit.sharpness`, the same on every rank but for these: ``micro_batch``, the sequences of this
+            rank in a micro-batch; ``progress``, called on the ranks that pass it; ``numbers``, the numbers of this rank's
+            sequences in the whole data, by default rank 0 has the first ones, rank 1 those after them (a ``DistributedSampler``
+            without shuffling gives rank r the numbers r, r + size, r + 2 size, ...).
 
     Raises:
         InputError: On every rank, the same line, if an argument of any rank cannot be used, or if the ranks hold different
@@ -157,6 +129,7 @@ def sharpness(
     One process, and the example of :func:`hessiankit.sharpness`:
 
     >>> import torch
+    >>> from hessiankit.partition import Part
     >>> model = nn.Linear(1, 2, bias=False, dtype=torch.float64)
     >>> _ = nn.init.zeros_(model.weight)
     >>> x, labels = torch.full((1, 1), 6.0, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
@@ -164,57 +137,32 @@ def sharpness(
     9.0
     """
     ranks = Ranks(WHO, group)
-    parts = None if parts is None else tuple(getattr(parts, "parts", parts))
     check_versions(ranks)
-    ranks.agree(
-        loss=loss, draws=draws, seed=seed, per=per, estimator=estimator, confidence=confidence, histograms=histograms, shift=shift
-    )
-    module = ranks.together(lambda: _checked(model, loss, draws, seed, per, estimator))
+    given = {field.name: options.get(field.name, field.default) for field in fields(SharpnessOptions)}
+    if given["parts"] is not None:
+        given["parts"] = tuple(getattr(given["parts"], "parts", given["parts"]))
+    ranks.agree(**{name: given[name] for name in AGREED}, confidence=confidence)
+    own = ranks.together(lambda: SharpnessOptions(**given))
+    module = ranks.together(lambda: _module(model))
     ranks.agree(**{"whether fully_shard has spread the parameters": is_sharded(module)})
     data = list(data) if isinstance(data, Iterable) and not isinstance(data, (Tensor, Mapping, list, tuple)) else data
-    batches = share(ranks, data, target, micro_batch=micro_batch, shift=shift, numbers=numbers)
+    batches = local_batches(ranks, data, target, own)
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
     if is_sharded(module):
-        found, drawn = sharded(
-            ranks,
-            module,
-            batches,
-            loss=loss,
-            draws=draws,
-            seed=seed,
-            per=per,
-            estimator=estimator,
-            parts=parts,
-            histograms=histograms,
-            progress=progress,
-        )
+        found, drawn = sharded_replicates(ranks, module, batches, own)
         return replace(report_of(found, confidence=confidence), histograms=drawn)
     check_same_tensors(ranks, dict(module.named_parameters()), "parameter")
+    numbers = [number for batch in batches for number in batch.numbers]
 
-    def measure() -> Replicates:
-        return replicates(
-            module,
-            data,
-            target,
-            loss=loss,
-            draws=draws,
-            seed=seed,
-            per=per,
-            estimator=estimator,
-            micro_batch=micro_batch,
-            parts=parts,
-            histograms=histograms,
-            numbers=[number for batch in batches for number in batch.numbers],
-            shift=shift,
-            progress=progress,
-        )
+    def measure() -> Replicates | None:
+        if not any(counts(batch, own.loss) for batch in batches):
+            return None
+        return replicates(module, data, target, **{**given, "numbers": numbers})
 
-    something = any(counts(batch, loss) for batch in batches)
-    return report_of(replicated(ranks, module, measure if something else None), confidence=confidence)
+    return report_of(replicated(ranks, module, measure), confidence=confidence)
 
 
-def _checked(model: Any, loss: str, draws: int, seed: int, per: str, estimator: str) -> nn.Module:
-    check_options(loss, draws, seed, per, estimator)
+def _module(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InputError(f"{WHO}: expected a torch.nn.Module, got {type(model).__name__}")
     return unwrapped(WHO, model)

@@ -1,16 +1,16 @@
 """Sharpness of a model whose parameters are spread over the ranks by FSDP2: all ranks do every backward pass together.
 
-The gradient of a rank's micro-batch alone is nowhere: the reduce-scatter of a backward pass averages over the ranks. So a
-micro-batch is the union of what the ranks hold at the same step, as in a training step, and each rank's seed is scaled such
-that the average is the gradient of the mean over the union. A rank with fewer steps goes through one sequence of another
-rank's, with the seed zero.
+The reduce-scatter of a backward pass averages over the ranks, so the gradient of one rank's micro-batch alone does not exist. A
+micro-batch is therefore the union of the ranks' micro-batches at the same step, as in a training step, and each rank's cotangent
+is scaled such that the average is the gradient of the mean over the union. A rank with fewer steps runs one sequence of another
+rank with the cotangent zero.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,26 +25,26 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from hessiankit.diagnostics.distributed.ranks import Ranks
 from hessiankit.diagnostics.distributed.unwrapping import reshard
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward
-from hessiankit.diagnostics.sharpness.cotangents import Seeds, seeds
+from hessiankit.diagnostics.sharpness.cotangents import Cotangents, cotangents
+from hessiankit.diagnostics.sharpness.options import MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.replicate import Replicates, chosen_parts
-from hessiankit.diagnostics.sharpness.squares import PER_DECADE, Histogram, histogram, row_sums
+from hessiankit.diagnostics.sharpness.replicate import Replicates
+from hessiankit.diagnostics.sharpness.squares import Histogram, SquaredGradients, histogram, merged, row_sums
 from hessiankit.engine.problem.calling import map_tensors
 from hessiankit.partition import Part
 from hessiankit.support.errors import InputError
-from hessiankit.support.progress import Tell
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rank's piece of a parameter.
+class LocalShard:
+    """This rank's shard of a parameter.
 
     Attributes:
-        shape: Of the piece.
-        offset: The piece's first entry in the whole parameter, along each axis.
-        copies: How many ranks hold the same piece.
-        first: Whether this rank is the one among them that counts entries.
-        sharded: Whether it is a piece, and not the whole parameter, on every rank by itself.
+        shape: Of the shard.
+        offset: The shard's first entry in the whole parameter, along each axis.
+        copies: How many ranks hold the same shard.
+        first: Whether this rank is the first among them; it counts the entries.
+        sharded: Whether the parameter is a DTensor; False where every rank holds a plain tensor.
     """
 
     shape: tuple[int, ...]
@@ -54,16 +54,16 @@ class Piece:
     sharded: bool = True
 
     def of(self, part: Part, local: Tensor) -> tuple[Tensor, ...]:
-        """Return the views of a piece that belong to a part.
+        """Return the views of a shard that belong to a part.
 
         Args:
             part: The part.
-            local: A tensor of the piece's shape.
+            local: A tensor of the shard's shape.
 
-        Rows 2 to 4 of a parameter lie here, the part consists of its rows 1 to 2 and 4 to 7:
+        The shard holds rows 2 to 4 of a parameter, the part consists of its rows 1 to 2 and 4 to 7:
 
         >>> part = Part("w", "QK", "query", 0, "an example", 12, 0, ((1, 3), (4, 8)))
-        >>> [view.tolist() for view in Piece((3, 1), (2, 0)).of(part, torch.tensor([[2], [3], [4]]))]
+        >>> [view.tolist() for view in LocalShard((3, 1), (2, 0)).of(part, torch.tensor([[2], [3], [4]]))]
         [[[2]], [[4]]]
         """
         if part.axis is None:
@@ -80,22 +80,22 @@ class Piece:
         ) / self.copies
 
 
-def piece(who: str, name: str, parameter: Tensor, size: int, rank: int) -> Piece:
-    """Return where this rank's piece of a parameter lies.
+def local_shard(who: str, name: str, parameter: Tensor, size: int, rank: int) -> LocalShard:
+    """Return the place of this rank's shard in a parameter.
 
     Args:
-        who: What an error message starts with.
+        who: Prefix of error messages.
         name: The parameter's name.
         parameter: A DTensor, or a tensor that every rank holds whole.
         size: Number of ranks.
         rank: This rank.
 
     Raises:
-        InputError: If it is laid out in another way than FSDP2 does on all ranks, alone or with replicas.
+        InputError: If its layout is not that of FSDP2 on all ranks, with or without replicas.
     """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Piece(shape, (0,) * len(shape), size, rank == 0, sharded=False)
+        return LocalShard(shape, (0,) * len(shape), size, rank == 0, sharded=False)
     mesh, placements = parameter.device_mesh, parameter.placements
     known = all(type(p) in (Shard, Replicate) for p in placements) and sum(type(p) is Shard for p in placements) == 1
     if not known or mesh.size() != size:
@@ -107,156 +107,118 @@ def piece(who: str, name: str, parameter: Tensor, size: int, rank: int) -> Piece
     replicas = [k for k, p in enumerate(placements) if type(p) is Replicate]
     coordinate = mesh.get_coordinate()
     first = coordinate is not None and all(coordinate[k] == 0 for k in replicas)
-    return Piece(tuple(local), tuple(offset), math.prod(mesh.size(k) for k in replicas), first)
+    return LocalShard(tuple(local), tuple(offset), math.prod(mesh.size(k) for k in replicas), first)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's piece of a tensor."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Tally:
-    """This rank's share of what is added up: squares of its pieces of the gradients."""
+class ShardedSquares(SquaredGradients):
+    """Squares of this rank's shards of the gradients; the ranks' sums add up to those of the whole gradients.
+
+    Args:
+        ranks: The ranks.
+        measured: The parts and their parameters.
+        shards: This rank's shard of every parameter.
+        draws: Draws of the labels of each micro-batch.
+        histograms: Whether to add up every entry.
+        embeddings: Parameters that are looked up by rows; the same on every rank.
+    """
 
     def __init__(
         self,
         ranks: Ranks,
-        parts: tuple[Part, ...],
-        parameters: dict[str, nn.Parameter],
-        pieces: dict[str, Piece],
+        measured: MeasuredParts,
+        shards: dict[str, LocalShard],
         draws: int,
         histograms: bool,
+        embeddings: Iterable[str],
     ) -> None:
-        self.ranks, self.parts, self.parameters, self.pieces, self.draws = ranks, parts, parameters, pieces, draws
-        self.values: list[Tensor] = []
-        self.terms: list[int] = []
-        self.rows: dict[str, Tensor] = {}
-        self.unused = set(parameters)
-        self.entries: dict[str, Tensor] = {}
-        if histograms:
-            for name, p in parameters.items():
-                wide = torch.float32 if p.dtype.itemsize < 4 else p.dtype
-                self.entries[name] = torch.zeros_like(local(p.detach()), dtype=wide)
+        super().__init__(ranks.who, measured.parts, measured.parameters, draws, histograms)
+        self.ranks, self.shards = ranks, shards
+        for name in embeddings:
+            self._rows_of(name)
 
-    def begin(self, terms: int) -> None:
-        """Begin a micro-batch."""
-        self.values.append(torch.zeros(self.draws, len(self.parts), dtype=torch.float64))
-        self.terms.append(terms)
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the gradients of the backward pass before."""
+        found = {}
+        for name, p in self.parameters.items():
+            if not self.shards[name].sharded:  # FSDP2 does not reduce what it does not shard
+                own = torch.zeros_like(p) if p.grad is None else p.grad
+                found[name] = self.ranks.sum(own.detach().clone()) / self.ranks.size
+            elif p.grad is not None:
+                found[name] = local(p.grad)
+        return found
 
-    def add(self, draw: int, seen: dict[str, Tensor]) -> None:
-        """Add the gradients of a draw, which the parameters hold."""
-        gradients = {n: self._gradient(n, p) for n, p in self.parameters.items()}
-        arrived = {n: g for n, g in gradients.items() if g is not None}
-        self.unused -= set(arrived)
-        for k, part in enumerate(self.parts):
-            if part.parameter in arrived:
-                self.values[-1][draw, k] = self.pieces[part.parameter].squared_norm(part, arrived[part.parameter]).cpu()
-        for name in seen:
-            self._add_rows(name, draw, arrived.get(name))
-        for name, total in self.entries.items():
-            if name in arrived:
-                wide = arrived[name].to(total.dtype)
-                total.addcmul_(wide, wide, value=float(self.terms[-1]))
+    def part_squares(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        zero = torch.zeros((), dtype=torch.float64)
+        return torch.stack(
+            [
+                self.shards[part.parameter].squared_norm(part, gradients[part.parameter]).cpu()
+                if part.parameter in gradients
+                else zero
+                for part in self.parts
+            ]
+        )
 
     def histograms(self) -> dict[str, Histogram]:
-        """Return the histograms by type over all ranks' pieces; a piece that several ranks hold is counted by the first."""
+        """Return the histograms by type over all ranks; of several copies of a shard the first one counts."""
         divisor = float(sum(self.terms)) * self.draws
 
         def views(kind: str) -> Iterator[Tensor]:
             for part in self.parts:
-                own = self.pieces[part.parameter]
-                if part.type == kind and own.first:
-                    yield from (view / divisor for view in own.of(part, self.entries[part.parameter]))
+                shard = self.shards[part.parameter]
+                if part.type == kind and shard.first:
+                    yield from (view / divisor for view in shard.of(part, self.entries[part.parameter]))
 
         own = {kind: histogram(views(kind)) for kind in dict.fromkeys(part.type for part in self.parts)}
         everywhere = self.ranks.gather(own)
-        return {kind: merged([its[kind] for its in everywhere]) for kind in own}
+        return {kind: merged([of_rank[kind] for of_rank in everywhere]) for kind in own}
 
-    def _gradient(self, name: str, p: nn.Parameter) -> Tensor | None:
-        if self.pieces[name].sharded:
-            return None if p.grad is None else local(p.grad)
-        own = torch.zeros_like(p) if p.grad is None else p.grad  # FSDP2 leaves alone what it does not shard
-        return self.ranks.sum(own.detach().clone()) / self.ranks.size
+    def _add_rows(self, name: str, draw: int, gradient: Tensor) -> None:
+        shard = self.shards[name]
+        sums = row_sums(gradient) * (self.terms[-1] / shard.copies)
+        self.rows[name][draw, shard.offset[0] : shard.offset[0] + shard.shape[0]] += sums
 
-    def _add_rows(self, name: str, draw: int, gradient: Tensor | None) -> None:
-        rows = self.rows.setdefault(name, torch.zeros(self.draws, self.parameters[name].shape[0], dtype=torch.float64))
-        if gradient is not None:
-            own = self.pieces[name]
-            sums = row_sums(gradient) * (self.terms[-1] / own.copies)
-            rows[draw, own.offset[0] : own.offset[0] + own.shape[0]] += sums
+    def _zeros(self, p: Tensor) -> Tensor:
+        return super()._zeros(local(p))
 
 
-def merged(found: Sequence[Histogram]) -> Histogram:
-    """Return the histogram of all entries that several histograms count.
-
-    >>> one, other = histogram([torch.tensor([0.0, 1.0])]), histogram([torch.tensor([1.0, 100.0])])
-    >>> both = histogram([torch.tensor([0.0, 1.0, 1.0, 100.0])])
-    >>> merged([one, other]) == both
-    True
-    """
-    bins: dict[int, int] = {}
-    for one in found:
-        for k, count in enumerate(one.counts, round(one.first * PER_DECADE)):
-            bins[k] = bins.get(k, 0) + count
-    low, high = (min(bins), max(bins)) if bins else (0, -1)
-    counts = tuple(bins.get(k, 0) for k in range(low, high + 1))
-    return Histogram(
-        low / PER_DECADE, counts, sum(x.zeros for x in found), sum(x.negative for x in found), sum(x.entries for x in found)
-    )
-
-
-def sharded(
-    ranks: Ranks,
-    model: nn.Module,
-    batches: Sequence[MicroBatch],
-    *,
-    loss: str,
-    draws: int,
-    seed: int,
-    per: str,
-    estimator: str,
-    parts: Iterable[Part] | None,
-    histograms: bool,
-    progress: Tell | None,
+def sharded_replicates(
+    ranks: Ranks, model: nn.Module, batches: Sequence[MicroBatch], options: SharpnessOptions
 ) -> tuple[Replicates, dict[str, Histogram]]:
     """Return the replicates of the ranks' joint micro-batches, and the histograms by type, to every rank.
 
     Memory on each rank: that of a training step with its own micro-batch, and with histograms one number for each entry
-    of its pieces. What is sent beside FSDP2's own traffic: a few numbers a step, and at the end one number a part, draw and step.
+    of its shards. Communication beside FSDP2's own: a few numbers a step, and at the end one number a part, draw and step.
 
     Args:
         ranks: The ranks.
         model: Sharded by ``fully_shard``.
         batches: This rank's micro-batches; there may be none.
-        loss: As in :func:`hessiankit.sharpness`, like the options that follow.
-        draws: Draws of the labels.
-        seed: Of the labels.
-        per: ``"token"`` or ``"sequence"``.
-        estimator: ``"fisher"`` or ``"empirical_fisher"``.
-        parts: What is told apart.
-        histograms: Whether to make histograms.
-        progress: Called with (what, done, total).
+        options: Of the measurement.
 
     Raises:
         InputError: On every rank, if one cannot use its data, or the model is set up in a way that changes its gradients.
     """
     began = time.perf_counter()
-    draws = draws if estimator == "fisher" else 1
-    chosen, parameters, frozen = ranks.together(lambda: chosen_parts(model, parts))
+    draws = options.label_draws
+    measured = ranks.together(lambda: measured_parts(model, options.parts))
+    chosen, parameters = measured.parts, measured.parameters
     _agree_on_parts(ranks, chosen)
-    pieces = ranks.together(lambda: {n: piece(ranks.who, n, p, ranks.size, ranks.rank) for n, p in parameters.items()})
+    shards = ranks.together(lambda: {n: local_shard(ranks.who, n, p, ranks.size, ranks.rank) for n, p in parameters.items()})
     ranks.together(lambda: _check_reduction(ranks.who, model))
     steps, spare = _steps(ranks, batches)
-    tally = Tally(ranks, chosen, parameters, pieces, draws, histograms)
     sequences = 0
 
-    def draw(batch: MicroBatch, output: Tensor) -> Seeds | None:
+    def draw(batch: MicroBatch, output: Tensor) -> Cotangents | None:
         check_devices(ranks.who, batch, model)
-        if not output.requires_grad:
-            raise InputError(f"{ranks.who}: the model's output does not depend on its parameters; do not detach it in forward")
-        return seeds(ranks.who, output, batch, loss=loss, per=per, estimator=estimator, draws=draws, seed=seed)
+        return cotangents(ranks.who, output, batch, options)
 
     with gradients_aside(model) as clear, evaluating(model), watch_lookups(model, chosen) as seen, torch.enable_grad():
+        sums = ShardedSquares(ranks, measured, shards, draws, options.histograms, seen)
         spare = _on(spare, model)
         with ranks.exchange():  # the same sequence on every rank, so that all of them find the same
             (spare,) = probe(ranks.who, model, [spare], backward=False, copies=0)
@@ -270,46 +232,44 @@ def sharded(
             if not terms:
                 continue
             scale = ranks.size * math.sqrt(drawn.terms / terms) if drawn else 0.0
-            tally.begin(terms)
+            sums.begin(terms)
             for d, gradient in enumerate(drawn or repeat(torch.zeros_like(output), draws)):
                 clear()
                 with ranks.exchange():
                     output.backward(gradient * scale, retain_graph=d + 1 < draws)
-                tally.add(d, seen)
-                if progress is not None:
-                    progress("sharpness: draws", k * draws + d + 1, steps * draws)
-    if not tally.values:
+                sums.add(d, sums.gradients(), seen)
+                if options.progress is not None:
+                    options.progress("sharpness: draws", k * draws + d + 1, steps * draws)
+    if not sums.values:
         raise InputError(f"{ranks.who}: no rank holds a label that counts; pass data on one of them at least")
-    values = _finite(ranks, chosen, ranks.sum(torch.stack(tally.values)))
-    norms = torch.stack([pieces[x.parameter].squared_norm(x, local(parameters[x.parameter].detach())).cpu() for x in chosen])
-    looked_up = {name: mask.cpu() for name, mask in seen.items() if name in tally.rows}
+    norms = torch.stack([shards[x.parameter].squared_norm(x, local(parameters[x.parameter].detach())).cpu() for x in chosen])
     found = Replicates(
         chosen,
-        values,
-        torch.tensor(tally.terms),
+        sums.check_finite(ranks.sum(torch.stack(sums.values))),
+        torch.tensor(sums.terms),
         ranks.sum(norms),
-        {name: ranks.sum(rows) for name, rows in tally.rows.items()},
-        {name: ranks.sum(mask.double()) > 0 for name, mask in looked_up.items()},
+        {name: ranks.sum(rows) for name, rows in sums.rows.items()},
+        {name: ranks.sum(mask.cpu().double()) > 0 for name, mask in seen.items()},
         {},
         sequences,
-        per,
-        loss,
-        estimator,
-        seed,
-        frozen,
-        tuple(name for name in parameters if name in set.intersection(*ranks.gather(tally.unused))),
+        options.per,
+        options.loss,
+        options.estimator,
+        options.seed,
+        measured.frozen,
+        tuple(name for name in parameters if name in set.intersection(*ranks.gather(sums.unused))),
         max(ranks.gather(time.perf_counter() - began)),
     )
-    return found, tally.histograms() if histograms else {}
+    return found, sums.histograms() if options.histograms else {}
 
 
 def _steps(ranks: Ranks, batches: Sequence[MicroBatch]) -> tuple[int, MicroBatch]:
-    """Return how many steps there are, and a sequence for ranks that have fewer; one whose labels' place is open, if any is."""
+    """Return the number of steps, and a sequence for ranks that have fewer: one whose label shift is not known yet, if any."""
     own = sorted(batches, key=_is_settled)[:1]
     cut = [one.part(slice(0, 1)) for one in own]
     sent = [replace(one, inputs=map_tensors(Tensor.cpu, one.inputs), target=one.target.cpu()) for one in cut]
     held = ranks.gather((len(batches), sent))
-    found = sorted((one for _, its in held for one in its), key=_is_settled)
+    found = sorted((one for _, of_rank in held for one in of_rank), key=_is_settled)
     if not found:
         raise InputError(f"{ranks.who}: no rank holds data; pass data on one of them at least")
     return max(number for number, _ in held), found[0]
@@ -345,17 +305,6 @@ def _check_reduction(who: str, model: nn.Module) -> None:
                     f"{who}: {what} is in force on {name or 'the model'!r}, so a backward pass does not average the gradients "
                     "over the ranks; call sharpness on a model as fully_shard leaves it"
                 )
-
-
-def _finite(ranks: Ranks, parts: Sequence[Part], values: Tensor) -> Tensor:
-    bad = ~torch.isfinite(values)
-    if bool(bad.any()):
-        part = parts[int(bad.nonzero()[0, 2])]
-        raise InputError(
-            f"{ranks.who}: the gradient of {part.name!r} is NaN or infinite, though the outputs are finite; use a wider "
-            "dtype or an eps > 0"
-        )
-    return values
 
 
 @contextmanager

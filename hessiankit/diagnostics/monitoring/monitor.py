@@ -16,7 +16,7 @@ from hessiankit.diagnostics.monitoring import measurements
 from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.diagnostics.monitoring.log import MonitorLog, read_monitor
 from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, mean_loss, on_device
-from hessiankit.diagnostics.sharpness.replicate import PER
+from hessiankit.diagnostics.sharpness.options import PER
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.arguments import checked
 from hessiankit.support.environment import environment

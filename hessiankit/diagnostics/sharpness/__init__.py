@@ -1,4 +1,4 @@
-"""How sharp each block of a model is: labels drawn from the model, squared gradients, and how well that is known."""
+"""Average sharpness of each block type with confidence intervals: squared gradients of labels drawn from the model."""
 
 from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate
 from hessiankit.diagnostics.sharpness.measure import exact_sharpness, sharpness

@@ -1,4 +1,4 @@
-"""Micro-batches: what the model is called with, its labels, and its logits in evaluation mode."""
+"""Micro-batches: inputs, labels and logits in evaluation mode, and the mean loss over them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import arguments, map_tensors, named_tensors
+from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, known_count, map_tensors, named_tensors
 from hessiankit.engine.problem.validation import check_dense, check_module
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import ordinary_path
@@ -23,10 +24,10 @@ FORMS = (
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What one forward pass takes.
+    """Inputs and labels of one forward pass.
 
     Attributes:
-        inputs: What the model is called with; a mapping holds keyword arguments, a tuple or list positional ones.
+        inputs: The model's arguments; a mapping holds keyword arguments, a tuple or list positional ones.
         target: Labels, one for each row of the logits (-100: not counted), or for squared error a tensor of the output's shape.
         numbers: The number of each sequence, a row of axis 0, in the whole data.
         shifted: The labels are the tokens themselves: row i of the logits belongs to label i + 1. None: not known yet.
@@ -37,8 +38,15 @@ class MicroBatch:
     numbers: tuple[int, ...]
     shifted: bool | None = False
 
+    @property
+    def labels(self) -> Tensor:
+        """The label of each row of the logits: the target, one place later where it holds the tokens themselves."""
+        if not (self.shifted if self.shifted is not None else self.target.ndim > 1):
+            return self.target
+        return torch.cat([self.target[..., 1:], self.target.new_full((*self.target.shape[:-1], 1), IGNORE_INDEX)], -1)
+
     def part(self, rows: slice) -> MicroBatch:
-        """Return the same for some of the sequences: every tensor of that length is cut, others are passed to all parts."""
+        """Return some of the sequences: every tensor of that length is cut, others are passed to all parts."""
         whole = len(self.numbers)
 
         def cut(x: Tensor) -> Tensor:
@@ -60,7 +68,7 @@ def micro_batches(
     """Return the micro-batches of some data.
 
     Args:
-        who: What an error message starts with.
+        who: Prefix of error messages.
         data: One batch or an iterable of batches, see :data:`FORMS`.
         target: The target of one batch.
         micro_batch: Sequences in a micro-batch; None for each batch as it is.
@@ -128,7 +136,7 @@ def _batch(who: str, name: str, batch: Any, shift: bool | None) -> tuple[Any, Te
         labels = batch["labels"]
         inputs, target, _ = _pair(who, name, {key: value for key, value in batch.items() if key != "labels"}, labels, None)
         return inputs, target, shift
-    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
+    if _is_pair(batch):
         return _pair(who, name, batch[0], batch[1], shift)
     seen = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
     raise InputError(f"{who}: {name} is a {seen}; expected a pair (inputs, target), or a mapping with 'labels'")
@@ -165,7 +173,7 @@ def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Ten
     """Return the target laid beside the model's output, -100 where a row of logits has no label.
 
     Args:
-        who: What an error message starts with.
+        who: Prefix of error messages.
         batch: The micro-batch.
         shape: Shape of the model's output.
         loss: ``"cross_entropy"`` or ``"mse"``.
@@ -192,19 +200,82 @@ def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Ten
             f"{who}: the labels have shape {tuple(target.shape)}, expected {shape[:-1]}: one for each row of the logits {shape},"
             " whose last axis holds the classes"
         )
-    kept = target[target != IGNORED]
+    kept = target[target != IGNORE_INDEX]
     if kept.numel() and not (int(kept.min()) >= 0 and int(kept.max()) < shape[-1]):
         raise InputError(
             f"{who}: labels lie in [{int(kept.min())}, {int(kept.max())}], expected 0 to {shape[-1] - 1} for {shape[-1]} classes "
-            f"(or {IGNORED} to leave a position out)"
+            f"(or {IGNORE_INDEX} to leave a position out)"
         )
-    if not (batch.shifted if batch.shifted is not None else target.ndim > 1):
-        return target.long()
-    last = target.new_full((*target.shape[:-1], 1), IGNORED)
-    return torch.cat([target[..., 1:], last], -1).long()
+    return batch.labels.long()
 
 
-IGNORED = -100
+@dataclass(frozen=True, eq=False)
+class BatchedLoss:
+    """The mean loss over micro-batches: ``sum_b count_b loss_b / sum_b count_b``, with the counted labels or entries as counts.
+
+    Attributes:
+        who: Prefix of error messages.
+        model: The model.
+        batches: Its micro-batches.
+        loss: ``"cross_entropy"`` or ``"mse"``.
+    """
+
+    who: str
+    model: nn.Module
+    batches: tuple[MicroBatch, ...]
+    loss: str = "cross_entropy"
+
+    def output(self, batch: MicroBatch) -> Tensor:
+        """Return the model's output: the logits, or what squared error compares."""
+        return forward(self.model, batch, self.who)
+
+    def target(self, batch: MicroBatch, out: Tensor) -> Tensor:
+        """Return the target laid beside the output."""
+        return aligned(self.who, batch, out.shape, self.loss)
+
+    def summed(self, out: Tensor, target: Tensor) -> Tensor:
+        """Return the loss summed over the terms that count, a scalar."""
+        if self.loss == "mse":
+            return F.mse_loss(out, target, reduction="sum")
+        return F.cross_entropy(out.flatten(0, -2), target.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+    def count(self, target: Tensor) -> float:
+        """Return the number of terms of a target: labels that count, or entries."""
+        return known_count(self.loss, target) or 0.0
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float | None]:
+        """Return the mean loss, in double precision, and the accuracy: the share of counted labels with the largest logit.
+
+        Raises:
+            InputError: If no term counts.
+        """
+        loss = right = terms = 0.0
+        for batch in self.batches:
+            out = self.output(batch)
+            target = self.target(batch, out)
+            loss += float(self.summed(out.double() if out.device.type != "mps" else out, target))
+            terms += self.count(target)
+            if self.loss == "cross_entropy":
+                right += float((out.argmax(-1) == target)[target != IGNORE_INDEX].sum())
+        self.check_terms(terms)
+        return loss / terms, right / terms if self.loss == "cross_entropy" else None
+
+    @torch.no_grad()
+    def pairs(self) -> list[tuple[Any, Tensor]]:
+        """Return (inputs, target laid beside the output) of each micro-batch, from one forward pass each.
+
+        Raises:
+            InputError: If no term counts.
+        """
+        found = [(batch.inputs, self.target(batch, self.output(batch))) for batch in self.batches]
+        self.check_terms(sum(self.count(target) for _, target in found))
+        return found
+
+    def check_terms(self, terms: float) -> None:
+        """Raise an InputError if no term counts."""
+        if not terms:
+            raise InputError(f"{self.who}: every label is {IGNORE_INDEX} (not counted), so there is no loss; keep at least one")
 
 
 @contextmanager

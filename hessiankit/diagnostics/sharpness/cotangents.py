@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hessiankit.diagnostics.sharpness.batches import IGNORED, MicroBatch, aligned
+from hessiankit.diagnostics.sharpness.batches import MicroBatch, aligned
+from hessiankit.diagnostics.sharpness.options import SharpnessOptions
+from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.support.errors import InputError
 
 CHUNK = 2**24
@@ -87,120 +89,108 @@ def sample_residuals(output: Tensor, numbers: Sequence[int], draws: int, seed: i
     return torch.special.ndtri(own).reshape(draws, *output.shape)
 
 
-Sampler: TypeAlias = Callable[[Tensor, Sequence[int], int], Tensor]
+LabelSampler: TypeAlias = Callable[[Tensor, Sequence[int], int], Tensor]
 """Called with logits (B, T, C), the numbers of the sequences and the number of draws; returns labels (draws, B, T).
 
 For squared error it is called with the output and returns standard normal numbers (draws, *output.shape)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seeds:
-    """The draws of one micro-batch.
+class Cotangents:
+    """Gradients of sqrt(terms) L in the output of one micro-batch, one for each draw of the labels.
 
     Attributes:
-        output: The model's output, with its graph.
-        gradient: The gradient of sqrt(terms) L in the output, for no label yet; of the output's shape.
-        rows: Rows of the output, flat, that have a label.
+        softmax: The part that does not depend on the labels, of the output's shape: scale times the softmax of the logits, 0 in
+            rows without a label; for squared error the output.
+        rows: Rows of the output, flat, that have a label; None for squared error.
         labels: (draws, rows): what was drawn for them; for squared error (draws, *output.shape), the residuals.
         terms: How many terms the loss is the mean of.
         sequences: How many sequences have a position that counts.
         scale: 1 / sqrt(terms).
     """
 
-    output: Tensor
-    gradient: Tensor
+    softmax: Tensor
     rows: Tensor | None
     labels: Tensor
     terms: int
     sequences: int
     scale: float
 
-    def __len__(self) -> int:
-        return int(self.labels.shape[0])
-
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield, for each draw, the gradient of sqrt(terms) L in the output; it is overwritten when the next one is asked for.
+        """Yield the gradient of each draw; it is overwritten when the next one is asked for.
 
-        The square of what arrives at a parameter is h of eq. (3) of The Sharpness Disparity Principle.
+        The square of the gradient that it gives a parameter is h of eq. (3) of The Sharpness Disparity Principle.
         """
         if self.rows is None:
             for residuals in self.labels:
-                yield (-2.0 * self.scale * residuals).to(self.gradient)
+                yield (-2.0 * self.scale * residuals).to(self.softmax)
             return
-        flat = self.gradient.view(-1, self.gradient.shape[-1])
+        flat = self.softmax.view(-1, self.softmax.shape[-1])
         for labels in self.labels:
             before = flat[self.rows, labels]
             flat[self.rows, labels] = before - self.scale
-            yield self.gradient
+            yield self.softmax
             flat[self.rows, labels] = before
 
 
 @torch.no_grad()
-def seeds(
-    who: str,
-    output: Tensor,
-    batch: MicroBatch,
-    *,
-    loss: str,
-    per: str,
-    estimator: str,
-    draws: int,
-    seed: int,
-    sampler: Sampler | None = None,
-) -> Seeds | None:
-    """Draw labels for a micro-batch; None where none of its positions counts.
+def cotangents(
+    who: str, output: Tensor, batch: MicroBatch, options: SharpnessOptions, sampler: LabelSampler | None = None
+) -> Cotangents | None:
+    """Draw labels for a micro-batch and return the gradients of its loss; None where none of its positions counts.
+
+    Squared error, the mean over N entries of (f - y)^2, is minus the logarithm of a Gaussian of variance 1/2: with y drawn from
+    it, f - y = sqrt(1/2) xi, and the mean of the squared gradients is the diagonal of (2 / N) J^T J, the Gauss-Newton matrix.
 
     Args:
-        who: What an error message starts with.
+        who: Prefix of error messages.
         output: The model's output, with its graph.
         batch: The micro-batch that it belongs to.
-        loss: ``"cross_entropy"``, or ``"mse"``: the mean over all entries of (f - y)^2, minus the logarithm of a Gaussian of
-            variance 1/2; with y drawn from it, f - y = sqrt(1/2) xi, and the mean of the squared gradients over N entries is the
-            diagonal of (2 / N) J^T J, the Gauss-Newton matrix.
-        per: ``"token"`` (for squared error: the entry) or ``"sequence"``.
-        estimator: ``"fisher"``, or ``"empirical_fisher"`` for the labels of the data.
-        draws: Number of draws.
-        seed: Of the labels.
+        options: Loss, terms, estimator, draws and seed.
         sampler: Draws the labels instead; for tests of the estimator.
 
     Raises:
-        InputError: If output and labels do not fit, or the output is not finite.
+        InputError: If output and labels do not fit, the output is not finite, or it does not depend on the parameters.
     """
     if output.shape[:1] != (len(batch.numbers),):
         raise InputError(
             f"{who}: the model's output has shape {tuple(output.shape)} for {len(batch.numbers)} sequences; expected those"
             " along axis 0"
         )
-    target = aligned(who, batch, output.shape, loss)
-    _check_finite(who, output, batch, masked=loss == "cross_entropy")
-    data = estimator == "empirical_fisher"
-    if loss == "mse":
-        terms = output.numel() if per == "token" else len(batch.numbers)
+    target = aligned(who, batch, output.shape, options.loss)
+    _check_finite(who, output, batch, masked=options.loss == "cross_entropy")
+    draws, seed, by_token = options.label_draws, options.seed, options.per == "token"
+    data = options.estimator == "empirical_fisher"
+    B, classes, z = output.shape[0], output.shape[-1], output.detach()
+    rows: Tensor | None = None
+    if options.loss == "mse":
+        terms, sequences = (output.numel() if by_token else B), B
         if data:
-            residuals = (target - output.detach()).unsqueeze(0)
+            labels = (target - z).unsqueeze(0)
         else:
             normal = sampler(output, batch.numbers, draws) if sampler else sample_residuals(output, batch.numbers, draws, seed)
-            residuals = math.sqrt(0.5) * normal
-        return Seeds(output, output.detach(), None, residuals, terms, len(batch.numbers), 1.0 / math.sqrt(terms))
-    B, classes = output.shape[0], output.shape[-1]
-    counted = (target != IGNORED).reshape(B, -1)
-    sequences = int(counted.any(1).sum())
-    terms = int(counted.sum()) if per == "token" else sequences
-    if terms == 0:
-        return None
-    scale = 1.0 / math.sqrt(terms)
-    rows = counted.reshape(-1).nonzero()[:, 0]
-    logits = output.detach().reshape(B, -1, classes)
-    if data:
-        labels = target.reshape(1, -1)
-    elif sampler is not None:
-        labels = sampler(logits, batch.numbers, draws).reshape(draws, -1)
+            labels = math.sqrt(0.5) * normal
+        scale, softmax = 1.0 / math.sqrt(terms), z
     else:
-        labels = sample_labels(logits, batch.numbers, draws, seed).reshape(draws, -1)
-    gradient = torch.softmax(logits.float() if logits.dtype.itemsize < 4 else logits, -1)
-    gradient.mul_(counted.unsqueeze(-1)).mul_(scale)  # a product of a number and booleans would be rounded to float32
-    gradient = gradient.to(output.dtype).reshape(output.shape).contiguous()
-    return Seeds(output, gradient, rows, labels[:, rows], terms, sequences, scale)
+        counted = (target != IGNORE_INDEX).reshape(B, -1)
+        sequences = int(counted.any(1).sum())
+        terms = int(counted.sum()) if by_token else sequences
+        if terms == 0:
+            return None
+        logits = z.reshape(B, -1, classes)
+        if data:
+            labels = target.reshape(1, -1)
+        else:
+            drawn = sampler(logits, batch.numbers, draws) if sampler else sample_labels(logits, batch.numbers, draws, seed)
+            labels = drawn.reshape(draws, -1)
+        rows = counted.reshape(-1).nonzero()[:, 0]
+        labels, scale = labels[:, rows], 1.0 / math.sqrt(terms)
+        softmax = torch.softmax(logits.float() if logits.dtype.itemsize < 4 else logits, -1)
+        softmax.mul_(counted.unsqueeze(-1)).mul_(scale)  # a product of a number and booleans would be rounded to float32
+        softmax = softmax.to(output.dtype).reshape(output.shape).contiguous()
+    if not output.requires_grad:
+        raise InputError(f"{who}: the model's output does not depend on its parameters; do not detach it in forward")
+    return Cotangents(softmax, rows, labels, terms, sequences, scale)
 
 
 def _check_finite(who: str, output: Tensor, batch: MicroBatch, *, masked: bool) -> None:

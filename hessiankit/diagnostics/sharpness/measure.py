@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
-from hessiankit.diagnostics.sharpness.batches import IGNORED, aligned, check_devices, evaluating, forward, micro_batches
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss, check_devices, evaluating, micro_batches
+from hessiankit.diagnostics.sharpness.options import LOSSES, PER, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.replicate import LOSSES, PER, Replicates, chosen_parts, replicates
+from hessiankit.diagnostics.sharpness.replicate import Replicates, replicates, squared_norms
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
 from hessiankit.engine.problem.batches import KINDS
+from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.partition import Part
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.progress import Tell
 
 WHO = "exact_sharpness"
@@ -50,7 +52,7 @@ def exact_sharpness(
         kind: ``"ggn"``, the mean of h, which does not depend on the labels; or ``"hessian"``, the second derivative of the
             loss with the data's labels, which may be negative.
         micro_batch: Sequences that the model is called with at once; the result does not depend on it.
-        parts: What is told apart.
+        parts: The parts that get a number each.
         histograms: Whether to make histograms of the diagonal's entries.
         shift: Whether the labels of a mapping are the tokens themselves.
 
@@ -66,35 +68,34 @@ def exact_sharpness(
     9.0
     """
     start = time.perf_counter()
-    for name, value, known in (("loss", loss, LOSSES), ("per", per, PER), ("kind", kind, KINDS)):
-        if value not in known:
-            raise InputError(f"{WHO}: {name}={value!r} is not known; pass one of {', '.join(map(repr, known))}")
-    chosen, parameters, frozen = chosen_parts(model, parts)
+    check_name(WHO, "loss", loss, LOSSES)
+    check_name(WHO, "per", per, PER)
+    check_name(WHO, "kind", kind, KINDS)
+    measured = measured_parts(model, parts)
     pairs, tokens, sequences = [], 0, 0
     batches = micro_batches(WHO, data, target, micro_batch=micro_batch, shift=shift)
     with evaluating(model, WHO), torch.no_grad():
-        with watch_lookups(model, chosen) as seen:
+        with watch_lookups(model, measured.parts) as seen:
             for batch in batches:
                 check_devices(WHO, batch, model)
-            for batch in probe(WHO, model, batches, backward=False, copies=0):
-                beside = aligned(WHO, batch, forward(model, batch, WHO).shape, loss)
-                counted = torch.ones_like(beside) if loss == "mse" else beside != IGNORED
+            batches = probe(WHO, model, batches, backward=False, copies=0)
+            for inputs, labels in BatchedLoss(WHO, model, tuple(batches), loss).pairs():
+                counted = torch.ones_like(labels) if loss == "mse" else labels != IGNORE_INDEX
                 if int(counted.sum()):
                     tokens += int(counted.sum())
-                    sequences += int(counted.reshape(len(beside), -1).any(1).sum())
-                    pairs.append((batch.inputs, beside))
-            if not pairs:
-                raise InputError(f"{WHO}: every label is {IGNORED} (not counted); keep at least one")
+                    sequences += int(counted.reshape(len(labels), -1).any(1).sum())
+                    pairs.append((inputs, labels))
             looked_up = {name: mask.cpu() for name, mask in seen.items()}
-        diagonal = hessian_diagonal(model, pairs, loss=loss, kind=kind, params=list(parameters), max_products=None).values
+        params = list(measured.parameters)
+        diagonal = hessian_diagonal(model, pairs, loss=loss, kind=kind, params=params, max_products=None).values
     terms = tokens if per == "token" else sequences
     diagonal = {name: x * (tokens / terms) for name, x in diagonal.items()}
-    values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in chosen]
+    values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in measured.parts]
     own = Replicates(
-        chosen,
+        measured.parts,
         torch.tensor(values, dtype=torch.float64).reshape(1, 1, -1),
         torch.tensor([terms]),
-        torch.stack([part.squared_norm(parameters[part.parameter].detach()).cpu() for part in chosen]),
+        squared_norms(measured),
         {name: _row_sums(diagonal[name], terms) for name in looked_up},
         looked_up,
         {name: x * terms for name, x in diagonal.items()} if histograms else {},
@@ -103,7 +104,7 @@ def exact_sharpness(
         loss,
         kind,
         0,
-        frozen,
+        measured.frozen,
         (),
         time.perf_counter() - start,
     )
@@ -161,7 +162,7 @@ def sharpness(
         estimator: ``"fisher"``, or ``"empirical_fisher"``: the same with the labels of the data, which is no estimate of the
             Fisher information (claim E2) and depends on the micro-batches.
         micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
-        parts: What is told apart; by default ``hessiankit.partition.model_parts(model)``.
+        parts: The parts that get a number each; by default ``hessiankit.partition.model_parts(model)``.
         confidence: Of the intervals.
         histograms: Whether to add up h entry by entry for the histograms and the share of exact zeros, which takes as much memory
             as the parameters, and on a small batch longer than a draw.

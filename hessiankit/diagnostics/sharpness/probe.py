@@ -1,4 +1,4 @@
-"""What is found out with one sequence before any work: is the model a function, how much will it hold, where do labels belong?"""
+"""Checks on one sequence before a measurement: determinism, memory, and the place of the labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hessiankit.blocks.embeddings import TokenEmbedding
-from hessiankit.diagnostics.sharpness.batches import IGNORED, MicroBatch, call, output_of
+from hessiankit.diagnostics.sharpness.batches import MicroBatch, call, output_of
+from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.partition import Part
 from hessiankit.support.errors import InputError, OutOfMemoryError
@@ -70,7 +71,7 @@ def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward
     """Call the model twice with one sequence, and return the micro-batches with the place of their labels settled.
 
     Args:
-        who: What an error message starts with.
+        who: Prefix of error messages.
         model: The model, in evaluation mode.
         batches: The micro-batches.
         backward: Whether to forecast the memory of a backward pass.
@@ -109,7 +110,7 @@ def _single(batch: MicroBatch) -> MicroBatch:
     """Return the sequence with most labels."""
     if len(batch.numbers) == 1:
         return batch
-    counted = batch.target != IGNORED if not batch.target.is_floating_point() else torch.ones_like(batch.target)
+    counted = batch.target != IGNORE_INDEX if not batch.target.is_floating_point() else torch.ones_like(batch.target)
     k = int(counted.reshape(len(batch.numbers), -1).sum(1).argmax())
     return batch.part(slice(k, k + 1))
 
@@ -173,8 +174,8 @@ def _placed(batches: Sequence[MicroBatch], one: MicroBatch, logits: Tensor, outp
     if isinstance(loss, Tensor) and loss.numel() == 1 and fits:
         wide = logits.double()
         ways = {
-            True: F.cross_entropy(wide[..., :-1, :].flatten(0, -2), target[..., 1:].flatten(), ignore_index=IGNORED),
-            False: F.cross_entropy(wide.flatten(0, -2), target.flatten(), ignore_index=IGNORED),
+            True: F.cross_entropy(wide[..., :-1, :].flatten(0, -2), target[..., 1:].flatten(), ignore_index=IGNORE_INDEX),
+            False: F.cross_entropy(wide.flatten(0, -2), target.flatten(), ignore_index=IGNORE_INDEX),
         }
         away = {way: abs(float(own) - float(loss)) / max(abs(float(loss)), 1e-30) for way, own in ways.items()}
         shifted = not (away[False] < SAME and not away[True] < away[False])

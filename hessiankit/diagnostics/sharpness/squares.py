@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hessiankit.diagnostics.sharpness.cotangents import wide
 from hessiankit.partition import Part
@@ -41,30 +41,97 @@ def row_sums(x: Tensor) -> Tensor:
     return torch.cat(found).double()
 
 
-def part_squares(who: str, parts: Sequence[Part], gradients: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of squares of each part's gradient, 0 where there is none: float64 (parts,) on the CPU.
+class SquaredGradients:
+    """Sums of squared gradients over micro-batches and draws: by part, by row of an embedding, by entry.
 
-    Raises:
-        InputError: If one is not finite.
+    Args:
+        who: Prefix of error messages.
+        parts: The parts.
+        parameters: Their parameters.
+        draws: Draws of the labels of each micro-batch.
+        histograms: Whether to add up every entry.
+
+    Attributes:
+        values: For each micro-batch the sums over the entries of each part, float64 (draws, parts).
+        terms: For each micro-batch the number of terms of its loss.
+        rows: For each embedding the sums along its rows, weighted by terms, (draws, rows).
+        entries: For each parameter the sums over micro-batches and draws, weighted by terms; empty without histograms.
+        unused: Parameters without a gradient so far.
     """
-    zero = torch.zeros(())
-    squares = [
-        torch.stack([sum_of_squares(view) for view in part.of(gradients[part.parameter])]).sum()
-        if part.parameter in gradients
-        else zero
-        for part in parts
-    ]
-    if len({x.device for x in squares}) > 1:
-        squares = [x.cpu() for x in squares]
-    found = torch.stack([x.to(wide(x.device)) for x in squares]).cpu().double()
-    bad = ~torch.isfinite(found)
-    if bool(bad.any()):
-        part = parts[int(bad.nonzero()[0])]
-        raise InputError(
-            f"{who}: the gradient of {part.name!r} is NaN or infinite, though the output is finite; a derivative overflows there"
-            " (a norm of a constant row, a square root at 0): use a wider dtype or an eps > 0"
-        )
-    return found
+
+    def __init__(
+        self, who: str, parts: tuple[Part, ...], parameters: Mapping[str, nn.Parameter], draws: int, histograms: bool
+    ) -> None:
+        self.who, self.parts, self.parameters, self.draws = who, parts, parameters, draws
+        self.values: list[Tensor] = []
+        self.terms: list[int] = []
+        self.rows: dict[str, Tensor] = {}
+        self.entries = {name: self._zeros(p.detach()) for name, p in parameters.items()} if histograms else {}
+        self.unused = set(parameters)
+
+    def begin(self, terms: int) -> None:
+        """Begin a micro-batch whose loss is a mean over that many terms."""
+        self.values.append(torch.zeros(self.draws, len(self.parts), dtype=torch.float64))
+        self.terms.append(terms)
+
+    def add(self, draw: int, gradients: Mapping[str, Tensor], embeddings: Iterable[str]) -> None:
+        """Add the gradients of a draw.
+
+        Args:
+            draw: Its number.
+            gradients: By parameter; those that no output depends on are missing.
+            embeddings: Parameters that are looked up by rows.
+        """
+        self.unused -= gradients.keys()
+        self.values[-1][draw] = self.part_squares(gradients)
+        for name in embeddings:
+            if name in gradients:
+                self._add_rows(name, draw, gradients[name])
+        for name, total in self.entries.items():
+            if name in gradients:
+                own = gradients[name].to(total.dtype)
+                total.addcmul_(own, own, value=float(self.terms[-1]))
+
+    def part_squares(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum of squares of each part's gradient, 0 where there is none: float64 (parts,) on the CPU.
+
+        Raises:
+            InputError: If one is not finite.
+        """
+        zero = torch.zeros(())
+        squares = [
+            torch.stack([sum_of_squares(view) for view in part.of(gradients[part.parameter])]).sum()
+            if part.parameter in gradients
+            else zero
+            for part in self.parts
+        ]
+        if len({x.device for x in squares}) > 1:
+            squares = [x.cpu() for x in squares]
+        return self.check_finite(torch.stack([x.to(wide(x.device)) for x in squares]).cpu().double())
+
+    def check_finite(self, squares: Tensor) -> Tensor:
+        """Return sums (..., parts) after a check that they are finite.
+
+        Raises:
+            InputError: If one is not.
+        """
+        bad = ~torch.isfinite(squares)
+        if bool(bad.any()):
+            part = self.parts[int(bad.nonzero()[0, -1])]
+            raise InputError(
+                f"{self.who}: the gradient of {part.name!r} is NaN or infinite, though the output is finite; a derivative "
+                "overflows there (a norm of a constant row, a square root at 0): use a wider dtype or an eps > 0"
+            )
+        return squares
+
+    def _add_rows(self, name: str, draw: int, gradient: Tensor) -> None:
+        self._rows_of(name)[draw] += self.terms[-1] * row_sums(gradient)
+
+    def _rows_of(self, name: str) -> Tensor:
+        return self.rows.setdefault(name, torch.zeros(self.draws, self.parameters[name].shape[0], dtype=torch.float64))
+
+    def _zeros(self, p: Tensor) -> Tensor:
+        return torch.zeros_like(p, dtype=torch.float32 if p.dtype.itemsize < 4 else p.dtype)
 
 
 PER_DECADE = 4
@@ -132,9 +199,29 @@ def histogram(tensors: Iterable[Tensor]) -> Histogram:
             places = torch.floor(PER_DECADE * torch.log10(chunk[chunk > 0])).to(torch.int64)
             if places.numel():
                 lowest = int(places.min())
-                for k, count in enumerate(torch.bincount(places - lowest).tolist()):
-                    bins[lowest + k] = bins.get(lowest + k, 0) + count
-    if not bins:
-        return Histogram(0.0, (), zeros, negative, entries)
-    low, high = min(bins), max(bins)
+                _add(bins, lowest, torch.bincount(places - lowest).tolist())
+    return _of_bins(bins, zeros, negative, entries)
+
+
+def merged(histograms: Sequence[Histogram]) -> Histogram:
+    """Return the histogram of all entries that several histograms count.
+
+    >>> one, other = histogram([torch.tensor([0.0, 1.0])]), histogram([torch.tensor([1.0, 100.0])])
+    >>> both = histogram([torch.tensor([0.0, 1.0, 1.0, 100.0])])
+    >>> merged([one, other]) == both
+    True
+    """
+    bins: dict[int, int] = {}
+    for one in histograms:
+        _add(bins, round(one.first * PER_DECADE), one.counts)
+    return _of_bins(bins, *(sum(getattr(x, name) for x in histograms) for name in ("zeros", "negative", "entries")))
+
+
+def _add(bins: dict[int, int], first: int, counts: Iterable[int]) -> None:
+    for k, count in enumerate(counts, first):
+        bins[k] = bins.get(k, 0) + count
+
+
+def _of_bins(bins: Mapping[int, int], zeros: int, negative: int, entries: int) -> Histogram:
+    low, high = (min(bins), max(bins)) if bins else (0, -1)
     return Histogram(low / PER_DECADE, tuple(bins.get(k, 0) for k in range(low, high + 1)), zeros, negative, entries)

@@ -1,0 +1,95 @@
+"""Options of a measurement of sharpness, checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from hessiankit.partition import Part, model_parts
+from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.progress import Tell
+
+WHO = "sharpness"
+LOSSES = ("cross_entropy", "mse")
+PER = ("token", "sequence")
+ESTIMATORS = ("fisher", "empirical_fisher")
+
+
+@dataclass(frozen=True)
+class SharpnessOptions:
+    """Options of :func:`hessiankit.sharpness`, which explains them.
+
+    Raises:
+        InputError: If one of them cannot be used.
+    """
+
+    loss: str = "cross_entropy"
+    draws: int = 8
+    seed: int = 0
+    per: str = "token"
+    estimator: str = "fisher"
+    micro_batch: int | None = None
+    parts: Iterable[Part] | None = None
+    histograms: bool = False
+    numbers: Iterable[int] | None = None
+    shift: bool | None = None
+    progress: Tell | None = None
+
+    def __post_init__(self) -> None:
+        check_name(WHO, "loss", self.loss, LOSSES)
+        check_name(WHO, "per", self.per, PER)
+        check_name(WHO, "estimator", self.estimator, ESTIMATORS)
+        if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 1:
+            raise InputError(f"{WHO}: draws={self.draws!r} draws no labels; pass 1 or more (2 or more for a standard error)")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise InputError(f"{WHO}: seed={self.seed!r}; pass a whole number from 0 to 2^64 - 1")
+
+    @property
+    def label_draws(self) -> int:
+        """Label vectors of a micro-batch: one where the labels are those of the data."""
+        return self.draws if self.estimator == "fisher" else 1
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredParts:
+    """The parts of a model that have a gradient.
+
+    Attributes:
+        parts: The parts.
+        parameters: The parameters that they are parts of, by name.
+        frozen: Names of the parameters that do not require a gradient.
+    """
+
+    parts: tuple[Part, ...]
+    parameters: dict[str, nn.Parameter]
+    frozen: tuple[str, ...]
+
+
+def measured_parts(model: nn.Module, parts: Iterable[Part] | None) -> MeasuredParts:
+    """Return those of the given parts, or of all of a model, that have a gradient.
+
+    Raises:
+        InputError: If there are none, or a part is not of this model.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{WHO}: expected a torch.nn.Module, got {type(model).__name__}")
+    listed = tuple(model_parts(model) if parts is None else getattr(parts, "parts", parts))
+    known, names = dict(model.named_parameters()), set()
+    for part in listed:
+        if not isinstance(part, Part):
+            raise InputError(
+                f"{WHO}: parts holds a {type(part).__name__}; pass Parts, e.g. hessiankit.partition.model_parts(model)"
+            )
+        if part.parameter not in known:
+            raise InputError(f"{WHO}: the model has no parameter {part.parameter!r}; make the parts from this model")
+        if part.name in names:
+            raise InputError(f"{WHO}: the part {part.name!r} is given twice; pass each once")
+        names.add(part.name)
+    wanted = {part.parameter for part in listed}
+    parameters = {name: p for name, p in known.items() if name in wanted and p.requires_grad}
+    if not parameters:
+        raise InputError(f"{WHO}: no parameter requires a gradient; unfreeze some with requires_grad_(True)")
+    frozen = tuple(name for name, p in known.items() if name in wanted and not p.requires_grad)
+    return MeasuredParts(tuple(part for part in listed if part.parameter in parameters), parameters, frozen)
