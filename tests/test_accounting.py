@@ -12,12 +12,12 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.curvature.planning import Cost, Meter, measure
-from hessiankit.engine import pairs as pairing
+from hessiankit.engine import parameter_blocks as pairing
+from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.problem.batches import requests
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
-from hessiankit.engine.storage import Kept, SymmetricStorage
-from hessiankit.engine.sweep import Sweep
-from hessiankit.engine.unwinding import unwind
+from hessiankit.engine.reverse_accumulation import accumulate
+from hessiankit.engine.storage import RecordedBlocks, SymmetricStorage
 
 
 class Tied(nn.Module):
@@ -53,13 +53,13 @@ def test_costs_are_those_of_the_real_computation(name: str) -> None:
             loss_trace(task, normalizer_of(task)).trace,
         )
         with Meter() as meter:
-            sweep = Sweep(trace)
+            sweep = ForwardSweep(trace)
             sweep.run()
-            unwind(sweep, matrix)
+            accumulate(sweep, matrix)
         with Meter() as keeper:
-            kept, again = Kept(), Sweep(loss_trace(task, normalizer_of(task)).trace)
+            kept, again = RecordedBlocks(), ForwardSweep(loss_trace(task, normalizer_of(task)).trace)
             again.run()
-            unwind(again, kept)  # type: ignore[arg-type]
+            accumulate(again, kept)  # type: ignore[arg-type]
             del again
     if name == "fallback":  # which is proved once, by whoever asks first
         assert min(cost.flops, plain.flops, run.flops) >= meter.flops

@@ -10,7 +10,7 @@ from curvature_reference import Formula, assert_exact, draw
 from torch import Tensor
 
 import hessiankit as hk
-from hessiankit.engine.association import associate
+from hessiankit.engine.reassociation import reassociate
 
 X = draw(2, 3, 4)
 KEYS = draw(5, 3, seed=3)
@@ -48,7 +48,7 @@ def test_the_hessian_stays_what_it_is(name):
     assert_exact(module, X)
     trace = hk.trace_module(lambda p, x: torch.func.functional_call(module, p, (x,)), dict(module.named_parameters()), (X,))
     value, before = trace.values[trace.output], [a.name for a in trace.applications]
-    associate(trace)
+    reassociate(trace)
     assert ([a.name for a in trace.applications] != before) == expected
     again = dict(enumerate(trace.values))
     for a in trace.applications:

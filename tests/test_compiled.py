@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hessiankit
 from hessiankit import TransformerBlock
 from hessiankit.cli.main import main
-from hessiankit.engine.kernel_sums import lift_compiled, mirror, rows_compiled
-from hessiankit.engine.lifts import WeightLift
+from hessiankit.engine.jacobians import WeightJacobian
+from hessiankit.engine.kernel_sums import add_compiled, add_rows_compiled, mirror
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support import kernels as library
 from hessiankit.support.errors import InputError
@@ -55,13 +55,13 @@ def rows_of(*shape: int, dtype: torch.dtype, seed: int, zeros: float = 0.0) -> T
     return (x * kept).to(dtype)
 
 
-def written_out(u: WeightLift, v: WeightLift, K: Tensor) -> np.ndarray:
+def written_out(u: WeightJacobian, v: WeightJacobian, K: Tensor) -> np.ndarray:
     """The block as a sum over rows of Kronecker products, in the order in which both weights are stored."""
     total = 0
     for a, b, k in zip(u.weights.double(), v.weights.double(), K.double(), strict=True):
         left, right = (np.eye(w.width) for w in (u, v))
-        E = np.kron(left, a.numpy()[:, None]) if u.turned else np.kron(a.numpy()[:, None], left)  # (size_u, p)
-        F = np.kron(right, b.numpy()[:, None]) if v.turned else np.kron(b.numpy()[:, None], right)
+        E = np.kron(left, a.numpy()[:, None]) if u.transposed else np.kron(a.numpy()[:, None], left)  # (size_u, p)
+        F = np.kron(right, b.numpy()[:, None]) if v.transposed else np.kron(b.numpy()[:, None], right)
         total = total + E @ k.numpy() @ F.T
     return np.asarray(total)
 
@@ -74,99 +74,99 @@ SIZES = [(5, 7, 9, 4, 6), (49, 16, 8, 32, 16), (3, 1, 33, 17, 1), (70, 12, 20, 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
-def test_lift_of_two_weights(sizes, turned, dtype, zeros: float) -> None:
+def test_lift_of_two_weights(sizes, transposed, dtype, zeros: float) -> None:
     n, i, p, j, q = sizes
-    u = WeightLift("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned[0])
-    v = WeightLift("v", None, rows_of(n, j, dtype=dtype, seed=2, zeros=zeros), q, turned[1])
+    u = WeightJacobian("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, transposed[0])
+    v = WeightJacobian("v", None, rows_of(n, j, dtype=dtype, seed=2, zeros=zeros), q, transposed[1])
     K = rows_of(n, p, q, dtype=dtype, seed=3, zeros=zeros)
     big = torch.ones(u.size + 3, v.size + 5, dtype=dtype)
     into = big[1 : 1 + u.size, 2 : 2 + v.size]
-    skew = lift_compiled(u, [(v, K)], into, same=False)
+    skew = add_compiled(u, [(v, K)], into, same=False)
     if skew is None:
-        assert (j if turned[1] else q) < 4  # nothing else is refused
+        assert (j if transposed[1] else q) < 4  # nothing else is refused
         assert bool((big == 1).all())
         return
     close(into - 1, written_out(u, v, K))
     into.fill_(1)
     assert bool((big == 1).all())  # nothing beside the block
     other = torch.zeros(v.size, u.size, dtype=dtype)
-    if lift_compiled(u, [(v, K.mT.contiguous().mT)], other.T, same=False) is not None:  # the block stored the other way round
+    if add_compiled(u, [(v, K.mT.contiguous().mT)], other.T, same=False) is not None:  # the block stored the other way round
         close(other.T, written_out(u, v, K))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
-def test_lift_of_a_weight_with_itself(turned: bool, dtype: torch.dtype, zeros: float) -> None:
+def test_lift_of_a_weight_with_itself(transposed: bool, dtype: torch.dtype, zeros: float) -> None:
     n, i, p = 21, 13, 11
-    u = WeightLift("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned)
+    u = WeightJacobian("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, transposed)
     K = rows_of(n, p, p, dtype=dtype, seed=3, zeros=zeros)
     K = K + K.mT
     into = torch.zeros(u.size, u.size, dtype=dtype)
-    assert lift_compiled(u, [(u, K)], into, same=True) == 0.0
+    assert add_compiled(u, [(u, K)], into, same=True) == 0.0
     close(into, written_out(u, u, K))
     K[4, 2, 7] += 0.25
-    skew = lift_compiled(u, [(u, K)], into.zero_(), same=True)
-    if turned:
+    skew = add_compiled(u, [(u, K)], into.zero_(), same=True)
+    if transposed:
         close(into, written_out(u, u, (K + K.mT) / 2))
-    assert skew == pytest.approx(0.25 / float(K.diagonal(dim1=1, dim2=2).abs().max()) if turned else 0.0, rel=1e-6)
+    assert skew == pytest.approx(0.25 / float(K.diagonal(dim1=1, dim2=2).abs().max()) if transposed else 0.0, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
-def test_several_ways_to_one_weight(turned: bool, dtype: torch.dtype, count: int, zeros: float) -> None:
+def test_several_ways_to_one_weight(transposed: bool, dtype: torch.dtype, count: int, zeros: float) -> None:
     n, i, p, y, z = 40, 9, 10, 12, 21
-    u = WeightLift("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, turned)
+    u = WeightJacobian("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, transposed)
     pairs = []
     for k in range(count):
         one = (y, z) if k % 2 else (z, y)  # v is stored as (y, z): inputs first, or outputs first
-        v = WeightLift("v", None, rows_of(n, one[0], dtype=dtype, seed=10 + k, zeros=zeros), one[1], k % 2 == 0)
+        v = WeightJacobian("v", None, rows_of(n, one[0], dtype=dtype, seed=10 + k, zeros=zeros), one[1], k % 2 == 0)
         pairs.append((v, rows_of(n, p, one[1], dtype=dtype, seed=20 + k, zeros=zeros)))
     into = torch.zeros(u.size, y * z, dtype=dtype)
-    assert lift_compiled(u, pairs, into, same=False) == 0.0
+    assert add_compiled(u, pairs, into, same=False) == 0.0
     close(into, sum(written_out(u, v, K) for v, K in pairs))
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_lift_from_the_left(turned: bool) -> None:
-    u = WeightLift("u", None, rows_of(30, 7, dtype=torch.float64, seed=1), 6, turned)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_lift_from_the_left(transposed: bool) -> None:
+    u = WeightJacobian("u", None, rows_of(30, 7, dtype=torch.float64, seed=1), 6, transposed)
     K = rows_of(30, 6, 19, dtype=torch.float64, seed=2)
     into = torch.zeros(u.size, 19, dtype=torch.float64)
-    assert rows_compiled(u, K, into)
-    expected = np.einsum("ni,npc->pic" if turned else "ni,npc->ipc", u.weights.numpy(), K.numpy()).reshape(42, 19)
+    assert add_rows_compiled(u, K, into)
+    expected = np.einsum("ni,npc->pic" if transposed else "ni,npc->ipc", u.weights.numpy(), K.numpy()).reshape(42, 19)
     close(into, expected)
 
 
 def test_more_rows_than_are_summed_at_once() -> None:
-    u = WeightLift("u", None, rows_of(5000, 3, dtype=torch.float64, seed=1), 5, False)
+    u = WeightJacobian("u", None, rows_of(5000, 3, dtype=torch.float64, seed=1), 5, False)
     K = rows_of(5000, 5, 5, dtype=torch.float64, seed=2)
     into = torch.zeros(15, 15, dtype=torch.float64)
-    assert lift_compiled(u, [(u, K + K.mT)], into, same=True) is not None
+    assert add_compiled(u, [(u, K + K.mT)], into, same=True) is not None
     X = u.weights.numpy()
     close(into, np.einsum("ni,nj,npq->ipjq", X, X, (K + K.mT).numpy()).reshape(15, 15))
 
 
 def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
-    u = WeightLift("u", None, torch.zeros(6, 8, dtype=torch.float64), 8, False)
+    u = WeightJacobian("u", None, torch.zeros(6, 8, dtype=torch.float64), 8, False)
     for bad in (float("nan"), float("inf")):
         K = torch.zeros(6, 8, 8, dtype=torch.float64)
         K[3, 2, 2] = bad
         into = torch.zeros(64, 64, dtype=torch.float64)
-        lift_compiled(u, [(u, K)], into, same=True)
+        add_compiled(u, [(u, K)], into, same=True)
         assert bool(into.isnan().any())  # 0 x inf
 
 
 def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:
     def asked(dtype: torch.dtype, other: torch.dtype | None = None, device: str = "cpu") -> float | None:
-        u = WeightLift("u", None, torch.ones(2, 4, dtype=dtype, device=device), 4, False)
+        u = WeightJacobian("u", None, torch.ones(2, 4, dtype=dtype, device=device), 4, False)
         v = replace(u, weights=u.weights.to(other or dtype))
         K, into = torch.ones(2, 4, 4, dtype=dtype, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
-        return lift_compiled(u, [(v, K)], into, same=False)
+        return add_compiled(u, [(v, K)], into, same=False)
 
     assert asked(torch.float64) == 0.0
     assert asked(torch.bfloat16) is None
@@ -230,10 +230,10 @@ def test_digits_do_not_depend_on_threads() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            u = WeightLift("u", None, x.reshape(64, 8), 96, False)
+            u = WeightJacobian("u", None, x.reshape(64, 8), 96, False)
             K = rows_of(64, 96, 96, dtype=torch.float64, seed=1)
             into = torch.zeros(768, 768, dtype=torch.float64)
-            lift_compiled(u, [(u, K)], into, same=False)
+            add_compiled(u, [(u, K)], into, same=False)
             found.append(into)
     finally:
         torch.set_num_threads(before)

@@ -110,7 +110,9 @@ def applied(f: object, *inputs: Tensor, **shapes: tuple[int, ...]) -> hk.Trace:
 def test_weight_and_bias_of_addmm_are_one_site():
     traced = applied(lambda s, x: torch.addmm(s.b, x, s.W), draw(3, 4), W=(4, 2), b=(2,))
     assert [type(a.primitive) for a in traced.applications[:2]] == [MatMul, Add]
-    assert [[lift.parameter for lift in site.lifts] for site in find_sites(traced).values() if site.lifts] == [["W", "b"]]
+    assert [[jacobian.parameter for jacobian in site.jacobians] for site in find_sites(traced).values() if site.jacobians] == [
+        ["W", "b"]
+    ]
 
 
 @pytest.mark.parametrize(("equation", "shape", "kind"), [("...i,ij->...j", (4, 2), MatMul), ("bli,ji->blj", (2, 4), Linear)])

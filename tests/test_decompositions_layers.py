@@ -13,7 +13,7 @@ import hessiankit as hk
 from derivations.cast import Cast
 from derivations.linear import Linear, MatMul
 from derivations.normalization import LayerNorm
-from hessiankit.engine.lifts import GainLift, WeightLift
+from hessiankit.engine.jacobians import GainJacobian, WeightJacobian
 from hessiankit.engine.problem.loss_trace import loss_trace
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.sites import find_sites
@@ -193,5 +193,8 @@ def test_the_weight_of_a_patch_embedding_is_a_site():
     with torch.no_grad():
         traced = loss_trace(make_task("test", module, x, torch.zeros_like(module(x)), "mse"), 1.0).trace
     (site,) = find_sites(traced).values()
-    assert [(type(lift), lift.parameter) for lift in site.lifts] == [(WeightLift, "0.weight"), (GainLift, "0.bias")]
+    assert [(type(jacobian), jacobian.parameter) for jacobian in site.jacobians] == [
+        (WeightJacobian, "0.weight"),
+        (GainJacobian, "0.bias"),
+    ]
     assert site.covered == (1, 2)

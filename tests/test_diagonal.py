@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hessiankit as hk
 from hessiankit import hessian_diagonal
 from hessiankit.curvature.planning import Meter
-from hessiankit.engine import diagonal_sum, diagonal_unwinding
+from hessiankit.engine import diagonal_accumulation, diagonal_sum
 
 
 def assert_diagonal(module: nn.Module, inputs: Any, target: Tensor | None = None, *, loss: Any = "mse", **options: Any) -> None:
@@ -31,9 +31,9 @@ def assert_diagonal(module: nn.Module, inputs: Any, target: Tensor | None = None
     for expected in (matrix.matrix.diagonal(), reference.diagonal()):
         assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()
     assert found.loss == pytest.approx(matrix.loss, rel=1e-13)
-    outer = matrix.outer().diagonal()
+    gauss_newton = matrix.outer().diagonal()
     ggn = hessian_diagonal(module, inputs, target, loss=loss, kind="ggn", **options)
-    assert (ggn.flat - outer).abs().max() <= 1e-12 * outer.abs().max()
+    assert (ggn.flat - gauss_newton).abs().max() <= 1e-12 * gauss_newton.abs().max()
 
 
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -216,7 +216,7 @@ def test_memory_is_far_below_that_of_the_matrix() -> None:
 
 
 def test_products_where_a_sweep_would_take_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagonal_unwinding, "WHOLE", 0)
+    monkeypatch.setattr(diagonal_accumulation, "WHOLE", 0)
     assert_diagonal(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True), draw(2, 3, 4))
     forward, shapes = FORMULAS["a parameter as it is"]
     assert_diagonal(Formula(forward, **shapes), draw(2, 3, 4))
@@ -240,15 +240,15 @@ def test_the_forecast_counts_the_products_of_matrices(name: str, monkeypatch: py
     """All of them but those by which lifts make entries of columns."""
     module, x, t = MODELS[name]()
     counted: list[tuple[float, float]] = []
-    inner = diagonal_unwinding.unwind_diagonal
+    inner = diagonal_accumulation.accumulate_diagonal
 
     def metered(sweep: Any, into: Any) -> None:
-        work = diagonal_unwinding.unwinding_work(sweep)
+        work = diagonal_accumulation.accumulation_work(sweep)
         with Meter() as meter:
             inner(sweep, into)
         counted.append((work, meter.flops / 2))
 
-    monkeypatch.setattr(diagonal_sum, "unwind_diagonal", metered)
+    monkeypatch.setattr(diagonal_sum, "accumulate_diagonal", metered)
     found = hk.hessian_diagonal(module, x, t, loss="mse" if x.is_floating_point() else "cross_entropy")
     assert counted
     for work, multiply_adds in counted:
@@ -263,7 +263,7 @@ def test_what_takes_too_long_is_refused_before_it_is_done(monkeypatch: pytest.Mo
     assert exact.estimate is None
     some = int(exact.cost)
     with monkeypatch.context() as patch:
-        patch.setattr(diagonal_sum, "unwind_diagonal", None)  # is not reached
+        patch.setattr(diagonal_sum, "accumulate_diagonal", None)  # is not reached
         with pytest.raises(
             hk.InputError, match=rf"about {exact.cost:,.0f} products .* max_products={some:,}; .*scalar_estimates"
         ):
@@ -309,7 +309,7 @@ def test_products_where_they_are_cheaper_than_the_sweep(monkeypatch: pytest.Monk
     model, x, t = attending(6)
     expected = hk.hessian(model, x, t, loss="cross_entropy").matrix.diagonal()
     monkeypatch.setattr(diagonal_sum, "DENSE", 1e-9)
-    monkeypatch.setattr(diagonal_sum, "unwind_diagonal", None)  # is not reached
+    monkeypatch.setattr(diagonal_sum, "accumulate_diagonal", None)  # is not reached
     found = hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=None)
     assert 500 < found.cost <= sum(p.numel() for p in model.parameters())
     assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()

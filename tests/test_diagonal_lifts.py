@@ -1,4 +1,4 @@
-"""The diagonal of lifted curvature, against lifts written out as matrices."""
+"""The diagonal of lifted curvature, against jacobians written out as matrices."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from curvature_reference import draw
 from torch import Tensor
 
-from hessiankit.engine.diagonal_unwinding import across, along, by_column, is_by_column, product_by_column
-from hessiankit.engine.lifts import GainLift, Index, Lift, WeightLift
+from hessiankit.engine.diagonal_accumulation import across, along, by_column, is_by_column, product_by_column
+from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 
-ROWS, WIDTH, SIZE = 6, 3, 20  # of a parameter of which lifts reach some entries
+ROWS, WIDTH, SIZE = 6, 3, 20  # of a parameter of which jacobians reach some entries
 
 
-def written_out(u: Lift) -> Tensor:
+def written_out(u: ParameterJacobian) -> Tensor:
     """The derivative (rows, columns, SIZE) of the value by all entries of the parameter, one entry at a time."""
     J = torch.zeros(ROWS, WIDTH, SIZE, dtype=torch.float64)
     at = torch.arange(u.size) if u.at is None else u.at.reshape(-1)
     for e, position in enumerate(at.tolist()):
-        if isinstance(u, WeightLift):
+        if isinstance(u, WeightJacobian):
             rows = u.weights.shape[1]
-            i, p = (e % rows, e // rows) if u.turned else (e // WIDTH, e % WIDTH)
+            i, p = (e % rows, e // rows) if u.transposed else (e // WIDTH, e % WIDTH)
             J[:, p, position] += u.weights[:, i]
-        elif isinstance(u, GainLift):
+        elif isinstance(u, GainJacobian):
             J[:, e, position] += u.weights[:, e]
         else:
-            assert isinstance(u, Index)
+            assert isinstance(u, IndexJacobian)
             J[:, :, position] += (u.which == e).double()
     return J
 
@@ -37,13 +37,13 @@ def positions(n: int, seed: int) -> Tensor:
 
 
 TABLE = torch.tensor([[0, 1, 2], [3, 4, 5], [0, 1, 2], [0, 4, 2], [3, 4, 2], [0, 1, 5]])
-LIFTS: dict[str, Lift] = {
-    "weight": WeightLift("W", positions(12, 1), draw(ROWS, 4), WIDTH, turned=False),
-    "turned weight": WeightLift("W", positions(15, 2), draw(ROWS, 5, seed=2), WIDTH, turned=True),
-    "gain": GainLift("W", positions(3, 3), draw(ROWS, WIDTH, seed=3)),
-    "bias": GainLift("W", None, torch.ones((), dtype=torch.float64).expand(ROWS, WIDTH)),
-    "table": Index("W", positions(6, 4), TABLE),
-    "table across columns": Index("W", positions(6, 5), TABLE.flip(1)[:, [0, 2, 1]] % 4),
+LIFTS: dict[str, ParameterJacobian] = {
+    "weight": WeightJacobian("W", positions(12, 1), draw(ROWS, 4), WIDTH, transposed=False),
+    "transposed weight": WeightJacobian("W", positions(15, 2), draw(ROWS, 5, seed=2), WIDTH, transposed=True),
+    "gain": GainJacobian("W", positions(3, 3), draw(ROWS, WIDTH, seed=3)),
+    "bias": GainJacobian("W", None, torch.ones((), dtype=torch.float64).expand(ROWS, WIDTH)),
+    "table": IndexJacobian("W", positions(6, 4), TABLE),
+    "table across columns": IndexJacobian("W", positions(6, 5), TABLE.flip(1)[:, [0, 2, 1]] % 4),
 }
 
 

@@ -11,10 +11,10 @@ from curvature_reference import Formula, draw, mse, randomised, reverse_over_rev
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.engine import diagonal_sum, diagonal_unwinding
+from hessiankit.engine import diagonal_accumulation, diagonal_sum
+from hessiankit.engine.diagonal_accumulation import TooLarge
 from hessiankit.engine.diagonal_sum import DiagonalSum, _bytes, _each_once, _parts, _splits
-from hessiankit.engine.diagonal_unwinding import TooLarge
-from hessiankit.engine.lifts import GainLift, Whole
+from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import make_task
@@ -35,11 +35,11 @@ def tasks_of(module: nn.Module, *batches: tuple[Tensor, Tensor], loss: Any = "ms
 
 
 def total(
-    tasks: Sequence[Task], parts: Sequence[float] = (1.0,), *, batch_size: int | None = None, outer: bool = False
+    tasks: Sequence[Task], parts: Sequence[float] = (1.0,), *, batch_size: int | None = None, gauss_newton: bool = False
 ) -> DiagonalSum:
     STEPS.clear()
     found = DiagonalSum("test", tasks, parts, batch_size, lambda done, of: STEPS.append((done, of)))
-    found.run(outer=outer)
+    found.run(gauss_newton=gauss_newton)
     return found
 
 
@@ -67,7 +67,7 @@ def test_shares_of_batches_of_unequal_sizes(batch_size: int | None) -> None:
 
 def test_gauss_newton_part() -> None:
     module = block()
-    found = total(tasks_of(module, (X, T)), outer=True)
+    found = total(tasks_of(module, (X, T)), gauss_newton=True)
 
     def output(*values: Tensor) -> Tensor:
         return torch.func.functional_call(module, dict(zip(names, values, strict=True)), (X,)).reshape(-1)
@@ -106,7 +106,7 @@ def left_over(module: nn.Module, found: dict[str, Tensor] | None = None, **optio
     task = tasks_of(module, (X, T), **options)[0]
     into = DiagonalSum("test", [task], [1.0], None, None)
     with torch.no_grad():
-        left = into._rows_apart(loss_trace(task, normalizer_of(task)), 1.0, found, Handshake(task), outer=False)
+        left = into._rows_apart(loss_trace(task, normalizer_of(task)), 1.0, found, Handshake(task), gauss_newton=False)
     expected = reverse_over_reverse(module, X, T, mse, list(task.parameters)).diagonal()
     for name, rows in into.entries.slices.items():
         theirs = torch.zeros_like(expected[rows]) if name in left else expected[rows]
@@ -131,13 +131,13 @@ def test_a_weight_used_twice_is_left() -> None:
 
 
 def test_everything_is_left_where_a_sweep_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagonal_unwinding, "WHOLE", 0)
+    monkeypatch.setattr(diagonal_accumulation, "WHOLE", 0)
     module = Formula(lambda s, x: torch.tanh(x @ torch.tanh(s.A) @ s.B), A=(4, 5), B=(5, 4))
     assert set(left_over(module)) == {"A", "B"}
 
 
-@pytest.mark.parametrize("outer", [False, True])
-def test_sweep_and_products_agree(monkeypatch: pytest.MonkeyPatch, outer: bool) -> None:
+@pytest.mark.parametrize("gauss_newton", [False, True])
+def test_sweep_and_products_agree(monkeypatch: pytest.MonkeyPatch, gauss_newton: bool) -> None:
     """Two ways that share neither the forward nor the backward part."""
     tasks = tasks_of(block(), (X, T))
     ways = []
@@ -145,7 +145,7 @@ def test_sweep_and_products_agree(monkeypatch: pytest.MonkeyPatch, outer: bool) 
         into = DiagonalSum("test", tasks, [2.0], None, None)
         with torch.no_grad():
             args = (tasks[0], 2.0, normalizer_of(tasks[0])) if way == "_sweep" else (tasks[0], 2.0)
-            getattr(into, way)(*args, outer=outer)
+            getattr(into, way)(*args, gauss_newton=gauss_newton)
         ways.append(into.entries.data)
     assert (ways[0] - ways[1]).abs().max() <= 1e-12 * ways[1].abs().max()
 
@@ -156,13 +156,13 @@ def test_products_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = tasks_of(module, (X, T))
     into = DiagonalSum("test", tasks, [0.5], None, None)
     with torch.no_grad():
-        into._products(tasks[0], 0.5, outer=False)
+        into._products(tasks[0], 0.5, gauss_newton=False)
     assert tasks[0].size == 117
     assert_entries(into, reverse_over_reverse(module, X, T, mse).diagonal() / 2)
 
 
 def test_a_sweep_that_gives_up_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, inner = [], diagonal_sum.unwind_diagonal
+    calls, inner = [], diagonal_sum.accumulate_diagonal
 
     def second_fails(sweep: Any, into: Any) -> None:
         calls.append(sweep)
@@ -170,7 +170,7 @@ def test_a_sweep_that_gives_up_half_way_leaves_nothing(monkeypatch: pytest.Monke
             raise TooLarge
         inner(sweep, into)
 
-    monkeypatch.setattr(diagonal_sum, "unwind_diagonal", second_fails)
+    monkeypatch.setattr(diagonal_sum, "accumulate_diagonal", second_fails)
     module = block()
     found = total(tasks_of(module, (X, T)), batch_size=2)
     assert len(calls) == 2
@@ -183,8 +183,8 @@ def test_a_sweep_that_gives_up_half_way_leaves_nothing(monkeypatch: pytest.Monke
 
 def test_the_first_sample_tells_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = []
-    inner = diagonal_sum.unwind_diagonal
-    monkeypatch.setattr(diagonal_sum, "unwind_diagonal", lambda s, into: (batches.append(s), inner(s, into)))
+    inner = diagonal_sum.accumulate_diagonal
+    monkeypatch.setattr(diagonal_sum, "accumulate_diagonal", lambda s, into: (batches.append(s), inner(s, into)))
     total(tasks_of(block(), (X, T)))
     assert STEPS == [(1, 5), (5, 5)]
     assert len(batches) == 2
@@ -218,9 +218,9 @@ def test_bytes_are_counted_a_sample() -> None:
 
 
 def test_entries_reached_once() -> None:
-    def gain(*at: int) -> GainLift:
-        return GainLift("a", torch.tensor(at), torch.ones(2, len(at)))
+    def gain(*at: int) -> GainJacobian:
+        return GainJacobian("a", torch.tensor(at), torch.ones(2, len(at)))
 
     assert _each_once([gain(0, 1), gain(2, 3)])
     assert not _each_once([gain(0, 1), gain(1, 2)])
-    assert not _each_once([gain(0, 1), Whole("a", torch.tensor([1]), 0, 1)])
+    assert not _each_once([gain(0, 1), IdentityJacobian("a", torch.tensor([1]), 0, 1)])

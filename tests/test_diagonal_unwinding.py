@@ -1,4 +1,4 @@
-"""The diagonal's way back from curvature between sources: what it keeps, and when it gives up."""
+"""The diagonal's way back from curvature between vertices: what it keeps, and when it gives up."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import torch
 from curvature_reference import Formula, draw
 
 import hessiankit as hk
-from hessiankit.engine import diagonal_unwinding
-from hessiankit.engine.columns import Source, StackedTangents
-from hessiankit.engine.diagonal_unwinding import BoundedSweep, Entries, Reach, TooLarge, overlap, unwind_diagonal
-from hessiankit.engine.lifts import GainLift
+from hessiankit.engine import diagonal_accumulation
+from hessiankit.engine.diagonal_accumulation import BoundedForwardSweep, Entries, Reach, TooLarge, accumulate_diagonal, overlap
+from hessiankit.engine.jacobians import GainJacobian
 from hessiankit.engine.problem.loss_trace import loss_trace
 from hessiankit.engine.problem.own_call import make_task
+from hessiankit.engine.tangents import StackedTangents, Vertex
 
 
-def gain(name: str, at: list[int] | None = None) -> GainLift:
-    return GainLift(name, None if at is None else torch.tensor(at), torch.ones(2, 3 if at is None else len(at)))
+def gain(name: str, at: list[int] | None = None) -> GainJacobian:
+    return GainJacobian(name, None if at is None else torch.tensor(at), torch.ones(2, 3 if at is None else len(at)))
 
 
-def source(*lifts: GainLift, parents: tuple[int, ...] = ()) -> Source:
+def vertex(*jacobians: GainJacobian, parents: tuple[int, ...] = ()) -> Vertex:
     stacks = {1: StackedTangents(torch.zeros(3 * len(parents), 2, 3), parents, (3,) * len(parents))} if parents else {}
-    return Source(torch.Size((2, 3)), 1, 3, list(lifts), stacks)
+    return Vertex(torch.Size((2, 3)), 1, 3, list(jacobians), stacks)
 
 
 def test_what_meets() -> None:
     reach = Reach({
-        0: source(gain("a", [0, 1])),
-        1: source(gain("a", [2, 3])),
-        2: source(gain("b"), parents=(0,)),
-        3: source(parents=(1,)),
-        4: source(parents=(2, 3)),
-        5: source(gain("a", [1, 2])),
+        0: vertex(gain("a", [0, 1])),
+        1: vertex(gain("a", [2, 3])),
+        2: vertex(gain("b"), parents=(0,)),
+        3: vertex(parents=(1,)),
+        4: vertex(parents=(2, 3)),
+        5: vertex(gain("a", [1, 2])),
     })  # fmt: skip
     assert reach.meet(0, 5)
-    assert reach.meet(0, 1)  # through the lift that has an entry of each
-    assert not Reach({0: source(gain("a", [0, 1])), 1: source(gain("a", [2, 3]))}).meet(0, 1)
+    assert reach.meet(0, 1)  # through the jacobian that has an entry of each
+    assert not Reach({0: vertex(gain("a", [0, 1])), 1: vertex(gain("a", [2, 3]))}).meet(0, 1)
     assert reach.meet(4, 2)
     assert reach.own[4] == frozenset()
 
@@ -65,9 +65,9 @@ def test_a_sweep_of_everything() -> None:
     task = make_task("test", module, x, target, "mse")
     entries = Entries(task.slices, torch.float64, torch.device("cpu"))
     with torch.no_grad():
-        sweep = BoundedSweep(loss_trace(task, float(target.numel())).trace)
+        sweep = BoundedForwardSweep(loss_trace(task, float(target.numel())).trace)
         sweep.run()
-        unwind_diagonal(sweep, entries)
+        accumulate_diagonal(sweep, entries)
     torch.testing.assert_close(entries.data, hk.hessian(module, x, target).matrix.diagonal(), rtol=0, atol=1e-14)
 
 
@@ -75,7 +75,7 @@ def test_a_sweep_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, target = Formula(lambda s, x: torch.tanh(x @ s.A.square()), A=(4, 5)), draw(2, 3, 4), draw(2, 3, 5)
     with torch.no_grad():
         traced = loss_trace(make_task("test", module, x, target, "mse"), 30.0)
-        BoundedSweep(traced.trace)
-        monkeypatch.setattr(diagonal_unwinding, "WHOLE", 20 * 20 - 1)
+        BoundedForwardSweep(traced.trace)
+        monkeypatch.setattr(diagonal_accumulation, "WHOLE", 20 * 20 - 1)
         with pytest.raises(TooLarge):
-            BoundedSweep(traced.trace)
+            BoundedForwardSweep(traced.trace)

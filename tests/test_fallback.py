@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import hessiankit as hk
+from hessiankit.tracing.derivative_tests import batch_difference, difference
 from hessiankit.tracing.fallback import AutomaticDifferentiation
-from hessiankit.tracing.witnesses import batch_difference, difference
 
 PRODUCT = AutomaticDifferentiation(lambda a, b: a.exp() * b**3, "a^e b^3")
 A, B, ADJOINT = (draw(2, 3, seed=k) for k in (3, 4, 5))

@@ -15,7 +15,7 @@ from torch import nn
 import hessiankit as hk
 from hessiankit.curvature import evaluation, forecast, planning, streaming
 from hessiankit.curvature.planning import Meter, measure
-from hessiankit.engine import sweep
+from hessiankit.engine import forward_sweep
 from hessiankit.engine.problem import task
 
 X, T = draw(6, 4, 6), draw(6, 4, 6, seed=2)
@@ -62,8 +62,8 @@ def test_counts_what_runs(batch_size: int | None, monkeypatch: pytest.MonkeyPatc
     """The forecast is a bound on the bytes alive while the Hessian is computed, and knows its operations."""
     found = hk.hessian(block(), X, T, batch_size=batch_size, dry_run=True)
     sweeps: list[Any] = []
-    inner = sweep.Sweep.run
-    monkeypatch.setattr(sweep.Sweep, "run", lambda self: (sweeps.append(self), inner(self)))
+    inner = forward_sweep.ForwardSweep.run
+    monkeypatch.setattr(forward_sweep.ForwardSweep, "run", lambda self: (sweeps.append(self), inner(self)))
     with Meter() as meter:
         hk.hessian(block(), X, T, batch_size=batch_size, handshake=False)
     assert len(sweeps) == found.chunks == {None: 1, 1: 6, 4: 2}[batch_size]
@@ -99,7 +99,7 @@ def coupled() -> tuple[nn.Module, torch.Tensor, int]:
 
 
 def attending() -> tuple[nn.Module, torch.Tensor, int]:
-    """Rows meet in the second block, and what does not fit comes late in the sweep."""
+    """Rows meet in the second block, and what does not fit comes late in the forward_sweep."""
     return randomised(nn.Sequential(*(hk.TransformerBlock(6, 7, placement="pre") for _ in range(2)))), draw(1, 80, 6), 16 * 2**20
 
 

@@ -20,7 +20,7 @@ from derivations.fused_attention import ScaledDotProductAttention
 from derivations.linear import MaskedFill
 from derivations.softmax import Softmax
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
-from hessiankit.engine import fusing
+from hessiankit.engine import attention_fusion
 
 B, H, L, E = 2, 2, 5, 3
 WIDTH = H * E
@@ -39,7 +39,7 @@ Attend = Callable[..., Tensor]
 
 @pytest.fixture(autouse=True)
 def at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "ENTRIES", 0)
+    monkeypatch.setattr(attention_fusion, "ENTRIES", 0)
 
 
 def heads(attend: Attend, **parts: Any) -> nn.Module:
@@ -56,17 +56,17 @@ def heads(attend: Attend, **parts: Any) -> nn.Module:
 def applied(operator: HessianOperator) -> list[Any]:
     """The primitives that the operator's batches are made of."""
     parts = [part for batch in operator._batches for part in getattr(batch, "_parts", [batch])]
-    return [a.primitive for part in parts for stretch in part._stretches for a in stretch.applications]
+    return [a.primitive for part in parts for stretch in part._segments for a in stretch.applications]
 
 
 def products(
     module: nn.Module, x: Any, t: Any, monkeypatch: pytest.MonkeyPatch, *, tolerance: float = EXACT, **options: Any
 ) -> tuple[list[Any], Tensor]:
-    """The primitives and the Hessian with fusing, which has to agree with the one without."""
+    """The primitives and the Hessian with attention_fusion, which has to agree with the one without."""
     fused = hessian_operator(module, x, t, **options)
     found = fused.to_matrix()
     with monkeypatch.context() as without:
-        without.setattr(fusing, "ENTRIES", math.inf)
+        without.setattr(attention_fusion, "ENTRIES", math.inf)
         plain = hessian_operator(module, x, t, **options)
         assert not [p for p in applied(plain) if isinstance(p, ScaledDotProductAttention)]
         assert error(found, plain.to_matrix()) <= tolerance
@@ -373,9 +373,9 @@ def test_a_mask_is_not_repeated_in_memory() -> None:
 
 def test_small_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     module = heads(nano_gpt)
-    monkeypatch.setattr(fusing, "ENTRIES", L * L)
+    monkeypatch.setattr(attention_fusion, "ENTRIES", L * L)
     assert only_fused(applied(hessian_operator(module, X, T))).is_causal
-    monkeypatch.setattr(fusing, "ENTRIES", L * L + 1)
+    monkeypatch.setattr(attention_fusion, "ENTRIES", L * L + 1)
     assert [p for p in applied(hessian_operator(module, X, T)) if isinstance(p, Softmax)]
 
 

@@ -1,4 +1,4 @@
-"""Lifts: what they do row by row is what the whole Jacobian of the value by its parameter would do."""
+"""Jacobians: what they do row by row is what the whole Jacobian of the value by its parameter would do."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from curvature_reference import draw
 from torch import Tensor
 
-from hessiankit.engine.lifts import GainLift, Index, Lift, WeightLift, Whole
+from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 
 X, D_OUT = draw(6, 4), 5
 HAT = draw(6, D_OUT, seed=2)
 ONES = torch.ones((), dtype=torch.float64).expand(6, D_OUT)
 TOKENS = torch.tensor([0, 2, 2, 1, 0, 2])
 TABLE = (TOKENS.unsqueeze(1) * D_OUT + torch.arange(D_OUT)).long()
-LIFTS: dict[str, tuple[Lift, Callable[[Tensor], Tensor], tuple[int, ...]]] = {
-    "X W": (WeightLift("W", None, X, D_OUT, False), lambda W: X @ W, (4, D_OUT)),
-    "X W^T": (WeightLift("W", None, X, D_OUT, True), lambda W: X @ W.T, (D_OUT, 4)),
-    "gain": (GainLift("g", None, HAT), lambda g: HAT * g, (D_OUT,)),
-    "bias": (GainLift("b", None, ONES), lambda b: ONES * b, (D_OUT,)),
-    "table": (Index("E", torch.arange(3 * D_OUT), TABLE), lambda E: E[TOKENS], (3, D_OUT)),
+LIFTS: dict[str, tuple[ParameterJacobian, Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "X W": (WeightJacobian("W", None, X, D_OUT, False), lambda W: X @ W, (4, D_OUT)),
+    "X W^T": (WeightJacobian("W", None, X, D_OUT, True), lambda W: X @ W.T, (D_OUT, 4)),
+    "gain": (GainJacobian("g", None, HAT), lambda g: HAT * g, (D_OUT,)),
+    "bias": (GainJacobian("b", None, ONES), lambda b: ONES * b, (D_OUT,)),
+    "table": (IndexJacobian("E", torch.arange(3 * D_OUT), TABLE), lambda E: E[TOKENS], (3, D_OUT)),
 }
 
 
-def jacobian(name: str) -> Tensor:
+def matrices(name: str) -> Tensor:
     """The Jacobian of the value with respect to the parameter, (rows, d_out, entries), by autograd."""
     _, f, shape = LIFTS[name]
     return torch.autograd.functional.jacobian(f, torch.zeros(shape, dtype=torch.float64)).reshape(6, D_OUT, -1)
@@ -33,37 +33,37 @@ def jacobian(name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", LIFTS)
 def test_expand_and_reduce(name):
-    J, lift = jacobian(name), LIFTS[name][0]
-    assert lift.size == J.shape[2]
+    J, jacobian = matrices(name), LIFTS[name][0]
+    assert jacobian.size == J.shape[2]
     t = draw(D_OUT, 6, 7, seed=3)
-    assert torch.allclose(lift.expand(t), torch.einsum("nop,onf->pnf", J, t), rtol=0, atol=1e-14)
+    assert torch.allclose(jacobian.expand(t), torch.einsum("nop,onf->pnf", J, t), rtol=0, atol=1e-14)
     w = draw(6, D_OUT, 7, seed=4)
-    assert torch.allclose(lift.sum(w), torch.einsum("nop,noc->pc", J, w), rtol=0, atol=1e-13)
+    assert torch.allclose(jacobian.sum(w), torch.einsum("nop,noc->pc", J, w), rtol=0, atol=1e-13)
     groups = torch.einsum("gmop,gmoc->gpc", J.reshape(2, 3, D_OUT, -1), w.reshape(2, 3, D_OUT, 7))
-    assert torch.allclose(lift.reduce(w.reshape(2, 3, D_OUT, 7)), groups, rtol=0, atol=1e-13)
+    assert torch.allclose(jacobian.reduce(w.reshape(2, 3, D_OUT, 7)), groups, rtol=0, atol=1e-13)
 
 
 def test_a_row_that_holds_an_entry_of_a_table_twice():
     """E[[0, 0, 1]]: the entry's derivative in the row is the sum over its places."""
-    lift = Index("E", torch.arange(2), torch.tensor([[0, 0, 1], [1, 1, 1]]))
+    jacobian = IndexJacobian("E", torch.arange(2), torch.tensor([[0, 0, 1], [1, 1, 1]]))
     t = draw(3, 2, 4, seed=3)
     expected = torch.stack([torch.stack([t[0, 0] + t[1, 0], 0 * t[0, 0]]), torch.stack([t[2, 0], t[:, 1].sum(0)])])
-    assert torch.allclose(lift.expand(t), expected, rtol=0, atol=1e-14)
+    assert torch.allclose(jacobian.expand(t), expected, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", ["gain", "bias"])
 def test_curvature_weighed_by_the_rows_of_a_gain(name):
     K = draw(6, D_OUT, 3, seed=5)
-    lift = LIFTS[name][0]
-    assert isinstance(lift, GainLift)
+    jacobian = LIFTS[name][0]
+    assert isinstance(jacobian, GainJacobian)
     expected = torch.einsum(
-        "npo,npq->noq", torch.diagonal_scatter(0 * jacobian(name), jacobian(name).diagonal(0, 1, 2), 0, 1, 2), K
+        "npo,npq->noq", torch.diagonal_scatter(0 * matrices(name), matrices(name).diagonal(0, 1, 2), 0, 1, 2), K
     )
-    assert torch.allclose(lift.weigh(K.mT), expected.mT, rtol=0, atol=1e-14)
+    assert torch.allclose(jacobian.weigh(K.mT), expected.mT, rtol=0, atol=1e-14)
 
 
 def test_parameters_taken_whole():
-    lift = Whole("W", None, 2, 3)
+    jacobian = IdentityJacobian("W", None, 2, 3)
     w = draw(1, 1, 7, 4)
-    assert torch.equal(lift.reduce(w), w[:, 0, 2:5])
-    assert lift.size == 3
+    assert torch.equal(jacobian.reduce(w), w[:, 0, 2:5])
+    assert jacobian.size == 3

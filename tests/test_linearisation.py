@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import hessiankit as hk
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine import linearisation
+from hessiankit.engine.checkpoints import ancestors_of_output
 from hessiankit.engine.problem.loss_trace import loss_trace
-from hessiankit.engine.stretches import on_the_way
 from hessiankit.support.errors import InputError, TraceError
 
 
@@ -158,7 +158,7 @@ def test_less_memory_gives_the_same_products(options: dict[str, Any], kind: str)
     assert error(lean.gradient, whole.gradient) <= EXACT
     assert lean.loss == pytest.approx(whole.loss, rel=1e-14)
     if options.get("recompute"):
-        assert len(getattr(lean._batches[0], "_parts", lean._batches)[0]._stretches) > 4
+        assert len(getattr(lean._batches[0], "_parts", lean._batches)[0]._segments) > 4
 
 
 def test_a_product_with_other_parameters_is_refused_without_copies() -> None:
@@ -207,7 +207,7 @@ def test_runs_of_entrywise_operations_are_one_step() -> None:
     operator = hessian_operator(module, X, T)
     assert error(operator.to_matrix(), expected) <= EXACT
     (batch,) = operator._batches
-    assert len(batch._steps(0)) < len(on_the_way(loss_trace(batch._task, batch.count).trace)) - 6
+    assert len(batch._steps(0)) < len(ancestors_of_output(loss_trace(batch._task, batch.count).trace)) - 6
 
 
 def test_half_precision_made_anew_is_rounded_as_the_module_rounds() -> None:

@@ -1,4 +1,4 @@
-"""Blocks from curvature and two lifts, against the whole Jacobians of both values."""
+"""Blocks from curvature and two jacobians, against the whole Jacobians of both values."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from curvature_reference import draw
 from test_lifts import D_OUT, LIFTS, jacobian
 
-from hessiankit.engine import pairs as room
-from hessiankit.engine.lifts import WeightLift
-from hessiankit.engine.pairs import add_across_rows, add_diagonal_pair, add_pair, add_pairs
+from hessiankit.engine import parameter_blocks as room
+from hessiankit.engine.jacobians import WeightJacobian
+from hessiankit.engine.parameter_blocks import add_across_rows, add_diagonal_pair, add_pair, add_pairs
 
 
 @pytest.mark.parametrize("scratch", [1, 2**21])
@@ -29,9 +29,9 @@ def test_several_pairs_of_weights(outer, monkeypatch):
     """One weight with two uses of another, each with a curvature of its own that is not symmetric."""
     monkeypatch.setattr(room, "OUTER", outer)
     u, v = LIFTS["X W"][0], LIFTS["X W^T"][0]
-    assert isinstance(u, WeightLift)
-    assert isinstance(v, WeightLift)
-    twice = WeightLift("W", None, draw(6, 4, seed=8), D_OUT, True)
+    assert isinstance(u, WeightJacobian)
+    assert isinstance(v, WeightJacobian)
+    twice = WeightJacobian("W", None, draw(6, 4, seed=8), D_OUT, True)
     K, L = draw(6, D_OUT, D_OUT, seed=5), draw(6, D_OUT, D_OUT, seed=6)
     J, J_v = jacobian("X W"), jacobian("X W^T")
     J_twice = torch.einsum("ni,po->nopi", twice.weights, torch.eye(D_OUT, dtype=torch.float64)).reshape(6, D_OUT, -1)
@@ -67,8 +67,8 @@ def test_pairs_across_rows(left, right, groups, cache, transposed, monkeypatch):
     expected = torch.einsum("gap,gab,gbr->pr", J, K, J_r)
     found = torch.ones_like(expected)
     u, v = LIFTS[left][0], LIFTS[right][0]
-    assert isinstance(u, WeightLift)
-    assert isinstance(v, WeightLift)
+    assert isinstance(u, WeightJacobian)
+    assert isinstance(v, WeightJacobian)
     add_across_rows(u, v, K, found)
     assert torch.allclose(found - 1, expected, rtol=0, atol=1e-13)
 

@@ -1,4 +1,4 @@
-"""Panels of the Hessian of several batches: in any order, kept or computed again, each of them rows of the whole."""
+"""ColumnBlocks of the Hessian of several batches: in any order, kept or computed again, each of them rows of the whole."""
 
 from __future__ import annotations
 

@@ -7,14 +7,14 @@ import torch
 from curvature_reference import Formula, assert_exact, draw
 from torch.nn.functional import layer_norm, linear
 
-from hessiankit.engine import panels, unwinding
-from hessiankit.engine.columns import Source
-from hessiankit.engine.footprint import columns_pay, footprint, rows_meet
-from hessiankit.engine.panels import Panels
+from hessiankit.engine import column_blocks, reverse_accumulation
+from hessiankit.engine.column_blocks import ColumnBlocks
+from hessiankit.engine.forward_sweep import ForwardSweep
+from hessiankit.engine.peak_memory import columns_are_cheaper, peak_entries, rows_coupled
 from hessiankit.engine.problem.loss_trace import loss_trace
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.engine.sweep import Sweep
+from hessiankit.engine.tangents import Vertex
 
 
 def attend(x, heads=1):
@@ -57,11 +57,11 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("entries", [panels.ENTRIES, 40])
+@pytest.mark.parametrize("entries", [column_blocks.ENTRIES, 40])
 @pytest.mark.parametrize("name", MODULES)
 def test_exact(name, entries, monkeypatch):
-    """Whole parameters at once, and a few columns of each."""
-    monkeypatch.setattr(panels, "ENTRIES", entries)
+    """IdentityJacobian parameters at once, and a few columns of each."""
+    monkeypatch.setattr(column_blocks, "ENTRIES", entries)
     formula, shapes = MODULES[name]
     assert_exact(Formula(formula, **shapes), draw(2, 5, 3))
 
@@ -70,8 +70,8 @@ def test_exact(name, entries, monkeypatch):
 def test_all_of_them_have_panels(name, monkeypatch):
     """All but what is pooled at once."""
     found = []
-    seed = Panels.seed
-    monkeypatch.setattr(Panels, "seed", lambda self, t, r, K: (found.append((t, r)), seed(self, t, r, K))[1])
+    seed = ColumnBlocks.seed
+    monkeypatch.setattr(ColumnBlocks, "seed", lambda self, t, r, K: (found.append((t, r)), seed(self, t, r, K))[1])
     formula, shapes = MODULES[name]
     assert_exact(Formula(formula, **shapes), draw(2, 5, 3))
     assert found
@@ -82,7 +82,7 @@ def swept(formula, shapes, x):
     with torch.no_grad():
         target = torch.zeros_like(module(x))
         task = make_task("test", module, x, target, "mse")
-        sweep = Sweep(loss_trace(task, float(target.numel())).trace)
+        sweep = ForwardSweep(loss_trace(task, float(target.numel())).trace)
         sweep.run()
     return sweep, task
 
@@ -90,18 +90,18 @@ def swept(formula, shapes, x):
 def test_heads_are_selections_and_the_curvature_of_scores_stays_with_their_rows():
     """Scores are moved by queries row by row and by keys head by head, never by all tokens and heads at once."""
     sweep, _ = swept(*MODULES["two attentions"], draw(2, 5, 3))
-    scores = [s for s in sweep.sources.values() if s.shape == (2, 2, 5, 5)]
+    scores = [s for s in sweep.vertices.values() if s.shape == (2, 2, 5, 5)]
     assert len(scores) == 2
-    for source in scores:
-        assert {level: stack.widths for level, stack in source.parents.items()} == {3: (2,), 2: (10,)}
+    for vertex in scores:
+        assert {level: stack.widths for level, stack in vertex.parents.items()} == {3: (2,), 2: (10,)}
     assert {level for by in sweep.blocks.of.values() for level in by} == {2, 3}
 
 
 def test_the_footprint_is_that_of_the_blocks(monkeypatch):
     """The entries that are alive at once: counted before, and while it happens."""
     sweep, task = swept(*MODULES["two attentions"], draw(2, 5, 3))
-    forecast, peak, kept = footprint(sweep.blocks, sweep.sources), 0, {}
-    seed, forget = Panels.seed, sweep.blocks.forget
+    forecast, peak, kept = peak_entries(sweep.blocks, sweep.vertices), 0, {}
+    seed, forget = ColumnBlocks.seed, sweep.blocks.forget
 
     def alive():
         tensors = [K for by in sweep.blocks.of.values() for K in by.values()] + list(kept.values())
@@ -116,24 +116,24 @@ def test_the_footprint_is_that_of_the_blocks(monkeypatch):
         kept[t, r, len(kept)] = K
         seed(self, t, r, K)
 
-    monkeypatch.setattr(Panels, "seed", keeping)
+    monkeypatch.setattr(ColumnBlocks, "seed", keeping)
     monkeypatch.setattr(sweep.blocks, "forget", watched)
-    unwinding.unwind(sweep, SymmetricStorage(task.slices, torch.float64, torch.device("cpu")))
+    reverse_accumulation.accumulate(sweep, SymmetricStorage(task.slices, torch.float64, torch.device("cpu")))
     assert kept
     assert 0.8 * peak <= forecast <= 1.2 * peak
 
 
 def test_where_rows_meet():
-    row, sample = Source(torch.Size((2, 5, 4)), 2, 4), Source(torch.Size((2, 4)), 1, 4)
-    assert not rows_meet(1, {0: row, 1: row}, {1: {2}, 0: {1}})  # what came before has not had its turn
-    assert rows_meet(0, {0: row, 1: row}, {1: {1}})
-    assert not rows_meet(0, {0: row, 1: sample}, {1: {1}})
+    row, sample = Vertex(torch.Size((2, 5, 4)), 2, 4), Vertex(torch.Size((2, 4)), 1, 4)
+    assert not rows_coupled(1, {0: row, 1: row}, {1: {2}, 0: {1}})  # what came before has not had its turn
+    assert rows_coupled(0, {0: row, 1: row}, {1: {1}})
+    assert not rows_coupled(0, {0: row, 1: sample}, {1: {1}})
 
 
 def test_columns_of_parameters_do_not_pay_for_a_wide_head_over_one_row():
-    lift = panels.WeightLift("W", None, draw(2, 100), 4, turned=False)
-    tokens, pooled = Source(torch.Size((2, 50, 4)), 2, 4), Source(torch.Size((2, 4)), 1, 4, [lift])
-    assert not columns_pay(tokens, pooled, {1})
-    every = panels.WeightLift("W", None, draw(100, 100), 4, turned=False)
-    assert columns_pay(tokens, Source(torch.Size((2, 50, 4)), 2, 4, [every]), {1})
-    assert not columns_pay(tokens, Source(torch.Size((2, 50, 4)), 2, 4), {1})  # no parameters
+    jacobian = column_blocks.WeightJacobian("W", None, draw(2, 100), 4, transposed=False)
+    tokens, pooled = Vertex(torch.Size((2, 50, 4)), 2, 4), Vertex(torch.Size((2, 4)), 1, 4, [jacobian])
+    assert not columns_are_cheaper(tokens, pooled, {1})
+    every = column_blocks.WeightJacobian("W", None, draw(100, 100), 4, transposed=False)
+    assert columns_are_cheaper(tokens, Vertex(torch.Size((2, 50, 4)), 2, 4, [every]), {1})
+    assert not columns_are_cheaper(tokens, Vertex(torch.Size((2, 50, 4)), 2, 4), {1})  # no parameters

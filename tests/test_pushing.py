@@ -13,8 +13,8 @@ from derivations.elementwise import Elementwise
 from derivations.linear import Add, Linear, MaskedFill, MatMul, Multiple, Shift
 from derivations.loss import MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
-from hessiankit.engine.columns import EntrywiseTangents, Group, StackedTangents, by_row
-from hessiankit.engine.pushing import Point, contracted, pushed, square
+from hessiankit.engine.pushforward import LazyLinearisation, contract, push_forward, structured_curvature
+from hessiankit.engine.tangents import EntrywiseTangents, StackedTangents, TangentGroup, by_row
 
 X, GAIN = draw(2, 3, 4), draw(4, seed=3)
 SLOPES = EntrywiseTangents(draw(2, 3, 4, seed=5), 7, 2)
@@ -37,8 +37,8 @@ PRIMITIVES = {
 }
 
 
-def group(stack: StackedTangents, inputs: tuple[Tensor | None, ...]) -> Group:
-    return Group(2, stack.sources, stack.widths, [stack, *[None] * (len(inputs) - 1)])
+def group(stack: StackedTangents, inputs: tuple[Tensor | None, ...]) -> TangentGroup:
+    return TangentGroup(2, stack.vertices, stack.widths, [stack, *[None] * (len(inputs) - 1)])
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def group(stack: StackedTangents, inputs: tuple[Tensor | None, ...]) -> Group:
 def test_tangents_are_those_of_the_columns(name, stack):
     primitive, inputs = PRIMITIVES[name]
     moving = [True, *[False] * (len(inputs) - 1)]
-    out = pushed(Point(primitive, inputs, None, moving), group(stack, inputs))
+    out = push_forward(LazyLinearisation(primitive, inputs, None, moving), group(stack, inputs))
     expected = primitive.jvp(inputs, [stack.data, *[None] * (len(inputs) - 1)])
     assert out.data.shape == expected.shape
     assert (out.data - expected).abs().max() <= 1e-14 * expected.abs().max()
@@ -59,7 +59,9 @@ def test_tangents_are_those_of_the_columns(name, stack):
 def test_curvature_of_a_norm_at_its_own_input(name):
     primitive, inputs = PRIMITIVES[name]
     adjoint = draw(2, 3, 4, seed=11)
-    K = square(Point(primitive, inputs, adjoint, [True, *[False] * (len(inputs) - 1)]), group(UNIT, inputs))
+    K = structured_curvature(
+        LazyLinearisation(primitive, inputs, adjoint, [True, *[False] * (len(inputs) - 1)]), group(UNIT, inputs)
+    )
     assert K is not None
     for n, (x, w) in enumerate(zip(X.reshape(-1, 4), adjoint.reshape(-1, 4), strict=True)):
         gain = inputs[1] if len(inputs) > 1 else torch.ones(4).to(X)
@@ -75,20 +77,22 @@ def test_curvature_of_a_norm_at_its_own_input(name):
 @pytest.mark.parametrize("stack", [SLOPES, UNIT], ids=["slopes", "unit"])
 def test_curvature_of_entries_is_a_diagonal(stack):
     z, target, adjoint = X, draw(2, 3, 4, seed=12), draw(2, 3, 4, seed=11)
-    K = square(Point(Activation("tanh"), (z,), adjoint, [True]), group(stack, (z,)))
+    K = structured_curvature(LazyLinearisation(Activation("tanh"), (z,), adjoint, [True]), group(stack, (z,)))
     bent = torch.stack([hessian(torch.tanh, one) for one in z.reshape(-1)]).reshape(z.shape)
     assert torch.allclose(K, (adjoint * bent * stack.slopes.square()).reshape(6, 4), rtol=1e-13)
     loss = MeanSquaredError(24.0, constant_target=True)
-    K = square(Point(loss, (z, target), torch.tensor(3.0).to(X), [True, False]), group(stack, (z, target)))
+    K = structured_curvature(
+        LazyLinearisation(loss, (z, target), torch.tensor(3.0).to(X), [True, False]), group(stack, (z, target))
+    )
     assert torch.allclose(K, (3 * 2 / 24 * stack.slopes.square()).reshape(6, 4), rtol=1e-14)
-    K = square(Point(Activation("relu"), (z,), adjoint, [True]), group(stack, (z,)))
+    K = structured_curvature(LazyLinearisation(Activation("relu"), (z,), adjoint, [True]), group(stack, (z,)))
     assert K.numel() == 0
 
 
 @pytest.mark.parametrize("stack", [SLOPES, UNIT], ids=["slopes", "unit"])
 def test_contraction_with_diagonal_tangents(stack):
     covectors = draw(5, 2, 3, 4, seed=13)
-    found = contracted(group(stack, (X,)), 0, by_row(covectors, 2))
+    found = contract(group(stack, (X,)), 0, by_row(covectors, 2))
     expected = torch.einsum("sabf,cabf->absc", stack.data, covectors).reshape(6, 4, 5)
     assert (found - expected).abs().max() <= 1e-14 * expected.abs().max()
 
@@ -96,8 +100,8 @@ def test_contraction_with_diagonal_tangents(stack):
 def test_tangents_of_a_chain():
     """Identity, activation and weight, one after the other, against the Jacobian of the whole."""
     weight = draw(4, 5, seed=8)
-    bent = pushed(Point(Activation("tanh"), (X,), None, [True]), group(UNIT, (X,)))
-    out = pushed(Point(MatMul(), (torch.tanh(X), weight), None, [True, False]), group(bent, (X, weight)))
+    bent = push_forward(LazyLinearisation(Activation("tanh"), (X,), None, [True]), group(UNIT, (X,)))
+    out = push_forward(LazyLinearisation(MatMul(), (torch.tanh(X), weight), None, [True, False]), group(bent, (X, weight)))
     J = jacobian(lambda x: torch.tanh(x) @ weight, X.reshape(6, 4))  # (6, 5, 6, 4)
-    expected = J[torch.arange(6), :, torch.arange(6)].mT  # (row, source's column, entry)
+    expected = J[torch.arange(6), :, torch.arange(6)].mT  # (row, vertex's column, entry)
     assert (by_row(out.data, 2) - expected).abs().max() <= 1e-14 * expected.abs().max()

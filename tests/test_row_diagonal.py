@@ -10,23 +10,23 @@ from curvature_reference import Formula, draw, mse, randomised
 from torch import Tensor
 
 import hessiankit as hk
-from hessiankit.engine.association import associate
+from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.problem.loss_trace import loss_trace
 from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.row_diagonal import Beam, RowDiagonal
-from hessiankit.engine.sweep import Sweep
+from hessiankit.engine.reassociation import reassociate
+from hessiankit.engine.row_diagonal import FactoredTangents, RowDiagonal
 
 
-def swept(module: torch.nn.Module, x: Tensor, target: Tensor) -> Sweep:
+def swept(module: torch.nn.Module, x: Tensor, target: Tensor) -> ForwardSweep:
     with torch.no_grad():
-        return Sweep(loss_trace(make_task("test", module, x, target, "mse"), float(target.numel())).trace)
+        return ForwardSweep(loss_trace(make_task("test", module, x, target, "mse"), float(target.numel())).trace)
 
 
 def by_site(module: torch.nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:
     sweep = swept(module, x, target)
     with torch.no_grad():
         found = RowDiagonal(sweep).columns(list(sweep.sites))
-    return {lift.parameter: found[at] for at, site in sweep.sites.items() for lift in site.lifts if at in found}
+    return {lift.parameter: found[at] for at, site in sweep.sites.items() for lift in site.jacobians if at in found}
 
 
 def test_curvature_in_the_site_of_a_bias() -> None:
@@ -66,20 +66,22 @@ def test_not_where_rows_meet() -> None:
 
 def test_tangents_that_share_a_matrix() -> None:
     scale, M, like = draw(2, 3, 5), draw(5, 4, seed=2), torch.zeros((), dtype=torch.float64)
-    beam = Beam(torch.Size((2, 3, 4)), matrix=M, scale=scale)
+    beam = FactoredTangents(torch.Size((2, 3, 4)), matrix=M, scale=scale)
     assert beam.is_shared
     assert not beam.is_identity
     torch.testing.assert_close(beam.dense(like), torch.einsum("bnp,pw->pbnw", scale, M))
-    assert torch.equal(Beam(torch.Size((3, 2))).dense(like)[1], torch.tensor([[0.0, 1.0]] * 3).double())
+    assert torch.equal(FactoredTangents(torch.Size((3, 2))).dense(like)[1], torch.tensor([[0.0, 1.0]] * 3).double())
 
 
 def test_nothing_of_a_norm_before_the_loss_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the feed-forward weights a norm and the loss follow: no tangent is pushed through them."""
     block, x = randomised(hk.TransformerBlock(4, 5)), draw(2, 3, 4)
     sweep = swept(block, x, draw(2, 3, 4, seed=7))
-    associate(sweep.trace)
+    reassociate(sweep.trace)
     rows = RowDiagonal(sweep)
-    monkeypatch.setattr(rows, "_bend", lambda *_, **__: pytest.fail("a tangent was pushed through something that bends it"))
-    sites = [at for at, site in sweep.sites.items() for u in site.lifts if u.parameter.startswith("feedforward")]
+    monkeypatch.setattr(
+        rows, "_add_curvature", lambda *_, **__: pytest.fail("a tangent was pushed through something that bends it")
+    )
+    sites = [at for at, site in sweep.sites.items() for u in site.jacobians if u.parameter.startswith("feedforward")]
     with torch.no_grad():
         assert set(rows.columns(sites)) == set(sites)

@@ -1,4 +1,4 @@
-"""Sites: where parameters enter, and through which lifts."""
+"""Sites: where parameters enter, and through which jacobians."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = draw(2, 3, 4)
 def found(module: nn.Module, *inputs: Tensor) -> list[tuple[str, ...]]:
     """The parameters of each site that a module has, in order."""
     trace = hk.trace_module(lambda p, *g: torch.func.functional_call(module, p, g), dict(module.named_parameters()), inputs)
-    return [tuple(lift.parameter for lift in s.lifts) for s in find_sites(trace).values() if s.lifts]
+    return [tuple(jacobian.parameter for jacobian in s.jacobians) for s in find_sites(trace).values() if s.jacobians]
 
 
 SITES: dict[str, tuple[Callable[..., Tensor], list[tuple[str, ...]]]] = {

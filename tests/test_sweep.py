@@ -11,10 +11,10 @@ from torch import Tensor
 
 import hessiankit as hk
 from hessiankit.engine.adjoints import adjoints
-from hessiankit.engine.pairs import VertexBlocks
+from hessiankit.engine.forward_sweep import ForwardSweep
+from hessiankit.engine.parameter_blocks import VertexBlocks
 from hessiankit.engine.problem.loss_trace import loss_trace
 from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.sweep import Sweep
 
 
 def traced(module: torch.nn.Module, x: Tensor, target: Tensor) -> hk.Trace:
@@ -66,11 +66,11 @@ def test_blocks_of_pairs():
 def test_a_block_is_kept_by_few_columns():
     """After the attention of the paper's block no tangent has more columns than the values have entries in a row."""
     block, x = randomised(hk.TransformerBlock(4, 5)), draw(2, 3, 4)
-    sweep = Sweep(traced(block, x, draw(2, 3, 4, seed=7)))
+    sweep = ForwardSweep(traced(block, x, draw(2, 3, 4, seed=7)))
     sweep.run()
     assert sweep.peak_bytes > 0
-    assert all(source.axes == 2 for source in sweep.sources.values())
-    assert max(width for s in sweep.sources.values() for stack in s.parents.values() for width in stack.widths) == 5
+    assert all(vertex.axes == 2 for vertex in sweep.vertices.values())
+    assert max(width for s in sweep.vertices.values() for stack in s.parents.values() for width in stack.widths) == 5
     assert all(not set(by) - {2} for by in sweep.stacks.values())
 
 
@@ -81,9 +81,9 @@ def test_columns_of_samples_where_they_are_fewer_than_parameters():
     )
     x = draw(2, 3, 9)
     assert_exact(module, x)
-    sweep = Sweep(traced(module, x, draw(2, 3, 2, seed=7)))
+    sweep = ForwardSweep(traced(module, x, draw(2, 3, 2, seed=7)))
     sweep.run()
-    levels = {level for source in sweep.sources.values() for level in source.parents}
+    levels = {level for vertex in sweep.vertices.values() for level in vertex.parents}
     levels |= {level for by in sweep.blocks.of.values() for level in by}
     assert 1 in levels
     assert 0 not in levels

@@ -189,7 +189,7 @@ def hessian_diagonal(
     cost, estimate = math.nan, None
     try:
         if method != "estimate":
-            found.run(outer=kind == "ggn")
+            found.run(gauss_newton=kind == "ggn")
             cost = found.cost
     except TooCostly as refused:
         cost = refused.products

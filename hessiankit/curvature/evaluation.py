@@ -201,7 +201,9 @@ class Evaluation:
     ) -> tuple[float, tuple[str, ...]]:
         """Add one batch to the matrix: nothing where none of the parameters has an effect on its loss."""
         try:
-            return assemble(task, matrix, share=share, batch_size=self.batch_size, progress=progress, outer=outer, look=look)
+            return assemble(
+                task, matrix, share=share, batch_size=self.batch_size, progress=progress, gauss_newton=outer, on_memory=look
+            )
         except TraceError:
             if reached(task):
                 raise

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hessiankit.engine.assembly import CHUNK, is_split, next_step
-from hessiankit.engine.pieces import counted
+from hessiankit.engine.chunks import counting_chunks
+from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import reached
 from hessiankit.engine.problem.task import Task, available_memory, check_memory, gib
-from hessiankit.engine.storage import Kept, SymmetricStorage
-from hessiankit.engine.sweep import Sweep
-from hessiankit.engine.unwinding import unwind
+from hessiankit.engine.reverse_accumulation import accumulate
+from hessiankit.engine.storage import RecordedBlocks, SymmetricStorage
 from hessiankit.support.errors import OutOfMemoryError, TraceError
 from hessiankit.tracing.trace import Trace
 
@@ -38,10 +38,10 @@ class Cost:
     """What one chunk of samples takes.
 
     Attributes:
-        flops: Floating-point operations of matrix products, a multiply-add counted as two.
+        flops: Floating-point operations of matrix products, a multiply-add counting_chunks as two.
         moved: Bytes that operations read and write.
         operations: How many there are.
-        peak_bytes: Bytes alive at once, the matrix not counted.
+        peak_bytes: Bytes alive at once, the matrix not counting_chunks.
         sweep_bytes: What the sweep itself reports; chunks are cut by it.
         kept_bytes: Bytes of the curvature that lifts read, all of it together.
         flops_again: The part of ``flops`` that each panel takes again where that curvature is not kept.
@@ -90,7 +90,7 @@ class Meter(TorchDispatchMode):
 
     def shortened(self) -> AbstractContextManager[None]:
         """Let long loops run once for all pieces of a length, where there are shapes only."""
-        return counted(self.repeated) if self.shapes else nullcontext()
+        return counting_chunks(self.repeated) if self.shapes else nullcontext()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,11 +179,11 @@ def measure(
         if keep is None and shapes:
             with plain, plain.shortened():
                 sweep = _swept(one, shapes)
-                unwind(sweep, matrix)
+                accumulate(sweep, matrix)
             return Cost(plain.flops, plain.moved, plain.operations, plain.peak + resting, sweep.peak_bytes)
         with Meter(shapes=shapes) as keeper, keeper.shortened():
-            kept, sweep = Kept(), _swept(one, shapes)
-            unwind(sweep, kept)  # type: ignore[arg-type]
+            kept, sweep = RecordedBlocks(), _swept(one, shapes)
+            accumulate(sweep, kept)  # type: ignore[arg-type]
             swept = sweep.peak_bytes
             del sweep
         with Meter(shapes=True) as lifter, lifter.shortened():
@@ -191,7 +191,7 @@ def measure(
         peak = max(keeper.peak, keeper.live + lifter.peak)
         if shapes and keep is not None and keeper.live > keep:  # too much to be kept
             with plain, plain.shortened():
-                unwind(_swept(one, shapes), matrix)
+                accumulate(_swept(one, shapes), matrix)
             peak = plain.peak
     return Cost(
         flops=keeper.flops + lifter.flops,
@@ -206,18 +206,18 @@ def measure(
     )
 
 
-def _swept(one: Trace, shapes: bool) -> Sweep:
+def _swept(one: Trace, shapes: bool) -> ForwardSweep:
     traced = Trace(list(one.values), list(one.applications), one.parameters, set(one.moving), one.output)
-    sweep = Sweep(traced)
+    sweep = ForwardSweep(traced)
     if shapes:
         traced.values[:] = [as_shape(x) for x in traced.values]
-        sweep.lambdas = {at: as_shape(x) for at, x in sweep.lambdas.items()}
+        sweep.adjoints = {at: as_shape(x) for at, x in sweep.adjoints.items()}
     sweep.run()
     return sweep
 
 
 def _touched(x: Tensor) -> int:
-    """Bytes of a tensor, axes along which it is repeated counted once."""
+    """Bytes of a tensor, axes along which it is repeated counting_chunks once."""
     if not x.numel():
         return 0
     n = math.prod(length if step else 1 for length, step in zip(x.shape, x.stride(), strict=True))

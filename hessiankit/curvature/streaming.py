@@ -19,13 +19,13 @@ from hessiankit.curvature.matrix_file import SLAB, Journal, MatrixFile, fingerpr
 from hessiankit.curvature.planning import PANEL, Chunk, check_workspace, make_plan
 from hessiankit.engine.assembly import is_split
 from hessiankit.engine.diagnosis import not_finite
+from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
-from hessiankit.engine.storage import Kept, Panel
-from hessiankit.engine.sweep import Sweep
-from hessiankit.engine.unwinding import unwind
+from hessiankit.engine.reverse_accumulation import accumulate
+from hessiankit.engine.storage import Panel, RecordedBlocks
 from hessiankit.support.errors import InputError, TraceError
 
 
@@ -63,7 +63,7 @@ class PanelSum:
         self.slices = tasks[0].slices
         self.samples = sum(chunk.stop - chunk.start for chunk in chunks)
         self._keep = kept
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, RecordedBlocks] = {}
         self._values: dict[int, float] = {}
         self._handshakes = {chunk.batch: Handshake(tasks[chunk.batch]) for chunk in chunks}
 
@@ -103,16 +103,16 @@ class PanelSum:
             task = self.tasks[chunk.batch]
             part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
             traced = loss_trace(part, normalizer_of(task))
-            sweep = Sweep(traced.trace, traced.output if self.outer else None, scale=self.shares[chunk.batch])
+            sweep = ForwardSweep(traced.trace, traced.output if self.outer else None, scale=self.shares[chunk.batch])
             if chunk.batch in self._handshakes:
-                self._handshakes[chunk.batch].add(traced.trace, sweep.lambdas, self.shares[chunk.batch])
+                self._handshakes[chunk.batch].add(traced.trace, sweep.adjoints, self.shares[chunk.batch])
             sweep.run()
             self._values[k] = float(traced.trace.values[traced.trace.output])
             if k >= self._keep:
-                unwind(sweep, panel)
+                accumulate(sweep, panel)
                 return
-            kept = Kept()
-            unwind(sweep, kept)  # type: ignore[arg-type]
+            kept = RecordedBlocks()
+            accumulate(sweep, kept)  # type: ignore[arg-type]
             self._kept[k] = kept
         self._kept[k].replay(panel)
 

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.task import Task
+from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.engine.sweep import Sweep
-from hessiankit.engine.unwinding import unwind
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
 CHUNK = 64 * 2**20  # bytes that the derivatives of a chunk of samples may take; more is slower, as it leaves the cache
@@ -28,8 +28,8 @@ def assemble(
     share: float = 1.0,
     batch_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    outer: bool = False,
-    look: Callable[[LossTrace, int], None] | None = None,
+    gauss_newton: bool = False,
+    on_memory: Callable[[LossTrace, int], None] | None = None,
 ) -> tuple[float, tuple[str, ...]]:
     """Add the Hessian of a task to a matrix.
 
@@ -39,16 +39,16 @@ def assemble(
         share: What the loss is multiplied by.
         batch_size: Samples treated at once, or None.
         progress: Called with (samples done, samples in all).
-        outer: Whether to add the Gauss-Newton part only.
-        look: Called with each chunk and about the bytes that its derivatives take, before these are made, unless the chunk's
-            size was chosen by what another one took; see :class:`hessiankit.engine.sweep.Sweep`.
+        gauss_newton: Whether to add the Gauss-Newton part only.
+        on_memory: Called with each chunk and about the bytes that its derivatives take, before these are made, unless the chunk's
+            size was chosen by what another one took; see :class:`hessiankit.engine.forward_sweep.ForwardSweep`.
 
     Returns:
         The loss, and the operations that were differentiated automatically.
     """
     handshake = Handshake(task)
     with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
-        found = _assemble(task, matrix, share, batch_size, progress, outer, look, handshake)
+        found = _assemble(task, matrix, share, batch_size, progress, gauss_newton, on_memory, handshake)
     handshake.close()
     return found
 
@@ -59,8 +59,8 @@ def _assemble(
     share: float,
     batch_size: int | None,
     progress: Callable[[int, int], None] | None,
-    outer: bool,
-    look: Callable[[LossTrace, int], None] | None,
+    gauss_newton: bool,
+    on_memory: Callable[[LossTrace, int], None] | None,
     handshake: Handshake,
 ) -> tuple[float, tuple[str, ...]]:
     normalizer, batch = normalizer_of(task), task.batch
@@ -71,9 +71,9 @@ def _assemble(
     while done < batch:
         rows = slice(done, min(done + step, batch))
         traced = loss_trace(task.part(rows) if splittable else task, normalizer)
-        watch = None if look is None or measured else partial(look, traced)
-        sweep = Sweep(traced.trace, traced.output if outer else None, scale=share, look=watch)
-        slopes = {at: sweep.lambdas[at] for at in traced.trace.parameters.values() if at in sweep.lambdas}
+        watch = None if on_memory is None or measured else partial(on_memory, traced)
+        sweep = ForwardSweep(traced.trace, traced.output if gauss_newton else None, scale=share, on_memory=watch)
+        slopes = {at: sweep.adjoints[at] for at in traced.trace.parameters.values() if at in sweep.adjoints}
         sweep.run()
         undecided = batch_size is None and not splittable and _has_samples(task)
         if undecided and sweep.peak_bytes > LARGE and can_be_split(task):
@@ -83,7 +83,7 @@ def _assemble(
         done = rows.stop
         if batch_size is None and done < batch:  # the first chunk tells what a sample takes
             step, measured = next_step(rows.stop - rows.start, sweep.peak_bytes), True
-        unwind(sweep, matrix)
+        accumulate(sweep, matrix)
         value += float(traced.trace.values[traced.trace.output])
         fallbacks = traced.trace.fallbacks
         if progress is not None:

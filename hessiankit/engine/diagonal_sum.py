@@ -1,7 +1,7 @@
 """The diagonal of the Hessian of one batch or many: each parameter by the cheapest way that is exact for it.
 
 Parameters whose sites move the loss row by row are taken one by one (:mod:`hessiankit.engine.row_diagonal`), the others
-together by a sweep (:mod:`hessiankit.engine.diagonal_unwinding`), and where a sweep would take too many of them whole, by
+together by a sweep (:mod:`hessiankit.engine.diagonal_accumulation`), and where a sweep would take too many of them whole, by
 products with the Hessian.
 """
 
@@ -17,17 +17,17 @@ from torch import Tensor
 from derivations.fused_attention import ScaledDotProductAttention
 from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.assembly import CHUNK, WORKSPACE
-from hessiankit.engine.diagonal_unwinding import (
-    BoundedSweep,
+from hessiankit.engine.diagonal_accumulation import (
+    BoundedForwardSweep,
     Entries,
     TooLarge,
+    accumulate_diagonal,
+    accumulation_work,
     along,
     is_by_column,
     overlap,
-    unwind_diagonal,
-    unwinding_work,
 )
-from hessiankit.engine.lifts import Lift
+from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
@@ -83,14 +83,14 @@ class DiagonalSum:
         self.samples, self.done = sum(task.batch for task in tasks), 0
         self.loss, self.fallbacks = 0.0, list[str]()
 
-    def run(self, *, outer: bool) -> None:
+    def run(self, *, gauss_newton: bool) -> None:
         """Add all batches."""
         has_effect = False
         for task, share in zip(self.tasks, self.parts, strict=True):
             try:
                 handshake = Handshake(task)
                 with task.at(), torch.no_grad():
-                    value = self._add(task, share, handshake, outer=outer)
+                    value = self._add(task, share, handshake, gauss_newton=gauss_newton)
                 handshake.close()
                 has_effect = True
             except TraceError:
@@ -104,20 +104,20 @@ class DiagonalSum:
                 f"{self.who}: none of the parameters ({names}) has an effect on the loss; the module does not use them"
             )
 
-    def _add(self, task: Task, share: float, handshake: Handshake, *, outer: bool) -> float:
+    def _add(self, task: Task, share: float, handshake: Handshake, *, gauss_newton: bool) -> float:
         """Add one batch, and return its loss: first what moves the loss row by row, then the rest by a sweep."""
         normalizer, value = normalizer_of(task), 0.0
         left: dict[str, Tensor] | None = None
         step = self.batch_size or max(1, int(task.batch * ROOM / _bytes(task)))
         for part in _parts(task, step if _splits(task, step) else task.batch):
             traced = loss_trace(part, normalizer)
-            left = self._rows_apart(traced, share, left, handshake, outer=outer)
+            left = self._rows_apart(traced, share, left, handshake, gauss_newton=gauss_newton)
             value += float(traced.trace.values[traced.trace.output])
             self.fallbacks += traced.trace.fallbacks
             if not left:
                 self._tell(part.batch)
         if left:
-            self._rest(replace(task, parameters=left, reference=None), share, normalizer, outer=outer)
+            self._rest(replace(task, parameters=left, reference=None), share, normalizer, gauss_newton=gauss_newton)
         return value
 
     def _tell(self, samples: int) -> None:
@@ -125,24 +125,24 @@ class DiagonalSum:
         if self.progress is not None:
             self.progress(self.done, self.samples)
 
-    def _rest(self, task: Task, share: float, normalizer: float, *, outer: bool) -> None:
+    def _rest(self, task: Task, share: float, normalizer: float, *, gauss_newton: bool) -> None:
         """Add what is left: by a sweep forward and back, or by products where that would take all parameters at once."""
         before = self.entries.data.clone(), self.done
         try:
-            self._sweep(task, share, normalizer, outer=outer)
+            self._sweep(task, share, normalizer, gauss_newton=gauss_newton)
         except TooLarge:
             self.entries.data, self.done = before
-            self._foresee(task.size)
-            self._products(task, share, outer=outer)
+            self._announce(task.size)
+            self._products(task, share, gauss_newton=gauss_newton)
             self._tell(task.batch)
 
-    def _foresee(self, products: float) -> None:
+    def _announce(self, products: float) -> None:
         self.cost = max(self.cost, products)
         if self.cost > self.most:
             raise TooCostly(self.cost)
 
-    def _products(self, task: Task, share: float, *, outer: bool) -> None:
-        batch, size = linearise(task, gauss_newton=outer), task.size
+    def _products(self, task: Task, share: float, *, gauss_newton: bool) -> None:
+        batch, size = linearise(task, gauss_newton=gauss_newton), task.size
         step = max(1, min(WORKSPACE // batch.bytes_per_vector, CHUNK // (size * task.dtype.itemsize)))
         found = torch.empty(size, dtype=task.dtype, device=task.device)
         for at in torch.arange(size, device=task.device).split(step):
@@ -152,43 +152,43 @@ class DiagonalSum:
         for name, rows in task.slices.items():
             self.entries.add(name, None, share * found[rows])
 
-    def _sweep(self, task: Task, share: float, normalizer: float, *, outer: bool) -> None:
+    def _sweep(self, task: Task, share: float, normalizer: float, *, gauss_newton: bool) -> None:
         """Add the diagonal of some parameters by a sweep forward and back."""
         step, start, splits = self.batch_size or 1, 0, _splits(task, self.batch_size or 1)
         while start < task.batch:
             rows = slice(start, min(start + step, task.batch) if splits else task.batch)
             traced = loss_trace(task.part(rows) if splits else task, normalizer)
-            sweep = BoundedSweep(traced.trace, traced.output if outer else None, scale=share)
+            sweep = BoundedForwardSweep(traced.trace, traced.output if gauss_newton else None, scale=share)
             sweep.run()
             if start == 0:
-                products = unwinding_work(sweep) / (DENSE * _product_work(traced.trace))
+                products = accumulation_work(sweep) / (DENSE * _product_work(traced.trace))
                 if products > task.size:
                     raise TooLarge
-                self._foresee(products)
-            unwind_diagonal(sweep, self.entries)
+                self._announce(products)
+            accumulate_diagonal(sweep, self.entries)
             if self.batch_size is None:  # the first sample has told what one takes
                 step = max(1, CHUNK * (rows.stop - rows.start) // max(sweep.peak_bytes, 1))
             self._tell(rows.stop - start)
             start = rows.stop
 
     def _rows_apart(
-        self, traced: LossTrace, share: float, left: dict[str, Tensor] | None, handshake: Handshake, *, outer: bool
+        self, traced: LossTrace, share: float, left: dict[str, Tensor] | None, handshake: Handshake, *, gauss_newton: bool
     ) -> dict[str, Tensor]:
         """Add the parameters whose sites move the loss row by row, unless an earlier part has left them; return the others."""
         trace = traced.trace
         try:
-            sweep = BoundedSweep(trace, traced.output if outer else None, scale=share)
+            sweep = BoundedForwardSweep(trace, traced.output if gauss_newton else None, scale=share)
         except TooLarge:
             handshake.add(trace, adjoints(trace))
             return dict(self.tasks[0].parameters)
-        handshake.add(trace, sweep.lambdas, share)
-        lifts: dict[str, list[tuple[int, Lift]]] = {name: [] for name in trace.parameters}
+        handshake.add(trace, sweep.adjoints, share)
+        jacobians: dict[str, list[tuple[int, ParameterJacobian]]] = {name: [] for name in trace.parameters}
         for at, site in sweep.sites.items():
-            if at in sweep.lambdas:
-                for lift in site.lifts:
-                    lifts[lift.parameter].append((at, lift))
-        whole = {lift.parameter for source in sweep.sources.values() for lift in source.lifts} | set(left or ())
-        once = {n: found for n, found in lifts.items() if n not in whole and found and _each_once([u for _, u in found])}
+            if at in sweep.adjoints:
+                for jacobian in site.jacobians:
+                    jacobians[jacobian.parameter].append((at, jacobian))
+        whole = {jacobian.parameter for vertex in sweep.vertices.values() for jacobian in vertex.jacobians} | set(left or ())
+        once = {n: found for n, found in jacobians.items() if n not in whole and found and _each_once([u for _, u in found])}
         columns = RowDiagonal(sweep).columns(sorted({at for found in once.values() for at, _ in found}))
         for name, found in once.items():
             if all(at in columns for at, _ in found):
@@ -196,7 +196,7 @@ class DiagonalSum:
                     self.entries.add(name, u.at, along(u, u, columns[at].reshape(-1, 1, 1, columns[at].shape[1])))
             else:
                 whole.add(name)
-        reaching = {n for n, at in trace.parameters.items() if at in sweep.lambdas}
+        reaching = {n for n, at in trace.parameters.items() if at in sweep.adjoints}
         return {n: p for n, p in self.tasks[0].parameters.items() if n in reaching and (n in whole or n not in once)}
 
 
@@ -232,6 +232,8 @@ def _bytes(task: Task) -> float:
     return 8 * itemsize * width * (1 + sum(x.numel() * (1 if x.is_floating_point() else width) for x in tensors))
 
 
-def _each_once(lifts: list[Lift]) -> bool:
-    """Tell whether each entry of a parameter is reached by one of its lifts, and from one column."""
-    return all(is_by_column(u, u) for u in lifts) and not any(overlap(u.at, v.at) for n, u in enumerate(lifts) for v in lifts[:n])
+def _each_once(jacobians: list[ParameterJacobian]) -> bool:
+    """Tell whether each entry of a parameter is reached by one of its jacobians, and from one column."""
+    return all(is_by_column(u, u) for u in jacobians) and not any(
+        overlap(u.at, v.at) for n, u in enumerate(jacobians) for v in jacobians[:n]
+    )

@@ -1,4 +1,4 @@
-"""Lifts of weights as the sums that the compiled kernels know.
+"""Jacobians of weights as the sums that the compiled kernels know.
 
 A block of two weights is stored with one index contiguous, which is either the output q or the input j of the later one:
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hessiankit.engine.lifts import WeightLift
+from hessiankit.engine.jacobians import WeightJacobian
 from hessiankit.support.kernels import kernels
 
 SINGLE = {torch.float32: 1, torch.float64: 0}
@@ -114,14 +114,14 @@ def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple
 NARROW = 4  # contiguous entries below which a kernel's vectors are mostly empty
 
 
-def lift_compiled(u: WeightLift, pairs: Sequence[tuple[WeightLift, Tensor]], into: Tensor, *, same: bool) -> float | None:
-    """Add the lifts of one weight's curvature with another, reached in one or more ways, by the compiled kernels.
+def add_compiled(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor]], into: Tensor, *, same: bool) -> float | None:
+    """Add the jacobians of one weight's curvature with another, reached in one or more ways, by the compiled kernels.
 
     Args:
-        u: Lift of the rows of the block.
-        pairs: Lifts v of its columns, all of one parameter, each with its curvature (R, p, q).
+        u: Jacobian of the rows of the block.
+        pairs: Jacobians v of its columns, all of one parameter, each with its curvature (R, p, q).
         into: The block, or a view of it.
-        same: Whether u and v are one lift and K is symmetric.
+        same: Whether u and v are one jacobian and K is symmetric.
 
     Returns:
         How far from symmetric K was, as far as it was looked at; None if there are no kernels for this.
@@ -133,8 +133,8 @@ def lift_compiled(u: WeightLift, pairs: Sequence[tuple[WeightLift, Tensor]], int
     return None if found is None else found.add(library)
 
 
-def rows_compiled(u: WeightLift, K: Tensor, into: Tensor) -> bool:
-    """Add the lift of ``K`` (R, p, c) from the left to ``into`` (size_u, c); False if there are no kernels for this.
+def add_rows_compiled(u: WeightJacobian, K: Tensor, into: Tensor) -> bool:
+    """Add the jacobian of ``K`` (R, p, c) from the left to ``into`` (size_u, c); False if there are no kernels for this.
 
     into[i, p, c] += sum_n a_n[i] K_n[p, c]
     """
@@ -153,7 +153,7 @@ def _fit(into: Tensor, *factors: Tensor) -> bool:
     return into.dtype in SINGLE and all(x.is_cpu and x.dtype == into.dtype for x in (into, *factors))
 
 
-def _one(u: WeightLift, v: WeightLift, K: Tensor, into: Tensor, same: bool) -> KernelSum | None:
+def _one(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, same: bool) -> KernelSum | None:
     if into.stride(1) != 1:
         if into.stride(0) != 1:
             return None
@@ -162,9 +162,9 @@ def _one(u: WeightLift, v: WeightLift, K: Tensor, into: Tensor, same: bool) -> K
     n, p, q = K.shape
     (u_i, u_p), (v_j, v_q) = (_strides(w, step) for w, step in ((u, into.stride(0)), (v, 1)))
     (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = u.weights.stride(), v.weights.stride(), K.stride()
-    if (j if v.turned else q) < NARROW:
+    if (j if v.transposed else q) < NARROW:
         return None
-    if v.turned:
+    if v.transposed:
         outer = (KernelFactor(u.weights, (a_n, a_i, 0)), KernelFactor(v.weights, (b_n, 0, 0, b_j)))
         steps, curvature = (u_p, v_q, u_i, 0), KernelFactor(K, (k_n, k_p, k_q))
         return KernelSum(into, n, (p, q), (i, 1, j), steps, curvature, None, [outer], symmetric=same, mean=same)
@@ -173,16 +173,16 @@ def _one(u: WeightLift, v: WeightLift, K: Tensor, into: Tensor, same: bool) -> K
     return KernelSum(into, n, (i, j), (p, 1, q), (u_i, v_j, u_p, 0), a, b, terms, symmetric=same)
 
 
-def _several(u: WeightLift, pairs: Sequence[tuple[WeightLift, Tensor]], into: Tensor) -> KernelSum | None:
+def _several(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor]], into: Tensor) -> KernelSum | None:
     first = pairs[0][0]
-    p, (y, z) = u.width, (first.width, first.weights.shape[1]) if first.turned else (first.weights.shape[1], first.width)
+    p, (y, z) = u.width, (first.width, first.weights.shape[1]) if first.transposed else (first.weights.shape[1], first.width)
     if into.stride(1) != 1 or z < NARROW:
         return None
     u_i, u_p = _strides(u, into.stride(0))
     terms: list[tuple[KernelFactor | None, KernelFactor]] = []
     for v, K in pairs:
         (b_n, b_j), (k_n, k_p, k_q) = v.weights.stride(), K.stride()
-        if v.turned:
+        if v.transposed:
             terms.append((KernelFactor(K, (k_n, k_p, k_q)), KernelFactor(v.weights, (b_n, 0, 0, b_j))))
         else:
             terms.append((KernelFactor(v.weights, (b_n, 0, b_j)), KernelFactor(K, (k_n, k_p, 0, k_q))))
@@ -190,6 +190,6 @@ def _several(u: WeightLift, pairs: Sequence[tuple[WeightLift, Tensor]], into: Te
     return KernelSum(into, u.weights.shape[0], (u.weights.shape[1], 1), (p, y, z), (u_i, 0, u_p, z), a, None, terms)
 
 
-def _strides(w: WeightLift, step: int) -> tuple[int, int]:
+def _strides(w: WeightJacobian, step: int) -> tuple[int, int]:
     """Return how far apart the inputs and the outputs of a weight are, whose entries are ``step`` apart."""
-    return (step, step * w.weights.shape[1]) if w.turned else (step * w.width, step)
+    return (step, step * w.weights.shape[1]) if w.transposed else (step * w.width, step)

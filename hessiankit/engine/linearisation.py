@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from derivations.primitive import CovectorSum, Nowhere, hollow
-from hessiankit.engine.condensing import Step, add_covectors, asymmetry, condensed
+from hessiankit.engine.attention_fusion import fuse_attention
+from hessiankit.engine.checkpoints import ancestors_of_output, first_readers, gather, last_readers, size, split_at_checkpoints
 from hessiankit.engine.diagnosis import origin
-from hessiankit.engine.fusing import fuse
+from hessiankit.engine.entrywise_fusion import Step, add_covectors, asymmetry, fuse_entrywise
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
-from hessiankit.engine.stretches import cut, first_readers, gather, last_readers, on_the_way, size
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.torch_state import hand_back_memory
 from hessiankit.tracing.trace import Application, Trace
@@ -83,16 +83,16 @@ class Linearisation:
         self._narrow, self._is_large = trace.narrow, task.size > LARGE
         self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
         self._bending = _downstream(trace, traced.output) if gauss_newton else None
-        fuse(trace, self._bending)
-        self._stretches = cut(trace, layers=recompute == "layers")
-        path = on_the_way(trace)
+        fuse_attention(trace, self._bending)
+        self._segments = split_at_checkpoints(trace, layers=recompute == "layers")
+        path = ancestors_of_output(trace)
         self._first = {at: reader for at, reader in first_readers(path).items() if at in own}
         self._read: set[int] = set()  # values whose tangents something that bends reads, by itself or through others
         self._kept: list[list[Step] | None] = []
-        self._given: list[tuple[dict[int, Tensor], Bars]] = []  # values that a stretch is made of anew, adjoints that leave it
+        self._given: list[tuple[dict[int, Tensor], Bars]] = []  # values that a segment is made of anew, adjoints that leave it
         self._still = {at: x for at, x in enumerate(trace.values) if at in own or at not in trace.moving}
         self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
-        passing = [sum(size(trace.values[a.output]) for a in stretch.applications) for stretch in self._stretches]
+        passing = [sum(size(trace.values[a.output]) for a in segment.applications) for segment in self._segments]
         self.bytes_per_vector = 3 * max(passing) + 2 * task.size * task.dtype.itemsize
         compare = handshake or Handshake(task)
         compare.add(trace, {})
@@ -124,7 +124,7 @@ class Linearisation:
         out = torch.empty(1, self._task.size, dtype=self._task.dtype, device=self._task.device)
         with self._at_the_point(), self._sums(out) as sums:
             bars: Bars = {self._output: self._seed}
-            for k in reversed(range(len(self._stretches))):
+            for k in reversed(range(len(self._segments))):
                 self._sweep_back(self._steps(k), {}, bars, sums)
         return out[0]
 
@@ -169,10 +169,10 @@ class Linearisation:
         sums: dict[int, CovectorSum] = {}
         tested: set[type] = set()
         spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # memory of slopes that have been compared
-        for stretch in reversed(self._stretches):
-            kept = () if stretch is self._stretches[-1] else stretch.products(names)
-            given, after, steps = {at: values[at] for at in (*stretch.entries, *kept)}, dict(adjoints), []
-            for a in reversed(stretch.applications):
+        for segment in reversed(self._segments):
+            kept = () if segment is self._segments[-1] else segment.products(names)
+            given, after, steps = {at: values[at] for at in (*segment.entries, *kept)}, dict(adjoints), []
+            for a in reversed(segment.applications):
                 for at in a.inputs:
                     if at in names and at not in sums:
                         x = self._still[at]
@@ -188,7 +188,7 @@ class Linearisation:
                     slope = sums.pop(at).close()
                     if not handshake.complete(names[at], slope[0]):
                         spare[slope.shape[1:], slope.dtype] = slope
-            self._kept.insert(0, None if self._recompute else condensed(steps[::-1]))
+            self._kept.insert(0, None if self._recompute else fuse_entrywise(steps[::-1]))
             self._given.insert(0, (given, after))
 
     def _test(self, step: Step, a: Application) -> bool:
@@ -226,18 +226,18 @@ class Linearisation:
         return Step(at_point, inputs, a.output)
 
     def _steps(self, k: int) -> list[Step]:
-        """Return the steps of a stretch, kept or made anew."""
+        """Return the steps of a segment, kept or made anew."""
         kept = self._kept[k]
         if kept is not None:
             return kept
-        stretch, (given, after) = self._stretches[k], self._given[k]
+        segment, (given, after) = self._segments[k], self._given[k]
         values, adjoints = dict(given), dict(after)
-        for a in stretch.applications:
+        for a in segment.applications:
             if a.output not in values:
                 values[a.output] = self._value(a, gather(a, values, self._still))
         nowhere = dict.fromkeys(self._ids.values(), NOWHERE)
         steps = []
-        for a in reversed(stretch.applications):
+        for a in reversed(segment.applications):
             steps.append(self._step(a, values, adjoints, nowhere))
             values.pop(a.output)
         return [step for step in reversed(steps) if step is not None]
@@ -254,14 +254,14 @@ class Linearisation:
         tangents: dict[int | None, Tensor] = {}
         for at, piece in zip(self._ids.values(), rows.split(sizes, 1), strict=True):
             tangents[at] = piece.reshape(-1, *self._still[at].shape).to(self._still[at].dtype)
-        entering: list[dict[int | None, Tensor]] = []  # the tangents that enter each stretch
-        for k, stretch in enumerate(self._stretches):
-            entering.append({at: tangents[at] for at in stretch.entries if at in tangents})
-            if k < len(self._stretches) - 1:
+        entering: list[dict[int | None, Tensor]] = []  # the tangents that enter each segment
+        for k, segment in enumerate(self._segments):
+            entering.append({at: tangents[at] for at in segment.entries if at in tangents})
+            if k < len(self._segments) - 1:
                 self._push_through(k, tangents)
         bars: Bars = {}
         with self._sums(out) as sums:
-            for k in reversed(range(len(self._stretches))):
+            for k in reversed(range(len(self._segments))):
                 steps, moved = self._steps(k), {}
                 tangents.update(entering.pop())
                 for step in steps:
@@ -275,9 +275,9 @@ class Linearisation:
                 self._sweep_back(steps, moved, bars, sums)
 
     def _push_through(self, k: int, tangents: dict[int | None, Tensor]) -> None:
-        """Push tangents through a stretch whose values are made anew, and let them go where nobody reads them further on."""
+        """Push tangents through a segment whose values are made anew, and let them go where nobody reads them further on."""
         values = dict(self._given[k][0])
-        for a in self._stretches[k].applications:
+        for a in self._segments[k].applications:
             inputs = gather(a, values, self._still)
             if a.output not in values:
                 values[a.output] = self._value(a, inputs)

@@ -28,20 +28,20 @@ from derivations.linear import Add, Linear, MatMul, Multiple, Multiply, Shift
 from derivations.loss import MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.row_curvature import DenseRows, RowCurvature, of_loss, through_entries, through_norm
-from hessiankit.engine.columns import by_row
+from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.sites import is_product
-from hessiankit.engine.sweep import Sweep
+from hessiankit.engine.tangents import by_row
 from hessiankit.tracing.trace import Application
 
 ENTRYWISE = (Activation, Add, Cast, Elementwise, MeanSquaredError, Multiply, Multiple, Shift)
 
 
-class RowsMeet(Exception):
+class RowsCoupled(Exception):
     """A row of a site moves other rows of what follows."""
 
 
 @dataclass(frozen=True)
-class Beam:
+class FactoredTangents:
     """Tangents (S, *shape) of a value by the S columns of a site: ``data``, or scale (*rows, S) times the rows of a matrix.
 
     Attributes:
@@ -85,9 +85,9 @@ class RowDiagonal:
         sweep: A sweep that has not run: its adjoints, and which primitives count.
     """
 
-    def __init__(self, sweep: Sweep) -> None:
-        self.trace, self.lambdas, self.counted = sweep.trace, sweep.lambdas, sweep.counted
-        self.applications = [a for a in self.trace.applications if a.output in self.lambdas]
+    def __init__(self, sweep: ForwardSweep) -> None:
+        self.trace, self.adjoints, self.included = sweep.trace, sweep.adjoints, sweep.included
+        self.applications = [a for a in self.trace.applications if a.output in self.adjoints]
         self.made = {a.output: n for n, a in enumerate(self.applications)}
         self.last_use = {at: n for n, a in enumerate(self.applications) for at in a.inputs if at is not None}
         uses = Counter(at for a in self.applications for at in a.inputs if at is not None)
@@ -99,14 +99,14 @@ class RowDiagonal:
     def columns(self, values: Sequence[int]) -> dict[int, Tensor]:
         """Return the diagonal (R, p) of the curvature of the loss in each value where rows stay apart; none for the others."""
         found: dict[int, Tensor] = {}
-        reached: list[tuple[int, Tensor | None, int, Beam]] = []
+        reached: list[tuple[int, Tensor | None, int, FactoredTangents]] = []
         for at in sorted(values, key=lambda v: -self.made[v]):
             if (K := self._structured(at)) is not None:
                 found[at] = K.diagonal()
                 continue
             try:
                 D, stop, beam = self._follow(at, full=False, start=True)
-            except RowsMeet:
+            except RowsCoupled:
                 continue
             if stop is None:
                 assert D is not None
@@ -118,12 +118,12 @@ class RowDiagonal:
         for at, D, stop, beam in sorted(reached, key=lambda one: (self.made[one[2]], one[3].is_identity)):
             try:
                 more = self._of_a_stop(at, stop, beam)
-            except RowsMeet:
+            except RowsCoupled:
                 continue
             found[at] = more if D is None else D + more
         return found
 
-    def _of_a_stop(self, at: int, stop: int, beam: Beam) -> Tensor:
+    def _of_a_stop(self, at: int, stop: int, beam: FactoredTangents) -> Tensor:
         """Return the quadratic forms (R, S) of tangents of a value."""
         if not beam.is_shared:
             return self._pulled(at, stop, beam, full=False)
@@ -145,8 +145,8 @@ class RowDiagonal:
         a, z = self._only_use.get(at), self.trace.values[at]
         if a is None or z.ndim < 1:
             return None
-        inputs, primitive, adjoint = self.trace.gather(a), a.primitive, self.lambdas[a.output]
-        k, counts = a.inputs.index(at), self.counted is None or a.output in self.counted
+        inputs, primitive, adjoint = self.trace.gather(a), a.primitive, self.adjoints[a.output]
+        k, counts = a.inputs.index(at), self.included is None or a.output in self.included
         if a.output == self.trace.output:
             return of_loss(primitive, inputs, adjoint) if k == 0 and counts else None  # type: ignore[arg-type]
         norm = isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1 and k == 0
@@ -159,7 +159,7 @@ class RowDiagonal:
             return through_norm(primitive, inputs, adjoint if counts else None, K)
         if isinstance(primitive, Add) and primitive.alpha == 1:
             return K
-        identity = Beam(z.shape)
+        identity = FactoredTangents(z.shape)
         slope = self._push_shared(a, inputs, k, identity).scale
         bend = self._bend_shared(a, inputs, k, identity, full=False) if counts and not primitive.is_linear else None
         return None if slope is None else through_entries(slope.reshape(-1, z.shape[-1]), bend, K)
@@ -179,12 +179,12 @@ class RowDiagonal:
         assert found is not None
         return found
 
-    def _pulled(self, at: int, stop: int, beam: Beam, *, full: bool) -> Tensor:
+    def _pulled(self, at: int, stop: int, beam: FactoredTangents, *, full: bool) -> Tensor:
         """Take the curvature of a stop to a value: (R, S), or in ``full`` (R, S, S)."""
         t = beam.dense(self.trace.values[stop])
         return self._square(stop).pulled(by_row(t, self.trace.values[at].ndim - 1), full=full)
 
-    def _stops_at(self, alone: int, at: int, beam: Beam, a: Application, *, start: bool, shared: bool) -> bool:
+    def _stops_at(self, alone: int, at: int, beam: FactoredTangents, a: Application, *, start: bool, shared: bool) -> bool:
         """Tell whether tangents of the columns of ``at`` need not be pushed beyond a value through which all goes.
 
         What follows is done once for all columns of that value, and once for all sites before it.
@@ -203,7 +203,7 @@ class RowDiagonal:
         costly = is_product(a.primitive) or alone not in self._only_use
         return alone in self._stops or (costly and beam.data.shape[0] >= value.shape[-1])
 
-    def _follow(self, at: int, *, full: bool, start: bool) -> tuple[Tensor | None, int | None, Beam | None]:
+    def _follow(self, at: int, *, full: bool, start: bool) -> tuple[Tensor | None, int | None, FactoredTangents | None]:
         """Push the columns of a value towards the loss, and add up their curvature, (R, S) or, in ``full``, (R, S, S).
 
         From a site (``start``) as far as its tangents share a matrix, else as far as a value where such tangents have
@@ -211,7 +211,7 @@ class RowDiagonal:
         """
         value = self.trace.values[at]
         axes, total = value.ndim - 1, None
-        beams = {at: Beam(value.shape)}
+        beams = {at: FactoredTangents(value.shape)}
         for n, a in enumerate(self.applications[self.made[at] + 1 :], self.made[at] + 1):
             moved = [k for k, i in enumerate(a.inputs) if i in beams]
             if not moved:
@@ -225,8 +225,8 @@ class RowDiagonal:
             moving = [i in moved for i in range(len(a.inputs))]
             last = a.output == self.trace.output
             if not (a.primitive.separable if last else a.primitive.rowwise)(inputs, axes, moving):  # type: ignore[arg-type]
-                raise RowsMeet
-            bent = not a.primitive.is_linear and (self.counted is None or a.output in self.counted)
+                raise RowsCoupled
+            bent = not a.primitive.is_linear and (self.included is None or a.output in self.included)
             if is_product(a.primitive) and len(moved) == 1:
                 bent = False
             if shared:
@@ -238,16 +238,16 @@ class RowDiagonal:
             else:
                 tangents = [beams[i].dense(x) if i in beams else None for i, x in zip(a.inputs, inputs, strict=True)]  # type: ignore
                 if bent:
-                    total = _added(total, self._bend(a, inputs, tangents, axes, full=full))
+                    total = _added(total, self._add_curvature(a, inputs, tangents, axes, full=full))
                 if not last:
                     out = a.primitive.jvp(inputs, tangents)  # type: ignore[arg-type]
-                    beams[a.output] = Beam(out.shape[1:], out)
+                    beams[a.output] = FactoredTangents(out.shape[1:], out)
             beams = {i: beam for i, beam in beams.items() if self.last_use.get(i, -1) > n}
         if total is None:
             total = value.new_zeros(value[..., 0].numel(), *((value.shape[-1],) * (2 if full else 1)))
         return total, None, None
 
-    def _shares(self, a: Application, inputs: Any, moved: list[int], beams: dict[int, Beam]) -> bool:
+    def _shares(self, a: Application, inputs: Any, moved: list[int], beams: dict[int, FactoredTangents]) -> bool:
         """Tell whether the tangents keep sharing one matrix."""
         k = moved[0]
         beam = beams[a.inputs[k]]  # type: ignore[index]
@@ -260,28 +260,30 @@ class RowDiagonal:
             return same and a.primitive.alpha == 1
         return same and isinstance(a.primitive, ENTRYWISE) and beam.matrix is None
 
-    def _push_shared(self, a: Application, inputs: Any, k: int, beam: Beam) -> Beam:
+    def _push_shared(self, a: Application, inputs: Any, k: int, beam: FactoredTangents) -> FactoredTangents:
         if isinstance(a.primitive, (Linear, MatMul)):
             weight = inputs[1].T if isinstance(a.primitive, Linear) else inputs[1]
             M = weight if beam.matrix is None else beam.matrix @ weight
-            return Beam(self.trace.values[a.output].shape, None, M, beam.scale)
+            return FactoredTangents(self.trace.values[a.output].shape, None, M, beam.scale)
         if isinstance(a.primitive, Add):
             return beam
         slope = a.primitive.jvp(inputs, _alone(inputs, k, torch.ones_like(inputs[k]).unsqueeze(0)))[0]
-        return Beam(beam.shape, None, None, slope if beam.scale is None else slope * beam.scale)
+        return FactoredTangents(beam.shape, None, None, slope if beam.scale is None else slope * beam.scale)
 
-    def _bend_shared(self, a: Application, inputs: Any, k: int, beam: Beam, *, full: bool) -> Tensor:
+    def _bend_shared(self, a: Application, inputs: Any, k: int, beam: FactoredTangents, *, full: bool) -> Tensor:
         """Return the curvature of an entrywise function."""
         ones = _alone(inputs, k, torch.ones_like(inputs[k]).unsqueeze(0))
-        h = a.primitive.curvature(inputs, self.lambdas[a.output], ones)[k]
+        h = a.primitive.curvature(inputs, self.adjoints[a.output], ones)[k]
         if h is None:
             h = torch.zeros_like(inputs[k]).unsqueeze(0)
         h = h[0] if beam.scale is None else h[0] * beam.scale.square()
         h = h.reshape(-1, h.shape[-1])
         return torch.diag_embed(h) if full else h
 
-    def _bend(self, a: Application, inputs: Any, tangents: list[Tensor | None], axes: int, *, full: bool) -> Tensor | None:
-        covectors = a.primitive.curvature(inputs, self.lambdas[a.output], tangents)  # type: ignore[arg-type]
+    def _add_curvature(
+        self, a: Application, inputs: Any, tangents: list[Tensor | None], axes: int, *, full: bool
+    ) -> Tensor | None:
+        covectors = a.primitive.curvature(inputs, self.adjoints[a.output], tangents)  # type: ignore[arg-type]
         total: Tensor | None = None
         for t, w in zip(tangents, covectors, strict=True):
             if t is not None and w is not None:

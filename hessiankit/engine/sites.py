@@ -1,4 +1,4 @@
-"""Where parameters enter: a site is a value that is linear in some parameters, row by row, with their lifts."""
+"""Where parameters enter: a site is a value that is linear in some parameters, row by row, with their jacobians."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from derivations.indexing import Select, Slice, Take
 from derivations.linear import Add, Expand, Linear, MatMul, Permute, Reshape
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.primitive import Primitive
-from hessiankit.engine.lifts import GainLift, Index, Lift, WeightLift
+from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.tracing.trace import Application, Trace
 
 SELECTING = (Embedding, Expand, Permute, Reshape, Select, Slice, Take)
@@ -22,19 +22,19 @@ SITES = (Add, Embedding, LayerNorm, Linear, MatMul, RMSNorm)
 
 @dataclass
 class Site:
-    """A value (rows..., p) that some parameters move linearly, with their lifts.
+    """A value (rows..., p) that some parameters move linearly, with their jacobians.
 
     Attributes:
         value: Its id.
-        lifts: How each parameter moves it.
-        covered: Positions of its application's inputs that the lifts account for.
-        turning: The lift of the weight or gain, if any, which the application's first input multiplies.
+        jacobians: How each parameter moves it.
+        covered: Positions of its application's inputs that the jacobians account for.
+        weight_jacobian: The jacobian of the weight or gain, if any, which the application's first input multiplies.
     """
 
     value: int
-    lifts: list[Lift]
+    jacobians: list[ParameterJacobian]
     covered: tuple[int, ...]
-    turning: Lift | None = field(default=None)
+    weight_jacobian: ParameterJacobian | None = field(default=None)
 
 
 @dataclass(frozen=True)
@@ -92,26 +92,26 @@ def _site(
         at = a.inputs[position] if position < len(a.inputs) else None
         return None if at is None else chosen.get(at)
 
-    def vector(position: int) -> Lift | None:
-        """The lift of a gain or a bias, one entry for each column."""
+    def vector(position: int) -> ParameterJacobian | None:
+        """The jacobian of a gain or a bias, one entry for each column."""
         s = selected(position)
         if s is None or inputs[position].shape != (width,) or not _injective(s.at):  # type: ignore[union-attr]
             return None
-        return GainLift(s.parameter, s.at, torch.ones((), dtype=out.dtype, device=out.device).expand(rows, width))
+        return GainJacobian(s.parameter, s.at, torch.ones((), dtype=out.dtype, device=out.device).expand(rows, width))
 
     if isinstance(primitive, (MatMul, Linear)) and a.inputs[0] != a.inputs[1]:
-        weight, turned = inputs[1], isinstance(primitive, Linear)
-        lifts: dict[int, Lift | None] = {2: vector(2)}
+        weight, transposed = inputs[1], isinstance(primitive, Linear)
+        jacobians: dict[int, ParameterJacobian | None] = {2: vector(2)}
         if weight is not None and weight.ndim == 2 and (s := selected(1)) is not None and _injective(s.at):
             at = None if s.at is None else s.at.reshape(-1)
-            lifts[1] = WeightLift(s.parameter, at, x.reshape(-1, x.shape[-1]), width, turned)
-        return _made(a, lifts)
+            jacobians[1] = WeightJacobian(s.parameter, at, x.reshape(-1, x.shape[-1]), width, transposed)
+        return _made(a, jacobians)
     if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1:
-        lifts = {2: vector(2)}
+        jacobians = {2: vector(2)}
         if (gain := vector(1)) is not None:
             plain = primitive.value(x, *([None] * (len(inputs) - 1)))  # type: ignore[arg-type]
-            lifts[1] = GainLift(gain.parameter, gain.at, plain.reshape(-1, width))
-        return _made(a, lifts)
+            jacobians[1] = GainJacobian(gain.parameter, gain.at, plain.reshape(-1, width))
+        return _made(a, jacobians)
     if isinstance(primitive, Add) and primitive.alpha == 1 and a.inputs[0] != a.inputs[1]:
 
         def before(position: int) -> Site | None:
@@ -128,20 +128,20 @@ def _of_a_sum(
     a: Application,
     out: Tensor,
     selected: Callable[[int], EntrySelection | None],
-    vector: Callable[[int], Lift | None],
+    vector: Callable[[int], ParameterJacobian | None],
     shapes: tuple[torch.Size, torch.Size],
     before: Callable[[int], Site | None],
 ) -> Site | None:
     """The site that a bias, or a table of positions, makes of what it is added to."""
-    tables: dict[int, Lift] = {}
+    tables: dict[int, ParameterJacobian] = {}
     for mine, other in ((1, 0), (0, 1)):
         s = selected(mine)
         if s is None or (shapes[other] != out.shape and other not in tables):
             continue
         if shapes[other] == out.shape and (bias := vector(mine)) is not None:
             product = before(other)
-            if product is not None and product.turning is not None:
-                product.lifts.append(bias)  # the bias of the product just made: one site for both
+            if product is not None and product.weight_jacobian is not None:
+                product.jacobians.append(bias)  # the bias of the product just made: one site for both
                 return Site(a.output, [], (mine,))
             return Site(a.output, [bias], (mine,))
         every = torch.arange(shapes[mine].numel(), device=out.device).reshape(shapes[mine])
@@ -149,15 +149,15 @@ def _of_a_sum(
     return Site(a.output, list(tables.values()), tuple(tables)) if tables else None
 
 
-def _made(a: Application, lifts: Mapping[int, Lift | None]) -> Site | None:
-    found = {position: lift for position, lift in sorted(lifts.items()) if lift is not None}
+def _made(a: Application, jacobians: Mapping[int, ParameterJacobian | None]) -> Site | None:
+    found = {position: jacobian for position, jacobian in sorted(jacobians.items()) if jacobian is not None}
     return Site(a.output, list(found.values()), tuple(found), found.get(1)) if found else None
 
 
-def _index(s: EntrySelection, out: Tensor) -> Index:
+def _index(s: EntrySelection, out: Tensor) -> IndexJacobian:
     assert s.at is not None
     at, which = torch.unique(s.at, return_inverse=True)
-    return Index(s.parameter, at, which.reshape(-1, out.shape[-1]))
+    return IndexJacobian(s.parameter, at, which.reshape(-1, out.shape[-1]))
 
 
 def _injective(at: Tensor | None) -> bool:

@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.kernel_sums import SINGLE, mirror
-from hessiankit.engine.lifts import Lift
 from hessiankit.support.kernels import kernels
 
 Write: TypeAlias = Callable[[Tensor], float | None]  # adds something to a block; returns how far from symmetric it was, if it saw
@@ -64,13 +64,13 @@ class SymmetricStorage:
             return self.block(j, i).T
         return self.data[self.slices[i], self.slices[j]]
 
-    def add(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
+    def add(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
         """Let ``write`` add to the block of the parameters of (u, v), or to some columns of it."""
         if self.wants(u.parameter, v.parameter):
             skew = write_block(self.block(u.parameter, v.parameter)[:, columns], u.at, v.at, write, self.computed)
             self.skew = max(self.skew, skew or 0.0)
 
-    def add_both(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
+    def add_both(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
         """Add what ``write`` makes, and its transpose, to the block of one parameter that (u, v) share, or to columns of it."""
         if not self.wants(u.parameter, v.parameter):
             return
@@ -172,22 +172,22 @@ class Panel(SymmetricStorage):
         return float(diagonal.abs().max()) if diagonal.numel() else 0.0
 
 
-class Kept:
-    """Curvature between pairs of lifts, kept so that one panel after the other can be made of it."""
+class RecordedBlocks:
+    """Curvature between pairs of jacobians, kept so that one panel after the other can be made of it."""
 
     def __init__(self) -> None:
-        self.pairs: list[tuple[Lift, Lift, Write, slice, bool]] = []
+        self.pairs: list[tuple[ParameterJacobian, ParameterJacobian, Write, slice, bool]] = []
         self.computed: torch.dtype | None = None
 
     def wants(self, i: str, j: str) -> bool:
         """Tell that the block of any two parameters is."""
         return True
 
-    def add(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
+    def add(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
         """Keep what adds to a block."""
         self.pairs.append((u, v, write, columns, False))
 
-    def add_both(self, u: Lift, v: Lift, write: Write, columns: slice = EVERY) -> None:
+    def add_both(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
         """Keep what adds itself and its transpose to a block."""
         self.pairs.append((u, v, write, columns, True))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 from hessiankit.support.errors import TraceError
 from hessiankit.tracing import reverse
-from hessiankit.tracing.witnesses import (
+from hessiankit.tracing.derivative_tests import (
     adjoint_difference,
     asymmetry,
     batch_difference,

@@ -20,8 +20,7 @@ from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 from hessiankit.support.errors import TraceError
 from hessiankit.support.torch_state import one_turn
 from hessiankit.tracing import reverse
-from hessiankit.tracing.graph import Unseen
-from hessiankit.tracing.witnesses import (
+from hessiankit.tracing.derivative_tests import (
     adjoint_difference,
     asymmetry,
     batch_difference,
@@ -29,6 +28,7 @@ from hessiankit.tracing.witnesses import (
     rounding,
     tangents_of,
 )
+from hessiankit.tracing.graph import Unseen
 
 _set_version = torch._C._autograd._unsafe_set_version_counter
 

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from derivations.primitive import Covectors, Inputs
 from hessiankit.support.errors import TraceError
-from hessiankit.tracing.segment import Segment
-from hessiankit.tracing.trace import Trace
-from hessiankit.tracing.witnesses import (
+from hessiankit.tracing.derivative_tests import (
     FEWER_WEIGHTS,
     difference,
     estimates,
@@ -20,6 +18,8 @@ from hessiankit.tracing.witnesses import (
     settled,
     tangents_of,
 )
+from hessiankit.tracing.segment import Segment
+from hessiankit.tracing.trace import Trace
 
 COARSE = 1e-4
 """What rounding may explain of a difference where a module computes in less than float64: differences need not settle there."""

@@ -26,6 +26,7 @@ from hessiankit.support.arguments import checked
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
+from hessiankit.tracing.derivative_tests import structure
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.graph import Node, Recording, Unseen, map_nodes
 from hessiankit.tracing.in_place import WRITTEN_OUT, in_kind, readers, without_writing
@@ -34,7 +35,6 @@ from hessiankit.tracing.primitives import RULES
 from hessiankit.tracing.recording import record
 from hessiankit.tracing.segment import segment
 from hessiankit.tracing.source_line import source_line
-from hessiankit.tracing.witnesses import structure
 
 aten = torch.ops.aten
 WITHOUT_DERIVATIVE = frozenset(

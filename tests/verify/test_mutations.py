@@ -15,8 +15,8 @@ from derivations.loss import MeanSquaredError
 from derivations.matrix import Commutation
 from derivations.normalization import LayerNorm
 from derivations.softmax import LinearisedSoftmax
+from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.engine.sweep import Sweep
 from hessiankit.tracing import primitives
 from hessiankit.verify import small_blocks as formulas
 
@@ -64,13 +64,13 @@ def test_softmax_second_derivative_with_the_other_sign(monkeypatch: pytest.Monke
 
 
 def test_layer_norm_without_its_gain_term(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Sweep._mix
+    right = ForwardSweep._add_mixed_block
 
-    def without(self: Sweep, a: Any, inputs: Any, groups: Any, turning: Any) -> None:
+    def without(self: ForwardSweep, a: Any, inputs: Any, groups: Any, weight_jacobian: Any) -> None:
         if not isinstance(a.primitive, LayerNorm):
-            right(self, a, inputs, groups, turning)
+            right(self, a, inputs, groups, weight_jacobian)
 
-    monkeypatch.setattr(Sweep, "_mix", without)
+    monkeypatch.setattr(ForwardSweep, "_add_mixed_block", without)
     report = verdict(formulas=False)
     assert not report
     assert "attention.W_V x norm_1.weight" in failed_names(report)

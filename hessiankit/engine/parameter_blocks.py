@@ -1,7 +1,7 @@
-"""Curvature between pairs of sources, on its way back to the parameters.
+"""Curvature between pairs of vertices, on its way back to the parameters.
 
 What is known of a block beyond its entries is kept with it. One that couples equal columns only is its diagonal. What a narrow
-source leaves at a wide parent, through its tangents F (R, columns of the parent, few), is F M, and with the parent itself
+vertex leaves at a wide parent, through its tangents F (R, columns of the parent, few), is F M, and with the parent itself
 F C F^T: further back, J F is made once, and all products are small.
 
 What is added goes into the block a piece at a time, small enough to be still in the processor's cache: the blocks are far
@@ -18,25 +18,25 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.engine.kernel_sums import lift_compiled, rows_compiled
-from hessiankit.engine.lifts import SCRATCH, GainLift, Index, Lift, WeightLift
-from hessiankit.engine.pieces import pieces
+from hessiankit.engine.chunks import chunks
+from hessiankit.engine.jacobians import SCRATCH, GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
+from hessiankit.engine.kernel_sums import add_compiled, add_rows_compiled
 
 Factors: TypeAlias = "dict[int, tuple[Tensor, Tensor]]"  # F and M, or F and C, by the identity of F
 
 
 class VertexBlocks:
-    """Curvature between sources: for a pair (t, r), t not before r, and a level, a tensor (R, columns of t, columns of r)."""
+    """Curvature between vertices: for a pair (t, r), t not before r, and a level, a tensor (R, columns of t, columns of r)."""
 
     def __init__(self) -> None:
         self.of: dict[tuple[int, int], dict[int, Tensor]] = {}
         self.diagonals: dict[tuple[int, int], dict[int, Tensor]] = {}  # (R, columns), of what couples equal columns only
-        self.products: dict[tuple[int, int], dict[int, Factors]] = {}  # F M, by the wide source and the other, and level
-        self.squares: dict[int, dict[int, Factors]] = {}  # F C F^T, by the wide source and level
+        self.products: dict[tuple[int, int], dict[int, Factors]] = {}  # F M, by the wide vertex and the other, and level
+        self.squares: dict[int, dict[int, Factors]] = {}  # F C F^T, by the wide vertex and level
         self.near: dict[int, set[int]] = defaultdict(set)
 
     def add(self, t: int, r: int, level: int, block: Tensor) -> None:
-        """Add a block; of a source with itself, a symmetric one."""
+        """Add a block; of a vertex with itself, a symmetric one."""
         if t < r:
             t, r, block = r, t, block.mT
         levels = self.of.setdefault((t, r), {})
@@ -52,13 +52,13 @@ class VertexBlocks:
         self.near[r].add(t)
 
     def add_product(self, t: int, r: int, level: int, F: Tensor, M: Tensor) -> None:
-        """Add the block F M between a wide source t and another one, r, for F (R, columns of t, few)."""
+        """Add the block F M between a wide vertex t and another one, r, for F (R, columns of t, few)."""
         _gather(self.products.setdefault((t, r), {}).setdefault(level, {}), F, M)
         self.near[t].add(r)
         self.near[r].add(t)
 
     def add_square(self, t: int, level: int, F: Tensor, C: Tensor) -> None:
-        """Add the block F C F^T of a wide source with itself, for a symmetric C (R, few, few)."""
+        """Add the block F C F^T of a wide vertex with itself, for a symmetric C (R, few, few)."""
         _gather(self.squares.setdefault(t, {}).setdefault(level, {}), F, C)
         self.near[t].add(t)
 
@@ -85,7 +85,7 @@ class VertexBlocks:
         return found
 
     def rest(self, t: int, r: int) -> dict[int, Tensor]:
-        """Return what :meth:`full` does, without the products of which t is the wide source."""
+        """Return what :meth:`full` does, without the products of which t is the wide vertex."""
         found = self.of.get((max(t, r), min(t, r)), {})
         found = dict(found) if t >= r else {level: K.mT for level, K in found.items()}
         for level, products in self.products.get((r, t), {}).items() if t != r else ():
@@ -94,14 +94,14 @@ class VertexBlocks:
         return found
 
     def plain(self, t: int) -> dict[int, Tensor]:
-        """Return the blocks of a source with itself, without squares that are kept as such; a diagonal one as its diagonal."""
+        """Return the blocks of a vertex with itself, without squares that are kept as such; a diagonal one as its diagonal."""
         found = self.full(t, t)
         for level, diagonal in self.diagonal(t, t).items():
             found[level] = _with_diagonal(found[level], diagonal) if level in found else diagonal
         return found
 
     def settle(self, t: int, r: int) -> None:
-        """Multiply the products of a pair out of which t is the wide source."""
+        """Multiply the products of a pair out of which t is the wide vertex."""
         if (t, r) in self.products:
             found = self.full(t, r)
             self.products.pop((t, r), None)
@@ -149,71 +149,71 @@ CACHE = 2**17  # entries of a block that stay in a processor's cache while they 
 OUTER = 256  # columns of an outer product of weights made at once: as many as a product of matrices needs to run at speed
 
 
-def add_pair(u: Lift, v: Lift, K: Tensor, into: Tensor, *, same: bool) -> float | None:
-    """Add to ``into`` (size_u, size_v) the lift of curvature K (R, p, q) between equal rows of two values.
+def add_pair(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor, *, same: bool) -> float | None:
+    """Add to ``into`` (size_u, size_v) the jacobian of curvature K (R, p, q) between equal rows of two values.
 
     Args:
-        u: Lift of the rows of the block.
-        v: Lift of its columns.
+        u: Jacobian of the rows of the block.
+        v: Jacobian of its columns.
         K: Curvature, row by row.
         into: The block of the Hessian, or a view of it.
-        same: Whether u and v are one lift and K is symmetric.
+        same: Whether u and v are one jacobian and K is symmetric.
 
     Returns:
         How far from symmetric K was, relative to the largest of its diagonal, where only its mean went into the block.
     """
-    if isinstance(u, WeightLift) and isinstance(v, WeightLift):
-        skew = lift_compiled(u, [(v, K)], into, same=same)
+    if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
+        skew = add_compiled(u, [(v, K)], into, same=same)
         if skew is None:
             _add_kronecker_pair(u, v, K, into, same=same)
         return skew
-    if isinstance(v, GainLift):
+    if isinstance(v, GainJacobian):
         into += u.sum(v.weigh(K))
-    elif isinstance(u, GainLift):
+    elif isinstance(u, GainJacobian):
         into += v.sum(u.weigh(K.mT)).T
-    elif isinstance(u, Index) and isinstance(v, Index):
+    elif isinstance(u, IndexJacobian) and isinstance(v, IndexJacobian):
         into.index_put_((u.which.unsqueeze(2), v.which.unsqueeze(1)), K, accumulate=True)
-    elif isinstance(u, Index):
+    elif isinstance(u, IndexJacobian):
         add_pair(v, u, K.mT, into.T, same=False)
     else:
-        assert isinstance(u, WeightLift)
-        assert isinstance(v, Index)
+        assert isinstance(u, WeightJacobian)
+        assert isinstance(v, IndexJacobian)
         _add_weight_and_table(u, v, K, into)
     return None
 
 
-def add_pairs(u: WeightLift, pairs: Sequence[tuple[WeightLift, Tensor]], into: Tensor) -> None:
-    """Add to ``into`` what :func:`add_pair` does for each of several lifts v, with its curvature, to one other parameter."""
-    if len(pairs) == 1 or lift_compiled(u, pairs, into, same=False) is None:
+def add_pairs(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor]], into: Tensor) -> None:
+    """Add to ``into`` what :func:`add_pair` does for each of several jacobians v, with its curvature, to one other parameter."""
+    if len(pairs) == 1 or add_compiled(u, pairs, into, same=False) is None:
         for v, K in pairs:
             add_pair(u, v, K, into, same=False)
 
 
-def _add_weight_and_table(u: WeightLift, v: Index, K: Tensor, into: Tensor) -> None:
+def _add_weight_and_table(u: WeightJacobian, v: IndexJacobian, K: Tensor, into: Tensor) -> None:
     """Row by row on the left, and then a sum over the rows on the right, a few rows at a time."""
     step = max(1, SCRATCH // (u.size * K.shape[2]))
-    for start, stop in pieces(K.shape[0], step):
+    for start, stop in chunks(K.shape[0], step):
         rows = slice(start, stop)
         by_u = replace(u, weights=u.weights[rows]).expand(K[rows].transpose(0, 1))  # (size_u, rows, q)
         into += replace(v, which=v.which[rows]).sum(by_u.permute(1, 2, 0)).T
 
 
-def _add_kronecker_pair(u: WeightLift, v: WeightLift, K: Tensor, into: Tensor, *, same: bool) -> None:
+def _add_kronecker_pair(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> None:
     """Add sum_n (a_n a'_n^T) (x) K_n, a few inputs and outputs at a time."""
     rows, p, q = K.shape
     i, j = u.weights.shape[1], v.weights.shape[1]
     target = _four_axes(into, u, v).permute(0, 2, 1, 3)  # (i, j, p, q)
     left, right, flat = u.weights.T.contiguous(), v.weights.T.contiguous(), K.reshape(rows, p * q)
-    if v.turned:  # of two factors that are both read along their rows, the product is a seventh faster
+    if v.transposed:  # of two factors that are both read along their rows, the product is a seventh faster
         flat = flat.T.contiguous().T
     step = max(1, OUTER // j)
-    for start, stop in pieces(i, step, alike=not same):
+    for start, stop in chunks(i, step, alike=not same):
         first = start if same else 0  # symmetric: the earlier columns have been seen from the other side
         outer = (left[start:stop].unsqueeze(1) * right[first:]).flatten(0, 1)
         few = max(1, CACHE // (outer.shape[0] * q))
-        for top, bottom in pieces(p, few):
+        for top, bottom in chunks(p, few):
             part = flat[:, top * q : bottom * q]
-            if v.turned:  # inputs lie next to each other
+            if v.transposed:  # inputs lie next to each other
                 block = (part.T @ outer.T).reshape(bottom - top, q, stop - start, j - first).permute(2, 3, 0, 1)
             else:
                 block = (outer @ part).reshape(stop - start, j - first, bottom - top, q)
@@ -222,8 +222,8 @@ def _add_kronecker_pair(u: WeightLift, v: WeightLift, K: Tensor, into: Tensor, *
                 target[stop:, start:stop, top:bottom] += block[:, stop - start :].transpose(0, 1)
 
 
-def add_across_rows(u: WeightLift, v: WeightLift, K: Tensor, into: Tensor) -> None:
-    """Add to ``into`` the lift of curvature K (G, m p, m' q) between all rows of two values within each of G groups.
+def add_across_rows(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor) -> None:
+    """Add to ``into`` the jacobian of curvature K (G, m p, m' q) between all rows of two values within each of G groups.
 
     H = sum over groups and pairs of rows of (a_n a'_n'^T) (x) K_nn'.
     """
@@ -236,61 +236,61 @@ def add_across_rows(u: WeightLift, v: WeightLift, K: Tensor, into: Tensor) -> No
     target = _four_axes(into, u, v)
     rows = min(i, max(1, CACHE // (j * q)))
     few = max(1, CACHE // (rows * j * q))
-    for top, bottom in pieces(p, few):
+    for top, bottom in chunks(p, few):
         some = split[:, :, top:bottom]
-        for start, stop in pieces(i, rows):
+        for start, stop in chunks(i, rows):
             half = a[:, start:stop] @ some.flatten(2)  # (G, i, p m' q), of which i and p are some
             shape = (half.shape[1], some.shape[2])
             half = half.reshape(groups, shape[0] * shape[1], -1, q).transpose(0, 1).reshape(-1, b.shape[0], q)
-            if v.turned:
+            if v.transposed:
                 block = (half.mT @ b).reshape(*shape, q, j).transpose(2, 3)
             else:
                 block = (b.T @ half).reshape(*shape, j, q)
             target[start:stop, top:bottom] += block
 
 
-def add_rows(u: Lift, columns: Tensor, width: int, into: Tensor) -> None:
-    """Add to ``into`` (size_u, c) the lift of ``columns`` (R width, c) from the left."""
+def add_rows(u: ParameterJacobian, columns: Tensor, width: int, into: Tensor) -> None:
+    """Add to ``into`` (size_u, c) the jacobian of ``columns`` (R width, c) from the left."""
     K = columns.unflatten(0, (-1, width))  # (R, p, c)
-    if not isinstance(u, WeightLift):
+    if not isinstance(u, WeightJacobian):
         into += u.sum(K)
         return
-    if rows_compiled(u, K, into):
+    if add_rows_compiled(u, K, into):
         return
     i, c = u.weights.shape[1], K.shape[2]
-    target = into.unflatten(0, (width, i)) if u.turned else into.unflatten(0, (i, width)).transpose(0, 1)  # (p, i, c)
+    target = into.unflatten(0, (width, i)) if u.transposed else into.unflatten(0, (i, width)).transpose(0, 1)  # (p, i, c)
     by_output, weights = K.transpose(0, 1), u.weights.T
     few = max(1, CACHE // (i * c))
-    for top, bottom in pieces(width, few):
+    for top, bottom in chunks(width, few):
         some = by_output[top:bottom]
         target[top:bottom] += weights.expand(some.shape[0], -1, -1) @ some
 
 
-def add_diagonal_pair(u: Lift, v: Lift, diagonal: Tensor, into: Tensor) -> None:
-    """Add to ``into`` the lift of curvature (R, p) between equal rows and equal columns of two values.
+def add_diagonal_pair(u: ParameterJacobian, v: ParameterJacobian, diagonal: Tensor, into: Tensor) -> None:
+    """Add to ``into`` the jacobian of curvature (R, p) between equal rows and equal columns of two values.
 
     Of two weights, H[(i, o), (j, o)] = sum_n a_n[i] a'_n[j] k_n[o], and zero between different outputs.
     """
-    if isinstance(u, WeightLift) and isinstance(v, WeightLift):
+    if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
         i, j = u.weights.shape[1], v.weights.shape[1]
         target = _four_axes(into, u, v).diagonal(dim1=1, dim2=3)  # (i, j, p)
         step = max(1, OUTER // j)
-        for start, stop in pieces(i, step):
+        for start, stop in chunks(i, step):
             outer = (u.weights[:, start:stop].unsqueeze(2) * v.weights.unsqueeze(1)).flatten(1)
             target[start:stop] += (outer.T @ diagonal).reshape(-1, j, u.width)
-    elif isinstance(u, WeightLift) and isinstance(v, GainLift):
+    elif isinstance(u, WeightJacobian) and isinstance(v, GainJacobian):
         sums = u.weights.T @ (diagonal if v.is_ones else diagonal * v.weights)  # (i, p)
-        split = into.unflatten(0, (u.width, -1) if u.turned else (-1, u.width))
-        split.diagonal(dim1=0 if u.turned else 1, dim2=2).add_(sums)
-    elif isinstance(u, GainLift) and isinstance(v, WeightLift):
+        split = into.unflatten(0, (u.width, -1) if u.transposed else (-1, u.width))
+        split.diagonal(dim1=0 if u.transposed else 1, dim2=2).add_(sums)
+    elif isinstance(u, GainJacobian) and isinstance(v, WeightJacobian):
         add_diagonal_pair(v, u, diagonal, into.T)
     else:
         add_pair(u, v, torch.diag_embed(diagonal), into, same=False)
 
 
-def _four_axes(into: Tensor, u: WeightLift, v: WeightLift) -> Tensor:
+def _four_axes(into: Tensor, u: WeightJacobian, v: WeightJacobian) -> Tensor:
     """Return a block as (i, p, j, q): inputs and outputs of both weights, however they are stored."""
-    left, right = ((w.width, w.weights.shape[1]) if w.turned else (w.weights.shape[1], w.width) for w in (u, v))
+    left, right = ((w.width, w.weights.shape[1]) if w.transposed else (w.weights.shape[1], w.width) for w in (u, v))
     split = into.view(*left, *right)
-    split = split.transpose(0, 1) if u.turned else split
-    return split.transpose(2, 3) if v.turned else split
+    split = split.transpose(0, 1) if u.transposed else split
+    return split.transpose(2, 3) if v.transposed else split

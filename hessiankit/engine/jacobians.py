@@ -3,12 +3,12 @@
 At z = X W + b, at z = x_hat o gamma + beta and at z = W[tokens] a perturbation delta of z, row by row, is linear in the
 parameters:
 
-    delta[n, o] = sum_i X[n, i] dW[i, o]        (a Kronecker lift, X (x) I)
-    delta[n, o] = x_hat[n, o] dgamma[o]         (a diagonal lift; ones in place of x_hat for a bias)
-    delta[n, o] = dW[tokens[n], o]              (an index lift)
+    delta[n, o] = sum_i X[n, i] dW[i, o]        (a Kronecker jacobian, X (x) I)
+    delta[n, o] = x_hat[n, o] dgamma[o]         (a diagonal jacobian; ones in place of x_hat for a bias)
+    delta[n, o] = dW[tokens[n], o]              (an index jacobian)
 
 so curvature between two such values, K_nn' for a pair of rows, becomes a block of the Hessian by sums over the rows,
-H = sum_nn' (x_n x_n'^T) (x) K_nn' for two Kronecker lifts. Nothing of size (rows x outputs x parameters) is needed.
+H = sum_nn' (x_n x_n'^T) (x) K_nn' for two Kronecker jacobians. Nothing of size (rows x outputs x parameters) is needed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SCRATCH = 2**21  # entries that lifting row by row may take at once
 
 
 @dataclass(frozen=True, eq=False)
-class Lift(ABC):
+class ParameterJacobian(ABC):
     """How one parameter moves a value.
 
     Args:
         parameter: Its name.
-        at: Positions in vec_r of the parameter that the lift reaches, in order; None for all of them.
+        at: Positions in vec_r of the parameter that the jacobian reaches, in order; None for all of them.
     """
 
     parameter: str
@@ -37,7 +37,7 @@ class Lift(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """Number of entries of the parameter that the lift reaches."""
+        """Number of entries of the parameter that the jacobian reaches."""
 
     @abstractmethod
     def reduce(self, x: Tensor) -> Tensor:
@@ -53,12 +53,12 @@ class Lift(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class WeightLift(Lift):
-    """A weight that multiplies rows ``weights`` (R, i); stored as (i, p) or, ``turned``, as (p, i)."""
+class WeightJacobian(ParameterJacobian):
+    """A weight that multiplies rows ``weights`` (R, i); stored as (i, p) or, ``transposed``, as (p, i)."""
 
     weights: Tensor
     width: int
-    turned: bool
+    transposed: bool
 
     @property
     def size(self) -> int:
@@ -68,16 +68,16 @@ class WeightLift(Lift):
         groups, m, p, c = x.shape
         w = self.weights.reshape(-1, m, self.weights.shape[1])  # (groups, m, i)
         out = (w.mT @ x.reshape(groups, m, p * c)).reshape(groups, -1, p, c)
-        return (out.transpose(1, 2) if self.turned else out).reshape(groups, -1, c)
+        return (out.transpose(1, 2) if self.transposed else out).reshape(groups, -1, c)
 
     def expand(self, t: Tensor) -> Tensor:
         w = self.weights.T.unsqueeze(-1)  # (i, rows, 1)
-        pairs = t.unsqueeze(1) * w.unsqueeze(0) if self.turned else t.unsqueeze(0) * w.unsqueeze(1)
+        pairs = t.unsqueeze(1) * w.unsqueeze(0) if self.transposed else t.unsqueeze(0) * w.unsqueeze(1)
         return pairs.flatten(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
-class GainLift(Lift):
+class GainJacobian(ParameterJacobian):
     """A gain that multiplies ``weights`` (R, p) entry by entry."""
 
     weights: Tensor
@@ -101,12 +101,12 @@ class GainLift(Lift):
 
     @property
     def is_ones(self) -> bool:
-        """Whether it is the lift of a bias."""
+        """Whether it is the jacobian of a bias."""
         return self.weights.stride() == (0, 0)
 
 
 @dataclass(frozen=True, eq=False)
-class Index(Lift):
+class IndexJacobian(ParameterJacobian):
     """Entries of a table: row n, column o of the value is entry ``at[which[n, o]]`` of the parameter."""
 
     which: Tensor
@@ -132,7 +132,7 @@ class Index(Lift):
 
 
 @dataclass(frozen=True, eq=False)
-class Whole(Lift):
+class IdentityJacobian(ParameterJacobian):
     """Entries of a parameter that are coordinates themselves, from the ``start``-th on."""
 
     start: int

@@ -17,7 +17,7 @@ from derivations.softmax import Softmax
 from hessiankit.tracing.trace import Application, Trace
 
 
-def associate(trace: Trace) -> None:
+def reassociate(trace: Trace) -> None:
     """Rewrite the products of a trace, in place."""
     made = {a.output: a for a in trace.applications}
     uses = Counter(at for a in trace.applications for at in a.inputs if at is not None)
@@ -78,12 +78,12 @@ def _keys_last(trace: Trace, a: Application, made: dict[int, Application], uses:
     assert weight is not None
     if trace.values[left].shape[:-2] != trace.values[x].shape[:-2]:
         return []
-    turned: Primitive = Linear() if isinstance(projection.primitive, MatMul) else MatMul()
-    keyed: Tensor = turned.value(trace.values[left], trace.values[weight])
+    projecting: Primitive = Linear() if isinstance(projection.primitive, MatMul) else MatMul()
+    keyed: Tensor = projecting.value(trace.values[left], trace.values[weight])
     at = trace.add_value(keyed, moving=True)
     transposed = trace.add_value(trace.values[x].mT)
     return [
-        Application(turned, (left, weight), at, f"{a.name}_keyed"),
+        Application(projecting, (left, weight), at, f"{a.name}_keyed"),
         Application(MatMul(), (at, transposed), a.output, a.name),
     ]
 

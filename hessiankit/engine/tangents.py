@@ -1,13 +1,13 @@
 """Directions in which values move, and at which level of detail they are kept.
 
-A :class:`Source` is a value that perturbations enter: ``width`` numbers for each of its rows, the rows being its leading
-``axes``. The derivative of a later value by a source is a :class:`StackedTangents` of tangents (S, *shape), kept at a level k:
+A :class:`Vertex` is a value that perturbations enter: ``width`` numbers for each of its rows, the rows being its leading
+``axes``. The derivative of a later value by a vertex is a :class:`StackedTangents` of tangents (S, *shape), kept at a level k:
 
-    k = axes of the source    S = width: row r of the source moves row r of the value alone;
+    k = axes of the vertex    S = width: row r of the vertex moves row r of the value alone;
     k = 1                     S = width x rows of a sample: a sample moves that sample alone;
-    k = 0                     S = all numbers of the source: anything may move anything.
+    k = 0                     S = all numbers of the vertex: anything may move anything.
 
-At level k the coordinates of a source are numbered (R_k, S): R_k is the product of the first k axes.
+At level k the coordinates of a vertex are numbered (R_k, S): R_k is the product of the first k axes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hessiankit.engine.lifts import Lift
+from hessiankit.engine.jacobians import ParameterJacobian
 
 
 @dataclass
 class StackedTangents:
-    """Tangents of one value by several sources, next to each other.
+    """Tangents of one value by several vertices, next to each other.
 
     Attributes:
         data: (S, *shape).
-        sources: Their numbers.
+        vertices: Their numbers.
         widths: How many columns each has.
-        units: Those sources of which the value is a copy: an identity.
+        units: Those vertices of which the value is a copy: an identity.
     """
 
     data: Tensor
-    sources: tuple[int, ...]
+    vertices: tuple[int, ...]
     widths: tuple[int, ...]
     units: frozenset[int] = frozenset()
 
@@ -53,31 +53,31 @@ class StackedTangents:
         shape = self.data.shape
         return replace(self, data=rows.contiguous().transpose(0, 1).reshape(shape))
 
-    def part(self, sources: Sequence[int]) -> Tensor:
-        """Return the columns of some sources, in their order."""
-        if tuple(sources) == self.sources:
+    def part(self, vertices: Sequence[int]) -> Tensor:
+        """Return the columns of some vertices, in their order."""
+        if tuple(vertices) == self.vertices:
             return self.data
-        where = dict(zip(self.sources, starts(self.widths), strict=True))
-        cuts = [where[s] for s in sources]
+        where = dict(zip(self.vertices, starts(self.widths), strict=True))
+        cuts = [where[s] for s in vertices]
         if all(a.stop == b.start for a, b in pairwise(cuts)):
             return self.data[cuts[0].start : cuts[-1].stop]
         return torch.cat([self.data[cut] for cut in cuts])
 
 
 class EntrywiseTangents(StackedTangents):
-    """Tangents of a value that one source moves entry by entry: diagonals, made into columns when they are asked for.
+    """Tangents of a value that one vertex moves entry by entry: diagonals, made into columns when they are asked for.
 
     Args:
         slopes: The derivative of each entry, of the value's shape.
-        source: The number of the source.
+        vertex: The number of the vertex.
         axes: How many leading axes index its rows.
-        unit: Whether the value is a copy of the source, and the slopes are ones.
+        unit: Whether the value is a copy of the vertex, and the slopes are ones.
     """
 
-    def __init__(self, slopes: Tensor, source: int, axes: int, *, unit: bool = False) -> None:
+    def __init__(self, slopes: Tensor, vertex: int, axes: int, *, unit: bool = False) -> None:
         self.slopes, self.axes = slopes, axes
-        self.sources, self.widths = (source,), (slopes.shape[axes:].numel(),)
-        self.units = frozenset(self.sources if unit else ())
+        self.vertices, self.widths = (vertex,), (slopes.shape[axes:].numel(),)
+        self.units = frozenset(self.vertices if unit else ())
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -102,19 +102,19 @@ class EntrywiseTangents(StackedTangents):
         return self.slopes.reshape(-1, self.widths[0])
 
 
-class Selected(StackedTangents):
-    """Tangents of a value whose entries are entries of one source: zeros and ones, made when they are asked for.
+class SelectedTangents(StackedTangents):
+    """Tangents of a value whose entries are entries of one vertex: zeros and ones, made when they are asked for.
 
     Args:
         value: Of the value's shape.
-        source: The number of the source.
-        entries: How many numbers of the source a sample has.
-        positions: Where each entry of the value lies among all numbers of the source, of the value's shape.
+        vertex: The number of the vertex.
+        entries: How many numbers of the vertex a sample has.
+        positions: Where each entry of the value lies among all numbers of the vertex, of the value's shape.
     """
 
-    def __init__(self, value: Tensor, source: int, entries: int, positions: Tensor) -> None:
+    def __init__(self, value: Tensor, vertex: int, entries: int, positions: Tensor) -> None:
         self.value, self.entries, self.positions = value, entries, positions.reshape(-1)
-        self.sources, self.widths, self.units = (source,), (entries,), frozenset()
+        self.vertices, self.widths, self.units = (vertex,), (entries,), frozenset()
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -147,50 +147,50 @@ class Selected(StackedTangents):
 
 
 def joined(stacks: Sequence[StackedTangents]) -> StackedTangents:
-    """Put stacks of one value side by side; what several of them say of one source is added up."""
+    """Put stacks of one value side by side; what several of them say of one vertex is added up."""
     if len(stacks) == 1:
         return stacks[0]
-    where = [dict(zip(stack.sources, zip(starts(stack.widths), stack.widths, strict=True), strict=True)) for stack in stacks]
-    sources = tuple(sorted({s for stack in stacks for s in stack.sources}))
-    if len(sources) == sum(len(stack.sources) for stack in stacks):  # nothing to add up
+    where = [dict(zip(stack.vertices, zip(starts(stack.widths), stack.widths, strict=True), strict=True)) for stack in stacks]
+    vertices = tuple(sorted({s for stack in stacks for s in stack.vertices}))
+    if len(vertices) == sum(len(stack.vertices) for stack in stacks):  # nothing to add up
         return StackedTangents(
             torch.cat([stack.data for stack in stacks]),
-            tuple(s for stack in stacks for s in stack.sources),
+            tuple(s for stack in stacks for s in stack.vertices),
             tuple(w for stack in stacks for w in stack.widths),
             frozenset().union(*(stack.units for stack in stacks)),
         )
     parts, widths = [], []
-    for s in sources:
+    for s in vertices:
         found = [stack.data[by[s][0]] for stack, by in zip(stacks, where, strict=True) if s in by]
         parts.append(found[0] if len(found) == 1 else torch.stack(found).sum(0))
         widths.append(parts[-1].shape[0])
-    return StackedTangents(torch.cat(parts), sources, tuple(widths))
+    return StackedTangents(torch.cat(parts), vertices, tuple(widths))
 
 
 @dataclass
-class Source:
+class Vertex:
     """A value that perturbations enter.
 
     Attributes:
         shape: Of the value; () for parameters taken whole.
         axes: How many of its leading axes index rows; 0 for parameters taken whole.
         width: Numbers a row.
-        lifts: How its perturbations come from parameters.
-        parents: How they come from older sources, by level.
-        twins: Other lifts of the same parameters, whose columns its lifts share.
+        jacobians: How its perturbations come from parameters.
+        parents: How they come from older vertices, by level.
+        tied: Other jacobians of the same parameters, whose columns its jacobians share.
     """
 
     shape: torch.Size
     axes: int
     width: int
-    lifts: list[Lift] = field(default_factory=list)
+    jacobians: list[ParameterJacobian] = field(default_factory=list)
     parents: dict[int, StackedTangents] = field(default_factory=dict)
-    twins: list[Lift] = field(default_factory=list)
+    tied: list[ParameterJacobian] = field(default_factory=list)
 
     @property
-    def owners(self) -> list[Lift]:
-        """Lifts in whose columns those of its own are counted."""
-        return self.twins or self.lifts
+    def owners(self) -> list[ParameterJacobian]:
+        """Jacobians in whose columns those of its own are counted."""
+        return self.tied or self.jacobians
 
     @property
     def entries(self) -> int:
@@ -207,18 +207,18 @@ class Source:
 
 
 @dataclass
-class Group:
-    """Sources that move the same inputs of an application at one level: the stacks they are in, None for an input at rest."""
+class TangentGroup:
+    """Vertices that move the same inputs of an application at one level: the stacks they are in, None for an input at rest."""
 
     level: int
-    sources: tuple[int, ...]
+    vertices: tuple[int, ...]
     widths: tuple[int, ...]
     stacks: list[StackedTangents | None]
 
     @cached_property
     def tangents(self) -> list[Tensor | None]:
         """Their tangents, input by input."""
-        return [None if stack is None else stack.part(self.sources) for stack in self.stacks]
+        return [None if stack is None else stack.part(self.vertices) for stack in self.stacks]
 
     @cached_property
     def moving(self) -> tuple[bool, ...]:
@@ -229,18 +229,20 @@ class Group:
     def units(self) -> frozenset[int]:
         """Those of which the one input that moves is a copy."""
         moved = [stack for stack in self.stacks if stack is not None]
-        return moved[0].units.intersection(self.sources) if len(moved) == 1 else frozenset()
+        return moved[0].units.intersection(self.vertices) if len(moved) == 1 else frozenset()
 
     @cached_property
     def entrywise(self) -> EntrywiseTangents | None:
-        """The tangents of the one input that moves, if its one source moves it entry by entry."""
+        """The tangents of the one input that moves, if its one vertex moves it entry by entry."""
         moved = [stack for stack in self.stacks if stack is not None]
         return moved[0] if len(moved) == 1 and isinstance(moved[0], EntrywiseTangents) else None
 
 
-def group_of(level: int, sources: tuple[int, ...], widths: tuple[int, ...], tangents: Sequence[Tensor | None]) -> Group:
+def tangent_group(
+    level: int, vertices: tuple[int, ...], widths: tuple[int, ...], tangents: Sequence[Tensor | None]
+) -> TangentGroup:
     """Return a group of given tangents."""
-    return Group(level, sources, widths, [None if t is None else StackedTangents(t, sources, widths) for t in tangents])
+    return TangentGroup(level, vertices, widths, [None if t is None else StackedTangents(t, vertices, widths) for t in tangents])
 
 
 def by_row(t: Tensor, level: int) -> Tensor:
@@ -258,11 +260,11 @@ def coarsen(t: Tensor, fine: int, level: int) -> Tensor:
 
 
 def compose(before: Tensor, lower: int, after: Tensor, level: int) -> Tensor:
-    """Chain the tangent of a source's value (S0, *its shape), at ``lower``, with tangents by that source (S, *shape)."""
+    """Chain the tangent of a vertex's value (S0, *its shape), at ``lower``, with tangents by that vertex (S, *shape)."""
     assert lower <= level
     inner = by_row(after, level)  # (R, S, f)
-    outer = before.reshape(before.shape[0], inner.shape[0], inner.shape[1]).transpose(0, 1)  # (R, S0, S)
-    return (outer @ inner).transpose(0, 1).reshape(before.shape[0], *after.shape[1:])
+    gauss_newton = before.reshape(before.shape[0], inner.shape[0], inner.shape[1]).transpose(0, 1)  # (R, S0, S)
+    return (gauss_newton @ inner).transpose(0, 1).reshape(before.shape[0], *after.shape[1:])
 
 
 def chain(J: Tensor, lower: int, K: Tensor, level: int) -> Tensor:

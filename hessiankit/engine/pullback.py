@@ -1,6 +1,6 @@
-"""Curvature of a source taken to its parents: J K, and J K J'^T for its square.
+"""Curvature of a vertex taken to its parents: J K, and J K J'^T for its square.
 
-Products are left out where J is an identity or a diagonal, and where K is. Where a parent is much wider than the source, what
+Products are left out where J is an identity or a diagonal, and where K is. Where a parent is much wider than the vertex, what
 it gets is kept as a product, and only J F is made of that on the way further back.
 """
 
@@ -12,57 +12,57 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.engine.columns import EntrywiseTangents, Selected, Source, StackedTangents, by_row, chain, starts
-from hessiankit.engine.pairs import VertexBlocks
+from hessiankit.engine.parameter_blocks import VertexBlocks
+from hessiankit.engine.tangents import EntrywiseTangents, SelectedTangents, StackedTangents, Vertex, by_row, chain, starts
 
-WIDE = 2  # times as many columns as a source's, from which curvature of a parent is kept as products
+WIDE = 2  # times as many columns as a vertex's, from which curvature of a parent is kept as products
 Pulled: TypeAlias = Iterator[tuple[int, Tensor]]
 
 
-class Pull:
-    """The way from one source back to its parents.
+class Pullback:
+    """The way from one vertex back to its parents.
 
     Args:
-        sources: By number.
-        t: The number of the source.
-        blocks: Curvature between sources.
+        vertices: By number.
+        t: The number of the vertex.
+        blocks: Curvature between vertices.
     """
 
-    def __init__(self, sources: Mapping[int, Source], t: int, blocks: VertexBlocks) -> None:
-        self.source, self.t, self.blocks = sources[t], t, blocks
-        self.parents = list(self.source.parents.items())
-        self.wide = self._wide(sources)
+    def __init__(self, vertices: Mapping[int, Vertex], t: int, blocks: VertexBlocks) -> None:
+        self.vertex, self.t, self.blocks = vertices[t], t, blocks
+        self.parents = list(self.vertex.parents.items())
+        self.wide = self._wide(vertices)
         self._through: dict[int, list[tuple[int, Tensor]]] = {}
 
-    def _wide(self, sources: Mapping[int, Source]) -> dict[int, Tensor]:
+    def _wide(self, vertices: Mapping[int, Vertex]) -> dict[int, Tensor]:
         """Return the tangents F (R, columns, few) of the parents at which curvature is kept as products."""
         found: dict[int, Tensor] = {}
-        seen = [s for _, stack in self.parents for s in stack.sources]
+        seen = [s for _, stack in self.parents for s in stack.vertices]
         for level, stack in self.parents:
-            if level != self.source.axes or isinstance(stack, (EntrywiseTangents, Selected)):
+            if level != self.vertex.axes or isinstance(stack, (EntrywiseTangents, SelectedTangents)):
                 continue
-            for s in stack.sources:
-                further = sources[s].parents
+            for s in stack.vertices:
+                further = vertices[s].parents
                 if s in stack.units or not further or any(at != level for at in further) or seen.count(s) > 1:
                     continue
-                if sources[s].columns(level) >= WIDE * self.source.columns(level):
+                if vertices[s].columns(level) >= WIDE * self.vertex.columns(level):
                     found[s] = by_row(stack.part([s]), level)
         return found
 
     def dense(self, at: int, level: int, stack: StackedTangents) -> list[int]:
         """Return the parents of a stack to which curvature at a level goes multiplied out."""
-        return [s for s in stack.sources if s not in self.wide or at != level]
+        return [s for s in stack.vertices if s not in self.wide or at != level]
 
     def pair(self, r: int) -> None:
-        """Take curvature with another source to the parents."""
+        """Take curvature with another vertex to the parents."""
         blocks, t = self.blocks, self.t
         for at, K in blocks.rest(t, r).items():
             for level, stack in self.parents:
                 dense = self.dense(at, level, stack)
-                for s in stack.sources:
+                for s in stack.vertices:
                     if s not in dense and s != r:
                         blocks.add_product(s, r, at, self.wide[s], K)
-                for s, part in pulled(self.source, level, stack, at, K, [s for s in stack.sources if s in dense or s == r]):
+                for s, part in pull_back(self.vertex, level, stack, at, K, [s for s in stack.vertices if s in dense or s == r]):
                     blocks.add_half(s, r, min(level, at), part)
         for at, products in blocks.products.get((t, r), {}).items():
             for F, M in list(products.values()):
@@ -70,10 +70,10 @@ class Pull:
                     blocks.add_half(s, r, at, J @ M)
         for at, diagonal in blocks.diagonal(t, r).items():
             for level, stack in self.parents:
-                pull_diagonal(self.source, level, stack, at, diagonal, r, blocks)
+                pull_back_diagonal(self.vertex, level, stack, at, diagonal, r, blocks)
 
     def square(self, *, crossing: bool) -> None:
-        """Take the curvature of the source with itself to its parents, and where it is ``crossing`` between it and them."""
+        """Take the curvature of the vertex with itself to its parents, and where it is ``crossing`` between it and them."""
         blocks, t = self.blocks, self.t
         for at, K in blocks.plain(t).items():
             self._dense_square(at, K, crossing=crossing)
@@ -91,25 +91,25 @@ class Pull:
     def through(self, F: Tensor, at: int) -> list[tuple[int, Tensor]]:
         """Return J F, parent by parent; once for each F."""
         if id(F) not in self._through:
-            self._through[id(F)] = [one for _, stack in self.parents for one in pulled(self.source, at, stack, at, F)]
+            self._through[id(F)] = [one for _, stack in self.parents for one in pull_back(self.vertex, at, stack, at, F)]
         return self._through[id(F)]
 
     def _dense_square(self, at: int, K: Tensor, *, crossing: bool) -> None:
         blocks, t = self.blocks, self.t
         done: list[tuple[int, int, Tensor]] = []  # the parents before, with J K and its level
-        wide = {s: F for s, F in self.wide.items() if at == self.source.axes and K.ndim == 3}
+        wide = {s: F for s, F in self.wide.items() if at == self.vertex.axes and K.ndim == 3}
         for n, (level, stack) in enumerate(self.parents):
             here = min(level, at)
-            some = [s for s in stack.sources if s not in wide]
-            left = dict((pulled if K.ndim == 3 else _pulled_diagonal)(self.source, level, stack, at, K, some))
+            some = [s for s in stack.vertices if s not in wide]
+            left = dict((pull_back if K.ndim == 3 else _pull_back_diagonal)(self.vertex, level, stack, at, K, some))
             for s, X in left.items():
                 if crossing:
                     blocks.add(t, s, here, X.mT)
                 for below, older in self.parents[:n]:
-                    for r, Y in pulled(self.source, below, older, here, X.mT, [r for r in older.sources if r not in wide]):
+                    for r, Y in pull_back(self.vertex, below, older, here, X.mT, [r for r in older.vertices if r not in wide]):
                         blocks.add_half(r, s, min(below, here), Y)
                 before = [r for r in some if r <= s]
-                pairs = left.items() if s in stack.units else pulled(self.source, level, stack, here, X.mT, before)
+                pairs = left.items() if s in stack.units else pull_back(self.vertex, level, stack, here, X.mT, before)
                 for r, Y in pairs:
                     if r <= s:
                         blocks.add(r, s, here, Y)
@@ -127,23 +127,25 @@ class Pull:
                 blocks.add_product(s, r, at, F, K @ G.mT)
 
 
-def pulled(source: Source, level: int, stack: StackedTangents, at: int, K: Tensor, wanted: Sequence[int] | None = None) -> Pulled:
-    """Yield J K, source by source of a stack of parents.
+def pull_back(
+    vertex: Vertex, level: int, stack: StackedTangents, at: int, K: Tensor, wanted: Sequence[int] | None = None
+) -> Pulled:
+    """Yield J K, vertex by vertex of a stack of parents.
 
     Args:
-        source: The source.
+        vertex: The vertex.
         level: Of the stack.
         stack: Some of its parents.
         at: Level of K.
-        K: (R, columns of the source, c).
+        K: (R, columns of the vertex, c).
         wanted: Those that are asked for; None: all.
     """
-    wanted = stack.sources if wanted is None else wanted
-    if isinstance(stack, Selected) and wanted:
-        yield stack.sources[0], stack.pull(K, at)
+    wanted = stack.vertices if wanted is None else wanted
+    if isinstance(stack, SelectedTangents) and wanted:
+        yield stack.vertices[0], stack.pull(K, at)
         return
     if isinstance(stack, EntrywiseTangents) and wanted and not stack.units and level == at:
-        yield stack.sources[0], K * stack.rows.unsqueeze(2)
+        yield stack.vertices[0], K * stack.rows.unsqueeze(2)
         return
     for s in wanted:
         if s in stack.units:
@@ -156,34 +158,34 @@ def pulled(source: Source, level: int, stack: StackedTangents, at: int, K: Tenso
         yield rest[0], block
         return
     groups, _, c = block.shape  # the columns of the stack are numbered (rows / groups, S)
-    split = block.reshape(groups, source.rows(level) // groups, -1, c)
-    widths = [w for s, w in zip(stack.sources, stack.widths, strict=True) if s in rest]
+    split = block.reshape(groups, vertex.rows(level) // groups, -1, c)
+    widths = [w for s, w in zip(stack.vertices, stack.widths, strict=True) if s in rest]
     for s, cut in zip(rest, starts(widths), strict=True):
         yield s, split[:, :, cut].reshape(groups, -1, c)
 
 
-def pull_diagonal(
-    source: Source, level: int, stack: StackedTangents, at: int, diagonal: Tensor, r: int, blocks: VertexBlocks
+def pull_back_diagonal(
+    vertex: Vertex, level: int, stack: StackedTangents, at: int, diagonal: Tensor, r: int, blocks: VertexBlocks
 ) -> None:
-    """Add J K between the parents of a stack and another source r, for K that couples equal columns only, (R, columns)."""
-    kept = stack.sources if isinstance(stack, EntrywiseTangents) else stack.units
+    """Add J K between the parents of a stack and another vertex r, for K that couples equal columns only, (R, columns)."""
+    kept = stack.vertices if isinstance(stack, EntrywiseTangents) else stack.units
     if level == at:
         for s in kept:
             slopes = stack.rows * diagonal if isinstance(stack, EntrywiseTangents) and not stack.units else diagonal
             blocks.add_diagonal(s, r, at, 2 * slopes if s == r else slopes)
-    for s, part in _pulled_diagonal(source, level, stack, at, diagonal):
+    for s, part in _pull_back_diagonal(vertex, level, stack, at, diagonal):
         if level != at or s not in kept:
             blocks.add_half(s, r, min(level, at), part)
 
 
-def _pulled_diagonal(
-    source: Source, level: int, stack: StackedTangents, at: int, diagonal: Tensor, wanted: Sequence[int] | None = None
+def _pull_back_diagonal(
+    vertex: Vertex, level: int, stack: StackedTangents, at: int, diagonal: Tensor, wanted: Sequence[int] | None = None
 ) -> Pulled:
-    """Yield what :func:`pulled` does, for K that couples equal columns only, (R, columns)."""
-    if level != at or isinstance(stack, (EntrywiseTangents, Selected)):
-        yield from pulled(source, level, stack, at, torch.diag_embed(diagonal), wanted)
+    """Yield what :func:`pull_back` does, for K that couples equal columns only, (R, columns)."""
+    if level != at or isinstance(stack, (EntrywiseTangents, SelectedTangents)):
+        yield from pull_back(vertex, level, stack, at, torch.diag_embed(diagonal), wanted)
         return
-    for s in stack.sources if wanted is None else wanted:
+    for s in stack.vertices if wanted is None else wanted:
         yield (
             s,
             torch.diag_embed(diagonal) if s in stack.units else by_row(stack.part([s]), level) * diagonal.unsqueeze(1),

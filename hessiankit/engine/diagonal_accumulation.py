@@ -1,15 +1,15 @@
-"""From curvature between sources to the diagonal of the Hessian, with what it needs and no more.
+"""From curvature between vertices to the diagonal of the Hessian, with what it needs and no more.
 
-What :mod:`hessiankit.engine.unwinding` does for every entry.
+What :mod:`hessiankit.engine.reverse_accumulation` does for every entry.
 
-Only entries (e, e) are wanted, so curvature between two sources counts only if some parameter reaches both. Of a source
-that nothing but parameters moves, curvature between equal columns is enough (:mod:`hessiankit.engine.diagonal_unwinding`).
+Only entries (e, e) are wanted, so curvature between two vertices counts only if some parameter reaches both. Of a vertex
+that nothing but parameters moves, curvature between equal columns is enough (:mod:`hessiankit.engine.diagonal_accumulation`).
 
-For a Kronecker lift delta[n, p] = sum_i a_n[i] dW[i, p] only curvature between equal columns counts,
+For a Kronecker jacobian delta[n, p] = sum_i a_n[i] dW[i, p] only curvature between equal columns counts,
 
     H[(i, p), (i, p)] = sum_nn' a_n[i] a_n'[i] K[(n, p), (n', p)],
 
-kept as ``D`` (groups, m, m', p) of groups of m rows; where rows stay apart m = 1 and D is the diagonal of K. Two lifts that
+kept as ``D`` (groups, m, m', p) of groups of m rows; where rows stay apart m = 1 and D is the diagonal of K. Two jacobians that
 reach an entry of the parameter from different columns (tied weights, the mixed term of a weight) need K itself, at those
 pairs of columns only.
 """
@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from hessiankit.engine.columns import Source, chain, starts
-from hessiankit.engine.lifts import SCRATCH, GainLift, Index, Lift, WeightLift, Whole
-from hessiankit.engine.sweep import Sweep
+from hessiankit.engine.forward_sweep import ForwardSweep
+from hessiankit.engine.jacobians import SCRATCH, GainJacobian, IdentityJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
+from hessiankit.engine.tangents import Vertex, chain, starts
 
 
 def by_column(K: Tensor, width: int) -> Tensor:
@@ -45,13 +45,13 @@ def product_by_column(J: Tensor, X: Tensor, width: int) -> Tensor:
     return (left @ right).permute(0, 2, 3, 1)
 
 
-def is_by_column(u: Lift, v: Lift) -> bool:
-    """Tell whether every entry that two lifts of a parameter share is reached by both from the same column alone."""
-    if isinstance(u, WeightLift) and isinstance(v, WeightLift):
-        return u.turned == v.turned and u.width == v.width and u.size == v.size and _same(u.at, v.at)
-    if isinstance(u, (GainLift, Whole)) and type(u) is type(v):
-        return u is v or (isinstance(u, GainLift) and _same(u.at, v.at))
-    if isinstance(u, Index) and u is v:
+def is_by_column(u: ParameterJacobian, v: ParameterJacobian) -> bool:
+    """Tell whether every entry that two jacobians of a parameter share is reached by both from the same column alone."""
+    if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
+        return u.transposed == v.transposed and u.width == v.width and u.size == v.size and _same(u.at, v.at)
+    if isinstance(u, (GainJacobian, IdentityJacobian)) and type(u) is type(v):
+        return u is v or (isinstance(u, GainJacobian) and _same(u.at, v.at))
+    if isinstance(u, IndexJacobian) and u is v:
         column = torch.arange(u.which.shape[1], device=u.which.device).expand_as(u.which)
         home = column.new_zeros(u.size)
         home[u.which.reshape(-1)] = column.reshape(-1)
@@ -59,31 +59,31 @@ def is_by_column(u: Lift, v: Lift) -> bool:
     return False
 
 
-def along(u: Lift, v: Lift, D: Tensor) -> Tensor:
-    """Return the diagonal (size,) of two lifts for which :func:`is_by_column` holds, from D (G, m, m', p)."""
+def along(u: ParameterJacobian, v: ParameterJacobian, D: Tensor) -> Tensor:
+    """Return the diagonal (size,) of two jacobians for which :func:`is_by_column` holds, from D (G, m, m', p)."""
     groups, m, m_v, p = D.shape
-    if isinstance(u, Whole):
+    if isinstance(u, IdentityJacobian):
         return D[0, 0, 0, u.start : u.start + u.count]
-    if isinstance(u, Index):
+    if isinstance(u, IndexJacobian):
         which = u.which.reshape(groups, m, p)
         rows = D.sum(2) if m == 1 else (D * (which.unsqueeze(2) == which.unsqueeze(1))).sum(2)
         return D.new_zeros(u.size).index_add_(0, which.reshape(-1), rows.reshape(-1))
-    if isinstance(u, GainLift):
-        assert isinstance(v, GainLift)
+    if isinstance(u, GainJacobian):
+        assert isinstance(v, GainJacobian)
         if not v.is_ones:
             D = D * v.weights.reshape(groups, 1, m_v, p)
         D = D.sum(2)
         return (D if u.is_ones else D * u.weights.reshape(groups, m, p)).sum((0, 1))
-    assert isinstance(u, WeightLift)
-    assert isinstance(v, WeightLift)
+    assert isinstance(u, WeightJacobian)
+    assert isinstance(v, WeightJacobian)
     if m == m_v == 1:
         found = (u.weights * v.weights).T @ D.reshape(groups, p)  # (i, p)
     else:
         found = _over_pairs(u, v, D)
-    return (found.T if u.turned else found).reshape(-1)
+    return (found.T if u.transposed else found).reshape(-1)
 
 
-def _over_pairs(u: WeightLift, v: WeightLift, D: Tensor) -> Tensor:
+def _over_pairs(u: WeightJacobian, v: WeightJacobian, D: Tensor) -> Tensor:
     """Sum over pairs of rows of a group, some columns at a time: (i, p)."""
     groups, m, m_v, _ = D.shape
     a = u.weights.reshape(groups, 1, m, -1)
@@ -93,24 +93,24 @@ def _over_pairs(u: WeightLift, v: WeightLift, D: Tensor) -> Tensor:
     return torch.cat(parts).T
 
 
-def across(u: Lift, v: Lift, K: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positions in vec_r of the parameter and what the diagonal of u^T K v adds there, for any two lifts of it.
+def across(u: ParameterJacobian, v: ParameterJacobian, K: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positions in vec_r of the parameter and what the diagonal of u^T K v adds there, for any two jacobians of it.
 
     Args:
-        u: Lift of the rows of the block.
-        v: Lift of its columns.
+        u: Jacobian of the rows of the block.
+        v: Jacobian of its columns.
         K: Curvature (G, m, p, m', q) of G groups of m rows of p columns, and m' rows of q columns.
     """
-    if isinstance(u, WeightLift) and isinstance(v, WeightLift):
+    if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
         return _two_weights(u, v, K)
-    if isinstance(v, WeightLift):
+    if isinstance(v, WeightJacobian):
         return across(v, u, K.permute(0, 3, 4, 1, 2))
-    if isinstance(u, WeightLift):
+    if isinstance(u, WeightJacobian):
         return _weight_and_entries(u, v, K)
     return _two_entries(u, v, K)
 
 
-def _two_weights(u: WeightLift, v: WeightLift, K: Tensor) -> tuple[Tensor, Tensor]:
+def _two_weights(u: WeightJacobian, v: WeightJacobian, K: Tensor) -> tuple[Tensor, Tensor]:
     mine, theirs = _meeting(u, _positions(v, K.device))
     theirs = torch.arange(v.size, device=K.device)[theirs]
     (i, p), (j, q) = _cell(u, mine), _cell(v, theirs)
@@ -124,7 +124,7 @@ def _two_weights(u: WeightLift, v: WeightLift, K: Tensor) -> tuple[Tensor, Tenso
     return _positions(u, K.device)[mine], out
 
 
-def _weight_and_entries(u: WeightLift, v: Lift, K: Tensor) -> tuple[Tensor, Tensor]:
+def _weight_and_entries(u: WeightJacobian, v: ParameterJacobian, K: Tensor) -> tuple[Tensor, Tensor]:
     groups, m, p, m_v, q = K.shape
     positions, weights = _entries(v, groups, m_v, q, K.device)
     positions = positions.reshape(groups, m_v * q)
@@ -139,7 +139,7 @@ def _weight_and_entries(u: WeightLift, v: Lift, K: Tensor) -> tuple[Tensor, Tens
     return _positions(u, K.device)[mine], found.reshape(-1)[here]
 
 
-def _two_entries(u: Lift, v: Lift, K: Tensor) -> tuple[Tensor, Tensor]:
+def _two_entries(u: ParameterJacobian, v: ParameterJacobian, K: Tensor) -> tuple[Tensor, Tensor]:
     groups, m, p, m_v, q = K.shape
     (x, a), (y, b) = _entries(u, groups, m, p, K.device), _entries(v, groups, m_v, q, K.device)
     same = (x.reshape(groups, -1, 1) == y.reshape(groups, 1, -1)) & (x >= 0).reshape(groups, -1, 1)
@@ -150,28 +150,28 @@ def _two_entries(u: Lift, v: Lift, K: Tensor) -> tuple[Tensor, Tensor]:
     return x[x >= 0], total[x >= 0]
 
 
-def _entries(u: Lift, groups: int, m: int, width: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _entries(u: ParameterJacobian, groups: int, m: int, width: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Return which entry of the parameter moves each number (groups, m, width), -1 for none, and how much."""
-    if isinstance(u, Index):
+    if isinstance(u, IndexJacobian):
         assert u.at is not None
         return u.at[u.which].reshape(groups, m, width), None
-    if isinstance(u, GainLift):
+    if isinstance(u, GainJacobian):
         positions = _positions(u, device).expand(groups, m, width)
         return positions, None if u.is_ones else u.weights.reshape(groups, m, width)
-    assert isinstance(u, Whole)
+    assert isinstance(u, IdentityJacobian)
     mine = _positions(u, device)
     positions = mine.new_full((width,), -1)
     positions[u.start : u.start + u.count] = mine
     return positions.expand(groups, m, width), None
 
 
-def _positions(u: Lift, device: torch.device) -> Tensor:
+def _positions(u: ParameterJacobian, device: torch.device) -> Tensor:
     if u.at is not None:
         return u.at.reshape(-1)
     return torch.arange(u.size, device=device)
 
 
-def _meeting(u: WeightLift, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _meeting(u: WeightJacobian, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return pairs (k, l) with the k-th entry of a weight at the l-th of some positions."""
     mine = _positions(u, positions.device)
     top = 1 + max(int(mine.max()), int(positions.max()))
@@ -182,10 +182,10 @@ def _meeting(u: WeightLift, positions: Tensor) -> tuple[Tensor, Tensor]:
     return found[here], here
 
 
-def _cell(u: WeightLift, k: Tensor) -> tuple[Tensor, Tensor]:
+def _cell(u: WeightJacobian, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return row i and column p of the k-th entries of a weight."""
     rows = u.weights.shape[1]
-    return (k % rows, k // rows) if u.turned else (k // u.width, k % u.width)
+    return (k % rows, k // rows) if u.transposed else (k // u.width, k % u.width)
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -221,13 +221,13 @@ class TooLarge(Exception):
     """A sweep would take more parameters at once than curvature between all of their entries may have."""
 
 
-class BoundedSweep(Sweep):
+class BoundedForwardSweep(ForwardSweep):
     """A sweep that stops where rows and samples meet, so that only parameters taken whole can go on, and these are many."""
 
-    def _take_whole_parameters(self) -> None:
+    def _add_parameter_vertices(self) -> None:
         trace = self.trace
         self._check(sum(trace.values[at].numel() for at in trace.parameters.values() if at in self.needed))
-        super()._take_whole_parameters()
+        super()._add_parameter_vertices()
 
     def _by_roots(self, s: int) -> dict[int, Tensor]:
         self._check(sum(self._root_sizes(s).values()))
@@ -239,77 +239,77 @@ class BoundedSweep(Sweep):
 
 
 class Reach:
-    """Which entries of parameters reach a source: by colours, one for lifts that share entries.
+    """Which entries of parameters reach a vertex: by colours, one for jacobians that share entries.
 
     Args:
-        sources: By number; a source's parents have smaller numbers.
+        vertices: By number; a vertex's parents have smaller numbers.
     """
 
-    def __init__(self, sources: Mapping[int, Source]) -> None:
+    def __init__(self, vertices: Mapping[int, Vertex]) -> None:
         self._colours: dict[int, int] = {}
-        by_parameter: dict[str, list[Lift]] = defaultdict(list)
-        for source in sources.values():
-            for lift in source.lifts:
-                by_parameter[lift.parameter].append(lift)
-        for lifts in by_parameter.values():
-            self._colour(lifts)
-        self.own = {t: self._of(source.lifts) for t, source in sources.items()}
+        by_parameter: dict[str, list[ParameterJacobian]] = defaultdict(list)
+        for vertex in vertices.values():
+            for jacobian in vertex.jacobians:
+                by_parameter[jacobian.parameter].append(jacobian)
+        for jacobians in by_parameter.values():
+            self._colour(jacobians)
+        self.own = {t: self._of(vertex.jacobians) for t, vertex in vertices.items()}
         self.all: dict[int, frozenset[int]] = {}
-        for t in sorted(sources):
-            parents = {s for stack in sources[t].parents.values() for s in stack.sources}
+        for t in sorted(vertices):
+            parents = {s for stack in vertices[t].parents.values() for s in stack.vertices}
             self.all[t] = self.own[t].union(*(self.all[s] for s in parents))
 
     def meet(self, t: int, r: int) -> bool:
-        """Tell whether some entry reaches both sources."""
+        """Tell whether some entry reaches both vertices."""
         return not self.all[t].isdisjoint(self.all[r])
 
-    def share(self, u: Lift, v: Lift) -> bool:
-        """Tell whether two lifts may have an entry in common."""
+    def share(self, u: ParameterJacobian, v: ParameterJacobian) -> bool:
+        """Tell whether two jacobians may have an entry in common."""
         return self._colours[id(u)] == self._colours[id(v)]
 
-    def _colour(self, lifts: list[Lift]) -> None:
-        for lift in lifts:
-            self._colours[id(lift)] = id(lift)
-        for n, u in enumerate(lifts):
-            for v in lifts[:n]:
+    def _colour(self, jacobians: list[ParameterJacobian]) -> None:
+        for jacobian in jacobians:
+            self._colours[id(jacobian)] = id(jacobian)
+        for n, u in enumerate(jacobians):
+            for v in jacobians[:n]:
                 if not self.share(u, v) and overlap(u.at, v.at):
                     old, new = self._colours[id(u)], self._colours[id(v)]
-                    for lift in lifts:
-                        if self._colours[id(lift)] == old:
-                            self._colours[id(lift)] = new
+                    for jacobian in jacobians:
+                        if self._colours[id(jacobian)] == old:
+                            self._colours[id(jacobian)] = new
 
-    def _of(self, lifts: Iterable[Lift]) -> frozenset[int]:
-        return frozenset(self._colours[id(lift)] for lift in lifts)
+    def _of(self, jacobians: Iterable[ParameterJacobian]) -> frozenset[int]:
+        return frozenset(self._colours[id(jacobian)] for jacobian in jacobians)
 
 
-def unwind_diagonal(sweep: Sweep, into: Entries) -> None:
+def accumulate_diagonal(sweep: ForwardSweep, into: Entries) -> None:
     """Take the curvature of a sweep back to the parameters, and add the diagonal of their Hessian."""
-    _Unwinding(sweep, into).run()
+    _DiagonalAccumulation(sweep, into).run()
 
 
-class _Unwinding:
-    def __init__(self, sweep: Sweep, into: Entries) -> None:
-        self.sources, self.blocks, self.into = sweep.sources, sweep.blocks, into
-        self.reach = Reach(self.sources)
-        self.leaves = {t for t, source in self.sources.items() if not source.parents and self._is_plain(source)}
+class _DiagonalAccumulation:
+    def __init__(self, sweep: ForwardSweep, into: Entries) -> None:
+        self.vertices, self.blocks, self.into = sweep.vertices, sweep.blocks, into
+        self.reach = Reach(self.vertices)
+        self.leaves = {t for t, vertex in self.vertices.items() if not vertex.parents and self._is_plain(vertex)}
         self.columns: dict[int, dict[int, Tensor]] = defaultdict(dict)  # of the leaves: curvature of equal columns, by level
 
-    def _is_plain(self, source: Source) -> bool:
-        """Tell whether curvature of equal columns is all that the lifts of a source read."""
-        lifts = source.lifts
-        apart = not any(self.reach.share(u, v) for n, u in enumerate(lifts) for v in lifts[:n])
-        return apart and all(is_by_column(u, u) for u in lifts)
+    def _is_plain(self, vertex: Vertex) -> bool:
+        """Tell whether curvature of equal columns is all that the jacobians of a vertex read."""
+        jacobians = vertex.jacobians
+        apart = not any(self.reach.share(u, v) for n, u in enumerate(jacobians) for v in jacobians[:n])
+        return apart and all(is_by_column(u, u) for u in jacobians)
 
     def run(self) -> None:
-        """Treat every source, the last first."""
+        """Treat every vertex, the last first."""
         blocks, reach = self.blocks, self.reach
-        for t in sorted(self.sources, reverse=True):
-            source = self.sources[t]
+        for t in sorted(self.vertices, reverse=True):
+            vertex = self.vertices[t]
             for r in [r for r in blocks.near[t] if r >= t and not reach.own[t].isdisjoint(reach.own[r])]:
                 for level, K in blocks.between(t, r).items():
                     self._lift(t, r, level, K)
             for D in self.columns.pop(t, {}).values():
-                for u in source.lifts:
+                for u in vertex.jacobians:
                     self.into.add(u.parameter, u.at, along(u, u, D))
             for r in [r for r in blocks.near[t] if r != t]:
                 for at, K in list(blocks.between(t, r).items()):
@@ -352,20 +352,20 @@ class _Unwinding:
 
     def _tangents(self, t: int, K: Tensor) -> list[tuple[int, int, Tensor | None]]:
         """Return (level, s, J^T) of each parent s of t, with J^T (R, columns of s, numbers of t a row), None for an identity."""
-        source = self.sources[t]
+        vertex = self.vertices[t]
         found: list[tuple[int, int, Tensor | None]] = []
-        for level, stack in source.parents.items():
-            for s, width, cut in zip(stack.sources, stack.widths, starts(stack.widths), strict=True):
+        for level, stack in vertex.parents.items():
+            for s, width, cut in zip(stack.vertices, stack.widths, starts(stack.widths), strict=True):
                 if s in stack.units:
                     found.append((level, s, None))
                     continue
-                data = stack.data[cut].reshape(width, source.rows(level), -1)
+                data = stack.data[cut].reshape(width, vertex.rows(level), -1)
                 found.append((level, s, data.transpose(0, 1)))
         return found
 
     def _add_columns(self, s: int, level: int, at: int, J: Tensor | None, X: Tensor, times: float) -> None:
         """Add J X, curvature of a leaf with itself, of equal columns."""
-        width, here = self.sources[s].width, min(level, at)
+        width, here = self.vertices[s].width, min(level, at)
         if J is not None and level == at:
             D = product_by_column(J, X, width)
         else:
@@ -374,10 +374,10 @@ class _Unwinding:
         found[here] = found.get(here, 0) + times * D
 
     def _lift(self, t: int, r: int, level: int, K: Tensor) -> None:
-        """Add what curvature between two sources gives the entries that reach both directly."""
-        x, y = self.sources[t], self.sources[r]
-        for n, u in enumerate(x.lifts):
-            for m, v in enumerate(y.lifts):
+        """Add what curvature between two vertices gives the entries that reach both directly."""
+        x, y = self.vertices[t], self.vertices[r]
+        for n, u in enumerate(x.jacobians):
+            for m, v in enumerate(y.jacobians):
                 if (t == r and m > n) or not self.reach.share(u, v):
                     continue
                 times = 1.0 if t == r and m == n else 2.0  # K and its transpose
@@ -389,22 +389,22 @@ class _Unwinding:
                 self.into.add(u.parameter, at, times * values)
 
 
-def unwinding_work(sweep: Sweep) -> float:
-    """Return how many multiply-adds :func:`unwind_diagonal` will take for a sweep that has run, by shapes alone."""
-    sources, blocks = sweep.sources, sweep.blocks
-    plan = _Unwinding(sweep, Entries({}, torch.float32, torch.device("cpu")))
+def accumulation_work(sweep: ForwardSweep) -> float:
+    """Return how many multiply-adds :func:`accumulate_diagonal` will take for a sweep that has run, by shapes alone."""
+    vertices, blocks = sweep.vertices, sweep.blocks
+    plan = _DiagonalAccumulation(sweep, Entries({}, torch.float32, torch.device("cpu")))
     reach, total = plan.reach, 0.0
-    near: dict[int, dict[int, set[int]]] = {t: {} for t in sources}
+    near: dict[int, dict[int, set[int]]] = {t: {} for t in vertices}
     for t, others in blocks.near.items():
         near[t].update({r: near[r].get(t) or blocks.levels(t, r) for r in others})  # one set for both orders
 
     def chain_of(t: int, s: int, level: int, r: int, at: int, *, leaf: bool) -> None:
         """Count J K, for the tangents of t by a parent s and curvature of t and r; of a leaf, equal columns only."""
         nonlocal total
-        x, fine = sources[t], max(level, at)
+        x, fine = vertices[t], max(level, at)
         if s not in x.parents[level].units:
-            columns = sources[s].columns(level) // (sources[s].width if leaf else 1)
-            total += float(x.rows(fine) * columns) * x.columns(fine) * sources[r].columns(at)
+            columns = vertices[s].columns(level) // (vertices[s].width if leaf else 1)
+            total += float(x.rows(fine) * columns) * x.columns(fine) * vertices[r].columns(at)
 
     def keep(s: int, r: int, level: int) -> None:
         near[r][s] = near[s].setdefault(r, set())
@@ -416,8 +416,8 @@ def unwinding_work(sweep: Sweep) -> float:
         if not leaf:
             keep(s, r, min(level, at))
 
-    for t in sorted(sources, reverse=True):
-        parents = [(level, s) for level, stack in sources[t].parents.items() for s in stack.sources]
+    for t in sorted(vertices, reverse=True):
+        parents = [(level, s) for level, stack in vertices[t].parents.items() for s in stack.vertices]
         for r in [r for r in near[t] if r != t]:
             for at in list(near[t][r]):
                 for level, s in parents:

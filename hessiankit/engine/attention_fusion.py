@@ -21,7 +21,7 @@ from derivations.indexing import Where
 from derivations.linear import Add, Expand, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape
 from derivations.primitive import Primitive, hollow
 from derivations.softmax import Softmax
-from hessiankit.engine.stretches import last_readers, on_the_way
+from hessiankit.engine.checkpoints import ancestors_of_output, last_readers
 from hessiankit.tracing.trace import Application, Trace
 
 ENTRIES = TILED
@@ -33,7 +33,7 @@ MOVES = (Reshape, Permute, Expand, Cast)
 AFFINE = (Multiple, Multiply, Divide, Add, MaskedFill, Where)
 
 
-def fuse(trace: Trace, bending: Container[int] | None = None) -> None:
+def fuse_attention(trace: Trace, bending: Container[int] | None = None) -> None:
     """Replace written-out attention in a trace that leads to its output, and let the values between its products go.
 
     Nothing is replaced that is read elsewhere, or that would differ by more than rounding.
@@ -42,7 +42,7 @@ def fuse(trace: Trace, bending: Container[int] | None = None) -> None:
         trace: Rewritten in place.
         bending: Values whose operations have a second derivative; None: all.
     """
-    path = on_the_way(trace)
+    path = ancestors_of_output(trace)
     made = {a.output: a for a in path}
     counts = Counter(at for a in path for at in a.inputs)
     only = {at: made[by] for at, by in last_readers(path).items() if counts[at] == 1 and at in made}
@@ -59,7 +59,7 @@ def fuse(trace: Trace, bending: Container[int] | None = None) -> None:
             replaced |= {a.output: [] for a in chain} | {chain[-1].output: fused}
     if replaced:
         trace.applications[:] = [new for a in path for new in replaced.get(a.output, [a])]
-        trace.applications[:] = on_the_way(trace)
+        trace.applications[:] = ancestors_of_output(trace)
         alive = {trace.output, *trace.parameters.values()}
         alive.update(at for a in trace.applications for at in (a.output, *a.inputs) if at is not None)
         trace.values[:] = [x if at in alive else hollow(x) for at, x in enumerate(trace.values)]

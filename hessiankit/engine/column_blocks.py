@@ -1,8 +1,8 @@
-"""Curvature between sources and parameters: what pairs of sources become where rows meet.
+"""Curvature between vertices and parameters: what pairs of vertices become where rows meet.
 
-Behind an attention over moving tokens every row depends on every row before, and curvature K_tr between two sources t and r
+Behind an attention over moving tokens every row depends on every row before, and curvature K_tr between two vertices t and r
 is a matrix of L p x L q numbers for each sample. Lifted to the parameters of r it has the columns of the Hessian itself, the
-same for all samples and for all that a weight does: a panel (entries of t, columns). Panels go back through the sources as
+same for all samples and for all that a weight does: a panel (entries of t, columns). ColumnBlocks go back through the vertices as
 one matrix, and at each of them they are lifted from the left into rows of H:
 
     panel_s = sum over children t of  J_ts^T panel_t  + seeds,        H[parameters of t, :] += E_t^T panel_t.
@@ -20,10 +20,10 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from hessiankit.engine.columns import Selected, Source, StackedTangents, by_row, starts
-from hessiankit.engine.lifts import Lift, WeightLift
-from hessiankit.engine.pairs import add_rows
+from hessiankit.engine.jacobians import ParameterJacobian, WeightJacobian
+from hessiankit.engine.parameter_blocks import add_rows
 from hessiankit.engine.storage import EVERY, SymmetricStorage
+from hessiankit.engine.tangents import SelectedTangents, StackedTangents, Vertex, by_row, starts
 
 ENTRIES = 2**20  # of a panel
 _Part: TypeAlias = tuple[Tensor, Tensor | None]  # of a panel: some rows, or None for all of them
@@ -31,19 +31,19 @@ _Part: TypeAlias = tuple[Tensor, Tensor | None]  # of a panel: some rows, or Non
 
 @dataclass(frozen=True)
 class _Seed:
-    """Curvature K (R, columns of t, columns of r) and one of the lifts of r."""
+    """Curvature K (R, columns of t, columns of r) and one of the jacobians of r."""
 
     t: int
     r: int
     K: Tensor
-    lift: Lift
+    jacobian: ParameterJacobian
 
 
 @dataclass(frozen=True)
 class _Columns:
     """Columns of one parameter, those of its entries ``start`` to ``stop`` along its first axis, with what seeds them."""
 
-    owner: Lift
+    owner: ParameterJacobian
     seeds: Sequence[_Seed]
     rows: slice | None
 
@@ -59,30 +59,30 @@ class _Columns:
         return EVERY if self.rows is None else slice(self.rows.start * step, self.rows.stop * step)
 
 
-class Panels:
+class ColumnBlocks:
     """The seeds, and the way back from them.
 
     Args:
-        sources: By number.
+        vertices: By number.
     """
 
-    def __init__(self, sources: Mapping[int, Source]) -> None:
-        self.sources = sources
-        self._seeds: dict[Lift, list[_Seed]] = defaultdict(list)
+    def __init__(self, vertices: Mapping[int, Vertex]) -> None:
+        self.vertices = vertices
+        self._seeds: dict[ParameterJacobian, list[_Seed]] = defaultdict(list)
 
     def seed(self, t: int, r: int, K: Tensor) -> None:
         """Take curvature K (R, columns of t, columns of r), to be lifted to the parameters of r."""
-        for v, owner in zip(self.sources[r].lifts, self.sources[r].owners, strict=True):
+        for v, owner in zip(self.vertices[r].jacobians, self.vertices[r].owners, strict=True):
             self._seeds[owner].append(_Seed(t, r, K, v))
 
-    def unwind(self, matrix: SymmetricStorage) -> None:
+    def accumulate(self, matrix: SymmetricStorage) -> None:
         """Take all seeds back to the parameters, and add them to the matrix."""
         for columns in self._chunks():
             self._unwind(columns, matrix)
 
     def _chunks(self) -> Iterator[list[_Columns]]:
         """Yield columns to be treated together, those whose way is longest first."""
-        largest = max((source.entries for source in self.sources.values()), default=1)
+        largest = max((vertex.entries for vertex in self.vertices.values()), default=1)
         limit = max(1, ENTRIES // largest)
         chunk: list[_Columns] = []
         for owner, seeds in sorted(self._seeds.items(), key=lambda one: -max(seed.t for seed in one[1])):
@@ -99,34 +99,34 @@ class Panels:
         cuts = starts([c.width for c in chunk])
         panels: dict[int, list[_Part]] = defaultdict(list)
         first = max(seed.t for c in chunk for seed in c.seeds)
-        for t in sorted((t for t in self.sources if t <= first), reverse=True):
-            source = self.sources[t]
+        for t in sorted((t for t in self.vertices if t <= first), reverse=True):
+            vertex = self.vertices[t]
             parts = panels.pop(t, [])
             seeds = [
-                (cut, _lifted(seed.lift, self.sources[seed.r].width, seed.K, c.rows))
+                (cut, _lifted(seed.jacobian, self.vertices[seed.r].width, seed.K, c.rows))
                 for cut, c in zip(cuts, chunk, strict=True)
                 for seed in c.seeds
                 if seed.t == t
             ]
             if not parts and not seeds:
                 continue
-            panel = _total(parts, seeds, (source.entries, width))
+            panel = _total(parts, seeds, (vertex.entries, width))
             for c, cut in zip(chunk, cuts, strict=True):
                 self._lift(t, c, panel[:, cut], matrix)
-            for level, stack in source.parents.items():
+            for level, stack in vertex.parents.items():
                 for s, pulled in _pull(level, stack, panel):
                     panels[s].append(pulled)
 
     def _lift(self, t: int, c: _Columns, panel: Tensor, matrix: SymmetricStorage) -> None:
-        """Lift columns to the parameters of t; where they are those of t itself, of two parameters the later one is enough."""
-        source, v = self.sources[t], c.owner
+        """Pull columns back to the parameters of t; of two parameters of t itself, only to the later one."""
+        vertex, v = self.vertices[t], c.owner
         own = any(seed.r == t for seed in c.seeds)
-        for n, u in enumerate(source.lifts):
-            m = next((m for m, mine in enumerate(source.owners) if own and mine is v), n)
+        for n, u in enumerate(vertex.jacobians):
+            m = next((m for m, mine in enumerate(vertex.owners) if own and mine is v), n)
             if m < n or not matrix.wants(u.parameter, v.parameter):
                 continue
-            once = u.parameter != v.parameter or (own and source.owners[n] is v)
-            (matrix.add if once else matrix.add_both)(u, v, partial(add_rows, u, panel, source.width), c.within)
+            once = u.parameter != v.parameter or (own and vertex.owners[n] is v)
+            (matrix.add if once else matrix.add_both)(u, v, partial(add_rows, u, panel, vertex.width), c.within)
 
 
 def _total(parts: Sequence[_Part], seeds: Sequence[tuple[slice, Tensor]], shape: tuple[int, int]) -> Tensor:
@@ -147,13 +147,13 @@ def _total(parts: Sequence[_Part], seeds: Sequence[tuple[slice, Tensor]], shape:
 
 
 def _pull(level: int, stack: StackedTangents, panel: Tensor) -> Iterator[tuple[int, _Part]]:
-    """Yield J^T times a panel, source by source of a stack of parents."""
-    if isinstance(stack, Selected):
-        yield stack.sources[0], (panel, stack.positions)
+    """Yield J^T times a panel, vertex by vertex of a stack of parents."""
+    if isinstance(stack, SelectedTangents):
+        yield stack.vertices[0], (panel, stack.positions)
         return
     for s in stack.units:
         yield s, (panel, None)
-    rest = [(s, w) for s, w in zip(stack.sources, stack.widths, strict=True) if s not in stack.units]
+    rest = [(s, w) for s, w in zip(stack.vertices, stack.widths, strict=True) if s not in stack.units]
     if rest:
         J = by_row(stack.part([s for s, _ in rest]), level)  # (R, columns of the parents, columns of t)
         pulled = J @ panel.unflatten(0, (J.shape[0], -1))
@@ -161,9 +161,9 @@ def _pull(level: int, stack: StackedTangents, panel: Tensor) -> Iterator[tuple[i
             yield s, (pulled[:, cut].flatten(0, 1), None)
 
 
-def _cut(owner: Lift, seeds: Sequence[_Seed], limit: int) -> Iterator[_Columns]:
+def _cut(owner: ParameterJacobian, seeds: Sequence[_Seed], limit: int) -> Iterator[_Columns]:
     """Yield the columns of a parameter, at most ``limit`` of them together if they can be told apart."""
-    if not isinstance(owner, WeightLift) or owner.at is not None or owner.size <= limit:
+    if not isinstance(owner, WeightJacobian) or owner.at is not None or owner.size <= limit:
         yield _Columns(owner, seeds, None)
         return
     rows, step = owner.size // _stride(owner), max(1, limit // _stride(owner))
@@ -171,21 +171,21 @@ def _cut(owner: Lift, seeds: Sequence[_Seed], limit: int) -> Iterator[_Columns]:
         yield _Columns(owner, seeds, slice(start, min(start + step, rows)))
 
 
-def _stride(owner: Lift) -> int:
+def _stride(owner: ParameterJacobian) -> int:
     """Entries of a weight for each step along its first axis."""
-    assert isinstance(owner, WeightLift)
-    return owner.weights.shape[1] if owner.turned else owner.width
+    assert isinstance(owner, WeightJacobian)
+    return owner.weights.shape[1] if owner.transposed else owner.width
 
 
-def _lifted(v: Lift, width: int, K: Tensor, rows: slice | None) -> Tensor:
-    """Lift the columns of K (R, columns of t, m width): (entries of t, size_v), or some of the latter."""
+def _lifted(v: ParameterJacobian, width: int, K: Tensor, rows: slice | None) -> Tensor:
+    """Pull back the columns of K (R, columns of t, m width): (entries of t, size_v), or some of the latter."""
     groups, wide, _ = K.shape
     split = K.unflatten(2, (-1, width))  # (R, columns of t, m, q)
-    if not isinstance(v, WeightLift):
+    if not isinstance(v, WeightJacobian):
         return v.reduce(split.permute(0, 2, 3, 1)).mT.reshape(groups * wide, v.size)
     weights = v.weights
     if rows is not None:
-        split, weights = (split[..., rows], weights) if v.turned else (split, weights[:, rows])
+        split, weights = (split[..., rows], weights) if v.transposed else (split, weights[:, rows])
     w = weights.reshape(groups, 1, -1, weights.shape[1])  # (R, 1, m, i)
-    out = split.mT @ w if v.turned else w.mT @ split
+    out = split.mT @ w if v.transposed else w.mT @ split
     return out.reshape(groups * wide, -1)

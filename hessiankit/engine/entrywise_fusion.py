@@ -39,7 +39,7 @@ class Step:
     output: int
 
 
-def condensed(steps: Sequence[Step]) -> list[Step]:
+def fuse_entrywise(steps: Sequence[Step]) -> list[Step]:
     """Return steps in which runs of entrywise ones that begin at one value are a step for each value that they lead to."""
     roots: dict[int, int] = {}  # what a value is an entrywise function of, made by such a step
     readers: dict[int, list[int]] = {}

@@ -1,6 +1,6 @@
-"""Tangents pushed through one primitive, and contracted with its curvature: what is known of their structure is used and kept.
+"""Push tangents through one primitive and contract them with its curvature, by the structure that the tangents have.
 
-A source moves its own value by an identity, what entrywise functions make of it by a diagonal, and a product of that with one
+A vertex moves its own value by an identity, what entrywise functions make of it by a diagonal, and a product of that with one
 weight W for all rows by diag(slopes) W, row by row: none of them needs a product of matrices.
 """
 
@@ -20,13 +20,13 @@ from derivations.linearised_norms import LinearisedNorm
 from derivations.loss import MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.primitive import Linearised, Primitive
-from hessiankit.engine.columns import EntrywiseTangents, Group, StackedTangents, by_row
+from hessiankit.engine.tangents import EntrywiseTangents, StackedTangents, TangentGroup, by_row
 
 ENTRYWISE = (Activation, Elementwise)
 LINEAR_ENTRYWISE = (Cast, MaskedFill, Multiple, Shift)
 
 
-class Point:
+class LazyLinearisation:
     """A primitive at its inputs: what the push and the contraction share is computed once, and only if one of them needs it.
 
     Args:
@@ -45,8 +45,8 @@ class Point:
         return self.primitive.linearise(self.inputs, self.adjoint, self.moving)
 
 
-def pushed(point: Point, g: Group) -> StackedTangents:
-    """Return the tangents of a primitive's output by the sources of a group."""
+def push_forward(point: LazyLinearisation, g: TangentGroup) -> StackedTangents:
+    """Return the tangents of a primitive's output by the vertices of a group."""
     primitive, inputs = point.primitive, point.inputs
     copies = isinstance(primitive, Add) and primitive.alpha == 1 and inputs[0].shape == inputs[1].shape
     alone, by_last = g.entrywise, g.level == inputs[0].ndim - 1
@@ -56,17 +56,17 @@ def pushed(point: Point, g: Group) -> StackedTangents:
         if isinstance(primitive, (*ENTRYWISE, *LINEAR_ENTRYWISE)):
             slopes = point.linearised.push([alone.slopes.unsqueeze(0)])[0]
             if slopes.shape == alone.slopes.shape:
-                return EntrywiseTangents(slopes, g.sources[0], g.level)
+                return EntrywiseTangents(slopes, g.vertices[0], g.level)
         if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1 and alone.units and g.moving[0] and by_last:
             assert isinstance(point.linearised, LinearisedNorm)
             return _rows(point.linearised.jacobian_rows(), inputs[0].shape, g)
     if isinstance(primitive, (Linear, MatMul)) and g.moving[0] and sum(g.moving) == 1 and inputs[1].ndim == 2 and by_last:
         weight = inputs[1].mT if isinstance(primitive, Linear) else inputs[1]
         return _rows(_times(g, weight), (*inputs[0].shape[:-1], weight.shape[1]), g)
-    return StackedTangents(point.linearised.push(g.tangents), g.sources, g.widths, g.units if copies else frozenset())
+    return StackedTangents(point.linearised.push(g.tangents), g.vertices, g.widths, g.units if copies else frozenset())
 
 
-def _times(g: Group, weight: Tensor) -> Tensor:
+def _times(g: TangentGroup, weight: Tensor) -> Tensor:
     """Return T W, row by row, for one weight W (k, p): (R, S, p); an identity times W is one matrix for all rows."""
     alone = g.entrywise
     if alone is None:
@@ -75,12 +75,12 @@ def _times(g: Group, weight: Tensor) -> Tensor:
     return weight.expand(len(alone.rows), -1, -1) if alone.units else alone.rows.unsqueeze(2) * weight
 
 
-def _rows(rows: Tensor, shape: Sequence[int], g: Group) -> StackedTangents:
+def _rows(rows: Tensor, shape: Sequence[int], g: TangentGroup) -> StackedTangents:
     """Return tangents given row by row, (R, S, f)."""
-    return StackedTangents(rows.transpose(0, 1).reshape(rows.shape[1], *shape), g.sources, g.widths)
+    return StackedTangents(rows.transpose(0, 1).reshape(rows.shape[1], *shape), g.vertices, g.widths)
 
 
-def contracted(g: Group, k: int, w: Tensor) -> Tensor:
+def contract(g: TangentGroup, k: int, w: Tensor) -> Tensor:
     """Return T^T w for the tangents T of input k, row by row, and covectors w (R, c, f): (R, S, c)."""
     if g.entrywise is None:
         t = g.tangents[k]
@@ -91,10 +91,10 @@ def contracted(g: Group, k: int, w: Tensor) -> Tensor:
     return (w * g.entrywise.rows.unsqueeze(1)).mT
 
 
-def square(point: Point, g: Group) -> Tensor | None:
-    """Return the curvature (R, w, w) of one source that moves a primitive's first input entry by entry, or its diagonal (R, w).
+def structured_curvature(point: LazyLinearisation, g: TangentGroup) -> Tensor | None:
+    """Return the curvature (R, w, w) of one vertex that moves a primitive's first input entry by entry, or its diagonal (R, w).
 
-    Nothing, of no entries, where it vanishes; None where it has no structure that would pay: it is contracted with tangents then.
+    Nothing, of no entries, where it vanishes; None where it has no structure that would pay: it is contract with tangents then.
     """
     alone, primitive = g.entrywise, point.primitive
     if alone is None or not g.moving[0] or g.level != point.inputs[0].ndim - 1:

@@ -1,4 +1,4 @@
-"""A traced loss in stretches between narrow places, so that values can be kept at these places alone and made anew between.
+"""A traced loss in segments between narrow places, so that values can be kept at these places alone and made anew between.
 
 The narrow places of a transformer are those where only the residual stream passes: one before and one after each sublayer.
 """
@@ -15,11 +15,11 @@ from derivations.linear import Linear, MatMul
 from hessiankit.tracing.trace import Application, Trace
 
 WIDER = 4
-"""How many times the values that pass a cut the values made since the last cut have to take, for a cut to pay."""
+"""How many times as many bytes the values since the last checkpoint must take as those that pass it, for a checkpoint to pay."""
 
 
 @dataclass(frozen=True)
-class Stretch:
+class CheckpointSegment:
     """Applications in a row.
 
     Attributes:
@@ -36,13 +36,13 @@ class Stretch:
         return tuple(a.output for a in found)
 
 
-def cut(trace: Trace, *, layers: bool) -> list[Stretch]:
-    """Return what leads to the output, as one stretch or cut where a single value passes."""
-    path = on_the_way(trace)
+def split_at_checkpoints(trace: Trace, *, layers: bool) -> list[CheckpointSegment]:
+    """Return the applications on the way to the output, as one segment or split where a single value passes."""
+    path = ancestors_of_output(trace)
     if not layers:
-        return [Stretch(tuple(path), ())]
+        return [CheckpointSegment(tuple(path), ())]
     own, last = set(trace.parameters.values()), last_readers(path)
-    found: list[Stretch] = []
+    found: list[CheckpointSegment] = []
     live: set[int] = set()
     some: list[Application] = []
     entries: tuple[int, ...] = ()
@@ -53,12 +53,12 @@ def cut(trace: Trace, *, layers: bool) -> list[Stretch]:
         made += size(trace.values[a.output])
         passing = sum(size(trace.values[at]) for at in live)
         if len(live) == 1 and made > WIDER * passing and not live & own:
-            found.append(Stretch(tuple(some), entries))
+            found.append(CheckpointSegment(tuple(some), entries))
             some, entries, made = [], tuple(live), 0
-    return [*found, Stretch(tuple(some), entries)] if some else found
+    return [*found, CheckpointSegment(tuple(some), entries)] if some else found
 
 
-def on_the_way(trace: Trace) -> list[Application]:
+def ancestors_of_output(trace: Trace) -> list[Application]:
     """Return the applications that the output depends on, in order."""
     reached, path = {trace.output}, []
     for a in reversed(trace.applications):

@@ -1,4 +1,4 @@
-"""Long axes are walked in pieces; whoever only counts what that costs is shown few of them."""
+"""Long axes are walked in chunks; whoever only counts what that costs is shown few of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _repeated: ContextVar[Callable[[int], AbstractContextManager[None]] | None] = Co
 
 
 @contextmanager
-def counted(repeated: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
-    """Let :func:`pieces` show two of the pieces of a length, the first within ``repeated(how many it stands for)``.
+def counting_chunks(repeated: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let :func:`chunks` show two of the chunks of a length, the first within ``repeated(how many it stands for)``.
 
-    Two, because what is left of one piece may still be in memory while the next is made.
+    Two, because what is left of one chunk may still be in memory while the next is made.
 
-    Where what is done does not depend on where the piece lies, that is.
+    Where what is done does not depend on where the chunk lies, that is.
     """
     before = _repeated.set(repeated)
     try:
@@ -24,15 +24,15 @@ def counted(repeated: Callable[[int], AbstractContextManager[None]]) -> Iterator
         _repeated.reset(before)
 
 
-def pieces(length: int, step: int, *, alike: bool = True) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last index, the latter excluded, of pieces of ``step`` and of what is left.
+def chunks(length: int, step: int, *, alike: bool = True) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last index, the latter excluded, of chunks of ``step`` and of what is left.
 
     Args:
         length: Of the axis.
-        step: Of a piece.
-        alike: Whether pieces of one length cost the same, wherever they lie.
+        step: Of a chunk.
+        alike: Whether chunks of one length cost the same, wherever they lie.
 
-    >>> list(pieces(7, 3))
+    >>> list(chunks(7, 3))
     [(0, 3), (3, 6), (6, 7)]
     """
     repeated = _repeated.get()
