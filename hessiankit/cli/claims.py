@@ -39,7 +39,7 @@ def add_claims(commands: Commands) -> None:
     add_json(add)
     add_table(add)
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
-    add("--markdown", type=Path, metavar="FILE", help="also write the rows as Markdown (docs/claims.md is made so)")
+    add("--markdown", type=Path, metavar="FILE", help="also write the rows as Markdown (docs/claims.md: with --run)")
 
 
 def run_claims(args: argparse.Namespace) -> int:
@@ -58,7 +58,7 @@ def run_claims(args: argparse.Namespace) -> int:
     show(ledger if report is None else report, args.table)
     write_json("claims", args.json, (ledger if report is None else report).to_dict())
     write_text("claims", args.html, lambda: ledger.html(report))
-    write_text("claims", args.markdown, ledger.markdown)
+    write_text("claims", args.markdown, lambda: ledger.markdown(report))
     return FAILED if report is not None and not report else OK
 
 
@@ -76,5 +76,9 @@ def _show(args: argparse.Namespace) -> int:
     row = report.rows[0]
     reproduced = f"{'reproduced':<12}{'yes' if row.reproduced else 'NO'} (seed {args.seed}, {row.seconds:.2f} s)"
     say(str(ledger[0]), reproduced, f"{'evidence':<12}{row.error or row.evidence}")
+    if row.evidence is not None and row.evidence.second:
+        say(f"{'second route':<12}{row.evidence.second}")
+    if row.evidence is not None and row.evidence.arrays:
+        say("", row.evidence.printed_arrays())
     write_json("claims", args.json, report.to_dict())
     return OK if report else FAILED

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
 
 from hessiankit.support.tables import as_text
 
@@ -74,6 +77,8 @@ class Evidence:
         detail: What was computed, in one line.
         shows: What it shows, one of ``Shows``.
         seed: What the random numbers were drawn from.
+        arrays: What was compared, by name: of a wrong formula ``printed``, ``reference`` and ``corrected``.
+        second: How a route that shares nothing with the reference confirms it; "" without one.
     """
 
     reproduced: bool
@@ -82,11 +87,22 @@ class Evidence:
     detail: str
     shows: Shows
     seed: int = 0
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    second: str = ""
 
     def __str__(self) -> str:
         digits = ".0f" if self.unit == "count" else ".3g"
         number = "" if self.number is None else f"{self.unit} {self.number:{digits}}"
         return f"{number}; {self.detail}" if number and self.detail else number or self.detail
+
+    def printed_arrays(self) -> str:
+        """Return what was compared, one array after another: whole where small, else shape and largest entry."""
+        return "\n".join(_printed(name, value) for name, value in self.arrays.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python values; an array of more than 64 numbers by its shape and largest entry."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**values, "arrays": {name: _plain(value) for name, value in self.arrays.items()}}
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +115,7 @@ class Claim:
         statement: What it says: words, with LaTeX between dollars.
         verdict: What was found of it.
         compute: seed -> Evidence.
-        corrected: What is true in its place, or None.
+        corrected: The correct statement, or None.
         assumption: What it needs and the paper does not say (or says elsewhere), or None.
         sources: Functions of this code base that hold its closed form.
         chapter: Module of its row, without the package.
@@ -141,8 +157,7 @@ class Claim:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain Python values, without the computation."""
-        values = asdict(replace(self, compute=_no_computation))
-        del values["compute"]
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "compute"}
         return {"paper": self.paper, **values}
 
     def __str__(self) -> str:
@@ -151,8 +166,8 @@ class Claim:
             "place": f"{PAPERS[self.paper].title}, {self.place}",
             "statement": self.statement,
             "verdict": self.verdict,
-            "assumption": self.assumption,
-            "corrected": self.corrected,
+            "needs": self.assumption,
+            "correct": self.corrected,
             "code": ", ".join(self.sources),
         }
         return as_text(*(f"{name:<12}{text}" for name, text in parts.items() if text))
@@ -161,5 +176,26 @@ class Claim:
         return f"<Claim: {self.id}: {self.verdict}>"
 
 
-def _no_computation(seed: int) -> Evidence:
-    raise NotImplementedError
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, Tensor):
+        shown = value.detach()
+        return shown.tolist() if shown.numel() <= 64 else {"shape": list(shown.shape), "largest": float(shown.abs().max())}
+    return value
+
+
+def _printed(name: str, value: Any) -> str:
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if any(isinstance(v, Tensor) and v.numel() > 1 for v in values):
+        return "\n".join(_matrix(name if len(values) == 1 else f"{name} {k}", v) for k, v in enumerate(values, 1))
+    numbers = ", ".join(f"{float(v):.6g}" if isinstance(v, int | float | Tensor) else str(v) for v in values[:12])
+    return f"{name} = {numbers}{', ...' if len(values) > 12 else ''}"
+
+
+def _matrix(name: str, value: Any) -> str:
+    M = torch.as_tensor(value).detach()
+    rows = M.reshape(-1, M.shape[-1]) if M.ndim else M.reshape(1, 1)
+    head = f"{name}, {' x '.join(map(str, M.shape))}, largest entry {float(M.abs().max()):.6g}" if M.numel() else f"{name}, empty"
+    lines = ["  " + " ".join(f"{float(v):>10.4g}" for v in row[:8]) + (" ..." if len(row) > 8 else "") for row in rows[:8]]
+    return "\n".join([head, *lines, *(["  ..."] if len(rows) > 8 else [])])

@@ -1,12 +1,14 @@
-r"""What a computation shows, in the few forms in which a verdict can rest on one.
+r"""Checkers: what the computation of a row shows, and whether its verdict was found again.
 
-Each function compares numbers with stated thresholds and says whether the verdict was found again. Errors are relative to the
-largest entry of the reference; ratios are left side over right side of an inequality, so that more than 1 is a violation.
+Errors are relative to the largest entry of the reference; ratios are the left side over the right side of an inequality, so that
+more than 1 is a violation. What was compared stays with the evidence and is printed by ``hessiankit claims --show``.
 
 >>> print(agrees(torch.ones(2), torch.ones(2), "f against autograd"))
 relative error 0; f against autograd
 >>> wrong(torch.zeros(2), torch.ones(2), corrected=torch.ones(2)).reproduced
 True
+>>> print(violated(2.0, 1.5, corrected=2.5))
+violation ratio 1.33; as printed 1.33, corrected 0.8
 """
 
 from __future__ import annotations
@@ -23,8 +25,14 @@ from hessiankit.ledger.claim import Evidence
 TOLERANCE = 1e-10
 """Of a closed form in float64 against another route, relative to the largest entry."""
 
-ATTAINED = 1e-9
+ROUNDING = 1e-9
 """How far a ratio may be above 1 by rounding."""
+
+ATTAINED = 0.99
+"""The ratio from which an inequality is called attained."""
+
+SECOND = 1e-6
+"""Of a reference against its second route."""
 
 Numbers: TypeAlias = Any  # a number, or an iterable of numbers
 
@@ -40,14 +48,15 @@ def relative_error(found: Any, reference: Any) -> float:
         return math.inf
     if not a.numel():
         return 0.0
-    scale = float(b.abs().max())
-    error = float((a - b).abs().max()) / (scale or 1.0)
+    error = float((a - b).abs().max()) / (float(b.abs().max()) or 1.0)
     return math.inf if math.isnan(error) else error
 
 
 def agrees(found: Any, reference: Any, detail: str = "", *, below: float = TOLERANCE) -> Evidence:
     """HOLDS: a formula and an independent route give the same. Pass two sequences to compare several things."""
-    return small(_errors(found, reference), detail, below=below)
+    worst = max(_errors(found, reference))
+    arrays = {"formula": found, "reference": reference}
+    return Evidence(worst <= below, worst, "relative error", detail, "agreement", arrays=arrays)
 
 
 def small(errors: Numbers, detail: str = "", *, below: float = TOLERANCE) -> Evidence:
@@ -62,37 +71,101 @@ def counts(found: int, expected: int, detail: str = "") -> Evidence:
 
 
 def bounded(ratios: Numbers, detail: str = "", *, attained: float | None = None) -> Evidence:
-    """HOLDS: left side over right side is never above 1. ``attained``: it also has to come as close to 1 as this somewhere."""
-    worst = _largest(ratios)
-    return Evidence(worst <= 1 + ATTAINED and worst >= (attained or 0.0), worst, "violation ratio", detail, "bound")
+    """HOLDS: left side over right side is never above 1. A sequence of sequences is several inequalities, each by itself.
+
+    "attained" is said only of ratios that reach 0.99; ``attained`` also requires that they come as close to 1 as this.
+    """
+    several = not _is_scalar(ratios) and isinstance(ratios, list | tuple) and isinstance(ratios[0], list | tuple)
+    worst = [_largest(r) for r in ratios] if several else [_largest(ratios)]
+    said = "; ".join("attained" if w >= ATTAINED else f"sampled: worst ratio {w:.3g}" for w in worst)
+    good = max(worst) <= 1 + ROUNDING and min(worst) >= (attained or 0.0)
+    return Evidence(good, max(worst), "violation ratio", f"{detail}{'; ' if detail else ''}{said}", "bound")
 
 
 def loose(ratios: Numbers, detail: str = "", *, factor: float) -> Evidence:
     """LOOSE: never violated, and even the largest ratio stays below 1 / factor."""
     worst = _largest(ratios)
     text = f"{detail}{': ' if detail else ''}the bound is at least {1 / worst if worst else math.inf:.3g} times the true value"
-    return Evidence(worst <= (1 + ATTAINED) / factor, worst, "violation ratio", text, "looseness")
+    return Evidence(worst <= (1 + ROUNDING) / factor, worst, "violation ratio", text, "looseness")
 
 
 def wrong(
-    printed: Any, reference: Any, detail: str = "", *, corrected: Any, above: float = 1e-3, below: float = TOLERANCE
+    printed: Any,
+    reference: Any,
+    detail: str = "",
+    *,
+    corrected: Any,
+    above: float = 1e-3,
+    below: float = TOLERANCE,
+    second: Any = None,
+    by: str = "",
+    at: Mapping[str, Any] | None = None,
 ) -> Evidence:
-    """WRONG AS PRINTED: the printed formula differs from the reference, the corrected one does not."""
-    return off(_errors(printed, reference), detail, corrected=_errors(corrected, reference), above=above, below=below)
+    """WRONG AS PRINTED: the printed formula differs from the reference, the corrected one does not.
+
+    Args:
+        printed: The printed formula's value, or a list of them, all to differ.
+        reference: The true value by a route that shares nothing with the formulas, or a list of as many.
+        detail: What was computed, in one line.
+        corrected: The corrected formula's value, or a list.
+        above: Below this relative error the printed formula is not called wrong.
+        below: The tolerance of the corrected formula.
+        second: The reference by yet another route; it must agree to 1e-6 (or ``below`` where that is larger).
+        by: The second route's name.
+        at: The arrays at which all of it is evaluated, kept for printing.
+    """
+    error, rest = min(_errors(printed, reference)), max(_errors(corrected, reference))
+    good, confirmed = error > above and rest <= below, ""
+    if second is not None:
+        apart = max(_errors(second, reference))
+        good, confirmed = good and apart <= max(SECOND, below), f"{by}, to {apart:.1g}"
+    arrays = {**(at or {}), "printed": printed, "reference": reference, "corrected": corrected}
+    return Evidence(good, error, "relative error", _both(error, rest, detail), "error", arrays=arrays, second=confirmed)
+
+
+def violated(
+    left: Numbers,
+    printed: Numbers,
+    detail: str = "",
+    *,
+    corrected: Numbers,
+    above: float = 1 + 1e-6,
+    second: Numbers | None = None,
+    by: str = "",
+    at: Mapping[str, Any] | None = None,
+) -> Evidence:
+    """WRONG AS PRINTED: a counterexample breaks the printed inequality and not the corrected one.
+
+    Args:
+        left: Left sides, each computed without the bound: one number, or one for each point.
+        printed: The printed right sides, as many.
+        detail: What was computed, in one line.
+        corrected: The corrected right sides, as many.
+        above: Up to this ratio the printed inequality is not called violated.
+        second: The left sides by another route; they must agree to 1e-6.
+        by: The second route's name.
+        at: The arrays of the counterexample, kept for printing.
+    """
+    a, b, c = _list(left), _list(printed), _list(corrected)
+    worst, rest = _largest(_ratios(a, b)), _largest(_ratios(a, c))
+    good, confirmed = worst > above and rest <= 1 + ROUNDING, ""
+    if second is not None:
+        apart = relative_error(_list(second), a)
+        good, confirmed = good and apart <= SECOND, f"{by}, to {apart:.1g}"
+    arrays = {**(at or {}), "left side": left, "printed right side": printed, "corrected right side": corrected}
+    return Evidence(good, worst, "violation ratio", _both(worst, rest, detail), "violation", arrays=arrays, second=confirmed)
 
 
 def off(printed: Numbers, detail: str = "", *, corrected: Numbers, above: float = 1e-3, below: float = TOLERANCE) -> Evidence:
     """WRONG AS PRINTED, from relative errors: the least of the printed formula is above, the largest of the corrected below."""
     error, rest = min(_list(printed)), _largest(corrected)
-    text = f"as printed {error:.3g}, corrected {rest:.2g}{'; ' if detail else ''}{detail}"
-    return Evidence(error > above and rest <= below, error, "relative error", text, "error")
+    return Evidence(error > above and rest <= below, error, "relative error", _both(error, rest, detail), "error")
 
 
-def violated(ratio: Numbers, detail: str = "", *, corrected: Numbers, above: float = 1 + 1e-6) -> Evidence:
+def exceeded(ratio: Numbers, detail: str = "", *, corrected: Numbers, above: float = 1 + 1e-6) -> Evidence:
     """WRONG AS PRINTED: a counterexample breaks the printed inequality and not the corrected one."""
     worst, rest = _largest(ratio), _largest(corrected)
-    text = f"as printed {worst:.3g}, corrected {rest:.3g}{'; ' if detail else ''}{detail}"
-    return Evidence(worst > above and rest <= 1 + ATTAINED, worst, "violation ratio", text, "violation")
+    return Evidence(worst > above and rest <= 1 + ROUNDING, worst, "violation ratio", _both(worst, rest, detail), "violation")
 
 
 def false(found: Any, told: Any, detail: str = "") -> Evidence:
@@ -106,7 +179,8 @@ def assumed(holds: Evidence, fails: Numbers, *, above: float) -> Evidence:
     """HOLDS UNDER ASSUMPTION: it holds with the assumption; without it the error or the ratio exceeds ``above``."""
     without = _largest(fails)
     text = f"with the assumption: {holds}; without it {without:.3g}"
-    return Evidence(holds.reproduced and without > above, holds.number, holds.unit, text, "condition")
+    good = holds.reproduced and without > above
+    return Evidence(good, holds.number, holds.unit, text, "condition", arrays=holds.arrays, second=holds.second)
 
 
 def readings(values: Mapping[str, float], detail: str = "", *, apart: float = 1e-3) -> Evidence:
@@ -114,7 +188,9 @@ def readings(values: Mapping[str, float], detail: str = "", *, apart: float = 1e
     low, high = min(values.values()), max(values.values())
     spread = (high - low) / (abs(high) or 1.0)
     text = "; ".join(f"{name}: {value:.4g}" for name, value in values.items())
-    return Evidence(spread > apart, spread, "relative error", f"{detail}{': ' if detail else ''}{text}", "readings")
+    return Evidence(
+        spread > apart, spread, "relative error", f"{detail}{': ' if detail else ''}{text}", "readings", arrays=dict(values)
+    )
 
 
 def measured(number: float, reproduced: bool, detail: str = "", *, unit: str = "value") -> Evidence:
@@ -122,9 +198,13 @@ def measured(number: float, reproduced: bool, detail: str = "", *, unit: str = "
     return Evidence(reproduced, number, unit, detail, "measurement")
 
 
-def not_run(reason: str, number: float | None = None) -> Evidence:
-    """NOT RUN: why it is not, with a number where arithmetic gives one."""
-    return Evidence(True, number, "" if number is None else "value", reason, "nothing")
+def not_run(reason: str) -> Evidence:
+    """NOT RUN: the reason."""
+    return Evidence(True, None, "", reason, "nothing")
+
+
+def _both(printed: float, corrected: float, detail: str) -> str:
+    return f"as printed {printed:.3g}, corrected {corrected:.2g}{'; ' if detail else ''}{detail}"
 
 
 def _tensor(value: Any) -> Tensor:
@@ -136,7 +216,13 @@ def _tensor(value: Any) -> Tensor:
 def _errors(found: Any, reference: Any) -> list[float]:
     if isinstance(reference, list | tuple) and any(isinstance(r, Tensor) for r in reference):
         return [relative_error(f, r) for f, r in zip(found, reference, strict=True)]
+    if isinstance(found, list | tuple) and (_is_scalar(reference) or isinstance(reference, int | float)):
+        return [relative_error(f, reference) for f in found]  # several readings of one formula
     return [relative_error(found, reference)]
+
+
+def _ratios(left: list[float], right: list[float]) -> list[float]:
+    return [a / b if b else (math.inf if a else 0.0) for a, b in zip(left, right, strict=True)]
 
 
 def _list(values: Numbers) -> list[float]:

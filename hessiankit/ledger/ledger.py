@@ -65,9 +65,9 @@ class Ledger(Printed, Sequence[Claim]):
         """Return everything as plain Python values."""
         return {"counts": self.counts(), "rows": [row.to_dict() for row in self.rows]}
 
-    def markdown(self) -> str:
-        """Return the rows as a Markdown page, a table for each chapter."""
-        return markdown_page(self.rows, self.counts())
+    def markdown(self, report: LedgerReport | None = None) -> str:
+        """Return the rows as a Markdown page, one table a paper, with what a run of them found."""
+        return markdown_page(self.rows, self.counts(), report)
 
     def html(self, report: LedgerReport | None = None) -> str:
         """Return the rows as an HTML page, with what a run of them found."""

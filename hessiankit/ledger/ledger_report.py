@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class LedgerRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain Python values."""
-        evidence = None if self.evidence is None else asdict(self.evidence)
+        evidence = None if self.evidence is None else self.evidence.to_dict()
         return {
             **self.claim.to_dict(),
             "reproduced": self.reproduced,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim
-from hessiankit.ledger.ledger_report import LedgerReport
-from hessiankit.ledger.registry import chapter_title
+from hessiankit.ledger.ledger_report import LedgerReport, LedgerRow
 
-HEADERS = ("row", "place", "statement", "verdict", "what is true", "code")
+HEADERS = ("row", "place", "statement", "verdict", "correct", "evidence")
 INTRODUCTION = (
-    "What the papers say, statement by statement, and what was found of it. Every row is a computation: `hessiankit claims "
-    "--run` finds each verdict again, `hessiankit claims --show ID` prints one row with its evidence. This page is made by "
-    "`hessiankit claims --markdown docs/claims.md`, and a test holds it to the rows."
+    "Statements of four papers, each with a verdict and the computation that finds it again: `hessiankit claims --run` runs all, "
+    "`hessiankit claims --show ID` prints one row with what was compared. This page is made by "
+    "`hessiankit claims --run --markdown docs/claims.md`; a test compares all but its last column with the rows."
 )
 MEANING = {
     "HOLDS": "the formula agrees with a route that shares nothing with it, to 1e-10 of the largest entry; an inequality is "
@@ -25,9 +24,9 @@ MEANING = {
     "OMITTED": "the paper needs it and does not state it.",
     "LOOSE": "never violated, and never close to being attained.",
     "VAGUE": "it can be read in several ways, which give different results.",
-    "REPRODUCED": "a small experiment gives what is told.",
+    "REPRODUCED": "a small experiment gives what the paper says.",
     "NOT REPRODUCED": "a small experiment gives something else.",
-    "NOT RUN": "it takes training at a size that is not run here; the evidence is arithmetic on what is printed, if anything.",
+    "NOT RUN": "it takes training or data at a size that is not run here; the reason takes the place of evidence.",
 }
 
 
@@ -40,8 +39,9 @@ def plain(text: str) -> str:
     return text.replace("$", "")
 
 
-def markdown_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]]) -> str:
-    """Return the rows as a Markdown page."""
+def markdown_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]], report: LedgerReport | None = None) -> str:
+    """Return the rows as a Markdown page, one table a paper, with what a run of them found."""
+    ran = _ran(report)
     used = [v for v in VERDICTS if any(v in found for found in counts.values())]
     lines = ["# The papers' statements, with verdicts", "", INTRODUCTION, ""]
     lines += [_line(("paper", "rows", *used)), _line(["---"] * (2 + len(used)))]
@@ -53,10 +53,18 @@ def markdown_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]]
         lines += ["", f'<a id="{paper}"></a>', "", f"## {PAPERS[paper].title}", ""]
         source = ", ".join(text for text in (PAPERS[paper].authors, _arxiv(paper)) if text)
         lines += [f"{source.rstrip('.')}."] if source else ["What follows from the same closed forms and no paper states."]
-        for chapter, members in _chapters(rows, paper):
-            lines += ["", f"### {chapter_title(chapter)}", "", _line(HEADERS), _line(["---"] * len(HEADERS))]
-            lines += [_line(_markdown_cells(row)) for row in members]
+        lines += ["", _line(HEADERS), _line(["---"] * len(HEADERS))]
+        for row in rows:
+            if row.paper == paper:
+                name = f'<a id="{row.anchor}"></a>`{row.id.split("/", 1)[1]}`'
+                place, statement, correct = map(markdown_text, (row.place, row.statement, _truth(row)))
+                lines.append(_line((name, place, statement, row.verdict, correct, markdown_text(_evidence(row, ran)))))
     return "\n".join(lines) + "\n"
+
+
+def without_evidence(page: str) -> str:
+    """Return a Markdown page of the ledger without its last column, whose digits vary from machine to machine."""
+    return "\n".join(line.rsplit(" | ", 1)[0] if line.startswith("| <a id") else line for line in page.splitlines())
 
 
 def _arxiv(paper: str) -> str:
@@ -64,34 +72,24 @@ def _arxiv(paper: str) -> str:
     return f"[arXiv:{number}](https://arxiv.org/abs/{number})" if number else ""
 
 
-def _chapters(rows: Iterable[Claim], paper: str) -> Iterator[tuple[str, list[Claim]]]:
-    grouped: dict[str, list[Claim]] = {}
-    for row in rows:
-        if row.paper == paper:
-            grouped.setdefault(row.chapter, []).append(row)
-    yield from grouped.items()
+def _ran(report: LedgerReport | None) -> dict[str, LedgerRow]:
+    return {row.claim.id: row for row in report.rows} if report is not None else {}
 
 
-def _truth(row: Claim) -> list[str]:
-    needs = [f"needs: {row.assumption}"] if row.assumption else []
-    return needs + ([row.corrected] if row.corrected else [])
+def _truth(row: Claim) -> str:
+    return "; ".join([f"needs: {row.assumption}"] * bool(row.assumption) + [f"{row.corrected}"] * bool(row.corrected))
 
 
-def _markdown_cells(row: Claim) -> list[str]:
-    name = row.id.split("/", 1)[1]
-    code = ", ".join(f"`{source}`" for source in row.sources)
-    truth = "; ".join(map(_markdown_text, _truth(row)))
-    return [
-        f'<a id="{row.anchor}"></a>`{name}`',
-        _markdown_text(row.place),
-        _markdown_text(row.statement),
-        row.verdict,
-        truth,
-        code,
-    ]
+def _evidence(row: Claim, ran: Mapping[str, LedgerRow]) -> str:
+    """Return what was found, with errors of rounding written as such."""
+    if row.id not in ran:
+        return ""
+    found = ran[row.id]
+    text = found.error or re.sub(r"\b\d+(\.\d+)?e-(0[89]|[1-9]\d)\b", "< 1e-7", str(found.evidence))
+    return text if found.reproduced else f"not reproduced: {text}"
 
 
-def _markdown_text(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Set the LaTeX as GitHub reads it inside a table, where a bar would end the cell."""
     parts = text.split("$")
     for k, part in enumerate(parts):
@@ -117,28 +115,21 @@ code { font-size: 13px; background: #f2f4f7; padding: 0 .2rem; }
 
 def html_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]], report: LedgerReport | None) -> str:
     """Return the rows, and what a run of them found, as one HTML page without scripts."""
-    ran = {row.claim.id: row for row in report.rows} if report is not None else {}
+    ran = _ran(report)
     parts = ["<!doctype html><html lang='en'><meta charset='utf-8'><title>hessiankit claims</title>", f"<style>{STYLE}</style>"]
     parts.append("<h1>The papers' statements, with verdicts</h1>")
     if report is not None:
         parts.append(f"<p>{html.escape(report.summary)}</p>")
-    headers = (*HEADERS, *(("evidence",) if report is not None else ()))
+    head = "".join(f"<th>{h}</th>" for h in HEADERS)
     for paper in counts:
-        parts.append(f"<h2 id='{paper}'>{html.escape(PAPERS[paper].title)}</h2>")
-        for chapter, members in _chapters(rows, paper):
-            head = "".join(f"<th>{h}</th>" for h in headers)
-            parts.append(f"<h3>{html.escape(chapter_title(chapter))}</h3><table><tr>{head}</tr>")
-            for row in members:
+        parts.append(f"<h2 id='{paper}'>{html.escape(PAPERS[paper].title)}</h2><table><tr>{head}</tr>")
+        for row in rows:
+            if row.paper == paper:
+                found, good = html.escape(_evidence(row, ran)), row.id not in ran or ran[row.id].reproduced
                 cells = [f"<code>{html.escape(row.id)}</code>", html.escape(row.place), _html_text(row.statement), row.verdict]
-                cells += [
-                    "; ".join(map(_html_text, _truth(row))),
-                    " ".join(f"<code>{html.escape(s)}</code>" for s in row.sources),
-                ]
-                if row.id in ran:
-                    found = html.escape(ran[row.id].error or str(ran[row.id].evidence))
-                    cells.append(found if ran[row.id].reproduced else f"<span class='no'>not reproduced</span>: {found}")
+                cells += [_html_text(_truth(row)), found if good else f"<span class='no'>{found}</span>"]
                 parts.append(f"<tr id='{row.anchor}'>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-            parts.append("</table>")
+        parts.append("</table>")
     return "\n".join(parts) + "\n"
 
 

@@ -8,30 +8,31 @@ from functools import cache
 from typing import Any
 
 from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Evidence, Verdict
+from hessiankit.ledger.evidence import not_run
+from hessiankit.ledger.not_run import NOT_RUN
 
 _ROWS: dict[str, Claim] = {}
 
 
 def claim(
     id: str,
-    *,
     place: str,
-    statement: str,
     verdict: Verdict,
-    corrected: str | None = None,
-    assumption: str | None = None,
+    *,
     uses: Sequence[Any] = (),
+    statement: str | None = None,
+    corrected: str | None = None,
 ) -> Callable[[Callable[[int], Evidence]], Callable[[int], Evidence]]:
-    """Enter the decorated function, seed -> Evidence, as a row of the ledger.
+    """Enter the decorated function, seed -> Evidence, as a row of the ledger. Its docstring is the statement, with LaTeX between
+    dollars, then a paragraph that begins with "Needs:" (what it assumes and does not say) or "Correct:" (what is true instead).
 
     Args:
         id: "paper/name", the paper a key of ``PAPERS``; "ours/..." for statements that no paper makes.
-        place: Where it stands, e.g. "Theorem A.3, Eq. 28".
-        statement: What it says; LaTeX between dollars.
+        place: Where it is printed, e.g. "Theorem A.3, Eq. 28".
         verdict: One of ``VERDICTS``.
-        corrected: What is true instead. Needed where the verdict is WRONG AS PRINTED.
-        assumption: What it needs. Needed where the verdict is HOLDS UNDER ASSUMPTION.
         uses: Functions or classes of this code base that hold its closed form.
+        statement: The statement where one function makes several rows.
+        corrected: What is true instead, for the same case.
 
     Raises:
         ValueError: If the id is taken, or a part is missing or unknown.
@@ -42,27 +43,53 @@ def claim(
         raise ValueError(f"claim: the id {id!r} does not begin with a paper; expected one of {', '.join(PAPERS)}, then /name")
     if verdict not in VERDICTS:
         raise ValueError(f"claim: {id}: unknown verdict {verdict!r}; expected one of {', '.join(VERDICTS)}")
-    needed = {"WRONG AS PRINTED": ("corrected", corrected), "HOLDS UNDER ASSUMPTION": ("assumption", assumption)}
-    for name, value in (("place", place), ("statement", statement), *([needed[verdict]] if verdict in needed else [])):
-        if not value:
-            raise ValueError(f"claim: {id}: {verdict} needs {name}=...")
 
     def enter(compute: Callable[[int], Evidence]) -> Callable[[int], Evidence]:
+        parts = _paragraphs(compute.__doc__ or "")
+        parts |= {name: text for name, text in (("statement", statement), ("Correct", corrected)) if text}
+        needed = {"WRONG AS PRINTED": "Correct", "HOLDS UNDER ASSUMPTION": "Needs"}.get(verdict)
+        if not place:
+            raise ValueError(f"claim: {id}: {verdict} needs place=...")
+        for name in ("statement", *([needed] if needed else [])):
+            if not parts.get(name):
+                what = "a statement" if name == "statement" else f"a paragraph that begins with '{name}:'"
+                raise ValueError(f"claim: {id}: {verdict} needs {what} in its docstring")
         chapter = compute.__module__.removeprefix("hessiankit.ledger.")
         sources = tuple(f"{f.__module__}.{f.__qualname__}" for f in uses)
-        _ROWS[id] = Claim(id, place, statement, verdict, compute, corrected, assumption, sources, chapter)
+        correct, needs = parts.get("Correct"), parts.get("Needs")
+        _ROWS[id] = Claim(id, place, parts["statement"], verdict, compute, correct, needs, sources, chapter)
         return compute
 
     return enter
 
 
+def _paragraphs(text: str) -> dict[str, str]:
+    """Return the paragraphs of a row's docstring by name: statement, Needs, Correct."""
+    found = {}
+    for paragraph in text.strip().split("\n\n"):
+        words = " ".join(paragraph.split())
+        name, colon, rest = words.partition(": ")
+        known = colon and name in ("Needs", "Correct")
+        found[name if known else "statement"] = rest if known else words
+    return found
+
+
 def rows(paper: str | None = None) -> tuple[Claim, ...]:
-    """Return every row, or those of one paper, in reading order: papers, then chapters as their packages list them."""
+    """Return every row, or those of one paper, in reading order: papers, then chapters as their packages list them, then what is
+    not run."""
     chapters = [chapter for name in PAPERS if paper in (None, "ours", name) for chapter in _load(name)]
-    order = {chapter: k for k, chapter in enumerate(chapters)}
+    order = {chapter: k for k, chapter in enumerate([*chapters, "not_run"])}
     papers = list(PAPERS)
-    wanted = [row for row in _ROWS.values() if row.chapter in order and paper in (None, row.paper)]
+    wanted = [row for row in (*_ROWS.values(), *_not_run()) if row.chapter in order and paper in (None, row.paper)]
     return tuple(sorted(wanted, key=lambda row: (papers.index(row.paper), order[row.chapter])))
+
+
+@cache
+def _not_run() -> tuple[Claim, ...]:
+    return tuple(
+        Claim(id, place, statement, "NOT RUN", lambda seed, reason=reason: not_run(reason), chapter="not_run")  # type: ignore[misc]
+        for id, place, statement, reason in NOT_RUN
+    )
 
 
 @cache
@@ -73,9 +100,3 @@ def _load(paper: str) -> tuple[str, ...]:
     for chapter in chapters:
         importlib.import_module(f"hessiankit.ledger.{chapter}")
     return chapters
-
-
-def chapter_title(chapter: str) -> str:
-    """Return the first line of a chapter's docstring, without its full stop."""
-    text = importlib.import_module(f"hessiankit.ledger.{chapter}").__doc__ or chapter
-    return text.strip().splitlines()[0].rstrip(".")

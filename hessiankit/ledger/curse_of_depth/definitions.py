@@ -27,15 +27,10 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
     return F.cosine_similarity(x, y, -1, eps=0.0).clamp(-1, 1).arccos() / math.pi
 
 
-@claim(
-    "curse-of-depth/eq1",
-    place="Sec. 2.1, Eq. 1",
-    statement=r"$d(x^\ell,x^{\ell+n}) = \frac1\pi\arccos\frac{x_T^\ell\cdot "
-    r"x_T^{\ell+n}}{\|x_T^\ell\|_2\|x_T^{\ell+n}\|_2}$ is an "
-    r"angle in units of $\pi$, whatever the lengths",
-    verdict="HOLDS",
-)
+@claim("curse-of-depth/eq1", "Sec. 2.1, Eq. 1", "HOLDS")
 def eq1(seed: int) -> Evidence:
+    r"""$d(x^\ell,x^{\ell+n}) = \frac1\pi\arccos\frac{x_T^\ell\cdot x_T^{\ell+n}}{\|x_T^\ell\|_2\|x_T^{\ell+n}\|_2}$ is an
+    angle in units of $\pi$, whatever the lengths"""
     draw = Draw(seed)
     basis = draw.orthogonal(5)
     turns = draw.uniform(6, low=0.05, high=0.95)
@@ -44,31 +39,23 @@ def eq1(seed: int) -> Evidence:
     return small((angle(x, y) - turns).abs(), "vectors turned by known angles")
 
 
-@claim(
-    "curse-of-depth/eq1-average",
-    place="Sec. 2.1, Eq. 1, 'the average distance over 256K tokens'",
-    statement="the distance is averaged over tokens",
-    verdict="VAGUE",
-    corrected="the released code takes the last token of each window only, as Gromov et al. do, and compares the last "
-    "layer after "
-    "the final norm",
-)
+@claim("curse-of-depth/eq1-average", "Sec. 2.1, Eq. 1, 'the average distance over 256K tokens'", "VAGUE")
 def eq1_average(seed: int) -> Evidence:
+    """the distance is averaged over tokens
+
+    Correct: the released code takes the last token of each window only, as Gromov et al. do, and compares the last layer
+    after the final norm
+    """
     X = Draw(seed).normal(8, 16)
     states = stream(make_stack(seed, 2), X)
     distance = angle(states[0], states[2])
     return readings({"all tokens": float(distance.mean()), "last token": float(distance[-1])}, "two blocks, 8 tokens")
 
 
-@claim(
-    "curse-of-depth/eq2-eq3",
-    place="Sec. 3, Eqs. 2-3; Eq. 20",
-    statement=r"$x'_\ell = x_\ell + \mathrm{Attn}(\mathrm{LN}(x_\ell))$, $y = x_{\ell+1} = x'_\ell + "
-    r"\mathrm{FFN}(\mathrm{LN}(x'_\ell))$",
-    verdict="HOLDS",
-    uses=[eq.pre],
-)
+@claim("curse-of-depth/eq2-eq3", "Sec. 3, Eqs. 2-3; Eq. 20", "HOLDS", uses=[eq.pre])
 def eq2_eq3(seed: int) -> Evidence:
+    r"""$x'_\ell = x_\ell + \mathrm{Attn}(\mathrm{LN}(x_\ell))$, $y = x_{\ell+1} = x'_\ell +
+    \mathrm{FFN}(\mathrm{LN}(x'_\ell))$"""
     block, X = make_block(seed), Draw(seed).normal(5, 16)
     Y = X + written_attention(block, rms_norm(X))
     Z = Y + torch.relu(rms_norm(Y) @ block.feedforward.W_1) @ block.feedforward.W_2
@@ -85,15 +72,10 @@ def written_attention(block: TransformerBlock, N: Tensor) -> Tensor:
     return torch.cat(heads, 1) @ W.W_O
 
 
-@claim(
-    "curse-of-depth/eq4",
-    place="Sec. 3, Eq. 4; Eqs. 24-25",
-    statement=r"$\mathrm{Attn}(x) = W_O(\mathrm{concat}(\mathrm{head}_1(x),\dots,\mathrm{head}_h(x)))$ with "
-    r"$\mathrm{head}_i(x) = \mathrm{softmax}\left(\frac{(W_{Qi}x)^\top(W_{Ki}X)}{\sqrt{d_{\mathrm{head}}}}\right)(W_{Vi}X)^\top$",
-    verdict="HOLDS",
-    uses=[TransformerBlock],
-)
+@claim("curse-of-depth/eq4", "Sec. 3, Eq. 4; Eqs. 24-25", "HOLDS", uses=[TransformerBlock])
 def eq4(seed: int) -> Evidence:
+    r"""$\mathrm{Attn}(x) = W_O(\mathrm{concat}(\mathrm{head}_1(x),\dots,\mathrm{head}_h(x)))$ with $\mathrm{head}_i(x) =
+    \mathrm{softmax}\left(\frac{(W_{Qi}x)^\top(W_{Ki}X)}{\sqrt{d_{\mathrm{head}}}}\right)(W_{Vi}X)^\top$"""
     block, X = make_block(seed, causal=False), Draw(seed).normal(5, 16).T  # tokens are columns in Eq. 4
     W: Any = block.attention
     heads = []
@@ -103,15 +85,10 @@ def eq4(seed: int) -> Evidence:
     return agrees(block.attention(X.T), (W.W_O.T @ torch.cat(heads, 1).T).T, "columns as tokens against hessiankit's rows")
 
 
-@claim(
-    "curse-of-depth/eq5",
-    place="Sec. 3, Eq. 5",
-    statement=r"$\frac{\partial\,\mathrm{Pre\text{-}LN}(x)}{\partial x} = I + \frac{\partial f(\mathrm{LN}(x))}{\partial"
-    r"\,\mathrm{LN}(x)}\frac{\partial\,\mathrm{LN}(x)}{\partial x}$",
-    verdict="HOLDS",
-    uses=[LayerNormAt, FeedForwardAt.jacobian],
-)
+@claim("curse-of-depth/eq5", "Sec. 3, Eq. 5", "HOLDS", uses=[LayerNormAt, FeedForwardAt.jacobian])
 def eq5(seed: int) -> Evidence:
+    r"""$\frac{\partial\,\mathrm{Pre\text{-}LN}(x)}{\partial x} = I + \frac{\partial
+    f(\mathrm{LN}(x))}{\partial\,\mathrm{LN}(x)}\frac{\partial\,\mathrm{LN}(x)}{\partial x}$"""
     draw = Draw(seed)
     X, W_1, W_2 = draw.normal(3, 5), draw.normal(5, 7), draw.normal(7, 5)
     norm = LayerNormAt(X)
@@ -121,30 +98,22 @@ def eq5(seed: int) -> Evidence:
     return agrees(closed, reference, "the closed forms of the chapters against autograd")
 
 
-@claim(
-    "curse-of-depth/eq12",
-    place="Sec. 4, Eq. 12; Eq. 51",
-    statement=r"$\mathbf{h}^{(\ell)} = \mathrm{LayerNorm}(\mathbf{h}^{(\ell)})\times\frac{1}{\sqrt\ell}$ with $\ell$ from 1, in "
-    r"front of both sub-layers",
-    verdict="HOLDS",
-    uses=[eq.lns],
-)
+@claim("curse-of-depth/eq12", "Sec. 4, Eq. 12; Eq. 51", "HOLDS", uses=[eq.lns])
 def eq12(seed: int) -> Evidence:
+    r"""$\mathbf{h}^{(\ell)} = \mathrm{LayerNorm}(\mathbf{h}^{(\ell)})\times\frac{1}{\sqrt\ell}$ with $\ell$ from 1, in front
+    of both sub-layers"""
     block, X = make_block(seed, 5, "lns"), Draw(seed).normal(5, 16)
     Y = X + written_attention(block, rms_norm(X) / math.sqrt(5))
     Z = Y + torch.relu(rms_norm(Y) / math.sqrt(5) @ block.feedforward.W_1) @ block.feedforward.W_2
     return agrees(block(X), Z, "hessiankit's placement 'lns' at l = 5 against Eq. 51")
 
 
-@claim(
-    "curse-of-depth/abstract-variance",
-    place="Abstract; Sec. 8",
-    statement="LNS 'scales the variance of output of the layer normalization inversely by the square root of its depth'",
-    verdict="WRONG AS PRINTED",
-    corrected=r"it scales the output by $1/\sqrt\ell$ and so its variance by $1/\ell$ (Eq. 12)",
-    uses=[eq.lns],
-)
+@claim("curse-of-depth/abstract-variance", "Abstract; Sec. 8", "WRONG AS PRINTED", uses=[eq.lns])
 def abstract_variance(seed: int) -> Evidence:
+    r"""LNS 'scales the variance of output of the layer normalization inversely by the square root of its depth'
+
+    Correct: it scales the output by $1/\sqrt\ell$ and so its variance by $1/\ell$ (Eq. 12)
+    """
     X, factor = Draw(seed).normal(20, 64), make_block(seed, 9, "lns").factor or 0.0
     ratio = float((factor * rms_norm(X)).var() / rms_norm(X).var())
     return off(relative_error(1 / math.sqrt(9), ratio), "l = 9", corrected=relative_error(1 / 9, ratio), above=0.5)
@@ -152,28 +121,27 @@ def abstract_variance(seed: int) -> Evidence:
 
 @claim(
     "curse-of-depth/lns-only",
-    place="Table 8, 'LNS Only After Attn', 'LNS Only After FFN'",
-    statement="the scaling of one sub-layer only",
-    verdict="VAGUE",
-    corrected=r"what the sub-layer returns times $1/\sqrt\ell$, or LNS on its norm only; not the same function",
+    "Table 8, 'LNS Only After Attn', 'LNS Only After FFN'",
+    "VAGUE",
     uses=[eq.lns_after_ffn, eq.lns_ffn_ln, eq.lns_after_attention, eq.lns_attention_ln],
 )
 def lns_only(seed: int) -> Evidence:
+    r"""the scaling of one sub-layer only
+
+    Correct: what the sub-layer returns times $1/\sqrt\ell$, or LNS on its norm only; not the same function
+    """
     X, found = Draw(seed).normal(5, 16), {}
     for name in ("lns-only-attention", "lns-only-attention-ln", "lns-only-ffn", "lns-only-ffn-ln"):
         found[PLACEMENTS[name].description] = float(make_block(seed, 4, name, activation="gelu")(X).norm())
     return readings(found, "norm of the same block's output at l = 4")
 
 
-@claim(
-    "curse-of-depth/lns-before-ln",
-    place="Table 8, 'Before LN'",
-    statement=r"scaling the input of the norm by $1/\sqrt\ell$ is a method of its own: perplexity 26.97 against 26.73 of Pre-LN",
-    verdict="WRONG AS PRINTED",
-    corrected=r"the norm undoes it: it is Pre-LN up to $\epsilon$, and 0.24 is the difference of two runs of one model",
-    uses=[eq.lns_before_ln],
-)
+@claim("curse-of-depth/lns-before-ln", "Table 8, 'Before LN'", "WRONG AS PRINTED", uses=[eq.lns_before_ln])
 def lns_before_ln(seed: int) -> Evidence:
+    r"""scaling the input of the norm by $1/\sqrt\ell$ is a method of its own: perplexity 26.97 against 26.73 of Pre-LN
+
+    Correct: the norm undoes it: it is Pre-LN up to $\epsilon$, and 0.24 is the difference of two runs of one model
+    """
     X = Draw(seed).normal(5, 16)
     pre, before = make_block(seed, 9), make_block(seed, 9, "lns-before-ln")
     return off(
@@ -181,14 +149,9 @@ def lns_before_ln(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "ours/lns-gain",
-    place="The Curse of Depth, Eq. 12",
-    statement=r"LNS is Pre-LN with gains $\gamma_\ell/\sqrt\ell$: the same function, so that the factor folds into the gain",
-    verdict="HOLDS",
-    uses=[eq.lns, eq.pre],
-)
+@claim("ours/lns-gain", "The Curse of Depth, Eq. 12", "HOLDS", uses=[eq.lns, eq.pre])
 def lns_gain(seed: int) -> Evidence:
+    r"""LNS is Pre-LN with gains $\gamma_\ell/\sqrt\ell$: the same function, so that the factor folds into the gain"""
     X = Draw(seed).normal(5, 16)
     lns, pre = make_block(seed, 5, "lns", affine=True), make_block(seed, 5, affine=True)
     norms: Any = (pre.norm_1, pre.norm_2)
@@ -197,15 +160,10 @@ def lns_gain(seed: int) -> Evidence:
     return agrees(lns(X), pre(X), "l = 5")
 
 
-@claim(
-    "ours/lns-gain-curvature",
-    place="The Curse of Depth, Eq. 12",
-    statement=r"in these two forms the Hessian agrees in all weights; rows of a gain differ by $1/\sqrt\ell$, its own block by "
-    r"$1/\ell$",
-    verdict="HOLDS",
-    uses=[hessian],
-)
+@claim("ours/lns-gain-curvature", "The Curse of Depth, Eq. 12", "HOLDS", uses=[hessian])
 def lns_gain_curvature(seed: int) -> Evidence:
+    r"""in these two forms the Hessian agrees in all weights; rows of a gain differ by $1/\sqrt\ell$, its own block by
+    $1/\ell$"""
     X, target = Draw(seed).normal(1, 3, 4), Draw(seed + 1).normal(1, 3, 4)
     options = {"d_model": 4, "d_ff": 4, "n_heads": 1, "affine": True, "activation": "gelu"}
     lns, pre = (make_block(seed, 4, name, **options).requires_grad_() for name in ("lns", "pre"))
@@ -224,17 +182,13 @@ def lns_gain_curvature(seed: int) -> Evidence:
     return agrees(found, expected, "blocks of W_1 and gamma_2 at l = 4")
 
 
-@claim(
-    "curse-of-depth/lns-renumbered",
-    place="Eq. 12 with Sec. 2, layer pruning",
-    statement=r"a layer is pruned and the rest stays as it is",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"each block keeps its $\ell$; a model that is saved without a block and numbered anew, as the "
-    r"released script does, "
-    r"has other factors behind it",
-    uses=[TransformerBlock],
-)
+@claim("curse-of-depth/lns-renumbered", "Eq. 12 with Sec. 2, layer pruning", "HOLDS UNDER ASSUMPTION", uses=[TransformerBlock])
 def renumbered(seed: int) -> Evidence:
+    r"""a layer is pruned and the rest stays as it is
+
+    Needs: each block keeps its $\ell$; a model that is saved without a block and numbered anew, as the released script does,
+    has other factors behind it
+    """
     X, blocks = Draw(seed).normal(5, 16), make_stack(seed, 4, "lns")
     kept = [blocks[0], *blocks[2:]]
     anew = []
@@ -253,28 +207,24 @@ def renumbered(seed: int) -> Evidence:
 
 
 @claim(
-    "curse-of-depth/norm-kind",
-    place="Sec. 3, 'LN denotes the layer normalization function'",
-    statement="LN is layer normalization",
-    verdict="VAGUE",
-    corrected="all LLaMA runs have RMSNorm (Sec. 5.1)",
-    uses=[LayerNormAt, RMSNormAt],
+    "curse-of-depth/norm-kind", "Sec. 3, 'LN denotes the layer normalization function'", "VAGUE", uses=[LayerNormAt, RMSNormAt]
 )
 def norm_kind(seed: int) -> Evidence:
+    """LN is layer normalization
+
+    Correct: all LLaMA runs have RMSNorm (Sec. 5.1)
+    """
     X = Draw(seed).normal(5, 16) + 1
     return readings({"LayerNorm": float(LayerNormAt(X).value[0, 0]), "RMSNorm": float(RMSNormAt(X).value[0, 0])}, "an entry")
 
 
-@claim(
-    "curse-of-depth/embedding-std",
-    place="Sec. 5.1; the theory, wherever sigma of x_1 enters",
-    statement="the standard deviation of the embedding is not given",
-    verdict="OMITTED",
-    corrected="0.632 in the released code until January 2026, 0.02 since: the first block's Jacobian feels it, and "
-    "with it the theory",
-    uses=[initialise],
-)
+@claim("curse-of-depth/embedding-std", "Sec. 5.1; the theory, wherever sigma of x_1 enters", "OMITTED", uses=[initialise])
 def embedding_std(seed: int) -> Evidence:
+    """the standard deviation of the embedding is not given
+
+    Correct: 0.632 in the released code until January 2026, 0.02 since: the first block's Jacobian feels it, and with it the
+    theory
+    """
     gain, tokens = [], Draw(seed).integers(0, 32, 1, 6)
     for std in (0.632, 0.02):
         model = Transformer(32, 16, 32, 1, 2, placement="pre", norm="rmsnorm", rotary=True, causal=True).double()

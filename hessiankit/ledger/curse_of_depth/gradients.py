@@ -17,7 +17,7 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import StackSizes, dense, exponent, make_stack, rms_norm, spectral, stream
 from hessiankit.ledger.curse_of_depth.variance import grown
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, false, measured, off, readings, relative_error, small, violated
+from hessiankit.ledger.evidence import agrees, assumed, bounded, exceeded, false, measured, off, readings, relative_error, small
 from hessiankit.ledger.registry import claim
 
 
@@ -46,51 +46,37 @@ class AttentionBranch:
         return pre_norm_gradient_bounds(len(self.X), *self.W).W_Q
 
 
-@claim(
-    "curse-of-depth/eq18",
-    place="Theorem 4.3, Eq. 18",
-    statement=r"$\|\frac{\partial y_L}{\partial W_1}\|_2\le\prod_{\ell=1}^{L-1}\left(1 + \frac{A'}{\ell\,\sigma_{x_\ell}} + "
-    r"\frac{B'}{\ell^2\sigma_{x_\ell}^2}\right)$ with $A'$, $B'$ 'defined in A.5'",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$A'$ and $B'$ are defined nowhere, and $\frac{\partial y_1}{\partial W_1}$ is missing in front: at $L "
-    r"= 1$ the product "
-    r"is 1, and the left side is bounded by $\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("curse-of-depth/eq18", "Theorem 4.3, Eq. 18", "WRONG AS PRINTED", uses=[pre_norm_gradient_bounds])
 def eq18(seed: int) -> Evidence:
+    r"""$\|\frac{\partial y_L}{\partial W_1}\|_2\le\prod_{\ell=1}^{L-1}\left(1 + \frac{A'}{\ell\,\sigma_{x_\ell}} +
+    \frac{B'}{\ell^2\sigma_{x_\ell}^2}\right)$ with $A'$, $B'$ 'defined in A.5'
+
+    Correct: $A'$ and $B'$ are defined nowhere, and $\frac{\partial y_1}{\partial W_1}$ is missing in front: at $L = 1$ the
+    product is 1, and the left side is bounded by $\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$
+    """
     point = AttentionBranch(seed)
     point.W[3] = 100 * point.W[3]
     found = point.jacobian
-    return violated(
+    return exceeded(
         spectral(found), "one block of one head, L = 1; over the sharp bound", corrected=float(found.norm()) / point.bound
     )
 
 
-@claim(
-    "curse-of-depth/eq66",
-    place="App. A.5, Eqs. 66-68",
-    statement=r"$\frac{\partial y_L}{\partial W_1} = \frac{\partial y_L}{\partial x_1}\frac{\partial "
-    r"x_1}{\partial\,\mathrm{LN}(x_1)}"
-    r"\frac{\partial\,\mathrm{LN}(x_1)}{\partial\,\mathrm{Attn}(\mathrm{LN}(x_1))}\cdots$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{\partial y_L}{\partial x'_1}\frac{\partial\,\mathrm{Attn}}{\partial W_1}$: the weights do not act through "
-    r"$x_1$, and $\frac{\partial\,\mathrm{LN}}{\partial x}$ has rank $d - 2$ and no inverse",
-    uses=[LayerNormAt],
-)
+@claim("curse-of-depth/eq66", "App. A.5, Eqs. 66-68", "WRONG AS PRINTED", uses=[LayerNormAt])
 def eq66(seed: int) -> Evidence:
+    r"""$\frac{\partial y_L}{\partial W_1} = \frac{\partial y_L}{\partial x_1}\frac{\partial
+    x_1}{\partial\,\mathrm{LN}(x_1)}\frac{\partial\,\mathrm{LN}(x_1)}{\partial\,\mathrm{Attn}(\mathrm{LN}(x_1))}\cdots$
+
+    Correct: $\frac{\partial y_L}{\partial x'_1}\frac{\partial\,\mathrm{Attn}}{\partial W_1}$: the weights do not act through
+    $x_1$, and $\frac{\partial\,\mathrm{LN}}{\partial x}$ has rank $d - 2$ and no inverse
+    """
     J = dense(LayerNormAt(Draw(seed).normal(1, 8)).jacobian("X"))
     return false(int(torch.linalg.matrix_rank(J, rtol=1e-10)), 8, "rank of dLN/dx at d = 8, to be invertible")
 
 
-@claim(
-    "ours/query-chain",
-    place="The Curse of Depth, Eq. 66",
-    statement=r"$\frac{\partial y_L}{\partial W_1} = \frac{\partial y_L}{\partial "
-    r"x'_1}\frac{\partial\,\mathrm{Attn}}{\partial W_1}$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
-)
+@claim("ours/query-chain", "The Curse of Depth, Eq. 66", "HOLDS", uses=[AttentionAt.jacobian])
 def chain(seed: int) -> Evidence:
+    r"""$\frac{\partial y_L}{\partial W_1} = \frac{\partial y_L}{\partial x'_1}\frac{\partial\,\mathrm{Attn}}{\partial W_1}$"""
     X, blocks = Draw(seed).normal(3, 6), make_stack(seed, 3, d_model=6, d_ff=8, n_heads=1)
     first = blocks[0]
     W: Any = first.attention
@@ -108,16 +94,13 @@ def chain(seed: int) -> Evidence:
     return agrees(found, jacobian_of(through, W.W_Q), "three blocks against autograd")
 
 
-@claim(
-    "curse-of-depth/eq69",
-    place="App. A.5, Eq. 69",
-    statement=r"$\|\frac{\partial x_1}{\partial\,\mathrm{LN}(x_1)}\|_2 = \sigma_{x_1}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{\partial\,\mathrm{LN}}{\partial x}$ has the singular value 0, twice; $\sigma_{x_1}$ is the norm of its "
-    r"pseudo-inverse",
-    uses=[LayerNormAt],
-)
+@claim("curse-of-depth/eq69", "App. A.5, Eq. 69", "WRONG AS PRINTED", uses=[LayerNormAt])
 def eq69(seed: int) -> Evidence:
+    r"""$\|\frac{\partial x_1}{\partial\,\mathrm{LN}(x_1)}\|_2 = \sigma_{x_1}$
+
+    Correct: $\frac{\partial\,\mathrm{LN}}{\partial x}$ has the singular value 0, twice; $\sigma_{x_1}$ is the norm of its
+    pseudo-inverse
+    """
     x = Draw(seed).normal(1, 8)
     J = dense(LayerNormAt(x).jacobian("X"))
     values = torch.linalg.svdvals(J)
@@ -129,15 +112,10 @@ def eq69(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curse-of-depth/eq71-eq72",
-    place="App. A.5, Eqs. 71-72",
-    statement=r"$Q = xW^Q$, $K = xW^K$, $V = xW^V$; "
-    r"$\mathrm{Attn}(x)\sim\mathrm{softmax}\left(\frac{(xW_1)K^\top}{\sqrt{d_k}}\right)V$",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("curse-of-depth/eq71-eq72", "App. A.5, Eqs. 71-72", "HOLDS", uses=[AttentionAt])
 def eq71(seed: int) -> Evidence:
+    r"""$Q = xW^Q$, $K = xW^K$, $V = xW^V$;
+    $\mathrm{Attn}(x)\sim\mathrm{softmax}\left(\frac{(xW_1)K^\top}{\sqrt{d_k}}\right)V$"""
     draw = Draw(seed)
     X, W = draw.normal(4, 8), [draw.normal(8, 8) for _ in range(3)]
     Q, K, V = (X @ w for w in W)
@@ -148,41 +126,32 @@ def eq71(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curse-of-depth/eq73",
-    place="App. A.5, Eq. 73",
-    statement=r"$\|\frac{\partial\,\mathrm{Attn}(x)}{\partial W_1}\|_2\le\frac{\|x\|_2}{\sqrt{d_k}}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{\|x\|_2\|K\|_2\|V\|_2}{2\sqrt{d_k}}$: keys and values are lost, and the softmax's Jacobian has "
-    r"norm up to $\frac12$",
-    uses=[AttentionAt.jacobian],
-)
+@claim("curse-of-depth/eq73", "App. A.5, Eq. 73", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
 def eq73(seed: int) -> Evidence:
+    r"""$\|\frac{\partial\,\mathrm{Attn}(x)}{\partial W_1}\|_2\le\frac{\|x\|_2}{\sqrt{d_k}}$
+
+    Correct: $\frac{\|x\|_2\|K\|_2\|V\|_2}{2\sqrt{d_k}}$: keys and values are lost, and the softmax's Jacobian has norm up to
+    $\frac12$
+    """
     draw = Draw(seed)
     X, W = draw.normal(4, 8), [draw.normal(8, 8, std=0.2), draw.normal(8, 8), draw.normal(8, 8)]
     found = spectral(dense(AttentionAt(X, *W).jacobian("W_Q")))
     printed = spectral(X) / math.sqrt(8)
-    return violated(found / printed, "one head", corrected=found / (printed * spectral(X @ W[1]) * spectral(X @ W[2]) / 2))
+    return exceeded(found / printed, "one head", corrected=found / (printed * spectral(X @ W[1]) * spectral(X @ W[2]) / 2))
 
 
-@claim(
-    "curse-of-depth/eq74",
-    place="App. A.5, Eq. 74",
-    statement=r"$\ldots\frac{\|x\|_2}{\sqrt d}$, after $\frac{\|x\|_2}{\sqrt{d_k}}$ in Eq. 73",
-    verdict="VAGUE",
-    corrected=r"$\sqrt{d_k}$, the width of a head",
-)
+@claim("curse-of-depth/eq74", "App. A.5, Eq. 74", "VAGUE")
 def eq74(seed: int) -> Evidence:
+    r"""$\ldots\frac{\|x\|_2}{\sqrt d}$, after $\frac{\|x\|_2}{\sqrt{d_k}}$ in Eq. 73
+
+    Correct: $\sqrt{d_k}$, the width of a head
+    """
     return readings({"Eq. 73, d_k = 64": 1 / 8, "Eq. 74, d = 768": 1 / math.sqrt(768)}, "factor of ||x||, LLaMA-130M")
 
 
-@claim(
-    "curse-of-depth/eq76",
-    place="App. A.5, Eq. 76",
-    statement=r"$x\sim N(0,\sigma_1^2I_n)$: $\mathbb{E}\|x\|_2 = \sigma_1\sqrt2\,\frac{\Gamma((n+1)/2)}{\Gamma(n/2)}$",
-    verdict="HOLDS",
-)
+@claim("curse-of-depth/eq76", "App. A.5, Eq. 76", "HOLDS")
 def eq76(seed: int) -> Evidence:
+    r"""$x\sim N(0,\sigma_1^2I_n)$: $\mathbb{E}\|x\|_2 = \sigma_1\sqrt2\,\frac{\Gamma((n+1)/2)}{\Gamma(n/2)}$"""
     found, reference = [], []
     r = torch.linspace(0, 40, 400_001, dtype=torch.float64)
     for n in (3, 5, 17):
@@ -192,67 +161,51 @@ def eq76(seed: int) -> Evidence:
     return agrees(found, reference, "n = 3, 5, 17 against the integral over the radius")
 
 
-@claim(
-    "curse-of-depth/eq77",
-    place="App. A.5, Eq. 77",
-    statement=r"$\|x_1\|_2\sim\sqrt{\sigma_1^2d}$",
-    verdict="HOLDS",
-)
+@claim("curse-of-depth/eq77", "App. A.5, Eq. 77", "HOLDS")
 def eq77(seed: int) -> Evidence:
+    r"""$\|x_1\|_2\sim\sqrt{\sigma_1^2d}$"""
     d = 10**6
     expected = math.sqrt(2) * math.exp(math.lgamma((d + 1) / 2) - math.lgamma(d / 2))
     return small(abs(expected / math.sqrt(d) - 1), "Eq. 76 over sqrt(d) at d = 10^6", below=1e-5)
 
 
-@claim(
-    "curse-of-depth/eq78",
-    place="App. A.5, Eq. 78",
-    statement=r"$\|W^O\|_2\le\sigma(\sqrt d + \sqrt{h\,d_{\mathrm{head}}})$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="in expectation (Gordon); a single matrix may exceed it",
-)
+@claim("curse-of-depth/eq78", "App. A.5, Eq. 78", "HOLDS UNDER ASSUMPTION")
 def eq78(seed: int) -> Evidence:
+    r"""$\|W^O\|_2\le\sigma(\sqrt d + \sqrt{h\,d_{\mathrm{head}}})$
+
+    Needs: in expectation (Gordon); a single matrix may exceed it
+    """
     draw = Draw(seed)
     norms = torch.linalg.matrix_norm(draw.normal(2000, 4, 4), 2) / (2 * math.sqrt(4))
     return assumed(bounded(float(norms.mean()), "mean over 2000 matrices of width 4"), float(norms.max()), above=1.05)
 
 
-@claim(
-    "curse-of-depth/eq81",
-    place="App. A.5, Eqs. 79-81",
-    statement=r"$\|\frac{\partial y_L}{\partial W_1}\|_2\le\prod_{\ell=1}^{L-1}(\ldots)\,\sigma_{x_1}^2\sigma(\sqrt d + "
-    r"\sqrt{h\,d_{\mathrm{head}}})h\left[(\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^3\sqrt{d^3d_{\mathrm{head}}} + "
-    r"\sigma_{x_1}(\sqrt d + "
-    r"\sqrt{d_{\mathrm{head}}})\right]$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"the norm takes $\sigma_{x_1}$ out: $\frac{\partial y_1}{\partial W_1}$ does not fall with it, and the "
-    r"right side does, "
-    r"with the square; nor has Eq. 81 the $\frac1\ell$ of Eq. 18",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("curse-of-depth/eq81", "App. A.5, Eqs. 79-81", "WRONG AS PRINTED", uses=[pre_norm_gradient_bounds])
 def eq81(seed: int) -> Evidence:
+    r"""$\|\frac{\partial y_L}{\partial W_1}\|_2\le\prod_{\ell=1}^{L-1}(\ldots)\,\sigma_{x_1}^2\sigma(\sqrt d +
+    \sqrt{h\,d_{\mathrm{head}}})h\left[(\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^3\sqrt{d^3d_{\mathrm{head}}} +
+    \sigma_{x_1}(\sqrt d + \sqrt{d_{\mathrm{head}}})\right]$
+
+    Correct: the norm takes $\sigma_{x_1}$ out: $\frac{\partial y_1}{\partial W_1}$ does not fall with it, and the right side
+    does, with the square; nor has Eq. 81 the $\frac1\ell$ of Eq. 18
+    """
     deviation = 0.02
     point = AttentionBranch(seed, deviation=deviation)
     size, d = point.size, point.size.d
     inner = size.of_sequence * size.sigma**3 * math.sqrt(d**4) + deviation * 2 * math.sqrt(d)
     right = deviation**2 * size.sigma * 2 * math.sqrt(d) * inner
     detail = "L = 1, embedding of standard deviation 0.02; over the sharp bound"
-    return violated(spectral(point.jacobian) / right, detail, corrected=float(point.jacobian.norm()) / point.bound)
+    return exceeded(spectral(point.jacobian) / right, detail, corrected=float(point.jacobian.norm()) / point.bound)
 
 
-@claim(
-    "curse-of-depth/eq82",
-    place="App. A.5, Eq. 82",
-    statement=r"'we find that it is in the following form: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\prod(1 + "
-    r"\frac{A'}{\sigma_{x_\ell}}"
-    r" + \frac{B'}{\sigma_{x_\ell}^2})$'",
-    verdict="WRONG AS PRINTED",
-    corrected=r"that is about $x_1$ again; $\|\frac{\partial y_L}{\partial W_1}\|_2$ has a factor that no product of "
-    r"this form has: it "
-    r"is homogeneous in $W_V$ and $W_O$ of the first block",
-    uses=[AttentionAt.jacobian],
-)
+@claim("curse-of-depth/eq82", "App. A.5, Eq. 82", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
 def eq82(seed: int) -> Evidence:
+    r"""'we find that it is in the following form: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\prod(1 +
+    \frac{A'}{\sigma_{x_\ell}} + \frac{B'}{\sigma_{x_\ell}^2})$'
+
+    Correct: that is about $x_1$ again; $\|\frac{\partial y_L}{\partial W_1}\|_2$ has a factor that no product of this form
+    has: it is homogeneous in $W_V$ and $W_O$ of the first block
+    """
     point = AttentionBranch(seed)
     before = spectral(point.jacobian)
     point.W[3] = 1e4 * point.W[3]
@@ -260,15 +213,13 @@ def eq82(seed: int) -> Evidence:
     return off(abs(after / before - 1), "||dy_1/dW_1|| with W_O times 10^4, L = 1", corrected=relative_error(after, 1e4 * before))
 
 
-@claim(
-    "curse-of-depth/eq19",
-    place="Sec. 4.1, Eq. 19",
-    statement=r"'the good variance growth rate is sub linearly growth', $\sigma_{x_\ell}^2\sim\ell$, 'which is actually the "
-    r"LayerNorm Scaling convergence rate'",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\ell$ is linear; for uncorrelated branches LNS has $\log\ell$ (see Eq. 14)",
-)
+@claim("curse-of-depth/eq19", "Sec. 4.1, Eq. 19", "WRONG AS PRINTED")
 def eq19(seed: int) -> Evidence:
+    r"""'the good variance growth rate is sub linearly growth', $\sigma_{x_\ell}^2\sim\ell$, 'which is actually the LayerNorm
+    Scaling convergence rate'
+
+    Correct: $\ell$ is linear; for uncorrelated branches LNS has $\log\ell$ (see Eq. 14)
+    """
     values = grown(10_000, lns=True)
     linear, logarithm = exponent([1e3, 1e4], [float(values[999]), float(values[9999])]), float(values[9999]) / math.log(10_000)
     return off(
@@ -276,19 +227,14 @@ def eq19(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curse-of-depth/sec4.1-every-layer",
-    place="Sec. 4.1, last paragraph",
-    statement=r"for every layer $\ell$ the norm $\|\frac{\partial y_L}{\partial W_\ell}\|_2$ 'has the same upper "
-    r"bound'; 'the proof is "
-    r"omitted'",
-    verdict="NOT REPRODUCED",
-    corrected=r"the factors of the blocks before $\ell$ do not enter; at initialisation LNS makes it fall with "
-    r"$\ell$, far faster than "
-    r"Pre-LN",
-    uses=[TransformerBlock],
-)
+@claim("curse-of-depth/sec4.1-every-layer", "Sec. 4.1, last paragraph", "NOT REPRODUCED", uses=[TransformerBlock])
 def every_layer(seed: int) -> Evidence:
+    r"""for every layer $\ell$ the norm $\|\frac{\partial y_L}{\partial W_\ell}\|_2$ 'has the same upper bound'; 'the proof is
+    omitted'
+
+    Correct: the factors of the blocks before $\ell$ do not enter; at initialisation LNS makes it fall with $\ell$, far faster
+    than Pre-LN
+    """
     falls = {}
     for name in ("pre", "lns"):
         X, blocks = Draw(seed).normal(4, 8), make_stack(seed, 6, name, d_model=8, d_ff=16, n_heads=1)

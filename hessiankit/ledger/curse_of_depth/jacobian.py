@@ -26,11 +26,11 @@ from hessiankit.ledger.curse_of_depth.stacks import (
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import (
     bounded,
+    exceeded,
     loose,
     off,
     readings,
     relative_error,
-    violated,
     wrong,
 )
 from hessiankit.ledger.registry import claim
@@ -67,44 +67,41 @@ def chain(matrices: list[Tensor]) -> Tensor:
 
 @claim(
     "curse-of-depth/eq8",
-    place="Theorem 3.3, Eq. 8; Lemma A.2, Eqs. 35 and 37",
-    statement=r"$\frac{\partial y_L}{\partial x_1} = \prod_{\ell=1}^{L-1}\left(\frac{\partial y_\ell}{\partial x'_\ell}\cdot"
-    r"\frac{\partial x'_\ell}{\partial x_\ell}\right)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$L$ factors, $\prod_{\ell=1}^L$, since $y_L = x_{L+1}$",
+    "Theorem 3.3, Eq. 8; Lemma A.2, Eqs. 35 and 37",
+    "WRONG AS PRINTED",
     uses=[AttentionAt.jacobian, FeedForwardAt.jacobian, RMSNormAt],
 )
 def eq8(seed: int) -> Evidence:
+    r"""$\frac{\partial y_L}{\partial x_1} = \prod_{\ell=1}^{L-1}\left(\frac{\partial y_\ell}{\partial
+    x'_\ell}\cdot\frac{\partial x'_\ell}{\partial x_\ell}\right)$
+
+    Correct: $L$ factors, $\prod_{\ell=1}^L$, since $y_L = x_{L+1}$
+    """
     X, blocks = Draw(seed).normal(3, 6), make_stack(seed, 3, **SMALL)
     found = factors(blocks, X)
     reference = jacobian_of(lambda X: stream(blocks, X)[-1], X)
     return wrong(chain(found[:-1]), reference, "three blocks against autograd", corrected=chain(found), above=0.05)
 
 
-@claim(
-    "curse-of-depth/eq8-order",
-    place="Theorem 3.3, Eq. 8",
-    statement=r"the order of the factors of $\prod_\ell$",
-    verdict="VAGUE",
-    corrected=r"$\ell$ falls from left to right; the factors do not commute",
-    uses=[AttentionAt.jacobian],
-)
+@claim("curse-of-depth/eq8-order", "Theorem 3.3, Eq. 8", "VAGUE", uses=[AttentionAt.jacobian])
 def eq8_order(seed: int) -> Evidence:
+    r"""the order of the factors of $\prod_\ell$
+
+    Correct: $\ell$ falls from left to right; the factors do not commute
+    """
     X, blocks = Draw(seed).normal(3, 6), make_stack(seed, 3, **SMALL)
     found, reference = factors(blocks, X), jacobian_of(lambda X: stream(blocks, X)[-1], X)
     errors = {"rising": relative_error(chain(found[::-1]), reference), "falling": relative_error(chain(found), reference)}
     return readings(errors, "relative error against autograd")
 
 
-@claim(
-    "curse-of-depth/eq35",
-    place="Lemma A.2, Eq. 35",
-    statement=r"$\prod_{n=1}^{L-1}(\frac{\partial y_\ell}{\partial x'_\ell}\cdot\frac{\partial x'_\ell}{\partial x_\ell})$, with "
-    r"factors that do not read $n$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"the product is over $\ell$, from 1 to $L$",
-)
+@claim("curse-of-depth/eq35", "Lemma A.2, Eq. 35", "WRONG AS PRINTED")
 def eq35(seed: int) -> Evidence:
+    r"""$\prod_{n=1}^{L-1}(\frac{\partial y_\ell}{\partial x'_\ell}\cdot\frac{\partial x'_\ell}{\partial x_\ell})$, with
+    factors that do not read $n$
+
+    Correct: the product is over $\ell$, from 1 to $L$
+    """
     X, blocks = Draw(seed).normal(3, 6), make_stack(seed, 3, **SMALL)
     found, reference = factors(blocks, X), jacobian_of(lambda X: stream(blocks, X)[-1], X)
     powers = [relative_error(torch.linalg.matrix_power(J, 2), reference) for J in found]
@@ -112,14 +109,11 @@ def eq35(seed: int) -> Evidence:
 
 
 @claim(
-    "curse-of-depth/eq39",
-    place="App. A.2.1, Eqs. 39 and 42",
-    statement=r"$\|\frac{\partial y}{\partial x'}\|_2\le1 + \|\frac{\partial f}{\partial\,\mathrm{LN}}\|_2\|\frac{\partial"
-    r"\,\mathrm{LN}}{\partial x'}\|_2$, for the network and for the attention",
-    verdict="HOLDS",
-    uses=[FeedForwardAt.jacobian, AttentionAt.jacobian, LayerNormAt],
+    "curse-of-depth/eq39", "App. A.2.1, Eqs. 39 and 42", "HOLDS", uses=[FeedForwardAt.jacobian, AttentionAt.jacobian, LayerNormAt]
 )
 def eq39(seed: int) -> Evidence:
+    r"""$\|\frac{\partial y}{\partial x'}\|_2\le1 + \|\frac{\partial
+    f}{\partial\,\mathrm{LN}}\|_2\|\frac{\partial\,\mathrm{LN}}{\partial x'}\|_2$, for the network and for the attention"""
     found = []
     for k in range(5):
         draw = Draw(10 * seed + k)
@@ -136,14 +130,12 @@ def eq39(seed: int) -> Evidence:
     return bounded(found, "5 points")
 
 
-@claim(
-    "curse-of-depth/norm-of-w1",
-    place="App. A.2.1, below Eq. 39",
-    statement=r"$\|W_1\|_2\sim\sigma_1\sqrt{d + \sqrt{d_{\mathrm{FFN}}}}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\sigma_1(\sqrt d + \sqrt{d_{\mathrm{FFN}}})$, as Eq. 40 uses it",
-)
+@claim("curse-of-depth/norm-of-w1", "App. A.2.1, below Eq. 39", "WRONG AS PRINTED")
 def norm_of_w1(seed: int) -> Evidence:
+    r"""$\|W_1\|_2\sim\sigma_1\sqrt{d + \sqrt{d_{\mathrm{FFN}}}}$
+
+    Correct: $\sigma_1(\sqrt d + \sqrt{d_{\mathrm{FFN}}})$, as Eq. 40 uses it
+    """
     d, d_ff, std = 128, 512, 0.05
     found = spectral(Draw(seed).normal(d, d_ff, std=std))
     printed, corrected = std * math.sqrt(d + math.sqrt(d_ff)), std * (math.sqrt(d) + math.sqrt(d_ff))
@@ -151,16 +143,13 @@ def norm_of_w1(seed: int) -> Evidence:
     return off(relative_error(printed, found), detail, corrected=relative_error(corrected, found), above=0.3, below=0.05)
 
 
-@claim(
-    "curse-of-depth/eq40",
-    place="App. A.2.1, Eq. 40",
-    statement=r"$\|\frac{\partial\,\mathrm{FFN}}{\partial\,\mathrm{LN}}\|_2 = \|W^1_\ell W^2_\ell\|_2$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\|W_2DW_1\|_2$ with the slopes $D$ of the activation, between the two in the order of Eq. 4; the bound "
-    r"$\sigma_1\sigma_2(\sqrt d + \sqrt{d_{\mathrm{ffn}}})^2$ holds for slopes up to 1",
-    uses=[FeedForwardAt.jacobian],
-)
+@claim("curse-of-depth/eq40", "App. A.2.1, Eq. 40", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def eq40(seed: int) -> Evidence:
+    r"""$\|\frac{\partial\,\mathrm{FFN}}{\partial\,\mathrm{LN}}\|_2 = \|W^1_\ell W^2_\ell\|_2$
+
+    Correct: $\|W_2DW_1\|_2$ with the slopes $D$ of the activation, between the two in the order of Eq. 4; the bound
+    $\sigma_1\sigma_2(\sqrt d + \sqrt{d_{\mathrm{ffn}}})^2$ holds for slopes up to 1
+    """
     draw = Draw(seed)
     network, x = Network.draw(draw, 32, 64, 0.1), draw.normal(1, 32)
     reference = spectral(jacobian_of(lambda x: network(x), x))
@@ -171,35 +160,29 @@ def eq40(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curse-of-depth/eq41",
-    place="App. A.2.1, Eq. 41",
-    statement=r"$\|\frac{\partial y_\ell}{\partial x'_\ell}\|_2\le1 + \frac{\sigma_\ell^2}{\sigma_{x'_\ell}(\sqrt d + "
-    r"\sqrt{d_{\mathrm{FFN}}})^2}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$1 + \frac{\sigma_\ell^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2}{\sigma_{x'_\ell}}$, the factor of Eq. 40",
-    uses=[FeedForwardAt.jacobian, RMSNormAt],
-)
+@claim("curse-of-depth/eq41", "App. A.2.1, Eq. 41", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian, RMSNormAt])
 def eq41(seed: int) -> Evidence:
+    r"""$\|\frac{\partial y_\ell}{\partial x'_\ell}\|_2\le1 + \frac{\sigma_\ell^2}{\sigma_{x'_\ell}(\sqrt d +
+    \sqrt{d_{\mathrm{FFN}}})^2}$
+
+    Correct: $1 + \frac{\sigma_\ell^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2}{\sigma_{x'_\ell}}$, the factor of Eq. 40
+    """
     size, draw = StackSizes(), Draw(seed)
     network, x = Network.draw(draw, size.d, size.d_ffn, size.sigma), draw.normal(1, size.d)
     deviation = float(x.square().mean().sqrt())
     found = spectral(jacobian_of(lambda x: x + network(rms_norm(x)), x))
     printed, corrected = 1 + size.ffn_printed / deviation, 1 + size.ffn / deviation
     detail = f"d = 64, d_FFN = 256: norm {found:.3g}, bounds {printed:.5g} and {corrected:.3g}"
-    return violated(found / printed, detail, corrected=found / corrected)
+    return exceeded(found / printed, detail, corrected=found / corrected)
 
 
-@claim(
-    "curse-of-depth/eq43",
-    place="App. A.2.1, Eq. 43; Eq. 70",
-    statement=r"$\frac{\partial\,\mathrm{Attn}}{\partial\,\mathrm{LN}} = W^OZ(\mathrm{LN})\frac{\partial Z(\mathrm{LN})}{\partial"
-    r"\,\mathrm{LN}}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$W^OJ^Z$, the right side: $Z$ itself is no factor",
-    uses=[AttentionAt.jacobian],
-)
+@claim("curse-of-depth/eq43", "App. A.2.1, Eq. 43; Eq. 70", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
 def eq43(seed: int) -> Evidence:
+    r"""$\frac{\partial\,\mathrm{Attn}}{\partial\,\mathrm{LN}} = W^OZ(\mathrm{LN})\frac{\partial
+    Z(\mathrm{LN})}{\partial\,\mathrm{LN}}$
+
+    Correct: $W^OJ^Z$, the right side: $Z$ itself is no factor
+    """
     draw, s, d = Draw(seed), 3, 5
     N, W = draw.normal(s, d), [draw.normal(d, d) for _ in range(4)]
 
@@ -214,33 +197,24 @@ def eq43(seed: int) -> Evidence:
     return off(relative_error(out @ Z @ J_Z, reference), detail, corrected=relative_error(out @ J_Z, reference))
 
 
-@claim(
-    "curse-of-depth/eq44",
-    place="App. A.2.1, Eq. 44; Eq. 75",
-    statement=r"$\|J^Z\|_2\le h\left((\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^3\sqrt{d^3d_{\mathrm{head}}} + "
-    r"\sigma_x^\ell(\sqrt d + "
-    r"\sqrt{d_{\mathrm{head}}})\right)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\sigma$ of the weights in the second term, which is the value path; it is Takase et al.'s, not Vershynin's",
-    uses=[AttentionAt.jacobian],
-)
+@claim("curse-of-depth/eq44", "App. A.2.1, Eq. 44; Eq. 75", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
 def eq44(seed: int) -> Evidence:
+    r"""$\|J^Z\|_2\le h\left((\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^3\sqrt{d^3d_{\mathrm{head}}} + \sigma_x^\ell(\sqrt d +
+    \sqrt{d_{\mathrm{head}}})\right)$
+
+    Correct: $\sigma$ of the weights in the second term, which is the value path; it is Takase et al.'s, not Vershynin's
+    """
     draw, s, d, std, deviation = Draw(seed), 6, 64, 0.01, 1e-4
     X, W = draw.normal(s, d, std=deviation), [draw.normal(d, d, std=std) for _ in range(3)]
     found = spectral(dense(AttentionAt(LayerNormAt(X).value, *W).jacobian("X")))
     first = (math.sqrt(s) + 2 + 1 / math.sqrt(s)) * std**3 * d**2
     printed, corrected = first + deviation * 2 * math.sqrt(d), first + std * 2 * math.sqrt(d)
-    return violated(found / printed, "one head, tokens of standard deviation 1e-4, which LN undoes", corrected=found / corrected)
+    return exceeded(found / printed, "one head, tokens of standard deviation 1e-4, which LN undoes", corrected=found / corrected)
 
 
-@claim(
-    "curse-of-depth/eq44-loose",
-    place="App. A.2.1, Eq. 44, corrected",
-    statement=r"the bound with $\sigma_W$ in the second term",
-    verdict="LOOSE",
-    uses=[AttentionAt.jacobian],
-)
+@claim("curse-of-depth/eq44-loose", "App. A.2.1, Eq. 44, corrected", "LOOSE", uses=[AttentionAt.jacobian])
 def eq44_loose(seed: int) -> Evidence:
+    r"""the bound with $\sigma_W$ in the second term"""
     draw, size, head = Draw(seed), StackSizes(d=32, s=8, h=2), 16
     N = LayerNormAt(draw.normal(size.s, size.d)).value
     heads = [

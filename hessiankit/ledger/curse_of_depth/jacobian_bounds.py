@@ -26,25 +26,24 @@ from hessiankit.ledger.curse_of_depth.stacks import (
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import (
     bounded,
+    exceeded,
     loose,
     measured,
     off,
     relative_error,
-    violated,
 )
 from hessiankit.ledger.registry import claim
 
 
-@claim(
-    "curse-of-depth/eq47",
-    place="App. A.2.2, Eq. 47",
-    statement=r"$A = \frac{\sigma^2}{(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2} + 2dh(\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^2\left("
-    r"d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d}\right)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$A = a + b$ with $a = \sigma^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2$, $b = 2dh(\sqrt s + 2 + \frac{1}{\sqrt s})"
-    r"\sigma^2(\sigma^2d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d})$: Eq. 36 has a $\sigma^2$ that is lost here",
-)
+@claim("curse-of-depth/eq47", "App. A.2.2, Eq. 47", "WRONG AS PRINTED")
 def eq47(seed: int) -> Evidence:
+    r"""$A = \frac{\sigma^2}{(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2} + 2dh(\sqrt s + 2 + \frac{1}{\sqrt
+    s})\sigma^2\left(d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d}\right)$
+
+    Correct: $A = a + b$ with $a = \sigma^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2$, $b = 2dh(\sqrt s + 2 + \frac{1}{\sqrt
+    s})\sigma^2(\sigma^2d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d})$: Eq. 36 has a $\sigma^2$ that is lost
+    here
+    """
     size = StackSizes()
     first, _ = coefficients(size.ffn_printed, size.attention)
     detail = f"the factors of Eq. 36 as printed, d = 64, s = 32: {size.A_printed:.4g} for {first:.4g}; corrected a + b"
@@ -60,14 +59,12 @@ def coefficients(a: float, b: float) -> tuple[float, float]:
     return float(first.detach()), float(second) / 2
 
 
-@claim(
-    "curse-of-depth/eq48",
-    place="App. A.2.2, Eq. 48",
-    statement=r"$B = 2dh(\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^4d\sqrt{d_{\mathrm{head}}}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$B = ab$, the product of the two factors of $1/\sigma_x$; the printed one is a part of $b$",
-)
+@claim("curse-of-depth/eq48", "App. A.2.2, Eq. 48", "WRONG AS PRINTED")
 def eq48(seed: int) -> Evidence:
+    r"""$B = 2dh(\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^4d\sqrt{d_{\mathrm{head}}}$
+
+    Correct: $B = ab$, the product of the two factors of $1/\sigma_x$; the printed one is a part of $b$
+    """
     size = StackSizes()
     _, second = coefficients(size.ffn_printed, size.attention)
     detail = f"Eq. 36 as printed: {size.B_printed:.4g} for {second:.3g}; with a corrected {size.ffn * size.attention:.4g}"
@@ -92,29 +89,22 @@ STACK = StackSizes(d=16, d_ffn=32, h=2, s=4, sigma=1 / math.sqrt(2.5 * 16))
 """The numbers of the stacks that the rows draw."""
 
 
-@claim(
-    "curse-of-depth/eq9",
-    place="Theorem 3.3, Eq. 9; Eqs. 36, 45 and 46",
-    statement=r"$\|\frac{\partial y_L}{\partial x_1}\|_2\le\prod_\ell\left(1 + \frac{A}{\sigma_{x_\ell}} + \frac{B}"
-    r"{\sigma_{x_\ell}^2}\right)$",
-    verdict="LOOSE",
-    corrected=r"with $A = a + b$, $B = ab$, the least deviation of a token for $\sigma_{x_\ell}$, and $L$ factors",
-    uses=[TransformerBlock],
-)
+@claim("curse-of-depth/eq9", "Theorem 3.3, Eq. 9; Eqs. 36, 45 and 46", "LOOSE", uses=[TransformerBlock])
 def eq9(seed: int) -> Evidence:
+    r"""$\|\frac{\partial y_L}{\partial x_1}\|_2\le\prod_\ell\left(1 + \frac{A}{\sigma_{x_\ell}} +
+    \frac{B}{\sigma_{x_\ell}^2}\right)$
+
+    Correct: with $A = a + b$, $B = ab$, the least deviation of a token for $\sigma_{x_\ell}$, and $L$ factors
+    """
     jacobians, first, second = stack_norms(seed, 8)
     steps = zip(first, second, strict=True)
     bound = math.prod((1 + STACK.attention / x) * (1 + STACK.ffn / y) for x, y in steps)
     return loose(spectral(chain(jacobians)) / bound, "8 blocks, width 16", factor=1e6)
 
 
-@claim(
-    "curse-of-depth/eq10",
-    place="Theorem 3.3, Eq. 10",
-    statement=r"$\sigma_{x_\ell}^2\sim\exp(\ell)$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le M$",
-    verdict="HOLDS",
-)
+@claim("curse-of-depth/eq10", "Theorem 3.3, Eq. 10", "HOLDS")
 def eq10(seed: int) -> Evidence:
+    r"""$\sigma_{x_\ell}^2\sim\exp(\ell)$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le M$"""
     found = []
     for A, B in ((1.0, 1.0), (10.0, 10.0), (50.0, 5.0)):
         limit = A / (math.exp(0.5) - 1) + B / (math.e - 1)  # sum of A e^{-k/2} + B e^{-k}
@@ -122,71 +112,59 @@ def eq10(seed: int) -> Evidence:
     return bounded(found, "the product of Eq. 9 over exp of the sum of its terms, L to 700")
 
 
-@claim(
-    "curse-of-depth/eq49",
-    place="App. A.2.2, Eq. 49",
-    statement=r"$M = \exp\left(\frac{A}{e-1} + \frac{B}{e^2-1} - \frac12\left(\frac{A^2}{e^2-1} + \frac{2AB}{e^3-1} + \frac{B^2}"
-    r"{e^4-1}\right)\right)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$M = \exp\left(\frac{A}{\sqrt e-1} + \frac{B}{e-1}\right)$: $\sigma = e^{k/2}$ where $\sigma^2 = "
-    r"e^k$, and two terms of "
-    r"$\log(1+x)$ are a lower bound",
-)
+@claim("curse-of-depth/eq49", "App. A.2.2, Eq. 49", "WRONG AS PRINTED")
 def eq49(seed: int) -> Evidence:
+    r"""$M = \exp\left(\frac{A}{e-1} + \frac{B}{e^2-1} - \frac12\left(\frac{A^2}{e^2-1} + \frac{2AB}{e^3-1} +
+    \frac{B^2}{e^4-1}\right)\right)$
+
+    Correct: $M = \exp\left(\frac{A}{\sqrt e-1} + \frac{B}{e-1}\right)$: $\sigma = e^{k/2}$ where $\sigma^2 = e^k$, and two
+    terms of $\log(1+x)$ are a lower bound
+    """
     A = B = 10.0
     e = math.e
     square = A**2 / (e**2 - 1) + 2 * A * B / (e**3 - 1) + B**2 / (e**4 - 1)
     printed = A / (e - 1) + B / (e**2 - 1) - square / 2
     own = log_product(A, B, torch.exp(layers(700)))  # with sigma = e^k, as the text has it
     corrected = log_product(A, B, torch.exp(layers(700) / 2)) - (A / (math.sqrt(e) - 1) + B / (e - 1))
-    return violated(
+    return exceeded(
         math.exp(own - printed), "A = B = 10; even with the text's sigma = e^k", corrected=math.exp(corrected), above=10
     )
 
 
-@claim(
-    "curse-of-depth/eq11",
-    place="Theorem 3.3, Eq. 11; Eq. 50",
-    statement=r"$\sigma_{x_\ell}^2\sim\ell$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\Theta(L)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"Eq. 9 gives $\prod_k(1 + \frac{A}{\sqrt k} + \frac Bk)$, which grows like $\exp(2A\sqrt L)$ up to a power of $L$",
-)
+@claim("curse-of-depth/eq11", "Theorem 3.3, Eq. 11; Eq. 50", "WRONG AS PRINTED")
 def eq11(seed: int) -> Evidence:
+    r"""$\sigma_{x_\ell}^2\sim\ell$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\Theta(L)$
+
+    Correct: Eq. 9 gives $\prod_k(1 + \frac{A}{\sqrt k} + \frac Bk)$, which grows like $\exp(2A\sqrt L)$ up to a power of $L$
+    """
     A = B = 1.0
     logs = [log_product(A, B, layers(L).sqrt()) for L in (1024, 4096)]
     growth = math.exp(logs[1] - logs[0]) / 4  # Theta(L) would be 1
     corrected = [log / (2 * A * math.sqrt(L) + B * (math.log(L) + 1)) for log, L in zip(logs, (1024, 4096), strict=True)]
-    return violated(
+    return exceeded(
         growth, "A = B = 1, from L = 1024 to 4096; the logarithm over 2 A sqrt(L) + B (log L + 1)", corrected=corrected, above=1e6
     )
 
 
-@claim(
-    "curse-of-depth/eq50-substitution",
-    place="App. A.2.2, above Eq. 50",
-    statement=r"$\sigma^2 = k$: $\prod_k(1 + \frac Ak + \frac{B}{e^{k^2}})\sim\exp(A(\log n + \gamma) + "
-    r"\mathrm{const}) = \Theta(L)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"it is $\Theta(L^A)$; and $\sigma = \sqrt k$ gives other terms, see Eq. 11",
-)
+@claim("curse-of-depth/eq50-substitution", "App. A.2.2, above Eq. 50", "WRONG AS PRINTED")
 def eq50_substitution(seed: int) -> Evidence:
+    r"""$\sigma^2 = k$: $\prod_k(1 + \frac Ak + \frac{B}{e^{k^2}})\sim\exp(A(\log n + \gamma) + \mathrm{const}) = \Theta(L)$
+
+    Correct: it is $\Theta(L^A)$; and $\sigma = \sqrt k$ gives other terms, see Eq. 11
+    """
     A, B = 3.0, 1.0
     logs = [float(torch.log1p(A / layers(L) + B * torch.exp(-(layers(L) ** 2))).sum()) for L in (10_000, 100_000)]
     slope = (logs[1] - logs[0]) / math.log(10)
     return off(abs(slope - 1), f"exponent {slope:.4f} for A = 3, told 1", corrected=abs(slope - A), above=1, below=0.01)
 
 
-@claim(
-    "curse-of-depth/weierstrass",
-    place="Sec. 3.1, after Theorem 3.3",
-    statement=r"a bounded $\|\frac{\partial y_L}{\partial x_1}\|_2$ 'implies that deeper layers behave nearly as an "
-    r"identity map'",
-    verdict="WRONG AS PRINTED",
-    corrected=r"rotations have products of norm 1 and are not near the identity; what makes deep Pre-LN blocks near it is "
-    r"$\|J_\ell - I\|_2\le\frac{A}{\sigma_\ell} + \frac{B}{\sigma_\ell^2}$ with a growing $\sigma_\ell$",
-    uses=[TransformerBlock],
-)
+@claim("curse-of-depth/weierstrass", "Sec. 3.1, after Theorem 3.3", "WRONG AS PRINTED", uses=[TransformerBlock])
 def weierstrass(seed: int) -> Evidence:
+    r"""a bounded $\|\frac{\partial y_L}{\partial x_1}\|_2$ 'implies that deeper layers behave nearly as an identity map'
+
+    Correct: rotations have products of norm 1 and are not near the identity; what makes deep Pre-LN blocks near it is
+    $\|J_\ell - I\|_2\le\frac{A}{\sigma_\ell} + \frac{B}{\sigma_\ell^2}$ with a growing $\sigma_\ell$
+    """
     draw, eye = Draw(seed), torch.eye(6, dtype=torch.float64)
     rotations = [draw.orthogonal(6) for _ in range(50)]
     distance = min(spectral(R - eye) for R in rotations)
@@ -197,19 +175,13 @@ def weierstrass(seed: int) -> Evidence:
         bound = (1 + STACK.attention / x) * (1 + STACK.ffn / y) - 1
         ratios.append(spectral(J - torch.eye(len(J), dtype=torch.float64)) / bound)
     detail = f"least distance of 50 rotations from I over 0.1, norm of their product {product:.6f}; blocks against the bound"
-    return violated(distance / 0.1, detail, corrected=ratios)
+    return exceeded(distance / 0.1, detail, corrected=ratios)
 
 
-@claim(
-    "ours/rms-gain",
-    place="The Curse of Depth, Theorem 3.3",
-    statement=r"at initialisation, with ReLU, $\|\frac{\partial y_L}{\partial x_1}\|_F/\sqrt "
-    r"n\approx\sigma_{x_{L+1}}/\sigma_{x_1}$ to "
-    r"30 %: the stream's growth and the Jacobian's are one number",
-    verdict="REPRODUCED",
-    uses=[TransformerBlock],
-)
+@claim("ours/rms-gain", "The Curse of Depth, Theorem 3.3", "REPRODUCED", uses=[TransformerBlock])
 def rms_gain(seed: int) -> Evidence:
+    r"""at initialisation, with ReLU, $\|\frac{\partial y_L}{\partial x_1}\|_F/\sqrt n\approx\sigma_{x_{L+1}}/\sigma_{x_1}$ to
+    30 %: the stream's growth and the Jacobian's are one number"""
     X, blocks = Draw(seed).normal(4, 32), make_stack(seed, 8, d_model=32, d_ff=64, n_heads=2)
     out = stream(blocks, X)[-1]
     gain = float(jacobian_of(lambda X: stream(blocks, X)[-1], X).norm() / math.sqrt(X.numel()))
@@ -217,14 +189,9 @@ def rms_gain(seed: int) -> Evidence:
     return measured(gain / growth, abs(gain / growth - 1) < 0.3, f"8 blocks of width 32: gain {gain:.3f}, growth {growth:.3f}")
 
 
-@claim(
-    "ours/identity-rate",
-    place="The Curse of Depth, Sec. 3.1",
-    statement=r"at initialisation $\|J_\ell - I\|_F\propto1/\sigma_{x_\ell}$ in a Pre-LN stack: the exponent is -1 to 0.2",
-    verdict="REPRODUCED",
-    uses=[TransformerBlock],
-)
+@claim("ours/identity-rate", "The Curse of Depth, Sec. 3.1", "REPRODUCED", uses=[TransformerBlock])
 def identity_rate(seed: int) -> Evidence:
+    r"""at initialisation $\|J_\ell - I\|_F\propto1/\sigma_{x_\ell}$ in a Pre-LN stack: the exponent is -1 to 0.2"""
     states, distances = [], []
     X = Draw(seed).normal(4, 16)
     for block in make_stack(seed, 24):

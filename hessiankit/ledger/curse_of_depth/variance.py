@@ -11,7 +11,7 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import layers, make_stack, stream, variance_law
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, measured, off, relative_error, violated
+from hessiankit.ledger.evidence import agrees, assumed, bounded, exceeded, loose, measured, off, relative_error
 from hessiankit.ledger.registry import claim
 
 
@@ -40,16 +40,13 @@ def recurrence(L: int, *, lns: bool = False) -> float:
     return value
 
 
-@claim(
-    "curse-of-depth/eq6",
-    place="Lemma 3.2, Eq. 6; Eq. 32",
-    statement=r"from $\sigma_{x_{\ell+1}}^2 = \sigma_{x_\ell}^2\Theta(1 + \frac{1}{\sigma_{x_\ell}})$ follows "
-    r"$\sigma_{x_\ell}^2 = "
-    r"\sigma_{x_1}^2\Theta\left(\prod_{k=1}^{\ell-1}(1 + \frac{1}{\sigma_{x_k}})\right)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"constants of $\ell$ steps multiply: $C^{\ell-1}$; the product is right where each step's constant is 1",
-)
+@claim("curse-of-depth/eq6", "Lemma 3.2, Eq. 6; Eq. 32", "WRONG AS PRINTED")
 def eq6(seed: int) -> Evidence:
+    r"""from $\sigma_{x_{\ell+1}}^2 = \sigma_{x_\ell}^2\Theta(1 + \frac{1}{\sigma_{x_\ell}})$ follows $\sigma_{x_\ell}^2 =
+    \sigma_{x_1}^2\Theta\left(\prod_{k=1}^{\ell-1}(1 + \frac{1}{\sigma_{x_k}})\right)$
+
+    Correct: constants of $\ell$ steps multiply: $C^{\ell-1}$; the product is right where each step's constant is 1
+    """
     L, C = 200, 1.1
     value, product = 1.0, 1.0
     for _ in range(1, L):
@@ -58,57 +55,46 @@ def eq6(seed: int) -> Evidence:
     one = recurrence(L)
     sigmas = [recurrence(k) ** 0.5 for k in range(1, L)]
     exact = math.prod(1 + 1 / s for s in sigmas)
-    return violated(
+    return exceeded(
         value / product / C, "sigma_200^2 over the product where each step has the constant 1.1", corrected=one / exact
     )
 
 
-@claim(
-    "curse-of-depth/eq6-solution",
-    place="Lemma 3.2, Eq. 6, with constants 1",
-    statement=r"'the growth of $\sigma_{x_\ell}^2$ is sub-exponential'",
-    verdict="HOLDS",
-    corrected=r"it is $\ell^2/4$: Eq. 6 with constants 1 says $\sigma_{\ell+1}^2 = \sigma_\ell^2 + \sigma_\ell$",
-)
+@claim("curse-of-depth/eq6-solution", "Lemma 3.2, Eq. 6, with constants 1", "HOLDS")
 def eq6_solution(seed: int) -> Evidence:
+    r"""'the growth of $\sigma_{x_\ell}^2$ is sub-exponential'
+
+    Correct: it is $\ell^2/4$: Eq. 6 with constants 1 says $\sigma_{\ell+1}^2 = \sigma_\ell^2 + \sigma_\ell$
+    """
     return agrees(recurrence(200_000) / (200_000**2 / 4), 1.0, "sigma_L^2 / (L^2 / 4) at L = 2 10^5", below=1e-3)
 
 
-@claim(
-    "curse-of-depth/eq7-lower",
-    place="Lemma 3.2, Eq. 7, lower bound",
-    statement=r"$\Theta(L)\le\sigma_{x_L}^2$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"branches of one size that are not anticorrelated with the stream, $\rho\ge0$",
-)
+@claim("curse-of-depth/eq7-lower", "Lemma 3.2, Eq. 7, lower bound", "HOLDS UNDER ASSUMPTION")
 def eq7_lower(seed: int) -> Evidence:
+    r"""$\Theta(L)\le\sigma_{x_L}^2$
+
+    Needs: branches of one size that are not anticorrelated with the stream, $\rho\ge0$
+    """
     L = 1000
     holds = bounded([L / float(grown(L, rho=rho)[-1]) for rho in (0.0, 0.2, 1.0)], "L c^2 / sigma_L^2 at L = 1000")
     return assumed(holds, L / float(grown(L, rho=-0.5)[-1]), above=100)
 
 
-@claim(
-    "curse-of-depth/eq7-upper",
-    place="Lemma 3.2, Eq. 7, upper bound; Abstract, 'exponentially grows'",
-    statement=r"$\sigma_{x_L}^2\le\Theta(\exp(L))$",
-    verdict="LOOSE",
-    corrected=r"$\sigma_{x_L}\le\sigma_{x_1} + cL$ by the triangle inequality: at most $L^2$, for branches of one size $c$. "
-    r"Exponential growth needs branches that grow like the stream",
-)
+@claim("curse-of-depth/eq7-upper", "Lemma 3.2, Eq. 7, upper bound; Abstract, 'exponentially grows'", "LOOSE")
 def eq7_upper(seed: int) -> Evidence:
+    r"""$\sigma_{x_L}^2\le\Theta(\exp(L))$
+
+    Correct: $\sigma_{x_L}\le\sigma_{x_1} + cL$ by the triangle inequality: at most $L^2$, for branches of one size $c$.
+    Exponential growth needs branches that grow like the stream
+    """
     L = 64
     found = [float(grown(L, rho=rho)[-1]) / math.exp(L) for rho in (0.0, 0.5, 1.0)]
     return loose(found, "sigma_64^2 / e^64 with branches of size 1", factor=1e20)
 
 
-@claim(
-    "ours/variance-band",
-    place="The Curse of Depth, Eq. 7",
-    statement=r"branches of size $c$ with $0\le\rho\le1$: $\sigma_1^2 + (L-1)c^2\le\sigma_L^2\le(\sigma_1 + "
-    r"(L-1)c)^2$, both attained",
-    verdict="HOLDS",
-)
+@claim("ours/variance-band", "The Curse of Depth, Eq. 7", "HOLDS")
 def band(seed: int) -> Evidence:
+    r"""branches of size $c$ with $0\le\rho\le1$: $\sigma_1^2 + (L-1)c^2\le\sigma_L^2\le(\sigma_1 + (L-1)c)^2$, both attained"""
     L, c = 100, 0.7
     found = []
     for rho in (0.0, 0.3, 0.7, 1.0):
@@ -119,12 +105,12 @@ def band(seed: int) -> Evidence:
 
 @claim(
     "ours/variance-linear-at-init",
-    place="The Curse of Depth, Eq. 7 and Fig. 8, at initialisation",
-    statement="the variance grows linearly with depth in a Pre-LN stack with independent weights, not exponentially",
-    verdict="REPRODUCED",
+    "The Curse of Depth, Eq. 7 and Fig. 8, at initialisation",
+    "REPRODUCED",
     uses=[TransformerBlock],
 )
 def linear_at_init(seed: int) -> Evidence:
+    """the variance grows linearly with depth in a Pre-LN stack with independent weights, not exponentially"""
     draw, stacks = Draw(seed), 6
     total = [0.0] * 33
     for k in range(stacks):
@@ -139,43 +125,33 @@ def linear_at_init(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curse-of-depth/eq33",
-    place="App. A.1.2, Eq. 33",
-    statement=r"$\sigma_{x_\ell}^2\le\sigma_{x_1}^2\prod_k\left(1 + \sqrt{\frac{1}{\sigma_{x_1}}}\right)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$1 + \frac{1}{\sigma_{x_1}}$, as Eq. 32 has it, which is $1 + \sqrt{1/\sigma_{x_1}^2}$; with "
-    r"$\sigma_{x_1} < 1$ the "
-    r"printed one is too small",
-)
+@claim("curse-of-depth/eq33", "App. A.1.2, Eq. 33", "WRONG AS PRINTED")
 def eq33(seed: int) -> Evidence:
+    r"""$\sigma_{x_\ell}^2\le\sigma_{x_1}^2\prod_k\left(1 + \sqrt{\frac{1}{\sigma_{x_1}}}\right)$
+
+    Correct: $1 + \frac{1}{\sigma_{x_1}}$, as Eq. 32 has it, which is $1 + \sqrt{1/\sigma_{x_1}^2}$; with $\sigma_{x_1} < 1$
+    the printed one is too small
+    """
     start, L = 0.25, 2
     found = start * (1 + 1 / math.sqrt(start)) ** (L - 1)
     printed = start * (1 + math.sqrt(1 / math.sqrt(start))) ** (L - 1)
-    return violated(found / printed, "sigma_1 = 1/2, one step of Eq. 32", corrected=found / (start * (1 + 1 / math.sqrt(start))))
+    return exceeded(found / printed, "sigma_1 = 1/2, one step of Eq. 32", corrected=found / (start * (1 + 1 / math.sqrt(start))))
 
 
-@claim(
-    "curse-of-depth/eq34",
-    place="App. A.1.2, Eq. 34",
-    statement=r"$\sum_k\log(1 + \frac{1}{\sigma_{x_k}})\ge\sum_k(\frac{1}{\sigma_{x_k}} - \frac{1}{2\sigma_{x_k}^2})$",
-    verdict="HOLDS",
-)
+@claim("curse-of-depth/eq34", "App. A.1.2, Eq. 34", "HOLDS")
 def eq34(seed: int) -> Evidence:
+    r"""$\sum_k\log(1 + \frac{1}{\sigma_{x_k}})\ge\sum_k(\frac{1}{\sigma_{x_k}} - \frac{1}{2\sigma_{x_k}^2})$"""
     t = 1 / Draw(seed).uniform(1000, low=0.1, high=10.0)
     return bounded(torch.exp(t - t**2 / 2) / (1 + t), "exp(t - t^2 / 2) / (1 + t) for 1000 t = 1 / sigma")
 
 
-@claim(
-    "curse-of-depth/eq34-sum",
-    place="App. A.1.2, after Eq. 34",
-    statement=r"for $\sigma_{x_\ell}^2 = \ell$: $\exp\left(\sum_{k=1}^{\ell-1}(\frac1k - \frac{1}{2k})\right) = "
-    r"\Theta(\exp(\sqrt L))$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"it is $\Theta(\sqrt L)$, and the sum is not the one of Eq. 34, which has $\frac{1}{\sqrt k} - \frac{1}{2k}$ for "
-    r"$\sigma_k^2 = k$",
-)
+@claim("curse-of-depth/eq34-sum", "App. A.1.2, after Eq. 34", "WRONG AS PRINTED")
 def eq34_sum(seed: int) -> Evidence:
+    r"""for $\sigma_{x_\ell}^2 = \ell$: $\exp\left(\sum_{k=1}^{\ell-1}(\frac1k - \frac{1}{2k})\right) = \Theta(\exp(\sqrt L))$
+
+    Correct: it is $\Theta(\sqrt L)$, and the sum is not the one of Eq. 34, which has $\frac{1}{\sqrt k} - \frac{1}{2k}$ for
+    $\sigma_k^2 = k$
+    """
     L = 10_000
     exponent = float((1 / layers(L - 1) - 1 / (2 * layers(L - 1))).sum())
     ratio = math.exp(exponent) / math.sqrt(L) / math.exp(0.5772156649 / 2)
@@ -188,21 +164,18 @@ def eq34_sum(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curse-of-depth/eq34-circular",
-    place="App. A.1.2, after Eq. 34",
-    statement=r"$\sigma_{x_\ell}^2 = \ell$ is a lower bound: 'the increasing lower bound must grow faster than a "
-    r"linear function'",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\sigma_\ell^2 = \ell$ put into Eq. 34 gives $e^{2\sqrt\ell}/\sqrt\ell$, which contradicts it: it is "
-    r"no solution of "
-    r"Eq. 32. The solution, $\ell^2/4$, satisfies Eq. 34",
-)
+@claim("curse-of-depth/eq34-circular", "App. A.1.2, after Eq. 34", "WRONG AS PRINTED")
 def eq34_circular(seed: int) -> Evidence:
+    r"""$\sigma_{x_\ell}^2 = \ell$ is a lower bound: 'the increasing lower bound must grow faster than a linear function'
+
+    Correct: $\sigma_\ell^2 = \ell$ put into Eq. 34 gives $e^{2\sqrt\ell}/\sqrt\ell$, which contradicts it: it is no solution
+    of Eq. 32. The solution, $\ell^2/4$, satisfies Eq. 34
+    """
+
     def lower(squares: Tensor) -> float:
         return float(squares[0] * (1 / squares[:-1].sqrt() - 1 / (2 * squares[:-1])).sum().exp())
 
     solution = torch.tensor([recurrence(k) for k in range(1, 101)], dtype=torch.float64)
-    return violated(
+    return exceeded(
         lower(layers(100)) / 100, "Eq. 34's lower bound over sigma^2 at l = 100", corrected=lower(solution) / float(solution[-1])
     )

@@ -60,58 +60,47 @@ def printed_phi(p: BlockPoint, k: str, m: str, *, factor: bool = True, literal: 
 # The blocks ------------------------------------------------------------------------------------------------------------
 
 
-@claim("curvature-gap/phi_vv", place="Lemma 2", statement=r"$\Phi_{VV} = 0$", verdict="HOLDS", uses=[AttentionAt.Phi])
+@claim("curvature-gap/phi_vv", "Lemma 2", "HOLDS", uses=[AttentionAt.Phi])
 def phi_vv(seed: int) -> Evidence:
+    r"""$\Phi_{VV} = 0$"""
     return same(seed, lambda p: printed_phi(p, "V", "V"), reference=lambda p: p.second("F", "V", "V"))
 
 
-@claim(
-    "curvature-gap/phi_qq",
-    place="Lemma 2",
-    statement=r"$\Phi_{QQ} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I_{d_V}\otimes W_K^\top)Z_2(I_{d_V}\otimes W_K)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{1}{d_K}$ in front: the factor $\frac{2}{Ld_V}$ belongs to the loss",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/phi_qq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_qq(seed: int) -> Evidence:
+    r"""$\Phi_{QQ} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I_{d_V}\otimes W_K^\top)Z_2(I_{d_V}\otimes W_K)$
+
+    Correct: $\frac{1}{d_K}$ in front: the factor $\frac{2}{Ld_V}$ belongs to the loss
+    """
     return wrong_phi(seed, "Q", "Q")
 
 
-@claim(
-    "curvature-gap/phi_vq",
-    place="Lemma 2",
-    statement=r"$\Phi_{VQ} = \frac{2}{Ld_V\sqrt{d_K}}(I_L\otimes S)Z_1(I_{d_V}\otimes W_K)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{1}{\sqrt{d_K}}$ in front",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/phi_vq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_vq(seed: int) -> Evidence:
+    r"""$\Phi_{VQ} = \frac{2}{Ld_V\sqrt{d_K}}(I_L\otimes S)Z_1(I_{d_V}\otimes W_K)$
+
+    Correct: $\frac{1}{\sqrt{d_K}}$ in front
+    """
     return wrong_phi(seed, "V", "Q")
 
 
-@claim(
-    "curvature-gap/phi_qk",
-    place="Lemma 2",
-    statement=r"$\Phi_{QK} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V} + "
-    r"\frac{2}{Ld_V\sqrt{d_K}}[(I_{d_V}\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$, brackets ours",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{1}{d_K}(\dots) + \frac{1}{\sqrt{d_K}}[(I_L\otimes W_V^\top\otimes I_{d_V})(Z_1\otimes I_{d_V})S]\otimes "
-    r"I_{d_K}$: no loss factor, $I_L$ in place of $I_{d_V}$",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/phi_qk", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_qk(seed: int) -> Evidence:
+    r"""$\Phi_{QK} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V} +
+    \frac{2}{Ld_V\sqrt{d_K}}[(I_{d_V}\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$, brackets ours
+
+    Correct: $\frac{1}{d_K}(\dots) + \frac{1}{\sqrt{d_K}}[(I_L\otimes W_V^\top\otimes I_{d_V})(Z_1\otimes I_{d_V})S]\otimes
+    I_{d_K}$: no loss factor, $I_L$ in place of $I_{d_V}$
+    """
     return wrong_phi(seed, "Q", "K")
 
 
-@claim(
-    "curvature-gap/phi_qk-lit",
-    place="Lemma 2",
-    statement=r"the same without brackets: $(Z_1\otimes I)(S\otimes I_{d_K})$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"the brackets of the row above",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/phi_qk-lit", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_qk_lit(seed: int) -> Evidence:
+    r"""the same without brackets: $(Z_1\otimes I)(S\otimes I_{d_K})$
+
+    Correct: the brackets of the row above
+    """
     return misprint(
         seed,
         lambda p: printed_phi(p, "Q", "K", literal=True),
@@ -120,16 +109,14 @@ def phi_qk_lit(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/phi_qk-f",
-    place="Lemma 2",
-    statement=r"$\Phi_{QK}$ with only the loss factors repaired",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="$L = d_V$",
-    corrected=r"$I_L$ in place of $I_{d_V}$",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/phi_qk-f", "Lemma 2", "HOLDS UNDER ASSUMPTION", uses=[AttentionAt.Phi])
 def phi_qk_f(seed: int) -> Evidence:
+    r"""$\Phi_{QK}$ with only the loss factors repaired
+
+    Needs: $L = d_V$
+
+    Correct: $I_L$ in place of $I_{d_V}$
+    """
     generic, equal = points(seed)
     narrow = point(seed, BlockSizes(3, 3, 2, 5))  # L = d_V, d_K different
     cases = [equal, narrow]
@@ -140,39 +127,27 @@ def phi_qk_f(seed: int) -> Evidence:
     return assumed(holds, relative_error(found, generic.second("F", "Q", "K")), above=1.0)
 
 
-@claim(
-    "curvature-gap/phi_kk",
-    place="Lemma 2, needed by Theorem 6",
-    statement=r"$\Phi_{KK} = \frac{1}{d_K}(I_L\otimes W_V^\top\otimes I\otimes W_Q^\top)\tilde Z_2(I\otimes W_Q)$, "
-    r"$\tilde Z_2 = (I_{Ld_V}\otimes K)Z_2K$, $K = K_{d_V,d_V}$",
-    verdict="OMITTED",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/phi_kk", "Lemma 2, needed by Theorem 6", "OMITTED", uses=[AttentionAt.Phi])
 def phi_kk(seed: int) -> Evidence:
+    r"""$\Phi_{KK} = \frac{1}{d_K}(I_L\otimes W_V^\top\otimes I\otimes W_Q^\top)\tilde Z_2(I\otimes W_Q)$, $\tilde Z_2 =
+    (I_{Ld_V}\otimes K)Z_2K$, $K = K_{d_V,d_V}$"""
     return omitted(seed, "K", "K")
 
 
-@claim(
-    "curvature-gap/phi_vk",
-    place="Lemma 2",
-    statement=r"$\Phi_{VK} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(W_Q\otimes I)K_{d_K,d_V}$",
-    verdict="OMITTED",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/phi_vk", "Lemma 2", "OMITTED", uses=[AttentionAt.Phi])
 def phi_vk(seed: int) -> Evidence:
+    r"""$\Phi_{VK} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(W_Q\otimes I)K_{d_K,d_V}$"""
     return omitted(seed, "V", "K")
 
 
-@claim(
-    "curvature-gap/phi_kq",
-    place="Lemma 2",
-    statement=r"$\Phi_{KQ}$ is $\Phi_{QK}$ with $W_Q$ and $W_K$ exchanged ('commutation adjusted')",
-    verdict="WRONG AS PRINTED",
-    corrected=r"exchange them and replace $Z_1$ by $Z_1K$, $Z_2$ by $(I\otimes K)Z_2K$, $K = K_{d_V,d_V}$: row softmax does not "
-    "commute with transposition",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/phi_kq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_kq(seed: int) -> Evidence:
+    r"""$\Phi_{KQ}$ is $\Phi_{QK}$ with $W_Q$ and $W_K$ exchanged ('commutation adjusted')
+
+    Correct: exchange them and replace $Z_1$ by $Z_1K$, $Z_2$ by $(I\otimes K)Z_2K$, $K = K_{d_V,d_V}$: row softmax does not
+    commute with transposition
+    """
+
     def exchanged(p: BlockPoint) -> Tensor:
         d_V, d_K = p.sizes.d_V, p.sizes.d_K
         front = kron(eye(p.sizes.L), p.weights["V"].T, eye(d_V), p.weights["Q"].T) @ dense(p.at.Z_2) / d_K
@@ -189,14 +164,9 @@ def phi_kq(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/phi_kq-sym",
-    place="Lemma 2, 'by symmetry of second derivatives'",
-    statement=r"$\Phi_{KQ}$ is $\Phi_{QK}$ transposed slice by slice",
-    verdict="HOLDS",
-    uses=[slice_transpose],
-)
+@claim("curvature-gap/phi_kq-sym", "Lemma 2, 'by symmetry of second derivatives'", "HOLDS", uses=[slice_transpose])
 def phi_kq_sym(seed: int) -> Evidence:
+    r"""$\Phi_{KQ}$ is $\Phi_{QK}$ transposed slice by slice"""
     return same(
         seed,
         lambda p: dense(slice_transpose(p.at.Phi("Q", "K"), p.X.numel(), p.n("Q"), p.n("K"))),
@@ -204,38 +174,22 @@ def phi_kq_sym(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/phi_qv",
-    place="Lemma 2, 'analogous'",
-    statement=r"$\Phi_{QV} = (I_{Ld_V}\otimes R_Q^\top)(I_L\otimes K_{d_V,L}\otimes I)(\mathrm{vec}_r I_L\otimes "
-    r"I_{d_V^2})K_{d_V,d_V}$, "
-    r"$R_Q = \frac{1}{\sqrt{d_K}}Z_1(I\otimes W_K)$",
-    verdict="OMITTED",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/phi_qv", "Lemma 2, 'analogous'", "OMITTED", uses=[AttentionAt.Phi])
 def phi_qv(seed: int) -> Evidence:
+    r"""$\Phi_{QV} = (I_{Ld_V}\otimes R_Q^\top)(I_L\otimes K_{d_V,L}\otimes I)(\mathrm{vec}_r I_L\otimes
+    I_{d_V^2})K_{d_V,d_V}$, $R_Q = \frac{1}{\sqrt{d_K}}Z_1(I\otimes W_K)$"""
     return omitted(seed, "Q", "V")
 
 
-@claim(
-    "curvature-gap/phi_kv",
-    place="Lemma 2, 'analogous'",
-    statement=r"$\Phi_{KV}$: the same with $R_K = \frac{1}{\sqrt{d_K}}Z_1(W_Q\otimes I)K_{d_K,d_V}$",
-    verdict="OMITTED",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/phi_kv", "Lemma 2, 'analogous'", "OMITTED", uses=[AttentionAt.Phi])
 def phi_kv(seed: int) -> Evidence:
+    r"""$\Phi_{KV}$: the same with $R_K = \frac{1}{\sqrt{d_K}}Z_1(W_Q\otimes I)K_{d_K,d_V}$"""
     return omitted(seed, "K", "V")
 
 
-@claim(
-    "curvature-gap/phi-sym",
-    place="Lemma 2",
-    statement=r"$\Phi_{QV}$, $\Phi_{KV}$, $\Phi_{KQ}$ from $\Phi_{VQ}$, $\Phi_{VK}$, $\Phi_{QK}$ by slice-wise transposition",
-    verdict="HOLDS",
-    uses=[slice_transpose],
-)
+@claim("curvature-gap/phi-sym", "Lemma 2", "HOLDS", uses=[slice_transpose])
 def phi_sym(seed: int) -> Evidence:
+    r"""$\Phi_{QV}$, $\Phi_{KV}$, $\Phi_{KQ}$ from $\Phi_{VQ}$, $\Phi_{VK}$, $\Phi_{QK}$ by slice-wise transposition"""
     p = point(seed)
     pairs = [("V", "Q"), ("V", "K"), ("Q", "K")]
     found = [dense(slice_transpose(Dense(p.second("F", i, j), "Phi"), p.X.numel(), p.n(i), p.n(j))) for i, j in pairs]
@@ -245,31 +199,24 @@ def phi_sym(seed: int) -> Evidence:
 # Uniform attention -------------------------------------------------------------------------------------------------------
 
 
-@claim(
-    "curvature-gap/unif-vv",
-    place="C.5, 3.3",
-    statement=r"uniform attention gives $\Phi_{VV} = 0$",
-    verdict="HOLDS",
-    corrected="for any attention",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/unif-vv", "C.5, 3.3", "HOLDS", uses=[AttentionAt.Phi])
 def unif_vv(seed: int) -> Evidence:
+    r"""uniform attention gives $\Phi_{VV} = 0$
+
+    Correct: for any attention
+    """
     uniform, generic = point(seed, uniform=True), point(seed)
     found = [dense(p.at.Phi("V", "V")) for p in (uniform, generic)]
     return agrees(found, [p.second("F", "V", "V") for p in (uniform, generic)], "uniform and not, against autograd")
 
 
-@claim(
-    "curvature-gap/unif-vq-vk",
-    place="C.5, 3.3",
-    statement=r"uniform attention gives $\Phi_{VQ} = \Phi_{VK} = 0$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\Phi_{VQ} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(I\otimes W_K)$ with $Z_1 = \frac1L(I_L\otimes X^\top "
-    r"C_L)(X\otimes X)$ "
-    r"at uniform $A$, not zero; Lemma 2 says so too",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/unif-vq-vk", "C.5, 3.3", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def unif_vq_vk(seed: int) -> Evidence:
+    r"""uniform attention gives $\Phi_{VQ} = \Phi_{VK} = 0$
+
+    Correct: $\Phi_{VQ} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(I\otimes W_K)$ with $Z_1 = \frac1L(I_L\otimes X^\top
+    C_L)(X\otimes X)$ at uniform $A$, not zero; Lemma 2 says so too
+    """
     p = point(seed, uniform=True)
     references = [p.second("F", "V", k) for k in "QK"]
     errors = [relative_error(torch.zeros_like(r), r) for r in references]
@@ -277,16 +224,14 @@ def unif_vq_vk(seed: int) -> Evidence:
     return off(errors, "W_Q W_K^T = 0, neither of them zero", corrected=rest)
 
 
-@claim(
-    "curvature-gap/unif-qq-kk",
-    place="C.5, 3.3",
-    statement=r"uniform attention gives $\Phi_{QQ} = \Phi_{KK} = 0$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="$L = 2$, where $\\partial^2A/\\partial T^2 = 0$ at uniform $A$",
-    corrected=r"the $\Phi_{QQ}$ and $\Phi_{KK}$ of Lemma 2, corrected",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/unif-qq-kk", "C.5, 3.3", "HOLDS UNDER ASSUMPTION", uses=[AttentionAt.Phi])
 def unif_qq_kk(seed: int) -> Evidence:
+    r"""uniform attention gives $\Phi_{QQ} = \Phi_{KK} = 0$
+
+    Needs: $L = 2$, where $\partial^2A/\partial T^2 = 0$ at uniform $A$
+
+    Correct: the $\Phi_{QQ}$ and $\Phi_{KK}$ of Lemma 2, corrected
+    """
     two, three = point(seed, BlockSizes(2, 4, 2, 5), uniform=True), point(seed, uniform=True)
     zeros = [torch.zeros_like(two.second("F", k, k)) for k in "QK"]
     closed = [dense(three.at.Phi(k, k)) for k in "QK"]

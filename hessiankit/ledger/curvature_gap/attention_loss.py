@@ -58,28 +58,19 @@ def contracted(p: BlockPoint, n: int) -> Tensor:
     return kron((p.at.value - p.target).reshape(1, -1), eye(n))
 
 
-@claim(
-    "curvature-gap/hessian-split",
-    place="Sec. 4.1",
-    statement=r"$H_k(W_i,W_j) = H_o(W_i,W_j) + H_f(W_i,W_j)$ for the attention layer",
-    verdict="HOLDS",
-    uses=[gauss_newton],
-)
+@claim("curvature-gap/hessian-split", "Sec. 4.1", "HOLDS", uses=[gauss_newton])
 def hessian_split(seed: int) -> Evidence:
+    """$H_k(W_i,W_j) = H_o(W_i,W_j) + H_f(W_i,W_j)$ for the attention layer"""
     p = point(seed)
     loss = MeanSquaredErrorAt(p.at.value, p.target)
     found = [dense(gauss_newton(loss, p.at, f"W_{i}", f"W_{j}").total) for i, j in ATTENTION_PAIRS]
     return agrees(found, [p.second("loss of F", i, j) for i, j in ATTENTION_PAIRS], "nine blocks, against autograd")
 
 
-@claim(
-    "curvature-gap/c1-ho_vv",
-    place="C.1",
-    statement=r"$H_o(W_V,W_V) = \frac{2}{Ld_V}M_1^\top M_1\otimes I_{d_V}$, $M_1 = AX$ (only its norm is printed)",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/c1-ho_vv", "C.1", "HOLDS", uses=[AttentionAt])
 def c1_ho_vv(seed: int) -> Evidence:
+    r"""$H_o(W_V,W_V) = \frac{2}{Ld_V}M_1^\top M_1\otimes I_{d_V}$, $M_1 = AX$ (only its norm is printed)"""
+
     def printed(p: BlockPoint) -> Tensor:
         M_1 = dense(p.at.AX)
         return 2 / p.X.numel() * kron(M_1.T @ M_1, eye(p.sizes.d_V))
@@ -87,25 +78,16 @@ def c1_ho_vv(seed: int) -> Evidence:
     return compare(seed, printed, outer, "V", "V")
 
 
-@claim(
-    "curvature-gap/c1-ho_qq",
-    place="C.1",
-    statement=r"$H_o(W_Q,W_Q) = \frac{2}{Ld_Vd_K}(I\otimes W_K^\top)Z_1^\top(I_L\otimes W_VW_V^\top)Z_1(I\otimes W_K)$",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/c1-ho_qq", "C.1", "HOLDS", uses=[AttentionAt])
 def c1_ho_qq(seed: int) -> Evidence:
+    r"""$H_o(W_Q,W_Q) = \frac{2}{Ld_Vd_K}(I\otimes W_K^\top)Z_1^\top(I_L\otimes W_VW_V^\top)Z_1(I\otimes W_K)$"""
     return compare(seed, lambda p: logits_outer(p, "Q"), outer, "Q", "Q")
 
 
-@claim(
-    "curvature-gap/c1-ho_vq",
-    place="C.1",
-    statement=r"$H_o(W_V,W_Q) = \frac{2}{Ld_V\sqrt{d_K}}(M_1^\top\otimes W_V^\top)Z_1(I\otimes W_K)$",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/c1-ho_vq", "C.1", "HOLDS", uses=[AttentionAt])
 def c1_ho_vq(seed: int) -> Evidence:
+    r"""$H_o(W_V,W_Q) = \frac{2}{Ld_V\sqrt{d_K}}(M_1^\top\otimes W_V^\top)Z_1(I\otimes W_K)$"""
+
     def printed(p: BlockPoint) -> Tensor:
         front = 2 / (p.X.numel() * math.sqrt(p.sizes.d_K)) * kron(dense(p.at.AX).T, p.weights["V"].T)
         return front @ dense(p.at.Z_1) @ right_factor(p, "Q")
@@ -113,52 +95,35 @@ def c1_ho_vq(seed: int) -> Evidence:
     return compare(seed, printed, outer, "V", "Q")
 
 
-@claim(
-    "curvature-gap/c1-ho_qk",
-    place="C.1",
-    statement=r"$H_o(W_Q,W_K) = \frac{2}{Ld_Vd_K}(I\otimes W_K^\top)Z_1^\top(I_L\otimes W_VW_V^\top)Z_1(W_Q\otimes "
-    r"I)K_{d_K,d_V}$",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/c1-ho_qk", "C.1", "HOLDS", uses=[AttentionAt])
 def c1_ho_qk(seed: int) -> Evidence:
+    r"""$H_o(W_Q,W_K) = \frac{2}{Ld_Vd_K}(I\otimes W_K^\top)Z_1^\top(I_L\otimes W_VW_V^\top)Z_1(W_Q\otimes I)K_{d_K,d_V}$"""
     return compare(seed, lambda p: logits_outer(p, "K"), outer, "Q", "K")
 
 
-@claim(
-    "curvature-gap/c1-hf_qq",
-    place="C.1",
-    statement=r"$H_f(W_Q,W_Q) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(I\otimes W_K)$",
-    verdict="HOLDS",
-    corrected="here the factor $2/(Ld_V)$ is in its place",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/c1-hf_qq", "C.1", "HOLDS", uses=[AttentionAt.Phi])
 def c1_hf_qq(seed: int) -> Evidence:
+    r"""$H_f(W_Q,W_Q) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(I\otimes W_K)$
+
+    Correct: here the factor $2/(Ld_V)$ is in its place
+    """
     return compare(seed, lambda p: contracted(p, p.n("Q")) @ printed_phi(p, "Q", "Q"), functional, "Q", "Q")
 
 
-@claim(
-    "curvature-gap/c1-hf_vq",
-    place="C.1",
-    statement=r"$H_f(W_V,W_Q) = \frac{2}{Ld_V\sqrt{d_K}}R_{d_V^2}(I_L\otimes S)Z_1(I\otimes W_K)$",
-    verdict="HOLDS",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/c1-hf_vq", "C.1", "HOLDS", uses=[AttentionAt.Phi])
 def c1_hf_vq(seed: int) -> Evidence:
+    r"""$H_f(W_V,W_Q) = \frac{2}{Ld_V\sqrt{d_K}}R_{d_V^2}(I_L\otimes S)Z_1(I\otimes W_K)$"""
     return compare(seed, lambda p: contracted(p, p.n("V")) @ printed_phi(p, "V", "Q"), functional, "V", "Q")
 
 
-@claim(
-    "curvature-gap/c1-hf_qk",
-    place="C.1",
-    statement=r"$H_f(W_Q,W_K) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes "
-    r"I)K_{d_K,d_V} + "
-    r"\frac{2}{Ld_V\sqrt{d_K}}[R_{d_V}(I_L\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$",
-    verdict="HOLDS",
-    corrected="with $I_L$, where Lemma 2 has $I_{d_V}$; the brackets are ours",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/c1-hf_qk", "C.1", "HOLDS", uses=[AttentionAt.Phi])
 def c1_hf_qk(seed: int) -> Evidence:
+    r"""$H_f(W_Q,W_K) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V}
+    + \frac{2}{Ld_V\sqrt{d_K}}[R_{d_V}(I_L\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$
+
+    Correct: with $I_L$, where Lemma 2 has $I_{d_V}$; the brackets are ours
+    """
+
     def printed(p: BlockPoint) -> Tensor:
         L, d_V, d_K, _ = p.sizes
         W = p.weights
@@ -170,28 +135,20 @@ def c1_hf_qk(seed: int) -> Evidence:
     return compare(seed, printed, functional, "Q", "K")
 
 
-@claim(
-    "curvature-gap/c1-hf_vv",
-    place="C.1",
-    statement=r"$H_f(W_V,W_V) = 0$",
-    verdict="HOLDS",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/c1-hf_vv", "C.1", "HOLDS", uses=[AttentionAt.Phi])
 def c1_hf_vv(seed: int) -> Evidence:
+    """$H_f(W_V,W_V) = 0$"""
     p = point(seed)
     whole = p.second("loss of F", "V", "V")
     return agrees(outer(p, "V", "V"), whole, "the outer part is the whole block, by autograd")
 
 
-@claim(
-    "curvature-gap/c1-missing",
-    place="C.1, before the last step",
-    statement=r"$H_o + H_f$ for $(K,K)$ and $(V,K)$, over which the maximum of Theorem 1 has to run",
-    verdict="OMITTED",
-    corrected=r"the blocks of $Q$ with $W_Q$ and $W_K$ exchanged as in the corrected $\Phi_{KQ}$: they alone contain $\|W_Q\|^2$",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/c1-missing", "C.1, before the last step", "OMITTED", uses=[AttentionAt])
 def c1_missing(seed: int) -> Evidence:
+    r"""$H_o + H_f$ for $(K,K)$ and $(V,K)$, over which the maximum of Theorem 1 has to run
+
+    Correct: the blocks of $Q$ with $W_Q$ and $W_K$ exchanged as in the corrected $\Phi_{KQ}$: they alone contain $\|W_Q\|^2$
+    """
     p = point(seed)
     row = (p.at.value - p.target).reshape(1, -1)
     found, references = [], []
@@ -202,14 +159,9 @@ def c1_missing(seed: int) -> Evidence:
     return agrees(found, references, "closed forms, against autograd")
 
 
-@claim(
-    "curvature-gap/c1-mean-over-samples",
-    place="Sec. 4.1",
-    statement=r"$H^{(k)}(w) = \frac1k\sum_{i=1}^k H_i(w)$",
-    verdict="HOLDS",
-    uses=[gauss_newton],
-)
+@claim("curvature-gap/c1-mean-over-samples", "Sec. 4.1", "HOLDS", uses=[gauss_newton])
 def c1_mean(seed: int) -> Evidence:
+    r"""$H^{(k)}(w) = \frac1k\sum_{i=1}^k H_i(w)$"""
     samples = [point(seed + k) for k in range(3)]
     W = samples[0].weights
 

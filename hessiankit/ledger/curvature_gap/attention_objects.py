@@ -22,14 +22,9 @@ from hessiankit.ledger.evidence import agrees, false
 from hessiankit.ledger.registry import claim
 
 
-@claim(
-    "curvature-gap/l2-t",
-    place="Lemma 2",
-    statement=r"$F = A(T)XW_V$ with $T = XW_QW_K^\top X^\top/\sqrt{d_K}$",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/l2-t", "Lemma 2", "HOLDS", uses=[AttentionAt])
 def l2_t(seed: int) -> Evidence:
+    r"""$F = A(T)XW_V$ with $T = XW_QW_K^\top X^\top/\sqrt{d_K}$"""
     return same(
         seed,
         lambda p: SoftmaxAt(p.at.T).value @ p.X @ p.weights["V"],
@@ -38,16 +33,14 @@ def l2_t(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/l2-hf",
-    place="Lemma 2",
-    statement=r"$H_f = (\partial\ell/\partial F\otimes I_{p_iq_i})\,\partial^2F/\partial W_i\partial W_j$ with "
-    r"$\partial\ell/\partial F\in\mathbb{R}^{L\times d_V}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$(\mathrm{vec}_r(\partial\ell/\partial F)^\top\otimes I_{n_i})$: the gradient enters as a row, as $R_m$ has it",
-    uses=[GaussNewton],
-)
+@claim("curvature-gap/l2-hf", "Lemma 2", "WRONG AS PRINTED", uses=[GaussNewton])
 def l2_hf(seed: int) -> Evidence:
+    r"""$H_f = (\partial\ell/\partial F\otimes I_{p_iq_i})\,\partial^2F/\partial W_i\partial W_j$ with $\partial\ell/\partial
+    F\in\mathbb{R}^{L\times d_V}$
+
+    Correct: $(\mathrm{vec}_r(\partial\ell/\partial F)^\top\otimes I_{n_i})$: the gradient enters as a row, as $R_m$ has it
+    """
+
     def functional(p: BlockPoint) -> Tensor:
         return functional_hessian(p, "Q", "K")
 
@@ -68,15 +61,10 @@ def functional_hessian(p: BlockPoint, i: str, j: str) -> Tensor:
     return p.X.numel() / 2 * p.second("loss of F", i, j) - p.first("F", i).T @ p.first("F", j)
 
 
-@claim(
-    "curvature-gap/l2-r",
-    place="Lemma 2",
-    statement=r"$H_f(W_i,W_j) = R_{n_i}\Phi_{ij}$, $R_m = \mathrm{vec}_r(F - \mathrm{Target})^\top\otimes I_m$, "
-    r"$\Phi_{ij} = \partial^2F/\partial W_i\partial W_j$, for $\ell = \frac12\|F - \mathrm{Target}\|_F^2$",
-    verdict="HOLDS",
-    uses=[AttentionAt.Phi],
-)
+@claim("curvature-gap/l2-r", "Lemma 2", "HOLDS", uses=[AttentionAt.Phi])
 def l2_r(seed: int) -> Evidence:
+    r"""$H_f(W_i,W_j) = R_{n_i}\Phi_{ij}$, $R_m = \mathrm{vec}_r(F - \mathrm{Target})^\top\otimes I_m$, $\Phi_{ij} =
+    \partial^2F/\partial W_i\partial W_j$, for $\ell = \frac12\|F - \mathrm{Target}\|_F^2$"""
     p = point(seed)
     row = (p.at.value - p.target).reshape(1, -1)
     found = [p.first("F", i).T @ p.first("F", j) + kron(row, eye(p.n(i))) @ dense(p.at.Phi(i, j)) for i, j in ATTENTION_PAIRS]
@@ -84,43 +72,30 @@ def l2_r(seed: int) -> Evidence:
     return agrees(found, references, "nine blocks, with the outer part, against autograd")
 
 
-@claim(
-    "curvature-gap/s",
-    place="Lemma 2",
-    statement=r"$S = (I_{d_V}\otimes K_{d_V,d_V})(\mathrm{vec}_r I_{d_V}\otimes I_{d_V})$ is $\partial(x^\top\otimes "
-    r"I_{d_V})/\partial x$",
-    verdict="HOLDS",
-    uses=[shuffle],
-)
+@claim("curvature-gap/s", "Lemma 2", "HOLDS", uses=[shuffle])
 def s(seed: int) -> Evidence:
+    r"""$S = (I_{d_V}\otimes K_{d_V,d_V})(\mathrm{vec}_r I_{d_V}\otimes I_{d_V})$ is $\partial(x^\top\otimes I_{d_V})/\partial
+    x$"""
     x, d = Draw(seed).normal(1, 4), 4
     printed = kron(eye(d), turn(d, d)) @ kron(vec_eye(d), eye(d))
     reference = jacobian_of(lambda x: kron(x, eye(d)), x)
     return agrees([printed, dense(shuffle(d, d))], [reference] * 2, "against autograd")
 
 
-@claim(
-    "curvature-gap/s-dim",
-    place="Lemma 2",
-    statement=r"$S\in\mathbb{R}^{d_V^2\times d_V}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$S\in\mathbb{R}^{d_V^3\times d_V}$",
-    uses=[shuffle],
-)
+@claim("curvature-gap/s-dim", "Lemma 2", "WRONG AS PRINTED", uses=[shuffle])
 def s_dim(seed: int) -> Evidence:
+    r"""$S\in\mathbb{R}^{d_V^2\times d_V}$
+
+    Correct: $S\in\mathbb{R}^{d_V^3\times d_V}$
+    """
     d = 4
     return false(shuffle(d, d).shape[0], d**2, "rows at d_V = 4")
 
 
-@claim(
-    "curvature-gap/z_1",
-    place="Lemma 2",
-    statement=r"$Z_1 = (I_L\otimes X^\top)\frac{\partial A}{\partial T}(X\otimes X)$, which is "
-    r"$\sqrt{d_K}\,\partial(AX)/\partial(W_QW_K^\top)$",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/z_1", "Lemma 2", "HOLDS", uses=[AttentionAt])
 def z_1(seed: int) -> Evidence:
+    r"""$Z_1 = (I_L\otimes X^\top)\frac{\partial A}{\partial T}(X\otimes X)$, which is
+    $\sqrt{d_K}\,\partial(AX)/\partial(W_QW_K^\top)$"""
     return same(seed, lambda p: dense(p.at.Z_1), reference=lambda p: jacobian_of(averaged(p), bilinear(p)))
 
 
@@ -134,28 +109,20 @@ def averaged(p: BlockPoint) -> Callable[[Tensor], Tensor]:
     return lambda W: (p.X @ W @ p.X.T).softmax(1) @ p.X
 
 
-@claim(
-    "curvature-gap/z_2",
-    place="Lemma 2",
-    statement=r"$Z_2 = (I_L\otimes X^\top\otimes X^\top\otimes X^\top)\frac{\partial^2A}{\partial T^2}(X\otimes X)$, which is "
-    r"$d_K\,\partial^2(AX)/\partial(W_QW_K^\top)^2$",
-    verdict="HOLDS",
-    corrected=r"with $\partial^2A/\partial T^2$ as $L^4\times L^2$; a block diagonal of $L\times L$ blocks does not conform",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/z_2", "Lemma 2", "HOLDS", uses=[AttentionAt])
 def z_2(seed: int) -> Evidence:
+    r"""$Z_2 = (I_L\otimes X^\top\otimes X^\top\otimes X^\top)\frac{\partial^2A}{\partial T^2}(X\otimes X)$, which is
+    $d_K\,\partial^2(AX)/\partial(W_QW_K^\top)^2$
+
+    Correct: with $\partial^2A/\partial T^2$ as $L^4\times L^2$; a block diagonal of $L\times L$ blocks does not conform
+    """
     return same(seed, lambda p: dense(p.at.Z_2), reference=lambda p: hessian_of(averaged(p), bilinear(p)))
 
 
-@claim(
-    "curvature-gap/d2a-dt2",
-    place="C.1",
-    statement=r"$\frac{\partial^2A_{ij}}{\partial T_i\partial T_i} = A_{ij}(2aa^\top + E_{jj} - \mathrm{diag}(a) - e_ja^\top - "
-    r"ae_j^\top)$ with $a = A_i$",
-    verdict="HOLDS",
-    uses=[SoftmaxAt.hessian],
-)
+@claim("curvature-gap/d2a-dt2", "C.1", "HOLDS", uses=[SoftmaxAt.hessian])
 def d2a_dt2(seed: int) -> Evidence:
+    r"""$\frac{\partial^2A_{ij}}{\partial T_i\partial T_i} = A_{ij}(2aa^\top + E_{jj} - \mathrm{diag}(a) - e_ja^\top -
+    ae_j^\top)$ with $a = A_i$"""
     T = Draw(seed).normal(2, 4)
     L, S = T.shape
     A, e = T.softmax(1), eye(S)

@@ -25,9 +25,6 @@ from hessiankit.ledger.curvature_gap.notation import spectral
 from hessiankit.ledger.curvature_gap.point import attention
 from hessiankit.ledger.drawing import Draw
 
-UNIFORM = r"uniform attention, $A = \frac1L 11^\top$, or $L\le 2$"
-"""What every bound with a 1/L from the softmax needs."""
-
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:

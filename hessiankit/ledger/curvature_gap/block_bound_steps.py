@@ -16,7 +16,7 @@ from derivations.bounds.block_printed import (
 )
 from derivations.transformer import PostNormBlockAt
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.attention_problems import UNIFORM, AttentionProblem, sample, two_attended_tokens
+from hessiankit.ledger.curvature_gap.attention_problems import AttentionProblem, sample, two_attended_tokens
 from hessiankit.ledger.curvature_gap.block_problems import (
     crossed_pairs,
     exact_phi,
@@ -29,41 +29,26 @@ from hessiankit.ledger.curvature_gap.block_problems import (
 )
 from hessiankit.ledger.curvature_gap.notation import dense, spectral
 from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, BlockPoint, BlockSizes, point
-from hessiankit.ledger.evidence import agrees, assumed, bounded, violated
+from hessiankit.ledger.evidence import agrees, assumed, bounded, exceeded
 from hessiankit.ledger.registry import claim
 
 
-@claim(
-    "curvature-gap/eq13",
-    place="C.6, Eq. 13",
-    statement=r"$\|B_1\|_2\le\|W_2\|_2\|Y\|_2$",
-    verdict="HOLDS",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq13", "C.6, Eq. 13", "HOLDS", uses=[theorem_6_printed])
 def eq13(seed: int) -> Evidence:
+    r"""$\|B_1\|_2\le\|W_2\|_2\|Y\|_2$"""
     return never_above(seed, lambda p: spectral(p.first("S", "1")), lambda p: norms(p)["w_2"] * spectral(p.block.Y), "exact Y")
 
 
-@claim(
-    "curvature-gap/eq14",
-    place="C.6, Eq. 14",
-    statement=r"$\|B_2\|_2 = \|\sigma(YW_1)\|_2$",
-    verdict="HOLDS",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq14", "C.6, Eq. 14", "HOLDS", uses=[theorem_6_printed])
 def eq14(seed: int) -> Evidence:
+    r"""$\|B_2\|_2 = \|\sigma(YW_1)\|_2$"""
     found = [spectral(p.first("S", "2")) for p in problems(seed)]
     return agrees(found, [spectral(torch.relu(p.block.Y @ p.weights["1"])) for p in problems(seed)], "four points")
 
 
-@claim(
-    "curvature-gap/eq15",
-    place="C.6, Eq. 15",
-    statement=r"$\|B_k\|_2\le\|J_{SY}\|_2\|J_Y\|_2\|G_k\|_2$",
-    verdict="HOLDS",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq15", "C.6, Eq. 15", "HOLDS", uses=[theorem_6_printed])
 def eq15(seed: int) -> Evidence:
+    r"""$\|B_k\|_2\le\|J_{SY}\|_2\|J_Y\|_2\|G_k\|_2$"""
     found = []
     for p in problems(seed):
         front = spectral(dense(p.block.J_SY)) * spectral(dense(p.block.J_Y))
@@ -71,45 +56,37 @@ def eq15(seed: int) -> Evidence:
     return bounded(found, "four points, exact factors")
 
 
-@claim(
-    "curvature-gap/eq16",
-    place="C.6, Eq. 16",
-    statement=r"$\|J_{SY}\|_2\le\|W_2\|_2\|W_1\|_2 + 1$",
-    verdict="HOLDS",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq16", "C.6, Eq. 16", "HOLDS", uses=[theorem_6_printed])
 def eq16(seed: int) -> Evidence:
+    r"""$\|J_{SY}\|_2\le\|W_2\|_2\|W_1\|_2 + 1$"""
+
     def right(p: BlockPoint) -> float:
         return norms(p)["w_1"] * norms(p)["w_2"] + 1
 
     return never_above(seed, lambda p: spectral(dense(p.block.J_SY)), right, "against the norms of the weights")
 
 
-@claim(
-    "curvature-gap/eq17-g_v",
-    place="C.6, Eq. 17",
-    statement=r"$\|G_V\|_2\le L\|X\|_2$",
-    verdict="HOLDS",
-    corrected=r"$\le\sqrt L\|X\|_2$; the print is attained at $L = 1$ only",
-    uses=[attention_jacobians_printed],
-)
+@claim("curvature-gap/eq17-g_v", "C.6, Eq. 17", "HOLDS", uses=[attention_jacobians_printed])
 def eq17_g_v(seed: int) -> Evidence:
+    r"""$\|G_V\|_2\le L\|X\|_2$
+
+    Correct: $\le\sqrt L\|X\|_2$; the print is attained at $L = 1$ only
+    """
     one = point(seed, BlockSizes(1, 3, 2, 4))
     found = [spectral(p.first("F", "V")) / (p.sizes.L * spectral(p.X)) for p in (*problems(seed), one)]
     found += [spectral(p.first("F", "V")) / (math.sqrt(p.sizes.L) * spectral(p.X)) for p in problems(seed)]
     return bounded(found, "five points, attained by one token; also with the root of L", attained=1 - 1e-9)
 
 
-@claim(
-    "curvature-gap/eq17-g_q",
-    place="C.6, Eq. 17",
-    statement=r"$\|G_Q\|_2\le\frac{1}{L\sqrt{d_K}}\|W_V\|_2\|W_K\|_2\|X\|_2^3$, and $G_K$ with $W_Q$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=UNIFORM,
-    corrected=r"$\frac{1}{2\sqrt{d_K}}$ in front",
-    uses=[attention_jacobians_printed],
-)
+@claim("curvature-gap/eq17-g_q", "C.6, Eq. 17", "HOLDS UNDER ASSUMPTION", uses=[attention_jacobians_printed])
 def eq17_g_q(seed: int) -> Evidence:
+    r"""$\|G_Q\|_2\le\frac{1}{L\sqrt{d_K}}\|W_V\|_2\|W_K\|_2\|X\|_2^3$, and $G_K$ with $W_Q$
+
+    Needs: uniform attention, $A = \frac1L 11^\top$, or $L\le 2$
+
+    Correct: $\frac{1}{2\sqrt{d_K}}$ in front
+    """
+
     def right(p: AttentionProblem, k: str) -> float:
         of_Q, of_K, _ = attention_jacobians_printed(len(p.X), p.sizes[2], *(p.norms[n] for n in ("x", "w_Q", "w_K", "w_V")))
         return of_Q if k == "Q" else of_K
@@ -148,67 +125,50 @@ def unscaled(seed: int, k: str, m: str) -> list[float]:
     return found
 
 
-@claim(
-    "curvature-gap/c6-phi_qq",
-    place="C.6",
-    statement=r"$\|\Phi_{QQ}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|^2\|X\|^5$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2",
-    uses=[phi_printed],
-)
+@claim("curvature-gap/c6-phi_qq", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
 def c6_phi_qq(seed: int) -> Evidence:
-    return violated(phi_ratio(peaked_identity(8), "Q", "Q"), "L = d_V = 8, X = I", corrected=unscaled(seed, "Q", "Q"))
+    r"""$\|\Phi_{QQ}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|^2\|X\|^5$
+
+    Correct: $\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2
+    """
+    return exceeded(phi_ratio(peaked_identity(8), "Q", "Q"), "L = d_V = 8, X = I", corrected=unscaled(seed, "Q", "Q"))
 
 
-@claim(
-    "curvature-gap/c6-phi_vq",
-    place="C.6",
-    statement=r"$\|\Phi_{VQ}\|_2\le\frac{2}{L^2\sqrt{d_Vd_K}}\|W_K\|\|X\|^3$, and $\Phi_{VK}$, $\Phi_{QV}$, $\Phi_{KV}$ likewise",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$",
-    uses=[phi_printed],
-)
+@claim("curvature-gap/c6-phi_vq", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
 def c6_phi_vq(seed: int) -> Evidence:
-    return violated(
+    r"""$\|\Phi_{VQ}\|_2\le\frac{2}{L^2\sqrt{d_Vd_K}}\|W_K\|\|X\|^3$, and $\Phi_{VK}$, $\Phi_{QV}$, $\Phi_{KV}$ likewise
+
+    Correct: $\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$
+    """
+    return exceeded(
         phi_ratio(uniform_pair(4), "V", "Q"), "uniform attention, L = d_V = 4", corrected=unscaled(seed, "V", "Q"), above=7.9
     )
 
 
-@claim(
-    "curvature-gap/c6-phi_qk",
-    place="C.6",
-    statement=r"$\|\Phi_{QK}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac{2}{L^2\sqrt{d_Vd_K}}\|W_V\|\|X\|^3$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$",
-    uses=[phi_printed],
-)
+@claim("curvature-gap/c6-phi_qk", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
 def c6_phi_qk(seed: int) -> Evidence:
-    return violated(
+    r"""$\|\Phi_{QK}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac{2}{L^2\sqrt{d_Vd_K}}\|W_V\|\|X\|^3$
+
+    Correct: $\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$
+    """
+    return exceeded(
         phi_ratio(uniform_pair(4), "Q", "K"), "uniform attention, L = d_V = 4", corrected=unscaled(seed, "Q", "K"), above=3.9
     )
 
 
-@claim(
-    "curvature-gap/eq18",
-    place="C.6, Eqs. 18-19",
-    statement=r"$\|\xi_{11}\|_2 = \|\xi_{22}\|_2 = 0$",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt.xi],
-)
+@claim("curvature-gap/eq18", "C.6, Eqs. 18-19", "HOLDS", uses=[PostNormBlockAt.xi])
 def eq18(seed: int) -> Evidence:
+    r"""$\|\xi_{11}\|_2 = \|\xi_{22}\|_2 = 0$"""
     found = [spectral(p.second("S", i, i)) for p in problems(seed) for i in ("1", "2")]
     return agrees(found, [0.0] * len(found), "off the kinks, by autograd")
 
 
-@claim(
-    "curvature-gap/eq20",
-    place="C.6, Eq. 20",
-    statement=r"$\|\xi_{12}\|_2\le\sqrt{d_V}\,\|Y\|_2$",
-    verdict="HOLDS",
-    corrected="for either order of the indices",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq20", "C.6, Eq. 20", "HOLDS", uses=[theorem_6_printed])
 def eq20(seed: int) -> Evidence:
+    r"""$\|\xi_{12}\|_2\le\sqrt{d_V}\,\|Y\|_2$
+
+    Correct: for either order of the indices
+    """
     found = []
     for p in problems(seed):
         right = math.sqrt(p.sizes.d_V) * spectral(p.block.Y)
@@ -216,20 +176,17 @@ def eq20(seed: int) -> Evidence:
     return bounded(found, "four points, both orders")
 
 
-@claim(
-    "curvature-gap/eq21",
-    place="C.6, Eq. 21",
-    statement=r"$\|\xi_{21}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\|\xi_{21}\|_2\le\sqrt{d_V}\,\|Y\|_2$: $\xi_{21} = \partial B_2/\partial W_1$ does not depend on $W_2$",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq21", "C.6, Eq. 21", "WRONG AS PRINTED", uses=[theorem_6_printed])
 def eq21(seed: int) -> Evidence:
+    r"""$\|\xi_{21}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2$
+
+    Correct: $\|\xi_{21}\|_2\le\sqrt{d_V}\,\|Y\|_2$: $\xi_{21} = \partial B_2/\partial W_1$ does not depend on $W_2$
+    """
     p = point(seed)
     small = BlockPoint(p.sizes, p.X, {**p.weights, "2": 1e-6 * p.weights["2"]}, p.target)
     left = spectral(small.second("S", "2", "1"))
     found = left / (math.sqrt(p.sizes.d_ff) * spectral(small.weights["2"]))
-    return violated(
+    return exceeded(
         found, "W_2 a millionth of a generic one", corrected=left / (math.sqrt(p.sizes.d_V) * spectral(p.block.Y)), above=1e4
     )
 
@@ -243,26 +200,18 @@ def mixed(seed: int, i: str, width: Callable[[BlockSizes], int], weight: str) ->
     return bounded(found, "four points, exact J_Y and G_k")
 
 
-@claim(
-    "curvature-gap/eq22",
-    place="C.6, Eq. 22",
-    statement=r"$\|\xi_{1k}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2\|J_Y\|_2\|G_k\|_2$",
-    verdict="HOLDS",
-    corrected=r"although the printed $\xi_{1k}$ does not conform",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq22", "C.6, Eq. 22", "HOLDS", uses=[theorem_6_printed])
 def eq22(seed: int) -> Evidence:
+    r"""$\|\xi_{1k}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2\|J_Y\|_2\|G_k\|_2$
+
+    Correct: although the printed $\xi_{1k}$ does not conform
+    """
     return mixed(seed, "1", lambda sizes: sizes.d_ff, "w_2")
 
 
-@claim(
-    "curvature-gap/eq23",
-    place="C.6, Eq. 23",
-    statement=r"$\|\xi_{2k}\|_2\le\sqrt{d_V}\,\|W_1\|_2\|J_Y\|_2\|G_k\|_2$",
-    verdict="HOLDS",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq23", "C.6, Eq. 23", "HOLDS", uses=[theorem_6_printed])
 def eq23(seed: int) -> Evidence:
+    r"""$\|\xi_{2k}\|_2\le\sqrt{d_V}\,\|W_1\|_2\|J_Y\|_2\|G_k\|_2$"""
     return mixed(seed, "2", lambda sizes: sizes.d_V, "w_1")
 
 
@@ -273,30 +222,21 @@ def eq24_ratio(p: BlockPoint, k: str, m: str, phi: dict[str, float]) -> float:
     return over(spectral(p.second("S", k, m)), J_SY * (bent + J_Y * phi[k + m]))
 
 
-@claim(
-    "curvature-gap/eq24",
-    place="C.6, Eq. 24",
-    statement=r"$\|\xi_{k\ell}\|_2\le\|J_{SY}\|_2(\|G_k\|_2\|H_Y\|_2\|G_\ell\|_2 + \|J_Y\|_2\|\Phi_{k\ell}\|_2)$, all "
-    r"factors exact",
-    verdict="HOLDS",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq24", "C.6, Eq. 24", "HOLDS", uses=[theorem_6_printed])
 def eq24(seed: int) -> Evidence:
+    r"""$\|\xi_{k\ell}\|_2\le\|J_{SY}\|_2(\|G_k\|_2\|H_Y\|_2\|G_\ell\|_2 + \|J_Y\|_2\|\Phi_{k\ell}\|_2)$, all factors exact"""
     found = [eq24_ratio(p, k, m, exact_phi(p)) for p in problems(seed) for k, m in ATTENTION_PAIRS]
     return bounded(found, "four points, nine pairs")
 
 
-@claim(
-    "curvature-gap/eq24-phi",
-    place="C.6, Eq. 24 with the bounds on Phi before it",
-    statement=r"Eq. 24 with the bounds that C.6 gives for $\|\Phi_{k\ell}\|_2$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"with the norms of $\Phi$, or bounds without the stray $2/(Ld_V)$",
-    uses=[phi_printed],
-)
+@claim("curvature-gap/eq24-phi", "C.6, Eq. 24 with the bounds on Phi before it", "WRONG AS PRINTED", uses=[phi_printed])
 def eq24_phi(seed: int) -> Evidence:
+    r"""Eq. 24 with the bounds that C.6 gives for $\|\Phi_{k\ell}\|_2$
+
+    Correct: with the norms of $\Phi$, or bounds without the stray $2/(Ld_V)$
+    """
     p, pairs = crossed_pairs(), (("V", "Q"), ("Q", "K"))
     printed = phi_printed(4, 4, 1, *(norms(p)[name] for name in ("x", "w_Q", "w_K", "w_V")))
     rest = [eq24_ratio(p, k, m, exact_phi(p)) for k, m in pairs]
     found = max(eq24_ratio(p, k, m, printed) for k, m in pairs)
-    return violated(found, "uniform attention, L = d_V = 4", corrected=rest, above=5)
+    return exceeded(found, "uniform attention, L = d_V = 4", corrected=rest, above=5)

@@ -27,18 +27,13 @@ from hessiankit.ledger.curvature_gap.block_problems import (
 )
 from hessiankit.ledger.curvature_gap.notation import dense, eye, spectral
 from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, PAIRS, WEIGHTS, BlockPoint, point
-from hessiankit.ledger.evidence import agrees, bounded, loose, violated
+from hessiankit.ledger.evidence import agrees, bounded, exceeded, loose
 from hessiankit.ledger.registry import claim
 
 
-@claim(
-    "curvature-gap/eq8",
-    place="Theorem 6, Eq. 8",
-    statement=r"$\|H_{tr}^{(i,j)}\|_2\le\|J_Z\|_2\|\xi_{ij}\|_2 + \|B_i\|_2\|H_Z\|_2\|B_j\|_2$",
-    verdict="HOLDS",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq8", "Theorem 6, Eq. 8", "HOLDS", uses=[theorem_6_printed])
 def eq8(seed: int) -> Evidence:
+    r"""$\|H_{tr}^{(i,j)}\|_2\le\|J_Z\|_2\|\xi_{ij}\|_2 + \|B_i\|_2\|H_Z\|_2\|B_j\|_2$"""
     found = []
     for p in problems(seed):
         J_Z, H_Z = spectral(dense(p.block.J_Z)), spectral(dense(p.block.H_Z))
@@ -48,16 +43,10 @@ def eq8(seed: int) -> Evidence:
     return bounded(found, "four points, 25 pairs, exact factors")
 
 
-@claim(
-    "curvature-gap/c6-examples",
-    place="C.6, part C",
-    statement=r"Eq. 8 with Eqs. 13-16, 20, 22, 24 put in, for $(1,1)$, $(1,2)$, $(1,k)$ and $(k,\ell)$; $J_Z$, $H_Z$, "
-    r"$J_Y$, $H_Y$, $G$, "
-    r"$\Phi$ exact",
-    verdict="HOLDS",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/c6-examples", "C.6, part C", "HOLDS", uses=[theorem_6_printed])
 def c6_examples(seed: int) -> Evidence:
+    r"""Eq. 8 with Eqs. 13-16, 20, 22, 24 put in, for $(1,1)$, $(1,2)$, $(1,k)$ and $(k,\ell)$; $J_Z$, $H_Z$, $J_Y$, $H_Y$,
+    $G$, $\Phi$ exact"""
     found = []
     for p in problems(seed):
         terms = bound(p, exact_factors(p), exact_phi(p)).H_tr
@@ -72,72 +61,66 @@ def eq9_right(p: BlockPoint) -> float:
     return 5 * max(2 / p.X.numel() * J[i] * J[j] + residual(p) * spectral(p.second("Z", i, j)) for i, j in PAIRS)
 
 
-@claim(
-    "curvature-gap/eq9",
-    place="Theorem 6, Eq. 9",
-    statement=r"$\|H\|_2\le5\max_{ij}(\frac{2}{Ld_V}\|\frac{\partial Z}{\partial W_i}\|_2\|\frac{\partial Z}{\partial W_j}\|_2 + "
-    r"\|R^{tr}\|_2\|H_{tr}^{(i,j)}\|_2)$ for $l = \frac{1}{Ld_V}\|Z - \mathrm{Target}\|_F^2$",
-    verdict="HOLDS",
-    corrected=r"also with $\frac{2}{Ld_V}$ in front of the second term, which Eq. 7 lost",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq9", "Theorem 6, Eq. 9", "HOLDS", uses=[theorem_6_printed])
 def eq9(seed: int) -> Evidence:
+    r"""$\|H\|_2\le5\max_{ij}(\frac{2}{Ld_V}\|\frac{\partial Z}{\partial W_i}\|_2\|\frac{\partial Z}{\partial W_j}\|_2 +
+    \|R^{tr}\|_2\|H_{tr}^{(i,j)}\|_2)$ for $l = \frac{1}{Ld_V}\|Z - \mathrm{Target}\|_F^2$
+
+    Correct: also with $\frac{2}{Ld_V}$ in front of the second term, which Eq. 7 lost
+    """
     return never_above(seed, whole, eq9_right, "exact factors")
 
 
-@claim(
-    "curvature-gap/eq9-l",
-    place="Theorem 6, Eq. 9, with the loss of Eq. 7",
-    statement=r"Eq. 9 for $\mathcal{L} = \|Z - \mathrm{Target}\|_2^2$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$2$ in place of $\frac{2}{Ld_V}$: that loss is $Ld_V$ times the one of Sec. 3",
-    uses=[theorem_6_printed],
-)
+@claim("curvature-gap/eq9-l", "Theorem 6, Eq. 9, with the loss of Eq. 7", "WRONG AS PRINTED", uses=[theorem_6_printed])
 def eq9_l(seed: int) -> Evidence:
+    r"""Eq. 9 for $\mathcal{L} = \|Z - \mathrm{Target}\|_2^2$
+
+    Correct: $2$ in place of $\frac{2}{Ld_V}$: that loss is $Ld_V$ times the one of Sec. 3
+    """
     p = point(seed)
     exact = with_target(p, p.block.Z)
     n, right = p.X.numel(), eq9_right(exact)  # with a residual of zero
-    return violated(n * whole(exact) / right, "Target = Z", corrected=n * whole(exact) / (n * right))
+    return exceeded(n * whole(exact) / right, "Target = Z", corrected=n * whole(exact) / (n * right))
 
 
 @claim(
     "curvature-gap/thm6",
-    place="Theorem 6 with C.6, Lemma 4 and Proposition 10",
-    statement=r"$\|H_{tr}\|_2\le M_{tr}$ in closed form, $\sigma_{\min}$ as Lemma 4 states it",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{2}{Ld_V}\lambda_{\max}$ of the matrix of corrected block bounds",
+    "Theorem 6 with C.6, Lemma 4 and Proposition 10",
+    "WRONG AS PRINTED",
     uses=[theorem_6_factors_printed, post_block_a_priori],
 )
 def thm6(seed: int) -> Evidence:
+    r"""$\|H_{tr}\|_2\le M_{tr}$ in closed form, $\sigma_{\min}$ as Lemma 4 states it
+
+    Correct: $\frac{2}{Ld_V}\lambda_{\max}$ of the matrix of corrected block bounds
+    """
     p = single_row(8)
     rest = [whole(p) / a_priori(p), *(whole(q) / a_priori(q) for q in problems(seed))]
-    return violated(whole(p) / closed_form(p, "stated").whole, "one token, d_V = 8, Target = Z", corrected=rest)
+    return exceeded(whole(p) / closed_form(p, "stated").whole, "one token, d_V = 8, Target = Z", corrected=rest)
 
 
 @claim(
     "curvature-gap/thm6-proof",
-    place="Theorem 6, with the deviations of the proof of Lemma 4",
-    statement=r"$\|H_{tr}\|_2\le M_{tr}$ with $\sigma_{\min} = \min_i\sigma_i$ and $\Phi_{KK}$ added",
-    verdict="LOOSE",
-    corrected=r"broken pieces (Eqs. 17, 21, the bounds on $\Phi$) hide behind others that are loose by many orders of magnitude",
+    "Theorem 6, with the deviations of the proof of Lemma 4",
+    "LOOSE",
     uses=[theorem_6_factors_printed],
 )
 def thm6_proof(seed: int) -> Evidence:
+    r"""$\|H_{tr}\|_2\le M_{tr}$ with $\sigma_{\min} = \min_i\sigma_i$ and $\Phi_{KK}$ added
+
+    Correct: broken pieces (Eqs. 17, 21, the bounds on $\Phi$) hide behind others that are loose by many orders of magnitude
+    """
     found = [whole(p) / closed_form(p, "proof").whole for p in (*problems(seed), single_row(8))]
     return loose(found, "five points", factor=90)
 
 
-@claim(
-    "curvature-gap/post-norm-identity",
-    place="Eqs. 7 and 9",
-    statement=r"with $\gamma = 1$ and $\beta = 0$ the loss is $\mathrm{const} - \frac{2}{Ld_V}\langle "
-    r"Z,\mathrm{Target}\rangle$, so that "
-    r"$H = -\frac{2}{Ld_V}\langle\mathrm{Target},\partial^2Z\rangle$ has no outer part",
-    verdict="OMITTED",
-    corrected="the two parts of Eq. 7 cancel exactly where the target is zero",
-    uses=[PostNormBlockAt.loss_hessian],
-)
+@claim("curvature-gap/post-norm-identity", "Eqs. 7 and 9", "OMITTED", uses=[PostNormBlockAt.loss_hessian])
 def post_norm_identity(seed: int) -> Evidence:
+    r"""with $\gamma = 1$ and $\beta = 0$ the loss is $\mathrm{const} - \frac{2}{Ld_V}\langle Z,\mathrm{Target}\rangle$, so
+    that $H = -\frac{2}{Ld_V}\langle\mathrm{Target},\partial^2Z\rangle$ has no outer part
+
+    Correct: the two parts of Eq. 7 cancel exactly where the target is zero
+    """
     p = point(seed)
     row = -2 / p.X.numel() * p.target.reshape(1, -1)
     found = [torch.kron(row, eye(p.n(i))) @ p.second("Z", i, j) for i, j in PAIRS]
@@ -148,14 +131,8 @@ def post_norm_identity(seed: int) -> Evidence:
     return agrees([*found, *gaps], references, "all 25 blocks by autograd; Target = 0: the sum vanishes, the outer part does not")
 
 
-@claim(
-    "ours/post-norm-block-a-priori",
-    place="Closing the Curvature Gap, in place of Theorem 6",
-    statement=r"$\|H\|_2\le\frac{2}{Ld_V}\lambda_{\max}$ of a $5\times5$ matrix of norms, from the norms of $X$, the "
-    r"weights, the target "
-    "and the least deviations of rows",
-    verdict="HOLDS",
-    uses=[post_block_a_priori],
-)
+@claim("ours/post-norm-block-a-priori", "Closing the Curvature Gap, in place of Theorem 6", "HOLDS", uses=[post_block_a_priori])
 def block_bound(seed: int) -> Evidence:
+    r"""$\|H\|_2\le\frac{2}{Ld_V}\lambda_{\max}$ of a $5\times5$ matrix of norms, from the norms of $X$, the weights, the
+    target and the least deviations of rows"""
     return bounded([whole(p) / a_priori(p) for p in (*problems(seed), single_row(8), single_row(5))], "six points")

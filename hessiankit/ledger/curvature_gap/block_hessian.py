@@ -26,14 +26,9 @@ def blocks(seed: int, pairs: Sequence[tuple[str, str]], detail: str = "against a
     return agrees(found, [p.second("S", i, j) for p in points(seed) for i, j in pairs], detail)
 
 
-@claim(
-    "curvature-gap/eq6",
-    place="Theorem 5, Eq. 6; Theorem 10, Eq. 12",
-    statement=r"$H_{tr}^{(i,j)} = (J_Z\otimes I_{n_i})\xi_{ij} + (I_{Ld_V}\otimes B_i^\top)H_Z B_j$, pieces exact",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt.H_tr],
-)
+@claim("curvature-gap/eq6", "Theorem 5, Eq. 6; Theorem 10, Eq. 12", "HOLDS", uses=[PostNormBlockAt.H_tr])
 def eq6(seed: int) -> Evidence:
+    r"""$H_{tr}^{(i,j)} = (J_Z\otimes I_{n_i})\xi_{ij} + (I_{Ld_V}\otimes B_i^\top)H_Z B_j$, pieces exact"""
     p = point(seed)
     J_Z, H_Z = dense(p.block.J_Z), dense(p.block.H_Z)
     found = []
@@ -45,16 +40,12 @@ def eq6(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/eq6-closed",
-    place="Theorem 5, Eq. 6",
-    statement=r"all 25 blocks $H_{tr}^{(i,j)}$ in closed form, with the corrected and the missing $\xi_{ij}$, $G_K$, "
-    r"$\Phi_{k\ell}$",
-    verdict="OMITTED",
-    corrected="of the 25 blocks, 5 are right in print, 9 wrong at generic sizes, 11 without a formula",
-    uses=[PostNormBlockAt.H_tr],
-)
+@claim("curvature-gap/eq6-closed", "Theorem 5, Eq. 6", "OMITTED", uses=[PostNormBlockAt.H_tr])
 def eq6_closed(seed: int) -> Evidence:
+    r"""all 25 blocks $H_{tr}^{(i,j)}$ in closed form, with the corrected and the missing $\xi_{ij}$, $G_K$, $\Phi_{k\ell}$
+
+    Correct: of the 25 blocks, 5 are right in print, 9 wrong at generic sizes, 11 without a formula
+    """
     found = [dense(p.block.H_tr(i, j)) for p in points(seed) for i, j in PAIRS]
     return agrees(found, [p.second("Z", i, j) for p in points(seed) for i, j in PAIRS], "no piece by autograd, against autograd")
 
@@ -62,26 +53,18 @@ def eq6_closed(seed: int) -> Evidence:
 # Pairs of feed-forward weights -----------------------------------------------------------------------------------------
 
 
-@claim(
-    "curvature-gap/xi_11",
-    place="Theorem 10",
-    statement=r"$\xi_{11} = 0$",
-    verdict="HOLDS",
-    corrected="for ReLU, off its kinks",
-    uses=[PostNormBlockAt.xi],
-)
+@claim("curvature-gap/xi_11", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
 def xi_11(seed: int) -> Evidence:
+    r"""$\xi_{11} = 0$
+
+    Correct: for ReLU, off its kinks
+    """
     return same(seed, lambda p: torch.zeros(p.X.numel() * p.n("1"), p.n("1")), reference=lambda p: p.second("S", "1", "1"))
 
 
-@claim(
-    "curvature-gap/xi_22",
-    place="Theorem 10",
-    statement=r"$\xi_{22} = 0$",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt.xi],
-)
+@claim("curvature-gap/xi_22", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
 def xi_22(seed: int) -> Evidence:
+    r"""$\xi_{22} = 0$"""
     return same(seed, lambda p: torch.zeros(p.X.numel() * p.n("2"), p.n("2")), reference=lambda p: p.second("S", "2", "2"))
 
 
@@ -92,28 +75,20 @@ def printed_xi_12(p: BlockPoint) -> Tensor:
     return kron(eye(L), turn(d_V, d_ff), eye(d_V)) @ kron(eye(L * d_ff), vec_eye(d_V)) @ inner
 
 
-@claim(
-    "curvature-gap/xi_12",
-    place="Theorem 10",
-    statement=r"$\xi_{12} = (I_L\otimes K_{d_V,d_{ff}}\otimes I_{d_V})(I_{Ld_{ff}}\otimes\mathrm{vec}_r I_{d_V})\,"
-    r"D_\sigma(Y\otimes I_{d_{ff}})$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$(I_{Ld_V}\otimes[(Y\otimes I_{d_{ff}})^\top D_\sigma])(I_L\otimes K_{d_V,L}\otimes I_{d_{ff}})"
-    r"(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$; the printed matrix is $\xi_{21} = \partial B_2/\partial W_1$",
-    uses=[FeedForwardAt.hessian],
-)
+@claim("curvature-gap/xi_12", "Theorem 10", "WRONG AS PRINTED", uses=[FeedForwardAt.hessian])
 def xi_12(seed: int) -> Evidence:
+    r"""$\xi_{12} = (I_L\otimes K_{d_V,d_{ff}}\otimes I_{d_V})(I_{Ld_{ff}}\otimes\mathrm{vec}_r I_{d_V})\,D_\sigma(Y\otimes
+    I_{d_{ff}})$
+
+    Correct: $(I_{Ld_V}\otimes[(Y\otimes I_{d_{ff}})^\top D_\sigma])(I_L\otimes K_{d_V,L}\otimes I_{d_{ff}})(\mathrm{vec}_r
+    I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$; the printed matrix is $\xi_{21} = \partial B_2/\partial W_1$
+    """
     return misprint(seed, printed_xi_12, lambda p: dense(p.block.xi("1", "2")), lambda p: p.second("S", "1", "2"))
 
 
-@claim(
-    "curvature-gap/xi_12-as-xi_21",
-    place="Theorem 10",
-    statement=r"the matrix printed as $\xi_{12}$ is $\xi_{21} = \partial B_2/\partial W_1$",
-    verdict="HOLDS",
-    uses=[FeedForwardAt.hessian],
-)
+@claim("curvature-gap/xi_12-as-xi_21", "Theorem 10", "HOLDS", uses=[FeedForwardAt.hessian])
 def xi_12_as_xi_21(seed: int) -> Evidence:
+    r"""the matrix printed as $\xi_{12}$ is $\xi_{21} = \partial B_2/\partial W_1$"""
     closed = [printed_xi_12, lambda p: dense(p.block.xi("2", "1"))]
     return same(seed, *closed, reference=lambda p: p.second("S", "2", "1"), detail="the print and the closed form")
 
@@ -125,16 +100,13 @@ def printed_xi_21(p: BlockPoint) -> Tensor:
     return front @ kron(eye(L), turn(d_ff, d_V), eye(d_ff)) @ kron(eye(L * d_V), vec_eye(d_ff))
 
 
-@claim(
-    "curvature-gap/xi_21",
-    place="Theorem 10",
-    statement=r"$\xi_{21} = (I_L\otimes W_2^\top)D_\sigma(I_L\otimes K_{d_{ff},d_V}\otimes I_{d_{ff}})"
-    r"(I_{Ld_V}\otimes\mathrm{vec}_r I_{d_{ff}})$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"what is printed as $\xi_{12}$; the product has inner sizes $Ld_{ff}$ and $Ld_Vd_{ff}^2$ and is no derivative",
-    uses=[FeedForwardAt.hessian],
-)
+@claim("curvature-gap/xi_21", "Theorem 10", "WRONG AS PRINTED", uses=[FeedForwardAt.hessian])
 def xi_21(seed: int) -> Evidence:
+    r"""$\xi_{21} = (I_L\otimes W_2^\top)D_\sigma(I_L\otimes K_{d_{ff},d_V}\otimes I_{d_{ff}})(I_{Ld_V}\otimes\mathrm{vec}_r
+    I_{d_{ff}})$
+
+    Correct: what is printed as $\xi_{12}$; the product has inner sizes $Ld_{ff}$ and $Ld_Vd_{ff}^2$ and is no derivative
+    """
     return misprint(seed, printed_xi_21, lambda p: dense(p.block.xi("2", "1")), lambda p: p.second("S", "2", "1"))
 
 
@@ -143,15 +115,11 @@ def lift_of_W_2(p: BlockPoint) -> Tensor:
     return jacobian_of(lambda W: kron(eye(p.sizes.L), W.T), p.weights["2"])
 
 
-@claim(
-    "curvature-gap/xi_21-step1",
-    place="Theorem 10, proof",
-    statement=r"$\frac{\partial B_1}{\partial W_2} = (I_{Ld_V}\otimes(Y\otimes I_{d_{ff}})^\top D_\sigma^\top)\,"
-    r"\frac{\partial(I_L\otimes W_2^\top)}{\partial W_2}$",
-    verdict="HOLDS",
-    uses=[FeedForwardAt.hessian],
-)
+@claim("curvature-gap/xi_21-step1", "Theorem 10, proof", "HOLDS", uses=[FeedForwardAt.hessian])
 def xi_21_step1(seed: int) -> Evidence:
+    r"""$\frac{\partial B_1}{\partial W_2} = (I_{Ld_V}\otimes(Y\otimes I_{d_{ff}})^\top
+    D_\sigma^\top)\,\frac{\partial(I_L\otimes W_2^\top)}{\partial W_2}$"""
+
     def printed(p: BlockPoint) -> Tensor:
         inner = kron(p.block.Y, eye(p.sizes.d_ff)).T @ dense(p.block.D_sigma).T
         return kron(eye(p.X.numel()), inner) @ lift_of_W_2(p)
@@ -159,17 +127,16 @@ def xi_21_step1(seed: int) -> Evidence:
     return same(seed, printed, reference=lambda p: p.second("S", "1", "2"))
 
 
-@claim(
-    "curvature-gap/xi_21-step2",
-    place="Theorem 10, proof",
-    statement=r"$\frac{\partial(I_L\otimes W_2^\top)}{\partial W_2} = (I_L\otimes K_{d_V,L}\otimes I_{d_{ff}})"
-    r"(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_{ff},d_V}$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="$d_{ff} = d_V$",
-    corrected=r"$K_{d_V,d_{ff}}$, since $W_2$ has shape $d_{ff}\times d_V$",
-    uses=[FeedForwardAt.hessian],
-)
+@claim("curvature-gap/xi_21-step2", "Theorem 10, proof", "HOLDS UNDER ASSUMPTION", uses=[FeedForwardAt.hessian])
 def xi_21_step2(seed: int) -> Evidence:
+    r"""$\frac{\partial(I_L\otimes W_2^\top)}{\partial W_2} = (I_L\otimes K_{d_V,L}\otimes I_{d_{ff}})(\mathrm{vec}_r
+    I_L\otimes I_{d_Vd_{ff}})K_{d_{ff},d_V}$
+
+    Needs: $d_{ff} = d_V$
+
+    Correct: $K_{d_V,d_{ff}}$, since $W_2$ has shape $d_{ff}\times d_V$
+    """
+
     def product(p: BlockPoint, last: Tensor) -> Tensor:
         L, d_V, _, d_ff = p.sizes
         return kron(eye(L), turn(d_V, L), eye(d_ff)) @ kron(vec_eye(L), eye(d_V * d_ff)) @ last
@@ -181,15 +148,10 @@ def xi_21_step2(seed: int) -> Evidence:
     return assumed(holds, relative_error(product(generic, turn(d_ff, d_V)), lift_of_W_2(generic)), above=0.5)
 
 
-@claim(
-    "curvature-gap/dykron",
-    place="Theorem 10, proof",
-    statement=r"$\partial(Y\otimes I_{d_{ff}})/\partial Y = (I_L\otimes K_{d_{ff},d_V}\otimes I_{d_{ff}})"
-    r"(I_{Ld_V}\otimes\mathrm{vec}_r I_{d_{ff}})$",
-    verdict="HOLDS",
-    uses=[kron_derivative_left],
-)
+@claim("curvature-gap/dykron", "Theorem 10, proof", "HOLDS", uses=[kron_derivative_left])
 def dykron(seed: int) -> Evidence:
+    r"""$\partial(Y\otimes I_{d_{ff}})/\partial Y = (I_L\otimes K_{d_{ff},d_V}\otimes
+    I_{d_{ff}})(I_{Ld_V}\otimes\mathrm{vec}_r I_{d_{ff}})$"""
     Y = Draw(seed).normal(3, 4)
     L, d_V, d_ff = 3, 4, 5
     printed = kron(eye(L), turn(d_ff, d_V), eye(d_ff)) @ kron(eye(L * d_V), vec_eye(d_ff))
@@ -207,17 +169,15 @@ def printed_xi_1k(p: BlockPoint, k: str) -> Tensor:
     return front @ inner @ p.first("Y", k)
 
 
-@claim(
-    "curvature-gap/xi_1k",
-    place="Theorem 10",
-    statement=r"$\xi_{1k} = ((I_L\otimes W_2^\top)D_\sigma\otimes I_{n_k})(I_L\otimes K_{d_{ff},d_V}\otimes I_{d_{ff}})"
-    r"(I_{Ld_V}\otimes\mathrm{vec}_r I_{d_{ff}})\,J_YG_k$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"$n_k = n_1$: $d_{ff} = d_K$ for $Q$ and $K$, $d_{ff} = d_V$ for $V$",
-    corrected=r"$I_{n_1}$ in place of $I_{n_k}$",
-    uses=[PostNormBlockAt.xi],
-)
+@claim("curvature-gap/xi_1k", "Theorem 10", "HOLDS UNDER ASSUMPTION", uses=[PostNormBlockAt.xi])
 def xi_1k(seed: int) -> Evidence:
+    r"""$\xi_{1k} = ((I_L\otimes W_2^\top)D_\sigma\otimes I_{n_k})(I_L\otimes K_{d_{ff},d_V}\otimes
+    I_{d_{ff}})(I_{Ld_V}\otimes\mathrm{vec}_r I_{d_{ff}})\,J_YG_k$
+
+    Needs: $n_k = n_1$: $d_{ff} = d_K$ for $Q$ and $K$, $d_{ff} = d_V$ for $V$
+
+    Correct: $I_{n_1}$ in place of $I_{n_k}$
+    """
     generic, narrow, equal = point(seed), point(seed, BlockSizes(3, 4, 2, 2)), point(seed, BlockSizes(3, 3, 3, 3))
     cases = [(narrow, "K"), (narrow, "Q"), (equal, "V")]
     found = [printed_xi_1k(p, k) for p, k in cases] + [dense(generic.block.xi("1", k)) for k in ATTENTION]
@@ -226,49 +186,31 @@ def xi_1k(seed: int) -> Evidence:
     return assumed(agrees(found, references, "n_k = n_1; corrected at generic sizes"), fails, above=1.0)
 
 
-@claim(
-    "curvature-gap/xi_2k",
-    place="Theorem 10",
-    statement=r"$\xi_{2k} = (I_L\otimes K_{d_V,d_{ff}}\otimes I_{d_V})(I_{Ld_{ff}}\otimes\mathrm{vec}_r I_{d_V})\,"
-    r"D_\sigma(I_L\otimes W_1^\top)J_YG_k$",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt.xi],
-)
+@claim("curvature-gap/xi_2k", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
 def xi_2k(seed: int) -> Evidence:
+    r"""$\xi_{2k} = (I_L\otimes K_{d_V,d_{ff}}\otimes I_{d_V})(I_{Ld_{ff}}\otimes\mathrm{vec}_r I_{d_V})\,D_\sigma(I_L\otimes
+    W_1^\top)J_YG_k$"""
     return blocks(seed, [("2", k) for k in ATTENTION], "k = K, Q, V, against autograd")
 
 
-@claim(
-    "curvature-gap/xi_k1",
-    place="Theorem 10, 'for all pairs'",
-    statement=r"$\xi_{k1} = (I_{Ld_V}\otimes(J_YG_k)^\top)((I_L\otimes W_2^\top)D_\sigma\otimes I_{Ld_V})"
-    r"(I_L\otimes K_{d_{ff},L}\otimes I_{d_V})(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_{ff},d_V}$",
-    verdict="OMITTED",
-    uses=[PostNormBlockAt.xi],
-)
+@claim("curvature-gap/xi_k1", "Theorem 10, 'for all pairs'", "OMITTED", uses=[PostNormBlockAt.xi])
 def xi_k1(seed: int) -> Evidence:
+    r"""$\xi_{k1} = (I_{Ld_V}\otimes(J_YG_k)^\top)((I_L\otimes W_2^\top)D_\sigma\otimes I_{Ld_V})(I_L\otimes
+    K_{d_{ff},L}\otimes I_{d_V})(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_{ff},d_V}$"""
     return blocks(seed, [(k, "1") for k in ATTENTION], "k = K, Q, V, against autograd")
 
 
-@claim(
-    "curvature-gap/xi_k2",
-    place="Theorem 10, 'for all pairs'",
-    statement=r"$\xi_{k2} = (I_{Ld_V}\otimes(J_YG_k)^\top(I_L\otimes W_1)D_\sigma)(I_L\otimes K_{d_V,L}\otimes I_{d_{ff}})"
-    r"(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$",
-    verdict="OMITTED",
-    uses=[PostNormBlockAt.xi],
-)
+@claim("curvature-gap/xi_k2", "Theorem 10, 'for all pairs'", "OMITTED", uses=[PostNormBlockAt.xi])
 def xi_k2(seed: int) -> Evidence:
+    r"""$\xi_{k2} = (I_{Ld_V}\otimes(J_YG_k)^\top(I_L\otimes W_1)D_\sigma)(I_L\otimes K_{d_V,L}\otimes
+    I_{d_{ff}})(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$"""
     return blocks(seed, [(k, "2") for k in ATTENTION], "k = K, Q, V, against autograd")
 
 
-@claim(
-    "curvature-gap/xi_kl",
-    place="Theorem 10",
-    statement=r"$\xi_{k\ell} = (J_{SY}\otimes I_{n_k})[(I_{Ld_V}\otimes G_k^\top)H_YG_\ell + (J_Y\otimes I_{n_k})\Phi_{k\ell}]$",
-    verdict="HOLDS",
-    corrected="for ReLU, with exact $\\Phi$",
-    uses=[PostNormBlockAt.xi],
-)
+@claim("curvature-gap/xi_kl", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
 def xi_kl(seed: int) -> Evidence:
+    r"""$\xi_{k\ell} = (J_{SY}\otimes I_{n_k})[(I_{Ld_V}\otimes G_k^\top)H_YG_\ell + (J_Y\otimes I_{n_k})\Phi_{k\ell}]$
+
+    Correct: for ReLU, with exact $\Phi$
+    """
     return blocks(seed, ATTENTION_PAIRS, "nine pairs, against autograd")

@@ -44,15 +44,10 @@ def each(seed: int, names: Sequence[str], closed: Callable[[BlockPoint, str], Te
     return agrees(found, [p.first(stage, i) for p in points(seed) for i in names], f"{', '.join(names)}, against autograd")
 
 
-@claim(
-    "curvature-gap/lem1",
-    place="Lemma 1; App. D, Lemma 3",
-    statement=r"$\partial\mathrm{ReLU}(X)/\partial X = \mathrm{diag}(\mathrm{vec}_r 1_{X>0})$, $\partial^2\mathrm{ReLU} = 0$ "
-    r"almost everywhere",
-    verdict="HOLDS",
-    uses=[ActivationAt],
-)
+@claim("curvature-gap/lem1", "Lemma 1; App. D, Lemma 3", "HOLDS", uses=[ActivationAt])
 def lem1(seed: int) -> Evidence:
+    r"""$\partial\mathrm{ReLU}(X)/\partial X = \mathrm{diag}(\mathrm{vec}_r 1_{X>0})$, $\partial^2\mathrm{ReLU} = 0$ almost
+    everywhere"""
     X = Draw(seed).normal(3, 4)
     at = ActivationAt("relu", X)
     printed = torch.diag((X > 0).to(X.dtype).reshape(-1))
@@ -60,15 +55,11 @@ def lem1(seed: int) -> Evidence:
     return agrees(found, [jacobian_of(torch.relu, X)] * 2 + [hessian_of(torch.relu, X)], "off the kinks, against autograd")
 
 
-@claim(
-    "curvature-gap/thm4",
-    place="Theorem 4",
-    statement=r"$\partial Z/\partial W_i = J_Z B_i$ for $i\in\{1,2\}$, $J_Z J_{SY}G_i$ with $G_i = \partial Y/\partial W_i$ for "
-    r"$i\in\{K,Q,V\}$",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt.jacobian],
-)
+@claim("curvature-gap/thm4", "Theorem 4", "HOLDS", uses=[PostNormBlockAt.jacobian])
 def thm4(seed: int) -> Evidence:
+    r"""$\partial Z/\partial W_i = J_Z B_i$ for $i\in\{1,2\}$, $J_Z J_{SY}G_i$ with $G_i = \partial Y/\partial W_i$ for
+    $i\in\{K,Q,V\}$"""
+
     def printed(p: BlockPoint, i: str) -> Tensor:
         J_Z = dense(p.block.J_Z)
         return J_Z @ (dense(p.block.J_SY) @ p.first("Y", i) if i in ATTENTION else p.first("S", i))
@@ -94,112 +85,81 @@ def of_S_in_Y(p: BlockPoint) -> Tensor:
     return jacobian_of(lambda Y: torch.relu(Y @ W["1"]) @ W["2"] + Y, p.block.Y)
 
 
-@claim(
-    "curvature-gap/thm9-b1",
-    place="Theorem 9, four times",
-    statement=r"$\partial S/\partial W_1 = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(Y\otimes I_{d_{ff}})$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$1_{YW_1>0}$ in place of $1_{X>0}$, as Theorem 10 has",
-    uses=[FeedForwardAt.jacobian],
-)
+@claim("curvature-gap/thm9-b1", "Theorem 9, four times", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def thm9_b1(seed: int) -> Evidence:
+    r"""$\partial S/\partial W_1 = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(Y\otimes I_{d_{ff}})$
+
+    Correct: $1_{YW_1>0}$ in place of $1_{X>0}$, as Theorem 10 has
+    """
+
     def printed(p: BlockPoint) -> Tensor:
         return lifted(p, "2") @ tokens_indicator(p) @ kron(p.block.Y, eye(p.sizes.d_ff))
 
     return misprint(seed, printed, lambda p: dense(p.block.B("1")), lambda p: p.first("S", "1"))
 
 
-@claim(
-    "curvature-gap/thm9-b1line",
-    place="Theorem 9, proof, i = 1",
-    statement=r"$\partial S/\partial W_1 = (I_L\otimes W_2^\top)\frac{\partial\sigma(YW_1)}{\partial YW_1}(I_L\otimes W_1^\top)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"the last factor is $\partial(YW_1)/\partial W_1 = Y\otimes I_{d_{ff}}$; the printed one is "
-    r"$\partial(YW_1)/\partial Y$",
-    uses=[FeedForwardAt.jacobian],
-)
+@claim("curvature-gap/thm9-b1line", "Theorem 9, proof, i = 1", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def thm9_b1line(seed: int) -> Evidence:
+    r"""$\partial S/\partial W_1 = (I_L\otimes W_2^\top)\frac{\partial\sigma(YW_1)}{\partial YW_1}(I_L\otimes W_1^\top)$
+
+    Correct: the last factor is $\partial(YW_1)/\partial W_1 = Y\otimes I_{d_{ff}}$; the printed one is
+    $\partial(YW_1)/\partial Y$
+    """
+
     def printed(p: BlockPoint) -> Tensor:
         return lifted(p, "2") @ dense(p.block.D_sigma) @ lifted(p, "1")
 
     return misprint(seed, printed, lambda p: dense(p.block.B("1")), lambda p: p.first("S", "1"))
 
 
-@claim(
-    "curvature-gap/thm9-b2",
-    place="Theorem 9",
-    statement=r"$\partial S/\partial W_2 = \sigma(YW_1)\otimes I_{d_V}$",
-    verdict="HOLDS",
-    uses=[FeedForwardAt.jacobian],
-)
+@claim("curvature-gap/thm9-b2", "Theorem 9", "HOLDS", uses=[FeedForwardAt.jacobian])
 def thm9_b2(seed: int) -> Evidence:
+    r"""$\partial S/\partial W_2 = \sigma(YW_1)\otimes I_{d_V}$"""
     return each(seed, ("2",), lambda p, i: dense(p.block.B(i)), "S")
 
 
-@claim(
-    "curvature-gap/thm9-zw2",
-    place="Theorem 9, proof",
-    statement=r"$\partial Z/\partial W_2 = J_Z\,\sigma(YW_1)\otimes I_{d_V}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$J_Z(\sigma(YW_1)\otimes I_{d_V})$: the brackets are missing",
-    uses=[PostNormBlockAt.jacobian],
-)
+@claim("curvature-gap/thm9-zw2", "Theorem 9, proof", "WRONG AS PRINTED", uses=[PostNormBlockAt.jacobian])
 def thm9_zw2(seed: int) -> Evidence:
+    r"""$\partial Z/\partial W_2 = J_Z\,\sigma(YW_1)\otimes I_{d_V}$
+
+    Correct: $J_Z(\sigma(YW_1)\otimes I_{d_V})$: the brackets are missing
+    """
+
     def printed(p: BlockPoint) -> Tensor:
         return kron(dense(p.block.J_Z) @ torch.relu(p.block.Y @ p.weights["1"]), eye(p.sizes.d_V))
 
     return misprint(seed, printed, lambda p: dense(p.block.jacobian("2")), lambda p: p.first("Z", "2"))
 
 
-@claim(
-    "curvature-gap/thm9-jsy",
-    place="Theorem 9",
-    statement=r"$\partial S/\partial Y = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(I_L\otimes "
-    r"W_1^\top) + I$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$1_{YW_1>0}$ in place of $1_{X>0}$",
-    uses=[FeedForwardAt.jacobian],
-)
+@claim("curvature-gap/thm9-jsy", "Theorem 9", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def thm9_jsy(seed: int) -> Evidence:
+    r"""$\partial S/\partial Y = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(I_L\otimes W_1^\top) + I$
+
+    Correct: $1_{YW_1>0}$ in place of $1_{X>0}$
+    """
+
     def printed(p: BlockPoint) -> Tensor:
         return lifted(p, "2") @ tokens_indicator(p) @ lifted(p, "1") + eye(p.X.numel())
 
     return misprint(seed, printed, lambda p: dense(p.block.J_SY), of_S_in_Y)
 
 
-@claim(
-    "curvature-gap/thm9-dy",
-    place="Theorem 9",
-    statement=r"$\frac{\partial Y}{\partial W_i} = \frac{\partial\mathrm{LN}(F + X)}{\partial(F + X)}"
-    r"\frac{\partial F}{\partial W_i}$",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt],
-)
+@claim("curvature-gap/thm9-dy", "Theorem 9", "HOLDS", uses=[PostNormBlockAt])
 def thm9_dy(seed: int) -> Evidence:
+    r"""$\frac{\partial Y}{\partial W_i} = \frac{\partial\mathrm{LN}(F + X)}{\partial(F + X)}\frac{\partial F}{\partial W_i}$"""
     return each(seed, ATTENTION, lambda p, i: dense(p.block.J_Y @ p.block.G(i)), "Y")
 
 
-@claim(
-    "curvature-gap/g_v",
-    place="C.4",
-    statement=r"$\partial F/\partial W_V = AX\otimes I_{d_V}$",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/g_v", "C.4", "HOLDS", uses=[AttentionAt])
 def g_v(seed: int) -> Evidence:
+    r"""$\partial F/\partial W_V = AX\otimes I_{d_V}$"""
     return each(seed, ("V",), lambda p, i: dense(p.at.G_V), "F")
 
 
-@claim(
-    "curvature-gap/g_q",
-    place="C.4",
-    statement=r"$\partial F/\partial W_Q = (I_L\otimes W_V^\top X^\top)\,\frac{\partial A}{\partial M}\,(X\otimes "
-    r"XW_K)/\sqrt{d_K}$ "
-    r"($M$: the logits)",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/g_q", "C.4", "HOLDS", uses=[AttentionAt])
 def g_q(seed: int) -> Evidence:
+    r"""$\partial F/\partial W_Q = (I_L\otimes W_V^\top X^\top)\,\frac{\partial A}{\partial M}\,(X\otimes XW_K)/\sqrt{d_K}$
+    ($M$: the logits)"""
     return each(seed, ("Q",), lambda p, i: dense(p.at.G_Q), "F")
 
 
@@ -210,45 +170,36 @@ def printed_G_K(p: BlockPoint) -> Tensor:
     return front @ kron(p.X @ p.weights["Q"], p.X) @ turn(d_V, d_K) / math.sqrt(d_K)
 
 
-@claim(
-    "curvature-gap/g_k",
-    place="C.4",
-    statement=r"$\partial F/\partial W_K = (I_L\otimes W_V^\top X^\top)\,\frac{\partial A}{\partial M}\,"
-    r"(XW_Q\otimes X)K_{d_V d_K}/\sqrt{d_K}$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="$d_K = d_V$",
-    corrected=r"$K_{d_K,d_V}$, as Lemma 2 and C.1 have",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/g_k", "C.4", "HOLDS UNDER ASSUMPTION", uses=[AttentionAt])
 def g_k(seed: int) -> Evidence:
+    r"""$\partial F/\partial W_K = (I_L\otimes W_V^\top X^\top)\,\frac{\partial A}{\partial M}\,(XW_Q\otimes X)K_{d_V
+    d_K}/\sqrt{d_K}$
+
+    Needs: $d_K = d_V$
+
+    Correct: $K_{d_K,d_V}$, as Lemma 2 and C.1 have
+    """
     generic, equal = points(seed)
     references = [equal.first("F", "K"), generic.first("F", "K")]
     holds = agrees([printed_G_K(equal), dense(generic.at.G_K)], references, "d_K = d_V = 3; corrected at generic sizes")
     return assumed(holds, relative_error(printed_G_K(generic), references[1]), above=0.1)
 
 
-@claim(
-    "curvature-gap/da-dm",
-    place="C.4",
-    statement=r"$\partial A/\partial M = \mathrm{blockdiag}(\mathrm{diag}(A_i) - A_iA_i^\top)$",
-    verdict="HOLDS",
-    uses=[SoftmaxAt],
-)
+@claim("curvature-gap/da-dm", "C.4", "HOLDS", uses=[SoftmaxAt])
 def da_dm(seed: int) -> Evidence:
+    r"""$\partial A/\partial M = \mathrm{blockdiag}(\mathrm{diag}(A_i) - A_iA_i^\top)$"""
     M = Draw(seed).normal(3, 4)
     return agrees(dense(SoftmaxAt(M).jacobian("T")), jacobian_of(lambda M: M.softmax(1), M), "against autograd")
 
 
-@claim(
-    "curvature-gap/da-dm-unif",
-    place="C.4 and C.1",
-    statement=r"$\partial A/\partial M = \frac1n I_L\otimes(I_L - \frac1L 1_{L\times L})$ under uniform attention",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="$n = L$ ($n$ is not defined), and attention is uniform, which C.1 does not repeat",
-    corrected=r"$\mathrm{blockdiag}(\mathrm{diag}(A_i) - A_iA_i^\top)$",
-    uses=[SoftmaxAt],
-)
+@claim("curvature-gap/da-dm-unif", "C.4 and C.1", "HOLDS UNDER ASSUMPTION", uses=[SoftmaxAt])
 def da_dm_unif(seed: int) -> Evidence:
+    r"""$\partial A/\partial M = \frac1n I_L\otimes(I_L - \frac1L 1_{L\times L})$ under uniform attention
+
+    Needs: $n = L$ ($n$ is not defined), and attention is uniform, which C.1 does not repeat
+
+    Correct: $\mathrm{blockdiag}(\mathrm{diag}(A_i) - A_iA_i^\top)$
+    """
     L = 3
     printed = kron(eye(L), eye(L) - ones(L, L) / L) / L
     generic, uniform = point(seed), point(seed, uniform=True)
@@ -260,14 +211,9 @@ def da_dm_unif(seed: int) -> Evidence:
 # The definitions of Theorem 10 -----------------------------------------------------------------------------------------
 
 
-@claim(
-    "curvature-gap/dsigma",
-    place="Theorem 10",
-    statement=r"$D_\sigma = \mathrm{diag}(\mathrm{vec}_r 1_{YW_1>0})$",
-    verdict="HOLDS",
-    uses=[FeedForwardAt],
-)
+@claim("curvature-gap/dsigma", "Theorem 10", "HOLDS", uses=[FeedForwardAt])
 def dsigma(seed: int) -> Evidence:
+    r"""$D_\sigma = \mathrm{diag}(\mathrm{vec}_r 1_{YW_1>0})$"""
     return same(
         seed,
         lambda p: dense(p.block.D_sigma),
@@ -276,59 +222,36 @@ def dsigma(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/j_sy",
-    place="Theorem 10",
-    statement=r"$J_{SY} = (I_L\otimes W_2^\top)D_\sigma(I_L\otimes W_1^\top) + I$",
-    verdict="HOLDS",
-    uses=[FeedForwardAt.jacobian],
-)
+@claim("curvature-gap/j_sy", "Theorem 10", "HOLDS", uses=[FeedForwardAt.jacobian])
 def j_sy(seed: int) -> Evidence:
+    r"""$J_{SY} = (I_L\otimes W_2^\top)D_\sigma(I_L\otimes W_1^\top) + I$"""
     return same(seed, lambda p: dense(p.block.J_SY), reference=of_S_in_Y)
 
 
-@claim(
-    "curvature-gap/b_1",
-    place="Theorem 10",
-    statement=r"$B_1 = (I_L\otimes W_2^\top)D_\sigma(Y\otimes I_{d_{ff}})$",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt.B],
-)
+@claim("curvature-gap/b_1", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.B])
 def b_1(seed: int) -> Evidence:
+    r"""$B_1 = (I_L\otimes W_2^\top)D_\sigma(Y\otimes I_{d_{ff}})$"""
     return each(seed, ("1",), lambda p, i: lifted(p, "2") @ dense(p.block.D_sigma) @ kron(p.block.Y, eye(p.sizes.d_ff)), "S")
 
 
-@claim(
-    "curvature-gap/b_2",
-    place="Theorem 10",
-    statement=r"$B_2 = \sigma(YW_1)\otimes I_{d_V}$",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt.B],
-)
+@claim("curvature-gap/b_2", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.B])
 def b_2(seed: int) -> Evidence:
+    r"""$B_2 = \sigma(YW_1)\otimes I_{d_V}$"""
     return each(seed, ("2",), lambda p, i: kron(torch.relu(p.block.Y @ p.weights["1"]), eye(p.sizes.d_V)), "S")
 
 
-@claim(
-    "curvature-gap/b_k",
-    place="Theorem 10",
-    statement=r"$B_k = J_{SY}J_Y G_k$ with $G_k := \partial F/\partial W_k$",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt.B],
-)
+@claim("curvature-gap/b_k", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.B])
 def b_k(seed: int) -> Evidence:
+    r"""$B_k = J_{SY}J_Y G_k$ with $G_k := \partial F/\partial W_k$"""
     return each(seed, ATTENTION, lambda p, i: dense(p.block.B(i)), "S")
 
 
-@claim(
-    "curvature-gap/g-clash",
-    place="Theorem 10, 'from Theorem 4'",
-    statement=r"$B_k = J_{SY}J_Y G_k$ with the $G_k = \partial Y/\partial W_k$ of Theorem 4",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$G_k = \partial F/\partial W_k$, as Theorem 10 defines it; $J_Y$ would enter twice",
-    uses=[PostNormBlockAt.G],
-)
+@claim("curvature-gap/g-clash", "Theorem 10, 'from Theorem 4'", "WRONG AS PRINTED", uses=[PostNormBlockAt.G])
 def g_clash(seed: int) -> Evidence:
+    r"""$B_k = J_{SY}J_Y G_k$ with the $G_k = \partial Y/\partial W_k$ of Theorem 4
+
+    Correct: $G_k = \partial F/\partial W_k$, as Theorem 10 defines it; $J_Y$ would enter twice
+    """
     return misprint(
         seed,
         lambda p: dense(p.block.J_SY @ p.block.J_Y) @ p.first("Y", "V"),

@@ -16,15 +16,13 @@ from hessiankit.ledger.evidence import agrees, off, relative_error
 from hessiankit.ledger.registry import claim
 
 
-@claim(
-    "curvature-gap/sym-agree",
-    place="Theorem 10, below the two formulas",
-    statement=r"$\xi_{12}$ and $\xi_{21}$ agree almost everywhere when inserted into Eq. 6",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\mathrm{vec}_r\,\xi_{ji} = (I_{Ld_V}\otimes K_{n_j,n_i})\,\mathrm{vec}_r\,\xi_{ij}$",
-    uses=[slice_transpose],
-)
+@claim("curvature-gap/sym-agree", "Theorem 10, below the two formulas", "WRONG AS PRINTED", uses=[slice_transpose])
 def sym_agree(seed: int) -> Evidence:
+    r"""$\xi_{12}$ and $\xi_{21}$ agree almost everywhere when inserted into Eq. 6
+
+    Correct: $\mathrm{vec}_r\,\xi_{ji} = (I_{Ld_V}\otimes K_{n_j,n_i})\,\mathrm{vec}_r\,\xi_{ij}$
+    """
+
     def turned(p: BlockPoint) -> Tensor:
         return dense(slice_transpose(Dense(p.second("S", "1", "2"), "xi"), p.X.numel(), p.n("1"), p.n("2")))
 
@@ -35,17 +33,13 @@ def sym_agree(seed: int) -> Evidence:
     return off(errors, "xi_12 against xi_21, both by autograd", corrected=rest)
 
 
-@claim(
-    "curvature-gap/sym-claim",
-    place="Theorem 10; C.5, Step 4",
-    statement=r"$H_{tr}^{(i,j)} = H_{tr}^{(j,i)}$ almost everywhere",
-    verdict="WRONG AS PRINTED",
-    corrected=r"slice by slice, $\mathrm{vec}_r H^{(j,i)} = (I_{Ld_V}\otimes K_{n_j,n_i})\,\mathrm{vec}_r H^{(i,j)}$, "
-    r"by Schwarz off "
-    r"the kinks; the blocks have different shapes if $n_i\neq n_j$. Of the loss, $H^{(j,i)} = (H^{(i,j)})^\top$",
-    uses=[slice_transpose],
-)
+@claim("curvature-gap/sym-claim", "Theorem 10; C.5, Step 4", "WRONG AS PRINTED", uses=[slice_transpose])
 def sym_claim(seed: int) -> Evidence:
+    r"""$H_{tr}^{(i,j)} = H_{tr}^{(j,i)}$ almost everywhere
+
+    Correct: slice by slice, $\mathrm{vec}_r H^{(j,i)} = (I_{Ld_V}\otimes K_{n_j,n_i})\,\mathrm{vec}_r H^{(i,j)}$, by Schwarz
+    off the kinks; the blocks have different shapes if $n_i\neq n_j$. Of the loss, $H^{(j,i)} = (H^{(i,j)})^\top$
+    """
     p = point(seed)
     unequal = [(i, j) for i, j in PAIRS if i != j]
     errors = [relative_error(p.second("Z", i, j), p.second("Z", j, i)) for i, j in unequal]
@@ -57,15 +51,12 @@ def sym_claim(seed: int) -> Evidence:
     return off(errors, "the least over all pairs; infinite where the shapes differ", corrected=rest)
 
 
-@claim(
-    "curvature-gap/sym-nonlinear",
-    place="C.5, Step 4",
-    statement="the only nonlinearities with a second differential are LayerNorm and ReLU; all else is multilinear",
-    verdict="WRONG AS PRINTED",
-    corrected=r"softmax is left out: $\partial^2A/\partial T^2\neq 0$; the symmetry holds by Schwarz",
-    uses=[AttentionAt],
-)
+@claim("curvature-gap/sym-nonlinear", "C.5, Step 4", "WRONG AS PRINTED", uses=[AttentionAt])
 def sym_nonlinear(seed: int) -> Evidence:
+    r"""the only nonlinearities with a second differential are LayerNorm and ReLU; all else is multilinear
+
+    Correct: softmax is left out: $\partial^2A/\partial T^2\neq 0$; the symmetry holds by Schwarz
+    """
     p = point(seed)
     reference = p.second("F", "Q", "Q")  # F has no LayerNorm and no ReLU
     return off(
@@ -75,15 +66,12 @@ def sym_nonlinear(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/sym-h_z",
-    place="C.5, Step 4",
-    statement="$H_Z$ and $H_Y$ are symmetric in their two input indices",
-    verdict="HOLDS",
-    corrected="slice by slice",
-    uses=[PostNormBlockAt],
-)
+@claim("curvature-gap/sym-h_z", "C.5, Step 4", "HOLDS", uses=[PostNormBlockAt])
 def sym_h_z(seed: int) -> Evidence:
+    """$H_Z$ and $H_Y$ are symmetric in their two input indices
+
+    Correct: slice by slice
+    """
     p = point(seed)
     n = p.X.numel()
     matrices = [dense(p.block.H_Z), dense(p.block.H_Y)]
@@ -91,26 +79,16 @@ def sym_h_z(seed: int) -> Evidence:
     return agrees(turned, matrices)
 
 
-@claim(
-    "curvature-gap/commutation-norm",
-    place="C.1 and C.6",
-    statement=r"$\|K_{m,n}\|_2 = 1$ and $\|\mathrm{vec}_r I_d\|_2 = \sqrt d$",
-    verdict="HOLDS",
-    uses=[Commutation],
-)
+@claim("curvature-gap/commutation-norm", "C.1 and C.6", "HOLDS", uses=[Commutation])
 def commutation_norm(seed: int) -> Evidence:
+    r"""$\|K_{m,n}\|_2 = 1$ and $\|\mathrm{vec}_r I_d\|_2 = \sqrt d$"""
     found = [torch.linalg.matrix_norm(turn(3, 4), 2), vec_eye(5).norm()]
     return agrees(found, [torch.tensor(1.0), torch.tensor(5.0).double().sqrt()], "m = 3, n = 4, d = 5")
 
 
-@claim(
-    "curvature-gap/c5-sizes",
-    place="Theorem 10; Lemma 2",
-    statement=r"the declared sizes of $J$, $H$, $D_\sigma$, $B$, $G$, $\xi$, $\Phi$, $H_{tr}$, $Z_1$, $Z_2$",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt, AttentionAt],
-)
+@claim("curvature-gap/c5-sizes", "Theorem 10; Lemma 2", "HOLDS", uses=[PostNormBlockAt, AttentionAt])
 def c5_sizes(seed: int) -> Evidence:
+    r"""the declared sizes of $J$, $H$, $D_\sigma$, $B$, $G$, $\xi$, $\Phi$, $H_{tr}$, $Z_1$, $Z_2$"""
     p = point(seed)
     L, d_V, _, d_ff = p.sizes
     n, block, at = L * d_V, p.block, p.at

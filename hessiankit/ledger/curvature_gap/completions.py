@@ -82,28 +82,18 @@ def draw_attention(draw: Draw, *, projection: bool) -> Values:
     return {name: 0.7 * draw.normal(*shape) for name, shape in shapes.items()}
 
 
-@claim(
-    "ours/layernorm",
-    place="Closing the Curvature Gap, Theorems 2-3, with gain, shift and eps",
-    statement=r"LayerNorm's first and second derivatives in $X$, $\gamma$, $\beta$: $\partial Y/\partial X = (P\otimes\Gamma)"
-    r"(I_L\otimes C - \frac1dVV^\top)$, $s_i = \sqrt{\|Cx_i\|^2/d + \epsilon}$, and all nine second ones",
-    verdict="HOLDS",
-    uses=[LayerNormAt],
-)
+@claim("ours/layernorm", "Closing the Curvature Gap, Theorems 2-3, with gain, shift and eps", "HOLDS", uses=[LayerNormAt])
 def layernorm(seed: int) -> Evidence:
+    r"""LayerNorm's first and second derivatives in $X$, $\gamma$, $\beta$: $\partial Y/\partial X =
+    (P\otimes\Gamma)(I_L\otimes C - \frac1dVV^\top)$, $s_i = \sqrt{\|Cx_i\|^2/d + \epsilon}$, and all nine second ones"""
     draw = Draw(seed)
     v = {"X": draw.normal(3, 4), "gamma": draw.normal(4), "beta": draw.normal(4)}
     return all_blocks(LayerNormAt(**v, eps=EPS), v, lambda v: layer_norm(v["X"], v["gamma"], v["beta"], EPS))
 
 
-@claim(
-    "ours/rmsnorm",
-    place="Closing the Curvature Gap, Theorems 2-3, for RMSNorm",
-    statement=r"RMSNorm's: the same with $C = I$ and $s_i = \sqrt{\|x_i\|^2/d + \epsilon}$",
-    verdict="HOLDS",
-    uses=[RMSNormAt],
-)
+@claim("ours/rmsnorm", "Closing the Curvature Gap, Theorems 2-3, for RMSNorm", "HOLDS", uses=[RMSNormAt])
 def rmsnorm(seed: int) -> Evidence:
+    r"""RMSNorm's: the same with $C = I$ and $s_i = \sqrt{\|x_i\|^2/d + \epsilon}$"""
     draw = Draw(seed)
     v = {"X": draw.normal(3, 4), "gamma": draw.normal(4)}
     return all_blocks(
@@ -111,15 +101,10 @@ def rmsnorm(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "ours/norm-norms",
-    place="Closing the Curvature Gap, in place of Lemma 4",
-    statement=r"$\|J\|_2 = 1/\min_is_i$ and $\|H\|_2 = \max_i\frac{\rho_i}{\sqrt d\,s_i^2}\sqrt{\max(d-2+9(1-\rho_i^2)^2, 2)}$, "
-    r"$\rho_i^2 = \|\hat x_i\|^2/d$; for RMSNorm $d - 1$ in place of $d - 2$",
-    verdict="HOLDS",
-    uses=[norm_jacobian_norm, norm_hessian_norm],
-)
+@claim("ours/norm-norms", "Closing the Curvature Gap, in place of Lemma 4", "HOLDS", uses=[norm_jacobian_norm, norm_hessian_norm])
 def norm_norms(seed: int) -> Evidence:
+    r"""$\|J\|_2 = 1/\min_is_i$ and $\|H\|_2 = \max_i\frac{\rho_i}{\sqrt d\,s_i^2}\sqrt{\max(d-2+9(1-\rho_i^2)^2, 2)}$,
+    $\rho_i^2 = \|\hat x_i\|^2/d$; for RMSNorm $d - 1$ in place of $d - 2$"""
     draw = Draw(seed)
     found, references = [], []
     for eps in (0.0, 0.3):
@@ -142,74 +127,48 @@ def feedforward(seed: int, activation: str, sigma: Callable[[Tensor], Tensor]) -
     return all_blocks(FeedForwardAt(v["Y"], v["W_1"], v["W_2"], v["b_1"], v["b_2"], activation), v, function)
 
 
-@claim(
-    "ours/feedforward-relu",
-    place="Closing the Curvature Gap, Theorems 4-5, with biases",
-    statement=r"$S = Y + \mathrm{relu}(YW_1 + 1b_1^\top)W_2 + 1b_2^\top$: 5 Jacobians, 25 second derivatives",
-    verdict="HOLDS",
-    uses=[FeedForwardAt],
-)
+@claim("ours/feedforward-relu", "Closing the Curvature Gap, Theorems 4-5, with biases", "HOLDS", uses=[FeedForwardAt])
 def feedforward_relu(seed: int) -> Evidence:
+    r"""$S = Y + \mathrm{relu}(YW_1 + 1b_1^\top)W_2 + 1b_2^\top$: 5 Jacobians, 25 second derivatives"""
     return feedforward(seed, "relu", torch.relu)
 
 
-@claim(
-    "ours/feedforward-gelu",
-    place="Closing the Curvature Gap, Theorems 4-5, with GELU",
-    statement=r"the same for GELU: $\partial_{ab} = (P_2\otimes Q_a^\top)E D_2 Q_b + \dots$ does not vanish for $a = b = W_1$",
-    verdict="HOLDS",
-    uses=[FeedForwardAt],
-)
+@claim("ours/feedforward-gelu", "Closing the Curvature Gap, Theorems 4-5, with GELU", "HOLDS", uses=[FeedForwardAt])
 def feedforward_gelu(seed: int) -> Evidence:
+    r"""the same for GELU: $\partial_{ab} = (P_2\otimes Q_a^\top)E D_2 Q_b + \dots$ does not vanish for $a = b = W_1$"""
     return feedforward(seed, "gelu", lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))))
 
 
-@claim(
-    "ours/feedforward-silu",
-    place="Closing the Curvature Gap, Theorems 4-5, with SiLU",
-    statement="the same for SiLU",
-    verdict="HOLDS",
-    uses=[FeedForwardAt],
-)
+@claim("ours/feedforward-silu", "Closing the Curvature Gap, Theorems 4-5, with SiLU", "HOLDS", uses=[FeedForwardAt])
 def feedforward_silu(seed: int) -> Evidence:
+    """the same for SiLU"""
     return feedforward(seed, "silu", lambda x: x * torch.sigmoid(x))
 
 
-@claim(
-    "ours/attention-input",
-    place="Closing the Curvature Gap, Theorem 9, for the input",
-    statement=r"$\partial F/\partial X = A\otimes W_V^\top + U\frac{\partial A}{\partial T}T_X$ and all second "
-    r"derivatives with $X$, "
-    "which stacking blocks needs",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("ours/attention-input", "Closing the Curvature Gap, Theorem 9, for the input", "HOLDS", uses=[AttentionAt])
 def attention_input(seed: int) -> Evidence:
+    r"""$\partial F/\partial X = A\otimes W_V^\top + U\frac{\partial A}{\partial T}T_X$ and all second derivatives with $X$,
+    which stacking blocks needs"""
     v = draw_attention(Draw(seed), projection=False)
     return all_blocks(AttentionAt(**v), v, attention)
 
 
 @claim(
     "ours/attention-causal-projection",
-    place="Closing the Curvature Gap, Lemma 2, with $W_O$ and a causal mask",
-    statement=r"$F = AXW_VW_O$ with $A$ masked: 5 Jacobians, 25 second derivatives, by the same formulas with the masked $A$",
-    verdict="HOLDS",
+    "Closing the Curvature Gap, Lemma 2, with $W_O$ and a causal mask",
+    "HOLDS",
     uses=[AttentionAt],
 )
 def attention_projection(seed: int) -> Evidence:
+    """$F = AXW_VW_O$ with $A$ masked: 5 Jacobians, 25 second derivatives, by the same formulas with the masked $A$"""
     v = draw_attention(Draw(seed), projection=True)
     mask = torch.ones(3, 3, dtype=torch.bool).tril()
     return all_blocks(AttentionAt(**v, mask=mask), v, lambda v: attention(v, mask))
 
 
-@claim(
-    "ours/multi-head",
-    place="Closing the Curvature Gap, 'single-head' in Sec. 6",
-    statement=r"$F = \sum_hA_hXW_V^hW_O^h$: each head's blocks, and zero across heads",
-    verdict="HOLDS",
-    uses=[MultiHeadAttentionAt],
-)
+@claim("ours/multi-head", "Closing the Curvature Gap, 'single-head' in Sec. 6", "HOLDS", uses=[MultiHeadAttentionAt])
 def multi_head(seed: int) -> Evidence:
+    r"""$F = \sum_hA_hXW_V^hW_O^h$: each head's blocks, and zero across heads"""
     draw = Draw(seed)
     X = draw.normal(2, 3)
     heads = [
@@ -245,30 +204,19 @@ def block_at(v: Values) -> PostNormBlockAt:
     return PostNormBlockAt(**v, mask=torch.ones(len(v["X"]), len(v["X"]), dtype=torch.bool).tril(), eps=EPS, activation="gelu")
 
 
-@claim(
-    "ours/post-norm-block",
-    place="Closing the Curvature Gap, Theorems 4-5, with everything",
-    statement=r"the block with gains, shifts, $\epsilon$, biases, $W_O$, a causal mask and GELU: Jacobians and second "
-    r"derivatives in all "
-    "13 arguments, for which the paper has no formula although it lists them as parameters",
-    verdict="HOLDS",
-    uses=[PostNormBlockAt],
-)
+@claim("ours/post-norm-block", "Closing the Curvature Gap, Theorems 4-5, with everything", "HOLDS", uses=[PostNormBlockAt])
 def post_norm_block(seed: int) -> Evidence:
+    r"""the block with gains, shifts, $\epsilon$, biases, $W_O$, a causal mask and GELU: Jacobians and second derivatives in
+    all 13 arguments, for which the paper has no formula although it lists them as parameters"""
     draw = Draw(seed)
     v = draw_block(draw, draw.normal(2, 3))
     return all_blocks(block_at(v), v, block)
 
 
-@claim(
-    "ours/cross-entropy",
-    place="Closing the Curvature Gap, Sec. 6",
-    statement=r"cross-entropy over tokens: $l' = \frac1L\mathrm{vec}_r(P - Y)^\top$, "
-    r"$l'' = \frac1L\mathrm{blockdiag}(\mathrm{diag}\,p_i - p_ip_i^\top)$",
-    verdict="HOLDS",
-    uses=[CrossEntropyAt],
-)
+@claim("ours/cross-entropy", "Closing the Curvature Gap, Sec. 6", "HOLDS", uses=[CrossEntropyAt])
 def cross_entropy(seed: int) -> Evidence:
+    r"""cross-entropy over tokens: $l' = \frac1L\mathrm{vec}_r(P - Y)^\top$, $l'' =
+    \frac1L\mathrm{blockdiag}(\mathrm{diag}\,p_i - p_ip_i^\top)$"""
     logits, labels = Draw(seed).normal(3, 4), torch.tensor([1, 3, 0])
     at = CrossEntropyAt(logits, labels)
 
@@ -281,12 +229,12 @@ def cross_entropy(seed: int) -> Evidence:
 
 @claim(
     "ours/mean-pool-head",
-    place="Closing the Curvature Gap, Sec. 5, 'averaged to obtain classification logits'",
-    statement=r"$o = \frac1L1^\top ZW_c$: Jacobians and the mixed second derivative",
-    verdict="HOLDS",
+    "Closing the Curvature Gap, Sec. 5, 'averaged to obtain classification logits'",
+    "HOLDS",
     uses=[MeanPoolHeadAt],
 )
 def mean_pool_head(seed: int) -> Evidence:
+    r"""$o = \frac1L1^\top ZW_c$: Jacobians and the mixed second derivative"""
     draw = Draw(seed)
     v = {"Z": draw.normal(3, 4), "W_c": draw.normal(4, 2)}
     return all_blocks(MeanPoolHeadAt(v["Z"], v["W_c"]), v, lambda v: v["Z"].mean(0, keepdim=True) @ v["W_c"])
@@ -308,16 +256,10 @@ def stacked(seed: int) -> tuple[Operation, Operation, Values]:
     return model, CrossEntropyAt(head.value, [2]), values
 
 
-@claim(
-    "ours/depth",
-    place="Closing the Curvature Gap, Sec. 6, 'deep, multi-layer'",
-    statement=r"two blocks with everything, mean-pool head, cross-entropy: blocks of the Hessian across layers, by the "
-    r"chain rule "
-    r"$H_{\theta\theta} = (g_x\otimes I)H_x + (I\otimes J_x^\top)g_{xx}J_x$",
-    verdict="HOLDS",
-    uses=[Composite, gauss_newton],
-)
+@claim("ours/depth", "Closing the Curvature Gap, Sec. 6, 'deep, multi-layer'", "HOLDS", uses=[Composite, gauss_newton])
 def depth(seed: int) -> Evidence:
+    r"""two blocks with everything, mean-pool head, cross-entropy: blocks of the Hessian across layers, by the chain rule
+    $H_{\theta\theta} = (g_x\otimes I)H_x + (I\otimes J_x^\top)g_{xx}J_x$"""
     model, loss, values = stacked(seed)
     chosen = ["1.W_Q", "1.gamma_1", "2.W_K", "2.W_1", "2.b_2", "W_c"]
     sizes = [values[name].numel() for name in chosen]

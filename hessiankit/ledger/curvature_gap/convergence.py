@@ -22,7 +22,7 @@ from hessiankit.ledger.curvature_gap.derivatives import jacobian_of
 from hessiankit.ledger.curvature_gap.notation import eye, spectral
 from hessiankit.ledger.curvature_gap.point import BlockPoint, BlockSizes, point
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, small, violated
+from hessiankit.ledger.evidence import agrees, assumed, bounded, exceeded, loose, small
 from hessiankit.ledger.registry import claim
 
 
@@ -37,14 +37,12 @@ def bowl(seed: int) -> AttentionProblem:
     return p.with_(target=p.at.value)
 
 
-@claim(
-    "curvature-gap/eq10",
-    place="Sec. 4.3, Eq. 10",
-    statement=r"$\mathcal{L}_k(w)\approx\mathcal{L}_k(w^*) + \frac12(w - w^*)^\top H^{(k)}(w^*)(w - w^*)$, to third order",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="the gradient vanishes at $w^*$ (Assumption 1), the loss is smooth there, and $w$ is near: the rest has no bound",
-)
+@claim("curvature-gap/eq10", "Sec. 4.3, Eq. 10", "HOLDS UNDER ASSUMPTION")
 def eq10(seed: int) -> Evidence:
+    r"""$\mathcal{L}_k(w)\approx\mathcal{L}_k(w^*) + \frac12(w - w^*)^\top H^{(k)}(w^*)(w - w^*)$, to third order
+
+    Needs: the gradient vanishes at $w^*$ (Assumption 1), the loss is smooth there, and $w$ is near: the rest has no bound
+    """
     p = bowl(seed)
     direction = Draw(seed).normal(p.vector.numel())
     direction = direction / direction.norm()
@@ -59,30 +57,24 @@ def eq10(seed: int) -> Evidence:
     return assumed(near, off, above=0.7)
 
 
-@claim(
-    "curvature-gap/thm7-identity",
-    place="Theorem 7; C.7",
-    statement=r"$\mathcal{L}_{k+1} - \mathcal{L}_k = (l_{k+1} - \mathcal{L}_k)/(k+1)$, whence the rate $1/(k+1)$",
-    verdict="HOLDS",
-    corrected="for any bounded numbers: it needs no Hessian",
-    uses=[theorem_7_printed],
-)
+@claim("curvature-gap/thm7-identity", "Theorem 7; C.7", "HOLDS", uses=[theorem_7_printed])
 def thm7_identity(seed: int) -> Evidence:
+    r"""$\mathcal{L}_{k+1} - \mathcal{L}_k = (l_{k+1} - \mathcal{L}_k)/(k+1)$, whence the rate $1/(k+1)$
+
+    Correct: for any bounded numbers: it needs no Hessian
+    """
     losses = Draw(seed).uniform(30)
     means = running_means(losses)
     k = torch.arange(1, 30, dtype=losses.dtype)
     return agrees((losses[1:] - means[:-1]) / (k + 1), means[1:] - means[:-1], "30 random numbers")
 
 
-@claim(
-    "curvature-gap/thm7-2l",
-    place="Theorem 7, first term",
-    statement=r"$|l_{k+1} - \mathcal{L}_k|\le2L$ for losses in $[0, L]$",
-    verdict="LOOSE",
-    corrected=r"$\le L$",
-    uses=[theorem_7_printed, theorem_7_corrected],
-)
+@claim("curvature-gap/thm7-2l", "Theorem 7, first term", "LOOSE", uses=[theorem_7_printed, theorem_7_corrected])
 def thm7_2l(seed: int) -> Evidence:
+    r"""$|l_{k+1} - \mathcal{L}_k|\le2L$ for losses in $[0, L]$
+
+    Correct: $\le L$
+    """
     losses = torch.cat([torch.zeros(5, dtype=torch.float64), torch.ones(1, dtype=torch.float64), Draw(seed).uniform(20)])
     means = running_means(losses)
     k = range(1, len(losses))
@@ -90,14 +82,12 @@ def thm7_2l(seed: int) -> Evidence:
     return loose(found, "25 steps, five losses of 0 and then one of 1 among them", factor=2)
 
 
-@claim(
-    "curvature-gap/thm7-2m",
-    place="C.7, second term",
-    statement=r"$\|H_{k+1} - \frac1k\sum_{i\le k}H_i\|_2\le2M$ if all $\|H_i\|_2\le M$",
-    verdict="HOLDS",
-    corrected=r"the $k$ Hessians and the mean of the first $k$ go by the same letter $H_k$ there",
-)
+@claim("curvature-gap/thm7-2m", "C.7, second term", "HOLDS")
 def thm7_2m(seed: int) -> Evidence:
+    r"""$\|H_{k+1} - \frac1k\sum_{i\le k}H_i\|_2\le2M$ if all $\|H_i\|_2\le M$
+
+    Correct: the $k$ Hessians and the mean of the first $k$ go by the same letter $H_k$ there
+    """
     draw = Draw(seed)
     found = []
     for _ in range(10):
@@ -124,20 +114,21 @@ def corrected_right(new: AttentionProblem, w: Tensor) -> float:
 
 @claim(
     "curvature-gap/thm7",
-    place="Theorem 7, self-attention, with the M of Theorem 1",
-    statement=r"$|\mathcal{L}_{k+1}(w) - \mathcal{L}_k(w)|\le\frac{2L}{k+1} + \frac{M\|w - w^*\|_2^2}{k+1}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{1}{k+1}[L + \|\nabla l_{k+1}(w^*) - \nabla\mathcal{L}_k(w^*)\|\,\|w - w^*\| + M_{seg}\|w - "
-    r"w^*\|^2]$, $M_{seg}$ a "
-    "bound on the segment from $w^*$ to $w$",
+    "Theorem 7, self-attention, with the M of Theorem 1",
+    "WRONG AS PRINTED",
     uses=[theorem_7_printed, theorem_7_corrected],
 )
 def thm7(seed: int) -> Evidence:
+    r"""$|\mathcal{L}_{k+1}(w) - \mathcal{L}_k(w)|\le\frac{2L}{k+1} + \frac{M\|w - w^*\|_2^2}{k+1}$
+
+    Correct: $\frac{1}{k+1}[L + \|\nabla l_{k+1}(w^*) - \nabla\mathcal{L}_k(w^*)\|\,\|w - w^*\| + M_{seg}\|w - w^*\|^2]$,
+    $M_{seg}$ a bound on the segment from $w^*$ to $w$
+    """
     p = global_minimum(100.0)  # Assumption 1 holds: the other sample's loss is identically zero
     step = 0.01
     w = p.vector + torch.tensor([0.0, step, 0.0], dtype=torch.float64)
     found = difference(p, w) / theorem_7_printed(1, 0.0, p.theorem_1().M, step)
-    return violated(
+    return exceeded(
         found,
         "one sample without loss, one with W_Q = 100; W_K from 0 to 0.01",
         corrected=difference(p, w) / corrected_right(p, w),
@@ -147,19 +138,21 @@ def thm7(seed: int) -> Evidence:
 
 @claim(
     "curvature-gap/thm7-true-m",
-    place="Theorem 7, with the true Hessian norms",
-    statement=r"the same with $M = \max_i\|H_i(w^*)\|_2$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"Eq. 10 has no remainder: $H(w^*) = 0$ does not keep the loss from growing. $M_{seg}$ in place of $M$",
+    "Theorem 7, with the true Hessian norms",
+    "WRONG AS PRINTED",
     uses=[theorem_7_printed, theorem_7_corrected],
 )
 def thm7_true_m(seed: int) -> Evidence:
+    r"""the same with $M = \max_i\|H_i(w^*)\|_2$
+
+    Correct: Eq. 10 has no remainder: $H(w^*) = 0$ does not keep the loss from growing. $M_{seg}$ in place of $M$
+    """
     p = AttentionProblem(column(1.0, -1.0), column(0.0), column(0.0), column(0.0), column(0.0, 0.0))
     w = torch.ones(3, dtype=torch.float64)  # the loss is tanh(1)^2 there, with all weights 1
     right = theorem_7_printed(1, 0.0, p.norm, math.sqrt(3))
     found = difference(p, w) / right if right else math.inf
     detail = f"w* = 0, a global minimum with H = 0; w = (1, 1, 1): {difference(p, w):.3g} against {right:.3g}"
-    return violated(found, detail, corrected=difference(p, w) / corrected_right(p, w))
+    return exceeded(found, detail, corrected=difference(p, w) / corrected_right(p, w))
 
 
 def hidden_scale(seed: int) -> BlockPoint:
@@ -172,17 +165,13 @@ def hidden_scale(seed: int) -> BlockPoint:
     return with_target(p, p.block.Z)
 
 
-@claim(
-    "curvature-gap/thm7-block",
-    place="Theorem 7, block, with M_tr at w*",
-    statement=r"the same for the block with a valid bound $M_{tr}$ on the Hessian at $w^*$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"a bound on the segment, as for attention. LayerNorm hides the scale of $X$, the logits do not; no bound "
-    r"from norms is "
-    "finite over this small a ball",
-    uses=[theorem_7_printed],
-)
+@claim("curvature-gap/thm7-block", "Theorem 7, block, with M_tr at w*", "WRONG AS PRINTED", uses=[theorem_7_printed])
 def thm7_block(seed: int) -> Evidence:
+    """the same for the block with a valid bound $M_{tr}$ on the Hessian at $w^*$
+
+    Correct: a bound on the segment, as for attention. LayerNorm hides the scale of $X$, the logits do not; no bound from
+    norms is finite over this small a ball
+    """
     p = hidden_scale(seed)
     w = p.vector.clone()
     moved = slice(p.place("K").start, p.place("Q").stop)  # W_K and W_Q stand side by side
@@ -193,18 +182,16 @@ def thm7_block(seed: int) -> Evidence:
     W = p.weights
     measured = PostBlockNorms.measured(p.X, W["Q"], W["K"], W["V"], W["1"], W["2"], p.target)
     rest = left / theorem_7_corrected(1, 0.0, post_block_a_priori(measured.inflated(distance)).whole, distance)
-    return violated(left / right, f"W_Q = W_K = 0, tokens of size 1e8, |w - w*| = {distance:.2g}", corrected=rest, above=10)
+    return exceeded(left / right, f"W_Q = W_K = 0, tokens of size 1e8, |w - w*| = {distance:.2g}", corrected=rest, above=10)
 
 
-@claim(
-    "curvature-gap/thm7-first-step",
-    place="C.7, first inequality",
-    statement=r"$|\mathcal{L}_{k+1}(w) - \mathcal{L}_k(w)|\le\frac{1}{k+1}|l_{k+1}(w^*) - \mathcal{L}_k(w^*)| + "
-    r"\frac{\|w - w^*\|^2}{2(k+1)}\|H_{k+1}(w^*) - \frac1k\sum_iH_i(w^*)\|_2$",
-    verdict="WRONG AS PRINTED",
-    corrected="for quadratic losses; else the third-order rest is missing",
-)
+@claim("curvature-gap/thm7-first-step", "C.7, first inequality", "WRONG AS PRINTED")
 def thm7_first_step(seed: int) -> Evidence:
+    r"""$|\mathcal{L}_{k+1}(w) - \mathcal{L}_k(w)|\le\frac{1}{k+1}|l_{k+1}(w^*) - \mathcal{L}_k(w^*)| + \frac{\|w -
+    w^*\|^2}{2(k+1)}\|H_{k+1}(w^*) - \frac1k\sum_iH_i(w^*)\|_2$
+
+    Correct: for quadratic losses; else the third-order rest is missing
+    """
     p = bowl(seed)
     values, vectors = torch.linalg.eigh(p.hessian)
     flat = vectors[:, int(values.abs().argmin())]  # where the second-order term all but vanishes
@@ -212,18 +199,13 @@ def thm7_first_step(seed: int) -> Evidence:
     w = p.vector + step * flat
     second = step**2 / 4 * abs(float(flat @ p.hessian @ flat))
     rest = difference(p, w) / corrected_right(p, w)
-    return violated(difference(p, w) / max(second, 1e-300), "half a unit along a flat direction of H(w*)", corrected=rest)
+    return exceeded(difference(p, w) / max(second, 1e-300), "half a unit along a flat direction of H(w*)", corrected=rest)
 
 
-@claim(
-    "curvature-gap/assumption1",
-    place="Sec. 3, Assumption 1, for all $k$",
-    statement=r"$\nabla l_{k+1} = (k+1)\nabla\mathcal{L}_{k+1} - k\nabla\mathcal{L}_k$, so that the assumption makes "
-    r"the gradient of "
-    "every sample vanish: it asks for interpolation",
-    verdict="OMITTED",
-)
+@claim("curvature-gap/assumption1", "Sec. 3, Assumption 1, for all $k$", "OMITTED")
 def assumption1(seed: int) -> Evidence:
+    r"""$\nabla l_{k+1} = (k+1)\nabla\mathcal{L}_{k+1} - k\nabla\mathcal{L}_k$, so that the assumption makes the gradient of
+    every sample vanish: it asks for interpolation"""
     gradients = [p.first("loss", "V").reshape(-1) for p in (point(seed + k) for k in range(4))]
     means = [sum(gradients[: k + 1]) / (k + 1) for k in range(4)]
     found = [(k + 1) * means[k] - k * means[k - 1] for k in (1, 2, 3)]

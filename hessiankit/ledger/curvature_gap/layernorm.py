@@ -39,15 +39,10 @@ def tokens(seed: int, shape: tuple[int, int] = GENERIC) -> Tensor:
     return Draw(seed).normal(*shape)
 
 
-@claim(
-    "curvature-gap/thm2-defs",
-    place="Theorem 2",
-    statement=r"$M = X - \frac{1}{d_V}X11^\top$, $\sigma = \frac{1}{\sqrt{d_V}}(M^{\circ 2}1)^{\circ 1/2}$, "
-    r"$P = \mathrm{diag}^{-1}(\sigma)$: $\mathrm{LN}(X) = PM$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm2-defs", "Theorem 2", "HOLDS", uses=[LayerNormTheorems])
 def thm2_defs(seed: int) -> Evidence:
+    r"""$M = X - \frac{1}{d_V}X11^\top$, $\sigma = \frac{1}{\sqrt{d_V}}(M^{\circ 2}1)^{\circ 1/2}$, $P =
+    \mathrm{diag}^{-1}(\sigma)$: $\mathrm{LN}(X) = PM$"""
     X = tokens(seed)
     objects = LayerNormTheorems(X)
     found = [dense(objects.M), objects.sigma, dense(objects.P) @ dense(objects.M)]
@@ -56,16 +51,13 @@ def thm2_defs(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/thm2",
-    place="Theorem 2; C.2",
-    statement=r"$\partial\mathrm{LN}/\partial X = (P\otimes I_{d_V})(I_{Ld_V} - \frac{1}{d_V}(I_L\otimes 1_{d_V\times d_V})) + "
-    r"(I_L\otimes M^\top)\,\partial P/\partial X$",
-    verdict="HOLDS",
-    corrected=r"shorter: $(P\otimes I)(I_L\otimes C - \frac{1}{d_V}VV^\top)$, $V = \mathrm{blockdiag}(\hat x_i)$",
-    uses=[theorem2_jacobian, LayerNormAt],
-)
+@claim("curvature-gap/thm2", "Theorem 2; C.2", "HOLDS", uses=[theorem2_jacobian, LayerNormAt])
 def thm2(seed: int) -> Evidence:
+    r"""$\partial\mathrm{LN}/\partial X = (P\otimes I_{d_V})(I_{Ld_V} - \frac{1}{d_V}(I_L\otimes 1_{d_V\times d_V})) +
+    (I_L\otimes M^\top)\,\partial P/\partial X$
+
+    Correct: shorter: $(P\otimes I)(I_L\otimes C - \frac{1}{d_V}VV^\top)$, $V = \mathrm{blockdiag}(\hat x_i)$
+    """
     X = tokens(seed)
     L, d = X.shape
     P, dP = inverse_scales(X), jacobian_of(inverse_scales, X)
@@ -74,53 +66,34 @@ def thm2(seed: int) -> Evidence:
     return agrees([printed, *closed], [jacobian_of(layer_norm, X)] * 3, "as printed, Theorem 8 expanded, the shorter form")
 
 
-@claim(
-    "curvature-gap/thm8-dp",
-    place="Theorem 8",
-    statement=r"$\frac{\partial P}{\partial X} = \frac{1}{\sqrt{d_V}}(-D^{-1}\otimes D^{-\top})E\,[\mathrm{diag}^{-1}"
-    r"(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes 1^\top)\mathrm{diag}(\mathrm{vec}_r M)\frac{\partial M}{\partial X}]$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm8-dp", "Theorem 8", "HOLDS", uses=[LayerNormTheorems])
 def thm8_dp(seed: int) -> Evidence:
+    r"""$\frac{\partial P}{\partial X} = \frac{1}{\sqrt{d_V}}(-D^{-1}\otimes
+    D^{-\top})E\,[\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes 1^\top)\mathrm{diag}(\mathrm{vec}_r
+    M)\frac{\partial M}{\partial X}]$"""
     X = tokens(seed)
     return agrees(dense(LayerNormTheorems(X).dP), jacobian_of(inverse_scales, X), "against autograd")
 
 
-@claim(
-    "curvature-gap/thm8-dm",
-    place="C.2",
-    statement=r"$\partial M/\partial X = I_L\otimes I_{d_V} - \frac{1}{d_V}(I_L\otimes 1_{d_V\times d_V})$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm8-dm", "C.2", "HOLDS", uses=[LayerNormTheorems])
 def thm8_dm(seed: int) -> Evidence:
+    r"""$\partial M/\partial X = I_L\otimes I_{d_V} - \frac{1}{d_V}(I_L\otimes 1_{d_V\times d_V})$"""
     X = tokens(seed)
     return agrees(dense(LayerNormTheorems(X).dM), jacobian_of(centred, X), "against autograd")
 
 
-@claim(
-    "curvature-gap/thm8-dsigma",
-    place="C.2",
-    statement=r"$\partial\sigma/\partial X = \frac{1}{\sqrt{d_V}}\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))"
-    r"(I_L\otimes 1^\top)\mathrm{diag}(\mathrm{vec}_r M)\,\partial M/\partial X$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm8-dsigma", "C.2", "HOLDS", uses=[LayerNormTheorems])
 def thm8_dsigma(seed: int) -> Evidence:
+    r"""$\partial\sigma/\partial X = \frac{1}{\sqrt{d_V}}\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes
+    1^\top)\mathrm{diag}(\mathrm{vec}_r M)\,\partial M/\partial X$"""
     X = tokens(seed)
     return agrees(dense(LayerNormTheorems(X).dsigma), jacobian_of(scales, X), "against autograd")
 
 
-@claim(
-    "curvature-gap/thm8-ddiag",
-    place="C.2, chain rule",
-    statement=r"$\frac{\partial P}{\partial X} = \frac{\partial D^{-1}}{\partial D}\frac{\partial\mathrm{diag}(\sigma)}"
-    r"{\partial\sigma}\frac{\partial\sigma}{\partial X}$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm8-ddiag", "C.2, chain rule", "HOLDS", uses=[LayerNormTheorems])
 def thm8_ddiag(seed: int) -> Evidence:
+    r"""$\frac{\partial P}{\partial X} = \frac{\partial D^{-1}}{\partial
+    D}\frac{\partial\mathrm{diag}(\sigma)}{\partial\sigma}\frac{\partial\sigma}{\partial X}$"""
     X = tokens(seed)
     P = inverse_scales(X)
     return agrees(
@@ -128,16 +101,14 @@ def thm8_ddiag(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/thm8-tau",
-    place="C.2, proof",
-    statement=r"$\tau = Q\,1_L$ with $Q = M^{\circ 2}$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="$L = d_V$; the next line has $1_{d_V}$",
-    corrected=r"$\tau = Q\,1_{d_V}$",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm8-tau", "C.2, proof", "HOLDS UNDER ASSUMPTION", uses=[LayerNormTheorems])
 def thm8_tau(seed: int) -> Evidence:
+    r"""$\tau = Q\,1_L$ with $Q = M^{\circ 2}$
+
+    Needs: $L = d_V$; the next line has $1_{d_V}$
+
+    Correct: $\tau = Q\,1_{d_V}$
+    """
     square, wide = tokens(seed, EQUAL), tokens(seed)
 
     def printed(X: Tensor) -> Tensor:

@@ -16,15 +16,10 @@ from hessiankit.ledger.evidence import agrees, assumed, relative_error
 from hessiankit.ledger.registry import claim
 
 
-@claim(
-    "curvature-gap/thm3-skel",
-    place="Theorem 3; C.3",
-    statement=r"$\partial^2\mathrm{LN} = ((P\otimes I)\otimes I)\partial^2 M + (I\otimes G^\top)\partial(P\otimes I_{d_V}) + "
-    r"((I_L\otimes M^\top)\otimes I)\partial^2 P + (I\otimes H^\top)\partial(I_L\otimes M^\top)$, pieces exact",
-    verdict="HOLDS",
-    uses=[theorem3_hessian],
-)
+@claim("curvature-gap/thm3-skel", "Theorem 3; C.3", "HOLDS", uses=[theorem3_hessian])
 def thm3_skel(seed: int) -> Evidence:
+    r"""$\partial^2\mathrm{LN} = ((P\otimes I)\otimes I)\partial^2 M + (I\otimes G^\top)\partial(P\otimes I_{d_V}) +
+    ((I_L\otimes M^\top)\otimes I)\partial^2 P + (I\otimes H^\top)\partial(I_L\otimes M^\top)$, pieces exact"""
     found, references = [], []
     for shape in (GENERIC, EQUAL):
         at = Pieces(tokens(seed, shape))
@@ -41,14 +36,9 @@ def skeleton(at: Pieces, dPkron: Tensor, d2P: Tensor) -> Tensor:
     return kron(eye(at.n), at.dM.T) @ dPkron + front @ d2P + kron(eye(at.n), H.T) @ IMT
 
 
-@claim(
-    "curvature-gap/thm3-d2m",
-    place="Theorem 3",
-    statement=r"$\partial^2 M/\partial X^2 = 0$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-d2m", "Theorem 3", "HOLDS", uses=[LayerNormTheorems])
 def thm3_d2m(seed: int) -> Evidence:
+    r"""$\partial^2 M/\partial X^2 = 0$"""
     at = Pieces(tokens(seed))
     return agrees(dense(at.closed.d2M), hessian_of(centred, at.X), AUTOGRAD)
 
@@ -59,33 +49,26 @@ def printed_dPkron(at: Pieces) -> Tensor:
     return kron(eye(L), turn(L, L), eye(L)) @ kron(eye(L * L), vec_eye(L)) @ at.reference("P")
 
 
-@claim(
-    "curvature-gap/thm3-dpkron",
-    place="C.3",
-    statement=r"$\partial(P\otimes I_{d_V})/\partial X = (I_L\otimes K_{L,L}\otimes I_L)(I_{L^2}\otimes\mathrm{vec}_r I_L)\,"
-    r"\partial P/\partial X$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="$L = d_V$: it differentiates $P\\otimes I_L$",
-    corrected=r"$(I_L\otimes K_{d_V,L}\otimes I_{d_V})(I_{L^2}\otimes\mathrm{vec}_r I_{d_V})\,\partial P/\partial X$, "
-    r"as Lemma 4 has",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-dpkron", "C.3", "HOLDS UNDER ASSUMPTION", uses=[LayerNormTheorems])
 def thm3_dpkron(seed: int) -> Evidence:
+    r"""$\partial(P\otimes I_{d_V})/\partial X = (I_L\otimes K_{L,L}\otimes I_L)(I_{L^2}\otimes\mathrm{vec}_r I_L)\,\partial
+    P/\partial X$
+
+    Needs: $L = d_V$: it differentiates $P\otimes I_L$
+
+    Correct: $(I_L\otimes K_{d_V,L}\otimes I_{d_V})(I_{L^2}\otimes\mathrm{vec}_r I_{d_V})\,\partial P/\partial X$, as Lemma 4
+    has
+    """
     square, wide = Pieces(tokens(seed, EQUAL)), Pieces(tokens(seed))
     references = [jacobian_of(lambda X, at=at: kron(at.P(X), eye(at.d)), at.X) for at in (square, wide)]
     found = agrees([printed_dPkron(square), dense(wide.closed.dPkron)], references, "L = d_V = 3; corrected at (3, 4)")
     return assumed(found, relative_error(printed_dPkron(wide), references[1]), above=1.0)
 
 
-@claim(
-    "curvature-gap/thm3-dimt",
-    place="C.3",
-    statement=r"$\partial(I_L\otimes M^\top)/\partial X = (I_L\otimes K_{d_V,L}\otimes I_L)(\mathrm{vec}_r I_L\otimes I_{Ld_V})"
-    r"K_{d_V,L}\,\partial M/\partial X$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-dimt", "C.3", "HOLDS", uses=[LayerNormTheorems])
 def thm3_dimt(seed: int) -> Evidence:
+    r"""$\partial(I_L\otimes M^\top)/\partial X = (I_L\otimes K_{d_V,L}\otimes I_L)(\mathrm{vec}_r I_L\otimes
+    I_{Ld_V})K_{d_V,L}\,\partial M/\partial X$"""
     at = Pieces(tokens(seed))
     return agrees(dense(at.closed.dIMT), jacobian_of(lambda X: kron(eye(at.L), centred(X).T), at.X), AUTOGRAD)
 
@@ -99,51 +82,33 @@ def printed_dA1(at: Pieces) -> Tensor:
     return kron(eye(L), turn(L, L), eye(L)) @ (first + second)
 
 
-@claim(
-    "curvature-gap/thm3-da1",
-    place="C.3",
-    statement=r"$\frac{\partial A_1}{\partial X} = (I_L\otimes K_{L,L}\otimes I_L)\left[(I_{L^2}\otimes\mathrm{vec}_r D^{-\top})"
-    r"\frac{\partial(-D^{-1})}{\partial X} + (\mathrm{vec}_r(-D^{-1})\otimes I_{L^2})\frac{\partial D^{-\top}}{\partial "
-    r"X}\right]$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-da1", "C.3", "HOLDS", uses=[LayerNormTheorems])
 def thm3_da1(seed: int) -> Evidence:
+    r"""$\frac{\partial A_1}{\partial X} = (I_L\otimes K_{L,L}\otimes I_L)\left[(I_{L^2}\otimes\mathrm{vec}_r
+    D^{-\top})\frac{\partial(-D^{-1})}{\partial X} + (\mathrm{vec}_r(-D^{-1})\otimes I_{L^2})\frac{\partial
+    D^{-\top}}{\partial X}\right]$"""
     return holds(seed, printed_dA1, "A1", closed="dA1")
 
 
-@claim(
-    "curvature-gap/thm3-d-dinv",
-    place="C.3",
-    statement=r"$\partial(-D^{-1})/\partial X = (D^{-1}\otimes D^{-\top})\,\partial D/\partial X$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-d-dinv", "C.3", "HOLDS", uses=[LayerNormTheorems])
 def thm3_d_dinv(seed: int) -> Evidence:
+    r"""$\partial(-D^{-1})/\partial X = (D^{-1}\otimes D^{-\top})\,\partial D/\partial X$"""
     return holds(seed, lambda at: kron(at.P(at.X), at.P(at.X).T) @ at.reference("D"), "minus_inverse")
 
 
-@claim(
-    "curvature-gap/thm3-ddinvt",
-    place="C.3",
-    statement=r"$\partial D^{-\top}/\partial X = K_{L,L}(-D^{-1}\otimes D^{-\top})\,\partial D/\partial X$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-ddinvt", "C.3", "HOLDS", uses=[LayerNormTheorems])
 def thm3_ddinvt(seed: int) -> Evidence:
+    r"""$\partial D^{-\top}/\partial X = K_{L,L}(-D^{-1}\otimes D^{-\top})\,\partial D/\partial X$"""
     return holds(seed, lambda at: -turn(at.L, at.L) @ kron(at.P(at.X), at.P(at.X).T) @ at.reference("D"), "inverse_transposed")
 
 
-@claim(
-    "curvature-gap/thm3-dd",
-    place="C.3",
-    statement=r"$\partial D/\partial X = E\,[\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes 1^\top)"
-    r"\mathrm{diag}(\mathrm{vec}_r M)\,\partial M/\partial X]$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"times $1/\sqrt{d_V}$",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-dd", "C.3", "WRONG AS PRINTED", uses=[LayerNormTheorems])
 def thm3_dd(seed: int) -> Evidence:
+    r"""$\partial D/\partial X = E\,[\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes
+    1^\top)\mathrm{diag}(\mathrm{vec}_r M)\,\partial M/\partial X]$
+
+    Correct: times $1/\sqrt{d_V}$
+    """
     return misprint(seed, lambda at: at.B1(at.X), lambda at: dense(at.closed.dD), lambda at: at.reference("D"))
 
 
@@ -153,30 +118,23 @@ def printed_d2P(at: Pieces, dA1: Tensor) -> Tensor:
     return kron(A1, eye(at.n)) @ at.reference("B1") / at.d**0.5 + kron(eye(at.L**2), B1.T) @ dA1
 
 
-@claim(
-    "curvature-gap/thm3-d2p",
-    place="C.3, twice",
-    statement=r"$\frac{\partial^2 P}{\partial X^2} = \frac{1}{\sqrt{d_V}}(A_1\otimes I)\frac{\partial B_1}{\partial X} + "
-    r"(I_{L^2}\otimes B_1^\top)\frac{\partial A_1}{\partial X}$, pieces exact",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{1}{\sqrt{d_V}}$ multiplies both terms",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-d2p", "C.3, twice", "WRONG AS PRINTED", uses=[LayerNormTheorems])
 def thm3_d2p(seed: int) -> Evidence:
+    r"""$\frac{\partial^2 P}{\partial X^2} = \frac{1}{\sqrt{d_V}}(A_1\otimes I)\frac{\partial B_1}{\partial X} +
+    (I_{L^2}\otimes B_1^\top)\frac{\partial A_1}{\partial X}$, pieces exact
+
+    Correct: $\frac{1}{\sqrt{d_V}}$ multiplies both terms
+    """
     return misprint(
         seed, lambda at: printed_d2P(at, at.reference("A1")), lambda at: dense(at.closed.d2P), lambda at: at.reference("dP")
     )
 
 
-@claim(
-    "curvature-gap/thm3-db1",
-    place="C.3",
-    statement=r"$\frac{\partial B_1}{\partial X} = (E\otimes I)\left[(A_2\otimes I)\frac{\partial B_2}{\partial X} + "
-    r"(I_L\otimes B_2^\top)\frac{\partial A_2}{\partial X}\right]$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-db1", "C.3", "HOLDS", uses=[LayerNormTheorems])
 def thm3_db1(seed: int) -> Evidence:
+    r"""$\frac{\partial B_1}{\partial X} = (E\otimes I)\left[(A_2\otimes I)\frac{\partial B_2}{\partial X} + (I_L\otimes
+    B_2^\top)\frac{\partial A_2}{\partial X}\right]$"""
+
     def printed(at: Pieces) -> Tensor:
         inner = kron(at.A2(at.X), eye(at.n)) @ at.reference("B2") + kron(eye(at.L), at.B2(at.X).T) @ at.reference("A2")
         return kron(basis_pairs(at.L), eye(at.n)) @ inner
@@ -184,42 +142,30 @@ def thm3_db1(seed: int) -> Evidence:
     return holds(seed, printed, "B1", closed="dB1")
 
 
-@claim(
-    "curvature-gap/thm3-da2",
-    place="C.3, needed for $\\partial B_1/\\partial X$",
-    statement=r"$\partial A_2/\partial X = -(A_2\otimes A_2)\,E A_2 B_2$",
-    verdict="OMITTED",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-da2", r"C.3, needed for $\partial B_1/\partial X$", "OMITTED", uses=[LayerNormTheorems])
 def thm3_da2(seed: int) -> Evidence:
+    r"""$\partial A_2/\partial X = -(A_2\otimes A_2)\,E A_2 B_2$"""
     return holds(seed, lambda at: dense(at.closed.dA2), "A2")
 
 
-@claim(
-    "curvature-gap/thm3-db2",
-    place="C.3",
-    statement=r"$\frac{\partial B_2}{\partial X} = (J\otimes I)\left[(A_3\otimes I)\frac{\partial B_3}{\partial X} + "
-    r"(I_{Ld_V}\otimes B_3^\top)\frac{\partial A_3}{\partial X}\right]$, $\frac{\partial B_3}{\partial X} = 0$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-db2", "C.3", "HOLDS", uses=[LayerNormTheorems])
 def thm3_db2(seed: int) -> Evidence:
+    r"""$\frac{\partial B_2}{\partial X} = (J\otimes I)\left[(A_3\otimes I)\frac{\partial B_3}{\partial X} + (I_{Ld_V}\otimes
+    B_3^\top)\frac{\partial A_3}{\partial X}\right]$, $\frac{\partial B_3}{\partial X} = 0$"""
+
     def printed(at: Pieces) -> Tensor:
         return kron(eye(at.L), ones(1, at.d), eye(at.n)) @ kron(eye(at.n), at.dM.T) @ at.reference("A3")
 
     return holds(seed, printed, "B2", closed="dB2")
 
 
-@claim(
-    "curvature-gap/thm3-da3",
-    place="C.3",
-    statement=r"$\partial A_3/\partial X = (e_1\otimes e_1\ \dots\ e_L\otimes e_L)\,I_{Ld_V}\,\partial M/\partial X$ with "
-    r"$e_i\in\mathbb{R}^{Ld_V}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$(e_1\otimes e_1\ \dots\ e_{Ld_V}\otimes e_{Ld_V})\,\partial M/\partial X$",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/thm3-da3", "C.3", "WRONG AS PRINTED", uses=[LayerNormTheorems])
 def thm3_da3(seed: int) -> Evidence:
+    r"""$\partial A_3/\partial X = (e_1\otimes e_1\ \dots\ e_L\otimes e_L)\,I_{Ld_V}\,\partial M/\partial X$ with
+    $e_i\in\mathbb{R}^{Ld_V}$
+
+    Correct: $(e_1\otimes e_1\ \dots\ e_{Ld_V}\otimes e_{Ld_V})\,\partial M/\partial X$
+    """
     return misprint(
         seed,
         lambda at: basis_pairs(at.n)[:, : at.L] @ eye(at.n) @ at.dM,
@@ -228,13 +174,9 @@ def thm3_da3(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/thm3-dvecm",
-    place="C.3",
-    statement=r"$\partial\mathrm{vec}_r(M)/\partial M = I_{Ld_V}$",
-    verdict="HOLDS",
-)
+@claim("curvature-gap/thm3-dvecm", "C.3", "HOLDS")
 def thm3_dvecm(seed: int) -> Evidence:
+    r"""$\partial\mathrm{vec}_r(M)/\partial M = I_{Ld_V}$"""
     M = centred(tokens(seed))
     return agrees(eye(12), jacobian_of(lambda M: M.reshape(-1), M), AUTOGRAD)
 
@@ -248,15 +190,12 @@ def printed_inner_d2P(at: Pieces) -> Tensor:
     return printed_d2P(at, kron(eye(L), turn(L, L), eye(L)) @ inner)
 
 
-@claim(
-    "curvature-gap/thm3-full",
-    place="Theorem 3; C.3",
-    statement=r"the Hessian of LayerNorm, assembled from the pieces as printed",
-    verdict="WRONG AS PRINTED",
-    corrected="Theorem 3 with the corrected pieces",
-    uses=[theorem3_hessian],
-)
+@claim("curvature-gap/thm3-full", "Theorem 3; C.3", "WRONG AS PRINTED", uses=[theorem3_hessian])
 def thm3_full(seed: int) -> Evidence:
+    """the Hessian of LayerNorm, assembled from the pieces as printed
+
+    Correct: Theorem 3 with the corrected pieces
+    """
     return misprint(
         seed,
         lambda at: skeleton(at, printed_dPkron(at), printed_inner_d2P(at)),
@@ -265,17 +204,14 @@ def thm3_full(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/thm3-full2",
-    place="Theorem 3; C.3",
-    statement=r"the same with $\partial(P\otimes I_{d_V})/\partial X$ repaired, as Lemma 4 has it",
-    verdict="WRONG AS PRINTED",
-    corrected=r"also the two factors $1/\sqrt{d_V}$; shorter: $\sum_i s_i^{-2}(e_i\otimes I\otimes e_i\otimes I)\,h_i\,"
-    r"(e_i^\top\otimes I)$ with $h_i = -\frac1d(\mathrm{vec}_r(C)\hat x^\top + C\otimes\hat x + \hat x\otimes C) + "
-    r"\frac{3}{d^2}(\hat x\otimes\hat x)\hat x^\top$",
-    uses=[theorem3_hessian, LayerNormAt],
-)
+@claim("curvature-gap/thm3-full2", "Theorem 3; C.3", "WRONG AS PRINTED", uses=[theorem3_hessian, LayerNormAt])
 def thm3_full2(seed: int) -> Evidence:
+    r"""the same with $\partial(P\otimes I_{d_V})/\partial X$ repaired, as Lemma 4 has it
+
+    Correct: also the two factors $1/\sqrt{d_V}$; shorter: $\sum_i s_i^{-2}(e_i\otimes I\otimes e_i\otimes
+    I)\,h_i\,(e_i^\top\otimes I)$ with $h_i = -\frac1d(\mathrm{vec}_r(C)\hat x^\top + C\otimes\hat x + \hat x\otimes C) +
+    \frac{3}{d^2}(\hat x\otimes\hat x)\hat x^\top$
+    """
     return misprint(
         seed,
         lambda at: skeleton(at, dense(at.closed.dPkron), printed_inner_d2P(at)),
@@ -284,29 +220,22 @@ def thm3_full2(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/l4-dpkron",
-    place="Lemma 4, proof (i)",
-    statement=r"$\partial(P\otimes I_n)/\partial X = (I_m\otimes K_{n,m}\otimes I_n)(I_{m^2}\otimes\mathrm{vec}_r I_n)\,"
-    r"\partial P/\partial X$",
-    verdict="HOLDS",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/l4-dpkron", "Lemma 4, proof (i)", "HOLDS", uses=[LayerNormTheorems])
 def l4_dpkron(seed: int) -> Evidence:
+    r"""$\partial(P\otimes I_n)/\partial X = (I_m\otimes K_{n,m}\otimes I_n)(I_{m^2}\otimes\mathrm{vec}_r I_n)\,\partial
+    P/\partial X$"""
     at = Pieces(tokens(seed))
     return agrees(dense(at.closed.dPkron), jacobian_of(lambda X: kron(at.P(X), eye(at.d)), at.X), AUTOGRAD)
 
 
-@claim(
-    "curvature-gap/l4-dimt",
-    place="Lemma 4, proof (iii)",
-    statement=r"$\partial(I_m\otimes M^\top)/\partial X = (I_m\otimes K_{n,m}\otimes I_m)(\mathrm{vec}_r I_m\otimes I_{mn})\,"
-    r"\partial M/\partial X$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"with $K_{n,m}$ before $\partial M/\partial X$, as C.3 has it; the norm is the same",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/l4-dimt", "Lemma 4, proof (iii)", "WRONG AS PRINTED", uses=[LayerNormTheorems])
 def l4_dimt(seed: int) -> Evidence:
+    r"""$\partial(I_m\otimes M^\top)/\partial X = (I_m\otimes K_{n,m}\otimes I_m)(\mathrm{vec}_r I_m\otimes I_{mn})\,\partial
+    M/\partial X$
+
+    Correct: with $K_{n,m}$ before $\partial M/\partial X$, as C.3 has it; the norm is the same
+    """
+
     def printed(at: Pieces) -> Tensor:
         return kron(eye(at.L), turn(at.d, at.L), eye(at.L)) @ kron(vec_eye(at.L), eye(at.n)) @ at.dM
 

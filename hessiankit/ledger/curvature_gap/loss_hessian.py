@@ -71,17 +71,13 @@ def errors_of_print(p: BlockPoint) -> dict[tuple[str, str], float]:
     return {(i, j): relative_error(if_it_conforms(printed_H_tr, p, i, j), p.second("Z", i, j)) for i, j in pairs}
 
 
-@claim(
-    "curvature-gap/eq6-printed",
-    place="Theorems 5 and 10, Lemma 2",
-    statement=r"Eq. 6 with $\xi_{ij}$, $G_k$, $\Phi_{k\ell}$ as printed gives the blocks $H_{tr}^{(i,j)}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"right: (1,1), (2,2), (2,Q), (2,V), (V,V); 9 blocks are wrong, 11 have no formula. Corrected $\xi$, "
-    r"$G_K$, $\Phi$ give "
-    "all 25",
-    uses=[PostNormBlockAt.H_tr],
-)
+@claim("curvature-gap/eq6-printed", "Theorems 5 and 10, Lemma 2", "WRONG AS PRINTED", uses=[PostNormBlockAt.H_tr])
 def eq6_printed(seed: int) -> Evidence:
+    r"""Eq. 6 with $\xi_{ij}$, $G_k$, $\Phi_{k\ell}$ as printed gives the blocks $H_{tr}^{(i,j)}$
+
+    Correct: right: (1,1), (2,2), (2,Q), (2,V), (V,V); 9 blocks are wrong, 11 have no formula. Corrected $\xi$, $G_K$, $\Phi$
+    give all 25
+    """
     p = point(seed)
     errors = errors_of_print(p)
     rest = [relative_error(dense(p.block.H_tr(i, j)), p.second("Z", i, j)) for i, j in PAIRS]
@@ -100,17 +96,13 @@ def loss_blocks(p: BlockPoint, c: float) -> Iterator[float]:
         yield relative_error(outer + c * kron(row, eye(p.n(i))) @ p.second("Z", i, j), p.second("loss", i, j))
 
 
-@claim(
-    "curvature-gap/eq7",
-    place="Sec. 4.2, Eq. 7",
-    statement=r"$\frac{\partial^2\mathcal{L}(Z)}{\partial W_i\partial W_j} = J_i^\top\frac{2}{Ld_V}J_j + "
-    r"R^{tr}H_{tr}^{(i,j)}$ with "
-    r"$R^{tr}_m = \mathrm{vec}_r(Z - \mathrm{Target})^\top\otimes I_m$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{2}{Ld_V}[J_i^\top J_j + (\mathrm{vec}_r(Z - \mathrm{Target})^\top\otimes I_{n_i})H_{tr}^{(i,j)}]$",
-    uses=[PostNormBlockAt.loss_hessian],
-)
+@claim("curvature-gap/eq7", "Sec. 4.2, Eq. 7", "WRONG AS PRINTED", uses=[PostNormBlockAt.loss_hessian])
 def eq7(seed: int) -> Evidence:
+    r"""$\frac{\partial^2\mathcal{L}(Z)}{\partial W_i\partial W_j} = J_i^\top\frac{2}{Ld_V}J_j + R^{tr}H_{tr}^{(i,j)}$ with
+    $R^{tr}_m = \mathrm{vec}_r(Z - \mathrm{Target})^\top\otimes I_m$
+
+    Correct: $\frac{2}{Ld_V}[J_i^\top J_j + (\mathrm{vec}_r(Z - \mathrm{Target})^\top\otimes I_{n_i})H_{tr}^{(i,j)}]$
+    """
     errors: list[float] = []
     rest: list[float] = []
     for p in points(seed):
@@ -120,15 +112,12 @@ def eq7(seed: int) -> Evidence:
     return off(errors, "the least of 25 blocks; corrected: no piece by autograd", corrected=rest)
 
 
-@claim(
-    "curvature-gap/eq7-l",
-    place="Sec. 4.2, below Eq. 7",
-    statement=r"$\mathcal{L}(\cdot) = \|\cdot - \mathrm{Target}\|_2^2$ has second derivative $\frac{2}{Ld_V}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{2}{Ld_V}I$ belongs to $\frac{1}{Ld_V}\|\cdot - \mathrm{Target}\|_F^2$; this loss has $2I$",
-    uses=[MeanSquaredErrorAt],
-)
+@claim("curvature-gap/eq7-l", "Sec. 4.2, below Eq. 7", "WRONG AS PRINTED", uses=[MeanSquaredErrorAt])
 def eq7_l(seed: int) -> Evidence:
+    r"""$\mathcal{L}(\cdot) = \|\cdot - \mathrm{Target}\|_2^2$ has second derivative $\frac{2}{Ld_V}$
+
+    Correct: $\frac{2}{Ld_V}I$ belongs to $\frac{1}{Ld_V}\|\cdot - \mathrm{Target}\|_F^2$; this loss has $2I$
+    """
     p = point(seed)
     n = p.X.numel()
     reference = hessian_of(lambda Z: (Z - p.target).square().sum(), p.block.Z)

@@ -28,7 +28,7 @@ from hessiankit.ledger.curvature_gap.block_problems import (
 from hessiankit.ledger.curvature_gap.notation import dense, spectral
 from hessiankit.ledger.curvature_gap.point import BlockPoint
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, bounded, loose, violated
+from hessiankit.ledger.evidence import agrees, bounded, exceeded, loose
 from hessiankit.ledger.registry import claim
 
 
@@ -53,57 +53,45 @@ def rows(seed: int) -> list[Tensor]:
     return [*found, torch.tensor([[1.0, -1.0, 0.0]], dtype=torch.float64)]
 
 
-@claim(
-    "curvature-gap/lemma4-28",
-    place="Lemma 4, Eq. 28",
-    statement=r"$\|J_{LN}\|_2\le\frac{1}{\sigma_{\min}} + \frac{\|X\|_2^2}{\sqrt n\,\sigma_{\min}^3}$ with "
-    r"$\sigma_{\min} = \min_i\|M_i\|_2$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\|J_{LN}\|_2 = 1/\min_i\sigma_i$ for $n\ge3$",
-    uses=[lemma_4_jacobian_printed, norm_jacobian_norm],
-)
+@claim("curvature-gap/lemma4-28", "Lemma 4, Eq. 28", "WRONG AS PRINTED", uses=[lemma_4_jacobian_printed, norm_jacobian_norm])
 def lemma4_28(seed: int) -> Evidence:
+    r"""$\|J_{LN}\|_2\le\frac{1}{\sigma_{\min}} + \frac{\|X\|_2^2}{\sqrt n\,\sigma_{\min}^3}$ with $\sigma_{\min} =
+    \min_i\|M_i\|_2$
+
+    Correct: $\|J_{LN}\|_2 = 1/\min_i\sigma_i$ for $n\ge3$
+    """
     exact = [spectral(dense(LayerNormAt(X).jacobian("X"))) / norm_jacobian_norm(X) for X in rows(seed)]
-    return violated(lemma_ratios(two_entries(8), "stated")[0], "X = (1, -1, 0, ..., 0), n = 8", corrected=exact, above=2)
+    return exceeded(lemma_ratios(two_entries(8), "stated")[0], "X = (1, -1, 0, ..., 0), n = 8", corrected=exact, above=2)
 
 
-@claim(
-    "curvature-gap/lemma4-29m",
-    place="Lemma 4, Eq. 29",
-    statement=r"$\|H_{LN}\|_2\le\frac{\|X\|}{\sigma_{\min}^3}(1 + \sqrt{m/n}) + \frac{\|X\|^2}{\sqrt n\sigma_{\min}^3} + "
-    r"\frac{3\|X\|^3}{n\sigma_{\min}^5}$, $\sigma_{\min} = \min_i\|M_i\|_2$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\|H_{LN}\|_2 = \sqrt{\max(n-2,2)/n}\,/\min_i\sigma_i^2$ for $n\ge3$",
-    uses=[lemma_4_hessian_printed, norm_hessian_norm],
-)
+@claim("curvature-gap/lemma4-29m", "Lemma 4, Eq. 29", "WRONG AS PRINTED", uses=[lemma_4_hessian_printed, norm_hessian_norm])
 def lemma4_29m(seed: int) -> Evidence:
+    r"""$\|H_{LN}\|_2\le\frac{\|X\|}{\sigma_{\min}^3}(1 + \sqrt{m/n}) + \frac{\|X\|^2}{\sqrt n\sigma_{\min}^3} +
+    \frac{3\|X\|^3}{n\sigma_{\min}^5}$, $\sigma_{\min} = \min_i\|M_i\|_2$
+
+    Correct: $\|H_{LN}\|_2 = \sqrt{\max(n-2,2)/n}\,/\min_i\sigma_i^2$ for $n\ge3$
+    """
     exact = [spectral(dense(LayerNormAt(X).hessian("X", "X"))) / norm_hessian_norm(X) for X in rows(seed)]
     found = lemma_ratios(two_entries(8, 1e-3), "stated")[1]
-    return violated(found, "X = (1, -1, 0, ..., 0) / 1000, n = 8", corrected=exact, above=3.9)
+    return exceeded(found, "X = (1, -1, 0, ..., 0) / 1000, n = 8", corrected=exact, above=3.9)
 
 
-@claim(
-    "curvature-gap/lemma4-28-proof",
-    place="Lemma 4, Eq. 28, as its proof reads it",
-    statement=r"Eq. 28 with $\sigma_{\min} = \min_i\sigma_i = \min_i\|M_i\|_2/\sqrt n$",
-    verdict="LOOSE",
-    corrected=r"the right side is at least $(1 + \sqrt n)/\min_i\sigma_i$",
-    uses=[lemma_4_jacobian_printed],
-)
+@claim("curvature-gap/lemma4-28-proof", "Lemma 4, Eq. 28, as its proof reads it", "LOOSE", uses=[lemma_4_jacobian_printed])
 def lemma4_28_proof(seed: int) -> Evidence:
+    r"""Eq. 28 with $\sigma_{\min} = \min_i\sigma_i = \min_i\|M_i\|_2/\sqrt n$
+
+    Correct: the right side is at least $(1 + \sqrt n)/\min_i\sigma_i$
+    """
     return loose([lemma_ratios(X, "proof")[0] for X in rows(seed)], "ten inputs", factor=1 + math.sqrt(3))
 
 
-@claim(
-    "curvature-gap/lemma4-29",
-    place="Lemma 4, Eq. 29, as its proof reads it",
-    statement=r"Eq. 29 with $\sigma_{\min} = \min_i\sigma_i$",
-    verdict="LOOSE",
-    corrected=r"the right side is at least $4\sqrt n/\min_i\sigma_i^2$; its middle term has the wrong degree in $X$, "
-    r"and is not needed",
-    uses=[lemma_4_hessian_printed],
-)
+@claim("curvature-gap/lemma4-29", "Lemma 4, Eq. 29, as its proof reads it", "LOOSE", uses=[lemma_4_hessian_printed])
 def lemma4_29(seed: int) -> Evidence:
+    r"""Eq. 29 with $\sigma_{\min} = \min_i\sigma_i$
+
+    Correct: the right side is at least $4\sqrt n/\min_i\sigma_i^2$; its middle term has the wrong degree in $X$, and is not
+    needed
+    """
     return loose([lemma_ratios(X, "proof")[1] for X in rows(seed)], "ten inputs", factor=4 * math.sqrt(3))
 
 
@@ -114,15 +102,12 @@ def inverse_scale_ratios(X: Tensor) -> tuple[float, float]:
     return spectral(dense(objects.dP)) / first, spectral(dense(objects.d2P)) / (first + 3 * x**2 / (n * sigma**5))
 
 
-@claim(
-    "curvature-gap/lemma4-dp",
-    place="Lemma 4, proof 1",
-    statement=r"$\|\partial P/\partial X\|_2\le\|X\|_2/(\sqrt n\,\sigma_{\min}^3)$, $\sigma_{\min} = \min_i\sigma_i$",
-    verdict="HOLDS",
-    corrected=r"$= 1/(\sqrt n\min_i\sigma_i^2)$",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/lemma4-dp", "Lemma 4, proof 1", "HOLDS", uses=[LayerNormTheorems])
 def lemma4_dp(seed: int) -> Evidence:
+    r"""$\|\partial P/\partial X\|_2\le\|X\|_2/(\sqrt n\,\sigma_{\min}^3)$, $\sigma_{\min} = \min_i\sigma_i$
+
+    Correct: $= 1/(\sqrt n\min_i\sigma_i^2)$
+    """
     found = [inverse_scale_ratios(X)[0] for X in rows(seed)]
     exact = [spectral(dense(LayerNormTheorems(X).dP)) * math.sqrt(X.shape[1]) * least_scale(X) ** 2 for X in rows(seed)]
     return bounded([*found, *exact], "ten inputs, the print and the corrected equality", attained=1 - 1e-9)
@@ -133,28 +118,21 @@ def least_scale(X: Tensor) -> float:
     return sigma_min_printed(X, reading="proof")
 
 
-@claim(
-    "curvature-gap/lemma4-d2p",
-    place="Lemma 4, proof (ii)",
-    statement=r"$\|\partial^2P/\partial X^2\|_2\le\frac{\|X\|_2}{\sqrt n\,\sigma_{\min}^3} + "
-    r"\frac{3\|X\|_2^2}{n\,\sigma_{\min}^5}$",
-    verdict="HOLDS",
-    corrected=r"with $\sigma_{\min} = \min_i\sigma_i$; the first term, not needed, has degree $-2$ in $X$ and not $-3$",
-    uses=[LayerNormTheorems],
-)
+@claim("curvature-gap/lemma4-d2p", "Lemma 4, proof (ii)", "HOLDS", uses=[LayerNormTheorems])
 def lemma4_d2p(seed: int) -> Evidence:
+    r"""$\|\partial^2P/\partial X^2\|_2\le\frac{\|X\|_2}{\sqrt n\,\sigma_{\min}^3} + \frac{3\|X\|_2^2}{n\,\sigma_{\min}^5}$
+
+    Correct: with $\sigma_{\min} = \min_i\sigma_i$; the first term, not needed, has degree $-2$ in $X$ and not $-3$
+    """
     return bounded([inverse_scale_ratios(X)[1] for X in rows(seed)], "ten inputs")
 
 
-@claim(
-    "curvature-gap/lemma4-29-degree",
-    place="Lemma 4, Eq. 29, middle term",
-    statement=r"$\|X\|_2^2/(\sqrt n\,\sigma_{\min}^3)$ scales as a second derivative of LayerNorm does",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$H_{LN}(cX) = c^{-2}H_{LN}(X)$, as the other terms; this one goes with $c^{-1}$",
-    uses=[lemma_4_hessian_printed],
-)
+@claim("curvature-gap/lemma4-29-degree", "Lemma 4, Eq. 29, middle term", "WRONG AS PRINTED", uses=[lemma_4_hessian_printed])
 def lemma4_29_degree(seed: int) -> Evidence:
+    r"""$\|X\|_2^2/(\sqrt n\,\sigma_{\min}^3)$ scales as a second derivative of LayerNorm does
+
+    Correct: $H_{LN}(cX) = c^{-2}H_{LN}(X)$, as the other terms; this one goes with $c^{-1}$
+    """
     X, c = Draw(seed).normal(3, 4), 100.0
 
     def terms(X: Tensor) -> tuple[float, float]:
@@ -164,30 +142,23 @@ def lemma4_29_degree(seed: int) -> Evidence:
 
     (middle, rest), (scaled_middle, scaled_rest) = terms(X), terms(c * X)
     hessian = norm_hessian_norm(c * X) / norm_hessian_norm(X)
-    return violated(scaled_middle / middle * c**2, "100 X in place of X", corrected=[hessian * c**2, scaled_rest / rest * c**2])
+    return exceeded(scaled_middle / middle * c**2, "100 X in place of X", corrected=[hessian * c**2, scaled_rest / rest * c**2])
 
 
-@claim(
-    "curvature-gap/eq25",
-    place="Proposition 10, Eq. 25",
-    statement=r"$\|Y\|_2\le\|Y\|_F = \sqrt{Ld_V}$",
-    verdict="HOLDS",
-    corrected=r"with $\gamma = 1$, $\beta = 0$, $\epsilon = 0$",
-    uses=[proposition_10_printed],
-)
+@claim("curvature-gap/eq25", "Proposition 10, Eq. 25", "HOLDS", uses=[proposition_10_printed])
 def eq25(seed: int) -> Evidence:
+    r"""$\|Y\|_2\le\|Y\|_F = \sqrt{Ld_V}$
+
+    Correct: with $\gamma = 1$, $\beta = 0$, $\epsilon = 0$
+    """
     found = [float(p.block.Y.norm()) for p in problems(seed)]
     return agrees(found, [math.sqrt(p.X.numel()) for p in problems(seed)], "the Frobenius norm of Y")
 
 
-@claim(
-    "curvature-gap/eq26",
-    place="Proposition 10, Eq. 26",
-    statement=r"$\|\mathrm{FFN}(Y)\|_2\le\sqrt{\min(L,d_{ff})}\,\|Y\|_2\|W_1\|_2\|W_2\|_2$",
-    verdict="HOLDS",
-    uses=[proposition_10_printed],
-)
+@claim("curvature-gap/eq26", "Proposition 10, Eq. 26", "HOLDS", uses=[proposition_10_printed])
 def eq26(seed: int) -> Evidence:
+    r"""$\|\mathrm{FFN}(Y)\|_2\le\sqrt{\min(L,d_{ff})}\,\|Y\|_2\|W_1\|_2\|W_2\|_2$"""
+
     def right(p: BlockPoint) -> float:
         named = norms(p)
         return math.sqrt(min(p.sizes.L, p.sizes.d_ff)) * spectral(p.block.Y) * named["w_1"] * named["w_2"]
@@ -195,15 +166,12 @@ def eq26(seed: int) -> Evidence:
     return never_above(seed, lambda p: spectral(p.block.S - p.block.Y), right, "exact Y")
 
 
-@claim(
-    "curvature-gap/eq27",
-    place="Proposition 10, Eq. 27",
-    statement=r"$\|S\|_2\le\sqrt{Ld_V}\,(1 + \sqrt{\min(L,d_{ff})}\,\|W_1\|_2\|W_2\|_2)$",
-    verdict="HOLDS",
-    corrected=r"the inner root is not needed: $\|S\|_F\le\sqrt{Ld_V}(1 + \|W_1\|\|W_2\|)$",
-    uses=[proposition_10_printed],
-)
+@claim("curvature-gap/eq27", "Proposition 10, Eq. 27", "HOLDS", uses=[proposition_10_printed])
 def eq27(seed: int) -> Evidence:
+    r"""$\|S\|_2\le\sqrt{Ld_V}\,(1 + \sqrt{\min(L,d_{ff})}\,\|W_1\|_2\|W_2\|_2)$
+
+    Correct: the inner root is not needed: $\|S\|_F\le\sqrt{Ld_V}(1 + \|W_1\|\|W_2\|)$
+    """
     found = []
     for p in problems(seed):
         L, d_V, _, d_ff = p.sizes

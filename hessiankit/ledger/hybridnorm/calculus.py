@@ -17,42 +17,27 @@ from hessiankit.ledger.hybridnorm.jacobians import dense
 from hessiankit.ledger.registry import claim
 
 
-@claim(
-    "hybridnorm/rmsnorm",
-    place="App. A.1, notation",
-    statement=r"$\mathrm{Norm}(x) = \alpha\odot x/\mathrm{RMS}(x)$, $\mathrm{RMS}(x) = \sqrt{\frac1d\sum_i x_i^2}$ "
-    r"(RMSNorm, without $\epsilon$)",
-    verdict="HOLDS",
-    uses=[RMSNormAt],
-)
+@claim("hybridnorm/rmsnorm", "App. A.1, notation", "HOLDS", uses=[RMSNormAt])
 def rmsnorm(seed: int) -> Evidence:
+    r"""$\mathrm{Norm}(x) = \alpha\odot x/\mathrm{RMS}(x)$, $\mathrm{RMS}(x) = \sqrt{\frac1d\sum_i x_i^2}$ (RMSNorm, without
+    $\epsilon$)"""
     draw = Draw(seed)
     X, gain = draw.normal(4, 5), draw.normal(5)
     reference = torch.nn.functional.rms_norm(X, (5,), gain, eps=0.0)
     return agrees([RMSNormAt(X, gamma=gain).value, gain * rms_norm(X)], [reference] * 2, "against torch's RMSNorm with eps = 0")
 
 
-@claim(
-    "hybridnorm/eq14",
-    place="App. A.1, Eq. 14",
-    statement=r"$\partial (AWB)/\partial W = A\otimes B^\top$, row-wise",
-    verdict="HOLDS",
-    uses=[sandwich],
-)
+@claim("hybridnorm/eq14", "App. A.1, Eq. 14", "HOLDS", uses=[sandwich])
 def eq14(seed: int) -> Evidence:
+    r"""$\partial (AWB)/\partial W = A\otimes B^\top$, row-wise"""
     draw = Draw(seed)
     A, W, B = draw.normal(2, 3), draw.normal(3, 4), draw.normal(4, 5)
     return agrees(dense(sandwich(Dense(A), Dense(B))), jacobian_of(lambda W: A @ W @ B, W), "against autograd")
 
 
-@claim(
-    "hybridnorm/eq19",
-    place="Lemma A.1, Eq. 19",
-    statement=r"$\partial A/\partial M = \mathrm{blockdiag}(\mathrm{diag}(A_i) - A_i A_i^\top)$ for $A = \mathrm{softmax}(M)$",
-    verdict="HOLDS",
-    uses=[SoftmaxAt],
-)
+@claim("hybridnorm/eq19", "Lemma A.1, Eq. 19", "HOLDS", uses=[SoftmaxAt])
 def eq19(seed: int) -> Evidence:
+    r"""$\partial A/\partial M = \mathrm{blockdiag}(\mathrm{diag}(A_i) - A_i A_i^\top)$ for $A = \mathrm{softmax}(M)$"""
     M = Draw(seed).normal(3, 4)
     A = M.softmax(1)
     printed = torch.block_diag(*(torch.diag(a) - torch.outer(a, a) for a in A))
@@ -62,14 +47,9 @@ def eq19(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "hybridnorm/commutation",
-    place="Lemma A.1, after Eq. 19",
-    statement=r"$K_{d_k,d}\,\mathrm{vec}_r(W_K) = \mathrm{vec}_r(W_K^\top)$ for $W_K$ of shape $d\times d_k$",
-    verdict="HOLDS",
-    uses=[Commutation, transpose_rule],
-)
+@claim("hybridnorm/commutation", "Lemma A.1, after Eq. 19", "HOLDS", uses=[Commutation, transpose_rule])
 def commutation(seed: int) -> Evidence:
+    r"""$K_{d_k,d}\,\mathrm{vec}_r(W_K) = \mathrm{vec}_r(W_K^\top)$ for $W_K$ of shape $d\times d_k$"""
     W = Draw(seed).normal(5, 3)
     return agrees(dense(Commutation(3, 5)) @ vec_r(W), vec_r(W.T), "d = 5, d_k = 3")
 
@@ -83,29 +63,19 @@ def printed_norm_jacobian(X: torch.Tensor) -> torch.Tensor:
     return torch.block_diag(*blocks)
 
 
-@claim(
-    "hybridnorm/eq20",
-    place="Lemma A.1, Eq. 20",
-    statement=r"$\frac{\partial X_N}{\partial X} = \mathrm{blockdiag}\left(\frac{\sqrt d}{\|X_i\|}"
-    r"\left(I_d - \frac{X_i X_i^\top}{\|X_i\|^2}\right)\right)$",
-    verdict="HOLDS",
-    uses=[RMSNormAt],
-)
+@claim("hybridnorm/eq20", "Lemma A.1, Eq. 20", "HOLDS", uses=[RMSNormAt])
 def eq20(seed: int) -> Evidence:
+    r"""$\frac{\partial X_N}{\partial X} = \mathrm{blockdiag}\left(\frac{\sqrt d}{\|X_i\|}\left(I_d - \frac{X_i
+    X_i^\top}{\|X_i\|^2}\right)\right)$"""
     X = Draw(seed).normal(3, 5)
     reference = jacobian_of(rms_norm, X)
     closed = dense(RMSNormAt(X).jacobian("X"))
     return agrees([printed_norm_jacobian(X), closed], [reference] * 2, "as printed and the closed form, against autograd")
 
 
-@claim(
-    "hybridnorm/eq21",
-    place="Lemma A.1, Eq. 21",
-    statement=r"the same for $Q$, $K$, $V$, with $d_k$ in place of $d$",
-    verdict="HOLDS",
-    uses=[RMSNormAt],
-)
+@claim("hybridnorm/eq21", "Lemma A.1, Eq. 21", "HOLDS", uses=[RMSNormAt])
 def eq21(seed: int) -> Evidence:
+    """the same for $Q$, $K$, $V$, with $d_k$ in place of $d$"""
     draw = Draw(seed)
     X, W = draw.normal(4, 5), draw.normal(5, 3)
     reference = jacobian_of(lambda W: rms_norm(X @ W), W)
@@ -113,15 +83,12 @@ def eq21(seed: int) -> Evidence:
     return agrees(chained, reference, "through Q = X W_Q, against autograd")
 
 
-@claim(
-    "hybridnorm/eq20-eps",
-    place="Lemma A.1, Eqs. 20-21, as the models run",
-    statement=r"Eqs. 20 and 21 are the Jacobians of the norm of the experiments, which has $\epsilon > 0$ and a gain",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\mathrm{diag}(\alpha)\,\rho^{-1}(I - xx^\top/(d\rho^2))$ with $\rho^2 = \overline{x^2} + \epsilon$",
-    uses=[RMSNormAt],
-)
+@claim("hybridnorm/eq20-eps", "Lemma A.1, Eqs. 20-21, as the models run", "WRONG AS PRINTED", uses=[RMSNormAt])
 def eq20_eps(seed: int) -> Evidence:
+    r"""Eqs. 20 and 21 are the Jacobians of the norm of the experiments, which has $\epsilon > 0$ and a gain
+
+    Correct: $\mathrm{diag}(\alpha)\,\rho^{-1}(I - xx^\top/(d\rho^2))$ with $\rho^2 = \overline{x^2} + \epsilon$
+    """
     draw = Draw(seed)
     X, gain, eps = draw.normal(3, 5), draw.uniform(5, low=0.5, high=1.5), 1e-2
     reference = jacobian_of(lambda X: rms_norm(X, eps) * gain, X)
@@ -129,15 +96,10 @@ def eq20_eps(seed: int) -> Evidence:
     return wrong(scaled, reference, "eps = 0.01", corrected=dense(RMSNormAt(X, gamma=gain, eps=eps).jacobian("X")))
 
 
-@claim(
-    "hybridnorm/layernorm-jacobian",
-    place="App. A.1 and Sec. 3.2, 'RMSNorm or LayerNorm'",
-    statement=r"the Jacobian of LayerNorm in place of Eq. 20: "
-    r"$\mathrm{diag}(\alpha)\,s^{-1}(I - \frac1d 11^\top - x_c x_c^\top/(d s^2))$",
-    verdict="OMITTED",
-    uses=[LayerNormAt],
-)
+@claim("hybridnorm/layernorm-jacobian", "App. A.1 and Sec. 3.2, 'RMSNorm or LayerNorm'", "OMITTED", uses=[LayerNormAt])
 def layernorm_jacobian(seed: int) -> Evidence:
+    r"""the Jacobian of LayerNorm in place of Eq. 20: $\mathrm{diag}(\alpha)\,s^{-1}(I - \frac1d 11^\top - x_c x_c^\top/(d
+    s^2))$"""
     draw = Draw(seed)
     X, gain = draw.normal(3, 5), draw.uniform(5, low=0.5, high=1.5)
     closed = dense(LayerNormAt(X, gamma=gain, beta=torch.zeros(5, dtype=torch.float64), eps=1e-3).jacobian("X"))

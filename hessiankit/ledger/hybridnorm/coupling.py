@@ -12,7 +12,7 @@ from derivations.stage import Stage
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, counts, not_run, off, relative_error, small
+from hessiankit.ledger.evidence import agrees, counts, off, relative_error, small
 from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
 from hessiankit.ledger.hybridnorm.jacobians import dense, printed_pre_norm
 from hessiankit.ledger.registry import claim
@@ -24,15 +24,12 @@ def moved(seed: int, letter: str) -> tuple[HeadPoint, HeadPoint]:
     return head, head.with_(**{letter: Draw(seed + 1000).normal(*getattr(head, letter).shape)})
 
 
-@claim(
-    "hybridnorm/text-pre-not-by-themselves",
-    place="App. A, after Theorem A.3",
-    statement=r"with Pre-Norm, the gradients of $W_Q$ and $W_K$ are influenced by all three other weights but not by themselves",
-    verdict="WRONG AS PRINTED",
-    corrected=r"only the bounds are free of them: $A$, in the gradient, depends on both",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("hybridnorm/text-pre-not-by-themselves", "App. A, after Theorem A.3", "WRONG AS PRINTED", uses=[pre_norm_gradient_bounds])
 def not_by_themselves(seed: int) -> Evidence:
+    """with Pre-Norm, the gradients of $W_Q$ and $W_K$ are influenced by all three other weights but not by themselves
+
+    Correct: only the bounds are free of them: $A$, in the gradient, depends on both
+    """
     errors, bounds = [], []
     for letter, k in (("W_Q", 0), ("W_K", 1)):
         head, other = moved(seed, letter)
@@ -44,13 +41,15 @@ def not_by_themselves(seed: int) -> Evidence:
 
 @claim(
     "hybridnorm/text-qkv-itself-and-output",
-    place="App. A, after Theorem A.3",
-    statement=r"with QKV-Norm, the gradient of each weight depends at most on itself and $W_O$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"it depends on the direction of all others and not on their scale, nor on that of $X$",
+    "App. A, after Theorem A.3",
+    "WRONG AS PRINTED",
     uses=[Stage.jacobian, qkv_norm_gradient_bounds],
 )
 def itself_and_output(seed: int) -> Evidence:
+    """with QKV-Norm, the gradient of each weight depends at most on itself and $W_O$
+
+    Correct: it depends on the direction of all others and not on their scale, nor on that of $X$
+    """
     head, other = moved(seed, "W_K")
     before = dense(head.closed_qkv_norm.jacobian("W_Q"))
     turned = relative_error(dense(other.closed_qkv_norm.jacobian("W_Q")), before)
@@ -59,27 +58,10 @@ def itself_and_output(seed: int) -> Evidence:
     return off(turned, "change of dS_N/dW_Q when W_K is drawn anew, and when X, W_K, W_V are scaled", corrected=rest, above=0.1)
 
 
-@claim(
-    "hybridnorm/text-vicious-cycle",
-    place="App. A, after Theorem A.3",
-    statement="with Pre-Norm, a weight whose norm becomes too large raises the gradients of others, a vicious cycle that ends in "
-    "collapse; QKV-Norm alleviates it to some extent",
-    verdict="NOT RUN",
-)
-def vicious_cycle(seed: int) -> Evidence:
-    return not_run("a statement about training that no proof or experiment of the paper addresses")
-
-
-@claim(
-    "ours/qkv-degrees",
-    place="HybridNorm, Eq. 13",
-    statement=r"$S_N$ is homogeneous of degrees $(0,0,0,1;0)$ in $(W_Q,W_K,W_V,W_O;X)$, so $\partial S_N/\partial "
-    r"W_\bullet$ has degree "
-    r"$-1$ in $W_\bullet$, $1$ in $W_O$, $0$ in all else",
-    verdict="HOLDS",
-    uses=[Stage.jacobian],
-)
+@claim("ours/qkv-degrees", "HybridNorm, Eq. 13", "HOLDS", uses=[Stage.jacobian])
 def degrees(seed: int) -> Evidence:
+    r"""$S_N$ is homogeneous of degrees $(0,0,0,1;0)$ in $(W_Q,W_K,W_V,W_O;X)$, so $\partial S_N/\partial W_\bullet$ has
+    degree $-1$ in $W_\bullet$, $1$ in $W_O$, $0$ in all else"""
     head = HeadPoint.draw(Draw(seed))
     errors = []
     for letter in LETTERS[:3]:
@@ -103,13 +85,9 @@ def loss_of(head: HeadPoint, seed: int) -> Callable[..., Tensor]:
     return loss
 
 
-@claim(
-    "ours/qkv-gradient-orthogonal",
-    place="HybridNorm, Eq. 13",
-    statement=r"$\langle w_\bullet, g_\bullet\rangle = 0$ for $W_Q$, $W_K$, $W_V$ and any loss of $S_N$",
-    verdict="HOLDS",
-)
+@claim("ours/qkv-gradient-orthogonal", "HybridNorm, Eq. 13", "HOLDS")
 def orthogonal(seed: int) -> Evidence:
+    r"""$\langle w_\bullet, g_\bullet\rangle = 0$ for $W_Q$, $W_K$, $W_V$ and any loss of $S_N$"""
     head = HeadPoint.draw(Draw(seed))
     loss, errors = loss_of(head, seed), []
     for k in range(3):
@@ -118,13 +96,9 @@ def orthogonal(seed: int) -> Evidence:
     return small(errors, "gradients by autograd")
 
 
-@claim(
-    "ours/qkv-hessian-on-its-weight",
-    place="HybridNorm, Eq. 13",
-    statement=r"$H w_\bullet = -g_\bullet$ on the block of $W_\bullet$ and $0$ on all others, for $W_Q$, $W_K$, $W_V$",
-    verdict="HOLDS",
-)
+@claim("ours/qkv-hessian-on-its-weight", "HybridNorm, Eq. 13", "HOLDS")
 def hessian_on_weight(seed: int) -> Evidence:
+    r"""$H w_\bullet = -g_\bullet$ on the block of $W_\bullet$ and $0$ on all others, for $W_Q$, $W_K$, $W_V$"""
     head = HeadPoint.draw(Draw(seed), 3, 4, 2)
     loss, errors = loss_of(head, seed), []
     for k in range(3):
@@ -137,13 +111,9 @@ def hessian_on_weight(seed: int) -> Evidence:
     return small(errors, "12 blocks, Hessians by autograd twice")
 
 
-@claim(
-    "ours/pre-hessian-on-its-weight",
-    place="HybridNorm, Eq. 12",
-    statement=r"Pre-Norm alone does not give $H w_\bullet = -g_\bullet$",
-    verdict="HOLDS",
-)
+@claim("ours/pre-hessian-on-its-weight", "HybridNorm, Eq. 12", "HOLDS")
 def hessian_on_weight_pre(seed: int) -> Evidence:
+    r"""Pre-Norm alone does not give $H w_\bullet = -g_\bullet$"""
     head = HeadPoint.draw(Draw(seed), 3, 4, 2)
     slope = Draw(seed + 1).normal(*head.X.shape)
     distances = []
@@ -160,13 +130,9 @@ def hessian_on_weight_pre(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "ours/qkv-curvature-scale",
-    place="HybridNorm, Eq. 13",
-    statement=r"the eigenvalues of $H_{QQ}$ scale like $\|W_Q\|^{-2}$",
-    verdict="HOLDS",
-)
+@claim("ours/qkv-curvature-scale", "HybridNorm, Eq. 13", "HOLDS")
 def curvature_scale(seed: int) -> Evidence:
+    r"""the eigenvalues of $H_{QQ}$ scale like $\|W_Q\|^{-2}$"""
     head = HeadPoint.draw(Draw(seed), 3, 4, 2)
     large = head.with_(W_Q=3 * head.W_Q)
     spectra = [
@@ -176,14 +142,9 @@ def curvature_scale(seed: int) -> Evidence:
     return agrees(9 * spectra[1], spectra[0], "W_Q times 3 gives one ninth")
 
 
-@claim(
-    "ours/general-symmetry",
-    place="HybridNorm, Eq. 13",
-    statement=r"for any linear symmetry $B$ of the loss, $H(B\theta) + B^\top g = 0$; here rotations of queries and keys "
-    r"together",
-    verdict="HOLDS",
-)
+@claim("ours/general-symmetry", "HybridNorm, Eq. 13", "HOLDS")
 def general_symmetry(seed: int) -> Evidence:
+    r"""for any linear symmetry $B$ of the loss, $H(B\theta) + B^\top g = 0$; here rotations of queries and keys together"""
     head = HeadPoint.draw(Draw(seed), 3, 4, 3)
     G = Draw(seed + 2).normal(3, 3)
     G = G - G.T  # W_Q exp(tG), W_K exp(tG)

@@ -43,24 +43,21 @@ def told(factors: dict[str, float]) -> str:
 
 
 @claim(
-    "ours/curvature-bare-residual",
-    place="HybridNorm, Eqs. 5-6 and 43-44, at initialisation",
-    statement=r"without a norm on the residual (Pre-Norm, QKV-Pre) $\|H\|_2$ grows several times with depth",
-    verdict="REPRODUCED",
-    uses=[eq.pre, eq.bare_pre],
+    "ours/curvature-bare-residual", "HybridNorm, Eqs. 5-6 and 43-44, at initialisation", "REPRODUCED", uses=[eq.pre, eq.bare_pre]
 )
 def bare_residual(seed: int) -> Evidence:
+    r"""without a norm on the residual (Pre-Norm, QKV-Pre) $\|H\|_2$ grows several times with depth"""
     factors = growth(seed, ("pre", "qkv-pre"))
     return measured(min(factors.values()), min(factors.values()) > 5, told(factors))
 
 
 @claim(
     "ours/curvature-normed-residual",
-    place="HybridNorm, Eqs. 8-9 and 49-50, at initialisation",
-    statement=r"one norm on the residual in each block (HybridNorm, Pre-Post) keeps $\|H\|_2$ within a factor of 4",
-    verdict="REPRODUCED",
+    "HybridNorm, Eqs. 8-9 and 49-50, at initialisation",
+    "REPRODUCED",
     uses=[eq.bare_post, eq.pre_post],
 )
 def normed_residual(seed: int) -> Evidence:
+    r"""one norm on the residual in each block (HybridNorm, Pre-Post) keeps $\|H\|_2$ within a factor of 4"""
     factors = growth(seed, ("hybridnorm", "pre-post"))
     return measured(max(factors.values()), max(factors.values()) < 4, told(factors))

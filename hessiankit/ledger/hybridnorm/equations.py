@@ -56,14 +56,9 @@ def errors(seed: int, placement: str, written: Written) -> list[float]:
     return [relative_error(block(X), written(X, W)), relative_error(dense(Z.jacobian("W_Q")), reference)]
 
 
-@claim(
-    "hybridnorm/eq1",
-    place="Sec. 3.1, Eq. 1",
-    statement=r"$\mathrm{attn}(Q,K,V) = \mathrm{softmax}(QK^\top/\sqrt{d_k})V$",
-    verdict="HOLDS",
-    uses=[AttentionAt],
-)
+@claim("hybridnorm/eq1", "Sec. 3.1, Eq. 1", "HOLDS", uses=[AttentionAt])
 def eq1(seed: int) -> Evidence:
+    r"""$\mathrm{attn}(Q,K,V) = \mathrm{softmax}(QK^\top/\sqrt{d_k})V$"""
     draw = Draw(seed)
     X, W_Q, W_K, W_V = draw.normal(4, 5), draw.normal(5, 3), draw.normal(5, 3), draw.normal(5, 3)
     Q, K, V = X @ W_Q, X @ W_K, X @ W_V
@@ -71,15 +66,9 @@ def eq1(seed: int) -> Evidence:
     return agrees([AttentionAt(X, W_Q, W_K, W_V).value, attn(Q, K, V)], [fused, fused], "against torch's fused attention")
 
 
-@claim(
-    "hybridnorm/eq2",
-    place="Sec. 3.1, Eq. 2",
-    statement=r"$\mathrm{MHA}(X) = \mathrm{Concat}(\mathrm{head}_1,\ldots,\mathrm{head}_h)W_O$, heads by $\mathrm{Split}$, "
-    r"$d_k = d/h$",
-    verdict="HOLDS",
-    uses=[MultiHeadAttentionAt, Attention],
-)
+@claim("hybridnorm/eq2", "Sec. 3.1, Eq. 2", "HOLDS", uses=[MultiHeadAttentionAt, Attention])
 def eq2(seed: int) -> Evidence:
+    r"""$\mathrm{MHA}(X) = \mathrm{Concat}(\mathrm{head}_1,\ldots,\mathrm{head}_h)W_O$, heads by $\mathrm{Split}$, $d_k = d/h$"""
     draw = Draw(seed)
     block = make("pre")
     W, X = generic(block, draw), draw.normal(3, 6)
@@ -92,14 +81,10 @@ def eq2(seed: int) -> Evidence:
     return agrees([closed, block.attention(X), mha(X, W, HEADS)], [reference] * 3, "against torch's multi-head attention")
 
 
-@claim(
-    "hybridnorm/eq3-4",
-    place="Sec. 3.1, Eqs. 3-4, Fig. 2a",
-    statement=r"Post-Norm: $Y = \mathrm{Norm}(\mathrm{MHA}(X) + X)$, $X' = \mathrm{Norm}(\mathrm{FFN}(Y) + Y)$",
-    verdict="HOLDS",
-    uses=[eq.post],
-)
+@claim("hybridnorm/eq3-4", "Sec. 3.1, Eqs. 3-4, Fig. 2a", "HOLDS", uses=[eq.post])
 def eq3_4(seed: int) -> Evidence:
+    r"""Post-Norm: $Y = \mathrm{Norm}(\mathrm{MHA}(X) + X)$, $X' = \mathrm{Norm}(\mathrm{FFN}(Y) + Y)$"""
+
     def written(X: Tensor, W: dict[str, Tensor]) -> Tensor:
         Y = rms_norm(mha(X, W, HEADS) + X)
         return rms_norm(swiglu(Y, W) + Y)
@@ -107,14 +92,10 @@ def eq3_4(seed: int) -> Evidence:
     return compare(seed, "post", written)
 
 
-@claim(
-    "hybridnorm/eq5-6",
-    place="Sec. 3.1, Eqs. 5-6, Fig. 2b",
-    statement=r"Pre-Norm: $Y = \mathrm{MHA}(\mathrm{Norm}(X)) + X$, $X' = \mathrm{FFN}(\mathrm{Norm}(Y)) + Y$",
-    verdict="HOLDS",
-    uses=[eq.pre],
-)
+@claim("hybridnorm/eq5-6", "Sec. 3.1, Eqs. 5-6, Fig. 2b", "HOLDS", uses=[eq.pre])
 def eq5_6(seed: int) -> Evidence:
+    r"""Pre-Norm: $Y = \mathrm{MHA}(\mathrm{Norm}(X)) + X$, $X' = \mathrm{FFN}(\mathrm{Norm}(Y)) + Y$"""
+
     def written(X: Tensor, W: dict[str, Tensor]) -> Tensor:
         Y = mha(rms_norm(X), W, HEADS) + X
         return swiglu(rms_norm(Y), W) + Y
@@ -122,16 +103,10 @@ def eq5_6(seed: int) -> Evidence:
     return compare(seed, "pre", written)
 
 
-@claim(
-    "hybridnorm/eq7",
-    place="Sec. 3.2, Eq. 7",
-    statement=r"$\mathrm{attn}_{QKV}(Q,K,V) = "
-    r"\mathrm{softmax}(\mathrm{Norm}(Q)\mathrm{Norm}(K)^\top/\sqrt{d_k})\,\mathrm{Norm}(V)$, "
-    "the norms on each head",
-    verdict="HOLDS",
-    uses=[Attention],
-)
+@claim("hybridnorm/eq7", "Sec. 3.2, Eq. 7", "HOLDS", uses=[Attention])
 def eq7(seed: int) -> Evidence:
+    r"""$\mathrm{attn}_{QKV}(Q,K,V) = \mathrm{softmax}(\mathrm{Norm}(Q)\mathrm{Norm}(K)^\top/\sqrt{d_k})\,\mathrm{Norm}(V)$,
+    the norms on each head"""
     draw = Draw(seed)
     block = make("hybridnorm")
     W, X = generic(block, draw), draw.normal(3, 6)
@@ -144,25 +119,16 @@ def hybridnorm_block(X: Tensor, W: dict[str, Tensor]) -> Tensor:
     return swiglu(rms_norm(Y), W) + rms_norm(Y)
 
 
-@claim(
-    "hybridnorm/eq8-9",
-    place="Sec. 3.2, Eqs. 8-9, Fig. 2d",
-    statement=r"HybridNorm: $Y = \mathrm{MHA}_{QKV}(X) + X$, $X' = \mathrm{FFN}(\mathrm{Norm}(Y)) + \mathrm{Norm}(Y)$",
-    verdict="HOLDS",
-    uses=[eq.bare_post],
-)
+@claim("hybridnorm/eq8-9", "Sec. 3.2, Eqs. 8-9, Fig. 2d", "HOLDS", uses=[eq.bare_post])
 def eq8_9(seed: int) -> Evidence:
+    r"""HybridNorm: $Y = \mathrm{MHA}_{QKV}(X) + X$, $X' = \mathrm{FFN}(\mathrm{Norm}(Y)) + \mathrm{Norm}(Y)$"""
     return compare(seed, "hybridnorm", hybridnorm_block)
 
 
-@claim(
-    "hybridnorm/qk-norm-fig2c",
-    place="Fig. 2c and Eqs. 47-48",
-    statement="'Pre-Norm with QK-Norm' of Fig. 2c is Pre-QK-Pre",
-    verdict="HOLDS",
-    uses=[eq.pre],
-)
+@claim("hybridnorm/qk-norm-fig2c", "Fig. 2c and Eqs. 47-48", "HOLDS", uses=[eq.pre])
 def fig2c(seed: int) -> Evidence:
+    """'Pre-Norm with QK-Norm' of Fig. 2c is Pre-QK-Pre"""
+
     def written(X: Tensor, W: dict[str, Tensor]) -> Tensor:
         Y = mha(rms_norm(X), W, HEADS, "qk") + X
         return swiglu(rms_norm(Y), W) + Y
@@ -170,14 +136,9 @@ def fig2c(seed: int) -> Evidence:
     return compare(seed, "pre-qk-pre", written)
 
 
-@claim(
-    "hybridnorm/algorithm1",
-    place="App. D, Algorithm 1",
-    statement="the pseudocode is Eqs. 8-9 with norms on each head and the normalised residual",
-    verdict="HOLDS",
-    uses=[eq.bare_post],
-)
+@claim("hybridnorm/algorithm1", "App. D, Algorithm 1", "HOLDS", uses=[eq.bare_post])
 def algorithm1(seed: int) -> Evidence:
+    """the pseudocode is Eqs. 8-9 with norms on each head and the normalised residual"""
     draw = Draw(seed)
     block = make("hybridnorm")
     W, tokens = generic(block, draw), draw.normal(2, 3, 6)
@@ -195,16 +156,12 @@ def algorithm1(seed: int) -> Evidence:
     return agrees(block(tokens), forward(tokens), "two sequences")
 
 
-@claim(
-    "hybridnorm/post-norm-in-ffn",
-    place="Abstract, Sec. 1 and 3.2",
-    statement="'Post-Norm in the FFN', with Post-Norm as in Eq. 4",
-    verdict="WRONG AS PRINTED",
-    corrected=r"Eq. 9: the norm stands before the network and feeds branch and residual, not $\mathrm{Norm}(\mathrm{FFN}(Y) "
-    r"+ Y)$",
-    uses=[eq.bare_post],
-)
+@claim("hybridnorm/post-norm-in-ffn", "Abstract, Sec. 1 and 3.2", "WRONG AS PRINTED", uses=[eq.bare_post])
 def post_norm_in_ffn(seed: int) -> Evidence:
+    r"""'Post-Norm in the FFN', with Post-Norm as in Eq. 4
+
+    Correct: Eq. 9: the norm stands before the network and feeds branch and residual, not $\mathrm{Norm}(\mathrm{FFN}(Y) + Y)$
+    """
     draw = Draw(seed)
     block = make("hybridnorm")
     W, X = generic(block, draw), draw.normal(3, 6)
@@ -212,28 +169,20 @@ def post_norm_in_ffn(seed: int) -> Evidence:
     return wrong(rms_norm(swiglu(Y, W) + Y), block(X), "Eq. 4 in place of Eq. 9", corrected=hybridnorm_block(X, W), above=0.05)
 
 
-@claim(
-    "hybridnorm/remark31",
-    place="Remark 3.1",
-    statement="Mix-LN: Post-Norm in the earlier layers, Pre-Norm in the deeper ones",
-    verdict="OMITTED",
-    corrected="how many: a quarter, as in its public code (3 of 12, 6 of 24)",
-    uses=[placement_of_layer],
-)
+@claim("hybridnorm/remark31", "Remark 3.1", "OMITTED", uses=[placement_of_layer])
 def remark31(seed: int) -> Evidence:
+    """Mix-LN: Post-Norm in the earlier layers, Pre-Norm in the deeper ones
+
+    Correct: how many: a quarter, as in its public code (3 of 12, 6 of 24)
+    """
     names = [placement_of_layer("mix-ln", layer, 16).name for layer in range(1, 17)]
     in_order = names == sorted(names, key=("post", "pre").index)
     return counts(names.count("post") if in_order else -1, 4, "Post-Norm blocks of 16, in front of the others")
 
 
-@claim(
-    "ours/full-norms-differ",
-    place="HybridNorm, Eqs. 7 and 40, Algorithm 1",
-    statement="norms of each head and norms over all heads side by side give different functions of the same weights",
-    verdict="HOLDS",
-    uses=[Attention],
-)
+@claim("ours/full-norms-differ", "HybridNorm, Eqs. 7 and 40, Algorithm 1", "HOLDS", uses=[Attention])
 def full_norms(seed: int) -> Evidence:
+    """norms of each head and norms over all heads side by side give different functions of the same weights"""
     draw, distances = Draw(seed), []
     for _ in range(5):
         block, full = make("hybridnorm"), make("hybridnorm", norm_scope="full")

@@ -42,9 +42,9 @@ def gauge_row(normed: str, formula: str, *, rotary: bool = False) -> None:
 
     @claim(
         f"ours/gauge-{normed or 'none'}{'-rotary' if rotary else ''}",
-        place=f"HybridNorm, Eqs. 1, 7, 35-39, norms of {normed.upper() or 'nothing'}{', rotary' if rotary else ''}",
+        f"HybridNorm, Eqs. 1, 7, 35-39, norms of {normed.upper() or 'nothing'}{', rotary' if rotary else ''}",
+        "HOLDS",
         statement=f"linear maps of $W_Q, W_K, W_V, W_O$ of a head that leave its function unchanged: dimension {formula}",
-        verdict="HOLDS",
         uses=[gauge_dimension],
     )
     def row(seed: int) -> Evidence:
@@ -73,13 +73,9 @@ for _normed, _formula in (
     gauge_row(_normed, _formula, rotary=True)
 
 
-@claim(
-    "ours/qkv-head-scales",
-    place="HybridNorm, Eq. 40 and Algorithm 1",
-    statement="norms of each head give $3h$ separate scale symmetries a layer, norms over all heads side by side give 3",
-    verdict="HOLDS",
-)
+@claim("ours/qkv-head-scales", "HybridNorm, Eq. 40 and Algorithm 1", "HOLDS")
 def head_scales(seed: int) -> Evidence:
+    """norms of each head give $3h$ separate scale symmetries a layer, norms over all heads side by side give 3"""
     X, found = Draw(seed).normal(4, 6), {}
     for scope in ("head", "full"):
         options: dict[str, Any] = {"norm": "rmsnorm", "eps": 0.0, "norm_scope": scope, "activation": "gelu"}

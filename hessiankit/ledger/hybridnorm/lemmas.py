@@ -34,14 +34,9 @@ def qkv_norm_jacobian(seed: int, letter: str, *, causal: bool = False) -> Eviden
     return agrees([printed_qkv_norm(head, letter), closed], [reference, reference], DETAIL)
 
 
-@claim(
-    "hybridnorm/eq12",
-    place="App. A.1, Eq. 12",
-    statement=r"$S = \mathrm{softmax}(X_N W_Q W_K^\top X_N^\top/\sqrt{d_k})\, X_N W_V W_O$ with $X_N = \mathrm{Norm}(X)$",
-    verdict="HOLDS",
-    uses=[AttentionAt, RMSNormAt],
-)
+@claim("hybridnorm/eq12", "App. A.1, Eq. 12", "HOLDS", uses=[AttentionAt, RMSNormAt])
 def eq12(seed: int) -> Evidence:
+    r"""$S = \mathrm{softmax}(X_N W_Q W_K^\top X_N^\top/\sqrt{d_k})\, X_N W_V W_O$ with $X_N = \mathrm{Norm}(X)$"""
     head = HeadPoint.draw(Draw(seed))
     N = rms_norm(head.X)
     Q, K, V = N @ head.W_Q, N @ head.W_K, N @ head.W_V
@@ -49,121 +44,73 @@ def eq12(seed: int) -> Evidence:
     return agrees(head.closed_pre_norm.value, reference, "the closed form against torch's fused attention")
 
 
-@claim(
-    "hybridnorm/eq13",
-    place="App. A.1, Eq. 13",
-    statement=r"$S_N = A_N V_N W_O$ with $A_N = \mathrm{softmax}(Q_N K_N^\top/\sqrt{d_k})$ and $Q = XW_Q$ of the bare $X$",
-    verdict="HOLDS",
-    uses=[Stage, RMSNormAt],
-)
+@claim("hybridnorm/eq13", "App. A.1, Eq. 13", "HOLDS", uses=[Stage, RMSNormAt])
 def eq13(seed: int) -> Evidence:
+    r"""$S_N = A_N V_N W_O$ with $A_N = \mathrm{softmax}(Q_N K_N^\top/\sqrt{d_k})$ and $Q = XW_Q$ of the bare $X$"""
     head = HeadPoint.draw(Draw(seed))
     Q, K, V = (rms_norm(head.X @ W) for W in head.weights[:3])
     reference = torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0] @ head.W_O
     return agrees(head.closed_qkv_norm.value, reference, "the composed closed form against torch's fused attention")
 
 
-@claim(
-    "hybridnorm/eq15",
-    place="Lemma A.1, Eq. 15",
-    statement=r"$\partial S/\partial W_O = A X_N W_V\otimes I_d$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
-)
+@claim("hybridnorm/eq15", "Lemma A.1, Eq. 15", "HOLDS", uses=[AttentionAt.jacobian])
 def eq15(seed: int) -> Evidence:
+    r"""$\partial S/\partial W_O = A X_N W_V\otimes I_d$"""
     return pre_norm_jacobian(seed, "W_O")
 
 
-@claim(
-    "hybridnorm/eq16",
-    place="Lemma A.1, Eq. 16",
-    statement=r"$\partial S/\partial W_V = A X_N\otimes W_O^\top$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
-)
+@claim("hybridnorm/eq16", "Lemma A.1, Eq. 16", "HOLDS", uses=[AttentionAt.jacobian])
 def eq16(seed: int) -> Evidence:
+    r"""$\partial S/\partial W_V = A X_N\otimes W_O^\top$"""
     return pre_norm_jacobian(seed, "W_V")
 
 
-@claim(
-    "hybridnorm/eq17",
-    place="Lemma A.1, Eq. 17",
-    statement=r"$\frac{\partial S}{\partial W_Q} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}"
-    r"\frac{X_N\otimes X_N W_K}{\sqrt{d_k}}$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
-)
+@claim("hybridnorm/eq17", "Lemma A.1, Eq. 17", "HOLDS", uses=[AttentionAt.jacobian])
 def eq17(seed: int) -> Evidence:
+    r"""$\frac{\partial S}{\partial W_Q} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial
+    M}\frac{X_N\otimes X_N W_K}{\sqrt{d_k}}$"""
     return pre_norm_jacobian(seed, "W_Q")
 
 
-@claim(
-    "hybridnorm/eq18",
-    place="Lemma A.1, Eq. 18",
-    statement=r"$\frac{\partial S}{\partial W_K} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}"
-    r"\frac{X_N W_Q\otimes X_N}{\sqrt{d_k}} K_{d_k,d}$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
-)
+@claim("hybridnorm/eq18", "Lemma A.1, Eq. 18", "HOLDS", uses=[AttentionAt.jacobian])
 def eq18(seed: int) -> Evidence:
+    r"""$\frac{\partial S}{\partial W_K} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}\frac{X_N
+    W_Q\otimes X_N}{\sqrt{d_k}} K_{d_k,d}$"""
     return pre_norm_jacobian(seed, "W_K")
 
 
-@claim(
-    "hybridnorm/eq22",
-    place="Lemma A.2, Eq. 22",
-    statement=r"$\partial S_N/\partial W_O = A_N V_N\otimes I_d$",
-    verdict="HOLDS",
-    uses=[Stage.jacobian],
-)
+@claim("hybridnorm/eq22", "Lemma A.2, Eq. 22", "HOLDS", uses=[Stage.jacobian])
 def eq22(seed: int) -> Evidence:
+    r"""$\partial S_N/\partial W_O = A_N V_N\otimes I_d$"""
     return qkv_norm_jacobian(seed, "W_O")
 
 
-@claim(
-    "hybridnorm/eq23",
-    place="Lemma A.2, Eq. 23",
-    statement=r"$\frac{\partial S_N}{\partial W_V} = (A_N\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$",
-    verdict="HOLDS",
-    uses=[Stage.jacobian],
-)
+@claim("hybridnorm/eq23", "Lemma A.2, Eq. 23", "HOLDS", uses=[Stage.jacobian])
 def eq23(seed: int) -> Evidence:
+    r"""$\frac{\partial S_N}{\partial W_V} = (A_N\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$"""
     return qkv_norm_jacobian(seed, "W_V")
 
 
-@claim(
-    "hybridnorm/eq24",
-    place="Lemma A.2, Eq. 24",
-    statement=r"$\frac{\partial S_N}{\partial W_Q} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}"
-    r"\frac{I_s\otimes K_N}{\sqrt{d_k}}\frac{\partial Q_N}{\partial Q}(X\otimes I_{d_k})$",
-    verdict="HOLDS",
-    uses=[Stage.jacobian],
-)
+@claim("hybridnorm/eq24", "Lemma A.2, Eq. 24", "HOLDS", uses=[Stage.jacobian])
 def eq24(seed: int) -> Evidence:
+    r"""$\frac{\partial S_N}{\partial W_Q} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}\frac{I_s\otimes
+    K_N}{\sqrt{d_k}}\frac{\partial Q_N}{\partial Q}(X\otimes I_{d_k})$"""
     return qkv_norm_jacobian(seed, "W_Q")
 
 
-@claim(
-    "hybridnorm/eq25",
-    place="Lemma A.2, Eq. 25",
-    statement=r"$\frac{\partial S_N}{\partial W_K} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}"
-    r"\frac{Q_N\otimes I_s}{\sqrt{d_k}} K_{d_k,s}\frac{\partial K_N}{\partial K}(X\otimes I_{d_k})$",
-    verdict="HOLDS",
-    uses=[Stage.jacobian],
-)
+@claim("hybridnorm/eq25", "Lemma A.2, Eq. 25", "HOLDS", uses=[Stage.jacobian])
 def eq25(seed: int) -> Evidence:
+    r"""$\frac{\partial S_N}{\partial W_K} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}\frac{Q_N\otimes
+    I_s}{\sqrt{d_k}} K_{d_k,s}\frac{\partial K_N}{\partial K}(X\otimes I_{d_k})$"""
     return qkv_norm_jacobian(seed, "W_K")
 
 
-@claim(
-    "hybridnorm/lemma-a2-caption",
-    place="Lemma A.2, first line",
-    statement=r"the gradients of the attention with QKV-Norm 'defined in Eq. (12)'",
-    verdict="WRONG AS PRINTED",
-    corrected="Eq. 13; Eq. 12 is the attention with Pre-Norm",
-    uses=[Stage.jacobian],
-)
+@claim("hybridnorm/lemma-a2-caption", "Lemma A.2, first line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_caption(seed: int) -> Evidence:
+    """the gradients of the attention with QKV-Norm 'defined in Eq. (12)'
+
+    Correct: Eq. 13; Eq. 12 is the attention with Pre-Norm
+    """
     head = HeadPoint.draw(Draw(seed))
     of_12 = jacobian_of(head.pre_norm, head.X, *head.weights, wrt=3)
     of_13 = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=3)
@@ -171,43 +118,34 @@ def lemma_a2_caption(seed: int) -> Evidence:
     return wrong(of_12, lemma, "dS/dW_V of Eq. 12 and of Eq. 13 against Eq. 23", corrected=of_13)
 
 
-@claim(
-    "hybridnorm/lemma-a2-proof-sqrt-q",
-    place="Proof of Lemma A.2, W_Q, third line",
-    statement=r"$\ldots\frac{I_s\otimes K_N}{d_k}\ldots$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"divided by $\sqrt{d_k}$, as in Eq. 24",
-    uses=[Stage.jacobian],
-)
+@claim("hybridnorm/lemma-a2-proof-sqrt-q", "Proof of Lemma A.2, W_Q, third line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_proof_q(seed: int) -> Evidence:
+    r"""$\ldots\frac{I_s\otimes K_N}{d_k}\ldots$
+
+    Correct: divided by $\sqrt{d_k}$, as in Eq. 24
+    """
     head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=1)
     return wrong(printed_qkv_norm(head, "W_Q", power=1), reference, "d_k = 3", corrected=printed_qkv_norm(head, "W_Q"), above=0.4)
 
 
-@claim(
-    "hybridnorm/lemma-a2-proof-sqrt-k",
-    place="Proof of Lemma A.2, W_K, second line",
-    statement=r"$\ldots\frac{Q_N\otimes I_s}{d_k}\ldots$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"divided by $\sqrt{d_k}$, as in Eq. 25",
-    uses=[Stage.jacobian],
-)
+@claim("hybridnorm/lemma-a2-proof-sqrt-k", "Proof of Lemma A.2, W_K, second line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_proof_k(seed: int) -> Evidence:
+    r"""$\ldots\frac{Q_N\otimes I_s}{d_k}\ldots$
+
+    Correct: divided by $\sqrt{d_k}$, as in Eq. 25
+    """
     head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=2)
     return wrong(printed_qkv_norm(head, "W_K", power=1), reference, "d_k = 3", corrected=printed_qkv_norm(head, "W_K"), above=0.4)
 
 
-@claim(
-    "hybridnorm/lemma-a2-proof-a",
-    place="Proof of Lemma A.2, W_V, second line",
-    statement=r"$(A\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$A_N$ for $A$, which is the attention of Eq. 12",
-    uses=[Stage.jacobian],
-)
+@claim("hybridnorm/lemma-a2-proof-a", "Proof of Lemma A.2, W_V, second line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_proof_a(seed: int) -> Evidence:
+    r"""$(A\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$
+
+    Correct: $A_N$ for $A$, which is the attention of Eq. 12
+    """
     head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=3)
     inner = dense(RMSNormAt(head.X @ head.W_V).jacobian("X")) @ torch.kron(head.X, torch.eye(3, dtype=torch.float64))
@@ -215,13 +153,8 @@ def lemma_a2_proof_a(seed: int) -> Evidence:
     return wrong(printed, reference, "with the A of Eq. 12", corrected=printed_qkv_norm(head, "W_V"))
 
 
-@claim(
-    "ours/lemmas-causal",
-    place="Lemmas A.1 and A.2",
-    statement="both lemmas hold as they stand with a causal mask",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian, Stage.jacobian],
-)
+@claim("ours/lemmas-causal", "Lemmas A.1 and A.2", "HOLDS", uses=[AttentionAt.jacobian, Stage.jacobian])
 def lemmas_causal(seed: int) -> Evidence:
+    """both lemmas hold as they stand with a causal mask"""
     found = [f(seed, letter, causal=True) for f in (pre_norm_jacobian, qkv_norm_jacobian) for letter in LETTERS]
     return max(found, key=lambda evidence: evidence.number or 0.0)

@@ -42,70 +42,40 @@ def weights(Q: Tensor, K: Tensor) -> Tensor:
     return (Q @ K.T / Q.shape[1] ** 0.5).softmax(-1)
 
 
-@claim(
-    "hybridnorm/eq35",
-    place="App. E, Eq. 35",
-    statement=r"$\mathrm{attn}_{QK} = \mathrm{softmax}(N(Q)N(K)^\top/\sqrt{d_k})V$",
-    verdict="HOLDS",
-    uses=[Attention],
-)
+@claim("hybridnorm/eq35", "App. E, Eq. 35", "HOLDS", uses=[Attention])
 def eq35(seed: int) -> Evidence:
+    r"""$\mathrm{attn}_{QK} = \mathrm{softmax}(N(Q)N(K)^\top/\sqrt{d_k})V$"""
     return attention(seed, "qk", lambda Q, K, V: weights(rms_norm(Q), rms_norm(K)) @ V)
 
 
-@claim(
-    "hybridnorm/eq36",
-    place="App. E, Eq. 36",
-    statement=r"$\mathrm{attn}_{KV} = \mathrm{softmax}(Q N(K)^\top/\sqrt{d_k})N(V)$",
-    verdict="HOLDS",
-    uses=[Attention],
-)
+@claim("hybridnorm/eq36", "App. E, Eq. 36", "HOLDS", uses=[Attention])
 def eq36(seed: int) -> Evidence:
+    r"""$\mathrm{attn}_{KV} = \mathrm{softmax}(Q N(K)^\top/\sqrt{d_k})N(V)$"""
     return attention(seed, "kv", lambda Q, K, V: weights(Q, rms_norm(K)) @ rms_norm(V))
 
 
-@claim(
-    "hybridnorm/eq37",
-    place="App. E, Eq. 37",
-    statement=r"$\mathrm{attn}_{QKVC} = N(\mathrm{softmax}(N(Q)N(K)^\top/\sqrt{d_k})N(V))$",
-    verdict="HOLDS",
-    uses=[Attention],
-)
+@claim("hybridnorm/eq37", "App. E, Eq. 37", "HOLDS", uses=[Attention])
 def eq37(seed: int) -> Evidence:
+    r"""$\mathrm{attn}_{QKVC} = N(\mathrm{softmax}(N(Q)N(K)^\top/\sqrt{d_k})N(V))$"""
     return attention(seed, "qkvc", lambda Q, K, V: rms_norm(weights(rms_norm(Q), rms_norm(K)) @ rms_norm(V)))
 
 
-@claim(
-    "hybridnorm/eq38",
-    place="App. E, Eq. 38",
-    statement=r"$\mathrm{attn}_{QKC} = N(\mathrm{softmax}(N(Q)N(K)^\top/\sqrt{d_k})V)$",
-    verdict="HOLDS",
-    uses=[Attention],
-)
+@claim("hybridnorm/eq38", "App. E, Eq. 38", "HOLDS", uses=[Attention])
 def eq38(seed: int) -> Evidence:
+    r"""$\mathrm{attn}_{QKC} = N(\mathrm{softmax}(N(Q)N(K)^\top/\sqrt{d_k})V)$"""
     return attention(seed, "qkc", lambda Q, K, V: rms_norm(weights(rms_norm(Q), rms_norm(K)) @ V))
 
 
-@claim(
-    "hybridnorm/eq39",
-    place="App. E, Eq. 39",
-    statement=r"$\mathrm{attn}_{KC} = N(\mathrm{softmax}(Q N(K)^\top/\sqrt{d_k})V)$",
-    verdict="HOLDS",
-    uses=[Attention],
-)
+@claim("hybridnorm/eq39", "App. E, Eq. 39", "HOLDS", uses=[Attention])
 def eq39(seed: int) -> Evidence:
+    r"""$\mathrm{attn}_{KC} = N(\mathrm{softmax}(Q N(K)^\top/\sqrt{d_k})V)$"""
     return attention(seed, "kc", lambda Q, K, V: rms_norm(weights(Q, rms_norm(K)) @ V))
 
 
-@claim(
-    "hybridnorm/eq40",
-    place="App. E, Eq. 40",
-    statement=r"$\mathrm{MHA}_\#(X) = \mathrm{Concat}(\mathrm{head}_1,\ldots,\mathrm{head}_h)W^O$ with "
-    r"$\mathrm{head}_i = \mathrm{attn}_\#(Q_i,K_i,V_i)$, the norms on each head",
-    verdict="HOLDS",
-    uses=[Attention],
-)
+@claim("hybridnorm/eq40", "App. E, Eq. 40", "HOLDS", uses=[Attention])
 def eq40(seed: int) -> Evidence:
+    r"""$\mathrm{MHA}_\#(X) = \mathrm{Concat}(\mathrm{head}_1,\ldots,\mathrm{head}_h)W^O$ with $\mathrm{head}_i =
+    \mathrm{attn}_\#(Q_i,K_i,V_i)$, the norms on each head"""
     found, reference = [], []
     for normed in INSIDE:
         draw = Draw(seed)
@@ -130,47 +100,27 @@ def family(seed: int, name: str, before: bool, after: bool) -> Evidence:
     return small(found, "six sets of norms: the block against the print, its Jacobian w.r.t. W_Q against autograd")
 
 
-@claim(
-    "hybridnorm/eq41-42",
-    place="App. E, Eqs. 41-42",
-    statement=r"#-Post: $Y = \mathrm{MHA}_\#(X) + X$, $X' = \mathrm{FFN}(N(Y)) + N(Y)$",
-    verdict="HOLDS",
-    uses=[eq.bare_post],
-)
+@claim("hybridnorm/eq41-42", "App. E, Eqs. 41-42", "HOLDS", uses=[eq.bare_post])
 def eq41(seed: int) -> Evidence:
+    r"""#-Post: $Y = \mathrm{MHA}_\#(X) + X$, $X' = \mathrm{FFN}(N(Y)) + N(Y)$"""
     return family(seed, "#-post", before=False, after=True)
 
 
-@claim(
-    "hybridnorm/eq43-44",
-    place="App. E, Eqs. 43-44",
-    statement=r"#-Pre: $Y = \mathrm{MHA}_\#(X) + X$, $X' = \mathrm{FFN}(N(Y)) + Y$",
-    verdict="HOLDS",
-    uses=[eq.bare_pre],
-)
+@claim("hybridnorm/eq43-44", "App. E, Eqs. 43-44", "HOLDS", uses=[eq.bare_pre])
 def eq43(seed: int) -> Evidence:
+    r"""#-Pre: $Y = \mathrm{MHA}_\#(X) + X$, $X' = \mathrm{FFN}(N(Y)) + Y$"""
     return family(seed, "#-pre", before=False, after=False)
 
 
-@claim(
-    "hybridnorm/eq45-46",
-    place="App. E, Eqs. 45-46",
-    statement=r"Pre-#-Post: $Y = \mathrm{MHA}_\#(N(X)) + X$, $X' = \mathrm{FFN}(N(Y)) + N(Y)$",
-    verdict="HOLDS",
-    uses=[eq.pre_post],
-)
+@claim("hybridnorm/eq45-46", "App. E, Eqs. 45-46", "HOLDS", uses=[eq.pre_post])
 def eq45(seed: int) -> Evidence:
+    r"""Pre-#-Post: $Y = \mathrm{MHA}_\#(N(X)) + X$, $X' = \mathrm{FFN}(N(Y)) + N(Y)$"""
     return family(seed, "pre-#-post", before=True, after=True)
 
 
-@claim(
-    "hybridnorm/eq47-48",
-    place="App. E, Eqs. 47-48",
-    statement=r"Pre-#-Pre: $Y = \mathrm{MHA}_\#(N(X)) + X$, $X' = \mathrm{FFN}(N(Y)) + Y$",
-    verdict="HOLDS",
-    uses=[eq.pre],
-)
+@claim("hybridnorm/eq47-48", "App. E, Eqs. 47-48", "HOLDS", uses=[eq.pre])
 def eq47(seed: int) -> Evidence:
+    r"""Pre-#-Pre: $Y = \mathrm{MHA}_\#(N(X)) + X$, $X' = \mathrm{FFN}(N(Y)) + Y$"""
     return family(seed, "pre-#-pre", before=True, after=False)
 
 
@@ -186,37 +136,24 @@ def post_pre(X: Tensor, W: dict[str, Tensor]) -> Tensor:
     return swiglu(rms_norm(Y), W) + Y
 
 
-@claim(
-    "hybridnorm/eq49-50",
-    place="App. E, Eqs. 49-50",
-    statement=r"Pre-Post: $Y = \mathrm{MHA}(N(X)) + X$, $X' = \mathrm{FFN}(N(Y)) + N(Y)$",
-    verdict="HOLDS",
-    uses=[eq.pre_post],
-)
+@claim("hybridnorm/eq49-50", "App. E, Eqs. 49-50", "HOLDS", uses=[eq.pre_post])
 def eq49(seed: int) -> Evidence:
+    r"""Pre-Post: $Y = \mathrm{MHA}(N(X)) + X$, $X' = \mathrm{FFN}(N(Y)) + N(Y)$"""
     return small(errors(seed, "pre-post", pre_post), "the block against the print, its Jacobian w.r.t. W_Q against autograd")
 
 
-@claim(
-    "hybridnorm/eq51-52",
-    place="App. E, Eqs. 51-52",
-    statement=r"Post-Pre: $Y = \mathrm{MHA}(N(X)) + N(X)$, $X' = \mathrm{FFN}(N(Y)) + Y$",
-    verdict="HOLDS",
-    uses=[eq.post_pre],
-)
+@claim("hybridnorm/eq51-52", "App. E, Eqs. 51-52", "HOLDS", uses=[eq.post_pre])
 def eq51(seed: int) -> Evidence:
+    r"""Post-Pre: $Y = \mathrm{MHA}(N(X)) + N(X)$, $X' = \mathrm{FFN}(N(Y)) + Y$"""
     return small(errors(seed, "post-pre", post_pre), "the block against the print, its Jacobian w.r.t. W_Q against autograd")
 
 
-@claim(
-    "hybridnorm/pre-qkv-pre-in-words",
-    place="Sec. 4.4, Normalization Position",
-    statement="in Pre-QKV-Pre, 'the FFN layer utilizes Post-Norm'",
-    verdict="WRONG AS PRINTED",
-    corrected="Pre-Norm, as in Eq. 48 and in the name; Pre-QKV-Post is the other one",
-    uses=[eq.pre],
-)
+@claim("hybridnorm/pre-qkv-pre-in-words", "Sec. 4.4, Normalization Position", "WRONG AS PRINTED", uses=[eq.pre])
 def pre_qkv_pre_in_words(seed: int) -> Evidence:
+    """in Pre-QKV-Pre, 'the FFN layer utilizes Post-Norm'
+
+    Correct: Pre-Norm, as in Eq. 48 and in the name; Pre-QKV-Post is the other one
+    """
     draw = Draw(seed)
     block, told = make("pre-qkv-pre"), make("pre-qkv-post")
     W, X = generic(block, draw), draw.normal(3, 6)
@@ -225,14 +162,9 @@ def pre_qkv_pre_in_words(seed: int) -> Evidence:
     return wrong(told(X), swiglu(rms_norm(Y), W) + Y, "the words against Eqs. 47-48", corrected=block(X), above=0.02)
 
 
-@claim(
-    "hybridnorm/pre-post-opposite",
-    place="Sec. 4.4, Normalization Position",
-    statement="Pre-Post has Pre-Norm in the MHA and Post-Norm in the FFN, Post-Pre the opposite",
-    verdict="HOLDS",
-    uses=[eq.pre_post, eq.post_pre],
-)
+@claim("hybridnorm/pre-post-opposite", "Sec. 4.4, Normalization Position", "HOLDS", uses=[eq.pre_post, eq.post_pre])
 def pre_post_opposite(seed: int) -> Evidence:
+    """Pre-Post has Pre-Norm in the MHA and Post-Norm in the FFN, Post-Pre the opposite"""
     both = [*errors(seed, "pre-post", pre_post), *errors(seed, "post-pre", post_pre)]
     shifted = PLACEMENTS["post-shifted"].equation is eq.post_shifted
     return small([*both, 0.0 if shifted else 1.0], "with Post in the sense of App. E, the norm in front of branch and residual")

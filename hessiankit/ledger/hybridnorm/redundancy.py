@@ -36,13 +36,9 @@ def same(seed: int, with_norm: str, without: str) -> Evidence:
     return agrees(mine(X), theirs(X), "RMSNorm, eps = 0, a generic gain")
 
 
-@claim(
-    "ours/redundancy-attention",
-    place="HybridNorm, Eqs. 7 and 45-48",
-    statement=r"$\mathrm{MHA}_{QKV}(g\odot N(X); W) = \mathrm{MHA}_{QKV}(X; \mathrm{diag}(g)W)$ for RMSNorm, $\epsilon = 0$",
-    verdict="HOLDS",
-)
+@claim("ours/redundancy-attention", "HybridNorm, Eqs. 7 and 45-48", "HOLDS")
 def redundancy_attention(seed: int) -> Evidence:
+    r"""$\mathrm{MHA}_{QKV}(g\odot N(X); W) = \mathrm{MHA}_{QKV}(X; \mathrm{diag}(g)W)$ for RMSNorm, $\epsilon = 0$"""
     draw = Draw(seed)
     W = {letter: draw.normal(6, 6) for letter in LETTERS}
     X, g = draw.normal(4, 6), draw.normal(6)
@@ -50,47 +46,27 @@ def redundancy_attention(seed: int) -> Evidence:
     return agrees(mha(g * rms_norm(X), W, HEADS, "qkv"), mha(X, absorbed, HEADS, "qkv"), "two heads, written out")
 
 
-@claim(
-    "ours/redundancy-hybridnorm",
-    place="HybridNorm, Table 4",
-    statement="Pre-QKV-Post and HybridNorm are the same functions, so the gap of 20.13 and 20.00 is parametrisation, eps or "
-    "noise",
-    verdict="HOLDS",
-    uses=[eq.pre_post, eq.bare_post],
-)
+@claim("ours/redundancy-hybridnorm", "HybridNorm, Table 4", "HOLDS", uses=[eq.pre_post, eq.bare_post])
 def redundancy_hybridnorm(seed: int) -> Evidence:
+    """Pre-QKV-Post and HybridNorm are the same functions, so the gap of 20.13 and 20.00 is parametrisation, eps or noise"""
     return same(seed, "pre-qkv-post", "hybridnorm")
 
 
-@claim(
-    "ours/redundancy-qkv-pre",
-    place="HybridNorm, Table 4",
-    statement="Pre-QKV-Pre and QKV-Pre are the same functions (19.97 and 19.96)",
-    verdict="HOLDS",
-    uses=[eq.pre, eq.bare_pre],
-)
+@claim("ours/redundancy-qkv-pre", "HybridNorm, Table 4", "HOLDS", uses=[eq.pre, eq.bare_pre])
 def redundancy_qkv_pre(seed: int) -> Evidence:
+    """Pre-QKV-Pre and QKV-Pre are the same functions (19.97 and 19.96)"""
     return same(seed, "pre-qkv-pre", "qkv-pre")
 
 
-@claim(
-    "ours/redundancy-first-block",
-    place="HybridNorm, Fig. 4",
-    statement="the starred variant and First-QKV-Pre are the same functions",
-    verdict="HOLDS",
-    uses=[eq.pre, eq.bare_pre],
-)
+@claim("ours/redundancy-first-block", "HybridNorm, Fig. 4", "HOLDS", uses=[eq.pre, eq.bare_pre])
 def redundancy_first(seed: int) -> Evidence:
+    """the starred variant and First-QKV-Pre are the same functions"""
     return same(seed, "hybridnorm*", "first-qkv-pre")
 
 
-@claim(
-    "ours/redundancy-not-others",
-    place="HybridNorm, Table 4",
-    statement="QK-, KV- and QKC-Norm leave the norm in front what it is",
-    verdict="HOLDS",
-)
+@claim("ours/redundancy-not-others", "HybridNorm, Table 4", "HOLDS")
 def redundancy_not_others(seed: int) -> Evidence:
+    """QK-, KV- and QKC-Norm leave the norm in front what it is"""
     distances = []
     for inside in ("qk", "kv", "qkc"):
         theirs, mine, X = pair(seed, f"pre-{inside}-pre", f"{inside}-pre")
@@ -98,13 +74,9 @@ def redundancy_not_others(seed: int) -> Evidence:
     return counts(sum(d > 1e-3 for d in distances), 3, f"placements that differ, by {min(distances):.2g} and more")
 
 
-@claim(
-    "ours/redundancy-hessian",
-    place="HybridNorm, Table 4",
-    statement="at gain 1, Pre-QKV-Post and HybridNorm have the same Hessian in all weights that both have",
-    verdict="HOLDS",
-)
+@claim("ours/redundancy-hessian", "HybridNorm, Table 4", "HOLDS")
 def redundancy_hessian(seed: int) -> Evidence:
+    """at gain 1, Pre-QKV-Post and HybridNorm have the same Hessian in all weights that both have"""
     draw = Draw(seed)
     theirs, mine = make("pre-qkv-post", d=4), make("hybridnorm", d=4)
     generic(theirs, draw)
@@ -122,16 +94,10 @@ def redundancy_hessian(seed: int) -> Evidence:
     return small(errors, "blocks of W_Q, W_K, W_V, W_O, by autograd twice")
 
 
-@claim(
-    "ours/post-shifted",
-    place="HybridNorm, Eqs. 3-4 and App. E",
-    statement=r"a Post-Norm stack (Eqs. 3-4) of $N(X)$ is $N$ of a stack of Post in the sense of App. E of $X$: the two "
-    r"agree with an "
-    "EmbedNorm and a final norm, and differ without",
-    verdict="HOLDS",
-    uses=[eq.post, eq.post_shifted],
-)
+@claim("ours/post-shifted", "HybridNorm, Eqs. 3-4 and App. E", "HOLDS", uses=[eq.post, eq.post_shifted])
 def post_shifted(seed: int) -> Evidence:
+    """a Post-Norm stack (Eqs. 3-4) of $N(X)$ is $N$ of a stack of Post in the sense of App. E of $X$: the two agree with an
+    EmbedNorm and a final norm, and differ without"""
     draw = Draw(seed)
     post, shifted = [make("post") for _ in range(3)], [make("post-shifted") for _ in range(3)]
     X = draw.normal(4, 6)
@@ -145,16 +111,10 @@ def post_shifted(seed: int) -> Evidence:
     return agrees(x, rms_norm(y), "three blocks")
 
 
-@claim(
-    "ours/qkv-eps-in-block-0",
-    place="HybridNorm, Eqs. 8-9, at the initialisation of Table 7",
-    statement=r"on raw embeddings of standard deviation $1/\sqrt{2.5d}$, $d = 2048$, the mean square of $q$ is "
-    r"$7.8\cdot10^{-5}$: "
-    r"$\epsilon = 10^{-5}$ is 11 % of what the norm divides by",
-    verdict="REPRODUCED",
-    uses=[normal],
-)
+@claim("ours/qkv-eps-in-block-0", "HybridNorm, Eqs. 8-9, at the initialisation of Table 7", "REPRODUCED", uses=[normal])
 def eps_in_block_0(seed: int) -> Evidence:
+    r"""on raw embeddings of standard deviation $1/\sqrt{2.5d}$, $d = 2048$, the mean square of $q$ is $7.8\cdot10^{-5}$:
+    $\epsilon = 10^{-5}$ is 11 % of what the norm divides by"""
     d = 2048
     std = normal(WeightPlace("W_Q", d, d, 1, 16)).std
     draw = Draw(seed)
@@ -164,14 +124,9 @@ def eps_in_block_0(seed: int) -> Evidence:
     return measured(share, abs(share - 0.113) < 0.01, f"mean square of q {square:.3g}, d std^4 = {d * std**4:.3g}")
 
 
-@claim(
-    "ours/norm-parameters",
-    place="HybridNorm, Secs. 3.1-3.2 and App. E",
-    statement=r"gains in a block: $2d$ for Pre- and Post-Norm, $d + 3d_k$ for HybridNorm, $2d + 3d_k$ for Pre-QKV-Pre",
-    verdict="HOLDS",
-    uses=[TransformerBlock],
-)
+@claim("ours/norm-parameters", "HybridNorm, Secs. 3.1-3.2 and App. E", "HOLDS", uses=[TransformerBlock])
 def norm_parameters(seed: int) -> Evidence:
+    """gains in a block: $2d$ for Pre- and Post-Norm, $d + 3d_k$ for HybridNorm, $2d + 3d_k$ for Pre-QKV-Pre"""
     expected = {"pre": 12, "post": 12, "hybridnorm": 6 + 9, "pre-qkv-pre": 12 + 9, "qk-post": 6 + 6, "pre-qkvc-post": 12 + 12}
     wrong = 0
     for name, number in expected.items():

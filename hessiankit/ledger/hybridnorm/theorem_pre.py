@@ -48,78 +48,56 @@ def sharp_ratio(seed: int, letter: str) -> Evidence:
     return bounded(found, f"{len(heads)} heads, attained at {where}", attained=1 - 1e-9)
 
 
-@claim(
-    "hybridnorm/eq26",
-    place="Theorem A.3, Eq. 26",
-    statement=r"Pre-Norm: $\|\partial S/\partial W_O\|_F = O(sd\,\|W_V\|_2)$",
-    verdict="LOOSE",
-    corrected=r"$\le d\sqrt s\,\|W_V\|_2$",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq26", "Theorem A.3, Eq. 26", "LOOSE", uses=[pre_norm_gradient_bounds])
 def eq26(seed: int) -> Evidence:
+    r"""Pre-Norm: $\|\partial S/\partial W_O\|_F = O(sd\,\|W_V\|_2)$
+
+    Correct: $\le d\sqrt s\,\|W_V\|_2$
+    """
     return printed_ratio(seed, "W_O")
 
 
-@claim(
-    "hybridnorm/eq27",
-    place="Theorem A.3, Eq. 27",
-    statement=r"Pre-Norm: $\|\partial S/\partial W_V\|_F = O(s\sqrt d\,\|W_O\|_F)$",
-    verdict="LOOSE",
-    corrected=r"$\le\sqrt{sd}\,\|W_O\|_F$",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq27", "Theorem A.3, Eq. 27", "LOOSE", uses=[pre_norm_gradient_bounds])
 def eq27(seed: int) -> Evidence:
+    r"""Pre-Norm: $\|\partial S/\partial W_V\|_F = O(s\sqrt d\,\|W_O\|_F)$
+
+    Correct: $\le\sqrt{sd}\,\|W_O\|_F$
+    """
     return printed_ratio(seed, "W_V")
 
 
-@claim(
-    "hybridnorm/eq28",
-    place="Theorem A.3, Eq. 28",
-    statement=r"Pre-Norm: $\|\partial S/\partial W_Q\|_F = "
-    r"O\left(\frac{(sd)^{3/2}}{2\sqrt{d_k}}\|W_K\|_2\|W_V\|_2\|W_O\|_2\right)$",
-    verdict="LOOSE",
-    corrected=r"$\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$: $s^{1/2}$, not $s^{3/2}$; the printed constant "
-    r"is attained "
-    r"at $s = 2$ only",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq28", "Theorem A.3, Eq. 28", "LOOSE", uses=[pre_norm_gradient_bounds])
 def eq28(seed: int) -> Evidence:
+    r"""Pre-Norm: $\|\partial S/\partial W_Q\|_F = O\left(\frac{(sd)^{3/2}}{2\sqrt{d_k}}\|W_K\|_2\|W_V\|_2\|W_O\|_2\right)$
+
+    Correct: $\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$: $s^{1/2}$, not $s^{3/2}$; the printed constant is
+    attained at $s = 2$ only
+    """
     return printed_ratio(seed, "W_Q")
 
 
-@claim(
-    "hybridnorm/eq29",
-    place="Theorem A.3, Eq. 29",
-    statement=r"Pre-Norm: $\|\partial S/\partial W_K\|_F = "
-    r"O\left(\frac{(sd)^{3/2}}{\sqrt{d_k}}\|W_Q\|_2\|W_V\|_2\|W_O\|_2\right)$",
-    verdict="LOOSE",
-    corrected=r"$\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_Q\|_2\|W_V\|_2\|W_O\|_2$",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq29", "Theorem A.3, Eq. 29", "LOOSE", uses=[pre_norm_gradient_bounds])
 def eq29(seed: int) -> Evidence:
+    r"""Pre-Norm: $\|\partial S/\partial W_K\|_F = O\left(\frac{(sd)^{3/2}}{\sqrt{d_k}}\|W_Q\|_2\|W_V\|_2\|W_O\|_2\right)$
+
+    Correct: $\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_Q\|_2\|W_V\|_2\|W_O\|_2$
+    """
     return printed_ratio(seed, "W_K")
 
 
-@claim(
-    "hybridnorm/eq28-two-tokens",
-    place="Theorem A.3, Eqs. 28-29, constants of the proof",
-    statement=r"with the factor $1/2$ of the proof, Eqs. 28 and 29 hold and are attained at $s = 2$",
-    verdict="HOLDS",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq28-two-tokens", "Theorem A.3, Eqs. 28-29, constants of the proof", "HOLDS", uses=[pre_norm_gradient_bounds])
 def eq28_two_tokens(seed: int) -> Evidence:
+    """with the factor $1/2$ of the proof, Eqs. 28 and 29 hold and are attained at $s = 2$"""
     found = [ratios(pre_norm_norms(head), printed_pre_norm_bounds(head)) for head in [*sample(seed), opposite_tokens(seed, 2)]]
     return bounded([r for each in found for r in each[:2]], "41 heads, attained at two tokens x and -x", attained=1 - 1e-9)
 
 
-@claim(
-    "hybridnorm/eq28-eq29-constants",
-    place="Theorem A.3, Eqs. 28 and 29",
-    statement=r"Eq. 28 has the factor $1/2$ under the $O$, Eq. 29 has not",
-    verdict="VAGUE",
-    corrected="the proof gives 1/2 for both",
-)
+@claim("hybridnorm/eq28-eq29-constants", "Theorem A.3, Eqs. 28 and 29", "VAGUE")
 def eq28_eq29(seed: int) -> Evidence:
+    """Eq. 28 has the factor $1/2$ under the $O$, Eq. 29 has not
+
+    Correct: the proof gives 1/2 for both
+    """
     head = opposite_tokens(seed, 2)
     found, bound = pre_norm_norms(head), printed_pre_norm_bounds(head)
     values = {
@@ -129,75 +107,46 @@ def eq28_eq29(seed: int) -> Evidence:
     return readings(values, "left over right side at two tokens")
 
 
-@claim(
-    "hybridnorm/eq28-growth",
-    place="Theorem A.3, Eq. 28, growth with s",
-    statement=r"$\|\partial S/\partial W_Q\|_F$ grows like $s^{3/2}$",
-    verdict="LOOSE",
-    corrected=r"at most like $s^{1/2}$",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq28-growth", "Theorem A.3, Eq. 28, growth with s", "LOOSE", uses=[pre_norm_gradient_bounds])
 def eq28_growth(seed: int) -> Evidence:
+    r"""$\|\partial S/\partial W_Q\|_F$ grows like $s^{3/2}$
+
+    Correct: at most like $s^{1/2}$
+    """
     few, many = pre_norm_norms(opposite_tokens(seed, 2)).W_Q, pre_norm_norms(opposite_tokens(seed, 32)).W_Q
     exponent = math.log(many / few) / math.log(16)
     return loose(exponent / 1.5, f"the worst case grows like s^{exponent:.3f}, over 3/2", factor=3)
 
 
-@claim(
-    "ours/eq26-sharp",
-    place="HybridNorm, Theorem A.3, Eq. 26",
-    statement=r"$\|\partial S/\partial W_O\|_F\le d\sqrt s\,\|W_V\|_2$, attained by equal tokens",
-    verdict="HOLDS",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("ours/eq26-sharp", "HybridNorm, Theorem A.3, Eq. 26", "HOLDS", uses=[pre_norm_gradient_bounds])
 def eq26_sharp(seed: int) -> Evidence:
+    r"""$\|\partial S/\partial W_O\|_F\le d\sqrt s\,\|W_V\|_2$, attained by equal tokens"""
     return sharp_ratio(seed, "W_O")
 
 
-@claim(
-    "ours/eq27-sharp",
-    place="HybridNorm, Theorem A.3, Eq. 27",
-    statement=r"$\|\partial S/\partial W_V\|_F\le\sqrt{sd}\,\|W_O\|_F$, attained by equal tokens",
-    verdict="HOLDS",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("ours/eq27-sharp", "HybridNorm, Theorem A.3, Eq. 27", "HOLDS", uses=[pre_norm_gradient_bounds])
 def eq27_sharp(seed: int) -> Evidence:
+    r"""$\|\partial S/\partial W_V\|_F\le\sqrt{sd}\,\|W_O\|_F$, attained by equal tokens"""
     return sharp_ratio(seed, "W_V")
 
 
-@claim(
-    "ours/eq28-sharp",
-    place="HybridNorm, Theorem A.3, Eq. 28",
-    statement=r"$\|\partial S/\partial W_Q\|_F\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$, attained by tokens "
-    r"$\pm x$",
-    verdict="HOLDS",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("ours/eq28-sharp", "HybridNorm, Theorem A.3, Eq. 28", "HOLDS", uses=[pre_norm_gradient_bounds])
 def eq28_sharp(seed: int) -> Evidence:
+    r"""$\|\partial S/\partial W_Q\|_F\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$, attained by tokens $\pm x$"""
     return sharp_ratio(seed, "W_Q")
 
 
-@claim(
-    "ours/eq29-sharp",
-    place="HybridNorm, Theorem A.3, Eq. 29",
-    statement=r"$\|\partial S/\partial W_K\|_F\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_Q\|_2\|W_V\|_2\|W_O\|_2$, attained by tokens "
-    r"$\pm x$",
-    verdict="HOLDS",
-    uses=[pre_norm_gradient_bounds],
-)
+@claim("ours/eq29-sharp", "HybridNorm, Theorem A.3, Eq. 29", "HOLDS", uses=[pre_norm_gradient_bounds])
 def eq29_sharp(seed: int) -> Evidence:
+    r"""$\|\partial S/\partial W_K\|_F\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_Q\|_2\|W_V\|_2\|W_O\|_2$, attained by tokens $\pm x$"""
     return sharp_ratio(seed, "W_K")
 
 
-@claim(
-    "ours/eq28-covariance",
-    place="HybridNorm, Theorem A.3, Eq. 28, proof of the sharp bound",
-    statement=r"row block $i$ of $\partial S/\partial W_Q$ is $d_k^{-1/2}x_i^\top\otimes W_O^\top W_V^\top C_i W_K$ with "
-    r"the covariance "
-    r"$C_i = X_N^\top(\mathrm{diag}(p_i) - p_i p_i^\top)X_N$, $\|C_i\|_F\le\mathrm{tr}\,C_i = d - \|\bar x_i\|^2\le d$",
-    verdict="HOLDS",
-)
+@claim("ours/eq28-covariance", "HybridNorm, Theorem A.3, Eq. 28, proof of the sharp bound", "HOLDS")
 def eq28_covariance(seed: int) -> Evidence:
+    r"""row block $i$ of $\partial S/\partial W_Q$ is $d_k^{-1/2}x_i^\top\otimes W_O^\top W_V^\top C_i W_K$ with the
+    covariance $C_i = X_N^\top(\mathrm{diag}(p_i) - p_i p_i^\top)X_N$, $\|C_i\|_F\le\mathrm{tr}\,C_i = d - \|\bar x_i\|^2\le
+    d$"""
     head = HeadPoint.draw(Draw(seed))
     s, d, d_k = head.sizes
     closed = head.closed_pre_norm

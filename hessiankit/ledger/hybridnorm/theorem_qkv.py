@@ -10,7 +10,7 @@ from derivations.gradient_bounds import AttentionGradientBounds, qkv_norm_gradie
 from derivations.normalization import RMSNormAt
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, bounded, off, violated
+from hessiankit.ledger.evidence import assumed, bounded, exceeded, off
 from hessiankit.ledger.hybridnorm.bounds_printed import (
     equal_tokens,
     opposite_tokens,
@@ -42,19 +42,17 @@ def scaled_tokens(seed: int, letter: str) -> Evidence:
         return off(0.0, "the Jacobians of S_N changed with the scale of X", corrected=moved)
     found = ratios(qkv_norm_norms(large), printed_qkv_norm_bounds(large, sigma_of_product))
     detail = "three tokens times 1e6: the left side does not change, 1 / sigma_min(XW) becomes a millionth"
-    return violated(getattr(found, letter), detail, corrected=getattr(sharp(large), letter))
+    return exceeded(getattr(found, letter), detail, corrected=getattr(sharp(large), letter))
 
 
-@claim(
-    "hybridnorm/eq30",
-    place="Theorem A.3, Eq. 30",
-    statement=r"QKV-Norm: $\|\partial S_N/\partial W_O\|_F = O(sd)$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"$d_k\le sd$, as for $d_k = d/h$",
-    corrected=r"$\le\sqrt{s\,d\,d_k}$",
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq30", "Theorem A.3, Eq. 30", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds])
 def eq30(seed: int) -> Evidence:
+    r"""QKV-Norm: $\|\partial S_N/\partial W_O\|_F = O(sd)$
+
+    Needs: $d_k\le sd$, as for $d_k = d/h$
+
+    Correct: $\le\sqrt{s\,d\,d_k}$
+    """
     found = [
         qkv_norm_norms(head).W_O / (len(head.X) * head.sizes[1])
         for head in sample(seed)
@@ -64,71 +62,56 @@ def eq30(seed: int) -> Evidence:
     return assumed(bounded(found, f"{len(found)} heads"), qkv_norm_norms(wide).W_O / 2, above=1.9)
 
 
-@claim(
-    "hybridnorm/eq31",
-    place="Theorem A.3, Eq. 31",
-    statement=r"QKV-Norm: $\|\partial S_N/\partial W_V\|_F = O\left(\frac{s\sqrt{d_k}}{\sigma_{\min}^V}\|W_O\|_2\right)$, "
-    r"$\sigma_{\min}^V$ that of $XW_V$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$ with " + RHO,
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq31", "Theorem A.3, Eq. 31", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
 def eq31(seed: int) -> Evidence:
+    r"""QKV-Norm: $\|\partial S_N/\partial W_V\|_F = O\left(\frac{s\sqrt{d_k}}{\sigma_{\min}^V}\|W_O\|_2\right)$,
+    $\sigma_{\min}^V$ that of $XW_V$
+
+    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$
+    """
     return scaled_tokens(seed, "W_V")
 
 
-@claim(
-    "hybridnorm/eq32",
-    place="Theorem A.3, Eq. 32",
-    statement=r"QKV-Norm: $\|\partial S_N/\partial W_Q\|_F = O\left(\frac{s^{3/2}d_k}{\sigma_{\min}^Q}\|W_O\|_2\right)$, "
-    r"$\sigma_{\min}^Q$ that of $XW_Q$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\le\sqrt s\,d_k\,\rho_Q\|W_O\|_2$ with " + RHO,
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq32", "Theorem A.3, Eq. 32", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
 def eq32(seed: int) -> Evidence:
+    r"""QKV-Norm: $\|\partial S_N/\partial W_Q\|_F = O\left(\frac{s^{3/2}d_k}{\sigma_{\min}^Q}\|W_O\|_2\right)$,
+    $\sigma_{\min}^Q$ that of $XW_Q$
+
+    Correct: $\le\sqrt s\,d_k\,\rho_Q\|W_O\|_2$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$
+    """
     return scaled_tokens(seed, "W_Q")
 
 
-@claim(
-    "hybridnorm/eq33",
-    place="Theorem A.3, Eq. 33",
-    statement=r"QKV-Norm: $\|\partial S_N/\partial W_K\|_F = O\left(\frac{s^{3/2}d_k}{\sigma_{\min}^K}\|W_O\|_2\right)$, "
-    r"$\sigma_{\min}^K$ that of $XW_K$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$ with " + RHO,
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq33", "Theorem A.3, Eq. 33", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
 def eq33(seed: int) -> Evidence:
+    r"""QKV-Norm: $\|\partial S_N/\partial W_K\|_F = O\left(\frac{s^{3/2}d_k}{\sigma_{\min}^K}\|W_O\|_2\right)$,
+    $\sigma_{\min}^K$ that of $XW_K$
+
+    Correct: $\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$
+    """
     return scaled_tokens(seed, "W_K")
 
 
-@claim(
-    "hybridnorm/eq34",
-    place="Proof of Theorem A.3, Eq. 34",
-    statement=r"$\|\partial S_N/\partial W_V\|_F\le\frac{s\sqrt{d_k}}{\sigma_{\min}^V}\|W_O\|_2$ with the singular value of "
-    r"$W_V$ (as derived)",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$",
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq34", "Proof of Theorem A.3, Eq. 34", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
 def eq34(seed: int) -> Evidence:
+    r"""$\|\partial S_N/\partial W_V\|_F\le\frac{s\sqrt{d_k}}{\sigma_{\min}^V}\|W_O\|_2$ with the singular value of $W_V$ (as
+    derived)
+
+    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$
+    """
     draw = Draw(seed)
     n = 5
     head = HeadPoint(draw.normal(1, n), draw.normal(n, n), draw.normal(n, n), draw.orthogonal(n), draw.orthogonal(n))
     found = ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, sigma_of_weight)).W_V
-    return violated(found, f"one token, d = d_k = {n}, W_V and W_O orthogonal", corrected=sharp(head).W_V, above=1.9)
+    return exceeded(found, f"one token, d = d_k = {n}, W_V and W_O orthogonal", corrected=sharp(head).W_V, above=1.9)
 
 
-@claim(
-    "hybridnorm/theorem-a3-proof-step",
-    place="Proof of Theorem A.3, before Eq. 34",
-    statement=r"$\left\|\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})\right\|_F\le\sqrt{d_k\sum_i\|X_i\|^2/\|V_i\|^2}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"equality with $\sqrt{d_k(d_k - 1)\sum_i\|X_i\|^2/\|V_i\|^2}$: $\|I - vv^\top\|_F^2 = d_k - 1$ was dropped",
-    uses=[RMSNormAt],
-)
+@claim("hybridnorm/theorem-a3-proof-step", "Proof of Theorem A.3, before Eq. 34", "WRONG AS PRINTED", uses=[RMSNormAt])
 def proof_step(seed: int) -> Evidence:
+    r"""$\left\|\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})\right\|_F\le\sqrt{d_k\sum_i\|X_i\|^2/\|V_i\|^2}$
+
+    Correct: equality with $\sqrt{d_k(d_k - 1)\sum_i\|X_i\|^2/\|V_i\|^2}$: $\|I - vv^\top\|_F^2 = d_k - 1$ was dropped
+    """
     draw = Draw(seed)
     d_k = 6
     head = HeadPoint.draw(draw, 4, 5, d_k)
@@ -138,49 +121,28 @@ def proof_step(seed: int) -> Evidence:
     printed, corrected = math.sqrt(d_k * total), math.sqrt(d_k * (d_k - 1) * total)
     if abs(left / corrected - 1) > 1e-10:
         return off(0.0, "the equality fails", corrected=abs(left / corrected - 1))
-    return violated(left / printed, f"left over right, d_k = {d_k}: sqrt(d_k - 1)", corrected=left / corrected, above=2)
+    return exceeded(left / printed, f"left over right, d_k = {d_k}: sqrt(d_k - 1)", corrected=left / corrected, above=2)
 
 
-@claim(
-    "ours/eq30-sharp",
-    place="HybridNorm, Theorem A.3, Eq. 30",
-    statement=r"$\|\partial S_N/\partial W_O\|_F\le\sqrt{s\,d\,d_k}$, attained by equal tokens",
-    verdict="HOLDS",
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("ours/eq30-sharp", "HybridNorm, Theorem A.3, Eq. 30", "HOLDS", uses=[qkv_norm_gradient_bounds])
 def eq30_sharp(seed: int) -> Evidence:
+    r"""$\|\partial S_N/\partial W_O\|_F\le\sqrt{s\,d\,d_k}$, attained by equal tokens"""
     return bounded([sharp(h).W_O for h in [*sample(seed), equal_tokens(seed)]], "41 heads", attained=1 - 1e-9)
 
 
-@claim(
-    "ours/eq31-sharp",
-    place="HybridNorm, Theorem A.3, Eq. 31",
-    statement=r"$\|\partial S_N/\partial W_V\|_F\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$, attained by equal tokens with $W_O^\top "
-    r"v = 0$",
-    verdict="HOLDS",
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("ours/eq31-sharp", "HybridNorm, Theorem A.3, Eq. 31", "HOLDS", uses=[qkv_norm_gradient_bounds])
 def eq31_sharp(seed: int) -> Evidence:
+    r"""$\|\partial S_N/\partial W_V\|_F\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$, attained by equal tokens with $W_O^\top v = 0$"""
     return bounded([sharp(h).W_V for h in [*sample(seed), equal_tokens(seed)]], "41 heads", attained=1 - 1e-9)
 
 
-@claim(
-    "ours/eq32-sharp",
-    place="HybridNorm, Theorem A.3, Eq. 32",
-    statement=r"$\|\partial S_N/\partial W_Q\|_F\le\sqrt s\,d_k\,\rho_Q\|W_O\|_2$, attained by tokens $\pm x$",
-    verdict="HOLDS",
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("ours/eq32-sharp", "HybridNorm, Theorem A.3, Eq. 32", "HOLDS", uses=[qkv_norm_gradient_bounds])
 def eq32_sharp(seed: int) -> Evidence:
+    r"""$\|\partial S_N/\partial W_Q\|_F\le\sqrt s\,d_k\,\rho_Q\|W_O\|_2$, attained by tokens $\pm x$"""
     return bounded([sharp(h).W_Q for h in [*sample(seed), opposite_tokens(seed)]], "41 heads", attained=1 - 1e-9)
 
 
-@claim(
-    "ours/eq33-sharp",
-    place="HybridNorm, Theorem A.3, Eq. 33",
-    statement=r"$\|\partial S_N/\partial W_K\|_F\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$, attained by tokens $\pm x$",
-    verdict="HOLDS",
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("ours/eq33-sharp", "HybridNorm, Theorem A.3, Eq. 33", "HOLDS", uses=[qkv_norm_gradient_bounds])
 def eq33_sharp(seed: int) -> Evidence:
+    r"""$\|\partial S_N/\partial W_K\|_F\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$, attained by tokens $\pm x$"""
     return bounded([sharp(h).W_K for h in [*sample(seed), opposite_tokens(seed)]], "41 heads", attained=1 - 1e-9)

@@ -10,7 +10,7 @@ import torch
 from derivations.gradient_bounds import AttentionGradientBounds, largest_gain, qkv_norm_gradient_bounds
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, bounded, violated
+from hessiankit.ledger.evidence import assumed, bounded, exceeded
 from hessiankit.ledger.hybridnorm.bounds_printed import (
     opposite_tokens,
     printed_qkv_norm_bounds,
@@ -47,7 +47,7 @@ def nearly_lost_tokens(seed: int, letter: str, *, distance: float = 1e-3) -> Evi
         head = HeadPoint(**{"X": torch.stack([x, -x]), letter: W, other: torch.outer(u, e[1]), **rest})
     found = getattr(ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, sigma_of_weight)), letter)
     detail = f"d_k = 3 < d = 5, tokens within {distance:g} of the kernel of {letter}^T"
-    return violated(found, detail, corrected=getattr(sharp(head), letter), above=5)
+    return exceeded(found, detail, corrected=getattr(sharp(head), letter), above=5)
 
 
 def as_wide_as_the_model(seed: int, letter: str) -> Evidence:
@@ -64,52 +64,57 @@ def as_wide_as_the_model(seed: int, letter: str) -> Evidence:
 
 @claim(
     "hybridnorm/eq31-sigma-of-weight",
-    place="Theorem A.3, Eq. 31, read as its proof does",
-    statement=r"Eq. 31 with the $d_k$-th singular value of $W_V$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\rho_V$ in place of $1/\sigma_{\min}$ and $\|W_O\|_F$; over $\mathbb{R}^d$ the smallest singular value is "
-    r"$0$ if $d_k < d$",
+    "Theorem A.3, Eq. 31, read as its proof does",
+    "WRONG AS PRINTED",
     uses=[qkv_norm_gradient_bounds],
 )
 def eq31_weight(seed: int) -> Evidence:
+    r"""Eq. 31 with the $d_k$-th singular value of $W_V$
+
+    Correct: $\rho_V$ in place of $1/\sigma_{\min}$ and $\|W_O\|_F$; over $\mathbb{R}^d$ the smallest singular value is $0$ if
+    $d_k < d$
+    """
     return nearly_lost_tokens(seed, "W_V")
 
 
 @claim(
     "hybridnorm/eq32-sigma-of-weight",
-    place="Theorem A.3, Eq. 32, read as its proof does",
-    statement=r"Eq. 32 with the smallest singular value of $W_Q$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"$d_k\ge d$, which no model has",
-    corrected=r"$\rho_Q$ in place of $1/\sigma_{\min}$",
+    "Theorem A.3, Eq. 32, read as its proof does",
+    "HOLDS UNDER ASSUMPTION",
     uses=[qkv_norm_gradient_bounds],
 )
 def eq32_weight(seed: int) -> Evidence:
+    r"""Eq. 32 with the smallest singular value of $W_Q$
+
+    Needs: $d_k\ge d$, which no model has
+
+    Correct: $\rho_Q$ in place of $1/\sigma_{\min}$
+    """
     return as_wide_as_the_model(seed, "W_Q")
 
 
 @claim(
     "hybridnorm/eq33-sigma-of-weight",
-    place="Theorem A.3, Eq. 33, read as its proof does",
-    statement=r"Eq. 33 with the smallest singular value of $W_K$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"$d_k\ge d$, which no model has",
-    corrected=r"$\rho_K$ in place of $1/\sigma_{\min}$",
+    "Theorem A.3, Eq. 33, read as its proof does",
+    "HOLDS UNDER ASSUMPTION",
     uses=[qkv_norm_gradient_bounds],
 )
 def eq33_weight(seed: int) -> Evidence:
+    r"""Eq. 33 with the smallest singular value of $W_K$
+
+    Needs: $d_k\ge d$, which no model has
+
+    Correct: $\rho_K$ in place of $1/\sigma_{\min}$
+    """
     return as_wide_as_the_model(seed, "W_K")
 
 
-@claim(
-    "hybridnorm/eq32-small-tokens",
-    place="Theorem A.3, Eqs. 32-33",
-    statement=r"Eqs. 32 and 33 with the smallest singular values of $XW_Q$ and $XW_K$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"$\|x_i\|\le 1$ and $s\le d_k$",
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq32-small-tokens", "Theorem A.3, Eqs. 32-33", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds])
 def eq32_small_tokens(seed: int) -> Evidence:
+    r"""Eqs. 32 and 33 with the smallest singular values of $XW_Q$ and $XW_K$
+
+    Needs: $\|x_i\|\le 1$ and $s\le d_k$
+    """
     draw = Draw(seed)
     found: list[float] = []
     for _ in range(40):
@@ -120,15 +125,15 @@ def eq32_small_tokens(seed: int) -> Evidence:
 
 
 @claim(
-    "hybridnorm/eq31-rho",
-    place="Theorem A.3, Eq. 31, with the right scale",
-    statement=r"Eq. 31 with $\rho_V$ in place of $1/\sigma_{\min}^V$ and its spectral norm of $W_O$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"$\|W_O\|_F^2/\|W_O\|_2^2\le s$; else off by up to $\sqrt{d_k - 1}$, at $s = 1$",
-    corrected=r"$\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$",
-    uses=[qkv_norm_gradient_bounds],
+    "hybridnorm/eq31-rho", "Theorem A.3, Eq. 31, with the right scale", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds]
 )
 def eq31_rho(seed: int) -> Evidence:
+    r"""Eq. 31 with $\rho_V$ in place of $1/\sigma_{\min}^V$ and its spectral norm of $W_O$
+
+    Needs: $\|W_O\|_F^2/\|W_O\|_2^2\le s$; else off by up to $\sqrt{d_k - 1}$, at $s = 1$
+
+    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$
+    """
     heads = [head for head in sample(seed, 60) if (float(head.W_O.norm()) / spectral(head.W_O)) ** 2 <= len(head.X)]
     draw = Draw(seed)
     d_k = 8
@@ -137,25 +142,15 @@ def eq31_rho(seed: int) -> Evidence:
     return assumed(found, with_rho(alone).W_V, above=math.sqrt(d_k - 1) * (1 - 1e-9))
 
 
-@claim(
-    "hybridnorm/eq32-rho",
-    place="Theorem A.3, Eq. 32, with the right scale",
-    statement=r"Eq. 32 with $\rho_Q$ in place of $1/\sigma_{\min}^Q$ and the factor $1/2$ of its proof",
-    verdict="HOLDS",
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq32-rho", "Theorem A.3, Eq. 32, with the right scale", "HOLDS", uses=[qkv_norm_gradient_bounds])
 def eq32_rho(seed: int) -> Evidence:
+    r"""Eq. 32 with $\rho_Q$ in place of $1/\sigma_{\min}^Q$ and the factor $1/2$ of its proof"""
     heads = [*sample(seed, least=2), opposite_tokens(seed, 2)]
     return bounded([with_rho(head).W_Q for head in heads], "41 heads, attained at two tokens x and -x", attained=1 - 1e-9)
 
 
-@claim(
-    "hybridnorm/eq33-rho",
-    place="Theorem A.3, Eq. 33, with the right scale",
-    statement=r"Eq. 33 with $\rho_K$ in place of $1/\sigma_{\min}^K$ and the factor $1/2$ of its proof",
-    verdict="HOLDS",
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("hybridnorm/eq33-rho", "Theorem A.3, Eq. 33, with the right scale", "HOLDS", uses=[qkv_norm_gradient_bounds])
 def eq33_rho(seed: int) -> Evidence:
+    r"""Eq. 33 with $\rho_K$ in place of $1/\sigma_{\min}^K$ and the factor $1/2$ of its proof"""
     heads = [*sample(seed, least=2), opposite_tokens(seed, 2)]
     return bounded([with_rho(head).W_K for head in heads], "41 heads, attained at two tokens x and -x", attained=1 - 1e-9)

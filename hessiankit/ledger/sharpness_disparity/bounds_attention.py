@@ -13,7 +13,7 @@ from derivations.matrix import Commutation
 from derivations.norms import matrix_norm
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import bounded, loose, violated
+from hessiankit.ledger.evidence import bounded, exceeded, loose
 from hessiankit.ledger.registry import claim
 from hessiankit.ledger.sharpness_disparity.points import AttentionSublayer, dense, eye, ones, standardised
 from hessiankit.ledger.sharpness_disparity.theorem_attention import WEIGHTS, front
@@ -74,15 +74,10 @@ def end_bound(seed: int, *letters: str) -> Evidence:
     return bounded(found, f"{len(found)} ratios: 4 shapes, with and without a causal mask, and one token")
 
 
-@claim(
-    "sharpness-disparity/b2-estimate-q",
-    place="App. B.2, estimates for W_Q and W_K, first lines",
-    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_Q}\|_F\le\frac{1}{\sqrt D}\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F"
-    r"\|\frac{\partial A}{\partial M}\|_F\|W_K\|_F\|W_V\|_F\|W_O\|_F\|X_{\mathrm{Norm}}\|_F^3$, and with $W_Q$ for $W_K$",
-    verdict="HOLDS",
-    uses=[matrix_norm],
-)
+@claim("sharpness-disparity/b2-estimate-q", "App. B.2, estimates for W_Q and W_K, first lines", "HOLDS", uses=[matrix_norm])
 def estimate_q(seed: int) -> Evidence:
+    r"""$\|\frac{\partial\mathcal{Q}}{\partial W_Q}\|_F\le\frac{1}{\sqrt D}\|\frac{\partial\mathcal{Q}}{\partial
+    Y}\|_F\|\frac{\partial A}{\partial M}\|_F\|W_K\|_F\|W_V\|_F\|W_O\|_F\|X_{\mathrm{Norm}}\|_F^3$, and with $W_Q$ for $W_K$"""
     found = []
     for point in sample(seed)[:-1]:
         shared = norm(point.q) * norm(point.dA) * norm(point.W_V) * norm(point.W_O) * norm(point.X_norm) ** 3
@@ -92,15 +87,10 @@ def estimate_q(seed: int) -> Evidence:
     return bounded(found, f"{len(found)} ratios")
 
 
-@claim(
-    "sharpness-disparity/b2-estimate-vo",
-    place="App. B.2, estimates for W_V and W_O, first inequality",
-    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_V}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|A\|_F\|W_O\|_F"
-    r"\|X_{\mathrm{Norm}}\|_F$, and with $W_V$ for $W_O$",
-    verdict="HOLDS",
-    uses=[matrix_norm],
-)
+@claim("sharpness-disparity/b2-estimate-vo", "App. B.2, estimates for W_V and W_O, first inequality", "HOLDS", uses=[matrix_norm])
 def estimate_vo(seed: int) -> Evidence:
+    r"""$\|\frac{\partial\mathcal{Q}}{\partial W_V}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial
+    Y}\|_F\|A\|_F\|W_O\|_F\|X_{\mathrm{Norm}}\|_F$, and with $W_V$ for $W_O$"""
     found = []
     for point in sample(seed):
         shared = norm(point.q) * norm(point.closed.A) * norm(point.X_norm)
@@ -112,18 +102,16 @@ def estimate_vo(seed: int) -> Evidence:
 
 
 @claim(
-    "sharpness-disparity/b2-estimate-gamma",
-    place="App. B.2, estimate for gamma, first line",
-    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\sqrt n\,"
-    r"\|X_{\mathrm{std}}\|_F\left(\frac{2}{\sqrt D}\|(I_n\otimes P)\frac{\partial A}{\partial M}(I_n\otimes "
-    r"X_NW_KW_Q^\top)\|_F + "
-    r"\|A\otimes W_O^\top W_V^\top\|_F\right)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"the two terms of the scores have norms of their own: $\|\ldots(I_n\otimes X_NW_KW_Q^\top)\|_F + "
-    r"\|\ldots K_{n,n}(I_n\otimes X_NW_QW_K^\top)\|_F$ in place of twice the first; the second line and the end bound hold",
-    uses=[matrix_norm],
+    "sharpness-disparity/b2-estimate-gamma", "App. B.2, estimate for gamma, first line", "WRONG AS PRINTED", uses=[matrix_norm]
 )
 def estimate_gamma(seed: int) -> Evidence:
+    r"""$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\sqrt
+    n\,\|X_{\mathrm{std}}\|_F\left(\frac{2}{\sqrt D}\|(I_n\otimes P)\frac{\partial A}{\partial M}(I_n\otimes
+    X_NW_KW_Q^\top)\|_F + \|A\otimes W_O^\top W_V^\top\|_F\right)$
+
+    Correct: the two terms of the scores have norms of their own: $\|\ldots(I_n\otimes X_NW_KW_Q^\top)\|_F + \|\ldots
+    K_{n,n}(I_n\otimes X_NW_QW_K^\top)\|_F$ in place of twice the first; the second line and the end bound hold
+    """
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     kernel = torch.linalg.svd(point.X_norm)[2][n:]  # directions that no token has: X_N W_K = 0 for W_K made of them
@@ -136,52 +124,35 @@ def estimate_gamma(seed: int) -> Evidence:
     scale = norm(point.q) * math.sqrt(n) * norm(standardised(point.X))
     printed, corrected = scale * (2 * norm(first) + third), scale * (norm(first) + norm(second) + third)
     ratios = [left / corrected, end_ratio(point, "gamma", constants(point))]
-    return violated(left / printed, "X_N W_K = 0 and W_Q large; the corrected line and the end bound", corrected=ratios)
+    return exceeded(left / printed, "X_N W_K = 0 and W_Q large; the corrected line and the end bound", corrected=ratios)
 
 
-@claim(
-    "sharpness-disparity/thm4.2-bound-qk",
-    place="App. B.2, end bounds of Theorem 4.2",
-    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_\bullet}\|_F\le\frac{\Phi}{\|W_\bullet\|_F}$ for $W_K$, $W_Q$; $\Phi = "
-    r"\frac{(n\sqrt D)^3}{\sqrt D}\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\frac{\partial A}{\partial "
-    r"M}\|_F\|W_K\|_F\|W_Q\|_F"
-    r"\|W_V\|_F\|W_O\|_F\|\gamma\|_F^3$",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/thm4.2-bound-qk", "App. B.2, end bounds of Theorem 4.2", "HOLDS")
 def bound_qk(seed: int) -> Evidence:
+    r"""$\|\frac{\partial\mathcal{Q}}{\partial W_\bullet}\|_F\le\frac{\Phi}{\|W_\bullet\|_F}$ for $W_K$, $W_Q$; $\Phi =
+    \frac{(n\sqrt D)^3}{\sqrt D}\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\frac{\partial A}{\partial
+    M}\|_F\|W_K\|_F\|W_Q\|_F\|W_V\|_F\|W_O\|_F\|\gamma\|_F^3$"""
     found = [end_ratio(p, letter, constants(p)) for p in sample(seed)[:-1] for letter in ("W_Q", "W_K")]
     return bounded(found, f"{len(found)} ratios: 4 shapes, with and without a causal mask")
 
 
-@claim(
-    "sharpness-disparity/thm4.2-bound-vo",
-    place="App. B.2, end bounds of Theorem 4.2",
-    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_\bullet}\|_F\le\frac{\Psi}{\|W_\bullet\|_F}$ for $W_V$, $W_O$; $\Psi = "
-    r"n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|A\|_F\|W_V\|_F\|W_O\|_F\|\gamma\|_F$",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/thm4.2-bound-vo", "App. B.2, end bounds of Theorem 4.2", "HOLDS")
 def bound_vo(seed: int) -> Evidence:
+    r"""$\|\frac{\partial\mathcal{Q}}{\partial W_\bullet}\|_F\le\frac{\Psi}{\|W_\bullet\|_F}$ for $W_V$, $W_O$; $\Psi = n\sqrt
+    D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|A\|_F\|W_V\|_F\|W_O\|_F\|\gamma\|_F$"""
     return end_bound(seed, "W_V", "W_O")
 
 
-@claim(
-    "sharpness-disparity/thm4.2-bound-gamma",
-    place="App. B.2, end bounds of Theorem 4.2",
-    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\frac{2\Phi+\Psi}{\|\gamma\|_F}$",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/thm4.2-bound-gamma", "App. B.2, end bounds of Theorem 4.2", "HOLDS")
 def bound_gamma(seed: int) -> Evidence:
+    r"""$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\frac{2\Phi+\Psi}{\|\gamma\|_F}$"""
     return end_bound(seed, "gamma")
 
 
-@claim(
-    "ours/thm4.2-sharper",
-    place="Sharpness Disparity, Theorem 4.2",
-    statement=r"the end bounds hold with $\sqrt{n(D-1)}$ in place of $n\sqrt D$; those of $W_V$, $W_O$ and $\gamma$ are then "
-    r"attained by one token",
-    verdict="HOLDS",
-)
+@claim("ours/thm4.2-sharper", "Sharpness Disparity, Theorem 4.2", "HOLDS")
 def sharper(seed: int) -> Evidence:
+    r"""the end bounds hold with $\sqrt{n(D-1)}$ in place of $n\sqrt D$; those of $W_V$, $W_O$ and $\gamma$ are then attained
+    by one token"""
     found = []
     for point in sample(seed)[:-1]:
         n, D = point.sizes
@@ -200,17 +171,12 @@ def opposite(seed: int, D: int = 5) -> AttentionSublayer:
     return AttentionSublayer(X, 2 * axis, 0 * eye(D), axis.T @ axis, W_V, W_O, torch.cat([W_O[0], -W_O[0]])[None])
 
 
-@claim(
-    "ours/thm4.2-any-length",
-    place="Sharpness Disparity, Theorem 4.2",
-    statement=r"$\|\frac{\partial\mathcal{Q}}{\partial W_Q}\|_F\le\frac{\sqrt n\,(D-1)^{3/2}\|\gamma\|^3}{\sqrt D}"
-    r"\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|W_K\|_2\|W_V\|_2\|W_O\|_2$, and with $W_Q$ for $W_K$: no covariance of "
-    r"tokens is above the square of the longest one. $\Phi$ has $n^3$ and $\|\frac{\partial A}{\partial M}\|_F$ there; "
-    "attained by two opposite tokens",
-    verdict="HOLDS",
-    uses=[theorem_4_2],
-)
+@claim("ours/thm4.2-any-length", "Sharpness Disparity, Theorem 4.2", "HOLDS", uses=[theorem_4_2])
 def any_length(seed: int) -> Evidence:
+    r"""$\|\frac{\partial\mathcal{Q}}{\partial W_Q}\|_F\le\frac{\sqrt n\,(D-1)^{3/2}\|\gamma\|^3}{\sqrt
+    D}\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|W_K\|_2\|W_V\|_2\|W_O\|_2$, and with $W_Q$ for $W_K$: no covariance of
+    tokens is above the square of the longest one. $\Phi$ has $n^3$ and $\|\frac{\partial A}{\partial M}\|_F$ there; attained
+    by two opposite tokens"""
     found = []
     for point in [*sample(seed)[:-1], opposite(seed)]:
         inputs = NormedInput.a_priori(*point.sizes, norm(point.gamma))
@@ -223,35 +189,23 @@ def any_length(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "sharpness-disparity/thm4.2-s-qk",
-    place="Theorem 4.2, bounds on S",
-    statement=r"$\mathcal{S}(W_\bullet) = O\left(\frac{\Phi^2}{D^2\|W_\bullet\|_F^2}\right)$ for $K$, $Q$",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/thm4.2-s-qk", "Theorem 4.2, bounds on S", "HOLDS")
 def s_qk(seed: int) -> Evidence:
+    r"""$\mathcal{S}(W_\bullet) = O\left(\frac{\Phi^2}{D^2\|W_\bullet\|_F^2}\right)$ for $K$, $Q$"""
     found = [end_ratio(p, letter, constants(p)) ** 2 for p in sample(seed)[:-1] for letter in ("W_Q", "W_K")]
     return bounded(found, "S D^2 ||W||^2 / Phi^2 with the D^2 parameters of one head of width D: constant 1")
 
 
-@claim(
-    "sharpness-disparity/thm4.2-s-vo",
-    place="Theorem 4.2, bounds on S",
-    statement=r"$\mathcal{S}(W_\bullet) = O\left(\frac{\Psi^2}{D^2\|W_\bullet\|_F^2}\right)$ for $V$, $O$",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/thm4.2-s-vo", "Theorem 4.2, bounds on S", "HOLDS")
 def s_vo(seed: int) -> Evidence:
+    r"""$\mathcal{S}(W_\bullet) = O\left(\frac{\Psi^2}{D^2\|W_\bullet\|_F^2}\right)$ for $V$, $O$"""
     found = [end_ratio(p, letter, constants(p)) ** 2 for p in sample(seed) for letter in ("W_V", "W_O")]
     return bounded(found, "S D^2 ||W||^2 / Psi^2: constant 1")
 
 
-@claim(
-    "sharpness-disparity/thm4.2-s-gamma",
-    place="Theorem 4.2, bounds on S",
-    statement=r"$\mathcal{S}(\gamma) = O\left(\frac{\Phi^2+\Psi^2}{D\,\|\gamma\|_F^2}\right)$",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/thm4.2-s-gamma", "Theorem 4.2, bounds on S", "HOLDS")
 def s_gamma(seed: int) -> Evidence:
+    r"""$\mathcal{S}(\gamma) = O\left(\frac{\Phi^2+\Psi^2}{D\,\|\gamma\|_F^2}\right)$"""
     found = []
     for point in sample(seed):
         c = constants(point)
@@ -260,15 +214,13 @@ def s_gamma(seed: int) -> Evidence:
     return bounded([*found, *grid], "constant 5, since (2 Phi + Psi)^2 <= 5 (Phi^2 + Psi^2)", attained=1 - 1e-4)
 
 
-@claim(
-    "sharpness-disparity/thm4.2-support",
-    place="Sec. 4.2, after Theorem 4.2",
-    statement=r"since $D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$, the theorem supports $\mathcal{S}(\mathrm{QK}),"
-    r"\mathcal{S}(\mathrm{VO})\ll\mathcal{S}(\mathrm{Norm})$",
-    verdict="WRONG AS PRINTED",
-    corrected="upper bounds do not order what they bound; the bounds hold",
-)
+@claim("sharpness-disparity/thm4.2-support", "Sec. 4.2, after Theorem 4.2", "WRONG AS PRINTED")
 def support(seed: int) -> Evidence:
+    r"""since $D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$, the theorem supports
+    $\mathcal{S}(\mathrm{QK}),\mathcal{S}(\mathrm{VO})\ll\mathcal{S}(\mathrm{Norm})$
+
+    Correct: upper bounds do not order what they bound; the bounds hold
+    """
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     to_gamma = torch.stack([point.with_(q=row[None]).gradient("gamma")[0] for row in eye(n * D)])
@@ -280,30 +232,21 @@ def support(seed: int) -> Evidence:
     detail = (
         f"least S of the four weights over S(gamma) where D^2 ||W||^2 / (D ||gamma||^2) is {larger:.3g} or more; the bounds there"
     )
-    return violated(least / of_gamma, detail, corrected=[end_ratio(point, x, c) for x in (*WEIGHTS, "gamma")], above=10)
+    return exceeded(least / of_gamma, detail, corrected=[end_ratio(point, x, c) for x in (*WEIGHTS, "gamma")], above=10)
 
 
-@claim(
-    "sharpness-disparity/thm4.2-qk-vo",
-    place="Sec. 4.2, after Theorem 4.2",
-    statement=r"the theorem does not establish $\mathcal{S}(\mathrm{QK}) < \mathcal{S}(\mathrm{VO})$",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/thm4.2-qk-vo", "Sec. 4.2, after Theorem 4.2", "HOLDS")
 def qk_vo(seed: int) -> Evidence:
-    """Its right side for W_Q exceeds that for W_V at a generic point, where S(W_Q) is smaller than S(W_V)."""
+    r"""the theorem does not establish $\mathcal{S}(\mathrm{QK}) < \mathcal{S}(\mathrm{VO})$"""
     point = AttentionSublayer.draw(seed, std=0.3)
     c = constants(point)
     of_bounds = (c.psi / norm(point.W_V)) / (c.phi / norm(point.W_Q))
     return bounded(of_bounds, "the bound on W_V over that on W_Q: the theorem's right sides stand in the other order")
 
 
-@claim(
-    "sharpness-disparity/thm4.2-looseness",
-    place="Theorem 4.2, as bounds on measured gradients",
-    statement=r"$\Phi/\|\theta\|_F$ and $(2\Phi+\Psi)/\|\theta\|_F$ bound the gradients at a width and an initialisation in use",
-    verdict="LOOSE",
-)
+@claim("sharpness-disparity/thm4.2-looseness", "Theorem 4.2, as bounds on measured gradients", "LOOSE")
 def looseness(seed: int) -> Evidence:
+    r"""$\Phi/\|\theta\|_F$ and $(2\Phi+\Psi)/\|\theta\|_F$ bound the gradients at a width and an initialisation in use"""
     draw, n, D = Draw(seed), 64, 64
     X, (W_Q, W_K, W_V, W_O) = draw.normal(n, D), (draw.normal(D, D, std=0.02) for _ in range(4))
     point = AttentionSublayer(X, ones(D).T, W_Q, W_K, W_V, W_O, draw.normal(1, n * D), True)

@@ -88,42 +88,32 @@ def bias(point: Classifier, weights: Tensor) -> float:
     return relative_error(point.expected(len(point.X), weights), point.fisher)
 
 
-@claim(
-    "sharpness-disparity/eq3",
-    place="Sec. 3.2, Eq. 3",
-    statement=r"$\mathrm{diag}(\hat F_{\mathrm{eff}}) = B\cdot\nabla\hat{\mathcal{L}}_B\odot\nabla\hat{\mathcal{L}}_B$ with "
-    r"$\hat y_b\sim\mathrm{softmax}(f(x_b))$ is unbiased: $\mathbb{E}_{\hat y}[\mathrm{diag}(\hat F_{\mathrm{eff}})] = "
-    r"\mathbb{E}_{\hat y}[\mathrm{diag}(\hat F)]$",
-    verdict="HOLDS",
-    uses=[hessian_diagonal],
-)
+@claim("sharpness-disparity/eq3", "Sec. 3.2, Eq. 3", "HOLDS", uses=[hessian_diagonal])
 def eq3(seed: int) -> Evidence:
+    r"""$\mathrm{diag}(\hat F_{\mathrm{eff}}) = B\cdot\nabla\hat{\mathcal{L}}_B\odot\nabla\hat{\mathcal{L}}_B$ with $\hat
+    y_b\sim\mathrm{softmax}(f(x_b))$ is unbiased: $\mathbb{E}_{\hat y}[\mathrm{diag}(\hat F_{\mathrm{eff}})] =
+    \mathbb{E}_{\hat y}[\mathrm{diag}(\hat F)]$"""
     return unbiased(Classifier.draw(seed))
 
 
-@claim(
-    "sharpness-disparity/eq3-labels",
-    place="Sec. 3.2, Eq. 3, with the data's labels",
-    statement="Eq. 3 gives the diagonal Fisher matrix",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="labels drawn from the model's own softmax; with the data's labels it is biased, for the empirical "
-    "Fisher matrix too",
-)
+@claim("sharpness-disparity/eq3-labels", "Sec. 3.2, Eq. 3, with the data's labels", "HOLDS UNDER ASSUMPTION")
 def labels(seed: int) -> Evidence:
+    """Eq. 3 gives the diagonal Fisher matrix
+
+    Needs: labels drawn from the model's own softmax; with the data's labels it is biased, for the empirical Fisher matrix too
+    """
     point = Classifier.draw(seed)
     target = F.one_hot(Draw(seed + 1).integers(0, 3, 3), 3).double()
     return assumed(unbiased(point), bias(point, point.independent(target)), above=0.05)
 
 
-@claim(
-    "sharpness-disparity/eq3-independence",
-    place="Sec. 3.2, Eq. 3, with shared random numbers",
-    statement="Eq. 3 gives the diagonal Fisher matrix",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="labels independent of one another; one random number for all positions leaves each law right and "
-    "biases the estimate",
-)
+@claim("sharpness-disparity/eq3-independence", "Sec. 3.2, Eq. 3, with shared random numbers", "HOLDS UNDER ASSUMPTION")
 def independence(seed: int) -> Evidence:
+    """Eq. 3 gives the diagonal Fisher matrix
+
+    Needs: labels independent of one another; one random number for all positions leaves each law right and biases the
+    estimate
+    """
     point = Classifier.draw(seed)
     edges = torch.cat([torch.zeros(3, 1, dtype=torch.float64), point.P.cumsum(1)], 1)
     weights = []
@@ -134,14 +124,12 @@ def independence(seed: int) -> Evidence:
     return assumed(unbiased(point), bias(point, torch.tensor(weights, dtype=torch.float64)), above=0.01)
 
 
-@claim(
-    "sharpness-disparity/eq3-temperature",
-    place="Sec. 3.2, Eq. 3, with other labels of the model",
-    statement="Eq. 3 gives the diagonal Fisher matrix",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="temperature 1; with temperature 1/2, or the most likely label, it is biased",
-)
+@claim("sharpness-disparity/eq3-temperature", "Sec. 3.2, Eq. 3, with other labels of the model", "HOLDS UNDER ASSUMPTION")
 def temperature(seed: int) -> Evidence:
+    """Eq. 3 gives the diagonal Fisher matrix
+
+    Needs: temperature 1; with temperature 1/2, or the most likely label, it is biased
+    """
     point = Classifier.draw(seed)
     logits = point.logits(point.theta)
     cold = bias(point, point.independent((2 * logits).softmax(1)))
@@ -149,15 +137,13 @@ def temperature(seed: int) -> Evidence:
     return assumed(unbiased(point), min(cold, greedy), above=0.005)
 
 
-@claim(
-    "sharpness-disparity/eq3-b",
-    place="Sec. 3.2, Eqs. 3-4; App. A.1, 'B set to 1024'",
-    statement=r"the factor $B$, the number of inputs $x_b$ in a batch",
-    verdict="VAGUE",
-    corrected="the number of terms, labelled independently, in the mean: all tokens of the batch; with the number of sequences "
-    "the estimate is smaller by their length. The order of blocks does not feel it",
-)
+@claim("sharpness-disparity/eq3-b", "Sec. 3.2, Eqs. 3-4; App. A.1, 'B set to 1024'", "VAGUE")
 def factor(seed: int) -> Evidence:
+    """the factor $B$, the number of inputs $x_b$ in a batch
+
+    Correct: the number of terms, labelled independently, in the mean: all tokens of the batch; with the number of sequences
+    the estimate is smaller by their length. The order of blocks does not feel it
+    """
     point = Classifier.draw(seed, B=4)
     weights = point.independent(point.P)
     of_fisher = {
@@ -167,16 +153,13 @@ def factor(seed: int) -> Evidence:
     return readings(of_fisher, "the expected estimate over the Fisher diagonal")
 
 
-@claim(
-    "sharpness-disparity/eq3-near-minima",
-    place="Sec. 3.2, first paragraph",
-    statement="the Fisher (Gauss-Newton) matrix approximates the Hessian, 'particularly near minima'",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="labels that follow the model's softmax, under which the expected Hessian is the Fisher matrix; at a random point "
-    "with labels of data the diagonals differ, and the Hessian's has negative entries",
-    uses=[hessian_diagonal],
-)
+@claim("sharpness-disparity/eq3-near-minima", "Sec. 3.2, first paragraph", "HOLDS UNDER ASSUMPTION", uses=[hessian_diagonal])
 def near_minima(seed: int) -> Evidence:
+    """the Fisher (Gauss-Newton) matrix approximates the Hessian, 'particularly near minima'
+
+    Needs: labels that follow the model's softmax, under which the expected Hessian is the Fisher matrix; at a random point
+    with labels of data the diagonals differ, and the Hessian's has negative entries
+    """
     point = Classifier.draw(seed)
     P = point.P
 
@@ -191,12 +174,12 @@ def near_minima(seed: int) -> Evidence:
 
 @claim(
     "sharpness-disparity/fisher-is-gauss-newton",
-    place="Sec. 3.2, 'Fisher (Gauss-Newton)'",
-    statement="for cross-entropy the Fisher matrix is the Gauss-Newton matrix",
-    verdict="HOLDS",
+    "Sec. 3.2, 'Fisher (Gauss-Newton)'",
+    "HOLDS",
     uses=[CrossEntropyAt.hessian, hessian_diagonal],
 )
 def gauss_newton(seed: int) -> Evidence:
+    """for cross-entropy the Fisher matrix is the Gauss-Newton matrix"""
     point = Classifier.draw(seed)
     J = jacobian_of(point.logits, point.theta)
     middle = dense(CrossEntropyAt(point.logits(point.theta), [0, 0, 0]).hessian("logits", "logits"))
@@ -211,16 +194,10 @@ def gauss_newton(seed: int) -> Evidence:
     return agrees(found, [point.fisher, point.fisher], "the closed form and hessian_diagonal against the expected squared scores")
 
 
-@claim(
-    "sharpness-disparity/eq4",
-    place="Sec. 3.2, Eq. 4",
-    statement=r"$\mathcal{S}(\theta[\bullet]) = \frac{\mathrm{Tr}(h(\theta[\bullet]))}{\#(\theta[\bullet])} = "
-    r"\frac{B\,\|\nabla_{\theta[\bullet]}\hat{\mathcal{L}}_B\|_F^2}{\#(\theta[\bullet])}$",
-    verdict="HOLDS",
-    uses=[hessian_diagonal, block_types],
-)
+@claim("sharpness-disparity/eq4", "Sec. 3.2, Eq. 4", "HOLDS", uses=[hessian_diagonal, block_types])
 def eq4(seed: int) -> Evidence:
-    """Average the right side over all labels of two tokens, block type by block type, and compare with the exact trace."""
+    r"""$\mathcal{S}(\theta[\bullet]) = \frac{\mathrm{Tr}(h(\theta[\bullet]))}{\#(\theta[\bullet])} =
+    \frac{B\,\|\nabla_{\theta[\bullet]}\hat{\mathcal{L}}_B\|_F^2}{\#(\theta[\bullet])}$"""
     model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 1, 2)
     exact = sharpness(model, tokens)
     log_p = model(tokens)[0].log_softmax(1)
@@ -255,16 +232,13 @@ def sharpness(model: Transformer, tokens: Tensor) -> dict[str, float]:
     return {t: float(torch.cat(parts).mean()) for t, parts in values.items()}
 
 
-@claim(
-    "sharpness-disparity/remark3.1",
-    place="Remark 3.1",
-    statement="the sharpness is averaged over all blocks of a type rather than within each block",
-    verdict="VAGUE",
-    corrected="Eq. 4 pools: one trace over one count, in which large matrices weigh more; the mean of each matrix's own average "
-    "is another number",
-    uses=[hessian_diagonal, block_types],
-)
+@claim("sharpness-disparity/remark3.1", "Remark 3.1", "VAGUE", uses=[hessian_diagonal, block_types])
 def pooled(seed: int) -> Evidence:
+    """the sharpness is averaged over all blocks of a type rather than within each block
+
+    Correct: Eq. 4 pools: one trace over one count, in which large matrices weigh more; the mean of each matrix's own average
+    is another number
+    """
     model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 2, 4)
     diagonal, types = hessian_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
     own = [value.reshape(-1) for name, value in diagonal.values.items() if types[name] == "Emb"]
@@ -272,16 +246,13 @@ def pooled(seed: int) -> Evidence:
     return readings(found, "S(Emb), a table of 4 rows and one of 8")
 
 
-@claim(
-    "sharpness-disparity/log-scale",
-    place="App. A.1, Sharpness Principle Experiments",
-    statement=r"'average sharpness values ... are calculated on a logarithmic scale, i.e., $\log h(\theta[\bullet])$'",
-    verdict="VAGUE",
-    corrected=r"the logarithm of Eq. 4, or the mean of $\log h$, which is smaller, and minus infinity where a token of the "
-    r"vocabulary does not occur",
-    uses=[hessian_diagonal],
-)
+@claim("sharpness-disparity/log-scale", "App. A.1, Sharpness Principle Experiments", "VAGUE", uses=[hessian_diagonal])
 def log_scale(seed: int) -> Evidence:
+    r"""'average sharpness values ... are calculated on a logarithmic scale, i.e., $\log h(\theta[\bullet])$'
+
+    Correct: the logarithm of Eq. 4, or the mean of $\log h$, which is smaller, and minus infinity where a token of the
+    vocabulary does not occur
+    """
     model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 2, 4)
     diagonal, types = hessian_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
     h = torch.cat([v.reshape(-1) for name, v in diagonal.values.items() if types[name] == "QK"])
@@ -289,14 +260,10 @@ def log_scale(seed: int) -> Evidence:
     return readings({"log of the mean": float(h.mean().log()), "mean of the log": float(h.log().mean())}, "QK, entries above 0")
 
 
-@claim(
-    "ours/eq3-micro-batches",
-    place="Sharpness Disparity, Eq. 3",
-    statement=r"the mean of Eq. 3 over micro-batches, down to $\mathrm{diag}(\hat F)$ at one term each, is unbiased too and has "
-    r"a smaller total variance than Eq. 3 on the whole batch",
-    verdict="HOLDS",
-)
+@claim("ours/eq3-micro-batches", "Sharpness Disparity, Eq. 3", "HOLDS")
 def micro_batches(seed: int) -> Evidence:
+    r"""the mean of Eq. 3 over micro-batches, down to $\mathrm{diag}(\hat F)$ at one term each, is unbiased too and has a
+    smaller total variance than Eq. 3 on the whole batch"""
     point = Classifier.draw(seed)
     weights, scores = point.independent(point.P), point.scores
     vectors = list(itertools.product(range(3), repeat=3))
@@ -311,14 +278,10 @@ def micro_batches(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "ours/eq3-autoregressive",
-    place="Sharpness Disparity, Eq. 3",
-    statement=r"labels that are drawn in turn and fed back leave $\mathbb{E}[(\sum_tg_t)^2] = \sum_t\mathbb{E}[g_t^2]$: Eq. 3 is "
-    r"unbiased for the Fisher matrix under prefixes of the model's own",
-    verdict="HOLDS",
-)
+@claim("ours/eq3-autoregressive", "Sharpness Disparity, Eq. 3", "HOLDS")
 def autoregressive(seed: int) -> Evidence:
+    r"""labels that are drawn in turn and fed back leave $\mathbb{E}[(\sum_tg_t)^2] = \sum_t\mathbb{E}[g_t^2]$: Eq. 3 is
+    unbiased for the Fisher matrix under prefixes of the model's own"""
     draw, C, T = Draw(seed), 3, 3
     E, W = draw.normal(C + 1, 4), draw.normal(4, C)
 
@@ -340,14 +303,12 @@ def autoregressive(seed: int) -> Evidence:
     return agrees(square, parts, "all 27 sequences")
 
 
-@claim(
-    "ours/eq3-dropout",
-    place="Sharpness Disparity, Eq. 3",
-    statement="labels have to come from the softmax of the same forward pass: those of another dropout mask bias the estimate",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="labels and gradient share one dropout mask, or dropout is off",
-)
+@claim("ours/eq3-dropout", "Sharpness Disparity, Eq. 3", "HOLDS UNDER ASSUMPTION")
 def dropout(seed: int) -> Evidence:
+    """labels have to come from the softmax of the same forward pass: those of another dropout mask bias the estimate
+
+    Needs: labels and gradient share one dropout mask, or dropout is off
+    """
     point = Classifier.draw(seed)
     keep = torch.ones(5, 1, dtype=torch.float64)
     keep[:2] = 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hessiankit.blocks import Transformer
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, counts, false, not_run, readings, relative_error, small
+from hessiankit.ledger.evidence import agrees, assumed, counts, false, readings, relative_error, small
 from hessiankit.ledger.registry import claim
 from hessiankit.ledger.sharpness_disparity.principle import ORDER, RATES
 from hessiankit.optim import PRESETS, block_types
@@ -43,127 +43,60 @@ def adamw(values: list[Tensor], gradients: list[list[Tensor]], rates: list[float
     return [p.detach() for p in parameters]
 
 
-@claim(
-    "sharpness-disparity/sec5-rule",
-    place="Sec. 5, The Blockwise LR",
-    statement=r"'naturally, we can set $r(\bullet)\propto\mathcal{S}(\mathrm{Norm})/\mathcal{S}(\bullet)$'; tuned by hand is "
-    r"'more effective'",
-    verdict="NOT RUN",
-)
-def rule(seed: int) -> Evidence:
-    return not_run("the comparison is not shown in the paper")
-
-
-@claim(
-    "sharpness-disparity/sec5-proportional",
-    place="Sec. 5, The Blockwise LR",
-    statement=r"$\eta_\bullet\propto r(\bullet)\,\eta_{\mathrm{base}}$",
-    verdict="VAGUE",
-    corrected=r"$\eta_\bullet = r(\bullet)\,\eta_{\mathrm{base}}$, which Eq. 5 needs",
-)
+@claim("sharpness-disparity/sec5-proportional", "Sec. 5, The Blockwise LR", "VAGUE")
 def proportional(seed: int) -> Evidence:
+    r"""$\eta_\bullet\propto r(\bullet)\,\eta_{\mathrm{base}}$
+
+    Correct: $\eta_\bullet = r(\bullet)\,\eta_{\mathrm{base}}$, which Eq. 5 needs
+    """
     return readings(
         {"equal": RATES["Emb"], "proportional, with the constant 1/10": RATES["Emb"] / 10}, "rate of Emb over the base"
     )
 
 
-@claim(
-    "sharpness-disparity/eq5",
-    place="Sec. 6, Eq. 5",
-    statement=r"$r(\mathrm{Emb}) = 10, r(\mathrm{QK}) = 8, r(\mathrm{FFN}) = 6, r(\mathrm{VO}) = 4$ follow the trend of "
-    r"$\mathcal{S}(\mathrm{Norm})/\mathcal{S}(\bullet)$ along Eq. 1",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/eq5", "Sec. 6, Eq. 5", "HOLDS")
 def eq5(seed: int) -> Evidence:
+    r"""$r(\mathrm{Emb}) = 10, r(\mathrm{QK}) = 8, r(\mathrm{FFN}) = 6, r(\mathrm{VO}) = 4$ follow the trend of
+    $\mathcal{S}(\mathrm{Norm})/\mathcal{S}(\bullet)$ along Eq. 1"""
     falling = sum(RATES[a] > RATES[b] for a, b in itertools.combinations(ORDER, 2))
     return counts(falling, 10, "pairs of types of which the flatter has the larger rate")
 
 
-@claim(
-    "sharpness-disparity/eq5-best",
-    place="Sec. 6; App. A.2, Fig. 10",
-    statement="of three settings, Eq. 5 is the best, and all of them accelerate",
-    verdict="NOT RUN",
-)
-def eq5_best(seed: int) -> Evidence:
-    return not_run("LLaMA 0.25B on MiniPile, four trainings; a figure without numbers")
-
-
-@claim(
-    "sharpness-disparity/adam-mini-ratios",
-    place="App. A.3, Adam-mini",
-    statement=r"the ratios 4, 1, 4, 4 of Emb, QK, FFN, VO 'do not satisfy $r(\bullet)\propto\mathcal{S}(\mathrm{Norm})/"
-    r"\mathcal{S}(\bullet)$'",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/adam-mini-ratios", "App. A.3, Adam-mini", "HOLDS")
 def adam_mini_ratios(seed: int) -> Evidence:
+    r"""the ratios 4, 1, 4, 4 of Emb, QK, FFN, VO 'do not satisfy
+    $r(\bullet)\propto\mathcal{S}(\mathrm{Norm})/\mathcal{S}(\bullet)$'"""
     types = ORDER[:4]
     against = [f"{a} below {b}" for a, b in itertools.combinations(types, 2) if ADAM_MINI[a] < ADAM_MINI[b]]
     return counts(len(against), 2, f"pairs of which the flatter type has the smaller rate: {', '.join(against)}")
 
 
-@claim(
-    "sharpness-disparity/adam-mini-memory",
-    place="Abstract; Sec. 6.3",
-    statement=r"Adam-mini has a '$2\times$ memory saving compared to AdamW'",
-    verdict="VAGUE",
-    corrected="half of the optimizer's state; with weights and gradients of the same precision, 3 numbers for a "
-    "parameter in place of 4",
-)
+@claim("sharpness-disparity/adam-mini-memory", "Abstract; Sec. 6.3", "VAGUE")
 def adam_mini_memory(seed: int) -> Evidence:
+    r"""Adam-mini has a '$2\times$ memory saving compared to AdamW'
+
+    Correct: half of the optimizer's state; with weights and gradients of the same precision, 3 numbers for a parameter in
+    place of 4
+    """
     return readings({"optimizer state": 2 / 1, "weights, gradients and state": 4 / 3}, "memory of AdamW over that of Adam-mini")
 
 
-@claim(
-    "sharpness-disparity/fig6",
-    place="Sec. 6.3, Fig. 6",
-    statement=r"Blockwise LR is $2\times$ faster on Adam-mini",
-    verdict="NOT RUN",
-)
-def fig6(seed: int) -> Evidence:
-    return not_run("pre-training; a figure without numbers")
-
-
-@claim(
-    "sharpness-disparity/fig7-lion",
-    place="Sec. 6.3, Fig. 7 (left); Fig. 11",
-    statement=r"Blockwise LR is $2\times$ faster on Lion, and the order of Eq. 1 emerges and persists under Lion",
-    verdict="NOT RUN",
-)
-def fig7_lion(seed: int) -> Evidence:
-    return not_run("pre-training; figures without numbers")
-
-
-@claim(
-    "sharpness-disparity/fig7-wsd",
-    place="Sec. 6.3, Fig. 7 (right)",
-    statement="Blockwise LR is as good with the schedule warm-up, stable, decay",
-    verdict="NOT RUN",
-)
-def fig7_wsd(seed: int) -> Evidence:
-    return not_run("pre-training; a figure without numbers")
-
-
-@claim(
-    "sharpness-disparity/wsd-floor",
-    place="Sec. 6.3 and App. A.3, wsd",
-    statement=r"the linear decay ends at $\mathrm{lr\_min}$ (Sec. 6.3); it ends at 0 (App. A.3)",
-    verdict="VAGUE",
-    corrected="the released script for LLaMA ends at a tenth of the peak",
-)
+@claim("sharpness-disparity/wsd-floor", "Sec. 6.3 and App. A.3, wsd", "VAGUE")
 def wsd_floor(seed: int) -> Evidence:
+    r"""the linear decay ends at $\mathrm{lr\_min}$ (Sec. 6.3); it ends at 0 (App. A.3)
+
+    Correct: the released script for LLaMA ends at a tenth of the peak
+    """
     return readings({"Sec. 6.3": 1 / 20, "App. A.3": 0.0, "released script": 1 / 10}, "last learning rate over the peak")
 
 
-@claim(
-    "sharpness-disparity/switch",
-    place="App. A.2, Switching Time",
-    statement="'we switch from standard AdamW to AdamW with Blockwise LR at the end of LR warmup phase'",
-    verdict="VAGUE",
-    corrected="the released code has no switch: each group warms up to its own peak, and all groups share one floor, a twentieth "
-    "of the base",
-)
+@claim("sharpness-disparity/switch", "App. A.2, Switching Time", "VAGUE")
 def switch(seed: int) -> Evidence:
+    """'we switch from standard AdamW to AdamW with Blockwise LR at the end of LR warmup phase'
+
+    Correct: the released code has no switch: each group warms up to its own peak, and all groups share one floor, a twentieth
+    of the base
+    """
     r, eta = 10.0, 6e-4
     paper = [cosine(step, eta, eta / 20) * (r if step >= WARMUP else 1) for step in range(STEPS)]
     code = [cosine(step, r * eta, eta / 20) for step in range(STEPS)]
@@ -176,15 +109,12 @@ def switch(seed: int) -> Evidence:
     return readings(found, "Eq. 5, 50 000 steps")
 
 
-@claim(
-    "sharpness-disparity/weight-decay",
-    place="Sec. 6, Baselines",
-    statement=r"weight decay $\lambda = 0.1$, the same with Blockwise LR",
-    verdict="OMITTED",
-    corrected=r"AdamW shrinks by $\eta\lambda$: a rate $r$ times larger decays its block $r$ times faster, the "
-    r"embedding 10 times",
-)
+@claim("sharpness-disparity/weight-decay", "Sec. 6, Baselines", "OMITTED")
 def weight_decay(seed: int) -> Evidence:
+    r"""weight decay $\lambda = 0.1$, the same with Blockwise LR
+
+    Correct: AdamW shrinks by $\eta\lambda$: a rate $r$ times larger decays its block $r$ times faster, the embedding 10 times
+    """
     theta = Draw(seed).normal(5)
     rates, zero = [1e-3, 1e-2], [torch.zeros_like(theta)] * 2
     after = adamw([theta, theta], [zero], rates)
@@ -193,15 +123,13 @@ def weight_decay(seed: int) -> Evidence:
     return small(float((found - expected).abs().max()), "shrinkage in one step without a gradient, r = 1 and r = 10")
 
 
-@claim(
-    "sharpness-disparity/code-decay",
-    place="released code, weight decay",
-    statement=r"which parameters $\lambda = 0.1$ is for",
-    verdict="OMITTED",
-    corrected="all of them: the scripts for GPT-2 and LLaMA also decay the norms' gains, which nanoGPT, where they come from, "
-    r"leaves out. Without a gradient a gain is multiplied by $\prod_t(1-\lambda\eta_t)$",
-)
+@claim("sharpness-disparity/code-decay", "released code, weight decay", "OMITTED")
 def code_decay(seed: int) -> Evidence:
+    r"""which parameters $\lambda = 0.1$ is for
+
+    Correct: all of them: the scripts for GPT-2 and LLaMA also decay the norms' gains, which nanoGPT, where they come from,
+    leaves out. Without a gradient a gain is multiplied by $\prod_t(1-\lambda\eta_t)$
+    """
     gain, peak, steps = nn.Parameter(1 + Draw(seed).normal(5, std=0.1)), 6e-4, 100
     before, left = gain.detach().clone(), 1.0
     optimizer = torch.optim.AdamW([gain], betas=(0.9, 0.95), weight_decay=0.1)
@@ -216,30 +144,25 @@ def code_decay(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "sharpness-disparity/code-beta2",
-    place="Sec. 6, Baselines, and the released script for wsd",
-    statement=r"AdamW has $\beta_1 = 0.9$, $\beta_2 = 0.95$",
-    verdict="VAGUE",
-    corrected=r"the script for wsd takes the option of $\beta_1$ for $\beta_2$, and 0.95 only where it is zero: 0.9, a mean of "
-    "squares over 10 steps in place of 20",
-)
+@claim("sharpness-disparity/code-beta2", "Sec. 6, Baselines, and the released script for wsd", "VAGUE")
 def code_beta2(seed: int) -> Evidence:
+    r"""AdamW has $\beta_1 = 0.9$, $\beta_2 = 0.95$
+
+    Correct: the script for wsd takes the option of $\beta_1$ for $\beta_2$, and 0.95 only where it is zero: 0.9, a mean of
+    squares over 10 steps in place of 20
+    """
     beta_1 = 0.9
     horizon = {"Sec. 6": 1 / (1 - 0.95), "script": 1 / (1 - (beta_1 or 0.95))}
     return readings(horizon, "steps that the mean of squares reaches back")
 
 
-@claim(
-    "sharpness-disparity/fused",
-    place="Sec. 5, for fused attention weights",
-    statement="the learning rate of a block type is set where the optimizer's groups are made",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"QK and VO are separate tensors; a fused $(W_Q, W_K, W_V)$ has one rate. Rescaling the step after it, old + "
-    r"r (new - old) on a slice, is the same as a rate of its own; scaling the gradient is not",
-    uses=[named_slices],
-)
+@claim("sharpness-disparity/fused", "Sec. 5, for fused attention weights", "HOLDS UNDER ASSUMPTION", uses=[named_slices])
 def fused(seed: int) -> Evidence:
+    """the learning rate of a block type is set where the optimizer's groups are made
+
+    Needs: QK and VO are separate tensors; a fused $(W_Q, W_K, W_V)$ has one rate. Rescaling the step after it, old + r (new -
+    old) on a slice, is the same as a rate of its own; scaling the gradient is not
+    """
     draw, rates = Draw(seed), [8e-3, 4e-3]
     parts = [draw.normal(4, 3), draw.normal(2, 3)]
     steps = [[draw.normal(4, 3), draw.normal(2, 3)] for _ in range(5)]
@@ -260,13 +183,15 @@ def fused(seed: int) -> Evidence:
 
 @claim(
     "sharpness-disparity/fused-sharpness",
-    place="Sec. 3.2, block types, for fused attention weights",
-    statement="QK and VO are blocks of parameters of their own",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="fused tensors are cut into their parts; one average over the tensor is neither S(QK) nor S(VO)",
+    "Sec. 3.2, block types, for fused attention weights",
+    "HOLDS UNDER ASSUMPTION",
     uses=[named_slices],
 )
 def fused_sharpness(seed: int) -> Evidence:
+    """QK and VO are blocks of parameters of their own
+
+    Needs: fused tensors are cut into their parts; one average over the tensor is neither S(QK) nor S(VO)
+    """
     draw, D = Draw(seed), 6
     attention = nn.MultiheadAttention(D, 2, batch_first=True, bias=False).double()
     with torch.no_grad():
@@ -280,16 +205,13 @@ def fused_sharpness(seed: int) -> Evidence:
     return assumed(holds, abs(whole / QK - 1), above=0.5)
 
 
-@claim(
-    "sharpness-disparity/block-types",
-    place="Sec. 3.2, block types",
-    statement=r"every parameter belongs to one of $\{\mathrm{Emb}, \mathrm{QK}, \mathrm{VO}, \mathrm{FFN}, \mathrm{Norm}\}$",
-    verdict="WRONG AS PRINTED",
-    corrected="an untied head, which the LLaMA models have, belongs to none; learned positions and the last norm are "
-    "not mentioned",
-    uses=[block_types],
-)
+@claim("sharpness-disparity/block-types", "Sec. 3.2, block types", "WRONG AS PRINTED", uses=[block_types])
 def types(seed: int) -> Evidence:
+    r"""every parameter belongs to one of $\{\mathrm{Emb}, \mathrm{QK}, \mathrm{VO}, \mathrm{FFN}, \mathrm{Norm}\}$
+
+    Correct: an untied head, which the LLaMA models have, belongs to none; learned positions and the last norm are not
+    mentioned
+    """
     model = Transformer(9, 8, 12, 1, 2, placement="pre", norm="rmsnorm", activation="swiglu", rotary=True, tied=False, seed=seed)
     found = sorted(set(block_types(model).values()) - set(ORDER))
     return false(found, [], "block types of a LLaMA-like model beyond the five")
@@ -317,50 +239,15 @@ NAMES = (
 """Parameters of LLaMA (the first three), Phi-3, Mixtral, GPT-NeoX, and two with norms inside other parts."""
 
 
-@claim(
-    "sharpness-disparity/code-names",
-    place="released code, grouping of parameters",
-    statement="parts of names put every parameter into exactly one group",
-    verdict="WRONG AS PRINTED",
-    corrected="it does for the models of the paper; elsewhere some get none, and are never trained, or two, or the wrong one. "
-    "block_types takes the type from the module that owns the parameter and raises where it is not known",
-    uses=[block_types],
-)
+@claim("sharpness-disparity/code-names", "released code, grouping of parameters", "WRONG AS PRINTED", uses=[block_types])
 def code_names(seed: int) -> Evidence:
+    """parts of names put every parameter into exactly one group
+
+    Correct: it does for the models of the paper; elsewhere some get none, and are never trained, or two, or the wrong one.
+    block_types takes the type from the module that owns the parameter and raises where it is not known
+    """
     groups = [[group for group, rule in RULES.items() if rule(name)] for name in NAMES]
     of_paper, other = groups[:3], groups[3:]
     right = of_paper == [["embed"], ["qk"], ["mlp"]]
     unique = sum(len(found) == 1 for found in other)
     return false(unique, len(other), f"of five names of other models, those in one group (LLaMA's own are right: {right})")
-
-
-@claim(
-    "sharpness-disparity/fast-slow",
-    place="Sec. 5, Fast-slow dynamics at EoS",
-    statement="along sharp directions the optimizer fluctuates and governs stability; along flat ones it progresses steadily",
-    verdict="NOT RUN",
-)
-def fast_slow(seed: int) -> Evidence:
-    return not_run("a summary of other papers; no experiment here")
-
-
-@claim(
-    "sharpness-disparity/fig4",
-    place="Sec. 6.1, Figs. 1 (right) and 4",
-    statement=r"AdamW with Blockwise LR has a lower terminal loss and is nearly $2\times$ (LLaMA 1.1B: $1.92\times$) "
-    r"faster, from "
-    r"0.12B to 2B parameters",
-    verdict="NOT RUN",
-)
-def fig4(seed: int) -> Evidence:
-    return not_run("pre-training of up to 2B parameters; figures without numbers")
-
-
-@claim(
-    "sharpness-disparity/fig5",
-    place="Sec. 6.1, Fig. 5",
-    statement="the gap grows with the size of the model on MiniPile and OpenWebText and is stable on C4",
-    verdict="NOT RUN",
-)
-def fig5(seed: int) -> Evidence:
-    return not_run("pre-training at eleven sizes; a figure without numbers")

@@ -15,7 +15,7 @@ from hessiankit.blocks import Transformer
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, false, measured, not_run, relative_error
+from hessiankit.ledger.evidence import agrees, assumed, bounded, false, measured, relative_error
 from hessiankit.ledger.registry import claim
 from hessiankit.optim import PRESETS, block_types
 
@@ -83,27 +83,13 @@ def trained(seed: int) -> Trained:
     return Trained(model, diagonal.values, diagonal.loss)
 
 
-@claim(
-    "sharpness-disparity/eq1",
-    place="Sec. 1, Eq. 1; Fig. 1 (left), Fig. 2 (left)",
-    statement=r"$\mathcal{S}(\mathrm{Emb})\ll\mathcal{S}(\mathrm{QK}) < \mathcal{S}(\mathrm{FFN}) < \mathcal{S}(\mathrm{VO})\ll"
-    r"\mathcal{S}(\mathrm{Norm})$ in GPT-2 small and LLaMA 0.25B trained on OpenWebText",
-    verdict="NOT RUN",
-)
-def eq1(seed: int) -> Evidence:
-    return not_run("pre-training on OpenWebText for 50 000 steps; the figures give an order and no numbers")
-
-
-@claim(
-    "ours/eq1-small",
-    place="Sharpness Disparity, Eq. 1, at a small size",
-    statement="the order of Eq. 1 in a model of two blocks, width 16 and a vocabulary of 64, exact Gauss-Newton diagonal",
-    verdict="NOT REPRODUCED",
-    corrected="the embedding is the sharpest type here: its sharpness falls with the size of the vocabulary, 64 here and 50 304 "
-    "there. It says nothing about the sizes of the paper",
-    uses=[hessian_diagonal, block_types],
-)
+@claim("ours/eq1-small", "Sharpness Disparity, Eq. 1, at a small size", "NOT REPRODUCED", uses=[hessian_diagonal, block_types])
 def eq1_small(seed: int) -> Evidence:
+    """the order of Eq. 1 in a model of two blocks, width 16 and a vocabulary of 64, exact Gauss-Newton diagonal
+
+    Correct: the embedding is the sharpest type here: its sharpness falls with the size of the vocabulary, 64 here and 50 304
+    there. It says nothing about the sizes of the paper
+    """
     S = trained(seed).sharpness()
     found = sorted(S, key=S.__getitem__)
     pairs = sum(S[a] < S[b] for a, b in itertools.combinations(ORDER, 2))
@@ -112,14 +98,11 @@ def eq1_small(seed: int) -> Evidence:
 
 
 @claim(
-    "ours/eq1-four-types-small",
-    place="Sharpness Disparity, Eq. 1, at a small size",
-    statement=r"$\mathcal{S}(\mathrm{QK}), \mathcal{S}(\mathrm{FFN}) < \mathcal{S}(\mathrm{VO}) < \mathcal{S}(\mathrm{Norm})$ in "
-    r"the same model; QK is below FFN with 13 of 14 seeds. It is one learning rate and one length of training",
-    verdict="REPRODUCED",
-    uses=[hessian_diagonal, block_types],
+    "ours/eq1-four-types-small", "Sharpness Disparity, Eq. 1, at a small size", "REPRODUCED", uses=[hessian_diagonal, block_types]
 )
 def four_types_small(seed: int) -> Evidence:
+    r"""$\mathcal{S}(\mathrm{QK}), \mathcal{S}(\mathrm{FFN}) < \mathcal{S}(\mathrm{VO}) < \mathcal{S}(\mathrm{Norm})$ in the
+    same model; QK is below FFN with 13 of 14 seeds. It is one learning rate and one length of training"""
     S = trained(seed).sharpness()
     steps = [S["VO"] / S["QK"], S["VO"] / S["FFN"], S["Norm"] / S["VO"]]
     return measured(min(steps), min(steps) > 1, "least of VO / QK, VO / FFN, Norm / VO: " + ", ".join(f"{r:.2g}" for r in steps))
@@ -127,26 +110,28 @@ def four_types_small(seed: int) -> Evidence:
 
 @claim(
     "sharpness-disparity/ffn-norm-small",
-    place="Sec. 4.2, after Theorem 4.1, at a small size",
-    statement=r"$\mathcal{S}(\mathrm{FFN})\ll\mathcal{S}(\mathrm{Norm})$",
-    verdict="REPRODUCED",
+    "Sec. 4.2, after Theorem 4.1, at a small size",
+    "REPRODUCED",
     uses=[hessian_diagonal, block_types],
 )
 def ffn_norm_small(seed: int) -> Evidence:
+    r"""$\mathcal{S}(\mathrm{FFN})\ll\mathcal{S}(\mathrm{Norm})$"""
     S = trained(seed).sharpness()
     return measured(S["Norm"] / S["FFN"], S["Norm"] > 2 * S["FFN"], f"S(Norm) / S(FFN), two blocks after {STEPS} steps")
 
 
 @claim(
     "sharpness-disparity/invariance",
-    place="Eq. 1, as a property of a function",
-    statement="the order of Eq. 1 belongs to the transformer that is trained",
-    verdict="WRONG AS PRINTED",
-    corrected=r"it belongs to a parametrisation: gains times $c$ and the weights behind them over $c$ leave every prediction as "
-    r"it is and multiply $\mathcal{S}(\mathrm{Norm})$ by $c^{-2}$, which puts the norms last; it is an order at $\gamma\approx1$",
+    "Eq. 1, as a property of a function",
+    "WRONG AS PRINTED",
     uses=[hessian_diagonal, block_types],
 )
 def invariance(seed: int) -> Evidence:
+    r"""the order of Eq. 1 belongs to the transformer that is trained
+
+    Correct: it belongs to a parametrisation: gains times $c$ and the weights behind them over $c$ leave every prediction as
+    it is and multiply $\mathcal{S}(\mathrm{Norm})$ by $c^{-2}$, which puts the norms last; it is an order at $\gamma\approx1$
+    """
     tokens = Draw(seed).integers(0, 8, 2, 4)
     model = Transformer(8, 8, 12, 1, 2, placement="pre", activation="gelu", causal=True, max_len=4, seed=seed).double()
     logits = model(tokens).detach()
@@ -173,120 +158,60 @@ def sharpness_of(model: Transformer, tokens: Tensor) -> dict[str, float]:
     return {"gains": _mean(gains), "FFN": _mean(v for name, v in diagonal.items() if types[name] == "FFN")}
 
 
-@claim(
-    "sharpness-disparity/contribution",
-    place="Sec. 1, The Blockwise LR strategy",
-    statement="'we adjust the LR of blocks within the same type in proportion to their sharpness'",
-    verdict="WRONG AS PRINTED",
-    corrected="against their sharpness: the flatter a type, the larger its rate (Sec. 5, Eq. 5)",
-)
+@claim("sharpness-disparity/contribution", "Sec. 1, The Blockwise LR strategy", "WRONG AS PRINTED")
 def contribution(seed: int) -> Evidence:
+    """'we adjust the LR of blocks within the same type in proportion to their sharpness'
+
+    Correct: against their sharpness: the flatter a type, the larger its rate (Sec. 5, Eq. 5)
+    """
     rates = [RATES[t] for t in ORDER]
     falling = all(a > b for a, b in itertools.pairwise(rates))
     return false(falling, False, "whether the rates of Eq. 5 fall as sharpness grows along Eq. 1")
 
 
 @claim(
-    "sharpness-disparity/remark1.1",
-    place="Remark 1.1; Fig. 9",
-    statement="no clear trend of the average sharpness emerges across layers",
-    verdict="NOT RUN",
-)
-def remark11(seed: int) -> Evidence:
-    return not_run("LLaMA 0.25B trained on OpenWebText; the figure's numbers are not in the text")
-
-
-@claim(
-    "ours/fig9-small",
-    place="Sharpness Disparity, Remark 1.1 and Fig. 9, at a small size",
-    statement="the average sharpness has no trend over the embedding and the two blocks of the same model",
-    verdict="NOT REPRODUCED",
-    corrected="it falls with depth here. It says nothing about the sizes of the paper",
-    uses=[hessian_diagonal],
+    "ours/fig9-small", "Sharpness Disparity, Remark 1.1 and Fig. 9, at a small size", "NOT REPRODUCED", uses=[hessian_diagonal]
 )
 def fig9_small(seed: int) -> Evidence:
+    """the average sharpness has no trend over the embedding and the two blocks of the same model
+
+    Correct: it falls with depth here. It says nothing about the sizes of the paper
+    """
     layers = trained(seed).of_layers()
     falls = all(a > b for a, b in itertools.pairwise(layers))
     return measured(layers[1] / layers[-1], falls, "first block over the last; layers " + ", ".join(f"{v:.2g}" for v in layers))
 
 
-@claim(
-    "sharpness-disparity/fig2-distributions",
-    place="Fig. 2 (right)",
-    statement="the order of Eq. 1 holds for whole distributions, and the embedding's is the widest",
-    verdict="NOT RUN",
-)
-def fig2_distributions(seed: int) -> Evidence:
-    return not_run("GPT-2 small trained on OpenWebText; a figure without numbers")
-
-
-@claim(
-    "sharpness-disparity/fig3",
-    place="Fig. 3",
-    statement="Eq. 1 emerges between steps 0 and 1 000 and persists to step 50 000",
-    verdict="NOT RUN",
-)
-def fig3(seed: int) -> Evidence:
-    return not_run("two pre-trainings of 50 000 steps; a figure without numbers")
-
-
-@claim(
-    "sharpness-disparity/fig3-two-percent",
-    place="Fig. 3, caption; Fig. 11, caption",
-    statement="iterations 0 to 1 000 of 50 000 are approximately 2 % of the steps",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/fig3-two-percent", "Fig. 3, caption; Fig. 11, caption", "HOLDS")
 def two_percent(seed: int) -> Evidence:
+    """iterations 0 to 1 000 of 50 000 are approximately 2 % of the steps"""
     return agrees(1000 / 50000, 0.02)
 
 
-@claim(
-    "sharpness-disparity/fig8",
-    place="Fig. 8; Sec. 4.2",
-    statement=r"during training $\|\gamma\|_F$ decreases, and $\|W_\bullet\|_F$ of FFN and SA stays larger than $\|\gamma\|_F$",
-    verdict="NOT RUN",
-)
-def fig8(seed: int) -> Evidence:
-    return not_run("LLaMA 0.25B on OpenWebText; a figure without numbers")
-
-
-@claim(
-    "sharpness-disparity/fig8-size",
-    place="Sec. 4.2, after Theorem 4.1",
-    statement=r"$D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$ in FFN layers",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/fig8-size", "Sec. 4.2, after Theorem 4.1", "HOLDS")
 def fig8_size(seed: int) -> Evidence:
-    """Compare the two sides at LLaMA 0.25B's sizes, gains of 1 and the standard deviation 0.02 of Hugging Face's code."""
+    r"""$D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$ in FFN layers"""
     D, M, std = 1024, 4096, 0.02
     return bounded(
         D * D / (D * M * D**2 * std**2), "the right side over the left at initialisation: ||gamma||^2 = D, ||W||^2 = D M 0.02^2"
     )
 
 
-@claim(
-    "sharpness-disparity/product",
-    place="Sec. 4.2, last paragraph",
-    statement=r"if $y = \prod_ix_i$ and $\mathcal{Q} = \varphi(y)$, then $|\partial\mathcal{Q}/\partial x_i| = "
-    r"|\varphi'(y)\,y/x_i|$",
-    verdict="HOLDS",
-)
+@claim("sharpness-disparity/product", "Sec. 4.2, last paragraph", "HOLDS")
 def product(seed: int) -> Evidence:
+    r"""if $y = \prod_ix_i$ and $\mathcal{Q} = \varphi(y)$, then $|\partial\mathcal{Q}/\partial x_i| = |\varphi'(y)\,y/x_i|$"""
     x = Draw(seed).uniform(5, low=0.5, high=2.0).requires_grad_()
     y = x.prod()
     (found,) = torch.autograd.grad(y.sin(), x)
     return agrees(found, (y.cos() * y / x).detach(), "phi = sin, against autograd")
 
 
-@claim(
-    "sharpness-disparity/product-proportional",
-    place="Sec. 4.2, last paragraph",
-    statement=r"$|\varphi'(y)\,y/x_i|\propto1/|x_i|$ for all $i$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"the factors are compared at one point; as $x_i$ moves, $y$ moves with it, and $\partial y/\partial "
-    r"x_i$ is constant",
-)
+@claim("sharpness-disparity/product-proportional", "Sec. 4.2, last paragraph", "HOLDS UNDER ASSUMPTION")
 def product_proportional(seed: int) -> Evidence:
+    r"""$|\varphi'(y)\,y/x_i|\propto1/|x_i|$ for all $i$
+
+    Needs: the factors are compared at one point; as $x_i$ moves, $y$ moves with it, and $\partial y/\partial x_i$ is constant
+    """
     x = Draw(seed).uniform(5, low=0.5, high=2.0)
     g = x.prod() / x
     holds = agrees(g * x, x.prod().expand(5), "the gradient times x_i is one number for all i")

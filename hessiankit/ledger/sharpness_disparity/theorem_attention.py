@@ -58,29 +58,21 @@ def jacobian_row(seed: int, letter: str) -> Evidence:
     return agrees(found, [reference, reference], "dQ/dY times the printed matrix and the closed form against autograd")
 
 
-@claim(
-    "sharpness-disparity/b2-chain-rule",
-    place="App. B.2, chain rule",
-    statement=r"$\frac{\partial\mathcal{Q}}{\partial W_\bullet} = \frac{\partial\mathcal{Q}}{\partial X^{(l-1/2)}}"
-    r"\frac{\partial X^{(l-1/2)}}{\partial W_\bullet}$, and the same for $\gamma$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian, LayerNormAt],
-)
+@claim("sharpness-disparity/b2-chain-rule", "App. B.2, chain rule", "HOLDS", uses=[AttentionAt.jacobian, LayerNormAt])
 def chain_rule(seed: int) -> Evidence:
+    r"""$\frac{\partial\mathcal{Q}}{\partial W_\bullet} = \frac{\partial\mathcal{Q}}{\partial X^{(l-1/2)}}\frac{\partial
+    X^{(l-1/2)}}{\partial W_\bullet}$, and the same for $\gamma$"""
     point, letters = AttentionSublayer.draw(seed), (*WEIGHTS, "gamma")
     found = [point.closed_gradient(letter) for letter in letters]
     return agrees(found, [point.gradient(letter) for letter in letters], "dQ/dY times the closed forms against autograd")
 
 
-@claim(
-    "sharpness-disparity/b2-softmax",
-    place="App. B.2, dA/dM",
-    statement=r"$\frac{\partial A}{\partial M}$ is used without its formula",
-    verdict="OMITTED",
-    corrected=r"$\mathrm{blockdiag}_i(\mathrm{diag}(a_i) - a_ia_i^\top)$, $a_i$ row $i$ of $A$",
-    uses=[SoftmaxAt.jacobian],
-)
+@claim("sharpness-disparity/b2-softmax", "App. B.2, dA/dM", "OMITTED", uses=[SoftmaxAt.jacobian])
 def softmax(seed: int) -> Evidence:
+    r"""$\frac{\partial A}{\partial M}$ is used without its formula
+
+    Correct: $\mathrm{blockdiag}_i(\mathrm{diag}(a_i) - a_ia_i^\top)$, $a_i$ row $i$ of $A$
+    """
     M = Draw(seed).normal(4, 4)
     blocks = [a.diag() - torch.outer(a, a) for a in M.softmax(-1)]
     reference = jacobian_of(lambda M: M.softmax(-1), M)
@@ -88,29 +80,21 @@ def softmax(seed: int) -> Evidence:
     return agrees(found, [reference, reference], "both against autograd")
 
 
-@claim(
-    "sharpness-disparity/b2-wq",
-    place="App. B.2, dY/dW_Q",
-    statement=r"$(I_n\otimes W_O^\top W_V^\top X_{\mathrm{Norm}}^\top)\frac{\partial A}{\partial M}\left("
-    r"\frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_K}{\sqrt D}\right)$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
-)
+@claim("sharpness-disparity/b2-wq", "App. B.2, dY/dW_Q", "HOLDS", uses=[AttentionAt.jacobian])
 def w_q(seed: int) -> Evidence:
+    r"""$(I_n\otimes W_O^\top W_V^\top X_{\mathrm{Norm}}^\top)\frac{\partial A}{\partial
+    M}\left(\frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_K}{\sqrt D}\right)$"""
     return jacobian_row(seed, "W_Q")
 
 
-@claim(
-    "sharpness-disparity/b2-wk",
-    place="App. B.2, dY/dW_K",
-    statement=r"$(I_n\otimes W_O^\top W_V^\top X_{\mathrm{Norm}}^\top)\frac{\partial A}{\partial M}\left("
-    r"\frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_Q}{\sqrt D}\right)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$K_{n,n}$ before the last factor, or $\frac{X_{\mathrm{Norm}}W_Q\otimes X_{\mathrm{Norm}}}{\sqrt D}K_{D,D}$ for "
-    r"it: what is printed is $\frac{\partial\,\mathrm{vec}(M^\top)}{\partial W_K}$",
-    uses=[AttentionAt.jacobian],
-)
+@claim("sharpness-disparity/b2-wk", "App. B.2, dY/dW_K", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
 def w_k(seed: int) -> Evidence:
+    r"""$(I_n\otimes W_O^\top W_V^\top X_{\mathrm{Norm}}^\top)\frac{\partial A}{\partial
+    M}\left(\frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_Q}{\sqrt D}\right)$
+
+    Correct: $K_{n,n}$ before the last factor, or $\frac{X_{\mathrm{Norm}}W_Q\otimes X_{\mathrm{Norm}}}{\sqrt D}K_{D,D}$ for
+    it: what is printed is $\frac{\partial\,\mathrm{vec}(M^\top)}{\partial W_K}$
+    """
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     N, reference = point.X_norm, point.gradient("W_K")
@@ -125,14 +109,13 @@ def w_k(seed: int) -> Evidence:
 
 
 @claim(
-    "sharpness-disparity/b2-wk-transposed",
-    place="App. B.2, dY/dW_K, what is printed",
-    statement=r"$\frac{\partial M}{\partial W_K} = \frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_Q}{\sqrt D}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"that is $\frac{\partial M^\top}{\partial W_K}$",
-    uses=[AttentionAt.jacobian],
+    "sharpness-disparity/b2-wk-transposed", "App. B.2, dY/dW_K, what is printed", "WRONG AS PRINTED", uses=[AttentionAt.jacobian]
 )
 def w_k_transposed(seed: int) -> Evidence:
+    r"""$\frac{\partial M}{\partial W_K} = \frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_Q}{\sqrt D}$
+
+    Correct: that is $\frac{\partial M^\top}{\partial W_K}$
+    """
     point = AttentionSublayer.draw(seed)
     N, D = point.X_norm, point.sizes[1]
     matrix = torch.kron(N, N @ point.W_Q) / math.sqrt(D)
@@ -146,39 +129,26 @@ def w_k_transposed(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "sharpness-disparity/b2-wv",
-    place="App. B.2, dY/dW_V",
-    statement=r"$\frac{\partial Y}{\partial W_V} = AX_{\mathrm{Norm}}\otimes W_O^\top$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
-)
+@claim("sharpness-disparity/b2-wv", "App. B.2, dY/dW_V", "HOLDS", uses=[AttentionAt.jacobian])
 def w_v(seed: int) -> Evidence:
+    r"""$\frac{\partial Y}{\partial W_V} = AX_{\mathrm{Norm}}\otimes W_O^\top$"""
     return jacobian_row(seed, "W_V")
 
 
-@claim(
-    "sharpness-disparity/b2-wo",
-    place="App. B.2, dY/dW_O",
-    statement=r"$\frac{\partial Y}{\partial W_O} = AX_{\mathrm{Norm}}W_V\otimes I_D$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
-)
+@claim("sharpness-disparity/b2-wo", "App. B.2, dY/dW_O", "HOLDS", uses=[AttentionAt.jacobian])
 def w_o(seed: int) -> Evidence:
+    r"""$\frac{\partial Y}{\partial W_O} = AX_{\mathrm{Norm}}W_V\otimes I_D$"""
     return jacobian_row(seed, "W_O")
 
 
-@claim(
-    "sharpness-disparity/b2-gamma",
-    place="App. B.2, dY/dgamma",
-    statement=r"$\left(\frac{1}{\sqrt D}(I_n\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}\left(I_n\otimes "
-    r"X_NW_KW_Q^\top + K_{n,n}(I_n\otimes X_NW_QW_K^\top)\right) + A\otimes W_O^\top W_V^\top\right)"
-    r"\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_d)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$I_D$ in place of $I_d$, nothing else: $K_{n,n}$ stands where it belongs",
-    uses=[AttentionAt.jacobian, LayerNormAt],
-)
+@claim("sharpness-disparity/b2-gamma", "App. B.2, dY/dgamma", "WRONG AS PRINTED", uses=[AttentionAt.jacobian, LayerNormAt])
 def gamma(seed: int) -> Evidence:
+    r"""$\left(\frac{1}{\sqrt D}(I_n\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}\left(I_n\otimes
+    X_NW_KW_Q^\top + K_{n,n}(I_n\otimes X_NW_QW_K^\top)\right) + A\otimes W_O^\top
+    W_V^\top\right)\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_d)$
+
+    Correct: $I_D$ in place of $I_d$, nothing else: $K_{n,n}$ stands where it belongs
+    """
     point = AttentionSublayer.draw(seed)
     reference = point.gradient("gamma")
     errors = [
@@ -189,15 +159,12 @@ def gamma(seed: int) -> Evidence:
     return off(bad, f"D = 5, d = {VOCABULARY}: the factors do not conform", corrected=errors)
 
 
-@claim(
-    "sharpness-disparity/b2-x-norm",
-    place="App. B.2, definition of X_Norm",
-    statement=r"$X_{\mathrm{Norm}} = X_{\mathrm{std}}\odot\gamma$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$X_{\mathrm{std}}\odot(1_{n\times1}\otimes\gamma)$, as in Theorem 4.1 and App. B.1: $\gamma$ is $1\times D$",
-    uses=[LayerNormAt],
-)
+@claim("sharpness-disparity/b2-x-norm", "App. B.2, definition of X_Norm", "WRONG AS PRINTED", uses=[LayerNormAt])
 def x_norm(seed: int) -> Evidence:
+    r"""$X_{\mathrm{Norm}} = X_{\mathrm{std}}\odot\gamma$
+
+    Correct: $X_{\mathrm{std}}\odot(1_{n\times1}\otimes\gamma)$, as in Theorem 4.1 and App. B.1: $\gamma$ is $1\times D$
+    """
     draw = Draw(seed)
     X, gain = draw.normal(4, 5), draw.normal(1, 5)
 
@@ -212,28 +179,20 @@ def x_norm(seed: int) -> Evidence:
     return off(bad, "shapes 4 x 5 and 1 x 5", corrected=relative_error(corrected, reference))
 
 
-@claim(
-    "ours/attention-gradients-causal",
-    place="Sharpness Disparity, Theorem 4.2",
-    statement="the five gradients hold as corrected with a causal mask, which the theorem leaves out",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
-)
+@claim("ours/attention-gradients-causal", "Sharpness Disparity, Theorem 4.2", "HOLDS", uses=[AttentionAt.jacobian])
 def causal(seed: int) -> Evidence:
+    """the five gradients hold as corrected with a causal mask, which the theorem leaves out"""
     point, letters = AttentionSublayer.draw(seed, causal=True), (*WEIGHTS, "gamma")
     found = [point.closed_gradient(letter) for letter in letters]
     return agrees(found, [point.gradient(letter) for letter in letters], "against autograd")
 
 
 @claim(
-    "ours/attention-gradients-grouped",
-    place="Sharpness Disparity, Theorem 4.2, for many heads",
-    statement=r"with $H$ heads that share $H_{kv}$ keys and values the gradient of $W_K$ and $W_V$ of a group is the sum over "
-    r"the heads of that group; the scale is $1/\sqrt{D/H}$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
+    "ours/attention-gradients-grouped", "Sharpness Disparity, Theorem 4.2, for many heads", "HOLDS", uses=[AttentionAt.jacobian]
 )
 def grouped(seed: int) -> Evidence:
+    r"""with $H$ heads that share $H_{kv}$ keys and values the gradient of $W_K$ and $W_V$ of a group is the sum over the
+    heads of that group; the scale is $1/\sqrt{D/H}$"""
     draw, n, D, H, kv = Draw(seed), 4, 8, 4, 2
     module = Attention(D, H, n_kv_heads=kv, causal=True, output_projection=True).double()
     N, width = draw.normal(n, D), D // H
@@ -252,18 +211,11 @@ def grouped(seed: int) -> Evidence:
     return agrees([found[name] for name in weights], list(references), "4 heads, 2 of keys and values, causal, against autograd")
 
 
-@claim(
-    "ours/attention-euler",
-    place="Sharpness Disparity, Theorem 4.2",
-    statement=r"$\langle W_Q,\nabla\mathcal{Q}\rangle = \langle W_K,\nabla\mathcal{Q}\rangle$, $\langle "
-    r"W_V,\nabla\mathcal{Q}\rangle"
-    r" = \langle W_O,\nabla\mathcal{Q}\rangle = \langle\nabla_Y\mathcal{Q}, S\rangle$, and "
-    r"$\langle\gamma,\nabla\mathcal{Q}\rangle$ "
-    r"is the sum of those of $W_Q$, $W_K$ and $W_V$",
-    verdict="HOLDS",
-    uses=[AttentionAt.jacobian],
-)
+@claim("ours/attention-euler", "Sharpness Disparity, Theorem 4.2", "HOLDS", uses=[AttentionAt.jacobian])
 def euler(seed: int) -> Evidence:
+    r"""$\langle W_Q,\nabla\mathcal{Q}\rangle = \langle W_K,\nabla\mathcal{Q}\rangle$, $\langle W_V,\nabla\mathcal{Q}\rangle =
+    \langle W_O,\nabla\mathcal{Q}\rangle = \langle\nabla_Y\mathcal{Q}, S\rangle$, and $\langle\gamma,\nabla\mathcal{Q}\rangle$
+    is the sum of those of $W_Q$, $W_K$ and $W_V$"""
     point = AttentionSublayer.draw(seed, causal=True)
     products = {x: float(point.gradient(x) @ getattr(point, x).reshape(-1)) for x in (*WEIGHTS, "gamma")}
     output = float(point.q @ point.closed.value.reshape(-1))
@@ -277,15 +229,10 @@ def euler(seed: int) -> Evidence:
     return small([abs(e) / scale for e in errors], "autograd's gradients; errors relative to the product of the norms")
 
 
-@claim(
-    "ours/key-bias",
-    place="Sharpness Disparity, Sec. 3.2, block type QK",
-    statement=r"a bias of the keys has gradient 0 and curvature 0, since the softmax does not feel it: counted in "
-    r"$\#(\theta[\mathrm{QK}])$ it dilutes $\mathcal{S}(\mathrm{QK})$",
-    verdict="HOLDS",
-    uses=[Attention],
-)
+@claim("ours/key-bias", "Sharpness Disparity, Sec. 3.2, block type QK", "HOLDS", uses=[Attention])
 def key_bias(seed: int) -> Evidence:
+    r"""a bias of the keys has gradient 0 and curvature 0, since the softmax does not feel it: counted in
+    $\#(\theta[\mathrm{QK}])$ it dilutes $\mathcal{S}(\mathrm{QK})$"""
     draw = Draw(seed)
     module = Attention(6, 2, bias=True, output_projection=True).double()
     X, parameters = draw.normal(4, 6), {name: draw.normal(*p.shape).requires_grad_() for name, p in module.named_parameters()}

@@ -97,14 +97,9 @@ def row_jacobian(x: Tensor, *, mean: float) -> Tensor:
     return math.sqrt(D) / t.norm() * (eye(D) - t.T @ t / t.square().sum()) @ (eye(D) - mean * ones(D) @ ones(D).T)
 
 
-@claim(
-    "sharpness-disparity/b3-gamma",
-    place="App. B.3, dY/dgamma",
-    statement=r"$\frac{\partial Y}{\partial\gamma} = \mathrm{diag}(\mathrm{vec}(Z_{\mathrm{std}}))(1_{n\times1}\otimes I_D)$",
-    verdict="HOLDS",
-    uses=[LayerNormAt],
-)
+@claim("sharpness-disparity/b3-gamma", "App. B.3, dY/dgamma", "HOLDS", uses=[LayerNormAt])
 def gamma(seed: int) -> Evidence:
+    r"""$\frac{\partial Y}{\partial\gamma} = \mathrm{diag}(\mathrm{vec}(Z_{\mathrm{std}}))(1_{n\times1}\otimes I_D)$"""
     point = EmbeddingPoint.draw(seed)
     printed = standardised(point.Z).reshape(-1).diag() @ torch.kron(ones(6), eye(5))
     reference = point.jacobian("gamma")
@@ -113,30 +108,25 @@ def gamma(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "sharpness-disparity/b3-gamma-norm",
-    place="App. B.3, norm of dY/dgamma",
-    statement=r"$\|\frac{\partial Y}{\partial\gamma}\|_F\le n\sqrt D$",
-    verdict="LOOSE",
-    corrected=r"it is $\sqrt{nD}$",
-    uses=[LayerNormAt],
-)
+@claim("sharpness-disparity/b3-gamma-norm", "App. B.3, norm of dY/dgamma", "LOOSE", uses=[LayerNormAt])
 def gamma_norm(seed: int) -> Evidence:
+    r"""$\|\frac{\partial Y}{\partial\gamma}\|_F\le n\sqrt D$
+
+    Correct: it is $\sqrt{nD}$
+    """
     point = EmbeddingPoint.draw(seed, n=9)
     return loose(float(point.jacobian("gamma").norm()) / (9 * math.sqrt(5)), "n = 9", factor=3)
 
 
-@claim(
-    "sharpness-disparity/b3-row-jacobian",
-    place="App. B.3, the Jacobian of Xiong et al.",
-    statement=r"for $x\in\mathbb{R}^{1\times D}$: $\frac{\partial x_{\mathrm{std}}}{\partial x} = \frac{\sqrt D}{\|\tilde x\|_2}"
-    r"\left(I - \frac{\tilde x\tilde x^\top}{\|\tilde x\|_2^2}\right)\left(I - \frac1d1_{1\times D}1_{1\times D}^\top\right)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\tilde x^\top\tilde x$, $1_{1\times D}^\top1_{1\times D}$ and $\frac1D$: for rows the printed products are "
-    r"numbers, and $d$ is the vocabulary size",
-    uses=[LayerNormAt],
-)
+@claim("sharpness-disparity/b3-row-jacobian", "App. B.3, the Jacobian of Xiong et al.", "WRONG AS PRINTED", uses=[LayerNormAt])
 def row(seed: int) -> Evidence:
+    r"""for $x\in\mathbb{R}^{1\times D}$: $\frac{\partial x_{\mathrm{std}}}{\partial x} = \frac{\sqrt D}{\|\tilde
+    x\|_2}\left(I - \frac{\tilde x\tilde x^\top}{\|\tilde x\|_2^2}\right)\left(I - \frac1d1_{1\times D}1_{1\times
+    D}^\top\right)$
+
+    Correct: $\tilde x^\top\tilde x$, $1_{1\times D}^\top1_{1\times D}$ and $\frac1D$: for rows the printed products are
+    numbers, and $d$ is the vocabulary size
+    """
     draw, D, d = Draw(seed), 5, 9
     x = draw.normal(D)
     t = centred(x)[None]
@@ -149,17 +139,15 @@ def row(seed: int) -> Evidence:
     return off(printed, detail, corrected=[relative_error(found, reference) for found in corrected], above=0.01)
 
 
-@claim(
-    "sharpness-disparity/b3-we",
-    place="App. B.3, dY/dW_E",
-    statement=r"$\frac{\partial Y}{\partial W_E} = (I_n\otimes\mathrm{diag}(\mathrm{vec}(\gamma)))\,\mathrm{diag}\left(\left\{"
-    r"\frac{\sqrt D}{\|\tilde z_i\|_2}\left(I - \frac{\tilde z_i\tilde z_i^\top}{\|\tilde z_i\|_2^2}\right)\left(I - \frac1D"
-    r"1_{1\times D}1_{1\times D}^\top\right)\right\}_i\right)(X\otimes I_D)$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption=r"$\tilde z_i$ and $1$ are columns; the text declares rows, of which the products are numbers",
-    uses=[LayerNormAt, TokenEmbeddingAt.jacobian],
-)
+@claim("sharpness-disparity/b3-we", "App. B.3, dY/dW_E", "HOLDS UNDER ASSUMPTION", uses=[LayerNormAt, TokenEmbeddingAt.jacobian])
 def w_e(seed: int) -> Evidence:
+    r"""$\frac{\partial Y}{\partial W_E} =
+    (I_n\otimes\mathrm{diag}(\mathrm{vec}(\gamma)))\,\mathrm{diag}\left(\left\{\frac{\sqrt D}{\|\tilde z_i\|_2}\left(I -
+    \frac{\tilde z_i\tilde z_i^\top}{\|\tilde z_i\|_2^2}\right)\left(I - \frac1D1_{1\times D}1_{1\times
+    D}^\top\right)\right\}_i\right)(X\otimes I_D)$
+
+    Needs: $\tilde z_i$ and $1$ are columns; the text declares rows, of which the products are numbers
+    """
     point, D = EmbeddingPoint.draw(seed), 5
     reference = point.jacobian("W_E")
     blocks = torch.block_diag(*[row_jacobian(z, mean=1 / D) for z in point.Z])
@@ -169,16 +157,13 @@ def w_e(seed: int) -> Evidence:
     return assumed(holds, relative_error(gain @ numbers @ inner, reference), above=0.1)
 
 
-@claim(
-    "sharpness-disparity/b3-shape-of-z",
-    place="App. B.3, definition of Z",
-    statement=r"$\mathbf{Z} = (\tilde z_1;\ldots;\tilde z_d)\in\mathbb{R}^{d\times D}$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\tilde{\mathbf{Z}} = (\tilde z_1;\ldots;\tilde z_n)\in\mathbb{R}^{n\times D}$: $Z = XW_E$ has a row for each "
-    r"token, and its centred rows are $\tilde Z$",
-    uses=[TokenEmbeddingAt],
-)
+@claim("sharpness-disparity/b3-shape-of-z", "App. B.3, definition of Z", "WRONG AS PRINTED", uses=[TokenEmbeddingAt])
 def shape_of_z(seed: int) -> Evidence:
+    r"""$\mathbf{Z} = (\tilde z_1;\ldots;\tilde z_d)\in\mathbb{R}^{d\times D}$
+
+    Correct: $\tilde{\mathbf{Z}} = (\tilde z_1;\ldots;\tilde z_n)\in\mathbb{R}^{n\times D}$: $Z = XW_E$ has a row for each
+    token, and its centred rows are $\tilde Z$
+    """
     point = EmbeddingPoint.draw(seed)
     Z, tilde = point.X @ point.W_E, centred(point.X @ point.W_E)
     printed = error_if_it_conforms(lambda: torch.stack([centred(Z[i]) for i in range(6)]).reshape(9, 5), Z)
@@ -186,27 +171,19 @@ def shape_of_z(seed: int) -> Evidence:
     return off(printed, "n = 6 rows, d = 9", corrected=relative_error(found, tilde))
 
 
-@claim(
-    "sharpness-disparity/b3-centred-rows",
-    place="App. B.3",
-    statement=r"$\tilde z_i = \sum_{k=1}^dx_{i,k}\tilde w_k$",
-    verdict="HOLDS",
-    uses=[TokenEmbeddingAt],
-)
+@claim("sharpness-disparity/b3-centred-rows", "App. B.3", "HOLDS", uses=[TokenEmbeddingAt])
 def centred_rows(seed: int) -> Evidence:
+    r"""$\tilde z_i = \sum_{k=1}^dx_{i,k}\tilde w_k$"""
     point = EmbeddingPoint.draw(seed)
     return agrees(point.X @ centred(point.W_E), centred(point.Z), "the centred rows of W_E, looked up")
 
 
-@claim(
-    "sharpness-disparity/b3-least-row",
-    place="App. B.3",
-    statement=r"$\min_{i\in[n]}\|\tilde z_i\|_2\ge\min_{k\in[d]}\|\tilde w_k\|_2$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="one-hot rows and nothing added to the embedding: GPT-2 adds learned positions, and then it can fail",
-    uses=[TokenEmbeddingAt],
-)
+@claim("sharpness-disparity/b3-least-row", "App. B.3", "HOLDS UNDER ASSUMPTION", uses=[TokenEmbeddingAt])
 def least_row(seed: int) -> Evidence:
+    r"""$\min_{i\in[n]}\|\tilde z_i\|_2\ge\min_{k\in[d]}\|\tilde w_k\|_2$
+
+    Needs: one-hot rows and nothing added to the embedding: GPT-2 adds learned positions, and then it can fail
+    """
     draw = Draw(seed)
     points = [EmbeddingPoint.draw(100 * seed + k) for k in range(20)]
     holds = bounded([p.least_row / float(centred(p.Z).norm(dim=1).min()) for p in points], "20 points")
@@ -215,15 +192,12 @@ def least_row(seed: int) -> Evidence:
     return assumed(holds, p.least_row / float(centred(p.Z + positions).norm(dim=1).min()), above=1.5)
 
 
-@claim(
-    "sharpness-disparity/b3-norm-of-x",
-    place="App. B.3",
-    statement=r"$\|X\|_F = \left(\sum_{i=1}^nx_{i,j}^2\right)^{1/2} = \sqrt n$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"the sum is over $i$ and $j$: $\left(\sum_{i,j}x_{i,j}^2\right)^{1/2} = \sqrt n$",
-    uses=[TokenEmbeddingAt],
-)
+@claim("sharpness-disparity/b3-norm-of-x", "App. B.3", "WRONG AS PRINTED", uses=[TokenEmbeddingAt])
 def norm_of_x(seed: int) -> Evidence:
+    r"""$\|X\|_F = \left(\sum_{i=1}^nx_{i,j}^2\right)^{1/2} = \sqrt n$
+
+    Correct: the sum is over $i$ and $j$: $\left(\sum_{i,j}x_{i,j}^2\right)^{1/2} = \sqrt n$
+    """
     X = EmbeddingPoint.draw(seed).X
     columns = X.square().sum(0).sqrt()
     return off(

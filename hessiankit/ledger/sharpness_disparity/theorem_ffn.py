@@ -28,30 +28,20 @@ VOCABULARY = 9
 KINKED = ("relu", "leaky_relu")
 
 
-@claim(
-    "sharpness-disparity/b1-chain-rule",
-    place="App. B.1, chain rule",
-    statement=r"$\frac{\partial\mathcal{Q}}{\partial W_\bullet} = \frac{\partial\mathcal{Q}}{\partial X^{(l)}}"
-    r"\frac{\partial X^{(l)}}{\partial W_\bullet}$, and the same for $\gamma$",
-    verdict="HOLDS",
-    uses=[FeedForwardAt.jacobian, LayerNormAt],
-)
+@claim("sharpness-disparity/b1-chain-rule", "App. B.1, chain rule", "HOLDS", uses=[FeedForwardAt.jacobian, LayerNormAt])
 def chain_rule(seed: int) -> Evidence:
+    r"""$\frac{\partial\mathcal{Q}}{\partial W_\bullet} = \frac{\partial\mathcal{Q}}{\partial X^{(l)}}\frac{\partial
+    X^{(l)}}{\partial W_\bullet}$, and the same for $\gamma$"""
     point = FeedForwardPoint.draw(seed)
     letters = ("W_1", "W_2", "gamma")
     found = [point.closed_gradient(letter) for letter in letters]
     return agrees(found, [point.gradient(letter) for letter in letters], "dQ/dY times the closed forms against autograd")
 
 
-@claim(
-    "sharpness-disparity/thm4.1-w1",
-    place="Theorem 4.1; App. B.1",
-    statement=r"$\frac{\partial\mathcal{Q}}{\partial W_1} = \frac{\partial\mathcal{Q}}{\partial Y}(I_n\otimes W_2^\top)"
-    r"\frac{\partial A}{\partial M}(X_{\mathrm{Norm}}\otimes I_M)$",
-    verdict="HOLDS",
-    uses=[FeedForwardAt.jacobian],
-)
+@claim("sharpness-disparity/thm4.1-w1", "Theorem 4.1; App. B.1", "HOLDS", uses=[FeedForwardAt.jacobian])
 def w1(seed: int) -> Evidence:
+    r"""$\frac{\partial\mathcal{Q}}{\partial W_1} = \frac{\partial\mathcal{Q}}{\partial Y}(I_n\otimes W_2^\top)\frac{\partial
+    A}{\partial M}(X_{\mathrm{Norm}}\otimes I_M)$"""
     found, references = [], []
     for activation in KINKED:
         point = FeedForwardPoint.draw(seed, activation)
@@ -62,17 +52,14 @@ def w1(seed: int) -> Evidence:
     return agrees(found, references, "as printed and the closed form against autograd, ReLU and Leaky ReLU")
 
 
-@claim(
-    "sharpness-disparity/thm4.1-w2",
-    place="Theorem 4.1",
-    statement=r"$\frac{\partial\mathcal{Q}}{\partial W_2} = \frac{\partial\mathcal{Q}}{\partial Y}\left(X_{\mathrm{Norm}}W_1"
-    r"\odot\frac{\partial A}{\partial M}\right)\otimes I_d$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$\frac{\partial\mathcal{Q}}{\partial Y}(A\otimes I_D)$: the Hadamard product is of an $n\times M$ with an "
-    r"$nM\times nM$ matrix, and $I_d$ has the size of the vocabulary",
-    uses=[FeedForwardAt.jacobian],
-)
+@claim("sharpness-disparity/thm4.1-w2", "Theorem 4.1", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def w2(seed: int) -> Evidence:
+    r"""$\frac{\partial\mathcal{Q}}{\partial W_2} = \frac{\partial\mathcal{Q}}{\partial
+    Y}\left(X_{\mathrm{Norm}}W_1\odot\frac{\partial A}{\partial M}\right)\otimes I_d$
+
+    Correct: $\frac{\partial\mathcal{Q}}{\partial Y}(A\otimes I_D)$: the Hadamard product is of an $n\times M$ with an
+    $nM\times nM$ matrix, and $I_d$ has the size of the vocabulary
+    """
     point = FeedForwardPoint.draw(seed)
     n, D, M = point.sizes
     reference, U, slopes = point.gradient("W_2"), point.X_norm @ point.W_1, point.dA.diagonal().reshape(n, M)
@@ -87,17 +74,14 @@ def w2(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "sharpness-disparity/b1-w2",
-    place="App. B.1, dY/dW_2",
-    statement=r"$\frac{\partial Y}{\partial W_2} = A\otimes I_D$ $= (X_{\mathrm{Norm}}W_1\odot\frac{\partial A}{\partial M})"
-    r"\otimes I_D$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$A\otimes I_D$, the first equation, holds for every $\sigma$; the second with the $n\times M$ matrix "
-    r"$\sigma'(M)$ for $\frac{\partial A}{\partial M}$",
-    uses=[FeedForwardAt.jacobian, ActivationAt],
-)
+@claim("sharpness-disparity/b1-w2", "App. B.1, dY/dW_2", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian, ActivationAt])
 def b1_w2(seed: int) -> Evidence:
+    r"""$\frac{\partial Y}{\partial W_2} = A\otimes I_D$ $= (X_{\mathrm{Norm}}W_1\odot\frac{\partial A}{\partial M})\otimes
+    I_D$
+
+    Correct: $A\otimes I_D$, the first equation, holds for every $\sigma$; the second with the $n\times M$ matrix $\sigma'(M)$
+    for $\frac{\partial A}{\partial M}$
+    """
     point = FeedForwardPoint.draw(seed, "leaky_relu")
     _, D, _ = point.sizes
     U = point.X_norm @ point.W_1
@@ -109,17 +93,14 @@ def b1_w2(seed: int) -> Evidence:
     return off(printed, "the Hadamard product does not conform", corrected=corrected)
 
 
-@claim(
-    "sharpness-disparity/thm4.1-gamma",
-    place="Theorem 4.1",
-    statement=r"$\frac{\partial\mathcal{Q}}{\partial\gamma} = \frac{\partial\mathcal{Q}}{\partial Y}(I_n\otimes W_2^\top)"
-    r"\frac{\partial A}{\partial M}(I_n\otimes "
-    r"W_1^\top)\,\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_d)$",
-    verdict="WRONG AS PRINTED",
-    corrected=r"$I_D$ in place of $I_d$, as in App. B.1: $d$ is the vocabulary size",
-    uses=[LayerNormAt, FeedForwardAt.jacobian],
-)
+@claim("sharpness-disparity/thm4.1-gamma", "Theorem 4.1", "WRONG AS PRINTED", uses=[LayerNormAt, FeedForwardAt.jacobian])
 def gamma(seed: int) -> Evidence:
+    r"""$\frac{\partial\mathcal{Q}}{\partial\gamma} = \frac{\partial\mathcal{Q}}{\partial Y}(I_n\otimes
+    W_2^\top)\frac{\partial A}{\partial M}(I_n\otimes
+    W_1^\top)\,\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_d)$
+
+    Correct: $I_D$ in place of $I_d$, as in App. B.1: $d$ is the vocabulary size
+    """
     point, reference = FeedForwardPoint.draw(seed), FeedForwardPoint.draw(seed).gradient("gamma")
     printed = error_if_it_conforms(lambda: gamma_formula(point, VOCABULARY), reference)
     corrected = [relative_error(found, reference) for found in (gamma_formula(point, 5), point.closed_gradient("gamma"))]
@@ -133,29 +114,21 @@ def gamma_formula(point: FeedForwardPoint, d: int) -> torch.Tensor:
     return point.q @ outer @ standardised(point.X).reshape(-1).diag() @ torch.kron(ones(n), eye(d))
 
 
-@claim(
-    "sharpness-disparity/b1-gamma",
-    place="App. B.1, dY/dgamma",
-    statement=r"$\frac{\partial Y}{\partial\gamma} = (I_n\otimes W_2^\top)\frac{\partial A}{\partial M}(I_n\otimes W_1^\top)"
-    r"\,\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_D)$",
-    verdict="HOLDS",
-    uses=[LayerNormAt, FeedForwardAt.jacobian],
-)
+@claim("sharpness-disparity/b1-gamma", "App. B.1, dY/dgamma", "HOLDS", uses=[LayerNormAt, FeedForwardAt.jacobian])
 def b1_gamma(seed: int) -> Evidence:
+    r"""$\frac{\partial Y}{\partial\gamma} = (I_n\otimes W_2^\top)\frac{\partial A}{\partial M}(I_n\otimes
+    W_1^\top)\,\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_D)$"""
     points = [FeedForwardPoint.draw(seed, activation) for activation in KINKED]
     found = [gamma_formula(point, 5) for point in points]
     return agrees(found, [point.gradient("gamma") for point in points], "against autograd, ReLU and Leaky ReLU")
 
 
-@claim(
-    "sharpness-disparity/b1-residual",
-    place="App. B.1, first line",
-    statement=r"'the transformation from $X^{(l-1)}$ to $X^{(l-1/2)}$'",
-    verdict="WRONG AS PRINTED",
-    corrected=r"from $X^{(l-1/2)}$ to $X^{(l)}$, as the display below it has it",
-    uses=[FeedForwardAt],
-)
+@claim("sharpness-disparity/b1-residual", "App. B.1, first line", "WRONG AS PRINTED", uses=[FeedForwardAt])
 def b1_residual(seed: int) -> Evidence:
+    """'the transformation from $X^{(l-1)}$ to $X^{(l-1/2)}$'
+
+    Correct: from $X^{(l-1/2)}$ to $X^{(l)}$, as the display below it has it
+    """
     block = TransformerBlock(5, 7, placement="pre", output_projection=True).double()
     initialise(block, seed=seed)
     X = Draw(seed).normal(4, 5)
@@ -170,16 +143,14 @@ def b1_residual(seed: int) -> Evidence:
     return off(wrong_start, "the display applied to the two inputs", corrected=relative_error(through(Y.detach()), block(X)))
 
 
-@claim(
-    "sharpness-disparity/thm4.1-activation",
-    place="App. B.1, 'it holds that'",
-    statement=r"$\sigma(z) = z\,\sigma'(z)$",
-    verdict="HOLDS UNDER ASSUMPTION",
-    assumption="ReLU and Leaky ReLU; GPT-2 has GELU, LLaMA a gate with SiLU",
-    corrected=r"$\frac{\partial Y}{\partial W_2} = A\otimes I_D$ needs no such identity",
-    uses=[ActivationAt],
-)
+@claim("sharpness-disparity/thm4.1-activation", "App. B.1, 'it holds that'", "HOLDS UNDER ASSUMPTION", uses=[ActivationAt])
 def activation(seed: int) -> Evidence:
+    r"""$\sigma(z) = z\,\sigma'(z)$
+
+    Needs: ReLU and Leaky ReLU; GPT-2 has GELU, LLaMA a gate with SiLU
+
+    Correct: $\frac{\partial Y}{\partial W_2} = A\otimes I_D$ needs no such identity
+    """
     U = Draw(seed).normal(4, 7)
     errors = {
         kind: relative_error(U * ActivationAt(kind, U).first, ActivationAt(kind, U).value) for kind in (*KINKED, "gelu", "silu")
@@ -188,31 +159,21 @@ def activation(seed: int) -> Evidence:
     return assumed(holds, max(errors["gelu"], errors["silu"]), above=0.05)
 
 
-@claim(
-    "ours/ffn-any-activation",
-    place="Sharpness Disparity, Theorem 4.1",
-    statement=r"the three gradients hold for every $\sigma$, with $\frac{\partial Y}{\partial W_2} = A\otimes I_D$",
-    verdict="HOLDS",
-    uses=[FeedForwardAt.jacobian, LayerNormAt],
-)
+@claim("ours/ffn-any-activation", "Sharpness Disparity, Theorem 4.1", "HOLDS", uses=[FeedForwardAt.jacobian, LayerNormAt])
 def any_activation(seed: int) -> Evidence:
+    r"""the three gradients hold for every $\sigma$, with $\frac{\partial Y}{\partial W_2} = A\otimes I_D$"""
     points = [FeedForwardPoint.draw(seed, activation) for activation in ("gelu", "silu")]
     letters = ("W_1", "W_2", "gamma")
     found = [point.closed_gradient(letter) for point in points for letter in letters]
     return agrees(found, [point.gradient(letter) for point in points for letter in letters], "GELU and SiLU against autograd")
 
 
-@claim(
-    "ours/swiglu-gradients",
-    place="Sharpness Disparity, Theorem 4.1, for LLaMA",
-    statement=r"$F = (\mathrm{silu}(G)\odot U)W_2$ with $G = X_NW_G$, $U = X_NW_1$: $\frac{\partial F}{\partial W_1} = "
-    r"P\,\mathrm{diag}(\mathrm{silu}(G))(X_N\otimes I)$, $\frac{\partial F}{\partial W_G} = "
-    r"P\,\mathrm{diag}(U\odot\mathrm{silu}'(G))(X_N\otimes I)$, $\frac{\partial F}{\partial W_2} = (\mathrm{silu}(G)\odot U)"
-    r"\otimes I$, $P = I_n\otimes W_2^\top$",
-    verdict="HOLDS",
-    uses=[ActivationAt],
-)
+@claim("ours/swiglu-gradients", "Sharpness Disparity, Theorem 4.1, for LLaMA", "HOLDS", uses=[ActivationAt])
 def swiglu_gradients(seed: int) -> Evidence:
+    r"""$F = (\mathrm{silu}(G)\odot U)W_2$ with $G = X_NW_G$, $U = X_NW_1$: $\frac{\partial F}{\partial W_1} =
+    P\,\mathrm{diag}(\mathrm{silu}(G))(X_N\otimes I)$, $\frac{\partial F}{\partial W_G} =
+    P\,\mathrm{diag}(U\odot\mathrm{silu}'(G))(X_N\otimes I)$, $\frac{\partial F}{\partial W_2} = (\mathrm{silu}(G)\odot
+    U)\otimes I$, $P = I_n\otimes W_2^\top$"""
     draw, n, D, M = Draw(seed), 4, 5, 7
     N, W_1, W_G, W_2 = draw.normal(n, D), draw.normal(D, M), draw.normal(D, M), draw.normal(M, D)
     gate, U, P = ActivationAt("silu", N @ W_G), N @ W_1, torch.kron(eye(n), W_2.T.contiguous())
@@ -229,15 +190,10 @@ def swiglu_gradients(seed: int) -> Evidence:
     return agrees(found, [jacobian_of(network, W_1, W_G, W_2, wrt=k) for k in range(3)], "against autograd")
 
 
-@claim(
-    "ours/rms-gamma",
-    place="Sharpness Disparity, Theorem 4.1, for LLaMA",
-    statement=r"with RMSNorm the same formulas hold, $X_{\mathrm{std}} = X/\mathrm{rms}(X)$ and again "
-    r"$\|X_{\mathrm{std}}\|_F = \sqrt{nD}$",
-    verdict="HOLDS",
-    uses=[RMSNormAt],
-)
+@claim("ours/rms-gamma", "Sharpness Disparity, Theorem 4.1, for LLaMA", "HOLDS", uses=[RMSNormAt])
 def rms_gamma(seed: int) -> Evidence:
+    r"""with RMSNorm the same formulas hold, $X_{\mathrm{std}} = X/\mathrm{rms}(X)$ and again $\|X_{\mathrm{std}}\|_F =
+    \sqrt{nD}$"""
     draw = Draw(seed)
     X, gain = draw.normal(4, 5), draw.normal(5)
     X_std = X / X.square().mean(1, keepdim=True).sqrt()
@@ -247,16 +203,11 @@ def rms_gamma(seed: int) -> Evidence:
     return agrees(found, [reference, reference, torch.tensor(20.0)], "both against autograd, and the norm squared, 4 times 5")
 
 
-@claim(
-    "ours/ffn-euler",
-    place="Sharpness Disparity, Theorem 4.1",
-    statement=r"for (Leaky) ReLU $\langle W_1, \nabla_{W_1}\mathcal{Q}\rangle = \langle W_2, \nabla_{W_2}\mathcal{Q}\rangle = "
-    r"\langle\gamma, \nabla_\gamma\mathcal{Q}\rangle = \langle\nabla_Y\mathcal{Q}, F\rangle$, $F$ the network's output: so "
-    r"$\|\nabla_\theta\mathcal{Q}\|\ge|\langle\nabla_Y\mathcal{Q}, F\rangle|/\|\theta\|$",
-    verdict="HOLDS",
-    uses=[FeedForwardAt.jacobian],
-)
+@claim("ours/ffn-euler", "Sharpness Disparity, Theorem 4.1", "HOLDS", uses=[FeedForwardAt.jacobian])
 def euler(seed: int) -> Evidence:
+    r"""for (Leaky) ReLU $\langle W_1, \nabla_{W_1}\mathcal{Q}\rangle = \langle W_2, \nabla_{W_2}\mathcal{Q}\rangle =
+    \langle\gamma, \nabla_\gamma\mathcal{Q}\rangle = \langle\nabla_Y\mathcal{Q}, F\rangle$, $F$ the network's output: so
+    $\|\nabla_\theta\mathcal{Q}\|\ge|\langle\nabla_Y\mathcal{Q}, F\rangle|/\|\theta\|$"""
     point = FeedForwardPoint.draw(seed, "leaky_relu")
     found = torch.stack([point.gradient(x) @ getattr(point, x).reshape(-1) for x in ("W_1", "W_2", "gamma")])
     scale = point.q.norm() * point.closed.value.norm()
