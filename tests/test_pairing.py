@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from curvature_reference import draw
-from test_lifts import D_OUT, LIFTS, jacobian
+from test_lifts import D_OUT, LIFTS, matrices
 
 from hessiankit.engine import parameter_blocks as room
 from hessiankit.engine.jacobians import WeightJacobian
@@ -18,7 +18,7 @@ from hessiankit.engine.parameter_blocks import add_across_rows, add_diagonal_pai
 def test_pairs(left, right, scratch, monkeypatch):
     monkeypatch.setattr(room, "SCRATCH", scratch)
     K = draw(6, D_OUT, D_OUT, seed=5)
-    expected = torch.einsum("nop,noq,nqr->pr", jacobian(left), K, jacobian(right))
+    expected = torch.einsum("nop,noq,nqr->pr", matrices(left), K, matrices(right))
     found = torch.ones_like(expected)
     add_pair(LIFTS[left][0], LIFTS[right][0], K, found, same=False)
     assert torch.allclose(found - 1, expected, rtol=0, atol=1e-13)
@@ -33,7 +33,7 @@ def test_several_pairs_of_weights(outer, monkeypatch):
     assert isinstance(v, WeightJacobian)
     twice = WeightJacobian("W", None, draw(6, 4, seed=8), D_OUT, True)
     K, L = draw(6, D_OUT, D_OUT, seed=5), draw(6, D_OUT, D_OUT, seed=6)
-    J, J_v = jacobian("X W"), jacobian("X W^T")
+    J, J_v = matrices("X W"), matrices("X W^T")
     J_twice = torch.einsum("ni,po->nopi", twice.weights, torch.eye(D_OUT, dtype=torch.float64)).reshape(6, D_OUT, -1)
     expected = torch.einsum("nop,noq,nqr->pr", J, K, J_v) + torch.einsum("nop,noq,nqr->pr", J, L, J_twice)
     found = torch.ones_like(expected)
@@ -47,7 +47,7 @@ def test_a_symmetric_pair_of_one_lift_by_halves(name, outer, monkeypatch):
     monkeypatch.setattr(room, "OUTER", outer)
     K = draw(6, D_OUT, D_OUT, seed=5)
     K = K + K.mT
-    expected = torch.einsum("nop,noq,nqr->pr", jacobian(name), K, jacobian(name))
+    expected = torch.einsum("nop,noq,nqr->pr", matrices(name), K, matrices(name))
     found = torch.ones_like(expected)
     add_pair(LIFTS[name][0], LIFTS[name][0], K, found, same=True)
     assert torch.allclose(found - 1, expected, rtol=0, atol=1e-13)
@@ -63,7 +63,7 @@ def test_pairs_across_rows(left, right, groups, cache, transposed, monkeypatch):
     m = 6 // groups
     K = draw(groups, m * D_OUT, m * D_OUT, seed=5)
     K = K.mT.contiguous().mT if transposed else K
-    J, J_r = (jacobian(name).reshape(groups, m * D_OUT, -1) for name in (left, right))
+    J, J_r = (matrices(name).reshape(groups, m * D_OUT, -1) for name in (left, right))
     expected = torch.einsum("gap,gab,gbr->pr", J, K, J_r)
     found = torch.ones_like(expected)
     u, v = LIFTS[left][0], LIFTS[right][0]
@@ -77,7 +77,7 @@ def test_pairs_across_rows(left, right, groups, cache, transposed, monkeypatch):
 @pytest.mark.parametrize("right", LIFTS)
 def test_pairs_of_equal_columns(left, right):
     k = draw(6, D_OUT, seed=5)
-    expected = torch.einsum("nop,no,nor->pr", jacobian(left), k, jacobian(right))
+    expected = torch.einsum("nop,no,nor->pr", matrices(left), k, matrices(right))
     found = torch.ones_like(expected)
     add_diagonal_pair(LIFTS[left][0], LIFTS[right][0], k, found)
     assert torch.allclose(found - 1, expected, rtol=0, atol=1e-13)
