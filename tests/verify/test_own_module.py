@@ -124,7 +124,7 @@ def test_a_penalty_that_the_closed_form_misses_fails(monkeypatch: pytest.MonkeyP
     def loss(outputs: Tensor, target: Tensor) -> Tensor:
         return (outputs - target).square().mean() + (0.0 if missing else penalty())
 
-    rows, checking, noise = (sys.modules[f"hessiankit.verify.{name}"] for name in ("rows", "check", "health"))
+    rows, checking, noise = (sys.modules[f"hessiankit.verify.{name}"] for name in ("rows", "check", "comparison"))
     for where, name in ((checking, "hessian"), (noise, "hessian"), (rows, "hessian_operator"), (rows, "hessian_diagonal")):
         right = getattr(where, name)
 
