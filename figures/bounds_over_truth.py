@@ -12,6 +12,7 @@ worst in brackets. The certified ones are all of the same matrix, so they differ
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -27,8 +28,8 @@ from figures._kept import put
 from figures._kit import write_json
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
+from hessiankit.bounding.bounds import BOUNDS, LossAt, UndefinedBound
 from hessiankit.bounding.certified import certify, schatten_upper
-from hessiankit.bounding.curvature_gap import printed
 from hessiankit.bounding.structured import structured
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.environment import environment
@@ -84,11 +85,13 @@ def ratios(module: Module, x: Tensor, t: Tensor) -> Ratios:
     found = hk.hessian(module, x.unsqueeze(0), t.unsqueeze(0))
     H = found.matrix
     true = float(torch.linalg.eigvalsh(H).abs().max())
-    notes: list[str] = []
-    limits = printed(module, x.unsqueeze(0), t.unsqueeze(0), "mse", notes).get("whole", {})
-    limits = {kind.replace("_", " "): value for kind, value in limits.items() if kind.startswith("printed")}
+    at = LossAt(module, x.unsqueeze(0), t.unsqueeze(0), "mse")
+    limits: Ratios = {}
+    for one in BOUNDS.values():
+        with contextlib.suppress(UndefinedBound):
+            limits |= {one.title: one.norms(at)[0]} if one.printed else {}
     limits |= {"a priori": a_priori(module, x, t).whole}
-    limits |= {"structured": structured(make_task(NAME, module, x.unsqueeze(0), t.unsqueeze(0), "mse")).whole}
+    limits |= {"structured": structured(make_task(NAME, module, at.x, at.t, "mse")).whole}
     certified = {**certify(H, found.slices).bounds, "schatten": schatten_upper(H)}
     limits |= {f"certified, {way}": value for way, value in certified.items() if value is not None}
     return {kind: limit / true for kind, limit in limits.items()}

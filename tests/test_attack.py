@@ -11,11 +11,12 @@ import hessiankit as hk
 from hessiankit.blocks import PLACEMENTS, Attention
 from hessiankit.blocks.attention import rotate
 from hessiankit.bounding import attack as attacks
-from hessiankit.bounding.a_priori import NormTable, _on_a_sphere, a_priori
+from hessiankit.bounding.a_priori import _on_a_sphere, a_priori
 from hessiankit.bounding.attack import ascend, attack
+from hessiankit.bounding.bounds import BOUNDS, Bound
 from hessiankit.bounding.high_precision import norm_from_below
 from hessiankit.bounding.problems import BoundProblem, draw_problem
-from hessiankit.bounding.rules import BoundedWeight, affine, constant, mixed, norm
+from hessiankit.bounding.rules import BoundedParameter, affine, constant, mixed, norm
 from hessiankit.bounding.structured import structured
 from hessiankit.cli.main import main
 from hessiankit.engine.problem.own_call import make_task
@@ -32,11 +33,13 @@ def test_nothing_is_violated():
 
 @pytest.mark.slow
 def test_a_planted_fault_is_found_and_comes_back_by_its_seed(monkeypatch):
-    def too_small(*given, **options):
-        table = a_priori(*given, **options)
-        return NormTable(table.names, table.norms * 1e-9, table.lipschitz)
+    right = BOUNDS["a_priori"]
 
-    monkeypatch.setattr(attacks, "a_priori", too_small)
+    def too_small(at):
+        whole, pairs = right.norms(at)
+        return 1e-9 * whole, {pair: 1e-9 * value for pair, value in pairs.items()}
+
+    monkeypatch.setitem(BOUNDS, "a_priori", Bound("a_priori", too_small))
     seed = next(s for s in range(100) if (draw_problem(s).name, draw_problem(s).regime) == ("attention", "plain"))
     again = [attack(1, seed=seed).violations, attack(1, seed=seed).violations]
     assert again[0] == again[1]
@@ -156,10 +159,10 @@ def test_ranges_and_rows_bound_what_they_say(seed):
     X = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 3.0
     W = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed + 9), dtype=torch.float64)
     b = torch.ones(3, dtype=torch.float64)
-    Y = affine(constant(X), BoundedWeight("W", W, 0.0), BoundedWeight("b", b, 0.0))
+    Y = affine(constant(X), BoundedParameter("W", W, 0.0), BoundedParameter("b", b, 0.0))
     assert float(torch.cdist(Y.centre, Y.centre).max()) <= Y.range <= 2 * Y.row
     assert Y.row_slopes() == {"W": pytest.approx(float(X.norm(dim=1).max())), "b": 1.0}
-    twice = affine(Y, BoundedWeight("V", torch.eye(3, dtype=torch.float64) * 2, 0.0))
+    twice = affine(Y, BoundedParameter("V", torch.eye(3, dtype=torch.float64) * 2, 0.0))
     assert twice.row_slopes()["b"] == pytest.approx(2.0)
     assert twice.slope["b"] == pytest.approx(2 * 5**0.5)
 
@@ -181,7 +184,7 @@ def test_the_end_on_a_sphere_is_nearly_sharp(eps, layernorm):
                 return ((m / ((m * m).mean(1, keepdim=True) + eps).sqrt() - T) ** 2).mean()
 
             H = torch.autograd.functional.hessian(loss, W).reshape(3 * d, 3 * d)
-            Z = norm(affine(constant(x), BoundedWeight("W", W, 0.0)), x @ W, layernorm=layernorm, eps=eps, gain=None, shift=None)
+            Z = norm(affine(constant(x), BoundedParameter("W", W, 0.0)), layernorm=layernorm, eps=eps)
             limit = float(_on_a_sphere(Z, Z.sphere, T, ("W",)))
             true = float(torch.linalg.matrix_norm(H, 2))
             assert true <= limit * (1 + 1e-9) + 1e-12

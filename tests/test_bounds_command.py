@@ -1,4 +1,4 @@
-"""``hessiankit bounds``: what it prints, writes and refuses."""
+"""``hessiankit bounds``: what it prints, writes and refuses; a bound of one's own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from hessiankit.bounding.attack import attack
+from hessiankit.bounding.bounds import BOUNDS, Bound
 from hessiankit.cli.main import main
 
 
@@ -19,6 +21,30 @@ def test_table_and_json(capsys, tmp_path):
     found = json.loads(path.read_text())
     assert found["whole"]["true"] <= found["whole"]["structured"] <= found["whole"]["a_priori"]
     assert len(found["pairs"]) == len(found["names"]) * (len(found["names"]) + 1) // 2
+
+
+def test_a_bound_of_ones_own_is_one_function(monkeypatch, capsys):
+    """Registered, it is a column, a key of the JSON, a line of --list-bounds; and attacked if it is called valid."""
+
+    def half_the_norm(at):
+        """Half the norm, which is no bound."""
+        return at.hessian.spectral_norm() / 2, {}
+
+    monkeypatch.setitem(BOUNDS, "half", Bound("half", half_the_norm, of_matrix=True, caveat="it is no bound"))
+    assert main(["bounds", "--tokens", "2", "--d-model", "2", "--d-ff", "1", "--json", "-"]) == 1  # a valid bound is exceeded
+    found, report = capsys.readouterr()
+    assert json.loads(found)["violated"][0] == ["whole", "half", pytest.approx(2.0)]
+    assert "VIOLATED" in report
+    assert "half: it is no bound" in report
+    assert not {"half", "half, blocks"} & set(attack(1, seed=4).largest)
+    sixth = Bound("too_small", lambda at: (0.0, {}))
+    monkeypatch.setitem(BOUNDS, "too_small", sixth)
+    assert "too small" in {violation.bound for violation in attack(1, seed=4).violations}
+    with pytest.raises(SystemExit, match="0"):
+        main(["bounds", "--list-bounds"])
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in listed] == [name.replace("_", " ") for name in BOUNDS]
+    assert "half: Half the norm, which is no bound." in listed
 
 
 @pytest.mark.parametrize(

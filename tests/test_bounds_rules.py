@@ -14,7 +14,7 @@ from torch import Tensor
 import hessiankit as hk
 from hessiankit.blocks.norms import GroupNorm
 from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.rules import Bounded, BoundedScale, BoundedWeight, affine, constant, mixed, norm
+from hessiankit.bounding.rules import Bounded, BoundedParameter, affine, constant, gain_and_shift, mixed, norm
 from hessiankit.bounding.structured import structured
 from hessiankit.engine.problem.own_call import make_task
 
@@ -126,10 +126,12 @@ def test_how_far_a_value_moves_over_a_ball():
     """Numbers in place of matrices, where the ends of the intervals are the worst case: every drift is attained."""
     x, w, v, b, r = -1.3, 0.7, 2.0, 0.4, (0.2, 0.5, 0.3)
     Y = affine(
-        constant(scalar(x)), BoundedWeight("W", scalar(w), r[0]), BoundedWeight("b", torch.tensor([b], dtype=torch.float64), r[2])
+        constant(scalar(x)),
+        BoundedParameter("W", scalar(w), r[0]),
+        BoundedParameter("b", torch.tensor([b], dtype=torch.float64), r[2]),
     )
     assert Y.drift == pytest.approx(abs(x) * r[0] + r[2], rel=1e-11)
-    Z = affine(Y, BoundedWeight("V", scalar(v), r[1]))
+    Z = affine(Y, BoundedParameter("V", scalar(v), r[1]))
     ends = [(x * (w + p * r[0]) + b + q * r[2]) * (v + s * r[1]) for p in (-1, 1) for q in (-1, 1) for s in (-1, 1)]
     at = (x * w + b) * v
     assert Z.drift == pytest.approx(max(abs(end - at) for end in ends), rel=1e-11)
@@ -147,7 +149,7 @@ def test_the_range_of_rows_is_attained_by_each_of_its_bounds():
 def test_a_learnable_scale_by_its_extremal_cases():
     """A number multiplies every entry, so that its slope is |Y|_F; a scale for each feature has that of the largest column."""
     Y = constant(torch.tensor([[1.0, 2.0], [1.0, -2.0]], dtype=torch.float64))
-    number, features = (BoundedScale("s", torch.full((n,), 3.0, dtype=torch.float64), 0.5) for n in (1, 2))
+    number, features = (BoundedParameter("s", torch.full((n,), 3.0, dtype=torch.float64), 0.5) for n in (1, 2))
     assert (Y * number).slope["s"] == pytest.approx(math.sqrt(10), rel=1e-9)
     assert (Y * features).slope["s"] == pytest.approx(math.sqrt(8), rel=1e-9)
     assert (Y * number).drift == pytest.approx(0.5 * math.sqrt(10), rel=1e-9)
@@ -191,8 +193,8 @@ def test_a_ball_that_reaches_a_row_of_scale_zero(layernorm):
     """There the slope of a norm is 1 / sqrt(eps), and the bound is that; with half the radius, the slope where rows are smallest."""
     eps, x, W = 0.04, scalar(2.0), torch.tensor([[3.0, -3.0]], dtype=torch.float64)  # of mean 0, so centred or not is the same
     for share in (1.0, 0.5):
-        X = affine(constant(x), BoundedWeight("W", W, share * float(W.norm())))
-        Y = norm(X, X.centre, layernorm=layernorm, eps=eps, gain=None, shift=None)
+        X = affine(constant(x), BoundedParameter("W", W, share * float(W.norm())))
+        Y = norm(X, layernorm=layernorm, eps=eps)
         smallest = math.sqrt((2 * 3 * (1 - share)) ** 2 + eps)
         assert Y.slope["W"] == pytest.approx(2.0 / smallest, rel=1e-9)
 
@@ -222,18 +224,18 @@ def test_what_cancels_at_the_end_does_so_behind_a_gain_too():
 @pytest.mark.parametrize("layernorm", [True, False])
 def test_sizes_and_drift_of_a_norm_with_gain_are_attained(layernorm):
     """With eps = 0 and one gain for all entries every row has length 3 sqrt(d); with a large eps a norm is division by its root."""
-    X, gain = draw(3, 4), BoundedWeight("g", torch.full((4,), -3.0, dtype=torch.float64), 0.0)
+    X, gain = draw(3, 4), BoundedParameter("g", torch.full((4,), -3.0, dtype=torch.float64), 0.0)
     rows = X - X.mean(1, keepdim=True) if layernorm else X
     value = -3 * rows / rows.square().mean(1, keepdim=True).sqrt()
-    Y = norm(constant(X), value, layernorm=layernorm, eps=0.0, gain=gain, shift=None)
+    Y = gain_and_shift(norm(constant(X), layernorm=layernorm, eps=0.0), gain, None)
     assert Y.frobenius == pytest.approx(float(value.norm()), rel=1e-9)
     assert Y.row == pytest.approx(float(value.norm(dim=1).max()), rel=1e-9)
     assert Y.spectral >= float(torch.linalg.matrix_norm(value, 2))
     flat = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
-    moving = affine(constant(scalar(2.0)), BoundedWeight("W", flat, 0.5))
-    large = norm(moving, moving.centre / 10, layernorm=layernorm, eps=100.0, gain=None, shift=None)
+    moving = affine(constant(scalar(2.0)), BoundedParameter("W", flat, 0.5))
+    large = norm(moving, layernorm=layernorm, eps=100.0)
     assert large.drift == pytest.approx(2.0 * 0.5 / 10, rel=0.05)
-    still = norm(constant(flat), flat, layernorm=False, eps=0.0, gain=BoundedWeight("g", flat[0], 0.25), shift=None)
     peaked = torch.tensor([[5.0, 0.0]], dtype=torch.float64)  # normalised: (sqrt(2), 0), which a gain's first entry moves
-    one = norm(constant(peaked), peaked, layernorm=False, eps=0.0, gain=BoundedWeight("g", flat[0], 0.25), shift=None)
+    gain = BoundedParameter("g", flat[0], 0.25)
+    still, one = (gain_and_shift(norm(constant(rows), layernorm=False, eps=0.0), gain, None) for rows in (flat, peaked))
     assert still.drift == one.drift == pytest.approx(0.25 * math.sqrt(2), rel=1e-9)

@@ -12,7 +12,7 @@ Over a ball this bounds every Hessian in it, which is what a comparison of losse
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 
 from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
 from hessiankit.blocks.attention import rotate
-from hessiankit.blocks.norms import GroupNorm
+from hessiankit.blocks.norms import norm_of
 from hessiankit.bounding.rules import (
     ACTIVATION_CONSTANTS,
     Bounded,
-    BoundedScale,
-    BoundedWeight,
+    BoundedParameter,
     Sphere,
     ZeroScaleError,
     activation,
     affine,
     constant,
+    gain_and_shift,
     hadamard,
     merge,
     mixed,
@@ -98,16 +98,16 @@ def a_priori(
         raise InputError(f"bounds: in {parts.at}, {error}") from error
     names = tuple(name for name, _ in block.named_parameters())
     outer, row, whole, slope = _loss(Z, target, loss)
-    norms = torch.zeros(len(names), len(names), dtype=torch.float64)
-    for a, i in enumerate(names):
-        for b, j in enumerate(names):
-            bend = row * Z.bend_row.get((i, j), 0.0) + whole * Z.bend_all.get((i, j), 0.0)
-            norms[a, b] = outer * Z.slope.get(i, 0.0) * Z.slope.get(j, 0.0) + bend
+    norms = _matrix(names, lambda i, j: outer * Z.slope.get(i, 0.0) * Z.slope.get(j, 0.0) + Z.bent(i, j, row, whole))
     if Z.sphere is not None and loss == "mse":
         on_a_sphere = _on_a_sphere(Z, Z.sphere, target.detach().double(), names)
         norms = torch.minimum(norms, on_a_sphere + ROUNDING * norms)
     gradient = slope * math.sqrt(sum(g * g for g in Z.slope.values()))
     return NormTable(names, torch.maximum(norms, norms.T) * (1 + 1e-10), gradient)
+
+
+def _matrix(names: Sequence[str], entry: Callable[[str, str], float]) -> Tensor:
+    return torch.tensor([[entry(i, j) for j in names] for i in names], dtype=torch.float64)
 
 
 def _loss(Z: Bounded, target: Any, loss: str) -> tuple[float, float, float, float]:
@@ -142,14 +142,13 @@ def _on_a_sphere(Z: Bounded, sphere: Sphere, T: Tensor, names: tuple[str, ...]) 
     n, M = Z.centre.numel(), sphere.before
     row, whole = float(T.norm(dim=1).max()), float(T.norm())
     own, slope = 6 * sphere.eps / sphere.scale**4, 2 * sphere.eps * math.sqrt(Z.width) / sphere.scale**3
-    norms = torch.zeros(len(names), len(names), dtype=torch.float64)
-    for a, i in enumerate(names):
-        for b, j in enumerate(names):
-            targets = row * Z.bend_row.get((i, j), 0.0) + whole * Z.bend_all.get((i, j), 0.0)
-            bend = M.bend_row.get((i, j), 0.0) + math.sqrt(Z.length) * M.bend_all.get((i, j), 0.0)
-            lengths = own * M.slope.get(i, 0.0) * M.slope.get(j, 0.0) + slope * bend
-            norms[a, b] = (2 * targets + lengths) / n
-    return norms
+    root = math.sqrt(Z.length)
+
+    def entry(i: str, j: str) -> float:
+        lengths = own * M.slope.get(i, 0.0) * M.slope.get(j, 0.0) + slope * M.bent(i, j, 1.0, root)
+        return (2 * Z.bent(i, j, row, whole) + lengths) / n
+
+    return _matrix(names, entry)
 
 
 class _BoundedParts:
@@ -191,22 +190,20 @@ class _BoundedParts:
     def __getattr__(self, name: str) -> Any:
         part = getattr(self.__dict__["block"], name)
         if isinstance(part, nn.Parameter):
-            return BoundedScale(name, part.detach().double(), self._radius(name))
+            return self._parameter(name)
         if isinstance(part, nn.Module):
             return lambda X: self._norm(X, part, name)
         return part
 
-    def _radius(self, name: str) -> float:
-        return self.radius.get(name, 0.0) if isinstance(self.radius, Mapping) else float(self.radius)
-
-    def _weight(self, name: str) -> BoundedWeight | None:
+    def _parameter(self, name: str) -> BoundedParameter | None:
+        radius = self.radius.get(name, 0.0) if isinstance(self.radius, Mapping) else float(self.radius)
         found = self.named.get(name)
-        return None if found is None else BoundedWeight(name, found.detach().double(), self._radius(name))
+        return None if found is None else BoundedParameter(name, found.detach().double(), radius)
 
     def _affine(self, X: Bounded, weight: str, bias: str) -> Bounded:
-        W = self._weight(weight)
+        W = self._parameter(weight)
         assert W is not None
-        return affine(X, W, self._weight(bias))
+        return affine(X, W, self._parameter(bias))
 
     def _projected(self, letter: str, X: Bounded, heads: int) -> Bounded:
         return self._inner(letter.lower(), self._affine(X, f"{self.prefix}W_{letter}", f"{self.prefix}b_{letter}"), heads)
@@ -222,37 +219,12 @@ class _BoundedParts:
 
     def _norm(self, X: Bounded, part: nn.Module, name: str) -> Bounded:
         self.at = name
-        layernorm = isinstance(part, nn.LayerNorm)
-        if isinstance(part, GroupNorm):
-            pieces = split(X, part.groups)
-            layernorm = part.kind == "layernorm"
-            bare = norm(pieces, _bare(part, pieces.centre), layernorm=layernorm, eps=part.eps, gain=None, shift=None)
-            whole = merge(bare, part.groups)
-            return self._affine_of_norm(whole, part(X.centre.to(_dtype(part))).double().detach(), name)
-        eps = getattr(part, "eps", None)
-        eps = torch.finfo(_dtype(part)).eps if eps is None else float(eps)
-        gain, shift = self._weight(f"{name}.weight"), self._weight(f"{name}.bias")
-        value = part(X.centre.to(_dtype(part))).double().detach()
-        return norm(X, value, layernorm=layernorm, eps=eps, gain=gain, shift=shift)
-
-    def _affine_of_norm(self, X: Bounded, value: Tensor, name: str) -> Bounded:
-        gain, shift = self._weight(f"{name}.weight"), self._weight(f"{name}.bias")
-        out = X
-        if gain is not None:
-            out = out * BoundedScale(gain.name, gain.centre, gain.radius)
-        if shift is not None:
-            root = math.sqrt(out.length)
-            length = float(shift.centre.norm()) + shift.radius
-            out = replace(
-                out,
-                spectral=out.spectral + root * length,
-                frobenius=out.frobenius + root * length,
-                row=out.row + length,
-                slope={**out.slope, shift.name: root},
-                drift=out.drift + root * shift.radius,
-                sphere=None,
-            )
-        return replace(out, centre=value)
+        like = next(part.parameters(), X.centre)
+        kind, groups, eps = norm_of(part, like.dtype)
+        gain, shift = self._parameter(f"{name}.weight"), self._parameter(f"{name}.bias")
+        bare = norm(split(X, groups), layernorm=kind == "layernorm", eps=eps)
+        out = gain_and_shift(merge(bare, groups), gain, shift)
+        return replace(out, centre=part(X.centre.to(like)).double().detach(), slope_row=out.slope_row if groups > 1 else {})
 
     def _context(self, Q: Bounded, K: Bounded, V: Bounded) -> Tensor:
         part = self.part
@@ -268,15 +240,3 @@ class _BoundedParts:
         if part.causal:
             logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
         return (torch.softmax(logits, -1) @ v.repeat_interleave(repeats, 0)).transpose(0, 1).flatten(1)
-
-
-def _dtype(part: nn.Module) -> torch.dtype:
-    found = next(iter(part.parameters()), None)
-    return torch.float64 if found is None else found.dtype
-
-
-def _bare(part: GroupNorm, rows: Tensor) -> Tensor:
-    width = (rows.shape[1],)
-    if part.kind == "layernorm":
-        return torch.nn.functional.layer_norm(rows, width, eps=part.eps)
-    return torch.nn.functional.rms_norm(rows, width, eps=part.eps)

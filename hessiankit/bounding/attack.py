@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from hessiankit.bounding.a_priori import a_priori
+from hessiankit.bounding.bounds import BOUNDS, Bound, UndefinedBound
 from hessiankit.bounding.certified import frobenius_upper, gershgorin_upper, schatten_upper, verified_upper
 from hessiankit.bounding.high_precision import norm_from_below
 from hessiankit.bounding.loss_surface import loss_surface_bound
 from hessiankit.bounding.problems import BoundProblem, draw_problem
-from hessiankit.bounding.structured import structured
 from hessiankit.curvature.dense import Hessian
-from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.progress import Tell
 from hessiankit.support.tables import Piece, Printed, table
@@ -147,6 +146,11 @@ CERTIFIED: dict[str, Callable[[Tensor], float | None]] = {
 }
 
 
+def valid_bounds() -> dict[str, Bound]:
+    """Return the bounds in ``BOUNDS`` that are called valid and say something of a loss, not of its float64 Hessian."""
+    return {name: one for name, one in BOUNDS.items() if not one.printed and not one.of_matrix}
+
+
 def attack(n: int, *, seed: int = 0, steps: int = STEPS, tell: Tell | None = None) -> AttackReport:
     """Try to violate every bound that is called valid, on n problems; an interrupt keeps what is found.
 
@@ -202,14 +206,6 @@ def _ratio(problem: BoundProblem, bound: Callable[[BoundProblem], float]) -> flo
     return true / limit if limit else 0.0
 
 
-def _a_priori(problem: BoundProblem) -> float:
-    return a_priori(problem.module, problem.x, problem.target, loss=problem.loss).whole
-
-
-def _structured(problem: BoundProblem) -> float:
-    return structured(make_task("attack", problem.module, problem.x[None], problem.target[None], problem.loss)).whole
-
-
 def _try(report: AttackReport, seed: int, steps: int) -> None:
     problem, choose = draw_problem(seed), random.Random(f"attack {seed}")
     rounds: list[Callable[[], Iterator[Attempt]]] = [lambda: _at_the_point(problem)]
@@ -220,7 +216,8 @@ def _try(report: AttackReport, seed: int, steps: int) -> None:
     for tried in rounds:
         _judge_all(report, problem, tried)
     if choose.random() < ASCENTS:
-        ascend(problem, choose.choice([_a_priori, _structured]), steps, seed)
+        climbed = valid_bounds()[choose.choice(sorted(valid_bounds()))]
+        ascend(problem, lambda p: climbed.norms(p.at)[0], steps, seed)
         report.climbed += steps
         _judge_all(report, problem, lambda: _at_the_point(problem))
 
@@ -259,21 +256,24 @@ def _at_the_point(problem: BoundProblem) -> Iterator[Attempt]:
         limit = certified(matrix)
         if limit is not None:
             yield Attempt(name, true, limit)  # a statement on the float64 matrix, in which nobody else has a say
-    task = make_task("attack", problem.module, problem.x[None], problem.target[None], problem.loss)
-    own = structured(task)
-    yield Attempt("structured", true, own.whole, whole, whole, vector)
-    yield from _worst_block(H, true, "structured, blocks", lambda i, j: own.pairs[i, j])
-    prior = a_priori(problem.module, problem.x, problem.target, loss=problem.loss)
-    yield Attempt("a priori", true, prior.whole, whole, whole, vector)
-    yield from _worst_block(H, true, "a priori, blocks", lambda i, j: prior[i, j])
+    for one in valid_bounds().values():
+        try:
+            limit, pairs = one.norms(problem.at)
+        except UndefinedBound:
+            continue
+        yield Attempt(one.title, true, limit, whole, whole, vector)
+        yield from _worst_block(H, true, f"{one.title}, blocks", pairs)
 
 
-def _worst_block(H: Hessian, whole: float, name: str, limit: Callable[[str, str], float]) -> Iterator[Attempt]:
+def _worst_block(H: Hessian, whole: float, name: str, limits: Mapping[tuple[str, str], float]) -> Iterator[Attempt]:
     """The block that comes nearest to its bound, rounding aside."""
     found: Attempt | None = None
     for i, j in H.pairs():
+        limit = limits.get((i, j), limits.get((j, i)))
+        if limit is None:
+            continue
         block = H.block(i, j)
-        size, above = float(block.norm()), limit(i, j) + FLOOR * whole
+        size, above = float(block.norm()), limit + FLOOR * whole
         if size == 0 or (found is not None and size < found.ratio * above):
             continue  # not even its Frobenius norm comes as near
         _, s, Vh = torch.linalg.svd(block, full_matrices=False)

@@ -1,21 +1,22 @@
-"""``bounds``: the norms of a Hessian's blocks beside what each bound says of them."""
+"""``bounds``: the norms of a Hessian's blocks beside every bound on them. A bound is one function under ``@bound``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import NormTable, a_priori
-from hessiankit.bounding.certified import certify
-from hessiankit.bounding.curvature_gap import printed, sharpened
+from hessiankit.bounding.certified import Certificate, certify
+from hessiankit.bounding.curvature_gap import sharpened_a_priori, sharpened_structured, theorem_1, theorem_6, undefined
 from hessiankit.bounding.structured import structured
-from hessiankit.curvature.dense import hessian, spectral_norm
+from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.validation import check_dense
 from hessiankit.support.arguments import checked
@@ -27,14 +28,167 @@ WHOLE = "whole"
 NOISE = 1e-13
 
 
+@dataclass(frozen=True)
+class LossAt:
+    """The loss of a module at a point, which bounds are computed for.
+
+    Attributes:
+        module: The block, attention or other module.
+        x: B x L x d.
+        t: Of the output's shape, or labels.
+        loss: ``"mse"`` or ``"cross_entropy"``.
+    """
+
+    module: nn.Module
+    x: Tensor
+    t: Tensor
+    loss: str
+
+    @cached_property
+    def hessian(self) -> Hessian:
+        """The exact Hessian."""
+        return hessian(self.module, self.x, self.t, loss=self.loss)
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """The norms of the Hessian and of its blocks, with intervals that hold despite rounding."""
+        return certify(self.hessian.matrix.double(), self.hessian.slices)
+
+
+Norms: TypeAlias = "tuple[float, Mapping[tuple[str, str], float]]"
+"""Bound on the whole Hessian, and bounds on blocks by their two parameters, in either order."""
+
+
+class UndefinedBound(Exception):
+    """A bound is not defined for a problem; says why, or nothing where no reader would expect it."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound that ``bounds`` reports; its description is the first line of its function.
+
+    Attributes:
+        name: The key in reports and JSON; with spaces for underscores the column's head.
+        norms: (problem) -> the bounds.
+        printed: Whether it is a paper's bound as printed, which may be exceeded; the others are called valid.
+        of_matrix: Whether it is a statement on the float64 matrix alone.
+        caveat: What a reader of its numbers must know.
+    """
+
+    name: str
+    norms: Callable[[LossAt], Norms]
+    printed: bool = False
+    of_matrix: bool = False
+    caveat: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name in words."""
+        return self.name.replace("_", " ")
+
+    def __str__(self) -> str:
+        description, _, _ = (self.norms.__doc__ or "").partition("\n")
+        return f"{self.title}: {description}"
+
+
+BOUNDS: dict[str, Bound] = {}
+"""Every bound by its name, in the order of a report's columns. ``bounds``, its table and JSON, ``hessiankit bounds`` and the
+attacks read this."""
+
+
+def bound(name: str, **options: Any) -> Callable[[Callable[[LossAt], Norms]], Callable[[LossAt], Norms]]:
+    """Register a function as the bound of this name; the options are the attributes of ``Bound``."""
+
+    def register(norms: Callable[[LossAt], Norms]) -> Callable[[LossAt], Norms]:
+        BOUNDS[name] = Bound(name, norms, **options)
+        return norms
+
+    return register
+
+
+@bound("certified", of_matrix=True)
+def from_matrix(at: LossAt) -> Norms:
+    """From the float64 matrix, with an outward error for rounding."""
+    found = at.certificate
+    return found.whole.upper, {pair: interval.upper for pair, interval in found.pairs.items()}
+
+
+@bound("structured")
+def from_values(at: LossAt) -> Norms:
+    """From the intermediate values, each site of curvature kept with its sign."""
+    own = structured(make_task(WHO, at.module, at.x, at.t, at.loss))
+    own = sharpened_structured(at.module, at.x, at.t, own) if at.loss == "mse" else own
+    return own.whole, own.pairs
+
+
+@bound("a_priori")
+def from_norms(at: LossAt) -> Norms:
+    """From norms of the input, the weights and the target, the smallest row scales and the sizes."""
+    if not isinstance(at.module, TransformerBlock | Attention):
+        name = type(at.module).__name__
+        raise UndefinedBound(f"a_priori: not defined for {name}, whose parts have no rules; pass a TransformerBlock")
+    each = [a_priori(at.module, x, t, loss=at.loss) for x, t in zip(at.x, at.t, strict=True)]
+    norms = torch.stack([one.norms for one in each]).mean(0)  # the Hessian of a mean is the mean of the Hessians
+    prior = NormTable(each[0].names, norms, sum(one.lipschitz for one in each) / len(each))
+    prior = sharpened_a_priori(at.module, at.x, at.t, prior) if at.loss == "mse" else prior
+    return prior.whole, {(i, j): prior[i, j] for i in prior.names for j in prior.names}
+
+
+@bound(
+    "printed_theorem_1",
+    printed=True,
+    caveat="leaves out (W_K, W_K) and (W_V, W_K), and takes ||dA/dT|| <= 1/L, true at uniform attention",
+)
+def theorem_1_of_the_text(at: LossAt) -> Norms:
+    """Theorem 1 of Closing the Curvature Gap, for an attention."""
+    return _theorem_1(at, appendix=False)
+
+
+@bound("printed_theorem_1_appendix", printed=True)
+def theorem_1_of_the_appendix(at: LossAt) -> Norms:
+    """Theorem 1 as the paper's appendix has it."""
+    return _theorem_1(at, appendix=True)
+
+
+def _theorem_1(at: LossAt, *, appendix: bool) -> Norms:
+    X, T = _sample(at, Attention)
+    return theorem_1(at.module, X, T, appendix=appendix)  # type: ignore[arg-type]
+
+
+@bound(
+    "printed_theorem_6",
+    printed=True,
+    caveat="its steps (17), (21) and Phi fail; with the stated sigma_min it is exceeded from d = 5 on",
+)
+def theorem_6_as_stated(at: LossAt) -> Norms:
+    """Theorem 6 of Closing the Curvature Gap, for a post-norm block, with sigma_min as stated."""
+    return theorem_6(at.module, *_sample(at, TransformerBlock), reading="stated")  # type: ignore[arg-type]
+
+
+@bound("printed_theorem_6_proof", printed=True)
+def theorem_6_as_proved(at: LossAt) -> Norms:
+    """Theorem 6 with sigma_min as its proof uses it."""
+    return theorem_6(at.module, *_sample(at, TransformerBlock), reading="proof")  # type: ignore[arg-type]
+
+
+def _sample(at: LossAt, kind: type[nn.Module]) -> tuple[Tensor, Tensor]:
+    """Return the one sample of a problem that a theorem of Closing the Curvature Gap covers, or raise ``UndefinedBound``."""
+    reason = undefined(at.module, at.x, at.loss)
+    if reason:
+        raise UndefinedBound(f"printed: not defined here, {reason}")
+    if not isinstance(at.module, kind):
+        raise UndefinedBound
+    return at.x[0].detach().double(), at.t[0].detach().double()
+
+
 @dataclass(frozen=True, repr=False)
 class BoundsReport(Printed):
     """The spectral norms of a Hessian and of its blocks, and the bounds on them.
 
     Attributes:
         values: "whole" or "i x j" -> kind -> value. The kinds: "true" (of the float64 matrix), "lower" (certified from below),
-            "certified" (from above, rounding included), "structured", "a_priori", and those that begin with "printed", which
-            are the papers' bounds as printed and are no bounds where ``violated`` says so.
+            and the names in ``BOUNDS``; those that begin with "printed" are the papers' bounds as printed and are no bounds
+            where ``violated`` says so.
         names: The parameters.
         notes: Which assumption of a printed bound fails, or why a bound is not defined here.
         noise: What the rounding of float64 can leave of a block that vanishes, from the size of the Gauss-Newton part.
@@ -48,12 +202,12 @@ class BoundsReport(Printed):
     @property
     def violated(self) -> tuple[tuple[str, str, float], ...]:
         """(block, kind, true / bound) of every bound that the true norm exceeds."""
-        found = []
-        for name, row in self.values.items():
-            for kind, bound in row.items():
-                if kind not in ("true", "lower") and self._exceeds(row["true"], bound):
-                    found.append((name, kind, row["true"] / bound if bound else float("inf")))
-        return tuple(found)
+        return tuple(
+            (name, kind, row["true"] / limit if limit else math.inf)
+            for name, row in self.values.items()
+            for kind, limit in row.items()
+            if kind not in ("true", "lower") and self._exceeds(row["true"], limit)
+        )
 
     def _exceeds(self, true: float, bound: float) -> bool:
         return true > bound * (1 + 1e-9) + self.noise
@@ -61,7 +215,7 @@ class BoundsReport(Printed):
     def ratio(self, kind: str, name: str = WHOLE) -> float:
         """Return bound / true norm, the slack of a bound."""
         row = self.values[name]
-        return row[kind] / row["true"] if row["true"] else float("inf")
+        return row[kind] / row["true"] if row["true"] else math.inf
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain Python data: "whole", and "pairs" by "i x j"."""
@@ -79,22 +233,13 @@ class BoundsReport(Printed):
         """The kinds of bounds that this report has."""
         return tuple(kind for kind in self.values[WHOLE] if kind not in ("true", "lower"))
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        for name, row in self.values.items():
-            cells = []
-            for kind in self.kinds:
-                bound = row.get(kind)
-                if bound is None:
-                    cells.append("")
-                elif self._exceeds(row["true"], bound):
-                    cells.append(f"{bound:.3g} VIOLATED")
-                else:
-                    cells.append(f"{bound:.3g} ({bound / row['true']:.3g} x)" if row["true"] else f"{bound:.3g}")
-            yield (name, f"{row['true']:.4g}", *cells)
-
-    @property
-    def _headers(self) -> tuple[str, ...]:
-        return ("block", "norm", *(kind.replace("_", " ") for kind in self.kinds))
+    def _cell(self, row: Mapping[str, float], kind: str) -> str:
+        true, limit = row["true"], row.get(kind)
+        if limit is None:
+            return ""
+        if self._exceeds(true, limit):
+            return f"{limit:.3g} VIOLATED"
+        return f"{limit:.3g} ({limit / true:.3g} x)" if true else f"{limit:.3g}"
 
     def _headline(self) -> str:
         whole = self.values[WHOLE]
@@ -104,16 +249,19 @@ class BoundsReport(Printed):
     def _parts(self) -> Iterator[Piece]:
         exceeded, kinds = {name for name, _, _ in self.violated}, {kind for _, kind, _ in self.violated}
         rank = [math.inf if name == WHOLE or name in exceeded else row["true"] for name, row in self.values.items()]
-        drop = [kind.replace("_", " ") for kind in reversed(self.kinds) if kind not in kinds]
+        titles = {kind: kind.replace("_", " ") for kind in self.kinds}
+        cells = {name: [self._cell(row, kind) for kind in titles] for name, row in self.values.items()}
+        rows = [(name, f"{row['true']:.4g}", *cells[name]) for name, row in self.values.items()]
+        drop = [title for kind, title in reversed(titles.items()) if kind not in kinds]
         ranked = "the whole, violated and largest norms"
         yield self._headline()
-        yield table(self._headers, self._rows(), names=self.names, drop=drop, rank=rank, ranked=ranked)
+        yield table(("block", "norm", *titles.values()), rows, names=self.names, drop=drop, rank=rank, ranked=ranked)
         yield from self.notes
 
 
 @checked("bounds")
 def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse") -> BoundsReport:
-    r"""Return the spectral norms of a block's loss Hessian with every bound that is known for it.
+    r"""Return the spectral norms of a block's loss Hessian beside every bound that is registered in ``BOUNDS``.
 
     *certified*: from the matrix, with an outward error for rounding. *structured*: from the intermediate values, each site of
     curvature kept with its sign. *a_priori*: from norms of the input, the weights and the target, the smallest row scales
@@ -135,39 +283,24 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
     >>> report.ratio("certified") < 1 + 1e-6 < report.ratio("structured") < report.ratio("a_priori")
     True
     """
-    x, t = _batched(inputs, target, loss)
-    found = hessian(block, x, t, loss=loss)
-    H = found.matrix.double()
-    certificate = certify(H, found.slices)
-    task = make_task(WHO, block, x, t, loss)
-    own = structured(task)
+    at = LossAt(block, *_batched(inputs, target, loss), loss)
+    norms, lower = at.certificate.norms, {pair: interval.lower for pair, interval in at.certificate.pairs.items()}
+    values = {WHOLE: {"true": at.certificate.norm, "lower": at.certificate.whole.lower}}
+    values |= {f"{i} x {j}": {"true": norms[i, j], "lower": lower[i, j]} for i, j in at.hessian.pairs()}
     notes: list[str] = []
-    tables: dict[str, NormTable] = {}
-    if isinstance(block, TransformerBlock | Attention):
-        prior, own = sharpened(block, x, t, loss, _over_samples(block, x, t, loss), own)
-        tables["a_priori"] = prior
-    else:
-        notes.append(f"a_priori: not defined for {type(block).__name__}, whose parts have no rules; pass a TransformerBlock")
-    values: dict[str, dict[str, float]] = {WHOLE: {"true": certificate.norm, "lower": certificate.whole.lower}}
-    values[WHOLE] |= {"certified": certificate.whole.upper, "structured": own.whole}
-    values[WHOLE] |= {kind: table.whole for kind, table in tables.items()}
-    for i, j in found.pairs():
-        row = {"true": certificate.norms[i, j]}
-        row |= {"lower": certificate.pairs[i, j].lower, "certified": certificate.pairs[i, j].upper}
-        row |= {"structured": own.pairs[i, j], **{kind: table[i, j] for kind, table in tables.items()}}
-        values[f"{i} x {j}"] = row
-    for name, row in printed(block, x, t, loss, notes).items():
-        if name in values:
-            values[name] |= row
-    noise = NOISE * spectral_norm(found.outer(), symmetric=True)
-    return BoundsReport(values, found.names, tuple(notes), noise)
-
-
-def _over_samples(block: TransformerBlock | Attention, x: Tensor, t: Tensor, loss: str) -> NormTable:
-    """Return the mean of the samples' tables: the Hessian of a mean is the mean of the Hessians."""
-    each = [a_priori(block, x[b], t[b], loss=loss) for b in range(x.shape[0])]
-    norms = torch.stack([one.norms for one in each]).mean(0)
-    return NormTable(each[0].names, norms, sum(one.lipschitz for one in each) / len(each))
+    for name, one in BOUNDS.items():
+        try:
+            whole, pairs = one.norms(at)
+        except UndefinedBound as reason:
+            notes.append(str(reason))
+            continue
+        values[WHOLE][name] = whole
+        for i, j in at.hessian.pairs():
+            limit = pairs.get((i, j), pairs.get((j, i)))
+            values[f"{i} x {j}"] |= {} if limit is None else {name: limit}
+        notes.append(f"{one.title}: {one.caveat}" if one.caveat else "")
+    noise = NOISE * spectral_norm(at.hessian.outer(), symmetric=True)
+    return BoundsReport(values, at.hessian.names, tuple(dict.fromkeys(filter(None, notes))), noise)
 
 
 def _batched(inputs: Tensor, target: Tensor, loss: str) -> tuple[Tensor, Tensor]:

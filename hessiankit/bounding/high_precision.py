@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.blocks.norms import GroupNorm
+from hessiankit.blocks.norms import norm_of
 from hessiankit.bounding.problems import BoundProblem
 
 DIGITS, STEP = 80, "1e-25"
@@ -168,12 +168,9 @@ class _MpfParts:
         return np.array(rows, dtype=object)
 
     def _norm(self, X: Array, part: nn.Module, name: str) -> Array:
-        groups = part.groups if isinstance(part, GroupNorm) else 1
-        centred = part.kind == "layernorm" if isinstance(part, GroupNorm) else isinstance(part, nn.LayerNorm)
-        eps = getattr(part, "eps", None)
-        eps = torch.finfo(torch.float64).eps if eps is None else float(eps)
+        kind, groups, eps = norm_of(part, torch.float64)
         rows = X.reshape(len(X) * groups, -1)
-        rows = rows - rows.sum(1)[:, None] / rows.shape[1] if centred else rows
+        rows = rows - rows.sum(1)[:, None] / rows.shape[1] if kind == "layernorm" else rows
         scale = _sqrt((rows * rows).sum(1) / rows.shape[1] + eps)
         out = (rows / scale[:, None]).reshape(X.shape)
         out = out * self.values[f"{name}.weight"] if f"{name}.weight" in self.values else out

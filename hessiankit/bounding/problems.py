@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import PLACEMENTS, Attention, TransformerBlock
+from hessiankit.bounding.bounds import LossAt
 from hessiankit.curvature.dense import Hessian, hessian
 
 KINKED = ("relu", "leaky_relu")
@@ -43,6 +44,11 @@ class BoundProblem:
         return hessian(  # drawn to be extreme: torch's own gradient may have lost its digits there
             self.module, self.x.unsqueeze(0), self.target.unsqueeze(0), loss=self.loss, handshake=False
         )
+
+    @property
+    def at(self) -> LossAt:
+        """Its loss as it now is, for a bound."""
+        return LossAt(self.module, self.x.unsqueeze(0), self.target.unsqueeze(0), self.loss)
 
     @property
     def kinked(self) -> bool:

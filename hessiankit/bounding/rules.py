@@ -95,7 +95,11 @@ class Bounded:
         """Return c Y."""
         return self._times(abs(c), c * self.centre)
 
-    def __mul__(self, factor: BoundedScale) -> Bounded:
+    def bent(self, i: str, j: str, row: float, whole: float) -> float:
+        """Return the bound on <Lambda, D^2 Y [t_i, t_j]> for unit t_i and t_j, a longest row and a norm of Lambda."""
+        return row * self.bend_row.get((i, j), 0.0) + whole * self.bend_all.get((i, j), 0.0)
+
+    def __mul__(self, factor: BoundedParameter) -> Bounded:
         """Return Y times a scale, a number or one for each feature, that is itself a parameter of the ball."""
         norm = factor.largest
         one = {(factor.name, i): g for i, g in self.slope.items()}  # <Lambda, dY diag(dv)>: |dv|_inf |Lambda|_F |dY|_F
@@ -143,12 +147,18 @@ class Sphere:
 
 
 @dataclass(frozen=True)
-class BoundedScale:
-    """A learnable number, or one for each feature, in a ball."""
+class BoundedParameter:
+    """A weight matrix, a bias, a gain or a number, in a Frobenius ball."""
 
     name: str
     centre: Tensor
     radius: float
+
+    @property
+    def norm(self) -> float:
+        """Bound on its spectral norm over the ball; for a vector on its length."""
+        size = spectral_norm(self.centre) if self.centre.ndim == 2 else float(self.centre.norm())
+        return size + self.radius
 
     @property
     def largest(self) -> float:
@@ -218,52 +228,39 @@ ACTIVATION_CONSTANTS: dict[str, tuple[float, float, float]] = {
 """For relu and leaky_relu the second derivative is that off the kinks: a bound on the Hessian almost everywhere."""
 
 
-@dataclass(frozen=True)
-class BoundedWeight:
-    """A weight matrix, or bias, in a Frobenius ball."""
-
-    name: str
-    centre: Tensor
-    radius: float
-
-    @property
-    def norm(self) -> float:
-        """Bound on its spectral norm over the ball; for a bias on its length."""
-        size = spectral_norm(self.centre) if self.centre.ndim == 2 else float(self.centre.norm())
-        return size + self.radius
-
-
-def affine(X: Bounded, W: BoundedWeight, b: BoundedWeight | None = None) -> Bounded:
+def affine(X: Bounded, W: BoundedParameter, b: BoundedParameter | None = None) -> Bounded:
     """Return X W + 1 b^T: slope |X|_2 in W, sqrt(L) in b, and a bend between W and what moves X."""
-    w, length = W.norm, X.length
+    w = W.norm
     slope, bend_row, bend_all = pushed(X, w)
-    slope = added(slope, {W.name: X.spectral})
     cross = symmetric(products({W.name: 1.0}, X.slope))  # <Lambda, dX dW> <= |Lambda|_F |dX|_F |dW|_2
-    centre = X.centre @ W.centre
     out = Bounded(
-        centre,
+        X.centre @ W.centre,
         X.spectral * w,
         X.frobenius * w,
         X.row * w,
-        slope,
+        added(slope, {W.name: X.spectral}),
         bend_row,
         added(bend_all, cross),
         X.drift * w + W.radius * spectral_norm(X.centre),
         X.diameter * w if w else 0.0,
         added(scaled(w, X.row_slopes()), {W.name: X.row}),
     )
-    if b is None:
-        return out
-    beta, root = b.norm, math.sqrt(length)
+    return out if b is None else shifted(out, b)
+
+
+def shifted(X: Bounded, b: BoundedParameter) -> Bounded:
+    """Return X + 1 b^T: slope sqrt(L) in b, and 1 for a row."""
+    beta, root = b.norm, math.sqrt(X.length)
     return replace(
-        out,
-        centre=centre + b.centre,
-        spectral=out.spectral + root * beta,
-        frobenius=out.frobenius + root * beta,
-        row=out.row + beta,
-        slope=added(out.slope, {b.name: root}),
-        slope_row=added(out.slope_row, {b.name: 1.0}),
-        drift=out.drift + root * b.radius,
+        X,
+        centre=X.centre + b.centre,
+        spectral=X.spectral + root * beta,
+        frobenius=X.frobenius + root * beta,
+        row=X.row + beta,
+        slope=added(X.slope, {b.name: root}),
+        slope_row=added(X.slope_row, {b.name: 1.0}),
+        drift=X.drift + root * b.radius,
+        sphere=None,
     )
 
 
@@ -296,10 +293,8 @@ def hadamard(X: Bounded, Y: Bounded) -> Bounded:
     )
 
 
-def norm(
-    X: Bounded, value: Tensor, *, layernorm: bool, eps: float, gain: BoundedWeight | None, shift: BoundedWeight | None
-) -> Bounded:
-    r"""Return LayerNorm or RMSNorm with gain and shift.
+def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
+    r"""Return LayerNorm or RMSNorm without gain and shift, but for its value at the centre.
 
     With s a lower bound of every row scale sqrt(var + eps) over the ball: the Jacobian is at most 1/s, and the bend
     2 / (sqrt(3 d) s^2) in the rows (bounds review, section 3.1; it holds with eps, and for RMSNorm).
@@ -309,16 +304,15 @@ def norm(
     """
     d, length = X.width, X.length
     rows = X.centre - X.centre.mean(1, keepdim=True) if layernorm else X.centre
-    variance = (rows**2).mean(1)
-    at_centre = variance.sqrt()
+    at_centre = (rows**2).mean(1).sqrt()
     lowest = torch.clamp(at_centre - X.drift / math.sqrt(d), min=0.0)
     s = float((lowest**2 + eps).sqrt().min())
     if s == 0:
         raise ZeroScaleError(int((lowest**2 + eps).argmin()), float(at_centre.min()), X.drift / math.sqrt(d))
     slope, bend_row, bend_all = pushed(X, 1 / s)
     own = products(X.slope, X.slope, 2 / (math.sqrt(3 * d) * s * s))
-    out = Bounded(
-        value,
+    return Bounded(
+        X.centre,
         math.sqrt(length * d),
         math.sqrt(length * d),
         math.sqrt(d),
@@ -327,33 +321,14 @@ def norm(
         bend_all,
         X.drift / s,
         2 * math.sqrt(d),
-        sphere=Sphere(X, s, eps, layernorm) if gain is None and shift is None else None,
+        sphere=Sphere(X, s, eps, layernorm),
     )
-    if gain is not None:
-        largest = float(gain.centre.abs().max()) + gain.radius
-        cross = symmetric(products({gain.name: 1.0}, out.slope))
-        out = Bounded(
-            value,
-            largest * out.spectral,
-            largest * out.frobenius,
-            largest * out.row,
-            added(scaled(largest, out.slope), {gain.name: math.sqrt(length) * math.sqrt(d)}),
-            scaled(largest, out.bend_row),
-            added(scaled(largest, out.bend_all), cross),
-            largest * out.drift + gain.radius * math.sqrt(length * d),
-            largest * out.diameter,
-        )
-    if shift is not None:
-        beta, root = float(shift.centre.norm()) + shift.radius, math.sqrt(length)
-        out = replace(
-            out,
-            spectral=out.spectral + root * beta,
-            frobenius=out.frobenius + root * beta,
-            row=out.row + beta,
-            slope=added(out.slope, {shift.name: root}),
-            drift=out.drift + root * shift.radius,
-        )
-    return replace(out, centre=value)
+
+
+def gain_and_shift(X: Bounded, gain: BoundedParameter | None, shift: BoundedParameter | None) -> Bounded:
+    """Return X diag(gain) + 1 shift^T, either of which may be missing."""
+    X = X if gain is None else X * gain
+    return X if shift is None else replace(shifted(X, shift), slope_row=X.slope_row)
 
 
 class ZeroScaleError(ValueError):

@@ -6,6 +6,7 @@ An error that nobody foresaw prints Python's traceback and ends with 1: whatever
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import re
 import sys
@@ -190,13 +191,13 @@ def add_table(add: Add) -> None:
     add("--table", action="store_true", help="print every row and column; in a terminal the result else takes a screen")
 
 
-class ListPlacements(argparse.Action):
-    """Prints every norm placement with its source, and ends."""
+class ListEntries(argparse.Action):
+    """Prints every entry of the registry that ``const`` names, as ``"module:NAME"``, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from hessiankit.blocks import PLACEMENTS  # imports torch
-
-        parser._print_message("".join(f"{placement}\n" for placement in PLACEMENTS.values()), sys.stdout)
+        module, name = str(self.const).split(":")
+        registry = getattr(importlib.import_module(module), name)  # imports torch
+        parser._print_message("".join(f"{entry}\n" for entry in registry.values()), sys.stdout)
         parser.exit(OK)
 
 
@@ -234,6 +235,11 @@ def add_model(add: Add, *, default: str | None = None) -> None:
     )
 
 
+def add_list(add: Add, option: str, registry: str, help: str) -> None:
+    """Add an option that prints a registry, given as ``"module:NAME"``, and ends."""
+    add(option, action=ListEntries, const=registry, nargs=0, help=help)
+
+
 def add_block_options(add: Add, **placement: Any) -> None:
     """Add the options of a block: placement, norm, activation, heads, biases, mask, positions, depth.
 
@@ -243,7 +249,7 @@ def add_block_options(add: Add, **placement: Any) -> None:
     """
     usual = {"default": "post", "help": "where the norms stand: post (default), pre, hybridnorm, deepnorm, ..."}
     add("--placement", metavar="NAME", **usual | placement)
-    add("--list-placements", action=ListPlacements, nargs=0, help="print every norm placement with its source, and end")
+    add_list(add, "--list-placements", "hessiankit.blocks:PLACEMENTS", "print every norm placement with its source, and end")
     add("--norm", default="layernorm", help="layernorm (default) or rmsnorm")
     add("--no-affine", action="store_true", help="norms without gain and bias")
     add("--activation", default="relu", help="relu (default), gelu, gelu_tanh, silu, tanh, leaky_relu, identity, swiglu")
