@@ -22,11 +22,12 @@ from torch import Tensor
 
 from figures._kept import checksum, read, set_aside, writing
 from figures._kit import CODE as TOOLKIT
-from figures._kit import differentiable, short_digest, version
+from figures._kit import differentiable, short_digest
 from hessiankit.blocks import VisionTransformer
 from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.studies.images import ImageDataset, load_images, patchify
 from hessiankit.studies.training import train
+from hessiankit.support.environment import code_version
 
 CODE = ("hessiankit/blocks", "hessiankit/studies/images.py", "hessiankit/studies/training.py", "figures/_digits.py")
 """What the digits of a run depend on."""
@@ -133,7 +134,7 @@ def snapshots(out: Path, spec: ImageSpec, steps: Iterable[int]) -> Iterator[tupl
         KeyboardInterrupt: Training was interrupted; what it did is kept.
     """
     tokens, labels = spec.data()
-    identity = {"spec": spec, "images": checksum(tokens.numpy().tobytes()), "made by": version(*CODE)}
+    identity = {"spec": spec, "images": checksum(tokens.numpy().tobytes()), "made by": code_version(*CODE)}
     folder = out / "cache" / f"digits-{short_digest(identity)}"
     previous: Path | None = None
     for step in sorted(set(steps)):

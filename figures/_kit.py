@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,17 +29,38 @@ from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES, Pi
 from hessiankit.diagnostics.monitoring.log import COLOURS as TYPE_COLOURS
 from hessiankit.diagnostics.monitoring.log import MARKS as TYPE_MARKS
 from hessiankit.diagnostics.monitoring.log import dress, name_ends
+from hessiankit.support.environment import code_version
 from hessiankit.support.errors import InputError
 
 __all__ = [
-    "DASHES", "FAINT", "INK", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached", "differentiable",
-    "dress", "heading", "name_ends", "page", "plain", "save", "style", "version", "write_json", "write_rows", "writing",
+    "DASHES",
+    "FAINT",
+    "INK",
+    "MACHINE",
+    "METHOD_COLOURS",
+    "METHOD_MARKS",
+    "TYPE_COLOURS",
+    "TYPE_MARKS",
+    "cached",
+    "differentiable",
+    "dress",
+    "heading",
+    "name_ends",
+    "page",
+    "plain",
+    "save",
+    "style",
+    "write_json",
+    "write_rows",
+    "writing",
 ]  # fmt: skip
 
 T = TypeVar("T")
-ROOT = Path(__file__).parents[1]
 CODE = ("hessiankit", "derivations")
 """What an answer is taken to depend on, where nothing narrower is said."""
+
+MACHINE = ("date", "python", "torch", "numpy", "processor", "cores", "system")
+"""Entries of the environment that a file of numbers keeps."""
 
 METHOD_COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
 """Okabe and Ito's colours for methods, placements and arms, in this order; the baseline takes the first."""
@@ -154,7 +174,7 @@ def cached(out: Path, name: str, key: Any, make: Callable[[], T], *, code: Itera
     >>> cached(out, "sum", {"n": 3}, lambda: 6), cached(out, "sum", {"n": 3}, lambda: 1 / 0)
     (6, 6)
     """
-    identity = {"key": plain(key), "made by": version(*code)}
+    identity = {"key": plain(key), "made by": code_version(*code)}
     path = out / "cache" / f"{name}-{short_digest(identity)}.json"
     answer: T = recall(path, identity)
     if answer is NOTHING:
@@ -180,17 +200,6 @@ def plain(x: Any) -> Any:
     if hasattr(x, "tolist"):
         return plain(x.tolist())
     return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-@cache
-def version(*names: str) -> str:
-    """Return torch's version and a digest of files and folders of the repository."""
-    digest = hashlib.sha256()
-    for name in names:
-        path = ROOT / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
-    return f"torch {torch.__version__}, code {digest.hexdigest()[:12]}"
 
 
 def short_digest(data: Any) -> str:

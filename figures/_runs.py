@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from figures._kept import NOTHING, checksum, keep, read, recall, set_aside, writing
-from figures._kit import differentiable, plain, short_digest, version
+from figures._kit import differentiable, plain, short_digest
 from figures._run_state import MONITORED, State
 from hessiankit.blocks import Transformer, initialise
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, read_monitor
@@ -36,6 +36,7 @@ from hessiankit.studies.tuning.experiment import (
     one_thread,
     texts,
 )  # fmt: skip
+from hessiankit.support.environment import code_version
 from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell, progress_bar
 
@@ -169,7 +170,7 @@ def byte_run(spec: ByteSpec, out: Path, *, tell: Tell | None = None) -> ByteRun:
     if tell is None:
         with progress_bar() as bar:
             return byte_run(spec, out, tell=bar)
-    made_by = f"{version(*CODE)}, {torch.get_default_dtype()}"
+    made_by = f"{code_version(*CODE)}, {torch.get_default_dtype()}"
     identity = {"spec": plain(spec), "text": digest_of(spec.text), "made by": made_by}
     folder = out / "cache" / f"run-{spec.name}-{short_digest(identity)}"
     found = recall(folder / "result.json", identity)

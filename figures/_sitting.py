@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from figures._kept import NOTHING, keep, recall
-from figures._kit import version
+from hessiankit.support.environment import code_version
 
 CODE = ("figures", "hessiankit", "derivations")
 
@@ -35,7 +35,7 @@ class Sitting:
             InputError: What is kept of the last command cannot be read.
         """
         command: dict[str, object] = {"names": list(names), "quick": quick, "suffix": suffix, "sources": dict(sources)}
-        command["made by"] = version(*CODE)
+        command["made by"] = code_version(*CODE)
         path = out / "cache" / "unfinished.json"
         before = recall(path, command, exclusive=False)
         drawn = {} if before is NOTHING else before

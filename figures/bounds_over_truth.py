@@ -19,22 +19,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import matplotlib as mpl
 import torch
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from torch import Tensor
 
 import hessiankit as hk
-from figures._bounds_chart import draw_chart
 from figures._kept import put
-from figures._kit import write_json
+from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, page, save, write_json
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.bounds import BOUNDS, LossAt, UndefinedBound
 from hessiankit.bounding.certified import certify, schatten_upper
 from hessiankit.bounding.structured import structured
+from hessiankit.curvature.plot_frame import STYLE, Picture
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
-from hessiankit.support.tables import as_text, table
+from hessiankit.support.tables import as_markdown, as_text, table
 
 NAME = Path(__file__).stem
 MODULES = ("attention", "block")
@@ -182,8 +185,10 @@ def _at_placement(placement: str, seed: int) -> Ratios:
     return ratios(block, normal(4, 4, seed=seed + 10_000), normal(4, 4, seed=seed + 20_000))
 
 
-Summary: TypeAlias = dict[str, dict[str, dict[str, tuple[float, float]]]]
-"""Panel -> what varies -> kind of bound -> (median, worst)."""
+Columns: TypeAlias = dict[str, dict[str, tuple[float, float]]]
+"""What varies -> kind of bound -> (median, worst)."""
+Summary: TypeAlias = dict[str, Columns]
+"""Panel -> its columns."""
 
 
 def summarise(measured: Measured) -> Summary:
@@ -219,10 +224,95 @@ def tables(summary: Summary) -> Iterator[tuple[str, list[str], list[list[str]]]]
         yield panel, [panel, *kinds], rows
 
 
-def markdown(headers: list[str], rows: list[list[str]]) -> str:
-    """Return a table of docs/bounds.md."""
-    lines = ["| " + " | ".join(headers) + " |", "|---|" + "--:|" * (len(headers) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+COLOURS = {"a priori": METHOD_COLOURS[2], "structured": METHOD_COLOURS[1], "certified, norm matrix": METHOD_COLOURS[3]}
+DRAWN = ("a priori", "structured", "certified, norm matrix")
+MARKS = {"a priori": "o", "structured": "s", "certified, norm matrix": "^"}
+DASHES: dict[str, Any] = {"attention": "--", "block": "-"}
+
+
+def draw_chart(summary: Summary, path: Path) -> Path:
+    """Draw five panels of medians, with a thin line up to the worst of each, in log scale, and return the path."""
+    with mpl.rc_context(STYLE):
+        figure = page(8.6, 6.4)
+        grid = figure.add_gridspec(2, 3, left=0.075, right=0.985, top=0.865, bottom=0.12, wspace=0.25, hspace=0.34)
+        figure.text(0.075, 0.965, "Upper bounds of a Hessian's norm, divided by the norm", fontsize=10.5, color=INK)
+        _legend(figure)
+        for k, panel in enumerate(("attention", "block")):
+            axes = figure.add_subplot(grid[0, k])
+            _points(axes, summary[panel], DRAWN)
+            _dress(axes, {"attention": "self-attention", "block": "post-norm block"}[panel], labelled=k == 0)
+        axes = figure.add_subplot(grid[0, 2])
+        _lines(axes, summary["size"])
+        _dress(axes, "by width d = L, at initialisation")
+        axes = figure.add_subplot(grid[1, 0])
+        _lines(axes, summary["training"])
+        _dress(axes, "by steps of training", labelled=True)
+        axes = figure.add_subplot(grid[1, 1:])
+        _points(axes, summary["placement"], DRAWN)
+        axes.tick_params(axis="x", labelrotation=35)
+        _dress(axes, "by norm placement, at initialisation")
+        return save(figure, path)
+
+
+def _legend(figure: Picture) -> None:
+    kinds = [
+        Line2D(
+            [], [], color=COLOURS[kind], marker=MARKS[kind], linestyle="", markersize=4.5, label=kind.removeprefix("certified, ")
+        )
+        for kind in DRAWN
+    ]
+    modules = [Line2D([], [], color=FAINT, linestyle=dash, label=module) for module, dash in DASHES.items()]
+    look: Any = {"frameon": False, "fontsize": 8, "handletextpad": 0.4, "columnspacing": 1.4}
+    figure.legend(handles=kinds, loc="upper left", bbox_to_anchor=(0.065, 0.952), ncols=3, **look)
+    figure.legend(handles=modules, loc="upper left", bbox_to_anchor=(0.40, 0.952), ncols=2, **look)
+    figure.text(0.985, 0.925, "mark: median, thin line: up to the worst", fontsize=8, color=FAINT, ha="right")
+
+
+def _points(axes: Axes, columns: Columns, kinds: tuple[str, ...]) -> None:
+    """Medians of every column beside each other, each with a line to its worst."""
+    for k, kind in enumerate(kinds):
+        for at, column in enumerate(columns.values()):
+            if kind not in column:
+                continue
+            median, worst = column[kind]
+            x = at + 0.26 * (k - (len(kinds) - 1) / 2)
+            axes.plot([x, x], [median, worst], color=COLOURS[kind], linewidth=1.0, alpha=0.6)
+            axes.plot([x], [median], MARKS[kind], color=COLOURS[kind], markersize=4)
+            if kind == "certified, norm matrix" and len(columns) > 6:
+                continue  # no room for one more number
+            axes.annotate(_short(median), (x, median), (0, -9), textcoords="offset points", ha="center", fontsize=6, color=FAINT)
+    axes.set_xticks(range(len(columns)), list(columns))
+    axes.set_xlim(-0.6, len(columns) - 0.4)
+
+
+def _short(value: float) -> str:
+    """Return two significant digits, written out up to a million."""
+    return f"{value:.2g}" if value < 100 or value >= 1e6 else f"{float(f'{value:.2g}'):,.0f}"
+
+
+def _lines(axes: Axes, columns: Columns) -> None:
+    """Medians against the number that a column's name ends with, a line for each module and kind."""
+    numbers = sorted({int(name.split()[1]) for name in columns})
+    for module, dash in DASHES.items():
+        for kind in DRAWN:
+            own = {int(n.split()[1]): c[kind][0] for n, c in columns.items() if n.split()[0] == module and kind in c}
+            found = [(k, own[number]) for k, number in enumerate(numbers) if number in own]
+            axes.plot(*zip(*found, strict=True), dash, marker=MARKS[kind], color=COLOURS[kind], markersize=4, linewidth=1.0)
+    axes.set_xticks(range(len(numbers)), [str(n) for n in numbers])
+
+
+def _dress(axes: Axes, title: str, *, labelled: bool = False) -> None:
+    if labelled:
+        axes.set_ylabel("bound / norm", fontsize=8)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=min(axes.get_ylim()[1] ** -0.12, 0.5))  # room for the numbers below 1
+    axes.axhline(1.0, color=INK, linewidth=0.6)
+    axes.set_title(title, fontsize=8.5, loc="left")
+    axes.tick_params(labelsize=7.5, length=2)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
@@ -233,8 +323,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     texts = []
     for title, headers, rows in tables(summary):
         print(as_text(table(headers, rows, title=f"bound / norm, median (worst): {title}")))
-        texts.append(markdown(headers, rows))
-    kept = {k: v for k, v in environment().items() if k in ("date", "python", "torch", "numpy", "processor", "cores", "system")}
-    data = {"environment": kept, "settings": asdict(settings), "summary": summary, "ratios": measured}
-    page = put(out / f"{NAME}.md", "\n".join(texts).encode())
-    return [draw_chart(summary, out / f"{NAME}{suffix}"), write_json(out / f"{NAME}.json", data), page]
+        texts.append(as_markdown(headers, rows) + "\n")
+    data = {"environment": environment(*MACHINE), "settings": asdict(settings), "summary": summary, "ratios": measured}
+    text = put(out / f"{NAME}.md", "\n".join(texts).encode())
+    return [draw_chart(summary, out / f"{NAME}{suffix}"), write_json(out / f"{NAME}.json", data), text]

@@ -21,24 +21,30 @@ import json
 import statistics
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
 from torch import Tensor
 
 import hessiankit as hk
 from figures._kept import put, read, writing
-from figures._kit import write_json, write_rows
+from figures._kit import FAINT, INK, MACHINE, page, save, write_json, write_rows
 from figures._lanczos import extremes
-from figures._placement_map import draw_map
+from hessiankit.curvature.plot_frame import STYLE
 from hessiankit.studies.placement_grid import version
 from hessiankit.support.environment import environment
 from hessiankit.support.jsonl import append_records
 from hessiankit.support.progress import progress_bar
-from hessiankit.support.tables import as_text, table
+from hessiankit.support.tables import as_markdown, as_text, table
 
 NAME = Path(__file__).stem
 GROUPS = ("QK", "VO", "FFN", "Norm", "Emb", "all")
@@ -281,10 +287,82 @@ def tables(found: Summary, settings: Settings) -> Iterator[tuple[str, list[str],
         yield initialisation, headers, rows
 
 
-def markdown(headers: list[str], rows: list[list[str]]) -> str:
-    """Return a table of the page docs/placement_curvature.md."""
-    lines = ["| " + " | ".join(headers) + " |", "|---|" + "--:|" * (len(headers) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+CELL, ROW = 0.44, 0.22  # inches
+MOST = 30.0
+"""End of the colour scale of the growth; larger values have the same colour, and their number."""
+
+
+def draw_map(found: Summary, settings: Settings, path: Path) -> Path:
+    """Draw medians as coloured cells with their numbers, one panel an initialisation, and return the path."""
+    placements = [name for family in settings.families.values() for name in family]
+    parts = (*map(str, settings.depths), "growth")
+    panels = {
+        init: {part: np.array([[found[p, init, part, g].median for g in GROUPS] for p in placements]) for part in parts}
+        for init in settings.initialisations
+    }
+    norms = np.concatenate([panel[part].ravel() for panel in panels.values() for part in parts[:2]])
+    growth = min(MOST, max(float(np.exp(np.abs(np.log(panel["growth"])).max())) for panel in panels.values()))
+    scales = {part: ScalarMappable(LogNorm(norms.min(), norms.max()), "viridis") for part in parts[:2]}
+    scales["growth"] = ScalarMappable(LogNorm(1 / growth, growth), "RdBu_r")
+
+    left, right, top, between, gap = 1.35, 0.5, 0.62, 0.75, 0.16
+    width = left + 3 * CELL * len(GROUPS) + 2 * gap + right
+    panel_height = ROW * len(placements)
+    height = top + len(panels) * (panel_height + between) - between + 0.15
+    with mpl.rc_context(STYLE):
+        figure = page(width, height)
+        figure.text(
+            left / width, 1 - 0.2 / height, "Spectral norms of the Hessian's diagonal blocks at initialisation", fontsize=10
+        )
+        for row, (init, panel) in enumerate(panels.items()):
+            bottom = height - top - (row + 1) * panel_height - row * between
+            for column, part in enumerate(parts):
+                x = left + column * (CELL * len(GROUPS) + gap)
+                place = (x / width, bottom / height, CELL * len(GROUPS) / width, panel_height / height)
+                axes = figure.add_axes(place)
+                _cells(axes, panel[part], scales[part])
+                title = f"{init}, {part} block{'s' if part != '1' else ''}"
+                title = f"growth, {parts[1]} / {parts[0]} blocks" if part == "growth" else title
+                axes.set_title(title, fontsize=8, loc="left", pad=14)
+                axes.set_yticks(range(len(placements)), placements if column == 0 else [], fontsize=7.5)
+                _separate(axes, settings.families, named=column == 2)
+        return save(figure, path)
+
+
+def _cells(axes: Axes, values: np.ndarray, scale: ScalarMappable) -> None:
+    colours = scale.to_rgba(values)
+    axes.imshow(colours, aspect="auto", interpolation="nearest")
+    linear = np.where(colours[..., :3] <= 0.04045, colours[..., :3] / 12.92, ((colours[..., :3] + 0.055) / 1.055) ** 2.4)
+    luminance = linear @ (0.2126, 0.7152, 0.0722)
+    for i, j in np.ndindex(values.shape):
+        text = f"{values[i, j]:.2g}" if values[i, j] < 100 else f"{values[i, j]:.0f}"
+        ink = INK if luminance[i, j] > 0.18 else "white"  # the better contrast of the two, as WCAG measures it
+        axes.text(j, i, text, ha="center", va="center", fontsize=6.5, color=ink)
+    axes.set_xticks(range(len(GROUPS)), GROUPS)
+    axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0, labelsize=7, pad=2)
+
+
+def _separate(axes: Axes, families: Mapping[str, tuple[str, ...]], *, named: bool) -> None:
+    """Draw a line between the families of placements and, beside the last map, their names."""
+    ends = list(accumulate(map(len, families.values())))
+    for name, end, size in zip(families, ends, map(len, families.values()), strict=True):
+        if end < ends[-1]:
+            axes.axhline(end - 0.5, color="white", linewidth=2.5)
+        if named:
+            where = (len(GROUPS) - 0.35, end - 0.5 - size / 2)
+            axes.text(*where, _folded(name, size), rotation=-90, ha="left", va="center", fontsize=6.5, color=FAINT)
+
+
+def _folded(name: str, rows: int) -> str:
+    """Break a family's name where it is longer than its rows are high."""
+    if len(name) * 0.055 < rows * ROW:
+        return name
+    words, lines = name.split(), [""]
+    for word in words:
+        if lines[-1] and (len(lines[-1]) + len(word)) * 0.055 > rows * ROW:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
@@ -298,24 +376,23 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     texts = []
     for initialisation, headers, rows in tables(found, settings):
         print(as_text(table(headers, rows, title=f"spectral norms, {initialisation} initialisation, medians of the seeds")))
-        texts.append(f"### {initialisation.capitalize()} initialisation\n\n{markdown(headers, rows)}")
+        texts.append(f"### {initialisation.capitalize()} initialisation\n\n{as_markdown(headers, rows)}\n")
     checked = ["equal but for eps", "blocks", f"difference, eps {EPS:g}", f"eps {TINY:g}"], equalities(measured, settings)
     print(as_text(table(*checked)))
     worst = max(max(m.residuals.values()) for m in measured)
     print(f"  largest residual {worst:.1e} of its eigenvalue; {sum(m.products for m in measured)} products")
-    page = put(out / f"{NAME}.md", "\n".join([*texts, markdown(checked[0], [list(r) for r in checked[1]])]).encode())
+    text = put(out / f"{NAME}.md", "\n".join([*texts, as_markdown(*checked), ""]).encode())
     header = ("placement", "initialisation", "blocks", "block type", "median", "lowest", "highest")
     spreads = [dict(zip(header, (*key, *asdict(spread).values()), strict=True)) for key, spread in found.items()]
     return [
         draw_map(found, settings, out / f"{NAME}{suffix}"), write_rows(out / f"{NAME}.csv", spreads),
-        write_json(out / f"{NAME}.json", _as_data(measured, settings)), page,
+        write_json(out / f"{NAME}.json", _as_data(measured, settings)), text,
     ]  # fmt: skip
 
 
 def _as_data(measured: list[Measured], settings: Settings) -> dict[str, Any]:
-    kept = ("date", "python", "torch", "numpy", "processor", "cores", "system")
     return {
-        "environment": {key: value for key, value in environment().items() if key in kept},
+        "environment": environment(*MACHINE),
         "settings": asdict(settings),
         "cells": [{k: v for k, v in asdict(m).items() if k != "made_by"} for m in measured],
     }

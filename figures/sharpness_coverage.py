@@ -12,25 +12,29 @@ included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import matplotlib as mpl
 import torch
+from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
-from figures._coverage_chart import draw_chart
 from figures._kept import put
-from figures._kit import write_json
+from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, METHOD_MARKS, page, save, write_json
 from hessiankit.blocks import Transformer, TransformerBlock
+from hessiankit.curvature.plot_frame import STYLE
 from hessiankit.diagnostics.sharpness import SharpnessEstimate, exact_sharpness, sharpness
 from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
 from hessiankit.partition import Part, model_parts
+from hessiankit.studies.training import updates
+from hessiankit.studies.tuning.experiment import cross_entropy
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import Tell, progress_bar
-from hessiankit.support.tables import as_text, table
+from hessiankit.support.tables import as_markdown, as_text, table
 
 NAME = Path(__file__).stem
 GROUPS = ("types", "layers", "tensors", "ratios")
@@ -109,12 +113,13 @@ def _text(sequences: int, generator: torch.Generator) -> Tensor:
 
 
 def _train(model: nn.Module, generator: torch.Generator) -> None:
-    adam = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(200):
+    def batch() -> tuple[Tensor, Tensor]:
         text = _text(16, generator)
-        adam.zero_grad()
-        nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
-        adam.step()
+        return text[:, :-1], text[:, 1:]
+
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in updates(model, adam, batch, cross_entropy, range(200)):
+        pass
     adam.zero_grad()
 
 
@@ -325,6 +330,48 @@ def over_models(found: list[Row]) -> tuple[list[str], list[list[str]]]:
     return headers, cells
 
 
+PANELS = {"types": "block types", "tensors": "tensors", "ratios": r"quotients $S_{\rm Norm} / S$"}
+
+
+def draw_chart(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw mean coverage against draws, whole line for one micro-batch and dotted for four, and return the path."""
+    rows = [row for row in rows if not row["estimator"]]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    draws = sorted({row["draws"] for row in rows})
+    with mpl.rc_context(STYLE):
+        figure = page(8.6, 3.5)
+        grid = figure.add_gridspec(1, 3, left=0.065, right=0.985, top=0.76, bottom=0.13, wspace=0.16)
+        figure.text(0.065, 0.93, "How often the 95 % interval holds the exact value", fontsize=10.5, color=INK)
+        looks: dict[str, Any] = {
+            model: {"color": colour, "marker": mark, "markersize": 3.5, "linewidth": 1.0}
+            for model, colour, mark in zip(models, METHOD_COLOURS, METHOD_MARKS, strict=False)
+        }
+        handles = [Line2D([], [], label=model, **look) for model, look in looks.items()]
+        options: Any = {"frameon": False, "fontsize": 8, "columnspacing": 1.2, "handletextpad": 0.4}
+        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.055, 0.915), ncols=len(models), **options)
+        note = "mean over the members; whole line: one micro-batch, dotted: four"
+        figure.text(0.985, 0.937, note, fontsize=7.5, color=FAINT, ha="right")
+        for k, (group, title) in enumerate(PANELS.items()):
+            axes = figure.add_subplot(grid[0, k])
+            axes.axhspan(92, 98, color="#eeeeee", linewidth=0)
+            axes.axhline(95, color=INK, linewidth=0.6)
+            for model, look in looks.items():
+                for micro_batches, line in ((1, "-"), (4, ":")):
+                    own = {r["draws"]: r["coverage"] for r in rows if (r["model"], r["micro_batches"]) == (model, micro_batches)}
+                    points = [(draws.index(d), 100 * c[group][0]) for d, c in own.items() if group in c]
+                    axes.plot(*zip(*points, strict=True), linestyle=line, **look)
+            axes.set_xticks(range(len(draws)), [str(d) for d in draws])
+            axes.set_ylim(min(89, axes.get_ylim()[0]), 100)
+            axes.set_xlabel("draws", fontsize=8)
+            if k == 0:
+                axes.set_ylabel("coverage, %", fontsize=8)
+            axes.set_title(title, fontsize=8.5, loc="left")
+            axes.tick_params(labelsize=7.5, length=2)
+            for side in ("top", "right"):
+                axes.spines[side].set_visible(False)
+        return save(figure, path)
+
+
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     """Measure, print the table, write JSON and Markdown, and draw; ``quick`` takes two models and 40 trials."""
     settings = QUICK if quick else FULL
@@ -333,10 +380,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     headers, cells = rows_of(found)
     print(as_text(table(headers, cells, title="coverage of the 95% intervals: mean (lowest to highest)")))
     headers, cells = over_models(found)
-    lines = ["| " + " | ".join(headers) + " |", "|---|" + "--:|" * (len(headers) - 1)]
-    lines += ["| " + " | ".join(row) + " |" for row in cells]
-    page = put(out / f"{NAME}.md", ("\n".join(lines) + "\n").encode())
-    kept = {k: v for k, v in environment().items() if k in ("date", "python", "torch", "numpy", "processor", "cores", "system")}
-    data = {"environment": kept, "settings": asdict(settings), "rows": [asdict(row) for row in found]}
+    text = put(out / f"{NAME}.md", (as_markdown(headers, cells) + "\n").encode())
+    data = {"environment": environment(*MACHINE), "settings": asdict(settings), "rows": [asdict(row) for row in found]}
     picture = draw_chart([asdict(row) for row in found], out / f"{NAME}{suffix}")
-    return [picture, write_json(out / f"{NAME}.json", data), page]
+    return [picture, write_json(out / f"{NAME}.json", data), text]

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, ROOT, heading, page, save, style, write_rows
+from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows
 from hessiankit.support.errors import InputError
 
 NAME = Path(__file__).stem
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 OURS = {"dense": "closed form", "hvp": "hessian_operator", "memory": "hessian"}
 """Section of the page -> the method of ours that its ratios are of."""
 TITLES = {"dense": "Dense Hessian: time", "hvp": "Products: time", "memory": "Dense Hessian: peak memory"}

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from figures import _growing_data as growing
 from figures import curvature_gap_5, curvature_gap_6_12, curvature_gap_7_11
+from figures import curvature_gap_6_12 as growing
 from figures._digits import ImageSpec, block_norms, snapshots
 from hessiankit.studies.training import train
 

@@ -34,7 +34,7 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_text
 from hessiankit.support.jsonl import append_records, read_records, usable
 from hessiankit.support.progress import Tell, progress_bar
-from hessiankit.support.tables import say, table
+from hessiankit.support.tables import as_markdown, say, table
 from hessiankit.verify.check import check
 from hessiankit.verify.problem import labelled_cross_entropy, mean_square
 
@@ -332,7 +332,7 @@ def summary(finished: Sequence[Finished], command: str) -> dict[str, Any]:
 
     return {
         "command": command,
-        "environment": {key: value for key, value in environment().items() if key in KEPT},
+        "environment": environment(*KEPT),
         "code": sorted({f.version for f in finished}),
         "references": list(AGAINST),
         "tolerance": RTOL,
@@ -419,9 +419,7 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         "Parameters: " + ", ".join(f"`{kind}`" for kind in found["parameters"]) + ".",
         "",
-        "| " + " | ".join(headers) + " |",
-        "|---|" + "--:|" * (len(headers) - 1),
-        *("| " + " | ".join(row) + " |" for row in body),
+        as_markdown(headers, body),
     ]
     if found["failed"]:
         lines += ["", "Failed:", "", *(f"- {line}" for line in found["failed"])]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
 import time
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ import torch
 from hessiankit.support.kernels import kernels
 
 
-def environment() -> dict[str, Any]:
-    """Return the versions, the machine and the date that numbers were obtained with."""
-    return {
+def environment(*names: str) -> dict[str, Any]:
+    """Return the versions, the machine and the date that numbers were obtained with; all of it, or the entries of some names."""
+    found = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -33,6 +35,22 @@ def environment() -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "system": f"{platform.system()} {platform.machine()}",
     }
+    return {name: found[name] for name in found if not names or name in names}
+
+
+@cache
+def code_version(*names: str) -> str:
+    """Return torch's version and a digest of the code that a kept number depends on.
+
+    Args:
+        *names: Files and folders of the repository, such as ``"hessiankit/blocks"``; of a folder all its Python files count.
+    """
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for name in names:
+        path = root / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return f"torch {torch.__version__}, code {digest.hexdigest()[:12]}"
 
 
 def take_free_cores() -> None:

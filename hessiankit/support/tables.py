@@ -197,6 +197,18 @@ def as_html(headers: Sequence[str], rows: Iterable[Sequence[str]], *, caption: s
     return f"<table><caption>{html.escape(caption)}</caption><tr>{head}</tr>{body}</table>"
 
 
+def as_markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as Markdown, the first column aligned on the left.
+
+    >>> print(as_markdown(["name", "n"], [["a", "1"]]))
+    | name | n |
+    |---|--:|
+    | a | 1 |
+    """
+    head, *body = ["| " + " | ".join(row) + " |" for row in (headers, *rows)]
+    return "\n".join([head, "|---|" + "--:|" * (len(headers) - 1), *body])
+
+
 def _lines(part: Piece, width: int | None, whole: bool) -> list[str]:
     if isinstance(part, Detail):
         return _lines(part.part, width, whole)

@@ -22,7 +22,7 @@ from hessiankit.studies.tuning.verdict import ArmResult, Interval, judge, summar
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_text
-from hessiankit.support.tables import Detail, Piece, Printed, table
+from hessiankit.support.tables import Detail, Piece, Printed, as_markdown, table
 
 HEADERS = ("arm", "lr", "loss (nats/byte)", "difference, paired", "relative steps", "at AdamW's loss", "verdict")
 PLACE = ("date", "processor", "cores", "system", "python", "torch")
@@ -201,11 +201,11 @@ def section(report: TuneReport, command: str, picture: str | None) -> str:
     parts = [
         f"```bash\n{command}\n```",
         f"**{report.summary}**",
-        _table(HEADERS, report.cells()),
+        as_markdown(HEADERS, report.cells()),
         report.notes,
         *([f"![Loss against learning rate, loss curves, paired differences]({picture})"] if picture else []),
         "The searches that chose the learning rates: mean final loss (number of seeds), \\* the choice.",
-        _table(headers, [[cell.replace("*", "\\*") for cell in row] for row in rows]),
+        as_markdown(headers, [[cell.replace("*", "\\*") for cell in row] for row in rows]),
         "\n".join(f"- {one}" for one in report.comparison.sweeps),
         report.measured,
         report.described,
@@ -240,11 +240,6 @@ def write_page(path: Path, report: TuneReport, command: str, picture: str | None
     except OSError as error:
         raise InputError(f"tune-lr: cannot read {path}: {error.strerror}; name another page") from error
     write_text("tune-lr", path, fill(page, section(report, command, picture)))
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in (headers, *rows)]
-    return "\n".join([lines[0], "|---|" + "--:|" * (len(headers) - 1), *lines[1:]])
 
 
 # Okabe and Ito's palette, told apart with every kind of colour vision; dashes tell the arms apart without colour
