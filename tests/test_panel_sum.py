@@ -26,7 +26,7 @@ def test_panels_in_any_order(kept: int, monkeypatch: pytest.MonkeyPatch) -> None
     expected = 0.75 * reverse_over_reverse(MODULE, X, T, mse) + 2 * reverse_over_reverse(MODULE, X[:1], T[:1], mse)
     steps: list[tuple[int, int]] = []
     with torch.no_grad():
-        total = PanelSum("test", tasks, SHARES, CHUNKS, PARTS, kept, lambda done, of: steps.append((done, of)))
+        total = PanelSum(tasks, SHARES, CHUNKS, PARTS, kept, lambda done, of: steps.append((done, of)))
         for n in (2, 0, 3, 1):
             panel, asymmetry = total.panel(n)
             assert asymmetry <= 1e-14
@@ -43,7 +43,7 @@ def test_panels_in_any_order(kept: int, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_batch_without_chunks_counts_in_the_loss() -> None:
     tasks = [make_task("test", MODULE, X, T, "mse"), make_task("test", MODULE, X[:1], T[:1], "mse")]
     with torch.no_grad():
-        total = PanelSum("test", tasks, SHARES, CHUNKS[:2], PARTS, 0)
+        total = PanelSum(tasks, SHARES, CHUNKS[:2], PARTS, 0)
         total.panel(1)
         assert total.loss() == pytest.approx(float(0.75 * mse(MODULE(X), T) + 2 * mse(MODULE(X[:1]), T[:1])), rel=1e-13)
 
@@ -57,7 +57,7 @@ def test_gauss_newton_part() -> None:
     weights = slope.reshape(-1)
     parts, chunks = ((range(0, 1), range(0, 1)),), (Chunk(0, 0, 3, True),)
     with torch.no_grad():
-        total = PanelSum("test", [make_task("test", bent, x, t, "mse")], (1.0,), chunks, parts, 0, outer=True)
+        total = PanelSum([make_task("test", bent, x, t, "mse")], (1.0,), chunks, parts, 0, outer=True)
         found = total.panel(0)[0].data
     expected = weights[:, None] * reverse_over_reverse(linear, x, t, mse) * weights
     assert (found - expected).abs().max() <= 1e-13
@@ -67,5 +67,5 @@ def test_what_is_not_finite_is_named() -> None:
     module = Formula(lambda s, x: torch.sqrt(x @ s.W) + s.b.square(), b=(2,), W=(4, 2))
     task = make_task("test", module, torch.zeros_like(X), T, "mse")
     parts = ((range(0, 1), range(0, 1)), (range(1, 2), range(1, 2)))
-    with torch.no_grad(), pytest.raises(ValueError, match=r"test: the block \('W', 'W'\) is NaN or infinite"):
-        PanelSum("test", [task], (1.0,), (Chunk(0, 0, 3, True),), parts, 0).panel(1)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"hessian: the block \('W', 'W'\) is NaN or infinite"):
+        PanelSum([task], (1.0,), (Chunk(0, 0, 3, True),), parts, 0).panel(1)

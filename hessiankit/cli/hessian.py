@@ -119,13 +119,10 @@ def _found(args: argparse.Namespace, asked: Asked) -> Hessian | Forecast:
 
     given: dict[str, Any] = {"loss": asked.loss, "params": args.params, "out": args.out, "overwrite": args.overwrite}
     if args.dry_run:
-        forecast: Forecast = hessian(asked.model, asked.inputs, asked.target, dry_run=True, **given)
-        return forecast
+        return hessian(asked.model, asked.inputs, asked.target, dry_run=True, **given)
     with progress_bar() as tell:
-        found: Hessian = hessian(
-            asked.model, asked.inputs, asked.target, progress=lambda done, total: tell("hessian", done, total), **given
-        )
-    return found
+        given["progress"] = lambda done, total: tell("hessian", done, total)
+        return hessian(asked.model, asked.inputs, asked.target, **given)
 
 
 def _draw(args: argparse.Namespace, asked: Asked, found: Hessian) -> None:

@@ -7,20 +7,21 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.evaluation import Evaluation
-from hessiankit.curvature.forecast import Forecast, forecast
+from hessiankit.curvature.forecast import forecast
+from hessiankit.curvature.matrix_file import check_out
 from hessiankit.curvature.planning import check_matrix
 from hessiankit.curvature.streaming import Writer
-from hessiankit.engine.problem.batches import Weights, requests, shares
+from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.handshake import UNCOMPARED
 from hessiankit.engine.problem.selection import Params, locate, select
-from hessiankit.engine.problem.task import Loss, Task
+from hessiankit.engine.problem.task import Loss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Piece, Printed, short_names, table
@@ -139,23 +140,22 @@ class Hessian(Printed):
 
     def spectral_norm(self, name_i: str | None = None, name_j: str | None = None) -> float:
         """Return the spectral norm of the whole matrix, or of a block as in :meth:`block`; of one name, a diagonal one."""
-        part = self._part("spectral_norm", name_i, name_j)
         key = (name_i, name_j or name_i)
         if key not in self._norms:
-            self._norms[key] = spectral_norm(part(), symmetric=key[0] == key[1])
+            self._norms[key] = spectral_norm(self._part("spectral_norm", name_i, name_j), symmetric=key[0] == key[1])
         return self._norms[key]
 
     def frobenius_norm(self, name_i: str | None = None, name_j: str | None = None) -> float:
         """Return the Frobenius norm of the whole matrix, or of a block as in :meth:`block`; of one name, a diagonal one."""
-        return float(torch.linalg.matrix_norm(self._part("frobenius_norm", name_i, name_j)()))
+        return float(torch.linalg.matrix_norm(self._part("frobenius_norm", name_i, name_j)))
 
-    def _part(self, who: str, name_i: str | None, name_j: str | None) -> Callable[[], Tensor]:
+    def _part(self, who: str, name_i: str | None, name_j: str | None) -> Tensor:
         if name_i is None and name_j is not None:
             raise InputError(
                 f"Hessian.{who}: name_j={name_j!r} without name_i; pass both for a block, or {name_j!r} alone as name_i for the "
                 "diagonal one"
             )
-        return lambda: self.matrix if name_i is None else self.block(name_i, name_j or name_i)
+        return self.matrix if name_i is None else self.block(name_i, name_j or name_i)
 
     def eigvalsh(self) -> Tensor:
         """Return the P eigenvalues in ascending order."""
@@ -203,46 +203,6 @@ class Hessian(Printed):
 _HEADERS = ("parameter", "shape", "||H_ii||_2", "||H_ii||_F")
 
 
-@overload
-def hessian(
-    module: nn.Module,
-    inputs: Any,
-    target: Any = None,
-    *,
-    loss: Loss = "mse",
-    params: Params = None,
-    batch_size: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    weights: Weights = None,
-    reduction: str | None = None,
-    lazy: bool = False,
-    out: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
-    handshake: bool = True,
-    dry_run: Literal[False] = False,
-) -> Hessian: ...
-
-
-@overload
-def hessian(
-    module: nn.Module,
-    inputs: Any,
-    target: Any = None,
-    *,
-    loss: Loss = "mse",
-    params: Params = None,
-    batch_size: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    weights: Weights = None,
-    reduction: str | None = None,
-    lazy: bool = False,
-    out: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
-    handshake: bool = True,
-    dry_run: Literal[True],
-) -> Forecast: ...
-
-
 @checked("hessian")
 @one_at_a_time
 def hessian(
@@ -261,7 +221,7 @@ def hessian(
     overwrite: bool = False,
     handshake: bool = True,
     dry_run: bool = False,
-) -> Hessian | Forecast:
+) -> Hessian:
     """Return the exact Hessian of ``loss(module(inputs), target)`` with respect to the module's parameters.
 
     One closed form per primitive, summed as H = sum_v J_v^T [lambda_v . D^2 phi_v] J_v (Closing the Curvature Gap,
@@ -299,10 +259,11 @@ def hessian(
         overwrite: Start again, whatever there is at ``out``.
         handshake: Compare loss and gradient of the trace with those of the module's own call first: one forward and one backward
             of torch. False leaves it out, and the result says so.
-        dry_run: Compute nothing; return a :class:`Forecast` of memory, disk and time.
+        dry_run: Compute nothing; return what :func:`hessiankit.curvature.forecast.forecast` does, a forecast of memory, disk
+            and time.
 
     Returns:
-        A :class:`Hessian`, or with ``dry_run=True`` a :class:`Forecast`.
+        A :class:`Hessian`; with ``dry_run=True`` a :class:`~hessiankit.curvature.forecast.Forecast`.
 
     Raises:
         InputError: If an argument cannot be used, or if an entry of the result is not finite; or if ``out`` belongs to
@@ -319,34 +280,37 @@ def hessian(
     [[2.0, 2.0], [2.0, 4.0]]
     """
     start = time.perf_counter()
-    if batch_size is not None and batch_size < 1:
-        raise InputError(f"hessian: batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
-    chosen = select("hessian", module, params)
-    first = next(iter(chosen.values()))
     if lazy and (out is not None or dry_run):
         raise InputError("hessian: lazy=True computes single blocks later; it goes with neither out=... nor dry_run=True")
-    if out is not None and not os.fspath(out).endswith(".npy") and not os.path.isdir(out):
-        raise InputError(f"hessian: out={os.fspath(out)!r} is written in NumPy's format; pass a path that ends in '.npy'")
     if overwrite and out is None:
         raise InputError("hessian: overwrite=True is for out=..., which is missing")
-    if not lazy and not dry_run and out is None:
-        check_matrix("hessian", sum(p.numel() for p in chosen.values()), first.dtype, first.device)
-    tasks: list[Task] = []
-    counts: list[float] = []
-    made = requests(
-        "hessian", module, inputs, target, loss, chosen, weights=weights, reduction=reduction, handshake=handshake and not dry_run
-    )
-    for task, count in made:
-        tasks.append(task)
-        counts.append(count)
     if dry_run:
-        return forecast(tasks, batch_size, out)
-    evaluation = Evaluation("hessian", tasks, shares(counts, loss, reduction), batch_size, progress)
+        options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "out": out}
+        return forecast(module, inputs, target, loss=loss, params=params, **options)  # type: ignore[return-value]
+    check_out(out)
+    chosen = select("hessian", module, params)
+    first = next(iter(chosen.values()))
+    if not lazy and out is None:
+        check_matrix(sum(p.numel() for p in chosen.values()), first.dtype, first.device)
+    tasks, factors = gather(
+        "hessian",
+        module,
+        inputs,
+        target,
+        loss,
+        chosen,
+        kind="hessian",
+        batch_size=batch_size,
+        weights=weights,
+        reduction=reduction,
+        handshake=handshake,
+    )
+    evaluation = Evaluation(tasks, factors, batch_size, progress)
     shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
     found = Hessian(tuple(shapes), tasks[0].slices, shapes, evaluation)
     if not lazy:
         if out is not None:
-            written = Writer("hessian", out, tasks, evaluation.shares, batch_size, progress, overwrite=overwrite).write()
+            written = Writer(out, tasks, factors, batch_size, progress, overwrite=overwrite).write()
             evaluation.take(written.matrix, written.loss, written.asymmetry, written.fallbacks)
         evaluation.whole()
         if len(evaluation.unused) == len(shapes):

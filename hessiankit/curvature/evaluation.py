@@ -32,18 +32,16 @@ class Evaluation:
     """A sum of losses, each of one batch, at fixed parameters; its matrices are computed when asked for, and kept.
 
     Args:
-        who: What an error message starts with.
         tasks: One request a batch, for the same parameters.
-        shares: What each batch's loss is multiplied by.
+        weights: Factor of each batch's loss.
         batch_size: Samples treated at once, or None.
         progress: Called with (samples done, samples in all) while everything is computed.
     """
 
     def __init__(
-        self, who: str, tasks: Sequence[Task], shares: Sequence[float], batch_size: int | None, progress: Progress | None
+        self, tasks: Sequence[Task], weights: Sequence[float], batch_size: int | None, progress: Progress | None
     ) -> None:
-        self.who, self.tasks, self.shares = who, tuple(tasks), tuple(shares)
-        self.batch_size, self.progress = batch_size, progress
+        self.tasks, self.weights, self.batch_size, self.progress = tuple(tasks), tuple(weights), batch_size, progress
         self.asymmetry = math.nan
         self.fallbacks: tuple[str, ...] = ()
         self.seconds = 0.0
@@ -67,7 +65,7 @@ class Evaluation:
         """The loss, from a forward pass if no matrix has been computed."""
         if self._loss is None:
             values = [own_value(task) if task.reference is None else task.reference.loss for task in self.tasks]
-            self._loss = math.fsum(share * value for share, value in zip(self.shares, values, strict=True))
+            self._loss = math.fsum(w * value for w, value in zip(self.weights, values, strict=True))
         return self._loss
 
     @computed_later
@@ -136,16 +134,16 @@ class Evaluation:
         at, keep = at.to(device), keep.to(device)
         total = torch.zeros(width, keep.numel(), dtype=dtype, device=device)
         with torch.no_grad():
-            for task, share in zip(tasks, self.shares, strict=True):
+            for task, weight in zip(tasks, self.weights, strict=True):
                 batch = linearise(task, gauss_newton=False)
                 step = max(1, WORKSPACE // batch.bytes_per_vector)
                 for positions, out in zip(at.split(step), total.split(step), strict=True):
                     units = total.new_zeros(positions.numel(), size)
                     units[torch.arange(positions.numel(), device=units.device), positions] = 1.0
-                    out.add_(batch.product(units)[:, keep], alpha=share)
+                    out.add_(batch.product(units)[:, keep], alpha=weight)
                 self.fallbacks = tuple(dict.fromkeys(self.fallbacks + batch.fallbacks))
         if not bool(torch.isfinite(total).all()):
-            raise not_finite(self.who, i, j, tasks)
+            raise not_finite("hessian", i, j, tasks)
         self.seconds += time.perf_counter() - start
         return total.T
 
@@ -169,7 +167,7 @@ class Evaluation:
         matrix, value, fallbacks = self.assembled(tasks, progress, outer=outer)
         asymmetry = matrix.mirror()
         if not matrix.is_finite:
-            check_finite(self.who, matrix.data, tasks[0].slices, tasks)
+            check_finite("hessian", matrix.data, tasks[0].slices, tasks)
         if not outer:
             self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
             self.fallbacks = fallbacks
@@ -182,27 +180,27 @@ class Evaluation:
     ) -> tuple[SymmetricStorage, float, tuple[str, ...]]:
         """Return the matrix with blocks (i, j) for i not after j alone, the loss, and what was differentiated automatically."""
         first = tasks[0]
-        check_matrix(self.who, first.size, first.dtype, first.device)
+        check_matrix(first.size, first.dtype, first.device)
         look = self._look(first)
         samples, done = sum(task.batch for task in tasks), 0
         matrix = SymmetricStorage(first.slices, first.dtype, first.device)
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
-        for task, share in zip(tasks, self.shares, strict=True):
+        for task, weight in zip(tasks, self.weights, strict=True):
             tell = None if progress is None else _shifted(progress, done, samples)
-            value, names = self._add(task, share, matrix, tell, look, outer=outer)
-            values.append(share * value)
+            value, names = self._add(task, weight, matrix, tell, look, outer=outer)
+            values.append(weight * value)
             fallbacks += names
             done += task.batch
         return matrix, math.fsum(values), tuple(dict.fromkeys(fallbacks))
 
     def _add(
-        self, task: Task, share: float, matrix: SymmetricStorage, progress: Progress | None, look: Look, *, outer: bool
+        self, task: Task, weight: float, matrix: SymmetricStorage, progress: Progress | None, look: Look, *, outer: bool
     ) -> tuple[float, tuple[str, ...]]:
         """Add one batch to the matrix: nothing where none of the parameters has an effect on its loss."""
         try:
             return assemble(
-                task, matrix, share=share, batch_size=self.batch_size, progress=progress, gauss_newton=outer, on_memory=look
+                task, matrix, share=weight, batch_size=self.batch_size, progress=progress, gauss_newton=outer, on_memory=look
             )
         except TraceError:
             if reached(task):
@@ -225,7 +223,7 @@ class Evaluation:
                 need = measure(traced, first.slices, first.dtype).peak_bytes
             except (RuntimeError, NotImplementedError, TypeError):  # an operation whose shapes depend on its entries
                 return
-            check_workspace(self.who, need, matrix, first.device, free)
+            check_workspace(need, matrix, first.device, free)
 
         return look
 

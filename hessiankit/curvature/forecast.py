@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from hessiankit.curvature.matrix_file import SLAB
+from hessiankit.curvature.matrix_file import SLAB, check_out
 from hessiankit.curvature.planning import PANEL, make_plan
-from hessiankit.engine.problem.task import Task, available_memory
+from hessiankit.engine.problem.batches import Weights, gather
+from hessiankit.engine.problem.task import Loss, Params, available_memory
 from hessiankit.engine.storage import zeros
+from hessiankit.support.arguments import checked
 from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.torch_state import one_at_a_time
 
 _HEADERS = ("of the Hessian", "forecast")
 MARGIN = 64 * 2**20  # bytes for what libraries take besides tensors
@@ -98,14 +102,45 @@ class Forecast(Printed):
         yield table(_HEADERS, self._rows(), left=2, prose=_HEADERS)
 
 
-def forecast(tasks: Sequence[Task], batch_size: int | None, out: str | os.PathLike[str] | None) -> Forecast:
-    """Return what a Hessian will take.
+@checked("forecast")
+@one_at_a_time
+def forecast(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    batch_size: int | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+) -> Forecast:
+    """Return the memory, disk and time that :func:`hessiankit.hessian` with these arguments will take; nothing is computed.
 
-    Args:
-        tasks: One request a batch.
-        batch_size: Samples treated at once, or None.
-        out: Where the matrix shall be written, or None.
+    Raises:
+        InputError: If an argument cannot be used.
+        TraceError: If torch cannot trace the module.
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> found = forecast(layer, torch.ones(3, 2, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64))
+    >>> found.parameters, found.matrix_bytes, found.fits
+    (2, 32, True)
     """
+    check_out(out)
+    tasks, _ = gather(
+        "hessian",
+        module,
+        inputs,
+        target,
+        loss,
+        params,
+        kind="hessian",
+        batch_size=batch_size,
+        weights=weights,
+        reduction=reduction,
+        handshake=False,
+    )
     first = tasks[0]
     plan = make_plan(tasks, batch_size, None if out is None else PANEL)
     size, itemsize = tasks[0].size, first.dtype.itemsize

@@ -184,7 +184,7 @@ def frobenius_norms(
     start = time.perf_counter()
     if panel_bytes is not None and panel_bytes < 1:
         raise InputError(f"{WHO}: panel_bytes={panel_bytes} holds no entry; pass 1 or more, or None")
-    tasks, parts = gather(
+    tasks, factors = gather(
         WHO,
         module,
         inputs,
@@ -198,13 +198,13 @@ def frobenius_norms(
         handshake=handshake,
     )
     shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
-    if panel_bytes is None and (dense := _dense(tasks, parts, batch_size, progress, outer=kind == "ggn")) is not None:
+    if panel_bytes is None and (dense := _dense(tasks, factors, batch_size, progress, outer=kind == "ggn")) is not None:
         return FrobeniusNorms(dense[0], shapes, kind, *dense[1:], time.perf_counter() - start, handshake)
     with torch.no_grad():
         plan = _plan(tasks, batch_size, panel_bytes)
         if not plan.chunks:
             raise _without_effect(tasks[0])
-        total = PanelSum(WHO, tasks, parts, plan.chunks, plan.panels.parts, plan.kept, progress, outer=kind == "ggn")
+        total = PanelSum(tasks, factors, plan.chunks, plan.panels.parts, plan.kept, progress, outer=kind == "ggn")
         found: dict[tuple[str, str], float] = {}
         for n in range(len(plan.panels.parts)):
             found |= _norms(total.panel(n)[0])  # which goes before the next one comes
@@ -215,7 +215,7 @@ def frobenius_norms(
 
 def _dense(
     tasks: Sequence[Task],
-    parts: Sequence[float],
+    factors: Sequence[float],
     batch_size: int | None,
     progress: Callable[[int, int], None] | None,
     *,
@@ -226,7 +226,7 @@ def _dense(
     if SHARE * first.size**2 * first.dtype.itemsize > available_memory(first.device):
         return None
     try:
-        matrix, value, fallbacks = Evaluation(WHO, tasks, parts, batch_size, progress).assembled(tasks, progress, outer=outer)
+        matrix, value, fallbacks = Evaluation(tasks, factors, batch_size, progress).assembled(tasks, progress, outer=outer)
     except OutOfMemoryError:  # said before the derivatives are made; one panel leaves them more room
         return None
     names = list(first.parameters)
@@ -255,7 +255,7 @@ def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> P
         room = (available_memory(first.device) - plan.workspace) // 2
         sizes = [p.numel() for p in tasks[0].parameters.values()]
         plan = replace(plan, panels=panels(sizes, first.dtype.itemsize, max(PANEL, room)))
-    check_workspace(WHO, plan.workspace, plan.panels.largest, first.device)
+    check_workspace(plan.workspace, plan.panels.largest, first.device)
     return plan
 
 

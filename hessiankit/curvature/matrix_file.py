@@ -63,7 +63,7 @@ class Journal:
         sync_folder(self.path.parent)
 
     @classmethod
-    def load(cls, who: str, path: Path) -> Journal:
+    def load(cls, path: Path) -> Journal:
         """Read a journal.
 
         Raises:
@@ -76,7 +76,7 @@ class Journal:
             return cls(path, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
-                f"{who}: {path} is no journal of a matrix ({error}). Pass overwrite=True to start again, or another out=..."
+                f"hessian: {path} is no journal of a matrix ({error}). Pass overwrite=True to start again, or another out=..."
             ) from error
 
     def differences(self, fingerprint: Mapping[str, str]) -> list[str]:
@@ -99,7 +99,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def fingerprint(
-    tasks: Sequence[Task], shares: Sequence[float], batch_size: int | None, traced: Iterable[LossTrace]
+    tasks: Sequence[Task], weights: Sequence[float], batch_size: int | None, traced: Iterable[LossTrace]
 ) -> dict[str, str]:
     """Return digests of everything that the bytes of the matrix depend on, by a name that an error can show.
 
@@ -112,10 +112,10 @@ def fingerprint(
     found = {f"{name!r} of the module": digest(value) for name, value in first.state.values.items()}
     found["the chosen parameters"] = digest(list(first.parameters))
     found["training or evaluation mode"] = digest(list(first.state.modes))
-    for n, (task, share) in enumerate(zip(tasks, shares, strict=True)):
+    for n, (task, weight) in enumerate(zip(tasks, weights, strict=True)):
         found[f"the inputs of batch {n}"] = digest([*task.keywords, task.inputs])
         found[f"the target of batch {n}"] = digest(task.target)
-        found[f"the weight of batch {n}"] = digest(share)
+        found[f"the weight of batch {n}"] = digest(weight)
     found["the loss"] = named(first.loss)
     found["batch_size"] = str(batch_size)
     found[OPERATIONS] = digest([_operations(one) for one in traced])
@@ -164,6 +164,12 @@ def _operations(traced: LossTrace) -> list[Any]:
     return [*steps, one.values[one.output]]
 
 
+def check_out(out: str | os.PathLike[str] | None) -> None:
+    """Raise InputError unless a path for a matrix ends in ``.npy``; a folder is refused by :meth:`MatrixFile.check`."""
+    if out is not None and not os.fspath(out).endswith(".npy") and not os.path.isdir(out):
+        raise InputError(f"hessian: out={os.fspath(out)!r} is written in NumPy's format; pass a path that ends in '.npy'")
+
+
 SLAB = 32 * 2**20  # bytes that are turned round at once before they are written
 KINDS = {torch.float64: "<f8", torch.float32: "<f4"}
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -173,14 +179,13 @@ class MatrixFile:
     """The file of an n x n matrix, which grows under another name, ``.part``, until it is whole.
 
     Args:
-        who: What an error message starts with.
         path: Where the matrix shall be.
         n: Rows and columns.
         dtype: Of the entries.
     """
 
-    def __init__(self, who: str, path: str | os.PathLike[str], n: int, dtype: torch.dtype) -> None:
-        self.who, self.path = who, Path(os.path.abspath(path))
+    def __init__(self, path: str | os.PathLike[str], n: int, dtype: torch.dtype) -> None:
+        self.path = Path(os.path.abspath(path))
         self.part = self.path.with_name(self.path.name + ".part")
         self.journal = self.path.with_name(self.path.name + ".journal.json")
         self.n, self.dtype = n, dtype
@@ -196,18 +201,18 @@ class MatrixFile:
         """
         folder = self.path.parent
         if not folder.is_dir():
-            raise InputError(f"{self.who}: out={str(self.path)!r}: there is no folder {str(folder)!r}; make it first")
+            raise InputError(f"hessian: out={str(self.path)!r}: there is no folder {str(folder)!r}; make it first")
         if self.path.is_dir():
-            raise InputError(f"{self.who}: out={str(self.path)!r} is a folder; pass the path of a file in it")
+            raise InputError(f"hessian: out={str(self.path)!r} is a folder; pass the path of a file in it")
         whole = self.journal.exists() and self.is_whole()
         if not os.access(folder, os.W_OK | os.X_OK) and not whole:
-            raise InputError(f"{self.who}: out={str(self.path)!r}: the folder is read-only; pass a path that can be written to")
+            raise InputError(f"hessian: out={str(self.path)!r}: the folder is read-only; pass a path that can be written to")
         if overwrite or self.journal.exists():
             return
         for file in (self.path, self.part):
             if file.exists() and file.stat().st_size:
                 raise InputError(
-                    f"{self.who}: {file} exists, without the journal of a matrix beside it. Pass another out=..., or "
+                    f"hessian: {file} exists, without the journal of a matrix beside it. Pass another out=..., or "
                     "overwrite=True to lose it"
                 )
 
@@ -227,7 +232,7 @@ class MatrixFile:
             OSError: What is done with it fails, for want of room or otherwise.
         """
         with open(os.open(self.part, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as self._open:
-            _lock(self.who, self._open, self.path)
+            _lock(self._open, self.path)
             try:
                 with self._told():
                     yield
@@ -317,7 +322,7 @@ class MatrixFile:
                 raise
             raise OSError(
                 error.errno,
-                f"{self.who}: the disk is full: the matrix takes {gib(self.bytes)}. What is finished is kept; make room and call "
+                f"hessian: the disk is full: the matrix takes {gib(self.bytes)}. What is finished is kept; make room and call "
                 "again with the same arguments, or pass another out=...",
                 str(self.path),
             ) from error
@@ -346,7 +351,7 @@ def _reserve(file: io.FileIO, size: int) -> None:
         file.truncate(size)
 
 
-def _lock(who: str, file: io.FileIO, path: Path) -> None:
+def _lock(file: io.FileIO, path: Path) -> None:
     """Keep other processes from the file until it is closed.
 
     Raises:
@@ -359,6 +364,6 @@ def _lock(who: str, file: io.FileIO, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise InputError(f"{who}: another process is writing {path}; wait for it, or pass another out=...") from error
+        raise InputError(f"hessian: another process is writing {path}; wait for it, or pass another out=...") from error
     except OSError:  # a file system without locks
         return

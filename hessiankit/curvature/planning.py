@@ -380,17 +380,17 @@ def _cost(traced: LossTrace, slices: Mapping[str, slice], dtype: torch.dtype, ke
         return measure(traced, slices, dtype, keep=limit, shapes=False)
 
 
-def check_matrix(who: str, size: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_matrix(size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise OutOfMemoryError if the matrix and the least work space do not fit; a look at the first chunk says how much it is."""
-    check_memory(who, size, dtype, device, copies=1, workspace=min(CHUNK, size * size * dtype.itemsize))
+    check_memory("hessian", size, dtype, device, copies=1, workspace=min(CHUNK, size * size * dtype.itemsize))
 
 
-def check_workspace(who: str, need: int, matrix: int, device: torch.device, free: int | None = None) -> None:
+def check_workspace(need: int, matrix: int, device: torch.device, free: int | None = None) -> None:
     """Raise OutOfMemoryError if work space and matrix do not fit in what is free, or was before they were begun."""
     free = available_memory(device) if free is None else free
     if need + matrix > free:
         raise OutOfMemoryError(
-            f"{who}: the derivatives of one chunk of samples take {gib(need)} beside {gib(matrix)} of the matrix, but only "
+            f"hessian: the derivatives of one chunk of samples take {gib(need)} beside {gib(matrix)} of the matrix, but only "
             f"{gib(free)} are free on {device}. Pass batch_size=1, shorter sequences, fewer params=[...], or use "
             "hessian_operator, which needs neither"
         )

@@ -36,9 +36,8 @@ class PanelSum:
     computed again for each panel.
 
     Args:
-        who: What an error message starts with.
         tasks: One request a batch, for the same parameters.
-        shares: What each batch's loss is multiplied by.
+        weights: Factor of each batch's loss.
         chunks: The samples that are treated together; a batch without chunks does not depend on the parameters.
         parts: The panels: rows and columns as positions of parameters, see :class:`hessiankit.engine.storage.Panel`.
         kept: The number of chunks, the first ones, whose curvature is kept.
@@ -48,9 +47,8 @@ class PanelSum:
 
     def __init__(
         self,
-        who: str,
         tasks: Sequence[Task],
-        shares: Sequence[float],
+        weights: Sequence[float],
         chunks: Sequence[Chunk],
         parts: Sequence[tuple[range, range]],
         kept: int,
@@ -58,7 +56,7 @@ class PanelSum:
         *,
         outer: bool = False,
     ) -> None:
-        self.who, self.tasks, self.shares, self.chunks, self.outer = who, tasks, shares, chunks, outer
+        self.tasks, self.weights, self.chunks, self.outer = tasks, weights, chunks, outer
         self.parts, self.progress = parts, progress
         self.slices = tasks[0].slices
         self.samples = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -91,11 +89,11 @@ class PanelSum:
 
     def loss(self) -> float:
         """Return the loss, when a panel has been computed."""
-        terms = [self.shares[chunk.batch] * self._values[k] for k, chunk in enumerate(self.chunks)]
+        terms = [self.weights[chunk.batch] * self._values[k] for k, chunk in enumerate(self.chunks)]
         moving = {chunk.batch for chunk in self.chunks}
         for n, task in enumerate(self.tasks):
             if n not in moving:
-                terms.append(self.shares[n] * own_value(task))
+                terms.append(self.weights[n] * own_value(task))
         return math.fsum(terms)
 
     def _add(self, panel: Panel, k: int, chunk: Chunk) -> None:
@@ -103,9 +101,9 @@ class PanelSum:
             task = self.tasks[chunk.batch]
             part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
             traced = loss_trace(part, normalizer_of(task))
-            sweep = ForwardSweep(traced.trace, traced.output if self.outer else None, scale=self.shares[chunk.batch])
+            sweep = ForwardSweep(traced.trace, traced.output if self.outer else None, scale=self.weights[chunk.batch])
             if chunk.batch in self._handshakes:
-                self._handshakes[chunk.batch].add(traced.trace, sweep.adjoints, self.shares[chunk.batch])
+                self._handshakes[chunk.batch].add(traced.trace, sweep.adjoints, self.weights[chunk.batch])
             sweep.run()
             self._values[k] = float(traced.trace.values[traced.trace.output])
             if k >= self._keep:
@@ -122,7 +120,7 @@ class PanelSum:
         for i in panel.rows:
             for j in panel.columns:
                 if not bool(torch.isfinite(panel.block(names[i], names[j])).all()):
-                    raise not_finite(self.who, names[i], names[j], self.tasks)
+                    raise not_finite("hessian", names[i], names[j], self.tasks)
 
 
 @dataclass(frozen=True)
@@ -140,10 +138,9 @@ class Writer:
     """One matrix, one file.
 
     Args:
-        who: What an error message starts with.
         out: Where the matrix shall be.
         tasks: One request a batch, for the same parameters.
-        shares: What each batch's loss is multiplied by.
+        weights: Factor of each batch's loss.
         batch_size: Samples treated at once, or None.
         progress: Called with (samples done, in all), each sample counted once for each panel.
         overwrite: Whether to start again, whatever is there.
@@ -151,20 +148,19 @@ class Writer:
 
     def __init__(
         self,
-        who: str,
         out: str | os.PathLike[str],
         tasks: Sequence[Task],
-        shares: Sequence[float],
+        weights: Sequence[float],
         batch_size: int | None = None,
         progress: Callable[[int, int], None] | None = None,
         *,
         overwrite: bool = False,
     ) -> None:
-        self.who, self.tasks, self.shares, self.batch_size = who, tuple(tasks), tuple(shares), batch_size
+        self.tasks, self.weights, self.batch_size = tuple(tasks), tuple(weights), batch_size
         self.progress, self.overwrite = progress, overwrite
         self.size = tasks[0].size
         self.dtype, self.device = tasks[0].dtype, tasks[0].device
-        self.file = MatrixFile(who, out, self.size, self.dtype)
+        self.file = MatrixFile(out, self.size, self.dtype)
 
     def write(self) -> Written:
         """Compute what is missing, and return the matrix as it lies on disk.
@@ -178,7 +174,7 @@ class Writer:
         file = self.file
         file.check(self.overwrite)
         with torch.no_grad():
-            found = fingerprint(self.tasks, self.shares, self.batch_size, self._first_trace())
+            found = fingerprint(self.tasks, self.weights, self.batch_size, self._first_trace())
             journal = None if self.overwrite else self._found(found)
             if journal is None or not journal.complete:
                 with file.opened():
@@ -205,19 +201,17 @@ class Writer:
         path = self.file.journal
         if not path.exists():
             return None
-        journal = Journal.load(self.who, path)
+        journal = Journal.load(path)
         different = journal.differences(found)
         if different:
             rest = f" and {len(different) - 4} more" if len(different) > 4 else ""
             state = "holds" if journal.complete else "was begun for"
             raise InputError(
-                f"{self.who}: {self.file.path} {state} the Hessian of another computation: what differs is "
+                f"hessian: {self.file.path} {state} the Hessian of another computation: what differs is "
                 f"{', '.join(different[:4])}{rest}. Pass another out=..., or overwrite=True to lose it and start again"
             )
         if journal.complete and not self.file.is_whole():
-            raise InputError(
-                f"{self.who}: {self.file.path} is missing or has been changed. Pass overwrite=True to compute it again"
-            )
+            raise InputError(f"hessian: {self.file.path} is missing or has been changed. Pass overwrite=True to compute it again")
         return journal
 
     def _begin(self, found: dict[str, str]) -> Journal:
@@ -230,7 +224,7 @@ class Writer:
             "workspace": plan.workspace,
             "fallbacks": list(plan.fallbacks),
         }
-        check_workspace(self.who, plan.workspace + SLAB, plan.panels.largest, self.device)
+        check_workspace(plan.workspace + SLAB, plan.panels.largest, self.device)
         self.file.clear()
         journal = Journal(self.file.journal, found, written)
         journal.save()
@@ -242,10 +236,10 @@ class Writer:
             if self.file.prepare() and journal.panels:
                 journal.panels = {}
                 journal.save()
-            check_workspace(self.who, plan["workspace"] + SLAB, plan["panel_bytes"], self.device)
+            check_workspace(plan["workspace"] + SLAB, plan["panel_bytes"], self.device)
             chunks = [Chunk(*chunk) for chunk in plan["chunks"]]
             parts = [(range(*bounds[:2]), range(*bounds[2:])) for bounds in panels]
-            total = PanelSum(self.who, self.tasks, self.shares, chunks, parts, plan["kept"], self.progress)
+            total = PanelSum(self.tasks, self.weights, chunks, parts, plan["kept"], self.progress)
             for n in range(len(parts)):
                 if str(n) not in journal.panels:
                     self._panel(total, journal, n)

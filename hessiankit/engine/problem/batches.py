@@ -181,7 +181,7 @@ def gather(
     inputs: Any,
     target: Any,
     loss: Loss,
-    params: Params,
+    params: Params | ParameterSelection,
     *,
     kind: str,
     batch_size: int | None,
