@@ -1,4 +1,4 @@
-"""What ``untouched`` puts back, also after an error."""
+"""What ``preserved_state`` puts back, also after an error."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hessiankit.support.torch_state import untouched
+from hessiankit.support.torch_state import preserved_state
 
 
 def _measure_and_stop(model: nn.Module) -> None:
-    with torch.no_grad(), untouched(model):
+    with torch.no_grad(), preserved_state(model):
         assert torch.is_grad_enabled()
         assert not any(module.training for module in model.modules())
         assert all(p.grad is None for p in model.parameters())
@@ -48,7 +48,7 @@ def test_everything_is_put_back_after_an_error():
 def test_buffers_that_did_not_change_are_not_written():
     model = nn.BatchNorm1d(2)
     versions = [b._version for b in model.buffers()]
-    with untouched(model):
+    with preserved_state(model):
         model(torch.randn(3, 2))
     assert [b._version for b in model.buffers()] == versions
 
@@ -58,7 +58,7 @@ def test_buffers_that_did_not_change_are_not_written():
 def test_the_random_state_of_the_device_is_put_back():
     model = nn.Linear(2, 2).cuda()
     before = torch.cuda.get_rng_state()
-    with untouched(model):
+    with preserved_state(model):
         torch.rand(2, device="cuda")
         assert not torch.equal(before, torch.cuda.get_rng_state())
     assert torch.equal(before, torch.cuda.get_rng_state())

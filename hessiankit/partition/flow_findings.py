@@ -13,7 +13,7 @@ from hessiankit.engine.problem.calling import arguments, map_tensors
 from hessiankit.partition.findings import TYPE_OF_ROLE, Finding, segments_left, segments_of
 from hessiankit.partition.flow_reader import Reading, read
 from hessiankit.support.errors import HessiankitError, InputError
-from hessiankit.support.torch_state import one_at_a_time, ordinary_path, untouched
+from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
 from hessiankit.tracing.recording import record
 
 _PLAIN = (  # use of a parameter that is in no multiplication: type, role, reason; the first that holds
@@ -52,7 +52,7 @@ def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
     args, kwargs = map_tensors(torch.Tensor.detach, arguments(inputs))
     data = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     try:
-        with untouched(model), ordinary_path():
+        with preserved_state(model), ordinary_path():
             # with no parameter to differentiate, an autograd.Function runs as the operations that its forward consists of
             leaves = [p.requires_grad_(False) for p in model.parameters()]
             recording = record(lambda: _main_output(model(*args, **kwargs)), [*leaves, *data], {})

@@ -1,4 +1,4 @@
-"""What a call of this library changes in torch for the whole process, and how two calls keep out of each other's way."""
+"""Global state of torch and of a model: saved, restored, and changed by one thread at a time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, autograd on and no gradients inside; outside, training goes on with the bits it would have had.
+def preserved_state(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode with autograd on and ``.grad`` None; afterwards training continues bit for bit.
 
-    Put back, whatever happens: the random states of Python, NumPy, the CPU and the model's devices; the mode of every
+    Restored, also after an error: the random states of Python, NumPy, the CPU and the model's devices; the mode of every
     module; ``.grad`` (the same tensors) and ``requires_grad`` of every parameter; the values of every buffer.
 
     Args:
@@ -28,7 +28,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
     >>> before = torch.get_rng_state()
-    >>> with untouched(model):
+    >>> with preserved_state(model):
     ...     drawn, training = torch.rand(1), model.training
     >>> bool(torch.equal(before, torch.get_rng_state())), training, model.training
     (True, False, True)
@@ -36,7 +36,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with random_kept(model), torch.inference_mode(False), torch.enable_grad():
+    with preserved_random_states(model), torch.inference_mode(False), torch.enable_grad():
         try:
             model.eval()
             for p, _, _ in parameters:
@@ -55,8 +55,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def random_kept(model: nn.Module) -> Iterator[RandomStates]:
-    """Put back the random states of Python, NumPy, the CPU and the devices that the model lies on."""
+def preserved_random_states(model: nn.Module) -> Iterator[RandomStates]:
+    """Restore the random states of Python, NumPy, the CPU and the model's devices afterwards."""
     states = RandomStates(model)
     try:
         yield states
@@ -65,7 +65,7 @@ def random_kept(model: nn.Module) -> Iterator[RandomStates]:
 
 
 class RandomStates:
-    """The random states of Python, NumPy, the CPU and the devices that a model lies on, as they were.
+    """A snapshot of the random states of Python, NumPy, the CPU and a model's devices.
 
     >>> states = RandomStates(nn.Linear(1, 1))
     >>> drawn = torch.rand(1)
@@ -78,12 +78,14 @@ class RandomStates:
 
     def __init__(self, model: nn.Module) -> None:
         self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-        devices = {tensor.device for tensor in _tensors(model) if tensor.device.type not in ("cpu", "meta")}
-        self._devices = [(_module_of(device), _index(device)) for device in devices]
+        devices = {
+            tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type not in ("cpu", "meta")
+        }
+        self._devices = [(torch.get_device_module(device.type), _index(device)) for device in devices]
         self._others = [module.get_rng_state(*index) for module, index in self._devices]
 
     def drawn_from(self) -> bool:
-        """Tell whether a number has been drawn from one of them since."""
+        """Whether a number has been drawn from one of the generators since the snapshot."""
         now = np.random.get_state()  # noqa: NPY002
         return (
             random.getstate() != self._python
@@ -96,21 +98,12 @@ class RandomStates:
         )
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the snapshot."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
         torch.set_rng_state(self._cpu)
         for (module, index), state in zip(self._devices, self._others, strict=True):
             module.set_rng_state(state, *index)
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _module_of(device: torch.device) -> Any:
-    return torch.get_device_module(device.type)
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
@@ -119,15 +112,16 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_TURN = threading.RLock()
+TORCH_LOCK = threading.RLock()
+"""Held while torch's tracing modes, which are the process's, or a module's state are changed."""
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """Let threads take turns, outside inference mode: torch's tracing modes are the process's, and autograd has to follow."""
+    """Run a function under :data:`TORCH_LOCK` and outside inference mode, which autograd needs."""
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _TURN:
+        with TORCH_LOCK:
             if not torch.is_inference_mode_enabled():
                 return function(*args, **kwargs)
             with torch.inference_mode(False), torch.no_grad():
@@ -137,13 +131,13 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def hand_back_memory() -> None:
-    """Hand freed memory back to the system, where the C library keeps much of it (glibc)."""
+    """Return freed memory to the system, of which glibc keeps much."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def computed_later(function: Callable[P, R]) -> Callable[P, R]:
-    """Compute what a result has put off: one at a time, and without the autocast that may surround whoever reads it."""
+    """Run a deferred computation under :data:`TORCH_LOCK` and without the autocast of the code that reads its result."""
 
     @wraps(function)
     def later(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -155,7 +149,7 @@ def computed_later(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Compute in the types that the tensors have, whatever surrounds the call."""
+    """Disable autocast on every device, so that operations keep the dtypes of their tensors."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda", "mps", "xpu"):
             if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -164,16 +158,9 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def one_turn() -> Iterator[None]:
-    """Let threads take turns, as :func:`one_at_a_time` does, for a block of code."""
-    with _TURN:
-        yield
-
-
-@contextmanager
 def ordinary_path() -> Iterator[None]:
-    """Keep torch's transformer layers off their fused path for inference, which has no derivative and shortens padded batches."""
-    with _TURN:
+    """Disable the fused inference path of torch's transformer layers, which has no derivative and shortens padded batches."""
+    with TORCH_LOCK:
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 from hessiankit.support.errors import TraceError
-from hessiankit.support.torch_state import one_turn
+from hessiankit.support.torch_state import TORCH_LOCK
 from hessiankit.tracing import reverse
 from hessiankit.tracing.derivative_tests import (
     adjoint_difference,
@@ -120,7 +120,7 @@ class Segment(Primitive):
     def _differentiated(self) -> Iterator[None]:
         """Let the leaves be as they were, and name what cannot be differentiated."""
         try:
-            with one_turn(), _as_recorded(self.leaves):
+            with TORCH_LOCK, _as_recorded(self.leaves):
                 yield
         except (torch.OutOfMemoryError, TraceError):
             raise

@@ -19,7 +19,7 @@ from hessiankit.engine.problem.calling import Loss, ordinary
 from hessiankit.engine.problem.selection import Params, check_surroundings, select
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import one_at_a_time, random_kept
+from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
 from hessiankit.verify.comparison import closed_form
 from hessiankit.verify.exact import check_exact_blocks
@@ -180,12 +180,12 @@ class _Asked:
         rows += others
         if self.formulas and isinstance(module, TransformerBlock):
             before = time.perf_counter()
-            with random_kept(module):
+            with preserved_random_states(module):
                 errors = formula_errors(module, self.seed)
                 rows += twin_rows(module, self.seed)
             seconds = time.perf_counter() - before
             rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
-        with random_kept(module):
+        with preserved_random_states(module):
             in_fractions = check_exact_blocks(module, seed=self.seed) if self.exact else ()
         identities = examine_identities(problem, found.matrix, rtol=tolerance, precision=precision)
         comparison = "every entry" if probes is None else f"{self.directions or 4} generic directions a parameter"

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
 from hessiankit.engine.problem.state import Held
-from hessiankit.support.torch_state import random_kept
+from hessiankit.support.torch_state import preserved_random_states
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def kept(module: nn.Module, *others: Any) -> Iterator[None]:
     """
     held = Held(module, *others)
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta and not is_lazy(b)]
-    with random_kept(module):
+    with preserved_random_states(module):
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, known_cou
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.engine.problem.validation import check_module
 from hessiankit.support.errors import InputError, OutOfMemoryError
-from hessiankit.support.torch_state import ordinary_path, untouched
+from hessiankit.support.torch_state import ordinary_path, preserved_state
 
 LOSSES = ("cross_entropy", "mse")
 
@@ -144,7 +144,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"{WHO}: expected a torch.nn.Module, got {type(model).__name__}")
-    with untouched(model), ordinary_path(), sdpa_kernel(SDPBackend.MATH):
+    with preserved_state(model), ordinary_path(), sdpa_kernel(SDPBackend.MATH):
         check_module(WHO, model)
         yield
 

@@ -21,7 +21,7 @@ from hessiankit.partition import Part, model_parts
 from hessiankit.support.arguments import checked
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import ordinary_path, random_kept, untouched
+from hessiankit.support.torch_state import ordinary_path, preserved_random_states, preserved_state
 
 
 def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
@@ -145,7 +145,7 @@ class Monitor:
             if value not in known:
                 raise InputError(f"{WHO}: {name}={value!r} is not known; pass one of {', '.join(map(repr, known))}")
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
-        with random_kept(self._model):  # a DataLoader draws from torch's generator
+        with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(data, target)
         self.parts = tuple(model_parts(self._model) if parts is None else parts)
         self._sections: dict[str, Section] = {"loss": lambda model, batches, step: mean_loss(model, batches)}
@@ -215,7 +215,7 @@ class Monitor:
         seconds, failed = {}, {}
         first: Exception | None = None
         batches: list[Any] = []
-        with untouched(self._model), ordinary_path():
+        with preserved_state(self._model), ordinary_path():
             for name, section in self._sections.items():
                 start = time.perf_counter()
                 try:

@@ -34,7 +34,7 @@ from hessiankit.engine.problem.validation import (
     spoiled_at,
 )
 from hessiankit.support.errors import HessiankitError, InputError
-from hessiankit.support.torch_state import RandomStates, one_turn
+from hessiankit.support.torch_state import TORCH_LOCK, RandomStates
 from hessiankit.tracing.source_line import source_line
 
 
@@ -112,7 +112,7 @@ def own_call(
             return _called(who, task, inputs, device, handshake=handshake)[0]
     random, own = RandomStates(task.module), _Data(task, data)
     user = replace(task, inputs=data[0], target=data[1])
-    with one_turn(), torch.inference_mode(False), torch.enable_grad():
+    with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad():
         try:
             made, value = _called(who, user, inputs, device, handshake=handshake)
             if (changed := own.changed()) is not None:

@@ -17,7 +17,7 @@ from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, map_te
 from hessiankit.engine.problem.selection import Params
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.support.errors import OutOfMemoryError
-from hessiankit.support.torch_state import one_turn, ordinary_path, random_kept
+from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path, preserved_random_states
 from hessiankit.tracing.one_dtype import widest
 
 __all__ = ["IGNORE_INDEX", "LOSSES", "Loss", "OwnGradient", "Params", "Task", "check_memory"]
@@ -110,8 +110,8 @@ class Task:
                 yield
             return
         with (
-            one_turn(),
-            random_kept(self.module),
+            TORCH_LOCK,
+            preserved_random_states(self.module),
             torch.inference_mode(False),
             torch.enable_grad(),
             self.state.present(parameters),
