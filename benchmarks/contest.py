@@ -12,17 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.entries import Part, Ring
-from benchmarks.packaged import Curvlinops, Eigenthings, JaxHessian, JaxJvpOfGrad
-from benchmarks.peers import (
-    AutogradHessian,
-    FuncHessian,
-    JvpOfGrad,
-    JvpOfJacrev,
-    Peer,
-    ReverseOverReverse,
-    VjpOfGrad,
-    Whole,
-)
+from benchmarks.packaged import CURVLINOPS, EIGENTHINGS, jax_hessian, jax_products
+from benchmarks.peers import AUTOGRAD_HESSIAN, FUNC_HESSIAN, JACREV, JVP, REVERSE, VJP, Peer
 from benchmarks.plan import Plan, Tell
 from benchmarks.problems import Case
 from benchmarks.timing import finite, in_turn, rounds_within, spread, timed
@@ -36,22 +27,22 @@ TRIALS = 0.8
 """Part of a cell's budget after which no round is begun; the trials have to be over before, by what the rounds may take."""
 
 
-def contestants() -> list[Peer | Whole]:
+def contestants() -> list[Peer]:
     """Return the peers of the dense Hessian; the one under ``torch.compile`` is chosen from these, later."""
-    chunked: list[Peer | Whole] = [ReverseOverReverse(), VjpOfGrad(), JvpOfGrad(), JvpOfJacrev()]
-    return [*chunked, FuncHessian(), AutogradHessian(), Curvlinops(), Eigenthings(), JaxHessian(), JaxJvpOfGrad()]
+    torch_routes = [REVERSE, VJP, JVP, JACREV, FUNC_HESSIAN, AUTOGRAD_HESSIAN]
+    return [*torch_routes, CURVLINOPS, EIGENTHINGS, jax_hessian(), jax_products()]
 
 
 def contest(
-    case: Case, part: Part, closed: Callable[[], Tensor], peers: Sequence[Peer | Whole], plan: Plan, tell: Tell
+    case: Case, part: Part, closed: Callable[[], Tensor], peers: Sequence[Peer], plan: Plan, tell: Tell
 ) -> dict[str, Any]:
     """Return a row for each contestant, in plain data.
 
     Args:
         case: The problem.
-        part: What is asked for.
+        part: The part of the Hessian to compute.
         closed: Returns it by closed form, rows x columns.
-        peers: Who competes.
+        peers: The other methods.
         plan: Repeats, limits and the device.
         tell: Progress.
     """

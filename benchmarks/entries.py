@@ -6,16 +6,18 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Compiled, JvpOfGrad, JvpOfJacrev, Peer, Runner, Whole, plain_columns
+from benchmarks.peers import JVP, Peer, compiled, plain_columns
 from benchmarks.problems import Case
 from benchmarks.timing import deadline, finite, spread, timed
 from hessiankit.engine.problem.task import available_memory
 from hessiankit.verify.reference_base import bytes_per_direction, first_line
+from hessiankit.verify.torch_routes import Products
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 MEMORY_SHARE = 0.6
@@ -50,7 +52,7 @@ class Entry:
         timed_columns: Columns that a timed run pushes; with fewer than all, its seconds are extrapolated linearly.
     """
 
-    peer: Peer | Whole
+    peer: Peer
     status: str = "right"
     why: str = ""
     error: float | None = None
@@ -115,28 +117,24 @@ class Ring:
         """Return "right" or "wrong"."""
         return "right" if error <= self.tolerance else "wrong"  # NaN is wrong
 
-    def enter(self, peer: Peer | Whole) -> Entry:
+    def enter(self, peer: Peer) -> Entry:
         """Compare a peer, choose its chunk, forecast its time, and say whether it can be timed."""
         if why := peer.missing(self.case):
             return Entry(peer, "missing", why)
-        entry, whole = Entry(peer), isinstance(peer, Whole)
-        free = MEMORY_SHARE * available_memory(self.case.theta.device)
-        if whole:
+        entry, free = Entry(peer), MEMORY_SHARE * available_memory(self.case.theta.device)
+        if peer.matrix is not None:
             need = self.kept * self.case.size + 3 * self.case.size**2 * self.case.theta.element_size()
             if self.part.width < self.case.size:
                 return Entry(peer, "missing", "it returns the whole matrix only")
             if need > free:
                 return Entry(peer, "skipped", f"all columns at once would take about {need / 2**30:.0f} GiB")
-        compiles = isinstance(peer, Compiled) or "jax" in peer.name
         try:
-            allowed = min(max(20 * self.share, 20.0) + COMPILE_SECONDS * compiles, self.until - time.perf_counter())
+            compiling = COMPILE_SECONDS * (peer.compiles or "jax" in peer.name)
+            allowed = min(max(20 * self.share, 20.0) + compiling, self.until - time.perf_counter())
             if allowed <= 0:
                 raise TimeoutError("the others have taken the cell's time")
             with deadline(allowed, "the trial"):
-                if isinstance(peer, Whole):
-                    columns = self._try_whole(entry, peer)
-                else:
-                    columns = self._try_chunks(entry, peer, int(free // self.kept))
+                columns = self._try_whole(entry) if peer.matrix else self._try_chunks(entry, int(free // self.kept))
         except TimeoutError as error:
             return Entry(peer, "skipped", f"over budget: {error}")
         except Exception as error:
@@ -148,10 +146,10 @@ class Ring:
     def run(self, entry: Entry) -> float:
         """Run a peer once; return its seconds for the whole part, extrapolated where only some columns are pushed."""
         peer = entry.peer
-        if isinstance(peer, Whole):
-            return timed(self.device, lambda: peer.matrix(self.case))[1]
+        if (matrix := peer.matrix) is not None:
+            return timed(self.device, lambda: matrix(self.case))[1]
         columns = range(self.part.columns.start, self.part.columns.start + (entry.timed_columns or self.part.width))
-        run, once = timed(self.device, lambda: peer.prepare(self.case))
+        run, once = timed(self.device, lambda: peer.products(self.case))
         _, pushed = timed(self.device, lambda: self._push(run, peer, columns, entry.chunk or 1))
         return once + pushed * self.part.width / len(columns)
 
@@ -165,30 +163,32 @@ class Ring:
             picks += sorted((s.start + torch.randperm(s.stop - s.start, generator=generator)[:each]).tolist())
         return picks
 
-    def _push(self, run: Runner, peer: Peer, columns: Sequence[int], chunk: int) -> Tensor:
+    def _push(self, run: Products, peer: Peer, columns: Sequence[int], chunk: int) -> Tensor:
         """Return some columns of the part, one a row, pushed in chunks."""
         out = []
         for start in range(0, len(columns), chunk):
             now = columns[start : start + chunk]
-            units = self.case.theta.new_zeros(chunk if peer.fixed else len(now), self.case.size)
+            units = self.case.theta.new_zeros(chunk if peer.compiles else len(now), self.case.size)
             units[torch.arange(len(now)), torch.as_tensor(now)] = 1.0
             out.append(run(units)[: len(now), self.part.rows].detach())
         return torch.cat(out)
 
-    def _try_whole(self, entry: Entry, peer: Whole) -> Tensor:
-        matrix, entry.first_seconds = timed(self.device, lambda: peer.matrix(self.case))  # jax compiles here
+    def _try_whole(self, entry: Entry) -> Tensor:
+        assert entry.peer.matrix is not None
+        matrix, entry.first_seconds = timed(self.device, partial(entry.peer.matrix, self.case))  # jax compiles here
         entry.timed_columns, picks = self.part.width, torch.as_tensor(self.picks)
         entry.forecast_seconds = entry.first_seconds
         return matrix[:, picks][self.part.rows].T
 
-    def _try_chunks(self, entry: Entry, peer: Peer, most: int) -> Tensor:
+    def _try_chunks(self, entry: Entry, most: int) -> Tensor:
         """Fill in the chunk, the columns to time and the first call's seconds; return the columns to compare."""
+        peer = entry.peer
         largest = 1 if peer.one_by_one else max(1, min(self.part.width, most, LARGEST_CHUNK))
         chunk = min(FIRST_CHUNK, largest)
-        if isinstance(peer, Compiled):
-            chunk = largest = peer.chunk
+        if peer.compiled_chunk is not None:
+            chunk = largest = peer.compiled_chunk
         start = time.perf_counter()
-        run = peer.prepare(self.case)
+        run = peer.products(self.case)
         values = self._push(run, peer, self.picks, chunk)
         entry.first_seconds = time.perf_counter() - start
         speeds: dict[int, float] = {}
@@ -196,14 +196,14 @@ class Ring:
         def speed(size: int) -> float:
             if size not in speeds:
                 columns = range(self.part.columns.start, self.part.columns.start + size)
-                if peer.fixed:
+                if peer.compiles:
                     self._push(run, peer, columns, size)  # compiles this shape
                 tries = [timed(self.device, lambda: self._push(run, peer, columns, size))[1] for _ in range(2)]
                 speeds[size] = min(tries) / size
             return speeds[size]
 
         for up in (True, False):  # up while it helps; down while that helps
-            while largest > 1 and not isinstance(peer, Compiled) and sum(2 * t * k for k, t in speeds.items()) < 4 * self.share:
+            while largest > 1 and peer.compiled_chunk is None and sum(2 * t * k for k, t in speeds.items()) < 4 * self.share:
                 step = min(largest, 2 * chunk) if up else max(1, chunk // 2)
                 if step == chunk or speed(step) > 0.97 * speed(chunk):
                     break
@@ -217,10 +217,9 @@ class Ring:
 
     def compiled(self, entries: Sequence[Entry]) -> Entry:
         """Return the fastest right peer that is a function of tensors only, under ``torch.compile``."""
-        candidates = [e for e in entries if e.status == "right" and isinstance(e.peer, (JvpOfGrad, JvpOfJacrev))]
+        candidates = [e for e in entries if e.status == "right" and e.peer.route]
         if not candidates:
-            return Entry(Compiled(JvpOfGrad(), self.case, 1), "missing", "no right peer is a function of tensors only")
+            return Entry(compiled(JVP, self.case, 1), "missing", "no right peer is a function of tensors only")
         first = min(candidates, key=lambda e: e.per_column)
-        assert isinstance(first.peer, (JvpOfGrad, JvpOfJacrev))
         torch._dynamo.reset()
-        return self.enter(Compiled(first.peer, self.case, first.chunk or 1))
+        return self.enter(compiled(first.peer, self.case, first.chunk or 1))

@@ -7,13 +7,15 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import Peer, Runner, Whole
+from benchmarks.peers import Peer
 from benchmarks.problems import Case
+from hessiankit.verify.torch_routes import Products
 
 SAMPLES_AT_ONCE = 32
 """Samples of one of the batches that a package's operator loops over."""
@@ -66,37 +68,33 @@ def eigenthings_operator(case: Case, *, copied: bool = True) -> Any:
     return package.HessianOperator(module, data, package.supervised_loss(loss), param_filter=lambda name, *_: name in names)
 
 
-class Curvlinops(Peer):
-    """``curvlinops.HessianLinearOperator`` times blocks of the identity."""
-
-    name = "curvlinops"
-    summary = "curvlinops.HessianLinearOperator @ identity"
-
-    def missing(self, case: Case) -> str:
-        """Return why the route cannot be tried here; empty if it can."""
-        return "" if installed("curvlinops") else "curvlinops is not installed"
-
-    def prepare(self, case: Case) -> Runner:
-        """Return the function that multiplies directions with the Hessian."""
-        operator = curvlinops_operator(case)
-        return lambda V: (operator @ V.T.contiguous()).T
+def _matrix_products(case: Case) -> Products:
+    operator = curvlinops_operator(case)
+    return lambda V: (operator @ V.T.contiguous()).T
 
 
-class Eigenthings(Peer):
-    """``hessian_eigenthings.HessianOperator``, one direction at a time, as its interface has it."""
+def _vector_products(case: Case) -> Products:
+    operator = eigenthings_operator(case)
+    return lambda V: torch.stack([operator.matvec(v) for v in V])
 
-    name = "hessian-eigenthings"
-    summary = "hessian_eigenthings.HessianOperator, column by column"
-    one_by_one = True
 
-    def missing(self, case: Case) -> str:
-        """Return why the route cannot be tried here; empty if it can."""
-        return "" if installed("hessian_eigenthings") else "hessian-eigenthings is not installed"
+def _unless_installed(package: str, name: str) -> Callable[[Case], str]:
+    return lambda case: "" if installed(package) else f"{name} is not installed"
 
-    def prepare(self, case: Case) -> Runner:
-        """Return the function that multiplies directions with the Hessian."""
-        operator = eigenthings_operator(case)
-        return lambda V: torch.stack([operator.matvec(v) for v in V])
+
+CURVLINOPS = Peer(
+    "curvlinops",
+    "curvlinops.HessianLinearOperator @ identity",
+    _matrix_products,
+    missing=_unless_installed("curvlinops", "curvlinops"),
+)
+EIGENTHINGS = Peer(
+    "hessian-eigenthings",
+    "hessian_eigenthings.HessianOperator, column by column",
+    _vector_products,
+    missing=_unless_installed("hessian_eigenthings", "hessian-eigenthings"),
+    one_by_one=True,  # as its interface has it
+)
 
 
 def _jax_parts(case: Case) -> tuple[Any, Any, Callable[..., Any], tuple[Any, ...]]:
@@ -129,52 +127,47 @@ def _jax_parts(case: Case) -> tuple[Any, Any, Callable[..., Any], tuple[Any, ...
     return jax, np, loss, tuple(np.asarray(t.cpu().numpy()) for t in (case.theta, case.inputs, case.target))
 
 
-class _Jax:
-    def __init__(self) -> None:
-        self.made: dict[int, Any] = {}  # compiled once, before the clock starts
-
-    def missing(self, case: Case) -> str:
-        """Return why the route cannot be tried here; empty if it can."""
-        if not installed("jax"):
-            return "jax is not installed"
-        if case.spec is None:
-            return "only the block is written in jax"
-        if case.theta.is_cuda:
-            return "jax is compared on the CPU only"
-        return "only the whole Hessian is written in jax" if case.wanted is not None else ""
+def _not_in_jax(case: Case) -> str:
+    """Return why the problem is not compared with jax; empty if it is."""
+    if not installed("jax"):
+        return "jax is not installed"
+    if case.spec is None:
+        return "only the block is written in jax"
+    if case.theta.is_cuda:
+        return "jax is compared on the CPU only"
+    return "only the whole Hessian is written in jax" if case.wanted is not None else ""
 
 
-class JaxHessian(_Jax, Whole):
-    """``jax.jit(jax.hessian(f))``; compiling belongs to the warm-up."""
+def jax_hessian() -> Peer:
+    """Return ``jax.jit(jax.hessian(f))``, compiled once for each problem; compiling belongs to the warm-up."""
 
-    name = "jax.hessian"
-    summary = "jax.jit(jax.hessian), all columns at once"
+    @lru_cache(maxsize=1)
+    def made(case: Case) -> tuple[Any, ...]:
+        jax, _, loss, data = _jax_parts(case)
+        return jax.jit(jax.hessian(loss)), data
 
-    def matrix(self, case: Case) -> Tensor:
-        """Return the P x P matrix."""
-        if id(case) not in self.made:
-            jax, _, loss, data = _jax_parts(case)
-            self.made = {id(case): (jax.jit(jax.hessian(loss)), data)}
-        function, data = self.made[id(case)]
+    def matrix(case: Case) -> Tensor:
+        function, data = made(case)
         return torch.from_dlpack(function(*data).block_until_ready())
 
+    return Peer("jax.hessian", "jax.jit(jax.hessian), all columns at once", matrix=matrix, missing=_not_in_jax)
 
-class JaxJvpOfGrad(_Jax, Peer):
-    """``jax.jit`` of ``vmap(jvp(grad))`` in chunks, which bounds the memory of ``jax.hessian``."""
 
-    name = "jax vmap(jvp(grad))"
-    summary = "jax.jit(vmap(jvp(grad))), in chunks"
-    fixed = True
+def jax_products() -> Peer:
+    """Return ``jax.jit`` of ``vmap(jvp(grad))`` in chunks, which bounds the memory of ``jax.hessian``."""
 
-    def prepare(self, case: Case) -> Runner:
-        """Return the function that multiplies directions with the Hessian."""
-        if id(case) not in self.made:
-            jax, np, loss, data = _jax_parts(case)
+    @lru_cache(maxsize=1)
+    def made(case: Case) -> tuple[Any, ...]:
+        jax, np, loss, data = _jax_parts(case)
 
-            def products(theta: Any, inputs: Any, target: Any, V: Any) -> Any:
-                gradient = jax.grad(lambda t: loss(t, inputs, target))
-                return jax.vmap(lambda v: jax.jvp(gradient, (theta,), (v,))[1])(V)
+        def products(theta: Any, inputs: Any, target: Any, V: Any) -> Any:
+            gradient = jax.grad(lambda t: loss(t, inputs, target))
+            return jax.vmap(lambda v: jax.jvp(gradient, (theta,), (v,))[1])(V)
 
-            self.made = {id(case): (jax.jit(products), data, np)}
-        function, data, np = self.made[id(case)]
+        return jax.jit(products), data, np
+
+    def prepare(case: Case) -> Products:
+        function, data, np = made(case)
         return lambda V: torch.from_dlpack(function(*data, np.asarray(V.numpy())).block_until_ready())
+
+    return Peer("jax vmap(jvp(grad))", "jax.jit(vmap(jvp(grad))), in chunks", prepare, missing=_not_in_jax, compiles=True)

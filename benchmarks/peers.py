@@ -1,152 +1,99 @@
-"""The other ways to a dense Hessian: torch's own routes, each as a user would write it.
+"""Peers of the closed form: torch's routes to a dense Hessian (``hessiankit.verify.torch_routes``), as a user would write them.
 
-A peer that works in chunks multiplies the Hessian with a few directions at a time; a whole peer returns all of it at
-once and needs the memory for that. Some return something else than the Hessian through ``layer_norm`` with a gain:
-they are measured all the same, compared, and marked.
+Some return something else than the Hessian through ``layer_norm`` with a gain: they are measured all the same, compared, and
+marked.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev, jvp, vjp, vmap
 
 from benchmarks.problems import Case
-
-Runner: TypeAlias = Callable[[Tensor], Tensor]
-"""Directions, one a row (k, P), to their products with the Hessian, one a row (k, P)."""
+from hessiankit.verify.torch_routes import ROUTES, Products
 
 
-class Peer(ABC):
-    """One route. ``prepare`` does what is done once for all directions; it counts as the route's time."""
+@dataclass(frozen=True)
+class Peer:
+    """One way to the Hessian: by products with a few directions at a time, or whole, which needs the memory for that.
 
-    name: str
-    summary: str
-    one_by_one = False
-    """Whether it takes one direction at a time, so that there is no chunk to choose."""
-    fixed = False
-    """Whether every chunk has to have the same shape, because each shape is compiled."""
-
-    def missing(self, case: Case) -> str:
-        """Return why the route cannot be tried here; empty if it can."""
-        return ""
-
-    @abstractmethod
-    def prepare(self, case: Case) -> Runner:
-        """Return the function that multiplies directions with the Hessian."""
-
-
-class Whole(ABC):
-    """A route that returns the whole matrix at once."""
+    Attributes:
+        name: Name in the tables.
+        summary: The functions that it calls.
+        prepare: Returns the products with directions, one a row (k, P) -> (k, P); what it does once for all directions counts
+            as the peer's time. None for a peer that returns the whole matrix.
+        matrix: Returns the P x P matrix at once; None for a peer with products.
+        missing: Returns why the peer cannot be tried on a problem; empty if it can.
+        one_by_one: Whether it takes one direction at a time, so that there is no chunk to choose.
+        compiles: Whether each shape is compiled first, so that every chunk has to have the same one.
+        compiled_chunk: The only chunk that it takes.
+        route: The route whose products it takes, a function of tensors only that ``torch.compile`` can take; else "".
+    """
 
     name: str
     summary: str
+    prepare: Callable[[Case], Products] | None = None
+    matrix: Callable[[Case], Tensor] | None = None
+    missing: Callable[[Case], str] = lambda case: ""
+    one_by_one: bool = False
+    compiles: bool = False
+    compiled_chunk: int | None = None
+    route: str = ""
 
-    def missing(self, case: Case) -> str:
-        """Return why the route cannot be tried here; empty if it can."""
-        return ""
-
-    @abstractmethod
-    def matrix(self, case: Case) -> Tensor:
-        """Return the P x P matrix."""
-
-
-class ReverseOverReverse(Peer):
-    """``torch.autograd.grad`` of the gradient, batched over directions."""
-
-    name = "reverse over reverse"
-    summary = "torch.autograd.grad twice, is_grads_batched"
-
-    def prepare(self, case: Case) -> Runner:
-        """Return the function that multiplies directions with the Hessian."""
-        theta = case.theta.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(case.flat_loss(theta), theta, create_graph=True)
-        return lambda V: torch.autograd.grad(gradient, theta, V, retain_graph=True, is_grads_batched=True)[0]
+    @property
+    def products(self) -> Callable[[Case], Products]:
+        """``prepare`` of a peer with products."""
+        assert self.prepare is not None
+        return self.prepare
 
 
-class VjpOfGrad(Peer):
-    """``vmap`` of ``vjp`` of ``grad``."""
-
-    name = "vmap(vjp(grad))"
-    summary = "torch.func.vjp of torch.func.grad: reverse over reverse by transforms"
-
-    def prepare(self, case: Case) -> Runner:
-        """Return the function that multiplies directions with the Hessian."""
-        pull = vjp(grad(case.flat_loss), case.theta)[1]
-        return vmap(lambda v: pull(v)[0])
+def products_of(route: str, case: Case) -> Products:
+    """Return the products of a route with the Hessian of a problem."""
+    products = ROUTES[route].products
+    assert products is not None
+    return products(case.flat_loss, case.theta)
 
 
-class JvpOfGrad(Peer):
-    """``vmap`` of ``jvp`` of ``grad``."""
-
-    name = "vmap(jvp(grad))"
-    summary = "torch.func.jvp of torch.func.grad: forward over reverse"
-
-    def prepare(self, case: Case) -> Runner:
-        """Return the function that multiplies directions with the Hessian."""
-        return lambda V: self.products(case, case.theta, V)
-
-    @staticmethod
-    def products(case: Case, theta: Tensor, V: Tensor) -> Tensor:
-        """Return H V at theta, as a function of tensors only, which ``torch.compile`` can take."""
-        return vmap(lambda v: jvp(grad(case.flat_loss), (theta,), (v,))[1])(V)
+def _by_products(name: str, summary: str, route: str, *, of_tensors: bool = False) -> Peer:
+    return Peer(name, summary, lambda case: products_of(route, case), route=route if of_tensors else "")
 
 
-class JvpOfJacrev(Peer):
-    """``jacfwd(jacrev)``, a chunk of columns at a time."""
-
-    name = "jacfwd(jacrev)"
-    summary = "torch.func.hessian's route in chunks: torch.func.jvp of torch.func.jacrev"
-
-    def prepare(self, case: Case) -> Runner:
-        """Return the function that multiplies directions with the Hessian."""
-        return lambda V: self.products(case, case.theta, V)
-
-    @staticmethod
-    def products(case: Case, theta: Tensor, V: Tensor) -> Tensor:
-        """Return the products at theta, as a function of tensors only."""
-        return vmap(lambda v: jvp(jacrev(case.flat_loss), (theta,), (v,))[1])(V)
+def _whole(name: str, summary: str, route: str) -> Peer:
+    return Peer(name, summary, matrix=lambda case: ROUTES[route].matrix(case.flat_loss, case.theta))
 
 
-class FuncHessian(Whole):
-    """``torch.func.hessian`` as it is."""
-
-    name = "torch.func.hessian"
-    summary = "torch.func.hessian: jacfwd(jacrev), all columns at once"
-
-    def matrix(self, case: Case) -> Tensor:
-        """Return the P x P matrix."""
-        return torch.func.hessian(case.flat_loss)(case.theta)
-
-
-class AutogradHessian(Whole):
-    """``torch.autograd.functional.hessian`` as it is."""
-
-    name = "autograd.functional.hessian"
-    summary = "torch.autograd.functional.hessian(vectorize=True), all rows at once"
-
-    def matrix(self, case: Case) -> Tensor:
-        """Return the P x P matrix."""
-        return torch.autograd.functional.hessian(case.flat_loss, case.theta, vectorize=True)  # type: ignore[return-value]
+REVERSE = _by_products("reverse over reverse", "torch.autograd.grad twice, is_grads_batched", "grad twice (batched)")
+VJP = _by_products("vmap(vjp(grad))", "torch.func.vjp of torch.func.grad: reverse over reverse by transforms", "jacrev(grad)")
+JVP = _by_products("vmap(jvp(grad))", "torch.func.jvp of torch.func.grad: forward over reverse", "jacfwd(grad)", of_tensors=True)
+JACREV = _by_products(
+    "jacfwd(jacrev)",
+    "torch.func.hessian's route in chunks: torch.func.jvp of torch.func.jacrev",
+    "torch.func.hessian",
+    of_tensors=True,
+)
+FUNC_HESSIAN = _whole("torch.func.hessian", "torch.func.hessian: jacfwd(jacrev), all columns at once", "torch.func.hessian")
+AUTOGRAD_HESSIAN = _whole(
+    "autograd.functional.hessian",
+    "torch.autograd.functional.hessian(vectorize=True), all rows at once",
+    "autograd hessian (vectorized)",
+)
 
 
-class Compiled(Peer):
-    """Another peer under ``torch.compile``; compiling belongs to the warm-up and is not counted."""
-
-    fixed = True
-
-    def __init__(self, base: JvpOfGrad | JvpOfJacrev, case: Case, chunk: int) -> None:
-        self.name, self.chunk = f"compiled {base.name}", chunk
-        self.summary = f"torch.compile of {base.name}"
-        self.run = torch.compile(lambda theta, V: base.products(case, theta, V), dynamic=False)
-
-    def prepare(self, case: Case) -> Runner:
-        """Return the function that multiplies directions with the Hessian."""
-        return lambda V: self.run(case.theta, V)
+def compiled(base: Peer, case: Case, chunk: int) -> Peer:
+    """Return a peer under ``torch.compile``; compiling belongs to the warm-up and is not counted."""
+    products = ROUTES[base.route].products
+    assert products is not None
+    run = torch.compile(lambda theta, V: products(case.flat_loss, theta)(V), dynamic=False)
+    return Peer(
+        f"compiled {base.name}",
+        f"torch.compile of {base.name}",
+        lambda case: lambda V: run(case.theta, V),
+        compiles=True,
+        compiled_chunk=chunk,
+    )
 
 
 def plain_columns(case: Case, columns: list[int]) -> Tensor:
@@ -154,6 +101,4 @@ def plain_columns(case: Case, columns: list[int]) -> Tensor:
 
     No batching and no transform: the one route without known defects.
     """
-    theta = case.theta.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(case.flat_loss(theta), theta, create_graph=True)
-    return torch.stack([torch.autograd.grad(gradient[j], theta, retain_graph=True)[0] for j in columns])
+    return products_of("grad twice", case)(torch.eye(case.size, dtype=case.theta.dtype, device=case.theta.device)[columns])

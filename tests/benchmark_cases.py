@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.entries import Part, Ring
-from benchmarks.peers import Whole
+from benchmarks.peers import Peer
 from benchmarks.plan import Cell, Plan, Tell
 from benchmarks.problems import Case
 from benchmarks.suites import BENCHMARKS
@@ -42,11 +42,11 @@ def check_page(name: str, cell: Cell, result: dict[str, Any]) -> str:
     return BENCHMARKS[name].table(records)
 
 
-class Lies(Whole):
-    name = "lies"
-    summary = "the Hessian with one entry changed"
+def wrong_matrix(case: Case) -> Tensor:
+    """Return the Hessian with one compared column off by a thousandth of the largest entry."""
+    found = closed(case)().clone()
+    found[:, Ring(case, whole(case), 1.0, "cpu").picks[3]] += 1e-3 * found.abs().max()
+    return found
 
-    def matrix(self, case: Case) -> Tensor:
-        found = closed(case)().clone()
-        found[:, Ring(case, whole(case), 1.0, "cpu").picks[3]] += 1e-3 * found.abs().max()
-        return found
+
+WRONG = Peer("wrong", "the Hessian with one column changed", matrix=wrong_matrix)

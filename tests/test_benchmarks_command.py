@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_cases import PLAN, QUIET, Lies, first_cell
+from benchmark_cases import PLAN, QUIET, first_cell, wrong_matrix
 
 from benchmarks import __main__ as command
 from benchmarks import runner
 from benchmarks.contest import CLOSED
 from benchmarks.fresh import OverBudget, run_fresh
-from benchmarks.peers import JvpOfGrad
+from benchmarks.peers import JVP
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.store import Store
 from benchmarks.suites import BENCHMARKS
@@ -150,7 +150,7 @@ def test_the_dry_run_says_how_long(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_command_runs_a_benchmark_under_its_old_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.suites.dense.contestants", lambda: [JvpOfGrad()])
+    monkeypatch.setattr("benchmarks.suites.dense.contestants", lambda: [JVP])
     threads = torch.get_num_threads()
     arguments = ["dense_hessian", "--quick", "--batches", "1", "--in-process", "--out", str(tmp_path / "new")]
     assert command.main(arguments) == 0
@@ -162,7 +162,7 @@ def test_the_command_runs_a_benchmark_under_its_old_name(tmp_path: Path, monkeyp
 
 def test_a_wrong_closed_form_is_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.suites.dense.contestants", list)
-    monkeypatch.setattr("benchmarks.suites.dense.dense", Lies().matrix)
+    monkeypatch.setattr("benchmarks.suites.dense.dense", wrong_matrix)
     assert command.main(["dense", "--quick", "--batches", "1", "--in-process", "--out", str(tmp_path)]) == command.WRONG
 
 

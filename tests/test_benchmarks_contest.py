@@ -7,13 +7,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from benchmark_cases import PLAN, QUIET, Lies, closed, record, whole
+from benchmark_cases import PLAN, QUIET, WRONG, closed, record, whole, wrong_matrix
 from torch import Tensor
 
 from benchmarks import tables
 from benchmarks.contest import CLOSED, PLAIN, contest
 from benchmarks.entries import Ring
-from benchmarks.peers import FuncHessian, JvpOfGrad, JvpOfJacrev, ReverseOverReverse, Whole
+from benchmarks.peers import FUNC_HESSIAN, JACREV, JVP, REVERSE, Peer
 from benchmarks.problems import Case, make
 from hessiankit.support.kernels import kernels
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
 
 def test_contest_marks_what_is_wrong_and_ranks_what_is_right() -> None:
     case = make("tiny-affine", 2)
-    result = contest(case, whole(case), closed(case), [JvpOfGrad(), JvpOfJacrev(), FuncHessian()], PLAN, QUIET)
+    result = contest(case, whole(case), closed(case), [JVP, JACREV, FUNC_HESSIAN], PLAN, QUIET)
     ours, good, bad, func = result["rows"]
     assert [row["status"] for row in (ours, good)] == ["right", "right"]
     assert {row["status"] for row in (bad, func)} == {"wrong" if bad["error"] > 1e-8 else "right"}
@@ -44,35 +44,33 @@ def test_compiled_kernels_are_a_row_beside_plain_torch(monkeypatch: pytest.Monke
     if kernels() is None:
         pytest.skip("the kernels are not built here (hessiankit compile)")
     case = make("tiny-affine", 1)
-    rows = contest(case, whole(case), closed(case), [JvpOfGrad()], PLAN, QUIET)["rows"]
+    rows = contest(case, whole(case), closed(case), [JVP], PLAN, QUIET)["rows"]
     assert [row["name"] for row in rows[:2]] == [CLOSED, PLAIN]
     assert [row["status"] for row in rows] == ["right"] * 3
 
 
-class Breaks(Whole):
-    name = "breaks"
-    summary = "raises"
-
-    def matrix(self, case: Case) -> Tensor:
-        raise ValueError("cannot do it\nand more")
+def raises(case: Case) -> Tensor:
+    raise ValueError("cannot do it\nand more")
 
 
 def test_contest_sees_a_small_lie_and_survives_a_peer_that_breaks() -> None:
     case = make("tiny", 1)
-    result = contest(case, whole(case), closed(case), [Lies(), Breaks()], replace(PLAN, repeats=1), QUIET)
+    result = contest(
+        case, whole(case), closed(case), [WRONG, Peer("breaks", "raises", matrix=raises)], replace(PLAN, repeats=1), QUIET
+    )
     _, lies, breaks = result["rows"]
     assert lies["status"] == "wrong"
     assert 1e-4 < lies["error"] < 1e-2
     assert (breaks["status"], breaks["why"], breaks["seconds"]) == ("failed", "ValueError: cannot do it", [])
     assert result["best"] is None
     assert result["writing"]["median"] > 0
-    assert contest(case, whole(case), lambda: Lies().matrix(case), [], PLAN, QUIET)["rows"][0]["status"] == "wrong"
+    assert contest(case, whole(case), lambda: wrong_matrix(case), [], PLAN, QUIET)["rows"][0]["status"] == "wrong"
 
 
 def test_slow_peers_are_extrapolated_and_marked() -> None:
     case = make("small", 1)
     plan = replace(PLAN, limit_seconds=0.05, repeats=1)
-    result = contest(case, whole(case), closed(case), [ReverseOverReverse()], plan, QUIET)
+    result = contest(case, whole(case), closed(case), [REVERSE], plan, QUIET)
     row = result["rows"][1]
     assert row["extrapolated"]
     assert row["timed_columns"] < row["columns"] == 704
@@ -86,7 +84,7 @@ def test_slow_peers_are_extrapolated_and_marked() -> None:
 def test_extrapolation_is_linear_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make("tiny", 1)
     ring = Ring(case, whole(case), 1e-9, "cpu")
-    entry = ring.enter(ReverseOverReverse())
+    entry = ring.enter(REVERSE)
     entry.timed_columns, entry.chunk = 28, 28
     seconds = iter([3.0, 5.0])  # preparing, pushing
     monkeypatch.setattr("benchmarks.entries.timed", lambda device, work: (work(), next(seconds)))
@@ -96,7 +94,7 @@ def test_extrapolation_is_linear_in_columns(monkeypatch: pytest.MonkeyPatch) -> 
 def test_too_much_memory_is_refused_with_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make("tiny", 1)
     monkeypatch.setattr("benchmarks.entries.available_memory", lambda device: 1000)
-    entry = Ring(case, whole(case), 1.0, "cpu").enter(FuncHessian())
+    entry = Ring(case, whole(case), 1.0, "cpu").enter(FUNC_HESSIAN)
     assert entry.status == "skipped"
     assert "GiB" in entry.why
 
@@ -104,17 +102,13 @@ def test_too_much_memory_is_refused_with_a_forecast(monkeypatch: pytest.MonkeyPa
 def test_a_cell_keeps_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that takes too long is stopped, the ones after it are not tried, and one round is run."""
 
-    class Slow(Whole):
-        name = "slow"
-        summary = "sleeps"
-
-        def matrix(self, case: Case) -> Tensor:
-            time.sleep(30.0)
-            return case.theta
+    def sleeps(case: Case) -> Tensor:
+        time.sleep(30.0)
+        return case.theta
 
     case = make("tiny", 1)
     plan = replace(PLAN, repeats=50, limit_seconds=1.0, budget_seconds=3.0)  # trials end after 0.8 * 3 - 1 s
-    result = contest(case, whole(case), closed(case), [ReverseOverReverse(), Slow(), JvpOfGrad()], plan, QUIET)
+    result = contest(case, whole(case), closed(case), [REVERSE, Peer("slow", "sleeps", matrix=sleeps), JVP], plan, QUIET)
     status = {row["name"]: (row["status"], row["why"]) for row in result["rows"][1:]}
     assert status["reverse over reverse"] == ("right", "")
     assert status["slow"][0] == status["vmap(jvp(grad))"][0] == "skipped"

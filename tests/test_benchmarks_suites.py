@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks import tables
 from benchmarks.packaged import installed
-from benchmarks.peers import FuncHessian, ReverseOverReverse
+from benchmarks.peers import FUNC_HESSIAN, REVERSE
 from benchmarks.problems import make
 from benchmarks.suites import BENCHMARKS, hvp, limit, memory, scalars
 from hessiankit import hessian
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
 
 
 def test_pair_is_the_block_of_the_dense_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.suites.pair.contestants", lambda: [ReverseOverReverse(), FuncHessian()])
+    monkeypatch.setattr("benchmarks.suites.pair.contestants", lambda: [REVERSE, FUNC_HESSIAN])
     cell = first_cell("pair")
     result = BENCHMARKS["pair"].run(cell, PLAN, QUIET)
     assert [row["status"] for row in result["rows"]] == ["right", "right"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch.func import grad, jvp, vjp, vmap
 
 from benchmarks.charts import methods
 from benchmarks.entries import MEMORY_SHARE, TOLERANCE
-from benchmarks.packaged import JaxJvpOfGrad, curvlinops_operator, installed
-from benchmarks.peers import JvpOfGrad, Runner, VjpOfGrad
+from benchmarks.packaged import curvlinops_operator, installed, jax_products
+from benchmarks.peers import products_of
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make
 from benchmarks.suites.common import BLOCK_SIZES, case_of
@@ -21,6 +22,7 @@ from benchmarks.timing import all_rounds, finite, rounds_within, several, spread
 from hessiankit import hessian_operator
 from hessiankit.engine.problem.task import available_memory
 from hessiankit.verify.reference_base import bytes_per_direction, first_line
+from hessiankit.verify.torch_routes import GradientGraph, Products
 
 BLOCK = 16
 CHECKED = 2
@@ -29,13 +31,6 @@ CHECKED = 2
 
 def cells(plan: Plan) -> list[Cell]:
     return plan.grid((*BLOCK_SIZES, "large", "gpt2-untied", "gpt2-tied"))
-
-
-def hessian_reference(case: Case, V: Tensor) -> Tensor:
-    """Return H V row by row by ``torch.autograd.grad`` twice."""
-    theta = case.theta.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(case.flat_loss(theta), theta, create_graph=True)
-    return torch.stack([torch.autograd.grad(gradient, theta, v, retain_graph=True)[0] for v in V])
 
 
 def ggn_reference(case: Case, V: Tensor) -> Tensor:
@@ -54,19 +49,17 @@ def ggn_reference(case: Case, V: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _reverse(case: Case) -> Runner:
-    theta = case.theta.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(case.flat_loss(theta), theta, create_graph=True)
+def _reverse(case: Case) -> Products:
+    """Return products by ``torch.autograd.grad`` twice, batched where there are several directions."""
+    graph = GradientGraph(case.flat_loss(theta := case.theta.clone().requires_grad_()), [theta])
 
     def run(V: Tensor) -> Tensor:
-        if len(V) == 1:
-            return torch.autograd.grad(gradient, theta, V[0], retain_graph=True)[0].unsqueeze(0)
-        return torch.autograd.grad(gradient, theta, V, retain_graph=True, is_grads_batched=True)[0]
+        return graph.product([V[0]])[0].unsqueeze(0) if len(V) == 1 else graph.product([V], batched=True)[0]
 
     return run
 
 
-def _push_bend_pull(case: Case) -> Runner:
+def _push_bend_pull(case: Case) -> Products:
     z, pull = vjp(case.outputs, case.theta)[:2]
     slope = grad(case.loss_of)
 
@@ -76,16 +69,16 @@ def _push_bend_pull(case: Case) -> Runner:
     return lambda V: one(V[0]).unsqueeze(0) if len(V) == 1 else vmap(one)(V)
 
 
-def _ours(kind: str) -> Callable[[Case], Runner]:
-    def prepare(case: Case) -> Runner:
+def _ours(kind: str) -> Callable[[Case], Products]:
+    def prepare(case: Case) -> Products:
         operator = hessian_operator(case.module, case.inputs, case.target, loss=case.loss, kind=kind)
         return lambda V: (operator @ V.T.contiguous()).T
 
     return prepare
 
 
-def _curvlinops(kind: str) -> Callable[[Case], Runner]:
-    def prepare(case: Case) -> Runner:
+def _curvlinops(kind: str) -> Callable[[Case], Products]:
+    def prepare(case: Case) -> Products:
         if not installed("curvlinops"):
             raise ModuleNotFoundError("curvlinops is not installed")
         operator = curvlinops_operator(case, kind)
@@ -94,19 +87,19 @@ def _curvlinops(kind: str) -> Callable[[Case], Runner]:
     return prepare
 
 
-def _jax(case: Case) -> Runner:
-    peer = JaxJvpOfGrad()
+def _jax(case: Case) -> Products:
+    peer = jax_products()
     if why := peer.missing(case):
         raise ModuleNotFoundError(why)
-    return peer.prepare(case)
+    return peer.products(case)
 
 
-METHODS: dict[str, dict[str, Callable[[Case], Runner]]] = {
+METHODS: dict[str, dict[str, Callable[[Case], Products]]] = {
     "Hessian": {
         "hessian_operator": _ours("hessian"),
         "reverse over reverse": _reverse,
-        "vjp(grad)": lambda case: VjpOfGrad().prepare(case),
-        "jvp(grad)": lambda case: JvpOfGrad().prepare(case),
+        "vjp(grad)": partial(products_of, "jacrev(grad)"),
+        "jvp(grad)": partial(products_of, "jacfwd(grad)"),
         "jitted jvp(grad) of jax": _jax,
         "curvlinops": _curvlinops("hessian"),
     },
@@ -116,7 +109,7 @@ METHODS: dict[str, dict[str, Callable[[Case], Runner]]] = {
         "curvlinops": _curvlinops("ggn"),
     },
 }
-REFERENCES = {"Hessian": hessian_reference, "GGN": ggn_reference}
+REFERENCES = {"Hessian": lambda case, V: products_of("grad twice", case)(V), "GGN": ggn_reference}
 
 
 def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
@@ -150,7 +143,7 @@ def _compare(
     case: Case,
     V: Tensor,
     reference: Tensor,
-    prepared: dict[str, Callable[[Case], Runner]],
+    prepared: dict[str, Callable[[Case], Products]],
     plan: Plan,
     rounds: int,
     need: int,

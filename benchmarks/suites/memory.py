@@ -12,8 +12,8 @@ from benchmarks.charts import methods
 from benchmarks.counting import dense_bytes
 from benchmarks.entries import MEMORY_SHARE
 from benchmarks.fresh import OverBudget, run_fresh
-from benchmarks.packaged import Curvlinops, installed
-from benchmarks.peers import FuncHessian, Peer, ReverseOverReverse, Whole
+from benchmarks.packaged import CURVLINOPS, installed
+from benchmarks.peers import FUNC_HESSIAN, REVERSE, Peer
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES, Case, make, parameters_of
 from benchmarks.residence import Memory
@@ -22,10 +22,10 @@ from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, shor
 from hessiankit import hessian_operator
 from hessiankit.engine.problem.task import available_memory
 from hessiankit.verify.reference_base import bytes_per_direction
+from hessiankit.verify.torch_routes import ROUTES
 
 CHUNK = 16
 OURS = ("hessian", "hessian_operator")
-WHOLE = "torch.func.hessian"
 
 
 def cells(plan: Plan) -> list[Cell]:
@@ -34,7 +34,7 @@ def cells(plan: Plan) -> list[Cell]:
 
 def _columns(peer: Peer) -> Callable[[Case], Tensor]:
     def run(case: Case) -> Tensor:
-        push, out = peer.prepare(case), case.theta.new_empty(case.size, case.size)
+        push, out = peer.products(case), case.theta.new_empty(case.size, case.size)
         for start in range(0, case.size, CHUNK):
             units = case.theta.new_zeros(min(CHUNK, case.size - start), case.size)
             units[:, start:].fill_diagonal_(1.0)
@@ -42,10 +42,6 @@ def _columns(peer: Peer) -> Callable[[Case], Tensor]:
         return out
 
     return run
-
-
-def _whole(peer: Whole) -> Callable[[Case], Tensor]:
-    return peer.matrix
 
 
 def _operator(case: Case) -> Tensor:
@@ -56,9 +52,9 @@ def _operator(case: Case) -> Tensor:
 WORK: dict[str, Callable[[Case], Tensor]] = {
     OURS[0]: dense,
     OURS[1]: _operator,
-    "reverse over reverse": _columns(ReverseOverReverse()),
-    WHOLE: _whole(FuncHessian()),
-    "curvlinops": _columns(Curvlinops()),
+    REVERSE.name: _columns(REVERSE),
+    FUNC_HESSIAN.name: lambda case: ROUTES["torch.func.hessian"].matrix(case.flat_loss, case.theta),
+    CURVLINOPS.name: _columns(CURVLINOPS),
 }
 MATRIX = {name for name in WORK if name != "hessian_operator"}
 
@@ -77,7 +73,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
         need = 2 * dense_bytes(size, itemsize) if name in MATRIX else 0
         if name not in OURS and need <= free:
             one = case_of({**cell, "batch": 1}, plan)
-            need += bytes_per_direction(one.flat_loss, one.theta) * cell["batch"] * (size if name == WHOLE else CHUNK)
+            need += bytes_per_direction(one.flat_loss, one.theta) * cell["batch"] * (size if name == FUNC_HESSIAN.name else CHUNK)
         if need > free:
             row.update(status="skipped", why=f"forecast {need / 2**30:.1f} GiB", forecast_bytes=need)
             continue

@@ -10,7 +10,6 @@ import hessiankit
 from benchmarks.charts import methods
 from benchmarks.contest import contest, contestants
 from benchmarks.entries import Part
-from benchmarks.peers import Whole
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.suites.common import BLOCK_SIZES, case_of, hook
 from benchmarks.tables import NOTES, contest_tables
@@ -34,7 +33,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
         found = hessiankit.hessian(case.module, case.inputs, case.target, loss=case.loss, params=(rows, columns))
         return found.block(rows, columns)
 
-    result = contest(case, part, closed, [p for p in contestants() if not isinstance(p, Whole)], plan, tell)
+    result = contest(case, part, closed, [p for p in contestants() if p.matrix is None], plan, tell)
     for row in result["rows"]:
         row["quantity"] = cell["pair"]
     return result

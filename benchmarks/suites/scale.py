@@ -34,6 +34,7 @@ from benchmarks.timing import all_rounds, finite, rounds_within, several, spread
 from hessiankit import bounds, frobenius_norms, hessian_operator
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.verify.reference_base import first_line
+from hessiankit.verify.torch_routes import GradientGraph
 
 Runner: TypeAlias = Callable[[Tensor], Any]
 Row = dict[str, Any]
@@ -56,8 +57,8 @@ def _operator(case: Case, **options: Any) -> Runner:
 def _double(case: Case) -> Runner:
     parameters = list(case.module.parameters())
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
-        slopes = torch.autograd.grad(case.loss_of(case.module(case.inputs)), parameters, create_graph=True)
-    return lambda v: torch.autograd.grad(slopes, parameters, _pieces(v, parameters), retain_graph=True, materialize_grads=True)
+        graph = GradientGraph(case.loss_of(case.module(case.inputs)), parameters)
+    return lambda v: graph.product(_pieces(v, parameters))
 
 
 def _packaged(operator_of: Callable[..., Any], case: Case) -> Runner:

@@ -21,9 +21,9 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.support.errors import InputError
 from hessiankit.verify.block_structure import structure_of
 from hessiankit.verify.exact_case import ExactCase, ExactComparison, RationalDraw, ResidueDraw
+from hessiankit.verify.exact_cases import RATIONAL, SYMBOLIC
 from hessiankit.verify.exact_placements import EQUATION_CASES, PLACEMENT_CASES, placement_case
-from hessiankit.verify.exact_rational import RATIONAL
-from hessiankit.verify.exact_symbolic import SYMBOLIC, is_identically_zero
+from hessiankit.verify.exact_symbolic import SymbolicDraw, is_identically_zero
 from hessiankit.verify.jets import KinkError
 from hessiankit.verify.residues import VALUES
 
@@ -33,7 +33,8 @@ _ALL = (
     *((case, "modular") for case in PLACEMENT_CASES),
     *((case, "rational") for case in EQUATION_CASES),
 )
-_DRAWS = 100  # a drawn point may lie on a kink of relu; that many in a row do not
+DRAWS: dict[str, type[RationalDraw]] = {"rational": RationalDraw, "modular": ResidueDraw, "symbolic": SymbolicDraw}
+TRIES = 100  # a drawn point may lie on a kink of relu; that many in a row do not
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def run_case(case: ExactCase, method: str, seed: int = 0) -> ExactRow:
 
 
 def _said(method: str, degree: int, chance: float | None) -> str:
-    """Say what equality at one point means."""
+    """Return the meaning of equality at one point, in words."""
     if method == "modular":
         return f" at a random point mod 2^61-1; degree <= {degree}, so a wrong formula passes with probability <= {chance:.0e}"
     return " at a rational point" if method == "rational" else " identically"
@@ -161,13 +162,12 @@ def _said(method: str, degree: int, chance: float | None) -> str:
 
 def _comparisons(case: ExactCase, method: str, seed: int) -> Iterator[ExactComparison]:
     """Return the comparisons at the first drawn point that does not lie on a kink."""
-    draw = ResidueDraw if method == "modular" else RationalDraw
-    for attempt in range(_DRAWS):
-        comparisons = case.build(draw(f"{seed}/{case.chapter}/{case.name}/{attempt}"))
+    for attempt in range(TRIES):
+        comparisons = case.build(DRAWS[method](f"{seed}/{case.chapter}/{case.name}/{attempt}"))
         try:
             return chain([next(comparisons)], comparisons)
         except KinkError:
             continue
         except StopIteration:
             return iter(())
-    raise ValueError(f"{_DRAWS} points in a row lie on a kink")
+    raise ValueError(f"{TRIES} points in a row lie on a kink")

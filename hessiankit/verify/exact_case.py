@@ -1,13 +1,14 @@
-"""What one exact check consists of: a drawn point, and closed forms set against what they must equal."""
+"""One exact check: closed forms at a drawn point, compared with the exact arrays that they must equal."""
 
 from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import sympy
@@ -15,20 +16,83 @@ import torch
 
 from derivations.arrays import Array
 from derivations.matrix import Matrix
-from derivations.operation import Operation
-from hessiankit.verify.jets import ExactNumber, FormalExponential, FormalFunction, Variables, eps_for, values
+from derivations.operation import Operation, Shape
+from hessiankit.verify import jets
+from hessiankit.verify.jets import SCALE, ExactNumber, FormalExponential, FormalFunction, Variables, eps_for
 from hessiankit.verify.residues import P, Residue
 
 EXACT = np.zeros(0, dtype=object)
 """Tells a structured matrix to write itself out in exact arithmetic."""
 
 
+class ExactReference(ABC):
+    """The value and the derivatives of an operation in vec_r order, without a closed form."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The names of the variables."""
+
+    @property
+    @abstractmethod
+    def value(self) -> Array:
+        """The output (NaN where it is not rational)."""
+
+    @abstractmethod
+    def jacobian(self, name: str) -> Array:
+        """Return d vec_r(output) / d vec_r(name)^T."""
+
+    @abstractmethod
+    def hessian(self, name_i: str, name_j: str) -> Array:
+        """Return d vec_r(d output / d name_i) / d vec_r(name_j)^T, with rows ordered (out, i)."""
+
+
+@dataclass(frozen=True)
+class JetReference(ExactReference):
+    """Derivatives read off an array of jets."""
+
+    variables: Variables
+    output: Array
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.variables.arrays)
+
+    @property
+    def value(self) -> Array:
+        return jets.values(self.output)
+
+    def jacobian(self, name: str) -> Array:
+        return self.variables.jacobian(self.output, name)
+
+    def hessian(self, name_i: str, name_j: str) -> Array:
+        return self.variables.hessian(self.output, name_i, name_j)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The arguments of an operation, for its closed form and for the formula that the reference differentiates.
+
+    Attributes:
+        at: Name -> numbers, or symbols: where the closed form is evaluated.
+        variables: Name -> jets over these numbers, or the same symbols.
+        reference: The formula's output -> its derivatives.
+    """
+
+    at: dict[str, Array]
+    variables: dict[str, Array]
+    reference: Callable[[Array], ExactReference]
+
+
 class RationalDraw:
-    """A seeded source of small non-zero rationals: integers and halves, so that exact results stay short.
+    """A seeded source of small non-zero rationals, integers and halves, so that exact results stay short.
 
     >>> RationalDraw("a seed").array(2, 3).shape
     (2, 3)
     """
+
+    scale: Any = SCALE
+    """The factor of attention logits."""
 
     def __init__(self, seed: str) -> None:
         self.seed = seed
@@ -44,9 +108,31 @@ class RationalDraw:
         out[:] = [self.number() for _ in out]
         return out.reshape(shape)
 
-    def exponential(self) -> FormalExponential:
+    def rows(self, count: int, d: int, accepted: Callable[[Array], bool]) -> Array:
+        """Return ``count`` rows of ``d`` such numbers, each drawn until it is accepted."""
+        found: list[Array] = []
+        while len(found) < count:
+            row = self.array(d)
+            if accepted(row):
+                found.append(row)
+        return np.stack(found)
+
+    def lift(self, at: dict[str, Array]) -> Point:
+        """Return given arguments as a point."""
+        variables = Variables(at)
+        return Point(at, variables.arrays, lambda output: JetReference(variables, output))
+
+    def point(self, **shapes: Shape) -> Point:
+        """Return drawn arguments of these shapes as a point."""
+        return self.lift({name: self.array(*shape) for name, shape in shapes.items()})
+
+    def exponential(self) -> Any:
         """Return an exponential whose values are drawn."""
         return FormalExponential(self.seed)
+
+    def attention_exponential(self) -> Any:
+        """Return the exponential that belongs to ``attention_weights``."""
+        return self.exponential()
 
     def function(self) -> FormalFunction:
         """Return a smooth function whose values and derivatives are drawn."""
@@ -56,14 +142,17 @@ class RationalDraw:
         """Return an eps for which mean square + eps has a root."""
         return eps_for(mean_square)
 
-    def rows(self, count: int, d: int, accepted: Callable[[Array], bool]) -> Array:
-        """Return ``count`` rows of ``d`` such numbers, each drawn until it is accepted."""
-        found: list[Array] = []
-        while len(found) < count:
-            row = self.array(d)
-            if accepted(row):
-                found.append(row)
-        return np.stack(found)
+    def closed(self, eps: Array) -> Array:
+        """Return the chosen eps as the closed form takes them."""
+        return eps
+
+    def weights(self, logits: Array, exp: Any, mask: Array | None = None) -> Array | None:
+        """Return the softmax of logits that a closed form takes; None where it takes the exponential itself."""
+        return jets.softmax(logits, exp, mask)
+
+    def attention_weights(self, at: Mapping[str, Array], exp: Any, mask: Array | None = None) -> Array:
+        """Return the attention matrix that a closed form takes, at X, W_Q and W_K."""
+        return jets.softmax(jets.attention_logits(at["X"], at["W_Q"], at["W_K"], self.scale), exp, mask)
 
 
 class ResidueDraw(RationalDraw):
@@ -81,101 +170,19 @@ class ResidueDraw(RationalDraw):
         return Residue(self._random.randrange(1, P), 1)
 
     def exponential(self) -> FormalExponential:
-        """Return an exponential whose values are residues."""
         return FormalExponential(self.seed, self.number)
 
     def function(self) -> FormalFunction:
-        """Return a smooth function whose values and derivatives are residues."""
         return FormalFunction(self.seed, self.number)
 
     def eps(self, mean_square: Any) -> Any:
-        """Return the eps for which mean square + eps is the square of a residue that is drawn."""
         root = self.number()
         return root * root - mean_square
 
 
-class ExactReference(Protocol):
-    """The value and the derivatives of an operation in vec_r order, by a route of their own."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the variables."""
-
-    @property
-    def value(self) -> Array:
-        """The output."""
-
-    def jacobian(self, name: str) -> Array:
-        """Return d vec_r(output) / d vec_r(name)^T."""
-
-    def hessian(self, name_i: str, name_j: str) -> Array:
-        """Return d vec_r(d output / d name_i) / d vec_r(name_j)^T, with rows ordered (out, i)."""
-
-
-@dataclass(frozen=True)
-class JetReference:
-    """Derivatives read off an array of jets."""
-
-    variables: Variables
-    output: Array
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the variables."""
-        return tuple(self.variables.arrays)
-
-    @property
-    def value(self) -> Array:
-        """The rational values of the output (NaN where they are not rational)."""
-        return values(self.output)
-
-    def jacobian(self, name: str) -> Array:
-        """Return d vec_r(output) / d vec_r(name)^T."""
-        return self.variables.jacobian(self.output, name)
-
-    def hessian(self, name_i: str, name_j: str) -> Array:
-        """Return the second derivative, with rows ordered (out, i)."""
-        return self.variables.hessian(self.output, name_i, name_j)
-
-
-@dataclass(frozen=True)
-class SymbolicReference:
-    """Derivatives of an array of SymPy expressions by ``sympy.diff``, with ``substitutions`` made afterwards."""
-
-    variables: Mapping[str, Array]
-    output: Array
-    substitutions: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the variables."""
-        return tuple(self.variables)
-
-    @property
-    def value(self) -> Array:
-        """The output itself."""
-        return self._substituted(self.output)
-
-    def jacobian(self, name: str) -> Array:
-        """Return d vec_r(output) / d vec_r(name)^T."""
-        return self._substituted(self._derivative(self.output, name))
-
-    def hessian(self, name_i: str, name_j: str) -> Array:
-        """Return the second derivative, with rows ordered (out, i)."""
-        return self._substituted(self._derivative(self._derivative(self.output, name_i), name_j))
-
-    def _derivative(self, array: Array, name: str) -> Array:
-        symbols = self.variables[name].reshape(-1)
-        entries = [[sympy.diff(y, x) for x in symbols] for y in array.reshape(-1)]
-        return np.array(entries, dtype=object).reshape(array.size, symbols.size)
-
-    def _substituted(self, array: Array) -> Array:
-        return np.frompyfunc(lambda e: sympy.sympify(e).xreplace(self.substitutions), 1, 1)(array)
-
-
 @dataclass(frozen=True)
 class ExactOutcome:
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
         mismatch: How the closed form differs, or None if every entry is equal.
@@ -224,11 +231,11 @@ class ExactComparison:
 
 
 def against(operation: Operation, reference: ExactReference, *, value: bool = True) -> Iterator[ExactComparison]:
-    """Set every Jacobian and every second-derivative block of an operation against a reference.
+    """Compare every Jacobian and every second-derivative block of an operation with a reference.
 
     Args:
-        operation: a chapter's operation at an exact point.
-        reference: the same operation by another route, over the same names.
+        operation: a closed form at an exact point.
+        reference: the same operation without a closed form, over the same names.
         value: False leaves the value out, where it is a logarithm and has no rational number.
 
     Raises:

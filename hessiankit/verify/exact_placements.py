@@ -25,8 +25,8 @@ from derivations.matrix import Dense, Matrix, Named
 from hessiankit.blocks import PLACEMENTS, TransformerBlock
 from hessiankit.formulas.block_at import Exact, Parts, block_stage, input_stage
 from hessiankit.verify.block_structure import BlockStructure
+from hessiankit.verify.exact_builders import formal_activation
 from hessiankit.verify.exact_case import EXACT, ExactCase, ExactComparison, JetReference, RationalDraw, against
-from hessiankit.verify.exact_rational import formal_activation
 from hessiankit.verify.jet_block import PIECEWISE, JetBlock
 from hessiankit.verify.jets import SCALE, Variables, rational_turns
 

@@ -1,52 +1,26 @@
-"""The rules of the vec_r calculus (``derivations.vecr``), exactly: on jets and on symbols by one piece of code."""
+"""The rules of the vec_r calculus (``derivations.vecr``), in rational and in symbolic arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import sympy
 
 from derivations import vecr
 from derivations.arrays import Array
 from derivations.matrix import Dense, Identity, kron
-from hessiankit.verify.exact_case import ExactComparison, ExactReference, JetReference, RationalDraw, SymbolicReference
-from hessiankit.verify.jets import Jet, Variables
-
-Lift = Callable[[dict[str, Array]], tuple[dict[str, Array], Callable[[Array], ExactReference]]]
+from hessiankit.verify.exact_case import ExactComparison, RationalDraw
+from hessiankit.verify.jets import root as root_of
 
 
-def on_jets(point: dict[str, Array]) -> tuple[dict[str, Array], Callable[[Array], ExactReference]]:
-    """Lift a point to jets, with the reader of their derivatives."""
-    variables = Variables(point)
-    return variables.arrays, lambda output: JetReference(variables, output)
-
-
-def on_symbols(point: dict[str, Array]) -> tuple[dict[str, Array], Callable[[Array], ExactReference]]:
-    """Put positive symbols in place of a point, with ``sympy.diff`` as the reader of derivatives."""
-    arrays = {name: symbols(name, *array.shape) for name, array in point.items()}
-    return arrays, lambda output: SymbolicReference(arrays, output)
-
-
-def symbols(name: str, *shape: int) -> Array:
-    """Return an object array of positive symbols called name_i or name_ij (0-based).
-
-    >>> symbols("x", 1, 2)
-    array([[x_00, x_01]], dtype=object)
-    """
-    out = np.empty(shape, dtype=object)
-    for index in np.ndindex(*shape):
-        out[index] = sympy.Symbol(f"{name}_{''.join(map(str, index))}", positive=True)
-    return out
-
-
-def vecr_rules(draw: RationalDraw, lift: Lift) -> Iterator[ExactComparison]:
+def vecr_rules(draw: RationalDraw) -> Iterator[ExactComparison]:
     """Compare Properties 2-6 and Propositions 3-9 on matrices that depend on X and Y nonlinearly."""
     P, Q, E = draw.array(4, 2), draw.array(3, 2), draw.array(2, 4)
     squares = draw.array(2, 3) ** 2
-    arrays, read = lift({"X": squares, "Y": draw.array(3, 4), "D": _invertible(draw), "v": draw.array(3)})
-    X, Y, D, v = arrays.values()
+    point = draw.lift({"X": squares, "Y": draw.array(3, 4), "D": _invertible(draw), "v": draw.array(3)})
+    read = point.reference
+    X, Y, D, v = point.variables.values()
     A, B = X * X, X.T @ E  # 2 x 3 and 3 x 4, both functions of X
 
     def d(F: Array, name: str = "X") -> Array:
@@ -55,7 +29,7 @@ def vecr_rules(draw: RationalDraw, lift: Lift) -> Iterator[ExactComparison]:
     def at(F: Array) -> Array:
         return read(F).value
 
-    inverse, root, adjoint = _inverse(D), np.frompyfunc(_sqrt, 1, 1)(X), draw.array(2, 4)
+    inverse, root, adjoint = _inverse(D), np.frompyfunc(root_of, 1, 1)(X), draw.array(2, 4)
     N = (X @ Y) * (X @ Y)
     N_XY, N_YX = read(N).hessian("X", "Y"), read(N).hessian("Y", "X")
     scalar = read(np.array([(adjoint * N).sum()], dtype=object))
@@ -79,10 +53,6 @@ def vecr_rules(draw: RationalDraw, lift: Lift) -> Iterator[ExactComparison]:
     ]
     for label, closed, expected in rules:
         yield ExactComparison(label, closed, expected)
-
-
-def _sqrt(x: Any) -> Any:
-    return x.sqrt() if isinstance(x, Jet) else sympy.sqrt(x)
 
 
 def _inverse(D: Array) -> Array:

@@ -4,7 +4,7 @@ A *jet* carries the value, the gradient and the Hessian of a number with respect
 ``Fraction``. Numpy's object arrays do the matrix algebra, so that the forward formulas below are written as they are
 read; Jacobians and second derivatives in vec_r order are then read off the output. Nothing here knows a derivative of
 anything but ``+ * / sqrt exp log relu`` of one number, so agreement with a closed form of a whole block, entry by entry
-and with ``==``, proves that closed form at the drawn point.
+and with ``==``, proves that closed form at the drawn point. The same formulas take SymPy expressions in place of jets.
 
 Exponentials stay rational through *formal weights* (see ``FormalExponential``).
 """
@@ -19,6 +19,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import sympy
 
 from derivations.arrays import Array
 
@@ -199,6 +200,10 @@ class FormalExponential:
         return _map(lambda t: self.weight(t.value if isinstance(t, Jet) else t), T)
 
 
+Exponential = Callable[[Any], Any]
+"""A ``FormalExponential``, or a function that SymPy differentiates as one."""
+
+
 class FormalFunction:
     """A smooth scalar function known at each argument by three drawn rationals: its value and first two derivatives.
 
@@ -277,48 +282,45 @@ def _map(function: Any, x: Array) -> Array:
     return np.frompyfunc(function, 1, 1)(x)
 
 
+def root(x: Any) -> Any:
+    """Return the square root of a jet, an exact number or an expression."""
+    return sympy.sqrt(x) if isinstance(x, sympy.Expr) else x.sqrt()
+
+
 def values(x: Array) -> Array:
-    """Return the values of an array of jets."""
+    """Return the values of an array of jets, an array of numbers or expressions as it is."""
     return _map(lambda y: _as_jet(y).value, x)
-
-
-def chosen_eps(mean_square: Array) -> Array:
-    """Return the eps > 0 for which sqrt(mean_square + eps) is the next multiple of 1/2, entry by entry.
-
-    >>> chosen_eps(np.array([Fraction(2), Fraction(1, 3)], dtype=object)).tolist()  # 2 + 1/4 = 1.5^2, 1/3 + 2/3 = 1^2
-    [Fraction(1, 4), Fraction(2, 3)]
-    """
-    return _map(eps_for, values(mean_square))
 
 
 def eps_for(mean_square: Fraction) -> Fraction:
     """Return the eps > 0 for which sqrt(mean_square + eps) is the next multiple of 1/2.
 
-    >>> eps_for(Fraction(2))
-    Fraction(1, 4)
+    >>> eps_for(Fraction(2)), eps_for(Fraction(1, 3))  # 2 + 1/4 = 1.5^2, 1/3 + 2/3 = 1^2
+    (Fraction(1, 4), Fraction(2, 3))
     """
     return Fraction(math.isqrt(math.floor(4 * mean_square)) + 1, 2) ** 2 - mean_square
 
 
-def rms_norm(X: Array, gamma: Array | None = None, eps: Array | Number | None = None) -> tuple[Array, Array]:
-    """Return X_ij gamma_j / sqrt(mean_j X_ij^2 + eps_i) and the eps used: one a row, chosen if ``eps`` is None."""
+Eps = Array | Number | Callable[[Any], Any]
+"""Numbers, one a row or one for all, or a function that chooses eps from the mean square of a row."""
+
+
+def rms_norm(X: Array, gamma: Array | None = None, eps: Eps = eps_for) -> tuple[Array, Array]:
+    """Return X_ij gamma_j / sqrt(mean_j X_ij^2 + eps_i) and the eps used, one a row."""
     mean_square = (X * X).sum(1) * Fraction(1, X.shape[1])
-    used = chosen_eps(mean_square) if eps is None else np.full(X.shape[0], 0, dtype=object) + eps
-    s = _map(lambda q: q.sqrt(), mean_square + used)
-    out = X / s.reshape(-1, 1)
+    used = _map(eps, values(mean_square)) if callable(eps) else np.full(X.shape[0], 0, dtype=object) + eps
+    out = X / _map(root, mean_square + used).reshape(-1, 1)
     return (out if gamma is None else out * gamma.reshape(1, -1)), used
 
 
-def layer_norm(
-    X: Array, gamma: Array | None = None, beta: Array | None = None, eps: Array | Number | None = None
-) -> tuple[Array, Array]:
-    """Return gamma_j (X_ij - mu_i) / sqrt(var_i + eps_i) + beta_j and the eps used: one a row, chosen if ``eps`` is None."""
+def layer_norm(X: Array, gamma: Array | None = None, beta: Array | None = None, eps: Eps = eps_for) -> tuple[Array, Array]:
+    """Return gamma_j (X_ij - mu_i) / sqrt(var_i + eps_i) + beta_j and the eps used, one a row."""
     centred = X - (X.sum(1) * Fraction(1, X.shape[1])).reshape(-1, 1)
     out, used = rms_norm(centred, gamma, eps)
     return (out if beta is None else out + beta.reshape(1, -1)), used
 
 
-def softmax(T: Array, exp: FormalExponential, mask: Array | None = None) -> Array:
+def softmax(T: Array, exp: Exponential, mask: Array | None = None) -> Array:
     """Return the row softmax of T; where ``mask`` is False the weight is exactly 0."""
     weights = _map(exp, T)
     if mask is not None:
@@ -339,7 +341,7 @@ def attention(
     W_O: Array | None = None,
     *,
     scale: Number,
-    exp: FormalExponential,
+    exp: Exponential,
     mask: Array | None = None,
 ) -> Array:
     """Return softmax(scale X W_Q W_K^T X^T) X W_V (W_O)."""
@@ -393,10 +395,10 @@ def rational_turns(length: int, pairs: int = 1) -> tuple[Array, Array]:
     return np.array(found[0], dtype=object), np.array(found[1], dtype=object)
 
 
-def turned(X: Array, length: int) -> Array:
-    """Return the rows of stacked heads, row l of each with its pairs (x_i, x_{i + w/2}) turned by the rational turns."""
+def turned(X: Array, length: int, turns: tuple[Array, Array] | None = None) -> Array:
+    """Return the rows of stacked heads, row l of each with its pairs (x_i, x_{i + w/2}) turned, by default by rational turns."""
     half = X.shape[1] // 2
-    cos, sin = rational_turns(length, half)
+    cos, sin = turns or rational_turns(length, half)
     rows = []
     for n, x in enumerate(X):
         pairs = [(cos[n % length, i], sin[n % length, i], x[i], x[i + half]) for i in range(half)]
@@ -410,9 +412,11 @@ def mean_squared_error(Z: Array, target: Array) -> Array:
     return np.array([(difference * difference).sum() * Fraction(1, Z.size)], dtype=object)
 
 
-def cross_entropy(logits: Array, labels: Sequence[int], exp: FormalExponential) -> Array:
+def cross_entropy(logits: Array, labels: Sequence[int], exp: Exponential) -> Array:
     """Return the mean over rows of -log softmax(logits)[label] as an array of one entry (its value is NaN, see ``Jet.log``)."""
-    losses = [_map(exp, row).sum().log() - row[label] for row, label in zip(logits, labels, strict=True)]
+    sums = [_map(exp, row).sum() for row in logits]
+    logarithms = [sympy.log(s) if isinstance(s, sympy.Expr) else s.log() for s in sums]
+    losses = [log - row[label] for log, row, label in zip(logarithms, logits, labels, strict=True)]
     return np.array([sum(losses) * Fraction(1, len(losses))], dtype=object)
 
 

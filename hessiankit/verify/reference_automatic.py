@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._vmap_internals import _vmap  # what torch.autograd.functional takes forward-mode directions together with
 from torch.autograd import forward_ad
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import grad, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
 from hessiankit.verify.problem import IGNORED_LABEL, Problem, differentiable_attention, outputs_of
 from hessiankit.verify.reference_base import FAILURES, Product, Progress, Reference, Unsupported, first_line, in_chunks
+from hessiankit.verify.torch_routes import ROUTES, GradientGraph
 from hessiankit.verify.traits import NO_GRAD, traits
 
 
@@ -34,59 +35,33 @@ class ReverseOverReverse(Reference):
     name = "reverse-over-reverse"
     independent_group = "reverse"
     summary = "torch.autograd.grad twice"
+    routes = ("grad twice (batched)", "grad twice")
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        def pull(outputs: list[Tensor], kept: list[str], rows: Tensor, batched: bool) -> Tensor:
-            parts = [rows[..., problem.slices[n]].reshape(*rows.shape[:-1], *problem.params[n].shape) for n in kept]
-            own = list(problem.own.values())
-            found = torch.autograd.grad(
-                outputs, own, parts, retain_graph=True, is_grads_batched=batched, allow_unused=True, materialize_grads=True
-            )
-            return torch.cat([x.reshape(*rows.shape[:-1], -1) for x in found], -1)
+        def pull(rows: Tensor, batched: bool) -> Tensor:
+            lead = rows.shape[:-1]
+            v = [rows[..., problem.slices[n]].reshape(*lead, *p.shape) for n, p in problem.params.items()]
+            return torch.cat([x.reshape(*lead, -1) for x in graph.product(v, batched=batched)], -1)
 
         try:
             with problem.borrowed(), differentiable_attention():
-                outputs, kept, note = self._graph(problem)
-                if not outputs:
-                    return torch.zeros_like(V), None, note
-                value, note = in_chunks(
-                    lambda rows: pull(outputs, kept, rows, True), lambda row: pull(outputs, kept, row, False), V, chunk, progress
-                )
+                graph = GradientGraph(problem.call(), list(problem.own.values()))
+                if not graph.parts:
+                    what = "gradient" if graph.loss.requires_grad else "loss"
+                    return torch.zeros_like(V), None, f"the {what} does not depend on the parameters"
+                value, note = in_chunks(lambda rows: pull(rows, True), lambda row: pull(row, False), V, chunk, progress)
         except FAILURES as error:
             raise self.unsupported(error) from error
         return value, None, note
 
-    @staticmethod
-    def _graph(problem: Problem) -> tuple[list[Tensor], list[str], str]:
-        """Return the parts of the gradient that can be differentiated again, and whose they are; or why there are none."""
-        loss = problem.call()
-        if not loss.requires_grad:
-            return [], [], "the loss does not depend on the parameters"
-        gradient = torch.autograd.grad(loss, list(problem.own.values()), create_graph=True, allow_unused=True)
-        parts = {n: g for n, g in zip(problem.own, gradient, strict=True) if g is not None and g.requires_grad}
-        return list(parts.values()), list(parts), "" if parts else "the gradient does not depend on the parameters"
-
     @contextmanager
     def along(self, problem: Problem) -> Iterator[Product]:
         """Return products along one direction after the other, from one graph of the gradient."""
-        own = problem.own
         with problem.borrowed(), differentiable_attention():
-            outputs, kept, _ = self._graph(problem)
-            parts = dict(zip(kept, outputs, strict=True))
+            graph = GradientGraph(problem.call(), list(problem.own.values()))
 
             def product(direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
-                met = [n for n in direction if n in parts]
-                if not met:
-                    return {n: torch.zeros_like(p) for n, p in own.items()}, None
-                found = torch.autograd.grad(
-                    [parts[n] for n in met],
-                    list(own.values()),
-                    [direction[n] for n in met],
-                    retain_graph=True,
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-                return dict(zip(own, found, strict=True)), None
+                return dict(zip(problem.own, graph.product([direction.get(n) for n in problem.own]), strict=True)), None
 
             try:
                 yield product
@@ -105,6 +80,7 @@ class JvpOfGrad(Reference):
     name = "jvp(grad)"
     independent_group = "forward-over-reverse"
     summary = "dual numbers through torch.autograd.grad; torch.func.jvp of torch.func.grad where they do not pass"
+    routes = ("jacfwd(grad)", "jvp(grad)")
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         def push(v: Tensor) -> Tensor:
@@ -206,17 +182,14 @@ class FuncHessian(Reference):
     name = "torch.func.hessian"
     independent_group = "jacfwd(jacrev)"
     summary = "torch.func.jvp of torch.func.jacrev, that is torch.func.hessian"
+    routes = ("torch.func.hessian", "jvp(jacrev)")
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        gradient = jacrev(problem.flat_loss)
-
-        def push(v: Tensor) -> Tensor:
-            return jvp(gradient, (problem.theta,), (v,))[1]
-
+        together, alone = (ROUTES[name].products(problem.flat_loss, problem.theta) for name in self.routes)  # type: ignore[misc]
         try:
             if problem.swap_fault:
                 raise Unsupported(self.name, problem.swap_fault)
-            value, note = in_chunks(vmap(push), push, V, chunk, progress)
+            value, note = in_chunks(together, lambda row: alone(row[None])[0], V, chunk, progress)
         except FAILURES as error:
             raise self.unsupported(error) from error
         return value, None, note
@@ -311,6 +284,7 @@ class Curvlinops(Reference):
     name = "curvlinops"
     independent_group = "jacfwd(jacrev)"
     summary = "curvlinops.HessianLinearOperator"
+    routes = FuncHessian.routes
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         try:

@@ -26,6 +26,7 @@ from hessiankit.tracing.recording import record
 from hessiankit.verify.operations import OPERATIONS, Example
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.reference_base import first_line
+from hessiankit.verify.references import REFERENCES
 from hessiankit.verify.torch_routes import ROUTES, central_differences
 
 TOLERANCE = 1e-9
@@ -290,13 +291,8 @@ def _relative(difference: Tensor, scale: Tensor) -> float:
 
 
 PATH = Path(__file__).with_suffix(".json")
-ROUTES_OF: Mapping[str, tuple[str, ...]] = {
-    "reverse-over-reverse": ("grad twice (batched)", "grad twice"),
-    "jvp(grad)": ("jacfwd(grad)", "jvp(grad)"),
-    "torch.func.hessian": ("torch.func.hessian", "jvp(jacrev)"),
-    "curvlinops": ("torch.func.hessian", "jvp(jacrev)"),
-}
-"""What a reference runs: all directions together, and one at a time where torch cannot take them together."""
+ROUTES_OF: Mapping[str, tuple[str, ...]] = {name: reference.routes for name, reference in REFERENCES.items() if reference.routes}
+"""Reference -> its routes in the table."""
 
 CHOICES = (("reverse-over-reverse",), ("jvp(grad)", "torch.func.hessian"))
 """One of each group is taken, the first that is right everywhere; those of one group share a path."""

@@ -20,7 +20,8 @@ from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported
 
-LENGTH, WIDTH, HEAD, HIDDEN = 3, 4, 2, 5  # unequal, so that a swapped index cannot hide
+TINY = {"length": 3, "width": 4, "head": 2, "hidden": 5}
+"""Sizes of the formulas' twin: unequal, so that a swapped index cannot hide."""
 
 LETTERS = {"norm_1.weight": "gamma_1", "norm_1.bias": "beta_1", "norm_2.weight": "gamma_2", "norm_2.bias": "beta_2"}
 
@@ -70,8 +71,8 @@ def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
     assert isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm))
     affine = norm.weight is not None
     twin = TransformerBlock(
-        WIDTH,
-        HIDDEN,
+        TINY["width"],
+        TINY["hidden"],
         attention.n_heads,
         block.placement,
         "layernorm" if isinstance(norm, torch.nn.LayerNorm) else "rmsnorm",
@@ -79,12 +80,12 @@ def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
         feedforward.b_1 is not None,
         attention_bias=attention.b_Q is not None,
         output_projection=attention.W_O is not None,
-        d_k=HEAD,
+        d_k=TINY["head"],
         causal=attention.causal,
         eps=norm.eps or 1e-6,
         affine=affine,
     ).double()
-    x, target = (torch.randn(LENGTH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, target = (torch.randn(TINY["length"], TINY["width"], generator=generator, dtype=torch.float64) for _ in range(2))
     for p in twin.parameters():
         p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.7 + (0.5 if p.ndim == 1 else 0.0)
     point = point_of(twin, x)

@@ -1,15 +1,18 @@
-"""Every way in which torch can differentiate a scalar function twice, each returning the whole Hessian."""
+"""torch's ways to differentiate a scalar function twice: products with the Hessian, and the whole Hessian.
+
+One table for the references of :func:`hessiankit.check`, the route table (``hessiankit routes``) and the benchmarks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.functional import hessian as autograd_hessian
-from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.func import hessian as func_hessian
 
 from hessiankit.verify.reference_differences import WEIGHTS
@@ -17,13 +20,16 @@ from hessiankit.verify.reference_differences import WEIGHTS
 Scalar: TypeAlias = Callable[[Tensor], Tensor]
 """A function of the flat vector theta (P) that returns one number."""
 
+Products: TypeAlias = Callable[[Tensor], Tensor]
+"""Directions, one a row (k, P) -> their products with the Hessian, one a row (k, P)."""
+
 
 class MeanOverSamples(Protocol):
-    """A function of theta that is the mean of one function for each sample; what per-sample routes take."""
+    """A function of theta that is the mean of one function for each sample; the argument of the per-sample routes."""
 
     @property
     def samples(self) -> int:
-        """How many there are."""
+        """Number of samples."""
 
     def __call__(self, theta: Tensor, sample: Tensor | None = None) -> Tensor:
         """Return the mean, or the value of one sample by its index."""
@@ -40,18 +46,27 @@ CONFIRMED = 1e-10
 
 @dataclass(frozen=True)
 class Route:
-    """One way to a Hessian.
+    """One way to second derivatives; it has products, or the whole matrix, or both.
 
     Attributes:
-        name: How the table calls it.
-        summary: What it calls, in words.
-        matrix: (f, theta) -> the Hessian (P, P); column j is the derivative of the gradient along parameter j. The routes
+        name: Column of the route table.
+        summary: The functions that it calls.
+        products: (f, theta) -> products with the Hessian of f at theta; what is done once for all directions is done here.
+        whole: (f, theta) -> the Hessian (P, P); column j is the derivative of the gradient along parameter j. The routes
             through per-sample gradients take a ``MeanOverSamples``, the others any scalar function.
     """
 
     name: str
     summary: str
-    matrix: Callable[[Any, Tensor], Tensor]
+    products: Callable[[Scalar, Tensor], Products] | None = None
+    whole: Callable[[Any, Tensor], Tensor] | None = None
+
+    def matrix(self, f: Any, theta: Tensor) -> Tensor:
+        """Return the Hessian (P, P), by ``whole`` if the route has it, else by products with the unit vectors."""
+        if self.whole is not None:
+            return self.whole(f, theta)
+        assert self.products is not None
+        return self.products(f, theta)(torch.eye(len(theta)).to(theta)).T
 
 
 def gradient(f: Scalar, theta: Tensor) -> Tensor:
@@ -96,42 +111,85 @@ def _difference(f: Scalar, theta: Tensor, e: Tensor, step: float) -> Tensor:
     return total / step
 
 
-def _graph(f: Scalar, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a leaf and the gradient at it, with the graph that a second sweep needs."""
-    leaf = theta.detach().requires_grad_()
-    return torch.autograd.grad(f(leaf), leaf, create_graph=True)[0], leaf
+class GradientGraph:
+    """The gradient of a loss in some leaves, with the graph that a second reverse sweep needs.
+
+    Attributes:
+        parts: Position of a leaf -> its gradient, where that depends on the leaves.
+
+    >>> x, y, unused = (torch.tensor(v, requires_grad=True) for v in (2.0, 3.0, 1.0))
+    >>> graph = GradientGraph(x**2 * y, [x, y, unused])
+    >>> [g.item() for g in graph.product([torch.tensor(1.0)] * 3)]  # H = [[2 y, 2 x], [2 x, 0]]
+    [10.0, 4.0, 0.0]
+    """
+
+    def __init__(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+        self.loss, self.leaves = loss, leaves
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        self.parts = {at: g for at, g in enumerate(found) if g is not None and g.requires_grad}
+
+    def product(self, v: Sequence[Tensor | None], *, batched: bool = False) -> Sequence[Tensor]:
+        """Return H v by leaf, for a direction v by leaf (None: zero); ``batched``: both with a first axis k."""
+        moving = [at for at in self.parts if v[at] is not None]
+        if not moving:
+            return [torch.zeros_like(leaf) for leaf in self.leaves]
+        return torch.autograd.grad(
+            [self.parts[at] for at in moving],
+            self.leaves,
+            [v[at] for at in moving],
+            retain_graph=True,
+            is_grads_batched=batched,
+            allow_unused=True,
+            materialize_grads=True,
+        )
 
 
-def _twice(f: Scalar, theta: Tensor) -> Tensor:
-    g, leaf = _graph(f, theta)
-    return torch.stack([torch.autograd.grad(g, leaf, e, retain_graph=True)[0] for e in torch.eye(len(theta)).to(theta)], dim=1)
+def _twice(*, batched: bool = False) -> Callable[[Scalar, Tensor], Products]:
+    """Reverse over reverse: d<g, v>/dtheta, row by row, or several directions batched."""
+
+    def products(f: Scalar, theta: Tensor) -> Products:
+        leaf = theta.detach().requires_grad_()
+        (g,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+
+        def one(v: Tensor) -> Tensor:
+            return torch.autograd.grad(g, leaf, v, retain_graph=True)[0]
+
+        if not batched:
+            return lambda V: torch.stack([one(v) for v in V])
+        return lambda V: torch.autograd.grad(g, leaf, V, retain_graph=True, is_grads_batched=True)[0]
+
+    return products
 
 
-def _twice_batched(f: Scalar, theta: Tensor) -> Tensor:
-    g, leaf = _graph(f, theta)
-    basis = torch.eye(len(theta)).to(theta)
-    return torch.autograd.grad(g, leaf, basis, is_grads_batched=True)[0].T
+def _pulled(f: Scalar, theta: Tensor) -> Products:
+    """Reverse over reverse by transforms: vmap of the vjp of the gradient."""
+    pull = vjp(grad(f), theta)[1]
+    return vmap(lambda v: pull(v)[0])
 
 
-def _push(first: Callable[[Scalar], Callable[[Tensor], Tensor]]) -> Callable[[Scalar, Tensor], Tensor]:
-    """Push one basis direction after the other through the derivative that ``first`` makes."""
+def pushed(first: Callable[[Scalar], Callable[[Tensor], Tensor]], *, batched: bool) -> Callable[[Scalar, Tensor], Products]:
+    """Forward over reverse: the jvp of the derivative that ``first`` makes, one direction at a time or under vmap."""
 
-    def matrix(f: Scalar, theta: Tensor) -> Tensor:
-        return torch.stack([jvp(first(f), (theta,), (e,))[1] for e in torch.eye(len(theta)).to(theta)], dim=1)
+    def products(f: Scalar, theta: Tensor) -> Products:
+        def one(v: Tensor) -> Tensor:
+            return jvp(first(f), (theta,), (v,))[1]
 
-    return matrix
+        return vmap(one) if batched else lambda V: torch.stack([one(v) for v in V])
+
+    return products
 
 
-def _reverse_over_forward(f: Scalar, theta: Tensor) -> Tensor:
-    """Differentiate the slope along one basis direction after the other backwards."""
-    basis = torch.eye(len(theta)).to(theta)
-    return torch.stack([grad(lambda x, e=e: jvp(f, (x,), (e,))[1])(theta) for e in basis], dim=1)
+def _reverse_over_forward(f: Scalar, theta: Tensor) -> Products:
+    """The gradient of the slope along one direction after the other."""
+    return lambda V: torch.stack([grad(lambda x, v=v: jvp(f, (x,), (v,))[1])(theta) for v in V])
 
 
 def _per_sample(
     outer: Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]],
 ) -> Callable[[MeanOverSamples, Tensor], Tensor]:
-    """Differentiate the mean of the per-sample gradients, which vmap takes together, once more."""
+    """The derivative of the mean of the per-sample gradients, which vmap takes together."""
 
     def matrix(f: MeanOverSamples, theta: Tensor) -> Tensor:
         each = torch.arange(f.samples, device=theta.device)
@@ -140,33 +198,40 @@ def _per_sample(
     return matrix
 
 
+FORWARD_VECTORIZED = 'torch.autograd.functional.hessian(vectorize=True, outer_jacobian_strategy="forward-mode")'
+
 ROUTES: dict[str, Route] = {
     route.name: route
     for route in (
-        Route("grad twice", "torch.autograd.grad of torch.autograd.grad, row by row (reverse over reverse)", _twice),
-        Route("grad twice (batched)", "the same with is_grads_batched=True", _twice_batched),
-        Route("jacrev(grad)", "torch.func, reverse over reverse", lambda f, x: jacrev(grad(f))(x)),
-        Route("jvp(grad)", "torch.func, forward over reverse, one direction at a time", _push(grad)),
-        Route("jacfwd(grad)", "torch.func, forward over reverse, all directions together", lambda f, x: jacfwd(grad(f))(x)),
-        Route("jacfwd(vmap(grad))", "forward over per-sample gradients, averaged", _per_sample(jacfwd)),
-        Route("jacrev(vmap(grad))", "reverse over per-sample gradients, averaged", _per_sample(jacrev)),
-        Route("torch.func.hessian", "jacfwd(jacrev(f))", lambda f, x: func_hessian(f)(x)),
-        Route("jvp(jacrev)", "its columns, one direction at a time", _push(jacrev)),
-        Route("jacrev(jacrev)", "torch.func, reverse over reverse through jacrev", lambda f, x: jacrev(jacrev(f))(x)),
+        Route("grad twice", "torch.autograd.grad of torch.autograd.grad, row by row (reverse over reverse)", _twice()),
+        Route("grad twice (batched)", "the same with is_grads_batched=True", _twice(batched=True)),
+        Route("jacrev(grad)", "torch.func, reverse over reverse", _pulled, lambda f, x: jacrev(grad(f))(x)),
+        Route("jvp(grad)", "torch.func, forward over reverse, one direction at a time", pushed(grad, batched=False)),
+        Route(
+            "jacfwd(grad)",
+            "torch.func, forward over reverse, all directions together",
+            pushed(grad, batched=True),
+            lambda f, x: jacfwd(grad(f))(x),
+        ),
+        Route("jacfwd(vmap(grad))", "forward over per-sample gradients, averaged", whole=_per_sample(jacfwd)),
+        Route("jacrev(vmap(grad))", "reverse over per-sample gradients, averaged", whole=_per_sample(jacrev)),
+        Route("torch.func.hessian", "jacfwd(jacrev(f))", pushed(jacrev, batched=True), lambda f, x: func_hessian(f)(x)),
+        Route("jvp(jacrev)", "its columns, one direction at a time", pushed(jacrev, batched=False)),
+        Route("jacrev(jacrev)", "torch.func, reverse over reverse through jacrev", whole=lambda f, x: jacrev(jacrev(f))(x)),
         Route("grad(jvp)", "torch.func, reverse over forward, one direction at a time", _reverse_over_forward),
-        Route("jacfwd(jacfwd)", "torch.func, forward over forward", lambda f, x: jacfwd(jacfwd(f))(x)),
-        Route("autograd hessian", "torch.autograd.functional.hessian", lambda f, x: autograd_hessian(f, x)),
+        Route("jacfwd(jacfwd)", "torch.func, forward over forward", whole=lambda f, x: jacfwd(jacfwd(f))(x)),
+        Route("autograd hessian", "torch.autograd.functional.hessian", whole=autograd_hessian),
         Route(
             "autograd hessian (vectorized)",
             "torch.autograd.functional.hessian(vectorize=True)",
-            lambda f, x: autograd_hessian(f, x, vectorize=True),
+            whole=lambda f, x: autograd_hessian(f, x, vectorize=True),
         ),
         Route(
             "autograd hessian (forward)",
-            'torch.autograd.functional.hessian(vectorize=True, outer_jacobian_strategy="forward-mode")',
-            lambda f, x: autograd_hessian(f, x, vectorize=True, outer_jacobian_strategy="forward-mode"),
+            FORWARD_VECTORIZED,
+            whole=lambda f, x: autograd_hessian(f, x, vectorize=True, outer_jacobian_strategy="forward-mode"),
         ),
-        Route("central differences", "of the gradient, eighth order; a judge of the others", central_differences),
+        Route("central differences", "of the gradient, eighth order; a judge of the others", whole=central_differences),
     )
 }
 """Every route by its name, in the order of the table's columns."""

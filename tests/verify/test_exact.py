@@ -20,7 +20,7 @@ from derivations.normalization import LayerNormAt
 from derivations.softmax import SoftmaxAt
 from hessiankit.verify.exact import ExactRow, chapters, check_exact, run_case
 from hessiankit.verify.exact_case import ExactCase, ExactComparison, JetReference, RationalDraw, against
-from hessiankit.verify.exact_rational import RATIONAL
+from hessiankit.verify.exact_cases import RATIONAL
 from hessiankit.verify.exact_symbolic import is_identically_zero
 from hessiankit.verify.jets import KinkError, Variables
 

@@ -227,7 +227,7 @@ def test_some_operations_another_seed():
     ids=["scaled", "half", "nan", "raises"],
 )
 def test_a_route_that_is_wrong_is_called_wrong(monkeypatch, matrix, status, symmetric):
-    monkeypatch.setitem(ROUTES, "grad twice", Route("grad twice", "", matrix))
+    monkeypatch.setitem(ROUTES, "grad twice", Route("grad twice", "", whole=matrix))
     found = routes("gelu")
     cell = found.cell("gelu", "grad twice")
     assert (cell.status, cell.symmetric) == (status, symmetric)
