@@ -32,7 +32,7 @@ from derivations.pooling import MeanPoolHeadAt
 from derivations.softmax import SoftmaxAt
 from derivations.transformer import PostNormBlockAt
 from hessiankit.verify import jets
-from hessiankit.verify.exact_case import ExactComparison, Point, RationalDraw, against
+from hessiankit.verify.exact_case import ExactComparison, ExactPoint, RationalDraw, against
 from hessiankit.verify.exact_symbolic import SymbolicReference, symbols
 from hessiankit.verify.jets import SCALE, FormalFunction, Jet, rational_turns, turned, values
 
@@ -362,7 +362,7 @@ BLOCK_SHAPES = {
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_1", "W_2")
 
 
-def block_point(draw: RationalDraw, *extra: str) -> Point:
+def block_point(draw: RationalDraw, *extra: str) -> ExactPoint:
     """Return the arguments of the post-norm block with L = 2, d_V = 3, d_K = 1, d_ff = 4 and the named extra parameters."""
     return draw.point(**{name: BLOCK_SHAPES[name] for name in ("X", *WEIGHTS, *extra)})
 

@@ -70,7 +70,7 @@ class JetReference(ExactReference):
 
 
 @dataclass(frozen=True)
-class Point:
+class ExactPoint:
     """The arguments of an operation, for its closed form and for the formula that the reference differentiates.
 
     Attributes:
@@ -117,12 +117,12 @@ class RationalDraw:
                 found.append(row)
         return np.stack(found)
 
-    def lift(self, at: dict[str, Array]) -> Point:
+    def lift(self, at: dict[str, Array]) -> ExactPoint:
         """Return given arguments as a point."""
         variables = Variables(at)
-        return Point(at, variables.arrays, lambda output: JetReference(variables, output))
+        return ExactPoint(at, variables.arrays, lambda output: JetReference(variables, output))
 
-    def point(self, **shapes: Shape) -> Point:
+    def point(self, **shapes: Shape) -> ExactPoint:
         """Return drawn arguments of these shapes as a point."""
         return self.lift({name: self.array(*shape) for name, shape in shapes.items()})
 

@@ -15,7 +15,7 @@ from sympy.polys import fields
 from derivations.arrays import Array
 from derivations.operation import Shape
 from hessiankit.verify import jets
-from hessiankit.verify.exact_case import ExactReference, Point, RationalDraw
+from hessiankit.verify.exact_case import ExactPoint, ExactReference, RationalDraw
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class SymbolicDraw(RationalDraw):
         super().__init__(seed)
         self.substitutions: dict[sympy.Expr, sympy.Expr] = {}
 
-    def lift(self, at: dict[str, Array]) -> Point:
+    def lift(self, at: dict[str, Array]) -> ExactPoint:
         return self.point(**{name: array.shape for name, array in at.items()})
 
-    def point(self, **shapes: Shape) -> Point:
+    def point(self, **shapes: Shape) -> ExactPoint:
         variables = {name: symbols(name, *shape) for name, shape in shapes.items()}
-        return Point(variables, variables, lambda output: SymbolicReference(variables, output, self.substitutions))
+        return ExactPoint(variables, variables, lambda output: SymbolicReference(variables, output, self.substitutions))
 
     def exponential(self) -> Any:
         return sympy.exp
