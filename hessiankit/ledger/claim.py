@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from hessiankit.ledger.autodiff import confirmations
 from hessiankit.support.tables import as_text
 
 Verdict: TypeAlias = Literal[
@@ -30,6 +31,9 @@ Shows: TypeAlias = Literal[
     "agreement", "bound", "error", "violation", "condition", "looseness", "readings", "measurement", "nothing"
 ]
 """What a computation shows; see ``hessiankit.ledger.evidence``."""
+
+CONFIRMED = 1e-5
+"""Of a derivative by autograd against central differences."""
 
 SUPPORTED: dict[str, tuple[Shows, ...]] = {
     "HOLDS": ("agreement", "bound"),
@@ -147,13 +151,21 @@ class Claim:
         Raises:
             TypeError: The computation is not one that can support this verdict.
         """
-        found = self.compute(seed)
+        if self.verdict != "WRONG AS PRINTED":
+            return replace(self._checked(self.compute(seed)), seed=seed)
+        with confirmations() as errors:
+            found = self._checked(self.compute(seed))
+        second = "; ".join([found.second] * bool(found.second) + ([_confirmed(errors)] if errors else []))
+        good = found.reproduced and max(errors, default=0.0) <= CONFIRMED
+        return replace(found, seed=seed, second=second, reproduced=good)
+
+    def _checked(self, found: Evidence) -> Evidence:
         if found.shows not in SUPPORTED[self.verdict]:
             raise TypeError(
                 f"{self.id}: its verdict is {self.verdict} and its computation shows {found.shows}; "
                 f"expected one of {', '.join(SUPPORTED[self.verdict])}"
             )
-        return replace(found, seed=seed)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain Python values, without the computation."""
@@ -174,6 +186,10 @@ class Claim:
 
     def __repr__(self) -> str:
         return f"<Claim: {self.id}: {self.verdict}>"
+
+
+def _confirmed(errors: list[float]) -> str:
+    return f"{len(errors)} derivatives by autograd against central differences, to {max(errors):.1g}"
 
 
 def _plain(value: Any) -> Any:

@@ -52,17 +52,6 @@ def block_jacobian(block: Callable[[Tensor], Tensor], X: Tensor) -> Tensor:
     return jacobian_of(block, X)
 
 
-def variance_law(values: list[float]) -> dict[str, float]:
-    """Return R^2 of the best a + b l, a + b l^2 and exp(a + b l) through the variances by depth."""
-    y = torch.tensor(values, dtype=torch.float64)
-    layers = torch.arange(1, len(values) + 1, dtype=torch.float64)
-    fits = {}
-    for name, x in (("linear", layers), ("quadratic", layers**2), ("logarithmic", layers.log())):
-        fits[name] = _r_squared(y, _line(x, y))
-    fits["exponential"] = _r_squared(y, _line(layers, y.log()).exp())
-    return fits
-
-
 def _line(x: Tensor, y: Tensor) -> Tensor:
     slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
     return y.mean() + slope * (x - x.mean())
