@@ -24,7 +24,7 @@ LIST = """# a remark on nothing
 - first line
 -     second line
 + one line
-@ hessiankit/engine/forward_sweep.py | tests/test_sweep.py
+@ hessiankit/engine/forward_sweep.py | tests/test_accumulation.py
 - x
 + y
 """

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from curvature_reference import Formula, cross_entropy, draw, mse, randomised, reverse_over_reverse
+from engine_cases import ROWS_APART, ROWS_MEET
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -82,57 +83,103 @@ def test_a_tied_table_alone() -> None:
 
 def test_layers_of_torch() -> None:
     encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, norm_first=True), 2, enable_nested_tensor=False
+        nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, norm_first=True), 1, enable_nested_tensor=False
     )
     assert_diagonal(encoder, draw(2, 3, 4))
     assert_diagonal(nn.TransformerDecoderLayer(4, 2, 5, batch_first=True), (draw(2, 3, 4), draw(2, 5, 4, seed=3)))
 
 
-def _grouped(s: Any, x: Tensor) -> Tensor:
-    """Two query heads that share one key and value head."""
-    q = (x @ s.Q).unflatten(-1, (2, 2)).transpose(1, 2)
-    k, v = ((x @ w).unsqueeze(1).expand(-1, 2, -1, -1) for w in (s.K, s.V))
-    return (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2) @ s.O
+X, T = draw(5, 3, 4), draw(5, 3, 4, seed=7)
 
 
-FORMULAS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
-    "grouped queries": (
-        lambda s, x: torch.tanh(_grouped(s, torch.tanh(x @ s.A))),
-        {"A": (4, 4), "Q": (4, 4), "K": (4, 2), "V": (4, 2), "O": (4, 4)},
-    ),
-    "a weight used twice": (lambda s, x: torch.tanh(torch.tanh(x @ s.W) @ s.W), {"W": (4, 4)}),
-    "a weight and its transpose": (lambda s, x: torch.tanh(torch.tanh(x @ s.W) @ s.W.T), {"W": (4, 5)}),
-    "parts of a weight": (lambda s, x: torch.tanh(torch.tanh(x @ s.W[:, :3]) @ s.W[:3, 3:]), {"W": (4, 6)}),
-    "overlapping parts": (lambda s, x: torch.tanh(torch.tanh(x @ s.W[:, :3]) @ s.W[:3, 1:]), {"W": (4, 6)}),
-    "a bias that is a row of a weight": (lambda s, x: torch.tanh(x @ s.W + s.W[0]), {"W": (4, 5)}),
-    "a gain used as a bias": (
-        lambda s, x: torch.nn.functional.layer_norm(torch.tanh(x @ s.W), (5,), s.g, s.g),
-        {"W": (4, 5), "g": (5,)},
-    ),
-    "a gain of two norms": (
-        lambda s, x: torch.nn.functional.layer_norm(torch.tanh(torch.nn.functional.rms_norm(x, (4,), s.g)), (4,), s.g),
-        {"g": (4,)},
-    ),
-    "gates": (lambda s, x: torch.nn.functional.silu(x @ s.A) * (x @ s.B) @ s.C, {"A": (4, 5), "B": (4, 5), "C": (5, 2)}),
-    "a chain of norms": (
-        lambda s, x: torch.nn.functional.rms_norm(torch.tanh(torch.nn.functional.layer_norm(x @ s.A + s.b, (5,), s.g)), (5,)),
-        {"A": (4, 5), "b": (5,), "g": (5,)},
-    ),
-    "samples meet": (lambda s, x: (lambda y: torch.tanh(y - y.mean(0)) @ s.B)(torch.tanh(x @ s.A)), {"A": (4, 5), "B": (5, 2)}),
-    "a parameter as it is": (lambda s, x: torch.tanh(x @ torch.tanh(s.W)) * s.c.square(), {"W": (4, 5), "c": (5,)}),
-    "a table over columns": (lambda s, x: torch.tanh(x @ s.W + s.c), {"W": (4, 5), "c": (3, 1)}),
-    "parts of a weight, of which one keeps rows apart": (
-        lambda s, x: (lambda y: torch.softmax(y @ y.mT, -1) @ x[..., :3])(x @ s.W[:, :2]) + torch.tanh(x @ s.W[:, 2:]),
-        {"W": (4, 5)},
-    ),
-    "tokens pooled": (lambda s, x: torch.tanh(x @ s.A).mean(1) @ s.B, {"A": (4, 5), "B": (5, 2)}),
-}
+def behind_a_layer() -> nn.Module:
+    """Tokens that parameters move meet in the attention."""
+    return randomised(nn.Sequential(nn.Linear(4, 4), hk.TransformerBlock(4, 5, d_k=2, bias=True)))
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_formulas(name: str) -> None:
-    forward, shapes = FORMULAS[name]
-    assert_diagonal(Formula(forward, **shapes), draw(2, 3, 4))
+def assert_parameters(found: Any, expected: Tensor) -> None:
+    """Compare with a diagonal, each parameter by its own largest entry."""
+    start = 0
+    for name, values in found.values.items():
+        theirs = expected[start : start + values.numel()]
+        assert (values.reshape(-1) - theirs).abs().max() <= 1e-12 * theirs.abs().max(), name
+        start += values.numel()
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 9])
+def test_batches_of_unequal_sizes(batch_size: int | None) -> None:
+    module, steps = behind_a_layer(), []
+    batches = [(X, T), (X[:2, :2], T[:2, :2])]
+    found = hessian_diagonal(
+        module, batches, weights=[1, 3], batch_size=batch_size, progress=lambda done, of: steps.append((done, of))
+    )
+    first, second = (reverse_over_reverse(module, x, t, mse).diagonal() for x, t in batches)
+    assert_parameters(found, 0.25 * first + 0.75 * second)
+    values = [float(mse(module(x), t).detach()) for x, t in batches]
+    assert found.loss == pytest.approx(0.25 * values[0] + 0.75 * values[1], rel=1e-13)
+    assert steps[-1] == (7, 7)
+    assert [done for done, _ in steps] == sorted({done for done, _ in steps})
+    assert found.fallbacks == ()
+
+
+def test_samples_that_depend_on_each_other_are_not_split() -> None:
+    assert_diagonal(ROWS_MEET["samples meet"].module(), X, batch_size=2)
+
+
+def test_a_batch_that_nothing_chosen_has_an_effect_on() -> None:
+    module = Formula(lambda s, x: torch.tanh(x @ s.A) if len(x) == 3 else torch.tanh(x @ s.B), A=(4, 2), B=(4, 2))
+    batches = [(X[:3], T[:3, :, :2]), (X[3:], T[3:, :, :2])]
+    found = hessian_diagonal(module, batches, params="A", weights=[4, 1])
+    assert_parameters(found, 0.8 * reverse_over_reverse(module, *batches[0], mse, ["A"]).diagonal())
+    values = [float(mse(module(x), t).detach()) for x, t in batches]
+    assert found.loss == pytest.approx(0.8 * values[0] + 0.2 * values[1], rel=1e-13)
+
+
+def test_what_torch_cannot_trace_is_not_taken_for_no_effect() -> None:
+    module = Formula(lambda s, x: (x @ s.W).unique(), W=(4, 2))
+    with pytest.raises(hk.InputError, match="_unique2"):
+        hessian_diagonal(module, X, torch.zeros(()), loss=lambda z, t: z.square().sum())
+
+
+def test_rows_that_stay_apart_cost_no_products() -> None:
+    """All but the weights by which a token reaches others, and those that are used twice."""
+    module = behind_a_layer()
+    meeting = ["0.weight", "0.bias", "1.attention.W_K", "1.attention.W_V"]
+    free = [name for name, _ in module.named_parameters() if name not in meeting]
+    assert hessian_diagonal(module, X, T, params=free).cost == 0
+    assert hessian_diagonal(module, X, T).cost > 0
+    halves = Formula(lambda s, x: torch.tanh(torch.tanh(x @ s.W[:4]) @ s.W[4:]), W=(8, 4))
+    assert hessian_diagonal(halves, X, T).cost == 0
+    overlapping = Formula(lambda s, x: torch.tanh(torch.tanh(x @ s.W[:4]) @ s.W[3:7]), W=(8, 4))
+    assert hessian_diagonal(overlapping, X, T).cost > 0
+    twice = ROWS_APART["a weight used twice"].module()
+    assert [hessian_diagonal(twice, X, T, params=name).cost > 0 for name in "Wb"] == [True, False]
+
+
+def test_a_sweep_that_gives_up_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, inner, steps = [], diagonal_sum.accumulate_diagonal, []
+
+    def second_fails(sweep: Any, into: Any) -> None:
+        calls.append(sweep)
+        if len(calls) == 2:
+            raise diagonal_accumulation.TooLarge
+        inner(sweep, into)
+
+    monkeypatch.setattr(diagonal_sum, "accumulate_diagonal", second_fails)
+    module = behind_a_layer()
+    found = hessian_diagonal(module, X, T, batch_size=2, progress=lambda done, of: steps.append((done, of)))
+    assert len(calls) == 2
+    assert_parameters(found, reverse_over_reverse(module, X, T, mse).diagonal())
+    assert steps[-1] == (5, 5)
+
+
+@pytest.mark.parametrize(("chunk", "expected"), [(None, [1, 5]), (1, [1, 2, 3, 4, 5])])
+def test_the_first_sample_tells_how_many_fit(chunk: int | None, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    if chunk is not None:
+        monkeypatch.setattr(diagonal_sum, "CHUNK", chunk)
+    steps: list[int] = []
+    hessian_diagonal(behind_a_layer(), X, T, progress=lambda done, of: steps.append(done))
+    assert steps == expected
 
 
 def test_several_batches() -> None:
@@ -218,8 +265,9 @@ def test_memory_is_far_below_that_of_the_matrix() -> None:
 def test_products_where_a_sweep_would_take_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagonal_accumulation, "WHOLE", 0)
     assert_diagonal(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True), draw(2, 3, 4))
-    forward, shapes = FORMULAS["a parameter as it is"]
-    assert_diagonal(Formula(forward, **shapes), draw(2, 3, 4))
+    monkeypatch.setattr(diagonal_sum, "CHUNK", 8 * 25 * 7)  # seven unit vectors at once
+    for name in ("a parameter as it is", "two parameters as they are"):
+        assert_diagonal(ROWS_APART[name].module(), draw(2, 3, 4))
 
 
 def attending(length: int) -> tuple[nn.Module, Tensor, Tensor]:
