@@ -11,7 +11,7 @@ import pytest
 import torch
 from depth_reference import language_model, stream_of, tokens
 
-from hessiankit.blocks import PLACEMENTS
+from hessiankit.blocks import PLACEMENTS, Placement
 from hessiankit.diagnostics.depth import angular_distance, depth_diagnostics, growth_laws
 
 IDS = tokens(3, 5)
@@ -31,8 +31,15 @@ def test_stream_statistics():
         assert found.update_ratio["block"][k] == pytest.approx((sizes[0] / sizes[1]).mean(), rel=1e-12)
 
 
-def test_the_stream_between_the_sub_layers_of_every_placement():
+def post_in_halves(b, X):
+    """A placement of one's own: Y is a norm's output, and the network's norm is given something else."""
+    Y = b.norm_1(X + 0.5 * b.attention(X))
+    return b.norm_2(Y + 0.5 * b.feedforward(Y))
+
+
+def test_the_stream_between_the_sub_layers_of_every_placement(monkeypatch):
     """x' is what the block's own equation calls Y: the network's branch starts from it."""
+    monkeypatch.setitem(PLACEMENTS, "post-in-halves", Placement("post-in-halves", post_in_halves, "halves", "a test"))
     for name in PLACEMENTS:
         model = language_model(2, name, d_model=4)
         found = depth_diagnostics(model, IDS, what="variance").stream

@@ -2,7 +2,7 @@
 
 A weight ``W`` multiplies from the right, ``X @ W`` with tokens as rows, so that ``W.reshape(-1)`` is the paper's
 vec_r(W) and a block of the Hessian can be laid beside its formula without any re-ordering. Each norm placement is an
-equation of two lines (``equations.py``) and a line in the registry (``placements.py``).
+equation of two lines and an entry in the registry (``placements.py``).
 """
 
 from hessiankit.blocks.attention import Attention

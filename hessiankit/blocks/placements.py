@@ -15,8 +15,11 @@ gives the closed forms of its block.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,6 +184,8 @@ class Placement:
         norm_scope: Whether these act on each head by itself or on all heads side by side.
         scales: Learnable scales of the branches or the residual.
         factor: (layer, n_layers) -> the number ``b.factor`` of the equation.
+        factor_letter: The factor in formulas, as SymPy reads it: in ``ell`` for the layer, or a letter, after which its value may
+            follow in LaTeX, as in ``"alpha = (2N)^{1/4}"``.
         rule: (layer, n_layers, alpha) -> the name of the placement that this layer has, where layers differ.
         grouped: Whether the norms act on groups of features.
         embedding_norm: Whether a stack normalises its embedding.
@@ -196,6 +201,7 @@ class Placement:
     norm_scope: str = "head"
     scales: tuple[Scale, ...] = ()
     factor: Callable[[int, int], float] | None = None
+    factor_letter: str = "c"
     rule: Callable[[int, int, float], str] | None = None
     grouped: bool = False
     embedding_norm: bool = False
@@ -235,7 +241,7 @@ _SKIPINIT = Scale("lambda", False, lambda layer, n_layers: 1 / math.sqrt(n_layer
 
 
 def _lns(name: str, equation: Equation, description: str, source: str = f"{COD}, Table 8") -> Placement:
-    return Placement(name, equation, description, source, factor=_inverse_root)
+    return Placement(name, equation, description, source, factor=_inverse_root, factor_letter="1/sqrt(ell)")
 
 
 def _families() -> list[Placement]:
@@ -294,7 +300,7 @@ _ALL = [
     _lns("lns-only-ffn-ln", lns_ffn_ln, "pre, the output of the network's norm times 1 / sqrt(l)"),
     Placement(
         "deepnorm", deepnorm, "post with the residual times alpha = (2 L)^(1/4)", "Wang et al. 2022 (DeepNet)",
-        factor=lambda layer, n_layers: (2 * n_layers) ** 0.25, final_norm=False,
+        factor=lambda layer, n_layers: (2 * n_layers) ** 0.25, factor_letter="alpha = (2N)^{1/4}", final_norm=False,
     ),
     Placement(
         "admin", admin, "post with the residual times a learnable vector omega", "Liu et al. 2020 (Admin)",
@@ -352,3 +358,39 @@ def placement_of_layer(name: str, layer: int, n_layers: int, alpha: float = ALPH
     """
     placement = placement_of(name)
     return placement if placement.rule is None else PLACEMENTS[placement.rule(layer, n_layers, alpha)]
+
+
+def steps(equation: Equation, b: Any, X: Any) -> Iterator[tuple[str, Any]]:
+    """Run an equation on stand-ins and yield (name, value) of its assignments in order, then of its result, named "".
+
+    An equation without source, or with statements other than assignments to one name, yields its result alone.
+
+    >>> from types import SimpleNamespace
+    >>> double = SimpleNamespace(attention=lambda X: 2 * X, feedforward=lambda Y: 2 * Y, norm_1=abs, norm_2=abs)
+    >>> list(steps(pre, double, -1.0))
+    [('Y', 1.0), ('', 3.0)]
+    """
+    body = _statements(equation)
+    if body is None:
+        yield "", equation(b, X)
+        return
+    local = dict(zip(inspect.signature(equation).parameters, (b, X), strict=True))
+    scope = {**getattr(equation, "__globals__", {}), **inspect.getclosurevars(equation).nonlocals}
+    for statement in body:
+        code = compile(ast.fix_missing_locations(ast.Expression(statement.value)), "<equation>", "eval")
+        name = "" if isinstance(statement, ast.Return) else statement.targets[0].id
+        local[name] = eval(code, scope, local)
+        yield name, local[name]
+
+
+def _statements(equation: Equation) -> list[Any] | None:
+    """Return the assignments of an equation and its return, or None if it is written otherwise."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(equation))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    if not isinstance(tree, ast.FunctionDef) or len(tree.args.args) != 2:
+        return None
+    body = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    plain = all(isinstance(s, ast.Assign) and len(s.targets) == 1 and isinstance(s.targets[0], ast.Name) for s in body[:-1])
+    return body if plain and body and isinstance(body[-1], ast.Return) else None

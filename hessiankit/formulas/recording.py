@@ -8,9 +8,6 @@ gives the stages F, R = X + F, Y, M, S = Y + M and Z. A value that the equation 
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +16,7 @@ import sympy
 from derivations.gains import ColumnScaleAt, ScalarScaleAt
 from derivations.operation import Renamed, shape_of, size
 from derivations.stage import Names, Stage, total
+from hessiankit.blocks.placements import Equation, steps
 from hessiankit.formulas.symbols import Factor, FactorAt, bar, index_of, upper
 
 Make = Callable[[str], Stage]
@@ -95,41 +93,12 @@ class Parameter:
         return self.times(value)
 
 
-def run(equation: Callable[[Any, Any], Any], parts: Any, X: StageValue) -> Stage:
+def run(equation: Equation, parts: Any, X: StageValue) -> Stage:
     """Return the last stage of an equation; values take the names that its source gives them, the last one is Z."""
-    statements = _statements(equation)
-    if statements is None:
-        result: StageValue = equation(parts, X)
-        return result.called(parts.letter("Z"))
-    (b, x), body = statements
-    local: dict[str, Any] = {b: parts, x: X}
-    scope = {**getattr(equation, "__globals__", {}), **inspect.getclosurevars(equation).nonlocals}
-    for statement in body:
-        code = compile(ast.fix_missing_locations(ast.Expression(statement.value)), "<equation>", "eval")
-        value = eval(code, scope, local)
-        if isinstance(statement, ast.Return):
-            return value.called(parts.letter("Z"))
-        name = statement.targets[0].id
-        local[name] = value
+    for name, value in steps(equation, parts, X):
         if isinstance(value, StageValue):
-            value.called(parts.letter(name))
-    raise AssertionError("unreachable: an equation ends with return")
-
-
-def _statements(equation: Callable[[Any, Any], Any]) -> tuple[tuple[str, str], list[Any]] | None:
-    """Return the names of the two arguments and the assignments of an equation, or None if it is written otherwise."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(equation))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return None
-    if not isinstance(tree, ast.FunctionDef) or len(tree.args.args) != 2:
-        return None
-    body = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
-    plain = all(isinstance(s, ast.Assign) and len(s.targets) == 1 and isinstance(s.targets[0], ast.Name) for s in body[:-1])
-    if not plain or not body or not isinstance(body[-1], ast.Return):
-        return None
-    first, second = (a.arg for a in tree.args.args)
-    return (first, second), body
+            value.called(parts.letter(name or "Z"))
+    return value.stage  # type: ignore[no-any-return]
 
 
 def sum_names(symbol: str) -> Names | None:

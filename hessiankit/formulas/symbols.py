@@ -14,6 +14,7 @@ from typing import Any
 
 import sympy
 import torch
+from sympy.core.alphabets import greeks
 from torch import Tensor
 
 from derivations.arrays import Array, is_exact, scale
@@ -151,9 +152,6 @@ def _power(letter: str, n: int) -> str:
     return f"{letter}^{n}" if "_" not in letter else f"{letter}^{{{n}}}"
 
 
-_GREEK = ("lambda", "omega", "alpha", "gamma", "beta")
-
-
 def symbol_of(dotted: str) -> str:
     r"""Return the letter of a parameter.
 
@@ -163,7 +161,7 @@ def symbol_of(dotted: str) -> str:
     *path, last = dotted.split(".")
     if last in ("weight", "bias") and path and path[-1].startswith("norm"):
         return (r"\gamma" if last == "weight" else r"\beta") + path[-1].removeprefix("norm")
-    return rf"\{last}" if last.split("_")[0] in _GREEK else last
+    return rf"\{last}" if last.split("_")[0] in greeks else last
 
 
 def index_of(symbol: str) -> str:
@@ -273,13 +271,15 @@ def spelling(block: TransformerBlock) -> Spelling | None:
     value, own = block.factor, block.own_placement
     if value is None:
         return None
-    if own.name.startswith("lns") and math.isclose(value, 1 / math.sqrt(block.layer), rel_tol=1e-12):
-        ell = sympy.Symbol(r"\ell", positive=True)
-        return Spelling(1 / sympy.sqrt(ell), (str(ell), str(block.layer)))
-    if own.name == "deepnorm":
-        usual = math.isclose(value, (2 * block.n_layers) ** 0.25, rel_tol=1e-12)
-        return Spelling(sympy.Symbol(r"\alpha", positive=True), (r"\alpha", ("(2N)^{1/4} = " if usual else "") + f"{value:.6g}"))
-    return Spelling(sympy.Symbol("c", real=True), ("c", f"{value:.6g}"))
+    usual = own.factor is not None and math.isclose(value, own.factor(block.layer, block.n_layers), rel_tol=1e-12)
+    written, _, rule = own.factor_letter.partition(" = ")
+    if "ell" in written and not usual:
+        written = "c"
+    letters = {name: sympy.Symbol(rf"\{name}", positive=True) for name in (*greeks, "ell")}
+    letter = sympy.sympify(written, letters | {"c": sympy.Symbol("c", real=True)})
+    (symbol,) = letter.free_symbols
+    known = str(block.layer) if symbol == letters["ell"] else (f"{rule} = " if rule and usual else "") + f"{value:.6g}"
+    return Spelling(letter, (str(symbol), known))
 
 
 @dataclass(frozen=True, eq=False)

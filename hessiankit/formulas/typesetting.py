@@ -8,24 +8,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from sympy.printing.pretty.pretty_symbology import greek_unicode
+
 from derivations.matrix import Matrix, Named, definitions, dimensions
 from derivations.stage import Stage, Term
 from hessiankit.formulas.symbols import SizeName
 
 _WORDS = {
+    **{rf"\{name}": sign for name, sign in greek_unicode.items()},
+    r"\varepsilon": "ε",
     r"\otimes": "⊗",
     r"\odot": "⊙",
     r"\top": "ᵀ",
-    r"\Phi": "Φ",
-    r"\xi": "ξ",
-    r"\Gamma": "Γ",
-    r"\gamma": "γ",
-    r"\beta": "β",
-    r"\lambda": "λ",
-    r"\omega": "ω",
-    r"\alpha": "α",
-    r"\sigma": "σ",
-    r"\rho": "ρ",
     r"\partial": "∂",
     r"\cdot": "·",
     r"\bullet": "•",
@@ -35,14 +29,11 @@ _WORDS = {
     r"\displaystyle": "",
     r"\quad": " ",
     r"\ell": "ℓ",
-    r"\varepsilon": "ε",
     r"\mapsto": "↦",
     r"\ ": " ",
     r"\times": "×",
     r"\|": "‖",
     r"\max": "max",
-    r"\Pi": "Π",
-    r"\pi": "π",
 }
 _ACCENTS = {
     r"\hat": "\u0302",

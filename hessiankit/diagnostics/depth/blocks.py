@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.blocks import placements as eq
+from hessiankit.blocks.placements import steps
 from hessiankit.support.errors import InputError
 
 WHO = "depth_diagnostics"
@@ -221,12 +222,6 @@ def _shown(blocks: object) -> str:
     return repr(blocks) if isinstance(blocks, str) else "[...]"
 
 
-_RETURNED_BY: dict[eq.Equation, str] = {
-    **dict.fromkeys((eq.post, eq.deepnorm, eq.admin), "norm_1"),
-    **dict.fromkeys((eq.post_shifted, eq.bare_post, eq.pre_post), "norm_2"),
-}
-"""Placements whose Y is what a norm returns; elsewhere a module is given Y."""
-_GIVEN_TO: dict[eq.Equation, str] = {eq.branch_post: "feedforward"}
 TOLERANCE = 64
 """Roundings of the stream's largest entry that x' may differ from x plus a branch."""
 
@@ -255,8 +250,7 @@ class _Watcher:
 
     def __init__(self, block: nn.Module, found: list[Tensor | None]) -> None:
         self.block, self.found = block, found
-        self.given: dict[str, Tensor] = {}
-        self.returned: dict[str, Tensor] = {}
+        self.returned: dict[str, list[Tensor]] = {}
         self.sums: list[Tensor] = []
         self.x: Tensor | None = None
         self.handles = [
@@ -270,14 +264,13 @@ class _Watcher:
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state = hidden_state(args, kwargs)
         self.x = None if state is None else state[1]
-        self.given, self.returned, self.sums = {}, {}, []
+        self.returned, self.sums = {}, []
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             state = hidden_state(args, kwargs)
             if state is None or self.x is None or state[1].shape != self.x.shape:
                 return
-            self.given[name] = state[1]
             if not isinstance(self.block, TransformerBlock) and self._is_sum(state[1]):
                 self.sums.append(state[1])
 
@@ -287,7 +280,7 @@ class _Watcher:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             y = first_tensor(output)
             if y is not None and self.x is not None and y.shape == self.x.shape:
-                self.returned[name] = y
+                self.returned.setdefault(name, []).append(y)
 
         return hook
 
@@ -296,20 +289,21 @@ class _Watcher:
         assert self.x is not None
         x = self.x
         allowed = TOLERANCE * torch.finfo(x.dtype).eps * float(candidate.abs().max())
-        return any(float((candidate - x - f).abs().max()) <= allowed for f in self.returned.values())
+        return any(float((candidate - x - f).abs().max()) <= allowed for calls in self.returned.values() for f in calls)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if isinstance(self.block, TransformerBlock):
             self.found.append(self._of_placement(self.block))
         else:
             self.found.append(self.sums[0] if self.sums else None)
-        self.given, self.returned, self.sums, self.x = {}, {}, [], None
+        self.returned, self.sums, self.x = {}, [], None
 
     def _of_placement(self, block: TransformerBlock) -> Tensor | None:
-        equation = block.own_placement.equation
-        if equation in _RETURNED_BY:
-            return self.returned.get(_RETURNED_BY[equation])
-        x = self.given.get(_GIVEN_TO.get(equation, "norm_2"))
-        if equation is eq.lns_before_ln and x is not None and block.factor:
-            return x / block.factor
-        return x
+        """Return the Y of the block's equation, run again on what its branches and norms have returned, in their order."""
+        if self.x is None:
+            return None
+        calls = {name: iter(outputs) for name, outputs in self.returned.items()}
+        branches = {name: (lambda _, outputs=outputs: next(outputs)) for name, outputs in calls.items()}
+        scales = {name: p.detach() for name, p in block.named_parameters(recurse=False)}
+        recorded = SimpleNamespace(factor=block.factor, **branches, **scales)
+        return next((value for name, value in steps(block.own_placement.equation, recorded, self.x) if name == "Y"), None)
