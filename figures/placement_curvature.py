@@ -23,7 +23,9 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +38,12 @@ from matplotlib.colors import LogNorm
 from torch import Tensor
 
 import hessiankit as hk
-from figures._kept import put, read, writing
-from figures._kit import FAINT, INK, MACHINE, page, save, write_json, write_rows
+from figures._kept import put
+from figures._kit import CODE, FAINT, INK, MACHINE, page, save, write_json, write_rows
 from figures._lanczos import extremes
 from hessiankit.curvature.plot_frame import STYLE
-from hessiankit.studies.placement_grid import version
-from hessiankit.support.environment import environment
-from hessiankit.support.jsonl import append_records
+from hessiankit.studies.resumable import Resumable
+from hessiankit.support.environment import code_version, environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_markdown, as_text, table
 
@@ -162,7 +163,7 @@ def measure(cell: Cell, settings: Settings) -> Measured:
 def made_by(settings: Settings) -> str:
     """Return what tells lines of one run from those of another: the code and the sizes, not what is varied."""
     sizes = {k: v for k, v in asdict(settings).items() if k not in ("families", "initialisations", "depths", "seeds")}
-    return f"{version()}, {json.dumps(sizes)}"
+    return f"{code_version(*CODE)}, {json.dumps(sizes)}"
 
 
 def cells(settings: Settings) -> list[Cell]:
@@ -190,26 +191,23 @@ def equal_pairs(settings: Settings) -> list[tuple[str, str]]:
 
 def measure_all(settings: Settings, lines: Path) -> list[Measured]:
     """Measure every cell that ``lines`` does not hold yet, each a line when it is finished."""
-    done = {m.cell: m for m in _read(lines) if m.made_by == made_by(settings)}
+
+    def decode(record: Any) -> Measured | None:
+        found = Measured(**{**record, "cell": Cell(**record["cell"])})
+        return found if found.made_by == made_by(settings) else None
+
+    def skipped(number: int) -> None:
+        print(f"figures: line {number} of {lines} cannot be read; its cell is measured anew", file=sys.stderr)
+
     todo = cells(settings)
-    with progress_bar() as tell, writing(lines):
-        append_records(lines)
-        for k, cell in enumerate(todo):
-            tell(f"{cell.placement}, {cell.blocks} blocks", k, len(todo))
-            if cell not in done:
-                done[cell] = measure(cell, settings)
-                append_records(lines, asdict(done[cell]))
-    return [done[cell] for cell in todo]
-
-
-def _read(path: Path) -> Iterator[Measured]:
-    *lines, _ = (read(path) or b"").split(b"\n")  # what follows the last line end was cut off by an interrupt
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-            yield Measured(**{**entry, "cell": Cell(**entry["cell"])})
-        except (ValueError, TypeError, KeyError):
-            print(f"figures: line {number} of {path} cannot be read; its cell is measured anew", file=sys.stderr)
+    run = partial(measure, settings=settings)
+    with (
+        progress_bar() as tell,
+        Resumable("figures", lines, run, attrgetter("cell"), asdict, decode, skipped=skipped) as runs,
+    ):
+        for k, found in enumerate(runs.finish(todo), start=len(todo) - len(runs.missing(todo)) + 1):
+            tell(f"{found.cell.placement}, {found.cell.blocks} blocks", k, len(todo))
+    return [runs.known[cell] for cell in todo]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +249,26 @@ def test_a_full_disk_while_an_image_classifier_is_trained(tmp_path: Path, monkey
     assert [step for step, _ in snapshots(tmp_path, NANO, (3,))] == [3]
 
 
-def test_cells_that_cannot_be_read_are_measured_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cell = {"placement": "pre", "initialisation": "normal", "blocks": 1, "seed": 0, "eps": 1e-5}
+def test_cells_that_cannot_be_read_are_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = [placement_curvature.Cell("pre", "normal", 1, seed) for seed in (0, 1)]
     rest: dict[str, Any] = {"norms": {}, "signs": {}, "residuals": {}, "products": 1, "loss": 1.0, "made_by": "x"}
-    good = json.dumps({"cell": cell, **rest}).encode()
+    lines = [json.dumps({"cell": asdict(cell), **rest}) for cell in cells]
     path = tmp_path / "cells.jsonl"
-    path.write_bytes(good + b"\n\xff\n" + good + b"\n" + good[:20])  # the last line was cut off by an interrupt
-    assert [found.cell.placement for found in placement_curvature._read(path)] == ["pre", "pre"]
-    assert capsys.readouterr().err == f"figures: line 2 of {path} cannot be read; its cell is measured anew\n"
+    path.write_text(f"{lines[0]}\n?\n{lines[1][:20]}")  # the last line was cut off by an interrupt
+    measured: list[placement_curvature.Cell] = []
+
+    def measure(cell: placement_curvature.Cell, settings: Any) -> placement_curvature.Measured:
+        measured.append(cell)
+        return placement_curvature.Measured(cell, **rest)
+
+    monkeypatch.setattr(placement_curvature, "cells", lambda _: cells)
+    monkeypatch.setattr(placement_curvature, "made_by", lambda _: "x")
+    monkeypatch.setattr(placement_curvature, "measure", measure)
+    found = placement_curvature.measure_all(placement_curvature.QUICK, path)
+    assert ([one.cell for one in found], measured) == (cells, cells[1:])
+    assert [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] == list(map(json.loads, lines))
+    assert capsys.readouterr().err == "".join(
+        f"figures: line {number} of {path} cannot be read; its cell is measured anew\n" for number in (2, 3)
+    )

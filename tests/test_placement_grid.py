@@ -20,13 +20,14 @@ from hessiankit.studies.placement_grid import (
     PlacementCase,
     build,
     cases,
-    finished_cases,
+    finished_case,
     is_balanced,
     is_generic,
     run_case,
     summary,
     verdict,
 )
+from hessiankit.support.jsonl import read_records
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def test_the_grid_is_the_whole_product():
 
 
 def test_the_sample_passes_and_covers_every_placement_and_option(out):
-    finished = list(finished_cases(out / "cases.jsonl"))
+    finished = list(read_records(out / "cases.jsonl", finished_case))
     assert all(one.passed and 0 < one.error <= 1e-10 and one.identities > 0 for one in finished)
     assert [one.case for one in finished] == cases(sample=SAMPLE)
     assert {one.case.placement for one in finished} == set(PLACEMENTS)
@@ -72,7 +73,7 @@ def test_every_kind_of_parameter_occurs(out):
     expected |= {f"{scale}_{k}" for scale in ("omega", "lambda") for k in "12"}
     expected |= {f"{norm}_norm.{part}" for norm in ("embedding", "final") for part in ("weight", "bias")}
     assert kinds == expected | {"embedding.W_E", "embedding.P", "head.W_C"}
-    checked = {kind for one in finished_cases(out / "cases.jsonl") for kind in one.kinds}
+    checked = {kind for one in read_records(out / "cases.jsonl", finished_case) for kind in one.kinds}
     assert {kind.removeprefix("blocks.") for kind in checked} <= kinds
 
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import multiprocessing
 import random
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +26,10 @@ from torch import Tensor, nn
 
 from hessiankit.blocks import PLACEMENTS, FeedForward, GroupNorm, Transformer
 from hessiankit.blocks.placements import placement_of
-from hessiankit.support.environment import environment
+from hessiankit.studies.resumable import Resumable
+from hessiankit.support.environment import code_version, environment
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_text
-from hessiankit.support.jsonl import append_records, read_records, usable
 from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import as_markdown, say, table
 from hessiankit.verify.check import check
@@ -180,6 +177,9 @@ def is_balanced(model: nn.Module, ids: Tensor, target: Tensor, loss: str) -> boo
 AGAINST = ("reverse-over-reverse", "jvp(grad)")
 """Two routes without a common path, both right for every operation of these models (docs/routes.md)."""
 
+CODE = ("hessiankit", "derivations")
+"""What the result of a case depends on."""
+
 RTOL = 1e-10
 """Of each block pair's largest entry, in float64."""
 
@@ -232,7 +232,7 @@ def run_case(case: PlacementCase) -> Finished:
         kinds=tuple(sorted({_kind(name) for name in found.names})),
         size=len(found.matrix),
         seconds=time.perf_counter() - start,
-        version=version(),
+        version=code_version(*CODE),
     )
 
 
@@ -259,47 +259,23 @@ def run_grid(todo: list[PlacementCase], lines: Path, *, jobs: int = 1, tell: Tel
     Raises:
         InputError: If the file cannot be read or written.
     """
-    with usable("placement_grid", lines), _runner(jobs) as run:
-        done = {finished.case: finished for finished in finished_cases(lines) if finished.version == version()}
-        left = [case for case in todo if case not in done]
-        append_records(lines)
-        for k, finished in enumerate(run(left)):
-            done[finished.case] = finished
-            append_records(lines, asdict(finished))
+    with Resumable(
+        "placement_grid", lines, run_case, attrgetter("case"), asdict, lambda r: _current(finished_case(r)), jobs=jobs
+    ) as runs:
+        done = len(todo) - len(runs.missing(todo))
+        for k, finished in enumerate(runs.finish(todo), start=done + 1):
             if tell is not None:
-                tell(finished.case.placement, len(todo) - len(left) + k + 1, len(todo))
-    return [done[case] for case in todo]
+                tell(finished.case.placement, k, len(todo))
+    return [runs.known[case] for case in todo]
 
 
-@contextmanager
-def _runner(jobs: int) -> Iterator[Callable[[list[PlacementCase]], Iterable[Finished]]]:
-    """Yield a function that runs cases in this process, or spread over several."""
-    if jobs == 1:
-        yield lambda left: map(run_case, left)
-        return
-    with multiprocessing.get_context("spawn").Pool(jobs, _prepare_worker) as pool:  # whose exit ends the processes at once
-        yield lambda left: pool.imap_unordered(run_case, left)
+def finished_case(record: Any) -> Finished:
+    """Return the finished case of a record of the file."""
+    return Finished(**{**record, "case": PlacementCase(**record["case"]), "kinds": tuple(record["kinds"])})
 
 
-def _prepare_worker() -> None:
-    """Take one thread, and leave Ctrl-C to the process that shares out the work."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-
-
-def finished_cases(path: Path) -> Iterator[Finished]:
-    """Yield the finished cases of a file, in the order in which they were added."""
-    yield from read_records(path, lambda r: Finished(**{**r, "case": PlacementCase(**r["case"]), "kinds": tuple(r["kinds"])}))
-
-
-@cache
-def version() -> str:
-    """Return torch's version and a digest of the code of ``hessiankit`` and ``derivations``."""
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted([*root.rglob("*.py"), *(root.parent / "derivations").rglob("*.py")]):
-        digest.update(path.read_bytes())
-    return f"torch {torch.__version__}, code {digest.hexdigest()[:12]}"
+def _current(finished: Finished) -> Finished | None:
+    return finished if finished.version == code_version(*CODE) else None
 
 
 NAMES = {

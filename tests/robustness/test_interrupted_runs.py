@@ -19,6 +19,7 @@ from hessiankit.studies.placement_grid import cases
 from hessiankit.studies.tuning import store
 from hessiankit.studies.tuning.experiment import RunResult, RunSpec, Setting
 from hessiankit.studies.tuning.store import Runs
+from hessiankit.support.environment import code_version
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,9 @@ SPECS = [RunSpec(Setting(steps=4, layers=1, d_model=8, heads=2), lr, (), 0) for 
 
 
 def finished(case: object) -> placement_grid.Finished:
-    return placement_grid.Finished(case, 0.0, 0, 0.0, True, "PASSED", ("attention.W_Q",), 1, 0.0, placement_grid.version())
+    return placement_grid.Finished(
+        case, 0.0, 0, 0.0, True, "PASSED", ("attention.W_Q",), 1, 0.0, code_version(*placement_grid.CODE)
+    )
 
 
 def ran(spec: RunSpec) -> RunResult:

@@ -1,34 +1,32 @@
-"""Finished runs as lines of a file, and the processes that do the missing ones."""
+"""The training runs of a comparison, kept in a file as they finish."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import multiprocessing
-import signal
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import torch
-
+from hessiankit.studies.resumable import Resumable
 from hessiankit.studies.tuning.experiment import RunResult, RunSpec, Setting, run
-from hessiankit.support.jsonl import append_records, read_records, usable
+from hessiankit.support.environment import code_version
+from hessiankit.support.jsonl import read_records
 from hessiankit.support.progress import Tell
 
-CODE = ("blocks", "optim", "partition", "studies/text.py", "studies/training.py", "studies/tuning/experiment.py")
-"""What the digits of a run depend on, below the package's folder."""
+CODE = (
+    "hessiankit/blocks", "hessiankit/optim", "hessiankit/partition", "hessiankit/studies/text.py",
+    "hessiankit/studies/training.py", "hessiankit/studies/tuning/experiment.py",
+)  # fmt: skip
+"""What the digits of a run depend on."""
 
 
-class Runs:
-    """Does runs and remembers them; a context, whose end stops the processes.
+class Runs(Resumable[RunSpec, RunResult]):
+    """Does runs and remembers them; lines of other code or another torch do not count.
 
     Args:
-        lines: The file of finished runs, made where it is missing. Lines of other code or another torch do not count.
+        lines: The file of finished runs.
         jobs: How many processes share the work, each with one thread.
         tell: Called with (what is being done, runs finished, runs expected).
         expected: Runs expected in all.
@@ -38,53 +36,27 @@ class Runs:
     """
 
     def __init__(self, lines: Path, *, jobs: int = 1, tell: Tell | None = None, expected: int = 0) -> None:
-        self.lines, self.jobs, self.tell, self.expected = lines, jobs, tell, expected
-        with usable("tune-lr", lines):
-            self._known = {result.spec: result for result in finished_runs(lines)}
-            append_records(lines)
+        super().__init__("tune-lr", lines, run, attrgetter("spec"), record_of, _result, jobs=jobs)
+        self.tell, self.expected = tell, expected
         self._used: set[RunSpec] = set()
-        self._exit = ExitStack()
-        self._map: Callable[[Iterable[RunSpec]], Iterable[RunResult]] | None = None
 
-    def __enter__(self) -> Runs:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._exit.close()
-
-    def __call__(self, specs: list[RunSpec], what: str = "runs") -> dict[RunSpec, RunResult]:
+    def __call__(self, specs: Sequence[RunSpec], what: str = "runs") -> dict[RunSpec, RunResult]:
         """Return the results of all of ``specs``, doing those that are not known yet."""
-        left = [spec for spec in dict.fromkeys(specs) if spec not in self._known]
-        self._used |= set(specs) - set(left)
+        self._used |= set(specs) & self.known.keys()
         self._say(what)
-        if left:
-            for result in self._runner()(left):
-                self._known[result.spec] = result
-                self._used.add(result.spec)
-                with usable("tune-lr", self.lines):
-                    append_records(self.lines, record_of(result))
-                self._say(what)
-        return {spec: self._known[spec] for spec in specs}
+        for result in self.finish(specs):
+            self._used.add(result.spec)
+            self._say(what)
+        return {spec: self.known[spec] for spec in specs}
 
     @property
     def used(self) -> list[RunResult]:
         """The runs that were asked for so far."""
-        return [result for spec, result in self._known.items() if spec in self._used]
+        return [result for spec, result in self.known.items() if spec in self._used]
 
     def finished(self, setting: Setting) -> list[RunResult]:
-        """Return the finished runs of a setting, whoever asked for them."""
-        return [result for result in self._known.values() if result.spec.setting == setting]
-
-    def _runner(self) -> Callable[[Iterable[RunSpec]], Iterable[RunResult]]:
-        """Return what does runs: in this process, or spread over several, which are started once."""
-        if self._map is None:
-            if self.jobs == 1:
-                self._map = lambda left: map(run, left)
-            else:
-                pool = multiprocessing.get_context("spawn").Pool(self.jobs, _prepare_worker)
-                self._exit.enter_context(pool)  # its exit ends the processes at once
-                self._map = lambda left: pool.imap_unordered(run, left)
-        return self._map
+        """Return the finished runs of a setting, those that were not asked for too."""
+        return [result for result in self.known.values() if result.spec.setting == setting]
 
     def _say(self, what: str) -> None:
         if self.tell is not None:
@@ -94,7 +66,7 @@ class Runs:
 def record_of(result: RunResult) -> dict[str, Any]:
     """Return a run as a record of the file, losses that are infinite as None."""
     losses = [None if math.isinf(loss) else loss for loss in result.losses]
-    return {**asdict(result), "losses": losses, "version": version()}
+    return {**asdict(result), "losses": losses, "version": code_version(*CODE)}
 
 
 def finished_runs(path: Path) -> list[RunResult]:
@@ -104,26 +76,10 @@ def finished_runs(path: Path) -> list[RunResult]:
 
 def _result(record: Any) -> RunResult | None:
     """Return the run of a record, None where other code or another torch did it."""
-    if record.pop("version") != version():
+    if record.pop("version") != code_version(*CODE):
         return None
     spec = record["spec"]
     ratios = tuple((kind, factor) for kind, factor in spec["ratios"])
     made = RunSpec(**{**spec, "setting": Setting(**spec["setting"]), "ratios": ratios})
     losses = tuple(math.inf if loss is None else loss for loss in record["losses"])
     return RunResult(**{**record, "spec": made, "steps": tuple(record["steps"]), "losses": losses})
-
-
-@cache
-def version() -> str:
-    """Return torch's version and a digest of the code that the digits of a run depend on."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for name in CODE:
-        path = root / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
-    return f"torch {torch.__version__}, code {digest.hexdigest()[:12]}"
-
-
-def _prepare_worker() -> None:
-    """Leave Ctrl-C to the process that shares out the work."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
