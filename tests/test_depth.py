@@ -167,7 +167,7 @@ def test_errors(options, words):
 def test_a_state_that_is_not_finite_is_named():
     model = language_model()
     model.blocks[1].feedforward.W_1.data[0, 0] = float("nan")
-    with pytest.raises(InputError, match=r"block 'blocks\.1' returns is NaN"):
+    with pytest.raises(InputError, match=r"the output of block 'blocks\.1' is NaN"):
         depth_diagnostics(model, IDS, LABELS)
 
 

@@ -67,7 +67,7 @@ def test_named_blocks():
     assert names(model, x, blocks=["1", model[2], "3"]) == ("1", "2", "3")
     with pytest.raises(InputError, match="maps shape"):
         names(model, x, blocks=["0", "2"])
-    with pytest.raises(InputError, match="'3' is not given what '1' returns"):
+    with pytest.raises(InputError, match="'3' does not take the output of '1'"):
         names(model, x, blocks=["1", "3"])
     with pytest.raises(InputError, match="no module 'one'"):
         names(model, x, blocks=["one"])

@@ -89,7 +89,7 @@ def test_auto_falls_back_where_a_model_cannot_be_traced(monkeypatch):
     def refuse(*args, **kwargs):
         raise TraceError("trace: the forward of Model branches on a value")
 
-    monkeypatch.setattr("hessiankit.curvature.operator.hessian_operator", refuse)
+    monkeypatch.setattr("hessiankit.diagnostics.depth.curvature.hessian_operator", refuse)
     report = depth_diagnostics(language_model(1), IDS, LABELS, what="ggn", products=2)
     assert report.ggn.method == "autograd"
     assert "branches on a value" in report.ggn.reason

@@ -8,7 +8,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.diagnostics.monitoring import measurements as eigenvalue
-from hessiankit.diagnostics.monitoring.measurements import batches_of, mean_loss, top_eigenvalue
+from hessiankit.diagnostics.monitoring.measurements import batches_of, loss_of, top_eigenvalue
 
 
 class Tiny(nn.Module):
@@ -112,11 +112,11 @@ def test_labels_of_a_hugging_face_batch_are_moved_by_one():
     model = tiny()
     logits = model(tokens)[:, :-1]
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-    assert mean_loss(model, [(inputs, target)]) == pytest.approx(expected.item(), rel=1e-14)
+    assert loss_of(model, [(inputs, target)]).evaluate()[0] == pytest.approx(expected.item(), rel=1e-14)
     (_, classes), *_ = batches_of({"x": tokens, "labels": torch.tensor([0, 1])})
     assert classes.tolist() == [0, 1]  # of sequences, not of tokens
 
 
 def test_a_label_for_every_row_of_logits():
-    with pytest.raises(hk.InputError, match=r"logits \(2, 4, 6\) do not fit labels \(2, 3\)"):
-        mean_loss(tiny(), [(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))])
+    with pytest.raises(hk.InputError, match=r"the labels have shape \(2, 3\), expected \(2, 4\): one for each row"):
+        loss_of(tiny(), [(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))]).evaluate()

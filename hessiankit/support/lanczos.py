@@ -1,10 +1,11 @@
-"""The largest eigenvalue of a symmetric matrix from its products, with the residual that says how far off it may be."""
+"""The largest eigenvalue of a symmetric matrix from its products, with its residual, by Lanczos."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,31 +14,44 @@ from hessiankit.support.errors import InputError
 
 
 @dataclass(frozen=True)
-class TopEigenvalue:
-    """The largest (most positive) eigenvalue, as far as the products told.
+class RitzValue:
+    """The largest Ritz value of a symmetric matrix H; or of A^T A, with its root and the root's residual, a singular value of A.
 
     Attributes:
-        value: The Ritz value; never above the largest eigenvalue, rounding aside.
-        residual: ``|H v - value v|`` of its unit vector v, from one more product: some eigenvalue of H lies within it.
-        products: Products with H that it took.
+        value: Never above the largest eigenvalue, rounding aside.
+        residual: ``|H v - value v|`` of its unit vector v, from one more product: some eigenvalue of H lies within it, which is
+            no proof that it is the largest. Of a singular value ``|A^T A v - value^2 v| / value``.
+        products: Products with H (A^T A) that it took.
         converged: Whether the residual is within the tolerance asked for.
-        vector: v, (P,).
+        vector: v, (P,); None where it was not kept.
     """
 
     value: float
     residual: float
     products: int
     converged: bool
-    vector: Tensor
+    vector: Tensor | None = None
+
+    @property
+    def relative(self) -> float:
+        """The residual over the value; 0 where both are 0."""
+        return self.residual / abs(self.value) if self.value else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the vector as plain Python numbers."""
+        return {name: getattr(self, name) for name in ("value", "residual", "products", "converged")}
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g}" + ("" if self.converged else "?")
 
     def __repr__(self) -> str:
         state = "" if self.converged else ", not converged"
-        return f"TopEigenvalue({self.value:.6g}, residual {self.residual:.1e}, {self.products} products{state})"
+        return f"RitzValue({self.value:.6g}, residual {self.residual:.1e}, {self.products} products{state})"
 
 
 def lanczos(
     product: Callable[[Tensor], Tensor], start: Tensor, *, tol: float = 1e-3, most: int = 60, basis: int = 20
-) -> TopEigenvalue:
+) -> RitzValue:
     """Return the largest eigenvalue of a symmetric matrix H by Lanczos with full reorthogonalisation and thick restarts.
 
     The basis is made orthogonal twice at every step. When it is full, the better half of its Ritz vectors and the last
@@ -99,13 +113,13 @@ def lanczos(
         Q.append(w / beta)
 
 
-def _result(product: Callable[[Tensor], Tensor], Q: list[Tensor], weights: Tensor, done: int, allowed: float) -> TopEigenvalue:
+def _result(product: Callable[[Tensor], Tensor], Q: list[Tensor], weights: Tensor, done: int, allowed: float) -> RitzValue:
     v = _combine(Q, weights)
     v = v / v.norm()
     Hv = product(v)
     value = float(v @ Hv)
     residual = float((Hv - value * v).norm())
-    return TopEigenvalue(value, residual, done + 1, residual <= allowed, v)
+    return RitzValue(value, residual, done + 1, residual <= allowed, v)
 
 
 def _combine(Q: list[Tensor], weights: Tensor) -> Tensor:

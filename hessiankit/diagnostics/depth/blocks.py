@@ -1,9 +1,9 @@
-"""Which modules of a model are its blocks: the list whose modules hand one hidden state on from each to the next."""
+"""The blocks of a model: the list of modules each of which takes the hidden state that the one before returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -72,12 +72,29 @@ def first_tensor(output: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) and first.is_floating_point() else None
 
 
-def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Iterable[str | nn.Module] | None = None) -> Blocks:
-    """Return the blocks of a model, found by what flows between modules, never by their names.
+@contextmanager
+def hooks(
+    modules: Iterable[nn.Module], before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Call ``before(module, args, kwargs)`` and ``after(module, args, kwargs, output)`` around every call of the modules."""
+    handles = []
+    try:
+        for module in modules:
+            if before is not None:
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            if after is not None:
+                handles.append(module.register_forward_hook(after, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    A stack is a ModuleList or Sequential, or a run of equal modules in one, whose modules are called once and in order, return
-    the shape that they are given, and are given what the one before returned. Of several, one inside another, the one with
-    most parameters is meant.
+
+def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Iterable[str | nn.Module] | None = None) -> Blocks:
+    """Return the blocks of a model, found by the tensors that modules pass on, never by their names.
+
+    A stack is a ModuleList or Sequential, or a run of equal modules in one, whose modules are called once and in order, keep the
+    shape of their input, and each take the output of the one before. Of nested stacks, the one with most parameters is taken.
 
     Args:
         model: The model.
@@ -89,18 +106,19 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
     if blocks is not None:
-        asked = _asked(model, blocks)
-        calls = _watch(asked.modules, run)
-        gap = next((k for k in range(len(asked)) if not _is_chain(asked.modules[: k + 1], calls)), None)
+        chosen = _named(model, blocks)
+        calls = _watch(chosen.modules, run)
+        gap = next((k for k in range(len(chosen)) if not _is_chain(chosen.modules[: k + 1], calls)), None)
         if gap is not None:
-            raise InputError(f"{WHO}: blocks={_shown(blocks)}: {_why(asked, gap, calls)}; name the blocks from first to last")
-        return asked
+            given = repr(blocks) if isinstance(blocks, str) else "[...]"
+            raise InputError(f"{WHO}: blocks={given}: {_why(chosen, gap, calls)}; name the blocks from first to last")
+        return chosen
     calls = _watch([child for _, m in lists for child in m.children()], run)
     found = [chain for name, m in lists for chain in _chains(name, m, calls)]
     if not found:
         raise InputError(
-            f"{WHO}: no ModuleList or Sequential of {type(model).__name__} holds modules that hand one hidden state on from each "
-            "to the next; pass blocks=[...], the blocks (or their names) from first to last"
+            f"{WHO}: no ModuleList or Sequential of {type(model).__name__} holds modules each of which takes the hidden "
+            "state that the one before returns; pass blocks=[...], the blocks (or their names) from first to last"
         )
     best = max(found, key=lambda chain: (_size(chain), -len(chain.name)))
     inside = {id(m) for block in best.modules for m in block.modules()}
@@ -114,7 +132,7 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
     return best
 
 
-def _asked(model: nn.Module, blocks: str | Iterable[str | nn.Module]) -> Blocks:
+def _named(model: nn.Module, blocks: str | Iterable[str | nn.Module]) -> Blocks:
     modules = dict(model.named_modules())
     names = {id(m): name for name, m in modules.items()}
     if isinstance(blocks, str):
@@ -146,19 +164,12 @@ def _watch(modules: Iterable[nn.Module], run: Callable[[], object]) -> dict[int,
         if state is not None:
             calls.setdefault(id(module), []).append(_Call(count, state[1]))
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if id(module) in calls:
             calls[id(module)][-1].y = first_tensor(output)
 
-    handles = []
-    try:
-        for module in {id(m): m for m in modules}.values():
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
+    with hooks({id(m): m for m in modules}.values(), before, after):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls
 
 
@@ -207,19 +218,15 @@ def _holds(outer: Blocks, inner: Blocks) -> bool:
     return all(id(m) in inside for m in inner.modules)
 
 
-def _why(asked: Blocks, at: int, calls: dict[int, list[_Call]]) -> str:
-    seen = calls.get(id(asked.modules[at]), [])
+def _why(chain: Blocks, at: int, calls: dict[int, list[_Call]]) -> str:
+    seen = calls.get(id(chain.modules[at]), [])
     if len(seen) != 1:
-        return f"{asked.names[at]!r} is called {len(seen)} times, expected once, with a hidden state"
+        return f"{chain.names[at]!r} is called {len(seen)} times, expected once, with a hidden state"
     call = seen[0]
     if call.y is None or call.y.shape != call.x.shape or call.x.ndim < 2:
         shape = "no tensor" if call.y is None else f"shape {tuple(call.y.shape)}"
-        return f"{asked.names[at]!r} maps shape {tuple(call.x.shape)} to {shape}, expected tokens (..., d) to the same shape"
-    return f"{asked.names[at]!r} is not given what {asked.names[at - 1]!r} returns"
-
-
-def _shown(blocks: object) -> str:
-    return repr(blocks) if isinstance(blocks, str) else "[...]"
+        return f"{chain.names[at]!r} maps shape {tuple(call.x.shape)} to {shape}, expected tokens (..., d) to the same shape"
+    return f"{chain.names[at]!r} does not take the output of {chain.names[at - 1]!r}"
 
 
 TOLERANCE = 64
@@ -230,79 +237,64 @@ TOLERANCE = 64
 def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
     """Record x'_l of every block in the forward pass inside; the list is filled when the block returns.
 
-    In hessiankit's blocks x' is Y of ``hessiankit.blocks.placements``. In others it is what a child is given, if that is the
-    block's input plus what an earlier child returned: the stream after the attention's residual sum. None where neither is.
+    In hessiankit's blocks x' is Y of ``hessiankit.blocks.placements``. In others it is the input of a child that equals the
+    block's input plus the output of an earlier child: the stream after the attention's residual sum. None without such a child.
     """
     found: list[Tensor | None] = []
-    handles: list[Any] = []
-    try:
+    with ExitStack() as stack:
         for block in blocks.modules:
-            watcher = _Watcher(block, found)
-            handles += watcher.handles
+            calls = _Children(block, found)
+            stack.enter_context(hooks([block], calls.begin, calls.end))
+            stack.enter_context(hooks(block.children(), calls.before, calls.after))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
-class _Watcher:
-    """Watches the children of one block during its call."""
+class _Children:
+    """The hidden states that the children of one block take and return during its call."""
 
     def __init__(self, block: nn.Module, found: list[Tensor | None]) -> None:
         self.block, self.found = block, found
-        self.returned: dict[str, list[Tensor]] = {}
+        self.names = {child: name for name, child in block.named_children()}
+        self.outputs: dict[str, list[Tensor]] = {}
         self.sums: list[Tensor] = []
         self.x: Tensor | None = None
-        self.handles = [
-            block.register_forward_pre_hook(self._start, with_kwargs=True),
-            block.register_forward_hook(self._end),
-        ]
-        for name, child in block.named_children():
-            self.handles.append(child.register_forward_pre_hook(self._before(name), with_kwargs=True))
-            self.handles.append(child.register_forward_hook(self._after(name)))
 
-    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state = hidden_state(args, kwargs)
         self.x = None if state is None else state[1]
-        self.returned, self.sums = {}, []
+        self.outputs, self.sums = {}, []
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            state = hidden_state(args, kwargs)
-            if state is None or self.x is None or state[1].shape != self.x.shape:
-                return
-            if not isinstance(self.block, TransformerBlock) and self._is_sum(state[1]):
-                self.sums.append(state[1])
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = hidden_state(args, kwargs)
+        if state is None or self.x is None or state[1].shape != self.x.shape:
+            return
+        if not isinstance(self.block, TransformerBlock) and self._is_sum(state[1]):
+            self.sums.append(state[1])
 
-        return hook
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        y = first_tensor(output)
+        if y is not None and self.x is not None and y.shape == self.x.shape:
+            self.outputs.setdefault(self.names[module], []).append(y)
 
-    def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            y = first_tensor(output)
-            if y is not None and self.x is not None and y.shape == self.x.shape:
-                self.returned.setdefault(name, []).append(y)
-
-        return hook
-
-    def _is_sum(self, candidate: Tensor) -> bool:
-        """Tell whether this is x plus what an earlier child returned."""
-        assert self.x is not None
-        x = self.x
-        allowed = TOLERANCE * torch.finfo(x.dtype).eps * float(candidate.abs().max())
-        return any(float((candidate - x - f).abs().max()) <= allowed for calls in self.returned.values() for f in calls)
-
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(self.block, TransformerBlock):
             self.found.append(self._of_placement(self.block))
         else:
             self.found.append(self.sums[0] if self.sums else None)
-        self.returned, self.sums, self.x = {}, [], None
+        self.outputs, self.sums, self.x = {}, [], None
+
+    def _is_sum(self, candidate: Tensor) -> bool:
+        """Return whether this is x plus the output of an earlier child."""
+        assert self.x is not None
+        x = self.x
+        allowed = TOLERANCE * torch.finfo(x.dtype).eps * float(candidate.abs().max())
+        return any(float((candidate - x - f).abs().max()) <= allowed for calls in self.outputs.values() for f in calls)
 
     def _of_placement(self, block: TransformerBlock) -> Tensor | None:
-        """Return the Y of the block's equation, run again on what its branches and norms have returned, in their order."""
+        """Return the Y of the block's equation, evaluated on the recorded outputs of its branches and norms, in their order."""
         if self.x is None:
             return None
-        calls = {name: iter(outputs) for name, outputs in self.returned.items()}
+        calls = {name: iter(outputs) for name, outputs in self.outputs.items()}
         branches = {name: (lambda _, outputs=outputs: next(outputs)) for name, outputs in calls.items()}
         scales = {name: p.detach() for name, p in block.named_parameters(recurse=False)}
         recorded = SimpleNamespace(factor=block.factor, **branches, **scales)

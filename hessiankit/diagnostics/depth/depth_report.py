@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hessiankit.diagnostics.depth.curvature import LayerCurvature
+from hessiankit.diagnostics.depth.estimates import WithDict
 from hessiankit.diagnostics.depth.jacobians import Jacobians
 from hessiankit.diagnostics.depth.laws import GrowthLaws
 from hessiankit.diagnostics.depth.pruning import PruningDrop
@@ -15,8 +16,8 @@ from hessiankit.support.tables import Piece, Printed, table
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class DepthReport(Printed):
-    """What depth does to a model; made by :func:`depth_diagnostics`. What was not asked for is None.
+class DepthReport(WithDict, Printed):
+    """Diagnostics of the blocks of a model by depth; made by :func:`depth_diagnostics`. Quantities that were not chosen are None.
 
     Attributes:
         model: Name of the model's class.
@@ -30,7 +31,7 @@ class DepthReport(Printed):
         jacobians: Distance of each block from the identity; the stack's gain.
         hessian: lambda_max and trace of the Hessian in each block's parameters.
         ggn: The same of its Gauss-Newton part.
-        memory: Bytes that each piece of work was expected to hold, beside the model.
+        memory: Bytes that each quantity was expected to hold, beside the model.
         seconds: Time taken.
     """
 
@@ -47,25 +48,6 @@ class DepthReport(Printed):
     ggn: LayerCurvature | None
     memory: dict[str, int]
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python numbers, for JSON; NaN where a number is not defined."""
-        parts = {
-            name: None if part is None else part.to_dict()
-            for name, part in (
-                ("stream", self.stream), ("laws", self.laws), ("angles", self.angles), ("drop", self.drop),
-                ("jacobians", self.jacobians), ("hessian", self.hessian), ("ggn", self.ggn),
-            )
-        }  # fmt: skip
-        return {
-            "model": self.model,
-            "blocks": list(self.blocks),
-            "tokens": self.tokens,
-            **parts,
-            "gradient": None if self.gradient is None else list(self.gradient),
-            "memory": dict(self.memory),
-            "seconds": self.seconds,
-        }
 
     def columns(self) -> dict[str, tuple[str, ...]]:
         """Return the table's columns after the layer's number: heading -> one text a layer."""

@@ -1,4 +1,4 @@
-"""``depth_diagnostics``: what depth does to a model, in one call."""
+"""``depth_diagnostics``: stream, angles, pruning, gradients, Jacobians and curvature of every block, in one call."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.diagnostics.depth.blocks import WHO, Blocks, find_blocks, recording_middles
 from hessiankit.diagnostics.depth.curvature import KINDS, METHODS, layer_curvature
 from hessiankit.diagnostics.depth.depth_report import DepthReport
+from hessiankit.diagnostics.depth.estimates import Estimator
 from hessiankit.diagnostics.depth.jacobians import jacobians
 from hessiankit.diagnostics.depth.laws import growth_laws, theory_of
 from hessiankit.diagnostics.depth.pruning import pruning_drop
 from hessiankit.diagnostics.depth.recording import (
-    Data,
     check_finite,
     counted_tokens,
     expected_memory,
@@ -28,8 +28,9 @@ from hessiankit.diagnostics.depth.recording import (
     recording,
 )
 from hessiankit.diagnostics.depth.stream import AngleSums, AngularDistances, StreamStatistics, StreamSums, gradient_norms
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.progress import Tell
 from hessiankit.support.torch_state import one_at_a_time
 
@@ -59,11 +60,11 @@ def depth_diagnostics(
     micro_batch: int | None = None,
     progress: Tell | None = None,
 ) -> DepthReport:
-    """Return what depth does to a model: one row a block, as The Curse of Depth (Sun et al. 2025) asks of them, corrected.
+    """Return the depth diagnostics of The Curse of Depth (Sun et al. 2025), corrected: one row a block.
 
     ``"variance"`` (with rho, update ratio and growth laws), ``"angles"``, ``"drop"`` (one forward pass a block) and
     ``"gradient"`` cost about L + 4 forward passes and a backward pass; ``"jacobian"``, ``"hessian"`` and ``"ggn"`` cost up to
-    ``products + draws`` passes of second derivatives a block. docs/depth.md has every formula and what it does not say.
+    ``products + draws`` passes of second derivatives a block. docs/depth.md has every formula and its limits.
 
     The model runs in evaluation mode. Its parameters, buffers, gradients, modes and hooks, and the random states, are afterwards
     what they were, also after an error or Ctrl-C.
@@ -73,13 +74,13 @@ def depth_diagnostics(
             blocks, in one list, map a hidden state (..., tokens, d) to one: a tensor, or the first entry of a tuple.
         data: A tensor of inputs with ``target``; a pair (inputs, target); a mapping of keyword arguments with ``labels`` (a
             Hugging Face batch: logits[:, :-1] against labels[:, 1:]); or an iterable of pairs or mappings. Labels may be left
-            out where no loss is asked for. -100 does not count. Tokens where ``attention_mask`` is 0 are left out.
+            out where no quantity needs a loss. -100 does not count. Tokens where ``attention_mask`` is 0 are left out.
         target: Labels, one for each row of logits, or for squared error a tensor of the output's shape.
-        blocks: The name of the list of blocks, or the blocks or their names; found by what flows between modules by default.
+        blocks: The name of the list of blocks, or the blocks or their names; by default found in a forward pass.
         what: Some of ``"variance", "angles", "drop", "gradient", "jacobian", "hessian", "ggn"``, or ``"all"``.
         tokens: Whether the stream's numbers are means over ``"all"`` counted tokens or the ``"last"`` one of each sequence.
             Angles are given for both.
-        loss: ``"cross_entropy"`` or ``"mse"``, a mean over all that counts.
+        loss: ``"cross_entropy"`` or ``"mse"``, a mean over all labels, or entries, that count.
         renumber: With a block removed, whether later blocks' 1 / sqrt(l) moves up; hessiankit's blocks only.
         curvature: How Hessians are multiplied: ``"exact"``, ``"autograd"`` or ``"auto"``; the report says which was used.
         draws: Random probes of Frobenius norms and traces.
@@ -88,7 +89,7 @@ def depth_diagnostics(
         products: Products of one Lanczos run at most.
         seed: Of probes and first vectors.
         micro_batch: Sequences treated at once; each batch as it is by default.
-        progress: Called with (what is being done and the memory that it takes, pieces done, pieces in all).
+        progress: Called with (the quantity and its memory, steps done, steps in all).
 
     Raises:
         InputError: If an argument cannot be used, the blocks are not found, or a hidden state is not finite.
@@ -112,27 +113,29 @@ def depth_diagnostics(
     >>> found.laws.best, [round(s.value, 12) for s in found.jacobians.spectral], found.jacobians.gain.value
     ('exponential', [0.5, 0.5, 0.5], 3.375)
     """
-    asked = _asked(what)
-    _check(tokens, curvature, draws, exact_below, tol, products)
+    chosen = _quantities(what)
+    check_name(WHO, "tokens", tokens, ("all", "last"))
+    check_name(WHO, "curvature", curvature, METHODS)
+    estimator = Estimator(draws, exact_below, tol, products, seed)
     start = time.perf_counter()
     with quiet(model):
-        read = read_data(model, data, target, loss, micro_batch=micro_batch, labelled=any(q not in UNLABELLED for q in asked))
-        first = read.batches[0]
+        labelled = any(q not in UNLABELLED for q in chosen)
+        batched = read_data(model, data, target, loss, micro_batch=micro_batch, labelled=labelled)
         with torch.no_grad():
-            found = find_blocks(model, lambda: read.output(first), blocks)
+            found = find_blocks(model, lambda: batched.output(batched.batches[0]), blocks)
         _require_gradients(model, wanted=True)
-        memory = expected_memory(read, found, asked)
+        memory = expected_memory(batched, found, chosen)
         tell = _teller(progress, memory)
-        stream, angles = _stream(read, found, asked, tokens, tell)
-        drop = pruning_drop(read, found, renumber=renumber, tell=tell("drop")) if "drop" in asked else None
+        stream, angles = _stream(batched, found, chosen, tokens, tell)
+        drop = pruning_drop(batched, found, renumber=renumber, tell=tell("drop")) if "drop" in chosen else None
         parameters = found.parameters(model)
-        options: dict[str, Any] = {"draws": draws, "exact_below": exact_below, "tol": tol, "products": products, "seed": seed}
         _require_gradients(model, wanted=False)  # Jacobians are with respect to states
-        jacobian = jacobians(read, found, **options, tell=tell("jacobian")) if "jacobian" in asked else None
+        jacobian = jacobians(batched, found, estimator, tell=tell("jacobian")) if "jacobian" in chosen else None
         _require_gradients(model, wanted=True)
-        gradient = gradient_norms(read, parameters) if "gradient" in asked else None
+        gradient = gradient_norms(batched, parameters) if "gradient" in chosen else None
+        options: dict[str, Any] = {"method": curvature, "estimator": estimator}
         curved = {
-            kind: layer_curvature(read, parameters, kind, method=curvature, **options, tell=tell(kind)) if kind in asked else None
+            kind: layer_curvature(batched, parameters, kind, **options, tell=tell(kind)) if kind in chosen else None
             for kind in KINDS
         }
     laws = growth_laws(stream.variance, _theory(found)) if stream is not None and len(found) > 1 else None
@@ -152,10 +155,23 @@ def depth_diagnostics(
     )
 
 
+def _quantities(what: str | Iterable[str]) -> tuple[str, ...]:
+    chosen = QUANTITIES if what == "all" else (what,) if isinstance(what, str) else tuple(what)
+    unknown = [q for q in chosen if q not in QUANTITIES]
+    if unknown or not chosen:
+        seen = f"{unknown[0]!r}" if unknown else "nothing"
+        raise InputError(f"{WHO}: what= asks for {seen}; expected some of {', '.join(map(repr, QUANTITIES))}, or 'all'")
+    return tuple(q for q in QUANTITIES if q in chosen)
+
+
 def _stream(
-    data: Data, blocks: Blocks, asked: tuple[str, ...], tokens: str, tell: Callable[[str], Callable[[int, int], None]]
+    data: BatchedLoss,
+    blocks: Blocks,
+    chosen: tuple[str, ...],
+    tokens: str,
+    tell: Callable[[str], Callable[[int, int], None]],
 ) -> tuple[StreamStatistics | None, AngularDistances | None]:
-    """Run the data once and return what the stream alone tells; checked for NaN whatever was asked for."""
+    """Return statistics and angles of the hidden states, from one forward pass a batch; NaN is refused in any case."""
     sums, angles = StreamSums(len(blocks)), AngleSums(len(blocks))
     report = tell("variance")
     with torch.no_grad():
@@ -164,35 +180,15 @@ def _stream(
             with recording(blocks) as found, recording_middles(blocks) as middles:
                 data.output(batch)
             check_finite(found, blocks)
-            keep = counted_tokens(batch, found.inputs[0])
-            if not bool(keep.any()):
+            counted = counted_tokens(batch, found.inputs[0])
+            if not bool(counted.any()):
                 raise InputError(f"{WHO}: no token of batch {number} counts, its mask leaves all of them out; keep at least one")
-            last = last_tokens(keep)
-            if "variance" in asked:
-                sums.add(found.stream, middles, keep if tokens == "all" else last)
-            if "angles" in asked:
-                angles.add(found.stream, keep, last)
-    return sums.result() if "variance" in asked else None, angles.result() if "angles" in asked else None
-
-
-def _asked(what: str | Iterable[str]) -> tuple[str, ...]:
-    wanted = QUANTITIES if what == "all" else (what,) if isinstance(what, str) else tuple(what)
-    unknown = [q for q in wanted if q not in QUANTITIES]
-    if unknown or not wanted:
-        seen = f"{unknown[0]!r}" if unknown else "nothing"
-        raise InputError(f"{WHO}: what= asks for {seen}; expected some of {', '.join(map(repr, QUANTITIES))}, or 'all'")
-    return tuple(q for q in QUANTITIES if q in wanted)
-
-
-def _check(tokens: str, curvature: str, draws: int, exact_below: int, tol: float, products: int) -> None:
-    for name, value, known in (("tokens", tokens, ("all", "last")), ("curvature", curvature, METHODS)):
-        if value not in known:
-            raise InputError(f"{WHO}: {name}={value!r} is not known; pass one of {', '.join(map(repr, known))}")
-    if draws < 1 or exact_below < 0 or products < 2 or not tol > 0:
-        raise InputError(
-            f"{WHO}: draws={draws}, exact_below={exact_below}, products={products}, tol={tol}; expected at least 1, 0 and 2, "
-            "and a positive tolerance"
-        )
+            last = last_tokens(counted)
+            if "variance" in chosen:
+                sums.add(found.stream, middles, counted if tokens == "all" else last)
+            if "angles" in chosen:
+                angles.add(found.stream, counted, last)
+    return sums.result() if "variance" in chosen else None, angles.result() if "angles" in chosen else None
 
 
 def _theory(blocks: Blocks) -> str:

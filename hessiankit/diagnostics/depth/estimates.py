@@ -1,18 +1,47 @@
-"""Numbers of matrices known by their products, each with what is known of its error: extremes, traces, Frobenius norms."""
+"""Largest eigenvalues, traces and Frobenius norms of matrices known by their products, each with its error."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hessiankit.diagnostics.depth.blocks import WHO
+from hessiankit.support.errors import InputError
+from hessiankit.support.lanczos import RitzValue, lanczos
+
+Product: TypeAlias = "Callable[[Tensor], Tensor]"
+
+
+def as_plain(x: Any) -> Any:
+    """Return a result as plain Python data: dataclasses as dicts of their fields, tuples and tensors as lists."""
+    if hasattr(x, "to_dict") and not isinstance(x, WithDict):
+        return x.to_dict()
+    if is_dataclass(x):
+        return {field.name: as_plain(getattr(x, field.name)) for field in fields(x)}
+    if isinstance(x, dict):
+        return {key: as_plain(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [as_plain(value) for value in x]
+    return x.tolist() if isinstance(x, Tensor) else x
+
+
+class WithDict:
+    """A dataclass with ``to_dict()``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python numbers, for JSON; NaN where a number is not defined."""
+        found: dict[str, Any] = as_plain(self)
+        return found
+
 
 @dataclass(frozen=True)
 class Measured:
-    """A number, and the standard error of its estimate: 0 where it is exact, NaN where one probe does not tell.
+    """A number with the standard error of its estimate: 0 where it is exact, NaN for a single probe.
 
     >>> print(Measured(2.0), Measured(2.0, 0.5))
     2 2 ±0.5
@@ -26,46 +55,57 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Ritz:
-    """A largest eigenvalue, or a largest singular value by way of A^T A, found by Lanczos.
+class Estimator:
+    """Estimates from products with a matrix: Lanczos for the largest eigenvalue, random signs for traces and norms.
 
     Attributes:
-        value: Never above the true one, rounding aside.
-        residual: Some eigenvalue (singular value) of the matrix is that close to it: |H v - value v| of its unit vector v, or
-            |A^T A v - value^2 v| / value. Not a proof that it is the largest.
-        products: Products with H (A^T A) that it took.
-        converged: Whether the residual is within the tolerance asked for.
+        draws: Random probes of Frobenius norms and traces.
+        exact_below: Size up to which all unit vectors are taken in place of probes.
+        tol: Tolerance of Lanczos's residual, relative to the eigenvalue of largest magnitude.
+        products: Products of one Lanczos run at most.
+        seed: Of probes and first vectors.
+
+    Raises:
+        InputError: If one of them is out of its range.
     """
 
-    value: float
-    residual: float
-    products: int
-    converged: bool
+    draws: int = 8
+    exact_below: int = 256
+    tol: float = 1e-3
+    products: int = 60
+    seed: int = 0
 
-    @property
-    def relative(self) -> float:
-        """The residual over the value; 0 where both are 0."""
-        return self.residual / abs(self.value) if self.value else 0.0
+    def __post_init__(self) -> None:
+        if self.draws < 1 or self.exact_below < 0 or self.products < 2 or not self.tol > 0:
+            raise InputError(
+                f"{WHO}: draws={self.draws}, exact_below={self.exact_below}, products={self.products}, tol={self.tol}; expected "
+                "at least 1, 0 and 2, and a positive tolerance"
+            )
 
-    def __str__(self) -> str:
-        return f"{self.value:.4g}" + ("" if self.converged else "?")
+    def draws_for(self, size: int) -> int | None:
+        """Return the number of probes of a matrix of that size; None for all unit vectors."""
+        return None if size <= self.exact_below else self.draws
 
+    def largest_eigenvalue(self, product: Product, like: Tensor, shift: int = 0) -> RitzValue:
+        """Return the largest eigenvalue of the symmetric matrix of the products v -> H v, v of the shape (P,) of ``like``.
 
-def first_vector(like: Tensor, seed: int) -> Tensor:
-    """Return Lanczos's random first vector, which depends on the seed and the size only, not on device and dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+        The first vector depends on seed + shift and the size only, not on device and dtype.
+        """
+        generator = torch.Generator().manual_seed(self.seed + shift)
+        start = torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+        return replace(lanczos(product, start, tol=self.tol, most=self.products), vector=None)
+
+    def largest_singular_value(self, gram: Product, like: Tensor, shift: int = 0) -> RitzValue:
+        """Return the largest singular value of A from the products v -> A^T A v."""
+        found = self.largest_eigenvalue(gram, like, shift)
+        value = math.sqrt(max(found.value, 0.0))
+        return replace(found, value=value, residual=found.residual / value if value else 0.0)
 
 
 def probes(like: Tensor, draws: int | None, seed: int) -> Iterator[Tensor]:
-    """Yield the unit vectors (draws=None), or vectors of random signs.
+    """Yield the unit vectors (draws=None), or vectors of random signs, of the shape, dtype and device of ``like``.
 
     The signs depend on the seed and the shape only, not on device and dtype.
-
-    Args:
-        like: A tensor of the shape, dtype and device of the vectors.
-        draws: How many vectors of signs.
-        seed: Of the signs.
     """
     if draws is None:
         for k in range(like.numel()):
@@ -90,7 +130,7 @@ def mean_of(values: list[float], *, exact: bool) -> Measured:
     return Measured(mean, math.sqrt(spread / len(values)))
 
 
-def trace_of(product: Callable[[Tensor], Tensor], like: Tensor, draws: int | None, seed: int) -> Measured:
+def trace_of(product: Product, like: Tensor, draws: int | None, seed: int) -> Measured:
     """Return tr A from products with A: the sum of e_k^T A e_k, or the mean of z^T A z over random signs z (Hutchinson 1990).
 
     >>> A = torch.tensor([[1.0, 5.0], [5.0, 2.0]], dtype=torch.float64)
@@ -98,17 +138,6 @@ def trace_of(product: Callable[[Tensor], Tensor], like: Tensor, draws: int | Non
     Measured(value=3.0, standard_error=0.0)
     """
     values = [float((z * product(z)).double().sum()) for z in probes(like, draws, seed)]
-    return mean_of(values, exact=draws is None)
-
-
-def square_of(product: Callable[[Tensor], Tensor], like: Tensor, draws: int | None, seed: int) -> Measured:
-    """Return ||A||_F^2 from products with A: the sum of ||A e_k||^2, or the mean of ||A z||^2 over random signs z.
-
-    >>> A = torch.tensor([[1.0, 5.0], [5.0, 2.0]], dtype=torch.float64)
-    >>> square_of(A.matmul, A[0], None, 0).value
-    55.0
-    """
-    values = [float(product(z).double().square().sum()) for z in probes(like, draws, seed)]
     return mean_of(values, exact=draws is None)
 
 

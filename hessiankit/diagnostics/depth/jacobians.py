@@ -1,28 +1,29 @@
-"""How far each block is from the identity, and what the whole stack does to a change of its input."""
+"""Jacobians of the blocks and of the stack: distance from the identity, spectral norm, gain."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hessiankit.diagnostics.depth.autograd_products import JacobianProducts
 from hessiankit.diagnostics.depth.blocks import Blocks
-from hessiankit.diagnostics.depth.estimates import Measured, Ritz, first_vector, mean_of, probes, root
-from hessiankit.diagnostics.depth.recording import Data, recording
-from hessiankit.support.lanczos import lanczos
+from hessiankit.diagnostics.depth.estimates import Estimator, Measured, WithDict, mean_of, probes, root
+from hessiankit.diagnostics.depth.recording import recording
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch
+from hessiankit.support.lanczos import RitzValue
 
 
 @dataclass(frozen=True)
-class Jacobians:
+class Jacobians(WithDict):
     """Jacobians J_l = dy_l / dx_l of the blocks and of the stack, at the data (The Curse of Depth, Eqs. 8 and 35, corrected).
 
-    A state holds all tokens and features of a micro-batch, padding too; with n entries ||J||_F / sqrt(n) is the rms gain: what
-    J does to the length of a random direction. Sequences do not meet in a transformer, so that the spectral norm of a batch is
-    that of its worst sequence. Several micro-batches: the largest spectral norm; the rms over all.
+    A state holds all tokens and features of a micro-batch, padding too; with n entries ||J||_F / sqrt(n) is the rms gain, the
+    factor on the length of a random direction. Sequences do not interact in a transformer, so that the spectral norm of a batch
+    is that of its worst sequence. Several micro-batches: the largest spectral norm; the rms over all.
 
     Attributes:
         spectral: ||J_l - I||_2, L of them.
@@ -36,25 +37,13 @@ class Jacobians:
         draws: Random probes of the rms; None where all unit vectors were taken.
     """
 
-    spectral: tuple[Ritz, ...]
+    spectral: tuple[RitzValue, ...]
     rms: tuple[Measured, ...]
-    whole_spectral: Ritz
+    whole_spectral: RitzValue
     gain: Measured
     product_error: float
     size: int
     draws: int | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python numbers."""
-        return {
-            "spectral": [vars(s) for s in self.spectral],
-            "rms": [vars(r) for r in self.rms],
-            "whole_spectral": vars(self.whole_spectral),
-            "gain": vars(self.gain),
-            "product_error": self.product_error,
-            "size": self.size,
-            "draws": self.draws,
-        }
 
     def __str__(self) -> str:
         how = "all unit vectors" if self.draws is None else f"{self.draws} random probes"
@@ -65,61 +54,43 @@ class Jacobians:
         )
 
 
-class LinearMap:
-    """The Jacobian dy/dx of a graph, as products from both sides.
+class _Map:
+    """J or J - I of one micro-batch, in products with vectors of the state's shape."""
 
-    J^T u is linear in u, so that its derivative in u is J: two reverse passes make a forward one (Townsend 2017), without
-    asking every operation for a forward rule. The graph is made once; a product is one pass through it.
-    """
-
-    def __init__(self, y: Tensor, x: Tensor) -> None:
-        self.x, self.y = x, y
-        self.u = torch.zeros_like(y, requires_grad=True)
-        self.back = self._gradient(y, x, self.u, create_graph=True)
+    def __init__(self, y: Tensor, x: Tensor, *, minus_identity: bool) -> None:
+        self.J, self.x, self.minus_identity = JacobianProducts(y, x), x, minus_identity
 
     def forward(self, v: Tensor) -> Tensor:
-        """Return J v."""
-        return torch.zeros_like(self.y) if self.back is None else _or_zero(self._gradient(self.back, self.u, v), self.y)
+        return self.J.forward(v) - v if self.minus_identity else self.J.forward(v)
 
-    def adjoint(self, w: Tensor) -> Tensor:
-        """Return J^T w."""
-        return _or_zero(self._gradient(self.y, self.x, w), self.x)
+    def gram(self, v: Tensor) -> Tensor:
+        """Return A^T A v, v flat."""
+        Av = self.forward(v.reshape(self.x.shape))
+        (back,) = self.J.adjoint(Av)
+        return (back - Av if self.minus_identity else back).reshape(-1)
 
-    @staticmethod
-    def _gradient(y: Tensor, x: Tensor, w: Tensor, *, create_graph: bool = False) -> Tensor | None:
-        if not y.requires_grad:
-            return None
-        return torch.autograd.grad(y, x, w, create_graph=create_graph, retain_graph=True, allow_unused=True)[0]
+    def squares(self, draws: int | None, seed: int) -> list[float]:
+        """Return ||A z||^2 of each probe; the sum over all unit vectors for draws=None."""
+        found = [float(self.forward(z).double().square().sum()) for z in probes(self.x, draws, seed)]
+        return found if draws is not None else [math.fsum(found)]
 
 
-def _or_zero(x: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if x is None else x
+NOTHING = RitzValue(-1.0, 0.0, 0, True)
 
 
 @dataclass
 class _Sums:
-    """What one map adds up over micro-batches."""
+    """Sums over micro-batches of one map: squared norms probe by probe, and the largest singular value."""
 
     values: list[float] = field(default_factory=list)
-    spectral: Ritz | None = None
+    spectral: RitzValue = NOTHING
 
-    def add(self, squares: list[float], spectral: Ritz) -> None:
+    def add(self, squares: list[float], spectral: RitzValue) -> None:
         self.values = [a + b for a, b in zip(self.values or [0.0] * len(squares), squares, strict=True)]
-        if self.spectral is None or spectral.value > self.spectral.value:
-            self.spectral = spectral
+        self.spectral = max(self.spectral, spectral, key=lambda found: found.value)
 
 
-def jacobians(
-    data: Data,
-    blocks: Blocks,
-    *,
-    draws: int,
-    exact_below: int,
-    tol: float,
-    products: int,
-    seed: int,
-    tell: Callable[[int, int], None],
-) -> Jacobians:
+def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: Callable[[int, int], None]) -> Jacobians:
     """Return the Jacobians' norms.
 
     Memory: the model's graph twice over for one micro-batch, as in a training step with second derivatives, and 20 states.
@@ -127,66 +98,38 @@ def jacobians(
     Args:
         data: The data; labels are not read.
         blocks: The blocks.
-        draws: Random probes of the rms.
-        exact_below: Where the state of every micro-batch has at most this many entries, all unit vectors are taken instead.
-        tol: Of Lanczos's residual, relative to the squared singular value.
-        products: Products with A^T A at most.
-        seed: Of the probes and of Lanczos's first vector.
+        estimator: Lanczos of A^T A, and probes of the rms; all unit vectors where the state of every micro-batch is small enough.
         tell: Called with (maps done, in all).
     """
     sums = [_Sums() for _ in range(len(blocks) + 1)]
-    error, size, done = 0.0, 0, 0
+    error, done = 0.0, 0
     sizes = [_state(data, batch, blocks).numel() for batch in data.batches]
-    exact = max(sizes) <= exact_below
+    draws = estimator.draws_for(max(sizes))
     for number, batch in enumerate(data.batches):
         with recording(blocks, leaves="first") as found:
             data.output(batch)
-        whole = LinearMap(found.outputs[-1], found.inputs[0])
+        whole = _Map(found.outputs[-1], found.inputs[0], minus_identity=False)
         with recording(blocks, leaves="each") as found:
             data.output(batch)
-        maps = [LinearMap(y, x) for x, y in zip(found.inputs, found.outputs, strict=True)]
-        size += sizes[number]
-        start = seed + 7919 * number
-        for k, one in enumerate([*maps, whole]):
+        maps = [_Map(y, x, minus_identity=True) for x, y in zip(found.inputs, found.outputs, strict=True)]
+        shift = 7919 * number
+        for total, one in zip(sums, (*maps, whole), strict=True):
             tell(done, len(data.batches) * len(sums))
             done += 1
-            minus = k < len(maps)
-            sums[k].add(_squares(one, minus, None if exact else draws, start), _spectral(one, minus, tol, products, start))
-        (v,) = probes(whole.x, 1, start)
-        left, right = v, whole.forward(v)
+            spectral = estimator.largest_singular_value(one.gram, one.x.reshape(-1), shift)
+            total.add(one.squares(draws, estimator.seed + shift), spectral)
+        (v,) = probes(whole.x, 1, estimator.seed + shift)
+        product, expected = v, whole.forward(v)
         for one in maps:
-            left = one.forward(left)
-        error = max(error, float((left - right).norm() / right.norm()))
-    rms = [root(mean_of(s.values, exact=exact), size) for s in sums]
-    spectral = [s.spectral for s in sums if s.spectral is not None]
-    return Jacobians(tuple(spectral[:-1]), tuple(rms[:-1]), spectral[-1], rms[-1], error, size, None if exact else draws)
+            product = one.J.forward(product)
+        error = max(error, float((product - expected).norm() / expected.norm()))
+    rms = [root(mean_of(s.values, exact=draws is None), sum(sizes)) for s in sums]
+    spectral_norms = [s.spectral for s in sums]
+    return Jacobians(tuple(spectral_norms[:-1]), tuple(rms[:-1]), spectral_norms[-1], rms[-1], error, sum(sizes), draws)
 
 
 @torch.no_grad()
-def _state(data: Data, batch: Any, blocks: Blocks) -> Tensor:
+def _state(data: BatchedLoss, batch: MicroBatch, blocks: Blocks) -> Tensor:
     with recording(blocks) as found:
         data.output(batch)
     return found.inputs[0]
-
-
-def _squares(one: LinearMap, minus_identity: bool, draws: int | None, seed: int) -> list[float]:
-    """Return ||A z||^2 of each probe, A = J - I or J; of several micro-batches the same probe's are added."""
-    found = []
-    for z in probes(one.x, draws, seed):
-        Az = one.forward(z) - z if minus_identity else one.forward(z)
-        found.append(float(Az.double().square().sum()))
-    return found if draws is not None else [math.fsum(found)]
-
-
-def _spectral(one: LinearMap, minus_identity: bool, tol: float, products: int, seed: int) -> Ritz:
-    shape = one.x.shape
-
-    def square(v: Tensor) -> Tensor:
-        v = v.reshape(shape)
-        Av = one.forward(v) - v if minus_identity else one.forward(v)
-        back = one.adjoint(Av) - Av if minus_identity else one.adjoint(Av)
-        return back.reshape(-1)
-
-    found = lanczos(square, first_vector(one.x.reshape(-1), seed), tol=tol, most=products)
-    value = math.sqrt(max(found.value, 0.0))
-    return Ritz(value, found.residual / value if value else 0.0, found.products, found.converged)

@@ -1,4 +1,4 @@
-"""Which growth law the variance follows with depth, and which ones theory leaves open."""
+"""Growth laws of the variance with depth, fitted by least squares, and the bounds that theory gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hessiankit.support.errors import InputError
 
 SCALE = "least squares on the variance itself, two coefficients each"
 CONSTANT = 1e-6
-"""Relative spread of a variance that does not change with depth, as behind norms: what is left is eps and rounding."""
+"""Relative spread of a variance that does not change with depth, as after norms, where it changes by eps and rounding only."""
 SHAPES: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
     "logarithmic": np.log,
     "linear": lambda layers: layers,
@@ -55,7 +55,7 @@ class Law:
 
 @dataclass(frozen=True)
 class GrowthLaws:
-    """Laws fitted to the variance by depth, and what theory says of them (The Curse of Depth, Lemmas 3.2 and 4.1, corrected).
+    """Laws fitted to the variance by depth, and theory's bounds (The Curse of Depth, Lemmas 3.2 and 4.1, corrected).
 
     All four have two coefficients and are fitted on one scale, so that their R^2 may be compared; they cannot tell laws apart
     that differ by less than the variance's own irregularity, least of all in few layers.

@@ -1,24 +1,23 @@
-"""What removing one block costs: loss and accuracy with the identity in its place, without any fine-tuning."""
+"""Change of loss and accuracy with one block replaced by the identity, without any fine-tuning."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
 from hessiankit.blocks import TransformerBlock
 from hessiankit.diagnostics.depth.blocks import WHO, Blocks
-from hessiankit.diagnostics.depth.recording import Data, removed
-from hessiankit.engine.problem.calling import IGNORE_INDEX
+from hessiankit.diagnostics.depth.estimates import WithDict
+from hessiankit.diagnostics.depth.recording import removed
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss
 from hessiankit.support.errors import InputError
 
 
 @dataclass(frozen=True)
-class PruningDrop:
+class PruningDrop(WithDict):
     """Loss and accuracy with block l removed, less those of the whole model (The Curse of Depth, Fig. 2; no formula there).
 
     Attributes:
@@ -26,7 +25,7 @@ class PruningDrop:
         accuracy: Of the whole model, the share of counted labels with the largest logit; None for squared error.
         loss_change: L numbers; positive where removing the block does damage.
         accuracy_change: L numbers; negative where it does damage. None for squared error.
-        renumbered: Whether the blocks behind the removed one took over the layer numbers in front of their own.
+        renumbered: Whether the layer numbers of the blocks after the removed one moved down by one.
     """
 
     loss: float
@@ -35,21 +34,11 @@ class PruningDrop:
     accuracy_change: tuple[float, ...] | None
     renumbered: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python numbers."""
-        return {
-            "loss": self.loss,
-            "accuracy": self.accuracy,
-            "loss_change": list(self.loss_change),
-            "accuracy_change": None if self.accuracy_change is None else list(self.accuracy_change),
-            "renumbered": self.renumbered,
-        }
 
-
-def pruning_drop(data: Data, blocks: Blocks, *, renumber: bool = False, tell: Callable[[int, int], None]) -> PruningDrop:
+def pruning_drop(data: BatchedLoss, blocks: Blocks, *, renumber: bool = False, tell: Callable[[int, int], None]) -> PruningDrop:
     """Return the change of loss and accuracy with each block removed.
 
-    Layer-dependent factors (LayerNorm Scaling's 1 / sqrt(l)) travel with their blocks. The authors' script instead deletes a
+    Every block keeps its layer-dependent factor (LayerNorm Scaling's 1 / sqrt(l)). The authors' script instead deletes a
     block and reloads the model, which gives every later block the factor of the layer before: ``renumber=True``.
 
     Args:
@@ -59,36 +48,21 @@ def pruning_drop(data: Data, blocks: Blocks, *, renumber: bool = False, tell: Ca
         tell: Called with (forward passes done, in all).
 
     Raises:
-        InputError: If blocks of another make, or whose kind of norms depends on the layer, are to be renumbered.
+        InputError: If blocks that are not hessiankit's, or whose kind of norm depends on the layer, are to be renumbered.
     """
     if renumber:
         _check_renumbering(blocks)
-    loss, accuracy = _score(data)
+    loss, accuracy = data.evaluate()
     losses, accuracies = [], []
     for k, block in enumerate(blocks.modules):
         tell(k, len(blocks))
-        with removed(block), _renumbered(blocks, k) if renumber else _as_they_are():
-            without = _score(data)
+        with removed(block), _renumbered(blocks, k) if renumber else nullcontext():
+            without = data.evaluate()
         losses.append(without[0] - loss)
         if accuracy is not None and without[1] is not None:
             accuracies.append(without[1] - accuracy)
     changes = tuple(accuracies) if accuracy is not None else None
     return PruningDrop(loss, accuracy, tuple(losses), changes, renumber)
-
-
-@torch.no_grad()
-def _score(data: Data) -> tuple[float, float | None]:
-    loss = right = terms = 0.0
-    for batch in data.batches:
-        out = data.output(batch)
-        target = data.target(batch, out)
-        loss += float(data.summed_loss(out.double() if out.device.type != "mps" else out, target))
-        terms += data.count(target)
-        if data.loss == "cross_entropy":
-            right += float((out.argmax(-1) == target)[target != IGNORE_INDEX].sum())
-    if not terms:
-        raise InputError(f"{WHO}: every label is {IGNORE_INDEX} (not counted), so there is no loss; keep at least one")
-    return loss / terms, right / terms if data.loss == "cross_entropy" else None
 
 
 def _check_renumbering(blocks: Blocks) -> None:
@@ -120,8 +94,3 @@ def _renumbered(blocks: Blocks, gone: int) -> Iterator[None]:
     finally:
         for block, factor in own:
             block.factor = factor  # type: ignore[assignment]
-
-
-@contextmanager
-def _as_they_are() -> Iterator[None]:
-    yield

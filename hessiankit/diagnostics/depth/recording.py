@@ -1,4 +1,4 @@
-"""The data of the diagnostics, the hidden states x_1, ..., x_{L+1} of one forward pass, and the memory that they take."""
+"""The data of the diagnostics, the hidden states x_1, ..., x_{L+1} of one forward pass, and their memory."""
 
 from __future__ import annotations
 
@@ -8,72 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hessiankit.diagnostics.depth.blocks import WHO, Blocks, first_tensor, hidden_state
-from hessiankit.diagnostics.sharpness.batches import FORMS, MicroBatch, aligned, check_devices, forward, micro_batches
-from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, known_count
+from hessiankit.diagnostics.depth.blocks import WHO, Blocks, first_tensor, hidden_state, hooks
+from hessiankit.diagnostics.sharpness.batches import FORMS, BatchedLoss, MicroBatch, check_devices, micro_batches
+from hessiankit.diagnostics.sharpness.options import LOSSES
+from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.engine.problem.validation import check_module
-from hessiankit.support.errors import InputError, OutOfMemoryError
+from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
 from hessiankit.support.torch_state import ordinary_path, preserved_state
 
-LOSSES = ("cross_entropy", "mse")
 
-
-@dataclass(frozen=True, eq=False)
-class Data:
-    """The micro-batches of a measurement and the loss on them.
-
-    The loss of all of them is ``sum_b count_b loss_b / sum_b count_b``, with the counted labels (or entries) as counts.
-
-    Attributes:
-        model: The model.
-        batches: Its micro-batches.
-        loss: ``"cross_entropy"`` or ``"mse"``.
-    """
-
-    model: nn.Module
-    batches: tuple[MicroBatch, ...]
-    loss: str
-
-    def output(self, batch: MicroBatch) -> Tensor:
-        """Return the model's output: the logits, or what squared error compares."""
-        return forward(self.model, batch, WHO)
-
-    def target(self, batch: MicroBatch, out: Tensor) -> Tensor:
-        """Return the target laid beside the output."""
-        return aligned(WHO, batch, out.shape, self.loss)
-
-    def summed_loss(self, out: Tensor, target: Tensor) -> Tensor:
-        """Return the loss summed over what counts, a scalar."""
-        if self.loss == "mse":
-            return F.mse_loss(out, target, reduction="sum")
-        flat = out.flatten(0, -2)
-        return F.cross_entropy(flat, target.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-
-    def count(self, target: Tensor) -> float:
-        """Return the number of terms of a target: labels that count, or entries."""
-        return known_count(self.loss, target) or 0.0
-
-    def counts(self) -> list[float]:
-        """Return the number of terms of each micro-batch, from one forward pass each.
-
-        Raises:
-            InputError: If no term counts.
-        """
-        with torch.no_grad():
-            found = [self.count(self.target(batch, self.output(batch))) for batch in self.batches]
-        if not sum(found):
-            raise InputError(f"{WHO}: every label is {IGNORE_INDEX} (not counted), so there is no loss; keep at least one")
-        return found
-
-
-def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> Data:
+def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> BatchedLoss:
     """Return the data as micro-batches.
 
     Args:
@@ -87,16 +37,15 @@ def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batc
     Raises:
         InputError: If the data are none of these forms, or lie on another device than the model.
     """
-    if loss not in LOSSES:
-        raise InputError(f"{WHO}: loss={loss!r} is not known; pass 'cross_entropy' or 'mse'")
+    check_name(WHO, "loss", loss, LOSSES)
     if target is None and not labelled:
-        if isinstance(data, Tensor):
-            target = _no_labels(data)
-        elif isinstance(data, Mapping) and data.get("labels") is None:
+        first = data if isinstance(data, Tensor) else None
+        if isinstance(data, Mapping) and data.get("labels") is None:
             first = next((x for x in data.values() if isinstance(x, Tensor) and x.ndim), None)
             if first is None:
                 raise InputError(f"{WHO}: the mapping holds no tensor; pass {FORMS}")
-            target = _no_labels(first)
+        if first is not None:
+            target = torch.full((first.shape[0],), IGNORE_INDEX, device=first.device)
     elif target is None and isinstance(data, Tensor):
         raise InputError(
             f"{WHO}: data is a tensor {tuple(data.shape)} and target is missing; pass target=..., or leave the loss out"
@@ -104,11 +53,7 @@ def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batc
     batches = tuple(micro_batches(WHO, data, target, micro_batch=micro_batch))
     for batch in batches:
         check_devices(WHO, batch, model)
-    return Data(model, batches, loss)
-
-
-def _no_labels(x: Tensor) -> Tensor:
-    return torch.full((x.shape[0],), IGNORE_INDEX, device=x.device)
+    return BatchedLoss(WHO, model, batches, loss)
 
 
 def counted_tokens(batch: MicroBatch, state: Tensor) -> Tensor:
@@ -151,7 +96,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class StreamRecording:
-    """What one forward pass left: the input and the output of every block.
+    """The input and the output of every block in one forward pass.
 
     ``inputs[l - 1]`` is x_l and ``outputs[l - 1]`` is y_l = x_{l+1}, before the final norm, which lies behind the last block.
     """
@@ -194,25 +139,18 @@ def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[StreamRecordi
             return (*args[:key], x, *args[key + 1 :]), kwargs
         return args, {**kwargs, key: x}
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         y = first_tensor(output)
         assert y is not None
         found.outputs.append(y)
 
-    handles = []
-    try:
-        for block in blocks.modules:
-            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(block.register_forward_hook(after))
+    with hooks(blocks.modules, before, after):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def removed(block: nn.Module) -> Iterator[None]:
-    """Let a block return what it is given: the identity in its place. What else it returns stays."""
+    """Replace a block by the identity on its hidden state; further outputs stay."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         state = hidden_state(args, kwargs)
@@ -221,19 +159,16 @@ def removed(block: nn.Module) -> Iterator[None]:
             return (state[1], *output[1:])
         return [state[1], *output[1:]] if isinstance(output, list) else state[1]
 
-    handle = block.register_forward_hook(hook, with_kwargs=True)
-    try:
+    with hooks([block], after=hook):
         yield
-    finally:
-        handle.remove()
 
 
 def check_finite(found: StreamRecording, blocks: Blocks) -> None:
     """Raise InputError if a hidden state is not finite, naming the first block that returned it."""
     for k, x in enumerate(found.stream):
         if not bool(torch.isfinite(x).all()):
-            where = f"what goes into block {blocks.names[0]!r}" if k == 0 else f"what block {blocks.names[k - 1]!r} returns"
-            raise InputError(f"{WHO}: {where} is NaN or infinite, expected numbers; look for the cause there")
+            where = f"the input of block {blocks.names[0]!r}" if k == 0 else f"the output of block {blocks.names[k - 1]!r}"
+            raise InputError(f"{WHO}: {where} is NaN or infinite, expected finite numbers; look for the cause there")
 
 
 BASIS = 20
@@ -242,13 +177,13 @@ SECOND = 3
 """A graph with second derivatives, in graphs of a training step: the forward pass, its derivative, and work space."""
 
 
-def expected_memory(data: Data, blocks: Blocks, asked: tuple[str, ...]) -> dict[str, int]:
+def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ...]) -> dict[str, int]:
     """Return the bytes that each quantity is expected to hold beside the model: one micro-batch's states and graphs.
 
     Args:
         data: The data; the largest micro-batch is run once.
         blocks: The blocks.
-        asked: The quantities.
+        quantities: Some of ``QUANTITIES``.
 
     Raises:
         OutOfMemoryError: If one of them does not fit.
@@ -271,7 +206,7 @@ def expected_memory(data: Data, blocks: Blocks, asked: tuple[str, ...]) -> dict[
         "hessian": SECOND * graph + weights + BASIS * largest * x.element_size(),
         "ggn": SECOND * graph + weights + BASIS * largest * x.element_size(),
     }
-    needed = {name: size for name, size in needed.items() if name in asked}
+    needed = {name: size for name, size in needed.items() if name in quantities}
     free = available_memory(x.device)
     for name, size in needed.items():
         if size > free:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hessiankit.diagnostics.depth.recording import Data
+from hessiankit.diagnostics.depth.estimates import WithDict
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 
@@ -17,8 +17,8 @@ KINDS = ("block", "attention", "feedforward")
 
 
 @dataclass(frozen=True)
-class StreamStatistics:
-    r"""What the stream does with depth (The Curse of Depth, Sec. 2 and Figs. 4, 7, 8).
+class StreamStatistics(WithDict):
+    r"""Moments, alignment and update ratio of the residual stream by layer (The Curse of Depth, Sec. 2 and Figs. 4, 7, 8).
 
     With x_l the input of block l (x_{L+1} the last output, before the final norm), f_l = x_{l+1} - x_l, and E the mean over
     the counted tokens:
@@ -45,17 +45,6 @@ class StreamStatistics:
     update_ratio: dict[str, tuple[float, ...]]
     middle_variance: tuple[float, ...] | None
     tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python numbers."""
-        return {
-            "variance": list(self.variance),
-            "second_moment": list(self.second_moment),
-            "rho": {kind: list(values) for kind, values in self.rho.items()},
-            "update_ratio": {kind: list(values) for kind, values in self.update_ratio.items()},
-            "middle_variance": None if self.middle_variance is None else list(self.middle_variance),
-            "tokens": self.tokens,
-        }
 
 
 class StreamSums:
@@ -124,7 +113,7 @@ CLIP = (1.0, 99.0)
 
 
 @dataclass(frozen=True, eq=False)
-class AngularDistances:
+class AngularDistances(WithDict):
     """d(x^l, x^{l+n}) = arccos(cos(x^l, x^{l+n})) / pi (The Curse of Depth, Eq. 1), a mean over tokens, in [0, 1].
 
     x^l is the input of block l, x^{L+1} the last output before the final norm; the authors' code takes the final norm's
@@ -164,10 +153,6 @@ class AngularDistances:
             width = high - low
             known.copy_((known.clamp(low, high) - low) / width if width > 0 else torch.zeros_like(known))
         return out
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return both matrices as lists."""
-        return {"all": self.all.tolist(), "last": self.last.tolist()}
 
 
 @checked("angular_distance")
@@ -223,7 +208,7 @@ class AngleSums:
         return AngularDistances(*means)
 
 
-def gradient_norms(data: Data, blocks: list[dict[str, nn.Parameter]]) -> tuple[float, ...]:
+def gradient_norms(data: BatchedLoss, blocks: list[dict[str, nn.Parameter]]) -> tuple[float, ...]:
     """Return ||dL/dtheta_l||_2 for the parameters theta_l of each block, L the mean loss over all data.
 
     The paper's Theorem 4.3 speaks of dy_L/dW_1, a Jacobian; its bound does not hold as printed. This is what an optimiser sees.
@@ -241,7 +226,7 @@ def gradient_norms(data: Data, blocks: list[dict[str, nn.Parameter]]) -> tuple[f
         out = data.output(batch)
         target = data.target(batch, out)
         terms += data.count(target)
-        found = torch.autograd.grad(data.summed_loss(out, target), parameters, allow_unused=True)
+        found = torch.autograd.grad(data.summed(out, target), parameters, allow_unused=True)
         for p, g in zip(parameters, found, strict=True):
             if g is not None:
                 sums[id(p)] = sums[id(p)] + g if id(p) in sums else g

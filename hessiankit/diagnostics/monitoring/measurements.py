@@ -7,28 +7,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.diagnostics.depth.autograd_products import HessianProducts
 from hessiankit.diagnostics.sharpness import SharpnessEstimate
 from hessiankit.diagnostics.sharpness import sharpness as estimated
-from hessiankit.diagnostics.sharpness.batches import call, micro_batches, output_of
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
 from hessiankit.engine.problem.calling import IGNORE_INDEX, map_tensors, named_tensors
 from hessiankit.engine.problem.validation import check_dense
 from hessiankit.partition.part import Part
-from hessiankit.support.errors import HessiankitError, InputError
-from hessiankit.support.lanczos import TopEigenvalue, lanczos
+from hessiankit.support.errors import HessiankitError, InputError, check_name
+from hessiankit.support.lanczos import RitzValue, lanczos
 
 WHO = "monitor"
 Batch: TypeAlias = "tuple[Any, Tensor]"
-"""What the model is called with, and a label for each row of its logits (-100: does not count)."""
+"""Arguments of the model, and a label for each row of its logits (-100: does not count)."""
 
 
 def batches_of(data: Any, target: Tensor | None = None) -> list[Batch]:
-    """Return the batches that ``data`` stand for, in a list that can be gone through again and again.
+    """Return the batches of ``data`` as a list of pairs (inputs, labels).
 
     Args:
         data: Inputs with ``target=``; a pair (inputs, target); a Hugging Face batch, whose labels are moved one place to the
@@ -48,11 +48,8 @@ def batches_of(data: Any, target: Tensor | None = None) -> list[Batch]:
             check_dense(WHO, name, x)
             if x.is_meta:
                 raise InputError(f"{WHO}: {name} is on the meta device, which holds no values; load the data first")
-        labels = batch.target
-        if batch.shifted if batch.shifted is not None else labels.ndim > 1:
-            labels = torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORE_INDEX)], dim=-1)
-        found.append((batch.inputs, labels))
-    if not any(map(count, (labels for _, labels in found))):
+        found.append((batch.inputs, batch.labels))
+    if all(bool((labels == IGNORE_INDEX).all()) for _, labels in found):
         raise InputError(f"{WHO}: the data hold no label that counts; pass labels other than {IGNORE_INDEX}")
     return found
 
@@ -66,31 +63,9 @@ def on_device(batch: Batch, model: nn.Module) -> Batch:
     return inputs, target
 
 
-def count(target: Tensor) -> int:
-    """Return how many labels count."""
-    return int((target != IGNORE_INDEX).sum())
-
-
-def batch_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean cross entropy, in nats, over the labels of a batch that count, as a tensor ()."""
-    logits = output_of(WHO, call(WHO, model, batch[0]))
-    if logits.shape[:-1] != batch[1].shape:
-        raise InputError(
-            f"{WHO}: logits {tuple(logits.shape)} do not fit labels {tuple(batch[1].shape)}; expected a label for each row"
-        )
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[1].reshape(-1), ignore_index=IGNORE_INDEX)
-
-
-@torch.no_grad()
-def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
-    """Return the mean cross entropy over all labels that count, however they are cut into batches."""
-    total, terms = 0.0, 0
-    for batch in batches:
-        here = on_device(batch, model)
-        if n := count(here[1]):
-            total += n * float(batch_loss(model, here).double())
-            terms += n
-    return total / terms
+def loss_of(model: nn.Module, batches: Iterable[Batch]) -> BatchedLoss:
+    """Return the mean cross entropy, in nats, over all labels that count, however they are cut into batches."""
+    return BatchedLoss(WHO, model, tuple(micro_batches(WHO, [on_device(batch, model) for batch in batches])))
 
 
 ROUTES = ("auto", "closed form", "autograd")
@@ -106,82 +81,51 @@ def top_eigenvalue(
     tol: float = 1e-3,
     products: int = 60,
     seed: int = 0,
-) -> tuple[TopEigenvalue, str, str]:
+) -> tuple[RitzValue, str, str]:
     """Return the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count.
 
     Args:
         model: The model, in evaluation mode.
         batches: Pairs (inputs, labels) on the model's device.
-        route: ``"closed form"``: products by :func:`hessiankit.hessian_operator`. ``"autograd"``: the gradient of
-            <gradient, v>, with torch's unfused attention, for the fused one has no second derivative. ``"auto"``: closed forms
+        route: ``"closed form"``: products by :func:`hessiankit.hessian_operator`. ``"autograd"``: two reverse passes a product,
+            with torch's unfused attention, for the fused one has no second derivative. ``"auto"``: closed forms
             for up to 200,000 parameters of a model that can be traced, autograd for others.
         tol: Of the residual, relative to the eigenvalue.
         products: Products with the Hessian at most.
         seed: Draws the start vector, on the CPU, so that it is the same on every device.
 
     Raises:
-        InputError: No parameter is trainable, a product is not finite, or the route that was asked for is closed.
+        InputError: No parameter is trainable, a product is not finite, or ``"closed form"`` is not possible.
 
     Returns:
-        The eigenvalue, the route taken, and why ("" if it was asked for).
+        The eigenvalue, the route taken, and why ("" if it was chosen by the caller).
     """
-    if route not in ROUTES:
-        raise InputError(f"top_eigenvalue: route={route!r} is not known; pass one of {', '.join(map(repr, ROUTES))}")
+    check_name("top_eigenvalue", "route", route, ROUTES)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise InputError("top_eigenvalue: no parameter requires a gradient; there is no Hessian")
-    product, taken, why = _products(model, batches, parameters, route)
-    first = next(iter(parameters.values()))
     size = sum(p.numel() for p in parameters.values())
-    start = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(first.device, first.dtype)
-    return lanczos(product, start, tol=tol, most=products), taken, why
-
-
-Product = Callable[[Tensor], Tensor]
-
-
-def _products(
-    model: nn.Module, batches: Sequence[Batch], parameters: dict[str, nn.Parameter], route: str
-) -> tuple[Product, str, str]:
-    size = sum(p.numel() for p in parameters.values())
-    if route == "autograd":
-        return _two_backwards(model, batches, list(parameters.values())), "autograd", ""
+    product: Callable[[Tensor], Tensor] | None = None
+    taken, why = "autograd", ""
     if route == "auto" and size > CLOSED_FORM_ENTRIES:
         why = f"{size:,} parameters, more than {CLOSED_FORM_ENTRIES:,}"
-        return _two_backwards(model, batches, list(parameters.values())), "autograd", why
-    try:
-        counts = [float(count(target)) for _, target in batches]
-        options: dict[str, Any] = {"loss": "cross_entropy", "params": list(parameters), "weights": counts}
-        operator = hessian_operator(model, list(batches), **options)
-    except HessiankitError as error:
-        if route == "closed form":
-            raise
-        return _two_backwards(model, batches, list(parameters.values())), "autograd", f"{type(error).__name__}: {error}"
-    return operator.__matmul__, "closed form", ""
-
-
-def _two_backwards(model: nn.Module, batches: Sequence[Batch], parameters: Sequence[nn.Parameter]) -> Product:
-    """Return v -> H v by differentiating <gradient, v>; the forward pass is run again for each product and batch.
-
-    Memory is that of one batch's graph, not of all of them at once.
-    """
-    total = sum(count(target) for _, target in batches)
-
-    def product(v: Tensor) -> Tensor:
-        pieces = [piece.view_as(p) for piece, p in zip(v.split([p.numel() for p in parameters]), parameters, strict=True)]
-        out = torch.zeros_like(v)
-        for batch in batches:
-            if not (n := count(batch[1])):
-                continue
-            with sdpa_kernel(SDPBackend.MATH):
-                loss = batch_loss(model, batch)
-                gradients = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
-                slope = sum((g * piece).sum() for g, piece in zip(gradients, pieces, strict=True))
-                rows = torch.autograd.grad(slope, parameters, materialize_grads=True)
-            out += torch.cat([row.reshape(-1) for row in rows]) * (n / total)
-        return out
-
-    return product
+    elif route != "autograd":
+        try:
+            counts = [float((target != IGNORE_INDEX).sum()) for _, target in batches]
+            options: dict[str, Any] = {"loss": "cross_entropy", "params": list(parameters), "weights": counts}
+            product = hessian_operator(model, list(batches), **options).__matmul__
+            taken = "closed form"
+        except HessiankitError as error:
+            if route == "closed form":
+                raise
+            why = f"{type(error).__name__}: {error}"
+    first = next(iter(parameters.values()))
+    start = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(first.device, first.dtype)
+    if product is not None:
+        return lanczos(product, start, tol=tol, most=products), taken, why
+    with sdpa_kernel(SDPBackend.MATH):
+        product = HessianProducts(loss_of(model, batches), [list(parameters.values())], "hessian").of(0)
+        return lanczos(product, start, tol=tol, most=products), taken, why
 
 
 @torch.no_grad()
@@ -212,8 +156,7 @@ def norms(model: nn.Module, parts: Sequence[Part]) -> dict[str, Any]:
 def eigenvalue(model: nn.Module, batches: Sequence[Batch], **options: Any) -> dict[str, Any]:
     """Return the top eigenvalue of the loss's Hessian, its residual, and by which route it was found and why."""
     found, route, why = top_eigenvalue(model, batches, **options)
-    record = {"value": found.value, "residual": found.residual, "products": found.products, "converged": found.converged}
-    return {**record, "route": route, **({"why": why} if why else {})}
+    return {**found.to_dict(), "route": route, **({"why": why} if why else {})}
 
 
 def sharpness(model: nn.Module, batches: Sequence[Batch], parts: Sequence[Part], **options: Any) -> dict[str, Any]:
@@ -242,7 +185,7 @@ def sharpness(model: nn.Module, batches: Sequence[Batch], parts: Sequence[Part],
 
 
 def depth(model: nn.Module, batches: Sequence[Batch], what: Sequence[str], **options: Any) -> dict[str, Any]:
-    """Return the depth diagnostics that were asked for, as :class:`hessiankit.diagnostics.depth.DepthReport` writes them.
+    """Return some depth diagnostics, as :class:`hessiankit.diagnostics.depth.DepthReport` writes them.
 
     Args:
         model: The model, in evaluation mode.

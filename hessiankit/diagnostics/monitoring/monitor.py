@@ -1,4 +1,4 @@
-"""A monitor: what follows one training run and writes a line of measurements from time to time."""
+"""A monitor of one training run: it measures the model at some steps and writes a line of JSON each time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hessiankit.diagnostics.depth import QUANTITIES
 from hessiankit.diagnostics.monitoring import measurements
 from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.diagnostics.monitoring.log import MonitorLog, read_monitor
-from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, mean_loss, on_device
+from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, loss_of, on_device
 from hessiankit.diagnostics.sharpness.options import PER
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.arguments import checked
 from hessiankit.support.environment import environment
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import ordinary_path, preserved_random_states, preserved_state
 
 
@@ -108,7 +108,7 @@ class Monitor:
         eigenvalue_products: int = 60,
         on_error: str = "raise",
     ) -> None:
-        """Check what is asked for, and write the header of the file or compare with the one that is there.
+        """Check the arguments, and write the header of the file or compare with the one that is there.
 
         Args:
             model: The model that is trained; in the wrappers of torch.compile and DistributedDataParallel too.
@@ -137,18 +137,14 @@ class Monitor:
             InputError: An argument does not fit, the file is of another run, or it cannot be written.
         """
         due(0, every)
-        for name, value, known in (
-            ("per", per, PER),
-            ("eigenvalue_route", eigenvalue_route, ROUTES),
-            ("on_error", on_error, ON_ERROR),
-        ):
-            if value not in known:
-                raise InputError(f"{WHO}: {name}={value!r} is not known; pass one of {', '.join(map(repr, known))}")
+        check_name(WHO, "per", per, PER)
+        check_name(WHO, "eigenvalue_route", eigenvalue_route, ROUTES)
+        check_name(WHO, "on_error", on_error, ON_ERROR)
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(data, target)
         self.parts = tuple(model_parts(self._model) if parts is None else parts)
-        self._sections: dict[str, Section] = {"loss": lambda model, batches, step: mean_loss(model, batches)}
+        self._sections: dict[str, Section] = {"loss": lambda model, batches, step: loss_of(model, batches).evaluate()[0]}
         options: dict[str, Any] = {"seed": seed}
         if norms:
             self._sections["norms"] = lambda model, batches, step: measurements.norms(model, self.parts)

@@ -1,0 +1,116 @@
+"""Products with Jacobians, Hessians and Gauss-Newton matrices by torch.autograd alone, for models of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch
+
+BlockProduct: TypeAlias = "Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]"
+"""(k, tangents of the parameters of block k) -> the product with the k-th diagonal block, one tensor a parameter."""
+
+
+class JacobianProducts:
+    """Products with J = dy / dx from both sides.
+
+    J^T u is linear in u, so that J v is its derivative in u along v: two reverse passes make a forward one (Townsend 2017), and
+    no operation needs a forward rule. The graph is made once; a product is one pass through it.
+    """
+
+    def __init__(self, y: Tensor, *x: Tensor) -> None:
+        self.y, self.x = y, x
+        self.u = torch.zeros_like(y, requires_grad=True)
+        self.back = _grad((y,), x, (self.u,), create_graph=True)
+
+    def forward(self, *v: Tensor) -> Tensor:
+        """Return J v."""
+        (Jv,) = _grad(self.back, (self.u,), v)
+        return torch.zeros_like(self.y) if Jv is None else Jv
+
+    def adjoint(self, w: Tensor) -> tuple[Tensor, ...]:
+        """Return J^T w."""
+        return _filled(_grad((self.y,), self.x, (w,)), self.x)
+
+
+class HessianProducts:
+    """Products with the diagonal blocks H_kk of the Hessian of the mean loss over all data, or of its Gauss-Newton part.
+
+    H v = d/dtheta <g, v>, reverse over reverse. The Gauss-Newton part is J^T (L'' (J v)). The graph of a single micro-batch is
+    kept; with several, every product makes each of them anew.
+
+    Args:
+        data: The data.
+        blocks: The parameters of each block, which require gradients.
+        kind: ``"hessian"`` or ``"ggn"``.
+    """
+
+    def __init__(self, data: BatchedLoss, blocks: Sequence[Sequence[nn.Parameter]], kind: str) -> None:
+        self.data, self.blocks, self.kind = data, blocks, kind
+        self.terms = sum(data.count(target) for _, target in data.pairs())
+        self.kept = self._linearised(data.batches[0]) if len(data.batches) == 1 else None
+
+    def of(self, k: int) -> Callable[[Tensor], Tensor]:
+        """Return the function v (P_k,) -> H_kk v."""
+        parameters = self.blocks[k]
+
+        def product(v: Tensor) -> Tensor:
+            flat = v.split([p.numel() for p in parameters])
+            tangents = tuple(part.view_as(p) for part, p in zip(flat, parameters, strict=True))
+            total = torch.zeros_like(v)
+            for batch in self.data.batches:
+                multiply = self.kept or self._linearised(batch)
+                total += torch.cat([x.reshape(-1) for x in multiply(k, tangents)]).detach()
+            return total / self.terms
+
+        return product
+
+    def _linearised(self, batch: MicroBatch) -> BlockProduct:
+        out = self.data.output(batch)
+        target = self.data.target(batch, out)
+        if self.kind == "hessian":
+            return self._hessian(self.data.summed(out, target))
+        return self._gauss_newton(out, lambda z: self.data.summed(z, target))
+
+    def _hessian(self, loss: Tensor) -> BlockProduct:
+        parameters = list({id(p): p for block in self.blocks for p in block}.values())
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        of_parameter = {id(p): g for p, g in zip(parameters, gradients, strict=True)}
+
+        def multiply(k: int, v: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            block = self.blocks[k]
+            return _filled(_grad([of_parameter[id(p)] for p in block], block, v), block)
+
+        return multiply
+
+    def _gauss_newton(self, out: Tensor, loss: Callable[[Tensor], Tensor]) -> BlockProduct:
+        z = out.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(loss(z), z, create_graph=True)
+        jacobians: dict[int, JacobianProducts] = {}
+
+        def multiply(k: int, v: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            if k not in jacobians:
+                jacobians.clear()  # one block after the other
+                jacobians[k] = JacobianProducts(out, *self.blocks[k])
+            (curved,) = torch.autograd.grad(slope, z, jacobians[k].forward(*v), retain_graph=True)
+            return jacobians[k].adjoint(curved)
+
+        return multiply
+
+
+def _grad(
+    y: Sequence[Tensor | None], x: Sequence[Tensor], u: Sequence[Tensor], *, create_graph: bool = False
+) -> Sequence[Tensor | None]:
+    """Return sum_k (dy_k / dx)^T u_k for each x, None where no y depends on it."""
+    pairs = [(a, b) for a, b in zip(y, u, strict=True) if a is not None and a.requires_grad]
+    if not pairs:
+        return (None,) * len(x)
+    outputs, adjoints = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, x, adjoints, create_graph=create_graph, retain_graph=True, allow_unused=True)
+
+
+def _filled(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(like, found, strict=True))
