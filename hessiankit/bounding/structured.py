@@ -91,19 +91,9 @@ Step = tuple[Application, tuple[int | None, ...], Tensor]
 
 def _steps(trace: Trace) -> list[Step]:
     """The applications on the way to the loss, with the ids of their moving inputs and their adjoints."""
-    out = trace.values[trace.output]
-    bars = {trace.output: torch.ones_like(out).unsqueeze(0)}
-    steps: list[Step] = []
-    for a in reversed(trace.applications):
-        bar = bars.pop(a.output, None)
-        if bar is None:
-            continue
-        ids = tuple(at if at in trace.moving else None for at in a.inputs)
-        steps.append((a, ids, bar[0]))
-        for at, covector in zip(ids, a.primitive.vjp(trace.gather(a), bar), strict=True):  # type: ignore[arg-type]
-            if at is not None and covector is not None:
-                bars[at] = bars[at] + covector if at in bars else covector
-    return steps[::-1]
+    adjoints = trace.adjoints()
+    ids = {a.output: tuple(at if at in trace.moving else None for at in a.inputs) for a in trace.applications}
+    return [(a, ids[a.output], adjoints[a.output]) for a in trace.applications if a.output in adjoints]
 
 
 def _tail(trace: Trace, steps: list[Step]) -> list[Step]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
@@ -43,7 +42,7 @@ def origin(traced: Trace) -> str | None:
     for a in traced.applications:
         if bool(torch.isnan(traced.values[a.output]).any()):
             return f"{_named(a)} returns NaN"
-    found = adjoints(traced)
+    found = traced.adjoints()
     for a in reversed(traced.applications):
         if a.output in found and _pulls_to_infinity(traced, a, found[a.output]):
             return f"{_named(a)} has no finite derivative at its input{_zeros(traced, a)}"

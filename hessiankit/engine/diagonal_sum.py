@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from derivations.fused_attention import ScaledDotProductAttention
-from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.assembly import CHUNK, WORKSPACE
 from hessiankit.engine.diagonal_accumulation import (
     BoundedForwardSweep,
@@ -179,7 +178,7 @@ class DiagonalSum:
         try:
             sweep = BoundedForwardSweep(trace, traced.output if gauss_newton else None, scale=share)
         except TooLarge:
-            handshake.add(trace, adjoints(trace))
+            handshake.add(trace, trace.adjoints())
             return dict(self.tasks[0].parameters)
         handshake.add(trace, sweep.adjoints, share)
         jacobians: dict[str, list[tuple[int, ParameterJacobian]]] = {name: [] for name in trace.parameters}

@@ -22,9 +22,7 @@ from derivations.fused_attention import ScaledDotProductAttention
 from derivations.indexing import Select, Slice
 from derivations.linear import Permute, Reshape
 from derivations.primitive import Primitive
-from hessiankit.engine.adjoints import adjoints
 from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian, ParameterJacobian, WeightJacobian
-from hessiankit.engine.parameter_blocks import VertexBlocks
 from hessiankit.engine.peak_memory import peak_entries
 from hessiankit.engine.pushforward import LazyLinearisation, contract, push_forward, structured_curvature
 from hessiankit.engine.reassociation import reassociate
@@ -42,6 +40,7 @@ from hessiankit.engine.tangents import (
     starts,
     tangent_group,
 )
+from hessiankit.engine.vertex_blocks import VertexBlocks
 from hessiankit.tracing.trace import Application, Trace
 
 REARRANGING = (Permute, Reshape, Select, Slice)
@@ -76,7 +75,7 @@ class ForwardSweep:
         self._look = on_memory
         self.trace = trace
         self.dtype = next((trace.values[at].dtype for at in trace.parameters.values()), None)
-        self.adjoints = adjoints(trace, scale)
+        self.adjoints = trace.adjoints(scale)
         self.included = None if downstream_of is None else self._descendants(downstream_of)
         self.vertices: dict[int, Vertex] = {}
         self.blocks = VertexBlocks()

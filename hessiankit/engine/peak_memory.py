@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from hessiankit.engine.parameter_blocks import VertexBlocks
 from hessiankit.engine.tangents import Vertex
+from hessiankit.engine.vertex_blocks import VertexBlocks
 
 
 def rows_coupled(t: int, vertices: Mapping[int, Vertex], levels: Mapping[int, Collection[int]]) -> bool:

@@ -12,8 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.engine.parameter_blocks import VertexBlocks
 from hessiankit.engine.tangents import EntrywiseTangents, SelectedTangents, StackedTangents, Vertex, by_row, chain, starts
+from hessiankit.engine.vertex_blocks import VertexBlocks
 
 WIDE = 2  # times as many columns as a vertex's, from which curvature of a parent is kept as products
 Pulled: TypeAlias = Iterator[tuple[int, Tensor]]

@@ -16,11 +16,12 @@ from torch import Tensor
 from hessiankit.engine.column_blocks import ColumnBlocks
 from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.jacobians import ParameterJacobian, WeightJacobian
-from hessiankit.engine.parameter_blocks import VertexBlocks, add_across_rows, add_diagonal_pair, add_pair, add_pairs
+from hessiankit.engine.parameter_blocks import add_across_rows, add_diagonal_pair, add_pair, add_pairs
 from hessiankit.engine.peak_memory import columns_are_cheaper, rows_coupled
 from hessiankit.engine.pullback import Pullback
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.engine.tangents import Vertex
+from hessiankit.engine.vertex_blocks import VertexBlocks
 
 
 class ParameterBlocks:

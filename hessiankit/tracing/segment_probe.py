@@ -140,20 +140,19 @@ def products(trace: Trace, direction: Mapping[str, Tensor]) -> tuple[dict[str, T
         moved = [None if at is None else tangents.get(at) for at in a.inputs]
         if any(t is not None for t in moved):
             tangents[a.output] = a.primitive.jvp(trace.gather(a), moved)  # type: ignore[arg-type]
-    first = {trace.output: torch.ones_like(trace.values[trace.output])[None]}
-    second: dict[int, Tensor] = {}
+    adjoints = trace.adjoints()
+    bars: dict[int, Tensor] = {}
     for a in reversed(trace.applications):
-        adjoint, bar = first.pop(a.output, None), second.pop(a.output, None)
+        bar, adjoint = bars.pop(a.output, None), adjoints.get(a.output)
         inputs: Inputs = trace.gather(a)  # type: ignore[assignment]
-        if adjoint is not None:
-            _add(trace, first, a.inputs, a.primitive.vjp(inputs, adjoint))
-            moved = [None if at is None else tangents.get(at) for at in a.inputs]
-            if not a.primitive.is_linear and any(t is not None for t in moved):
-                _add(trace, second, a.inputs, a.primitive.curvature(inputs, adjoint[0], moved))
+        moved = [None if at is None else tangents.get(at) for at in a.inputs]
+        if adjoint is not None and not a.primitive.is_linear and any(t is not None for t in moved):
+            _add(trace, bars, a.inputs, a.primitive.curvature(inputs, adjoint, moved))
         if bar is not None:
-            _add(trace, second, a.inputs, a.primitive.vjp(inputs, bar))
-    zeros = {name: torch.zeros_like(trace.values[at])[None] for name, at in trace.parameters.items()}
-    gradient, product = ({n: bars.get(trace.parameters[n], zero)[0] for n, zero in zeros.items()} for bars in (first, second))
+            _add(trace, bars, a.inputs, a.primitive.vjp(inputs, bar))
+    zeros = {name: torch.zeros_like(trace.values[at]) for name, at in trace.parameters.items()}
+    gradient = {name: adjoints.get(trace.parameters[name], zero) for name, zero in zeros.items()}
+    product = {name: bars[trace.parameters[name]][0] if trace.parameters[name] in bars else zero for name, zero in zeros.items()}
     return gradient, product
 
 

@@ -92,6 +92,24 @@ class Trace:
         """Return the values of an application's inputs."""
         return tuple(None if i is None else self.values[i] for i in application.inputs)
 
+    def adjoints(self, scale: float = 1.0) -> dict[int, Tensor]:
+        """Return lambda_v = d(scale * output) / d(value v) for every value on the way to the scalar output, by id.
+
+        One reverse sweep: lambda(inputs of v) += D phi_v^T lambda_v.
+        """
+        seed = torch.full_like(self.values[self.output], scale)
+        found = {self.output: seed.unsqueeze(0)}  # (1, *value.shape): one direction
+        for application in reversed(self.applications):
+            adjoint = found.get(application.output)
+            if adjoint is None:
+                continue
+            moving = [at in self.moving for at in application.inputs]
+            at_point = application.primitive.linearise(self.gather(application), None, moving)  # type: ignore[arg-type]
+            for at, moves, covector in zip(application.inputs, moving, at_point.pull(adjoint), strict=True):
+                if at is not None and moves and covector is not None:
+                    found[at] = found[at] + covector if at in found else covector
+        return {at: adjoint[0] for at, adjoint in found.items()}
+
 
 @checked("trace_module")
 @one_at_a_time

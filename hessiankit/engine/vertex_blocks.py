@@ -1,0 +1,135 @@
+"""Curvature between pairs of vertices, K_tr = J_t^T [lambda . D^2 phi] J_r summed over the primitives between t, r and the loss.
+
+Structure is kept beside entries: a diagonal block by its diagonal; a block that a narrow vertex leaves at a wide parent as the
+product F M of the tangents F (R, columns of the parent, few) of the narrow one, and with the parent itself as F C F^T.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Factors: TypeAlias = "dict[int, tuple[Tensor, Tensor]]"  # F and M, or F and C, by the identity of F
+
+
+class VertexBlocks:
+    """Curvature between vertices: for a pair (t, r), t not before r, and a level, a tensor (R, columns of t, columns of r)."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self.diagonals: dict[tuple[int, int], dict[int, Tensor]] = {}  # (R, columns), of what couples equal columns only
+        self.products: dict[tuple[int, int], dict[int, Factors]] = {}  # F M, by the wide vertex and the other, and level
+        self.squares: dict[int, dict[int, Factors]] = {}  # F C F^T, by the wide vertex and level
+        self.near: dict[int, set[int]] = defaultdict(set)
+
+    def add(self, t: int, r: int, level: int, block: Tensor) -> None:
+        """Add a block; of a vertex with itself, a symmetric one."""
+        if t < r:
+            t, r, block = r, t, block.mT
+        levels = self.of.setdefault((t, r), {})
+        levels[level] = levels[level] + block if level in levels else block
+        self.near[t].add(r)
+        self.near[r].add(t)
+
+    def add_diagonal(self, t: int, r: int, level: int, diagonal: Tensor) -> None:
+        """Add a block that couples equal columns only: their curvature (R, columns)."""
+        levels = self.diagonals.setdefault((max(t, r), min(t, r)), {})
+        levels[level] = levels[level] + diagonal if level in levels else diagonal
+        self.near[t].add(r)
+        self.near[r].add(t)
+
+    def add_product(self, t: int, r: int, level: int, F: Tensor, M: Tensor) -> None:
+        """Add the block F M between a wide vertex t and another one, r, for F (R, columns of t, few)."""
+        _gather(self.products.setdefault((t, r), {}).setdefault(level, {}), F, M)
+        self.near[t].add(r)
+        self.near[r].add(t)
+
+    def add_square(self, t: int, level: int, F: Tensor, C: Tensor) -> None:
+        """Add the block F C F^T of a wide vertex with itself, for a symmetric C (R, few, few)."""
+        _gather(self.squares.setdefault(t, {}).setdefault(level, {}), F, C)
+        self.near[t].add(t)
+
+    def add_half(self, t: int, r: int, level: int, block: Tensor) -> None:
+        """Add a block that stands for itself and its transpose."""
+        self.add(t, r, level, block + block.mT if t == r else block)
+
+    def between(self, t: int, r: int) -> dict[int, Tensor]:
+        """Return the blocks of a pair, by level, as (R, columns of t, columns of r)."""
+        found = self.full(t, r)
+        for level, squares in self.squares.get(t, {}).items() if t == r else ():
+            for F, C in squares.values():
+                _add_product(found, level, F @ C, F.mT)
+        for level, diagonal in self.diagonal(t, r).items():
+            found[level] = _with_diagonal(found[level], diagonal) if level in found else torch.diag_embed(diagonal)
+        return found
+
+    def full(self, t: int, r: int) -> dict[int, Tensor]:
+        """Return what :meth:`between` does, without what is kept as a diagonal or a square."""
+        found = self.rest(t, r)
+        for level, products in self.products.get((t, r), {}).items():
+            for F, M in products.values():
+                _add_product(found, level, F, M)
+        return found
+
+    def rest(self, t: int, r: int) -> dict[int, Tensor]:
+        """Return what :meth:`full` does, without the products of which t is the wide vertex."""
+        found = self.of.get((max(t, r), min(t, r)), {})
+        found = dict(found) if t >= r else {level: K.mT for level, K in found.items()}
+        for level, products in self.products.get((r, t), {}).items() if t != r else ():
+            for F, M in products.values():
+                _add_product(found, level, M.mT, F.mT)
+        return found
+
+    def plain(self, t: int) -> dict[int, Tensor]:
+        """Return the blocks of a vertex with itself, without squares that are kept as such; a diagonal one as its diagonal."""
+        found = self.full(t, t)
+        for level, diagonal in self.diagonal(t, t).items():
+            found[level] = _with_diagonal(found[level], diagonal) if level in found else diagonal
+        return found
+
+    def settle(self, t: int, r: int) -> None:
+        """Multiply the products of a pair out of which t is the wide vertex."""
+        if (t, r) in self.products:
+            found = self.full(t, r)
+            self.products.pop((t, r), None)
+            self.products.pop((r, t), None)
+            self.of[max(t, r), min(t, r)] = found if t >= r else {level: K.mT for level, K in found.items()}
+
+    def diagonal(self, t: int, r: int) -> dict[int, Tensor]:
+        """Return the diagonals (R, columns) that are kept for a pair, by level."""
+        return self.diagonals.get((max(t, r), min(t, r)), {})
+
+    def levels(self, t: int, r: int) -> set[int]:
+        """Return the levels at which a pair has blocks."""
+        pair = (max(t, r), min(t, r))
+        squares = self.squares.get(t, ()) if t == r else ()
+        products = (*self.products.get((t, r), ()), *self.products.get((r, t), ()))
+        return {*self.of.get(pair, ()), *self.diagonals.get(pair, ()), *products, *squares}
+
+    def forget(self, t: int, r: int) -> None:
+        """Drop the blocks of a pair."""
+        self.of.pop((max(t, r), min(t, r)), None)
+        self.diagonals.pop((max(t, r), min(t, r)), None)
+        self.products.pop((t, r), None)
+        self.products.pop((r, t), None)
+        if t == r:
+            self.squares.pop(t, None)
+        self.near[t].discard(r)
+        self.near[r].discard(t)
+
+
+def _with_diagonal(K: Tensor, diagonal: Tensor) -> Tensor:
+    out = K.clone()
+    out.diagonal(dim1=1, dim2=2).add_(diagonal)
+    return out
+
+
+def _gather(found: Factors, F: Tensor, M: Tensor) -> None:
+    found[id(F)] = (F, found[id(F)][1] + M if id(F) in found else M)
+
+
+def _add_product(found: dict[int, Tensor], level: int, a: Tensor, b: Tensor) -> None:
+    found[level] = torch.baddbmm(found[level], a, b) if level in found else a @ b
