@@ -56,8 +56,30 @@ def perturbed(module: nn.Module, index: str) -> Iterator[nn.Module]:
         parameter.copy_(kept)
 
 
-def changed_heads(before: Tensor, after: Tensor) -> set[int]:
-    return {h for h in range(before.shape[1]) if not torch.equal(before[:, h], after[:, h])}
+def moved_heads(module: nn.Module, index: str, before: Recorded, observe: Callable[[], Recorded]) -> dict[str, set[int]]:
+    """The heads of queries, keys and values, (batch, heads, tokens, width) each, that a change of one part moves."""
+    with perturbed(module, index):
+        after = observe()
+    return {r: {h for h in range(x.shape[1]) if not torch.equal(x[:, h], after[r][:, h])} for r, x in before.items()}
+
+
+def only(role: str, heads: set[int]) -> dict[str, set[int]]:
+    return {other: heads if other == role else set() for other in ROLES}
+
+
+def check_heads(module: nn.Module, observe: Callable[[], Recorded]) -> int:
+    """Every head moves itself alone; return how many parts there are."""
+    before = observe()
+    slices = {name: index for name, index in named_slices(module, heads=True).items() if ".head_" in name}
+    counts = {role: sum(f"{role}.head_" in name and name.endswith("weight") for name in slices) for role in ROLES}
+    assert counts["query"] == before["query"].shape[1]
+    assert counts["key"] == counts["value"]
+    for name, index in slices.items():
+        role, head = name.split(".")[-3], int(name.split(".")[-2].removeprefix("head_"))
+        copies = before[role].shape[1] // counts[role]  # a key head may be handed over once for each of its queries
+        expected = only(role, set(range(head * copies, (head + 1) * copies)))
+        assert moved_heads(module, index, before, observe) == expected, name
+    return len(slices)
 
 
 @pytest.mark.parametrize("case", FUSED)
@@ -67,68 +89,42 @@ def test_a_part_moves_its_own_role_only(case: str, record: Callable[..., Recorde
     slices = {name: index for name, index in named_slices(module).items() if name.split(".")[-2] in ROLES}
     assert {name.split(".")[-2] for name in slices} == set(ROLES)
     for name, index in slices.items():
-        with perturbed(module, index):
-            after = record(module, inputs)
-        for role in ROLES:
-            expected = set(range(before[role].shape[1])) if role == name.split(".")[-2] else set()
-            assert changed_heads(before[role], after[role]) == expected, (name, role)
+        role = name.split(".")[-2]
+        expected = only(role, set(range(before[role].shape[1])))
+        assert moved_heads(module, index, before, lambda: record(module, inputs)) == expected, name
 
 
 @pytest.mark.parametrize("case", [*FUSED, *SEPARATE])
 def test_a_head_moves_itself_only(case: str, record: Callable[..., Recorded]) -> None:
     module, inputs = build(case)
-    before = record(module, inputs)
-    slices = {name: index for name, index in named_slices(module, heads=True).items() if ".head_" in name}
-    counts = {role: sum(f"{role}.head_" in name and name.endswith("weight") for name in slices) for role in ROLES}
-    assert counts["query"] == before["query"].shape[1]
-    assert counts["key"] == counts["value"]
-    for name, index in slices.items():
-        role, head = name.split(".")[-3], int(name.split(".")[-2].removeprefix("head_"))
-        with perturbed(module, index):
-            after = record(module, inputs)
-        copies = before[role].shape[1] // counts[role]  # a key head may be handed over once for each of its queries
-        for other in ROLES:
-            expected = set(range(head * copies, (head + 1) * copies)) if other == role else set()
-            assert changed_heads(before[other], after[other]) == expected, (name, other)
+    check_heads(module, lambda: record(module, inputs))
 
 
-def test_bloom_is_split_head_by_head() -> None:
-    module, inputs = hugging_face("Bloom", n_layer=1, n_head=4, attn_implementation="eager")
+@pytest.mark.parametrize(
+    ("family", "options", "attribute", "method"),
+    [
+        ("Bloom", {"n_layer": 1, "n_head": 4}, "self_attention", "_reshape"),  # head by head
+        ("CodeGen", {"hidden_size": 32, "n_layer": 1, "num_attention_heads": 8, "rotary_dim": 2}, "attn", "_attn"),  # four groups
+    ],
+)
+def test_orders_of_libraries(family: str, options: dict[str, int], attribute: str, method: str) -> None:
+    module, inputs = hugging_face(family, **options, attn_implementation="eager")
     module = module.double().eval()
-    layer = module.h[0].self_attention
-    seen: list[tuple[Tensor, ...]] = []
-    original = layer._reshape
-    layer._reshape = lambda fused: seen.append(original(fused)) or seen[-1]  # (batch, heads, tokens, width) each
-    module(*inputs)
-    slices = named_slices(module, heads=True)
-    assert len(slices) == 24
-    for name, index in slices.items():
-        role, head = name.split(".")[-3], int(name.split(".")[-2].removeprefix("head_"))
-        seen[1:] = []
-        with perturbed(module, index):
-            module(*inputs)
-        for other, before, after in zip(ROLES, *seen, strict=True):
-            assert changed_heads(before, after) == ({head} if other == role else set()), name
+    layer, seen = getattr(module.h[0], attribute), []
+    original = getattr(layer, method)
 
+    def watched(*args: Any) -> Any:
+        found = original(*args)
+        seen.append(found if family == "Bloom" else args[:3])
+        return found
 
-def test_codegen_is_split_into_four_groups() -> None:
-    module, inputs = hugging_face(
-        "CodeGen", hidden_size=32, n_layer=1, num_attention_heads=8, rotary_dim=2, attn_implementation="eager"
-    )
-    module = module.double().eval()
-    layer, seen = module.h[0].attn, []
-    original = layer._attn
-    layer._attn = lambda q, k, v, *rest: seen.append((q, k, v)) or original(q, k, v, *rest)  # (batch, heads, tokens, width)
-    module(*inputs)
-    slices = named_slices(module, heads=True)
-    assert len(slices) == 24
-    for name, index in slices.items():
-        role, head = name.split(".")[-3], int(name.split(".")[-2].removeprefix("head_"))
-        seen[1:] = []
-        with perturbed(module, index):
-            module(*inputs)
-        for other, before, after in zip(ROLES, *seen, strict=True):
-            assert changed_heads(before, after) == ({head} if other == role else set()), name
+    setattr(layer, method, watched)
+
+    def observe() -> Recorded:
+        module(*inputs)
+        return dict(zip(ROLES, seen.pop(), strict=True))
+
+    assert check_heads(module, observe) == 24
 
 
 def test_latent_attention(record: Callable[..., Recorded]) -> None:
@@ -138,16 +134,14 @@ def test_latent_attention(record: Callable[..., Recorded]) -> None:
     before = record(module, inputs)
     slices = {name.split(".", 3)[3]: index for name, index in named_slices(module, heads=True).items() if ".mlp." not in name}
     assert len(slices) == 2 * 4 + 2
+    everything = {0, 1, 2, 3}
     for name, index in slices.items():
         role, *head, _ = name.split(".")
-        with perturbed(module, index):
-            after = record(module, inputs)
-        for other in ROLES:
-            mine = {int(head[0].removeprefix("head_"))} if head else {0, 1, 2, 3}
-            moved = mine if role == other or (role, other) == ("shared_key", "key") else set()
-            if role == "latent":
-                moved = {0, 1, 2, 3} - (mine if other == "query" else set())
-            assert changed_heads(before[other], after[other]) == moved, (name, other)
+        mine = {int(head[0].removeprefix("head_"))} if head else everything
+        expected = only("key" if role == "shared_key" else role, mine)
+        if role == "latent":
+            expected = {"query": set(), "key": everything, "value": everything}
+        assert moved_heads(module, index, before, lambda: record(module, inputs)) == expected, name
 
 
 def test_gate_and_up_of_stacked_experts() -> None:
@@ -196,18 +190,7 @@ def test_heads_of_the_papers_blocks() -> None:
     layer, x = block.attention, rows(2, 3, 6)
     assert named_slices(block) == {}
     slices = named_slices(block, heads=True)
-    assert len(slices) == 18
     assert slices["attention.query.head_1.weight"] == "attention.W_Q[:, 4:8]"
     assert slices["attention.value.head_1.bias"] == "attention.b_V[2:4]"
-    weights = {"query": ("W_Q", "b_Q"), "key": ("W_K", "b_K"), "value": ("W_V", "b_V")}
-
-    def split() -> dict[str, Tensor]:
-        return {role: layer._heads(x, getattr(layer, w), getattr(layer, b)).detach() for role, (w, b) in weights.items()}
-
-    before = split()
-    for name, index in slices.items():
-        role, head = name.split(".")[1], int(name.split(".")[2].removeprefix("head_"))
-        with perturbed(block, index):
-            after = split()
-        for other in ROLES:
-            assert changed_heads(before[other], after[other]) == ({head} if other == role else set()), name
+    pairs = {role: (getattr(layer, f"W_{role[0].upper()}"), getattr(layer, f"b_{role[0].upper()}")) for role in ROLES}
+    assert check_heads(block, lambda: {role: layer._heads(x, *pair).detach() for role, pair in pairs.items()}) == 18

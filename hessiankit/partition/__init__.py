@@ -1,4 +1,4 @@
-"""What a model consists of: parameters, and slices of fused ones, each with one block type."""
+"""Parts of a model: parameters, and slices of fused ones, each with one block type."""
 
 from hessiankit.partition.fused import named_slices
 from hessiankit.partition.part import TYPES, BlockTypes, Part

@@ -1,4 +1,4 @@
-"""Attention modules: which weights, or slices of them, make queries, keys, values and the output."""
+"""Attention modules: their weights, or slices of them, for queries, keys, values and the output."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from hessiankit.blocks import Attention
-from hessiankit.engine.problem.selection import parse_part
-from hessiankit.partition.findings import TYPE_OF_ROLE, Finding, within
-from hessiankit.partition.fused import named_slices
+from hessiankit.partition.findings import TYPE_OF_ROLE, Finding, is_within
+from hessiankit.partition.fused import fused_slices
 from hessiankit.partition.modules import is_linear, is_norm
 
 _OF_CHILD = {
@@ -25,7 +24,7 @@ _OUTPUTS = frozenset(_OF_OUTPUT.split())
 
 @dataclass
 class AttentionUnit:
-    """One attention: the module that makes queries, keys and values, and the smallest one that holds its output layer too."""
+    """One attention: the path of the module with the query, key and value layers, the root that also holds the output layer."""
 
     path: str
     root: str
@@ -34,7 +33,7 @@ class AttentionUnit:
 
 
 def attention_units(model: nn.Module) -> list[AttentionUnit]:
-    """Return every attention of a model, by module types, attributes and sizes, and by what its children are called."""
+    """Return every attention of a model, recognised by module types, attributes, sizes and names of children."""
     fused = _fused(model)
     parameters = dict(model.named_parameters())
     units = []
@@ -62,21 +61,16 @@ def attention_units(model: nn.Module) -> list[AttentionUnit]:
 
 
 def _fused(model: nn.Module) -> dict[str, dict[str, list[Finding]]]:
-    """Return the slices of fused weights by the attention's path and the parameter's name."""
+    """Return the findings on slices of fused weights, by the attention's path and the parameter's name."""
     found: dict[str, dict[str, list[Finding]]] = {}
-    modules = dict(model.named_modules())
-    for label, where in named_slices(model).items():
-        *path, role, kind = label.replace("shared_key", "shared key").split(".")
-        if role not in TYPE_OF_ROLE:
-            continue
-        owner = ".".join(path)
-        name, index = parse_part(where)
-        assert index is not None
-        axis = len(index[0]) - 1
-        segments = tuple((cut[-1].start, cut[-1].stop) for cut in index)  # type: ignore[union-attr]
-        reason = f"slice of {name.removeprefix(owner + '.')} of {type(modules[owner]).__name__}"
-        role_here = f"{role} bias" if kind == "bias" else role
-        found.setdefault(owner, {}).setdefault(name, []).append(Finding(TYPE_OF_ROLE[role], role_here, reason, axis, segments))
+    for one in fused_slices(model):
+        role = one.role.replace("_", " ")
+        if role in TYPE_OF_ROLE:
+            kind = type(model.get_submodule(one.owner)).__name__
+            reason = f"slice of {one.parameter.removeprefix(one.owner + '.')} of {kind}"
+            named = f"{role} bias" if one.kind == "bias" else role
+            finding = Finding(TYPE_OF_ROLE[role], named, reason, one.axis, one.merged)
+            found.setdefault(one.owner, {}).setdefault(one.parameter, []).append(finding)
     return found
 
 
@@ -88,7 +82,7 @@ def _add(unit: AttentionUnit, layer: nn.Module, role: str, reason: str) -> None:
 
 
 def _add_thirds(unit: AttentionUnit, module: nn.Module) -> None:
-    """Take a ``c_attn`` of three times its input for GPT-2's, where no sizes of heads tell: the flow of data may correct it."""
+    """Read a ``c_attn`` with three times as many outputs as inputs as GPT-2's where head sizes are unknown; not certain."""
     layer = getattr(module, "c_attn", None)
     if not isinstance(layer, nn.Linear) or id(layer.weight) in unit.roles or layer.out_features != 3 * layer.in_features:
         return
@@ -101,7 +95,7 @@ def _add_thirds(unit: AttentionUnit, module: nn.Module) -> None:
                 "third of c_attn, as in GPT-2",
                 0,
                 ((k * width, (k + 1) * width),),
-                firm=False,
+                certain=False,
             )
             for k, role in enumerate(("query", "key", "value"))
         ]
@@ -118,7 +112,7 @@ def _add_torch(unit: AttentionUnit, module: nn.MultiheadAttention) -> None:
 
 
 def _add_output(unit: AttentionUnit, model: nn.Module, module: nn.Module) -> None:
-    """Find the layer that reads attention's output: the one linear map left in the module, or else in the nearest above."""
+    """Find the output layer: the one linear map left in the module, else in its nearest ancestor that has one."""
     while True:
         left = list(_linear_maps(unit, module))
         named = [(child, layer) for child, layer in left if set(child.lower().split(".")) & _OUTPUTS]
@@ -129,7 +123,7 @@ def _add_output(unit: AttentionUnit, model: nn.Module, module: nn.Module) -> Non
         above = unit.root.rpartition(".")[0]
         parent = model.get_submodule(above)
         if isinstance(parent, (nn.ModuleList, nn.Sequential)) or len(list(_linear_maps(unit, parent))) > 1:
-            return  # a list of blocks, or a whole block: what is left there is not attention's
+            return  # a list of blocks, or a whole block: its other layers are not attention's
         unit.root, module = above, parent
 
 
@@ -141,4 +135,4 @@ def _linear_maps(unit: AttentionUnit, module: nn.Module) -> Iterator[tuple[str, 
 
 def unit_of(path: str, units: list[AttentionUnit]) -> AttentionUnit | None:
     """Return the attention that a module's path lies in."""
-    return next((unit for unit in units if within(path, unit.root)), None)
+    return next((unit for unit in units if is_within(path, unit.root)), None)

@@ -1,4 +1,4 @@
-"""What several routes say about one parameter, put together, with the choices that papers leave open."""
+"""Findings on a parameter from several routes, merged, and the policy for choices that papers leave open."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ TYPE_OF_ROLE = {
     "router": "Other",
     "attention sink": "Other",
 }
-"""What attention's roles count as. A latent that feeds keys and values alike, and a router, are none of the paper's types."""
+"""Block type by role in attention. A latent shared by keys and values, and a router, are none of the paper's types."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one route says about a parameter, or a slice of it.
+    """Type and role of a parameter, or of a slice of it, by one route.
 
     Attributes:
         type: One of :data:`hessiankit.partition.part.TYPES`.
-        role: What it does there.
-        reason: How this was found, as a reader is told.
+        role: Its function: ``"query"``, ``"gain"``, ...
+        reason: How this was found, for the reader.
         axis: Axis that ``segments`` cut; None for the whole parameter.
         segments: (first, after last) along that axis.
-        firm: Whether module types or the flow of data say so, so that a contradiction is an error; not where only the place
-            in the model, or a name, does.
+        certain: Whether module types or the flow of data imply it, so that a contradiction is an error; False where only the
+            place in the model, or a name, suggests it.
     """
 
     type: str
@@ -44,12 +44,12 @@ class Finding:
     reason: str
     axis: int | None = None
     segments: tuple[tuple[int, int], ...] = ()
-    firm: bool = True
+    certain: bool = True
 
 
 @dataclass(frozen=True)
 class Owner:
-    """One place of a parameter: the path of the module that holds it, that module, and the parameter's name in it.
+    """One owner of a parameter: the path of the module that holds it, that module, and the parameter's name in it.
 
     A tied parameter has several.
     """
@@ -60,12 +60,12 @@ class Owner:
 
     @property
     def name(self) -> str:
-        """The parameter's name by this place."""
+        """The parameter's name through this owner."""
         return f"{self.path}.{self.leaf}" if self.path else self.leaf
 
 
 def owners(model: nn.Module) -> dict[str, list[Owner]]:
-    """Return every place of every parameter, by its name in ``named_parameters()``, in that order.
+    """Return the owners of every parameter, by its name in ``named_parameters()``, in that order.
 
     >>> first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     >>> second.weight = first.weight
@@ -80,19 +80,19 @@ def owners(model: nn.Module) -> dict[str, list[Owner]]:
     return found
 
 
-def within(path: str, root: str) -> bool:
-    """Tell whether a module's path is that of ``root`` or below it.
+def is_within(path: str, root: str) -> bool:
+    """Whether a module's path is ``root`` or below it.
 
-    >>> within("h.1.mlp", "h.1"), within("h.11", "h.1"), within("h", "")
+    >>> is_within("h.1.mlp", "h.1"), is_within("h.11", "h.1"), is_within("h", "")
     (True, False, True)
     """
     return not root or path == root or path.startswith(f"{root}.")
 
 
-def below(path: str, leaf: str) -> str:
+def child_path(path: str, leaf: str) -> str:
     """Return the path of a child.
 
-    >>> below("", "h"), below("h", "0")
+    >>> child_path("", "h"), child_path("h", "0")
     ('h', 'h.0')
     """
     return f"{path}.{leaf}" if path else leaf
@@ -109,10 +109,10 @@ def segments_of(line: Tensor) -> Iterator[tuple[int, int]]:
     yield from zip(starts, ends, strict=True)
 
 
-def segments_left(found: list[Finding], p: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return the segments that findings leave of a parameter, along their axis; one of anything if there are no findings.
+def uncovered_segments(found: list[Finding], p: Tensor) -> tuple[tuple[int, int], ...]:
+    """Return the segments of a parameter that no finding covers, along their axis; ``((0, 1),)`` if there are no findings.
 
-    >>> segments_left([Finding("QK", "query", "", 0, ((1, 3),))], torch.ones(5, 2))
+    >>> uncovered_segments([Finding("QK", "query", "", 0, ((1, 3),))], torch.ones(5, 2))
     ((0, 1), (3, 5))
     """
     if not found:
@@ -126,50 +126,51 @@ def segments_left(found: list[Finding], p: Tensor) -> tuple[tuple[int, int], ...
 
 
 CONFLICT = "!"
-"""Stands for the type of a part of which the modules say one thing and the flow of data another."""
+"""Type of a part for which the modules and the flow of data contradict each other."""
 
 
-def agreed(structural: list[Finding], flowing: list[Finding], p: Tensor, *, in_block: bool) -> list[Finding]:
-    """Return what the two routes say together, or one finding of type :data:`CONFLICT` that says both.
+def merged(structural: list[Finding], flowing: list[Finding], p: Tensor, *, in_block: bool) -> list[Finding]:
+    """Return the findings of both routes combined, or one of type :data:`CONFLICT` that names both.
 
-    Of two firm statements the types must be the same wherever they overlap. A firm one goes before an inference. Of two
-    inferences that of the modules counts within a block, that of the flow outside.
+    Two certain findings must have one type wherever they overlap. A certain one precedes an inference. Of two inferences, that
+    of the modules counts within a block, that of the flow outside.
 
     Args:
-        structural: By the modules.
-        flowing: By the flow of data.
+        structural: Findings by the modules.
+        flowing: Findings by the flow of data.
         p: The parameter.
         in_block: Whether it lies in one of the model's blocks.
 
     >>> import torch
     >>> norm, scale = Finding("Norm", "gain", "LayerNorm"), Finding("FFN", "up", "flow: ...")
-    >>> agreed([norm], [scale], torch.ones(2), in_block=True)[0].reason
+    >>> merged([norm], [scale], torch.ones(2), in_block=True)[0].reason
     'by its module Norm (LayerNorm), by the flow of data FFN (...)'
     """
     if not structural or not flowing:
         return _whole(structural or flowing, [], p)
     if {f.type for f in structural} == {"Emb", "Head"} or {f.type for f in flowing} == {"Emb", "Head"}:
         return structural if len(structural) > 1 else [*structural, *(f for f in flowing if f.type != structural[0].type)]
-    firm, sure = structural[0].firm, flowing[0].firm
-    if firm and sure:
+    if structural[0].certain and flowing[0].certain:
         for one in structural:
             for other in flowing:
                 if one.type != other.type and _overlap(one, other):
                     both = f"by its module {one.type} ({one.reason}), by the flow of data {other.type} ({_short(other)})"
                     return [Finding(CONFLICT, one.role, both)]
         return [replace(f, reason=f"{f.reason}; the flow of data agrees") for f in structural]
-    if firm or sure:
-        return structural if firm else _whole(flowing, structural, p)
+    if structural[0].certain:
+        return structural
+    if flowing[0].certain:
+        return _whole(flowing, structural, p)
     if in_block or {f.type for f in flowing} == {"FFN"}:  # which lies in blocks
         return structural
     return _whole(flowing, structural, p)
 
 
 def _whole(found: list[Finding], rest: list[Finding], p: Tensor) -> list[Finding]:
-    """Return findings that cover the parameter: what segments leave is filled by what else is known, or by nothing at all."""
+    """Return findings that cover the whole parameter: the uncovered segments by ``rest``, or as type ``"?"``."""
     if not found or found[0].axis is None:
         return found
-    free = segments_left(found, p)
+    free = uncovered_segments(found, p)
     if not free:
         return found
     axis = found[0].axis
@@ -193,7 +194,7 @@ _CHOICES = {"biases": ("layer", "Other"), "final_norm": ("Norm", "Other", "Head"
 
 @dataclass(frozen=True)
 class Policy:
-    """The choices that :func:`hessiankit.partition.model_parts` documents."""
+    """The options of :func:`hessiankit.partition.model_parts`."""
 
     biases: str = "layer"
     final_norm: str = "Norm"
@@ -205,7 +206,7 @@ class Policy:
                 raise InputError(f"model_parts: {option} is {given!r}; expected one of {', '.join(map(repr, choices))}")
 
     def of_tie(self, findings: list[Finding]) -> list[Finding]:
-        """Return the finding that counts for a parameter that is an embedding here and a head there."""
+        """Return the finding that applies to a parameter that is both an embedding and a head."""
         types = {f.type for f in findings}
         if types == {"Emb", "Head"} and all(f.axis is None for f in findings):
             chosen = next(f for f in findings if f.type == self.tied)
@@ -213,7 +214,7 @@ class Policy:
         return findings
 
     def of_part(self, part: Part, *, after: bool) -> Part:
-        """Return a part with the type that the policy for biases and norms after the last block gives it."""
+        """Return a part with the type that the options for biases and final norms assign."""
         if part.type == "Norm" and after:
             role = part.role if part.role.startswith("final ") else f"final {part.role}"
             return replace(part, type=self.final_norm, role=role)
@@ -224,10 +225,10 @@ class Policy:
 
 
 def override(parts: Sequence[Part], overrides: Mapping[str, str] | None) -> tuple[Part, ...]:
-    """Return the parts with the types that a user gives them.
+    """Return the parts with the types of the user's overrides.
 
     Args:
-        parts: The parts; one of which nothing is known may have any type.
+        parts: The parts; one that is not recognised may have any type.
         overrides: Regular expression to type. Each is searched (``re.search``) in the part's name and in its parameter's.
 
     Raises:
@@ -254,8 +255,8 @@ def override(parts: Sequence[Part], overrides: Mapping[str, str] | None) -> tupl
         unused -= set(hits)
         types = {overrides[pattern] for pattern in hits}
         if len(types) > 1:
-            said = ", ".join(f"{pattern!r}: {overrides[pattern]!r}" for pattern in hits)
-            raise InputError(f"model_parts: overrides give {part.name!r} different types ({said}); make them exclusive")
+            given = ", ".join(f"{pattern!r}: {overrides[pattern]!r}" for pattern in hits)
+            raise InputError(f"model_parts: overrides give {part.name!r} different types ({given}); make them exclusive")
         result.append(replace(part, type=types.pop(), reason=f"override {hits[0]!r}") if hits else part)
     if unused:
         missed = ", ".join(repr(pattern) for pattern in overrides if pattern in unused)

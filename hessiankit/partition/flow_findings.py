@@ -1,4 +1,4 @@
-"""From a run of the model to what it says about each parameter, or slice of it."""
+"""Findings on each parameter, or slice of it, from the flow of data through one run of the model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from hessiankit.engine.problem.calling import arguments, map_tensors
-from hessiankit.partition.findings import TYPE_OF_ROLE, Finding, segments_left, segments_of
-from hessiankit.partition.flow_reader import Reading, read
+from hessiankit.partition.findings import TYPE_OF_ROLE, Finding, segments_of, uncovered_segments
+from hessiankit.partition.flow_reader import RunRecord, read
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
 from hessiankit.tracing.recording import record
 
-_PLAIN = (  # use of a parameter that is in no multiplication: type, role, reason; the first that holds
+_USES = (  # use of a parameter outside multiplications, type, role, reason; the first that applies
     ("lookup", "Emb", "embedding", "rows of it are looked up"),
     ("gain", "Norm", "gain", "it multiplies activations entry by entry"),
     ("norm bias", "Norm", "norm bias", "it is added to a norm's output"),
@@ -34,15 +34,15 @@ _ATTENTION = {
 
 @one_at_a_time
 def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
-    """Return what one run of a model says about its parameters, by name; nothing of those that it does not show.
+    """Return the findings of one run of a model, by parameter name; parameters whose use is not recognised are left out.
 
     Args:
-        model: Any module; it runs in evaluation mode, and is put back.
+        model: Any module; it runs in evaluation mode, and its state is restored.
         inputs: A tensor, a tuple of positional or a mapping of keyword arguments.
 
     Raises:
         InputError: If the model does not run on these inputs.
-        TraceError: If it computes where torch's tracer does not see it.
+        TraceError: If it computes outside of what torch's tracer records.
 
     >>> layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, bias=False)
     >>> [(f.role, f.segments) for f in flow(layer, torch.randn(1, 3, 4))["self_attn.in_proj_weight"]]
@@ -56,7 +56,7 @@ def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
             # with no parameter to differentiate, an autograd.Function runs as the operations that its forward consists of
             leaves = [p.requires_grad_(False) for p in model.parameters()]
             recording = record(lambda: _main_output(model(*args, **kwargs)), [*leaves, *data], {})
-            reading = read(recording, parameters, data)
+            run = read(recording, parameters, data)
     except HessiankitError:
         raise
     except Exception as error:  # whatever the model raises
@@ -65,7 +65,7 @@ def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
             f"model_parts: the model does not run on inputs= ({reason}); pass a tensor, a tuple of positional or a mapping of "
             "keyword arguments that the model takes, or leave inputs= out"
         ) from error
-    return _Judge(reading, parameters).findings
+    return _FlowFindings(run, parameters).findings
 
 
 def _main_output(outputs: Any) -> Tensor:
@@ -80,17 +80,17 @@ def _main_output(outputs: Any) -> Tensor:
     raise InputError(f"model_parts: on inputs= the model returned {type(outputs).__name__}; expected a tensor among its outputs")
 
 
-class _Judge:
-    """Says what a reading means."""
+class _FlowFindings:
+    """The findings that one run supports."""
 
-    def __init__(self, reading: Reading, parameters: dict[str, Tensor]) -> None:
-        self.reading = reading
+    def __init__(self, run: RunRecord, parameters: dict[str, Tensor]) -> None:
+        self.run = run
         self.consumers: dict[int, set[int]] = {}
-        for number, m in reading.multiplications.items():
-            for source in m.read.fed - reading.residual:
+        for number, m in run.multiplications.items():
+            for source in m.read.sources - run.residual:
                 self.consumers.setdefault(source, set()).add(number)
-        weights = {name for m in reading.multiplications.values() for name in m.weight}
-        biases = {name for m in reading.multiplications.values() for name in m.bias}
+        weights = {name for m in run.multiplications.values() for name in m.weight}
+        biases = {name for m in run.multiplications.values() for name in m.bias}
         self.findings: dict[str, list[Finding]] = {}
         for name, p in parameters.items():
             found = list(self._of(name, p, name in weights, name in biases))
@@ -98,41 +98,41 @@ class _Judge:
                 self.findings[name] = found
 
     def _of(self, name: str, p: Tensor, is_weight: bool, is_bias: bool) -> Iterator[Finding]:
-        uses = self.reading.plain.get(name, set())
+        uses = self.run.uses.get(name, set())
         if "chosen" in uses and "of an expert" not in uses:
             uses = uses | {"lookup"}
         if not is_weight and not is_bias:
-            said = [Finding(t, role, f"flow: {why}") for use, t, role, why in _PLAIN if use in uses]
-            yield from said[:1]
+            found = [Finding(t, role, f"flow: {why}") for use, t, role, why in _USES if use in uses]
+            yield from found[:1]
             return
         if "lookup" in uses:
             yield Finding("Emb", "embedding", "flow: rows of it are looked up")
         yield from self._of_product(name, p, " bias" if is_bias and not is_weight else "")
 
     def _of_product(self, name: str, p: Tensor, suffix: str) -> Iterator[Finding]:
-        sliced = list(_slices(p, self.reading.masks.get(name, {}), suffix))
+        sliced = list(_slices(p, self.run.masks.get(name, {}), suffix))
         yield from sliced
-        rest = segments_left(sliced, p)
+        rest = uncovered_segments(sliced, p)
         if not rest:
             return
         axis = sliced[0].axis if sliced else None
-        mine = [n for n, m in self.reading.multiplications.items() if name in m.weight | m.bias]
+        mine = [n for n, m in self.run.multiplications.items() if name in m.weight | m.bias]
         said = [found for n in mine if (found := self._of_multiplication(n)) is not None]
         if len({block_type for block_type, *_ in said}) == 1:
-            block_type, role, why, firm = said[0]
-            yield Finding(block_type, role + suffix, f"flow: {why}", axis, () if axis is None else rest, firm)
+            block_type, role, why, certain = said[0]
+            yield Finding(block_type, role + suffix, f"flow: {why}", axis, () if axis is None else rest, certain)
 
     def _of_multiplication(self, number: int) -> tuple[str, str, str, bool] | None:
-        """Return type, role, reason and firmness of one multiplication by a weight, beside queries, keys and values."""
-        reading, m = self.reading, self.reading.multiplications[number]
+        """Return type, role, reason and certainty of a multiplication by a weight that makes no queries, keys or values."""
+        run, m = self.run, self.run.multiplications[number]
         readers = self.consumers.get(number, set())
         if m.read.context:
             return "VO", "output", "it reads attention's output", True
-        if number in reading.routers:
+        if number in run.routers:
             return "Other", "router", "the largest of its outputs are taken", True
-        if number in reading.output.fed and number not in reading.residual:
+        if number in run.output.sources and number not in run.residual:
             return "Head", "head", "the model's output comes from it, through no other weight or sum", False
-        if number in reading.residual and not m.read.deep and number not in reading.mixed:
+        if number in run.residual and not m.read.weighted and number not in run.product_factors:
             return "Emb", "input map", "it reads the inputs and begins the residual", False
         if self._is_down(number):
             return "FFN", "down", "its output goes to the residual, its input comes from another weight", False
@@ -142,22 +142,22 @@ class _Judge:
             types = {TYPE_OF_ROLE[role] for role in roles}
             role = roles[0] if len(roles) == 1 else "latent"
             return (types.pop() if len(types) == 1 else "Other"), role, f"it feeds weights that make {' and '.join(roles)}", False
-        if readers and number not in reading.mixed and all(self._is_down(n) for n in readers):
+        if readers and number not in run.product_factors and all(self._is_down(n) for n in readers):
             return "FFN", "up", "what it makes goes to a weight whose output goes to the residual", False
         return None
 
     def _made(self, number: int) -> frozenset[str]:
-        """Return which of queries, keys and values a multiplication makes."""
-        weights = self.reading.multiplications[number].weight
-        return frozenset(role for name in weights for role in self.reading.masks.get(name, {}))
+        """Return the roles among queries, keys and values that a multiplication produces."""
+        weights = self.run.multiplications[number].weight
+        return frozenset(role for name in weights for role in self.run.masks.get(name, {}))
 
     def _is_down(self, number: int) -> bool:
-        m = self.reading.multiplications[number]
-        return number in self.reading.residual and bool(m.read.fed - self.reading.residual) and not m.read.products
+        m = self.run.multiplications[number]
+        return number in self.run.residual and bool(m.read.sources - self.run.residual) and not m.read.products
 
 
 def _slices(p: Tensor, masks: dict[str, Tensor], suffix: str) -> Iterator[Finding]:
-    """Yield the parts of a parameter that make queries, keys and values: the whole of it, or segments along one axis."""
+    """Yield the query, key and value parts of a parameter: all of it, or segments along one axis."""
     if not masks:
         return
     for axis in range(p.ndim):

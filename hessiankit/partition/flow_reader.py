@@ -1,8 +1,8 @@
-"""Reads a run of the model, operation by operation: which weight multiplies what, and what attention is made of.
+"""One run of the model, operation by operation: multiplications by weights, and the operands of attention.
 
 The run is repeated with gradients cut at the input of every multiplication by a weight. The entries of a weight that then have
-a gradient from the queries of a softmax are those that make queries, whatever the order of a fused weight, and through norms,
-rotary embeddings and reshapes.
+a gradient from the queries of a softmax are its query entries, for any layout of a fused weight, and through norms, rotary
+embeddings and reshapes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def name_of(node: Node) -> tuple[str, bool]:
 
 
 def factors(name: str, args: tuple[Any, ...]) -> tuple[list[Any], Any, bool] | None:
-    """Return the factors of a product, what is added to it, and whether the second is a weight by the operation's meaning.
+    """Return the factors of a product, its bias, and whether the operation defines its second factor as the weight.
 
     Args:
         name: The operation's name.
@@ -83,12 +83,12 @@ def factors(name: str, args: tuple[Any, ...]) -> tuple[list[Any], Any, bool] | N
 
 
 def attention_of(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the queries, keys and values of an operation that is the whole of attention, or None."""
+    """Return the queries, keys and values of a fused attention operation, or None."""
     return args[:3] if "scaled_dot_product" in name and "attention" in name else None
 
 
 def storage(x: Any) -> int | None:
-    """Return where a tensor's memory starts, or None."""
+    """Return the address of a tensor's memory, or None."""
     return x.untyped_storage().data_ptr() if isinstance(x, Tensor) and x.numel() else None
 
 
@@ -96,7 +96,7 @@ Ids: TypeAlias = frozenset[int]
 
 
 class Rank(IntEnum):
-    """What a tensor depends on: nothing, parameters, rows of parameters chosen by an index, the model's inputs."""
+    """Dependence of a tensor: on nothing, parameters, rows of parameters chosen by an index, or the model's inputs."""
 
     CONSTANT = 0
     WEIGHT = 1
@@ -106,40 +106,40 @@ class Rank(IntEnum):
 
 @dataclass(frozen=True)
 class FlowValue:
-    """What is known of one tensor.
+    """The provenance of one tensor.
 
     Attributes:
-        rank: What it depends on.
-        params: The parameters that it is made of, by name; empty for data.
-        fed: The multiplications by weights that it comes from without another one between.
-        products: The products of two activations that it comes from since the last multiplication by a weight.
-        scores: Those of them that no softmax has followed.
-        probs: The softmaxes of such scores that it comes from.
-        context: The applications of attention whose output it is part of.
-        direct: What made it, if it was only reshaped since: a multiplication by a weight, or a gain.
-        deep: Whether a multiplication by a weight lies behind it at all.
+        rank: Its dependence.
+        params: Names of the parameters that it is computed from; empty for data.
+        sources: Multiplications by weights that it comes from with no other such multiplication between.
+        products: Products of two activations since the last multiplication by a weight.
+        scores: Those products that no softmax has followed.
+        probs: Softmaxes of such scores that it comes from.
+        context: Applications of attention whose output it is part of.
+        producer: The multiplication by a weight, or the gain, whose output it is up to reshaping.
+        weighted: Whether any multiplication by a weight precedes it.
     """
 
     rank: Rank = Rank.CONSTANT
     params: frozenset[str] = frozenset()
-    fed: Ids = frozenset()
+    sources: Ids = frozenset()
     products: Ids = frozenset()
     scores: Ids = frozenset()
     probs: Ids = frozenset()
     context: Ids = frozenset()
-    direct: tuple[str, int] | None = None
-    deep: bool = False
+    producer: tuple[str, int] | None = None
+    weighted: bool = False
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is made of parameters, or rows of them, alone."""
+        """Whether it depends on parameters, or rows of them, alone."""
         return self.rank in (Rank.WEIGHT, Rank.CHOSEN)
 
 
 def joined(values: Iterable[FlowValue]) -> FlowValue:
-    """Return what is known of a tensor computed from others, entry by entry or not.
+    """Return the provenance of a tensor computed from others.
 
-    >>> joined([FlowValue(Rank.DATA, fed=frozenset({1})), FlowValue(Rank.DATA, fed=frozenset({2}))]).fed
+    >>> joined([FlowValue(Rank.DATA, sources=frozenset({1})), FlowValue(Rank.DATA, sources=frozenset({2}))]).sources
     frozenset({1, 2})
     """
     given = list(values)
@@ -147,15 +147,16 @@ def joined(values: Iterable[FlowValue]) -> FlowValue:
         return FlowValue()
     rank = max(v.rank for v in given)
     both = {
-        name: frozenset().union(*(getattr(v, name) for v in given)) for name in ("fed", "products", "scores", "probs", "context")
+        name: frozenset().union(*(getattr(v, name) for v in given))
+        for name in ("sources", "products", "scores", "probs", "context")
     }
     params = frozenset().union(*(v.params for v in given)) if rank < Rank.DATA else frozenset()
-    direct = given[0].direct if len(given) == 1 else None
-    return FlowValue(rank, params, direct=direct, deep=any(v.deep for v in given), **both)
+    producer = given[0].producer if len(given) == 1 else None
+    return FlowValue(rank, params, producer=producer, weighted=any(v.weighted for v in given), **both)
 
 
 def added(left: FlowValue, right: FlowValue) -> FlowValue:
-    """Return what is known of a sum of two activations: attention's output is none any more where a residual comes in.
+    """Return the provenance of a sum of two activations; with a residual added it no longer counts as attention's output.
 
     >>> attention = FlowValue(Rank.DATA, context=frozenset({3}))
     >>> added(attention, FlowValue(Rank.DATA)).context, added(attention, attention).context
@@ -169,7 +170,7 @@ def added(left: FlowValue, right: FlowValue) -> FlowValue:
 
 @dataclass
 class Multiplication:
-    """One multiplication by a weight: which, what is added, what it reads, and whether the data choose among weights."""
+    """One multiplication by a weight: its weight, bias and input, and whether the data choose among stacked weights."""
 
     weight: frozenset[str]
     bias: frozenset[str]
@@ -178,42 +179,42 @@ class Multiplication:
 
 
 @dataclass
-class Reading:
-    """What a run shows of the parameters.
+class RunRecord:
+    """Uses of the parameters in one run.
 
     Attributes:
         multiplications: By the number of the operation.
-        masks: Entries of a parameter that make queries, keys, values: by parameter and role.
-        plain: Other uses of a parameter, by its name: ``"gain"``, ``"lookup"``, ``"joined"``, ...
+        masks: Query, key and value entries of a parameter, by its name and the role.
+        uses: Other uses of a parameter, by its name: ``"gain"``, ``"lookup"``, ``"joined"``, ...
         residual: Multiplications whose output is added to other activations.
         routers: Multiplications of whose output the largest entries are taken.
-        mixed: Multiplications whose output is a factor of a product of activations.
-        output: What the model's output is made of.
+        product_factors: Multiplications whose output is a factor of a product of activations.
+        output: Provenance of the model's output.
     """
 
     multiplications: dict[int, Multiplication] = field(default_factory=dict)
     masks: dict[str, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    plain: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     residual: set[int] = field(default_factory=set)
     routers: set[int] = field(default_factory=set)
-    mixed: set[int] = field(default_factory=set)
+    product_factors: set[int] = field(default_factory=set)
     output: FlowValue = field(default_factory=FlowValue)
 
 
-def read(recording: Recording, parameters: Mapping[str, Tensor], data: Sequence[Tensor]) -> Reading:
-    """Return what a recorded run shows of the parameters.
+def read(recording: Recording, parameters: Mapping[str, Tensor], data: Sequence[Tensor]) -> RunRecord:
+    """Return the uses of the parameters in a recorded run.
 
     Args:
         recording: Of a function of the parameters, then the data (:func:`hessiankit.tracing.recording.record`).
         parameters: Their values by name, in that order.
         data: The other arguments.
     """
-    return _FlowReader(recording, parameters, data).reading
+    return _RunReader(recording, parameters, data).record
 
 
-class _FlowReader:
+class _RunReader:
     def __init__(self, recording: Recording, parameters: Mapping[str, Tensor], data: Sequence[Tensor]) -> None:
-        self.reading = Reading()
+        self.record = RunRecord()
         self.leaves = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in parameters.items()}
         self.known: dict[Node, Any] = {}
         self.values: dict[Node, FlowValue] = {}
@@ -232,7 +233,7 @@ class _FlowReader:
                 elif node.op == "segment":
                     self.known[node], self.values[node] = recording.unseen[node].root.detach(), joined(self._of(node.args))
                 elif node.op == "output":
-                    self.reading.output = joined(self._of(torch.utils._pytree.tree_leaves(node.args)))
+                    self.record.output = joined(self._of(torch.utils._pytree.tree_leaves(node.args)))
                     continue
                 elif node.target is not torch._C._set_grad_enabled:
                     self.values[node] = self._operation(number, node)
@@ -246,13 +247,13 @@ class _FlowReader:
         return [self.values[n] for n in torch.utils._pytree.tree_leaves(nodes) if isinstance(n, Node) and n in self.values]
 
     def _operation(self, number: int, node: Node) -> FlowValue:
-        """Run one operation, and return what is known of its result."""
+        """Run one operation, and return the provenance of its result."""
         name, writes = name_of(node)
         value = self._product(number, node, name) or self._attention(number, node, name) or self._other(number, node, name)
         self._run(node)
         if isinstance(x := self.known[node], Tensor) and not x.is_floating_point():
-            value = FlowValue(value.rank)  # an index or a mask: what it was computed from does not flow through it
-        if writes:  # every view of that memory sees it
+            value = FlowValue(value.rank)  # an index or a mask carries no provenance
+        if writes:  # every view of that memory changes
             for other in self.at.get(storage(self.known[node]) or 0, []):
                 self.values[other] = joined((self.values[other], value))
             value = joined((value, *self._of(node.args[:1])))
@@ -285,18 +286,18 @@ class _FlowReader:
         return self._by_weight(number, node, weight, other, bias)
 
     def _by_weight(self, number: int, node: Node, weight: Node, other: Node, bias: Any) -> FlowValue:
-        reading, read_from = self.reading, self.values[other]
+        record, read_from = self.record, self.values[other]
         if read_from.is_weight:
             self._use(read_from, "joined")
         chosen = self.values[weight].rank is Rank.CHOSEN
         if chosen:
-            self._use(self.values[weight], "of an expert")  # and no embedding
+            self._use(self.values[weight], "of an expert")  # not an embedding
         added_to = self.values[bias] if isinstance(bias, Node) else FlowValue()
         biases = added_to.params if added_to.is_weight else frozenset()
         expert = chosen or name_of(node)[0] == "_grouped_mm"
-        reading.multiplications[number] = Multiplication(self.values[weight].params, biases, read_from, expert)
+        record.multiplications[number] = Multiplication(self.values[weight].params, biases, read_from, expert)
         self._run(node, cut=[other, *([bias] if isinstance(bias, Node) and added_to.rank is Rank.DATA else [])])
-        return FlowValue(Rank.DATA, fed=frozenset({number}), direct=("weight", number), deep=True)
+        return FlowValue(Rank.DATA, sources=frozenset({number}), producer=("weight", number), weighted=True)
 
     def _activations(self, number: int, node: Node, first: Node, second: Node, bias: Any) -> FlowValue:
         a, b = self.values[first], self.values[second]
@@ -304,12 +305,14 @@ class _FlowReader:
         self._run(node, cut=[first, second])
         for name in self._of([bias]):
             self._use(name, "added to scores")
-        deep, products = a.deep or b.deep, frozenset({number})
+        weighted, products = a.weighted or b.weighted, frozenset({number})
         if bool(a.probs) is not bool(b.probs):
             self._mask("value", self.known[second if a.probs else first])
-            return FlowValue(Rank.DATA, products=products, context=products, deep=deep)
-        self.reading.mixed |= a.fed | b.fed
-        return FlowValue(Rank.DATA, products=products | a.products | b.products, scores=products | a.scores | b.scores, deep=deep)
+            return FlowValue(Rank.DATA, products=products, context=products, weighted=weighted)
+        self.record.product_factors |= a.sources | b.sources
+        return FlowValue(
+            Rank.DATA, products=products | a.products | b.products, scores=products | a.scores | b.scores, weighted=weighted
+        )
 
     def _attention(self, number: int, node: Node, name: str) -> FlowValue | None:
         made_of = attention_of(name, node.args)
@@ -319,7 +322,7 @@ class _FlowReader:
             for extra in self._of([*node.args[3:], *node.kwargs.values()]):
                 self._use(extra, "added to scores")
             self._run(node, cut=made_of)
-            return FlowValue(Rank.DATA, products=frozenset({number}), context=frozenset({number}), deep=True)
+            return FlowValue(Rank.DATA, products=frozenset({number}), context=frozenset({number}), weighted=True)
         if name in SOFTMAX:
             scores = self.values[node.args[0]]  # type: ignore[index]
             if scores.scores:
@@ -328,11 +331,11 @@ class _FlowReader:
                         self._mask(role, operand)
                 self.seen |= scores.scores
                 self._run(node, cut=[node.args[0]])  # type: ignore[list-item]
-                return replace(scores, fed=frozenset(), scores=frozenset(), probs=frozenset({number}), direct=None)
+                return replace(scores, sources=frozenset(), scores=frozenset(), probs=frozenset({number}), producer=None)
         return None
 
     def _mask(self, role: str, operand: Tensor) -> None:
-        """Note the entries of the parameters that have a gradient from a tensor."""
+        """Record the entries of the parameters that have a gradient from a tensor."""
         if not operand.requires_grad:
             return
         leaves = [(name, p) for name, p in self.leaves.items() if p.requires_grad]
@@ -340,8 +343,8 @@ class _FlowReader:
         found = torch.autograd.grad(operand, [p for _, p in leaves], direction, retain_graph=True, allow_unused=True)
         for (name, _), gradient in zip(leaves, found, strict=True):
             if gradient is not None and bool((gradient != 0).any()):
-                before = self.reading.masks[name].get(role)
-                self.reading.masks[name][role] = gradient != 0 if before is None else before | (gradient != 0)
+                before = self.record.masks[name].get(role)
+                self.record.masks[name][role] = gradient != 0 if before is None else before | (gradient != 0)
 
     # -- everything else ---------------------------------------------------------------------------------------------------
 
@@ -355,14 +358,14 @@ class _FlowReader:
         if name in LOOKUPS:
             table = self.values[node.args[0]]  # type: ignore[index]
             self._use(table, "lookup")
-            return replace(table, rank=Rank.CHOSEN, direct=None)
+            return replace(table, rank=Rank.CHOSEN, producer=None)
         if name in CHOICES and inputs[0].is_weight:
             if value.rank is not Rank.DATA:  # by a constant index: another arrangement of the parameter
-                return replace(inputs[0], direct=None)
+                return replace(inputs[0], producer=None)
             self._use(inputs[0], "chosen")
-            return replace(inputs[0], rank=Rank.CHOSEN, direct=None)
+            return replace(inputs[0], rank=Rank.CHOSEN, producer=None)
         if name in ROUTING:
-            self.reading.routers |= value.fed
+            self.record.routers |= value.sources
         if name in RESHAPING and inputs:
             return replace(inputs[0], rank=value.rank) if value.rank is not inputs[0].rank else inputs[0]
         weights, data = [v for v in inputs if v.is_weight], [v for v in inputs if v.rank is Rank.DATA]
@@ -372,61 +375,58 @@ class _FlowReader:
         if weights and data:
             return self._with_weights(number, name, weights, data, value)
         if len(data) == 2 and name in SUMS:
-            self.reading.residual |= data[0].fed ^ data[1].fed
+            self.record.residual |= data[0].sources ^ data[1].sources
             return added(*data)
-        return replace(value, direct=None)
+        return replace(value, producer=None)
 
     def _norm(self, number: int, node: Node, name: str) -> FlowValue:
         for place, use in zip(NORMS[name], ("gain", "norm bias"), strict=True):
             if place is not None and place < len(node.args):
                 for value in self._of([node.args[place]]):
                     self._use(value, use)
-        return replace(self.values[node.args[0]], rank=Rank.DATA, params=frozenset(), direct=("gain", number))  # type: ignore[index]
+        return replace(self.values[node.args[0]], rank=Rank.DATA, params=frozenset(), producer=("gain", number))  # type: ignore[index]
 
     def _with_weights(
         self, number: int, name: str, weights: list[FlowValue], data: list[FlowValue], value: FlowValue
     ) -> FlowValue:
-        """An operation of parameters and activations that is no product of matrices."""
-        direct = None
+        """Return the provenance of an operation, not a matrix product, on parameters and activations."""
+        producer = None
         for weight in weights:
             if weight.rank is Rank.CHOSEN and name in SUMS:
-                kind, source = data[0].direct or ("", -1)
-                if kind == "weight" and self.reading.multiplications[source].expert:
+                kind, source = data[0].producer or ("", -1)
+                if kind == "weight" and self.record.multiplications[source].expert:
                     self._use(weight, "of an expert")
                     self._added(weight, data[0])
-                continue  # other rows that were looked up are the beginning of the residual
+                continue  # other rows that were looked up begin the residual
             if name in SCALINGS:
                 self._use(weight, "gain" if weight.rank is Rank.WEIGHT else "lookup")
-                direct = ("gain", number)
+                producer = ("gain", number)
             elif name in SUMS:
                 self._added(weight, data[0])
-                direct = data[0].direct
+                producer = data[0].producer
             elif name in JOINS:
                 self._use(weight, "sink" if any(v.scores for v in data) else "joined")
             else:
                 self._use(weight, "other")
-        return replace(value, rank=Rank.DATA, params=frozenset(), direct=direct)
+        return replace(value, rank=Rank.DATA, params=frozenset(), producer=producer)
 
     def _added(self, weight: FlowValue, data: FlowValue) -> None:
         if data.scores:
             self._use(weight, "added to scores")
-        elif data.direct is None or not self._fits(weight, data.direct):
+        elif data.producer is None or not self._fits(weight, data.producer):
             self._use(weight, "added")
-        elif data.direct[0] == "gain":
+        elif data.producer[0] == "gain":
             self._use(weight, "norm bias")
         else:
-            self.reading.multiplications[data.direct[1]].bias |= weight.params
+            self.record.multiplications[data.producer[1]].bias |= weight.params
 
-    def _fits(self, bias: FlowValue, direct: tuple[str, int]) -> bool:
-        """Tell whether parameters have the number of axes of a bias: one, or two beside stacked experts."""
-        kind, number = direct
-        weights = self.reading.multiplications[number].weight if kind == "weight" else frozenset()
+    def _fits(self, bias: FlowValue, producer: tuple[str, int]) -> bool:
+        """Whether parameters have the number of axes of a bias: one, or two beside stacked experts."""
+        kind, number = producer
+        weights = self.record.multiplications[number].weight if kind == "weight" else frozenset()
         stacked = any(self.leaves[name].ndim == 3 for name in weights)
         return all(self.leaves[name].ndim <= (2 if stacked else 1) for name in bias.params)
 
     def _use(self, value: FlowValue, use: str) -> None:
         for name in value.params if value.is_weight else ():
-            self.reading.plain[name].add(use)
-
-
-__all__ = ["Ids", "Multiplication", "Reading", "read"]
+            self.record.uses[name].add(use)

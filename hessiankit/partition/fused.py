@@ -1,13 +1,13 @@
-"""Readable names for the parts of a fused weight: which rows of ``qkv.weight`` make the queries, which of them head 3.
+"""Slices of fused weights: the rows of ``qkv.weight`` that make the queries, those of head 3, and readable names for them.
 
-Every arrangement in use keeps the rows of one head together, so a layout is a list of segments for each role. Two orders
-occur: role by role, [q heads][k heads][v heads] (torch, GPT-2, ViT, Phi-3, with fewer key heads where they are grouped), and
-group by group, [group][q heads, k, v] (GPT-NeoX, Bloom, Falcon, StarCoder with separate keys).
+Every known layout keeps the rows of one head together, so it is a list of segments for each role. Two orders occur: role by
+role, [q heads][k heads][v heads] (torch, GPT-2, ViT, Phi-3, with fewer key heads where they are grouped), and group by group,
+[group][q heads, k, v] (GPT-NeoX, Bloom, Falcon, StarCoder with separate keys).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -28,22 +28,56 @@ _SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k
 
 @dataclass(frozen=True)
 class _Fused:
-    """One parameter, ``weight`` or ``bias``, whose axis ``axis`` holds the outputs that the layout describes."""
+    """A parameter, ``weight`` or ``bias``, with a layout of the outputs along its axis ``axis``."""
 
     parameter: Tensor
     kind: str
     axis: int
     layout: Layout
 
-    def index(self, segments: list[tuple[int, int]]) -> str:
-        """Return the index string of some segments; neighbours are joined."""
-        joined: list[tuple[int, int]] = []
-        for first, after in segments:
-            if joined and joined[-1][1] == first:
-                joined[-1] = (joined[-1][0], after)
-            else:
-                joined.append((first, after))
-        return f"[{'; '.join(':, ' * self.axis + f'{first}:{after}' for first, after in joined)}]"
+
+@dataclass(frozen=True)
+class FusedSlice:
+    """One role of a fused parameter.
+
+    Attributes:
+        owner: Path of the module that holds the fused layer.
+        role: ``"query"``, ``"key"``, ``"value"``, ``"gate"``, ``"up"``, ``"latent"`` or ``"shared_key"``.
+        kind: ``"weight"`` or ``"bias"``.
+        parameter: The parameter's name.
+        axis: The axis that the segments cut.
+        segments: (first, after last) along that axis, of each head.
+    """
+
+    owner: str
+    role: str
+    kind: str
+    parameter: str
+    axis: int
+    segments: tuple[tuple[int, int], ...]
+
+    @property
+    def merged(self) -> tuple[tuple[int, int], ...]:
+        """The segments, adjacent ones merged."""
+        found: list[tuple[int, int]] = []
+        for first, after in self.segments:
+            adjacent = bool(found) and found[-1][1] == first
+            found[-1:] = [(found[-1][0], after)] if adjacent else [*found[-1:], (first, after)]
+        return tuple(found)
+
+    def index(self, segments: Iterable[tuple[int, int]]) -> str:
+        """Return the parameter's name with the index of some segments, as ``params=`` takes it."""
+        return f"{self.parameter}[{'; '.join(':, ' * self.axis + f'{first}:{after}' for first, after in segments)}]"
+
+
+def fused_slices(module: nn.Module, *, separate: bool = False) -> Iterator[FusedSlice]:
+    """Yield the slices of a module's fused parameters; with ``separate``, also of query, key and value layers of their own."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    for path, child in module.named_modules():
+        for fused in [*_fused(child), *(_separate(child) if separate else ())]:
+            if (name := names.get(id(fused.parameter))) is not None:  # else it is computed from other parameters
+                for role, segments in fused.layout.items():
+                    yield FusedSlice(path, role, fused.kind, name, fused.axis, tuple(segments))
 
 
 @checked("named_slices")
@@ -88,20 +122,14 @@ def named_slices(module: nn.Module, *, heads: bool = False) -> dict[str, str]:
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"named_slices: expected a torch.nn.Module, got {type(module).__name__}")
-    names = {id(p): name for name, p in module.named_parameters()}
     found: dict[str, str] = {}
-    for prefix, child in module.named_modules():
-        for fused in [*_fused(child), *(_separate(child) if heads else ())]:
-            whole = names.get(id(fused.parameter))  # None: computed from other parameters
-            if whole is None:
-                continue
-            for role, segments in fused.layout.items():
-                path = f"{prefix}.{role}" if prefix else role
-                if heads and role in _ROLES:
-                    for h, segment in enumerate(segments):
-                        found[f"{path}.head_{h}.{fused.kind}"] = whole + fused.index([segment])
-                else:
-                    found[f"{path}.{fused.kind}"] = whole + fused.index(segments)
+    for one in fused_slices(module, separate=heads):
+        path = f"{one.owner}.{one.role}" if one.owner else one.role
+        if heads and one.role in _ROLES:
+            for h, segment in enumerate(one.segments):
+                found[f"{path}.head_{h}.{one.kind}"] = one.index([segment])
+        else:
+            found[f"{path}.{one.kind}"] = one.index(one.merged)
     return found
 
 

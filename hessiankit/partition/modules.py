@@ -1,4 +1,4 @@
-"""What the modules of a model say about its parameters: kinds of layers, names, and hessiankit's own modules."""
+"""Kinds of modules and names of parameters: lookups, linear maps, norms, scales, and hessiankit's own modules."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modul
 
 
 def is_lookup(module: nn.Module) -> bool:
-    """Tell whether a module looks rows of its weight up."""
+    """Whether a module looks up rows of its weight."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Tell whether a module is a linear map with a ``weight``: nn.Linear, a convolution, GPT-2's Conv1D, and their like."""
+    """Whether a module is a linear map with a ``weight``: nn.Linear, a convolution, GPT-2's Conv1D, and similar."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight is not None and weight.ndim >= 2 and not is_lookup(module) and not isinstance(module, _NORMS)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell whether a module normalises: torch's norms by class, others by what they compute.
+    """Whether a module is a norm: torch's by class, others by what they compute.
 
     A module without children whose parameters are vectors of one length, and whose output does not change when its input is
     multiplied by 16, is a norm; its name does not matter.
@@ -53,11 +53,11 @@ def is_norm(module: nn.Module) -> bool:
     if once is None or scaled is None or turned is None:
         return False
     same = (once - scaled).abs().max() <= 1e-2 * once.abs().max()
-    return bool(same) and bool((once - turned).abs().max() > 0)  # and it is no constant
+    return bool(same) and bool((once - turned).abs().max() > 0)  # not a constant
 
 
 def is_scale(module: nn.Module) -> bool:
-    """Tell whether a module multiplies the entries of a row by a vector of its own, and does nothing else: LayerScale.
+    """Whether a module only multiplies the entries of a row by a vector of its own, as LayerScale does.
 
     >>> layer = nn.Module()
     >>> layer.gamma, layer.forward = nn.Parameter(torch.tensor([2.0, 3.0])), lambda x: x * layer.gamma
@@ -72,7 +72,7 @@ def is_scale(module: nn.Module) -> bool:
 
 
 def _rows_of(module: nn.Module) -> Tensor | None:
-    """Return rows to try a module on, if it has no children and its parameters are vectors of one length."""
+    """Return rows to evaluate a module on, if it has no children and its parameters are vectors of one length."""
     own = list(module.parameters())
     if not own or next(module.children(), None) is not None or own[0].is_meta or not own[0].is_floating_point():
         return None
@@ -83,11 +83,11 @@ def _rows_of(module: nn.Module) -> Tensor | None:
 
 
 def _forward(module: nn.Module, rows: Tensor) -> Tensor | None:
-    """Return what a module makes of some rows, or None if it makes no rows of them."""
+    """Return a module's output for some rows, or None if it is not rows of the same shape."""
     try:
-        with torch.no_grad():  # forward, not the call: the user's hooks shall not notice
+        with torch.no_grad():  # forward, not the call: no hook of the user runs
             found = module.forward(rows)
-    except Exception:  # whatever another library raises: it is no map of rows
+    except Exception:  # any error of another library: not a map of rows
         return None
     return found if isinstance(found, Tensor) and found.shape == rows.shape else None
 
@@ -123,7 +123,7 @@ def by_name(owner: Owner) -> Finding | None:
         if re.search(rule, name):
             if owner.leaf == "bias":
                 role = "norm bias" if role == "gain" else f"{role} bias"
-            return Finding(block_type, role, f"the name {owner.name!r}", firm=False)
+            return Finding(block_type, role, f"the name {owner.name!r}", certain=False)
     return None
 
 

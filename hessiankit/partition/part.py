@@ -21,7 +21,7 @@ class Part:
     Attributes:
         parameter: Its name in ``model.named_parameters()``.
         type: One of :data:`TYPES`.
-        role: What it does there: ``"query"``, ``"gate"``, ``"gain"``, ``"token embedding"``, ...
+        role: Its function: ``"query"``, ``"gate"``, ``"gain"``, ``"token embedding"``, ...
         layer: Index of the block, from 0; None outside the blocks.
         reason: How this was found.
         size: Number of entries.
@@ -73,10 +73,10 @@ _HEADERS = ("part", "type", "role", "found by", "layer", "entries")
 class BlockTypes(Printed, dict[str, str]):
     """The block type of every part of a model, by ``Part.name``, in the order of ``named_parameters()``.
 
-    A plain dict for everything that reads one (``json.dumps``, ``==``), with the parts beside it.
+    A plain dict (``json.dumps`` and ``==`` work) with the parts as an attribute.
 
     Attributes:
-        parts: What :func:`hessiankit.partition.model_parts` returns.
+        parts: The result of :func:`hessiankit.partition.model_parts`.
 
     >>> types = BlockTypes([Part("w", "FFN", "up", 0, "Linear of a block", 6), Part("g", "Norm", "gain", 0, "LayerNorm", 3)])
     >>> types, types.entries
@@ -107,7 +107,7 @@ class BlockTypes(Printed, dict[str, str]):
             for kind, size in self.entries.items()
         ]
 
-    __repr__ = dict.__repr__  # it is a dict of strings to all who read one
+    __repr__ = dict.__repr__
 
     def _headline(self) -> str:
         return f"{len(self)} parts of {len(self.entries)} block types"

@@ -1,8 +1,8 @@
-"""What the modules of a model say about its parameters: their types, their attributes and sizes, and where they lie.
+"""Findings on parameters from the model's modules: their types, attributes, sizes and places.
 
-Firm are a module's type (a lookup, a norm, nn.MultiheadAttention, hessiankit's own) and a weight's place in an attention;
-that what is left of a block is its feed-forward part, and what follows the blocks the head, is an inference, which the flow
-of data may correct.
+Certain are a module's type (a lookup, a norm, nn.MultiheadAttention, hessiankit's own) and a weight's place in an attention.
+That the other layers of a block are its feed-forward part, and a layer after the blocks the head, is an inference, which the
+flow of data may correct.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.selection import parse_part
 from hessiankit.partition.attention import AttentionUnit, attention_units, unit_of
-from hessiankit.partition.findings import Finding, Owner, below, within
-from hessiankit.partition.fused import named_slices
+from hessiankit.partition.findings import Finding, Owner, child_path, is_within
+from hessiankit.partition.fused import fused_slices
 from hessiankit.partition.modules import by_name, is_linear, is_lookup, is_norm, is_scale, own_types
 
 
@@ -27,23 +26,23 @@ class Layers:
     order: dict[str, int]  # place of every module in named_modules()
 
     def index(self, path: str) -> int | None:
-        """Return the block's number that a module lies in, or None.
+        """Return the index of the block that holds a module, or None.
 
         >>> Layers(("h.0", "h.1"), {}).index("h.1.mlp")
         1
         """
-        return next((k for k, block in enumerate(self.paths) if within(path, block)), None)
+        return next((k for k, block in enumerate(self.paths) if is_within(path, block)), None)
 
     def is_before(self, path: str) -> bool:
-        """Tell whether a module is made before the first block."""
+        """Whether a module is registered before the first block."""
         return bool(self.paths) and self.order[path] < self.order[self.paths[0]]
 
     def is_after(self, path: str) -> bool:
-        """Tell whether a module is made after the last block."""
+        """Whether a module is registered after the last block."""
         return bool(self.paths) and self.order[path] > self.order[self.paths[-1]] and self.index(path) is None
 
     def is_final(self, path: str) -> bool:
-        """Tell whether a norm outside the blocks follows a stack of them: by its place, or by its name where it is made before.
+        """Whether a norm outside the blocks follows a stack of them: by its place, or its name if it is registered before.
 
         >>> layers = Layers(("h.0",), {"ln_0": 0, "ln_f": 1, "h.0": 2, "norm": 3})
         >>> [layers.is_final(path) for path in ("ln_0", "ln_f", "norm")]
@@ -52,7 +51,7 @@ class Layers:
         if not self.paths or self.index(path) is not None:
             return False
         parent, _, leaf = path.rpartition(".")
-        mine = [self.order[block] for block in self.paths if within(block, parent)]
+        mine = [self.order[block] for block in self.paths if is_within(block, parent)]
         ends_stack = bool(mine) and max(mine) < self.order[path]
         return self.is_after(path) or ends_stack or "final" in leaf or leaf.endswith("_f")
 
@@ -70,11 +69,11 @@ def find_layers(model: nn.Module, units: list[AttentionUnit]) -> Layers:
         for path, module in model.named_modules():
             if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
                 continue
-            elements = {below(path, name): element for name, element in module.named_children()}
+            elements = {child_path(path, name): element for name, element in module.named_children()}
             blocks = [at for at, element in elements.items() if _is_block(at, element, units, complete)]
             if blocks:
                 rows = isinstance(module, nn.ModuleList)  # also those without attention, in a model that mixes kinds
-                found = [at for at in found if not within(path, at)]
+                found = [at for at in found if not is_within(path, at)]
                 found += [at for at in (elements if rows else blocks) if next(elements[at].parameters(), None) is not None]
         if found:
             return Layers(tuple(sorted(found, key=order.__getitem__)), order)
@@ -82,13 +81,13 @@ def find_layers(model: nn.Module, units: list[AttentionUnit]) -> Layers:
 
 
 def _is_block(path: str, module: nn.Module, units: list[AttentionUnit], complete: bool) -> bool:
-    inside = [unit for unit in units if within(unit.path, path)]
+    inside = [unit for unit in units if is_within(unit.path, path)]
     if not inside or not complete:
         return bool(inside)
-    # what an attention cannot tell for its own lies outside it: the feed-forward layers
+    # the feed-forward layers lie outside the attention
     for child, layer in module.named_modules():
-        at = below(path, child) if child else path
-        outside = not any(within(at, unit.root) for unit in inside)
+        at = child_path(path, child) if child else path
+        outside = not any(is_within(at, unit.root) for unit in inside)
         if outside and (is_linear(layer) or any(p.ndim >= 2 for p in layer.parameters(recurse=False))):
             return True
     return False
@@ -99,7 +98,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_exp
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """A model's attentions and blocks, and what its modules say about each parameter, by its name."""
+    """A model's attentions and blocks, and the findings of its modules by parameter name."""
 
     units: list[AttentionUnit]
     layers: Layers
@@ -135,14 +134,14 @@ def structure(model: nn.Module, places: dict[str, list[Owner]]) -> ModelStructur
 
 
 def _of_ties(said: list[list[Finding]]) -> list[Finding]:
-    """Return what the places of one parameter say together: all of it where they differ, for a policy to choose."""
+    """Return the findings of all owners of one parameter: all of them where they differ, for the policy to choose."""
     if len({f.type for found in said for f in found if f.axis is None}) > 1:
         return [f for found in said for f in found]
-    return next((found for found in said if any(f.firm for f in found)), said[0] if said else [])
+    return next((found for found in said if any(f.certain for f in found)), said[0] if said else [])
 
 
 class _PlaceReader:
-    """Reads one place of a parameter at a time."""
+    """Findings on a parameter through one of its owners."""
 
     def __init__(self, model: nn.Module, units: list[AttentionUnit], layers: Layers) -> None:
         self.model, self.units, self.layers = model, units, layers
@@ -152,15 +151,11 @@ class _PlaceReader:
         self.width = _width(model, layers)
         self.usual = self._usual()
         self.gated: dict[str, list[Finding]] = {}
-        for label, where in named_slices(model).items():
-            role, kind = label.split(".")[-2:]
-            if role in ("gate", "up"):
-                name, index = parse_part(where)
-                assert index is not None
-                cuts = tuple((cut[-1].start, cut[-1].stop) for cut in index)  # type: ignore[union-attr]
-                said = f"{role} bias" if kind == "bias" else role
-                reason = f"slice of {name.split('.')[-2]}" if kind in name else "slice of stacked experts"
-                self.gated.setdefault(name, []).append(Finding("FFN", said, reason, len(index[0]) - 1, cuts))
+        for one in fused_slices(model):
+            if one.role in ("gate", "up"):
+                role = f"{one.role} bias" if one.kind == "bias" else one.role
+                reason = f"slice of {one.parameter.split('.')[-2]}" if one.kind in one.parameter else "slice of stacked experts"
+                self.gated.setdefault(one.parameter, []).append(Finding("FFN", role, reason, one.axis, one.merged))
 
     def of(self, owner: Owner, p: Tensor) -> list[Finding]:
         module, kind = owner.module, type(owner.module).__name__
@@ -184,7 +179,7 @@ class _PlaceReader:
             return list(self._in_block(owner, p))
         if self.layers.paths and is_linear(module) and not self._in_other_stack(owner.path):
             block_type, role, where = self._outside(owner)
-            return [Finding(block_type, _role(role, owner), f"{kind} {where}", firm=False)]
+            return [Finding(block_type, _role(role, owner), f"{kind} {where}", certain=False)]
         return []
 
     def _outside(self, owner: Owner) -> tuple[str, str, str]:
@@ -199,11 +194,11 @@ class _PlaceReader:
         return "Emb", "input map", "before the blocks"
 
     def _in_other_stack(self, path: str) -> bool:
-        """Tell whether a module lies in one of several of a kind that hold no block: blocks that were not recognised."""
+        """Whether a module lies in one of several siblings of a class without a recognised block."""
         while path:
             element, path = path, path.rpartition(".")[0]
             above = self.model.get_submodule(path)
-            if isinstance(above, (nn.ModuleList, nn.Sequential)) and not any(within(b, element) for b in self.layers.paths):
+            if isinstance(above, (nn.ModuleList, nn.Sequential)) and not any(is_within(b, element) for b in self.layers.paths):
                 kind = type(self.model.get_submodule(element))
                 several = sum(type(child) is kind for child in above.children()) > 1
                 if several and next(self.model.get_submodule(element).children(), None) is not None:
@@ -212,16 +207,16 @@ class _PlaceReader:
 
     def _in_block(self, owner: Owner, p: Tensor) -> Iterator[Finding]:
         if unit_of(owner.path, self.units) is not None:
-            return  # attention's own, and none of the roles that are known
+            return  # an unrecognised parameter of an attention
         if not self.alone and self._limb(owner.path) not in self.usual:
-            return  # a block without an attention that is known, and a part of it that the others do not have: a mixer?
+            return  # a child that blocks with a recognised attention do not have: possibly another mixer
         kind = type(owner.module).__name__
         if is_linear(owner.module) and self._is_router(owner):
             yield Finding("Other", _role("router", owner), f"{kind} with one output for each expert")
         elif not is_linear(owner.module) and (named := by_name(owner)) is not None and named.type != "FFN":
             yield named
         elif is_linear(owner.module) or p.ndim >= 2:
-            yield Finding("FFN", _role("feed-forward", owner), f"{kind} of a block, outside its attention", firm=False)
+            yield Finding("FFN", _role("feed-forward", owner), f"{kind} of a block, outside its attention", certain=False)
 
     def _limb(self, path: str) -> tuple[str, str]:
         """Return name and class of the child of a block that a module lies in."""
@@ -234,13 +229,13 @@ class _PlaceReader:
         """Return the children of those blocks that hold an attention."""
         found = set()
         for block in self.layers.paths:
-            if any(within(unit.path, block) for unit in self.units):
+            if any(is_within(unit.path, block) for unit in self.units):
                 found |= {self._limb(f"{block}.{child}") for child, _ in self.model.get_submodule(block).named_children()}
                 found.add(self._limb(block))
         return found
 
     def _is_router(self, owner: Owner) -> bool:
-        """Tell whether a layer has as many outputs as there are experts beside it, or in the module around."""
+        """Whether a layer has as many outputs as there are experts beside it, or in its parent module."""
         outputs = owner.module.get_parameter("weight").shape[0]
         path = owner.path
         for _ in range(2):
@@ -248,7 +243,7 @@ class _PlaceReader:
             for at, module in self.model.get_submodule(path).named_modules(prefix=path):
                 if any(getattr(module, name, None) == outputs for name in _EXPERTS):
                     return True
-                if isinstance(module, nn.ModuleList) and len(module) == outputs > 1 and not within(owner.path, at):
+                if isinstance(module, nn.ModuleList) and len(module) == outputs > 1 and not is_within(owner.path, at):
                     return True
             if path in self.layers.paths:
                 break
@@ -256,7 +251,7 @@ class _PlaceReader:
 
 
 def _width(model: nn.Module, layers: Layers) -> int:
-    """Return the width of the rows that go through the blocks: the size of the first norm of the first block, or 0."""
+    """Return the width of the residual stream: the size of the first norm of the first block, or 0."""
     for block in layers.paths[:1]:
         for module in model.get_submodule(block).modules():
             if is_norm(module):
@@ -279,7 +274,7 @@ def _lookup_role(owner: Owner) -> str:
 
 
 def _output_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the layer that a model of transformers or timm itself calls its head."""
+    """Return the layer that a model of transformers or timm names as its head."""
     for name in ("get_output_embeddings", "get_classifier"):
         if callable(ask := getattr(model, name, None)):
             try:

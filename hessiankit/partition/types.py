@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hessiankit.partition.findings import CONFLICT, Finding, Owner, Policy, agreed, override, owners
+from hessiankit.partition.findings import CONFLICT, Finding, Owner, Policy, merged, override, owners
 from hessiankit.partition.flow_findings import flow
 from hessiankit.partition.modules import by_name
 from hessiankit.partition.part import BlockTypes, Part
@@ -28,13 +28,13 @@ def model_parts(
     final_norm: str = "Norm",
     tied: str = "Emb",
 ) -> tuple[Part, ...]:
-    """Return what a model consists of: every entry of every parameter in exactly one part, with one block type.
+    """Return the parts of a model: every entry of every parameter in exactly one part, with one block type.
 
     The types are those of The Sharpness Disparity Principle (Sec. 3.2): Emb, QK, VO, FFN, Norm; and Head and Other for what it
     leaves out. Module types, attributes and sizes decide first; with ``inputs``, the flow of data through one run as well, which
     reads no names: what feeds a softmax of products is QK, whatever the order of a fused weight. Names are last.
 
-    What the paper leaves open is decided as follows; ``overrides`` changes any of it. Position, segment and relative position
+    Cases that the paper leaves open, all of which ``overrides`` can change: Position, segment and relative position
     embeddings, learned tokens and what maps the input to the model's width are Emb. Norms of queries and keys are Norm, and so
     are learnable scales of a branch (LayerScale) and the bias of a norm. Experts are FFN; their router is Other, as are
     attention sinks and what keys and values share (the latent of multi-head latent attention). Poolers are Head.
@@ -105,7 +105,7 @@ def _of_parameter(
     name: str, p: Tensor, places: list[Owner], read: ModelStructure, flowing: list[Finding], policy: Policy
 ) -> list[Part]:
     layer = read.layers.index(places[0].path)
-    findings = policy.of_tie(agreed(read.findings[name], flowing, p, in_block=layer is not None or read.alone))
+    findings = policy.of_tie(merged(read.findings[name], flowing, p, in_block=layer is not None or read.alone))
     if not findings:
         findings = [by_name(places[0]) or Finding(_UNKNOWN, "", type(places[0].module).__name__)]
     after = read.layers.is_final(places[0].path)

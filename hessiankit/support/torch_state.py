@@ -78,10 +78,8 @@ class RandomStates:
 
     def __init__(self, model: nn.Module) -> None:
         self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-        devices = {
-            tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type not in ("cpu", "meta")
-        }
-        self._devices = [(torch.get_device_module(device.type), _index(device)) for device in devices]
+        devices = {x.device for x in (*model.parameters(), *model.buffers())}
+        self._devices = [(torch.get_device_module(d.type), _index(d)) for d in devices if d.type not in ("cpu", "meta")]
         self._others = [module.get_rng_state(*index) for module, index in self._devices]
 
     def drawn_from(self) -> bool:
