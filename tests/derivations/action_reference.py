@@ -9,7 +9,7 @@ from second_order_reference import relative_error
 from torch import Tensor
 
 from derivations.operation import Operation
-from derivations.primitive import Primitive
+from derivations.primitive import CovectorSum, Primitive
 
 
 def check_actions(
@@ -18,10 +18,10 @@ def check_actions(
     inputs: Sequence[Tensor | None],
     moving: Sequence[int],
     tolerance: float = 1e-12,
-    directions: int = 3,
+    directions: int = 2,
     seed: int = 0,
 ) -> None:
-    """Compare value, jvp, vjp and curvature with those of f, a function of the inputs that are not None, in order.
+    """Compare value, jvp, vjp, curvature and the linearised actions with those of f, a function of the inputs that are not None.
 
     The moving inputs get tangents, the others None. The curvature's reference is jvp(grad) of <adjoint, f>, which is the
     order of differentiation that torch gets right, on functions that do without fused kernels.
@@ -57,11 +57,37 @@ def check_actions(
     expected = [torch.stack(rows) for rows in zip(*(pull(a) for a in adjoints), strict=True)]
     compare(seen, dict(zip(floating, expected, strict=True)), tolerance)
 
-    adjoint = adjoints[0]
+    adjoint, first = adjoints[0], expected
     gradient = torch.func.grad(lambda *moved: (adjoint * run(*moved)).sum(), argnums=tuple(range(len(primals))))
     columns = [torch.func.jvp(gradient, primals, tuple(t[s] for t in padded))[1] for s in range(directions)]
-    expected = [torch.stack(rows) for rows in zip(*columns, strict=True)]
-    compare(primitive.curvature(inputs, adjoint, tangents), dict(zip(floating, expected, strict=True)), tolerance)
+    second = [torch.stack(rows) for rows in zip(*columns, strict=True)]
+    compare(primitive.curvature(inputs, adjoint, tangents), dict(zip(floating, second, strict=True)), tolerance)
+
+    wanted = [k in moving for k in range(len(inputs))]
+    both = {k: a + b for k, a, b in zip(floating, first, second, strict=True) if k in moving}
+    at = primitive.linearise(inputs, adjoint, wanted)
+    for count in (directions, directions, 1):  # twice, as what is kept may not be written into
+        some = [None if t is None else t[:count] for t in tangents]
+        total = {k: v[:count] for k, v in both.items()}
+        assert relative_error(at.push(some), pushed[:count]) <= tolerance
+        largest = max(float(v.abs().max()) for v in total.values()) if total else 0.0
+        for k, covector in enumerate(at.pull(adjoints[:count], some)):
+            if k in moving:
+                found = torch.zeros_like(total[k]) if covector is None else covector
+                assert float((found - total[k]).abs().max()) <= tolerance * (largest or 1.0), f"input {k}, linearised"
+        memory = {k: torch.full((count, inputs[k].numel() + 3), torch.nan, dtype=value.dtype) for k in moving}  # a part of a row
+        parts = {k: m[:, 3:].view(count, *inputs[k].shape) for k, m in memory.items()}
+        sums = [CovectorSum(parts[k]) if k in moving else None for k in range(len(inputs))]
+        for times in (1, 2):
+            rest = at.pull_into(adjoints[:count], some if at.bends else None, sums)
+            assert all(rest[k] is None for k in moving)
+            for k in moving:
+                seen_sum = sums[k].close()
+                assert float((seen_sum - times * total[k]).abs().max()) <= tolerance * times * (largest or 1.0), (
+                    f"input {k}, summed"
+                )
+        assert all(m[:, :3].isnan().all() for m in memory.values())
+        at.forget()
 
     assert all(a is b or torch.equal(a, b) for a, b in zip(tangents, kept, strict=True)), "a tangent was written to"
 
@@ -96,3 +122,12 @@ def check_against_matrices(
             expected = torch.einsum("o,oij->ij", adjoint.reshape(-1), stacked)
             contracted = torch.zeros_like(expected) if seen[i] is None else seen[i].reshape(n, -1).T
             assert relative_error(contracted, expected) <= tolerance, (name_i, name_j)
+
+
+def couples(block: Tensor, out: torch.Size, into: torch.Size, axes: int) -> bool:
+    """Tell whether a Jacobian (out x into) has entries off the block diagonal over the first axes of both."""
+    if out[:axes] != into[:axes]:
+        return True
+    rows = out[:axes].numel()
+    entries = block.reshape(rows, -1, rows, into[axes:].numel()).abs().amax((1, 3))
+    return bool((entries - entries.diagonal().diag()).any())

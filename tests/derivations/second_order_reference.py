@@ -19,33 +19,6 @@ def random_point(seed: int, **shapes: tuple[int, ...]) -> Point:
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def jacobian(f: Function, point: Point, name: str, create_graph: bool = False) -> Tensor:
-    """d vec_r f / d vec_r(name)^T, one reverse sweep for each output entry."""
-
-    def along(w: Tensor) -> Tensor:
-        return f(**{**point, name: w}).reshape(-1)
-
-    rows = torch.autograd.functional.jacobian(along, point[name], create_graph=create_graph)
-    return rows.reshape(-1, point[name].numel())
-
-
-def hessian(f: Function, point: Point, name_i: str, name_j: str) -> Tensor:
-    """d vec_r(df/d name_i) / d vec_r(name_j)^T, reverse over reverse, rows ordered (output, i)."""
-
-    def slope(w: Tensor) -> Tensor:
-        moved = {**point, name_j: w}
-        inner = moved[name_i] if name_i == name_j else moved[name_i].clone().requires_grad_()
-        value = f(**{**moved, name_i: inner}).reshape(-1)
-        rows = []
-        for entry in value:
-            (row,) = torch.autograd.grad(entry, inner, create_graph=True, allow_unused=True)
-            rows.append(torch.zeros_like(inner) if row is None else row)
-        return torch.stack(rows).reshape(-1)
-
-    columns = torch.autograd.functional.jacobian(slope, point[name_j])
-    return columns.reshape(-1, point[name_j].numel())
-
-
 def relative_error(seen: Tensor, expected: Tensor) -> float:
     """Largest entry of the difference, relative to the largest entry of the reference (absolute where that is zero)."""
     assert seen.shape == expected.shape, (seen.shape, expected.shape)
@@ -53,16 +26,39 @@ def relative_error(seen: Tensor, expected: Tensor) -> float:
     return float((seen - expected).abs().max()) / (largest or 1.0)
 
 
+def derivatives(f: Function, point: Point) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]:
+    """All Jacobians and second derivatives of f in vec_r, reverse over reverse in the arguments as one vector."""
+    theta = torch.cat([value.reshape(-1) for value in point.values()]).requires_grad_()
+    slices, start = {}, 0
+    for name, value in point.items():
+        slices[name], start = slice(start, start + value.numel()), start + value.numel()
+    out = f(**{name: theta[slices[name]].reshape(value.shape) for name, value in point.items()}).reshape(-1)
+    directions = torch.eye(start, dtype=theta.dtype)
+    slopes, curvatures = [], []
+    for entry in out:
+        (slope,) = torch.autograd.grad(entry, theta, create_graph=True)
+        rows = None
+        if slope.requires_grad:
+            (rows,) = torch.autograd.grad(slope, theta, directions, is_grads_batched=True, retain_graph=True, allow_unused=True)
+        slopes.append(slope.detach())
+        curvatures.append(torch.zeros(start, start, dtype=theta.dtype) if rows is None else rows)
+    J, H = torch.stack(slopes), torch.stack(curvatures)
+    jacobians = {i: J[:, slices[i]] for i in point}
+    return jacobians, {(i, j): H[:, slices[i], slices[j]].reshape(-1, point[j].numel()) for i in point for j in point}
+
+
 def check_all_blocks(operation: Any, f: Function, point: Point, tolerance: float = 1e-12) -> None:
-    """Compare value, all Jacobians and all second derivatives of an operation with those of a hand-written f."""
+    """Compare value, Jacobians and second derivatives of an operation with a hand-written f, for every pair of arguments."""
     assert set(operation.arguments) == set(point)
     assert relative_error(operation.value, f(**point)) <= tolerance
+    jacobians, hessians = derivatives(f, point)
+    like = next(iter(point.values()))
     for i in point:
         assert tuple(operation.arguments[i]) == tuple(point[i].shape)
-        assert relative_error(operation.jacobian(i).dense(point[i]), jacobian(f, point, i)) <= tolerance, i
-        for j in point:
-            error = relative_error(operation.hessian(i, j).dense(point[i]), hessian(f, point, i, j))
-            assert error <= tolerance, (i, j, error)
+        assert relative_error(operation.jacobian(i).dense(like), jacobians[i]) <= tolerance, i
+    for (i, j), expected in hessians.items():
+        error = relative_error(operation.hessian(i, j).dense(like), expected)
+        assert error <= tolerance, (i, j, error)
 
 
 def symbols(name: str, *shape: int) -> np.ndarray:

@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from second_order_reference import random_point, relative_error
-from transformer_reference import attention, check_every_block, post_norm_block
+from second_order_reference import check_all_blocks, random_point, relative_error
+from transformer_reference import attention, post_norm_block
 
 from derivations.arrays import Array
 from derivations.composition import Composite, gauss_newton
@@ -99,20 +99,20 @@ def test_depth_four_with_a_residual_branch():
     point = random_point(0, X=(3, 2), V=(2, 4), W=(4, 2))
     operation = chain(**point)
     assert isinstance(operation, Operation)
-    check_every_block(operation, lambda X, V, W: ((X @ V) ** 3 @ W + X) ** 3, point)
+    check_all_blocks(operation, lambda X, V, W: ((X @ V) ** 3 @ W + X) ** 3, point)
 
 
 def test_a_name_used_twice_is_one_parameter():
     point = random_point(1, X=(3, 2), V=(2, 2))
     operation = chain(point["X"], point["V"], point["V"], tied=True)
-    check_every_block(operation, lambda X, V: ((X @ V) ** 3 @ V + X) ** 3, point)
+    check_all_blocks(operation, lambda X, V: ((X @ V) ** 3 @ V + X) ** 3, point)
 
 
 def test_two_inner_operations_for_two_arguments():
     point = random_point(2, X=(3, 2), W=(2, 4))
     X, W = point["X"], point["W"]
     inner = {"X": Cube(X), "W": Renamed(Cube(W), {"X": "W"})}
-    check_every_block(Composite(Times(X**3, W**3), inner), lambda X, W: X**3 @ W**3, point)
+    check_all_blocks(Composite(Times(X**3, W**3), inner), lambda X, W: X**3 @ W**3, point)
 
 
 def test_exact_numbers_stay_exact():

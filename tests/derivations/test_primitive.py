@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from action_reference import couples
 from second_order_reference import random_point
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from derivations.binary import Binary
 from derivations.cast import Cast
 from derivations.elementwise import KINDS as FUNCTIONS
 from derivations.elementwise import Divide, Elementwise
+from derivations.embedding import Embedding
 from derivations.indexing import Concatenate, Select, Slice, Stack, Take, Where
 from derivations.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
 from derivations.loss import CrossEntropy, MeanSquaredError
@@ -126,15 +128,6 @@ def claimed(primitive: Primitive, inputs: Sequence[Tensor], claim: str) -> Itera
                     yield axes, moving
 
 
-def couples(block: Tensor, out: torch.Size, into: torch.Size, axes: int) -> bool:
-    """Tell whether a Jacobian (out x into) has entries off the block diagonal over the first axes of both."""
-    if out[:axes] != into[:axes]:
-        return True
-    rows = out[:axes].numel()
-    entries = block.reshape(rows, -1, rows, into[axes:].numel()).abs().amax((1, 3))
-    return bool((entries - entries.diagonal().diag()).any())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({type(p).__name__ for p, _ in cases()}))
 def test_separate_rows_are_separate(name):
@@ -183,15 +176,64 @@ def test_cross_entropy_keeps_tokens_apart_but_not_classes(labels):
         assert not primitive.rowwise((logits, target), axes, (True, False))  # a scalar has no rows
 
 
-def test_useful_claims_are_made():
-    x, w, b = torch.zeros(2, 3, 4), torch.zeros(4, 5), torch.zeros(5)
-    assert MatMul().rowwise((x, w), 2, (True, False))
-    assert MatMul().rowwise((x, x.mT), 1, (True, True))
-    assert Linear().rowwise((x, w.T, b), 2, (True, False, False))
-    assert Add().rowwise((x, torch.zeros(4)), 2, (True, False))
-    assert Multiply().rowwise((x, x), 3, (True, True))
-    assert LayerNorm().rowwise((x, torch.zeros(4), None), 2, (True, False, False))
-    assert Reshape((2, 3, 2, 2)).rowwise((x,), 2, (True,))
-    assert not Reshape((6, 4)).rowwise((x,), 1, (True,))
-    assert Expand((2, 3, 4)).rowwise((torch.zeros(2, 3, 1),), 2, (True,))
-    assert not Expand((3, 3)).rowwise((torch.zeros(3),), 1, (True,))  # a new axis in front shifts the rows
+X, V = (2, 3, 4), (4,)
+CLAIMS: list[tuple[Primitive, tuple[tuple[int, ...], ...], str, str]] = [
+    # the primitive, its inputs' shapes, which of them move, and for how many row axes, 1 to n, rows are said to stay apart
+    (MatMul(), (X, (4, 5)), "10", "TT-"),
+    (MatMul(), (X, (2, 4, 3)), "11", "T--"),
+    (Linear(), (X, (5, 4), (5,)), "100", "TT-"),
+    (Add(), (X, V), "10", "TTT"),
+    (Multiply(), (X, X), "11", "TTT"),
+    (Binary("power"), ((2, 3), (2, 3)), "11", "TT"),
+    (Binary("power"), ((2, 3), (3,)), "10", "TT"),
+    (Binary("power"), ((2, 3), (3,)), "11", "-"),
+    (Activation("gelu"), (X,), "1", "TTT"),
+    (Elementwise("exp"), (X,), "1", "TTT"),
+    (Cast(torch.float64), (X,), "1", "TTT"),
+    (LayerNorm(), (X, V, V), "100", "TT-"),
+    (LayerNorm(), (X, V, V), "110", "-"),
+    (LayerNorm(2), (X,), "1", "T--"),
+    (Softmax(-1), (X,), "1", "TT-"),
+    (Softmax(1), (X,), "1", "T--"),
+    (LogSoftmax(0), (X,), "1", "---"),
+    (LogSoftmax(-1), (X,), "1", "TT-"),
+    (Reshape((2, 3, 2, 2)), (X,), "1", "TT-"),
+    (Reshape((6, 4)), (X,), "1", "---"),
+    (Expand((2, 3, 4)), ((2, 3, 1),), "1", "TT-"),
+    (Expand((3, 3)), ((3,),), "1", "-"),  # a new axis in front shifts the rows
+    (Select(2, 0), (X,), "1", "TT-"),
+    (Select(1, 0), (X,), "1", "T--"),
+    (Slice(2, 1), (X,), "1", "TT-"),
+    (Slice(1, 1), (X,), "1", "T--"),
+    (Slice(1, 0, 2**62), (X,), "1", "TTT"),  # all of an axis
+    (Concatenate(-1), (X, X), "11", "TT-"),
+    (Stack(-1), (X, X), "11", "TTT"),
+    (Take(torch.arange(24).reshape(X).flip(-1)), (X,), "1", "TT-"),
+    (TakeAmong(torch.arange(24).reshape(X).flip(1)), (X,), "1", "T--"),
+    (TakeAmong(torch.nn.functional.pad(torch.arange(24).reshape(X), (1, 2), value=24)), (X, ()), "10", "TT-"),
+    (Where(torch.ones(3, 1, dtype=torch.bool)), (X, X), "11", "TTT"),
+    (Where(torch.ones(3, 1, dtype=torch.bool)), (X, (3, 4)), "11", "--"),
+    (Embedding(torch.arange(5)), ((5, 3),), "1", "-"),
+    (AxisMaps((-1,), (torch.ones(2, 4),)), (X,), "1", "TT-"),
+    (AxisMaps((1,), (torch.ones(5, 3),)), (X,), "1", "T--"),
+    (Mean((1,)), (X,), "1", "T--"),
+    (SumOver((-1,)), (X,), "1", "TT-"),
+    (SumOver(()), (X,), "1", "---"),
+    (Extreme("amax", (-1,)), (X,), "1", "TT-"),
+    (Extreme("amax", (1,)), (X,), "1", "T--"),
+    (MeanSquaredError(1.0), (X, X), "10", "---"),
+]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=str)
+def test_claims_that_speed_depends_on(claim):
+    primitive, shapes, moving, expected = claim
+    inputs, flags = [torch.zeros(shape) for shape in shapes], [flag == "1" for flag in moving]
+    assert "".join("T" if primitive.rowwise(inputs, n + 1, flags) else "-" for n in range(len(expected))) == expected
+
+
+def test_losses_mix_rows_but_their_curvature_does_not():
+    Z, labels = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
+    for loss, inputs, largest in ((MeanSquaredError(1.0), (Z, Z), 3), (CrossEntropy(), (Z, labels), 2)):
+        assert not loss.rowwise(inputs, 1, (True, False))
+        assert [loss.separable(inputs, axes, (True, False)) for axes in (1, largest, largest + 1)] == [True, True, False]

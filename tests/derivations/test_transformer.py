@@ -7,8 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from second_order_reference import random_point, relative_error
-from transformer_reference import check_every_block, derivatives, feedforward, layer_norm, post_norm_block
+from second_order_reference import check_all_blocks, derivatives, random_point, relative_error
+from transformer_reference import feedforward, layer_norm, post_norm_block
 
 from derivations.attention import AttentionAt
 from derivations.composition import Composite, gauss_newton
@@ -43,7 +43,7 @@ def test_the_paper_s_block_against_autograd(sizes, kind):
     point = make_point(0, *sizes)
     operation = PostNormBlockAt(**point, activation=kind)
     assert isinstance(operation, Operation)
-    check_every_block(operation, post_norm_block(kind), point, tolerance=1e-11)
+    check_all_blocks(operation, post_norm_block(kind), point, tolerance=1e-11)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_the_paper_s_block_against_autograd(sizes, kind):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_biases_norm_parameters_and_projection_against_autograd(sizes, extra, kind):
     point = make_point(1, *sizes, extra=extra, d_v=5 if "W_O" in extra else None)
-    check_every_block(PostNormBlockAt(**point, activation=kind), post_norm_block(kind), point, tolerance=1e-11)
+    check_all_blocks(PostNormBlockAt(**point, activation=kind), post_norm_block(kind), point, tolerance=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["relu", "silu"])
@@ -60,7 +60,7 @@ def test_biases_norm_parameters_and_projection_against_autograd(sizes, extra, ki
 def test_everything_at_once_with_a_causal_mask_and_two_eps(sizes, kind):
     point = make_point(2, *sizes, extra=(*BIASES, *NORMS, "W_O"), d_v=2)
     operation = PostNormBlockAt(**point, activation=kind, mask=causal_mask(sizes[0]), eps=(0.01, 0.3))
-    check_every_block(operation, post_norm_block(kind, causal=True, eps=(0.01, 0.3)), point, tolerance=1e-11)
+    check_all_blocks(operation, post_norm_block(kind, causal=True, eps=(0.01, 0.3)), point, tolerance=1e-11)
 
 
 def by_composition(point, kind, mask, eps):

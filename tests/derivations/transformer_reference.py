@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from second_order_reference import Point, relative_error
 from torch import Tensor
 
 Function = Callable[..., Tensor]
@@ -45,38 +43,3 @@ def post_norm_block(kind="relu", causal=False, eps=(0.0, 0.0), attend=attention)
         return layer_norm(feedforward(Y, W_1, W_2, b_1, b_2, kind), gamma_2, beta_2, eps[1])
 
     return block
-
-
-def derivatives(f: Function, point: Point) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]:
-    """All Jacobians and second derivatives of f in vec_r, reverse over reverse in the arguments as one vector."""
-    theta = torch.cat([value.reshape(-1) for value in point.values()]).requires_grad_()
-    slices, start = {}, 0
-    for name, value in point.items():
-        slices[name], start = slice(start, start + value.numel()), start + value.numel()
-    out = f(**{name: theta[slices[name]].reshape(value.shape) for name, value in point.items()}).reshape(-1)
-    directions = torch.eye(start, dtype=theta.dtype)
-    slopes, curvatures = [], []
-    for entry in out:
-        (slope,) = torch.autograd.grad(entry, theta, create_graph=True)
-        rows = None
-        if slope.requires_grad:
-            (rows,) = torch.autograd.grad(slope, theta, directions, is_grads_batched=True, retain_graph=True, allow_unused=True)
-        slopes.append(slope.detach())
-        curvatures.append(torch.zeros(start, start, dtype=theta.dtype) if rows is None else rows)
-    J, H = torch.stack(slopes), torch.stack(curvatures)
-    jacobians = {i: J[:, slices[i]] for i in point}
-    return jacobians, {(i, j): H[:, slices[i], slices[j]].reshape(-1, point[j].numel()) for i in point for j in point}
-
-
-def check_every_block(operation: Any, f: Function, point: Point, tolerance: float = 1e-12) -> None:
-    """Compare value, Jacobians and second derivatives of an operation with a hand-written f, for every pair of arguments."""
-    assert set(operation.arguments) == set(point)
-    assert relative_error(operation.value, f(**point)) <= tolerance
-    jacobians, hessians = derivatives(f, point)
-    like = next(iter(point.values()))
-    for i in point:
-        assert tuple(operation.arguments[i]) == tuple(point[i].shape)
-        assert relative_error(operation.jacobian(i).dense(like), jacobians[i]) <= tolerance, i
-    for (i, j), expected in hessians.items():
-        error = relative_error(operation.hessian(i, j).dense(like), expected)
-        assert error <= tolerance, (i, j, error)

@@ -1,0 +1,293 @@
+"""Softmax, losses, norms and feed-forward networks: identities, extreme inputs and torch's own functions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import mpmath
+import pytest
+import torch
+from primitive_cases import LABELS, layer_norm
+from second_order_reference import check_all_blocks, random_point, relative_error
+from structured_reference import integers
+
+from derivations.feedforward import FeedForwardAt
+from derivations.group_normalization import GroupNormRowsAt
+from derivations.loss import CrossEntropy, CrossEntropyAt, MeanSquaredError
+from derivations.matrix import Zero
+from derivations.multihead import MultiHeadAttentionAt, split_heads
+from derivations.normalization import LayerNorm, LayerNormAt, RMSNorm
+from derivations.row_blocks import Centring
+from derivations.softmax import Softmax, SoftmaxAt
+
+F = torch.nn.functional
+
+# Softmax -------------------------------------------------------------------------------------------------------------
+
+
+def test_entries_as_the_claim_prints_them():
+    T = random_point(32, T=(3, 4))["T"]
+    point = SoftmaxAt(T)
+    a = point.value[1]
+    blocks = point.hessian("T", "T").dense().reshape(3, 4, 3, 4, 3, 4)  # (i, j, k, l, m, n)
+    eye = torch.eye(4, dtype=torch.float64)
+    for j in range(4):
+        e = eye[j]
+        inner = 2 * torch.outer(a, a) + torch.outer(e, e) - torch.diag(a) - torch.outer(e, a) - torch.outer(a, e)
+        assert torch.allclose(blocks[1, j, 1, :, 1, :], a[j] * inner, rtol=0, atol=1e-15)
+    across = blocks.clone()
+    across[1, :, 1, :, 1, :] = 0
+    assert (across[1] == 0).all()
+    assert (across[:, :, 1] == 0).all()
+
+
+def test_logits_may_move_by_a_constant():
+    T = random_point(33, T=(3, 4))["T"]
+    point = SoftmaxAt(T)
+    shift = torch.ones(12, dtype=torch.float64)
+    assert (point.jacobian("T") @ shift).abs().max() < 1e-15
+    assert (point.hessian("T", "T") @ shift).abs().max() < 1e-15
+
+
+def test_actions_on_masked_and_large_logits():
+    T = random_point(37, T=(2, 3))["T"]
+    masked = T.masked_fill(torch.tensor([[False, True, False]] * 2), -torch.inf)
+    t, w = torch.randn(4, 2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    (full,), (kept,) = (
+        Softmax(-1).curvature((x,), y, (z,)) for x, y, z in ((masked, w, t), (T[:, [0, 2]], w[:, [0, 2]], t[:, :, [0, 2]]))
+    )
+    assert relative_error(full[:, :, [0, 2]], kept) < 1e-14
+    assert (full[:, :, 1] == 0).all()
+    assert torch.isfinite(Softmax(-1).curvature((1000 * T,), w, (t,))[0]).all()
+
+
+def test_rows_that_are_nearly_one_hot_keep_their_digits():
+    # along t = (c, c + 1, c + 3) at weights (1 - e, e, e^2) the covariance is that of (0, 1, 3): a constant drops out exactly
+    with mpmath.workdps(60):
+        logits = [mpmath.mpf(0), mpmath.mpf(-40), mpmath.mpf(-80)]
+        powers = [mpmath.exp(x) for x in logits]
+        p = [x / sum(powers) for x in powers]
+        t, w = [mpmath.mpf(7), mpmath.mpf(8), mpmath.mpf(10)], [mpmath.mpf(5), mpmath.mpf(2), mpmath.mpf(3)]
+
+        def mean(values):
+            return sum(a * v for a, v in zip(p, values, strict=True))
+
+        first = [a * (v - mean(t)) for a, v in zip(p, t, strict=True)]
+        q = [a * (v - mean(w)) for a, v in zip(p, w, strict=True)]
+        along_q = sum(a * (v - mean(t)) for a, v in zip(q, t, strict=True))
+        second = [a * (v - mean(t)) - b * along_q for a, v, b in zip(q, t, p, strict=True)]
+    primitive, T = Softmax(-1), torch.tensor([[0.0, -40.0, -80.0]], dtype=torch.float64)
+    tangent, adjoint = torch.tensor([[[7.0, 8.0, 10.0]]]).double(), torch.tensor([[5.0, 2.0, 3.0]]).double()
+    found = primitive.jvp((T,), (tangent,))[0, 0], primitive.curvature((T,), adjoint, (tangent,))[0][0, 0]
+    for values, expected in zip(found, (first, second), strict=True):
+        for value, exact in zip(values.tolist(), expected, strict=True):
+            assert abs(value - float(exact)) <= 1e-12 * abs(float(exact))
+
+
+# Losses --------------------------------------------------------------------------------------------------------------
+
+
+def test_constant_targets_are_left_out():
+    Z, target = random_point(54, Z=(2, 3), T=(2, 3)).values()
+    t, w = torch.randn(4, 2, 3, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
+    fixed, full = MeanSquaredError(6.0, constant_target=True), MeanSquaredError(6.0)
+    for name, arguments in (("curvature", (w, (t, None))), ("vjp", (torch.ones(1).double(),))):
+        seen, expected = getattr(fixed, name)((Z, target), *arguments), getattr(full, name)((Z, target), *arguments)
+        assert seen[1] is None
+        assert torch.equal(seen[0], expected[0])
+        assert torch.equal(expected[1], -expected[0])
+    with pytest.raises(ValueError, match="constant_target"):
+        fixed.jvp((Z, target), (t, t))
+
+
+def test_one_row_and_extreme_logits():
+    logits, label = torch.tensor([1000.0, -1000.0, 0.0], dtype=torch.float64), torch.tensor(1)
+    primitive = CrossEntropy()
+    assert primitive.value(logits, label) == 2000
+    assert primitive.vjp((logits, label), torch.ones(1).double())[0].tolist() == [[1, -1, 0]]
+    assert torch.isfinite(primitive.curvature((logits, label), torch.tensor(1.0), (logits.reshape(1, 3), None))[0]).all()
+    ignored = torch.tensor([[0.0, 1.0], [torch.nan, torch.inf]])
+    labels = torch.tensor([0, -100])
+    assert torch.isfinite(primitive.value(ignored, labels))
+    assert primitive.vjp((ignored, labels), torch.ones(1))[0][0, 1].tolist() == [0, 0]
+
+
+def test_parts_of_a_batch_add_up_under_one_normalizer():
+    logits = random_point(58, logits=(2, 3, 5))["logits"]
+    kept = float((LABELS != -100).sum())
+    primitive = CrossEntropy(normalizer=kept)
+    parts = [primitive.value(logits[i], LABELS[i]) for i in range(2)]
+    assert relative_error(parts[0] + parts[1], CrossEntropy().value(logits, LABELS)) < 1e-15
+
+
+def test_values_are_torchs():
+    X, gamma, beta, logits = random_point(20, X=(2, 3, 5), gamma=(5,), beta=(5,), logits=(2, 3, 5)).values()
+    assert relative_error(LayerNorm().value(X, gamma, beta), F.layer_norm(X, (5,), gamma, beta)) < 1e-14
+    assert relative_error(RMSNorm().value(X, gamma), F.rms_norm(X, (5,), gamma)) < 1e-14
+    small = 1e-4 * X.float()  # torch's default eps is the machine epsilon of the dtype, which shows on small rows
+    assert relative_error(RMSNorm().value(small), F.rms_norm(small, (5,))) < 1e-6
+    for smoothing in (0.0, 0.3):
+        expected = F.cross_entropy(logits.reshape(-1, 5), LABELS.reshape(-1), label_smoothing=smoothing)
+        assert relative_error(CrossEntropy(label_smoothing=smoothing).value(logits, LABELS), expected) < 1e-14
+    assert CrossEntropy().vjp((logits, LABELS), torch.ones(1).double())[1] is None
+    X, gamma, beta = random_point(0, X=(2, 6), gamma=(6,), beta=(6,)).values()
+    assert relative_error(GroupNormRowsAt(X, 3, gamma, beta, eps=1e-5).value, F.group_norm(X, 3, gamma, beta, eps=1e-5)) <= 1e-13
+
+
+def test_a_loss_at_given_weights():
+    logits, labels = random_point(52, logits=(3, 5))["logits"], torch.tensor([4, 0, 2])
+    own, given = CrossEntropyAt(logits, labels.tolist()), CrossEntropyAt(torch.zeros(3, 5), labels, torch.softmax(logits, -1))
+    assert relative_error(given.value, own.value) < 1e-14
+    assert torch.equal(given.hessian("logits", "logits").dense(), own.hessian("logits", "logits").dense())
+
+
+LOGITS = torch.zeros(2, 3, 5)
+REFUSED = [
+    (lambda: CrossEntropy().value(LOGITS, torch.zeros(2, 3)), r"need integer labels of shape \(2, 3\), got torch.float32"),
+    (lambda: CrossEntropy().value(LOGITS, LABELS[:1]), "The classes are the last axis"),
+    (lambda: CrossEntropy().value(LOGITS, torch.full((2, 3), -100)), "all 6 labels are -100"),
+    (lambda: CrossEntropy().jvp((LOGITS, LABELS), (None, None)), "labels have no tangent"),
+    (lambda: MeanSquaredError(1.0).value(torch.zeros(2), torch.zeros(3)), r"shape \(2,\) and the target \(3,\)"),
+    (
+        lambda: LayerNorm().value(LOGITS, LOGITS[0, 0, :3]),
+        r"gamma must have the shape \(5,\) of the last 1 axes of X, got \(3,\)",
+    ),
+    (lambda: split_heads(*(torch.ones(4, 4) for _ in range(4)), n_heads=3), "do not divide into 3 heads"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[1][:30])
+def test_refused(case):
+    with pytest.raises(ValueError, match=case[1]):
+        case[0]()
+
+
+# Norms ---------------------------------------------------------------------------------------------------------------
+
+L, d = 3, 4
+
+
+def test_one_eps_for_each_row_as_a_list_or_a_tensor():
+    X, eps = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), [0.1, 0.0, 2.0]
+    for given in (eps, tuple(eps), torch.tensor(eps, dtype=torch.float64)):
+        torch.testing.assert_close(
+            LayerNormAt(X, eps=given).value,
+            layer_norm(torch.tensor(eps, dtype=torch.float64).unsqueeze(1))(X),
+            rtol=1e-14,
+            atol=0,
+        )
+
+
+def test_eps_per_row():
+    point = random_point(3, X=(L, d), gamma=(d,))
+    eps = torch.tensor([0.1, 0.0, 2.0], dtype=torch.float64)
+    for shaped in (eps, eps.reshape(L, 1)):
+        check_all_blocks(LayerNormAt(**point, eps=shaped), lambda **p: layer_norm(eps.reshape(L, 1))(**p), point)
+
+
+def test_norms_in_single_precision():
+    point = {name: value.float() for name, value in random_point(4, X=(L, d), gamma=(d,), beta=(d,)).items()}
+    operation = LayerNormAt(**point, eps=1e-5)
+    exact = LayerNormAt(**{name: value.double() for name, value in point.items()}, eps=1e-5)
+    for i, j in (("X", "X"), ("X", "gamma"), ("gamma", "X")):
+        seen, expected = operation.hessian(i, j).dense(), exact.hessian(i, j).dense()
+        assert seen.dtype == torch.float32
+        assert (seen - expected).abs().max() <= 5e-6 * expected.abs().max()
+
+
+def test_scale_invariance_of_the_jacobian():
+    X = random_point(5, X=(L, d))["X"]
+    point = LayerNormAt(X)
+    assert (point.jacobian("X") @ X.reshape(-1)).abs().max() < 1e-14  # homogeneous of degree 0
+    against_x = point.hessian("X", "X") @ X.reshape(-1)  # so its Jacobian is homogeneous of degree -1
+    assert torch.allclose(against_x, -point.jacobian("X").dense().reshape(-1), rtol=0, atol=1e-13)
+
+
+def test_named_objects():
+    X = random_point(6, X=(L, d))["X"]
+    point = LayerNormAt(X, torch.full((d,), 2.0, dtype=torch.float64))
+    assert point.s.shape == (L, 1)
+    assert torch.equal(point.P.dense(), torch.diag(1 / point.s.reshape(-1)))
+    assert torch.allclose(point.V.T @ point.X_hat.reshape(-1), torch.full((L,), float(d), dtype=torch.float64))
+    assert torch.allclose(2 * point.J0.dense(), point.jacobian("X").dense())
+    assert point.jacobian("X").norm_bound() >= torch.linalg.matrix_norm(point.jacobian("X").dense(), 2) - 1e-12
+    assert r"\gamma" in point.hessian("X", "X").latex()
+    projection = Centring(d).dense()
+    assert torch.allclose(projection @ projection, projection)
+
+
+EVERYTHING = random_point(0, X=(2, 6), gamma=(6,), beta=(6,))
+
+
+def test_one_group_is_layer_norm():
+    one, norm = GroupNormRowsAt(groups=1, **EVERYTHING), LayerNormAt(**EVERYTHING)
+    for i in EVERYTHING:
+        assert relative_error(one.jacobian(i).dense(), norm.jacobian(i).dense()) <= 1e-14
+        for j in EVERYTHING:
+            like = EVERYTHING["X"]
+            assert relative_error(one.hessian(i, j).dense(like), norm.hessian(i, j).dense(like)) <= 1e-14
+
+
+def test_exact_groups_stay_exact():
+    X = integers(2, 1, 4)
+    point = GroupNormRowsAt(X, 2, integers(3, 4), eps=[1 - ((a - b) / 2) ** 2 for a, b in X.reshape(2, 2)])
+    assert all(isinstance(v, int | Fraction) for v in point.hessian("X", "X").dense().reshape(-1))
+    assert point.norm.s.reshape(-1).tolist() == [1, 1]
+
+
+# Feed-forward networks and heads -------------------------------------------------------------------------------------
+
+
+def make_point(seed, L, d, d_ff, d_out=None, biases=("b_1", "b_2")):
+    d_out = d if d_out is None else d_out
+    point = random_point(seed, Y=(L, d), W_1=(d, d_ff), W_2=(d_ff, d_out), b_1=(d_ff,), b_2=(d_out,))
+    return {name: value for name, value in point.items() if not name.startswith("b") or name in biases}
+
+
+def test_the_residual_adds_the_identity_to_one_jacobian_and_nothing_else():
+    point = make_point(2, 3, 4, 5)
+    with_it, without = FeedForwardAt(**point, activation="silu"), FeedForwardAt(**point, activation="silu", residual=False)
+    for i in point:
+        difference = with_it.jacobian(i).dense() - without.jacobian(i).dense()
+        assert torch.equal(difference.round(decimals=12), torch.eye(12, dtype=torch.float64) if i == "Y" else difference * 0)
+        for j in point:
+            assert torch.equal(with_it.hessian(i, j).dense(point["Y"]), without.hessian(i, j).dense(point["Y"]))
+
+
+def test_relu_has_only_the_bilinear_second_derivatives():
+    point = make_point(3, 3, 4, 5)
+    relu = FeedForwardAt(**point)
+    for i in ("Y", "W_1", "b_1"):
+        assert isinstance(relu.hessian(i, i), Zero)
+    assert isinstance(relu.hessian("W_2", "W_2"), Zero)
+    assert float(relu.hessian("Y", "W_1").dense().abs().max()) > 0
+    assert float(relu.hessian("W_1", "W_2").dense().abs().max()) > 0
+    assert not isinstance(FeedForwardAt(**point, activation="gelu").hessian("W_1", "W_1"), Zero)
+
+
+def test_what_the_paper_prints_as_the_block_1_2_is_the_block_2_1():
+    at = FeedForwardAt(**make_point(4, 3, 4, 5, biases=()))
+    assert at.hessian("W_2", "W_1").latex().startswith(r"\left(I_{3}\otimes K_{4,5}\otimes I_{4}\right)")
+    assert at.hessian("W_1", "W_2").shape == at.hessian("W_2", "W_1").shape
+    assert not torch.allclose(at.hessian("W_1", "W_2").dense(), at.hessian("W_2", "W_1").dense())
+
+
+def test_blocks_across_heads_are_zero():
+    operation = MultiHeadAttentionAt(
+        torch.ones(3, 4),
+        [{"W_Q": torch.ones(4, 2), "W_K": torch.ones(4, 2), "W_V": torch.ones(4, 3), "W_O": torch.ones(3, 4)}] * 3,
+    )
+    for i in ("W_Q[0]", "W_V[0]", "W_O[0]"):
+        for j in ("W_Q[1]", "W_K[2]", "W_V[2]"):
+            assert isinstance(operation.hessian(i, j), Zero)
+
+
+def test_split_heads_is_the_packed_attention_of_torch():
+    n_heads = 2
+    point = random_point(5, X=(1, L, d), in_proj=(3 * d, d), out_proj=(d, d))
+    packed = torch.nn.MultiheadAttention(d, n_heads, bias=False, batch_first=True, dtype=torch.float64)
+    packed.load_state_dict({"in_proj_weight": point["in_proj"], "out_proj.weight": point["out_proj"]})
+    W_Q, W_K, W_V = point["in_proj"].T.split(d, dim=1)
+    operation = MultiHeadAttentionAt(point["X"][0], split_heads(W_Q, W_K, W_V, point["out_proj"].T, n_heads))
+    expected = packed(point["X"], point["X"], point["X"], need_weights=False)[0][0]
+    assert torch.allclose(operation.value, expected, rtol=0, atol=1e-12)

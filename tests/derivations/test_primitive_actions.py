@@ -1,0 +1,287 @@
+"""Every primitive against torch.func: its four actions, the same at a linearised point, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from action_reference import check_actions, check_against_matrices
+from primitive_cases import ACTIVATIONS, CASES, ELEMENTWISE, Case, draw
+from second_order_reference import relative_error
+
+from derivations.activation import KINDS as ACTIVATION_KINDS
+from derivations.activation import Activation, ActivationAt
+from derivations.binary import KINDS as BINARY_KINDS
+from derivations.binary import Binary
+from derivations.cast import Cast
+from derivations.elementwise import KINDS as ELEMENTWISE_KINDS
+from derivations.elementwise import Elementwise
+from derivations.embedding import Embedding
+from derivations.fused_attention import ScaledDotProductAttention
+from derivations.linear import Linear, MatMul, weight_jacobian
+from derivations.loss import CrossEntropy, CrossEntropyAt, MeanSquaredError, MeanSquaredErrorAt
+from derivations.normalization import LayerNorm, LayerNormAt, RMSNorm, RMSNormAt
+from derivations.pooling import Extreme
+from derivations.primitive import Nowhere, Primitive
+from derivations.softmax import LogSoftmax, Softmax, SoftmaxAt
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_actions(name: str) -> None:
+    primitive, f, inputs, _ = case = CASES[name]
+    for moving in case.subsets:
+        check_actions(primitive, f, inputs, moving)
+    without_tangents(case)
+
+
+def without_tangents(case: Case) -> None:
+    """Nothing moves: the value does not, and the jvp says so; no second derivative of what is affine."""
+    primitive, inputs, none = case.primitive, case.inputs, (None,) * len(case.inputs)
+    with pytest.raises(ValueError, match=r"every tangent is None|tangent of \w+ is None|only they, must move"):
+        primitive.jvp(inputs, none)
+    if not isinstance(primitive, CrossEntropy):  # which names what has to move there, too
+        assert all(c is None for c in primitive.curvature(inputs, primitive.value(*inputs), none))
+    tangents = [torch.ones(1, *x.shape).to(x) if k in case.movable else None for k, x in enumerate(inputs)]
+    seen = primitive.curvature(inputs, primitive.value(*inputs), tangents)
+    assert not primitive.is_linear or seen == none
+
+
+SINGLE = ["matmul (2, 3, 4) (4, 5)", "softmax (3, 4) -1", "layer norm (2, 3, 5) 1", "rms norm (2, 3, 5) 1"]
+SINGLE += ["cross entropy 0.0 None", "attention, batch and heads", *(f"activation {kind}" for kind in ("gelu", "silu", "tanh"))]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_precision(name: str) -> None:
+    primitive, _, inputs, _ = CASES[name]
+    adjoint = draw(primitive.value(*inputs).shape, seed=5)[0]
+    tangents = [draw((3, *x.shape), seed=6 + k)[0] if x.is_floating_point() else None for k, x in enumerate(inputs)]
+    short = [x.float() if x.is_floating_point() else x for x in inputs]
+    single = primitive.curvature(short, adjoint.float(), [None if t is None else t.float() for t in tangents])
+    for a, b in zip(single, primitive.curvature(inputs, adjoint, tangents), strict=True):
+        assert (a is None and b is None) or (a.dtype == torch.float32 and relative_error(a.double(), b) <= 2e-6)
+
+
+def test_every_kind_has_a_case() -> None:
+    for prefix, kinds in (("activation", ACTIVATION_KINDS), ("elementwise", ELEMENTWISE_KINDS), ("binary", BINARY_KINDS)):
+        seen = {name.split()[1].rstrip(",") for name in CASES if name.startswith(prefix + " ")}
+        assert seen == set(kinds) - (set(ACTIVATION_KINDS) if prefix == "elementwise" else set())
+
+
+def test_actions_are_the_contracted_matrices() -> None:
+    """Primitives beside the vec_r chapters of the same operations."""
+    X, gamma, beta, target = draw((3, 4), (4,), (4,), (3, 4), seed=21)
+    for kind in ACTIVATION_KINDS:
+        check_against_matrices(Activation(kind), (X,), ActivationAt(kind, X))
+    check_against_matrices(Softmax(-1), (X,), SoftmaxAt(X))
+    norm = LayerNormAt(X, gamma, beta=beta, eps=0.2)
+    check_against_matrices(LayerNorm(1, 0.2), (X, gamma, beta), norm)
+    check_against_matrices(RMSNorm(1, 0.2), (X, gamma), RMSNormAt(X, gamma, eps=0.2))
+    labels = torch.tensor([3, 1, 0])
+    for loss, constant, matrices in (
+        (MeanSquaredError(12.0), target, MeanSquaredErrorAt(X, target)),
+        (CrossEntropy(), labels, CrossEntropyAt(X, labels)),
+    ):
+        eye, w = torch.eye(12, dtype=torch.float64).reshape(12, 3, 4), torch.tensor(-1.3, dtype=torch.float64)
+        (name,) = matrices.arguments
+        seen = loss.curvature((X, constant), w, (eye, None))[0].reshape(12, 12)
+        assert relative_error(seen, -1.3 * matrices.hessian(name, name).dense(X)) < 1e-14
+        assert relative_error(loss.jvp((X, constant), (eye, None)), matrices.jacobian(name).dense()[0]) < 1e-14
+    one_hot = torch.nn.functional.one_hot(torch.tensor([1, 0, 2]), 4).double()
+    columns = torch.eye(16, dtype=torch.float64).reshape(16, 4, 4)
+    looked_up = Embedding(torch.tensor([1, 0, 2])).jvp((torch.zeros(4, 4),), (columns,)).reshape(16, -1).T
+    assert torch.equal(looked_up, weight_jacobian(one_hot, 4).dense())
+
+
+def test_one_value_in_both_places() -> None:
+    x, adjoint, t = draw((2, 3, 3), (2, 3, 3), (5, 2, 3, 3))
+    gradient = torch.func.grad(lambda x: (adjoint * (x @ x)).sum())
+    expected = torch.stack([torch.func.jvp(gradient, (x,), (row,))[1] for row in t])
+    assert relative_error(sum(MatMul().curvature((x, x), adjoint, (t, t))), expected) < 1e-14
+
+
+@pytest.mark.parametrize("primitive", [MatMul(), Softmax(-1), LayerNorm(), ScaledDotProductAttention()])
+def test_tangents_need_an_adjoint(primitive: Primitive) -> None:
+    inputs = draw(*[(3, 3)] * (2 if isinstance(primitive, MatMul) else 3))[
+        : 1 if isinstance(primitive, Softmax | LayerNorm) else 3
+    ]
+    with pytest.raises(ValueError, match="without an adjoint"):
+        primitive.linearise(inputs).pull(None, [x.unsqueeze(0) for x in inputs])
+
+
+def test_nobody_reads_what_goes_nowhere() -> None:
+    inputs = draw((257, 3), (7, 3), (7,))
+    at = Linear().linearise(inputs)
+    assert at.pull_into(torch.ones(1, 257, 7).double(), None, [Nowhere()] * 3) == (None,) * 3
+
+
+def test_any_memory_layout() -> None:
+    X, gamma, beta = draw((2, 3, 5), (5,), (5,))
+    adjoint, t = draw((3, 2, 5), (4, 3, 2, 5), seed=51)
+    adjoint, repeated = adjoint.transpose(0, 1), t[:, :1, :1].expand(4, 2, 3, 5)
+    for primitive, inputs in ((LayerNorm(), (X, gamma, beta)), (Softmax(1), (X,)), (LogSoftmax(), (X,))):
+        for tangent in (t.transpose(1, 2), repeated):
+            packed, rest = tangent.contiguous(), (None,) * (len(inputs) - 1)
+            assert relative_error(primitive.jvp(inputs, (tangent, *rest)), primitive.jvp(inputs, (packed, *rest))) < 1e-15
+            found = primitive.curvature(inputs, adjoint, (tangent, *rest))
+            for seen, expected in zip(found, primitive.curvature(inputs, adjoint.contiguous(), (packed, *rest)), strict=True):
+                assert (seen is None and expected is None) or relative_error(seen, expected) < 1e-14
+
+
+def test_parameters_that_require_grad() -> None:
+    module, X = torch.nn.LayerNorm(4).double(), draw((3, 4))[0]
+    inputs, t = (X, module.weight, module.bias), torch.ones(2, 3, 4, dtype=torch.float64)
+    assert LayerNorm().jvp(inputs, (t, None, None)).shape == (2, 3, 4)
+    assert LayerNorm().vjp(inputs, t)[1].shape == (2, 4)
+
+
+# First derivatives where torch chose one -----------------------------------------------------------------------------
+
+F, aten = torch.nn.functional, torch.ops.aten
+KINKS: dict[str, tuple[Primitive, Callable[..., torch.Tensor], list[list[float]]]] = {
+    "relu": (Activation("relu"), torch.relu, [[0.0]]),
+    "leaky_relu": (Activation("leaky_relu"), F.leaky_relu, [[0.0]]),
+    "abs": (Elementwise("abs"), torch.abs, [[-1.0, 0.0, 1.0]]),
+    "clamp": (Elementwise("clamp", (-1.0, 1.0)), lambda v: v.clamp(-1, 1), [[-1.0, 0.0, 1.0]]),
+    "elu": (Elementwise("elu", (0.7, 1.3, 1.0)), lambda x: aten.elu(x, 0.7, 1.3), [[0.0]]),
+    "hardsigmoid": (Elementwise("hardsigmoid"), F.hardsigmoid, [[-3.0, 3.0]]),
+    "hardshrink": (Elementwise("hardshrink", (0.5,)), F.hardshrink, [[-0.5, 0.5]]),
+    "softshrink": (Elementwise("softshrink", (0.5,)), F.softshrink, [[-0.5, 0.5]]),
+    "threshold": (Elementwise("threshold", (0.5, 2.0)), lambda x: F.threshold(x, 0.5, 2.0), [[0.5]]),
+    "frac": (Elementwise("frac"), torch.frac, [[1.0]]),
+    "remainder": (Elementwise("remainder", (0.5,)), lambda x: torch.remainder(x, 0.5), [[1.0]]),
+    "fmod": (Elementwise("fmod", (0.5,)), lambda x: torch.fmod(x, 0.5), [[1.0]]),
+    "logit_within": (Elementwise("logit_within", (0.25,)), lambda x: torch.logit(x, 0.25), [[0.25, 0.75]]),
+    "maximum": (CASES["binary maximum (2, 3) ()"].primitive, torch.maximum, [[1.0, 2.0, 3.0], [1.0, 3.0, 2.0]]),
+    "minimum": (CASES["binary minimum (2, 3) ()"].primitive, torch.minimum, [[1.0, 2.0, 3.0], [1.0, 3.0, 2.0]]),
+    "at_least": (
+        CASES["binary at_least (2, 3) ()"].primitive,
+        lambda a, b: torch.clamp(a, min=b),
+        [[1.0, 2.0, 3.0], [1.0, 3.0, 2.0]],
+    ),
+    "at_most": (
+        CASES["binary at_most (2, 3) ()"].primitive,
+        lambda a, b: torch.clamp(a, max=b),
+        [[1.0, 2.0, 3.0], [1.0, 3.0, 2.0]],
+    ),
+    "amax": (Extreme("amax", (-1,)), lambda x: x.amax(-1, keepdim=True), [[1.0, 3.0, 3.0]]),
+    "amin": (Extreme("amin", (-1,)), lambda x: x.amin(-1, keepdim=True), [[2.0, 2.0, 2.0]]),
+    "embedding": (Embedding(torch.tensor(1), 1), lambda w: F.embedding(torch.tensor(1), w, padding_idx=1), [[[1.0], [2.0]]]),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+def test_derivatives_at_a_kink_are_torchs(name: str) -> None:
+    primitive, f, points = KINKS[name]
+    inputs = [torch.tensor(point, dtype=torch.float64, requires_grad=True) for point in points]
+    expected = torch.autograd.grad(f(*inputs).sum(), inputs)
+    detached = [x.detach() for x in inputs]
+    seen = primitive.vjp(detached, torch.ones_like(primitive.value(*detached)).unsqueeze(0))
+    for covector, slope in zip(seen, expected, strict=True):
+        torch.testing.assert_close(covector[0], slope, rtol=1e-15, atol=0)
+
+
+def test_powers_of_zero_and_of_negative_numbers() -> None:
+    a = torch.tensor([0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
+    b = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=torch.float64)
+    one, power = torch.ones(1, 4, dtype=torch.float64), CASES["binary power (2, 3) ()"].primitive
+    assert power.vjp((a, b), one)[0].tolist() == [[0.0, 1.0, 0.0, 12.0]]
+    assert power.curvature((a, b), one[0], (one, None))[0].tolist() == [[0.0, 0.0, 2.0, -12.0]]
+    for p, x, slope, bend in ((0, 0.0, 0, None), (1, 0.0, 1, None), (2, 0.0, 0, 2), (3, 0.0, 0, 0), (3, -2.0, 12, -12)):
+        at, single = (torch.tensor([x], dtype=torch.float64),), torch.ones(1, 1, dtype=torch.float64)
+        assert float(Elementwise("power", (p,)).vjp(at, single)[0]) == slope
+        (second,) = Elementwise("power", (p,)).curvature(at, single[0], (single,))
+        assert second is None if bend is None else float(second) == bend
+
+
+def test_constants_that_are_not_finite_do_not_reach_the_derivatives() -> None:
+    x, t = draw((2, 3, 4), (5, 2, 3, 4))
+    mask = CASES["masked fill (3, 4)"].primitive.mask
+    hidden = type(CASES["masked fill (3, 4)"].primitive)(mask, -torch.inf)
+    assert torch.isinf(hidden.value(x)[:, mask]).all()
+    assert torch.isfinite(hidden.jvp((x,), (t,))).all()
+    assert (hidden.vjp((x,), t)[0][:, :, mask] == 0).all()
+    where, minus = CASES["where"].primitive, torch.tensor(-torch.inf, dtype=torch.float64)
+    assert where.vjp((minus, x), torch.ones(1, *x.shape))[1].isfinite().all()
+    assert where.jvp((minus, x), (None, x.unsqueeze(0))).isfinite().all()
+    values = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan], dtype=torch.float64)
+    finite = Elementwise("finite", (5.0, 6.0, 7.0))
+    assert finite.value(values).tolist() == [1.0, 6.0, 7.0, 5.0]
+    assert finite.vjp((values,), torch.ones(1, 4, dtype=torch.float64))[0].tolist() == [[1.0, 0.0, 0.0, 0.0]]
+
+
+SMOOTH = {f"activation {kind}": (Activation(kind), ACTIVATIONS[kind]) for kind in ("gelu", "gelu_tanh", "silu", "tanh")}
+SMOOTH |= {kind: (Elementwise(kind), ELEMENTWISE[kind][0]) for kind in ("atan", "asinh")}
+SMOOTH |= {
+    "sigmoid": (Elementwise("sigmoid"), torch.sigmoid),
+    "log_sigmoid": (Elementwise("log_sigmoid"), F.logsigmoid),
+    "softplus": (Elementwise("softplus"), lambda x: torch.logaddexp(x, torch.zeros_like(x))),
+    "erf": (Elementwise("erf"), torch.erf),
+    "erfc": (Elementwise("erfc"), torch.erfc),
+    "mish": (Elementwise("mish"), F.mish),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_far_from_the_origin(name: str) -> None:
+    primitive, f = SMOOTH[name]
+    x = torch.linspace(-40, 40, 81, dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), x)
+    at, one = (x.detach(),), torch.ones(1, 81, dtype=torch.float64)
+    torch.testing.assert_close(primitive.value(*at), f(x).detach(), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(primitive.vjp(at, one)[0][0], slope.detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(primitive.curvature(at, one[0], (one,))[0][0], bend, rtol=1e-11, atol=1e-14)
+    for far in torch.tensor([[-1e4], [1e4]], dtype=torch.float64):
+        assert torch.isfinite(primitive.curvature((far,), one[0, :1], (one[:, :1],))[0]).all()
+
+
+def test_known_values() -> None:
+    one = torch.ones(1, 1, dtype=torch.float64)
+    for kind, x, slope, bend in (("atan", 1.0, 0.5, -0.5), ("logit", 0.5, 4.0, 0.0)):
+        at = (torch.tensor([x], dtype=torch.float64),)
+        assert float(Elementwise(kind).vjp(at, one)[0]) == pytest.approx(slope, rel=1e-15)
+        assert float(Elementwise(kind).curvature(at, one[0], (one,))[0]) == pytest.approx(bend, abs=1e-15)
+    s = torch.exp(-torch.arange(41, dtype=torch.float64))
+    slopes = Elementwise("sigmoid").vjp((torch.arange(41, dtype=torch.float64),), torch.ones(1, 41, dtype=torch.float64))[0][0]
+    assert relative_error(slopes / s, 1 / (1 + s) ** 2) <= 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_change_of_type_is_rounded_once(dtype: torch.dtype) -> None:
+    X, T = draw((2, 3), (4, 2, 3))
+    cast = Cast(dtype)
+    assert torch.equal(cast.value(X), X.to(dtype))
+    assert torch.equal(cast.jvp((X,), (T,)), T.to(dtype))
+    (pulled,) = cast.vjp((X,), T.to(dtype))
+    assert pulled.dtype == torch.float64
+    assert torch.equal(pulled, T.to(dtype).double())
+    assert Cast(torch.float64).vjp((X.float(),), T)[0].dtype == torch.float32
+
+
+def test_division_by_a_count_is_in_double_precision() -> None:
+    (X,) = draw((2, 3))
+    divide = CASES["divide (3, 4) (3, 4)"].primitive
+    pulled = divide.vjp((X, torch.tensor(3)), torch.ones(1, 2, 3, dtype=torch.float64))[0]
+    assert torch.equal(pulled, torch.full_like(pulled, 1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Activation("swish"), "no kind 'swish'; the kinds are identity, relu"),
+        (lambda: Elementwise("cube"), "no kind 'cube'; the kinds are exp, expm1"),
+        (lambda: Binary("hypot"), "no kind 'hypot'; the kinds are power, atan2"),
+        (lambda: Extreme("mode"), "no kind 'mode'; the kinds are amax, amin, median"),
+    ],
+)
+def test_unknown_kinds(make: Callable[[], Primitive], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_second_derivative_that_vanishes_is_none() -> None:
+    one = torch.ones(1, 2)
+    for kind in ACTIVATION_KINDS:
+        (seen,) = Activation(kind).curvature((one[0],), one[0], (one,))
+        assert (seen is None) == (kind in ("identity", "relu", "leaky_relu"))
