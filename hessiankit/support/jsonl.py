@@ -69,6 +69,8 @@ def append_records(path: Path, *records: Mapping[str, Any]) -> None:
         try:
             while left:
                 left = left[file.write(left) :]
+            if content:
+                os.fsync(file.fileno())
         except OSError:
             file.truncate(size)
             raise

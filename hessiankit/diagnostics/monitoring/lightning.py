@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hessiankit.diagnostics.monitoring.following import on_first_use, scalars
-from hessiankit.diagnostics.monitoring.monitor import Monitor
+from hessiankit.diagnostics.monitoring.callbacks import MonitorEvents, on_first_use
 
 
-class LightningEvents:
+class LightningEvents(MonitorEvents):
     """Follow a Lightning ``Trainer`` with a :class:`~hessiankit.diagnostics.monitoring.Monitor`.
 
     It measures before the first update, when the monitor's schedule says so (steps are ``trainer.global_step``: updates, not
@@ -25,29 +24,20 @@ class LightningEvents:
     """
 
     def __init__(
-        self,
-        data: Any,
-        path: Path | str,
-        *,
-        model: str | Callable[[Any], nn.Module] | None = None,
-        log: bool = True,
-        last: bool = True,
-        **options: Any,
+        self, data: Any, path: Path | str, *, model: str | Callable[[Any], nn.Module] | None = None, **options: Any
     ) -> None:
-        """Keep what the monitor will be made of.
+        """Keep the arguments of the monitor.
 
         Args:
             data: The batches to measure on.
             path: The file.
             model: Which module to measure: the name of an attribute of the ``LightningModule``, or a function of it; by default
                 the ``LightningModule`` itself, whose ``forward`` then returns logits.
-            log: Whether to write into the trainer's log too.
-            last: Whether to measure after the last update in any case.
-            **options: Of :class:`~hessiankit.diagnostics.monitoring.Monitor`.
+            **options: ``log=False`` leaves the trainer's log alone, ``last=False`` the measurement after the last update;
+                others of :class:`~hessiankit.diagnostics.monitoring.Monitor`.
         """
-        self.data, self.path, self.model, self.options = data, path, model, options
-        self.monitor: Monitor | None = None
-        self._log, self._last = log, last
+        super().__init__(data, path, **options)
+        self.model = model
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.is_global_zero:
@@ -55,7 +45,7 @@ class LightningEvents:
         model = self.model(pl_module) if callable(self.model) else pl_module
         if isinstance(self.model, str):
             model = pl_module.get_submodule(self.model)
-        self.monitor = Monitor(model, self.data, self.path, **self.options)
+        self._begin(model)
         self._step(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -67,13 +57,8 @@ class LightningEvents:
         self._step(trainer, force=self._last)
 
     def _step(self, trainer: Any, force: bool = False) -> dict[str, float]:
-        if self.monitor is None:
-            return {}
-        record = self.monitor.step(trainer.global_step, force=force, epoch=trainer.current_epoch)
-        if record is None or not self._log:
-            return {}
-        found = scalars(record)
-        for logger in trainer.loggers:
+        found = self._numbers(trainer.global_step, force, epoch=trainer.current_epoch)
+        for logger in trainer.loggers if found else ():
             logger.log_metrics(found, step=trainer.global_step)
         return found
 

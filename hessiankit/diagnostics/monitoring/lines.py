@@ -1,4 +1,4 @@
-"""The file of a monitor: a header and one line of JSON a measurement, so written that a killed run loses at most one line."""
+"""The file of a monitor: a header and one line of JSON a measurement; a killed run loses at most one line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from hessiankit.curvature.matrix_file import sync_folder
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain
+from hessiankit.support.jsonl import append_records
 
 FORMAT = 1
 KEY = "hessiankit_monitor"
@@ -21,7 +22,7 @@ class Lines:
     """Append lines to a file that may exist already, from an earlier part of the same run.
 
     The file is opened, written, synchronised and closed for each line: nothing stays open, and nothing is lost when the
-    process ends, however it ends. A line that could not be written is kept and written with the next one.
+    process ends, however it ends. A line that could not be written is written with the next one.
 
     Attributes:
         path: The file.
@@ -86,16 +87,14 @@ class Lines:
         if self.last is None or self.last < step:
             return 0
         header, records = read_lines(self.path)
-        kept = [one for one in records if one["step"] < step]
+        before = [one for one in records if one["step"] < step]
         gone = [one for one in records if one["step"] >= step]
+        replaced = Path(f"{self.path}.replaced")
         try:
-            with open(f"{self.path}.replaced", "a", encoding="utf-8") as file:
-                file.writelines(map(to_line, [header, *gone]))
-                file.flush()
-                os.fsync(file.fileno())
+            append_records(replaced, *map(plain, [header, *gone]))
         except OSError as error:
-            raise _unusable(Path(f"{self.path}.replaced"), error) from error
-        self._replace(header, kept)
+            raise _unusable(replaced, error) from error
+        self._replace(header, before)
         return len(gone)
 
     def _replace(self, header: Mapping[str, Any], records: list[dict[str, Any]]) -> None:

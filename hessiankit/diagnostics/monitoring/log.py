@@ -35,7 +35,7 @@ class MonitorLog(Printed):
 
     Attributes:
         path: The file.
-        header: What was measured, of what, and where: parts, options, environment.
+        header: The model's parts, the options and the environment.
         records: One mapping a measurement, in the order of the steps.
     """
 
@@ -65,7 +65,7 @@ class MonitorLog(Printed):
         """Return one number, or one array, of every measurement, NaN where it has none.
 
         Args:
-            *keys: The way to it, e.g. ``"sharpness", "types", "Norm", "value"`` or ``"norms", "types", "Emb"``.
+            *keys: Its path in the record, e.g. ``"sharpness", "types", "Norm", "value"`` or ``"norms", "types", "Emb"``.
 
         Raises:
             InputError: No measurement has it, or its shape changes from one to the next.
@@ -88,7 +88,7 @@ class MonitorLog(Printed):
         return np.stack([nothing if a is None else a for a in arrays])
 
     def entries(self, *keys: str | int) -> list[Any]:
-        """Return what stands at ``keys`` in every measurement, None where nothing does."""
+        """Return the entry at ``keys`` of every measurement, None where there is none."""
         return [_at(record, keys) for record in self.records]
 
     def has(self, *keys: str | int) -> bool:
@@ -195,6 +195,7 @@ COLOURS = {
     "Other": "#8c8c8c",
 }
 """Okabe and Ito's colours, which readers of every colour vision tell apart."""
+Panel = Callable[[Axes, MonitorLog], None]
 MARKS = {"Emb": "o", "QK": "s", "FFN": "^", "VO": "v", "Norm": "D", "Head": "P", "Other": "X"}
 
 
@@ -324,33 +325,20 @@ def angles(axes: Axes, log: MonitorLog) -> None:
 
 
 def drop(axes: Axes, log: MonitorLog) -> None:
-    """What the loss gains with one block removed (Figure 2), for a few steps."""
+    """Rise of the loss with one block removed (Figure 2), for a few steps."""
     _along_depth(axes, log, "rise of the loss without one block", log.entries("depth", "drop", "loss_change"))
     axes.axhline(0.0, color=INK, linewidth=0.6)
 
 
-def jacobian(axes: Axes, log: MonitorLog) -> None:
-    """How far each block is from the identity, for a few steps."""
-    title = r"distance from the identity, $\|J_l - I\|_F / \sqrt{n}$"
-    found = [None if x is None else [one["value"] for one in x] for x in log.entries("depth", "jacobians", "rms")]
-    _along_depth(axes, log, title, found)
-    log_scale(axes, *(np.asarray(x, dtype=float) for x in found if x is not None))
+def _layers(title: str, *keys: str) -> Panel:
+    """Return the panel of a positive number of each layer, for a few steps."""
 
+    def panel(axes: Axes, log: MonitorLog) -> None:
+        found = [None if x is None else [one["value"] for one in x] for x in log.entries("depth", *keys)]
+        _along_depth(axes, log, title, found)
+        log_scale(axes, *(np.asarray(x, dtype=float) for x in found if x is not None))
 
-def hessian(axes: Axes, log: MonitorLog) -> None:
-    """lambda_max of the Hessian in each block's parameters."""
-    _curvature(axes, log, r"$\lambda_{\max}$ of the Hessian of each block", "hessian")
-
-
-def gauss_newton(axes: Axes, log: MonitorLog) -> None:
-    """lambda_max of the Gauss-Newton matrix in each block's parameters."""
-    _curvature(axes, log, r"$\lambda_{\max}$ of the Gauss-Newton matrix of each block", "ggn")
-
-
-def _curvature(axes: Axes, log: MonitorLog, title: str, kind: str) -> None:
-    found = [None if x is None else [one["value"] for one in x] for x in log.entries("depth", kind, "top")]
-    _along_depth(axes, log, title, found)
-    log_scale(axes, *(np.asarray(x, dtype=float) for x in found if x is not None))
+    return panel
 
 
 def _along_depth(axes: Axes, log: MonitorLog, title: str, found: list[Any]) -> None:
@@ -393,18 +381,17 @@ def _shallow_to_deep(axes: Axes, count: int, what: str) -> None:
 
 ACROSS = 3
 """Panels in a row."""
-Panel = Callable[[Axes, MonitorLog], None]
 
 
 @checked("plot_monitor")
 def plot_monitor(log: MonitorLog | Path | str, path: Path | str | None = None, *, title: str | None = None) -> Picture:
-    """Draw what a monitor measured: sharpness by type with its intervals (The Sharpness Disparity Principle, Figure 3), norms by
+    """Draw a monitor's measurements: sharpness by type with its intervals (The Sharpness Disparity Principle, Figure 3), norms by
     type (Figure 8), loss, top eigenvalue with its residual, and the depth diagnostics (The Curse of Depth, Figures 2 and 4).
 
     Args:
-        log: What :func:`~hessiankit.diagnostics.monitoring.read_monitor` returned, or the file's name.
+        log: Of :func:`~hessiankit.diagnostics.monitoring.read_monitor`, or the file's name.
         path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
-        title: Stands above; by default the model and the file's name.
+        title: Heading; by default the model and the file's name.
 
     Raises:
         InputError: The file cannot be used, it holds no measurement, or the suffix is another one.
@@ -451,8 +438,8 @@ PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (
     (("depth", "stream"), variance),
     (("depth", "angles"), angles),
     (("depth", "drop"), drop),
-    (("depth", "jacobians"), jacobian),
-    (("depth", "hessian"), hessian),
-    (("depth", "ggn"), gauss_newton),
+    (("depth", "jacobians"), _layers(r"distance from the identity, $\|J_l - I\|_F / \sqrt{n}$", "jacobians", "rms")),
+    (("depth", "hessian"), _layers(r"$\lambda_{\max}$ of the Hessian of each block", "hessian", "top")),
+    (("depth", "ggn"), _layers(r"$\lambda_{\max}$ of the Gauss-Newton matrix of each block", "ggn", "top")),
 )
-"""What a measurement holds, and the panel that shows it."""
+"""Entry of a measurement, and the panel that shows it."""

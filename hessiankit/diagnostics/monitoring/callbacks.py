@@ -1,12 +1,46 @@
-"""What the callbacks of every trainer share: a class made when it is asked for, and the numbers for the trainer's log."""
+"""The common part of the trainers' callbacks: a monitor, its numbers for the trainer's log, and a class made on first use."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from hessiankit.diagnostics.monitoring.monitor import Monitor
 from hessiankit.support.errors import InputError
+
+
+class MonitorEvents:
+    """A monitor that is made when training begins, in process zero.
+
+    Attributes:
+        monitor: The monitor, from the start of training on.
+    """
+
+    def __init__(self, data: Any, path: Path | str, *, log: bool = True, last: bool = True, **options: Any) -> None:
+        """Keep the arguments of the monitor.
+
+        Args:
+            data: The batches to measure on, e.g. a few that the data collator made of the validation set.
+            path: The file.
+            log: Whether to write into the trainer's log too.
+            last: Whether to measure after the last update in any case.
+            **options: Of :class:`~hessiankit.diagnostics.monitoring.Monitor`.
+        """
+        self.data, self.path, self.options = data, path, options
+        self.monitor: Monitor | None = None
+        self._log, self._last = log, last
+
+    def _begin(self, model: nn.Module) -> None:
+        self.monitor = Monitor(model, self.data, self.path, **self.options)
+
+    def _numbers(self, step: int, force: bool, **extra: Any) -> dict[str, float]:
+        """Measure if it is time, and return the numbers for the trainer's log; none where nothing is to be logged."""
+        record = None if self.monitor is None else self.monitor.step(step, force=force, **extra)
+        return {} if record is None or not self._log else scalars(record)
 
 
 def class_of(package: str, name: str, extra: str = "training") -> type:
@@ -32,18 +66,12 @@ def class_of(package: str, name: str, extra: str = "training") -> type:
 
 
 def on_first_use(module: dict[str, Any], events: type, package: str, base: str) -> Callable[[str], type]:
-    """Return a module's ``__getattr__`` that makes its ``SharpnessCallback`` on first use.
+    """Return a module's ``__getattr__`` that derives ``SharpnessCallback`` from ``events`` and the package's class.
 
-    So the module can be read where the trainer's package is not installed, and importing it does not import the package.
-
-    Args:
-        module: Its ``globals()``.
-        events: What the callback does, without a base class.
-        package: The trainer's.
-        base: The class of the package that its callbacks are made of.
+    So the module can be imported without the trainer's package, and importing it does not import the package.
 
     Raises:
-        InputError: By what is returned, if the package is not installed.
+        InputError: By the returned function, if the package is not installed.
 
     >>> class Events:
     ...     "Counts."
