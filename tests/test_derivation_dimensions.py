@@ -10,8 +10,7 @@ from derivation_reference import generic
 
 from derivations.matrix import BlockDiagonal, Commutation, Dense, Diagonal, DiagonalLift, Identity, Named, Ones, Scaled, Zero
 from hessiankit import TransformerBlock, derive
-from hessiankit.blocks.norms import GroupNorm
-from hessiankit.formulas.block_at import Parts, block_stage, input_stage
+from hessiankit.formulas.block_at import BlockAt, block_stage, input_stage
 from hessiankit.formulas.symbols import SizeName, prime_copy, sizes_for, symbol_of
 
 _FACTOR = re.compile(r"(H_\{KV\}|d_\{ff\}|d_K|d_v|d_g|L|H|d|r|g|\d+)(?:\^(?:\{(\d+)\}|(\d)))?")
@@ -38,14 +37,13 @@ def width(options):
 def trees(options, names):
     block = generic(TransformerBlock(width(options), HIDDEN, **options).double())
     part = block.attention
-    grouped = any(isinstance(m, GroupNorm) for m in block.modules())
-    sizes = sizes_for(part.n_heads, part.n_kv_heads, rotary=part.rotary, groups=grouped)
+    sizes = sizes_for(block)
     other, tokens = prime_copy(block, sizes, 0)
     X = torch.randn(LENGTH, block.d_model, dtype=torch.float64)
     own = {name: p.detach() for name, p in block.named_parameters()}
     stages = [
-        block_stage(Parts(block, own), input_stage(X)),
-        block_stage(Parts(block, other, sizes=sizes, spelt=True), input_stage(tokens)),
+        block_stage(BlockAt(block, own), input_stage(X)),
+        block_stage(BlockAt(block, other, sizes=sizes, spelt=True), input_stage(tokens)),
     ]
     heads = part.n_heads, part.n_kv_heads
     real = {

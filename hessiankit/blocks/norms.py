@@ -75,13 +75,14 @@ def make_norm(who: str, kind: str, width: int, *, eps: float, affine: bool, grou
     return nn.RMSNorm(width, eps=eps, elementwise_affine=affine)
 
 
-def norm_of(part: nn.Module, dtype: torch.dtype) -> tuple[str, int, float]:
-    """Return a norm's kind, its number of groups and its eps; without one, torch's for rows of this dtype.
+def norm_of(part: nn.Module, dtype: torch.dtype | None = None) -> tuple[str, int, float]:
+    """Return a norm's kind, its number of groups, and its eps; without one, torch's for rows of this dtype, 0 for no dtype.
 
     >>> norm_of(nn.RMSNorm(4, eps=0.5), torch.float64), norm_of(GroupNorm(4, 2), torch.float64)
     (('rmsnorm', 1, 0.5), ('layernorm', 2, 1e-05))
     """
     kind = part.kind if isinstance(part, GroupNorm) else "layernorm" if isinstance(part, nn.LayerNorm) else "rmsnorm"
-    eps = getattr(part, "eps", None)
-    groups = part.groups if isinstance(part, GroupNorm) else 1
-    return kind, groups, torch.finfo(torch.promote_types(dtype, torch.float32)).eps if eps is None else float(eps)
+    groups, eps = part.groups if isinstance(part, GroupNorm) else 1, getattr(part, "eps", None)
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if isinstance(dtype, torch.dtype) else 0.0
+    return kind, groups, float(eps)

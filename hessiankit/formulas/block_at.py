@@ -33,9 +33,9 @@ from derivations.rotary import angles
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Names, Stage, leaf
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.blocks.norms import GroupNorm
+from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.formulas.recording import Parameter, StageValue, run
-from hessiankit.formulas.symbols import Factor, Sizes, hat, index_of, marked, plus, ring, row_of, spelling, symbol_of, upper
+from hessiankit.formulas.symbols import Factor, Sizes, index_of, marked, plus, ring, row_of, spelling, symbol_of
 from hessiankit.support.errors import InputError
 
 
@@ -60,41 +60,54 @@ class Exact:
 
 @dataclass
 class BlockAt:
-    """A block at a point.
+    """A block at a point, under the names that its equation uses.
 
     Args:
-        block: whose structure is taken.
-        parameters: the point: parameter of the block by its dotted name -> array.
-        layer: which block of a stack it is, printed as an upper index; None for a block on its own.
-        exact: what replaces irrational numbers in exact arithmetic.
-        sizes: numbers of heads and groups to take in place of the block's; None for its own.
+        block: Its structure: heads, kinds of norms, masks, equation.
+        parameters: The point: parameter of the block by its dotted name -> array.
+        exact: What replaces irrational numbers in exact arithmetic.
+        sizes: Numbers of heads and groups in place of the block's; None for its own.
+        spelt: Whether the number ``b.factor`` of an equation is a letter.
     """
 
     block: TransformerBlock
     parameters: Mapping[str, Array]
-    layer: int | None = None
     exact: Exact = field(default_factory=Exact)
     sizes: Sizes | None = None
+    spelt: bool = False
 
     def __post_init__(self) -> None:
-        self.symbols = {name: self.letter(symbol_of(name)) for name, _ in self.block.named_parameters()}
+        self.symbols = {name: symbol_of(name) for name, _ in self.block.named_parameters()}
+        self.sums = ["R", "S"]
+
+    def attention(self, X: StageValue) -> StageValue:
+        """The self-attention branch, F."""
+        return StageValue(lambda name: attention_stage(self, name, X.stage), lambda: "F", self.sums)
+
+    def feedforward(self, Y: StageValue) -> StageValue:
+        """The feed-forward branch, M."""
+        return StageValue(lambda name: feedforward_stage(self, name, Y.stage), lambda: "M", self.sums)
+
+    def __getattr__(self, name: str) -> Any:
+        """Norms, the factor and parameters of the block."""
+        if name.startswith("__") or "block" not in self.__dict__:
+            raise AttributeError(name)
+        part = getattr(self.block, name)
+        if isinstance(part, nn.Parameter):
+            return Parameter(self.symbols[name], self.parameters[name])
+        if isinstance(part, nn.Module):
+            return lambda X: StageValue(
+                lambda symbol: self.norm(symbol, X.stage, part, name), lambda: marked("hat", X.stage.symbol), self.sums
+            )
+        if name == "factor" and self.spelt and (written := spelling(self.block)) is not None:
+            return Factor(part, written.letter)
+        return part
 
     @property
     def heads(self) -> tuple[int, int]:
         """Heads of queries, and of keys and values."""
-        source = self.block.attention if self.sizes is None else None
-        if source is not None:
-            return source.n_heads, source.n_kv_heads
-        assert self.sizes is not None
-        return self.sizes.heads, self.sizes.kv_heads
-
-    def given(self, dotted: str) -> Array | None:
-        """Return a parameter at the point, or None if the block has none of this name."""
-        return self.parameters.get(dotted)
-
-    def letter(self, symbol: str) -> str:
-        """Return a symbol with the number of the block, where there are several."""
-        return symbol if self.layer is None else f"{symbol}^{{({self.layer})}}"
+        part = self.block.attention
+        return (part.n_heads, part.n_kv_heads) if self.sizes is None else (self.sizes.heads, self.sizes.kv_heads)
 
     def stage(
         self,
@@ -112,7 +125,7 @@ class BlockAt:
 
     def affine(self, name: str, X: Stage, weight: str, bias: str) -> Stage:
         """Return X W + 1 b^T, without b where the block has none."""
-        at = AffineAt(X.value, self.given(weight), self.given(bias))
+        at = AffineAt(X.value, self.parameters.get(weight), self.parameters.get(bias))
         renamed = {arg: self.symbols[where] for arg, where in (("W", weight), ("b", bias)) if arg in at.arguments}
         rule = rf"{X.symbol}\,{renamed['W']}{plus(renamed.get('b'))}"
         return self.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=renamed)
@@ -128,21 +141,22 @@ class BlockAt:
             InputError: If the norm has no chapter.
         """
         found = {arg: f"{dotted}.{p}" for arg, p in (("gamma", "weight"), ("beta", "bias")) if f"{dotted}.{p}" in self.parameters}
-        arrays = {arg: self.given(where) for arg, where in found.items()}
-        eps = _eps(part, X.value) if self.exact.eps is None else self.exact.eps(name, X.value, part)
-        at: Operation
-        if isinstance(part, nn.LayerNorm):
-            at, kind = LayerNormAt(X.value, **arrays, eps=eps), "LayerNorm"
-        elif isinstance(part, nn.RMSNorm):
-            at, kind = RMSNormAt(X.value, **arrays, eps=eps), "RMSNorm"
-        elif isinstance(part, GroupNorm):
-            groups = part.groups if self.sizes is None else self.sizes.groups
-            kind = {"layernorm": "GroupNorm", "rmsnorm": "GroupRMSNorm"}[part.kind]
-            at = GroupNormRowsAt(X.value, groups, **arrays, eps=eps, kind=part.kind)
-        else:
-            raise InputError(f"derive: {dotted} is a {type(part).__name__}, which has no chapter; use layernorm or rmsnorm")
+        arrays = {arg: self.parameters.get(where) for arg, where in found.items()}
         renamed = {arg: self.symbols[where] for arg, where in found.items()}
-        rule = rf"\mathrm{{{kind}}}({X.symbol})"
+        if not isinstance(part, (nn.LayerNorm, nn.RMSNorm, GroupNorm)):
+            raise InputError(f"derive: {dotted} is a {type(part).__name__}, which has no chapter; use layernorm or rmsnorm")
+        kind, groups, given = norm_of(part, getattr(X.value, "dtype", None))
+        eps: Any = Fraction(repr(given)) if is_exact(X.value) else given
+        eps = eps if self.exact.eps is None else self.exact.eps(name, X.value, part)
+        at: Operation
+        if isinstance(part, GroupNorm):
+            groups = groups if self.sizes is None else self.sizes.groups
+            at = GroupNormRowsAt(X.value, groups, **arrays, eps=eps, kind=kind)
+            title = {"layernorm": "GroupNorm", "rmsnorm": "GroupRMSNorm"}[kind]
+        else:
+            chapter, title = {"layernorm": (LayerNormAt, "LayerNorm"), "rmsnorm": (RMSNormAt, "RMSNorm")}[kind]
+            at = chapter(X.value, **arrays, eps=eps)
+        rule = rf"\mathrm{{{title}}}({X.symbol})"
         alphabet, names = self._norm_alphabet(name, X.symbol, renamed), self._norm_names(name, X.symbol)
         return self.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=alphabet, names=names)
 
@@ -165,14 +179,6 @@ class BlockAt:
         )
 
 
-def _eps(part: nn.Module, X: Array) -> Any:
-    """Return a norm's eps; RMSNorm takes the rounding unit of its input, or of float32, where none is given."""
-    eps = getattr(part, "eps", None)
-    if eps is None:
-        return 0 if is_exact(X) else torch.finfo(torch.promote_types(X.dtype, torch.float32)).eps
-    return Fraction(repr(eps)) if is_exact(X) else eps
-
-
 def attention_stage(parts: BlockAt, name: str, X: Stage) -> Stage:
     """Return the self-attention branch of a block at a point."""
     if is_the_papers(parts.block.attention):
@@ -190,10 +196,10 @@ def _papers_attention(parts: BlockAt, name: str, X: Stage) -> Stage:
     part, exact = parts.block.attention, parts.exact
     at = AttentionAt(
         X.value,
-        parts.given("attention.W_Q"),
-        parts.given("attention.W_K"),
-        parts.given("attention.W_V"),
-        parts.given("attention.W_O"),
+        parts.parameters.get("attention.W_Q"),
+        parts.parameters.get("attention.W_K"),
+        parts.parameters.get("attention.W_V"),
+        parts.parameters.get("attention.W_O"),
         mask=causal_mask(shape_of(X.value)[0], 1) if part.causal else None,
         scale=exact.scale,
         weights=exact.weights,
@@ -202,18 +208,13 @@ def _papers_attention(parts: BlockAt, name: str, X: Stage) -> Stage:
     x, logits = X.symbol, rf"{X.symbol}\,{renamed['W_Q']}\,{renamed['W_K']}^\top {X.symbol}^\top/\sqrt{{d_K}}"
     out = rf"\,{renamed['W_O']}" if "W_O" in renamed else ""
     rule = rf"A\,{x}\,{renamed['W_V']}{out},\quad A = \mathrm{{softmax}}(T)\text{{ by rows}},\quad T = {logits}"
-    return parts.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=renamed, names=_papers_names(name))
-
-
-def _papers_names(name: str) -> Names:
-    """Return the paper's names for the derivatives of F: G_k and Phi_kl."""
-    up = upper(name)
-    return Names(
+    names = Names(  # the paper's, for the derivatives of F
         lambda a: f"J_{{{name} {a}}}",
-        lambda a, b: rf"\Phi_{{{a},{b}}}{up}",
-        lambda i: f"G_{{{i}}}{up}",
-        lambda i, j: rf"\Phi_{{{i},{j}}}{up}",
+        lambda a, b: rf"\Phi_{{{a},{b}}}",
+        lambda i: f"G_{{{i}}}",
+        lambda i, j: rf"\Phi_{{{i},{j}}}",
     )
+    return parts.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=renamed, names=names)
 
 
 def _attention_chain(parts: BlockAt, name: str, X: Stage) -> Stage:
@@ -225,18 +226,16 @@ def _attention_chain(parts: BlockAt, name: str, X: Stage) -> Stage:
     V = _projected(parts, "V", X, kv_heads, heads // kv_heads)
     each = r"\text{ for each head}" if heads > 1 else ""
     scores = HeadProductAt(Q.value, K.value, heads, "scores", exact.scale)
-    T = parts.stage(parts.letter("T"), scores, {"P": Q, "R": K}, rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{each}")
+    T = parts.stage("T", scores, {"P": Q, "R": K}, rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{each}")
     mask = causal_mask(length, heads) if part.causal else None
     softmax = SoftmaxAt(T.value, mask=mask, weights=exact.weights)
-    A = parts.stage(parts.letter("A"), softmax, {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}")
-    C = parts.stage(
-        parts.letter("C"), HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{each}"
-    )
+    A = parts.stage("A", softmax, {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}")
+    C = parts.stage("C", HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{each}")
     C = _normed(parts, "c", C, "head")
     if heads > 1:
         width = shape_of(C.value)[1]
         matrix, rule = merge_heads(length, heads, width), rf"{C.symbol}\text{{, heads side by side}}"
-        C = parts.map(parts.letter("O"), C, matrix, (length, heads * width), rule)
+        C = parts.map("O", C, matrix, (length, heads * width), rule)
     C = _normed(parts, "c", C, "full")
     if part.W_O is not None:
         return parts.affine(name, C, "attention.W_O", "attention.b_O")
@@ -247,7 +246,7 @@ def _attention_chain(parts: BlockAt, name: str, X: Stage) -> Stage:
 def _projected(parts: BlockAt, letter: str, X: Stage, heads: int, repeat: int) -> Stage:
     """Return queries, keys or values: projected, split into heads, normed, turned."""
     part = parts.block.attention
-    stage = parts.affine(parts.letter(letter), X, f"attention.W_{letter}", f"attention.b_{letter}")
+    stage = parts.affine(letter, X, f"attention.W_{letter}", f"attention.b_{letter}")
     stage = _normed(parts, letter.lower(), stage, "full")
     length, columns = shape_of(stage.value)
     width = columns // heads
@@ -255,12 +254,12 @@ def _projected(parts: BlockAt, letter: str, X: Stage, heads: int, repeat: int) -
         shared = ", each for a group of queries" if repeat > 1 else ""
         rule = rf"{stage.symbol}\text{{, heads below each other{shared}}}"
         matrix = split_heads(length, heads, width, repeat)
-        stage = parts.map(marked("check", parts.letter(letter)), stage, matrix, (heads * repeat * length, width), rule)
+        stage = parts.map(marked("check", letter), stage, matrix, (heads * repeat * length, width), rule)
     stage = _normed(parts, letter.lower(), stage, "head")
     if part.rotary and letter in "QK":
         cos, sin = parts.exact.turns or _turns(length, width, part.rotary_theta, stage.value)
         turns = rotary(length, width, heads * repeat, part.rotary_theta, cos=cos, sin=sin)
-        turned = marked("tilde", parts.letter(letter))
+        turned = marked("tilde", letter)
         stage = parts.map(turned, stage, turns, shape_of(stage.value), rf"{stage.symbol}\text{{, rows turned by }}R_l")
     return stage
 
@@ -279,7 +278,7 @@ def _normed(parts: BlockAt, letter: str, stage: Stage, scope: str) -> Stage:
     norm = getattr(part, f"norm_{letter}")
     if norm is None or part.norm_scope != scope:
         return stage
-    return parts.norm(hat(parts.letter(letter.upper())), stage, norm, f"attention.norm_{letter}")
+    return parts.norm(marked("hat", letter.upper()), stage, norm, f"attention.norm_{letter}")
 
 
 def causal_mask(length: int, heads: int) -> Tensor:
@@ -297,70 +296,30 @@ def feedforward_stage(parts: BlockAt, name: str, Y: Stage) -> Stage:
         return _gated(parts, name, Y)
     at = FeedForwardAt(
         Y.value,
-        parts.given("feedforward.W_1"),
-        parts.given("feedforward.W_2"),
-        parts.given("feedforward.b_1"),
-        parts.given("feedforward.b_2"),
+        parts.parameters.get("feedforward.W_1"),
+        parts.parameters.get("feedforward.W_2"),
+        parts.parameters.get("feedforward.b_1"),
+        parts.parameters.get("feedforward.b_2"),
         parts.exact.activation or parts.block.feedforward.activation,
         residual=False,
     )
     renamed = {w: parts.symbols[f"feedforward.{w}"] for w in at.arguments if w != "Y"}
-    U = parts.letter("U")
+    U = "U"
     inner = rf"{U} = {Y.symbol}\,{renamed['W_1']}" + plus(renamed.get("b_1"))
     rule = rf"\sigma({U})\,{renamed['W_2']}{plus(renamed.get('b_2'))},\quad {inner}"
     return parts.stage(name, Renamed(at, renamed), {"Y": Y}, rule, alphabet={**renamed, "U": U})
 
 
 def _gated(parts: BlockAt, name: str, Y: Stage) -> Stage:
-    U = parts.affine(parts.letter("U"), Y, "feedforward.W_1", "feedforward.b_1")
-    U_G = parts.affine(parts.letter("U_G"), Y, "feedforward.W_G", "feedforward.b_G")
-    gate = parts.stage(
-        parts.letter(r"\Gamma"), ActivationAt(parts.exact.activation or "silu", U_G.value), {"X": U_G}, rf"\sigma({U_G.symbol})"
-    )
+    U = parts.affine("U", Y, "feedforward.W_1", "feedforward.b_1")
+    U_G = parts.affine("U_G", Y, "feedforward.W_G", "feedforward.b_G")
+    gate = parts.stage(r"\Gamma", ActivationAt(parts.exact.activation or "silu", U_G.value), {"X": U_G}, rf"\sigma({U_G.symbol})")
     product = HadamardAt(gate.value, U.value)
-    P = parts.stage(parts.letter("P"), product, {"X": gate, "Y": U}, rf"{gate.symbol}\odot {U.symbol}")
+    P = parts.stage("P", product, {"X": gate, "Y": U}, rf"{gate.symbol}\odot {U.symbol}")
     return parts.affine(name, P, "feedforward.W_2", "feedforward.b_2")
 
 
-@dataclass
-class Parts(BlockAt):
-    """A block at a point, under the names that its equation uses.
-
-    Args:
-        spelt: whether the number ``b.factor`` of an equation is a letter.
-    """
-
-    spelt: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sums = [self.letter("R"), self.letter("S")]
-
-    def attention(self, X: StageValue) -> StageValue:
-        """The self-attention branch, F."""
-        return StageValue(lambda name: attention_stage(self, name, X.stage), lambda: self.letter("F"), self.sums)
-
-    def feedforward(self, Y: StageValue) -> StageValue:
-        """The feed-forward branch, M."""
-        return StageValue(lambda name: feedforward_stage(self, name, Y.stage), lambda: self.letter("M"), self.sums)
-
-    def __getattr__(self, name: str) -> Any:
-        """Norms, numbers and parameters of the block, under the names that its equation uses."""
-        if name.startswith("__") or "block" not in self.__dict__:
-            raise AttributeError(name)
-        part = getattr(self.block, name)
-        if isinstance(part, nn.Parameter):
-            return Parameter(self.symbols[name], self.parameters[name])
-        if isinstance(part, nn.Module):
-            return lambda X: StageValue(
-                lambda symbol: self.norm(symbol, X.stage, part, name), lambda: hat(X.stage.symbol), self.sums
-            )
-        if name == "factor" and self.spelt and (written := spelling(self.block)) is not None:
-            return Factor(part, written.letter)
-        return part
-
-
-def block_stage(parts: Parts, X: Stage) -> Stage:
+def block_stage(parts: BlockAt, X: Stage) -> Stage:
     """Return the output of a block as a stage on its parameters and its input."""
     return run(parts.block.equation, parts, StageValue(lambda name: X, lambda: X.symbol, parts.sums))
 

@@ -18,12 +18,11 @@ from derivations.matrix import Matrix, add
 from derivations.operation import Lettered, Operation, shape_of
 from derivations.stage import Stage, Term
 from hessiankit.blocks import TransformerBlock
-from hessiankit.blocks.norms import GroupNorm
 from hessiankit.engine.problem.validation import one_kind
-from hessiankit.formulas.block_at import Parts, block_stage, input_stage
+from hessiankit.formulas.block_at import BlockAt, block_stage, input_stage
 from hessiankit.formulas.result import Derivation
 from hessiankit.formulas.symbols import SizeName, index_of, prime_copy, sizes_for, spelling, symbol_of
-from hessiankit.formulas.typesetting import Story, tell
+from hessiankit.formulas.typesetting import Story, story_of
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, unknown
 
@@ -71,19 +70,18 @@ def asked_names(block: TransformerBlock, wrt: str | Sequence[str]) -> tuple[str,
     chosen = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     if not 1 <= len(chosen) <= 2 or not all(isinstance(name, str) for name in chosen):
         raise InputError(f"derive: wrt={wrt!r} is not one or two names; pass one for a Jacobian, two for a Hessian block")
-    return tuple(_name(block, name) for name in chosen)
-
-
-def _name(block: TransformerBlock, name: str) -> str:
-    if name in ("X", "input"):
-        return "X"
-    known = [n for n, _ in block.named_parameters()]
-    for candidate in known:
-        symbol = symbol_of(candidate)
-        if name in (candidate, symbol, symbol.lstrip("\\"), index_of(symbol)) or ALIASES.get(name) == candidate:
-            return candidate
-    words = [word for word, target in ALIASES.items() if target in known]
-    raise unknown("derive", "wrt", name, [*words, *known, "X"])
+    known = {"X": "X"}
+    for dotted, _ in block.named_parameters():
+        symbol = symbol_of(dotted)
+        for name in (dotted, symbol, symbol.lstrip("\\"), index_of(symbol)):
+            known.setdefault(name, dotted)
+    words = {word: target for word, target in ALIASES.items() if target in known}
+    for name in chosen:
+        if name not in known and name not in words:
+            raise unknown(
+                "derive", "wrt", name, [*(word for word in words if word != "input"), *dict(block.named_parameters()), "X"]
+            )
+    return tuple((known | words)[name] for name in chosen)
 
 
 def sequence(block: TransformerBlock, inputs: Tensor | None, length: int, seed: int) -> Tensor:
@@ -194,24 +192,23 @@ def derive(
     X = sequence(block, inputs, length, seed)
     goal = target_of(loss, target, X, seed)
 
-    def told() -> Story:
-        part, grouped = block.attention, any(isinstance(m, GroupNorm) for m in block.modules())
-        sizes = sizes_for(part.n_heads, part.n_kv_heads, rotary=part.rotary, groups=grouped)
+    def story() -> Story:
+        sizes = sizes_for(block)
         parameters, tokens = prime_copy(block, sizes, seed)
-        Z = block_stage(Parts(block, parameters, sizes=sizes, spelt=True), input_stage(tokens))
+        Z = block_stage(BlockAt(block, parameters, sizes=sizes, spelt=True), input_stage(tokens))
         terms = _terms(Z, symbols, loss, target_of(loss, None, tokens, seed))
         written = spelling(block)
-        left = _left(loss, symbols)
-        return tell(left, _sum(terms), terms, _rule(Z, symbols, loss), Z, [written.known] if written else [], SizeName(sizes))
+        known = [written.known] if written else []
+        return story_of(_left(loss, symbols), _sum(terms), terms, _rule(Z, symbols, loss), Z, known, SizeName(sizes))
 
     def symbolic() -> Matrix:
         parameters = {name: _symbols_for(symbol_of(name), shape_of(p)) for name, p in point.items()}
         answer = _symbols_for("T", shape_of(X)) if loss == "mse" else goal
-        Z = block_stage(Parts(block, parameters, spelt=True), input_stage(_symbols_for("X", shape_of(X))))
+        Z = block_stage(BlockAt(block, parameters, spelt=True), input_stage(_symbols_for("X", shape_of(X))))
         return _sum(_terms(Z, symbols, loss, answer))
 
-    Z = block_stage(Parts(block, point), input_stage(X))
-    return Derivation(names, loss, _sum(_terms(Z, symbols, loss, goal)), told, symbolic)
+    Z = block_stage(BlockAt(block, point), input_stage(X))
+    return Derivation(names, loss, _sum(_terms(Z, symbols, loss, goal)), story, symbolic)
 
 
 def _sum(terms: Sequence[Term]) -> Matrix:

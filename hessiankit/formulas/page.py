@@ -78,13 +78,13 @@ The second derivative in W_Q and W_V is the theorem of *Closing the Curvature Ga
 Grouped queries, rotary positions, SwiGLU: the norms of queries, keys and values stand inside the attention, one norm before
 the network.
 
-{hybrid_block}
+{hybridnorm_block}
 
-{hybrid_top}
+{hybridnorm_top}
 
-{hybrid_terms}
+{hybridnorm_terms}
 
-{hybrid_rest}
+{hybridnorm_rest}
 
 ![The same, typeset](derivation_hybridnorm.png)
 
@@ -106,11 +106,9 @@ def page() -> str:
     """Return the Markdown of docs/derivations.md."""
     pieces: dict[str, str] = {}
     symbols: dict[str, str] = {}
-    for name, key in (("post", "post"), ("hybridnorm", "hybrid")):
-        story = examples()[name].story
-        rows = [(line.symbol, line.formula) for line in story.lines]
-        pieces[f"{key}_block"], pieces[f"{key}_top"] = _math(story.values), _math(rows[:1])
-        pieces[f"{key}_rest"] = _math(rows[1:])
+    for key, derivation in examples().items():
+        story = derivation.story
+        pieces[f"{key}_block"], pieces[f"{key}_top"], pieces[f"{key}_rest"] = map(_math, (story.values, *story.parts))
         pieces[f"{key}_terms"] = "\n".join(f"- {_inline(formula)}: {_words(meaning)}" for formula, meaning in story.terms)
         symbols.update(story.legend)
     table = [f"| {_inline(symbol)} | {_words(meaning)} |" for symbol, meaning in symbols.items()]
@@ -155,10 +153,7 @@ def _picture(latex: str, path: Path) -> None:
     tall = latex.replace("landscape,margin=1.5cm", "paperwidth=28cm,paperheight=56cm,margin=1.5cm")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "page.tex").write_text(tall, encoding="utf-8")
-        for command in (
-            "pdflatex -interaction=batchmode -halt-on-error page.tex",
-            "pdftoppm -r 130 -singlefile -png page.pdf page",
-        ):
+        for command in _COMMANDS:
             subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
         pixels = matplotlib.image.imread(Path(folder) / "page.png")[..., :3]
     inked = np.argwhere(pixels.min(axis=2) < 0.99)

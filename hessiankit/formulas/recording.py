@@ -17,7 +17,7 @@ from derivations.gains import ColumnScaleAt, ScalarScaleAt
 from derivations.operation import Renamed, shape_of, size
 from derivations.stage import Names, Stage, total
 from hessiankit.blocks.placements import Equation, steps
-from hessiankit.formulas.symbols import Factor, FactorAt, bar, index_of, upper
+from hessiankit.formulas.symbols import Factor, FactorAt, bar, index_of
 
 Make = Callable[[str], Stage]
 
@@ -49,19 +49,17 @@ class StageValue:
         return StageValue(make, lambda: own or f"({self.stage.symbol}+{other.stage.symbol})", self._sums)
 
     def __rmul__(self, c: float) -> StageValue:
-        return self._scaled(c)
+        printed = sympy.latex(c.letter) if isinstance(c, Factor) else f"{float(c):.6g}"
+        return self.multiple(
+            lambda name, X: Stage(name, FactorAt(X.value, c), {"X": X}, rule=rf"{printed}\,{X.symbol}", index=index_of)
+        )
 
     def __mul__(self, factor: Parameter) -> StageValue:
         return factor.times(self)
 
-    def _scaled(self, c: float) -> StageValue:
-        printed = sympy.latex(c.letter) if isinstance(c, Factor) else f"{float(c):.6g}"
-
-        def make(name: str) -> Stage:
-            X = self.stage
-            return Stage(name, FactorAt(X.value, c), {"X": X}, rule=rf"{printed}\,{X.symbol}", index=index_of)
-
-        return StageValue(make, lambda: bar(self.stage.symbol), self._sums)
+    def multiple(self, make: Callable[[str, Stage], Stage]) -> StageValue:
+        """Return this value times something: (symbol, this stage) -> the stage; without a name it has a bar."""
+        return StageValue(lambda name: make(name, self.stage), lambda: bar(self.stage.symbol), self._sums)
 
 
 class Parameter:
@@ -73,21 +71,15 @@ class Parameter:
     def times(self, value: StageValue) -> StageValue:
         """Return value * parameter, as broadcasting has it."""
 
-        def make(name: str) -> Stage:
-            X = value.stage
+        def make(name: str, X: Stage) -> Stage:
             vector = size(shape_of(self.value)) == shape_of(X.value)[1]
             operation = ColumnScaleAt(X.value, self.value) if vector else ScalarScaleAt(X.value, self.value)
             letter = "v" if vector else "a"
-            return Stage(
-                name,
-                Renamed(operation, {letter: self.name}),
-                {"X": X},
-                alphabet={"X": X.symbol, letter: self.name},
-                rule=rf"{X.symbol}\operatorname{{diag}}({self.name})" if vector else rf"{self.name}\,{X.symbol}",
-                index=index_of,
-            )
+            rule = rf"{X.symbol}\operatorname{{diag}}({self.name})" if vector else rf"{self.name}\,{X.symbol}"
+            alphabet = {"X": X.symbol, letter: self.name}
+            return Stage(name, Renamed(operation, {letter: self.name}), {"X": X}, alphabet=alphabet, rule=rule, index=index_of)
 
-        return StageValue(make, lambda: bar(value.stage.symbol), value._sums)
+        return value.multiple(make)
 
     def __mul__(self, value: StageValue) -> StageValue:
         return self.times(value)
@@ -97,18 +89,17 @@ def run(equation: Equation, parts: Any, X: StageValue) -> Stage:
     """Return the last stage of an equation; values take the names that its source gives them, the last one is Z."""
     for name, value in steps(equation, parts, X):
         if isinstance(value, StageValue):
-            value.called(parts.letter(name or "Z"))
+            value.called(name or "Z")
     return value.stage  # type: ignore[no-any-return]
 
 
 def sum_names(symbol: str) -> Names | None:
     r"""Return the names of Closing the Curvature Gap for S, the sum before the last norm: B_i and xi_ij; None for others."""
-    letter, up = symbol.partition("^")[0], upper(symbol)
-    if letter != "S":
+    if symbol != "S":
         return None
     return Names(
-        lambda a: f"J_{{{symbol} {a}}}",
-        lambda a, b: f"{letter}_{{{a},{b}}}{up}",
-        lambda i: f"B_{{{i}}}{up}",
-        lambda i, j: rf"\xi_{{{i},{j}}}{up}",
+        lambda a: f"J_{{S {a}}}",
+        lambda a, b: f"S_{{{a},{b}}}",
+        lambda i: f"B_{{{i}}}",
+        lambda i, j: rf"\xi_{{{i},{j}}}",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import sympy
 from torch import Tensor
 
 from derivations.matrix import Inequality, Matrix, inequalities
-from hessiankit.formulas.typesetting import Story, align, described, document, in_math, plain, text_lines, words
+from hessiankit.formulas.typesetting import Story, align, explained, html_of, latex_file, plain, text_lines
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Detail, Piece, Printed
 
@@ -40,7 +39,7 @@ class Derivation(Printed):
     wrt: tuple[str, ...]
     loss: str | None
     matrix: Matrix
-    _told: Callable[[], Story]
+    _make_story: Callable[[], Story]
     _symbolic: Callable[[], Matrix]
 
     @property
@@ -86,7 +85,7 @@ class Derivation(Printed):
     @cached_property
     def story(self) -> Story:
         """The block's values, the lines of the derivation with their rules, and what the symbols stand for."""
-        return self._told()
+        return self._make_story()
 
     def latex(self, *, document: bool = False) -> str:
         r"""Return the derivation in LaTeX: the block's values, the result, then each object that it refers to.
@@ -95,18 +94,11 @@ class Derivation(Printed):
             document: whether to return a file that compiles, with what the symbols stand for, in place of an ``align*``
                 environment.
         """
-        return self._document() if document else align([*self.story.values, *self._rows])
+        return latex_file(self.story) if document else align([*self.story.values, *self.story.rows])
 
     def explain(self) -> str:
         """Return the derivation as text: the block's values, each line with the rule that made it, and the symbols."""
-        story = self.story
-        top = story.lines[0]
-        lines = text_lines(story.values)
-        lines += ["", *text_lines([(top.symbol, top.formula)]), f"    {words(top.rule)}"]
-        lines += [f"    {plain(formula)}: {words(meaning)}" for formula, meaning in story.terms]
-        for line in story.lines[1:]:
-            lines += [*text_lines([(line.symbol, line.formula)]), f"    {words(line.rule)}"]
-        return "\n".join([*lines, "", *(f"{plain(symbol)}: {words(meaning)}" for symbol, meaning in story.legend)])
+        return explained(self.story)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that is printed, in LaTeX, with the shape and the norm bound, ready for JSON."""
@@ -128,45 +120,14 @@ class Derivation(Printed):
 
     def _headline(self) -> str:
         rows, columns = self.shape
-        return f"{text_lines(self._rows)[0]}      ({rows} x {columns})"
+        return f"{text_lines(self.story.rows)[0]}      ({rows} x {columns})"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
-        yield from (Detail(f"    {line}") for line in text_lines(self._rows)[1:])
+        yield from (Detail(f"    {line}") for line in text_lines(self.story.rows)[1:])
 
     def _repr_latex_(self) -> str:
-        return f"$$\n{align([*self.story.values, *self._rows], 'aligned')}$$"
+        return f"$$\n{align([*self.story.values, *self.story.rows], 'aligned')}$$"
 
     def _repr_html_(self) -> str:
-        rows, columns = self.shape
-        top, *rest = self._rows
-        legend = "".join(f"<li>${_safe(symbol)}$: {_safe(meaning)}</li>" for symbol, meaning in self.story.legend)
-        terms = "".join(f"<li>${_safe(formula)}$: {_safe(meaning)}</li>" for formula, meaning in self.story.terms)
-        with_ = f"<p>with</p>$$\n{_safe(align(rest, 'aligned'))}$$" if rest else ""
-        return (
-            f"<div>$$\n{_safe(align([top], 'aligned'))}$$<p>{rows} x {columns}, the sum of</p><ul>{terms}</ul>"
-            f"{with_}"
-            f"<details><summary>Values of the block</summary>$$\n{_safe(align(self.story.values, 'aligned'))}$$</details>"
-            f"<details><summary>Symbols</summary><ul>{legend}</ul></details></div>"
-        )
-
-    @property
-    def _rows(self) -> list[tuple[str, str]]:
-        return [(line.symbol, line.formula) for line in self.story.lines]
-
-    def _document(self) -> str:
-        story = self.story
-        top, *rest = self._rows
-        title = rf"${top[0]}$ of a transformer block"
-        terms = [(formula, in_math(meaning)) for formula, meaning in story.terms]
-        sections = [
-            ("The block", align(story.values)),
-            ("The result", align([top]) + described(terms)),
-            ("What it refers to", align(rest)),
-            ("Symbols", described((symbol, in_math(meaning)) for symbol, meaning in story.legend)),
-        ]
-        return document(title, [section for section in sections if section[1] and section != ("What it refers to", align([]))])
-
-
-def _safe(latex: str) -> str:
-    return html.escape(latex, quote=False)
+        return html_of(self.story, self.shape)

@@ -21,6 +21,7 @@ from derivations.arrays import Array, is_exact, scale
 from derivations.matrix import Identity, Matrix, Zero, scaled
 from derivations.operation import Shape, expect_names, shape_of, size
 from hessiankit.blocks import TransformerBlock
+from hessiankit.blocks.norms import GroupNorm
 
 LENGTH, WIDTH, QUERY, HIDDEN, HEADS, SHARED, GROUPS = 17, 5, 7, 19, 11, 13, 23
 """Primes above 3: numerators such as the 2 and 3 of 2/(Ld) and 3/d^2 do not cancel against them."""
@@ -58,25 +59,20 @@ class Sizes:
         return [(n, letter) for n, letter in named if n > 1]
 
 
-def sizes_for(heads: int, kv_heads: int, *, rotary: bool = False, groups: bool = False) -> Sizes:
-    """Return different primes for the sizes of a block of a structure.
-
-    Args:
-        heads: of queries; what counts is whether there is one.
-        kv_heads: of keys and values; what counts is whether there is one, and whether they are fewer.
-        rotary: whether features are rotated in pairs, so that their number is even.
-        groups: whether norms act on groups of features.
-    """
-    query, value, g = 2 * QUERY if rotary else QUERY, WIDTH * (GROUPS if groups else 1), GROUPS if groups else 1
-    kv = HEADS if kv_heads > 1 else 1
-    H = kv * SHARED if kv_heads < heads else kv
-    return Sizes(H, kv, H * value, query, value, HIDDEN, g)
+def sizes_for(block: TransformerBlock) -> Sizes:
+    """Return different primes for the sizes of a block's structure: one head or several, shared keys, rotation, groups."""
+    part = block.attention
+    groups = GROUPS if any(isinstance(m, GroupNorm) for m in block.modules()) else 1
+    query, value = 2 * QUERY if part.rotary else QUERY, WIDTH * groups
+    kv_heads = HEADS if part.n_kv_heads > 1 else 1
+    heads = kv_heads * SHARED if part.n_kv_heads < part.n_heads else kv_heads
+    return Sizes(heads, kv_heads, heads * value, query, value, HIDDEN, groups)
 
 
 class SizeName:
     r"""The name of a size.
 
-    >>> name = SizeName(sizes_for(1, 1))
+    >>> name = SizeName(sizes_for(TransformerBlock(4, 5)))
     >>> name(85), name(25), name(17 * 5 * 5 * 7), name(1), name.scalar(Fraction(2, 85)), name.scalar(1 / sympy.sqrt(7))
     ('Ld', 'd^2', 'Ld^2d_K', '1', '\\frac{2}{Ld}', '\\frac{1}{\\sqrt{d_K}}')
     """
@@ -169,32 +165,13 @@ def index_of(symbol: str) -> str:
     return symbol.removeprefix("W_")
 
 
-def upper(symbol: str) -> str:
-    """Return the upper index of a symbol with its sign, or nothing.
-
-    >>> upper("F^{(2)}"), upper("F")
-    ('^{(2)}', '')
-    """
-    _, sign, index = symbol.partition("^")
-    return sign + index
-
-
 def marked(accent: str, symbol: str) -> str:
-    r"""Return a symbol with an accent.
+    r"""Return a symbol with an accent: a hat on a normed value, a tilde on a rotated one, a check on one split into heads.
 
-    >>> marked("tilde", "Q^{(2)}")
-    '\\tilde{Q}^{(2)}'
+    >>> marked("tilde", "Q")
+    '\\tilde{Q}'
     """
-    return rf"\{accent}{{{symbol.partition('^')[0]}}}{upper(symbol)}"
-
-
-def hat(symbol: str) -> str:
-    r"""Return the symbol of a normed value.
-
-    >>> hat("Y")
-    '\\hat{Y}'
-    """
-    return marked("hat", symbol)
+    return rf"\{accent}{{{symbol}}}"
 
 
 def bar(symbol: str) -> str:
@@ -306,7 +283,12 @@ class FactorAt:
     @property
     def value(self) -> Array:
         """N."""
-        return scale(getattr(self.c, "letter", Fraction(self.c)) if is_exact(self.X) else float(self.c), self.X)
+        return scale(self._printed if is_exact(self.X) else float(self.c), self.X)
+
+    @property
+    def _printed(self) -> Any:
+        """The letter of c, or c itself in the arithmetic of X."""
+        return getattr(self.c, "letter", Fraction(self.c) if is_exact(self.X) else float(self.c))
 
     def jacobian(self, name: str) -> Matrix:
         """Return c I.
@@ -315,8 +297,7 @@ class FactorAt:
             ValueError: if the name is not "X".
         """
         expect_names(self, "jacobian", name)
-        plain = Fraction(self.c) if is_exact(self.X) else float(self.c)
-        return scaled(getattr(self.c, "letter", plain), Identity(size(shape_of(self.X))))
+        return scaled(self._printed, Identity(size(shape_of(self.X))))
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
         """Return zero.

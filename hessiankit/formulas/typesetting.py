@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -108,18 +109,6 @@ def align(rows: Iterable[tuple[str, str]], environment: str = "align*", width: i
     """Return (symbol, formula) rows in an environment with aligned signs of equality, long formulas in several lines."""
     lines = [rf"{symbol} &= " + " \\\\\n&\\quad ".join(broken(formula, width)) for symbol, formula in rows]
     return f"\\begin{{{environment}}}\n" + " \\\\\n".join(lines) + f"\n\\end{{{environment}}}\n"
-
-
-def document(title: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Return a LaTeX file with a title and (heading, body) sections."""
-    body = "\n".join(rf"\subsection*{{{heading}}}" + f"\n{text}" for heading, text in sections)
-    return f"{_HEAD}\\section*{{{title}}}\n{body}\n\\end{{document}}\n"
-
-
-def described(rows: Iterable[tuple[str, str]]) -> str:
-    """Return (symbol, meaning) rows as a two-column list."""
-    lines = [rf"${symbol}$ & {meaning} \\" for symbol, meaning in rows]
-    return "\\begin{tabular}{@{}ll}\n" + "\n".join(lines) + "\n\\end{tabular}\n"
 
 
 def in_math(text: str) -> str:
@@ -302,8 +291,18 @@ class Story:
     terms: list[tuple[str, str]]
     legend: list[tuple[str, str]] = field(default_factory=list)
 
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """(symbol, formula) of the lines."""
+        return [(line.symbol, line.formula) for line in self.lines]
 
-def tell(
+    @property
+    def parts(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """The row of the result, and the rows of what it refers to."""
+        return self.rows[:1], self.rows[1:]
+
+
+def story_of(
     left: str, matrix: Matrix, terms: Sequence[Term], rule: str, Z: Stage, known: Sequence[tuple[str, str]], names: SizeName
 ) -> Story:
     """Return the story of a derivation.
@@ -325,3 +324,49 @@ def tell(
     text = " ".join(piece for line in lines for piece in (line.symbol, line.formula))
     shown = text + " " + " ".join(rule for _, rule in values)
     return Story(values, lines, said, legend(shown, names.used))
+
+
+def explained(story: Story) -> str:
+    """Return a story as text: the block's values, each line with the rule that made it, the terms and the symbols."""
+    lines = text_lines(story.values)
+    for k, line in enumerate(story.lines):
+        lines += [*([""] if k == 0 else []), *text_lines([(line.symbol, line.formula)]), f"    {words(line.rule)}"]
+        lines += [f"    {plain(formula)}: {words(meaning)}" for formula, meaning in story.terms] if k == 0 else []
+    return "\n".join([*lines, "", *(f"{plain(symbol)}: {words(meaning)}" for symbol, meaning in story.legend)])
+
+
+def html_of(story: Story, shape: tuple[int, int]) -> str:
+    """Return a story as HTML for a notebook, formulas between dollars."""
+    values, top, rest = (_safe(align(rows, "aligned")) if rows else "" for rows in (story.values, *story.parts))
+    terms, meanings = (
+        "".join(f"<li>${_safe(latex)}$: {_safe(meaning)}</li>" for latex, meaning in rows) for rows in (story.terms, story.legend)
+    )
+    with_ = f"<p>with</p>$$\n{rest}$$" if rest else ""
+    return (
+        f"<div>$$\n{top}$$<p>{shape[0]} x {shape[1]}, the sum of</p><ul>{terms}</ul>{with_}"
+        f"<details><summary>Values of the block</summary>$$\n{values}$$</details>"
+        f"<details><summary>Symbols</summary><ul>{meanings}</ul></details></div>"
+    )
+
+
+def latex_file(story: Story) -> str:
+    """Return a story as a LaTeX file that compiles."""
+    top, rest = story.parts
+    sections = [
+        ("The block", align(story.values)),
+        ("The result", align(top) + _described(story.terms)),
+        ("What it refers to", align(rest) if rest else ""),
+        ("Symbols", _described(story.legend)),
+    ]
+    body = "\n".join(rf"\subsection*{{{heading}}}" + f"\n{text}" for heading, text in sections if text)
+    return f"{_HEAD}\\section*{{${top[0][0]}$ of a transformer block}}\n{body}\n\\end{{document}}\n"
+
+
+def _described(rows: Iterable[tuple[str, str]]) -> str:
+    """Return (symbol, meaning) rows as a two-column list; the meaning's words hold underscores."""
+    lines = [rf"${symbol}$ & {in_math(meaning)} \\" for symbol, meaning in rows]
+    return "\\begin{tabular}{@{}ll}\n" + "\n".join(lines) + "\n\\end{tabular}\n"
+
+
+def _safe(latex: str) -> str:
+    return html.escape(latex, quote=False)

@@ -23,7 +23,7 @@ import numpy as np
 from derivations.arrays import Array
 from derivations.matrix import Dense, Matrix, Named
 from hessiankit.blocks import PLACEMENTS, TransformerBlock
-from hessiankit.formulas.block_at import Exact, Parts, block_stage, input_stage
+from hessiankit.formulas.block_at import BlockAt, Exact, block_stage, input_stage
 from hessiankit.verify.block_structure import BlockStructure
 from hessiankit.verify.exact_builders import formal_activation
 from hessiankit.verify.exact_case import EXACT, ExactCase, ExactComparison, JetReference, RationalDraw, against
@@ -75,12 +75,12 @@ def block_comparisons(block: TransformerBlock, draw: RationalDraw) -> Iterator[E
     """
     point = {name: draw.array(*p.shape) for name, p in block.named_parameters()}
     X = draw.array(LENGTH, block.d_model)
-    symbols = Parts(block, point).symbols
+    symbols = BlockAt(block, point).symbols
     variables = Variables({"X": X, **{symbols[name]: value for name, value in point.items()}})
     with formal_activation(draw.seed, draw.function()) as smooth:
         jets = JetBlock(block, {n: variables[symbols[n]] for n in point}, draw.exponential(), smooth, draw.eps)
         output = block.equation(jets, variables["X"])
-        Z = block_stage(Parts(block, point, exact=_exact(block, jets)), input_stage(X))
+        Z = block_stage(BlockAt(block, point, exact=_exact(block, jets)), input_stage(X))
         written = _Written()
         for comparison in against(Z, JetReference(variables, output)):
             yield replace(comparison, closed=written(comparison.closed))

@@ -14,7 +14,7 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.blocks import placements as eq
 from hessiankit.blocks.attention import Attention
 from hessiankit.blocks.placements import placement_of_layer
-from hessiankit.formulas.block_at import Parts, block_stage, input_stage
+from hessiankit.formulas.block_at import BlockAt, block_stage, input_stage
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
@@ -51,7 +51,7 @@ def errors(seed: int, placement: str, written: Written) -> list[float]:
     draw = Draw(seed)
     block = make(placement)
     W, X = generic(block, draw), draw.normal(3, 6)
-    Z = block_stage(Parts(block, {name: p.detach() for name, p in block.named_parameters()}), input_stage(X))
+    Z = block_stage(BlockAt(block, {name: p.detach() for name, p in block.named_parameters()}), input_stage(X))
     reference = jacobian_of(lambda W_Q: written(X, {**W, "W_Q": W_Q}), W["W_Q"])
     return [relative_error(block(X), written(X, W)), relative_error(dense(Z.jacobian("W_Q")), reference)]
 
