@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 @contextmanager
@@ -35,8 +36,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with preserved_random_states(model), torch.inference_mode(False), torch.enable_grad():
+    with preserved_random_states(model), preserved_buffers(model), torch.inference_mode(False), torch.enable_grad():
         try:
             model.eval()
             for p, _, _ in parameters:
@@ -48,10 +48,19 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
                 p.requires_grad_(wanted)
             for module, mode in modes:
                 module.training = mode
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not torch.equal(buffer, value):  # a copy counts as a change for graphs that hold the buffer
-                        buffer.copy_(value)
+
+
+@contextmanager
+def preserved_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the values of every buffer afterwards; one that did not change is not written: graphs with it stay valid."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta and not is_lazy(buffer)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                if buffer.shape != value.shape or buffer.dtype != value.dtype or not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Verification: references that take other routes, their health, exact arithmetic, and the one call that joins them."""
+"""Verification: references by other routes, their health, exact arithmetic, identities, and ``check``, which joins them."""
 
 from hessiankit.verify.check import check
 from hessiankit.verify.check_report import CheckReport, CheckRow

@@ -1,4 +1,4 @@
-"""What a block's formulas depend on, apart from its sizes: a small block of the same structure shows all of it."""
+"""The structure of a block (placement, norm, heads, mask, biases), which decides its formulas, and the smallest such block."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class BlockStructure:
 
 
 def structure_of(block: TransformerBlock) -> BlockStructure:
-    """Return the structure of a block, with as many heads as ``Structure.small`` can take.
+    """Return the structure of a block, with as many heads as ``BlockStructure.small`` has.
 
     >>> print(structure_of(TransformerBlock(8, 5, 4, "pre", "rmsnorm", "swiglu", n_kv_heads=2, causal=True)))
     pre: rmsnorm, swiglu, 2 heads on 1, causal

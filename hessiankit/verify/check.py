@@ -1,17 +1,17 @@
-"""Does the closed form agree with automatic differentiation? One call, one report, usable as a test."""
+"""``check``: compare the closed form of a module with automatic differentiation, in one report that a test can assert."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
-from hessiankit.curvature.dense import hessian
+from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.engine.problem.batches import batches
@@ -22,10 +22,10 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
 from hessiankit.verify.comparison import closed_form
-from hessiankit.verify.exact import check_exact_blocks
+from hessiankit.verify.exact import ExactRow, check_exact_blocks
 from hessiankit.verify.health import Health, examine, rounding_noise
-from hessiankit.verify.identities import examine_identities
-from hessiankit.verify.in_place import converted, kept
+from hessiankit.verify.identities import IdentityReport, examine_identities
+from hessiankit.verify.in_place import converted, preserved
 from hessiankit.verify.probes import directions, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.products import Products
@@ -36,7 +36,7 @@ from hessiankit.verify.small_blocks import formula_errors, twin_rows
 from hessiankit.verify.traits import STOPPED, traits
 
 AGAINST = ("reverse-over-reverse", "jvp(grad)", "central-differences", "torch.func.hessian", "curvlinops")
-"""What is compared with where the route table does not decide, and for hessiankit's own blocks: the wrong ones are shown too."""
+"""The references where the route table does not decide, and for hessiankit's own blocks: the wrong ones are shown too."""
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.3}
 """Relative to the largest entry of a block pair; float32 and bfloat16 lose digits in sums over tokens and samples."""
@@ -87,7 +87,7 @@ def check(
             route table (``hessiankit routes``) calls right for every operation of the module, and central differences; where
             the table is of another torch or lacks an operation, and for hessiankit's own blocks, ``AGAINST``.
         rtol: Tolerance relative to the largest entry of each block pair; 1e-10 in float64, 1e-3 in float32.
-        seed: Of everything that is drawn.
+        seed: Seed of all random numbers.
         dtype: The dtype of the check: the module's own tensors are converted where they lie and put back bit for bit, inputs
             are cast; None keeps the module's own.
         directions: Directions a parameter to compare along; by default every entry is compared up to 400 parameters
@@ -115,8 +115,8 @@ def check(
     if complex_one is not None:
         raise InputError(f"check: the parameter {complex_one!r} is complex; pass real ones, the Hessian is of a real function")
     names = None if params is None else list(select("check", block_or_module, params))
-    asked = _Asked(block_or_module, loss, names, against, rtol, seed, directions, formulas, exact, progress)
-    with kept(block_or_module, loss), converted((block_or_module, loss), dtype):
+    options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, progress)
+    with preserved(block_or_module, loss), converted((block_or_module, loss), dtype):
         drawn = " and inputs and target drawn from it" if inputs is None else ""
         if inputs is None:
             inputs, target = generic_example(block_or_module, loss, seed)
@@ -127,16 +127,15 @@ def check(
             inputs, target = (ordinary(part) for part in next(pairs))
         if dtype is not None:
             inputs, target = (cast(x, dtype) for x in (inputs, target))
-        report = asked.report(inputs, target)  # which refuses a module without parameters
+        report = _report(block_or_module, inputs, target, options)  # refuses a module without parameters
         words = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(inputs)}, {_dtype(block_or_module)}"
         return replace(report, asked=f"{words}, seed {seed}{drawn}")
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What :func:`check` was asked, for a module that is in the dtype of the check."""
+class _Options:
+    """The options of :func:`check`."""
 
-    module: nn.Module
     loss: Loss
     params: list[str] | None
     against: Iterable[str] | None
@@ -147,110 +146,117 @@ class _Asked:
     exact: bool
     progress: Callable[[str, int, int], None] | None
 
-    def report(self, inputs: Any, target: Any) -> CheckReport:
-        """Compute the closed form and the references, and compare them."""
-        start, module, tell = time.perf_counter(), self.module, self.progress
-        chosen = select("check", module, self.params)
-        size = sum(p.numel() for p in chosen.values())
-        if size > (PRODUCTS if self.directions is None else MATRIX) and self.directions != 0:
-            return self._by_products(inputs, target, list(chosen), start)
-        told = None if tell is None else lambda done, total: tell("closed form", done, total)
-        found = hessian(  # loss and gradient are rows of the report
-            module, inputs, target, loss=self.loss, params=self.params, progress=told, handshake=False
-        )
-        values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in found.slices}
-        problem = Problem(module, inputs, target, self.loss, values)
-        seen = traits(problem)
-        precision = seen.precision  # a module may compute below the type of its parameters
-        tolerance = self.rtol if self.rtol is not None else TOLERANCE.get(precision, 1e-10)
-        probes, few = None, None  # few: of central differences, each of whose directions costs dozens of calls
-        if self.directions or (self.directions is None and problem.size > WHOLE):
-            probes = probe_directions(problem, self.directions or 4, self.seed)
-        if self.directions is None:
-            few = probe_directions(problem, 1, self.seed) if probes is None else probes.first()
-        choice = _choice(self.against, problem)
-        V = None if probes is None else probes.V
-        results = run_references(problem, V, choice.names, probes=few, progress=tell)
-        noise = rounding_noise(results, problem, precision, {"closed form": closed_form})
-        health = examine(results, problem, probes=probes, noise=noise)
-        stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and not health_of_differences(health) else ""
-        compare = DenseComparison(problem, found, results, health, probes, precision, noise, tolerance)
-        rows = [*compare.pairs()]
-        others, remarks = compare.same_call(self.seed)
-        rows += others
-        if self.formulas and isinstance(module, TransformerBlock):
+
+def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> CheckReport:
+    """Compare the closed form of a module in the dtype of the check: its matrix, or products where P x P is too large."""
+    start, tell = time.perf_counter(), options.progress
+    chosen = select("check", module, options.params)
+    size = sum(p.numel() for p in chosen.values())
+    by_products = size > (PRODUCTS if options.directions is None else MATRIX) and options.directions != 0
+    told = None if tell is None else lambda done, total: tell("closed form", done, total)
+
+    def make_operator() -> HessianOperator:  # loss and gradient are rows of the report
+        params = list(chosen)
+        return hessian_operator(module, inputs, target, loss=options.loss, params=params, block_size=1, handshake=False)
+
+    closed: Hessian | HessianOperator = (
+        make_operator()
+        if by_products
+        else hessian(module, inputs, target, loss=options.loss, params=options.params, progress=told, handshake=False)
+    )
+    values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in closed.slices}
+    problem = Problem(module, inputs, target, options.loss, values)
+    found = traits(problem)
+    rtol = options.rtol if options.rtol is not None else TOLERANCE.get(found.precision, 1e-10)
+    if isinstance(closed, HessianOperator):
+        parts = _compared_products(problem, closed, make_operator, found.precision, rtol, options)
+    else:
+        parts = _compared_matrix(problem, closed, found.precision, rtol, options)
+    stopped = STOPPED.format(found.stopped_by) if found.stopped_by and not health_of_differences(parts.health) else ""
+    return CheckReport(
+        rows=tuple(parts.rows),
+        health=tuple(parts.health.values()),
+        closed_form=closed,
+        rtol=rtol,
+        comparison=parts.comparison,
+        seconds=time.perf_counter() - start,
+        left_out=parts.choice.left_out,
+        remarks=tuple(remark for remark in (parts.choice.note, found.padding, stopped, *parts.remarks) if remark),
+        lowered=f"{found.lowered_by} computes in {found.precision}" if options.rtol is None and found.lowered_by else "",
+        identities=parts.identities,
+        exact=parts.exact,
+    )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a report that depend on whether the matrix or products are compared."""
+
+    rows: list[CheckRow]
+    health: Mapping[str, Health]
+    comparison: str
+    choice: Choice
+    remarks: list[str]
+    identities: IdentityReport = field(default_factory=IdentityReport)
+    exact: tuple[ExactRow, ...] = ()
+
+
+def _compared_matrix(problem: Problem, found: Hessian, precision: torch.dtype, rtol: float, options: _Options) -> _Parts:
+    """Compare the matrix with the references, every entry or along directions on each parameter."""
+    module, seed = problem.module, options.seed
+    probes, few = None, None  # few: of central differences, each of whose directions costs dozens of calls
+    if options.directions or (options.directions is None and problem.size > WHOLE):
+        probes = probe_directions(problem, options.directions or 4, seed)
+    if options.directions is None:
+        few = probe_directions(problem, 1, seed) if probes is None else probes.first()
+    choice = _choice(options.against, problem)
+    V = None if probes is None else probes.V
+    results = run_references(problem, V, choice.names, probes=few, progress=options.progress)
+    noise = rounding_noise(results, problem, precision, {"closed form": closed_form})
+    health = examine(results, problem, probes=probes, noise=noise)
+    compare = DenseComparison(problem, found, results, health, probes, precision, noise, rtol)
+    others, remarks = compare.same_call(seed)
+    rows = [*compare.pairs(), *others]
+    with preserved_random_states(module):
+        if options.formulas and isinstance(module, TransformerBlock):
             before = time.perf_counter()
-            with preserved_random_states(module):
-                errors = formula_errors(module, self.seed)
-                rows += twin_rows(module, self.seed)
+            errors = formula_errors(module, seed)
+            rows += twin_rows(module, seed)
             seconds = time.perf_counter() - before
             rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
-        with preserved_random_states(module):
-            in_fractions = check_exact_blocks(module, seed=self.seed) if self.exact else ()
-        identities = examine_identities(problem, found.matrix, rtol=tolerance, precision=precision)
-        comparison = "every entry" if probes is None else f"{self.directions or 4} generic directions a parameter"
-        return CheckReport(
-            tuple(rows),
-            tuple(health.values()),
-            found,
-            tolerance,
-            comparison,
-            time.perf_counter() - start,
-            choice.left_out,
-            tuple(remark for remark in (choice.note, seen.padding, stopped, *remarks) if remark),
-            f"{seen.lowered_by} computes in {precision}" if self.rtol is None and seen.lowered_by else "",
-            identities,
-            in_fractions,
-        )
+        exact = check_exact_blocks(module, seed=seed) if options.exact else ()
+    identities = examine_identities(problem, found.matrix, rtol=rtol, precision=precision)
+    comparison = "every entry" if probes is None else f"{options.directions or 4} generic directions a parameter"
+    return _Parts(rows, health, comparison, choice, remarks, identities, exact)
 
-    def _by_products(self, inputs: Any, target: Any, names: list[str], start: float) -> CheckReport:
-        """Compare products, where P x P is too large."""
-        module = self.module
 
-        def make_operator() -> HessianOperator:
-            return hessian_operator(module, inputs, target, loss=self.loss, params=names, block_size=1, handshake=False)
-
-        operator = make_operator()
-        values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in operator.slices}
-        problem = Problem(module, inputs, target, self.loss, values)
-        seen = traits(problem)
-        tolerance = self.rtol if self.rtol is not None else TOLERANCE.get(seen.precision, 1e-10)
-        groups, per_group = roles(values), self.directions or 1
-        found = Products(
-            problem,
-            operator,
-            tuple(self.against or MULTIPLYING),
-            groups,
-            directions(groups, per_group, self.seed),
-            tolerance,
-            seen.precision,
-            make_operator,
-            self.progress,
+def _compared_products(
+    problem: Problem,
+    operator: HessianOperator,
+    make_operator: Callable[[], HessianOperator],
+    precision: torch.dtype,
+    rtol: float,
+    options: _Options,
+) -> _Parts:
+    """Compare products with those of the references, along directions on groups of parameters."""
+    groups, per_group = roles(problem.params), options.directions or 1
+    names, along = tuple(options.against or MULTIPLYING), directions(groups, per_group, options.seed)
+    compare = Products(problem, operator, names, groups, along, rtol, precision, make_operator, options.progress)
+    compare.run()
+    health = compare.health()
+    rows = [*compare.rows(health), *compare.same_call()]
+    left_out = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
+    if problem.size <= DIAGONAL:
+        before = time.perf_counter()
+        params = list(problem.params)
+        diagonal = hessian_diagonal(
+            problem.module, problem.inputs, problem.target, loss=problem.loss, params=params, handshake=False, max_products=None
         )
-        found.run()
-        health = found.health()
-        rows = [*found.rows(health), *found.same_call()]
-        none = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
-        if problem.size <= DIAGONAL:
-            before = time.perf_counter()
-            diagonal = hessian_diagonal(
-                module, inputs, target, loss=self.loss, params=names, handshake=False, max_products=None
-            ).flat
-            rows += found.diagonal(diagonal, time.perf_counter() - before)
-        else:
-            none += f", hessian_diagonal not beyond {DIAGONAL:,}"
-        stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and not health_of_differences(health) else ""
-        return CheckReport(
-            tuple(rows),
-            tuple(health.values()),
-            operator,
-            tolerance,
-            f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all",
-            time.perf_counter() - start,
-            {},
-            tuple(remark for remark in (seen.padding, stopped, none) if remark),
-            f"{seen.lowered_by} computes in {seen.precision}" if self.rtol is None and seen.lowered_by else "",
-        )
+        rows += compare.diagonal(diagonal.flat, time.perf_counter() - before)
+    else:
+        left_out += f", hessian_diagonal not beyond {DIAGONAL:,}"
+    comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
+    return _Parts(rows, health, comparison, Choice(names, {}), [left_out])
 
 
 def _named(loss: Loss) -> str:

@@ -1,4 +1,4 @@
-"""What :func:`hessiankit.check` found: rows, health of the references, identities, exact arithmetic; printed and exported."""
+"""The report of :func:`hessiankit.check`: rows, health of the references, identities, exact arithmetic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ZERO = "0 (exact)"
 ROUNDING = "0 to rounding"
 
 SAME_CALL = ("loss", "gradient", "operator", "diagonal", "wide twin")
-"""What rows are about that are no block pair: "gradient: W" is of parameter W, "wide twin: W" of that of a wider block."""
+"""Kinds of rows other than block pairs: "gradient: W" is of parameter W, "wide twin: W" of that of a wider block."""
 
 
 _WORDS = {
@@ -39,19 +39,19 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One comparison: a block pair of the closed form against one healthy reference, or what else the same call gives.
+    """One comparison with one healthy reference: of a block pair, or of loss, gradient, operator or diagonal of the same call.
 
     Attributes:
         name: The block pair, "row parameter x column parameter"; or "loss", "gradient: parameter", "operator: parameter"
             (products of ``hessian_operator`` along directions on it), "diagonal: parameter" (``hessian_diagonal``), "wide
             twin: parameter" (of a block of the same structure at larger widths).
-        reference: What it was compared with.
+        reference: The reference.
         max_rel_error: Largest difference, relative to the largest entry of the block pair.
-        passed: Whether it lies within the tolerance, plus what the reference says of its own error.
-        seconds: What the reference cost for all block pairs together.
-        method: The arithmetic that was compared in; what is not "float64" or another dtype is exact, see ``CheckReport.exact``.
+        passed: Whether it lies within the tolerance plus the reference's estimate of its own error.
+        seconds: Time of the reference for all block pairs together.
+        method: The dtype of the comparison; for exact arithmetic see ``CheckReport.exact``.
         zero: ``ZERO`` where both sides are exactly 0; ``ROUNDING`` where the row passed, but the block has no relative error: the
-            closed form is 0 up to what rounding leaves of the whole Hessian, and the reference is so, or within its own error.
+            closed form is 0 up to rounding of the whole Hessian, and so is the reference, or it is within its own error.
             ``max_rel_error`` then is 0.
     """
 
@@ -76,21 +76,21 @@ class CheckRow:
 
 @dataclass(frozen=True, repr=False)
 class CheckReport(Printed):
-    """What :func:`check` found. True when every row passed and at least two independent references are healthy.
+    """Result of :func:`check`. True when every row passed and at least two independent references are healthy.
 
     Attributes:
         rows: One for each block pair and healthy reference, and for each vec_r formula.
-        health: What was found about each reference, healthy or not.
+        health: The examination of each reference, healthy or not.
         closed_form: The closed form under test: the Hessian, or its operator where products were compared.
         rtol: The tolerance.
         comparison: "every entry", or how many directions a parameter.
-        seconds: Time taken by everything.
+        seconds: Total time.
         left_out: References that were not run, and why: by the route table they are wrong, or no independent witnesses.
-        remarks: What a reader should know: what breaks the references, why the route table did not decide.
+        remarks: What breaks references, why the route table did not decide, what was left out.
         lowered: Why the tolerance is wider than the dtype needs: the operation that computes in a lower precision; else "".
         identities: Exact identities of the gradient and the Hessian that the module's structure implies.
         exact: The vec_r formulas of the module's blocks in exact arithmetic, where that was asked for.
-        asked: What was compared, in words: module, loss, inputs, dtype, and the seed of what was drawn.
+        asked: The call in words: module, loss, inputs, dtype, and the seed of random numbers.
     """
 
     rows: tuple[CheckRow, ...]
@@ -146,7 +146,7 @@ class CheckReport(Printed):
 
     @property
     def verdict(self) -> str:
-        """One line that says what was found."""
+        """The result in one line."""
         if len(self.healthy_groups) < 2:
             return (
                 f"NOT VERIFIED: only {len(self.healthy_groups)} independent healthy reference(s), two are needed. "
@@ -176,7 +176,7 @@ class CheckReport(Printed):
         return f"{self.rtol:.0e}{f', as {self.lowered}' if self.lowered else ''}"
 
     def _agreement(self) -> str:
-        """Say how far each reference agrees, and which of them resolve less than the tolerance by their own estimate."""
+        """Return how far each reference agrees, and which of them resolve less than the tolerance by their own estimate."""
         parts = []
         for reference in self.references:
             rows = [row for row in self.rows if row.reference == reference and not row.of_same_call]
@@ -235,7 +235,7 @@ class CheckReport(Printed):
         )
 
     def health_lines(self) -> list[str]:
-        """Return one line a reference: healthy or not, why, and what it cost."""
+        """Return one line a reference: healthy or not, why, and its time."""
         lines = [f"{h.reference}: {'healthy' if h.healthy else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)" for h in self.health]
         lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
         lines += [f"note: {remark}" for remark in self.remarks]
@@ -275,7 +275,7 @@ class CheckReport(Printed):
         for line in (
             "references:",
             *(f"  {line}" for line in self.health_lines()),
-        ):  # what a failure is about is on the first screen
+        ):  # the cause of a failure is on the first screen
             yield line if line.startswith("  note: ") and not self.passed else Detail(line)
         unhealthy = [h.reference for h in self.health if not h.healthy]
         if unhealthy:

@@ -1,4 +1,4 @@
-"""Comparing Hessians block pair by block pair, so that no small block can hide behind a large one."""
+"""Comparison of Hessians block pair by block pair, each relative to its own largest entry."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Route: TypeAlias = Callable[[Problem, Tensor], Tensor]
 """A problem and directions (k, P) -> products (k, P)."""
 
 ULPS = 16.0
-"""How far the parameters are moved, in units of their last place: all roundings fall anew, the Hessian stays."""
+"""Size of the perturbation of the parameters, in units of the last place: roundings change, the Hessian does not."""
 
 SAFETY = 32.0
-"""What is zero may be this many times the largest change that was seen."""
+"""A block counts as zero up to this many times its largest change under rounding."""
 
 
 class RoundingNoise:
-    """The size below which an entry of a block pair means nothing, block pair by block pair.
+    """The size of rounding errors in each block pair.
 
     A block that vanishes identically (the bias of the keys, say) is computed as eps times the terms that cancel. Where the
     parameters move by a few units in the last place, such a remainder changes wholly, a true entry by a few eps of itself,
@@ -35,9 +35,9 @@ class RoundingNoise:
 
     Args:
         problem: The loss.
-        routes: What computes the products that are compared; each leaves a remainder of its own.
+        routes: The routes whose products are compared; each leaves a remainder of its own.
         eps: Of the lowest precision that the module computes in.
-        samples: How many times the parameters are moved.
+        samples: Number of perturbations.
     """
 
     def __init__(self, problem: Problem, routes: Mapping[str, Route], eps: float, samples: int = 2) -> None:
@@ -75,7 +75,7 @@ class RoundingNoise:
 
 def closed_form(problem: Problem, V: Tensor) -> Tensor:
     """Return H V by the closed form, at the values of a problem."""
-    with problem.borrowed():
+    with problem.at():
         found = hessian(
             problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params), handshake=False
         )
@@ -121,7 +121,7 @@ class BlockMaxima:
         problem: Gives the parameters and their slices.
         probes: The directions of the products; None for whole matrices.
         precision: The lowest floating type that the module computes in; None: the type of the parameters.
-        noise: What rounding leaves of each block pair; None: as much as ``FLOOR`` allows.
+        noise: The rounding errors of each block pair; None: as much as ``FLOOR`` allows.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class BlockMaxima:
         return self.largest(a - b), torch.maximum(self.largest(a), self.largest(b))
 
     def asymmetry(self, products: Tensor, own_error: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how far H is from its transpose, against what to measure it, and what the route admits of it.
+        """Return the asymmetry of H, its scale, and the asymmetry within the route's own error.
 
         Whole matrices are compared entry by entry. Of probes there are only the bilinear forms v_k^T H v_l, which are
         compared with |(H v_l)_i|, the length of the product restricted to v_k's parameter i (v_k has length one).
@@ -196,7 +196,7 @@ class BlockMaxima:
         return result[0], result[1], result[2]
 
     def worst(self, difference: Tensor, scales: Tensor, slack: Tensor | None = None) -> Worst:
-        """Return the largest relative difference, where it is, and the largest difference as a share of the whole."""
+        """Return the largest relative difference, its block pair, and the largest difference as a share of the whole."""
         relative = self.relative(difference, scales, slack)
         if not bool(torch.isfinite(relative).all()):
             return Worst(math.inf, math.inf, self._pair(int((~torch.isfinite(relative)).flatten().nonzero()[0])))

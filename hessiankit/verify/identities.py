@@ -47,11 +47,11 @@ class IdentityRow:
 
 @dataclass(frozen=True, repr=False)
 class IdentityReport(Printed):
-    """What :func:`identities` found. True when every identity holds; also where none applies, see ``rows``.
+    """Result of :func:`identities`. True when every identity holds; also where none applies, see ``rows``.
 
     Attributes:
         rows: One for each structure of the module that implies an identity.
-        skipped: What would hold exactly with eps = 0 and is not checked.
+        skipped: Identities that hold exactly only with eps = 0, which are not checked.
         rtol: The tolerance.
         seconds: Time taken, the Hessian's own not included.
     """
@@ -76,7 +76,7 @@ class IdentityReport(Printed):
 
     @property
     def verdict(self) -> str:
-        """One line that says what was found."""
+        """The result in one line."""
         if not self.rows:
             return "no identity applies to this module"
         failed = [row for row in self.rows if not row.passed]
@@ -113,7 +113,7 @@ class IdentityReport(Printed):
 
 
 ROUNDING = 5000.0
-"""A block whose terms all lie below ROUNDING * eps of the largest of the whole (1e-12 in float64) says nothing."""
+"""A block whose terms all lie below ROUNDING * eps of the largest of the whole (1e-12 in float64) is not compared."""
 
 STEPS = (0.2, -0.37)
 """How far a symmetry is followed before the loss is compared: from the parameters, and from a point near them."""
@@ -204,8 +204,8 @@ def confirmed(
 ) -> list[tuple[Symmetry, tuple[Motion, ...]]]:
     """Keep the symmetries along which the loss itself stays, in float64.
 
-    At a generic point near the parameters too: some hold at special values only, rotations behind a norm whose gain is 1, say,
-    and such a one says nothing of H.
+    At a generic point near the parameters too: some hold at special values only, such as rotations behind a norm whose gain is
+    1, and imply nothing for H.
     """
     here = {name: value.double() for name, value in problem.params.items()}
     near = {n: x + 0.1 * x.square().mean().sqrt().clamp_min(0.1) * _normal(x, rng) for n, x in here.items()}
@@ -253,7 +253,7 @@ def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion], e
         residuals.append((H[rows] @ X + turned[rows]).abs().amax(0))
         terms.append(torch.maximum(products[:, :-1], turned[rows].abs()).amax(0))
         largest = torch.maximum(largest, part.amax())
-        slope = torch.maximum(slope, products[:, -1].amax())  # what the gradient is a difference of, also where it vanishes
+        slope = torch.maximum(slope, products[:, -1].amax())  # the size of the terms of the gradient, also where it vanishes
     floor = ROUNDING * eps * torch.maximum(largest * X.abs().amax(0), turned.abs().amax(0))
     blocks = [_relative(r, t, floor) for r, t in zip(residuals, terms, strict=True)]
     flat = ROUNDING * eps * torch.maximum(slope, g.abs().amax()) * X.abs().sum(0)

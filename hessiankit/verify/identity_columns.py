@@ -1,8 +1,8 @@
-"""Where the columns that parameters make go through a trace, until something reads or mixes them.
+"""Columns made by parameters, followed through a trace until an operation reads or mixes them.
 
 A *space* is a set of columns, the last axis of a value that parameters make column by column. A *channel* says of a later
-value which column each of its entries still belongs to, and what has happened on the way. Whatever reads a channel and does
-not pass it on is a *use*; the uses of a column decide by which symmetries it may be moved.
+value which column each of its entries still belongs to, and which operations were passed. An operation that reads a channel and
+does not pass it on is a *use*; the uses of a column decide which symmetries it has.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Following:
             self._channels[a.output] = self._step(a)
         self.uses += [OtherUse(c) for c in self._channels.get(trace.output, [])]
 
-    # What a value's columns are ----------------------------------------------------------------------------------------
+    # The columns of a value ------------------------------------------------------------------------------------------
 
     def _of(self, a: Application, position: int) -> list[Channel]:
         at = a.inputs[position] if position < len(a.inputs) else None
@@ -255,7 +255,7 @@ class Following:
         self.uses += [OtherUse(c) for c in channels]
         return []
 
-    # What an operation does to them --------------------------------------------------------------------------------------
+    # The effect of an operation -----------------------------------------------------------------------------------------
 
     def _step(self, a: Application) -> list[Channel]:
         p = a.primitive

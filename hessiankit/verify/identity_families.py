@@ -1,4 +1,4 @@
-"""The symmetries that follow from who reads which columns: gauges, scales that norms remove, shifts without effect."""
+"""Symmetries that follow from the uses of columns: gauges, scales that norms remove, shifts without effect."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _seen_by(space: Space, uses: Sequence[Use]) -> Tensor:
 
 
 def _gauge(space: Space, uses: Sequence[Use]) -> Iterator[Symmetry]:
-    """Columns that only linear maps read: what is done to the columns is undone in the rows of those maps."""
+    """Columns that only linear maps read: the rows of those maps take the inverse transformation."""
     linear = [u for u in uses if isinstance(u, LinearUse)]
     if not linear:
         return

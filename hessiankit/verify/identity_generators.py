@@ -7,7 +7,7 @@ exp(-t G^T); or it adds t times a constant vector. Differentiating loss(exp(t B)
 
 and for a shift by a constant vector u, g^T u = 0 and H u = 0. No second derivative enters these but H itself.
 
-Counted are the linear maps of W_Q, W_K, W_V (columns) and W_O (rows), gl(d_k)^4, that do not change the head for any input.
+The gauge dimension counts the linear maps of W_Q, W_K, W_V (columns) and W_O (rows), gl(d_k)^4, that do not change the head.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class GeneratorPart:
     """Legs that one k x k generator G moves together: x -> x exp(t G) on the first, x -> x exp(-t G^T) on the others.
 
     Attributes:
-        kind: What G may be: any matrix, antisymmetric, diagonal, or no matrix but a shift that is the same in each of the k
-            columns.
+        kind: The kind of G: any matrix, antisymmetric, diagonal, or in place of a matrix a shift that is the same in each of the
+            k columns.
         legs: The entries that follow G.
         against: The entries that undo it.
     """
@@ -101,9 +101,9 @@ class Symmetry:
     """A family of generators that a structure of the module implies.
 
     Attributes:
-        family: What kind of structure it is.
+        family: The kind of structure.
         statement: The identity in words and symbols.
-        parts: What moves; each part draws a generator of its own.
+        parts: The parts that move, each with a generator of its own.
     """
 
     family: str

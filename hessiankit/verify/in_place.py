@@ -1,4 +1,4 @@
-"""A module lent by its user: its own tensors are moved or converted where they lie, and are put back bit for bit.
+"""Temporary changes of a user's module in place: other values, another dtype; afterwards its tensors are restored bit for bit.
 
 The Parameter objects stay the same ones throughout, so whatever reaches them (a list, a closure, a hook, the loss) sees what
 the module sees. Their storage is exchanged through ``.data``, never written into: putting back is exact and copies nothing.
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
 from hessiankit.engine.problem.state import Held
-from hessiankit.support.torch_state import preserved_random_states
+from hessiankit.support.torch_state import preserved_buffers, preserved_random_states
 
 
 @contextmanager
@@ -49,12 +49,12 @@ def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 @contextmanager
-def kept(module: nn.Module, *others: Any) -> Iterator[None]:
-    """Put back what calling a module, a loss, can change: random states, attributes, lists, closures, the values of buffers.
+def preserved(module: nn.Module, *others: Any) -> Iterator[None]:
+    """Restore what a call of a module and its loss can change: random states, attributes, lists, closures, values of buffers.
 
     >>> layer = nn.Linear(1, 1)
     >>> layer.seen = []
-    >>> with kept(layer):
+    >>> with preserved(layer):
     ...     layer.seen.append(1)
     ...     layer.calls = 1
     ...     _ = layer.train(False)
@@ -62,16 +62,11 @@ def kept(module: nn.Module, *others: Any) -> Iterator[None]:
     ([], False, True)
     """
     held = Held(module, *others)
-    buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta and not is_lazy(b)]
-    with preserved_random_states(module):
+    with preserved_random_states(module), preserved_buffers(module):
         try:
             yield
         finally:
             held.restore()
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not _same_bits(buffer, value):
-                        buffer.copy_(value)
 
 
 @contextmanager
@@ -120,7 +115,3 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
         for x in _pytree.tree_leaves(held, is_leaf=lambda value: isinstance(value, (Tensor, nn.Module))):
             if isinstance(x, Tensor) and x.is_leaf and not is_lazy(x) and not x.is_inference():
                 yield x
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -1,8 +1,8 @@
-"""A transformer block on jets: what an equation of ``hessiankit.blocks.placements`` is run with, in place of a block.
+"""A transformer block on jets, on which the equations of ``hessiankit.blocks.placements`` run in place of a block.
 
 It is written with the primitives of ``hessiankit.verify.jets`` head by head, column by column and row by row, and shares
-nothing with the chapters of ``derivations``. What it takes in place of roots and exponentials it writes down (``eps`` of each
-row that was normalised, ``weights`` of the attention), for closed forms to be read at the same point.
+nothing with the chapters of ``derivations``. It records the numbers in place of roots and exponentials (``eps`` of each row that
+was normalised, ``weights`` of the attention), so that closed forms are evaluated at the same point.
 """
 
 from __future__ import annotations

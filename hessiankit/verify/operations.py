@@ -1,4 +1,4 @@
-"""The operations that transformers are made of, each as a tiny float64 problem with a curved loss behind it."""
+"""Operations of transformers, each as a tiny float64 problem with a curved loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Cubed(torch.autograd.Function):
 
 
 class CubedOnce(Cubed):
-    """The same, its backward marked ``once_differentiable``: to a second derivative it is a constant, and torch does not say so.
+    """The same, its backward marked ``once_differentiable``: a second derivative takes it for a constant, without an error.
 
     >>> z = torch.tensor(2.0, requires_grad=True)
     >>> (first,) = torch.autograd.grad(CubedOnce.apply(z) + z**2, z, create_graph=True)
@@ -72,7 +72,7 @@ class TestedOperation:
     """An operation within a small function of some parameters.
 
     Attributes:
-        name: How the table calls it.
+        name: Its name in the table.
         formula: The outputs as a function of the inputs ``x`` and the parameters.
         module: Makes the module; its parameters are drawn anew.
         inputs: Shape of ``x``, or the tokens themselves.
@@ -109,21 +109,21 @@ class Example:
     target: Tensor
     loss: Callable[[Tensor, Tensor], Tensor]
     loss_name: str
-    """What ``hessiankit.hessian`` calls the same function."""
+    """The same loss as an argument of ``hessiankit.hessian``."""
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Name -> value of what is differentiated."""
+        """Name -> value of the differentiated parameters."""
         return {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad}
 
     @property
     def theta(self) -> Tensor:
-        """All of them as one flat vector (P)."""
+        """The differentiated parameters as one flat vector (P)."""
         return torch.cat([value.reshape(-1) for value in self.parameters.values()])
 
     @property
     def samples(self) -> int:
-        """How many there are; the loss is the mean of theirs."""
+        """Number of samples; the loss is the mean of their losses."""
         return len(self.x)
 
     def __call__(self, theta: Tensor, sample: Tensor | None = None) -> Tensor:
@@ -200,7 +200,7 @@ class _SelfAttention(nn.Module):
 
 
 def _arithmetic(x: Tensor, A: Tensor, B: Tensor, b: Tensor) -> Tensor:
-    """What layers are glued together with: sums, products and quotients of tensors and numbers, means and powers."""
+    """Sums, products and quotients of tensors and numbers, means and powers."""
     y, z = x @ A + b, 2 * (x @ B) - 1
     kept = torch.ones(3, 4, dtype=torch.bool).tril(1)
     y = (y * z + 1) / (1 + z * z) - y.mean(-1, keepdim=True) * 0.5 + (z - y).sum(1, keepdim=True)
@@ -211,7 +211,7 @@ def _arithmetic(x: Tensor, A: Tensor, B: Tensor, b: Tensor) -> Tensor:
 
 
 def _views(x: Tensor, A: Tensor, P: Tensor) -> Tensor:
-    """What moves entries: other shapes, orders and pieces, some of them of the parameters."""
+    """Changes of shape and order, and pieces, some of them of the parameters."""
     y = torch.cat([x @ A + P[:3], P[3:].unsqueeze(0).expand(len(x), 1, 4)], dim=1)  # (B, 4, 4)
     first, second = y.chunk(2, dim=1)
     y = torch.stack([first, second.contiguous()], dim=1).transpose(1, 2).reshape(-1, 4, 4)
@@ -231,23 +231,34 @@ def _encoder_layer() -> nn.Module:
     return layer
 
 
-def _two_factors() -> nn.Module:
-    return Formula(lambda x, A, B: x @ A @ B, A=(5, 3), B=(3, 4))
-
-
 _NORM: dict[str, Any] = {"gain": (5,), "bias": (5,), "W": (5, 5)}
 _CHANNELS: dict[str, Any] = {"gain": (4,), "bias": (4,), "W": (3, 3)}
 _HEADS: dict[str, Any] = {"W_Q": (4, 2), "W_K": (4, 2), "W_V": (4, 2)}
-_SEQUENCES = (2, 3, 4)
+_FACTORS: dict[str, Any] = {"A": (5, 3), "B": (3, 4)}
+_SEQUENCES, _TOKENS = (2, 3, 4), (2, 4, 3)
 _LABELS = torch.tensor([0, 3, 1])
 
 
+def _formula(
+    name: str,
+    formula: str,
+    function: Function,
+    inputs: tuple[int, ...] = (3, 5),
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor] = mean_square,
+    labels: Tensor | None = None,
+    **shapes: Any,
+) -> TestedOperation:
+    """Return an operation within a function of the inputs and of parameters of the given shapes."""
+    return TestedOperation(name, formula, partial(Formula, function, **shapes), inputs, loss, labels)
+
+
 def _elementwise(name: str, function: Callable[[Tensor], Tensor], formula: str = "") -> TestedOperation:
-    return TestedOperation(name, formula or f"{name}(x W)", partial(Formula, lambda x, W: function(x @ W), W=(5, 4)))
+    return _formula(name, formula or f"{name}(x W)", lambda x, W: function(x @ W), W=(5, 4))
 
 
 def _custom(name: str, function: type[Cubed], formula: str) -> TestedOperation:
-    return TestedOperation(name, formula, partial(Formula, lambda x, A, B: function.apply(x @ A) @ B, A=(5, 3), B=(3, 4)))
+    return _formula(name, formula, lambda x, A, B: function.apply(x @ A) @ B, **_FACTORS)
 
 
 def _attention(name: str, function: Function, formula: str) -> TestedOperation:
@@ -255,72 +266,71 @@ def _attention(name: str, function: Function, formula: str) -> TestedOperation:
         x = x[:, None]  # (B, heads, L, d_model)
         return function(x @ W_Q, x @ W_K, x @ W_V)
 
-    return TestedOperation(name, formula, partial(Formula, attend, **_HEADS), _SEQUENCES)
+    return _formula(name, formula, attend, _SEQUENCES, **_HEADS)
 
 
 OPERATIONS: dict[str, TestedOperation] = {
     operation.name: operation
     for operation in (
-        TestedOperation(
+        _formula(
             "layer_norm",
             "layer_norm(x W, gain, bias)",
-            partial(Formula, lambda x, gain, bias, W: F.layer_norm(x @ W, (5,), gain, bias, EPS), **_NORM),
+            lambda x, gain, bias, W: F.layer_norm(x @ W, (5,), gain, bias, EPS),
+            **_NORM,
         ),
-        TestedOperation(
+        _formula(
             "layer_norm (no bias)",
             "layer_norm(x W, gain)",
-            partial(Formula, lambda x, gain, W: F.layer_norm(x @ W, (5,), gain, None, EPS), gain=(5,), W=(5, 5)),
+            lambda x, gain, W: F.layer_norm(x @ W, (5,), gain, None, EPS),
+            gain=(5,),
+            W=(5, 5),
         ),
-        TestedOperation(
-            "layer_norm (no gain)",
-            "layer_norm(x W)",
-            partial(Formula, lambda x, W: F.layer_norm(x @ W, (5,), None, None, EPS), W=(5, 5)),
-        ),
-        TestedOperation(
+        _formula("layer_norm (no gain)", "layer_norm(x W)", lambda x, W: F.layer_norm(x @ W, (5,), None, None, EPS), W=(5, 5)),
+        _formula(
             "layer_norm (w.r.t. its input)",
             "layer_norm(x + Z, gain, bias), gain and bias fixed",
-            partial(
-                Formula,
-                lambda x, gain, bias, Z: F.layer_norm(x + Z, (5,), gain, bias, EPS),
-                fixed=("gain", "bias"),
-                gain=(5,),
-                bias=(5,),
-                Z=(3, 5),
-            ),
+            lambda x, gain, bias, Z: F.layer_norm(x + Z, (5,), gain, bias, EPS),
             (1, 3, 5),
+            fixed=("gain", "bias"),
+            gain=(5,),
+            bias=(5,),
+            Z=(3, 5),
         ),
-        TestedOperation(
+        _formula(
             "layer_norm (w.r.t. its gain)",
             "layer_norm(x, gain, bias)",
-            partial(Formula, lambda x, gain, bias: F.layer_norm(x, (5,), gain, bias, EPS), gain=(5,), bias=(5,)),
+            lambda x, gain, bias: F.layer_norm(x, (5,), gain, bias, EPS),
+            gain=(5,),
+            bias=(5,),
         ),
-        TestedOperation(
+        _formula(
             "layer_norm (written out)",
             "gain (x W - mean) / sqrt(var + eps) + bias",
-            partial(Formula, lambda x, gain, bias, W: written_out_layer_norm(x @ W, gain, bias), **_NORM),
+            lambda x, gain, bias, W: written_out_layer_norm(x @ W, gain, bias),
+            **_NORM,
         ),
-        TestedOperation(
-            "rms_norm",
-            "rms_norm(x W, gain)",
-            partial(Formula, lambda x, gain, W: F.rms_norm(x @ W, (5,), gain, EPS), gain=(5,), W=(5, 5)),
-        ),
-        TestedOperation(
+        _formula("rms_norm", "rms_norm(x W, gain)", lambda x, gain, W: F.rms_norm(x @ W, (5,), gain, EPS), gain=(5,), W=(5, 5)),
+        _formula(
             "group_norm",
             "group_norm(x W, 2 groups, gain, bias)",
-            partial(Formula, lambda x, gain, bias, W: F.group_norm(x @ W, 2, gain, bias, EPS), **_CHANNELS),
+            lambda x, gain, bias, W: F.group_norm(x @ W, 2, gain, bias, EPS),
             (2, 4, 3),
+            **_CHANNELS,
         ),
-        TestedOperation(
+        _formula(
             # As many groups as positions: torch's batching rule then finds shapes that fit where they should not.
             "group_norm (no gain)",
             "group_norm(x W, 4 groups)",
-            partial(Formula, lambda x, W: F.group_norm(x @ W, 4, None, None, EPS), W=(4, 4)),
+            lambda x, W: F.group_norm(x @ W, 4, None, None, EPS),
             (2, 8, 4),
+            W=(4, 4),
         ),
-        TestedOperation(
+        _formula(
             "weight_norm",
             "linear(x, _weight_norm(V, g))",
-            partial(Formula, lambda x, V, g: F.linear(x, torch._weight_norm(V, g)), V=(4, 5), g=(4, 1)),
+            lambda x, V, g: F.linear(x, torch._weight_norm(V, g)),
+            V=(4, 5),
+            g=(4, 1),
         ),
         _elementwise("softmax", lambda z: z.softmax(-1)),
         _elementwise("log_softmax", lambda z: z.log_softmax(-1)),
@@ -338,38 +348,28 @@ OPERATIONS: dict[str, TestedOperation] = {
         _elementwise("topk", lambda z: z.softmax(-1).topk(2).values, "topk(softmax(x W), 2)"),
         _elementwise("avg_pool1d", lambda z: F.avg_pool1d(z, 2, 1), "avg_pool1d(x W, 2, stride 1)"),
         _elementwise("dropout (eval)", partial(F.dropout, p=0.5, training=False), "dropout(x W, training=False)"),
-        TestedOperation(
-            "arithmetic",
-            "sums, products, quotients, powers, means, masks",
-            partial(Formula, _arithmetic, A=(4, 4), B=(4, 1), b=(4,)),
-            _SEQUENCES,
+        _formula(
+            "arithmetic", "sums, products, quotients, powers, means, masks", _arithmetic, _SEQUENCES, A=(4, 4), B=(4, 1), b=(4,)
         ),
-        TestedOperation(
-            "views", "reshape, transpose, cat, split, index", partial(Formula, _views, A=(4, 4), P=(4, 4)), _SEQUENCES
+        _formula("views", "reshape, transpose, cat, split, index", _views, _SEQUENCES, A=(4, 4), P=(4, 4)),
+        _formula("matmul", "x A B", lambda x, A, B: x @ A @ B, **_FACTORS),
+        _formula(
+            "linear", "linear(linear(x, A), B, b)", lambda x, A, B, b: F.linear(F.linear(x, A), B, b), A=(3, 5), B=(4, 3), b=(4,)
         ),
-        TestedOperation("matmul", "x A B", _two_factors),
-        TestedOperation(
-            "linear",
-            "linear(linear(x, A), B, b)",
-            partial(Formula, lambda x, A, B, b: F.linear(F.linear(x, A), B, b), A=(3, 5), B=(4, 3), b=(4,)),
+        _formula("addmm", "addmm(b, x A, B)", lambda x, A, B, b: torch.addmm(b, x @ A, B), **_FACTORS, b=(4,)),
+        _formula(
+            "conv1d", "conv1d(x W, K, padding 1)", lambda x, W, K: F.conv1d((x @ W)[:, None], K, padding=1), W=(5, 4), K=(2, 1, 3)
         ),
-        TestedOperation(
-            "addmm",
-            "addmm(b, x A, B)",
-            partial(Formula, lambda x, A, B, b: torch.addmm(b, x @ A, B), A=(5, 3), B=(3, 4), b=(4,)),
-        ),
-        TestedOperation(
-            "conv1d",
-            "conv1d(x W, K, padding 1)",
-            partial(Formula, lambda x, W, K: F.conv1d((x @ W)[:, None], K, padding=1), W=(5, 4), K=(2, 1, 3)),
-        ),
-        TestedOperation(
+        _formula(
             "conv2d",
             "conv2d(x W, K, stride 2)",
-            partial(Formula, lambda x, W, K, b: F.conv2d((x @ W)[:, None], K, b, stride=2), W=(4, 4), K=(2, 1, 2, 2), b=(2,)),
+            lambda x, W, K, b: F.conv2d((x @ W)[:, None], K, b, stride=2),
             (2, 2, 4),
+            W=(4, 4),
+            K=(2, 1, 2, 2),
+            b=(2,),
         ),
-        TestedOperation("cdist", "cdist(x W, E)", partial(Formula, lambda x, W, E: torch.cdist(x @ W, E), W=(5, 4), E=(2, 4))),
+        _formula("cdist", "cdist(x W, E)", lambda x, W, E: torch.cdist(x @ W, E), W=(5, 4), E=(2, 4)),
         TestedOperation(
             "embedding",
             "embedding(tokens, E) W^T",
@@ -382,29 +382,23 @@ OPERATIONS: dict[str, TestedOperation] = {
         _attention("sdpa (math, mask)", _masked_attention, "the same, attn_mask given"),
         _attention("sdpa (math, causal)", partial(_math_attention, is_causal=True), "the same, is_causal=True"),
         TestedOperation(
-            "nn.MultiheadAttention", "need_weights=False, torch's choice of backend", partial(_SelfAttention, False), (2, 4, 3)
+            "nn.MultiheadAttention", "need_weights=False, torch's choice of backend", partial(_SelfAttention, False), _TOKENS
         ),
         TestedOperation(
             "nn.MultiheadAttention (math)",
             "need_weights=False, within sdpa_kernel(SDPBackend.MATH)",
             partial(_SelfAttention, False, True),
-            (2, 4, 3),
+            _TOKENS,
         ),
-        TestedOperation("nn.MultiheadAttention (weights)", "need_weights=True", partial(_SelfAttention, True), (2, 4, 3)),
-        TestedOperation("nn.TransformerEncoderLayer", "post-norm, torch's choice of backend", _encoder_layer, (2, 4, 3)),
+        TestedOperation("nn.MultiheadAttention (weights)", "need_weights=True", partial(_SelfAttention, True), _TOKENS),
+        TestedOperation("nn.TransformerEncoderLayer", "post-norm, torch's choice of backend", _encoder_layer, _TOKENS),
         _custom("autograd.Function", Cubed, "z^3 B, z = x A, with a backward of its own"),
         _custom("autograd.Function (once)", CubedOnce, "the same, its backward marked once_differentiable"),
-        TestedOperation(
-            "cross_entropy",
-            "cross_entropy(x W, labels)",
-            partial(Formula, lambda x, W: x @ W, W=(5, 4)),
-            loss=F.cross_entropy,
-            labels=_LABELS,
+        _formula(
+            "cross_entropy", "cross_entropy(x W, labels)", lambda x, W: x @ W, W=(5, 4), loss=F.cross_entropy, labels=_LABELS
         ),
-        TestedOperation(
-            "mse_loss", "mse_loss(x A B, t)", partial(Formula, lambda x, A, B: x @ A @ B, A=(5, 3), B=(3, 4)), loss=F.mse_loss
-        ),
-        TestedOperation("(z - t).square().mean()", "(x A B - t).square().mean()", _two_factors),
+        _formula("mse_loss", "mse_loss(x A B, t)", lambda x, A, B: x @ A @ B, **_FACTORS, loss=F.mse_loss),
+        _formula("(z - t).square().mean()", "(x A B - t).square().mean()", lambda x, A, B: x @ A @ B, **_FACTORS),
     )
 }
 """Every operation by its name, in the order of the table's rows."""

@@ -1,4 +1,4 @@
-"""Directions along which products with a Hessian are compared, in general and by groups of parameters of one role."""
+"""Directions along which products with a Hessian are compared: on each parameter, or on groups of parameters of one role."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def roles(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Direction:
-    """A generic direction of unit length on some parameters, drawn anew each time it is asked for.
+    """A generic direction of unit length on some parameters, drawn again from its seed at each use.
 
     Args:
-        label: What a report calls it.
+        label: Its name in a report.
         names: The parameters that it lies on.
         seed: Of the draw.
     """

@@ -1,4 +1,4 @@
-"""One scalar loss of a user's module, called as the user calls it: what every reference differentiates."""
+"""The scalar loss of a user's module, called as the user calls it, which every reference differentiates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from hessiankit.engine.problem.state import Held
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
-from hessiankit.verify.in_place import converted, kept, placed
+from hessiankit.verify.in_place import converted, placed, preserved
 
 IGNORED_LABEL = -100
 
@@ -126,14 +126,14 @@ class Problem:
     # The user's own call -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def borrowed(self, point: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    def at(self, point: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """Move the module's own parameters to a point (``params`` by default), gradients on; afterwards all is as it was.
 
         One thread at a time. What calls can change is put back: random states, modes, buffers, ``.grad``.
         """
         values = self.params if point is None else point
         moved = placed((self.own[name], value) for name, value in values.items())
-        with ordinary_path(), kept(self.module, self.loss), torch.inference_mode(False), torch.enable_grad(), moved:
+        with ordinary_path(), preserved(self.module, self.loss), torch.inference_mode(False), torch.enable_grad(), moved:
             yield
 
     def near(self, params: dict[str, Tensor]) -> Problem:
@@ -141,7 +141,7 @@ class Problem:
         return replace(self, params=params)
 
     def call(self) -> Tensor:
-        """Return ``loss(module(inputs), target)`` at the parameters as they are now, a scalar; within :meth:`borrowed`.
+        """Return ``loss(module(inputs), target)`` at the parameters as they are now, a scalar; within :meth:`at`.
 
         Raises:
             InputError: The outputs do not fit the target or the loss.
@@ -156,7 +156,7 @@ class Problem:
         return loss
 
     def gradient(self) -> list[Tensor]:
-        """Return the gradient of :meth:`call` in each parameter; within :meth:`borrowed`."""
+        """Return the gradient of :meth:`call` in each parameter; within :meth:`at`."""
         loss, own = self.call(), list(self.own.values())
         if not loss.requires_grad:
             return [torch.zeros_like(p) for p in own]
@@ -165,14 +165,14 @@ class Problem:
 
     def flat_gradient(self) -> Tensor:
         """Return the gradient at ``params`` as one vector (P)."""
-        with self.borrowed():
+        with self.at():
             return torch.cat([g.reshape(-1) for g in self.gradient()])
 
     def value_at(self, point: Mapping[str, Tensor]) -> float:
         """Return the loss at other parameters; where they are of another dtype, everything is converted to it meanwhile."""
         dtype = next(iter(point.values())).dtype
         inputs, target = (x if dtype == self.dtype else cast(x, dtype) for x in (self.inputs, self.target))
-        with converted((self.module, self.loss), dtype), self.borrowed(point):
+        with converted((self.module, self.loss), dtype), self.at(point):
             return float(_call(self.module, inputs, target, self.loss).detach())
 
     @cached_property
@@ -182,7 +182,7 @@ class Problem:
         Raises:
             InputError: It is not finite, or two evaluations differ.
         """
-        with self.borrowed():
+        with self.at():
             first, second = (float(self.call().detach()) for _ in range(2))
         if first != first or abs(first) == float("inf"):
             raise InputError(f"Problem: the loss is {first}; expected a finite number. Check the inputs and the labels.")

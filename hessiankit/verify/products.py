@@ -1,4 +1,4 @@
-"""check() where P x P does not fit: products in generic directions, by closed form and by references that only multiply."""
+"""``check`` where P x P does not fit: products with generic directions, by the closed form and by references."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Key = tuple[str, str]
 
 @dataclass
 class _Gaps:
-    """How far two results are apart: for each parameter and direction difference, entry, admitted error, entry of the smaller."""
+    """Differences of two results: for each parameter and direction difference, entry, own error, entry of the smaller."""
 
     entries: dict[Key, tuple[float, float, float, float]] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ class Products:
         operator: The closed form.
         names: Of the references.
         groups: Label -> parameters, for the rows.
-        asked: The directions; the last, on everything, is the one of central differences.
+        along: The directions; the last, on everything, is the one of central differences.
         rtol: The tolerance.
         precision: The lowest floating type that the module computes in.
         make_operator: Makes the closed form again, at parameters moved by rounding.
@@ -66,7 +66,7 @@ class Products:
     operator: HessianOperator
     names: tuple[str, ...]
     groups: Mapping[str, tuple[str, ...]]
-    asked: list[Direction]
+    along: list[Direction]
     rtol: float
     precision: torch.dtype
     make_operator: Callable[[], HessianOperator]
@@ -78,12 +78,12 @@ class Products:
 
     def run(self) -> None:
         """Compute and compare all products."""
-        for at, direction in enumerate(self.asked):
+        for at, direction in enumerate(self.along):
             v = direction.parts(self.problem.params)
             results: dict[str, dict[str, Tensor]] = {CLOSED: self._closed(self.operator, v)}
             errors: dict[str, dict[str, float]] = {CLOSED: {}}
             for name in self.names:
-                if name in self.failed or (REFERENCES[name].many_calls and at < len(self.asked) - 1):
+                if name in self.failed or (REFERENCES[name].many_calls and at < len(self.along) - 1):
                     continue
                 start = time.perf_counter()
                 try:
@@ -98,10 +98,10 @@ class Products:
                     self.gaps.setdefault(frozenset((name, other)), _Gaps()).note(
                         direction.label, results[name], results[other], slack
                     )
-                if name != self.names[0] and at < len(self.asked) - 1:
+                if name != self.names[0] and at < len(self.along) - 1:
                     del results[name]  # a vector of the parameters' size; along the last direction all are compared with all
             if self.progress is not None:
-                self.progress("products", at + 1, len(self.asked))
+                self.progress("products", at + 1, len(self.along))
 
     def _closed(self, operator: HessianOperator, v: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = torch.zeros(self.problem.size, dtype=self.problem.dtype, device=self.problem.device)
@@ -115,7 +115,7 @@ class Products:
             found, error = product(v)
             return {n: x.detach() for n, x in found.items()}, error
 
-    # What they say --------------------------------------------------------------------------------------------------------
+    # Comparison ----------------------------------------------------------------------------------------------------------
 
     def errors(self, a: str, b: str) -> dict[Key, tuple[float, bool, str]]:
         """Return of each parameter and direction: the relative error, whether the two results admit it, and ``CheckRow.zero``."""
@@ -133,11 +133,11 @@ class Products:
         return found
 
     def _rounding(self, label: str) -> dict[str, float]:
-        """Return what rounding leaves of the products along a direction: their change at parameters moved by a few ulps."""
+        """Return the rounding noise of the products along a direction: their change at parameters moved by a few ulps."""
         if label not in self._noise:
-            direction = next(d for d in self.asked if d.label == label)
+            direction = next(d for d in self.along if d.label == label)
             v, near = direction.parts(self.problem.params), self._near
-            with near.borrowed():
+            with near.at():
                 there = [self._closed(self._near_operator, v)]
             here = [self._closed(self.operator, v)]
             for name in [n for n in self.names if n not in self.failed and not REFERENCES[n].many_calls]:
@@ -148,7 +148,7 @@ class Products:
         return self._noise[label]
 
     def health(self) -> dict[str, Health]:
-        """Return what the comparison of the references with each other says of each."""
+        """Return the health of the references, from their comparison with each other."""
         ran = [n for n in self.names if n not in self.failed]
         groups = {n: REFERENCES[n].independent_group for n in self.names}
         found = {(a, b): self.errors(a, b) for a, b in combinations(ran, 2) if frozenset((a, b)) in self.gaps}
@@ -201,7 +201,7 @@ class Products:
         method, value = str(self.precision).removeprefix("torch."), self.problem.value
         error = abs(self.operator.loss - value) / max(abs(value), torch.finfo(torch.float64).tiny)
         yield CheckRow("loss", MODULE, error, error <= self.rtol, 0.0, method)
-        with self.problem.borrowed():
+        with self.problem.at():
             own = dict(zip(self.problem.params, self.problem.gradient(), strict=True))
         mine = self.problem.unflatten(self.operator.gradient)
         sizes = {n: max(float(own[n].abs().max()), float(mine[n].abs().max())) for n in own}
@@ -246,14 +246,14 @@ class Products:
             yield CheckRow(f"diagonal: {group}", name, worst, worst <= self.rtol, seconds, method)
 
     def _gradient_rounding(self, own: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, float]:
-        with self._near.borrowed():
+        with self._near.at():
             there = dict(zip(own, self._near.gradient(), strict=True)), self.problem.unflatten(self._near_operator.gradient)
         pairs = list(zip((own, mine), there, strict=True))
         return {n: SAFETY * max(float((a[n] - b[n]).abs().max()) for a, b in pairs) for n in own}
 
     @cached_property
     def _near_operator(self) -> HessianOperator:
-        with self._near.borrowed():
+        with self._near.at():
             return self.make_operator()
 
     @cached_property

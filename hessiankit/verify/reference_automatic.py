@@ -44,7 +44,7 @@ class ReverseOverReverse(Reference):
             return torch.cat([x.reshape(*lead, -1) for x in graph.product(v, batched=batched)], -1)
 
         try:
-            with problem.borrowed(), differentiable_attention():
+            with problem.at(), differentiable_attention():
                 graph = GradientGraph(problem.call(), list(problem.own.values()))
                 if not graph.parts:
                     what = "gradient" if graph.loss.requires_grad else "loss"
@@ -57,7 +57,7 @@ class ReverseOverReverse(Reference):
     @contextmanager
     def along(self, problem: Problem) -> Iterator[Product]:
         """Return products along one direction after the other, from one graph of the gradient."""
-        with problem.borrowed(), differentiable_attention():
+        with problem.at(), differentiable_attention():
             graph = GradientGraph(problem.call(), list(problem.own.values()))
 
             def product(direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
@@ -125,7 +125,7 @@ class JvpOfGrad(Reference):
     @contextmanager
     def _carrying(problem: Problem) -> Iterator[None]:
         """Have copies in the place of the parameters: the storage of the user's own is never written into."""
-        with problem.borrowed({n: p.clone() for n, p in problem.params.items()}), differentiable_attention():
+        with problem.at({n: p.clone() for n, p in problem.params.items()}), differentiable_attention():
             yield
 
     @staticmethod
@@ -300,7 +300,7 @@ class Curvlinops(Reference):
 
         target = problem.target.reshape(-1) if problem.loss == "cross_entropy" else problem.target
         try:
-            with problem.borrowed(), differentiable_attention():
+            with problem.at(), differentiable_attention():
                 operator = HessianLinearOperator(
                     _OneBatch(problem.module, problem.loss),
                     losses[problem.loss],

@@ -1,4 +1,4 @@
-"""What a reference is: a route to Hessian-vector products, the group it belongs to, and what it returns."""
+"""References: routes to Hessian-vector products, the group of each, and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Product: TypeAlias = Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], d
 """A direction by parameter (zero where left out) -> H v by parameter, and the route's own error of each, if it has one."""
 
 FAILURES = (RuntimeError, NotImplementedError, TypeError)
-"""What differentiation raises where it cannot take an operation."""
+"""Exceptions of differentiation that cannot take an operation."""
 
 MEMORY_BUDGET = 2**30
 """Bytes that the directions pushed together may take by default."""
@@ -46,15 +46,15 @@ class Unsupported(HessiankitError):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a reference returned.
+    """Result of a reference.
 
     Args:
         value: H V, one product a row (k, P); the matrix H itself (P, P) where no directions were given.
         error: The route's own estimate of its error, entry by entry, in the layout of ``value``; None for a route whose
             only error is rounding.
         seconds: Wall time.
-        note: What a reader should know: directions taken one at a time, steps shrunk at a kink.
-        probes: The directions of ``value``, where they are the route's own and not those that were asked for.
+        note: Remarks: directions taken one at a time, steps shrunk at a kink.
+        probes: The directions of ``value``, where they are the route's own instead of the given ones.
     """
 
     value: Tensor
@@ -193,7 +193,7 @@ def first_line(error: Exception) -> str:
 def directions_at_once(problem: Problem, memory: int = MEMORY_BUDGET) -> int:
     """Return how many directions fit together."""
     low, high = CHUNK_RANGE
-    with problem.borrowed(), differentiable_attention():
+    with problem.at(), differentiable_attention():
         need = _pushed_bytes(problem.call, list(problem.own.values()))
     return max(low, min(high, memory // need))
 

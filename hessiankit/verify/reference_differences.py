@@ -51,7 +51,7 @@ class CentralDifferences(Reference):
         units = V / torch.where(lengths > 0, lengths, 1)
         values, errors, steps, lost = [], [], [], 0
         try:
-            with problem.borrowed():
+            with problem.at():
                 noise = gradient_noise(problem, gradient, precision)
                 for unit in units:
                     ladder = _Ladder(problem, gradient, unit[None], precision, noise)
@@ -79,7 +79,7 @@ class CentralDifferences(Reference):
         if precision not in HALVINGS:
             raise Unsupported(self.name, f"the module computes in {precision}, too coarse for differences")
         try:
-            with problem.borrowed():
+            with problem.at():
                 yield lambda direction: _two_steps(problem, direction, 1e3 * GOOD_ENOUGH[precision])
         except FAILURES as error:
             raise self.unsupported(error) from error

@@ -1,4 +1,4 @@
-"""References for exact Hessians, each by a route of its own, in one registry.
+"""The registry of references for exact Hessians, each by a route of its own.
 
 | reference | route | independent group |
 |---|---|---|
@@ -9,7 +9,7 @@
 | torch.func.hessian | jacfwd(jacrev) | jacfwd(jacrev) |
 | curvlinops | ``HessianLinearOperator`` | jacfwd(jacrev) |
 
-Members of one group share a path and its defects: two of them are one witness.
+Members of one group share a differentiation path and its defects, and count once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Arithmetic modulo the prime p = 2^61 - 1 that knows degrees: a formula evaluated at a random point of a large set.
+"""Arithmetic modulo the prime p = 2^61 - 1 with bounds on degrees, for formulas at random points of a large set.
 
 Two rational functions that differ agree at a random point with a probability of at most D / |S|, where D bounds the degree of
 the numerator of their difference and each variable is drawn from |S| numbers (Schwartz and Zippel). With small rationals |S| is
-12, and the bound says nothing; with residues |S| is (p - 1) / 2, about 10^18. A ``Residue`` therefore carries, beside its value,
+12, and the bound is void; with residues |S| is (p - 1) / 2, about 10^18. A ``Residue`` therefore carries, beside its value,
 a bound on the degree of its numerator and its denominator as a product of powers of atoms (what was divided by), and a
 sum takes the least common denominator. The rules are those of polynomials, so the bound holds for whatever formula is evaluated.
 """
@@ -22,7 +22,7 @@ VALUES = (P - 1) // 2
 """How many values a drawn variable takes at least: a root is that one of +-s which is a square itself."""
 
 Atom = tuple[int, int]
-"""What was divided by: its value, and its degree."""
+"""A divisor: its value and its degree."""
 _DENOMINATORS: list[Mapping[Atom, int]] = [{}]
 _NUMBERS: dict[tuple[tuple[Atom, int], ...], int] = {(): 0}
 

@@ -1,7 +1,7 @@
-"""Which references can be right for a module: the route table of one torch, looked up by the operations that the module runs.
+"""The route table: which of torch's routes are right for which operations, and the references to run for a module.
 
-``route_table.json`` is what ``hessiankit.verify.routes()`` finds on the torch that continuous integration pins, operation by
-operation; :func:`write` makes it anew.
+``route_table.json`` holds, operation by operation, the result of ``hessiankit.verify.routes()`` on the torch that continuous
+integration pins; :func:`write` writes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ JUDGING = "central differences"
 
 @dataclass(frozen=True)
 class RouteCell:
-    """What one route gave for one operation.
+    """Result of one route for one operation.
 
     Attributes:
         operation: Its name in ``OPERATIONS``.
@@ -65,7 +65,7 @@ class RouteCell:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What decides what is right for one operation.
+    """The standard of comparison for one operation.
 
     Attributes:
         operation: Its name in ``OPERATIONS``.
@@ -85,13 +85,13 @@ class Judgement:
 
 @dataclass(frozen=True, repr=False)
 class RouteTable(Printed):
-    """What :func:`routes` found; prints as a table.
+    """Result of :func:`routes`; prints as a table.
 
     Attributes:
         cells: One for each operation and route, row by row.
         judgements: One for each operation.
-        torch_version: Of the installed torch, which all of this is about.
-        seed: Of the values drawn.
+        torch_version: Version of the installed torch.
+        seed: Seed of the values.
         seconds: Time taken.
     """
 
@@ -113,7 +113,7 @@ class RouteTable(Printed):
         return tuple(name for name in ROUTES if name not in bad)
 
     def cell(self, operation: str, route: str) -> RouteCell:
-        """Return what ``route`` gave for ``operation``.
+        """Return the cell of ``operation`` and ``route``.
 
         Raises:
             InputError: There is no such cell.
@@ -168,7 +168,7 @@ class RouteTable(Printed):
         )
 
     def _findings(self) -> Iterator[str]:
-        """Say for every route where it is wrong and where it is missing."""
+        """Yield for every route the operations where it is wrong or unsupported."""
         for route in ROUTES:
             mine = [cell for cell in self.cells if cell.route == route]
             wrong = ", ".join(f"{cell.operation} {cell.error:.2g}" for cell in mine if cell.status == WRONG)
@@ -218,7 +218,7 @@ def _bold(cell: str) -> str:
 
 
 def routes(operations: str | Iterable[str] | None = None, *, seed: int = 0) -> RouteTable:
-    """Differentiate every operation of a transformer twice by every route of torch, and say which routes are right.
+    """Differentiate every operation of a transformer twice by every route of torch, and compare the results.
 
     Each operation is a tiny float64 problem of 10 to 40 parameters, ``OPERATIONS``; each route of ``ROUTES`` computes its
     whole Hessian. The judge is the closed form of :func:`hessiankit.hessian`, itself held against central differences
@@ -258,7 +258,7 @@ def routes(operations: str | Iterable[str] | None = None, *, seed: int = 0) -> R
 
 
 def _judge(name: str, example: Example, differences: Tensor) -> tuple[Judgement, Tensor]:
-    """Return who decides, and the Hessian that every route is compared with."""
+    """Return the judgement, and the Hessian that every route is compared with."""
     size = len(differences)
     try:
         closed = hessian(example.module, example.x, example.target, loss=example.loss_name, handshake=False)
@@ -301,12 +301,12 @@ DIFFERENCES = "central-differences"
 BY_CHOICE_OF_TORCH = frozenset({"sdpa (default)", "nn.MultiheadAttention", "nn.TransformerEncoderLayer"})
 """Attention on a fused kernel: the references switch these off."""
 UNLISTED = frozenset({"autograd.Function", "autograd.Function (once)"})
-"""Nothing says what these are made of: a module with one is refused by its name before a reference is chosen."""
+"""Without known parts: a module with one is refused by its name before a reference is chosen."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The references to run, and what was found about the others.
+    """The references to run, and why others are left out.
 
     Attributes:
         names: Keys of ``REFERENCES``.
@@ -426,7 +426,7 @@ def distilled(found: RouteTable) -> dict[str, Any]:
 
 
 def _status(found: RouteTable, operation: str, tried: tuple[str, ...]) -> str:
-    """Return what a reference gives: the first route that torch can run."""
+    """Return the status of a reference: that of its first route that torch can run."""
     statuses = [found.cell(operation, route).status for route in tried]
     return next((status for status in statuses if status != UNSUPPORTED), UNSUPPORTED)
 
@@ -441,5 +441,5 @@ def _verdicts(row: Mapping[str, list[tuple[str, str]]]) -> Iterator[tuple[str, s
 
 
 def write() -> None:
-    """Make the table of the installed torch, and ship it."""
+    """Write the table of the installed torch."""
     PATH.write_text(json.dumps(distilled(routes()), indent=1) + "\n", encoding="utf-8")

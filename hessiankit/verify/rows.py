@@ -1,4 +1,4 @@
-"""The rows of a check: the closed forms of one call, held against every healthy reference."""
+"""Rows of a check: the closed forms of one call, compared with every healthy reference."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class DenseComparison:
     Args:
         problem: The loss.
         found: The closed form.
-        results: What the references gave.
-        health: What was found about each.
+        results: The results of the references.
+        health: The health of each.
         probes: The directions of the results; None where they are whole matrices.
         precision: The lowest floating type that the module computes in.
-        noise: What rounding leaves of a block that vanishes.
+        noise: The rounding noise of blocks that vanish.
         rtol: The tolerance.
     """
 
@@ -85,12 +85,12 @@ class DenseComparison:
                             zero, error = (ZERO if exact else ROUNDING), 0.0
                         yield CheckRow(f"{i} x {j}", name, error, passed, outcome.seconds, self._method, zero)
 
-    # What the same call gives otherwise ------------------------------------------------------------------------------------
+    # Loss, gradient, operator, diagonal -----------------------------------------------------------------------------------
 
     def same_call(self, seed: int) -> tuple[list[CheckRow], list[str]]:
         """Compare loss, gradient, operator and diagonal of the same call; return the rows, and why some are missing or failed.
 
-        What refuses the call for which there is a Hessian fails; what only lacks the memory is left out.
+        A function that refuses the call although there is a Hessian fails; one that only lacks the memory is left out.
         """
         rows, remarks = [self._loss()], []
         problem = self.problem
@@ -138,7 +138,7 @@ class DenseComparison:
 
     @cached_property
     def _gradient_noise(self) -> dict[str, float]:
-        """The size of what rounding leaves of a gradient that vanishes (see ``RoundingNoise``)."""
+        """The rounding noise of a gradient that vanishes (see ``RoundingNoise``)."""
         problem, generator = self.problem, torch.Generator().manual_seed(0)
         here, change = self._gradients(problem), torch.zeros_like(problem.theta)
         for _ in range(4):
@@ -150,7 +150,7 @@ class DenseComparison:
 
     @staticmethod
     def _gradients(problem: Problem) -> tuple[Tensor, Tensor]:
-        with problem.borrowed():
+        with problem.at():
             made = hessian_operator(
                 problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params), handshake=False
             )

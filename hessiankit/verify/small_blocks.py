@@ -1,4 +1,4 @@
-"""Small and wide stand-ins of a block under check, of the same structure."""
+"""Twins of a block under check, of the same structure: tiny for the vec_r formulas, wide for sums in pieces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def letter(name: str) -> str:
 
 
 def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
-    """Return the chapters' formulas for a block at one sequence (L, d_model), or None where they are not written yet.
+    """Return the chapters' formulas for a block at one sequence (L, d_model), or None where there are none.
 
     They are written for the post-norm block with LayerNorm, one head and no attention biases.
     """
@@ -105,7 +105,7 @@ def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
 
 
 WIDTH, HIDDEN, HEADS, HEAD, LENGTH = 20, 24, 4, 6, 5
-"""Widths above 16, where sums are cut into pieces; as few parameters as that allows."""
+"""Widths above 16, where sums are cut into pieces, with few parameters."""
 
 TOLERANCE = 1e-10
 JUDGES = ("reverse-over-reverse", "jvp(grad)")

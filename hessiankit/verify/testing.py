@@ -1,4 +1,4 @@
-"""What a test suite calls: the closed form and automatic differentiation agree, or the test fails with the table of both."""
+"""``assert_hessian_matches`` for test suites: an AssertionError with the table unless the closed form agrees."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """A comparison that a test asked for.
+    """One comparison of a test.
 
     Attributes:
         test: Name of the test, as pytest writes it; empty outside pytest.
-        report: What the comparison found.
+        report: The report.
     """
 
     test: str

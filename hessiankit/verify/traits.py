@@ -1,4 +1,4 @@
-"""What one forward pass reveals about a module that a reference is known to trip over."""
+"""Traits of a module, seen in one forward pass, at which references are known to fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hessiankit.verify.problem import Problem
 
 @dataclass(frozen=True)
 class Traits:
-    """Findings of ``traits``.
+    """Result of ``traits``.
 
     Args:
         layer_norm_gain: A ``layer_norm`` with a gain was called on differentiated values.
@@ -33,7 +33,7 @@ class Traits:
 
 
 def traits(problem: Problem) -> Traits:
-    """Run the loss once and watch its operations.
+    """Run the loss once and record the traits of its operations.
 
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)).double()
     >>> x = torch.eye(2, dtype=torch.float64)
@@ -41,7 +41,7 @@ def traits(problem: Problem) -> Traits:
     Traits(layer_norm_gain=True, precision=torch.float64, lowered_by='', padding='', stopped_by='')
     """
     watch = _TraitWatch(problem.dtype)
-    with problem.borrowed(), watch:
+    with problem.at(), watch:
         problem.call()
     return Traits(watch.layer_norm_gain, watch.precision, watch.lowered_by, PADDING if watch.padding else "", watch.stopped_by)
 
@@ -79,7 +79,7 @@ _DEFECTS: Sequence[tuple[str, Callable[[Traits], bool], str]] = (
 
 
 class _TraitWatch(TorchFunctionMode):
-    """Notes layer norms with a gain and casts to a lower precision among the differentiated values."""
+    """Record layer norms with a gain, casts to a lower precision, and stopped gradients among the differentiated values."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _TraitWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call through, and look at what came out."""
+        """Call the function and inspect its result."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self.stopped_by and isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:

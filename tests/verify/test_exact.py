@@ -15,10 +15,13 @@ from derivations import vecr
 from derivations.activation import KINDS
 from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
-from derivations.matrix import Commutation, Dense, Matrix, Zero
+from derivations.gains import ColumnScaleAt
+from derivations.head_products import HeadProductAt
+from derivations.matrix import Commutation, Dense, Identity, Matrix, Ones, Zero, kron
 from derivations.normalization import LayerNormAt
 from derivations.softmax import SoftmaxAt
 from hessiankit.verify.exact import ExactRow, chapters, check_exact, run_case
+from hessiankit.verify.exact_builders import by_head, by_token, linear_map
 from hessiankit.verify.exact_case import ExactCase, ExactComparison, JetReference, RationalDraw, against
 from hessiankit.verify.exact_cases import RATIONAL
 from hessiankit.verify.exact_symbolic import is_identically_zero
@@ -42,7 +45,9 @@ def test_another_seed_is_another_point() -> None:
     assert all(row.passed for row in check_exact("feedforward", seed=7))
 
 
-def test_unknown_chapter_is_named() -> None:
+def test_chapters_are_named() -> None:
+    parts = {"affine", "linear_map", "head_products", "gains", "token_embedding", "group_normalization"}
+    assert parts | {"vecr", "attention", "transformer", "placements"} <= set(chapters())
     with pytest.raises(ValueError, match=r"no exact check for the chapter 'layernorm'. There are vecr, normalization"):
         check_exact("layernorm")
 
@@ -59,6 +64,36 @@ def rational(chapter: str, containing: str = "") -> dict[str, ExactRow]:
     return {case.name: run_case(case, "rational") for case in cases}
 
 
+def replaced(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Callable[..., Any]) -> None:
+    """Let a method be ``wrong(right method, instance, *arguments)``."""
+    right = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *arguments: wrong(right, *arguments))
+
+
+def at_pair(i: str, j: str, change: Callable[[Matrix], Matrix]) -> Callable[..., Matrix]:
+    """Return a second derivative that is changed at one pair of arguments."""
+    return lambda right, at, *pair: change(right(at, *pair)) if pair == (i, j) else right(at, *pair)
+
+
+MISSING = at_pair("v", "X", lambda H: Zero(*H.shape))
+ONE_BLOCK = {
+    "a wrong sign": (LayerNormAt, at_pair("gamma", "X", lambda H: -H), "normalization", "1 of 13 blocks: hessian('gamma', 'X')"),
+    "a missing block": (ColumnScaleAt, MISSING, "gains", "1 of 7 blocks: hessian('v', 'X') differs in 6 of 108 entries"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_BLOCK)
+def test_one_wrong_second_derivative_fails_in_both_methods(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, wrong, chapter, note = ONE_BLOCK[name]
+    replaced(monkeypatch, owner, "hessian", wrong)
+    rows = failing(chapter)
+    assert {row.method for row in rows} == {"rational", "symbolic"}
+    assert all(row.note.startswith(note) for row in rows)
+    if owner is ColumnScaleAt:  # which the gains of a group norm are made of
+        rows = list(check_exact("group_normalization"))
+        assert {row.name for row in rows if not row.passed} == {row.name for row in rows if "gamma" in row.name}
+
+
 def test_a_commutation_turned_the_wrong_way_fails_in_both_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecr, "transpose_rule", lambda m, n: Commutation(m, n))
     rows = failing("vecr")
@@ -66,33 +101,19 @@ def test_a_commutation_turned_the_wrong_way_fails_in_both_methods(monkeypatch: p
     assert all("1 of 16 blocks: dX^T/dX differs in 8 of 36 entries" in row.note for row in rows)
 
 
-def test_a_wrong_sign_in_one_second_derivative_fails_in_both_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LayerNormAt.hessian
-
-    def wrong(at: LayerNormAt, i: str, j: str) -> Matrix:
-        return -right(at, i, j) if (i, j) == ("gamma", "X") else right(at, i, j)
-
-    monkeypatch.setattr(LayerNormAt, "hessian", wrong)
-    rows = failing("normalization")
-    assert {row.method for row in rows} == {"rational", "symbolic"}
-    assert all("hessian('gamma', 'X')" in row.note and row.note.startswith("1 of 13 blocks") for row in rows)
-
-
 def test_a_wrong_constant_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = SoftmaxAt.hessian
-    monkeypatch.setattr(SoftmaxAt, "hessian", lambda at, i, j: Fraction(1000001, 1000000) * right(at, i, j))
-    assert len(failing("softmax")) == len(check_exact("softmax"))
+    replaced(monkeypatch, SoftmaxAt, "hessian", lambda right, *at: Fraction(1000001, 1000000) * right(*at))
+    assert not any(row.passed for row in check_exact("softmax"))
 
 
 def test_the_printed_commutation_of_G_K_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """K_{d_V,d_K} in place of K_{d_K,d_V} (claim G_K) conforms, and is right only where d_K = d_V: the cases avoid that."""
-    right = AttentionAt.jacobian
 
-    def printed(at: AttentionAt, name: str) -> Matrix:
+    def printed(right: Any, at: AttentionAt, name: str) -> Matrix:
         d_V, d_K = at.W_K.shape
         return right(at, name) @ Commutation(d_V, d_K) @ Commutation(d_V, d_K) if name == "W_K" else right(at, name)
 
-    monkeypatch.setattr(AttentionAt, "jacobian", printed)
+    replaced(monkeypatch, AttentionAt, "jacobian", printed)
     rows = rational("attention", "Phi")
     assert not any(row.passed for row in rows.values())
     assert rows["sixteen Phi, X blocks, W_O"].note.startswith("1 of 31 blocks: jacobian('W_K')")
@@ -100,15 +121,13 @@ def test_the_printed_commutation_of_G_K_fails(monkeypatch: pytest.MonkeyPatch) -
 
 def test_exchanging_queries_and_keys_without_turning_the_softmax_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Phi_KQ as Lemma 2 describes it, by exchanging W_Q and W_K (claim Phi_KQ), is wrong."""
-    right = AttentionAt.hessian
 
-    def printed(at: AttentionAt, i: str, j: str) -> Matrix:
+    def printed(right: Any, at: AttentionAt, i: str, j: str) -> Matrix:
         if (i, j) != ("W_K", "W_Q"):
             return right(at, i, j)
-        exchanged = AttentionAt(at.X, at.W_K, at.W_Q, at.W_V, at.W_O, at.mask, at.scale, at.weights)
-        return right(exchanged, "W_Q", "W_K")
+        return right(AttentionAt(at.X, at.W_K, at.W_Q, at.W_V, at.W_O, at.mask, at.scale, at.weights), "W_Q", "W_K")
 
-    monkeypatch.setattr(AttentionAt, "hessian", printed)
+    replaced(monkeypatch, AttentionAt, "hessian", printed)
     rows = rational("attention")
     assert not any(row.passed for row in rows.values())
     assert rows["nine Phi, X blocks"].note.startswith("1 of 21 blocks: hessian('W_K', 'W_Q')")
@@ -125,13 +144,42 @@ def test_a_formula_that_is_right_for_relu_only_fails_for_smooth_activations(monk
 
 def test_a_second_derivative_in_place_of_its_slice_transpose_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """d2S/dW_1dW_2 under the name of d2S/dW_2dW_1: same shape, as in the print (claim xi_12)."""
-    right = FeedForwardAt.hessian
-    monkeypatch.setattr(
-        FeedForwardAt, "hessian", lambda at, i, j: right(at, j, i) if {i, j} == {"W_1", "W_2"} else right(at, i, j)
-    )
+    swap = {("W_1", "W_2"): ("W_2", "W_1"), ("W_2", "W_1"): ("W_1", "W_2")}
+    replaced(monkeypatch, FeedForwardAt, "hessian", lambda right, at, *pair: right(at, *swap.get(pair, pair)))
     rows = failing("feedforward")
     assert rows
     assert all("hessian('W_1', 'W_2')" in row.note for row in rows)
+
+
+def test_second_derivatives_at_the_rows_of_another_head_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right entries in other rows, which one head cannot show."""
+
+    def wrong(right: Any, at: HeadProductAt, i: str, j: str) -> Matrix:
+        found = right(at, i, j)
+        if at.heads == 1 or isinstance(found, Zero):
+            return found
+        return Commutation(at.heads, found.shape[0] // at.heads) @ found
+
+    replaced(monkeypatch, HeadProductAt, "hessian", wrong)
+    assert {row.name.partition(": ")[2] for row in failing("head_products")} == {
+        "scores, two heads",
+        "mixtures, two heads",
+        "grouped queries, rotations, causal mask, all pairs",
+    }
+
+
+def test_copies_of_all_heads_in_turn_are_not_copies_of_each_head() -> None:
+    """Heads 1, 2, 1, 2 where grouped queries need 1, 1, 2, 2: the same norm and the same shape."""
+    tiled = kron(Ones(2), Identity(12)) @ kron(Commutation(2, 2), Identity(3))
+    row = run(linear_map(tiled, lambda X: by_head(X, 2, 2), (2, 6), (8, 3)))
+    assert not row.passed
+    assert row.note.startswith("2 of 3 blocks: value differs in")
+
+
+def test_references_split_and_merge_as_reshapes_do() -> None:
+    X = np.arange(24, dtype=object).reshape(3, 8)
+    assert by_head(X, 2, 3).tolist() == X.reshape(3, 2, 4).swapaxes(0, 1).repeat(3, 0).reshape(-1, 4).tolist()
+    assert by_token(by_head(X, 2), 2).tolist() == X.tolist()
 
 
 def run(build: Callable[[RationalDraw], Iterator[ExactComparison]], method: str = "rational") -> ExactRow:
