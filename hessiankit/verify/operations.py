@@ -68,7 +68,7 @@ EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class TestedOperation:
+class RouteOperation:
     """An operation within a small function of some parameters.
 
     Attributes:
@@ -248,20 +248,20 @@ def _formula(
     loss: Callable[[Tensor, Tensor], Tensor] = mean_square,
     labels: Tensor | None = None,
     **shapes: Any,
-) -> TestedOperation:
+) -> RouteOperation:
     """Return an operation within a function of the inputs and of parameters of the given shapes."""
-    return TestedOperation(name, formula, partial(Formula, function, **shapes), inputs, loss, labels)
+    return RouteOperation(name, formula, partial(Formula, function, **shapes), inputs, loss, labels)
 
 
-def _elementwise(name: str, function: Callable[[Tensor], Tensor], formula: str = "") -> TestedOperation:
+def _elementwise(name: str, function: Callable[[Tensor], Tensor], formula: str = "") -> RouteOperation:
     return _formula(name, formula or f"{name}(x W)", lambda x, W: function(x @ W), W=(5, 4))
 
 
-def _custom(name: str, function: type[Cubed], formula: str) -> TestedOperation:
+def _custom(name: str, function: type[Cubed], formula: str) -> RouteOperation:
     return _formula(name, formula, lambda x, A, B: function.apply(x @ A) @ B, **_FACTORS)
 
 
-def _attention(name: str, function: Function, formula: str) -> TestedOperation:
+def _attention(name: str, function: Function, formula: str) -> RouteOperation:
     def attend(x: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Tensor:
         x = x[:, None]  # (B, heads, L, d_model)
         return function(x @ W_Q, x @ W_K, x @ W_V)
@@ -269,7 +269,7 @@ def _attention(name: str, function: Function, formula: str) -> TestedOperation:
     return _formula(name, formula, attend, _SEQUENCES, **_HEADS)
 
 
-OPERATIONS: dict[str, TestedOperation] = {
+OPERATIONS: dict[str, RouteOperation] = {
     operation.name: operation
     for operation in (
         _formula(
@@ -370,7 +370,7 @@ OPERATIONS: dict[str, TestedOperation] = {
             b=(2,),
         ),
         _formula("cdist", "cdist(x W, E)", lambda x, W, E: torch.cdist(x @ W, E), W=(5, 4), E=(2, 4)),
-        TestedOperation(
+        RouteOperation(
             "embedding",
             "embedding(tokens, E) W^T",
             lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 4, bias=False)),
@@ -381,17 +381,17 @@ OPERATIONS: dict[str, TestedOperation] = {
         _attention("sdpa (math)", _math_attention, "scaled_dot_product_attention within sdpa_kernel(SDPBackend.MATH)"),
         _attention("sdpa (math, mask)", _masked_attention, "the same, attn_mask given"),
         _attention("sdpa (math, causal)", partial(_math_attention, is_causal=True), "the same, is_causal=True"),
-        TestedOperation(
+        RouteOperation(
             "nn.MultiheadAttention", "need_weights=False, torch's choice of backend", partial(_SelfAttention, False), _TOKENS
         ),
-        TestedOperation(
+        RouteOperation(
             "nn.MultiheadAttention (math)",
             "need_weights=False, within sdpa_kernel(SDPBackend.MATH)",
             partial(_SelfAttention, False, True),
             _TOKENS,
         ),
-        TestedOperation("nn.MultiheadAttention (weights)", "need_weights=True", partial(_SelfAttention, True), _TOKENS),
-        TestedOperation("nn.TransformerEncoderLayer", "post-norm, torch's choice of backend", _encoder_layer, _TOKENS),
+        RouteOperation("nn.MultiheadAttention (weights)", "need_weights=True", partial(_SelfAttention, True), _TOKENS),
+        RouteOperation("nn.TransformerEncoderLayer", "post-norm, torch's choice of backend", _encoder_layer, _TOKENS),
         _custom("autograd.Function", Cubed, "z^3 B, z = x A, with a backward of its own"),
         _custom("autograd.Function (once)", CubedOnce, "the same, its backward marked once_differentiable"),
         _formula(
