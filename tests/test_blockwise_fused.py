@@ -12,7 +12,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.optim import blockwise_lr, blockwise_schedule
-from hessiankit.optim.fused_step import _held
+from hessiankit.optim.fused_step import _saved
 from hessiankit.partition import Part
 
 LR = 3e-3
@@ -170,7 +170,7 @@ def test_an_optimizer_around_the_optimizer_rescales_once():
     train(split, torch.optim.AdamW(split.groups(LR, decayed)), 4)
     assert difference(model, split.values()) <= 1e-12
     gc.collect()
-    assert not any(_held.values())
+    assert not any(_saved.values())
 
 
 @pytest.mark.parametrize("ramp", ["direct", "switch"])
@@ -292,7 +292,7 @@ def test_equal_ratios_need_no_rescaling():
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    assert optimizer not in _held
+    assert optimizer not in _saved
 
 
 def test_the_reference_has_the_rates_of_equation_5():

@@ -1,4 +1,4 @@
-"""Learning rates for each block type of a transformer: parameter groups, schedules, and what keeps them as they were set."""
+"""Learning rates for each block type of a transformer: parameter groups, schedules, and checks of the groups at every step."""
 
 from hessiankit.optim.groups import ParameterGroups, blockwise_lr
 from hessiankit.optim.guard import check_groups, watch

@@ -27,7 +27,7 @@ _FOUND = ("Shard", "Replicate")
 
 
 @dataclass(frozen=True)
-class _Held:
+class _SavedSlice:
     """A slice whose step is rescaled, and its values before the step."""
 
     group: dict[str, Any]
@@ -41,19 +41,19 @@ class _Held:
         return _slice(self.parameter, self.axis, self.piece)
 
 
-_held: WeakKeyDictionary[Optimizer, list[_Held]] = WeakKeyDictionary()
+_saved: WeakKeyDictionary[Optimizer, list[_SavedSlice]] = WeakKeyDictionary()
 _without_copies: WeakSet[Optimizer] = WeakSet()
 
 
 @torch.no_grad()
-def hold_slices(optimizer: Optimizer) -> None:
-    """Keep the slices whose step will be rescaled, as they are before the step.
+def save_slices(optimizer: Optimizer) -> None:
+    """Save the slices whose step will be rescaled, before the step.
 
     Raises:
         InputError: If the optimizer's step is not linear in its rate, a tensor no longer has the shape that was cut, or slices
             that need different weight decays meet an optimizer that adds the decay to the gradient.
     """
-    held = []
+    saved = []
     for group in optimizer.param_groups:
         for p, cuts in zip(group["params"], group.get("slices", ()), strict=False):
             pieces = [piece for piece in cuts["pieces"] if _differs(piece, group)]
@@ -61,21 +61,21 @@ def hold_slices(optimizer: Optimizer) -> None:
                 _check(optimizer, group, p, cuts, pieces)
             axis = cuts["axis"]
             for piece in pieces:
-                held.append(_Held(group, p, axis, piece, _slice(p, axis, piece).clone()))
-    if held:
-        _held[optimizer] = held
+                saved.append(_SavedSlice(group, p, axis, piece, _slice(p, axis, piece).clone()))
+    if saved:
+        _saved[optimizer] = saved
     else:
-        _held.pop(optimizer, None)
+        _saved.pop(optimizer, None)
 
 
 @torch.no_grad()
 def rescale_slices(optimizer: Optimizer) -> None:
-    """Give every slice that was held its own step.
+    """Rescale the step of every saved slice.
 
     Raises:
         InputError: After an optimizer's first step, if its state holds a copy of the weights, which would undo the rescaling.
     """
-    done = _held.pop(optimizer, [])
+    done = _saved.pop(optimizer, [])
     if done and optimizer not in _without_copies:
         _refuse_copies(optimizer, [item.parameter for item in done])
         _without_copies.add(optimizer)
@@ -86,16 +86,16 @@ def rescale_slices(optimizer: Optimizer) -> None:
         if other and item.parameter.grad is not None:  # without a gradient there was no step, and no decay
             moved += (piece["factor"] * group["lr"] * other * _stepped(optimizer, now)) * item.before
         now.copy_(moved)
-    if done and _held:  # an optimizer around this one would rescale the same step again
+    if done and _saved:  # an optimizer around this one would rescale the same step again
         parameters = {id(item.parameter) for item in done}
-        for outer in list(_held):
-            _held[outer] = [item for item in _held[outer] if id(item.parameter) not in parameters]
+        for outer in list(_saved):
+            _saved[outer] = [item for item in _saved[outer] if id(item.parameter) not in parameters]
 
 
 def _slice(p: Any, axis: int, piece: dict[str, Any]) -> Tensor:
     """Return the view of a slice; of a sharded parameter (FSDP2), the rows of it that lie on this rank, perhaps none."""
     start, stop = piece["start"], piece["stop"]
-    local = _here(p)
+    local = _local(p)
     if hasattr(p, "device_mesh"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -116,21 +116,21 @@ def _stepped(optimizer: Optimizer, like: Tensor) -> Tensor | float:
 
 def _refuse_copies(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
     for p in parameters:
-        weights = _here(p)
+        weights = _local(p)
         for key, value in optimizer.state.get(p, {}).items():
             if not isinstance(value, Tensor) or value.shape != p.shape or not bool(weights.any()):
                 continue
-            if torch.equal(_here(value).to(weights), weights):
+            if torch.equal(_local(value).to(weights), weights):
                 raise InputError(
                     f"blockwise_lr: {type(optimizer).__name__} keeps the weights of a fused tensor a second time, as {key!r}, "
                     "and its next step would undo the rates of the slices; split the tensor, or give its types one ratio."
                 )
 
 
-def _here(tensor: Any) -> Tensor:
-    """Return a tensor, or what lies of it on this rank."""
-    here: Tensor = tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
-    return here
+def _local(tensor: Any) -> Tensor:
+    """Return a tensor, or its shard on this rank."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "device_mesh") else tensor
+    return local
 
 
 def _check(

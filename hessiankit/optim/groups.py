@@ -24,14 +24,14 @@ HIDDEN = ("QK", "VO", "FFN")
 
 @dataclass(frozen=True)
 class RatePolicy:
-    """What decides a parameter's learning rate and weight decay.
+    """Learning rates and weight decays by block type.
 
     Attributes:
         ratios: Ratio by block type, for every type.
         muon_ratios: The same for the matrices that Muon takes; None where it takes none.
         lr: Learning rate at ratio 1.
         muon_lr: That of Muon.
-        weight_decay: Of what decays.
+        weight_decay: Of the parameters that decay.
         decay: ``"matrices"``, ``"all"`` or weight decay by block type.
         couple_decay: Whether r multiplies the shrinkage lr x weight decay.
     """
@@ -55,7 +55,7 @@ class RatePolicy:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A parameter with everything but its companions: the values of the group that it belongs to.
+    """A parameter and the values of its group.
 
     Attributes:
         name: The parameter's name.
@@ -159,7 +159,7 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
     Muon; ``name`` for Adam-mini. All are numbers, strings and lists, which ``torch.load(weights_only=True)`` takes.
 
     Attributes:
-        title: Where the ratios are from.
+        title: Source of the ratios.
         frozen: Names of the parameters that need no gradient and are in no group.
     """
 
@@ -211,9 +211,9 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
         """
         place = {id(p): (k, i) for k, g in enumerate(self) for i, p in enumerate(g["params"])}
         names = {id(p): name for name, p in self.named_parameters()}
-        theirs = [p for g in optimizer.param_groups for p in g["params"]]
-        strange = sum(id(p) not in place for p in theirs)
-        missing = [names[i] for i in place if i not in {id(p) for p in theirs}]
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        strange = sum(id(p) not in place for p in parameters)
+        missing = [names[i] for i in place if i not in {id(p) for p in parameters}]
         if strange or missing:
             seen = f"{strange} parameters that are in no group" if strange else f"no {missing[0]!r}"
             raise InputError(f"apply: the {type(optimizer).__name__} has {seen}; expected the parameters that the groups have.")
@@ -297,7 +297,7 @@ def blockwise_lr(
         lr: The base rate: that of the norms.
         ratios: A preset's name (``hessiankit.optim.PRESETS``; ``"paper"`` is Eq. 5, for Adam-mini that of Sec. 6.3), a mapping
             from block type to ratio (1 where it has none), or ``"measured"``. With Muon, names concern AdamW's groups only.
-        optimizer: What the groups are for: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"``, ``"adam_mini"`` (one group a
+        optimizer: The optimizer of the groups: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"``, ``"adam_mini"`` (one group a
             parameter, with its ``name``), ``"muon"`` (``groups.muon`` and ``groups.adamw``).
         muon_lr: The rate of Muon's groups; ``lr`` where it is not given.
         weight_decay: Of the parameters that decay.
@@ -311,7 +311,7 @@ def blockwise_lr(
         power: Exponent of S_Norm / S (:func:`~hessiankit.optim.measured_ratios`).
         cap: Largest measured ratio; its inverse is the smallest.
         parts: The parts of the model, where they are at hand.
-        guard: What a step does when the rates are no longer r times a common rate: ``"raise"``, ``"warn"`` or ``"off"``.
+        guard: Action of a step whose rates are not r times a common rate: ``"raise"``, ``"warn"`` or ``"off"``.
         **policy: Options of ``model_parts``: ``overrides``, ``biases``, ``final_norm``, ``tied``, ``inputs``.
 
     Raises:
@@ -355,7 +355,7 @@ def blockwise_lr(
 def _checked(
     lr: float, optimizer: str, muon_lr: float | None, weight_decay: float, decay: str | Mapping[str, float], guard: str
 ) -> str:
-    """Return the optimizer's name after a look at the plain options."""
+    """Return the optimizer's name after checks of the options."""
     for name, value in {"lr": lr, "muon_lr": lr if muon_lr is None else muon_lr, "weight_decay": weight_decay}.items():
         if not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
             raise InputError(f"blockwise_lr: {name}={value}; expected a number of at least 0.")

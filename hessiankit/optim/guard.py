@@ -1,7 +1,7 @@
-"""A look at the groups' learning rates before every step: are they still r times a common rate?
+"""Check, before every step, that the groups' learning rates are r times a common rate.
 
 The hooks are torch's for all optimizers, and not one optimizer's own: those are lost when an optimizer is copied or loaded, and
-an optimizer that was never attached would train slices at a rate that nobody asked for.
+an optimizer without them would train slices at a wrong rate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hessiankit.optim.fused_step import hold_slices, rescale_slices
+from hessiankit.optim.fused_step import save_slices, rescale_slices
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 
@@ -28,7 +28,7 @@ _seen: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
 
 
 def remember(p: nn.Parameter, name: str) -> None:
-    """Keep a parameter's name as long as the parameter lives."""
+    """Store a parameter's name for the lifetime of the parameter."""
     _names[p] = name
 
 
@@ -76,8 +76,8 @@ def check_groups(optimizer: Optimizer) -> None:
 
     The rates must be in the proportion that :func:`~hessiankit.optim.blockwise_lr` or
     :func:`~hessiankit.optim.blockwise_schedule` gave them, to 1e-6; and the names must be those of the parameters, which a
-    state dict of other groups changes. A rate that is a tensor on an accelerator is not looked at: that would wait for the
-    device at every step.
+    state dict of other groups changes. A rate that is a tensor on an accelerator is not read: that would synchronise with
+    the device at every step.
 
     Raises:
         InputError: If not; a warning for the rates where the groups were made with ``guard="warn"``, nothing with ``"off"``.
@@ -94,23 +94,23 @@ def check_groups(optimizer: Optimizer) -> None:
     """
     groups = blockwise_groups(optimizer)
     check_names(optimizer, groups)
-    seen = [g for g in groups if g.get("guard", "raise") != "off" and not _far(g["lr"])]
+    seen = [g for g in groups if g.get("guard", "raise") != "off" and not _on_accelerator(g["lr"])]
     if not seen:
         return
     largest = max(seen, key=lambda g: float(g["expected_lr"]))
     for group in seen:
-        ours = float(group["lr"]) * float(largest["expected_lr"])
-        theirs = float(largest["lr"]) * float(group["expected_lr"])
-        if not abs(ours - theirs) <= _CLOSE * max(abs(ours), abs(theirs)):
-            _complain(optimizer, largest, group)
+        left = float(group["lr"]) * float(largest["expected_lr"])
+        right = float(largest["lr"]) * float(group["expected_lr"])
+        if not abs(left - right) <= _CLOSE * max(abs(left), abs(right)):
+            _report(optimizer, largest, group)
             return
 
 
-def _far(lr: Any) -> bool:
+def _on_accelerator(lr: Any) -> bool:
     return isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
 
 
-def _complain(optimizer: Optimizer, first: dict[str, Any], second: dict[str, Any]) -> None:
+def _report(optimizer: Optimizer, first: dict[str, Any], second: dict[str, Any]) -> None:
     proportion = float(first["expected_lr"]) / max(float(second["expected_lr"]), 1e-300)
     text = (
         f"blockwise_lr: the rates of {type(optimizer).__name__}'s groups {first['block_type']} and {second['block_type']} are "
@@ -137,7 +137,7 @@ def watch() -> None:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if blockwise_groups(optimizer):
         check_groups(optimizer)
-        hold_slices(optimizer)
+        save_slices(optimizer)
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -54,8 +54,8 @@ PRESETS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     }
 )
 """Ratios by name. Of The Sharpness Disparity Principle (Wang et al.): ``paper`` is Eq. 5, ``8/6/4/3`` and ``6/4/3/2`` are the
-other two settings of Fig. 10 (Emb/QK/FFN/VO), ``adam-mini`` is what Sec. 6.3 found for Adam-mini. ``conservative`` is ours: about
-the square roots of Eq. 5. ``none`` is plain training with the same groups."""
+other two settings of Fig. 10 (Emb/QK/FFN/VO), ``adam-mini`` is the result of Sec. 6.3 for Adam-mini. ``conservative``, not of the paper, is
+about the square roots of Eq. 5. ``none`` is plain training with the same groups."""
 
 
 def preset(name: str, optimizer: str = "adamw") -> tuple[str, Mapping[str, float]]:
@@ -101,7 +101,7 @@ POWER, CAP = 0.5, 4.0
 
 
 class SharpnessByType(Protocol):
-    """What is read of a :class:`~hessiankit.diagnostics.sharpness.SharpnessReport`: its block types and their quotients."""
+    """Block types and quotients of a :class:`~hessiankit.diagnostics.sharpness.SharpnessReport`."""
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -115,14 +115,14 @@ class SharpnessByType(Protocol):
 def measured_ratios(
     sharpness: SharpnessByType, *, power: float = POWER, cap: float = CAP, base: str = "Norm"
 ) -> dict[str, Ratio]:
-    r"""Return :math:`r = (S_{base} / S)^{power}`, kept within [1 / cap, cap], for every block type of a report.
+    r"""Return :math:`r = (S_{base} / S)^{power}`, clipped to [1 / cap, cap], for every block type of a report.
 
     *The Sharpness Disparity Principle* (Wang et al.), Sec. 5, suggests :math:`r\propto S_{\mathrm{Norm}}/S` and then sets r by
     hand (claim H2). The default power is 1/2: Adam divides a gradient by about :math:`\sqrt h`, the root of the curvature that
     the report estimates, and the curvature that is left is :math:`h/\sqrt h=\sqrt h`. The default cap of 4 is far below the
     paper's 10, since a measurement at one step says nothing about the next thousand.
 
-    Of the interval of r, the value nearest to 1 is used: a type that cannot be told from the base keeps the base's rate, and
+    Of the interval of r, the value nearest to 1 is used: a type whose interval contains 1 has the base's rate, and
     with more draws the interval shrinks to the estimate.
 
     Args:

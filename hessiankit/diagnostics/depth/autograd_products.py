@@ -40,7 +40,7 @@ class HessianProducts:
     """Products with the diagonal blocks H_kk of the Hessian of the mean loss over all data, or of its Gauss-Newton part.
 
     H v = d/dtheta <g, v>, reverse over reverse. The Gauss-Newton part is J^T (L'' (J v)). The graph of a single micro-batch is
-    kept; with several, every product makes each of them anew.
+    cached; with several, every product recomputes them.
 
     Args:
         data: The data.
@@ -51,7 +51,7 @@ class HessianProducts:
     def __init__(self, data: BatchedLoss, blocks: Sequence[Sequence[nn.Parameter]], kind: str) -> None:
         self.data, self.blocks, self.kind = data, blocks, kind
         self.terms = sum(data.count(target) for _, target in data.pairs())
-        self.kept = self._linearised(data.batches[0]) if len(data.batches) == 1 else None
+        self.cached = self._linearised(data.batches[0]) if len(data.batches) == 1 else None
 
     def of(self, k: int) -> Callable[[Tensor], Tensor]:
         """Return the function v (P_k,) -> H_kk v."""
@@ -62,7 +62,7 @@ class HessianProducts:
             tangents = tuple(part.view_as(p) for part, p in zip(flat, parameters, strict=True))
             total = torch.zeros_like(v)
             for batch in self.data.batches:
-                multiply = self.kept or self._linearised(batch)
+                multiply = self.cached or self._linearised(batch)
                 total += torch.cat([x.reshape(-1) for x in multiply(k, tangents)]).detach()
             return total / self.terms
 

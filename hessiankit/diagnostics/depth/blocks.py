@@ -55,7 +55,7 @@ class _Call:
 
 
 def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
-    """Return where among a block's arguments its hidden state stands, and the state: the first real tensor, as a rule.
+    """Return the position or name of the hidden state among a block's arguments, and the state: as a rule the first real tensor.
 
     >>> hidden_state((), {"hidden_states": Tensor([1.0]), "mask": None})
     ('hidden_states', tensor([1.]))
@@ -143,7 +143,7 @@ def _named(model: nn.Module, blocks: str | Iterable[str | nn.Module]) -> Blocks:
     chosen = []
     for block in blocks:
         if isinstance(block, str) and block not in modules:
-            raise InputError(f"{WHO}: the model has no module {block!r}, asked for in blocks=; see model.named_modules()")
+            raise InputError(f"{WHO}: the model has no module {block!r}, named in blocks=; see model.named_modules()")
         chosen.append(modules[block] if isinstance(block, str) else block)
         if id(chosen[-1]) not in names:
             raise InputError(f"{WHO}: a {type(block).__name__} in blocks= is no module of the model; pass its modules or names")

@@ -88,20 +88,20 @@ class DepthReport(WithDict, Printed):
         counted = f", {self.stream.tokens:,} tokens ({self.tokens})" if self.stream is not None else ""
         return f"depth of {self.model}: {len(self.blocks)} blocks{counted}{loss}{accuracy}, {self.seconds:.2f} s"
 
-    def _notes(self) -> list[str]:
-        notes = [str(part) for part in (self.laws, self.jacobians, self.hessian, self.ggn) if part is not None]
+    def _remarks(self) -> list[str]:
+        remarks = [str(part) for part in (self.laws, self.jacobians, self.hessian, self.ggn) if part is not None]
         if any("?" in text for column in self.columns().values() for text in column):
-            notes.append("? Lanczos ran out of products: a lower bound of that number; pass products=")
+            remarks.append("? Lanczos ran out of products: a lower bound of that number; pass products=")
         if self.drop is not None and self.drop.renumbered:
-            notes.append("dloss, dacc: later blocks renumbered")
-        return notes
+            remarks.append("dloss, dacc: later blocks renumbered")
+        return remarks
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
         yield table(
             self._headings(), self._rows(), left=2, names=self.blocks, drop=("block", "sigma^2(y_l)", "rms(J-I)", "||f||/||x||")
         )
-        yield from self._notes()
+        yield from self._remarks()
 
 
 def _numbers(values: Any) -> tuple[str, ...]:

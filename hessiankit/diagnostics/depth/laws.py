@@ -64,7 +64,7 @@ class GrowthLaws:
         laws: By name.
         exponent: Slope of log(sigma^2(l) - sigma^2(1)) over log(l - 1), l = 2, ..., L+1: 1 for linear growth, 2 for
             quadratic; NaN where the variance falls below its first value.
-        theory: What the recurrence allows for this placement.
+        theory: Bounds from the recurrence for this placement.
     """
 
     laws: dict[str, Law]

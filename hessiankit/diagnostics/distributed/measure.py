@@ -103,7 +103,7 @@ def sharpness(
 
     It equals what :func:`hessiankit.sharpness` gives one process that has all the data and the same micro-batches: the label
     of a token depends on the seed, the draw, the number of its sequence and its position, not on who draws it, and a
-    micro-batch counts by its terms among all ranks' terms. What a micro-batch is:
+    micro-batch counts by its terms among all ranks' terms. Micro-batches:
 
     - Where every rank holds the whole model (a plain module, or DistributedDataParallel), it is a micro-batch of one rank. The
       one process would be given rank 0's batches, then rank 1's, and so on.

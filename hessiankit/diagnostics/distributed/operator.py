@@ -1,7 +1,7 @@
 """The Hessian of a loss over data spread over machines, as an operator, and its largest eigenvalues by Lanczos.
 
-Were every rank to run the iteration by itself, ranks on different processors could round differently, stop after different
-numbers of products, and wait for each other forever.
+Rank 0 runs the iteration and broadcasts every vector: ranks that iterate by themselves could round differently on different
+processors, stop after different numbers of products, and deadlock.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DistributedOperator(HessianOperator):
 
 
 class _Nothing(Constant):
-    """The share of a rank that holds no data."""
+    """The batch of a rank without data: loss, gradient and products are zero."""
 
     def __init__(self, task: Task) -> None:
         self.loss = 0.0
@@ -113,7 +113,7 @@ def hessian_operator(
         model: The same model on every rank: a plain module, DistributedDataParallel, or sharded by ``fully_shard``.
         data: This rank's inputs, with ``target``, or its batches, as in :func:`hessiankit.hessian_operator`; ``[]`` where it
             has none.
-        target: What the loss compares with.
+        target: Target of the loss.
         loss: As in :func:`hessiankit.hessian`.
         params: As in :func:`hessiankit.hessian`; whole parameters.
         kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
@@ -189,8 +189,8 @@ def _counting(data: Any, target: Any, loss: Loss, weights: Weights) -> tuple[lis
     given = [weights(*pair) for pair in pairs] if callable(weights) else list(weights)
     if len(given) != len(pairs):
         raise InputError(f"{WHO}: weights has {len(given)} numbers for {len(pairs)} batches; pass one for each")
-    kept = [(pair, weight) for pair, weight in zip(pairs, given, strict=True) if weight != 0]
-    return [pair for pair, _ in kept], [float(weight) for _, weight in kept]
+    counted = [(pair, weight) for pair, weight in zip(pairs, given, strict=True) if weight != 0]
+    return [pair for pair, _ in counted], [float(weight) for _, weight in counted]
 
 
 def _named(loss: Loss) -> str:
@@ -203,7 +203,7 @@ _ENDS = ("LA", "SA", "LM")
 
 @dataclass(frozen=True)
 class Eigenvalues:
-    """Eigenvalues with what they can be off by: a symmetric matrix has an eigenvalue within ``residuals[i]`` of ``values[i]``.
+    """Eigenvalues with residuals: a symmetric matrix has an eigenvalue within ``residuals[i]`` of ``values[i]``.
 
     Attributes:
         values: From the largest down (``which="SA"``: from the smallest up; ``"LM"``: by size), (k,).
@@ -298,9 +298,9 @@ def _lead(
 
 def _follow(ranks: Ranks, operator: HessianOperator) -> Eigenvalues:
     while True:
-        told = ranks.broadcast(None)
-        if isinstance(told, Eigenvalues):
-            return told
-        if isinstance(told, str):
-            raise InputError(f"{LANCZOS}: {told}")
-        operator @ told.to(operator.device)
+        message = ranks.broadcast(None)
+        if isinstance(message, Eigenvalues):
+            return message
+        if isinstance(message, str):
+            raise InputError(f"{LANCZOS}: {message}")
+        operator @ message.to(operator.device)

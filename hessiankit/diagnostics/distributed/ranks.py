@@ -1,9 +1,8 @@
-"""The processes of a call: how they meet, what they tell each other, whether they hold the same model.
+"""The processes of a call: process group, collectives with error handling, and checks that all ranks hold the same model.
 
-Work that one rank does by itself goes through :meth:`Ranks.together`: if it fails anywhere, every rank raises the same line,
-and nobody waits for a rank that has stopped. Where a rank disappears in the middle, the others notice by the end of its
-connections or by the process group's time-out, and say who is missing: each rank notes in the process group's store how many
-exchanges it has come to.
+Work of one rank goes through :meth:`Ranks.together`: if it fails on any rank, all ranks raise the same line, and none waits for
+a rank that has stopped. If a rank disappears, the others notice by its closed connections or by the process group's time-out,
+and name the missing rank: each rank counts the exchanges that it has reached in the process group's store.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.package import __version__
 
 R = TypeVar("R")
-_ARRIVED: dict[str, int] = {}  # exchanges that this process has come to, by group
+_ARRIVED: dict[str, int] = {}  # exchanges that this process has reached, by group
 _PATIENCE = 5.0  # seconds for asking the store who is missing: it may have been on the machine that is gone
 _CONNECTION = ("/gloo/", "NCCL", "ncclComm", "Connection closed", "Connection reset", "Timed out waiting")
 
@@ -41,7 +40,7 @@ class Ranks:
     """The ranks of a process group, in one call of a function.
 
     Attributes:
-        who: The function, with which every message starts.
+        who: The function, the prefix of every message.
         group: The process group; None for all processes.
         rank: The number of this process in the group; 0 where torch.distributed is not in use.
         size: The number of processes; 1 where torch.distributed is not in use.
@@ -64,36 +63,36 @@ class Ranks:
         made.who, made.group, made.active, made.rank, made.size, made._key = who, None, False, 0, 1, ""
         return made
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Return what every rank holds, in the order of the ranks."""
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in the order of the ranks."""
         if self.size == 1:
-            return [mine]
+            return [value]
         found: list[Any] = [None] * self.size
         with self.exchange():
-            dist.all_gather_object(found, mine, group=self.group)
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def broadcast(self, mine: Any) -> Any:
-        """Return what rank 0 holds."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0."""
         if self.size == 1:
-            return mine
-        held = [mine]
+            return value
+        held = [value]
         with self.exchange():
             dist.broadcast_object_list(held, group=self.group, group_src=0)
         return held[0]
 
-    def sum(self, mine: Tensor) -> Tensor:
-        """Return the sum over the ranks, to every rank the same bits, in the tensor's dtype; ``mine`` is overwritten."""
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum over the ranks, to every rank the same bits, in the tensor's dtype; ``value`` is overwritten."""
         if self.size == 1:
-            return mine
-        mine = mine.contiguous()  # what is summed lies in memory the same way on every rank
-        place = mine if self._reaches(mine.device) else mine.to(_device(self.group))
+            return value
+        value = value.contiguous()  # the same memory layout on every rank
+        place = value if self._reaches(value.device) else value.to(_device(self.group))
         with self.exchange():
             dist.all_reduce(place, group=self.group)
-        return place.to(mine.device)
+        return place.to(value.device)
 
     def together(self, work: Callable[[], R]) -> R:
-        """Do a rank's own work; if it fails on any rank, raise the same line on all of them.
+        """Do the work of this rank; if it fails on any rank, raise the same line on all of them.
 
         Raises:
             InputError: Or another of the library's errors, as the first rank that failed raised it.
@@ -104,7 +103,7 @@ class Ranks:
             result = work()
         except RankError:
             raise
-        except Exception as error:  # whatever it is, the others have to hear of it
+        except Exception as error:  # of any kind: the other ranks raise it too
             own = error
         failed = [(rank, line) for rank, line in enumerate(self.gather(self._line(own))) if line is not None]
         if failed:
@@ -124,7 +123,7 @@ class Ranks:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """What every rank has to come to: note that this one has, and say who is missing if it fails."""
+        """A collective call: record that this rank has reached it, and name the missing rank if it fails."""
         if self.size == 1:
             yield
             return
@@ -173,7 +172,7 @@ class Ranks:
                 return
 
     def _missing(self) -> str:
-        """Return a phrase on the ranks that have not come to this exchange, as far as the store tells."""
+        """Return a phrase on the ranks that have not reached this exchange, according to the store."""
         found: list[str] = []
         asking = threading.Thread(target=lambda: found.append(self._ask(_store())), daemon=True)
         asking.start()
@@ -204,7 +203,7 @@ def _get(store: Any, key: str) -> str:
 
 
 def _communication(error: BaseException | None) -> str | None:
-    """Return what torch says of a failed exchange; None if the error is another one."""
+    """Return torch's message of a failed exchange; None for any other error."""
     if not isinstance(error, RuntimeError):
         return None
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -234,7 +233,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the processes this one is.
+    """Rank of this process, number of processes, and device.
 
     Attributes:
         rank: Its number, from 0.
@@ -248,7 +247,7 @@ class Place:
 
 
 def init(*, timeout: float = 300.0, backend: str | None = None) -> Place:
-    """Meet the other processes of the run that torchrun started; a program that was started by itself is the only one.
+    """Initialise the process group of a run that torchrun started; a program without torchrun is the only process.
 
     Not needed where the program has its own process group: everything here works with that one, and with its time-out.
 
@@ -322,7 +321,7 @@ def check_same_tensors(ranks: Ranks, tensors: Mapping[str, Tensor], what: str) -
     Args:
         ranks: The ranks.
         tensors: By name.
-        what: What they are, in the message: ``"parameter"``.
+        what: Their name in the message: ``"parameter"``.
 
     Raises:
         InputError: It names the first that differs.

@@ -1,4 +1,4 @@
-"""The plain module inside a wrapped one: what DistributedDataParallel holds, and a replica of what FSDP2 shards."""
+"""The plain module inside DistributedDataParallel, and a whole replica of a model sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def unwrapped(who: str, model: nn.Module) -> nn.Module:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of the whole parameters that FSDP2 keeps after a forward pass, so that ``parameters()`` are the pieces."""
+    """Free the gathered parameters that FSDP2 keeps after a forward pass, so that ``parameters()`` are the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether a model has parameters that are spread over the ranks (FSDP2's ``fully_shard``)."""
+    """Return whether a model has parameters that are spread over the ranks (FSDP2's ``fully_shard``)."""
     return any(isinstance(m, FSDPModule) for m in model.modules()) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -65,12 +65,12 @@ def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Modu
             )
         if is_sharded(replica):
             raise InputError(f"{ranks.who}: replica is sharded too; build it without fully_shard")
-        theirs, own = _shapes(model), _shapes(replica)
-        different = next((name for name in {**theirs, **own} if theirs.get(name) != own.get(name)), None)
+        sharded, own = _shapes(model), _shapes(replica)
+        different = next((name for name in {**sharded, **own} if sharded.get(name) != own.get(name)), None)
         if different is not None:
             raise InputError(
                 f"{ranks.who}: {different!r} is {own.get(different, 'missing')} in replica and "
-                f"{theirs.get(different, 'missing')} in the model; expected the same architecture and dtype"
+                f"{sharded.get(different, 'missing')} in the model; expected the same architecture and dtype"
             )
         return replica
 
@@ -80,8 +80,8 @@ def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Modu
         with ranks.exchange():
             whole = value.full_tensor() if isinstance(value, DTensor) else value
         targets[name].copy_(whole)
-    for mine, its in zip(found.modules(), model.modules(), strict=True):
-        mine.training = its.training
+    for copy, original in zip(found.modules(), model.modules(), strict=True):
+        copy.training = original.training
     return found
 
 

@@ -43,11 +43,11 @@ class Lines:
             self._replace({KEY: FORMAT, **header}, [])
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one line, and first those that are waiting.
+        """Write one line, after the lines that could not be written before.
 
         Raises:
-            InputError: It could not be written (it waits, the file is as before), somebody else wrote to the file, or the record
-                holds something that JSON does not know.
+            InputError: It could not be written (the file is as before, the line is written with the next one), another process
+                wrote to the file, or the record is not JSON.
         """
         try:
             self.waiting.append((record["step"], to_line(record)))
@@ -69,7 +69,7 @@ class Lines:
                         left = left[file.write(left) :]
                     os.fsync(file.fileno())
                 except OSError:
-                    file.truncate(self._size)  # what fitted of the line goes again
+                    file.truncate(self._size)  # a part of the line may have been written
                     raise
         except OSError as error:
             remedy = "make room" if self.path.exists() else "put the file back"
@@ -98,7 +98,7 @@ class Lines:
         return len(gone)
 
     def _replace(self, header: Mapping[str, Any], records: list[dict[str, Any]]) -> None:
-        """Put the file in its place as a whole, so that whoever reads it sees this state or the one before."""
+        """Replace the file atomically: a reader sees this state or the one before."""
         content = "".join(map(to_line, [header, *records])).encode()
         partial = self.path.with_name(self.path.name + ".new")
         try:

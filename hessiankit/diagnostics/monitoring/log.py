@@ -194,7 +194,7 @@ COLOURS = {
     "Head": "#cc79a7",
     "Other": "#8c8c8c",
 }
-"""Okabe and Ito's colours, which readers of every colour vision tell apart."""
+"""Okabe and Ito's colours, distinguishable with every kind of colour vision."""
 Panel = Callable[[Axes, MonitorLog], None]
 MARKS = {"Emb": "o", "QK": "s", "FFN": "^", "VO": "v", "Norm": "D", "Head": "P", "Other": "X"}
 

@@ -25,7 +25,7 @@ from hessiankit.support.torch_state import ordinary_path, preserved_random_state
 
 
 def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
-    """Return whether a step is measured: multiples of ``every``, and early on 1, 2, 5, 10, 20, 50, ... below it if asked for.
+    """Return whether a step is measured: multiples of ``every``, and with ``log_spaced`` also 1, 2, 5, 10, 20, 50, ... below it.
 
     The order of the blocks forms in the first steps of training (The Sharpness Disparity Principle, Figure 3: the first 2 %),
     which even spacing misses.
@@ -52,12 +52,11 @@ Section = Callable[[nn.Module, list[Any], int], Any]
 class Monitor:
     """Measures a model on fixed data while it is trained, and writes a line of JSON each time.
 
-    Measuring changes nothing that training reads: random states, modes, gradients and buffers are put back, so that a run
-    with a monitor has the bits of one without.
+    Random states, modes, gradients and buffers are restored after a measurement, so that training is bitwise the same with and
+    without a monitor.
 
-    A run that goes on from a checkpoint makes its monitor with the same arguments and file. The first step that it then
-    names says where it goes on: measurements at and after that step, made before the interruption, move to ``<file>.replaced``.
-    So each step is in the file once, and all of them are of one trajectory.
+    A run that resumes from a checkpoint makes its monitor with the same arguments and file. Measurements at and after its first
+    step, made before the interruption, move to ``<file>.replaced``, so that the file holds every step once, of one trajectory.
 
     Attributes:
         path: The file.
@@ -113,7 +112,7 @@ class Monitor:
         Args:
             model: The model that is trained; in the wrappers of torch.compile and DistributedDataParallel too.
             data: The batches to measure on, the same at every step: a pair (inputs, labels), a Hugging Face batch with
-                ``labels``, or an iterable of these, which is read once, here, and kept.
+                ``labels``, or an iterable of these, which is read once, here.
             path: The file; one line of JSON a measurement, after a header.
             target: Labels, if ``data`` are inputs only.
             every: Steps from one measurement to the next.
@@ -124,13 +123,13 @@ class Monitor:
             depth: Which depth diagnostics to take, some of :data:`hessiankit.diagnostics.depth.QUANTITIES`; () for none.
             draws: Label draws of the sharpness.
             seed: Of label draws, which differ from step to step, and of the start vector of the eigenvalue.
-            per: What a term of the sharpness is, ``"token"`` or ``"sequence"``.
+            per: Term of the sharpness: ``"token"`` or ``"sequence"``.
             micro_batch: Sequences of one backward pass of the sharpness.
             parts: The model's parts; by default :func:`hessiankit.partition.model_parts` of it.
             eigenvalue_route: See :func:`hessiankit.diagnostics.monitoring.measurements.top_eigenvalue`.
             eigenvalue_tol: Its residual, relative to it.
             eigenvalue_products: Products with the Hessian at most.
-            on_error: ``"raise"`` stops at a section that fails, after writing what was found; ``"record"`` writes the error
+            on_error: ``"raise"`` stops at a section that fails, after writing the other sections; ``"record"`` writes the error
                 into the line and goes on, and only warns where the file cannot be written.
 
         Raises:

@@ -200,10 +200,11 @@ def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Ten
             f"{who}: the labels have shape {tuple(target.shape)}, expected {shape[:-1]}: one for each row of the logits {shape},"
             " whose last axis holds the classes"
         )
-    kept = target[target != IGNORE_INDEX]
-    if kept.numel() and not (int(kept.min()) >= 0 and int(kept.max()) < shape[-1]):
+    counted = target[target != IGNORE_INDEX]
+    low, high = (int(counted.min()), int(counted.max())) if counted.numel() else (0, 0)
+    if counted.numel() and not (low >= 0 and high < shape[-1]):
         raise InputError(
-            f"{who}: labels lie in [{int(kept.min())}, {int(kept.max())}], expected 0 to {shape[-1] - 1} for {shape[-1]} classes "
+            f"{who}: labels lie in [{low}, {high}], expected 0 to {shape[-1] - 1} for {shape[-1]} classes "
             f"(or {IGNORE_INDEX} to leave a position out)"
         )
     return batch.labels.long()

@@ -117,7 +117,7 @@ class Cotangents:
     scale: float
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield the gradient of each draw; it is overwritten when the next one is asked for.
+        """Yield the gradient of each draw; the next one overwrites it.
 
         The square of the gradient that it gives a parameter is h of eq. (3) of The Sharpness Disparity Principle.
         """

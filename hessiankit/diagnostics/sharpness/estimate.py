@@ -14,9 +14,9 @@ covers too seldom: where X happens to be small, V is too. So X is taken for a co
 
 rho is the skewness relative to that of a gamma variable of the same mean and variance, (sum lambda)(sum lambda^3) / (sum
 lambda^2)^2, at least 1 and at most (sum lambda) / sqrt(sum lambda^2). Too noisy to be estimated from a few draws, it was 1.1 to
-2.2 for the block types of the models in figures/sharpness_coverage.py: a few directions stand out of a bulk. m_V is
-Satterthwaite's number of degrees of freedom of V, without its bias at small D (D - 1 for one micro-batch), and q what is lost
-because the x are skewed: for a gamma variable Var log q = 2 (1 / m_V + q), up to terms of higher order in 1 / D. Quotients are
+2.2 for the block types of the models in figures/sharpness_coverage.py: a bulk with a few large directions. m_V is
+Satterthwaite's number of degrees of freedom of V, without its bias at small D (D - 1 for one micro-batch), and q the loss
+from the skewness of the x: for a gamma variable Var log q = 2 (1 / m_V + q), up to terms of higher order in 1 / D. Quotients are
 estimated on the logarithmic scale by the delta method, with 1 / m = 1 / m_V + 3 max(q): their variance is not correlated with
 their value, which for a gamma variable takes 2 q off.
 """
@@ -56,12 +56,12 @@ class SharpnessEstimate:
     data_standard_error: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, None for what is not finite."""
+        """Return the fields, None for numbers that are not finite."""
         return {k: v if v is None or math.isfinite(v) else None for k, v in vars(self).items()}
 
     @property
     def shown(self) -> tuple[str, str]:
-        """As a table shows them: nothing where nothing is drawn, n.a. where they are not known.
+        """Standard error and interval as text: empty for exact values, n.a. where they are not known.
 
         >>> nan = math.nan
         >>> SharpnessEstimate(2.0, 1.0, 0.5, 6.0, 1, 0.95).shown, SharpnessEstimate(2.0, nan, nan, nan, 1, 0.95).shown
@@ -83,7 +83,7 @@ def estimate(x: Tensor, weights: Tensor, *, entries: int, confidence: float, exa
     Args:
         x: (micro-batches, draws), float64.
         weights: (micro-batches,), which sum to 1.
-        entries: What the result is the mean of.
+        entries: Number of entries that the result is the mean of.
         confidence: Between 0 and 1.
         exact: Nothing was drawn, so that there is no error.
 
@@ -110,7 +110,7 @@ def ratio(
         top: Replicates (micro-batches, draws) of the numerator.
         bottom: Replicates of the denominator.
         weights: As in :func:`estimate`, like the other arguments.
-        entries: What to report.
+        entries: Number of entries, for the result.
         confidence: Between 0 and 1.
         exact: Nothing was drawn.
 
@@ -134,7 +134,7 @@ def ratio(
         whole = (math.nan, math.nan) if math.isnan(variance) else (0.0, math.inf)
         return SharpnessEstimate(value, value * math.sqrt(variance), *whole, entries, confidence, between)
     centre = math.log(value) + (spreads[0] - spreads[1]) / 2
-    half = _quantile(confidence, _lessened(freedom, 3 * max(math.expm1(spread) for spread in spreads))) * math.sqrt(variance)
+    half = _quantile(confidence, _reduced(freedom, 3 * max(math.expm1(spread) for spread in spreads))) * math.sqrt(variance)
     return SharpnessEstimate(
         value, value * math.sqrt(variance), _exp(centre - half), _exp(centre + half), entries, confidence, between
     )
@@ -145,8 +145,8 @@ def _variance(x: Tensor, weights: Tensor) -> tuple[float, float]:
     draws = x.shape[1]
     if draws < 2:
         return math.nan, math.nan
-    shares = weights.square() * x.var(1, unbiased=True) / draws
-    variance, squares = float(shares.sum()), float(shares.square().sum())
+    parts = weights.square() * x.var(1, unbiased=True) / draws
+    variance, squares = float(parts.sum()), float(parts.square().sum())
     if squares == 0.0:
         return 0.0, math.inf
     return variance, max((draws + 1) * variance**2 / squares - 2, draws - 1)
@@ -171,7 +171,7 @@ def _interval(value: float, variance: float, freedom: float, draws: int, confide
     tau2 = _spread(varying, variance)
     if math.isinf(tau2):
         return 0.0, math.inf
-    half = _quantile(confidence, _lessened(freedom, math.expm1(tau2))) * math.sqrt(tau2)
+    half = _quantile(confidence, _reduced(freedom, math.expm1(tau2))) * math.sqrt(tau2)
     return value - varying + varying * _exp(tau2 / 2 - half), value - varying + varying * _exp(tau2 / 2 + half)
 
 
@@ -181,7 +181,7 @@ def _spread(value: float, variance: float) -> float:
     return math.log1p(variance / rest) if rest > 0 else math.inf
 
 
-def _lessened(freedom: float, q: float) -> float:
+def _reduced(freedom: float, q: float) -> float:
     """Return the degrees of freedom that are left of those of a variance."""
     lost = 1.0 / freedom + q
     return max(1.0 / lost, min(freedom, 1.0)) if lost else math.inf

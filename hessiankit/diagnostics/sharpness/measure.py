@@ -157,7 +157,7 @@ def sharpness(
         draws: Draws of the labels; with one draw there is no standard error.
         seed: The label of a token is a function of seed, draw, number of its sequence and position, so it does not depend on how
             the data are split.
-        per: What a term is: ``"token"`` (for squared error an entry), or ``"sequence"``: L is then the mean over
+        per: Term of the mean: ``"token"`` (for squared error an entry), or ``"sequence"``: L is then the mean over
             sequences of the sum over a sequence's tokens, which makes every S larger by the tokens per sequence (claim E5).
         estimator: ``"fisher"``, or ``"empirical_fisher"``: the same with the labels of the data, which is no estimate of the
             Fisher information (claim E2) and depends on the micro-batches.
@@ -170,7 +170,7 @@ def sharpness(
         shift: Whether the labels of a mapping are compared one place later; None: where they are sequences.
         progress: Called with (what, done, total), e.g. what :func:`hessiankit.support.progress.progress_bar` yields.
         exact: Whether to take the exact diagonal of the Gauss-Newton matrix, which infinitely many draws would give; for small
-            models (:func:`hessiankit.diagnostics.sharpness.exact_sharpness`). What concerns draws and labels is then not used.
+            models (:func:`hessiankit.diagnostics.sharpness.exact_sharpness`). Options of draws and labels are then refused.
 
     Raises:
         InputError: If an argument cannot be used, or an output or a gradient is not finite.

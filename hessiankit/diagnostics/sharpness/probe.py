@@ -116,7 +116,7 @@ def _single(batch: MicroBatch) -> MicroBatch:
 
 
 def _held(who: str, model: nn.Module, batch: MicroBatch, saved: dict[int, int], backward: bool) -> Tensor:
-    """Return the output, and note the bytes of every storage that a backward pass would need, but for the parameters'."""
+    """Return the output, and record the bytes of every storage that a backward pass needs, without the parameters'."""
     if not backward:
         with torch.no_grad():
             return output_of(who, call(who, model, batch.inputs))
@@ -156,7 +156,7 @@ def _check_memory(who: str, model: nn.Module, graph: float, output: Tensor, copi
 
 
 def _with_labels(model: nn.Module, batch: MicroBatch) -> Any:
-    """Return the inputs, with their labels where it is to be found out what the model makes of them."""
+    """Return the inputs, with their labels if the model's own loss is to show whether it shifts them."""
     if batch.shifted is not None:
         return batch.inputs
     known = inspect.signature(model.forward).parameters

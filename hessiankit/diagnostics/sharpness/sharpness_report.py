@@ -32,8 +32,8 @@ NAMES = {
 class SharpnessReport(Printed):
     """Average sharpness S = Tr h / # of the parts of a model, eq. (4) of The Sharpness Disparity Principle (Wang et al.).
 
-    Every number is a :class:`SharpnessEstimate`: value, standard error, interval. The errors are those of drawing labels on
-    these data; ``data_standard_error`` is what the data would add if they were a sample.
+    Every number is a :class:`SharpnessEstimate`: value, standard error, interval. The errors are those of the label draws on
+    these data; ``data_standard_error`` takes the micro-batches as a sample.
 
     Attributes:
         types: By block type, over all entries of all its tensors (Remark 3.1).
@@ -44,8 +44,8 @@ class SharpnessReport(Printed):
         scale_free: By type, the mean over its entries of S ||theta||^2 / # of their tensor; unlike S, it stays the same where
             one tensor is multiplied by c and another one divided by it without a change of the function (claim B15).
         seen_rows: S of the embeddings over the rows that the data look up; None where no embedding is looked up by rows.
-        histograms: By type, of log10 h, averaged over micro-batches and draws; empty unless they were asked for.
-        terms: What L is the mean of: tokens, sequences or, for squared error, entries.
+        histograms: By type, of log10 h, averaged over micro-batches and draws; empty without ``histograms=True``.
+        terms: Number of terms of L: tokens, sequences or, for squared error, entries.
         sequences: Sequences with a position that counts.
         micro_batches: How many; h is squared in each, then averaged.
         draws: Draws of the labels; 0 where the values are exact.
@@ -57,7 +57,7 @@ class SharpnessReport(Printed):
         frozen: Parameters that do not require a gradient and were left out.
         unused: Parameters that no output depended on; their h is 0.
         seconds: Time taken.
-        replicates: What was measured, for statistics of one's own.
+        replicates: By micro-batch, draw and part, for further statistics.
     """
 
     types: dict[str, SharpnessEstimate]
@@ -160,9 +160,7 @@ class SharpnessReport(Printed):
         zeros = ("zeros",) if self.histograms else ()
         return ("type", "entries", "S", "s.e.", interval, "Norm / S", "S |theta|^2/#", *zeros)
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a reader of the numbers has to know."""
+    def _remarks(self) -> tuple[str, ...]:
         found = [f"from flat to sharp: {self.ordering}"]
         if self.draws == 1:
             found.append("n.a.: errors come from the differences between draws of the labels; take two draws or more")
@@ -177,7 +175,7 @@ class SharpnessReport(Printed):
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
         yield table(self._headers, self._rows(), drop=("zeros", "S |theta|^2/#", "entries", "s.e."))
-        yield from self.notes
+        yield from self._remarks()
 
 
 _PLAIN = ("terms", "sequences", "micro_batches", "draws", "per", "estimator", "loss", "seed", "confidence", "seconds")
