@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hessiankit.optim.fused_step import save_slices, rescale_slices
+from hessiankit.optim.fused_step import rescale_slices, save_slices
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 
