@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array, Scalar, exp, full, is_exact, scale
-from derivations.matrix import Diagonal, DiagonalLift, Matrix, Zero
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.matrix import Diagonal, DiagonalLift, Matrix
+from derivations.operation import OperationAt, shape_of, size
 from derivations.primitive import ByLinearising, Inputs, Linearised, LinearisedEntrywise
 
 Derivatives = tuple[Array, Array, "Array | None"]
@@ -110,7 +110,7 @@ def derivatives(kind: str, X: Array, negative_slope: Scalar = Fraction(1, 100)) 
 
 
 @dataclass(frozen=True, eq=False)
-class ActivationAt:
+class ActivationAt(OperationAt):
     r"""N = sigma(X), entry by entry, at a point.
 
     Args:
@@ -126,6 +126,7 @@ class ActivationAt:
     ([[0.0, 0.0], [0.0, 1.0]], '0_{4\\times 2}')
     """
 
+    argument_names = ("X",)
     kind: str
     X: Array
     negative_slope: Scalar = Fraction(1, 100)
@@ -136,11 +137,6 @@ class ActivationAt:
     @cached_property
     def _derivatives(self) -> Derivatives:
         return derivatives(self.kind, self.X, self.negative_slope)
-
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """X."""
-        return {"X": shape_of(self.X)}
 
     @property
     def value(self) -> Array:
@@ -157,25 +153,15 @@ class ActivationAt:
         """sigma''(X), of shape (m, n); None where it vanishes identically."""
         return self._derivatives[2]
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return diag(vec_r sigma'(X)), mn x mn.
-
-        Raises:
-            ValueError: if the name is not "X".
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return diag(vec_r sigma'(X)), mn x mn."""
         return Diagonal(self.first, r"\operatorname{vec}_r\,\sigma'(X)")
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return E_{mn} diag(vec_r sigma''(X)), (mn)^2 x mn.
-
-        Raises:
-            ValueError: if a name is not "X".
-        """
-        expect_names(self, "hessian", name_i, name_j)
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
+        """Return E_{mn} diag(vec_r sigma''(X)), (mn)^2 x mn."""
         n = size(shape_of(self.X))
         if self.second is None:
-            return Zero(n * n, n)
+            return None
         return DiagonalLift(n) @ Diagonal(self.second, r"\operatorname{vec}_r\,\sigma''(X)")
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from derivations.arrays import Array
-from derivations.matrix import Commutation, Dense, Identity, Matrix, Ones, Zero, kron
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.matrix import Commutation, Dense, Identity, Matrix, Ones, kron
+from derivations.operation import OperationAt, shape_of
 from derivations.vecr import kron_derivative_left, kron_derivative_right
 
 
 @dataclass(frozen=True, eq=False)
-class AffineAt:
+class AffineAt(OperationAt):
     r"""N = X W + 1_L b^T at a point, with its derivatives in vec_r.
 
     Args:
@@ -36,6 +36,7 @@ class AffineAt:
     Kronecker(4x8: I_{4}\otimes W^\top)
     """
 
+    argument_names = ("X", "W", "b")
     X: Array
     W: Array
     b: Array | None = None
@@ -46,46 +47,30 @@ class AffineAt:
         if not fits or shapes.get("b", shapes["W"][1:]) != shapes["W"][1:]:
             raise ValueError(f"AffineAt: expected X (L, d), W (d, m) and b (m,), got {shapes}")
 
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """X, W and, where there is one, b."""
-        named = {"X": self.X, "W": self.W, "b": self.b}
-        return {name: shape_of(array) for name, array in named.items() if array is not None}
-
     @cached_property
     def value(self) -> Array:
         """N, of shape (L, m)."""
         out = self.X @ self.W
         return out if self.b is None else out + self.b.reshape(1, -1)
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return dN/dX = I_L (x) W^T, dN/dW = X (x) I_m or dN/db = 1_L (x) I_m (Property 5).
-
-        Raises:
-            ValueError: if there is no such argument.
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return dN/dX = I_L (x) W^T, dN/dW = X (x) I_m or dN/db = 1_L (x) I_m (Property 5)."""
         length, m = shape_of(self.X)[0], shape_of(self.W)[1]
         if name == "X":
             return kron(Identity(length), Dense(self.W, "W").T)
         return kron(Dense(self.X, "X") if name == "W" else Ones(length), Identity(m))
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         """Return the derivative of dN/d(name_i) with respect to name_j (Property 6).
 
             d2N/dX dW = (I_L (x) K_{m,L} (x) I_d) (vec_r I_L (x) I_{md}) K_{m,d}      (Lm Ld) x dm
             d2N/dW dX = (I_L (x) K_{m,d} (x) I_m) (I_{Ld} (x) vec_r I_m)              (Lm dm) x Ld
 
         All other blocks are zero.
-
-        Raises:
-            ValueError: if there is no such argument.
         """
-        expect_names(self, "hessian", name_i, name_j)
         (length, d), m = shape_of(self.X), shape_of(self.W)[1]
         if (name_i, name_j) == ("X", "W"):
             return kron_derivative_right(Identity(length), (m, d)) @ Commutation(m, d)
         if (name_i, name_j) == ("W", "X"):
             return kron_derivative_left((length, d), Identity(m))
-        shapes = self.arguments
-        return Zero(length * m * size(shapes[name_i]), size(shapes[name_j]))
+        return None

@@ -47,16 +47,14 @@ class AttentionAt(AttentionPoint):
     ([5.0, 5.0], True)
     """
 
-    def jacobian(self, name: str) -> Matrix:
+    def _jacobian(self, name: str) -> Matrix:
         """Return dF/dX, or G_k = dF/dW_k for a weight, of shape (L d_out) x n."""
-        expect_names(self, "jacobian", name)
         named = {"X": "J_FX", "W_Q": "G_Q", "W_K": "G_K", "W_V": "G_V", "W_O": "G_O"}
         matrix: Matrix = getattr(self, named[name])
         return matrix
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         """Return the second derivative of F, of shape (L d_out n_i) x n_j; for two weights it is Phi_ij."""
-        expect_names(self, "hessian", name_i, name_j)
         if "X" in (name_i, name_j):
             return input_hessian(self, name_i, name_j)
         return weight_hessian(self, name_i, name_j)

@@ -10,12 +10,12 @@ import numpy as np
 from derivations import arrays
 from derivations.arrays import Array, Scalar
 from derivations.matrix import Commutation, Dense, Identity, Matrix, Named, VecIdentity, Zero, kron
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.operation import OperationAt, expect_names, shape_of, size
 from derivations.softmax import SoftmaxAt
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionPoint:
+class AttentionPoint(OperationAt):
     """X, W_Q, W_K, W_V [and W_O] with the logits T, the weights A, and the derivatives of T and A X.
 
     Args:
@@ -34,6 +34,7 @@ class AttentionPoint:
         ValueError: if the shapes do not conform.
     """
 
+    argument_names = ("X", "W_Q", "W_K", "W_V", "W_O")
     X: Array
     W_Q: Array
     W_K: Array
@@ -52,12 +53,6 @@ class AttentionPoint:
             raise ValueError(f"AttentionAt: W_V W_O does not conform for shapes {shapes['W_V']} and {shapes['W_O']}")
 
     # The uniform interface -------------------------------------------------------------------------------------------
-
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """The arguments X, W_Q, W_K, W_V and, where there is one, W_O."""
-        named = {"X": self.X, "W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": self.W_O}
-        return {name: shape_of(array) for name, array in named.items() if array is not None}
 
     @cached_property
     def value(self) -> Array:

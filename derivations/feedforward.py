@@ -16,12 +16,12 @@ from functools import cached_property
 from derivations.activation import ActivationAt
 from derivations.arrays import Array
 from derivations.matrix import Commutation, Dense, Diagonal, DiagonalLift, Identity, Matrix, Ones, Zero, kron
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.operation import OperationAt, shape_of, size
 from derivations.vecr import kron_derivative_left, kron_derivative_right
 
 
 @dataclass(frozen=True, eq=False)
-class FeedForwardAt:
+class FeedForwardAt(OperationAt):
     r"""S = Y + sigma(Y W_1 + 1 b_1^T) W_2 + 1 b_2^T for one sequence Y, with its derivatives in vec_r.
 
     Args:
@@ -43,6 +43,7 @@ class FeedForwardAt:
     ([16.0, 10.0, 6.0], 5.0)
     """
 
+    argument_names = ("Y", "W_1", "W_2", "b_1", "b_2")
     Y: Array
     W_1: Array
     W_2: Array
@@ -62,12 +63,6 @@ class FeedForwardAt:
 
     # The uniform interface -------------------------------------------------------------------------------------------
 
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """The arguments Y, W_1, W_2 and, where they are given, b_1 and b_2."""
-        named = {"Y": self.Y, "W_1": self.W_1, "W_2": self.W_2, "b_1": self.b_1, "b_2": self.b_2}
-        return {name: shape_of(array) for name, array in named.items() if array is not None}
-
     @cached_property
     def value(self) -> Array:
         """S, of shape L x d_out."""
@@ -75,12 +70,11 @@ class FeedForwardAt:
         out = out if self.b_2 is None else out + self.b_2
         return out + self.Y if self.residual else out
 
-    def jacobian(self, name: str) -> Matrix:
+    def _jacobian(self, name: str) -> Matrix:
         """Return dS/da, of shape (L d_out) x n_a (B_1, B_2 and J_SY of Theorem 10, and those of the biases).
 
         Corrected (claims Thm9-B1, Thm9-B1line, Thm9-JSY): Theorem 9 prints the indicator of X > 0 where it is Y W_1 > 0.
         """
-        expect_names(self, "jacobian", name)
         d_out = shape_of(self.W_2)[1]
         if name == "W_2":
             return kron(Dense(self.sigma.value, r"\sigma(U)"), Identity(d_out))
@@ -89,7 +83,7 @@ class FeedForwardAt:
         through = self.P_2 @ self.D_1 @ self.Q(name)
         return through + Identity(through.shape[0]) if name == "Y" and self.residual else through
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         """Return d2S/da db, of shape (L d_out n_a) x n_b; for a, b in {Y, W_1, b_1}, with E = E_{L d_ff},
 
             d_b dS/da      = (P_2 (x) Q_a^T) E D_2 Q_b + (P_2 D_1 (x) I) dQ_a/db
@@ -99,9 +93,8 @@ class FeedForwardAt:
         D_2 = 0 for piecewise linear sigma, off the kinks. Corrected (claim xi_12): what the paper prints as d2S/dW_1 dW_2
         is d2S/dW_2 dW_1, and what it prints as the latter (claim xi_21) is no derivative.
         """
-        expect_names(self, "hessian", name_i, name_j)
         d_out = shape_of(self.W_2)[1]
-        n_i, n_j = size(self.arguments[name_i]), size(self.arguments[name_j])
+        n_i = size(self.arguments[name_i])
         inner = ("Y", "W_1", "b_1")
         if name_i in inner and name_j in inner:
             Q_i, Q_j = self.Q(name_i), self.Q(name_j)
@@ -112,7 +105,7 @@ class FeedForwardAt:
         if name_i == "W_2" and name_j in inner:
             shape = shape_of(self.sigma.value)
             return kron_derivative_left((shape[0], shape[1]), Identity(d_out)) @ self.D_1 @ self.Q(name_j)
-        return Zero(self._length * d_out * n_i, n_j)
+        return None
 
     # Named objects ---------------------------------------------------------------------------------------------------
 

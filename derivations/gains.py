@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from derivations.arrays import Array
-from derivations.matrix import Dense, Diagonal, DiagonalLift, Identity, Matrix, Ones, VecIdentity, Zero, kron
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.matrix import Dense, Diagonal, DiagonalLift, Identity, Matrix, Ones, VecIdentity, kron
+from derivations.operation import OperationAt, shape_of, size
 from derivations.vecr import hadamard, kron_derivative_right, vec_r_column
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnScaleAt:
+class ColumnScaleAt(OperationAt):
     r"""N = X diag(v): column j times v_j.
 
     Args:
@@ -36,6 +36,7 @@ class ColumnScaleAt:
     ([[3.0, 8.0]], Diagonal(2x2: \operatorname{diag}(v)), [[1.0, 0.0], [0.0, 2.0]])
     """
 
+    argument_names = ("X", "v")
     X: Array
     v: Array
 
@@ -44,50 +45,36 @@ class ColumnScaleAt:
         if len(X) != 2 or v != X[1:]:
             raise ValueError(f"ColumnScaleAt: expected X (L, d) and v (d,), got {X} and {v}")
 
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """X and v."""
-        return {"X": shape_of(self.X), "v": shape_of(self.v)}
-
     @cached_property
     def value(self) -> Array:
         """N, of shape (L, d)."""
         return self.X * self.v.reshape(1, -1)
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return dN/dX = I_L (x) diag(v) or dN/dv = diag(vec_r X) (1_L (x) I_d).
-
-        Raises:
-            ValueError: if there is no such argument.
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return dN/dX = I_L (x) diag(v) or dN/dv = diag(vec_r X) (1_L (x) I_d)."""
         length, d = shape_of(self.X)
         if name == "X":
             return kron(Identity(length), Diagonal(self.v, "v"))
         return hadamard(self.X, "X") @ kron(Ones(length), Identity(d))
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         """Return the derivative of dN/d(name_i) with respect to name_j.
 
             d2N/dX dv = d(I_L (x) D)/dD E_d  at D = diag(v)             (Ld Ld) x d
             d2N/dv dX = (I_{Ld} (x) 1_L^T (x) I_d) E_{Ld}               (Ld d) x Ld
 
         All other blocks are zero.
-
-        Raises:
-            ValueError: if there is no such argument.
         """
-        expect_names(self, "hessian", name_i, name_j)
         length, d = shape_of(self.X)
         if (name_i, name_j) == ("X", "v"):
             return kron_derivative_right(Identity(length), (d, d)) @ DiagonalLift(d)
         if (name_i, name_j) == ("v", "X"):
             return kron(Identity(length * d), Ones(1, length), Identity(d)) @ DiagonalLift(length * d)
-        return Zero(length * d * size(self.arguments[name_i]), size(self.arguments[name_j]))
+        return None
 
 
 @dataclass(frozen=True, eq=False)
-class ScalarScaleAt:
+class ScalarScaleAt(OperationAt):
     r"""N = a X with one learned number a.
 
     Args:
@@ -103,6 +90,7 @@ class ScalarScaleAt:
     ([[3.0, 6.0]], Kronecker(2x2: a\otimes I_{2}), [[1.0], [2.0]], VecIdentity(4x1: \operatorname{vec}_r(I_{2})))
     """
 
+    argument_names = ("X", "a")
     X: Array
     a: Array
 
@@ -110,42 +98,27 @@ class ScalarScaleAt:
         if shape_of(self.a) not in ((), (1,)):
             raise ValueError(f"ScalarScaleAt: a must be one number, of shape () or (1,), got {shape_of(self.a)}")
 
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """X and a."""
-        return {"X": shape_of(self.X), "a": shape_of(self.a)}
-
     @cached_property
     def value(self) -> Array:
         """N, of the shape of X."""
         return self.X * self.a.reshape((1,) * self.X.ndim)
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return dN/dX = a I_n or dN/da = vec_r X.
-
-        Raises:
-            ValueError: if there is no such argument.
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return dN/dX = a I_n or dN/da = vec_r X."""
         if name == "X":
             return kron(Dense(self.a.reshape(1, 1), "a"), Identity(size(shape_of(self.X))))
         return vec_r_column(Dense(self.X.reshape(shape_of(self.X)[0], -1), "X"))
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return d2N/dX da = vec_r I_n (n^2 x 1), d2N/da dX = I_n, or zero.
-
-        Raises:
-            ValueError: if there is no such argument.
-        """
-        expect_names(self, "hessian", name_i, name_j)
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
+        """Return d2N/dX da = vec_r I_n (n^2 x 1), d2N/da dX = I_n, or zero."""
         n = size(shape_of(self.X))
         if name_i == name_j:
-            return Zero(n * n, n) if name_i == "X" else Zero(n, 1)
+            return None
         return VecIdentity(n) if name_i == "X" else Identity(n)
 
 
 @dataclass(frozen=True, eq=False)
-class HadamardAt:
+class HadamardAt(OperationAt):
     r"""N = X o Y, entry by entry.
 
     Args:
@@ -161,6 +134,7 @@ class HadamardAt:
     ([[3.0, 8.0]], Diagonal(2x2: \operatorname{diag}(\operatorname{vec}_r(Y))), DiagonalLift(4x2: E_{2}))
     """
 
+    argument_names = ("X", "Y")
     X: Array
     Y: Array
 
@@ -169,31 +143,15 @@ class HadamardAt:
         if X != Y:
             raise ValueError(f"HadamardAt: X and Y need one shape, got {X} and {Y}")
 
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """X and Y."""
-        return {"X": shape_of(self.X), "Y": shape_of(self.Y)}
-
     @cached_property
     def value(self) -> Array:
         """N, of the shape of X."""
         return self.X * self.Y
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return dN/dX = diag(vec_r Y) or dN/dY = diag(vec_r X) (Property 3).
-
-        Raises:
-            ValueError: if there is no such argument.
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return dN/dX = diag(vec_r Y) or dN/dY = diag(vec_r X) (Property 3)."""
         return hadamard(self.Y, "Y") if name == "X" else hadamard(self.X, "X")
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return E_n, n^2 x n, for X and Y in either order (Proposition 6), or zero.
-
-        Raises:
-            ValueError: if there is no such argument.
-        """
-        expect_names(self, "hessian", name_i, name_j)
-        n = size(shape_of(self.X))
-        return Zero(n * n, n) if name_i == name_j else DiagonalLift(n)
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
+        """Return E_n, n^2 x n, for X and Y in either order (Proposition 6), or zero."""
+        return None if name_i == name_j else DiagonalLift(size(shape_of(self.X)))

@@ -20,13 +20,13 @@ from derivations.gains import ColumnScaleAt
 from derivations.linear_map import LinearMapAt
 from derivations.matrix import Identity, Matrix, Ones, kron
 from derivations.normalization import LayerNormAt, RMSNormAt
-from derivations.operation import Lettered, Operation, Renamed, Shape, Total, expect_names, shape_of, size
+from derivations.operation import Lettered, Operation, OperationAt, Renamed, Total, shape_of, size
 
 _NORMS: dict[str, type[LayerNormAt | RMSNormAt]] = {"layernorm": LayerNormAt, "rmsnorm": RMSNormAt}
 
 
 @dataclass(frozen=True, eq=False)
-class GroupNormRowsAt:
+class GroupNormRowsAt(OperationAt):
     r"""N = norm(X, by groups of d/g features) diag(gamma) + 1_L beta^T at a point.
 
     Args:
@@ -50,6 +50,7 @@ class GroupNormRowsAt:
     [[1.0, 1.0, -1.0, 1.0]]
     """
 
+    argument_names = ("X", "gamma", "beta")
     X: Array
     groups: int
     gamma: Array | None = None
@@ -66,12 +67,6 @@ class GroupNormRowsAt:
             raise ValueError(f"GroupNormRowsAt: X must be L x d with d a multiple of the {self.groups} groups, got {shapes['X']}")
         if any(shapes.get(name, (d,)) != (d,) for name in ("gamma", "beta")):
             raise ValueError(f"GroupNormRowsAt: gamma and beta must have shape ({d},), got {shapes}")
-
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """X, and gamma and beta where they are given."""
-        named = {"X": self.X, "gamma": self.gamma, "beta": self.beta}
-        return {name: shape_of(array) for name, array in named.items() if array is not None}
 
     @cached_property
     def norm(self) -> LayerNormAt | RMSNormAt:
@@ -98,20 +93,10 @@ class GroupNormRowsAt:
         """N, of shape (L, d)."""
         return self.total.value
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return dN/dX, dN/dgamma = diag(vec_r ^X) (1_L (x) I_d) or dN/dbeta = 1_L (x) I_d.
-
-        Raises:
-            ValueError: if there is no such argument.
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return dN/dX, dN/dgamma = diag(vec_r ^X) (1_L (x) I_d) or dN/dbeta = 1_L (x) I_d."""
         return self.total.jacobian(name)
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return the derivative of dN/d(name_i) with respect to name_j, by the chain rule.
-
-        Raises:
-            ValueError: if there is no such argument.
-        """
-        expect_names(self, "hessian", name_i, name_j)
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
+        """Return the derivative of dN/d(name_i) with respect to name_j, by the chain rule."""
         return self.total.hessian(name_i, name_j)

@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 
 from derivations.arrays import Array, Scalar, concatenate, inverse_sqrt, scale
-from derivations.matrix import BlockDiagonal, Commutation, Dense, DiagonalLift, Identity, Matrix, Zero, kron
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.matrix import BlockDiagonal, Commutation, Dense, DiagonalLift, Identity, Matrix, kron
+from derivations.operation import OperationAt, shape_of, size
 from derivations.vecr import kron_derivative_left, kron_derivative_right
 
 
@@ -44,7 +44,7 @@ class HeadBlocks(BlockDiagonal):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadProductAt:
+class HeadProductAt(OperationAt):
     r"""T_h = c P_h R_h^T ("scores") or C_h = c P_h R_h ("mix") for every head h, stacked, at a point.
 
     Args:
@@ -68,6 +68,7 @@ class HeadProductAt:
     ValueError: HeadProductAt: with 2 heads, a mixture needs P (2 L, S) and R (2 S, v), got (2, 2) and (2, 2)
     """
 
+    argument_names = ("P", "R")
     P: Array
     R: Array
     heads: int
@@ -83,11 +84,6 @@ class HeadProductAt:
             wanted = f"scores need P ({H} L, k) and R ({H} S, k)" if self.kind == "scores" else _MIXTURE.format(H=H)
             raise ValueError(f"HeadProductAt: with {H} heads, {wanted}, got {P} and {R}")
 
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """P and R."""
-        return {"P": shape_of(self.P), "R": shape_of(self.R)}
-
     @cached_property
     def c(self) -> Scalar:
         """The factor: ``scale``, or 1/sqrt(k) for scores (exact, so that it prints so) and 1 for mixtures."""
@@ -101,17 +97,12 @@ class HeadProductAt:
         pairs = zip(self._of_heads("P"), self._of_heads("R"), strict=True)
         return scale(self.c, concatenate([P @ (R.T if self.kind == "scores" else R) for P, R in pairs], 0))
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return the derivative with respect to P or R: the formulas at the head of this chapter, blockdiag over heads.
-
-        Raises:
-            ValueError: if there is no such argument.
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return the derivative with respect to P or R: the formulas at the head of this chapter, blockdiag over heads."""
         blocks = [self._block(name, part, self._letter("P" if name == "R" else "R")) for part in self._others(name)]
         return self.c * (blocks[0] if self.heads == 1 else HeadBlocks(blocks))
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         r"""Return the derivative of the Jacobian of name_i with respect to name_j; it is zero for P, P and for R, R.
 
         The blocks B of one head are constants; with n_o and n_i the entries of its output and of argument i,
@@ -122,18 +113,13 @@ class HeadProductAt:
 
             scores, P R:  c d(I_L (x) R)/dR                             R P:  c (I_{LS} (x) K_{S,k}) d(P (x) I_S)/dP
             mix,    P R:  c d(I_L (x) R^T)/dR^T K_{v,S}                 R P:  c d(P (x) I_v)/dP
-
-        Raises:
-            ValueError: if there is no such argument.
         """
-        expect_names(self, "hessian", name_i, name_j)
-        n_i, n_j = size(self.arguments[name_i]), size(self.arguments[name_j])
         if name_i == name_j:
-            return Zero(size(shape_of(self.value)) * n_i, n_j)
+            return None
         H, block = self.heads, self._second(name_i)
         if H == 1:
             return self.c * block
-        of_head, out = n_i // H, size(shape_of(self.value)) // H
+        of_head, out = size(self.arguments[name_i]) // H, size(shape_of(self.value)) // H
         place = kron(Identity(H), Commutation(out, H), Identity(of_head))
         return self.c * (place @ kron(DiagonalLift(H), block))
 

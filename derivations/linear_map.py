@@ -11,8 +11,8 @@ from fractions import Fraction
 from functools import cached_property
 
 from derivations.arrays import Array
-from derivations.matrix import Commutation, Identity, Matrix, Ones, Zero, kron
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.matrix import Commutation, Identity, Matrix, Ones, kron
+from derivations.operation import OperationAt, Shape, shape_of, size
 from derivations.rotary import rotary
 from derivations.selection import Selection
 
@@ -20,7 +20,7 @@ __all__ = ["LinearMapAt", "mean_rows", "merge_heads", "rotary", "split_heads", "
 
 
 @dataclass(frozen=True, eq=False)
-class LinearMapAt:
+class LinearMapAt(OperationAt):
     r"""N with vec_r(N) = M vec_r(X), for a constant matrix M.
 
     Args:
@@ -37,6 +37,7 @@ class LinearMapAt:
     ([[2.0, 3.0]], '\\frac{1}{2}\\,\\left(\\mathbf{1}_{2}^\\top\\otimes I_{2}\\right)')
     """
 
+    argument_names = ("X",)
     X: Array
     matrix: Matrix
     shape: Shape
@@ -49,34 +50,14 @@ class LinearMapAt:
                 f"got {self.matrix!r}"
             )
 
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """X."""
-        return {"X": shape_of(self.X)}
-
     @cached_property
     def value(self) -> Array:
         """N."""
         return (self.matrix @ self.X.reshape(-1)).reshape(self.shape)
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return M.
-
-        Raises:
-            ValueError: if the name is not "X".
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return M."""
         return self.matrix
-
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return zero.
-
-        Raises:
-            ValueError: if a name is not "X".
-        """
-        expect_names(self, "hessian", name_i, name_j)
-        out, n = self.matrix.shape
-        return Zero(out * n, n)
 
 
 def split_heads(length: int, heads: int, width: int, repeat: int = 1) -> Matrix:

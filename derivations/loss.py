@@ -23,14 +23,14 @@ from torch import Tensor
 
 from derivations.arrays import Array, is_exact, scale, to_sympy
 from derivations.matrix import Dense, Identity, Matrix
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.operation import OperationAt, shape_of, size
 from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus
 from derivations.row_blocks import RowCovariance
 from derivations.softmax import Covariance, softmax
 
 
 @dataclass(frozen=True, eq=False)
-class MeanSquaredErrorAt:
+class MeanSquaredErrorAt(OperationAt):
     """l = ||Z - target||_F^2 / (L d), at a point.
 
     Args:
@@ -45,17 +45,13 @@ class MeanSquaredErrorAt:
     ([[2.0]], [[2.0, 0.0]], Identity(2x2: I_{2}))
     """
 
+    argument_names = ("Z",)
     Z: Array
     target: Array
 
     def __post_init__(self) -> None:
         if shape_of(self.Z) != shape_of(self.target):
             raise ValueError(f"MeanSquaredErrorAt: Z has shape {shape_of(self.Z)}, the target {shape_of(self.target)}")
-
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """Z."""
-        return {"Z": shape_of(self.Z)}
 
     @property
     def _residual(self) -> Array:
@@ -67,29 +63,19 @@ class MeanSquaredErrorAt:
         residual = self._residual.reshape(1, -1)
         return scale(Fraction(1, size(shape_of(self.Z))), (residual * residual).sum(1).reshape(1, 1))
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return 2 vec_r(Z - target)^T / (L d), 1 x Ld.
-
-        Raises:
-            ValueError: if the name is not "Z".
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return 2 vec_r(Z - target)^T / (L d), 1 x Ld."""
         row = Dense(self._residual.reshape(1, -1), r"\operatorname{vec}_r(Z-\text{Target})^\top")
         return Fraction(2, size(shape_of(self.Z))) * row
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return 2/(L d) I, Ld x Ld (claim MSE-H).
-
-        Raises:
-            ValueError: if a name is not "Z".
-        """
-        expect_names(self, "hessian", name_i, name_j)
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
+        """Return 2/(L d) I, Ld x Ld (claim MSE-H)."""
         n = size(shape_of(self.Z))
         return Fraction(2, n) * Identity(n)
 
 
 @dataclass(frozen=True, eq=False)
-class CrossEntropyAt:
+class CrossEntropyAt(OperationAt):
     """The mean over the rows of -log softmax(logits)[label], at a point.
 
     Args:
@@ -106,6 +92,7 @@ class CrossEntropyAt:
     ([[-0.5, 0.5]], [[0.25, -0.25], [-0.25, 0.25]])
     """
 
+    argument_names = ("logits",)
     logits: Array
     labels: Sequence[int] | Tensor
     weights: Array | None = None
@@ -120,11 +107,6 @@ class CrossEntropyAt:
     @property
     def _labels(self) -> list[int]:
         return [int(label) for label in self.labels]
-
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """The logits."""
-        return {"logits": shape_of(self.logits)}
 
     @cached_property
     def P(self) -> Array:
@@ -146,13 +128,8 @@ class CrossEntropyAt:
         labels = torch.as_tensor(self._labels, device=self.logits.device)
         return torch.nn.functional.cross_entropy(self.logits, labels).reshape(1, 1)
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return vec_r(P - Y)^T / L, 1 x LC (claim T-CE).
-
-        Raises:
-            ValueError: if the name is not "logits".
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return vec_r(P - Y)^T / L, 1 x LC (claim T-CE)."""
         rows, classes = shape_of(self.logits)
         one_hot = np.array([[int(label == c) for c in range(classes)] for label in self._labels], dtype=object)
         if is_exact(self.P):
@@ -163,13 +140,8 @@ class CrossEntropyAt:
             slope = others - Y * others.sum(1, keepdim=True)
         return Fraction(1, rows) * Dense(slope.reshape(1, -1), r"\operatorname{vec}_r(P-Y)^\top")
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return blockdiag(diag(p_i) - p_i p_i^T) / L, LC x LC (claim T-CE).
-
-        Raises:
-            ValueError: if a name is not "logits".
-        """
-        expect_names(self, "hessian", name_i, name_j)
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
+        """Return blockdiag(diag(p_i) - p_i p_i^T) / L, LC x LC (claim T-CE)."""
         return Fraction(1, len(self._labels)) * RowCovariance(self.P, "p_i")
 
 

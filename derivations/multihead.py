@@ -13,11 +13,11 @@ from functools import cached_property
 from derivations.arrays import Array, Scalar
 from derivations.attention import AttentionAt
 from derivations.matrix import Matrix
-from derivations.operation import Renamed, Shape, Total, shape_of
+from derivations.operation import OperationAt, Renamed, Shape, Total, shape_of
 
 
 @dataclass(frozen=True, eq=False)
-class MultiHeadAttentionAt:
+class MultiHeadAttentionAt(OperationAt):
     """F = sum_h A_h X W_V^h W_O^h for one sequence X.
 
     Args:
@@ -74,11 +74,11 @@ class MultiHeadAttentionAt:
         """F, L x d_out."""
         return self.total.value
 
-    def jacobian(self, name: str) -> Matrix:
+    def _jacobian(self, name: str) -> Matrix:
         """Return the head's G_k; for X the sum over the heads."""
         return self.total.jacobian(name)
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         """Return the second derivative: one head's if both arguments belong to it, zero across heads, for X X a sum."""
         return self.total.hessian(name_i, name_j)
 

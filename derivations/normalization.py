@@ -13,8 +13,7 @@ The same formulas as actions on batches of tensors are the primitives of ``deriv
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from abc import abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -22,9 +21,9 @@ from typing import Any
 
 from derivations.arrays import Array, Scalar, as_array, is_exact, reciprocal, scale, sqrt
 from derivations.layernorm_theorems import LayerNormTheorems, theorem2_jacobian, theorem3_hessian
-from derivations.matrix import Commutation, Diagonal, DiagonalLift, Identity, Matrix, Named, Ones, Zero, in_letters, kron
+from derivations.matrix import Commutation, Diagonal, DiagonalLift, Identity, Matrix, Named, Ones, in_letters, kron
 from derivations.normalization_actions import LayerNorm, RMSNorm
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.operation import OperationAt, shape_of
 from derivations.row_blocks import Centring, RowBlocks
 from derivations.vecr import kron_derivative_right, vec_r_column
 
@@ -40,7 +39,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False)
-class _NormalizationAt(ABC):
+class _NormalizationAt(OperationAt):
     """What LayerNorm and RMSNorm share: every formula, in terms of the matrix C."""
 
     X: Array
@@ -67,11 +66,6 @@ class _NormalizationAt(ABC):
     @abstractmethod
     def _constants(self) -> tuple[Array | None, Scalar | Array]:
         """The shift beta (or None) and eps."""
-
-    @property
-    @abstractmethod
-    def arguments(self) -> Mapping[str, Shape]:
-        """The arguments by name, each with its shape."""
 
     # The named objects -----------------------------------------------------------------------------------------------
 
@@ -147,24 +141,20 @@ class _NormalizationAt(ABC):
         scaled = self.X_hat if self.gamma is None else self.X_hat * self.gamma.reshape(1, -1)
         return scaled if beta is None else scaled + beta.reshape(1, -1)
 
-    def jacobian(self, name: str) -> Matrix:
+    def _jacobian(self, name: str) -> Matrix:
         r"""Return dY/dX, dY/dgamma or dY/dbeta (claim T-LN-J).
 
-            dY/dX     = (P (x) Gamma) (I_L (x) C - V V^T / d)      Ld x Ld
-            dY/dgamma = diag(vec_r ^X) (1_L (x) I_d)                Ld x d
-            dY/dbeta  = 1_L (x) I_d                                 Ld x d
-
-        Raises:
-            ValueError: if there is no such argument.
+        dY/dX     = (P (x) Gamma) (I_L (x) C - V V^T / d)      Ld x Ld
+        dY/dgamma = diag(vec_r ^X) (1_L (x) I_d)                Ld x d
+        dY/dbeta  = 1_L (x) I_d                                 Ld x d
         """
-        expect_names(self, "jacobian", name)
         rows, d = shape_of(self.X)
         if name == "X":
             return kron(self.P, self.gain) @ self.core
         repeated = kron(Ones(rows), Identity(d))
         return repeated if name == "beta" else Diagonal(self.X_hat, r"\operatorname{vec}_r(\hat X)") @ repeated
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         r"""Return the derivative of dY/d(name_i) with respect to name_j (claims T-LN-H and T-LN-cross).
 
         With E_n = (e_1 (x) e_1, ..., e_n (x) e_n), the block in X puts d^2 x d blocks h_i / s_i^2 where they belong:
@@ -178,11 +168,7 @@ class _NormalizationAt(ABC):
             d2Y/dgamma dX = (I_{Ld} (x) 1_L^T (x) I_d) E_{Ld} J0
 
         All blocks without X, and all with beta, are zero.
-
-        Raises:
-            ValueError: if there is no such argument.
         """
-        expect_names(self, "hessian", name_i, name_j)
         rows, d = shape_of(self.X)
         if (name_i, name_j) == ("X", "X"):
             return self._curvature
@@ -191,7 +177,7 @@ class _NormalizationAt(ABC):
             return kron(Identity(rows * d), self.J0.T) @ spread
         if (name_i, name_j) == ("gamma", "X"):
             return kron(Identity(rows * d), Ones(1, rows), Identity(d)) @ DiagonalLift(rows * d) @ self.J0
-        return Zero(rows * d * size(self.arguments[name_i]), size(self.arguments[name_j]))
+        return None
 
     @cached_property
     def _curvature(self) -> Matrix:
@@ -228,18 +214,13 @@ class LayerNormAt(_NormalizationAt):
     [0.5, 0.0, -0.25, -0.25]
     """
 
+    argument_names = ("X", "gamma", "beta")
     beta: Array | None = None
     eps: Scalar | Array = 0
 
     @property
     def _constants(self) -> tuple[Array | None, Scalar | Array]:
         return self.beta, self.eps
-
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """X, and gamma and beta where they are given."""
-        named = {"X": self.X, "gamma": self.gamma, "beta": self.beta}
-        return {name: shape_of(array) for name, array in named.items() if array is not None}
 
     @cached_property
     def C(self) -> Matrix:
@@ -265,17 +246,12 @@ class RMSNormAt(_NormalizationAt):
     ([[2.0, 0.0, 0.0, 0.0]], [0.0, 1.0, 0.0, 0.0])
     """
 
+    argument_names = ("X", "gamma")
     eps: Scalar | Array = 0
 
     @property
     def _constants(self) -> tuple[Array | None, Scalar | Array]:
         return None, self.eps
-
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """X, and gamma where it is given."""
-        named = {"X": self.X, "gamma": self.gamma}
-        return {name: shape_of(array) for name, array in named.items() if array is not None}
 
     @cached_property
     def C(self) -> Matrix:

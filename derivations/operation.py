@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from derivations.arrays import Array
 from derivations.matrix import Identity, Matrix, Zero, add, letters
@@ -78,6 +79,56 @@ def expect_names(operation: HasArguments, asked: str, *names: str) -> None:
                 f"{type(operation).__name__}.{asked}({', '.join(map(repr, names))}): no argument is called {name!r}. "
                 f"Its arguments are {', '.join(map(repr, known))}."
             )
+
+
+class OperationAt(ABC):
+    """Base class of the chapters: closed forms of one operation at a point, by argument.
+
+    A subclass lists the attributes that are arguments (None: absent) and gives the derivatives in ``_jacobian`` and ``_hessian``.
+    """
+
+    argument_names: ClassVar[tuple[str, ...]]
+
+    @property
+    def arguments(self) -> dict[str, Shape]:
+        """The arguments by name, each with its shape; those that are None are left out."""
+        given = {name: getattr(self, name) for name in self.argument_names}
+        return {name: shape_of(array) for name, array in given.items() if array is not None}
+
+    @property
+    @abstractmethod
+    def value(self) -> Array:
+        """The output at the point."""
+
+    def jacobian(self, name: str) -> Matrix:
+        """Return d vec_r(N) / d vec_r(W)^T for the argument W of this name.
+
+        Raises:
+            ValueError: if there is no such argument.
+        """
+        expect_names(self, "jacobian", name)
+        return self._jacobian(name)
+
+    def hessian(self, name_i: str, name_j: str) -> Matrix:
+        """Return d vec_r(dN/dW_i) / d vec_r(W_j)^T for two arguments; ``Zero`` where it vanishes.
+
+        Raises:
+            ValueError: if there is no such argument.
+        """
+        expect_names(self, "hessian", name_i, name_j)
+        found = self._hessian(name_i, name_j)
+        if found is not None:
+            return found
+        shapes = self.arguments
+        return Zero(size(shape_of(self.value)) * size(shapes[name_i]), size(shapes[name_j]))
+
+    @abstractmethod
+    def _jacobian(self, name: str) -> Matrix:
+        """Return the Jacobian for an argument that exists."""
+
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
+        """Return the second derivative for arguments that exist, or None where it vanishes."""
+        return None
 
 
 def union_of_arguments(owner: str, *operations: Operation) -> dict[str, Shape]:

@@ -14,14 +14,14 @@ from functools import cached_property
 from torch import Tensor
 
 from derivations.arrays import Array, scale
-from derivations.matrix import Commutation, Dense, Identity, Matrix, Ones, Zero, kron
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.matrix import Commutation, Dense, Identity, Matrix, Ones, kron
+from derivations.operation import OperationAt, shape_of
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 from derivations.vecr import kron_derivative_left, kron_derivative_right
 
 
 @dataclass(frozen=True, eq=False)
-class MeanPoolHeadAt:
+class MeanPoolHeadAt(OperationAt):
     """o = (1/L) 1_L^T Z W_c + b_c, at a point.
 
     Args:
@@ -38,6 +38,7 @@ class MeanPoolHeadAt:
     ([[10.0]], [[2.5, 2.5]], [[0.5, 0.5]])
     """
 
+    argument_names = ("Z", "W_c", "b_c")
     Z: Array
     W_c: Array
     b_c: Array | None = None
@@ -47,12 +48,6 @@ class MeanPoolHeadAt:
         fits = len(shapes["Z"]) == len(shapes["W_c"]) == 2 and shapes["Z"][1] == shapes["W_c"][0]
         if not fits or shapes.get("b_c", shapes["W_c"][1:]) != shapes["W_c"][1:]:
             raise ValueError(f"MeanPoolHeadAt: expected Z (L, d), W_c (d, C) and b_c (C,), got {shapes}")
-
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """Z, W_c and, where there is one, b_c."""
-        named = {"Z": self.Z, "W_c": self.W_c, "b_c": self.b_c}
-        return {name: shape_of(array) for name, array in named.items() if array is not None}
 
     @cached_property
     def pooled(self) -> Array:
@@ -65,13 +60,8 @@ class MeanPoolHeadAt:
         out = self.pooled @ self.W_c
         return out if self.b_c is None else out + self.b_c.reshape(1, -1)
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return do/dZ = (1/L) 1_L^T (x) W_c^T, do/dW_c = (1/L) 1_L^T Z (x) I_C or do/db_c = I_C (claim T-pool).
-
-        Raises:
-            ValueError: if there is no such argument.
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return do/dZ = (1/L) 1_L^T (x) W_c^T, do/dW_c = (1/L) 1_L^T Z (x) I_C or do/db_c = I_C (claim T-pool)."""
         rows, classes = int(self.Z.shape[0]), int(self.W_c.shape[1])
         if name == "Z":
             return Fraction(1, rows) * kron(Ones(1, rows), Dense(self.W_c, "W_c").T)
@@ -79,26 +69,21 @@ class MeanPoolHeadAt:
             return kron(Dense(self.pooled, r"\tfrac1L\mathbf{1}^\top Z"), Identity(classes))
         return Identity(classes)
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         """Return the derivative of do/d(name_i) with respect to name_j (claim T-pool).
 
             d2o/dW_c dZ = (K_{C,d} (x) I_C) (I_d (x) vec_r I_C) ((1/L) 1_L^T (x) I_d)      (C dC) x Ld
             d2o/dZ dW_c = (1/L) (K_{C,L} (x) I_d) (1_L (x) I_{Cd}) K_{C,d}                 (C Ld) x dC
 
         All other blocks are zero.
-
-        Raises:
-            ValueError: if there is no such argument.
         """
-        expect_names(self, "hessian", name_i, name_j)
         (rows, d), classes = shape_of(self.Z), int(self.W_c.shape[1])
         mean = Fraction(1, rows)
         if (name_i, name_j) == ("W_c", "Z"):
             return mean * (kron_derivative_left((1, d), Identity(classes)) @ kron(Ones(1, rows), Identity(d)))
         if (name_i, name_j) == ("Z", "W_c"):
             return mean * (kron_derivative_right(Ones(1, rows), (classes, d)) @ Commutation(classes, d))
-        shapes = self.arguments
-        return Zero(classes * size(shapes[name_i]), size(shapes[name_j]))
+        return None
 
 
 class _Reduction(Primitive):

@@ -23,13 +23,13 @@ from torch import Tensor
 from derivations.arrays import Array, exp, is_exact
 from derivations.directions import stacks
 from derivations.matrix import Commutation, DiagonalLift, Identity, Matrix, kron
-from derivations.operation import Shape, expect_names, shape_of
+from derivations.operation import OperationAt, shape_of
 from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow
 from derivations.row_blocks import RowBlocks, RowCovariance
 
 
 @dataclass(frozen=True, eq=False)
-class SoftmaxAt:
+class SoftmaxAt(OperationAt):
     r"""A = softmax(T), row by row, at a point.
 
     Args:
@@ -46,6 +46,7 @@ class SoftmaxAt:
     ([[0.5, 0.5]], [[0.25, -0.25], [-0.25, 0.25]])
     """
 
+    argument_names = ("T",)
     T: Array
     mask: Any = None
     weights: Array | None = None
@@ -55,11 +56,6 @@ class SoftmaxAt:
             raise ValueError(f"SoftmaxAt: T must be an L x S array, got shape {shape_of(self.T)}")
         if self.weights is not None and shape_of(self.weights) != shape_of(self.T):
             raise ValueError(f"SoftmaxAt: weights have shape {shape_of(self.weights)}, T has {shape_of(self.T)}")
-
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """T."""
-        return {"T": shape_of(self.T)}
 
     @cached_property
     def value(self) -> Array:
@@ -71,29 +67,21 @@ class SoftmaxAt:
         """V = blockdiag(a_i), LS x L."""
         return RowBlocks(self.value)
 
-    def jacobian(self, name: str) -> Matrix:
+    def _jacobian(self, name: str) -> Matrix:
         """Return dA/dT = blockdiag(diag(a_i) - a_i a_i^T), LS x LS.
 
         The paper prints its value at uniform attention only, with n for L (claim dA/dM-unif).
-
-        Raises:
-            ValueError: if the name is not "T".
         """
-        expect_names(self, "jacobian", name)
         return RowCovariance(self.value)
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         r"""Return d2A/dT2, (LS)^2 x LS: rows (i, j, k, l), columns (m, n), nonzero for i = k = m only.
 
             (I_L (x) K_{S,L} (x) I_S) (E_L (x) I_{S^2}) [I_L (x) E_S - (I + I_L (x) K_{S,S}) (V (x) I_S)] dA/dT
 
         The bracket differentiates diag(a) - a a^T in each row; the two factors in front put the S^2 x S blocks where
         they belong. A block diagonal of L x L blocks, as Lemma 2 may be read, does not conform (claim Z_2).
-
-        Raises:
-            ValueError: if a name is not "T".
         """
-        expect_names(self, "hessian", name_i, name_j)
         L, S = shape_of(self.T)
         per_row, V_I = Identity(L), kron(self.V, Identity(S))  # V_I = blockdiag(a_i (x) I_S)
         outer = (Identity(L * S * S) + kron(per_row, Commutation(S, S))) @ V_I

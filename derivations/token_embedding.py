@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from derivations.arrays import Array
-from derivations.matrix import Identity, Matrix, Zero, kron
-from derivations.operation import Shape, expect_names, shape_of
+from derivations.matrix import Identity, Matrix, kron
+from derivations.operation import OperationAt, shape_of
 from derivations.selection import Selection
 
 
 @dataclass(frozen=True, eq=False)
-class TokenEmbeddingAt:
+class TokenEmbeddingAt(OperationAt):
     r"""N = P E, with rows E[t_1], ..., E[t_L], at a point.
 
     Args:
@@ -34,6 +34,7 @@ class TokenEmbeddingAt:
     ([[3.0], [1.0], [3.0]], [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
     """
 
+    argument_names = ("E",)
     tokens: Any
     E: Array
 
@@ -45,11 +46,6 @@ class TokenEmbeddingAt:
         _ = self.P
 
     @property
-    def arguments(self) -> dict[str, Shape]:
-        """E."""
-        return {"E": shape_of(self.E)}
-
-    @property
     def P(self) -> Matrix:
         """The one-hot matrix of the tokens, L x V."""
         return Selection(torch.as_tensor(self.tokens).tolist(), shape_of(self.E)[0])
@@ -59,21 +55,6 @@ class TokenEmbeddingAt:
         """N, of shape (L, d)."""
         return self.P @ self.E
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return dN/dE = P (x) I_d.
-
-        Raises:
-            ValueError: if the name is not "E".
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return dN/dE = P (x) I_d."""
         return kron(self.P, Identity(shape_of(self.E)[1]))
-
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return zero, (Ld Vd) x Vd.
-
-        Raises:
-            ValueError: if a name is not "E".
-        """
-        expect_names(self, "hessian", name_i, name_j)
-        out, n = self.jacobian("E").shape
-        return Zero(out * n, n)

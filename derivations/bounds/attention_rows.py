@@ -22,11 +22,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from derivations.attention_point import AttentionPoint
+from derivations.attention import AttentionAt
 from derivations.bounds.block_norms import Pairs, pair_norm, row_sum_ends, row_sum_norm
 
 
-class AttentionRows(AttentionPoint):
+class AttentionRows(AttentionAt):
     """One head at a sequence X, arrays as in :class:`derivations.attention.AttentionAt`, in float64.
 
     >>> I = torch.eye(2, dtype=torch.float64)
