@@ -54,7 +54,7 @@ PRESETS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     }
 )
 """Ratios by name. Of The Sharpness Disparity Principle (Wang et al.): ``paper`` is Eq. 5, ``8/6/4/3`` and ``6/4/3/2`` are the
-other two settings of Fig. 10 (Emb/QK/FFN/VO), ``adam-mini`` is that of Sec. 6.3 for Adam-mini. ``conservative``, not of the paper,
+other two settings of Fig. 10 (Emb/QK/FFN/VO), ``adam-mini`` of Sec. 6.3 is for Adam-mini. ``conservative``, not in the paper,
 is about the square roots of Eq. 5. ``none`` is plain training with the same groups."""
 
 
