@@ -12,7 +12,7 @@ from hessiankit.blocks import PLACEMENTS, Attention
 from hessiankit.blocks.attention import rotate
 from hessiankit.bounding import attack as attacks
 from hessiankit.bounding.a_priori import _on_a_sphere, a_priori
-from hessiankit.bounding.attack import ascend, attack
+from hessiankit.bounding.attack import attack
 from hessiankit.bounding.bounds import BOUNDS, Bound
 from hessiankit.bounding.high_precision import norm_from_below
 from hessiankit.bounding.problems import BoundProblem, draw_problem
@@ -24,9 +24,9 @@ from hessiankit.support.errors import InputError
 
 
 def test_nothing_is_violated():
-    report = attack(12, seed=100, steps=3)
+    report = attack(5, seed=100, steps=2)
     assert report, report
-    assert report.problems == 12
+    assert report.problems == 5
     assert {"a priori", "structured", "structured, blocks", "certified, cholesky"} <= set(report.largest)
     assert 0.9 < report.largest["structured"].ratio <= 1 + 1e-9
 
@@ -50,7 +50,7 @@ def test_a_planted_fault_is_found_and_comes_back_by_its_seed(monkeypatch):
 
 
 def test_problems_cover_what_they_say():
-    drawn = [draw_problem(seed) for seed in range(400)]
+    drawn = [draw_problem(seed) for seed in range(300)]
     assert {p.name for p in drawn} == {"attention", *PLACEMENTS}
     assert {p.regime for p in drawn} == {"plain", "peaked", "constant", "pair", "fitted", "lopsided"}
     assert {len(p.x) for p in drawn} >= {1, 2, 5}
@@ -80,13 +80,6 @@ def test_the_referee_by_hand():
     v = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     assert norm_from_below(problem, slice(0, 3), slice(0, 3), v) == pytest.approx(8.0, rel=1e-15)
     assert norm_from_below(problem, slice(0, 1), slice(0, 1), v[2:]) == 0.0
-
-
-def test_ascents_do_not_go_down():
-    problem = draw_problem(3, placement="pre")
-    before = problem.hessian.spectral_norm() / a_priori(problem.module, problem.x, problem.target, loss=problem.loss).whole
-    after = ascend(problem, lambda p: a_priori(p.module, p.x, p.target, loss=p.loss).whole, 5)
-    assert before <= after <= 1
 
 
 def test_an_interrupt_keeps_what_is_found(monkeypatch, capsys, tmp_path):

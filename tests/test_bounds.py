@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
@@ -11,6 +12,7 @@ from curvature_reference import mse, reverse_over_reverse
 from torch import nn
 
 import hessiankit as hk
+from derivations.activation import derivatives
 from hessiankit.blocks import PLACEMENTS, Attention
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.attack import ascend
@@ -24,6 +26,10 @@ ROUNDING = 1 + 1e-9
 LOSSES = {"mse": mse, "cross_entropy": lambda z, t: nn.functional.cross_entropy(z.flatten(0, -2), t.flatten())}
 
 
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
 def task_of(problem):
     return make_task("bounds", problem.module, problem.x.unsqueeze(0), problem.target.unsqueeze(0), problem.loss)
 
@@ -33,18 +39,12 @@ def task_of(problem):
 def test_no_bound_is_violated(seed):
     problem = draw_problem(seed)
     H = problem.hessian
-    prior, own, true = (
-        a_priori(problem.module, problem.x, problem.target, loss=problem.loss),
-        structured(task_of(problem)),
-        H.spectral_norm(),
-    )
-    assert true <= prior.whole * ROUNDING
-    assert true <= own.whole * ROUNDING
-    floor = 1e-12 * true  # below it a block is rounding
+    prior, own = a_priori(problem.module, problem.x, problem.target, loss=problem.loss), structured(task_of(problem))
+    true = H.spectral_norm()
+    assert true <= min(prior.whole, own.whole) * ROUNDING
     for i, j in H.pairs():
-        block = H.spectral_norm(i, j)
-        assert block <= prior[i, j] * ROUNDING + floor, (i, j)
-        assert block <= own.pairs[i, j] * ROUNDING + floor, (i, j)
+        floor = 1e-12 * true  # below it a block is rounding
+        assert H.spectral_norm(i, j) <= min(prior[i, j], own.pairs[i, j]) * ROUNDING + floor, (i, j)
 
 
 @pytest.mark.slow
@@ -57,10 +57,15 @@ def test_every_placement_has_bounds(placement):
     assert report.values["whole"]["lower"] <= report.values["whole"]["true"] * ROUNDING
 
 
-@pytest.mark.parametrize("seed", [0, 7, 11, 23])
+@pytest.mark.parametrize("seed", [0, 11])
 def test_no_ascent_reaches_a_bound(seed):
     problem = draw_problem(seed)
-    assert ascend(problem, lambda p: a_priori(p.module, p.x, p.target, loss=p.loss).whole, 30) <= ROUNDING
+    before = problem.hessian.spectral_norm() / a_priori_of(problem)
+    assert before <= ascend(problem, a_priori_of, 12) <= ROUNDING
+
+
+def a_priori_of(problem):
+    return a_priori(problem.module, problem.x, problem.target, loss=problem.loss).whole
 
 
 def test_sites_add_up_to_the_hessian():
@@ -75,50 +80,35 @@ def test_sites_add_up_to_the_hessian():
 def test_over_a_ball():
     torch.manual_seed(0)
     block = hk.TransformerBlock(4, 3, placement="pre", activation="gelu", eps=0.1).double()
-    x, t = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
-    for radius in (1e-3, 0.1, 1.0):
-        table = a_priori(block, x, t, radius=radius)
-        centre = {name: p.detach().clone() for name, p in block.named_parameters()}
-        largest = 0.0
-        for _ in range(20):
-            with torch.no_grad():
-                for name, p in block.named_parameters():
-                    step = torch.randn_like(p)
-                    p.copy_(centre[name] + radius * step / step.norm())
-            largest = max(largest, hk.hessian(block, x[None], t[None]).spectral_norm())
-        with torch.no_grad():
-            for name, p in block.named_parameters():
-                p.copy_(centre[name])
-        assert largest <= table.whole
-    assert a_priori(block, x, t, radius=0.5).whole > a_priori(block, x, t).whole
+    x, t, centre = normal(3, 4), normal(3, 4), copy.deepcopy(block)
+    tables = [a_priori(block, x, t, radius=radius).whole for radius in (0.0, 1e-3, 0.1, 1.0)]
+    assert tables == sorted(tables)
+    for radius, limit in zip((1e-3, 0.1, 1.0), tables[1:], strict=True):
+        for _ in range(5):
+            for p, q in zip(block.parameters(), centre.parameters(), strict=True):
+                step = torch.randn_like(p)
+                p.data = q + radius * step / step.norm()
+            assert hk.hessian(block, x[None], t[None]).spectral_norm() <= limit
 
 
 def test_structured_is_tight():
-    # medians over 20 problems at initialisation: 4.6 was what a search with other proofs found for the post-norm block
+    # at initialisation; a median of 4.6 was what a search with other proofs found for the post-norm block
     ratios = []
-    for seed in range(20):
+    for seed in range(11):
         torch.manual_seed(seed)
         block = hk.TransformerBlock(4, 6, d_k=2, affine=False).double()
-        x, t = torch.randn(1, 4, 4, dtype=torch.float64), torch.randn(1, 4, 4, dtype=torch.float64)
+        x, t = normal(1, 4, 4), normal(1, 4, 4)
         ratios.append(structured(make_task("bounds", block, x, t, "mse")).whole / hk.hessian(block, x, t).spectral_norm())
-    assert sorted(ratios)[10] < 2.0
     assert min(ratios) >= 1.0
+    assert sorted(ratios)[5] < 2.0
 
 
 @pytest.mark.parametrize("kind", list(ACTIVATION_CONSTANTS))
 def test_activation_constants(kind):
     x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
-    from derivations.activation import derivatives
-
     value, first, second = derivatives(kind, x)
-    ratio, slope, bend = ACTIVATION_CONSTANTS[kind]
-    inside = x != 0
-    seen = (
-        float((value[inside] / x[inside]).abs().max()),
-        float(first.abs().max()),
-        0.0 if second is None else float(second.abs().max()),
-    )
-    for constant, found in zip((ratio, slope, bend), seen, strict=True):
+    seen = [(value / x)[x != 0], first, torch.zeros(1) if second is None else second]
+    for constant, found in zip(ACTIVATION_CONSTANTS[kind], (float(values.abs().max()) for values in seen), strict=True):
         assert found <= constant * (1 + 1e-15)  # attained: in some builds of torch an ulp more
         assert found >= constant * (1 - 1e-4)
 
@@ -126,7 +116,7 @@ def test_activation_constants(kind):
 def test_report():
     torch.manual_seed(0)
     block = Attention(4, d_k=2).double()
-    x, t = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 3, 4, dtype=torch.float64)
+    x, t = normal(2, 3, 4), normal(2, 3, 4)
     report = hk.bounds(block, x, t)
     found = json.loads(json.dumps(report.to_dict()))
     assert set(found["pairs"]) == {f"{i} x {j}" for i, j in hk.hessian(block, x, t).pairs()}
@@ -161,6 +151,15 @@ def test_the_printed_theorem_6_is_no_measure():
     assert report.ratio("structured") < 2 < report.ratio("a_priori")
 
 
+def test_the_print_of_a_single_precision_block_leaves_the_block_alone():
+    torch.manual_seed(0)
+    block, x = hk.TransformerBlock(4, 5, affine=False), normal(3, 4).float()
+    single, double = hk.bounds(block, x, 0 * x), hk.bounds(copy.deepcopy(block).double(), x.double(), 0 * x.double())
+    assert {p.dtype for p in block.parameters()} == {torch.float32}
+    for kind in ("printed_theorem_6", "printed_theorem_6_proof"):
+        assert single.values["whole"][kind] == pytest.approx(double.values["whole"][kind], rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [
@@ -193,14 +192,9 @@ def test_other_modules_have_what_needs_no_rules():
     ],
 )
 def test_errors(change, message):
-    given = {
-        "inputs": torch.ones(3, 4, dtype=torch.float64).cumsum(0),
-        "target": torch.zeros(3, 4, dtype=torch.float64),
-        "loss": "mse",
-    }
-    given |= change
+    given = {"inputs": torch.ones(3, 4).double().cumsum(0), "target": torch.zeros(3, 4).double(), **change}
     with pytest.raises(InputError, match=message):
-        hk.bounds(hk.TransformerBlock(4, 3).double(), given["inputs"], given["target"], loss=given["loss"])
+        hk.bounds(hk.TransformerBlock(4, 3).double(), **given)
 
 
 def test_a_norm_without_eps_needs_rows_that_vary():

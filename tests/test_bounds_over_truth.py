@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("figure")
     patch = pytest.MonkeyPatch()
-    patch.setattr(figure, "QUICK", figure.Settings(2, (0, 2), (3, 4), 1, ("post", "hybridnorm"), 1))
+    patch.setattr(figure, "QUICK", figure.Settings(1, (0, 2), (3,), 1, ("hybridnorm",), 1))
     assert main(["bounds_over_truth", "--quick", "--out", str(folder)]) == 0
     patch.undo()
     return folder

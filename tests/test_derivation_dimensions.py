@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -34,26 +35,29 @@ def width(options):
     return options.get("n_heads", 1) * options.get("d_v", 10)
 
 
-def trees(options, names):
+@cache
+def stages(kind):
+    """The output of a block and of its copy of prime sizes as stages, the real sizes, and the names of the prime ones."""
+    options = BLOCKS[kind]
     block = generic(TransformerBlock(width(options), HIDDEN, **options).double())
-    part = block.attention
-    sizes = sizes_for(block)
+    part, sizes, groups = block.attention, sizes_for(block), options.get("groups", 1)
     other, tokens = prime_copy(block, sizes, 0)
-    X = torch.randn(LENGTH, block.d_model, dtype=torch.float64)
     own = {name: p.detach() for name, p in block.named_parameters()}
-    stages = [
-        block_stage(BlockAt(block, own), input_stage(X)),
+    pair = (
+        block_stage(BlockAt(block, own), input_stage(torch.randn(LENGTH, block.d_model, dtype=torch.float64))),
         block_stage(BlockAt(block, other, sizes=sizes, spelt=True), input_stage(tokens)),
-    ]
-    heads = part.n_heads, part.n_kv_heads
+    )
     real = {
-        "L": LENGTH, "d": block.d_model, "d_K": part.d_k, "d_v": part.d_v, r"d_{ff}": HIDDEN, "H": heads[0], "H_{KV}": heads[1],
-        "r": heads[0] // heads[1], "g": options.get("groups", 1),
-        "d_g": block.d_model // options.get("groups", 1),
+        "L": LENGTH, "d": block.d_model, "d_K": part.d_k, "d_v": part.d_v, r"d_{ff}": HIDDEN, "H": part.n_heads,
+        "H_{KV}": part.n_kv_heads, "r": part.n_heads // part.n_kv_heads, "g": groups, "d_g": block.d_model // groups,
     }  # fmt: skip
+    return [*own, "X"], pair, real, SizeName(sizes)
+
+
+def derivatives(pair, names):
+    """The Jacobian or second derivative of both stages."""
     symbols = ["X" if name == "X" else symbol_of(name) for name in names]
-    pair = [stage.jacobian(*symbols) if len(symbols) == 1 else stage.hessian(*symbols) for stage in stages]
-    return pair, real, SizeName(sizes), stages
+    return [stage.jacobian(*symbols) if len(symbols) == 1 else stage.hessian(*symbols) for stage in pair]
 
 
 def value_of(name, real):
@@ -105,23 +109,19 @@ def scalar_of(name, real):
     return sign * int(above) / (value_of(root, real) ** 0.5 if root else value_of(below, real))
 
 
-@pytest.mark.parametrize("options", BLOCKS.values(), ids=BLOCKS)
-def test_what_is_printed_is_what_is_computed(options):
-    block = TransformerBlock(width(options), HIDDEN, **options)
-    names = [*(name for name, _ in block.named_parameters()), "X"]
-    pairs = [("attention.W_Q", "attention.W_V"), ("X", "feedforward.W_1"), (names[-3], names[1]), ("attention.W_K",)]
-    for chosen in pairs:
-        (ours, theirs), real, size_names, _ = trees(options, chosen)
-        assert walk(ours, theirs, real, size_names, set()) > 3
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_what_is_printed_is_what_is_computed(kind):
+    names, pair, real, size_names = stages(kind)
+    for chosen in [("attention.W_Q", "attention.W_V"), ("X", "feedforward.W_1"), (names[-3], names[1]), ("attention.W_K",)]:
+        assert walk(*derivatives(pair, chosen), real, size_names, set()) > 3
 
 
-@pytest.mark.parametrize("options", BLOCKS.values(), ids=BLOCKS)
-def test_a_letter_stands_for_one_thing(options):
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_letter_stands_for_one_thing(kind):
     """Every leaf that prints as a value of the block holds that value; no symbol stands for two arrays."""
-    block = TransformerBlock(width(options), HIDDEN, **options)
-    gains = [(name,) for name, _ in block.named_parameters() if name.endswith(".weight")]
-    for chosen in [("X", "X"), *gains]:
-        (ours, _), _, _, (Z, _) = trees(options, chosen)
+    names, (Z, _), _, _ = stages(kind)
+    for chosen in [("X", "X"), *((name,) for name in names if name.endswith(".weight"))]:
+        (ours,) = derivatives([Z], chosen)
         arrays = {bare(stage.symbol): stage.value for stage in Z.story}
         checked, seen, ahead = set(), set(), [ours]
         while ahead:
@@ -156,7 +156,8 @@ def bare(symbol):
 
 def test_a_wrong_name_is_found():
     """The comparison itself can fail: names of other sizes do not give the shapes."""
-    (ours, theirs), real, names, _ = trees(BLOCKS["post"], ("attention.W_Q",))
+    _, pair, real, names = stages("post")
+    ours, theirs = derivatives(pair, ("attention.W_Q",))
     with pytest.raises(AssertionError):
         walk(ours, theirs, {**real, "d_K": 9}, names, set())
     with pytest.raises(AssertionError):

@@ -1,69 +1,26 @@
-"""What a derivation prints: LaTeX that compiles, lines that fit, and symbols that are all explained."""
+"""What a derivation prints: LaTeX that compiles, lines that fit, symbols that are all explained; docs/derivations.md is that."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from hessiankit import TransformerBlock, derive
 from hessiankit.blocks import PLACEMENTS
+from hessiankit.formulas.page import page
 from hessiankit.formulas.symbols import symbol_of
 from hessiankit.formulas.typesetting import WIDTH, broken, legend, plain, signs
 
-COMMANDS = {
-    "left",
-    "right",
-    "bigl",
-    "bigr",
-    "frac",
-    "sqrt",
-    "partial",
-    "top",
-    "otimes",
-    "odot",
-    "cdot",
-    "quad",
-    "hat",
-    "tilde",
-    "bar",
-    "check",
-    "mathring",
-    "operatorname",
-    "mathrm",
-    "mathbf",
-    "mathcal",
-    "text",
-    "alpha",
-    "beta",
-    "gamma",
-    "lambda",
-    "omega",
-    "sigma",
-    "rho",
-    "xi",
-    "ell",
-    "pi",
-    "varepsilon",
-    "Phi",
-    "Gamma",
-    "Pi",
-    "times",
-    "mapsto",
-    "begin",
-    "end",
-    "documentclass",
-    "usepackage",
-    "allowdisplaybreaks",
-    "setlength",
-    "parindent",
-    "pagestyle",
-    "section",
-    "subsection",
-}
+COMMANDS = """
+    left right bigl bigr frac sqrt partial top otimes odot cdot quad hat tilde bar check mathring operatorname mathrm
+    mathbf mathcal text alpha beta gamma lambda omega sigma rho xi ell pi varepsilon Phi Gamma Pi times mapsto begin end
+    documentclass usepackage allowdisplaybreaks setlength parindent pagestyle section subsection
+"""
 BLOCKS = {
     "post": TransformerBlock(4, 5),
     "pre": TransformerBlock(4, 5, placement="pre", activation="gelu", bias=True, attention_bias=True),
@@ -85,7 +42,7 @@ def check_latex(text):
         depth += {"{": 1, "}": -1}.get(token, 0)
         assert depth >= 0
     assert depth == 0
-    assert set(re.findall(r"\\([A-Za-z]+)", text)) <= COMMANDS
+    assert set(re.findall(r"\\([A-Za-z]+)", text)) <= set(COMMANDS.split())
     for line in text.split(r"\\"):
         assert len(re.findall(r"\\left\b", line)) == len(re.findall(r"\\right\b", line)), line
     assert len(re.findall(r"\\bigl\b", text)) == len(re.findall(r"\\bigr\b", text))
@@ -137,13 +94,8 @@ def letters(formula):
     return [word for word in words if word.startswith("\\") or len(word) == 1 or "mathring" in word or word[-1].isupper()]
 
 
-def test_signs_of_a_formula():
-    assert signs(r"A\otimes B") == 3
-    assert signs(r"\frac{1}{d}\,V") == 2
-    assert signs(r"\left(A+B\right)") == 5
-
-
-def test_breaking_at_sums_first():
+def test_formulas_are_measured_and_broken_at_sums_first():
+    assert [signs(formula) for formula in (r"A\otimes B", r"\frac{1}{d}\,V", r"\left(A+B\right)")] == [3, 2, 5]
     formula = r"\left(A+B\right)\,C+D\,E"
     assert broken(formula, 7) == [r"\left(A+B\right)\,C", r"{}+D\,E"]
     assert broken(formula, 100) == [formula]
@@ -170,10 +122,10 @@ def test_the_legend_names_only_what_occurs():
 
 def test_notebook_and_json():
     derivation = derive(BLOCKS["post"])
-    page = derivation._repr_html_()
-    assert page.count("<div>") == page.count("</div>") == 1
-    assert page.count("$$") % 2 == 0
-    assert "slope of $Z$ in $S$ times curvature of $S$" in page
+    shown = derivation._repr_html_()
+    assert shown.count("<div>") == shown.count("</div>") == 1
+    assert shown.count("$$") % 2 == 0
+    assert "slope of $Z$ in $S$ times curvature of $S$" in shown
     assert derivation._repr_latex_().startswith("$$\n\\begin{aligned}")
     found = json.loads(derivation.json())
     assert found == derivation.to_dict()
@@ -189,3 +141,26 @@ def test_what_vanishes_is_said_to():
     assert "zero at every point" in derivation.explain()
     check_latex(derivation.latex(document=True))
     assert "with</p>" not in derivation._repr_html_()
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "derivations.md"
+
+
+def test_the_page_is_true():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m hessiankit.formulas.page docs"
+
+
+def test_the_page_holds_the_theorem():
+    text = PAGE.read_text(encoding="utf-8")
+    for line in derive(TransformerBlock(4, 5)).story.lines[:2]:
+        assert re.sub(r"\\operatorname\{(\w+)\}", r"\\mathrm{\1}", line.formula) in text
+    assert text.count("```math") == 6
+    assert r"\operatorname" not in text
+    for picture in re.findall(r"\]\((\w+\.png)\)", text):
+        assert (PAGE.parent / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_code_of_the_page_runs(capsys):
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S):
+        exec(compile(block, str(PAGE), "exec"), {})
+    assert "torch.Size([96, 16])" in capsys.readouterr().out
