@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.curvature import matrix_file, planning, streaming
-from hessiankit.curvature.matrix_file import sync_folder
+from hessiankit.support.files import sync_folder
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
 

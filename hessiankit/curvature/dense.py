@@ -293,17 +293,7 @@ def hessian(
     if not lazy and out is None:
         check_matrix(sum(p.numel() for p in chosen.values()), first.dtype, first.device)
     tasks, factors = gather(
-        "hessian",
-        module,
-        inputs,
-        target,
-        loss,
-        chosen,
-        kind="hessian",
-        batch_size=batch_size,
-        weights=weights,
-        reduction=reduction,
-        handshake=handshake,
+        module, inputs, target, loss, chosen, batch_size=batch_size, weights=weights, reduction=reduction, handshake=handshake
     )
     evaluation = Evaluation(tasks, factors, batch_size, progress)
     shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}

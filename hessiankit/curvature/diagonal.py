@@ -176,16 +176,9 @@ def hessian_diagonal(
         raise unknown(WHO, "method", method, METHODS)
     if max_products is not None and max_products < 0:
         raise InputError(f"{WHO}: max_products={max_products} is negative; pass 0 or more, or None")
-    asked: dict[str, Any] = {
-        "loss": loss,
-        "params": params,
-        "kind": kind,
-        "weights": weights,
-        "reduction": reduction,
-        "handshake": handshake,
-    }
-    tasks, parts = gather(WHO, module, inputs, target, batch_size=batch_size, **asked)
-    found = DiagonalSum(WHO, tasks, parts, batch_size, progress, math.inf if max_products is None else max_products)
+    options: dict[str, Any] = {"kind": kind, "weights": weights, "reduction": reduction, "handshake": handshake}
+    tasks, factors = gather(module, inputs, target, loss, params, batch_size=batch_size, **options)
+    found = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
     cost, estimate = math.nan, None
     try:
         if method != "estimate":
@@ -201,7 +194,7 @@ def hessian_diagonal(
             ) from None
     flat, value, fallbacks = found.entries.data, found.loss, tuple(dict.fromkeys(found.fallbacks))
     if method == "estimate" or cost > found.most:
-        operator = hessian_operator(module, inputs, target, **asked)
+        operator = hessian_operator(module, inputs, target, loss=loss, params=params, **options)
         estimate = scalar_estimates(operator, products=PRODUCTS)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
     values = {n: flat[rows].reshape(tasks[0].parameters[n].shape) for n, rows in tasks[0].slices.items()}

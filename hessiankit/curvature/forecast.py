@@ -129,17 +129,7 @@ def forecast(
     """
     check_out(out)
     tasks, _ = gather(
-        "hessian",
-        module,
-        inputs,
-        target,
-        loss,
-        params,
-        kind="hessian",
-        batch_size=batch_size,
-        weights=weights,
-        reduction=reduction,
-        handshake=False,
+        module, inputs, target, loss, params, batch_size=batch_size, weights=weights, reduction=reduction, handshake=False
     )
     first = tasks[0]
     plan = make_plan(tasks, batch_size, None if out is None else PANEL)

@@ -184,19 +184,8 @@ def frobenius_norms(
     start = time.perf_counter()
     if panel_bytes is not None and panel_bytes < 1:
         raise InputError(f"{WHO}: panel_bytes={panel_bytes} holds no entry; pass 1 or more, or None")
-    tasks, factors = gather(
-        WHO,
-        module,
-        inputs,
-        target,
-        loss,
-        params,
-        kind=kind,
-        batch_size=batch_size,
-        weights=weights,
-        reduction=reduction,
-        handshake=handshake,
-    )
+    options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
+    tasks, factors = gather(module, inputs, target, loss, params, kind=kind, **options)
     shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
     if panel_bytes is None and (dense := _dense(tasks, factors, batch_size, progress, outer=kind == "ggn")) is not None:
         return FrobeniusNorms(dense[0], shapes, kind, *dense[1:], time.perf_counter() - start, handshake)

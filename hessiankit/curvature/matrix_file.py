@@ -23,6 +23,7 @@ from hessiankit.engine.problem.loss_trace import LossTrace
 from hessiankit.engine.problem.task import Task, gib
 from hessiankit.engine.storage import Panel
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import replace_file, sync_folder
 from hessiankit.support.kernels import built, kernels
 from hessiankit.support.package import __version__
 
@@ -54,13 +55,8 @@ class Journal:
     def save(self) -> None:
         """Write the journal so that whoever reads it sees this state or the one before."""
         content = {name: getattr(self, name) for name in ("fingerprint", "plan", "panels", "result", "complete")}
-        partial = self.path.with_name(self.path.name + ".new")
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump({"format": FORMAT, **content}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.path)
-        sync_folder(self.path.parent)
+        text = json.dumps({"format": FORMAT, **content}, indent=1)
+        replace_file(self.path, text.encode(), durable=True)
 
     @classmethod
     def load(cls, path: Path) -> Journal:
@@ -85,17 +81,6 @@ class Journal:
         skip = OF_THE_MACHINE if self.complete else ()
         found = [n for n in names if n not in skip and self.fingerprint.get(n) != fingerprint.get(n)]
         return [n for n in found if n != OPERATIONS] or found  # other numbers have other values: only worth saying alone
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a new name in a folder last, where the system can."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def fingerprint(

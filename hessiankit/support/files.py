@@ -15,11 +15,11 @@ from hessiankit.support.errors import InputError
 
 STDOUT = Path("-")
 _outputs: list[TextIO] = []
-"""The standard output of a command that keeps it for a file."""
+"""Standard outputs reserved for a file named ``-``, the innermost last."""
 
 
 def check_writable(who: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before anything is computed for it.
+    """Raise before any computation if a file cannot be written.
 
     Raises:
         InputError: If its folder is missing or read-only, or it is a folder itself.
@@ -40,8 +40,8 @@ def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> No
 
     Args:
         who: The command, for the error.
-        path: Where to; ``-`` is standard output, None is the file that nobody asked for.
-        text: What, or what makes it.
+        path: The file; ``-`` is standard output, None writes nothing.
+        text: The text, or a function that returns it.
 
     Raises:
         InputError: If the file cannot be written.
@@ -58,17 +58,17 @@ def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> No
 def write_bytes(who: str, path: Path, content: bytes | memoryview, *, remedy: str = "name a file in an existing folder.") -> None:
     """Write a file as a whole; as :func:`write_text`, except that ``-`` is a file of that name."""
     try:
-        _replace(path.resolve(), content)
+        replace_file(path.resolve(), content)
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(f"{who}: cannot write {path}: {reason}; {remedy}") from error
 
 
 def make_folder(who: str, folder: Path) -> None:
-    """Make a folder, and those above it, where they are missing.
+    """Make a folder and its parents where they are missing.
 
     Raises:
-        InputError: If that cannot be.
+        InputError: If that fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,12 +77,12 @@ def make_folder(who: str, folder: Path) -> None:
 
 
 def write_json(who: str, path: Path | None, data: Any) -> None:
-    """Write data as JSON that every reader takes; as :func:`write_text`."""
+    """Write data as standard JSON, see :func:`plain`; as :func:`write_text`."""
     write_text(who, path, lambda: json.dumps(plain(data), indent=1, allow_nan=False) + "\n")
 
 
 def plain(data: Any) -> Any:
-    """Return data as JSON knows it: numbers that are not finite become strings, which ``float`` reads; arrays become lists.
+    """Return data in JSON's types: numbers that are not finite become strings, which ``float`` reads; arrays become lists.
 
     >>> plain({3: (1.0, float("inf")), "at": Path("a")})
     {'3': [1.0, 'inf'], 'at': 'a'}
@@ -91,7 +91,7 @@ def plain(data: Any) -> Any:
         return {str(key): plain(value) for key, value in data.items()}
     if isinstance(data, (list, tuple, set, frozenset)):
         return [plain(value) for value in data]
-    if hasattr(data, "tolist"):  # a tensor, an array or a number of theirs
+    if hasattr(data, "tolist"):  # a tensor, an array or their scalars
         return plain(data.tolist())
     if isinstance(data, Path):
         return str(data)
@@ -100,7 +100,7 @@ def plain(data: Any) -> Any:
 
 @contextmanager
 def output_for(paths: Iterable[object]) -> Iterator[None]:
-    """Where one of the paths is ``-``, keep standard output for it: what else is printed goes to standard error."""
+    """Reserve standard output for a path that is ``-``: other prints go to standard error."""
     if STDOUT not in paths:
         yield
         return
@@ -112,14 +112,39 @@ def output_for(paths: Iterable[object]) -> Iterator[None]:
         _outputs.pop()
 
 
-def _replace(path: Path, content: bytes | memoryview) -> None:
-    """Put a file in its place as a whole; a device is written to."""
+def replace_file(path: Path, content: bytes | memoryview, *, durable: bool = False) -> None:
+    """Write a file as a whole, so that readers see the old or the new content; a device is written to directly.
+
+    Args:
+        path: The file.
+        content: Its new content.
+        durable: Whether to wait until the disk has the content and its name.
+
+    Raises:
+        OSError: If it cannot be written; the file is as before.
+    """
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
     partial = path.with_name(f"{path.name}.new")
     try:
         partial.write_bytes(content)
+        if durable:
+            with open(partial, "r+b") as file:
+                os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in a folder, where the system supports it."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hessiankit.curvature.matrix_file import sync_folder
 from hessiankit.support.errors import InputError
-from hessiankit.support.files import plain
+from hessiankit.support.files import plain, replace_file
 from hessiankit.support.jsonl import append_records
 
 FORMAT = 1
@@ -100,15 +99,9 @@ class Lines:
     def _replace(self, header: Mapping[str, Any], records: list[dict[str, Any]]) -> None:
         """Replace the file atomically: a reader sees this state or the one before."""
         content = "".join(map(to_line, [header, *records])).encode()
-        partial = self.path.with_name(self.path.name + ".new")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(partial, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self.path)
-            sync_folder(self.path.parent)
+            replace_file(self.path, content, durable=True)
         except OSError as error:
             raise _unusable(self.path, error) from error
         self._size = len(content)

@@ -176,23 +176,21 @@ KINDS = ("hessian", "ggn")
 
 
 def gather(
-    who: str,
     module: nn.Module,
     inputs: Any,
     target: Any,
     loss: Loss,
     params: Params | ParameterSelection,
     *,
-    kind: str,
-    batch_size: int | None,
-    weights: Weights,
-    reduction: str | None,
-    handshake: bool,
+    kind: str = "hessian",
+    batch_size: int | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    handshake: bool = True,
 ) -> tuple[list[Task], list[float]]:
-    """Return one request a batch, for the same parameters, and what each batch's loss is multiplied by.
+    """Return one request a batch, for the same parameters, and the factor of each batch's loss, for a public function.
 
     Args:
-        who: What an error message starts with.
         module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
         inputs: The inputs, or several batches.
         target: What the loss compares with.
@@ -205,18 +203,18 @@ def gather(
         handshake: Whether the result is compared with the module's own loss and gradient.
 
     Raises:
-        InputError: If an argument cannot be used.
+        InputError: If an argument cannot be used; the public function puts its name before the message.
     """
     if kind not in KINDS:
-        raise InputError(f"{who}: kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
+        raise InputError(f"kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
     if batch_size is not None and batch_size < 1:
-        raise InputError(f"{who}: batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
+        raise InputError(f"batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
     tasks: list[Task] = []
     counts: list[float] = []
-    made = requests(who, module, inputs, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
+    made = requests("hessian", module, inputs, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
     for task, count in made:
         if kind == "ggn" and (task.loss is None or task.whole):
-            raise InputError(f"{who}: kind='ggn' needs the module's output as one tensor; pass loss=... that compares one tensor")
+            raise InputError("kind='ggn' needs the module's output as one tensor; pass loss=... that compares one tensor")
         tasks.append(task)
         counts.append(count)
     return tasks, shares(counts, loss, reduction)
