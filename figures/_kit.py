@@ -66,7 +66,7 @@ METHOD_COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f0
 """Okabe and Ito's colours for methods, placements and arms, in this order; the baseline takes the first."""
 METHOD_MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 3)))
-"""Lines of methods, so that they are told apart without colour too."""
+"""Dashes of methods, which differ without colour too."""
 
 
 @contextmanager

@@ -6,7 +6,7 @@ these weights and a target that is the output plus a tenth of noise; *trained*, 
 sequences of a noisy teacher, each sequence's Hessian by itself. The sizes (L, d, d_K and d_ff) take turns: attention (4, 4, 2),
 (6, 6, 4), (5, 3, 2); block (4, 4, 2, 6), (5, 6, 3, 8), (6, 4, 2, 4).
 
-The bounds are those of ``hessiankit.bounds``; what each one is stands in docs/bounds.md. Medians over the problems, and the
+The bounds are those of ``hessiankit.bounds``; docs/bounds.md defines each. Medians over the problems, and the
 worst in brackets. The certified ones are all of the same matrix, so they differ by method alone.
 """
 
@@ -52,7 +52,7 @@ Ratios: TypeAlias = dict[str, float]
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured: problems a column, steps of training, widths with their seeds, placements with theirs."""
+    """How much is measured: problems a column, steps of training, widths and placements with the number of seeds of each."""
 
     problems: int = 150
     checkpoints: tuple[int, ...] = (0, 10, 100, 400)

@@ -173,11 +173,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     ]
     with style():
         drawn = save(picture(found, size), out / f"{NAME}{suffix}")
-    return [
-        drawn,
-        write_rows(out / f"{NAME}.csv", by_block),
-        write_rows(out / f"{NAME}_angles.csv", by_pair),
-    ]
+    return [drawn, write_rows(out / f"{NAME}.csv", by_block), write_rows(out / f"{NAME}_angles.csv", by_pair)]
 
 
 def maps(found: Sequence[Measured], method: str) -> tuple[np.ndarray, np.ndarray]:

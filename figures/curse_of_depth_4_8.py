@@ -142,11 +142,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     ]  # fmt: skip
     with style():
         drawn = save(picture(found, size), out / f"{NAME}{suffix}")
-    return [
-        drawn,
-        write_rows(out / f"{NAME}.csv", variances),
-        write_rows(out / f"{NAME}_laws.csv", fitted),
-    ]
+    return [drawn, write_rows(out / f"{NAME}.csv", variances), write_rows(out / f"{NAME}_laws.csv", fitted)]
 
 
 def picture(found: Sequence[Followed], size: Size) -> Picture:

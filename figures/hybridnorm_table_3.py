@@ -133,11 +133,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         })  # fmt: skip
     with style():
         drawn = save(picture(cells, apart), out / f"{NAME}{suffix}")
-    return [
-        drawn,
-        write_rows(out / f"{NAME}.csv", means),
-        write_rows(out / f"{NAME}_runs.csv", rows),
-    ]
+    return [drawn, write_rows(out / f"{NAME}.csv", means), write_rows(out / f"{NAME}_runs.csv", rows)]
 
 
 def picture(cells: Sequence[Cell], apart: dict[tuple[str, str], Interval | None]) -> Picture:

@@ -63,7 +63,7 @@ EPS, TINY = 1e-5, 1e-14
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of the model and the data, and what is varied."""
+    """Sizes of the model and the data, and the values that vary."""
 
     families: dict[str, tuple[str, ...]]
     initialisations: tuple[str, ...] = ("normal", "megatron")
@@ -161,7 +161,7 @@ def measure(cell: Cell, settings: Settings) -> Measured:
 
 
 def made_by(settings: Settings) -> str:
-    """Return what tells lines of one run from those of another: the code and the sizes, not what is varied."""
+    """Return the code and the sizes that a line of the file depends on."""
     sizes = {k: v for k, v in asdict(settings).items() if k not in ("families", "initialisations", "depths", "seeds")}
     return f"{code_version(*CODE)}, {json.dumps(sizes)}"
 
@@ -201,10 +201,7 @@ def measure_all(settings: Settings, lines: Path) -> list[Measured]:
 
     todo = cells(settings)
     run = partial(measure, settings=settings)
-    with (
-        progress_bar() as tell,
-        Resumable("figures", lines, run, attrgetter("cell"), asdict, decode, skipped=skipped) as runs,
-    ):
+    with progress_bar() as tell, Resumable("figures", lines, run, attrgetter("cell"), asdict, decode, skipped=skipped) as runs:
         for k, found in enumerate(runs.finish(todo), start=len(todo) - len(runs.missing(todo)) + 1):
             tell(f"{found.cell.placement}, {found.cell.blocks} blocks", k, len(todo))
     return [runs.known[cell] for cell in todo]

@@ -149,10 +149,10 @@ def _sharpness_rows(logs: Mapping[str, MonitorLog]) -> Iterator[dict[str, Any]]:
     for title, log in logs.items():
         orders = orders_of(log)
         for k, step in enumerate(log.steps):
-            told = {"printed_order": orders[int(step)] == PRINTED, "order": log.entries("sharpness", "ordering")[k]}
+            said = {"printed_order": orders[int(step)] == PRINTED, "order": log.entries("sharpness", "ordering")[k]}
             for name, one in log.sharpness.items():
                 numbers = {"sharpness": one.value[k], "low": one.low[k], "high": one.high[k]}
-                yield {"model": title, "step": step, "loss": log.series("loss")[k], "type": name, **numbers, **told}
+                yield {"model": title, "step": step, "loss": log.series("loss")[k], "type": name, **numbers, **said}
 
 
 def _norm_rows(numbers: Mapping[str, Lines]) -> Iterator[dict[str, Any]]:
@@ -217,7 +217,7 @@ def _band(axes: Axes, line: tuple[np.ndarray, np.ndarray], colour: str, dash: An
 
 
 def _over_steps(axes: Axes, last: int) -> None:
-    """Log scales; the key stands above the lines."""
+    """Log scales; the key is above the lines."""
     axes.set_xscale("symlog", linthresh=1, linscale=0.4)
     axes.set_xlim(0, last)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

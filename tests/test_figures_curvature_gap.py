@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from figure_files import read, second_derivatives
 
+import hessiankit
 from figures import curvature_gap_5, curvature_gap_6_12, curvature_gap_7_11
 from figures import curvature_gap_6_12 as growing
+from figures.__main__ import main
 from figures._digits import ImageSpec, block_norms, snapshots
 from hessiankit.studies.training import train
 
@@ -18,18 +20,6 @@ pytestmark = pytest.mark.slow
 
 QUICK = {"d_model": 4, "d_ff": 6}
 NANO = ImageSpec(patch=4, **QUICK)
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def hessian_by_reverse_over_reverse(loss: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
-    first = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, parameters, create_graph=True)])
-    columns = torch.eye(len(first), dtype=first.dtype)
-    found = torch.autograd.grad(first, parameters, columns, retain_graph=True, is_grads_batched=True)
-    return torch.cat([g.flatten(1) for g in found], 1).detach()
 
 
 def test_snapshots_are_those_of_one_run_and_are_kept(tmp_path, monkeypatch):
@@ -48,7 +38,7 @@ def test_block_norms():
     model = NANO.model()
     tokens, labels = (x[:5] for x in NANO.data())
     parameters = dict(model.named_parameters())
-    H = hessian_by_reverse_over_reverse(F.cross_entropy(model(tokens), labels), list(parameters.values()))
+    H = second_derivatives(F.cross_entropy(model(tokens), labels), list(parameters.values()))
     norms, start = block_norms(model, (tokens, labels)), 0
     assert list(norms) == list(parameters)
     for name, p in ((name, p.detach()) for name, p in parameters.items()):
@@ -83,7 +73,7 @@ def test_figures_7_to_11(tmp_path, monkeypatch):
     tokens, labels = NANO.data()
     train(model, tokens, labels, steps=100)
     W = model.blocks[0].attention.W_V
-    H = hessian_by_reverse_over_reverse(F.cross_entropy(model(tokens[:32]), labels[:32]), [W])
+    H = second_derivatives(F.cross_entropy(model(tokens[:32]), labels[:32]), [W])
     last = next(row for row in rows if row["step"] == "100" and row["block"] == "blocks.0.attention.W_V")
     assert float(last["hessian_frobenius"]) == pytest.approx(float(H.norm()), rel=1e-5)  # the file has six digits
     assert float(last["spectral"]) == pytest.approx(float(torch.linalg.svdvals(W.detach())[0]), rel=1e-5)
@@ -105,7 +95,7 @@ def test_the_terms_of_the_test_are_those_of_the_taylor_series():
         parameters = list(model.parameters())
         loss = F.cross_entropy(model(x[None]), t[None])
         first.append(float(torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, parameters, retain_graph=True)]) @ u))
-        second.append(float(u @ hessian_by_reverse_over_reverse(loss, parameters) @ u))
+        second.append(float(u @ second_derivatives(loss, parameters) @ u))
     gradient = [abs(first[k] - sum(first[:k]) / k) for k in range(1, 6)]
     hessian = [abs(second[k] - sum(second[:k]) / k) for k in range(1, 6)]
     assert one.gradient_term == pytest.approx(1e-2 * sorted(gradient)[2], rel=1e-10)
@@ -160,3 +150,33 @@ def test_figures_6_and_12(tmp_path, monkeypatch, capsys):
         own = F.cross_entropy(model(tokens), labels, reduction="none")
     pairs = torch.cdist(own[:, None], own[:, None])  # |L_2 - L_1| = |l_2 - l_1| / 2, and all pairs are alike over the orders
     assert float(table[0]["untrained"]) == pytest.approx(float(pairs.sum() / (120 * 119) / 2), rel=0.25)
+
+
+@pytest.mark.slow
+def test_curvature_gap_3_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    closed_form = hessiankit.hessian
+
+    def compared(module: torch.nn.Module, inputs: torch.Tensor, target: torch.Tensor, *, loss: str) -> hessiankit.Hessian:
+        ours = closed_form(module, inputs, target, loss=loss)
+        expected = second_derivatives(F.cross_entropy(module(inputs), target), list(module.parameters()))
+        assert list(ours.names) == [name for name, _ in module.named_parameters()]
+        assert (ours.matrix - expected).abs().max() <= 1e-12 * expected.abs().max()
+        return ours
+
+    monkeypatch.setattr(hessiankit, "hessian", compared)
+    assert main(["curvature_gap_3_4", "--quick", "--out", str(tmp_path)]) == 0
+    stems = [f"curvature_gap_3_4{part}" for part in ("", "_to_scale", "_norms_before", "_norms_after")]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["cache", *(f"{s}.{e}" for s in stems for e in ("csv", "png"))])
+    assert "validation accuracy" in capsys.readouterr().out
+    rows = read(tmp_path / "curvature_gap_3_4.csv")
+    assert len(rows) == 2 * 16**2
+    assert [row["column"] for row in rows[:16]][-2:] == ["head.W_C", "head.b_C"]
+    frobenius: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        frobenius.setdefault((row["row"], row["column"]), []).append(float(row["frobenius"]))
+    value = "blocks.0.attention.W_V"
+    assert frobenius[value, value][1] > frobenius[value, value][0]
+    spectral = {(r["row"], r["column"]): float(r["norm"]) for r in read(tmp_path / "curvature_gap_3_4_norms_after.csv")}
+    for pair, (_, norm) in frobenius.items():
+        assert spectral[pair] <= norm * (1 + 1e-8)
+        assert spectral[pair] == pytest.approx(spectral[pair[::-1]], rel=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator
 from itertools import product
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from figure_files import read
 from torch import Tensor, nn
 
 from figures import curse_of_depth_2_3_6 as angles
@@ -39,11 +39,6 @@ def small() -> Iterator[None]:
     patch.setattr(angles, "WINDOWS", 6)
     yield
     patch.undo()
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from figure_files import read
 from scipy import stats
 
 from figures import hybridnorm_4_5 as first
@@ -41,11 +41,6 @@ def small() -> Iterator[None]:
     patch.setattr(scheme, "QUICK_SEEDS", (0, 1))
     yield
     patch.undo()
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def held_out(model: Transformer, size: Size) -> float:

@@ -15,21 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+from figure_files import SMALL, measured
 
 from figures import _digits, _kept, _runs, placement_curvature
 from figures._digits import ImageSpec, snapshots
 from figures._kept import NOTHING, keep, put, recall, set_aside
-from figures._kit import cached, page, save
-from figures._runs import ByteRun, ByteSpec, byte_run
+from figures._kit import cached
+from figures._runs import ByteRun, byte_run
 from hessiankit.diagnostics.monitoring import lines
 from hessiankit.studies.training import train
 from hessiankit.support.errors import InputError
 
 pytestmark = pytest.mark.slow
 
-SMALL = ByteSpec(
-    "small", layers=1, d_model=8, heads=2, length=8, batch_size=2, steps=12, every=5, windows=4, evaluations=3, lr=0.01, kept=(5,)
-)  # fmt: skip
 NANO = ImageSpec(patch=4, d_model=4, d_ff=6)
 
 
@@ -37,11 +35,6 @@ def torch_file(content: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
-
-
-def measured(run: ByteRun) -> list[dict[str, Any]]:
-    assert run.log is not None
-    return [{key: value for key, value in record.items() if key != "seconds"} for record in run.log.records]
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +100,6 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(_kept.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
     with pytest.raises(InputError, match="Read-only file system; pass another folder"):
         set_aside(tmp_path / "b.json", "of a test")
-
-
-def test_a_picture_outside_the_style_has_the_same_bytes_each_time(tmp_path: Path) -> None:
-    def drawn(name: str) -> bytes:
-        figure = page(2.0, 1.0)
-        figure.add_subplot().plot([0, 1], [0, 1], "o", clip_on=True)
-        return save(figure, tmp_path / name).read_bytes()
-
-    for suffix in (".png", ".svg", ".pdf"):
-        assert drawn(f"a{suffix}") == drawn(f"b{suffix}")
 
 
 @pytest.mark.parametrize("name", ["result.json", "model_5.pt", "model_12.pt", "monitor.jsonl"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from figure_files import read
 
 from figures import analytic_minus_empirical, route_table, speed_against_peers
 from figures._digits import ImageSpec
@@ -16,11 +15,6 @@ from hessiankit.verify.route_table import load
 
 QUICK = {"d_model": 4, "d_ff": 6}
 NANO = ImageSpec(patch=4, **QUICK)
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def test_analytic_minus_empirical(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from figure_files import read
 from scipy import stats
 from torch import Tensor
 
@@ -39,11 +39,6 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert len(files) == 9
         assert all(file.stat().st_size for file in files)
         yield out
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def exact_diagonal(model: torch.nn.Module, inputs: Tensor) -> dict[str, Tensor]:

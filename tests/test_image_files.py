@@ -93,14 +93,7 @@ def test_a_pickle_that_would_run_code_does_not(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "content",
-    [
-        np.array([0, None], dtype=object),
-        np.float64(1.0),
-        np.zeros(2, dtype=[("a", "u1")]),
-        complex,
-        np.frombuffer,
-        np.ndarray,
-    ],
+    [np.array([0, None], dtype=object), np.float64(1.0), np.zeros(2, dtype=[("a", "u1")]), complex, np.frombuffer, np.ndarray],
 )
 def test_numpy_itself_is_never_called(tmp_path: Path, content: object) -> None:
     (tmp_path / "train").write_bytes(pickle.dumps({b"data": content, b"labels": [0]}, protocol=2))

@@ -87,10 +87,7 @@ def test_the_command_that_the_page_names():
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [
-        (["--grid", "0.1"], "two or more learning rates"),
-        (["--text", "/no/such/text"], "neither 'stdlib' nor an existing path"),
-    ],
+    [(["--grid", "0.1"], "two or more learning rates"), (["--text", "/no/such/text"], "neither 'stdlib' nor an existing path")],
 )
 def test_errors(tmp_path, given, message):
     with pytest.raises(InputError, match=message):

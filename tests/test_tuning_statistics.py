@@ -7,14 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hessiankit.studies.tuning.verdict import (
-    Interval,
-    first_step,
-    mean_interval,
-    paired_difference,
-    relative_steps,
-    simultaneous,
-)
+from hessiankit.studies.tuning.verdict import Interval, first_step, mean_interval, paired_difference, relative_steps, simultaneous
 from hessiankit.support.errors import InputError
 
 

@@ -33,7 +33,7 @@ def add_bounds(commands: Commands) -> None:
     command = add_command(
         commands,
         "bounds",
-        runner="hessiankit.cli.bounds:run_bounds",
+        run_bounds,
         help="print the norms of a block's Hessian beside every bound on them",
         description="Draw a block, an input and a target, compute the exact Hessian and print the norm of each of its "
         "blocks beside the bounds (--list-bounds): certified from the matrix, structured from the intermediate values, a priori "

@@ -31,7 +31,7 @@ def add_check(commands: Commands) -> None:
     check = add_command(
         commands,
         "check",
-        runner="hessiankit.cli.check:run_check",
+        run_check,
         help="check the exact Hessian of your own model, or of a transformer block, against automatic differentiation",
         description="Compute the exact Hessian of the model of --model, or of the transformer block of --placement, and compare "
         "it block pair by block pair with references that take other routes. Prints a table. The whole study of the paper's "

@@ -22,7 +22,7 @@ def add_claims(commands: Commands) -> None:
     parser = add_command(
         commands,
         "claims",
-        runner="hessiankit.cli.claims:run_claims",
+        run_claims,
         help="list the papers' statements with their verdicts, or find every verdict again",
         description="The statements of four papers, each with a verdict and a computation. Lists them; with --run, finds every "
         "verdict again.",
@@ -43,7 +43,7 @@ def add_claims(commands: Commands) -> None:
 
 
 def run_claims(args: argparse.Namespace) -> int:
-    """Carry out the command and return the exit code."""
+    """Run the command and return its exit code."""
     from hessiankit.ledger.ledger import claims
     from hessiankit.support.progress import progress_bar
     from hessiankit.support.tables import show

@@ -18,7 +18,7 @@ def add_compile(commands: Commands) -> None:
     command = add_command(
         commands,
         "compile",
-        runner="hessiankit.cli.compile:run_compile",
+        run_compile,
         help="build the kernels that make dense Hessians on a processor faster; optional",
         description="Compile the toolkit's kernels for this machine, a few seconds, and keep them in the user's cache "
         "(TORCH_EXTENSIONS_DIR, or ~/.cache/torch_extensions). Needs g++ or clang++, ninja and setuptools. Without them plain "
@@ -30,7 +30,7 @@ def add_compile(commands: Commands) -> None:
 
 
 def run_compile(args: argparse.Namespace) -> int:
-    """Carry out the command and return the exit code.
+    """Run the command and return its exit code.
 
     Raises:
         InputError: If there is no compiler, or it fails.

@@ -21,7 +21,7 @@ def add_derive(commands: Commands) -> None:
     command = add_command(
         commands,
         "derive",
-        runner="hessiankit.cli.derive:run_derive",
+        run_derive,
         help="print the Jacobian or second derivative of a transformer block as a formula",
         description="Derive the Jacobian of a block's output (one name in --wrt) or its second derivative (two), or those of a "
         "loss, for any placement of the norms. Sizes print by their letters.",

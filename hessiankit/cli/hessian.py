@@ -46,7 +46,7 @@ def add_hessian(commands: Commands) -> None:
     command = add_command(
         commands,
         "hessian",
-        runner="hessiankit.cli.hessian:run_hessian",
+        run_hessian,
         help="compute the exact Hessian of a transformer block, or of your own model",
         description="Compute the exact Hessian of a loss with respect to a model's parameters and print the norms of its "
         "diagonal blocks, parameter by parameter. The model is a transformer block that the options describe, on drawn "
@@ -78,7 +78,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def run_hessian(args: argparse.Namespace) -> int:
-    """Carry out the command and return the exit code.
+    """Run the command and return its exit code.
 
     Raises:
         InputError: If an option, a model or a file cannot be used.

@@ -25,7 +25,7 @@ SOURCES = "'tiny', a folder that save_pretrained wrote, a config.json, or 'modul
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that maps token ids to logits, and what is known of it.
+    """A model that maps token ids to logits, and its properties.
 
     Attributes:
         model: In evaluation mode.
@@ -45,7 +45,7 @@ class LoadedModel:
 
     @property
     def tokens(self) -> str:
-        """What a token is."""
+        """The kind of tokens, in words."""
         return "bytes" if self.tokenizer is None else f"tokens of its own tokenizer ({type(self.tokenizer).__name__})"
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class LoadedModel:
 def load_model(
     source: str, *, seed: int = 0, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> LoadedModel:
-    """Return the model that a word of the command line stands for. Nothing is downloaded.
+    """Return the model of a source, as --model takes it. Nothing is downloaded.
 
     Args:
         source: ``"tiny"``: a byte-level :class:`hessiankit.Transformer` with 3 blocks of width 64. A folder that

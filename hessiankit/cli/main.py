@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 
 from hessiankit.cli.bounds import add_bounds
 from hessiankit.cli.check import add_check
@@ -75,31 +74,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = top.parse_args(_renamed(list(sys.argv[1:] if argv is None else argv), top))
     except InputError as error:
-        return _told(str(error), USAGE)
+        return _fail(str(error), USAGE)
     try:
         for name in FILES:
             check_writable(args.command, getattr(args, name, None))
         with output_for(vars(args).values()):
-            code = _runner(args.runner)(args)
+            code: int = args.run(args)
             sys.stdout.flush()
         return code
     except HessiankitError as error:
-        return _told(in_options(str(error), args.command, args.parser), USAGE)
+        return _fail(in_options(str(error), args.command, args.parser), USAGE)
     except KeyboardInterrupt:
-        return _told("interrupted", INTERRUPTED)
+        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
         return CLOSED
     except OSError as error:
         where = f" {error.filename}" if error.filename is not None else ""
-        return _told(f"{args.command}: cannot use{where or ' a file'}: {error.strerror or error}", USAGE)
+        return _fail(f"{args.command}: cannot use{where or ' a file'}: {error.strerror or error}", USAGE)
 
 
 def _renamed(argv: list[str], top: Parser) -> list[str]:
     """Return the arguments with ``study`` for a ``check`` of no module, its former name; say so on standard error.
 
     Raises:
-        InputError: If an option of the study stands beside a module.
+        InputError: If a module is given with an option of the study.
     """
     if argv[:1] != ["check"]:
         return argv
@@ -116,14 +115,7 @@ def _renamed(argv: list[str], top: Parser) -> list[str]:
     return argv
 
 
-def _runner(path: str) -> Callable[..., int]:
-    """Import the function that carries out a command."""
-    module, _, name = path.partition(":")
-    run: Callable[..., int] = getattr(import_module(module), name)
-    return run
-
-
-def _told(message: str, code: int) -> int:
+def _fail(message: str, code: int) -> int:
     print(f"hessiankit: {message}", file=sys.stderr)
     return code
 

@@ -1,4 +1,4 @@
-"""The module that options of the command line describe, a transformer block or a model of one's own, and what goes into it."""
+"""The module that options of the command line describe, a transformer block or the user's own model, and its inputs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from hessiankit.cli.parsing import refuse
 from hessiankit.studies.text import load_text
 from hessiankit.support.errors import InputError, OutOfMemoryError
 
-SHAPE_OF_A_BLOCK = (
-    *("norm", "no_affine", "activation", "heads", "kv_heads"),
-    *("bias", "causal", "rotary", "layer", "layers"),
-)
+SHAPE_OF_A_BLOCK = (*("norm", "no_affine", "activation", "heads", "kv_heads"), *("bias", "causal", "rotary", "layer", "layers"))
 """Options of a block besides its placement and its widths."""
 OF_A_MODEL = ("text", "shape")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A model, what goes in, what its output is compared with, and words for both; prints as two lines."""
+    """A model with inputs, target and loss, and a description of them; prints as two lines."""
 
     model: nn.Module
     inputs: Tensor
@@ -45,7 +42,7 @@ class Asked:
 
 
 def asked_of(args: argparse.Namespace) -> Asked:
-    """Return the model that --model stands for, or the block that the options describe, and what goes into it.
+    """Return the model of --model, or the block that the options describe, with inputs and target.
 
     Raises:
         InputError: If an option, a model or a file cannot be used.
@@ -106,7 +103,7 @@ def _of_block(args: argparse.Namespace) -> Asked:
 
 
 def _of_model(args: argparse.Namespace) -> Asked:
-    """Return the model that --model stands for, on windows of a text or on drawn inputs."""
+    """Return the model of --model, on windows of a text or on drawn inputs."""
     refuse(args, ("placement", "d_model", "d_ff", *SHAPE_OF_A_BLOCK), "describes a block; drop it, or --model")
     loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
     if args.shape is not None:
@@ -120,7 +117,7 @@ def _of_model(args: argparse.Namespace) -> Asked:
     text = load_text("stdlib" if args.text is None else args.text)
     batch, tokens = args.batch or 2, args.tokens or 16
     inputs, target = (x.to(args.device) for x in text_batch(loaded, text, batch, tokens, seed=args.seed))
-    run_once(args, loaded.model, inputs)  # a model that takes no tokens is told here what it may take
+    run_once(args, loaded.model, inputs)  # a model that takes no tokens is refused here
     data = f"{batch} sequences of {tokens} {loaded.tokens}, {text.name}"
     return Asked(loaded.model, inputs, target, "cross_entropy", args.dtype, str(loaded), data)
 
@@ -157,8 +154,8 @@ def run_once(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:
         with torch.no_grad():
             return model(inputs)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        told = one_line(error)
-        if isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in told:
+        why = one_line(error)
+        if isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in why:
             raise _does_not_fit(args, shape) from error
         if args.model is not None and getattr(args, "shape", None) is None:
             if isinstance(error, InputError):
@@ -166,10 +163,10 @@ def run_once(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:
             takes = "pass the shape of the inputs that it takes with --shape, the number of samples first, e.g. --shape 4,16,32"
             instead = takes if "shape" in args else "name a language model, which does"
             raise InputError(
-                f"{args.command}: --model {args.model} does not take the tokens of a text ({told}); {instead}"
+                f"{args.command}: --model {args.model} does not take the tokens of a text ({why}); {instead}"
             ) from error
         raise InputError(
-            f"{args.command}: the model does not take inputs of shape {list(shape)}: {told}; pass the shape it takes with "
+            f"{args.command}: the model does not take inputs of shape {list(shape)}: {why}; pass the shape it takes with "
             "--shape, or leave it out for tokens of a text"
         ) from error
 
@@ -177,5 +174,5 @@ def run_once(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:
 def _does_not_fit(args: argparse.Namespace, shape: tuple[int, ...]) -> OutOfMemoryError:
     sizes = "--batch, --tokens or --d-model" if args.model is None else "--batch or --tokens"
     smaller = sizes if args.shape is None else "--shape"
-    told = f"inputs of shape {list(shape)} and what the model makes of them do not fit; pass a smaller {smaller}"
-    return OutOfMemoryError(f"{args.command}: {told}")
+    why = f"inputs of shape {list(shape)} and what the model makes of them do not fit; pass a smaller {smaller}"
+    return OutOfMemoryError(f"{args.command}: {why}")

@@ -20,7 +20,7 @@ def add_monitor(commands: Commands) -> None:
     command = add_command(
         commands,
         "monitor",
-        runner="hessiankit.cli.monitor:run_monitor",
+        run_monitor,
         help="print and draw what a monitor wrote while a model was trained",
         description="Read the file of a hessiankit.Monitor, also while training goes on, and print for each step the "
         "block types from flat to sharp, loss, norm of the parameters and top eigenvalue.",

@@ -1,6 +1,6 @@
-"""What the parsers of all commands share: the form of help and errors, and the options that mean the same everywhere.
+"""Parsers of the commands: the form of help and errors, and the options that several commands share.
 
-An error that nobody foresaw prints Python's traceback and ends with 1: whatever is not 0 has not passed.
+An unexpected error prints Python's traceback and ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -40,13 +40,7 @@ def described(failed: str | None) -> str:
     return f"{OK} done; {found}{USAGE} an option or a file cannot be used; {INTERRUPTED} interrupted"
 
 
-ARGUMENTS = {
-    "n_heads": "heads",
-    "n_kv_heads": "kv_heads",
-    "n_layers": "layers",
-    "batch_size": "batch",
-    "length": "tokens",
-}
+ARGUMENTS = {"n_heads": "heads", "n_kv_heads": "kv_heads", "n_layers": "layers", "batch_size": "batch", "length": "tokens"}
 """Arguments of the library -> the options that have another name."""
 READ = {"load_model": "model", "load_text": "text", "load_images": "data", "patch_for": "seq_len"}
 """Functions that read one option, whose value their messages show without its name."""
@@ -150,14 +144,21 @@ def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
 
 
 def add_command(
-    commands: Commands, name: str, *, runner: str, help: str, description: str, examples: Examples, failed: str | None = None
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    help: str,
+    description: str,
+    examples: Examples,
+    failed: str | None = None,
 ) -> Parser:
     """Add a command and return its parser.
 
     Args:
         commands: What ``add_subparsers`` returned.
         name: Of the command.
-        runner: ``"module:function"``, imported when the command runs.
+        run: Runs the command with the parsed options and returns the exit code; imports torch only then.
         help: The line in the list of commands.
         description: What the command does, at the head of its help.
         examples: Stand at the end of its help.
@@ -165,7 +166,7 @@ def add_command(
     """
     parser = commands.add_parser(name, help=help, description=description, epilog=_epilog(examples, failed), formatter_class=Help)
     parser.examples = examples
-    parser.set_defaults(runner=runner, parser=parser)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 

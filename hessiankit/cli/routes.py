@@ -19,7 +19,7 @@ def add_routes(commands: Commands) -> None:
     routes = add_command(
         commands,
         "routes",
-        runner="hessiankit.cli.routes:run_routes",
+        run_routes,
         help="show which of torch's routes to second derivatives are right, wrong or missing, operation by operation",
         description="Differentiate every operation of a transformer twice by every route of the installed torch, on tiny "
         "float64 problems, and compare with the closed form and with central differences. Prints a table. The exit code is 0 "
@@ -34,7 +34,7 @@ def add_routes(commands: Commands) -> None:
 
 
 def run_routes(args: argparse.Namespace) -> int:
-    """Carry out the command and return the exit code.
+    """Run the command and return its exit code.
 
     Raises:
         InputError: If an option or a file cannot be used.

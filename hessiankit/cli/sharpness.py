@@ -28,7 +28,7 @@ def add_sharpness(commands: Commands) -> None:
     command = add_command(
         commands,
         "sharpness",
-        runner="hessiankit.cli.sharpness:run_sharpness",
+        run_sharpness,
         help="measure how sharp each block type of a language model is, with error bars",
         description="Draw labels from the model's own predictions on windows of a text, and estimate the average sharpness S of "
         "embeddings, queries and keys, feed-forward networks, values and outputs, norms and head (The Sharpness Disparity "
@@ -54,11 +54,7 @@ def add_sharpness(commands: Commands) -> None:
     add("--layers", action="store_true", help="also print S by layer and type")
     add("--tensors", action="store_true", help="also print S of every tensor")
     add("--histograms", action="store_true", help="also print the share of entries that are 0, and write histograms to --json")
-    add(
-        "--exact",
-        action="store_true",
-        help="also compute the exact values, which takes minutes, and print both",
-    )
+    add("--exact", action="store_true", help="also compute the exact values, which takes minutes, and print both")
     add("--seed", type=seed, default=0, help="of the windows, the labels, and parameters that are drawn (default 0)")
     add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
     add("--dtype", choices=("float32", "float64"), default="float32", help="arithmetic (default float32)")

@@ -21,7 +21,7 @@ def add_study(commands: Commands) -> None:
     study = add_command(
         commands,
         "study",
-        runner="hessiankit.cli.study:run_study_command",
+        run_study,
         help="train the paper's classifier and check its exact Hessian before and after; --placements: every norm placement",
         description="Train one post-norm transformer block on images, compute the exact Hessian of a batch at initialisation and "
         "after training, for squared error and cross entropy, and compare it block pair by block pair with references that take "
@@ -66,7 +66,7 @@ OF_THE_GRID = ("placement", "sample", "jobs")
 COUNT_WITH_THE_GRID = ("placements", *OF_THE_GRID, "seed", "json", "table", "out")
 
 
-def run_study_command(args: argparse.Namespace) -> int:
+def run_study(args: argparse.Namespace) -> int:
     """Run the command and return its exit code.
 
     Raises:
@@ -75,14 +75,15 @@ def run_study_command(args: argparse.Namespace) -> int:
     if args.placements:
         return _placements(args)
     refuse(args, OF_THE_GRID, "is of the grid of norm placements; add --placements")
-    from hessiankit.studies.classifier import QUICK, StudyOptions, run_study
+    from hessiankit.studies import classifier
     from hessiankit.support.environment import take_free_cores
     from hessiankit.support.tables import say
 
     take_free_cores()
-    given = {f.name: getattr(args, f.name) for f in fields(StudyOptions) if getattr(args, f.name, None) is not None}
+    given = {f.name: getattr(args, f.name) for f in fields(classifier.StudyOptions) if getattr(args, f.name, None) is not None}
     losses = ("mse", "cross_entropy") if args.loss in (None, "both") else (args.loss,)
-    study = run_study(StudyOptions(**{**(QUICK if args.quick else {}), **given, "losses": losses}), say, every=args.table)
+    options = classifier.StudyOptions(**{**(classifier.QUICK if args.quick else {}), **given, "losses": losses})
+    study = classifier.run_study(options, say, every=args.table)
     if args.json is not None:
         write_json("study", args.json, study.to_dict())
     return OK if study.passed else FAILED

@@ -41,7 +41,7 @@ def add_tune(commands: Commands) -> None:
     command = add_command(
         commands,
         "tune-lr",
-        runner="hessiankit.cli.tune:run_tune",
+        run_tune,
         help="compare learning rates by block type with tuned AdamW, at equal budget, with intervals",
         description="Train small byte-level language models on Python's standard library. First AdamW's learning rate is "
         "searched for, then those of learning rates by block type; then all of them, and controls with one change each, are "
@@ -54,13 +54,7 @@ def add_tune(commands: Commands) -> None:
     add("--steps", type=positive, help="updates of a run, the budget (default 400; --quick 60)")
     add("--seeds", type=positive, help="seeds of the comparison (default 5; --quick 3)")
     add("--tuning-seeds", type=positive, help="other seeds, of the searches (default 3; --quick 2)")
-    add(
-        "--grid",
-        type=positive_number,
-        nargs="+",
-        metavar="LR",
-        help="AdamW's learning rates, rising (default 1e-3 to 1.6e-2)",
-    )
+    add("--grid", type=positive_number, nargs="+", metavar="LR", help="AdamW's learning rates, rising (default 1e-3 to 1.6e-2)")
     add("--text", default="stdlib", metavar="PATH", help="'stdlib' (default), or a text file, or a folder of them")
     add("--confidence", type=probability, default=0.95, help="of each interval (default 0.95)")
     add("--jobs", type=positive, help="processes that share the work, each with one thread (default: one a core, 8 at most)")

@@ -1,4 +1,4 @@
-"""The main job: train the classifier of Closing the Curvature Gap and check its Hessian before and after.
+"""The classifier of Closing the Curvature Gap, trained, and its Hessian checked before and after.
 
 Patches of images, a linear embedding, one post-norm block, mean over tokens, class logits; squared error and cross
 entropy; the exact Hessian of one batch at initialisation and after training, compared block pair by block pair.
@@ -39,7 +39,7 @@ LOSS_NAMES = {"mse": "squared error", "cross_entropy": "cross entropy"}
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What the main job is asked to do; the defaults are the MNIST row of the paper's Table 1 on scikit-learn's digits."""
+    """Options of the study; the defaults are the MNIST row of the paper's Table 1 on scikit-learn's digits."""
 
     data: str = "digits"
     d_model: int = 16
@@ -58,7 +58,7 @@ class StudyOptions:
 
 
 QUICK: dict[str, Any] = {"d_model": 8, "d_ff": 16, "seq_len": 4, "steps": 40, "batch": 16, "full": True}
-"""What ``--quick`` takes in place of the defaults: a few seconds."""
+"""Options of ``--quick``, a few seconds."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Study:
-    """What the main job found: a report for each loss at initialisation and after training."""
+    """The result of the study: a report for each loss at initialisation and after training."""
 
     options: StudyOptions
     reports: dict[tuple[str, str], CheckReport]
@@ -124,12 +124,12 @@ def _silent(*parts: Piece, whole: bool = False) -> None:
 
 
 def run_study(options: StudyOptions, say: Callable[..., None] = _silent, *, every: bool = False) -> Study:
-    """Run the main job, print its tables, and write the heat maps and the JSON report into ``options.out``.
+    """Run the study, print its tables, and write the heat maps and the JSON report into ``options.out``.
 
     Args:
-        options: What is asked for.
+        options: Of the study.
         say: Prints tables and paragraphs; by default nothing is printed.
-        every: Whether all block pairs are printed, not the worst alone, and what was found of each reference.
+        every: Whether all block pairs are printed, not the worst alone, and the health of each reference.
 
     Raises:
         InputError: If an option cannot be used, or the output folder cannot be written.

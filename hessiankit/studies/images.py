@@ -2,8 +2,8 @@
 
 Nothing is downloaded. scikit-learn's digits come with the package; MNIST and CIFAR are read from where they lie.
 
-Both readers trust nothing: sizes are compared with what is really there, and a pickle, which is a program, may only
-build what a CIFAR file holds. NumPy itself is never called by the pickle; its arrays arrive in stand-ins.
+Files are untrusted input: the sizes of a header are compared with the bytes that follow, and a pickle, which is a program, may
+build only dictionaries, lists, numbers, strings and placeholders of NumPy arrays; NumPy itself is never called by it.
 """
 
 from __future__ import annotations

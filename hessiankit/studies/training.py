@@ -275,7 +275,7 @@ class _Batches:
 
 
 class _Run:
-    """Everything that decides the next step of a run, so that it can be put down and taken up again."""
+    """The state of a run, which a checkpoint saves and restores."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: _Batches, settings: dict[str, Any], path: Path | None
@@ -302,7 +302,7 @@ class _Run:
         write_bytes("train", self.path, torch_bytes(content), remedy="make room, or name another file")
 
     def resume(self, steps: int) -> None:
-        """Take up the run where its file left it, after checking that it is this run."""
+        """Restore the state from the checkpoint, if there is one of this run."""
         if self.path is None or not self.path.exists():
             return
         ask = "name another file"
@@ -338,7 +338,7 @@ def _modes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _bar(progress: bool, done: int, steps: int) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on standard error, or nothing where nobody would see it."""
+    """Show a progress bar on standard error if that is a terminal."""
     if not (progress and sys.stderr.isatty()):
         yield lambda loss: None
         return

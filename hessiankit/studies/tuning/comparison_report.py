@@ -242,7 +242,7 @@ def write_page(path: Path, report: TuneReport, command: str, picture: str | None
     write_text("tune-lr", path, fill(page, section(report, command, picture)))
 
 
-# Okabe and Ito's palette, told apart with every kind of colour vision; dashes tell the arms apart without colour
+# Okabe and Ito's palette, distinct with every kind of colour vision; the dashes differ too
 COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#E69F00", "#8A8A8A", "#6B4C9A")
 DASHES = ("-", "-", "-", "--", "--", "-.", "-.", ":", ":")
 MARKS = ("o", "s", "^")
@@ -290,7 +290,7 @@ def _sweeps(axes: Axes, report: TuneReport) -> None:
         axes.plot([one.best], [means[one.best]], "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.1)
         axes.plot([], [], mark, color=colour, linestyle="-", markersize=3.5, linewidth=1.2, label=one.name)
     axes.set_xscale("log")
-    axes.set_ylim(low - 0.06 * room, top + 0.3 * room)  # the legend stands above
+    axes.set_ylim(low - 0.06 * room, top + 0.3 * room)  # room for the legend
     axes.legend(fontsize=6.8, frameon=False, loc="upper left", handlelength=1.8, borderaxespad=0.2)
     _dress(axes, "searches: final loss by learning rate", "learning rate (of the norms)", "held-out loss (nats/byte)")
 

@@ -252,7 +252,7 @@ def texts(source: str) -> tuple[TextDataset, TextDataset]:
 
 
 def digest_of(source: str) -> str:
-    """Return what tells a text from others: the digests of what is trained on and of what is held out."""
+    """Return the digests of the training split and of the held-out split of a text."""
     return _digest(*texts(source))
 
 

@@ -28,7 +28,7 @@ class Runs(Resumable[RunSpec, RunResult]):
     Args:
         lines: The file of finished runs.
         jobs: How many processes share the work, each with one thread.
-        tell: Called with (what is being done, runs finished, runs expected).
+        tell: Called with (name of the work, runs finished, runs expected).
         expected: Runs expected in all.
 
     Raises:

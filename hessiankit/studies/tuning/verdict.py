@@ -260,16 +260,15 @@ def judge(arms: Sequence[tuple[Arm, tuple[RunResult, ...]]], *, confidence: floa
 def summary(rows: Sequence[ArmResult]) -> str:
     """Return one sentence on all arms, made of the verdicts.
 
-    The order of precedence is theirs: an arm is called better or worse only where its interval excludes 0 with all comparisons
-    counted.
+    An arm is called better or worse only where its interval excludes 0 with all comparisons counted.
     """
     kinds: dict[str, list[str]] = {"better": [], "worse": [], "diverged": [], "not resolved": []}
     for row in rows[1:]:
         word = row.verdict.split()[0]
         resolved = word in kinds and "alone" not in row.verdict
         kinds[word if resolved else "not resolved"].append(row.arm.name)
-    told = [f"{kind}: {', '.join(names) if names else 'none'}" for kind, names in kinds.items() if names or kind != "diverged"]
-    return f"Beside {rows[0].arm.name} tuned to lr {rows[0].arm.lr:.3g}: " + "; ".join(told) + "."
+    parts = [f"{kind}: {', '.join(names) if names else 'none'}" for kind, names in kinds.items() if names or kind != "diverged"]
+    return f"Beside {rows[0].arm.name} tuned to lr {rows[0].arm.lr:.3g}: " + "; ".join(parts) + "."
 
 
 def _reached(run: RunResult, other: RunResult) -> float | None:
