@@ -198,7 +198,7 @@ class Linearised:
             self.inputs = tuple(map(hollow, self.inputs))
 
     @property
-    def bends(self) -> bool:
+    def is_nonlinear(self) -> bool:
         """Whether tangents are worth pulling: False if the second derivative vanishes, here or everywhere."""
         return self.adjoint_or_none is not None and not self.primitive.is_linear
 
@@ -244,7 +244,7 @@ class LinearisedEntrywise(Linearised):
         self.inputs = (hollow(self.inputs[0]),)
 
     @property
-    def bends(self) -> bool:
+    def is_nonlinear(self) -> bool:
         """Whether sigma'' is not zero throughout."""
         return self.bent is not None
 

@@ -58,7 +58,7 @@ def rows_of(*shape: int, dtype: torch.dtype, seed: int, zeros: float = 0.0) -> T
 def written_out(u: WeightJacobian, v: WeightJacobian, K: Tensor) -> np.ndarray:
     """The block as a sum over rows of Kronecker products, in the order in which both weights are stored."""
     total = 0
-    for a, b, k in zip(u.weights.double(), v.weights.double(), K.double(), strict=True):
+    for a, b, k in zip(u.X.double(), v.X.double(), K.double(), strict=True):
         left, right = (np.eye(w.width) for w in (u, v))
         E = np.kron(left, a.numpy()[:, None]) if u.transposed else np.kron(a.numpy()[:, None], left)  # (size_u, p)
         F = np.kron(right, b.numpy()[:, None]) if v.transposed else np.kron(b.numpy()[:, None], right)
@@ -138,7 +138,7 @@ def test_lift_from_the_left(transposed: bool) -> None:
     K = rows_of(30, 6, 19, dtype=torch.float64, seed=2)
     into = torch.zeros(u.size, 19, dtype=torch.float64)
     assert add_rows_compiled(u, K, into)
-    expected = np.einsum("ni,npc->pic" if transposed else "ni,npc->ipc", u.weights.numpy(), K.numpy()).reshape(42, 19)
+    expected = np.einsum("ni,npc->pic" if transposed else "ni,npc->ipc", u.X.numpy(), K.numpy()).reshape(42, 19)
     close(into, expected)
 
 
@@ -147,7 +147,7 @@ def test_more_rows_than_are_summed_at_once() -> None:
     K = rows_of(5000, 5, 5, dtype=torch.float64, seed=2)
     into = torch.zeros(15, 15, dtype=torch.float64)
     assert add_compiled(u, [(u, K + K.mT)], into, same=True) is not None
-    X = u.weights.numpy()
+    X = u.X.numpy()
     close(into, np.einsum("ni,nj,npq->ipjq", X, X, (K + K.mT).numpy()).reshape(15, 15))
 
 
@@ -164,7 +164,7 @@ def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
 def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:
     def asked(dtype: torch.dtype, other: torch.dtype | None = None, device: str = "cpu") -> float | None:
         u = WeightJacobian("u", None, torch.ones(2, 4, dtype=dtype, device=device), 4, False)
-        v = replace(u, weights=u.weights.to(other or dtype))
+        v = replace(u, X=u.X.to(other or dtype))
         K, into = torch.ones(2, 4, 4, dtype=dtype, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
         return add_compiled(u, [(v, K)], into, same=False)
 

@@ -1,13 +1,11 @@
-"""Curvature between vertices and parameters: what pairs of vertices become where rows meet.
+"""Column blocks: K_tr E_r, curvature between a vertex and parameters, which goes back where rows meet.
 
-Behind an attention over moving tokens every row depends on every row before, and curvature K_tr between two vertices t and r
-is a matrix of L p x L q numbers for each sample. Lifted to the parameters of r it has the columns of the Hessian itself, the
-same for all samples and for all that a weight does: a panel (entries of t, columns). ColumnBlocks go back through the vertices as
-one matrix, and at each of them they are lifted from the left into rows of H:
+After attention over moving tokens every row of t depends on many rows of r, and K_tr has L p x L q numbers for each sample.
+Multiplied by the Jacobian E_r of a parameter, it has that parameter's columns of the Hessian, B_t (entries of t, columns). Column blocks are eliminated vertex by vertex in one pass, as matrices:
 
-    panel_s = sum over children t of  J_ts^T panel_t  + seeds,        H[parameters of t, :] += E_t^T panel_t.
+    B_s += sum over children t of J_ts^T B_t + seeds,        H[parameters of t, columns] += E_t^T B_t.
 
-Seeds are the K_tr that were found before rows met. Columns are treated a few at a time: their panels stay in the cache.
+Seeds are K_tr E_r at the vertices where rows met. Columns are taken a few at a time, so that their blocks stay in the cache.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from hessiankit.engine.parameter_blocks import add_rows
 from hessiankit.engine.storage import EVERY, SymmetricStorage
 from hessiankit.engine.tangents import SelectedTangents, StackedTangents, Vertex, by_row, starts
 
-ENTRIES = 2**20  # of a panel
-_Part: TypeAlias = tuple[Tensor, Tensor | None]  # of a panel: some rows, or None for all of them
+ENTRIES = 2**20  # of a block
+_Part: TypeAlias = tuple[Tensor, Tensor | None]  # of a block: some rows, or None for all of them
 
 
 @dataclass(frozen=True)
 class _Seed:
-    """Curvature K (R, columns of t, columns of r) and one of the jacobians of r."""
+    """Curvature K (R, columns of t, columns of r) and one parameter Jacobian of r."""
 
     t: int
     r: int
@@ -41,7 +39,7 @@ class _Seed:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Columns of one parameter, those of its entries ``start`` to ``stop`` along its first axis, with what seeds them."""
+    """Some columns of one parameter: all, or those of ``rows`` along its first axis, with their seeds."""
 
     owner: ParameterJacobian
     seeds: Sequence[_Seed]
@@ -49,18 +47,18 @@ class _Columns:
 
     @property
     def width(self) -> int:
-        """How many."""
+        """Number of columns."""
         return self.owner.size if self.rows is None else (self.rows.stop - self.rows.start) * _stride(self.owner)
 
     @property
     def within(self) -> slice:
-        """Where they are among the columns of the parameter."""
+        """Their slice among the columns of the parameter."""
         step = 1 if self.rows is None else _stride(self.owner)
         return EVERY if self.rows is None else slice(self.rows.start * step, self.rows.stop * step)
 
 
 class ColumnBlocks:
-    """The seeds, and the way back from them.
+    """Seeds of column blocks, and their accumulation.
 
     Args:
         vertices: By number.
@@ -71,17 +69,17 @@ class ColumnBlocks:
         self._seeds: dict[ParameterJacobian, list[_Seed]] = defaultdict(list)
 
     def seed(self, t: int, r: int, K: Tensor) -> None:
-        """Take curvature K (R, columns of t, columns of r), to be lifted to the parameters of r."""
+        """Record curvature K (R, columns of t, columns of r), to be multiplied by the parameter Jacobians of r."""
         for v, owner in zip(self.vertices[r].jacobians, self.vertices[r].owners, strict=True):
             self._seeds[owner].append(_Seed(t, r, K, v))
 
     def accumulate(self, matrix: SymmetricStorage) -> None:
-        """Take all seeds back to the parameters, and add them to the matrix."""
+        """Eliminate all vertices, and add the columns to the matrix."""
         for columns in self._chunks():
             self._unwind(columns, matrix)
 
     def _chunks(self) -> Iterator[list[_Columns]]:
-        """Yield columns to be treated together, those whose way is longest first."""
+        """Yield columns that are treated together, those seeded latest first."""
         largest = max((vertex.entries for vertex in self.vertices.values()), default=1)
         limit = max(1, ENTRIES // largest)
         chunk: list[_Columns] = []
@@ -97,28 +95,28 @@ class ColumnBlocks:
     def _unwind(self, chunk: Sequence[_Columns], matrix: SymmetricStorage) -> None:
         width = sum(c.width for c in chunk)
         cuts = starts([c.width for c in chunk])
-        panels: dict[int, list[_Part]] = defaultdict(list)
+        blocks: dict[int, list[_Part]] = defaultdict(list)
         first = max(seed.t for c in chunk for seed in c.seeds)
         for t in sorted((t for t in self.vertices if t <= first), reverse=True):
             vertex = self.vertices[t]
-            parts = panels.pop(t, [])
+            parts = blocks.pop(t, [])
             seeds = [
-                (cut, _lifted(seed.jacobian, self.vertices[seed.r].width, seed.K, c.rows))
+                (cut, _seed_columns(seed.jacobian, self.vertices[seed.r].width, seed.K, c.rows))
                 for cut, c in zip(cuts, chunk, strict=True)
                 for seed in c.seeds
                 if seed.t == t
             ]
             if not parts and not seeds:
                 continue
-            panel = _total(parts, seeds, (vertex.entries, width))
+            block = _total(parts, seeds, (vertex.entries, width))
             for c, cut in zip(chunk, cuts, strict=True):
-                self._lift(t, c, panel[:, cut], matrix)
+                self._add_rows(t, c, block[:, cut], matrix)
             for level, stack in vertex.parents.items():
-                for s, pulled in _pull(level, stack, panel):
-                    panels[s].append(pulled)
+                for s, pulled in _pull(level, stack, block):
+                    blocks[s].append(pulled)
 
-    def _lift(self, t: int, c: _Columns, panel: Tensor, matrix: SymmetricStorage) -> None:
-        """Pull columns back to the parameters of t; of two parameters of t itself, only to the later one."""
+    def _add_rows(self, t: int, c: _Columns, block: Tensor, matrix: SymmetricStorage) -> None:
+        """Add E_t^T B_t; of two parameters that both enter t, for the later one only."""
         vertex, v = self.vertices[t], c.owner
         own = any(seed.r == t for seed in c.seeds)
         for n, u in enumerate(vertex.jacobians):
@@ -126,11 +124,11 @@ class ColumnBlocks:
             if m < n or not matrix.wants(u.parameter, v.parameter):
                 continue
             once = u.parameter != v.parameter or (own and vertex.owners[n] is v)
-            (matrix.add if once else matrix.add_both)(u, v, partial(add_rows, u, panel, vertex.width), c.within)
+            (matrix.add if once else matrix.add_both)(u, v, partial(add_rows, u, block, vertex.width), c.within)
 
 
 def _total(parts: Sequence[_Part], seeds: Sequence[tuple[slice, Tensor]], shape: tuple[int, int]) -> Tensor:
-    """Return the sum of panels, and of columns of some, without changing any of them."""
+    """Return the sum of blocks, of blocks at some rows, and of seeds at some columns, without changing any of them."""
     whole = [part for part, rows in parts if rows is None]
     some = [(part, rows) for part, rows in parts if rows is not None]
     if len(whole) == 1 and not seeds and not some:
@@ -146,23 +144,23 @@ def _total(parts: Sequence[_Part], seeds: Sequence[tuple[slice, Tensor]], shape:
     return total
 
 
-def _pull(level: int, stack: StackedTangents, panel: Tensor) -> Iterator[tuple[int, _Part]]:
-    """Yield J^T times a panel, vertex by vertex of a stack of parents."""
+def _pull(level: int, stack: StackedTangents, block: Tensor) -> Iterator[tuple[int, _Part]]:
+    """Yield J_ts^T B for each parent s."""
     if isinstance(stack, SelectedTangents):
-        yield stack.vertices[0], (panel, stack.positions)
+        yield stack.vertices[0], (block, stack.positions)
         return
-    for s in stack.units:
-        yield s, (panel, None)
-    rest = [(s, w) for s, w in zip(stack.vertices, stack.widths, strict=True) if s not in stack.units]
+    for s in stack.identities:
+        yield s, (block, None)
+    rest = [(s, w) for s, w in zip(stack.vertices, stack.widths, strict=True) if s not in stack.identities]
     if rest:
         J = by_row(stack.part([s for s, _ in rest]), level)  # (R, columns of the parents, columns of t)
-        pulled = J @ panel.unflatten(0, (J.shape[0], -1))
+        pulled = J @ block.unflatten(0, (J.shape[0], -1))
         for (s, _), cut in zip(rest, starts([w for _, w in rest]), strict=True):
             yield s, (pulled[:, cut].flatten(0, 1), None)
 
 
 def _cut(owner: ParameterJacobian, seeds: Sequence[_Seed], limit: int) -> Iterator[_Columns]:
-    """Yield the columns of a parameter, at most ``limit`` of them together if they can be told apart."""
+    """Yield the columns of a parameter, at most ``limit`` at a time where its first axis can be cut."""
     if not isinstance(owner, WeightJacobian) or owner.at is not None or owner.size <= limit:
         yield _Columns(owner, seeds, None)
         return
@@ -172,18 +170,18 @@ def _cut(owner: ParameterJacobian, seeds: Sequence[_Seed], limit: int) -> Iterat
 
 
 def _stride(owner: ParameterJacobian) -> int:
-    """Entries of a weight for each step along its first axis."""
+    """Return the entries of a weight for each index of its first axis."""
     assert isinstance(owner, WeightJacobian)
-    return owner.weights.shape[1] if owner.transposed else owner.width
+    return owner.X.shape[1] if owner.transposed else owner.width
 
 
-def _lifted(v: ParameterJacobian, width: int, K: Tensor, rows: slice | None) -> Tensor:
-    """Pull back the columns of K (R, columns of t, m width): (entries of t, size_v), or some of the latter."""
+def _seed_columns(v: ParameterJacobian, width: int, K: Tensor, rows: slice | None) -> Tensor:
+    """Return K E_r: (entries of t, size of the parameter), or its columns of some rows of the parameter."""
     groups, wide, _ = K.shape
     split = K.unflatten(2, (-1, width))  # (R, columns of t, m, q)
     if not isinstance(v, WeightJacobian):
-        return v.reduce(split.permute(0, 2, 3, 1)).mT.reshape(groups * wide, v.size)
-    weights = v.weights
+        return v.vjp_by_group(split.permute(0, 2, 3, 1)).mT.reshape(groups * wide, v.size)
+    weights = v.X
     if rows is not None:
         split, weights = (split[..., rows], weights) if v.transposed else (split, weights[:, rows])
     w = weights.reshape(groups, 1, -1, weights.shape[1])  # (R, 1, m, i)

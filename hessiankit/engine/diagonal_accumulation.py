@@ -59,7 +59,7 @@ def is_by_column(u: ParameterJacobian, v: ParameterJacobian) -> bool:
     return False
 
 
-def along(u: ParameterJacobian, v: ParameterJacobian, D: Tensor) -> Tensor:
+def diagonal_by_column(u: ParameterJacobian, v: ParameterJacobian, D: Tensor) -> Tensor:
     """Return the diagonal (size,) of two jacobians for which :func:`is_by_column` holds, from D (G, m, m', p)."""
     groups, m, m_v, p = D.shape
     if isinstance(u, IdentityJacobian):
@@ -71,13 +71,13 @@ def along(u: ParameterJacobian, v: ParameterJacobian, D: Tensor) -> Tensor:
     if isinstance(u, GainJacobian):
         assert isinstance(v, GainJacobian)
         if not v.is_ones:
-            D = D * v.weights.reshape(groups, 1, m_v, p)
+            D = D * v.X.reshape(groups, 1, m_v, p)
         D = D.sum(2)
-        return (D if u.is_ones else D * u.weights.reshape(groups, m, p)).sum((0, 1))
+        return (D if u.is_ones else D * u.X.reshape(groups, m, p)).sum((0, 1))
     assert isinstance(u, WeightJacobian)
     assert isinstance(v, WeightJacobian)
     if m == m_v == 1:
-        found = (u.weights * v.weights).T @ D.reshape(groups, p)  # (i, p)
+        found = (u.X * v.X).T @ D.reshape(groups, p)  # (i, p)
     else:
         found = _over_pairs(u, v, D)
     return (found.T if u.transposed else found).reshape(-1)
@@ -86,14 +86,14 @@ def along(u: ParameterJacobian, v: ParameterJacobian, D: Tensor) -> Tensor:
 def _over_pairs(u: WeightJacobian, v: WeightJacobian, D: Tensor) -> Tensor:
     """Sum over pairs of rows of a group, some columns at a time: (i, p)."""
     groups, m, m_v, _ = D.shape
-    a = u.weights.reshape(groups, 1, m, -1)
-    b = v.weights.reshape(groups, 1, m_v, -1)
+    a = u.X.reshape(groups, 1, m, -1)
+    b = v.X.reshape(groups, 1, m_v, -1)
     step = max(1, SCRATCH // (groups * m * a.shape[3]))
     parts = [(((some @ b) * a).sum((0, 2))) for some in D.permute(0, 3, 1, 2).split(step, 1)]
     return torch.cat(parts).T
 
 
-def across(u: ParameterJacobian, v: ParameterJacobian, K: Tensor) -> tuple[Tensor, Tensor]:
+def diagonal_of_entries(u: ParameterJacobian, v: ParameterJacobian, K: Tensor) -> tuple[Tensor, Tensor]:
     """Return positions in vec_r of the parameter and what the diagonal of u^T K v adds there, for any two jacobians of it.
 
     Args:
@@ -104,7 +104,7 @@ def across(u: ParameterJacobian, v: ParameterJacobian, K: Tensor) -> tuple[Tenso
     if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
         return _two_weights(u, v, K)
     if isinstance(v, WeightJacobian):
-        return across(v, u, K.permute(0, 3, 4, 1, 2))
+        return diagonal_of_entries(v, u, K.permute(0, 3, 4, 1, 2))
     if isinstance(u, WeightJacobian):
         return _weight_and_entries(u, v, K)
     return _two_entries(u, v, K)
@@ -115,7 +115,7 @@ def _two_weights(u: WeightJacobian, v: WeightJacobian, K: Tensor) -> tuple[Tenso
     theirs = torch.arange(v.size, device=K.device)[theirs]
     (i, p), (j, q) = _cell(u, mine), _cell(v, theirs)
     groups, m, _, m_v, _ = K.shape
-    a, b = (w.weights.reshape(groups, -1, w.weights.shape[1]) for w in (u, v))
+    a, b = (w.X.reshape(groups, -1, w.X.shape[1]) for w in (u, v))
     out, step = K.new_empty(mine.numel()), max(1, SCRATCH // (groups * m * m_v))
     for start in range(0, mine.numel(), step):
         cut = slice(start, start + step)
@@ -132,7 +132,7 @@ def _weight_and_entries(u: WeightJacobian, v: ParameterJacobian, K: Tensor) -> t
     at = torch.zeros_like(positions).reshape(-1)
     at[here] = mine
     i, o = (x.reshape(groups, 1, -1).expand(-1, m, -1) for x in _cell(u, at))
-    a = u.weights.reshape(groups, m, -1).gather(2, i)  # (G, m, m' q)
+    a = u.X.reshape(groups, m, -1).gather(2, i)  # (G, m, m' q)
     between = K.reshape(groups, m, p, m_v * q).gather(2, o.unsqueeze(2)).squeeze(2)
     found = (a * between).sum(1)
     found = found if weights is None else found * weights.reshape(groups, -1)
@@ -157,7 +157,7 @@ def _entries(u: ParameterJacobian, groups: int, m: int, width: int, device: torc
         return u.at[u.which].reshape(groups, m, width), None
     if isinstance(u, GainJacobian):
         positions = _positions(u, device).expand(groups, m, width)
-        return positions, None if u.is_ones else u.weights.reshape(groups, m, width)
+        return positions, None if u.is_ones else u.X.reshape(groups, m, width)
     assert isinstance(u, IdentityJacobian)
     mine = _positions(u, device)
     positions = mine.new_full((width,), -1)
@@ -184,7 +184,7 @@ def _meeting(u: WeightJacobian, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def _cell(u: WeightJacobian, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return row i and column p of the k-th entries of a weight."""
-    rows = u.weights.shape[1]
+    rows = u.X.shape[1]
     return (k % rows, k // rows) if u.transposed else (k // u.width, k % u.width)
 
 
@@ -229,9 +229,9 @@ class BoundedForwardSweep(ForwardSweep):
         self._check(sum(trace.values[at].numel() for at in trace.parameters.values() if at in self.needed))
         super()._add_parameter_vertices()
 
-    def _by_roots(self, s: int) -> dict[int, Tensor]:
-        self._check(sum(self._root_sizes(s).values()))
-        return super()._by_roots(s)
+    def _parameter_jacobians(self, s: int) -> dict[int, Tensor]:
+        self._check(sum(self._parameter_sizes(s).values()))
+        return super()._parameter_jacobians(s)
 
     def _check(self, size: int) -> None:
         if size**2 > WHOLE:
@@ -305,21 +305,21 @@ class _DiagonalAccumulation:
         blocks, reach = self.blocks, self.reach
         for t in sorted(self.vertices, reverse=True):
             vertex = self.vertices[t]
-            for r in [r for r in blocks.near[t] if r >= t and not reach.own[t].isdisjoint(reach.own[r])]:
+            for r in [r for r in blocks.neighbours[t] if r >= t and not reach.own[t].isdisjoint(reach.own[r])]:
                 for level, K in blocks.between(t, r).items():
-                    self._lift(t, r, level, K)
+                    self._add_entries(t, r, level, K)
             for D in self.columns.pop(t, {}).values():
                 for u in vertex.jacobians:
-                    self.into.add(u.parameter, u.at, along(u, u, D))
-            for r in [r for r in blocks.near[t] if r != t]:
+                    self.into.add(u.parameter, u.at, diagonal_by_column(u, u, D))
+            for r in [r for r in blocks.neighbours[t] if r != t]:
                 for at, K in list(blocks.between(t, r).items()):
                     self._pull(t, r, at, K)
-            if t in blocks.near[t]:
+            if t in blocks.neighbours[t]:
                 for at, K in list(blocks.between(t, t).items()):
                     self._pull_square(t, at, K)
-            for r in list(blocks.near[t]):
+            for r in list(blocks.neighbours[t]):
                 if r >= t or reach.own[t].isdisjoint(reach.all[r]):
-                    blocks.forget(t, r)
+                    blocks.drop(t, r)
 
     def _pull(self, t: int, r: int, at: int, K: Tensor) -> None:
         """Take curvature between t and r to the parents of t."""
@@ -356,7 +356,7 @@ class _DiagonalAccumulation:
         found: list[tuple[int, int, Tensor | None]] = []
         for level, stack in vertex.parents.items():
             for s, width, cut in zip(stack.vertices, stack.widths, starts(stack.widths), strict=True):
-                if s in stack.units:
+                if s in stack.identities:
                     found.append((level, s, None))
                     continue
                 data = stack.data[cut].reshape(width, vertex.rows(level), -1)
@@ -373,7 +373,7 @@ class _DiagonalAccumulation:
         found = self.columns[s]
         found[here] = found.get(here, 0) + times * D
 
-    def _lift(self, t: int, r: int, level: int, K: Tensor) -> None:
+    def _add_entries(self, t: int, r: int, level: int, K: Tensor) -> None:
         """Add what curvature between two vertices gives the entries that reach both directly."""
         x, y = self.vertices[t], self.vertices[r]
         for n, u in enumerate(x.jacobians):
@@ -382,10 +382,10 @@ class _DiagonalAccumulation:
                     continue
                 times = 1.0 if t == r and m == n else 2.0  # K and its transpose
                 if x.width == y.width and is_by_column(u, v):
-                    at, values = u.at, along(u, v, by_column(K, x.width))
+                    at, values = u.at, diagonal_by_column(u, v, by_column(K, x.width))
                 else:
                     split = K.unflatten(2, (-1, y.width)).unflatten(1, (-1, x.width))
-                    at, values = across(u, v, split)
+                    at, values = diagonal_of_entries(u, v, split)
                 self.into.add(u.parameter, at, times * values)
 
 
@@ -394,21 +394,21 @@ def accumulation_work(sweep: ForwardSweep) -> float:
     vertices, blocks = sweep.vertices, sweep.blocks
     plan = _DiagonalAccumulation(sweep, Entries({}, torch.float32, torch.device("cpu")))
     reach, total = plan.reach, 0.0
-    near: dict[int, dict[int, set[int]]] = {t: {} for t in vertices}
-    for t, others in blocks.near.items():
-        near[t].update({r: near[r].get(t) or blocks.levels(t, r) for r in others})  # one set for both orders
+    neighbours: dict[int, dict[int, set[int]]] = {t: {} for t in vertices}
+    for t, others in blocks.neighbours.items():
+        neighbours[t].update({r: neighbours[r].get(t) or blocks.levels(t, r) for r in others})  # one set for both orders
 
     def chain_of(t: int, s: int, level: int, r: int, at: int, *, leaf: bool) -> None:
         """Count J K, for the tangents of t by a parent s and curvature of t and r; of a leaf, equal columns only."""
         nonlocal total
         x, fine = vertices[t], max(level, at)
-        if s not in x.parents[level].units:
+        if s not in x.parents[level].identities:
             columns = vertices[s].columns(level) // (vertices[s].width if leaf else 1)
             total += float(x.rows(fine) * columns) * x.columns(fine) * vertices[r].columns(at)
 
     def keep(s: int, r: int, level: int) -> None:
-        near[r][s] = near[s].setdefault(r, set())
-        near[s][r].add(level)
+        neighbours[r][s] = neighbours[s].setdefault(r, set())
+        neighbours[s][r].add(level)
 
     def to_parent(t: int, s: int, level: int, r: int, at: int) -> None:
         leaf = s == r and s in plan.leaves
@@ -418,12 +418,12 @@ def accumulation_work(sweep: ForwardSweep) -> float:
 
     for t in sorted(vertices, reverse=True):
         parents = [(level, s) for level, stack in vertices[t].parents.items() for s in stack.vertices]
-        for r in [r for r in near[t] if r != t]:
-            for at in list(near[t][r]):
+        for r in [r for r in neighbours[t] if r != t]:
+            for at in list(neighbours[t][r]):
                 for level, s in parents:
                     if reach.meet(s, r):
                         to_parent(t, s, level, r, at)
-        for at in list(near[t].get(t, ())):
+        for at in list(neighbours[t].get(t, ())):
             for n, (level, s) in enumerate(parents):
                 here = min(level, at)
                 chain_of(t, s, level, t, at, leaf=False)
@@ -432,9 +432,9 @@ def accumulation_work(sweep: ForwardSweep) -> float:
                 for below, r in [one for one in parents[:n] if reach.meet(one[1], s)]:
                     to_parent(t, r, below, s, here)
                 to_parent(t, s, level, s, here)
-        for r in [r for r in near[t] if r >= t or reach.own[t].isdisjoint(reach.all[r])]:
-            near[t].pop(r)
-            near[r].pop(t, None)
+        for r in [r for r in neighbours[t] if r >= t or reach.own[t].isdisjoint(reach.all[r])]:
+            neighbours[t].pop(r)
+            neighbours[r].pop(t, None)
     return total
 
 

@@ -22,7 +22,7 @@ from hessiankit.engine.diagonal_accumulation import (
     TooLarge,
     accumulate_diagonal,
     accumulation_work,
-    along,
+    diagonal_by_column,
     is_by_column,
     overlap,
 )
@@ -110,21 +110,21 @@ class DiagonalSum:
         step = self.batch_size or max(1, int(task.batch * ROOM / _bytes(task)))
         for part in _parts(task, step if _splits(task, step) else task.batch):
             traced = loss_trace(part, normalizer)
-            left = self._rows_apart(traced, share, left, handshake, gauss_newton=gauss_newton)
+            left = self._add_rowwise(traced, share, left, handshake, gauss_newton=gauss_newton)
             value += float(traced.trace.values[traced.trace.output])
             self.fallbacks += traced.trace.fallbacks
             if not left:
-                self._tell(part.batch)
+                self._report(part.batch)
         if left:
-            self._rest(replace(task, parameters=left, reference=None), share, normalizer, gauss_newton=gauss_newton)
+            self._add_coupled(replace(task, parameters=left, reference=None), share, normalizer, gauss_newton=gauss_newton)
         return value
 
-    def _tell(self, samples: int) -> None:
+    def _report(self, samples: int) -> None:
         self.done += samples
         if self.progress is not None:
             self.progress(self.done, self.samples)
 
-    def _rest(self, task: Task, share: float, normalizer: float, *, gauss_newton: bool) -> None:
+    def _add_coupled(self, task: Task, share: float, normalizer: float, *, gauss_newton: bool) -> None:
         """Add what is left: by a sweep forward and back, or by products where that would take all parameters at once."""
         before = self.entries.data.clone(), self.done
         try:
@@ -133,7 +133,7 @@ class DiagonalSum:
             self.entries.data, self.done = before
             self._announce(task.size)
             self._products(task, share, gauss_newton=gauss_newton)
-            self._tell(task.batch)
+            self._report(task.batch)
 
     def _announce(self, products: float) -> None:
         self.cost = max(self.cost, products)
@@ -167,10 +167,10 @@ class DiagonalSum:
             accumulate_diagonal(sweep, self.entries)
             if self.batch_size is None:  # the first sample has told what one takes
                 step = max(1, CHUNK * (rows.stop - rows.start) // max(sweep.peak_bytes, 1))
-            self._tell(rows.stop - start)
+            self._report(rows.stop - start)
             start = rows.stop
 
-    def _rows_apart(
+    def _add_rowwise(
         self, traced: LossTrace, share: float, left: dict[str, Tensor] | None, handshake: Handshake, *, gauss_newton: bool
     ) -> dict[str, Tensor]:
         """Add the parameters whose sites move the loss row by row, unless an earlier part has left them; return the others."""
@@ -192,7 +192,7 @@ class DiagonalSum:
         for name, found in once.items():
             if all(at in columns for at, _ in found):
                 for at, u in found:
-                    self.entries.add(name, u.at, along(u, u, columns[at].reshape(-1, 1, 1, columns[at].shape[1])))
+                    self.entries.add(name, u.at, diagonal_by_column(u, u, columns[at].reshape(-1, 1, 1, columns[at].shape[1])))
             else:
                 whole.add(name)
         reaching = {n for n, at in trace.parameters.items() if at in sweep.adjoints}

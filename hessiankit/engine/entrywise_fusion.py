@@ -92,7 +92,8 @@ def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list
         tangents[step.output] = step.primitive.push([tangents.get(at) for at in step.inputs])
     bars: dict[int, Tensor] = {}
     for step in reversed(run):
-        bar, moved = bars.pop(step.output, None), [tangents.get(at) for at in step.inputs] if step.primitive.bends else None
+        bar = bars.pop(step.output, None)
+        moved = [tangents.get(at) for at in step.inputs] if step.primitive.is_nonlinear else None
         if bar is None and moved is None:
             continue
         add_covectors(bars, step.inputs, step.primitive.pull(bar, moved))
@@ -119,7 +120,7 @@ def asymmetry(step: Step) -> float:
     pushed = step.primitive.push(t)
     u = draw([pushed[0]])
     found = [_gap(u, [pushed], t, step.primitive.pull(u[0]))]
-    if step.primitive.bends:
+    if step.primitive.is_nonlinear:
         found.append(_gap(s, step.primitive.pull(None, t), t, step.primitive.pull(None, s)))
     return max(found, key=lambda gap: (gap != gap, gap))
 

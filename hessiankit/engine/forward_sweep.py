@@ -1,17 +1,18 @@
-"""The exact Hessian of a traced scalar as one sum over its primitives.
+"""Forward sweep: tangents between vertices, and the curvature that each primitive contributes between them.
 
-    H = sum over primitives v of   J_v^T  [ lambda_v . D^2 phi_v ]  J_v
+For primitive v, with the Jacobian J_vt of its inputs by vertex t at rest from the vertices before t,
 
-:func:`adjoints` sweeps back for lambda_v. :class:`ForwardSweep` goes forward with J_v, but not in as many columns as there are
-parameters: every value that parameters enter, and every value in which many columns have come together, is a vertex of its
-own, and what follows is differentiated by it alone. The result is curvature between vertices, which
-:mod:`hessiankit.engine.reverse_accumulation` takes back, vertex by vertex, to the parameters.
+    K_tr += J_vt^T [lambda_v . D^2 phi_v] J_vr          (R, columns of t, columns of r).
+
+A tangent has as many columns as a vertex has entries in a row, and not as many as there are parameters: values that parameters
+enter become vertices, and so does a value that is moved by more columns than it has entries in a row (preaccumulation). Then
+:mod:`hessiankit.engine.reverse_accumulation` takes K from the last vertex back to the parameters.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -44,23 +45,23 @@ from hessiankit.engine.vertex_blocks import VertexBlocks
 from hessiankit.tracing.trace import Application, Trace
 
 REARRANGING = (Permute, Reshape, Select, Slice)
-FEW = 8  # entries of a sample for each parameter, below which it pays to keep track of the entries
+FEW = 8  # entries of a sample for each parameter entry, below which rearranged entries are tracked
 Values: TypeAlias = "tuple[Any, ...]"  # of an application's inputs; None where an optional one is absent
 
 
 class ForwardSweep:
-    """Curvature between the vertices of a traced scalar.
+    """Tangents between the vertices of a traced scalar, and curvature between them.
 
     Args:
         trace: A trace whose output is a scalar.
-        downstream_of: If given, only primitives fed by this value count: the Gauss-Newton part when it is the
-            module's output.
+        downstream_of: If given, only primitives after this value contribute: the Gauss-Newton part, if it is the module's output.
         scale: What the scalar is multiplied by.
         on_memory: Called before tensors are made, with about how many bytes the derivatives take at once by then.
 
     Attributes:
-        vertices: In the order in which they arise; a vertex's parents come before it.
+        vertices: By number; a vertex's parents have smaller numbers.
         blocks: Curvature between them.
+        adjoints: lambda_v of every value on the way to the output, by id.
     """
 
     def __init__(
@@ -72,22 +73,22 @@ class ForwardSweep:
         on_memory: Callable[[int], None] | None = None,
     ) -> None:
         reassociate(trace)
-        self._look = on_memory
+        self._on_memory = on_memory
         self.trace = trace
         self.dtype = next((trace.values[at].dtype for at in trace.parameters.values()), None)
         self.adjoints = trace.adjoints(scale)
         self.included = None if downstream_of is None else self._descendants(downstream_of)
         self.vertices: dict[int, Vertex] = {}
         self.blocks = VertexBlocks()
-        self.stacks: dict[int, dict[int, StackedTangents]] = {}  # of every value that is still needed, by level
+        self.tangents: dict[int, dict[int, StackedTangents]] = {}  # of the values that are read later, by level
         self.sites = find_sites(trace)
-        self._roots: dict[int, dict[int, Tensor]] = {}
-        self._root_of: dict[int, int] = {}
+        self._jacobians: dict[int, dict[int, Tensor]] = {}
+        self._dense_vertex: dict[int, int] = {}
         self._sizes: dict[int, dict[int, int]] = {}
         self._kept = 0
         self._next, self._next_root = 0, -1
         self.needed = self._needed()
-        self._copies: dict[int, tuple[int, Tensor]] = {}  # values that select entries of a vertex: which one, and their positions
+        self._copies: dict[int, tuple[int, Tensor]] = {}  # values made of entries of a vertex: its number, and their positions
         self._add_parameter_vertices()
 
     def run(self) -> None:
@@ -97,14 +98,14 @@ class ForwardSweep:
             if application.output in self.adjoints:
                 self._visit(application)
             for at in {at for at in application.inputs if at is not None and last_use[at] == i}:
-                self.stacks.pop(at, None)
-        if self._look is not None:
-            self._look(self.peak_bytes)
+                self.tangents.pop(at, None)
+        if self._on_memory is not None:
+            self._on_memory(self.peak_bytes)
 
     # Vertices
 
     def _new(self, vertex: Vertex, *, root: bool = False) -> int:
-        """Number a vertex; parameters taken whole are numbered down, so that they come before all others."""
+        """Number a vertex; parameters taken whole are numbered downwards, so that they come before all others."""
         if root:
             key, self._next_root = self._next_root, self._next_root - 1
         else:
@@ -113,7 +114,7 @@ class ForwardSweep:
         return key
 
     def _needed(self) -> set[int]:
-        """Return the values whose tangents something reads."""
+        """Return the values whose tangents are read."""
         found: set[int] = set()
         for a in reversed(self.trace.applications):
             if a.output in self.adjoints and (a.output in found or a.output == self.trace.output or not a.primitive.is_linear):
@@ -122,7 +123,7 @@ class ForwardSweep:
         return found
 
     def _add_parameter_vertices(self) -> None:
-        """Parameters that some application uses as they are, and not through a site."""
+        """Make vertices of the parameters that some application reads as they are, other than through a site."""
         for name, at in self.trace.parameters.items():
             if at in self.needed:
                 value = self.trace.values[at]
@@ -130,16 +131,16 @@ class ForwardSweep:
                 key = self._new(
                     Vertex(torch.Size(), 0, value.numel(), [IdentityJacobian(name, None, 0, value.numel())]), root=True
                 )
-                self.stacks[at] = {0: StackedTangents(eye, (key,), (value.numel(),))}
+                self.tangents[at] = {0: StackedTangents(eye, (key,), (value.numel(),))}
 
     def _make_vertex(self, at: int, axes: int, jacobians: list[ParameterJacobian], parents: dict[int, StackedTangents]) -> None:
-        """Make a value a vertex; whatever moved it before becomes its parent."""
+        """Make a value a vertex; its tangents become those by its parents."""
         value = self.trace.values[at]
         width = value.shape[axes:].numel()
         parents = {level: stack.by_rows(level) for level, stack in parents.items()}
         key = self._new(Vertex(value.shape, axes, width, jacobians, parents))
         ones = torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape)
-        self.stacks[at] = {axes: EntrywiseTangents(ones, key, axes, unit=True)}
+        self.tangents[at] = {axes: EntrywiseTangents(ones, key, axes, identity=True)}
         if axes > 0:
             self._copies[at] = (key, torch.arange(value.numel(), device=value.device).reshape(value.shape))
 
@@ -156,7 +157,7 @@ class ForwardSweep:
         primitive, inputs = a.primitive, self.trace.gather(a)
         site = self.sites.get(a.output)
         covered = site.covered if site else ()
-        moved = [None if at is None or k in covered or at not in self.stacks else at for k, at in enumerate(a.inputs)]
+        moved = [None if at is None or k in covered or at not in self.tangents else at for k, at in enumerate(a.inputs)]
         last = a.output == self.trace.output
         counts = self.included is None or a.output in self.included
         if isinstance(primitive, REARRANGING) and self._track_entries(a, inputs, moved[0]):
@@ -165,10 +166,11 @@ class ForwardSweep:
         groups = self._groups(moved)
         if not last:
             groups = [part for g in groups for part in self._at_rowwise_level(primitive, inputs, moved, g)]
-        bends, pushes = counts and not primitive.is_linear and bool(groups), not last and a.output in self.needed
+        nonlinear, pushes = counts and not primitive.is_linear and bool(groups), not last and a.output in self.needed
         self._announce(primitive, inputs, groups, self.trace.values[a.output])
-        point = LazyLinearisation(primitive, inputs, self.adjoints[a.output] if bends else None, [at is not None for at in moved])
-        if bends:
+        adjoint = self.adjoints[a.output] if nonlinear else None
+        point = LazyLinearisation(primitive, inputs, adjoint, [at is not None for at in moved])
+        if nonlinear:
             self._add_curvature(point, groups)
             if site is not None and site.weight_jacobian is not None:
                 self._add_mixed_block(a, inputs, groups, site.weight_jacobian)
@@ -180,11 +182,11 @@ class ForwardSweep:
         if site is not None and site.jacobians:
             self._make_vertex(a.output, self.trace.values[a.output].ndim - 1, site.jacobians, out)
         elif out:
-            self.stacks[a.output] = out
+            self.tangents[a.output] = out
 
     def _groups(self, moved: Sequence[int | None]) -> list[TangentGroup]:
         found: list[TangentGroup] = []
-        by_input = [{} if at is None else self.stacks[at] for at in moved]
+        by_input = [{} if at is None else self.tangents[at] for at in moved]
         for level in sorted({level for stacks in by_input for level in stacks}, reverse=True):
             patterns: dict[tuple[bool, ...], list[int]] = defaultdict(list)
             here = [stacks.get(level) for stacks in by_input]
@@ -199,26 +201,26 @@ class ForwardSweep:
     # Levels
 
     def _preaccumulate(self, primitive: Primitive, inputs: Values, moved: Sequence[int | None]) -> None:
-        """Make an input a vertex where it is moved by more columns than it has entries in a row, and rows matter next."""
+        """Make an input with more columns of tangents than entries in a row a vertex, before a primitive that works by rows."""
         for k, at in enumerate(moved):
             if at is None or not self._is_work(primitive):
                 continue
             value = self.trace.values[at]
             axes = value.ndim - 1
             alone = [j == k for j in range(len(moved))]
-            if axes < 1 or sum(sum(stack.widths) for stack in self.stacks[at].values()) <= value.shape[-1]:
+            if axes < 1 or sum(sum(stack.widths) for stack in self.tangents[at].values()) <= value.shape[-1]:
                 continue
             if primitive.rowwise(inputs, axes, alone) or primitive.separable(inputs, axes, alone):
-                self._make_vertex(at, axes, [], self.stacks[at])
+                self._make_vertex(at, axes, [], self.tangents[at])
 
     def _track_entries(self, a: Application, inputs: Values, at: int | None) -> bool:
-        """Make entries of a vertex in another order a vertex of their own, where the order does not keep rows apart."""
+        """Make a rearrangement of a vertex's entries a vertex of its own, where it mixes rows; tell whether it was."""
         primitive = a.primitive
         if at is None or a.output in self.sites or a.output not in self.needed or not primitive.rowwise(inputs, 1, [True]):
             return False
-        stacks, value = self.stacks[at], self.trace.values[a.output]
+        stacks, value = self.tangents[at], self.trace.values[a.output]
         apart = all(primitive.rowwise(inputs, level, [True]) for level in stacks)
-        whole = sum({r: n for stack in stacks.values() for s in stack.vertices for r, n in self._root_sizes(s).items()}.values())
+        whole = self._parameters_of(s for stack in stacks.values() for s in stack.vertices)
         few = self.trace.values[at].shape[1:].numel() < FEW * whole
         if at not in self._copies and not apart and few and 0 not in stacks:
             self._make_vertex(at, max(stacks), [], stacks)
@@ -247,13 +249,13 @@ class ForwardSweep:
         sampled = sum(self.vertices[s].columns(lower) for s in g.vertices)
         inner = [k for k, moves in enumerate(g.moving) if moves]
         own = min((self.trace.values[moved[k]].shape[lower:].numel() for k in inner), default=sampled)  # type: ignore[index]
-        whole = sum({r: n for s in g.vertices for r, n in self._root_sizes(s).items()}.values())
+        whole = self._parameters_of(g.vertices)
         if lower and min(sampled, own) < whole:
             if len(inner) == 1 and own < sampled:  # as many columns as the input has entries
                 at = moved[inner[0]]
                 assert at is not None
-                if all(level >= g.level for level in self.stacks[at]):
-                    stacks = self.stacks[at]
+                if all(level >= g.level for level in self.tangents[at]):
+                    stacks = self.tangents[at]
                     if sum(map(len, (s.vertices for s in stacks.values()))) == len(g.vertices):
                         self._make_vertex(at, g.level, [], stacks)
                         g = self._groups([at if k == inner[0] else None for k in range(len(moved))])[0]
@@ -268,7 +270,7 @@ class ForwardSweep:
 
     def _by_parameters(self, inputs: Values, g: TangentGroup) -> TangentGroup:
         size = _moved(inputs, g)
-        self._expect(sum(sum(self._root_sizes(s).values()) * (self.vertices[s].entries + size) for s in g.vertices))
+        self._expect(sum(sum(self._parameter_sizes(s).values()) * (self.vertices[s].entries + size) for s in g.vertices))
         tangents: list[dict[int, Tensor]] = []
         for t in g.tangents:
             total: dict[int, Tensor] = {}
@@ -282,43 +284,47 @@ class ForwardSweep:
         widths = tuple(self.vertices[r].width for r in roots)
         return tangent_group(0, roots, widths, [torch.cat([total[r] for r in roots]) if total else None for total in tangents])
 
-    def _root_sizes(self, s: int) -> dict[int, int]:
-        """Return the sizes of the sets of parameters that reach a vertex, by a key of each."""
+    def _parameter_sizes(self, s: int) -> dict[int, int]:
+        """Return the sizes of the parameter Jacobians' columns that reach a vertex, by the vertex that they enter."""
         if s not in self._sizes:
             vertex = self.vertices[s]
             sizes = {s: vertex.width if vertex.axes == 0 else sum(jacobian.size for jacobian in vertex.jacobians)}
             for stack in vertex.parents.values():
                 for parent in stack.vertices:
-                    sizes |= self._root_sizes(parent)
-            self._sizes[s] = {self._root_of.get(key, key): n for key, n in sizes.items()}
+                    sizes |= self._parameter_sizes(parent)
+            self._sizes[s] = {self._dense_vertex.get(key, key): n for key, n in sizes.items()}
         return self._sizes[s]
 
-    def _by_roots(self, s: int) -> dict[int, Tensor]:
-        """Return the derivative of a vertex's value by parameters taken whole: (P, *shape) by their vertex."""
-        if s in self._roots:
-            return self._roots[s]
+    def _parameters_of(self, vertices: Iterable[int]) -> int:
+        """Return the number of parameter entries that reach some vertices."""
+        return sum({key: n for s in vertices for key, n in self._parameter_sizes(s).items()}.values())
+
+    def _parameter_jacobians(self, s: int) -> dict[int, Tensor]:
+        """Return the Jacobian of a vertex in the parameters taken whole, (P, *shape) by the vertex of the parameters."""
+        if s in self._jacobians:
+            return self._jacobians[s]
         vertex, total = self.vertices[s], {}
         if vertex.jacobians:
             rows = vertex.shape[: vertex.axes].numel()
             seed = torch.eye(vertex.width, dtype=self.dtype, device=self._device).unsqueeze(1).expand(-1, rows, -1)
-            J = torch.cat([jacobian.expand(seed) for jacobian in vertex.jacobians]).reshape(-1, *vertex.shape)
+            J = torch.cat([jacobian.by_entry(seed) for jacobian in vertex.jacobians]).reshape(-1, *vertex.shape)
             cuts = starts([jacobian.size for jacobian in vertex.jacobians])
             jacobians: list[ParameterJacobian] = [
                 IdentityJacobian(u.parameter, u.at, cut.start, u.size) for u, cut in zip(vertex.jacobians, cuts, strict=True)
             ]
-            self._root_of[s] = self._new(Vertex(torch.Size(), 0, J.shape[0], jacobians), root=True)
-            total[self._root_of[s]] = J
+            self._dense_vertex[s] = self._new(Vertex(torch.Size(), 0, J.shape[0], jacobians), root=True)
+            total[self._dense_vertex[s]] = J
         for level, stack in vertex.parents.items():
             for parent, cut in zip(stack.vertices, starts(stack.widths), strict=True):
                 whole = self.vertices[parent].axes == 0
                 found = {parent: stack.data[cut]} if whole else self._through(parent, stack.data[cut], level)
                 for r, J in found.items():
                     total[r] = total[r] + J if r in total else J
-        self._roots[s] = total
+        self._jacobians[s] = total
         return total
 
     def _through(self, s: int, t: Tensor, level: int) -> dict[int, Tensor]:
-        return {r: compose(J, 0, t, level) for r, J in self._by_roots(s).items()}
+        return {r: compose(J, 0, t, level) for r, J in self._parameter_jacobians(s).items()}
 
     @property
     def _device(self) -> torch.device:
@@ -327,7 +333,7 @@ class ForwardSweep:
     # Curvature
 
     def _add_curvature(self, point: LazyLinearisation, groups: list[TangentGroup]) -> None:
-        """Add the curvature of one application between all groups that move it."""
+        """Add K = T^T [lambda . D^2 phi] T' of one application for all pairs of groups that move it."""
         primitive = point.primitive
         if is_product(primitive) and sum(map(any, zip(*(g.moving for g in groups), strict=True))) <= 1:
             return
@@ -351,7 +357,7 @@ class ForwardSweep:
                     self._add_groups(fine, coarse, total)
 
     def _separate(self, primitive: Primitive, inputs: Values, groups: list[TangentGroup]) -> list[TangentGroup]:
-        """Bring to the level of parameters what the second derivative couples across rows; finest first."""
+        """Bring groups whose rows the second derivative couples to the level of parameters; finest level first."""
         result: list[TangentGroup] = []
         for level in sorted({g.level for g in groups}, reverse=True):
             here = [g for g in groups if g.level == level]
@@ -361,7 +367,7 @@ class ForwardSweep:
         return sorted(result, key=lambda g: -g.level)
 
     def _add_groups(self, fine: TangentGroup, coarse: TangentGroup, block: Tensor) -> None:
-        """Add a block (rows of the finer level, its columns, the columns of the coarser) vertex by vertex."""
+        """Add a block (rows of the finer level, its columns, columns of the coarser level), vertex by vertex."""
         level = coarse.level
         rows, _, width = block.shape
         groups = 1 if level == 0 else self._rows(coarse)
@@ -383,9 +389,9 @@ class ForwardSweep:
     def _add_mixed_block(
         self, a: Application, inputs: Values, groups: list[TangentGroup], weight_jacobian: ParameterJacobian
     ) -> None:
-        """Add the mixed term between a site's own weight or gain and what moves the rows that it multiplies.
+        """Add the curvature between a site's own weight or gain and the vertices that move the rows it multiplies.
 
-        d<lambda, x W> = <lambda dW^T, dx>: the weight sees dx through a jacobian whose rows are those of lambda.
+        d<lambda, x W> = <lambda dW^T, dx>: the block of W and dx is that of a vertex whose parameter Jacobian is lambda (x) I.
         """
         x = inputs[0]
         assert x is not None
@@ -418,14 +424,14 @@ class ForwardSweep:
                 self.blocks.add(mirror, s, g.level, by_row(t[cut], g.level).contiguous().mT)
 
     def _count_kept(self, stacks: dict[int, StackedTangents]) -> None:
-        """Count the memory that is kept until the end."""
+        """Count the bytes of tangents that are kept until the end."""
         self._kept += sum(stack.bytes for stack in stacks.values())
 
     def _announce(self, primitive: Primitive, inputs: Values, groups: Sequence[TangentGroup], out: Tensor) -> None:
-        """Tell ``on_memory`` what one application takes: tangents, covectors, and curvature between all groups."""
-        if self._look is None:
+        """Call ``on_memory`` with the bytes of one application's tangents, covectors, and curvature between all groups."""
+        if self._on_memory is None:
             return
-        scratch = out.numel()  # and the weights of fused attention, of which a CPU holds a few directions only
+        scratch = out.numel()  # of fused attention on a GPU its weights too
         if isinstance(primitive, ScaledDotProductAttention) and out.device.type != "cpu":
             scratch += 4 * inputs[0].shape[:-1].numel() * inputs[1].shape[-2]
         taken = entries = 0
@@ -435,8 +441,8 @@ class ForwardSweep:
         self._expect(taken)
 
     def _expect(self, entries: int) -> None:
-        if self._look is not None:
-            self._look(self._kept + entries * self._itemsize)
+        if self._on_memory is not None:
+            self._on_memory(self._kept + entries * self._itemsize)
 
     @property
     def _itemsize(self) -> int:
@@ -444,7 +450,7 @@ class ForwardSweep:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Memory that derivatives take at once until the vertices are unwound, the matrix not included; once it has run."""
+        """Bytes that derivatives take at once until the end of the reverse accumulation, the matrix apart; after :meth:`run`."""
         return self._kept + self._itemsize * peak_entries(self.blocks, self.vertices)
 
 

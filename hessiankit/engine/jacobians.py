@@ -40,38 +40,38 @@ class ParameterJacobian(ABC):
         """Number of entries of the parameter that the jacobian reaches."""
 
     @abstractmethod
-    def reduce(self, x: Tensor) -> Tensor:
+    def vjp_by_group(self, x: Tensor) -> Tensor:
         """Turn covectors (G, m, p, c) of G groups of m rows into covectors (G, size, c) of the parameter."""
 
     @abstractmethod
-    def expand(self, t: Tensor) -> Tensor:
+    def by_entry(self, t: Tensor) -> Tensor:
         """Turn derivatives by delta, (p, rows, f), into derivatives by the parameter, (size, rows, f)."""
 
-    def sum(self, x: Tensor) -> Tensor:
+    def vjp(self, x: Tensor) -> Tensor:
         """Turn covectors (R, p, c) of all rows into one covector (size, c) of the parameter."""
-        return self.reduce(x.unsqueeze(0))[0]
+        return self.vjp_by_group(x.unsqueeze(0))[0]
 
 
 @dataclass(frozen=True, eq=False)
 class WeightJacobian(ParameterJacobian):
     """A weight that multiplies rows ``weights`` (R, i); stored as (i, p) or, ``transposed``, as (p, i)."""
 
-    weights: Tensor
+    X: Tensor
     width: int
     transposed: bool
 
     @property
     def size(self) -> int:
-        return self.weights.shape[1] * self.width
+        return self.X.shape[1] * self.width
 
-    def reduce(self, x: Tensor) -> Tensor:
+    def vjp_by_group(self, x: Tensor) -> Tensor:
         groups, m, p, c = x.shape
-        w = self.weights.reshape(-1, m, self.weights.shape[1])  # (groups, m, i)
+        w = self.X.reshape(-1, m, self.X.shape[1])  # (groups, m, i)
         out = (w.mT @ x.reshape(groups, m, p * c)).reshape(groups, -1, p, c)
         return (out.transpose(1, 2) if self.transposed else out).reshape(groups, -1, c)
 
-    def expand(self, t: Tensor) -> Tensor:
-        w = self.weights.T.unsqueeze(-1)  # (i, rows, 1)
+    def by_entry(self, t: Tensor) -> Tensor:
+        w = self.X.T.unsqueeze(-1)  # (i, rows, 1)
         pairs = t.unsqueeze(1) * w.unsqueeze(0) if self.transposed else t.unsqueeze(0) * w.unsqueeze(1)
         return pairs.flatten(0, 1)
 
@@ -80,29 +80,29 @@ class WeightJacobian(ParameterJacobian):
 class GainJacobian(ParameterJacobian):
     """A gain that multiplies ``weights`` (R, p) entry by entry."""
 
-    weights: Tensor
+    X: Tensor
 
     @property
     def size(self) -> int:
-        return self.weights.shape[1]
+        return self.X.shape[1]
 
-    def reduce(self, x: Tensor) -> Tensor:
+    def vjp_by_group(self, x: Tensor) -> Tensor:
         if self.is_ones:
             return x.sum(1)
         m, p = x.shape[1:3]
-        return (self.weights.reshape(-1, m, p, 1) * x).sum(1)
+        return (self.X.reshape(-1, m, p, 1) * x).sum(1)
 
-    def expand(self, t: Tensor) -> Tensor:
-        return t * self.weights.T.unsqueeze(-1)
+    def by_entry(self, t: Tensor) -> Tensor:
+        return t * self.X.T.unsqueeze(-1)
 
-    def weigh(self, K: Tensor) -> Tensor:
+    def scale_columns(self, K: Tensor) -> Tensor:
         """Multiply the columns of K (R, p, q), row by row."""
-        return K if self.is_ones else K * self.weights.unsqueeze(1)
+        return K if self.is_ones else K * self.X.unsqueeze(1)
 
     @property
     def is_ones(self) -> bool:
         """Whether it is the jacobian of a bias."""
-        return self.weights.stride() == (0, 0)
+        return self.X.stride() == (0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,14 +116,14 @@ class IndexJacobian(ParameterJacobian):
         assert self.at is not None
         return self.at.numel()
 
-    def reduce(self, x: Tensor) -> Tensor:
+    def vjp_by_group(self, x: Tensor) -> Tensor:
         groups, m, p, c = x.shape
         shift = torch.arange(groups, device=x.device).reshape(-1, 1) * self.size
         into = x.new_zeros(groups * self.size, c)
         into.index_add_(0, (self.which.reshape(groups, m * p) + shift).reshape(-1), x.reshape(-1, c))
         return into.reshape(groups, self.size, c)
 
-    def expand(self, t: Tensor) -> Tensor:
+    def by_entry(self, t: Tensor) -> Tensor:
         rows, p = self.which.shape
         out = t.new_zeros(self.size, rows, t.shape[2])
         row = torch.arange(rows, device=t.device).unsqueeze(1).expand(rows, p)
@@ -142,8 +142,8 @@ class IdentityJacobian(ParameterJacobian):
     def size(self) -> int:
         return self.count
 
-    def reduce(self, x: Tensor) -> Tensor:
+    def vjp_by_group(self, x: Tensor) -> Tensor:
         return x[:, 0, self.start : self.start + self.count]
 
-    def expand(self, t: Tensor) -> Tensor:
+    def by_entry(self, t: Tensor) -> Tensor:
         return t[self.start : self.start + self.count]

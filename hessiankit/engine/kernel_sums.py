@@ -127,7 +127,7 @@ def add_compiled(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor
         How far from symmetric K was, as far as it was looked at; None if there are no kernels for this.
     """
     library = kernels()
-    if library is None or not _fit(into, u.weights, *(t for v, K in pairs for t in (v.weights, K))):
+    if library is None or not _fit(into, u.X, *(t for v, K in pairs for t in (v.X, K))):
         return None
     found = _one(u, *pairs[0], into, same) if len(pairs) == 1 else _several(u, pairs, into)
     return None if found is None else found.add(library)
@@ -139,13 +139,11 @@ def add_rows_compiled(u: WeightJacobian, K: Tensor, into: Tensor) -> bool:
     into[i, p, c] += sum_n a_n[i] K_n[p, c]
     """
     library = kernels()
-    if library is None or not _fit(into, u.weights, K) or into.stride(1) != 1 or K.shape[2] < NARROW:
+    if library is None or not _fit(into, u.X, K) or into.stride(1) != 1 or K.shape[2] < NARROW:
         return False
     (u_i, u_p), (k_n, k_p, k_c) = _strides(u, into.stride(0)), K.stride()
-    a, terms = KernelFactor(u.weights, (*u.weights.stride(), 0)), [(None, KernelFactor(K, (k_n, k_p, 0, k_c)))]
-    KernelSum(into, K.shape[0], (u.weights.shape[1], 1), (K.shape[1], 1, K.shape[2]), (u_i, 0, u_p, 0), a, None, terms).add(
-        library
-    )
+    a, terms = KernelFactor(u.X, (*u.X.stride(), 0)), [(None, KernelFactor(K, (k_n, k_p, 0, k_c)))]
+    KernelSum(into, K.shape[0], (u.X.shape[1], 1), (K.shape[1], 1, K.shape[2]), (u_i, 0, u_p, 0), a, None, terms).add(library)
     return True
 
 
@@ -158,38 +156,38 @@ def _one(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, same: bo
         if into.stride(0) != 1:
             return None
         u, v, K, into = v, u, K.mT, into.T
-    i, j = u.weights.shape[1], v.weights.shape[1]
+    i, j = u.X.shape[1], v.X.shape[1]
     n, p, q = K.shape
     (u_i, u_p), (v_j, v_q) = (_strides(w, step) for w, step in ((u, into.stride(0)), (v, 1)))
-    (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = u.weights.stride(), v.weights.stride(), K.stride()
+    (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = u.X.stride(), v.X.stride(), K.stride()
     if (j if v.transposed else q) < NARROW:
         return None
     if v.transposed:
-        outer = (KernelFactor(u.weights, (a_n, a_i, 0)), KernelFactor(v.weights, (b_n, 0, 0, b_j)))
+        outer = (KernelFactor(u.X, (a_n, a_i, 0)), KernelFactor(v.X, (b_n, 0, 0, b_j)))
         steps, curvature = (u_p, v_q, u_i, 0), KernelFactor(K, (k_n, k_p, k_q))
         return KernelSum(into, n, (p, q), (i, 1, j), steps, curvature, None, [outer], symmetric=same, mean=same)
     terms = [(None, KernelFactor(K, (k_n, k_p, 0, k_q)))]
-    a, b = KernelFactor(u.weights, (a_n, a_i, 0)), KernelFactor(v.weights, (b_n, 0, b_j))
+    a, b = KernelFactor(u.X, (a_n, a_i, 0)), KernelFactor(v.X, (b_n, 0, b_j))
     return KernelSum(into, n, (i, j), (p, 1, q), (u_i, v_j, u_p, 0), a, b, terms, symmetric=same)
 
 
 def _several(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor]], into: Tensor) -> KernelSum | None:
     first = pairs[0][0]
-    p, (y, z) = u.width, (first.width, first.weights.shape[1]) if first.transposed else (first.weights.shape[1], first.width)
+    p, (y, z) = u.width, (first.width, first.X.shape[1]) if first.transposed else (first.X.shape[1], first.width)
     if into.stride(1) != 1 or z < NARROW:
         return None
     u_i, u_p = _strides(u, into.stride(0))
     terms: list[tuple[KernelFactor | None, KernelFactor]] = []
     for v, K in pairs:
-        (b_n, b_j), (k_n, k_p, k_q) = v.weights.stride(), K.stride()
+        (b_n, b_j), (k_n, k_p, k_q) = v.X.stride(), K.stride()
         if v.transposed:
-            terms.append((KernelFactor(K, (k_n, k_p, k_q)), KernelFactor(v.weights, (b_n, 0, 0, b_j))))
+            terms.append((KernelFactor(K, (k_n, k_p, k_q)), KernelFactor(v.X, (b_n, 0, 0, b_j))))
         else:
-            terms.append((KernelFactor(v.weights, (b_n, 0, b_j)), KernelFactor(K, (k_n, k_p, 0, k_q))))
-    a = KernelFactor(u.weights, (*u.weights.stride(), 0))
-    return KernelSum(into, u.weights.shape[0], (u.weights.shape[1], 1), (p, y, z), (u_i, 0, u_p, z), a, None, terms)
+            terms.append((KernelFactor(v.X, (b_n, 0, b_j)), KernelFactor(K, (k_n, k_p, 0, k_q))))
+    a = KernelFactor(u.X, (*u.X.stride(), 0))
+    return KernelSum(into, u.X.shape[0], (u.X.shape[1], 1), (p, y, z), (u_i, 0, u_p, z), a, None, terms)
 
 
 def _strides(w: WeightJacobian, step: int) -> tuple[int, int]:
     """Return how far apart the inputs and the outputs of a weight are, whose entries are ``step`` apart."""
-    return (step, step * w.weights.shape[1]) if w.transposed else (step * w.width, step)
+    return (step, step * w.X.shape[1]) if w.transposed else (step * w.width, step)

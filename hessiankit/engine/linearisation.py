@@ -219,7 +219,7 @@ class Linearisation:
             adjoint[0] if counts else None,
             [at is not None for at in inputs],
         )
-        if at_point.bends or a.output in self._read:
+        if at_point.is_nonlinear or a.output in self._read:
             self._read.update(at for at in inputs if at is not None)
         add_covectors(adjoints, inputs, at_point.pull_into(adjoint, None, _of(sums, inputs)))
         at_point.forget()
@@ -266,7 +266,7 @@ class Linearisation:
                 tangents.update(entering.pop())
                 for step in steps:
                     at_inputs = [tangents.get(at) for at in step.inputs]
-                    if step.primitive.bends:
+                    if step.primitive.is_nonlinear:
                         moved[step.output] = at_inputs
                     if step.output in self._read:
                         tangents[step.output] = step.primitive.push(at_inputs)

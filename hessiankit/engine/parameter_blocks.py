@@ -39,9 +39,9 @@ def add_pair(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor
             _add_kronecker_pair(u, v, K, into, same=same)
         return skew
     if isinstance(v, GainJacobian):
-        into += u.sum(v.weigh(K))
+        into += u.vjp(v.scale_columns(K))
     elif isinstance(u, GainJacobian):
-        into += v.sum(u.weigh(K.mT)).T
+        into += v.vjp(u.scale_columns(K.mT)).T
     elif isinstance(u, IndexJacobian) and isinstance(v, IndexJacobian):
         into.index_put_((u.which.unsqueeze(2), v.which.unsqueeze(1)), K, accumulate=True)
     elif isinstance(u, IndexJacobian):
@@ -65,16 +65,16 @@ def _add_weight_and_table(u: WeightJacobian, v: IndexJacobian, K: Tensor, into: 
     step = max(1, SCRATCH // (u.size * K.shape[2]))
     for start, stop in chunks(K.shape[0], step):
         rows = slice(start, stop)
-        by_u = replace(u, weights=u.weights[rows]).expand(K[rows].transpose(0, 1))  # (size_u, rows, q)
-        into += replace(v, which=v.which[rows]).sum(by_u.permute(1, 2, 0)).T
+        by_u = replace(u, X=u.X[rows]).by_entry(K[rows].transpose(0, 1))  # (size_u, rows, q)
+        into += replace(v, which=v.which[rows]).vjp(by_u.permute(1, 2, 0)).T
 
 
 def _add_kronecker_pair(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> None:
     """Add sum_n (a_n a'_n^T) (x) K_n, a few inputs and outputs at a time."""
     rows, p, q = K.shape
-    i, j = u.weights.shape[1], v.weights.shape[1]
+    i, j = u.X.shape[1], v.X.shape[1]
     target = _four_axes(into, u, v).permute(0, 2, 1, 3)  # (i, j, p, q)
-    left, right, flat = u.weights.T.contiguous(), v.weights.T.contiguous(), K.reshape(rows, p * q)
+    left, right, flat = u.X.T.contiguous(), v.X.T.contiguous(), K.reshape(rows, p * q)
     if v.transposed:  # of two factors that are both read along their rows, the product is a seventh faster
         flat = flat.T.contiguous().T
     step = max(1, OUTER // j)
@@ -100,9 +100,9 @@ def add_across_rows(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tenso
     """
     if not K.is_contiguous() and K.mT.is_contiguous():
         u, v, K, into = v, u, K.mT, into.T
-    groups, p, q, i, j = K.shape[0], u.width, v.width, u.weights.shape[1], v.weights.shape[1]
-    a = u.weights.reshape(groups, -1, i).mT  # (G, i, m)
-    b = v.weights  # (G m', j)
+    groups, p, q, i, j = K.shape[0], u.width, v.width, u.X.shape[1], v.X.shape[1]
+    a = u.X.reshape(groups, -1, i).mT  # (G, i, m)
+    b = v.X  # (G m', j)
     split = K.reshape(groups, a.shape[2], p, -1)
     target = _four_axes(into, u, v)
     rows = min(i, max(1, CACHE // (j * q)))
@@ -124,13 +124,13 @@ def add_rows(u: ParameterJacobian, columns: Tensor, width: int, into: Tensor) ->
     """Add to ``into`` (size_u, c) the jacobian of ``columns`` (R width, c) from the left."""
     K = columns.unflatten(0, (-1, width))  # (R, p, c)
     if not isinstance(u, WeightJacobian):
-        into += u.sum(K)
+        into += u.vjp(K)
         return
     if add_rows_compiled(u, K, into):
         return
-    i, c = u.weights.shape[1], K.shape[2]
+    i, c = u.X.shape[1], K.shape[2]
     target = into.unflatten(0, (width, i)) if u.transposed else into.unflatten(0, (i, width)).transpose(0, 1)  # (p, i, c)
-    by_output, weights = K.transpose(0, 1), u.weights.T
+    by_output, weights = K.transpose(0, 1), u.X.T
     few = max(1, CACHE // (i * c))
     for top, bottom in chunks(width, few):
         some = by_output[top:bottom]
@@ -143,14 +143,14 @@ def add_diagonal_pair(u: ParameterJacobian, v: ParameterJacobian, diagonal: Tens
     Of two weights, H[(i, o), (j, o)] = sum_n a_n[i] a'_n[j] k_n[o], and zero between different outputs.
     """
     if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
-        i, j = u.weights.shape[1], v.weights.shape[1]
+        i, j = u.X.shape[1], v.X.shape[1]
         target = _four_axes(into, u, v).diagonal(dim1=1, dim2=3)  # (i, j, p)
         step = max(1, OUTER // j)
         for start, stop in chunks(i, step):
-            outer = (u.weights[:, start:stop].unsqueeze(2) * v.weights.unsqueeze(1)).flatten(1)
+            outer = (u.X[:, start:stop].unsqueeze(2) * v.X.unsqueeze(1)).flatten(1)
             target[start:stop] += (outer.T @ diagonal).reshape(-1, j, u.width)
     elif isinstance(u, WeightJacobian) and isinstance(v, GainJacobian):
-        sums = u.weights.T @ (diagonal if v.is_ones else diagonal * v.weights)  # (i, p)
+        sums = u.X.T @ (diagonal if v.is_ones else diagonal * v.X)  # (i, p)
         split = into.unflatten(0, (u.width, -1) if u.transposed else (-1, u.width))
         split.diagonal(dim1=0 if u.transposed else 1, dim2=2).add_(sums)
     elif isinstance(u, GainJacobian) and isinstance(v, WeightJacobian):
@@ -161,7 +161,7 @@ def add_diagonal_pair(u: ParameterJacobian, v: ParameterJacobian, diagonal: Tens
 
 def _four_axes(into: Tensor, u: WeightJacobian, v: WeightJacobian) -> Tensor:
     """Return a block as (i, p, j, q): inputs and outputs of both weights, however they are stored."""
-    left, right = ((w.width, w.weights.shape[1]) if w.transposed else (w.weights.shape[1], w.width) for w in (u, v))
+    left, right = ((w.width, w.X.shape[1]) if w.transposed else (w.X.shape[1], w.width) for w in (u, v))
     split = into.view(*left, *right)
     split = split.transpose(0, 1) if u.transposed else split
     return split.transpose(2, 3) if v.transposed else split

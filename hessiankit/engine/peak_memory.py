@@ -30,21 +30,23 @@ def columns_are_cheaper(t: Vertex, r: Vertex, levels: Collection[int]) -> bool:
 
 def peak_entries(blocks: VertexBlocks, vertices: Mapping[int, Vertex]) -> int:
     """Return how many entries of blocks are alive at once during :mod:`hessiankit.engine.reverse_accumulation`."""
-    near = {t: {r: blocks.levels(t, r) for r in others} for t, others in blocks.near.items()}
-    alive = sum(_entries(vertices, t, r, level) for t, by in near.items() for r, found in by.items() if r <= t for level in found)
+    neighbours = {t: {r: blocks.levels(t, r) for r in others} for t, others in blocks.neighbours.items()}
+    alive = sum(
+        _entries(vertices, t, r, level) for t, by in neighbours.items() for r, found in by.items() if r <= t for level in found
+    )
     peak = alive
     reached: set[int] = set()
 
     def add(t: int, r: int, level: int) -> None:
         nonlocal alive
-        found = near.setdefault(t, {}).setdefault(r, set())
-        near.setdefault(r, {})[t] = found
+        found = neighbours.setdefault(t, {}).setdefault(r, set())
+        neighbours.setdefault(r, {})[t] = found
         if level not in found:
             found.add(level)
             alive += _entries(vertices, max(t, r), min(t, r), level)
 
     for t in sorted(vertices, reverse=True):
-        vertex, by = vertices[t], near.setdefault(t, {})
+        vertex, by = vertices[t], neighbours.setdefault(t, {})
         parents = [(level, s) for level, stack in vertex.parents.items() for s in stack.vertices]
         kept: set[int] = set()
         if parents and (t in reached or rows_coupled(t, vertices, by)):
@@ -60,7 +62,7 @@ def peak_entries(blocks: VertexBlocks, vertices: Mapping[int, Vertex]) -> int:
         peak = max(peak, alive)
         for r in [r for r in by if r >= t or not vertex.jacobians]:
             found = by.pop(r)
-            near[r].pop(t, None)
+            neighbours[r].pop(t, None)
             if r not in kept:
                 alive -= sum(_entries(vertices, max(t, r), min(t, r), level) for level in found)
     return peak

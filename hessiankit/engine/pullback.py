@@ -1,7 +1,7 @@
-"""Curvature of a vertex taken to its parents: J K, and J K J'^T for its square.
+"""Pullback of curvature from one vertex t to its parents s: J_ts^T K_tr, and J_ts^T K_tt J_tr.
 
-Products are left out where J is an identity or a diagonal, and where K is. Where a parent is much wider than the vertex, what
-it gets is kept as a product, and only J F is made of that on the way further back.
+No product is taken where J or K is an identity or a diagonal. Where a parent is much wider than t, curvature stays a product with
+the tangents F of t, and further back only J F is computed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from hessiankit.engine.tangents import EntrywiseTangents, SelectedTangents, StackedTangents, Vertex, by_row, chain, starts
 from hessiankit.engine.vertex_blocks import VertexBlocks
 
-WIDE = 2  # times as many columns as a vertex's, from which curvature of a parent is kept as products
+WIDE = 2  # a parent with so many times as many columns keeps its curvature as products
 Pulled: TypeAlias = Iterator[tuple[int, Tensor]]
 
 
 class Pullback:
-    """The way from one vertex back to its parents.
+    """Tangents of one vertex by its parents, and the curvature that moves along them.
 
     Args:
         vertices: By number.
@@ -35,7 +35,7 @@ class Pullback:
         self._through: dict[int, list[tuple[int, Tensor]]] = {}
 
     def _wide(self, vertices: Mapping[int, Vertex]) -> dict[int, Tensor]:
-        """Return the tangents F (R, columns, few) of the parents at which curvature is kept as products."""
+        """Return the tangents F (R, columns, few) by the parents at which curvature stays a product."""
         found: dict[int, Tensor] = {}
         seen = [s for _, stack in self.parents for s in stack.vertices]
         for level, stack in self.parents:
@@ -43,18 +43,18 @@ class Pullback:
                 continue
             for s in stack.vertices:
                 further = vertices[s].parents
-                if s in stack.units or not further or any(at != level for at in further) or seen.count(s) > 1:
+                if s in stack.identities or not further or any(at != level for at in further) or seen.count(s) > 1:
                     continue
                 if vertices[s].columns(level) >= WIDE * self.vertex.columns(level):
                     found[s] = by_row(stack.part([s]), level)
         return found
 
     def dense(self, at: int, level: int, stack: StackedTangents) -> list[int]:
-        """Return the parents of a stack to which curvature at a level goes multiplied out."""
+        """Return the parents to which curvature at a level goes as a dense block."""
         return [s for s in stack.vertices if s not in self.wide or at != level]
 
     def pair(self, r: int) -> None:
-        """Take curvature with another vertex to the parents."""
+        """Add J_ts^T K_tr for every parent s."""
         blocks, t = self.blocks, self.t
         for at, K in blocks.rest(t, r).items():
             for level, stack in self.parents:
@@ -72,50 +72,50 @@ class Pullback:
             for level, stack in self.parents:
                 pull_back_diagonal(self.vertex, level, stack, at, diagonal, r, blocks)
 
-    def square(self, *, crossing: bool) -> None:
-        """Take the curvature of the vertex with itself to its parents, and where it is ``crossing`` between it and them."""
+    def square(self, *, with_parents: bool) -> None:
+        """Add J_ts^T K_tt J_tr for every two parents; ``with_parents`` also K_tt J_ts between t and s."""
         blocks, t = self.blocks, self.t
         for at, K in blocks.plain(t).items():
-            self._dense_square(at, K, crossing=crossing)
+            self._dense_square(at, K, with_parents=with_parents)
         for at, squares in list(blocks.squares.get(t, {}).items()):
             for F, C in squares.values():
                 found = self.through(F, at)
                 for s, J in found:
                     left = J @ C
-                    if crossing:
+                    if with_parents:
                         blocks.add_product(t, s, at, F, left.mT)
                     for r, other in found:
                         if r <= s:
                             blocks.add(r, s, at, other @ left.mT)
 
     def through(self, F: Tensor, at: int) -> list[tuple[int, Tensor]]:
-        """Return J F, parent by parent; once for each F."""
+        """Return J F by parent, computed once for each F."""
         if id(F) not in self._through:
             self._through[id(F)] = [one for _, stack in self.parents for one in pull_back(self.vertex, at, stack, at, F)]
         return self._through[id(F)]
 
-    def _dense_square(self, at: int, K: Tensor, *, crossing: bool) -> None:
+    def _dense_square(self, at: int, K: Tensor, *, with_parents: bool) -> None:
         blocks, t = self.blocks, self.t
-        done: list[tuple[int, int, Tensor]] = []  # the parents before, with J K and its level
+        done: list[tuple[int, int, Tensor]] = []  # parents so far, with J^T K and its level
         wide = {s: F for s, F in self.wide.items() if at == self.vertex.axes and K.ndim == 3}
         for n, (level, stack) in enumerate(self.parents):
             here = min(level, at)
             some = [s for s in stack.vertices if s not in wide]
             left = dict((pull_back if K.ndim == 3 else _pull_back_diagonal)(self.vertex, level, stack, at, K, some))
             for s, X in left.items():
-                if crossing:
+                if with_parents:
                     blocks.add(t, s, here, X.mT)
                 for below, older in self.parents[:n]:
                     for r, Y in pull_back(self.vertex, below, older, here, X.mT, [r for r in older.vertices if r not in wide]):
                         blocks.add_half(r, s, min(below, here), Y)
                 before = [r for r in some if r <= s]
-                pairs = left.items() if s in stack.units else pull_back(self.vertex, level, stack, here, X.mT, before)
+                pairs = left.items() if s in stack.identities else pull_back(self.vertex, level, stack, here, X.mT, before)
                 for r, Y in pairs:
                     if r <= s:
                         blocks.add(r, s, here, Y)
                 done.append((s, here, X))
         for n, (s, F) in enumerate(wide.items()):
-            if crossing:
+            if with_parents:
                 blocks.add_product(s, t, at, F, K)
             blocks.add_square(s, at, F, K)
             for r, here, X in done:
@@ -130,27 +130,27 @@ class Pullback:
 def pull_back(
     vertex: Vertex, level: int, stack: StackedTangents, at: int, K: Tensor, wanted: Sequence[int] | None = None
 ) -> Pulled:
-    """Yield J K, vertex by vertex of a stack of parents.
+    """Yield J^T K, vertex by vertex of some parents.
 
     Args:
-        vertex: The vertex.
-        level: Of the stack.
-        stack: Some of its parents.
+        vertex: The vertex t.
+        level: Of the tangents.
+        stack: Its tangents by some parents.
         at: Level of K.
-        K: (R, columns of the vertex, c).
-        wanted: Those that are asked for; None: all.
+        K: (R, columns of t, c).
+        wanted: Parents; None: all.
     """
     wanted = stack.vertices if wanted is None else wanted
     if isinstance(stack, SelectedTangents) and wanted:
         yield stack.vertices[0], stack.pull(K, at)
         return
-    if isinstance(stack, EntrywiseTangents) and wanted and not stack.units and level == at:
+    if isinstance(stack, EntrywiseTangents) and wanted and not stack.identities and level == at:
         yield stack.vertices[0], K * stack.rows.unsqueeze(2)
         return
     for s in wanted:
-        if s in stack.units:
+        if s in stack.identities:
             yield s, K
-    rest = [s for s in wanted if s not in stack.units]
+    rest = [s for s in wanted if s not in stack.identities]
     if not rest:
         return
     block = chain(by_row(stack.part(rest), level), level, K, at)
@@ -167,11 +167,11 @@ def pull_back(
 def pull_back_diagonal(
     vertex: Vertex, level: int, stack: StackedTangents, at: int, diagonal: Tensor, r: int, blocks: VertexBlocks
 ) -> None:
-    """Add J K between the parents of a stack and another vertex r, for K that couples equal columns only, (R, columns)."""
-    kept = stack.vertices if isinstance(stack, EntrywiseTangents) else stack.units
+    """Add J^T K between parents and another vertex r, for the diagonal (R, columns) of a K that couples equal columns only."""
+    kept = stack.vertices if isinstance(stack, EntrywiseTangents) else stack.identities
     if level == at:
         for s in kept:
-            slopes = stack.rows * diagonal if isinstance(stack, EntrywiseTangents) and not stack.units else diagonal
+            slopes = stack.rows * diagonal if isinstance(stack, EntrywiseTangents) and not stack.identities else diagonal
             blocks.add_diagonal(s, r, at, 2 * slopes if s == r else slopes)
     for s, part in _pull_back_diagonal(vertex, level, stack, at, diagonal):
         if level != at or s not in kept:
@@ -181,12 +181,12 @@ def pull_back_diagonal(
 def _pull_back_diagonal(
     vertex: Vertex, level: int, stack: StackedTangents, at: int, diagonal: Tensor, wanted: Sequence[int] | None = None
 ) -> Pulled:
-    """Yield what :func:`pull_back` does, for K that couples equal columns only, (R, columns)."""
+    """Yield what :func:`pull_back` does, for the diagonal (R, columns) of K."""
     if level != at or isinstance(stack, (EntrywiseTangents, SelectedTangents)):
         yield from pull_back(vertex, level, stack, at, torch.diag_embed(diagonal), wanted)
         return
     for s in stack.vertices if wanted is None else wanted:
         yield (
             s,
-            torch.diag_embed(diagonal) if s in stack.units else by_row(stack.part([s]), level) * diagonal.unsqueeze(1),
+            torch.diag_embed(diagonal) if s in stack.identities else by_row(stack.part([s]), level) * diagonal.unsqueeze(1),
         )

@@ -1,8 +1,12 @@
-"""From curvature between vertices back to parameters: the last vertex first, each one into its parents and its jacobians.
+"""Reverse accumulation: vertices are eliminated from the last to the first, and curvature moves to parents and parameters.
 
-With dt = J ds, curvature K_tr between a vertex t and any other r becomes J^T K_tr between t's parent s and r, and
-J^T K_tt J' between two parents. What is left at a vertex that parameters enter goes through its jacobians into the matrix:
-in pairs of vertices while rows stay apart, and by :mod:`hessiankit.engine.column_blocks` where they meet.
+With J_ts the tangents of vertex t by its parent s, and E_t its parameter Jacobian,
+
+    K_sr += J_ts^T K_tr                for every other vertex r,
+    K_sr += J_ts^T K_tt J_tr           for two parents s, r,
+    H[parameters of t, parameters of r] += E_t^T K_tr E_r.
+
+The last sum goes pair by pair of vertices while rows stay apart, and by :mod:`hessiankit.engine.column_blocks` where they meet.
 """
 
 from __future__ import annotations
@@ -25,15 +29,14 @@ from hessiankit.engine.vertex_blocks import VertexBlocks
 
 
 class ParameterBlocks:
-    """The jacobians of one vertex, ``t``.
+    """Blocks E_t^T K_tr E_r of the parameters of one vertex t with those of all later vertices r.
 
-    A weight after it may be reached in two ways, through what it makes and through what is behind it. Where rows stay apart,
-    both are put aside until all vertices were seen, and added together.
+    The same later weight may have several E_r. Where rows stay apart, such pairs are collected, and added in one pass.
 
     Args:
-        t: Its number.
+        t: The number of the vertex.
         vertices: By number.
-        blocks: Curvature between them.
+        blocks: Curvature between vertices.
         matrix: What is added to.
     """
 
@@ -42,7 +45,7 @@ class ParameterBlocks:
         self._ways: dict[tuple[WeightJacobian, str, int], list[tuple[WeightJacobian, Tensor]]] = defaultdict(list)
 
     def take(self, r: int) -> None:
-        """Pull back what is known of the vertex and another; of a pair, what couples equal columns only as it is."""
+        """Add E_t^T K_tr E_r for one vertex r; of two different vertices, diagonal curvature by its diagonal."""
         t, vertex, other = self.t, self.vertices[self.t], self.vertices[r]
         diagonals = self.blocks.diagonal(t, r)
         apart = t != r and all(level == vertex.axes == other.axes for level in diagonals)
@@ -59,7 +62,7 @@ class ParameterBlocks:
                         add(u, v, partial(add_diagonal_pair, u, v, diagonal))
 
     def finish(self) -> None:
-        """Add what was put aside."""
+        """Add the collected pairs."""
         for (u, _, _), pairs in self._ways.items():
             self.matrix.add(u, pairs[0][0], partial(add_pairs, u, pairs))
 
@@ -79,58 +82,58 @@ class ParameterBlocks:
                 block += _two_steps(t, r, K, u, v)
             return None
 
-        if u.parameter == v.parameter and not same:  # a tied parameter: its block takes K and its transpose
+        if u.parameter == v.parameter and not same:  # tied: E_u^T K E_v and its transpose
             self.matrix.add_both(u, v, write)
         else:
             self.matrix.add(u, v, write)
 
 
 def _two_steps(t: Vertex, r: Vertex, K: Tensor, u: ParameterJacobian, v: ParameterJacobian) -> Tensor:
-    """Sum over the rows of r group by group, then over all rows of t: (size_u, size_v)."""
+    """Return E_t^T K E_r, (size_u, size_v): over the rows of r in each group, then over all rows of t."""
     groups, wide_t, wide_r = K.shape
     if wide_t * v.size > wide_r * u.size:
         return _two_steps(r, t, K.mT, v, u).T
     m_t, m_r = (wide // vertex.width for wide, vertex in ((wide_t, t), (wide_r, r)))
-    by_v = v.reduce(K.mT.reshape(groups, m_r, r.width, wide_t))  # (groups, size_v, columns of t)
+    by_v = v.vjp_by_group(K.mT.reshape(groups, m_r, r.width, wide_t))  # (groups, size_v, columns of t)
     rows = by_v.mT.reshape(groups * m_t, t.width, v.size)
-    return u.sum(rows)
+    return u.vjp(rows)
 
 
 def accumulate(sweep: ForwardSweep, matrix: SymmetricStorage) -> None:
-    """Take all curvature of a sweep back to the parameters, and add it to the matrix."""
+    """Eliminate all vertices of a sweep, and add the Hessian of the parameters to a matrix."""
     matrix.computed = sweep.dtype or matrix.computed
-    vertices, blocks, panels = sweep.vertices, sweep.blocks, ColumnBlocks(sweep.vertices)
-    reached: set[int] = set()  # by panels
+    vertices, blocks, columns = sweep.vertices, sweep.blocks, ColumnBlocks(sweep.vertices)
+    reached: set[int] = set()  # by column blocks
     for t in sorted(vertices, reverse=True):
         vertex = vertices[t]
         own = False
-        if vertex.parents and (t in reached or rows_coupled(t, vertices, {r: blocks.levels(t, r) for r in blocks.near[t]})):
-            own = _to_panels(t, vertices, blocks, panels)
+        if vertex.parents and (t in reached or rows_coupled(t, vertices, {r: blocks.levels(t, r) for r in blocks.neighbours[t]})):
+            own = _seed_columns(t, vertices, blocks, columns)
             reached.update(s for stack in vertex.parents.values() for s in stack.vertices)
         lifting = ParameterBlocks(t, vertices, blocks, matrix)
-        for r in sorted(r for r in blocks.near[t] if r >= t):
+        for r in sorted(r for r in blocks.neighbours[t] if r >= t):
             if vertex.jacobians and vertices[r].jacobians and not (own and r == t):
                 lifting.take(r)
         lifting.finish()
         if vertex.parents:
             back = Pullback(vertices, t, blocks)
-            for r in [r for r in blocks.near[t] if r != t]:
+            for r in [r for r in blocks.neighbours[t] if r != t]:
                 back.pair(r)
-            if t in blocks.near[t]:
-                back.square(crossing=bool(vertex.jacobians) and not own)
-        for r in [r for r in blocks.near[t] if r >= t or not vertex.jacobians]:
-            blocks.forget(t, r)
-        for r in blocks.near[t]:
-            blocks.settle(t, r)
-    panels.accumulate(matrix)
+            if t in blocks.neighbours[t]:
+                back.square(with_parents=bool(vertex.jacobians) and not own)
+        for r in [r for r in blocks.neighbours[t] if r >= t or not vertex.jacobians]:
+            blocks.drop(t, r)
+        for r in blocks.neighbours[t]:
+            blocks.expand_products(t, r)
+    columns.accumulate(matrix)
 
 
-def _to_panels(t: int, vertices: Mapping[int, Vertex], blocks: VertexBlocks, panels: ColumnBlocks) -> bool:
-    """Take blocks between a vertex and those after it for panels; tell whether its own block is among them."""
-    for r in [r for r in blocks.near[t] if r >= t]:
+def _seed_columns(t: int, vertices: Mapping[int, Vertex], blocks: VertexBlocks, columns: ColumnBlocks) -> bool:
+    """Seed column blocks with K_tr of vertex t and later ones, where that takes less work; tell whether K_tt is among them."""
+    for r in [r for r in blocks.neighbours[t] if r >= t]:
         if columns_are_cheaper(vertices[t], vertices[r], blocks.levels(t, r)):
             for K in blocks.between(t, r).values():
-                panels.seed(t, r, K)
+                columns.seed(t, r, K)
             if r != t:
-                blocks.forget(t, r)
-    return t in blocks.near[t]
+                blocks.drop(t, r)
+    return t in blocks.neighbours[t]

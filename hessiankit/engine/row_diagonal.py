@@ -105,35 +105,35 @@ class RowDiagonal:
                 found[at] = K.diagonal()
                 continue
             try:
-                D, stop, beam = self._follow(at, full=False, start=True)
+                D, stop, factored = self._push(at, full=False, start=True)
             except RowsCoupled:
                 continue
             if stop is None:
                 assert D is not None
                 found[at] = D
             else:
-                assert beam is not None
-                reached.append((at, D, stop, beam))
+                assert factored is not None
+                reached.append((at, D, stop, factored))
                 self._stops.add(stop)
-        for at, D, stop, beam in sorted(reached, key=lambda one: (self.made[one[2]], one[3].is_identity)):
+        for at, D, stop, factored in sorted(reached, key=lambda one: (self.made[one[2]], one[3].is_identity)):
             try:
-                more = self._of_a_stop(at, stop, beam)
+                more = self._of_a_stop(at, stop, factored)
             except RowsCoupled:
                 continue
             found[at] = more if D is None else D + more
         return found
 
-    def _of_a_stop(self, at: int, stop: int, beam: FactoredTangents) -> Tensor:
+    def _of_a_stop(self, at: int, stop: int, factored: FactoredTangents) -> Tensor:
         """Return the quadratic forms (R, S) of tangents of a value."""
-        if not beam.is_shared:
-            return self._pulled(at, stop, beam, full=False)
-        if beam.matrix is not None:
-            D = self._square(stop).forms(beam.matrix)
+        if not factored.is_shared:
+            return self._pulled(at, stop, factored, full=False)
+        if factored.matrix is not None:
+            D = self._square(stop).forms(factored.matrix)
         elif stop in self._squares or self._structured(stop) is not None:
             D = self._square(stop).diagonal()
         else:
             D = self._through(stop, full=False)
-        return D if beam.scale is None else D * beam.scale.reshape(-1, beam.scale.shape[-1]).square()
+        return D if factored.scale is None else D * factored.scale.reshape(-1, factored.scale.shape[-1]).square()
 
     def _structured(self, at: int) -> RowCurvature | None:
         """Return the curvature in a value from which norms and entrywise functions, one after the other, lead to the loss."""
@@ -172,25 +172,25 @@ class RowDiagonal:
         return K or self._squares[at]
 
     def _through(self, at: int, *, full: bool) -> Tensor:
-        found, stop, beam = self._follow(at, full=full, start=False)
+        found, stop, factored = self._push(at, full=full, start=False)
         if stop is not None:
-            assert beam is not None
-            found = _added(found, self._pulled(at, stop, beam, full=full))
+            assert factored is not None
+            found = _added(found, self._pulled(at, stop, factored, full=full))
         assert found is not None
         return found
 
-    def _pulled(self, at: int, stop: int, beam: FactoredTangents, *, full: bool) -> Tensor:
+    def _pulled(self, at: int, stop: int, factored: FactoredTangents, *, full: bool) -> Tensor:
         """Take the curvature of a stop to a value: (R, S), or in ``full`` (R, S, S)."""
-        t = beam.dense(self.trace.values[stop])
+        t = factored.dense(self.trace.values[stop])
         return self._square(stop).pulled(by_row(t, self.trace.values[at].ndim - 1), full=full)
 
-    def _stops_at(self, alone: int, at: int, beam: FactoredTangents, a: Application, *, start: bool, shared: bool) -> bool:
+    def _stops_at(self, alone: int, at: int, factored: FactoredTangents, a: Application, *, start: bool, shared: bool) -> bool:
         """Tell whether tangents of the columns of ``at`` need not be pushed beyond a value through which all goes.
 
         What follows is done once for all columns of that value, and once for all sites before it.
         """
         if alone == at:
-            return start and not shared and beam.is_shared
+            return start and not shared and factored.is_shared
         value = self.trace.values[alone]
         if value.ndim < self.trace.values[at].ndim:
             return False
@@ -198,12 +198,12 @@ class RowDiagonal:
             return True
         if shared:
             return False
-        if beam.data is None:
+        if factored.data is None:
             return start or alone in self._stops
         costly = is_product(a.primitive) or alone not in self._only_use
-        return alone in self._stops or (costly and beam.data.shape[0] >= value.shape[-1])
+        return alone in self._stops or (costly and factored.data.shape[0] >= value.shape[-1])
 
-    def _follow(self, at: int, *, full: bool, start: bool) -> tuple[Tensor | None, int | None, FactoredTangents | None]:
+    def _push(self, at: int, *, full: bool, start: bool) -> tuple[Tensor | None, int | None, FactoredTangents | None]:
         """Push the columns of a value towards the loss, and add up their curvature, (R, S) or, in ``full``, (R, S, S).
 
         From a site (``start``) as far as its tangents share a matrix, else as far as a value where such tangents have
@@ -211,72 +211,73 @@ class RowDiagonal:
         """
         value = self.trace.values[at]
         axes, total = value.ndim - 1, None
-        beams = {at: FactoredTangents(value.shape)}
+        moved_values = {at: FactoredTangents(value.shape)}
         for n, a in enumerate(self.applications[self.made[at] + 1 :], self.made[at] + 1):
-            moved = [k for k, i in enumerate(a.inputs) if i in beams]
+            moved = [k for k, i in enumerate(a.inputs) if i in moved_values]
             if not moved:
                 continue
             inputs = self.trace.gather(a)
-            k, shared = moved[0], self._shares(a, inputs, moved, beams)
-            if len(beams) == 1:
-                ((alone, beam),) = beams.items()
-                if self._stops_at(alone, at, beam, a, start=start, shared=shared):
-                    return total, alone, beam
+            k, shared = moved[0], self._shares(a, inputs, moved, moved_values)
+            if len(moved_values) == 1:
+                ((alone, factored),) = moved_values.items()
+                if self._stops_at(alone, at, factored, a, start=start, shared=shared):
+                    return total, alone, factored
             moving = [i in moved for i in range(len(a.inputs))]
             last = a.output == self.trace.output
             if not (a.primitive.separable if last else a.primitive.rowwise)(inputs, axes, moving):  # type: ignore[arg-type]
                 raise RowsCoupled
-            bent = not a.primitive.is_linear and (self.included is None or a.output in self.included)
+            nonlinear = not a.primitive.is_linear and (self.included is None or a.output in self.included)
             if is_product(a.primitive) and len(moved) == 1:
-                bent = False
+                nonlinear = False
             if shared:
-                beam = beams[a.inputs[k]]  # type: ignore[index]
-                if bent:
-                    total = _added(total, self._bend_shared(a, inputs, k, beam, full=full))
+                factored = moved_values[a.inputs[k]]  # type: ignore[index]
+                if nonlinear:
+                    total = _added(total, self._bend_shared(a, inputs, k, factored, full=full))
                 if not last:
-                    beams[a.output] = self._push_shared(a, inputs, k, beam)
+                    moved_values[a.output] = self._push_shared(a, inputs, k, factored)
             else:
-                tangents = [beams[i].dense(x) if i in beams else None for i, x in zip(a.inputs, inputs, strict=True)]  # type: ignore
-                if bent:
+                like = self.trace.values[at]
+                tangents = [moved_values[i].dense(like) if i in moved_values else None for i in a.inputs]
+                if nonlinear:
                     total = _added(total, self._add_curvature(a, inputs, tangents, axes, full=full))
                 if not last:
                     out = a.primitive.jvp(inputs, tangents)  # type: ignore[arg-type]
-                    beams[a.output] = FactoredTangents(out.shape[1:], out)
-            beams = {i: beam for i, beam in beams.items() if self.last_use.get(i, -1) > n}
+                    moved_values[a.output] = FactoredTangents(out.shape[1:], out)
+            moved_values = {i: factored for i, factored in moved_values.items() if self.last_use.get(i, -1) > n}
         if total is None:
             total = value.new_zeros(value[..., 0].numel(), *((value.shape[-1],) * (2 if full else 1)))
         return total, None, None
 
-    def _shares(self, a: Application, inputs: Any, moved: list[int], beams: dict[int, FactoredTangents]) -> bool:
+    def _shares(self, a: Application, inputs: Any, moved: list[int], moved_values: dict[int, FactoredTangents]) -> bool:
         """Tell whether the tangents keep sharing one matrix."""
         k = moved[0]
-        beam = beams[a.inputs[k]]  # type: ignore[index]
-        if len(moved) > 1 or not beam.is_shared:
+        factored = moved_values[a.inputs[k]]  # type: ignore[index]
+        if len(moved) > 1 or not factored.is_shared:
             return False
         if isinstance(a.primitive, (Linear, MatMul)):
             return k == 0 and inputs[1].ndim == 2
-        same = a.output == self.trace.output or self.trace.values[a.output].shape == beam.shape
+        same = a.output == self.trace.output or self.trace.values[a.output].shape == factored.shape
         if isinstance(a.primitive, Add):
             return same and a.primitive.alpha == 1
-        return same and isinstance(a.primitive, ENTRYWISE) and beam.matrix is None
+        return same and isinstance(a.primitive, ENTRYWISE) and factored.matrix is None
 
-    def _push_shared(self, a: Application, inputs: Any, k: int, beam: FactoredTangents) -> FactoredTangents:
+    def _push_shared(self, a: Application, inputs: Any, k: int, factored: FactoredTangents) -> FactoredTangents:
         if isinstance(a.primitive, (Linear, MatMul)):
             weight = inputs[1].T if isinstance(a.primitive, Linear) else inputs[1]
-            M = weight if beam.matrix is None else beam.matrix @ weight
-            return FactoredTangents(self.trace.values[a.output].shape, None, M, beam.scale)
+            M = weight if factored.matrix is None else factored.matrix @ weight
+            return FactoredTangents(self.trace.values[a.output].shape, None, M, factored.scale)
         if isinstance(a.primitive, Add):
-            return beam
+            return factored
         slope = a.primitive.jvp(inputs, _alone(inputs, k, torch.ones_like(inputs[k]).unsqueeze(0)))[0]
-        return FactoredTangents(beam.shape, None, None, slope if beam.scale is None else slope * beam.scale)
+        return FactoredTangents(factored.shape, None, None, slope if factored.scale is None else slope * factored.scale)
 
-    def _bend_shared(self, a: Application, inputs: Any, k: int, beam: FactoredTangents, *, full: bool) -> Tensor:
+    def _bend_shared(self, a: Application, inputs: Any, k: int, factored: FactoredTangents, *, full: bool) -> Tensor:
         """Return the curvature of an entrywise function."""
         ones = _alone(inputs, k, torch.ones_like(inputs[k]).unsqueeze(0))
         h = a.primitive.curvature(inputs, self.adjoints[a.output], ones)[k]
         if h is None:
             h = torch.zeros_like(inputs[k]).unsqueeze(0)
-        h = h[0] if beam.scale is None else h[0] * beam.scale.square()
+        h = h[0] if factored.scale is None else h[0] * factored.scale.square()
         h = h.reshape(-1, h.shape[-1])
         return torch.diag_embed(h) if full else h
 

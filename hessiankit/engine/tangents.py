@@ -1,13 +1,13 @@
-"""Directions in which values move, and at which level of detail they are kept.
+"""Tangents: the Jacobian of a value by earlier vertices, as directions (S, *shape), at the finest level that is exact.
 
-A :class:`Vertex` is a value that perturbations enter: ``width`` numbers for each of its rows, the rows being its leading
-``axes``. The derivative of a later value by a vertex is a :class:`StackedTangents` of tangents (S, *shape), kept at a level k:
+A :class:`Vertex` has ``width`` entries in each of its rows, which its leading ``axes`` index. At level k rows are grouped by the
+first k axes, R_k groups, and tangents couple entries of one group only:
 
-    k = axes of the vertex    S = width: row r of the vertex moves row r of the value alone;
-    k = 1                     S = width x rows of a sample: a sample moves that sample alone;
-    k = 0                     S = all numbers of the vertex: anything may move anything.
+    k = axes of the vertex    S = width                      row r of the value depends on row r of the vertex
+    k = 1                     S = width x rows of a sample   a sample of the value depends on that sample
+    k = 0                     S = all entries of the vertex  dense
 
-At level k the coordinates of a vertex are numbered (R_k, S): R_k is the product of the first k axes.
+Coordinates of a vertex are numbered (R_k, S) at level k.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from hessiankit.engine.jacobians import ParameterJacobian
 
 @dataclass
 class StackedTangents:
-    """Tangents of one value by several vertices, next to each other.
+    """Tangents of one value by several vertices, concatenated along S.
 
     Attributes:
         data: (S, *shape).
         vertices: Their numbers.
-        widths: How many columns each has.
-        units: Those vertices of which the value is a copy: an identity.
+        widths: S of each.
+        identities: The vertices of which the value is a copy.
     """
 
     data: Tensor
     vertices: tuple[int, ...]
     widths: tuple[int, ...]
-    units: frozenset[int] = frozenset()
+    identities: frozenset[int] = frozenset()
 
     @property
     def bytes(self) -> int:
-        """The memory that it keeps."""
+        """Bytes of memory, axes along which entries are repeated counted once."""
         return memory_of(self.data)
 
     def by_rows(self, level: int) -> StackedTangents:
-        """Return the same tangents, each row's next to each other in memory: how curvature multiplies them."""
+        """Return the same tangents, stored row after row, (R, S, f): the order in which curvature multiplies them."""
         rows = by_row(self.data, level)  # (R, S, f)
-        if rows.stride(0) == 0 or rows.is_contiguous():  # one matrix for all rows stays one
+        if rows.stride(0) == 0 or rows.is_contiguous():  # one matrix for all rows
             return self
         shape = self.data.shape
         return replace(self, data=rows.contiguous().transpose(0, 1).reshape(shape))
@@ -65,19 +65,19 @@ class StackedTangents:
 
 
 class EntrywiseTangents(StackedTangents):
-    """Tangents of a value that one vertex moves entry by entry: diagonals, made into columns when they are asked for.
+    """Tangents diag(slopes) of a value by one vertex, a diagonal for each row, which become columns when ``data`` is read.
 
     Args:
         slopes: The derivative of each entry, of the value's shape.
         vertex: The number of the vertex.
         axes: How many leading axes index its rows.
-        unit: Whether the value is a copy of the vertex, and the slopes are ones.
+        identity: Whether the value is a copy of the vertex, and the slopes are ones.
     """
 
-    def __init__(self, slopes: Tensor, vertex: int, axes: int, *, unit: bool = False) -> None:
+    def __init__(self, slopes: Tensor, vertex: int, axes: int, *, identity: bool = False) -> None:
         self.slopes, self.axes = slopes, axes
         self.vertices, self.widths = (vertex,), (slopes.shape[axes:].numel(),)
-        self.units = frozenset(self.vertices if unit else ())
+        self.identities = frozenset(self.vertices if identity else ())
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -85,11 +85,11 @@ class EntrywiseTangents(StackedTangents):
         shape, width = self.slopes.shape, self.widths[0]
         eye = torch.eye(width, dtype=self.slopes.dtype, device=self.slopes.device)
         eye = eye.reshape(width, *(1,) * self.axes, *shape[self.axes :])
-        return eye.expand(width, *shape) if self.units else eye * self.slopes
+        return eye.expand(width, *shape) if self.identities else eye * self.slopes
 
     @property
     def bytes(self) -> int:
-        """The memory that it keeps."""
+        """Bytes of the slopes."""
         return memory_of(self.slopes)
 
     def by_rows(self, level: int) -> StackedTangents:
@@ -103,18 +103,18 @@ class EntrywiseTangents(StackedTangents):
 
 
 class SelectedTangents(StackedTangents):
-    """Tangents of a value whose entries are entries of one vertex: zeros and ones, made when they are asked for.
+    """Tangents of a value whose entries are entries of one vertex, a 0-1 matrix, which is made when ``data`` is read.
 
     Args:
-        value: Of the value's shape.
+        value: The value, for its shape, type and device.
         vertex: The number of the vertex.
-        entries: How many numbers of the vertex a sample has.
-        positions: Where each entry of the value lies among all numbers of the vertex, of the value's shape.
+        entries: Entries of the vertex in a sample.
+        positions: Of each entry of the value, its position among all entries of the vertex; of the value's shape.
     """
 
     def __init__(self, value: Tensor, vertex: int, entries: int, positions: Tensor) -> None:
         self.value, self.entries, self.positions = value, entries, positions.reshape(-1)
-        self.vertices, self.widths, self.units = (vertex,), (entries,), frozenset()
+        self.vertices, self.widths, self.identities = (vertex,), (entries,), frozenset()
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -125,7 +125,7 @@ class SelectedTangents(StackedTangents):
 
     @property
     def bytes(self) -> int:
-        """The memory that it keeps."""
+        """Bytes of the positions."""
         return memory_of(self.positions)
 
     def by_rows(self, level: int) -> StackedTangents:
@@ -134,11 +134,11 @@ class SelectedTangents(StackedTangents):
 
     @property
     def in_sample(self) -> Tensor:
-        """Positions in the first sample."""
+        """Positions of the entries of the first sample."""
         return self.positions[: self.value.shape[1:].numel()]
 
     def pull(self, K: Tensor, at: int) -> Tensor:
-        """Return J K for curvature K at a level, at level 1 or below."""
+        """Return J^T K for curvature K (R, columns, c) at level ``at``, at level 1 or below."""
         samples = self.value.shape[0]
         wide = K.reshape(samples, -1, K.shape[2]) if at == 0 else merged(K, samples)
         out = wide.new_zeros(samples, self.entries, wide.shape[2])
@@ -147,17 +147,17 @@ class SelectedTangents(StackedTangents):
 
 
 def joined(stacks: Sequence[StackedTangents]) -> StackedTangents:
-    """Put stacks of one value side by side; what several of them say of one vertex is added up."""
+    """Concatenate tangents of one value; those by the same vertex are added."""
     if len(stacks) == 1:
         return stacks[0]
     where = [dict(zip(stack.vertices, zip(starts(stack.widths), stack.widths, strict=True), strict=True)) for stack in stacks]
     vertices = tuple(sorted({s for stack in stacks for s in stack.vertices}))
-    if len(vertices) == sum(len(stack.vertices) for stack in stacks):  # nothing to add up
+    if len(vertices) == sum(len(stack.vertices) for stack in stacks):  # no vertex twice
         return StackedTangents(
             torch.cat([stack.data for stack in stacks]),
             tuple(s for stack in stacks for s in stack.vertices),
             tuple(w for stack in stacks for w in stack.widths),
-            frozenset().union(*(stack.units for stack in stacks)),
+            frozenset().union(*(stack.identities for stack in stacks)),
         )
     parts, widths = [], []
     for s in vertices:
@@ -169,15 +169,15 @@ def joined(stacks: Sequence[StackedTangents]) -> StackedTangents:
 
 @dataclass
 class Vertex:
-    """A value that perturbations enter.
+    """A value at which tangents begin anew.
 
     Attributes:
         shape: Of the value; () for parameters taken whole.
         axes: How many of its leading axes index rows; 0 for parameters taken whole.
-        width: Numbers a row.
-        jacobians: How its perturbations come from parameters.
-        parents: How they come from older vertices, by level.
-        tied: Other jacobians of the same parameters, whose columns its jacobians share.
+        width: Entries of a row.
+        jacobians: Its Jacobians in the parameters that enter it.
+        parents: Its tangents by earlier vertices, by level.
+        tied: Other Jacobians of the same parameters, whose columns of H its own Jacobians add to.
     """
 
     shape: torch.Size
@@ -189,7 +189,7 @@ class Vertex:
 
     @property
     def owners(self) -> list[ParameterJacobian]:
-        """Jacobians in whose columns those of its own are counted."""
+        """The Jacobians whose columns of H its own Jacobians add to."""
         return self.tied or self.jacobians
 
     @property
@@ -198,17 +198,17 @@ class Vertex:
         return self.shape.numel() if self.axes else self.width
 
     def columns(self, level: int) -> int:
-        """Number of columns of its tangents at a level."""
+        """Number of columns S of its tangents at a level."""
         return self.shape.numel() // self.rows(level) if self.axes else self.width
 
     def rows(self, level: int) -> int:
-        """Number of groups of its coordinates at a level."""
+        """Number of groups of rows R at a level."""
         return self.shape[:level].numel()
 
 
 @dataclass
 class TangentGroup:
-    """Vertices that move the same inputs of an application at one level: the stacks they are in, None for an input at rest."""
+    """Vertices that move the same inputs of an application at one level, and the tangents of these inputs; None: at rest."""
 
     level: int
     vertices: tuple[int, ...]
@@ -217,7 +217,7 @@ class TangentGroup:
 
     @cached_property
     def tangents(self) -> list[Tensor | None]:
-        """Their tangents, input by input."""
+        """Tangents of each input."""
         return [None if stack is None else stack.part(self.vertices) for stack in self.stacks]
 
     @cached_property
@@ -226,14 +226,14 @@ class TangentGroup:
         return tuple(stack is not None for stack in self.stacks)
 
     @cached_property
-    def units(self) -> frozenset[int]:
-        """Those of which the one input that moves is a copy."""
+    def identities(self) -> frozenset[int]:
+        """The vertices of which the one moving input is a copy."""
         moved = [stack for stack in self.stacks if stack is not None]
-        return moved[0].units.intersection(self.vertices) if len(moved) == 1 else frozenset()
+        return moved[0].identities.intersection(self.vertices) if len(moved) == 1 else frozenset()
 
     @cached_property
     def entrywise(self) -> EntrywiseTangents | None:
-        """The tangents of the one input that moves, if its one vertex moves it entry by entry."""
+        """The tangents of the one moving input, if they are entrywise by one vertex."""
         moved = [stack for stack in self.stacks if stack is not None]
         return moved[0] if len(moved) == 1 and isinstance(moved[0], EntrywiseTangents) else None
 
@@ -241,17 +241,17 @@ class TangentGroup:
 def tangent_group(
     level: int, vertices: tuple[int, ...], widths: tuple[int, ...], tangents: Sequence[Tensor | None]
 ) -> TangentGroup:
-    """Return a group of given tangents."""
+    """Return a group with the given tangents."""
     return TangentGroup(level, vertices, widths, [None if t is None else StackedTangents(t, vertices, widths) for t in tangents])
 
 
 def by_row(t: Tensor, level: int) -> Tensor:
-    """Turn (S, *rows, *rest) into (R, S, f)."""
+    """Return tangents (S, *rows, *rest) as (R, S, f)."""
     return t.reshape(t.shape[0], t.shape[1 : 1 + level].numel(), -1).transpose(0, 1)
 
 
 def coarsen(t: Tensor, fine: int, level: int) -> Tensor:
-    """Turn a tangent (S, *shape) at a level into one (m S, *shape) at a lower level; m rows, then S columns."""
+    """Return tangents (S, *shape) at level ``fine`` as ones (m S, *shape) at a lower level, for m rows of a group."""
     groups, m = t.shape[1 : 1 + level].numel(), t.shape[1 + level : 1 + fine].numel()
     flat = t.reshape(t.shape[0], groups, m, -1)
     out = flat.new_zeros(m, *flat.shape)  # (m, S, groups, m, f)
@@ -260,21 +260,21 @@ def coarsen(t: Tensor, fine: int, level: int) -> Tensor:
 
 
 def compose(before: Tensor, lower: int, after: Tensor, level: int) -> Tensor:
-    """Chain the tangent of a vertex's value (S0, *its shape), at ``lower``, with tangents by that vertex (S, *shape)."""
+    """Return the product of tangents of a vertex (S0, *its shape), at ``lower``, with tangents by that vertex (S, *shape)."""
     assert lower <= level
     inner = by_row(after, level)  # (R, S, f)
-    gauss_newton = before.reshape(before.shape[0], inner.shape[0], inner.shape[1]).transpose(0, 1)  # (R, S0, S)
-    return (gauss_newton @ inner).transpose(0, 1).reshape(before.shape[0], *after.shape[1:])
+    outer = before.reshape(before.shape[0], inner.shape[0], inner.shape[1]).transpose(0, 1)  # (R, S0, S)
+    return (outer @ inner).transpose(0, 1).reshape(before.shape[0], *after.shape[1:])
 
 
 def chain(J: Tensor, lower: int, K: Tensor, level: int) -> Tensor:
-    """Return J K for J (R_lower, S, w) and K (R_level, w', c), each at its level, at the coarser of the two.
+    """Return J K for J (R_lower, S, w) and K (R_level, w', c), at the lower of the two levels.
 
-    At the coarser level rows come first among the columns, so a finer array is a block-diagonal coarse one.
+    Columns of a lower level are numbered (rows of a group, columns), so that K or J of the finer level is block diagonal there.
     """
     if lower == level:
         return J @ K
-    if lower > level:  # K is coarse: its rows split into those of J
+    if lower > level:  # rows of K split into those of J
         groups, _, c = K.shape
         rows, s, w = J.shape
         return (J @ K.reshape(rows, w, c)).reshape(groups, -1, c)
@@ -285,7 +285,7 @@ def chain(J: Tensor, lower: int, K: Tensor, level: int) -> Tensor:
 
 
 def merged(K: Tensor, groups: int) -> Tensor:
-    """Turn curvature (R, w, c) into that of fewer groups of rows: block-diagonal, rows first among the columns."""
+    """Return curvature (R, w, c) as (groups, m w, m c): block diagonal, columns numbered (rows of a group, columns)."""
     rows, w, c = K.shape
     if rows == groups:
         return K
@@ -296,7 +296,7 @@ def merged(K: Tensor, groups: int) -> Tensor:
 
 
 def starts(widths: Sequence[int]) -> list[slice]:
-    """Return where consecutive columns lie.
+    """Return the slices of consecutive columns.
 
     >>> starts([2, 3])
     [slice(0, 2, None), slice(2, 5, None)]
@@ -309,5 +309,5 @@ def starts(widths: Sequence[int]) -> list[slice]:
 
 
 def memory_of(t: Tensor) -> int:
-    """Memory of a tensor, axes along which it is repeated counted once."""
+    """Return the bytes of a tensor, axes along which it is repeated counted once."""
     return t.element_size() * math.prod(n if step else 1 for n, step in zip(t.shape, t.stride(), strict=True))

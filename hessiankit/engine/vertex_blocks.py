@@ -23,7 +23,7 @@ class VertexBlocks:
         self.diagonals: dict[tuple[int, int], dict[int, Tensor]] = {}  # (R, columns), of what couples equal columns only
         self.products: dict[tuple[int, int], dict[int, Factors]] = {}  # F M, by the wide vertex and the other, and level
         self.squares: dict[int, dict[int, Factors]] = {}  # F C F^T, by the wide vertex and level
-        self.near: dict[int, set[int]] = defaultdict(set)
+        self.neighbours: dict[int, set[int]] = defaultdict(set)
 
     def add(self, t: int, r: int, level: int, block: Tensor) -> None:
         """Add a block; of a vertex with itself, a symmetric one."""
@@ -31,26 +31,26 @@ class VertexBlocks:
             t, r, block = r, t, block.mT
         levels = self.of.setdefault((t, r), {})
         levels[level] = levels[level] + block if level in levels else block
-        self.near[t].add(r)
-        self.near[r].add(t)
+        self.neighbours[t].add(r)
+        self.neighbours[r].add(t)
 
     def add_diagonal(self, t: int, r: int, level: int, diagonal: Tensor) -> None:
         """Add a block that couples equal columns only: their curvature (R, columns)."""
         levels = self.diagonals.setdefault((max(t, r), min(t, r)), {})
         levels[level] = levels[level] + diagonal if level in levels else diagonal
-        self.near[t].add(r)
-        self.near[r].add(t)
+        self.neighbours[t].add(r)
+        self.neighbours[r].add(t)
 
     def add_product(self, t: int, r: int, level: int, F: Tensor, M: Tensor) -> None:
         """Add the block F M between a wide vertex t and another one, r, for F (R, columns of t, few)."""
         _gather(self.products.setdefault((t, r), {}).setdefault(level, {}), F, M)
-        self.near[t].add(r)
-        self.near[r].add(t)
+        self.neighbours[t].add(r)
+        self.neighbours[r].add(t)
 
     def add_square(self, t: int, level: int, F: Tensor, C: Tensor) -> None:
         """Add the block F C F^T of a wide vertex with itself, for a symmetric C (R, few, few)."""
         _gather(self.squares.setdefault(t, {}).setdefault(level, {}), F, C)
-        self.near[t].add(t)
+        self.neighbours[t].add(t)
 
     def add_half(self, t: int, r: int, level: int, block: Tensor) -> None:
         """Add a block that stands for itself and its transpose."""
@@ -90,7 +90,7 @@ class VertexBlocks:
             found[level] = _with_diagonal(found[level], diagonal) if level in found else diagonal
         return found
 
-    def settle(self, t: int, r: int) -> None:
+    def expand_products(self, t: int, r: int) -> None:
         """Multiply the products of a pair out of which t is the wide vertex."""
         if (t, r) in self.products:
             found = self.full(t, r)
@@ -109,7 +109,7 @@ class VertexBlocks:
         products = (*self.products.get((t, r), ()), *self.products.get((r, t), ()))
         return {*self.of.get(pair, ()), *self.diagonals.get(pair, ()), *products, *squares}
 
-    def forget(self, t: int, r: int) -> None:
+    def drop(self, t: int, r: int) -> None:
         """Drop the blocks of a pair."""
         self.of.pop((max(t, r), min(t, r)), None)
         self.diagonals.pop((max(t, r), min(t, r)), None)
@@ -117,8 +117,8 @@ class VertexBlocks:
         self.products.pop((r, t), None)
         if t == r:
             self.squares.pop(t, None)
-        self.near[t].discard(r)
-        self.near[r].discard(t)
+        self.neighbours[t].discard(r)
+        self.neighbours[r].discard(t)
 
 
 def _with_diagonal(K: Tensor, diagonal: Tensor) -> Tensor:
