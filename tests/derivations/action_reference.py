@@ -79,7 +79,7 @@ def check_actions(
         parts = {k: m[:, 3:].view(count, *inputs[k].shape) for k, m in memory.items()}
         sums = [CovectorSum(parts[k]) if k in moving else None for k in range(len(inputs))]
         for times in (1, 2):
-            rest = at.pull_into(adjoints[:count], some if at.bends else None, sums)
+            rest = at.pull_into(adjoints[:count], some if at.is_nonlinear else None, sums)
             assert all(rest[k] is None for k in moving)
             for k in moving:
                 seen_sum = sums[k].close()
