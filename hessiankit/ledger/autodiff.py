@@ -10,11 +10,24 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _FOUND: ContextVar[list[float] | None] = ContextVar("confirmations", default=None)
+
+
+def kept(store: dict[Any, tuple[Tensor, list[float]]], key: Any, compute: Callable[[], Tensor]) -> Tensor:
+    """Return a derivative from a store, computed once; its comparisons count in every row that reads it."""
+    if key not in store:
+        with confirmations() as errors:
+            store[key] = (compute(), errors)
+    value, errors = store[key]
+    found = _FOUND.get()
+    if found is not None:
+        found.extend(errors)
+    return value
 
 
 @contextmanager
@@ -81,7 +94,7 @@ def _confirm(derivative: Tensor, difference: Callable[[float], Tensor]) -> None:
     best = math.inf
     for h in (1e-2, 1e-3, 1e-4, 1e-6):  # a step may cross a kink
         extrapolated = (4 * difference(h / 2) - difference(h)) / 3
-        best = min(best, float((extrapolated - derivative).abs().max() / (derivative.abs().max() or 1.0)))
+        best = min(best, float((extrapolated - derivative).abs().max() / max(float(derivative.abs().max()), 1e-9)))
     found.append(best)
 
 
@@ -90,10 +103,8 @@ def _inputs(arguments: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _rows(values: Tensor, x: Tensor, again: bool) -> Tensor:
-    rows = []
-    for value in values:
-        row = None
-        if value.requires_grad:
-            (row,) = torch.autograd.grad(value, x, retain_graph=True, create_graph=again, allow_unused=True)
-        rows.append(torch.zeros_like(x).reshape(-1) if row is None else row.reshape(-1))
-    return torch.stack(rows)
+    if not values.requires_grad:
+        return torch.zeros(values.numel(), x.numel(), dtype=x.dtype)
+    each = torch.eye(values.numel(), dtype=values.dtype)
+    (rows,) = torch.autograd.grad(values, x, each, is_grads_batched=True, create_graph=again, materialize_grads=True)
+    return rows.reshape(values.numel(), x.numel())

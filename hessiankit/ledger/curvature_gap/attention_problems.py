@@ -20,7 +20,7 @@ from derivations.bounds.attention_printed import (
     theorem_1_appendix_printed,
     theorem_1_printed,
 )
-from hessiankit.ledger.curvature_gap.derivatives import hessian_of, jacobian_of
+from hessiankit.ledger.autodiff import hessian_of, jacobian_of, kept
 from hessiankit.ledger.curvature_gap.notation import spectral
 from hessiankit.ledger.curvature_gap.point import attention
 from hessiankit.ledger.drawing import Draw
@@ -80,14 +80,18 @@ class AttentionProblem:
         return Q.reshape(self.W_Q.shape), K.reshape(self.W_K.shape), V.reshape(self.W_V.shape)
 
     @cached_property
+    def _store(self) -> dict[str, tuple[Tensor, list[float]]]:
+        return {}
+
+    @property
     def hessian(self) -> Tensor:
         """The Hessian of the loss by autograd."""
-        return hessian_of(self.loss, self.vector)
+        return kept(self._store, "hessian", lambda: hessian_of(self.loss, self.vector))
 
-    @cached_property
+    @property
     def jacobian(self) -> Tensor:
         """The Jacobian of F by autograd."""
-        return jacobian_of(lambda w: attention(self.X, *self._split(w)), self.vector)
+        return kept(self._store, "jacobian", lambda: jacobian_of(lambda w: attention(self.X, *self._split(w)), self.vector))
 
     @property
     def norm(self) -> float:

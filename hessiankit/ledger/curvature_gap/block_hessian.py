@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from derivations.feedforward import FeedForwardAt
 from derivations.transformer import PostNormBlockAt
-from derivations.vecr import kron_derivative_left
+from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.block_jacobians import lifted, misprint, same
-from hessiankit.ledger.curvature_gap.derivatives import jacobian_of
 from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, turn, vec_eye
 from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, PAIRS, BlockPoint, BlockSizes, point, points
-from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, relative_error
 from hessiankit.ledger.registry import claim
 
@@ -51,21 +48,6 @@ def eq6_closed(seed: int) -> Evidence:
 
 
 # Pairs of feed-forward weights -----------------------------------------------------------------------------------------
-
-
-@claim("curvature-gap/xi_11", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
-def xi_11(seed: int) -> Evidence:
-    r"""$\xi_{11} = 0$
-
-    Correct: for ReLU, off its kinks
-    """
-    return same(seed, lambda p: torch.zeros(p.X.numel() * p.n("1"), p.n("1")), reference=lambda p: p.second("S", "1", "1"))
-
-
-@claim("curvature-gap/xi_22", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
-def xi_22(seed: int) -> Evidence:
-    r"""$\xi_{22} = 0$"""
-    return same(seed, lambda p: torch.zeros(p.X.numel() * p.n("2"), p.n("2")), reference=lambda p: p.second("S", "2", "2"))
 
 
 def printed_xi_12(p: BlockPoint) -> Tensor:
@@ -115,18 +97,6 @@ def lift_of_W_2(p: BlockPoint) -> Tensor:
     return jacobian_of(lambda W: kron(eye(p.sizes.L), W.T), p.weights["2"])
 
 
-@claim("curvature-gap/xi_21-step1", "Theorem 10, proof", "HOLDS", uses=[FeedForwardAt.hessian])
-def xi_21_step1(seed: int) -> Evidence:
-    r"""$\frac{\partial B_1}{\partial W_2} = (I_{Ld_V}\otimes(Y\otimes I_{d_{ff}})^\top
-    D_\sigma^\top)\,\frac{\partial(I_L\otimes W_2^\top)}{\partial W_2}$"""
-
-    def printed(p: BlockPoint) -> Tensor:
-        inner = kron(p.block.Y, eye(p.sizes.d_ff)).T @ dense(p.block.D_sigma).T
-        return kron(eye(p.X.numel()), inner) @ lift_of_W_2(p)
-
-    return same(seed, printed, reference=lambda p: p.second("S", "1", "2"))
-
-
 @claim("curvature-gap/xi_21-step2", "Theorem 10, proof", "HOLDS UNDER ASSUMPTION", uses=[FeedForwardAt.hessian])
 def xi_21_step2(seed: int) -> Evidence:
     r"""$\frac{\partial(I_L\otimes W_2^\top)}{\partial W_2} = (I_L\otimes K_{d_V,L}\otimes I_{d_{ff}})(\mathrm{vec}_r
@@ -146,16 +116,6 @@ def xi_21_step2(seed: int) -> Evidence:
     found = [product(equal, turn(3, 3)), product(generic, turn(d_V, d_ff))]
     holds = agrees(found, [lift_of_W_2(equal), lift_of_W_2(generic)], "d_ff = d_V = 3; corrected at generic sizes")
     return assumed(holds, relative_error(product(generic, turn(d_ff, d_V)), lift_of_W_2(generic)), above=0.5)
-
-
-@claim("curvature-gap/dykron", "Theorem 10, proof", "HOLDS", uses=[kron_derivative_left])
-def dykron(seed: int) -> Evidence:
-    r"""$\partial(Y\otimes I_{d_{ff}})/\partial Y = (I_L\otimes K_{d_{ff},d_V}\otimes
-    I_{d_{ff}})(I_{Ld_V}\otimes\mathrm{vec}_r I_{d_{ff}})$"""
-    Y = Draw(seed).normal(3, 4)
-    L, d_V, d_ff = 3, 4, 5
-    printed = kron(eye(L), turn(d_ff, d_V), eye(d_ff)) @ kron(eye(L * d_V), vec_eye(d_ff))
-    return agrees(printed, jacobian_of(lambda Y: kron(Y, eye(d_ff)), Y), "against autograd")
 
 
 # Pairs of a feed-forward and an attention weight ------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from derivations.bounds.block_printed import (
     sigma_min_printed,
 )
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.notation import dense, eye, spectral
+from hessiankit.ledger.curvature_gap.notation import eye, spectral
 from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, WEIGHTS, BlockPoint, BlockSizes, point
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import bounded
@@ -46,15 +46,6 @@ def with_target(p: BlockPoint, target: Tensor) -> BlockPoint:
 def norms(p: BlockPoint) -> dict[str, float]:
     """Return the spectral norms of the tokens and the weights, in the letters of the printed bounds."""
     return {"x": spectral(p.X), **{f"w_{i}": spectral(p.weights[i]) for i in ("Q", "K", "V", "1", "2")}}
-
-
-def exact_factors(p: BlockPoint) -> PrintedFactors:
-    """Return the norms of the factors themselves."""
-    block = p.block
-    J_Z, H_Z, J_Y, H_Y = (spectral(dense(A)) for A in (block.J_Z, block.H_Z, block.J_Y, block.H_Y))
-    hidden = spectral(torch.relu(block.Y @ p.weights["1"]))
-    G_Q, G_K, G_V = (spectral(p.first("F", k)) for k in "QKV")
-    return PrintedFactors(J_Z, H_Z, J_Y, H_Y, spectral(block.Y), hidden, G_Q, G_K, G_V)
 
 
 def exact_phi(p: BlockPoint) -> dict[str, float]:
@@ -108,11 +99,11 @@ def never_above(seed: int, left: Side, right: Side, detail: str, *, attained: fl
 
 
 def attention_point(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> BlockPoint:
-    """Return a point without a feed-forward network."""
+    """Return a point whose feed-forward network returns 0, off the kinks."""
     L, d = X.shape
-    nothing = torch.zeros(d, 1, dtype=torch.float64)
+    nothing, inner = torch.zeros(1, d, dtype=torch.float64), torch.arange(1.0, d + 1, dtype=torch.float64).square().reshape(-1, 1)
     return BlockPoint(
-        BlockSizes(L, d, W_Q.shape[1], 1), X, {"1": nothing, "2": nothing.T, "K": W_K, "Q": W_Q, "V": W_V}, torch.zeros_like(X)
+        BlockSizes(L, d, W_Q.shape[1], 1), X, {"1": inner, "2": nothing, "K": W_K, "Q": W_Q, "V": W_V}, torch.zeros_like(X)
     )
 
 

@@ -9,7 +9,7 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.convergence import running_means
 from hessiankit.ledger.curvature_gap.point import layer_norm
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import counts, measured
+from hessiankit.ledger.evidence import measured
 from hessiankit.ledger.registry import claim
 
 MNIST = {"patch": 4, "d": 16, "d_ff": 64, "blocks": 1, "side": 28, "channels": 1, "classes": 10}
@@ -36,21 +36,6 @@ def average_differences(losses: Tensor, orders: int, draw: Draw) -> Tensor:
     """Return |L_{k+1} - L_k| averaged over orders of the samples."""
     shuffled = [losses[torch.randperm(len(losses), generator=draw.generator)] for _ in range(orders)]
     return torch.stack([running_means(x).diff().abs() for x in shuffled]).mean(0)
-
-
-@claim("curvature-gap/table1", "Table 1 and Sec. 5", "HOLDS")
-def table1(seed: int) -> Evidence:
-    r"""the CIFAR-100 model has $8\times$ more blocks and is $8\times$ wider than the MNIST model"""
-    ratios = {CIFAR[name] // MNIST[name] for name in ("blocks", "d", "d_ff")}
-    return counts(ratios.pop() if len(ratios) == 1 else 0, 8, "blocks, hidden and ff dimension of Table 1")
-
-
-@claim("curvature-gap/table1-hessian", "Table 1 and Figs. 3-4", "REPRODUCED")
-def table1_hessian(seed: int) -> Evidence:
-    """the exact Hessian of the MNIST configuration is within reach, that of the CIFAR-100 configuration is not"""
-    small, large = (parameters(table) ** 2 * 4 / 2**30 for table in (MNIST, CIFAR))
-    detail = f"{parameters(MNIST)} and {parameters(CIFAR)} parameters: {small:.2g} and {large:.3g} GiB in float32"
-    return measured(large / small, small < 1 and large > 1000, detail)
 
 
 @claim("curvature-gap/fig6-slope", "Fig. 6", "REPRODUCED")

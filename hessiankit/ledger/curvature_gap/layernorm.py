@@ -7,9 +7,9 @@ from torch import Tensor
 
 from derivations.layernorm_theorems import LayerNormTheorems, theorem2_jacobian
 from derivations.normalization import LayerNormAt
+from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.derivatives import jacobian_of
-from hessiankit.ledger.curvature_gap.notation import basis_pairs, dense, eye, if_it_conforms, kron, ones
+from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, ones
 from hessiankit.ledger.curvature_gap.point import layer_norm
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, relative_error
@@ -39,18 +39,6 @@ def tokens(seed: int, shape: tuple[int, int] = GENERIC) -> Tensor:
     return Draw(seed).normal(*shape)
 
 
-@claim("curvature-gap/thm2-defs", "Theorem 2", "HOLDS", uses=[LayerNormTheorems])
-def thm2_defs(seed: int) -> Evidence:
-    r"""$M = X - \frac{1}{d_V}X11^\top$, $\sigma = \frac{1}{\sqrt{d_V}}(M^{\circ 2}1)^{\circ 1/2}$, $P =
-    \mathrm{diag}^{-1}(\sigma)$: $\mathrm{LN}(X) = PM$"""
-    X = tokens(seed)
-    objects = LayerNormTheorems(X)
-    found = [dense(objects.M), objects.sigma, dense(objects.P) @ dense(objects.M)]
-    return agrees(
-        found, [centred(X), scales(X), torch.nn.functional.layer_norm(X, (4,), eps=0.0)], "gamma = 1, beta = 0, eps = 0"
-    )
-
-
 @claim("curvature-gap/thm2", "Theorem 2; C.2", "HOLDS", uses=[theorem2_jacobian, LayerNormAt])
 def thm2(seed: int) -> Evidence:
     r"""$\partial\mathrm{LN}/\partial X = (P\otimes I_{d_V})(I_{Ld_V} - \frac{1}{d_V}(I_L\otimes 1_{d_V\times d_V})) +
@@ -73,32 +61,6 @@ def thm8_dp(seed: int) -> Evidence:
     M)\frac{\partial M}{\partial X}]$"""
     X = tokens(seed)
     return agrees(dense(LayerNormTheorems(X).dP), jacobian_of(inverse_scales, X), "against autograd")
-
-
-@claim("curvature-gap/thm8-dm", "C.2", "HOLDS", uses=[LayerNormTheorems])
-def thm8_dm(seed: int) -> Evidence:
-    r"""$\partial M/\partial X = I_L\otimes I_{d_V} - \frac{1}{d_V}(I_L\otimes 1_{d_V\times d_V})$"""
-    X = tokens(seed)
-    return agrees(dense(LayerNormTheorems(X).dM), jacobian_of(centred, X), "against autograd")
-
-
-@claim("curvature-gap/thm8-dsigma", "C.2", "HOLDS", uses=[LayerNormTheorems])
-def thm8_dsigma(seed: int) -> Evidence:
-    r"""$\partial\sigma/\partial X = \frac{1}{\sqrt{d_V}}\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes
-    1^\top)\mathrm{diag}(\mathrm{vec}_r M)\,\partial M/\partial X$"""
-    X = tokens(seed)
-    return agrees(dense(LayerNormTheorems(X).dsigma), jacobian_of(scales, X), "against autograd")
-
-
-@claim("curvature-gap/thm8-ddiag", "C.2, chain rule", "HOLDS", uses=[LayerNormTheorems])
-def thm8_ddiag(seed: int) -> Evidence:
-    r"""$\frac{\partial P}{\partial X} = \frac{\partial D^{-1}}{\partial
-    D}\frac{\partial\mathrm{diag}(\sigma)}{\partial\sigma}\frac{\partial\sigma}{\partial X}$"""
-    X = tokens(seed)
-    P = inverse_scales(X)
-    return agrees(
-        -kron(P, P.T) @ basis_pairs(len(X)) @ jacobian_of(scales, X), jacobian_of(inverse_scales, X), "against autograd"
-    )
 
 
 @claim("curvature-gap/thm8-tau", "C.2, proof", "HOLDS UNDER ASSUMPTION", uses=[LayerNormTheorems])

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from derivations.layernorm_theorems import LayerNormTheorems, theorem3_hessian
 from derivations.normalization import LayerNormAt
+from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.derivatives import hessian_of, jacobian_of
 from hessiankit.ledger.curvature_gap.layernorm import EQUAL, GENERIC, centred, tokens
 from hessiankit.ledger.curvature_gap.layernorm_pieces import AUTOGRAD, Pieces, holds, misprint
-from hessiankit.ledger.curvature_gap.notation import basis_pairs, dense, eye, kron, ones, turn, vec_eye
+from hessiankit.ledger.curvature_gap.notation import basis_pairs, dense, eye, kron, turn, vec_eye
 from hessiankit.ledger.curvature_gap.point import layer_norm
 from hessiankit.ledger.evidence import agrees, assumed, relative_error
 from hessiankit.ledger.registry import claim
@@ -36,13 +36,6 @@ def skeleton(at: Pieces, dPkron: Tensor, d2P: Tensor) -> Tensor:
     return kron(eye(at.n), at.dM.T) @ dPkron + front @ d2P + kron(eye(at.n), H.T) @ IMT
 
 
-@claim("curvature-gap/thm3-d2m", "Theorem 3", "HOLDS", uses=[LayerNormTheorems])
-def thm3_d2m(seed: int) -> Evidence:
-    r"""$\partial^2 M/\partial X^2 = 0$"""
-    at = Pieces(tokens(seed))
-    return agrees(dense(at.closed.d2M), hessian_of(centred, at.X), AUTOGRAD)
-
-
 def printed_dPkron(at: Pieces) -> Tensor:
     """Return (I_L (x) K_{L,L} (x) I_L)(I_{L^2} (x) vec_r I_L) dP/dX."""
     L = at.L
@@ -63,43 +56,6 @@ def thm3_dpkron(seed: int) -> Evidence:
     references = [jacobian_of(lambda X, at=at: kron(at.P(X), eye(at.d)), at.X) for at in (square, wide)]
     found = agrees([printed_dPkron(square), dense(wide.closed.dPkron)], references, "L = d_V = 3; corrected at (3, 4)")
     return assumed(found, relative_error(printed_dPkron(wide), references[1]), above=1.0)
-
-
-@claim("curvature-gap/thm3-dimt", "C.3", "HOLDS", uses=[LayerNormTheorems])
-def thm3_dimt(seed: int) -> Evidence:
-    r"""$\partial(I_L\otimes M^\top)/\partial X = (I_L\otimes K_{d_V,L}\otimes I_L)(\mathrm{vec}_r I_L\otimes
-    I_{Ld_V})K_{d_V,L}\,\partial M/\partial X$"""
-    at = Pieces(tokens(seed))
-    return agrees(dense(at.closed.dIMT), jacobian_of(lambda X: kron(eye(at.L), centred(X).T), at.X), AUTOGRAD)
-
-
-def printed_dA1(at: Pieces) -> Tensor:
-    """Return dA_1/dX by Proposition 4."""
-    L, P = at.L, at.P(at.X)
-    vec_P = P.reshape(-1, 1)
-    first = kron(eye(L * L), vec_P) @ at.reference("minus_inverse")
-    second = kron(-vec_P, eye(L * L)) @ at.reference("inverse_transposed")
-    return kron(eye(L), turn(L, L), eye(L)) @ (first + second)
-
-
-@claim("curvature-gap/thm3-da1", "C.3", "HOLDS", uses=[LayerNormTheorems])
-def thm3_da1(seed: int) -> Evidence:
-    r"""$\frac{\partial A_1}{\partial X} = (I_L\otimes K_{L,L}\otimes I_L)\left[(I_{L^2}\otimes\mathrm{vec}_r
-    D^{-\top})\frac{\partial(-D^{-1})}{\partial X} + (\mathrm{vec}_r(-D^{-1})\otimes I_{L^2})\frac{\partial
-    D^{-\top}}{\partial X}\right]$"""
-    return holds(seed, printed_dA1, "A1", closed="dA1")
-
-
-@claim("curvature-gap/thm3-d-dinv", "C.3", "HOLDS", uses=[LayerNormTheorems])
-def thm3_d_dinv(seed: int) -> Evidence:
-    r"""$\partial(-D^{-1})/\partial X = (D^{-1}\otimes D^{-\top})\,\partial D/\partial X$"""
-    return holds(seed, lambda at: kron(at.P(at.X), at.P(at.X).T) @ at.reference("D"), "minus_inverse")
-
-
-@claim("curvature-gap/thm3-ddinvt", "C.3", "HOLDS", uses=[LayerNormTheorems])
-def thm3_ddinvt(seed: int) -> Evidence:
-    r"""$\partial D^{-\top}/\partial X = K_{L,L}(-D^{-1}\otimes D^{-\top})\,\partial D/\partial X$"""
-    return holds(seed, lambda at: -turn(at.L, at.L) @ kron(at.P(at.X), at.P(at.X).T) @ at.reference("D"), "inverse_transposed")
 
 
 @claim("curvature-gap/thm3-dd", "C.3", "WRONG AS PRINTED", uses=[LayerNormTheorems])
@@ -130,33 +86,10 @@ def thm3_d2p(seed: int) -> Evidence:
     )
 
 
-@claim("curvature-gap/thm3-db1", "C.3", "HOLDS", uses=[LayerNormTheorems])
-def thm3_db1(seed: int) -> Evidence:
-    r"""$\frac{\partial B_1}{\partial X} = (E\otimes I)\left[(A_2\otimes I)\frac{\partial B_2}{\partial X} + (I_L\otimes
-    B_2^\top)\frac{\partial A_2}{\partial X}\right]$"""
-
-    def printed(at: Pieces) -> Tensor:
-        inner = kron(at.A2(at.X), eye(at.n)) @ at.reference("B2") + kron(eye(at.L), at.B2(at.X).T) @ at.reference("A2")
-        return kron(basis_pairs(at.L), eye(at.n)) @ inner
-
-    return holds(seed, printed, "B1", closed="dB1")
-
-
 @claim("curvature-gap/thm3-da2", r"C.3, needed for $\partial B_1/\partial X$", "OMITTED", uses=[LayerNormTheorems])
 def thm3_da2(seed: int) -> Evidence:
     r"""$\partial A_2/\partial X = -(A_2\otimes A_2)\,E A_2 B_2$"""
     return holds(seed, lambda at: dense(at.closed.dA2), "A2")
-
-
-@claim("curvature-gap/thm3-db2", "C.3", "HOLDS", uses=[LayerNormTheorems])
-def thm3_db2(seed: int) -> Evidence:
-    r"""$\frac{\partial B_2}{\partial X} = (J\otimes I)\left[(A_3\otimes I)\frac{\partial B_3}{\partial X} + (I_{Ld_V}\otimes
-    B_3^\top)\frac{\partial A_3}{\partial X}\right]$, $\frac{\partial B_3}{\partial X} = 0$"""
-
-    def printed(at: Pieces) -> Tensor:
-        return kron(eye(at.L), ones(1, at.d), eye(at.n)) @ kron(eye(at.n), at.dM.T) @ at.reference("A3")
-
-    return holds(seed, printed, "B2", closed="dB2")
 
 
 @claim("curvature-gap/thm3-da3", "C.3", "WRONG AS PRINTED", uses=[LayerNormTheorems])
@@ -172,13 +105,6 @@ def thm3_da3(seed: int) -> Evidence:
         lambda at: dense(at.closed.dA3),
         lambda at: at.reference("A3"),
     )
-
-
-@claim("curvature-gap/thm3-dvecm", "C.3", "HOLDS")
-def thm3_dvecm(seed: int) -> Evidence:
-    r"""$\partial\mathrm{vec}_r(M)/\partial M = I_{Ld_V}$"""
-    M = centred(tokens(seed))
-    return agrees(eye(12), jacobian_of(lambda M: M.reshape(-1), M), AUTOGRAD)
 
 
 def printed_inner_d2P(at: Pieces) -> Tensor:
@@ -218,14 +144,6 @@ def thm3_full2(seed: int) -> Evidence:
         lambda at: dense(LayerNormAt(at.X).hessian("X", "X")),
         lambda at: hessian_of(layer_norm, at.X),
     )
-
-
-@claim("curvature-gap/l4-dpkron", "Lemma 4, proof (i)", "HOLDS", uses=[LayerNormTheorems])
-def l4_dpkron(seed: int) -> Evidence:
-    r"""$\partial(P\otimes I_n)/\partial X = (I_m\otimes K_{n,m}\otimes I_n)(I_{m^2}\otimes\mathrm{vec}_r I_n)\,\partial
-    P/\partial X$"""
-    at = Pieces(tokens(seed))
-    return agrees(dense(at.closed.dPkron), jacobian_of(lambda X: kron(at.P(X), eye(at.d)), at.X), AUTOGRAD)
 
 
 @claim("curvature-gap/l4-dimt", "Lemma 4, proof (iii)", "WRONG AS PRINTED", uses=[LayerNormTheorems])

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from derivations.layernorm_theorems import LayerNormTheorems
+from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.derivatives import jacobian_of
 from hessiankit.ledger.curvature_gap.layernorm import EQUAL, GENERIC, centred, inverse_scales, scales, tokens
 from hessiankit.ledger.curvature_gap.notation import basis_pairs, dense, eye, if_it_conforms, kron, ones
 from hessiankit.ledger.evidence import agrees, off, relative_error

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from derivations.attention import AttentionAt
 from derivations.transformer import PostNormBlockAt
-from hessiankit.ledger.curvature_gap.derivatives import hessian_of, jacobian_of
+from hessiankit.ledger.autodiff import hessian_of, jacobian_of, kept
 from hessiankit.ledger.drawing import Draw
 
 WEIGHTS = ("1", "2", "K", "Q", "V")
@@ -141,13 +141,11 @@ class BlockPoint:
         return lambda w: self.stage(name, {i: w[self.place(i)].reshape(shapes[i]) for i in WEIGHTS})
 
     @cached_property
-    def _store(self) -> dict[tuple[str, str], Tensor]:
+    def _store(self) -> dict[tuple[str, str], tuple[Tensor, list[float]]]:
         return {}
 
     def _kept(self, key: tuple[str, str], compute: Callable[[], Tensor]) -> Tensor:
-        if key not in self._store:
-            self._store[key] = compute()
-        return self._store[key]
+        return kept(self._store, key, compute)
 
 
 @cache
