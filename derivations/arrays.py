@@ -31,7 +31,7 @@ def as_array(value: Any) -> Array:
     Lists of Python floats become float64 tensors.
 
     Raises:
-        TypeError: if floats stand among exact numbers.
+        TypeError: if floats are mixed with exact numbers.
 
     >>> import sympy
     >>> as_array(sympy.Matrix([[1, 2]])).dtype, as_array(np.ones(2)).dtype, as_array([0.5, 1]).dtype

@@ -24,7 +24,7 @@ class AttentionPoint(OperationAt):
         W_K: d_V x d_K.
         W_V: d_V x d_v (the paper has d_v = d_V).
         W_O: d_v x d_out, the output projection, or None for none (as in the paper).
-        mask: L x L, boolean (True where a token may look) or additive, or None. Every formula holds as it stands with
+        mask: L x L, boolean (True where a token may look) or additive, or None. Every formula holds unchanged with
             the masked A (claim T-causal).
         scale: the constant c; None for 1/sqrt(d_K).
         weights: L x L with rows that sum to one: A is taken to be this instead of softmax(T). A softmax's derivatives

@@ -35,7 +35,7 @@ class Composite:
             (tied weights). ``Renamed`` keeps two layers' names apart.
 
     Raises:
-        ValueError: if an inner operation has not the shape, or the value, of the argument that it stands for, or if
+        ValueError: if an inner operation has not the shape, or the value, of the argument that it replaces, or if
             one name would belong to two shapes.
 
     >>> import torch
@@ -135,7 +135,7 @@ class Composite:
         return self._built[key]
 
     def reading(self, name: str) -> dict[str, Operation]:
-        """Return the arguments of the outer operation that depend on the parameter ``name``, with what they are."""
+        """Return the arguments of the outer operation that depend on the parameter ``name``, with their operations."""
         return {a: source for a, source in self._sources.items() if name in source.arguments}
 
 
@@ -184,7 +184,7 @@ def gauss_newton(loss: Operation, model: Operation, name_i: str, name_j: str) ->
     names = list(loss.arguments)
     if size(shape_of(loss.value)) != 1 or len(names) != 1:
         raise ValueError(f"gauss_newton: expected a scalar loss of one argument, got arguments {names}, value {loss.value!r}")
-    Composite(loss, {names[0]: model})  # checks that the loss stands at the model's output
+    Composite(loss, {names[0]: model})  # checks that the loss is built at the model's output
     slope, curvature = loss.jacobian(names[0]), loss.hessian(names[0], names[0])
     outer = model.jacobian(name_i).T @ curvature @ model.jacobian(name_j)
     return GaussNewton(outer, kron(slope, Identity(size(model.arguments[name_i]))) @ model.hessian(name_i, name_j))

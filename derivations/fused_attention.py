@@ -186,7 +186,7 @@ class LinearisedAttention(Linearised):
             self.A.new_empty(count, *x.shape) if w else None for x, w in zip(self.inputs, self.wanted, strict=True)
         ]
         if bar is None and all(t is None for k, t in enumerate(moved) if k != 2):
-            out[2] = None  # the logits stand still
+            out[2] = None  # the logits do not move
         for part in _parts(count, self.A):
             given = None if bars is None else bars[part]
             found = self._pull(given, *(None if t is None else t[part] for t in moved))
@@ -285,7 +285,7 @@ class TiledAttention(Linearised):
         self.W = None if adjoint is None else primitive._arrange(adjoint.unsqueeze(0), inputs)[0].contiguous()
 
     def forget(self) -> None:
-        """Keep what is arranged by heads."""
+        """Keep the arrays arranged by heads; of Q, K and V as given, the shapes stay."""
         self.inputs = (*map(hollow, self.inputs[:3]), *self.inputs[3:])
 
     def push(self, tangents: Tangents) -> Tensor:

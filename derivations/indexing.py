@@ -1,4 +1,4 @@
-"""Pieces of a tensor and tensors from pieces: every operation that moves entries without changing them.
+"""Slices, concatenations and gathers: operations that move entries without changing them.
 
 All are linear, N = P vec_r(X) with a matrix P of zeros and ones that is never formed: the pull is P^T, which puts every
 entry back where it came from, and adds where one was taken several times.

@@ -5,7 +5,7 @@ LayerNorm(X) = P(X) M(X) for X in R^{L x d}, with gamma = 1, beta = 0, eps = 0, 
     M = X - X 1 1^T / d,    sigma = (M^{o2} 1)^{o1/2} / sqrt(d),    D = diag(sigma),    P = D^{-1}.
 
 ``derivations.normalization`` has the compact forms, for any gain, shift and eps, that these expand to. Every object of
-Appendix C.2 and C.3 is here under its own letter; a name ``dA1`` stands for dA_1/dX. The printed Hessian is right in its
+Appendix C.2 and C.3 is here under its own letter; a name ``dA1`` denotes dA_1/dX. The printed Hessian is right in its
 skeleton and wrong in four pieces, each corrected where it is defined (claims Thm3-dPkron, Thm3-dD, Thm3-d2P, Thm3-dA3),
 and one piece that it needs is not printed (claim Thm3-dA2).
 """

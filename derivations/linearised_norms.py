@@ -1,4 +1,4 @@
-r"""LayerNorm and RMSNorm linearised at rows: what depends on the row alone is computed once.
+r"""LayerNorm and RMSNorm linearised at rows: quantities of the row alone are computed once.
 
 With x the normalised rows, r = 1/s, gamma the gain and w the adjoint, the formulas are those of
 :mod:`derivations.normalization_actions`, ordered by what a tangent t or a covector u multiplies:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class LinearisedNorm(Linearised):
     """A norm of rows; inputs (X, gamma, beta), the last two in one axis, absent or None.
 
-    A tangent has S times as many entries as X. Each action makes one array of that size, its result; what it needs on the way
+    A tangent has S times as many entries as X. Each action makes one array of that size, its result; scratch
     stays within the processor's cache.
 
     Args:

@@ -308,5 +308,5 @@ class LinearisedCrossEntropy(Linearised):
 
     @cached_property
     def _share(self) -> Tensor:
-        """What each row counts, (rows, 1)."""
+        """The weight of each row: 1 / normalizer, or 0 where it is ignored, (rows, 1)."""
         return self.kept.unsqueeze(1).to(self.p.dtype) / self.normalizer

@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class _NormalizationAt(OperationAt):
-    """What LayerNorm and RMSNorm share: every formula, in terms of the matrix C."""
+    """Base class of LayerNormAt and RMSNormAt: every formula, in terms of the matrix C."""
 
     X: Array
     gamma: Array | None = None

@@ -26,7 +26,7 @@ from derivations.primitive import ByLinearising, Inputs, Linearised
 
 
 class _Normalize(ByLinearising):
-    """What LayerNorm and RMSNorm share. Rows are the axes in front of the last ``dims``; X is read as (rows, d)."""
+    """Base class of LayerNorm and RMSNorm. Rows are the axes in front of the last ``dims``; X is read as (rows, d)."""
 
     dims: int
     centred: bool

@@ -214,12 +214,12 @@ class Renamed:
         return {self.names.get(old, old): tuple(shape) for old, shape in self.operation.arguments.items()}
 
     def jacobian(self, name: str) -> Matrix:
-        """Return the operation's Jacobian, asked for by its new name."""
+        """Return the operation's Jacobian by its new name."""
         expect_names(self, "jacobian", name)
         return self.operation.jacobian(self._old[name])
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return the operation's second derivative, asked for by new names."""
+        """Return the operation's second derivative by new names."""
         expect_names(self, "hessian", name_i, name_j)
         return self.operation.hessian(self._old[name_i], self._old[name_j])
 

@@ -87,7 +87,7 @@ class MeanPoolHeadAt(OperationAt):
 
 
 class _Reduction(Primitive):
-    """What Mean and Sum share: a sum over axes, times a constant."""
+    """Base class of Mean and SumOver: a sum over axes, times a constant."""
 
     is_linear = True
     dims: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a primitive operation has to know: its value and three derivative actions, and nothing more.
+"""Primitive operations: value, jvp, vjp and the contracted second derivative.
 
 The exact Hessian of a scalar loss over any graph of primitives is one sum,
 
@@ -31,7 +31,7 @@ class Primitive(metaclass=Kind):
     """One differentiable operation phi(x_1, ..., x_m), known by four closed-form actions.
 
     Tangents and covectors carry one leading axis of any length S in front of the shape of the value that they
-    belong to: a batch of directions is pushed or pulled in one call. ``None`` stands for zero.
+    belong to: a batch of directions is pushed or pulled in one call. ``None`` is zero.
     """
 
     is_linear: bool = False
@@ -68,7 +68,7 @@ class Primitive(metaclass=Kind):
 
         Args:
             inputs: The point.
-            adjoint: Of the output's shape; None where the second derivative is not asked for.
+            adjoint: Of the output's shape; None if only first derivatives are needed.
             wanted: The inputs whose covectors are read; None: all.
         """
         return Linearised(self, inputs, adjoint, wanted)
@@ -76,8 +76,8 @@ class Primitive(metaclass=Kind):
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         """Tell whether row r of the output moves only with row r of the moving inputs.
 
-        Rows are indexed by the first ``axes`` axes of the output and of every moving input; the other inputs stand
-        still (weights shared by all rows, constants). False is always safe: it only costs speed.
+        Rows are indexed by the first ``axes`` axes of the output and of every moving input; the other inputs are
+        constant (weights shared by all rows). False is always safe: it only costs speed.
         """
         return False
 
@@ -113,7 +113,7 @@ class ByLinearising(Primitive):
 
 
 class CovectorSum:
-    """A covector (S, *shape) that grows in memory given for it: the first term is written, the others are added.
+    """A covector (S, *shape) summed in given memory: the first term is written, the others are added.
 
     >>> total = CovectorSum(torch.empty(1, 2))
     >>> total.add(torch.ones(1, 2))
@@ -154,7 +154,7 @@ class CovectorSum:
 
 
 class Nowhere(CovectorSum):
-    """Takes what nobody asks for; products are not even computed."""
+    """A sum that discards its terms; products are not computed."""
 
     def __init__(self) -> None:
         super().__init__(torch.empty(0))
@@ -173,10 +173,10 @@ Sums: TypeAlias = "Sequence[CovectorSum | None]"
 
 
 class Linearised:
-    """phi at its inputs, with the adjoint of its output where the second derivative is asked for.
+    """phi at its inputs, with the adjoint of its output where the second derivative is needed.
 
-    Tangents and covectors are those of :class:`derivations.primitive.Primitive`. What is returned is not to be written
-    into: it may be the argument, or a view.
+    Tangents and covectors are those of :class:`derivations.primitive.Primitive`. Results must not be written
+    into: they may be the argument, or a view.
 
     Args:
         primitive: phi.
@@ -193,13 +193,13 @@ class Linearised:
         self.wanted = tuple(wanted) if wanted is not None else (True,) * len(inputs)
 
     def forget(self) -> None:
-        """Let go of values that no action reads: of the inputs, their shapes stay."""
+        """Release values that no action reads; of the inputs, the shapes stay."""
         if not self.primitive.reads_values:
             self.inputs = tuple(map(hollow, self.inputs))
 
     @property
     def is_nonlinear(self) -> bool:
-        """Whether tangents are worth pulling: False if the second derivative vanishes, here or everywhere."""
+        """Whether the second derivative can be nonzero: there is an adjoint, and the primitive is not affine."""
         return self.adjoint_or_none is not None and not self.primitive.is_linear
 
     @property
@@ -214,7 +214,7 @@ class Linearised:
         return self.primitive.jvp(self.inputs, tangents)
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
-        """Return, for each input, D phi^T bar + [adjoint . D^2 phi] t; None stands for zero, and for what is not wanted."""
+        """Return, for each input, D phi^T bar + [adjoint . D^2 phi] t; None is zero, or not wanted."""
         first = None if bar is None else self.primitive.vjp(self.inputs, bar)
         if tangents is None:
             return first or (None,) * len(self.inputs)
@@ -281,5 +281,5 @@ def hollow(x: Tensor) -> Tensor:
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return a + b, where None stands for zero."""
+    """Return a + b, where None is zero."""
     return b if a is None else a if b is None else a + b

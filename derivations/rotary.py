@@ -27,7 +27,7 @@ class Rotations(Matrix):
         cos: L x w/2, the c_l.
         sin: L x w/2, the s_l.
         norm: the norm, where it is known to be 1 beyond the rounding of cos and sin.
-        symbol: what a block is printed as.
+        symbol: LaTeX of a block.
 
     Raises:
         ValueError: if the two are not matrices of one shape.

@@ -230,7 +230,7 @@ def covariance(a: Tensor, t: Tensor, peak: Tensor, axis: int = -1) -> Tensor:
 
 
 SATURATED = 0.9999
-"""A weight beyond which 1 less it, and what is made of that, is taken from the other weights."""
+"""A weight beyond which 1 - a is computed as the sum of the other weights."""
 
 
 def peaks(a: Tensor, axis: int) -> Tensor:

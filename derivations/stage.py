@@ -1,8 +1,8 @@
 r"""A computation as named stages, each an operation on stages before it, so that its derivatives read like a paper's.
 
-The chain rule is that of ``derivations.composition``. What a stage adds are names: a derivative that takes more than
+The chain rule is that of ``derivations.composition``. A stage adds names: a derivative that takes more than
 two letters to write is given one of its own and defined once, as "Closing the Curvature Gap" does with J_Z, B_i, G_k,
-xi_ij and Phi_kl. ``definitions`` lists what a formula refers to.
+xi_ij and Phi_kl. ``definitions`` lists the names in a formula.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stage:
         operation: at its point; its arguments are those named in ``reads``, and parameters.
         reads: argument of the operation -> the stage that is put in for it.
         alphabet: letters in which the operation's own chapter is to be printed (``derivations.matrix.letters``).
-        rule: LaTeX of what the value is, as in Z = rule.
+        rule: LaTeX of the right side, as in Z = rule.
         names: how the derivatives are called; after the symbol by default.
         index: name of a parameter -> its index in the names of derivatives.
         inside: stages that the operation itself is made of.
@@ -57,7 +57,7 @@ class Stage:
         return self._whole.arguments
 
     def jacobian(self, name: str) -> Matrix:
-        """Return the derivative in a parameter, by the names of what it is made of."""
+        """Return the derivative in a parameter, in named parts."""
         expect_names(self, "jacobian", name)
         if name not in self._made:
             reason = f"first derivative of ${self.symbol}$ in ${name}$: {self.rule_of(name)}"
@@ -65,7 +65,7 @@ class Stage:
         return self._made[name]
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return the second derivative in two parameters, by the names of what it is made of."""
+        """Return the second derivative in two parameters, in named parts."""
         expect_names(self, "hessian", name_i, name_j)
         key = name_i + "," + name_j
         if key not in self._made:
@@ -75,7 +75,7 @@ class Stage:
         return self._made[key]
 
     def terms(self, *names: str) -> list[Term]:
-        """Return the summands of the first or the second derivative, each with what it is in words.
+        """Return the summands of the first or the second derivative, each with a description in words.
 
         Their sum is ``jacobian(name)``, or ``hessian(name_i, name_j)``.
 
@@ -271,8 +271,8 @@ class _Accumulated:
 def total(symbol: str, left: Stage, right: Stage, *, names: Names | None = None, index: Callable[[str], str] = str) -> Stage:
     """Return the sum of two stages as one.
 
-    What both summands read is kept as one argument: the derivative of Y + FFN(Y) is (I + J) Y_k and not Y_k + J Y_k, as in
-    the papers.
+    A stage that both summands read is kept as one argument: the derivative of Y + FFN(Y) is (I + J) Y_k and not Y_k + J Y_k, as
+    in the papers.
     """
     rule = f"{left.symbol} + {right.symbol}"
     common = [stage for stage in left.before if right.depends_on(stage)]

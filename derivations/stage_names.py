@@ -42,7 +42,7 @@ def names_after(symbol: str) -> Names:
 
 @dataclass(frozen=True)
 class Term:
-    """A summand of a derivative, and in words (with LaTeX between dollars) what it is."""
+    """A summand of a derivative with its description in words (LaTeX between dollars)."""
 
     matrix: Matrix
     meaning: str

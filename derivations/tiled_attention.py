@@ -237,7 +237,7 @@ class TiledHead:
         return out.mul_(self.c)
 
     def _logits_at_peak(self, q: Tensor | None, k: Tensor | None) -> Tensor | None:
-        """The tangent of the largest logits, (L, 1); None if the logits stand still."""
+        """The tangent of the largest logits, (L, 1); None if the logits do not move."""
         pairs = ((q, self.K_peak), (self.Q, None if k is None else k[self.peak]))
         terms = [_dot(x, y) for x, y in pairs if x is not None and y is not None]
         return self.c * sum(terms[1:], terms[0]) if terms else None

@@ -35,7 +35,7 @@ _NORM_2 = {"gamma_2": "gamma", "beta_2": "beta"}
 class PostNormBlockAt:
     r"""Y = LN(X + F(X)), Z = LN(Y + sigma(Y W_1 + 1 b_1^T) W_2 + 1 b_2^T) for one sequence, with its derivatives in vec_r.
 
-    Arguments are asked for by name, "W_1" or in the paper's short form "1" (and "2", "K", "Q", "V", "O").
+    Arguments go by name, "W_1" or in the paper's short form "1" (and "2", "K", "Q", "V", "O").
 
     Args:
         X: L x d_V, the tokens.
@@ -186,7 +186,7 @@ class PostNormBlockAt:
     def xi(self, i: str, j: str) -> Matrix:
         """Return xi_ij = dB_i/dj, of shape (L d_V n_i) x n_j (Theorem 10, corrected and completed).
 
-        With a, b of the feed-forward network, k, l of what is before it, and S_ab, S_aY, S_YY the network's second
+        With a, b of the feed-forward network, k, l of attention and the first norm, and S_ab, S_aY, S_YY the network's second
         derivatives (for k, l attention weights, dY_k = J_Y G_k and Y_kl = (I (x) G_k^T) H_Y G_l + (J_Y (x) I) Phi_kl):
 
             xi_ab = S_ab             xi_12 and xi_21 corrected (claims of these names); xi_11 = 0 for ReLU only

@@ -135,7 +135,7 @@ def hadamard(A: Matrix | Array, symbol: str = "A") -> Matrix:
 
     Args:
         A: m x n, an array or an expression (which is written out).
-        symbol: what an array is printed as; an expression knows its own symbol.
+        symbol: LaTeX of an array; an expression has its own symbol.
 
     >>> hadamard(torch.ones(2, 3))
     Diagonal(6x6: \operatorname{diag}(\operatorname{vec}_r(A)))

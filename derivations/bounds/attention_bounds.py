@@ -19,7 +19,7 @@ from derivations.bounds.constants import token_covariance_bound, token_cumulant_
 
 @dataclass(frozen=True)
 class AttentionNorms:
-    """What the a priori bounds know of a problem.
+    """Norms of an attention problem, the input of its a priori bound.
 
     Args:
         length: L, the number of tokens.

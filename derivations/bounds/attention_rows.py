@@ -1,4 +1,4 @@
-r"""Softmax attention row by row: what the second derivatives of its weights are made of.
+r"""Softmax attention row by row: first derivatives, covariances and third cumulants of the tokens.
 
 For a head with y_i = W_Q^T x_i, W = W_V W_O, c = 1/sqrt(d_K), attention weights A_ij and mean xbar_i = sum_j A_ij x_j,
 
@@ -131,7 +131,7 @@ def split_heads(
 
 
 def joint_pairs(heads: Sequence[AttentionRows], K: Tensor, r: Tensor) -> Pairs:
-    """Return the blocks of several heads, whose weights are told apart by their number: "W_Q.1"."""
+    """Return the blocks of several heads, numbered: "W_Q.1"."""
     if len(heads) == 1:
         return heads[0].pairs(K, r)
     found = Pairs()

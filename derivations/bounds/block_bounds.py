@@ -25,7 +25,7 @@ _PIECEWISE_LINEAR = ("relu", "leaky_relu", "identity")
 
 @dataclass(frozen=True)
 class PostBlockNorms:
-    """What the a priori bound knows of a block.
+    """Norms of a post-norm block, the input of its a priori bound.
 
     Args:
         attention: norms of the attention, of X and of the target; ``d_out`` is the width d.
@@ -86,7 +86,7 @@ class PostBlockNorms:
     ) -> PostBlockNorms:
         """Return the norms of given arrays, shapes as in ``post_block_structured``, and the deviations at that point.
 
-        With equal gains only what the target has beyond its row means matters to a LayerNorm, and is taken. Biases and shifts
+        With equal gains and LayerNorm only the centred rows of the target matter, and their norms are taken. Biases and shifts
         are not covered.
 
         Args:

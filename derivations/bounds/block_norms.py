@@ -100,8 +100,8 @@ def row_sum_norm(U: Tensor, K: Tensor, V: Tensor) -> float:
 def pair_norm(U: Tensor, straight: tuple[Tensor, Tensor], crossed: tuple[Tensor, Tensor]) -> float:
     r"""Return a bound on the norm of sum_i u_i v_i^T (x) K_i + sum_i u_i [v'_i]^T (x) K'_i with the last two factors exchanged.
 
-    It is the bilinear form sum_i (D^T u_i)^T (K_i E^T v_i + K'_i E v'_i) in the matrices D and E: a weight acts through the value
-    it makes, and through what it does to the value that another weight makes. The norm is exact for a block of at most
+    It is the bilinear form sum_i (D^T u_i)^T (K_i E^T v_i + K'_i E v'_i) in the matrices D and E: a weight acts through its own
+    product, and as a factor of the product of another weight. The norm is exact for a block of at most
     ``EXACT_ENTRIES`` entries, or if v has no more columns than rows. Else it is that of the two parts, of which each fits in
     the space of its rows.
 

@@ -128,7 +128,7 @@ def phi_printed(length: int, d_V: int, d_K: int, x: float, w_Q: float, w_K: floa
         QK  12 w_V w_K w_Q x^5 / (L d_V d_K) + 2 w_V x^3 / (L^2 sqrt(d_V d_K)) VIOLATED, uniform attention too
         VV  0
 
-    Lemma 2 keeps the loss's 2/(L d_V) in what is a derivative of F. Eq. 9 needs (K, K), which the print never gives.
+    Lemma 2 keeps the factor 2/(L d_V) of the loss in a derivative of F. Eq. 9 needs (K, K), which the print never gives.
 
     >>> phi_printed(1, 1, 1, 1.0, 0.0, 2.0, 1.0)["VQ"]
     4.0

@@ -30,7 +30,7 @@ def norm_jacobian_norm(X: Array, eps: float = 0.0, *, norm: str = "layernorm") -
 
     Args:
         X: array of shape (L, d).
-        eps: what is added to the variance (LayerNorm) or to the mean square (RMSNorm).
+        eps: added to the variance (LayerNorm) or to the mean square (RMSNorm).
         norm: ``"layernorm"`` or ``"rmsnorm"``.
 
     Raises:
@@ -62,7 +62,7 @@ def norm_hessian_norm(X: Array, eps: float = 0.0, *, norm: str = "layernorm") ->
 
 
 def norm_hessian_map_norm(X: Array, eps: float = 0.0, *, norm: str = "layernorm") -> float:
-    """Return the largest ||D^2N(X)[a, b]|| over a, b of unit norm, exactly: what a loss Hessian feels.
+    """Return the largest ||D^2N(X)[a, b]|| over a, b of unit norm, exactly; a loss Hessian is bounded by it.
 
     It is max_i of 2 / (sqrt(3 d) s_i^2) where rho_i^2 >= 1/3 and k >= 2, else of 3 (1 - rho_i^2) rho_i / (sqrt(d) s_i^2):
     <w, D^2N[a, b]> is symmetric in its three arguments, so that the largest value is at w = a = b = t u + sqrt(1 - t^2) e,

@@ -26,7 +26,7 @@ from derivations.bounds.sharpness_norms import GradientBounds, NormedInput, doub
 
 
 class HeadNorms(NamedTuple):
-    """Norms of what the weights A_h of one query head make of the tokens.
+    """Norms of the tokens averaged by the weights A_h of one query head.
 
     Args:
         mean: ||A_h X_Norm||_2.
@@ -42,7 +42,7 @@ class HeadNorms(NamedTuple):
 
     @classmethod
     def a_priori(cls, inputs: NormedInput) -> HeadNorms:
-        """Return what holds for any weights: a mean is no longer than what it is the mean of.
+        """Return bounds for any weights: the norm of a mean is at most the largest norm.
 
         >>> HeadNorms.a_priori(NormedInput.a_priori(4, 5, 1.0))
         HeadNorms(mean=4.0, column=4.0, covariance=4.0, deviation=2.0)
@@ -73,7 +73,7 @@ class HeadNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionGradientNorms:
-    """What Theorem 4.2 knows of an attention layer.
+    """Norms of an attention layer that Theorem 4.2 needs.
 
     Args:
         inputs: the norm in front.
@@ -85,7 +85,7 @@ class AttentionGradientNorms:
         o: ||W_O||_2 of the whole output projection.
         value_dim: width of the values of one head, or None for ``head_dim``.
         scale: c, or None for 1 / sqrt(head_dim).
-        heads: the attention weights' norms, or None for what the norms allow.
+        heads: norms from the attention weights, or None for their bounds by the other norms.
         lower: bounds from below that are known.
 
     Raises:

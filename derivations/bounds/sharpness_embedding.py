@@ -43,7 +43,7 @@ class EmbeddingNorms:
     def a_priori(
         cls, inputs: NormedInput, vocabulary: int, gradient: float, *, least_row: float, most: int | None = None
     ) -> EmbeddingNorms:
-        """Return what the least norm of a row allows.
+        """Return the norms that follow from the least norm of a row.
 
         Args:
             inputs: the norm.

@@ -8,7 +8,7 @@ Y = X + F(Norm(X; gamma)) without biases, and a loss Q with the gradient G = dQ/
                                                                dW_gate = X_Norm^T E_g, E_g = G W_down^T * U * sigma'(T)
     dgamma_j = sum_i (X_std * dQ/dX_Norm)_ij
 
-with * entry by entry. What stands between G and a parameter enters by its spectral norm: the print has ||dA/dM||_F, up to
+with * entry by entry. The factors between G and a parameter enter by their spectral norms: the print has ||dA/dM||_F, up to
 sqrt(n M) times as large, and n sqrt(D) where sqrt(n (D - 1)) is enough.
 """
 
@@ -38,7 +38,7 @@ HOMOGENEOUS = ("identity", "relu", "leaky_relu")
 
 @dataclass(frozen=True)
 class FeedForwardNorms:
-    """What Theorem 4.1 knows of Y = X + sigma(X_Norm W_1) W_2.
+    """Norms that Theorem 4.1 needs for Y = X + sigma(X_Norm W_1) W_2.
 
     Args:
         inputs: the norm in front.
@@ -48,7 +48,7 @@ class FeedForwardNorms:
         w_2: ||W_2||_2.
         steepness: of sigma.
         slope: max |sigma'| at the point, or None for ``steepness.slope``.
-        a: ||A||_2, or None for what the norms allow.
+        a: ||A||_2, or None for its bound by the other norms.
         lower: bounds from below that are known.
     """
 
@@ -130,7 +130,7 @@ def theorem_4_1(norms: FeedForwardNorms) -> GradientBounds:
 
 @dataclass(frozen=True)
 class GatedNorms:
-    """What the theorem needs of Y = X + (sigma(X_Norm W_gate) * X_Norm W_up) W_down.
+    """Norms that Theorem 4.1 needs for Y = X + (sigma(X_Norm W_gate) * X_Norm W_up) W_down.
 
     Args:
         inputs: the norm in front.
@@ -140,7 +140,7 @@ class GatedNorms:
         w_up: ||W_up||_2.
         w_down: ||W_down||_2.
         steepness: of sigma.
-        gate: max |sigma(T)|, or None for what the norms allow.
+        gate: max |sigma(T)|, or None for its bound by the other norms.
         up: max |U * sigma'(T)|, or None.
         h: ||sigma(T) * U||_2, or None.
         lower: bounds from below that are known.

@@ -45,7 +45,7 @@ STEEPNESS = {
 
 @dataclass(frozen=True)
 class NormedInput:
-    """X_Norm = X_std diag(gamma), what a layer behind a norm reads.
+    """Norms of X_Norm = X_std diag(gamma), the input of a layer behind a norm.
 
     Args:
         n: number of tokens.
@@ -69,7 +69,7 @@ class NormedInput:
 
     @classmethod
     def a_priori(cls, n: int, D: int, gamma: float, gamma_max: float | None = None, *, norm: str = "layernorm") -> NormedInput:
-        """Return what holds for every X, of the gain knowing only ||gamma||, and max |gamma_j| if it is given (claim B9).
+        """Return bounds for every X, given ||gamma|| and, if known, max |gamma_j| (claim B9).
 
         Raises:
             ValueError: if the norm is unknown.

@@ -1,4 +1,4 @@
-"""Structured matrix expressions: what every node can do, and the ways of combining them.
+"""Structured matrix expressions: the interface of a node, and the ways of combining nodes.
 
 A closed form is written once as an expression and read many ways: as a dense matrix, as a fast action on vectors
 (no Kronecker product is ever formed), as a norm bound, as LaTeX, as an exact SymPy matrix.

@@ -1,4 +1,4 @@
-r"""The tree of inequalities behind ``norm_bound``: how a bound on an expression comes from the norms of what it is made of.
+r"""The tree of inequalities behind ``norm_bound``: the bound on an expression from the norms of its parts.
 
     ||A B|| <= ||A|| ||B||,   ||A + B|| <= ||A|| + ||B||,   ||A (x) B|| = ||A|| ||B||,   ||blockdiag(B_i)|| = max ||B_i||
 
@@ -20,7 +20,7 @@ class Inequality:
     """One line of the tree: ||symbol|| <= rule = bound.
 
     Attributes:
-        symbol: LaTeX of what is bounded.
+        symbol: LaTeX of the bounded expression.
         rule: LaTeX of the bound in the norms of the parts.
         bound: its value.
     """

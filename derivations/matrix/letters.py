@@ -1,4 +1,4 @@
-"""What a printed expression calls its leaves and its sizes, where the same chapter is used in several places.
+"""Letters of leaves and sizes in printed expressions, where one chapter is used in several places.
 
 A chapter prints its own letters: the input of a norm is X, its row scales are s. Where one formula holds several norms
 each needs letters of its own. ``letters`` gives them while an expression is being built, ``dimensions`` gives sizes a
@@ -38,7 +38,7 @@ class SizeNames(Protocol):
 def letters(names: Mapping[str, str]) -> Iterator[None]:
     """Give the leaves that are built inside other letters, e.g. ``{"X": "R", "s": "s_1"}``.
 
-    Where one ``letters`` stands inside another, the inner names are read in the outer letters: a chapter that is made of
+    Where one ``letters`` is inside another, the inner names are read in the outer letters: a chapter that is made of
     others names theirs in its own letters, and its caller names these.
 
     >>> import torch

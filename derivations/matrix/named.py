@@ -10,11 +10,11 @@ from derivations.matrix.expression import Matrix
 
 
 class Named(Matrix):
-    r"""An expression that prints as a symbol and computes as what it stands for.
+    r"""An expression that prints as a symbol and computes as its definition.
 
     Args:
         symbol: LaTeX of the name.
-        matrix: what it stands for.
+        matrix: its definition.
         reason: in words, where it comes from.
 
     >>> from derivations.matrix.leaves import Identity, Ones
@@ -30,7 +30,7 @@ class Named(Matrix):
 
     @cached_property
     def meaning(self) -> Matrix:
-        """What it stands for, transposed if it is."""
+        """The definition, transposed if the symbol is."""
         return self.matrix.T if self.transposed else self.matrix
 
     def children(self) -> Sequence[Matrix]:
@@ -62,7 +62,7 @@ def definitions(matrix: Matrix) -> list[Named]:
     """Return every named expression inside, each once, in the order in which a reader meets them.
 
     Raises:
-        ValueError: if one name stands for two things.
+        ValueError: if one name has two definitions.
     """
     found: dict[str, Named] = {}
     ahead = [matrix]

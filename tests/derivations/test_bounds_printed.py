@@ -1,4 +1,4 @@
-"""Closing the Curvature Gap as printed: violated where the review says so, by the ratios it states, and not elsewhere."""
+"""Bounds of Closing the Curvature Gap as printed: what holds of them, and one point where each theorem does not (the ledger has all)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from bound_problems import (
     F64,
     Problem,
     attention,
-    hessian_blocks,
     norm,
     normalised,
     post_block,
@@ -52,56 +51,6 @@ class TestTheorem1:
             assert true / theorem(*sizes_and_norms(p)).M == pytest.approx(q**2 / 12, rel=1e-12)
             assert true <= theorem(*sizes_and_norms(p), swapped=True).M
 
-    @pytest.mark.parametrize(("L", "main", "appendix"), [(10, None, 1.18), (18, 1.06, None), (24, 1.41, None), (40, 2.36, None)])
-    def test_swapped_blocks_do_not_mend_it(self, L: int, main: float | None, appendix: float | None) -> None:
-        """CE2: row 1 of the softmax puts 1/2 on its own token."""
-        X = torch.zeros(L, 1, dtype=F64)
-        X[0] = 1.0
-        w = math.sqrt(math.log(L - 1)) * torch.ones(1, 1, dtype=F64)
-        p = Problem(X, {"W_Q": w, "W_K": w, "W_V": 0 * w}, 1e6 * X)
-        true = norm(whole_hessian(attention, p))
-        for theorem, ratio in ((MAIN, main), (APPENDIX, appendix)):
-            if ratio is not None:
-                assert true / theorem(*sizes_and_norms(p), swapped=True).M == pytest.approx(ratio, rel=0.006)
-
-    @pytest.mark.parametrize(("L", "ratio"), [(4, 2.67), (8, 10.7)])
-    def test_appendix_with_the_rank(self, L: int, ratio: float) -> None:
-        """CE3: target = output, hence rank 0; two tokens share the attention of rows 1 and 2."""
-        p = self.shared(L)
-        true = norm(whole_hessian(attention, p))
-        assert true / APPENDIX(*sizes_and_norms(p), rank=0, swapped=True).M == pytest.approx(ratio, rel=0.01)
-        outer = attention_in_print.outer_printed(*sizes_and_norms(p)[:-1])
-        assert norm(hessian_blocks(attention, p)["W_Q", "W_Q"]) / outer.QQ == pytest.approx(L**2 / 4, rel=0.01)
-
-    @staticmethod
-    def shared(L: int) -> Problem:
-        X = torch.zeros(L, 2, dtype=F64)
-        X[0], X[1] = torch.tensor([1.0, 1.0]), torch.tensor([-1.0, 1.0])
-        identity = torch.eye(2, dtype=F64)
-        weights = {"W_Q": torch.diag(torch.tensor([0.0, 4.0], dtype=F64)), "W_K": 4 * identity, "W_V": 30 * identity}
-        return Problem(X, weights, attention(X, weights))
-
-    @pytest.mark.parametrize("L", [5, 8])
-    def test_functional_block_of_values_and_queries(self, L: int) -> None:
-        """CE4: the printed H_f(V, Q) is too small by L/4; W_V = 0 leaves no outer product."""
-        X = torch.zeros(L, 1, dtype=F64)
-        X[0] = 1.0
-        w = math.sqrt(math.log(L - 1)) * torch.ones(1, 1, dtype=F64)
-        p = Problem(X, {"W_Q": w, "W_K": w, "W_V": 0 * w}, X)
-        printed = attention_in_print.functional_printed(*sizes_and_norms(p), 1.0)
-        assert norm(hessian_blocks(attention, p)["W_V", "W_Q"]) / printed.VQ == pytest.approx(L / 4, rel=1e-12)
-
-    def test_outer_block_of_values_and_queries(self) -> None:
-        """CE5: 32 rows attend the same two tokens; too small by sqrt(2) at L = 34."""
-        X = torch.zeros(34, 3, dtype=F64)
-        X[:2, 1], X[0, 0], X[1, 0], X[2:, 2] = 1 / math.sqrt(2), 1.0, -1.0, 0.25
-        W_Q = torch.zeros(3, 3, dtype=F64)
-        W_Q[2, 1] = 1e3
-        weights = {"W_Q": W_Q, "W_K": torch.eye(3, dtype=F64), "W_V": torch.eye(3, dtype=F64)}
-        p = Problem(X, weights, attention(X, weights))
-        printed = attention_in_print.outer_printed(*sizes_and_norms(p)[:-1])
-        assert norm(hessian_blocks(attention, p)["W_V", "W_Q"]) / printed.VQ == pytest.approx(math.sqrt(2), rel=1e-4)
-
     def test_swapped_version_survives_short_random_problems(self) -> None:
         for kind in ("init", "large"):
             for p in problems(kind, ATTENTION_SIZES, 12, seed=4):
@@ -128,20 +77,6 @@ class TestTheorem1:
 
 
 class TestSteps:
-    def test_uniform_attention_only(self) -> None:
-        """Items 4 and 7: L/2 too small where two of L tokens share the attention."""
-        for L in (4, 8):
-            p = TestTheorem1.shared(L)
-            at = AttentionAt(p.X, *p.weights.values())
-            steps = attention_in_print.theorem_1_steps_printed(L, 2, norm(p.X), norm(p.weights["W_V"]), norm(p.target))
-            assert spectral(at.dA) / steps.dA == pytest.approx(L / 2, rel=1e-3)
-            assert spectral(at.Z_1) / steps.Z_1 > 0.2 * L
-            Q, _, _ = block_in_print.attention_jacobians_printed(L, 2, norm(p.X), 4.0, 4.0, 30.0)
-            assert spectral(at.G_Q) / Q > 0.2 * L
-            uniform = AttentionAt(p.X, 0 * p.weights["W_Q"], p.weights["W_K"], p.weights["W_V"])
-            assert spectral(uniform.dA) == pytest.approx(steps.dA, rel=1e-12)
-            assert spectral(uniform.Z_1) <= steps.Z_1 * (1 + 1e-12)
-
     def test_those_that_hold(self) -> None:
         for p in problems("large", ATTENTION_SIZES[2:], 4, seed=2):
             at = AttentionAt(p.X, *p.weights.values())
@@ -155,13 +90,6 @@ class TestSteps:
 
 
 class TestTheorem7:
-    def test_violated_with_its_own_M(self) -> None:
-        """CE12: CE1 as sample k + 1, the others have X = 0 and no loss; W_K moves from 0 to 0.01."""
-        M = MAIN(2, 1, 1, math.sqrt(2), 100.0, 0.0, 1.0, 0.0).M
-        k, moved = 4, 0.01
-        difference = math.tanh(100 * moved) ** 2 / (k + 1)
-        assert difference / attention_in_print.theorem_7_printed(k, 0.0, M, moved) == pytest.approx(242, rel=0.01)
-
     def test_violated_with_the_true_norm(self) -> None:
         """CE13: the Hessian at w* = 0 is zero, so that the right side is; the loss at (1, 1, 1) is tanh(1)^2."""
         one = torch.ones(1, 1, dtype=F64)
@@ -180,17 +108,6 @@ class TestTheorem7:
 
 
 class TestLemma4:
-    @pytest.mark.parametrize(("n", "jacobian"), [(3, 1.098), (4, 1.33), (8, 2.09)])
-    def test_violated_as_stated(self, n: int, jacobian: float) -> None:
-        """CE9: the row (1, -1, 0, ...)."""
-        X = torch.zeros(1, n, dtype=F64)
-        X[0, 0], X[0, 1] = 1.0, -1.0
-        s, x = block_in_print.sigma_min_printed(X), norm(X)
-        assert norm_jacobian_norm(X) / block_in_print.lemma_4_jacobian_printed(x, s, n) == pytest.approx(jacobian, rel=0.03)
-        small = 1e-3 * X
-        ratio = norm_hessian_norm(small) / block_in_print.lemma_4_hessian_printed(1e-3 * x, 1e-3 * s, 1, n)
-        assert ratio == pytest.approx({3: 0.95, 4: 1.26, 8: 4.0}[n], rel=0.1)
-
     def test_holds_with_the_deviations_of_the_proof(self) -> None:
         g = torch.Generator().manual_seed(0)
         for m, n in ((1, 3), (4, 5), (2, 16)):
@@ -218,51 +135,10 @@ class TestTheorem6:
         phi, residual = block_in_print.phi_printed(*sizes, x, q, k, v), float((normalised(S) - p.target).norm())
         return block_in_print.theorem_6_printed(L, d, w["W_1"].shape[1], factors, phi, w1, w2, residual).whole
 
-    @pytest.mark.parametrize(("d", "least"), [(5, 1.1), (8, 3.5), (12, 9.5)])
-    def test_violated_with_sigma_as_stated(self, d: int, least: float) -> None:
-        """CE10: one token of unit deviation, tiny weights, target = output, a global minimum."""
-        X = normalised(torch.cat([torch.tensor([[1.0, -1.0]], dtype=F64), torch.zeros(1, d - 2, dtype=F64)], 1))
-        g = torch.Generator().manual_seed(0)
-        shapes = {"W_Q": (d, 2), "W_K": (d, 2), "W_V": (d, d), "W_1": (d, 2 * d), "W_2": (2 * d, d)}
-        weights = {name: 1e-6 * torch.randn(*s, generator=g, dtype=F64) for name, s in shapes.items()}
-        p = Problem(X, weights, torch.zeros_like(X))
-        p = Problem(X, weights, post_block(X, weights))
-        true = norm(whole_hessian(post_block, p))
-        assert true / self.closed(p, "stated") > least
-        assert true <= self.closed(p, "proof")
-
     def test_holds_with_that_of_the_proof(self) -> None:
         for kind in ("init", "large"):
             for p in problems(kind, BLOCK_SIZES, 3, seed=7):
                 assert norm(whole_hessian(post_block, p)) <= self.closed(p, "proof")
-
-    def test_xi_21_does_not_grow_with_W_2(self) -> None:
-        """CE11: the print has sqrt(d_ff) ||W_2||."""
-        (p,) = problems("init", BLOCK_SIZES[:1], 1, seed=3)
-        small = p.scaled(W_2=1e-6)
-        at = PostNormBlockAt(small.X, *small.weights.values())
-        printed = math.sqrt(small.weights["W_1"].shape[1]) * norm(small.weights["W_2"])
-        assert spectral(at.xi("2", "1")) > 1e5 * printed
-        assert spectral(at.xi("1", "2")) <= math.sqrt(small.X.shape[1]) * norm(at.Y)
-
-    @pytest.mark.parametrize("n", [2, 3, 4])
-    def test_phi_under_uniform_attention(self, n: int) -> None:
-        """CE6: at L = d_V = n the print of Phi_VQ is too small by n^2 / 2, that of Phi_QK by n^(3/2) / 2."""
-        X = torch.zeros(n, n, dtype=F64)
-        X[0, 0], X[1, 0] = 1.0, -1.0
-        first = torch.eye(n, dtype=F64)[:, :1]
-        at = AttentionAt(X, 0 * first, first, torch.eye(n, dtype=F64))
-        phi = block_in_print.phi_printed(n, n, 1, norm(X), 0.0, 1.0, 1.0)
-        assert spectral(at.Phi("V", "Q")) / phi["VQ"] == pytest.approx(n**2 / 2, rel=1e-12)
-        assert spectral(at.Phi("Q", "K")) / phi["QK"] == pytest.approx(n**1.5 / 2, rel=1e-12)
-
-    def test_phi_of_queries_on_wide_problems(self) -> None:
-        """CE7: L = d_V = 7, one row of the attention where the third cumulant is largest: too small by sqrt(6)/9 * 49/12."""
-        identity, A = torch.eye(7, dtype=F64), torch.eye(7, dtype=F64)
-        A[0, 0], A[0, 1] = (1 + 1 / math.sqrt(3)) / 2, (1 - 1 / math.sqrt(3)) / 2
-        at = AttentionAt(identity, identity, identity, identity, weights=A)
-        printed = block_in_print.phi_printed(7, 7, 7, 1.0, 1.0, 1.0, 1.0)
-        assert spectral(at.Phi("Q", "Q")) / printed["QQ"] == pytest.approx(math.sqrt(6) / 9 * 49 / 12, rel=1e-10)
 
     def test_exact_factors(self) -> None:
         """Eqs. 8, 13-16, 20, 22 and 23 hold with the true norms of their factors, and so does Eq. 9 for the normalised loss."""
