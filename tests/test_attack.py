@@ -1,4 +1,4 @@
-"""The attacks on the bounds: they find nothing here, they find what is planted, and the referee knows better than float64."""
+"""The attacks on the bounds: no bound is exceeded, a planted fault is found, and 80 digits decide where float64 has too few."""
 
 from __future__ import annotations
 

@@ -33,19 +33,8 @@ def test_attention_by_hand(heads, d_k, project, bias, causal):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 1)])
 def test_everything_inside_the_attention_by_hand(heads, kv_heads, normed, scope, norm, rotary):
     options = {"d_k": 4, "d_v": 3, "norms": normed, "norm": norm, "norm_scope": scope, "eps": 0.3}
-    attention = randomised(
-        Attention(
-            5,
-            heads,
-            n_kv_heads=kv_heads,
-            bias=True,
-            causal=True,
-            output_projection=True,
-            rotary=rotary,
-            rotary_theta=7.0,
-            **options,
-        )
-    )
+    options |= {"n_kv_heads": kv_heads, "bias": True, "causal": True, "output_projection": True}
+    attention = randomised(Attention(5, heads, rotary=rotary, rotary_theta=7.0, **options))
     x = draw(4, 5)
     expected = attention_by_hand(
         x, parameters(attention), heads, True, kv_heads=kv_heads, kind=norm, normed=normed, scope=scope, eps=0.3,
@@ -57,15 +46,15 @@ def test_everything_inside_the_attention_by_hand(heads, kv_heads, normed, scope,
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_is_torchs(causal):
     attention = randomised(Attention(6, 2, output_projection=True, bias=True, causal=causal))
-    theirs = nn.MultiheadAttention(6, 2, batch_first=True).double()
-    theirs.in_proj_weight.data = torch.cat([attention.W_Q.T, attention.W_K.T, attention.W_V.T])
-    theirs.in_proj_bias.data = torch.cat([attention.b_Q, attention.b_K, attention.b_V])
-    theirs.out_proj.weight.data, theirs.out_proj.bias.data = attention.W_O.T, attention.b_O
+    torchs = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    torchs.in_proj_weight.data = torch.cat([attention.W_Q.T, attention.W_K.T, attention.W_V.T])
+    torchs.in_proj_bias.data = torch.cat([attention.b_Q, attention.b_K, attention.b_V])
+    torchs.out_proj.weight.data, torchs.out_proj.bias.data = attention.W_O.T, attention.b_O
     x = draw(3, 5, 6)
     mask = torch.ones(5, 5, dtype=torch.bool).triu(1) if causal else None
-    assert (attention(x) - theirs(x, x, x, attn_mask=mask, need_weights=False)[0]).abs().max() < 1e-13
+    assert (attention(x) - torchs(x, x, x, attn_mask=mask, need_weights=False)[0]).abs().max() < 1e-13
     padding = torch.tensor([[False] * 5, [False, False, False, True, True], [False, True, False, False, True]])
-    seen = theirs(x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=False)[0]
+    seen = torchs(x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=False)[0]
     assert (attention(x, padding) - seen)[~padding].abs().max() < 1e-13
     single = randomised(Attention(6, d_k=3, causal=causal))
     fused = nn.functional.scaled_dot_product_attention(x @ single.W_Q, x @ single.W_K, x @ single.W_V, is_causal=causal)

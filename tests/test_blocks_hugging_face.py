@@ -34,21 +34,21 @@ MODERN = {
 
 
 def copied(model: hk.Transformer, names: dict[str, Tensor]) -> hk.Transformer:
-    """Fill every parameter of our model from theirs, each used once."""
-    mine = dict(model.double().named_parameters())
-    assert set(mine) == set(names)
-    for name, p in mine.items():
+    """Fill every parameter of our model from that of Hugging Face, each used once."""
+    own = dict(model.double().named_parameters())
+    assert set(own) == set(names)
+    for name, p in own.items():
         assert p.shape == names[name].shape, name
         p.data = names[name].detach().clone()
     return model
 
 
-def of_decoder(theirs: nn.Module, **norms: str) -> dict[str, Tensor]:
-    """Our names of the weights of a Llama-like model; ``norms`` maps our norms to theirs."""
-    names = {"embedding.W_E": theirs.model.embed_tokens.weight, "final_norm.weight": theirs.model.norm.weight}
-    if theirs.lm_head.weight is not theirs.model.embed_tokens.weight:
-        names["head.W_C"] = theirs.lm_head.weight.T
-    for i, layer in enumerate(theirs.model.layers):
+def of_decoder(hugging: nn.Module, **norms: str) -> dict[str, Tensor]:
+    """Our names of the weights of a Llama-like model; ``norms`` maps our norms to its own."""
+    names = {"embedding.W_E": hugging.model.embed_tokens.weight, "final_norm.weight": hugging.model.norm.weight}
+    if hugging.lm_head.weight is not hugging.model.embed_tokens.weight:
+        names["head.W_C"] = hugging.lm_head.weight.T
+    for i, layer in enumerate(hugging.model.layers):
         for letter in "QKVO":
             names[f"blocks.{i}.attention.W_{letter}"] = getattr(layer.self_attn, f"{letter.lower()}_proj").weight.T
         for letter, part in (("1", "up"), ("G", "gate"), ("2", "down")):
@@ -58,15 +58,15 @@ def of_decoder(theirs: nn.Module, **norms: str) -> dict[str, Tensor]:
     return names
 
 
-def assert_same_values(mine: hk.Transformer, theirs: nn.Module) -> None:
-    theirs = InDouble(theirs)
+def assert_same_values(own: hk.Transformer, hugging: nn.Module) -> None:
+    hugging = InDouble(hugging)
     for padding in (None, PADDING):
         attention_mask = torch.ones_like(IDS) if padding is None else (~padding).long()
-        expected = theirs(input_ids=IDS, attention_mask=attention_mask).logits
-        found, kept = mine(IDS, padding), ~PADDING if padding is not None else slice(None)
+        expected = hugging(input_ids=IDS, attention_mask=attention_mask).logits
+        found, kept = own(IDS, padding), ~PADDING if padding is not None else slice(None)
         assert expected.dtype == found.dtype == torch.float64
         assert (found - expected)[kept].abs().max() < 1e-10 * expected.abs().max()
-    shuffled = mine(IDS.flip(1)) - theirs(input_ids=IDS).logits
+    shuffled = own(IDS.flip(1)) - hugging(input_ids=IDS).logits
     assert shuffled.abs().max() > 1e-3 * expected.abs().max()
 
 
@@ -79,38 +79,33 @@ INSIDE = {"attention__norm_q": "self_attn.q_norm", "attention__norm_k": "self_at
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama(tied):
-    theirs = generic(hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, tie_word_embeddings=tied)))
-    mine = hk.Transformer(VOCABULARY, D, FF, LAYERS, HEADS, "pre", tied=tied, **MODERN)
-    assert_same_values(copied(mine, of_decoder(theirs, **pre_norms())), theirs)
+    hugging = generic(hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, tie_word_embeddings=tied)))
+    own = hk.Transformer(VOCABULARY, D, FF, LAYERS, HEADS, "pre", tied=tied, **MODERN)
+    assert_same_values(copied(own, of_decoder(hugging, **pre_norms())), hugging)
 
 
 def test_qwen3():
-    theirs = generic(hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER, tie_word_embeddings=False)))
-    mine = hk.Transformer(VOCABULARY, D, FF, LAYERS, HEADS, "pre-qk-pre", tied=False, **MODERN)
-    assert_same_values(copied(mine, of_decoder(theirs, **pre_norms(**INSIDE))), theirs)
+    hugging = generic(hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER, tie_word_embeddings=False)))
+    own = hk.Transformer(VOCABULARY, D, FF, LAYERS, HEADS, "pre-qk-pre", tied=False, **MODERN)
+    assert_same_values(copied(own, of_decoder(hugging, **pre_norms(**INSIDE))), hugging)
 
 
 def test_olmo2():
-    theirs = generic(hf.Olmo2ForCausalLM(hf.Olmo2Config(**DECODER, tie_word_embeddings=False)))
-    mine = hk.Transformer(VOCABULARY, D, FF, LAYERS, HEADS, "olmo2", tied=False, **MODERN)
+    hugging = generic(hf.Olmo2ForCausalLM(hf.Olmo2Config(**DECODER, tie_word_embeddings=False)))
+    own = hk.Transformer(VOCABULARY, D, FF, LAYERS, HEADS, "olmo2", tied=False, **MODERN)
     norms = {"norm_1": "post_attention_layernorm", "norm_2": "post_feedforward_layernorm", **INSIDE}
-    assert_same_values(copied(mine, of_decoder(theirs, **norms)), theirs)
+    assert_same_values(copied(own, of_decoder(hugging, **norms)), hugging)
 
 
 def test_gpt2():
     config: dict[str, Any] = {
-        **SPECIAL,
-        "vocab_size": VOCABULARY,
-        "n_positions": 9,
-        "n_embd": D,
-        "n_layer": LAYERS,
-        "n_head": HEADS,
-    }
-    theirs = generic(hf.GPT2LMHeadModel(hf.GPT2Config(**config, n_inner=FF, layer_norm_epsilon=1e-3)))
-    mine = hk.Transformer(
+        **SPECIAL, "vocab_size": VOCABULARY, "n_positions": 9, "n_embd": D, "n_layer": LAYERS, "n_head": HEADS,
+    }  # fmt: skip
+    hugging = generic(hf.GPT2LMHeadModel(hf.GPT2Config(**config, n_inner=FF, layer_norm_epsilon=1e-3)))
+    own = hk.Transformer(
         VOCABULARY, D, FF, LAYERS, HEADS, "pre", max_len=9, activation="gelu_tanh", bias=True, attention_bias=True, causal=True, eps=1e-3
     )  # fmt: skip
-    body = theirs.transformer
+    body = hugging.transformer
     names = {"embedding.W_E": body.wte.weight, "embedding.P": body.wpe.weight}
     names |= {"final_norm.weight": body.ln_f.weight, "final_norm.bias": body.ln_f.bias}
     for i, layer in enumerate(body.h):
@@ -123,4 +118,4 @@ def test_gpt2():
             names |= {f"blocks.{i}.{ours.format('W')}": part.weight, f"blocks.{i}.{ours.format('b')}": part.bias}
         for ours, part in (("norm_1", layer.ln_1), ("norm_2", layer.ln_2)):
             names |= {f"blocks.{i}.{ours}.weight": part.weight, f"blocks.{i}.{ours}.bias": part.bias}
-    assert_same_values(copied(mine, names), theirs)
+    assert_same_values(copied(own, names), hugging)

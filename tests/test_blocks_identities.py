@@ -37,9 +37,9 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-13) -> bool:
 def test_lns_is_pre_with_its_gains_divided(norm):
     """The Curse of Depth, Eq. 12: gamma / sqrt(l) and, for LayerNorm, beta / sqrt(l)."""
     scaled, pre = generic(chain("lns", norm=norm)), chain("pre", norm=norm)
-    for layer, (theirs, mine) in enumerate(zip(scaled, pre, strict=True), start=1):
-        mine.load_state_dict({n: v for n, v in theirs.state_dict().items() if n != "depth"})
-        for p in (*mine.norm_1.parameters(), *mine.norm_2.parameters()):
+    for layer, (other, own) in enumerate(zip(scaled, pre, strict=True), start=1):
+        own.load_state_dict({n: v for n, v in other.state_dict().items() if n != "depth"})
+        for p in (*own.norm_1.parameters(), *own.norm_2.parameters()):
             p.data /= math.sqrt(layer)
     x = draw(4, 6)
     assert close(run(pre, x), run(scaled, x))
@@ -53,9 +53,9 @@ def test_post_on_a_norm_is_a_norm_of_post_shifted(norm):
     post = chain("post", norm=norm)
     last = randomised(nn.LayerNorm(6) if norm == "layernorm" else nn.RMSNorm(6, eps=1e-5), 9)
     fronts = [n for block in shifted for n in (block.norm_1, block.norm_2)] + [last]
-    for k, (mine, theirs) in enumerate(zip(post, shifted, strict=True)):
-        mine.attention, mine.feedforward = theirs.attention, theirs.feedforward
-        mine.norm_1, mine.norm_2 = fronts[2 * k + 1], fronts[2 * k + 2]
+    for k, (own, other) in enumerate(zip(post, shifted, strict=True)):
+        own.attention, own.feedforward = other.attention, other.feedforward
+        own.norm_1, own.norm_2 = fronts[2 * k + 1], fronts[2 * k + 2]
     x = draw(4, 6)
     assert close(run(post, fronts[0](x)), last(run(shifted, x)))
     assert not close(run(post, x), last(run(shifted, x)), 1e-3)
@@ -65,13 +65,13 @@ def test_post_on_a_norm_is_a_norm_of_post_shifted(norm):
 def test_qkv_norms_make_the_norm_in_front_redundant(with_norm, without):
     """MHA_QKV(g N(X); W) = MHA_QKV(X; diag(g) W) for RMSNorm and eps = 0."""
     options = {"norm": "rmsnorm", "eps": 0.0}
-    theirs, mine = generic(chain(with_norm, **options)), chain(without, **options)
-    for a, b in zip(theirs, mine, strict=True):
+    other, own = generic(chain(with_norm, **options)), chain(without, **options)
+    for a, b in zip(other, own, strict=True):
         b.load_state_dict({n: v for n, v in a.state_dict().items() if not n.startswith("norm_1")})
         for letter in "QKV":
             weight = getattr(b.attention, f"W_{letter}")
             weight.data = a.norm_1.weight.data[:, None] * weight.data
-    assert close(run(mine, draw(4, 6)), run(theirs, draw(4, 6)), 1e-12)
+    assert close(run(own, draw(4, 6)), run(other, draw(4, 6)), 1e-12)
 
 
 def test_starred_hybridnorm_is_first_qkv_pre_without_eps():
@@ -87,11 +87,11 @@ def test_starred_hybridnorm_is_first_qkv_pre_without_eps():
 @pytest.mark.parametrize("inside", ["qk", "kv", "qkc"])
 def test_fewer_norms_inside_leave_the_norm_in_front(inside):
     options = {"norm": "rmsnorm", "eps": 0.0}
-    theirs, mine = generic(chain(f"pre-{inside}-pre", **options)), chain(f"{inside}-pre", **options)
-    for a, b in zip(theirs, mine, strict=True):
+    other, own = generic(chain(f"pre-{inside}-pre", **options)), chain(f"{inside}-pre", **options)
+    for a, b in zip(other, own, strict=True):
         nn.init.ones_(a.norm_1.weight)
         b.load_state_dict({n: v for n, v in a.state_dict().items() if not n.startswith("norm_1")})
-    assert not close(run(mine, draw(4, 6)), run(theirs, draw(4, 6)), 1e-3)
+    assert not close(run(own, draw(4, 6)), run(other, draw(4, 6)), 1e-3)
 
 
 def test_scaling_before_a_norm_does_nothing_without_eps():

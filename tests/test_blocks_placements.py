@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from blocks_reference import attention_by_hand, draw, feedforward_by_hand, norm_by_hand, randomised
 
 import hessiankit as hk
-from hessiankit.blocks import NORMS, PLACEMENTS, Placement, Scale, placements, register
+from hessiankit.blocks import NORMS, PLACEMENTS, Placement, Scale, register
 from hessiankit.blocks.placements import placement_of_layer
 
 LAYERS = 4
@@ -137,17 +138,9 @@ class Parts(dict):
         y = torch.cat([norm_by_hand(self.kind, part, eps=0.2) for part in x.tensor_split(self.groups, -1)], -1)
         return y * p["weight"] + p.get("bias", 0)
 
-    def N1(self, x):
-        return self.norm(1, x)
-
-    def N2(self, x):
-        return self.norm(2, x)
-
-    def N3(self, x):
-        return self.norm(3, x)
-
-    def N4(self, x):
-        return self.norm(4, x)
+    def __getattr__(self, name):
+        """N1 ... N4."""
+        return partial(self.norm, int(name.removeprefix("N")))
 
 
 def build(placement: str, **options) -> hk.TransformerBlock:
@@ -165,14 +158,8 @@ def test_placement_by_hand(placement, norm, layer):
     groups = 3 if placement == "group-ln" else 1
     expected = formula(x, Parts(block, norm, inside, "full" if placement == "olmo2" else "head", groups), layer)
     assert (block(x) - expected).abs().max() < 1e-12 * (1 + expected.abs().max())
-    assert len({name for name, _ in block.named_parameters() if "norm_" in name}) == count_of_norms(block) * (
-        2 if norm == "layernorm" else 1
-    )
-
-
-def count_of_norms(block: hk.TransformerBlock) -> int:
-    own = block.own_placement
-    return len(own.norms) + len(own.attention_norms)
+    count = len(block.own_placement.norms) + len(block.own_placement.attention_norms)
+    assert len({name for name, _ in block.named_parameters() if "norm_" in name}) == count * (2 if norm == "layernorm" else 1)
 
 
 def test_every_placement_is_written_out():
@@ -180,44 +167,6 @@ def test_every_placement_is_written_out():
     assert all(name == placement.name == name.lower() for name, placement in PLACEMENTS.items())
     assert all(placement.description and placement.source for placement in PLACEMENTS.values())
     assert str(PLACEMENTS["pre"]).startswith("pre: Pre-Norm: a norm before each branch (HybridNorm, Eqs. 5-6")
-
-
-class Symbol:
-    """A formula as text: what an equation may do with the stream, and nothing else."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __add__(self, other: Symbol) -> Symbol:
-        return Symbol(f"({self.text} + {other.text})")
-
-    def __rmul__(self, factor: float) -> Symbol:
-        assert isinstance(factor, float)
-        return Symbol(f"{factor:g} {self.text}")
-
-    def __mul__(self, parameter: Symbol) -> Symbol:
-        return Symbol(f"{self.text} {parameter.text}")
-
-
-class StandIn:
-    factor = 0.5
-
-    def __getattr__(self, name):
-        letter = {"attention": "A", "feedforward": "F"}.get(name, name.replace("norm_", "N"))
-        return Symbol(name) if name.startswith(("omega", "lambda")) else lambda x: Symbol(f"{letter}({x.text})")
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_equations_run_on_symbols(placement):
-    assert isinstance(PLACEMENTS[placement].equation(StandIn(), Symbol("X")), Symbol)
-
-
-def test_the_text_of_some_equations():
-    text = {name: getattr(placements, name)(StandIn(), Symbol("X")).text for name in ("post", "bare_pre", "admin", "lns")}
-    assert text["post"] == "N2((N1((X + A(X))) + F(N1((X + A(X))))))"
-    assert text["bare_pre"] == "((X + A(X)) + F(N2((X + A(X)))))"
-    assert text["admin"] == "N2((N1((X omega_1 + A(X))) omega_2 + F(N1((X omega_1 + A(X))))))"
-    assert text["lns"] == "((X + A(0.5 N1(X))) + F(0.5 N2((X + A(0.5 N1(X))))))"
 
 
 @pytest.mark.parametrize(

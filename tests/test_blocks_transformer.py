@@ -1,4 +1,4 @@
-"""Whole models: what stands before and behind the blocks, tied heads, padding, Admin's profile, errors."""
+"""Whole models: embeddings, position encodings and heads, tied heads, padding, Admin's profile, errors."""
 
 from __future__ import annotations
 

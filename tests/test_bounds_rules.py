@@ -99,7 +99,7 @@ def test_the_bends_of_two_heads_that_share_keys_and_values_are_nearly_attained()
 
 
 def test_equal_keys_or_values_do_not_bend():
-    """Norms are large and ranges 0: what is asked for does not matter, or not what the answer is weighed by."""
+    """Norms are large and ranges 0: the queries do not matter, or the keys do not."""
     Q, K, V = draw(3, 2), draw(1, 2, seed=2).expand(3, 2) * 9, draw(3, 2, seed=3)
     Z = mixed(itself("Q", Q), itself("K", K.clone()), itself("V", V), 0.7, context(Q, K, V, 0.7, 1, 1))
     assert Z.bend_row["Q", "Q"] == Z.slope["Q"] == Z.bend_all["V", "Q"] == 0.0

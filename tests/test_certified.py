@@ -26,7 +26,7 @@ from hessiankit.support.errors import InputError
 
 
 def exact_norm(A: Tensor) -> mpmath.mpf:
-    """The spectral norm of the matrix as it stands, to 60 digits."""
+    """The spectral norm of the float64 matrix, to 60 digits."""
     with mpmath.workdps(60):
         M = mpmath.matrix([[mpmath.mpf(float(v)) for v in row] for row in A])
         return mpmath.sqrt(max(mpmath.eigsy(M.T * M, eigvals_only=True)))

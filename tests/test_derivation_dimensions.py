@@ -61,7 +61,7 @@ def derivatives(pair, names):
 
 
 def value_of(name, real):
-    """The number that a printed size stands for."""
+    """The number of a printed size."""
     product, end = 1, 0
     for found in _FACTOR.finditer(name):
         assert found.start() == end, name
@@ -96,11 +96,11 @@ def walk(real_node, prime_node, real, names, seen):
         assert real_node.symbol == prime_node.symbol
     if isinstance(real_node, Scaled) and (name := names.scalar(prime_node.c)) is not None and "alpha" not in name:
         assert scalar_of(name, real) == pytest.approx(float(real_node.c), rel=1e-12)
-    ours, theirs = real_node.children(), prime_node.children()
+    ours, primes = real_node.children(), prime_node.children()
     if isinstance(real_node, BlockDiagonal):
-        ours, theirs = ours[:1], theirs[:1]
-    assert len(ours) == len(theirs)
-    return 1 + sum(walk(a, b, real, names, seen) for a, b in zip(ours, theirs, strict=True))
+        ours, primes = ours[:1], primes[:1]
+    assert len(ours) == len(primes)
+    return 1 + sum(walk(a, b, real, names, seen) for a, b in zip(ours, primes, strict=True))
 
 
 def scalar_of(name, real):
@@ -117,8 +117,8 @@ def test_what_is_printed_is_what_is_computed(kind):
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_a_letter_stands_for_one_thing(kind):
-    """Every leaf that prints as a value of the block holds that value; no symbol stands for two arrays."""
+def test_a_letter_is_one_array(kind):
+    """Every leaf that prints as a value of the block holds that value; no symbol is two arrays."""
     names, (Z, _), _, _ = stages(kind)
     for chosen in [("X", "X"), *((name,) for name in names if name.endswith(".weight"))]:
         (ours,) = derivatives([Z], chosen)
@@ -157,11 +157,11 @@ def bare(symbol):
 def test_a_wrong_name_is_found():
     """The comparison itself can fail: names of other sizes do not give the shapes."""
     _, pair, real, names = stages("post")
-    ours, theirs = derivatives(pair, ("attention.W_Q",))
+    ours, primes = derivatives(pair, ("attention.W_Q",))
     with pytest.raises(AssertionError):
-        walk(ours, theirs, {**real, "d_K": 9}, names, set())
+        walk(ours, primes, {**real, "d_K": 9}, names, set())
     with pytest.raises(AssertionError):
-        walk(ours.T, theirs, real, names, set())
+        walk(ours.T, primes, real, names, set())
 
 
 def test_numbers_of_placements_are_letters():

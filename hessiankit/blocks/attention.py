@@ -45,7 +45,7 @@ SCOPES = ("head", "full")
 class Attention(nn.Module):
     """Softmax self-attention F(X) = concat_h( softmax(Q_h K_h^T / sqrt(d_K) + mask) V_h ) [W_O], Q_h = X W_Q^h and so on.
 
-    In this order: projection, norm of q, k, v, rotation of q and k, attention, norm of the context c (what the heads return),
+    In this order: projection, norm of q, k, v, rotation of q and k, attention, norm of the context c (the output of the heads),
     W_O. The norms are attn_# of HybridNorm (Eqs. 7, 35-39); their order relative to the rotation is that of its code.
 
     Args:
@@ -200,7 +200,7 @@ class Attention(nn.Module):
         return padded if causal is None else padded | causal
 
     def extra_repr(self) -> str:
-        """Return what ``print(attention)`` says beside the class name."""
+        """Return the words of ``print(attention)`` beside the class name."""
         heads = f"{self.n_heads} heads" if self.n_heads == self.n_kv_heads else f"{self.n_heads} heads on {self.n_kv_heads}"
         parts = (heads, f"d_k={self.d_k}", f"d_v={self.d_v}", *(("causal",) if self.causal else ()))
         return ", ".join((*parts, *((f"rotary theta={self.rotary_theta:g}",) if self.rotary else ())))

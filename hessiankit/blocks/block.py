@@ -1,4 +1,4 @@
-"""One transformer block: the parts, the equation of its placement, and what of its layer it remembers."""
+"""``TransformerBlock``: attention, feed-forward network and norms, combined by the equation of a placement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TransformerBlock(nn.Module):
         d_model: Width of a token, d_V in the papers.
         d_ff: Hidden width of the feed-forward network.
         n_heads: Number of attention heads.
-        placement: Where the norms stand, a name in ``PLACEMENTS``.
+        placement: Norm placement, a name in ``PLACEMENTS``.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
         activation: One of ``relu, leaky_relu, gelu, gelu_tanh, silu, tanh, identity, swiglu``.
         bias: Whether the feed-forward network has b_1 and b_2 (and b_G).
@@ -46,7 +46,7 @@ class TransformerBlock(nn.Module):
         layer: Index of this block in its stack, from 1, for placements that depend on depth.
         n_layers: Number of blocks in the stack.
         alpha: The fraction of Post-Norm blocks in ``mix-ln``.
-        factor: The number in the equation of ``lns`` and its kin and of ``deepnorm``; by default 1 / sqrt(layer) and
+        factor: The number in the equation of the ``lns`` placements and of ``deepnorm``; by default 1 / sqrt(layer) and
             (2 n_layers)^(1/4), DeepNet's alpha for a decoder or an encoder alone.
         scale_init: Initial value of the learnable scales of ``layerscale``, ``skipinit``, ``admin``; by default .1, 1e-5 or
             1e-6 by depth (CaiT), 1 / sqrt(n_layers), and 1 (see :func:`hessiankit.blocks.profile_admin`).
@@ -152,7 +152,7 @@ class TransformerBlock(nn.Module):
         return self.equation(self if key_padding_mask is None else _Masked(self, key_padding_mask), x)
 
     def extra_repr(self) -> str:
-        """Return what ``print(block)`` says beside the class name."""
+        """Return the words of ``print(block)`` beside the class name."""
         depth = f", layer {self.layer} of {self.n_layers}" if placement_of(self.placement).depends_on_depth else ""
         own = self.own_placement.name
         return f"placement={self.placement}{depth}{f' ({own})' if own != self.placement else ''}"
@@ -183,9 +183,9 @@ class TransformerBlock(nn.Module):
         if key in unexpected_keys:
             unexpected_keys.remove(key)
         layer, n_layers, alpha, factor = state_dict[key].tolist()
-        theirs, mine = placement_of_layer(self.placement, int(layer), int(n_layers), alpha), self.own_placement
-        if (theirs.norms, theirs.attention_norms) != (mine.norms, mine.attention_norms):
-            error_msgs.append(f"{key}: layer {int(layer)} is a {theirs.name} block, this one was built as {mine.name}")
+        saved, own = placement_of_layer(self.placement, int(layer), int(n_layers), alpha), self.own_placement
+        if (saved.norms, saved.attention_norms) != (own.norms, own.attention_norms):
+            error_msgs.append(f"{key}: layer {int(layer)} is a {saved.name} block, this one was built as {own.name}")
             return
         self.layer, self.n_layers, self.alpha = int(layer), int(n_layers), alpha
         self.factor = None if self.factor is None else factor

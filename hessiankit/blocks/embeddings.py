@@ -75,7 +75,7 @@ class TokenEmbedding(nn.Module):
         return tokens if self.P is None else tokens + self.P[:length]
 
     def extra_repr(self) -> str:
-        """Return what ``print(embedding)`` says beside the class name."""
+        """Return the words of ``print(embedding)`` beside the class name."""
         positions = "" if self.P is None else f", {self.P.shape[0]} positions"
         return f"{self.W_E.shape[0]} tokens, d_model={self.W_E.shape[1]}{positions}"
 
@@ -111,7 +111,7 @@ class TokenHead(nn.Module):
         return self.W_E.T
 
     def extra_repr(self) -> str:
-        """Return what ``print(head)`` says beside the class name."""
+        """Return the words of ``print(head)`` beside the class name."""
         return _sizes(self.W_C) if self.W_C is not None else f"{_sizes(self._matrix)}, tied"
 
 
@@ -132,7 +132,7 @@ class MeanPoolHead(nn.Module):
         return (z * kept).sum(-2) / kept.sum(-2) @ self.W_C + self.b_C
 
     def extra_repr(self) -> str:
-        """Return what ``print(head)`` says beside the class name."""
+        """Return the words of ``print(head)`` beside the class name."""
         return _sizes(self.W_C)
 
 
@@ -165,7 +165,7 @@ class ClassHead(nn.Module):
         return (z * chosen.unsqueeze(-1)).sum(-2) @ self.W_C + self.b_C
 
     def extra_repr(self) -> str:
-        """Return what ``print(head)`` says beside the class name."""
+        """Return the words of ``print(head)`` beside the class name."""
         return f"{_sizes(self.W_C)}, {'last' if self.last else 'first'} token"
 
 

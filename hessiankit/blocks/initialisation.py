@@ -1,19 +1,7 @@
 """The papers' initialisations: one function a scheme, from a weight's place to the distribution of its entries.
 
-In block l of L, d = d_model:
-
-    normal        every matrix 1 / sqrt(2.5 d)
-    megatron      normal, W_O and W_2 divided by sqrt(2 L)   (the Scaled Initialisation of The Curse of Depth: "scaled")
-    depth-scaled  normal, W_O and W_2 divided by sqrt(2 l)
-    olmo          1 / sqrt(d); W_O 1 / sqrt(2 d l), W_2 1 / sqrt(2 d_ff l)
-    olmo-printed  1 / sqrt(d); W_O and W_2 1 / sqrt(2 d l), as The Curse of Depth prints it
-
-are normal distributions of this standard deviation, cut at three of it, which takes 1.3 % off the standard deviation that one
-measures; and without a cut
-
-    xavier        sqrt(2 / (rows + columns))
-    deepnorm      xavier; W_V, W_O, W_1, W_G, W_2 times (8 L)^(-1/4)
-    ds-init       uniform on +- sqrt(6 / (rows + columns)), in the blocks divided by sqrt(l)
+A scheme gives the standard deviation in block l of L with d = d_model. Those that are cut at three standard deviations have
+a measured one that is 1.3 % smaller.
 """
 
 from __future__ import annotations
@@ -41,7 +29,7 @@ _OWNERS = (Attention, FeedForward, PatchEmbedding, TokenEmbedding, TokenHead, Me
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """Where a weight stands: its letter and shape, the block it belongs to, and the width of the model.
+    """The place of a weight in a model: its letter, its shape, and the layer of its block.
 
     Args:
         letter: ``"W_Q"``, ``"W_E"``, ...
@@ -66,7 +54,7 @@ class WeightPlace:
 
     @property
     def ends_a_branch(self) -> bool:
-        """Whether what this matrix returns is added to the stream."""
+        """Whether the product with this matrix is added to the residual stream."""
         return self.letter in ("W_O", "W_2")
 
     @property
@@ -100,12 +88,12 @@ def normal(place: WeightPlace) -> Distribution:
 
 
 def megatron(place: WeightPlace) -> Distribution:
-    """``normal``, what ends a branch divided by sqrt(2 L) (Shoeybi et al. 2020; HybridNorm, Table 7)."""
+    """``normal``, the last matrix of a branch divided by sqrt(2 L) (Shoeybi et al. 2020; HybridNorm, Table 7)."""
     return Distribution(normal(place).std / (math.sqrt(2 * place.n_layers) if place.ends_a_branch else 1.0), CUT)
 
 
 def depth_scaled(place: WeightPlace) -> Distribution:
-    """``normal``, what ends a branch divided by sqrt(2 l) (HybridNorm, Sec. 4.4).
+    """``normal``, the last matrix of a branch divided by sqrt(2 l) (HybridNorm, Sec. 4.4).
 
     The Curse of Depth does not say which matrices of block l its 1 / sqrt(2 l) scales; see ``ds-init`` for its source.
     """
@@ -113,13 +101,13 @@ def depth_scaled(place: WeightPlace) -> Distribution:
 
 
 def olmo(place: WeightPlace) -> Distribution:
-    """1 / sqrt(d); what ends a branch 1 / sqrt(2 n l), n = d for W_O and d_ff for W_2 (OLMo's code, where it is "mitchell")."""
+    """1 / sqrt(d); the last matrix of a branch 1 / sqrt(2 n l), n = d for W_O, d_ff for W_2 ("mitchell" in OLMo's code)."""
     n = 2 * (place.d_model if place.letter == "W_O" else place.rows) * place.layer if place.ends_a_branch else place.d_model
     return Distribution(1 / math.sqrt(n), CUT)
 
 
 def olmo_printed(place: WeightPlace) -> Distribution:
-    """1 / sqrt(d); what ends a branch 1 / sqrt(2 d l) (The Curse of Depth, Sec. 5.3)."""
+    """1 / sqrt(d); the last matrix of a branch 1 / sqrt(2 d l) (The Curse of Depth, Sec. 5.3)."""
     return Distribution(1 / math.sqrt((2 * place.layer if place.ends_a_branch else 1) * place.d_model), CUT)
 
 

@@ -1,7 +1,7 @@
 """The norm placements: the equation of each, and the registry with norms and source.
 
-The names are those of HybridNorm (Zhuo et al. 2025) and The Curse of Depth (Sun et al. 2025), in lower case. ``#-post`` and its
-kin name the norms inside the attention: queries, keys, values, context.
+The names are those of HybridNorm (Zhuo et al. 2025) and The Curse of Depth (Sun et al. 2025), in lower case. In ``#-post``
+and the like, ``#`` names the norms inside the attention: q (queries), k (keys), v (values), c (context).
 
 >>> print(PLACEMENTS["hybridnorm"])
 hybridnorm: attention on the bare stream with q, k, v normalised, Post-Norm network (HybridNorm, Eqs. 8-9)
@@ -86,7 +86,7 @@ def lns_before_ln(b: Any, X: Any) -> Any:
 
 
 def lns_after_branch(b: Any, X: Any) -> Any:
-    """LNS on what the branches return."""
+    """LNS on the outputs of the branches."""
     Y = X + b.factor * b.attention(b.norm_1(X))
     return Y + b.factor * b.feedforward(b.norm_2(Y))
 
@@ -98,13 +98,13 @@ def lns_after_residual(b: Any, X: Any) -> Any:
 
 
 def lns_after_attention(b: Any, X: Any) -> Any:
-    """LNS on what the attention returns, not on the network."""
+    """LNS on the output of the attention only."""
     Y = X + b.factor * b.attention(b.norm_1(X))
     return Y + b.feedforward(b.norm_2(Y))
 
 
 def lns_after_ffn(b: Any, X: Any) -> Any:
-    """LNS on what the network returns, not on the attention."""
+    """LNS on the output of the network only."""
     Y = X + b.attention(b.norm_1(X))
     return Y + b.factor * b.feedforward(b.norm_2(Y))
 
@@ -172,7 +172,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the norms of a block stand.
+    """A norm placement: the equation of a block, and the norms, scales and factor that it uses.
 
     Args:
         name: Its name, in lower case.

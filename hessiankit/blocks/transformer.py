@@ -44,7 +44,7 @@ class _Stack(nn.Module):
         """Map inputs to logits, or to tokens where there is no head.
 
         Args:
-            inputs: What the embedding takes.
+            inputs: Inputs of the embedding.
             key_padding_mask: Booleans ``(B, L)``, True where a token is padding, as in ``nn.MultiheadAttention``.
         """
         x = self.embedding(inputs)
@@ -68,11 +68,11 @@ class Transformer(_Stack):
         d_ff: Hidden width of the feed-forward networks.
         n_layers: Number of blocks L.
         n_heads: Number of attention heads.
-        placement: Where the norms stand, a name in ``hessiankit.blocks.PLACEMENTS``. It also says what differs between layers
+        placement: Norm placement, a name in ``hessiankit.blocks.PLACEMENTS``. It also fixes the differences between layers
             (``hybridnorm*``, ``mix-ln``, ``lns``, ...) and whether the embedding is normalised (``embednorm-hybridnorm``).
         max_len: Number of learned positions, added to the embedding; None for none (pass ``rotary=True``).
         tied: Whether the token head and the embedding are one parameter.
-        final_norm: Whether a norm stands before the head. By default as the placement has it: not where each block ends in a
+        final_norm: Whether there is a norm before the head. By default as the placement has it: not where each block ends in a
             norm (``post``, ``deepnorm``, ``admin``), else yes. HybridNorm does not mention it; its code has it.
         head: ``"token"``: logits over the vocabulary for each token; ``"mean"``: class logits of the mean token; ``"class"``: of
             the first token, or the last one with ``causal=True``; None: the tokens themselves.
@@ -149,7 +149,7 @@ class VisionTransformer(_Stack):
         d_model: Width of a token.
         d_ff: Hidden width of the feed-forward networks.
         n_blocks: Number of transformer blocks.
-        final_norm: Whether a norm stands before the head; the paper has none. None: as the placement has it in a language model.
+        final_norm: Whether there is a norm before the head; the paper has none. None: as in a ``Transformer`` of this placement.
         block: Options passed on to :class:`TransformerBlock`.
 
     Shape:

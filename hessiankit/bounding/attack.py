@@ -34,9 +34,9 @@ class Attempt:
     Attributes:
         bound: The name of the bound.
         true: The norm.
-        limit: What the bound says it does not exceed.
-        rows: Where the block stands in the Hessian; None if the norm is not of a block.
-        columns: The same.
+        limit: The bound.
+        rows: Of the Hessian, for the norm of a block of it; None for other norms.
+        columns: Of the Hessian, likewise.
         vector: The block's right singular vector.
     """
 
@@ -223,7 +223,7 @@ def _try(report: AttackReport, seed: int, steps: int) -> None:
 
 
 def _judge_all(report: AttackReport, problem: BoundProblem, tried: Callable[[], Iterator[Attempt]]) -> None:
-    """Judge attempts while the problem stands where they were made."""
+    """Judge attempts at once, before the problem's parameters move on."""
     try:
         for attempt in tried():
             _judge(report, problem, attempt)
@@ -255,7 +255,7 @@ def _at_the_point(problem: BoundProblem) -> Iterator[Attempt]:
     for name, certified in CERTIFIED.items():
         limit = certified(matrix)
         if limit is not None:
-            yield Attempt(name, true, limit)  # a statement on the float64 matrix, in which nobody else has a say
+            yield Attempt(name, true, limit)  # on the float64 matrix alone: nothing to decide in more digits
     for one in valid_bounds().values():
         try:
             limit, pairs = one.norms(problem.at)

@@ -265,7 +265,7 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
 
     *certified*: from the matrix, with an outward error for rounding. *structured*: from the intermediate values, each site of
     curvature kept with its sign. *a_priori*: from norms of the input, the weights and the target, the smallest row scales
-    and the sizes. *printed*: the bounds of Closing the Curvature Gap as they stand in print, where they are defined.
+    and the sizes. *printed*: the bounds of Closing the Curvature Gap as printed, where they are defined.
 
     Args:
         block: A ``TransformerBlock`` of any placement or an ``Attention``; for other modules the a-priori bound is left out.

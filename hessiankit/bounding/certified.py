@@ -1,6 +1,6 @@
 r"""Spectral norms of a given matrix as intervals that hold despite rounding.
 
-Every bound here is about the floating-point matrix that it is handed, entry by entry as it stands, and accounts for the
+Every bound here is on the floating-point matrix that it is given, each entry taken as exact, and accounts for the
 rounding of its own arithmetic: with u the unit roundoff and g_n = n u / (1 - n u),
 
     |fl(x . y) - x . y| <= g_n |x| . |y|          for sums in any order (Higham, Accuracy and Stability, Section 3.1)
@@ -255,7 +255,7 @@ def _norm(A: Tensor, *, symmetric: bool) -> tuple[float, float, float | None]:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is known for certain of the norms of a symmetric matrix cut into blocks.
+    """Certified norms of a symmetric matrix and of its blocks.
 
     Attributes:
         whole: Interval of ||H||_2.
@@ -278,7 +278,7 @@ def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
     """Return certified norms of a symmetric matrix and of its blocks.
 
     Args:
-        H: P x P, float64; its symmetric part is what is bounded.
+        H: P x P, float64; the bounds are on its symmetric part.
         slices: Name -> the rows (and columns) of a block.
 
     Raises:

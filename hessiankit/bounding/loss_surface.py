@@ -8,7 +8,7 @@ With L_k the mean of the losses l_1 ... l_k, D = w - w*, and every Hessian on th
 The print (Eq. 10) takes M at w* alone, which a Taylor series cut short does not allow (claims 38-40: it is violated at a global
 minimum, without limit), drops the gradient term, which is zero only under its Assumption 1, and has 2 L for the first
 term. Here M comes from the a-priori bounds with the weights' norms inflated by ||D||, so the inequality holds; the rate
-1/(k + 1) is an identity and says nothing of curvature.
+1/(k + 1) is an identity, whatever the curvature.
 """
 
 from __future__ import annotations

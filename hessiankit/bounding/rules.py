@@ -1,4 +1,4 @@
-"""Bounded values, of which only norms, slopes and bends are known, and the rule of each part of a block.
+"""Bounded values (norms, slopes and bends over a ball of parameters), and the rule of each part of a block for them.
 
 Written for the chain rule of second order with a bounded Jacobian j and a bounded own bend h,
 
@@ -12,8 +12,8 @@ and for every matrix Lambda of Y's shape, with largest row norm r and Frobenius 
 
     |<Lambda, D^2 Y [t_i, t_j]>| <= (r bend_row[i, j] + f bend_all[i, j]) |t_i|_F |t_j|_F .
 
-Each operation has one rule, from its sharp constants (``derivations.bounds``): the chain rule of second order with every
-factor in place of what it stands for. So a placement's equation, run on these, is a bound of its block.
+Each operation has one rule: the chain rule of second order with the sharp constants of ``derivations.bounds`` for its
+derivatives. A placement's equation, run on bounded values, so gives a bound for its block.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Bounded:
         centre: The value at the centre, L x d.
         spectral: Bound on its spectral norm over the ball, and so on.
         drift: Bound on |Y - centre|_F over the ball.
-        diameter: Bound on the distance of two rows over the ball, infinite if only the norms are to say it.
+        diameter: Bound on the distance of two rows over the ball, infinite if none but that from the norms is known.
         slope_row: Bounds on a row of dY/dtheta_i, where they are better than ``slope``.
-        sphere: What stood before, if this is the output of a norm without gain and shift.
+        sphere: The norm's input, if this is the output of a norm without gain and shift.
     """
 
     centre: Tensor
@@ -131,7 +131,7 @@ class Bounded:
 
 @dataclass(frozen=True)
 class Sphere:
-    """What a norm without gain and shift was given: its rows lie on a sphere, but for eps.
+    """The input of a norm without gain and shift, whose output has rows on a sphere, but for eps.
 
     Attributes:
         before: The norm's input.
@@ -192,7 +192,7 @@ def scaled(c: float, table: Mapping[Key, float]) -> dict[Key, float]:
 
 
 def symmetric(table: Mapping[Pair, float]) -> dict[Pair, float]:
-    """Return the table with (j, i) for every (i, j); what is listed both ways adds up.
+    """Return the table with (j, i) for every (i, j); entries given both ways add up.
 
     >>> symmetric({("a", "b"): 1.0, ("a", "a"): 2.0})
     {('a', 'b'): 1.0, ('a', 'a'): 4.0, ('b', 'a'): 1.0}
@@ -377,7 +377,7 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
         V with Q:    c cov(dV, K dq_i)           c r(K) / sqrt(8)                                        times |Lambda|_F
         V with K:    c cov(dV, dK q_i)           c |Q| / 2                                               times |Lambda|_F
 
-    Masks change none of these; the norms and the ranges are those after a rotation, for which the caller answers. The heads'
+    Masks change none of these; the caller passes norms and ranges that hold after a rotation. The heads'
     parts of Lambda, Q, K, V are orthogonal, so norms of the whole serve; what g query heads share counts sqrt(g) times for
     each factor that is shared.
     """

@@ -9,7 +9,7 @@ so that -N <= H <= P in the order of quadratic forms, with P = sum_v J_v^T K_v^+
     ||H||_2 <= max(lambda_max(P), lambda_max(N)),      ||H_ij||_2 <= (||P_ii|| ||P_jj||)^{1/2} + (||N_ii|| ||N_jj||)^{1/2} .
 
 A product of two moving factors bends by 2 a^T B b, and for every c > 0 that is |c^{1/2} a' + c^{-1/2} b'|^2/2 minus the same
-with the other sign; c is chosen so that both sides weigh the same. What stands between the last sum and the loss is taken
+with the other sign; c is chosen so that both sides have the same norm. All from the last sum to the loss is taken
 as one site, because the Gauss-Newton part and the last norm's curvature cancel there (bounds review, section 3.4).
 """
 
@@ -214,7 +214,7 @@ def _components(B: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> SiteRoots:
-    """Return what stands at the end as one site: its Hessian in the value and the parameters that it reads."""
+    """Return the applications at the end as one site: their Hessian in the value and the parameters that they read."""
     made = {a.output for a, _, _ in tail}
     ids = list(dict.fromkeys(at for _, inputs, _ in tail for at in inputs if at is not None and at not in made))
     units = _units("the end", [trace.values[at] for at in ids])

@@ -1,4 +1,4 @@
-"""Closed forms of a block's derivatives, to be read: ``hessiankit.formulas``."""
+"""Closed forms of a block's derivatives as formulas: ``derive`` and its result."""
 
 from hessiankit.formulas.derive import derive
 from hessiankit.formulas.result import Derivation

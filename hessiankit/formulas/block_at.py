@@ -41,7 +41,7 @@ from hessiankit.support.errors import InputError
 
 @dataclass(frozen=True)
 class Exact:
-    """What exact arithmetic takes in place of the roots and exponentials of a block; nothing for floating point.
+    """Numbers of exact arithmetic in place of the roots and exponentials of a block; none for floating point.
 
     Args:
         eps: (symbol of the norm's output, its input, the norm) -> one eps for each row, which makes its roots rational.
@@ -119,7 +119,7 @@ class BlockAt:
         alphabet: Mapping[str, str] | None = None,
         names: Names | None = None,
     ) -> Stage:
-        """Return an operation as a stage in whose formulas its arguments go by the symbols of the stages they are."""
+        """Return an operation as a stage in whose formulas its arguments have the symbols of the stages that it reads."""
         letters = {**{argument: stage.symbol for argument, stage in reads.items()}, **(alphabet or {})}
         return Stage(name, at, reads, letters, rule, names, index_of)
 

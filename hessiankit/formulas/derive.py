@@ -36,7 +36,7 @@ ALIASES = {
     "gate": "feedforward.W_G",
     "input": "X",
 }
-"""What the parameters are called in words; their dotted names and the papers' letters (Q, W_Q, 1, ...) work too."""
+"""Words for the parameters; their dotted names and the papers' letters (Q, W_Q, 1, ...) work too."""
 LOSSES = ("mse", "cross_entropy")
 
 
@@ -110,7 +110,7 @@ def sequence(block: TransformerBlock, inputs: Tensor | None, length: int, seed: 
 
 
 def target_of(loss: str | None, target: Tensor | None, X: Tensor, seed: int) -> Any:
-    """Return what the output is compared with, drawn where nothing is given: an array like X, labels, or None.
+    """Return the target of a loss, drawn where none is given: an array like X, labels, or None without a loss.
 
     Raises:
         InputError: If the loss is not known, there is a target without a loss, or the target does not fit.
@@ -167,11 +167,11 @@ def derive(
         wrt: One or two parameters: dotted names, the letters of the papers ("W_Q", "Q", "1", "b_2"), or "query", "key",
             "value", "output", "up", "down", "gate", "input". A name alone, or one name: the Jacobian.
         inputs: One sequence, ``(L, d_model)`` or ``(1, L, d_model)``. By default one is drawn.
-        target: For a loss: what the output is compared with. By default one is drawn.
+        target: For a loss: the values or labels that the output is compared with. By default drawn.
         loss: ``"mse"`` (the mean of the squared differences), ``"cross_entropy"`` (of each token's output with a label)
             or ``None`` for the derivative of the output itself.
         length: Tokens to draw where no inputs are given.
-        seed: Of what is drawn.
+        seed: Of the drawn inputs and targets.
 
     Returns:
         A :class:`Derivation`; printing it shows the formula and the objects it refers to.

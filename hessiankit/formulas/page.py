@@ -38,7 +38,7 @@ X = torch.randn(3, 4).double()
 second = hk.derive(block, wrt=("query", "value"), inputs=X)
 
 print(second)  # the formula, then every object that it refers to
-print(second.explain())  # with the rule that made each line, and what the symbols stand for
+print(second.explain())  # with the rule that made each line, and the meaning of the symbols
 print(second.dense().shape)  # (L d n_Q) x n_V, as torch.Size([96, 16])
 assert torch.linalg.matrix_norm(second.dense(), 2) <= second.norm_bound()
 
@@ -75,7 +75,7 @@ The second derivative in W_Q and W_V is the theorem of *Closing the Curvature Ga
 
 ## HybridNorm
 
-Grouped queries, rotary positions, SwiGLU: the norms of queries, keys and values stand inside the attention, one norm before
+Grouped queries, rotary positions, SwiGLU: the norms of queries, keys and values are inside the attention, one norm before
 the network.
 
 {hybridnorm_block}
@@ -112,7 +112,7 @@ def page() -> str:
         pieces[f"{key}_terms"] = "\n".join(f"- {_inline(formula)}: {_words(meaning)}" for formula, meaning in story.terms)
         symbols.update(story.legend)
     table = [f"| {_inline(symbol)} | {_words(meaning)} |" for symbol, meaning in symbols.items()]
-    pieces["symbols"] = "\n".join(["| symbol | what it is |", "|---|---|", *table])
+    pieces["symbols"] = "\n".join(["| symbol | meaning |", "|---|---|", *table])
     text = _TEXT
     for name, piece in pieces.items():
         text = text.replace(f"{{{name}}}", piece)

@@ -1,4 +1,4 @@
-"""What ``derive`` returns: an expression in vec_r, printed in several ways."""
+"""``Derivation``: a derivative as an expression in vec_r, with its renderings."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ class Derivation(Printed):
 
     @cached_property
     def story(self) -> Story:
-        """The block's values, the lines of the derivation with their rules, and what the symbols stand for."""
+        """The block's values, the lines of the derivation with their rules, and the meaning of the symbols."""
         return self._make_story()
 
     def latex(self, *, document: bool = False) -> str:
         r"""Return the derivation in LaTeX: the block's values, the result, then each object that it refers to.
 
         Args:
-            document: whether to return a file that compiles, with what the symbols stand for, in place of an ``align*``
+            document: whether to return a file that compiles, with the meaning of the symbols, in place of an ``align*``
                 environment.
         """
         return latex_file(self.story) if document else align([*self.story.values, *self.story.rows])

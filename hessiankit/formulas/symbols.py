@@ -1,7 +1,7 @@
 """The letters of a derivation: parameters, values, rows, sizes, and the factors of a placement.
 
 A formula is printed for a block of the same structure whose sizes are different primes. Every size that occurs in it is a
-product of these, and a product of primes tells what it is a product of.
+product of these, and its factorisation gives its letters.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class FactorAt:
 
     Args:
         X: an array.
-        c: the number; a ``Factor`` is printed as its letter, and stands for it where X is exact.
+        c: the number; a ``Factor`` is printed as its letter, and is that letter where X is exact.
 
     >>> import torch
     >>> FactorAt(torch.ones(1, 2), Factor(0.5, sympy.Symbol("c"))).jacobian("X")

@@ -160,7 +160,7 @@ def signs(latex: str) -> float:
 
 
 def _places(formula: str) -> Iterator[tuple[int, int, str]]:
-    """Where a formula can be broken: (position, depth of brackets, what stands there)."""
+    """Where a formula can be broken: (position, depth of brackets, "+" for a sum or "*" for a product)."""
     depth = braces = 0
     before = ""
     for found in _TOKEN.finditer(formula):
@@ -193,7 +193,7 @@ def _ends(pieces: list[str]) -> set[int]:
 
 
 def _fixed(piece: str) -> str:
-    """Brackets of one size: those of \\left and \\right cannot stand in different lines."""
+    """Brackets of one size: those of \\left and \\right cannot be in different lines."""
     return re.sub(r"\\right\s*([)\]|])", r"\\bigr\1", re.sub(r"\\left\s*([(\[|])", r"\\bigl\1", piece))
 
 
@@ -220,7 +220,7 @@ SIZES = {
 }
 _SWAP = r"(?<![A-Za-z\\])K_\{(?:[^{},]|\{[^{}]*\})*,"
 _DERIVED = r"(?<![A-Za-z\\_{])(?:\\(?:hat|tilde|check|bar)\{[A-Z]\}|[AFMOPQRSTUXYZ])_\{"
-_SYMBOLS = [  # (pattern of its LaTeX, symbol, what it is)
+_SYMBOLS = [  # (pattern of its LaTeX, symbol, meaning)
     (r"\\operatorname\{vec\}_r", r"\operatorname{vec}_r(M)", "the rows of $M$ one after the other, as a column"),
     (r"\\otimes", r"M\otimes N", "the Kronecker product"),
     (r"\\odot", r"M\odot N", "the product entry by entry"),
@@ -253,7 +253,7 @@ _SYMBOLS = [  # (pattern of its LaTeX, symbol, what it is)
 
 
 def legend(text: str, sizes: set[str]) -> list[tuple[str, str]]:
-    """Return (symbol, meaning), in LaTeX and in words with LaTeX between dollars, of what occurs in a derivation.
+    """Return (symbol, meaning), in LaTeX and in words with LaTeX between dollars, of the symbols that occur in a derivation.
 
     Args:
         text: the LaTeX of all its formulas.
@@ -277,13 +277,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Story:
-    """All that is printed of a derivation.
+    """The printed content of a derivation.
 
     Args:
-        values: (symbol, what it is) of the block's values, in the order of the computation.
-        lines: the result first, then what it refers to.
+        values: (symbol, formula) of the block's values, in the order of the computation.
+        lines: the result first, then the objects that it refers to.
         terms: (formula, meaning) of the summands of the result.
-        legend: (symbol, meaning) of what is not explained by a line.
+        legend: (symbol, meaning) of the symbols that no line defines.
     """
 
     values: list[tuple[str, str]]
@@ -298,7 +298,7 @@ class Story:
 
     @property
     def parts(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """The row of the result, and the rows of what it refers to."""
+        """The row of the result, and the rows of the objects that it refers to."""
         return self.rows[:1], self.rows[1:]
 
 
