@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in FILES:
             check_writable(args.command, getattr(args, name, None))
         with output_for(vars(args).values()):
-            code: int = args.run(args)
+            code: int = args.runner(args)
             sys.stdout.flush()
         return code
     except HessiankitError as error:

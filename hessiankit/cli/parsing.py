@@ -166,7 +166,7 @@ def add_command(
     """
     parser = commands.add_parser(name, help=help, description=description, epilog=_epilog(examples, failed), formatter_class=Help)
     parser.examples = examples
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(runner=run, parser=parser)
     return parser
 
 
