@@ -399,7 +399,7 @@ def test_nothing_of_the_size_of_the_weights_is_kept() -> None:
     assert first.mask is not None
     assert first.mask.dtype == torch.bool
     (batch,) = operator._batches
-    still = [y for y in batch._still.values() if y.untyped_storage().nbytes() >= length * length]
+    still = [y for y in batch._constants.values() if y.untyped_storage().nbytes() >= length * length]
     assert not still
 
 

@@ -1,4 +1,4 @@
-"""The P x P matrix of a task: samples in chunks, one sweep each, added to one matrix."""
+"""The P x P Hessian of a task: a sweep for each chunk of samples, all added to one matrix."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def assemble(
         task: One batch.
         matrix: What is added to; its lower half is left alone.
         share: What the loss is multiplied by.
-        batch_size: Samples treated at once, or None.
+        batch_size: Samples of a chunk, or None.
         progress: Called with (samples done, samples in all).
         gauss_newton: Whether to add the Gauss-Newton part only.
-        on_memory: Called with each chunk and about the bytes that its derivatives take, before these are made, unless the chunk's
-            size was chosen by what another one took; see :class:`hessiankit.engine.forward_sweep.ForwardSweep`.
+        on_memory: Called with each chunk and about the bytes of its derivatives before they are computed, unless the chunk's size
+            follows from an earlier one; see :class:`hessiankit.engine.forward_sweep.ForwardSweep`.
 
     Returns:
         The loss, and the operations that were differentiated automatically.

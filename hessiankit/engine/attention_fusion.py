@@ -1,7 +1,7 @@
-"""Attention written out in single operations as one: softmax(c Q K^T + B) V is torch's ``scaled_dot_product_attention``.
+"""Fusion of attention written out in single operations: softmax(c Q K^T + B) V becomes ``scaled_dot_product_attention``.
 
-Between the two products, every operation is affine in the logits or moves them; so the logits are c Q K^T + B but where the
-weights are exactly zero, whatever was written there: minus infinity, or a number whose exponential vanishes beside the others'.
+Between the two products each operation is affine in the logits or rearranges them, so that the logits are c Q K^T + B wherever
+weights are not exactly zero; elsewhere they may be minus infinity, or a number whose exponential vanishes.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from hessiankit.engine.checkpoints import ancestors_of_output, last_readers
 from hessiankit.tracing.trace import Application, Trace
 
 ENTRIES = TILED
-"""From how many weights of a head on attention is fused: where fused attention is read tile by tile."""
+"""Weights of a head from which attention is fused: where fused attention works tile by tile."""
 
 MOVES = (Reshape, Permute, Expand, Cast)
-"""What leaves entries as they are."""
+"""Primitives that only rearrange entries."""
 
 AFFINE = (Multiple, Multiply, Divide, Add, MaskedFill, Where)
 
 
 def fuse_attention(trace: Trace, bending: Container[int] | None = None) -> None:
-    """Replace written-out attention in a trace that leads to its output, and let the values between its products go.
+    """Replace written-out attention on the way to the output of a trace, and release the values between its products.
 
-    Nothing is replaced that is read elsewhere, or that would differ by more than rounding.
+    Left alone where another operation reads these values, or where the result would differ by more than rounding.
 
     Args:
         trace: Rewritten in place.
-        bending: Values whose operations have a second derivative; None: all.
+        bending: Values of which the primitive's second derivative counts; None: all.
     """
     path = ancestors_of_output(trace)
     made = {a.output: a for a in path}

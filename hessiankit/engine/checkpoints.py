@@ -1,6 +1,6 @@
-"""A traced loss in segments between narrow places, so that values can be kept at these places alone and made anew between.
+"""A traced loss cut at checkpoints: values where a single one passes are kept, and the others recomputed segment by segment.
 
-The narrow places of a transformer are those where only the residual stream passes: one before and one after each sublayer.
+In a transformer the checkpoints are the residual stream before and after each sublayer.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ WIDER = 4
 
 @dataclass(frozen=True)
 class CheckpointSegment:
-    """Applications in a row.
+    """Applications between two checkpoints.
 
     Attributes:
         applications: In order; all of them on the way to the loss.
-        entries: Values made before and read here or later, parameters left out.
+        entries: Values from before that are read here or later, parameters apart.
     """
 
     applications: tuple[Application, ...]
     entries: tuple[int, ...]
 
     def products(self, weights: Container[int | None]) -> tuple[int, ...]:
-        """Return the outputs of products with weights, which cost more to make anew than they take to keep."""
+        """Return the outputs of products with weights, which take longer to recompute than they are worth."""
         found = (a for a in self.applications if isinstance(a.primitive, (Linear, MatMul)) and a.inputs[1] in weights)
         return tuple(a.output for a in found)
 
 
 def split_at_checkpoints(trace: Trace, *, layers: bool) -> list[CheckpointSegment]:
-    """Return the applications on the way to the output, as one segment or split where a single value passes."""
+    """Return the applications on the way to the output: one segment, or cut where a single value passes."""
     path = ancestors_of_output(trace)
     if not layers:
         return [CheckpointSegment(tuple(path), ())]
@@ -69,7 +69,7 @@ def ancestors_of_output(trace: Trace) -> list[Application]:
 
 
 class Reads(Protocol):
-    """What reads values and makes one."""
+    """Anything with inputs and an output, by id."""
 
     @property
     def inputs(self) -> tuple[int | None, ...]:
@@ -81,12 +81,12 @@ class Reads(Protocol):
 
 
 def last_readers(some: Sequence[Reads]) -> dict[int, int]:
-    """Return the output of the last one that reads each value."""
+    """Return, for each value, the output of the last that reads it."""
     return {at: a.output for a in some for at in a.inputs if at is not None}
 
 
 def first_readers(some: Sequence[Reads]) -> dict[int, int]:
-    """Return the output of the first one that reads each value."""
+    """Return, for each value, the output of the first that reads it."""
     return last_readers(some[::-1])
 
 

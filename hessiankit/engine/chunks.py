@@ -1,4 +1,4 @@
-"""Long axes are walked in chunks; whoever only counts what that costs is shown few of them."""
+"""Long axes in chunks; a dry run that counts operations sees each kind of chunk once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ _repeated: ContextVar[Callable[[int], AbstractContextManager[None]] | None] = Co
 
 @contextmanager
 def counting_chunks(repeated: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
-    """Let :func:`chunks` show two of the chunks of a length, the first within ``repeated(how many it stands for)``.
+    """Let :func:`chunks` yield two chunks of each length, the first within ``repeated(how many it represents)``.
 
-    Two, because what is left of one chunk may still be in memory while the next is made.
-
-    Where what is done does not depend on where the chunk lies, that is.
+    Two, because memory of one chunk may still be alive while the next is computed. Chunks whose work differs are all yielded.
     """
     before = _repeated.set(repeated)
     try:
@@ -25,7 +23,7 @@ def counting_chunks(repeated: Callable[[int], AbstractContextManager[None]]) -> 
 
 
 def chunks(length: int, step: int, *, alike: bool = True) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last index, the latter excluded, of chunks of ``step`` and of what is left.
+    """Yield start and stop of chunks of ``step`` indices, and of the remainder.
 
     Args:
         length: Of the axis.

@@ -1,7 +1,8 @@
 """Column blocks: K_tr E_r, curvature between a vertex and parameters, which goes back where rows meet.
 
 After attention over moving tokens every row of t depends on many rows of r, and K_tr has L p x L q numbers for each sample.
-Multiplied by the Jacobian E_r of a parameter, it has that parameter's columns of the Hessian, B_t (entries of t, columns). Column blocks are eliminated vertex by vertex in one pass, as matrices:
+Multiplied by the Jacobian E_r of a parameter, it has that parameter's columns of the Hessian, B_t (entries of t, columns).
+Column blocks are eliminated vertex by vertex in one pass, as matrices:
 
     B_s += sum over children t of J_ts^T B_t + seeds,        H[parameters of t, columns] += E_t^T B_t.
 

@@ -1,4 +1,4 @@
-"""A matrix that is not finite: which block, and which operation made it so."""
+"""Errors for a Hessian that is not finite: the block, and the first operation with such a value or derivative."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def origin(traced: Trace) -> str | None:
     """Return a phrase that names the first operation whose value, adjoint or second derivative is not finite, or None."""
     for a in traced.applications:
         if bool(torch.isnan(traced.values[a.output]).any()):
-            return f"{_named(a)} returns NaN"
+            return f"{_name_of(a)} returns NaN"
     found = traced.adjoints()
     for a in reversed(traced.applications):
-        if a.output in found and _pulls_to_infinity(traced, a, found[a.output]):
-            return f"{_named(a)} has no finite derivative at its input{_zeros(traced, a)}"
+        if a.output in found and _has_infinite_slope(traced, a, found[a.output]):
+            return f"{_name_of(a)} has no finite derivative at its input{_zeros(traced, a)}"
     for a in reversed(traced.applications):
-        if a.output in found and not a.primitive.is_linear and _bends_to_infinity(traced, a, found[a.output]):
-            return f"{_named(a)} has no finite second derivative at its input{_zeros(traced, a)}"
+        if a.output in found and not a.primitive.is_linear and _has_infinite_curvature(traced, a, found[a.output]):
+            return f"{_name_of(a)} has no finite second derivative at its input{_zeros(traced, a)}"
     return None
 
 
@@ -61,7 +61,7 @@ def _of_any(tasks: Sequence[Task]) -> str:
     return ""
 
 
-def _pulls_to_infinity(traced: Trace, a: Application, adjoint: Tensor) -> bool:
+def _has_infinite_slope(traced: Trace, a: Application, adjoint: Tensor) -> bool:
     if not bool(torch.isfinite(adjoint).all()):
         return False
     covectors = a.primitive.vjp(traced.gather(a), adjoint.unsqueeze(0))  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def _pulls_to_infinity(traced: Trace, a: Application, adjoint: Tensor) -> bool:
     return any(m and c is not None and not bool(torch.isfinite(c).all()) for m, c in zip(moving, covectors, strict=True))
 
 
-def _bends_to_infinity(traced: Trace, a: Application, adjoint: Tensor) -> bool:
+def _has_infinite_curvature(traced: Trace, a: Application, adjoint: Tensor) -> bool:
     inputs = traced.gather(a)
     tangents = tuple(
         torch.ones_like(x).unsqueeze(0) if x is not None and at in traced.moving else None
@@ -82,7 +82,7 @@ def _bends_to_infinity(traced: Trace, a: Application, adjoint: Tensor) -> bool:
 
 
 def _zeros(traced: Trace, a: Application) -> str:
-    """Say so if an input has a row of zeros, the usual reason."""
+    """Return a clause on the first row of zeros of an input, the usual reason, or ""."""
     for x in traced.gather(a):
         if x is not None and x.is_floating_point() and x.ndim and bool((x == 0).all(-1).any()):
             row = [int(i) for i in (x == 0).all(-1).nonzero()[0]]
@@ -90,6 +90,6 @@ def _zeros(traced: Trace, a: Application) -> str:
     return ""
 
 
-def _named(a: Application) -> str:
+def _name_of(a: Application) -> str:
     kind = getattr(a.primitive, "name", "") or type(a.primitive).__name__
     return f"{a.name!r} ({kind})"

@@ -1,17 +1,12 @@
-"""From curvature between vertices to the diagonal of the Hessian, with what it needs and no more.
+"""Reverse accumulation of the diagonal of the Hessian alone.
 
-What :mod:`hessiankit.engine.reverse_accumulation` does for every entry.
+An entry (e, e) needs curvature between two vertices only if one parameter entry reaches both. At a vertex that only parameters
+move, curvature between equal columns is enough. For X (x) I,
 
-Only entries (e, e) are wanted, so curvature between two vertices counts only if some parameter reaches both. Of a vertex
-that nothing but parameters moves, curvature between equal columns is enough (:mod:`hessiankit.engine.diagonal_accumulation`).
+    H[(i, p), (i, p)] = sum_nn' X[n, i] X[n', i] K[(n, p), (n', p)],
 
-For a Kronecker jacobian delta[n, p] = sum_i a_n[i] dW[i, p] only curvature between equal columns counts,
-
-    H[(i, p), (i, p)] = sum_nn' a_n[i] a_n'[i] K[(n, p), (n', p)],
-
-kept as ``D`` (groups, m, m', p) of groups of m rows; where rows stay apart m = 1 and D is the diagonal of K. Two jacobians that
-reach an entry of the parameter from different columns (tied weights, the mixed term of a weight) need K itself, at those
-pairs of columns only.
+kept as ``D`` (groups, m, m', p) of groups of m rows; where rows stay apart, m = 1 and D is the diagonal of K. Two Jacobians that
+reach an entry from different columns (tied weights, the mixed term of a weight) need K at those pairs of columns.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ def product_by_column(J: Tensor, X: Tensor, width: int) -> Tensor:
 
 
 def is_by_column(u: ParameterJacobian, v: ParameterJacobian) -> bool:
-    """Tell whether every entry that two jacobians of a parameter share is reached by both from the same column alone."""
+    """Tell whether two Jacobians of a parameter reach every shared entry from the same column alone."""
     if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
         return u.transposed == v.transposed and u.width == v.width and u.size == v.size and _same(u.at, v.at)
     if isinstance(u, (GainJacobian, IdentityJacobian)) and type(u) is type(v):
@@ -60,7 +55,7 @@ def is_by_column(u: ParameterJacobian, v: ParameterJacobian) -> bool:
 
 
 def diagonal_by_column(u: ParameterJacobian, v: ParameterJacobian, D: Tensor) -> Tensor:
-    """Return the diagonal (size,) of two jacobians for which :func:`is_by_column` holds, from D (G, m, m', p)."""
+    """Return the diagonal (size,) of U^T K V from D (G, m, m', p), for Jacobians with :func:`is_by_column`."""
     groups, m, m_v, p = D.shape
     if isinstance(u, IdentityJacobian):
         return D[0, 0, 0, u.start : u.start + u.count]
@@ -84,7 +79,7 @@ def diagonal_by_column(u: ParameterJacobian, v: ParameterJacobian, D: Tensor) ->
 
 
 def _over_pairs(u: WeightJacobian, v: WeightJacobian, D: Tensor) -> Tensor:
-    """Sum over pairs of rows of a group, some columns at a time: (i, p)."""
+    """Return the sum over pairs of rows of a group, some columns at a time: (i, p)."""
     groups, m, m_v, _ = D.shape
     a = u.X.reshape(groups, 1, m, -1)
     b = v.X.reshape(groups, 1, m_v, -1)
@@ -94,7 +89,7 @@ def _over_pairs(u: WeightJacobian, v: WeightJacobian, D: Tensor) -> Tensor:
 
 
 def diagonal_of_entries(u: ParameterJacobian, v: ParameterJacobian, K: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positions in vec_r of the parameter and what the diagonal of u^T K v adds there, for any two jacobians of it.
+    """Return positions in vec_r of the parameter and the diagonal of U^T K V there, for any two Jacobians of it.
 
     Args:
         u: Jacobian of the rows of the block.
@@ -151,7 +146,7 @@ def _two_entries(u: ParameterJacobian, v: ParameterJacobian, K: Tensor) -> tuple
 
 
 def _entries(u: ParameterJacobian, groups: int, m: int, width: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return which entry of the parameter moves each number (groups, m, width), -1 for none, and how much."""
+    """Return the parameter entry of each coordinate (groups, m, width), -1 for none, and its factor."""
     if isinstance(u, IndexJacobian):
         assert u.at is not None
         return u.at[u.which].reshape(groups, m, width), None
@@ -175,7 +170,7 @@ def _meeting(u: WeightJacobian, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return pairs (k, l) with the k-th entry of a weight at the l-th of some positions."""
     mine = _positions(u, positions.device)
     top = 1 + max(int(mine.max()), int(positions.max()))
-    order = mine.new_full((top + 1,), -1)  # the last place is for -1, which is nobody's
+    order = mine.new_full((top + 1,), -1)  # the last place is for -1
     order[mine] = torch.arange(mine.numel(), device=mine.device)
     found = order[positions]
     here = (found >= 0).nonzero().squeeze(1)
@@ -196,7 +191,7 @@ WHOLE = 2**24  # entries that curvature between parameters taken whole may have
 
 
 class Entries:
-    """A vector with one entry for each entry of the parameters.
+    """The diagonal, a vector with one entry for each entry of the parameters.
 
     Args:
         slices: Entries of each parameter, one after the other.
@@ -218,11 +213,11 @@ class Entries:
 
 
 class TooLarge(Exception):
-    """A sweep would take more parameters at once than curvature between all of their entries may have."""
+    """Parameters taken whole together are too many for curvature between all of their entries."""
 
 
 class BoundedForwardSweep(ForwardSweep):
-    """A sweep that stops where rows and samples meet, so that only parameters taken whole can go on, and these are many."""
+    """A sweep that raises :class:`TooLarge` where rows and samples mix and parameters would have to be taken whole."""
 
     def _add_parameter_vertices(self) -> None:
         trace = self.trace
@@ -239,7 +234,7 @@ class BoundedForwardSweep(ForwardSweep):
 
 
 class Reach:
-    """Which entries of parameters reach a vertex: by colours, one for jacobians that share entries.
+    """The parameter entries that reach each vertex, by colours: one for all Jacobians that share entries.
 
     Args:
         vertices: By number; a vertex's parents have smaller numbers.
@@ -283,7 +278,7 @@ class Reach:
 
 
 def accumulate_diagonal(sweep: ForwardSweep, into: Entries) -> None:
-    """Take the curvature of a sweep back to the parameters, and add the diagonal of their Hessian."""
+    """Eliminate all vertices of a sweep, and add the diagonal of the Hessian of the parameters."""
     _DiagonalAccumulation(sweep, into).run()
 
 
@@ -295,13 +290,13 @@ class _DiagonalAccumulation:
         self.columns: dict[int, dict[int, Tensor]] = defaultdict(dict)  # of the leaves: curvature of equal columns, by level
 
     def _is_plain(self, vertex: Vertex) -> bool:
-        """Tell whether curvature of equal columns is all that the jacobians of a vertex read."""
+        """Tell whether the Jacobians of a vertex read curvature of equal columns only."""
         jacobians = vertex.jacobians
         apart = not any(self.reach.share(u, v) for n, u in enumerate(jacobians) for v in jacobians[:n])
         return apart and all(is_by_column(u, u) for u in jacobians)
 
     def run(self) -> None:
-        """Treat every vertex, the last first."""
+        """Eliminate every vertex, the last first."""
         blocks, reach = self.blocks, self.reach
         for t in sorted(self.vertices, reverse=True):
             vertex = self.vertices[t]
@@ -322,7 +317,7 @@ class _DiagonalAccumulation:
                     blocks.drop(t, r)
 
     def _pull(self, t: int, r: int, at: int, K: Tensor) -> None:
-        """Take curvature between t and r to the parents of t."""
+        """Add J_ts^T K_tr for the parents s of t."""
         for level, s, J in self._tangents(t, K):
             if not self.reach.meet(s, r):
                 continue
@@ -332,7 +327,7 @@ class _DiagonalAccumulation:
                 self.blocks.add_half(s, r, min(level, at), _chain(J, level, K, at))
 
     def _pull_square(self, t: int, at: int, K: Tensor) -> None:
-        """Take curvature of t with itself to its parents."""
+        """Add J_ts^T K_tt J_tr for all pairs of parents."""
         own, parts = self.reach.own[t], self._tangents(t, K)
         for n, (level, s, J) in enumerate(parts):
             X, here = _chain(J, level, K, at).mT, min(level, at)
@@ -351,7 +346,7 @@ class _DiagonalAccumulation:
                 self.blocks.add(s, s, here, _chain(J, level, X, here))
 
     def _tangents(self, t: int, K: Tensor) -> list[tuple[int, int, Tensor | None]]:
-        """Return (level, s, J^T) of each parent s of t, with J^T (R, columns of s, numbers of t a row), None for an identity."""
+        """Return (level, s, J^T) of each parent s of t, J^T (R, columns of s, entries of t in a row), None for an identity."""
         vertex = self.vertices[t]
         found: list[tuple[int, int, Tensor | None]] = []
         for level, stack in vertex.parents.items():
@@ -364,7 +359,7 @@ class _DiagonalAccumulation:
         return found
 
     def _add_columns(self, s: int, level: int, at: int, J: Tensor | None, X: Tensor, times: float) -> None:
-        """Add J X, curvature of a leaf with itself, of equal columns."""
+        """Add the equal columns of J X, curvature of a leaf with itself."""
         width, here = self.vertices[s].width, min(level, at)
         if J is not None and level == at:
             D = product_by_column(J, X, width)
@@ -374,7 +369,7 @@ class _DiagonalAccumulation:
         found[here] = found.get(here, 0) + times * D
 
     def _add_entries(self, t: int, r: int, level: int, K: Tensor) -> None:
-        """Add what curvature between two vertices gives the entries that reach both directly."""
+        """Add the diagonal of E_t^T K_tr E_r."""
         x, y = self.vertices[t], self.vertices[r]
         for n, u in enumerate(x.jacobians):
             for m, v in enumerate(y.jacobians):
@@ -390,7 +385,7 @@ class _DiagonalAccumulation:
 
 
 def accumulation_work(sweep: ForwardSweep) -> float:
-    """Return how many multiply-adds :func:`accumulate_diagonal` will take for a sweep that has run, by shapes alone."""
+    """Return the multiply-adds of :func:`accumulate_diagonal` for a sweep that has run, from shapes."""
     vertices, blocks = sweep.vertices, sweep.blocks
     plan = _DiagonalAccumulation(sweep, Entries({}, torch.float32, torch.device("cpu")))
     reach, total = plan.reach, 0.0
@@ -443,7 +438,7 @@ def _chain(J: Tensor | None, level: int, K: Tensor, at: int) -> Tensor:
 
 
 def overlap(a: Tensor | None, b: Tensor | None) -> bool:
-    """Tell whether two sets of positions of a parameter meet; None stands for all of them."""
+    """Tell whether two sets of positions of a parameter meet; None: all positions."""
     if a is None or b is None or a is b:
         return True
     if int(a.max()) < int(b.min()) or int(b.max()) < int(a.min()):

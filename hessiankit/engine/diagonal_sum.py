@@ -1,8 +1,7 @@
-"""The diagonal of the Hessian of one batch or many: each parameter by the cheapest way that is exact for it.
+"""The diagonal of the Hessian of one batch or many, each parameter by the cheapest exact route.
 
-Parameters whose sites move the loss row by row are taken one by one (:mod:`hessiankit.engine.row_diagonal`), the others
-together by a sweep (:mod:`hessiankit.engine.diagonal_accumulation`), and where a sweep would take too many of them whole, by
-products with the Hessian.
+Parameters whose sites move the loss row by row: :mod:`hessiankit.engine.row_diagonal`. The others together:
+:mod:`hessiankit.engine.diagonal_accumulation`; where that would take too many of them whole, products with the Hessian.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from hessiankit.engine.sites import is_product
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.tracing.trace import Trace
 
-DENSE = 5  # times as fast per multiply-add as a product with the Hessian: the large products of matrices of an unwinding
+DENSE = 5  # speed of a multiply-add in the matrix products of an accumulation, relative to one in a product with H
 ROOM = 4 * CHUNK  # bytes that tangents of the samples treated at once may take, about
 
 
 class TooCostly(Exception):
-    """The diagonal would take longer than so many products with the Hessian."""
+    """The diagonal would take longer than the allowed number of products with the Hessian."""
 
     def __init__(self, products: float) -> None:
         super().__init__(products)
@@ -53,16 +52,16 @@ class DiagonalSum:
     """The diagonals of several batches, each times its share, added up.
 
     Args:
-        who: What an error message starts with.
+        who: Name that starts an error message.
         tasks: One request a batch, for the same parameters.
         parts: What each batch's loss is multiplied by.
-        batch_size: Samples treated at once, or None.
+        batch_size: Samples of a chunk, or None.
         progress: Called with (samples done, samples in all).
         most: Raise :class:`TooCostly` where a batch would take longer than so many products with its Hessian.
 
     Attributes:
-        entries: The diagonal, as far as it has been computed.
-        cost: About how many products with the Hessian take as long, of the batch that takes most; rows that stay apart are free.
+        entries: The diagonal so far.
+        cost: Products with the Hessian that take as long, for the costliest batch; rows that stay apart count nothing.
         loss: The loss.
         fallbacks: Operations that were differentiated automatically.
     """
@@ -104,7 +103,7 @@ class DiagonalSum:
             )
 
     def _add(self, task: Task, share: float, handshake: Handshake, *, gauss_newton: bool) -> float:
-        """Add one batch, and return its loss: first what moves the loss row by row, then the rest by a sweep."""
+        """Add one batch and return its loss: parameters that move it row by row, then the others."""
         normalizer, value = normalizer_of(task), 0.0
         left: dict[str, Tensor] | None = None
         step = self.batch_size or max(1, int(task.batch * ROOM / _bytes(task)))
@@ -125,7 +124,7 @@ class DiagonalSum:
             self.progress(self.done, self.samples)
 
     def _add_coupled(self, task: Task, share: float, normalizer: float, *, gauss_newton: bool) -> None:
-        """Add what is left: by a sweep forward and back, or by products where that would take all parameters at once."""
+        """Add the other parameters: by sweeps, or by products where a sweep would take too many of them whole."""
         before = self.entries.data.clone(), self.done
         try:
             self._sweep(task, share, normalizer, gauss_newton=gauss_newton)
@@ -152,7 +151,7 @@ class DiagonalSum:
             self.entries.add(name, None, share * found[rows])
 
     def _sweep(self, task: Task, share: float, normalizer: float, *, gauss_newton: bool) -> None:
-        """Add the diagonal of some parameters by a sweep forward and back."""
+        """Add the diagonal of some parameters by a forward sweep and reverse accumulation."""
         step, start, splits = self.batch_size or 1, 0, _splits(task, self.batch_size or 1)
         while start < task.batch:
             rows = slice(start, min(start + step, task.batch) if splits else task.batch)
@@ -165,7 +164,7 @@ class DiagonalSum:
                     raise TooLarge
                 self._announce(products)
             accumulate_diagonal(sweep, self.entries)
-            if self.batch_size is None:  # the first sample has told what one takes
+            if self.batch_size is None:  # from the bytes of the first sample
                 step = max(1, CHUNK * (rows.stop - rows.start) // max(sweep.peak_bytes, 1))
             self._report(rows.stop - start)
             start = rows.stop
@@ -173,7 +172,7 @@ class DiagonalSum:
     def _add_rowwise(
         self, traced: LossTrace, share: float, left: dict[str, Tensor] | None, handshake: Handshake, *, gauss_newton: bool
     ) -> dict[str, Tensor]:
-        """Add the parameters whose sites move the loss row by row, unless an earlier part has left them; return the others."""
+        """Add the parameters whose sites move the loss row by row, unless an earlier part could not; return the others."""
         trace = traced.trace
         try:
             sweep = BoundedForwardSweep(trace, traced.output if gauss_newton else None, scale=share)
@@ -200,7 +199,7 @@ class DiagonalSum:
 
 
 def _product_work(trace: Trace) -> float:
-    """Return about how many multiply-adds a product with the Hessian takes: six times those of a call."""
+    """Return the multiply-adds of a product with the Hessian: six times those of a call."""
     total = 0
     for a in trace.applications:
         inputs, entries = trace.gather(a), trace.values[a.output].numel()

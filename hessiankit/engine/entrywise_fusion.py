@@ -1,6 +1,6 @@
-"""Runs of entrywise operations on one value as one: f'(x), and the adjoint times f''(x), in place of all that made them.
+"""Fusion of entrywise steps on one value x: f'(x) and adjoint o f''(x) in place of the steps that f consists of.
 
-An activation or a norm that a module writes out in single operations costs a product as much as one that is a single operation.
+An activation or a norm written out in single operations then costs a product as much as one operation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Step:
 
 
 def fuse_entrywise(steps: Sequence[Step]) -> list[Step]:
-    """Return steps in which runs of entrywise ones that begin at one value are a step for each value that they lead to."""
+    """Return steps with each run of entrywise ones from one value fused into a step for each value that is read later."""
     roots: dict[int, int] = {}  # what a value is an entrywise function of, made by such a step
     readers: dict[int, list[int]] = {}
     for step in steps:
@@ -82,9 +82,9 @@ def _is_entrywise(step: Step) -> bool:
 
 
 def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list[Step]:
-    """Return one step for each value that is read outside a run; the last one has the second derivative of all.
+    """Return one step for each value of a run that is read outside; the last one carries the second derivative of all.
 
-    What the run makes of a tangent of ones are its derivatives.
+    Slopes are the run's tangents of ones.
     """
     first = run[0].primitive.inputs[next(k for k, at in enumerate(run[0].inputs) if at == root)]
     tangents: dict[int | None, Tensor] = {root: torch.ones(1, *first.shape, dtype=first.dtype, device=first.device)}

@@ -1,14 +1,13 @@
-"""From a perturbation of a value back to the parameters that made it.
+"""Parameter Jacobians: how a value z moves with a parameter that enters it, row by row.
 
-At z = X W + b, at z = x_hat o gamma + beta and at z = W[tokens] a perturbation delta of z, row by row, is linear in the
-parameters:
+At z = X W + b, at z = x_hat o gamma + beta and at z = W[tokens],
 
-    delta[n, o] = sum_i X[n, i] dW[i, o]        (a Kronecker jacobian, X (x) I)
-    delta[n, o] = x_hat[n, o] dgamma[o]         (a diagonal jacobian; ones in place of x_hat for a bias)
-    delta[n, o] = dW[tokens[n], o]              (an index jacobian)
+    dz[n, o] = sum_i X[n, i] dW[i, o]        X (x) I
+    dz[n, o] = x_hat[n, o] dgamma[o]         a diagonal; ones in place of x_hat for a bias
+    dz[n, o] = dW[tokens[n], o]              a selection
 
-so curvature between two such values, K_nn' for a pair of rows, becomes a block of the Hessian by sums over the rows,
-H = sum_nn' (x_n x_n'^T) (x) K_nn' for two Kronecker jacobians. Nothing of size (rows x outputs x parameters) is needed.
+so that curvature K_nn' between rows of two such values becomes a block of the Hessian by sums over rows,
+H = sum_nn' (x_n x_n'^T) (x) K_nn' for two weights. Nothing of size (rows x outputs x parameters) is formed.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCRATCH = 2**21  # entries that lifting row by row may take at once
+SCRATCH = 2**21  # entries of work space
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterJacobian(ABC):
-    """How one parameter moves a value.
+    """The Jacobian of a value z, (R, p), in one parameter.
 
     Args:
         parameter: Its name.
-        at: Positions in vec_r of the parameter that the jacobian reaches, in order; None for all of them.
+        at: Positions in vec_r of the parameter's entries that enter, in order; None: all.
     """
 
     parameter: str
@@ -37,24 +36,24 @@ class ParameterJacobian(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """Number of entries of the parameter that the jacobian reaches."""
+        """Number of entries of the parameter that enter."""
 
     @abstractmethod
     def vjp_by_group(self, x: Tensor) -> Tensor:
-        """Turn covectors (G, m, p, c) of G groups of m rows into covectors (G, size, c) of the parameter."""
+        """Return J^T x for covectors x (G, m, p, c) of G groups of m rows, summed in each group: (G, size, c)."""
 
     @abstractmethod
     def by_entry(self, t: Tensor) -> Tensor:
-        """Turn derivatives by delta, (p, rows, f), into derivatives by the parameter, (size, rows, f)."""
+        """Return derivatives (p, rows, f) of a function of one row by z as derivatives by the parameter, (size, rows, f)."""
 
     def vjp(self, x: Tensor) -> Tensor:
-        """Turn covectors (R, p, c) of all rows into one covector (size, c) of the parameter."""
+        """Return J^T x for covectors x (R, p, c), summed over all rows: (size, c)."""
         return self.vjp_by_group(x.unsqueeze(0))[0]
 
 
 @dataclass(frozen=True, eq=False)
 class WeightJacobian(ParameterJacobian):
-    """A weight that multiplies rows ``weights`` (R, i); stored as (i, p) or, ``transposed``, as (p, i)."""
+    """X (x) I for z = X W, X (R, i); W is stored as (i, p) or, ``transposed``, as (p, i)."""
 
     X: Tensor
     width: int
@@ -78,7 +77,7 @@ class WeightJacobian(ParameterJacobian):
 
 @dataclass(frozen=True, eq=False)
 class GainJacobian(ParameterJacobian):
-    """A gain that multiplies ``weights`` (R, p) entry by entry."""
+    """diag(X[n]) for z = X o gamma, X (R, p)."""
 
     X: Tensor
 
@@ -96,18 +95,18 @@ class GainJacobian(ParameterJacobian):
         return t * self.X.T.unsqueeze(-1)
 
     def scale_columns(self, K: Tensor) -> Tensor:
-        """Multiply the columns of K (R, p, q), row by row."""
+        """Return K (R, p, q) with column q of row n multiplied by X[n, q]."""
         return K if self.is_ones else K * self.X.unsqueeze(1)
 
     @property
     def is_ones(self) -> bool:
-        """Whether it is the jacobian of a bias."""
+        """Whether the parameter is a bias."""
         return self.X.stride() == (0, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class IndexJacobian(ParameterJacobian):
-    """Entries of a table: row n, column o of the value is entry ``at[which[n, o]]`` of the parameter."""
+    """A selection: z[n, o] is entry ``at[which[n, o]]`` of the parameter."""
 
     which: Tensor
 
@@ -133,7 +132,7 @@ class IndexJacobian(ParameterJacobian):
 
 @dataclass(frozen=True, eq=False)
 class IdentityJacobian(ParameterJacobian):
-    """Entries of a parameter that are coordinates themselves, from the ``start``-th on."""
+    """The identity, for a parameter taken whole: its entries are coordinates ``start`` to ``start + count`` of the vertex."""
 
     start: int
     count: int

@@ -1,15 +1,15 @@
-"""Jacobians of weights as the sums that the compiled kernels know.
+"""Blocks of two weights as sums over rows that the compiled kernels add up.
 
-A block of two weights is stored with one index contiguous, which is either the output q or the input j of the later one:
+A block is stored with one index contiguous, the output q or the input j of the later weight:
 
     outputs:    into[(i, j), p, q] += sum_n (a_n[i] b_n[j])  K_n[p, q]
     inputs:     into[(p, q), i, j] += sum_n  K_n[p, q]      (a_n[i] b_n[j])
 
-Where curvature reaches one weight in several ways, all of them are summed before they meet the other weight:
+Several Jacobians v_t of one later weight are summed before they meet the earlier one:
 
     into[i, (p, y), z] += sum_n a_n[i] sum_t s_tn[p, y] v_tn[p, z],    y, z the indices of the later weight as it is stored.
 
-A factor is a tensor with a stride for each index it is read at, and 0 for those it does not depend on.
+A factor is a tensor with a stride for each index, 0 for those that it does not depend on.
 """
 
 from __future__ import annotations
@@ -115,16 +115,16 @@ NARROW = 4  # contiguous entries below which a kernel's vectors are mostly empty
 
 
 def add_compiled(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor]], into: Tensor, *, same: bool) -> float | None:
-    """Add the jacobians of one weight's curvature with another, reached in one or more ways, by the compiled kernels.
+    """Add U^T K V of one weight with another, which may enter by several Jacobians, by the compiled kernels.
 
     Args:
         u: Jacobian of the rows of the block.
         pairs: Jacobians v of its columns, all of one parameter, each with its curvature (R, p, q).
         into: The block, or a view of it.
-        same: Whether u and v are one jacobian and K is symmetric.
+        same: Whether u and v are one Jacobian and K is symmetric.
 
     Returns:
-        How far from symmetric K was, as far as it was looked at; None if there are no kernels for this.
+        How far from symmetric K was, as far as it was compared; None if there are no kernels for this.
     """
     library = kernels()
     if library is None or not _fit(into, u.X, *(t for v, K in pairs for t in (v.X, K))):
@@ -134,7 +134,7 @@ def add_compiled(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor
 
 
 def add_rows_compiled(u: WeightJacobian, K: Tensor, into: Tensor) -> bool:
-    """Add the jacobian of ``K`` (R, p, c) from the left to ``into`` (size_u, c); False if there are no kernels for this.
+    """Add U^T K for K (R, p, c) to ``into`` (size_u, c); False if there are no kernels for this.
 
     into[i, p, c] += sum_n a_n[i] K_n[p, c]
     """

@@ -1,11 +1,10 @@
-"""A batch linearised once, so that products with its Hessian, or with the Gauss-Newton part, cost two sweeps each.
+"""A batch linearised once, so that a product with its Hessian, or with the Gauss-Newton part, costs two sweeps.
 
-With t_v the tangent of a value along a vector V (pushed forward by each primitive's jvp) and lambda_v its adjoint, the
-product is what the second-order adjoint of every value sums to at the parameters:
+With t_v the tangent of a value along a vector V (forward sweep of jvps) and lambda_v its adjoint, the second-order adjoints
 
-    bar(inputs of v)  +=  D phi_v^T bar(v)  +  [lambda_v . D^2 phi_v] t(inputs of v),        H V = bar(parameters).
+    bar(inputs of v)  +=  D phi_v^T bar(v)  +  [lambda_v . D^2 phi_v] t(inputs of v)
 
-The Gauss-Newton part keeps the second term only in the loss.
+give H V = bar(parameters). The Gauss-Newton part keeps the second term in the loss only.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ Bars: TypeAlias = "dict[int, Tensor]"  # covectors (S, *value.shape) by the valu
 Recompute: TypeAlias = Literal["layers", "all"] | None
 
 CACHED = 10 * 2**20
-"""Bytes of tangents that vectors of a block treated together may take on a CPU: more leave its caches."""
+"""Bytes of the tangents of vectors that a CPU multiplies together: more than that leaves its caches."""
 
 LARGE = 2**22
-"""Parameters from which nothing of their size is kept, and freed memory is handed back to the system."""
+"""Parameters from which nothing of their size is kept, and freed memory returns to the system."""
 
 NOWHERE = Nowhere()
 
@@ -48,21 +47,21 @@ Batch: TypeAlias = "Linearisation | MicroBatched | Constant"
 
 
 class Linearisation:
-    """One batch: its traced loss, with all that products need and that no vector changes.
+    """The traced loss of one batch, linearised: what products need and no vector changes.
 
     Args:
         task: The batch.
-        gauss_newton: Whether only the loss bends.
-        recompute: What is made anew for every product: nothing (None), what lies between the places where a single value passes
-            ("layers"), or everything ("all").
-        count: What a named loss divides its sum by; None: what it does for this batch.
-        handshake: What loss and gradient are to be compared with, for a part of a batch; it is left open.
+        gauss_newton: Whether second derivatives count in the loss only.
+        recompute: What is computed again in every product: nothing (None), the values between checkpoints, where a single value
+            passes ("layers"), or everything ("all").
+        count: What a named loss divides its sum by; None: its value for this batch.
+        handshake: Loss and gradient to compare with, for a part of a batch; it is left open.
 
     Attributes:
         loss: The loss.
         eps: The rounding unit of the coarsest type that the module computed in.
         fallbacks: Operations without a closed form.
-        bytes_per_vector: What a product takes at most beside what is kept.
+        bytes_per_vector: Bytes that a product takes for each vector, beside what is kept.
     """
 
     def __init__(
@@ -82,15 +81,15 @@ class Linearisation:
         own = set(self._ids.values())
         self._narrow, self._is_large = trace.narrow, task.size > LARGE
         self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
-        self._bending = _downstream(trace, traced.output) if gauss_newton else None
-        fuse_attention(trace, self._bending)
+        self._nonlinear = _downstream(trace, traced.output) if gauss_newton else None
+        fuse_attention(trace, self._nonlinear)
         self._segments = split_at_checkpoints(trace, layers=recompute == "layers")
         path = ancestors_of_output(trace)
         self._first = {at: reader for at, reader in first_readers(path).items() if at in own}
-        self._read: set[int] = set()  # values whose tangents something that bends reads, by itself or through others
-        self._kept: list[list[Step] | None] = []
-        self._given: list[tuple[dict[int, Tensor], Bars]] = []  # values that a segment is made of anew, adjoints that leave it
-        self._still = {at: x for at, x in enumerate(trace.values) if at in own or at not in trace.moving}
+        self._needed: set[int] = set()  # values whose tangents reach a nonzero second derivative
+        self._steps_of: list[list[Step] | None] = []
+        self._checkpoints: list[tuple[dict[int, Tensor], Bars]] = []  # values that enter a segment, adjoints of what leaves it
+        self._constants = {at: x for at, x in enumerate(trace.values) if at in own or at not in trace.moving}
         self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
         passing = [sum(size(trace.values[a.output]) for a in segment.applications) for segment in self._segments]
         self.bytes_per_vector = 3 * max(passing) + 2 * task.size * task.dtype.itemsize
@@ -100,10 +99,10 @@ class Linearisation:
             self._sweep(trace, compare)
         if handshake is None:
             compare.close()
-        self._frees: dict[int, list[int]] = {}  # values whose tangents nobody reads after one was made
+        self._last_reads: dict[int, list[int]] = {}  # values whose tangents nobody reads after one was made
         for at, reader in last_readers(path if recompute else self._steps(0)).items():
             if at not in own:
-                self._frees.setdefault(reader, []).append(at)
+                self._last_reads.setdefault(reader, []).append(at)
         self._task = replace(task, reference=None)
         if task.size > LARGE:
             hand_back_memory()
@@ -129,13 +128,13 @@ class Linearisation:
         return out[0]
 
     def origin(self) -> str | None:
-        """Return a phrase that names the first operation with a value or derivative that is not finite, if there is one."""
+        """Return a phrase that names the first operation with a value or derivative that is not finite, or None."""
         with torch.no_grad():
             return origin(loss_trace(self._task, self.count).trace)
 
     @contextmanager
     def _at_the_point(self) -> Iterator[None]:
-        """Without gradients; where torch differentiates, at the parameters that the module had, which its graph may read."""
+        """Disable gradients; where torch differentiates, at the parameters of the linearisation, which its graph may read."""
         if not self.fallbacks:
             with torch.inference_mode():
                 yield
@@ -145,24 +144,22 @@ class Linearisation:
 
     @contextmanager
     def _sums(self, out: Tensor) -> Iterator[dict[int, CovectorSum]]:
-        """Where the covectors of the parameters are summed: in rows (S, P), unless they are of another type."""
-        pieces = out.split([self._still[at].numel() for at in self._ids.values()], 1)
-        places = {at: piece.view(-1, *self._still[at].shape) for at, piece in zip(self._ids.values(), pieces, strict=True)}
-        sums = {
-            at: CovectorSum(x if x.dtype == self._still[at].dtype else x.to(self._still[at].dtype)) for at, x in places.items()
-        }
+        """Yield the sums of the parameters' covectors: views of the rows (S, P), or copies where the type differs."""
+        pieces = out.split([self._constants[at].numel() for at in self._ids.values()], 1)
+        places = {at: piece.view(-1, *self._constants[at].shape) for at, piece in zip(self._ids.values(), pieces, strict=True)}
+        sums = {at: CovectorSum(x.to(self._constants[at].dtype)) for at, x in places.items()}  # a view where types agree
         yield sums
         for at, total in sums.items():
             if total.close() is not places[at]:
                 places[at].copy_(total.memory)
 
     def _sweep(self, trace: Trace, handshake: Handshake) -> None:
-        """Sweep back with the adjoints, and let every slope be compared once it is complete.
+        """Sweep back with the adjoints; each derivative by a parameter is compared once it is complete.
 
-        What is kept are the steps, or what they are made of anew; other values are let go as soon as nothing needs them.
+        Steps are kept, or the checkpoints that they are recomputed from; other values are released as soon as nothing needs them.
         """
         read = {at for a in trace.applications if a.primitive.reads_values or self._recompute for at in a.inputs}
-        values = {at: x if at in read else hollow(x) for at, x in enumerate(trace.values) if at not in self._still}
+        values = {at: x if at in read else hollow(x) for at, x in enumerate(trace.values) if at not in self._constants}
         trace.values.clear()
         names = {at: name for name, at in self._ids.items()}
         adjoints: Bars = {self._output: self._seed}
@@ -175,7 +172,7 @@ class Linearisation:
             for a in reversed(segment.applications):
                 for at in a.inputs:
                     if at in names and at not in sums:
-                        x = self._still[at]
+                        x = self._constants[at]
                         memory = spare.pop((x.shape, x.dtype), None)
                         sums[at] = CovectorSum(x.new_empty(1, *x.shape) if memory is None else memory)
                 step = self._step(a, values, adjoints, sums)
@@ -188,11 +185,11 @@ class Linearisation:
                     slope = sums.pop(at).close()
                     if not handshake.complete(names[at], slope[0]):
                         spare[slope.shape[1:], slope.dtype] = slope
-            self._kept.insert(0, None if self._recompute else fuse_entrywise(steps[::-1]))
-            self._given.insert(0, (given, after))
+            self._steps_of.insert(0, None if self._recompute else fuse_entrywise(steps[::-1]))
+            self._checkpoints.insert(0, (given, after))
 
     def _test(self, step: Step, a: Application) -> bool:
-        """Test the derivatives of one operation, unless it is large itself; return whether it was.
+        """Test the derivatives of one operation, unless it is large itself; return whether they were tested.
 
         Raises:
             TraceError: They are not each other's transposes.
@@ -213,28 +210,28 @@ class Linearisation:
         if adjoint is None:
             return None
         inputs = tuple(at if at in self._moving else None for at in a.inputs)
-        counts = not a.primitive.is_linear and (self._bending is None or a.output in self._bending)
+        counts = not a.primitive.is_linear and (self._nonlinear is None or a.output in self._nonlinear)
         at_point = a.primitive.linearise(
-            gather(a, values, self._still),  # type: ignore[arg-type]
+            gather(a, values, self._constants),  # type: ignore[arg-type]
             adjoint[0] if counts else None,
             [at is not None for at in inputs],
         )
-        if at_point.is_nonlinear or a.output in self._read:
-            self._read.update(at for at in inputs if at is not None)
+        if at_point.is_nonlinear or a.output in self._needed:
+            self._needed.update(at for at in inputs if at is not None)
         add_covectors(adjoints, inputs, at_point.pull_into(adjoint, None, _of(sums, inputs)))
         at_point.forget()
         return Step(at_point, inputs, a.output)
 
     def _steps(self, k: int) -> list[Step]:
-        """Return the steps of a segment, kept or made anew."""
-        kept = self._kept[k]
+        """Return the steps of a segment, kept or recomputed."""
+        kept = self._steps_of[k]
         if kept is not None:
             return kept
-        segment, (given, after) = self._segments[k], self._given[k]
+        segment, (given, after) = self._segments[k], self._checkpoints[k]
         values, adjoints = dict(given), dict(after)
         for a in segment.applications:
             if a.output not in values:
-                values[a.output] = self._value(a, gather(a, values, self._still))
+                values[a.output] = self._value(a, gather(a, values, self._constants))
         nowhere = dict.fromkeys(self._ids.values(), NOWHERE)
         steps = []
         for a in reversed(segment.applications):
@@ -243,17 +240,17 @@ class Linearisation:
         return [step for step in reversed(steps) if step is not None]
 
     def _value(self, a: Application, inputs: tuple[Tensor | None, ...]) -> Tensor:
-        """Return the output of one application, rounded as the module rounds it."""
+        """Return the output of one application, rounded to the type that the module computed in."""
         value = a.primitive.value(*inputs)  # type: ignore[arg-type]
         narrow = self._narrow.get(a.output)
         return value if narrow is None else value.to(narrow).to(value.dtype)
 
     def _multiply(self, rows: Tensor, out: Tensor) -> None:
-        """Write the products of rows (S, P) with the Hessian."""
-        sizes = [self._still[at].numel() for at in self._ids.values()]
+        """Write H rows^T as rows (S, P) to ``out``."""
+        sizes = [self._constants[at].numel() for at in self._ids.values()]
         tangents: dict[int | None, Tensor] = {}
         for at, piece in zip(self._ids.values(), rows.split(sizes, 1), strict=True):
-            tangents[at] = piece.reshape(-1, *self._still[at].shape).to(self._still[at].dtype)
+            tangents[at] = piece.reshape(-1, *self._constants[at].shape).to(self._constants[at].dtype)
         entering: list[dict[int | None, Tensor]] = []  # the tangents that enter each segment
         for k, segment in enumerate(self._segments):
             entering.append({at: tangents[at] for at in segment.entries if at in tangents})
@@ -268,31 +265,31 @@ class Linearisation:
                     at_inputs = [tangents.get(at) for at in step.inputs]
                     if step.primitive.is_nonlinear:
                         moved[step.output] = at_inputs
-                    if step.output in self._read:
+                    if step.output in self._needed:
                         tangents[step.output] = step.primitive.push(at_inputs)
-                    for at in self._frees.get(step.output, ()):
+                    for at in self._last_reads.get(step.output, ()):
                         tangents.pop(at, None)
                 self._sweep_back(steps, moved, bars, sums)
 
     def _push_through(self, k: int, tangents: dict[int | None, Tensor]) -> None:
-        """Push tangents through a segment whose values are made anew, and let them go where nobody reads them further on."""
-        values = dict(self._given[k][0])
+        """Push tangents through a segment that is recomputed, and release those that nothing reads later."""
+        values = dict(self._checkpoints[k][0])
         for a in self._segments[k].applications:
-            inputs = gather(a, values, self._still)
+            inputs = gather(a, values, self._constants)
             if a.output not in values:
                 values[a.output] = self._value(a, inputs)
             moving = [at if at in self._moving else None for at in a.inputs]
-            if a.output in self._read:
+            if a.output in self._needed:
                 at_point = a.primitive.linearise(inputs, None, [at is not None for at in moving])  # type: ignore[arg-type]
                 tangents[a.output] = at_point.push([tangents.get(at) for at in moving])
-            for at in self._frees.get(a.output, ()):
+            for at in self._last_reads.get(a.output, ()):
                 tangents.pop(at, None)
                 values.pop(at, None)
 
     def _sweep_back(
         self, steps: list[Step], moved: dict[int, list[Tensor | None]], bars: Bars, sums: Mapping[int, CovectorSum]
     ) -> None:
-        """Pull second-order adjoints back."""
+        """Pull second-order adjoints back through some steps."""
         for step in reversed(steps):
             bar, tangents = bars.pop(step.output, None), moved.pop(step.output, None)
             if bar is not None or tangents is not None:
@@ -300,7 +297,7 @@ class Linearisation:
 
 
 class Constant:
-    """One batch whose loss does not depend on the parameters: what a :class:`Linearisation` of it would be."""
+    """A batch whose loss does not depend on the parameters, with the interface of :class:`Linearisation`."""
 
     eps, fallbacks = 0.0, ()
 
@@ -318,14 +315,14 @@ class Constant:
         return self._zeros.clone()
 
     def origin(self) -> None:
-        """Nothing is not finite here."""
+        """Return None: every value is finite."""
 
 
 DEPENDENT = "micro_batch: the parts of the batch do not add up to the whole: samples depend on each other, as in a batch norm"
 
 
 class MicroBatched:
-    """Some samples of a batch at a time, each part made anew for every product: what a :class:`Linearisation` of it would be."""
+    """A batch in parts of some samples, each recomputed in every product, with the interface of :class:`Linearisation`."""
 
     def __init__(self, task: Task, size: int, *, gauss_newton: bool, recompute: Recompute) -> None:
         starts, count = range(0, task.batch, size), normalizer_of(task)
@@ -361,7 +358,7 @@ class MicroBatched:
         return _total(part.gradient() for part in self._parts)
 
     def origin(self) -> str | None:
-        """Return a phrase that names the first operation with a value or derivative that is not finite, if there is one."""
+        """Return a phrase that names the first operation with a value or derivative that is not finite, or None."""
         return next((found for part in self._parts if (found := part.origin())), None)
 
 

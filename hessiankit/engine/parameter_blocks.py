@@ -21,14 +21,14 @@ OUTER = 256  # columns of an outer product of weights made at once: as many as a
 
 
 def add_pair(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor, *, same: bool) -> float | None:
-    """Add to ``into`` (size_u, size_v) the jacobian of curvature K (R, p, q) between equal rows of two values.
+    """Add U^T K V to ``into`` (size_u, size_v), for curvature K (R, p, q) between equal rows of two values.
 
     Args:
-        u: Jacobian of the rows of the block.
-        v: Jacobian of its columns.
+        u: Jacobian U of the rows of the block.
+        v: Jacobian V of its columns.
         K: Curvature, row by row.
         into: The block of the Hessian, or a view of it.
-        same: Whether u and v are one jacobian and K is symmetric.
+        same: Whether u and v are one Jacobian and K is symmetric.
 
     Returns:
         How far from symmetric K was, relative to the largest of its diagonal, where only its mean went into the block.
@@ -54,14 +54,14 @@ def add_pair(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor
 
 
 def add_pairs(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor]], into: Tensor) -> None:
-    """Add to ``into`` what :func:`add_pair` does for each of several jacobians v, with its curvature, to one other parameter."""
+    """Add :func:`add_pair` for each of several Jacobians v of one parameter, with its curvature."""
     if len(pairs) == 1 or add_compiled(u, pairs, into, same=False) is None:
         for v, K in pairs:
             add_pair(u, v, K, into, same=False)
 
 
 def _add_weight_and_table(u: WeightJacobian, v: IndexJacobian, K: Tensor, into: Tensor) -> None:
-    """Row by row on the left, and then a sum over the rows on the right, a few rows at a time."""
+    """Add U^T K V of a weight and a selection, some rows at a time."""
     step = max(1, SCRATCH // (u.size * K.shape[2]))
     for start, stop in chunks(K.shape[0], step):
         rows = slice(start, stop)
@@ -94,7 +94,7 @@ def _add_kronecker_pair(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: T
 
 
 def add_across_rows(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor) -> None:
-    """Add to ``into`` the jacobian of curvature K (G, m p, m' q) between all rows of two values within each of G groups.
+    """Add U^T K V to ``into``, for curvature K (G, m p, m' q) between all rows of two values within each of G groups.
 
     H = sum over groups and pairs of rows of (a_n a'_n'^T) (x) K_nn'.
     """
@@ -121,7 +121,7 @@ def add_across_rows(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tenso
 
 
 def add_rows(u: ParameterJacobian, columns: Tensor, width: int, into: Tensor) -> None:
-    """Add to ``into`` (size_u, c) the jacobian of ``columns`` (R width, c) from the left."""
+    """Add U^T columns to ``into`` (size_u, c), for ``columns`` (R width, c)."""
     K = columns.unflatten(0, (-1, width))  # (R, p, c)
     if not isinstance(u, WeightJacobian):
         into += u.vjp(K)
@@ -138,7 +138,7 @@ def add_rows(u: ParameterJacobian, columns: Tensor, width: int, into: Tensor) ->
 
 
 def add_diagonal_pair(u: ParameterJacobian, v: ParameterJacobian, diagonal: Tensor, into: Tensor) -> None:
-    """Add to ``into`` the jacobian of curvature (R, p) between equal rows and equal columns of two values.
+    """Add U^T diag(k) V to ``into``, for curvature (R, p) between equal rows and equal columns of two values.
 
     Of two weights, H[(i, o), (j, o)] = sum_n a_n[i] a'_n[j] k_n[o], and zero between different outputs.
     """

@@ -1,4 +1,4 @@
-"""How much memory curvature takes on its way back, without computing any."""
+"""Entries of curvature alive during reverse accumulation, counted from shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hessiankit.engine.vertex_blocks import VertexBlocks
 
 
 def rows_coupled(t: int, vertices: Mapping[int, Vertex], levels: Mapping[int, Collection[int]]) -> bool:
-    """Tell whether rows of a vertex meet other rows, on the way to its parents or in curvature (its levels, by other vertex)."""
+    """Tell whether tangents by the parents of a vertex, or curvature (its levels, by other vertex), couple its rows."""
     vertex = vertices[t]
     return any(level < vertex.axes for level in vertex.parents) or any(
         level < min(vertex.axes, vertices[r].axes) for r, found in levels.items() if r >= t for level in found
@@ -17,10 +17,10 @@ def rows_coupled(t: int, vertices: Mapping[int, Vertex], levels: Mapping[int, Co
 
 
 def columns_are_cheaper(t: Vertex, r: Vertex, levels: Collection[int]) -> bool:
-    """Tell whether columns of r's parameters take no more work than columns of r.
+    """Tell whether column blocks K E_r take no more work than curvature K itself on the way back from t.
 
     With l rows of t and m of r in a sample, a column of r's weights takes about l i multiplications for each of t's
-    parameters, and m (2 l + i) the other way: a head after pooling, with m = 1, is better left as it is.
+    parameters, and m (2 l + i) the other way: for a head after pooling, with m = 1, K is cheaper.
     """
     level = min(1, *levels)
     rows_t, rows_r = (vertex.columns(level) // vertex.width for vertex in (t, r))
@@ -29,7 +29,7 @@ def columns_are_cheaper(t: Vertex, r: Vertex, levels: Collection[int]) -> bool:
 
 
 def peak_entries(blocks: VertexBlocks, vertices: Mapping[int, Vertex]) -> int:
-    """Return how many entries of blocks are alive at once during :mod:`hessiankit.engine.reverse_accumulation`."""
+    """Return the largest number of entries of curvature alive at once in :mod:`hessiankit.engine.reverse_accumulation`."""
     neighbours = {t: {r: blocks.levels(t, r) for r in others} for t, others in blocks.neighbours.items()}
     alive = sum(
         _entries(vertices, t, r, level) for t, by in neighbours.items() for r, found in by.items() if r <= t for level in found

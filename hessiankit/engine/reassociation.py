@@ -1,8 +1,7 @@
-"""Products of three matrices, bracketed so that rows stay apart.
+"""Reassociation of products of three matrices, so that rows stay apart.
 
-Attention over tokens X that nothing moves, A (X W_V) and Q (X W_K)^T, mixes the rows of X W before anything is known about
-the weight. Read as (A X) W_V and (Q W_K^T) X^T, each row of the result depends on its own row of A or Q alone, and the
-weights multiply rows: their curvature is a sum over rows (Property 5) and not over pairs of rows.
+Attention over tokens X at rest, A (X W_V) and Q (X W_K)^T, mixes the rows of X W. As (A X) W_V and (Q W_K^T) X^T each row of the
+result depends on one row of A or Q, and the weights multiply rows: curvature is a sum over rows and not over pairs of rows.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def reassociate(trace: Trace) -> None:
         rewritten += _values_last(trace, a, made, uses) or _keys_last(trace, a, made, uses) or [a]
     used = {trace.output}
     kept = []
-    for a in reversed(rewritten):  # what only the old brackets needed
+    for a in reversed(rewritten):  # values of the old brackets go
         if a.output in used:
             kept.append(a)
             used |= {at for at in a.inputs if at is not None}
@@ -34,7 +33,7 @@ def reassociate(trace: Trace) -> None:
 
 
 def _projection(trace: Trace, at: int | None, made: dict[int, Application], uses: Counter[int]) -> Application | None:
-    """Return the application X W or X W^T that makes a value, if X stands still and nothing else reads the value."""
+    """Return the application X W or X W^T that computes a value, if X is at rest and the value is read once."""
     a = made.get(at) if at is not None else None
     if a is None or uses[a.output] != 1 or not isinstance(a.primitive, (MatMul, Linear)):
         return None

@@ -37,18 +37,18 @@ ENTRYWISE = (Activation, Add, Cast, Elementwise, MeanSquaredError, Multiply, Mul
 
 
 class RowsCoupled(Exception):
-    """A row of a site moves other rows of what follows."""
+    """A row of a site moves other rows of later values."""
 
 
 @dataclass(frozen=True)
 class FactoredTangents:
-    """Tangents (S, *shape) of a value by the S columns of a site: ``data``, or scale (*rows, S) times the rows of a matrix.
+    """Tangents (S, *shape) of a value by the S columns of a site: ``data``, or diag(scale[row]) M with one matrix M for all rows.
 
     Attributes:
         shape: Of the value.
         data: The tangents, or None.
         matrix: M (S, w), None for an identity.
-        scale: s (*rows, S), None for ones.
+        scale: (*rows, S), None for ones.
     """
 
     shape: torch.Size
@@ -161,8 +161,8 @@ class RowDiagonal:
             return K
         identity = FactoredTangents(z.shape)
         slope = self._push_shared(a, inputs, k, identity).scale
-        bend = self._bend_shared(a, inputs, k, identity, full=False) if counts and not primitive.is_linear else None
-        return None if slope is None else through_entries(slope.reshape(-1, z.shape[-1]), bend, K)
+        second = self._curvature_shared(a, inputs, k, identity, full=False) if counts and not primitive.is_linear else None
+        return None if slope is None else through_entries(slope.reshape(-1, z.shape[-1]), second, K)
 
     def _square(self, at: int) -> RowCurvature | DenseRows:
         """Return the curvature of the loss in a value."""
@@ -211,15 +211,15 @@ class RowDiagonal:
         """
         value = self.trace.values[at]
         axes, total = value.ndim - 1, None
-        moved_values = {at: FactoredTangents(value.shape)}
+        pushed = {at: FactoredTangents(value.shape)}
         for n, a in enumerate(self.applications[self.made[at] + 1 :], self.made[at] + 1):
-            moved = [k for k, i in enumerate(a.inputs) if i in moved_values]
+            moved = [k for k, i in enumerate(a.inputs) if i in pushed]
             if not moved:
                 continue
             inputs = self.trace.gather(a)
-            k, shared = moved[0], self._shares(a, inputs, moved, moved_values)
-            if len(moved_values) == 1:
-                ((alone, factored),) = moved_values.items()
+            k, shared = moved[0], self._shares(a, inputs, moved, pushed)
+            if len(pushed) == 1:
+                ((alone, factored),) = pushed.items()
                 if self._stops_at(alone, at, factored, a, start=start, shared=shared):
                     return total, alone, factored
             moving = [i in moved for i in range(len(a.inputs))]
@@ -230,28 +230,28 @@ class RowDiagonal:
             if is_product(a.primitive) and len(moved) == 1:
                 nonlinear = False
             if shared:
-                factored = moved_values[a.inputs[k]]  # type: ignore[index]
+                factored = pushed[a.inputs[k]]  # type: ignore[index]
                 if nonlinear:
-                    total = _added(total, self._bend_shared(a, inputs, k, factored, full=full))
+                    total = _added(total, self._curvature_shared(a, inputs, k, factored, full=full))
                 if not last:
-                    moved_values[a.output] = self._push_shared(a, inputs, k, factored)
+                    pushed[a.output] = self._push_shared(a, inputs, k, factored)
             else:
                 like = self.trace.values[at]
-                tangents = [moved_values[i].dense(like) if i in moved_values else None for i in a.inputs]
+                tangents = [pushed[i].dense(like) if i in pushed else None for i in a.inputs]
                 if nonlinear:
                     total = _added(total, self._add_curvature(a, inputs, tangents, axes, full=full))
                 if not last:
                     out = a.primitive.jvp(inputs, tangents)  # type: ignore[arg-type]
-                    moved_values[a.output] = FactoredTangents(out.shape[1:], out)
-            moved_values = {i: factored for i, factored in moved_values.items() if self.last_use.get(i, -1) > n}
+                    pushed[a.output] = FactoredTangents(out.shape[1:], out)
+            pushed = {i: factored for i, factored in pushed.items() if self.last_use.get(i, -1) > n}
         if total is None:
             total = value.new_zeros(value[..., 0].numel(), *((value.shape[-1],) * (2 if full else 1)))
         return total, None, None
 
-    def _shares(self, a: Application, inputs: Any, moved: list[int], moved_values: dict[int, FactoredTangents]) -> bool:
+    def _shares(self, a: Application, inputs: Any, moved: list[int], pushed: dict[int, FactoredTangents]) -> bool:
         """Tell whether the tangents keep sharing one matrix."""
         k = moved[0]
-        factored = moved_values[a.inputs[k]]  # type: ignore[index]
+        factored = pushed[a.inputs[k]]  # type: ignore[index]
         if len(moved) > 1 or not factored.is_shared:
             return False
         if isinstance(a.primitive, (Linear, MatMul)):
@@ -271,7 +271,7 @@ class RowDiagonal:
         slope = a.primitive.jvp(inputs, _alone(inputs, k, torch.ones_like(inputs[k]).unsqueeze(0)))[0]
         return FactoredTangents(factored.shape, None, None, slope if factored.scale is None else slope * factored.scale)
 
-    def _bend_shared(self, a: Application, inputs: Any, k: int, factored: FactoredTangents, *, full: bool) -> Tensor:
+    def _curvature_shared(self, a: Application, inputs: Any, k: int, factored: FactoredTangents, *, full: bool) -> Tensor:
         """Return the curvature of an entrywise function."""
         ones = _alone(inputs, k, torch.ones_like(inputs[k]).unsqueeze(0))
         h = a.primitive.curvature(inputs, self.adjoints[a.output], ones)[k]

@@ -1,4 +1,4 @@
-"""Where parameters enter: a site is a value that is linear in some parameters, row by row, with their jacobians."""
+"""Sites: values that are linear in some parameters, row by row, with their parameter Jacobians."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SITES = (Add, Embedding, LayerNorm, Linear, MatMul, RMSNorm)
 
 @dataclass
 class Site:
-    """A value (rows..., p) that some parameters move linearly, with their jacobians.
+    """A value (rows..., p) that is linear in some parameters, row by row.
 
     Attributes:
         value: Its id.
-        jacobians: How each parameter moves it.
-        covered: Positions of its application's inputs that the jacobians account for.
-        weight_jacobian: The jacobian of the weight or gain, if any, which the application's first input multiplies.
+        jacobians: Its Jacobian in each parameter.
+        covered: Positions of the application's inputs that these parameters are.
+        weight_jacobian: That of the weight or gain that multiplies the application's first input, if there is one.
     """
 
     value: int
@@ -132,7 +132,7 @@ def _of_a_sum(
     shapes: tuple[torch.Size, torch.Size],
     before: Callable[[int], Site | None],
 ) -> Site | None:
-    """The site that a bias, or a table of positions, makes of what it is added to."""
+    """Return the site of a bias, or of a table of positions, that is added to another value."""
     tables: dict[int, ParameterJacobian] = {}
     for mine, other in ((1, 0), (0, 1)):
         s = selected(mine)
@@ -165,5 +165,5 @@ def _injective(at: Tensor | None) -> bool:
 
 
 def is_product(primitive: Primitive) -> bool:
-    """Tell whether a primitive is linear in each input alone, so that one moving input does not bend it."""
+    """Tell whether a primitive is linear in each input, so that one moving input has no second derivative."""
     return isinstance(primitive, (MatMul, Linear))

@@ -55,7 +55,7 @@ class SymmetricStorage:
         self.skew = 0.0  # the largest of what writes have returned
 
     def wants(self, i: str, j: str) -> bool:
-        """Tell whether the block of two parameters is kept here."""
+        """Tell whether the block of two parameters is stored."""
         return True
 
     def block(self, i: str, j: str) -> Tensor:
@@ -65,13 +65,13 @@ class SymmetricStorage:
         return self.data[self.slices[i], self.slices[j]]
 
     def add(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
-        """Let ``write`` add to the block of the parameters of (u, v), or to some columns of it."""
+        """Call ``write`` to add to the block of the parameters of (u, v), or to some of its columns."""
         if self.wants(u.parameter, v.parameter):
             skew = write_block(self.block(u.parameter, v.parameter)[:, columns], u.at, v.at, write, self.computed)
             self.skew = max(self.skew, skew or 0.0)
 
     def add_both(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
-        """Add what ``write`` makes, and its transpose, to the block of one parameter that (u, v) share, or to columns of it."""
+        """Add what ``write`` adds, and its transpose, to the block of one parameter that (u, v) share, or to columns of it."""
         if not self.wants(u.parameter, v.parameter):
             return
         block = self.block(u.parameter, v.parameter)
@@ -173,26 +173,26 @@ class Panel(SymmetricStorage):
 
 
 class RecordedBlocks:
-    """Curvature between pairs of jacobians, kept so that one panel after the other can be made of it."""
+    """A recording of what is added to a symmetric matrix, which is replayed for one panel after another."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[ParameterJacobian, ParameterJacobian, Write, slice, bool]] = []
         self.computed: torch.dtype | None = None
 
     def wants(self, i: str, j: str) -> bool:
-        """Tell that the block of any two parameters is."""
+        """Return True: every block is recorded."""
         return True
 
     def add(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
-        """Keep what adds to a block."""
+        """Record a write to a block."""
         self.pairs.append((u, v, write, columns, False))
 
     def add_both(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
-        """Keep what adds itself and its transpose to a block."""
+        """Record a write of a block and its transpose."""
         self.pairs.append((u, v, write, columns, True))
 
     def replay(self, matrix: SymmetricStorage) -> None:
-        """Add everything that a matrix wants to it."""
+        """Add everything that a matrix stores to it."""
         matrix.computed = self.computed or matrix.computed
         for u, v, write, columns, both in self.pairs:
             (matrix.add_both if both else matrix.add)(u, v, write, columns)

@@ -16,7 +16,7 @@ Factors: TypeAlias = "dict[int, tuple[Tensor, Tensor]]"  # F and M, or F and C, 
 
 
 class VertexBlocks:
-    """Curvature between vertices: for a pair (t, r), t not before r, and a level, a tensor (R, columns of t, columns of r)."""
+    """Curvature K_tr between vertices t, r with t >= r, by level: (R, columns of t, columns of r)."""
 
     def __init__(self) -> None:
         self.of: dict[tuple[int, int], dict[int, Tensor]] = {}
@@ -26,7 +26,7 @@ class VertexBlocks:
         self.neighbours: dict[int, set[int]] = defaultdict(set)
 
     def add(self, t: int, r: int, level: int, block: Tensor) -> None:
-        """Add a block; of a vertex with itself, a symmetric one."""
+        """Add K_tr; of a vertex with itself, a symmetric one."""
         if t < r:
             t, r, block = r, t, block.mT
         levels = self.of.setdefault((t, r), {})
@@ -35,29 +35,29 @@ class VertexBlocks:
         self.neighbours[r].add(t)
 
     def add_diagonal(self, t: int, r: int, level: int, diagonal: Tensor) -> None:
-        """Add a block that couples equal columns only: their curvature (R, columns)."""
+        """Add a K_tr that couples equal columns only: its diagonal (R, columns)."""
         levels = self.diagonals.setdefault((max(t, r), min(t, r)), {})
         levels[level] = levels[level] + diagonal if level in levels else diagonal
         self.neighbours[t].add(r)
         self.neighbours[r].add(t)
 
     def add_product(self, t: int, r: int, level: int, F: Tensor, M: Tensor) -> None:
-        """Add the block F M between a wide vertex t and another one, r, for F (R, columns of t, few)."""
+        """Add K_tr = F M for a wide vertex t, F (R, columns of t, few)."""
         _gather(self.products.setdefault((t, r), {}).setdefault(level, {}), F, M)
         self.neighbours[t].add(r)
         self.neighbours[r].add(t)
 
     def add_square(self, t: int, level: int, F: Tensor, C: Tensor) -> None:
-        """Add the block F C F^T of a wide vertex with itself, for a symmetric C (R, few, few)."""
+        """Add K_tt = F C F^T of a wide vertex, for a symmetric C (R, few, few)."""
         _gather(self.squares.setdefault(t, {}).setdefault(level, {}), F, C)
         self.neighbours[t].add(t)
 
     def add_half(self, t: int, r: int, level: int, block: Tensor) -> None:
-        """Add a block that stands for itself and its transpose."""
+        """Add a block and, if t = r, its transpose."""
         self.add(t, r, level, block + block.mT if t == r else block)
 
     def between(self, t: int, r: int) -> dict[int, Tensor]:
-        """Return the blocks of a pair, by level, as (R, columns of t, columns of r)."""
+        """Return K_tr by level, dense (R, columns of t, columns of r)."""
         found = self.full(t, r)
         for level, squares in self.squares.get(t, {}).items() if t == r else ():
             for F, C in squares.values():
@@ -67,7 +67,7 @@ class VertexBlocks:
         return found
 
     def full(self, t: int, r: int) -> dict[int, Tensor]:
-        """Return what :meth:`between` does, without what is kept as a diagonal or a square."""
+        """Return K_tr by level without its diagonals and its F C F^T."""
         found = self.rest(t, r)
         for level, products in self.products.get((t, r), {}).items():
             for F, M in products.values():
@@ -75,7 +75,7 @@ class VertexBlocks:
         return found
 
     def rest(self, t: int, r: int) -> dict[int, Tensor]:
-        """Return what :meth:`full` does, without the products of which t is the wide vertex."""
+        """Return :meth:`full` without the products F M of the wide vertex t."""
         found = self.of.get((max(t, r), min(t, r)), {})
         found = dict(found) if t >= r else {level: K.mT for level, K in found.items()}
         for level, products in self.products.get((r, t), {}).items() if t != r else ():
@@ -84,14 +84,14 @@ class VertexBlocks:
         return found
 
     def plain(self, t: int) -> dict[int, Tensor]:
-        """Return the blocks of a vertex with itself, without squares that are kept as such; a diagonal one as its diagonal."""
+        """Return K_tt by level without F C F^T; where it is diagonal, its diagonal."""
         found = self.full(t, t)
         for level, diagonal in self.diagonal(t, t).items():
             found[level] = _with_diagonal(found[level], diagonal) if level in found else diagonal
         return found
 
     def expand_products(self, t: int, r: int) -> None:
-        """Multiply the products of a pair out of which t is the wide vertex."""
+        """Replace the products F M of a pair by dense blocks."""
         if (t, r) in self.products:
             found = self.full(t, r)
             self.products.pop((t, r), None)
@@ -99,7 +99,7 @@ class VertexBlocks:
             self.of[max(t, r), min(t, r)] = found if t >= r else {level: K.mT for level, K in found.items()}
 
     def diagonal(self, t: int, r: int) -> dict[int, Tensor]:
-        """Return the diagonals (R, columns) that are kept for a pair, by level."""
+        """Return the diagonals (R, columns) of a pair, by level."""
         return self.diagonals.get((max(t, r), min(t, r)), {})
 
     def levels(self, t: int, r: int) -> set[int]:
@@ -110,7 +110,7 @@ class VertexBlocks:
         return {*self.of.get(pair, ()), *self.diagonals.get(pair, ()), *products, *squares}
 
     def drop(self, t: int, r: int) -> None:
-        """Drop the blocks of a pair."""
+        """Drop all curvature of a pair."""
         self.of.pop((max(t, r), min(t, r)), None)
         self.diagonals.pop((max(t, r), min(t, r)), None)
         self.products.pop((t, r), None)
