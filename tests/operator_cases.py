@@ -45,3 +45,18 @@ def assert_blocks_equal(found: Tensor, expected: hk.Hessian, tolerance: float) -
 
 
 X, T = draw(2, 3, 4), draw(2, 3, 4, seed=2)
+
+
+class TiedBlock(nn.Module):
+    """A block between an embedding and its transpose as the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.block = nn.Embedding(7, 6), hk.TransformerBlock(6, 3, bias=True, placement="pre")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.block(self.table(ids)) @ self.table.weight.T
+
+
+TOKENS = torch.tensor([[0, 3, 3, 5], [1, 6, 2, 0], [4, 4, 1, 5]])
+LABELS = torch.tensor([[1, -100, 3, 0], [-100, -100, -100, 2], [6, 5, 4, -100]])

@@ -68,7 +68,7 @@ def test_costs_are_those_of_the_real_computation(name: str) -> None:
         assert cost.moved == pytest.approx(meter.moved, rel=0.01)
     assert meter.peak <= plain.peak_bytes <= 2 * meter.peak + 2**20
     assert cost.sweep_bytes == plain.sweep_bytes == run.sweep_bytes == sweep.peak_bytes
-    assert cost.kept_bytes == pytest.approx(keeper.live, rel=0.02, abs=2**12)
+    assert cost.cached_bytes == pytest.approx(keeper.live, rel=0.02, abs=2**12)
     assert plain.flops_again == 0 < cost.flops_again <= cost.flops
     assert plain.operations_again == 0 < cost.operations_again < cost.operations
 

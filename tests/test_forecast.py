@@ -52,7 +52,7 @@ def test_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "PANEL", 30_000)
     hk.hessian(block(), X, T, out=tmp_path / "h.npy")
     assert (tmp_path / "h.npy").stat().st_size == found.disk_bytes
-    monkeypatch.setattr(planning, "KEPT", 0)
+    monkeypatch.setattr(planning, "CACHE", 0)
     again = hk.hessian(block(), X, T, out=tmp_path / "h.npy", dry_run=True)
     assert again.flops > 2 * found.flops  # every panel sweeps anew
 

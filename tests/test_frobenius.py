@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from curvature_reference import Formula, cross_entropy, draw, mse, randomised, reverse_over_reverse
+from operator_cases import LABELS, TOKENS, TiedBlock
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -63,25 +64,12 @@ def test_blocks(name: str) -> None:
     assert steps == [(3 * n, 3 * panels) for n in range(1, 1 + panels)]
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.block = nn.Embedding(7, 6), hk.TransformerBlock(6, 3, bias=True, placement="pre")
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.block(self.table(tokens)) @ self.table.weight.T
-
-
-TOKENS = torch.tensor([[0, 3, 3, 5], [1, 6, 2, 0], [4, 4, 1, 5]])
-LABELS = torch.tensor([[1, -100, 3, 0], [-100, -100, -100, 2], [6, 5, 4, -100]])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kept", "panel_bytes"), [(0, 2**18), (2**30, 2**14)])
 def test_batches_of_unequal_lengths(monkeypatch: pytest.MonkeyPatch, kept: int, panel_bytes: int) -> None:
     """Curvature is kept from panel to panel or computed again; the panels are of any size."""
-    monkeypatch.setattr(planning, "KEPT", kept)
-    module = randomised(Tied())
+    monkeypatch.setattr(planning, "CACHE", kept)
+    module = randomised(TiedBlock())
     expected = reverse_over_reverse(module, TOKENS, LABELS, cross_entropy)
     one = frobenius_norms(module, TOKENS, LABELS, loss="cross_entropy", batch_size=1, panel_bytes=panel_bytes)
     assert_norms(one, expected)
@@ -115,7 +103,7 @@ def test_gauss_newton_part_and_some_parameters() -> None:
 
 
 def test_few_large_panels_where_each_repeats_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "KEPT", 0)
+    monkeypatch.setattr(planning, "CACHE", 0)
     steps: list[tuple[int, int]] = []
 
     def tell(done: int, total: int) -> None:

@@ -90,7 +90,3 @@ def test_every_unknown_parameter_is_named():
         hk.block_types(block)
     types = hk.block_types(block, overrides={"strange|odd": "Other"})
     assert types["strange"] == types["odd"] == "Other"
-
-
-def test_a_module_without_parameters_has_no_types():
-    assert hk.block_types(nn.Identity()) == {}

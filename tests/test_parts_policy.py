@@ -84,14 +84,6 @@ def test_the_argument_is_a_module() -> None:
         model_parts({})  # type: ignore[arg-type]
 
 
-def test_overrides_name_what_nothing_else_does() -> None:
-    gpt = model()
-    gpt.strange = nn.Parameter(torch.zeros(3))
-    with pytest.raises(hk.InputError, match=r"not recognised: 'strange' \(NanoGPT\); pass inputs="):
-        model_parts(gpt)
-    assert hk.block_types(gpt, overrides={"strange": "Other"})["strange"] == "Other"
-
-
 def test_block_types_are_a_plain_dict_that_prints_as_a_table() -> None:
     types = hk.block_types(model())
     assert json.loads(json.dumps(types)) == types == {part.name: part.type for part in types.parts}

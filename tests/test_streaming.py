@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from curvature_reference import Formula, cross_entropy, draw, largest_error, mse, randomised, reverse_over_reverse
+from operator_cases import LABELS, TOKENS, TiedBlock
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -70,26 +71,13 @@ def test_second_call_opens_the_file(tmp_path: Path) -> None:
     assert np.load(out)[0, 0] != 7.0
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.block = nn.Embedding(7, 6), hk.TransformerBlock(6, 3, bias=True, placement="pre")
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.block(self.table(tokens)) @ self.table.weight.T
-
-
-TOKENS = torch.tensor([[0, 3, 3, 5], [1, 6, 2, 0], [4, 4, 1, 5]])
-LABELS = torch.tensor([[1, -100, 3, 0], [-100, -100, -100, 2], [6, 5, 4, -100]])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 2**30])
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_labels_batches_and_kept_curvature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, batch_size: Any) -> None:
     """The curvature is kept from panel to panel or computed again: the bytes are the same."""
-    monkeypatch.setattr(planning, "KEPT", kept)
-    module = randomised(Tied())
+    monkeypatch.setattr(planning, "CACHE", kept)
+    module = randomised(TiedBlock())
     options: Any = {"loss": "cross_entropy", "batch_size": batch_size}
     found = hk.hessian(module, TOKENS, LABELS, out=tmp_path / "a.npy", **options)
     assert torch.equal(found.matrix, hk.hessian(module, TOKENS, LABELS, **options).matrix)

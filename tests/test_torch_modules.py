@@ -1,4 +1,4 @@
-"""Torch's own transformer modules, untouched: fused attention has a closed form, and no backend is switched."""
+"""Torch's own transformer modules, unmodified: fused attention has a closed form, and no backend is switched."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from curvature_reference import Formula, assert_exact, draw, mse, randomised
+from model_zoo import checked
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -22,14 +23,6 @@ def attention(call: Callable[[nn.Module, Tensor], Tensor], width: int = 4, heads
     """An nn.MultiheadAttention wrapped to return one tensor."""
     layer = nn.MultiheadAttention(width, heads, batch_first=True, **options)
     return Formula(lambda s, x: call(s.layer, x)[0], layer=layer)
-
-
-def checked(module: nn.Module, x: object, target: Tensor, **options: object) -> hk.CheckReport:
-    report = hk.check(module, x, target, against=("reverse-over-reverse", "jvp(grad)"), **options)
-    assert report, report.verdict
-    assert report.max_rel_error <= 1e-10
-    assert not any(ATTENTION in name for name in report.hessian.fallbacks)
-    return report
 
 
 SELF: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {

@@ -1,4 +1,4 @@
-"""Exact second derivatives as a user holds them: the matrix, a file of it, products, its diagonal, its norms, pictures."""
+"""Exact second derivatives: the matrix, in memory or a file, products, the diagonal, norms, pictures."""
 
 from hessiankit.curvature.dense import Hessian, hessian
 

@@ -1,4 +1,4 @@
-"""The diagonal of the Hessian, and so its trace, without the matrix: exactly, or where that takes too long by an estimate."""
+"""The diagonal of the Hessian, and its trace, without the matrix: exact, or estimated where that takes too long."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CurvatureDiagonal(Printed):
         seconds: Time taken.
         handshake: Whether loss and gradient were compared with those of the module's own call.
         cost: About how many products with the Hessian take as long as the exact diagonal, as forecast; NaN where it was not.
-        estimate: None where the values are exact; else the estimate that they are, with an interval for every entry and trace.
+        estimate: None where the values are exact; else the estimate, with an interval for every entry and trace.
     """
 
     values: dict[str, Tensor]
@@ -157,7 +157,7 @@ def hessian_diagonal(
         method: ``"exact"``; ``"estimate"``, from 100 products with the operator, with 95 % intervals, see
             :func:`hessiankit.scalar_estimates`; ``"auto"``: an estimate where the exact diagonal would be refused. An estimate
             says so in print, in ``is_estimate`` and in ``estimate``.
-        max_products: What the exact diagonal may take, in products with the Hessian of a batch; None: anything.
+        max_products: Limit for the exact diagonal, in products with the Hessian of a batch that take as long; None: no limit.
 
     Raises:
         InputError: If an argument cannot be used, an entry of the result is not finite, or the exact diagonal takes too long.

@@ -39,7 +39,7 @@ dozen matrices, are 1.0 to 1.25 times what it says, and sqrt(P / (P - k)) times 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number that is known up to chance: within ``value - half_width`` to ``value + half_width`` at the level asked for.
+    """An estimate with its confidence interval ``value - half_width`` to ``value + half_width``.
 
     >>> print(Estimate(2.0, 0.25))
     2 +- 0.25
@@ -54,7 +54,7 @@ class Estimate:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ScalarEstimates(Printed):
-    """Estimates of what takes too long exactly; made by :func:`scalar_estimates`.
+    """Estimates of trace, diagonal and Frobenius norm; made by :func:`scalar_estimates`.
 
     Attributes:
         trace: Of the whole matrix.
@@ -63,7 +63,7 @@ class ScalarEstimates(Printed):
         diagonal: Each entry of it, (P,).
         half_widths: Of the entries' intervals, (P,), each by itself at the level.
         products: Products with the matrix that were taken.
-        level: The share of the intervals that hold what they are for.
+        level: Confidence level of each interval.
         kind: Of the operator.
         seconds: Time taken.
     """
@@ -88,7 +88,7 @@ class ScalarEstimates(Printed):
 
     @property
     def words(self) -> str:
-        """How far the numbers can be relied on, in words."""
+        """The reliability of the numbers, in words."""
         if self.products == self.diagonal.numel():
             return f"exact up to rounding, from {self.products:,} products"
         return f"ESTIMATES from {self.products:,} products, {100 * self.level:g} % intervals"

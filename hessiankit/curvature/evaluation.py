@@ -1,4 +1,4 @@
-"""The second derivatives of the loss of one batch or many: everything at once, or two parameters at a time, on demand."""
+"""Second derivatives of the loss of one batch or many: the whole matrix, or single blocks, on demand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUGH = 8  # times what a sweep expects to take, at most, that it takes in fact
 
 
 class Evaluation:
-    """A sum of losses, each of one batch, at fixed parameters; its matrices are computed when asked for, and kept.
+    """A weighted sum of the losses of batches at fixed parameters; its matrices are computed on demand and cached.
 
     Args:
         tasks: One request a batch, for the same parameters.
@@ -77,7 +77,7 @@ class Evaluation:
         return self._whole
 
     def take(self, matrix: Tensor, loss: float, asymmetry: float, fallbacks: tuple[str, ...]) -> None:
-        """Take over the P x P matrix, and what is known of it, from elsewhere."""
+        """Set the P x P matrix, its loss, asymmetry and fallbacks, computed elsewhere."""
         self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, loss, asymmetry, fallbacks
 
     @computed_later
@@ -110,7 +110,7 @@ class Evaluation:
     def part(self, i: str, rows: Tensor | None, j: str, columns: Tensor | None) -> Tensor:
         """Return some rows and columns of the block of two parameters (None: all of them).
 
-        Where few are asked for, each is one product with the Hessian of the two parameters, and the block is never made.
+        A few are computed by products with the Hessian of the two parameters, without the block.
         """
         slices = self.tasks[0].slices
         sizes = [slices[n].stop - slices[n].start for n in (i, j)]
@@ -155,7 +155,7 @@ class Evaluation:
     def unused(self) -> tuple[str, ...]:
         """The parameters that the loss does not depend on in any batch."""
         names: Iterable[str] = self.tasks[0].parameters
-        if self._whole is not None:  # a parameter with an entry that is not zero has an effect
+        if self._whole is not None:  # a nonzero entry shows an effect
             diagonal = self._whole.diagonal()
             flat = [n for n, rows in self.tasks[0].slices.items() if not bool(diagonal[rows].any())]
             names = [n for n in flat if not bool(self._whole[self.tasks[0].slices[n]].any())]
@@ -178,7 +178,7 @@ class Evaluation:
     def assembled(
         self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False
     ) -> tuple[SymmetricStorage, float, tuple[str, ...]]:
-        """Return the matrix with blocks (i, j) for i not after j alone, the loss, and what was differentiated automatically."""
+        """Return the matrix, its blocks (i, j) for i not after j only, the loss, and the fallbacks."""
         first = tasks[0]
         check_matrix(first.size, first.dtype, first.device)
         look = self._look(first)
@@ -197,7 +197,7 @@ class Evaluation:
     def _add(
         self, task: Task, weight: float, matrix: SymmetricStorage, progress: Progress | None, look: Look, *, outer: bool
     ) -> tuple[float, tuple[str, ...]]:
-        """Add one batch to the matrix: nothing where none of the parameters has an effect on its loss."""
+        """Add one batch to the matrix, if any parameter has an effect on its loss; return its loss and fallbacks."""
         try:
             return assemble(
                 task, matrix, share=weight, batch_size=self.batch_size, progress=progress, gauss_newton=outer, on_memory=look

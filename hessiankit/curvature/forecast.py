@@ -1,4 +1,4 @@
-"""What a Hessian will take, before it is computed: memory, disk, operations, time."""
+"""Forecast of memory, disk, operations and time of a Hessian, before it is computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FRESH = 1024  # rows of a matrix of 8 MiB that is touched to see how fast new pa
 
 @dataclass(frozen=True, repr=False)
 class Forecast(Printed):
-    """What computing a Hessian will take, from the shapes of a chunk of samples; nothing has been computed.
+    """Memory, disk and time of a Hessian, from the shapes of a chunk of samples; nothing has been computed.
 
     Attributes:
         parameters: P.
@@ -40,8 +40,8 @@ class Forecast(Printed):
         chunks: Groups of samples that are treated together.
         panels: Groups of rows that are written one after the other; 1 without ``out``.
         matrix_bytes: The P x P matrix.
-        workspace_bytes: Memory at most, besides the matrix or its panel; three times the real one at worst for models of
-            some size (the small ones take less than the allowance for libraries).
+        workspace_bytes: Upper bound of the memory besides the matrix or its panel; at most three times the true one, except
+            for small models, which take less than the allowance for libraries.
         memory_bytes: Memory at most, in all.
         disk_bytes: Of the file, 0 without ``out``.
         free_memory: Bytes that can be had now.
@@ -166,7 +166,7 @@ def forecast(
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device does in a second (``fresh``: bytes of memory not used before), and what one operation takes at least."""
+    """Speeds of a device per second (``fresh``: bytes of memory not used before), and the least seconds of one operation."""
 
     flops: float
     bytes: float
@@ -176,7 +176,7 @@ class Speed:
 
     @classmethod
     def measure(cls, dtype: torch.dtype, device: torch.device) -> Speed:
-        """Measure for a moment each."""
+        """Measure each for about 20 ms."""
         a = torch.ones(64, 256, 64, dtype=dtype, device=device)
         b = torch.ones(2**21, dtype=dtype, device=device)
         c = torch.ones(8, dtype=dtype, device=device)
@@ -209,7 +209,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _duration(seconds: float) -> str:
-    """Return a time for people.
+    """Format a time.
 
     >>> _duration(0.25), _duration(75), _duration(7200)
     ('0.25 s', '75 s', '2 h')
@@ -220,7 +220,7 @@ def _duration(seconds: float) -> str:
 
 
 def _size(n: float) -> str:
-    """Return bytes for people.
+    """Format a number of bytes.
 
     >>> _size(1536), _size(3 * 2**40)
     ('1.5 KiB', '3.0 TiB')

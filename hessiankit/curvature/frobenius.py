@@ -62,7 +62,7 @@ class FrobeniusNorms(Printed):
         """Return the norm of the block of two parameters, in either order.
 
         Raises:
-            InputError: There is no such parameter, or a part of one is asked for.
+            InputError: There is no such parameter, or the name has an index.
         """
         found = []
         for name in (name_i, name_j):
@@ -148,9 +148,9 @@ def frobenius_norms(
     next are computed. The squares of the entries are added up in float64.
 
     By panels, memory is one panel of rows (see ``panel_bytes``), the derivatives of one chunk of samples, and at most 512 MiB of
-    curvature between activations, kept so that it is not computed again for each panel. Where more than that would have to be
-    kept, panels are made larger, up to half of what is free, because every panel then repeats a part of the work. Nothing of the
-    module is changed, so Ctrl-C is safe at any time, and leaves nothing behind.
+    blocks between activations, cached so that they are not recomputed for each panel. Where they exceed that, panels are made
+    larger, up to half of the free memory, because every panel then repeats a part of the work. The module is not changed, so
+    Ctrl-C is safe at any time.
 
     Args:
         module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
@@ -162,7 +162,7 @@ def frobenius_norms(
         weights: The number of terms of each batch, for losses whose mean is over an unknown number.
         reduction: ``"mean"`` or ``"sum"`` over all terms.
         kind: ``"hessian"``, or ``"ggn"`` for the outer-product part J^T L'' J.
-        panel_bytes: What rows of the matrix may take at once; None: the matrix at once, or 256 MiB and more, as above. A block of
+        panel_bytes: Bytes of a panel of rows; None: the matrix at once, or 256 MiB and more, as above. A block of
             two parameters, m n numbers, is held in one piece, even where it takes more than that.
         progress: Called with (samples done, in all), each sample counted once for each panel.
         handshake: As in :func:`hessiankit.hessian`.
@@ -193,7 +193,7 @@ def frobenius_norms(
         plan = _plan(tasks, batch_size, panel_bytes)
         if not plan.chunks:
             raise _without_effect(tasks[0])
-        total = PanelSum(tasks, factors, plan.chunks, plan.panels.parts, plan.kept, progress, outer=kind == "ggn")
+        total = PanelSum(tasks, factors, plan.chunks, plan.panels.parts, plan.cached_chunks, progress, outer=kind == "ggn")
         found: dict[tuple[str, str], float] = {}
         for n in range(len(plan.panels.parts)):
             found |= _norms(total.panel(n)[0])  # which goes before the next one comes
@@ -240,7 +240,7 @@ def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> P
     """
     first = tasks[0]
     plan = make_plan(tasks, batch_size, limit or PANEL)
-    if limit is None and len(plan.panels.parts) > 1 and plan.kept < len(plan.chunks):
+    if limit is None and len(plan.panels.parts) > 1 and plan.cached_chunks < len(plan.chunks):
         room = (available_memory(first.device) - plan.workspace) // 2
         sizes = [p.numel() for p in tasks[0].parameters.values()]
         plan = replace(plan, panels=panels(sizes, first.dtype.itemsize, max(PANEL, room)))

@@ -1,4 +1,4 @@
-"""A square matrix in a NumPy file, and beside it the record of what is written so far and of which computation."""
+"""A square matrix in a NumPy file, and a journal of the panels written and of the computation that they belong to."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ OF_THE_MACHINE = ("number of threads", "processor")  # which round alike only wi
 
 @dataclass
 class Journal:
-    """A record that is replaced as a whole, and so is always one of its states.
+    """Record of an unfinished or finished matrix, replaced atomically.
 
     Attributes:
         path: Of the journal.
-        fingerprint: A digest of everything that the matrix depends on, by what it is of.
+        fingerprint: Digests of everything that the matrix depends on, by a name.
         plan: Chunks and panels.
-        panels: What is known of the finished ones, by number.
-        result: What is known of the whole: loss, asymmetry, fallbacks, seconds.
+        panels: Asymmetry and largest entry of the finished panels, by number.
+        result: Results of the whole: loss, asymmetry, fallbacks, seconds.
         complete: Whether the matrix is in its place.
     """
 
@@ -53,7 +53,7 @@ class Journal:
     complete: bool = False
 
     def save(self) -> None:
-        """Write the journal so that whoever reads it sees this state or the one before."""
+        """Replace the journal on disk, durably."""
         content = {name: getattr(self, name) for name in ("fingerprint", "plan", "panels", "result", "complete")}
         text = json.dumps({"format": FORMAT, **content}, indent=1)
         replace_file(self.path, text.encode(), durable=True)
@@ -76,11 +76,11 @@ class Journal:
             ) from error
 
     def differences(self, fingerprint: Mapping[str, str]) -> list[str]:
-        """Return what differs between this computation and another."""
+        """Return the names of the digests that differ from another computation's."""
         names = list(dict.fromkeys([*self.fingerprint, *fingerprint]))
         skip = OF_THE_MACHINE if self.complete else ()
         found = [n for n in names if n not in skip and self.fingerprint.get(n) != fingerprint.get(n)]
-        return [n for n in found if n != OPERATIONS] or found  # other numbers have other values: only worth saying alone
+        return [n for n in found if n != OPERATIONS] or found  # other inputs change these too: only reported alone
 
 
 def fingerprint(
@@ -161,10 +161,10 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class MatrixFile:
-    """The file of an n x n matrix, which grows under another name, ``.part``, until it is whole.
+    """The file of an n x n matrix, written as ``.part`` until it is complete.
 
     Args:
-        path: Where the matrix shall be.
+        path: Path of the finished matrix.
         n: Rows and columns.
         dtype: Of the entries.
     """
@@ -182,7 +182,7 @@ class MatrixFile:
         """Check that the path can be written to.
 
         Raises:
-            InputError: It cannot, or there is a file of somebody else's.
+            InputError: It cannot, or there is a file without a journal.
         """
         folder = self.path.parent
         if not folder.is_dir():
@@ -202,7 +202,7 @@ class MatrixFile:
                 )
 
     def is_whole(self) -> bool:
-        """Tell whether the finished file is there, with the size and the header that it must have."""
+        """Whether the finished file exists with the expected size and header."""
         if not self.path.is_file() or self.path.stat().st_size != self.bytes:
             return False
         with open(self.path, "rb") as file:
@@ -210,29 +210,29 @@ class MatrixFile:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open the growing file, for this process alone.
+        """Open ``.part`` exclusively.
 
         Raises:
             InputError: Another process has it.
-            OSError: What is done with it fails, for want of room or otherwise.
+            OSError: A write fails; on a full disk the message says what to do.
         """
         with open(os.open(self.part, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as self._open:
             _lock(self._open, self.path)
             try:
-                with self._told():
+                with self._disk_full_explained():
                     yield
             finally:
                 if not os.fstat(self._open.fileno()).st_size and self.part.exists():
                     self.part.unlink()  # nothing was begun
 
     def clear(self) -> None:
-        """Drop what was there."""
+        """Delete the journal and the matrix, and empty ``.part``."""
         self.journal.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
         self._file.truncate(0)
 
     def prepare(self) -> bool:
-        """Take the room on disk, if it is not taken, and tell whether it was not.
+        """Allocate the file on disk unless it is; return whether it was not.
 
         Raises:
             OSError: There is not enough.
@@ -277,13 +277,13 @@ class MatrixFile:
             done += self._file.write(content[done:]) or 0
 
     def finish(self) -> None:
-        """Move the file to its place."""
+        """Move the complete file to its path."""
         os.fsync(self._file.fileno())
         os.replace(self.part, self.path)
         sync_folder(self.path.parent)
 
     def read(self) -> Tensor:
-        """Return the matrix as a tensor on the file; what is written into it stays in memory."""
+        """Return the matrix as a tensor mapped from the file, copy-on-write."""
         with open(self.path, "rb") as file:
             if hasattr(mmap, "MAP_PRIVATE"):  # without a reserve, or a file larger than the memory could not be mapped
                 flags = mmap.MAP_PRIVATE | (NO_RESERVE if os.uname().sysname == "Linux" else 0)
@@ -299,7 +299,7 @@ class MatrixFile:
         return self._open
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _disk_full_explained(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -325,7 +325,7 @@ def _header(n: int, kind: str) -> bytes:
 
 
 def _reserve(file: io.FileIO, size: int) -> None:
-    """Let a file have a size, and the room for it where the system can tell."""
+    """Set a file's size, with disk blocks allocated where the system supports it."""
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except AttributeError:
@@ -337,7 +337,7 @@ def _reserve(file: io.FileIO, size: int) -> None:
 
 
 def _lock(file: io.FileIO, path: Path) -> None:
-    """Keep other processes from the file until it is closed.
+    """Lock the file until it is closed.
 
     Raises:
         InputError: Another one has it.

@@ -253,7 +253,7 @@ def _is_large(module: nn.Module) -> bool:
 
 
 def _parallel(u: Tensor, v: Tensor) -> bool:
-    """Tell whether two vectors have almost one direction, or one is zero: they test nothing then."""
+    """Whether two vectors are almost parallel, or one is zero, so that they do not test symmetry."""
     return not abs(float(u @ v)) < 0.99 * float(u.norm() * v.norm())
 
 

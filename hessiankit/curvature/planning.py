@@ -1,4 +1,4 @@
-"""Before the work: how samples are cut into chunks and the matrix into panels, and what that will take.
+"""Plans: samples in chunks, the matrix in panels, and the cost of each.
 
 A sweep and its unwinding run on meta tensors, which have shapes and no entries; a :class:`Meter` beneath them counts
 multiply-adds, bytes moved, operations, and the bytes alive at once.
@@ -35,16 +35,16 @@ _NUMBER = {aten._local_scalar_dense.default: 0, aten.equal.default: False, aten.
 
 @dataclass(frozen=True)
 class Cost:
-    """What one chunk of samples takes.
+    """Cost of one chunk of samples.
 
     Attributes:
-        flops: Floating-point operations of matrix products, a multiply-add counting_chunks as two.
+        flops: Floating-point operations of matrix products, a multiply-add counted as two.
         moved: Bytes that operations read and write.
         operations: How many there are.
         peak_bytes: Bytes alive at once, the matrix not counting_chunks.
-        sweep_bytes: What the sweep itself reports; chunks are cut by it.
-        kept_bytes: Bytes of the curvature that lifts read, all of it together.
-        flops_again: The part of ``flops`` that each panel takes again where that curvature is not kept.
+        sweep_bytes: Peak that the sweep itself reports; chunks are cut by it.
+        cached_bytes: Bytes of the blocks between activations, which may be cached between panels.
+        flops_again: The part of ``flops`` that each panel repeats where those blocks are not cached.
         moved_again: The same of ``moved``.
         operations_again: The same of ``operations``.
     """
@@ -54,7 +54,7 @@ class Cost:
     operations: int
     peak_bytes: int
     sweep_bytes: int
-    kept_bytes: int = 0
+    cached_bytes: int = 0
     flops_again: float = 0.0
     moved_again: float = 0.0
     operations_again: int = 0
@@ -80,7 +80,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Count what runs within as often as that."""
+        """Count the operations inside the context that many times."""
         before = self._times
         self._times *= times
         try:
@@ -89,17 +89,17 @@ class Meter(TorchDispatchMode):
             self._times = before
 
     def shortened(self) -> AbstractContextManager[None]:
-        """Let long loops run once for all pieces of a length, where there are shapes only."""
+        """With shapes only, run long loops once for all pieces of one length."""
         return counting_chunks(self.repeated) if self.shapes else nullcontext()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _tensors((args, tuple(kwargs.values())))
         if self.shapes:
-            ghosts = sum(x.is_meta for x in given)
-            if ghosts and func in _NUMBER:
+            n_meta = sum(x.is_meta for x in given)
+            if n_meta and func in _NUMBER:
                 return _NUMBER[func]
-            if 0 < ghosts < len(given):
+            if 0 < n_meta < len(given):
                 args, kwargs = torch.utils._pytree.tree_map_only(Tensor, as_shape, (args, kwargs))
                 given = _tensors((args, tuple(kwargs.values())))
             if not given and func is aten.eye.default:
@@ -151,7 +151,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def as_shape(x: Tensor) -> Tensor:
-    """Return a meta tensor laid out as another tensor.
+    """Return a meta tensor with the shape, strides and dtype of another.
 
     >>> as_shape(torch.ones(()).expand(2, 3)).stride()
     (0, 0)
@@ -168,8 +168,8 @@ def measure(
         traced: The chunk.
         slices: Rows of each parameter.
         dtype: Of the matrix.
-        keep: If given, also count the curvature that lifts read; up to so many bytes it will be kept.
-        shapes: False to compute the curvature in earnest, where an operation needs its entries to know its shapes.
+        keep: If given, also count the blocks between activations; they are cached up to so many bytes.
+        shapes: False to run the sweep on values, where shapes of an operation depend on its entries.
     """
     one = traced.trace
     resting = 2 * sum(_touched(x) for x in one.values)  # values and their adjoints
@@ -182,14 +182,14 @@ def measure(
                 accumulate(sweep, matrix)
             return Cost(plain.flops, plain.moved, plain.operations, plain.peak + resting, sweep.peak_bytes)
         with Meter(shapes=shapes) as keeper, keeper.shortened():
-            kept, sweep = RecordedBlocks(), _swept(one, shapes)
-            accumulate(sweep, kept)  # type: ignore[arg-type]
+            blocks, sweep = RecordedBlocks(), _swept(one, shapes)
+            accumulate(sweep, blocks)  # type: ignore[arg-type]
             swept = sweep.peak_bytes
             del sweep
         with Meter(shapes=True) as lifter, lifter.shortened():
-            kept.replay(matrix)
+            blocks.replay(matrix)
         peak = max(keeper.peak, keeper.live + lifter.peak)
-        if shapes and keep is not None and keeper.live > keep:  # too much to be kept
+        if shapes and keep is not None and keeper.live > keep:  # too large for the cache
             with plain, plain.shortened():
                 accumulate(_swept(one, shapes), matrix)
             peak = plain.peak
@@ -199,7 +199,7 @@ def measure(
         operations=keeper.operations + lifter.operations,
         peak_bytes=peak + resting,
         sweep_bytes=swept,
-        kept_bytes=keeper.live,
+        cached_bytes=keeper.live,
         flops_again=keeper.flops,
         moved_again=keeper.moved,
         operations_again=keeper.operations,
@@ -217,7 +217,7 @@ def _swept(one: Trace, shapes: bool) -> ForwardSweep:
 
 
 def _touched(x: Tensor) -> int:
-    """Bytes of a tensor, axes along which it is repeated counting_chunks once."""
+    """Return the bytes of a tensor, counting axes of stride 0 once."""
     if not x.numel():
         return 0
     n = math.prod(length if step else 1 for length, step in zip(x.shape, x.stride(), strict=True))
@@ -225,7 +225,7 @@ def _touched(x: Tensor) -> int:
 
 
 PANEL = 256 * 2**20  # bytes of the rows of the matrix that are computed before they are written
-KEPT = 512 * 2**20  # bytes of curvature that is kept from one panel to the next
+CACHE = 512 * 2**20  # bytes of blocks between activations that are cached from one panel to the next
 MEASURED = 8  # batches of different lengths that are measured; the others count as the next larger one
 
 
@@ -257,28 +257,28 @@ class Plan:
     fallbacks: tuple[str, ...]
 
     @property
-    def kept(self) -> int:
-        """Number of chunks, the first ones, whose curvature is kept from panel to panel."""
+    def cached_chunks(self) -> int:
+        """Number of leading chunks whose blocks between activations are cached from panel to panel."""
         if len(self.panels.parts) == 1:
             return 0
         total = 0
         for n, cost in enumerate(self.costs):
-            total += cost.kept_bytes
-            if total > KEPT:
+            total += cost.cached_bytes
+            if total > CACHE:
                 return n
         return len(self.costs)
 
     @property
     def workspace(self) -> int:
         """Bytes needed besides the matrix, or one panel of it."""
-        kept = sum(cost.kept_bytes for cost in self.costs[: self.kept])
-        return kept + max((cost.peak_bytes for cost in self.costs), default=0)
+        cached = sum(cost.cached_bytes for cost in self.costs[: self.cached_chunks])
+        return cached + max((cost.peak_bytes for cost in self.costs), default=0)
 
     def total(self, what: str) -> float:
-        """Return the sum over chunks, and over panels where curvature is not kept, of "flops", "moved" or "operations"."""
+        """Return the sum over chunks, and over panels where nothing is cached, of "flops", "moved" or "operations"."""
         again = len(self.panels.parts) - 1
         total = float(sum(getattr(cost, what) for cost in self.costs))
-        return total + again * sum(getattr(cost, f"{what}_again") for cost in self.costs[self.kept :])
+        return total + again * sum(getattr(cost, f"{what}_again") for cost in self.costs[self.cached_chunks :])
 
 
 def panels(sizes: Sequence[int], itemsize: int, limit: int) -> PanelPlan:
@@ -353,7 +353,7 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) 
 def _measured(
     task: Task, batch_size: int | None, slices: Mapping[str, slice], dtype: torch.dtype, *, keep: bool
 ) -> tuple[int, Cost, tuple[str, ...]] | None:
-    """Return samples a chunk, what a chunk costs, and what is differentiated automatically; None if nothing moves."""
+    """Return samples per chunk, the cost of a chunk and its fallbacks; None if the parameters have no effect."""
     normalizer, batch = normalizer_of(task), task.batch
     with torch.no_grad():
         split = is_split(task, batch_size)
@@ -372,8 +372,8 @@ def _measured(
 
 
 def _cost(traced: LossTrace, slices: Mapping[str, slice], dtype: torch.dtype, keep: bool) -> Cost:
-    """Return what a chunk costs, by its shapes; an operation whose shapes depend on its entries is run for it."""
-    limit = KEPT if keep else None
+    """Return the cost of a chunk by its shapes; on values where shapes of an operation depend on its entries."""
+    limit = CACHE if keep else None
     try:
         return measure(traced, slices, dtype, keep=limit)
     except (RuntimeError, NotImplementedError, TypeError):
@@ -381,12 +381,12 @@ def _cost(traced: LossTrace, slices: Mapping[str, slice], dtype: torch.dtype, ke
 
 
 def check_matrix(size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise OutOfMemoryError if the matrix and the least work space do not fit; a look at the first chunk says how much it is."""
+    """Raise OutOfMemoryError if the matrix and a minimal workspace do not fit."""
     check_memory("hessian", size, dtype, device, copies=1, workspace=min(CHUNK, size * size * dtype.itemsize))
 
 
 def check_workspace(need: int, matrix: int, device: torch.device, free: int | None = None) -> None:
-    """Raise OutOfMemoryError if work space and matrix do not fit in what is free, or was before they were begun."""
+    """Raise OutOfMemoryError if workspace and matrix exceed the free memory (``free``, or what is free now)."""
     free = available_memory(device) if free is None else free
     if need + matrix > free:
         raise OutOfMemoryError(

@@ -362,7 +362,7 @@ def write_picture(who: str, figure: Figure, path: Path) -> None:
     """Write a picture in the format that the suffix names, as a whole, and its folder where that is missing.
 
     Args:
-        who: Who was asked to, for the error.
+        who: Name of the command or function, for the error.
         figure: The picture.
         path: Where to: ``.png``, ``.svg`` or ``.pdf``.
 

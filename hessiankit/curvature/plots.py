@@ -61,7 +61,7 @@ def heatmap(
         matrix: P x P.
         names: Names of the blocks, in the order of the rows.
         sizes: Rows of each block, or the slice of each name (``Hessian.slices``).
-        title: Stands above.
+        title: Line above the map.
         path: Where to write the picture; its suffix chooses the format.
         order: The names in the order to draw them, if another one reads better; those left out are not drawn.
         labels: Labels of the blocks drawn; by default the papers' letters (:func:`~.plot_layout.short_labels`).
@@ -107,7 +107,7 @@ def side_by_side(
         names: Names of the blocks, in the order of the rows.
         sizes: Rows of each block, or the slice of each name.
         titles: One above each map.
-        title: Stands above all.
+        title: Line above all maps.
         path: See :func:`heatmap`, as for the rest.
         order: As there.
         labels: As there.
@@ -142,7 +142,7 @@ def block_norms_map(
     Args:
         norms: n x n, not negative.
         names: Names of the n blocks.
-        title: Stands above.
+        title: Line above the map.
         path: Where to write the picture; its suffix chooses the format.
         labels: Labels of the blocks; by default the papers' letters.
         norm: Which norm it is, for the colour bar.
@@ -244,18 +244,18 @@ def _array(values: Tensor | np.ndarray | Sequence[Sequence[float]], where: str, 
     return array
 
 
-def _zero_below(arrays: Sequence[np.ndarray], asked: float | None) -> float:
-    return asked if asked is not None else max(float(np.finfo(a.dtype).eps * np.abs(a).max()) for a in arrays)
+def _zero_below(arrays: Sequence[np.ndarray], given: float | None) -> float:
+    return given if given is not None else max(float(np.finfo(a.dtype).eps * np.abs(a).max()) for a in arrays)
 
 
-def _limits(asked: Limits | None, values: np.ndarray, outside: float) -> Limits:
-    if asked is not None and not 0 < asked[0] < asked[1] < math.inf:
-        raise InputError(f"heatmap: limits={asked} are not the ends of a log scale; pass two numbers 0 < low < high")
-    return asked or colour_range(values, outside)
+def _limits(given: Limits | None, values: np.ndarray, outside: float) -> Limits:
+    if given is not None and not 0 < given[0] < given[1] < math.inf:
+        raise InputError(f"heatmap: limits={given} are not the ends of a log scale; pass two numbers 0 < low < high")
+    return given or colour_range(values, outside)
 
 
-def _labels(asked: Sequence[str] | None, names: Sequence[str]) -> list[str]:
-    labels = short_labels(names) if asked is None else list(asked)
+def _labels(given: Sequence[str] | None, names: Sequence[str]) -> list[str]:
+    labels = short_labels(names) if given is None else list(given)
     if len(labels) != len(names):
         raise InputError(f"heatmap: {len(labels)} labels for {len(names)} blocks; pass one for each")
     return labels

@@ -1,4 +1,4 @@
-"""The P x P matrix on disk, panel by panel: what is finished stays finished, whatever happens to the process.
+"""The P x P matrix on disk, panel by panel, resumable after any interruption.
 
 The matrix grows in ``out.part`` and is moved to ``out`` when it is whole, so a file at ``out`` is never half a matrix. The
 journal ``out.journal.json`` names the finished panels; a panel enters it after its bytes are on the disk.
@@ -32,15 +32,15 @@ from hessiankit.support.errors import InputError, TraceError
 class PanelSum:
     """The Hessian of a sum of losses, or its Gauss-Newton part, by panels.
 
-    The curvature between activations of the first ``kept`` chunks stays from one panel to the next; that of the others is
-    computed again for each panel.
+    The blocks between activations of the first ``cached`` chunks are cached from one panel to the next; those of the others
+    are recomputed for each panel.
 
     Args:
         tasks: One request a batch, for the same parameters.
         weights: Factor of each batch's loss.
         chunks: The samples that are treated together; a batch without chunks does not depend on the parameters.
         parts: The panels: rows and columns as positions of parameters, see :class:`hessiankit.engine.storage.Panel`.
-        kept: The number of chunks, the first ones, whose curvature is kept.
+        cached: Number of leading chunks whose blocks are cached.
         progress: Called with (samples done, in all), each sample counted once for each panel.
         outer: Whether to take the Gauss-Newton part only.
     """
@@ -51,7 +51,7 @@ class PanelSum:
         weights: Sequence[float],
         chunks: Sequence[Chunk],
         parts: Sequence[tuple[range, range]],
-        kept: int,
+        cached: int,
         progress: Callable[[int, int], None] | None = None,
         *,
         outer: bool = False,
@@ -60,8 +60,8 @@ class PanelSum:
         self.parts, self.progress = parts, progress
         self.slices = tasks[0].slices
         self.samples = sum(chunk.stop - chunk.start for chunk in chunks)
-        self._keep = kept
-        self._kept: dict[int, RecordedBlocks] = {}
+        self._n_cached = cached
+        self._cache: dict[int, RecordedBlocks] = {}
         self._values: dict[int, float] = {}
         self._handshakes = {chunk.batch: Handshake(tasks[chunk.batch]) for chunk in chunks}
 
@@ -97,7 +97,7 @@ class PanelSum:
         return math.fsum(terms)
 
     def _add(self, panel: Panel, k: int, chunk: Chunk) -> None:
-        if k not in self._kept:
+        if k not in self._cache:
             task = self.tasks[chunk.batch]
             part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
             traced = loss_trace(part, normalizer_of(task))
@@ -106,13 +106,12 @@ class PanelSum:
                 self._handshakes[chunk.batch].add(traced.trace, sweep.adjoints, self.weights[chunk.batch])
             sweep.run()
             self._values[k] = float(traced.trace.values[traced.trace.output])
-            if k >= self._keep:
+            if k >= self._n_cached:
                 accumulate(sweep, panel)
                 return
-            kept = RecordedBlocks()
-            accumulate(sweep, kept)  # type: ignore[arg-type]
-            self._kept[k] = kept
-        self._kept[k].replay(panel)
+            self._cache[k] = RecordedBlocks()
+            accumulate(sweep, self._cache[k])  # type: ignore[arg-type]
+        self._cache[k].replay(panel)
 
     def _report(self, panel: Panel) -> None:
         """Raise the error for the first block of a panel that is not finite, if one is."""
@@ -125,7 +124,7 @@ class PanelSum:
 
 @dataclass(frozen=True)
 class Written:
-    """A finished matrix on disk, and what is known of it."""
+    """A finished matrix on disk, its loss, asymmetry, fallbacks and time."""
 
     matrix: Tensor
     loss: float
@@ -138,12 +137,12 @@ class Writer:
     """One matrix, one file.
 
     Args:
-        out: Where the matrix shall be.
+        out: Path of the matrix.
         tasks: One request a batch, for the same parameters.
         weights: Factor of each batch's loss.
-        batch_size: Samples treated at once, or None.
+        batch_size: Samples per chunk, or None.
         progress: Called with (samples done, in all), each sample counted once for each panel.
-        overwrite: Whether to start again, whatever is there.
+        overwrite: Whether to replace files that exist.
     """
 
     def __init__(
@@ -163,12 +162,12 @@ class Writer:
         self.file = MatrixFile(out, self.size, self.dtype)
 
     def write(self) -> Written:
-        """Compute what is missing, and return the matrix as it lies on disk.
+        """Compute the missing panels, and return the matrix, mapped from disk.
 
         Raises:
             InputError: The path cannot be used, or holds something else.
             OutOfMemoryError: A panel and the work space do not fit.
-            OSError: The disk is full, or fails; what is finished is kept.
+            OSError: The disk is full, or fails; finished panels remain.
         """
         start = time.perf_counter()
         file = self.file
@@ -220,7 +219,7 @@ class Writer:
             "chunks": [[c.batch, c.start, c.stop, c.whole] for c in plan.chunks],
             "panels": [[rows.start, rows.stop, columns.start, columns.stop] for rows, columns in plan.panels.parts],
             "panel_bytes": plan.panels.largest,
-            "kept": plan.kept,
+            "kept": plan.cached_chunks,
             "workspace": plan.workspace,
             "fallbacks": list(plan.fallbacks),
         }

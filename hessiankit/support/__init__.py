@@ -1,1 +1,1 @@
-"""What every other room uses: errors, checks of arguments, files, tables, progress, the state of torch, compiled kernels."""
+"""Base utilities: errors, checks of arguments, files, tables, progress, state of torch, compiled kernels."""

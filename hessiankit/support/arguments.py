@@ -1,4 +1,4 @@
-"""What every public function says of an argument of the wrong kind, and the name under which it says it."""
+"""Checks of arguments against their annotations, and the public name in front of every error message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "Mapping": (lambda x: isinstance(x, Mapping), "a dict"),
     "Iterable": (lambda x: _listed(x), "a list"),
 }
-"""Kind -> what is of it, and how it is called in a message."""
+"""Kind -> predicate, and words for a message."""
 SAME = {"PathLike": "Path", "Tell": "Callable", "Sequence": "Iterable", "tuple": "Iterable", "dict": "Mapping"}
 CLASSES = {"Module", "Tensor", "Optimizer", "dtype", "MonitorLog", "Part", "Ratio"}
 """Classes by their own name, so that they need not be imported here."""
@@ -37,14 +37,14 @@ def checked(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that holds arguments against their annotations, and puts ``who`` before every message.
 
-    Looked at are annotations made of the names in :data:`KINDS` and :data:`CLASSES`, with ``|``, and what ``list`` and
-    ``tuple`` arguments hold; others are for the function to look at. A call with arguments too many or unknown is a TypeError,
-    which names the nearest, or all.
+    Checked are annotations made of the names in :data:`KINDS` and :data:`CLASSES`, with ``|``, and the elements of lists and
+    tuples; other annotations are left to the function. Too many or unknown arguments raise a TypeError that names the nearest
+    known argument, or all.
 
     Args:
         who: The function or class, as its user knows it.
-        leave: Arguments that are left to the function, which says more of them.
-        rest: What the function's ``**options`` are of.
+        leave: Arguments that the function checks itself.
+        rest: The function that takes the decorated function's ``**options``.
 
     Raises:
         InputError: By the decorated function, if an argument is of another kind.
@@ -104,7 +104,7 @@ def checked(
 
 
 def allowed(annotation: str) -> dict[str, str] | None:
-    """Return the kinds of an annotation and what a list holds, or None where one of them is not looked at.
+    """Return the kinds of an annotation, with the element kind of lists, or None where one is unknown.
 
     >>> allowed("str | os.PathLike[str] | None")
     {'str': '', 'Path': '', 'None': ''}
@@ -124,7 +124,7 @@ def allowed(annotation: str) -> dict[str, str] | None:
 
 
 def named(who: str, text: str) -> str:
-    """Put a function's name before a message, in the place of the inner one's; a class leaves that of its part that failed.
+    """Put a function's name before a message, instead of an inner function's; the name of a class stays.
 
     >>> named("check", "hessian: no target"), named("Transformer", "FeedForward: no such activation")
     ('check: no target', 'FeedForward: no such activation')
@@ -173,6 +173,6 @@ def _is_a(value: Any, *names: str) -> bool:
 
 
 def _listed(value: Any) -> bool:
-    """Whether something can be gone through, and is no text, number, mapping or table of numbers."""
+    """Whether a value is an iterable other than text, a mapping, a class, a tensor or a module."""
     other = isinstance(value, (str, bytes, Mapping, type)) or _is_a(value, "Tensor", "Module")
     return isinstance(value, Iterable) and not other

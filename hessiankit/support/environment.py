@@ -1,4 +1,4 @@
-"""Where numbers come from: versions, machine, threads, date."""
+"""Provenance of numbers: versions, machine, threads, date."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def processor() -> str:
     except (OSError, StopIteration):
         pass
     try:
-        asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True)
-        return asked.stdout.strip()
+        run = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True)
+        return run.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return platform.processor() or platform.machine() or "unknown"
 

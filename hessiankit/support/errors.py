@@ -1,6 +1,6 @@
-"""The one family of exceptions a user meets, and the words for names and sizes that cannot be.
+"""Exceptions of hessiankit, and messages for unknown names and invalid sizes.
 
-Each says what was asked, what was seen, what was expected, what to do.
+A message names the request, the value seen, the value expected, and the remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TraceError(HessiankitError, RuntimeError):
 
 
 class OutOfMemoryError(HessiankitError, MemoryError):
-    """The result, or the work space it needs, does not fit; said before anything is computed."""
+    """The result, or its workspace, does not fit; raised before anything is computed."""
 
 
 def check_sizes(who: str, **sizes: int) -> None:
@@ -64,7 +64,7 @@ def not_known(name: str, known: Iterable[str], everything: str = "") -> str:
     """Return the words for a name that is not known: the nearest names first, then all, or where they are.
 
     Args:
-        name: What was given.
+        name: The given name.
         known: The names that would have been accepted.
         everything: Where the names are listed, for a list that is too long for one line.
 
@@ -83,9 +83,9 @@ def unknown(who: str, option: str, value: object, known: Iterable[str], everythi
     """Return the error for a name that is not known.
 
     Args:
-        who: The function or class that was asked.
+        who: The function or class that was called.
         option: The argument's name.
-        value: What was passed.
+        value: The given value.
         known: As in :func:`not_known`.
         everything: As in :func:`not_known`.
     """

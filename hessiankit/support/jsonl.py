@@ -24,7 +24,7 @@ def read_records(
 
     Args:
         path: The file.
-        decode: What makes an object of a parsed line.
+        decode: From a parsed line to an object.
         skipped: Called with the number, from 1, of every line that is skipped.
 
     Raises:

@@ -72,7 +72,7 @@ def build(*, verbose: bool = False) -> Path:
 
         try:
             built().parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=built().parent) as folder:  # whoever is interrupted leaves nothing half done
+            with TemporaryDirectory(dir=built().parent) as folder:  # an interrupt leaves no partial build
                 cpp_extension.load(
                     built().stem,
                     [str(path) for path in sorted(_FOLDER.glob("*.cpp"))],

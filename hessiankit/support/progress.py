@@ -1,4 +1,4 @@
-"""The progress bar of long work: on standard error, and only where somebody looks."""
+"""A progress bar on standard error, shown in a terminal only."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 Tell: TypeAlias = Callable[[str, int, int], None]
-"""Called with (what is being done, pieces done, pieces in all)."""
+"""Called with (name of the work, items done, items in all)."""
 
 
 @contextmanager
 def progress_bar(part: str = "", *, of: int = 1, before: Sequence[float] = ()) -> Iterator[Tell]:
-    """Yield a function that moves one bar through one piece of work after the other, and says how much time is left.
+    """Yield a function that updates one progress bar and its estimate of the time left.
 
     Args:
-        part: What the work is a part of, such as "Hessian".
+        part: Name of the repeated work, such as "Hessian".
         of: How many such parts there are.
         before: Seconds that each part before this one took.
     """

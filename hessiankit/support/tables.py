@@ -1,4 +1,4 @@
-"""What results print: paragraphs and tables that fit a terminal, and are complete in a pipe, a file and a notebook.
+"""Paragraphs and tables of results: fitted to a terminal, complete in a pipe, a file and a notebook.
 
 In a terminal narrower than a table nothing is cut. Names become as short as they can be told apart, headers break, prose flows
 within its column, the columns that matter least are left out and named below; if the others are still too wide, a row takes
@@ -19,11 +19,11 @@ from typing import TypeAlias
 from rich.cells import cell_len
 
 LINES = 25
-"""Lines that ``print(result)`` takes at most."""
+"""Largest number of lines of ``print(result)``."""
 PROSE = 24
-"""Width below which no column of prose is squeezed."""
+"""Smallest width of a column of prose."""
 WORD = 36
-"""Letters beyond which a word of prose, such as a formula in LaTeX, may go on in the next line."""
+"""Longest word of prose that is not broken over lines, as a formula in LaTeX may be."""
 GAP = "  "
 ALL = "all of it: .table(); on the command line --table, or a pipe"
 
@@ -44,7 +44,7 @@ class Table:
     spread: bool = False
 
     def top(self, count: int) -> Table:
-        """Return some rows, and say in the title which they are: the first, the first by rank, or some evenly spaced."""
+        """Return ``count`` rows, named in the title: the first, the largest by rank, or evenly spaced ones."""
         if count >= len(self.rows):
             return self
         last, which = len(self.rows) - 1, f"{count} of {len(self.rows)} rows"
@@ -60,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Detail:
-    """What ``print(result)`` leaves to ``.table()`` where all of it would be too long."""
+    """A part that ``print(result)`` omits where the whole would be too long; ``.table()`` has it."""
 
     part: Table | str
 
@@ -86,14 +86,14 @@ def table(
     Args:
         headers: One a column, each only once.
         rows: The cells.
-        title: Stands above.
+        title: Line above the table.
         left: How many columns are aligned on the left.
-        names: Dotted names that cells are made of, "a.W_Q x a.W_K" for one; in a narrow terminal they lose what all can spare.
+        names: Dotted names in cells, as in "a.W_Q x a.W_K"; a narrow terminal shows their shortest unique endings.
         prose: Headers of the columns that may flow over several lines.
         drop: Headers of the columns that are left out in a narrow terminal, in this order.
-        rank: A number a row: where rows must go, the largest stay.
-        ranked: What the rank is, in words.
-        spread: Where rows must go, those that stay are evenly spaced, the first and the last among them.
+        rank: A number for each row; where rows are omitted, the largest remain.
+        ranked: The rank in words.
+        spread: Where rows are omitted, evenly spaced ones remain, with the first and the last.
     """
     cells = tuple(tuple(row) for row in rows)
     return Table(tuple(headers), cells, title or "", left, tuple(names), tuple(prose), tuple(drop), tuple(rank), ranked, spread)
@@ -103,15 +103,15 @@ class Printed:
     """A result of paragraphs and tables: one line as ``repr``, a screen where it is printed, and all of it as ``.table()``."""
 
     def _headline(self) -> str:
-        """Return what the result is, in one line."""
+        """Return a one-line summary."""
         raise NotImplementedError
 
     def _parts(self) -> Iterator[Piece]:
-        """Yield all that is printed, from top to bottom."""
+        """Yield paragraphs and tables, from top to bottom."""
         raise NotImplementedError
 
     def table(self) -> str:
-        """Return all of it as text: every row, and every column at any width of the terminal."""
+        """Return every row and column as text, at any terminal width."""
         return as_text(*self._parts(), whole=True)
 
     def __str__(self) -> str:
