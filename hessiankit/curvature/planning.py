@@ -41,7 +41,7 @@ class Cost:
         flops: Floating-point operations of matrix products, a multiply-add counted as two.
         moved: Bytes that operations read and write.
         operations: How many there are.
-        peak_bytes: Bytes alive at once, the matrix not counting_chunks.
+        peak_bytes: Bytes alive at once, the matrix not counted.
         sweep_bytes: Peak that the sweep itself reports; chunks are cut by it.
         cached_bytes: Bytes of the blocks between activations, which may be cached between panels.
         flops_again: The part of ``flops`` that each panel repeats where those blocks are not cached.
