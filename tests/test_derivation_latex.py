@@ -147,7 +147,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "derivations.md"
 
 
 def test_the_page_is_true():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m hessiankit.formulas.page docs"
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(text), "run: python -m hessiankit.formulas.page docs"
+    assert text.count("<!-- end -->") == 9
 
 
 def test_the_page_holds_the_theorem():

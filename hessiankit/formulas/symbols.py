@@ -10,6 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -18,8 +19,8 @@ from sympy.core.alphabets import greeks
 from torch import Tensor
 
 from derivations.arrays import Array, is_exact, scale
-from derivations.matrix import Identity, Matrix, Zero, scaled
-from derivations.operation import Shape, expect_names, shape_of, size
+from derivations.matrix import Identity, Matrix, scaled
+from derivations.operation import OperationAt, shape_of, size
 from hessiankit.blocks import TransformerBlock
 from hessiankit.blocks.norms import GroupNorm
 
@@ -260,7 +261,7 @@ def spelling(block: TransformerBlock) -> Spelling | None:
 
 
 @dataclass(frozen=True, eq=False)
-class FactorAt:
+class FactorAt(OperationAt):
     """N = c X for a constant number c at a point.
 
     Args:
@@ -272,15 +273,11 @@ class FactorAt:
     Scaled(2x2: c\\,I_{2})
     """
 
+    argument_names = ("X",)
     X: Array
     c: float
 
-    @property
-    def arguments(self) -> dict[str, Shape]:
-        """X."""
-        return {"X": shape_of(self.X)}
-
-    @property
+    @cached_property
     def value(self) -> Array:
         """N."""
         return scale(self._printed if is_exact(self.X) else float(self.c), self.X)
@@ -290,21 +287,6 @@ class FactorAt:
         """The letter of c, or c itself in the arithmetic of X."""
         return getattr(self.c, "letter", Fraction(self.c) if is_exact(self.X) else float(self.c))
 
-    def jacobian(self, name: str) -> Matrix:
-        """Return c I.
-
-        Raises:
-            ValueError: if the name is not "X".
-        """
-        expect_names(self, "jacobian", name)
+    def _jacobian(self, name: str) -> Matrix:
+        """Return c I."""
         return scaled(self._printed, Identity(size(shape_of(self.X))))
-
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
-        """Return zero.
-
-        Raises:
-            ValueError: if a name is not "X".
-        """
-        expect_names(self, "hessian", name_i, name_j)
-        n = size(shape_of(self.X))
-        return Zero(n * n, n)
