@@ -30,3 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the compiled kernels out, which add a row to every table that compares speeds."""
     monkeypatch.setenv("HESSIANKIT_COMPILED", "0")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long axes are walked in chunks of a few entries."""
+    from hessiankit.engine import column_blocks, parameter_blocks
+
+    for name, most in (("CACHE", 40), ("OUTER", 7), ("SCRATCH", 1)):
+        monkeypatch.setattr(parameter_blocks, name, most)
+    monkeypatch.setattr(column_blocks, "ENTRIES", 40)
