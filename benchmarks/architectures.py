@@ -1,4 +1,4 @@
-"""Tiny instances of other people's architectures: one table of names, one set of sizes, and what a few of them need besides.
+"""Tiny instances of published architectures: one table of names, one set of sizes, and the exceptions of a few of them.
 
 Every model is made from its configuration; nothing is downloaded. A configuration gets those of :data:`TINY` that it has.
 """
@@ -147,7 +147,7 @@ def generic(module: nn.Module, seed: int = 11) -> nn.Module:
 
 
 def names() -> dict[str, str]:
-    """Return what there is: "causal/llama" -> the class that models it, as transformers calls it."""
+    """Return the names: "causal/llama" -> the class that models it, as transformers calls it."""
     from transformers.models.auto import modeling_auto as auto
 
     tables = {
@@ -221,7 +221,7 @@ def batch_of(task: str) -> dict[str, Tensor]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let a model be made without its remarks on missing kernels and unusual settings."""
+    """Silence warnings of missing kernels and unusual settings."""
     import transformers
 
     level = transformers.logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""Finished cells as figures, in the style of the toolkit's own; every one without a display."""
+"""Finished cells as figures, in the style of the toolkit's own."""
 
 from __future__ import annotations
 

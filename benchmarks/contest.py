@@ -1,4 +1,4 @@
-"""One problem, the closed form and its peers: checked, tuned, then timed in turn in one process."""
+"""One problem, the closed form and its peers: compared, tuned, then timed in turn in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.packaged import CURVLINOPS, EIGENTHINGS, jax_hessian, jax_produc
 from benchmarks.peers import AUTOGRAD_HESSIAN, FUNC_HESSIAN, JACREV, JVP, REVERSE, VJP, Peer
 from benchmarks.plan import Plan, Tell
 from benchmarks.problems import Case
-from benchmarks.timing import finite, in_turn, rounds_within, spread, timed
+from benchmarks.timing import add_rounds, in_turn, rounds_within, spread, timed
 from hessiankit.engine.storage import zeros
 from hessiankit.support.kernels import kernels, plain
 
@@ -93,32 +93,11 @@ def contest(
         if time.perf_counter() > end:
             break
     own = seconds[CLOSED]
-    rows: list[dict[str, Any]] = [
-        {
-            "name": CLOSED,
-            "status": ring.verdict(error),
-            "error": finite(error),
-            "first_seconds": first_seconds,
-            "seconds": own,
-            "time": spread(own),
-            "columns": part.width,
-        }
-    ]
+    ours = {CLOSED: {**ring.verdict_row(CLOSED, error), "first_seconds": first_seconds}}
     if without is not None:
-        ratios = [mine / closed for mine, closed in zip(seconds[PLAIN], own, strict=False)]
-        rows.append(
-            {
-                "name": PLAIN,
-                "ours": True,
-                "status": ring.verdict(without),
-                "error": finite(without),
-                "seconds": seconds[PLAIN],
-                "time": spread(seconds[PLAIN]),
-                "ratios": ratios,
-                "ratio": spread(ratios),
-                "columns": part.width,
-            }
-        )
+        ours[PLAIN] = {**ring.verdict_row(PLAIN, without), "ours": True}
+    add_rounds(ours, {name: seconds[name] for name in ours}, CLOSED)
+    rows = list(ours.values())
     for entry in entries:
         entry.seconds = seconds.get(entry.peer.name, [])
         rows.append(entry.row(own, part.width))

@@ -1,4 +1,4 @@
-"""Operations and bytes that the output needs, counted by formula; forecasts are made of them.
+"""Operations and bytes of the output by formula, for forecasts.
 
 A weight enters a token's computation through one vector, its lift: dY_n = x_n dW. A block of the Hessian is therefore
 

@@ -1,4 +1,4 @@
-"""A contestant: how it is compared, how its chunk is chosen, and one timed run of it."""
+"""A peer in a contest: its comparison with the reference, the choice of its chunk, and one timed run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIRST_CHUNK, LARGEST_CHUNK = 16, 1024
 
 @dataclass(frozen=True)
 class Part:
-    """The part of the Hessian that is asked for: which columns are pushed, and which rows of them are kept."""
+    """A part of the Hessian: the columns that are pushed, and the rows of them that are kept."""
 
     columns: slice
     rows: slice
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass
 class Entry:
-    """A peer in a contest, and what is known of it.
+    """A peer in a contest, and its results so far.
 
     Attributes:
         status: "right", "wrong", "failed" (it raised), "skipped" (beyond the memory or the time) or "missing" (not
@@ -91,13 +91,13 @@ class Entry:
 
 
 class Ring:
-    """Where entries compete: the problem, the part asked for, the reference, and what one run may take.
+    """The conditions of a contest: the problem, the part of the Hessian, the reference, and the time for one run.
 
     Args:
         case: The problem.
-        part: What is asked for.
+        part: The part of the Hessian.
         share: Seconds that one run of one peer may take.
-        device: Where.
+        device: The device.
         until: When the last trial has to be over, by ``time.perf_counter``.
     """
 
@@ -117,8 +117,12 @@ class Ring:
         """Return "right" or "wrong"."""
         return "right" if error <= self.tolerance else "wrong"  # NaN is wrong
 
+    def verdict_row(self, name: str, error: float) -> dict[str, Any]:
+        """Return the beginning of a row of the closed form."""
+        return {"name": name, "status": self.verdict(error), "error": finite(error), "columns": self.part.width}
+
     def enter(self, peer: Peer) -> Entry:
-        """Compare a peer, choose its chunk, forecast its time, and say whether it can be timed."""
+        """Compare a peer, choose its chunk, forecast its time, and decide whether it can be timed."""
         if why := peer.missing(self.case):
             return Entry(peer, "missing", why)
         entry, free = Entry(peer), MEMORY_SHARE * available_memory(self.case.theta.device)

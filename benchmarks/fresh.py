@@ -1,4 +1,4 @@
-"""Work in a process of its own: clean memory, its own number of threads, and a crash that costs one cell only."""
+"""Work in a process of its own, with clean memory and its own number of threads; a crash costs one cell only."""
 
 from __future__ import annotations
 

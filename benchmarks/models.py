@@ -1,4 +1,4 @@
-"""Other people's architectures against automatic differentiation: ``python -m benchmarks.models --markdown docs/models.md``.
+"""Published architectures against automatic differentiation: ``python -m benchmarks.models --markdown docs/models.md``.
 
 For every architecture of :mod:`benchmarks.architectures`, with both implementations of attention, on a padded batch with the
 label -100 where there is padding: products of the Hessian in generic directions, in float64 beside reverse over reverse and
@@ -30,8 +30,8 @@ from benchmarks.vision import vision, vision_names
 from hessiankit.support.errors import HessiankitError
 
 EXACT, DIFFERENCES, CASTING, HALF = 1e-10, 1e-5, 1e-3, 0.3
-"""What is allowed of the largest entry of a parameter's part of the product: to reverse over reverse; to central differences,
-whose own error this is; with casts to float32; in bfloat16, or twice what reverse over reverse reaches there if that
+"""Tolerances, relative to the largest entry of a parameter's part of the product: to reverse over reverse; to central
+differences, whose own error this is; with casts to float32; in bfloat16, or twice what reverse over reverse reaches there if that
 is more: rounding the model's values may alone move a derivative further."""
 FLOORS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
 """Of the whole product's largest entry: a parameter's part below it, such as that of a key's bias, is compared with this."""
@@ -39,7 +39,7 @@ FLOORS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: torch.finfo(
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one architecture.
+    """Result of one architecture.
 
     Attributes:
         name: "causal/llama" and the like.
@@ -52,7 +52,7 @@ class Row:
         autograd: The same of reverse over reverse in bfloat16.
         fallbacks: Operations without a closed form.
         reason: Why there is no number, where there is none.
-        seconds: What it took.
+        seconds: Total time.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether all that was computed is within what is allowed."""
+        """Whether every computed error is within its tolerance."""
         pairs = ((self.float64, EXACT), (self.differences, DIFFERENCES), (self.casting, CASTING), (self.bfloat16, self._half))
         return all(error <= allowed or math.isnan(error) for error, allowed in pairs)
 
@@ -79,12 +79,12 @@ class Row:
 
 
 class _Stopped(Exception):
-    """Says why there is no number."""
+    """Carries the reason why there is no number."""
 
 
 @contextmanager
 def _own(what: str) -> Iterator[None]:
-    """Tell what the model or torch raise by themselves from what hessiankit raises."""
+    """Turn errors of the model or of torch into ``_Stopped``, unlike those of hessiankit."""
     try:
         yield
     except Exception as error:
@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row = rows[name, attention] = measure(name, attention, full=attention == ATTENTIONS[0])
             with options.out.open("a") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
-            print(said(row), flush=True)
+            print(line(row), flush=True)
     found = [rows[case] for case in cases]
     if options.markdown is not None:
         options.markdown.write_text(page(found))
@@ -325,7 +325,7 @@ def stored(path: Path) -> list[Row]:
     return [Row(**{**found, "fallbacks": tuple(found["fallbacks"])}) for found in map(json.loads, lines)]
 
 
-def said(row: Row) -> str:
+def line(row: Row) -> str:
     """Return a row as one line."""
     verdict = "" if row.passed else ", NOT AS EXACT AS PROMISED"
     numbers = f"float64 {row.float64:.0e}, bfloat16 {row.bfloat16:.0e}, {row.seconds:.1f} s{verdict}"

@@ -1,4 +1,4 @@
-"""What is measured and how: the options of the command line, as every suite sees them."""
+"""The plan of a run: the options of the command line, and the description of a benchmark."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Plan:
         return self.budget_seconds or max(LEAST_BUDGET, BUDGET * self.limit_seconds)
 
     def settings(self) -> dict[str, Any]:
-        """Return what a cell's result depends on beside the cell itself."""
+        """Return the options that a cell's result depends on, beside the cell itself."""
         return {name: getattr(self, name) for name in ("repeats", "limit_seconds", "compile", "device", "memory_gib")}
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The memory of this process: how much is held, and how much more a piece of work takes."""
+"""Memory of this process: the amount in use, and the peak of a piece of work."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class Memory:
-    """What work takes beyond what is held when this is made: resident size, or the bytes of the allocator of a GPU.
+    """Peak memory of work beyond the amount in use at construction: resident size, or the bytes of the allocator of a GPU.
 
     Attributes:
         before: The bytes held when this was made.
-        how: Where the numbers come from.
+        how: The source of the numbers.
     """
 
     def __init__(self, device: str) -> None:
@@ -63,7 +63,7 @@ def at_most(gib: float) -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Hand freed memory back to the system, so that it does not hide what is taken next (glibc only)."""
+    """Hand freed memory back to the system, so that it does not hide later allocations (glibc only)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -24,7 +24,7 @@ from hessiankit.support.progress import progress_bar
 
 @dataclass
 class Outcome:
-    """What became of a benchmark: its records in the order of the grid, how many were found finished, what went wrong."""
+    """Result of a benchmark: its records in the order of the grid, the number found finished, and the failures."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     found: int = 0
@@ -103,7 +103,7 @@ def run_cell(name: str, cell: Cell, options: dict[str, Any], tell: Tell) -> dict
 
 
 def _write(benchmark: Benchmark, plan: Plan, where: dict[str, Any], outcome: Outcome, out: Path, *, last: bool) -> str:
-    """Write JSON and Markdown of what is known so far, and at last the plot; return the Markdown."""
+    """Write JSON and Markdown of the records so far, and at last the plot; return the Markdown."""
     content = {
         "benchmark": benchmark.name,
         "complete": last and not outcome.interrupted and not outcome.failed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 Record = dict[str, Any]
@@ -68,9 +68,23 @@ def cell_text(record: Record) -> list[str]:
     return [str(cell["problem"]), "" if size is None else str(size), *(str(cell[k]) for k in ("batch", "dtype", "threads"))]
 
 
-def skipped_text(result: dict[str, Any]) -> str:
-    """Return why a cell was skipped."""
-    return f"skipped: {result['skipped']}"
+def cell_rows(
+    records: Sequence[Record],
+    rows: Callable[[Record, dict[str, Any]], Iterable[Sequence[str]]],
+    blanks: int,
+    names: Callable[[Record], Sequence[str]] = cell_text,
+) -> list[list[str]]:
+    """Return the names of each cell before each of its rows; a skipped cell has one row, with the reason and blanks.
+
+    >>> cell_rows([{"result": {"skipped": "too large"}}, {"result": {}}], lambda record, result: [("1", "2")], 1, lambda _: ["a"])
+    [['a', 'skipped: too large', ''], ['a', '1', '2']]
+    """
+    found = []
+    for record in records:
+        result = record["result"]
+        own = [(f"skipped: {result['skipped']}", *[""] * blanks)] if "skipped" in result else rows(record, result)
+        found += [[*names(record), *row] for row in own]
+    return found
 
 
 def time_text(row: dict[str, Any]) -> str:
@@ -83,7 +97,7 @@ def time_text(row: dict[str, Any]) -> str:
 
 
 def ratio_text(row: dict[str, Any], key: str = "ratio") -> str:
-    """Return a row's ratio; in its place what is wrong with the row.
+    """Return a row's ratio, or the fault of the row in its place.
 
     >>> ratio_text({"status": "wrong", "error": 0.5812})
     '**wrong by 0.58**'
@@ -107,7 +121,7 @@ def best_table(records: Sequence[Record], ours: str, theirs: str) -> str:
     for record in records:
         result = record["result"]
         if "skipped" in result:
-            rows.append([*cell_text(record), *([""] if named else []), skipped_text(result), "", "", ""])
+            rows.append([*cell_text(record), *([""] if named else []), f"skipped: {result['skipped']}", "", "", ""])
             continue
         for quantity in quantities(result):
             mine, *others = [row for row in result["rows"] if row.get("quantity") == quantity]

@@ -1,4 +1,4 @@
-"""Clocks, medians, and contestants in turn, so that whatever slows the machine down for a while slows all of them."""
+"""Clocks, medians and quartiles, and rounds in which methods take turns, so that disturbances of the machine reach all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def in_turn(calls: Mapping[str, Callable[[int], float]], rounds: int) -> Iterato
 
     Args:
         calls: Name -> a function that takes the number of the round, does the work once and returns the seconds that count.
-        rounds: How often. The order is rotated from round to round, so that nobody always follows the same one.
+        rounds: How often. The order is rotated from round to round, so that none always follows the same one.
 
     >>> [seconds["b"] for seconds in in_turn({"a": float, "b": lambda k: 2.0 * k}, 2)]
     [[0.0], [0.0, 2.0]]
@@ -30,7 +30,7 @@ def in_turn(calls: Mapping[str, Callable[[int], float]], rounds: int) -> Iterato
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
-    gc.freeze()  # what is there already need not be looked through again and again
+    gc.freeze()  # existing objects need no further collection
     try:
         for k in range(rounds):
             first = k % max(1, len(names))
@@ -50,6 +50,15 @@ def all_rounds(calls: Mapping[str, Callable[[int], float]], rounds: int, limit: 
         if (time.perf_counter() - start) * (done + 1) / done > limit:
             return last
     return last
+
+
+def add_rounds(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, Sequence[float]], first: str | None) -> None:
+    """Add to the row of each name its seconds, their median and quartiles, and the ratios to those of ``first``."""
+    for name, own in seconds.items():
+        rows[name].update(seconds=own, time=spread(own))
+        if first in seconds and name != first:
+            ratios = [a / b for a, b in zip(own, seconds[first], strict=True)]
+            rows[name].update(ratios=ratios, ratio=spread(ratios))
 
 
 def timed(device: str, work: Callable[[], T], clock: Callable[[], float] = time.perf_counter) -> tuple[T, float]:

@@ -61,6 +61,11 @@ def reverse_over_reverse(module: nn.Module, inputs: Any, target: Tensor | None, 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         z = torch.func.functional_call(module, chosen, args)
     value = z.sum() if loss is None else loss(z, target)
+    return gradient_twice(value, leaves)
+
+
+def gradient_twice(value: Tensor, leaves: list[Tensor]) -> Tensor:
+    """The Hessian of a value in some leaves by torch.autograd.grad twice, one row at a time."""
     slopes = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
     rows = []
     for entry in torch.cat([g.reshape(-1) for g in slopes]):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from curvature_reference import randomised
+from curvature_reference import gradient_twice, randomised
 from torch import Tensor, nn
 
 EXACT = 1e-12
@@ -60,15 +60,7 @@ CUTS = [(slice(0, 1), 5), (slice(1, 3), 4), (slice(3, 4), 2)]
 
 def by_autograd(module: nn.Module, value: Callable[[nn.Module], Tensor], names: Any = None) -> Tensor:
     """Return the Hessian of value(module) by torch.autograd.grad twice, one row at a time."""
-    leaves = [p for n, p in module.named_parameters() if names is None or n in names]
-    slopes = torch.autograd.grad(value(module), leaves, create_graph=True, allow_unused=True, materialize_grads=True)
-    rows = []
-    for entry in torch.cat([g.reshape(-1) for g in slopes]):
-        row = [torch.zeros_like(p) for p in leaves]
-        if entry.requires_grad:
-            row = torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
-        rows.append(torch.cat([r.reshape(-1) for r in row]))
-    return torch.stack(rows)
+    return gradient_twice(value(module), [p for n, p in module.named_parameters() if names is None or n in names])
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -34,14 +34,8 @@ def test_reading_a_list(tmp_path: Path) -> None:
     path = tmp_path / "room.txt"
     path.write_text(LIST)
     one, two, three = read(path)
-    assert one == Mutant(
-        "room/code.py",
-        "return a + a",
-        "return a * a",
-        ("tests/test_code.py",),
-        ("KERNELS=0",),
-        "twice is four",
-    )
+    change = ("return a + a", "return a * a")
+    assert one == Mutant("room/code.py", *change, ("tests/test_code.py",), ("KERNELS=0",), "twice is four")
     assert two.old == "first line\n    second line"
     assert (one.room, three.room, replace(one, file="hessiankit/errors.py").room) == ("room", "engine", "top level")
     assert one.applied("def f(a):\n    return a + a\n") == "def f(a):\n    return a * a\n"
@@ -69,21 +63,8 @@ def test_lists_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
 def test_the_lists_cover_the_rooms() -> None:
     mutants = every()
     assert len(mutants) >= 150
-    assert {
-        "blocks",
-        "bounding",
-        "curvature",
-        "derivations",
-        "diagnostics",
-        "engine",
-        "formulas",
-        "optim",
-        "partition",
-        "studies",
-        "support",
-        "tracing",
-        "verify",
-    } <= {m.room for m in mutants}
+    rooms = "blocks bounding curvature derivations diagnostics engine formulas optim partition studies support tracing verify"
+    assert set(rooms.split()) <= {m.room for m in mutants}
     assert all((command.ROOT / test.partition("::")[0]).exists() for m in mutants for test in m.tests)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from curvature_reference import Formula, assert_exact, draw
@@ -163,10 +161,6 @@ def by_index_out(s: Formula, x: Tensor) -> Tensor:
     return torch.tanh(y) * torch.cat([torch.zeros(1, 4, dtype=x.dtype), y[1, 1].expand(3, 4)])
 
 
-def changed_after_use_out(s: Formula, x: Tensor) -> Tensor:
-    return torch.exp(x @ s.W * 0) * 2
-
-
 REPLACED = {
     "another view is read": (aliased, aliased_out),
     "assignment to a part": (assigned, assigned_out),
@@ -254,26 +248,21 @@ def test_gradients_pass_what_is_written_without_them(f):
     assert assert_exact(Formula(f, W=(4, 4), V=(4, 4)), draw(4, 4)).fallbacks == ()
 
 
-REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "with a detached reader": (read_without_gradient, r"aten\.add_\.Tensor writes into memory"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_overwrite_something(name):
-    f, message = REFUSED[name]
-    with pytest.raises(hk.TraceError, match=message) as caught:
-        hk.hessian(Formula(f, W=(4, 4), V=(4, 4)), draw(4, 4), draw(4, 4))
+def test_writing_beside_a_detached_reader_is_refused():
+    with pytest.raises(hk.TraceError, match=r"aten\.add_\.Tensor writes into memory") as caught:
+        hk.hessian(Formula(read_without_gradient, W=(4, 4), V=(4, 4)), draw(4, 4), draw(4, 4))
     assert "returns a new tensor" in str(caught.value)
 
 
-def test_an_input_that_is_written_into_is_refused():
-    with pytest.raises(hk.InputError, match="changes its inputs"):
-        hk.hessian(Formula(changed_input, W=(4, 4), V=(4, 4)), draw(4, 4), draw(4, 4))
-
-
-def test_a_buffer_that_counts_calls_is_refused():
-    module = Formula(changed_buffer, W=(4, 4))
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (changed_input, "changes its inputs"),
+        (changed_buffer, "changes its buffer 'calls', so the loss is not a function of the parameters"),
+    ],
+)
+def test_a_call_that_changes_what_it_reads_is_refused(f, message):
+    module = Formula(f, W=(4, 4), V=(4, 4))
     module.register_buffer("calls", torch.zeros((), dtype=torch.float64))
-    with pytest.raises(hk.InputError, match="changes its buffer 'calls', so the loss is not a function of the parameters"):
+    with pytest.raises(hk.InputError, match=message):
         hk.hessian(module, draw(4, 4), draw(4, 4))

@@ -263,7 +263,7 @@ def confident_by_hand() -> dict[str, Any]:
 
 @case
 def at_the_kink() -> dict[str, Any]:
-    """One weight is zero, so that ReLU and threshold stand at their kinks, where torch's derivative is theirs from the left."""
+    """One weight is zero, so that ReLU and threshold are at their kinks, where torch takes the derivative from the left."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         return torch.relu(x * m.w) + F.threshold(x * m.w, 0.0, 0.0) * m.w

@@ -71,7 +71,7 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
 
 
 def digest(mutant: Mutant, by: str) -> str:
-    """Return what a verdict depends on: the mutant, its file, and the tests that are run."""
+    """Return a digest of the mutant, its file, and its tests."""
     tests = mutant.tests if by == "tests" else ("benchmarks/mutants/checks.py",)
     parts = [mutant.key, by, *tests, *mutant.environment]
     for name in (mutant.file, *(test.partition("::")[0] for test in tests)):
@@ -80,14 +80,14 @@ def digest(mutant: Mutant, by: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def kept(path: Path) -> dict[str, Verdict]:
-    """Return the verdicts in a file by what they depend on."""
+def stored(path: Path) -> dict[str, Verdict]:
+    """Return the verdicts in a file by their digests."""
     return dict(read_records(path, lambda r: (r["digest"], Verdict(r["state"], r["by"], r["seconds"]))))
 
 
 def measured(mutants: Sequence[Mutant], options: argparse.Namespace) -> Iterator[tuple[Mutant, Verdict]]:
     """Yield the verdict on every mutant, kept ones first."""
-    before = kept(options.out)
+    before = stored(options.out)
     digests = {mutant: digest(mutant, options.by) for mutant in mutants}  # the working tree may change while copies run
     open_: list[Mutant] = []
     for mutant in mutants:

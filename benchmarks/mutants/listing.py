@@ -6,8 +6,8 @@
 
 A head names the file and the tests that are meant to see its mutants, with environment variables among them if they need any
 (``HESSIANKIT_COMPILED=1``). It holds until the next head. Lines with ``-`` are the old text, which must occur once in the file,
-those with ``+`` the new text, ``#`` a remark; an empty line ends a mutant. ``# check: ...`` says why it bears on
-nothing that ``hessiankit.check`` compares.
+those with ``+`` the new text, ``#`` a remark; an empty line ends a mutant. ``# check: ...`` gives the reason why
+``hessiankit.check`` cannot see it.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ _FIRST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one mutant.
+    """Result of one mutant.
 
     Attributes:
         state: "killed", "survived", "undecided" (out of time, as the tests nearly are without the mutant), "no longer applies",
             or "tests fail without it", which could tell nothing.
         by: The first test that failed, or a reason.
-        seconds: What the run took.
+        seconds: Time of the run.
     """
 
     state: str
@@ -80,7 +80,7 @@ class Workshop:
         self._folder.cleanup()
 
     def run(self, mutant: Mutant) -> Verdict:
-        """Apply a mutant, run what is meant to see it, and take it back."""
+        """Apply a mutant, run its tests, and undo it."""
         mutant = replace(mutant, tests=()) if self.check else mutant
         path = self.tree / mutant.file
         try:

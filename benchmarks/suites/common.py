@@ -1,4 +1,4 @@
-"""What several suites share: making a cell's problem, and saying beforehand that a cell is too large."""
+"""Shared by several suites: the problem of a cell, and forecasts that a cell is too large."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How the time of the dense Hessian grows: exponents in batch, tokens, width and layers, fitted and predicted."""
+"""Growth of the dense Hessian's time: exponents in batch, tokens, width and layers, fitted and predicted."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.charts import Panel, lines
@@ -12,7 +12,7 @@ from benchmarks.counting import exponent, lift_operations
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make, parameters_of, tokens_of
 from benchmarks.suites.common import dense
-from benchmarks.tables import markdown, short, skipped_text
+from benchmarks.tables import cell_rows, markdown, short
 from benchmarks.timing import spread, timed
 
 NAMES = {"B": "batch B", "L": "tokens L", "d": "width d (d_ff = 4 d)", "layers": "layers"}
@@ -68,18 +68,17 @@ def _exponents(points: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for record in records:
-        cell, result = record["cell"], record["result"]
-        where = [NAMES[cell["axis"]], cell["dtype"], str(cell["threads"])]
-        if "skipped" in result:
-            rows.append([*where, "", "", "", skipped_text(result)])
-            continue
+    def names(record: dict[str, Any]) -> list[str]:
+        cell = record["cell"]
+        return [NAMES[cell["axis"]], cell["dtype"], str(cell["threads"])]
+
+    def rows(_: dict[str, Any], result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         times = ", ".join(f"{p['x']}: {short(p['time']['median'])}" for p in result["points"])
         times += "".join(f"; {p['x']} skipped: forecast {short(p['forecast_seconds'])} s" for p in result["skipped_points"])
-        rows.append([*where, *(short(result[k]) for k in ("fitted", "tail", "predicted")), times])
+        yield *(short(result[k]) for k in ("fitted", "tail", "predicted")), times
+
     headers = ["axis", "dtype", "threads", "fitted", f"fitted, last {TAIL}", "predicted", "median seconds at each value"]
-    return markdown(headers, rows)
+    return markdown(headers, cell_rows(records, rows, 3, names))
 
 
 def _note(slopes: Sequence[str], predicted: float | None) -> str:

@@ -1,8 +1,8 @@
-"""What the comparison with the module's own gradient costs: results with it and without it, beside one gradient of torch."""
+"""Cost of the comparison with the module's own gradient: results with it and without it, beside one gradient of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from benchmarks.charts import methods
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, parameters_of
 from benchmarks.suites.common import case_of
-from benchmarks.tables import CELL_HEADERS, cell_text, markdown, ratio_text, time_text
+from benchmarks.tables import CELL_HEADERS, cell_rows, markdown, ratio_text, time_text
 from benchmarks.timing import all_rounds, rounds_within, spread, timed
 from hessiankit import check, hessian, hessian_operator
 
@@ -50,22 +50,23 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     seconds = all_rounds(calls, max(1, rounds_within(plan.limit_seconds, once, 4 * plan.repeats)))
     rows: list[dict[str, Any]] = []
     for name, found in seconds.items():
-        row: dict[str, Any] = {"name": name, "status": "right", "time": spread(found), "share": None}
-        row["ratio"] = spread([a / b for a, b in zip(found, seconds["one gradient"], strict=True)])
-        if (without := seconds.get(f"{name}, without")) is not None:
-            row["share"] = spread([1 - b / a for a, b in zip(found, without, strict=True)])
-        rows.append(row)
+        ratio = spread([a / b for a, b in zip(found, seconds["one gradient"], strict=True)])
+        without = seconds.get(f"{name}, without")
+        share = None if without is None else spread([1 - b / a for a, b in zip(found, without, strict=True)])
+        rows.append({"name": name, "status": "right", "time": spread(found), "ratio": ratio, "share": share})
     return {"rows": rows, "parameters": parameters_of(cell["problem"])}
 
 
 def table(records: list[dict[str, Any]]) -> str:
     """Return the times, in units of one gradient too, and the shares."""
-    lines = []
-    for record in records:
-        for row in record["result"]["rows"]:
+
+    def rows(_: dict[str, Any], result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+        for row in result["rows"]:
             share = "" if row["share"] is None else f"{100 * row['share']['median']:.0f} %"
-            lines.append([*cell_text(record), row["name"], time_text(row), ratio_text(row), share])
-    return markdown([*CELL_HEADERS, "what", "time", "of one gradient", "share of the handshake"], lines, text=5)
+            yield row["name"], time_text(row), ratio_text(row), share
+
+    headers = [*CELL_HEADERS, "what", "time", "of one gradient", "share of the handshake"]
+    return markdown(headers, cell_rows(records, rows, 3), text=5)
 
 
 BENCHMARK = Benchmark(

@@ -18,7 +18,7 @@ from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make
 from benchmarks.suites.common import BLOCK_SIZES, case_of
 from benchmarks.tables import NOTES, contest_tables
-from benchmarks.timing import all_rounds, finite, rounds_within, several, spread, timed
+from benchmarks.timing import add_rounds, all_rounds, finite, rounds_within, several, timed
 from hessiankit import hessian_operator
 from hessiankit.engine.problem.task import available_memory
 from hessiankit.verify.reference_base import bytes_per_direction, first_line
@@ -167,13 +167,7 @@ def _compare(
         off = float((found[: len(reference)] - reference).abs().max() / reference.abs().max())
         row["error"], row["status"] = finite(off), "right" if off <= TOLERANCE[case.theta.dtype] else "wrong"
         calls[name] = lambda _, runner=runner: several(plan.device, lambda: runner(V))  # type: ignore[misc]
-    seconds = all_rounds(calls, rounds) if calls else {}
-    first = next(iter(prepared))
-    for name, found_seconds in seconds.items():
-        rows[name]["seconds"], rows[name]["time"] = found_seconds, spread(found_seconds)
-        if name != first and first in seconds:
-            rows[name]["ratios"] = [a / b for a, b in zip(found_seconds, seconds[first], strict=True)]
-            rows[name]["ratio"] = spread(rows[name]["ratios"])
+    add_rounds(rows, all_rounds(calls, rounds) if calls else {}, next(iter(prepared)))
     return list(rows.values())
 
 

@@ -1,8 +1,8 @@
-"""How near to the machine's limit: the operations that the output needs, over the rate of its matrix products."""
+"""Distance from the machine's limit: the operations of the output over the rate of its matrix products."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from benchmarks.counting import lift_operations
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES
 from benchmarks.suites.common import BLOCK_SIZES, beyond_memory, beyond_time, case_of, dense
-from benchmarks.tables import CELL_HEADERS, cell_text, markdown, short, skipped_text, with_range
+from benchmarks.tables import CELL_HEADERS, cell_rows, markdown, short, with_range
 from benchmarks.timing import several, spread, timed
 
 SQUARE = 1024
@@ -63,18 +63,13 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for record in records:
-        result = record["result"]
-        if "skipped" in result:
-            rows.append([*cell_text(record), skipped_text(result), *[""] * 6])
-            continue
-        shape = " x ".join(map(str, result["size_shape"]))
+    def rows(_: dict[str, Any], result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         rates = [short(result[k] / 1e9) for k in ("rate", "square_rate", "size_rate")]
         fractions = [f"{100 * result[k]:.1f} %" for k in ("fraction", "size_fraction")]
-        rows.append([*cell_text(record), with_range(result["time"]), *rates, shape, *fractions])
+        yield with_range(result["time"]), *rates, " x ".join(map(str, result["size_shape"])), *fractions
+
     headers = ["hessian (s)", "GFLOP/s", f"product {SQUARE}", "product at size", "its size", "of the first", "of the second"]
-    return markdown([*CELL_HEADERS, *headers], rows)
+    return markdown([*CELL_HEADERS, *headers], cell_rows(records, rows, 6))
 
 
 def plot(records: Sequence[dict[str, Any]]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES, Case, make, parameters_of
 from benchmarks.residence import Memory
 from benchmarks.suites.common import BLOCK_SIZES, case_of, dense
-from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, short, skipped_text
+from benchmarks.tables import CELL_HEADERS, cell_rows, markdown, mebibytes, short
 from hessiankit import hessian_operator
 from hessiankit.engine.problem.task import available_memory
 from hessiankit.verify.reference_base import bytes_per_direction
@@ -109,18 +109,12 @@ def peak(problem: str, batch: int, dtype: str, device: str, method: str, tell: T
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for record in records:
-        result = record["result"]
-        if "skipped" in result:
-            rows.append([*cell_text(record), skipped_text(result), "", "", ""])
-            continue
+    def rows(_: dict[str, Any], result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         for row in result["rows"]:
             outcome = mebibytes(row["bytes"]) if row["bytes"] is not None else f"{row['status']}: {row['why']}"
-            rows.append(
-                [*cell_text(record), row["name"], outcome, short(row.get("times_ours")), mebibytes(result["matrix_bytes"])]
-            )
-    return markdown([*CELL_HEADERS, "method", "peak (MiB)", "of hessian's", "P x P (MiB)"], rows)
+            yield row["name"], outcome, short(row.get("times_ours")), mebibytes(result["matrix_bytes"])
+
+    return markdown([*CELL_HEADERS, "method", "peak (MiB)", "of hessian's", "P x P (MiB)"], cell_rows(records, rows, 3))
 
 
 BENCHMARK = Benchmark(

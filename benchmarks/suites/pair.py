@@ -1,4 +1,4 @@
-"""One block of the Hessian between two parameters: only its columns are asked for, of everyone."""
+"""One block of the Hessian between two parameters: every method computes only its columns."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make
 from benchmarks.suites.common import BLOCK_SIZES, beyond_memory, beyond_time, case_of, dense, hook
 from benchmarks.tables import NOTES, contest_tables
-from benchmarks.timing import all_rounds, deadline, finite, rounds_within, spread, timed
+from benchmarks.timing import add_rounds, all_rounds, deadline, finite, rounds_within, spread, timed
 from hessiankit import CurvatureDiagonal, HessianOperator, hessian_operator
 from hessiankit.verify.reference_base import first_line
 
@@ -186,11 +186,7 @@ def _race(
         return list(rows.values())
     once = sum(rows[name]["first_seconds"] for name in calls)
     seconds = all_rounds(calls, max(1, rounds_within(plan.limit_seconds, once, plan.repeats)))
-    first = next(iter(seconds), None)
-    for name, found_seconds in seconds.items():
-        rows[name].update(seconds=found_seconds, time=spread(found_seconds))
-        if name != first and first is not None:
-            rows[name]["ratio"] = spread([a / b for a, b in zip(found_seconds, seconds[first], strict=True)])
+    add_rounds(rows, seconds, next(iter(seconds), None))
     return list(rows.values())
 
 

@@ -1,4 +1,4 @@
-"""Exact products with the Hessian at real sizes: what a method is set up for and what a product takes, in gradients and bytes.
+"""Exact products with the Hessian at real sizes: set-up and product of each method, in gradients and in bytes.
 
 A cell is one method on one problem, in a process of its own.
 """
@@ -116,11 +116,11 @@ def _lacks_memory(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Method:
-    """How a method is set up, and what it is compared with.
+    """The set-up of a method, and its reference.
 
     Attributes:
         prepare: Makes of a problem a function of one vector.
-        package: What has to be installed.
+        package: The package that it needs.
         expected: From the dense Hessian, for work that is no product.
     """
 
@@ -304,7 +304,7 @@ def _names(record: dict[str, Any]) -> list[str]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the products, then the top eigenvalues, then what is done at everyday sizes."""
+    """Return the tables of products, of top eigenvalues, and of everyday sizes."""
     products, eigenvalues, everyday = [], [], []
     for record in records:
         names, result = _names(record), record["result"]

@@ -1,8 +1,8 @@
-"""What it costs to measure sharpness: one draw beside a step of training, in time and in peak memory."""
+"""Cost of a measurement of sharpness: one draw beside a step of training, in time and in peak memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from benchmarks.packaged import installed
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES
 from benchmarks.residence import Memory
-from benchmarks.tables import CELL_HEADERS, cell_text, markdown, ratio_text, short, skipped_text, time_text
+from benchmarks.tables import CELL_HEADERS, cell_rows, markdown, ratio_text, short, time_text
 from benchmarks.timing import all_rounds, spread, timed
 from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.engine.problem.task import available_memory
@@ -143,16 +143,12 @@ def peak(problem: str, batch: int, dtype: str, device: str, what: str, tell: Tel
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for record in records:
-        result = record["result"]
-        if "skipped" in result:
-            rows.append([*cell_text(record), skipped_text(result), "", "", ""])
-            continue
+    def rows(_: dict[str, Any], result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         for row in result["rows"]:
             held = "" if row["bytes"] is None else short(row["bytes"] / 2**30)
-            rows.append([*cell_text(record), row["name"], time_text(row), ratio_text(row), held])
-    return markdown([*CELL_HEADERS, "work", "time (s)", "of a training step", "peak (GiB)"], rows)
+            yield row["name"], time_text(row), ratio_text(row), held
+
+    return markdown([*CELL_HEADERS, "work", "time (s)", "of a training step", "peak (GiB)"], cell_rows(records, rows, 3))
 
 
 BENCHMARK = Benchmark(

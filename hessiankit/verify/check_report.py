@@ -24,17 +24,14 @@ MODULE = "the module"
 ZERO = "0 (exact)"
 ROUNDING = "0 to rounding"
 
-SAME_CALL = ("loss", "gradient", "operator", "diagonal", "wide twin")
-"""Kinds of rows other than block pairs: "gradient: W" is of parameter W, "wide twin: W" of that of a wider block."""
-
-
-_WORDS = {
+SAME_CALL = {
     "loss": "loss of the same call",
     "gradient": "gradient of hessian_operator",
     "operator": "products of hessian_operator",
     "diagonal": "hessian_diagonal",
     "wide twin": "the same block at widths above 16, four heads, W_O, gelu",
 }
+"""Rows other than of block pairs, by the beginning of their names: "gradient: W" is of the parameter W."""
 
 
 @dataclass(frozen=True)
@@ -239,13 +236,13 @@ class CheckReport(Printed):
         lines = [f"{h.reference}: {'healthy' if h.healthy else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)" for h in self.health]
         lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
         lines += [f"note: {remark}" for remark in self.remarks]
-        for kind in SAME_CALL:
+        for kind, words in SAME_CALL.items():
             found = [row for row in self.rows if row.of_same_call and row.name.partition(":")[0] == kind]
             if found:
                 worst = max(found, key=lambda row: row.max_rel_error)
                 failed = "" if all(row.passed for row in found) else " FAIL"
                 agrees = f"agrees with {worst.reference} to {worst.max_rel_error:.1e}"
-                lines.append(f"{_WORDS[kind]}: {'refused' if math.isinf(worst.max_rel_error) else agrees}{failed}")
+                lines.append(f"{words}: {'refused' if math.isinf(worst.max_rel_error) else agrees}{failed}")
         formulas = [row.max_rel_error for row in self.rows if row.reference == FORMULAS]
         if formulas:
             pairs = f"{len(formulas)} block pairs at tiny unequal sizes"

@@ -35,10 +35,10 @@ class _Gaps:
 
     entries: dict[Key, tuple[float, float, float, float]] = field(default_factory=dict)
 
-    def note(self, label: str, mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], slack: Mapping[str, float]) -> None:
-        for n, x in mine.items():
-            gap = float((x - theirs[n]).abs().max())
-            small, scale = sorted((float(x.abs().max()), float(theirs[n].abs().max())))
+    def note(self, label: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor], slack: Mapping[str, float]) -> None:
+        for n, x in a.items():
+            gap = float((x - b[n]).abs().max())
+            small, scale = sorted((float(x.abs().max()), float(b[n].abs().max())))
             new = (gap, scale, slack.get(n, 0.0), small)
             old = self.entries.get((n, label), new)
             self.entries[n, label] = max(old, new, key=lambda e: e[0] / e[1] if e[1] else e[0]) if math.isfinite(gap) else new
@@ -75,6 +75,10 @@ class Products:
     failed: dict[str, Unsupported] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     _noise: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def _method(self) -> str:
+        return str(self.precision).removeprefix("torch.")
 
     def run(self) -> None:
         """Compute and compare all products."""
@@ -186,7 +190,6 @@ class Products:
 
     def rows(self, health: Mapping[str, Health]) -> Iterator[CheckRow]:
         """Compare the closed form with every healthy reference, group by group: the worst parameter of each."""
-        method = str(self.precision).removeprefix("torch.")
         for name in [n for n in self.names if health[n].healthy]:
             errors = self.errors(CLOSED, name)
             for label in dict.fromkeys(label for _, label in errors):
@@ -194,13 +197,13 @@ class Products:
                     seen = [errors[n, label] for n in members]
                     worst, passed, zeros = max(error for error, *_ in seen), all(p for _, p, _ in seen), {z for *_, z in seen}
                     zero = "" if "" in zeros else ROUNDING if ROUNDING in zeros else ZERO
-                    yield CheckRow(f"{group} x {label}", name, worst, passed, self.seconds[name], method, zero)
+                    yield CheckRow(f"{group} x {label}", name, worst, passed, self.seconds[name], self._method, zero)
 
     def same_call(self) -> Iterator[CheckRow]:
         """Compare loss and gradient of the operator with those of the module's own call."""
-        method, value = str(self.precision).removeprefix("torch."), self.problem.value
+        value = self.problem.value
         error = abs(self.operator.loss - value) / max(abs(value), torch.finfo(torch.float64).tiny)
-        yield CheckRow("loss", MODULE, error, error <= self.rtol, 0.0, method)
+        yield CheckRow("loss", MODULE, error, error <= self.rtol, 0.0, self._method)
         with self.problem.at():
             own = dict(zip(self.problem.params, self.problem.gradient(), strict=True))
         mine = self.problem.unflatten(self.operator.gradient)
@@ -215,11 +218,10 @@ class Products:
                     rounding = rounding or self._gradient_rounding(own, mine)
                     error = 0.0 if gaps[n] <= rounding[n] else error
                 worst = max(worst, error) if error == error else error
-            yield CheckRow(f"gradient: {group}", MODULE, worst, worst <= self.rtol, 0.0, method)
+            yield CheckRow(f"gradient: {group}", MODULE, worst, worst <= self.rtol, 0.0, self._method)
 
     def diagonal(self, found: Tensor, seconds: float) -> Iterator[CheckRow]:
         """Compare a diagonal (P) at ``ENTRIES`` random entries of each parameter, relative to its largest one there."""
-        method = str(self.precision).removeprefix("torch.")
         name = next((n for n in self.names if n not in self.failed and not REFERENCES[n].many_calls), None)
         generator, params = torch.Generator().manual_seed(0), self.problem.params
         if name is None:
@@ -243,7 +245,7 @@ class Products:
                     if error > self.rtol and scale <= floor and gap <= self._rounding(group)[n]:
                         error = 0.0
                     worst = max(worst, error) if math.isfinite(error) else math.inf
-            yield CheckRow(f"diagonal: {group}", name, worst, worst <= self.rtol, seconds, method)
+            yield CheckRow(f"diagonal: {group}", name, worst, worst <= self.rtol, seconds, self._method)
 
     def _gradient_rounding(self, own: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, float]:
         with self._near.at():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,15 +47,14 @@ class CentralDifferences(Reference):
         precision = traits(problem).precision
         if precision not in HALVINGS:
             raise Unsupported(self.name, f"the module computes in {precision}, too coarse for differences")
-        gradient = _Gradient(problem)
         lengths = V.norm(dim=1, keepdim=True)
         units = V / torch.where(lengths > 0, lengths, 1)
         values, errors, steps, lost = [], [], [], 0
         try:
             with problem.at():
-                noise = gradient_noise(problem, gradient, precision)
+                noise = gradient_noise(problem, partial(_gradients, problem), precision)
                 for unit in units:
-                    ladder = _Ladder(problem, gradient, unit[None], precision, noise)
+                    ladder = _Ladder(problem, unit[None], precision, noise)
                     ladder.descend()
                     values.append(ladder.best)
                     errors.append(ladder.error_per_entry())
@@ -130,8 +130,8 @@ def _length(parts: Iterable[Tensor]) -> float:
 class _Ladder:
     """The halving of the step for one chunk of unit directions (m, P), each row and block keeping its best level."""
 
-    def __init__(self, problem: Problem, gradient: _Gradient, units: Tensor, precision: torch.dtype, noise: Tensor) -> None:
-        self.problem, self.gradient, self.units, self.precision = problem, gradient, units, precision
+    def __init__(self, problem: Problem, units: Tensor, precision: torch.dtype, noise: Tensor) -> None:
+        self.problem, self.units, self.precision = problem, units, precision
         self.best = torch.zeros_like(units)
         self.error = torch.full((len(units), len(problem.slices)), torch.inf, dtype=units.dtype, device=units.device)
         self.noise = noise
@@ -185,7 +185,7 @@ class _Ladder:
     def _odd_part(self, active: Tensor, reach: float) -> Tensor:
         """Return g(theta + reach v) - g(theta - reach v) for the active directions."""
         step = reach * self.units[active]
-        plus, minus = self.gradient(torch.cat([self.problem.theta + step, self.problem.theta - step])).chunk(2)
+        plus, minus = _gradients(self.problem, torch.cat([self.problem.theta + step, self.problem.theta - step])).chunk(2)
         return plus - minus
 
     def _keep(self, active: Tensor, fine: Tensor, error: Tensor) -> None:
@@ -230,15 +230,10 @@ def _combine(odd: dict[int, Tensor], h: float) -> Tensor:
     return total / h
 
 
-class _Gradient:
-    """Points (m, P) -> gradients (m, P): the module's own parameters are moved, and the module is called as it is."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-
-    def __call__(self, points: Tensor) -> Tensor:
-        return torch.stack([self._at(point) for point in points])
-
-    def _at(self, point: Tensor) -> Tensor:
-        with placed((self.problem.own[n], x.contiguous()) for n, x in self.problem.unflatten(point).items()):
-            return torch.cat([g.reshape(-1) for g in self.problem.gradient()])
+def _gradients(problem: Problem, points: Tensor) -> Tensor:
+    """Return the gradients (m, P) at points (m, P): the module's own parameters are moved, and the module is called as it is."""
+    found = []
+    for point in points:
+        with placed((problem.own[n], x.contiguous()) for n, x in problem.unflatten(point).items()):
+            found.append(torch.cat([g.reshape(-1) for g in problem.gradient()]))
+    return torch.stack(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,16 +66,9 @@ def _reads_padding(tokens: Tensor, weight: Tensor, padding_idx: int | None = Non
 
 def known_defect(group: str, found: Traits) -> str:
     """Return the known defect of a group of references that a module of these traits runs into, or ""."""
-    return next((text for defective, applies, text in _DEFECTS if defective == group and applies(found)), "")
-
-
-_DEFECTS: Sequence[tuple[str, Callable[[Traits], bool], str]] = (
-    (
-        "jacfwd(jacrev)",
-        lambda found: found.layer_norm_gain,
-        "known torch defect: the derivative through layer_norm with a gain loses a term (pytorch issues 196700, 198017)",
-    ),
-)
+    if group == "jacfwd(jacrev)" and found.layer_norm_gain:
+        return "known torch defect: the derivative through layer_norm with a gain loses a term (pytorch issues 196700, 198017)"
+    return ""
 
 
 class _TraitWatch(TorchFunctionMode):

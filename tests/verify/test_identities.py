@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,34 +42,38 @@ ENCODER = {  # Post-Norm: only writes between two LayerNorms, and what stays ins
 }
 
 
-def test_post_norm_block() -> None:
-    assert found(identities(block(bias=True, attention_bias=True), X, TARGET)) == ENCODER
+FUSED = "self_attn.in_proj_weight, self_attn.in_proj_bias"
+WHOLE: dict[str, tuple[Callable[[], nn.Module], set[tuple[str, str]]]] = {
+    "post-norm": (lambda: block(bias=True, attention_bias=True), ENCODER),
+    "pre-norm": (  # the stream itself is read in the end
+        lambda: block(placement="pre", bias=True, attention_bias=True),
+        ENCODER - {("row mean", "W_O, b_O"), ("row mean", "W_2, b_2")}
+        | {("linear maps", "norm_1.weight, norm_1.bias | W_Q, W_K, W_V"), ("linear maps", "norm_2.weight, norm_2.bias | W_1")},
+    ),
+    "torch's encoder layer with its fused projection": (
+        lambda: generic(nn.TransformerEncoderLayer(6, 2, 5, batch_first=True)),
+        {
+            ("linear maps", f"{FUSED} | self_attn.out_proj.weight"),
+            ("linear maps", "linear1.weight, linear1.bias | linear2.weight"),
+            ("row mean", "self_attn.out_proj.weight, self_attn.out_proj.bias"),
+            ("row mean", "linear2.weight, linear2.bias"),
+            ("logits", f"{FUSED} | {FUSED}"),
+            ("key bias", "self_attn.in_proj_bias"),
+        },
+    ),
+}
 
 
-def test_pre_norm_block() -> None:
-    expected = ENCODER - {("row mean", "W_O, b_O"), ("row mean", "W_2, b_2")}  # the stream itself is read in the end
-    expected |= {("linear maps", "norm_1.weight, norm_1.bias | W_Q, W_K, W_V")}
-    expected |= {("linear maps", "norm_2.weight, norm_2.bias | W_1")}
-    assert found(identities(block(placement="pre", bias=True, attention_bias=True), X, TARGET)) == expected
+@pytest.mark.parametrize("name", WHOLE)
+def test_all_identities_of_a_block(name: str) -> None:
+    build, expected = WHOLE[name]
+    assert found(identities(build(), X, TARGET)) == expected
 
 
 def test_without_homogeneity_there_is_no_rescaling() -> None:
     families = found(identities(block(activation="gelu"), X, TARGET))
     assert ("linear maps", "W_1 | W_2") not in families
     assert ("linear maps", "W_V | W_O") in families
-
-
-def test_torch_encoder_layer_with_its_fused_projection() -> None:
-    module = generic(nn.TransformerEncoderLayer(6, 2, 5, batch_first=True))
-    projection = "self_attn.in_proj_weight, self_attn.in_proj_bias"
-    assert found(identities(module, X, TARGET)) == {
-        ("linear maps", f"{projection} | self_attn.out_proj.weight"),
-        ("linear maps", "linear1.weight, linear1.bias | linear2.weight"),
-        ("row mean", "self_attn.out_proj.weight, self_attn.out_proj.bias"),
-        ("row mean", "linear2.weight, linear2.bias"),
-        ("logits", f"{projection} | {projection}"),
-        ("key bias", "self_attn.in_proj_bias"),
-    }
 
 
 def test_vision_transformer() -> None:
