@@ -1,4 +1,7 @@
-"""Statements that take training or data at sizes that this code does not run: id, place, statement, reason."""
+"""Statements without a computation: they take training or data at sizes that this code does not run, or compare print with print.
+
+Each is an id, a place, the statement and the reason.
+"""
 
 # fmt: off
 NOT_RUN = (
@@ -174,4 +177,37 @@ NOT_RUN = (
     ("hybridnorm/fig5-step-100", "Fig. 5, Sec. 4.5",
      "gradient norms of the layers at step 100",
      "3 runs, about 6 N D = 4.2e+18 operations together"),
+    ("sharpness-disparity/wsd-floor", "Sec. 6.3 and App. A.3, wsd",
+     r"the linear decay ends at $\mathrm{lr\_min}$ (Sec. 6.3); it ends at 0 (App. A.3)",
+     "two prints that disagree; the released script for LLaMA ends at a tenth of the peak"),
+    ("sharpness-disparity/adam-mini-memory", "Abstract; Sec. 6.3",
+     r"Adam-mini has a '$2\times$ memory saving compared to AdamW'",
+     "arithmetic: half of the optimizer's state, but 3 numbers for a parameter in place of 4 with weights and gradients"),
+    ("sharpness-disparity/code-beta2", "Sec. 6, Baselines, and the released script for wsd",
+     r"AdamW has $\beta_1 = 0.9$, $\beta_2 = 0.95$",
+     "read in the released script, which takes the option of beta_1 for beta_2"),
+    ("sharpness-disparity/switch", "App. A.2, Switching Time",
+     "'we switch from standard AdamW to AdamW with Blockwise LR at the end of LR warmup phase'",
+     "read in the released code, which has no switch: each group warms up to its own peak, and all share one floor"),
+    ("sharpness-disparity/table2-each", "Sec. 6.2",
+     "'applying Blockwise LR to any block consistently improves performance'",
+     "training; Table 2 applies only Emb alone: FFN is added to it, QK and VO together on top"),
+    ("sharpness-disparity/epochs", "App. A.1, OpenWebText pre-training",
+     "sequences of 1024, batches of 480, 50 000 or 100 000 steps",
+     "arithmetic: 24.6 or 49.2 billion tokens, several passes over OpenWebText, which has about 9 billion"),
+    ("curse-of-depth/fig1-7b", "Sec. 5.3.1 with Figs. 1 and 5",
+     "'for the 7B model, LNS reduces the final loss from 2.69 to 2.50'",
+     "training; the curves of Fig. 5, of the same models, end near 2.67 and 2.57"),
+    ("curse-of-depth/table3-baseline", "Fig. 1 (right) with Table 3",
+     "Fig. 1's Pre-LN at 1B, 20B tokens, is the baseline of the scaling up",
+     "training; read off the figure it is 3.15, and OLMo's own initialisation, Pre-LN too, has 2.96 in Table 3"),
+    ("curse-of-depth/learning-rate", "Sec. 5.1",
+     r"learning rate $10^{-3}$ 'for models up to 350M parameters'",
+     "read in the released script for 350M, which has 5e-4"),
+    ("curse-of-depth/lns-code", "released code, LayerNorm Scaling",
+     "a run whose type of norm is LNS trains with LayerNorm Scaling",
+     "read in the code: since April 2025 the type is put into lower case and compared with 'LNS', so that no norm is made"),
+    ("curse-of-depth/scaled-init", "Sec. 5.4; Sec. 6, Scaled Initialization",
+     r"'scales the initialization of the feedforward layers' weights $W_0$ and $W_2$' by $\frac{1}{\sqrt{2L}}$",
+     "wording: the attention's output projection and the network's second matrix are scaled; the network has no W_0"),
 )

@@ -19,7 +19,6 @@ from derivations.feedforward import FeedForwardAt
 from derivations.normalization import LayerNormAt
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import relative_error
 
 SLOPE = 0.01
 """Of Leaky ReLU."""
@@ -52,12 +51,14 @@ def standardised(X: Tensor) -> Tensor:
     return centred / centred.square().mean(-1, keepdim=True).sqrt()
 
 
-def error_if_it_conforms(formula: Callable[[], Tensor], reference: Tensor) -> float:
-    """Return the relative error of a printed formula; infinity where its factors do not conform."""
+def if_it_conforms(formula: Callable[[], Tensor]) -> Tensor:
+    """Return the formula's value, or a tensor without entries if its sizes do not conform: that is an infinite error."""
     try:
-        return relative_error(formula(), reference)
-    except RuntimeError:
-        return math.inf
+        return formula()
+    except RuntimeError as reason:
+        if "size" not in str(reason) and "shape" not in str(reason):
+            raise
+        return torch.empty(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
