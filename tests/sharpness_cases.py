@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,14 +59,23 @@ def expectation(found: Replicates, probabilities: Tensor) -> Tensor:
     return torch.einsum("k,d,kdp->p", weights, probabilities, found.values)
 
 
-def expected_squares(model: nn.Module, x: Tensor, counted: Tensor, parts: tuple[Part, ...]) -> Tensor:
-    """Return (1/N) sum_n E||grad -log p(y_n)||^2 for each part: one gradient for every position and class, by autograd alone."""
+def squares(value: Tensor, model: nn.Module, parts: Sequence[Part]) -> Tensor:
+    """Return the squared norm of the gradient of a number in each part, by autograd alone."""
     parameters = dict(model.named_parameters())
+    gradients = dict(zip(parameters, torch.autograd.grad(value, list(parameters.values()), retain_graph=True), strict=True))
+    return torch.stack([part.squared_norm(gradients[part.parameter]) for part in parts])
+
+
+def expected_squares(model: nn.Module, x: Tensor, counted: Tensor, parts: tuple[Part, ...]) -> Tensor:
+    """Return (1/N) sum_n E||grad -log p(y_n)||^2 for each part: one gradient for every position and class."""
     logs = torch.log_softmax(model(x), -1)[counted]  # (N, classes)
-    total = torch.zeros(len(parts), dtype=torch.float64)
-    for row in logs:
-        for log in row:
-            scores = dict(zip(parameters, torch.autograd.grad(log, list(parameters.values()), retain_graph=True), strict=True))
-            squares = [sum(float(view.square().sum()) for view in part.of(scores[part.parameter])) for part in parts]
-            total += float(log.detach().exp()) * torch.tensor(squares, dtype=torch.float64)
-    return total / len(logs)
+    return sum(log.detach().exp() * squares(log, model, parts) for row in logs for log in row) / len(logs)
+
+
+def plain_parts(model: nn.Module, kind: str = "FFN") -> list[Part]:
+    """One part for each parameter, all of one type."""
+    return [Part(name, kind, "weight", None, "given", p.numel()) for name, p in model.named_parameters()]
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())

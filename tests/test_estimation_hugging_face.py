@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sharpness_cases import plain_parts
 
 from hessiankit.diagnostics.sharpness import exact_sharpness, sharpness
 from hessiankit.partition import model_parts
@@ -57,26 +58,19 @@ def test_seen_rows(measured):
     ("name", "shifted"), [("GPT2LMHeadModel", True), ("BertForMaskedLM", False), ("BertForTokenClassification", False)]
 )
 def test_labels_stand_where_the_models_own_loss_has_them(name, shifted):
-    kind = {"G": "GPT2", "B": "Bert"}[name[0]]
+    gpt = name.startswith("GPT2")
     sizes = (
         {"n_embd": 8, "n_layer": 1, "n_head": 2}
-        if kind == "GPT2"
+        if gpt
         else {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "num_labels": 13}
     )
+    config = getattr(transformers, "GPT2Config" if gpt else "BertConfig")(vocab_size=13, **sizes, attn_implementation="eager")
     torch.manual_seed(0)
-    model = getattr(transformers, name)(
-        getattr(transformers, f"{kind}Config")(vocab_size=13, **sizes, attn_implementation="eager")
-    )
-    parts = [] if kind == "GPT2" else _plain(model)
-    report = sharpness(model, batch(), draws=1, parts=parts or None)
+    model = getattr(transformers, name)(config)
+    parts = None if gpt else plain_parts(model)
+    report = sharpness(model, batch(), draws=1, parts=parts)
     assert report.terms == 16 - 3 * shifted
-    assert sharpness(model, batch(), draws=1, parts=parts or None, shift=not shifted).terms == 16 - 3 * (not shifted)
-
-
-def _plain(model):
-    from hessiankit.partition import Part
-
-    return [Part(name, "Other", "", None, "", p.numel()) for name, p in model.named_parameters()]
+    assert sharpness(model, batch(), draws=1, parts=parts, shift=not shifted).terms == 16 - 3 * (not shifted)
 
 
 def test_sequence_classification_has_one_term_a_sequence():
@@ -86,6 +80,6 @@ def test_sequence_classification_has_one_term_a_sequence():
     )
     model = transformers.BertForSequenceClassification(config)
     data = {**batch(), "labels": torch.tensor([0, 1, 1])}
-    report = sharpness(model, data, draws=2, parts=_plain(model))
+    report = sharpness(model, data, draws=2, parts=plain_parts(model))
     assert (report.terms, report.sequences) == (3, 3)
-    assert sharpness(model, data, draws=2, parts=_plain(model), per="sequence").types == report.types
+    assert sharpness(model, data, draws=2, parts=plain_parts(model), per="sequence").types == report.types

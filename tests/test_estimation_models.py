@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from sharpness_cases import expected_squares, tiny, tokens
+from sharpness_cases import expected_squares, plain_parts, tiny, tokens
 from torch import nn
 
 from hessiankit.blocks import Transformer
@@ -41,10 +43,6 @@ class Faulty(nn.Module):
         return logits
 
 
-def parts_of(model):
-    return [Part(name, "FFN", "weight", None, "given", p.numel()) for name, p in model.named_parameters()]
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -59,7 +57,7 @@ def test_faults(fault, message):
     model = Faulty(fault)
     model.train()
     with pytest.raises(InputError, match=message):
-        sharpness(model, X, Y, parts=parts_of(model))
+        sharpness(model, X, Y, parts=plain_parts(model))
     assert all(module.training for module in model.modules())
     assert float(model.seen) == 0
     assert all(p.grad is None for p in model.parameters())
@@ -70,7 +68,7 @@ def test_an_interrupt_leaves_the_model_as_it_was():
     model.model.blocks[0].eval()
     before = [module.training for module in model.modules()]
     with pytest.raises(KeyboardInterrupt):
-        sharpness(model, X, Y, parts=parts_of(model), micro_batch=1)
+        sharpness(model, X, Y, parts=plain_parts(model), micro_batch=1)
     assert [module.training for module in model.modules()] == before
     assert all(not module._forward_pre_hooks for module in model.modules())
 
@@ -80,13 +78,11 @@ def test_modes_and_gradients_are_left_alone():
     model[0].blocks[0].eval()
     for p in model.parameters():
         p.grad = torch.full_like(p, 3.0)
-    values = [p.detach().clone() for p in model.parameters()]
+    values, modes = [p.detach().clone() for p in model.parameters()], [module.training for module in model.modules()]
     with torch.no_grad():
-        report = sharpness(model, X, Y, parts=parts_of(model))
+        report = sharpness(model, X, Y, parts=plain_parts(model))
     assert report.types["FFN"].value > 0
-    assert model.training
-    assert model[1].training
-    assert not model[0].blocks[0].training
+    assert [module.training for module in model.modules()] == modes
     assert all(bool((p.grad == 3).all()) for p in model.parameters())
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
     assert all(not module._forward_pre_hooks for module in model.modules())
@@ -117,17 +113,13 @@ def test_frozen_parameters_are_left_out_and_named():
 
 
 def test_parameters_without_effect_are_zeros_and_named():
-    model = nn.ModuleDict({"used": tiny(), "idle": nn.Linear(2, 2).double()})
+    model = nn.ModuleDict({"used": tiny(), "idle": nn.Linear(2, 2, bias=False).double()})
     model.forward = lambda x: model["used"](x)
-    parts = [*model_parts_of(model["used"], "used."), Part("idle.weight", "Other", "", None, "", 4)]
+    parts = [replace(part, type="Other" if part.parameter == "idle.weight" else "FFN") for part in plain_parts(model)]
     report = sharpness(model, X, Y, parts=parts, histograms=True)
     assert report.unused == ("idle.weight",)
     assert (report.types["Other"].value, report.histograms["Other"].zeros) == (0.0, 4)
     assert "no output depends on: idle.weight" in report.table()
-
-
-def model_parts_of(model, prefix):
-    return [Part(prefix + p.parameter, p.type, p.role, p.layer, p.reason, p.size, p.axis, p.segments) for p in model_parts(model)]
 
 
 def test_slices_of_a_fused_parameter_are_told_apart():
@@ -225,9 +217,9 @@ def test_memory_is_forecast(monkeypatch):
 
 
 def test_progress():
-    told = []
-    sharpness(tiny(), X, Y, draws=3, micro_batch=2, progress=lambda *what: told.append(what))
-    assert told == [("sharpness: draws", k, 6) for k in range(1, 7)]
+    calls = []
+    sharpness(tiny(), X, Y, draws=3, micro_batch=2, progress=lambda *what: calls.append(what))
+    assert calls == [("sharpness: draws", k, 6) for k in range(1, 7)]
 
 
 def test_not_a_model():

@@ -7,122 +7,92 @@ import json
 
 import pytest
 import torch
-from sharpness_cases import by_number, everything, expectation, expected_squares, tiny, tokens, vectors
+from sharpness_cases import (
+    by_number,
+    everything,
+    expectation,
+    expected_squares,
+    plain_parts,
+    relative,
+    squares,
+    tiny,
+    tokens,
+    vectors,
+)  # fmt: skip
 
 from hessiankit.diagnostics.sharpness import exact_sharpness, joined, replicates, report_of, sharpness
 from hessiankit.partition import model_parts
 from hessiankit.support.errors import InputError
 
 
-def relative(found, wanted):
-    return float((found - wanted).abs().max() / wanted.abs().max())
-
-
 @pytest.fixture(scope="module")
 def case():
-    """Two sequences of two positions, one of them not counted."""
+    """A model, two sequences of two positions of which one is not counted, and the Fisher diagonal's trace by part."""
     model, x, y = tiny(), tokens(2, 2), tokens(2, 2, seed=2)
     y[1, 1] = -100
-    return model, x, y
+    return model, x, y, expected_squares(model, x, y != -100, model_parts(model))
 
 
-def test_mean_over_all_label_vectors_is_the_fisher_diagonal(case):
-    model, x, y = case
-    wanted = expected_squares(model, x, y != -100, model_parts(model))
+@pytest.mark.parametrize(("micro_batch", "terms"), [(None, [3]), (1, [2, 1])])
+def test_mean_over_all_label_vectors_is_the_fisher_diagonal(case, micro_batch, terms):
+    """Also in micro-batches of unequal counts."""
+    model, x, y, fisher = case
     sampler, probabilities, draws = everything(model(x), y != -100)
     assert draws == 27
-    found = replicates(model, x, y, draws=draws, sampler=sampler)
-    assert relative(expectation(found, probabilities), wanted) < 1e-12
-    assert float((found.values.std(1) / found.values.mean(1)).min()) > 0.1  # a draw alone is far from it
-
-
-def test_mean_does_not_depend_on_micro_batches_of_unequal_counts(case):
-    model, x, y = case
-    wanted = expected_squares(model, x, y != -100, model_parts(model))
-    sampler, probabilities, draws = everything(model(x), y != -100)
-    found = replicates(model, x, y, draws=draws, sampler=sampler, micro_batch=1)
-    assert found.terms.tolist() == [2, 1]
-    assert relative(expectation(found, probabilities), wanted) < 1e-12
+    found = replicates(model, x, y, draws=draws, sampler=sampler, micro_batch=micro_batch)
+    assert found.terms.tolist() == terms
+    assert relative(expectation(found, probabilities), fisher) < 1e-12
+    assert float((found.values.std(1) / found.values.mean(1))[0].min()) > 0.1  # a draw alone is far from it
 
 
 def test_labels_of_the_data_are_biased(case):
-    model, x, y = case
+    model, x, y, fisher = case
     parts, counted = model_parts(model), y != -100
-    fisher = expected_squares(model, x, counted, parts)
     found = replicates(model, x, y, estimator="empirical_fisher")
     assert found.draws == 1
     once = expectation(found, torch.ones(1).double())
     assert relative(once, fisher) > 0.1
     logs = torch.log_softmax(model(x), -1)[counted].gather(1, y[counted].unsqueeze(1))[:, 0]
-    squares = torch.zeros(len(parts)).double()
-    for log in logs:
-        scores = dict(
-            zip(
-                dict(model.named_parameters()), torch.autograd.grad(log, list(model.parameters()), retain_graph=True), strict=True
-            )
-        )
-        squares += torch.stack([part.squared_norm(scores[part.parameter]) for part in parts]) / len(logs)
-    assert relative(once, squares) > 0.1  # nor the mean of the squares: cross terms stay
-    title = sharpness(model, x, y, estimator="empirical_fisher").table()
-    assert "EMPIRICAL Fisher" in title
+    mean = sum(squares(log, model, parts) for log in logs) / len(logs)
+    assert relative(once, mean) > 0.1  # nor the mean of the squares: cross terms remain
+    assert "EMPIRICAL Fisher" in sharpness(model, x, y, estimator="empirical_fisher").table()
 
 
-def test_one_uniform_number_for_all_positions_is_biased(case):
-    model, x, y = case
-    cumulative = torch.softmax(model(x).detach(), -1).cumsum(-1)
+def one_uniform_number(logits, counted):
+    """The same uniform number for all positions: the draws are the intervals in which no label changes."""
+    cumulative = torch.softmax(logits.detach(), -1).cumsum(-1)
     ends = torch.cat([torch.zeros(1).double(), cumulative.flatten().clamp(max=1.0), torch.ones(1).double()]).sort().values
-    lengths, middles = ends.diff(), (ends[1:] + ends[:-1]) / 2
+    middles = (ends[1:] + ends[:-1]) / 2
     shared = torch.stack([(cumulative < u).sum(-1).clamp(max=2) for u in middles])
-    found = replicates(model, x, y, draws=len(middles), sampler=by_number(shared))
-    wanted = expected_squares(model, x, y != -100, model_parts(model))
-    assert relative(expectation(found, lengths), wanted) > 0.05
+    return by_number(shared), ends.diff(), len(middles)
 
 
-def test_another_temperature_is_biased(case):
-    model, x, y = case
-    wanted = expected_squares(model, x, y != -100, model_parts(model))
-    sampler, probabilities, draws = everything(model(x), y != -100, power=2.0)
+@pytest.mark.parametrize(
+    "sampled",
+    [
+        one_uniform_number,
+        lambda logits, counted: everything(logits, counted, power=2.0),  # another temperature
+        lambda logits, counted: (by_number(logits.argmax(-1).unsqueeze(0)), torch.ones(1).double(), 1),  # the likeliest labels
+    ],
+)
+def test_other_distributions_of_the_labels_are_biased(case, sampled):
+    model, x, y, fisher = case
+    sampler, probabilities, draws = sampled(model(x), y != -100)
     found = replicates(model, x, y, draws=draws, sampler=sampler)
-    assert relative(expectation(found, probabilities), wanted) > 0.05
-
-
-def test_the_likeliest_labels_are_biased(case):
-    model, x, y = case
-    best = model(x).argmax(-1).unsqueeze(0)
-    found = replicates(model, x, y, draws=1, sampler=by_number(best))
-    wanted = expected_squares(model, x, y != -100, model_parts(model))
-    assert relative(expectation(found, torch.ones(1).double()), wanted) > 0.1
+    assert relative(expectation(found, probabilities), fisher) > 0.05
 
 
 def test_squared_error_over_all_signs_is_the_gauss_newton_trace():
-    model, x = (
-        torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double(),
-        torch.randn(2, 2, generator=torch.Generator().manual_seed(1)).double(),
-    )
-    parts = _plain_parts(model)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double()
+    x, parts = torch.randn(2, 2, generator=torch.Generator().manual_seed(1)).double(), plain_parts(model)
     signs = 2.0 * vectors(4, 2).double().reshape(16, 2, 2) - 1.0  # of the moments of a Gaussian that the mean of squares needs
     found = replicates(model, x, torch.zeros(2, 2).double(), loss="mse", draws=16, sampler=lambda *_: signs, parts=parts)
-    wanted = torch.zeros(len(parts)).double()
-    for entry in model(x).flatten():
-        row = dict(
-            zip(
-                dict(model.named_parameters()),
-                torch.autograd.grad(entry, list(model.parameters()), retain_graph=True),
-                strict=True,
-            )
-        )
-        wanted += torch.stack([part.squared_norm(row[part.parameter]) for part in parts]) * 2 / 4
+    wanted = sum(squares(entry, model, parts) for entry in model(x).flatten()) * 2 / 4
     assert found.terms.tolist() == [4]
     assert relative(expectation(found, torch.full((16,), 1 / 16).double()), wanted) < 1e-12
     exact = exact_sharpness(model, x, torch.zeros(2, 2).double(), loss="mse", parts=parts)
     traces = torch.tensor([exact.tensors[part.name].value * part.size for part in parts], dtype=torch.float64)
     assert relative(traces, wanted) < 1e-10
-
-
-def _plain_parts(model):
-    from hessiankit.partition import Part
-
-    return [Part(name, "FFN", "weight", None, "given", p.numel()) for name, p in model.named_parameters()]
 
 
 def test_the_gradient_that_is_not_finite_is_named():
@@ -135,12 +105,12 @@ def test_the_gradient_that_is_not_finite_is_named():
     model, x = Root(3, 2).double(), torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double()
     torch.nn.init.zeros_(model.bias)
     with pytest.raises(InputError, match="the gradient of 'bias' is NaN or infinite"):
-        replicates(model, x, torch.zeros(4, 2).double(), loss="mse", parts=_plain_parts(model))
+        replicates(model, x, torch.zeros(4, 2).double(), loss="mse", parts=plain_parts(model))
 
 
 def test_gaussian_labels_of_squared_error_have_the_right_mean():
     model, x = torch.nn.Linear(3, 4).double(), torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
-    y, parts = torch.zeros(6, 4).double(), _plain_parts(model)
+    y, parts = torch.zeros(6, 4).double(), plain_parts(model)
     exact = exact_sharpness(model, x, y, loss="mse", parts=parts)
     found = sharpness(model, x, y, loss="mse", parts=parts, draws=600)
     one = found.types["FFN"]
@@ -179,7 +149,7 @@ def test_micro_batches_average_to_the_same():
 
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
-def test_per_sequence_is_larger_by_the_tokens_of_a_sequence(case, micro_batch):
+def test_per_sequence_is_larger_by_the_tokens_of_a_sequence(micro_batch):
     model, x, y = tiny(), tokens(4, 3), tokens(4, 3, seed=2)
     y[0, 1:] = -100
     y[3] = -100
@@ -192,7 +162,7 @@ def test_per_sequence_is_larger_by_the_tokens_of_a_sequence(case, micro_batch):
     assert by_sequence.order == by_token.order
 
 
-def test_uncounted_positions_have_no_gradient_and_no_term(case):
+def test_uncounted_positions_have_no_gradient_and_no_term():
     model, x, y = tiny(), tokens(3, 3), tokens(3, 3, seed=2)
     y[:, 2] = -100
     y[2] = -100
@@ -203,23 +173,18 @@ def test_uncounted_positions_have_no_gradient_and_no_term(case):
 
 
 def test_same_seed_same_numbers_and_nothing_global_moves(case):
-    model, x, y = case
+    model, x, y, _ = case
     state = torch.get_rng_state()
     first, again, other = (sharpness(model, x, y, seed=seed) for seed in (7, 7, 8))
     assert first.types == again.types
     assert first.types["QK"] != other.types["QK"]
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_more_draws_begin_with_the_same_ones(case):
-    model, x, y = case
     few, many = (replicates(model, x, y, draws=draws).values for draws in (2, 5))
-    assert torch.equal(few, many[:, :2])
+    assert torch.equal(few, many[:, :2])  # more draws begin with the same ones
 
 
 def test_exact_values_do_not_depend_on_labels_or_batches(case):
-    model, x, y = case
-    wanted = expected_squares(model, x, y != -100, model_parts(model))
+    model, x, y, wanted = case
     flipped = torch.where(y == -100, y, (y + 1) % 3)
     for labels, micro_batch in ((y, None), (flipped, None), (y, 1)):
         found = exact_sharpness(model, x, labels, micro_batch=micro_batch)
@@ -229,34 +194,19 @@ def test_exact_values_do_not_depend_on_labels_or_batches(case):
 
 
 def test_exact_hessian_is_the_second_derivative_with_the_data_labels(case):
-    model, x, y = case
+    """S of the norms, and the scale-free one: sum over tensors of Tr H_t ||theta_t||^2 / # of t, over the entries of all."""
+    model, x, y, _ = case
     found = exact_sharpness(model, x, y, kind="hessian")
     loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    p = dict(model.named_parameters())["final_norm.weight"]
-    (g,) = torch.autograd.grad(loss, p, create_graph=True)
-    diagonal = [float(torch.autograd.grad(g[i], p, retain_graph=True)[0][i]) for i in range(len(g))]
-    assert found.tensors["final_norm.weight"].value == pytest.approx(sum(diagonal) / len(diagonal), rel=1e-10)
-
-
-def test_scale_free_sharpness_weighs_every_entry_of_a_tensor_by_its_mean_square(case):
-    """By type, sum over tensors of Tr H_t ||theta_t||^2 / # of t, over the entries of all: traces by autograd alone."""
-    model, x, y = case
-    found = exact_sharpness(model, x, y, kind="hessian")
-    loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    named = dict(model.named_parameters())
-    norms = [name for name, kind in found_types(model).items() if kind == "Norm"]
-    assert len({named[name].square().mean().item() for name in norms}) > 1
-    total = 0.0
-    for name in norms:
-        p = named[name]
+    norms = {part.parameter: model.get_parameter(part.parameter) for part in model_parts(model) if part.type == "Norm"}
+    assert len({p.square().mean().item() for p in norms.values()}) > 1
+    traces = {}
+    for name, p in norms.items():
         (g,) = torch.autograd.grad(loss, p, create_graph=True)
-        trace = sum(float(torch.autograd.grad(g[i], p, retain_graph=True)[0][i]) for i in range(len(g)))
-        total += trace * float(p.detach().square().sum()) / p.numel()
-    assert found.scale_free["Norm"].value == pytest.approx(total / sum(named[name].numel() for name in norms), rel=1e-10)
-
-
-def found_types(model):
-    return {part.parameter: part.type for part in model_parts(model)}
+        traces[name] = sum(float(torch.autograd.grad(g[i], p, retain_graph=True)[0][i]) for i in range(len(g)))
+        assert found.tensors[name].value == pytest.approx(traces[name] / p.numel(), rel=1e-10)
+    total = sum(traces[name] * float(p.detach().square().mean()) for name, p in norms.items())
+    assert found.scale_free["Norm"].value == pytest.approx(total / sum(p.numel() for p in norms.values()), rel=1e-10)
 
 
 def test_report_is_a_function_of_the_replicates():
@@ -305,6 +255,8 @@ def test_quotients_and_order():
     for a, b in itertools.pairwise(report.order):
         mark = "<" if report.ratio(a, base=b).low > 1 else "~"
         assert f"{a} {mark} {b}" in report.ordering
+    with pytest.raises(InputError, match="no 'Head' among the measured types; pass one of Emb, QK, VO, FFN, Norm"):
+        report.ratio("Head")
 
 
 def test_replicates_that_do_not_belong_together():
@@ -318,12 +270,6 @@ def test_replicates_that_do_not_belong_together():
         model.final_norm.weight.mul_(2)
     with pytest.raises(InputError, match="of different parameters; measure all of them at one point"):
         joined([first, replicates(model, x, y, draws=2)])
-
-
-def test_ratio_of_a_type_that_is_not_there():
-    report = sharpness(tiny(), tokens(2, 3), tokens(2, 3, seed=2), draws=2)
-    with pytest.raises(InputError, match="no 'Head' among the measured types; pass one of Emb, QK, VO, FFN, Norm"):
-        report.ratio("Head")
 
 
 def test_one_draw_has_no_error_and_says_so():
