@@ -32,6 +32,13 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(2, 3, D, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
 
 
+def with_gradients(model: nn.Module) -> nn.Module:
+    """The model with gradients of ones."""
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    return model
+
+
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20, after: Callable[[], Any] | None = None, *, first: int = 0
 ) -> None:

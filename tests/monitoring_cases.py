@@ -1,9 +1,14 @@
-"""What the tests of monitors share: a model with dropout and a buffer that counts its calls, data, and a training loop."""
+"""Shared by the tests of monitors: a model with dropout and a buffer that counts its calls, data, and a training loop."""
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,3 +60,15 @@ def train(model: nn.Module, steps: int, monitor: Any = None, first: int = 0, opt
         if monitor is not None:
             monitor.step(step, learning_rate=1e-2)
     return optimizer
+
+
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No line reaches the disk."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        yield

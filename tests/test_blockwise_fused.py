@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from blockwise_reference import EQ_5, D, Lion, Split, batch, difference, encoder, train
+from blockwise_reference import EQ_5, D, Lion, Split, batch, difference, encoder, train, with_gradients
 from torch import nn
 
 import hessiankit as hk
@@ -52,24 +52,16 @@ def test_slices_take_the_steps_of_split_parameters(make):
 
 @pytest.mark.parametrize("make", [STEPS["AdamW, foreach"], STEPS["AdamW, fused"], Lion], ids=["AdamW", "fused", "Lion"])
 @pytest.mark.parametrize("decay", [{"QK": 0.3, "VO": 0.05}, "matrices"], ids=["by type", "matrices"])
-def test_decay_over_r_and_decay_by_type(make, decay):
+@pytest.mark.parametrize("ratios", [EQ_5, dict.fromkeys(EQ_5, 1.0)], ids=["equation 5", "one rate"])
+def test_decay_over_r_and_decay_by_type(make, decay, ratios):
     model, split = encoder(), Split(encoder())
 
     def wanted(kind, ratio):
         base = decayed(kind, ratio) if decay == "matrices" else {"QK": 0.3, "VO": 0.05}.get(kind, decayed(kind, ratio))
         return base / ratio
 
-    train(model, make(blockwise_lr(model, LR, decay=decay, couple_decay=False)))
-    train(split, make(split.groups(LR, wanted)))
-    assert difference(model, split.values()) <= 1e-12
-
-
-def test_decay_by_type_where_all_rates_are_the_same():
-    decays = {"QK": 0.3, "VO": 0.05}
-    model, split = encoder(), Split(encoder())
-    train(model, torch.optim.AdamW(blockwise_lr(model, LR, "none", decay=decays)))
-    same = split.groups(LR, lambda kind, _: decays.get(kind, decayed(kind, 1.0)), dict.fromkeys(EQ_5, 1.0))
-    train(split, torch.optim.AdamW(same))
+    train(model, make(blockwise_lr(model, LR, ratios, decay=decay, couple_decay=False)))
+    train(split, make(split.groups(LR, wanted, ratios)))
     assert difference(model, split.values()) <= 1e-12
 
 
@@ -137,8 +129,7 @@ def test_a_step_that_gradscaler_skips_moves_nothing():
         scaler.step(optimizer)
         scaler.update()
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
+        with_gradients(model)
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
         assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -215,8 +206,7 @@ def test_a_copy_of_the_weights_is_refused():
 
     model = encoder().bfloat16()
     optimizer = Master(blockwise_lr(model, LR), {"lr": LR})
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
+    with_gradients(model)
     with pytest.raises(hk.InputError, match="Master keeps the weights of a fused tensor a second time, as 'master_param'"):
         optimizer.step()
 
@@ -225,8 +215,7 @@ def test_what_cannot_be_exact_is_refused():
     def stepped(make, **options):
         model = encoder()
         optimizer = make(blockwise_lr(model, LR, **options))
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
+        with_gradients(model)
         optimizer.step()
 
     for make in (torch.optim.Rprop, torch.optim.ASGD, torch.optim.Adafactor):
@@ -289,8 +278,7 @@ def test_shards(axis, dim):
 def test_equal_ratios_need_no_rescaling():
     model = encoder()
     optimizer = torch.optim.Rprop(blockwise_lr(model, LR, {"QK": 4.0, "VO": 4.0}))
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
+    with_gradients(model)
     optimizer.step()
     assert optimizer not in _saved
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from blockwise_reference import Split, difference, encoder, train
+from blockwise_reference import Split, difference, encoder, train, with_gradients
 from torch.optim import lr_scheduler
 
 import hessiankit as hk
@@ -17,11 +17,8 @@ LR = 1e-3
 
 def ready(**options):
     """A model with gradients and an optimizer of its groups."""
-    model = encoder()
-    optimizer = torch.optim.AdamW(blockwise_lr(model, LR, **options))
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    return model, optimizer
+    model = with_gradients(encoder())
+    return model, torch.optim.AdamW(blockwise_lr(model, LR, **options))
 
 
 def as_nano_gpt(optimizer, lr=6e-4):
@@ -154,8 +151,7 @@ def test_a_state_dict_of_other_groups():
     names.reverse()  # as a model would have them that defines its layers in another order
     optimizer.load_state_dict(state)
     before = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
+    with_gradients(model)
     message = r"say 'linear2.weight' \(FFN\) where the parameter is 'linear1.weight'; expected the same model in the same order"
     with pytest.raises(hk.InputError, match=message):
         check_groups(optimizer)

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blockwise_reference import D, encoder
+from blockwise_reference import D, encoder, with_gradients
 from torch import nn
 
 import hessiankit as hk
 from hessiankit.optim import blockwise_lr, blockwise_schedule, check_groups
 
-HIDDEN = {"QK", "VO", "FFN"}
-
 
 def language_model():
     return hk.Transformer(7, 4, 6, 1, 2, bias=True, tied=False, seed=0)
-
-
-def ones(model):
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -30,7 +23,7 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest():
     assert {(g["block_type"], g["lr"]) for g in groups.muon} == {("QK", 0.02), ("VO", 0.02), ("FFN", 0.02)}
     assert all(p.ndim == 2 for g in groups.muon for p in g["params"])
     assert {g["block_type"]: g["lr"] for g in groups.adamw} == {"Emb": 1e-2, "FFN": 6e-3, "Norm": 1e-3, "Head": 1e-3}
-    ones(model)
+    with_gradients(model)
     for optimizer in (torch.optim.Muon(groups.muon), torch.optim.AdamW(groups.adamw)):
         schedule = blockwise_schedule(optimizer, warmup=1, steps=4)
         optimizer.step()
@@ -73,7 +66,7 @@ def test_an_optimizer_that_refuses_other_keys():
     for ours, theirs in zip(groups, optimizer.param_groups, strict=True):
         assert theirs["param_names"] == [names[id(p)] for p in theirs["params"]]
         assert (theirs["block_type"], theirs["lr"]) == (ours["block_type"], ours["lr"])
-    ones(model)
+    with_gradients(model)
     optimizer.step()
     assert set(groups.bare()[0]) == {"params", "lr", "weight_decay", "use_muon"}
 
@@ -97,7 +90,7 @@ def test_adam_mini_has_a_group_for_each_parameter():
     optimizer = groups.apply(ByName(groups.named_parameters(), 1e-3, 0.1))
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in groups]
     before = model.self_attn.in_proj_weight.detach().clone()
-    ones(model)
+    with_gradients(model)
     optimizer.step()
     moved = (model.self_attn.in_proj_weight.detach() - before * (1 - 4e-3 * 0.1)).abs().mean(1)
     assert moved[-1] == pytest.approx(4e-3, rel=1e-4)

@@ -45,32 +45,21 @@ def said() -> dict[str, tuple[str, float]]:
     return found
 
 
-def test_a_killed_rank_is_named_at_once(said: dict[str, tuple[str, float]]) -> None:
-    line, seconds = said["last"]
-    assert line.startswith("RankError: sharpness: rank 0 of 2 lost the others after ")
-    assert "rank 1 did not arrive (killed, stuck, or too far behind); read that rank's log" in line
+LOST = "RankError: sharpness: rank {} of 2 lost the others after "
+SAID = {  # way -> the rank that is left, words of its message, seconds at least
+    "last": (0, "rank 1 did not arrive (killed, stuck, or too far behind); read that rank's log", 0.0),
+    "first": (1, "the store of the process group, which knows who is missing, does not answer", 0.0),
+    "stuck": (0, "rank 1 did not arrive", worker.STUCK),
+    "tokens": (0, ": rank 1 stopped with InputError: TokenEmbedding: token ids from 100 to ", 0.0),
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_the_rank_that_is_left_names_the_other_one(said: dict[str, tuple[str, float]], how: str) -> None:
+    """At once where a rank is killed (``"first"`` holds the store) or fails; after its time-out where it is stuck."""
+    left, words, least = SAID[how]
+    line, seconds = said[how]
+    assert line.startswith(LOST.format(left))
+    assert words in line
     assert "\n" not in line
-    assert seconds < 30  # the group's time-out is 60
-
-
-def test_the_rank_that_holds_the_store_may_be_the_killed_one(said: dict[str, tuple[str, float]]) -> None:
-    line, seconds = said["first"]
-    assert line.startswith("RankError: sharpness: rank 1 of 2 lost the others after ")
-    assert "the store of the process group, which knows who is missing, does not answer" in line
-    assert "\n" not in line
-    assert seconds < 30
-
-
-def test_a_rank_that_stands_still_is_waited_for_until_the_time_out(said: dict[str, tuple[str, float]]) -> None:
-    line, seconds = said["stuck"]
-    assert line.startswith("RankError: sharpness: rank 0 of 2 lost the others after ")
-    assert "rank 1 did not arrive" in line
-    assert worker.STUCK <= seconds < 30
-
-
-def test_an_error_in_a_joint_forward_pass_is_quoted_by_the_others(said: dict[str, tuple[str, float]]) -> None:
-    line, seconds = said["tokens"]
-    assert line.startswith("RankError: sharpness: rank 0 of 2 lost the others after ")
-    assert ": rank 1 stopped with InputError: " in line
-    assert "token ids from 100 to " in line
-    assert seconds < 30
+    assert least <= seconds < 30  # the group's time-out is 60

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import random
 
 import numpy as np
 import pytest
 import torch
-from monitoring_cases import Noisy, pair, tokens, train
+from monitoring_cases import Noisy, full_disk, pair, tokens, train
 from torch import nn
 
 import hessiankit as hk
@@ -20,6 +18,7 @@ from hessiankit.diagnostics.monitoring.monitor import SEED_STRIDE, bare
 from hessiankit.diagnostics.sharpness import sharpness
 
 QUICK = {"every": 2, "draws": 2}
+LOSS_AND_NORMS = {"sharpness": False, "eigenvalue": False, "depth": ()}
 
 
 def small(seed: int = 0, layers: int = 2) -> Noisy:
@@ -98,8 +97,7 @@ def test_a_line_holds_what_the_functions_measure(tmp_path):
 
 
 def test_steps_are_measured_once_and_on_time(tmp_path):
-    options = {"every": 12, "log_spaced": True, "sharpness": False, "eigenvalue": False, "depth": ()}
-    monitor = Monitor(small(), pair(), tmp_path / "run.jsonl", **options)
+    monitor = Monitor(small(), pair(), tmp_path / "run.jsonl", every=12, log_spaced=True, **LOSS_AND_NORMS)
     measured = [step for step in range(23) if monitor.step(step)]
     assert measured == [0, 1, 2, 5, 10, 12]  # 20 is no longer early
     assert monitor.step(22, force=True)["step"] == 22
@@ -200,15 +198,10 @@ def test_a_section_that_fails_is_written_down(tmp_path):
 
 
 def test_a_full_disk_does_not_stop_training(tmp_path, monkeypatch):
-    options = {"sharpness": False, "eigenvalue": False, "depth": (), "every": 1, "on_error": "record"}
-    monitor = Monitor(small(), pair(), tmp_path / "run.jsonl", **options)
+    monitor = Monitor(small(), pair(), tmp_path / "run.jsonl", every=1, on_error="record", **LOSS_AND_NORMS)
     monitor.step(0)
 
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+    with full_disk(monkeypatch):
         with pytest.warns(UserWarning, match="No space left on device"):
             assert monitor.step(1)["step"] == 1
         assert monitor.step(1, force=True) is None
@@ -228,21 +221,24 @@ def test_divergence_is_measured_as_far_as_it_goes(tmp_path):
     assert set(log.errors[0]) == {"sharpness", "eigenvalue", "depth"}
 
 
-def test_arguments_that_do_not_fit_are_named(tmp_path):
-    model, path = small(), tmp_path / "run.jsonl"
-    for options, message in (
-        ({"every": 0}, "every=0 measures at no step"),
-        ({"on_error": "ignore"}, "on_error='ignore' is not known"),
-        ({"depth": ("angle",)}, "depth='angle' is not known; pass some of 'variance'"),
-    ):
-        with pytest.raises(hk.InputError, match=message):
-            Monitor(model, pair(), path, **options)
-    with pytest.raises(hk.InputError, match="monitor: data is a tensor"):
-        Monitor(model, tokens(0), path)
-    with pytest.raises(hk.InputError, match="no label that counts"):
-        Monitor(model, tokens(0), path, torch.full((4, 9), -100))
+@pytest.mark.parametrize(
+    ("data", "target", "options", "message"),
+    [
+        (pair(), None, {"every": 0}, "every=0 measures at no step"),
+        (pair(), None, {"on_error": "ignore"}, "on_error='ignore' is not known; choose one of raise, record"),
+        (pair(), None, {"depth": ("angle",)}, "depth='angle' is not known; pass some of 'variance'"),
+        (tokens(0), None, {}, "monitor: data is a tensor"),
+        (tokens(0), torch.full((4, 9), -100), {}, "no label that counts"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(tmp_path, data, target, options, message):
+    with pytest.raises(hk.InputError, match=message):
+        Monitor(small(), data, tmp_path / "run.jsonl", target, **options)
+
+
+def test_a_step_before_the_first_one_is_refused(tmp_path):
     with pytest.raises(hk.InputError, match="step=-1"):
-        Monitor(model, pair(), path).step(-1)
+        Monitor(small(), pair(), tmp_path / "run.jsonl").step(-1)
 
 
 def test_data_are_read_once_without_drawing(tmp_path):
@@ -260,7 +256,7 @@ def test_the_model_inside_a_wrapper_is_measured(tmp_path):
     compiled = nn.Module()
     compiled._orig_mod = nn.DataParallel(model)  # as torch.compile keeps it
     assert bare(compiled) is model
-    monitor = Monitor(nn.DataParallel(model), pair(), tmp_path / "run.jsonl", eigenvalue=False, sharpness=False, depth=())
+    monitor = Monitor(nn.DataParallel(model), pair(), tmp_path / "run.jsonl", **LOSS_AND_NORMS)
     assert all(not name.startswith("module.") for name in monitor.measure(0)["norms"]["tensors"])
 
 

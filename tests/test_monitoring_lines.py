@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import resource
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from monitoring_cases import full_disk
 
 import hessiankit as hk
 from hessiankit.diagnostics.monitoring.lines import FORMAT, KEY, Lines, read_lines
@@ -83,11 +83,7 @@ def test_a_line_that_does_not_reach_the_disk_waits(tmp_path, monkeypatch):
     lines = made(tmp_path / "run.jsonl", 0)
     before = lines.path.read_bytes()
 
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+    with full_disk(monkeypatch):
         with pytest.raises(hk.InputError, match="No space left on device"):
             lines.append({"step": 10})
         assert lines.path.read_bytes() == before
