@@ -34,7 +34,7 @@ def said() -> dict[str, tuple[str, float]]:
     found = {}
     try:
         for how, left in ways.items():
-            out, errors = started[how][left].communicate(timeout=120)
+            out, errors = started[how][left].communicate(timeout=280)
             assert out, errors[-4000:]
             told = json.loads(out.splitlines()[-1])
             found[how] = (told["said"], told["seconds"])

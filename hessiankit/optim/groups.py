@@ -53,30 +53,11 @@ class RatePolicy:
         return decay if self.couple_decay else decay / ratio
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """A parameter and the values of its group.
-
-    Attributes:
-        name: The parameter's name.
-        parameter: The parameter.
-        types: Its block types in the order of ``TYPES``; two or more for a fused parameter.
-        values: lr, weight_decay, block_type, ratio, ...
-        cuts: How the slices of a fused parameter differ; None where they do not.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    types: tuple[str, ...]
-    values: dict[str, Any]
-    cuts: dict[str, Any] | None
-
-
-def assign(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePolicy) -> Assignment:
-    """Return the assignment of one parameter.
+def group_of(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePolicy) -> dict[str, Any]:
+    """Return the group of one parameter.
 
     A fused parameter gets the largest of its slices' ratios, so that the slices' own steps are its step times at most 1: in low
-    precision the step that is rounded is the large one.
+    precision the step that is rounded is the large one. ``slices`` then holds how its slices differ.
     """
     parts = tuple(parts)
     types = tuple(kind for kind in TYPES if any(part.type == kind for part in parts))
@@ -84,7 +65,9 @@ def assign(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePolicy
     ratios = policy.muon_ratios if takes_muon and policy.muon_ratios is not None else policy.ratios
     first = max(types, key=lambda kind: ratios[kind].value)
     base, ratio = policy.muon_lr if takes_muon else policy.lr, ratios[first]
-    values: dict[str, Any] = {
+    group: dict[str, Any] = {
+        "params": [p],
+        "param_names": [name],
         "lr": base * ratio.value,
         "weight_decay": policy.decay_of(first, p, ratio.value),
         "block_type": "+".join(types),
@@ -95,7 +78,9 @@ def assign(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePolicy
         "expected_lr": base * ratio.value,
     }
     if policy.muon_ratios is not None:
-        values["use_muon"] = takes_muon
+        group["use_muon"] = takes_muon
+    if len(types) == 1:
+        return group
     pieces = []
     for part in parts:
         own = ratios[part.type]
@@ -108,8 +93,7 @@ def assign(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePolicy
             "weight_decay": policy.decay_of(part.type, p, own.value),
         }
         pieces += [{**piece, "start": start, "stop": stop} for start, stop in part.segments]
-    cuts = {"shape": list(p.shape), "axis": parts[0].axis, "pieces": pieces} if len(types) > 1 else None
-    return Assignment(name, p, types, values, cuts)
+    return {**group, "slices": [{"shape": list(p.shape), "axis": parts[0].axis, "pieces": pieces}]}
 
 
 def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, list[Part]]:
@@ -341,15 +325,19 @@ def blockwise_lr(
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise InputError("blockwise_lr: no parameter of the model requires a gradient; there is nothing to train.")
-    assigned = [assign(name, p, by_parameter[name], rule) for name, p in trainable]
-    for kind in dict.fromkeys(kind for a in assigned for kind in a.types):
+    groups = [group_of(name, p, by_parameter[name], rule) for name, p in trainable]
+    for kind in dict.fromkeys(kind for group in groups for kind in group["block_type"].split("+")):
         if kind not in covers:
             raise InputError(
                 f"blockwise_lr: the report has no {kind!r}, which the model has; measure with the same parts, or give "
                 f"{{**measured_ratios(report), {kind!r}: ...}} as ratios."
             )
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
-    return ParameterGroups(_groups(assigned, guard, optimizer == "adam_mini"), title=f"{title}, base lr {lr:g}", frozen=frozen)
+    for name, p in trainable:
+        remember(p, name)
+    watch()
+    merged = _merged(groups, guard, one_each=optimizer == "adam_mini")
+    return ParameterGroups(merged, title=f"{title}, base lr {lr:g}", frozen=frozen)
 
 
 def _checked(
@@ -397,25 +385,22 @@ def _ratios(
     return "ratios given", by_type(ratios), set(TYPES)
 
 
-def _groups(assigned: Iterable[Assignment], guard: str, one_each: bool) -> list[dict[str, Any]]:
-    """Return the groups, in the order of the block types, fused ones last."""
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for a in assigned:
-        places = tuple(TYPES.index(kind) for kind in a.types)
-        order = (len(places) > 1, places, -a.values["weight_decay"])
-        key = (order, a.values.get("use_muon"), a.name if one_each else "")
-        if key not in groups:
-            groups[key] = {"params": [], "param_names": [], **a.values, "guard": guard}
-            if one_each:
-                groups[key]["name"] = a.name
-            if a.cuts:
-                groups[key]["slices"] = []
-        groups[key]["params"].append(a.parameter)
-        groups[key]["param_names"].append(a.name)
-        if a.cuts:
-            groups[key]["slices"].append(a.cuts)
-        remember(a.parameter, a.name)
-    watch()
+def _merged(groups: Iterable[dict[str, Any]], guard: str, *, one_each: bool) -> list[dict[str, Any]]:
+    """Return one group for each block type and weight decay, in the order of the block types, fused ones last.
+
+    With ``one_each`` every parameter remains in a group of its own, with its ``name``, in the order of the model.
+    """
     if one_each:
-        return list(groups.values())
-    return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
+        return [{**group, "guard": guard, "name": group["param_names"][0]} for group in groups]
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in groups:
+        places = tuple(TYPES.index(kind) for kind in group["block_type"].split("+"))
+        order = (len(places) > 1, places, -group["weight_decay"])
+        key = (order, group.get("use_muon"))
+        if key not in found:
+            found[key] = {**group, "guard": guard}
+            continue
+        for name in ("params", *_ALIGNED):
+            if name in group:
+                found[key][name] += group[name]
+    return [found[key] for key in sorted(found, key=lambda key: key[0])]
