@@ -33,26 +33,8 @@ from hessiankit.support.environment import code_version
 from hessiankit.support.errors import InputError
 
 __all__ = [
-    "DASHES",
-    "FAINT",
-    "INK",
-    "MACHINE",
-    "METHOD_COLOURS",
-    "METHOD_MARKS",
-    "TYPE_COLOURS",
-    "TYPE_MARKS",
-    "cached",
-    "differentiable",
-    "dress",
-    "heading",
-    "name_ends",
-    "page",
-    "plain",
-    "save",
-    "style",
-    "write_json",
-    "write_rows",
-    "writing",
+    "DASHES", "FAINT", "INK", "MACHINE", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached",
+    "differentiable", "dress", "each", "heading", "name_ends", "page", "plain", "save", "style", "write_json", "write_rows", "writing",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -216,6 +198,15 @@ def differentiable() -> Iterator[None]:
     """Record gradients, whatever context the caller is in: torch.no_grad or torch.inference_mode."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def each(values: Iterable[float]) -> str:
+    """Return the values of the seeds, with three significant digits.
+
+    >>> each([1.2345, 1e-5])
+    '1.23, 1e-05'
+    """
+    return ", ".join(f"{value:.3g}" for value in values)
 
 
 def _digits(x: Any) -> Any:

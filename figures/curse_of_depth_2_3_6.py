@@ -24,7 +24,7 @@ Figure 6: 66 and 78 % of the damage fall on block 1, 4 % on the deeper half, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
 from scipy.stats import spearmanr
 
 from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, TINY, Size, llama
-from figures._kit import FAINT, cached, heading, page, save, style, write_rows
+from figures._kit import FAINT, cached, each, heading, page, save, style, write_rows
 from figures._runs import ByteRun, byte_run, model_of
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import AngularDistances, depth_diagnostics
@@ -129,10 +129,10 @@ def summary(found: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
         runs = [one for one in found if one.method == method]
         near = [next_layer(one.angles) for one in runs]
         rows.append([
-            method, _each(one.loss for one in runs), _each(one.drop[0] / one.drop.sum() for one in runs),
-            _each(one.drop[len(one.drop) // 2 :].sum() / one.drop.sum() for one in runs), _each(d[0] for d in near),
-            _each(d.mean() for d in near), _each(d[-1] for d in near), _each(map(rank_correlation, near)),
-            _each(rank_correlation(next_layer(one.before)) for one in runs),
+            method, each(one.loss for one in runs), each(one.drop[0] / one.drop.sum() for one in runs),
+            each(one.drop[len(one.drop) // 2 :].sum() / one.drop.sum() for one in runs), each(d[0] for d in near),
+            each(d.mean() for d in near), each(d[-1] for d in near), each(map(rank_correlation, near)),
+            each(rank_correlation(next_layer(one.before)) for one in runs),
         ])  # fmt: skip
     return headers, rows
 
@@ -248,7 +248,3 @@ def _lines(axes: Axes, values: Sequence[np.ndarray], method: str) -> None:
 def _dots(axes: Axes, values: Sequence[np.ndarray], method: str) -> None:
     layers = np.arange(1, len(values[0]) + 1)
     axes.plot(layers, np.mean(values, axis=0), color=CURSE_COLOURS[method], linestyle=":", linewidth=1.0)
-
-
-def _each(values: Iterable[float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values)

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -33,7 +32,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from figures._depth_models import TINY, Size, llama
-from figures._kit import DASHES, FAINT, METHOD_COLOURS, heading, page, save, style, write_rows
+from figures._kit import DASHES, FAINT, METHOD_COLOURS, each, heading, page, save, style, write_rows
 from figures._runs import byte_run
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import GrowthLaws, growth_laws
@@ -110,9 +109,9 @@ def summary(found: Sequence[Followed], size: Size) -> tuple[list[str], list[list
         runs = [one for one in found if one.method == method]
         own = [laws[one.method, one.seed] for one in runs]
         rows.append([
-            method, _each(one.loss for one in runs), _each(one.variance[-1, -1] for one in runs),
-            _each(one.variance[-1, 1] for one in runs), ", ".join(law.best for law in own),
-            *(_each(law.laws[name].r_squared for law in own) for name in FORMS),
+            method, each(one.loss for one in runs), each(one.variance[-1, -1] for one in runs),
+            each(one.variance[-1, 1] for one in runs), ", ".join(law.best for law in own),
+            *(each(law.laws[name].r_squared for law in own) for name in FORMS),
         ])  # fmt: skip
     return headers, rows
 
@@ -215,7 +214,3 @@ def _shades(count: int) -> np.ndarray:
 
 def _limits(values: np.ndarray) -> tuple[float, float]:
     return 0.9 * float(values.min()), 1.1 * float(values.max())
-
-
-def _each(values: Any) -> str:
-    return ", ".join(f"{value:.3g}" for value in values)

@@ -31,6 +31,7 @@ from matplotlib.axes import Axes
 from figures._kit import DASHES, FAINT, INK, TYPE_COLOURS, TYPE_MARKS, heading, page, save, style, write_rows
 from figures._runs import ByteSpec, byte_run, measured_on
 from figures._sharpness_runs import PRINTED, order_of, specs
+from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.sharpness import SharpnessEstimate, SharpnessReport, sharpness
 
 NAME = Path(__file__).stem
@@ -97,14 +98,22 @@ def _steps(answers: tuple[str, ...]) -> str:
     return ", ".join(f"{a} < {b} {answer}" for a, b, answer in zip(PRINTED[:-1], PRINTED[1:], answers, strict=True))
 
 
-def _types(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
-    """Figures 1 and 2: a row a model, S on the left, the distribution of h on the right."""
+def _page(reports: Mapping[str, SharpnessReport]) -> tuple[Picture, list[tuple[str, SharpnessReport, Axes, Axes]]]:
+    """Return an empty picture with a row of two panels a model."""
     figure = page(7.6, 5.4)
     grid = figure.add_gridspec(
         2, 2, left=0.12, right=0.915, top=0.94, bottom=0.085, hspace=0.5, wspace=0.28, width_ratios=(1, 1.5)
     )
-    for k, (title, report) in enumerate(reports.items()):
-        left, right = (figure.add_subplot(grid[k, column]) for column in (0, 1))
+    return figure, [
+        (title, report, figure.add_subplot(grid[k, 0]), figure.add_subplot(grid[k, 1]))
+        for k, (title, report) in enumerate(reports.items())
+    ]
+
+
+def _types(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
+    """Figures 1 and 2: a row a model, S on the left, the distribution of h on the right."""
+    figure, rows = _page(reports)
+    for title, report, left, right in rows:
         heading(left, f"{title}: average sharpness", "", "$S$, 95 % interval")
         shown = [kind for kind in SHOWN if kind in report.types]
         for place, kind in enumerate(shown):
@@ -133,12 +142,8 @@ def _distribution(axes: Axes, report: SharpnessReport, shown: list[str]) -> None
 
 def _layers(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
     """Figure 9: a row a model, all types of a layer together on the left, each type on the right."""
-    figure = page(7.6, 5.4)
-    grid = figure.add_gridspec(
-        2, 2, left=0.12, right=0.915, top=0.94, bottom=0.085, hspace=0.5, wspace=0.28, width_ratios=(1, 1.5)
-    )
-    for k, (title, report) in enumerate(reports.items()):
-        left, right = (figure.add_subplot(grid[k, column]) for column in (0, 1))
+    figure, rows = _page(reports)
+    for title, report, left, right in rows:
         heading(left, f"{title}: by layer", "layer (0: embedding)", "$S$, 95 % interval")
         for number, one in layers(report).items():
             _point(left, number, one, "Emb" if number == 0 else None)

@@ -34,12 +34,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 
 from figures._kit import DASHES, FAINT, INK, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows
 from hessiankit.optim import PRESETS
-from hessiankit.studies.tuning.comparison import TUNING_SEED, spec_of
+from hessiankit.studies.tuning.comparison import TUNING_SEED, run_arms
+from hessiankit.studies.tuning.comparison_report import draw_interval, draw_search
 from hessiankit.studies.tuning.experiment import (
     PAPER,
     Ratios,
@@ -53,7 +53,7 @@ from hessiankit.studies.tuning.experiment import (
     weighted_ratio,
 )
 from hessiankit.studies.tuning.store import Runs
-from hessiankit.studies.tuning.sweep import Arm, SearchResult, rounded, runs_expected, sweep, together
+from hessiankit.studies.tuning.sweep import Arm, SearchResult, lowered, rounded, runs_expected, sweep, together
 from hessiankit.studies.tuning.verdict import ArmResult, judge, mean_interval
 from hessiankit.support.progress import progress_bar
 
@@ -137,20 +137,14 @@ def run(protocol: Protocol, lines: Path, jobs: int) -> Found:
     expected = 4 * runs_expected(protocol.grid, tuning) + 12 * protocol.seeds
     with progress_bar() as tell, Runs(lines, jobs=jobs, tell=tell, expected=expected) as runs:
         searches = [
-            sweep(name, RunSpec(setting, 0.0, ratios), _lowered(protocol.grid, weighted_ratio(ratios, entries)), tuning)
+            sweep(name, RunSpec(setting, 0.0, ratios), lowered(protocol.grid, weighted_ratio(ratios, entries)), tuning)
             for name, ratios in {ADAMW: (), **SETTINGS}.items()
         ]
         found = {one.name: one for one in together(searches, lambda specs: runs(specs, "searching learning rates"))}
         best = {name: one.best for name, one in found.items()}
         arms = arms_at(best[ADAMW], weighted_ratio(PAPER, entries), best)
-        known = runs([spec_of(setting, arm, seed) for seed in range(protocol.seeds) for arm in arms], "comparing")
-    results = tuple((arm, tuple(known[spec_of(setting, arm, seed)] for seed in range(protocol.seeds))) for arm in arms)
+        results = run_arms(runs, setting, arms, range(protocol.seeds))
     return Found(setting, found, results, judge(results))
-
-
-def _lowered(grid: tuple[float, ...], ratio: float) -> list[float]:
-    """Return the grid a power of 2 lower, so that most parameters' learning rates stay about where they were."""
-    return [rounded(lr / 2 ** math.floor(math.log2(ratio))) for lr in grid]
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
@@ -245,14 +239,9 @@ def _draw_searches(axes: Axes, found: Found) -> None:
     chosen = found.searches[ADAMW].best
     axes.axvline(chosen, color=FAINT, linewidth=0.6, linestyle=":")
     axes.annotate("AdamW's", (chosen, low - 0.06 * (top - low)), (3, 3), textcoords="offset points", fontsize=7, color=FAINT)
-    marked = zip(found.searches.items(), METHOD_COLOURS, METHOD_MARKS, DASHES, strict=False)
-    for (name, one), colour, mark, dash in marked:
-        dots = [(lr, min(x, top)) for lr, of in one.losses.items() for x in of.values()]
-        means = {lr: min(float(np.mean(list(of.values()))), top) for lr, of in sorted(one.losses.items())}
-        axes.plot(*zip(*dots, strict=True), mark, color=colour, markersize=3, alpha=0.6, markeredgewidth=0)
-        axes.plot(list(means), list(means.values()), color=colour, linestyle=dash)
-        axes.plot([one.best], [means[one.best]], "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.1)
-        axes.plot([], [], mark, color=colour, linestyle=dash, label=name)
+    marked = zip(found.searches.values(), METHOD_COLOURS, METHOD_MARKS, DASHES, strict=False)
+    for one, colour, mark, dash in marked:
+        draw_search(axes, one, top, colour, mark, dash)
     axes.set_xscale("log")
     axes.set_ylim(low - 0.08 * (top - low), top + 0.35 * (top - low))
     axes.legend(loc="upper center", ncols=2, handlelength=2.4, columnspacing=1.0)
@@ -272,10 +261,7 @@ def _draw_differences(axes: Axes, found: Found) -> None:
                 0.98, k, f"diverged: {row.diverged}", transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=7
             )
         else:
-            axes.plot([max(one.low, left), min(one.high, right)], [k, k], color=INK, linewidth=1.4, solid_capstyle="butt")
-            axes.plot([one.value], [k], "o", color=INK, markersize=4)
-            for x, mark in [(left, "<")] * (one.low < left) + [(right, ">")] * (one.high > right):  # the interval goes on
-                axes.plot([x], [k], mark, color=INK, markersize=4, clip_on=False)
+            draw_interval(axes, k, one, left, right, INK)
         if row.arm.name in TABLE_2:
             axes.plot([TABLE_2[row.arm.name]], [k - 0.28], "D", color=METHOD_COLOURS[2], fillstyle="none", markersize=3.5)
     axes.plot([], [], "D", color=METHOD_COLOURS[2], fillstyle="none", markersize=3.5, label="the paper, nats/token, one seed")

@@ -239,6 +239,11 @@ def test_errors_name_what_was_typed_and_what_was_meant(given: str, message: str,
     assert told.startswith("hessiankit")
 
 
+def test_no_option_hides_what_the_parser_sets_itself() -> None:
+    for name, one in subparsers().items():
+        assert not {action.dest for action in one._actions} & {"runner", "parser", "command"}, name
+
+
 def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     options = [(name, a) for name, one in subparsers().items() for a in one._actions if a.type not in (None, Path)]
     assert {"--scale", "--confidence", "--grid", "--seed", "--heads"} <= {a.option_strings[0] for _, a in options}

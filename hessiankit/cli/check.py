@@ -11,11 +11,10 @@ from hessiankit.cli.parsing import (
     add_block_options,
     add_command,
     add_json,
-    add_own_model,
+    add_problem,
     add_table,
     positive,
     refuse,
-    seed,
 )
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_json
@@ -40,19 +39,12 @@ def add_check(commands: Commands) -> None:
         failed="something disagrees",
     )
     add = check.add_argument
-    add_own_model(check.add_argument_group("a model of your own").add_argument)
-    add("--batch", type=positive, help="sequences (default 1; of text 2)")
-    add("--loss", choices=("mse", "cross_entropy"), help="default: mse; of text cross_entropy, of the next token")
-    add("--dtype", choices=("float64", "float32"), default="float64", help="arithmetic (default float64)")
-    add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
-    add("--seed", type=seed, default=0, help="of everything that is drawn (default 0)")
+    block = check.add_argument_group("one transformer block").add_argument
+    add_problem(add, block)
     add("--directions", type=positive, help="generic directions a parameter for the comparison (default: by size)")
     add("--exact", action="store_true", help="also check the formulas of the blocks in it in exact arithmetic")
     add_json(add)
     add_table(add)
-    block = check.add_argument_group("one transformer block").add_argument
-    block("--d-model", type=positive, help="width of a token (default 4)")
-    block("--d-ff", type=positive, help="hidden width of the feed-forward network (default 6)")
     add_block_options(block, default=None, action="append", help="check one block of this placement, e.g. pre")
 
 

@@ -15,10 +15,8 @@ from hessiankit.cli.parsing import (
     add_block_options,
     add_command,
     add_json,
-    add_own_model,
+    add_problem,
     add_table,
-    positive,
-    seed,
 )
 from hessiankit.support.errors import InputError, OutOfMemoryError
 from hessiankit.support.files import write_json
@@ -56,21 +54,14 @@ def add_hessian(commands: Commands) -> None:
         failed="--dry-run, and it does not fit",
     )
     add = command.add_argument
-    add_own_model(add)
-    add("--batch", type=positive, help="sequences (default 1; of text 2)")
-    add("--loss", choices=("mse", "cross_entropy"), help="default: mse; of text cross_entropy, of the next token")
+    block = command.add_argument_group("the transformer block, without --model").add_argument
+    add_problem(add, block)
     add("--dry-run", action="store_true", help="compute nothing; print what it would take in memory, disk and time")
     add("--out", type=Path, metavar="PATH", help="write the matrix to this .npy file, a part at a time is in memory")
     add("--overwrite", action="store_true", help="start again, whatever there is at --out")
     add("--plot", type=Path, metavar="PATH", help="draw the entries as a heat map, as .png, .svg or .pdf; the numbers beside it")
-    add("--dtype", choices=("float64", "float32"), default="float64", help="arithmetic (default float64)")
-    add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
-    add("--seed", type=seed, default=0, help="of everything that is drawn (default 0)")
     add_json(add)
     add_table(add)
-    block = command.add_argument_group("the transformer block, without --model").add_argument
-    block("--d-model", type=positive, help="width of a token (default 4)")
-    block("--d-ff", type=positive, help="hidden width of the feed-forward network (default 6)")
     add_block_options(block)
 
 

@@ -225,6 +225,28 @@ def add_own_model(add: Add) -> None:
     add("--params", nargs="+", metavar="NAME", help="only these parameters; names, or patterns such as '*.attention.*'")
 
 
+def add_arithmetic(add: Add, *, dtype: str = "float64") -> None:
+    """Add ``--dtype`` and ``--device``."""
+    add("--dtype", choices=("float64", "float32"), default=dtype, help=f"arithmetic (default {dtype})")
+    add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
+
+
+def add_problem(add: Add, block: Add) -> None:
+    """Add the options that :func:`hessiankit.cli.module_options.asked_of` reads, a block's placement and shape aside.
+
+    Args:
+        add: Of the parser.
+        block: Of the group of the block's options.
+    """
+    add_own_model(add)
+    add("--batch", type=positive, help="sequences (default 1; of text 2)")
+    add("--loss", choices=("mse", "cross_entropy"), help="default: mse; of text cross_entropy, of the next token")
+    add_arithmetic(add)
+    add("--seed", type=seed, default=0, help="of everything that is drawn (default 0)")
+    block("--d-model", type=positive, help="width of a token (default 4)")
+    block("--d-ff", type=positive, help="hidden width of the feed-forward network (default 6)")
+
+
 def add_model(add: Add, *, default: str | None = None) -> None:
     """Add ``--model``, which :func:`hessiankit.cli.loading.load_model` reads."""
     tiny = "tiny (default)" if default == "tiny" else "tiny"

@@ -6,7 +6,18 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from hessiankit.cli.parsing import OK, Commands, add_command, add_json, add_model, add_table, positive, probability, seed
+from hessiankit.cli.parsing import (
+    OK,
+    Commands,
+    add_arithmetic,
+    add_command,
+    add_json,
+    add_model,
+    add_table,
+    positive,
+    probability,
+    seed,
+)
 from hessiankit.support.errors import InputError, OutOfMemoryError
 from hessiankit.support.files import write_json
 
@@ -56,8 +67,7 @@ def add_sharpness(commands: Commands) -> None:
     add("--histograms", action="store_true", help="also print the share of entries that are 0, and write histograms to --json")
     add("--exact", action="store_true", help="also compute the exact values, which takes minutes, and print both")
     add("--seed", type=seed, default=0, help="of the windows, the labels, and parameters that are drawn (default 0)")
-    add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
-    add("--dtype", choices=("float32", "float64"), default="float32", help="arithmetic (default float32)")
+    add_arithmetic(add, dtype="float32")
     add_json(add)
     add_table(add)
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from hessiankit.cli.parsing import FAILED, OK, Commands, add_command, add_json, add_table, positive, refuse, seed
+from hessiankit.cli.parsing import FAILED, OK, Commands, add_arithmetic, add_command, add_json, add_table, positive, refuse, seed
 from hessiankit.support.files import write_json
 
 EXAMPLES = (
@@ -38,8 +38,7 @@ def add_study(commands: Commands) -> None:
     add("--loss", choices=("both", "mse", "cross_entropy"), help="default: both")
     add("--steps", type=positive, help="training steps (default 300; --quick 40)")
     add("--batch", type=positive, help="images of the Hessian's batch (default 32; --quick 16)")
-    add("--dtype", choices=("float64", "float32"), default="float64", help="arithmetic (default float64)")
-    add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
+    add_arithmetic(add)
     add("--seed", type=seed, default=0, help="of initialisation, batches and directions (default 0)")
     add("--directions", type=positive, help="generic directions a parameter for the comparison (default 1)")
     full = "compare and time every entry at the end (default only with --quick)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ from hessiankit.studies.tuning.sweep import (
     at_baseline_lr,
     at_own_lr,
     baseline,
-    rounded,
+    lowered,
     runs_expected,
     sweep,
     together,
@@ -139,15 +138,11 @@ def compare(
     own = tuple(range(seeds))
     entries = entries_by_type(model_of(setting, 0))
 
-    def lowered(ratios: Ratios) -> list[float]:
-        """Return the grid a power of 2 lower, so that the learning rates of most parameters stay about where they were."""
-        return [rounded(lr / 2 ** math.floor(math.log2(weighted_ratio(ratios, entries)))) for lr in grid]
+    def search(name: str, ratios: Ratios) -> Asking[SearchResult]:
+        return sweep(name, RunSpec(setting, 0.0, ratios), lowered(grid, weighted_ratio(ratios, entries)), tuning)
 
     adamw, paper = together(
-        [
-            sweep("AdamW", RunSpec(setting, 0.0), grid, tuning),
-            sweep("Blockwise eq (5)", RunSpec(setting, 0.0, PAPER), lowered(PAPER), tuning),
-        ],
+        [search("AdamW", ()), search("Blockwise eq (5)", PAPER)],
         lambda specs: runs(specs, "tuning AdamW and Blockwise"),
     )
     measured = pilot(setting, adamw.best, tuning[0])
@@ -162,14 +157,20 @@ def compare(
 
     name = "Blockwise measured"
     searched, _ = together(
-        [sweep(name, RunSpec(setting, 0.0, measured.ratios), lowered(measured.ratios), tuning), all_of(fixed)],
+        [search(name, measured.ratios), all_of(fixed)],
         lambda specs: runs(specs, "comparing"),
     )
     assert isinstance(searched, SearchResult)
     arms = [*fixed[:2], at_own_lr(name, searched.best, measured.ratios), *fixed[2:]]
-    known = runs([spec_of(setting, arm, seed) for seed in own for arm in arms], "comparing")
-    results = tuple((arm, tuple(known[spec_of(setting, arm, seed)] for seed in own)) for arm in arms)
-    return TuningComparison((adamw, paper, searched), measured, results, own)
+    return TuningComparison((adamw, paper, searched), measured, run_arms(runs, setting, arms, own), own)
+
+
+def run_arms(
+    runs: Runs, setting: Setting, arms: Sequence[Arm], seeds: Sequence[int]
+) -> tuple[tuple[Arm, tuple[RunResult, ...]], ...]:
+    """Return every arm with a run a seed, doing those that are not known yet."""
+    known = runs([spec_of(setting, arm, seed) for seed in seeds for arm in arms], "comparing")
+    return tuple((arm, tuple(known[spec_of(setting, arm, seed)] for seed in seeds)) for arm in arms)
 
 
 def spec_of(setting: Setting, arm: Arm, seed: int) -> RunSpec:

@@ -18,6 +18,7 @@ from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, check_suffix
 from hessiankit.optim.ratios import CAP, POWER
 from hessiankit.studies.tuning.comparison import TuningComparison
 from hessiankit.studies.tuning.experiment import BETAS, CLIP, WEIGHT_DECAY, Setting, model_of, texts
+from hessiankit.studies.tuning.sweep import SearchResult
 from hessiankit.studies.tuning.verdict import ArmResult, Interval, judge, summary
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError
@@ -176,7 +177,7 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])
 
 
-def _sweep_dict(one: Any) -> dict[str, Any]:
+def _sweep_dict(one: SearchResult) -> dict[str, Any]:
     losses = {str(lr): {str(seed): _finite(x) for seed, x in of.items()} for lr, of in sorted(one.losses.items())}
     return {"name": one.name, "best": one.best, "inside": one.inside, "extended": list(one.extended), "losses": losses}
 
@@ -272,23 +273,33 @@ def draw(report: TuneReport, path: Path) -> Path:
     return path
 
 
-def _sweeps(axes: Axes, report: TuneReport) -> None:
-    """Final loss against learning rate: a dot a run, lines through the means, a ring around the choice.
+def draw_search(axes: Axes, one: SearchResult, top: float, colour: str, mark: str, dash: Any = "-") -> None:
+    """Draw a search: a dot a run, a line through the means, a ring around the choice; larger losses lie on ``top``."""
+    dots = [(lr, min(x, top)) for lr, of in one.losses.items() for x in of.values()]
+    means = {lr: min(math.fsum(of.values()) / len(of), top) for lr, of in sorted(one.losses.items())}
+    axes.plot(*zip(*dots, strict=True), mark, color=colour, markersize=3, alpha=0.6, markeredgewidth=0)
+    axes.plot(list(means), list(means.values()), color=colour, linestyle=dash, linewidth=1.2)
+    axes.plot([one.best], [means[one.best]], "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.1)
+    axes.plot([], [], mark, color=colour, linestyle=dash, markersize=3.5, linewidth=1.2, label=one.name)
 
-    What is higher than there is room for, or diverged, lies on the upper edge.
-    """
+
+def draw_interval(axes: Axes, row: float, one: Interval, left: float, right: float, colour: str) -> None:
+    """Draw a value with its interval at a height; where the interval goes on beyond the axes it ends in an arrow."""
+    axes.plot([max(one.low, left), min(one.high, right)], [row, row], color=colour, linewidth=1.4, solid_capstyle="butt")
+    axes.plot([one.value], [row], "o", color=colour, markersize=4)
+    for x, mark in [(left, "<")] * (one.low < left) + [(right, ">")] * (one.high > right):
+        axes.plot([x], [row], mark, color=colour, markersize=4, clip_on=False)
+
+
+def _sweeps(axes: Axes, report: TuneReport) -> None:
+    """Final loss against learning rate; runs that diverged, or whose loss is above the axes, lie on the upper edge."""
     sweeps = report.comparison.sweeps
     finite = [x for one in sweeps for of in one.losses.values() for x in of.values() if math.isfinite(x)]
     low = min(finite)
     top = min(max(finite), low + ROOM)
     room = max(top - low, 1e-3)
     for one, colour, mark in zip(sweeps, COLOURS, MARKS, strict=False):
-        dots = [(lr, min(x, top)) for lr, of in one.losses.items() for x in of.values()]
-        means = {lr: min(math.fsum(of.values()) / len(of), top) for lr, of in sorted(one.losses.items())}
-        axes.plot(*zip(*dots, strict=True), mark, color=colour, markersize=3, alpha=0.6, markeredgewidth=0)
-        axes.plot(list(means), list(means.values()), color=colour, linewidth=1.2)
-        axes.plot([one.best], [means[one.best]], "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.1)
-        axes.plot([], [], mark, color=colour, linestyle="-", markersize=3.5, linewidth=1.2, label=one.name)
+        draw_search(axes, one, top, colour, mark)
     axes.set_xscale("log")
     axes.set_ylim(low - 0.06 * room, top + 0.3 * room)  # room for the legend
     axes.legend(fontsize=6.8, frameon=False, loc="upper left", handlelength=1.8, borderaxespad=0.2)
@@ -321,18 +332,13 @@ def _differences(axes: Axes, report: TuneReport) -> None:
     across = axes.get_yaxis_transform()  # x in fractions of the width
     for k, (row, colour, dash) in enumerate(zip(rows, COLOURS, DASHES, strict=False)):
         axes.text(-0.16, k, row.arm.name, transform=across, ha="right", va="center", fontsize=7.0)
-        line: dict[str, Any] = {"color": colour, "linewidth": 1.4}
-        axes.plot([-0.13, -0.02], [k, k], transform=across, linestyle=dash, clip_on=False, **line)
+        axes.plot([-0.13, -0.02], [k, k], transform=across, linestyle=dash, clip_on=False, color=colour, linewidth=1.4)
         one = row.difference
         if row.diverged or (one is not None and one.value > right):
             text = f"diverged in {row.diverged} of {len(row.reached)}" if row.diverged or one is None else f"{one.value:+.2f} →"
             axes.text(0.98, k, text, transform=across, ha="right", va="center", fontsize=6.5, color=FAINT)
         elif one is not None:
-            axes.plot([max(one.low, left), min(one.high, right)], [k, k], solid_capstyle="butt", **line)
-            axes.plot([one.value], [k], "o", color=colour, markersize=4)
-            cut = [(left, "<")] * (one.low < left) + [(right, ">")] * (one.high > right)
-            for x, mark in cut:  # the interval goes on
-                axes.plot([x], [k], mark, color=colour, markersize=4, clip_on=False)
+            draw_interval(axes, k, one, left, right, colour)
     axes.axvline(0.0, color=INK, linewidth=0.6)
     axes.set_xlim(left, right)
     axes.set_ylim(len(rows) - 0.4, -0.6)

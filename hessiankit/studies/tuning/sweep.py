@@ -146,6 +146,19 @@ def runs_expected(grid: Sequence[float], seeds: Sequence[int]) -> int:
     return len(grid) + 2 + 3 * (len(seeds) - 1)
 
 
+def lowered(grid: Sequence[float], ratio: float) -> list[float]:
+    """Return a grid a power of 2 lower, so that most parameters' learning rates stay about where they were.
+
+    Args:
+        grid: Learning rates of the baseline.
+        ratio: Mean factor over the parameters (:func:`weighted_ratio`).
+
+    >>> lowered([0.002, 0.004], 5.5)
+    [0.0005, 0.001]
+    """
+    return [rounded(lr / 2 ** math.floor(math.log2(ratio))) for lr in grid]
+
+
 def rounded(lr: float) -> float:
     """Return a learning rate to three digits, which a table can show.
 
