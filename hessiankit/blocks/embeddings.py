@@ -115,32 +115,42 @@ class TokenHead(nn.Module):
         return _sizes(self.W_C) if self.W_C is not None else f"{_sizes(self._matrix)}, tied"
 
 
-class MeanPoolHead(nn.Module):
-    """Tokens Z to class logits: (1/L) 1^T Z W_C + b_C^T; with padding, the mean over the tokens that are none."""
+class _ClassLogits(nn.Module):
+    """One vector z of each sequence to class logits, z W_C + b_C^T; subclasses choose the vector."""
 
     def __init__(self, d_model: int, n_classes: int) -> None:
         super().__init__()
-        check_sizes("MeanPoolHead", d_model=d_model, n_classes=n_classes)
+        check_sizes(type(self).__name__, d_model=d_model, n_classes=n_classes)
         self.W_C = weight(d_model, n_classes)
         self.b_C = nn.Parameter(torch.zeros(n_classes))
 
     def forward(self, z: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Map tokens ``(..., L, d_model)`` to logits ``(..., n_classes)``."""
-        if key_padding_mask is None:
-            return z.mean(-2) @ self.W_C + self.b_C
-        kept = (~key_padding_mask).to(z).unsqueeze(-1)  # (..., L, 1)
-        return (z * kept).sum(-2) / kept.sum(-2) @ self.W_C + self.b_C
+        return self._read(z, key_padding_mask) @ self.W_C + self.b_C
+
+    def _read(self, z: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         """Return the words of ``print(head)`` beside the class name."""
         return _sizes(self.W_C)
 
 
-class ClassHead(nn.Module):
+class MeanPoolHead(_ClassLogits):
+    """Tokens Z to class logits: (1/L) 1^T Z W_C + b_C^T; with padding, the mean over the tokens that are none."""
+
+    def _read(self, z: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        if key_padding_mask is None:
+            return z.mean(-2)
+        kept = (~key_padding_mask).to(z).unsqueeze(-1)  # (..., L, 1)
+        return (z * kept).sum(-2) / kept.sum(-2)
+
+
+class ClassHead(_ClassLogits):
     """One token to class logits, Z_i W_C + b_C^T: the first token, or with a causal mask the last that is not padding.
 
-    A causal model's first token has seen nothing but itself, so that its last one is read, as in Hugging Face's Llama; any
-    other model's first token is read, where BERT has its [CLS].
+    A causal model's first token attends to itself only, so that its last one is read, as in Hugging Face's Llama; any other
+    model's first token is read, where BERT has its [CLS].
 
     Args:
         d_model: Width of a token.
@@ -149,24 +159,20 @@ class ClassHead(nn.Module):
     """
 
     def __init__(self, d_model: int, n_classes: int, *, last: bool = False) -> None:
-        super().__init__()
-        check_sizes("ClassHead", d_model=d_model, n_classes=n_classes)
+        super().__init__(d_model, n_classes)
         self.last = last
-        self.W_C = weight(d_model, n_classes)
-        self.b_C = nn.Parameter(torch.zeros(n_classes))
 
-    def forward(self, z: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Map tokens ``(..., L, d_model)`` to logits ``(..., n_classes)``."""
+    def _read(self, z: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         if not self.last or key_padding_mask is None:
-            return z[..., -1 if self.last else 0, :] @ self.W_C + self.b_C
+            return z[..., -1 if self.last else 0, :]
         # 1 at the last token that is not padding: as many such tokens from here to the end as one, this one among them
         kept = (~key_padding_mask).to(z)  # (..., L)
         chosen = kept * (kept.flip(-1).cumsum(-1).flip(-1) == 1)
-        return (z * chosen.unsqueeze(-1)).sum(-2) @ self.W_C + self.b_C
+        return (z * chosen.unsqueeze(-1)).sum(-2)
 
     def extra_repr(self) -> str:
         """Return the words of ``print(head)`` beside the class name."""
-        return f"{_sizes(self.W_C)}, {'last' if self.last else 'first'} token"
+        return f"{super().extra_repr()}, {'last' if self.last else 'first'} token"
 
 
 def _sizes(matrix: Tensor) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,17 +35,13 @@ class Attempt:
         bound: The name of the bound.
         true: The norm.
         limit: The bound.
-        rows: Of the Hessian, for the norm of a block of it; None for other norms.
-        columns: Of the Hessian, likewise.
-        vector: The block's right singular vector.
+        block: Rows and columns in the Hessian, and the right singular vector; None if the norm is not of a block.
     """
 
     bound: str
     true: float
     limit: float
-    rows: slice | None = None
-    columns: slice | None = None
-    vector: Tensor | None = None
+    block: tuple[slice, slice, Tensor] | None = None
 
     @property
     def ratio(self) -> float:
@@ -235,11 +231,9 @@ def _judge(report: AttackReport, problem: BoundProblem, attempt: Attempt) -> Non
     report.attempts += 1
     words = f"{problem.name}, {problem.regime}, {problem.loss}, L = {len(problem.x)}"
     ratio, exact = attempt.ratio, None
-    if ratio > 1 + EXCESS and attempt.rows is not None and attempt.columns is not None and attempt.vector is not None:
+    if ratio > 1 + EXCESS and attempt.block is not None:
         report.refereed += 1
-        true = norm_from_below(problem, attempt.rows, attempt.columns, attempt.vector)
-        exact = true / attempt.limit if attempt.limit else (float("inf") if true else 0.0)
-        ratio = exact
+        ratio = exact = replace(attempt, true=norm_from_below(problem, *attempt.block)).ratio
     if ratio > 1 + EXCESS:
         report.violations.append(Violation(attempt.bound, problem.seed, words, attempt.ratio, exact))
     if attempt.bound not in report.largest or ratio > report.largest[attempt.bound].ratio:
@@ -261,7 +255,7 @@ def _at_the_point(problem: BoundProblem) -> Iterator[Attempt]:
             limit, pairs = one.norms(problem.at)
         except UndefinedBound:
             continue
-        yield Attempt(one.title, true, limit, whole, whole, vector)
+        yield Attempt(one.title, true, limit, (whole, whole, vector))
         yield from _worst_block(H, true, f"{one.title}, blocks", pairs)
 
 
@@ -277,7 +271,7 @@ def _worst_block(H: Hessian, whole: float, name: str, limits: Mapping[tuple[str,
         if size == 0 or (found is not None and size < found.ratio * above):
             continue  # not even its Frobenius norm comes as near
         _, s, Vh = torch.linalg.svd(block, full_matrices=False)
-        attempt = Attempt(name, float(s[0]), above, H.slices[i], H.slices[j], Vh[0])
+        attempt = Attempt(name, float(s[0]), above, (H.slices[i], H.slices[j], Vh[0]))
         found = attempt if found is None or attempt.ratio > found.ratio else found
     if found is not None:
         yield found
@@ -298,7 +292,7 @@ def _over_a_ball(problem: BoundProblem, choose: random.Random) -> Iterator[Attem
             matrix = problem.hessian.matrix
             true, vector = _top(matrix)
             whole = slice(0, matrix.shape[0])
-            yield Attempt("a priori, over a ball", true, limit * (1 + FLOOR), whole, whole, vector)
+            yield Attempt("a priori, over a ball", true, limit * (1 + FLOOR), (whole, whole, vector))
     finally:
         with torch.no_grad():
             for name, p in problem.module.named_parameters():

@@ -166,7 +166,7 @@ def _row_site(
     row = x.shape[axes:]
     width = row.numel()
     units = torch.eye(width, dtype=x.dtype, device=x.device).reshape(width, *([1] * axes), *row).expand(width, *x.shape)
-    bent = a.primitive.curvature(inputs, adjoint, [units if m == k else None for m in range(len(inputs))])[k]  # type: ignore[arg-type]
+    bent = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), [k], [units]))[k]  # type: ignore[arg-type]
     if bent is None:
         return None
     K = bent.reshape(width, -1, width).transpose(0, 1)  # rows, width, width
@@ -182,7 +182,7 @@ def _product_site(
     assert first is not None
     assert second is not None
     units = torch.eye(second.numel(), dtype=second.dtype, device=second.device).reshape(-1, *second.shape)
-    bent = a.primitive.curvature(inputs, adjoint, [units if m == j else None for m in range(len(inputs))])[i]  # type: ignore[arg-type]
+    bent = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), [j], [units]))[i]  # type: ignore[arg-type]
     B = _flat(bent, second.numel(), first).T  # entries of the first x entries of the second
     (at_left, J), (at_right, G) = (_moving(_columns(entering[k])) for k in (i, j))
     lefts, rights = [J[:0]], [G[:0]]
