@@ -13,6 +13,7 @@ from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.task import Task
+from hessiankit.engine.recorder import unrecorded
 from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import SymmetricStorage
 
@@ -48,25 +49,26 @@ def assemble(
     """
     handshake = Handshake(task)
     with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
-        found = _assemble(task, matrix, share, batch_size, progress, gauss_newton, on_memory, handshake)
+        value, fallbacks = assemble_chunks(task, matrix, share, batch_size, progress, gauss_newton, on_memory, handshake)
     handshake.close()
-    return found
+    return float(value), fallbacks
 
 
-def _assemble(
+def assemble_chunks(
     task: Task,
     matrix: SymmetricStorage,
-    share: float,
-    batch_size: int | None,
-    progress: Callable[[int, int], None] | None,
-    gauss_newton: bool,
-    on_memory: Callable[[LossTrace, int], None] | None,
-    handshake: Handshake,
-) -> tuple[float, tuple[str, ...]]:
+    share: float = 1.0,
+    batch_size: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    gauss_newton: bool = False,
+    on_memory: Callable[[LossTrace, int], None] | None = None,
+    handshake: Handshake | None = None,
+) -> tuple[Tensor, tuple[str, ...]]:
+    """Do what :func:`assemble` does at the values that the module's parameters have now; the loss is a scalar tensor."""
     normalizer, batch = normalizer_of(task), task.batch
     splittable = is_split(task, batch_size)
     step = batch if not splittable else batch_size or 1
-    value, done, measured = 0.0, 0, False
+    value, done, measured = torch.zeros((), dtype=torch.float64), 0, False
     fallbacks: tuple[str, ...] = ()
     while done < batch:
         rows = slice(done, min(done + step, batch))
@@ -79,12 +81,13 @@ def _assemble(
         if undecided and sweep.peak_bytes > LARGE and can_be_split(task):
             splittable, step = True, next_step(batch, sweep.peak_bytes)
             continue
-        handshake.add(traced.trace, slopes, share)
+        if handshake is not None:
+            handshake.add(traced.trace, slopes, share)
         done = rows.stop
         if batch_size is None and done < batch:  # the first chunk tells what a sample takes
             step, measured = next_step(rows.stop - rows.start, sweep.peak_bytes), True
         accumulate(sweep, matrix)
-        value += float(traced.trace.values[traced.trace.output])
+        value = value + traced.trace.values[traced.trace.output].to(value)
         fallbacks = traced.trace.fallbacks
         if progress is not None:
             progress(done, batch)
@@ -99,7 +102,8 @@ def is_split(task: Task, batch_size: int | None) -> bool:
 
 def can_be_split(task: Task) -> bool:
     """Tell whether the loss of a batch is a sum over its samples."""
-    return _has_samples(task) and samples_are_independent(task)
+    with unrecorded():
+        return _has_samples(task) and samples_are_independent(task)
 
 
 def _has_samples(task: Task) -> bool:

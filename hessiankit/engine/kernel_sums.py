@@ -15,15 +15,15 @@ A factor is a tensor with a stride for each index, 0 for those that it does not 
 from __future__ import annotations
 
 import ctypes
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hessiankit.engine.jacobians import WeightJacobian
+from hessiankit.engine.recorder import Note, recorder
 from hessiankit.support.kernels import kernels
 
 SINGLE = {torch.float32: 1, torch.float64: 0}
@@ -67,24 +67,69 @@ class KernelSum:
 
     def add(self, kernels: ctypes.CDLL) -> float:
         """Add it; return the largest |left - its transpose| where the mean was taken, relative to the largest on its diagonal."""
-        numbers = [self.rows, *self.left, 2 if self.mean else int(self.symmetric), *self.right, *self.strides, len(self.terms)]
+        if (watching := recorder()) is not None:
+            watching.notes.append(Note(kernels.hessiankit_lift, (self,), {}, None))
+        call = BoundSum(self, kernels.hessiankit_lift)
+        call()
+        return call.skew
+
+    @property
+    def multiplications(self) -> int:
+        """How many there are."""
+        return self.rows * self.left[0] * self.left[1] * self.right[0] * self.right[1] * self.right[2]
+
+    def factors(self) -> Iterator[tuple[KernelFactor | None, int]]:
+        """Yield every factor with how many strides it has."""
+        yield self.a, 3
+        yield self.b, 3
+        for scalar, vector in self.terms:
+            yield scalar, 3
+            yield vector, 4
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what is added to and what is read."""
+        yield self.into
+        yield from (factor.data for factor, _ in self.factors() if factor is not None)
+
+    def bound(self, function: Any, moved: Callable[[Tensor], Tensor]) -> BoundSum:
+        """Return the call for other tensors in place of these, of the same shapes and strides."""
+
+        def other(factor: KernelFactor | None) -> Any:
+            return None if factor is None else KernelFactor(moved(factor.data), factor.strides)
+
+        terms = [(other(scalar), other(vector)) for scalar, vector in self.terms]
+        return BoundSum(replace(self, into=moved(self.into), a=other(self.a), b=other(self.b), terms=terms), function)
+
+
+class BoundSum:
+    """The call of the kernel for one sum, its arguments laid out once; ``skew`` is what :meth:`KernelSum.add` returns."""
+
+    def __init__(self, terms: KernelSum, function: Any) -> None:
+        self.sum, self._function = terms, function
+        numbers = [terms.rows, *terms.left, 2 if terms.mean else int(terms.symmetric), *terms.right, *terms.strides]
+        numbers.append(len(terms.terms))
         pointers: list[int | None] = []
-        for factor, indices in itertools.chain(((self.a, 3), (self.b, 3)), *(((s, 3), (v, 4)) for s, v in self.terms)):
+        for factor, indices in terms.factors():
             pointers.append(None if factor is None else factor.data.data_ptr())
             numbers += (0,) * indices if factor is None else factor.strides
-        work = self.rows * self.left[0] * self.left[1] * self.right[0] * self.right[1] * self.right[2]
-        seen = (ctypes.c_double * 2)()
-        failed = kernels.hessiankit_lift(
-            SINGLE[self.into.dtype],
-            (ctypes.c_void_p * len(pointers))(*pointers),
-            (ctypes.c_int64 * len(numbers))(*numbers),
-            self.into.data_ptr(),
-            torch.get_num_threads() if work > SMALL else 1,
-            seen,
-        )
-        if failed:
+        self._dtype = SINGLE[terms.into.dtype]
+        self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
+        self._many = terms.multiplications > SMALL
+        self._seen = (ctypes.c_double * 2)()
+
+    def __call__(self) -> None:
+        """Add the sum to what it is added to."""
+        self._seen[0] = self._seen[1] = 0.0
+        threads = torch.get_num_threads() if self._many else 1
+        into = self.sum.into.data_ptr()
+        if self._function(self._dtype, self._pointers, self._numbers, into, threads, self._seen):
             raise MemoryError("hessiankit: no memory for a block of the Hessian while it is summed")
-        return seen[0] / seen[1] if seen[1] else 0.0
+
+    @property
+    def skew(self) -> float:
+        """Of the last call."""
+        return self._seen[0] / self._seen[1] if self._seen[1] else 0.0
 
 
 def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple[float, bool]:

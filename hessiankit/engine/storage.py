@@ -44,11 +44,13 @@ class SymmetricStorage:
         slices: Rows of each parameter, one after the other.
         dtype: Of the entries.
         device: Where they are kept.
+        data: The matrix, zero, if there is one.
     """
 
-    def __init__(self, slices: Mapping[str, slice], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, slices: Mapping[str, slice], dtype: torch.dtype, device: torch.device, data: Tensor | None = None) -> None:
         self.slices = dict(slices)
-        self.data = zeros(max((rows.stop for rows in self.slices.values()), default=0), dtype, device)
+        size = max((rows.stop for rows in self.slices.values()), default=0)
+        self.data = zeros(size, dtype, device) if data is None else data
         self.order = {name: n for n, name in enumerate(self.slices)}
         self.computed = dtype  # of what writes add: a module may compute in a wider type than its parameters
         self.is_finite = True  # as far as mirror() has seen

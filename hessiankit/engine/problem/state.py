@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy as shallow
 from functools import partial
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -90,6 +91,25 @@ class ModuleState:
                 if kept is not None:
                     data.copy_(kept)
             now.restore()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of every tensor of the module, the tensor, and the copy of its values."""
+        for name, (x, values) in self._tensors.items():
+            yield name, x, values
+
+    def refresh(self) -> None:
+        """Take over the values that the module's tensors have now, in the memory of the copies."""
+        with torch.no_grad():
+            for _, x, values in self.tensors():
+                values.copy_(x)
+
+    def copied(self) -> ModuleState:
+        """Return the same state with copies of its own."""
+        other = shallow(self)
+        other._tensors = {name: (x, values.clone()) for name, x, values in self.tensors()}
+        other.values = {name: other._tensors[name][1] for name in self.values}
+        other.is_present = False
+        return other
 
     def holds(self, x: Tensor) -> bool:
         """Tell whether a tensor is one of the module's own."""

@@ -1,0 +1,349 @@
+"""The Hessian as a function of the parameters and the data, planned once and evaluated many times."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.curvature.dense import Hessian, hessian
+from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.planning import check_matrix
+from hessiankit.engine.assembly import assemble_chunks
+from hessiankit.engine.diagnosis import check_finite
+from hessiankit.engine.plan import ExecutionPlan, GuardError, make_plan
+from hessiankit.engine.problem.batches import batches, gather
+from hessiankit.engine.problem.calling import arguments, map_tensors, named_tensors
+from hessiankit.engine.problem.handshake import ROUNDING
+from hessiankit.engine.problem.own_call import own_loss
+from hessiankit.engine.problem.selection import Params
+from hessiankit.engine.problem.task import Loss, Task, available_memory, gib
+from hessiankit.engine.recorder import PlanError, recording
+from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
+
+WHO = "hessian_function"
+SHARE = 0.25  # of the free memory that all intermediates of one evaluation may take while a plan is made
+AGREE = 1e3  # times the rounding unit, relative to the largest entry: how close a plan has to come to the engine
+
+
+class HessianFunction(Printed):
+    """The Hessian of a module's loss at its present parameters, planned once; made by :func:`hessian_function`.
+
+    Attributes:
+        module: The module.
+        plan: The operations that an evaluation runs; None where a plan does not pay, and every evaluation is :func:`hessian`.
+        reason: Why there is no plan; empty where there is one.
+        plans: How many plans have been made: another one where a decision, such as whether a softmax is saturated, comes out
+            otherwise than before.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Any, target: Any, loss: Loss, params: Params, batch_size: int | None) -> None:
+        self.module, self.plan, self.reason, self.plans = module, None, "", 0
+        self._inputs, self._target, self._loss = inputs, target, loss
+        self._options: dict[str, Any] = {"loss": loss, "params": params, "batch_size": batch_size}
+        self._make(inputs, target)
+
+    plan: ExecutionPlan | None
+
+    @checked(WHO)
+    @one_at_a_time
+    def __call__(self, inputs: Any = None, target: Any = None, *, out: Tensor | None = None) -> Hessian:
+        """Return the Hessian at the parameters that the module has now.
+
+        The loss is compared with that of the module's own forward. The first evaluation at other values than those of the plan
+        is also made without it, and compared entry by entry.
+
+        Args:
+            inputs: Of the same shapes and dtypes as those of the plan; None: the last ones.
+            target: Of the same shape and dtype; None: the last one.
+            out: A (P, P) tensor that takes the matrix; None: a new one.
+
+        Raises:
+            InputError: A shape, a dtype, a mode, or a parameter is not that of the plan; or the result is not finite.
+            TraceError: The module's own loss is another: it computes something else than when the plan was made.
+        """
+        start = time.perf_counter()
+        self._inputs = self._inputs if inputs is None else inputs
+        self._target = self._target if target is None else target
+        if self.plan is None:
+            return self._unplanned(out)
+        self._check_module()
+        self._take()
+        own = self._own_loss()
+        matrix = SymmetricStorage(self._task.slices, self._task.dtype, self._task.device, self._checked_out(out))
+        try:
+            value = self._run(matrix)
+        except GuardError:
+            self._make(self._inputs, self._target)
+            return self(out=out)
+        self._compare_loss(own, value)
+        if not self._compared and self._moved():
+            self._compare_with_engine(matrix.data)
+        return self._result(matrix, value, time.perf_counter() - start)
+
+    # Making a plan
+
+    def _make(self, inputs: Any, target: Any) -> None:
+        tasks, shares = gather(
+            WHO, self.module, inputs, target, **self._options, kind="hessian", weights=None, reduction=None, handshake=True
+        )
+        self._task, self._share, self._compared = tasks[0], shares[0], False
+        evaluation = Evaluation(tasks, shares, self._options["batch_size"], None)
+        expected = evaluation.whole()
+        if len(evaluation.unused) == len(self._task.parameters):
+            raise InputError(f"{WHO}: none of the parameters has an effect on the loss")
+        self._fallbacks = evaluation.fallbacks
+        self._tensors = [values for _, _, values in self._task.state.tensors()]
+        self._tensors += [x for _, x in named_tensors((self._task.inputs, self._task.target))]
+        self._at = [x.clone() for x in self._tensors]
+        self.plan, self.reason = None, ""
+        self.plans += 1
+        try:
+            self.plan = self._recorded()
+        except (PlanError, NotImplementedError) as error:
+            self.reason = str(error).splitlines()[0]
+            return
+        matrix = SymmetricStorage(self._task.slices, self._task.dtype, self._task.device)
+        self._run(matrix)
+        matrix.mirror()
+        self._check_same(matrix.data, expected, "the values that it was made at")
+
+    def _recorded(self) -> ExecutionPlan:
+        task = self._task
+        matrix = SymmetricStorage(task.slices, task.dtype, task.device)
+        allowed = int(SHARE * available_memory(task.device))
+        with preserved_random_states(task.module) as states, recording(allowed) as recorder, task.at(), torch.no_grad():
+            value, _ = assemble_chunks(task, matrix, self._share, self._options["batch_size"])
+            if states.drawn_from():
+                raise PlanError("an operation draws random numbers")
+        return make_plan(recorder.notes, self._tensors, matrix.data, [value])
+
+    def _run(self, matrix: SymmetricStorage) -> float:
+        assert self.plan is not None
+        with torch.inference_mode():
+            (value,) = self.plan.run(matrix.data)
+        matrix.skew = self.plan.skew
+        return value
+
+    def _check_same(self, found: Tensor, expected: Tensor, where: str) -> None:
+        scale = float(expected.abs().max())
+        apart = float((found - expected).abs().max())
+        if not apart <= AGREE * torch.finfo(found.dtype).eps * scale and math.isfinite(scale):
+            raise TraceError(
+                f"{WHO}: at {where} the plan gives a Hessian that is off by {apart / scale if scale else apart:.1e} of its "
+                "largest entry: the module computes with something that a record of torch's operations does not show; "
+                "use hessiankit.hessian for it"
+            )
+
+    # One evaluation
+
+    def _check_module(self) -> None:
+        state, now = self._task.state, dict(self.module.named_parameters())
+        modes = dict(zip((name for name, _ in self.module.named_modules()), state.modes, strict=False))
+        for name, part in self.module.named_modules():
+            if part.training is not modes.get(name, part.training):
+                mode, before = ("training", "evaluation") if part.training else ("evaluation", "training")
+                raise InputError(
+                    f"{WHO}: {name or 'the module'!r} is in {mode} mode, and was in {before} mode when the plan was made; call "
+                    f"module.{'eval' if part.training else 'train'}(), or make the function anew"
+                )
+        for name, x, values in state.tensors():
+            if name in now and now[name] is not x:
+                raise InputError(f"{WHO}: the parameter {name!r} is another tensor now; make the function anew")
+            _check_alike(f"the tensor {name!r} of the module", x, values)
+
+    def _take(self) -> None:
+        """Copy the present values of the module and the data to where the plan reads them."""
+        self._task.state.refresh()
+        positional, keywords = arguments(self._inputs)
+        if tuple(keywords) != self._task.keywords:
+            raise InputError(
+                f"{WHO}: inputs has the keys {list(keywords)}, the plan is for {list(self._task.keywords)}; make the function "
+                "anew"
+            )
+        given = (tuple(positional) + tuple(keywords.values()), self._target)
+        for kind, new, old in zip(("inputs", "target"), given, (self._task.inputs, self._task.target), strict=True):
+            news, olds = list(named_tensors(new, kind)), list(named_tensors(old, kind))
+            if len(news) != len(olds):
+                raise InputError(f"{WHO}: {kind} holds {len(news)} tensors, the plan is for {len(olds)}; make the function anew")
+            for (name, x), (_, copy) in zip(news, olds, strict=True):
+                _check_alike(name if len(news) > 1 else kind, x, copy)
+                if x is not copy and not self._task.state.holds(copy):
+                    with torch.no_grad():
+                        copy.copy_(x)
+
+    def _own_loss(self) -> float:
+        with preserved_random_states(self.module), torch.no_grad():
+            return float(own_loss(self._task, self._task.run()))
+
+    def _compare_loss(self, own: float, value: float) -> None:
+        eps = max(torch.finfo(self._task.dtype).eps, *(torch.finfo(p.dtype).eps for p in self._task.parameters.values()))
+        if abs(own - value) <= ROUNDING * eps * max(abs(own), abs(value), self._scale):
+            return
+        if not (math.isfinite(own) and math.isfinite(value)):
+            return  # the matrix is not finite either, and the error for that names the operation
+        changed = self._task.state.changed_attribute()
+        cause = f"its {changed!r} has changed" if changed else "it takes another branch, or reads something that has changed"
+        raise TraceError(
+            f"{WHO}: the module's own loss is {own:.6g}, that of the plan {value:.6g}: {cause}; make the function anew"
+        )
+
+    @property
+    def _scale(self) -> float:
+        return 1e-3 * max((float(x.abs().max()) for x in self._tensors if x.is_floating_point() and x.numel()), default=0.0)
+
+    def _moved(self) -> bool:
+        return any(not torch.equal(x, before) for x, before in zip(self._tensors, self._at, strict=True))
+
+    def _compare_with_engine(self, upper: Tensor) -> None:
+        """Compare the blocks (i, j), i not after j, with those that :func:`hessian` finds here."""
+        expected = hessian(self.module, self._inputs, self._target, **self._options).matrix
+        where = torch.ones_like(upper, dtype=torch.bool)
+        for rows in self._task.slices.values():
+            where[rows.stop :, rows] = False
+            where[rows, rows] = False
+        self._check_same(upper.where(where, 0), expected.where(where, 0), "other values than those it was made at")
+        for rows in self._task.slices.values():
+            square = upper[rows, rows]
+            self._check_same((square + square.T) / 2, expected[rows, rows], "other values than those it was made at")
+        self._compared = True
+
+    def _result(self, matrix: SymmetricStorage, value: float, seconds: float) -> Hessian:
+        start = time.perf_counter()
+        asymmetry = matrix.mirror()
+        if not matrix.is_finite:
+            check_finite(WHO, matrix.data, self._task.slices, [self._task])
+        task = self._snapshot()
+        evaluation = Evaluation([task], [self._share], self._options["batch_size"], None)
+        evaluation.take(matrix.data, self._share * value, asymmetry, self._fallbacks)
+        evaluation.seconds = seconds + time.perf_counter() - start
+        shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
+        return Hessian(tuple(shapes), task.slices, shapes, evaluation)
+
+    def _snapshot(self) -> Task:
+        """Return the request as it is now, for what a result computes later."""
+        task, state = self._task, self._task.state.copied()
+
+        def copied(x: Tensor) -> Tensor:
+            return x if task.state.holds(x) else x.detach().clone().requires_grad_(x.requires_grad)
+
+        parameters = {name: state.values[name] for name in task.parameters}
+        inputs, target = map_tensors(copied, (task.inputs, task.target))
+        return replace(task, state=state, parameters=parameters, inputs=inputs, target=target, reference=None)
+
+    def _checked_out(self, out: Tensor | None) -> Tensor | None:
+        if out is None:
+            check_matrix(self._task.size, self._task.dtype, self._task.device)
+            return None
+        n, dtype, device = self._task.size, self._task.dtype, self._task.device
+        if out.shape != (n, n) or out.dtype != dtype or out.device != device or not out.is_contiguous() or out.requires_grad:
+            raise InputError(
+                f"{WHO}: out has shape {tuple(out.shape)}, {out.dtype} on {out.device}; pass a contiguous tensor of shape "
+                f"{(n, n)}, {dtype} on {device}, without requires_grad"
+            )
+        return out.zero_()
+
+    def _unplanned(self, out: Tensor | None) -> Hessian:
+        found = hessian(self.module, self._inputs, self._target, **self._options)
+        if out is not None:
+            found._evaluation.take(self._checked_out(out).copy_(found.matrix), found.loss, found.asymmetry, found.fallbacks)  # type: ignore[union-attr]
+        return found
+
+    # Printing
+
+    def _headline(self) -> str:
+        size = f"Hessian function of {self._task.size} parameters"
+        if self.plan is None:
+            return f"{size}, without a plan: {self.reason}"
+        plan = self.plan
+        return (
+            f"{size}: {len(plan.steps)} operations of {plan.recorded} recorded, work space {gib(plan.workspace_bytes)}, "
+            f"constants {gib(plan.constant_bytes)}"
+        )
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        if self.plan is None:
+            return
+        rows = []
+        for name, count in self.plan.counts().most_common():
+            steps = [step for step in self.plan.steps if step.name == name]
+            products = sum(step.multiplications for step in steps)
+            rows.append((name, str(count), gib(sum(step.bytes for step in steps)), f"{products:.3g}" if products else ""))
+        yield table(("operation", "times", "bytes read and written", "multiplications"), rows, left=1)
+
+
+def _check_alike(name: str, x: Tensor, planned: Tensor) -> None:
+    for kind, seen, expected in (
+        ("shape", tuple(x.shape), tuple(planned.shape)),
+        ("dtype", x.dtype, planned.dtype),
+        ("device", x.device, planned.device),
+    ):
+        if seen != expected:
+            raise InputError(f"{WHO}: {name} has {kind} {seen}, the plan is for {expected}; make the function anew")
+
+
+@checked(WHO)
+@one_at_a_time
+def hessian_function(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    batch_size: int | None = None,
+) -> HessianFunction:
+    """Return the Hessian as a function of the module's parameters and of data of the same shapes, planned once.
+
+    What :func:`hessiankit.hessian` decides by structure (the trace, the vertices, the order of elimination, the bracketing of
+    every product) is decided here; an evaluation runs the operations that are left, on memory of its own. For curvature along
+    a training run, over many batches or single samples.
+
+    Args:
+        module: As in :func:`hessiankit.hessian`, like all other arguments.
+        inputs: One batch.
+        target: What the loss compares with.
+        loss: The loss.
+        params: Which parameters.
+        batch_size: Samples treated at once.
+
+    Returns:
+        A callable ``f(inputs=None, target=None, *, out=None)`` that gives a :class:`~hessiankit.curvature.dense.Hessian`;
+        ``print(f)`` shows the plan. Where all intermediates together take more than a quarter of the free memory, or where
+        Python computes with numbers of the module, there is no plan, ``f.reason`` says why, and f calls ``hessian``.
+
+    Raises:
+        InputError: As :func:`hessiankit.hessian`; or several batches are given: call the function with one after the other.
+        TraceError: As :func:`hessiankit.hessian`.
+
+    The Hessian of w^3 / 2 in w, 3 w, at two points:
+
+    >>> class Cubed(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    ...     def forward(self, x):
+    ...         return (x * self.w**3).sum()
+    >>> cubed = Cubed()
+    >>> f = hessian_function(cubed, torch.tensor([0.5], dtype=torch.float64), loss=None)
+    >>> with torch.no_grad():
+    ...     _ = cubed.w.fill_(5.0)
+    >>> f().matrix.item(), f(torch.tensor([1.0], dtype=torch.float64)).matrix.item()
+    (15.0, 30.0)
+    """
+    several, _ = batches(WHO, inputs, target, loss)
+    if several:
+        raise InputError(f"{WHO}: inputs are several batches; pass one, and call the function with each of them")
+    if target is None and isinstance(inputs, (tuple, list)) and loss is not None:
+        inputs, target = inputs
+    return HessianFunction(module, inputs, target, loss, params, batch_size)

@@ -1,0 +1,381 @@
+"""A computation recorded once as a list of operations, and run again on other values: the plan of a Hessian.
+
+Reverse Hessian accumulation decides by structure alone: which values are vertices, in which order they are eliminated, how each
+product is bracketed. What it runs, ``aten`` operations and compiled sums, is recorded (:mod:`hessiankit.engine.recorder`); a plan
+keeps of that what computes the result: views are made once, what depends on no input is computed once, and all other
+intermediates lie in one work space, where memory is used again as soon as its last reader has run.
+
+A number that Python reads on the way (how many labels count, say) is a *guard*: the plan is for that answer, and raises
+:class:`GuardError` where another comes out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hessiankit.engine.recorder import Note, PlanError, storage_key
+
+aten = torch.ops.aten
+ALIGNMENT = 64  # bytes, at a multiple of which every intermediate starts
+UNINITIALISED = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
+
+
+class GuardError(Exception):
+    """A decision comes out otherwise than when the plan was made."""
+
+
+@dataclass
+class _Memory:
+    """One storage: what is known of it while a plan is made."""
+
+    bytes: int
+    varies: bool  # whether it depends on inputs, or is written more than once
+    writes: int = 0
+    first: int = -1
+    last: int = -1
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One operation of a plan.
+
+    Attributes:
+        name: Of the operation.
+        shapes: Of what it writes.
+        bytes: That it reads and writes.
+        multiplications: Of products of matrices; 0 for other operations.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    bytes: int
+    multiplications: int
+
+
+@dataclass
+class ExecutionPlan:
+    """Operations in order, on memory of their own.
+
+    Attributes:
+        steps: What is run.
+        workspace_bytes: Of all intermediates together, memory used again.
+        constant_bytes: Of what depends on no input, computed once.
+        recorded: How many operations were recorded.
+    """
+
+    steps: tuple[PlannedStep, ...]
+    workspace_bytes: int
+    constant_bytes: int
+    recorded: int
+    _calls: list[Callable[[], Any]] = field(default_factory=list, repr=False)
+    _outputs: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
+    _sums: list[Any] = field(default_factory=list, repr=False)
+    _values: list[Tensor] = field(default_factory=list, repr=False)
+
+    def run(self, output: Tensor) -> list[float]:
+        """Run all operations on the present values of the inputs; the result is added to ``output``.
+
+        Args:
+            output: Of the shape, strides and dtype of the output that was recorded, zero where it is not to be added to.
+
+        Returns:
+            The numbers that were asked for when the plan was made.
+
+        Raises:
+            GuardError: A decision comes out otherwise.
+        """
+        storage, start = output.untyped_storage(), output.storage_offset()
+        for view, recorded in self._outputs:
+            view.set_(storage, start + recorded.storage_offset(), recorded.shape, recorded.stride())
+        for call in self._calls:
+            call()
+        return [float(x) for x in self._values]
+
+    @property
+    def skew(self) -> float:
+        """The largest of what the compiled sums have found: how far from symmetric curvature was before it was averaged."""
+        return max((bound.skew for bound in self._sums), default=0.0)
+
+    def counts(self) -> Counter[str]:
+        """Return how often each operation is run."""
+        return Counter(step.name for step in self.steps)
+
+
+def make_plan(notes: Sequence[Note], inputs: Iterable[Tensor], output: Tensor, values: Sequence[Tensor]) -> ExecutionPlan:
+    """Make a plan of what was recorded.
+
+    Args:
+        notes: The operations, in order. All their tensors still exist.
+        inputs: The tensors that may have other entries when the plan is run.
+        output: What results are added to; when the plan is run another tensor takes its place.
+        values: Scalars among the results that are returned as numbers.
+
+    Raises:
+        PlanError: An operation writes into an input, or Python reads a number that is not an integer.
+
+    >>> from hessiankit.engine.recorder import recording
+    >>> x, total = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    >>> with recording() as recorder:
+    ...     _ = total.add_(x * x)
+    >>> plan, x[0], result = make_plan(recorder.notes, [x], total, []), 3.0, torch.zeros(2)
+    >>> _ = plan.run(result)
+    >>> result.tolist(), [step.name for step in plan.steps]
+    ([9.0, 4.0], ['mul', 'add_'])
+    """
+    return _Maker(notes, inputs, output, values).plan()
+
+
+class _Maker:
+    def __init__(self, notes: Sequence[Note], inputs: Iterable[Tensor], output: Tensor, values: Sequence[Tensor]) -> None:
+        self.notes, self.output, self.values = list(notes), output, list(values)
+        self.given = {storage_key(x) for x in inputs}
+        self.result = storage_key(output)
+        self.memory: dict[int, _Memory] = {}
+        self.made: set[int] = set()  # storages that an operation has made
+        self.moved: dict[int, Tensor] = {}
+
+    def plan(self) -> ExecutionPlan:
+        reads, writes = self._flow()
+        kept = self._needed(reads, writes)
+        workspace = self._place(kept, reads, writes)
+        device = self.output.device
+        self.arena = torch.empty(workspace, dtype=torch.uint8, device=device)
+        constants = sum(m.bytes for key, m in self.memory.items() if key in self.made and not m.varies)
+        plan = ExecutionPlan((), workspace, constants, len(self.notes))
+        steps = []
+        for n in kept:
+            note = self.notes[n]
+            if note.name not in UNINITIALISED:
+                steps.append(_planned(note))
+                self._append(plan, note)
+        plan.steps = tuple(steps)
+        plan._values = [self._tensor(x) for x in self.values]
+        plan._outputs = [(self.moved[id(x)], x) for x in self._alive if id(x) in self.moved and storage_key(x) == self.result]
+        return plan
+
+    # What is computed from what
+
+    def _flow(self) -> tuple[list[set[int]], list[set[int]]]:
+        """Return the storages that each operation reads and writes; find out which of them vary."""
+        reads, writes = [], []
+        self._alive: list[Tensor] = []
+        for note in self.notes:
+            read, mutated, after = note.read(), note.written(), note.returned()
+            self._alive += read + after
+            for x in (*read, *after):
+                key = storage_key(x)
+                if key not in self.memory:
+                    varies = key in self.given or key == self.result
+                    self.memory[key] = _Memory(x.untyped_storage().nbytes(), varies)
+            new = {storage_key(x) for x in after} - {storage_key(x) for x in read}
+            self.made |= new
+            changed = new | {storage_key(x) for x in mutated}
+            if changed & self.given:
+                raise PlanError(f"{note.name} writes into an input")
+            for key in changed:
+                self.memory[key].writes += 1
+            reads.append({storage_key(x) for x in read})
+            writes.append(changed)
+        for key, memory in self.memory.items():
+            memory.varies |= key in self.made and memory.writes > 1
+        moving = True
+        while moving:
+            moving = False
+            for before, changed in zip(reads, writes, strict=True):
+                if any(self.memory[key].varies for key in before):
+                    for key in changed:
+                        moving |= not self.memory[key].varies
+                        self.memory[key].varies = True
+        return reads, writes
+
+    def _needed(self, reads: list[set[int]], writes: list[set[int]]) -> list[int]:
+        """Return the operations that the result, the values and the guards need, and that have to be run each time."""
+        live, kept = {self.result, *(storage_key(x) for x in self.values)}, []
+        for n in reversed(range(len(self.notes))):
+            varying = {key for key in reads[n] if self.memory[key].varies}
+            is_guard = not self.notes[n].returned() and not writes[n] and bool(varying)
+            if is_guard and self._is_value(self.notes[n]):
+                continue
+            if is_guard or any(key in live and self.memory[key].varies for key in writes[n]):
+                kept.append(n)
+                live |= varying
+        return kept[::-1]
+
+    def _is_value(self, note: Note) -> bool:
+        return any(x is value for x in note.read() for value in self.values)
+
+    # Where it is kept
+
+    def _place(self, kept: list[int], reads: list[set[int]], writes: list[set[int]]) -> int:
+        """Give every intermediate a place in the work space, used again after its last reader; return the space needed."""
+        for n in kept:
+            for key in reads[n] | writes[n]:
+                memory = self.memory[key]
+                memory.first = n if memory.first < 0 else memory.first
+                memory.last = n
+        for x in self.values:
+            self.memory[storage_key(x)].last = len(self.notes)
+        starting = sorted((m.first, -m.bytes, key) for key, m in self.memory.items() if m.first >= 0 and self._is_scratch(key))
+        free: list[tuple[int, int]] = []  # (place, bytes), by place
+        ending: list[tuple[int, int, int]] = []  # (last, place, bytes)
+        top = 0
+        for first, _, key in starting:
+            memory = self.memory[key]
+            size = -(-max(memory.bytes, 1) // ALIGNMENT) * ALIGNMENT
+            for over in [e for e in ending if e[0] < first]:
+                ending.remove(over)
+                free = _merged([*free, over[1:]])
+            fitting = min((hole for hole in free if hole[1] >= size), key=operator.itemgetter(1), default=None)
+            if fitting is not None:
+                free.remove(fitting)
+                memory.place = fitting[0]
+                if fitting[1] > size:
+                    free.append((fitting[0] + size, fitting[1] - size))
+            else:
+                memory.place, top = top, top + size
+            ending.append((memory.last, memory.place, size))
+        return top
+
+    def _is_scratch(self, key: int) -> bool:
+        return key in self.made and self.memory[key].varies and key != self.result and key not in self.given
+
+    def _tensor(self, x: Any) -> Any:
+        """Return what takes the place of a recorded tensor: in the work space, in the output to come, or the tensor itself."""
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in self.moved:
+            key = storage_key(x)
+            if self._is_scratch(key):
+                memory, new = self.memory[key], torch.empty(0, dtype=x.dtype, device=x.device)
+                start = memory.place // x.element_size() + x.storage_offset()
+                new.set_(self.arena.untyped_storage(), start, x.shape, x.stride())
+            elif key == self.result:
+                new = torch.empty(0, dtype=x.dtype, device=x.device)
+                new.set_(self.output.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+            else:
+                new = x.detach()
+            self.moved[id(x)] = new
+        return self.moved[id(x)]
+
+    # How it is called
+
+    def _append(self, plan: ExecutionPlan, note: Note) -> None:
+        if getattr(note.function, "_schema", None) is None:
+            bound = note.args[0].bound(note.function, self._tensor)
+            plan._sums.append(bound)
+            plan._calls.append(bound)
+            return
+        args, kwargs = tree_map(self._tensor, note.args), tree_map(self._tensor, note.kwargs)
+        outputs = tree_map(self._tensor, note.result)
+        if not note.returned() and not note.written():
+            if not isinstance(note.result, int):  # a truth value is one
+                raise PlanError(f"{note.name} reads {note.result!r} on the way")
+            plan._calls.append(partial(_guard, note.function, args, kwargs, note.result))
+        elif torch.Tag.dynamic_output_shape in getattr(note.function, "tags", ()):
+            plan._calls.append(partial(_copied, partial(note.function, *args, **kwargs), outputs))
+        elif note.written():
+            plan._calls.append(_in_place(note, args, kwargs))
+        else:
+            plan._calls.append(_into(note, args, kwargs, outputs))
+
+
+def _merged(holes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join holes that touch.
+
+    >>> _merged([(64, 64), (0, 64), (256, 64)])
+    [(0, 128), (256, 64)]
+    """
+    found: list[tuple[int, int]] = []
+    for place, size in sorted(holes):
+        if found and found[-1][0] + found[-1][1] == place:
+            found[-1] = (found[-1][0], found[-1][1] + size)
+        else:
+            found.append((place, size))
+    return found
+
+
+def _guard(function: Any, args: Any, kwargs: Any, expected: Any) -> None:
+    if function(*args, **kwargs) != expected:
+        raise GuardError(str(function))
+
+
+def _planned(note: Note) -> PlannedStep:
+    written = note.written() or note.returned()
+    tensors = {id(x): x for x in (*note.read(), *written)}.values()
+    products = 0
+    if note.name in ("mm", "bmm") and note.returned():
+        products = note.returned()[0].numel() * note.args[0].shape[-1]
+    elif note.name in ("addmm", "baddbmm", "addmm_", "baddbmm_"):
+        products = written[0].numel() * note.args[1].shape[-1]
+    elif getattr(note.function, "_schema", None) is None:
+        products = note.args[0].multiplications
+    return PlannedStep(
+        note.name, tuple(tuple(x.shape) for x in written), sum(x.numel() * x.element_size() for x in tensors), products
+    )
+
+
+def _in_place(note: Note, args: Any, kwargs: Any) -> Callable[[], Any]:
+    """Return the call of an operation that writes into an argument, by torch's own binding where there is one."""
+    name = note.name
+    method = getattr(args[0], name, None) if args and isinstance(args[0], Tensor) and "out" not in kwargs else None
+    if method is not None and not name.startswith("_") and not any(x is None for x in tree_leaves(args)):
+        return partial(method, *args[1:], **kwargs)
+    function = getattr(torch, name, None) if "out" in kwargs else None
+    return partial(function or note.function, *args, **kwargs)
+
+
+def _into(note: Note, args: Any, kwargs: Any, output: Any) -> Callable[[], Any]:
+    """Return the call of an operation, its result written where the plan keeps it."""
+    name = note.name
+    if isinstance(output, Tensor):
+        if name in ("clone", "_to_copy", "alias", "detach", "lift_fresh", "contiguous"):
+            return partial(output.copy_, args[0])
+        if name in ("zeros", "new_zeros", "zeros_like"):
+            return output.zero_
+        if name in FAST and (name not in ("sum", "mean") or len(args) > 1):
+            return partial(getattr(torch, name), *args, **kwargs, out=output)
+        found = _out_overload(note.function)
+        if found is not None:
+            return partial(found, *args, **kwargs, out=output)
+    return partial(_copied, partial(note.function, *args, **kwargs), output)
+
+
+FAST = frozenset(
+    (
+        *("add", "sub", "mul", "div", "pow", "addcmul", "mm", "bmm", "addmm", "baddbmm", "sum", "mean", "exp", "log", "neg"),
+        *("rsqrt", "sqrt", "tanh", "sigmoid", "sin", "cos", "erf", "square", "reciprocal", "abs", "maximum", "minimum"),
+        *("index_select", "gather", "cat", "where"),
+    )
+)
+"""Operations whose binding in torch takes ``out`` and the same arguments, and is called sooner than the overload."""
+
+
+def _out_overload(function: Any) -> Any:
+    """Return the overload of an operation that writes into ``out``, if it has one result."""
+    names = [a.name for a in function._schema.arguments]
+    for overload in function.overloadpacket.overloads():
+        other = getattr(function.overloadpacket, overload)
+        arguments = other._schema.arguments
+        if [a.name for a in arguments if not a.is_out] == names and [a.name for a in arguments if a.is_out] == ["out"]:
+            same = all(str(a.type) == str(b.type) for a, b in zip(function._schema.arguments, arguments, strict=False))
+            if same:
+                return other
+    return None
+
+
+def _copied(call: Callable[[], Any], outputs: Any) -> None:
+    for x, out in zip(tree_leaves(call()), tree_leaves(outputs), strict=True):
+        if isinstance(x, Tensor):
+            if x.shape != out.shape:
+                raise GuardError(f"a result of shape {tuple(x.shape)} in place of {tuple(out.shape)}")
+            out.copy_(x)

@@ -1,0 +1,256 @@
+"""hessian_function: planned once, the same matrix as hessian() wherever it is evaluated, and an error where it cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit.engine.plan import make_plan
+from hessiankit.engine.recorder import recording
+from hessiankit.support.errors import InputError, TraceError
+
+DOUBLE = torch.float64
+
+
+class Gated(nn.Module):
+    """Attention whose logits grow with ``factor``, and a branch on it."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(3, 3, dtype=DOUBLE))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.factor * x @ self.W @ x.mT
+        weights = torch.softmax(logits, -1)
+        return weights @ x if self.factor < 100 else torch.relu(logits) @ x
+
+
+def classifier() -> tuple[nn.Module, Tensor, Tensor]:
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 3)).double().eval()
+    return module, torch.randn(5, 4, dtype=DOUBLE), torch.tensor([0, 2, 1, -100, 2])
+
+
+def block(placement: str, **options: Any) -> tuple[nn.Module, Tensor, Tensor]:
+    module = hk.TransformerBlock(d_model=4, d_ff=6, n_heads=2, placement=placement, **options).double()
+    return module, torch.randn(2, 3, 4, dtype=DOUBLE), torch.randn(2, 3, 4, dtype=DOUBLE)
+
+
+def transformer() -> tuple[nn.Module, Tensor, Tensor]:
+    model = hk.Transformer(11, 8, 12, n_layers=2, n_heads=2, causal=True, max_len=6).double()
+    tokens = torch.randint(11, (2, 6))
+    return model, tokens[:, :-1], tokens[:, 1:]
+
+
+CASES = {
+    "classifier": (classifier, "cross_entropy"),
+    "post": (lambda: block("post"), "mse"),
+    "pre, causal": (lambda: block("pre", causal=True), "mse"),
+    "hybridnorm": (lambda: block("hybridnorm"), "mse"),
+    "peri, swiglu": (lambda: block("sandwich", activation="swiglu", norm="rmsnorm"), "mse"),
+    "language model": (transformer, "cross_entropy"),
+    "torch's layer": (
+        lambda: (
+            nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True, dtype=DOUBLE),
+            torch.randn(2, 3, 4, dtype=DOUBLE),
+            torch.randn(2, 3, 4, dtype=DOUBLE),
+        ),
+        lambda z, t: (z - t).square().mean(),
+    ),
+}
+
+
+def move(module: nn.Module, size: float = 0.3) -> None:
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(size * torch.randn_like(p))
+
+
+def changed(x: Tensor) -> Tensor:
+    return torch.randn_like(x) if x.is_floating_point() else x.flip(0)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_hessian_at_other_parameters_and_data(name: str) -> None:
+    make, loss = CASES[name]
+    module, x, t = make()
+    f = hk.hessian_function(module, x, t, loss=loss)
+    assert f.plan is not None, f.reason
+    assert len(f.plan.steps) < f.plan.recorded / 2
+    for inputs, target in ((None, None), (changed(x), None), (None, changed(t)), (changed(x), changed(t))):
+        x, t = (x if inputs is None else inputs), (t if target is None else target)
+        move(module)
+        found, expected = f(inputs, target), hk.hessian(module, x, t, loss=loss)
+        assert found.names == expected.names
+        assert found.loss == pytest.approx(expected.loss, rel=1e-14)
+        assert (found.matrix - expected.matrix).abs().max() <= 1e-13 * expected.matrix.abs().max()
+        assert 0 <= found.asymmetry < 1e-12
+    assert f.plans == 1
+
+
+def test_the_last_data_are_those_of_the_next_call() -> None:
+    module, x, t = block("pre")
+    f = hk.hessian_function(module, x, t)
+    other = changed(x)
+    assert torch.equal(f(other).matrix, f().matrix)
+    assert not torch.equal(f(x).matrix, f(other).matrix)
+
+
+def test_a_result_does_not_move_with_what_comes_later() -> None:
+    module, x, t = block("post")
+    f = hk.hessian_function(module, x, t)
+    move(module)
+    expected = hk.hessian(module, x, t)
+    found = f()
+    before = found.matrix.clone()
+    move(module)
+    f(changed(x))
+    assert torch.equal(found.matrix, before)
+    assert (found.outer() - expected.outer()).abs().max() <= 1e-13 * expected.outer().abs().max()
+
+
+def test_training_goes_on_between_evaluations() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(module(x), t).backward()
+        optimizer.step()
+        assert torch.allclose(f().matrix, hk.hessian(module, x, t, loss="cross_entropy").matrix, rtol=0, atol=1e-13)
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_parameters_samples_and_types_as_in_hessian() -> None:
+    module, x, t = block("pre")
+    move(module)
+    for options in ({"params": "*W_1"}, {"batch_size": 1}, {"loss": nn.MSELoss(reduction="sum")}):
+        f = hk.hessian_function(module, x, t, **options)
+        move(module)
+        expected = hk.hessian(module, x, t, **options)
+        assert (f().matrix - expected.matrix).abs().max() <= 1e-13 * expected.matrix.abs().max()
+    single = module.float()
+    f = hk.hessian_function(single, x.float(), t.float())
+    move(single)
+    expected = hk.hessian(single, x.float(), t.float())
+    assert (f().matrix - expected.matrix).abs().max() <= 1e-5 * expected.matrix.abs().max()
+
+
+def test_the_matrix_goes_into_a_tensor_of_the_users() -> None:
+    module, x, t = block("pre")
+    f = hk.hessian_function(module, x, t)
+    n = sum(p.numel() for p in module.parameters())
+    out = torch.full((n, n), 7.0, dtype=DOUBLE)
+    assert f(out=out).matrix is out
+    assert torch.equal(out, hk.hessian(module, x, t).matrix)
+    with pytest.raises(InputError, match=r"out has shape \(2, 2\).*pass a contiguous tensor of shape"):
+        f(out=torch.zeros(2, 2, dtype=DOUBLE))
+
+
+def test_another_number_of_labels_is_planned_again() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    t = torch.tensor([0, -100, 1, -100, 2])
+    assert torch.allclose(f(target=t).matrix, hk.hessian(module, x, t, loss="cross_entropy").matrix, rtol=0, atol=1e-13)
+    assert f.plans == 2
+
+
+def test_a_saturated_softmax_keeps_its_digits() -> None:
+    module, x = Gated(), torch.randn(2, 4, 3, dtype=DOUBLE)
+    f = hk.hessian_function(module, x, torch.zeros_like(x))
+    with torch.no_grad():
+        module.W.mul_(30)
+    expected = hk.hessian(module, x, torch.zeros_like(x)).matrix
+    assert torch.allclose(f().matrix, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+
+
+def test_what_changed_is_refused_by_name() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    with pytest.raises(InputError, match=r"inputs has shape \(4, 4\), the plan is for \(5, 4\)"):
+        f(x[:4])
+    with pytest.raises(InputError, match=r"inputs has dtype torch.float32"):
+        f(x.float())
+    f(x)
+    module[1].train()
+    with pytest.raises(InputError, match=r"'1' is in training mode"):
+        f()
+    module.eval()
+    module[0].weight = nn.Parameter(module[0].weight.detach().clone())
+    with pytest.raises(InputError, match=r"'0.weight' is another tensor now"):
+        f()
+
+
+@pytest.mark.parametrize("factor", [2.0, 200.0])
+def test_a_module_that_computes_something_else_is_refused(factor: float) -> None:
+    module, x = Gated(), torch.randn(2, 4, 3, dtype=DOUBLE)
+    f = hk.hessian_function(module, x, torch.zeros_like(x))
+    module.factor = factor
+    with pytest.raises(TraceError, match=r"the module's own loss is .*its 'factor' has changed; make the function anew"):
+        f()
+
+
+def test_buffers_move_with_the_module() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    module[1].running_var.mul_(3.0)
+    expected = hk.hessian(module, x, t, loss="cross_entropy").matrix
+    assert torch.allclose(f().matrix, expected, rtol=0, atol=1e-13)
+
+
+def test_several_batches_and_not_finite_values_are_refused() -> None:
+    module, x, t = classifier()
+    with pytest.raises(InputError, match="several batches; pass one"):
+        hk.hessian_function(module, [(x, t), (x, t)], loss="cross_entropy")
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    with torch.no_grad():
+        module[0].weight[0, 0] = torch.nan
+    with pytest.raises(InputError, match=r"hessian_function: '0.weight' contains NaN"):
+        f()
+
+
+def test_without_room_for_a_plan_it_is_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hessiankit.curvature.hessian_function.SHARE", 0.0)
+    module, x, t = block("pre")
+    f = hk.hessian_function(module, x, t)
+    assert f.plan is None
+    assert "more memory" in f.reason
+    move(module)
+    assert torch.equal(f().matrix, hk.hessian(module, x, t).matrix)
+    assert "without a plan" in str(f)
+
+
+def test_it_prints_what_it_runs() -> None:
+    module, x, t = block("pre")
+    f = hk.hessian_function(module, x, t)
+    assert "operations of" in repr(f)
+    assert "bmm" in f.table()
+    assert "multiplications" in str(f)
+
+
+def test_a_plan_keeps_constants_and_uses_memory_again() -> None:
+    x, total = torch.randn(64, 64), torch.zeros(64, 64)
+    with recording() as recorder:
+        y = x
+        for k in range(8):
+            y = (y + torch.eye(64) * k) @ x
+        total += y
+    plan = make_plan(recorder.notes, [x], total, [])
+    assert plan.workspace_bytes <= 3 * x.numel() * 4
+    assert plan.counts()["eye"] == 0
+    x.copy_(torch.randn(64, 64))
+    y = x
+    for k in range(8):
+        y = (y + torch.eye(64) * k) @ x
+    found = torch.zeros(64, 64)
+    plan.run(found)
+    assert torch.equal(found, y)
