@@ -93,9 +93,7 @@ class HessianFunction(Printed):
     # Making a plan
 
     def _make(self, inputs: Any, target: Any) -> None:
-        tasks, shares = gather(
-            WHO, self.module, inputs, target, **self._options, kind="hessian", weights=None, reduction=None, handshake=True
-        )
+        tasks, shares = gather(self.module, inputs, target, **self._options)
         self._task, self._share, self._compared = tasks[0], shares[0], False
         evaluation = Evaluation(tasks, shares, self._options["batch_size"], None)
         expected = evaluation.whole()

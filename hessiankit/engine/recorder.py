@@ -64,6 +64,7 @@ class Note:
 class Recorder(TorchDispatchMode):
     """Notes every operation that runs within it.
 
+    >>> import torch
     >>> x = torch.ones(2)
     >>> with Recorder() as recorder:
     ...     y = (2 * x).sum()
