@@ -26,6 +26,7 @@ from hessiankit.tracing.derivative_tests import (
     rounding,
     tangents_of,
 )
+from hessiankit.tracing.source_line import first_line
 
 REVERSE, FORWARD = "reverse mode", "forward mode"
 REVERSE_TWICE, JVP_OF_GRAD = "reverse-over-reverse", "jvp(grad)"
@@ -198,7 +199,7 @@ class AutomaticDifferentiation(Primitive):
             return right[0], found[right[0]]
         seen = "; ".join(
             [f"{name} is {distance:.2g} from central differences of {_below(which)}" for name, distance in off.items()]
-            + [f"{name} raised {_line(error)}" for name, error in missing.items()]
+            + [f"{name} raised {first_line(error)}" for name, error in missing.items()]
         )
         apart = f"its two routes differ by {gap:.2g} of the largest entry: " if len(found) == 2 else ""
         raise self._refusal(which, f"{apart}{seen} (known to {uncertainty:.1g})")
@@ -234,7 +235,7 @@ class AutomaticDifferentiation(Primitive):
 
     def _impossible(self, error: Exception) -> TraceError:
         return TraceError(
-            f"{self.name} has no closed form here, and torch cannot differentiate it twice: {_line(error)}. "
+            f"{self.name} has no closed form here, and torch cannot differentiate it twice: {first_line(error)}. "
             "Write it in other operations, or take out the parameters before it with params=[...]"
         )
 
@@ -262,7 +263,3 @@ def _finite(values: Covectors) -> bool:
 
 def _below(which: str) -> str:
     return "its value" if which == "first" else "its gradient"
-
-
-def _line(error: Exception) -> str:
-    return str(error).split("\n")[0]

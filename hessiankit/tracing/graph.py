@@ -1,4 +1,4 @@
-"""A recording: nodes with the interface of ``torch.fx``, notes of which node a tensor is, and places in autograd's graph.
+"""A recording: nodes with the interface of ``torch.fx``, builder of which node a tensor is, and places in autograd's graph.
 
 During a recording autograd is on, so that a custom ``torch.autograd.Function``, what ``torch.vmap`` or another thread made, or
 a gradient taken within a module carries its true graph. Followed back, it ends at values that were seen.
@@ -119,7 +119,7 @@ class Unseen:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Traced:
     """The node of a value that was seen, and where the value lies in memory."""
 
     node: Node
@@ -138,7 +138,7 @@ class Edges:
 
     def __init__(self, nodes: Mapping[int, Node], kept: Sequence[Any], cut: Collection[Node], stale: Collection[int]) -> None:
         self._nodes, self._kept, self._cut, self._stale = nodes, kept, cut, stale
-        self._seen: dict[Edge, _Seen] = {}
+        self._seen: dict[Edge, _Traced] = {}
         self._looked_at = 0
 
     def clear(self) -> None:
@@ -146,7 +146,7 @@ class Edges:
         self._seen.clear()
         self._looked_at = 0
 
-    def before(self, x: Tensor) -> tuple[Edge, _Seen | None]:
+    def before(self, x: Tensor) -> tuple[Edge, _Traced | None]:
         """Return the edge that a tensor comes from, and the value that was seen there, if any."""
         self.look()
         edge = _through_hooks((x.grad_fn, x.output_nr))
@@ -191,7 +191,7 @@ class Edges:
         for x in self._new():
             node = self._nodes.get(id(x))
             if node is not None and node not in self._cut and id(x) not in self._stale:
-                self._seen[x.grad_fn, x.output_nr] = _Seen(node, place(x))
+                self._seen[x.grad_fn, x.output_nr] = _Traced(node, place(x))
 
     def _new(self) -> Iterator[Tensor]:
         start, self._looked_at = self._looked_at, len(self._kept)
@@ -199,11 +199,11 @@ class Edges:
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 yield x
 
-    def _leaf(self, edge: Edge) -> _Seen | None:
+    def _leaf(self, edge: Edge) -> _Traced | None:
         """Return the node of a leaf, such as a parameter, that was seen."""
         leaf = edge[0].variable if _is_leaf(edge[0]) else None
         node = None if leaf is None else self._nodes.get(id(leaf))
-        return None if leaf is None or node is None or node.op != "placeholder" else _Seen(node, place(leaf))
+        return None if leaf is None or node is None or node.op != "placeholder" else _Traced(node, place(leaf))
 
 
 def memory(x: Tensor) -> int:
@@ -261,7 +261,7 @@ class Recording:
     unseen: dict[Node, Unseen] = field(default_factory=dict)
 
 
-class Notes:
+class GraphBuilder:
     """The graph under construction, and which node stands for which tensor."""
 
     def __init__(self, recording: Recording, keep_values: bool) -> None:
@@ -320,14 +320,14 @@ class Notes:
             )
         self._name(x, self.call(aten.detach.default, (data,), {}))
 
-    def made_unseen(self, value: Any) -> None:
+    def add_untraced(self, value: Any) -> None:
         """Remember the memory of what a transform returned: the function's own, which it may write into later."""
         for x in torch.utils._pytree.tree_leaves(value):
             if isinstance(x, Tensor):
                 self.kept.append(plain := unwrapped(x))
                 self.unseen.add(memory(plain))
 
-    def written_unseen(self, tensors: Sequence[Any]) -> None:
+    def write_untraced(self, tensors: Sequence[Any]) -> None:
         """Remember that some tensors, and all others on their memory, have been written into out of sight.
 
         Raises:

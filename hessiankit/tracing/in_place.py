@@ -8,6 +8,7 @@ replaced by a choice between its own entries and the new ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def without_writing(
     if any(n.op in ("placeholder", "get_attr") for n in shared):
         raise _refusal(operation, "an input, a parameter or a buffer of the module, which would change from call to call")
     read_again = any(user is not node and user not in known for n in shared for user in n.users)
-    twin = _twin(operation)
+    twin = WRITTEN_OUT.get(operation) or functional_twin(operation)
     if differentiable and not read_again and twin is not None:
         return twin
     entering = node.all_input_nodes if differentiable else ()  # without gradients, nothing is passed on from them
@@ -132,10 +133,9 @@ def _reads(value: Any, memory: Collection[int]) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory for leaf in leaves)
 
 
-def _twin(operation: Any) -> Callable[..., Any] | None:
-    """Return ``aten.relu.default`` for ``aten.relu_.default``, or None."""
-    if operation in WRITTEN_OUT:
-        return WRITTEN_OUT[operation]
+@cache
+def functional_twin(operation: Any) -> Any:
+    """Return ``aten.relu.default`` for ``aten.relu_.default``; None for an operation that does not write into its input."""
     packet, _, overload = str(operation).removeprefix("aten.").partition(".")
     return getattr(getattr(torch.ops.aten, packet[:-1], None), overload, None) if packet.endswith("_") else None
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from hessiankit.support.errors import TraceError
 from hessiankit.support.kernels import plain
 from hessiankit.support.torch_state import without_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
-from hessiankit.tracing.graph import Notes, Recording, unwrapped
-from hessiankit.tracing.in_place import overwritten
+from hessiankit.tracing.graph import GraphBuilder, Recording, unwrapped
+from hessiankit.tracing.in_place import functional_twin, overwritten
 
 aten = torch.ops.aten
 
@@ -59,15 +58,15 @@ def operation_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 _ARRAYS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
-_UNSEEN = _ARRAYS | {Tensor.tolist, torch.tensor, torch.as_tensor}
+_SILENT_READS = _ARRAYS | {Tensor.tolist, torch.tensor, torch.as_tensor}
 
 
-class ShowReading(TorchFunctionMode):
+class MarkReads(TorchFunctionMode):
     """Leaves an ``aten.item`` in the graph wherever values are read in a way that by itself leaves nothing there.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def read(x):
-    ...     with ShowReading():
+    ...     with MarkReads():
     ...         return x * x.tolist()[0]
     >>> graph = make_fx(read, pre_dispatch=True, _error_on_data_dependent_ops=False)(torch.ones(2)).graph
     >>> any(node.target is torch.ops.aten.item.default for node in graph.nodes)
@@ -78,7 +77,7 @@ class ShowReading(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call through, after a mark where it is needed."""
-        if func in _UNSEEN:
+        if func in _SILENT_READS:
             for x in torch.utils._pytree.tree_leaves(args):
                 if isinstance(x, Tensor):
                     x.sum().item()
@@ -184,14 +183,14 @@ def record(
             "hessiankit was run with (2.6 to 2.15)"
         )
     recording = Recording()
-    notes = Notes(recording, keep_values)
+    builder = GraphBuilder(recording, keep_values)
     for leaf in leaves:
-        notes.placeholder(leaf)
-    recorder = _Recorder(notes, decompositions)
+        builder.placeholder(leaf)
+    recorder = _Recorder(builder, decompositions)
     # a Hessian taken within the function is plain torch: kernels write where the recorder does not look
-    with plain(), enable_python_dispatcher(), _Outside(recorder), recorder:
+    with plain(), enable_python_dispatcher(), _FunctionMode(recorder), recorder:
         result = function()
-    recording.graph.add("output", "output", (torch.utils._pytree.tree_map(notes.node_of, result),))
+    recording.graph.add("output", "output", (torch.utils._pytree.tree_map(builder.node_of, result),))
     return recording
 
 
@@ -207,13 +206,6 @@ def can_record() -> bool:
         (getattr(_INTERNALS, "_functorch", None), "maybe_current_level"),
     )
     return enable_python_dispatcher is not None and all(hasattr(where, name) for where, name in needed)
-
-
-@cache
-def _twin(operation: Any) -> Any:
-    """Return ``aten.addcmul.default`` for ``aten.addcmul_.default``; None for an operation that does not write into its input."""
-    packet, _, overload = str(operation).removeprefix("aten.").partition(".")
-    return getattr(getattr(aten, packet[:-1], None), overload, None) if packet.endswith("_") else None
 
 
 def _moves(*arguments: Any) -> bool:
@@ -236,11 +228,11 @@ class _Recorder(ProxyTorchDispatchMode):
         """Spare the first recording of a process the import of torch's compiler."""
         return False
 
-    def __init__(self, notes: Notes, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, builder: GraphBuilder, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack: list[Any] = []
-        self.notes, self.decompositions = notes, decompositions
+        self.builder, self.decompositions = builder, decompositions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, or the operations that it consists of, and note it."""
@@ -248,13 +240,13 @@ class _Recorder(ProxyTorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if torch._C._functorch.maybe_current_level() is not None:
-            return self._unseen(func, func, args, kwargs)  # within a transform of torch.func, such as vmap
+            return self._untraced(func, func, args, kwargs)  # within a transform of torch.func, such as vmap
         if (taken_apart := self._parts(func, args, kwargs)) is not NotImplemented:
             return taken_apart
         if func is aten.lift_fresh.default:
-            self.notes.ready(args[0])
+            self.builder.ready(args[0])
             return args[0]
-        if func is aten.detach_.default and not self.notes.is_known(args[0]):
+        if func is aten.detach_.default and not self.builder.is_known(args[0]):
             return args[0]
         return self._run(func, func, args, kwargs)
 
@@ -267,44 +259,44 @@ class _Recorder(ProxyTorchDispatchMode):
 
     def _run(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Note an operation, and run it by a function."""
-        if self._is_out_of_sight(operation, args, kwargs):
-            return self._unseen(operation, func, args, kwargs)
+        if self._is_untraced(operation, args, kwargs):
+            return self._untraced(operation, func, args, kwargs)
         if torch._C._is_any_autocast_enabled() and (cast := dtype_of_autocast(func, args, kwargs)) is not None:
             with self, without_autocast():  # the casts are operations too
                 return operation(*cast_to(cast, args), **cast_to(cast, kwargs))
         with torch._C._DisablePythonDispatcher():
-            node = self.notes.call(operation, args, kwargs)
+            node = self.builder.call(operation, args, kwargs)
             value = func(*args, **kwargs)
             if _is_complex(value):
-                self.notes.remove_last()
+                self.builder.remove_last()
                 return value
-            self.notes.keep(node, value)
-        self.notes.result(node, value)
+            self.builder.keep(node, value)
+        self.builder.result(node, value)
         if isinstance(value, Tensor) and (not node.all_input_nodes or operation in _NEW):
-            self.notes.made(node, value)
+            self.builder.made(node, value)
         return value
 
-    def _is_out_of_sight(self, operation: Any, args: Any, kwargs: Any) -> bool:
+    def _is_untraced(self, operation: Any, args: Any, kwargs: Any) -> bool:
         """Tell whether autograd's graph says more of a call than its operation: of complex numbers, and of writing without it."""
-        if self.notes.complex and any(_is_complex(x) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
+        if self.builder.complex and any(_is_complex(x) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
             return True
         if operation in _DUAL:
             return True
         targets = overwritten(operation, args, kwargs)
         if not targets or (torch.is_grad_enabled() and _moves(args, kwargs)):
             return False
-        return self.notes.passes_gradients(targets)
+        return self.builder.passes_gradients(targets)
 
-    def _unseen(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def _untraced(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without noting it: what the parameters reach of its result, autograd knows."""
         targets = overwritten(operation, args, kwargs)
         with torch._C._DisablePythonDispatcher():
             if targets:
-                self.notes.edges.look()  # they belong to the values before
+                self.builder.edges.look()  # they belong to the values before
             value = func(*args, **kwargs)
-        self.notes.made_unseen(value)
+        self.builder.add_untraced(value)
         if targets:
-            self.notes.written_unseen(targets)
+            self.builder.write_untraced(targets)
         return value
 
     def _has_parts(self, operation: Any, args: Any, kwargs: Any) -> bool:
@@ -313,7 +305,7 @@ class _Recorder(ProxyTorchDispatchMode):
 
     def _parts(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the operations that one consists of; one that writes, as its twin that does not, and a copy."""
-        twin = None if func in self.decompositions else _twin(func)
+        twin = None if func in self.decompositions else functional_twin(func)
         whole = func if twin is None else twin
         if not self._has_parts(whole, args, kwargs) or (twin is not None and not _moves(args, kwargs)):
             return NotImplemented
@@ -322,7 +314,7 @@ class _Recorder(ProxyTorchDispatchMode):
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
 
-class _Outside(ShowReading):
+class _FunctionMode(MarkReads):
     """Sees what Python calls: what takes values out of tensors, or gives one other ``.data``, without an operation that says so.
 
     What is one operation is noted here at once.
@@ -341,9 +333,9 @@ class _Outside(ShowReading):
         if func in _GRADIENTS:
             with torch._C._DisablePythonDispatcher():
                 value = super().__torch_function__(func, types, args, kwargs)
-            self.recorder.notes.made_unseen(value)
+            self.recorder.builder.add_untraced(value)
             return value
         value = super().__torch_function__(func, types, args, kwargs)
         if func == _SET_DATA:
-            self.recorder.notes.given(*args)
+            self.recorder.builder.given(*args)
         return value

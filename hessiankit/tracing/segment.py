@@ -29,6 +29,7 @@ from hessiankit.tracing.derivative_tests import (
     tangents_of,
 )
 from hessiankit.tracing.graph import Unseen
+from hessiankit.tracing.source_line import first_line
 
 _set_version = torch._C._autograd._unsafe_set_version_counter
 
@@ -125,8 +126,7 @@ class Segment(Primitive):
         except (torch.OutOfMemoryError, TraceError):
             raise
         except Exception as error:  # whatever a backward of the user's own may raise
-            first = str(error).split("\n")[0] or type(error).__name__
-            raise self._refusal(f"torch cannot differentiate it twice: {first}") from error
+            raise self._refusal(f"torch cannot differentiate it twice: {first_line(error)}") from error
 
     def _refusal(self, why: str) -> TraceError:
         return TraceError(

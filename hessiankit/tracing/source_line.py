@@ -27,5 +27,20 @@ def source_line(error: BaseException) -> str:
     return ""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type where it has none.
+
+    >>> first_line(ValueError("one\\ntwo")), first_line(KeyError())
+    ('one', 'KeyError')
+    """
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def at_line(error: BaseException, form: str = " (at {})") -> str:
+    """Return :func:`source_line` in a form, or "" where no frame is the user's."""
+    line = source_line(error)
+    return form.format(line) if line else ""
+
+
 def _is_internal(filename: str) -> bool:
     return filename.startswith(_OURS) or filename.startswith(("<eval_with_key>", "<string>", "<frozen"))

@@ -34,7 +34,7 @@ from hessiankit.tracing.one_dtype import converted, widest
 from hessiankit.tracing.primitives import RULES
 from hessiankit.tracing.recording import record
 from hessiankit.tracing.segment import segment
-from hessiankit.tracing.source_line import source_line
+from hessiankit.tracing.source_line import at_line, first_line
 
 aten = torch.ops.aten
 WITHOUT_DERIVATIVE = frozenset(
@@ -151,10 +151,9 @@ def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor])
     except HessiankitError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).split(chr(10))[0]}"
-        line = source_line(error)
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise TraceError(
-            f"trace: torch could not trace the module ({reason}){f', at {line}' if line else ''}. "
+            f"trace: torch could not trace the module ({reason}){at_line(error, ', at {}')}. "
             "A module must not turn the values of its tensors into Python numbers or NumPy arrays, nor leave torch; "
             "write that line in operations of torch, or compute what it needs before and pass it as an argument"
         ) from error
@@ -257,9 +256,9 @@ def _record(
     if found is not None:
         wanted = _names(found)
         args, kwargs = map_nodes(known.__getitem__, (source.args, source.kwargs))
-        match = found(*args, **kwargs, **{k: v for k, v in (("result", value), ("piece", index)) if k in wanted})
+        match = found(*args, **kwargs, **{k: v for k, v in (("result", value), ("output_index", index)) if k in wanted})
         if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
-            return []  # this piece comes from inputs that do not move
+            return []  # this output_index comes from inputs that do not move
     if match is None:
         inputs = tuple(known[n] for n in moving)
         fallback = _fallback(run, source, moving, known, index)

@@ -35,7 +35,7 @@ from hessiankit.engine.problem.validation import (
 )
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import TORCH_LOCK, RandomStates
-from hessiankit.tracing.source_line import source_line
+from hessiankit.tracing.source_line import at_line, first_line
 
 
 def make_task(
@@ -208,9 +208,9 @@ def _own_slopes(who: str, task: Task, value: Tensor) -> dict[str, Tensor | None]
     try:
         return _gradient(task, value)
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"{who}: torch.autograd.grad of the loss, with the module called as it is, raised {type(error).__name__}: {first}. "
+            f"{who}: torch.autograd.grad of the loss, with the module called as it is, raised "
+            f"{type(error).__name__}: {first_line(error)}. "
             "Mend it, or pass handshake=False to go without that comparison"
         ) from error
 
@@ -329,11 +329,9 @@ def _run(who: str, task: Task, inputs: Any) -> Any:
                 f"{who}: inputs are {tensors[0].dtype} but the module has no embedding to look them up in; pass {dtype}"
             ) from error
         shown = [f"{name} {tuple(x.shape)}" if task.keywords else str(tuple(x.shape)) for name, x in named_tensors(inputs)]
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        line = source_line(error)
-        at = f" (at {line})" if line else ""
+        where = f"{first_line(error)}{at_line(error)}"
         given = f"inputs of shape {', '.join(shown)}" if shown else "these inputs"
-        raise InputError(f"{who}: the module, called on {given}, raised {type(error).__name__}: {first}{at}") from error
+        raise InputError(f"{who}: the module, called on {given}, raised {type(error).__name__}: {where}") from error
 
 
 def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> None:
@@ -380,11 +378,9 @@ def _value_of_callable(who: str, task: Task, outputs: Any) -> Tensor:
     except HessiankitError:
         raise
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
         given = f"outputs of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-        line = source_line(error)
-        at = f" (at {line})" if line else ""
-        raise InputError(f"{who}: the loss, called as loss(outputs, target) with {given}, raised: {first}{at}") from error
+        where = f"{first_line(error)}{at_line(error)}"
+        raise InputError(f"{who}: the loss, called as loss(outputs, target) with {given}, raised: {where}") from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"{who}: the loss returned {seen}, expected a scalar tensor; reduce it, e.g. with .mean() or .sum()")

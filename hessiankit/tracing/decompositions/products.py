@@ -11,21 +11,23 @@ from torch import Tensor
 from hessiankit.tracing.decompositions.registry import aten, decomposes
 
 
+def _sum(c: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    return (product if alpha == 1 else product * alpha) + (c if beta == 1 else c * beta)
+
+
 @decomposes(aten.addmm.default, aten.baddbmm.default)
 def _add_product(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = a @ b
-    return (product if alpha == 1 else product * alpha) + (c if beta == 1 else c * beta)
+    return _sum(c, a @ b, beta, alpha)
 
 
 @decomposes(aten.addbmm.default)
 def _add_sum_of_products(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = (a @ b).sum(0)
-    return (product if alpha == 1 else product * alpha) + (c if beta == 1 else c * beta)
+    return _sum(c, (a @ b).sum(0), beta, alpha)
 
 
 @decomposes(aten.addmv.default)
 def _add_matrix_times_vector(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _add_product(c.unsqueeze(-1), a, b.unsqueeze(-1), beta=beta, alpha=alpha).squeeze(-1)
+    return _sum(c.unsqueeze(-1), a @ b.unsqueeze(-1), beta, alpha).squeeze(-1)
 
 
 @decomposes(aten.addcmul.default)
@@ -79,8 +81,7 @@ def _products_of_groups(
 
 @decomposes(aten.addr.default)
 def _add_outer_product(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = a.unsqueeze(1) * b.unsqueeze(0)
-    return (product if alpha == 1 else product * alpha) + (c if beta == 1 else c * beta)
+    return _sum(c, a.unsqueeze(1) * b.unsqueeze(0), beta, alpha)
 
 
 @decomposes(aten.bilinear.default)

@@ -37,36 +37,27 @@ def _variance(x: Tensor, dim: Sequence[int] | None = None, *, correction: float 
     return mean if divisor == count else mean * (count / divisor)
 
 
-@decomposes(aten.var.dim)
-def _variance_along(x: Tensor, dim: Sequence[int] | None, unbiased: bool = True, keepdim: bool = False) -> Any:
-    return _variance(x, dim, correction=int(unbiased), keepdim=keepdim)
-
-
 @decomposes(aten.std.correction)
-def _deviation(x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    variance = _variance(x, dim, correction=correction, keepdim=keepdim)
+def _deviation(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Any:
+    variance = _variance(x, dim, **options)
     return variance if variance is NotImplemented else torch.sqrt(variance)
 
 
-@decomposes(aten.std.dim)
-def _deviation_along(x: Tensor, dim: Sequence[int] | None, unbiased: bool = True, keepdim: bool = False) -> Any:
-    return _deviation(x, dim, correction=int(unbiased), keepdim=keepdim)
+for _operation, _moment in ((aten.var.dim, _variance), (aten.std.dim, _deviation)):
+
+    @decomposes(_operation)
+    def _along(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False, moment: Any = _moment) -> Any:
+        return moment(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
-@decomposes(aten.var_mean.correction)
-def _variance_and_mean(
-    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> Any:
-    variance = _variance(x, dim, correction=correction, keepdim=keepdim)
-    return variance if variance is NotImplemented else (variance, x.mean(_axes(x, dim), keepdim=keepdim))
+for _operation, _moment in ((aten.var_mean.correction, _variance), (aten.std_mean.correction, _deviation)):
 
-
-@decomposes(aten.std_mean.correction)
-def _deviation_and_mean(
-    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> Any:
-    variance = _variance(x, dim, correction=correction, keepdim=keepdim)
-    return variance if variance is NotImplemented else (torch.sqrt(variance), x.mean(_axes(x, dim), keepdim=keepdim))
+    @decomposes(_operation)
+    def _and_mean(
+        x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False, moment: Any = _moment
+    ) -> Any:
+        found = moment(x, dim, correction=correction, keepdim=keepdim)
+        return found if found is NotImplemented else (found, x.mean(_axes(x, dim), keepdim=keepdim))
 
 
 @decomposes(aten.linalg_vector_norm.default)
@@ -137,29 +128,17 @@ def _cumulative_product(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
     return torch.stack(products, dim)
 
 
-@decomposes(aten.mean.dim)
-def _mean(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return NotImplemented if _as_it_is(x, dtype) else x.to(dtype).mean(dim, keepdim)
+for _operation, _total in (
+    (aten.mean.dim, torch.mean),
+    (aten.sum.dim_IntList, torch.sum),
+    (aten.mean.default, torch.mean),
+    (aten.sum.default, torch.sum),
+    (aten.cumsum.default, torch.cumsum),
+):
 
-
-@decomposes(aten.sum.dim_IntList)
-def _sum(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return NotImplemented if _as_it_is(x, dtype) else x.to(dtype).sum(dim, keepdim)
-
-
-@decomposes(aten.mean.default)
-def _mean_of_all(x: Tensor, *, dtype: Any = None) -> Any:
-    return NotImplemented if _as_it_is(x, dtype) else x.to(dtype).mean()
-
-
-@decomposes(aten.sum.default)
-def _sum_of_all(x: Tensor, *, dtype: Any = None) -> Any:
-    return NotImplemented if _as_it_is(x, dtype) else x.to(dtype).sum()
-
-
-@decomposes(aten.cumsum.default)
-def _cumulative_sum(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
-    return NotImplemented if _as_it_is(x, dtype) else x.to(dtype).cumsum(dim)
+    @decomposes(_operation)
+    def _converted(x: Tensor, *rest: Any, dtype: Any = None, total: Any = _total) -> Any:
+        return NotImplemented if _as_it_is(x, dtype) else total(x.to(dtype), *rest)
 
 
 @decomposes(aten.logsumexp.default)

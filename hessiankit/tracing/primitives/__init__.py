@@ -1,7 +1,7 @@
 """Which chapter of ``derivations`` an operation of torch's tracer belongs to.
 
 Each rule takes the arguments of one ``aten`` operation and returns the primitive and the tensors it acts on. A rule may
-ask for the operation's ``result``, and where there are several outputs for the position of its ``piece``. Whatever has
+ask for the operation's ``result``, and where there are several outputs for the position of its ``output_index``. Whatever has
 no rule, or whose rule declines by returning None, falls back on automatic differentiation of that one operation.
 """
 

@@ -50,7 +50,7 @@ def _along(operation: Any) -> Rule:
     """The rule of an operation that returns entries of each vector along an axis, and their indices."""
     names = [argument.name for argument in operation._schema.arguments]
 
-    def match(x: Tensor, *rest: Any, piece: int, **options: Any) -> Match:
+    def match(x: Tensor, *rest: Any, output_index: int, **options: Any) -> Match:
         at = operation(x, *rest, **options)[1]
         if not x.ndim:
             return Reshape(()), (x,)
@@ -71,13 +71,13 @@ def _extreme(kind: str) -> Rule:
 
 
 @rule(aten.aminmax.default)
-def _both_extremes(x: Tensor, *, dim: int | None = None, keepdim: bool = False, piece: int) -> Match:
-    return _extreme(("amin", "amax")[piece])(x, dim, keepdim)
+def _both_extremes(x: Tensor, *, dim: int | None = None, keepdim: bool = False, output_index: int) -> Match:
+    return _extreme(("amin", "amax")[output_index])(x, dim, keepdim)
 
 
 @rule(aten.msort.default)
 def _sort_first_axis(x: Tensor) -> Match:
-    return _along(aten.sort.default)(x, 0, piece=0)
+    return _along(aten.sort.default)(x, 0, output_index=0)
 
 
 def _pooled_by_maximum(operation: Callable[..., tuple[Tensor, Tensor]], axes: int) -> Rule:
@@ -92,7 +92,7 @@ def _pooled_by_maximum(operation: Callable[..., tuple[Tensor, Tensor]], axes: in
 
 
 def _pooled_by_maximum_to(axes: int) -> Rule:
-    def match(x: Tensor, *rest: Any, result: Tensor, piece: int) -> Match:
+    def match(x: Tensor, *rest: Any, result: Tensor, output_index: int) -> Match:
         operation = (aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)[axes - 2]
         return _pooled_by_maximum(operation, axes)(x, *rest, result=result)
 

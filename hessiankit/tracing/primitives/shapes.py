@@ -79,29 +79,29 @@ def _slice(x: Tensor, dim: int = 0, start: int | None = None, stop: int | None =
 
 
 @rule(aten.unbind.int)
-def _unbind(x: Tensor, dim: int = 0, *, piece: int) -> Match:
-    return Select(dim, piece), (x,)
+def _unbind(x: Tensor, dim: int = 0, *, output_index: int) -> Match:
+    return Select(dim, output_index), (x,)
 
 
 @rule(aten.split.Tensor, aten.unsafe_split.Tensor)
-def _split(x: Tensor, size: int, dim: int = 0, *, piece: int) -> Match:
-    return Slice(dim, piece * size, (piece + 1) * size), (x,)
+def _split(x: Tensor, size: int, dim: int = 0, *, output_index: int) -> Match:
+    return Slice(dim, output_index * size, (output_index + 1) * size), (x,)
 
 
 @rule(aten.split_with_sizes.default, aten.split.sizes, aten.unsafe_split_with_sizes.default)
-def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0, *, piece: int) -> Match:
-    start = sum(sizes[:piece])
-    return Slice(dim, start, start + sizes[piece]), (x,)
+def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0, *, output_index: int) -> Match:
+    start = sum(sizes[:output_index])
+    return Slice(dim, start, start + sizes[output_index]), (x,)
 
 
 @rule(aten.broadcast_tensors.default)
-def _broadcast(tensors: Sequence[Tensor], *, piece: int, result: Tensor) -> Match:
-    return Expand(tuple(result.shape)), (tensors[piece],)
+def _broadcast(tensors: Sequence[Tensor], *, output_index: int, result: Tensor) -> Match:
+    return Expand(tuple(result.shape)), (tensors[output_index],)
 
 
 @rule(aten.atleast_1d.Sequence, aten.atleast_2d.Sequence, aten.atleast_3d.Sequence)
-def _more_axes(tensors: Sequence[Tensor], *, piece: int, result: Tensor) -> Match:
-    return Reshape(tuple(result.shape)), (tensors[piece],)
+def _more_axes(tensors: Sequence[Tensor], *, output_index: int, result: Tensor) -> Match:
+    return Reshape(tuple(result.shape)), (tensors[output_index],)
 
 
 @rule(aten.cat.default)
