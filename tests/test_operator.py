@@ -249,14 +249,8 @@ BAD_REQUESTS = {
     "outer part of a loss": (lambda: hessian_operator(block(), X, loss=None, kind="ggn"), "loss=None hides"),
     "block of none": (lambda: hessian_operator(block(), X, T, block_size=0), "block_size=0"),
     "target missing": (lambda: hessian_operator(block(), X), "needs a target"),
-    "no batches": (lambda: hessian_operator(block(), []), "hold no batch"),
-    "batches without targets": (lambda: hessian_operator(block(), [X, X, X]), "batch 0 is a Tensor; expected a pair"),
     "triples": (lambda: hessian_operator(block(), [(X, X, T)]), "batch 0 is a tuple of 3; expected a pair"),
     "not data": (lambda: hessian_operator(block(), 3), "data is int"),
-    "callable, two batches": (
-        lambda: hessian_operator(block(), [(X, T), (X, T)], loss=mse),
-        "weights of several batches are unknown",
-    ),
     "labels all ignored": (
         lambda: hessian_operator(classifier(), [(tokens(1, 3), torch.full((1, 3), -100))], loss="cross_entropy"),
         "no batch that counts",
@@ -270,7 +264,6 @@ BAD_REQUESTS = {
         "with no entries",
     ),
     "not a module": (lambda: hessian_operator(len, X, T), "expected a torch.nn.Module"),  # type: ignore[arg-type]
-    "wrong shape in a later batch": (lambda: hessian_operator(block(), [(X, T), (X, T[:1])]), "target has shape"),
 }
 
 

@@ -37,29 +37,19 @@ def ran(spec: RunSpec) -> RunResult:
     return RunResult(spec, (0, 4), (5.5, 1 / 3), 1.0)
 
 
-GRID = """
+SCRIPT = """
 import sys, time, pathlib
 sys.path.insert(0, "tests/robustness")
 from hessiankit.studies import placement_grid
-from test_interrupted_runs import CASES, finished
-def slow(case):
-    time.sleep(0.05)
-    return finished(case)
-placement_grid.run_case = slow
-placement_grid.run_grid(CASES, pathlib.Path(sys.argv[1]))
-"""
-TUNE = """
-import sys, time, pathlib
-sys.path.insert(0, "tests/robustness")
 from hessiankit.studies.tuning import store
-from test_interrupted_runs import SPECS, ran
-def slow(spec):
-    time.sleep(0.05)
-    return ran(spec)
-store.run = slow
-with store.Runs(pathlib.Path(sys.argv[1])) as runs:
-    runs(SPECS)
+from test_interrupted_runs import CASES, SPECS, finished, ran
+path = pathlib.Path(sys.argv[1])
+def slowly(run):
+    return lambda one: time.sleep(0.05) or run(one)
+placement_grid.run_case, store.run = slowly(finished), slowly(ran)
 """
+GRID = SCRIPT + "placement_grid.run_grid(CASES, path)"
+TUNE = SCRIPT + "with store.Runs(path) as runs:\n    runs(SPECS)"
 LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
 """A file that may not grow beyond this many bytes: what a full disk does to a write, without one."""
 
