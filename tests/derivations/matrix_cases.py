@@ -29,6 +29,8 @@ from derivations.matrix import (
     Zero,
     kron,
 )
+from derivations.row_blocks import Centring, RowBlocks
+from derivations.selection import Selection
 
 F64 = torch.float64
 
@@ -175,6 +177,17 @@ CASES = {
         r"-\left(A+C\right)",
         sharp=False,
     ),
+    "selection": Case(
+        lambda leaf: Selection([3, 0, 3, 1, 3], 5),
+        lambda: torch.nn.functional.one_hot(torch.tensor([3, 0, 3, 1, 3]), 5).double(),
+        "P",
+    ),
+    "row blocks": Case(
+        lambda leaf: RowBlocks(leaf("A", 3, 2)),
+        lambda: torch.block_diag(*[row.reshape(-1, 1) for row in A]),
+        r"\operatorname{blockdiag}_i(a_i)",
+    ),
+    "centring": Case(lambda leaf: Centring(4), lambda: eye(4) - 0.25, "C_{4}"),
     "all together": Case(
         lambda leaf: (kron(Dense(leaf("A", 3, 2), "A"), Identity(2)) + 2 * Ones(6, 4)) @ kron(VecIdentity(2), Identity(1)),
         lambda: (torch.kron(A, eye(2)) + 2) @ eye(2).reshape(-1, 1),

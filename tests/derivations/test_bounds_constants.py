@@ -64,7 +64,7 @@ def map_norm(T: Tensor, starts: int = 8, polish: int = 3000) -> float:
 NORMALIZATIONS = [
     (norm, L, d, eps)
     for norm, L, d in [
-        ("layernorm", 3, 5),
+        ("layernorm", 3, 4),
         ("layernorm", 2, 3),
         ("layernorm", 1, 8),
         ("layernorm", 2, 2),
@@ -89,15 +89,12 @@ class TestNormalization:
         true = spectral(jacobian(normalization(norm, eps), X))
         assert bounds.norm_jacobian_norm(X, eps, norm=norm) == pytest.approx(true, rel=1e-12, abs=1e-13)
 
-    def test_hessian_norm(self, norm: str, L: int, d: int, eps: float) -> None:
+    def test_hessian_norms(self, norm: str, L: int, d: int, eps: float) -> None:
+        """Of the matrix of the paper, and of the bilinear map."""
         X = self.rows(L, d)
         T = second_derivative(normalization(norm, eps), X)
         true = spectral(T.reshape(-1, X.numel()))
         assert bounds.norm_hessian_norm(X, eps, norm=norm) == pytest.approx(true, rel=1e-12, abs=1e-12)
-
-    def test_hessian_map_norm(self, norm: str, L: int, d: int, eps: float) -> None:
-        X = self.rows(L, d)
-        T = second_derivative(normalization(norm, eps), X)
         assert bounds.norm_hessian_map_norm(X, eps, norm=norm) == pytest.approx(map_norm(T), rel=1e-9, abs=1e-12)
 
     def test_constants_for_every_input(self, norm: str, L: int, d: int, eps: float) -> None:
@@ -126,16 +123,6 @@ class TestNormalizationAttained:
         true = map_norm(second_derivative(normalization(norm, eps), x))
         assert true == pytest.approx(constants.hessian_map, rel=1e-10)
         assert bounds.norm_hessian_map_norm(x, eps, norm=norm) == pytest.approx(constants.hessian_map, rel=1e-12)
-
-    def test_lemma_4_fails_as_printed(self) -> None:
-        """Claims b:Lemma4-28 and -29M: with sigma_min = min_i ||M_i||_2, a row (1, -1, 0, ...) of width 24 exceeds both."""
-        X = torch.zeros(1, 24, dtype=F64)
-        X[0, 0], X[0, 1] = 1e-3, -1e-3
-        s, x, n = float(X.norm()), spectral(X), 24
-        eq_28 = 1 / s + x**2 / (math.sqrt(n) * s**3)
-        eq_29 = x / s**3 * (1 + math.sqrt(1 / n)) + x**2 / (math.sqrt(n) * s**3) + 3 * x**3 / (n * s**5)
-        assert bounds.norm_jacobian_norm(X) > 4 * eq_28
-        assert bounds.norm_hessian_norm(X) > 11 * eq_29
 
     def test_below_the_inverse_variance(self) -> None:
         X = torch.randn(4, 7, generator=torch.Generator().manual_seed(0), dtype=F64)

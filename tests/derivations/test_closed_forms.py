@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 from primitive_cases import LABELS, layer_norm
@@ -17,7 +18,7 @@ from derivations.loss import CrossEntropy, CrossEntropyAt, MeanSquaredError
 from derivations.matrix import Zero
 from derivations.multihead import MultiHeadAttentionAt, split_heads
 from derivations.normalization import LayerNorm, LayerNormAt, RMSNorm
-from derivations.row_blocks import Centring
+from derivations.row_blocks import Centring, RowCovariance
 from derivations.softmax import Softmax, SoftmaxAt
 
 F = torch.nn.functional
@@ -39,6 +40,19 @@ def test_entries_as_the_claim_prints_them():
     across[1, :, 1, :, 1, :] = 0
     assert (across[1] == 0).all()
     assert (across[:, :, 1] == 0).all()
+
+
+def test_row_covariance():
+    rows = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.1, 0.8]], dtype=torch.float64)
+    matrix, expected = RowCovariance(rows), torch.block_diag(*[torch.diag(row) - torch.outer(row, row) for row in rows])
+    y = random_point(0, y=(6, 5))["y"]
+    assert torch.allclose(matrix.dense(), expected, rtol=0, atol=1e-15)
+    assert torch.allclose(matrix @ y, expected @ y, rtol=0, atol=1e-15)
+    assert matrix.norm_bound() == pytest.approx(float(torch.linalg.matrix_norm(expected, 2)), abs=1e-12)
+    assert matrix.latex() == r"\operatorname{blockdiag}_i(\operatorname{diag}(a_i)-a_i{a_i}^\top)"
+    thirds = RowCovariance(np.array([[Fraction(1, 3), Fraction(2, 3)]], dtype=object))
+    assert thirds.dense().tolist() == [[Fraction(2, 9), Fraction(-2, 9)], [Fraction(-2, 9), Fraction(2, 9)]]
+    assert thirds.norm_bound() == pytest.approx(4 / 9)
 
 
 def test_logits_may_move_by_a_constant():

@@ -31,6 +31,7 @@ from derivations.multihead import MultiHeadAttentionAt
 from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.operation import Operation
 from derivations.pooling import MeanPoolHeadAt
+from derivations.selection import Selection
 from derivations.softmax import SoftmaxAt
 from derivations.token_embedding import TokenEmbeddingAt
 
@@ -297,6 +298,8 @@ MALFORMED: list[tuple[Callable[[], Any], str]] = [
         lambda: LinearMapAt(X, mean_rows(2, 3), (2, 3)),
         r"LinearMapAt: X of shape \(2, 3\) to \(2, 3\) needs a matrix of shape \(6, 6\)",
     ),
+    (lambda: Selection([0, 2], 2), "Selection: there is no row 2 of 2; rows are numbered 0 to 1"),
+    (lambda: Selection([-1], 2), "there is no row -1 of 2"),
     (lambda: take_row(3, 4, 3), "take_row: there is no row 3 of 3"),
     (lambda: GroupNormRowsAt(torch.eye(2, 6), 4), r"X must be L x d with d a multiple of the 4 groups, got \(2, 6\)"),
     (lambda: GroupNormRowsAt(torch.eye(2, 6), 2, kind="rms"), "there is no kind 'rms'; the kinds are 'layernorm' and 'rmsnorm'"),
