@@ -18,20 +18,7 @@ from derivations.softmax import SoftmaxAt
 class AttentionPoint(OperationAt):
     """X, W_Q, W_K, W_V [and W_O] with the logits T, the weights A, and the derivatives of T and A X.
 
-    Args:
-        X: L x d_V, the tokens.
-        W_Q: d_V x d_K.
-        W_K: d_V x d_K.
-        W_V: d_V x d_v (the paper has d_v = d_V).
-        W_O: d_v x d_out, the output projection, or None for none (as in the paper).
-        mask: L x L, boolean (True where a token may look) or additive, or None. Every formula holds unchanged with
-            the masked A (claim T-causal).
-        scale: the constant c; None for 1/sqrt(d_K).
-        weights: L x L with rows that sum to one: A is taken to be this instead of softmax(T). A softmax's derivatives
-            read A alone, so rational weights give exact ones.
-
-    Raises:
-        ValueError: if the shapes do not conform.
+    Arguments and errors are those of :class:`derivations.attention.AttentionAt`.
     """
 
     argument_names = ("X", "W_Q", "W_K", "W_V", "W_O")

@@ -174,19 +174,7 @@ class GatedNorms:
     ) -> GatedNorms:
         """Return the norms at a point.
 
-        Args:
-            X: (n, D), the input of the norm.
-            gamma: (D,).
-            W_gate: (D, M).
-            W_up: (D, M).
-            W_down: (M, D).
-            gradient: (n, D), dQ/dY.
-            activation: a kind of ``derivations.activation``.
-            eps: of the norm.
-            norm: ``"layernorm"`` or ``"rmsnorm"``.
-
-        Raises:
-            ValueError: if the norm or the activation is unknown, shapes do not fit, or a row of X has no scale.
+        Arguments and errors are those of :meth:`FeedForwardNorms.measured`; W_gate and W_up are (D, M), W_down is (M, D).
         """
         arrays = (X, gamma, W_gate, W_up, W_down, gradient)
         X, gamma, W_gate, W_up, W_down, G = doubles("GatedNorms", "nD D DM DM MD nD", *arrays)
