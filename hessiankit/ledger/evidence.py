@@ -156,25 +156,6 @@ def violated(
     return Evidence(good, worst, "violation ratio", _both(worst, rest, detail), "violation", arrays=arrays, second=confirmed)
 
 
-def off(printed: Numbers, detail: str = "", *, corrected: Numbers, above: float = 1e-3, below: float = TOLERANCE) -> Evidence:
-    """WRONG AS PRINTED, from relative errors: the least of the printed formula is above, the largest of the corrected below."""
-    error, rest = min(_list(printed)), _largest(corrected)
-    return Evidence(error > above and rest <= below, error, "relative error", _both(error, rest, detail), "error")
-
-
-def exceeded(ratio: Numbers, detail: str = "", *, corrected: Numbers, above: float = 1 + 1e-6) -> Evidence:
-    """WRONG AS PRINTED: a counterexample breaks the printed inequality and not the corrected one."""
-    worst, rest = _largest(ratio), _largest(corrected)
-    return Evidence(worst > above and rest <= 1 + ROUNDING, worst, "violation ratio", _both(worst, rest, detail), "violation")
-
-
-def false(found: Any, told: Any, detail: str = "") -> Evidence:
-    """WRONG AS PRINTED: what was counted, read or found by arithmetic is not what is told."""
-    number = float(found) if isinstance(found, int | float) else None
-    text = f"{detail}: told {told}, found {found}" if detail else f"told {told}, found {found}"
-    return Evidence(found != told, number, "" if number is None else "value", text, "error")
-
-
 def assumed(holds: Evidence, fails: Numbers, *, above: float) -> Evidence:
     """HOLDS UNDER ASSUMPTION: it holds with the assumption; without it the error or the ratio exceeds ``above``."""
     without = _largest(fails)

@@ -210,4 +210,13 @@ NOT_RUN = (
     ("curse-of-depth/scaled-init", "Sec. 5.4; Sec. 6, Scaled Initialization",
      r"'scales the initialization of the feedforward layers' weights $W_0$ and $W_2$' by $\frac{1}{\sqrt{2L}}$",
      "wording: the attention's output projection and the network's second matrix are scaled; the network has no W_0"),
+    ("hybridnorm/table6-9192", "Sec. 4.1, Table 6",
+     "the FFN of the 1.2B model has dimension 9192",
+     "read in the released configuration, which has 8192 and 1.18 billion parameters; 9192 gives the 1.27 of Sec. 4.1"),
+    ("hybridnorm/key-value-heads", "Sec. 4.1",
+     "16 attention heads with 4 key/value heads per attention head (550M)",
+     "wording: Table 6 has 4 key/value heads in all, each for 4 query heads"),
+    ("hybridnorm/state-of-the-art", "Abstract; Sec. 1",
+     "'state-of-the-art' results on various benchmarks",
+     "training; the tables compare with norm placements at one size each, not with published models"),
 )

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from derivations.normalization import LayerNormAt, RMSNormAt
-from hessiankit.blocks import PLACEMENTS, Transformer, TransformerBlock, initialise
+from hessiankit.blocks import PLACEMENTS, Transformer, initialise
 from hessiankit.blocks import placements as eq
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import make_block, make_stack, rms_norm, stream
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, readings, relative_error, wrong
+from hessiankit.ledger.evidence import agrees, bounded, readings, wrong
 from hessiankit.ledger.registry import claim
 
 
@@ -36,16 +34,6 @@ def eq1_average(seed: int) -> Evidence:
     states = stream(make_stack(seed, 2), X)
     distance = angle(states[0], states[2])
     return readings({"all tokens": float(distance.mean()), "last token": float(distance[-1])}, "two blocks, 8 tokens")
-
-
-def written_attention(block: TransformerBlock, N: Tensor) -> Tensor:
-    """Return concat(head_1, head_2) W_O of Eq. 4 with torch's fused attention."""
-    W: Any = block.attention
-    heads = []
-    for h in (slice(0, 8), slice(8, 16)):
-        Q, K, V = (N @ M[:, h] for M in (W.W_Q, W.W_K, W.W_V))
-        heads.append(F.scaled_dot_product_attention(Q[None], K[None], V[None], is_causal=True)[0])
-    return torch.cat(heads, 1) @ W.W_O
 
 
 @claim("curse-of-depth/abstract-variance", "Abstract; Sec. 8", "WRONG AS PRINTED", uses=[eq.lns])
@@ -97,42 +85,6 @@ def lns_gain(seed: int) -> Evidence:
     for norm in norms:
         norm.weight /= math.sqrt(5)
     return agrees(lns(X), pre(X), "l = 5")
-
-
-@claim("curse-of-depth/lns-renumbered", "Eq. 12 with Sec. 2, layer pruning", "HOLDS UNDER ASSUMPTION", uses=[TransformerBlock])
-def renumbered(seed: int) -> Evidence:
-    r"""a layer is pruned and the rest stays as it is
-
-    Needs: each block keeps its $\ell$; a model that is saved without a block and numbered anew, as the released script does,
-    has other factors behind it
-    """
-    X, blocks = Draw(seed).normal(5, 16), make_stack(seed, 4, "lns")
-    kept = [blocks[0], *blocks[2:]]
-    anew = []
-    for layer, block in enumerate(kept, 1):
-        moved = make_block(seed, layer, "lns")
-        moved.load_state_dict(
-            {name: v for name, v in block.state_dict().items() if name in dict(moved.named_parameters())}, strict=False
-        )
-        anew.append(moved)
-    Y = X
-    for block, layer in zip(kept, (1, 3, 4), strict=True):
-        Z = Y + written_attention(block, rms_norm(Y) / math.sqrt(layer))
-        Y = Z + torch.relu(rms_norm(Z) / math.sqrt(layer) @ block.feedforward.W_1) @ block.feedforward.W_2
-    holds = agrees(stream(kept, X)[-1], Y, "4 blocks without the second")
-    return assumed(holds, relative_error(stream(anew, X)[-1], Y), above=1e-3)
-
-
-@claim(
-    "curse-of-depth/norm-kind", "Sec. 3, 'LN denotes the layer normalization function'", "VAGUE", uses=[LayerNormAt, RMSNormAt]
-)
-def norm_kind(seed: int) -> Evidence:
-    """LN is layer normalization
-
-    Correct: all LLaMA runs have RMSNorm (Sec. 5.1)
-    """
-    X = Draw(seed).normal(5, 16) + 1
-    return readings({"LayerNorm": float(LayerNormAt(X).value[0, 0]), "RMSNorm": float(RMSNormAt(X).value[0, 0])}, "an entry")
 
 
 @claim("curse-of-depth/embedding-std", "Sec. 5.1; the theory, wherever sigma of x_1 enters", "OMITTED", uses=[initialise])

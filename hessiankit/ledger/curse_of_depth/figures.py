@@ -9,7 +9,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hessiankit.blocks import TransformerBlock
 from hessiankit.blocks import placements as eq
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.definitions import angle
@@ -91,16 +90,3 @@ def angle_reversal(seed: int) -> Evidence:
     far = angle(x, x + f) > 0.5
     ratios = (x.square().sum(1) / -(x * f).sum(1))[far]
     return bounded(ratios, f"||x||^2 / (-x f) of {int(far.sum())} pairs further apart than 1/2", attained=0.99)
-
-
-@claim("ours/angle-at-init", "The Curse of Depth, Eq. 1", "REPRODUCED", uses=[TransformerBlock])
-def angle_at_init(seed: int) -> Evidence:
-    r"""at initialisation, where branches are uncorrelated with the stream, $d(x^\ell, x^{\ell+n}) =
-    \frac1\pi\arccos\frac{\sigma_\ell}{\sigma_{\ell+n}}$ to 0.06: the angle follows from the variances"""
-    X = states(seed, 12)
-    rms = [float(x.square().mean().sqrt()) for x in X]
-    worst = 0.0
-    for n in (1, 4, 8):
-        for k in range(len(X) - n):
-            worst = max(worst, abs(float(angle(X[k], X[k + n]).mean()) - math.acos(min(1.0, rms[k] / rms[k + n])) / math.pi))
-    return measured(worst, worst < 0.06, "largest difference over 12 blocks of width 64, n = 1, 4, 8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from hessiankit.ledger.curse_of_depth.stacks import StackSizes, dense, make_stac
 from hessiankit.ledger.curse_of_depth.variance import grown
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import (
-    agrees,
     assumed,
     bounded,
     measured,
@@ -87,26 +85,6 @@ def eq66(seed: int) -> Evidence:
         by="eigenvalues",
         at={"dLN/dx": J},
     )
-
-
-@claim("ours/query-chain", "The Curse of Depth, Eq. 66", "HOLDS", uses=[AttentionAt.jacobian])
-def chain(seed: int) -> Evidence:
-    r"""$\frac{\partial y_L}{\partial W_1} = \frac{\partial y_L}{\partial x'_1}\frac{\partial\,\mathrm{Attn}}{\partial W_1}$"""
-    X, blocks = Draw(seed).normal(3, 6), make_stack(seed, 3, d_model=6, d_ff=8, n_heads=1)
-    first = blocks[0]
-    W: Any = first.attention
-    mask = torch.ones(3, 3, dtype=torch.bool).tril()
-    head = AttentionAt(rms_norm(X), W.W_Q, W.W_K, W.W_V, W.W_O, mask=mask)
-
-    def after(Y: Tensor) -> Tensor:
-        return stream(blocks[1:], Y + first.feedforward(rms_norm(Y)))[-1]
-
-    def through(W_Q: Tensor) -> Tensor:
-        logits = (rms_norm(X) @ W_Q @ W.W_K.T @ rms_norm(X).T / math.sqrt(6)).masked_fill(~mask, -math.inf)
-        return after(X + logits.softmax(-1) @ rms_norm(X) @ W.W_V @ W.W_O)
-
-    found = jacobian_of(after, X + head.value) @ dense(head.jacobian("W_Q"))
-    return agrees(found, jacobian_of(through, W.W_Q), "three blocks against autograd")
 
 
 @claim("curse-of-depth/eq69", "App. A.5, Eq. 69", "WRONG AS PRINTED", uses=[LayerNormAt])

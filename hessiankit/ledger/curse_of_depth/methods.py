@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from hessiankit.blocks import GroupNorm
 from hessiankit.blocks import placements as eq
 from hessiankit.blocks.initialisation import WeightPlace, deepnorm, olmo, olmo_printed
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import make_block, make_stack, stream
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, readings, wrong
+from hessiankit.ledger.evidence import agrees, wrong
 from hessiankit.ledger.registry import claim
 
 
@@ -53,19 +52,6 @@ def olmo_init(seed: int) -> Evidence:
     """
     printed, code = olmo_printed(place("W_2")).std, olmo(place("W_2")).std
     return wrong(printed, code, "W_2 of block 3", corrected=1 / math.sqrt(2 * 2048 * 3), above=0.3)
-
-
-@claim("curse-of-depth/group-ln", "Sec. 6, Group-LN", "VAGUE", uses=[GroupNorm])
-def group_ln(seed: int) -> Evidence:
-    """Group-LN normalises groups of features; their number is not given
-
-    Correct: it matters: two groups and eight are two functions
-    """
-    X, found = Draw(seed).normal(5, 16), {}
-    for groups in (2, 8):
-        block = make_block(seed, placement="group-ln", groups=groups, norm="layernorm", eps=1e-6)
-        found[f"{groups} groups"] = float(block(X)[0, 0])
-    return readings(found, "an entry of the same block's output")
 
 
 @claim("ours/after-residual-forgets", "The Curse of Depth, Table 8, 'After Residual'", "HOLDS", uses=[eq.lns_after_residual])

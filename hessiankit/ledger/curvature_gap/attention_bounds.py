@@ -31,7 +31,7 @@ from hessiankit.ledger.curvature_gap.attention_problems import (
     sample,
     two_attended_tokens,
 )
-from hessiankit.ledger.curvature_gap.notation import dense, kron, spectral
+from hessiankit.ledger.curvature_gap.notation import dense, spectral
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import assumed, bounded, loose, readings, violated, wrong
 from hessiankit.ledger.registry import claim
@@ -200,16 +200,6 @@ def z2_norm(seed: int) -> Evidence:
     """
     found = ratios(sample(seed), lambda p: spectral(dense(p.at.Z_2)), lambda p: p.steps.Z_2)
     return loose(found, "12 problems", factor=22)
-
-
-@claim("curvature-gap/r-norm", "C.1", "HOLDS", uses=[theorem_1_steps_printed])
-def r_norm(seed: int) -> Evidence:
-    r"""$\|R_m\|_2\le\sqrt{\mathrm{rank}(F - \mathrm{Target})}\,(L\|X\|_2\|W_V\|_2 + \|\mathrm{Target}\|_2)$"""
-    problems = (*sample(seed), half_on_itself(4))  # the last has F = 0 and a target of rank 1
-    found = ratios(
-        problems, lambda p: spectral(kron((p.at.value - p.target).reshape(1, -1), torch.eye(2))), lambda p: p.steps.residual
-    )
-    return bounded(found, "13 problems, attained with W_V = 0", attained=1 - 1e-9)
 
 
 @claim("curvature-gap/ho_vv-norm", "C.1", "HOLDS", uses=[outer_printed])

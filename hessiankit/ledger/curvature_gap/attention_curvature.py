@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from derivations.attention import AttentionAt
-from derivations.vecr import slice_transpose
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.block_jacobians import misprint, same
 from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, turn
@@ -160,16 +159,6 @@ def phi_kq(seed: int) -> Evidence:
         lambda p: dense(p.at.Phi("K", "Q")),
         lambda p: p.second("F", "K", "Q"),
         "from the corrected Phi_QK",
-    )
-
-
-@claim("curvature-gap/phi_kq-sym", "Lemma 2, 'by symmetry of second derivatives'", "HOLDS", uses=[slice_transpose])
-def phi_kq_sym(seed: int) -> Evidence:
-    r"""$\Phi_{KQ}$ is $\Phi_{QK}$ transposed slice by slice"""
-    return same(
-        seed,
-        lambda p: dense(slice_transpose(p.at.Phi("Q", "K"), p.X.numel(), p.n("Q"), p.n("K"))),
-        reference=lambda p: p.second("F", "K", "Q"),
     )
 
 

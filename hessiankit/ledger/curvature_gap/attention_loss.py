@@ -42,34 +42,9 @@ def right_factor(p: BlockPoint, k: str) -> Tensor:
     return kron(eye(d_V), W["K"]) if k == "Q" else kron(W["Q"], eye(d_V)) @ turn(d_K, d_V)
 
 
-def logits_outer(p: BlockPoint, k: str) -> Tensor:
-    """Return 2/(L d_V d_K)(I (x) W_K^T) Z_1^T (I (x) W_V W_V^T) Z_1 (right factor of k)."""
-    L, d_V, d_K, _ = p.sizes
-    Z_1, W_V = dense(p.at.Z_1), p.weights["V"]
-    left = kron(eye(d_V), p.weights["K"].T) @ Z_1.T @ kron(eye(L), W_V @ W_V.T) @ Z_1
-    return 2 / (L * d_V * d_K) * left @ right_factor(p, k)
-
-
 def contracted(p: BlockPoint, n: int) -> Tensor:
     """Return R_n = vec_r(F - Target)^T (x) I_n."""
     return kron((p.at.value - p.target).reshape(1, -1), eye(n))
-
-
-@claim("curvature-gap/c1-ho_vq", "C.1", "HOLDS", uses=[AttentionAt])
-def c1_ho_vq(seed: int) -> Evidence:
-    r"""$H_o(W_V,W_Q) = \frac{2}{Ld_V\sqrt{d_K}}(M_1^\top\otimes W_V^\top)Z_1(I\otimes W_K)$"""
-
-    def printed(p: BlockPoint) -> Tensor:
-        front = 2 / (p.X.numel() * math.sqrt(p.sizes.d_K)) * kron(dense(p.at.AX).T, p.weights["V"].T)
-        return front @ dense(p.at.Z_1) @ right_factor(p, "Q")
-
-    return compare(seed, printed, outer, "V", "Q")
-
-
-@claim("curvature-gap/c1-ho_qk", "C.1", "HOLDS", uses=[AttentionAt])
-def c1_ho_qk(seed: int) -> Evidence:
-    r"""$H_o(W_Q,W_K) = \frac{2}{Ld_Vd_K}(I\otimes W_K^\top)Z_1^\top(I_L\otimes W_VW_V^\top)Z_1(W_Q\otimes I)K_{d_K,d_V}$"""
-    return compare(seed, lambda p: logits_outer(p, "K"), outer, "Q", "K")
 
 
 @claim("curvature-gap/c1-hf_qq", "C.1", "HOLDS", uses=[AttentionAt.Phi])

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from derivations.attention import AttentionAt
 from derivations.attention_point import shuffle
 from derivations.composition import GaussNewton
-from derivations.softmax import SoftmaxAt
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.block_jacobians import misprint, same
 from hessiankit.ledger.curvature_gap.notation import dense, eye, kron
-from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, BlockPoint, point
+from hessiankit.ledger.curvature_gap.point import BlockPoint
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, wrong
+from hessiankit.ledger.evidence import wrong
 from hessiankit.ledger.registry import claim
 
 
@@ -48,17 +46,6 @@ def l2_hf(seed: int) -> Evidence:
 def functional_hessian(p: BlockPoint, i: str, j: str) -> Tensor:
     """Return the Hessian of 1/2 ||F - Target||^2 less J_i^T J_j, by autograd."""
     return p.X.numel() / 2 * p.second("loss of F", i, j) - p.first("F", i).T @ p.first("F", j)
-
-
-@claim("curvature-gap/l2-r", "Lemma 2", "HOLDS", uses=[AttentionAt.Phi])
-def l2_r(seed: int) -> Evidence:
-    r"""$H_f(W_i,W_j) = R_{n_i}\Phi_{ij}$, $R_m = \mathrm{vec}_r(F - \mathrm{Target})^\top\otimes I_m$, $\Phi_{ij} =
-    \partial^2F/\partial W_i\partial W_j$, for $\ell = \frac12\|F - \mathrm{Target}\|_F^2$"""
-    p = point(seed)
-    row = (p.at.value - p.target).reshape(1, -1)
-    found = [p.first("F", i).T @ p.first("F", j) + kron(row, eye(p.n(i))) @ dense(p.at.Phi(i, j)) for i, j in ATTENTION_PAIRS]
-    references = [p.X.numel() / 2 * p.second("loss of F", i, j) for i, j in ATTENTION_PAIRS]
-    return agrees(found, references, "nine blocks, with the outer part, against autograd")
 
 
 @claim("curvature-gap/s-dim", "Lemma 2", "WRONG AS PRINTED", uses=[shuffle])
@@ -98,22 +85,3 @@ def z_2(seed: int) -> Evidence:
     Correct: with $\partial^2A/\partial T^2$ as $L^4\times L^2$; a block diagonal of $L\times L$ blocks does not conform
     """
     return same(seed, lambda p: dense(p.at.Z_2), reference=lambda p: hessian_of(averaged(p), bilinear(p)))
-
-
-@claim("curvature-gap/d2a-dt2", "C.1", "HOLDS", uses=[SoftmaxAt.hessian])
-def d2a_dt2(seed: int) -> Evidence:
-    r"""$\frac{\partial^2A_{ij}}{\partial T_i\partial T_i} = A_{ij}(2aa^\top + E_{jj} - \mathrm{diag}(a) - e_ja^\top -
-    ae_j^\top)$ with $a = A_i$"""
-    T = Draw(seed).normal(2, 4)
-    L, S = T.shape
-    A, e = T.softmax(1), eye(S)
-    printed = torch.zeros(L, S, L, S, L, S, dtype=T.dtype)
-    for i in range(L):
-        a = A[i]
-        for j in range(S):
-            E = torch.outer(e[j], e[j])
-            bracket = 2 * torch.outer(a, a) + E - torch.diag(a) - torch.outer(e[j], a) - torch.outer(a, e[j])
-            printed[i, j, i, :, i, :] = a[j] * bracket
-    reference = hessian_of(lambda T: T.softmax(1), T)
-    found = [printed.reshape(-1, L * S), dense(SoftmaxAt(T).hessian("T", "T"))]
-    return agrees(found, [reference] * 2, "all entries, those between different rows are zero, against autograd")

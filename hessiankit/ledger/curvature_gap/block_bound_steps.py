@@ -116,19 +116,6 @@ def c6_phi_qk(seed: int) -> Evidence:
     return phi_row(seed, uniform_pair(4), "Q", "K", "uniform attention, L = d_V = 4", 3.9)
 
 
-@claim("curvature-gap/eq20", "C.6, Eq. 20", "HOLDS", uses=[theorem_6_printed])
-def eq20(seed: int) -> Evidence:
-    r"""$\|\xi_{12}\|_2\le\sqrt{d_V}\,\|Y\|_2$
-
-    Correct: for either order of the indices
-    """
-    found = []
-    for p in problems(seed):
-        right = math.sqrt(p.sizes.d_V) * spectral(p.block.Y)
-        found += [spectral(p.second("S", *pair)) / right for pair in (("1", "2"), ("2", "1"))]
-    return bounded(found, "four points, both orders")
-
-
 @claim("curvature-gap/eq21", "C.6, Eq. 21", "WRONG AS PRINTED", uses=[theorem_6_printed])
 def eq21(seed: int) -> Evidence:
     r"""$\|\xi_{21}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2$
@@ -149,15 +136,6 @@ def mixed(seed: int, i: str, width: Callable[[BlockSizes], int], weight: str) ->
         front = math.sqrt(width(p.sizes)) * norms(p)[weight] * spectral(dense(p.block.J_Y))
         found += [over(spectral(p.second("S", i, k)), front * spectral(p.first("F", k))) for k in ATTENTION]
     return bounded(found, "four points, exact J_Y and G_k")
-
-
-@claim("curvature-gap/eq22", "C.6, Eq. 22", "HOLDS", uses=[theorem_6_printed])
-def eq22(seed: int) -> Evidence:
-    r"""$\|\xi_{1k}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2\|J_Y\|_2\|G_k\|_2$
-
-    Correct: although the printed $\xi_{1k}$ does not conform
-    """
-    return mixed(seed, "1", lambda sizes: sizes.d_ff, "w_2")
 
 
 def eq24_sides(p: BlockPoint, k: str, m: str, phi: dict[str, float]) -> tuple[float, float]:

@@ -15,7 +15,6 @@ from hessiankit.ledger.curvature_gap.block_problems import (
     a_priori,
     closed_form,
     never_above,
-    over,
     problems,
     residual,
     single_row,
@@ -26,18 +25,6 @@ from hessiankit.ledger.curvature_gap.notation import dense, eye, spectral
 from hessiankit.ledger.curvature_gap.point import PAIRS, WEIGHTS, BlockPoint, point
 from hessiankit.ledger.evidence import agrees, bounded, loose, violated
 from hessiankit.ledger.registry import claim
-
-
-@claim("curvature-gap/eq8", "Theorem 6, Eq. 8", "HOLDS", uses=[theorem_6_printed])
-def eq8(seed: int) -> Evidence:
-    r"""$\|H_{tr}^{(i,j)}\|_2\le\|J_Z\|_2\|\xi_{ij}\|_2 + \|B_i\|_2\|H_Z\|_2\|B_j\|_2$"""
-    found = []
-    for p in problems(seed):
-        J_Z, H_Z = spectral(dense(p.block.J_Z)), spectral(dense(p.block.H_Z))
-        B = {i: spectral(p.first("S", i)) for i in WEIGHTS}
-        xi = {pair: spectral(p.second("S", *pair)) for pair in PAIRS}
-        found += [over(spectral(p.second("Z", i, j)), J_Z * xi[i, j] + B[i] * H_Z * B[j]) for i, j in PAIRS]
-    return bounded(found, "four points, 25 pairs, exact factors")
 
 
 def eq9_right(p: BlockPoint) -> float:

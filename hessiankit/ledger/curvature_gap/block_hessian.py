@@ -10,7 +10,7 @@ from derivations.feedforward import FeedForwardAt
 from derivations.transformer import PostNormBlockAt
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.block_jacobians import lifted, misprint, same
+from hessiankit.ledger.curvature_gap.block_jacobians import lifted, misprint
 from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, turn, vec_eye
 from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, PAIRS, BlockPoint, BlockSizes, point, points
 from hessiankit.ledger.evidence import agrees, assumed, relative_error
@@ -66,13 +66,6 @@ def xi_12(seed: int) -> Evidence:
     I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$; the printed matrix is $\xi_{21} = \partial B_2/\partial W_1$
     """
     return misprint(seed, printed_xi_12, lambda p: dense(p.block.xi("1", "2")), lambda p: p.second("S", "1", "2"))
-
-
-@claim("curvature-gap/xi_12-as-xi_21", "Theorem 10", "HOLDS", uses=[FeedForwardAt.hessian])
-def xi_12_as_xi_21(seed: int) -> Evidence:
-    r"""the matrix printed as $\xi_{12}$ is $\xi_{21} = \partial B_2/\partial W_1$"""
-    closed = [printed_xi_12, lambda p: dense(p.block.xi("2", "1"))]
-    return same(seed, *closed, reference=lambda p: p.second("S", "2", "1"), detail="the print and the closed form")
 
 
 def printed_xi_21(p: BlockPoint) -> Tensor:

@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from derivations.activation import ActivationAt
 from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
 from derivations.softmax import SoftmaxAt
 from derivations.transformer import PostNormBlockAt
-from hessiankit.ledger.autodiff import hessian_of, jacobian_of
+from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, ones, turn
 from hessiankit.ledger.curvature_gap.point import ATTENTION, WEIGHTS, BlockPoint, point, points
-from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, relative_error, wrong
 from hessiankit.ledger.registry import claim
 
@@ -43,17 +41,6 @@ def each(seed: int, names: Sequence[str], closed: Callable[[BlockPoint, str], Te
     """Compare first derivatives of a stage, weight by weight, with autograd."""
     found = [closed(p, i) for p in points(seed) for i in names]
     return agrees(found, [p.first(stage, i) for p in points(seed) for i in names], f"{', '.join(names)}, against autograd")
-
-
-@claim("curvature-gap/lem1", "Lemma 1; App. D, Lemma 3", "HOLDS", uses=[ActivationAt])
-def lem1(seed: int) -> Evidence:
-    r"""$\partial\mathrm{ReLU}(X)/\partial X = \mathrm{diag}(\mathrm{vec}_r 1_{X>0})$, $\partial^2\mathrm{ReLU} = 0$ almost
-    everywhere"""
-    X = Draw(seed).normal(3, 4)
-    at = ActivationAt("relu", X)
-    printed = torch.diag((X > 0).to(X.dtype).reshape(-1))
-    found = [printed, dense(at.jacobian("X")), dense(at.hessian("X", "X"))]
-    return agrees(found, [jacobian_of(torch.relu, X)] * 2 + [hessian_of(torch.relu, X)], "off the kinks, against autograd")
 
 
 @claim("curvature-gap/thm4", "Theorem 4", "HOLDS", uses=[PostNormBlockAt.jacobian])
@@ -113,19 +100,6 @@ def thm9_b1line(seed: int) -> Evidence:
     return misprint(seed, printed, lambda p: dense(p.block.B("1")), lambda p: p.first("S", "1"))
 
 
-@claim("curvature-gap/thm9-zw2", "Theorem 9, proof", "WRONG AS PRINTED", uses=[PostNormBlockAt.jacobian])
-def thm9_zw2(seed: int) -> Evidence:
-    r"""$\partial Z/\partial W_2 = J_Z\,\sigma(YW_1)\otimes I_{d_V}$
-
-    Correct: $J_Z(\sigma(YW_1)\otimes I_{d_V})$: the brackets are missing
-    """
-
-    def printed(p: BlockPoint) -> Tensor:
-        return kron(dense(p.block.J_Z) @ torch.relu(p.block.Y @ p.weights["1"]), eye(p.sizes.d_V))
-
-    return misprint(seed, printed, lambda p: dense(p.block.jacobian("2")), lambda p: p.first("Z", "2"))
-
-
 @claim("curvature-gap/thm9-jsy", "Theorem 9", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def thm9_jsy(seed: int) -> Evidence:
     r"""$\partial S/\partial Y = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(I_L\otimes W_1^\top) + I$
@@ -137,13 +111,6 @@ def thm9_jsy(seed: int) -> Evidence:
         return lifted(p, "2") @ tokens_indicator(p) @ lifted(p, "1") + eye(p.X.numel())
 
     return misprint(seed, printed, lambda p: dense(p.block.J_SY), of_S_in_Y)
-
-
-@claim("curvature-gap/g_q", "C.4", "HOLDS", uses=[AttentionAt])
-def g_q(seed: int) -> Evidence:
-    r"""$\partial F/\partial W_Q = (I_L\otimes W_V^\top X^\top)\,\frac{\partial A}{\partial M}\,(X\otimes XW_K)/\sqrt{d_K}$
-    ($M$: the logits)"""
-    return each(seed, ("Q",), lambda p, i: dense(p.at.G_Q), "F")
 
 
 def printed_G_K(p: BlockPoint) -> Tensor:
@@ -185,12 +152,6 @@ def da_dm_unif(seed: int) -> Evidence:
 
 
 # The definitions of Theorem 10 -----------------------------------------------------------------------------------------
-
-
-@claim("curvature-gap/b_k", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.B])
-def b_k(seed: int) -> Evidence:
-    r"""$B_k = J_{SY}J_Y G_k$ with $G_k := \partial F/\partial W_k$"""
-    return each(seed, ATTENTION, lambda p, i: dense(p.block.B(i)), "S")
 
 
 @claim("curvature-gap/g-clash", "Theorem 10, 'from Theorem 4'", "WRONG AS PRINTED", uses=[PostNormBlockAt.G])

@@ -12,7 +12,7 @@ from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.layernorm import EQUAL, GENERIC, centred, inverse_scales, scales, tokens
 from hessiankit.ledger.curvature_gap.notation import basis_pairs, dense, eye, if_it_conforms, kron, ones
-from hessiankit.ledger.evidence import agrees, off, relative_error
+from hessiankit.ledger.evidence import agrees, wrong
 
 AUTOGRAD = "against autograd"
 
@@ -93,10 +93,7 @@ def misprint(
     seed: int, printed: Callable[[Pieces], Tensor], closed: Callable[[Pieces], Tensor], reference: Callable[[Pieces], Tensor]
 ) -> Evidence:
     """Show that a printed derivative is off at both sizes, and the corrected one is not."""
-    errors, rest = [], []
-    for shape in (GENERIC, EQUAL):
-        at = Pieces(tokens(seed, shape))
-        true = reference(at)
-        errors.append(relative_error(if_it_conforms(printed, at), true))
-        rest.append(relative_error(closed(at), true))
-    return off(errors, "the smaller of the errors at (L, d_V) = (3, 4) and (3, 3)", corrected=rest)
+    pieces = [Pieces(tokens(seed, shape)) for shape in (GENERIC, EQUAL)]
+    as_printed, references = [if_it_conforms(printed, at) for at in pieces], [reference(at) for at in pieces]
+    detail = "the smaller of the errors at (L, d_V) = (3, 4) and (3, 3)"
+    return wrong(as_printed, references, detail, corrected=[closed(at) for at in pieces])

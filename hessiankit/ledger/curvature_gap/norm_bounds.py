@@ -12,22 +12,16 @@ from derivations.bounds import (
     lemma_4_jacobian_printed,
     norm_hessian_norm,
     norm_jacobian_norm,
-    proposition_10_printed,
 )
 from derivations.bounds.block_printed import (
     sigma_min_printed,
 )
-from derivations.layernorm_theorems import LayerNormTheorems
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.block_problems import (
-    norms,
-    problems,
-)
-from hessiankit.ledger.curvature_gap.notation import dense, spectral
+from hessiankit.ledger.curvature_gap.notation import spectral
 from hessiankit.ledger.curvature_gap.point import layer_norm
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import bounded, loose, violated, wrong
+from hessiankit.ledger.evidence import loose, violated, wrong
 from hessiankit.ledger.registry import claim
 
 
@@ -105,29 +99,6 @@ def lemma4_29(seed: int) -> Evidence:
     return loose([lemma_ratios(X, "proof")[1] for X in rows(seed)], "ten inputs", factor=4 * math.sqrt(3))
 
 
-def inverse_scale_ratios(X: Tensor) -> tuple[float, float]:
-    """Return left over right side of the proof's bounds on dP/dX and d2P/dX2, sigma_min as the proof reads it."""
-    objects, n, x, sigma = LayerNormTheorems(X), X.shape[1], spectral(X), sigma_min_printed(X, reading="proof")
-    first = x / (math.sqrt(n) * sigma**3)
-    return spectral(dense(objects.dP)) / first, spectral(dense(objects.d2P)) / (first + 3 * x**2 / (n * sigma**5))
-
-
-@claim("curvature-gap/lemma4-dp", "Lemma 4, proof 1", "HOLDS", uses=[LayerNormTheorems])
-def lemma4_dp(seed: int) -> Evidence:
-    r"""$\|\partial P/\partial X\|_2\le\|X\|_2/(\sqrt n\,\sigma_{\min}^3)$, $\sigma_{\min} = \min_i\sigma_i$
-
-    Correct: $= 1/(\sqrt n\min_i\sigma_i^2)$
-    """
-    found = [inverse_scale_ratios(X)[0] for X in rows(seed)]
-    exact = [spectral(dense(LayerNormTheorems(X).dP)) * math.sqrt(X.shape[1]) * least_scale(X) ** 2 for X in rows(seed)]
-    return bounded([*found, *exact], "ten inputs, the print and the corrected equality", attained=1 - 1e-9)
-
-
-def least_scale(X: Tensor) -> float:
-    """Return min_i sigma_i."""
-    return sigma_min_printed(X, reading="proof")
-
-
 @claim("curvature-gap/lemma4-29-degree", "Lemma 4, Eq. 29, middle term", "WRONG AS PRINTED", uses=[lemma_4_hessian_printed])
 def lemma4_29_degree(seed: int) -> Evidence:
     r"""$\|X\|_2^2/(\sqrt n\,\sigma_{\min}^3)$ scales as a second derivative of LayerNorm does
@@ -145,18 +116,3 @@ def lemma4_29_degree(seed: int) -> Evidence:
     hessian = spectral(hessian_of(layer_norm, c * X)) / spectral(hessian_of(layer_norm, X))
     detail = "factor with 100 X in place of X: of that term, of H by autograd, of the other terms"
     return wrong(scaled_middle / middle, hessian, detail, corrected=scaled_rest / rest)
-
-
-@claim("curvature-gap/eq27", "Proposition 10, Eq. 27", "HOLDS", uses=[proposition_10_printed])
-def eq27(seed: int) -> Evidence:
-    r"""$\|S\|_2\le\sqrt{Ld_V}\,(1 + \sqrt{\min(L,d_{ff})}\,\|W_1\|_2\|W_2\|_2)$
-
-    Correct: the inner root is not needed: $\|S\|_F\le\sqrt{Ld_V}(1 + \|W_1\|\|W_2\|)$
-    """
-    found = []
-    for p in problems(seed):
-        L, d_V, _, d_ff = p.sizes
-        named = norms(p)
-        found.append(spectral(p.block.S) / proposition_10_printed(L, d_V, d_ff, named["w_1"], named["w_2"]).S)
-        found.append(float(p.block.S.norm()) / (math.sqrt(L * d_V) * (1 + named["w_1"] * named["w_2"])))
-    return bounded(found, "four points, the print and without the inner root")

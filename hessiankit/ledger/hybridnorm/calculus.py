@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from derivations.matrix import Commutation, Dense
-from derivations.normalization import LayerNormAt, RMSNormAt
+from derivations.matrix import Dense
+from derivations.normalization import RMSNormAt
 from derivations.softmax import SoftmaxAt
-from derivations.vecr import sandwich, transpose_rule, vec_r
+from derivations.vecr import sandwich
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
@@ -15,16 +15,6 @@ from hessiankit.ledger.evidence import agrees, wrong
 from hessiankit.ledger.hybridnorm.definitions import rms_norm
 from hessiankit.ledger.hybridnorm.jacobians import dense
 from hessiankit.ledger.registry import claim
-
-
-@claim("hybridnorm/rmsnorm", "App. A.1, notation", "HOLDS", uses=[RMSNormAt])
-def rmsnorm(seed: int) -> Evidence:
-    r"""$\mathrm{Norm}(x) = \alpha\odot x/\mathrm{RMS}(x)$, $\mathrm{RMS}(x) = \sqrt{\frac1d\sum_i x_i^2}$ (RMSNorm, without
-    $\epsilon$)"""
-    draw = Draw(seed)
-    X, gain = draw.normal(4, 5), draw.normal(5)
-    reference = torch.nn.functional.rms_norm(X, (5,), gain, eps=0.0)
-    return agrees([RMSNormAt(X, gamma=gain).value, gain * rms_norm(X)], [reference] * 2, "against torch's RMSNorm with eps = 0")
 
 
 @claim("hybridnorm/eq14", "App. A.1, Eq. 14", "HOLDS", uses=[sandwich])
@@ -45,13 +35,6 @@ def eq19(seed: int) -> Evidence:
     return agrees(
         [printed, dense(SoftmaxAt(M).jacobian("T"))], [reference] * 2, "as printed and the closed form, against autograd"
     )
-
-
-@claim("hybridnorm/commutation", "Lemma A.1, after Eq. 19", "HOLDS", uses=[Commutation, transpose_rule])
-def commutation(seed: int) -> Evidence:
-    r"""$K_{d_k,d}\,\mathrm{vec}_r(W_K) = \mathrm{vec}_r(W_K^\top)$ for $W_K$ of shape $d\times d_k$"""
-    W = Draw(seed).normal(5, 3)
-    return agrees(dense(Commutation(3, 5)) @ vec_r(W), vec_r(W.T), "d = 5, d_k = 3")
 
 
 def printed_norm_jacobian(X: torch.Tensor) -> torch.Tensor:
@@ -94,13 +77,3 @@ def eq20_eps(seed: int) -> Evidence:
     reference = jacobian_of(lambda X: rms_norm(X, eps) * gain, X)
     scaled = torch.diag(gain.repeat(3)) @ printed_norm_jacobian(X)  # the gain forgiven, eps not
     return wrong(scaled, reference, "eps = 0.01", corrected=dense(RMSNormAt(X, gamma=gain, eps=eps).jacobian("X")))
-
-
-@claim("hybridnorm/layernorm-jacobian", "App. A.1 and Sec. 3.2, 'RMSNorm or LayerNorm'", "OMITTED", uses=[LayerNormAt])
-def layernorm_jacobian(seed: int) -> Evidence:
-    r"""the Jacobian of LayerNorm in place of Eq. 20: $\mathrm{diag}(\alpha)\,s^{-1}(I - \frac1d 11^\top - x_c x_c^\top/(d
-    s^2))$"""
-    draw = Draw(seed)
-    X, gain = draw.normal(3, 5), draw.uniform(5, low=0.5, high=1.5)
-    closed = dense(LayerNormAt(X, gamma=gain, beta=torch.zeros(5, dtype=torch.float64), eps=1e-3).jacobian("X"))
-    return agrees(closed, jacobian_of(lambda X: torch.nn.functional.layer_norm(X, (5,), eps=1e-3) * gain, X), "against autograd")

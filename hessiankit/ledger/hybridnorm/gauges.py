@@ -36,41 +36,28 @@ def gauge_nullity(seed: int, normed: str, d_k: int = 3, *, rotary: bool = False)
     return int((values < 1e-9 * values[0]).sum())
 
 
-def gauge_row(normed: str, formula: str, *, rotary: bool = False) -> None:
-    """Enter the row of one set of norms."""
-    widths = (2, 4) if rotary else (2, 3)
-
-    @claim(
-        f"ours/gauge-{normed or 'none'}{'-rotary' if rotary else ''}",
-        f"HybridNorm, Eqs. 1, 7, 35-39, norms of {normed.upper() or 'nothing'}{', rotary' if rotary else ''}",
-        "HOLDS",
-        statement=f"linear maps of $W_Q, W_K, W_V, W_O$ of a head that leave its function unchanged: dimension {formula}",
-        uses=[gauge_dimension],
-    )
-    def row(seed: int) -> Evidence:
-        found = [gauge_nullity(seed, normed, d_k, rotary=rotary) for d_k in widths]
-        expected = [gauge_dimension(d_k, normed=normed, rotary=rotary) for d_k in widths]
-        k = 0 if found[0] != expected[0] else 1
-        return counts(found[k], expected[k], f"nullity of the generators at d_k = {widths[k]}")
+def compare_nullities(seed: int, sets: tuple[str, ...], widths: tuple[int, ...], *, rotary: bool) -> Evidence:
+    """Compare the nullity of the generators with the formula, for sets of norms and widths of a head."""
+    cases = [(normed, d_k) for normed in sets for d_k in widths]
+    found = [gauge_nullity(seed, normed, d_k, rotary=rotary) for normed, d_k in cases]
+    expected = [gauge_dimension(d_k, normed=normed, rotary=rotary) for normed, d_k in cases]
+    right = sum(a == b for a, b in zip(found, expected, strict=True))
+    return counts(right, len(cases), f"nullities of the generators: {', '.join(map(str, found))}")
 
 
-ROTATIONS = r"\frac{d_k(d_k-1)}{2}"
-for _normed, _formula in (
-    ("", "$2d_k^2$"),
-    ("qk", rf"$({ROTATIONS} + 2) + d_k^2$"),
-    ("qkv", rf"$({ROTATIONS} + 2) + ({ROTATIONS} + 1)$"),
-    ("qkvc", rf"$({ROTATIONS} + 2) + ({ROTATIONS} + 1)$"),
-    ("qkc", rf"$({ROTATIONS} + 2) + ({ROTATIONS} + 1)$"),
-    ("kv", rf"$({ROTATIONS} + 1) + ({ROTATIONS} + 1)$"),
-    ("kc", rf"$({ROTATIONS} + 1) + ({ROTATIONS} + 1)$"),
-):
-    gauge_row(_normed, _formula)
-for _normed, _formula in (
-    ("", "$d_k + d_k^2$"),
-    ("qk", r"$(\frac{d_k}{2} + 2) + d_k^2$"),
-    ("k", r"$(\frac{d_k}{2} + 1) + d_k^2$"),
-):
-    gauge_row(_normed, _formula, rotary=True)
+@claim("ours/gauge", "HybridNorm, Eqs. 1, 7, 35-39", "HOLDS", uses=[gauge_dimension])
+def gauge(seed: int) -> Evidence:
+    r"""linear maps of $W_Q, W_K, W_V, W_O$ of a head that leave its function unchanged have dimension $2d_k^2$ without norms;
+    with $r = \frac{d_k(d_k-1)}{2}$, $(r + 2) + d_k^2$ for QK, $(r + 2) + (r + 1)$ for QKV, QKVC and QKC, $(r + 1) + (r + 1)$
+    for KV and KC"""
+    return compare_nullities(seed, ("", "qk", "qkv", "qkvc", "qkc", "kv", "kc"), (2, 3), rotary=False)
+
+
+@claim("ours/gauge-rotary", "HybridNorm, Eqs. 1, 7, 35-39, rotary", "HOLDS", uses=[gauge_dimension])
+def gauge_rotary(seed: int) -> Evidence:
+    r"""with rotary positions: $d_k + d_k^2$ without norms, $(\frac{d_k}{2} + 2) + d_k^2$ for QK, $(\frac{d_k}{2} + 1) +
+    d_k^2$ for K"""
+    return compare_nullities(seed, ("", "qk", "k"), (2, 4), rotary=True)
 
 
 @claim("ours/qkv-head-scales", "HybridNorm, Eq. 40 and Algorithm 1", "HOLDS")

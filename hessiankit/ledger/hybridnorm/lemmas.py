@@ -11,7 +11,7 @@ from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, wrong
-from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint, rms_norm
+from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
 from hessiankit.ledger.hybridnorm.jacobians import dense, printed_pre_norm, printed_qkv_norm
 from hessiankit.ledger.registry import claim
 
@@ -32,37 +32,6 @@ def qkv_norm_jacobian(seed: int, letter: str, *, causal: bool = False) -> Eviden
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=1 + LETTERS.index(letter))
     closed = dense(head.closed_qkv_norm.jacobian(letter))
     return agrees([printed_qkv_norm(head, letter), closed], [reference, reference], DETAIL)
-
-
-@claim("hybridnorm/eq12", "App. A.1, Eq. 12", "HOLDS", uses=[AttentionAt, RMSNormAt])
-def eq12(seed: int) -> Evidence:
-    r"""$S = \mathrm{softmax}(X_N W_Q W_K^\top X_N^\top/\sqrt{d_k})\, X_N W_V W_O$ with $X_N = \mathrm{Norm}(X)$"""
-    head = HeadPoint.draw(Draw(seed))
-    N = rms_norm(head.X)
-    Q, K, V = N @ head.W_Q, N @ head.W_K, N @ head.W_V
-    reference = torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0] @ head.W_O
-    return agrees(head.closed_pre_norm.value, reference, "the closed form against torch's fused attention")
-
-
-@claim("hybridnorm/eq13", "App. A.1, Eq. 13", "HOLDS", uses=[Stage, RMSNormAt])
-def eq13(seed: int) -> Evidence:
-    r"""$S_N = A_N V_N W_O$ with $A_N = \mathrm{softmax}(Q_N K_N^\top/\sqrt{d_k})$ and $Q = XW_Q$ of the bare $X$"""
-    head = HeadPoint.draw(Draw(seed))
-    Q, K, V = (rms_norm(head.X @ W) for W in head.weights[:3])
-    reference = torch.nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None])[0] @ head.W_O
-    return agrees(head.closed_qkv_norm.value, reference, "the composed closed form against torch's fused attention")
-
-
-@claim("hybridnorm/eq15", "Lemma A.1, Eq. 15", "HOLDS", uses=[AttentionAt.jacobian])
-def eq15(seed: int) -> Evidence:
-    r"""$\partial S/\partial W_O = A X_N W_V\otimes I_d$"""
-    return pre_norm_jacobian(seed, "W_O")
-
-
-@claim("hybridnorm/eq16", "Lemma A.1, Eq. 16", "HOLDS", uses=[AttentionAt.jacobian])
-def eq16(seed: int) -> Evidence:
-    r"""$\partial S/\partial W_V = A X_N\otimes W_O^\top$"""
-    return pre_norm_jacobian(seed, "W_V")
 
 
 @claim("hybridnorm/eq17", "Lemma A.1, Eq. 17", "HOLDS", uses=[AttentionAt.jacobian])
@@ -151,10 +120,3 @@ def lemma_a2_proof_a(seed: int) -> Evidence:
     inner = dense(RMSNormAt(head.X @ head.W_V).jacobian("X")) @ torch.kron(head.X, torch.eye(3, dtype=torch.float64))
     printed = torch.kron(head.closed_pre_norm.A, head.W_O.T.contiguous()) @ inner
     return wrong(printed, reference, "with the A of Eq. 12", corrected=printed_qkv_norm(head, "W_V"))
-
-
-@claim("ours/lemmas-causal", "Lemmas A.1 and A.2", "HOLDS", uses=[AttentionAt.jacobian, Stage.jacobian])
-def lemmas_causal(seed: int) -> Evidence:
-    """both lemmas hold as they stand with a causal mask"""
-    found = [f(seed, letter, causal=True) for f in (pre_norm_jacobian, qkv_norm_jacobian) for letter in LETTERS]
-    return max(found, key=lambda evidence: evidence.number or 0.0)

@@ -107,17 +107,6 @@ def eq28_eq29(seed: int) -> Evidence:
     return readings(values, "left over right side at two tokens")
 
 
-@claim("hybridnorm/eq28-growth", "Theorem A.3, Eq. 28, growth with s", "LOOSE", uses=[pre_norm_gradient_bounds])
-def eq28_growth(seed: int) -> Evidence:
-    r"""$\|\partial S/\partial W_Q\|_F$ grows like $s^{3/2}$
-
-    Correct: at most like $s^{1/2}$
-    """
-    few, many = pre_norm_norms(opposite_tokens(seed, 2)).W_Q, pre_norm_norms(opposite_tokens(seed, 32)).W_Q
-    exponent = math.log(many / few) / math.log(16)
-    return loose(exponent / 1.5, f"the worst case grows like s^{exponent:.3f}, over 3/2", factor=3)
-
-
 @claim("ours/eq26-sharp", "HybridNorm, Theorem A.3, Eq. 26", "HOLDS", uses=[pre_norm_gradient_bounds])
 def eq26_sharp(seed: int) -> Evidence:
     r"""$\|\partial S/\partial W_O\|_F\le d\sqrt s\,\|W_V\|_2$, attained by equal tokens"""

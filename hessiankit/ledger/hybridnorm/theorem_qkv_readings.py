@@ -10,7 +10,7 @@ import torch
 from derivations.gradient_bounds import AttentionGradientBounds, largest_gain, qkv_norm_gradient_bounds
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, bounded, exceeded
+from hessiankit.ledger.evidence import assumed, bounded
 from hessiankit.ledger.hybridnorm.bounds_printed import (
     opposite_tokens,
     printed_qkv_norm_bounds,
@@ -22,7 +22,7 @@ from hessiankit.ledger.hybridnorm.bounds_printed import (
     spectral,
 )
 from hessiankit.ledger.hybridnorm.definitions import HeadPoint
-from hessiankit.ledger.hybridnorm.theorem_qkv import scaled_tokens, sharp
+from hessiankit.ledger.hybridnorm.theorem_qkv import break_bound, scaled_tokens
 from hessiankit.ledger.registry import claim
 
 RHO = r"$\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"
@@ -45,9 +45,8 @@ def nearly_lost_tokens(seed: int, letter: str, *, distance: float = 1e-3) -> Evi
         other = {"W_Q": "W_K", "W_K": "W_Q"}[letter]
         rest: dict[str, Any] = {"W_V": torch.outer(u, e[2]), "W_O": torch.outer(e[2], draw.normal(5))}
         head = HeadPoint(**{"X": torch.stack([x, -x]), letter: W, other: torch.outer(u, e[1]), **rest})
-    found = getattr(ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, sigma_of_weight)), letter)
     detail = f"d_k = 3 < d = 5, tokens within {distance:g} of the kernel of {letter}^T"
-    return exceeded(found, detail, corrected=getattr(sharp(head), letter), above=5)
+    return break_bound(head, letter, sigma_of_weight, detail, above=5)
 
 
 def as_wide_as_the_model(seed: int, letter: str) -> Evidence:

@@ -87,20 +87,6 @@ def estimate_q(seed: int) -> Evidence:
     return bounded(found, f"{len(found)} ratios")
 
 
-@claim("sharpness-disparity/b2-estimate-vo", "App. B.2, estimates for W_V and W_O, first inequality", "HOLDS", uses=[matrix_norm])
-def estimate_vo(seed: int) -> Evidence:
-    r"""$\|\frac{\partial\mathcal{Q}}{\partial W_V}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial
-    Y}\|_F\|A\|_F\|W_O\|_F\|X_{\mathrm{Norm}}\|_F$, and with $W_V$ for $W_O$"""
-    found = []
-    for point in sample(seed):
-        shared = norm(point.q) * norm(point.closed.A) * norm(point.X_norm)
-        found += [
-            norm(point.gradient("W_V")) / (shared * norm(point.W_O)),
-            norm(point.gradient("W_O")) / (shared * norm(point.W_V)),
-        ]
-    return bounded(found, f"{len(found)} ratios, attained by one token", attained=1 - 1e-9)
-
-
 @claim(
     "sharpness-disparity/b2-estimate-gamma", "App. B.2, estimate for gamma, first line", "WRONG AS PRINTED", uses=[matrix_norm]
 )
@@ -193,20 +179,6 @@ def any_length(seed: int) -> Evidence:
     return bounded(
         found, f"{len(found)} ratios: 4 shapes, with and without a causal mask; two opposite tokens", attained=1 - 1e-9
     )
-
-
-@claim("sharpness-disparity/thm4.2-s-qk", "Theorem 4.2, bounds on S", "HOLDS")
-def s_qk(seed: int) -> Evidence:
-    r"""$\mathcal{S}(W_\bullet) = O\left(\frac{\Phi^2}{D^2\|W_\bullet\|_F^2}\right)$ for $K$, $Q$"""
-    found = [end_ratio(p, letter, constants(p)) ** 2 for p in sample(seed)[:-1] for letter in ("W_Q", "W_K")]
-    return bounded(found, "S D^2 ||W||^2 / Phi^2 with the D^2 parameters of one head of width D: constant 1")
-
-
-@claim("sharpness-disparity/thm4.2-s-vo", "Theorem 4.2, bounds on S", "HOLDS")
-def s_vo(seed: int) -> Evidence:
-    r"""$\mathcal{S}(W_\bullet) = O\left(\frac{\Psi^2}{D^2\|W_\bullet\|_F^2}\right)$ for $V$, $O$"""
-    found = [end_ratio(p, letter, constants(p)) ** 2 for p in sample(seed) for letter in ("W_V", "W_O")]
-    return bounded(found, "S D^2 ||W||^2 / Psi^2: constant 1")
 
 
 @claim("sharpness-disparity/thm4.2-s-gamma", "Theorem 4.2, bounds on S", "HOLDS")

@@ -21,7 +21,6 @@ from hessiankit.ledger.evidence import (
     bounded,
     loose,
     relative_error,
-    small,
     violated,
     wrong,
 )
@@ -135,18 +134,6 @@ def vocabulary(seed: int) -> Evidence:
     detail = "50000 merges, 256 bytes, 1 end of text; padded to a multiple of 64 they are 50304"
     unpadded = 50304 - (-tokens) % 64
     return wrong(50304.0, float(tokens), detail, corrected=float(unpadded), above=5e-4)
-
-
-@claim("ours/embedding-orthogonal", "Sharpness Disparity, Theorem 4.3", "HOLDS", uses=[LayerNormAt])
-def orthogonal(seed: int) -> Evidence:
-    r"""row $k$ of $\nabla_{W_E}\mathcal{Q}$ is orthogonal to $w_k$ and to $1$, and 0 for a token that does not occur:
-    $\mathcal{S}(\mathrm{Emb})$ shrinks as the vocabulary grows"""
-    point = EmbeddingPoint.draw(seed)
-    G = point.gradient("W_E").reshape(9, 5)
-    absent = sorted(set(range(9)) - set(point.tokens.tolist()))
-    scale = float(G.norm() * point.W_E.norm())
-    errors = [(G * point.W_E).sum(1).abs().max() / scale, G.sum(1).abs().max() / scale, G[absent].abs().max() / scale]
-    return small([float(e) for e in errors], f"{len(absent)} of 9 tokens do not occur")
 
 
 @claim("ours/embedding-dilution", "Sharpness Disparity, Eqs. 1 and 4", "HOLDS", uses=[TokenEmbeddingAt])

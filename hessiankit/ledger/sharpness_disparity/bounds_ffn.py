@@ -73,17 +73,6 @@ def x_norm(seed: int) -> Evidence:
     return loose(found, "n = 9, 20 generic points and the one that attains the sharp bound", factor=math.sqrt(n))
 
 
-@claim("sharpness-disparity/b1-w1-estimate", "App. B.1, estimate for W_1", "HOLDS", uses=[matrix_norm])
-def w1_estimate(seed: int) -> Evidence:
-    r"""$\|\frac{\partial\mathcal{Q}}{\partial W_1}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\frac{\partial
-    A}{\partial M}\|_F\|W_2\|_F\|X_{\mathrm{Norm}}\|_F$"""
-    found = [
-        norm(p.gradient("W_1")) / (norm(p.q) * norm(p.dA) * matrix_norm(p.W_2, "F") * matrix_norm(p.X_norm, "F"))
-        for p in sample(seed)
-    ]
-    return bounded(found, f"{len(found)} points, attained by one token and M = 1", attained=1 - 1e-9)
-
-
 @claim(
     "sharpness-disparity/b1-w2-estimate-kronecker",
     "App. B.1, estimate for W_2, second line",

@@ -278,31 +278,6 @@ def micro_batches(seed: int) -> Evidence:
     )
 
 
-@claim("ours/eq3-autoregressive", "Sharpness Disparity, Eq. 3", "HOLDS")
-def autoregressive(seed: int) -> Evidence:
-    r"""labels that are drawn in turn and fed back leave $\mathbb{E}[(\sum_tg_t)^2] = \sum_t\mathbb{E}[g_t^2]$: Eq. 3 is
-    unbiased for the Fisher matrix under prefixes of the model's own"""
-    draw, C, T = Draw(seed), 3, 3
-    E, W = draw.normal(C + 1, 4), draw.normal(4, C)
-
-    def log_p(W: Tensor, prefix: tuple[int, ...]) -> Tensor:
-        return (torch.tanh(E[[C, *prefix]].sum(0)) @ W).log_softmax(0)
-
-    square, parts = torch.zeros(4 * C, dtype=torch.float64), torch.zeros(4 * C, dtype=torch.float64)
-    cache = {
-        prefix: (log_p(W, prefix).exp(), jacobian_of(lambda W, p=prefix: log_p(W, p), W))  # type: ignore[misc]
-        for t in range(T)
-        for prefix in itertools.product(range(C), repeat=t)
-    }
-    for sequence in itertools.product(range(C), repeat=T):
-        steps = [(cache[sequence[:t]], sequence[t]) for t in range(T)]
-        weight = math.prod(float(p[label]) for (p, _), label in steps)
-        gradients = torch.stack([J[label] for (_, J), label in steps])
-        square += weight * gradients.sum(0).square()
-        parts += weight * gradients.square().sum(0)
-    return agrees(square, parts, "all 27 sequences")
-
-
 @claim("ours/eq3-dropout", "Sharpness Disparity, Eq. 3", "HOLDS UNDER ASSUMPTION")
 def dropout(seed: int) -> Evidence:
     """labels have to come from the softmax of the same forward pass: those of another dropout mask bias the estimate

@@ -15,11 +15,9 @@ from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, counts, relative_error, small, wrong
 from hessiankit.ledger.registry import claim
 from hessiankit.ledger.sharpness_disparity.principle import ORDER, RATES
-from hessiankit.optim import PRESETS, block_types
+from hessiankit.optim import block_types
 from hessiankit.partition.fused import named_slices
 
-ADAM_MINI = PRESETS["adam-mini"]
-"""App. A.3, in place of Eq. 5."""
 STEPS, WARMUP = 50_000, 1_000
 
 
@@ -52,15 +50,6 @@ def eq5(seed: int) -> Evidence:
     return counts(falling, 10, detail)
 
 
-@claim("sharpness-disparity/adam-mini-ratios", "App. A.3, Adam-mini", "HOLDS")
-def adam_mini_ratios(seed: int) -> Evidence:
-    r"""the ratios 4, 1, 4, 4 of Emb, QK, FFN, VO 'do not satisfy
-    $r(\bullet)\propto\mathcal{S}(\mathrm{Norm})/\mathcal{S}(\bullet)$'"""
-    types = ORDER[:4]
-    against = [f"{a} below {b}" for a, b in itertools.combinations(types, 2) if ADAM_MINI[a] < ADAM_MINI[b]]
-    return counts(len(against), 2, f"pairs of which the flatter type has the smaller rate: {', '.join(against)}")
-
-
 @claim("sharpness-disparity/weight-decay", "Sec. 6, Baselines", "OMITTED")
 def weight_decay(seed: int) -> Evidence:
     r"""weight decay $\lambda = 0.1$, the same with Blockwise LR
@@ -73,27 +62,6 @@ def weight_decay(seed: int) -> Evidence:
     found = torch.stack([1 - a / theta for a in after])
     expected = torch.tensor([[1e-4], [1e-3]], dtype=torch.float64).expand(2, 5)
     return small(float((found - expected).abs().max()), "shrinkage in one step without a gradient, r = 1 and r = 10")
-
-
-@claim("sharpness-disparity/code-decay", "released code, weight decay", "OMITTED")
-def code_decay(seed: int) -> Evidence:
-    r"""which parameters $\lambda = 0.1$ is for
-
-    Correct: all of them: the scripts for GPT-2 and LLaMA also decay the norms' gains, which nanoGPT, where they come from,
-    leaves out. Without a gradient a gain is multiplied by $\prod_t(1-\lambda\eta_t)$
-    """
-    gain, peak, steps = nn.Parameter(1 + Draw(seed).normal(5, std=0.1)), 6e-4, 100
-    before, left = gain.detach().clone(), 1.0
-    optimizer = torch.optim.AdamW([gain], betas=(0.9, 0.95), weight_decay=0.1)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = rate = cosine(step, peak, peak / 20, 10, steps)
-        gain.grad = torch.zeros_like(gain)
-        optimizer.step()
-        left *= 1 - 0.1 * rate
-    run = math.prod(1 - 0.1 * cosine(step, peak, peak / 20) for step in range(STEPS))
-    return agrees(
-        gain.detach(), left * before, f"100 steps without a gradient; after the paper's {STEPS:,} a gain of 1 is {run:.2f}"
-    )
 
 
 @claim("sharpness-disparity/fused", "Sec. 5, for fused attention weights", "HOLDS UNDER ASSUMPTION", uses=[named_slices])

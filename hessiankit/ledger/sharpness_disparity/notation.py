@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from derivations.normalization import LayerNormAt, RMSNormAt
-from hessiankit.blocks import Transformer, TransformerBlock, initialise
+from derivations.normalization import LayerNormAt
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, wrong
+from hessiankit.ledger.evidence import wrong
 from hessiankit.ledger.registry import claim
 
 
@@ -48,17 +47,6 @@ def norm(seed: int) -> Evidence:
     return wrong(printed, reference, "the variance averaged in both", corrected=LayerNormAt(X, gamma, beta).value, above=0.05)
 
 
-@claim("sharpness-disparity/rms-norm", "Sec. 3.1, Norm blocks", "OMITTED", uses=[RMSNormAt])
-def rms_norm(seed: int) -> Evidence:
-    r"""RMSNorm is named and has no formula
-
-    Correct: $x/\sqrt{\frac1D\sum_j x_j^2 + \epsilon}\odot\gamma$, without centring
-    """
-    draw = Draw(seed)
-    X, gamma = draw.normal(4, 5), draw.normal(5)
-    return agrees(RMSNormAt(X, gamma, 1e-5).value, F.rms_norm(X, (5,), gamma, 1e-5), "the closed form against torch's rms_norm")
-
-
 @claim("sharpness-disparity/eps", "Sec. 3.1, Norm blocks", "OMITTED", uses=[LayerNormAt])
 def eps(seed: int) -> Evidence:
     r"""the norms have no $\epsilon$; those of the models have one
@@ -68,36 +56,3 @@ def eps(seed: int) -> Evidence:
     X = Draw(seed).normal(4, 5)
     found = LayerNormAt(X, eps=1e-2).value
     return wrong(LayerNormAt(X).value, F.layer_norm(X, (5,), eps=1e-2), "eps = 0.01", corrected=found, above=1e-4)
-
-
-@claim("sharpness-disparity/output", "Sec. 3.1, L-layer SA-FFN blocks", "OMITTED", uses=[Transformer])
-def output(seed: int) -> Evidence:
-    r"""$\mathrm{TF}(X) = X^{(L)}$: no norm after the last block and no head
-
-    Correct: GPT-2 and LLaMA have $\mathrm{Norm}(X^{(L)})W_C$; to which block type the final norm and the head belong is not
-    said
-    """
-    model = Transformer(9, 6, 8, 2, 2, placement="pre", max_len=4, seed=seed).double()
-    tokens = Draw(seed).integers(0, 9, 1, 4)
-    X = model.embedding(tokens)
-    for block in model.blocks:
-        X = block(X)
-    found = F.layer_norm(X, (6,), eps=1e-5) @ model.embedding.W_E.T
-    return agrees(found, model(tokens), "a tied GPT-2-like model from its X^(L)")
-
-
-@claim("sharpness-disparity/ffn", "Sec. 3.1, FFN blocks", "HOLDS UNDER ASSUMPTION", uses=[TransformerBlock])
-def ffn(seed: int) -> Evidence:
-    r"""$\mathrm{FFN}(x) = \sigma(xW_1)W_2$, of 'such as ReLU'
-
-    Needs: a network without gate: GPT-2's (GELU); LLaMA's SwiGLU has a third matrix
-    """
-    X = Draw(seed).normal(4, 6)
-    found = {}
-    for activation, sigma in (("gelu", F.gelu), ("swiglu", F.silu)):
-        block = TransformerBlock(6, 8, placement="pre", activation=activation).double()
-        initialise(block, seed=seed)
-        network = block.feedforward
-        found[activation] = (network(X), sigma(X @ network.W_1) @ network.W_2)
-    gated = agrees(*found["swiglu"]).number
-    return assumed(agrees(*found["gelu"], "GELU"), gated or 0.0, above=0.05)

@@ -11,9 +11,6 @@ from torch import Tensor
 from derivations.attention import AttentionAt
 from derivations.matrix import Commutation
 from derivations.normalization import LayerNormAt
-from derivations.softmax import SoftmaxAt
-from hessiankit.blocks import Attention
-from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, small, wrong
@@ -63,19 +60,6 @@ def jacobian_row(seed: int, letter: str) -> Evidence:
     reference = point.gradient(letter)
     found = [point.q @ printed(point, letter), point.closed_gradient(letter)]
     return agrees(found, [reference, reference], "dQ/dY times the printed matrix and the closed form against autograd")
-
-
-@claim("sharpness-disparity/b2-softmax", "App. B.2, dA/dM", "OMITTED", uses=[SoftmaxAt.jacobian])
-def softmax(seed: int) -> Evidence:
-    r"""$\frac{\partial A}{\partial M}$ is used without its formula
-
-    Correct: $\mathrm{blockdiag}_i(\mathrm{diag}(a_i) - a_ia_i^\top)$, $a_i$ row $i$ of $A$
-    """
-    M = Draw(seed).normal(4, 4)
-    blocks = [a.diag() - torch.outer(a, a) for a in M.softmax(-1)]
-    reference = jacobian_of(lambda M: M.softmax(-1), M)
-    found = [torch.block_diag(*blocks), dense(SoftmaxAt(M).jacobian("T"))]
-    return agrees(found, [reference, reference], "both against autograd")
 
 
 @claim("sharpness-disparity/b2-wq", "App. B.2, dY/dW_Q", "HOLDS", uses=[AttentionAt.jacobian])
@@ -140,38 +124,6 @@ def x_norm(seed: int) -> Evidence:
     return wrong([bad], [reference], "shapes 4 x 5 and 1 x 5", corrected=[corrected])
 
 
-@claim("ours/attention-gradients-causal", "Sharpness Disparity, Theorem 4.2", "HOLDS", uses=[AttentionAt.jacobian])
-def causal(seed: int) -> Evidence:
-    """the five gradients hold as corrected with a causal mask, which the theorem leaves out"""
-    point, letters = AttentionSublayer.draw(seed, causal=True), (*WEIGHTS, "gamma")
-    found = [point.closed_gradient(letter) for letter in letters]
-    return agrees(found, [point.gradient(letter) for letter in letters], "against autograd")
-
-
-@claim(
-    "ours/attention-gradients-grouped", "Sharpness Disparity, Theorem 4.2, for many heads", "HOLDS", uses=[AttentionAt.jacobian]
-)
-def grouped(seed: int) -> Evidence:
-    r"""with $H$ heads that share $H_{kv}$ keys and values the gradient of $W_K$ and $W_V$ of a group is the sum over the
-    heads of that group; the scale is $1/\sqrt{D/H}$"""
-    draw, n, D, H, kv = Draw(seed), 4, 8, 4, 2
-    module = Attention(D, H, n_kv_heads=kv, causal=True, output_projection=True).double()
-    N, width = draw.normal(n, D), D // H
-    W = {name: draw.normal(*p.shape) for name, p in module.named_parameters()}
-    mask, q = torch.ones(n, n, dtype=torch.bool).tril(), draw.normal(1, n * D)
-    found = {name: torch.zeros_like(p) for name, p in W.items()}
-    for h in range(H):
-        own, shared = slice(h * width, (h + 1) * width), slice(h * kv // H * width, (h * kv // H + 1) * width)
-        head = AttentionAt(N, W["W_Q"][:, own], W["W_K"][:, shared], W["W_V"][:, shared], W["W_O"][own], mask=mask)
-        for name, place in (("W_Q", own), ("W_K", shared), ("W_V", shared)):
-            found[name][:, place] += (q @ dense(head.jacobian(name))).reshape(D, width)
-        found["W_O"][own] += (q @ dense(head.jacobian("W_O"))).reshape(width, D)
-    weights = {name: W[name].clone().requires_grad_() for name in W}
-    value = q[0] @ torch.func.functional_call(module, weights, (N,)).reshape(-1)
-    references = torch.autograd.grad(value, list(weights.values()))
-    return agrees([found[name] for name in weights], list(references), "4 heads, 2 of keys and values, causal, against autograd")
-
-
 @claim("ours/attention-euler", "Sharpness Disparity, Theorem 4.2", "HOLDS", uses=[AttentionAt.jacobian])
 def euler(seed: int) -> Evidence:
     r"""$\langle W_Q,\nabla\mathcal{Q}\rangle = \langle W_K,\nabla\mathcal{Q}\rangle$, $\langle W_V,\nabla\mathcal{Q}\rangle =
@@ -188,15 +140,3 @@ def euler(seed: int) -> Evidence:
         products["gamma"] - products["W_Q"] - products["W_K"] - products["W_V"],
     ]
     return small([abs(e) / scale for e in errors], "autograd's gradients; errors relative to the product of the norms")
-
-
-@claim("ours/key-bias", "Sharpness Disparity, Sec. 3.2, block type QK", "HOLDS", uses=[Attention])
-def key_bias(seed: int) -> Evidence:
-    r"""a bias of the keys has gradient 0 and curvature 0, since the softmax does not feel it: counted in
-    $\#(\theta[\mathrm{QK}])$ it dilutes $\mathcal{S}(\mathrm{QK})$"""
-    draw = Draw(seed)
-    module = Attention(6, 2, bias=True, output_projection=True).double()
-    X, parameters = draw.normal(4, 6), {name: draw.normal(*p.shape).requires_grad_() for name, p in module.named_parameters()}
-    value = (draw.normal(4, 6) * torch.func.functional_call(module, parameters, (X,))).sum()
-    key, query = torch.autograd.grad(value, (parameters["b_K"], parameters["b_Q"]))
-    return small(float(key.norm() / query.norm()), "gradient of b_K over that of b_Q")
