@@ -34,7 +34,8 @@ from hessiankit.support.errors import InputError
 
 __all__ = [
     "DASHES", "FAINT", "INK", "MACHINE", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached",
-    "differentiable", "dress", "each", "heading", "name_ends", "page", "plain", "save", "style", "write_json", "write_rows", "writing",
+    "differentiable", "dress", "each", "heading", "name_ends", "page", "plain", "save", "style", "write_json",
+    "write_rows", "writing",
 ]  # fmt: skip
 
 T = TypeVar("T")
