@@ -107,7 +107,7 @@ class Ring:
         self.reference = plain_columns(case, self.picks)[:, part.rows]
         self.scale = float(self.reference.abs().max())
         self.tolerance = TOLERANCE[case.theta.dtype]
-        self.kept = bytes_per_direction(case.flat_loss, case.theta)
+        self.graph_bytes = bytes_per_direction(case.flat_loss, case.theta)
 
     def error(self, columns: Tensor) -> float:
         """Return the largest difference of the compared columns, one a row, from the reference."""
@@ -127,7 +127,7 @@ class Ring:
             return Entry(peer, "missing", why)
         entry, free = Entry(peer), MEMORY_SHARE * available_memory(self.case.theta.device)
         if peer.matrix is not None:
-            need = self.kept * self.case.size + 3 * self.case.size**2 * self.case.theta.element_size()
+            need = self.graph_bytes * self.case.size + 3 * self.case.size**2 * self.case.theta.element_size()
             if self.part.width < self.case.size:
                 return Entry(peer, "missing", "it returns the whole matrix only")
             if need > free:
@@ -138,7 +138,7 @@ class Ring:
             if allowed <= 0:
                 raise TimeoutError("the others have taken the cell's time")
             with deadline(allowed, "the trial"):
-                columns = self._try_whole(entry) if peer.matrix else self._try_chunks(entry, int(free // self.kept))
+                columns = self._try_whole(entry) if peer.matrix else self._try_chunks(entry, int(free // self.graph_bytes))
         except TimeoutError as error:
             return Entry(peer, "skipped", f"over budget: {error}")
         except Exception as error:

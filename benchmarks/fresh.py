@@ -56,8 +56,8 @@ def run_fresh(function: str, arguments: dict[str, Any], *, threads: int, seconds
             for line in process.stdout:
                 if line.startswith(MARK):
                     message = json.loads(line[len(MARK) :])
-                    if "told" in message:
-                        tell(*message["told"])
+                    if "progress" in message:
+                        tell(*message["progress"])
                     else:
                         result = message["result"]
             process.wait()
@@ -101,7 +101,7 @@ def main() -> None:
         answers.write(MARK + json.dumps(message, allow_nan=False) + "\n")
         answers.flush()
 
-    say({"result": function(tell=lambda *told: say({"told": told}), **request["arguments"])})
+    say({"result": function(tell=lambda *state: say({"progress": state}), **request["arguments"])})
 
 
 if __name__ == "__main__":

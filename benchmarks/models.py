@@ -194,10 +194,10 @@ def error(found: Tensor, expected: Tensor, module: nn.Module, dtype: torch.dtype
     sizes, whole = [p.numel() for p in leaves(module)], float(expected.abs().max())
     parts = zip(found.split(sizes), expected.split(sizes), strict=True)
     worst = 0.0
-    for mine, theirs in parts:
-        if theirs.numel() and whole:
-            scale = max(float(theirs.abs().max()), FLOORS[dtype] * whole)
-            worst = max(worst, float((mine - theirs).abs().max()) / scale)
+    for mine, reference in parts:
+        if reference.numel() and whole:
+            scale = max(float(reference.abs().max()), FLOORS[dtype] * whole)
+            worst = max(worst, float((mine - reference).abs().max()) / scale)
     return worst if bool(torch.isfinite(found).all()) else math.inf
 
 

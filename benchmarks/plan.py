@@ -33,8 +33,8 @@ class Plan:
         repeats: Timed rounds.
         limit_seconds: What the timed rounds of a cell may take; a peer that would take longer is extrapolated from some of
             its columns.
-        budget_seconds: What a cell may take in all, trials and compiling included; then it is stopped, and skipped. 0 stands
-            for what ``budget`` makes of it.
+        budget_seconds: What a cell may take in all, trials and compiling included; then it is stopped, and skipped; 0 for
+            the default, see ``budget``.
         compile: Whether ``torch.compile`` is tried.
         device: ``"cpu"`` or ``"cuda"``.
         methods: Methods to take, where each has cells of its own; empty: the benchmark's own choice.

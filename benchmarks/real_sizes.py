@@ -22,12 +22,12 @@ from hessiankit.support.errors import InputError
 
 WIDTH, HEADS, VOCABULARY = 64, 4, 256
 CLASSES, LABELLED = 1000, 0.15
-SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
+SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
 SMALL = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
 LLAMA = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
 HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2-0.1M": ("GPT2LMHeadModel", {**SPECIAL, **SMALL}),
-    "gpt2-124M": ("GPT2LMHeadModel", SPECIAL),
+    "gpt2-0.1M": ("GPT2LMHeadModel", {**SPECIAL_TOKENS, **SMALL}),
+    "gpt2-124M": ("GPT2LMHeadModel", SPECIAL_TOKENS),
     "llama-134M": ("LlamaForCausalLM", LLAMA),
     "bert-base": ("BertForMaskedLM", {}),
     "vit-b16": ("ViTForImageClassification", {"num_labels": CLASSES}),

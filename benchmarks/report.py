@@ -63,11 +63,11 @@ def command(name: str, records: Sequence[Record]) -> str:
         lines.setdefault(" ".join(rest), []).append(record)
     found = []
     for rest_text, group in lines.items():
-        asked = []
+        chosen = []
         for key, option in options.items():
             values = dict.fromkeys(str(record["cell"][key]) for record in group if key in record["cell"])
-            asked += [f"{option} {' '.join(values)}"] if values else []
-        found.append(" ".join(["python -m benchmarks", name, *asked, rest_text]))
+            chosen += [f"{option} {' '.join(values)}"] if values else []
+        found.append(" ".join(["python -m benchmarks", name, *chosen, rest_text]))
     return "\n".join(found)
 
 
@@ -119,7 +119,7 @@ def write(path: Path, results: Path, benchmarks: Mapping[str, Benchmark], say: C
         path: The page, which is made if there is none.
         results: The folder with ``NAME.jsonl`` of each benchmark.
         benchmarks: What there is, by name.
-        say: Told what was found.
+        say: Called with a line for each benchmark.
     """
     sections: dict[str, str] = {}
     page = path.read_text(encoding="utf-8") if path.exists() else HEAD

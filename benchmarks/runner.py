@@ -50,8 +50,8 @@ def measure(benchmark: Benchmark, plan: Plan, out: Path, *, isolate: bool) -> Ou
         "jax": _version("jax"),
         "hessian-eigenthings": _version("hessian-eigenthings"),
     }
-    kept = ("python", "torch", "numpy", "curvlinops", "jax", "hessian-eigenthings", "processor", "device")
-    settings = {**plan.settings(), "quick": plan.quick, "source": source_digest(), **{k: where[k] for k in kept}}
+    versions = ("python", "torch", "numpy", "curvlinops", "jax", "hessian-eigenthings", "processor", "device")
+    settings = {**plan.settings(), "quick": plan.quick, "source": source_digest(), **{k: where[k] for k in versions}}
     store, outcome = Store(out / f"{benchmark.name}.jsonl", settings), Outcome()
     cells = benchmark.cells(plan)
     try:

@@ -114,7 +114,7 @@ def quantities(result: dict[str, Any]) -> list[str | None]:
     return list(dict.fromkeys(row.get("quantity") for row in result.get("rows", [])))
 
 
-def best_table(records: Sequence[Record], ours: str, theirs: str) -> str:
+def best_table(records: Sequence[Record], ours: str, best: str) -> str:
     """Return one line a cell (and quantity): our time, the best right other method, its time, the ratio of the two."""
     rows = []
     named = any(q is not None for r in records for q in quantities(r["result"]))
@@ -130,7 +130,7 @@ def best_table(records: Sequence[Record], ours: str, theirs: str) -> str:
             name, time, ratio = ("none", "", "") if first is None else (first["name"], time_text(first), ratio_text(first))
             own = time_text(mine) if mine["status"] == "right" else ratio_text(mine)
             rows.append([*cell_text(record), *([str(quantity)] if named else []), own, name, time, ratio])
-    headers = [*CELL_HEADERS, *(["quantity"] if named else []), f"{ours} (s)", theirs, "its time (s)", "ratio"]
+    headers = [*CELL_HEADERS, *(["quantity"] if named else []), f"{ours} (s)", best, "its time (s)", "ratio"]
     return markdown(headers, rows)
 
 
@@ -164,11 +164,11 @@ def detail_table(records: Sequence[Record]) -> str:
     return markdown(headers, rows)
 
 
-def contest_tables(records: Sequence[Record], ours: str = "closed form", theirs: str = "best right") -> str:
+def contest_tables(records: Sequence[Record], ours: str = "closed form", best: str = "best right") -> str:
     """Return the table of best methods, then the one of all methods."""
     if not records:
         return "Nothing was measured."
-    return f"{best_table(records, ours, theirs)}\n\n## All methods\n\n{detail_table(records)}"
+    return f"{best_table(records, ours, best)}\n\n## All methods\n\n{detail_table(records)}"
 
 
 def document(title: str, summary: str, body: str, notes: str, records: Sequence[Record], plot: str | None) -> str:

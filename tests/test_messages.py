@@ -1,4 +1,4 @@
-"""What is said of arguments, contexts and points at which there is no Hessian, or not the one that was asked for."""
+"""Error messages for arguments, contexts and points without a Hessian, or with another one than intended."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ def cells(plan: Plan) -> list[Cell]:
 def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    asked, start = AXES[cell["axis"]][: 3 if plan.quick else None], time.perf_counter()
-    for k, (x, problem, batch) in enumerate(asked):
-        tell(f"{cell['axis']} = {x}", k, len(asked))
+    chosen, start = AXES[cell["axis"]][: 3 if plan.quick else None], time.perf_counter()
+    for k, (x, problem, batch) in enumerate(chosen):
+        tell(f"{cell['axis']} = {x}", k, len(chosen))
         size = parameters_of(problem)
         operations = lift_operations(size, batch * tokens_of(problem))
         if points:

@@ -123,7 +123,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     forecast = (
         min(timed(plan.device, lambda: runner(vector))[1] for _ in range(3)) * cell["batch"]
     )  # of our product with one vector
-    kept = bytes_per_direction(one.flat_loss, one.theta) * cell["batch"]
+    graph_bytes = bytes_per_direction(one.flat_loss, one.theta) * cell["batch"]
     for matrix, methods_of in METHODS.items():
         for width in (1, BLOCK):
             V, quantity = draws[:width], f"{matrix} x {width}"
@@ -134,7 +134,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
                 rows.append({"quantity": quantity, "name": "hessian_operator", "status": "skipped", "why": why, "time": None})
                 continue
             reference = REFERENCES[matrix](case, V[:CHECKED])
-            rows += _compare(quantity, case, V, reference, methods_of, plan, rounds, kept * width)
+            rows += _compare(quantity, case, V, reference, methods_of, plan, rounds, graph_bytes * width)
     return {"parameters": case.size, "rows": rows, "extra": ["setup_seconds", "set-up (s)"]}
 
 

@@ -73,16 +73,16 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]]) -> Any:
-    kept = [record for record in records if "rate" in record["result"]]
-    if not kept:
+    measured = [record for record in records if "rate" in record["result"]]
+    if not measured:
         return None
-    figure, (axes,) = canvas(width=max(6.0, 1.5 + 0.5 * len(kept)), height=4.8)
+    figure, (axes,) = canvas(width=max(6.0, 1.5 + 0.5 * len(measured)), height=4.8)
     series = {"rate": "dense Hessian", "square_rate": f"product, {SQUARE} square", "size_rate": "product at the problem's size"}
     for marker, (key, name) in zip("o_x", series.items(), strict=True):
-        axes.scatter(range(len(kept)), [r["result"][key] / 1e9 for r in kept], marker=marker, label=name, s=36)
+        axes.scatter(range(len(measured)), [r["result"][key] / 1e9 for r in measured], marker=marker, label=name, s=36)
     axes.set_yscale("log")
     axes.set_ylabel("GFLOP/s", fontsize=9)
-    axes.set_xticks(range(len(kept)), [label(r) for r in kept], rotation=90, fontsize=6.5)
+    axes.set_xticks(range(len(measured)), [label(r) for r in measured], rotation=90, fontsize=6.5)
     axes.legend(fontsize=7, frameon=False)
     return figure
 

@@ -93,11 +93,11 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     free = available_memory(torch.device(plan.device)) / 2**30
     if free < NEED[cell["problem"]]:
         return {"skipped": f"about {NEED[cell['problem']]:g} GiB wanted, {free:.1f} GiB free"}
-    asked = {**{key: cell[key] for key in ("problem", "batch", "dtype")}, "device": plan.device}
+    settings = {**{key: cell[key] for key in ("problem", "batch", "dtype")}, "device": plan.device}
 
     def fresh(function: str, **more: Any) -> dict[str, Any]:
         where = f"benchmarks.suites.sharpness:{function}"
-        return run_fresh(where, {**asked, **more}, threads=cell["threads"], seconds=plan.budget, tell=lambda *_: None)
+        return run_fresh(where, {**settings, **more}, threads=cell["threads"], seconds=plan.budget, tell=lambda *_: None)
 
     tell("times", 0, 3)
     found = fresh("times", repeats=plan.repeats, limit_seconds=plan.limit_seconds)

@@ -45,7 +45,7 @@ WHOLE = 400
 PRODUCTS = 5000
 """Beyond this many parameters no matrix is formed: products are compared, along generic directions on groups of parameters."""
 MATRIX = 20000
-"""The same where ``directions`` are asked for."""
+"""The same where ``directions`` are given."""
 DIAGONAL = 100_000
 """Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left alone."""
 MULTIPLYING = ("reverse-over-reverse", "jvp(grad)", "central-differences")
@@ -153,7 +153,7 @@ def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> C
     chosen = select("check", module, options.params)
     size = sum(p.numel() for p in chosen.values())
     by_products = size > (PRODUCTS if options.directions is None else MATRIX) and options.directions != 0
-    told = None if tell is None else lambda done, total: tell("closed form", done, total)
+    closed_progress = None if tell is None else lambda done, total: tell("closed form", done, total)
 
     def make_operator() -> HessianOperator:  # loss and gradient are rows of the report
         params = list(chosen)
@@ -162,7 +162,7 @@ def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> C
     closed: Hessian | HessianOperator = (
         make_operator()
         if by_products
-        else hessian(module, inputs, target, loss=options.loss, params=options.params, progress=told, handshake=False)
+        else hessian(module, inputs, target, loss=options.loss, params=options.params, progress=closed_progress, handshake=False)
     )
     values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in closed.slices}
     problem = Problem(module, inputs, target, options.loss, values)
@@ -281,7 +281,7 @@ def _dtype(module: nn.Module) -> str:
 
 
 def health_of_differences(health: Mapping[str, Health]) -> bool:
-    """Tell whether central differences are healthy, or were not asked for."""
+    """Return whether central differences are healthy, or were not run."""
     return "central-differences" not in health or health["central-differences"].healthy
 
 

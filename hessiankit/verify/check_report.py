@@ -86,7 +86,7 @@ class CheckReport(Printed):
         remarks: What breaks references, why the route table did not decide, what was left out.
         lowered: Why the tolerance is wider than the dtype needs: the operation that computes in a lower precision; else "".
         identities: Exact identities of the gradient and the Hessian that the module's structure implies.
-        exact: The vec_r formulas of the module's blocks in exact arithmetic, where that was asked for.
+        exact: The vec_r formulas of the module's blocks in exact arithmetic, with ``exact=True``.
         asked: The call in words: module, loss, inputs, dtype, and the seed of random numbers.
     """
 

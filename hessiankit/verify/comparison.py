@@ -26,6 +26,15 @@ SAFETY = 32.0
 """A block counts as zero up to this many times its largest change under rounding."""
 
 
+def perturbed(problem: Problem, eps: float, generator: torch.Generator) -> Problem:
+    """Return the problem at parameters moved by ``ULPS`` units in the last place."""
+
+    def moved(x: Tensor) -> Tensor:
+        return x * (1 + ULPS * eps * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x))
+
+    return problem.near({n: moved(x) for n, x in problem.params.items()})
+
+
 class RoundingNoise:
     """The size of rounding errors in each block pair.
 
@@ -51,12 +60,7 @@ class RoundingNoise:
         result = torch.zeros(len(problem.params), len(problem.params), dtype=torch.float64)
         here = {name: self._products(route, problem, probes.V) for name, route in self.routes.items()}
         for _ in range(self.samples):
-            there = problem.near(
-                {
-                    n: x * (1 + ULPS * self.eps * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x))
-                    for n, x in problem.params.items()
-                }
-            )
+            there = perturbed(problem, self.eps, generator)
             for name, route in self.routes.items():
                 before, after = here[name], self._products(route, there, probes.V)
                 if before is not None and after is not None:
@@ -160,8 +164,8 @@ class BlockMaxima:
         unresolved = within & (slack > RESOLVED * scales) & (slack <= RESOLVED * self.small * scales.amax())
         vanishing = within & (scales <= floor)
         if self.noise is not None and bool((vanishing & ~unresolved & (difference > 0)).any()):
-            kept = [self.names.index(name) for name in self.along]
-            vanishing &= difference <= slack + self.noise.floor[:, kept].to(difference)
+            probed = [self.names.index(name) for name in self.along]
+            vanishing &= difference <= slack + self.noise.floor[:, probed].to(difference)
         return torch.where(vanishing | unresolved, 0.0, difference / scales.clamp_min(torch.finfo(scales.dtype).tiny))
 
     def attainable(self, own_error: Tensor, scales: Tensor) -> float:
@@ -189,10 +193,10 @@ class BlockMaxima:
         lengths = self._over_directions(torch.stack([products[:, where].norm(dim=1) for where in self._slices]))
         sizes = torch.tensor([where.stop - where.start for where in self._slices]).to(products)
         own = own * sizes.sqrt()[:, None]  # |error_i| <= sqrt(n_i) times its largest entry
-        kept = [self.names.index(name) for name in self.along]  # only these have directions on both sides
-        scales, own = lengths[kept], own[kept]
-        result = torch.zeros(3, len(self.names), len(kept)).to(products)
-        result[:, kept] = torch.stack([difference, torch.maximum(scales, scales.T), own + own.T])
+        probed = [self.names.index(name) for name in self.along]  # only these have directions on both sides
+        scales, own = lengths[probed], own[probed]
+        result = torch.zeros(3, len(self.names), len(probed)).to(products)
+        result[:, probed] = torch.stack([difference, torch.maximum(scales, scales.T), own + own.T])
         return result[0], result[1], result[2]
 
     def worst(self, difference: Tensor, scales: Tensor, slack: Tensor | None = None) -> Worst:

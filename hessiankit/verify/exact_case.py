@@ -204,7 +204,7 @@ class ExactComparison:
     expected: Array
 
     def outcome(self, is_zero: Callable[[Any], bool]) -> ExactOutcome:
-        """Compare every entry; where a difference is not 0 as it stands, ``is_zero`` tells whether it is identically."""
+        """Compare every entry; where a difference is not literally 0, ``is_zero`` decides whether it is identically."""
         closed = self.closed.dense(EXACT) if isinstance(self.closed, Matrix) else self.closed
         reason = self._not_comparable(closed)
         if reason is not None:

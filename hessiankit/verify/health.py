@@ -176,8 +176,8 @@ class _Case:
 
     def compare(self, other: _Case) -> tuple[Worst, bool]:
         """Return the worst disagreement and whether it lies within the two errors in every block."""
-        blocks, mine, theirs = self._side_by_side(other)
-        difference, scales = blocks.difference(mine, theirs)
+        blocks, mine, reference = self._side_by_side(other)
+        difference, scales = blocks.difference(mine, reference)
         slack = torch.zeros_like(scales)
         for case in (self, other):
             slack = slack if case.own_error is None else slack + case.own_error
@@ -187,14 +187,14 @@ class _Case:
         """Return both results in one layout: products along the directions of whichever has some, else every entry."""
         if self.products is None or other.products is None:
             raise InputError(f"examine: '{self.name}' and '{other.name}' cannot be compared, one of them has no values.")
-        mine, theirs = self.products, other.products
+        mine, reference = self.products, other.products
         if self.blocks is other.blocks:
-            return self.blocks, mine, theirs
+            return self.blocks, mine, reference
         own, others = self.blocks.probes, other.blocks.probes
         if own is None or (others is not None and others.rows is not None):
             assert others is not None
-            return other.blocks, products_along(mine, own, others), theirs
-        return self.blocks, mine, products_along(theirs, others, own)
+            return other.blocks, products_along(mine, own, others), reference
+        return self.blocks, mine, products_along(reference, others, own)
 
     def health(self, consensus: list[_Case], found: Traits) -> Health:
         """Judge this result against the members of the consensus from other groups."""
@@ -233,8 +233,8 @@ class _Case:
         pair = self.symmetry.pair
         if judge is None or pair is None or self.products is None or judge.products is None:
             return self.symmetry
-        blocks, mine, theirs = self._side_by_side(judge)
-        errors = blocks.relative(*blocks.difference(mine, theirs))
+        blocks, mine, reference = self._side_by_side(judge)
+        errors = blocks.relative(*blocks.difference(mine, reference))
         here, there = (float(errors[blocks.names.index(i), blocks.along.index(j)]) for i, j in (pair, pair[::-1]))
         return self.symmetry if here >= there else replace(self.symmetry, pair=pair[::-1])
 

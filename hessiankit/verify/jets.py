@@ -53,7 +53,7 @@ _TURNS = (Fraction(3, 5), Fraction(5, 13), Fraction(-8, 17)), (Fraction(4, 5), F
 
 
 class KinkError(ValueError):
-    """A piecewise linear function was asked for its derivative at a kink."""
+    """The derivative of a piecewise linear function at a kink."""
 
 
 class Jet:

@@ -179,9 +179,9 @@ def _math_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    kept = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(1)
+    mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(1)
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=kept)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 class _SelfAttention(nn.Module):
@@ -202,9 +202,9 @@ class _SelfAttention(nn.Module):
 def _arithmetic(x: Tensor, A: Tensor, B: Tensor, b: Tensor) -> Tensor:
     """Sums, products and quotients of tensors and numbers, means and powers."""
     y, z = x @ A + b, 2 * (x @ B) - 1
-    kept = torch.ones(3, 4, dtype=torch.bool).tril(1)
+    mask = torch.ones(3, 4, dtype=torch.bool).tril(1)
     y = (y * z + 1) / (1 + z * z) - y.mean(-1, keepdim=True) * 0.5 + (z - y).sum(1, keepdim=True)
-    y = torch.where(kept, y, z).masked_fill(~kept, 0.5) / 3 + 0.1 * x + x * z - x
+    y = torch.where(mask, y, z).masked_fill(~mask, 0.5) / 3 + 0.1 * x + x * z - x
     spread = y.pow(2).mean(-1, keepdim=True)
     y = y * torch.rsqrt(spread + EPS) + (y / (spread + 1).sqrt()).exp()
     return y - torch.log(y.square().mean(-1, keepdim=True) + 2) * (-b)

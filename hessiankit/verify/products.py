@@ -14,11 +14,12 @@ from torch import Tensor
 
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.verify.check_report import MODULE, ROUNDING, ZERO, CheckRow
-from hessiankit.verify.comparison import FLOOR, RESOLVED, SAFETY, ULPS
+from hessiankit.verify.comparison import FLOOR, RESOLVED, SAFETY, perturbed
 from hessiankit.verify.health import Health, agreeing
 from hessiankit.verify.probes import Direction
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported
+from hessiankit.verify.rows import loss_row
 
 CLOSED = "closed form"
 SMALL = 1e-2
@@ -201,9 +202,7 @@ class Products:
 
     def same_call(self) -> Iterator[CheckRow]:
         """Compare loss and gradient of the operator with those of the module's own call."""
-        value = self.problem.value
-        error = abs(self.operator.loss - value) / max(abs(value), torch.finfo(torch.float64).tiny)
-        yield CheckRow("loss", MODULE, error, error <= self.rtol, 0.0, self._method)
+        yield loss_row(self.operator.loss, self.problem, self.rtol, self._method)
         with self.problem.at():
             own = dict(zip(self.problem.params, self.problem.gradient(), strict=True))
         mine = self.problem.unflatten(self.operator.gradient)
@@ -260,7 +259,5 @@ class Products:
 
     @cached_property
     def _near(self) -> Problem:
-        """Return the problem at parameters moved by a few units in the last place."""
-        generator, reach = torch.Generator().manual_seed(0), ULPS * torch.finfo(self.precision).eps
-        moved = {n: x * (1 + reach * torch.randn(x.shape, generator=generator).to(x)) for n, x in self.problem.params.items()}
-        return self.problem.near(moved)
+        """The problem at parameters moved by a few units in the last place."""
+        return perturbed(self.problem, torch.finfo(self.precision).eps, torch.Generator().manual_seed(0))

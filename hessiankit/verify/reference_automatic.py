@@ -204,7 +204,7 @@ class ComplexStep(Reference):
     It exchanges the parameters by name (``functional_call``), and needs a loss that extends holomorphically, in operations
     that torch has for complex numbers. Softmax, layer_norm, gelu and relu it has not; written out in exp, sqrt and division
     they work. An operation that is complex but not holomorphic (abs, var, conj) would give wrong numbers silently, so the
-    first derivative is tested along a generic direction and along every direction asked for: Im f(theta + i h v) / h must
+    first derivative is tested along a generic direction and along every given direction: Im f(theta + i h v) / h must
     equal <g, v>.
 
     Source: Squire and Trapp, Using complex variables to estimate derivatives of real functions, SIAM Review 40 (1998).

@@ -209,18 +209,18 @@ def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
 
 
 def _pushed_bytes(loss: Callable[[], Tensor], parameters: list[Tensor]) -> int:
-    kept = 0
+    saved = 0
 
     def count(value: Tensor) -> Tensor:
-        nonlocal kept
-        kept += value.numel() * value.element_size()
+        nonlocal saved
+        saved += value.numel() * value.element_size()
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda value: value):
         value = loss()
         if value.requires_grad:
             torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
-    return max(1, 3 * kept)
+    return max(1, 3 * saved)
 
 
 def _silent(done: int, total: int) -> None:

@@ -16,11 +16,17 @@ from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.support.errors import HessiankitError, OutOfMemoryError
 from hessiankit.verify.check_report import MODULE, ROUNDING, ZERO, CheckRow
-from hessiankit.verify.comparison import FLOOR, SAFETY, ULPS, BlockMaxima, RoundingNoise
+from hessiankit.verify.comparison import FLOOR, SAFETY, BlockMaxima, RoundingNoise, perturbed
 from hessiankit.verify.health import Health
 from hessiankit.verify.probes import Probes, probe_directions, products_along
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import Outcome, Unsupported
+
+
+def loss_row(loss: float, problem: Problem, rtol: float, method: str) -> CheckRow:
+    """Compare the loss of a closed form with that of the module's own call."""
+    error = abs(loss - problem.value) / max(abs(problem.value), torch.finfo(torch.float64).tiny)
+    return CheckRow("loss", MODULE, error, error <= rtol, 0.0, method)
 
 
 @dataclass(frozen=True)
@@ -71,9 +77,9 @@ class DenseComparison:
             if outcome.error is not None:
                 own = blocks.largest(outcome.error.T if whole else outcome.error)
                 allowed += own / scales.clamp_min(torch.finfo(scales.dtype).tiny)
-            closed, theirs = blocks.largest(mine), blocks.largest(outcome.value.T if whole else outcome.value)
+            closed, reference = blocks.largest(mine), blocks.largest(outcome.value.T if whole else outcome.value)
             floor = FLOOR * blocks.eps * scales.amax()
-            vanishing = (closed <= floor) & (theirs <= torch.maximum(own, floor)) & ((relative == 0) | (relative > self.rtol))
+            vanishing = (closed <= floor) & (reference <= torch.maximum(own, floor)) & ((relative == 0) | (relative > self.rtol))
             for a, i in enumerate(blocks.names):
                 for b, j in enumerate(blocks.names):
                     if b >= a:  # both orders of the pair are compared; the worse one is reported
@@ -81,7 +87,7 @@ class DenseComparison:
                         passed = bool(relative[a, b] <= allowed[a, b]) and bool(relative[b, a] <= allowed[b, a])
                         zero = ""
                         if passed and all(bool(vanishing[at]) for at in ((a, b), (b, a))):
-                            exact = not any(float(x[at]) for x in (closed, theirs) for at in ((a, b), (b, a)))
+                            exact = not any(float(x[at]) for x in (closed, reference) for at in ((a, b), (b, a)))
                             zero, error = (ZERO if exact else ROUNDING), 0.0
                         yield CheckRow(f"{i} x {j}", name, error, passed, outcome.seconds, self._method, zero)
 
@@ -92,7 +98,7 @@ class DenseComparison:
 
         A function that refuses the call although there is a Hessian fails; one that only lacks the memory is left out.
         """
-        rows, remarks = [self._loss()], []
+        rows, remarks = [loss_row(self.found.loss, self.problem, self.rtol, self._method)], []
         problem = self.problem
         arguments = (problem.module, problem.inputs, problem.target)
         options = {"loss": problem.loss, "params": list(problem.params), "handshake": False}
@@ -120,11 +126,6 @@ class DenseComparison:
             rows += self._diagonal(diagonal.flat, time.perf_counter() - start)
         return rows, remarks
 
-    def _loss(self) -> CheckRow:
-        value = self.problem.value
-        error = abs(self.found.loss - value) / max(abs(value), torch.finfo(torch.float64).tiny)
-        return CheckRow("loss", MODULE, error, error <= self.rtol, 0.0, self._method)
-
     def _gradient(self, operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
         """Compare with the gradient of the module's own call, each parameter against its largest entry."""
         own = self.problem.flat_gradient()
@@ -142,9 +143,8 @@ class DenseComparison:
         problem, generator = self.problem, torch.Generator().manual_seed(0)
         here, change = self._gradients(problem), torch.zeros_like(problem.theta)
         for _ in range(4):
-            shake = torch.randn(problem.size, generator=generator, dtype=torch.float64).to(problem.theta)
-            theta = problem.theta * (1 + ULPS * torch.finfo(self.precision).eps * shake)
-            for before, after in zip(here, self._gradients(problem.near(problem.unflatten(theta))), strict=True):
+            near = perturbed(problem, torch.finfo(self.precision).eps, generator)
+            for before, after in zip(here, self._gradients(near), strict=True):
                 change = torch.maximum(change, (after - before).abs())
         return {name: SAFETY * float(change[where].max()) for name, where in problem.slices.items()}
 
@@ -164,8 +164,8 @@ class DenseComparison:
         name, outcome = exact
         probes = self.probes or probe_directions(self.problem, 1, seed)
         blocks = self._blocks(probes)
-        theirs = outcome.value if self.probes is not None else products_along(outcome.value.T, None, probes)
-        relative = blocks.relative(*blocks.difference((operator @ probes.V.T.to(operator.torch_dtype)).T, theirs))
+        reference = outcome.value if self.probes is not None else products_along(outcome.value.T, None, probes)
+        relative = blocks.relative(*blocks.difference((operator @ probes.V.T.to(operator.torch_dtype)).T, reference))
         for b, j in enumerate(blocks.along):
             error = float(relative[:, b].max())
             yield CheckRow(f"operator: {j}", name, error, error <= self.rtol, seconds, self._method)

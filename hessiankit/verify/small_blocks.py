@@ -140,10 +140,10 @@ def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
     blocks, mine = BlockMaxima(problem, probes, noise=noise), probes.V @ found.matrix
     for name in JUDGES:
         try:
-            theirs = REFERENCES[name].products(problem, probes.V)
+            reference = REFERENCES[name].products(problem, probes.V)
         except Unsupported:
             continue
-        relative = blocks.relative(*blocks.difference(mine, theirs))
+        relative = blocks.relative(*blocks.difference(mine, reference))
         for b, j in enumerate(blocks.along):
             error = float(relative[:, b].max())
             yield CheckRow(f"wide twin: {j}", name, error, error <= TOLERANCE, time.perf_counter() - start)

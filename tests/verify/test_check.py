@@ -13,6 +13,7 @@ from torch import nn
 
 import hessiankit as hk
 from derivations.normalization import RMSNormAt
+from hessiankit.verify import small_blocks
 from hessiankit.verify.identities import IdentityReport, examine_identities
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
@@ -170,6 +171,16 @@ def test_formulas_of_the_chapters_agree_with_the_fast_path(options: dict[str, ob
     errors = formula_errors(block(**options).double(), seed=1)
     assert len(errors) >= 15
     assert max(errors.values()) < 1e-11
+
+
+def test_formulas_are_checked_at_tiny_unequal_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins, right = [], small_blocks.hessian
+    monkeypatch.setattr(
+        small_blocks, "hessian", lambda module, *data, **options: twins.append(module) or right(module, *data, **options)
+    )
+    formula_errors(block().double(), seed=1)
+    (twin,) = twins
+    assert (twin.d_model, twin.feedforward.W_1.shape[1], twin.attention.d_k) == (4, 5, 2)
 
 
 def test_formulas_are_left_out_where_they_are_not_written() -> None:

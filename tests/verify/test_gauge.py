@@ -60,14 +60,14 @@ def test_layernorm_scaling_is_pre_norm_in_other_units() -> None:
                 factors[name] = (int(name.split(".")[1]) + 1) ** -0.5
                 p.mul_(factors[name])
     x, labels = draw(2, 3, 4), torch.tensor([1, 4])
-    ours, theirs = (hk.hessian(m, x, labels, loss="cross_entropy") for m in (lns, pre))
+    ours, other = (hk.hessian(m, x, labels, loss="cross_entropy") for m in (lns, pre))
     assert len(factors) == 12
-    assert abs(ours.loss - theirs.loss) < 1e-14
-    expected = rescaled(theirs.matrix, theirs.slices, factors)
+    assert abs(ours.loss - other.loss) < 1e-14
+    expected = rescaled(other.matrix, other.slices, factors)
     assert torch.allclose(ours.matrix, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
     plain = [n for n in ours.names if n not in factors]
-    assert torch.allclose(ours.block(plain[-3], plain[3]), theirs.block(plain[-3], plain[3]), rtol=0, atol=1e-13)
-    assert not torch.allclose(ours.matrix, theirs.matrix, atol=1e-3)
+    assert torch.allclose(ours.block(plain[-3], plain[3]), other.block(plain[-3], plain[3]), rtol=0, atol=1e-13)
+    assert not torch.allclose(ours.matrix, other.matrix, atol=1e-3)
 
 
 def test_rescaled_errors() -> None:
@@ -96,9 +96,9 @@ def test_the_redundant_norm_leaves_the_other_blocks_of_the_hessian_alone() -> No
         state[f"attention.{name}"] = gain[:, None] * state[f"attention.{name}"]
     two.load_state_dict(state)
     x, target = draw(2, LENGTH, WIDTH), draw(2, LENGTH, WIDTH, seed=5)
-    theirs, ours = (hk.hessian(m, x, target) for m in (one, two))
+    other, ours = (hk.hessian(m, x, target) for m in (one, two))
     for name in ("feedforward.W_1", "feedforward.W_2", "attention.W_O"):
         scale = float(ours.block(name, name).abs().max())
-        assert torch.allclose(theirs.block(name, name), ours.block(name, name), rtol=0, atol=1e-12 * scale)
+        assert torch.allclose(other.block(name, name), ours.block(name, name), rtol=0, atol=1e-12 * scale)
     expected = gain.repeat_interleave(WIDTH)[:, None] * ours.block("attention.W_Q", "attention.W_O")
-    assert torch.allclose(theirs.block("attention.W_Q", "attention.W_O"), expected, rtol=0, atol=1e-12)
+    assert torch.allclose(other.block("attention.W_Q", "attention.W_O"), expected, rtol=0, atol=1e-12)

@@ -88,7 +88,7 @@ def test_formal_exponential_is_a_function_and_positive() -> None:
 
 
 def test_softmax_of_formal_weights_is_the_softmax_of_their_logarithms() -> None:
-    """At t = log u the formal weights are the true ones, so that automatic differentiation can be the referee."""
+    """At t = log u the formal weights are the true ones, so that automatic differentiation can be the reference."""
     T, exp = draw(0, 2, 3), FormalExponential(1)
     v = Variables({"T": T})
     A = jets.softmax(v["T"], exp)

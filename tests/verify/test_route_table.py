@@ -36,8 +36,8 @@ def problem(module: nn.Module, x: Tensor, loss: object = "mse") -> Problem:
 @pinned
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the table is of the CPU build")
 def test_the_shipped_table_is_true():
-    told = json.loads(PATH.read_text(encoding="utf-8"))
-    assert distilled(routes()) == told, "run: python -c 'from hessiankit.verify.route_table import write; write()'"
+    shipped = json.loads(PATH.read_text(encoding="utf-8"))
+    assert distilled(routes()) == shipped, "run: python -c 'from hessiankit.verify.route_table import write; write()'"
 
 
 def test_names_are_those_of_references_and_routes():

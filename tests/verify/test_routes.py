@@ -167,7 +167,7 @@ def test_known_defects_of_this_torch(whole):
         assert whole.cell("sdpa (math)", route).status == RIGHT
 
 
-def told(page: str) -> list[str]:
+def facts(page: str) -> list[str]:
     """What a page says of torch: rounding errors made equal, and without the column and remarks on who judges."""
     lines = []
     for line in page.splitlines():
@@ -181,7 +181,7 @@ def told(page: str) -> list[str]:
 @pinned
 @pytest.mark.skipif(torch.cuda.is_available() or torch.version.cuda is not None, reason="the page is of the CPU build")
 def test_the_page_in_docs_is_true(whole):
-    assert told(PAGE.read_text(encoding="utf-8")) == told(whole.markdown()), "run: hessiankit routes --markdown docs/routes.md"
+    assert facts(PAGE.read_text(encoding="utf-8")) == facts(whole.markdown()), "run: hessiankit routes --markdown docs/routes.md"
 
 
 def test_table_says_what_the_cells_say(whole):

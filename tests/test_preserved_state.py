@@ -1,4 +1,4 @@
-"""What ``preserved_state`` puts back, also after an error."""
+"""State that ``preserved_state`` restores, also after an error."""
 
 from __future__ import annotations
 
