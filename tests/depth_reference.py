@@ -45,17 +45,15 @@ def dense_jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.stack([torch.autograd.grad(e, x, retain_graph=True)[0].reshape(-1) for e in y.reshape(-1)])
 
 
+def gradient_of(value: Tensor, parameters: list[nn.Parameter], *, create_graph: bool = False) -> Tensor:
+    """The gradient of a number as one vector, 0 for parameters that it does not depend on."""
+    options = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
+    return torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, parameters, **options)])
+
+
 def dense_hessian(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
     """The matrix of second derivatives, reverse over reverse, one row each."""
-    slopes = torch.autograd.grad(value, parameters, create_graph=True)
-    flat = torch.cat([s.reshape(-1) for s in slopes])
-    rows = []
-    for entry in flat:
-        row = torch.autograd.grad(entry, parameters, retain_graph=True, allow_unused=True)
-        rows.append(
-            torch.cat([(torch.zeros_like(p) if r is None else r).reshape(-1) for p, r in zip(parameters, row, strict=True)])
-        )
-    return torch.stack(rows)
+    return torch.stack([gradient_of(entry, parameters) for entry in gradient_of(value, parameters, create_graph=True)])
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

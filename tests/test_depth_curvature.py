@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from depth_reference import dense_hessian, language_model, tokens
+from depth_reference import dense_hessian, gradient_of, language_model, tokens
 from torch import nn
 
 import hessiankit as hk
@@ -24,13 +24,7 @@ def dense_ggn(model: nn.Module, parameters: list[nn.Parameter]) -> torch.Tensor:
     """J^T L'' J with J one row of autograd a logit and L'' = diag p - p p^T in closed form."""
     kept = LABELS.flatten() != -100
     logits = model(IDS).flatten(0, 1)[kept]
-    rows = [torch.autograd.grad(z, parameters, retain_graph=True, allow_unused=True) for z in logits.flatten()]
-    J = torch.stack(
-        [
-            torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, row, strict=True)])
-            for row in rows
-        ]
-    )
+    J = torch.stack([gradient_of(z, parameters) for z in logits.flatten()])
     p = logits.softmax(-1).detach()
     curved = torch.block_diag(*(torch.diag(q) - torch.outer(q, q) for q in p)) / len(p)
     return J.T @ curved @ J
