@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -100,3 +102,18 @@ def assert_exact(
     assert error <= tolerance, error
     assert torch.equal(found.matrix, found.matrix.T)
     return found
+
+
+def in_thread(function: Callable[[], Tensor]) -> Tensor:
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def assert_one_clear_error(call: Callable[[], Any], message: str) -> None:
+    """Assert that a call raises an InputError with a message of one line."""
+    with pytest.raises(hk.InputError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)

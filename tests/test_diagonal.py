@@ -152,6 +152,8 @@ def test_rows_that_stay_apart_cost_no_products() -> None:
     assert hessian_diagonal(halves, X, T).cost == 0
     overlapping = Formula(lambda s, x: torch.tanh(torch.tanh(x @ s.W[:4]) @ s.W[3:7]), W=(8, 4))
     assert hessian_diagonal(overlapping, X, T).cost > 0
+    whole_and_part = Formula(lambda s, x: torch.tanh(torch.tanh(x @ s.W) @ s.W[:, :3]), W=(4, 4))
+    assert hessian_diagonal(whole_and_part, X, T[..., :3]).cost > 0
     twice = ROWS_APART["a weight used twice"].module()
     assert [hessian_diagonal(twice, X, T, params=name).cost > 0 for name in "Wb"] == [True, False]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, assert_exact, draw, mse, reverse_over_reverse
+from curvature_reference import Formula, assert_exact, draw, in_thread, mse, reverse_over_reverse
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -102,14 +101,6 @@ class Halved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g * ctx.saved_tensors[0]
-
-
-def in_thread(function: Callable[[], Tensor]) -> Tensor:
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def inner_gradient_switch(s: Formula, x: Tensor) -> Tensor:

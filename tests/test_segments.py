@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from curvature_reference import Formula, draw, mse, reverse_over_reverse
+from curvature_reference import Formula, draw, in_thread, mse, reverse_over_reverse
 from differences_reference import by_differences
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -110,14 +109,6 @@ class Pair(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         return g @ w.mT + 2 * x * h, x.mT @ g
-
-
-def in_thread(function: Callable[[], Tensor]) -> Tensor:
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def one_after_the_other(s: Formula, x: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def can_be_split(task: Task) -> bool:
 
 
 def _has_samples(task: Task) -> bool:
-    """Tell whether there are several samples, and a loss of which it is known how theirs make it up."""
+    """Tell whether there are several samples, and a loss that is a known sum over them."""
     return task.batch > 1 and isinstance(task.loss, str)
 
 
@@ -117,7 +117,7 @@ def next_step(samples: int, peak_bytes: int) -> int:
 
 
 def _guess(task: Task) -> float:
-    """Bytes of the derivatives of all samples, if the module is a transformer block: its width is about sqrt(P / 12)."""
+    """Return the bytes of all samples' derivatives, if the module is a transformer block: its width is about sqrt(P / 12)."""
     tensors = [x for x in torch.utils._pytree.tree_leaves((task.inputs, task.target)) if isinstance(x, Tensor)]
     width, itemsize = math.sqrt(task.size), task.dtype.itemsize
     return 16 * itemsize * width * sum(x.numel() * (1 if x.is_floating_point() else width / 4) for x in tensors)

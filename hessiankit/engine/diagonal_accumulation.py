@@ -106,9 +106,9 @@ def diagonal_of_entries(u: ParameterJacobian, v: ParameterJacobian, K: Tensor) -
 
 
 def _two_weights(u: WeightJacobian, v: WeightJacobian, K: Tensor) -> tuple[Tensor, Tensor]:
-    mine, theirs = _meeting(u, _positions(v, K.device))
-    theirs = torch.arange(v.size, device=K.device)[theirs]
-    (i, p), (j, q) = _cell(u, mine), _cell(v, theirs)
+    mine, other = _meeting(u, _positions(v, K.device))
+    other = torch.arange(v.size, device=K.device)[other]
+    (i, p), (j, q) = _cell(u, mine), _cell(v, other)
     groups, m, _, m_v, _ = K.shape
     a, b = (w.X.reshape(groups, -1, w.X.shape[1]) for w in (u, v))
     out, step = K.new_empty(mine.numel()), max(1, SCRATCH // (groups * m * m_v))

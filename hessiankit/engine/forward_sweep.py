@@ -373,11 +373,11 @@ class ForwardSweep:
         groups = 1 if level == 0 else self._rows(coarse)
         split = block.reshape(groups, rows // groups, -1, width)
         columns = list(zip(coarse.vertices, starts(coarse.widths), strict=True))
-        for i, (s, mine) in enumerate(zip(fine.vertices, starts(fine.widths), strict=True)):
-            for j, (r, theirs) in enumerate(columns):
+        for i, (s, own) in enumerate(zip(fine.vertices, starts(fine.widths), strict=True)):
+            for j, (r, other) in enumerate(columns):
                 if fine is coarse and j > i:
                     continue
-                part = split[:, :, mine, theirs].reshape(groups, -1, theirs.stop - theirs.start)
+                part = split[:, :, own, other].reshape(groups, -1, other.stop - other.start)
                 if fine is coarse:
                     self.blocks.add(s, r, level, part)
                 else:

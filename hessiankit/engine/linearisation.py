@@ -99,7 +99,7 @@ class Linearisation:
             self._sweep(trace, compare)
         if handshake is None:
             compare.close()
-        self._last_reads: dict[int, list[int]] = {}  # values whose tangents nobody reads after one was made
+        self._last_reads: dict[int, list[int]] = {}  # by output: values whose tangents nothing reads later
         for at, reader in last_readers(path if recompute else self._steps(0)).items():
             if at not in own:
                 self._last_reads.setdefault(reader, []).append(at)

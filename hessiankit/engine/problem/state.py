@@ -1,4 +1,4 @@
-"""A module as it was when it was asked about: what its own call may change, and values that training does not move."""
+"""A snapshot of a module: what a call of it may change, and parameter values that later training does not move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Hessian is asked of: a module, its inputs, a target, a loss and the parameters; checked before any work."""
+"""A request for second derivatives: module, inputs, target, loss and parameters, checked before any work."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ for _name in COMPOSITE:
 
 @dataclass(frozen=True)
 class Sometimes:
-    """What some calls of an operation consist of, told apart by their arguments; the others leave it whole."""
+    """A decomposition of some calls of an operation, chosen by their arguments; other calls stay whole."""
 
     parts: Callable[..., Any]
     applies: Callable[..., bool]
