@@ -37,6 +37,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long axes are walked in chunks of a few entries."""
     from hessiankit.engine import column_blocks, parameter_blocks
 
-    for name, most in (("CACHE", 40), ("OUTER", 7), ("SCRATCH", 1)):
+    for name, most in (("CACHE", 10), ("OUTER", 7), ("SCRATCH", 1)):
         monkeypatch.setattr(parameter_blocks, name, most)
     monkeypatch.setattr(column_blocks, "ENTRIES", 40)
