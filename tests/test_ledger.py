@@ -18,6 +18,8 @@ from hessiankit.ledger import evidence as show
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import SUPPORTED
 from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.errata import ERRATA, errata_page, without_counterexamples
+from hessiankit.ledger.ledger_report import run_row
 from hessiankit.ledger.pages import without_evidence
 from hessiankit.support.errors import InputError
 
@@ -279,6 +281,32 @@ def test_the_page_in_docs_is_true(everything):
     assert without_evidence(page) == without_evidence(everything.markdown()), f"run: {command}"
     assert "not reproduced" not in page
     assert all(line.rsplit(" | ", 1)[1] != " |" for line in page.splitlines() if line.startswith("| <a id"))
+
+
+@pytest.mark.parametrize("paper", list(ERRATA))
+def test_the_pages_of_corrections_are_true(everything, paper):
+    rows = {c.id: c for c in everything}
+    blank = {name: run_row(row(lambda seed: show.small(0.0))) for name in rows}
+    page = (PAGE.parent / "errata" / f"{paper}.md").read_text(encoding="utf-8")
+    expected = without_counterexamples(errata_page(paper, rows, blank))
+    assert without_counterexamples(page) == expected, "run: hessiankit claims --errata docs/errata"
+    assert "not reproduced" not in page
+    for name, _ in ERRATA[paper].wrong:
+        assert rows[f"{paper}/{name}"].verdict == "WRONG AS PRINTED", name
+
+
+def test_a_wrong_row_keeps_what_it_compared(everything):
+    for name in ("curvature-gap/phi_vq", "hybridnorm/eq34", "curse-of-depth/eq33", "sharpness-disparity/norm"):
+        found = run_row(next(c for c in everything if c.id == name)).evidence
+        assert len(found.arrays) >= 3, name
+        assert "correct" in found.printed_arrays()
+        assert json.loads(json.dumps(found.to_dict()))["arrays"]
+
+
+def test_errata_of_some_rows_only(tmp_path, capsys):
+    assert main(["claims", "--paper", "hybridnorm", "--errata", str(tmp_path / "pages")]) == 0
+    assert [p.name for p in (tmp_path / "pages").iterdir()] == ["hybridnorm.md"]
+    assert "Counterexample: " in (tmp_path / "pages" / "hybridnorm.md").read_text(encoding="utf-8")
 
 
 def test_command_line(tmp_path, capsys):

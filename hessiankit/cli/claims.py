@@ -40,6 +40,7 @@ def add_claims(commands: Commands) -> None:
     add_table(add)
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")
     add("--markdown", type=Path, metavar="FILE", help="also write the rows as Markdown (docs/claims.md: with --run)")
+    add("--errata", type=Path, metavar="DIR", help="also write each paper's page of corrections (docs/errata)")
 
 
 def run_claims(args: argparse.Namespace) -> int:
@@ -59,6 +60,10 @@ def run_claims(args: argparse.Namespace) -> int:
     write_json("claims", args.json, (ledger if report is None else report).to_dict())
     write_text("claims", args.html, lambda: ledger.html(report))
     write_text("claims", args.markdown, lambda: ledger.markdown(report))
+    if args.errata is not None:
+        args.errata.mkdir(parents=True, exist_ok=True)
+        for paper, page in ledger.errata().items():
+            write_text("claims", args.errata / f"{paper}.md", lambda page=page: page)
     return FAILED if report is not None and not report else OK
 
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, overload
 
 from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Verdict
+from hessiankit.ledger.errata import ERRATA, errata_page
 from hessiankit.ledger.ledger_report import LedgerReport, run_rows
 from hessiankit.ledger.pages import html_page, markdown_page, plain
 from hessiankit.ledger.registry import rows
@@ -68,6 +69,14 @@ class Ledger(Printed, Sequence[Claim]):
     def markdown(self, report: LedgerReport | None = None) -> str:
         """Return the rows as a Markdown page, one table a paper, with what a run of them found."""
         return markdown_page(self.rows, self.counts(), report)
+
+    def errata(self) -> dict[str, str]:
+        """Run the most consequential rows of each paper and return its page of corrections, by paper."""
+        rows = {row.id: row for row in self.rows}
+        papers = [paper for paper in ERRATA if all(f"{paper}/{name}" in rows for name, _ in ERRATA[paper].wrong)]
+        wanted = [rows[f"{paper}/{name}"] for paper in papers for name, _ in ERRATA[paper].wrong]
+        ran = {row.claim.id: row for row in run_rows(wanted).rows}
+        return {paper: errata_page(paper, rows, ran) for paper in papers}
 
     def html(self, report: LedgerReport | None = None) -> str:
         """Return the rows as an HTML page, with what a run of them found."""

@@ -13,7 +13,8 @@ from hessiankit.ledger.ledger_report import LedgerReport, LedgerRow
 HEADERS = ("row", "place", "statement", "verdict", "correct", "evidence")
 INTRODUCTION = (
     "Statements of four papers, each with a verdict and the computation that finds it again: `hessiankit claims --run` runs all, "
-    "`hessiankit claims --show ID` prints one row with what was compared. This page is made by "
+    "`hessiankit claims --show ID` prints one row with what was compared. The corrections that "
+    "matter most, paper by paper: [errata](errata/curvature-gap.md). This page is made by "
     "`hessiankit claims --run --markdown docs/claims.md`; a test compares all but its last column with the rows."
 )
 MEANING = {
@@ -81,10 +82,11 @@ def _truth(row: Claim) -> str:
 
 
 def _evidence(row: Claim, ran: Mapping[str, LedgerRow]) -> str:
+    return evidence_text(ran[row.id]) if row.id in ran else ""
+
+
+def evidence_text(found: LedgerRow) -> str:
     """Return what was found, with errors of rounding written as such."""
-    if row.id not in ran:
-        return ""
-    found = ran[row.id]
     text = found.error or re.sub(r"\b\d+(\.\d+)?e-(0[89]|[1-9]\d)\b", "< 1e-7", str(found.evidence))
     return text if found.reproduced else f"not reproduced: {text}"
 

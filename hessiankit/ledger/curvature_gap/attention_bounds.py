@@ -42,7 +42,7 @@ def generic_search(seed: int) -> AttentionProblem:
     """Return the worst for Theorem 1 of 400 random problems with one large query matrix."""
     draw, worst = Draw(seed), None
     for _ in range(40):
-        X, W_Q, W_K, W_V = draw.normal(2, 2), 3 * draw.normal(2, 2), 0.05 * draw.normal(2, 2), draw.normal(2, 2)
+        X, W_Q, W_K, W_V = draw.normal(2, 2), 30 * draw.normal(2, 2), 3e-3 * draw.normal(2, 2), draw.normal(2, 2)
         p = AttentionProblem(X, W_Q, W_K, W_V, X)
         p = p.with_(target=p.at.value)
         if worst is None or p.norm / p.theorem_1().M > worst.norm / worst.theorem_1().M:
