@@ -63,7 +63,7 @@ def run_claims(args: argparse.Namespace) -> int:
     if args.errata is not None:
         args.errata.mkdir(parents=True, exist_ok=True)
         for paper, page in ledger.errata().items():
-            write_text("claims", args.errata / f"{paper}.md", lambda page=page: page)
+            write_text("claims", args.errata / f"{paper}.md", page)
     return FAILED if report is not None and not report else OK
 
 

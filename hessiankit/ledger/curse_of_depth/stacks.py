@@ -52,15 +52,6 @@ def block_jacobian(block: Callable[[Tensor], Tensor], X: Tensor) -> Tensor:
     return jacobian_of(block, X)
 
 
-def _line(x: Tensor, y: Tensor) -> Tensor:
-    slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
-    return y.mean() + slope * (x - x.mean())
-
-
-def _r_squared(y: Tensor, fitted: Tensor) -> float:
-    return float(1 - (y - fitted).square().sum() / (y - y.mean()).square().sum())
-
-
 def exponent(x: list[float], y: list[float]) -> float:
     """Return the slope of log y over log x."""
     a, b = torch.tensor(x, dtype=torch.float64).log(), torch.tensor(y, dtype=torch.float64).log()

@@ -33,15 +33,6 @@ TABLE_2 = {
 }
 TASK_NAMES = ("MMLU", "BoolQ", "ARC-e", "PIQA", "HellaSwag", "OBQA", "WinoGrande", "average")
 TASKS = 7
-TABLE_6 = {
-    "Pre-LN": (26.73, 21.92),
-    "LayerScale": (27.93, 23.45),
-    "SkipInit": (27.41, 22.29),
-    "Depth-Scaled": (26.95, 21.50),
-    "Scaled": (26.04, 20.98),
-    "LNS": (25.76, 20.35),
-    "LNS + Scaled": (25.80, 20.79),
-}
 
 
 def best(size: str) -> list[bool]:

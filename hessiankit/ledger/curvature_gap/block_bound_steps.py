@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 from derivations.bounds import (
@@ -26,7 +25,7 @@ from hessiankit.ledger.curvature_gap.block_problems import (
     uniform_pair,
 )
 from hessiankit.ledger.curvature_gap.notation import dense, spectral
-from hessiankit.ledger.curvature_gap.point import ATTENTION, ATTENTION_PAIRS, BlockPoint, BlockSizes, attention, point
+from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, BlockPoint, BlockSizes, attention, point
 from hessiankit.ledger.evidence import assumed, bounded, violated
 from hessiankit.ledger.registry import claim
 
@@ -127,15 +126,6 @@ def eq21(seed: int) -> Evidence:
     left = spectral(small.second("S", "2", "1"))
     printed, corrected = math.sqrt(p.sizes.d_ff) * spectral(small.weights["2"]), math.sqrt(p.sizes.d_V) * spectral(p.block.Y)
     return violated(left, printed, "W_2 a millionth of a generic one", corrected=corrected, above=1e4)
-
-
-def mixed(seed: int, i: str, width: Callable[[BlockSizes], int], weight: str) -> Evidence:
-    """Compare ||xi_ik|| with sqrt(width) ||weight|| ||J_Y|| ||G_k||, J_Y and G_k exact."""
-    found = []
-    for p in problems(seed):
-        front = math.sqrt(width(p.sizes)) * norms(p)[weight] * spectral(dense(p.block.J_Y))
-        found += [over(spectral(p.second("S", i, k)), front * spectral(p.first("F", k))) for k in ATTENTION]
-    return bounded(found, "four points, exact J_Y and G_k")
 
 
 def eq24_sides(p: BlockPoint, k: str, m: str, phi: dict[str, float]) -> tuple[float, float]:

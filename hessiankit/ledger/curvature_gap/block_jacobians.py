@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,12 +35,6 @@ def misprint(seed: int, printed: Build, closed: Build, reference: Build, detail:
     errors = [relative_error(a, b) for a, b in zip(as_printed, references, strict=True)]
     text = "at generic sizes " + ", at equal sizes ".join("does not conform" if e == math.inf else f"{e:.2g}" for e in errors)
     return wrong(as_printed, references, "; ".join(filter(None, (text, detail))), corrected=closed_forms)
-
-
-def each(seed: int, names: Sequence[str], closed: Callable[[BlockPoint, str], Tensor], stage: str) -> Evidence:
-    """Compare first derivatives of a stage, weight by weight, with autograd."""
-    found = [closed(p, i) for p in points(seed) for i in names]
-    return agrees(found, [p.first(stage, i) for p in points(seed) for i in names], f"{', '.join(names)}, against autograd")
 
 
 @claim("curvature-gap/thm4", "Theorem 4", "HOLDS", uses=[PostNormBlockAt.jacobian])

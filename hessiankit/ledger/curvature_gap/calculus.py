@@ -17,8 +17,6 @@ from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees
 from hessiankit.ledger.registry import claim
 
-AUTOGRAD = "against autograd"
-
 
 @claim("curvature-gap/property2", "App. B.1, Property 2", "HOLDS", uses=[sandwich])
 def property2(seed: int) -> Evidence:

@@ -12,17 +12,6 @@ from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import measured
 from hessiankit.ledger.registry import claim
 
-MNIST = {"patch": 4, "d": 16, "d_ff": 64, "blocks": 1, "side": 28, "channels": 1, "classes": 10}
-CIFAR = {"patch": 4, "d": 128, "d_ff": 512, "blocks": 8, "side": 32, "channels": 3, "classes": 100}
-
-
-def parameters(table: dict[str, int]) -> int:
-    """Return the parameters of a row of Table 1: one head, no W_O, biases, positional embedding, mean pooling."""
-    d, d_ff, tokens = table["d"], table["d_ff"], (table["side"] // table["patch"]) ** 2
-    embedding = table["channels"] * table["patch"] ** 2 * d + d + tokens * d
-    block = 3 * d * d + d * d_ff + d_ff + d_ff * d + d + 4 * d
-    return embedding + table["blocks"] * block + d * table["classes"] + table["classes"]
-
 
 def slope(differences: Tensor, start: int = 10) -> float:
     """Return the slope of log |L_{k+1} - L_k| over log k from k = start on."""

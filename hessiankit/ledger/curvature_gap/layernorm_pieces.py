@@ -45,14 +45,6 @@ class Pieces:
         """-D^{-1} (x) D^{-T}."""
         return -kron(self.P(X), self.P(X).T)
 
-    def minus_inverse(self, X: Tensor) -> Tensor:
-        """-D^{-1}."""
-        return -self.P(X)
-
-    def inverse_transposed(self, X: Tensor) -> Tensor:
-        """D^{-T}."""
-        return self.P(X).T
-
     def B1(self, X: Tensor) -> Tensor:
         """E A_2 B_2."""
         return basis_pairs(self.L) @ self.A2(X) @ self.B2(X)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,17 +10,13 @@ from torch import Tensor
 from hessiankit.blocks import TransformerBlock
 from hessiankit.blocks import placements as eq
 from hessiankit.blocks.attention import Attention
-from hessiankit.formulas.block_at import BlockAt, block_stage, input_stage
-from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import counts, relative_error, small, wrong
+from hessiankit.ledger.evidence import counts, relative_error, wrong
 from hessiankit.ledger.hybridnorm.definitions import mha, rms_norm, swiglu
-from hessiankit.ledger.hybridnorm.jacobians import dense
 from hessiankit.ledger.registry import claim
 
 HEADS = 2
-Written = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
 
 def make(placement: str, *, d: int = 6, **options: Any) -> TransformerBlock:
@@ -36,21 +31,6 @@ def generic(block: TransformerBlock, draw: Draw) -> dict[str, Tensor]:
         for p in block.parameters():
             p.copy_(draw.normal(*p.shape))
     return {name.split(".")[-1]: p.detach() for name, p in block.named_parameters()}
-
-
-def compare(seed: int, placement: str, written: Written) -> Evidence:
-    """Compare a placement with its printed equations: the block, and its Jacobian in closed form with autograd of the print."""
-    return small(errors(seed, placement, written), "the block against the print, its Jacobian w.r.t. W_Q against autograd")
-
-
-def errors(seed: int, placement: str, written: Written) -> list[float]:
-    """Return the two errors of ``compare``."""
-    draw = Draw(seed)
-    block = make(placement)
-    W, X = generic(block, draw), draw.normal(3, 6)
-    Z = block_stage(BlockAt(block, {name: p.detach() for name, p in block.named_parameters()}), input_stage(X))
-    reference = jacobian_of(lambda W_Q: written(X, {**W, "W_Q": W_Q}), W["W_Q"])
-    return [relative_error(block(X), written(X, W)), relative_error(dense(Z.jacobian("W_Q")), reference)]
 
 
 def hybridnorm_block(X: Tensor, W: dict[str, Tensor]) -> Tensor:

@@ -9,15 +9,8 @@ from hessiankit.blocks.initialisation import WeightPlace, normal
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import assumed, small
-from hessiankit.ledger.hybridnorm.definitions import mha, rms_norm, swiglu
-from hessiankit.ledger.hybridnorm.equations import HEADS
+from hessiankit.ledger.hybridnorm.definitions import rms_norm
 from hessiankit.ledger.registry import claim
-
-
-def first_block(X: Tensor, W: dict[str, Tensor]) -> Tensor:
-    """Eqs. 10 and 11."""
-    Y = mha(rms_norm(X), W, HEADS, "qkv") + X
-    return swiglu(rms_norm(Y), W) + Y
 
 
 @claim("hybridnorm/first-block-eps", "released code, norms of queries, keys and values", "HOLDS UNDER ASSUMPTION", uses=[normal])

@@ -28,8 +28,6 @@ from hessiankit.ledger.hybridnorm.definitions import HeadPoint, rms_norm
 from hessiankit.ledger.hybridnorm.jacobians import dense
 from hessiankit.ledger.registry import claim
 
-RHO = r"$\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"
-
 
 def sharp(head: HeadPoint) -> AttentionGradientBounds:
     """Return left over right side of the corrected bounds."""

@@ -25,8 +25,6 @@ from hessiankit.ledger.hybridnorm.definitions import HeadPoint
 from hessiankit.ledger.hybridnorm.theorem_qkv import break_bound, scaled_tokens
 from hessiankit.ledger.registry import claim
 
-RHO = r"$\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"
-
 
 def with_rho(head: HeadPoint) -> AttentionGradientBounds:
     """Return left over right side of the printed bounds with rho in place of 1 / sigma_min."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 
 import torch
@@ -19,14 +18,6 @@ from hessiankit.optim import block_types
 from hessiankit.partition.fused import named_slices
 
 STEPS, WARMUP = 50_000, 1_000
-
-
-def cosine(step: int, peak: float, floor: float, warmup: int = WARMUP, steps: int = STEPS) -> float:
-    """Return a linear warm-up to ``peak`` and a cosine to ``floor``."""
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    part = (step - warmup) / (steps - warmup)
-    return floor + (peak - floor) * (1 + math.cos(math.pi * part)) / 2
 
 
 def adamw(values: list[Tensor], gradients: list[list[Tensor]], rates: list[float], decay: float = 0.1) -> list[Tensor]:

@@ -111,16 +111,6 @@ def size_range(seed: int) -> Evidence:
     return wrong([120.0, 2000.0], [float(least), float(most)], detail, corrected=[66.0, 1683.0])
 
 
-TABLE_1 = (
-    (52.69, 22.87, 68.71, 36.13, 19.40, 55.17, 77.60),
-    (54.29, 25.34, 69.53, 38.00, 22.60, 59.83, 81.60),
-)
-"""AdamW, Blockwise LR."""
-
-
-TABLE_2 = {"w/o": 2.834, "Emb": 2.818, "Emb & FFN": 2.791, "all four": 2.784, "Norm": 2.837}
-
-
 @claim("sharpness-disparity/ffn-majority", "Sec. 6.2", "WRONG AS PRINTED", uses=[Transformer])
 def ffn_majority(seed: int) -> Evidence:
     """'FFN blocks comprise the majority of model parameters', LLaMA 0.25B

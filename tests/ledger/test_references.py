@@ -1,20 +1,13 @@
-"""The rows of Closing the Curvature Gap, and the points and derivatives that they share."""
+"""The points and derivatives that the rows of Closing the Curvature Gap share."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from ledger_cases import assert_reproduced, every_row
 
 from hessiankit.ledger.autodiff import confirmations, hessian_of, jacobian_of, kept
 from hessiankit.ledger.curvature_gap.notation import if_it_conforms
 from hessiankit.ledger.curvature_gap.point import EQUAL, GENERIC, WEIGHTS, point
-
-
-@pytest.mark.slow
-@every_row("curvature-gap")
-def test_row(row):
-    assert_reproduced(row)
 
 
 def test_a_function_that_does_not_depend_on_its_argument():
