@@ -18,6 +18,7 @@ MARKERS = "oD^vs<>PXhp*d"
 OURS = {
     "closed form": "*",
     "closed form, plain torch": "s",
+    "closed form, planned once": "D",
     "hessian": "*",
     "hessian_operator": "P",
     "hessiankit.hessian_diagonal": "*",

@@ -23,6 +23,8 @@ from hessiankit.support.kernels import kernels, plain
 CLOSED = "closed form"
 PLAIN = "closed form, plain torch"
 """The same without the compiled kernels, where they are used."""
+PLANNED = "closed form, planned once"
+"""A call of what ``hessian_function`` returns."""
 TRIALS = 0.8
 """Part of a cell's budget after which no round is begun; the trials have to be over before, by what the rounds may take."""
 
@@ -34,7 +36,13 @@ def contestants() -> list[Peer]:
 
 
 def contest(
-    case: Case, part: Part, closed: Callable[[], Tensor], peers: Sequence[Peer], plan: Plan, tell: Tell
+    case: Case,
+    part: Part,
+    closed: Callable[[], Tensor],
+    peers: Sequence[Peer],
+    plan: Plan,
+    tell: Tell,
+    planned: Callable[[], Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return a row for each contestant, in plain data.
 
@@ -45,6 +53,7 @@ def contest(
         peers: The other methods.
         plan: Repeats, limits and the device.
         tell: Progress.
+        planned: Returns the same by a plan that was made before.
     """
     steps = len(peers) + 3 + plan.repeats
     # Each contestant gets the same share of the cell's time for each of its runs: the trial, the rounds, and one to spare.
@@ -59,6 +68,7 @@ def contest(
     if kernels() is not None and found.is_cpu:
         with plain():
             without = ring.error(closed()[:, [j - start for j in ring.picks]].T)
+    again = None if planned is None else ring.error(planned()[:, [j - start for j in ring.picks]].T)
     side = math.isqrt(found.numel() - 1) + 1
     blank = partial(_written, side, found.dtype, found.device)
     del found
@@ -82,6 +92,8 @@ def contest(
     calls: dict[str, Callable[[int], float]] = {CLOSED: own_turn}
     if without is not None:
         calls[PLAIN] = plain_turn
+    if planned is not None:
+        calls[PLANNED] = lambda _: timed(plan.device, planned)[1]
     for entry in entries:
         if entry.runs:
             calls[entry.peer.name] = lambda _, e=entry: ring.run(e)  # type: ignore[misc]
@@ -96,6 +108,8 @@ def contest(
     ours = {CLOSED: {**ring.verdict_row(CLOSED, error), "first_seconds": first_seconds}}
     if without is not None:
         ours[PLAIN] = {**ring.verdict_row(PLAIN, without), "ours": True}
+    if again is not None:
+        ours[PLANNED] = {**ring.verdict_row(PLANNED, again), "ours": True}
     add_rounds(ours, {name: seconds[name] for name in ours}, CLOSED)
     rows = list(ours.values())
     for entry in entries:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.contest import PLAIN
 from benchmarks.tables import markdown, short
 
 Record = dict[str, Any]
@@ -68,7 +69,7 @@ def summary(records: Sequence[Record]) -> str:
             continue
         mine, *rest = result["rows"]
         others = [row for row in rest if not row.get("ours")]
-        without = next((_time(row) for row in rest if row.get("ours")), "")
+        without = next((_time(row) for row in rest if row["name"] == PLAIN), "")
         head = [str(cell["problem"]), str(result["parameters"]), str(cell["batch"]), _time(mine), without]
         lines.append([*head, *(entry(others, chosen) for chosen in COLUMNS.values())])
     return markdown(["problem", "P", "batch", "hessiankit", "without kernels", *COLUMNS], lines)

@@ -11,6 +11,7 @@ from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import GPT2
 from benchmarks.suites.common import BLOCK_SIZES, beyond_memory, beyond_time, case_of, dense
 from benchmarks.tables import NOTES, contest_tables
+from hessiankit import hessian_function
 
 
 def cells(plan: Plan) -> list[Cell]:
@@ -22,7 +23,8 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
         return skipped
     case = case_of(cell, plan)
     every = slice(0, case.size)
-    return contest(case, Part(every, every), lambda: dense(case), contestants(), plan, tell)
+    function = hessian_function(case.module, case.inputs, case.target, loss=case.loss, params=case.wanted)
+    return contest(case, Part(every, every), lambda: dense(case), contestants(), plan, tell, lambda: function().matrix)
 
 
 BENCHMARK = Benchmark(

@@ -162,6 +162,7 @@ CALLS = {
         {"out": ("text", "number", "huge")},
     ),
     "hessian(dry_run)": Call(hk.hessian, on_block(dry_run=True, batch_size=None), ("hessian",)),
+    "hessian_function": Call(hk.hessian_function, on_block(params=None, batch_size=None), ("hessian_function",)),
     "hessian_operator": Call(
         hk.hessian_operator,
         _renamed(on_block(params=None, kind="hessian", block_size=None, weights=None, reduction=None), inputs="data"),
