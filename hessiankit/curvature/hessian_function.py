@@ -99,7 +99,7 @@ class HessianFunction(Printed):
         expected = evaluation.whole()
         if len(evaluation.unused) == len(self._task.parameters):
             raise InputError(f"{WHO}: none of the parameters has an effect on the loss")
-        self._fallbacks = evaluation.fallbacks
+        self._fallbacks, self._size = evaluation.fallbacks, abs(evaluation.loss)
         self._tensors = [values for _, _, values in self._task.state.tensors()]
         self._tensors += [x for _, x in named_tensors((self._task.inputs, self._task.target))]
         self._at = [x.clone() for x in self._tensors]
@@ -185,7 +185,7 @@ class HessianFunction(Printed):
 
     def _compare_loss(self, own: float, value: float) -> None:
         eps = max(torch.finfo(self._task.dtype).eps, *(torch.finfo(p.dtype).eps for p in self._task.parameters.values()))
-        if abs(own - value) <= ROUNDING * eps * max(abs(own), abs(value), self._scale):
+        if abs(own - value) <= ROUNDING * eps * max(abs(own), abs(value), self._size):
             return
         if not (math.isfinite(own) and math.isfinite(value)):
             return  # the matrix is not finite either, and the error for that names the operation
@@ -194,10 +194,6 @@ class HessianFunction(Printed):
         raise TraceError(
             f"{WHO}: the module's own loss is {own:.6g}, that of the plan {value:.6g}: {cause}; make the function anew"
         )
-
-    @property
-    def _scale(self) -> float:
-        return 1e-3 * max((float(x.abs().max()) for x in self._tensors if x.is_floating_point() and x.numel()), default=0.0)
 
     def _moved(self) -> bool:
         return any(not torch.equal(x, before) for x, before in zip(self._tensors, self._at, strict=True))
