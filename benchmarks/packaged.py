@@ -1,4 +1,4 @@
-"""Peers from other packages: curvlinops, hessian-eigenthings, jax. None of them is required."""
+"""Peers from other packages: curvlinops, hessian-eigenthings, jax; each is optional."""
 
 from __future__ import annotations
 

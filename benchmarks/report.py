@@ -1,4 +1,4 @@
-"""A page of measured figures: what lies in the results' folder, written between marks that a page of prose has for it.
+"""Measured figures written into a page of prose, between marks.
 
 A page holds, for every benchmark that it shows, a pair of marks; what is between them is replaced, and the rest is left:
 

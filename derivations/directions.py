@@ -1,4 +1,4 @@
-"""Batches of directions, a few at a time: what keeps the scratch of an entrywise action in the processor's cache."""
+"""Batches of directions, walked a few at a time so that the scratch of an entrywise action stays in the processor's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three matrices made of one block for each row of an array: what LayerNorm, softmax and cross entropy are written with."""
+"""Block matrices with one block for each row of an array: the Jacobians of LayerNorm, softmax and cross entropy."""
 
 from __future__ import annotations
 

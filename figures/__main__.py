@@ -1,4 +1,4 @@
-"""Draw figures: ``python -m figures NAME ...``, ``--all``, or ``--list`` to see what there is."""
+"""Draw figures: ``python -m figures NAME ...``, or ``--all``; ``--list`` names them."""
 
 from __future__ import annotations
 
@@ -115,23 +115,23 @@ def draw_all(
         sources: ``images`` and ``text``, where they are not the default, for the figures that take them.
         json: File for the names of the files, and of what failed; None for none.
     """
-    from figures._sitting import Sitting  # loads torch, which --list need not wait for
+    from figures._session import DrawingSession  # loads torch, which --list need not wait for
 
-    sitting = Sitting.of(out, chosen, quick, suffix, sources)
+    session = DrawingSession.of(out, chosen, quick, suffix, sources)
     failed: dict[str, str] = {}
     began = time.perf_counter()
     for name in chosen:
-        if name in sitting.drawn:
-            print(f"{name}: drawn before the interruption\n  " + "\n  ".join(sitting.drawn[name]), flush=True)
+        if name in session.drawn:
+            print(f"{name}: drawn before the interruption\n  " + "\n  ".join(session.drawn[name]), flush=True)
             continue
         start = time.perf_counter()
         print(f"{name}: {summary(name)}", flush=True)
         try:
             own = {option: path for option, path in sources.items() if option in accepted(name)}
             files = script(name)(out, quick=quick, suffix=suffix, **own)
-            sitting.add(name, files)
+            session.add(name, files)
         except KeyboardInterrupt:
-            left = [one for one in chosen if one not in sitting.drawn and one not in failed]
+            left = [one for one in chosen if one not in session.drawn and one not in failed]
             print(f"figures: interrupted; the same command goes on with {', '.join([*left, *failed])}", file=sys.stderr)
             return INTERRUPTED
         except Exception as error:
@@ -144,10 +144,10 @@ def draw_all(
     print(f"drawn: {len(chosen) - len(failed)} of {len(chosen)}, in {time.perf_counter() - began:.1f} s, in {out}")
     for name, why in failed.items():
         print(f"failed: {name}: {why}", file=sys.stderr)
-    write_json("figures", json, {"drawn": sitting.drawn, "failed": failed, "seconds": time.perf_counter() - began})
+    write_json("figures", json, {"drawn": session.drawn, "failed": failed, "seconds": time.perf_counter() - began})
     if failed:
         return FAILED
-    sitting.close()
+    session.close()
     return DRAWN
 
 

@@ -1,4 +1,4 @@
-"""Small classifiers of images, trained once and kept at the steps that a figure reads: what the figures of images share.
+"""Small classifiers of images, trained once and stored at the steps that figures read.
 
 The model is that of Closing the Curvature Gap, Table 1, first row: patches, one post-norm block with d_model 16 and d_ff 64,
 the mean over the tokens. scikit-learn's 8 x 8 digits in patches of 2 x 2 give 16 tokens where MNIST's 28 x 28 in patches of 4 x 4
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from figures._kept import checksum, read, set_aside, writing
 from figures._kit import CODE as TOOLKIT
 from figures._kit import differentiable, short_digest
+from figures._store import checksum, read, set_aside, writing
 from hessiankit.blocks import VisionTransformer
 from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.studies.images import ImageDataset, load_images, patchify

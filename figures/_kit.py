@@ -1,4 +1,4 @@
-"""What all figures share: the look, files of numbers, and answers that are kept from one call to the next.
+"""Style, files of numbers and cached answers shared by all figures.
 
 A picture is drawn inside :func:`style`, on a :func:`page`, and written by :func:`save`; its numbers go beside it by
 :func:`write_rows` or :func:`write_json`. The same numbers give the same bytes.
@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from figures._kept import NOTHING, keep, put, recall, writing
+from figures._store import NOTHING, keep, put, recall, writing
 from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES, Picture
 from hessiankit.diagnostics.monitoring.log import COLOURS as TYPE_COLOURS
 from hessiankit.diagnostics.monitoring.log import MARKS as TYPE_MARKS

@@ -1,4 +1,4 @@
-"""Where an interrupted training run goes on: all that decides its next step, and checksums of the files it has written."""
+"""The state from which an interrupted training run resumes, with checksums of the files already written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from figures._kept import checksum, put, read, set_aside
+from figures._store import checksum, put, read, set_aside
 from hessiankit.diagnostics.monitoring.lines import read_lines
 from hessiankit.studies.training import torch_bytes
 from hessiankit.support.errors import InputError

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from figures._kept import NOTHING, checksum, keep, read, recall, set_aside, writing
 from figures._kit import differentiable, plain, short_digest
 from figures._run_state import MONITORED, State
+from figures._store import NOTHING, checksum, keep, read, recall, set_aside, writing
 from hessiankit.blocks import Transformer, initialise
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, read_monitor
 from hessiankit.studies.text import VOCAB_SIZE

@@ -26,8 +26,8 @@ from matplotlib.lines import Line2D
 from torch import Tensor
 
 import hessiankit as hk
-from figures._kept import put
 from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, page, save, write_json
+from figures._store import put
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.bounds import BOUNDS, LossAt, UndefinedBound

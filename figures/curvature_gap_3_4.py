@@ -19,7 +19,7 @@ import torch
 
 import hessiankit
 from figures._digits import LOSS, ImageSpec, snapshots
-from figures._kept import writing
+from figures._store import writing
 from hessiankit.curvature.plots import block_norms_map, side_by_side
 from hessiankit.studies.training import accuracy
 

@@ -1,4 +1,4 @@
-"""Figures 4 and 5 of HybridNorm: what its first block is made to be, and gradients by layer under three placements.
+"""Figures 4 and 5 of HybridNorm: the definition of its first block, and gradients by layer under three placements.
 
 Figure 4 trains a 550M model with four first blocks: HybridNorm, HybridNorm*, First-QKV-Pre, a norm after the embedding; all
 but the last help. Figure 5 shows the gradient's norm by layer at steps 1 and 100; its text: Pre-Norm explodes in deep models,

@@ -1,4 +1,4 @@
-"""Table 3 of HybridNorm: Pre-Norm and HybridNorm under three initialisations, with what the noise of the seeds allows to say.
+"""Table 3 of HybridNorm: Pre-Norm and HybridNorm under three initialisations, with intervals over seeds.
 
 The paper trains a 550M model once for each of six cells: Pre-Norm ends at losses of 2.75 (normal), 2.76 (depth-scaled) and 2.76
 (Megatron), HybridNorm at 2.76, 2.76 and 2.74, and takes normal for the one and Megatron for the other as defaults. Differences of

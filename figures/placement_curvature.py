@@ -1,4 +1,4 @@
-"""What the norm placement does to curvature: spectral norms of the Hessian's blocks by placement, depth and initialisation.
+"""Norm placement and curvature: spectral norms of the Hessian's blocks by placement, depth and initialisation.
 
 A causal language model on the bytes of the Zen of Python (Python's standard library, ``this.py``), cross entropy, at
 initialisation: d_model 32, four heads, SwiGLU of width 64, RMSNorm, rotary positions, the head tied to the embedding, four
@@ -38,9 +38,9 @@ from matplotlib.colors import LogNorm
 from torch import Tensor
 
 import hessiankit as hk
-from figures._kept import put
 from figures._kit import CODE, FAINT, INK, MACHINE, page, save, write_json, write_rows
 from figures._lanczos import extremes
+from figures._store import put
 from hessiankit.curvature.plot_frame import STYLE
 from hessiankit.studies.resumable import Resumable
 from hessiankit.support.environment import code_version, environment

@@ -23,8 +23,8 @@ import torch
 from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
-from figures._kept import put
 from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, METHOD_MARKS, page, save, write_json
+from figures._store import put
 from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.curvature.plot_frame import STYLE
 from hessiankit.diagnostics.sharpness import SharpnessEstimate, exact_sharpness, sharpness

@@ -17,7 +17,7 @@ import torch
 from figure_files import SMALL, measured
 
 from figures import __main__ as command
-from figures import _kept, _kit, _runs, _sitting
+from figures import _kit, _runs, _session, _store
 from figures._kit import cached, page, save, style, write_json, write_rows
 from figures._runs import byte_run
 from hessiankit.studies.tuning.experiment import RunSpec, Setting, run
@@ -113,7 +113,7 @@ def test_a_full_disk_is_said_and_loses_no_more_than_the_steps_since(tmp_path: Pa
         replaced(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_kept.os, "replace", full)
+        patch.setattr(_store.os, "replace", full)
         with pytest.raises(InputError, match=r"cannot write .*model_12\.pt: No space left on device; pass another folder"):
             byte_run(SMALL, tmp_path)
     steps: list[int] = []
@@ -145,7 +145,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Path], list[Pa
     monkeypatch.setattr(command, "names", lambda: sorted(draws))
     monkeypatch.setattr(command, "summary", lambda name: f"Shows {name}.")
     monkeypatch.setattr(command, "script", lambda name: lambda out, quick, suffix: draws[name](out))
-    monkeypatch.setattr(_sitting, "code_version", lambda *names: "code")
+    monkeypatch.setattr(_session, "code_version", lambda *names: "code")
     return draws
 
 
@@ -171,7 +171,7 @@ def test_one_that_fails_is_named_and_the_others_are_drawn(
     assert command.main(["--all", "--out", str(tmp_path)]) == 0
     assert "one: drawn before the interruption" in capsys.readouterr().out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one.png", "three.png", "two.png"]
-    assert command.main(["--all", "--out", str(tmp_path)]) == 1  # all were drawn: this is a new sitting, in which one fails
+    assert command.main(["--all", "--out", str(tmp_path)]) == 1  # all were drawn: this is a new session, in which one fails
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert err.endswith("failed: one: AssertionError: drawn again\n")

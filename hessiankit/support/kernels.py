@@ -1,4 +1,4 @@
-"""Building the kernels with torch's extension loader, and finding what was built.
+"""Building the compiled kernels with torch's extension loader, and loading them.
 
 The result is kept in the user's cache, under a name that tells sources, flags and processor apart: another version of the
 toolkit, or another machine on the same disk, takes none that is not its own.

@@ -1,4 +1,4 @@
-"""Whether two derivatives of the same function are one: on generic vectors, and by central differences where they are not.
+"""Equality tests of two derivatives of one function: on generic vectors, and by central differences where they differ.
 
 A linear or bilinear map that vanishes on vectors drawn at random vanishes; one pair of them therefore tests the whole map.
 

@@ -1,4 +1,4 @@
-"""What operations a function runs, as a graph: each ``aten`` operation is noted as it runs, on the tensors themselves.
+"""The graph of the operations that a function runs: each ``aten`` operation is noted as it runs, on the tensors themselves.
 
 Nothing is put in the place of a tensor, so the function cannot tell that it is watched, and a parameter is recognised however
 it is reached. The graph is that of ``make_fx(pre_dispatch=True)``, which gives every tensor a proxy, some ten times faster.

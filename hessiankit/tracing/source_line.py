@@ -1,4 +1,4 @@
-"""Where in the user's own code an exception arose: the innermost frame outside torch and this package."""
+"""The line of the user's own code at which an exception arose: the innermost frame outside torch and this package."""
 
 from __future__ import annotations
 

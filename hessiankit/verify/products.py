@@ -1,4 +1,4 @@
-"""``check`` where P x P does not fit: products with generic directions, by the closed form and by references."""
+"""``check`` by products, where P x P does not fit: H v along generic directions, by the closed form and by references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Depth diagnostics of The Curse of Depth: what each block of a model does to the stream, the loss and its curvature."""
+"""Depth diagnostics of The Curse of Depth: the effect of each block on the stream, the loss and its curvature."""
 
 from hessiankit.diagnostics.depth.blocks import Blocks
 from hessiankit.diagnostics.depth.curvature import LayerCurvature

@@ -1,4 +1,4 @@
-"""How a module is called and what its loss reads: tensors, positional and keyword arguments, output objects."""
+"""The call of a module and the reading of its result: tensors, positional and keyword arguments, output objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``hessiankit tune-lr`` found: tables, JSON, the part of a page, and a picture."""
+"""Report of ``hessiankit tune-lr``: tables, JSON, a section of a page, and a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runs of an arm say beside those of the baseline: numbers with intervals, and a sentence no stronger than these."""
+"""Comparison of an arm's runs with the baseline's: numbers with intervals, and a sentence no stronger than these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that are others in disguise: the tracer records what they are made of, so that each part has its closed form.
+"""Composite operations, recorded as the operations that they consist of, each with its closed form.
 
 ``torch.einsum`` is permutations and one product, ``addmm`` a product and a sum (so that the weight and the bias of a
 layer written with it are recognised), a convolution over patches that do not overlap is a linear map of each patch.

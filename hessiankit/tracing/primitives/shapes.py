@@ -1,4 +1,4 @@
-"""Operations that change shape, type or order, and pieces: what moves entries of one tensor as they are."""
+"""Operations that change shape, type or order and leave the entries as they are."""
 
 from __future__ import annotations
 

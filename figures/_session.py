@@ -1,4 +1,4 @@
-"""What one command has drawn so far, so that the same command goes on where an interrupt or a failure left it."""
+"""A drawing command that can be resumed: figures and answers already made are read back after an interrupt or a failure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from figures._kept import NOTHING, keep, recall
+from figures._store import NOTHING, keep, recall
 from hessiankit.support.environment import code_version
 
 CODE = ("figures", "hessiankit", "derivations")
 
 
 @dataclass
-class Sitting:
+class DrawingSession:
     """The figures that one command asks for, and the files of those that are drawn.
 
     Attributes:
@@ -28,8 +28,8 @@ class Sitting:
     drawn: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, out: Path, names: Sequence[str], quick: bool, suffix: str, sources: Mapping[str, str]) -> Sitting:
-        """Return the sitting of a command: the unfinished one, if the last command in this folder was the same.
+    def of(cls, out: Path, names: Sequence[str], quick: bool, suffix: str, sources: Mapping[str, str]) -> DrawingSession:
+        """Return the session of a command: the unfinished one, if the last command in this folder was the same.
 
         Raises:
             InputError: What is kept of the last command cannot be read.

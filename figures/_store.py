@@ -1,4 +1,4 @@
-"""Files that figures keep: written in one piece, checked when they are read, and set aside, never passed over, where damaged."""
+"""Files that figures reuse: written atomically, checked by digest when read, and set aside with a message where damaged."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from figure_files import SMALL, measured
 
-from figures import _digits, _kept, _runs, placement_curvature
+from figures import _digits, _runs, placement_curvature
 from figures._digits import ImageSpec, snapshots
-from figures._kept import NOTHING, keep, put, recall, set_aside
 from figures._kit import cached
 from figures._runs import ByteRun, byte_run
+from figures._store import NOTHING, keep, put, recall, set_aside
 from hessiankit.diagnostics.monitoring import lines
 from hessiankit.studies.training import train
 from hessiankit.support.errors import InputError
@@ -97,7 +97,7 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, monkeypatch:
         put(tmp_path / "b.json", b"after")
     assert recall(tmp_path / "b.json", 1) == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json"]
-    monkeypatch.setattr(_kept.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
+    monkeypatch.setattr(_store.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
     with pytest.raises(InputError, match="Read-only file system; pass another folder"):
         set_aside(tmp_path / "b.json", "of a test")
 
