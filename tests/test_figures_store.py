@@ -17,7 +17,7 @@ import pytest
 import torch
 from figure_files import SMALL, measured
 
-from figures import _digits, _runs, placement_curvature
+from figures import _digits, _runs, _store, placement_curvature
 from figures._digits import ImageSpec, snapshots
 from figures._kit import cached
 from figures._runs import ByteRun, byte_run
