@@ -92,6 +92,7 @@ class Trace:
         """Return the values of an application's inputs."""
         return tuple(None if i is None else self.values[i] for i in application.inputs)
 
+    @torch.no_grad()
     def adjoints(self, scale: float = 1.0) -> dict[int, Tensor]:
         """Return lambda_v = d(scale * output) / d(value v) for every value on the way to the scalar output, by id.
 
