@@ -254,3 +254,18 @@ def test_a_plan_keeps_constants_and_uses_memory_again() -> None:
     found = torch.zeros(64, 64)
     plan.run(found)
     assert torch.equal(found, y)
+
+
+def test_a_constant_that_is_written_into_later_is_made_anew_each_time() -> None:
+    x, total = torch.tensor([2.0]), torch.zeros(1)
+    with recording() as recorder:
+        step = torch.zeros(1)
+        first = x + step
+        step += 1.0
+        total += first * step
+    plan = make_plan(recorder.notes, [x], total, [])
+    for value in (2.0, 5.0):
+        x.fill_(value)
+        found = torch.zeros(1)
+        plan.run(found)
+        assert found.item() == value
