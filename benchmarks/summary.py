@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.contest import PLAIN
 from benchmarks.tables import markdown, short
 
 Record = dict[str, Any]
 Row = dict[str, Any]
 
 
-def _compiled(name: str) -> bool:
-    return name.startswith("compiled ")
-
-
-def _jax(name: str) -> bool:
-    return name.startswith("jax")
-
+SHOWN = (("small", 1), ("paper-mnist-affine", 1), ("medium", 8))
+"""The problem and batch of each line: the smallest, one on which some methods are wrong, the largest that repeats in a minute."""
 
 COLUMNS: dict[str, Callable[[str], bool]] = {
     "`torch.func.hessian`": lambda name: name == "torch.func.hessian",
     "curvlinops": lambda name: name == "curvlinops",
-    "best of torch": lambda name: not _jax(name) and not _compiled(name) and name != "curvlinops",
-    "best compiled": _compiled,
-    "best of jax": _jax,
+    "best right": lambda name: True,
 }
 """Which methods a column takes the fastest of."""
 
@@ -41,14 +33,19 @@ def entry(rows: Sequence[Row], chosen: Callable[[str], bool]) -> str:
     ('wrong', '')
     """
     found = [row for row in rows if chosen(row["name"])]
-    right = [row for row in found if row["status"] == "right" and row.get("time")]
-    if right:
-        first = min(right, key=lambda row: row["time"]["median"])
+    first = fastest(found)
+    if first is not None:
         ratio = first["ratio"]["median"]
         return f"{ratio:.1f} x" if ratio < 10 else f"{ratio:.0f} x"
     if any(row["status"] == "wrong" for row in found):
         return "wrong"
     return "too large" if any(row["status"] == "skipped" for row in found) else ""
+
+
+def fastest(rows: Sequence[Row]) -> Row | None:
+    """Return the row of the least median time among the right methods, or None."""
+    right = [row for row in rows if row["status"] == "right" and row.get("time")]
+    return min(right, key=lambda row: row["time"]["median"], default=None)
 
 
 def _time(row: Row) -> str:
@@ -57,7 +54,7 @@ def _time(row: Row) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Return one line a cell of the dense benchmark in float64 on one thread: our seconds, and how many times longer others take.
+    """Return one line for each of ``SHOWN`` in float64 on one thread: our time, how many times longer others take, the fastest of them.
 
     Args:
         records: Finished cells of the benchmark ``dense``, the newest of each.
@@ -65,11 +62,10 @@ def summary(records: Sequence[Record]) -> str:
     lines = []
     for record in records:
         cell, result = record["cell"], record["result"]
-        if (cell["dtype"], cell["threads"]) != ("float64", 1) or "skipped" in result:
+        if (cell["dtype"], cell["threads"]) != ("float64", 1) or (cell["problem"], cell["batch"]) not in SHOWN or "skipped" in result:
             continue
         mine, *rest = result["rows"]
         others = [row for row in rest if not row.get("ours")]
-        without = next((_time(row) for row in rest if row["name"] == PLAIN), "")
-        head = [str(cell["problem"]), str(result["parameters"]), str(cell["batch"]), _time(mine), without]
-        lines.append([*head, *(entry(others, chosen) for chosen in COLUMNS.values())])
-    return markdown(["problem", "P", "batch", "hessiankit", "without kernels", *COLUMNS], lines)
+        head = [str(cell["problem"]), str(result["parameters"]), str(cell["batch"]), _time(mine)]
+        lines.append([*head, *(entry(others, chosen) for chosen in COLUMNS.values()), (fastest(others) or {"name": ""})["name"]])
+    return markdown(["problem", "P", "batch", "hessiankit", *COLUMNS, "which"], lines)
