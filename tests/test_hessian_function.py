@@ -105,6 +105,19 @@ def test_the_last_data_are_those_of_the_next_call() -> None:
     assert not torch.equal(f(x).matrix, f(other).matrix)
 
 
+def test_refused_data_are_not_the_last_ones() -> None:
+    module, x, t = block("pre")
+    f = hk.hessian_function(module, x, t)
+    expected = f().matrix
+    for wrong in (x[:1], x.float(), x * torch.nan):
+        with pytest.raises(InputError):
+            f(wrong)
+        assert torch.equal(f().matrix, expected)
+    with pytest.raises(InputError):
+        f(changed(x), t[:1])
+    assert torch.equal(f().matrix, expected)
+
+
 def test_a_result_does_not_move_with_what_comes_later() -> None:
     module, x, t = block("post")
     f = hk.hessian_function(module, x, t)
@@ -159,9 +172,12 @@ def test_the_matrix_goes_into_a_tensor_of_the_users() -> None:
 def test_another_number_of_labels_is_planned_again() -> None:
     module, x, t = classifier()
     f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    with pytest.raises(InputError):
+        f(target=torch.full((5,), -100))  # no label counts: neither the old plan nor a new one is for that
+    assert torch.equal(f().matrix, hk.hessian(module, x, t, loss="cross_entropy").matrix)
     t = torch.tensor([0, -100, 1, -100, 2])
     assert torch.allclose(f(target=t).matrix, hk.hessian(module, x, t, loss="cross_entropy").matrix, rtol=0, atol=1e-13)
-    assert f.plans == 2
+    assert f.plans == 3
 
 
 def test_a_saturated_softmax_keeps_its_digits() -> None:

@@ -48,9 +48,9 @@ class HessianFunction(Printed):
 
     def __init__(self, module: nn.Module, inputs: Any, target: Any, loss: Loss, params: Params, batch_size: int | None) -> None:
         self.module, self.plan, self.reason, self.plans = module, None, "", 0
-        self._inputs, self._target, self._loss = inputs, target, loss
+        self._data = (inputs, target)
         self._options: dict[str, Any] = {"loss": loss, "params": params, "batch_size": batch_size}
-        self._make(inputs, target)
+        self._make(self._data)
 
     plan: ExecutionPlan | None
 
@@ -71,29 +71,34 @@ class HessianFunction(Printed):
             InputError: A shape, a dtype, a mode, or a parameter is not that of the plan; or the result is not finite.
             TraceError: The module's own loss is another: it computes something else than when the plan was made.
         """
+        data = (self._data[0] if inputs is None else inputs, self._data[1] if target is None else target)
+        if self.plan is None and not self.reason:  # the last attempt to make one failed
+            self._make(data)
+        found = self._planned(data, out) if self.plan is not None else self._unplanned(data, out)
+        self._data = data  # refused data are not the last ones
+        return found
+
+    def _planned(self, data: tuple[Any, Any], out: Tensor | None) -> Hessian:
         start = time.perf_counter()
-        self._inputs = self._inputs if inputs is None else inputs
-        self._target = self._target if target is None else target
-        if self.plan is None:
-            return self._unplanned(out)
         self._check_module()
-        self._take()
+        self._take(data)
         own = self._own_loss()
         matrix = SymmetricStorage(self._task.slices, self._task.dtype, self._task.device, self._checked_out(out))
         try:
             value = self._run(matrix)
         except GuardError:
-            self._make(self._inputs, self._target)
-            return self(out=out)
+            self._make(data)
+            return self._planned(data, out) if self.plan is not None else self._unplanned(data, out)
         self._compare_loss(own, value)
         if not self._compared and self._moved():
-            self._compare_with_engine(matrix.data)
+            self._compare_with_engine(matrix.data, data)
         return self._result(matrix, value, time.perf_counter() - start)
 
     # Making a plan
 
-    def _make(self, inputs: Any, target: Any) -> None:
-        tasks, shares = gather(self.module, inputs, target, **self._options)
+    def _make(self, data: tuple[Any, Any]) -> None:
+        self.plan, self.reason = None, ""
+        tasks, shares = gather(self.module, *data, **self._options)
         self._task, self._share, self._compared = tasks[0], shares[0], False
         evaluation = Evaluation(tasks, shares, self._options["batch_size"], None)
         expected = evaluation.whole()
@@ -103,10 +108,9 @@ class HessianFunction(Printed):
         self._tensors = [values for _, _, values in self._task.state.tensors()]
         self._tensors += [x for _, x in named_tensors((self._task.inputs, self._task.target))]
         self._at = [x.clone() for x in self._tensors]
-        self.plan, self.reason = None, ""
         self.plans += 1
         try:
-            self.plan = self._recorded()
+            self.plan, self.reason = self._recorded(), ""
         except (PlanError, NotImplementedError) as error:
             self.reason = str(error).splitlines()[0]
             return
@@ -159,16 +163,16 @@ class HessianFunction(Printed):
                 raise InputError(f"{WHO}: the parameter {name!r} is another tensor now; make the function anew")
             _check_alike(f"the tensor {name!r} of the module", x, values)
 
-    def _take(self) -> None:
+    def _take(self, data: tuple[Any, Any]) -> None:
         """Copy the present values of the module and the data to where the plan reads them."""
         self._task.state.refresh()
-        positional, keywords = arguments(self._inputs)
+        positional, keywords = arguments(data[0])
         if tuple(keywords) != self._task.keywords:
             raise InputError(
                 f"{WHO}: inputs has the keys {list(keywords)}, the plan is for {list(self._task.keywords)}; make the function "
                 "anew"
             )
-        given = (tuple(positional) + tuple(keywords.values()), self._target)
+        given = (tuple(positional) + tuple(keywords.values()), data[1])
         for kind, new, old in zip(("inputs", "target"), given, (self._task.inputs, self._task.target), strict=True):
             news, olds = list(named_tensors(new, kind)), list(named_tensors(old, kind))
             if len(news) != len(olds):
@@ -198,9 +202,9 @@ class HessianFunction(Printed):
     def _moved(self) -> bool:
         return any(not torch.equal(x, before) for x, before in zip(self._tensors, self._at, strict=True))
 
-    def _compare_with_engine(self, upper: Tensor) -> None:
+    def _compare_with_engine(self, upper: Tensor, data: tuple[Any, Any]) -> None:
         """Compare the blocks (i, j), i not after j, with those that :func:`hessian` finds here."""
-        expected = hessian(self.module, self._inputs, self._target, **self._options).matrix
+        expected = hessian(self.module, *data, **self._options).matrix
         where = torch.ones_like(upper, dtype=torch.bool)
         for rows in self._task.slices.values():
             where[rows.stop :, rows] = False
@@ -246,8 +250,8 @@ class HessianFunction(Printed):
             )
         return out.zero_()
 
-    def _unplanned(self, out: Tensor | None) -> Hessian:
-        found = hessian(self.module, self._inputs, self._target, **self._options)
+    def _unplanned(self, data: tuple[Any, Any], out: Tensor | None) -> Hessian:
+        found = hessian(self.module, *data, **self._options)
         if out is not None:
             found._evaluation.take(self._checked_out(out).copy_(found.matrix), found.loss, found.asymmetry, found.fallbacks)  # type: ignore[union-attr]
         return found
