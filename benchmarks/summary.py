@@ -54,7 +54,7 @@ def _time(row: Row) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Return one line for each of ``SHOWN`` in float64 on one thread: our time, how many times longer others take, the fastest of them.
+    """Return a line for each of ``SHOWN``, float64, one thread: our time, how many times longer others take, the fastest of them.
 
     Args:
         records: Finished cells of the benchmark ``dense``, the newest of each.
@@ -62,7 +62,8 @@ def summary(records: Sequence[Record]) -> str:
     lines = []
     for record in records:
         cell, result = record["cell"], record["result"]
-        if (cell["dtype"], cell["threads"]) != ("float64", 1) or (cell["problem"], cell["batch"]) not in SHOWN or "skipped" in result:
+        shown = (cell["problem"], cell["batch"]) in SHOWN and (cell["dtype"], cell["threads"]) == ("float64", 1)
+        if not shown or "skipped" in result:
             continue
         mine, *rest = result["rows"]
         others = [row for row in rest if not row.get("ours")]
