@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
 from figures._store import NOTHING, keep, put, recall, writing
+from figures._verdicts import Verdict, print_below
 from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES, Picture
 from hessiankit.diagnostics.monitoring.log import COLOURS as TYPE_COLOURS
 from hessiankit.diagnostics.monitoring.log import MARKS as TYPE_MARKS
@@ -35,7 +36,7 @@ from hessiankit.support.errors import InputError
 __all__ = [
     "DASHES", "FAINT", "INK", "MACHINE", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached",
     "differentiable", "dress", "each", "heading", "name_ends", "page", "plain", "save", "style", "write_json",
-    "write_rows", "writing",
+    "write_rows", "write_verdicts", "writing",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -85,8 +86,8 @@ def heading(axes: Axes, title: str, x: str = "", y: str = "") -> None:
     axes.set_ylabel(y, fontsize=8, labelpad=3)
 
 
-def save(figure: Picture, path: Path) -> Path:
-    """Write a picture, the same bytes every time, and return its path.
+def save(figure: Picture, path: Path, verdicts: Sequence[Verdict] = ()) -> Path:
+    """Write a picture, the same bytes every time, with verdicts printed under it, and return its path.
 
     A PNG has a palette of 256 colours, which a chart does not exceed visibly, and is about a third as large so.
 
@@ -97,8 +98,9 @@ def save(figure: Picture, path: Path) -> Path:
         raise InputError(f"figures: cannot write {path.name!r}; name a file that ends in {', '.join(SUFFIXES)}")
     buffer = io.BytesIO()
     fixed: Any = {name: STYLE[name] for name in ("svg.hashsalt", "svg.fonttype")}  # without a salt every SVG has names of its own
+    box = print_below(figure, verdicts) if verdicts else None
     with mpl.rc_context(fixed):
-        figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=SUFFIXES[path.suffix])
+        figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=SUFFIXES[path.suffix], bbox_inches=box)
     if path.suffix == ".png":
         picture = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         buffer = io.BytesIO()
@@ -134,6 +136,17 @@ def write_json(path: Path, data: Any) -> Path:
         InputError: The file cannot be written.
     """
     return put(path, (json.dumps(plain(data), indent=1, allow_nan=False) + "\n").encode())
+
+
+def write_verdicts(out: Path, name: str, verdicts: Sequence[Verdict]) -> Path:
+    """Print a figure's verdicts, write them as ``NAME_verdicts.json``, and return the path.
+
+    Raises:
+        InputError: The ledger has no such row, or the file cannot be written.
+    """
+    for one in verdicts:
+        print(f"  {one.status}: {one.text} ({one.scale})")
+    return write_json(out / f"{name}_verdicts.json", [one.to_dict() for one in verdicts])
 
 
 def cached(out: Path, name: str, key: Any, make: Callable[[], T], *, code: Iterable[str] = CODE) -> T:

@@ -37,9 +37,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
 from scipy.stats import spearmanr
 
-from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, TINY, Size, llama
-from figures._kit import FAINT, cached, each, heading, page, save, style, write_rows
+from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, TINY, Size, llama, scale_of
+from figures._kit import FAINT, cached, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run, model_of
+from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import AngularDistances, depth_diagnostics
 from hessiankit.studies.tuning.experiment import texts
@@ -130,7 +131,7 @@ def summary(found: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
         near = [next_layer(one.angles) for one in runs]
         rows.append([
             method, each(one.loss for one in runs), each(one.drop[0] / one.drop.sum() for one in runs),
-            each(one.drop[len(one.drop) // 2 :].sum() / one.drop.sum() for one in runs), each(d[0] for d in near),
+            each(deeper(one.drop) for one in runs), each(d[0] for d in near),
             each(d.mean() for d in near), each(d[-1] for d in near), each(map(rank_correlation, near)),
             each(rank_correlation(next_layer(one.before)) for one in runs),
         ])  # fmt: skip
@@ -171,9 +172,44 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         for n in range(size.layers)
         for layer in range(size.layers - n)
     ]
+    said = verdicts(found, size)
     with style():
-        drawn = save(picture(found, size), out / f"{NAME}{suffix}")
-    return [drawn, write_rows(out / f"{NAME}.csv", by_block), write_rows(out / f"{NAME}_angles.csv", by_pair)]
+        drawn = save(picture(found, size), out / f"{NAME}{suffix}", said)
+    numbers = [write_rows(out / f"{NAME}.csv", by_block), write_rows(out / f"{NAME}_angles.csv", by_pair)]
+    return [drawn, *numbers, write_verdicts(out, NAME, said)]
+
+
+def verdicts(found: Sequence[Measured], size: Size) -> list[Verdict]:
+    """Return what the runs show of Figures 3 and 6: one outcome a seed."""
+    scale = scale_of(llama("Pre-LN", size, SEEDS[0]), len(SEEDS))
+    fig3 = []
+    for method, direction, sign in (("Pre-LN", "falls", -1), ("Post-LN", "rises", 1)):
+        runs = [one for one in found if one.method == method]
+        for what, values in (("damage", [one.drop for one in runs]), ("angle", [next_layer(one.angles) for one in runs])):
+            r = [rank_correlation(one) for one in values]
+            criterion = f"{method}'s {what} {direction} with depth in every seed"
+            fig3.append(in_every(criterion, (sign * x > 0 for x in r), f"rank correlation {each(r)}"))
+    shares = {
+        method: [(one.drop.max() / one.drop.sum(), deeper(one.drop)) for one in found if one.method == method]
+        for method in ("LNS", "Pre-LN")
+    }
+    fig6 = []
+    for k, (criterion, sign) in enumerate(
+        (("LNS's worst block takes a smaller share of the damage than Pre-LN's", -1), ("its deeper half a larger one", 1))
+    ):
+        lns, pre = ([shares_of[k] for shares_of in shares[method]] for method in ("LNS", "Pre-LN"))
+        outcomes = (sign * (a - b) > 0 for a, b in zip(lns, pre, strict=True))
+        fig6.append(in_every(criterion, outcomes, f"{each(lns)} against {each(pre)}"))
+    return [Verdict("curse-of-depth/fig3", scale, tuple(fig3)), Verdict("curse-of-depth/fig6", scale, tuple(fig6))]
+
+
+def deeper(drop: np.ndarray) -> float:
+    """Return the share of the damage that the deeper half of the blocks takes.
+
+    >>> deeper(np.array([1.0, 0.0, 2.0, 1.0]))
+    0.75
+    """
+    return float(drop[len(drop) // 2 :].sum() / drop.sum())
 
 
 def maps(found: Sequence[Measured], method: str) -> tuple[np.ndarray, np.ndarray]:
@@ -203,8 +239,8 @@ def picture(found: Sequence[Measured], size: Size) -> Picture:
                     bar.ax.tick_params(labelsize=7, length=2)
         below = figure.add_gridspec(1, 2, left=0.075, right=0.89, top=0.295, bottom=0.06, wspace=0.24)
         left, right = (figure.add_subplot(below[0, k]) for k in range(2))
-        heading(left, "Without one block", "block removed", "rise of the loss, nats a byte")
-        heading(right, "Angle to the next layer (dotted: before training)", "layer $l$", "$d(x_l, x_{l+1})$")
+        heading(left, "Without one block (linear below 0.01)", "block removed", "rise of the loss (nats/byte)")
+        heading(right, "Angle to the next layer", "layer $l$", "$d(x_l, x_{l+1})$")
         for method in METHODS:
             runs = [one for one in found if one.method == method]
             _lines(left, [one.drop for one in runs], method)
@@ -218,6 +254,7 @@ def picture(found: Sequence[Measured], size: Size) -> Picture:
         left.yaxis.set_major_locator(FixedLocator([0.0, *(sign * x for sign in (-1, 1) for x in TICKS)]))
         left.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         right.set_ylim(bottom=0)
+        left.plot([], [], ":", color=FAINT, linewidth=1.0, label="before training")
         handles, _ = left.get_legend_handles_labels()
         figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.4825, 0.36), ncols=len(handles))
     return figure
@@ -225,7 +262,7 @@ def picture(found: Sequence[Measured], size: Size) -> Picture:
 
 def heat_map(axes: Axes, values: np.ndarray, highest: float, title: str, *, first: bool, size: Size) -> Any:
     """Draw n upwards and l to the right, yellow small and purple large as in the paper."""
-    heading(axes, title, "layer $l$", "$n$" if first else "")
+    heading(axes, title, "layer $l$", "distance $n$" if first else "")
     axes.grid(False)
     extent = (0.5, size.layers + 0.5, 0.5, size.layers + 0.5)
     shown = axes.imshow(

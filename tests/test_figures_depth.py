@@ -64,7 +64,9 @@ def without(model: Transformer, k: int, inputs: Tensor, targets: Tensor) -> floa
 
 def test_angles_and_drops(out: Path) -> None:
     paths = angles.draw(out, quick=True)
-    assert [path.name for path in paths] == [f"curse_of_depth_2_3_6{x}" for x in (".png", ".csv", "_angles.csv")]
+    assert [path.name for path in paths] == [
+        f"curse_of_depth_2_3_6{x}" for x in (".png", ".csv", "_angles.csv", "_verdicts.json")
+    ]
     assert all(path.stat().st_size for path in paths)
     by_block = {(row["method"], int(row["seed"]), int(row["block"])): row for row in read(paths[1])}
     assert len(by_block) == len(angles.METHODS) * len(angles.SEEDS) * SMALL.layers

@@ -1,19 +1,31 @@
-"""The gallery, docs/gallery.md: every picture of docs/, with the figure that draws it.
+"""The gallery, docs/gallery.md: every picture of docs/, with the figure that draws it and its verdicts on a paper's claims.
 
-``python docs/_site/gallery.py`` makes the page anew. A picture ``NAME.png`` or ``NAME_anything.png`` belongs to the figure
+``python docs/_site/gallery.py`` makes the page anew, and the ledger's file of what figures show of rows that are not run. A
+picture ``NAME.png`` or ``NAME_anything.png`` belongs to the figure
 ``NAME`` of figures/, ``benchmarks_NAME.png`` to the benchmark ``NAME``; others are listed here.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.suites import BENCHMARKS  # noqa: E402
 from figures import names, summary  # noqa: E402
+from hessiankit.ledger import PAPERS  # noqa: E402
+from hessiankit.ledger.not_run import NOT_RUN  # noqa: E402
+from hessiankit.ledger.pages import markdown_text  # noqa: E402
+
+GALLERY = ROOT / "docs" / "gallery"
+SMALL_SCALE = ROOT / "hessiankit" / "ledger" / "small_scale.json"
+"""What the ledger reads of the figures."""
+ENDING = "_verdicts"
 
 OTHERS = {
     "bounds": ("Bounds over true norms, by size, by training and by placement.", "python -m figures bounds_over_truth"),
@@ -53,6 +65,49 @@ def sections() -> dict[str, tuple[str, str, list[Path]]]:
     return found
 
 
+def verdicts() -> dict[str, list[dict[str, Any]]]:
+    """Return, by figure, the verdicts that it wrote, in the form of ``figures._verdicts.Verdict.to_dict``."""
+    found = {path.stem.removesuffix(ENDING): json.loads(path.read_text()) for path in sorted(GALLERY.glob(f"*{ENDING}.json"))}
+    return {name: one for name, one in found.items() if one}
+
+
+def small_scale() -> dict[str, dict[str, str]]:
+    """Return what figures show of the ledger's rows that are not run: by row, the figure, the verdict, and one sentence."""
+    rows = {row[0] for row in NOT_RUN}
+    return {
+        one["claim"]: {"figure": name, "verdict": one["status"], "seen": f"{_said(one)} ({one['scale']})"}
+        for name, each in verdicts().items()
+        for one in each
+        if one["claim"] in rows
+    }
+
+
+def _said(verdict: dict[str, Any]) -> str:
+    word = {"SUPPORTED": "yes", "CONTRADICTED": "no", "OPEN": "undecided"}
+    return "; ".join(f"{part['criterion']}: {word[part['status']]}, {part['seen']}" for part in verdict["parts"])
+
+
+def group_of(name: str) -> str:
+    """Return the heading that a figure belongs under: its paper's title, or one of two others."""
+    paper = next((paper for key, paper in PAPERS.items() if name.startswith(key.replace("-", "_"))), None)
+    if paper is not None:
+        return paper.title
+    return "Benchmarks" if name.startswith(("benchmarks_", "speed_")) else "Curvature, bounds and derivations"
+
+
+def section(name: str, shows: str, command: str, paths: Sequence[Path], said: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of a figure: what it shows, its command, its pictures, and what they say of the paper's claims."""
+    lines = ["", f"### {name}", "", *([shows, "", "```bash", command, "```", ""] if command else [])]
+    for path in paths:
+        place = path.relative_to(ROOT / "docs").as_posix()
+        lines.append(f"[![{name if len(paths) == 1 else path.stem}]({place})]({place})")
+    for one in said:
+        place, statement, seen = (markdown_text(text) for text in (one["place"], one["statement"], _said(one)))
+        lines += ["", f"- **{one['status']}** at this scale: {place}: {statement} (`{one['claim']}`)."]
+        lines += [f"  Criteria and numbers: {seen}. {one['scale'].capitalize()}."]
+    return lines
+
+
 def page() -> str:
     """Return the gallery as Markdown."""
     lines = [
@@ -62,15 +117,21 @@ def page() -> str:
         "small version of each, `--images PATH` draws from MNIST or CIFAR and `--text PATH` from a text where the default is",
         "scikit-learn's digits and Python's standard library. A figure writes its numbers beside its picture; a picture opens at",
         "full size. This page is made by `python docs/_site/gallery.py`.",
+        "",
+        "A figure of a paper says what came out of the paper's claims at its own, small scale: SUPPORTED or CONTRADICTED where",
+        "every run meets the stated criterion or none does, or where the 95 % interval lies on one side; OPEN otherwise. The",
+        "verdict is computed from the numbers that are drawn, and says nothing of the paper's scale.",
     ]
-    for name, (shows, command, paths) in sorted(sections().items()):
-        lines += ["", f"## {name}", ""]
-        lines += [shows, "", "```bash", command, "```", ""] if command else []
-        for path in paths:
-            place = path.relative_to(ROOT / "docs").as_posix()
-            lines.append(f"[![{name if len(paths) == 1 else path.stem}]({place})]({place})")
+    found, said = sections(), verdicts()
+    groups = [*(paper.title for paper in PAPERS.values()), "Curvature, bounds and derivations", "Benchmarks"]
+    for group in groups:
+        own = [name for name in sorted(found) if group_of(name) == group]
+        lines += ["", f"## {group}"] if own else []
+        for name in own:
+            lines += section(name, *found[name], said.get(name, []))
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
     (ROOT / "docs" / "gallery.md").write_text(page(), encoding="utf-8")
+    SMALL_SCALE.write_text(json.dumps(small_scale(), indent=1) + "\n", encoding="utf-8")
