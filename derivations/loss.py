@@ -310,3 +310,67 @@ class LinearisedCrossEntropy(Linearised):
     def _share(self) -> Tensor:
         """The weight of each row: 1 / normalizer, or 0 where it is ignored, (rows, 1)."""
         return self.kept.unsqueeze(1).to(self.p.dtype) / self.normalizer
+
+
+@dataclass(frozen=True)
+class QuadraticModel(Primitive):
+    """q(Z) = l + <Z - Z_0, S> + 1/2 sum_bmr <(Z - Z_0)_br, G_bmr>^2: a loss at Z_0 with outer products for its curvature.
+
+    Its value and gradient at Z_0 are l and S, its Gauss-Newton matrix is J^T (sum g g^T) J. With the gradients of the loss's
+    terms in the outputs for G, that is the empirical Fisher, for drawn labels the Monte-Carlo Fisher (Kunstner, Balles and
+    Hennig, Limitations of the Empirical Fisher Approximation, 2019, Eqs. 2 and 3).
+
+    Inputs (Z, T): Z of B ... C entries, and constants T (B, 3 + M, ..., C) along whose second axis lie Z_0, S, a share of l for
+    each entry, and M covectors G for each row Z_br of C numbers. So a part of the samples has the part of T along its first axis.
+
+    >>> T = torch.tensor([[[3.0, 1.0], [0.5, 0.0], [2.0, 2.0], [1.0, -1.0]]])
+    >>> QuadraticModel().value(torch.tensor([[5.0, 2.0]]), T).item()  # 4 + 2 * 0.5 + (2 - 1)^2 / 2
+    5.5
+    """
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        Z, T = inputs
+        moved = self._rows(Z.unsqueeze(0), T) - T[:, 0]
+        return T[:, 2].sum() + (moved * T[:, 1]).sum() + self._products(moved, T).square().sum() / 2
+
+    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
+        return self._tangent(tangents).flatten(1) @ self._slope(inputs).reshape(-1)
+
+    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
+        Z = inputs[0]
+        return adjoint.reshape(-1, *(1,) * Z.ndim) * self._slope(inputs).reshape(Z.shape), None
+
+    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
+        Z, T = inputs
+        bent = self._combined(self._products(self._rows(self._tangent(tangents), T), T), T)
+        return adjoint * bent.reshape(-1, *Z.shape), None
+
+    def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return axes < inputs[0].ndim
+
+    def _slope(self, inputs: Inputs) -> Tensor:
+        """Return the gradient in Z, (B, ..., C)."""
+        Z, T = inputs
+        moved = self._rows(Z.unsqueeze(0), T) - T[:, 0]
+        return T[:, 1] + self._combined(self._products(moved, T), T)[0]
+
+    @staticmethod
+    def _tangent(tangents: Tangents) -> Tensor:
+        if tangents[0] is None or tangents[1] is not None:
+            raise ValueError("QuadraticModel: Z, and only Z, must move; T has no tangent")
+        return tangents[0]
+
+    @staticmethod
+    def _rows(Z: Tensor, T: Tensor) -> Tensor:
+        """Return S times Z's entries in the shape (S, B, ..., C)."""
+        return Z.reshape(len(Z), len(T), *T.shape[2:])
+
+    @staticmethod
+    def _products(rows: Tensor, T: Tensor) -> Tensor:
+        """Return <Z_sbr, G_bmr>: (S, B, ..., C) to (S, B, M, ...)."""
+        return torch.einsum("sb...c,bm...c->sbm...", rows, T[:, 3:])
+
+    @staticmethod
+    def _combined(x: Tensor, T: Tensor) -> Tensor:
+        """Return sum_m x_sbm G_bm: (S, B, M, ...) to (S, B, ..., C)."""
+        return torch.einsum("sbm...,bm...c->sb...c", x, T[:, 3:])

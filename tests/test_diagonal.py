@@ -229,9 +229,7 @@ def test_parameters_without_effect() -> None:
         hessian_diagonal(module, draw(3, 4), draw(3, 2), params="unused")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"), [({"kind": "fisher"}, "kind='fisher' is not known"), ({"batch_size": 0}, "no sample")]
-)
+@pytest.mark.parametrize(("options", "said"), [({"kind": "kfac"}, "kind='kfac' is not known"), ({"batch_size": 0}, "no sample")])
 def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(hk.InputError, match=said):
         hessian_diagonal(nn.Linear(4, 2), torch.zeros(3, 4), torch.zeros(3, 2), **options)

@@ -157,7 +157,7 @@ def test_parameters_without_effect() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kind": "fisher"}, "kind='fisher' is not known; pass one of 'hessian', 'ggn'"),
+        ({"kind": "kfac"}, "kind='kfac' is not known; choose one of hessian, ggn, fisher"),
         ({"batch_size": 0}, "batch_size=0 leaves no sample"),
         ({"panel_bytes": 0}, "panel_bytes=0 holds no entry; pass 1 or more, or None"),
         ({"params": "wieght"}, "weight"),

@@ -243,7 +243,7 @@ BAD_REQUESTS = {
     "buffer replaced": (lambda: hessian_operator(Counting(in_place=False), X, T), "changes its buffer 'calls'"),
     "unknown kind": (
         lambda: hessian_operator(block(), X, T, kind="kfac"),
-        "kind='kfac' is not known; pass one of 'hessian', 'ggn'",
+        "kind='kfac' is not known; choose one of hessian, ggn, fisher",
     ),
     "Fisher of a callable": (lambda: hessian_operator(block(), X, T, loss=mse, kind="fisher"), "kind='fisher' needs a loss"),
     "outer part of a loss": (lambda: hessian_operator(block(), X, loss=None, kind="ggn"), "loss=None hides"),

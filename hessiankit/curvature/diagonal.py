@@ -16,6 +16,7 @@ from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.problem.batches import Weights, gather
+from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.engine.problem.handshake import UNCOMPARED
 from hessiankit.engine.problem.selection import Params, locate
 from hessiankit.engine.problem.task import Loss
@@ -35,7 +36,7 @@ class CurvatureDiagonal(Printed):
 
     Attributes:
         values: By parameter name, in the parameter's shape.
-        kind: ``"hessian"`` or ``"ggn"``.
+        kind: One of ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"``, ``"fisher-empirical"``.
         loss: The loss at this point.
         fallbacks: Operations without a closed form, which were differentiated automatically one by one.
         seconds: Time taken.
@@ -101,7 +102,7 @@ class CurvatureDiagonal(Printed):
             yield name, " x ".join(map(str, x.shape)) or "1", trace, f"{float(x.min()):.4g}", f"{float(x.max()):.4g}"
 
     def _headline(self) -> str:
-        of = "Hessian" if self.kind == "hessian" else "Gauss-Newton part of the Hessian"
+        of = NAMES[self.kind]
         size = sum(value.numel() for value in self.values.values())
         trace = f"{self.trace:.6g}" if self.estimate is None else str(self.estimate.trace)
         title = f"diagonal of the {of}: {size:,} entries, trace {trace}, loss {self.loss:.6g}, {self.seconds:.2f} s"
@@ -130,6 +131,8 @@ def hessian_diagonal(
     weights: Weights = None,
     reduction: str | None = None,
     kind: str = "hessian",
+    seed: int = 0,
+    draws: int = 1,
     progress: Callable[[int, int], None] | None = None,
     handshake: bool = True,
     method: str = "exact",
@@ -151,7 +154,10 @@ def hessian_diagonal(
         batch_size: Samples treated at once; chosen by available work space by default.
         weights: The number of terms of each batch, for losses whose mean is over an unknown number.
         reduction: ``"mean"`` or ``"sum"`` over all terms.
-        kind: ``"hessian"``, or ``"ggn"`` for the outer-product part J^T L'' J.
+        kind: ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"`` or ``"fisher-empirical"``, as in
+            :func:`hessiankit.hessian_operator`.
+        seed: Of the labels drawn for ``"fisher-mc"``.
+        draws: Labels drawn for each term.
         progress: Called with (samples done, samples in all).
         handshake: As in :func:`hessiankit.hessian`.
         method: ``"exact"``; ``"estimate"``, from 100 products with the operator, with 95 % intervals, see
@@ -176,13 +182,14 @@ def hessian_diagonal(
         raise unknown(WHO, "method", method, METHODS)
     if max_products is not None and max_products < 0:
         raise InputError(f"{WHO}: max_products={max_products} is negative; pass 0 or more, or None")
-    options: dict[str, Any] = {"kind": kind, "weights": weights, "reduction": reduction, "handshake": handshake}
+    options: dict[str, Any] = {"kind": kind, "seed": seed, "draws": draws, "weights": weights, "reduction": reduction}
+    options["handshake"] = handshake
     tasks, factors = gather(module, inputs, target, loss, params, batch_size=batch_size, **options)
     found = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
     cost, estimate = math.nan, None
     try:
         if method != "estimate":
-            found.run(gauss_newton=kind == "ggn")
+            found.run(gauss_newton=kind != "hessian")
             cost = found.cost
     except TooCostly as refused:
         cost = refused.products

@@ -16,6 +16,7 @@ from hessiankit.curvature.planning import PANEL, Plan, check_workspace, make_pla
 from hessiankit.curvature.streaming import PanelSum
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.problem.batches import Weights, gather
+from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.engine.problem.handshake import UNCOMPARED
 from hessiankit.engine.problem.own_call import reached
 from hessiankit.engine.problem.selection import Params, locate
@@ -38,7 +39,7 @@ class FrobeniusNorms(Printed):
     Attributes:
         blocks: By names (i, j), i not after j in the order of ``shapes``: ||H_ij||_F, which is ||H_ji||_F too.
         shapes: Shape of each parameter.
-        kind: ``"hessian"`` or ``"ggn"``.
+        kind: One of ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"``, ``"fisher-empirical"``.
         loss: The loss at this point.
         fallbacks: Operations without a closed form, which were differentiated automatically one by one.
         seconds: Time taken.
@@ -110,7 +111,7 @@ class FrobeniusNorms(Printed):
             yield i, " x ".join(map(str, shape)) or "1", f"{self.block(i, i):.4g}", f"{self.rows(i):.4g}", *last
 
     def _headline(self) -> str:
-        of = "the Hessian" if self.kind == "hessian" else "the Gauss-Newton part of the Hessian"
+        of = f"the {NAMES[self.kind]}"
         title = f"Frobenius norm of {of}, {self._size:,} x {self._size:,}: {self.whole:.6g}; loss {self.loss:.6g}, "
         title += f"{self.seconds:.2f} s"
         title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
@@ -137,6 +138,8 @@ def frobenius_norms(
     weights: Weights = None,
     reduction: str | None = None,
     kind: str = "hessian",
+    seed: int = 0,
+    draws: int = 1,
     panel_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     handshake: bool = True,
@@ -161,7 +164,10 @@ def frobenius_norms(
         batch_size: Samples treated at once; chosen by available work space by default.
         weights: The number of terms of each batch, for losses whose mean is over an unknown number.
         reduction: ``"mean"`` or ``"sum"`` over all terms.
-        kind: ``"hessian"``, or ``"ggn"`` for the outer-product part J^T L'' J.
+        kind: ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"`` or ``"fisher-empirical"``, as in
+            :func:`hessiankit.hessian_operator`.
+        seed: Of the labels drawn for ``"fisher-mc"``.
+        draws: Labels drawn for each term.
         panel_bytes: Bytes of a panel of rows; None: the matrix at once, or 256 MiB and more, as above. A block of
             two parameters, m n numbers, is held in one piece, even where it takes more than that.
         progress: Called with (samples done, in all), each sample counted once for each panel.
@@ -185,15 +191,15 @@ def frobenius_norms(
     if panel_bytes is not None and panel_bytes < 1:
         raise InputError(f"{WHO}: panel_bytes={panel_bytes} holds no entry; pass 1 or more, or None")
     options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
-    tasks, factors = gather(module, inputs, target, loss, params, kind=kind, **options)
+    tasks, factors = gather(module, inputs, target, loss, params, kind=kind, seed=seed, draws=draws, **options)
     shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
-    if panel_bytes is None and (dense := _dense(tasks, factors, batch_size, progress, outer=kind == "ggn")) is not None:
+    if panel_bytes is None and (dense := _dense(tasks, factors, batch_size, progress, outer=kind != "hessian")) is not None:
         return FrobeniusNorms(dense[0], shapes, kind, *dense[1:], time.perf_counter() - start, handshake)
     with torch.no_grad():
         plan = _plan(tasks, batch_size, panel_bytes)
         if not plan.chunks:
             raise _without_effect(tasks[0])
-        total = PanelSum(tasks, factors, plan.chunks, plan.panels.parts, plan.cached_chunks, progress, outer=kind == "ggn")
+        total = PanelSum(tasks, factors, plan.chunks, plan.panels.parts, plan.cached_chunks, progress, outer=kind != "hessian")
         found: dict[tuple[str, str], float] = {}
         for n in range(len(plan.panels.parts)):
             found |= _norms(total.panel(n)[0])  # which goes before the next one comes

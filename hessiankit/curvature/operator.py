@@ -20,12 +20,12 @@ from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY
 from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
 from hessiankit.engine.problem.batches import Weights, requests, shares
+from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
 from hessiankit.engine.problem.task import Loss, Params, Task, check_memory
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, without_autocast
 
-KINDS = ("hessian", "ggn", "fisher")
 WHO = "hessian_operator"
 
 
@@ -42,7 +42,7 @@ class HessianOperator(LinearOperator):
         device: Where the products are computed.
         names: Parameter names, in the order of the entries of a vector.
         slices: Entries of each parameter.
-        kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
+        kind: One of ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"``, ``"fisher-empirical"``.
         loss: The loss at this point.
         fallbacks: Operations without a closed form, which are differentiated automatically one by one.
         block_size: Vectors treated at once.
@@ -267,6 +267,8 @@ def hessian_operator(
     loss: Loss = "mse",
     params: Params = None,
     kind: str = "hessian",
+    seed: int = 0,
+    draws: int = 1,
     block_size: int | None = None,
     weights: Weights = None,
     reduction: str | None = None,
@@ -290,8 +292,13 @@ def hessian_operator(
         target: What the loss compares with, as in :func:`hessiankit.hessian`.
         loss: As in :func:`hessiankit.hessian`.
         params: As in :func:`hessiankit.hessian`; whole parameters.
-        kind: ``"hessian"``; ``"ggn"``, the outer-product part J^T L'' J; ``"fisher"``, the same for the two named losses,
-            whose Fisher information it is (of a Gaussian, or of the softmax's categorical distribution).
+        kind: ``"hessian"``. ``"ggn"``: the outer-product part J^T L'' J. ``"fisher"``: the Fisher information J^T E[g g^T] J, g
+            the gradient of a term of the loss in the outputs, with labels of the model's own distribution: for the two named
+            losses (a Gaussian of variance 1/2, the softmax's categorical distribution) it equals the GGN. ``"fisher-mc"``: the
+            mean over drawn labels in place of the expectation. ``"fisher-empirical"``: the data's labels in place of drawn
+            ones, which is no estimate of the Fisher information. A term is a label, or a row of the output under squared error.
+        seed: Of the labels drawn for ``"fisher-mc"``; they do not depend on how the data are cut into batches.
+        draws: Labels drawn for each term.
         block_size: Vectors of a block treated at once.
         weights: As in :func:`hessiankit.hessian`.
         reduction: As in :func:`hessiankit.hessian`.
@@ -317,7 +324,7 @@ def hessian_operator(
     >>> (operator @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
     [4.0, 6.0]
     """
-    check_options(loss, kind, block_size)
+    check_options(loss, kind, block_size, seed, draws)
     check_memory_options(recompute, micro_batch)
     lean = recompute is not None or micro_batch is not None or _is_large(module)
     task, batches, counts = linearised(
@@ -327,6 +334,8 @@ def hessian_operator(
         loss=loss,
         params=params,
         kind=kind,
+        seed=seed,
+        draws=draws,
         weights=weights,
         reduction=reduction,
         handshake=handshake,
@@ -351,6 +360,8 @@ def linearised(
     kind: str,
     weights: Weights,
     reduction: str | None,
+    seed: int = 0,
+    draws: int = 1,
     handshake: bool = True,
     share: bool = False,
     recompute: Recompute = None,
@@ -362,23 +373,21 @@ def linearised(
     made = requests(
         WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake, share=share
     )
-    for task, count in made:
-        if kind != "hessian" and task.whole:
-            raise InputError(f"{WHO}: kind={kind!r} needs the module's output as one tensor, but the loss is given an object")
+    before = 0
+    for given, count in made:
+        task = as_gauss_newton(given, kind, seed=seed, draws=draws, before=before)
+        before += rows_of(task)
         with torch.no_grad():
             batches.append(linearise(task, gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
         counts.append(count)
     return task, batches, counts
 
 
-def check_options(loss: Loss, kind: str, block_size: int | None) -> None:
+def check_options(loss: Loss, kind: str, block_size: int | None, seed: int = 0, draws: int = 1) -> None:
     """Raise InputError if the options of an operator cannot be used together."""
-    if kind not in KINDS:
-        raise InputError(f"{WHO}: kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
+    check_kind(kind, seed, draws)
     if kind != "hessian" and loss is None:
         raise InputError(f"{WHO}: kind={kind!r} needs the module's output, which loss=None hides; pass loss=...")
-    if kind == "fisher" and not isinstance(loss, str):
-        raise InputError(f"{WHO}: kind='fisher' needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
     if block_size is not None and block_size < 1:
         raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
 

@@ -116,7 +116,7 @@ def hessian_operator(
         target: Target of the loss.
         loss: As in :func:`hessiankit.hessian`.
         params: As in :func:`hessiankit.hessian`; whole parameters.
-        kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
+        kind: ``"hessian"``, ``"ggn"``, ``"fisher"`` or ``"fisher-empirical"``.
         block_size: Vectors of a block treated at once; by default what all ranks have room for.
         weights: As in :func:`hessiankit.hessian`, for this rank's batches.
         reduction: As in :func:`hessiankit.hessian`.
@@ -172,6 +172,8 @@ def hessian_operator(
 
 def _check(loss: Loss, kind: str, block_size: int | None, weights: Weights, reduction: str | None, size: int) -> None:
     check_options(loss, kind, block_size)
+    if kind == "fisher-mc":
+        raise InputError(f"{WHO}: kind='fisher-mc' draws labels for the data of one process; pass kind='fisher', its mean")
     if size > 1 and weights is None and reduction != "sum" and known_reduction(loss) is None:
         raise InputError(
             f"{WHO}: the weights of the ranks' batches are unknown with {_named(loss)}. Pass weights=[...], how many terms each "

@@ -15,7 +15,6 @@ from hessiankit.diagnostics.sharpness.options import LOSSES, PER, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
 from hessiankit.diagnostics.sharpness.replicate import Replicates, replicates, squared_norms
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
-from hessiankit.engine.problem.batches import KINDS
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.partition import Part
 from hessiankit.support.arguments import checked
@@ -70,7 +69,7 @@ def exact_sharpness(
     start = time.perf_counter()
     check_name(WHO, "loss", loss, LOSSES)
     check_name(WHO, "per", per, PER)
-    check_name(WHO, "kind", kind, KINDS)
+    check_name(WHO, "kind", kind, ("ggn", "hessian"))
     measured = measured_parts(model, parts)
     pairs, tokens, sequences = [], 0, 0
     batches = micro_batches(WHO, data, target, micro_batch=micro_batch, shift=shift)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hessiankit.engine.problem.calling import Loss, known_count, known_reduction, ordinary
+from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import ParameterSelection, Params
 from hessiankit.engine.problem.task import Task
@@ -172,9 +173,6 @@ def _of(loss: Loss) -> str:
     return "loss=None" if loss is None else f"the loss {getattr(loss, '__name__', type(loss).__name__)!r}"
 
 
-KINDS = ("hessian", "ggn")
-
-
 def gather(
     module: nn.Module,
     inputs: Any,
@@ -183,6 +181,8 @@ def gather(
     params: Params | ParameterSelection,
     *,
     kind: str = "hessian",
+    seed: int = 0,
+    draws: int = 1,
     batch_size: int | None = None,
     weights: Weights = None,
     reduction: str | None = None,
@@ -196,7 +196,10 @@ def gather(
         target: What the loss compares with.
         loss: The loss.
         params: Which parameters.
-        kind: ``"hessian"``, or ``"ggn"`` for the outer-product part J^T L'' J, which needs to know the output layer.
+        kind: One of :data:`hessiankit.engine.problem.fisher.KINDS`; all but ``"hessian"`` are Gauss-Newton matrices, of the
+            requests that are returned.
+        seed: Of drawn labels.
+        draws: Labels drawn for each term.
         batch_size: Samples treated at once, or None.
         weights: The number of terms of each batch.
         reduction: ``"mean"`` or ``"sum"`` over all terms.
@@ -205,16 +208,15 @@ def gather(
     Raises:
         InputError: If an argument cannot be used; the public function puts its name before the message.
     """
-    if kind not in KINDS:
-        raise InputError(f"kind={kind!r} is not known; pass one of {', '.join(map(repr, KINDS))}")
+    check_kind(kind, seed, draws)
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
     tasks: list[Task] = []
     counts: list[float] = []
     made = requests("hessian", module, inputs, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
+    before = 0
     for task, count in made:
-        if kind == "ggn" and (task.loss is None or task.whole):
-            raise InputError("kind='ggn' needs the module's output as one tensor; pass loss=... that compares one tensor")
-        tasks.append(task)
+        tasks.append(as_gauss_newton(task, kind, seed=seed, draws=draws, before=before))
         counts.append(count)
+        before += rows_of(tasks[-1])
     return tasks, shares(counts, loss, reduction)

@@ -124,6 +124,8 @@ def _describe(outputs: Any, key: str) -> str:
 
 
 LOSSES = ("mse", "cross_entropy")
+QUADRATIC_MODEL = "quadratic_model"
+"""The loss of a task whose Gauss-Newton matrix is a sampled Fisher matrix (:class:`derivations.loss.QuadraticModel`)."""
 IGNORE_INDEX = -100
 ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 """Losses of torch that average over the entries of outputs and target alike."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.loss import CrossEntropy, MeanSquaredError
+from derivations.loss import CrossEntropy, MeanSquaredError, QuadraticModel
 from derivations.primitive import Primitive
-from hessiankit.engine.problem.calling import IGNORE_INDEX, known_count
+from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
 from hessiankit.tracing.trace import Trace, in_one_dtype, trace_call
@@ -73,6 +73,8 @@ def _scalar(value: Any) -> Tensor:
 def _primitive(task: Task, normalizer: float) -> Primitive:
     if task.loss == "mse":
         return MeanSquaredError(normalizer)
+    if task.loss == QUADRATIC_MODEL:
+        return QuadraticModel()
     return CrossEntropy(ignore_index=IGNORE_INDEX, normalizer=normalizer)
 
 

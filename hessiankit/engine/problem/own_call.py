@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hessiankit.engine.problem.calling import (
     ELEMENTWISE,
     IGNORE_INDEX,
+    QUADRATIC_MODEL,
     arguments,
     loss_module,
     map_tensors,
@@ -150,6 +151,10 @@ def own_loss(task: Task, outputs: Any) -> Tensor:
         return (read - task.target).square().mean()
     if task.loss == "cross_entropy":
         return F.cross_entropy(read.reshape(-1, read.shape[-1]), task.target.reshape(-1), ignore_index=IGNORE_INDEX)
+    if task.loss == QUADRATIC_MODEL:
+        at, slope, shares, G = task.target[:, 0], task.target[:, 1], task.target[:, 2], task.target[:, 3:]
+        moved = read.reshape(at.shape) - at
+        return shares.sum() + (moved * slope).sum() + (moved.unsqueeze(1) * G).sum(-1).square().sum() / 2
     return read.reshape(())
 
 

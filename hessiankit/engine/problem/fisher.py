@@ -1,0 +1,112 @@
+"""Fisher information matrices as Gauss-Newton matrices: J^T (sum of outer products of gradients in the outputs) J."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
+from hessiankit.engine.problem.label_draws import sample_labels, sample_residuals
+from hessiankit.engine.problem.own_call import own_loss
+from hessiankit.engine.problem.task import Task
+from hessiankit.support.errors import InputError, unknown
+
+KINDS = ("hessian", "ggn", "fisher", "fisher-mc", "fisher-empirical")
+"""Curvature matrices.
+
+``"hessian"``: H. ``"ggn"``: its outer-product part J^T L'' J. ``"fisher"``: the Fisher information J^T E[g g^T] J (type 1), g the
+gradient of minus the log-likelihood in the outputs with labels from the model's own distribution; for squared error and cross
+entropy E[g g^T] = L'', so that it is the GGN. ``"fisher-mc"``: the mean over drawn labels in place of the expectation.
+``"fisher-empirical"``: the labels of the data in place of drawn ones. A term of the sum over g is a label (cross entropy) or a
+row of the output along its last axis (squared error).
+"""
+SAMPLED = KINDS[3:]
+NAMES = {
+    "hessian": "Hessian",
+    "ggn": "Gauss-Newton part of the Hessian",
+    "fisher": "Fisher information matrix",
+    "fisher-mc": "Monte-Carlo Fisher matrix",
+    "fisher-empirical": "empirical Fisher matrix",
+}
+
+
+def check_kind(kind: str, seed: int, draws: int) -> None:
+    """Raise InputError if a kind is not known, or its draws cannot be made."""
+    if kind not in KINDS:
+        raise unknown("hessian", "kind", kind, KINDS)
+    if draws < 1:
+        raise InputError(f"draws={draws} draws no label; pass 1 or more")
+    if seed < 0:
+        raise InputError(f"seed={seed} is negative; pass 0 or more")
+
+
+def check_fits(task: Task, kind: str) -> None:
+    """Raise InputError if a kind does not fit the loss of a task."""
+    if kind != "hessian" and (task.loss is None or task.whole):
+        raise InputError(f"kind={kind!r} needs the module's output as one tensor; pass loss=... that compares one tensor")
+    if kind.startswith("fisher") and not isinstance(task.loss, str):
+        raise InputError(f"kind={kind!r} needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
+
+
+def as_gauss_newton(task: Task, kind: str, *, seed: int = 0, draws: int = 1, before: int = 0) -> Task:
+    """Return a task with the same loss and gradient whose Gauss-Newton matrix is of this kind.
+
+    Args:
+        task: One batch.
+        kind: One of :data:`KINDS`.
+        seed: Of the drawn labels.
+        draws: Labels drawn for each term.
+        before: Rows of the outputs of the earlier batches along the first axis, so that the labels drawn for a sample do not
+            depend on how the data are cut.
+
+    Raises:
+        InputError: If the kind does not fit the loss.
+    """
+    check_fits(task, kind)
+    if kind not in SAMPLED:
+        return task
+    with task.at():
+        Z = task.read().detach().requires_grad_()
+        value = own_loss(task, Z)
+        (slope,) = torch.autograd.grad(value, Z)
+    Z, value = Z.detach(), value.detach()
+    numbers = range(before, before + (len(Z) if Z.ndim else 1))
+    with torch.no_grad():
+        G = _gradients(task, Z, numbers, draws if kind == "fisher-mc" else 0, seed)
+        rows = (Z, slope, (value / Z.numel()).expand_as(Z))
+        model = torch.cat([*(x.reshape(len(G), 1, *G.shape[2:]) for x in rows), G], 1)
+    return replace(task, loss=QUADRATIC_MODEL, target=model)
+
+
+def rows_of(task: Task) -> int:
+    """Return the rows of the outputs along the first axis, as drawn labels are numbered; 0 where none are drawn."""
+    return len(task.target) if task.loss == QUADRATIC_MODEL else 0
+
+
+def _gradients(task: Task, Z: Tensor, numbers: Sequence[int], draws: int, seed: int) -> Tensor:
+    """Return the gradients of the terms in the outputs over the root of the number of terms and draws, (B, M, ..., C)."""
+    count = known_count(task.loss, task.target)
+    assert count is not None
+    if task.loss == "mse":
+        Z, target = (x.reshape(-1, 1) if x.ndim < 2 else x for x in (Z, task.target))
+        if draws:  # y ~ N(z, 1/2): 2 (z - y)
+            residuals = math.sqrt(2.0) * sample_residuals(Z, numbers, draws, seed)
+            G = residuals.to(Z).transpose(0, 1).contiguous()
+        else:
+            G = 2 * (Z - target).unsqueeze(1)
+        return G.mul_(1.0 / math.sqrt(count * G.shape[1]))
+    Z, target = (Z.unsqueeze(0), task.target.unsqueeze(0)) if Z.ndim == 1 else (Z, task.target)
+    labels = target.unsqueeze(0)
+    if draws:
+        labels = sample_labels(Z.reshape(len(Z), -1, Z.shape[-1]), numbers, draws, seed).reshape(draws, *target.shape)
+    counted = (target != IGNORE_INDEX).unsqueeze(0)
+    at = labels.where(counted, 0).unsqueeze(-1)
+    p = torch.softmax(Z, -1).expand(len(labels), *Z.shape)
+    others = p.scatter(-1, at, 0).sum(-1, keepdim=True)
+    slopes = p.scatter(-1, at, -others).mul_(counted.unsqueeze(-1))  # p - 1 would lose digits
+    G = slopes.transpose(0, 1).contiguous()
+    return G.mul_(1.0 / math.sqrt(count * G.shape[1]))

@@ -1,0 +1,172 @@
+"""Fisher matrices: exact, from drawn labels and empirical; their sums, their scale, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from curvature_reference import Formula, assert_one_clear_error, draw
+from operator_cases import EXACT, LABELS, TOKENS, TiedBlock, error
+from torch import Tensor, nn
+
+import hessiankit as hk
+from derivations.loss import QuadraticModel
+from hessiankit.curvature.operator import hessian_operator
+from hessiankit.engine.problem.label_draws import sample_labels, sample_residuals
+
+X, Y = draw(5, 3), torch.tensor([0, 3, 1, -100, 2])
+
+
+def classifier() -> nn.Module:
+    return Formula(lambda m, x: torch.tanh(x @ m.W) @ m.V + m.b, W=(3, 3), V=(3, 4), b=(4,))
+
+
+def term_gradients(module: nn.Module, terms: Tensor) -> Tensor:
+    """The gradients of a vector of terms in all parameters, one backward each, (terms, P)."""
+    rows = [torch.autograd.grad(t, list(module.parameters()), retain_graph=True) for t in terms]
+    return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
+
+
+def fisher(module: nn.Module, **options: Any) -> Tensor:
+    return hessian_operator(module, X, Y, loss="cross_entropy", **options).to_matrix()
+
+
+def test_empirical_fisher_is_the_mean_outer_product_of_gradients() -> None:
+    module = classifier()
+    kept = Y != -100
+    G = term_gradients(module, F.cross_entropy(module(X)[kept], Y[kept], reduction="none"))
+    assert error(fisher(module, kind="fisher-empirical"), G.T @ G / len(G)) <= EXACT
+
+
+def test_empirical_fisher_of_squared_error_has_a_term_for_each_row_of_the_output() -> None:
+    module, target = classifier(), draw(5, 4, seed=3)
+    G = term_gradients(module, (module(X) - target).square().sum(1))
+    found = hessian_operator(module, X, target, kind="fisher-empirical")
+    assert error(found.to_matrix(), G.T @ G / target.numel()) <= EXACT
+    assert error(found.gradient, G.sum(0) / target.numel()) <= EXACT
+    assert found.loss == pytest.approx(F.mse_loss(module(X), target).item(), rel=1e-14)
+
+
+def test_monte_carlo_fisher_is_that_of_the_drawn_labels() -> None:
+    module = classifier()
+    kept = Y != -100
+    expected = torch.zeros(())
+    for labels in sample_labels(module(X).unsqueeze(1), range(5), 3, 7)[:, :, 0]:
+        G = term_gradients(module, F.cross_entropy(module(X)[kept], labels[kept], reduction="none"))
+        expected = expected + G.T @ G / (3 * len(G))
+    assert error(fisher(module, kind="fisher-mc", seed=7, draws=3), expected) <= EXACT
+
+
+def test_monte_carlo_fisher_of_squared_error_draws_a_gaussian_of_variance_one_half() -> None:
+    module = classifier()
+    Z = module(X).detach()
+    target = Z + 0.5**0.5 * sample_residuals(Z, range(5), 1, 2)[0]
+    G = term_gradients(module, (module(X) - target).square().sum(1))
+    found = hessian_operator(module, X, torch.zeros_like(Z), kind="fisher-mc", seed=2).to_matrix()
+    assert error(found, G.T @ G / Z.numel()) <= EXACT
+
+
+@pytest.mark.parametrize(("loss", "target"), [("cross_entropy", Y), ("mse", draw(5, 4, seed=3))])
+def test_fisher_is_the_expectation_over_the_models_labels(loss: str, target: Tensor) -> None:
+    """By the sum over all labels, or the Jacobian's Gram matrix, which share nothing with the closed forms."""
+    module = classifier()
+    Z = module(X)
+    if loss == "mse":
+        J = term_gradients(module, Z.reshape(-1))
+        expected = 2 * J.T @ J / Z.numel()
+    else:
+        expected = torch.zeros(())
+        for label in range(4):
+            G = term_gradients(module, F.cross_entropy(Z, torch.full((5,), label), reduction="none"))
+            p = torch.softmax(Z.detach(), -1)[:, label] * (Y != -100)
+            expected = expected + (G.T * p) @ G / 4
+    for kind in ("fisher", "ggn"):
+        assert error(hessian_operator(module, X, target, loss=loss, kind=kind).to_matrix(), expected) <= EXACT
+
+
+def test_monte_carlo_fisher_tends_to_the_fisher_with_its_standard_error() -> None:
+    """49 independent Fishers of one draw each: their mean is within 5 of its standard errors, entry by entry."""
+    module = classifier()
+    found = torch.stack([fisher(module, kind="fisher-mc", seed=seed) for seed in range(49)])
+    apart = (found.mean(0) - fisher(module, kind="fisher")).abs()
+    assert bool((apart <= 5 * found.std(0) / 7 + 1e-12).all())
+    many = [fisher(module, kind="fisher-mc", draws=draws, seed=1) - fisher(module, kind="fisher") for draws in (4, 1600)]
+    ratio = float(many[0].norm() / many[1].norm())
+    assert 5 < ratio < 80  # 20 in expectation: the error falls as 1 / sqrt(draws)
+
+
+@pytest.mark.parametrize("kind", ["fisher", "fisher-mc", "fisher-empirical"])
+def test_batches_change_nothing(kind: str) -> None:
+    module = TiedBlock().double()
+    options: dict[str, Any] = {"loss": "cross_entropy", "kind": kind}
+    one = hessian_operator(module, TOKENS, LABELS, **options)
+    pairs = list(zip(TOKENS.split([1, 2]), LABELS.split([1, 2]), strict=True))
+    many = hessian_operator(module, pairs, **options)
+    parts = hessian_operator(module, TOKENS, LABELS, micro_batch=1, **options)
+    expected = one.to_matrix()
+    for other in (many, parts):
+        assert error(other.to_matrix(), expected) <= EXACT
+        assert error(other.gradient, one.gradient) <= EXACT
+        assert other.loss == pytest.approx(one.loss, rel=1e-13)
+    diagonal = hk.hessian_diagonal(module, TOKENS, LABELS, batch_size=1, **options)
+    assert error(diagonal.flat, expected.diagonal()) <= EXACT
+    assert diagonal.loss == pytest.approx(one.loss, rel=1e-13)
+    norms = hk.frobenius_norms(module, pairs, **options)
+    assert norms.whole == pytest.approx(float(expected.norm()), rel=1e-12)
+
+
+def test_outputs_of_one_axis_and_torchs_own_losses() -> None:
+    module = Formula(lambda m, x: torch.tanh(x @ m.w), w=(3,))
+    J = term_gradients(module, module(X))
+    target = torch.zeros(5, dtype=torch.float64)
+    scale = 2 * module(X).detach()
+    found = hessian_operator(module, X, target, loss=nn.MSELoss(), kind="fisher-empirical").to_matrix()
+    assert error(found, (J.T * scale**2) @ J / 5) <= EXACT
+    one = Formula(lambda m, x: x @ m.W, W=(3, 4))
+    G = term_gradients(one, F.cross_entropy(one(X[0]).unsqueeze(0), torch.tensor([2]), reduction="none"))
+    found = hessian_operator(one, X[0], torch.tensor(2), loss="cross_entropy", kind="fisher-empirical").to_matrix()
+    assert error(found, G.T @ G) <= EXACT
+
+
+def test_quadratic_model_by_autograd() -> None:
+    T = draw(2, 5, 3, 4, seed=1)
+    Z = draw(2, 3, 4, seed=2).requires_grad_()
+    model = QuadraticModel()
+    (slope,) = torch.autograd.grad(model.value(Z, T), Z)
+    second = torch.autograd.functional.hessian(lambda z: model.value(z, T), Z.detach()).reshape(24, 24)
+    t = draw(3, 2, 3, 4, seed=3)
+    one = torch.ones(1, dtype=torch.float64)
+    assert error(model.vjp((Z.detach(), T), one)[0][0], slope) <= EXACT
+    assert error(model.jvp((Z.detach(), T), (t, None)), t.flatten(1) @ slope.flatten()) <= EXACT
+    assert error(model.curvature((Z.detach(), T), 2 * one[0], (t, None))[0].flatten(1), 2 * t.flatten(1) @ second) <= EXACT
+    with pytest.raises(ValueError, match="only Z"):
+        model.jvp((Z.detach(), T), (t, T))
+
+
+def test_confident_rows_keep_their_digits() -> None:
+    """At p = 1 - 1e-20 the gradient is 1e-20, which p - 1 would round to zero."""
+    module = Formula(lambda m, x: x @ m.W, W=(1, 2))
+    module.W.data = torch.tensor([[46.0, 0.0]], dtype=torch.float64)
+    x = torch.ones(1, 1, dtype=torch.float64)
+    found = hessian_operator(module, x, torch.tensor([0]), loss="cross_entropy", kind="fisher-empirical").to_matrix()
+    p = float(torch.exp(torch.tensor(-46.0, dtype=torch.float64)))
+    assert float(found[1, 1]) == pytest.approx(p**2, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kind": "fisher-monte-carlo"}, "kind='fisher-monte-carlo' is not known; did you mean 'fisher'"),
+        ({"kind": "fisher-mc", "draws": 0}, "draws=0 draws no label; pass 1 or more"),
+        ({"kind": "fisher-mc", "seed": -1}, "seed=-1 is negative; pass 0 or more"),
+        ({"kind": "fisher-mc", "loss": nn.L1Loss()}, "kind='fisher-mc' needs a loss with a likelihood, 'mse' or 'cross_entropy'"),
+        ({"kind": "fisher-empirical", "loss": lambda z, t: z.sum()}, "kind='fisher-empirical' needs a loss with a likelihood"),
+        ({"kind": "fisher-mc", "loss": None}, "kind='fisher-mc' needs the module's output"),
+    ],
+)
+@pytest.mark.parametrize("call", [hk.hessian_operator, hk.hessian_diagonal, hk.frobenius_norms])
+def test_what_does_not_fit_is_one_clear_error(call: Any, options: dict[str, Any], said: str) -> None:
+    module = Formula(lambda m, x: (x @ m.W) if options.get("loss", 0) is not None else (x @ m.W).sum(), W=(3, 4))
+    assert_one_clear_error(lambda: call(module, X, None if options.get("loss", 0) is None else draw(5, 4), **options), said)
