@@ -119,8 +119,9 @@ def test_lift_of_a_weight_with_itself(transposed: bool, dtype: torch.dtype, zero
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
-def test_several_ways_to_one_weight(transposed: bool, dtype: torch.dtype, count: int, zeros: float) -> None:
-    n, i, p, y, z = 40, 9, 10, 12, 21
+@pytest.mark.parametrize("sizes", [(40, 9, 10, 12, 21), (400, 23, 2, 9, 5), (3, 70, 2, 4, 8)])
+def test_several_ways_to_one_weight(transposed: bool, dtype: torch.dtype, count: int, zeros: float, sizes) -> None:
+    n, i, p, y, z = sizes
     u = WeightJacobian("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, transposed)
     pairs = []
     for k in range(count):
@@ -159,6 +160,16 @@ def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
         into = torch.zeros(64, 64, dtype=torch.float64)
         add_compiled(u, [(u, K)], into, same=True)
         assert bool(into.isnan().any())  # 0 x inf
+
+
+@pytest.mark.parametrize("where", ["left", "scalar", "vector"])
+def test_nothing_is_left_out_of_several_ways_beside_what_is_not_finite(where: str) -> None:
+    a, b, K = torch.zeros(6, 8), torch.zeros(6, 8), torch.zeros(6, 8, 9)
+    {"left": a, "scalar": b, "vector": K}[where][3, 2] = float("inf")
+    u, v = WeightJacobian("u", None, a, 8, False), WeightJacobian("v", None, b, 9, False)
+    into = torch.zeros(64, 72)
+    add_compiled(u, [(v, K), (replace(v, X=torch.zeros(6, 8)), K)], into, same=False)
+    assert bool(into.isnan().any())
 
 
 def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:

@@ -10,7 +10,7 @@
 // ROWS x (two vectors) is summed in registers and added to the matrix once. Rows n at which a strip or a panel is zero,
 // as behind a ReLU, are left out, unless something is not finite: then 0 x inf has to show.
 
-#include "machine.h"
+#include "few_rows.h"
 
 #include <cmath>
 
@@ -20,20 +20,6 @@ constexpr int64_t NEAR = 300 * 1024;  // bytes of panels, and of strips, that st
 constexpr int64_t FAR = 800 * 1024;   // bytes of panels where the strips are too many to be kept
 constexpr int64_t DEEP = 2048;        // rows n summed at once
 constexpr int64_t FEW = 16;           // rows n laid out at once
-
-// data[n, i, j, z] at these strides; without data, ones
-template <typename T>
-struct Factor {
-  const T* data;
-  int64_t n, one, two, z;
-
-  const T* at(int64_t i, int64_t j) const { return data ? data + i * one + j * two : nullptr; }
-};
-
-template <typename T>
-struct Term {
-  Factor<T> scalar, vector;
-};
 
 template <typename T>
 struct Sum {
@@ -302,6 +288,13 @@ struct Sum {
   }
 
   void run(int64_t threads, double* skew) {
+    if (!triangular && !b.data && FewRows<T>::pays(m1 * m2, x2, terms)) {
+      std::vector<const T*> from;
+      std::vector<int64_t> to;
+      for (int64_t i = 0; i < m1; ++i)
+        for (int64_t j = 0; j < m2; ++j) from.push_back(a.at(i, j)), to.push_back(i * out_m1 + j * out_m2);
+      return FewRows<T>{depth, x1, x2, width, out_x1, out_x2, terms, from, a.n, to, out}.run(threads);
+    }
     order();
     list();
     const int64_t deep = std::min(depth, DEEP), total = panels.size(), strips = (rows.size() + ROWS - 1) / ROWS;
