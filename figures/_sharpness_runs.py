@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from figures._depth_models import scale_of
 from figures._runs import ByteSpec
 from hessiankit.diagnostics.sharpness import SharpnessReport
 
@@ -33,6 +34,15 @@ def specs(quick: bool, text: str = "stdlib") -> dict[str, ByteSpec]:
         title: replace(spec, **{**_SMALLER, "d_ff": spec.d_ff and 88, "kept": (0, 20, 40), "batches": 2, "draws": 4})  # type: ignore[arg-type]
         for title, spec in both.items()
     }
+
+
+def scale_of_both(both: Mapping[str, ByteSpec]) -> str:
+    """Return the size of the runs in words, the parameters of each.
+
+    >>> scale_of_both(specs(True))[:52]
+    'GPT-2-like and LLaMA-like; 1 seed; 2 blocks of width'
+    """
+    return f"{' and '.join(both)}; {scale_of(next(iter(both.values())), 1)}"
 
 
 @dataclass(frozen=True)

@@ -101,19 +101,25 @@ def title(claim: str) -> str:
     return PAPERS[claim.split("/")[0]].title.partition(":")[0].partition(" in ")[0]
 
 
-def in_every(criterion: str, outcomes: Iterable[bool], seen: str) -> Part:
-    """Return SUPPORTED where every run meets the criterion, CONTRADICTED where none does, OPEN where some do.
+def in_every(criterion: str, outcomes: Iterable[bool | None], seen: str) -> Part:
+    """Return SUPPORTED where every run meets the criterion, CONTRADICTED where every run fails it, OPEN otherwise.
+
+    Args:
+        criterion: What has to be seen.
+        outcomes: One a run; None where its error does not decide.
+        seen: The numbers that decide.
 
     Raises:
         InputError: There is no run.
 
-    >>> [in_every("", outcomes, "").status for outcomes in ([True, True], [True, False], [False])]
-    ['SUPPORTED', 'OPEN', 'CONTRADICTED']
+    >>> [in_every("", outcomes, "").status for outcomes in ([True, True], [True, False], [False], [False, None])]
+    ['SUPPORTED', 'OPEN', 'CONTRADICTED', 'OPEN']
     """
     found = list(outcomes)
     if not found:
         raise InputError(f"in_every: no run for the criterion {criterion!r}; give one outcome or more")
-    return Part(criterion, "SUPPORTED" if all(found) else "OPEN" if any(found) else "CONTRADICTED", seen)
+    failed = all(outcome is not None and not outcome for outcome in found)
+    return Part(criterion, "SUPPORTED" if all(found) else "CONTRADICTED" if failed else "OPEN", seen)
 
 
 def above_zero(criterion: str, intervals: Interval | Sequence[Interval], seen: str = "") -> Part:

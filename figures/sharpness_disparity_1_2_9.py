@@ -22,15 +22,30 @@ of them the two training runs, which are shared with ``sharpness_disparity_3_8``
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 
-from figures._kit import DASHES, FAINT, INK, TYPE_COLOURS, TYPE_MARKS, heading, page, save, style, write_rows
+from figures._kit import (
+    DASHES,
+    FAINT,
+    INK,
+    TYPE_COLOURS,
+    TYPE_MARKS,
+    each,
+    heading,
+    page,
+    save,
+    style,
+    write_rows,
+    write_verdicts,
+)
 from figures._runs import ByteSpec, byte_run, measured_on
-from figures._sharpness_runs import PRINTED, order_of, specs
+from figures._sharpness_runs import PRINTED, order_of, scale_of_both, specs
+from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.sharpness import SharpnessEstimate, SharpnessReport, sharpness
 
@@ -53,9 +68,55 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         found = order_of(report)
         print(f"  {title}: {report.ordering}; {'in' if found.printed else 'not in'} the printed order: {_steps(found.steps)}")
     files = [write_rows(out / f"{NAME}.csv", rows(reports)), write_rows(out / f"{NAME}_distribution.csv", bins(reports))]
+    said = verdicts(reports, scale_of_both(specs(quick, text)))
     with style():
-        files += [_types(reports, out / f"{NAME}_types{suffix}"), _layers(reports, out / f"{NAME}_layers{suffix}")]
-    return files
+        files.append(_types(reports, out / f"{NAME}_types{suffix}", said[:2]))
+        files.append(_layers(reports, out / f"{NAME}_layers{suffix}", said[2:]))
+    return [*files, write_verdicts(out, NAME, said)]
+
+
+def verdicts(reports: Mapping[str, SharpnessReport], scale: str) -> list[Verdict]:
+    """Return what the models show of Eq. 1, of the distributions, and of Remark 1.1; one outcome a model."""
+    answer = {"yes": True, "no": False, "open": None}
+    found = list(reports.values())
+    eq1, medians = [], []
+    for k, (low, high) in enumerate(pairwise(PRINTED)):
+        quotients = [one.ratio(low, base=high) for one in found]
+        outcomes = [answer[order_of(one).steps[k]] for one in found]
+        seen = ", ".join(f"{q.value:.2g} [{q.low:.2g}, {q.high:.2g}]" for q in quotients)
+        eq1.append(in_every(f"S({high}) / S({low}) > 1", outcomes, seen))
+        logs = [[one.histograms[kind].quantile(0.5) for kind in (low, high)] for one in found]
+        medians.append(
+            in_every(f"median positive h of {high} above {low}'s", (a < b for a, b in logs), each(b / a for a, b in logs))
+        )
+    widths = [
+        {kind: math.log10(one.histograms[kind].quantile(0.95) / one.histograms[kind].quantile(0.05)) for kind in PRINTED}
+        for one in found
+    ]
+    widest = in_every(
+        "Emb has the widest distribution (5 to 95 % of the positive h)",
+        (max(one, key=one.__getitem__) == "Emb" for one in widths),
+        f"{each(one['Emb'] for one in widths)} decades against at most "
+        + each(max(x for kind, x in one.items() if kind != "Emb") for one in widths),
+    )
+    halves = [halves_of(one) for one in found]
+    trend = in_every(
+        "mean S of the first half of the blocks within a factor 2 of the second half's",
+        (0.5 < x < 2 for x in halves),
+        f"factor {each(halves)}",
+    )
+    return [
+        Verdict("sharpness-disparity/eq1", scale, tuple(eq1)),
+        Verdict("sharpness-disparity/fig2-distributions", scale, (*medians, widest)),
+        Verdict("sharpness-disparity/remark1.1", scale, (trend,)),
+    ]
+
+
+def halves_of(report: SharpnessReport) -> float:
+    """Return the mean S of the first half of the blocks over that of the second half."""
+    values = [one.value for layer, one in report.layers.items() if layer is not None]
+    middle = len(values) // 2
+    return (sum(values[:middle]) / middle) / (sum(values[middle:]) / (len(values) - middle))
 
 
 def rows(reports: Mapping[str, SharpnessReport]) -> Iterator[dict[str, Any]]:
@@ -110,11 +171,11 @@ def _page(reports: Mapping[str, SharpnessReport]) -> tuple[Picture, list[tuple[s
     ]
 
 
-def _types(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
+def _types(reports: Mapping[str, SharpnessReport], path: Path, said: Sequence[Verdict]) -> Path:
     """Figures 1 and 2: a row a model, S on the left, the distribution of h on the right."""
     figure, rows = _page(reports)
     for title, report, left, right in rows:
-        heading(left, f"{title}: average sharpness", "", "$S$, 95 % interval")
+        heading(left, f"{title}: average sharpness", "in print, $S$ rises from Emb to Norm", "$S$, 95 % interval")
         shown = [kind for kind in SHOWN if kind in report.types]
         for place, kind in enumerate(shown):
             _point(left, place, report.types[kind], kind)
@@ -123,7 +184,7 @@ def _types(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
         left.set_yscale("log")
         heading(right, f"{title}: distribution of $h$ over the entries", "$\\log_{10} h$", "share per decade")
         _distribution(right, report, shown)
-    return save(figure, path)
+    return save(figure, path, said)
 
 
 def _distribution(axes: Axes, report: SharpnessReport, shown: list[str]) -> None:
@@ -140,7 +201,7 @@ def _distribution(axes: Axes, report: SharpnessReport, shown: list[str]) -> None
     axes.legend(loc="upper left", handlelength=2.4, borderaxespad=0.2, labelspacing=0.25)
 
 
-def _layers(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
+def _layers(reports: Mapping[str, SharpnessReport], path: Path, said: Sequence[Verdict]) -> Path:
     """Figure 9: a row a model, all types of a layer together on the left, each type on the right."""
     figure, rows = _page(reports)
     for title, report, left, right in rows:
@@ -161,7 +222,7 @@ def _layers(reports: Mapping[str, SharpnessReport], path: Path) -> Path:
         for axes, first in ((left, 0), (right, 1)):
             axes.set_xticks(range(first, count + 1))
             axes.set_yscale("log")
-    return save(figure, path)
+    return save(figure, path, said)
 
 
 def _point(axes: Axes, x: float, one: SharpnessEstimate, kind: str | None) -> None:

@@ -24,7 +24,8 @@ The quotient of the bounds rises with the measured one, and is 30 to 63 times as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import StrMethodFormatter
 
-from figures._kit import DASHES, METHOD_MARKS, TYPE_COLOURS, heading, page, save, style, write_rows
+from figures._kit import DASHES, METHOD_MARKS, TYPE_COLOURS, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, ByteSpec, byte_run
-from figures._sharpness_runs import PRINTED, agreements, order_by_values, specs
+from figures._sharpness_runs import PRINTED, agreements, order_by_values, scale_of_both, specs
+from figures._verdicts import Verdict, in_every
 from hessiankit.diagnostics.monitoring import MonitorLog
 from hessiankit.diagnostics.monitoring import log as panels
 from hessiankit.studies.tuning.experiment import texts
 
 NAME = Path(__file__).stem
+STEP = "step (log scale from 1)"
 NETWORK = {"W_1": "feedforward.W_1", "W_2": "feedforward.W_2", "W_G": "feedforward.W_G"}
 ATTENTION = {"W_Q": "attention.W_Q", "W_K": "attention.W_K", "W_V": "attention.W_V", "W_O": "attention.W_O"}
 LETTERS = {
@@ -48,6 +51,11 @@ LETTERS = {
     "median row": (r"median $\|\tilde w_i\|$", "#0072b2"), "smallest row": (r"min $\|\tilde w_i\|$", "#56b4e9"),
 }  # fmt: skip
 
+Lines = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
+"""Panel -> line -> (steps, (steps, 3) of mean, lowest and highest)."""
+
+UNDER = ("W_1", "W_Q", "W_V", "median row")
+"""Drawn as wide, pale lines, since another line may lie on them."""
 MARKS = dict(zip(LETTERS, (*METHOD_MARKS, "<", ">"), strict=True))
 
 
@@ -68,20 +76,56 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         write_rows(out / f"{NAME}_norms.csv", _norm_rows(numbers)),
         write_rows(out / f"{NAME}_quotients.csv", _quotient_rows(quotients)),
     ]
+    scale = scale_of_both({title: run.spec for title, run in runs.items()})
+    said = [verdict_of_orders(logs, scale), verdict_of_norms(numbers, scale)]
     with style():
-        files.append(_draw_sharpness(logs, runs, out / f"{NAME}_sharpness{suffix}"))
-        files.append(_draw_norms(numbers, quotients, out / f"{NAME}_norms{suffix}"))
-    return files
+        files.append(_draw_sharpness(logs, runs, out / f"{NAME}_sharpness{suffix}", said[:1]))
+        files.append(_draw_norms(numbers, quotients, out / f"{NAME}_norms{suffix}", said[1:]))
+    return [*files, write_verdicts(out, NAME, said)]
+
+
+def verdict_of_orders(logs: Mapping[str, MonitorLog], scale: str) -> Verdict:
+    """Return what the models show of Figure 3: whether the printed order is there at the end, and since when."""
+    every = [list(orders_of(log).values()) for log in logs.values()]
+    parts = [
+        in_every(
+            f"S({low}) < S({high}) at the last checkpoint", (one[-1].index(low) < one[-1].index(high) for one in every), seen
+        )
+        for (low, high), seen in zip(
+            pairwise(PRINTED),
+            (", ".join(f"at {agreements(one)[step]} of {len(one)}" for one in every) for step in agreements(every[0])),
+            strict=True,
+        )
+    ]
+    return Verdict("sharpness-disparity/fig3", scale, tuple(parts))
+
+
+def verdict_of_norms(numbers: Mapping[str, Lines], scale: str) -> Verdict:
+    """Return what the models show of Figure 8: whether gains shrink, and matrices stay longer than gains."""
+    gains = [found[panel]["gamma"][1][:, 0] for found in numbers.values() for panel in ("FFN", "QK and VO")]
+    shrinks = in_every(
+        "the gains' norm is smaller at the end than at the start (before FFN and before attention)",
+        (gain[-1] < gain[0] for gain in gains),
+        ", ".join(f"{gain[0]:.3g} to {gain[-1]:.3g}" for gain in gains),
+    )
+    least = [
+        min(
+            float((line[1][:, 0] / found[panel]["gamma"][1][:, 0]).min())
+            for name, line in found[panel].items()
+            if name != "gamma"
+        )
+        for found in numbers.values()
+        for panel in ("FFN", "QK and VO")
+    ]
+    seen = f"smallest quotient {each(least)}"
+    longer = in_every("every matrix's norm is above the gain's at every checkpoint", (x > 1 for x in least), seen)
+    return Verdict("sharpness-disparity/fig8", scale, (shrinks, longer))
 
 
 def orders_of(log: MonitorLog) -> dict[int, tuple[str, ...]]:
     """Return step -> the types that the paper orders, from flat to sharp, by their values."""
     series = log.sharpness
     return {int(step): order_by_values({name: one.value[k] for name, one in series.items()}) for k, step in enumerate(log.steps)}
-
-
-Lines = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
-"""Panel -> line -> (steps, (steps, 3) of mean, lowest and highest)."""
 
 
 def norms(run: ByteRun, log: MonitorLog) -> Lines:
@@ -172,7 +216,7 @@ def _quotient_rows(quotients: Mapping[str, Lines]) -> Iterator[dict[str, Any]]:
                     yield {"model": title, "matrix": letter, "of": line, "step": step, **quotient}
 
 
-def _draw_sharpness(logs: Mapping[str, MonitorLog], runs: Mapping[str, ByteRun], path: Path) -> Path:
+def _draw_sharpness(logs: Mapping[str, MonitorLog], runs: Mapping[str, ByteRun], path: Path, said: Sequence[Verdict]) -> Path:
     """Figure 3: a panel a model, names at the right ends."""
     figure = page(8.4, 3.3)
     grid = figure.add_gridspec(1, 2, left=0.075, right=0.935, top=0.9, bottom=0.14, wspace=0.38)
@@ -181,11 +225,12 @@ def _draw_sharpness(logs: Mapping[str, MonitorLog], runs: Mapping[str, ByteRun],
         panels.dress(axes)
         panels.sharpness(axes, log)
         axes.set_title(f"{title}, to {runs[title].losses[-1]:.2f} nats/byte", fontsize=9, loc="left")
+        axes.set_xlabel(STEP, fontsize=8)
         axes.set_ylabel("average sharpness $S$, 95 % interval", fontsize=8)
-    return save(figure, path)
+    return save(figure, path, said)
 
 
-def _draw_norms(numbers: Mapping[str, Lines], quotients: Mapping[str, Lines], path: Path) -> Path:
+def _draw_norms(numbers: Mapping[str, Lines], quotients: Mapping[str, Lines], path: Path, said: Sequence[Verdict]) -> Path:
     """Figure 8 and the quotient of the bounds: a column a model."""
     figure = page(8.2, 9.4)
     grid = figure.add_gridspec(4, 2, left=0.075, right=0.975, top=0.97, bottom=0.045, hspace=0.42, wspace=0.2)
@@ -194,26 +239,35 @@ def _draw_norms(numbers: Mapping[str, Lines], quotients: Mapping[str, Lines], pa
         for column, (panel, lines) in enumerate(found.items()):
             axes = figure.add_subplot(grid[column, k])
             what = {"FFN": "network", "QK and VO": "attention", "Emb": "embedding rows"}[panel]
-            heading(axes, f"{title}: {what}", "step", "norm" if k == 0 else "")
+            heading(axes, f"{title}: {what}", STEP, "Frobenius norm" if k == 0 else "")
             for letter, line in lines.items():
                 label, colour = LETTERS[letter]
                 _band(axes, line, colour, DASHES[1 if letter == "gamma" else 0], label, MARKS[letter])
             _over_steps(axes, last)
         axes = figure.add_subplot(grid[3, k])
-        heading(axes, title + r": $S(\gamma)\,/\,S(W)$, measured and of the bounds", "step", "quotient" if k == 0 else "")
+        heading(axes, title + r": $S(\gamma)\,/\,S(W)$, measured and of the bounds", STEP, "quotient" if k == 0 else "")
         for letter, pair in quotients[title].items():
             label, colour = LETTERS[letter]
             _band(axes, pair["measured"], colour, DASHES[0], label, MARKS[letter])
             _band(axes, pair["bounds"], colour, DASHES[3], f"{label}, bounds", MARKS[letter])
         axes.axhline(1.0, color=TYPE_COLOURS["Other"], linewidth=0.6)
         _over_steps(axes, last)
-    return save(figure, path)
+    return save(figure, path, said)
 
 
 def _band(axes: Axes, line: tuple[np.ndarray, np.ndarray], colour: str, dash: Any, label: str, mark: str) -> None:
     steps, values = line
     axes.fill_between(steps, values[:, 1], values[:, 2], color=colour, alpha=0.15, linewidth=0)
-    axes.plot(steps, values[:, 0], color=colour, linestyle=dash, marker=mark, markersize=2.8, label=label)
+    wide: Any = {"linewidth": 3.0, "alpha": 0.5, "markersize": 5.5} if mark in {MARKS[name] for name in UNDER} else {}
+    axes.plot(
+        steps,
+        values[:, 0],
+        color=colour,
+        linestyle=dash,
+        marker=mark,
+        **{"markersize": 2.8, "linewidth": 1.0} | wide,
+        label=label,
+    )
 
 
 def _over_steps(axes: Axes, last: int) -> None:

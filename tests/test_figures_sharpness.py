@@ -36,7 +36,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_sharpness_runs, "_SMALLER", smaller)
         files = [file for name in NAMES for file in script(name)(out, quick=True)]
-        assert len(files) == 9
+        assert len(files) == 11
         assert all(file.stat().st_size for file in files)
         yield out
 
