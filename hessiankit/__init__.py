@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the public names, listed here and nowhere else
     from hessiankit.curvature.estimators import scalar_estimates
     from hessiankit.curvature.frobenius import frobenius_norms
     from hessiankit.curvature.hessian_function import hessian_function
+    from hessiankit.curvature.jacobian import JacobianOperator, jacobian_operator
     from hessiankit.curvature.operator import HessianOperator, hessian_operator
     from hessiankit.diagnostics.depth import depth_diagnostics
     from hessiankit.diagnostics.monitoring import Monitor

@@ -6,22 +6,22 @@ one sweep forward and one sweep back for a whole block of vectors, through whate
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
+from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY
 from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
 from hessiankit.engine.problem.batches import Weights, requests, shares
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
-from hessiankit.engine.problem.task import Loss, Params, Task, check_memory
+from hessiankit.engine.problem.task import Loss, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, without_autocast
@@ -29,7 +29,7 @@ from hessiankit.support.torch_state import one_at_a_time, without_autocast
 WHO = "hessian_operator"
 
 
-class HessianOperator(LinearOperator):
+class HessianOperator(TensorOperator):
     """The Hessian of a scalar loss, or its Gauss-Newton part, known by its products; made by :func:`hessian_operator`.
 
     A ``scipy.sparse.linalg.LinearOperator``, symmetric: ``eigsh(operator, k=3)`` and the like take it as it is. ``@`` takes
@@ -49,6 +49,8 @@ class HessianOperator(LinearOperator):
         handshake: Whether loss and gradient were compared with those of the module's own call.
     """
 
+    order = ", with entries in the order of named_parameters(), see .slices"
+
     def __init__(
         self,
         task: Task,
@@ -57,8 +59,7 @@ class HessianOperator(LinearOperator):
         kind: str,
         block_size: int | None,
     ) -> None:
-        self.torch_dtype, self.device = task.dtype, task.device
-        super().__init__(torch.empty(0, dtype=self.torch_dtype).numpy().dtype, (task.size, task.size))
+        super().__init__((task.size, task.size), task.dtype, task.device)
         self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
         self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
         self._batches, self._weights, self.handshake = batches, weights, task.reference is not None
@@ -90,55 +91,9 @@ class HessianOperator(LinearOperator):
             self._symmetry, self._pair = self._asymmetry(*pairs[0], *pairs[1]), None
         return self._symmetry
 
-    def __matmul__(self, other: Any) -> Any:
-        if isinstance(other, Tensor):
-            return self._product(other)
-        if isinstance(other, LinearOperator):
-            return super().__matmul__(other)
-        if not isinstance(other, (np.ndarray, list, tuple)):
-            raise InputError(
-                f"HessianOperator: cannot multiply with a {type(other).__name__}; expected a torch tensor or a NumPy array, "
-                f"a vector ({self.shape[0]},) or a matrix ({self.shape[0]}, k)"
-            )
-        return self._numpy_product(other)
-
-    def dot(self, x: Any) -> Any:
-        """Return the product with a torch tensor, a NumPy array, a list of numbers, a number or another operator."""
-        return super().dot(x) if np.isscalar(x) or isinstance(x, LinearOperator) else self @ x
-
-    def to_matrix(self) -> Tensor:
-        """Return the P x P matrix, a block of columns at a time.
-
-        Raises:
-            OutOfMemoryError: If it does not fit.
-        """
-        size = self.shape[0]
-        check_memory("HessianOperator.to_matrix", size, self.torch_dtype, self.device, copies=1)
-        out = torch.empty(size, size, dtype=self.torch_dtype, device=self.device)
-        for start in range(0, size, self.block_size):
-            units = out.new_zeros(min(self.block_size, size - start), size)
-            units.diagonal(start).fill_(1.0)
-            out[start : start + units.shape[0]] = self._rows(units)
-        return out.T
-
     def to_torch(self) -> TorchOperator:
         """Return the operator with torch's dtype, for torch vectors only, as the estimators of curvlinops expect it."""
         return TorchOperator(self)
-
-    def _product(self, vectors: Tensor) -> Tensor:
-        expected = f"a vector ({self.shape[0]},) or a matrix ({self.shape[0]}, k)"
-        if vectors.ndim not in (1, 2) or vectors.shape[0] != self.shape[0]:
-            raise InputError(
-                f"HessianOperator: cannot multiply with shape {tuple(vectors.shape)}; expected {expected}, with entries "
-                "in the order of named_parameters(), see .slices"
-            )
-        if vectors.dtype != self.torch_dtype:
-            raise InputError(f"HessianOperator: the vectors are {vectors.dtype}; expected {self.torch_dtype}: convert them")
-        if vectors.device != self.device:
-            raise InputError(f"HessianOperator: the vectors are on {vectors.device}, the operator on {self.device}; move them")
-        if vectors.ndim == 1:
-            return self._rows(vectors.detach().unsqueeze(0))[0]
-        return self._rows(vectors.detach().T).T
 
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
@@ -163,28 +118,34 @@ class HessianOperator(LinearOperator):
         assert total is not None
         return total.to(self.torch_dtype)
 
-    def _numpy_product(self, given: Any) -> np.ndarray[Any, Any]:
-        try:
-            x = np.asarray(given)
-        except ValueError as error:  # rows of several lengths
-            raise InputError(f"HessianOperator: cannot multiply with a {type(given).__name__}: {error}") from error
-        if not np.can_cast(x.dtype, self.dtype):
-            raise InputError(f"HessianOperator: the array is {x.dtype}, which {self.dtype} cannot hold; convert it")
-        vectors = torch.from_numpy(np.array(x, dtype=self.dtype, order="C")).to(self.device, self.torch_dtype)
-        result: np.ndarray[Any, Any] = self._product(vectors).cpu().numpy()
-        return result
-
-    def _matvec(self, x: Any) -> Any:
-        return self._numpy_product(x)
-
-    def _matmat(self, X: Any) -> Any:
-        return self._numpy_product(X)
-
     def _adjoint(self) -> HessianOperator:
         return self
 
-    def _transpose(self) -> HessianOperator:
-        return self
+    def __getitem__(self, key: Any) -> SubOperator:
+        """Return a block of the matrix as an operator: ``operator[rows, columns]``, or ``operator[entries]`` for both.
+
+        Rows and columns are a name, a pattern such as ``"h.0.attn.*"``, ``"name[index]"`` as in :meth:`hessiankit.Hessian.block`,
+        or a list of these, which selects all that any of them means. Entries keep the order of the whole, each once.
+
+        Raises:
+            InputError: If something is not there.
+        """
+        rows, columns = key if isinstance(key, tuple) and len(key) == 2 else (key, key)
+        at = [positions("HessianOperator", part, self.shapes, self.slices) for part in (rows, columns)]
+        return SubOperator(self, *at)
+
+    def block_diagonal(self, groups: Mapping[str, Any] | None = None) -> BlockDiagonalOperator:
+        """Return the block-diagonal part of the matrix as an operator; a product takes one product with this one for each block.
+
+        Args:
+            groups: Name -> what belongs to the group, as in ``operator[...]``; no entry in two groups, entries in none are zero.
+                None: one block for each parameter.
+
+        Raises:
+            InputError: If groups overlap, or something is not there.
+        """
+        chosen = {name: name for name in self.names} if groups is None else groups
+        return BlockDiagonalOperator(self, {n: positions(WHO, of, self.shapes, self.slices) for n, of in chosen.items()})
 
     def _test_symmetry(self, rows: Tensor, found: Tensor) -> None:
         """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?

@@ -1,0 +1,191 @@
+"""The Jacobian of a module's output in its parameters, and its transpose, as linear operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from derivations.primitive import Linearised, plus
+from hessiankit.curvature.tensor_operator import TensorOperator
+from hessiankit.engine.assembly import WORKSPACE
+from hessiankit.engine.problem.handshake import Handshake
+from hessiankit.engine.problem.loss_trace import loss_trace
+from hessiankit.engine.problem.own_call import make_task
+from hessiankit.engine.problem.selection import Params
+from hessiankit.engine.problem.task import Task
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import one_at_a_time, without_autocast
+
+WHO = "jacobian_operator"
+
+
+class JacobianOperator(TensorOperator):
+    """The Jacobian J of a module's output in its parameters, (outputs, P), known by its products; made by :func:`jacobian_operator`.
+
+    ``J @ v`` pushes tangents of the parameters forward, ``J.T @ u`` pulls covectors of the output back: one sweep each for a
+    whole block of vectors.
+
+    Attributes:
+        shape: (entries of the output, P).
+        output_shape: Shape of the output; entries are in its row-major order.
+        names: Parameter names, in the order of the entries of a vector.
+        slices: Entries of each parameter.
+        fallbacks: Operations without a closed form, which are differentiated automatically one by one.
+    """
+
+    def __init__(self, task: Task) -> None:
+        traced = loss_trace(task, 1.0)
+        if traced.output is None:
+            raise InputError(f"{WHO}: the module does not return one tensor; wrap it so that it does")
+        trace, self._output = traced.trace, traced.output
+        with task.at(), torch.no_grad():
+            if task.reference is not None:
+                compare = Handshake(task)
+                compare.add(trace, trace.adjoints())
+                compare.close()
+            self._prepare(task, trace)
+        self.output_shape = tuple(trace.values[self._output].shape)
+        super().__init__((math.prod(self.output_shape), task.size), task.dtype, task.device)
+        self.names, self.slices, self.fallbacks = tuple(task.parameters), task.slices, trace.fallbacks
+        self._ids = {name: trace.parameters[name] for name in task.parameters}
+        self._shapes = {name: trace.values[at].shape for name, at in self._ids.items()}
+        self._task = replace(task, reference=None)
+        widest = sum(trace.values[a.output].numel() for a in trace.applications) + task.size
+        self.block_size = max(1, WORKSPACE // (widest * task.dtype.itemsize))
+
+    def _prepare(self, task: Task, trace: Any) -> None:
+        """Linearise the applications on the way to the output."""
+        needed, self._steps = {self._output}, list[tuple[Linearised, tuple[int | None, ...], int]]()
+        for a in reversed(trace.applications):
+            if a.output not in needed:
+                continue
+            inputs = tuple(at if at in trace.moving else None for at in a.inputs)
+            point = a.primitive.linearise(trace.gather(a), None, [at is not None for at in inputs])
+            point.forget()
+            self._steps.append((point, inputs, a.output))
+            needed.update(at for at in inputs if at is not None)
+        if not needed & {trace.parameters[name] for name in task.parameters}:
+            raise InputError(f"{WHO}: none of the parameters has an effect on the output; the module does not use them")
+
+    @contextmanager
+    def _at_the_point(self) -> Iterator[None]:
+        with torch.no_grad(), without_autocast():
+            if not self.fallbacks:
+                yield
+                return
+            with self._task.at(), torch.no_grad():
+                yield
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """Push forward: (S, P) to (S, outputs)."""
+        with self._at_the_point():
+            return torch.cat([self._push(part) for part in rows.split(self.block_size)])
+
+    def _push(self, rows: Tensor) -> Tensor:
+        tangents: dict[int, Tensor] = {}
+        for name, at in self._ids.items():
+            tangents[at] = rows[:, self.slices[name]].reshape(-1, *self._shapes[name])
+        for point, inputs, output in reversed(self._steps):
+            tangents[output] = point.push([None if at is None else tangents[at] for at in inputs])
+        return tangents[self._output].reshape(len(rows), -1)
+
+    def pull(self, rows: Tensor) -> Tensor:
+        """Return J^T times covectors, as rows: (S, outputs) to (S, P)."""
+        with self._at_the_point():
+            return torch.cat([self._pull(part) for part in rows.split(self.block_size)])
+
+    def _pull(self, rows: Tensor) -> Tensor:
+        bars: dict[int, Tensor] = {self._output: rows.reshape(-1, *self.output_shape)}
+        for point, inputs, output in self._steps:
+            bar = bars.pop(output, None)
+            if bar is None:
+                continue
+            for at, covector in zip(inputs, point.pull(bar), strict=True):
+                if at is not None and covector is not None:
+                    found = plus(bars.get(at), covector)
+                    assert found is not None
+                    bars[at] = found
+        out = rows.new_zeros(len(rows), self.shape[1])
+        for name, at in self._ids.items():
+            if at in bars:
+                out[:, self.slices[name]] = bars[at].flatten(1)
+        return out
+
+    def sample_gradients(self, cotangents: Tensor) -> Tensor:
+        """Return J_b^T c_b for each sample b along the first axis of the output: (B, P).
+
+        With the gradients of the loss's terms in the output, the gradients of the samples' own losses.
+
+        Args:
+            cotangents: c, of the output's shape.
+
+        Raises:
+            InputError: If it is not.
+        """
+        if tuple(cotangents.shape) != self.output_shape or not self.output_shape:
+            raise InputError(
+                f"{WHO}: cotangents of shape {tuple(cotangents.shape)}; expected {self.output_shape}, with samples first"
+            )
+        samples = self.output_shape[0]
+        found = []
+        for some in torch.arange(samples, device=self.device).split(self.block_size):
+            alone = cotangents.new_zeros(len(some), *self.output_shape)
+            alone[torch.arange(len(some), device=self.device), some] = cotangents[some]
+            found.append(self.pull(alone.flatten(1)))
+        return torch.cat(found)
+
+    def _adjoint(self) -> TransposedJacobian:
+        return TransposedJacobian(self)
+
+
+class TransposedJacobian(TensorOperator):
+    """J^T, (P, outputs); ``J.T`` of a :class:`JacobianOperator`."""
+
+    def __init__(self, jacobian: JacobianOperator) -> None:
+        super().__init__((jacobian.shape[1], jacobian.shape[0]), jacobian.torch_dtype, jacobian.device)
+        self.jacobian, self.block_size = jacobian, jacobian.block_size
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return self.jacobian.pull(rows)
+
+    def _adjoint(self) -> JacobianOperator:
+        return self.jacobian
+
+
+def _total(outputs: Any, _target: Any) -> Tensor:
+    if not isinstance(outputs, Tensor):
+        raise InputError(f"{WHO}: the module returns a {type(outputs).__name__}; wrap it so that it returns one tensor")
+    return outputs.sum()
+
+
+@checked(WHO)
+@one_at_a_time
+def jacobian_operator(module: nn.Module, inputs: Any, *, params: Params = None, handshake: bool = True) -> JacobianOperator:
+    """Return the Jacobian of ``module(inputs)`` in the parameters as a linear operator, by closed forms; ``.T`` is its transpose.
+
+    Args:
+        module: Any module whose forward torch can trace, and that returns one tensor.
+        inputs: As in :func:`hessiankit.hessian`, one batch.
+        params: As in :func:`hessiankit.hessian`; whole parameters.
+        handshake: Compare the sum of the output and its gradient with those of the module's own call first.
+
+    Raises:
+        InputError: If an argument cannot be used, or the output is not one tensor.
+        TraceError: If torch cannot trace the module.
+
+    The Jacobian of a linear layer is X (x) I, known by hand:
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> J = jacobian_operator(layer, torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64))
+    >>> J.to_matrix().tolist(), (J.T @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
+    ([[1.0, 0.0], [1.0, 2.0]], [2.0, 2.0])
+    """
+    task = make_task(WHO, module, inputs, 0, _total, params, handshake=handshake)
+    return JacobianOperator(task)

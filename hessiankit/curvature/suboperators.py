@@ -1,0 +1,122 @@
+"""Blocks of a symmetric operator as operators: any rows and columns, and the block-diagonal part of any grouping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hessiankit.curvature.tensor_operator import TensorOperator
+from hessiankit.engine.problem.selection import locate
+from hessiankit.support.errors import InputError
+
+
+class SubOperator(TensorOperator):
+    """The block A[rows, columns] of a symmetric operator A; made by ``operator[rows, columns]``.
+
+    A product takes one product with A.
+
+    Attributes:
+        shape: (rows, columns).
+        rows: Positions in the vectors of A, ascending.
+        columns: Positions in the vectors of A, ascending.
+
+    >>> import hessiankit as hk
+    >>> layer = torch.nn.Linear(2, 1, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+    >>> H["weight"].to_matrix().tolist(), H["bias", "weight"].to_matrix().tolist()
+    ([[2.0, 2.0], [2.0, 4.0]], [[2.0, 2.0]])
+    """
+
+    def __init__(self, whole: TensorOperator, rows: Tensor, columns: Tensor) -> None:
+        super().__init__((len(rows), len(columns)), whole.torch_dtype, whole.device)
+        self.whole, self.rows, self.columns = whole, rows.to(whole.device), columns.to(whole.device)
+        self.block_size = whole.block_size
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        inside = rows.new_zeros(len(rows), self.whole.shape[1])
+        inside[:, self.columns] = rows
+        return self.whole._rows(inside)[:, self.rows]
+
+    def _adjoint(self) -> SubOperator:
+        return SubOperator(self.whole, self.columns, self.rows)
+
+
+class BlockDiagonalOperator(TensorOperator):
+    """The block-diagonal part of a symmetric operator A; made by ``operator.block_diagonal(groups)``.
+
+    A product takes one product with A for each block; entries in no block are multiplied by zero.
+
+    Attributes:
+        shape: (P, P).
+        groups: Name -> positions of the block's entries.
+
+    >>> import hessiankit as hk
+    >>> layer = torch.nn.Linear(2, 1, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+    >>> H.block_diagonal().to_matrix().tolist()
+    [[2.0, 2.0, 0.0], [2.0, 4.0, 0.0], [0.0, 0.0, 2.0]]
+    """
+
+    def __init__(self, whole: TensorOperator, groups: Mapping[str, Tensor]) -> None:
+        super().__init__((whole.shape[0], whole.shape[1]), whole.torch_dtype, whole.device)
+        self.whole, self.block_size = whole, whole.block_size
+        self.groups = {name: at.to(whole.device) for name, at in groups.items()}
+        taken = torch.zeros(whole.shape[0], dtype=torch.int64, device=whole.device)
+        for at in self.groups.values():
+            taken[at] += 1
+        if bool((taken > 1).any()):
+            twice = int((taken > 1).nonzero()[0])
+            names = [name for name, at in self.groups.items() if bool((at == twice).any())]
+            raise InputError(f"block_diagonal: groups {names[0]!r} and {names[1]!r} share entry {twice}; pass disjoint groups")
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for at in self.groups.values():
+            out[:, at] = SubOperator(self.whole, at, at)._rows(rows[:, at])
+        return out
+
+    def _adjoint(self) -> BlockDiagonalOperator:
+        return self
+
+
+def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, slice]) -> Tensor:
+    """Return the positions in a vector of parameters, ascending, of a name, a pattern, ``"name[index]"`` or a list of these.
+
+    Args:
+        who: What an error message starts with.
+        wanted: What is asked for.
+        shapes: Shape of each parameter.
+        slices: Entries of each parameter.
+
+    Raises:
+        InputError: If something is not there.
+
+    >>> positions("example", ["*.b", "a.w[0]"], {"a.w": (2, 2), "a.b": (2,)}, {"a.w": slice(0, 4), "a.b": slice(4, 6)}).tolist()
+    [0, 1, 4, 5]
+    """
+    found = []
+    for item in wanted if isinstance(wanted, (list, tuple, set)) else [wanted]:
+        for name in _meant(item, shapes):
+            whole, rows = locate(who, name, dict(shapes))
+            every = torch.arange(slices[whole].start, slices[whole].stop)
+            found.append(every if rows is None else every[rows])
+    if not found:
+        raise InputError(f"{who}: an empty list selects no parameter; pass names or patterns")
+    return torch.cat(found).unique()
+
+
+def _meant(item: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
+    """Return the names that a pattern matches, each with the pattern's index if it has one; anything else as it is."""
+    if not isinstance(item, str) or item in shapes:
+        return [item]
+    found = [name for name in shapes if fnmatchcase(name, item)]
+    pattern, bracket, inside = item.rpartition("[")
+    if not found and bracket and item.endswith("]"):
+        found = [f"{name}[{inside}" for name in shapes if fnmatchcase(name, pattern)]
+    return found or [item]

@@ -1,0 +1,113 @@
+"""A linear operator on torch tensors and NumPy arrays, known by its products with rows."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from hessiankit.engine.problem.task import available_memory, gib
+from hessiankit.support.errors import InputError, OutOfMemoryError
+
+
+class TensorOperator(LinearOperator):
+    """A matrix A (m, n) known by its products: ``@`` takes torch vectors (n,) and matrices (n, k), and NumPy arrays of those shapes.
+
+    A ``scipy.sparse.linalg.LinearOperator``, which SciPy's solvers take as it is.
+
+    Attributes:
+        shape: (m, n).
+        dtype: The dtype as NumPy spells it, which SciPy needs; ``torch_dtype`` is torch's.
+        device: Where products are computed.
+        block_size: Vectors treated at once.
+    """
+
+    block_size: int = 1
+    order: str = ""
+    """What an error message says of the order of a vector's entries."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.torch_dtype, self.device = dtype, device
+        super().__init__(torch.empty(0, dtype=dtype).numpy().dtype, shape)
+
+    @abstractmethod
+    def _rows(self, rows: Tensor) -> Tensor:
+        """Return A times the rows, as rows: (S, n) to (S, m), S > 0."""
+
+    def __matmul__(self, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return self._product(other)
+        if isinstance(other, LinearOperator):
+            return super().__matmul__(other)
+        if not isinstance(other, (np.ndarray, list, tuple)):
+            raise InputError(
+                f"{self._name}: cannot multiply with a {type(other).__name__}; expected a torch tensor or a NumPy array, "
+                f"a vector ({self.shape[1]},) or a matrix ({self.shape[1]}, k)"
+            )
+        return self._numpy_product(other)
+
+    def dot(self, x: Any) -> Any:
+        """Return the product with a torch tensor, a NumPy array, a list of numbers, a number or another operator."""
+        return super().dot(x) if np.isscalar(x) or isinstance(x, LinearOperator) else self @ x
+
+    def to_matrix(self) -> Tensor:
+        """Return the m x n matrix, a block of columns at a time.
+
+        Raises:
+            OutOfMemoryError: If it does not fit.
+        """
+        m, n = self.shape
+        need, free = m * n * self.torch_dtype.itemsize, available_memory(self.device)
+        if need > free:
+            raise OutOfMemoryError(
+                f"{self._name}.to_matrix: a {m:,} x {n:,} {self.torch_dtype} matrix takes {gib(need)}, but only {gib(free)} are "
+                f"free on {self.device}; multiply with vectors, or select parameters with params=[...]"
+            )
+        out = torch.empty(n, m, dtype=self.torch_dtype, device=self.device)
+        for start in range(0, n, self.block_size):
+            units = out.new_zeros(min(self.block_size, n - start), n)
+            units.diagonal(start).fill_(1.0)
+            out[start : start + units.shape[0]] = self._rows(units)
+        return out.T
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _product(self, vectors: Tensor) -> Tensor:
+        expected = f"a vector ({self.shape[1]},) or a matrix ({self.shape[1]}, k)"
+        if vectors.ndim not in (1, 2) or vectors.shape[0] != self.shape[1]:
+            raise InputError(f"{self._name}: cannot multiply with shape {tuple(vectors.shape)}; expected {expected}{self.order}")
+        if vectors.dtype != self.torch_dtype:
+            raise InputError(f"{self._name}: the vectors are {vectors.dtype}; expected {self.torch_dtype}: convert them")
+        if vectors.device != self.device:
+            raise InputError(f"{self._name}: the vectors are on {vectors.device}, the operator on {self.device}; move them")
+        if not vectors.numel():
+            return vectors.new_zeros(self.shape[0], *vectors.shape[1:])
+        if vectors.ndim == 1:
+            return self._rows(vectors.detach().unsqueeze(0))[0]
+        return self._rows(vectors.detach().T).T
+
+    def _numpy_product(self, given: Any) -> np.ndarray[Any, Any]:
+        try:
+            x = np.asarray(given)
+        except ValueError as error:  # rows of several lengths
+            raise InputError(f"{self._name}: cannot multiply with a {type(given).__name__}: {error}") from error
+        if not np.can_cast(x.dtype, self.dtype):
+            raise InputError(f"{self._name}: the array is {x.dtype}, which {self.dtype} cannot hold; convert it")
+        vectors = torch.from_numpy(np.array(x, dtype=self.dtype, order="C")).to(self.device, self.torch_dtype)
+        result: np.ndarray[Any, Any] = self._product(vectors).cpu().numpy()
+        return result
+
+    def _matvec(self, x: Any) -> Any:
+        return self._numpy_product(x)
+
+    def _matmat(self, X: Any) -> Any:
+        return self._numpy_product(X)
+
+    def _transpose(self) -> LinearOperator:
+        return self._adjoint()  # real
