@@ -27,7 +27,7 @@ WHO = "jacobian_operator"
 
 
 class JacobianOperator(TensorOperator):
-    """The Jacobian J of a module's output in its parameters, (outputs, P), known by its products; made by :func:`jacobian_operator`.
+    """The Jacobian J of a module's output in its parameters, (outputs, P), by its products; made by :func:`jacobian_operator`.
 
     ``J @ v`` pushes tangents of the parameters forward, ``J.T @ u`` pulls covectors of the output back: one sweep each for a
     whole block of vectors.

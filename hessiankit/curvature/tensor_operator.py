@@ -15,7 +15,7 @@ from hessiankit.support.errors import InputError, OutOfMemoryError
 
 
 class TensorOperator(LinearOperator):
-    """A matrix A (m, n) known by its products: ``@`` takes torch vectors (n,) and matrices (n, k), and NumPy arrays of those shapes.
+    """A matrix A (m, n) by its products: ``@`` takes torch vectors (n,) and matrices (n, k), and NumPy arrays of those shapes.
 
     A ``scipy.sparse.linalg.LinearOperator``, which SciPy's solvers take as it is.
 
