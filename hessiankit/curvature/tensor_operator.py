@@ -10,8 +10,8 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from hessiankit.engine.problem.task import available_memory, gib
-from hessiankit.support.errors import InputError, OutOfMemoryError
+from hessiankit.engine.problem.task import check_memory
+from hessiankit.support.errors import InputError
 
 
 class TensorOperator(LinearOperator):
@@ -61,12 +61,7 @@ class TensorOperator(LinearOperator):
             OutOfMemoryError: If it does not fit.
         """
         m, n = self.shape
-        need, free = m * n * self.torch_dtype.itemsize, available_memory(self.device)
-        if need > free:
-            raise OutOfMemoryError(
-                f"{self._name}.to_matrix: a {m:,} x {n:,} {self.torch_dtype} matrix takes {gib(need)}, but only {gib(free)} are "
-                f"free on {self.device}; multiply with vectors, or select parameters with params=[...]"
-            )
+        check_memory(f"{self._name}.to_matrix", n, self.torch_dtype, self.device, rows=m, copies=1)
         out = torch.empty(n, m, dtype=self.torch_dtype, device=self.device)
         for start in range(0, n, self.block_size):
             units = out.new_zeros(min(self.block_size, n - start), n)

@@ -161,13 +161,23 @@ def available_memory(device: torch.device) -> int:
     return int(found[1]) * 1024
 
 
-def check_memory(who: str, size: int, dtype: torch.dtype, device: torch.device, *, copies: int = 2, workspace: int = 0) -> None:
-    """Raise OutOfMemoryError if ``copies`` P x P matrices and the work space do not fit, before anything is allocated."""
-    one = size * size * dtype.itemsize
+def check_memory(
+    who: str,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    rows: int | None = None,
+    copies: int = 2,
+    workspace: int = 0,
+) -> None:
+    """Raise OutOfMemoryError if ``copies`` matrices, P x P or with some other number of rows, and the work space do not fit."""
+    rows = size if rows is None else rows
+    one = rows * size * dtype.itemsize
     need, free = copies * one + workspace, available_memory(device)
     if need > free:
         raise OutOfMemoryError(
-            f"{who}: {size:,} parameters make a {size:,} x {size:,} {dtype} matrix of {gib(one)}, {gib(need)} with work space, "
+            f"{who}: {size:,} parameters make a {rows:,} x {size:,} {dtype} matrix of {gib(one)}, {gib(need)} with work space, "
             f"but only {gib(free)} are free on {device}. Select parameters with params=[...], let hessian write it to disk with "
             "out=..., or use a smaller model."
         )
