@@ -9,7 +9,7 @@ import numpy as np
 
 from derivations import arrays
 from derivations.arrays import Array, Scalar
-from derivations.matrix import Commutation, Dense, Identity, Matrix, Named, VecIdentity, Zero, kron
+from derivations.matrix import Commutation, Dense, Identity, Matrix, Named, VecIdentity, Zero, in_letters, kron
 from derivations.operation import OperationAt, expect_names, shape_of, size
 from derivations.softmax import SoftmaxAt
 
@@ -119,10 +119,11 @@ class AttentionPoint(OperationAt):
         """dA/dT = blockdiag(diag A_i - A_i A_i^T), L^2 x L^2 (App. C.4; claim dA/dM)."""
         return Named(r"\frac{\partial A}{\partial T}", self.softmax.jacobian("T"), "derivative of the row softmax")
 
-    @property
+    @cached_property
     def d2A(self) -> Matrix:
         """d2A/dT2, of shape L^4 x L^2: rows (i, j, k, l), columns (m, n), zero unless i = k = m (App. C.1)."""
-        return self.softmax.hessian("T", "T")
+        curvature = self.softmax.hessian("T", "T")
+        return Named(r"\frac{\partial^2 A}{\partial T^2}", curvature, "second derivative of the row softmax")
 
     @cached_property
     def T_Q(self) -> Matrix:
@@ -146,13 +147,15 @@ class AttentionPoint(OperationAt):
     def Z_1(self) -> Matrix:
         """Z_1 = (I_L (x) X^T) dA/dT (X (x) X), L d_V x d_V^2 (Lemma 2): d(A X)/d(c W_Q W_K^T)."""
         X = self.tokens
-        return kron(Identity(X.shape[0]), X.T) @ self.dA @ kron(X, X)
+        whole = kron(Identity(X.shape[0]), X.T) @ self.dA @ kron(X, X)
+        return Named(in_letters("Z_1"), whole, r"derivative of $A X$ in $W_Q W_K^\top$, without the factor of the logits")
 
     @cached_property
     def Z_2(self) -> Matrix:
         """Z_2 = (I_L (x) X^T (x) X^T (x) X^T) d2A/dT2 (X (x) X), L d_V^3 x d_V^2 (Lemma 2)."""
         X = self.tokens
-        return kron(Identity(X.shape[0]), X.T, X.T, X.T) @ self.d2A @ kron(X, X)
+        whole = kron(Identity(X.shape[0]), X.T, X.T, X.T) @ self.d2A @ kron(X, X)
+        return Named(in_letters("Z_2"), whole, r"second derivative of $A X$ in $W_Q W_K^\top$, without the factor of the logits")
 
     @cached_property
     def S(self) -> Matrix:
@@ -160,7 +163,8 @@ class AttentionPoint(OperationAt):
 
         Corrected (claim S-dim): the print gives it d_V^2 rows.
         """
-        return shuffle(self.tokens.shape[1], self.tokens.shape[1])
+        d = self.tokens.shape[1]
+        return Named(in_letters("S"), shuffle(d, d), r"derivative of $x^\top\otimes I$ in $x$")
 
     @cached_property
     def R_Q(self) -> Matrix:

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from derivations.arrays import Array, Scalar, inverse_sqrt, reciprocal, scale, sqrt
-from derivations.matrix import Commutation, Dense, Diagonal, Identity, Matrix, Ones, Zero, kron
+from derivations.matrix import Commutation, Dense, Diagonal, Identity, Matrix, Named, Ones, Zero, kron
 from derivations.operation import shape_of
 from derivations.vecr import diag_rule, inverse_rule, kron_derivative_left, kron_derivative_right, kronecker_rule, product_rule
 
@@ -84,13 +84,14 @@ class LayerNormTheorems:
     @cached_property
     def P(self) -> Matrix:
         """P = D^{-1} = diag^{-1}(sigma), L x L."""
-        return Diagonal(reciprocal(self.sigma), r"\sigma^{-1}")
+        return Named("P", Diagonal(reciprocal(self.sigma), r"\sigma^{-1}"), "the row scales")
 
     @cached_property
     def dM(self) -> Matrix:
         """dM/dX = I - (I_L (x) 1_{d x d}) / d, Ld x Ld: the G of Theorem 3 (claim Thm8-dM)."""
         rows, d, n = self._sizes
-        return Identity(n) - Fraction(1, d) * kron(Identity(rows), Ones(d, d))
+        centring = Identity(n) - Fraction(1, d) * kron(Identity(rows), Ones(d, d))
+        return Named("G", centring, r"$\partial M/\partial X$, linear in $X$")
 
     @cached_property
     def dsigma(self) -> Matrix:
@@ -100,7 +101,7 @@ class LayerNormTheorems:
     @cached_property
     def dP(self) -> Matrix:
         """dP/dX = (-D^{-1} (x) D^{-T}) E (...) / sqrt(d) = A_1 B_1 / sqrt(d), L^2 x Ld: the H of Theorem 3 (claim Thm8-dP)."""
-        return self._root * (self.A1 @ self.B1)
+        return Named("H", self._root * (self.A1 @ self.B1), r"$\partial P/\partial X$: inverse rule for $P = D^{-1}$")
 
     @cached_property
     def jacobian(self) -> Matrix:
@@ -118,32 +119,33 @@ class LayerNormTheorems:
     def J(self) -> Matrix:
         """J = I_L (x) 1_d^T, L x Ld."""
         rows, d, _ = self._sizes
-        return kron(Identity(rows), Ones(1, d))
+        return Named("J", kron(Identity(rows), Ones(1, d)), "row sums")
 
     @cached_property
     def A1(self) -> Matrix:
         """A_1 = -D^{-1} (x) D^{-T}, L^2 x L^2."""
-        return inverse_rule(self.P)
+        return Named("A_1", inverse_rule(self.P), "derivative of an inverse")
 
     @cached_property
     def A2(self) -> Matrix:
         """A_2 = diag^{-1}((M^{o2} 1)^{o1/2}), L x L."""
-        return Diagonal(reciprocal(self.norms), r"(M^{\circ 2}\mathbf{1})^{\circ -1/2}")
+        inverse = Diagonal(reciprocal(self.norms), r"(M^{\circ 2}\mathbf{1})^{\circ -1/2}")
+        return Named("A_2", inverse, "derivative of the square root of the row sums")
 
     @cached_property
     def A3(self) -> Matrix:
         """A_3 = diag(vec_r M), Ld x Ld."""
-        return Diagonal(self.centred, r"\operatorname{vec}_r(M)")
+        return Named("A_3", Diagonal(self.centred, r"\operatorname{vec}_r(M)"), "derivative of the Hadamard square, halved")
 
     @cached_property
     def B1(self) -> Matrix:
         """B_1 = E A_2 B_2, L^2 x Ld."""
-        return self.E @ self.A2 @ self.B2
+        return Named("B_1", self.E @ self.A2 @ self.B2, r"$\sqrt{d}\,\partial D/\partial X$: chain rule")
 
     @cached_property
     def B2(self) -> Matrix:
         """B_2 = J A_3 B_3 with B_3 = dM/dX, L x Ld."""
-        return self.J @ self.A3 @ self.dM
+        return Named("B_2", self.J @ self.A3 @ self.dM, "half the derivative of the row sums of squares")
 
     # Theorem 3: the derivatives of those factors -----------------------------------------------------------------------
 
@@ -156,27 +158,29 @@ class LayerNormTheorems:
     @cached_property
     def dA3(self) -> Matrix:
         """dA_3/dX = E_{Ld} dM/dX, (Ld)^2 x Ld. Corrected (claim Thm3-dA3): the print stops at e_L instead of e_{Ld}."""
-        return diag_rule(self._sizes[2]) @ self.dM
+        return _derivative("A_3", diag_rule(self._sizes[2]) @ self.dM, "derivative of a diagonal matrix")
 
     @cached_property
     def dB2(self) -> Matrix:
         """dB_2/dX = (J (x) I)[(A_3 (x) I) dB_3/dX + (I (x) B_3^T) dA_3/dX], L(Ld) x Ld (claim Thm3-dB2)."""
-        return kron(self.J, Identity(self._sizes[2])) @ product_rule(self.A3, self.dA3, self.dM, self.d2M)
+        product = kron(self.J, Identity(self._sizes[2])) @ product_rule(self.A3, self.dA3, self.dM, self.d2M)
+        return _derivative("B_2", product, r"product rule, $\partial G/\partial X = 0$")
 
     @cached_property
     def dA2(self) -> Matrix:
         """dA_2/dX = -(A_2 (x) A_2) E A_2 B_2, L^2 x Ld: needed in dB_1/dX and not printed (claim Thm3-dA2)."""
-        return inverse_rule(self.A2) @ self.E @ self.A2 @ self.B2
+        return _derivative("A_2", inverse_rule(self.A2) @ self.E @ self.A2 @ self.B2, "inverse rule")
 
     @cached_property
     def dB1(self) -> Matrix:
         """dB_1/dX = (E (x) I)[(A_2 (x) I) dB_2/dX + (I_L (x) B_2^T) dA_2/dX], L^2(Ld) x Ld (claim Thm3-dB1)."""
-        return kron(self.E, Identity(self._sizes[2])) @ product_rule(self.A2, self.dA2, self.B2, self.dB2)
+        product = kron(self.E, Identity(self._sizes[2])) @ product_rule(self.A2, self.dA2, self.B2, self.dB2)
+        return _derivative("B_1", product, "product rule")
 
     @cached_property
     def dD(self) -> Matrix:
         """dD/dX = B_1 / sqrt(d), L^2 x Ld. Corrected (claim Thm3-dD): the print drops 1/sqrt(d)."""
-        return self._root * self.B1
+        return _derivative("D", self._root * self.B1, r"$D = P^{-1} = \operatorname{diag}(\sigma)$")
 
     @cached_property
     def dA1(self) -> Matrix:
@@ -184,7 +188,8 @@ class LayerNormTheorems:
         rows = self._sizes[0]
         minus_inverse = -inverse_rule(self.P) @ self.dD
         inverse_transposed = Commutation(rows, rows) @ inverse_rule(self.P) @ self.dD
-        return kronecker_rule(-self.P, minus_inverse, self.P.T, inverse_transposed)
+        whole = kronecker_rule(-self.P, minus_inverse, self.P.T, inverse_transposed)
+        return _derivative("A_1", whole, "derivative of a Kronecker product")
 
     @cached_property
     def d2P(self) -> Matrix:
@@ -192,7 +197,8 @@ class LayerNormTheorems:
 
         Corrected (claim Thm3-d2P): 1/sqrt(d) multiplies both terms, and only the first in print.
         """
-        return self._root * product_rule(self.A1, self.dA1, self.B1, self.dB1)
+        product = self._root * product_rule(self.A1, self.dA1, self.B1, self.dB1)
+        return Named(r"\frac{\partial^2 P}{\partial X^2}", product, r"product rule for $H$")
 
     @cached_property
     def dPkron(self) -> Matrix:
@@ -201,7 +207,7 @@ class LayerNormTheorems:
         Corrected (claim Thm3-dPkron): the print differentiates P (x) I_L. Lemma 4 has it right (claim L4-dPkron).
         """
         rows, d, _ = self._sizes
-        return kron_derivative_left((rows, rows), Identity(d)) @ self.dP
+        return _derivative(r"(P\otimes I)", kron_derivative_left((rows, rows), Identity(d)) @ self.dP, "Kronecker rule")
 
     @cached_property
     def dIMT(self) -> Matrix:
@@ -210,7 +216,8 @@ class LayerNormTheorems:
         As printed in C.3 (claim Thm3-dIMT); Lemma 4 leaves out K_{d,L} (claim L4-dIMT).
         """
         rows, d, _ = self._sizes
-        return kron_derivative_right(Identity(rows), (d, rows)) @ Commutation(d, rows) @ self.dM
+        whole = kron_derivative_right(Identity(rows), (d, rows)) @ Commutation(d, rows) @ self.dM
+        return _derivative(r"(I\otimes M^\top)", whole, "Kronecker rule, after that of a transpose")
 
     @cached_property
     def hessian(self) -> Matrix:
@@ -223,6 +230,11 @@ class LayerNormTheorems:
         rows, d, _ = self._sizes
         first = product_rule(kron(self.P, Identity(d)), self.dPkron, self.dM, self.d2M)
         return first + product_rule(kron(Identity(rows), self.M.T), self.dIMT, self.dP, self.d2P)
+
+
+def _derivative(symbol: str, matrix: Matrix, rule: str) -> Matrix:
+    """Return the derivative of an object in X under its name in Appendix C.3."""
+    return Named(rf"\frac{{\partial {symbol}}}{{\partial X}}", matrix, rule)
 
 
 def theorem2_jacobian(X: Array) -> Matrix:

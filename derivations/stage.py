@@ -89,15 +89,16 @@ class Stage:
             made = [(whole.through(a, *names), _slopes(own, said, *names, a in self.reads)) for a, said in reading[0].items()]
         else:
             made = [
-                (whole.through(a, *names), f"slope of ${own}$ in ${said}$ times curvature of ${said}$")
+                (whole.through(a, *names), f"first derivative of ${own}$ in ${said}$ times second derivative of ${said}$")
                 for a, said in reading[0].items()
                 if a in reading[1] and a in self.reads
             ]
             for a, said in reading[0].items():
                 for b, other in reading[1].items():
-                    text = f"curvature of ${own}$ in ${said}$" + (f" and ${other}$" if a != b else "")
+                    text = f"second derivative of ${own}$ in ${said}$" + (f" and ${other}$" if a != b else "")
                     inside = [s for k, s in ((a, said), (b, other)) if k in self.reads]
-                    slopes = {0: "", 1: f", times the slope of ${''.join(inside)}$"}.get(len(inside), ", between the two slopes")
+                    one = f", times the first derivative of ${''.join(inside)}$"
+                    slopes = {0: "", 1: one}.get(len(inside), ", between two first derivatives")
                     made.append((whole.between(a, b, *names), text + slopes))
         return [Term(matrix, text) for matrix, text in made if not isinstance(matrix, Zero)]
 
@@ -295,4 +296,5 @@ def _closed_form(stage: Stage) -> str:
 
 
 def _slopes(own: str, said: str, name: str, read: bool) -> str:
-    return f"slope of ${own}$ in ${said}$" + (f" times slope of ${said}$ in ${name}$" if read else "")
+    times = f" times that of ${said}$ in ${name}$" if read else ""
+    return f"first derivative of ${own}$ in ${said}$" + times

@@ -119,7 +119,15 @@ def test_what_cannot_be_used(options, message):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Linear(4, 4), "expected a hessiankit.TransformerBlock, got Linear"),
+        (
+            nn.Sequential(nn.Linear(4, 4)),
+            "Sequential as it is set has no closed form by itself; pass a hessiankit.TransformerBlock",
+        ),
+        (nn.Softmax(dim=0), "Softmax as it is set has no closed form"),
+        (nn.LayerNorm((2, 3)), "LayerNorm over 2 axes"),
+        (3, "got int; pass a module, the name of a chapter or a statement"),
+        ("layernrm", "what='layernrm' is not known; did you mean 'layernorm'"),
+        ("curvature-gap/thm33", "did you mean 'curvature-gap/thm3'"),
         (Transformer(11, 8, 16, 2, 2), r"a Transformer is a stack.*pass one of them, such as model.blocks\[0\]"),
         (VisionTransformer(4, 16, 10, d_model=4, d_ff=5), "a VisionTransformer is a stack"),
     ],
@@ -127,6 +135,19 @@ def test_what_cannot_be_used(options, message):
 def test_what_is_no_block(module, message):
     with pytest.raises(InputError, match=message):
         derive(module)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(3), r"inputs are torch.float32 \(3,\); an embedding takes integer tokens"),
+        (torch.tensor([0, 5]), "tokens run from 0 to 5; this embedding has rows 0 to 4"),
+        (torch.zeros(0, dtype=torch.long), "an embedding takes integer tokens"),
+    ],
+)
+def test_tokens_that_cannot_be_used(tokens, message):
+    with pytest.raises(InputError, match=message):
+        derive(nn.Embedding(5, 2), inputs=tokens)
 
 
 def test_options_are_named():

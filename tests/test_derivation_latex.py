@@ -12,6 +12,7 @@ import torch
 
 from hessiankit import TransformerBlock, derive
 from hessiankit.blocks import PLACEMENTS
+from hessiankit.formulas.chapters import CHAPTERS
 from hessiankit.formulas.page import page
 from hessiankit.formulas.symbols import symbol_of
 from hessiankit.formulas.typesetting import WIDTH, broken, legend, plain, signs
@@ -125,7 +126,7 @@ def test_notebook_and_json():
     shown = derivation._repr_html_()
     assert shown.count("<div>") == shown.count("</div>") == 1
     assert shown.count("$$") % 2 == 0
-    assert "slope of $Z$ in $S$ times curvature of $S$" in shown
+    assert "first derivative of $Z$ in $S$ times second derivative of $S$" in shown
     assert derivation._repr_latex_().startswith("$$\n\\begin{aligned}")
     found = json.loads(derivation.json())
     assert found == derivation.to_dict()
@@ -149,14 +150,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "derivations.md"
 def test_the_page_is_true():
     text = PAGE.read_text(encoding="utf-8")
     assert text == page(text), "run: python -m hessiankit.formulas.page docs"
-    assert text.count("<!-- end -->") == 9
+    assert text.count("<!-- end -->") == 10
 
 
 def test_the_page_holds_the_theorem():
     text = PAGE.read_text(encoding="utf-8")
     for line in derive(TransformerBlock(4, 5)).story.lines[:2]:
         assert re.sub(r"\\operatorname\{(\w+)\}", r"\\mathrm{\1}", line.formula) in text
-    assert text.count("```math") == 6
+    assert text.count("```math") == 6 + len(CHAPTERS)
     assert r"\operatorname" not in text
     for picture in re.findall(r"\]\((\w+\.png)\)", text):
         assert (PAGE.parent / picture).read_bytes().startswith(b"\x89PNG")

@@ -47,8 +47,8 @@ def test_the_gradient(case):
 def test_the_two_parts_are_named(case):
     block, X, target, loss = case
     text = derive(block, wrt=("query", "value"), inputs=X, target=target, loss=loss).explain()
-    assert "outer (Gauss-Newton) part" in text
-    assert "functional part" in text
+    assert "Gauss-Newton (outer-product) term" in text
+    assert "residual (functional) term" in text
     assert ("Target" in text) == (loss == "mse" or "Labels" in text)
     assert ("2/(Ld)" in text) == (loss == "mse")
 

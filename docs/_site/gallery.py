@@ -30,11 +30,6 @@ ENDING = "_verdicts"
 OTHERS = {
     "bounds": ("Bounds over true norms, by size, by training and by placement.", "python -m figures bounds_over_truth"),
     "hessian_cross_entropy": ("The Hessian of a digits classifier at initialisation and after training.", "hessiankit study"),
-    "derivation_post": (
-        "The post-norm block's second derivative in W_Q and W_V, typeset.",
-        "python -m hessiankit.formulas.page docs",
-    ),
-    "derivation_hybridnorm": ("The same for HybridNorm.", "python -m hessiankit.formulas.page docs"),
     "monitoring": ("A training run, followed by a monitor.", "hessiankit monitor run.jsonl --plot run.png"),
     "learning_rates": ("Learning rates by block type, compared.", "hessiankit tune-lr"),
 } | {f"benchmarks_{name}": (benchmark.summary, f"python -m benchmarks {name}") for name, benchmark in BENCHMARKS.items()}

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hessiankit.cli.parsing import OK, Commands, add_block_options, add_command, add_json
+from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_json, write_text
 
+BLOCK_OPTIONS = (
+    "placement", "norm", "no_affine", "activation", "heads", "kv_heads", "bias", "causal", "rotary", "layer", "layers",
+)  # fmt: skip
 EXAMPLES = (
-    ("hessiankit derive --placement hybridnorm --wrt query value", "a mixed second derivative of the block's output"),
-    ("hessiankit derive --wrt down --format explain", "a Jacobian, with the rules that give it and a legend"),
-    ("hessiankit derive --placement pre --loss cross_entropy --format latex --out query_value.tex", "a LaTeX file"),
+    ("hessiankit derive curvature-gap/thm3", "a paper's theorem, corrected, with the ledger's verdict on its print"),
+    ("hessiankit derive layernorm --wrt X --format explain", "the Jacobian of a layer, with the rules that give it and a legend"),
+    (
+        "hessiankit derive --placement hybridnorm --wrt query value --format latex --out query_value.tex",
+        "a block, as a LaTeX file",
+    ),
 )
 
 
@@ -22,14 +29,17 @@ def add_derive(commands: Commands) -> None:
         commands,
         "derive",
         run_derive,
-        help="print the Jacobian or second derivative of a transformer block as a formula",
-        description="Derive the Jacobian of a block's output (one name in --wrt) or its second derivative (two), or those of a "
-        "loss, for any placement of the norms. Sizes print by their letters.",
+        help="print the Jacobian or second derivative of a block, a layer or a theorem as a formula",
+        description="Derive the Jacobian of an output (one name in --wrt) or its second derivative (two), or those of a "
+        "loss: of a transformer block of any placement, of a chapter, or as a paper's theorem states it. Sizes print by their "
+        "letters.",
         examples=EXAMPLES,
     )
     add = command.add_argument
+    add("what", nargs="?", help="a chapter or a statement of a paper; without it, the block that the options describe")
+    add("--list", action="store_true", help="print the chapters and the papers' statements, and end")
     add_block_options(add)
-    add("--wrt", nargs="+", default=["query", "value"], metavar="NAME", help="one or two parameters (default: query value)")
+    add("--wrt", nargs="+", metavar="NAME", help="one or two arguments (default: query value of a block, else the theorem's)")
     add("--loss", help="mse or cross_entropy; without it, derivatives of the output")
     formats = ("text", "explain", "latex", "json")
     add("--format", choices=formats, default="text", help="text (default), explain (with the rules), latex (a file), json")
@@ -47,13 +57,22 @@ def run_derive(args: argparse.Namespace) -> int:
 
     from hessiankit.cli.module_options import block_of
     from hessiankit.formulas.derive import derive
-    from hessiankit.support.tables import as_text
+    from hessiankit.support.tables import as_text, say
 
+    if args.list:
+        say(*_names())
+        return OK
     torch.manual_seed(0)
-    block = block_of(args, 4 * args.heads, 5)
-    found = derive(block, wrt=args.wrt, loss=args.loss)
+    if args.what is None:
+        found = derive(block_of(args, 4 * args.heads, 5), wrt=args.wrt, loss=args.loss)
+    else:
+        given = [name for name in BLOCK_OPTIONS if getattr(args, name) != args.parser.get_default(name)]
+        if given:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise InputError(f"derive: {options} describes a block and {args.what!r} is none; drop one of the two")
+        found = derive(args.what, wrt=args.wrt, loss=args.loss)
     written: dict[str, Callable[[], str]] = {
-        "text": lambda: f"{found.table()}\n",
+        "text": lambda: f"{found.table()}\n" + _verdicts(found.claims),
         "explain": lambda: as_text(found.explain()) + "\n",
         "latex": lambda: found.latex(document=True),
         "json": found.json,
@@ -65,3 +84,24 @@ def run_derive(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json("derive", args.json, found.to_dict())
     return OK
+
+
+def _names() -> list[str]:
+    """Return the chapters and the papers' statements, one a line."""
+    from hessiankit.formulas.chapters import CHAPTERS
+    from hessiankit.formulas.theorems import THEOREMS
+
+    lines = [f"{name:<28}{', '.join(chapter.shapes)}" for name, chapter in CHAPTERS.items()]
+    for paper, rows in THEOREMS.items():
+        lines += [f"{f'{paper}/{number}':<28}{row.place}, {row.chapter}, in {', '.join(row.wrt)}" for number, row in rows.items()]
+    return lines
+
+
+def _verdicts(ids: Sequence[str]) -> str:
+    """Return the ledger's rows on a theorem: id, verdict, correction."""
+    from hessiankit.ledger.ledger import claims
+    from hessiankit.ledger.pages import plain
+
+    rows = [claims(id=name)[0] for name in ids]
+    lines = [f"    {row.id}: {row.verdict}" + (f"; correct: {plain(row.corrected)}" if row.corrected else "") for row in rows]
+    return "".join(f"{line}\n" for line in lines)

@@ -1,9 +1,10 @@
-"""``derive``: a block's Jacobian or Hessian block as an expression in vec_r that can be read, computed and bounded."""
+"""``derive``: a Jacobian or a second derivative as an expression in vec_r that can be read, computed and bounded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,98 +19,48 @@ from derivations.matrix import Matrix, add
 from derivations.operation import Lettered, Operation, shape_of
 from derivations.stage import Stage, Term
 from hessiankit.blocks import TransformerBlock
-from hessiankit.engine.problem.validation import one_kind
-from hessiankit.formulas.block_at import BlockAt, block_stage, input_stage
+from hessiankit.formulas.chapters import CHAPTERS, of_chapter, of_module
 from hessiankit.formulas.result import Derivation
-from hessiankit.formulas.symbols import SizeName, index_of, prime_copy, sizes_for, spelling, symbol_of
+from hessiankit.formulas.subject import Subject, of_block
+from hessiankit.formulas.theorems import BLOCKS, PAPERS, find, ids
 from hessiankit.formulas.typesetting import Story, story_of
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, unknown
 
-ALIASES = {
-    "query": "attention.W_Q",
-    "key": "attention.W_K",
-    "value": "attention.W_V",
-    "output": "attention.W_O",
-    "up": "feedforward.W_1",
-    "down": "feedforward.W_2",
-    "gate": "feedforward.W_G",
-    "input": "X",
-}
-"""Words for the parameters; their dotted names and the papers' letters (Q, W_Q, 1, ...) work too."""
 LOSSES = ("mse", "cross_entropy")
 
 
-def asked_block(block: object) -> TransformerBlock:
-    """Return the block.
+def subject_of(what: object, wrt: str | Sequence[str] | None, inputs: Tensor | None, length: int, seed: int) -> Subject:
+    """Return what is to be derived: of a module, of a chapter by name, or of a paper's statement by number.
 
     Raises:
-        InputError: If its parameters are of several dtypes or not finite, or if it is something else; for a model that is made
-            of blocks, how to reach them.
+        InputError: If there is no such chapter or statement, or it is neither a name nor a module.
     """
-    if isinstance(block, TransformerBlock):
-        one_kind("derive", block, dict(block.named_parameters()))
-        return block
-    got = type(block).__name__
-    if isinstance(block, nn.Module) and any(isinstance(part, TransformerBlock) for part in block.modules()):
-        where = next(name for name, part in block.named_modules() if isinstance(part, TransformerBlock))
-        dotted, _, number = where.rpartition(".")
-        path = f"{dotted}[{number}]" if number.isdigit() else where
-        raise InputError(f"derive: a {got} is a stack, and a formula is of one block; pass one of them, such as model.{path}")
-    raise InputError(f"derive: expected a hessiankit.TransformerBlock, got {got}; build one and pass it")
+    if isinstance(what, nn.Module):
+        holds_block = any(isinstance(part, TransformerBlock) for part in what.modules())
+        return (of_block if holds_block else of_module)(what, inputs, length, seed)
+    if not isinstance(what, str):
+        got = type(what).__name__
+        raise InputError(f"derive: got {got}; pass a module, the name of a chapter or a statement such as 'curvature-gap/thm3'")
+    if what.lower() in CHAPTERS:
+        return of_chapter(what.lower(), wrt, inputs, length, seed)
+    found = find(what)
+    if found is None:
+        raise unknown("derive", "what", what, [*CHAPTERS, *ids()], "`hessiankit derive --list`")
+    paper, theorem = found
+    if theorem.chapter in BLOCKS:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            block = TransformerBlock(4, 5, d_k=2, affine=False, eps=0.0, **BLOCKS[theorem.chapter]).double()
+        subject = of_block(block, inputs, length, seed, branch=theorem.branch)
+    else:
+        named = [wrt] if isinstance(wrt, str) else list(wrt or ())
+        subject = of_chapter(theorem.chapter, [*theorem.given, *named], inputs, length, seed)
+    title = f"of {theorem.place} of {PAPERS[paper]}"
+    return replace(subject, wrt=subject.names(theorem.wrt), title=title, claims=theorem.ids(paper), loss=theorem.loss)
 
 
-def asked_names(block: TransformerBlock, wrt: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the dotted names of the parameters that were asked for, "X" for the input.
-
-    Raises:
-        InputError: If there are not one or two, or one is not known (with the nearest names).
-    """
-    if not isinstance(wrt, (str, list, tuple)):
-        raise InputError(f"derive: wrt is a {type(wrt).__name__}; expected a name, or a list of one or two names")
-    chosen = (wrt,) if isinstance(wrt, str) else tuple(wrt)
-    if not 1 <= len(chosen) <= 2 or not all(isinstance(name, str) for name in chosen):
-        raise InputError(f"derive: wrt={wrt!r} is not one or two names; pass one for a Jacobian, two for a Hessian block")
-    known = {"X": "X"}
-    for dotted, _ in block.named_parameters():
-        symbol = symbol_of(dotted)
-        for name in (dotted, symbol, symbol.lstrip("\\"), index_of(symbol)):
-            known.setdefault(name, dotted)
-    words = {word: target for word, target in ALIASES.items() if target in known}
-    for name in chosen:
-        if name not in known and name not in words:
-            raise unknown(
-                "derive", "wrt", name, [*(word for word in words if word != "input"), *dict(block.named_parameters()), "X"]
-            )
-    return tuple((known | words)[name] for name in chosen)
-
-
-def sequence(block: TransformerBlock, inputs: Tensor | None, length: int, seed: int) -> Tensor:
-    """Return one sequence (L, d_model), drawn where none is given, in the arithmetic of the block.
-
-    Raises:
-        InputError: If it is not a finite floating-point tensor of this shape, or the length is not positive.
-    """
-    like = next(iter(block.parameters()))
-    if inputs is None:
-        if length < 1:
-            raise InputError(f"derive: length={length}, expected at least 1")
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(length, block.d_model, generator=generator, dtype=torch.float64).to(like)
-    if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
-        got = getattr(inputs, "dtype", type(inputs).__name__)
-        raise InputError(f"derive: inputs are {got}; pass a tensor of floating point, (L, {block.d_model})")
-    X = inputs[0] if inputs.ndim == 3 and inputs.shape[0] == 1 else inputs
-    if X.ndim != 2 or X.shape[1] != block.d_model or not X.shape[0]:
-        raise InputError(
-            f"derive: inputs have shape {tuple(inputs.shape)}; a formula is of one sequence, so pass (L, {block.d_model})"
-        )
-    if not bool(torch.isfinite(X).all()):
-        raise InputError("derive: inputs hold NaN or infinite entries; pass finite numbers")
-    return X.detach().to(like)
-
-
-def target_of(loss: str | None, target: Tensor | None, X: Tensor, seed: int) -> Any:
+def target_of(loss: str | None, target: Tensor | None, X: Any, seed: int) -> Any:
     """Return the target of a loss, drawn where none is given: an array like X, labels, or None without a loss.
 
     Raises:
@@ -149,32 +100,37 @@ def target_of(loss: str | None, target: Tensor | None, X: Tensor, seed: int) -> 
 _PROBABILITIES = {"P": r"\Pi", "Y": r"\text{Labels}", "p_i": r"\pi_i"}
 
 
-@checked("derive", leave=("wrt", "inputs", "target"))
+@checked("derive", leave=("what", "wrt", "inputs", "target"))
 def derive(
-    block: TransformerBlock,
+    what: nn.Module | str,
     *,
-    wrt: str | Sequence[str] = ("query", "value"),
+    wrt: str | Sequence[str] | None = None,
     inputs: Tensor | None = None,
     target: Tensor | None = None,
     loss: str | None = None,
     length: int = 3,
     seed: int = 0,
 ) -> Derivation:
-    r"""Derive a block's Jacobian or second derivative in closed form.
+    r"""Derive a Jacobian or a second derivative in closed form: of a block, of a layer, or as a paper's theorem states it.
 
     Args:
-        block: A ``hessiankit.TransformerBlock`` of any placement, in float64 or float32.
-        wrt: One or two parameters: dotted names, the letters of the papers ("W_Q", "Q", "1", "b_2"), or "query", "key",
-            "value", "output", "up", "down", "gate", "input". A name alone, or one name: the Jacobian.
-        inputs: One sequence, ``(L, d_model)`` or ``(1, L, d_model)``. By default one is drawn.
+        what: A ``hessiankit.TransformerBlock`` of any placement, in float64 or float32; a module of ``torch.nn`` (``Linear``,
+            ``LayerNorm``, ``RMSNorm``, ``Softmax``, ``Embedding``, an activation, ``MSELoss``, ``CrossEntropyLoss``); the name of
+            a chapter ("layernorm", "attention", "feedforward", ...); or a statement of a paper by number or by its id in the
+            ledger ("curvature-gap/thm3"), corrected where it is wrong in print.
+        wrt: One or two arguments: dotted names, the letters of the papers ("W_Q", "Q", "1", "b_2"), or "query", "key",
+            "value", "output", "up", "down", "gate", "input". A name alone, or one name: the Jacobian. By default what the
+            theorem differentiates; of a block ("query", "value").
+        inputs: One sequence, ``(L, d)`` or ``(1, L, d)``. By default one is drawn. For ``Embedding``: integer tokens.
         target: For a loss: the values or labels that the output is compared with. By default drawn.
         loss: ``"mse"`` (the mean of the squared differences), ``"cross_entropy"`` (of each token's output with a label)
             or ``None`` for the derivative of the output itself.
         length: Tokens to draw where no inputs are given.
-        seed: Of the drawn inputs and targets.
+        seed: Of the drawn inputs, targets and, for a name, parameters.
 
     Returns:
-        A :class:`Derivation`; printing it shows the formula and the objects it refers to.
+        A :class:`Derivation`; printing it shows the formula and the objects it refers to. A ``Linear`` is Y = X W + 1 b^T with
+        W the transpose of ``weight``, in whose order the rows and columns of W are.
 
     Raises:
         InputError: If a name is not known, or the input or target does not fit.
@@ -184,31 +140,28 @@ def derive(
     ∂Z/∂W_2 = J_Z (σ(U) ⊗ I_d)      (12 x 20)
         J_Z = (diag(ρ_Z⁻¹) ⊗ I_d) (I_L ⊗ C_d - 1/d V_Z V_Zᵀ)
         V_Z = blockdiag_i(s̊_i)
+    >>> print(hk.derive("linear", wrt=("X", "W")))
+    ∂²Y/(∂X ∂W) = (I_L ⊗ K_{d_o,L} ⊗ I_d) (vec_r(I_L) ⊗ I_{dd_o}) K_{d_o,d}      (216 x 24)
     """
-    block = asked_block(block)
-    names = asked_names(block, wrt)
-    symbols = [name if name == "X" else symbol_of(name) for name in names]
-    point = {name: p.detach() for name, p in block.named_parameters()}
-    X = sequence(block, inputs, length, seed)
-    goal = target_of(loss, target, X, seed)
+    subject = subject_of(what, wrt, inputs, length, seed)
+    loss = subject.loss if loss is None else loss
+    names = subject.names(subject.wrt if wrt is None else wrt)
+    symbols = [subject.symbols[name] for name in names]
+    Z = subject.stage(subject.point)
+    goal = target_of(loss, target, Z.value, seed)
 
     def story() -> Story:
-        sizes = sizes_for(block)
-        parameters, tokens = prime_copy(block, sizes, seed)
-        Z = block_stage(BlockAt(block, parameters, sizes=sizes, spelt=True), input_stage(tokens))
-        terms = _terms(Z, symbols, loss, target_of(loss, None, tokens, seed))
-        written = spelling(block)
-        known = [written.known] if written else []
-        return story_of(_left(loss, symbols), _sum(terms), terms, _rule(Z, symbols, loss), Z, known, SizeName(sizes))
+        printed, sizes = subject.printed()
+        terms = _terms(printed, symbols, loss, target_of(loss, None, printed.value, seed))
+        values = [*subject.known, *subject.values]
+        return story_of(_left(Z, loss, symbols), _sum(terms), terms, _rule(Z, symbols, loss), printed, values, sizes)
 
     def symbolic() -> Matrix:
-        parameters = {name: _symbols_for(symbol_of(name), shape_of(p)) for name, p in point.items()}
-        answer = _symbols_for("T", shape_of(X)) if loss == "mse" else goal
-        Z = block_stage(BlockAt(block, parameters, spelt=True), input_stage(_symbols_for("X", shape_of(X))))
-        return _sum(_terms(Z, symbols, loss, answer))
+        exact = {name: _symbols_for(subject.symbols[name], shape_of(array)) for name, array in subject.point.items()}
+        answer = _symbols_for("T", shape_of(Z.value)) if loss == "mse" else goal
+        return _sum(_terms(subject.stage(exact), symbols, loss, answer))
 
-    Z = block_stage(BlockAt(block, point), input_stage(X))
-    return Derivation(names, loss, _sum(_terms(Z, symbols, loss, goal)), story, symbolic)
+    return Derivation(names, loss, _sum(_terms(Z, symbols, loss, goal)), story, symbolic, subject.title, subject.claims)
 
 
 def _sum(terms: Sequence[Term]) -> Matrix:
@@ -224,12 +177,15 @@ def _terms(Z: Stage, names: Sequence[str], loss: str | None, answer: Any) -> lis
     if loss == "cross_entropy":
         outer = Lettered(outer, _PROBABILITIES)
     if len(names) == 1:
-        slope = outer.jacobian(next(iter(outer.arguments))) @ Z.jacobian(*names)
-        return [Term(slope, f"slope of the loss times slope of ${Z.symbol}$")]
+        gradient = outer.jacobian(next(iter(outer.arguments))) @ Z.jacobian(*names)
+        return [Term(gradient, f"gradient of the loss in ${Z.symbol}$ times the first derivative of ${Z.symbol}$")]
     parts = gauss_newton(outer, Z, *names)
     return [
-        Term(parts.outer, f"outer (Gauss-Newton) part: curvature of the loss between the two slopes of ${Z.symbol}$"),
-        Term(parts.functional, f"functional part: slope of the loss times curvature of ${Z.symbol}$"),
+        Term(
+            parts.outer,
+            f"Gauss-Newton (outer-product) term: second derivative of the loss between first derivatives of ${Z.symbol}$",
+        ),
+        Term(parts.functional, f"residual (functional) term: gradient of the loss times the second derivative of ${Z.symbol}$"),
     ]
 
 
@@ -240,8 +196,8 @@ def _rule(Z: Stage, names: Sequence[str], loss: str | None) -> str:
     return Z.rule_of(*names)
 
 
-def _left(loss: str | None, symbols: Sequence[str]) -> str:
-    what = "Z" if loss is None else r"\mathcal{L}"
+def _left(Z: Stage, loss: str | None, symbols: Sequence[str]) -> str:
+    what = Z.symbol if loss is None else r"\mathcal{L}"
     below = r"\,".join(rf"\partial {symbol}" for symbol in symbols)
     power = "^2" if len(symbols) == 2 else ""
     return rf"\frac{{\partial{power} {what}}}{{{below}}}"

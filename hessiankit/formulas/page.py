@@ -1,23 +1,20 @@
-"""The page docs/derivations.md: the theorem of the post-norm block and that of HybridNorm, as ``derive`` prints them.
+"""The page docs/derivations.md: every chapter, and the theorems of the post-norm block and of HybridNorm, as ``derive`` has them.
 
-python -m hessiankit.formulas.page docs        # makes the formulas anew, and with pdflatex and pdftoppm its two pictures
+python -m hessiankit.formulas.page docs        # makes the formulas anew
 """
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from hessiankit.blocks import TransformerBlock
+from hessiankit.formulas.chapters import CHAPTERS
 from hessiankit.formulas.derive import derive
 from hessiankit.formulas.result import Derivation
 from hessiankit.formulas.typesetting import align
 
-_COMMANDS = ("pdflatex -interaction=batchmode -halt-on-error page.tex", "pdftoppm -r 130 -singlefile -png page.pdf page")
 PAGE = "derivations.md"
 _MADE = re.compile(r"(<!-- (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 """A formula of the page, or a list of them, between the comment with its name and the one that ends it."""
@@ -40,9 +37,22 @@ def page(text: str) -> str:
         pieces[f"{key}_block"], pieces[f"{key}_top"], pieces[f"{key}_rest"] = map(_math, (story.values, *story.parts))
         pieces[f"{key}_terms"] = "\n".join(f"- {_inline(formula)}: {_words(meaning)}" for formula, meaning in story.terms)
         symbols.update(story.legend)
+    pieces["chapters"] = "\n\n".join(chapter(name, symbols) for name in CHAPTERS)
     table = [f"| {_inline(symbol)} | {_words(meaning)} |" for symbol, meaning in symbols.items()]
     pieces["symbols"] = "\n".join(["| symbol | meaning |", "|---|---|", *table])
     return _MADE.sub(lambda found: found[1] + pieces[found[2]] + found[3], text)
+
+
+def chapter(name: str, symbols: dict[str, str]) -> str:
+    """Return a chapter: its value, its Jacobians, and its second derivative as ``derive(name)`` gives it."""
+    row = CHAPTERS[name]
+    made = [derive(name, wrt=argument) for argument in row.shapes] + ([derive(name)] if len(row.wrt) == 2 else [])
+    lines = dict(made[0].story.values)
+    for derivation in made:
+        lines |= dict(derivation.story.rows)
+        symbols.update(derivation.story.legend)
+    call = f"`derive({name!r}, wrt=...)`".replace("'", '"')
+    return f"**{name}**: {call}\n\n{_math(list(lines.items()))}"
 
 
 def _math(rows: list[tuple[str, str]]) -> str:
@@ -64,27 +74,8 @@ def _allowed(latex: str) -> str:
 
 
 def write(folder: Path) -> None:
-    """Make the formulas of the page anew, and its pictures where pdflatex and pdftoppm are installed."""
+    """Make the formulas of the page anew."""
     (folder / PAGE).write_text(page((folder / PAGE).read_text(encoding="utf-8")), encoding="utf-8")
-    if shutil.which("pdflatex") and shutil.which("pdftoppm"):
-        for name, derivation in examples().items():
-            _picture(derivation.latex(document=True), folder / f"derivation_{name}.png")
-
-
-def _picture(latex: str, path: Path) -> None:
-    """Typeset a document on one tall page and save it without its margins."""
-    import matplotlib.image
-    import numpy as np
-
-    tall = latex.replace("landscape,margin=1.5cm", "paperwidth=28cm,paperheight=56cm,margin=1.5cm")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "page.tex").write_text(tall, encoding="utf-8")
-        for command in _COMMANDS:
-            subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
-        pixels = matplotlib.image.imread(Path(folder) / "page.png")[..., :3]
-    inked = np.argwhere(pixels.min(axis=2) < 0.99)
-    (top, left), (bottom, right) = inked.min(axis=0), inked.max(axis=0) + 1
-    matplotlib.image.imsave(path, pixels[max(top - 20, 0) : bottom + 20, max(left - 20, 0) : right + 20])
 
 
 if __name__ == "__main__":

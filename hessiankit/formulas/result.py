@@ -22,7 +22,7 @@ SYMBOLIC_ENTRIES = 2000
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Derivation(Printed):
-    r"""A derivative of a block's output, or of its loss, with respect to one or two of its parameters.
+    r"""A derivative of a block, a layer or a loss with respect to one or two of its arguments.
 
     ``matrix`` is the expression at the point; its rows and columns are in the order of vec_r, which for the parameters of
     ``hessiankit`` is that of ``reshape(-1)``. One parameter: the Jacobian dZ/dW_i of shape (L d) x n_i. Two: the second
@@ -34,6 +34,8 @@ class Derivation(Printed):
         wrt: dotted names of the parameters, "X" for the input.
         loss: ``"mse"``, ``"cross_entropy"`` or None.
         matrix: the expression.
+        title: what it is of, in words.
+        claims: for a theorem, the rows of the ledger that judge its print (``hessiankit.claims(id=...)``).
     """
 
     wrt: tuple[str, ...]
@@ -41,6 +43,8 @@ class Derivation(Printed):
     matrix: Matrix
     _make_story: Callable[[], Story]
     _symbolic: Callable[[], Matrix]
+    title: str = "of a transformer block"
+    claims: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -94,7 +98,7 @@ class Derivation(Printed):
             document: whether to return a file that compiles, with the meaning of the symbols, in place of an ``align*``
                 environment.
         """
-        return latex_file(self.story) if document else align([*self.story.values, *self.story.rows])
+        return latex_file(self.story, self.title) if document else align([*self.story.values, *self.story.rows])
 
     def explain(self) -> str:
         """Return the derivation as text: the block's values, each line with the rule that made it, and the symbols."""
@@ -108,6 +112,7 @@ class Derivation(Printed):
             "loss": self.loss,
             "shape": list(self.shape),
             "norm_bound": self.norm_bound(),
+            "claims": list(self.claims),
             "values": [{"symbol": symbol, "rule": rule} for symbol, rule in story.values],
             "lines": [{"symbol": line.symbol, "formula": line.formula, "rule": line.rule} for line in story.lines],
             "terms": [{"formula": formula, "meaning": meaning} for formula, meaning in story.terms],
@@ -125,6 +130,8 @@ class Derivation(Printed):
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
         yield from (Detail(f"    {line}") for line in text_lines(self.story.rows)[1:])
+        if self.claims:
+            yield f"{self.title}; its print is judged in the ledger: {', '.join(self.claims)}"
 
     def _repr_latex_(self) -> str:
         return f"$$\n{align([*self.story.values, *self.story.rows], 'aligned')}$$"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -26,7 +27,7 @@ from hessiankit.blocks.norms import GroupNorm
 
 LENGTH, WIDTH, QUERY, HIDDEN, HEADS, SHARED, GROUPS = 17, 5, 7, 19, 11, 13, 23
 """Primes above 3: numerators such as the 2 and 3 of 2/(Ld) and 3/d^2 do not cancel against them."""
-ORDER = ("L", "H", r"H_{KV}", "r", "g", "d", "d_g", "d_v", "d_K", r"d_{ff}")
+ORDER = ("L", "S", "H", r"H_{KV}", "r", "g", "d", "d_V", "d_g", "d_v", "d_K", r"d_{ff}", r"d_o", "C", "V")
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,20 @@ def sizes_for(block: TransformerBlock) -> Sizes:
 class SizeName:
     r"""The name of a size.
 
-    >>> name = SizeName(sizes_for(TransformerBlock(4, 5)))
+    >>> name = SizeName(sizes_for(TransformerBlock(4, 5)).letters)
     >>> name(85), name(25), name(17 * 5 * 5 * 7), name(1), name.scalar(Fraction(2, 85)), name.scalar(1 / sympy.sqrt(7))
     ('Ld', 'd^2', 'Ld^2d_K', '1', '\\frac{2}{Ld}', '\\frac{1}{\\sqrt{d_K}}')
     """
 
-    def __init__(self, sizes: Sizes) -> None:
-        """Name sizes that are products of these; ``used`` collects the letters that occur."""
-        self.sizes = sizes
+    def __init__(self, letters: Sequence[tuple[int, str]]) -> None:
+        """Name sizes that are products of these (size, letter); ``used`` collects the letters that occur."""
+        self.letters = letters
         self.used: set[str] = set()
 
     def __call__(self, n: int) -> str:
         """Return the name of a size in LaTeX."""
         count: dict[str, int] = {}
-        for number, letter in self.sizes.letters:
+        for number, letter in self.letters:
             while n % number == 0:
                 count[letter] = count.get(letter, 0) + 1
                 n //= number
@@ -119,7 +120,7 @@ class SizeName:
         return sign + rf"\frac{{{abs(c.numerator)}}}{{{self(c.denominator)}}}"
 
     def _is_size(self, n: int) -> bool:
-        for number, _ in self.sizes.letters:
+        for number, _ in self.letters:
             while n % number == 0:
                 n //= number
         return n == 1

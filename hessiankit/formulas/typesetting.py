@@ -62,7 +62,8 @@ def plain(latex: str) -> str:
     ('(J_Z ⊗ I_Ld) ξ_{Q,V}ᵀ', '2/(Ld) Ŷ')
     """
     text = latex.replace(r"^\top", "ᵀ").replace(r"\mathcal{T}", "T").replace(r"\mathcal{L}", "ℒ").replace(r"\mathbf{1}", "𝟏")
-    text = re.sub(r"\{(a_i|\\pi_i)\}", r"\1", text)
+    text = re.sub(r"\{(a_i|p_i|\\pi_i)\}", r"\1", text).replace(r"^{\circ 2}", "∘²").replace(r"^{\circ -1/2}", "^{∘-1/2}")
+    text = text.replace(r"^{\circ 1/2}", "^{∘1/2}")
     for accent, mark in _ACCENTS.items():
         text = re.sub(re.escape(accent) + r"(?:\{([^{}]*)\}|\s*(\w))", partial(_accented, mark), text)
     text = re.sub(r"\\(?:operatorname|mathrm|text|mathit)" + _GROUP, r"\1", text)
@@ -114,8 +115,8 @@ def align(rows: Iterable[tuple[str, str]], environment: str = "align*", width: i
 def in_math(text: str) -> str:
     r"""Return words with LaTeX between dollars as LaTeX for text mode: the words themselves hold underscores.
 
-    >>> in_math("slope of $J_Z$ (layer_norm)")
-    'slope of $J_Z$ (layer\\_norm)'
+    >>> in_math("derivative of $J_Z$ (layer_norm)")
+    'derivative of $J_Z$ (layer\\_norm)'
     """
     parts = text.split("$")
     return "$".join(part.replace("_", r"\_") if k % 2 == 0 else part for k, part in enumerate(parts))
@@ -217,6 +218,11 @@ SIZES = {
     "r": "queries for each head of keys and values",
     "g": "groups of features in a norm",
     "d_g": "features of a group",
+    "d_V": "features of a token",
+    "S": "entries of a row of logits",
+    r"d_o": "features of the output",
+    "C": "classes",
+    "V": "tokens of the vocabulary",
 }
 _SWAP = r"(?<![A-Za-z\\])K_\{(?:[^{},]|\{[^{}]*\})*,"
 _DERIVED = r"(?<![A-Za-z\\_{])(?:\\(?:hat|tilde|check|bar)\{[A-Z]\}|[AFMOPQRSTUXYZ])_\{"
@@ -349,17 +355,17 @@ def html_of(story: Story, shape: tuple[int, int]) -> str:
     )
 
 
-def latex_file(story: Story) -> str:
+def latex_file(story: Story, title: str) -> str:
     """Return a story as a LaTeX file that compiles."""
     top, rest = story.parts
     sections = [
-        ("The block", align(story.values)),
+        ("Values", align(story.values) if story.values else ""),
         ("The result", align(top) + _described(story.terms)),
         ("What it refers to", align(rest) if rest else ""),
         ("Symbols", _described(story.legend)),
     ]
     body = "\n".join(rf"\subsection*{{{heading}}}" + f"\n{text}" for heading, text in sections if text)
-    return f"{_HEAD}\\section*{{${top[0][0]}$ of a transformer block}}\n{body}\n\\end{{document}}\n"
+    return f"{_HEAD}\\section*{{${top[0][0]}$ {in_math(title)}}}\n{body}\n\\end{{document}}\n"
 
 
 def _described(rows: Iterable[tuple[str, str]]) -> str:

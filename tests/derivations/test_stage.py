@@ -66,14 +66,14 @@ def test_hessian_and_its_terms(name_i, name_j):
     terms = N.terms(name_i, name_j)
     assert (add(*(term.matrix for term in terms)).dense() - found).abs().max() <= 1e-14 * expected.abs().max()
     assert [term.meaning for term in terms] == [
-        "slope of $N$ in $S$ times curvature of $S$",
-        "curvature of $N$ in $S$, between the two slopes",
+        "first derivative of $N$ in $S$ times second derivative of $S$",
+        "second derivative of $N$ in $S$, between two first derivatives",
     ]
 
 
 def test_terms_of_a_jacobian():
     (term,) = stages().terms("W")
-    assert term.meaning == "slope of $N$ in $S$ times slope of $S$ in $W$"
+    assert term.meaning == "first derivative of $N$ in $S$ times that of $S$ in $W$"
     assert torch.equal(term.matrix.dense(), stages().jacobian("W").dense())
 
 

@@ -1,0 +1,142 @@
+"""What ``derive`` differentiates: a value as a stage at a point, and the same at sizes that print as letters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from derivations.arrays import Array
+from derivations.stage import Stage
+from hessiankit.blocks import TransformerBlock
+from hessiankit.engine.problem.validation import one_kind
+from hessiankit.formulas.block_at import BlockAt, attention_stage, block_stage, input_stage
+from hessiankit.formulas.symbols import SizeName, index_of, prime_copy, sizes_for, spelling, symbol_of
+from hessiankit.support.errors import InputError, unknown
+
+WORDS = {
+    "query": "W_Q", "key": "W_K", "value": "W_V", "output": "W_O", "up": "W_1", "down": "W_2", "gate": "W_G", "input": "X",
+    "weight": r"\gamma", "bias": r"\beta",
+}  # fmt: skip
+"""Words for the arguments, by their symbols; dotted names and the papers' letters (Q, W_Q, 1, ...) work too."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A value that depends on named arguments.
+
+    Args:
+        point: argument -> array; the input is one of them.
+        symbols: argument -> its letter.
+        wrt: what is differentiated by default.
+        stage: the value at a point, as a stage on the letters of the arguments; for arrays of exact entries too.
+        printed: the stage at sizes that are different primes, and the names of the sizes.
+        known: (letter, value) of numbers that print as letters.
+        values: (symbol, formula) of the values on the way, where they are not stages.
+        title: what it is of, in words.
+        words: other names of arguments.
+        claims: ids of the ledger, for a theorem.
+        loss: the loss that a theorem takes the derivative of.
+    """
+
+    point: Mapping[str, Array]
+    symbols: Mapping[str, str]
+    wrt: tuple[str, ...]
+    stage: Callable[[Mapping[str, Array]], Stage]
+    printed: Callable[[], tuple[Stage, SizeName]]
+    known: Sequence[tuple[str, str]] = ()
+    values: Sequence[tuple[str, str]] = ()
+    title: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()
+    loss: str | None = None
+
+    def names(self, wrt: object) -> tuple[str, ...]:
+        """Return the arguments that were asked for.
+
+        Raises:
+            InputError: If there are not one or two, or one is not known (with the nearest names).
+        """
+        if not isinstance(wrt, (str, list, tuple)):
+            raise InputError(f"derive: wrt is a {type(wrt).__name__}; expected a name, or a list of one or two names")
+        chosen = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+        if not 1 <= len(chosen) <= 2 or not all(isinstance(name, str) for name in chosen):
+            raise InputError(f"derive: wrt={wrt!r} is not one or two names; pass one for a Jacobian, two for a Hessian block")
+        known: dict[str, str] = {}
+        for argument, symbol in self.symbols.items():
+            for name in (argument, symbol, symbol.lstrip("\\"), index_of(symbol)):
+                known.setdefault(name, argument)
+        by_symbol = {symbol: argument for argument, symbol in self.symbols.items()}
+        words = {word: by_symbol[symbol] for word, symbol in WORDS.items() if symbol in by_symbol} | dict(self.words)
+        for name in chosen:
+            if name not in known and name not in words:
+                shown = [*(word for word in words if word not in ("input", "weight", "bias")), *self.symbols]
+                raise unknown("derive", "wrt", name, shown)
+        return tuple({**words, **known}[name] for name in chosen)
+
+
+def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *, branch: bool = False) -> Subject:
+    """Return a block's output as a subject, or with ``branch`` that of its attention, S.
+
+    Raises:
+        InputError: If its parameters are of several dtypes or not finite, or the inputs do not fit.
+    """
+    block = _asked_block(block)
+    names = [name for name, _ in block.named_parameters() if not branch or name.startswith("attention.")] + ["X"]
+    symbols = {name: "X" if name == "X" else symbol_of(name) for name in names}
+    X = sequence(inputs, length, block.d_model, seed, next(iter(block.parameters())))
+
+    def printed() -> tuple[Stage, SizeName]:
+        sizes = sizes_for(block)
+        parameters, tokens = prime_copy(block, sizes, seed)
+        return output(BlockAt(block, parameters, sizes=sizes, spelt=True), tokens), SizeName(sizes.letters)
+
+    def stage(point: Mapping[str, Array]) -> Stage:
+        parameters = {name: value for name, value in point.items() if name != "X"}
+        exact = not isinstance(point["X"], Tensor)
+        return output(BlockAt(block, parameters, spelt=exact), point["X"])
+
+    def output(parts: BlockAt, tokens: Array) -> Stage:
+        return attention_stage(parts, "S", input_stage(tokens)) if branch else block_stage(parts, input_stage(tokens))
+
+    point = {name: p.detach() for name, p in block.named_parameters() if name in symbols} | {"X": X}
+    written = spelling(block)
+    known = [written.known] if written else []
+    wrt = ("attention.W_Q", "attention.W_V")
+    return Subject(point, symbols, wrt, stage, printed, known, title="of a transformer block")
+
+
+def _asked_block(block: nn.Module) -> TransformerBlock:
+    if isinstance(block, TransformerBlock):
+        one_kind("derive", block, dict(block.named_parameters()))
+        return block
+    where = next(name for name, part in block.named_modules() if isinstance(part, TransformerBlock))
+    dotted, _, number = where.rpartition(".")
+    path = f"{dotted}[{number}]" if number.isdigit() else where
+    got = type(block).__name__
+    raise InputError(f"derive: a {got} is a stack, and a formula is of one block; pass one of them, such as model.{path}")
+
+
+def sequence(inputs: Any, length: int, width: int, seed: int, like: Tensor) -> Tensor:
+    """Return one sequence (L, width), drawn where none is given, in the arithmetic of ``like``.
+
+    Raises:
+        InputError: If it is not a finite floating-point tensor of this shape, or the length is not positive.
+    """
+    if inputs is None:
+        if length < 1:
+            raise InputError(f"derive: length={length}, expected at least 1")
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(length, width, generator=generator, dtype=torch.float64).to(like)
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+        got = getattr(inputs, "dtype", type(inputs).__name__)
+        raise InputError(f"derive: inputs are {got}; pass a tensor of floating point, (L, {width})")
+    X = inputs[0] if inputs.ndim == 3 and inputs.shape[0] == 1 else inputs
+    if X.ndim != 2 or X.shape[1] != width or not X.shape[0]:
+        raise InputError(f"derive: inputs have shape {tuple(inputs.shape)}; a formula is of one sequence, so pass (L, {width})")
+    if not bool(torch.isfinite(X).all()):
+        raise InputError("derive: inputs hold NaN or infinite entries; pass finite numbers")
+    return X.detach().to(like)

@@ -1,0 +1,223 @@
+"""``derive`` of chapters, of modules and of theorems: at unequal sizes, against a forward written out by hand, differentiated twice."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+from torch.func import jacfwd
+
+from derivations.matrix import Named, definitions, dimensions
+from hessiankit import claims, derive
+from hessiankit.cli.main import main
+from hessiankit.formulas.chapters import CHAPTERS, PRIMES, SMALL, drawn
+from hessiankit.formulas.symbols import SizeName
+from hessiankit.formulas.theorems import THEOREMS, find, ids
+
+EPS = 1e-5
+OTHER = dict(zip(PRIMES, (11, 29, 13, 13, 5, 7, 31, 37, 41, 17, 19, 23), strict=True))
+CAUSES = [(name, wrt) for name, chapter in CHAPTERS.items() for wrt in itertools.product({**chapter.shapes}, repeat=2)]
+
+
+def normed(X, centred=True, groups=1):
+    rows = X.reshape(X.shape[0], groups, -1)
+    rows = rows - rows.mean(-1, keepdim=True) if centred else rows
+    return (rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt()).reshape(X.shape)
+
+
+def attention(X, W_Q, W_K, W_V, W_O=None):
+    logits = X @ W_Q @ W_K.T @ X.T / W_Q.shape[1] ** 0.5
+    weights = logits.exp() / logits.exp().sum(1, keepdim=True)
+    return weights @ X @ W_V if W_O is None else weights @ X @ W_V @ W_O
+
+
+def gelu(x):
+    return x * (1 + torch.erf(x / 2**0.5)) / 2
+
+
+def paper_norm(X):
+    M = X - X.mean(1, keepdim=True)
+    return M / M.square().mean(1, keepdim=True).sqrt()
+
+
+FORWARD = {
+    "linear": lambda X, W, b: X @ W + b,
+    "layernorm": lambda X, gamma, beta: normed(X) * gamma + beta,
+    "rmsnorm": lambda X, gamma: normed(X, centred=False) * gamma,
+    "groupnorm": lambda X, gamma, beta: normed(X, groups=SMALL["g"]) * gamma + beta,
+    "layernorm-paper": paper_norm,
+    "softmax": lambda T: T.exp() / T.exp().sum(1, keepdim=True),
+    "attention": attention,
+    "feedforward": lambda Y, W_1, W_2: gelu(Y @ W_1) @ W_2,
+    "activation": lambda X: gelu(X),
+    "mse": lambda Z: Z.square().mean(),
+    "cross_entropy": lambda Z: (Z.exp().sum(1).log() - Z.diagonal()).mean(),
+    "embedding": lambda E: E[[1, 3, 5]],
+    "mean-pool-head": lambda Z, W_c, b_c: Z.mean(0) @ W_c + b_c,
+}
+
+
+def point_of(name, extra=()):
+    """The parameters that ``derive(name)`` draws: by the same generator, then the input by its own."""
+    chapter = CHAPTERS[name]
+    shapes = {**chapter.shapes, **{arg: chapter.extra[arg] for arg in extra}}
+    point = drawn(shapes, {**SMALL, "L": 3}, 0)
+    first = next(iter(point))
+    if name != "embedding":
+        point[first] = torch.randn(point[first].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return point
+
+
+def batched(out, theta):
+    """The Jacobian of a column by reverse mode, a row for each entry."""
+    if not out.requires_grad:
+        return torch.zeros(out.numel(), theta.numel(), dtype=theta.dtype)
+    units = torch.eye(out.numel(), dtype=out.dtype)
+    options = {"create_graph": True, "allow_unused": True, "is_grads_batched": True}
+    (rows,) = torch.autograd.grad(out, theta, units, **options)
+    return torch.zeros(out.numel(), theta.numel(), dtype=theta.dtype) if rows is None else rows.reshape(out.numel(), -1)
+
+
+def differentiated(forward, point, names):
+    """The derivative by reverse mode, once or twice, and by forward mode: rows (out, i), columns j."""
+    leaves = {name: x.clone().requires_grad_() for name, x in point.items()}
+    rows = batched(forward(**leaves).reshape(-1), leaves[names[0]])
+    if len(names) == 1:
+        return rows.detach(), jacfwd(lambda i: forward(**{**point, names[0]: i}))(point[names[0]]).reshape(rows.shape)
+    rows = batched(rows.reshape(-1), leaves[names[1]]).detach()
+    a, b = (point[name] for name in names)
+
+    def of(i, j):
+        return forward(
+            **{**point, names[0]: i + j - a if names[0] == names[1] else i, names[1]: j if names[0] != names[1] else i + j - a}
+        )
+
+    return rows, jacfwd(lambda j: jacfwd(lambda i: of(i, j))(a))(b).reshape(rows.shape)
+
+
+def close(found, expected):
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) <= 1e-10 * max(float(expected.abs().max()), 1e-3)
+
+
+@pytest.mark.parametrize(("name", "wrt"), CAUSES, ids=[f"{name} {' '.join(wrt)}" for name, wrt in CAUSES])
+def test_the_formula_is_the_derivative(name, wrt):
+    found = derive(name, wrt=wrt)
+    for expected in differentiated(FORWARD[name], point_of(name), wrt):
+        close(found.dense(), expected)
+    if wrt[0] == wrt[1] and name not in ("mse", "cross_entropy"):
+        close(derive(name, wrt=wrt[0]).dense(), differentiated(FORWARD[name], point_of(name), wrt[:1])[0])
+
+
+def test_gradients_of_the_losses():
+    """The target of ``derive("mse")`` is zero, the label of row i of ``derive("cross_entropy")`` is i."""
+    for name in ("mse", "cross_entropy"):
+        close(derive(name, wrt="Z").dense(), differentiated(FORWARD[name], point_of(name), ("Z",))[0])
+
+
+@pytest.mark.parametrize("wrt", list(itertools.product(("X", "W_Q", "W_V", "W_O"), ("W_O", "W_K"))))
+def test_an_argument_that_is_asked_for_is_there(wrt):
+    extra = ("W_O",) if "W_O" in wrt else ()
+    close(derive("attention", wrt=wrt).dense(), differentiated(attention, point_of("attention", extra), wrt)[0])
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_what_is_printed_does_not_depend_on_the_sizes(name):
+    """Printed by name, the formula at other sizes is the same text: none of its letters is a size by accident."""
+    chapter = CHAPTERS[name]
+    axes = dict.fromkeys(" ".join(sum(chapter.shapes.values(), ())).split())
+    options = {**chapter.options, **({"groups": OTHER["g"]} if "groups" in chapter.options else {})}
+    if name == "embedding":
+        options["tokens"] = [0] * OTHER["L"]
+    other = type(chapter)(**{**vars(chapter), "options": options})
+    for wrt in [(next(iter(chapter.shapes)),), *itertools.product(chapter.shapes, repeat=2)]:
+        lines = derive(name, wrt=wrt).story.rows
+        symbols = [chapter.letters.get(arg, arg) for arg in wrt]
+        Z = other.subject("", drawn(chapter.shapes, OTHER, 1), 1).stage(drawn(chapter.shapes, OTHER, 1))
+        matrix = Z.jacobian(*symbols) if len(symbols) == 1 else Z.hessian(*symbols)
+        matrix = matrix.matrix if isinstance(matrix, Named) else matrix
+        with dimensions(SizeName([(OTHER[letter], letter) for letter in ("L", *axes)])):
+            assert [matrix.latex(), *(d.matrix.latex() for d in definitions(matrix))] == [formula for _, formula in lines]
+
+
+MODULES = [
+    (nn.Linear(4, 3), ("X", "weight")), (nn.Linear(4, 3, bias=False), "X"), (nn.LayerNorm(4), ("X", "X")), (nn.LayerNorm(4, elementwise_affine=False), "X"),
+    (nn.RMSNorm(4), ("weight", "X")), (nn.Softmax(-1), "T"), (nn.GELU("tanh"), ("X", "X")), (nn.SiLU(), "X"), (nn.Tanh(), ("X", "X")), (nn.Embedding(6, 2), "weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "wrt"), MODULES, ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None
+)
+def test_a_module_at_its_own_parameters(module, wrt):
+    torch.manual_seed(1)
+    module = module.double()
+    for p in module.parameters():
+        nn.init.normal_(p)
+    X = torch.randint(6, (3,)) if isinstance(module, nn.Embedding) else torch.randn(3, 4).double()
+    found = derive(module, wrt=wrt, inputs=X).dense()
+    weights = {name: p.detach() for name, p in module.named_parameters()}
+
+    def forward(weight=None, **input):
+        own = dict(weights)
+        if weight is not None:
+            own["weight"] = weight.T if isinstance(module, nn.Linear) else weight
+        return torch.func.functional_call(module, own, tuple(input.values()) or (X,))
+
+    names = (wrt,) if isinstance(wrt, str) else wrt
+    weight = weights.get("weight", torch.zeros(0))
+    point = {"weight": weight.T.clone() if isinstance(module, nn.Linear) else weight} if "weight" in weights else {}
+    letter = next((name for name in names if name != "weight"), None)
+    point |= {} if letter is None else {letter: X}
+    close(found, differentiated(forward, point, names)[0])
+
+
+@pytest.mark.parametrize("asked", ids())
+def test_a_theorem_names_rows_of_the_ledger(asked):
+    paper, row = find(asked)
+    rows = {row.id: row for row in claims(paper=paper)}
+    assert set(row.ids(paper)) <= set(rows)
+    found = derive(asked)
+    assert found.claims == row.ids(paper)
+    assert found.dense().shape == found.shape
+    assert len(found.latex(document=True)) > 200
+    assert all(find(f"{paper}/{name}") for name in row.claims)
+
+
+def test_theorem_3_by_each_of_its_names():
+    formulas = {derive(f"curvature-gap/{name}").latex() for name in ("thm3", "Theorem 3", "theorem3", "thm3-full", "THM3-DD")}
+    assert len(formulas) == 1
+    expected = differentiated(paper_norm, point_of("layernorm-paper"), ("X", "X"))
+    for each in expected:
+        close(derive("curvature-gap/thm3").dense(), each)
+
+
+def test_the_blocks_of_a_theorem_are_those_of_autograd():
+    for paper, rows in THEOREMS.items():
+        for name, row in rows.items():
+            if row.chapter in CHAPTERS and row.chapter != "feedforward":
+                extra = row.given
+                expected = differentiated(FORWARD[row.chapter], point_of(row.chapter, extra), row.wrt)[0]
+                close(derive(f"{paper}/{name}").dense(), expected)
+
+
+def test_sizes_follow_the_inputs_and_the_parameters_the_seed():
+    found = derive("layernorm", inputs=torch.randn(2, 7).double())
+    assert found.shape == (14 * 14, 14)
+    assert not torch.equal(derive("linear", wrt="X", seed=1).dense(), derive("linear", wrt="X").dense())
+    assert prod(derive("attention", wrt="Q", length=5).shape) == 5 * 3 * 8
+
+
+def test_the_command_prints_the_verdicts(capsys):
+    assert main(["derive", "curvature-gap/thm3"]) == 0
+    text = capsys.readouterr().out
+    assert "∂²LN/(∂X ∂X) = " in text
+    assert "curvature-gap/thm3-full: WRONG AS PRINTED; correct: " in text
+    assert main(["derive", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert {line.split()[0] for line in listed.splitlines()} == {*CHAPTERS, *ids()}
+    assert main(["derive", "layernorm", "--heads", "2"]) == 2
+    assert "--heads describes a block and 'layernorm' is none" in capsys.readouterr().err
