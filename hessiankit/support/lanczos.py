@@ -1,16 +1,20 @@
-"""The largest eigenvalue of a symmetric matrix from its products, with its residual, by Lanczos."""
+"""Extreme eigenvalues of a symmetric matrix, and Gauss quadrature of its spectral measure, from products by Lanczos."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hessiankit.support.errors import InputError
+
+Product: TypeAlias = Callable[[Tensor], Tensor]
+CHUNK = 2**16  # entries of the vectors that a restart combines at once
+SINGULAR = 64  # times the rounding error of the largest product: a smaller residual leaves no direction
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,271 @@ class RitzValue:
         return f"RitzValue({self.value:.6g}, residual {self.residual:.1e}, {self.products} products{state})"
 
 
-def lanczos(
-    product: Callable[[Tensor], Tensor], start: Tensor, *, tol: float = 1e-3, most: int = 60, basis: int = 20
-) -> RitzValue:
+class LanczosBasis:
+    """Orthonormal vectors q_1 ... q_n with T = Q^T H Q and the residual w = (I - Q Q^T) H q_n, orthogonalised twice.
+
+    :attr:`direction` is the next vector to multiply, :meth:`take` takes its product. Where w is zero to rounding, Q spans an
+    invariant space, and the next direction is random.
+
+    Args:
+        start: First direction, (P,), not zero; in the dtype of the products.
+        capacity: Vectors kept at most.
+        against: Orthonormal rows (k, P) that all directions are kept orthogonal to: H is compressed to their complement.
+        seed: Of the random directions.
+
+    Attributes:
+        n: Vectors whose products are in T.
+        beta: |w|.
+        largest: The largest norm of a product.
+    """
+
+    def __init__(self, start: Tensor, capacity: int, *, against: Tensor | None = None, seed: int = 0) -> None:
+        self.against, self.seed, self.draws = against, seed, 0
+        self.Q = start.new_empty(capacity, start.numel())
+        self.T = torch.zeros(capacity, capacity, dtype=torch.float64)
+        self.n, self.largest, self.taken = 0, 0.0, 0
+        self.dropped = 0.0  # norm of the residuals that turns left out, by which <q_k, H q_n> may differ from ``known``
+        self.known = torch.zeros(0, dtype=torch.float64)  # <H q_k, q_n> of the earlier q_k; symmetry makes it <q_k, H q_n>
+        self._aim(start)
+
+    def _aim(self, vector: Tensor) -> None:
+        """Set the next direction, a unit vector orthogonal to all others."""
+        for _ in range(2):  # once more: the first pass leaves what rounding made of a large component
+            vector = self._orthogonal(vector / vector.norm())[0]
+        self.direction = vector / vector.norm()
+
+    def _orthogonal(self, w: Tensor, n: int | None = None) -> tuple[Tensor, Tensor]:
+        if self.against is not None:
+            w = w - (self.against @ w) @ self.against
+        Q = self.Q[: self.n if n is None else n]
+        column = Q @ w
+        return w - column @ Q, column
+
+    def turn(self) -> None:
+        """Let the next direction be a random one."""
+        before = self.direction
+        generator = torch.Generator().manual_seed(self.seed + 7919 * (self.draws + 1))
+        self.draws += 1
+        self._aim(torch.randn(self.Q.shape[1], generator=generator, dtype=torch.float64).to(self.Q))
+        self.dropped += float(self.known.norm())
+        self.known = self.known * float(before @ self.direction)
+
+    def take(self, w: Tensor) -> None:
+        """Take the product of H with :attr:`direction`.
+
+        Raises:
+            InputError: It is not finite, or H is not symmetric.
+        """
+        n = self.n + 1
+        self.Q[n - 1] = self.direction
+        self.largest = max(self.largest, float(w.norm()))
+        w, column = self._orthogonal(w, n)
+        w, again = self._orthogonal(w, n)
+        found = (column + again).double().cpu()
+        beta = float(w.norm())
+        self.taken += 1
+        if not math.isfinite(beta):
+            raise InputError(
+                f"lanczos: product {self.taken} with the matrix is NaN or infinite, so it has no eigenvalues to find"
+            )
+        off = float((found[:-1] - self.known).abs().max()) - self.dropped if n > 1 else 0.0
+        error = off / self.largest if self.largest else 0.0
+        eps = torch.finfo(w.dtype).eps
+        if error > eps**0.5:
+            raise InputError(
+                f"lanczos: <u, Hv> and <v, Hu> differ by {error:.1e} of |Hv|, more than rounding, so that H is not symmetric: an "
+                "operation of the model has a wrong second derivative, or the model is not the same at every call"
+            )
+        self.T[:n, n - 1] = self.T[n - 1, :n] = found
+        self.n, self.beta, self.known = n, beta, torch.zeros(n, dtype=torch.float64)
+        self.known[-1] = beta
+        if beta > SINGULAR * eps * self.largest:
+            self.direction = w / beta
+        elif n < self.Q.shape[1] - (0 if self.against is None else len(self.against)):
+            self.turn()
+
+    def ritz(self) -> tuple[Tensor, Tensor]:
+        """Return the Ritz values, ascending, and their vectors in the basis as columns, in float64 on the CPU."""
+        values, vectors = torch.linalg.eigh(self.T[: self.n, : self.n])
+        return values, vectors
+
+    def vectors(self, weights: Tensor) -> Tensor:
+        """Return the combinations of the basis by the columns of ``weights`` (n, k), as rows (k, P)."""
+        out = self.Q.new_empty(weights.shape[1], self.Q.shape[1])
+        return self._combine(weights, out)
+
+    def _combine(self, weights: Tensor, out: Tensor) -> Tensor:
+        rows = weights.T.to(self.Q)
+        for start in range(0, self.Q.shape[1], CHUNK):  # out may be the first rows of Q
+            columns = slice(start, start + CHUNK)
+            out[:, columns] = rows @ self.Q[: self.n, columns]
+        return out
+
+    def restart(self, kept: Sequence[int]) -> None:
+        """Keep some Ritz vectors, by their places among the ascending values, and the next direction.
+
+        (Wu and Simon, SIAM J. Matrix Anal. Appl. 22, 2000.)
+        """
+        values, vectors = self.ritz()
+        chosen = list(kept)
+        self._combine(vectors[:, chosen], self.Q[: len(chosen)])
+        self.T.zero_()
+        self.T.diagonal()[: len(chosen)] = values[chosen]
+        self.known = float(self.known[-1]) * vectors[-1, chosen]
+        self.n = len(chosen)
+
+    def state(self) -> dict[str, Any]:
+        """Return what :meth:`load` takes to go on to the same digits."""
+        names = ("draws", "n", "beta", "largest", "taken", "dropped")
+        kept = {"Q": self.Q[: self.n].clone(), "T": self.T, "known": self.known, "direction": self.direction}
+        return {**kept, **{name: getattr(self, name) for name in names}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken."""
+        self.__dict__ |= {name: value for name, value in state.items() if name != "Q"}
+        self.Q[: self.n] = state["Q"].to(self.Q)
+        self.direction = self.direction.to(self.Q)
+
+
+@dataclass(frozen=True)
+class RitzPairs:
+    """Ritz values at the ends of the spectrum of a symmetric matrix H with their vectors.
+
+    Attributes:
+        values: Those of the upper end, then those of the lower, in descending order, (k,), float64 on the CPU.
+        vectors: Their unit vectors, as rows (k, P).
+        residuals: |H v - value v| of each, from one more product: some eigenvalue lies within it, and to second order in
+            it where the residual is small beside the distance to the others, (k,).
+        products: Products with H that they took.
+        converged: Whether all residuals are within the tolerance.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    products: int
+    converged: bool
+
+
+class EigenSearch:
+    """Search for eigenpairs at both ends of a spectrum by thick-restart Lanczos; an iteration of products.
+
+    A Krylov space holds one vector of every eigenspace, so that multiple eigenvalues would be counted once. When all wanted pairs
+    have converged they are kept, and the basis is filled from a random direction orthogonal to them; if that changes one of
+    the wanted values, the search goes on.
+
+    Args:
+        start: First direction, (P,), not zero.
+        top: Eigenvalues wanted at the upper end.
+        bottom: At the lower end; top + bottom <= P.
+        tol: Of the residuals, relative to the largest |Ritz value|.
+        most: Products at most, those for the residuals included.
+        basis: Vectors kept at most; at least top + bottom + 2.
+        again: Whether to look a second time, for multiple eigenvalues.
+        seed: Of random directions.
+    """
+
+    def __init__(
+        self,
+        start: Tensor,
+        *,
+        top: int = 1,
+        bottom: int = 0,
+        tol: float = 1e-3,
+        most: int = 60,
+        basis: int = 20,
+        again: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.size, self.top, self.bottom = start.numel(), top, bottom
+        self.tol, self.most, self.again = tol, most, again
+        self.basis = LanczosBasis(start, min(basis, self.size), seed=seed)
+        self.before: Tensor | None = None  # the wanted values before the second look
+        self.converged, self.restarts = 0, 0
+
+    def _wanted(self, n: int) -> list[int]:
+        return sorted({*range(n - min(self.top, n), n), *range(min(self.bottom, n))})
+
+    def run(self, product: Product, tell: Callable[[int, int], None] = lambda done, converged: None) -> RitzPairs:
+        """Return the pairs that have been found when all have converged, or when products run out.
+
+        Args:
+            product: v (P,) -> H v; for the residuals V (P, k) -> H V too where ``top + bottom`` is more than 1.
+            tell: Called with (products, pairs converged) after each product, and after each restart.
+        """
+        wanted = self.top + self.bottom
+        while not self._step(product, wanted):
+            tell(self.basis.taken, self.converged)
+        return self._result(product)
+
+    def _step(self, product: Product, wanted: int) -> bool:
+        """Take one product; tell whether the search is over."""
+        basis = self.basis
+        basis.take(product(basis.direction))
+        values, vectors = basis.ritz()
+        chosen = self._wanted(basis.n)
+        scale = float(values.abs().max())
+        good = basis.beta * vectors[-1, chosen].abs() <= self.tol / 2 * scale
+        self.converged = int(good.sum())
+        if basis.n == self.size or basis.taken >= self.most - wanted:
+            return True
+        full = basis.n == len(basis.Q)
+        if basis.n < wanted or not (bool(good.all()) or full):
+            return False
+        if bool(good.all()):
+            if not self.again or self._unchanged(values[chosen], scale, full):
+                return True
+            if self.before is None:  # the second look begins
+                self.before, self.restarts = values[chosen], self.restarts + 1
+                basis.restart(chosen)
+                basis.turn()
+                return False
+        if full:
+            extra = (len(basis.Q) - wanted) // 2
+            upper = extra if not self.bottom else 0 if not self.top else -(-extra // 2)
+            kept = {*range(basis.n - self.top - upper, basis.n), *range(self.bottom + extra - upper)}
+            basis.restart(sorted(kept, reverse=True))
+            self.restarts += 1
+        return False
+
+    def _unchanged(self, values: Tensor, scale: float, full: bool) -> bool:
+        """Whether a second look has been long enough and found nothing; one that found something is over."""
+        if self.before is None:
+            return False
+        if bool(((values - self.before).abs() > self.tol * scale).any()):
+            self.before = None
+            return False
+        return full
+
+    def _result(self, product: Product) -> RitzPairs:
+        values, vectors = self.basis.ritz()
+        chosen = self._wanted(self.basis.n)[::-1]
+        V = self.basis.vectors(vectors[:, chosen])
+        V = V / V.norm(dim=1, keepdim=True)
+        HV = product(V[0]).unsqueeze(0) if len(V) == 1 else product(V.T).T
+        found = (V * HV).sum(1, keepdim=True)
+        residuals = (HV - found * V).norm(dim=1).double().cpu()
+        ok = bool((residuals <= self.tol * float(values.abs().max())).all())
+        order = found[:, 0].argsort(descending=True, stable=True)
+        products = self.basis.taken + len(chosen)
+        enough = len(chosen) == self.top + self.bottom
+        return RitzPairs(found[order, 0].double().cpu(), V[order], residuals[order.cpu()], products, ok and enough)
+
+    def state(self) -> dict[str, Any]:
+        """Return what :meth:`load` takes to go on to the same digits."""
+        return {"basis": self.basis.state(), "before": self.before}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken."""
+        self.basis.load(state["basis"])
+        self.before = state["before"]
+
+
+def lanczos(product: Product, start: Tensor, *, tol: float = 1e-3, most: int = 60, basis: int = 20) -> RitzValue:
     """Return the largest eigenvalue of a symmetric matrix H by Lanczos with full reorthogonalisation and thick restarts.
 
-    The basis is made orthogonal twice at every step. When it is full, the better half of its Ritz vectors and the last
-    direction start the next one (Wu and Simon, SIAM J. Matrix Anal. Appl. 22, 2000), so that memory stays at ``basis`` vectors.
+    When the basis is full, the better half of its Ritz vectors and the last direction start the next one
+    (:class:`LanczosBasis`), so that memory stays at ``basis`` vectors.
 
     Args:
         product: v (P,) -> H v (P,).
@@ -72,58 +334,41 @@ def lanczos(
     >>> round(found.value, 9), found.residual < 1e-9, found.converged
     (5.0, True, True)
     """
-    Q = [start / start.norm()]
-    T = torch.zeros(basis, basis, dtype=torch.float64)
-    known = torch.zeros(0, dtype=torch.float64)  # <H q_k, q_n> of the earlier q_k; symmetry makes it <q_k, H q_n>
-    done, largest = 0, 0.0
-    while True:
-        w = product(Q[-1])
-        done += 1
-        n = len(Q)
-        largest = max(largest, float(w.norm()))
-        column = torch.stack([q @ w for q in Q])
-        for k, q in enumerate(Q):
-            w = w - column[k] * q
-        for k, q in enumerate(Q):  # once more: the first pass leaves what rounding made of a large component
-            again = q @ w
-            column[k] += again
-            w = w - again * q
-        T[:n, n - 1] = T[n - 1, :n] = found = column.double().cpu()
-        beta = float(w.norm())
-        if not math.isfinite(beta):
-            raise InputError(f"lanczos: product {done} with the matrix is NaN or infinite, so it has no eigenvalues to find")
-        error = float((found[:-1] - known).abs().max()) / largest if n > 1 and largest else 0.0
-        if error > torch.finfo(start.dtype).eps ** 0.5:
-            raise InputError(
-                f"lanczos: <u, Hv> and <v, Hu> differ by {error:.1e} of |Hv|, more than rounding, so that H is not symmetric: an "
-                "operation of the model has a wrong second derivative, or the model is not the same at every call"
-            )
-        values, vectors = torch.linalg.eigh(T[:n, :n])
-        estimate, scale = beta * abs(float(vectors[-1, -1])), float(values.abs().max())
-        if estimate <= tol * scale or done >= most - 1 or n >= len(start):
-            return _result(product, Q, vectors[:, -1], done, tol * scale)
-        known = torch.zeros(n, dtype=torch.float64)
-        known[-1] = beta
-        if n == basis:
-            kept = max(1, basis // 2)
-            Q = [_combine(Q, vectors[:, -k]) for k in range(1, kept + 1)]
-            T.zero_()
-            T.diagonal()[:kept] = values.flip(0)[:kept]
-            known = beta * vectors[-1].flip(0)[:kept]
-        Q.append(w / beta)
+    search = EigenSearch(start, tol=tol, most=most, basis=min(basis, most), again=False)
+    found = search.run(product)
+    return RitzValue(float(found.values[0]), float(found.residuals[0]), found.products, found.converged, found.vectors[0])
 
 
-def _result(product: Callable[[Tensor], Tensor], Q: list[Tensor], weights: Tensor, done: int, allowed: float) -> RitzValue:
-    v = _combine(Q, weights)
-    v = v / v.norm()
-    Hv = product(v)
-    value = float(v @ Hv)
-    residual = float((Hv - value * v).norm())
-    return RitzValue(value, residual, done + 1, residual <= allowed, v)
+def quadrature(
+    product: Product, starts: Tensor, steps: int, *, against: Tensor | None = None, together: int = 1
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield nodes and weights (m,) of the Gauss quadrature of each start vector's spectral measure, m <= ``steps``.
 
+    sum_i weight_i f(node_i) = q^T f(H) q for polynomials f of degree below 2 m, with q the unit vector of the start (Golub and
+    Meurant, Matrices, Moments and Quadrature, 2010, Sec. 3 and 6).
 
-def _combine(Q: list[Tensor], weights: Tensor) -> Tensor:
-    out = torch.zeros_like(Q[0])
-    for q, weight in zip(Q, weights.tolist(), strict=True):
-        out += weight * q
-    return out
+    Args:
+        product: V (P, k) -> H V.
+        starts: Rows (s, P).
+        steps: Lanczos steps, products of each start.
+        against: Orthonormal rows whose complement H is compressed to; the starts are projected.
+        together: Starts whose products are taken together.
+
+    >>> H = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))
+    >>> [(nodes, weights)] = quadrature(H.matmul, torch.ones(1, 2, dtype=torch.float64), 2)
+    >>> [round(x, 9) for x in nodes.tolist()], [round(w, 9) for w in weights.tolist()]
+    ([1.0, 3.0], [0.5, 0.5])
+    """
+    room = starts.shape[1] - (0 if against is None else len(against))
+    for part in starts.split(together):
+        bases = [LanczosBasis(start, min(steps, room), against=against) for start in part]
+        open_ = list(bases)
+        while open_:
+            W = product(torch.stack([basis.direction for basis in open_], dim=1))
+            for basis, w in zip(list(open_), W.T, strict=True):
+                basis.take(w)
+                if basis.n == len(basis.Q) or basis.draws:  # a random direction has no weight in the start's measure
+                    open_.remove(basis)
+        for basis in bases:
+            nodes, vectors = basis.ritz()
+            yield nodes, vectors[0].square()

@@ -1,0 +1,7 @@
+"""The loss around a point: eigenpairs and spectral density of its Hessian, and slices of the loss itself."""
+
+from hessiankit.landscape.density import Density
+from hessiankit.landscape.spectra import spectrum
+from hessiankit.landscape.spectrum_result import Spectrum
+
+__all__ = ["Density", "Spectrum", "spectrum"]

@@ -1,0 +1,169 @@
+r"""Spectral sums and densities from extreme eigenpairs and stochastic Lanczos quadrature.
+
+With n eigenpairs (lambda_i, u_i) found, U their vectors, and s random directions q_j, uniform on the unit sphere of the
+complement of U, the Gauss quadrature of each direction's spectral measure (nodes t_jk, weights w_jk) gives without bias
+
+    tr f(H)  =  sum_i f(lambda_i) + (P - n) E[q^T f(H) q]  ~  sum_i f(lambda_i) + (P - n) / s sum_jk w_jk f(t_jk) .
+
+Golub and Welsch, "Calculation of Gauss quadrature rules", Math. Comp. 23, 1969; Lin, Saad and Yang, "Approximating spectral
+densities of large matrices", SIAM Review 58, 2016, Sec. 3.2; Ubaru, Chen and Saad, "Fast estimation of tr(f(A)) via stochastic
+Lanczos quadrature", SIAM J. Matrix Anal. Appl. 38, 2017. The eigenpairs apart, this is the estimator of Ghorbani, Krishnan and
+Xiao, "An investigation into neural net optimization via Hessian eigenvalue density", 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from scipy.special import stdtrit
+from torch import Tensor
+
+from hessiankit.curvature.estimators import Estimate
+from hessiankit.support.errors import InputError, check_name
+
+LEVEL = 0.95
+SCALES = ("linear", "log")
+ROUNDING = 64  # times eps and the largest |eigenvalue|: smaller ones count as zero
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralMeasure:
+    """Point masses for the eigenvalues of a symmetric matrix: located ones exactly, the rest by nodes of random directions.
+
+    Attributes:
+        size: P, the number of all eigenvalues.
+        located: Eigenvalues that count once each, (n,).
+        nodes: Of each direction, (s, m), float64.
+        weights: Theirs, (s, m), 0 where there is no node; every row sums to 1. s = 0 where all eigenvalues are located.
+        eps: Relative rounding error of a product.
+    """
+
+    size: int
+    located: Tensor
+    nodes: Tensor
+    weights: Tensor
+    eps: float
+
+    @property
+    def scale(self) -> float:
+        """The largest |eigenvalue| or |node|."""
+        return max((float(x.abs().max()) for x in (self.located, self.nodes) if x.numel()), default=0.0)
+
+    def sums(self, f: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the value of tr f(H) by each direction, (max(s, 1), ...), for f: (n,) -> (..., n)."""
+        exact = f(self.located).sum(-1)
+        if not len(self.nodes):
+            return exact.unsqueeze(0)
+        rest = torch.stack([(f(t) * w).sum(-1) for t, w in zip(self.nodes, self.weights, strict=True)])
+        return exact + (self.size - len(self.located)) * rest
+
+    def estimate(self, values: Tensor) -> Estimate:
+        """Return the mean of the directions' values with its 95 % interval, Student's; exact where there are no directions."""
+        n = len(values)
+        if not len(self.nodes):
+            return Estimate(float(values[0]), 0.0)
+        if n < 2:
+            return Estimate(float(values[0]), math.nan)
+        return Estimate(float(values.mean()), float(stdtrit(n - 1, (1 + LEVEL) / 2) * values.std() / math.sqrt(n)))
+
+    def jackknife(self, g: Callable[[Tensor], Tensor], f: Callable[[Tensor], Tensor]) -> Estimate:
+        """Return g(tr f(H)) with its 95 % interval by the jackknife over the directions, for a smooth g: (..., k) -> (...)."""
+        sums = self.sums(f)
+        n = len(sums)
+        whole = float(g(sums.mean(0)))
+        if not len(self.nodes):
+            return Estimate(whole, 0.0)
+        if n < 2:
+            return Estimate(whole, math.nan)
+        left = g((sums.sum(0) - sums) / (n - 1))
+        spread = float(((left - left.mean()).square().sum() * (n - 1) / n).sqrt())
+        return Estimate(whole, float(stdtrit(n - 1, (1 + LEVEL) / 2)) * spread)
+
+
+@dataclass(frozen=True, eq=False)
+class Density:
+    """The spectral density convolved with a normal density of standard deviation ``width``; its integral is 1 less ``zeros``.
+
+    Attributes:
+        scale: ``"linear"``: per unit of the eigenvalue; ``"log"``: per decade of |eigenvalue|.
+        points: Eigenvalues, or |eigenvalues|, (n,).
+        values: The density there; of the positive eigenvalues where the scale is logarithmic.
+        standard_errors: Over the random directions; 0 where all eigenvalues are known, NaN for one direction.
+        negative: The density of the negative eigenvalues per decade of |eigenvalue|; None for a linear scale.
+        negative_errors: Its standard errors; None for a linear scale.
+        zeros: Share of the eigenvalues that are zero to rounding, which a logarithmic scale does not show; 0 for a linear one.
+        width: Of the kernel, in the scale's unit: eigenvalues, or decades.
+    """
+
+    scale: str
+    points: Tensor
+    values: Tensor
+    standard_errors: Tensor
+    negative: Tensor | None
+    negative_errors: Tensor | None
+    zeros: float
+    width: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python data."""
+        return {name: x.tolist() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+
+
+def density(measure: SpectralMeasure, scale: str, width: float | None, points: int | Tensor) -> Density:
+    """Return the density of a measure; see :meth:`hessiankit.landscape.Spectrum.density`.
+
+    Raises:
+        InputError: The scale is not known, the width is not positive, or there are fewer than two points.
+    """
+    who = "Spectrum.density"
+    check_name(who, "scale", scale, SCALES)
+    if width is not None and not (math.isfinite(width) and width > 0):
+        raise InputError(f"{who}: width={width}; expected a positive number, in the unit of the axis, or None")
+    if isinstance(points, int) and points < 2:
+        raise InputError(f"{who}: points={points}; expected 2 or more")
+    if isinstance(points, Tensor) and (points.ndim != 1 or (scale == "log" and not bool((points > 0).all()))):
+        raise InputError(
+            f"{who}: points has shape {tuple(points.shape)}; expected eigenvalues (n,), for scale='log' positive ones"
+        )
+    every = torch.cat([measure.located, measure.nodes[measure.weights > 0]])
+    top = measure.scale or 1.0
+    zero = ROUNDING * measure.eps * top
+    if scale == "linear":
+        low, high = float(every.min()), float(every.max())
+        s = width or max(high - low, top * 1e-3) / 100
+        x = _axis(low - 4 * s, high + 4 * s, points)
+        value, error = _mean(measure, lambda t: _kernel(x, t, s))
+        return Density(scale, x, value, error, None, None, 0.0, s)
+    sizes = every.abs()[every.abs() > zero]
+    low, high = (math.log10(float(sizes.min())), math.log10(float(sizes.max()))) if sizes.numel() else (-1.0, 0.0)
+    s = width or max(high - low, 0.5) / 50
+    x = _axis(low - 4 * s, high + 4 * s, points.log10() if isinstance(points, Tensor) else points)
+
+    def side(sign: float) -> tuple[Tensor, Tensor]:
+        return _mean(measure, lambda t: _kernel(x, (sign * t).clamp(min=zero).log10(), s) * (sign * t > zero))
+
+    zeros, _ = _mean(measure, lambda t: (t.abs() <= zero).double())
+    return Density(scale, 10**x, *side(1.0), *side(-1.0), float(zeros), s)
+
+
+def _axis(low: float, high: float, points: int | Tensor) -> Tensor:
+    return points.double() if isinstance(points, Tensor) else torch.linspace(low, high, points, dtype=torch.float64)
+
+
+def _kernel(x: Tensor, t: Tensor, width: float) -> Tensor:
+    """Return the normal density at x (n,) around each t (m,), (n, m)."""
+    return torch.exp(-0.5 * ((x.unsqueeze(1) - t) / width) ** 2) / (width * math.sqrt(2 * math.pi))
+
+
+def _mean(measure: SpectralMeasure, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the mean over the directions of tr f(H) / P, and its standard error."""
+    values = measure.sums(f) / measure.size
+    if not len(measure.nodes):
+        return values[0], torch.zeros_like(values[0])
+    if len(values) < 2:
+        return values[0], torch.full_like(values[0], math.nan)
+    return values.mean(0), values.std(0) / math.sqrt(len(values))

@@ -1,0 +1,91 @@
+"""Groups of parameters whose diagonal blocks have spectra of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor, nn
+
+from hessiankit.curvature.operator import HessianOperator
+from hessiankit.engine.problem.selection import locate
+from hessiankit.partition.part import BlockTypes, Part
+from hessiankit.partition.types import model_parts
+from hessiankit.support.errors import InputError, check_name
+
+WHO = "spectrum"
+BY = ("parameter", "layer", "type")
+
+
+def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.Module | None) -> dict[str, Tensor]:
+    """Return the rows of each group, ascending.
+
+    Args:
+        by: One of :data:`BY`; group -> names, patterns or slices; or name -> group.
+        operator: Whose rows they are.
+        module: Whose block types and layers are meant.
+
+    Raises:
+        InputError: A name is not known, a group is empty, or the operator has no named parameters.
+
+    >>> layer = nn.Linear(2, 1).double()
+    >>> from hessiankit import hessian_operator
+    >>> H = hessian_operator(layer, torch.ones(1, 2).double(), torch.zeros(1, 1).double())
+    >>> {name: rows.tolist() for name, rows in groups_of({"first": ["weight[:, 0]"], "all": "*"}, H, None).items()}
+    {'first': [0], 'all': [0, 1, 2]}
+    """
+    if not isinstance(operator, HessianOperator):
+        raise InputError(
+            f"{WHO}: by={by!r} needs parameters by name, which a {type(operator).__name__} does not have; leave it out"
+        )
+    found: dict[str, list[Tensor]] = {}
+    if isinstance(by, str):
+        check_name(WHO, "by", by, BY)
+        if by == "parameter":
+            return {name: torch.arange(rows.start, rows.stop) for name, rows in operator.slices.items()}
+        if module is None:
+            raise InputError(f"{WHO}: by={by!r} is read from the module; pass it with its data, or by=block_types(module)")
+        by = BlockTypes(model_parts(module)) if by == "type" else {p: _layer(p) for p in model_parts(module)}  # type: ignore[misc]
+    assert isinstance(by, Mapping)
+    if isinstance(by, BlockTypes):
+        by = {part: part.type for part in by.parts}  # type: ignore[misc]
+    for key, value in by.items():
+        if isinstance(key, Part):
+            if key.parameter in operator.slices:
+                found.setdefault(value, []).append(_rows_of_part(key, operator))
+            continue
+        if not isinstance(key, str):
+            raise InputError(f"{WHO}: by has the key {key!r}; expected names of groups, or of parameters")
+        of_names = isinstance(value, str) and (key in operator.slices or "[" in key)
+        group, names = (value, [key]) if of_names else (key, [value] if isinstance(value, str) else value)
+        if not isinstance(names, Iterable):
+            raise InputError(f"{WHO}: by[{key!r}] is a {type(value).__name__}; expected a name, a pattern, or several")
+        found.setdefault(group, []).extend(_rows(name, operator) for name in names)
+    empty = next((name for name, rows in found.items() if not rows), None)
+    if not found or empty is not None:
+        raise InputError(f"{WHO}: by has {'no group' if not found else f'no parameter in {empty!r}'}; name some")
+    return {name: torch.cat(rows).unique() for name, rows in found.items()}
+
+
+def _layer(part: Part) -> str:
+    return "outside" if part.layer is None else f"layer {part.layer}"
+
+
+def _rows_of_part(part: Part, operator: HessianOperator) -> Tensor:
+    rows = operator.slices[part.parameter]
+    places = torch.arange(rows.start, rows.stop).reshape(operator.shapes[part.parameter])
+    return torch.cat([view.reshape(-1) for view in part.of(places)])
+
+
+def _rows(name: Any, operator: HessianOperator) -> Tensor:
+    if isinstance(name, str) and any(c in name for c in "*?") and name not in operator.slices:
+        matching = [n for n in operator.names if fnmatchcase(n, name)]
+        if not matching:
+            raise InputError(f"{WHO}: by: no parameter matches {name!r}; there are {', '.join(operator.names[:6])}")
+        return torch.cat([_rows(n, operator) for n in matching])
+    whole, rows = locate(WHO, name, operator.shapes)
+    at = operator.slices[whole]
+    return torch.arange(at.start, at.stop) if rows is None else at.start + rows

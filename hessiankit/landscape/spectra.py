@@ -1,0 +1,343 @@
+"""The spectrum of a Hessian or Gauss-Newton matrix from products with it: both ends exactly, the rest as a density."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor, nn
+
+from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.engine.problem.batches import Weights
+from hessiankit.engine.problem.task import Loss, Params, available_memory, gib
+from hessiankit.landscape.checkpoint import Checkpoint
+from hessiankit.landscape.density import SpectralMeasure
+from hessiankit.landscape.groups import groups_of
+from hessiankit.landscape.spectrum_result import Spectrum
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
+from hessiankit.support.lanczos import EigenSearch, Product, RitzPairs, quadrature
+from hessiankit.support.progress import Tell, progress_bar
+
+WHO = "spectrum"
+METHODS = ("auto", "full", "lanczos")
+TOLERANCE = {torch.float64: 1e-6}
+"""Of the residuals, by dtype; 1e-4 for others."""
+SPARE = 20  # vectors of the basis beyond twice those wanted
+TOGETHER = 2**24  # entries of all vectors of the directions that are treated together
+
+
+@dataclass(frozen=True)
+class SpectrumPlan:
+    """What is computed of one matrix."""
+
+    top: int
+    bottom: int
+    directions: int
+    steps: int
+    tol: float
+    most: int
+    seed: int
+    full: bool
+
+
+@dataclass(frozen=True)
+class SymmetricMatrix:
+    """A symmetric matrix by its products with columns, torch tensors (P,) or (P, k)."""
+
+    product: Product
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def block(self, rows: Tensor) -> SymmetricMatrix:
+        """Return the diagonal block of some rows."""
+
+        def product(v: Tensor) -> Tensor:
+            wide = v.new_zeros((self.size, *v.shape[1:]))
+            wide[rows] = v
+            return self.product(wide)[rows]
+
+        return SymmetricMatrix(product, len(rows), self.dtype, self.device)
+
+    def dense(self) -> Tensor:
+        """Return the matrix, (P, P), in float64.
+
+        Raises:
+            InputError: It is not finite, or not symmetric.
+        """
+        found = self.product(torch.eye(self.size, dtype=self.dtype, device=self.device)).double()
+        if not bool(torch.isfinite(found).all()):
+            raise InputError(f"{WHO}: products with the matrix are NaN or infinite, so it has no eigenvalues")
+        error, scale = float((found - found.T).abs().max()), float(found.abs().max())
+        if error > torch.finfo(self.dtype).eps ** 0.5 * scale:
+            raise InputError(
+                f"{WHO}: H and its transpose differ by {error / scale:.1e} of the largest entry, so H is not symmetric"
+            )
+        return (found + found.T) / 2
+
+
+def matrix_of(operator: LinearOperator) -> SymmetricMatrix:
+    """Return an operator for torch vectors; SciPy's own are multiplied on the CPU, in float64."""
+    size = operator.shape[0]
+    if isinstance(operator, HessianOperator):
+        return SymmetricMatrix(operator.__matmul__, size, operator.torch_dtype, operator.device)
+    if operator.shape[1] != size:
+        raise InputError(f"{WHO}: the operator is {size} x {operator.shape[1]}; eigenvalues need a symmetric one")
+
+    def product(v: Tensor) -> Tensor:
+        found = operator.matvec(v.numpy()) if v.ndim == 1 else operator.matmat(v.numpy())
+        return torch.from_numpy(np.asarray(found, dtype=np.float64))
+
+    return SymmetricMatrix(product, size, torch.float64, torch.device("cpu"))
+
+
+@checked(WHO, leave=("module",))
+def spectrum(
+    module: nn.Module | LinearOperator,
+    inputs: Any = None,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    params: Params = None,
+    kind: str = "hessian",
+    weights: Weights = None,
+    reduction: str | None = None,
+    k: int = 10,
+    bottom: int | None = None,
+    directions: int = 10,
+    steps: int = 80,
+    by: str | Mapping[str, Any] | None = None,
+    method: str = "auto",
+    tol: float | None = None,
+    max_products: int | None = None,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> Spectrum:
+    """Return the extreme eigenpairs and the spectral density of the Hessian of ``loss(module(inputs), target)``.
+
+    The ends by thick-restart Lanczos with full reorthogonalisation (Wu and Simon 2000) and a second look for multiple
+    eigenvalues; what lies between by stochastic Lanczos quadrature in the complement of the found vectors, so that outliers are
+    exact in density, trace and ranks (formulas and sources: :mod:`hessiankit.landscape.density`). A matrix of no more rows than
+    the quadrature would take products is formed, and all its eigenvalues are taken.
+
+    Args:
+        module: As in :func:`hessiankit.hessian`; or an operator in its place, of :func:`hessiankit.hessian_operator` or any
+            symmetric ``scipy.sparse.linalg.LinearOperator``, without data.
+        inputs: As in :func:`hessiankit.hessian`, one batch or several.
+        target: As there.
+        loss: As there.
+        params: As there; whole parameters.
+        kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``, as in :func:`hessiankit.hessian_operator`.
+        weights: As in :func:`hessiankit.hessian`.
+        reduction: As in :func:`hessiankit.hessian`.
+        k: Largest eigenvalues, with vectors.
+        bottom: Smallest eigenvalues; by default ``k`` of a Hessian, and 0 of a matrix without negative ones.
+        directions: Random directions of the density, 2 or more.
+        steps: Lanczos steps of each, the nodes that its measure has.
+        by: Diagonal blocks to treat as well: ``"parameter"``, ``"layer"`` or ``"type"`` (block types of
+            :func:`hessiankit.block_types`; these two need the module); a dict of group to names, patterns such as ``"h.0.*"`` or
+            slices ``"name[0:4]"``; or a dict of name to group, as ``block_types`` returns. Each costs what the whole does.
+        method: ``"full"``: all eigenvalues, of the P x P matrix; ``"lanczos"``; ``"auto"``: "full" where
+            P <= directions x steps.
+        tol: Of the residuals |H v - lambda v|, relative to the largest |eigenvalue|; by default 1e-6, in float32 1e-4.
+        max_products: Of the search for the ends of one matrix; by default 500, or 40 for each pair where that is more. What has
+            not converged by then is returned with its residuals, and the result says so.
+        seed: Of first vectors and directions.
+        checkpoint: File that keeps the state of the iteration; after Ctrl-C or a kill the same call goes on where it was, to the
+            same digits. About as large as the vectors in memory.
+        progress: Show a progress bar on standard error, in a terminal.
+
+    Raises:
+        InputError: An argument cannot be used, products are not finite or not symmetric, or the checkpoint belongs to another
+            computation.
+        TraceError: If torch cannot trace the module.
+        OutOfMemoryError: The vectors, 3 (k + bottom) + 20 or ``steps`` of them, or the P x P matrix, do not fit.
+
+    The Hessian of mean((x w)^2) over the rows x = (1, 0), (0, 2) is diag(1, 4):
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+    >>> found = spectrum(layer, x, torch.zeros(2, 1, dtype=torch.float64), k=1)
+    >>> [round(value, 9) for value in found.eigenvalues.tolist()], found.trace.value, round(found.effective_rank.value, 6)
+    ([4.0, 1.0], 5.0, 1.470588)
+    """
+    start = time.perf_counter()
+    _check(k, bottom, directions, steps, method, tol, max_products)
+    operator = _operator(module, inputs, target, loss=loss, params=params, kind=kind, weights=weights, reduction=reduction)
+    kind = getattr(operator, "kind", "operator")
+    matrix = matrix_of(operator)
+    bottom = (k if kind in ("hessian", "operator") else 0) if bottom is None else bottom
+    bottom = min(bottom, max(matrix.size - k, 0))
+    if k > matrix.size:
+        raise InputError(f"{WHO}: k={k} and bottom={bottom} of {matrix.size} eigenvalues; expected no more in all")
+    plan = SpectrumPlan(
+        k,
+        bottom,
+        directions,
+        steps,
+        TOLERANCE.get(matrix.dtype, 1e-4) if tol is None else tol,
+        max(500, 40 * (k + bottom)) if max_products is None else max_products,
+        seed,
+        method == "full" or (method == "auto" and matrix.size <= directions * steps),
+    )
+    groups = {} if by is None else groups_of(by, operator, module if isinstance(module, nn.Module) else None)
+    point = float(getattr(operator, "loss", math.nan))
+    kept = Checkpoint.of(checkpoint, made_for={} if checkpoint is None else _made_for(operator, plan, matrix, kind))
+    with progress_bar() if progress else nullcontext(_silent) as tell:
+        found = _one("whole", matrix, plan, kept, tell)
+        named: dict[str, Spectrum] = {}
+        for name, rows in groups.items():
+            part = replace(plan, top=min(k, len(rows)), bottom=min(bottom, len(rows) - min(k, len(rows))))
+            part = replace(part, full=method == "full" or (method == "auto" and len(rows) <= directions * steps))
+            named[name] = replace(
+                _one(f"block {name}", matrix.block(rows.to(matrix.device)), part, kept, tell), kind=kind, loss=point
+            )
+    return replace(found, kind=kind, loss=point, groups=named, seconds=time.perf_counter() - start)
+
+
+def _made_for(operator: LinearOperator, plan: SpectrumPlan, matrix: SymmetricMatrix, kind: str) -> dict[str, str]:
+    """Return what a checkpoint has to agree in."""
+    about = {"options": str(plan), "parameters": str(matrix.size), "kind": kind, "dtype": str(matrix.dtype)}
+    if isinstance(operator, HessianOperator):
+        about |= {"loss": repr(operator.loss), "|gradient|": repr(float(operator.gradient.norm()))}
+    return about
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Show no progress."""
+
+
+def _check(k: int, bottom: int | None, directions: int, steps: int, method: str, tol: float | None, most: int | None) -> None:
+    check_name(WHO, "method", method, METHODS)
+    if k < 1 or (bottom is not None and bottom < 0):
+        raise InputError(f"{WHO}: k={k}, bottom={bottom}; expected at least one eigenvalue, and bottom 0 or more")
+    if directions < 2 or steps < 2:
+        raise InputError(f"{WHO}: directions={directions}, steps={steps}; a density with its error needs 2 or more of each")
+    if tol is not None and not tol > 0:
+        raise InputError(f"{WHO}: tol={tol}; expected a positive number, such as 1e-6")
+    if most is not None and most < 2:
+        raise InputError(f"{WHO}: max_products={most}; expected 2 or more")
+
+
+def _operator(module: Any, inputs: Any, target: Any, **options: Any) -> LinearOperator:
+    if isinstance(module, LinearOperator):
+        if inputs is not None or target is not None:
+            raise InputError(f"{WHO}: an operator has its data; pass it alone, or the module with inputs and target")
+        return module
+    if not isinstance(module, nn.Module):
+        seen = type(module).__name__
+        raise InputError(f"{WHO}: expected a torch.nn.Module or an operator, got {seen}; pass hessian_operator(...) or the model")
+    return hessian_operator(module, inputs, target, **options)
+
+
+def _one(name: str, matrix: SymmetricMatrix, plan: SpectrumPlan, kept: Checkpoint, tell: Tell) -> Spectrum:
+    """Return the spectrum of one matrix."""
+    start = time.perf_counter()
+    eps = torch.finfo(matrix.dtype).eps
+    if plan.full:
+        return _full(matrix, plan, eps, start)
+    wanted = plan.top + plan.bottom
+    basis = min(matrix.size, 2 * wanted + SPARE)
+    together = max(1, min(plan.directions, TOGETHER // (plan.steps * matrix.size)))
+    _check_memory(matrix, max(basis + wanted, plan.steps * together + wanted))
+    pairs = _search(name, matrix, plan, basis, kept, tell)
+    nodes, weights = _quadrature(name, matrix, plan, pairs, together, kept, tell)
+    measure = SpectralMeasure(matrix.size, pairs.values, nodes, weights, eps)
+    products = pairs.products + nodes.shape[1] * len(nodes)
+    V = pairs.vectors.T
+    return Spectrum(
+        pairs.values, V, pairs.residuals, min(plan.top, V.shape[1]), matrix.size, "", math.nan, measure, "lanczos", plan.tol,
+        pairs.converged, products, time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _full(matrix: SymmetricMatrix, plan: SpectrumPlan, eps: float, start: float) -> Spectrum:
+    one, free = matrix.size**2 * matrix.dtype.itemsize, available_memory(matrix.device)
+    if 3 * one > free:
+        raise OutOfMemoryError(
+            f"{WHO}: all eigenvalues of {matrix.size:,} parameters take {gib(3 * one)}, but only {gib(free)} are free on "
+            f"{matrix.device}; pass method='lanczos', or fewer params=[...]"
+        )
+    H = matrix.dense()
+    values, V = torch.linalg.eigh(H)
+    chosen = [*range(matrix.size - 1, matrix.size - 1 - plan.top, -1), *range(plan.bottom - 1, -1, -1)]
+    residuals = (H @ V[:, chosen] - V[:, chosen] * values[chosen]).norm(dim=0)
+    none = torch.zeros(0, 0, dtype=torch.float64)
+    return Spectrum(
+        values[chosen].cpu(), V[:, chosen].to(matrix.dtype), residuals.cpu(), plan.top, matrix.size, "", math.nan,
+        SpectralMeasure(matrix.size, values.flip(0).cpu(), none, none, eps), "full", plan.tol, True, matrix.size,
+        time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _search(name: str, matrix: SymmetricMatrix, plan: SpectrumPlan, basis: int, kept: Checkpoint, tell: Tell) -> RitzPairs:
+    done = kept.get(name, "pairs")
+    if done is not None:
+        pairs = RitzPairs(**done)
+        return replace(pairs, vectors=pairs.vectors.to(matrix.device))
+    first = torch.randn(matrix.size, generator=torch.Generator().manual_seed(plan.seed), dtype=torch.float64)
+    options: dict[str, Any] = {"tol": plan.tol, "most": plan.most, "basis": basis, "seed": plan.seed}
+    search = EigenSearch(first.to(matrix.device, matrix.dtype), top=plan.top, bottom=plan.bottom, **options)
+    state = kept.get(name, "search")
+    if state is not None:
+        search.load(state)
+    wanted, restarts = plan.top + plan.bottom, search.restarts
+
+    def after(products: int, converged: int) -> None:
+        nonlocal restarts
+        tell(f"{name}: eigenpairs, {products} products", converged, wanted)
+        if search.restarts > restarts:
+            restarts = search.restarts
+            kept.put(name, "search", search.state())
+
+    try:
+        pairs = search.run(matrix.product, after)
+    except KeyboardInterrupt:
+        kept.put(name, "search", search.state())
+        raise
+    kept.put(name, "search", None)
+    kept.put(name, "pairs", vars(pairs))
+    return pairs
+
+
+def _quadrature(
+    name: str, matrix: SymmetricMatrix, plan: SpectrumPlan, pairs: RitzPairs, together: int, kept: Checkpoint, tell: Tell
+) -> tuple[Tensor, Tensor]:
+    """Return nodes and weights, (directions, steps) or fewer columns; no rows where all eigenvalues are located."""
+    U = pairs.vectors
+    steps = min(plan.steps, matrix.size - len(U))
+    if steps == 0:
+        return torch.zeros(0, 0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64)
+    U = torch.linalg.qr(U.T)[0].T  # converged vectors are orthogonal to the tolerance only
+    done: list[tuple[Tensor, Tensor]] = kept.get(name, "quadrature") or []
+    while len(done) < plan.directions:
+        count = min(together, plan.directions - len(done))
+        draws = [torch.Generator().manual_seed(plan.seed + 1_000_003 * (len(done) + n + 1)) for n in range(count)]
+        starts = torch.stack([torch.randn(matrix.size, generator=g, dtype=torch.float64) for g in draws])
+        starts = starts.to(matrix.device, matrix.dtype)
+        done += list(quadrature(matrix.product, starts, steps, against=U, together=count))
+        tell(f"{name}: density, directions", len(done), plan.directions)
+        kept.put(name, "quadrature", done)
+    nodes, weights = (torch.zeros(plan.directions, steps, dtype=torch.float64) for _ in range(2))
+    for row, (t, w) in enumerate(done):
+        nodes[row, : len(t)], weights[row, : len(t)] = t, w
+    return nodes, weights
+
+
+def _check_memory(matrix: SymmetricMatrix, vectors: int) -> None:
+    need, free = vectors * matrix.size * matrix.dtype.itemsize, available_memory(matrix.device)
+    if need > free:
+        raise OutOfMemoryError(
+            f"{WHO}: {vectors} vectors of {matrix.size:,} parameters take {gib(need)}, but only {gib(free)} are free on "
+            f"{matrix.device}; pass a smaller k, bottom or steps, or fewer params=[...]"
+        )

@@ -1,0 +1,193 @@
+"""The eigenvalues of a Hessian as :func:`hessiankit.spectrum` returns them: extreme pairs, density, trace, ranks, outliers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hessiankit.curvature.estimators import Estimate
+from hessiankit.landscape.density import Density, SpectralMeasure, density
+from hessiankit.support.tables import Detail, Piece, Printed, table
+
+if TYPE_CHECKING:
+    from hessiankit.curvature.plot_frame import Picture
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Spectrum(Printed):
+    """Extreme eigenpairs and the spectral density of a symmetric matrix; made by :func:`hessiankit.spectrum`.
+
+    Attributes:
+        eigenvalues: The ``top`` largest, then the smallest, in descending order, (k,), float64.
+        eigenvectors: Their unit vectors, as columns (P, k), on the operator's device and in its dtype.
+        residuals: |H v - lambda v| of each pair: some eigenvalue lies within it, (k,).
+        top: How many of them are of the upper end.
+        size: P.
+        kind: Of the operator: ``"hessian"``, ``"ggn"``, ...
+        loss: At this point; NaN for an operator without one.
+        measure: All eigenvalues, or the located ones with the nodes and weights of random directions.
+        method: ``"full"``: all eigenvalues, from the P x P matrix; ``"lanczos"``.
+        tol: Tolerance of the residuals, relative to the largest |eigenvalue|.
+        converged: Whether all residuals are within it.
+        products: Products with the matrix.
+        seconds: Time taken.
+        groups: The spectrum of the diagonal block of each group of parameters, by its name.
+    """
+
+    eigenvalues: Tensor
+    eigenvectors: Tensor
+    residuals: Tensor
+    top: int
+    size: int
+    kind: str
+    loss: float
+    measure: SpectralMeasure
+    method: str
+    tol: float
+    converged: bool
+    products: int
+    seconds: float
+    groups: dict[str, Spectrum] = field(default_factory=dict)
+
+    @property
+    def trace(self) -> Estimate:
+        """The sum of all eigenvalues, with its 95 % interval over the random directions."""
+        return self.measure.estimate(self.measure.sums(lambda t: t))
+
+    @property
+    def frobenius_squared(self) -> Estimate:
+        """The sum of the squares of all eigenvalues, with its 95 % interval."""
+        return self.measure.estimate(self.measure.sums(torch.square))
+
+    @property
+    def effective_rank(self) -> Estimate:
+        """The participation ratio (sum |lambda|)^2 / sum lambda^2, between 1 and P, with its 95 % interval."""
+        return self.measure.jackknife(lambda x: x[..., 0] ** 2 / x[..., 1], lambda t: torch.stack([t.abs(), t.square()]))
+
+    @property
+    def stable_rank(self) -> Estimate:
+        """sum lambda^2 / max lambda^2, between 1 and P, with its 95 % interval."""
+        return self.measure.jackknife(lambda x: x[..., 0] / self.measure.scale**2, lambda t: t.square().unsqueeze(0))
+
+    @property
+    def outliers(self) -> int:
+        """The number n of eigenvalues above the widest gap of the upper end: lambda_n / lambda_(n + 1) is the largest ratio.
+
+        Among the positive ones of the ``top`` found; 0 where fewer than two of them are positive. A count by one rule, for which
+        :attr:`gap` is the evidence: a ratio near those of the neighbours is no gap.
+        """
+        ratios = self._ratios()
+        return int(ratios.argmax()) + 1 if len(ratios) else 0
+
+    @property
+    def gap(self) -> float:
+        """The ratio of the last outlier to the eigenvalue below it; NaN where there is none."""
+        ratios = self._ratios()
+        return float(ratios.max()) if len(ratios) else float("nan")
+
+    def _ratios(self) -> Tensor:
+        upper = self.eigenvalues[: self.top]
+        upper = upper[upper > self.tol * self.measure.scale]
+        return upper[:-1] / upper[1:]
+
+    def density(self, *, scale: str = "linear", width: float | None = None, points: int | Tensor = 400) -> Density:
+        """Return the density of all eigenvalues, smoothed by a normal kernel, with its standard error over the directions.
+
+        Args:
+            scale: ``"linear"``; or ``"log"``: per decade of |eigenvalue|, positive and negative ones apart.
+            width: Standard deviation of the kernel, in eigenvalues or decades; by default a hundredth of the range of the
+                eigenvalues, or a fiftieth of the decades.
+            points: Of the axis: how many, or the eigenvalues (n,) themselves.
+
+        Nodes resolve the linear density to about the range over ``steps``. Eigenvalues much smaller than that stand together in
+        few nodes, so that the logarithmic density has the right mass there, and not its shape.
+
+        Raises:
+            InputError: An argument cannot be used.
+        """
+        return density(self.measure, scale, width, points)
+
+    def plot(self, path: Path | str | None = None, *, width: float | None = None, title: str | None = None) -> Picture:
+        """Draw the density over a linear and a logarithmic axis, with the found eigenvalues and the outliers marked.
+
+        Args:
+            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+            width: Of the kernel of the linear axis, see :meth:`density`.
+            title: Heading; by default the headline of the result.
+
+        Raises:
+            InputError: The file cannot be written, or an argument cannot be used.
+        """
+        from hessiankit.landscape.spectrum_plot import FoundValues, plot  # only here: Matplotlib
+
+        found = FoundValues(self.eigenvalues.numpy(), self.top, self.outliers)
+        return plot(found, self.density(width=width), self.density(scale="log"), path, title or self._headline())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but vectors and nodes as plain Python data."""
+        estimates = {name: getattr(self, name) for name in ("trace", "frobenius_squared", "effective_rank", "stable_rank")}
+        plain = ("top", "size", "kind", "loss", "method", "tol", "converged", "products", "seconds", "outliers", "gap")
+        return {
+            "eigenvalues": self.eigenvalues.tolist(),
+            "residuals": self.residuals.tolist(),
+            **{name: getattr(self, name) for name in plain},
+            **{name: {"value": e.value, "half_width": e.half_width} for name, e in estimates.items()},
+            "directions": len(self.measure.nodes),
+            "groups": {name: group.to_dict() for name, group in self.groups.items()},
+        }
+
+    def _headline(self) -> str:
+        what = "Hessian" if self.kind == "hessian" else f"operator of kind {self.kind!r}"
+        how = "all eigenvalues" if self.method == "full" else f"{self.products:,} products"
+        off = "" if self.converged else "; NOT CONVERGED: see the residuals, raise max_products or tol"
+        loss = "" if self.loss != self.loss else f", loss {self.loss:.6g}"
+        return f"spectrum of the {what}, {self.size:,} parameters{loss}, {how}, {self.seconds:.2f} s{off}"
+
+    @property
+    def _numbers(self) -> str:
+        ranks = (
+            f"trace {_short(self.trace)}, effective rank {_short(self.effective_rank)}, stable rank {_short(self.stable_rank)}"
+        )
+        found = f"; {self.outliers} above the widest gap, a factor of {self.gap:.3g}" if self.outliers else ""
+        return ranks + found
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        rows = [
+            (str(k + 1) if k < self.top else str(self.size - len(self.eigenvalues) + k + 1), f"{x:.6g}", f"{r:.1e}")
+            for k, (x, r) in enumerate(zip(self.eigenvalues.tolist(), self.residuals.tolist(), strict=True))
+        ]
+        yield table(("number", "eigenvalue", "residual"), rows, spread=True)
+        yield self._numbers
+        if self.groups:
+            lines = [_row(name, group) for name, group in self.groups.items()]
+            yield table(
+                _GROUP,
+                lines,
+                names=self.groups,
+                rank=[float(g.measure.scale) for g in self.groups.values()],
+                ranked="largest |eigenvalue|",
+            )
+        if self.method == "lanczos":
+            yield Detail(f"intervals of 95 % over {len(self.measure.nodes)} random directions")
+
+
+_GROUP = ("group", "parameters", "largest", "smallest", "trace", "effective rank")
+
+
+def _short(one: Estimate) -> str:
+    return f"{one.value:.4g}" if one.half_width == 0 else f"{one.value:.4g} +- {one.half_width:.1g}"
+
+
+def _row(name: str, one: Spectrum) -> tuple[str, ...]:
+    mark = "" if one.converged else "?"
+    ends = (
+        f"{float(one.eigenvalues[0]):.4g}{mark}",
+        f"{float(one.eigenvalues[-1]):.4g}{mark}" if one.top < len(one.eigenvalues) else "",
+    )
+    return name, f"{one.size:,}", *ends, _short(one.trace), _short(one.effective_rank)

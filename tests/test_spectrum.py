@@ -1,0 +1,301 @@
+"""Spectra from products against all eigenvalues of the matrix and against SciPy's eigsh; checkpoints; what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from operator_cases import T, X, block
+from scipy.sparse.linalg import LinearOperator, aslinearoperator, eigsh
+from torch import nn
+
+import hessiankit as hk
+from hessiankit.curvature.operator import HessianOperator
+from hessiankit.landscape import spectrum as called
+from hessiankit.landscape.density import SpectralMeasure
+from hessiankit.support.files import plain
+from hessiankit.support.lanczos import EigenSearch, quadrature
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def with_eigenvalues(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    n = len(values)
+    Q = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(seed), **DOUBLE))[0]
+    return (Q * values) @ Q.T
+
+
+SPECTRA = {
+    "multiple": (torch.cat([torch.tensor([9.0, 9, 9, 4, 4, -2, -2]), torch.linspace(0, 1, 80)]).double(), 5, 2),
+    "of low rank": (torch.cat([torch.zeros(70), torch.arange(1.0, 6)]).double(), 5, 2),
+    "one value": (torch.ones(30, **DOUBLE), 4, 2),
+    "zero": (torch.zeros(30, **DOUBLE), 2, 2),
+    "decades": (10.0 ** -torch.arange(60, **DOUBLE), 6, 0),
+    "lower end": (torch.linspace(-3, 1, 90, **DOUBLE), 0, 3),
+    "all of a small one": (torch.linspace(-3, 1, 6, **DOUBLE), 3, 3),
+}
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_both_ends_with_their_multiplicities(name: str) -> None:
+    values, top, bottom = SPECTRA[name]
+    A = with_eigenvalues(values)
+    start = torch.randn(len(values), generator=torch.Generator().manual_seed(1), **DOUBLE)
+    found = EigenSearch(start, top=top, bottom=bottom, tol=1e-8, most=2000, basis=2 * (top + bottom) + 10).run(A.matmul)
+    ordered = values.sort(descending=True).values
+    expected = torch.cat([ordered[:top], ordered[len(ordered) - bottom :]])
+    scale = float(values.abs().max())
+    assert found.converged
+    assert float((found.values - expected).abs().max()) <= 1e-10 * scale + 1e-15
+    V = found.vectors
+    assert float((V @ V.T - torch.eye(len(V), **DOUBLE)).abs().max()) < 1e-6
+    assert float((V @ A - found.values.unsqueeze(1) * V).norm(dim=1).max()) <= 1e-8 * scale + 1e-14
+
+
+def test_quadrature_is_exact_for_polynomials() -> None:
+    values = torch.linspace(-1, 2, 40, **DOUBLE)
+    A, starts = with_eigenvalues(values), torch.randn(3, 40, generator=torch.Generator().manual_seed(2), **DOUBLE)
+    for q, (nodes, weights) in zip(starts, quadrature(A.matmul, starts, 6, together=2), strict=True):
+        q, power = q / q.norm(), q / q.norm()
+        for degree in range(12):
+            assert float((weights * nodes**degree).sum()) == pytest.approx(float(q @ power), rel=1e-11, abs=1e-12)
+            power = A @ power
+
+
+@pytest.fixture(scope="module")
+def operator() -> HessianOperator:
+    return hk.hessian_operator(block(), X, T)
+
+
+def test_the_ends_are_those_of_eigsh_and_of_the_matrix(operator: HessianOperator) -> None:
+    found = hk.spectrum(operator, k=3, bottom=2, method="lanczos", tol=1e-9)
+    every = hk.hessian(block(), X, T).eigvalsh().flip(0)
+    start = np.random.default_rng(0).standard_normal(len(every))
+    upper = np.sort(eigsh(operator, k=3, which="LA", v0=start)[0])[::-1]
+    scale = float(every.abs().max())
+    assert found.converged
+    assert found.kind == "hessian"
+    assert found.loss == operator.loss
+    assert float((found.eigenvalues - torch.cat([every[:3], every[-2:]])).abs().max()) < 1e-10 * scale
+    assert np.abs(found.eigenvalues[:3].numpy() - upper).max() < 1e-10 * scale
+    off = operator @ found.eigenvectors - found.eigenvectors * found.eigenvalues
+    assert off.norm(dim=0).tolist() == pytest.approx(found.residuals.tolist(), abs=1e-13)
+
+
+def test_sums_and_densities_lie_within_their_errors_of_the_full_spectrum(operator: HessianOperator) -> None:
+    full = hk.spectrum(operator, k=4)
+    assert (full.method, full.products, len(full.measure.nodes)) == ("full", operator.shape[0], 0)
+    assert full.trace.value == pytest.approx(float(operator.to_matrix().trace()))
+    assert (full.trace.half_width, full.effective_rank.half_width) == (0.0, 0.0)
+    found = hk.spectrum(operator, k=4, method="lanczos", directions=12, steps=40)
+    for name in ("trace", "frobenius_squared", "effective_rank", "stable_rank"):
+        truth, estimate = getattr(full, name).value, getattr(found, name)
+        assert 0 < estimate.half_width < 0.5 * abs(truth)
+        assert abs(estimate.value - truth) <= 1.5 * estimate.half_width
+    true = full.density(width=0.02)
+    estimate = found.density(width=0.02, points=true.points)
+    error = (estimate.values - true.values).abs()
+    assert float((error <= 3 * estimate.standard_errors + 1e-3 * true.values.max()).double().mean()) > 0.95
+    assert float(estimate.standard_errors.max()) < 0.2 * float(true.values.max())
+
+
+def test_a_density_integrates_to_one() -> None:
+    values = torch.tensor([-3.0, -1.0, 0.0, 0.0, 2.0, 5.0], **DOUBLE)
+    found = hk.spectrum(aslinearoperator(np.diag(values.numpy())), k=1)
+    linear, log = found.density(width=0.3, points=4000), found.density(scale="log", points=4000)
+    assert float(torch.trapezoid(linear.values, linear.points)) == pytest.approx(1, abs=1e-4)
+    decades = log.points.log10()
+    assert float(torch.trapezoid(log.values, decades)) == pytest.approx(2 / 6, abs=1e-4)
+    assert float(torch.trapezoid(log.negative, decades)) == pytest.approx(2 / 6, abs=1e-4)
+    assert log.zeros == pytest.approx(2 / 6)
+    assert found.effective_rank.value == pytest.approx(11**2 / 39)
+    assert found.stable_rank.value == pytest.approx(39 / 25)
+
+
+def test_the_error_of_a_sum_over_directions_covers_it() -> None:
+    values = torch.linspace(0, 1, 300, **DOUBLE).square()
+    A = aslinearoperator(np.diag(values.numpy()))
+    hits = 0
+    for seed in range(20):
+        found = hk.spectrum(A, k=2, bottom=0, method="lanczos", directions=6, steps=8, seed=seed)
+        hits += abs(found.trace.value - float(values.sum())) <= found.trace.half_width
+    assert hits >= 16  # 19 of 20 are expected
+
+
+def test_groups_are_diagonal_blocks(operator: HessianOperator) -> None:
+    H = operator.to_matrix()
+    found = hk.spectrum(operator, k=2, by="parameter")
+    assert list(found.groups) == list(operator.names)
+    for name, rows in operator.slices.items():
+        expected = torch.linalg.eigvalsh(H[rows, rows])
+        assert float(found.groups[name].eigenvalues[0]) == pytest.approx(float(expected[-1]), abs=1e-12)
+        assert float(found.groups[name].trace.value) == pytest.approx(float(expected.sum()), abs=1e-12)
+    some = {"attention": "attention.*", "first": ["norm_1.weight", "attention.W_Q[0]"]}
+    found = hk.spectrum(operator, k=1, by=some, method="lanczos", directions=2, steps=3)
+    W, g = operator.slices["attention.W_Q"], operator.slices["norm_1.weight"]
+    rows = [*range(W.start, W.start + operator.shapes["attention.W_Q"][1]), *range(g.start, g.stop)]
+    expected = torch.linalg.eigvalsh(H[rows][:, rows])[-1]
+    assert found.groups["first"].size == len(rows)
+    assert float(found.groups["first"].eigenvalues[0]) == pytest.approx(float(expected), rel=1e-10)
+
+
+def test_groups_by_type_and_by_layer() -> None:
+    module = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True), 2).double()
+    x = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0), **DOUBLE)
+    by_type = hk.spectrum(module, x, x, k=1, by="type", kind="ggn").groups
+    assert {name: one.size for name, one in by_type.items()} == hk.block_types(module).entries
+    again = hk.spectrum(module, x, x, k=1, by=hk.block_types(module), kind="ggn").groups
+    assert [one.trace.value for one in again.values()] == [one.trace.value for one in by_type.values()]
+    assert set(hk.spectrum(module, x, x, k=1, by="layer").groups) == {"layer 0", "layer 1"}
+
+
+def test_a_gauss_newton_spectrum_has_no_lower_end(operator: HessianOperator) -> None:
+    found = hk.spectrum(block(), X, T, kind="ggn", k=2)
+    assert (found.top, len(found.eigenvalues), found.kind) == (2, 2, "ggn")
+    assert float(found.measure.located.min()) > -1e-12
+
+
+def test_outliers_are_above_the_widest_gap() -> None:
+    A = aslinearoperator(np.diag([100.0, 70.0, 50.0, 5.0, 4.0, 3.0, 1.0, 0.0, -40.0]))
+    found = hk.spectrum(A, k=6, bottom=1)
+    assert (found.outliers, found.gap) == (3, pytest.approx(10.0))
+    assert hk.spectrum(aslinearoperator(-np.eye(4)), k=2).outliers == 0
+    assert math.isnan(hk.spectrum(aslinearoperator(-np.eye(4)), k=2).gap)
+
+
+def test_the_same_seed_gives_the_same_digits(operator: HessianOperator) -> None:
+    one, two = (hk.spectrum(operator, k=2, method="lanczos", directions=2, steps=5, seed=3) for _ in range(2))
+    assert torch.equal(one.eigenvalues, two.eigenvalues)
+    assert torch.equal(one.measure.nodes, two.measure.nodes)
+
+
+class Interrupted(LinearOperator):
+    """A matrix whose product stops the program at one call."""
+
+    def __init__(self, A: torch.Tensor, at: int) -> None:
+        super().__init__(np.dtype(np.float64), tuple(A.shape))
+        self.A, self.at, self.calls = A.numpy(), at, 0
+
+    def _matmat(self, V: np.ndarray) -> np.ndarray:
+        self.calls += V.shape[1]
+        if self.at and self.calls >= self.at:
+            raise KeyboardInterrupt
+        return self.A @ V
+
+    def _matvec(self, v: np.ndarray) -> np.ndarray:
+        return self._matmat(v.reshape(-1, 1)).reshape(-1)
+
+
+@pytest.mark.parametrize("at", [5, 45, 80])
+def test_an_interrupted_call_goes_on_to_the_same_digits(at: int, tmp_path) -> None:
+    A = with_eigenvalues(torch.linspace(-1, 1, 120, **DOUBLE) ** 3)
+    options = {"k": 2, "bottom": 1, "method": "lanczos", "directions": 3, "steps": 5}
+    whole = hk.spectrum(Interrupted(A, 0), **options)
+    path = tmp_path / "state.pt"
+    with pytest.raises(KeyboardInterrupt):
+        hk.spectrum(Interrupted(A, at), **options, checkpoint=path)
+    second = Interrupted(A, 0)
+    found = hk.spectrum(second, **options, checkpoint=path)
+    assert torch.equal(found.eigenvalues, whole.eigenvalues)
+    assert torch.equal(found.measure.nodes, whole.measure.nodes)
+    assert second.calls < whole.products
+    third = Interrupted(A, 1)
+    assert torch.equal(hk.spectrum(third, **options, checkpoint=path).eigenvalues, whole.eigenvalues)
+    with pytest.raises(hk.InputError, match=r"^spectrum: checkpoint=.* was made for options="):
+        hk.spectrum(second, **{**options, "k": 3}, checkpoint=path)
+    path.write_bytes(b"no archive")
+    with pytest.raises(hk.InputError, match=r"^spectrum: cannot read checkpoint="):
+        hk.spectrum(second, **options, checkpoint=path)
+
+
+def test_products_that_run_out_are_said() -> None:
+    A = with_eigenvalues(torch.linspace(0, 1, 200, **DOUBLE))
+    found = hk.spectrum(aslinearoperator(A.numpy()), k=3, bottom=0, method="lanczos", max_products=20, directions=2, steps=4)
+    assert not found.converged
+    assert "NOT CONVERGED" in str(found)
+    values = torch.linspace(0, 1, 200, **DOUBLE)
+    for value, residual in zip(found.eigenvalues, found.residuals, strict=True):
+        assert float((values - value).abs().min()) <= float(residual)
+
+
+def test_prints_and_pictures(operator: HessianOperator, tmp_path) -> None:
+    found = hk.spectrum(operator, k=3, by="parameter", method="lanczos", directions=2, steps=4)
+    assert "spectrum of the Hessian, " in str(found)
+    assert repr(found).startswith("<Spectrum: spectrum of the Hessian")
+    assert "<table>" in found._repr_html_()
+    assert "attention.W_Q" in found.table()
+    json.dumps(plain(found.to_dict()), allow_nan=False)
+    json.dumps(found.density(scale="log").to_dict(), allow_nan=False)
+    one, two = tmp_path / "a.png", tmp_path / "b.png"
+    found.plot(one)
+    found.plot(two)
+    assert one.read_bytes() == two.read_bytes()
+    assert [axes.get_xscale() for axes in found.plot().axes] == ["linear", "log"]
+
+
+def test_float32_operators() -> None:
+    module = block().float()
+    found = hk.spectrum(module, X.float(), T.float(), k=2, method="lanczos", directions=2, steps=6)
+    expected = hk.hessian(block(), X, T).eigvalsh().flip(0)
+    assert found.converged
+    assert found.eigenvectors.dtype == torch.float32
+    assert found.eigenvalues[:2].tolist() == pytest.approx(expected[:2].tolist(), rel=1e-4)
+
+
+def nan_operator() -> LinearOperator:
+    return aslinearoperator(np.full((5, 5), np.nan))
+
+
+BAD = {
+    "k too large": (lambda op: called(op, k=10**6), r"k=1000000 and bottom=0 of \d+ eigenvalues"),
+    "no k": (lambda op: called(op, k=0), "k=0, bottom=None; expected at least one"),
+    "NaN, full": (lambda op: called(nan_operator(), k=1), "NaN or infinite"),
+    "NaN, Lanczos": (lambda op: called(nan_operator(), k=1, method="lanczos"), "product 1 with the matrix is NaN"),
+    "not symmetric": (lambda op: called(aslinearoperator(np.triu(np.ones((30, 30)))), k=1, method="lanczos"), "not symmetric"),
+    "not symmetric, full": (lambda op: called(aslinearoperator(np.triu(np.ones((30, 30)))), k=1), "not symmetric"),
+    "not square": (lambda op: called(aslinearoperator(np.ones((3, 4))), k=1), "the operator is 3 x 4"),
+    "dropout": (lambda op: called(nn.Sequential(block(), nn.Dropout(0.1)), X, T), r"dropout layer .* module.eval"),
+    "method": (lambda op: called(op, method="eigsh"), "method='eigsh' is not known"),
+    "directions": (lambda op: called(op, directions=1), "directions=1"),
+    "tol": (lambda op: called(op, tol=0.0), "tol=0.0"),
+    "products": (lambda op: called(op, max_products=1), "max_products=1"),
+    "data twice": (lambda op: called(op, X, T), "an operator has its data"),
+    "no module": (lambda op: called(X), "got Tensor"),
+    "by": (lambda op: called(op, by="head"), "by='head' is not known"),
+    "by without module": (lambda op: called(op, by="type"), "read from the module"),
+    "by of no names": (lambda op: called(aslinearoperator(np.eye(3)), k=1, by="parameter"), "needs parameters by name"),
+    "pattern": (lambda op: called(op, by={"a": "b.*"}), r"no parameter matches 'b\.\*'"),
+    "part": (lambda op: called(op, by={"a": ["attention.W_X"]}), "attention.W_X"),
+    "empty": (lambda op: called(op, by={"a": []}), "no parameter in 'a'"),
+    "density": (lambda op: called(op, k=1).density(scale="cubic"), "scale='cubic'"),
+    "width": (lambda op: called(op, k=1).density(width=0.0), "width=0.0"),
+    "folder": (lambda op: called(op, k=1, checkpoint="/no/such/folder/x"), "no folder"),
+    "picture": (lambda op: called(op, k=1).plot("a.bmp"), "cannot write 'a.bmp'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_requests(name: str, operator: HessianOperator) -> None:
+    call, message = BAD[name]
+    with pytest.raises(hk.InputError, match=message) as seen:
+        call(operator)
+    assert str(seen.value).startswith(("spectrum: ", "Spectrum."))
+    assert "\n" not in str(seen.value)
+
+
+def test_what_does_not_fit_in_memory(operator: HessianOperator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hessiankit.landscape.spectra.available_memory", lambda device: 1000)
+    with pytest.raises(hk.OutOfMemoryError, match=r"vectors of \d+ parameters take"):
+        hk.spectrum(operator, k=1, method="lanczos")
+    with pytest.raises(hk.OutOfMemoryError, match="all eigenvalues of"):
+        hk.spectrum(operator, k=1)
+
+
+def test_a_measure_of_one_direction_has_no_error() -> None:
+    one = torch.ones(1, 1, **DOUBLE)
+    found = SpectralMeasure(3, torch.zeros(0, **DOUBLE), one, one, 1e-16)
+    estimate = found.estimate(found.sums(lambda t: t))
+    assert (estimate.value, math.isnan(estimate.half_width)) == (3.0, True)
