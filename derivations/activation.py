@@ -2,7 +2,7 @@ r"""Entrywise activations: value, first and second derivative, each written once
 
 For an entrywise sigma, d sigma(X)/dX = diag(vec_r sigma'(X)) and d2 sigma(X)/dX2 = E_n diag(vec_r sigma''(X)), with
 E_n = (e_1 (x) e_1, ..., e_n (x) e_n). For ReLU the second vanishes off the kinks: Lemma 1 (and 3) of "Closing the
-Curvature Gap" (claim Lem1/3). The smooth ones are those of claim T-FFN-silu and its GELU note; the paper has ReLU only.
+Curvature Gap". The smooth ones are ours; the paper has ReLU only.
 """
 
 from __future__ import annotations

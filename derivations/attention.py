@@ -30,7 +30,7 @@ class AttentionAt(AttentionPoint):
         W_V: d_V x d_v (the paper has d_v = d_V).
         W_O: d_v x d_out, the output projection, or None for none (as in the paper).
         mask: L x L, boolean (True where a token may look) or additive, or None. Every formula holds unchanged with
-            the masked A (claim T-causal).
+            the masked A.
         scale: the constant c; None for 1/sqrt(d_K).
         weights: L x L with rows that sum to one: A is taken to be this instead of softmax(T). A softmax's derivatives
             read A alone, so rational weights give exact ones.
@@ -63,12 +63,12 @@ class AttentionAt(AttentionPoint):
 
     @cached_property
     def G_V(self) -> Matrix:
-        """dF/dW_V = A X (x) W_O^T, or A X (x) I_{d_V} without W_O (Theorem 9; claim T-WO)."""
+        """dF/dW_V = A X (x) W_O^T, or A X (x) I_{d_V} without W_O (Theorem 9)."""
         return kron(self.AX, self.projection.T)
 
     @cached_property
     def G_O(self) -> Matrix:
-        """dF/dW_O = A X W_V (x) I (claim T-WO)."""
+        """dF/dW_O = A X W_V (x) I."""
         expect_names(self, "jacobian", "W_O")
         return kron(self.AX @ self.values, Identity(self.projection.shape[1]))
 
@@ -81,13 +81,13 @@ class AttentionAt(AttentionPoint):
     def G_K(self) -> Matrix:
         """dF/dW_K = (I_L (x) W_V^T X^T) dA/dT (X W_Q (x) X) K_{d_K,d_V} / sqrt(d_K) (Theorem 9).
 
-        Corrected (claim G_K): the print has K_{d_V,d_K}, which is right for d_K = d_V only.
+        Corrected (curvature-gap/g_k): the print has K_{d_V,d_K}, which is right for d_K = d_V only.
         """
         return self.U @ self.dA @ self.T_K
 
     @cached_property
     def J_FX(self) -> Matrix:
-        """dF/dX = A (x) (W_V W_O)^T + U dA/dT T_X (claim T-resid/X); the paper stops at the weights."""
+        """dF/dX = A (x) (W_V W_O)^T + U dA/dT T_X; the paper stops at the weights."""
         return kron(Dense(self.A, "A"), (self.values @ self.projection).T) + self.U @ self.dA @ self.T_X
 
     def Phi(self, k: str, ell: str) -> Matrix:

@@ -1,8 +1,8 @@
 r"""Second derivatives of single-head attention: Lemma 2's Phi_kl, corrected and completed, and those in the input X.
 
 All sixteen Phi blocks (nine without W_O) are here; "Closing the Curvature Gap" prints four, of which each non-zero one
-keeps a loss factor 2/(L d_V) that belongs outside (claims Phi_QQ, Phi_VQ, Phi_QK). W stands for W_V W_O, or for W_V
-where there is no W_O.
+keeps a loss factor 2/(L d_V) that belongs outside (curvature-gap/phi_qq, curvature-gap/phi_vq, curvature-gap/phi_qk). W stands
+for W_V W_O, or for W_V where there is no W_O.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def weight_hessian(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
 def phi_qq(at: AttentionPoint) -> Matrix:
     """Return Phi_QQ = c^2 (I_L (x) W^T (x) I (x) W_K^T) Z_2 (I (x) W_K).
 
-    Corrected (claim Phi_QQ): the print keeps the loss factor 2/(L d_V).
+    Corrected (curvature-gap/phi_qq): the print keeps the loss factor 2/(L d_V).
     """
     return at.c**2 * (_pull(at, at.key) @ at.Z_2 @ kron(_eye(at), at.key))
 
@@ -34,7 +34,7 @@ def phi_qq(at: AttentionPoint) -> Matrix:
 def phi_qk(at: AttentionPoint) -> Matrix:
     """Return Phi_QK = c^2 (I_L (x) W^T (x) I (x) W_K^T) Z_2 (W_Q (x) I) K + c [(I_L (x) W^T (x) I) (Z_1 (x) I) S] (x) I.
 
-    K = K_{d_K,d_V}. Corrected (claim Phi_QK): the print keeps the loss factor, has I_{d_V} for I_L, and lacks the
+    K = K_{d_K,d_V}. Corrected (curvature-gap/phi_qk): the print keeps the loss factor, has I_{d_V} for I_L, and lacks the
     brackets around the product in front of (x) I_{d_K}.
     """
     through_logits = _pull(at, at.key) @ at.Z_2 @ kron(at.query, _eye(at)) @ _turn(at)
@@ -44,7 +44,7 @@ def phi_qk(at: AttentionPoint) -> Matrix:
 def phi_kq(at: AttentionPoint) -> Matrix:
     """Return Phi_KQ: Phi_QK with W_Q, W_K exchanged, Z_1 replaced by Z_1 K, Z_2 by (I (x) K) Z_2 K, K = K_{d_V,d_V}.
 
-    Corrected (claim Phi_KQ): the print exchanges the weights only, but row softmax and transposition do not commute.
+    Corrected (curvature-gap/phi_kq): the print exchanges the weights only, but row softmax and transposition do not commute.
     """
     through_logits = _pull(at, at.query) @ _turned_Z_2(at) @ kron(at.key, _eye(at)) @ _turn(at)
     return at.c**2 * through_logits + _bilinear(at, at.Z_1 @ _swap(at))
@@ -53,7 +53,7 @@ def phi_kq(at: AttentionPoint) -> Matrix:
 def phi_kk(at: AttentionPoint) -> Matrix:
     """Return Phi_KK = c^2 (I_L (x) W^T (x) I (x) W_Q^T) (I (x) K) Z_2 K (I (x) W_Q), K = K_{d_V,d_V}.
 
-    The paper does not give it (claim Phi_KK).
+    The paper does not give it (curvature-gap/phi_kk).
     """
     return at.c**2 * (_pull(at, at.query) @ _turned_Z_2(at) @ kron(_eye(at), at.query))
 
@@ -67,7 +67,7 @@ def by_value_weight(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
         W_O:  d(A X W_V (x) I)/d(A X W_V) {(I_L (x) W_V^T) R_j  + [j = V]  A X (x) I} .
 
     Without W_O the first is Phi_VQ = c (I_L (x) S) Z_1 (I (x) W_K), and likewise Phi_VK (not printed) and Phi_VV = 0.
-    Corrected (claim Phi_VQ): the print keeps the loss factor. The blocks of W_O are new (claim T-WO).
+    Corrected (curvature-gap/phi_vq): the print keeps the loss factor. The blocks of W_O are new.
     """
     (length, d), (d_v, d_out), R = at.tokens.shape, at.projection.shape, at.averaged_jacobian(name_j)
     if name_i == "W_O":
@@ -94,7 +94,7 @@ def by_query_or_key(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
 
 
 def input_hessian(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
-    """Return d2F where at least one argument is X, of shape (L d_out n_i) x n_j (claim T-resid/X).
+    """Return d2F where at least one argument is X, of shape (L d_out n_i) x n_j.
 
     For i in {X, Q, K} the first derivative is U A' T_i, to which X adds A (x) W^T, so that by the product rule
 

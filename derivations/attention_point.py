@@ -132,12 +132,12 @@ class AttentionPoint(OperationAt):
 
     @cached_property
     def T_K(self) -> Matrix:
-        """dT/dW_K = c (X W_Q (x) X) K_{d_K,d_V}, L^2 x d_V d_K; corrected (claim G_K): the print has K_{d_V,d_K}."""
+        """dT/dW_K = c (X W_Q (x) X) K_{d_K,d_V}, L^2 x d_V d_K; corrected (curvature-gap/g_k): the print has K_{d_V,d_K}."""
         return self.c * kron(self.tokens @ self.query, self.tokens) @ self._turn
 
     @cached_property
     def T_X(self) -> Matrix:
-        """dT/dX = c [I_L (x) X W_K W_Q^T + (X W_Q W_K^T (x) I_L) K_{d_V,L}], L^2 x L d_V (claim T-resid/X)."""
+        """dT/dX = c [I_L (x) X W_K W_Q^T + (X W_Q W_K^T (x) I_L) K_{d_V,L}], L^2 x L d_V."""
         length, d = self.tokens.shape
         first = kron(Identity(length), self.tokens @ self.key @ self.query.T)
         second = kron(self.tokens @ self.query @ self.key.T, Identity(length)) @ Commutation(d, length)
@@ -161,7 +161,7 @@ class AttentionPoint(OperationAt):
     def S(self) -> Matrix:
         """S = (I_{d_V} (x) K_{d_V,d_V}) (vec_r I_{d_V} (x) I_{d_V}), the shuffle d(x^T (x) I)/dx, d_V^3 x d_V (Lemma 2).
 
-        Corrected (claim S-dim): the print gives it d_V^2 rows.
+        Corrected (curvature-gap/s-dim): the print gives it d_V^2 rows.
         """
         d = self.tokens.shape[1]
         return Named(in_letters("S"), shuffle(d, d), r"derivative of $x^\top\otimes I$ in $x$")

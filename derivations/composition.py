@@ -1,7 +1,7 @@
 r"""The chain rule to second order, to any depth, and the Gauss-Newton split of a loss Hessian.
 
-For out = g(x(theta), p), with g_x, g_p, g_xx ... the derivatives of the outer operation (claim T-E2E, which extends
-Eq. 6 of Closing the Curvature Gap to any depth):
+For out = g(x(theta), p), with g_x, g_p, g_xx ... the derivatives of the outer operation (Eq. 6 of Closing the
+Curvature Gap, extended to any depth):
 
     J        = [ g_x J_x,  g_p ]
     H_tt     = (g_x (x) I) H_x + (I (x) J_x^T) g_xx J_x
@@ -146,7 +146,7 @@ class GaussNewton:
         H_ij = J_i^T L'' J_j  +  (L' (x) I_{n_i}) d2f/dW_i dW_j
 
     ``outer`` is the first part (generalised Gauss-Newton), ``functional`` the second; all are n_i x n_j.
-    L' is the row d loss / d vec_r(f)^T: the formula holds in this reading (claim Eq3).
+    L' is the row d loss / d vec_r(f)^T: the formula holds in this reading (curvature-gap/eq3).
 
     >>> import torch
     >>> from derivations.loss import MeanSquaredErrorAt

@@ -1,6 +1,6 @@
 r"""The feed-forward network with its residual, S = Y + sigma(Y W_1 + 1 b_1^T) W_2 + 1 b_2^T, at a point.
 
-Five Jacobians and 25 second derivatives (claims T-FFN-relu, T-FFN-gelu, T-FFN-silu). With the pre-activations
+Five Jacobians and 25 second derivatives. With the pre-activations
 U = Y W_1 + 1 b_1^T, P_2 = I_L (x) W_2^T, D_r = diag(vec_r sigma^(r)(U)), and Q_a = dU/da for a in {Y, W_1, b_1},
 
     Q_Y = I_L (x) W_1^T,   Q_{W_1} = Y (x) I_{d_ff},   Q_{b_1} = 1_L (x) I_{d_ff},
@@ -73,7 +73,8 @@ class FeedForwardAt(OperationAt):
     def _jacobian(self, name: str) -> Matrix:
         """Return dS/da, of shape (L d_out) x n_a (B_1, B_2 and J_SY of Theorem 10, and those of the biases).
 
-        Corrected (claims Thm9-B1, Thm9-B1line, Thm9-JSY): Theorem 9 prints the indicator of X > 0 where it is Y W_1 > 0.
+        Corrected (curvature-gap/thm9-b1, curvature-gap/thm9-b1line, curvature-gap/thm9-jsy): Theorem 9 prints the indicator of X
+        > 0 where it is Y W_1 > 0.
         """
         d_out = shape_of(self.W_2)[1]
         if name == "W_2":

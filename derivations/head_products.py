@@ -5,8 +5,8 @@ its second derivatives are the constant mixed ones. With one head,
 
     dT/dQ = c (I_L (x) K),   dT/dK = c (Q (x) I_S) K_{d_k,S},   dC/dA = I_L (x) V^T,   dC/dV = A (x) I
 
-(Properties 2 and 5 of "Closing the Curvature Gap", and its G_K with the commutation of claim G_K); with more, these are
-block diagonal over the heads.
+(Properties 2 and 5 of "Closing the Curvature Gap", and its G_K with the commutation of curvature-gap/g_k); with more,
+these are block diagonal over the heads.
 """
 
 from __future__ import annotations

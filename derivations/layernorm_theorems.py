@@ -6,8 +6,8 @@ LayerNorm(X) = P(X) M(X) for X in R^{L x d}, with gamma = 1, beta = 0, eps = 0, 
 
 ``derivations.normalization`` has the compact forms, for any gain, shift and eps, that these expand to. Every object of
 Appendix C.2 and C.3 is here under its own letter; a name ``dA1`` denotes dA_1/dX. The printed Hessian is right in its
-skeleton and wrong in four pieces, each corrected where it is defined (claims Thm3-dPkron, Thm3-dD, Thm3-d2P, Thm3-dA3),
-and one piece that it needs is not printed (claim Thm3-dA2).
+skeleton and wrong in four pieces, each corrected where it is defined (curvature-gap/thm3-dpkron, curvature-gap/thm3-dd,
+curvature-gap/thm3-d2p, curvature-gap/thm3-da3), and one piece that it needs is not printed (curvature-gap/thm3-da2).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LayerNormTheorems:
 
     @cached_property
     def norms(self) -> Array:
-        """(M^{o2} 1_d)^{o1/2}, the row norms of M, of shape (L, 1). Corrected (claim Thm8-tau): the proof has 1_L."""
+        """(M^{o2} 1_d)^{o1/2}, the row norms of M, of shape (L, 1). Corrected (curvature-gap/thm8-tau): the proof has 1_L."""
         return sqrt((self.centred * self.centred).sum(1)).reshape(-1, 1)
 
     @cached_property
@@ -88,24 +88,25 @@ class LayerNormTheorems:
 
     @cached_property
     def dM(self) -> Matrix:
-        """dM/dX = I - (I_L (x) 1_{d x d}) / d, Ld x Ld: the G of Theorem 3 (claim Thm8-dM)."""
+        """dM/dX = I - (I_L (x) 1_{d x d}) / d, Ld x Ld: the G of Theorem 3."""
         rows, d, n = self._sizes
         centring = Identity(n) - Fraction(1, d) * kron(Identity(rows), Ones(d, d))
         return Named("G", centring, r"$\partial M/\partial X$, linear in $X$")
 
     @cached_property
     def dsigma(self) -> Matrix:
-        """dsigma/dX = diag^{-1}(M^{o2} 1)^{o1/2} (I_L (x) 1^T) diag(vec_r M) dM/dX / sqrt(d), L x Ld (claim Thm8-dsigma)."""
+        """dsigma/dX = diag^{-1}(M^{o2} 1)^{o1/2} (I_L (x) 1^T) diag(vec_r M) dM/dX / sqrt(d), L x Ld."""
         return self._root * (self.A2 @ self.B2)
 
     @cached_property
     def dP(self) -> Matrix:
-        """dP/dX = (-D^{-1} (x) D^{-T}) E (...) / sqrt(d) = A_1 B_1 / sqrt(d), L^2 x Ld: the H of Theorem 3 (claim Thm8-dP)."""
+        """dP/dX = (-D^{-1} (x) D^{-T}) E (...) / sqrt(d) = A_1 B_1 / sqrt(d), L^2 x Ld: the H of Theorem 3
+        (curvature-gap/thm8-dp)."""
         return Named("H", self._root * (self.A1 @ self.B1), r"$\partial P/\partial X$: inverse rule for $P = D^{-1}$")
 
     @cached_property
     def jacobian(self) -> Matrix:
-        """dLN/dX = (P (x) I_d) dM/dX + (I_L (x) M^T) dP/dX, Ld x Ld (claim Thm2: holds as printed)."""
+        """dLN/dX = (P (x) I_d) dM/dX + (I_L (x) M^T) dP/dX, Ld x Ld (curvature-gap/thm2: holds as printed)."""
         return product_rule(self.P, self.dP, self.M, self.dM)
 
     # The factors of dP/dX = A_1 B_1 / sqrt(d), with B_1 = E A_2 B_2 and B_2 = J A_3 B_3 (Appendix C.3) ----------------------
@@ -151,40 +152,40 @@ class LayerNormTheorems:
 
     @cached_property
     def d2M(self) -> Matrix:
-        """d2M/dX2 = dB_3/dX = 0, (Ld)^2 x Ld (claim Thm3-d2M)."""
+        """d2M/dX2 = dB_3/dX = 0, (Ld)^2 x Ld."""
         n = self._sizes[2]
         return Zero(n * n, n)
 
     @cached_property
     def dA3(self) -> Matrix:
-        """dA_3/dX = E_{Ld} dM/dX, (Ld)^2 x Ld. Corrected (claim Thm3-dA3): the print stops at e_L instead of e_{Ld}."""
+        """dA_3/dX = E_{Ld} dM/dX, (Ld)^2 x Ld. Corrected (curvature-gap/thm3-da3): the print stops at e_L instead of e_{Ld}."""
         return _derivative("A_3", diag_rule(self._sizes[2]) @ self.dM, "derivative of a diagonal matrix")
 
     @cached_property
     def dB2(self) -> Matrix:
-        """dB_2/dX = (J (x) I)[(A_3 (x) I) dB_3/dX + (I (x) B_3^T) dA_3/dX], L(Ld) x Ld (claim Thm3-dB2)."""
+        """dB_2/dX = (J (x) I)[(A_3 (x) I) dB_3/dX + (I (x) B_3^T) dA_3/dX], L(Ld) x Ld."""
         product = kron(self.J, Identity(self._sizes[2])) @ product_rule(self.A3, self.dA3, self.dM, self.d2M)
         return _derivative("B_2", product, r"product rule, $\partial G/\partial X = 0$")
 
     @cached_property
     def dA2(self) -> Matrix:
-        """dA_2/dX = -(A_2 (x) A_2) E A_2 B_2, L^2 x Ld: needed in dB_1/dX and not printed (claim Thm3-dA2)."""
+        """dA_2/dX = -(A_2 (x) A_2) E A_2 B_2, L^2 x Ld: needed in dB_1/dX and not printed (curvature-gap/thm3-da2)."""
         return _derivative("A_2", inverse_rule(self.A2) @ self.E @ self.A2 @ self.B2, "inverse rule")
 
     @cached_property
     def dB1(self) -> Matrix:
-        """dB_1/dX = (E (x) I)[(A_2 (x) I) dB_2/dX + (I_L (x) B_2^T) dA_2/dX], L^2(Ld) x Ld (claim Thm3-dB1)."""
+        """dB_1/dX = (E (x) I)[(A_2 (x) I) dB_2/dX + (I_L (x) B_2^T) dA_2/dX], L^2(Ld) x Ld."""
         product = kron(self.E, Identity(self._sizes[2])) @ product_rule(self.A2, self.dA2, self.B2, self.dB2)
         return _derivative("B_1", product, "product rule")
 
     @cached_property
     def dD(self) -> Matrix:
-        """dD/dX = B_1 / sqrt(d), L^2 x Ld. Corrected (claim Thm3-dD): the print drops 1/sqrt(d)."""
+        """dD/dX = B_1 / sqrt(d), L^2 x Ld. Corrected (curvature-gap/thm3-dd): the print drops 1/sqrt(d)."""
         return _derivative("D", self._root * self.B1, r"$D = P^{-1} = \operatorname{diag}(\sigma)$")
 
     @cached_property
     def dA1(self) -> Matrix:
-        """dA_1/dX by the Kronecker rule, from d(-D^{-1})/dX and dD^{-T}/dX, L^4 x Ld (claim Thm3-dA1)."""
+        """dA_1/dX by the Kronecker rule, from d(-D^{-1})/dX and dD^{-T}/dX, L^4 x Ld."""
         rows = self._sizes[0]
         minus_inverse = -inverse_rule(self.P) @ self.dD
         inverse_transposed = Commutation(rows, rows) @ inverse_rule(self.P) @ self.dD
@@ -195,7 +196,7 @@ class LayerNormTheorems:
     def d2P(self) -> Matrix:
         """d2P/dX2 = [(A_1 (x) I) dB_1 + (I_{L^2} (x) B_1^T) dA_1] / sqrt(d), L^2(Ld) x Ld.
 
-        Corrected (claim Thm3-d2P): 1/sqrt(d) multiplies both terms, and only the first in print.
+        Corrected (curvature-gap/thm3-d2p): 1/sqrt(d) multiplies both terms, and only the first in print.
         """
         product = self._root * product_rule(self.A1, self.dA1, self.B1, self.dB1)
         return Named(r"\frac{\partial^2 P}{\partial X^2}", product, r"product rule for $H$")
@@ -204,7 +205,7 @@ class LayerNormTheorems:
     def dPkron(self) -> Matrix:
         """d(P (x) I_d)/dX = (I_L (x) K_{d,L} (x) I_d)(I_{L^2} (x) vec_r I_d) dP/dX, (Ld)^2 x Ld.
 
-        Corrected (claim Thm3-dPkron): the print differentiates P (x) I_L. Lemma 4 has it right (claim L4-dPkron).
+        Corrected (curvature-gap/thm3-dpkron): the print differentiates P (x) I_L. Lemma 4 has it right.
         """
         rows, d, _ = self._sizes
         return _derivative(r"(P\otimes I)", kron_derivative_left((rows, rows), Identity(d)) @ self.dP, "Kronecker rule")
@@ -213,7 +214,7 @@ class LayerNormTheorems:
     def dIMT(self) -> Matrix:
         """d(I_L (x) M^T)/dX = (I_L (x) K_{d,L} (x) I_L)(vec_r I_L (x) I_{Ld}) K_{d,L} dM/dX, (Ld)L^2 x Ld.
 
-        As printed in C.3 (claim Thm3-dIMT); Lemma 4 leaves out K_{d,L} (claim L4-dIMT).
+        As printed in C.3; Lemma 4 leaves out K_{d,L} (curvature-gap/l4-dimt).
         """
         rows, d, _ = self._sizes
         whole = kron_derivative_right(Identity(rows), (d, rows)) @ Commutation(d, rows) @ self.dM
@@ -221,11 +222,11 @@ class LayerNormTheorems:
 
     @cached_property
     def hessian(self) -> Matrix:
-        """d2LN/dX2, (Ld)^2 x Ld: the product rule applied to the two terms of Theorem 2 (claim Thm3-skel).
+        """d2LN/dX2, (Ld)^2 x Ld: the product rule applied to the two terms of Theorem 2 (curvature-gap/thm3-skel).
 
             ((P (x) I_d) (x) I) d2M + (I (x) dM^T) d(P (x) I_d) + ((I_L (x) M^T) (x) I) d2P + (I (x) dP^T) d(I_L (x) M^T)
 
-        Corrected (claim Thm3-full) through its pieces.
+        Corrected (curvature-gap/thm3-full) through its pieces.
         """
         rows, d, _ = self._sizes
         first = product_rule(kron(self.P, Identity(d)), self.dPkron, self.dM, self.d2M)

@@ -1,11 +1,11 @@
 r"""Squared error and cross entropy: value, gradient row and Hessian in vec_r, and the losses as primitives.
 
-Squared error is the mean over all entries, l = ||Z - target||_F^2 / (L d_V), with second derivative 2/(L d_V) I (claim
-MSE-H). Cross entropy is the mean over the tokens, with (claim T-CE, not in the paper)
+Squared error is the mean over all entries, l = ||Z - target||_F^2 / (L d_V), with second derivative
+2/(L d_V) I. Cross entropy, which the paper does not have, is the mean over the tokens, with
 
     L' = vec_r(P - Y)^T / L,    L'' = blockdiag(diag(p_i) - p_i p_i^T) / L,    P = softmax(logits), Y one-hot.
 
-Corrected (claim Eq7-L): below its Eq. 7 "Closing the Curvature Gap" prints the loss without 1/(L d_V) and its second
+Corrected (curvature-gap/eq7-l): below its Eq. 7 "Closing the Curvature Gap" prints the loss without 1/(L d_V) and its second
 derivative with it; the two belong together.
 """
 
@@ -69,7 +69,7 @@ class MeanSquaredErrorAt(OperationAt):
         return Fraction(2, size(shape_of(self.Z))) * row
 
     def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
-        """Return 2/(L d) I, Ld x Ld (claim MSE-H)."""
+        """Return 2/(L d) I, Ld x Ld."""
         n = size(shape_of(self.Z))
         return Fraction(2, n) * Identity(n)
 
@@ -129,7 +129,7 @@ class CrossEntropyAt(OperationAt):
         return torch.nn.functional.cross_entropy(self.logits, labels).reshape(1, 1)
 
     def _jacobian(self, name: str) -> Matrix:
-        """Return vec_r(P - Y)^T / L, 1 x LC (claim T-CE)."""
+        """Return vec_r(P - Y)^T / L, 1 x LC."""
         rows, classes = shape_of(self.logits)
         one_hot = np.array([[int(label == c) for c in range(classes)] for label in self._labels], dtype=object)
         if is_exact(self.P):
@@ -141,7 +141,7 @@ class CrossEntropyAt(OperationAt):
         return Fraction(1, rows) * Dense(slope.reshape(1, -1), r"\operatorname{vec}_r(P-Y)^\top")
 
     def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
-        """Return blockdiag(diag(p_i) - p_i p_i^T) / L, LC x LC (claim T-CE)."""
+        """Return blockdiag(diag(p_i) - p_i p_i^T) / L, LC x LC."""
         return Fraction(1, len(self._labels)) * RowCovariance(self.P, "p_i")
 
 

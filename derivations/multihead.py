@@ -1,4 +1,4 @@
-r"""Multi-head attention F = sum_h A_h X W_V^h W_O^h: the single-head chapter once for each head (claim T-multihead).
+r"""Multi-head attention F = sum_h A_h X W_V^h W_O^h: the single-head chapter once for each head.
 
 Each head's Jacobians and second derivatives are the single-head ones. The second derivatives of F across two heads
 vanish: the heads meet only in what comes after, through J^T (.) J.

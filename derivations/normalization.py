@@ -6,7 +6,7 @@ Row i of X in R^{L x d} is centred and divided by its scale, with ^X = P X C the
 
 "Closing the Curvature Gap" treats LayerNorm with gamma = 1, beta = 0, eps = 0; its own formulas (Theorems 2 and 3) are
 in ``derivations.layernorm_theorems``. The forms below are shorter, hold for every gain, shift and eps, and give RMSNorm
-by C -> I_d (claims T-LN-J, T-LN-H, T-LN-cross and T-RMS, which the paper does not have). eps enters through s alone.
+by C -> I_d (which the paper does not have). eps enters through s alone.
 
 The same formulas as actions on batches of tensors are the primitives of ``derivations.normalization_actions``.
 """
@@ -142,7 +142,7 @@ class _NormalizationAt(OperationAt):
         return scaled if beta is None else scaled + beta.reshape(1, -1)
 
     def _jacobian(self, name: str) -> Matrix:
-        r"""Return dY/dX, dY/dgamma or dY/dbeta (claim T-LN-J).
+        r"""Return dY/dX, dY/dgamma or dY/dbeta.
 
         dY/dX     = (P (x) Gamma) (I_L (x) C - V V^T / d)      Ld x Ld
         dY/dgamma = diag(vec_r ^X) (1_L (x) I_d)                Ld x d
@@ -155,7 +155,7 @@ class _NormalizationAt(OperationAt):
         return repeated if name == "beta" else Diagonal(self.X_hat, r"\operatorname{vec}_r(\hat X)") @ repeated
 
     def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
-        r"""Return the derivative of dY/d(name_i) with respect to name_j (claims T-LN-H and T-LN-cross).
+        r"""Return the derivative of dY/d(name_i) with respect to name_j.
 
         With E_n = (e_1 (x) e_1, ..., e_n (x) e_n), the block in X puts d^2 x d blocks h_i / s_i^2 where they belong:
 
@@ -195,7 +195,7 @@ class LayerNormAt(_NormalizationAt):
     r"""Y = diag(1/s) X C diag(gamma) + 1_L beta^T with C = I - 1 1^T / d, at a point.
 
     The paper's Sections 3 and 4.2 give the row statistics with the wrong range of summation and gamma, beta in R^m:
-    corrected, they run over the d features of a row, and gamma, beta are in R^d (claims Sec3-LN, Sec4.2-gb).
+    corrected, they run over the d features of a row, and gamma, beta are in R^d (curvature-gap/sec3-ln, curvature-gap/sec4.2-gb).
 
     Args:
         X: L x d.
@@ -230,7 +230,7 @@ class LayerNormAt(_NormalizationAt):
 
 @dataclass(frozen=True, eq=False)
 class RMSNormAt(_NormalizationAt):
-    r"""Y = diag(1/s) X diag(gamma) with s_i = sqrt(||x_i||^2 / d + eps), at a point: LayerNorm with C = I (claim T-RMS).
+    r"""Y = diag(1/s) X diag(gamma) with s_i = sqrt(||x_i||^2 / d + eps), at a point: LayerNorm with C = I.
 
     Args:
         X: L x d.

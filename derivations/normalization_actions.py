@@ -4,12 +4,12 @@ For one row with normalised entries x and adjoint w, let v = gamma o w. Every Ja
 
     J0 t = (C t - x tau) / s,      tau = x.t / d,
 
-and the second derivative contracted with the adjoint is the identity plus rank two (claim T-LN-H contracted):
+and the second derivative contracted with the adjoint is the identity plus rank two:
 
     H[w] t = ( -nu C t - tau C v + (3 nu tau - omega) x ) / s^2,      nu = x.v / d,   omega = (C v).t / d ,
 
 to which the gain adds <w, D_X D_gamma [., t_gamma]> = J0 (w o t_gamma) and <w, D_gamma D_X [., t]> = sum over rows of
-w o J0 t (claim T-LN-cross). RMSNorm has C = I (claim T-RMS).
+w o J0 t. RMSNorm has C = I.
 """
 
 from __future__ import annotations

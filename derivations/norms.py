@@ -199,7 +199,8 @@ def block_norm_bound(norms: Any) -> float:
 def block_norm_bound_printed(norms: Any) -> float:
     """Return sqrt(m n) max_ij ||B_ij||_2, with m x n the number of blocks (Property 11).
 
-    The print reuses m and n for the size of A; read as numbers of blocks the statement is the useful one (claim Property11).
+    The print reuses m and n for the size of A; read as numbers of blocks the statement is the useful one
+    (curvature-gap/property11).
 
     >>> block_norm_bound_printed(torch.ones(2, 2))
     2.0

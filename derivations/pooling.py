@@ -1,6 +1,6 @@
 r"""Means and sums over axes, and the mean-pool head o = (1/L) 1^T Z W_c + b_c of the paper's vision transformer.
 
-The head is linear in each argument, so its only second derivative is the mixed one (claim T-pool; the paper trains with
+The head is linear in each argument, so its only second derivative is the mixed one (the paper trains with
 this head and has no formula for it).
 """
 
@@ -61,7 +61,7 @@ class MeanPoolHeadAt(OperationAt):
         return out if self.b_c is None else out + self.b_c.reshape(1, -1)
 
     def _jacobian(self, name: str) -> Matrix:
-        """Return do/dZ = (1/L) 1_L^T (x) W_c^T, do/dW_c = (1/L) 1_L^T Z (x) I_C or do/db_c = I_C (claim T-pool)."""
+        """Return do/dZ = (1/L) 1_L^T (x) W_c^T, do/dW_c = (1/L) 1_L^T Z (x) I_C or do/db_c = I_C."""
         rows, classes = int(self.Z.shape[0]), int(self.W_c.shape[1])
         if name == "Z":
             return Fraction(1, rows) * kron(Ones(1, rows), Dense(self.W_c, "W_c").T)
@@ -70,7 +70,7 @@ class MeanPoolHeadAt(OperationAt):
         return Identity(classes)
 
     def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
-        """Return the derivative of do/d(name_i) with respect to name_j (claim T-pool).
+        """Return the derivative of do/d(name_i) with respect to name_j.
 
             d2o/dW_c dZ = (K_{C,d} (x) I_C) (I_d (x) vec_r I_C) ((1/L) 1_L^T (x) I_d)      (C dC) x Ld
             d2o/dZ dW_c = (1/L) (K_{C,L} (x) I_d) (1_L (x) I_{Cd}) K_{C,d}                 (C Ld) x dC

@@ -80,7 +80,7 @@ class SoftmaxAt(OperationAt):
             (I_L (x) K_{S,L} (x) I_S) (E_L (x) I_{S^2}) [I_L (x) E_S - (I + I_L (x) K_{S,S}) (V (x) I_S)] dA/dT
 
         The bracket differentiates diag(a) - a a^T in each row; the two factors in front put the S^2 x S blocks where
-        they belong. A block diagonal of L x L blocks, as Lemma 2 may be read, does not conform (claim Z_2).
+        they belong. A block diagonal of L x L blocks, as Lemma 2 may be read, does not conform (curvature-gap/z_2).
         """
         L, S = shape_of(self.T)
         per_row, V_I = Identity(L), kron(self.V, Identity(S))  # V_I = blockdiag(a_i (x) I_S)

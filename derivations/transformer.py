@@ -5,7 +5,7 @@ r"""The post-norm transformer block Y = LN(X + F(X)), Z = LN(Y + FFN(Y)) in the 
     H_tr^(i,j) = (J_Z (x) I_{n_i}) xi_ij + (I_{L d_V} (x) B_i^T) H_Z B_j ,     B_i = dS/dW_i,   xi_ij = dB_i/dW_j ,
 
 with S = Y + FFN(Y). As printed, 5 of the 25 blocks of the five weights are right, 9 are wrong at generic sizes and 11
-lack a formula. Here are all of them, for smooth activations too (claim T-xi-smooth), and those of the biases, of the
+lack a formula. Here are all of them, for smooth activations too, and those of the biases, of the
 gains and shifts of the norms, of W_O and of X.
 """
 
@@ -140,7 +140,8 @@ class PostNormBlockAt:
 
     @cached_property
     def H_Y(self) -> Matrix:
-        """The second derivative of the first norm in X + F; Theorem 3 misprints it (claims Thm3-full, Thm3-full2)."""
+        """The second derivative of the first norm in X + F; Theorem 3 misprints it (curvature-gap/thm3-full,
+        curvature-gap/thm3-full2)."""
         return self.norm_1.hessian("X", "X")
 
     @cached_property
@@ -150,7 +151,8 @@ class PostNormBlockAt:
 
     @cached_property
     def H_Z(self) -> Matrix:
-        """The second derivative of the second norm in S; Theorem 3 misprints it (claims Thm3-full, Thm3-full2)."""
+        """The second derivative of the second norm in S; Theorem 3 misprints it (curvature-gap/thm3-full,
+        curvature-gap/thm3-full2)."""
         return self.norm_2.hessian("X", "X")
 
     @cached_property
@@ -160,13 +162,13 @@ class PostNormBlockAt:
 
     @cached_property
     def J_SY(self) -> Matrix:
-        """dS/dY = (I_L (x) W_2^T) D_sigma (I_L (x) W_1^T) + I; corrected (claim Thm9-JSY): Theorem 9 has 1{X > 0}."""
+        """dS/dY = (I_L (x) W_2^T) D_sigma (I_L (x) W_1^T) + I; corrected (curvature-gap/thm9-jsy): Theorem 9 has 1{X > 0}."""
         return self.feedforward.jacobian("Y")
 
     def G(self, k: str) -> Matrix:
         """Return d(X + F)/dk for an attention weight or X; for weights it is dF/dW_k.
 
-        Corrected (claim G-clash): Theorem 4 calls dY/dW_k by this name, Theorem 10 needs dF/dW_k.
+        Corrected (curvature-gap/g-clash): Theorem 4 calls dY/dW_k by this name, Theorem 10 needs dF/dW_k.
         """
         name = self._known("G", k)[0]
         slope = self.attention.jacobian(name)
@@ -229,7 +231,8 @@ class PostNormBlockAt:
 
             2/(L d_V) [ J_i^T J_j  +  (vec_r(Z - Target)^T (x) I_{n_i}) H_tr^(i,j) ]
 
-        Corrected (claims Eq7, Eq7-L): the print leaves 2/(L d_V) out of the second term, and does not normalise the loss.
+        Corrected (curvature-gap/eq7, curvature-gap/eq7-l): the print leaves 2/(L d_V) out of the second term, and does not
+        normalise the loss.
 
         Args:
             target: L x d_V.

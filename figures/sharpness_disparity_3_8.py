@@ -5,7 +5,7 @@ The paper follows S of GPT-2 small and LLaMA 0.25B over 50 000 steps on OpenWebT
 centred embedding rows, and of the norms' gains gamma, to support its Theorems 4.1 to 4.3: these bound the gradients by Psi /
 ||W|| and Psi / ||gamma|| with one Psi, so that with d_ff D entries of W and D of gamma the bounds have the quotient
 
-    S(gamma) / S(W) = d_ff ||W||^2 / ||gamma||^2        (Theorem 4.1 with exact counts, claim B14).
+    S(gamma) / S(W) = d_ff ||W||^2 / ||gamma||^2        (Theorem 4.1 with exact counts, claim sharpness-disparity/thm4.1-s-w).
 
 Bounds need not be in the quotient of what they bound, and the theorem is for ReLU, not for the GELU and SwiGLU that are
 trained. So the last column of Figure 8 here, which the paper does not have, puts that quotient beside the measured one, for the

@@ -74,7 +74,8 @@ def test_controls_of_the_paper_and_those_it_lacks():
 
 
 def test_weight_decay():
-    """Claim G3: AdamW shrinks by lr x decay, so that r multiplies it; the released code decays norms too."""
+    """sharpness-disparity/weight-decay: AdamW shrinks by lr x decay, so that r multiplies it; the released code decays norms
+    too."""
     model = language_model()
     shrinkage = {g["block_type"]: g["lr"] * g["weight_decay"] for g in blockwise_lr(model, 1e-3, decay="all")}
     assert shrinkage == pytest.approx({k: 1e-4 * {**EQ_5, "Head": 1}[k] for k in shrinkage}, rel=1e-14)
@@ -152,7 +153,8 @@ class Named(nn.Module):
     ],
 )
 def test_names_that_the_released_code_leaves_untrained(name):
-    """Claim F5: no rule of the released script for LLaMA matches these. Here one is grouped, or named in an error."""
+    """sharpness-disparity/code-names: no rule of the released script for LLaMA matches these. Here one is grouped, or named in
+    an error."""
     assert not any(rule(name) for rule in RULES.values())
     model = Named(name)
     try:

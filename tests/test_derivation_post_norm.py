@@ -72,7 +72,7 @@ def test_the_terms_are_named_in_words():
 
 
 def test_a_smooth_activation_adds_the_curvature_of_the_network():
-    """Claim T-xi-smooth: the last term of xi_kl vanishes for ReLU only."""
+    """The last term of xi_kl vanishes for ReLU only."""
     relu, gelu = (
         {line.symbol: line.formula for line in derive(TransformerBlock(4, 5, activation=name)).story.lines}
         for name in ("relu", "gelu")

@@ -169,7 +169,7 @@ def test_seen_rows_of_an_untied_embedding_hold_all_of_it():
 
 @pytest.mark.parametrize("factor", [0.01, 30.0])
 def test_scale_free_is_invariant_where_the_function_is(factor):
-    """Claim B15: (gamma, W) -> (c gamma, W / c), and with ReLU (W_1, W_2) -> (c W_1, W_2 / c) inside one type."""
+    """ours/ffn-rescaling: (gamma, W) -> (c gamma, W / c), and with ReLU (W_1, W_2) -> (c W_1, W_2 / c) inside one type."""
     model = tiny(activation="relu")
     before = exact_sharpness(model, X, Y)
     named = dict(model.named_parameters())

@@ -43,7 +43,7 @@ def summed(r, warmup, steps, *, code):
 
 @pytest.mark.parametrize(("r", "printed"), [(10.0, 0.9747), (8.0, 0.9754), (6.0, 0.9766), (4.0, 0.979)])
 def test_the_code_over_the_paper(r, printed):
-    """Claim G1: 50 000 steps, 1 000 of them warm-up, give 2 to 3 % less in the released code than in the paper."""
+    """50 000 steps, 1 000 of them warm-up, give 2 to 3 % less in the released code than in the paper."""
 
     def schedule(warmup, steps, **reading):
         optimizer = torch.optim.AdamW(blockwise_lr(language_model(), BASE))

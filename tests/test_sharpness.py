@@ -143,7 +143,7 @@ def test_micro_batches_average_to_the_same():
     for kind in exact.types:
         for found in (whole, split):
             assert abs(found.types[kind].value - exact.types[kind].value) < 4 * found.types[kind].standard_error
-    assert split.types["FFN"].standard_error < 0.75 * whole.types["FFN"].standard_error  # claim E8
+    assert split.types["FFN"].standard_error < 0.75 * whole.types["FFN"].standard_error  # claim ours/eq3-micro-batches
     assert whole.types["FFN"].data_standard_error is None
     assert split.types["FFN"].data_standard_error > split.types["FFN"].standard_error
 

@@ -5,7 +5,8 @@ over a ball of weights), ``attention_structured`` and ``block_structured`` at a 
 gradients, of both kinds, are in the ``sharpness_`` files. Files ending in ``_printed`` hold printed bounds, valid or not, which
 ``hessiankit.bounds`` and the ledger compare with the corrected ones.
 
-Upper bounds do not order blocks (claim B16): a lower bound of one above the upper bound of the other does.
+Upper bounds do not order blocks (sharpness-disparity/thm4.1-support): a lower bound of one above the upper bound of the other
+does.
 """
 
 from derivations.bounds.attention_bounds import AttentionNorms, attention_a_priori

@@ -22,7 +22,7 @@ from derivations.arrays import Array, as_array, to_float
 
 
 def norm_jacobian_norm(X: Array, eps: float = 0.0, *, norm: str = "layernorm") -> float:
-    """Return the spectral norm of dN/dX for N = LayerNorm(X) or RMSNorm(X), exactly (claim T-LN-norm).
+    """Return the spectral norm of dN/dX for N = LayerNorm(X) or RMSNorm(X), exactly (ours/norm-norms).
 
     ||dN/dX||_2 = 1 / min_i s_i if k >= 2 (LayerNorm d >= 3, RMSNorm d >= 2), else max_i (1 - rho_i^2) / s_i.
     It replaces Eq. 28 (Lemma 4) of Closing the Curvature Gap, which is violated with its stated sigma_min (claim
@@ -44,7 +44,7 @@ def norm_jacobian_norm(X: Array, eps: float = 0.0, *, norm: str = "layernorm") -
 
 
 def norm_hessian_norm(X: Array, eps: float = 0.0, *, norm: str = "layernorm") -> float:
-    """Return the spectral norm of d2N/dX2 as the L d * L d x L d matrix of the paper, exactly (claim T-LN-norm).
+    """Return the spectral norm of d2N/dX2 as the L d * L d x L d matrix of the paper, exactly (ours/norm-norms).
 
     ||d2N/dX2||_2 = max_i rho_i / (sqrt(d) s_i^2) sqrt(max(k - 1 + 9 (1 - rho_i^2)^2, 2)), without the 2 if k = 1; it is
     max_b ||D_b J||_F over unit b. With eps = 0 it is at most 1 / min_i s_i^2. It replaces Eq. 29 (Lemma 4; claim

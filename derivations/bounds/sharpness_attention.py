@@ -8,7 +8,7 @@ x_i of X_Norm, g_i of G = dQ/dY, and C_i^h = X_Norm^T (diag(a_i) - a_i a_i^T) X_
     dW_Q^h = c sum_i x_i g_i W_O^hT W_V^gT C_i W_K^g     dW_K^g = c sum_{h in g} sum_i C_i W_V^g W_O^h g_i^T x_i W_Q^h
 
 A covariance is at most the square of the largest token, with any number of tokens: where the print has (n sqrt(D))^3 ||gamma||^3
-||dA/dM||_F / sqrt(D) for W_Q and W_K (claims C8, C8t), sqrt(n) (D - 1)^{3/2} ||gamma||^3 / sqrt(D) is enough, and attained.
+||dA/dM||_F / sqrt(D) for W_Q and W_K (ours/thm4.2-sharper), sqrt(n) (D - 1)^{3/2} ||gamma||^3 / sqrt(D) is enough, and attained.
 """
 
 from __future__ import annotations
@@ -182,7 +182,8 @@ class AttentionGradientNorms:
 
 
 def theorem_4_2(norms: AttentionGradientNorms) -> GradientBounds:
-    r"""Return bounds on dQ/dW_Q, dQ/dW_K, dQ/dW_V, dQ/dW_O and dQ/dgamma: Theorem 4.2, corrected (claims B9, C7-C10).
+    r"""Return bounds on dQ/dW_Q, dQ/dW_K, dQ/dW_V, dQ/dW_O and dQ/dgamma: Theorem 4.2, corrected (sharpness-disparity/b1-x-norm,
+    sharpness-disparity/thm4.2-bound-qk).
 
     With x = ||X_Norm||_2, m_h = ||A_h X_Norm||_2, kappa_h = max_i ||C_i^h||_2, and q_h, k_g, v_g, o the spectral norms of the
     weights, all times ||dQ/dY||_F:

@@ -3,10 +3,11 @@ r"""Theorem 4.3 of The Sharpness Disparity Principle, corrected: the embedding a
 Y = Norm(Z; gamma), z_i = row of W_E of token i, plus a position embedding if there is one. With s_i the scale of row z_i and
 J_i = (C - rho_i^2 u_i u_i^T) / s_i the Jacobian of the norm, ||J_i||_2 <= 1 / s_i, the gradient of the row of token k is
 
-    dw_k = sum over the places i of k of J_i (gamma * g_i),     0 for tokens that do not occur (claim D7)
+    dw_k = sum over the places i of k of J_i (gamma * g_i),     0 for tokens that do not occur
 
-The print leaves out ||dQ/dY||_F (claim D6), has n sqrt(D) where sqrt(c_max D) is enough, c_max the most often that a token
-occurs, and takes the least row over the whole vocabulary, where those of the tokens that occur count (claim D5).
+The print leaves out ||dQ/dY||_F (sharpness-disparity/thm4.3-s-we), has n sqrt(D) where sqrt(c_max D) is enough, c_max the most
+often that a token occurs, and takes the least row over the whole vocabulary, where those of the tokens that occur count
+(sharpness-disparity/b3-least-row).
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class EmbeddingNorms:
 
 
 def theorem_4_3(norms: EmbeddingNorms) -> GradientBounds:
-    r"""Return bounds on dQ/dW_E and dQ/dgamma: Theorem 4.3, corrected (claims D5-D7).
+    r"""Return bounds on dQ/dW_E and dQ/dgamma: Theorem 4.3, corrected (sharpness-disparity/b3-bound).
 
         W_E    max_k sqrt(c_k) / s_k  max_j|gamma_j|  ||dQ/dY||_F,      s_k = ||w_k centred|| / sqrt(D) without eps, positions
         gamma  ||dX_Norm/dgamma||_2 ||dQ/dY||_F

@@ -3,7 +3,7 @@ r"""Theorem 4.1 of The Sharpness Disparity Principle, corrected: a feed-forward 
 Y = X + F(Norm(X; gamma)) without biases, and a loss Q with the gradient G = dQ/dY (n x D):
 
     F = sigma(M) W_2, M = X_Norm W_1        dW_2 = A^T G       dW_1 = X_Norm^T E,    E = G W_2^T * sigma'(M)
-    F = (sigma(T) * U) W_down, T = X_Norm W_gate, U = X_Norm W_up      (SwiGLU: sigma = silu; claim B5)
+    F = (sigma(T) * U) W_down, T = X_Norm W_gate, U = X_Norm W_up      (SwiGLU: sigma = silu)
                                             dW_down = h^T G    dW_up = X_Norm^T E_u, E_u = G W_down^T * sigma(T)
                                                                dW_gate = X_Norm^T E_g, E_g = G W_down^T * U * sigma'(T)
     dgamma_j = sum_i (X_std * dQ/dX_Norm)_ij
@@ -109,14 +109,15 @@ class FeedForwardNorms:
 
 
 def theorem_4_1(norms: FeedForwardNorms) -> GradientBounds:
-    r"""Return bounds on dQ/dW_1, dQ/dW_2 and dQ/dgamma: Theorem 4.1, corrected (claims B2, B4, B9-B14).
+    r"""Return bounds on dQ/dW_1, dQ/dW_2 and dQ/dgamma: Theorem 4.1, corrected (sharpness-disparity/thm4.1-w2,
+    sharpness-disparity/thm4.1-activation).
 
         W_1    sup|sigma'| ||X_Norm||_2 ||W_2||_2 ||dQ/dY||_F
         W_2    ||A||_2 ||dQ/dY||_F,    ||A||_2 <= sup|sigma(z)/z| sqrt(n) rho ||W_1||_2
         gamma  sup|sigma'| ||dX_Norm/dgamma||_2 ||W_1||_2 ||W_2||_2 ||dQ/dY||_F
 
     All three are attained: by one token, X and gamma one-hot, M = 1 and dQ/dY along W_2. Bounds from below are those of Euler
-    (claim B7): all three for a homogeneous sigma, that of W_2 for any.
+    (ours/ffn-euler): all three for a homogeneous sigma, that of W_2 for any.
 
     >>> theorem_4_1(FeedForwardNorms(NormedInput.a_priori(4, 5, 1.0), M=7, gradient=1.0, w_1=2.0, w_2=3.0)).upper
     {'W_1': 12.0, 'W_2': 8.0, 'gamma': 24.0}
@@ -199,7 +200,8 @@ class GatedNorms:
 
 
 def theorem_4_1_gated(norms: GatedNorms) -> GradientBounds:
-    r"""Return bounds on the gradients of a gated network, SwiGLU for one, which Theorem 4.1 leaves out (claims B4, B5).
+    r"""Return bounds on the gradients of a gated network, SwiGLU for one, which Theorem 4.1 leaves out
+    (sharpness-disparity/thm4.1-activation).
 
         W_up    ||X_Norm||_2 max|sigma(T)| ||W_down||_2 ||dQ/dY||_F,           max|sigma(T)| <= chord rho ||W_gate||_2
         W_gate  ||X_Norm||_2 max|U sigma'(T)| ||W_down||_2 ||dQ/dY||_F,        max|U sigma'(T)| <= slope rho ||W_up||_2

@@ -4,8 +4,8 @@ X_Norm = X_std diag(gamma) goes into every layer of the theorems. For n tokens o
 
     ||row of X_std||^2 <= D,    |entry| <= sqrt(D - 1),    ||row of X_Norm|| <= min(sqrt(D - 1) ||gamma||, sqrt(D) max |gamma_j|)
 
-all of them attained, the second and third by one-hot rows (claim B9; the paper has n sqrt(D) ||gamma|| for all of X_Norm, where
-sqrt(n (D - 1)) ||gamma|| is enough). For RMSNorm D - 1 is D.
+all of them attained, the second and third by one-hot rows (sharpness-disparity/b1-x-norm; the paper has n sqrt(D) ||gamma|| for
+all of X_Norm, where sqrt(n (D - 1)) ||gamma|| is enough). For RMSNorm D - 1 is D.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class NormedInput:
 
     @classmethod
     def a_priori(cls, n: int, D: int, gamma: float, gamma_max: float | None = None, *, norm: str = "layernorm") -> NormedInput:
-        """Return bounds for every X, given ||gamma|| and, if known, max |gamma_j| (claim B9).
+        """Return bounds for every X, given ||gamma|| and, if known, max |gamma_j| (sharpness-disparity/b1-x-norm).
 
         Raises:
             ValueError: if the norm is unknown.
@@ -182,7 +182,7 @@ class GradientBounds:
     lower: Mapping[str, float] = field(default_factory=dict)
 
     def sharpness(self, *letters: str, terms: int = 1) -> tuple[float, float]:
-        """Return bounds on S = B ||g||^2 / #, Eq. 4, where parameters of a type pool squares and entries (claim C7).
+        """Return bounds on S = B ||g||^2 / #, Eq. 4, where parameters of a type pool squares and entries.
 
         Args:
             letters: the parameters of the type, W_Q and W_K for QK.
@@ -208,7 +208,7 @@ class GradientBounds:
 def average_sharpness(gradient_norm: float, parameters: int, terms: int = 1) -> float:
     r"""Return S = B ||grad||_F^2 / #parameters, Eq. 4 of The Sharpness Disparity Principle.
 
-    The theorems print D^2 for the number of parameters of a weight; for W_1 and W_2 that is D M (claim B14).
+    The theorems print D^2 for the number of parameters of a weight; for W_1 and W_2 that is D M (sharpness-disparity/thm4.1-s-w).
 
     >>> average_sharpness(6.0, 9)
     4.0
@@ -219,7 +219,8 @@ def average_sharpness(gradient_norm: float, parameters: int, terms: int = 1) -> 
 def euler_bounds(product: float, norms: Mapping[str, float]) -> dict[str, float]:
     r"""Return |<dQ/dY, F>| / ||theta||_F for parameters in which the layer F is homogeneous of degree 1.
 
-    Then <theta, dQ/dtheta> = <dQ/dY, F> (Euler; claims B7, C5), and Cauchy-Schwarz gives a bound from below.
+    Then <theta, dQ/dtheta> = <dQ/dY, F> (Euler; ours/ffn-euler, ours/attention-euler), and Cauchy-Schwarz gives a bound from
+    below.
 
     Args:
         product: <dQ/dY, F>, F without the residual.

@@ -109,8 +109,8 @@ NOT_RUN = (
     ("curse-of-depth/fig8", "App. B, Fig. 8",
      "the variance of LLaMA-130M with Pre-LN follows 'an exponential growth pattern' at steps 1 000, 3 000 and 6 000, "
      "which the caption calls epochs",
-     "pre-training of 130M parameters; no numbers in the text. At initialisation it is linear: "
-     "ours/variance-linear-at-init"),
+     "pre-training of 130M parameters; no numbers in the text. At initialisation: "
+     "ours/fig4-at-init"),
     ("curse-of-depth/fig9", "App. C, Fig. 9",
      "Qwen2.5-VL-7B: the drop is uniform in the vision branch and falls with depth in the language branch",
      "weights of 7B parameters that are not at hand"),

@@ -4,8 +4,8 @@ An optimizer moves a tensor with one learning rate. If its step is linear in tha
 
     theta[slice] <- theta[slice] + f (theta'[slice] - theta[slice])
 
-is the step with f times the rate (claim F3 of The Sharpness Disparity Principle). Scaling the gradient is not: AdamW and Lion
-divide it out again.
+is the step with f times the rate (sharpness-disparity/fused of The Sharpness Disparity Principle). Scaling the gradient is not:
+AdamW and Lion divide it out again.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def measured_ratios(
     r"""Return :math:`r = (S_{base} / S)^{power}`, clipped to [1 / cap, cap], for every block type of a report.
 
     *The Sharpness Disparity Principle* (Wang et al.), Sec. 5, suggests :math:`r\propto S_{\mathrm{Norm}}/S` and then sets r by
-    hand (claim H2). The default power is 1/2: Adam divides a gradient by about :math:`\sqrt h`, the root of the curvature that
+    hand. The default power is 1/2: Adam divides a gradient by about :math:`\sqrt h`, the root of the curvature that
     the report estimates, and the curvature that is left is :math:`h/\sqrt h=\sqrt h`. The default cap of 4 is far below the
     paper's 10, since a measurement at one step says nothing about the next thousand.
 

@@ -90,7 +90,7 @@ def blockwise_schedule(
 ) -> BlockwiseSchedule:
     r"""Return a scheduler for blockwise groups: warm-up and cosine, or warm-up, stable, decay.
 
-    *The Sharpness Disparity Principle* (Wang et al.) and its released code differ (claim G1), and neither has an argument for its
+    *The Sharpness Disparity Principle* (Wang et al.) and its released code differ, and neither has an argument for its
     side, so that both are here. Call ``step()`` after every step of the optimizer.
 
     Args:

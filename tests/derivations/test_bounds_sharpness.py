@@ -58,7 +58,7 @@ class TestFeedForward:
             assert all(closer[letter] >= wider[letter] / ROUNDING for letter in found)
 
     def test_lower_bounds_are_euler_identities(self) -> None:
-        """<theta, dQ/dtheta> = <dQ/dY, F> for ReLU (claim B7); for the smooth ones in W_2 alone."""
+        """<theta, dQ/dtheta> = <dQ/dY, F> for ReLU (ours/ffn-euler); for the smooth ones in W_2 alone."""
         leaves, G = self.point(3)
         for activation in ("relu", "gelu"):
             found = gradients(partial(feedforward, activation=activation, norm="layernorm"), leaves, G)
@@ -69,7 +69,7 @@ class TestFeedForward:
                 assert bound * float(leaves[letter].norm()) == pytest.approx(inner, rel=1e-10)
 
     def test_w_2_needs_a_itself_where_the_print_has_slopes(self) -> None:
-        """Claim B4: with A = M * sigma'(M), as printed, the bound on W_2 is violated for GELU."""
+        """sharpness-disparity/thm4.1-activation: with A = M * sigma'(M), as printed, the bound on W_2 is violated for GELU."""
         leaves, G = self.point(0, 1, 2, 1)
         leaves["gamma"], leaves["W_1"] = torch.ones(2, dtype=F64), torch.tensor([[-0.3759], [0.3759]], dtype=F64)  # gelu'(M) = 0
         leaves["X"] = torch.tensor([[1.0, -1.0]], dtype=F64)
@@ -118,7 +118,7 @@ class TestAttention:
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (2, 2), (4, 2), (4, 1)])
     def test_between_its_bounds(self, heads: int, kv_heads: int, causal: bool, norm: str) -> None:
-        """Claim C7: several heads, shared keys and values, a mask; sizes of their own for keys and values."""
+        """Several heads, shared keys and values, a mask; sizes of their own for keys and values."""
         for seed, (n, D, d_k, d_v) in enumerate([(1, 3, 2, 1), (5, 4, 3, 2), (3, 6, 1, 4)]):
             leaves, G = self.point(seed, n, D, heads, kv_heads, d_k, d_v)
             shared = {"heads": heads, "kv_heads": kv_heads, "norm": norm}
@@ -163,7 +163,8 @@ class TestEmbedding:
     @pytest.mark.parametrize("positions", [False, True])
     @pytest.mark.parametrize("norm", NORMS)
     def test_between_its_bounds(self, norm: str, positions: bool) -> None:
-        """Claims D5-D7: repeated tokens, rows that do not occur, and positions, for which the printed minimum fails (D4)."""
+        """sharpness-disparity/b3-bound: repeated tokens, rows that do not occur, and positions, for which the printed minimum
+        fails (D4)."""
         tokens, G, gamma, W_E = torch.tensor([0, 2, 2, 1, 2]), draw(5, 4, seed=1), draw(4, seed=2), draw(6, 4, seed=3)
         W_E[5] *= 1e-6  # a token that does not occur: of no account
         P = draw(5, 4, seed=4) if positions else torch.zeros(5, 4, dtype=F64)

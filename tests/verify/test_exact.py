@@ -107,7 +107,8 @@ def test_a_wrong_constant_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_printed_commutation_of_G_K_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K_{d_V,d_K} in place of K_{d_K,d_V} (claim G_K) conforms, and is right only where d_K = d_V: the cases avoid that."""
+    """K_{d_V,d_K} in place of K_{d_K,d_V} (curvature-gap/g_k) conforms, and is right only where d_K = d_V: the cases avoid
+    that."""
 
     def printed(right: Any, at: AttentionAt, name: str) -> Matrix:
         d_V, d_K = at.W_K.shape
@@ -120,7 +121,7 @@ def test_the_printed_commutation_of_G_K_fails(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_exchanging_queries_and_keys_without_turning_the_softmax_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phi_KQ as Lemma 2 describes it, by exchanging W_Q and W_K (claim Phi_KQ), is wrong."""
+    """Phi_KQ as Lemma 2 describes it, by exchanging W_Q and W_K (curvature-gap/phi_kq), is wrong."""
 
     def printed(right: Any, at: AttentionAt, i: str, j: str) -> Matrix:
         if (i, j) != ("W_K", "W_Q"):
@@ -134,7 +135,7 @@ def test_exchanging_queries_and_keys_without_turning_the_softmax_fails(monkeypat
 
 
 def test_a_formula_that_is_right_for_relu_only_fails_for_smooth_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without sigma'' the feed-forward layer and xi_kl of the block are right for ReLU alone (claim T-xi-smooth)."""
+    """Without sigma'' the feed-forward layer and xi_kl of the block are right for ReLU alone."""
     monkeypatch.setattr(FeedForwardAt, "D_2", property(lambda at: Zero(at.U.size, at.U.size)))
     rows = {**rational("feedforward"), **rational("transformer", "smooth")}
     assert {name for name in rows if not rows[name].passed} == {name for name in rows if "smooth" in name}

@@ -138,9 +138,10 @@ def sharpness(
 
     L = (1/N) sum_n -log p(y_n) over N terms, with every y_n drawn independently from the model's own softmax at temperature 1,
     and h = N grad L (.) grad L. The mean of h over the labels is the diagonal of the Fisher information of one term, which is
-    the Gauss-Newton matrix of the loss (claims E1, E9). The forward pass is done once for each micro-batch, and a draw costs one
-    backward pass. h is squared in each micro-batch and then averaged, with the numbers of terms as weights: the
-    same mean, and a smaller variance the smaller the micro-batches are (claim E8).
+    the Gauss-Newton matrix of the loss (sharpness-disparity/eq3, sharpness-disparity/fisher-is-gauss-newton). The forward pass
+    is done once for each micro-batch, and a draw costs one backward pass. h is squared in each micro-batch and then averaged,
+    with the numbers of terms as weights: the same mean, and a smaller variance the smaller the micro-batches are
+    (ours/eq3-micro-batches).
 
     Args:
         model: Any module that maps inputs to logits: a tensor (B, ..., C), an object with ``.logits``, or a tuple that
@@ -157,9 +158,10 @@ def sharpness(
         seed: The label of a token is a function of seed, draw, number of its sequence and position, so it does not depend on how
             the data are split.
         per: Term of the mean: ``"token"`` (for squared error an entry), or ``"sequence"``: L is then the mean over
-            sequences of the sum over a sequence's tokens, which makes every S larger by the tokens per sequence (claim E5).
+            sequences of the sum over a sequence's tokens, which makes every S larger by the tokens per sequence
+            (sharpness-disparity/eq3-b).
         estimator: ``"fisher"``, or ``"empirical_fisher"``: the same with the labels of the data, which is no estimate of the
-            Fisher information (claim E2) and depends on the micro-batches.
+            Fisher information (sharpness-disparity/eq3-labels) and depends on the micro-batches.
         micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
         parts: The parts that get a number each; by default ``hessiankit.partition.model_parts(model)``.
         confidence: Of the intervals.

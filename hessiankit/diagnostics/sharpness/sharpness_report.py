@@ -42,7 +42,7 @@ class SharpnessReport(Printed):
         tensors: By name of the part.
         mean_of_tensors: By type, the plain mean of the tensors' S, in which a small tensor counts as much as a large one.
         scale_free: By type, the mean over its entries of S ||theta||^2 / # of their tensor; unlike S, it stays the same where
-            one tensor is multiplied by c and another one divided by it without a change of the function (claim B15).
+            one tensor is multiplied by c and another one divided by it without a change of the function (ours/ffn-rescaling).
         seen_rows: S of the embeddings over the rows that the data look up; None where no embedding is looked up by rows.
         histograms: By type, of log10 h, averaged over micro-batches and draws; empty without ``histograms=True``.
         terms: Number of terms of L: tokens, sequences or, for squared error, entries.
