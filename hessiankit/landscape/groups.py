@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator
-from hessiankit.engine.problem.selection import locate
+from hessiankit.curvature.suboperators import positions
 from hessiankit.partition.part import BlockTypes, Part
 from hessiankit.partition.types import model_parts
 from hessiankit.support.errors import InputError, check_name
@@ -60,13 +59,10 @@ def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.
         if not isinstance(key, str):
             raise InputError(f"{WHO}: by has the key {key!r}; expected names of groups, or of parameters")
         of_names = isinstance(value, str) and (key in operator.slices or "[" in key)
-        group, names = (value, [key]) if of_names else (key, [value] if isinstance(value, str) else value)
-        if not isinstance(names, Iterable):
-            raise InputError(f"{WHO}: by[{key!r}] is a {type(value).__name__}; expected a name, a pattern, or several")
-        found.setdefault(group, []).extend(_rows(name, operator) for name in names)
-    empty = next((name for name, rows in found.items() if not rows), None)
-    if not found or empty is not None:
-        raise InputError(f"{WHO}: by has {'no group' if not found else f'no parameter in {empty!r}'}; name some")
+        group, names = (value, key) if of_names else (key, value)
+        found.setdefault(group, []).append(positions(WHO, names, operator.shapes, operator.slices))
+    if not found:
+        raise InputError(f"{WHO}: by has no group; name some")
     return {name: torch.cat(rows).unique() for name, rows in found.items()}
 
 
@@ -78,14 +74,3 @@ def _rows_of_part(part: Part, operator: HessianOperator) -> Tensor:
     rows = operator.slices[part.parameter]
     places = torch.arange(rows.start, rows.stop).reshape(operator.shapes[part.parameter])
     return torch.cat([view.reshape(-1) for view in part.of(places)])
-
-
-def _rows(name: Any, operator: HessianOperator) -> Tensor:
-    if isinstance(name, str) and any(c in name for c in "*?") and name not in operator.slices:
-        matching = [n for n in operator.names if fnmatchcase(n, name)]
-        if not matching:
-            raise InputError(f"{WHO}: by: no parameter matches {name!r}; there are {', '.join(operator.names[:6])}")
-        return torch.cat([_rows(n, operator) for n in matching])
-    whole, rows = locate(WHO, name, operator.shapes)
-    at = operator.slices[whole]
-    return torch.arange(at.start, at.stop) if rows is None else at.start + rows

@@ -16,6 +16,8 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.curvature.suboperators import SubOperator
+from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.problem.batches import Weights
 from hessiankit.engine.problem.task import Loss, Params, available_memory, gib
 from hessiankit.landscape.checkpoint import Checkpoint
@@ -24,7 +26,7 @@ from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.spectrum_result import Spectrum
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
-from hessiankit.support.lanczos import EigenSearch, Product, RitzPairs, quadrature
+from hessiankit.support.lanczos import EigenSearch, RitzPairs, quadrature
 from hessiankit.support.progress import Tell, progress_bar
 
 WHO = "spectrum"
@@ -49,55 +51,18 @@ class SpectrumPlan:
     full: bool
 
 
-@dataclass(frozen=True)
-class SymmetricMatrix:
-    """A symmetric matrix by its products with columns, torch tensors (P,) or (P, k)."""
+class SciPyOperator(TensorOperator):
+    """A symmetric SciPy operator for torch vectors, on the CPU in float64."""
 
-    product: Product
-    size: int
-    dtype: torch.dtype
-    device: torch.device
+    def __init__(self, operator: LinearOperator) -> None:
+        super().__init__(operator.shape, torch.float64, torch.device("cpu"))
+        self.operator = operator
 
-    def block(self, rows: Tensor) -> SymmetricMatrix:
-        """Return the diagonal block of some rows."""
+    def _rows(self, rows: Tensor) -> Tensor:
+        return torch.from_numpy(np.asarray(self.operator.matmat(rows.T.numpy()), dtype=np.float64)).T
 
-        def product(v: Tensor) -> Tensor:
-            wide = v.new_zeros((self.size, *v.shape[1:]))
-            wide[rows] = v
-            return self.product(wide)[rows]
-
-        return SymmetricMatrix(product, len(rows), self.dtype, self.device)
-
-    def dense(self) -> Tensor:
-        """Return the matrix, (P, P), in float64.
-
-        Raises:
-            InputError: It is not finite, or not symmetric.
-        """
-        found = self.product(torch.eye(self.size, dtype=self.dtype, device=self.device)).double()
-        if not bool(torch.isfinite(found).all()):
-            raise InputError(f"{WHO}: products with the matrix are NaN or infinite, so it has no eigenvalues")
-        error, scale = float((found - found.T).abs().max()), float(found.abs().max())
-        if error > torch.finfo(self.dtype).eps ** 0.5 * scale:
-            raise InputError(
-                f"{WHO}: H and its transpose differ by {error / scale:.1e} of the largest entry, so H is not symmetric"
-            )
-        return (found + found.T) / 2
-
-
-def matrix_of(operator: LinearOperator) -> SymmetricMatrix:
-    """Return an operator for torch vectors; SciPy's own are multiplied on the CPU, in float64."""
-    size = operator.shape[0]
-    if isinstance(operator, HessianOperator):
-        return SymmetricMatrix(operator.__matmul__, size, operator.torch_dtype, operator.device)
-    if operator.shape[1] != size:
-        raise InputError(f"{WHO}: the operator is {size} x {operator.shape[1]}; eigenvalues need a symmetric one")
-
-    def product(v: Tensor) -> Tensor:
-        found = operator.matvec(v.numpy()) if v.ndim == 1 else operator.matmat(v.numpy())
-        return torch.from_numpy(np.asarray(found, dtype=np.float64))
-
-    return SymmetricMatrix(product, size, torch.float64, torch.device("cpu"))
+    def _adjoint(self) -> SciPyOperator:
+        return self
 
 
 @checked(WHO, leave=("module",))
@@ -174,21 +139,24 @@ def spectrum(
     start = time.perf_counter()
     _check(k, bottom, directions, steps, method, tol, max_products)
     operator = _operator(module, inputs, target, loss=loss, params=params, kind=kind, weights=weights, reduction=reduction)
-    kind = getattr(operator, "kind", "operator")
-    matrix = matrix_of(operator)
+    kind = getattr(getattr(operator, "whole", operator), "kind", "operator")
+    if operator.shape[0] != operator.shape[1]:
+        raise InputError(f"{WHO}: the operator is {operator.shape[0]} x {operator.shape[1]}; eigenvalues need a symmetric one")
+    matrix = operator if isinstance(operator, TensorOperator) else SciPyOperator(operator)
+    size = matrix.shape[0]
     bottom = (k if kind in ("hessian", "operator") else 0) if bottom is None else bottom
-    bottom = min(bottom, max(matrix.size - k, 0))
-    if k > matrix.size:
-        raise InputError(f"{WHO}: k={k} and bottom={bottom} of {matrix.size} eigenvalues; expected no more in all")
+    bottom = min(bottom, max(size - k, 0))
+    if k > size:
+        raise InputError(f"{WHO}: k={k} and bottom={bottom} of {size} eigenvalues; expected no more in all")
     plan = SpectrumPlan(
         k,
         bottom,
         directions,
         steps,
-        TOLERANCE.get(matrix.dtype, 1e-4) if tol is None else tol,
+        TOLERANCE.get(matrix.torch_dtype, 1e-4) if tol is None else tol,
         max(500, 40 * (k + bottom)) if max_products is None else max_products,
         seed,
-        method == "full" or (method == "auto" and matrix.size <= directions * steps),
+        method == "full" or (method == "auto" and size <= directions * steps),
     )
     groups = {} if by is None else groups_of(by, operator, module if isinstance(module, nn.Module) else None)
     point = float(getattr(operator, "loss", math.nan))
@@ -199,15 +167,13 @@ def spectrum(
         for name, rows in groups.items():
             part = replace(plan, top=min(k, len(rows)), bottom=min(bottom, len(rows) - min(k, len(rows))))
             part = replace(part, full=method == "full" or (method == "auto" and len(rows) <= directions * steps))
-            named[name] = replace(
-                _one(f"block {name}", matrix.block(rows.to(matrix.device)), part, kept, tell), kind=kind, loss=point
-            )
+            named[name] = replace(_one(f"block {name}", SubOperator(matrix, rows, rows), part, kept, tell), kind=kind, loss=point)
     return replace(found, kind=kind, loss=point, groups=named, seconds=time.perf_counter() - start)
 
 
-def _made_for(operator: LinearOperator, plan: SpectrumPlan, matrix: SymmetricMatrix, kind: str) -> dict[str, str]:
+def _made_for(operator: LinearOperator, plan: SpectrumPlan, matrix: TensorOperator, kind: str) -> dict[str, str]:
     """Return what a checkpoint has to agree in."""
-    about = {"options": str(plan), "parameters": str(matrix.size), "kind": kind, "dtype": str(matrix.dtype)}
+    about = {"options": str(plan), "parameters": str(matrix.shape[0]), "kind": kind, "dtype": str(matrix.torch_dtype)}
     if isinstance(operator, HessianOperator):
         about |= {"loss": repr(operator.loss), "|gradient|": repr(float(operator.gradient.norm()))}
     return about
@@ -240,54 +206,61 @@ def _operator(module: Any, inputs: Any, target: Any, **options: Any) -> LinearOp
     return hessian_operator(module, inputs, target, **options)
 
 
-def _one(name: str, matrix: SymmetricMatrix, plan: SpectrumPlan, kept: Checkpoint, tell: Tell) -> Spectrum:
+def _one(name: str, matrix: TensorOperator, plan: SpectrumPlan, kept: Checkpoint, tell: Tell) -> Spectrum:
     """Return the spectrum of one matrix."""
     start = time.perf_counter()
-    eps = torch.finfo(matrix.dtype).eps
+    eps = torch.finfo(matrix.torch_dtype).eps
     if plan.full:
         return _full(matrix, plan, eps, start)
-    wanted = plan.top + plan.bottom
-    basis = min(matrix.size, 2 * wanted + SPARE)
-    together = max(1, min(plan.directions, TOGETHER // (plan.steps * matrix.size)))
+    wanted, size = plan.top + plan.bottom, matrix.shape[0]
+    basis = min(size, 2 * wanted + SPARE)
+    together = max(1, min(plan.directions, TOGETHER // (plan.steps * size)))
     _check_memory(matrix, max(basis + wanted, plan.steps * together + wanted))
     pairs = _search(name, matrix, plan, basis, kept, tell)
     nodes, weights = _quadrature(name, matrix, plan, pairs, together, kept, tell)
-    measure = SpectralMeasure(matrix.size, pairs.values, nodes, weights, eps)
+    measure = SpectralMeasure(size, pairs.values, nodes, weights, eps)
     products = pairs.products + nodes.shape[1] * len(nodes)
     V = pairs.vectors.T
     return Spectrum(
-        pairs.values, V, pairs.residuals, min(plan.top, V.shape[1]), matrix.size, "", math.nan, measure, "lanczos", plan.tol,
+        pairs.values, V, pairs.residuals, min(plan.top, V.shape[1]), size, "", math.nan, measure, "lanczos", plan.tol,
         pairs.converged, products, time.perf_counter() - start,
     )  # fmt: skip
 
 
-def _full(matrix: SymmetricMatrix, plan: SpectrumPlan, eps: float, start: float) -> Spectrum:
-    one, free = matrix.size**2 * matrix.dtype.itemsize, available_memory(matrix.device)
+def _full(matrix: TensorOperator, plan: SpectrumPlan, eps: float, start: float) -> Spectrum:
+    size = matrix.shape[0]
+    one, free = size**2 * matrix.torch_dtype.itemsize, available_memory(matrix.device)
     if 3 * one > free:
         raise OutOfMemoryError(
-            f"{WHO}: all eigenvalues of {matrix.size:,} parameters take {gib(3 * one)}, but only {gib(free)} are free on "
+            f"{WHO}: all eigenvalues of {size:,} parameters take {gib(3 * one)}, but only {gib(free)} are free on "
             f"{matrix.device}; pass method='lanczos', or fewer params=[...]"
         )
-    H = matrix.dense()
+    H = matrix.to_matrix().double()
+    if not bool(torch.isfinite(H).all()):
+        raise InputError(f"{WHO}: products with the matrix are NaN or infinite, so it has no eigenvalues")
+    error, scale = float((H - H.T).abs().max()), float(H.abs().max())
+    if error > eps**0.5 * scale:
+        raise InputError(f"{WHO}: H and its transpose differ by {error / scale:.1e} of the largest entry, so H is not symmetric")
+    H = (H + H.T) / 2
     values, V = torch.linalg.eigh(H)
-    chosen = [*range(matrix.size - 1, matrix.size - 1 - plan.top, -1), *range(plan.bottom - 1, -1, -1)]
+    chosen = [*range(size - 1, size - 1 - plan.top, -1), *range(plan.bottom - 1, -1, -1)]
     residuals = (H @ V[:, chosen] - V[:, chosen] * values[chosen]).norm(dim=0)
     none = torch.zeros(0, 0, dtype=torch.float64)
     return Spectrum(
-        values[chosen].cpu(), V[:, chosen].to(matrix.dtype), residuals.cpu(), plan.top, matrix.size, "", math.nan,
-        SpectralMeasure(matrix.size, values.flip(0).cpu(), none, none, eps), "full", plan.tol, True, matrix.size,
+        values[chosen].cpu(), V[:, chosen].to(matrix.torch_dtype), residuals.cpu(), plan.top, size, "", math.nan,
+        SpectralMeasure(size, values.flip(0).cpu(), none, none, eps), "full", plan.tol, True, size,
         time.perf_counter() - start,
     )  # fmt: skip
 
 
-def _search(name: str, matrix: SymmetricMatrix, plan: SpectrumPlan, basis: int, kept: Checkpoint, tell: Tell) -> RitzPairs:
+def _search(name: str, matrix: TensorOperator, plan: SpectrumPlan, basis: int, kept: Checkpoint, tell: Tell) -> RitzPairs:
     done = kept.get(name, "pairs")
     if done is not None:
         pairs = RitzPairs(**done)
         return replace(pairs, vectors=pairs.vectors.to(matrix.device))
-    first = torch.randn(matrix.size, generator=torch.Generator().manual_seed(plan.seed), dtype=torch.float64)
+    first = torch.randn(matrix.shape[0], generator=torch.Generator().manual_seed(plan.seed), dtype=torch.float64)
     options: dict[str, Any] = {"tol": plan.tol, "most": plan.most, "basis": basis, "seed": plan.seed}
-    search = EigenSearch(first.to(matrix.device, matrix.dtype), top=plan.top, bottom=plan.bottom, **options)
+    search = EigenSearch(first.to(matrix.device, matrix.torch_dtype), top=plan.top, bottom=plan.bottom, **options)
     state = kept.get(name, "search")
     if state is not None:
         search.load(state)
@@ -301,7 +274,7 @@ def _search(name: str, matrix: SymmetricMatrix, plan: SpectrumPlan, basis: int, 
             kept.put(name, "search", search.state())
 
     try:
-        pairs = search.run(matrix.product, after)
+        pairs = search.run(matrix.__matmul__, after)
     except KeyboardInterrupt:
         kept.put(name, "search", search.state())
         raise
@@ -311,11 +284,11 @@ def _search(name: str, matrix: SymmetricMatrix, plan: SpectrumPlan, basis: int, 
 
 
 def _quadrature(
-    name: str, matrix: SymmetricMatrix, plan: SpectrumPlan, pairs: RitzPairs, together: int, kept: Checkpoint, tell: Tell
+    name: str, matrix: TensorOperator, plan: SpectrumPlan, pairs: RitzPairs, together: int, kept: Checkpoint, tell: Tell
 ) -> tuple[Tensor, Tensor]:
     """Return nodes and weights, (directions, steps) or fewer columns; no rows where all eigenvalues are located."""
     U = pairs.vectors
-    steps = min(plan.steps, matrix.size - len(U))
+    steps = min(plan.steps, matrix.shape[0] - len(U))
     if steps == 0:
         return torch.zeros(0, 0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64)
     U = torch.linalg.qr(U.T)[0].T  # converged vectors are orthogonal to the tolerance only
@@ -323,9 +296,9 @@ def _quadrature(
     while len(done) < plan.directions:
         count = min(together, plan.directions - len(done))
         draws = [torch.Generator().manual_seed(plan.seed + 1_000_003 * (len(done) + n + 1)) for n in range(count)]
-        starts = torch.stack([torch.randn(matrix.size, generator=g, dtype=torch.float64) for g in draws])
-        starts = starts.to(matrix.device, matrix.dtype)
-        done += list(quadrature(matrix.product, starts, steps, against=U, together=count))
+        starts = torch.stack([torch.randn(matrix.shape[0], generator=g, dtype=torch.float64) for g in draws])
+        starts = starts.to(matrix.device, matrix.torch_dtype)
+        done += list(quadrature(matrix.__matmul__, starts, steps, against=U, together=count))
         tell(f"{name}: density, directions", len(done), plan.directions)
         kept.put(name, "quadrature", done)
     nodes, weights = (torch.zeros(plan.directions, steps, dtype=torch.float64) for _ in range(2))
@@ -334,10 +307,10 @@ def _quadrature(
     return nodes, weights
 
 
-def _check_memory(matrix: SymmetricMatrix, vectors: int) -> None:
-    need, free = vectors * matrix.size * matrix.dtype.itemsize, available_memory(matrix.device)
+def _check_memory(matrix: TensorOperator, vectors: int) -> None:
+    need, free = vectors * matrix.shape[0] * matrix.torch_dtype.itemsize, available_memory(matrix.device)
     if need > free:
         raise OutOfMemoryError(
-            f"{WHO}: {vectors} vectors of {matrix.size:,} parameters take {gib(need)}, but only {gib(free)} are free on "
+            f"{WHO}: {vectors} vectors of {matrix.shape[0]:,} parameters take {gib(need)}, but only {gib(free)} are free on "
             f"{matrix.device}; pass a smaller k, bottom or steps, or fewer params=[...]"
         )
