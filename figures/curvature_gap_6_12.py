@@ -46,8 +46,7 @@ from figures._digits import LOSS, ImageSpec, images_of, snapshots
 from figures._kit import CODE, DASHES, FAINT, METHOD_COLOURS, cached, heading, page, save, style, write_json, write_rows
 from hessiankit.blocks import TransformerBlock
 from hessiankit.bounding.loss_surface import SurfaceReport, loss_surface_bound
-from hessiankit.ledger.curvature_gap.convergence import running_means
-from hessiankit.ledger.curvature_gap.experiments import average_differences, slope
+from hessiankit.ledger.curvature_gap.convergence import average_differences, running_means, slope
 from hessiankit.ledger.drawing import Draw
 from hessiankit.studies.training import updates
 from hessiankit.support.progress import progress_bar

@@ -13,16 +13,11 @@ from derivations.normalization import LayerNormAt
 from hessiankit.blocks import TransformerBlock
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curse_of_depth.stacks import StackSizes, dense, make_stack, rms_norm, spectral, stream
+from hessiankit.ledger.curse_of_depth.stacks import StackSizes, make_stack, stream
 from hessiankit.ledger.curse_of_depth.variance import grown
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import (
-    assumed,
-    bounded,
-    measured,
-    violated,
-    wrong,
-)
+from hessiankit.ledger.evidence import assumed, bounded, measured, violated, wrong
+from hessiankit.ledger.notation import dense, rms_norm, spectral
 from hessiankit.ledger.registry import claim
 
 

@@ -1,10 +1,11 @@
-"""Theorem 3.3: the Jacobian from the first block to the last, and its factors."""
+"""Theorem 3.3: the Jacobian from the first block to the last, its factors, A, B and the bounds."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import mpmath
 import torch
 from torch import Tensor
 
@@ -17,21 +18,16 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import (
     Network,
     StackSizes,
-    dense,
+    block_jacobian,
+    exponent,
+    layers,
+    log_product,
     make_stack,
-    rms_norm,
-    spectral,
     stream,
 )
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import (
-    bounded,
-    loose,
-    readings,
-    relative_error,
-    violated,
-    wrong,
-)
+from hessiankit.ledger.evidence import bounded, loose, measured, readings, relative_error, violated, wrong
+from hessiankit.ledger.notation import dense, rms_norm, spectral
 from hessiankit.ledger.registry import claim
 
 SMALL: dict[str, Any] = {"d_model": 6, "d_ff": 8, "n_heads": 1}
@@ -218,3 +214,196 @@ def eq44_loose(seed: int) -> Evidence:
     found = spectral(torch.cat(heads))
     inner = size.of_sequence * size.sigma**3 * math.sqrt(size.d**3 * head) + size.sigma * (math.sqrt(size.d) + math.sqrt(head))
     return loose(found / (size.h * inner), "d = 32, two heads, 8 tokens", factor=1.5)
+
+
+# Theorem 3.3: A, B, and the bounds that follow from them --------------------------------------------------------------
+
+
+@claim("curse-of-depth/eq47", "App. A.2.2, Eq. 47", "WRONG AS PRINTED")
+def eq47(seed: int) -> Evidence:
+    r"""$A = \frac{\sigma^2}{(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2} + 2dh(\sqrt s + 2 + \frac{1}{\sqrt
+    s})\sigma^2\left(d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d}\right)$
+
+    Correct: $A = a + b$ with $a = \sigma^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2$, $b = 2dh(\sqrt s + 2 + \frac{1}{\sqrt
+    s})\sigma^2(\sigma^2d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d})$: Eq. 36 has a $\sigma^2$ that is lost
+    here
+    """
+    size = StackSizes()
+    first, _ = coefficients(size.ffn, size.attention)
+    as_printed, _ = coefficients(size.ffn_printed, size.attention)
+    detail = f"coefficient of 1 / sigma in Eq. 36, d = 64, s = 32: with the printed factors {as_printed:.4g}"
+    return wrong(
+        [size.A_printed] * 2,
+        [as_printed, first],
+        detail,
+        corrected=[size.ffn_printed + size.attention, size.ffn + size.attention],
+        above=1,
+    )
+
+
+def coefficients(a: float, b: float) -> tuple[float, float]:
+    """Return the coefficients of t and t^2 of (1 + a t)(1 + b t), by differentiating it at 0."""
+    t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad((1 + a * t) * (1 + b * t), t, create_graph=True)
+    (second,) = torch.autograd.grad(first, t)
+    return float(first.detach()), float(second) / 2
+
+
+@claim("curse-of-depth/eq48", "App. A.2.2, Eq. 48", "WRONG AS PRINTED")
+def eq48(seed: int) -> Evidence:
+    r"""$B = 2dh(\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^4d\sqrt{d_{\mathrm{head}}}$
+
+    Correct: $B = ab$, the product of the two factors of $1/\sigma_x$; the printed one is a part of $b$
+    """
+    size = StackSizes()
+    _, second = coefficients(size.ffn, size.attention)
+    _, as_printed = coefficients(size.ffn_printed, size.attention)
+    detail = f"coefficient of 1 / sigma^2 in Eq. 36: with the printed factors {as_printed:.3g}"
+    return wrong(size.B_printed, second, detail, corrected=size.ffn * size.attention, above=0.5)
+
+
+def stack_norms(seed: int, depth: int, **options: Any) -> tuple[list[Tensor], list[float], list[float]]:
+    """Return the Jacobian of each block of a stack, and the least deviation of a token at its two norms."""
+    X, blocks = Draw(seed).normal(4, 16), make_stack(seed, depth, **options)
+    jacobians, at_attention, at_network = [], [], []
+    for block in blocks:
+        jacobians.append(block_jacobian(block, X))
+        Y = X + block.attention(rms_norm(X))
+        at_attention.append(float(X.square().mean(1).sqrt().min()))
+        at_network.append(float(Y.square().mean(1).sqrt().min()))
+        X = block(X)
+    return jacobians, at_attention, at_network
+
+
+STACK = StackSizes(d=16, d_ffn=32, h=2, s=4, sigma=1 / math.sqrt(2.5 * 16))
+"""The numbers of the stacks that the rows draw."""
+
+
+@claim("curse-of-depth/eq9", "Theorem 3.3, Eq. 9; Eqs. 36, 45 and 46", "WRONG AS PRINTED", uses=[TransformerBlock])
+def eq9(seed: int) -> Evidence:
+    r"""$\|\frac{\partial y_L}{\partial x_1}\|_2\le\prod_{\ell=1}^{L-1}\left(1 + \frac{A}{\sigma_{x_\ell}} +
+    \frac{B}{\sigma_{x_\ell}^2}\right)$
+
+    Correct: $L$ factors with $A = a + b$, $B = ab$ and the least deviation of a token for $\sigma_{x_\ell}$: at $L = 1$ the
+    printed product is empty. Corrected it is far from attained: at $L = 8$ by more than $10^6$
+    """
+    jacobians, first, second = stack_norms(seed, 8)
+    factors = [(1 + STACK.attention / x) * (1 + STACK.ffn / y) for x, y in zip(first, second, strict=True)]
+    printed = [1 + STACK.A_printed / x + STACK.B_printed / x**2 for x in first]
+    norms = [spectral(jacobians[0]), spectral(chain(jacobians))]
+    v = torch.linalg.svd(jacobians[0])[2][0].reshape(4, 16) * 1e-6
+    X, block = Draw(seed).normal(4, 16), make_stack(seed, 1)[0]
+    quotient = float((block(X + v) - block(X - v)).norm() / 2e-6)
+    return violated(
+        norms,
+        [1.0, math.prod(printed[:-1])],
+        f"L = 1 and 8, width 16; at L = 8 the corrected bound is {math.prod(factors) / norms[1]:.1g} times the norm",
+        corrected=[factors[0], math.prod(factors)],
+        second=[quotient, norms[1]],
+        by="at L = 1 a difference quotient along the first singular vector",
+    )
+
+
+@claim("curse-of-depth/eq10", "Theorem 3.3, Eq. 10", "HOLDS")
+def eq10(seed: int) -> Evidence:
+    r"""$\sigma_{x_\ell}^2\sim\exp(\ell)$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le M$"""
+    found = []
+    for A, B in ((1.0, 1.0), (10.0, 10.0), (50.0, 5.0)):
+        limit = A / (math.exp(0.5) - 1) + B / (math.e - 1)  # sum of A e^{-k/2} + B e^{-k}
+        found += [math.exp(log_product(A, B, torch.exp(layers(L) / 2)) - limit) for L in (1, 10, 100, 700)]
+    return bounded(found, "the product of Eq. 9 over exp of the sum of its terms, L to 700")
+
+
+@claim("curse-of-depth/eq49", "App. A.2.2, Eq. 49", "WRONG AS PRINTED")
+def eq49(seed: int) -> Evidence:
+    r"""$M = \exp\left(\frac{A}{e-1} + \frac{B}{e^2-1} - \frac12\left(\frac{A^2}{e^2-1} + \frac{2AB}{e^3-1} +
+    \frac{B^2}{e^4-1}\right)\right)$
+
+    Correct: $M = \exp\left(\frac{A}{\sqrt e-1} + \frac{B}{e-1}\right)$: $\sigma = e^{k/2}$ where $\sigma^2 = e^k$, and two
+    terms of $\log(1+x)$ are a lower bound
+    """
+    A = B = 10.0
+    e = math.e
+    square = A**2 / (e**2 - 1) + 2 * A * B / (e**3 - 1) + B**2 / (e**4 - 1)
+    printed = A / (e - 1) + B / (e**2 - 1) - square / 2
+    own = log_product(A, B, torch.exp(layers(700)))  # with sigma = e^k, as the text has it
+    right, corrected = log_product(A, B, torch.exp(layers(700) / 2)), A / (math.sqrt(e) - 1) + B / (e - 1)
+    second = mpmath.log(mpmath.nprod(lambda k: 1 + A * mpmath.exp(-k) + B * mpmath.exp(-2 * k), [1, 700]))
+    return violated(
+        [math.exp(own), math.exp(right)],
+        [math.exp(printed)] * 2,
+        "A = B = 10; with the text's sigma = e^k and with sigma = e^(k / 2)",
+        corrected=[math.exp(corrected)] * 2,
+        above=10,
+        second=[math.exp(float(second)), math.exp(right)],
+        by="the first by mpmath",
+    )
+
+
+@claim("curse-of-depth/eq11", "Theorem 3.3, Eq. 11; Eq. 50", "WRONG AS PRINTED")
+def eq11(seed: int) -> Evidence:
+    r"""$\sigma_{x_\ell}^2\sim\ell$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\Theta(L)$
+
+    Correct: Eq. 9 gives $\prod_k(1 + \frac{A}{\sqrt k} + \frac Bk)$, which grows like $\exp(2A\sqrt L)$ up to a power of $L$
+    """
+    A = B = 1.0
+    logs = [log_product(A, B, layers(L).sqrt()) for L in (1024, 4096)]
+    grown, linear = math.exp(logs[1] - logs[0]), 4.0
+    corrected = math.exp(2 * A * (math.sqrt(4096) - math.sqrt(1024)) + B * math.log(4))
+    return violated(grown, linear, "growth of Eq. 9's product from L = 1024 to 4096, A = B = 1", corrected=corrected, above=1e6)
+
+
+@claim("curse-of-depth/eq50-substitution", "App. A.2.2, above Eq. 50", "WRONG AS PRINTED")
+def eq50_substitution(seed: int) -> Evidence:
+    r"""$\sigma^2 = k$: $\prod_k(1 + \frac Ak + \frac{B}{e^{k^2}})\sim\exp(A(\log n + \gamma) + \mathrm{const}) = \Theta(L)$
+
+    Correct: it is $\Theta(L^A)$; and $\sigma = \sqrt k$ gives other terms, see Eq. 11
+    """
+    A, B = 3.0, 1.0
+    logs = [float(torch.log1p(A / layers(L) + B * torch.exp(-(layers(L) ** 2))).sum()) for L in (10_000, 100_000)]
+    slope = (logs[1] - logs[0]) / math.log(10)
+    return wrong(1.0, slope, "exponent of L for A = 3, from L = 10^4 to 10^5", corrected=A, above=0.5, below=0.01)
+
+
+@claim("curse-of-depth/weierstrass", "Sec. 3.1, after Theorem 3.3", "WRONG AS PRINTED", uses=[TransformerBlock])
+def weierstrass(seed: int) -> Evidence:
+    r"""a bounded $\|\frac{\partial y_L}{\partial x_1}\|_2$ 'implies that deeper layers behave nearly as an identity map'
+
+    Correct: rotations have products of norm 1 and are not near the identity; what makes deep Pre-LN blocks near it is
+    $\|J_\ell - I\|_2\le\frac{A}{\sigma_\ell} + \frac{B}{\sigma_\ell^2}$ with a growing $\sigma_\ell$
+    """
+    draw, eye = Draw(seed), torch.eye(6, dtype=torch.float64)
+    rotations = [draw.orthogonal(6) for _ in range(50)]
+    distance = min(spectral(R - eye) for R in rotations)
+    product = spectral(chain(rotations))
+    jacobians, first, second = stack_norms(seed, 6)
+    ratios = []
+    for J, x, y in zip(jacobians, first, second, strict=True):
+        bound = (1 + STACK.attention / x) * (1 + STACK.ffn / y) - 1
+        ratios.append(spectral(J - torch.eye(len(J), dtype=torch.float64)) / bound)
+    detail = f"least ||R - I|| of 50 rotations, their product of norm {product:.6f}: near I is 0.1; ||J - I|| over its bound"
+    return violated([distance, *ratios], [0.1, *[math.inf] * 6], detail, corrected=[2.0, *[1.0] * 6])
+
+
+@claim("ours/rms-gain", "The Curse of Depth, Theorem 3.3", "REPRODUCED", uses=[TransformerBlock])
+def rms_gain(seed: int) -> Evidence:
+    r"""at initialisation, with ReLU, $\|\frac{\partial y_L}{\partial x_1}\|_F/\sqrt n\approx\sigma_{x_{L+1}}/\sigma_{x_1}$ to
+    30 %: the stream's growth and the Jacobian's are one number"""
+    X, blocks = Draw(seed).normal(4, 32), make_stack(seed, 8, d_model=32, d_ff=64, n_heads=2)
+    out = stream(blocks, X)[-1]
+    gain = float(jacobian_of(lambda X: stream(blocks, X)[-1], X).norm() / math.sqrt(X.numel()))
+    growth = float((out.square().mean() / X.square().mean()).sqrt())
+    return measured(gain / growth, abs(gain / growth - 1) < 0.3, f"8 blocks of width 32: gain {gain:.3f}, growth {growth:.3f}")
+
+
+@claim("ours/identity-rate", "The Curse of Depth, Sec. 3.1", "REPRODUCED", uses=[TransformerBlock])
+def identity_rate(seed: int) -> Evidence:
+    r"""at initialisation $\|J_\ell - I\|_F\propto1/\sigma_{x_\ell}$ in a Pre-LN stack: the exponent is -1 to 0.2"""
+    states, distances = [], []
+    X = Draw(seed).normal(4, 16)
+    for block in make_stack(seed, 24):
+        states.append(float(X.square().mean().sqrt()))
+        distances.append(float((block_jacobian(block, X) - torch.eye(X.numel(), dtype=torch.float64)).norm()))
+        X = block(X)
+    slope = exponent(states, distances)
+    return measured(slope, abs(slope + 1) < 0.2, "24 blocks of width 16, exponent")

@@ -12,20 +12,11 @@ from derivations.feedforward import FeedForwardAt
 from hessiankit.blocks import TransformerBlock
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curse_of_depth.stacks import (
-    Network,
-    StackSizes,
-    block_jacobian,
-    dense,
-    exponent,
-    layers,
-    log_product,
-    make_block,
-    rms_norm,
-)
+from hessiankit.ledger.curse_of_depth.stacks import Network, StackSizes, block_jacobian, exponent, layers, log_product, make_block
 from hessiankit.ledger.curse_of_depth.variance import grown, recurrence, var
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import assumed, bounded, loose, measured, small, violated, wrong
+from hessiankit.ledger.notation import dense, rms_norm
 from hessiankit.ledger.registry import claim
 
 DEPTHS = [1, 4, 16, 64]

@@ -7,22 +7,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hessiankit.blocks import TransformerBlock, initialise
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.drawing import Draw
-
-
-def dense(matrix: Any) -> Tensor:
-    """Return an expression's matrix as a tensor."""
-    return torch.as_tensor(matrix.dense(), dtype=torch.float64)
-
-
-def spectral(A: Tensor) -> float:
-    """Return the largest singular value."""
-    return float(torch.linalg.matrix_norm(A, 2))
 
 
 def make_block(seed: int, layer: int = 1, placement: str = "pre", **options: Any) -> TransformerBlock:
@@ -115,11 +104,6 @@ def log_product(A: float, B: float, sigmas: Tensor) -> float:
 def layers(L: int) -> Tensor:
     """Return 1, ..., L."""
     return torch.arange(1, L + 1, dtype=torch.float64)
-
-
-def rms_norm(X: Tensor) -> Tensor:
-    """Return X with every row divided by its root mean square."""
-    return F.rms_norm(X, X.shape[-1:], eps=0.0)
 
 
 class Network(NamedTuple):

@@ -31,9 +31,9 @@ from hessiankit.ledger.curvature_gap.attention_problems import (
     sample,
     two_attended_tokens,
 )
-from hessiankit.ledger.curvature_gap.notation import dense, spectral
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import assumed, bounded, loose, readings, violated, wrong
+from hessiankit.ledger.notation import dense, spectral
 from hessiankit.ledger.registry import claim
 
 

@@ -21,9 +21,9 @@ from derivations.bounds.attention_printed import (
     theorem_1_printed,
 )
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of, kept
-from hessiankit.ledger.curvature_gap.notation import spectral
 from hessiankit.ledger.curvature_gap.point import attention
 from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.notation import spectral
 
 
 @dataclass(frozen=True, eq=False)

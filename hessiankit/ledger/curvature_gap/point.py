@@ -18,7 +18,10 @@ from torch import Tensor
 from derivations.attention import AttentionAt
 from derivations.transformer import PostNormBlockAt
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of, kept
+from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.evidence import agrees, relative_error, wrong
+from hessiankit.ledger.notation import if_it_conforms, layer_norm
 
 WEIGHTS = ("1", "2", "K", "Q", "V")
 """The five weights in the order of Theorem 6."""
@@ -44,12 +47,6 @@ EQUAL = BlockSizes(3, 3, 3, 3)
 """All equal: every printed product conforms, and what is still off is wrong in its entries."""
 
 BOTH = (GENERIC, EQUAL)
-
-
-def layer_norm(X: Tensor) -> Tensor:
-    """Return the rows of X, centred and divided by their standard deviation."""
-    centred = X - X.mean(1, keepdim=True)
-    return centred / centred.square().mean(1, keepdim=True).sqrt()
 
 
 def attention(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Tensor:
@@ -170,3 +167,24 @@ def points(seed: int) -> Iterator[BlockPoint]:
     """Yield the points of a seed with generic and with equal sizes."""
     for sizes in BOTH:
         yield point(seed, sizes)
+
+
+# Comparing printed matrices with autograd
+
+
+Build = Callable[[BlockPoint], Tensor]
+
+
+def same(seed: int, *builds: Build, reference: Build, detail: str = "against autograd") -> Evidence:
+    """Compare matrices with a reference at generic and at equal sizes."""
+    found = [build(p) for p in points(seed) for build in builds]
+    return agrees(found, [reference(p) for p in points(seed) for _ in builds], detail)
+
+
+def misprint(seed: int, printed: Build, closed: Build, reference: Build, detail: str = "") -> Evidence:
+    """Show that a printed matrix is off at generic and at equal sizes, and the closed form at neither."""
+    references, closed_forms = [reference(p) for p in points(seed)], [closed(p) for p in points(seed)]
+    as_printed = [if_it_conforms(printed, p) for p in points(seed)]
+    errors = [relative_error(a, b) for a, b in zip(as_printed, references, strict=True)]
+    text = "at generic sizes " + ", at equal sizes ".join("does not conform" if e == math.inf else f"{e:.2g}" for e in errors)
+    return wrong(as_printed, references, "; ".join(filter(None, (text, detail))), corrected=closed_forms)

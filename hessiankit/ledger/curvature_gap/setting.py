@@ -1,4 +1,4 @@
-"""The setting: Secs. 3 and 4.2 up to Theorem 2."""
+"""The setting (Sec. 3), row-wise calculus and matrix norms (App. B), and norms with gains and eps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from derivations.attention import AttentionAt
+from derivations.bounds import norm_hessian_norm, norm_jacobian_norm
 from derivations.composition import gauss_newton
 from derivations.loss import MeanSquaredErrorAt
-from derivations.normalization import LayerNormAt
-from hessiankit.ledger.autodiff import hessian_of
+from derivations.matrix import Dense
+from derivations.normalization import LayerNormAt, RMSNormAt
+from derivations.norms import NORMS, block_norm_bound, block_norm_bound_printed, block_norms, norm_inequality
+from derivations.vecr import kronecker_rule, sandwich, vec_r
+from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.notation import dense
 from hessiankit.ledger.curvature_gap.point import PAIRS, point
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, relative_error, wrong
+from hessiankit.ledger.evidence import agrees, assumed, bounded, relative_error, small, wrong
+from hessiankit.ledger.notation import dense, kron, ones, spectral
 from hessiankit.ledger.registry import claim
 
 
@@ -95,3 +99,85 @@ def samples(seed: int) -> Evidence:
     reference = hessian_of(one_by_one, W_V)
     detail = "three samples of one token, as three rows of one sequence"
     return wrong(hessian_of(rows, W_V), reference, detail, corrected=mean)
+
+
+# Row-wise calculus: App. B.1 and B.2 ----------------------------------------------------------------------------------
+
+
+@claim("curvature-gap/property2", "App. B.1, Property 2", "HOLDS", uses=[sandwich])
+def property2(seed: int) -> Evidence:
+    r"""$\mathrm{vec}_r(AXB) = (A\otimes B^\top)\,\mathrm{vec}_r(X)$"""
+    draw = Draw(seed)
+    A, X, B = draw.normal(2, 3), draw.normal(3, 4), draw.normal(4, 5)
+    return agrees(sandwich(Dense(A), Dense(B)) @ vec_r(X), vec_r(A @ X @ B))
+
+
+@claim("curvature-gap/proposition4", "App. B.2, Proposition 4", "HOLDS", uses=[kronecker_rule])
+def proposition4(seed: int) -> Evidence:
+    r"""$\frac{\partial(A\otimes B)}{\partial X} = (I_n\otimes K_{p,q}\otimes I_r)\left[(\mathrm{vec}_r A\otimes
+    I_{pr})\frac{\partial B}{\partial X} + (I_{nq}\otimes\mathrm{vec}_r B)\frac{\partial A}{\partial X}\right]$"""
+    X = Draw(seed).normal(2, 3)
+    dA, dB = jacobian_of(torch.sin, X), jacobian_of(lambda X: X.T.cos(), X)
+    found = kronecker_rule(Dense(X.sin()), Dense(dA), Dense(X.T.cos().contiguous()), Dense(dB))
+    reference = jacobian_of(lambda X: kron(X.sin(), X.T.cos()), X)
+    return agrees(dense(found), reference, "A = sin X, B = cos X^T, against autograd")
+
+
+# Matrix norms: App. B.1 (Definition 1, Proposition 2) and B.3 ---------------------------------------------------------
+
+
+@claim("curvature-gap/property7", "App. B.3, Property 7", "HOLDS", uses=[norm_inequality])
+def property7(seed: int) -> Evidence:
+    r"""$\|A\|_X\le c_{XY}\|A\|_Y$ with the 20 constants of the table (the diagonal is left out)"""
+    draw = Draw(seed)
+    m, n = 3, 4
+    single = torch.zeros(m, n, dtype=torch.float64)
+    single[0, 0] = 1
+    column, row = ones(m, n) * single[:1], ones(m, n) * single[:, :1]
+    attaining = [single, ones(m, n), column, row, torch.eye(m, n, dtype=torch.float64)]
+    matrices = [*(draw.normal(m, n) for _ in range(20)), *attaining]
+    cells = [(x, y) for x in NORMS for y in NORMS if x != y]
+    largest = {cell: max(norm_inequality(A, *cell).ratio for A in matrices) for cell in cells}
+    errors = [abs(ratio - 1) for ratio in largest.values()]
+    return small(errors, f"the largest of 25 ratios, from 1, in each of {len(cells)} cells: every constant is attained")
+
+
+@claim("curvature-gap/property11", "App. B.3, Property 11", "HOLDS", uses=[block_norm_bound_printed, block_norm_bound])
+def property11(seed: int) -> Evidence:
+    r"""$\|A\|_2\le\sqrt{mn}\,\max_{ij}\|B_{ij}\|_2$ for a matrix of blocks $B_{ij}$
+
+    Correct: $m, n$ are the numbers of blocks; the print says that they are the sizes of $A$, which is weaker. The last step
+    of C.1 cites Property 7 and needs this one
+    """
+    draw = Draw(seed)
+    rows, columns = [1, 2, 3], [2, 3]
+    ratios = []
+    for k in range(31):
+        A = draw.normal(6, 5)
+        if k == 30:  # equal blocks attain it
+            A, rows, columns = ones(6, 4), [2, 2, 2], [2, 2]
+        norms = block_norms(A, rows, columns)
+        sharper = block_norm_bound(norms)
+        ratios += [
+            spectral(A) / block_norm_bound_printed(norms),
+            sharper / block_norm_bound_printed(norms),
+            spectral(A) / sharper,
+        ]
+    return bounded(ratios, "30 matrices of 3 x 2 unequal blocks, attained by equal blocks", attained=1 - 1e-12)
+
+
+# What the paper leaves out: gains, shifts, eps, biases, W_O, masks, heads, other activations and losses, depth --------
+
+
+@claim("ours/norm-norms", "Closing the Curvature Gap, in place of Lemma 4", "HOLDS", uses=[norm_jacobian_norm, norm_hessian_norm])
+def norm_norms(seed: int) -> Evidence:
+    r"""$\|J\|_2 = 1/\min_is_i$ and $\|H\|_2 = \max_i\frac{\rho_i}{\sqrt d\,s_i^2}\sqrt{\max(d-2+9(1-\rho_i^2)^2, 2)}$,
+    $\rho_i^2 = \|\hat x_i\|^2/d$; for RMSNorm $d - 1$ in place of $d - 2$"""
+    draw = Draw(seed)
+    found, references = [], []
+    for eps in (0.0, 0.3):
+        X = draw.normal(3, 5)
+        for kind, at in (("layernorm", LayerNormAt(X, eps=eps)), ("rmsnorm", RMSNormAt(X, eps=eps))):
+            found += [norm_jacobian_norm(X, eps, norm=kind), norm_hessian_norm(X, eps, norm=kind)]
+            references += [spectral(dense(at.jacobian("X"))), spectral(dense(at.hessian("X", "X")))]
+    return agrees(found, references, "eps = 0 and 0.3, by singular values of the closed forms")

@@ -19,13 +19,9 @@ from derivations.stage import Stage
 from hessiankit.blocks import TransformerBlock
 from hessiankit.formulas.block_at import BlockAt, attention_stage, input_stage
 from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.notation import rms_norm
 
 LETTERS = ("W_Q", "W_K", "W_V", "W_O")
-
-
-def rms_norm(X: Tensor, eps: float = 0.0) -> Tensor:
-    """Return X with every row divided by its root mean square."""
-    return X / (X.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def attn(Q: Tensor, K: Tensor, V: Tensor, normed: str = "", causal: bool = False) -> Tensor:

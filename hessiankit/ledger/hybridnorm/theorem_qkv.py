@@ -1,20 +1,24 @@
-"""Theorem A.3, attention with QKV-Norm: Eqs. 30-34."""
+"""Theorem A.3, attention with QKV-Norm: Eqs. 30-34, the text after it, and homogeneity."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from derivations.gradient_bounds import AttentionGradientBounds, qkv_norm_gradient_bounds
+from derivations.gradient_bounds import AttentionGradientBounds, largest_gain, pre_norm_gradient_bounds, qkv_norm_gradient_bounds
 from derivations.normalization import RMSNormAt
-from hessiankit.ledger.autodiff import jacobian_of
+from derivations.stage import Stage
+from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, bounded, violated
-from hessiankit.ledger.hybridnorm.bounds_printed import (
+from hessiankit.ledger.evidence import agrees, assumed, bounded, relative_error, small, violated, wrong
+from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
+from hessiankit.ledger.hybridnorm.jacobians import printed_pre_norm
+from hessiankit.ledger.hybridnorm.theorem_pre import (
     equal_tokens,
     opposite_tokens,
     printed_qkv_norm_bounds,
@@ -24,8 +28,7 @@ from hessiankit.ledger.hybridnorm.bounds_printed import (
     sigma_of_product,
     sigma_of_weight,
 )
-from hessiankit.ledger.hybridnorm.definitions import HeadPoint, rms_norm
-from hessiankit.ledger.hybridnorm.jacobians import dense
+from hessiankit.ledger.notation import dense, rms_norm, spectral
 from hessiankit.ledger.registry import claim
 
 
@@ -159,3 +162,235 @@ def eq32_sharp(seed: int) -> Evidence:
 def eq33_sharp(seed: int) -> Evidence:
     r"""$\|\partial S_N/\partial W_K\|_F\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$, attained by tokens $\pm x$"""
     return bounded([sharp(h).W_K for h in [*sample(seed), opposite_tokens(seed)]], "41 heads", attained=1 - 1e-9)
+
+
+# Theorem A.3, attention with QKV-Norm: Eqs. 31-33 in other readings ---------------------------------------------------
+
+
+def with_rho(head: HeadPoint) -> AttentionGradientBounds:
+    """Return left over right side of the printed bounds with rho in place of 1 / sigma_min."""
+    return ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, lambda X, W: 1 / largest_gain(X, W)))
+
+
+def nearly_lost_tokens(seed: int, letter: str, *, distance: float = 1e-3) -> Evidence:
+    """Break the reading of the proof where d_k < d: tokens that W^T all but removes, while its d_k-th singular value is 1."""
+    draw = Draw(seed)
+    basis = draw.orthogonal(5)
+    W, x = basis[:, :3], basis[:, 3] + distance * basis[:, 0]
+    if letter == "W_V":
+        head = HeadPoint.draw(draw, 4, 5, 3).with_(X=basis[:, 3] + distance * draw.normal(4, 5), W_V=W)
+    else:  # x and -x, queries and keys at right angles, as where the sharp bound is attained
+        u, e = x / x.norm(), torch.eye(3, dtype=torch.float64)
+        other = {"W_Q": "W_K", "W_K": "W_Q"}[letter]
+        rest: dict[str, Any] = {"W_V": torch.outer(u, e[2]), "W_O": torch.outer(e[2], draw.normal(5))}
+        head = HeadPoint(**{"X": torch.stack([x, -x]), letter: W, other: torch.outer(u, e[1]), **rest})
+    detail = f"d_k = 3 < d = 5, tokens within {distance:g} of the kernel of {letter}^T"
+    return break_bound(head, letter, sigma_of_weight, detail, above=5)
+
+
+def as_wide_as_the_model(seed: int, letter: str) -> Evidence:
+    """Find the reading of the proof to hold where d_k >= d, and to fail where d_k < d."""
+    draw = Draw(seed)
+    found = []
+    for head in sample(seed, 40):
+        s, d, _ = head.sizes
+        wide = HeadPoint.draw(draw, s, d, d + int(draw.integers(0, 3)))
+        found.append(getattr(ratios(qkv_norm_norms(wide), printed_qkv_norm_bounds(wide, sigma_of_weight)), letter))
+    fails = nearly_lost_tokens(seed, letter)
+    return assumed(bounded(found, "40 heads"), fails.number, above=5)
+
+
+@claim(
+    "hybridnorm/eq31-sigma-of-weight",
+    "Theorem A.3, Eq. 31, read as its proof does",
+    "WRONG AS PRINTED",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq31_weight(seed: int) -> Evidence:
+    r"""Eq. 31 with the $d_k$-th singular value of $W_V$
+
+    Correct: $\rho_V$ in place of $1/\sigma_{\min}$ and $\|W_O\|_F$; over $\mathbb{R}^d$ the smallest singular value is $0$ if
+    $d_k < d$
+    """
+    return nearly_lost_tokens(seed, "W_V")
+
+
+@claim(
+    "hybridnorm/eq32-sigma-of-weight",
+    "Theorem A.3, Eq. 32, read as its proof does",
+    "HOLDS UNDER ASSUMPTION",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq32_weight(seed: int) -> Evidence:
+    r"""Eq. 32 with the smallest singular value of $W_Q$
+
+    Needs: $d_k\ge d$, which no model has
+
+    Correct: $\rho_Q$ in place of $1/\sigma_{\min}$
+    """
+    return as_wide_as_the_model(seed, "W_Q")
+
+
+@claim(
+    "hybridnorm/eq33-sigma-of-weight",
+    "Theorem A.3, Eq. 33, read as its proof does",
+    "HOLDS UNDER ASSUMPTION",
+    uses=[qkv_norm_gradient_bounds],
+)
+def eq33_weight(seed: int) -> Evidence:
+    r"""Eq. 33 with the smallest singular value of $W_K$
+
+    Needs: $d_k\ge d$, which no model has
+
+    Correct: $\rho_K$ in place of $1/\sigma_{\min}$
+    """
+    return as_wide_as_the_model(seed, "W_K")
+
+
+@claim("hybridnorm/eq32-small-tokens", "Theorem A.3, Eqs. 32-33", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds])
+def eq32_small_tokens(seed: int) -> Evidence:
+    r"""Eqs. 32 and 33 with the smallest singular values of $XW_Q$ and $XW_K$
+
+    Needs: $\|x_i\|\le 1$ and $s\le d_k$
+    """
+    draw = Draw(seed)
+    found: list[float] = []
+    for _ in range(40):
+        head = HeadPoint.draw(draw, 2 + int(draw.integers(0, 2)), 5, 4)
+        small = head.with_(X=head.X / head.X.norm(dim=1, keepdim=True))
+        found += ratios(qkv_norm_norms(small), printed_qkv_norm_bounds(small, sigma_of_product))[:2]
+    return assumed(bounded(found, "40 heads"), scaled_tokens(seed, "W_Q").number, above=1)
+
+
+@claim(
+    "hybridnorm/eq31-rho", "Theorem A.3, Eq. 31, with the right scale", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds]
+)
+def eq31_rho(seed: int) -> Evidence:
+    r"""Eq. 31 with $\rho_V$ in place of $1/\sigma_{\min}^V$ and its spectral norm of $W_O$
+
+    Needs: $\|W_O\|_F^2/\|W_O\|_2^2\le s$; else off by up to $\sqrt{d_k - 1}$, at $s = 1$
+
+    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$
+    """
+    heads = [head for head in sample(seed, 60) if (float(head.W_O.norm()) / spectral(head.W_O)) ** 2 <= len(head.X)]
+    draw = Draw(seed)
+    d_k = 8
+    alone = HeadPoint.draw(draw, 1, d_k, d_k).with_(W_O=draw.orthogonal(d_k))
+    found = bounded([with_rho(head).W_V for head in heads], f"{len(heads)} heads")
+    return assumed(found, with_rho(alone).W_V, above=math.sqrt(d_k - 1) * (1 - 1e-9))
+
+
+@claim("hybridnorm/eq32-rho", "Theorem A.3, Eq. 32, with the right scale", "HOLDS", uses=[qkv_norm_gradient_bounds])
+def eq32_rho(seed: int) -> Evidence:
+    r"""Eq. 32 with $\rho_Q$ in place of $1/\sigma_{\min}^Q$ and the factor $1/2$ of its proof"""
+    heads = [*sample(seed, least=2), opposite_tokens(seed, 2)]
+    return bounded([with_rho(head).W_Q for head in heads], "41 heads, attained at two tokens x and -x", attained=1 - 1e-9)
+
+
+@claim("hybridnorm/eq33-rho", "Theorem A.3, Eq. 33, with the right scale", "HOLDS", uses=[qkv_norm_gradient_bounds])
+def eq33_rho(seed: int) -> Evidence:
+    r"""Eq. 33 with $\rho_K$ in place of $1/\sigma_{\min}^K$ and the factor $1/2$ of its proof"""
+    heads = [*sample(seed, least=2), opposite_tokens(seed, 2)]
+    return bounded([with_rho(head).W_K for head in heads], "41 heads, attained at two tokens x and -x", attained=1 - 1e-9)
+
+
+# The text after Theorem A.3, and what is exact in its place: homogeneity, its consequences for the Hessian, gauges ----
+
+
+def moved(seed: int, letter: str) -> tuple[HeadPoint, HeadPoint]:
+    """Return a head, and one in which a weight is another draw."""
+    head = HeadPoint.draw(Draw(seed))
+    return head, head.with_(**{letter: Draw(seed + 1000).normal(*getattr(head, letter).shape)})
+
+
+@claim("hybridnorm/text-pre-not-by-themselves", "App. A, after Theorem A.3", "WRONG AS PRINTED", uses=[pre_norm_gradient_bounds])
+def not_by_themselves(seed: int) -> Evidence:
+    """with Pre-Norm, the gradients of $W_Q$ and $W_K$ are influenced by all three other weights but not by themselves
+
+    Correct: only the bounds are free of them: $A$, in the gradient, depends on both
+    """
+    before_and_after, bounds = [], []
+    for letter, k in (("W_Q", 0), ("W_K", 1)):
+        head, other = moved(seed, letter)
+        before_and_after.append((printed_pre_norm(head, letter), printed_pre_norm(other, letter)))
+        before, after = (pre_norm_gradient_bounds(4, *h.weights)[k] for h in (head, other))
+        bounds.append(abs(after / before - 1))
+    free, found = map(list, zip(*before_and_after, strict=True))
+    names = zip((moved(seed, "W_Q")[1], moved(seed, "W_K")[1]), ("W_Q", "W_K"), strict=True)
+    closed = [dense(h.closed_pre_norm.jacobian(letter)) for h, letter in names]
+    detail = f"dS/dW_Q when W_Q moves, dS/dW_K when W_K does; their bounds change by {max(bounds):.1g}"
+    return wrong(free, found, detail, corrected=closed, above=0.1)
+
+
+@claim(
+    "hybridnorm/text-qkv-itself-and-output",
+    "App. A, after Theorem A.3",
+    "WRONG AS PRINTED",
+    uses=[Stage.jacobian, qkv_norm_gradient_bounds],
+)
+def itself_and_output(seed: int) -> Evidence:
+    """with QKV-Norm, the gradient of each weight depends at most on itself and $W_O$
+
+    Correct: it depends on the direction of all others and not on their scale, nor on that of $X$
+    """
+    head, other = moved(seed, "W_K")
+    before = dense(head.closed_qkv_norm.jacobian("W_Q"))
+    turned = jacobian_of(other.qkv_norm, other.X, *other.weights, wrt=1)
+    scaled = head.with_(X=7 * head.X, W_Q=head.W_Q, W_K=3 * head.W_K, W_V=0.2 * head.W_V)
+    rest = relative_error(dense(scaled.closed_qkv_norm.jacobian("W_Q")), before)
+    detail = f"dS_N/dW_Q when W_K is drawn anew: unmoved, moved; scales of X, W_K, W_V change it by {rest:.1g}"
+    return wrong(before, turned, detail, corrected=dense(other.closed_qkv_norm.jacobian("W_Q")), above=0.1)
+
+
+@claim("ours/qkv-degrees", "HybridNorm, Eq. 13", "HOLDS", uses=[Stage.jacobian])
+def degrees(seed: int) -> Evidence:
+    r"""$S_N$ is homogeneous of degrees $(0,0,0,1;0)$ in $(W_Q,W_K,W_V,W_O;X)$, so $\partial S_N/\partial W_\bullet$ has
+    degree $-1$ in $W_\bullet$, $1$ in $W_O$, $0$ in all else"""
+    head = HeadPoint.draw(Draw(seed))
+    errors = []
+    for letter in LETTERS[:3]:
+        before = dense(head.closed_qkv_norm.jacobian(letter))
+        for name, factor in (("X", 3.0), *((other, 0.5) for other in LETTERS)):
+            scaled = head.with_(**{name: factor * getattr(head, name)})
+            degree = 1 if name == "W_O" else -1 if name == letter else 0
+            errors.append(relative_error(dense(scaled.closed_qkv_norm.jacobian(letter)), factor**degree * before))
+    return small(errors, "15 scalings")
+
+
+def loss_of(head: HeadPoint, seed: int) -> Callable[..., Tensor]:
+    """Return a generic loss of S_N as a function of the four weights."""
+    draw = Draw(seed + 1)
+    slope, target = draw.normal(*head.X.shape), draw.normal(*head.X.shape)
+
+    def loss(*weights: Tensor) -> Tensor:
+        S = head.qkv_norm(head.X, *weights)
+        return (slope * S).sum() + (S - target).square().sum()
+
+    return loss
+
+
+@claim("ours/qkv-hessian-on-its-weight", "HybridNorm, Eq. 13", "HOLDS")
+def hessian_on_weight(seed: int) -> Evidence:
+    r"""$H w_\bullet = -g_\bullet$ on the block of $W_\bullet$ and $0$ on all others, for $W_Q$, $W_K$, $W_V$"""
+    head = HeadPoint.draw(Draw(seed), 3, 4, 2)
+    loss, errors = loss_of(head, seed), []
+    for k in range(3):
+        g = jacobian_of(loss, *head.weights, wrt=k).reshape(-1)
+        w = head.weights[k].reshape(-1)
+        for i in range(4):
+            image = hessian_of(loss, *head.weights, wrt=(i, k)) @ w
+            expected = -g if i == k else torch.zeros_like(image)
+            errors.append(float((image - expected).abs().max() / g.abs().max()))
+    return small(errors, "12 blocks, Hessians by autograd twice")
+
+
+@claim("ours/qkv-curvature-scale", "HybridNorm, Eq. 13", "HOLDS")
+def curvature_scale(seed: int) -> Evidence:
+    r"""the eigenvalues of $H_{QQ}$ scale like $\|W_Q\|^{-2}$"""
+    head = HeadPoint.draw(Draw(seed), 3, 4, 2)
+    large = head.with_(W_Q=3 * head.W_Q)
+    spectra = [
+        torch.linalg.eigvalsh(hessian_of(loss_of(h, seed), *h.weights, wrt=(0, 0)))
+        for h in (head, HeadPoint(large.X, *large.weights))
+    ]
+    return agrees(9 * spectra[1], spectra[0], "W_Q times 3 gives one ninth")

@@ -18,8 +18,8 @@ from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, readings, relative_error, small
+from hessiankit.ledger.notation import dense
 from hessiankit.ledger.registry import claim
-from hessiankit.ledger.sharpness_disparity.points import dense
 from hessiankit.optim import block_types
 
 

@@ -19,6 +19,7 @@ from derivations.feedforward import FeedForwardAt
 from derivations.normalization import LayerNormAt
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.drawing import Draw
+from hessiankit.ledger.notation import dense, layer_norm
 
 SLOPE = 0.01
 """Of Leaky ReLU."""
@@ -28,37 +29,6 @@ SIGMA: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "silu": F.silu,
 }
-
-
-def eye(n: int) -> Tensor:
-    """Return I_n."""
-    return torch.eye(n, dtype=torch.float64)
-
-
-def ones(n: int) -> Tensor:
-    """Return the column of n ones."""
-    return torch.ones(n, 1, dtype=torch.float64)
-
-
-def dense(matrix: Any) -> Tensor:
-    """Return an expression's matrix as a tensor."""
-    return torch.as_tensor(matrix.dense(), dtype=torch.float64)
-
-
-def standardised(X: Tensor) -> Tensor:
-    """Return X_std, with the biased variance of each row (eps = 0)."""
-    centred = X - X.mean(-1, keepdim=True)
-    return centred / centred.square().mean(-1, keepdim=True).sqrt()
-
-
-def if_it_conforms(formula: Callable[[], Tensor]) -> Tensor:
-    """Return the formula's value, or a tensor without entries if its sizes do not conform: that is an infinite error."""
-    try:
-        return formula()
-    except RuntimeError as reason:
-        if "size" not in str(reason) and "shape" not in str(reason):
-            raise
-        return torch.empty(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -91,7 +61,7 @@ class FeedForwardPoint:
     @property
     def X_norm(self) -> Tensor:
         """Norm(X; gamma)."""
-        return standardised(self.X) * self.gamma
+        return layer_norm(self.X) * self.gamma
 
     def Q(self, gamma: Tensor, W_1: Tensor, W_2: Tensor) -> Tensor:
         """The function whose gradients the theorem gives."""
@@ -157,7 +127,7 @@ class AttentionSublayer:
     @property
     def X_norm(self) -> Tensor:
         """Norm(X; gamma)."""
-        return standardised(self.X) * self.gamma
+        return layer_norm(self.X) * self.gamma
 
     @property
     def mask(self) -> Tensor | None:

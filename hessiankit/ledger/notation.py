@@ -1,4 +1,4 @@
-"""The paper's letters as tensors, so that a printed formula can be written down as it stands."""
+"""The papers' letters as tensors, so that a printed formula can be written down as it stands."""
 
 from __future__ import annotations
 
@@ -50,6 +50,22 @@ def dense(matrix: Any) -> Tensor:
 def spectral(A: Tensor) -> float:
     """Return the largest singular value."""
     return float(torch.linalg.matrix_norm(A, 2))
+
+
+def norm(A: Tensor) -> float:
+    """Return the Frobenius norm."""
+    return float(A.norm())
+
+
+def layer_norm(X: Tensor) -> Tensor:
+    """Return the rows of X, centred and divided by their standard deviation."""
+    centred = X - X.mean(-1, keepdim=True)
+    return centred / centred.square().mean(-1, keepdim=True).sqrt()
+
+
+def rms_norm(X: Tensor, eps: float = 0.0) -> Tensor:
+    """Return X with every row divided by its root mean square."""
+    return X / (X.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def if_it_conforms(build: Callable[..., Tensor], *arguments: Any) -> Tensor:

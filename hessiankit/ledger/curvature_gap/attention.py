@@ -1,20 +1,95 @@
-"""Second derivatives of attention: Lemma 2, and the uniform attention of C.5."""
+"""Attention's second derivatives: Lemma 2, the parts of C.1, and the uniform attention of C.5."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from derivations.attention import AttentionAt
+from derivations.attention_point import shuffle
+from derivations.composition import GaussNewton
+from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.block_jacobians import misprint, same
-from hessiankit.ledger.curvature_gap.notation import dense, eye, if_it_conforms, kron, turn
-from hessiankit.ledger.curvature_gap.point import BlockPoint, BlockSizes, point, points
+from hessiankit.ledger.curvature_gap.attention_problems import global_minimum
+from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, BlockPoint, BlockSizes, misprint, point, points, same
+from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, relative_error, wrong
+from hessiankit.ledger.notation import dense, eye, if_it_conforms, kron, spectral, turn
 from hessiankit.ledger.registry import claim
+
+
+@claim("curvature-gap/l2-hf", "Lemma 2", "WRONG AS PRINTED", uses=[GaussNewton])
+def l2_hf(seed: int) -> Evidence:
+    r"""$H_f = (\partial\ell/\partial F\otimes I_{p_iq_i})\,\partial^2F/\partial W_i\partial W_j$ with $\partial\ell/\partial
+    F\in\mathbb{R}^{L\times d_V}$
+
+    Correct: $(\mathrm{vec}_r(\partial\ell/\partial F)^\top\otimes I_{n_i})$: the gradient enters as a row, as $R_m$ has it
+    """
+
+    def functional(p: BlockPoint) -> Tensor:
+        return functional_hessian(p, "Q", "K")
+
+    def product(p: BlockPoint, slope: Tensor) -> Tensor:
+        return kron(slope, eye(p.n("Q"))) @ dense(p.at.Phi("Q", "K"))
+
+    return misprint(
+        seed,
+        lambda p: product(p, p.at.value - p.target),
+        lambda p: product(p, (p.at.value - p.target).reshape(1, -1)),
+        functional,
+        "l = 1/2 ||F - Target||^2, block (Q, K)",
+    )
+
+
+def functional_hessian(p: BlockPoint, i: str, j: str) -> Tensor:
+    """Return the Hessian of 1/2 ||F - Target||^2 less J_i^T J_j, by autograd."""
+    return p.X.numel() / 2 * p.second("loss of F", i, j) - p.first("F", i).T @ p.first("F", j)
+
+
+@claim("curvature-gap/s-dim", "Lemma 2", "WRONG AS PRINTED", uses=[shuffle])
+def s_dim(seed: int) -> Evidence:
+    r"""$S\in\mathbb{R}^{d_V^2\times d_V}$
+
+    Correct: $S\in\mathbb{R}^{d_V^3\times d_V}$
+    """
+    d = 4
+    reference = jacobian_of(lambda x: kron(x, eye(d)), Draw(seed).normal(1, d))
+    detail = "rows of S = d(x^T (x) I)/dx at d_V = 4"
+    return wrong(float(d**2), float(len(reference)), detail, corrected=float(shuffle(d, d).shape[0]))
+
+
+@claim("curvature-gap/z_1", "Lemma 2", "HOLDS", uses=[AttentionAt])
+def z_1(seed: int) -> Evidence:
+    r"""$Z_1 = (I_L\otimes X^\top)\frac{\partial A}{\partial T}(X\otimes X)$, which is
+    $\sqrt{d_K}\,\partial(AX)/\partial(W_QW_K^\top)$"""
+    return same(seed, lambda p: dense(p.at.Z_1), reference=lambda p: jacobian_of(averaged(p), bilinear(p)))
+
+
+def bilinear(p: BlockPoint) -> Tensor:
+    """Return W_Q W_K^T / sqrt(d_K)."""
+    return p.weights["Q"] @ p.weights["K"].T / math.sqrt(p.sizes.d_K)
+
+
+def averaged(p: BlockPoint) -> Callable[[Tensor], Tensor]:
+    """Return A X as a function of W_Q W_K^T / sqrt(d_K)."""
+    return lambda W: (p.X @ W @ p.X.T).softmax(1) @ p.X
+
+
+@claim("curvature-gap/z_2", "Lemma 2", "HOLDS", uses=[AttentionAt])
+def z_2(seed: int) -> Evidence:
+    r"""$Z_2 = (I_L\otimes X^\top\otimes X^\top\otimes X^\top)\frac{\partial^2A}{\partial T^2}(X\otimes X)$, which is
+    $d_K\,\partial^2(AX)/\partial(W_QW_K^\top)^2$
+
+    Correct: with $\partial^2A/\partial T^2$ as $L^4\times L^2$; a block diagonal of $L\times L$ blocks does not conform
+    """
+    return same(seed, lambda p: dense(p.at.Z_2), reference=lambda p: hessian_of(averaged(p), bilinear(p)))
+
+
+# Second derivatives of attention: Lemma 2, and the uniform attention of C.5 -------------------------------------------
 
 
 def omitted(seed: int, k: str, m: str) -> Evidence:
@@ -205,3 +280,84 @@ def unif_qq_kk(seed: int) -> Evidence:
     references = [three.second("F", k, k) for k in "QK"]
     holds = agrees([*(two.second("F", k, k) for k in "QK"), *closed], [*zeros, *references], "L = 2; the closed forms at L = 3")
     return assumed(holds, min(relative_error(torch.zeros_like(r), r) for r in references), above=0.99)
+
+
+# The Hessian of the attention loss: C.1's outer and functional parts --------------------------------------------------
+
+
+def outer(p: BlockPoint, i: str, j: str) -> Tensor:
+    """Return 2/(L d_V) J_i^T J_j by autograd."""
+    return 2 / p.X.numel() * p.first("F", i).T @ p.first("F", j)
+
+
+def functional(p: BlockPoint, i: str, j: str) -> Tensor:
+    """Return the rest of the Hessian of the loss by autograd."""
+    return p.second("loss of F", i, j) - outer(p, i, j)
+
+
+def compare(
+    seed: int, printed: Callable[[BlockPoint], Tensor], reference: Callable[[BlockPoint, str, str], Tensor], i: str, j: str
+) -> Evidence:
+    """Compare a printed part of block (i, j) with autograd at generic and at equal sizes."""
+    found = [printed(p) for p in points(seed)]
+    return agrees(found, [reference(p, i, j) for p in points(seed)], "generic and equal sizes, against autograd")
+
+
+def right_factor(p: BlockPoint, k: str) -> Tensor:
+    """Return I (x) W_K for Q, and (W_Q (x) I) K_{d_K,d_V} for K."""
+    _, d_V, d_K, _ = p.sizes
+    W = p.weights
+    return kron(eye(d_V), W["K"]) if k == "Q" else kron(W["Q"], eye(d_V)) @ turn(d_K, d_V)
+
+
+def contracted(p: BlockPoint, n: int) -> Tensor:
+    """Return R_n = vec_r(F - Target)^T (x) I_n."""
+    return kron((p.at.value - p.target).reshape(1, -1), eye(n))
+
+
+@claim("curvature-gap/c1-hf_qq", "C.1", "HOLDS", uses=[AttentionAt.Phi])
+def c1_hf_qq(seed: int) -> Evidence:
+    r"""$H_f(W_Q,W_Q) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(I\otimes W_K)$
+
+    Correct: here the factor $2/(Ld_V)$ is in its place
+    """
+    return compare(seed, lambda p: contracted(p, p.n("Q")) @ printed_phi(p, "Q", "Q"), functional, "Q", "Q")
+
+
+@claim("curvature-gap/c1-hf_qk", "C.1", "HOLDS", uses=[AttentionAt.Phi])
+def c1_hf_qk(seed: int) -> Evidence:
+    r"""$H_f(W_Q,W_K) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V}
+    + \frac{2}{Ld_V\sqrt{d_K}}[R_{d_V}(I_L\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$
+
+    Correct: with $I_L$, where Lemma 2 has $I_{d_V}$; the brackets are ours
+    """
+
+    def printed(p: BlockPoint) -> Tensor:
+        L, d_V, d_K, _ = p.sizes
+        W = p.weights
+        front = contracted(p, p.n("Q")) @ kron(eye(L), W["V"].T, eye(d_V), W["K"].T) @ dense(p.at.Z_2)
+        pull = contracted(p, d_V) @ kron(eye(L), W["V"].T, eye(d_V)) @ kron(dense(p.at.Z_1), eye(d_V)) @ dense(p.at.S)
+        c = 2 / (L * d_V)
+        return c / d_K * front @ right_factor(p, "K") + c / math.sqrt(d_K) * kron(pull, eye(d_K))
+
+    return compare(seed, printed, functional, "Q", "K")
+
+
+@claim("curvature-gap/c1-missing", "C.1, before the last step", "OMITTED", uses=[AttentionAt])
+def c1_missing(seed: int) -> Evidence:
+    r"""$H_o + H_f$ for $(K,K)$ and $(V,K)$, over which the maximum of Theorem 1 has to run
+
+    Correct: the blocks of $Q$ with $W_Q$ and $W_K$ exchanged as in the corrected $\Phi_{KQ}$: they alone contain $\|W_Q\|^2$
+    """
+    p = point(seed)
+    row = (p.at.value - p.target).reshape(1, -1)
+    found, references = [], []
+    for i, j in (("K", "K"), ("V", "K"), ("K", "V")):
+        J_i, J_j = dense(p.at.jacobian(f"W_{i}")), dense(p.at.jacobian(f"W_{j}"))
+        found.append(2 / p.X.numel() * (J_i.T @ J_j + kron(row, eye(p.n(i))) @ dense(p.at.Phi(i, j))))
+        references.append(p.second("loss of F", i, j))
+    q = global_minimum(100.0)
+    blocks = {i + j: spectral(q.hessian[q._place(i), q._place(j)]) for i, j in ATTENTION_PAIRS}
+    largest = max(norm for pair, norm in blocks.items() if pair not in ("KK", "VK", "KV"))
+    holds = agrees(found, references, "closed forms of (K, K), (V, K), (K, V) against autograd")
+    return assumed(holds, blocks["KK"] / largest if largest else math.inf, above=100)
