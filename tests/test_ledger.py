@@ -72,7 +72,7 @@ def test_rows_stand_in_the_order_of_the_papers(everything):
     papers = [c.paper for c in everything]
     assert papers == sorted(papers, key=list(PAPERS).index)
     chapters = [c.chapter for c in everything if c.paper == "hybridnorm"]
-    assert list(dict.fromkeys(chapters))[:3] == ["hybridnorm.equations", "hybridnorm.first_block", "hybridnorm.calculus"]
+    assert list(dict.fromkeys(chapters))[:3] == ["hybridnorm.placements", "hybridnorm.jacobians", "hybridnorm.theorem_pre"]
 
 
 def test_a_sample_is_reproduced_from_a_third_seed(everything):
@@ -347,3 +347,20 @@ def test_command_line_errors(tmp_path, capsys):
     assert main(["claims", "--verdict", "true"]) == 2
     with pytest.raises(SystemExit):
         main(["claims", "--paper", "adam"])
+
+
+def test_a_wrong_formula_needs_a_second_route():
+    def compute(seed):
+        return show.wrong(2 * ones, ones, corrected=ones)
+
+    alone = row(compute, "WRONG AS PRINTED", corrected="$1$")
+    with pytest.raises(TypeError, match="one route gives the reference"):
+        alone.evidence(0)
+    assert not run_row(alone).reproduced
+    twice = replace(alone, compute=lambda seed: show.wrong(2 * ones, ones, corrected=ones, second=ones, by="by hand"))
+    assert twice.evidence(0).second == "by hand, to 0"
+
+
+def test_numbers_of_another_length_are_no_error_of_a_print():
+    with pytest.raises(ValueError, match="numbers against"):
+        show.wrong(100.0, [1.0], corrected=[1.0])

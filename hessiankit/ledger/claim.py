@@ -149,13 +149,18 @@ class Claim:
         """Compute again what the verdict rests on.
 
         Raises:
-            TypeError: The computation is not one that can support this verdict.
+            TypeError: The computation is not one that can support this verdict, or a wrong formula has no second route.
         """
         if self.verdict != "WRONG AS PRINTED":
             return replace(self._checked(self.compute(seed)), seed=seed)
         with confirmations() as errors:
             found = self._checked(self.compute(seed))
         second = "; ".join([found.second] * bool(found.second) + ([_confirmed(errors)] if errors else []))
+        if not second:
+            raise TypeError(
+                f"{self.id}: its verdict is WRONG AS PRINTED and one route gives the reference; expected second=..., or a "
+                "derivative by hessiankit.ledger.autodiff, which is compared with differences"
+            )
         good = found.reproduced and max(errors, default=0.0) <= CONFIRMED
         return replace(found, seed=seed, second=second, reproduced=good)
 

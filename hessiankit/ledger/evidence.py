@@ -199,6 +199,8 @@ def _errors(found: Any, reference: Any) -> list[float]:
         return [relative_error(f, r) for f, r in zip(found, reference, strict=True)]
     if isinstance(found, list | tuple) and (_is_scalar(reference) or isinstance(reference, int | float)):
         return [relative_error(f, reference) for f in found]  # several readings of one formula
+    if not isinstance(found, Tensor) and _tensor(found).shape != _tensor(reference).shape:
+        raise ValueError(f"wrong: {list(_tensor(found).shape)} numbers against {list(_tensor(reference).shape)}")
     return [relative_error(found, reference)]
 
 

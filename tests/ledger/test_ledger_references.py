@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hessiankit.ledger.autodiff import confirmations, hessian_of, jacobian_of, kept
-from hessiankit.ledger.curvature_gap.notation import if_it_conforms
 from hessiankit.ledger.curvature_gap.point import EQUAL, GENERIC, WEIGHTS, point
+from hessiankit.ledger.notation import if_it_conforms
 
 
 def test_a_function_that_does_not_depend_on_its_argument():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
+import mpmath
 import torch.nn.functional as F
 from torch import Tensor
 
 from hessiankit.blocks import PLACEMENTS, Transformer, initialise
 from hessiankit.blocks import placements as eq
 from hessiankit.blocks.initialisation import WeightPlace, deepnorm, olmo, olmo_printed
+from hessiankit.ledger import second as again
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import make_block, make_stack, stream
@@ -47,7 +48,8 @@ def abstract_variance(seed: int) -> Evidence:
     """
     X, factor = Draw(seed).normal(20, 64), make_block(seed, 9, "lns").factor or 0.0
     ratio = (factor * rms_norm(X)).var() / rms_norm(X).var()
-    return wrong(1 / math.sqrt(9), ratio, "l = 9", corrected=1 / 9, above=0.5)
+    second = again.variance(factor * rms_norm(X)) / again.variance(rms_norm(X))
+    return wrong(1 / math.sqrt(9), ratio, "l = 9", corrected=1 / 9, above=0.5, second=second, by="rational numbers")
 
 
 @claim(
@@ -76,7 +78,9 @@ def lns_before_ln(seed: int) -> Evidence:
     X, pre = Draw(seed).normal(5, 16), make_block(seed, 9)
     before = make_block(seed, 9, "lns-before-ln")(X)
     detail = "outputs at l = 9: of a norm scaled by 1 / 3, of the block 'before LN', of Pre-LN"
-    return wrong(make_block(seed, 9, "lns")(X), before, detail, corrected=pre(X))
+    W = {name.split(".")[-1]: p for name, p in pre.named_parameters()}
+    second = again.block(X, W, 2, norms="af", causal=True)
+    return wrong(make_block(seed, 9, "lns")(X), before, detail, corrected=pre(X), second=second, by="torch's attention and norms")
 
 
 @claim("ours/lns-gain", "The Curse of Depth, Eq. 12", "HOLDS", uses=[eq.lns, eq.pre])
@@ -129,11 +133,12 @@ def deepnorm_code(seed: int) -> Evidence:
     for L in (12, 24):
         gain = deepnorm(place("W_O", n_layers=L)).std / deepnorm(place("W_Q", n_layers=L)).std
         factor = make_block(seed, placement="deepnorm", n_layers=L).factor or 0.0
-        printed += [torch.tensor([2.8284]), torch.tensor([(8 * L) ** 0.25])]
-        reference += [torch.tensor([(2 * L) ** 0.25]), torch.tensor([(8 * L) ** -0.25])]
-        corrected += [torch.tensor([factor]), torch.tensor([gain])]
+        printed += [2.8284, (8 * L) ** 0.25]
+        reference += [(2 * L) ** 0.25, (8 * L) ** -0.25]
+        corrected += [factor, gain]
     detail = f"alpha and gain at L = 12, 24; the gain over the right one {96**0.5:.1f} and {192**0.5:.1f}"
-    return wrong(printed, reference, detail, corrected=corrected, above=0.05, below=1e-6)
+    second = [float(mpmath.exp(s * mpmath.log(n * L) / 4)) for L in (12, 24) for n, s in ((2, 1), (8, -1))]
+    return wrong(printed, reference, detail, corrected=corrected, above=0.05, below=1e-6, second=second, by="mpmath")
 
 
 @claim("curse-of-depth/olmo-init", "Sec. 5.3, OLMo's Scaled Initialization", "WRONG AS PRINTED", uses=[olmo, olmo_printed])
@@ -145,7 +150,9 @@ def olmo_init(seed: int) -> Evidence:
     deviation, cut at three of it
     """
     printed, code = olmo_printed(place("W_2")).std, olmo(place("W_2")).std
-    return wrong(printed, code, "W_2 of block 3", corrected=1 / math.sqrt(2 * 2048 * 3), above=0.3)
+    second = 1 / mpmath.sqrt(2 * 2048 * 3)
+    corrected = 1 / math.sqrt(2 * 2048 * 3)
+    return wrong(printed, code, "W_2 of block 3", corrected=corrected, above=0.3, second=float(second), by="mpmath")
 
 
 @claim("ours/after-residual-forgets", "The Curse of Depth, Table 8, 'After Residual'", "HOLDS", uses=[eq.lns_after_residual])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import torch
 from torch import Tensor
 
@@ -13,11 +14,11 @@ from derivations.normalization import LayerNormAt
 from hessiankit.blocks import TransformerBlock
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curse_of_depth.stacks import StackSizes, make_stack, stream
+from hessiankit.ledger.curse_of_depth.stacks import StackSizes, attention_head, make_stack, stream
 from hessiankit.ledger.curse_of_depth.variance import grown
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import assumed, bounded, measured, violated, wrong
-from hessiankit.ledger.notation import dense, rms_norm, spectral
+from hessiankit.ledger.notation import layer_norm, rms_norm, spectral
 from hessiankit.ledger.registry import claim
 
 
@@ -32,8 +33,7 @@ class AttentionBranch:
 
     def __call__(self, W_1: Tensor) -> Tensor:
         """Return y_1."""
-        N, (_, W_K, W_V, W_O) = rms_norm(self.X), self.W
-        return self.X + torch.softmax(N @ W_1 @ W_K.T @ N.T / math.sqrt(N.shape[1]), -1) @ N @ W_V @ W_O
+        return self.X + attention_head(rms_norm(self.X), W_1, *self.W[1:3]) @ self.W[3]
 
     @property
     def jacobian(self) -> Tensor:
@@ -68,7 +68,7 @@ def eq66(seed: int) -> Evidence:
     Correct: $\frac{\partial y_L}{\partial x'_1}\frac{\partial\,\mathrm{Attn}}{\partial W_1}$: the weights do not act through
     $x_1$, and $\frac{\partial\,\mathrm{LN}}{\partial x}$ has rank $d - 2$ and no inverse
     """
-    J = dense(LayerNormAt(Draw(seed).normal(1, 8)).jacobian("X"))
+    J = jacobian_of(layer_norm, Draw(seed).normal(1, 8))
     rank = int(torch.linalg.matrix_rank(J, rtol=1e-10))
     second = int((torch.linalg.eigvals(J).abs() > 1e-10).sum())
     return wrong(
@@ -90,7 +90,7 @@ def eq69(seed: int) -> Evidence:
     pseudo-inverse
     """
     x = Draw(seed).normal(1, 8)
-    J = dense(LayerNormAt(x).jacobian("X"))
+    J = jacobian_of(layer_norm, x)
     deviation, least = float(x.var(correction=0).sqrt()), round(float(torch.linalg.svdvals(J)[-1]), 12)
     inverse = spectral(torch.linalg.pinv(J, rtol=1e-10))
     detail = f"least singular value of dLN/dx, 1 / sigma if invertible; its pseudo-inverse has {inverse / deviation:.6f} sigma"
@@ -106,7 +106,7 @@ def eq73(seed: int) -> Evidence:
     """
     draw = Draw(seed)
     X, W = draw.normal(4, 8), [draw.normal(8, 8, std=0.2), draw.normal(8, 8), draw.normal(8, 8)]
-    found = spectral(dense(AttentionAt(X, *W).jacobian("W_Q")))
+    found = spectral(jacobian_of(lambda W_Q: attention_head(X, W_Q, *W[1:]), W[0]))
     printed = spectral(X) / math.sqrt(8)
     return violated(found, printed, "one head", corrected=printed * spectral(X @ W[1]) * spectral(X @ W[2]) / 2)
 
@@ -166,7 +166,10 @@ def eq19(seed: int) -> Evidence:
     values = grown(10_000, lns=True)
     start, last = float(values[999]), float(values[9999])
     detail = "sigma^2 at l = 10^4 from that at 10^3: as l, as log l"
-    return wrong(10 * start, last, detail, corrected=start + math.log(10), below=0.01)
+    second = 1 + float(mpmath.harmonic(9999))
+    return wrong(
+        10 * start, last, detail, corrected=start + math.log(10), below=0.01, second=second, by="the harmonic number by mpmath"
+    )
 
 
 @claim("curse-of-depth/sec4.1-every-layer", "Sec. 4.1, last paragraph", "NOT REPRODUCED", uses=[TransformerBlock])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import mpmath
@@ -18,6 +19,7 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import (
     Network,
     StackSizes,
+    attention_head,
     block_jacobian,
     exponent,
     layers,
@@ -27,8 +29,9 @@ from hessiankit.ledger.curse_of_depth.stacks import (
 )
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import bounded, loose, measured, readings, relative_error, violated, wrong
-from hessiankit.ledger.notation import dense, rms_norm, spectral
+from hessiankit.ledger.notation import dense, layer_norm, rms_norm, spectral
 from hessiankit.ledger.registry import claim
+from hessiankit.ledger.second import largest_singular_value
 
 SMALL: dict[str, Any] = {"d_model": 6, "d_ff": 8, "n_heads": 1}
 
@@ -130,10 +133,11 @@ def norm_of_w1(seed: int) -> Evidence:
     Correct: $\sigma_1(\sqrt d + \sqrt{d_{\mathrm{FFN}}})$, as Eq. 40 uses it
     """
     d, d_ff, std = 128, 512, 0.05
-    found = spectral(Draw(seed).normal(d, d_ff, std=std))
+    W = Draw(seed).normal(d, d_ff, std=std)
     printed, corrected = std * math.sqrt(d + math.sqrt(d_ff)), std * (math.sqrt(d) + math.sqrt(d_ff))
     detail = "d = 128, d_FFN = 512"
-    return wrong(printed, found, detail, corrected=corrected, above=0.3, below=0.05)
+    second, by = largest_singular_value(W), "eigenvalues of the Gram matrix"
+    return wrong(printed, spectral(W), detail, corrected=corrected, above=0.3, below=0.05, second=second, by=by)
 
 
 @claim("curse-of-depth/eq40", "App. A.2.1, Eq. 40", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
@@ -177,10 +181,7 @@ def eq43(seed: int) -> Evidence:
     draw, s, d = Draw(seed), 3, 5
     N, W = draw.normal(s, d), [draw.normal(d, d) for _ in range(4)]
 
-    def attention(N: Tensor) -> Tensor:
-        return torch.softmax(N @ W[0] @ W[1].T @ N.T / math.sqrt(d), -1) @ N @ W[2] @ W[3]
-
-    reference = jacobian_of(attention, N)
+    reference = jacobian_of(lambda N: attention_head(N, *W[:3]) @ W[3], N)
     head = AttentionAt(N, *W[:3])
     J_Z, out = dense(head.jacobian("X")), torch.kron(torch.eye(s, dtype=torch.float64), W[3].T.contiguous())
     Z = torch.kron(torch.eye(s, dtype=torch.float64), (head.value.T @ head.value).contiguous())
@@ -197,7 +198,7 @@ def eq44(seed: int) -> Evidence:
     """
     draw, s, d, std, deviation = Draw(seed), 6, 64, 0.01, 1e-4
     X, W = draw.normal(s, d, std=deviation), [draw.normal(d, d, std=std) for _ in range(3)]
-    found = spectral(dense(AttentionAt(LayerNormAt(X).value, *W).jacobian("X")))
+    found = spectral(jacobian_of(lambda N: attention_head(N, *W), layer_norm(X)))
     first = (math.sqrt(s) + 2 + 1 / math.sqrt(s)) * std**3 * d**2
     printed, corrected = first + deviation * 2 * math.sqrt(d), first + std * 2 * math.sqrt(d)
     return violated(found, printed, "one head, tokens of standard deviation 1e-4, which LN undoes", corrected=corrected)
@@ -231,6 +232,7 @@ def eq47(seed: int) -> Evidence:
     size = StackSizes()
     first, _ = coefficients(size.ffn, size.attention)
     as_printed, _ = coefficients(size.ffn_printed, size.attention)
+    second = [coefficients(a, size.attention, exact=True)[0] for a in (size.ffn_printed, size.ffn)]
     detail = f"coefficient of 1 / sigma in Eq. 36, d = 64, s = 32: with the printed factors {as_printed:.4g}"
     return wrong(
         [size.A_printed] * 2,
@@ -238,11 +240,19 @@ def eq47(seed: int) -> Evidence:
         detail,
         corrected=[size.ffn_printed + size.attention, size.ffn + size.attention],
         above=1,
+        second=second,
+        by=EXACT,
     )
 
 
-def coefficients(a: float, b: float) -> tuple[float, float]:
-    """Return the coefficients of t and t^2 of (1 + a t)(1 + b t), by differentiating it at 0."""
+EXACT = "differences of rational numbers"
+
+
+def coefficients(a: float, b: float, *, exact: bool = False) -> tuple[float, float]:
+    """Return the coefficients of t and t^2 of (1 + a t)(1 + b t), by derivatives at 0 or by differences, which are exact."""
+    if exact:
+        up, down = ((1 + Fraction(a) * t) * (1 + Fraction(b) * t) for t in (1, -1))
+        return float(up - down) / 2, float(up + down - 2) / 2
     t = torch.zeros((), dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad((1 + a * t) * (1 + b * t), t, create_graph=True)
     (second,) = torch.autograd.grad(first, t)
@@ -258,8 +268,10 @@ def eq48(seed: int) -> Evidence:
     size = StackSizes()
     _, second = coefficients(size.ffn, size.attention)
     _, as_printed = coefficients(size.ffn_printed, size.attention)
+    _, again = coefficients(size.ffn, size.attention, exact=True)
     detail = f"coefficient of 1 / sigma^2 in Eq. 36: with the printed factors {as_printed:.3g}"
-    return wrong(size.B_printed, second, detail, corrected=size.ffn * size.attention, above=0.5)
+    corrected = size.ffn * size.attention
+    return wrong(size.B_printed, second, detail, corrected=corrected, above=0.5, second=again, by=EXACT)
 
 
 def stack_norms(seed: int, depth: int, **options: Any) -> tuple[list[Tensor], list[float], list[float]]:
@@ -350,7 +362,9 @@ def eq11(seed: int) -> Evidence:
     logs = [log_product(A, B, layers(L).sqrt()) for L in (1024, 4096)]
     grown, linear = math.exp(logs[1] - logs[0]), 4.0
     corrected = math.exp(2 * A * (math.sqrt(4096) - math.sqrt(1024)) + B * math.log(4))
-    return violated(grown, linear, "growth of Eq. 9's product from L = 1024 to 4096, A = B = 1", corrected=corrected, above=1e6)
+    detail = "growth of Eq. 9's product from L = 1024 to 4096, A = B = 1"
+    second = mpmath.exp(mpmath.fsum(mpmath.log(1 + A / mpmath.sqrt(k) + B / mpmath.mpf(k)) for k in range(1025, 4097)))
+    return violated(grown, linear, detail, corrected=corrected, above=1e6, second=second, by="mpmath")
 
 
 @claim("curse-of-depth/eq50-substitution", "App. A.2.2, above Eq. 50", "WRONG AS PRINTED")
@@ -362,7 +376,10 @@ def eq50_substitution(seed: int) -> Evidence:
     A, B = 3.0, 1.0
     logs = [float(torch.log1p(A / layers(L) + B * torch.exp(-(layers(L) ** 2))).sum()) for L in (10_000, 100_000)]
     slope = (logs[1] - logs[0]) / math.log(10)
-    return wrong(1.0, slope, "exponent of L for A = 3, from L = 10^4 to 10^5", corrected=A, above=0.5, below=0.01)
+    ends = [mpmath.loggamma(L + 1 + A) - mpmath.loggamma(L + 1) for L in (10_000, 100_000)]  # e^(-k^2) is 0 from k = 30 on
+    second = float((ends[1] - ends[0]) / mpmath.log(10))
+    detail, by = "exponent of L for A = 3, from L = 10^4 to 10^5", "Gamma functions, mpmath"
+    return wrong(1.0, slope, detail, corrected=A, above=0.5, below=0.01, second=second, by=by)
 
 
 @claim("curse-of-depth/weierstrass", "Sec. 3.1, after Theorem 3.3", "WRONG AS PRINTED", uses=[TransformerBlock])

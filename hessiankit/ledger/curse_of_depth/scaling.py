@@ -13,11 +13,12 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import Network, StackSizes, block_jacobian, exponent, layers, log_product, make_block
-from hessiankit.ledger.curse_of_depth.variance import grown, recurrence, var
+from hessiankit.ledger.curse_of_depth.variance import constants_multiply, grown, recurrence, var
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, bounded, loose, measured, small, violated, wrong
+from hessiankit.ledger.evidence import assumed, loose, measured, small, violated, wrong
 from hessiankit.ledger.notation import dense, rms_norm
 from hessiankit.ledger.registry import claim
+from hessiankit.ledger.second import variance
 
 DEPTHS = [1, 4, 16, 64]
 
@@ -28,15 +29,7 @@ def eq13(seed: int) -> Evidence:
 
     Correct: as for Eq. 6 the constants of $\ell$ steps multiply; right with constants 1
     """
-    L, C = 200, 1.1
-    value = product = 1.0
-    for layer in range(1, L):
-        step = 1 + 1 / math.sqrt(layer * value)
-        value, product = value * C * step, product * step
-    exact = math.prod(1 + 1 / math.sqrt(k * recurrence(k, lns=True)) for k in range(1, L))
-    detail = "sigma_200^2 over the product where each step has the constant 1.1"
-    one = recurrence(L, lns=True)
-    return violated([value, one], [C * product, C * exact], detail, corrected=[C ** (L - 1) * product, exact])
+    return constants_multiply(100, lns=True)
 
 
 @claim("curse-of-depth/eq52-ffn", "App. A.3, Eq. 52", "HOLDS UNDER ASSUMPTION", uses=[TransformerBlock])
@@ -64,7 +57,9 @@ def eq53(seed: int) -> Evidence:
     x = draw.normal(1000)
     f = (0.5 * x + draw.normal(1000)) / math.sqrt(layer)
     w, covariance = layer * var(f), float(((x - x.mean()) * (f - f.mean())).mean())
-    return wrong(var(x) + w + covariance, var(x + f), "l = 9, sample covariances", corrected=var(x) + w / layer + 2 * covariance)
+    printed, corrected = var(x) + w + covariance, var(x) + w / layer + 2 * covariance
+    second = variance(x + f)
+    return wrong(printed, var(x + f), "l = 9, sample covariances", corrected=corrected, second=second, by="rational numbers")
 
 
 @claim("curse-of-depth/eq57", "App. A.3, Eq. 57", "WRONG AS PRINTED")
@@ -79,7 +74,10 @@ def eq57(seed: int) -> Evidence:
         return math.exp(sums[1] - sums[0])
 
     detail = f"growth of the printed sum from L = 100 to 10 000: Theta(L), Theta(sqrt L); with Eq. 56's sum {growth(2):.4g}"
-    return wrong(100.0, [growth(1)], detail, corrected=[10.0], above=0.5, below=0.02)
+    second = mpmath.exp((mpmath.harmonic(9999) - mpmath.harmonic(99)) / 2)
+    return wrong(
+        100.0, growth(1), detail, corrected=10.0, above=0.5, below=0.02, second=float(second), by="harmonic numbers, mpmath"
+    )
 
 
 @claim("curse-of-depth/eq58-exponent", "App. A.3, Eq. 58", "WRONG AS PRINTED")
@@ -90,7 +88,11 @@ def eq58_exponent(seed: int) -> Evidence:
     """
     k, epsilon = layers(50)[1:], 0.75
     reference = 1 / (k.sqrt() * (k ** (2 - epsilon)).sqrt())
-    return wrong(k ** -(2 - epsilon / 2), reference, "epsilon = 3/4, k = 2 to 50", corrected=k ** (-(3 - epsilon) / 2), above=0.1)
+    printed, corrected = k ** -(2 - epsilon / 2), k ** (-(3 - epsilon) / 2)
+    second = [float(1 / mpmath.sqrt(n * mpmath.mpf(n) ** (2 - epsilon))) for n in range(2, 51)]
+    return wrong(
+        printed, reference, "epsilon = 3/4, k = 2 to 50", corrected=corrected, above=0.1, second=torch.tensor(second), by="mpmath"
+    )
 
 
 @claim("curse-of-depth/eq58", "App. A.3, Eq. 58", "WRONG AS PRINTED")
@@ -104,11 +106,14 @@ def eq58(seed: int) -> Evidence:
     epsilon, lengths = 0.75, (1_000, 1_000_000)
     logs = [float(torch.log1p(layers(L) ** (-(3 - epsilon) / 2)).sum()) for L in lengths]
     growth, assumed_growth = math.exp(logs[1] - logs[0]), 1000 ** (2 - epsilon)
+    start = recurrence(1000, lns=True, root=mpmath.sqrt)
     solution = recurrence(1_000_000, lns=True) / recurrence(1000, lns=True)
+    second = (mpmath.sqrt(start) + mpmath.sqrt(10**6) - mpmath.sqrt(1000)) ** 2 / start  # of y' = sqrt(y / l)
     detail = (
         f"growth from L = 10^3 to 10^6 of the solution with constants 1; the product with sigma^2 = l^(2 - eps): {growth:.3g}"
     )
-    return wrong(assumed_growth, solution, detail, corrected=1000.0, below=0.01)
+    by = "the differential equation, mpmath"
+    return wrong(assumed_growth, solution, detail, corrected=1000.0, below=0.01, second=float(second), by=by)
 
 
 @claim("curse-of-depth/eq14-lower", "Lemma 4.1, Eq. 14, lower bound", "WRONG AS PRINTED")
@@ -191,7 +196,16 @@ def eq16(seed: int) -> Evidence:
     growth = float((logs[-1] - logs[999]).exp())
     tail = A * 1000 ** (1 - p) / (p - 1) + B * 1000 ** (1 - q) / (q - 1)
     detail = "growth of the product from L = 10^3 to 10^6: above any constant, say 2; at most exp of the tail of the sum"
-    return violated(1 / growth, 1 / 2, detail, corrected=1.0) if growth <= math.exp(tail) else bounded(2.0)
+    series = ((A, p), (B, q), (-A * A / 2, 2 * p), (-A * B, p + q), (A**3 / 3, 3 * p))  # of log(1 + x), x < 2e-5
+    terms = sum(c * (mpmath.zeta(s, 1001) - mpmath.zeta(s, 10**6 + 1)) for c, s in series)
+    return violated(
+        [2.0, growth],
+        [growth, math.inf],
+        detail,
+        corrected=[math.inf, math.exp(tail)],
+        second=[2.0, mpmath.exp(terms)],
+        by="Hurwitz zeta functions, mpmath",
+    )
 
 
 @claim("curse-of-depth/eq17", "Theorem 4.2, Eq. 17", "LOOSE")
@@ -217,7 +231,18 @@ def eq17_factor(seed: int) -> Evidence:
     for L in (10_000, 100_000):
         logs.append(log_product(A, B, layers(L)))
     slope = (logs[1] - logs[0]) / math.log(10)
-    return wrong(1.0, slope, "exponent of L for A = 3, from L = 10^4 to 10^5", corrected=A, above=0.5, below=0.01)
+    roots = mpmath.polyroots([1, A, B])  # k^2 + A k + B = (k - r)(k - r')
+    ends = [sum(mpmath.loggamma(L + 1 - r) for r in roots) - 2 * mpmath.loggamma(L + 1) for L in (10_000, 100_000)]
+    return wrong(
+        1.0,
+        slope,
+        "exponent of L for A = 3, from L = 10^4 to 10^5",
+        corrected=A,
+        above=0.5,
+        below=0.01,
+        second=float(mpmath.re(ends[1] - ends[0]) / mpmath.log(10)),
+        by="Gamma functions, mpmath",
+    )
 
 
 @claim("curse-of-depth/sec4.1-conclusion", "Sec. 4.1, after Theorem 4.2", "NOT REPRODUCED", uses=[TransformerBlock])

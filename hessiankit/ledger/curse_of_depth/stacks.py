@@ -106,6 +106,11 @@ def layers(L: int) -> Tensor:
     return torch.arange(1, L + 1, dtype=torch.float64)
 
 
+def attention_head(N: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> Tensor:
+    """Return one head of attention on tokens N."""
+    return torch.softmax(N @ W_Q @ W_K.T @ N.T / math.sqrt(W_K.shape[1]), -1) @ N @ W_V
+
+
 class Network(NamedTuple):
     """A feed-forward network of the theory: W_1 d x d_ff and W_2 d_ff x d with entries of one standard deviation."""
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import mpmath
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hessiankit.ledger.claim import Evidence
@@ -16,6 +20,7 @@ from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, small, violated, wrong
 from hessiankit.ledger.notation import rms_norm
 from hessiankit.ledger.registry import claim
+from hessiankit.ledger.second import variance
 
 
 def var(X: Tensor) -> float:
@@ -35,12 +40,30 @@ def grown(L: int, branch: float = 1.0, rho: float = 0.0, *, lns: bool = False, s
     return torch.tensor(values, dtype=torch.float64)
 
 
-def recurrence(L: int, *, lns: bool = False) -> float:
-    """Return sigma_L^2 of the recurrence of Eq. 6 (Eq. 13 with ``lns``) with all constants 1."""
-    value = 1.0
+def recurrence(L: int, *, lns: bool = False, C: float = 1, root: Callable[[Any], Any] = math.sqrt) -> Any:
+    """Return sigma_L^2 of the recurrence of Eq. 6 (Eq. 13 with ``lns``), all constants ``C``; by mpmath with its ``root``."""
+    value = root(1)
     for layer in range(1, L):
-        value += math.sqrt(value / layer) if lns else math.sqrt(value)
+        value = C * (value + root(value / layer if lns else value))
     return value
+
+
+def constants_multiply(L: int, *, lns: bool) -> Evidence:
+    """Compare Eq. 6 (Eq. 13 with ``lns``) with the recurrence that it solves, each step with the constant 1.1, and 1."""
+    C, products, values = 1.1, [], []
+    for c in (C, 1.0):
+        values.append(recurrence(L, lns=lns, C=c))
+        sigmas = [recurrence(k, lns=lns, C=c) ** 0.5 for k in range(1, L)]
+        products.append(math.prod(1 + 1 / (s * math.sqrt(k) if lns else s) for k, s in enumerate(sigmas, 1)))
+    detail = f"sigma_{L}^2 over 1.1 times the product where each step has the constant 1.1; C^(l - 1) in its place"
+    return violated(
+        values,
+        [C * product for product in products],
+        detail,
+        corrected=[C ** (L - 1) * products[0], products[1]],
+        second=[recurrence(L, lns=lns, C=c, root=mpmath.sqrt) for c in (C, 1)],
+        by="mpmath",
+    )
 
 
 @claim("curse-of-depth/eq6", "Lemma 3.2, Eq. 6; Eq. 32", "WRONG AS PRINTED")
@@ -50,16 +73,7 @@ def eq6(seed: int) -> Evidence:
 
     Correct: constants of $\ell$ steps multiply: $C^{\ell-1}$; the product is right where each step's constant is 1
     """
-    L, C = 200, 1.1
-    value, product = 1.0, 1.0
-    for _ in range(1, L):
-        step = 1 + 1 / math.sqrt(value)
-        value, product = value * C * step, product * step
-    one = recurrence(L)
-    sigmas = [recurrence(k) ** 0.5 for k in range(1, L)]
-    exact = math.prod(1 + 1 / s for s in sigmas)
-    detail = "sigma_200^2 over 1.1 times the product where each step has the constant 1.1; C^(l - 1) in its place"
-    return violated([value, one], [C * product, C * exact], detail, corrected=[C ** (L - 1) * product, exact])
+    return constants_multiply(100, lns=False)
 
 
 @claim("curse-of-depth/eq6-solution", "Lemma 3.2, Eq. 6, with constants 1", "HOLDS")
@@ -107,11 +121,11 @@ def band(seed: int) -> Evidence:
 
 @cache
 def real_stack(seed: int, placement: str) -> list[float]:
-    """Return the variance of the stream after 20, 200 and 2000 ReLU sub-layers of width 64, Pre-LN or LNS, from variance 1."""
+    """Return the variance of the stream after 20, 200 and 2000 ReLU sub-layers of width 32, Pre-LN or LNS, from variance 1."""
     draw, found = Draw(seed), []
-    X = rms_norm(draw.normal(32, 64))
+    X = rms_norm(draw.normal(16, 32))
     for layer in range(1, 2001):
-        network = Network.draw(draw, 64, 128, 0.1218)
+        network = Network.draw(draw, 32, 64, 0.172)
         X = X + network(rms_norm(X) / (layer**0.5 if placement == "lns" else 1.0))
         if layer in (20, 200, 2000):
             found.append(var(X))
@@ -138,7 +152,13 @@ def headline(seed: int) -> Evidence:
         f"variance of a ReLU stack at 20, 200, 2000 sub-layers, Pre-LN {first:.1f}, {second:.0f}, {last:.0f} and LNS "
         f"{lns[0]:.1f}, {lns[1]:.1f}, {lns[2]:.1f}; at 2000 by an exponential and by a line through the first two"
     )
-    return wrong(exponential, last, detail, corrected=linear, above=10, below=0.6)
+    rng, X = np.random.default_rng(seed), np.random.default_rng(seed + 1).normal(size=(16, 32))
+    for _ in range(2000):  # other random numbers
+        N = X / np.sqrt(np.mean(X**2, 1, keepdims=True))
+        X = X + np.maximum(N @ rng.normal(scale=0.172, size=(32, 64)), 0) @ rng.normal(scale=0.172, size=(64, 32))
+    return wrong(
+        exponential, last, detail, corrected=linear, above=10, below=0.6, second=X.var(), by="numpy with other random numbers"
+    )
 
 
 @claim("curse-of-depth/headline-lns", "Abstract; Sec. 4.1", "HOLDS")
@@ -195,7 +215,9 @@ def eq34_circular(seed: int) -> Evidence:
     of Eq. 32. The solution, $\ell^2/4$, satisfies Eq. 34
     """
     L = 10_000
-    return wrong(L, recurrence(L), "Eq. 32 with constants 1 at l = 10^4: l and l^2 / 4", corrected=L**2 / 4, below=0.01)
+    found, second = (recurrence(L, root=root) for root in (math.sqrt, mpmath.sqrt))
+    detail = "Eq. 32 with constants 1 at l = 10^4: l and l^2 / 4"
+    return wrong(L, found, detail, corrected=L**2 / 4, below=0.01, second=float(second), by="mpmath")
 
 
 # Assumption 3.1 and Appendix A.1: what a block adds to the variance of the stream -------------------------------------
@@ -216,7 +238,9 @@ def assumption(seed: int) -> Evidence:
     X = draw.normal(N, N, std=2.0)
     Y = X + rms_norm(X) @ draw.normal(N, N, std=1 / math.sqrt(N))
     found = torch.corrcoef(torch.stack([X.reshape(-1), Y.reshape(-1)]))[0, 1]
-    return wrong(0.0, found, "correlation of x' and x", corrected=math.sqrt(var(X) / var(Y)), below=0.02)
+    second = torch.cosine_similarity((X - X.mean()).reshape(1, -1), (Y - Y.mean()).reshape(1, -1))
+    corrected = math.sqrt(var(X) / var(Y))
+    return wrong(0.0, found, "correlation of x' and x", corrected=corrected, below=0.02, second=second[0], by="their angle")
 
 
 def variance_row(seed: int, branches: int) -> Evidence:
@@ -230,7 +254,8 @@ def variance_row(seed: int, branches: int) -> Evidence:
         printed += var(f) + covariance
         corrected += var(f) + 2 * covariance
         total = total + f
-    return wrong(printed, var(total), f"{branches} correlated branches, sample covariances", corrected=corrected, above=0.05)
+    detail = f"{branches} correlated branches, sample covariances"
+    return wrong(printed, var(total), detail, corrected=corrected, above=0.05, second=variance(total), by="rational numbers")
 
 
 @claim("curse-of-depth/eq21", "App. A.1, Eq. 21", "WRONG AS PRINTED")
@@ -274,7 +299,8 @@ def lemma_a1(seed: int) -> Evidence:
     p = (draw.uniform(rounds, N, low=1e-12) ** (-1 / 3)).softmax(1)
     found, light = (p - 1 / N).square().sum(1).mean(), (draw.normal(N).softmax(0) - 1 / N).square().sum()
     detail = f"the expectation with 10^5 logits of that tail (Gaussian ones: {float(light):.1e}); one weight for all of it"
-    return wrong(0.0, found, detail, corrected=p.amax(1).square().mean(), below=0.05)
+    second = (p.square().sum(1) - 1 / N).mean()  # the p sum to 1
+    return wrong(0.0, found, detail, corrected=p.amax(1).square().mean(), below=0.05, second=second, by="sum of p^2 less 1/n")
 
 
 @claim("curse-of-depth/lemma-a1-uniform", "Lemma A.1, below Eq. 26", "WRONG AS PRINTED")
@@ -285,8 +311,12 @@ def lemma_a1_uniform(seed: int) -> Evidence:
     sum of squares in Eq. 26 is at most $\max_ip_i$ and tells little
     """
     N = 200_000
-    distance = (Draw(seed).normal(N).softmax(0) - 1 / N).abs().sum() / 2
-    return wrong(0.0, distance, "the distance with 2 10^5 logits", corrected=math.erf(0.5 / math.sqrt(2)), below=0.03)
+    p = Draw(seed).normal(N).softmax(0)
+    distance, second = (p - 1 / N).abs().sum() / 2, (p - 1 / N).clamp(min=0).sum()
+    corrected = math.erf(0.5 / math.sqrt(2))
+    return wrong(
+        0.0, distance, "the distance with 2 10^5 logits", corrected=corrected, below=0.03, second=second, by="the excess over 1/N"
+    )
 
 
 @claim("curse-of-depth/eq27", "App. A.1.1, Eq. 27", "WRONG AS PRINTED")
@@ -298,10 +328,13 @@ def eq27(seed: int) -> Evidence:
     output projection is missing
     """
     draw, n, d, d_head, std = Draw(seed), 16, 64, 64, 0.05
-    values = [var((rms_norm(draw.normal(n, d)) @ draw.normal(d, d_head, std=std)).mean(0)) for _ in range(100)]
-    found = sum(values) / len(values)
+    V = torch.stack([rms_norm(draw.normal(n, d)) @ draw.normal(d, d_head, std=std) for _ in range(100)])
+    found = V.mean(1).var(1, correction=0).mean()
     printed = [d_head * d * std**2, d * std**2]  # the two right sides
-    return wrong(printed, found, "16 tokens, 100 draws", corrected=d * std**2 / n, above=5, below=ROUNDS)
+    out = F.scaled_dot_product_attention(torch.zeros_like(V), V, V)  # queries of zero: uniform attention
+    second = out[:, 0].square().mean() - out[:, 0].mean(1).square().mean()
+    by = "torch's attention with queries of zero"
+    return wrong(printed, found, "16 tokens, 100 draws", corrected=d * std**2 / n, above=5, below=ROUNDS, second=second, by=by)
 
 
 @claim("curse-of-depth/eq29", "App. A.1.2, Eq. 29", "WRONG AS PRINTED")
@@ -312,10 +345,12 @@ def eq29(seed: int) -> Evidence:
     $d^2$ in its place
     """
     draw, d, d_ff, std = Draw(seed), 64, 256, 0.0693
-    values = [var(Network.draw(draw, d, d_ff, std)(rms_norm(draw.normal(64, d)))) for _ in range(20)]
-    found = sum(values) / len(values)
-    printed = [std**4, std**4 * d**2]
-    return wrong(printed, found, "20 draws; also Eq. 31's d^2", corrected=d * d_ff * std**4 / 2, above=0.3, below=ROUNDS)
+    drawn = [(Network.draw(draw, d, d_ff, std), rms_norm(draw.normal(64, d)).numpy()) for _ in range(20)]
+    found = sum(var(network(torch.from_numpy(N))) for network, N in drawn) / 20
+    second = np.mean([np.var(np.maximum(N @ W_1.numpy(), 0) @ W_2.numpy()) for (W_1, W_2), N in drawn])
+    printed, corrected = [std**4, std**4 * d**2], d * d_ff * std**4 / 2
+    detail = "20 draws; also Eq. 31's d^2"
+    return wrong(printed, found, detail, corrected=corrected, above=0.3, below=ROUNDS, second=second, by="numpy")
 
 
 @claim("curse-of-depth/eq30-correlation", "App. A.1.2, Eq. 30, second line", "WRONG AS PRINTED")
@@ -327,8 +362,9 @@ def eq30_correlation(seed: int) -> Evidence:
     needs $\rho_2 > 0$
     """
     x, w, rho = (float(v) for v in Draw(seed).uniform(3, low=0.2, high=0.8))
-    left = x * x + w * w + rho * x * w
-    return wrong(x * x * (1 + w / x + w * w / x**2), left, "random numbers", corrected=x * x * (1 + rho * w / x + w * w / x**2))
+    left, second = (a * a + b * b + r * a * b for a, b, r in ((x, w, rho), map(Fraction, (x, w, rho))))
+    printed, corrected = (x * x * (1 + c * w / x + w * w / x**2) for c in (1.0, rho))
+    return wrong(printed, left, "random numbers", corrected=corrected, second=second, by="rational numbers")
 
 
 @claim("curse-of-depth/eq31", "App. A.1.2, Eq. 31, second line", "WRONG AS PRINTED")
@@ -345,4 +381,6 @@ def eq31(seed: int) -> Evidence:
     (first_order,) = torch.autograd.grad(value, t)
     printed = rho * w**4 * d**2 / (2 * x) + rho**2 * w**3 * d * x / 2
     corrected = rho * w**4 * d / (2 * x) + rho**2 * w**3 * d / 2
-    return wrong(printed, first_order, "first order of the root by autograd", corrected=corrected, above=0.1)
+    second = mpmath.diff(lambda t: rho * x * w**2 * d * mpmath.sqrt(1 + t * (w**2 / x**2 + rho * w / x)), 0)
+    detail = "first order of the root by autograd"
+    return wrong(printed, first_order, detail, corrected=corrected, above=0.1, second=second, by="mpmath.diff")

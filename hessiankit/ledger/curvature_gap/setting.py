@@ -21,7 +21,7 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.point import PAIRS, point
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, relative_error, small, wrong
-from hessiankit.ledger.notation import dense, kron, ones, spectral
+from hessiankit.ledger.notation import dense, eye, if_it_conforms, kron, ones, spectral
 from hessiankit.ledger.registry import claim
 
 
@@ -64,7 +64,9 @@ def sec42_gb(seed: int) -> Evidence:
             continue
         fits.append(n)
     detail = "entries of gamma that torch takes for three rows of four features: m as printed, d_V"
-    return wrong([float(X.shape[0])], list(map(float, fits)), detail, corrected=[float(X.shape[1])])
+    second = [float(n) for n in range(1, 7) if if_it_conforms(torch.matmul, X, eye(n)).numel()]
+    corrected, by = [float(X.shape[1])], "the sizes of diag(gamma) that conform with X"
+    return wrong([float(X.shape[0])], list(map(float, fits)), detail, corrected=corrected, second=second, by=by)
 
 
 @claim("curvature-gap/eq3", "Sec. 3, Eq. 3", "HOLDS", uses=[gauss_newton])

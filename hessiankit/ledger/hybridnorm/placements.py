@@ -11,6 +11,7 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.blocks import placements as eq
 from hessiankit.blocks.attention import Attention, rotate
 from hessiankit.blocks.initialisation import WeightPlace, normal
+from hessiankit.ledger import second as again
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, counts, measured, relative_error, small, wrong
@@ -52,7 +53,9 @@ def post_norm_in_ffn(seed: int) -> Evidence:
     block = make("hybridnorm")
     W, X = generic(block, draw), draw.normal(3, 6)
     Y = mha(X, W, HEADS, "qkv") + X
-    return wrong(rms_norm(swiglu(Y, W) + Y), block(X), "Eq. 4 in place of Eq. 9", corrected=hybridnorm_block(X, W), above=0.05)
+    printed, corrected, second = rms_norm(swiglu(Y, W) + Y), hybridnorm_block(X, W), again.block(X, W, HEADS, norms="qkvy")
+    detail, by = "Eq. 4 in place of Eq. 9", "torch's attention and norms"
+    return wrong(printed, block(X), detail, corrected=corrected, above=0.05, second=second, by=by)
 
 
 @claim("ours/full-norms-differ", "HybridNorm, Eqs. 7 and 40, Algorithm 1", "HOLDS", uses=[Attention])
@@ -103,7 +106,9 @@ def pre_qkv_pre_in_words(seed: int) -> Evidence:
     W, X = generic(block, draw), draw.normal(3, 6)
     told.load_state_dict(block.state_dict())
     Y = mha(rms_norm(X), W, HEADS, "qkv") + X
-    return wrong(told(X), swiglu(rms_norm(Y), W) + Y, "the words against Eqs. 47-48", corrected=block(X), above=0.02)
+    reference, second = swiglu(rms_norm(Y), W) + Y, again.block(X, W, HEADS, norms="a qkv f")
+    detail, by = "the words against Eqs. 47-48", "torch's attention and norms"
+    return wrong(told(X), reference, detail, corrected=block(X), above=0.02, second=second, by=by)
 
 
 # Placements that are the same: what QKV-Norm makes of a norm in front, and the two forms of Post-Norm -----------------

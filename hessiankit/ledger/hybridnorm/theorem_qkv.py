@@ -17,7 +17,6 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, relative_error, small, violated, wrong
 from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
-from hessiankit.ledger.hybridnorm.jacobians import printed_pre_norm
 from hessiankit.ledger.hybridnorm.theorem_pre import (
     equal_tokens,
     opposite_tokens,
@@ -50,7 +49,8 @@ def break_bound(
         )
     )
     at = {"X": head.X, letter: getattr(head, letter)}
-    return violated(left, right, detail, corrected=corrected * (1 + 1e-12), above=above, at=at)
+    second = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=1 + LETTERS.index(letter)).norm()
+    return violated(left, right, detail, corrected=corrected * (1 + 1e-12), above=above, at=at, second=second, by="autograd")
 
 
 def scaled_tokens(seed: int, letter: str) -> Evidence:
@@ -312,7 +312,7 @@ def not_by_themselves(seed: int) -> Evidence:
     before_and_after, bounds = [], []
     for letter, k in (("W_Q", 0), ("W_K", 1)):
         head, other = moved(seed, letter)
-        before_and_after.append((printed_pre_norm(head, letter), printed_pre_norm(other, letter)))
+        before_and_after.append([jacobian_of(h.pre_norm, h.X, *h.weights, wrt=1 + k) for h in (head, other)])
         before, after = (pre_norm_gradient_bounds(4, *h.weights)[k] for h in (head, other))
         bounds.append(abs(after / before - 1))
     free, found = map(list, zip(*before_and_after, strict=True))

@@ -14,6 +14,7 @@ from derivations.bounds import AttentionGradientNorms, NormedInput, theorem_4_2
 from derivations.matrix import Commutation
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
+from hessiankit.ledger import second as again
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, bounded, loose, small, violated, wrong
@@ -118,7 +119,8 @@ def x_norm(seed: int) -> Evidence:
 
     X_std, reference = layer_norm(X), F.layer_norm(X, (5,), gain[0], eps=0.0)
     bad, corrected = if_it_conforms(lambda: hadamard(X_std, gain)), hadamard(X_std, torch.kron(ones(4), gain))
-    return wrong([bad], [reference], "shapes 4 x 5 and 1 x 5", corrected=[corrected])
+    second = [again.standardised(X) @ gain[0].diag()]
+    return wrong([bad], [reference], "shapes 4 x 5 and 1 x 5", corrected=[corrected], second=second, by="rational numbers")
 
 
 @claim("ours/attention-euler", "Sharpness Disparity, Theorem 4.2", "HOLDS", uses=[AttentionAt.jacobian])

@@ -13,6 +13,7 @@ from derivations.bounds import EmbeddingNorms, theorem_4_3
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
 from derivations.token_embedding import TokenEmbeddingAt
+from hessiankit.ledger import second as again
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
@@ -151,7 +152,8 @@ def shape_of_z(seed: int) -> Evidence:
     tilde = centred(point.X @ point.W_E)
     found = torch.stack([centred(z) for z in point.W_E[point.tokens]])
     printed = centred(point.W_E)  # d rows
-    return wrong([printed], [tilde], "n = 6 rows, d = 9", corrected=[found])
+    second = [again.standardised(point.Z) * point.Z.std(1, correction=0, keepdim=True)]
+    return wrong([printed], [tilde], "n = 6 rows, d = 9", corrected=[found], second=second, by="rational numbers")
 
 
 @claim("sharpness-disparity/b3-least-row", "App. B.3", "HOLDS UNDER ASSUMPTION", uses=[TokenEmbeddingAt])
@@ -176,7 +178,9 @@ def norm_of_x(seed: int) -> Evidence:
     """
     X = EmbeddingPoint.draw(seed).X
     columns = X.square().sum(0).sqrt()
-    return wrong([float(c) for c in columns], math.sqrt(6), "every column j; the sum over both", corrected=X.norm())
+    printed, second = [float(c) for c in columns], math.sqrt(sum(x == 1 for row in X.tolist() for x in row))
+    detail = "every column j; the sum over both"
+    return wrong(printed, math.sqrt(len(X)), detail, corrected=X.norm(), second=second, by="the number of ones")
 
 
 # Theorem 4.3: bounds on the gradients and on the sharpness of the embedding and its norm ------------------------------
@@ -274,19 +278,6 @@ def bypass(seed: int) -> Evidence:
         return point.q @ (F.embedding(point.tokens, W_E) + point.Y(W_E, point.gamma)).reshape(-1)
 
     return assumed(holds, relative_error(point.gradient("W_E"), jacobian_of(with_stream, point.W_E)), above=0.1)
-
-
-@claim("sharpness-disparity/thm4.3-vocabulary", "Sec. 4.2, after Theorem 4.3", "WRONG AS PRINTED")
-def vocabulary(seed: int) -> Evidence:
-    """$d$ is 50304 'for the GPT tokenizer'
-
-    Correct: 50257 tokens; nanoGPT pads to 50304, a multiple of 64
-    """
-    merges, byte_tokens, special = 50000, 256, 1
-    tokens = merges + byte_tokens + special
-    detail = "50000 merges, 256 bytes, 1 end of text; padded to a multiple of 64 they are 50304"
-    unpadded = 50304 - (-tokens) % 64
-    return wrong(50304.0, float(tokens), detail, corrected=float(unpadded), above=5e-4)
 
 
 @claim("ours/embedding-dilution", "Sharpness Disparity, Eqs. 1 and 4", "HOLDS", uses=[TokenEmbeddingAt])

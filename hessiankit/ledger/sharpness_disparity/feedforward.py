@@ -13,6 +13,7 @@ from derivations.feedforward import FeedForwardAt
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
 from hessiankit.blocks import TransformerBlock, initialise
+from hessiankit.ledger import second as again
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
@@ -115,7 +116,10 @@ def b1_residual(seed: int) -> Evidence:
         N = F.layer_norm(Z, (5,), eps=1e-5)
         return Z + FeedForwardAt(N, network.W_1.detach(), network.W_2.detach(), residual=False).value
 
-    return wrong(through(X), block(X), "the display applied to the two inputs", corrected=through(Y.detach()))
+    W = {name.split(".")[-1]: p for name, p in block.named_parameters() if "norm" not in name}
+    second = again.block(X, W, 1, norms="af", norm=lambda Z: F.layer_norm(Z, (5,), eps=1e-5))
+    detail = "the display applied to the two inputs"
+    return wrong(through(X), block(X), detail, corrected=through(Y.detach()), second=second, by="torch's attention and norms")
 
 
 @claim("sharpness-disparity/thm4.1-activation", "App. B.1, 'it holds that'", "HOLDS UNDER ASSUMPTION", uses=[ActivationAt])
@@ -243,7 +247,7 @@ def jacobian_estimate(seed: int) -> Evidence:
     Correct: true for the spectral norm $\|\frac{\partial Y}{\partial W_2}\|_2 = \|A\|_2$
     """
     point = attaining(seed, D=64)
-    J = dense(point.closed.jacobian("W_2"))
+    J = jacobian_of(lambda W_2: torch.relu(point.X_norm @ point.W_1) @ W_2, point.W_2)
     right = norm(point.dA) * norm(point.X_norm @ point.W_1)
     detail = "n = 1, M = 1, D = 64, sqrt(D) = 8: the Frobenius norm and the spectral norm"
     return violated([norm(J), matrix_norm(J)], [right, right], detail, corrected=[8 * right, right])

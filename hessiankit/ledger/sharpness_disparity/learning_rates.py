@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -117,7 +119,9 @@ def types(seed: int) -> Evidence:
     outside = [name for name, t in block_types(model).items() if t not in ORDER]
     untied = [name for name, _ in model.named_parameters() if "head" in name or "unembed" in name or name.endswith("W_C")]
     detail = f"parameters of a LLaMA-like model outside the five types: {', '.join(outside)}"
-    return wrong(0.0, float(len(outside)), detail, corrected=float(len(untied)))
+    tables = sum(9 in p.shape for p in model.parameters())  # of the vocabulary's size: the embedding and the head
+    by = "the tables of the vocabulary's size but one"
+    return wrong(0.0, float(len(outside)), detail, corrected=float(len(untied)), second=float(tables - 1), by=by)
 
 
 RULES: dict[str, Callable[[str], bool]] = {
@@ -153,7 +157,10 @@ def code_names(seed: int) -> Evidence:
     of_paper, other = groups[:3], groups[3:]
     right = of_paper == [["embed"], ["qk"], ["mlp"]]
     detail = f"groups that take each of five names of other models (LLaMA's own are right: {right})"
-    return wrong([1.0] * 5, [float(len(found)) for found in other], detail, corrected=[1.0, 0.0, 0.0, 2.0, 2.0])
+    patterns = ("embed", "lm_head", "norm", "q_proj|k_proj", "v_proj|o_proj", "mlp")
+    second = [float(sum(bool(re.search(x, name)) for x in patterns)) for name in NAMES[3:]]
+    found, corrected = [float(len(groups)) for groups in other], [1.0, 0.0, 0.0, 2.0, 2.0]
+    return wrong([1.0] * 5, found, detail, corrected=corrected, second=second, by="regular expressions")
 
 
 # Tables 1-4 and App. A.1: what arithmetic can check -------------------------------------------------------------------
@@ -192,6 +199,12 @@ TABLE_4 = (
 )
 
 
+def by_hand(row: Row) -> float:
+    """Count the parameters of a LLaMA of Table 3 or 4, in millions, by its sizes alone."""
+    d, vocabulary = row.d_model, VOCABULARY if row.table == 3 else T5
+    return float(Fraction(2 * vocabulary * d + d + row.depth * (4 * d * d + 3 * d * row.d_ff + 2 * d), 10**6))
+
+
 def millions(row: Row, depth: int | None = None) -> float:
     """Count the parameters of hessiankit's model of these sizes, without memory: one block stands for all of them."""
     gpt = row.name.startswith("GPT")
@@ -227,10 +240,8 @@ def llama_2b(seed: int) -> Evidence:
     """
     row = TABLE_3[-1]
     found, deeper = millions(row), millions(row, 27)
-    d, exact = row.d_model, Fraction(2 * VOCABULARY * row.d_model + row.d_model, 10**6)
-    exact += Fraction(row.depth * (4 * d * d + 3 * d * row.d_ff + 2 * d), 10**6)
     detail = f"millions; {deeper:.1f} at depth 27"
-    return wrong(row.printed, found, detail, corrected=1683.0, above=0.1, below=1e-3, second=float(exact), by="counted by hand")
+    return wrong(row.printed, found, detail, corrected=1683.0, above=0.1, below=1e-3, second=by_hand(row), by="counted by hand")
 
 
 @claim("sharpness-disparity/table4-llama-0.2b", "Table 4, LLaMA (0.2B)", "WRONG AS PRINTED", uses=[Transformer])
@@ -241,10 +252,8 @@ def llama_02b(seed: int) -> Evidence:
     """
     row = TABLE_4[1]
     found, swapped = millions(row), millions(row._replace(n_heads=8), 16)
-    d, exact = row.d_model, Fraction(2 * T5 * row.d_model + row.d_model, 10**6)
-    exact += Fraction(row.depth * (4 * d * d + 3 * d * row.d_ff + 2 * d), 10**6)
     detail = f"millions; {swapped:.1f} with heads and depth swapped"
-    return wrong(row.printed, found, detail, corrected=125.0, above=0.1, below=5e-3, second=float(exact), by="counted by hand")
+    return wrong(row.printed, found, detail, corrected=125.0, above=0.1, below=5e-3, second=by_hand(row), by="counted by hand")
 
 
 @claim("sharpness-disparity/size-range", "Abstract; Sec. 1; Sec. 6", "WRONG AS PRINTED")
@@ -255,7 +264,10 @@ def size_range(seed: int) -> Evidence:
     """
     least, most = min(r.printed for r in (*TABLE_3, *TABLE_4)), round(millions(TABLE_3[-1]))
     detail = "least and largest, in millions: Table 4, and the sizes of Table 3"
-    return wrong([120.0, 2000.0], [float(least), float(most)], detail, corrected=[66.0, 1683.0])
+    second = [round(by_hand(TABLE_4[0])), round(by_hand(TABLE_3[-1]))]
+    return wrong(
+        [120.0, 2000.0], [float(least), float(most)], detail, corrected=[66.0, 1683.0], second=second, by="counted by hand"
+    )
 
 
 @claim("sharpness-disparity/ffn-majority", "Sec. 6.2", "WRONG AS PRINTED", uses=[Transformer])
@@ -268,6 +280,7 @@ def ffn_majority(seed: int) -> Evidence:
     row = TABLE_3[2]
     ffn = 3 * row.d_model * row.d_ff * row.depth / 1e6
     ends = 2 * VOCABULARY * row.d_model / 1e6
-    share, of_blocks = ffn / millions(row), ffn / (millions(row) - ends)
-    detail = f"FFN {ffn:.0f} M, embedding and head {ends:.0f} M, share of the blocks {100 * of_blocks:.0f} %"
-    return violated(0.5, share, detail, corrected=of_blocks)
+    rest, of_blocks = millions(row) - ffn, millions(row) - ffn - ends
+    detail = f"millions that are not of the FFN, {rest:.0f}, over its {ffn:.0f}; without embedding and head {of_blocks:.0f}"
+    second = [by_hand(row) - ffn, by_hand(row) - ffn - ends]
+    return violated([rest, of_blocks], [ffn, math.inf], detail, corrected=[math.inf, ffn], second=second, by="counted by hand")

@@ -14,6 +14,7 @@ from torch import Tensor
 from derivations.normalization import LayerNormAt
 from hessiankit.blocks import Transformer
 from hessiankit.curvature.diagonal import hessian_diagonal
+from hessiankit.ledger import second as again
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, measured, wrong
@@ -130,7 +131,10 @@ def contribution(seed: int) -> Evidence:
     rates, flat = [RATES[t] for t in ORDER], list(range(len(ORDER), 0, -1))
     rank = [float(sum(r >= other for other in rates)) for r in rates]
     detail = "ranks of the rates of Eq. 5 along Eq. 1, from flat to sharp: rising as printed, falling"
-    return wrong([1.0, 2.0, 3.0, 4.0, 5.0], rank, detail, corrected=list(map(float, flat)))
+    second = torch.tensor(rates).argsort().argsort() + 1.0
+    return wrong(
+        [1.0, 2.0, 3.0, 4.0, 5.0], rank, detail, corrected=list(map(float, flat)), second=second, by="their places when sorted"
+    )
 
 
 @claim(
@@ -182,6 +186,8 @@ def row_variance(seed: int) -> Evidence:
         f"X_std against torch's layer_norm, all entries as printed +-1: {signs}",
         corrected=LayerNormAt(X).value,
         above=0.1,
+        second=again.standardised(X),
+        by="rational numbers",
     )
 
 
@@ -197,7 +203,9 @@ def norm(seed: int) -> Evidence:
     centred = X - X.mean(1, keepdim=True)
     printed = centred / centred.square().mean(1, keepdim=True) * gamma + beta
     reference = F.layer_norm(X, (5,), gamma, beta, eps=0.0)
-    return wrong(printed, reference, "the variance averaged in both", corrected=LayerNormAt(X, gamma, beta).value, above=0.05)
+    closed, second = LayerNormAt(X, gamma, beta).value, again.standardised(X) * gamma + beta
+    detail = "the variance averaged in both"
+    return wrong(printed, reference, detail, corrected=closed, above=0.05, second=second, by="rational numbers")
 
 
 @claim("sharpness-disparity/eps", "Sec. 3.1, Norm blocks", "OMITTED", uses=[LayerNormAt])
