@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hessiankit.ledger.ascent import ATTAINED, Worst
 from hessiankit.ledger.claim import Evidence
 
 TOLERANCE = 1e-10
@@ -27,9 +28,6 @@ TOLERANCE = 1e-10
 
 ROUNDING = 1e-9
 """How far a ratio may be above 1 by rounding."""
-
-ATTAINED = 0.99
-"""The ratio from which an inequality is called attained."""
 
 SECOND = 1e-6
 """Of a reference against its second route."""
@@ -71,13 +69,17 @@ def counts(found: int, expected: int, detail: str = "") -> Evidence:
 
 
 def bounded(ratios: Numbers, detail: str = "", *, attained: float | None = None) -> Evidence:
-    """HOLDS: left side over right side is never above 1. A sequence of sequences is several inequalities, each by itself.
+    """HOLDS: left side over right side is never above 1. A list of lists, or of ``Worst``, is several inequalities.
 
     "attained" is said only of ratios that reach 0.99; ``attained`` also requires that they come as close to 1 as this.
     """
-    several = not _is_scalar(ratios) and isinstance(ratios, list | tuple) and isinstance(ratios[0], list | tuple)
-    worst = [_largest(r) for r in ratios] if several else [_largest(ratios)]
-    said = "; ".join("attained" if w >= ATTAINED else f"sampled: worst ratio {w:.3g}" for w in worst)
+    several = isinstance(ratios, list) and isinstance(ratios[0], list | tuple)
+    each = ratios if several else [ratios]
+    worst = [_largest(r) for r in each]
+    said = "; ".join(
+        str(r) if isinstance(r, Worst) else "attained" if w >= ATTAINED else f"sampled: worst ratio {w:.3g}"
+        for r, w in zip(each, worst, strict=True)
+    )
     good = max(worst) <= 1 + ROUNDING and min(worst) >= (attained or 0.0)
     return Evidence(good, max(worst), "violation ratio", f"{detail}{'; ' if detail else ''}{said}", "bound")
 

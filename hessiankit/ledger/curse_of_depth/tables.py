@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import cache
 
@@ -56,7 +57,7 @@ def best(size: str) -> list[bool]:
 RATIONAL = "the columns that another wins, in rational numbers"
 
 
-def beaten(rows: dict[str, tuple[float, ...]]) -> list[str]:
+def beaten(rows: Mapping[str, tuple[float, ...]]) -> list[str]:
     """Return the tasks in which another method is better than LNS."""
     table = {name: as_printed(row) for name, row in rows.items()}
     return [TASK_NAMES[k] for k in range(TASKS) if any(row[k] > table["LNS"][k] for row in table.values())]
@@ -122,7 +123,8 @@ def table2_tasks(seed: int) -> Evidence:
     Correct: seven, in Table 2
     """
     columns = [name for name in TASK_NAMES if name != "average"]
-    means = [sum(as_printed(SMALL["LNS"][:k])) / k - as_printed(SMALL["LNS"])[-1] for k in range(1, 8)]
+    row = as_printed(SMALL["LNS"])
+    means = [sum(row[:k], Fraction(0)) / k - row[-1] for k in range(1, 8)]
     second = [abs(mean) < Fraction("0.01") for mean in means].index(True) + 1  # of how many columns the last is the mean
     detail = "columns of Table 2 but the average"
     return wrong(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -20,6 +20,7 @@ from derivations.bounds.attention_printed import (
     theorem_1_appendix_printed,
     theorem_1_printed,
 )
+from hessiankit.ledger.ascent import Worst, worst
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of, kept
 from hessiankit.ledger.curvature_gap.point import attention
 from hessiankit.ledger.drawing import Draw
@@ -219,9 +220,19 @@ def pair_and_followers(followers: int = 32) -> AttentionProblem:
     return problem.with_(target=problem.at.value)
 
 
-def ratios(
-    problems: tuple[AttentionProblem, ...], left: Callable[[AttentionProblem], float], right: Callable[[AttentionProblem], float]
-) -> list[float]:
+Side = Callable[[AttentionProblem], float]
+
+
+def over(left: float, right: float) -> float:
+    """Return left / right, and 0 where both vanish."""
+    return left / right if right else (math.inf if left > 1e-12 else 0.0)
+
+
+def ratios(problems: Sequence[AttentionProblem], left: Side, right: Side) -> list[float]:
     """Return left over right side of an inequality, 0 where both vanish."""
-    sides = [(left(p), right(p)) for p in problems]
-    return [a / b if b else (math.inf if a > 1e-12 else 0.0) for a, b in sides]
+    return [over(left(p), right(p)) for p in problems]
+
+
+def worst_of(problems: Sequence[AttentionProblem], left: Side, right: Side) -> Worst:
+    """Return the worst ratio of an inequality, by ascent from the worst of the problems."""
+    return worst(lambda p: over(left(p), right(p)), problems)
