@@ -27,7 +27,7 @@ ATTAINED = 0.99
 """The ratio from which an inequality is called attained."""
 
 
-class Worst(NamedTuple):
+class WorstRatio(NamedTuple):
     """The largest ratio of a sample, and the one that an ascent from there reaches."""
 
     sampled: float
@@ -39,7 +39,7 @@ class Worst(NamedTuple):
         return f"sampled: worst ratio {self.climbed:.3g}, by ascent from {self.sampled:.3g}"
 
 
-def worst(ratio: Callable[[Point], float], points: Iterable[Point], *, seed: int = 0, steps: int = 80) -> Worst:
+def worst(ratio: Callable[[Point], float], points: Iterable[Point], *, seed: int = 0, steps: int = 80) -> WorstRatio:
     """Return the worst ratio: of the points, and after an ascent from the worst of them.
 
     Args:
@@ -50,7 +50,7 @@ def worst(ratio: Callable[[Point], float], points: Iterable[Point], *, seed: int
     """
     found = [(ratio(point), point) for point in points]
     if any(math.isnan(value) for value, _ in found):
-        return Worst(math.inf, math.inf)
+        return WorstRatio(math.inf, math.inf)
     best, point = max(found, key=lambda pair: pair[0])
     draw, sampled = Draw(seed), best
     names = [name for name, _ in _arrays(point)]
@@ -68,7 +68,7 @@ def worst(ratio: Callable[[Point], float], points: Iterable[Point], *, seed: int
             best, point, sizes[name] = value, moved, 1.5 * sizes[name]
         else:
             sizes[name] = max(0.8 * sizes[name], 1e-3)
-    return Worst(sampled, best)
+    return WorstRatio(sampled, best)
 
 
 def _arrays(point: Any) -> Iterator[tuple[str, Tensor]]:

@@ -39,7 +39,7 @@ SUPPORTED: dict[str, tuple[Shows, ...]] = {
     "HOLDS": ("agreement", "bound"),
     "HOLDS UNDER ASSUMPTION": ("condition",),
     "WRONG AS PRINTED": ("error", "violation"),
-    "OMITTED": ("agreement", "bound", "error", "condition"),
+    "OMITTED": ("agreement", "bound", "error", "condition", "readings"),
     "LOOSE": ("looseness",),
     "VAGUE": ("readings",),
     "REPRODUCED": ("measurement", "agreement", "bound"),

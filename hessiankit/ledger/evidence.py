@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.ledger.ascent import ATTAINED, Worst
+from hessiankit.ledger.ascent import ATTAINED, WorstRatio
 from hessiankit.ledger.claim import Evidence
 
 TOLERANCE = 1e-10
@@ -69,7 +69,7 @@ def counts(found: int, expected: int, detail: str = "") -> Evidence:
 
 
 def bounded(ratios: Numbers, detail: str = "", *, attained: float | None = None) -> Evidence:
-    """HOLDS: left side over right side is never above 1. A list of lists, or of ``Worst``, is several inequalities.
+    """HOLDS: left side over right side is never above 1. A list of lists, or of ``WorstRatio``, is several.
 
     "attained" is said only of ratios that reach 0.99; ``attained`` also requires that they come as close to 1 as this.
     """
@@ -77,7 +77,7 @@ def bounded(ratios: Numbers, detail: str = "", *, attained: float | None = None)
     each = ratios if several else [ratios]
     worst = [_largest(r) for r in each]
     said = "; ".join(
-        str(r) if isinstance(r, Worst) else "attained" if w >= ATTAINED else f"sampled: worst ratio {w:.3g}"
+        str(r) if isinstance(r, WorstRatio) else "attained" if w >= ATTAINED else f"sampled: worst ratio {w:.3g}"
         for r, w in zip(each, worst, strict=True)
     )
     good = max(worst) <= 1 + ROUNDING and min(worst) >= (attained or 0.0)

@@ -17,7 +17,7 @@ from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curse_of_depth.stacks import make_block, make_stack, stream
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, bounded, readings, wrong
+from hessiankit.ledger.evidence import agrees, readings, wrong
 from hessiankit.ledger.notation import rms_norm
 from hessiankit.ledger.registry import claim
 
@@ -107,8 +107,7 @@ def embedding_std(seed: int) -> Evidence:
         initialise(model, "normal", seed=seed, embedding_std=std)
         X = model.embedding(tokens)[0].detach()
         gain.append(float(jacobian_of(model.blocks[0], X).norm() / math.sqrt(X.numel())))
-    text = f"rms gain of block 1 with std 0.632 and 0.02: {gain[0]:.2f}, {gain[1]:.2f}; 5 times the first over the second"
-    return bounded(5 * gain[0] / gain[1], text)
+    return readings({"0.632": gain[0], "0.02": gain[1]}, "rms gain of block 1 with either", apart=0.5)
 
 
 # Sections 5 and 6: the methods it compares with, and the released code ------------------------------------------------

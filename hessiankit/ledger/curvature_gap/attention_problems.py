@@ -20,7 +20,7 @@ from derivations.bounds.attention_printed import (
     theorem_1_appendix_printed,
     theorem_1_printed,
 )
-from hessiankit.ledger.ascent import Worst, worst
+from hessiankit.ledger.ascent import WorstRatio, worst
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of, kept
 from hessiankit.ledger.curvature_gap.point import attention
 from hessiankit.ledger.drawing import Draw
@@ -233,6 +233,6 @@ def ratios(problems: Sequence[AttentionProblem], left: Side, right: Side) -> lis
     return [over(left(p), right(p)) for p in problems]
 
 
-def worst_of(problems: Sequence[AttentionProblem], left: Side, right: Side) -> Worst:
+def worst_of(problems: Sequence[AttentionProblem], left: Side, right: Side) -> WorstRatio:
     """Return the worst ratio of an inequality, by ascent from the worst of the problems."""
     return worst(lambda p: over(left(p), right(p)), problems)
