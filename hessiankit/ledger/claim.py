@@ -13,15 +13,7 @@ from hessiankit.ledger.autodiff import confirmations
 from hessiankit.support.tables import as_text
 
 Verdict: TypeAlias = Literal[
-    "HOLDS",
-    "HOLDS UNDER ASSUMPTION",
-    "WRONG AS PRINTED",
-    "OMITTED",
-    "LOOSE",
-    "VAGUE",
-    "REPRODUCED",
-    "NOT REPRODUCED",
-    "NOT RUN",
+    "HOLDS", "HOLDS UNDER ASSUMPTION", "WRONG AS PRINTED", "OMITTED", "LOOSE", "VAGUE", "REPRODUCED", "NOT REPRODUCED", "NOT RUN"
 ]
 """OMITTED: the paper needs it and does not state it. NOT RUN: it takes training at a size that this code does not run."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -15,19 +16,13 @@ _ROWS: dict[str, Claim] = {}
 
 
 def claim(
-    id: str,
-    place: str,
-    verdict: Verdict,
-    *,
-    uses: Sequence[Any] = (),
-    statement: str | None = None,
-    corrected: str | None = None,
+    id: str, place: str, verdict: Verdict, *, uses: Sequence[Any] = (), statement: str | None = None, corrected: str | None = None
 ) -> Callable[[Callable[[int], Evidence]], Callable[[int], Evidence]]:
     """Enter the decorated function, seed -> Evidence, as a row of the ledger. Its docstring is the statement, with LaTeX between
-    dollars, then a paragraph that begins with "Needs:" (what it assumes and does not say) or "Correct:" (what is true instead).
+    dollars, then "Needs:" (what it assumes and does not say) or "Correct:" (what is true instead), each at the begin of a line.
 
     Args:
-        id: "paper/name", the paper a key of ``PAPERS``; "ours/..." for statements that no paper makes.
+        id: The row's name, in a module of a paper's package; "ours/..." for statements that no paper makes.
         place: Where it is printed, e.g. "Theorem A.3, Eq. 28".
         verdict: One of ``VERDICTS``.
         uses: Functions or classes of this code base that hold its closed form.
@@ -37,27 +32,31 @@ def claim(
     Raises:
         ValueError: If the id is taken, or a part is missing or unknown.
     """
-    if id in _ROWS:
-        raise ValueError(f"claim: the id {id!r} is taken; ids are unique")
-    if id.split("/")[0] not in PAPERS or "/" not in id or not all(id.split("/")):
-        raise ValueError(f"claim: the id {id!r} does not begin with a paper; expected one of {', '.join(PAPERS)}, then /name")
     if verdict not in VERDICTS:
         raise ValueError(f"claim: {id}: unknown verdict {verdict!r}; expected one of {', '.join(VERDICTS)}")
 
     def enter(compute: Callable[[int], Evidence]) -> Callable[[int], Evidence]:
+        package = compute.__module__.removeprefix("hessiankit.ledger.").split(".")[0]
+        name = id if "/" in id else f"{next((paper for paper in PAPERS if PAPERS[paper].package == package), '')}/{id}"
+        if name in _ROWS:
+            raise ValueError(f"claim: the id {name!r} is taken; ids are unique")
+        if name.split("/")[0] not in PAPERS or not all(name.split("/")):
+            raise ValueError(
+                f"claim: the id {name!r} does not begin with a paper; expected one of {', '.join(PAPERS)}, then /name"
+            )
         parts = _paragraphs(compute.__doc__ or "")
         parts |= {name: text for name, text in (("statement", statement), ("Correct", corrected)) if text}
         needed = {"WRONG AS PRINTED": "Correct", "HOLDS UNDER ASSUMPTION": "Needs"}.get(verdict)
         if not place:
             raise ValueError(f"claim: {id}: {verdict} needs place=...")
-        for name in ("statement", *([needed] if needed else [])):
-            if not parts.get(name):
-                what = "a statement" if name == "statement" else f"a paragraph that begins with '{name}:'"
+        for part in ("statement", *([needed] if needed else [])):
+            if not parts.get(part):
+                what = "a statement" if part == "statement" else f"a paragraph that begins with '{part}:'"
                 raise ValueError(f"claim: {id}: {verdict} needs {what} in its docstring")
         chapter = compute.__module__.removeprefix("hessiankit.ledger.")
         sources = tuple(f"{f.__module__}.{f.__qualname__}" for f in uses)
         correct, needs = parts.get("Correct"), parts.get("Needs")
-        _ROWS[id] = Claim(id, place, parts["statement"], verdict, compute, correct, needs, sources, chapter)
+        _ROWS[name] = Claim(name, place, parts["statement"], verdict, compute, correct, needs, sources, chapter)
         return compute
 
     return enter
@@ -66,7 +65,7 @@ def claim(
 def _paragraphs(text: str) -> dict[str, str]:
     """Return the paragraphs of a row's docstring by name: statement, Needs, Correct."""
     found = {}
-    for paragraph in text.strip().split("\n\n"):
+    for paragraph in re.split(r"\n+ *(?=(?:Needs|Correct): )", text.strip()):
         words = " ".join(paragraph.split())
         name, colon, rest = words.partition(": ")
         known = colon and name in ("Needs", "Correct")

@@ -27,25 +27,21 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
     return F.cosine_similarity(x, y, -1, eps=0.0).clamp(-1, 1).arccos() / math.pi
 
 
-@claim("curse-of-depth/eq1-average", "Sec. 2.1, Eq. 1, 'the average distance over 256K tokens'", "VAGUE")
+@claim("eq1-average", "Sec. 2.1, Eq. 1, 'the average distance over 256K tokens'", "VAGUE")
 def eq1_average(seed: int) -> Evidence:
     """the distance is averaged over tokens
-
     Correct: the released code takes the last token of each window only, as Gromov et al. do, and compares the last layer
-    after the final norm
-    """
+    after the final norm"""
     X = Draw(seed).normal(8, 16)
     states = stream(make_stack(seed, 2), X)
     distance = angle(states[0], states[2])
     return readings({"all tokens": float(distance.mean()), "last token": float(distance[-1])}, "two blocks, 8 tokens")
 
 
-@claim("curse-of-depth/abstract-variance", "Abstract; Sec. 8", "WRONG AS PRINTED", uses=[eq.lns])
+@claim("abstract-variance", "Abstract; Sec. 8", "WRONG AS PRINTED", uses=[eq.lns])
 def abstract_variance(seed: int) -> Evidence:
     r"""LNS 'scales the variance of output of the layer normalization inversely by the square root of its depth'
-
-    Correct: it scales the output by $1/\sqrt\ell$ and so its variance by $1/\ell$ (Eq. 12)
-    """
+    Correct: it scales the output by $1/\sqrt\ell$ and so its variance by $1/\ell$ (Eq. 12)"""
     X, factor = Draw(seed).normal(20, 64), make_block(seed, 9, "lns").factor or 0.0
     ratio = (factor * rms_norm(X)).var() / rms_norm(X).var()
     second = again.variance(factor * rms_norm(X)) / again.variance(rms_norm(X))
@@ -53,28 +49,24 @@ def abstract_variance(seed: int) -> Evidence:
 
 
 @claim(
-    "curse-of-depth/lns-only",
+    "lns-only",
     "Table 8, 'LNS Only After Attn', 'LNS Only After FFN'",
     "VAGUE",
     uses=[eq.lns_after_ffn, eq.lns_ffn_ln, eq.lns_after_attention, eq.lns_attention_ln],
 )
 def lns_only(seed: int) -> Evidence:
     r"""the scaling of one sub-layer only
-
-    Correct: what the sub-layer returns times $1/\sqrt\ell$, or LNS on its norm only; not the same function
-    """
+    Correct: what the sub-layer returns times $1/\sqrt\ell$, or LNS on its norm only; not the same function"""
     X, found = Draw(seed).normal(5, 16), {}
     for name in ("lns-only-attention", "lns-only-attention-ln", "lns-only-ffn", "lns-only-ffn-ln"):
         found[PLACEMENTS[name].description] = float(make_block(seed, 4, name, activation="gelu")(X).norm())
     return readings(found, "norm of the same block's output at l = 4")
 
 
-@claim("curse-of-depth/lns-before-ln", "Table 8, 'Before LN'", "WRONG AS PRINTED", uses=[eq.lns_before_ln])
+@claim("lns-before-ln", "Table 8, 'Before LN'", "WRONG AS PRINTED", uses=[eq.lns_before_ln])
 def lns_before_ln(seed: int) -> Evidence:
     r"""scaling the input of the norm by $1/\sqrt\ell$ is a method of its own: perplexity 26.97 against 26.73 of Pre-LN
-
-    Correct: the norm undoes it: it is Pre-LN up to $\epsilon$, and 0.24 is the difference of two runs of one model
-    """
+    Correct: the norm undoes it: it is Pre-LN up to $\epsilon$, and 0.24 is the difference of two runs of one model"""
     X, pre = Draw(seed).normal(5, 16), make_block(seed, 9)
     before = make_block(seed, 9, "lns-before-ln")(X)
     detail = "outputs at l = 9: of a norm scaled by 1 / 3, of the block 'before LN', of Pre-LN"
@@ -94,13 +86,11 @@ def lns_gain(seed: int) -> Evidence:
     return agrees(lns(X), pre(X), "l = 5")
 
 
-@claim("curse-of-depth/embedding-std", "Sec. 5.1; the theory, wherever sigma of x_1 enters", "OMITTED", uses=[initialise])
+@claim("embedding-std", "Sec. 5.1; the theory, wherever sigma of x_1 enters", "OMITTED", uses=[initialise])
 def embedding_std(seed: int) -> Evidence:
     """the standard deviation of the embedding is not given
-
     Correct: 0.632 in the released code until January 2026, 0.02 since: the first block's Jacobian feels it, and with it the
-    theory
-    """
+    theory"""
     gain, tokens = [], Draw(seed).integers(0, 32, 1, 6)
     for std in (0.632, 0.02):
         model = Transformer(32, 16, 32, 1, 2, placement="pre", norm="rmsnorm", rotary=True, causal=True).double()
@@ -110,24 +100,18 @@ def embedding_std(seed: int) -> Evidence:
     return readings({"0.632": gain[0], "0.02": gain[1]}, "rms gain of block 1 with either", apart=0.5)
 
 
-# Sections 5 and 6: the methods it compares with, and the released code ------------------------------------------------
-
-
+# Sections 5 and 6: the methods it compares with, and the released code
 def place(letter: str, layer: int = 3, n_layers: int = 12) -> WeightPlace:
     """Return a weight's place in a model of width 768, d_ff 2048."""
     rows, columns = {"W_2": (2048, 768), "W_1": (768, 2048)}.get(letter, (768, 768))
     return WeightPlace(letter, rows, columns, layer, n_layers)
 
 
-@claim(
-    "curse-of-depth/deepnorm-code", "released code, DeepNorm of Tables 1 and 2", "WRONG AS PRINTED", uses=[eq.deepnorm, deepnorm]
-)
+@claim("deepnorm-code", "released code, DeepNorm of Tables 1 and 2", "WRONG AS PRINTED", uses=[eq.deepnorm, deepnorm])
 def deepnorm_code(seed: int) -> Evidence:
     r"""the baseline DeepNorm is Wang et al.'s
-
     Correct: the code has $\alpha = 2.8284$ at every depth, which is that of $L = 32$, and gains $(8L)^{+1/4}$ for
-    $(8L)^{-1/4}$: weights 9.8 times too large at $L = 12$, 13.9 times at 24
-    """
+    $(8L)^{-1/4}$: weights 9.8 times too large at $L = 12$, 13.9 times at 24"""
     printed, reference, corrected = [], [], []
     for L in (12, 24):
         gain = deepnorm(place("W_O", n_layers=L)).std / deepnorm(place("W_Q", n_layers=L)).std
@@ -140,14 +124,12 @@ def deepnorm_code(seed: int) -> Evidence:
     return wrong(printed, reference, detail, corrected=corrected, above=0.05, below=1e-6, second=second, by="mpmath")
 
 
-@claim("curse-of-depth/olmo-init", "Sec. 5.3, OLMo's Scaled Initialization", "WRONG AS PRINTED", uses=[olmo, olmo_printed])
+@claim("olmo-init", "Sec. 5.3, OLMo's Scaled Initialization", "WRONG AS PRINTED", uses=[olmo, olmo_printed])
 def olmo_init(seed: int) -> Evidence:
     r"""'scales input projections by $1/\sqrt{d_{\mathrm{model}}}$, and output projections by
     $1/\sqrt{2\,d_{\mathrm{model}}\,l}$ at every layer'
-
     Correct: OLMo's code has $1/\sqrt{2\,d_{\mathrm{ff}}\,l}$, the fan-in, for the network's $W_2$; both are the standard
-    deviation, cut at three of it
-    """
+    deviation, cut at three of it"""
     printed, code = olmo_printed(place("W_2")).std, olmo(place("W_2")).std
     second = 1 / mpmath.sqrt(2 * 2048 * 3)
     corrected = 1 / math.sqrt(2 * 2048 * 3)

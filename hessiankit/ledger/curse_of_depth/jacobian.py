@@ -65,7 +65,7 @@ def chain(matrices: list[Tensor]) -> Tensor:
 
 
 @claim(
-    "curse-of-depth/eq8",
+    "eq8",
     "Theorem 3.3, Eq. 8; Lemma A.2, Eqs. 35 and 37",
     "WRONG AS PRINTED",
     uses=[AttentionAt.jacobian, FeedForwardAt.jacobian, RMSNormAt],
@@ -73,41 +73,35 @@ def chain(matrices: list[Tensor]) -> Tensor:
 def eq8(seed: int) -> Evidence:
     r"""$\frac{\partial y_L}{\partial x_1} = \prod_{\ell=1}^{L-1}\left(\frac{\partial y_\ell}{\partial
     x'_\ell}\cdot\frac{\partial x'_\ell}{\partial x_\ell}\right)$
-
-    Correct: $L$ factors, $\prod_{\ell=1}^L$, since $y_L = x_{L+1}$
-    """
+    Correct: $L$ factors, $\prod_{\ell=1}^L$, since $y_L = x_{L+1}$"""
     X, blocks = Draw(seed).normal(3, 6), make_stack(seed, 3, **SMALL)
     found = factors(blocks, X)
     reference = jacobian_of(lambda X: stream(blocks, X)[-1], X)
     return wrong(chain(found[:-1]), reference, "three blocks against autograd", corrected=chain(found), above=0.05)
 
 
-@claim("curse-of-depth/eq8-order", "Theorem 3.3, Eq. 8", "VAGUE", uses=[AttentionAt.jacobian])
+@claim("eq8-order", "Theorem 3.3, Eq. 8", "VAGUE", uses=[AttentionAt.jacobian])
 def eq8_order(seed: int) -> Evidence:
     r"""the order of the factors of $\prod_\ell$
-
-    Correct: $\ell$ falls from left to right; the factors do not commute
-    """
+    Correct: $\ell$ falls from left to right; the factors do not commute"""
     X, blocks = Draw(seed).normal(3, 6), make_stack(seed, 3, **SMALL)
     found, reference = factors(blocks, X), jacobian_of(lambda X: stream(blocks, X)[-1], X)
     errors = {"rising": relative_error(chain(found[::-1]), reference), "falling": relative_error(chain(found), reference)}
     return readings(errors, "relative error against autograd")
 
 
-@claim("curse-of-depth/eq35", "Lemma A.2, Eq. 35", "WRONG AS PRINTED")
+@claim("eq35", "Lemma A.2, Eq. 35", "WRONG AS PRINTED")
 def eq35(seed: int) -> Evidence:
     r"""$\prod_{n=1}^{L-1}(\frac{\partial y_\ell}{\partial x'_\ell}\cdot\frac{\partial x'_\ell}{\partial x_\ell})$, with
     factors that do not read $n$
-
-    Correct: the product is over $\ell$, from 1 to $L$
-    """
+    Correct: the product is over $\ell$, from 1 to $L$"""
     X, blocks = Draw(seed).normal(3, 6), make_stack(seed, 3, **SMALL)
     found, reference = factors(blocks, X), jacobian_of(lambda X: stream(blocks, X)[-1], X)
     powers, three = [torch.linalg.matrix_power(J, 2) for J in found], [reference] * 3
     return wrong(powers, three, "each l, the power L - 1 = 2", corrected=[chain(found)] * 3, above=0.05)
 
 
-@claim("curse-of-depth/eq38", "App. A.2.1, Eqs. 38, 39 and 42", "HOLDS", uses=[FeedForwardAt.jacobian, AttentionAt.jacobian])
+@claim("eq38", "App. A.2.1, Eqs. 38, 39 and 42", "HOLDS", uses=[FeedForwardAt.jacobian, AttentionAt.jacobian])
 def eq38(seed: int) -> Evidence:
     r"""$\|\frac{\partial y}{\partial x'}\|_2\le1 + \|\frac{\partial
     f}{\partial\,\mathrm{LN}}\|_2\|\frac{\partial\,\mathrm{LN}}{\partial x'}\|_2$ for the network and for the attention, and
@@ -119,7 +113,7 @@ def eq38(seed: int) -> Evidence:
         blocks, found = [], []
         for name in ("X", "Y"):
             N = rms_norm(X)
-            branch = AttentionAt(N, *W[:4]) if name == "X" else FeedForwardAt(N, *W[4:], residual=False)
+            branch = AttentionAt(N, *W[:4]) if name == "X" else FeedForwardAt(N, W[4], W[5], residual=False)
             outer, inner = dense(RMSNormAt(X).jacobian("X")), dense(branch.jacobian(name))
             blocks.append(torch.eye(18, dtype=torch.float64) + inner @ outer)
             found.append(spectral(blocks[-1]) / (1 + spectral(inner) * spectral(outer)))
@@ -131,12 +125,10 @@ def eq38(seed: int) -> Evidence:
     return bounded(found, "5 points; the attention, the network, the block")
 
 
-@claim("curse-of-depth/norm-of-w1", "App. A.2.1, below Eq. 39", "WRONG AS PRINTED")
+@claim("norm-of-w1", "App. A.2.1, below Eq. 39", "WRONG AS PRINTED")
 def norm_of_w1(seed: int) -> Evidence:
     r"""$\|W_1\|_2\sim\sigma_1\sqrt{d + \sqrt{d_{\mathrm{FFN}}}}$
-
-    Correct: $\sigma_1(\sqrt d + \sqrt{d_{\mathrm{FFN}}})$, as Eq. 40 uses it
-    """
+    Correct: $\sigma_1(\sqrt d + \sqrt{d_{\mathrm{FFN}}})$, as Eq. 40 uses it"""
     d, d_ff, std = 128, 512, 0.05
     W = Draw(seed).normal(d, d_ff, std=std)
     printed, corrected = std * math.sqrt(d + math.sqrt(d_ff)), std * (math.sqrt(d) + math.sqrt(d_ff))
@@ -145,13 +137,11 @@ def norm_of_w1(seed: int) -> Evidence:
     return wrong(printed, spectral(W), detail, corrected=corrected, above=0.3, below=0.05, second=second, by=by)
 
 
-@claim("curse-of-depth/eq40", "App. A.2.1, Eq. 40", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
+@claim("eq40", "App. A.2.1, Eq. 40", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def eq40(seed: int) -> Evidence:
     r"""$\|\frac{\partial\,\mathrm{FFN}}{\partial\,\mathrm{LN}}\|_2 = \|W^1_\ell W^2_\ell\|_2$
-
     Correct: $\|W_2DW_1\|_2$ with the slopes $D$ of the activation, between the two in the order of Eq. 4; the bound
-    $\sigma_1\sigma_2(\sqrt d + \sqrt{d_{\mathrm{ffn}}})^2$ holds for slopes up to 1
-    """
+    $\sigma_1\sigma_2(\sqrt d + \sqrt{d_{\mathrm{ffn}}})^2$ holds for slopes up to 1"""
     draw = Draw(seed)
     network, x = Network.draw(draw, 32, 64, 0.1), draw.normal(1, 32)
     reference = spectral(jacobian_of(lambda x: network(x), x))
@@ -160,13 +150,11 @@ def eq40(seed: int) -> Evidence:
     return wrong(printed, reference, "both orders", corrected=closed, above=0.05)
 
 
-@claim("curse-of-depth/eq41", "App. A.2.1, Eq. 41", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian, RMSNormAt])
+@claim("eq41", "App. A.2.1, Eq. 41", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian, RMSNormAt])
 def eq41(seed: int) -> Evidence:
     r"""$\|\frac{\partial y_\ell}{\partial x'_\ell}\|_2\le1 + \frac{\sigma_\ell^2}{\sigma_{x'_\ell}(\sqrt d +
     \sqrt{d_{\mathrm{FFN}}})^2}$
-
-    Correct: $1 + \frac{\sigma_\ell^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2}{\sigma_{x'_\ell}}$, the factor of Eq. 40
-    """
+    Correct: $1 + \frac{\sigma_\ell^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2}{\sigma_{x'_\ell}}$, the factor of Eq. 40"""
     size, draw = StackSizes(), Draw(seed)
     network, x = Network.draw(draw, size.d, size.d_ffn, size.sigma), draw.normal(1, size.d)
     deviation = float(x.square().mean().sqrt())
@@ -176,13 +164,11 @@ def eq41(seed: int) -> Evidence:
     return violated(found, printed, detail, corrected=corrected)
 
 
-@claim("curse-of-depth/eq43", "App. A.2.1, Eq. 43; Eq. 70", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
+@claim("eq43", "App. A.2.1, Eq. 43; Eq. 70", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
 def eq43(seed: int) -> Evidence:
     r"""$\frac{\partial\,\mathrm{Attn}}{\partial\,\mathrm{LN}} = W^OZ(\mathrm{LN})\frac{\partial
     Z(\mathrm{LN})}{\partial\,\mathrm{LN}}$
-
-    Correct: $W^OJ^Z$, the right side: $Z$ itself is no factor
-    """
+    Correct: $W^OJ^Z$, the right side: $Z$ itself is no factor"""
     draw, s, d = Draw(seed), 3, 5
     N, W = draw.normal(s, d), [draw.normal(d, d) for _ in range(4)]
 
@@ -194,13 +180,11 @@ def eq43(seed: int) -> Evidence:
     return wrong(out @ Z @ J_Z, reference, detail, corrected=out @ J_Z)
 
 
-@claim("curse-of-depth/eq44", "App. A.2.1, Eq. 44; Eq. 75", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
+@claim("eq44", "App. A.2.1, Eq. 44; Eq. 75", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
 def eq44(seed: int) -> Evidence:
     r"""$\|J^Z\|_2\le h\left((\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^3\sqrt{d^3d_{\mathrm{head}}} + \sigma_x^\ell(\sqrt d +
     \sqrt{d_{\mathrm{head}}})\right)$
-
-    Correct: $\sigma$ of the weights in the second term, which is the value path; it is Takase et al.'s, not Vershynin's
-    """
+    Correct: $\sigma$ of the weights in the second term, which is the value path; it is Takase et al.'s, not Vershynin's"""
     draw, s, d, std, deviation = Draw(seed), 6, 64, 0.01, 1e-4
     X, W = draw.normal(s, d, std=deviation), [draw.normal(d, d, std=std) for _ in range(3)]
     found = spectral(jacobian_of(lambda N: attention_head(N, *W), layer_norm(X)))
@@ -209,7 +193,7 @@ def eq44(seed: int) -> Evidence:
     return violated(found, printed, "one head, tokens of standard deviation 1e-4, which LN undoes", corrected=corrected)
 
 
-@claim("curse-of-depth/eq44-loose", "App. A.2.1, Eq. 44, corrected", "LOOSE", uses=[AttentionAt.jacobian])
+@claim("eq44-loose", "App. A.2.1, Eq. 44, corrected", "LOOSE", uses=[AttentionAt.jacobian])
 def eq44_loose(seed: int) -> Evidence:
     r"""the bound with $\sigma_W$ in the second term"""
     draw, size, head = Draw(seed), StackSizes(d=32, s=8, h=2), 16
@@ -222,18 +206,14 @@ def eq44_loose(seed: int) -> Evidence:
     return loose(found / (size.h * inner), "d = 32, two heads, 8 tokens", factor=1.5)
 
 
-# Theorem 3.3: A, B, and the bounds that follow from them --------------------------------------------------------------
-
-
-@claim("curse-of-depth/eq47", "App. A.2.2, Eq. 47", "WRONG AS PRINTED")
+# Theorem 3.3: A, B, and the bounds that follow from them
+@claim("eq47", "App. A.2.2, Eq. 47", "WRONG AS PRINTED")
 def eq47(seed: int) -> Evidence:
     r"""$A = \frac{\sigma^2}{(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2} + 2dh(\sqrt s + 2 + \frac{1}{\sqrt
     s})\sigma^2\left(d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d}\right)$
-
     Correct: $A = a + b$ with $a = \sigma^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2$, $b = 2dh(\sqrt s + 2 + \frac{1}{\sqrt
     s})\sigma^2(\sigma^2d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d})$: Eq. 36 has a $\sigma^2$ that is lost
-    here
-    """
+    here"""
     size = StackSizes()
     first, _ = coefficients(size.ffn, size.attention)
     as_printed, _ = coefficients(size.ffn_printed, size.attention)
@@ -264,12 +244,10 @@ def coefficients(a: float, b: float, *, exact: bool = False) -> tuple[float, flo
     return float(first.detach()), float(second) / 2
 
 
-@claim("curse-of-depth/eq48", "App. A.2.2, Eq. 48", "WRONG AS PRINTED")
+@claim("eq48", "App. A.2.2, Eq. 48", "WRONG AS PRINTED")
 def eq48(seed: int) -> Evidence:
     r"""$B = 2dh(\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^4d\sqrt{d_{\mathrm{head}}}$
-
-    Correct: $B = ab$, the product of the two factors of $1/\sigma_x$; the printed one is a part of $b$
-    """
+    Correct: $B = ab$, the product of the two factors of $1/\sigma_x$; the printed one is a part of $b$"""
     size = StackSizes()
     _, second = coefficients(size.ffn, size.attention)
     _, as_printed = coefficients(size.ffn_printed, size.attention)
@@ -296,14 +274,12 @@ STACK = StackSizes(d=16, d_ffn=32, h=2, s=4, sigma=1 / math.sqrt(2.5 * 16))
 """The numbers of the stacks that the rows draw."""
 
 
-@claim("curse-of-depth/eq9", "Theorem 3.3, Eq. 9; Eqs. 36, 45 and 46", "WRONG AS PRINTED", uses=[TransformerBlock])
+@claim("eq9", "Theorem 3.3, Eq. 9; Eqs. 36, 45 and 46", "WRONG AS PRINTED", uses=[TransformerBlock])
 def eq9(seed: int) -> Evidence:
     r"""$\|\frac{\partial y_L}{\partial x_1}\|_2\le\prod_{\ell=1}^{L-1}\left(1 + \frac{A}{\sigma_{x_\ell}} +
     \frac{B}{\sigma_{x_\ell}^2}\right)$
-
     Correct: $L$ factors with $A = a + b$, $B = ab$ and the least deviation of a token for $\sigma_{x_\ell}$: at $L = 1$ the
-    printed product is empty. Corrected it is far from attained: at $L = 8$ by more than $10^6$
-    """
+    printed product is empty. Corrected it is far from attained: at $L = 8$ by more than $10^6$"""
     jacobians, first, second = stack_norms(seed, 8)
     factors = [(1 + STACK.attention / x) * (1 + STACK.ffn / y) for x, y in zip(first, second, strict=True)]
     printed = [1 + STACK.A_printed / x + STACK.B_printed / x**2 for x in first]
@@ -321,7 +297,7 @@ def eq9(seed: int) -> Evidence:
     )
 
 
-@claim("curse-of-depth/eq10", "Theorem 3.3, Eq. 10", "HOLDS")
+@claim("eq10", "Theorem 3.3, Eq. 10", "HOLDS")
 def eq10(seed: int) -> Evidence:
     r"""$\sigma_{x_\ell}^2\sim\exp(\ell)$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le M$"""
 
@@ -334,14 +310,12 @@ def eq10(seed: int) -> Evidence:
     return bounded(worst(ratio, points), "the product of Eq. 9 over exp of the sum of its terms, L to 700")
 
 
-@claim("curse-of-depth/eq49", "App. A.2.2, Eq. 49", "WRONG AS PRINTED")
+@claim("eq49", "App. A.2.2, Eq. 49", "WRONG AS PRINTED")
 def eq49(seed: int) -> Evidence:
     r"""$M = \exp\left(\frac{A}{e-1} + \frac{B}{e^2-1} - \frac12\left(\frac{A^2}{e^2-1} + \frac{2AB}{e^3-1} +
     \frac{B^2}{e^4-1}\right)\right)$
-
     Correct: $M = \exp\left(\frac{A}{\sqrt e-1} + \frac{B}{e-1}\right)$: $\sigma = e^{k/2}$ where $\sigma^2 = e^k$, and two
-    terms of $\log(1+x)$ are a lower bound
-    """
+    terms of $\log(1+x)$ are a lower bound"""
     A = B = 10.0
     e = math.e
     square = A**2 / (e**2 - 1) + 2 * A * B / (e**3 - 1) + B**2 / (e**4 - 1)
@@ -360,12 +334,10 @@ def eq49(seed: int) -> Evidence:
     )
 
 
-@claim("curse-of-depth/eq11", "Theorem 3.3, Eq. 11; Eq. 50", "WRONG AS PRINTED")
+@claim("eq11", "Theorem 3.3, Eq. 11; Eq. 50", "WRONG AS PRINTED")
 def eq11(seed: int) -> Evidence:
     r"""$\sigma_{x_\ell}^2\sim\ell$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\Theta(L)$
-
-    Correct: Eq. 9 gives $\prod_k(1 + \frac{A}{\sqrt k} + \frac Bk)$, which grows like $\exp(2A\sqrt L)$ up to a power of $L$
-    """
+    Correct: Eq. 9 gives $\prod_k(1 + \frac{A}{\sqrt k} + \frac Bk)$, which grows like $\exp(2A\sqrt L)$ up to a power of $L$"""
     A = B = 1.0
     logs = [log_product(A, B, layers(L).sqrt()) for L in (1024, 4096)]
     grown, linear = math.exp(logs[1] - logs[0]), 4.0
@@ -375,12 +347,10 @@ def eq11(seed: int) -> Evidence:
     return violated(grown, linear, detail, corrected=corrected, above=1e6, second=second, by="mpmath")
 
 
-@claim("curse-of-depth/eq50-substitution", "App. A.2.2, above Eq. 50", "WRONG AS PRINTED")
+@claim("eq50-substitution", "App. A.2.2, above Eq. 50", "WRONG AS PRINTED")
 def eq50_substitution(seed: int) -> Evidence:
     r"""$\sigma^2 = k$: $\prod_k(1 + \frac Ak + \frac{B}{e^{k^2}})\sim\exp(A(\log n + \gamma) + \mathrm{const}) = \Theta(L)$
-
-    Correct: it is $\Theta(L^A)$; and $\sigma = \sqrt k$ gives other terms, see Eq. 11
-    """
+    Correct: it is $\Theta(L^A)$; and $\sigma = \sqrt k$ gives other terms, see Eq. 11"""
     A, B = 3.0, 1.0
     logs = [float(torch.log1p(A / layers(L) + B * torch.exp(-(layers(L) ** 2))).sum()) for L in (10_000, 100_000)]
     slope = (logs[1] - logs[0]) / math.log(10)
@@ -390,13 +360,11 @@ def eq50_substitution(seed: int) -> Evidence:
     return wrong(1.0, slope, detail, corrected=A, above=0.5, below=0.01, second=second, by=by)
 
 
-@claim("curse-of-depth/weierstrass", "Sec. 3.1, after Theorem 3.3", "WRONG AS PRINTED", uses=[TransformerBlock])
+@claim("weierstrass", "Sec. 3.1, after Theorem 3.3", "WRONG AS PRINTED", uses=[TransformerBlock])
 def weierstrass(seed: int) -> Evidence:
     r"""a bounded $\|\frac{\partial y_L}{\partial x_1}\|_2$ 'implies that deeper layers behave nearly as an identity map'
-
     Correct: rotations have products of norm 1 and are not near the identity; what makes deep Pre-LN blocks near it is
-    $\|J_\ell - I\|_2\le\frac{A}{\sigma_\ell} + \frac{B}{\sigma_\ell^2}$ with a growing $\sigma_\ell$
-    """
+    $\|J_\ell - I\|_2\le\frac{A}{\sigma_\ell} + \frac{B}{\sigma_\ell^2}$ with a growing $\sigma_\ell$"""
     draw, eye = Draw(seed), torch.eye(6, dtype=torch.float64)
     rotations = [draw.orthogonal(6) for _ in range(50)]
     distance = min(spectral(R - eye) for R in rotations)

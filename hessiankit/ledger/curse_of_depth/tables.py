@@ -116,12 +116,10 @@ for _row in HOLDING:
     _enter(*_row)
 
 
-@claim("curse-of-depth/table2-tasks", "Sec. 5.2", "WRONG AS PRINTED")
+@claim("table2-tasks", "Sec. 5.2", "WRONG AS PRINTED")
 def table2_tasks(seed: int) -> Evidence:
     """'across eight downstream tasks'
-
-    Correct: seven, in Table 2
-    """
+    Correct: seven, in Table 2"""
     columns = [name for name in TASK_NAMES if name != "average"]
     row = as_printed(SMALL["LNS"])
     means = [sum(row[:k], Fraction(0)) / k - row[-1] for k in range(1, 8)]
@@ -137,12 +135,10 @@ def table2_tasks(seed: int) -> Evidence:
     )
 
 
-@claim("curse-of-depth/table2-all", "Sec. 5.2", "WRONG AS PRINTED")
+@claim("table2-all", "Sec. 5.2", "WRONG AS PRINTED")
 def table2_all(seed: int) -> Evidence:
     """LNS 'consistently surpasses other normalization techniques in all evaluated datasets'
-
-    Correct: in all but BoolQ at 1B, where Pre-LN has 62.20 against 61.80
-    """
+    Correct: in all but BoolQ at 1B, where Pre-LN has 62.20 against 61.80"""
     best = [max(rows, key=lambda name: rows[name][k]) for rows in (SMALL, LARGE) for k in range(TASKS)]
     second = sum(rows["LNS"][k] >= max(row[k] for row in rows.values()) for rows in (SMALL, LARGE) for k in range(TASKS))
     lost = len(beaten(SMALL)) + len(beaten(LARGE))
@@ -152,25 +148,21 @@ def table2_all(seed: int) -> Evidence:
     )
 
 
-@claim("curse-of-depth/table2-seven-of-eight", "Sec. 5.2", "WRONG AS PRINTED")
+@claim("table2-seven-of-eight", "Sec. 5.2", "WRONG AS PRINTED")
 def table2_seven(seed: int) -> Evidence:
     """at 1B LNS is best 'on seven out of eight tasks'
-
-    Correct: six of seven
-    """
+    Correct: six of seven"""
     found = sum(LARGE["LNS"][k] > LARGE[name][k] for k in range(TASKS) for name in LARGE if name == "Pre-LN")
     detail = "columns of 1B in which LNS is best: Pre-LN's 62.20 on BoolQ is above its 61.80"
     second = float(TASKS - len(beaten(LARGE)))
     return wrong(7.0, float(best("1B").count(True)), detail, corrected=float(found), second=second, by=RATIONAL)
 
 
-@claim("curse-of-depth/table6-factor", "Sec. 6", "WRONG AS PRINTED")
+@claim("table6-factor", "Sec. 6", "WRONG AS PRINTED")
 def table6_factor(seed: int) -> Evidence:
     r"""'a larger scaling factor proves beneficial: Scaled Initialization yields lower perplexity compared to Depth-Scaled'
-
     Correct: Scaled Initialization has the smaller factor: $\frac{1}{\sqrt{2L}}\le\frac{1}{\sqrt{2l}}$; it is the stronger
-    scaling
-    """
+    scaling"""
     L = 12
     scaled, depth_scaled = 1 / math.sqrt(2 * L), [1 / math.sqrt(2 * layer) for layer in range(1, L + 1)]
     detail = "1 / sqrt(2 l) against 1 / sqrt(2 L), L = 12; 'larger' the other way round"
@@ -178,9 +170,7 @@ def table6_factor(seed: int) -> Evidence:
     return violated(depth_scaled, [scaled] * L, detail, corrected=[depth_scaled[0]] * L, second=second, by="mpmath")
 
 
-# Figures 1-9 and what is said of trained models, with stand-ins at initialisation -------------------------------------
-
-
+# Figures 1-9 and what is said of trained models, with stand-ins at initialisation
 def states(seed: int, depth: int, placement: str = "pre") -> list[Tensor]:
     """Return x_1, ..., x_{L+1} of a stack of width 64 on 64 tokens."""
     blocks = make_stack(seed, depth, placement, d_model=64, d_ff=128, n_heads=4)
@@ -220,9 +210,7 @@ def fig4_at_init(seed: int) -> Evidence:
 @claim("ours/fig6-at-init", "The Curse of Depth, Sec. 5.5 and Fig. 6, at initialisation", "NOT REPRODUCED", uses=[eq.pre, eq.lns])
 def fig6_at_init(seed: int) -> Evidence:
     r"""LNS makes $\|J_\ell - I\|$ more uniform over depth than Pre-LN
-
-    Correct: it falls faster with LNS. It says nothing about trained models
-    """
+    Correct: it falls faster with LNS. It says nothing about trained models"""
     falls = {}
     for name in ("pre", "lns"):
         found = distances_from_identity(seed, 10, name)
@@ -231,13 +219,11 @@ def fig6_at_init(seed: int) -> Evidence:
     return measured(falls["lns"] / falls["pre"], falls["lns"] < falls["pre"], text)
 
 
-@claim("curse-of-depth/sec5.5-angle", "Sec. 5.5, Fig. 6 (right)", "VAGUE", uses=[eq.lns])
+@claim("sec5.5-angle", "Sec. 5.5, Fig. 6 (right)", "VAGUE", uses=[eq.lns])
 def sec55_angle(seed: int) -> Evidence:
     r"""with LNS 'most layers show a substantial angular distance, exceeding 0.6, from their adjacent layers'
-
     Correct: in the units of Eq. 1 that is $\cos < -0.309$, for which a block has to erase and reverse the stream; after the
-    released code's scaling of each row to [0, 1] some entries exceed 0.6 by construction
-    """
+    released code's scaling of each row to [0, 1] some entries exceed 0.6 by construction"""
     X = states(seed, 16, "lns")
     adjacent = torch.stack([angle(a, b).mean() for a, b in itertools.pairwise(X)])
     scaled = (adjacent - adjacent.min()) / (adjacent.max() - adjacent.min())

@@ -22,13 +22,11 @@ from hessiankit.ledger.notation import dense, eye, if_it_conforms, kron, spectra
 from hessiankit.ledger.registry import claim
 
 
-@claim("curvature-gap/l2-hf", "Lemma 2", "WRONG AS PRINTED", uses=[GaussNewton])
+@claim("l2-hf", "Lemma 2", "WRONG AS PRINTED", uses=[GaussNewton])
 def l2_hf(seed: int) -> Evidence:
     r"""$H_f = (\partial\ell/\partial F\otimes I_{p_iq_i})\,\partial^2F/\partial W_i\partial W_j$ with $\partial\ell/\partial
     F\in\mathbb{R}^{L\times d_V}$
-
-    Correct: $(\mathrm{vec}_r(\partial\ell/\partial F)^\top\otimes I_{n_i})$: the gradient enters as a row, as $R_m$ has it
-    """
+    Correct: $(\mathrm{vec}_r(\partial\ell/\partial F)^\top\otimes I_{n_i})$: the gradient enters as a row, as $R_m$ has it"""
 
     def functional(p: BlockPoint) -> Tensor:
         return functional_hessian(p, "Q", "K")
@@ -50,19 +48,17 @@ def functional_hessian(p: BlockPoint, i: str, j: str) -> Tensor:
     return p.X.numel() / 2 * p.second("loss of F", i, j) - p.first("F", i).T @ p.first("F", j)
 
 
-@claim("curvature-gap/s-dim", "Lemma 2", "WRONG AS PRINTED", uses=[shuffle])
+@claim("s-dim", "Lemma 2", "WRONG AS PRINTED", uses=[shuffle])
 def s_dim(seed: int) -> Evidence:
     r"""$S\in\mathbb{R}^{d_V^2\times d_V}$
-
-    Correct: $S\in\mathbb{R}^{d_V^3\times d_V}$
-    """
+    Correct: $S\in\mathbb{R}^{d_V^3\times d_V}$"""
     d = 4
     reference = jacobian_of(lambda x: kron(x, eye(d)), Draw(seed).normal(1, d))
     detail = "rows of S = d(x^T (x) I)/dx at d_V = 4"
     return wrong(float(d**2), float(len(reference)), detail, corrected=float(shuffle(d, d).shape[0]))
 
 
-@claim("curvature-gap/z_1", "Lemma 2", "HOLDS", uses=[AttentionAt])
+@claim("z_1", "Lemma 2", "HOLDS", uses=[AttentionAt])
 def z_1(seed: int) -> Evidence:
     r"""$Z_1 = (I_L\otimes X^\top)\frac{\partial A}{\partial T}(X\otimes X)$, which is
     $\sqrt{d_K}\,\partial(AX)/\partial(W_QW_K^\top)$"""
@@ -79,19 +75,15 @@ def averaged(p: BlockPoint) -> Callable[[Tensor], Tensor]:
     return lambda W: (p.X @ W @ p.X.T).softmax(1) @ p.X
 
 
-@claim("curvature-gap/z_2", "Lemma 2", "HOLDS", uses=[AttentionAt])
+@claim("z_2", "Lemma 2", "HOLDS", uses=[AttentionAt])
 def z_2(seed: int) -> Evidence:
     r"""$Z_2 = (I_L\otimes X^\top\otimes X^\top\otimes X^\top)\frac{\partial^2A}{\partial T^2}(X\otimes X)$, which is
     $d_K\,\partial^2(AX)/\partial(W_QW_K^\top)^2$
-
-    Correct: with $\partial^2A/\partial T^2$ as $L^4\times L^2$; a block diagonal of $L\times L$ blocks does not conform
-    """
+    Correct: with $\partial^2A/\partial T^2$ as $L^4\times L^2$; a block diagonal of $L\times L$ blocks does not conform"""
     return same(seed, lambda p: dense(p.at.Z_2), reference=lambda p: hessian_of(averaged(p), bilinear(p)))
 
 
-# Second derivatives of attention: Lemma 2, and the uniform attention of C.5 -------------------------------------------
-
-
+# Second derivatives of attention: Lemma 2, and the uniform attention of C.5
 def omitted(seed: int, k: str, m: str) -> Evidence:
     """Compare the closed form of Phi_km with autograd at generic and at equal sizes."""
     return same(seed, lambda p: dense(p.at.Phi(k, m)), reference=lambda p: p.second("F", k, m))
@@ -130,50 +122,40 @@ def printed_phi(p: BlockPoint, k: str, m: str, *, factor: bool = True, literal: 
     return through + kron(pull @ kron(Z_1, eye(d_V)) @ S, eye(d_K))
 
 
-# The blocks ------------------------------------------------------------------------------------------------------------
-
-
-@claim("curvature-gap/phi_vv", "Lemma 2", "HOLDS", uses=[AttentionAt.Phi])
+# The blocks
+@claim("phi_vv", "Lemma 2", "HOLDS", uses=[AttentionAt.Phi])
 def phi_vv(seed: int) -> Evidence:
     r"""$\Phi_{VV} = 0$"""
     return same(seed, lambda p: printed_phi(p, "V", "V"), reference=lambda p: p.second("F", "V", "V"))
 
 
-@claim("curvature-gap/phi_qq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
+@claim("phi_qq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_qq(seed: int) -> Evidence:
     r"""$\Phi_{QQ} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I_{d_V}\otimes W_K^\top)Z_2(I_{d_V}\otimes W_K)$
-
-    Correct: $\frac{1}{d_K}$ in front: the factor $\frac{2}{Ld_V}$ belongs to the loss
-    """
+    Correct: $\frac{1}{d_K}$ in front: the factor $\frac{2}{Ld_V}$ belongs to the loss"""
     return wrong_phi(seed, "Q", "Q")
 
 
-@claim("curvature-gap/phi_vq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
+@claim("phi_vq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_vq(seed: int) -> Evidence:
     r"""$\Phi_{VQ} = \frac{2}{Ld_V\sqrt{d_K}}(I_L\otimes S)Z_1(I_{d_V}\otimes W_K)$
-
-    Correct: $\frac{1}{\sqrt{d_K}}$ in front
-    """
+    Correct: $\frac{1}{\sqrt{d_K}}$ in front"""
     return wrong_phi(seed, "V", "Q")
 
 
-@claim("curvature-gap/phi_qk", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
+@claim("phi_qk", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_qk(seed: int) -> Evidence:
     r"""$\Phi_{QK} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V} +
     \frac{2}{Ld_V\sqrt{d_K}}[(I_{d_V}\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$, brackets ours
-
     Correct: $\frac{1}{d_K}(\dots) + \frac{1}{\sqrt{d_K}}[(I_L\otimes W_V^\top\otimes I_{d_V})(Z_1\otimes I_{d_V})S]\otimes
-    I_{d_K}$: no loss factor, $I_L$ in place of $I_{d_V}$
-    """
+    I_{d_K}$: no loss factor, $I_L$ in place of $I_{d_V}$"""
     return wrong_phi(seed, "Q", "K")
 
 
-@claim("curvature-gap/phi_qk-lit", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
+@claim("phi_qk-lit", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_qk_lit(seed: int) -> Evidence:
     r"""the same without brackets: $(Z_1\otimes I)(S\otimes I_{d_K})$
-
-    Correct: the brackets of the row above
-    """
+    Correct: the brackets of the row above"""
     return misprint(
         seed,
         lambda p: printed_phi(p, "Q", "K", literal=True),
@@ -182,14 +164,11 @@ def phi_qk_lit(seed: int) -> Evidence:
     )
 
 
-@claim("curvature-gap/phi_qk-f", "Lemma 2", "HOLDS UNDER ASSUMPTION", uses=[AttentionAt.Phi])
+@claim("phi_qk-f", "Lemma 2", "HOLDS UNDER ASSUMPTION", uses=[AttentionAt.Phi])
 def phi_qk_f(seed: int) -> Evidence:
     r"""$\Phi_{QK}$ with only the loss factors repaired
-
     Needs: $L = d_V$
-
-    Correct: $I_L$ in place of $I_{d_V}$
-    """
+    Correct: $I_L$ in place of $I_{d_V}$"""
     generic, equal = points(seed)
     narrow = point(seed, BlockSizes(3, 3, 2, 5))  # L = d_V, d_K different
     cases = [equal, narrow]
@@ -200,26 +179,24 @@ def phi_qk_f(seed: int) -> Evidence:
     return assumed(holds, relative_error(found, generic.second("F", "Q", "K")), above=1.0)
 
 
-@claim("curvature-gap/phi_kk", "Lemma 2, needed by Theorem 6", "OMITTED", uses=[AttentionAt.Phi])
+@claim("phi_kk", "Lemma 2, needed by Theorem 6", "OMITTED", uses=[AttentionAt.Phi])
 def phi_kk(seed: int) -> Evidence:
     r"""$\Phi_{KK} = \frac{1}{d_K}(I_L\otimes W_V^\top\otimes I\otimes W_Q^\top)\tilde Z_2(I\otimes W_Q)$, $\tilde Z_2 =
     (I_{Ld_V}\otimes K)Z_2K$, $K = K_{d_V,d_V}$"""
     return omitted(seed, "K", "K")
 
 
-@claim("curvature-gap/phi_vk", "Lemma 2", "OMITTED", uses=[AttentionAt.Phi])
+@claim("phi_vk", "Lemma 2", "OMITTED", uses=[AttentionAt.Phi])
 def phi_vk(seed: int) -> Evidence:
     r"""$\Phi_{VK} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(W_Q\otimes I)K_{d_K,d_V}$"""
     return omitted(seed, "V", "K")
 
 
-@claim("curvature-gap/phi_kq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
+@claim("phi_kq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_kq(seed: int) -> Evidence:
     r"""$\Phi_{KQ}$ is $\Phi_{QK}$ with $W_Q$ and $W_K$ exchanged ('commutation adjusted')
-
     Correct: exchange them and replace $Z_1$ by $Z_1K$, $Z_2$ by $(I\otimes K)Z_2K$, $K = K_{d_V,d_V}$: row softmax does not
-    commute with transposition
-    """
+    commute with transposition"""
 
     def exchanged(p: BlockPoint) -> Tensor:
         d_V, d_K = p.sizes.d_V, p.sizes.d_K
@@ -229,51 +206,40 @@ def phi_kq(seed: int) -> Evidence:
         return front @ kron(p.weights["K"], eye(d_V)) @ turn(d_K, d_V) + bilinear_part
 
     return misprint(
-        seed,
-        exchanged,
-        lambda p: dense(p.at.Phi("K", "Q")),
-        lambda p: p.second("F", "K", "Q"),
-        "from the corrected Phi_QK",
+        seed, exchanged, lambda p: dense(p.at.Phi("K", "Q")), lambda p: p.second("F", "K", "Q"), "from the corrected Phi_QK"
     )
 
 
-@claim("curvature-gap/phi_qv", "Lemma 2, 'analogous'", "OMITTED", uses=[AttentionAt.Phi])
+@claim("phi_qv", "Lemma 2, 'analogous'", "OMITTED", uses=[AttentionAt.Phi])
 def phi_qv(seed: int) -> Evidence:
     r"""$\Phi_{QV} = (I_{Ld_V}\otimes R_Q^\top)(I_L\otimes K_{d_V,L}\otimes I)(\mathrm{vec}_r I_L\otimes
     I_{d_V^2})K_{d_V,d_V}$, $R_Q = \frac{1}{\sqrt{d_K}}Z_1(I\otimes W_K)$"""
     return omitted(seed, "Q", "V")
 
 
-@claim("curvature-gap/phi_kv", "Lemma 2, 'analogous'", "OMITTED", uses=[AttentionAt.Phi])
+@claim("phi_kv", "Lemma 2, 'analogous'", "OMITTED", uses=[AttentionAt.Phi])
 def phi_kv(seed: int) -> Evidence:
     r"""$\Phi_{KV}$: the same with $R_K = \frac{1}{\sqrt{d_K}}Z_1(W_Q\otimes I)K_{d_K,d_V}$"""
     return omitted(seed, "K", "V")
 
 
-# Uniform attention -------------------------------------------------------------------------------------------------------
-
-
-@claim("curvature-gap/unif-vq-vk", "C.5, 3.3", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
+# Uniform attention
+@claim("unif-vq-vk", "C.5, 3.3", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def unif_vq_vk(seed: int) -> Evidence:
     r"""uniform attention gives $\Phi_{VQ} = \Phi_{VK} = 0$
-
     Correct: $\Phi_{VQ} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(I\otimes W_K)$ with $Z_1 = \frac1L(I_L\otimes X^\top
-    C_L)(X\otimes X)$ at uniform $A$, not zero; Lemma 2 says so too
-    """
+    C_L)(X\otimes X)$ at uniform $A$, not zero; Lemma 2 says so too"""
     p = point(seed, uniform=True)
     references = [p.second("F", "V", k) for k in "QK"]
     closed, zeros = [dense(p.at.Phi("V", k)) for k in "QK"], [torch.zeros_like(r) for r in references]
     return wrong(zeros, references, "W_Q W_K^T = 0, neither of them zero", corrected=closed)
 
 
-@claim("curvature-gap/unif-qq-kk", "C.5, 3.3", "HOLDS UNDER ASSUMPTION", uses=[AttentionAt.Phi])
+@claim("unif-qq-kk", "C.5, 3.3", "HOLDS UNDER ASSUMPTION", uses=[AttentionAt.Phi])
 def unif_qq_kk(seed: int) -> Evidence:
     r"""uniform attention gives $\Phi_{QQ} = \Phi_{KK} = 0$
-
     Needs: $L = 2$, where $\partial^2A/\partial T^2 = 0$ at uniform $A$
-
-    Correct: the $\Phi_{QQ}$ and $\Phi_{KK}$ of Lemma 2, corrected
-    """
+    Correct: the $\Phi_{QQ}$ and $\Phi_{KK}$ of Lemma 2, corrected"""
     two, three = point(seed, BlockSizes(2, 4, 2, 5), uniform=True), point(seed, uniform=True)
     zeros = [torch.zeros_like(two.second("F", k, k)) for k in "QK"]
     closed = [dense(three.at.Phi(k, k)) for k in "QK"]
@@ -282,9 +248,7 @@ def unif_qq_kk(seed: int) -> Evidence:
     return assumed(holds, min(relative_error(torch.zeros_like(r), r) for r in references), above=0.99)
 
 
-# The Hessian of the attention loss: C.1's outer and functional parts --------------------------------------------------
-
-
+# The Hessian of the attention loss: C.1's outer and functional parts
 def outer(p: BlockPoint, i: str, j: str) -> Tensor:
     """Return 2/(L d_V) J_i^T J_j by autograd."""
     return 2 / p.X.numel() * p.first("F", i).T @ p.first("F", j)
@@ -315,22 +279,18 @@ def contracted(p: BlockPoint, n: int) -> Tensor:
     return kron((p.at.value - p.target).reshape(1, -1), eye(n))
 
 
-@claim("curvature-gap/c1-hf_qq", "C.1", "HOLDS", uses=[AttentionAt.Phi])
+@claim("c1-hf_qq", "C.1", "HOLDS", uses=[AttentionAt.Phi])
 def c1_hf_qq(seed: int) -> Evidence:
     r"""$H_f(W_Q,W_Q) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(I\otimes W_K)$
-
-    Correct: here the factor $2/(Ld_V)$ is in its place
-    """
+    Correct: here the factor $2/(Ld_V)$ is in its place"""
     return compare(seed, lambda p: contracted(p, p.n("Q")) @ printed_phi(p, "Q", "Q"), functional, "Q", "Q")
 
 
-@claim("curvature-gap/c1-hf_qk", "C.1", "HOLDS", uses=[AttentionAt.Phi])
+@claim("c1-hf_qk", "C.1", "HOLDS", uses=[AttentionAt.Phi])
 def c1_hf_qk(seed: int) -> Evidence:
     r"""$H_f(W_Q,W_K) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V}
     + \frac{2}{Ld_V\sqrt{d_K}}[R_{d_V}(I_L\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$
-
-    Correct: with $I_L$, where Lemma 2 has $I_{d_V}$; the brackets are ours
-    """
+    Correct: with $I_L$, where Lemma 2 has $I_{d_V}$; the brackets are ours"""
 
     def printed(p: BlockPoint) -> Tensor:
         L, d_V, d_K, _ = p.sizes
@@ -343,12 +303,10 @@ def c1_hf_qk(seed: int) -> Evidence:
     return compare(seed, printed, functional, "Q", "K")
 
 
-@claim("curvature-gap/c1-missing", "C.1, before the last step", "OMITTED", uses=[AttentionAt])
+@claim("c1-missing", "C.1, before the last step", "OMITTED", uses=[AttentionAt])
 def c1_missing(seed: int) -> Evidence:
     r"""$H_o + H_f$ for $(K,K)$ and $(V,K)$, over which the maximum of Theorem 1 has to run
-
-    Correct: the blocks of $Q$ with $W_Q$ and $W_K$ exchanged as in the corrected $\Phi_{KQ}$: they alone contain $\|W_Q\|^2$
-    """
+    Correct: the blocks of $Q$ with $W_Q$ and $W_K$ exchanged as in the corrected $\Phi_{KQ}$: they alone contain $\|W_Q\|^2$"""
     p = point(seed)
     row = (p.at.value - p.target).reshape(1, -1)
     found, references = [], []

@@ -34,7 +34,7 @@ from hessiankit.ledger.notation import dense, eye, if_it_conforms, kron, ones, t
 from hessiankit.ledger.registry import claim
 
 
-@claim("curvature-gap/thm4", "Theorem 4", "HOLDS", uses=[PostNormBlockAt.jacobian])
+@claim("thm4", "Theorem 4", "HOLDS", uses=[PostNormBlockAt.jacobian])
 def thm4(seed: int) -> Evidence:
     r"""$\partial Z/\partial W_i = J_Z B_i$ for $i\in\{1,2\}$, $J_Z J_{SY}G_i$ with $G_i = \partial Y/\partial W_i$ for
     $i\in\{K,Q,V\}$"""
@@ -64,12 +64,10 @@ def of_S_in_Y(p: BlockPoint) -> Tensor:
     return jacobian_of(lambda Y: torch.relu(Y @ W["1"]) @ W["2"] + Y, p.block.Y)
 
 
-@claim("curvature-gap/thm9-b1", "Theorem 9, four times", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
+@claim("thm9-b1", "Theorem 9, four times", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def thm9_b1(seed: int) -> Evidence:
     r"""$\partial S/\partial W_1 = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(Y\otimes I_{d_{ff}})$
-
-    Correct: $1_{YW_1>0}$ in place of $1_{X>0}$, as Theorem 10 has
-    """
+    Correct: $1_{YW_1>0}$ in place of $1_{X>0}$, as Theorem 10 has"""
 
     def printed(p: BlockPoint) -> Tensor:
         return lifted(p, "2") @ tokens_indicator(p) @ kron(p.block.Y, eye(p.sizes.d_ff))
@@ -77,13 +75,11 @@ def thm9_b1(seed: int) -> Evidence:
     return misprint(seed, printed, lambda p: dense(p.block.B("1")), lambda p: p.first("S", "1"))
 
 
-@claim("curvature-gap/thm9-b1line", "Theorem 9, proof, i = 1", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
+@claim("thm9-b1line", "Theorem 9, proof, i = 1", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def thm9_b1line(seed: int) -> Evidence:
     r"""$\partial S/\partial W_1 = (I_L\otimes W_2^\top)\frac{\partial\sigma(YW_1)}{\partial YW_1}(I_L\otimes W_1^\top)$
-
     Correct: the last factor is $\partial(YW_1)/\partial W_1 = Y\otimes I_{d_{ff}}$; the printed one is
-    $\partial(YW_1)/\partial Y$
-    """
+    $\partial(YW_1)/\partial Y$"""
 
     def printed(p: BlockPoint) -> Tensor:
         return lifted(p, "2") @ dense(p.block.D_sigma) @ lifted(p, "1")
@@ -91,12 +87,10 @@ def thm9_b1line(seed: int) -> Evidence:
     return misprint(seed, printed, lambda p: dense(p.block.B("1")), lambda p: p.first("S", "1"))
 
 
-@claim("curvature-gap/thm9-jsy", "Theorem 9", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
+@claim("thm9-jsy", "Theorem 9", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def thm9_jsy(seed: int) -> Evidence:
     r"""$\partial S/\partial Y = (I_L\otimes W_2^\top)\,\mathrm{diag}(\mathrm{vec}_r 1_{X>0})\,(I_L\otimes W_1^\top) + I$
-
-    Correct: $1_{YW_1>0}$ in place of $1_{X>0}$
-    """
+    Correct: $1_{YW_1>0}$ in place of $1_{X>0}$"""
 
     def printed(p: BlockPoint) -> Tensor:
         return lifted(p, "2") @ tokens_indicator(p) @ lifted(p, "1") + eye(p.X.numel())
@@ -111,29 +105,23 @@ def printed_G_K(p: BlockPoint) -> Tensor:
     return front @ kron(p.X @ p.weights["Q"], p.X) @ turn(d_V, d_K) / math.sqrt(d_K)
 
 
-@claim("curvature-gap/g_k", "C.4", "HOLDS UNDER ASSUMPTION", uses=[AttentionAt])
+@claim("g_k", "C.4", "HOLDS UNDER ASSUMPTION", uses=[AttentionAt])
 def g_k(seed: int) -> Evidence:
     r"""$\partial F/\partial W_K = (I_L\otimes W_V^\top X^\top)\,\frac{\partial A}{\partial M}\,(XW_Q\otimes X)K_{d_V
     d_K}/\sqrt{d_K}$
-
     Needs: $d_K = d_V$
-
-    Correct: $K_{d_K,d_V}$, as Lemma 2 and C.1 have
-    """
+    Correct: $K_{d_K,d_V}$, as Lemma 2 and C.1 have"""
     generic, equal = points(seed)
     references = [equal.first("F", "K"), generic.first("F", "K")]
     holds = agrees([printed_G_K(equal), dense(generic.at.G_K)], references, "d_K = d_V = 3; corrected at generic sizes")
     return assumed(holds, relative_error(printed_G_K(generic), references[1]), above=0.1)
 
 
-@claim("curvature-gap/da-dm-unif", "C.4 and C.1", "HOLDS UNDER ASSUMPTION", uses=[SoftmaxAt])
+@claim("da-dm-unif", "C.4 and C.1", "HOLDS UNDER ASSUMPTION", uses=[SoftmaxAt])
 def da_dm_unif(seed: int) -> Evidence:
     r"""$\partial A/\partial M = \frac1n I_L\otimes(I_L - \frac1L 1_{L\times L})$ under uniform attention
-
     Needs: $n = L$ ($n$ is not defined), and attention is uniform, which C.1 does not repeat
-
-    Correct: $\mathrm{blockdiag}(\mathrm{diag}(A_i) - A_iA_i^\top)$
-    """
+    Correct: $\mathrm{blockdiag}(\mathrm{diag}(A_i) - A_iA_i^\top)$"""
     L = 3
     printed = kron(eye(L), eye(L) - ones(L, L) / L) / L
     generic, uniform = point(seed), point(seed, uniform=True)
@@ -142,15 +130,11 @@ def da_dm_unif(seed: int) -> Evidence:
     return assumed(holds, relative_error(printed, references[1]), above=0.1)
 
 
-# The definitions of Theorem 10 -----------------------------------------------------------------------------------------
-
-
-@claim("curvature-gap/g-clash", "Theorem 10, 'from Theorem 4'", "WRONG AS PRINTED", uses=[PostNormBlockAt.G])
+# The definitions of Theorem 10
+@claim("g-clash", "Theorem 10, 'from Theorem 4'", "WRONG AS PRINTED", uses=[PostNormBlockAt.G])
 def g_clash(seed: int) -> Evidence:
     r"""$B_k = J_{SY}J_Y G_k$ with the $G_k = \partial Y/\partial W_k$ of Theorem 4
-
-    Correct: $G_k = \partial F/\partial W_k$, as Theorem 10 defines it; $J_Y$ would enter twice
-    """
+    Correct: $G_k = \partial F/\partial W_k$, as Theorem 10 defines it; $J_Y$ would enter twice"""
     return misprint(
         seed,
         lambda p: dense(p.block.J_SY @ p.block.J_Y) @ p.first("Y", "V"),
@@ -160,16 +144,14 @@ def g_clash(seed: int) -> Evidence:
     )
 
 
-# Second derivatives of the block: Theorems 5 and 10 -------------------------------------------------------------------
-
-
+# Second derivatives of the block: Theorems 5 and 10
 def blocks(seed: int, pairs: Sequence[tuple[str, str]], detail: str = "against autograd") -> Evidence:
     """Compare xi_ij, corrected and completed, with autograd for given pairs, at generic and at equal sizes."""
     found = [dense(p.block.xi(i, j)) for p in points(seed) for i, j in pairs]
     return agrees(found, [p.second("S", i, j) for p in points(seed) for i, j in pairs], detail)
 
 
-@claim("curvature-gap/eq6", "Theorem 5, Eq. 6; Theorem 10, Eq. 12", "HOLDS", uses=[PostNormBlockAt.H_tr])
+@claim("eq6", "Theorem 5, Eq. 6; Theorem 10, Eq. 12", "HOLDS", uses=[PostNormBlockAt.H_tr])
 def eq6(seed: int) -> Evidence:
     r"""$H_{tr}^{(i,j)} = (J_Z\otimes I_{n_i})\xi_{ij} + (I_{Ld_V}\otimes B_i^\top)H_Z B_j$, pieces exact"""
     p = point(seed)
@@ -183,19 +165,15 @@ def eq6(seed: int) -> Evidence:
     )
 
 
-@claim("curvature-gap/eq6-closed", "Theorem 5, Eq. 6", "OMITTED", uses=[PostNormBlockAt.H_tr])
+@claim("eq6-closed", "Theorem 5, Eq. 6", "OMITTED", uses=[PostNormBlockAt.H_tr])
 def eq6_closed(seed: int) -> Evidence:
     r"""all 25 blocks $H_{tr}^{(i,j)}$ in closed form, with the corrected and the missing $\xi_{ij}$, $G_K$, $\Phi_{k\ell}$
-
-    Correct: of the 25 blocks, 5 are right in print, 9 wrong at generic sizes, 11 without a formula
-    """
+    Correct: of the 25 blocks, 5 are right in print, 9 wrong at generic sizes, 11 without a formula"""
     found = [dense(p.block.H_tr(i, j)) for p in points(seed) for i, j in PAIRS]
     return agrees(found, [p.second("Z", i, j) for p in points(seed) for i, j in PAIRS], "no piece by autograd, against autograd")
 
 
-# Pairs of feed-forward weights -----------------------------------------------------------------------------------------
-
-
+# Pairs of feed-forward weights
 def printed_xi_12(p: BlockPoint) -> Tensor:
     """Return the matrix printed as xi_12."""
     L, d_V, _, d_ff = p.sizes
@@ -203,14 +181,12 @@ def printed_xi_12(p: BlockPoint) -> Tensor:
     return kron(eye(L), turn(d_V, d_ff), eye(d_V)) @ kron(eye(L * d_ff), vec_eye(d_V)) @ inner
 
 
-@claim("curvature-gap/xi_12", "Theorem 10", "WRONG AS PRINTED", uses=[FeedForwardAt.hessian])
+@claim("xi_12", "Theorem 10", "WRONG AS PRINTED", uses=[FeedForwardAt.hessian])
 def xi_12(seed: int) -> Evidence:
     r"""$\xi_{12} = (I_L\otimes K_{d_V,d_{ff}}\otimes I_{d_V})(I_{Ld_{ff}}\otimes\mathrm{vec}_r I_{d_V})\,D_\sigma(Y\otimes
     I_{d_{ff}})$
-
     Correct: $(I_{Ld_V}\otimes[(Y\otimes I_{d_{ff}})^\top D_\sigma])(I_L\otimes K_{d_V,L}\otimes I_{d_{ff}})(\mathrm{vec}_r
-    I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$; the printed matrix is $\xi_{21} = \partial B_2/\partial W_1$
-    """
+    I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$; the printed matrix is $\xi_{21} = \partial B_2/\partial W_1$"""
     return misprint(seed, printed_xi_12, lambda p: dense(p.block.xi("1", "2")), lambda p: p.second("S", "1", "2"))
 
 
@@ -221,13 +197,11 @@ def printed_xi_21(p: BlockPoint) -> Tensor:
     return front @ kron(eye(L), turn(d_ff, d_V), eye(d_ff)) @ kron(eye(L * d_V), vec_eye(d_ff))
 
 
-@claim("curvature-gap/xi_21", "Theorem 10", "WRONG AS PRINTED", uses=[FeedForwardAt.hessian])
+@claim("xi_21", "Theorem 10", "WRONG AS PRINTED", uses=[FeedForwardAt.hessian])
 def xi_21(seed: int) -> Evidence:
     r"""$\xi_{21} = (I_L\otimes W_2^\top)D_\sigma(I_L\otimes K_{d_{ff},d_V}\otimes I_{d_{ff}})(I_{Ld_V}\otimes\mathrm{vec}_r
     I_{d_{ff}})$
-
-    Correct: what is printed as $\xi_{12}$; the product has inner sizes $Ld_{ff}$ and $Ld_Vd_{ff}^2$ and is no derivative
-    """
+    Correct: what is printed as $\xi_{12}$; the product has inner sizes $Ld_{ff}$ and $Ld_Vd_{ff}^2$ and is no derivative"""
     return misprint(seed, printed_xi_21, lambda p: dense(p.block.xi("2", "1")), lambda p: p.second("S", "2", "1"))
 
 
@@ -236,15 +210,12 @@ def lift_of_W_2(p: BlockPoint) -> Tensor:
     return jacobian_of(lambda W: kron(eye(p.sizes.L), W.T), p.weights["2"])
 
 
-@claim("curvature-gap/xi_21-step2", "Theorem 10, proof", "HOLDS UNDER ASSUMPTION", uses=[FeedForwardAt.hessian])
+@claim("xi_21-step2", "Theorem 10, proof", "HOLDS UNDER ASSUMPTION", uses=[FeedForwardAt.hessian])
 def xi_21_step2(seed: int) -> Evidence:
     r"""$\frac{\partial(I_L\otimes W_2^\top)}{\partial W_2} = (I_L\otimes K_{d_V,L}\otimes I_{d_{ff}})(\mathrm{vec}_r
     I_L\otimes I_{d_Vd_{ff}})K_{d_{ff},d_V}$
-
     Needs: $d_{ff} = d_V$
-
-    Correct: $K_{d_V,d_{ff}}$, since $W_2$ has shape $d_{ff}\times d_V$
-    """
+    Correct: $K_{d_V,d_{ff}}$, since $W_2$ has shape $d_{ff}\times d_V$"""
 
     def product(p: BlockPoint, last: Tensor) -> Tensor:
         L, d_V, _, d_ff = p.sizes
@@ -257,9 +228,7 @@ def xi_21_step2(seed: int) -> Evidence:
     return assumed(holds, relative_error(product(generic, turn(d_ff, d_V)), lift_of_W_2(generic)), above=0.5)
 
 
-# Pairs of a feed-forward and an attention weight ------------------------------------------------------------------------
-
-
+# Pairs of a feed-forward and an attention weight
 def printed_xi_1k(p: BlockPoint, k: str) -> Tensor:
     """Return xi_1k with I_{n_k} as printed, J_Y and G_k exact."""
     L, d_V, _, d_ff = p.sizes
@@ -268,15 +237,12 @@ def printed_xi_1k(p: BlockPoint, k: str) -> Tensor:
     return front @ inner @ p.first("Y", k)
 
 
-@claim("curvature-gap/xi_1k", "Theorem 10", "HOLDS UNDER ASSUMPTION", uses=[PostNormBlockAt.xi])
+@claim("xi_1k", "Theorem 10", "HOLDS UNDER ASSUMPTION", uses=[PostNormBlockAt.xi])
 def xi_1k(seed: int) -> Evidence:
     r"""$\xi_{1k} = ((I_L\otimes W_2^\top)D_\sigma\otimes I_{n_k})(I_L\otimes K_{d_{ff},d_V}\otimes
     I_{d_{ff}})(I_{Ld_V}\otimes\mathrm{vec}_r I_{d_{ff}})\,J_YG_k$
-
     Needs: $n_k = n_1$: $d_{ff} = d_K$ for $Q$ and $K$, $d_{ff} = d_V$ for $V$
-
-    Correct: $I_{n_1}$ in place of $I_{n_k}$
-    """
+    Correct: $I_{n_1}$ in place of $I_{n_k}$"""
     generic, narrow, equal = point(seed), point(seed, BlockSizes(3, 4, 2, 2)), point(seed, BlockSizes(3, 3, 3, 3))
     cases = [(narrow, "K"), (narrow, "Q"), (equal, "V")]
     found = [printed_xi_1k(p, k) for p, k in cases] + [dense(generic.block.xi("1", k)) for k in ATTENTION]
@@ -285,45 +251,39 @@ def xi_1k(seed: int) -> Evidence:
     return assumed(agrees(found, references, "n_k = n_1; corrected at generic sizes"), fails, above=1.0)
 
 
-@claim("curvature-gap/xi_2k", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
+@claim("xi_2k", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
 def xi_2k(seed: int) -> Evidence:
     r"""$\xi_{2k} = (I_L\otimes K_{d_V,d_{ff}}\otimes I_{d_V})(I_{Ld_{ff}}\otimes\mathrm{vec}_r I_{d_V})\,D_\sigma(I_L\otimes
     W_1^\top)J_YG_k$"""
     return blocks(seed, [("2", k) for k in ATTENTION], "k = K, Q, V, against autograd")
 
 
-@claim("curvature-gap/xi_k1", "Theorem 10, 'for all pairs'", "OMITTED", uses=[PostNormBlockAt.xi])
+@claim("xi_k1", "Theorem 10, 'for all pairs'", "OMITTED", uses=[PostNormBlockAt.xi])
 def xi_k1(seed: int) -> Evidence:
     r"""$\xi_{k1} = (I_{Ld_V}\otimes(J_YG_k)^\top)((I_L\otimes W_2^\top)D_\sigma\otimes I_{Ld_V})(I_L\otimes
     K_{d_{ff},L}\otimes I_{d_V})(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_{ff},d_V}$"""
     return blocks(seed, [(k, "1") for k in ATTENTION], "k = K, Q, V, against autograd")
 
 
-@claim("curvature-gap/xi_k2", "Theorem 10, 'for all pairs'", "OMITTED", uses=[PostNormBlockAt.xi])
+@claim("xi_k2", "Theorem 10, 'for all pairs'", "OMITTED", uses=[PostNormBlockAt.xi])
 def xi_k2(seed: int) -> Evidence:
     r"""$\xi_{k2} = (I_{Ld_V}\otimes(J_YG_k)^\top(I_L\otimes W_1)D_\sigma)(I_L\otimes K_{d_V,L}\otimes
     I_{d_{ff}})(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$"""
     return blocks(seed, [(k, "2") for k in ATTENTION], "k = K, Q, V, against autograd")
 
 
-@claim("curvature-gap/xi_kl", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
+@claim("xi_kl", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
 def xi_kl(seed: int) -> Evidence:
     r"""$\xi_{k\ell} = (J_{SY}\otimes I_{n_k})[(I_{Ld_V}\otimes G_k^\top)H_YG_\ell + (J_Y\otimes I_{n_k})\Phi_{k\ell}]$
-
-    Correct: for ReLU, with exact $\Phi$
-    """
+    Correct: for ReLU, with exact $\Phi$"""
     return blocks(seed, ATTENTION_PAIRS, "nine pairs, against autograd")
 
 
-# Symmetry and sizes of the block's second derivatives: Theorem 10 and Step 4 of C.5 -----------------------------------
-
-
-@claim("curvature-gap/sym-agree", "Theorem 10, below the two formulas", "WRONG AS PRINTED", uses=[slice_transpose])
+# Symmetry and sizes of the block's second derivatives: Theorem 10 and Step 4 of C.5
+@claim("sym-agree", "Theorem 10, below the two formulas", "WRONG AS PRINTED", uses=[slice_transpose])
 def sym_agree(seed: int) -> Evidence:
     r"""$\xi_{12}$ and $\xi_{21}$ agree almost everywhere when inserted into Eq. 6
-
-    Correct: $\mathrm{vec}_r\,\xi_{ji} = (I_{Ld_V}\otimes K_{n_j,n_i})\,\mathrm{vec}_r\,\xi_{ij}$
-    """
+    Correct: $\mathrm{vec}_r\,\xi_{ji} = (I_{Ld_V}\otimes K_{n_j,n_i})\,\mathrm{vec}_r\,\xi_{ij}$"""
 
     def turned(p: BlockPoint) -> Tensor:
         return dense(slice_transpose(Dense(p.second("S", "1", "2"), "xi"), p.X.numel(), p.n("1"), p.n("2")))
@@ -333,13 +293,11 @@ def sym_agree(seed: int) -> Evidence:
     return wrong(equal, reference, "xi_12 against xi_21, both by autograd", corrected=[turned(p) for p in points(seed)])
 
 
-@claim("curvature-gap/sym-claim", "Theorem 10; C.5, Step 4", "WRONG AS PRINTED", uses=[slice_transpose])
+@claim("sym-claim", "Theorem 10; C.5, Step 4", "WRONG AS PRINTED", uses=[slice_transpose])
 def sym_claim(seed: int) -> Evidence:
     r"""$H_{tr}^{(i,j)} = H_{tr}^{(j,i)}$ almost everywhere
-
     Correct: slice by slice, $\mathrm{vec}_r H^{(j,i)} = (I_{Ld_V}\otimes K_{n_j,n_i})\,\mathrm{vec}_r H^{(i,j)}$, by Schwarz
-    off the kinks; the blocks have different shapes if $n_i\neq n_j$. Of the loss, $H^{(j,i)} = (H^{(i,j)})^\top$
-    """
+    off the kinks; the blocks have different shapes if $n_i\neq n_j$. Of the loss, $H^{(j,i)} = (H^{(i,j)})^\top$"""
     p = point(seed)
     unequal = [(i, j) for i, j in PAIRS if i != j]
     printed, reference = ([p.second("Z", *pair) for pair in pairs] for pairs in (unequal, [(j, i) for i, j in unequal]))
@@ -351,20 +309,16 @@ def sym_claim(seed: int) -> Evidence:
     return wrong(printed, reference, detail, corrected=turned)
 
 
-@claim("curvature-gap/sym-nonlinear", "C.5, Step 4", "WRONG AS PRINTED", uses=[AttentionAt])
+@claim("sym-nonlinear", "C.5, Step 4", "WRONG AS PRINTED", uses=[AttentionAt])
 def sym_nonlinear(seed: int) -> Evidence:
     r"""the only nonlinearities with a second differential are LayerNorm and ReLU; all else is multilinear
-
-    Correct: softmax is left out: $\partial^2A/\partial T^2\neq 0$; the symmetry holds by Schwarz
-    """
+    Correct: softmax is left out: $\partial^2A/\partial T^2\neq 0$; the symmetry holds by Schwarz"""
     p = point(seed)
     reference = p.second("F", "Q", "Q")  # F has no LayerNorm and no ReLU
     return wrong(torch.zeros_like(reference), reference, "Phi_QQ", corrected=dense(p.at.Phi("Q", "Q")))
 
 
-# The Hessian of the loss: Eq. 7, and Eq. 6 with every piece as printed ------------------------------------------------
-
-
+# The Hessian of the loss: Eq. 7, and Eq. 6 with every piece as printed
 RIGHT = (("1", "1"), ("2", "2"), ("2", "Q"), ("2", "V"), ("V", "V"))
 """Blocks whose printed formulas are right."""
 
@@ -416,13 +370,11 @@ def errors_of_print(p: BlockPoint) -> dict[tuple[str, str], float]:
     return {(i, j): relative_error(if_it_conforms(printed_H_tr, p, i, j), p.second("Z", i, j)) for i, j in pairs}
 
 
-@claim("curvature-gap/eq6-printed", "Theorems 5 and 10, Lemma 2", "WRONG AS PRINTED", uses=[PostNormBlockAt.H_tr])
+@claim("eq6-printed", "Theorems 5 and 10, Lemma 2", "WRONG AS PRINTED", uses=[PostNormBlockAt.H_tr])
 def eq6_printed(seed: int) -> Evidence:
     r"""Eq. 6 with $\xi_{ij}$, $G_k$, $\Phi_{k\ell}$ as printed gives the blocks $H_{tr}^{(i,j)}$
-
     Correct: right: (1,1), (2,2), (2,Q), (2,V), (V,V); 9 blocks are wrong, 11 have no formula. Corrected $\xi$, $G_K$, $\Phi$
-    give all 25
-    """
+    give all 25"""
     p = point(seed)
     errors = errors_of_print(p)
     bad = [pair for pair in errors if pair not in RIGHT]
@@ -443,25 +395,21 @@ def loss_blocks(p: BlockPoint, c: float) -> Iterator[Tensor]:
         yield outer + c * kron(row, eye(p.n(i))) @ p.second("Z", i, j)
 
 
-@claim("curvature-gap/eq7", "Sec. 4.2, Eq. 7", "WRONG AS PRINTED", uses=[PostNormBlockAt.loss_hessian])
+@claim("eq7", "Sec. 4.2, Eq. 7", "WRONG AS PRINTED", uses=[PostNormBlockAt.loss_hessian])
 def eq7(seed: int) -> Evidence:
     r"""$\frac{\partial^2\mathcal{L}(Z)}{\partial W_i\partial W_j} = J_i^\top\frac{2}{Ld_V}J_j + R^{tr}H_{tr}^{(i,j)}$ with
     $R^{tr}_m = \mathrm{vec}_r(Z - \mathrm{Target})^\top\otimes I_m$
-
-    Correct: $\frac{2}{Ld_V}[J_i^\top J_j + (\mathrm{vec}_r(Z - \mathrm{Target})^\top\otimes I_{n_i})H_{tr}^{(i,j)}]$
-    """
+    Correct: $\frac{2}{Ld_V}[J_i^\top J_j + (\mathrm{vec}_r(Z - \mathrm{Target})^\top\otimes I_{n_i})H_{tr}^{(i,j)}]$"""
     printed = [block for p in points(seed) for block in loss_blocks(p, 1.0)]
     reference = [p.second("loss", i, j) for p in points(seed) for i, j in PAIRS]
     closed = [dense(p.block.loss_hessian(p.target, i, j).total) for p in points(seed) for i, j in PAIRS]
     return wrong(printed, reference, "the least of 25 blocks; corrected: no piece by autograd", corrected=closed)
 
 
-@claim("curvature-gap/eq7-l", "Sec. 4.2, below Eq. 7", "WRONG AS PRINTED", uses=[MeanSquaredErrorAt])
+@claim("eq7-l", "Sec. 4.2, below Eq. 7", "WRONG AS PRINTED", uses=[MeanSquaredErrorAt])
 def eq7_l(seed: int) -> Evidence:
     r"""$\mathcal{L}(\cdot) = \|\cdot - \mathrm{Target}\|_2^2$ has second derivative $\frac{2}{Ld_V}$
-
-    Correct: $\frac{2}{Ld_V}I$ belongs to $\frac{1}{Ld_V}\|\cdot - \mathrm{Target}\|_F^2$; this loss has $2I$
-    """
+    Correct: $\frac{2}{Ld_V}I$ belongs to $\frac{1}{Ld_V}\|\cdot - \mathrm{Target}\|_F^2$; this loss has $2I$"""
     p = point(seed)
     n = p.X.numel()
     reference = hessian_of(lambda Z: (Z - p.target).square().sum(), p.block.Z)

@@ -138,29 +138,22 @@ def single_row(n: int) -> BlockPoint:
     return with_target(p, p.block.Z)
 
 
-# The steps to Theorem 6: C.6 ------------------------------------------------------------------------------------------
-
-
-@claim("curvature-gap/eq17-g_v", "C.6, Eq. 17", "HOLDS", uses=[attention_jacobians_printed])
+# The steps to Theorem 6: C.6
+@claim("eq17-g_v", "C.6, Eq. 17", "HOLDS", uses=[attention_jacobians_printed])
 def eq17_g_v(seed: int) -> Evidence:
     r"""$\|G_V\|_2\le L\|X\|_2$
-
-    Correct: $\le\sqrt L\|X\|_2$; the print is attained at $L = 1$ only
-    """
+    Correct: $\le\sqrt L\|X\|_2$; the print is attained at $L = 1$ only"""
     one = point(seed, BlockSizes(1, 3, 2, 4))
     found = [spectral(p.first("F", "V")) / (p.sizes.L * spectral(p.X)) for p in (*problems(seed), one)]
     found += [spectral(p.first("F", "V")) / (math.sqrt(p.sizes.L) * spectral(p.X)) for p in problems(seed)]
     return bounded(found, "five points, attained by one token; also with the root of L", attained=1 - 1e-9)
 
 
-@claim("curvature-gap/eq17-g_q", "C.6, Eq. 17", "HOLDS UNDER ASSUMPTION", uses=[attention_jacobians_printed])
+@claim("eq17-g_q", "C.6, Eq. 17", "HOLDS UNDER ASSUMPTION", uses=[attention_jacobians_printed])
 def eq17_g_q(seed: int) -> Evidence:
     r"""$\|G_Q\|_2\le\frac{1}{L\sqrt{d_K}}\|W_V\|_2\|W_K\|_2\|X\|_2^3$, and $G_K$ with $W_Q$
-
     Needs: uniform attention, $A = \frac1L 11^\top$, or $L\le 2$
-
-    Correct: $\frac{1}{2\sqrt{d_K}}$ in front
-    """
+    Correct: $\frac{1}{2\sqrt{d_K}}$ in front"""
 
     def right(p: AttentionProblem, k: str) -> float:
         of_Q, of_K, _ = attention_jacobians_printed(len(p.X), p.sizes[2], *(p.norms[n] for n in ("x", "w_Q", "w_K", "w_V")))
@@ -175,9 +168,7 @@ def eq17_g_q(seed: int) -> Evidence:
     return assumed(bounded(found, "12 problems; 1/2 on 12 others"), spectral(pair.G("Q")) / right(pair, "Q"), above=2.9)
 
 
-# C.6: attention's second derivatives, and B -----------------------------------------------------------------------------
-
-
+# C.6: attention's second derivatives, and B
 def phi_sides(p: BlockPoint, k: str, m: str) -> tuple[float, float, float]:
     """Return a Phi block's norm by autograd, C.6's bound, and it without the stray 2/(L d_V) and with 1/2 in place of 1/L."""
     L, d_V, d_K, _ = p.sizes
@@ -202,39 +193,31 @@ def phi_row(seed: int, worst: BlockPoint, k: str, m: str, detail: str, above: fl
     return violated(left, printed, detail, corrected=corrected, above=above, at={"X": worst.X, "W_K": worst.weights["K"]})
 
 
-@claim("curvature-gap/c6-phi_qq", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
+@claim("c6-phi_qq", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
 def c6_phi_qq(seed: int) -> Evidence:
     r"""$\|\Phi_{QQ}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|^2\|X\|^5$
-
-    Correct: $\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2
-    """
+    Correct: $\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2"""
     return phi_row(seed, peaked_identity(8), "Q", "Q", "L = d_V = 8, X = I", 1.0)
 
 
-@claim("curvature-gap/c6-phi_vq", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
+@claim("c6-phi_vq", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
 def c6_phi_vq(seed: int) -> Evidence:
     r"""$\|\Phi_{VQ}\|_2\le\frac{2}{L^2\sqrt{d_Vd_K}}\|W_K\|\|X\|^3$, and $\Phi_{VK}$, $\Phi_{QV}$, $\Phi_{KV}$ likewise
-
-    Correct: $\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$
-    """
+    Correct: $\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$"""
     return phi_row(seed, uniform_pair(4), "V", "Q", "uniform attention, L = d_V = 4", 7.9)
 
 
-@claim("curvature-gap/c6-phi_qk", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
+@claim("c6-phi_qk", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
 def c6_phi_qk(seed: int) -> Evidence:
     r"""$\|\Phi_{QK}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac{2}{L^2\sqrt{d_Vd_K}}\|W_V\|\|X\|^3$
-
-    Correct: $\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$
-    """
+    Correct: $\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$"""
     return phi_row(seed, uniform_pair(4), "Q", "K", "uniform attention, L = d_V = 4", 3.9)
 
 
-@claim("curvature-gap/eq21", "C.6, Eq. 21", "WRONG AS PRINTED", uses=[theorem_6_printed])
+@claim("eq21", "C.6, Eq. 21", "WRONG AS PRINTED", uses=[theorem_6_printed])
 def eq21(seed: int) -> Evidence:
     r"""$\|\xi_{21}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2$
-
-    Correct: $\|\xi_{21}\|_2\le\sqrt{d_V}\,\|Y\|_2$: $\xi_{21} = \partial B_2/\partial W_1$ does not depend on $W_2$
-    """
+    Correct: $\|\xi_{21}\|_2\le\sqrt{d_V}\,\|Y\|_2$: $\xi_{21} = \partial B_2/\partial W_1$ does not depend on $W_2$"""
     p = point(seed)
     small = BlockPoint(p.sizes, p.X, {**p.weights, "2": 1e-6 * p.weights["2"]}, p.target)
     left = spectral(small.second("S", "2", "1"))
@@ -249,7 +232,7 @@ def eq24_sides(p: BlockPoint, k: str, m: str, phi: dict[str, float]) -> tuple[fl
     return spectral(p.second("S", k, m)), J_SY * (bent + J_Y * phi[k + m])
 
 
-@claim("curvature-gap/eq24", "C.6, Eq. 24", "HOLDS", uses=[theorem_6_printed])
+@claim("eq24", "C.6, Eq. 24", "HOLDS", uses=[theorem_6_printed])
 def eq24(seed: int) -> Evidence:
     r"""$\|\xi_{k\ell}\|_2\le\|J_{SY}\|_2(\|G_k\|_2\|H_Y\|_2\|G_\ell\|_2 + \|J_Y\|_2\|\Phi_{k\ell}\|_2)$, all factors exact"""
     found = []
@@ -263,12 +246,10 @@ def eq24(seed: int) -> Evidence:
     return bounded(found, f"{', '.join(map(''.join, ATTENTION_PAIRS))}")
 
 
-@claim("curvature-gap/eq24-phi", "C.6, Eq. 24 with the bounds on Phi before it", "WRONG AS PRINTED", uses=[phi_printed])
+@claim("eq24-phi", "C.6, Eq. 24 with the bounds on Phi before it", "WRONG AS PRINTED", uses=[phi_printed])
 def eq24_phi(seed: int) -> Evidence:
     r"""Eq. 24 with the bounds that C.6 gives for $\|\Phi_{k\ell}\|_2$
-
-    Correct: with the norms of $\Phi$, or bounds without the stray $2/(Ld_V)$
-    """
+    Correct: with the norms of $\Phi$, or bounds without the stray $2/(Ld_V)$"""
     p, pairs = crossed_pairs(), (("V", "Q"), ("Q", "K"))
     printed = phi_printed(4, 4, 1, *(norms(p)[name] for name in ("x", "w_Q", "w_K", "w_V")))
     left, right = zip(*(eq24_sides(p, k, m, printed) for k, m in pairs), strict=True)
@@ -276,32 +257,26 @@ def eq24_phi(seed: int) -> Evidence:
     return violated(left, right, "uniform attention, L = d_V = 4", corrected=corrected, above=5, at={"X": p.X})
 
 
-# The bound on the block: Theorem 6 ------------------------------------------------------------------------------------
-
-
+# The bound on the block: Theorem 6
 def eq9_right(p: BlockPoint) -> float:
     """Return 5 max_ij (2/(L d_V) ||dZ/dW_i|| ||dZ/dW_j|| + ||R|| ||H_tr^(i,j)||) with exact norms."""
     J = {i: spectral(p.first("Z", i)) for i in WEIGHTS}
     return 5 * max(2 / p.X.numel() * J[i] * J[j] + residual(p) * spectral(p.second("Z", i, j)) for i, j in PAIRS)
 
 
-@claim("curvature-gap/eq9", "Theorem 6, Eq. 9", "HOLDS", uses=[theorem_6_printed])
+@claim("eq9", "Theorem 6, Eq. 9", "HOLDS", uses=[theorem_6_printed])
 def eq9(seed: int) -> Evidence:
     r"""$\|H\|_2\le5\max_{ij}(\frac{2}{Ld_V}\|\frac{\partial Z}{\partial W_i}\|_2\|\frac{\partial Z}{\partial W_j}\|_2 +
     \|R^{tr}\|_2\|H_{tr}^{(i,j)}\|_2)$ for $l = \frac{1}{Ld_V}\|Z - \mathrm{Target}\|_F^2$
-
-    Correct: also with $\frac{2}{Ld_V}$ in front of the second term, which Eq. 7 lost
-    """
+    Correct: also with $\frac{2}{Ld_V}$ in front of the second term, which Eq. 7 lost"""
     found = worst(lambda p: over(whole(p), eq9_right(p)), [*small(seed), crossed_pairs(), single_row(5)], steps=60)
     return bounded([found, [over(whole(p), eq9_right(p)) for p in problems(seed)]], "exact factors; four other points")
 
 
-@claim("curvature-gap/eq9-l", "Theorem 6, Eq. 9, with the loss of Eq. 7", "WRONG AS PRINTED", uses=[theorem_6_printed])
+@claim("eq9-l", "Theorem 6, Eq. 9, with the loss of Eq. 7", "WRONG AS PRINTED", uses=[theorem_6_printed])
 def eq9_l(seed: int) -> Evidence:
     r"""Eq. 9 for $\mathcal{L} = \|Z - \mathrm{Target}\|_2^2$
-
-    Correct: $2$ in place of $\frac{2}{Ld_V}$: that loss is $Ld_V$ times the one of Sec. 3
-    """
+    Correct: $2$ in place of $\frac{2}{Ld_V}$: that loss is $Ld_V$ times the one of Sec. 3"""
     p = point(seed)
     exact = with_target(p, p.block.Z)
     n, right = p.X.numel(), eq9_right(exact)  # with a residual of zero
@@ -309,7 +284,7 @@ def eq9_l(seed: int) -> Evidence:
 
 
 @claim(
-    "curvature-gap/thm6",
+    "thm6",
     "Theorem 6 with C.6, Lemma 4 and Proposition 10",
     "WRONG AS PRINTED",
     uses=[theorem_6_factors_printed, post_block_a_priori],
@@ -317,9 +292,7 @@ def eq9_l(seed: int) -> Evidence:
 def thm6(seed: int) -> Evidence:
     r"""$\|H_{tr}\|_2\le M_{tr}$ in closed form, $\sigma_{\min} = \min_i\|M_i\|_2$ as Lemma 4 states it; with $\sigma_{\min} =
     \min_i\sigma_i$, as the proof of Lemma 4 reads it, it is not violated at these points (thm6-proof)
-
-    Correct: $\frac{2}{Ld_V}\lambda_{\max}$ of the matrix of corrected block bounds
-    """
+    Correct: $\frac{2}{Ld_V}\lambda_{\max}$ of the matrix of corrected block bounds"""
     points = [single_row(8), *problems(seed)]
     left = [whole(p) for p in points]
     proof = left[0] / closed_form(points[0], "proof").whole
@@ -332,29 +305,20 @@ def thm6(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/thm6-proof",
-    "Theorem 6, with the deviations of the proof of Lemma 4",
-    "LOOSE",
-    uses=[theorem_6_factors_printed],
-)
+@claim("thm6-proof", "Theorem 6, with the deviations of the proof of Lemma 4", "LOOSE", uses=[theorem_6_factors_printed])
 def thm6_proof(seed: int) -> Evidence:
     r"""$\|H_{tr}\|_2\le M_{tr}$ with $\sigma_{\min} = \min_i\sigma_i$ and $\Phi_{KK}$ added
-
-    Correct: broken pieces (Eqs. 17, 21, the bounds on $\Phi$) hide behind others that are loose by many orders of magnitude
-    """
+    Correct: broken pieces (Eqs. 17, 21, the bounds on $\Phi$) hide behind others that are loose by many orders of magnitude"""
     found = worst(lambda p: whole(p) / closed_form(p, "proof").whole, [*small(seed), single_row(5)], steps=60)
     others = [whole(p) / closed_form(p, "proof").whole for p in problems(seed)]
     return loose([*found, *others], "seven points, and an ascent from the worst of three", factor=90)
 
 
-@claim("curvature-gap/post-norm-identity", "Eqs. 7 and 9", "OMITTED", uses=[PostNormBlockAt.loss_hessian])
+@claim("post-norm-identity", "Eqs. 7 and 9", "OMITTED", uses=[PostNormBlockAt.loss_hessian])
 def post_norm_identity(seed: int) -> Evidence:
     r"""with $\gamma = 1$ and $\beta = 0$ the loss is $\mathrm{const} - \frac{2}{Ld_V}\langle Z,\mathrm{Target}\rangle$, so
     that $H = -\frac{2}{Ld_V}\langle\mathrm{Target},\partial^2Z\rangle$ has no outer part
-
-    Correct: the two parts of Eq. 7 cancel exactly where the target is zero
-    """
+    Correct: the two parts of Eq. 7 cancel exactly where the target is zero"""
     p = point(seed)
     row = -2 / p.X.numel() * p.target.reshape(1, -1)
     found = [torch.kron(row, eye(p.n(i))) @ p.second("Z", i, j) for i, j in PAIRS]

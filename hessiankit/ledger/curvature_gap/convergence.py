@@ -39,12 +39,10 @@ def bowl(seed: int) -> AttentionProblem:
     return p.with_(target=p.at.value)
 
 
-@claim("curvature-gap/eq10", "Sec. 4.3, Eq. 10", "HOLDS UNDER ASSUMPTION")
+@claim("eq10", "Sec. 4.3, Eq. 10", "HOLDS UNDER ASSUMPTION")
 def eq10(seed: int) -> Evidence:
     r"""$\mathcal{L}_k(w)\approx\mathcal{L}_k(w^*) + \frac12(w - w^*)^\top H^{(k)}(w^*)(w - w^*)$, to third order
-
-    Needs: the gradient vanishes at $w^*$ (Assumption 1), the loss is smooth there, and $w$ is near: the rest has no bound
-    """
+    Needs: the gradient vanishes at $w^*$ (Assumption 1), the loss is smooth there, and $w$ is near: the rest has no bound"""
     p = bowl(seed)
     direction = Draw(seed).normal(p.vector.numel())
     direction = direction / direction.norm()
@@ -59,12 +57,10 @@ def eq10(seed: int) -> Evidence:
     return assumed(near, off, above=0.7)
 
 
-@claim("curvature-gap/thm7-identity", "Theorem 7; C.7", "HOLDS", uses=[theorem_7_printed])
+@claim("thm7-identity", "Theorem 7; C.7", "HOLDS", uses=[theorem_7_printed])
 def thm7_identity(seed: int) -> Evidence:
     r"""$\mathcal{L}_{k+1} - \mathcal{L}_k = (l_{k+1} - \mathcal{L}_k)/(k+1)$, whence the rate $1/(k+1)$
-
-    Correct: for any bounded numbers: it needs no Hessian
-    """
+    Correct: for any bounded numbers: it needs no Hessian"""
     losses = Draw(seed).uniform(30)
     means = running_means(losses)
     k = torch.arange(1, 30, dtype=losses.dtype)
@@ -86,17 +82,15 @@ def corrected_right(new: AttentionProblem, w: Tensor) -> float:
 
 
 @claim(
-    "curvature-gap/thm7",
+    "thm7",
     "Theorem 7, self-attention, with the M of Theorem 1",
     "WRONG AS PRINTED",
     uses=[theorem_7_printed, theorem_7_corrected],
 )
 def thm7(seed: int) -> Evidence:
     r"""$|\mathcal{L}_{k+1}(w) - \mathcal{L}_k(w)|\le\frac{2L}{k+1} + \frac{M\|w - w^*\|_2^2}{k+1}$
-
     Correct: $\frac{1}{k+1}[L + \|\nabla l_{k+1}(w^*) - \nabla\mathcal{L}_k(w^*)\|\,\|w - w^*\| + M_{seg}\|w - w^*\|^2]$,
-    $M_{seg}$ a bound on the segment from $w^*$ to $w$
-    """
+    $M_{seg}$ a bound on the segment from $w^*$ to $w$"""
     p = global_minimum(100.0)  # Assumption 1 holds: the other sample's loss is identically zero
     step = 0.01
     w = p.vector + torch.tensor([0.0, step, 0.0], dtype=torch.float64)
@@ -113,17 +107,10 @@ def thm7(seed: int) -> Evidence:
     )
 
 
-@claim(
-    "curvature-gap/thm7-true-m",
-    "Theorem 7, with the true Hessian norms",
-    "WRONG AS PRINTED",
-    uses=[theorem_7_printed, theorem_7_corrected],
-)
+@claim("thm7-true-m", "Theorem 7, with the true Hessian norms", "WRONG AS PRINTED", uses=[theorem_7_printed, theorem_7_corrected])
 def thm7_true_m(seed: int) -> Evidence:
     r"""the same with $M = \max_i\|H_i(w^*)\|_2$
-
-    Correct: Eq. 10 has no remainder: $H(w^*) = 0$ does not keep the loss from growing. $M_{seg}$ in place of $M$
-    """
+    Correct: Eq. 10 has no remainder: $H(w^*) = 0$ does not keep the loss from growing. $M_{seg}$ in place of $M$"""
     p = AttentionProblem(column(1.0, -1.0), column(0.0), column(0.0), column(0.0), column(0.0, 0.0))
     w = torch.ones(3, dtype=torch.float64)  # the loss is tanh(1)^2 there, with all weights 1
     right = theorem_7_printed(1, 0.0, p.norm, math.sqrt(3))
@@ -164,13 +151,11 @@ def standardised_row(y: Any) -> Any:
     return centred * mpmath.sqrt(len(y)) / mpmath.norm(centred)
 
 
-@claim("curvature-gap/thm7-block", "Theorem 7, block, with M_tr at w*", "WRONG AS PRINTED", uses=[theorem_7_printed])
+@claim("thm7-block", "Theorem 7, block, with M_tr at w*", "WRONG AS PRINTED", uses=[theorem_7_printed])
 def thm7_block(seed: int) -> Evidence:
     """the same for the block with a valid bound $M_{tr}$ on the Hessian at $w^*$
-
     Correct: a bound on the segment, as for attention. LayerNorm hides the scale of $X$, the logits do not; no bound from
-    norms is finite over this small a ball
-    """
+    norms is finite over this small a ball"""
     p = hidden_scale(seed)
     w = p.vector.clone()
     moved = slice(p.place("K").start, p.place("Q").stop)  # W_K and W_Q stand side by side
@@ -187,13 +172,11 @@ def thm7_block(seed: int) -> Evidence:
     return violated(left, right, detail, corrected=corrected, above=10, second=second, by="mpmath, 40 digits")
 
 
-@claim("curvature-gap/thm7-first-step", "C.7, first inequality", "WRONG AS PRINTED")
+@claim("thm7-first-step", "C.7, first inequality", "WRONG AS PRINTED")
 def thm7_first_step(seed: int) -> Evidence:
     r"""$|\mathcal{L}_{k+1}(w) - \mathcal{L}_k(w)|\le\frac{1}{k+1}|l_{k+1}(w^*) - \mathcal{L}_k(w^*)| + \frac{\|w -
     w^*\|^2}{2(k+1)}\|H_{k+1}(w^*) - \frac1k\sum_iH_i(w^*)\|_2$
-
-    Correct: for quadratic losses; else the third-order rest is missing
-    """
+    Correct: for quadratic losses; else the third-order rest is missing"""
     p = bowl(seed)
     values, vectors = torch.linalg.eigh(p.hessian)
     flat = vectors[:, int(values.abs().argmin())]  # where the second-order term all but vanishes
@@ -204,7 +187,7 @@ def thm7_first_step(seed: int) -> Evidence:
     return violated(difference(p, w), max(second, 1e-300), detail, corrected=corrected_right(p, w))
 
 
-@claim("curvature-gap/assumption1", "Sec. 3, Assumption 1, for all $k$", "OMITTED")
+@claim("assumption1", "Sec. 3, Assumption 1, for all $k$", "OMITTED")
 def assumption1(seed: int) -> Evidence:
     r"""$\nabla l_{k+1} = (k+1)\nabla\mathcal{L}_{k+1} - k\nabla\mathcal{L}_k$, so that the assumption makes the gradient of
     every sample vanish: it asks for interpolation"""
@@ -214,9 +197,7 @@ def assumption1(seed: int) -> Evidence:
     return agrees(found, gradients[1:], "gradients of four samples in W_V, by autograd")
 
 
-# Figures and tables: what a small computation can say of them, and what would have to be trained ----------------------
-
-
+# Figures and tables: what a small computation can say of them, and what would have to be trained
 def slope(differences: Tensor, start: int = 10) -> float:
     """Return the slope of log |L_{k+1} - L_k| over log k from k = start on."""
     k = torch.arange(1, len(differences) + 1, dtype=differences.dtype)[start:].log()
@@ -231,7 +212,7 @@ def average_differences(losses: Tensor, orders: int, draw: Draw) -> Tensor:
     return torch.stack([running_means(x).diff().abs() for x in shuffled]).mean(0)
 
 
-@claim("curvature-gap/fig6-slope", "Fig. 6", "REPRODUCED")
+@claim("fig6-slope", "Fig. 6", "REPRODUCED")
 def fig6_slope(seed: int) -> Evidence:
     r"""$|\mathcal{L}_{k+1}(w) - \mathcal{L}_k(w)|$ falls as $1/k$: slope $-1$ in log-log scale"""
     draw = Draw(seed)
@@ -241,7 +222,7 @@ def fig6_slope(seed: int) -> Evidence:
     return measured(found, abs(found + 1) < 0.1, "600 samples, one LayerNorm of random weights, 40 orders of the samples")
 
 
-@claim("curvature-gap/fig6-evidence", "Fig. 6 and Sec. 6", "NOT REPRODUCED")
+@claim("fig6-evidence", "Fig. 6 and Sec. 6", "NOT REPRODUCED")
 def fig6_evidence(seed: int) -> Evidence:
     """the log-log trend of Fig. 6 supports Theorem 7 and a local geometry of the Transformer that settles"""
     draw = Draw(seed)

@@ -44,13 +44,11 @@ def tokens(seed: int, shape: tuple[int, int] = GENERIC) -> Tensor:
     return Draw(seed).normal(*shape)
 
 
-@claim("curvature-gap/thm2", "Theorem 2; C.2", "HOLDS", uses=[theorem2_jacobian, LayerNormAt])
+@claim("thm2", "Theorem 2; C.2", "HOLDS", uses=[theorem2_jacobian, LayerNormAt])
 def thm2(seed: int) -> Evidence:
     r"""$\partial\mathrm{LN}/\partial X = (P\otimes I_{d_V})(I_{Ld_V} - \frac{1}{d_V}(I_L\otimes 1_{d_V\times d_V})) +
     (I_L\otimes M^\top)\,\partial P/\partial X$
-
-    Correct: shorter: $(P\otimes I)(I_L\otimes C - \frac{1}{d_V}VV^\top)$, $V = \mathrm{blockdiag}(\hat x_i)$
-    """
+    Correct: shorter: $(P\otimes I)(I_L\otimes C - \frac{1}{d_V}VV^\top)$, $V = \mathrm{blockdiag}(\hat x_i)$"""
     X = tokens(seed)
     L, d = X.shape
     P, dP = inverse_scales(X), jacobian_of(inverse_scales, X)
@@ -59,7 +57,7 @@ def thm2(seed: int) -> Evidence:
     return agrees([printed, *closed], [jacobian_of(layer_norm, X)] * 3, "as printed, Theorem 8 expanded, the shorter form")
 
 
-@claim("curvature-gap/thm8-dp", "Theorem 8", "HOLDS", uses=[LayerNormTheorems])
+@claim("thm8-dp", "Theorem 8", "HOLDS", uses=[LayerNormTheorems])
 def thm8_dp(seed: int) -> Evidence:
     r"""$\frac{\partial P}{\partial X} = \frac{1}{\sqrt{d_V}}(-D^{-1}\otimes
     D^{-\top})E\,[\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes 1^\top)\mathrm{diag}(\mathrm{vec}_r
@@ -68,14 +66,11 @@ def thm8_dp(seed: int) -> Evidence:
     return agrees(dense(LayerNormTheorems(X).dP), jacobian_of(inverse_scales, X), "against autograd")
 
 
-@claim("curvature-gap/thm8-tau", "C.2, proof", "HOLDS UNDER ASSUMPTION", uses=[LayerNormTheorems])
+@claim("thm8-tau", "C.2, proof", "HOLDS UNDER ASSUMPTION", uses=[LayerNormTheorems])
 def thm8_tau(seed: int) -> Evidence:
     r"""$\tau = Q\,1_L$ with $Q = M^{\circ 2}$
-
     Needs: $L = d_V$; the next line has $1_{d_V}$
-
-    Correct: $\tau = Q\,1_{d_V}$
-    """
+    Correct: $\tau = Q\,1_{d_V}$"""
     square, wide = tokens(seed, EQUAL), tokens(seed)
 
     def printed(X: Tensor) -> Tensor:
@@ -86,9 +81,7 @@ def thm8_tau(seed: int) -> Evidence:
     return assumed(holds, relative_error(if_it_conforms(printed, wide), references[1]), above=1.0)
 
 
-# The letters of Theorem 3 as tensors, and two ways to compare their printed derivatives with autograd -----------------
-
-
+# The letters of Theorem 3 as tensors, and two ways to compare their printed derivatives with autograd
 AUTOGRAD = "against autograd"
 
 
@@ -166,10 +159,8 @@ def misprint(
     return wrong(as_printed, references, detail, corrected=[closed(at) for at in pieces])
 
 
-# LayerNorm's Hessian: Theorem 3, C.3, and the two derivatives of Lemma 4 ----------------------------------------------
-
-
-@claim("curvature-gap/thm3-skel", "Theorem 3; C.3", "HOLDS", uses=[theorem3_hessian])
+# LayerNorm's Hessian: Theorem 3, C.3, and the two derivatives of Lemma 4
+@claim("thm3-skel", "Theorem 3; C.3", "HOLDS", uses=[theorem3_hessian])
 def thm3_skel(seed: int) -> Evidence:
     r"""$\partial^2\mathrm{LN} = ((P\otimes I)\otimes I)\partial^2 M + (I\otimes G^\top)\partial(P\otimes I_{d_V}) +
     ((I_L\otimes M^\top)\otimes I)\partial^2 P + (I\otimes H^\top)\partial(I_L\otimes M^\top)$, pieces exact"""
@@ -195,29 +186,24 @@ def printed_dPkron(at: Pieces) -> Tensor:
     return kron(eye(L), turn(L, L), eye(L)) @ kron(eye(L * L), vec_eye(L)) @ at.reference("P")
 
 
-@claim("curvature-gap/thm3-dpkron", "C.3", "HOLDS UNDER ASSUMPTION", uses=[LayerNormTheorems])
+@claim("thm3-dpkron", "C.3", "HOLDS UNDER ASSUMPTION", uses=[LayerNormTheorems])
 def thm3_dpkron(seed: int) -> Evidence:
     r"""$\partial(P\otimes I_{d_V})/\partial X = (I_L\otimes K_{L,L}\otimes I_L)(I_{L^2}\otimes\mathrm{vec}_r I_L)\,\partial
     P/\partial X$
-
     Needs: $L = d_V$: it differentiates $P\otimes I_L$
-
     Correct: $(I_L\otimes K_{d_V,L}\otimes I_{d_V})(I_{L^2}\otimes\mathrm{vec}_r I_{d_V})\,\partial P/\partial X$, as Lemma 4
-    has
-    """
+    has"""
     square, wide = Pieces(tokens(seed, EQUAL)), Pieces(tokens(seed))
     references = [jacobian_of(lambda X, at=at: kron(at.P(X), eye(at.d)), at.X) for at in (square, wide)]
     found = agrees([printed_dPkron(square), dense(wide.closed.dPkron)], references, "L = d_V = 3; corrected at (3, 4)")
     return assumed(found, relative_error(printed_dPkron(wide), references[1]), above=1.0)
 
 
-@claim("curvature-gap/thm3-dd", "C.3", "WRONG AS PRINTED", uses=[LayerNormTheorems])
+@claim("thm3-dd", "C.3", "WRONG AS PRINTED", uses=[LayerNormTheorems])
 def thm3_dd(seed: int) -> Evidence:
     r"""$\partial D/\partial X = E\,[\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes
     1^\top)\mathrm{diag}(\mathrm{vec}_r M)\,\partial M/\partial X]$
-
-    Correct: times $1/\sqrt{d_V}$
-    """
+    Correct: times $1/\sqrt{d_V}$"""
     return misprint(seed, lambda at: at.B1(at.X), lambda at: dense(at.closed.dD), lambda at: at.reference("D"))
 
 
@@ -227,31 +213,27 @@ def printed_d2P(at: Pieces, dA1: Tensor) -> Tensor:
     return kron(A1, eye(at.n)) @ at.reference("B1") / at.d**0.5 + kron(eye(at.L**2), B1.T) @ dA1
 
 
-@claim("curvature-gap/thm3-d2p", "C.3, twice", "WRONG AS PRINTED", uses=[LayerNormTheorems])
+@claim("thm3-d2p", "C.3, twice", "WRONG AS PRINTED", uses=[LayerNormTheorems])
 def thm3_d2p(seed: int) -> Evidence:
     r"""$\frac{\partial^2 P}{\partial X^2} = \frac{1}{\sqrt{d_V}}(A_1\otimes I)\frac{\partial B_1}{\partial X} +
     (I_{L^2}\otimes B_1^\top)\frac{\partial A_1}{\partial X}$, pieces exact
-
-    Correct: $\frac{1}{\sqrt{d_V}}$ multiplies both terms
-    """
+    Correct: $\frac{1}{\sqrt{d_V}}$ multiplies both terms"""
     return misprint(
         seed, lambda at: printed_d2P(at, at.reference("A1")), lambda at: dense(at.closed.d2P), lambda at: at.reference("dP")
     )
 
 
-@claim("curvature-gap/thm3-da2", r"C.3, needed for $\partial B_1/\partial X$", "OMITTED", uses=[LayerNormTheorems])
+@claim("thm3-da2", r"C.3, needed for $\partial B_1/\partial X$", "OMITTED", uses=[LayerNormTheorems])
 def thm3_da2(seed: int) -> Evidence:
     r"""$\partial A_2/\partial X = -(A_2\otimes A_2)\,E A_2 B_2$"""
     return holds(seed, lambda at: dense(at.closed.dA2), "A2")
 
 
-@claim("curvature-gap/thm3-da3", "C.3", "WRONG AS PRINTED", uses=[LayerNormTheorems])
+@claim("thm3-da3", "C.3", "WRONG AS PRINTED", uses=[LayerNormTheorems])
 def thm3_da3(seed: int) -> Evidence:
     r"""$\partial A_3/\partial X = (e_1\otimes e_1\ \dots\ e_L\otimes e_L)\,I_{Ld_V}\,\partial M/\partial X$ with
     $e_i\in\mathbb{R}^{Ld_V}$
-
-    Correct: $(e_1\otimes e_1\ \dots\ e_{Ld_V}\otimes e_{Ld_V})\,\partial M/\partial X$
-    """
+    Correct: $(e_1\otimes e_1\ \dots\ e_{Ld_V}\otimes e_{Ld_V})\,\partial M/\partial X$"""
     return misprint(
         seed,
         lambda at: basis_pairs(at.n)[:, : at.L] @ eye(at.n) @ at.dM,
@@ -269,12 +251,10 @@ def printed_inner_d2P(at: Pieces) -> Tensor:
     return printed_d2P(at, kron(eye(L), turn(L, L), eye(L)) @ inner)
 
 
-@claim("curvature-gap/thm3-full", "Theorem 3; C.3", "WRONG AS PRINTED", uses=[theorem3_hessian])
+@claim("thm3-full", "Theorem 3; C.3", "WRONG AS PRINTED", uses=[theorem3_hessian])
 def thm3_full(seed: int) -> Evidence:
     """the Hessian of LayerNorm, assembled from the pieces as printed
-
-    Correct: Theorem 3 with the corrected pieces
-    """
+    Correct: Theorem 3 with the corrected pieces"""
     return misprint(
         seed,
         lambda at: skeleton(at, printed_dPkron(at), printed_inner_d2P(at)),
@@ -283,14 +263,12 @@ def thm3_full(seed: int) -> Evidence:
     )
 
 
-@claim("curvature-gap/thm3-full2", "Theorem 3; C.3", "WRONG AS PRINTED", uses=[theorem3_hessian, LayerNormAt])
+@claim("thm3-full2", "Theorem 3; C.3", "WRONG AS PRINTED", uses=[theorem3_hessian, LayerNormAt])
 def thm3_full2(seed: int) -> Evidence:
     r"""the same with $\partial(P\otimes I_{d_V})/\partial X$ repaired, as Lemma 4 has it
-
     Correct: also the two factors $1/\sqrt{d_V}$; shorter: $\sum_i s_i^{-2}(e_i\otimes I\otimes e_i\otimes
     I)\,h_i\,(e_i^\top\otimes I)$ with $h_i = -\frac1d(\mathrm{vec}_r(C)\hat x^\top + C\otimes\hat x + \hat x\otimes C) +
-    \frac{3}{d^2}(\hat x\otimes\hat x)\hat x^\top$
-    """
+    \frac{3}{d^2}(\hat x\otimes\hat x)\hat x^\top$"""
     return misprint(
         seed,
         lambda at: skeleton(at, dense(at.closed.dPkron), printed_inner_d2P(at)),
@@ -299,28 +277,21 @@ def thm3_full2(seed: int) -> Evidence:
     )
 
 
-@claim("curvature-gap/l4-dimt", "Lemma 4, proof (iii)", "WRONG AS PRINTED", uses=[LayerNormTheorems])
+@claim("l4-dimt", "Lemma 4, proof (iii)", "WRONG AS PRINTED", uses=[LayerNormTheorems])
 def l4_dimt(seed: int) -> Evidence:
     r"""$\partial(I_m\otimes M^\top)/\partial X = (I_m\otimes K_{n,m}\otimes I_m)(\mathrm{vec}_r I_m\otimes I_{mn})\,\partial
     M/\partial X$
-
-    Correct: with $K_{n,m}$ before $\partial M/\partial X$, as C.3 has it; the norm is the same
-    """
+    Correct: with $K_{n,m}$ before $\partial M/\partial X$, as C.3 has it; the norm is the same"""
 
     def printed(at: Pieces) -> Tensor:
         return kron(eye(at.L), turn(at.d, at.L), eye(at.L)) @ kron(vec_eye(at.L), eye(at.n)) @ at.dM
 
     return misprint(
-        seed,
-        printed,
-        lambda at: dense(at.closed.dIMT),
-        lambda at: jacobian_of(lambda X: kron(eye(at.L), centred(X).T), at.X),
+        seed, printed, lambda at: dense(at.closed.dIMT), lambda at: jacobian_of(lambda X: kron(eye(at.L), centred(X).T), at.X)
     )
 
 
-# Bounds on LayerNorm and on what it returns: Lemma 4 and Proposition 10 -----------------------------------------------
-
-
+# Bounds on LayerNorm and on what it returns: Lemma 4 and Proposition 10
 def two_entries(n: int, scale: float = 1.0) -> Tensor:
     """Return the row (1, -1, 0, ...)."""
     row = torch.zeros(1, n, dtype=torch.float64)
@@ -348,26 +319,22 @@ def rows(seed: int) -> list[Tensor]:
     return [*found, torch.tensor([[1.0, -1.0, 0.0]], dtype=torch.float64)]
 
 
-@claim("curvature-gap/lemma4-28", "Lemma 4, Eq. 28", "WRONG AS PRINTED", uses=[lemma_4_jacobian_printed, norm_jacobian_norm])
+@claim("lemma4-28", "Lemma 4, Eq. 28", "WRONG AS PRINTED", uses=[lemma_4_jacobian_printed, norm_jacobian_norm])
 def lemma4_28(seed: int) -> Evidence:
     r"""$\|J_{LN}\|_2\le\frac{1}{\sigma_{\min}} + \frac{\|X\|_2^2}{\sqrt n\,\sigma_{\min}^3}$ with $\sigma_{\min} =
     \min_i\|M_i\|_2$
-
-    Correct: $\|J_{LN}\|_2 = 1/\min_i\sigma_i$ for $n\ge3$
-    """
+    Correct: $\|J_{LN}\|_2 = 1/\min_i\sigma_i$ for $n\ge3$"""
     inputs = [two_entries(8), *rows(seed)]
     left, printed = zip(*(lemma_sides(X, "stated")[0] for X in inputs), strict=True)
     corrected = [norm_jacobian_norm(X) for X in inputs]
     return violated(left, printed, "X = (1, -1, 0, ..., 0), n = 8, first", corrected=corrected, above=2, at={"X": inputs[0]})
 
 
-@claim("curvature-gap/lemma4-29m", "Lemma 4, Eq. 29", "WRONG AS PRINTED", uses=[lemma_4_hessian_printed, norm_hessian_norm])
+@claim("lemma4-29m", "Lemma 4, Eq. 29", "WRONG AS PRINTED", uses=[lemma_4_hessian_printed, norm_hessian_norm])
 def lemma4_29m(seed: int) -> Evidence:
     r"""$\|H_{LN}\|_2\le\frac{\|X\|}{\sigma_{\min}^3}(1 + \sqrt{m/n}) + \frac{\|X\|^2}{\sqrt n\sigma_{\min}^3} +
     \frac{3\|X\|^3}{n\sigma_{\min}^5}$, $\sigma_{\min} = \min_i\|M_i\|_2$
-
-    Correct: $\|H_{LN}\|_2 = \sqrt{\max(n-2,2)/n}\,/\min_i\sigma_i^2$ for $n\ge3$
-    """
+    Correct: $\|H_{LN}\|_2 = \sqrt{\max(n-2,2)/n}\,/\min_i\sigma_i^2$ for $n\ge3$"""
     inputs = [two_entries(8, 1e-3), *rows(seed)]
     left, printed = zip(*(lemma_sides(X, "stated")[1] for X in inputs), strict=True)
     corrected = [norm_hessian_norm(X) for X in inputs]
@@ -376,33 +343,27 @@ def lemma4_29m(seed: int) -> Evidence:
     )
 
 
-@claim("curvature-gap/lemma4-28-proof", "Lemma 4, Eq. 28, as its proof reads it", "LOOSE", uses=[lemma_4_jacobian_printed])
+@claim("lemma4-28-proof", "Lemma 4, Eq. 28, as its proof reads it", "LOOSE", uses=[lemma_4_jacobian_printed])
 def lemma4_28_proof(seed: int) -> Evidence:
     r"""Eq. 28 with $\sigma_{\min} = \min_i\sigma_i = \min_i\|M_i\|_2/\sqrt n$
-
-    Correct: the right side is at least $(1 + \sqrt n)/\min_i\sigma_i$
-    """
+    Correct: the right side is at least $(1 + \sqrt n)/\min_i\sigma_i$"""
     found = worst(lambda X: lemma_ratios(X, "proof")[0], rows(seed))
     return loose(found, "ten inputs and an ascent", factor=1 + math.sqrt(3))
 
 
-@claim("curvature-gap/lemma4-29", "Lemma 4, Eq. 29, as its proof reads it", "LOOSE", uses=[lemma_4_hessian_printed])
+@claim("lemma4-29", "Lemma 4, Eq. 29, as its proof reads it", "LOOSE", uses=[lemma_4_hessian_printed])
 def lemma4_29(seed: int) -> Evidence:
     r"""Eq. 29 with $\sigma_{\min} = \min_i\sigma_i$
-
     Correct: the right side is at least $4\sqrt n/\min_i\sigma_i^2$; its middle term has the wrong degree in $X$, and is not
-    needed
-    """
+    needed"""
     found = worst(lambda X: lemma_ratios(X, "proof")[1], rows(seed))
     return loose(found, "ten inputs and an ascent", factor=4 * math.sqrt(3))
 
 
-@claim("curvature-gap/lemma4-29-degree", "Lemma 4, Eq. 29, middle term", "WRONG AS PRINTED", uses=[lemma_4_hessian_printed])
+@claim("lemma4-29-degree", "Lemma 4, Eq. 29, middle term", "WRONG AS PRINTED", uses=[lemma_4_hessian_printed])
 def lemma4_29_degree(seed: int) -> Evidence:
     r"""$\|X\|_2^2/(\sqrt n\,\sigma_{\min}^3)$ scales as a second derivative of LayerNorm does
-
-    Correct: $H_{LN}(cX) = c^{-2}H_{LN}(X)$, as the other terms; this one goes with $c^{-1}$
-    """
+    Correct: $H_{LN}(cX) = c^{-2}H_{LN}(X)$, as the other terms; this one goes with $c^{-1}$"""
     X, c = Draw(seed).normal(3, 4), 100.0
 
     def terms(X: Tensor) -> tuple[float, float]:

@@ -33,15 +33,12 @@ def printed_statistics(U: Tensor) -> Tensor:
     return (U - mean) / ((first - mean).square().sum(1, keepdim=True) / m).sqrt()
 
 
-@claim("curvature-gap/sec3-ln", "Sec. 3, below Eq. 2", "HOLDS UNDER ASSUMPTION", uses=[LayerNormAt])
+@claim("sec3-ln", "Sec. 3, below Eq. 2", "HOLDS UNDER ASSUMPTION", uses=[LayerNormAt])
 def sec3_ln(seed: int) -> Evidence:
     r"""for $U$ of shape $m\times n$: $\mu_i = \frac1m\sum_{j\le m}U_{ij}$, $\sigma_i^2 = \frac1m\sum_{j\le
     m}(U_{ij}-\mu_i)^2$
-
     Needs: $m = n$
-
-    Correct: the sums run over the $n$ features of a row and are divided by $n$
-    """
+    Correct: the sums run over the $n$ features of a row and are divided by $n$"""
     draw = Draw(seed)
     square, wide = draw.normal(3, 3), draw.normal(3, 4)
     found = [printed_statistics(square), LayerNormAt(square).value, LayerNormAt(wide).value]
@@ -49,12 +46,10 @@ def sec3_ln(seed: int) -> Evidence:
     return assumed(holds, relative_error(printed_statistics(wide), F.layer_norm(wide, (4,), eps=0.0)), above=1e-2)
 
 
-@claim("curvature-gap/sec4.2-gb", "Sec. 4.2, item 2", "WRONG AS PRINTED", uses=[LayerNormAt])
+@claim("sec4.2-gb", "Sec. 4.2, item 2", "WRONG AS PRINTED", uses=[LayerNormAt])
 def sec42_gb(seed: int) -> Evidence:
     r"""$\gamma,\beta\in\mathbb{R}^m$, with $m$ the number of rows in Sec. 3
-
-    Correct: $\gamma,\beta\in\mathbb{R}^{d_V}$
-    """
+    Correct: $\gamma,\beta\in\mathbb{R}^{d_V}$"""
     X = Draw(seed).normal(3, 4)
     fits = []
     for n in range(1, 7):
@@ -69,7 +64,7 @@ def sec42_gb(seed: int) -> Evidence:
     return wrong([float(X.shape[0])], list(map(float, fits)), detail, corrected=corrected, second=second, by=by)
 
 
-@claim("curvature-gap/eq3", "Sec. 3, Eq. 3", "HOLDS", uses=[gauss_newton])
+@claim("eq3", "Sec. 3, Eq. 3", "HOLDS", uses=[gauss_newton])
 def eq3(seed: int) -> Evidence:
     r"""$\frac{\partial^2 l(f)}{\partial W_i\partial W_j} = J_i^\top l'' J_j + (l'\otimes I_{p_iq_i})\frac{\partial^2
     f}{\partial W_i\partial W_j}$, $l'$ a row"""
@@ -79,12 +74,10 @@ def eq3(seed: int) -> Evidence:
     return agrees(found, [p.second("loss", i, j) for i, j in PAIRS], "all 25 blocks of the transformer, against autograd")
 
 
-@claim("curvature-gap/samples", "Sec. 3, empirical loss over 'L = k samples'", "WRONG AS PRINTED", uses=[AttentionAt])
+@claim("samples", "Sec. 3, empirical loss over 'L = k samples'", "WRONG AS PRINTED", uses=[AttentionAt])
 def samples(seed: int) -> Evidence:
     r"""the Hessian over $k$ samples is that of the formulas with $L = k$ rows
-
-    Correct: $L$ is the number of tokens of one sequence; $H^{(k)} = \frac1k\sum_i H_i$ is a mean over sequences
-    """
+    Correct: $L$ is the number of tokens of one sequence; $H^{(k)} = \frac1k\sum_i H_i$ is a mean over sequences"""
     draw = Draw(seed)
     k, d = 3, 4
     X, W_Q, W_K, W_V = draw.normal(k, 1, d), draw.normal(d, 2), draw.normal(d, 2), draw.normal(d, d)  # k samples of one token
@@ -103,10 +96,8 @@ def samples(seed: int) -> Evidence:
     return wrong(hessian_of(rows, W_V), reference, detail, corrected=mean)
 
 
-# Row-wise calculus: App. B.1 and B.2 ----------------------------------------------------------------------------------
-
-
-@claim("curvature-gap/property2", "App. B.1, Property 2", "HOLDS", uses=[sandwich])
+# Row-wise calculus: App. B.1 and B.2
+@claim("property2", "App. B.1, Property 2", "HOLDS", uses=[sandwich])
 def property2(seed: int) -> Evidence:
     r"""$\mathrm{vec}_r(AXB) = (A\otimes B^\top)\,\mathrm{vec}_r(X)$"""
     draw = Draw(seed)
@@ -114,7 +105,7 @@ def property2(seed: int) -> Evidence:
     return agrees(sandwich(Dense(A), Dense(B)) @ vec_r(X), vec_r(A @ X @ B))
 
 
-@claim("curvature-gap/proposition4", "App. B.2, Proposition 4", "HOLDS", uses=[kronecker_rule])
+@claim("proposition4", "App. B.2, Proposition 4", "HOLDS", uses=[kronecker_rule])
 def proposition4(seed: int) -> Evidence:
     r"""$\frac{\partial(A\otimes B)}{\partial X} = (I_n\otimes K_{p,q}\otimes I_r)\left[(\mathrm{vec}_r A\otimes
     I_{pr})\frac{\partial B}{\partial X} + (I_{nq}\otimes\mathrm{vec}_r B)\frac{\partial A}{\partial X}\right]$"""
@@ -125,10 +116,8 @@ def proposition4(seed: int) -> Evidence:
     return agrees(dense(found), reference, "A = sin X, B = cos X^T, against autograd")
 
 
-# Matrix norms: App. B.1 (Definition 1, Proposition 2) and B.3 ---------------------------------------------------------
-
-
-@claim("curvature-gap/property7", "App. B.3, Property 7", "HOLDS", uses=[norm_inequality])
+# Matrix norms: App. B.1 (Definition 1, Proposition 2) and B.3
+@claim("property7", "App. B.3, Property 7", "HOLDS", uses=[norm_inequality])
 def property7(seed: int) -> Evidence:
     r"""$\|A\|_X\le c_{XY}\|A\|_Y$ with the 20 constants of the table (the diagonal is left out)"""
     draw = Draw(seed)
@@ -144,13 +133,11 @@ def property7(seed: int) -> Evidence:
     return small(errors, f"the largest of 25 ratios, from 1, in each of {len(cells)} cells: every constant is attained")
 
 
-@claim("curvature-gap/property11", "App. B.3, Property 11", "HOLDS", uses=[block_norm_bound_printed, block_norm_bound])
+@claim("property11", "App. B.3, Property 11", "HOLDS", uses=[block_norm_bound_printed, block_norm_bound])
 def property11(seed: int) -> Evidence:
     r"""$\|A\|_2\le\sqrt{mn}\,\max_{ij}\|B_{ij}\|_2$ for a matrix of blocks $B_{ij}$
-
     Correct: $m, n$ are the numbers of blocks; the print says that they are the sizes of $A$, which is weaker. The last step
-    of C.1 cites Property 7 and needs this one
-    """
+    of C.1 cites Property 7 and needs this one"""
     draw = Draw(seed)
     rows, columns = [1, 2, 3], [2, 3]
     ratios = []
@@ -168,9 +155,7 @@ def property11(seed: int) -> Evidence:
     return bounded(ratios, "30 matrices of 3 x 2 unequal blocks, attained by equal blocks", attained=1 - 1e-12)
 
 
-# What the paper leaves out: gains, shifts, eps, biases, W_O, masks, heads, other activations and losses, depth --------
-
-
+# What the paper leaves out: gains, shifts, eps, biases, W_O, masks, heads, other activations and losses, depth
 @claim("ours/norm-norms", "Closing the Curvature Gap, in place of Lemma 4", "HOLDS", uses=[norm_jacobian_norm, norm_hessian_norm])
 def norm_norms(seed: int) -> Evidence:
     r"""$\|J\|_2 = 1/\min_is_i$ and $\|H\|_2 = \max_i\frac{\rho_i}{\sqrt d\,s_i^2}\sqrt{\max(d-2+9(1-\rho_i^2)^2, 2)}$,

@@ -31,7 +31,7 @@ def gradient_norms(seed: int, placement: str, initialisation: str = "megatron") 
     return [math.sqrt(sum(float(g.square().sum()) for g in grads)) for grads in blocks]
 
 
-@claim("hybridnorm/fig5-pre", "Fig. 5, Sec. 4.5, step 1", "REPRODUCED")
+@claim("fig5-pre", "Fig. 5, Sec. 4.5, step 1", "REPRODUCED")
 def fig5_pre(seed: int) -> Evidence:
     """Pre-Norm amplifies gradients on their way back to the first layers"""
     norms = gradient_norms(seed, "pre")
@@ -39,25 +39,21 @@ def fig5_pre(seed: int) -> Evidence:
     return measured(factor, factor > 2, f"first over last of {LAYERS} blocks, width 32, Megatron initialisation")
 
 
-@claim("hybridnorm/fig5-post", "Fig. 5, Sec. 4.5, step 1", "NOT REPRODUCED")
+@claim("fig5-post", "Fig. 5, Sec. 4.5, step 1", "NOT REPRODUCED")
 def fig5_post(seed: int) -> Evidence:
     """Post-Norm suffers from vanishing gradients
-
-    Correct: flat to within a factor of 2 at 32 layers and width 32, with the norm behind (Eqs. 3-4) or in front (App. E)
-    """
+    Correct: flat to within a factor of 2 at 32 layers and width 32, with the norm behind (Eqs. 3-4) or in front (App. E)"""
     factors = [norms[0] / norms[-1] for norms in (gradient_norms(seed, name) for name in ("post", "post-shifted"))]
     text = " and ".join(f"{factor:.2f}" for factor in factors)
     flat = all(0.5 < factor < 2 for factor in factors)
     return measured(min(factors), flat, f"first over last block: {text}; Megatron initialisation")
 
 
-@claim("hybridnorm/fig5-hybridnorm", "Fig. 5, Sec. 4.5, step 1", "NOT REPRODUCED")
+@claim("fig5-hybridnorm", "Fig. 5, Sec. 4.5, step 1", "NOT REPRODUCED")
 def fig5_hybridnorm(seed: int) -> Evidence:
     """HybridNorm has a well-balanced gradient flow
-
     Correct: from the second block on; the first one's gradient is several times larger, as its norm divides by a small
-    embedding, and so is the second one's in the starred variant
-    """
+    embedding, and so is the second one's in the starred variant"""
     norms, starred = gradient_norms(seed, "hybridnorm"), gradient_norms(seed, "hybridnorm*")
     spike, rest = norms[0] / norms[-1], norms[1] / norms[-1]
     detail = f"first over last block; second over last {rest:.2f}, in the starred variant {starred[1] / starred[-1]:.2f}"
@@ -88,9 +84,7 @@ def jacobians_at_initialisation(seed: int) -> Evidence:
     return measured(min(means), min(means) > 1.2, f"geometric means over 10 draws: {text}")
 
 
-# Curvature by placement, which the paper does not look at: growth of the Hessian's norm with depth at initialisation ---
-
-
+# Curvature by placement, which the paper does not look at: growth of the Hessian's norm with depth at initialisation
 DEPTHS = (1, 8)
 
 

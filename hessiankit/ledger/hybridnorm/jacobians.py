@@ -60,10 +60,8 @@ def printed_qkv_norm(head: HeadPoint, letter: str, *, power: float = 0.5) -> Ten
     return front @ turned @ dense(K.jacobian("X")) @ inner
 
 
-# Calculus of App. A: the rule of Eq. 14, softmax, the norm, the commutation matrix ------------------------------------
-
-
-@claim("hybridnorm/eq14", "App. A.1, Eq. 14", "HOLDS", uses=[sandwich])
+# Calculus of App. A: the rule of Eq. 14, softmax, the norm, the commutation matrix
+@claim("eq14", "App. A.1, Eq. 14", "HOLDS", uses=[sandwich])
 def eq14(seed: int) -> Evidence:
     r"""$\partial (AWB)/\partial W = A\otimes B^\top$, row-wise"""
     draw = Draw(seed)
@@ -71,7 +69,7 @@ def eq14(seed: int) -> Evidence:
     return agrees(dense(sandwich(Dense(A), Dense(B))), jacobian_of(lambda W: A @ W @ B, W), "against autograd")
 
 
-@claim("hybridnorm/eq19", "Lemma A.1, Eq. 19", "HOLDS", uses=[SoftmaxAt])
+@claim("eq19", "Lemma A.1, Eq. 19", "HOLDS", uses=[SoftmaxAt])
 def eq19(seed: int) -> Evidence:
     r"""$\partial A/\partial M = \mathrm{blockdiag}(\mathrm{diag}(A_i) - A_i A_i^\top)$ for $A = \mathrm{softmax}(M)$"""
     M = Draw(seed).normal(3, 4)
@@ -92,7 +90,7 @@ def printed_norm_jacobian(X: torch.Tensor) -> torch.Tensor:
     return torch.block_diag(*blocks)
 
 
-@claim("hybridnorm/eq20", "Lemma A.1, Eq. 20", "HOLDS", uses=[RMSNormAt])
+@claim("eq20", "Lemma A.1, Eq. 20", "HOLDS", uses=[RMSNormAt])
 def eq20(seed: int) -> Evidence:
     r"""$\frac{\partial X_N}{\partial X} = \mathrm{blockdiag}\left(\frac{\sqrt d}{\|X_i\|}\left(I_d - \frac{X_i
     X_i^\top}{\|X_i\|^2}\right)\right)$"""
@@ -102,7 +100,7 @@ def eq20(seed: int) -> Evidence:
     return agrees([printed_norm_jacobian(X), closed], [reference] * 2, "as printed and the closed form, against autograd")
 
 
-@claim("hybridnorm/eq21", "Lemma A.1, Eq. 21", "HOLDS", uses=[RMSNormAt])
+@claim("eq21", "Lemma A.1, Eq. 21", "HOLDS", uses=[RMSNormAt])
 def eq21(seed: int) -> Evidence:
     """the same for $Q$, $K$, $V$, with $d_k$ in place of $d$"""
     draw = Draw(seed)
@@ -112,12 +110,10 @@ def eq21(seed: int) -> Evidence:
     return agrees(chained, reference, "through Q = X W_Q, against autograd")
 
 
-@claim("hybridnorm/eq20-eps", "Lemma A.1, Eqs. 20-21, as the models run", "WRONG AS PRINTED", uses=[RMSNormAt])
+@claim("eq20-eps", "Lemma A.1, Eqs. 20-21, as the models run", "WRONG AS PRINTED", uses=[RMSNormAt])
 def eq20_eps(seed: int) -> Evidence:
     r"""Eqs. 20 and 21 are the Jacobians of the norm of the experiments, which has $\epsilon > 0$ and a gain
-
-    Correct: $\mathrm{diag}(\alpha)\,\rho^{-1}(I - xx^\top/(d\rho^2))$ with $\rho^2 = \overline{x^2} + \epsilon$
-    """
+    Correct: $\mathrm{diag}(\alpha)\,\rho^{-1}(I - xx^\top/(d\rho^2))$ with $\rho^2 = \overline{x^2} + \epsilon$"""
     draw = Draw(seed)
     X, gain, eps = draw.normal(3, 5), draw.uniform(5, low=0.5, high=1.5), 1e-2
     reference = jacobian_of(lambda X: rms_norm(X, eps) * gain, X)
@@ -125,9 +121,7 @@ def eq20_eps(seed: int) -> Evidence:
     return wrong(scaled, reference, "eps = 0.01", corrected=dense(RMSNormAt(X, gamma=gain, eps=eps).jacobian("X")))
 
 
-# Lemmas A.1 and A.2: the Jacobians of a head --------------------------------------------------------------------------
-
-
+# Lemmas A.1 and A.2: the Jacobians of a head
 DETAIL = "the printed matrix, the closed form and autograd"
 
 
@@ -147,52 +141,50 @@ def qkv_norm_jacobian(seed: int, letter: str, *, causal: bool = False) -> Eviden
     return agrees([printed_qkv_norm(head, letter), closed], [reference, reference], DETAIL)
 
 
-@claim("hybridnorm/eq17", "Lemma A.1, Eq. 17", "HOLDS", uses=[AttentionAt.jacobian])
+@claim("eq17", "Lemma A.1, Eq. 17", "HOLDS", uses=[AttentionAt.jacobian])
 def eq17(seed: int) -> Evidence:
     r"""$\frac{\partial S}{\partial W_Q} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial
     M}\frac{X_N\otimes X_N W_K}{\sqrt{d_k}}$"""
     return pre_norm_jacobian(seed, "W_Q")
 
 
-@claim("hybridnorm/eq18", "Lemma A.1, Eq. 18", "HOLDS", uses=[AttentionAt.jacobian])
+@claim("eq18", "Lemma A.1, Eq. 18", "HOLDS", uses=[AttentionAt.jacobian])
 def eq18(seed: int) -> Evidence:
     r"""$\frac{\partial S}{\partial W_K} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}\frac{X_N
     W_Q\otimes X_N}{\sqrt{d_k}} K_{d_k,d}$"""
     return pre_norm_jacobian(seed, "W_K")
 
 
-@claim("hybridnorm/eq22", "Lemma A.2, Eq. 22", "HOLDS", uses=[Stage.jacobian])
+@claim("eq22", "Lemma A.2, Eq. 22", "HOLDS", uses=[Stage.jacobian])
 def eq22(seed: int) -> Evidence:
     r"""$\partial S_N/\partial W_O = A_N V_N\otimes I_d$"""
     return qkv_norm_jacobian(seed, "W_O")
 
 
-@claim("hybridnorm/eq23", "Lemma A.2, Eq. 23", "HOLDS", uses=[Stage.jacobian])
+@claim("eq23", "Lemma A.2, Eq. 23", "HOLDS", uses=[Stage.jacobian])
 def eq23(seed: int) -> Evidence:
     r"""$\frac{\partial S_N}{\partial W_V} = (A_N\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$"""
     return qkv_norm_jacobian(seed, "W_V")
 
 
-@claim("hybridnorm/eq24", "Lemma A.2, Eq. 24", "HOLDS", uses=[Stage.jacobian])
+@claim("eq24", "Lemma A.2, Eq. 24", "HOLDS", uses=[Stage.jacobian])
 def eq24(seed: int) -> Evidence:
     r"""$\frac{\partial S_N}{\partial W_Q} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}\frac{I_s\otimes
     K_N}{\sqrt{d_k}}\frac{\partial Q_N}{\partial Q}(X\otimes I_{d_k})$"""
     return qkv_norm_jacobian(seed, "W_Q")
 
 
-@claim("hybridnorm/eq25", "Lemma A.2, Eq. 25", "HOLDS", uses=[Stage.jacobian])
+@claim("eq25", "Lemma A.2, Eq. 25", "HOLDS", uses=[Stage.jacobian])
 def eq25(seed: int) -> Evidence:
     r"""$\frac{\partial S_N}{\partial W_K} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}\frac{Q_N\otimes
     I_s}{\sqrt{d_k}} K_{d_k,s}\frac{\partial K_N}{\partial K}(X\otimes I_{d_k})$"""
     return qkv_norm_jacobian(seed, "W_K")
 
 
-@claim("hybridnorm/lemma-a2-caption", "Lemma A.2, first line", "WRONG AS PRINTED", uses=[Stage.jacobian])
+@claim("lemma-a2-caption", "Lemma A.2, first line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_caption(seed: int) -> Evidence:
     """the gradients of the attention with QKV-Norm 'defined in Eq. (12)'
-
-    Correct: Eq. 13; Eq. 12 is the attention with Pre-Norm
-    """
+    Correct: Eq. 13; Eq. 12 is the attention with Pre-Norm"""
     head = HeadPoint.draw(Draw(seed))
     of_12 = jacobian_of(head.pre_norm, head.X, *head.weights, wrt=3)
     of_13 = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=3)
@@ -200,34 +192,28 @@ def lemma_a2_caption(seed: int) -> Evidence:
     return wrong(of_12, lemma, "dS/dW_V of Eq. 12 and of Eq. 13 against Eq. 23", corrected=of_13)
 
 
-@claim("hybridnorm/lemma-a2-proof-sqrt-q", "Proof of Lemma A.2, W_Q, third line", "WRONG AS PRINTED", uses=[Stage.jacobian])
+@claim("lemma-a2-proof-sqrt-q", "Proof of Lemma A.2, W_Q, third line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_proof_q(seed: int) -> Evidence:
     r"""$\ldots\frac{I_s\otimes K_N}{d_k}\ldots$
-
-    Correct: divided by $\sqrt{d_k}$, as in Eq. 24
-    """
+    Correct: divided by $\sqrt{d_k}$, as in Eq. 24"""
     head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=1)
     return wrong(printed_qkv_norm(head, "W_Q", power=1), reference, "d_k = 3", corrected=printed_qkv_norm(head, "W_Q"), above=0.4)
 
 
-@claim("hybridnorm/lemma-a2-proof-sqrt-k", "Proof of Lemma A.2, W_K, second line", "WRONG AS PRINTED", uses=[Stage.jacobian])
+@claim("lemma-a2-proof-sqrt-k", "Proof of Lemma A.2, W_K, second line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_proof_k(seed: int) -> Evidence:
     r"""$\ldots\frac{Q_N\otimes I_s}{d_k}\ldots$
-
-    Correct: divided by $\sqrt{d_k}$, as in Eq. 25
-    """
+    Correct: divided by $\sqrt{d_k}$, as in Eq. 25"""
     head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=2)
     return wrong(printed_qkv_norm(head, "W_K", power=1), reference, "d_k = 3", corrected=printed_qkv_norm(head, "W_K"), above=0.4)
 
 
-@claim("hybridnorm/lemma-a2-proof-a", "Proof of Lemma A.2, W_V, second line", "WRONG AS PRINTED", uses=[Stage.jacobian])
+@claim("lemma-a2-proof-a", "Proof of Lemma A.2, W_V, second line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_proof_a(seed: int) -> Evidence:
     r"""$(A\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$
-
-    Correct: $A_N$ for $A$, which is the attention of Eq. 12
-    """
+    Correct: $A_N$ for $A$, which is the attention of Eq. 12"""
     head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=3)
     inner = dense(RMSNormAt(head.X @ head.W_V).jacobian("X")) @ torch.kron(head.X, torch.eye(3, dtype=torch.float64))

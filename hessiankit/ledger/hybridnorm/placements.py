@@ -43,12 +43,10 @@ def hybridnorm_block(X: Tensor, W: dict[str, Tensor]) -> Tensor:
     return swiglu(rms_norm(Y), W) + rms_norm(Y)
 
 
-@claim("hybridnorm/post-norm-in-ffn", "Abstract, Sec. 1 and 3.2", "WRONG AS PRINTED", uses=[eq.bare_post])
+@claim("post-norm-in-ffn", "Abstract, Sec. 1 and 3.2", "WRONG AS PRINTED", uses=[eq.bare_post])
 def post_norm_in_ffn(seed: int) -> Evidence:
     r"""'Post-Norm in the FFN', with Post-Norm as in Eq. 4
-
-    Correct: Eq. 9: the norm stands before the network and feeds branch and residual, not $\mathrm{Norm}(\mathrm{FFN}(Y) + Y)$
-    """
+    Correct: Eq. 9: the norm stands before the network and feeds branch and residual, not $\mathrm{Norm}(\mathrm{FFN}(Y) + Y)$"""
     draw = Draw(seed)
     block = make("hybridnorm")
     W, X = generic(block, draw), draw.normal(3, 6)
@@ -71,17 +69,13 @@ def full_norms(seed: int) -> Evidence:
     return counts(sum(distance > 1e-3 for distance in distances), 5, f"of 5 draws, by {min(distances):.2g} and more")
 
 
-# The first block: Eqs. 10-11, First-QKV-Pre, EmbedNorm, and what eps does there ---------------------------------------
-
-
-@claim("hybridnorm/first-block-eps", "released code, norms of queries, keys and values", "HOLDS UNDER ASSUMPTION", uses=[normal])
+# The first block: Eqs. 10-11, First-QKV-Pre, EmbedNorm, and what eps does there
+@claim("first-block-eps", "released code, norms of queries, keys and values", "HOLDS UNDER ASSUMPTION", uses=[normal])
 def first_block_eps(seed: int) -> Evidence:
     r"""behind their norms queries, keys and values have mean square 1
-
     Needs: what is normed is large beside the code's $\epsilon = 10^{-5}$. The first block reads the bare embedding, of
     standard deviation $1/\sqrt{2.5d}$: at $d = 2048$ its queries have mean square $1/(6.25d) = 7.8\cdot10^{-5}$, and behind
-    the norm 0.89
-    """
+    the norm 0.89"""
     draw, d, head = Draw(seed), 2048, 128
     W = draw.normal(d, head, std=normal(WeightPlace("W_Q", d, d, 1, 16)).std)
     X = draw.normal(16, d, std=(2.5 * d) ** -0.5)
@@ -92,15 +86,11 @@ def first_block_eps(seed: int) -> Evidence:
     return assumed(small(lost(rms_norm(X)), "a normed input, mean square short of 1", below=1e-4), lost(X), above=0.05)
 
 
-# App. E: formulas for positions of the norms, Eqs. 35-52 --------------------------------------------------------------
-
-
-@claim("hybridnorm/pre-qkv-pre-in-words", "Sec. 4.4, Normalization Position", "WRONG AS PRINTED", uses=[eq.pre])
+# App. E: formulas for positions of the norms, Eqs. 35-52
+@claim("pre-qkv-pre-in-words", "Sec. 4.4, Normalization Position", "WRONG AS PRINTED", uses=[eq.pre])
 def pre_qkv_pre_in_words(seed: int) -> Evidence:
     """in Pre-QKV-Pre, 'the FFN layer utilizes Post-Norm'
-
-    Correct: Pre-Norm, as in Eq. 48 and in the name; Pre-QKV-Post is the other one
-    """
+    Correct: Pre-Norm, as in Eq. 48 and in the name; Pre-QKV-Post is the other one"""
     draw = Draw(seed)
     block, told = make("pre-qkv-pre"), make("pre-qkv-post")
     W, X = generic(block, draw), draw.normal(3, 6)
@@ -111,9 +101,7 @@ def pre_qkv_pre_in_words(seed: int) -> Evidence:
     return wrong(told(X), reference, detail, corrected=block(X), above=0.02, second=second, by=by)
 
 
-# Placements that are the same: what QKV-Norm makes of a norm in front, and the two forms of Post-Norm -----------------
-
-
+# Placements that are the same: what QKV-Norm makes of a norm in front, and the two forms of Post-Norm
 def pair(seed: int, with_norm: str, without: str) -> tuple[TransformerBlock, TransformerBlock, Tensor]:
     """Return a block with a norm of gain g in front of its attention, one without whose weights absorb g, and tokens."""
     draw = Draw(seed)
@@ -181,9 +169,7 @@ def eps_in_block_0(seed: int) -> Evidence:
     return measured(share, abs(share - 0.113) < 0.01, f"mean square of q {square:.3g}, d std^4 = {d * std**4:.3g}")
 
 
-# Gauges: linear maps of the weights of one head that leave its function unchanged -------------------------------------
-
-
+# Gauges: linear maps of the weights of one head that leave its function unchanged
 def gauge_nullity(seed: int, normed: str, d_k: int = 3, *, rotary: bool = False) -> int:
     """Count the generators of gl(d_k)^4 that move no output, at several inputs and weights at once."""
     draw = Draw(seed)

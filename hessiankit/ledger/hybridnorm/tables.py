@@ -93,10 +93,8 @@ def better(rows: Rows, than: tuple[float, ...]) -> list[str]:
     return [f"{name}, column {k + 1}" for name, row in rows.items() for k, v in enumerate(row) if v < than[k]]
 
 
-# Tables 1-5: arithmetic, and what the text says of them ---------------------------------------------------------------
-
-
-@claim("hybridnorm/table1-table2-averages", "Tables 1 and 2", "HOLDS")
+# Tables 1-5: arithmetic, and what the text says of them
+@claim("table1-table2-averages", "Tables 1 and 2", "HOLDS")
 def averages(seed: int) -> Evidence:
     """the averages of the five rows, to half of the last digit"""
     errors = [abs(sum(row) / len(row) - TABLE_1_AVERAGES[name]) for name, row in TABLE_1.items()]
@@ -104,7 +102,7 @@ def averages(seed: int) -> Evidence:
     return small(errors, f"largest difference of {len(errors)}", below=0.00501)
 
 
-@claim("hybridnorm/table1-table2-gains", "Secs. 4.2 and 4.3", "HOLDS")
+@claim("table1-table2-gains", "Secs. 4.2 and 4.3", "HOLDS")
 def gains(seed: int) -> Evidence:
     """over Pre-Norm: BasicArithmetic +3.11, HellaSwag +1.71, COPA +3.78 (starred variant); ARC-C +2.35, ARC-E +2.40, OpenbookQA
     +0.81 (MoE)"""
@@ -119,12 +117,10 @@ def gains(seed: int) -> Evidence:
     return small(errors, "six differences", below=1e-9)
 
 
-@claim("hybridnorm/table1-consistently", "Abstract, Sec. 4.2", "WRONG AS PRINTED")
+@claim("table1-consistently", "Abstract, Sec. 4.2", "WRONG AS PRINTED")
 def table1_consistently(seed: int) -> Evidence:
     """HybridNorm consistently outperforms Pre-Norm
-
-    Correct: in 5 of 8 tasks of Table 1; behind on ARC-C and PIQA, equal on COPA
-    """
+    Correct: in 5 of 8 tasks of Table 1; behind on ARC-C and PIQA, equal on COPA"""
     ahead = sum(a > b for a, b in zip(TABLE_1["HybridNorm"], TABLE_1["Pre-Norm"], strict=True))
     behind = sum(a <= b for a, b in zip(TABLE_1["HybridNorm"], TABLE_1["Pre-Norm"], strict=True))
     gains = [a - b for a, b in zip(*(as_printed(TABLE_1[name]) for name in ("HybridNorm", "Pre-Norm")), strict=True)]
@@ -132,12 +128,10 @@ def table1_consistently(seed: int) -> Evidence:
     return wrong(8.0, float(ahead), detail, corrected=8.0 - behind, second=second, by=RATIONAL)
 
 
-@claim("hybridnorm/table4-surpass", "Sec. 4.4, Table 4", "WRONG AS PRINTED")
+@claim("table4-surpass", "Sec. 4.4, Table 4", "WRONG AS PRINTED")
 def table4_surpass(seed: int) -> Evidence:
     """HybridNorm and its starred variant consistently surpass other configurations
-
-    Correct: the starred variant is never behind; HybridNorm is behind QKC-Post in loss, QKV-Pre and Pre-QKV-Pre on C4
-    """
+    Correct: the starred variant is never behind; HybridNorm is behind QKC-Post in loss, QKV-Pre and Pre-QKV-Pre on C4"""
     ahead = {name: better(TABLE_4, row) for name, row in TABLE_4_OURS.items()}
     found = [float(len(ahead[name])) for name in ("HybridNorm", "HybridNorm*")]
     detail = f"entries that beat HybridNorm ({'; '.join(ahead['HybridNorm'])}) and its starred variant"
@@ -155,30 +149,24 @@ def ahead_of_all(block: Rows) -> Evidence:
     return wrong([1.0] * 4, best, detail, corrected=[0.0, 0.0, 1.0, 1.0], second=second, by=RATIONAL)
 
 
-@claim("hybridnorm/table4-first-block", "Sec. 4.4, Table 4, first block", "WRONG AS PRINTED")
+@claim("table4-first-block", "Sec. 4.4, Table 4, first block", "WRONG AS PRINTED")
 def table4_first(seed: int) -> Evidence:
     """QKV-Norm is the most effective normalization setting in the attention
-
-    Correct: most effective on Pile and HellaSwag; QKC-Post has the lower loss and the same perplexity on C4
-    """
+    Correct: most effective on Pile and HellaSwag; QKC-Post has the lower loss and the same perplexity on C4"""
     return ahead_of_all(TABLE_4_BLOCKS[0])
 
 
-@claim("hybridnorm/table4-second-block", "Sec. 4.4, Table 4, second block", "WRONG AS PRINTED")
+@claim("table4-second-block", "Sec. 4.4, Table 4, second block", "WRONG AS PRINTED")
 def table4_second(seed: int) -> Evidence:
     """combining QKV-Norm with Post-Norm in the FFN is superior
-
-    Correct: on Pile and HellaSwag; QKV-Pre and Pre-QKV-Pre, with Pre-Norm there, are ahead on C4
-    """
+    Correct: on Pile and HellaSwag; QKV-Pre and Pre-QKV-Pre, with Pre-Norm there, are ahead on C4"""
     return ahead_of_all(TABLE_4_BLOCKS[1])
 
 
-@claim("hybridnorm/table5-consistently", "Sec. 4.7, Table 5", "WRONG AS PRINTED")
+@claim("table5-consistently", "Sec. 4.7, Table 5", "WRONG AS PRINTED")
 def table5_consistently(seed: int) -> Evidence:
     """both variants consistently outperform Pre-Norm and Post-Norm across depths
-
-    Correct: except for PIQA at 16 layers, where the starred variant is behind Post-Norm (71.15 and 71.80)
-    """
+    Correct: except for PIQA at 16 layers, where the starred variant is behind Post-Norm (71.15 and 71.80)"""
     behind = []
     for layers, rows in TABLE_5.items():
         others = {name: row for name, row in rows.items() if not name.startswith("HybridNorm")}
@@ -194,9 +182,7 @@ def table5_consistently(seed: int) -> Evidence:
     return wrong(0.0, float(len(behind)), detail, corrected=1.0, second=float(second), by=RATIONAL)
 
 
-# Settings: model sizes, initialisation, hyperparameters (Secs. 4.1, 4.4, App. B, Tables 6-7) --------------------------
-
-
+# Settings: model sizes, initialisation, hyperparameters (Secs. 4.1, 4.4, App. B, Tables 6-7)
 def parameter_count(d: int, d_ff: int, heads: int, kv_heads: int, layers: int, vocabulary: int = VOCABULARY) -> int:
     """Return the parameters of a tied Pre-Norm model with SwiGLU, RMSNorm gains and a final norm."""
     attention = 2 * d * d + 2 * d * (d // heads) * kv_heads
@@ -209,7 +195,7 @@ def confirmed_count() -> bool:
     return sum(p.numel() for p in model.parameters()) == parameter_count(8, 6, 4, 2, 3, 11)
 
 
-@claim("hybridnorm/table6-sizes", "Table 6; Sec. 4.1", "HOLDS", uses=[Transformer])
+@claim("table6-sizes", "Table 6; Sec. 4.1", "HOLDS", uses=[Transformer])
 def sizes(seed: int) -> Evidence:
     """the sizes of the five dense models give 151M, 285M, 550M, 543M and 'approximately 1.27 billion' parameters"""
     printed = {"151M": 151e6, "285M": 285e6, "550M": 550e6, "543M": 543e6, "1.2B": 1.27e9}

@@ -99,15 +99,11 @@ def ratios(found: AttentionGradientBounds, bound: AttentionGradientBounds) -> At
     return AttentionGradientBounds(*(a / b if b else math.inf for a, b in zip(found, bound, strict=True)))
 
 
-# Facts that the proof of Theorem A.3 rests on -------------------------------------------------------------------------
-
-
-@claim("hybridnorm/fact-softmax-half", "Proof of Theorem A.3, fact 7", "HOLDS UNDER ASSUMPTION", uses=[softmax_jacobian_bound])
+# Facts that the proof of Theorem A.3 rests on
+@claim("fact-softmax-half", "Proof of Theorem A.3, fact 7", "HOLDS UNDER ASSUMPTION", uses=[softmax_jacobian_bound])
 def fact_half(seed: int) -> Evidence:
     r"""$p_i\ge 0$ and $\sum_i p_i$ [nothing follows in print] give $\|\mathrm{diag}(p) - pp^\top\|_2\le 1/2$
-
-    Needs: $\sum_i p_i = 1$
-    """
+    Needs: $\sum_i p_i = 1$"""
 
     def norm(p: torch.Tensor) -> float:
         return float(torch.linalg.matrix_norm(torch.diag(p) - torch.outer(p, p), 2))
@@ -119,9 +115,7 @@ def fact_half(seed: int) -> Evidence:
     return assumed(holds, norm(torch.tensor([10.0, 0.0], dtype=torch.float64)) / 0.5, above=100)
 
 
-# Theorem A.3, attention with Pre-Norm: Eqs. 26-29 ---------------------------------------------------------------------
-
-
+# Theorem A.3, attention with Pre-Norm: Eqs. 26-29
 TOKENS = 9
 """Of the rows that show by which factor a bound is loose."""
 
@@ -147,56 +141,46 @@ def sharp_ratio(seed: int, letter: str) -> Evidence:
     return bounded(found, f"{len(heads)} heads, attained at {where}", attained=1 - 1e-9)
 
 
-@claim("hybridnorm/eq26", "Theorem A.3, Eq. 26", "LOOSE", uses=[pre_norm_gradient_bounds])
+@claim("eq26", "Theorem A.3, Eq. 26", "LOOSE", uses=[pre_norm_gradient_bounds])
 def eq26(seed: int) -> Evidence:
     r"""Pre-Norm: $\|\partial S/\partial W_O\|_F = O(sd\,\|W_V\|_2)$
-
-    Correct: $\le d\sqrt s\,\|W_V\|_2$
-    """
+    Correct: $\le d\sqrt s\,\|W_V\|_2$"""
     return printed_ratio(seed, "W_O")
 
 
-@claim("hybridnorm/eq27", "Theorem A.3, Eq. 27", "LOOSE", uses=[pre_norm_gradient_bounds])
+@claim("eq27", "Theorem A.3, Eq. 27", "LOOSE", uses=[pre_norm_gradient_bounds])
 def eq27(seed: int) -> Evidence:
     r"""Pre-Norm: $\|\partial S/\partial W_V\|_F = O(s\sqrt d\,\|W_O\|_F)$
-
-    Correct: $\le\sqrt{sd}\,\|W_O\|_F$
-    """
+    Correct: $\le\sqrt{sd}\,\|W_O\|_F$"""
     return printed_ratio(seed, "W_V")
 
 
-@claim("hybridnorm/eq28", "Theorem A.3, Eq. 28", "LOOSE", uses=[pre_norm_gradient_bounds])
+@claim("eq28", "Theorem A.3, Eq. 28", "LOOSE", uses=[pre_norm_gradient_bounds])
 def eq28(seed: int) -> Evidence:
     r"""Pre-Norm: $\|\partial S/\partial W_Q\|_F = O\left(\frac{(sd)^{3/2}}{2\sqrt{d_k}}\|W_K\|_2\|W_V\|_2\|W_O\|_2\right)$
-
     Correct: $\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$: $s^{1/2}$, not $s^{3/2}$; the printed constant is
-    attained at $s = 2$ only
-    """
+    attained at $s = 2$ only"""
     return printed_ratio(seed, "W_Q")
 
 
-@claim("hybridnorm/eq29", "Theorem A.3, Eq. 29", "LOOSE", uses=[pre_norm_gradient_bounds])
+@claim("eq29", "Theorem A.3, Eq. 29", "LOOSE", uses=[pre_norm_gradient_bounds])
 def eq29(seed: int) -> Evidence:
     r"""Pre-Norm: $\|\partial S/\partial W_K\|_F = O\left(\frac{(sd)^{3/2}}{\sqrt{d_k}}\|W_Q\|_2\|W_V\|_2\|W_O\|_2\right)$
-
-    Correct: $\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_Q\|_2\|W_V\|_2\|W_O\|_2$
-    """
+    Correct: $\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_Q\|_2\|W_V\|_2\|W_O\|_2$"""
     return printed_ratio(seed, "W_K")
 
 
-@claim("hybridnorm/eq28-two-tokens", "Theorem A.3, Eqs. 28-29, constants of the proof", "HOLDS", uses=[pre_norm_gradient_bounds])
+@claim("eq28-two-tokens", "Theorem A.3, Eqs. 28-29, constants of the proof", "HOLDS", uses=[pre_norm_gradient_bounds])
 def eq28_two_tokens(seed: int) -> Evidence:
     """with the factor $1/2$ of the proof, Eqs. 28 and 29 hold and are attained at $s = 2$"""
     found = [ratios(pre_norm_norms(head), printed_pre_norm_bounds(head)) for head in [*sample(seed), opposite_tokens(seed, 2)]]
     return bounded([r for each in found for r in each[:2]], "41 heads, attained at two tokens x and -x", attained=1 - 1e-9)
 
 
-@claim("hybridnorm/eq28-eq29-constants", "Theorem A.3, Eqs. 28 and 29", "VAGUE")
+@claim("eq28-eq29-constants", "Theorem A.3, Eqs. 28 and 29", "VAGUE")
 def eq28_eq29(seed: int) -> Evidence:
     """Eq. 28 has the factor $1/2$ under the $O$, Eq. 29 has not
-
-    Correct: the proof gives 1/2 for both
-    """
+    Correct: the proof gives 1/2 for both"""
     head = opposite_tokens(seed, 2)
     found, bound = pre_norm_norms(head), printed_pre_norm_bounds(head)
     values = {

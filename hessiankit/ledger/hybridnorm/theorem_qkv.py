@@ -43,11 +43,7 @@ def break_bound(
     """Compare a Jacobian's norm with the printed bound, in a reading of sigma_min, and with the corrected one."""
     left, right, corrected = (
         getattr(x, letter)
-        for x in (
-            qkv_norm_norms(head),
-            printed_qkv_norm_bounds(head, sigma),
-            qkv_norm_gradient_bounds(head.X, *head.weights),
-        )
+        for x in (qkv_norm_norms(head), printed_qkv_norm_bounds(head, sigma), qkv_norm_gradient_bounds(head.X, *head.weights))
     )
     at = {"X": head.X, letter: getattr(head, letter)}
     second = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=1 + LETTERS.index(letter)).norm()
@@ -63,14 +59,11 @@ def scaled_tokens(seed: int, letter: str) -> Evidence:
     return break_bound(large, letter, sigma_of_product, detail)
 
 
-@claim("hybridnorm/eq30", "Theorem A.3, Eq. 30", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds])
+@claim("eq30", "Theorem A.3, Eq. 30", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds])
 def eq30(seed: int) -> Evidence:
     r"""QKV-Norm: $\|\partial S_N/\partial W_O\|_F = O(sd)$
-
     Needs: $d_k\le sd$, as for $d_k = d/h$
-
-    Correct: $\le\sqrt{s\,d\,d_k}$
-    """
+    Correct: $\le\sqrt{s\,d\,d_k}$"""
     found = [
         qkv_norm_norms(head).W_O / (len(head.X) * head.sizes[1])
         for head in sample(seed)
@@ -80,55 +73,45 @@ def eq30(seed: int) -> Evidence:
     return assumed(bounded(found, f"{len(found)} heads"), qkv_norm_norms(wide).W_O / 2, above=1.9)
 
 
-@claim("hybridnorm/eq31", "Theorem A.3, Eq. 31", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
+@claim("eq31", "Theorem A.3, Eq. 31", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
 def eq31(seed: int) -> Evidence:
     r"""QKV-Norm: $\|\partial S_N/\partial W_V\|_F = O\left(\frac{s\sqrt{d_k}}{\sigma_{\min}^V}\|W_O\|_2\right)$,
     $\sigma_{\min}^V$ that of $XW_V$
-
-    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$
-    """
+    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"""
     return scaled_tokens(seed, "W_V")
 
 
-@claim("hybridnorm/eq32", "Theorem A.3, Eq. 32", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
+@claim("eq32", "Theorem A.3, Eq. 32", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
 def eq32(seed: int) -> Evidence:
     r"""QKV-Norm: $\|\partial S_N/\partial W_Q\|_F = O\left(\frac{s^{3/2}d_k}{\sigma_{\min}^Q}\|W_O\|_2\right)$,
     $\sigma_{\min}^Q$ that of $XW_Q$
-
-    Correct: $\le\sqrt s\,d_k\,\rho_Q\|W_O\|_2$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$
-    """
+    Correct: $\le\sqrt s\,d_k\,\rho_Q\|W_O\|_2$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"""
     return scaled_tokens(seed, "W_Q")
 
 
-@claim("hybridnorm/eq33", "Theorem A.3, Eq. 33", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
+@claim("eq33", "Theorem A.3, Eq. 33", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
 def eq33(seed: int) -> Evidence:
     r"""QKV-Norm: $\|\partial S_N/\partial W_K\|_F = O\left(\frac{s^{3/2}d_k}{\sigma_{\min}^K}\|W_O\|_2\right)$,
     $\sigma_{\min}^K$ that of $XW_K$
-
-    Correct: $\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$
-    """
+    Correct: $\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"""
     return scaled_tokens(seed, "W_K")
 
 
-@claim("hybridnorm/eq34", "Proof of Theorem A.3, Eq. 34", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
+@claim("eq34", "Proof of Theorem A.3, Eq. 34", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
 def eq34(seed: int) -> Evidence:
     r"""$\|\partial S_N/\partial W_V\|_F\le\frac{s\sqrt{d_k}}{\sigma_{\min}^V}\|W_O\|_2$ with the singular value of $W_V$ (as
     derived)
-
-    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$
-    """
+    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$"""
     draw = Draw(seed)
     n = 5
     head = HeadPoint(draw.normal(1, n), draw.normal(n, n), draw.normal(n, n), draw.orthogonal(n), draw.orthogonal(n))
     return break_bound(head, "W_V", sigma_of_weight, f"one token, d = d_k = {n}, W_V and W_O orthogonal", above=1.9)
 
 
-@claim("hybridnorm/theorem-a3-proof-step", "Proof of Theorem A.3, before Eq. 34", "WRONG AS PRINTED", uses=[RMSNormAt])
+@claim("theorem-a3-proof-step", "Proof of Theorem A.3, before Eq. 34", "WRONG AS PRINTED", uses=[RMSNormAt])
 def proof_step(seed: int) -> Evidence:
     r"""$\left\|\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})\right\|_F\le\sqrt{d_k\sum_i\|X_i\|^2/\|V_i\|^2}$
-
-    Correct: equality with $\sqrt{d_k(d_k - 1)\sum_i\|X_i\|^2/\|V_i\|^2}$: $\|I - vv^\top\|_F^2 = d_k - 1$ was dropped
-    """
+    Correct: equality with $\sqrt{d_k(d_k - 1)\sum_i\|X_i\|^2/\|V_i\|^2}$: $\|I - vv^\top\|_F^2 = d_k - 1$ was dropped"""
     draw = Draw(seed)
     d_k = 6
     head = HeadPoint.draw(draw, 4, 5, d_k)
@@ -165,9 +148,7 @@ def eq33_sharp(seed: int) -> Evidence:
     return bounded([sharp(h).W_K for h in [*sample(seed), opposite_tokens(seed)]], "41 heads", attained=1 - 1e-9)
 
 
-# Theorem A.3, attention with QKV-Norm: Eqs. 31-33 in other readings ---------------------------------------------------
-
-
+# Theorem A.3, attention with QKV-Norm: Eqs. 31-33 in other readings
 def with_rho(head: HeadPoint) -> AttentionGradientBounds:
     """Return left over right side of the printed bounds with rho in place of 1 / sigma_min."""
     return ratios(qkv_norm_norms(head), printed_qkv_norm_bounds(head, lambda X, W: 1 / largest_gain(X, W)))
@@ -199,59 +180,44 @@ def as_wide_as_the_model(seed: int, letter: str) -> Evidence:
     return assumed(bounded(found, "20 heads"), nearly_lost_tokens(seed, letter).number, above=5)
 
 
-@claim(
-    "hybridnorm/eq31-sigma-of-weight",
-    "Theorem A.3, Eq. 31, read as its proof does",
-    "WRONG AS PRINTED",
-    uses=[qkv_norm_gradient_bounds],
-)
+@claim("eq31-sigma-of-weight", "Theorem A.3, Eq. 31, read as its proof does", "WRONG AS PRINTED", uses=[qkv_norm_gradient_bounds])
 def eq31_weight(seed: int) -> Evidence:
     r"""Eq. 31 with the $d_k$-th singular value of $W_V$
-
     Correct: $\rho_V$ in place of $1/\sigma_{\min}$ and $\|W_O\|_F$; over $\mathbb{R}^d$ the smallest singular value is $0$ if
-    $d_k < d$
-    """
+    $d_k < d$"""
     return nearly_lost_tokens(seed, "W_V")
 
 
 @claim(
-    "hybridnorm/eq32-sigma-of-weight",
+    "eq32-sigma-of-weight",
     "Theorem A.3, Eq. 32, read as its proof does",
     "HOLDS UNDER ASSUMPTION",
     uses=[qkv_norm_gradient_bounds],
 )
 def eq32_weight(seed: int) -> Evidence:
     r"""Eq. 32 with the smallest singular value of $W_Q$
-
     Needs: $d_k\ge d$, which no model has
-
-    Correct: $\rho_Q$ in place of $1/\sigma_{\min}$
-    """
+    Correct: $\rho_Q$ in place of $1/\sigma_{\min}$"""
     return as_wide_as_the_model(seed, "W_Q")
 
 
 @claim(
-    "hybridnorm/eq33-sigma-of-weight",
+    "eq33-sigma-of-weight",
     "Theorem A.3, Eq. 33, read as its proof does",
     "HOLDS UNDER ASSUMPTION",
     uses=[qkv_norm_gradient_bounds],
 )
 def eq33_weight(seed: int) -> Evidence:
     r"""Eq. 33 with the smallest singular value of $W_K$
-
     Needs: $d_k\ge d$, which no model has
-
-    Correct: $\rho_K$ in place of $1/\sigma_{\min}$
-    """
+    Correct: $\rho_K$ in place of $1/\sigma_{\min}$"""
     return as_wide_as_the_model(seed, "W_K")
 
 
-@claim("hybridnorm/eq32-small-tokens", "Theorem A.3, Eqs. 32-33", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds])
+@claim("eq32-small-tokens", "Theorem A.3, Eqs. 32-33", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds])
 def eq32_small_tokens(seed: int) -> Evidence:
     r"""Eqs. 32 and 33 with the smallest singular values of $XW_Q$ and $XW_K$
-
-    Needs: $\|x_i\|\le 1$ and $s\le d_k$
-    """
+    Needs: $\|x_i\|\le 1$ and $s\le d_k$"""
     draw = Draw(seed)
     heads = [HeadPoint.draw(draw, 2 + int(draw.integers(0, 2)), 5, 4) for _ in range(20)]
 
@@ -263,16 +229,11 @@ def eq32_small_tokens(seed: int) -> Evidence:
     return assumed(bounded(found, "20 heads; W_Q, W_K"), scaled_tokens(seed, "W_Q").number, above=1)
 
 
-@claim(
-    "hybridnorm/eq31-rho", "Theorem A.3, Eq. 31, with the right scale", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds]
-)
+@claim("eq31-rho", "Theorem A.3, Eq. 31, with the right scale", "HOLDS UNDER ASSUMPTION", uses=[qkv_norm_gradient_bounds])
 def eq31_rho(seed: int) -> Evidence:
     r"""Eq. 31 with $\rho_V$ in place of $1/\sigma_{\min}^V$ and its spectral norm of $W_O$
-
     Needs: $\|W_O\|_F^2/\|W_O\|_2^2\le s$; else off by up to $\sqrt{d_k - 1}$, at $s = 1$
-
-    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$
-    """
+    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$"""
 
     def ratio(head: HeadPoint) -> float:
         return with_rho(head).W_V if (float(head.W_O.norm()) / spectral(head.W_O)) ** 2 <= len(head.X) else 0.0
@@ -284,35 +245,31 @@ def eq31_rho(seed: int) -> Evidence:
     return assumed(found, with_rho(alone).W_V, above=math.sqrt(d_k - 1) * (1 - 1e-9))
 
 
-@claim("hybridnorm/eq32-rho", "Theorem A.3, Eq. 32, with the right scale", "HOLDS", uses=[qkv_norm_gradient_bounds])
+@claim("eq32-rho", "Theorem A.3, Eq. 32, with the right scale", "HOLDS", uses=[qkv_norm_gradient_bounds])
 def eq32_rho(seed: int) -> Evidence:
     r"""Eq. 32 with $\rho_Q$ in place of $1/\sigma_{\min}^Q$ and the factor $1/2$ of its proof"""
     heads = [*sample(seed, least=2), opposite_tokens(seed, 2)]
     return bounded([with_rho(head).W_Q for head in heads], "41 heads, attained at two tokens x and -x", attained=1 - 1e-9)
 
 
-@claim("hybridnorm/eq33-rho", "Theorem A.3, Eq. 33, with the right scale", "HOLDS", uses=[qkv_norm_gradient_bounds])
+@claim("eq33-rho", "Theorem A.3, Eq. 33, with the right scale", "HOLDS", uses=[qkv_norm_gradient_bounds])
 def eq33_rho(seed: int) -> Evidence:
     r"""Eq. 33 with $\rho_K$ in place of $1/\sigma_{\min}^K$ and the factor $1/2$ of its proof"""
     heads = [*sample(seed, least=2), opposite_tokens(seed, 2)]
     return bounded([with_rho(head).W_K for head in heads], "41 heads, attained at two tokens x and -x", attained=1 - 1e-9)
 
 
-# The text after Theorem A.3, and what is exact in its place: homogeneity, its consequences for the Hessian, gauges ----
-
-
+# The text after Theorem A.3, and what is exact in its place: homogeneity, its consequences for the Hessian, gauges
 def moved(seed: int, letter: str) -> tuple[HeadPoint, HeadPoint]:
     """Return a head, and one in which a weight is another draw."""
     head = HeadPoint.draw(Draw(seed))
     return head, head.with_(**{letter: Draw(seed + 1000).normal(*getattr(head, letter).shape)})
 
 
-@claim("hybridnorm/text-pre-not-by-themselves", "App. A, after Theorem A.3", "WRONG AS PRINTED", uses=[pre_norm_gradient_bounds])
+@claim("text-pre-not-by-themselves", "App. A, after Theorem A.3", "WRONG AS PRINTED", uses=[pre_norm_gradient_bounds])
 def not_by_themselves(seed: int) -> Evidence:
     """with Pre-Norm, the gradients of $W_Q$ and $W_K$ are influenced by all three other weights but not by themselves
-
-    Correct: only the bounds are free of them: $A$, in the gradient, depends on both
-    """
+    Correct: only the bounds are free of them: $A$, in the gradient, depends on both"""
     before_and_after, bounds = [], []
     for letter, k in (("W_Q", 0), ("W_K", 1)):
         head, other = moved(seed, letter)
@@ -327,16 +284,11 @@ def not_by_themselves(seed: int) -> Evidence:
 
 
 @claim(
-    "hybridnorm/text-qkv-itself-and-output",
-    "App. A, after Theorem A.3",
-    "WRONG AS PRINTED",
-    uses=[Stage.jacobian, qkv_norm_gradient_bounds],
+    "text-qkv-itself-and-output", "App. A, after Theorem A.3", "WRONG AS PRINTED", uses=[Stage.jacobian, qkv_norm_gradient_bounds]
 )
 def itself_and_output(seed: int) -> Evidence:
     """with QKV-Norm, the gradient of each weight depends at most on itself and $W_O$
-
-    Correct: it depends on the direction of all others and not on their scale, nor on that of $X$
-    """
+    Correct: it depends on the direction of all others and not on their scale, nor on that of $X$"""
     head, other = moved(seed, "W_K")
     before = dense(head.closed_qkv_norm.jacobian("W_Q"))
     turned = jacobian_of(other.qkv_norm, other.X, *other.weights, wrt=1)

@@ -62,21 +62,19 @@ def jacobian_row(seed: int, letter: str) -> Evidence:
     return agrees(found, [reference, reference], "dQ/dY times the printed matrix and the closed form against autograd")
 
 
-@claim("sharpness-disparity/b2-wq", "App. B.2, dY/dW_Q", "HOLDS", uses=[AttentionAt.jacobian])
+@claim("b2-wq", "App. B.2, dY/dW_Q", "HOLDS", uses=[AttentionAt.jacobian])
 def w_q(seed: int) -> Evidence:
     r"""$(I_n\otimes W_O^\top W_V^\top X_{\mathrm{Norm}}^\top)\frac{\partial A}{\partial
     M}\left(\frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_K}{\sqrt D}\right)$"""
     return jacobian_row(seed, "W_Q")
 
 
-@claim("sharpness-disparity/b2-wk", "App. B.2, dY/dW_K", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
+@claim("b2-wk", "App. B.2, dY/dW_K", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
 def w_k(seed: int) -> Evidence:
     r"""$(I_n\otimes W_O^\top W_V^\top X_{\mathrm{Norm}}^\top)\frac{\partial A}{\partial
     M}\left(\frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_Q}{\sqrt D}\right)$
-
     Correct: $K_{n,n}$ before the last factor, or $\frac{X_{\mathrm{Norm}}W_Q\otimes X_{\mathrm{Norm}}}{\sqrt D}K_{D,D}$ for
-    it: what is printed is $\frac{\partial\,\mathrm{vec}(M^\top)}{\partial W_K}$
-    """
+    it: what is printed is $\frac{\partial\,\mathrm{vec}(M^\top)}{\partial W_K}$"""
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     N, reference = point.X_norm, point.gradient("W_K")
@@ -90,14 +88,12 @@ def w_k(seed: int) -> Evidence:
     return wrong([as_printed] * 3, [reference] * 3, "against autograd", corrected=corrected, above=0.05)
 
 
-@claim("sharpness-disparity/b2-gamma", "App. B.2, dY/dgamma", "WRONG AS PRINTED", uses=[AttentionAt.jacobian, LayerNormAt])
+@claim("b2-gamma", "App. B.2, dY/dgamma", "WRONG AS PRINTED", uses=[AttentionAt.jacobian, LayerNormAt])
 def gamma(seed: int) -> Evidence:
     r"""$\left(\frac{1}{\sqrt D}(I_n\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}\left(I_n\otimes
     X_NW_KW_Q^\top + K_{n,n}(I_n\otimes X_NW_QW_K^\top)\right) + A\otimes W_O^\top
     W_V^\top\right)\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_d)$
-
-    Correct: $I_D$ in place of $I_d$, nothing else: $K_{n,n}$ stands where it belongs
-    """
+    Correct: $I_D$ in place of $I_d$, nothing else: $K_{n,n}$ stands where it belongs"""
     point = AttentionSublayer.draw(seed)
     reference = point.gradient("gamma")
     corrected = [point.q @ gamma_formula(point, 5), point.closed_gradient("gamma")]
@@ -105,12 +101,10 @@ def gamma(seed: int) -> Evidence:
     return wrong([bad] * 2, [reference] * 2, f"D = 5, d = {VOCABULARY}: the factors do not conform", corrected=corrected)
 
 
-@claim("sharpness-disparity/b2-x-norm", "App. B.2, definition of X_Norm", "WRONG AS PRINTED", uses=[LayerNormAt])
+@claim("b2-x-norm", "App. B.2, definition of X_Norm", "WRONG AS PRINTED", uses=[LayerNormAt])
 def x_norm(seed: int) -> Evidence:
     r"""$X_{\mathrm{Norm}} = X_{\mathrm{std}}\odot\gamma$
-
-    Correct: $X_{\mathrm{std}}\odot(1_{n\times1}\otimes\gamma)$, as in Theorem 4.1 and App. B.1: $\gamma$ is $1\times D$
-    """
+    Correct: $X_{\mathrm{std}}\odot(1_{n\times1}\otimes\gamma)$, as in Theorem 4.1 and App. B.1: $\gamma$ is $1\times D$"""
     draw = Draw(seed)
     X, gain = draw.normal(4, 5), draw.normal(1, 5)
 
@@ -143,9 +137,7 @@ def euler(seed: int) -> Evidence:
     return small([abs(e) / scale for e in errors], "autograd's gradients; errors relative to the product of the norms")
 
 
-# Theorem 4.2: bounds on the gradients and on the sharpness of an attention layer and its norm -------------------------
-
-
+# Theorem 4.2: bounds on the gradients and on the sharpness of an attention layer and its norm
 class Constants(NamedTuple):
     """Phi and Psi of App. B.2."""
 
@@ -196,7 +188,7 @@ def end_bound(points: Sequence[AttentionSublayer], *letters: str) -> Evidence:
     return bounded(found, f"{len(points)} points of 4 shapes, with and without a causal mask; {', '.join(letters)}")
 
 
-@claim("sharpness-disparity/b2-estimate-q", "App. B.2, estimates for W_Q and W_K, first lines", "HOLDS", uses=[matrix_norm])
+@claim("b2-estimate-q", "App. B.2, estimates for W_Q and W_K, first lines", "HOLDS", uses=[matrix_norm])
 def estimate_q(seed: int) -> Evidence:
     r"""$\|\frac{\partial\mathcal{Q}}{\partial W_Q}\|_F\le\frac{1}{\sqrt D}\|\frac{\partial\mathcal{Q}}{\partial
     Y}\|_F\|\frac{\partial A}{\partial M}\|_F\|W_K\|_F\|W_V\|_F\|W_O\|_F\|X_{\mathrm{Norm}}\|_F^3$, and with $W_Q$ for $W_K$"""
@@ -210,17 +202,13 @@ def estimate_q(seed: int) -> Evidence:
     return bounded(found, f"{len(points)} points; W_Q, W_K")
 
 
-@claim(
-    "sharpness-disparity/b2-estimate-gamma", "App. B.2, estimate for gamma, first line", "WRONG AS PRINTED", uses=[matrix_norm]
-)
+@claim("b2-estimate-gamma", "App. B.2, estimate for gamma, first line", "WRONG AS PRINTED", uses=[matrix_norm])
 def estimate_gamma(seed: int) -> Evidence:
     r"""$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\sqrt
     n\,\|X_{\mathrm{std}}\|_F\left(\frac{2}{\sqrt D}\|(I_n\otimes P)\frac{\partial A}{\partial M}(I_n\otimes
     X_NW_KW_Q^\top)\|_F + \|A\otimes W_O^\top W_V^\top\|_F\right)$
-
     Correct: the two terms of the scores have norms of their own: $\|\ldots(I_n\otimes X_NW_KW_Q^\top)\|_F + \|\ldots
-    K_{n,n}(I_n\otimes X_NW_QW_K^\top)\|_F$ in place of twice the first; the second line and the end bound hold
-    """
+    K_{n,n}(I_n\otimes X_NW_QW_K^\top)\|_F$ in place of twice the first; the second line and the end bound hold"""
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     kernel = torch.linalg.svd(point.X_norm)[2][n:]  # directions that no token has: X_N W_K = 0 for W_K made of them
@@ -237,7 +225,7 @@ def estimate_gamma(seed: int) -> Evidence:
     return violated([left, end], [printed, 1.0], detail, corrected=[corrected, 1.0])
 
 
-@claim("sharpness-disparity/thm4.2-bound-qk", "App. B.2, end bounds of Theorem 4.2", "HOLDS")
+@claim("thm4.2-bound-qk", "App. B.2, end bounds of Theorem 4.2", "HOLDS")
 def bound_qk(seed: int) -> Evidence:
     r"""$\|\frac{\partial\mathcal{Q}}{\partial W_\bullet}\|_F\le\frac{\Phi}{\|W_\bullet\|_F}$ for $W_K$, $W_Q$; $\Phi =
     \frac{(n\sqrt D)^3}{\sqrt D}\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\frac{\partial A}{\partial
@@ -245,14 +233,14 @@ def bound_qk(seed: int) -> Evidence:
     return end_bound([*sample(seed)[:-1], opposite(seed, 64)], "W_Q", "W_K")
 
 
-@claim("sharpness-disparity/thm4.2-bound-vo", "App. B.2, end bounds of Theorem 4.2", "HOLDS")
+@claim("thm4.2-bound-vo", "App. B.2, end bounds of Theorem 4.2", "HOLDS")
 def bound_vo(seed: int) -> Evidence:
     r"""$\|\frac{\partial\mathcal{Q}}{\partial W_\bullet}\|_F\le\frac{\Psi}{\|W_\bullet\|_F}$ for $W_V$, $W_O$; $\Psi = n\sqrt
     D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|A\|_F\|W_V\|_F\|W_O\|_F\|\gamma\|_F$"""
     return end_bound([*sample(seed), attaining(seed, 128)], "W_V", "W_O")
 
 
-@claim("sharpness-disparity/thm4.2-bound-gamma", "App. B.2, end bounds of Theorem 4.2", "HOLDS")
+@claim("thm4.2-bound-gamma", "App. B.2, end bounds of Theorem 4.2", "HOLDS")
 def bound_gamma(seed: int) -> Evidence:
     r"""$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\frac{2\Phi+\Psi}{\|\gamma\|_F}$"""
     return bounded(by_leading_term(seed, 1, lambda c: 2 * c.phi + c.psi), "points where 2 Phi > Psi; others")
@@ -311,20 +299,18 @@ def any_length(seed: int) -> Evidence:
     )
 
 
-@claim("sharpness-disparity/thm4.2-s-gamma", "Theorem 4.2, bounds on S", "HOLDS")
+@claim("thm4.2-s-gamma", "Theorem 4.2, bounds on S", "HOLDS")
 def s_gamma(seed: int) -> Evidence:
     r"""$\mathcal{S}(\gamma) = O\left(\frac{\Phi^2+\Psi^2}{D\,\|\gamma\|_F^2}\right)$"""
     found = by_leading_term(seed, 2, lambda c: 5 * (c.phi**2 + c.psi**2))
     return bounded(found, "S D ||gamma||^2 over 5 (Phi^2 + Psi^2), where 2 Phi > Psi; elsewhere")
 
 
-@claim("sharpness-disparity/thm4.2-support", "Sec. 4.2, after Theorem 4.2", "WRONG AS PRINTED")
+@claim("thm4.2-support", "Sec. 4.2, after Theorem 4.2", "WRONG AS PRINTED")
 def support(seed: int) -> Evidence:
     r"""since $D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$, the theorem supports
     $\mathcal{S}(\mathrm{QK}),\mathcal{S}(\mathrm{VO})\ll\mathcal{S}(\mathrm{Norm})$
-
-    Correct: upper bounds do not order what they bound; the bounds hold
-    """
+    Correct: upper bounds do not order what they bound; the bounds hold"""
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     to_gamma = torch.stack([point.with_(q=row[None]).gradient("gamma")[0] for row in eye(n * D)])
@@ -340,7 +326,7 @@ def support(seed: int) -> Evidence:
     return violated([least / of_gamma, *of_bounds], [1.0] * 6, detail, corrected=[math.inf, *[1.0] * 5], above=10)
 
 
-@claim("sharpness-disparity/thm4.2-qk-vo", "Sec. 4.2, after Theorem 4.2", "HOLDS")
+@claim("thm4.2-qk-vo", "Sec. 4.2, after Theorem 4.2", "HOLDS")
 def qk_vo(seed: int) -> Evidence:
     r"""the theorem does not establish $\mathcal{S}(\mathrm{QK}) < \mathcal{S}(\mathrm{VO})$"""
     point = AttentionSublayer.draw(seed, std=0.3)
@@ -349,7 +335,7 @@ def qk_vo(seed: int) -> Evidence:
     return bounded(of_bounds, "the bound on W_V over that on W_Q: the theorem's right sides stand in the other order")
 
 
-@claim("sharpness-disparity/thm4.2-looseness", "Theorem 4.2, as bounds on measured gradients", "LOOSE")
+@claim("thm4.2-looseness", "Theorem 4.2, as bounds on measured gradients", "LOOSE")
 def looseness(seed: int) -> Evidence:
     r"""$\Phi/\|\theta\|_F$ and $(2\Phi+\Psi)/\|\theta\|_F$ bound the gradients at a width and an initialisation in use"""
     draw, n, D = Draw(seed), 64, 64

@@ -94,25 +94,21 @@ def row_jacobian(x: Tensor, *, mean: float) -> Tensor:
     return math.sqrt(D) / t.norm() * (eye(D) - t.T @ t / t.square().sum()) @ (eye(D) - mean * ones(D) @ ones(D).T)
 
 
-@claim("sharpness-disparity/b3-gamma-norm", "App. B.3, norm of dY/dgamma", "LOOSE", uses=[LayerNormAt])
+@claim("b3-gamma-norm", "App. B.3, norm of dY/dgamma", "LOOSE", uses=[LayerNormAt])
 def gamma_norm(seed: int) -> Evidence:
     r"""$\|\frac{\partial Y}{\partial\gamma}\|_F\le n\sqrt D$
-
-    Correct: it is $\sqrt{nD}$
-    """
+    Correct: it is $\sqrt{nD}$"""
     point = EmbeddingPoint.draw(seed, n=9)
     return loose(float(point.jacobian("gamma").norm()) / (9 * math.sqrt(5)), "n = 9", factor=3)
 
 
-@claim("sharpness-disparity/b3-row-jacobian", "App. B.3, the Jacobian of Xiong et al.", "WRONG AS PRINTED", uses=[LayerNormAt])
+@claim("b3-row-jacobian", "App. B.3, the Jacobian of Xiong et al.", "WRONG AS PRINTED", uses=[LayerNormAt])
 def row(seed: int) -> Evidence:
     r"""for $x\in\mathbb{R}^{1\times D}$: $\frac{\partial x_{\mathrm{std}}}{\partial x} = \frac{\sqrt D}{\|\tilde
     x\|_2}\left(I - \frac{\tilde x\tilde x^\top}{\|\tilde x\|_2^2}\right)\left(I - \frac1d1_{1\times D}1_{1\times
     D}^\top\right)$
-
     Correct: $\tilde x^\top\tilde x$, $1_{1\times D}^\top1_{1\times D}$ and $\frac1D$: for rows the printed products are
-    numbers, and $d$ is the vocabulary size
-    """
+    numbers, and $d$ is the vocabulary size"""
     draw, D, d = Draw(seed), 5, 9
     x = draw.normal(D)
     t = centred(x)[None]
@@ -124,15 +120,13 @@ def row(seed: int) -> Evidence:
     return wrong([as_rows, as_columns], [reference] * 2, detail, corrected=corrected, above=0.01, at={"x": x})
 
 
-@claim("sharpness-disparity/b3-we", "App. B.3, dY/dW_E", "HOLDS UNDER ASSUMPTION", uses=[LayerNormAt, TokenEmbeddingAt.jacobian])
+@claim("b3-we", "App. B.3, dY/dW_E", "HOLDS UNDER ASSUMPTION", uses=[LayerNormAt, TokenEmbeddingAt.jacobian])
 def w_e(seed: int) -> Evidence:
     r"""$\frac{\partial Y}{\partial W_E} =
     (I_n\otimes\mathrm{diag}(\mathrm{vec}(\gamma)))\,\mathrm{diag}\left(\left\{\frac{\sqrt D}{\|\tilde z_i\|_2}\left(I -
     \frac{\tilde z_i\tilde z_i^\top}{\|\tilde z_i\|_2^2}\right)\left(I - \frac1D1_{1\times D}1_{1\times
     D}^\top\right)\right\}_i\right)(X\otimes I_D)$
-
-    Needs: $\tilde z_i$ and $1$ are columns; the text declares rows, of which the products are numbers
-    """
+    Needs: $\tilde z_i$ and $1$ are columns; the text declares rows, of which the products are numbers"""
     point, D = EmbeddingPoint.draw(seed), 5
     reference = point.jacobian("W_E")
     blocks = torch.block_diag(*[row_jacobian(z, mean=1 / D) for z in point.Z])
@@ -142,13 +136,11 @@ def w_e(seed: int) -> Evidence:
     return assumed(holds, relative_error(gain @ numbers @ inner, reference), above=0.1)
 
 
-@claim("sharpness-disparity/b3-shape-of-z", "App. B.3, definition of Z", "WRONG AS PRINTED", uses=[TokenEmbeddingAt])
+@claim("b3-shape-of-z", "App. B.3, definition of Z", "WRONG AS PRINTED", uses=[TokenEmbeddingAt])
 def shape_of_z(seed: int) -> Evidence:
     r"""$\mathbf{Z} = (\tilde z_1;\ldots;\tilde z_d)\in\mathbb{R}^{d\times D}$
-
     Correct: $\tilde{\mathbf{Z}} = (\tilde z_1;\ldots;\tilde z_n)\in\mathbb{R}^{n\times D}$: $Z = XW_E$ has a row for each
-    token, and its centred rows are $\tilde Z$
-    """
+    token, and its centred rows are $\tilde Z$"""
     point = EmbeddingPoint.draw(seed)
     tilde = centred(point.X @ point.W_E)
     found = torch.stack([centred(z) for z in point.W_E[point.tokens]])
@@ -157,12 +149,10 @@ def shape_of_z(seed: int) -> Evidence:
     return wrong([printed], [tilde], "n = 6 rows, d = 9", corrected=[found], second=second, by="rational numbers")
 
 
-@claim("sharpness-disparity/b3-least-row", "App. B.3", "HOLDS UNDER ASSUMPTION", uses=[TokenEmbeddingAt])
+@claim("b3-least-row", "App. B.3", "HOLDS UNDER ASSUMPTION", uses=[TokenEmbeddingAt])
 def least_row(seed: int) -> Evidence:
     r"""$\min_{i\in[n]}\|\tilde z_i\|_2\ge\min_{k\in[d]}\|\tilde w_k\|_2$
-
-    Needs: one-hot rows and nothing added to the embedding: GPT-2 adds learned positions, and then it can fail
-    """
+    Needs: one-hot rows and nothing added to the embedding: GPT-2 adds learned positions, and then it can fail"""
     draw = Draw(seed)
     points = [EmbeddingPoint.draw(100 * seed + k) for k in range(20)]
     holds = bounded([p.least_row / float(centred(p.Z).norm(dim=1).min()) for p in points], "20 points")
@@ -171,12 +161,10 @@ def least_row(seed: int) -> Evidence:
     return assumed(holds, p.least_row / float(centred(p.Z + positions).norm(dim=1).min()), above=1.5)
 
 
-@claim("sharpness-disparity/b3-norm-of-x", "App. B.3", "WRONG AS PRINTED", uses=[TokenEmbeddingAt])
+@claim("b3-norm-of-x", "App. B.3", "WRONG AS PRINTED", uses=[TokenEmbeddingAt])
 def norm_of_x(seed: int) -> Evidence:
     r"""$\|X\|_F = \left(\sum_{i=1}^nx_{i,j}^2\right)^{1/2} = \sqrt n$
-
-    Correct: the sum is over $i$ and $j$: $\left(\sum_{i,j}x_{i,j}^2\right)^{1/2} = \sqrt n$
-    """
+    Correct: the sum is over $i$ and $j$: $\left(\sum_{i,j}x_{i,j}^2\right)^{1/2} = \sqrt n$"""
     X = EmbeddingPoint.draw(seed).X
     columns = X.square().sum(0).sqrt()
     printed, second = [float(c) for c in columns], math.sqrt(sum(x == 1 for row in X.tolist() for x in row))
@@ -184,16 +172,12 @@ def norm_of_x(seed: int) -> Evidence:
     return wrong(printed, math.sqrt(len(X)), detail, corrected=X.norm(), second=second, by="the number of ones")
 
 
-# Theorem 4.3: bounds on the gradients and on the sharpness of the embedding and its norm ------------------------------
-
-
-@claim("sharpness-disparity/b3-bound", "App. B.3, bound on dY/dW_E", "LOOSE", uses=[LayerNormAt])
+# Theorem 4.3: bounds on the gradients and on the sharpness of the embedding and its norm
+@claim("b3-bound", "App. B.3, bound on dY/dW_E", "LOOSE", uses=[LayerNormAt])
 def bound(seed: int) -> Evidence:
     r"""$\|\frac{\partial Y}{\partial W_E}\|_F\le n\sqrt D\,\frac{\|\gamma\|_F}{\min_{i\in[d]}\|\tilde w_i\|_2}$
-
     Correct: $\|\frac{\partial Y}{\partial W_E}\|_F\le\sqrt{nD}\,\frac{\|\gamma\|_F}{\min_i\|\tilde z_i\|_2}$, the least over
-    the tokens that occur
-    """
+    the tokens that occur"""
 
     def ratio(point: EmbeddingPoint) -> float:
         of_tokens = float(centred(point.Z).norm(dim=1).min())  # the sharp bound has this in place of the least row of W_E
@@ -203,7 +187,7 @@ def bound(seed: int) -> Evidence:
     return loose(found, "10 points of 9 tokens and an ascent, with the larger of the two minima", factor=3)
 
 
-@claim("sharpness-disparity/b3-factor-norm", "App. B.3, bound on dY/dW_E, second line", "HOLDS", uses=[matrix_norm])
+@claim("b3-factor-norm", "App. B.3, bound on dY/dW_E, second line", "HOLDS", uses=[matrix_norm])
 def factor_norm(seed: int) -> Evidence:
     r"""$\|\mathrm{diag}_i(\ldots)\|_2\,\|X\otimes I_D\|_2\le\frac{\sqrt D}{\min_i\|\tilde z_i\|_2}\|X\|_2$, and
     $\|I_n\otimes\mathrm{diag}(\gamma)\|_F\le\sqrt n\,\|\gamma\|_F$"""
@@ -217,14 +201,12 @@ def factor_norm(seed: int) -> Evidence:
     return bounded([spectral, frobenius], "10 points; the first, the second")
 
 
-@claim("sharpness-disparity/thm4.3-s-we", "Theorem 4.3; App. B.3", "WRONG AS PRINTED")
+@claim("thm4.3-s-we", "Theorem 4.3; App. B.3", "WRONG AS PRINTED")
 def s_we(seed: int) -> Evidence:
     r"""$\mathcal{S}(W_E) = O\left(\frac{\Psi^2}{Dd\,\min_i\|\tilde w_{E_i}\|_2^2}\right)$ with $\Psi := n\sqrt
     D\,\|\gamma\|_F$
-
     Correct: $\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$: the printed one bounds $Y$, and
-    scaling $\mathcal{Q}$ breaks it
-    """
+    scaling $\mathcal{Q}$ breaks it"""
     point = EmbeddingPoint.draw(seed)
     point = point.with_(q=1e4 * point.q)
     left = float(point.gradient("W_E").square().sum()) / 45
@@ -252,12 +234,10 @@ def sharper(seed: int) -> Evidence:
     return bounded(found, "10 generic points and the attaining one", attained=1 - 1e-9)
 
 
-@claim("sharpness-disparity/thm4.3-s-gamma", "Theorem 4.3; App. B.3", "WRONG AS PRINTED")
+@claim("thm4.3-s-gamma", "Theorem 4.3; App. B.3", "WRONG AS PRINTED")
 def s_gamma(seed: int) -> Evidence:
     r"""$\mathcal{S}(\gamma) = O\left(\frac{\Psi^2}{D\,\|\gamma\|_F^2}\right)$ with the same $\Psi$
-
-    Correct: $\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$
-    """
+    Correct: $\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$"""
     point = EmbeddingPoint.draw(seed)
     point = point.with_(q=1e4 * point.q)
     left = float(point.gradient("gamma").square().sum()) / 5
@@ -266,14 +246,10 @@ def s_gamma(seed: int) -> Evidence:
     return violated(left, printed, detail, corrected=printed * float(point.q.norm()) ** 2, above=100)
 
 
-@claim(
-    "sharpness-disparity/thm4.3-bypass", "Theorem 4.3", "HOLDS UNDER ASSUMPTION", uses=[LayerNormAt, TokenEmbeddingAt.jacobian]
-)
+@claim("thm4.3-bypass", "Theorem 4.3", "HOLDS UNDER ASSUMPTION", uses=[LayerNormAt, TokenEmbeddingAt.jacobian])
 def bypass(seed: int) -> Evidence:
     r"""$Y := \mathrm{Norm}(XW_{\mathrm{emb}};\gamma)$: all of $\nabla_{W_E}\mathcal{Q}$ flows through this norm
-
-    Needs: no residual stream around the norm and no tied head; Eq. 2 has the first, GPT-2 both
-    """
+    Needs: no residual stream around the norm and no tied head; Eq. 2 has the first, GPT-2 both"""
     point = EmbeddingPoint.draw(seed)
     holds = agrees(point.q @ point.closed_jacobian("W_E"), point.gradient("W_E"), "without the stream")
 

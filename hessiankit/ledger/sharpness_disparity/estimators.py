@@ -88,7 +88,7 @@ def bias(point: Classifier, weights: Tensor) -> float:
     return relative_error(point.expected(len(point.X), weights), point.fisher)
 
 
-@claim("sharpness-disparity/eq3", "Sec. 3.2, Eq. 3", "HOLDS", uses=[hessian_diagonal])
+@claim("eq3", "Sec. 3.2, Eq. 3", "HOLDS", uses=[hessian_diagonal])
 def eq3(seed: int) -> Evidence:
     r"""$\mathrm{diag}(\hat F_{\mathrm{eff}}) = B\cdot\nabla\hat{\mathcal{L}}_B\odot\nabla\hat{\mathcal{L}}_B$ with $\hat
     y_b\sim\mathrm{softmax}(f(x_b))$ is unbiased: $\mathbb{E}_{\hat y}[\mathrm{diag}(\hat F_{\mathrm{eff}})] =
@@ -96,24 +96,20 @@ def eq3(seed: int) -> Evidence:
     return unbiased(Classifier.draw(seed))
 
 
-@claim("sharpness-disparity/eq3-labels", "Sec. 3.2, Eq. 3, with the data's labels", "HOLDS UNDER ASSUMPTION")
+@claim("eq3-labels", "Sec. 3.2, Eq. 3, with the data's labels", "HOLDS UNDER ASSUMPTION")
 def labels(seed: int) -> Evidence:
     """Eq. 3 gives the diagonal Fisher matrix
-
-    Needs: labels drawn from the model's own softmax; with the data's labels it is biased, for the empirical Fisher matrix too
-    """
+    Needs: labels drawn from the model's own softmax; with the data's labels it is biased, for the empirical Fisher matrix too"""
     point = Classifier.draw(seed)
     target = F.one_hot(Draw(seed + 1).integers(0, 3, 3), 3).double()
     return assumed(unbiased(point), bias(point, point.independent(target)), above=0.05)
 
 
-@claim("sharpness-disparity/eq3-independence", "Sec. 3.2, Eq. 3, with shared random numbers", "HOLDS UNDER ASSUMPTION")
+@claim("eq3-independence", "Sec. 3.2, Eq. 3, with shared random numbers", "HOLDS UNDER ASSUMPTION")
 def independence(seed: int) -> Evidence:
     """Eq. 3 gives the diagonal Fisher matrix
-
     Needs: labels independent of one another; one random number for all positions leaves each law right and biases the
-    estimate
-    """
+    estimate"""
     point = Classifier.draw(seed)
     edges = torch.cat([torch.zeros(3, 1, dtype=torch.float64), point.P.cumsum(1)], 1)
     weights = []
@@ -124,12 +120,10 @@ def independence(seed: int) -> Evidence:
     return assumed(unbiased(point), bias(point, torch.tensor(weights, dtype=torch.float64)), above=0.01)
 
 
-@claim("sharpness-disparity/eq3-temperature", "Sec. 3.2, Eq. 3, with other labels of the model", "HOLDS UNDER ASSUMPTION")
+@claim("eq3-temperature", "Sec. 3.2, Eq. 3, with other labels of the model", "HOLDS UNDER ASSUMPTION")
 def temperature(seed: int) -> Evidence:
     """Eq. 3 gives the diagonal Fisher matrix
-
-    Needs: temperature 1; with temperature 1/2, or the most likely label, it is biased
-    """
+    Needs: temperature 1; with temperature 1/2, or the most likely label, it is biased"""
     point = Classifier.draw(seed)
     logits = point.logits(point.theta)
     cold = bias(point, point.independent((2 * logits).softmax(1)))
@@ -137,13 +131,11 @@ def temperature(seed: int) -> Evidence:
     return assumed(unbiased(point), min(cold, greedy), above=0.005)
 
 
-@claim("sharpness-disparity/eq3-b", "Sec. 3.2, Eqs. 3-4; App. A.1, 'B set to 1024'", "VAGUE")
+@claim("eq3-b", "Sec. 3.2, Eqs. 3-4; App. A.1, 'B set to 1024'", "VAGUE")
 def factor(seed: int) -> Evidence:
     """the factor $B$, the number of inputs $x_b$ in a batch
-
     Correct: the number of terms, labelled independently, in the mean: all tokens of the batch; with the number of sequences
-    the estimate is smaller by their length. The order of blocks does not feel it
-    """
+    the estimate is smaller by their length. The order of blocks does not feel it"""
     point = Classifier.draw(seed, B=4)
     weights = point.independent(point.P)
     of_fisher = {
@@ -153,13 +145,11 @@ def factor(seed: int) -> Evidence:
     return readings(of_fisher, "the expected estimate over the Fisher diagonal")
 
 
-@claim("sharpness-disparity/eq3-near-minima", "Sec. 3.2, first paragraph", "HOLDS UNDER ASSUMPTION", uses=[hessian_diagonal])
+@claim("eq3-near-minima", "Sec. 3.2, first paragraph", "HOLDS UNDER ASSUMPTION", uses=[hessian_diagonal])
 def near_minima(seed: int) -> Evidence:
     """the Fisher (Gauss-Newton) matrix approximates the Hessian, 'particularly near minima'
-
     Needs: labels that follow the model's softmax, under which the expected Hessian is the Fisher matrix; at a random point
-    with labels of data the diagonals differ, and the Hessian's has negative entries
-    """
+    with labels of data the diagonals differ, and the Hessian's has negative entries"""
     point = Classifier.draw(seed)
     P = point.P
 
@@ -172,12 +162,7 @@ def near_minima(seed: int) -> Evidence:
     return assumed(holds, relative_error(diagonal(target), point.fisher), above=0.1)
 
 
-@claim(
-    "sharpness-disparity/fisher-is-gauss-newton",
-    "Sec. 3.2, 'Fisher (Gauss-Newton)'",
-    "HOLDS",
-    uses=[CrossEntropyAt.hessian, hessian_diagonal],
-)
+@claim("fisher-is-gauss-newton", "Sec. 3.2, 'Fisher (Gauss-Newton)'", "HOLDS", uses=[CrossEntropyAt.hessian, hessian_diagonal])
 def gauss_newton(seed: int) -> Evidence:
     """for cross-entropy the Fisher matrix is the Gauss-Newton matrix"""
     point = Classifier.draw(seed)
@@ -194,7 +179,7 @@ def gauss_newton(seed: int) -> Evidence:
     return agrees(found, [point.fisher, point.fisher], "the closed form and hessian_diagonal against the expected squared scores")
 
 
-@claim("sharpness-disparity/eq4", "Sec. 3.2, Eq. 4", "HOLDS", uses=[hessian_diagonal, block_types])
+@claim("eq4", "Sec. 3.2, Eq. 4", "HOLDS", uses=[hessian_diagonal, block_types])
 def eq4(seed: int) -> Evidence:
     r"""$\mathcal{S}(\theta[\bullet]) = \frac{\mathrm{Tr}(h(\theta[\bullet]))}{\#(\theta[\bullet])} =
     \frac{B\,\|\nabla_{\theta[\bullet]}\hat{\mathcal{L}}_B\|_F^2}{\#(\theta[\bullet])}$"""
@@ -232,13 +217,11 @@ def sharpness(model: Transformer, tokens: Tensor) -> dict[str, float]:
     return {t: float(torch.cat(parts).mean()) for t, parts in values.items()}
 
 
-@claim("sharpness-disparity/remark3.1", "Remark 3.1", "VAGUE", uses=[hessian_diagonal, block_types])
+@claim("remark3.1", "Remark 3.1", "VAGUE", uses=[hessian_diagonal, block_types])
 def pooled(seed: int) -> Evidence:
     """the sharpness is averaged over all blocks of a type rather than within each block
-
     Correct: Eq. 4 pools: one trace over one count, in which large matrices weigh more; the mean of each matrix's own average
-    is another number
-    """
+    is another number"""
     model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 2, 4)
     diagonal, types = hessian_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
     own = [value.reshape(-1) for name, value in diagonal.values.items() if types[name] == "Emb"]
@@ -246,13 +229,11 @@ def pooled(seed: int) -> Evidence:
     return readings(found, "S(Emb), a table of 4 rows and one of 8")
 
 
-@claim("sharpness-disparity/log-scale", "App. A.1, Sharpness Principle Experiments", "VAGUE", uses=[hessian_diagonal])
+@claim("log-scale", "App. A.1, Sharpness Principle Experiments", "VAGUE", uses=[hessian_diagonal])
 def log_scale(seed: int) -> Evidence:
     r"""'average sharpness values ... are calculated on a logarithmic scale, i.e., $\log h(\theta[\bullet])$'
-
     Correct: the logarithm of Eq. 4, or the mean of $\log h$, which is smaller, and minus infinity where a token of the
-    vocabulary does not occur
-    """
+    vocabulary does not occur"""
     model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 2, 4)
     diagonal, types = hessian_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
     h = torch.cat([v.reshape(-1) for name, v in diagonal.values.items() if types[name] == "QK"])
@@ -281,9 +262,7 @@ def micro_batches(seed: int) -> Evidence:
 @claim("ours/eq3-dropout", "Sharpness Disparity, Eq. 3", "HOLDS UNDER ASSUMPTION")
 def dropout(seed: int) -> Evidence:
     """labels have to come from the softmax of the same forward pass: those of another dropout mask bias the estimate
-
-    Needs: labels and gradient share one dropout mask, or dropout is off
-    """
+    Needs: labels and gradient share one dropout mask, or dropout is off"""
     point = Classifier.draw(seed)
     keep = torch.ones(5, 1, dtype=torch.float64)
     keep[:2] = 0

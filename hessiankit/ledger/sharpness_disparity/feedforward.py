@@ -28,7 +28,7 @@ VOCABULARY = 9
 KINKED = ("relu", "leaky_relu")
 
 
-@claim("sharpness-disparity/thm4.1-w1", "Theorem 4.1; App. B.1", "HOLDS", uses=[FeedForwardAt.jacobian])
+@claim("thm4.1-w1", "Theorem 4.1; App. B.1", "HOLDS", uses=[FeedForwardAt.jacobian])
 def w1(seed: int) -> Evidence:
     r"""$\frac{\partial\mathcal{Q}}{\partial W_1} = \frac{\partial\mathcal{Q}}{\partial Y}(I_n\otimes W_2^\top)\frac{\partial
     A}{\partial M}(X_{\mathrm{Norm}}\otimes I_M)$"""
@@ -42,14 +42,12 @@ def w1(seed: int) -> Evidence:
     return agrees(found, references, "as printed and the closed form against autograd, ReLU and Leaky ReLU")
 
 
-@claim("sharpness-disparity/thm4.1-w2", "Theorem 4.1", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
+@claim("thm4.1-w2", "Theorem 4.1", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian])
 def w2(seed: int) -> Evidence:
     r"""$\frac{\partial\mathcal{Q}}{\partial W_2} = \frac{\partial\mathcal{Q}}{\partial
     Y}\left(X_{\mathrm{Norm}}W_1\odot\frac{\partial A}{\partial M}\right)\otimes I_d$
-
     Correct: $\frac{\partial\mathcal{Q}}{\partial Y}(A\otimes I_D)$: the Hadamard product is of an $n\times M$ with an
-    $nM\times nM$ matrix, and $I_d$ has the size of the vocabulary
-    """
+    $nM\times nM$ matrix, and $I_d$ has the size of the vocabulary"""
     point = FeedForwardPoint.draw(seed)
     n, D, M = point.sizes
     reference, U, slopes = point.gradient("W_2"), point.X_norm @ point.W_1, point.dA.diagonal().reshape(n, M)
@@ -62,14 +60,12 @@ def w2(seed: int) -> Evidence:
     return wrong(printed, [reference] * 3, "no reading conforms: " + ", ".join(readings), corrected=[closed] * 3)
 
 
-@claim("sharpness-disparity/b1-w2", "App. B.1, dY/dW_2", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian, ActivationAt])
+@claim("b1-w2", "App. B.1, dY/dW_2", "WRONG AS PRINTED", uses=[FeedForwardAt.jacobian, ActivationAt])
 def b1_w2(seed: int) -> Evidence:
     r"""$\frac{\partial Y}{\partial W_2} = A\otimes I_D$ $= (X_{\mathrm{Norm}}W_1\odot\frac{\partial A}{\partial M})\otimes
     I_D$
-
     Correct: $A\otimes I_D$, the first equation, holds for every $\sigma$; the second with the $n\times M$ matrix $\sigma'(M)$
-    for $\frac{\partial A}{\partial M}$
-    """
+    for $\frac{\partial A}{\partial M}$"""
     point = FeedForwardPoint.draw(seed, "leaky_relu")
     _, D, _ = point.sizes
     U = point.X_norm @ point.W_1
@@ -80,14 +76,12 @@ def b1_w2(seed: int) -> Evidence:
     return wrong([printed] * 2, [autograd] * 2, "the Hadamard product does not conform", corrected=corrected)
 
 
-@claim("sharpness-disparity/thm4.1-gamma", "Theorem 4.1", "WRONG AS PRINTED", uses=[LayerNormAt, FeedForwardAt.jacobian])
+@claim("thm4.1-gamma", "Theorem 4.1", "WRONG AS PRINTED", uses=[LayerNormAt, FeedForwardAt.jacobian])
 def gamma(seed: int) -> Evidence:
     r"""$\frac{\partial\mathcal{Q}}{\partial\gamma} = \frac{\partial\mathcal{Q}}{\partial Y}(I_n\otimes
     W_2^\top)\frac{\partial A}{\partial M}(I_n\otimes
     W_1^\top)\,\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_d)$
-
-    Correct: $I_D$ in place of $I_d$, as in App. B.1: $d$ is the vocabulary size
-    """
+    Correct: $I_D$ in place of $I_d$, as in App. B.1: $d$ is the vocabulary size"""
     point, reference = FeedForwardPoint.draw(seed), FeedForwardPoint.draw(seed).gradient("gamma")
     printed = if_it_conforms(lambda: gamma_formula(point, VOCABULARY))
     corrected, detail = [gamma_formula(point, 5), point.closed_gradient("gamma")], f"D = 5, d = {VOCABULARY}: does not conform"
@@ -101,12 +95,10 @@ def gamma_formula(point: FeedForwardPoint, d: int) -> torch.Tensor:
     return point.q @ outer @ layer_norm(point.X).reshape(-1).diag() @ torch.kron(ones(n), eye(d))
 
 
-@claim("sharpness-disparity/b1-residual", "App. B.1, first line", "WRONG AS PRINTED", uses=[FeedForwardAt])
+@claim("b1-residual", "App. B.1, first line", "WRONG AS PRINTED", uses=[FeedForwardAt])
 def b1_residual(seed: int) -> Evidence:
     """'the transformation from $X^{(l-1)}$ to $X^{(l-1/2)}$'
-
-    Correct: from $X^{(l-1/2)}$ to $X^{(l)}$, as the display below it has it
-    """
+    Correct: from $X^{(l-1/2)}$ to $X^{(l)}$, as the display below it has it"""
     block = TransformerBlock(5, 7, placement="pre", output_projection=True).double()
     initialise(block, seed=seed)
     X = Draw(seed).normal(4, 5)
@@ -123,14 +115,11 @@ def b1_residual(seed: int) -> Evidence:
     return wrong(through(X), block(X), detail, corrected=through(Y.detach()), second=second, by="torch's attention and norms")
 
 
-@claim("sharpness-disparity/thm4.1-activation", "App. B.1, 'it holds that'", "HOLDS UNDER ASSUMPTION", uses=[ActivationAt])
+@claim("thm4.1-activation", "App. B.1, 'it holds that'", "HOLDS UNDER ASSUMPTION", uses=[ActivationAt])
 def activation(seed: int) -> Evidence:
     r"""$\sigma(z) = z\,\sigma'(z)$
-
     Needs: ReLU and Leaky ReLU; GPT-2 has GELU, LLaMA a gate with SiLU
-
-    Correct: $\frac{\partial Y}{\partial W_2} = A\otimes I_D$ needs no such identity
-    """
+    Correct: $\frac{\partial Y}{\partial W_2} = A\otimes I_D$ needs no such identity"""
     U = Draw(seed).normal(4, 7)
     errors = {
         kind: relative_error(U * ActivationAt(kind, U).first, ActivationAt(kind, U).value) for kind in (*KINKED, "gelu", "silu")
@@ -160,9 +149,7 @@ def euler(seed: int) -> Evidence:
     return small((found - expected).abs() / scale, "autograd's gradients; errors relative to the product of the norms")
 
 
-# Theorem 4.1: bounds on the gradients and on the sharpness of a feed-forward network and its norm ---------------------
-
-
+# Theorem 4.1: bounds on the gradients and on the sharpness of a feed-forward network and its norm
 LETTERS = ("W_1", "W_2", "gamma")
 
 
@@ -193,23 +180,19 @@ def sample(seed: int) -> list[FeedForwardPoint]:
     return [*drawn, attaining(seed)]
 
 
-@claim("sharpness-disparity/b1-x-std", "App. B.1, norm of X_std", "HOLDS UNDER ASSUMPTION", uses=[LayerNormAt])
+@claim("b1-x-std", "App. B.1, norm of X_std", "HOLDS UNDER ASSUMPTION", uses=[LayerNormAt])
 def x_std(seed: int) -> Evidence:
     r"""$\|X_{\mathrm{std}}\|_F = \sqrt{nD}$
-
-    Needs: $\epsilon = 0$ and no constant row; with $\epsilon$ it is smaller
-    """
+    Needs: $\epsilon = 0$ and no constant row; with $\epsilon$ it is smaller"""
     X = Draw(seed).normal(4, 5)
     holds = agrees(LayerNormAt(X).value.norm(), math.sqrt(20), "n = 4, D = 5")
     return assumed(holds, 1 - norm(LayerNormAt(X, eps=0.1).value) / math.sqrt(20), above=1e-3)
 
 
-@claim("sharpness-disparity/b1-x-norm", "App. B.1, norm of X_Norm", "LOOSE", uses=[LayerNormAt])
+@claim("b1-x-norm", "App. B.1, norm of X_Norm", "LOOSE", uses=[LayerNormAt])
 def x_norm(seed: int) -> Evidence:
     r"""$\|X_{\mathrm{Norm}}\|_F\le n\sqrt D\,\|\gamma\|_F$
-
-    Correct: $\sqrt{n(D-1)}\,\|\gamma\|_F$, attained by one-hot rows and gain; $\sqrt{nD}\,\|\gamma\|_F$ for RMSNorm
-    """
+    Correct: $\sqrt{n(D-1)}\,\|\gamma\|_F$, attained by one-hot rows and gain; $\sqrt{nD}\,\|\gamma\|_F$ for RMSNorm"""
     draw, n, D = Draw(seed), 9, 5
     axis = eye(D)[:1]
     cases = [(draw.normal(n, D), draw.normal(D)) for _ in range(20)] + [(axis.expand(n, D), axis[0])]
@@ -217,18 +200,11 @@ def x_norm(seed: int) -> Evidence:
     return loose(found, "n = 9, 20 generic points and the one that attains the sharp bound", factor=math.sqrt(n))
 
 
-@claim(
-    "sharpness-disparity/b1-w2-estimate-kronecker",
-    "App. B.1, estimate for W_2, second line",
-    "WRONG AS PRINTED",
-    uses=[matrix_norm],
-)
+@claim("b1-w2-estimate-kronecker", "App. B.1, estimate for W_2, second line", "WRONG AS PRINTED", uses=[matrix_norm])
 def kronecker_estimate(seed: int) -> Evidence:
     r"""$\|B\otimes I_D\|_F\le\|B\|_F\|I_D\|_2$
-
     Correct: $\|B\otimes I_D\|_F = \sqrt D\,\|B\|_F$; the end bound survives through $\|\frac{\partial\mathcal{Q}}{\partial
-    Y}(A\otimes I_D)\|\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|\,\|A\|_2$
-    """
+    Y}(A\otimes I_D)\|\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|\,\|A\|_2$"""
     point = FeedForwardPoint.draw(seed)
     A, D = point.closed.sigma.value, point.sizes[1]
     left, printed, corrected = norm(torch.kron(A, eye(D))), norm(A) * matrix_norm(eye(D)), math.sqrt(D) * norm(A)
@@ -237,17 +213,10 @@ def kronecker_estimate(seed: int) -> Evidence:
     return violated([left, whole], [printed, survives], detail, corrected=[corrected, survives])
 
 
-@claim(
-    "sharpness-disparity/b1-w2-estimate-jacobian",
-    "App. B.1, estimate for W_2, first to second line",
-    "WRONG AS PRINTED",
-    uses=[matrix_norm],
-)
+@claim("b1-w2-estimate-jacobian", "App. B.1, estimate for W_2, first to second line", "WRONG AS PRINTED", uses=[matrix_norm])
 def jacobian_estimate(seed: int) -> Evidence:
     r"""$\|\frac{\partial Y}{\partial W_2}\|_F\le\|\frac{\partial A}{\partial M}\|_F\|X_{\mathrm{Norm}}W_1\|_F$
-
-    Correct: true for the spectral norm $\|\frac{\partial Y}{\partial W_2}\|_2 = \|A\|_2$
-    """
+    Correct: true for the spectral norm $\|\frac{\partial Y}{\partial W_2}\|_2 = \|A\|_2$"""
     point = attaining(seed, D=64)
     J = jacobian_of(lambda W_2: torch.relu(point.X_norm @ point.W_1) @ W_2, point.W_2)
     right = norm(point.dA) * norm(point.X_norm @ point.W_1)
@@ -255,34 +224,20 @@ def jacobian_estimate(seed: int) -> Evidence:
     return violated([norm(J), matrix_norm(J)], [right, right], detail, corrected=[8 * right, right])
 
 
-@claim(
-    "sharpness-disparity/b1-gamma-estimate-kronecker",
-    "App. B.1, estimate for gamma, fourth line",
-    "WRONG AS PRINTED",
-    uses=[matrix_norm],
-)
+@claim("b1-gamma-estimate-kronecker", "App. B.1, estimate for gamma, fourth line", "WRONG AS PRINTED", uses=[matrix_norm])
 def gamma_kronecker(seed: int) -> Evidence:
     r"""$\|I_n\otimes W\|_F\le\|I_n\|_2\|W\|_F$
-
-    Correct: $\|I_n\otimes W\|_F = \sqrt n\,\|W\|_F$; with $\|I_n\otimes W\|_2 = \|W\|_2$ the end bound survives
-    """
+    Correct: $\|I_n\otimes W\|_F = \sqrt n\,\|W\|_F$; with $\|I_n\otimes W\|_2 = \|W\|_2$ the end bound survives"""
     W = Draw(seed).normal(5, 7)
     big = torch.kron(eye(4), W)
     exact = math.sqrt(sum(float(w) ** 2 for row in W for w in row) * 4)
     return violated(norm(big), norm(W), "n = 4, sqrt(n) = 2", corrected=2 * norm(W), second=exact, by="the sum over the entries")
 
 
-@claim(
-    "sharpness-disparity/b1-gamma-estimate-ones",
-    "App. B.1, estimate for gamma, last lines",
-    "WRONG AS PRINTED",
-    uses=[matrix_norm],
-)
+@claim("b1-gamma-estimate-ones", "App. B.1, estimate for gamma, last lines", "WRONG AS PRINTED", uses=[matrix_norm])
 def gamma_ones(seed: int) -> Evidence:
     r"""$\|1_{n\times1}\otimes I_D\|_F\le\|1_{n\times1}\|_F\|I_D\|_2$
-
-    Correct: $\|1_{n\times1}\otimes I_D\|_F = \sqrt{nD}$; its spectral norm is $\sqrt n$
-    """
+    Correct: $\|1_{n\times1}\otimes I_D\|_F = \sqrt{nD}$; its spectral norm is $\sqrt n$"""
     big = torch.kron(ones(4), eye(5))
     detail = "n = 4, D = 5: sqrt(20) against sqrt(4)"
     exact = math.sqrt(sum(int(x) for x in big.reshape(-1)))
@@ -291,22 +246,19 @@ def gamma_ones(seed: int) -> Evidence:
     )
 
 
-@claim("sharpness-disparity/b1-gamma-jacobian", "App. B.1, estimate for gamma", "LOOSE", uses=[LayerNormAt])
+@claim("b1-gamma-jacobian", "App. B.1, estimate for gamma", "LOOSE", uses=[LayerNormAt])
 def gamma_jacobian(seed: int) -> Evidence:
     r"""$\|\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_D)\|_F\le n\sqrt D$
-
-    Correct: it is $\sqrt{nD}$
-    """
+    Correct: it is $\sqrt{nD}$"""
     X, gain = Draw(seed).normal(9, 5), ones(5)[:, 0]
     found = norm(dense(LayerNormAt(X, gain).jacobian("gamma"))) / (9 * math.sqrt(5))
     return loose(found, "n = 9", factor=math.sqrt(9))
 
 
-@claim("sharpness-disparity/thm4.1-bounds", "App. B.1, end bounds of Theorem 4.1", "HOLDS")
+@claim("thm4.1-bounds", "App. B.1, end bounds of Theorem 4.1", "HOLDS")
 def end_bounds(seed: int) -> Evidence:
     r"""$\|\frac{\partial\mathcal{Q}}{\partial\theta}\|_F\le\frac{\Psi}{\|\theta\|_F}$ for $\theta = W_1, W_2, \gamma$, $\Psi
-    = n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\frac{\partial A}{\partial M}\|_F\|W_1\|_F\|W_2\|_F\|\gamma\|_F$
-    """
+    = n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\frac{\partial A}{\partial M}\|_F\|W_1\|_F\|W_2\|_F\|\gamma\|_F$"""
     points = [*sample(seed), attaining(seed, D=128)]
     found = [worst(lambda p, x=x: end_ratio(p, x), points) for x in LETTERS]  # type: ignore[misc]
     return bounded(found, "17 points of 4 shapes, and one token of width 128; W_1, W_2, gamma")
@@ -323,15 +275,12 @@ def sharper(seed: int) -> Evidence:
     return bounded(found, f"{len(found)} ratios; where they are attained {min(tight):.12f} or more", attained=1 - 1e-9)
 
 
-@claim("sharpness-disparity/thm4.1-s-w", "Theorem 4.1, bound on S", "HOLDS UNDER ASSUMPTION")
+@claim("thm4.1-s-w", "Theorem 4.1, bound on S", "HOLDS UNDER ASSUMPTION")
 def s_w(seed: int) -> Evidence:
     r"""$\mathcal{S}(W_\bullet) = O\left(\frac{\Psi^2}{D^2\|W_\bullet\|_F^2}\right)$; 'the denominators ($D^2$ or $D$) reflect
     the number of parameters'
-
     Needs: $M\ge cD$: the number of parameters is $DM$, and the $O$ hides $D/M$
-
-    Correct: $\mathcal{S}(W_\bullet)\le\frac{\Psi^2}{DM\,\|W_\bullet\|_F^2}$
-    """
+    Correct: $\mathcal{S}(W_\bullet)\le\frac{\Psi^2}{DM\,\|W_\bullet\|_F^2}$"""
     points = [*sample(seed), attaining(seed, D=128)]
     exact = [worst(lambda p, x=x: end_ratio(p, x) ** 2, points, steps=20) for x in ("W_1", "W_2")]  # type: ignore[misc]
     narrow = attaining(seed, D=64)
@@ -339,21 +288,19 @@ def s_w(seed: int) -> Evidence:
     return assumed(bounded(exact, "S D M ||W||^2 / Psi^2"), without, above=10)
 
 
-@claim("sharpness-disparity/thm4.1-s-gamma", "Theorem 4.1, bound on S", "HOLDS")
+@claim("thm4.1-s-gamma", "Theorem 4.1, bound on S", "HOLDS")
 def s_gamma(seed: int) -> Evidence:
     r"""$\mathcal{S}(\gamma) = O\left(\frac{\Psi^2}{D\,\|\gamma\|_F^2}\right)$"""
     found = worst(lambda p: end_ratio(p, "gamma") ** 2, [*sample(seed), attaining(seed, D=128)], steps=20)
     return bounded(found, "S D ||gamma||^2 / Psi^2, constant 1")
 
 
-@claim("sharpness-disparity/thm4.1-support", "Sec. 4.2, after Theorem 4.1", "WRONG AS PRINTED")
+@claim("thm4.1-support", "Sec. 4.2, after Theorem 4.1", "WRONG AS PRINTED")
 def support(seed: int) -> Evidence:
     r"""since $D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$, the theorem supports
     $\mathcal{S}(\mathrm{FFN})\ll\mathcal{S}(\mathrm{Norm})$
-
     Correct: two upper bounds do not order what they bound: $\mathcal{S}(W_1)/\mathcal{S}(\gamma)$ can be anything at one
-    value of $D^2\|W_1\|^2/(D\|\gamma\|^2)$; both bounds hold
-    """
+    value of $D^2\|W_1\|^2/(D\|\gamma\|^2)$; both bounds hold"""
     point = FeedForwardPoint.draw(seed)
     n, D, M = point.sizes
     to_gamma = torch.stack([point.with_(q=row[None]).gradient("gamma")[0] for row in eye(n * D)])  # dQ/dgamma = q to_gamma
@@ -366,7 +313,7 @@ def support(seed: int) -> Evidence:
     return violated([sharpness, *of_bounds], [1.0] * 4, detail, corrected=[math.inf, 1.0, 1.0, 1.0], above=100)
 
 
-@claim("sharpness-disparity/thm4.1-looseness", "Theorem 4.1, as bounds on measured gradients", "LOOSE")
+@claim("thm4.1-looseness", "Theorem 4.1, as bounds on measured gradients", "LOOSE")
 def looseness(seed: int) -> Evidence:
     r"""$\Psi/\|\theta\|_F$ bounds $\|\nabla_\theta\mathcal{Q}\|$ at a width and an initialisation in use"""
     draw, n, D, M = Draw(seed), 64, 64, 256

@@ -36,7 +36,7 @@ def adamw(values: list[Tensor], gradients: list[list[Tensor]], rates: list[float
     return [p.detach() for p in parameters]
 
 
-@claim("sharpness-disparity/eq5", "Sec. 6, Eq. 5", "HOLDS")
+@claim("eq5", "Sec. 6, Eq. 5", "HOLDS")
 def eq5(seed: int) -> Evidence:
     r"""$r(\mathrm{Emb}) = 10, r(\mathrm{QK}) = 8, r(\mathrm{FFN}) = 6, r(\mathrm{VO}) = 4$ follow the trend of
     $\mathcal{S}(\mathrm{Norm})/\mathcal{S}(\bullet)$ along Eq. 1"""
@@ -45,12 +45,10 @@ def eq5(seed: int) -> Evidence:
     return counts(falling, 10, detail)
 
 
-@claim("sharpness-disparity/weight-decay", "Sec. 6, Baselines", "OMITTED")
+@claim("weight-decay", "Sec. 6, Baselines", "OMITTED")
 def weight_decay(seed: int) -> Evidence:
     r"""weight decay $\lambda = 0.1$, the same with Blockwise LR
-
-    Correct: AdamW shrinks by $\eta\lambda$: a rate $r$ times larger decays its block $r$ times faster, the embedding 10 times
-    """
+    Correct: AdamW shrinks by $\eta\lambda$: a rate $r$ times larger decays its block $r$ times faster, the embedding 10 times"""
     theta = Draw(seed).normal(5)
     rates, zero = [1e-3, 1e-2], [torch.zeros_like(theta)] * 2
     after = adamw([theta, theta], [zero], rates)
@@ -59,13 +57,11 @@ def weight_decay(seed: int) -> Evidence:
     return small(float((found - expected).abs().max()), "shrinkage in one step without a gradient, r = 1 and r = 10")
 
 
-@claim("sharpness-disparity/fused", "Sec. 5, for fused attention weights", "HOLDS UNDER ASSUMPTION", uses=[named_slices])
+@claim("fused", "Sec. 5, for fused attention weights", "HOLDS UNDER ASSUMPTION", uses=[named_slices])
 def fused(seed: int) -> Evidence:
     """the learning rate of a block type is set where the optimizer's groups are made
-
     Needs: QK and VO are separate tensors; a fused $(W_Q, W_K, W_V)$ has one rate. Rescaling the step after it, old + r (new -
-    old) on a slice, is the same as a rate of its own; scaling the gradient is not
-    """
+    old) on a slice, is the same as a rate of its own; scaling the gradient is not"""
     draw, rates = Draw(seed), [8e-3, 4e-3]
     parts = [draw.normal(4, 3), draw.normal(2, 3)]
     steps = [[draw.normal(4, 3), draw.normal(2, 3)] for _ in range(5)]
@@ -84,17 +80,10 @@ def fused(seed: int) -> Evidence:
     return assumed(holds, relative_error(scaled, split), above=1e-3)
 
 
-@claim(
-    "sharpness-disparity/fused-sharpness",
-    "Sec. 3.2, block types, for fused attention weights",
-    "HOLDS UNDER ASSUMPTION",
-    uses=[named_slices],
-)
+@claim("fused-sharpness", "Sec. 3.2, block types, for fused attention weights", "HOLDS UNDER ASSUMPTION", uses=[named_slices])
 def fused_sharpness(seed: int) -> Evidence:
     """QK and VO are blocks of parameters of their own
-
-    Needs: fused tensors are cut into their parts; one average over the tensor is neither S(QK) nor S(VO)
-    """
+    Needs: fused tensors are cut into their parts; one average over the tensor is neither S(QK) nor S(VO)"""
     draw, D = Draw(seed), 6
     attention = nn.MultiheadAttention(D, 2, batch_first=True, bias=False).double()
     with torch.no_grad():
@@ -108,13 +97,11 @@ def fused_sharpness(seed: int) -> Evidence:
     return assumed(holds, abs(whole / QK - 1), above=0.5)
 
 
-@claim("sharpness-disparity/block-types", "Sec. 3.2, block types", "WRONG AS PRINTED", uses=[block_types])
+@claim("block-types", "Sec. 3.2, block types", "WRONG AS PRINTED", uses=[block_types])
 def types(seed: int) -> Evidence:
     r"""every parameter belongs to one of $\{\mathrm{Emb}, \mathrm{QK}, \mathrm{VO}, \mathrm{FFN}, \mathrm{Norm}\}$
-
     Correct: an untied head, which the LLaMA models have, belongs to none; learned positions and the last norm are not
-    mentioned
-    """
+    mentioned"""
     model = Transformer(9, 8, 12, 1, 2, placement="pre", norm="rmsnorm", activation="swiglu", rotary=True, tied=False, seed=seed)
     outside = [name for name, t in block_types(model).items() if t not in ORDER]
     untied = [name for name, _ in model.named_parameters() if "head" in name or "unembed" in name or name.endswith("W_C")]
@@ -146,13 +133,11 @@ NAMES = (
 """Parameters of LLaMA (the first three), Phi-3, Mixtral, GPT-NeoX, and two with norms inside other parts."""
 
 
-@claim("sharpness-disparity/code-names", "released code, grouping of parameters", "WRONG AS PRINTED", uses=[block_types])
+@claim("code-names", "released code, grouping of parameters", "WRONG AS PRINTED", uses=[block_types])
 def code_names(seed: int) -> Evidence:
     """parts of names put every parameter into exactly one group
-
     Correct: it does for the models of the paper; elsewhere some get none, and are never trained, or two, or the wrong one.
-    block_types takes the type from the module that owns the parameter and raises where it is not known
-    """
+    block_types takes the type from the module that owns the parameter and raises where it is not known"""
     groups = [[group for group, rule in RULES.items() if rule(name)] for name in NAMES]
     of_paper, other = groups[:3], groups[3:]
     right = of_paper == [["embed"], ["qk"], ["mlp"]]
@@ -163,9 +148,7 @@ def code_names(seed: int) -> Evidence:
     return wrong([1.0] * 5, found, detail, corrected=corrected, second=second, by="regular expressions")
 
 
-# Tables 1-4 and App. A.1: what arithmetic can check -------------------------------------------------------------------
-
-
+# Tables 1-4 and App. A.1: what arithmetic can check
 VOCABULARY, T5 = 50304, 32100
 
 
@@ -222,46 +205,38 @@ def millions(row: Row, depth: int | None = None) -> float:
     return (rest + (depth or row.depth) * block) / 1e6
 
 
-@claim("sharpness-disparity/table3-table4-sizes", "Tables 3 and 4", "HOLDS", uses=[Transformer])
+@claim("table3-table4-sizes", "Tables 3 and 4", "HOLDS", uses=[Transformer])
 def sizes(seed: int) -> Evidence:
     """the printed millions of parameters follow from the printed sizes to 1 %, for nine of the eleven models
-
-    Correct: not for LLaMA (2B) of Table 3 and LLaMA (0.2B) of Table 4, which have rows of their own
-    """
+    Correct: not for LLaMA (2B) of Table 3 and LLaMA (0.2B) of Table 4, which have rows of their own"""
     rows = (*TABLE_3[:-1], TABLE_4[0], *TABLE_4[2:])
     return small([abs(millions(row) / row.printed - 1) for row in rows], "nine models, counted", below=0.01)
 
 
-@claim("sharpness-disparity/table3-llama-2b", "Table 3, LLaMA (2B)", "WRONG AS PRINTED", uses=[Transformer])
+@claim("table3-llama-2b", "Table 3, LLaMA (2B)", "WRONG AS PRINTED", uses=[Transformer])
 def llama_2b(seed: int) -> Evidence:
     """2025 M parameters with $d_{model} = 2048$, $d_{FF} = 8192$, 32 heads, depth 22
-
-    Correct: 1683 M; depth 27 would give 2018 M
-    """
+    Correct: 1683 M; depth 27 would give 2018 M"""
     row = TABLE_3[-1]
     found, deeper = millions(row), millions(row, 27)
     detail = f"millions; {deeper:.1f} at depth 27"
     return wrong(row.printed, found, detail, corrected=1683.0, above=0.1, below=1e-3, second=by_hand(row), by="counted by hand")
 
 
-@claim("sharpness-disparity/table4-llama-0.2b", "Table 4, LLaMA (0.2B)", "WRONG AS PRINTED", uses=[Transformer])
+@claim("table4-llama-0.2b", "Table 4, LLaMA (0.2B)", "WRONG AS PRINTED", uses=[Transformer])
 def llama_02b(seed: int) -> Evidence:
     """200 M parameters with $d_{model} = 768$, $d_{FF} = 3072$, 16 heads, depth 8
-
-    Correct: 125 M; 8 heads and depth 16, the two swapped, give 200 M, and 768 / 16 is a head of 48
-    """
+    Correct: 125 M; 8 heads and depth 16, the two swapped, give 200 M, and 768 / 16 is a head of 48"""
     row = TABLE_4[1]
     found, swapped = millions(row), millions(row._replace(n_heads=8), 16)
     detail = f"millions; {swapped:.1f} with heads and depth swapped"
     return wrong(row.printed, found, detail, corrected=125.0, above=0.1, below=5e-3, second=by_hand(row), by="counted by hand")
 
 
-@claim("sharpness-disparity/size-range", "Abstract; Sec. 1; Sec. 6", "WRONG AS PRINTED")
+@claim("size-range", "Abstract; Sec. 1; Sec. 6", "WRONG AS PRINTED")
 def size_range(seed: int) -> Evidence:
     """model sizes range from 0.12B to 2B
-
-    Correct: from 66 M (Table 4) to 1.7 B by the sizes of Table 3
-    """
+    Correct: from 66 M (Table 4) to 1.7 B by the sizes of Table 3"""
     least, most = min(r.printed for r in (*TABLE_3, *TABLE_4)), round(millions(TABLE_3[-1]))
     detail = "least and largest, in millions: Table 4, and the sizes of Table 3"
     second = [round(by_hand(TABLE_4[0])), round(by_hand(TABLE_3[-1]))]
@@ -270,13 +245,11 @@ def size_range(seed: int) -> Evidence:
     )
 
 
-@claim("sharpness-disparity/ffn-majority", "Sec. 6.2", "WRONG AS PRINTED", uses=[Transformer])
+@claim("ffn-majority", "Sec. 6.2", "WRONG AS PRINTED", uses=[Transformer])
 def ffn_majority(seed: int) -> Evidence:
     """'FFN blocks comprise the majority of model parameters', LLaMA 0.25B
-
     Correct: 42 %: the largest type, but embedding and head together are larger; it is the majority of the blocks' parameters,
-    75 %
-    """
+    75 %"""
     row = TABLE_3[2]
     ffn = 3 * row.d_model * row.d_ff * row.depth / 1e6
     ends = 2 * VOCABULARY * row.d_model / 1e6

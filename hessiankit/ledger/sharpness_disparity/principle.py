@@ -88,10 +88,8 @@ def trained(seed: int) -> Trained:
 @claim("ours/eq1-small", "Sharpness Disparity, Eq. 1, at a small size", "NOT REPRODUCED", uses=[hessian_diagonal, block_types])
 def eq1_small(seed: int) -> Evidence:
     """the order of Eq. 1 in a model of two blocks, width 16 and a vocabulary of 64, exact Gauss-Newton diagonal
-
     Correct: the embedding is the sharpest type here: its sharpness falls with the size of the vocabulary, 64 here and 50 304
-    there. It says nothing about the sizes of the paper
-    """
+    there. It says nothing about the sizes of the paper"""
     S = trained(seed).sharpness()
     found = sorted(S, key=S.__getitem__)
     pairs = sum(S[a] < S[b] for a, b in itertools.combinations(ORDER, 2))
@@ -110,24 +108,17 @@ def four_types_small(seed: int) -> Evidence:
     return measured(min(steps), min(steps) > 1, "least of VO / QK, VO / FFN, Norm / VO: " + ", ".join(f"{r:.2g}" for r in steps))
 
 
-@claim(
-    "sharpness-disparity/ffn-norm-small",
-    "Sec. 4.2, after Theorem 4.1, at a small size",
-    "REPRODUCED",
-    uses=[hessian_diagonal, block_types],
-)
+@claim("ffn-norm-small", "Sec. 4.2, after Theorem 4.1, at a small size", "REPRODUCED", uses=[hessian_diagonal, block_types])
 def ffn_norm_small(seed: int) -> Evidence:
     r"""$\mathcal{S}(\mathrm{FFN})\ll\mathcal{S}(\mathrm{Norm})$"""
     S = trained(seed).sharpness()
     return measured(S["Norm"] / S["FFN"], S["Norm"] > 2 * S["FFN"], f"S(Norm) / S(FFN), two blocks after {STEPS} steps")
 
 
-@claim("sharpness-disparity/contribution", "Sec. 1, The Blockwise LR strategy", "WRONG AS PRINTED")
+@claim("contribution", "Sec. 1, The Blockwise LR strategy", "WRONG AS PRINTED")
 def contribution(seed: int) -> Evidence:
     """'we adjust the LR of blocks within the same type in proportion to their sharpness'
-
-    Correct: against their sharpness: the flatter a type, the larger its rate (Sec. 5, Eq. 5)
-    """
+    Correct: against their sharpness: the flatter a type, the larger its rate (Sec. 5, Eq. 5)"""
     rates, flat = [RATES[t] for t in ORDER], list(range(len(ORDER), 0, -1))
     rank = [float(sum(r >= other for other in rates)) for r in rates]
     detail = "ranks of the rates of Eq. 5 along Eq. 1, from flat to sharp: rising as printed, falling"
@@ -142,20 +133,16 @@ def contribution(seed: int) -> Evidence:
 )
 def fig9_small(seed: int) -> Evidence:
     """the average sharpness has no trend over the embedding and the two blocks of the same model
-
-    Correct: it falls with depth here. It says nothing about the sizes of the paper
-    """
+    Correct: it falls with depth here. It says nothing about the sizes of the paper"""
     layers = trained(seed).of_layers()
     falls = all(a > b for a, b in itertools.pairwise(layers))
     return measured(layers[1] / layers[-1], falls, "first block over the last; layers " + ", ".join(f"{v:.2g}" for v in layers))
 
 
-@claim("sharpness-disparity/product-proportional", "Sec. 4.2, last paragraph", "HOLDS UNDER ASSUMPTION")
+@claim("product-proportional", "Sec. 4.2, last paragraph", "HOLDS UNDER ASSUMPTION")
 def product_proportional(seed: int) -> Evidence:
     r"""$|\varphi'(y)\,y/x_i|\propto1/|x_i|$ for all $i$
-
-    Needs: the factors are compared at one point; as $x_i$ moves, $y$ moves with it, and $\partial y/\partial x_i$ is constant
-    """
+    Needs: the factors are compared at one point; as $x_i$ moves, $y$ moves with it, and $\partial y/\partial x_i$ is constant"""
     x = Draw(seed).uniform(5, low=0.5, high=2.0)
     g = x.prod() / x
     holds = agrees(g * x, x.prod().expand(5), "the gradient times x_i is one number for all i")
@@ -165,17 +152,13 @@ def product_proportional(seed: int) -> Evidence:
     return assumed(holds, abs(moved - 1), above=0.5)
 
 
-# Section 3: notation and architecture ---------------------------------------------------------------------------------
-
-
-@claim("sharpness-disparity/row-variance", "Sec. 3, Notations", "WRONG AS PRINTED", uses=[LayerNormAt])
+# Section 3: notation and architecture
+@claim("row-variance", "Sec. 3, Notations", "WRONG AS PRINTED", uses=[LayerNormAt])
 def row_variance(seed: int) -> Evidence:
     r"""$(\mathbb{V}_r[A])_{i,j} = (A_{i,j} - \frac1n\sum_k A_{i,k})^2$, used in $X_{\mathrm{std}} = (X -
     \mathbb{E}_r[X])/\sqrt{\mathbb{V}_r[X]}$
-
     Correct: $\frac1n\sum_k(A_{i,k} - \frac1n\sum_l A_{i,l})^2$, the mean of the squares over the row: without it
-    $X_{\mathrm{std}}$ has entries $\pm1$ only
-    """
+    $X_{\mathrm{std}}$ has entries $\pm1$ only"""
     X = Draw(seed).normal(4, 5)
     centred = X - X.mean(1, keepdim=True)
     printed = centred / centred.square().sqrt()
@@ -191,13 +174,11 @@ def row_variance(seed: int) -> Evidence:
     )
 
 
-@claim("sharpness-disparity/norm", "Sec. 3.1, Norm blocks", "WRONG AS PRINTED", uses=[LayerNormAt])
+@claim("norm", "Sec. 3.1, Norm blocks", "WRONG AS PRINTED", uses=[LayerNormAt])
 def norm(seed: int) -> Evidence:
     r"""LayerNorm: $\mathrm{Norm}(x) = \frac{x - \mathbb{E}_r[x]}{\mathbb{V}_r[x]}\odot\gamma + \beta$
-
     Correct: $\frac{x - \mathbb{E}_r[x]}{\sqrt{\mathbb{V}_r[x]}}\odot\gamma + \beta$, as Theorems 4.1 and 4.2 have it, with
-    the averaged variance
-    """
+    the averaged variance"""
     draw = Draw(seed)
     X, gamma, beta = draw.normal(4, 5), draw.normal(5), draw.normal(5)
     centred = X - X.mean(1, keepdim=True)
@@ -208,12 +189,10 @@ def norm(seed: int) -> Evidence:
     return wrong(printed, reference, detail, corrected=closed, above=0.05, second=second, by="rational numbers")
 
 
-@claim("sharpness-disparity/eps", "Sec. 3.1, Norm blocks", "OMITTED", uses=[LayerNormAt])
+@claim("eps", "Sec. 3.1, Norm blocks", "OMITTED", uses=[LayerNormAt])
 def eps(seed: int) -> Evidence:
     r"""the norms have no $\epsilon$; those of the models have one
-
-    Correct: $\sqrt{\mathbb{V}_r[x] + \epsilon}$; $\|X_{\mathrm{std}}\|_F = \sqrt{nD}$ of App. B is then an upper bound
-    """
+    Correct: $\sqrt{\mathbb{V}_r[x] + \epsilon}$; $\|X_{\mathrm{std}}\|_F = \sqrt{nD}$ of App. B is then an upper bound"""
     X = Draw(seed).normal(4, 5)
     found = LayerNormAt(X, eps=1e-2).value
     return wrong(LayerNormAt(X).value, F.layer_norm(X, (5,), eps=1e-2), "eps = 0.01", corrected=found, above=1e-4)
