@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the public names, listed here and nowhere else
     from hessiankit.ledger import claims
     from hessiankit.optim import blockwise_lr, blockwise_schedule
     from hessiankit.partition import block_types, named_slices
-    from hessiankit.support.errors import HessiankitError, InputError, OutOfMemoryError, TraceError
+    from hessiankit.support.errors import ConvergenceError, HessiankitError, InputError, OutOfMemoryError, TraceError
     from hessiankit.tracing.trace import trace_module
     from hessiankit.verify.check import check
 

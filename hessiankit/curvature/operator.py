@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
-from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY
 from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
@@ -29,7 +29,7 @@ from hessiankit.support.torch_state import one_at_a_time, without_autocast
 WHO = "hessian_operator"
 
 
-class HessianOperator(TensorOperator):
+class HessianOperator(SymmetricOperator):
     """The Hessian of a scalar loss, or its Gauss-Newton part, known by its products; made by :func:`hessian_operator`.
 
     A ``scipy.sparse.linalg.LinearOperator``, symmetric: ``eigsh(operator, k=3)`` and the like take it as it is. ``@`` takes
@@ -117,9 +117,6 @@ class HessianOperator(TensorOperator):
             total = term.to(wide).mul_(weight) if total is None else total.add_(term, alpha=weight)
         assert total is not None
         return total.to(self.torch_dtype)
-
-    def _adjoint(self) -> HessianOperator:
-        return self
 
     def __getitem__(self, key: Any) -> SubOperator:
         """Return a block of the matrix as an operator: ``operator[rows, columns]``, or ``operator[entries]`` for both.

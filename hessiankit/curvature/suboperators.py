@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.problem.selection import locate
 from hessiankit.support.errors import InputError
@@ -46,7 +47,7 @@ class SubOperator(TensorOperator):
         return SubOperator(self.whole, self.columns, self.rows)
 
 
-class BlockDiagonalOperator(TensorOperator):
+class BlockDiagonalOperator(SymmetricOperator):
     """The block-diagonal part of a symmetric operator A; made by ``operator.block_diagonal(groups)``.
 
     A product takes one product with A for each block; entries in no block are multiplied by zero.
@@ -80,9 +81,6 @@ class BlockDiagonalOperator(TensorOperator):
         for at in self.groups.values():
             out[:, at] = SubOperator(self.whole, at, at)._rows(rows[:, at])
         return out
-
-    def _adjoint(self) -> BlockDiagonalOperator:
-        return self
 
 
 def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, slice]) -> Tensor:

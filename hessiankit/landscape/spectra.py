@@ -16,6 +16,7 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.suboperators import SubOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.problem.batches import Weights
@@ -51,7 +52,7 @@ class SpectrumPlan:
     full: bool
 
 
-class SciPyOperator(TensorOperator):
+class SciPyOperator(SymmetricOperator):
     """A symmetric SciPy operator for torch vectors, on the CPU in float64."""
 
     def __init__(self, operator: LinearOperator) -> None:
@@ -60,9 +61,6 @@ class SciPyOperator(TensorOperator):
 
     def _rows(self, rows: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(self.operator.matmat(rows.T.numpy()), dtype=np.float64)).T
-
-    def _adjoint(self) -> SciPyOperator:
-        return self
 
 
 @checked(WHO, leave=("module",))

@@ -30,6 +30,14 @@ class OutOfMemoryError(HessiankitError, MemoryError):
     """The result, or its workspace, does not fit; raised before anything is computed."""
 
 
+class ConvergenceError(HessiankitError, ArithmeticError):
+    """An iteration ran out of steps; ``found`` is its result so far, with the error that it has."""
+
+    def __init__(self, message: str, found: object = None) -> None:
+        super().__init__(message)
+        self.found = found
+
+
 def check_sizes(who: str, **sizes: int) -> None:
     """Raise an InputError that names the first size below one."""
     for name, size in sizes.items():

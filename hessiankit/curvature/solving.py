@@ -1,0 +1,319 @@
+"""Solutions of (H + damping I) x = b by Krylov methods from products with H, and the inverse as an operator.
+
+Conjugate gradients where the matrix is positive definite (Hestenes and Stiefel 1952), MINRES where it is symmetric (Paige and
+Saunders 1975), LSMR for least squares (Fong and Saunders 2011); all are SciPy's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hessiankit.curvature.tensor_operator import TensorOperator
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import ConvergenceError, InputError, check_name
+from hessiankit.support.lanczos import RitzValue, lanczos
+from hessiankit.support.tables import Piece, Printed
+
+METHODS = ("auto", "cg", "minres", "lsmr")
+TOLERANCE = {torch.float64: 1e-8}
+"""Of the residual, by dtype; 1e-4 for others."""
+LOWEST = 60  # products with the matrix for its most negative Ritz value
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Solution(Printed):
+    """The solution of (H + damping I) x = b; made by :func:`solve`.
+
+    Attributes:
+        x: (P,), or (P, k) for k right-hand sides; the last iterate where it has not converged.
+        residual: |b - (H + damping I) x| / |b|, from a product of its own; the largest of the right-hand sides.
+        converged: Whether that is within ``tol``.
+        tol: The tolerance.
+        damping: Added to the diagonal.
+        method: ``"cg"``, ``"minres"`` or ``"lsmr"``, the one that gave x.
+        products: Products with H.
+        lowest: The smallest Ritz value of H that was found, where conjugate gradients met a direction of no positive curvature of
+            H + damping I; else None. H has an eigenvalue that is no larger.
+        seconds: Time taken.
+    """
+
+    x: Tensor
+    residual: float
+    converged: bool
+    tol: float
+    damping: float
+    method: str
+    products: int
+    lowest: RitzValue | None
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but x as plain Python data."""
+        kept = {name: value for name, value in vars(self).items() if name not in ("x", "lowest")}
+        return {**kept, "lowest": None if self.lowest is None else self.lowest.to_dict()}
+
+    def _headline(self) -> str:
+        state = "" if self.converged else f", NOT CONVERGED to {self.tol:g}: raise max_products or damping, or precondition"
+        text = f"{self.method}, damping {self.damping:g}: relative residual {self.residual:.1e} after {self.products} products"
+        return f"{text}, {self.seconds:.2f} s{state}"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        if self.lowest is not None:
+            yield (
+                f"H + damping I is not positive definite: H has an eigenvalue of {self.lowest.value:.6g} or less; x is no "
+                "minimum of the quadratic model"
+            )
+
+
+class SymmetricOperator(TensorOperator):
+    """A symmetric matrix by its products, with solutions of linear systems."""
+
+    def _adjoint(self) -> SymmetricOperator:
+        return self
+
+    def solve(self, b: Any, **options: Any) -> Solution:
+        """Return x with (H + damping I) x = b; options as in :func:`hessiankit.curvature.solving.solve`."""
+        return solve(self, b, **options)
+
+    def inverse(self, damping: float = 0.0, **options: Any) -> InverseOperator:
+        """Return (H + damping I)^-1 as an operator whose products are solutions; options as in :meth:`solve`.
+
+        The product of the inverse of [[2, 2], [2, 4]] with (4, 6):
+
+        >>> import hessiankit as hk
+        >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+        >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+        >>> [round(v, 9) for v in (H.inverse() @ torch.tensor([4.0, 6.0], dtype=torch.float64)).tolist()]
+        [1.0, 1.0]
+        """
+        return InverseOperator(self, damping, options)
+
+
+class InverseOperator(SymmetricOperator):
+    """(H + damping I)^-1 by solutions of linear systems; made by :meth:`hessiankit.HessianOperator.inverse`.
+
+    A product raises a :class:`hessiankit.ConvergenceError`, which carries the solution so far, where one of its systems has not
+    converged.
+
+    Attributes:
+        shape: (P, P).
+        operator: H.
+        damping: Added to its diagonal.
+    """
+
+    def __init__(self, operator: TensorOperator, damping: float, options: dict[str, Any]) -> None:
+        super().__init__(operator.shape, operator.torch_dtype, operator.device)
+        self.operator, self.damping, self.options = operator, damping, options
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        found = solve(self.operator, rows.T, damping=self.damping, **self.options)
+        if not found.converged:
+            raise ConvergenceError(
+                f"InverseOperator: relative residual {found.residual:.1e} after {found.products} products, asked for "
+                f"{found.tol:g}; raise damping, max_products or tol, or precondition; the error's .found is the solution so far",
+                found,
+            )
+        return found.x.T
+
+
+class _NotPositive(Exception):
+    """Conjugate gradients met a direction of no positive curvature."""
+
+
+@checked("solve", leave=("operator", "b", "preconditioner"))
+def solve(
+    operator: TensorOperator,
+    b: Any,
+    *,
+    damping: float = 0.0,
+    method: str = "auto",
+    preconditioner: Any = None,
+    tol: float | None = None,
+    max_products: int = 1000,
+) -> Solution:
+    """Return x with (H + damping I) x = b for a symmetric operator H.
+
+    Vectors of the iteration are in float64 on the CPU, products in the operator's dtype on its device.
+
+    Args:
+        operator: H, (P, P): of :func:`hessiankit.hessian_operator`, a diagonal block ``operator[names]`` of it, or its
+            block-diagonal part.
+        b: Right-hand side (P,), or several as columns (P, k), treated one after the other.
+        damping: Added to the diagonal, 0 or more.
+        method: ``"cg"``, for a positive definite matrix; ``"minres"``, for any symmetric one; ``"lsmr"``, least squares, the
+            shortest of all solutions where there are many, two products a step; ``"auto"``: "cg", and "minres" from the beginning
+            where that meets a direction p with <p, (H + damping I) p> <= 0.
+        preconditioner: The diagonal of H, (P,), or a result with it as ``.flat``, as that of
+            :func:`hessiankit.hessian_diagonal`: the inverse of |diagonal| + damping is taken. Or an approximation of
+            (H + damping I)^-1, symmetric and positive definite: an operator, or a function v (P,) -> tensor (P,). Not for "lsmr".
+        tol: Of |b - (H + damping I) x| / |b|; by default 1e-8, in float32 1e-4.
+        max_products: For each right-hand side. Where they run out, the last iterate is returned with its residual.
+
+    Raises:
+        InputError: An argument cannot be used, a product is not finite, or ``method="cg"`` meets an indefinite matrix.
+
+    [[2, 2], [2, 4]] x = (4, 6), the Hessian of a linear layer:
+
+    >>> import hessiankit as hk
+    >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+    >>> found = H.solve(torch.tensor([4.0, 6.0], dtype=torch.float64))
+    >>> [round(v, 9) for v in found.x.tolist()], found.method, found.converged
+    ([1.0, 1.0], 'cg', True)
+    """
+    start = time.perf_counter()
+    if not isinstance(operator, TensorOperator) or operator.shape[0] != operator.shape[1]:
+        seen = f"{operator.shape[0]} x {operator.shape[1]}" if isinstance(operator, TensorOperator) else type(operator).__name__
+        raise InputError(f"solve: operator is {seen}; expected a symmetric operator, as hessian_operator(...) or operator[names]")
+    tol = TOLERANCE.get(operator.torch_dtype, 1e-4) if tol is None else tol
+    B = _checked(operator, b, damping, method, tol, max_products)
+    M = _preconditioner(operator, preconditioner, damping)
+    if M is not None and method == "lsmr":
+        raise InputError("solve: method='lsmr' takes no preconditioner; leave it out, or pass method='minres'")
+    system = _System(operator, damping)
+    columns, worst, used, lowest = [], 0.0, "", None
+    for column in (B.unsqueeze(1) if B.ndim == 1 else B).T.double().cpu().numpy():
+        first = "cg" if method == "auto" and used != "minres" else used if method == "auto" else method
+        try:
+            x, used = _run(first, system, column, M, tol, max_products), first
+        except _NotPositive:
+            lowest = _lowest(operator, system)
+            if method == "cg":
+                least = f"an eigenvalue of {lowest.value:.6g} or less"
+                raise InputError(
+                    f"solve: method='cg' needs a positive definite matrix, but H has {least} and damping={damping:g}; pass a "
+                    "larger damping, method='minres', or a Gauss-Newton operator"
+                ) from None
+            x, used = _run("minres", system, column, M, tol, max_products), "minres"
+        norm = float(np.linalg.norm(column))
+        worst = max(worst, float(np.linalg.norm(column - system.product(x))) / norm if norm else 0.0)
+        columns.append(torch.from_numpy(x))
+    X = torch.stack(columns, dim=1).to(operator.device, operator.torch_dtype)
+    return Solution(
+        X[:, 0] if B.ndim == 1 else X, worst, worst <= tol, tol, float(damping), used, system.products, lowest,
+        time.perf_counter() - start,
+    )  # fmt: skip
+
+
+class _System:
+    """Products with H + damping I in float64, counted."""
+
+    def __init__(self, operator: TensorOperator, damping: float) -> None:
+        self.operator, self.damping, self.products = operator, damping, 0
+        self.last: Tensor | None = None  # the direction of no positive curvature
+
+    def product(self, v: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        self.products += 1
+        found = self.operator @ torch.from_numpy(v.reshape(-1)).to(self.operator.device, self.operator.torch_dtype)
+        Hv: np.ndarray[Any, Any] = found.double().cpu().numpy()
+        if not np.isfinite(Hv).all():
+            raise InputError("solve: a product with the operator is NaN or infinite, so the system has no solution")
+        return Hv + self.damping * v.reshape(-1)
+
+    def positive(self, p: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the product with a direction of conjugate gradients.
+
+        Raises:
+            _NotPositive: The curvature along it is not positive.
+        """
+        Ap = self.product(p)
+        least = torch.finfo(self.operator.torch_dtype).eps * np.linalg.norm(p) * np.linalg.norm(Ap)
+        if float(p @ Ap) <= least and np.linalg.norm(p):
+            self.last = torch.from_numpy(p.copy())
+            raise _NotPositive
+        return Ap
+
+
+def _run(method: str, system: _System, b: np.ndarray[Any, Any], M: Any, tol: float, most: int) -> np.ndarray[Any, Any]:
+    from scipy.sparse.linalg import LinearOperator, cg, lsmr, minres  # only here: slow to import
+
+    shape, kind = (len(b), len(b)), np.dtype(np.float64)
+    multiply = system.positive if method == "cg" else system.product
+    A = LinearOperator(shape, matvec=multiply, rmatvec=multiply, dtype=kind)
+    inverse = None if M is None else LinearOperator(shape, matvec=M, dtype=kind)
+    if method == "cg":
+        return cg(A, b, rtol=tol / 2, atol=0.0, maxiter=most, M=inverse)[0]  # type: ignore[no-any-return]
+    if method == "minres":
+        return _minres(minres, A, b, inverse, tol, most, system)
+    return lsmr(A, b, atol=tol * 1e-3, btol=tol / 4, conlim=0.0, maxiter=max(1, most // 2))[0]  # type: ignore[no-any-return]
+
+
+def _minres(
+    minres: Callable[..., Any], A: Any, b: np.ndarray[Any, Any], M: Any, tol: float, most: int, system: _System
+) -> np.ndarray[Any, Any]:
+    """Return MINRES's solution: its own tolerance is relative to |A| |x|, so it is restarted until |b - A x| / |b| is reached."""
+    x: np.ndarray[Any, Any] = np.zeros_like(b)
+    end = system.products + most
+    norm = float(np.linalg.norm(b))
+    residual = b
+    while system.products < end and norm:
+        step = minres(A, residual, rtol=tol / 10, maxiter=max(1, end - system.products), M=M)[0]
+        left = residual - system.product(step)
+        if not np.linalg.norm(left) < 0.9 * np.linalg.norm(residual):  # stagnates: b is not in the range, or rounding
+            return x + step if np.linalg.norm(left) < np.linalg.norm(residual) else x
+        x, residual = x + step, left
+        if np.linalg.norm(residual) <= tol / 2 * norm:
+            break
+    return x
+
+
+def _lowest(operator: TensorOperator, system: _System) -> RitzValue:
+    assert system.last is not None
+    start = system.last.to(operator.device, operator.torch_dtype)
+    found = lanczos(lambda v: -(operator @ v), start, tol=1e-3, most=LOWEST)
+    system.products += found.products
+    return RitzValue(-found.value, found.residual, found.products, found.converged, found.vector)
+
+
+def _checked(operator: TensorOperator, b: Any, damping: float, method: str, tol: float, most: int) -> Tensor:
+    check_name("solve", "method", method, METHODS)
+    size = operator.shape[0]
+    B = torch.as_tensor(b)
+    if B.ndim not in (1, 2) or B.shape[0] != size or not B.numel():
+        raise InputError(f"solve: b has shape {tuple(B.shape)}; expected a vector ({size},) or columns ({size}, k)")
+    if not B.is_floating_point() or not bool(torch.isfinite(B).all()):
+        seen = "NaN or infinite entries" if B.is_floating_point() else f"dtype {B.dtype}"
+        raise InputError(f"solve: b has {seen}; expected finite floating-point numbers")
+    if not damping >= 0:
+        raise InputError(f"solve: damping={damping}; expected 0 or more")
+    if not tol > 0 or most < 1:
+        raise InputError(f"solve: tol={tol}, max_products={most}; expected a positive tolerance and 1 or more products")
+    return B
+
+
+def _preconditioner(operator: TensorOperator, given: Any, damping: float) -> Callable[[Any], Any] | None:
+    """Return v -> M v in NumPy, or None."""
+    if given is None:
+        return None
+    size = operator.shape[0]
+    diagonal = given if isinstance(given, Tensor) else getattr(given, "flat", None)
+    if isinstance(diagonal, Tensor):
+        if diagonal.shape != (size,) or not bool(torch.isfinite(diagonal).all()):
+            raise InputError(f"solve: preconditioner has shape {tuple(diagonal.shape)}; expected a finite diagonal ({size},)")
+        scale = (diagonal.detach().double().abs() + damping).cpu().numpy()
+        scale = 1 / np.maximum(scale, (scale.max() or 1.0) * float(torch.finfo(operator.torch_dtype).eps) ** 0.5)
+        return lambda v: scale * v.reshape(-1)
+    apply = given.__matmul__ if hasattr(given, "shape") and hasattr(given, "__matmul__") else given
+    if not callable(apply) or tuple(getattr(given, "shape", (size, size))) != (size, size):
+        seen = tuple(given.shape) if hasattr(given, "shape") else type(given).__name__
+        raise InputError(
+            f"solve: preconditioner is {seen}; expected a diagonal ({size},), an operator ({size}, {size}) or a function"
+        )
+
+    def multiply(v: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        vector = torch.from_numpy(v.reshape(-1))
+        torch_vectors = isinstance(given, TensorOperator) or not hasattr(given, "matvec")
+        found = apply(vector.to(operator.device, operator.torch_dtype) if torch_vectors else vector.numpy())
+        return found.detach().double().cpu().numpy() if isinstance(found, Tensor) else np.asarray(found, dtype=np.float64)
+
+    return multiply

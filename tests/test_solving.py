@@ -1,0 +1,159 @@
+"""Solutions from products against solutions with the matrix; indefinite, singular and unsolvable systems; what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from operator_cases import T, X, block, error
+from scipy.sparse.linalg import aslinearoperator
+
+import hessiankit as hk
+from hessiankit.curvature.operator import HessianOperator
+from hessiankit.curvature.solving import solve
+
+
+@pytest.fixture(scope="module")
+def H() -> HessianOperator:
+    return hk.hessian_operator(block(), X, T)
+
+
+@pytest.fixture(scope="module")
+def G() -> HessianOperator:
+    return hk.hessian_operator(block(), X, T, kind="ggn")
+
+
+@pytest.fixture(scope="module")
+def b(H: HessianOperator) -> torch.Tensor:
+    return torch.randn(H.shape[0], generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def exact(operator: HessianOperator, damping: float, b: torch.Tensor) -> torch.Tensor:
+    matrix = operator.to_matrix()
+    return torch.linalg.solve(matrix + damping * torch.eye(len(matrix), dtype=torch.float64), b)
+
+
+@pytest.mark.parametrize("method", ["auto", "cg", "minres", "lsmr"])
+def test_a_positive_definite_system(method: str, G: HessianOperator, b: torch.Tensor) -> None:
+    found = G.solve(b, damping=0.1, method=method, tol=1e-12)
+    assert found.converged
+    assert found.method == ("cg" if method == "auto" else method)
+    assert found.lowest is None
+    assert error(found.x, exact(G, 0.1, b)) < 1e-10
+    off = b - G @ found.x - 0.1 * found.x
+    assert found.residual == pytest.approx(float(off.norm() / b.norm()), abs=1e-15)
+
+
+@pytest.mark.parametrize("method", ["auto", "minres", "lsmr"])
+def test_an_indefinite_system(method: str, H: HessianOperator, b: torch.Tensor) -> None:
+    every = torch.linalg.eigvalsh(H.to_matrix())
+    assert every[0] < -0.1
+    found = H.solve(b, damping=0.05, method=method, tol=1e-11, max_products=3000)
+    assert found.converged
+    assert error(found.x, exact(H, 0.05, b)) < 1e-7
+    if method == "auto":
+        assert found.method == "minres"
+        assert found.lowest.value == pytest.approx(float(every[0]), rel=1e-3)
+        assert f"an eigenvalue of {found.lowest.value:.6g} or less" in str(found)
+
+
+def test_several_right_hand_sides_and_the_inverse(G: HessianOperator, b: torch.Tensor) -> None:
+    B = torch.stack([b, 2 * b, b.flip(0)], dim=1)
+    found = G.solve(B, damping=0.1, tol=1e-12)
+    assert error(found.x, exact(G, 0.1, B)) < 1e-10
+    inverse = G.inverse(0.1, tol=1e-12)
+    assert error(inverse @ B, found.x) < 1e-12
+    assert error(torch.from_numpy(inverse @ b.numpy()), found.x[:, 0]) < 1e-12
+    assert error(inverse.T @ b, found.x[:, 0]) < 1e-12
+
+
+def test_blocks_and_block_diagonals(G: HessianOperator) -> None:
+    part = G["attention.*"]
+    b = torch.ones(part.shape[0], dtype=torch.float64)
+    assert error(solve(part, b, damping=0.1, tol=1e-12).x, exact(part, 0.1, b)) < 1e-10
+    blocks = G.block_diagonal()
+    b = torch.ones(G.shape[0], dtype=torch.float64)
+    assert error(blocks.inverse(0.1, tol=1e-12) @ b, exact(blocks, 0.1, b)) < 1e-10
+
+
+def test_preconditioners_save_products() -> None:
+    scales = torch.logspace(-1.5, 1.5, 40, dtype=torch.float64)  # of the inputs, which the diagonal sees
+    x = torch.randn(60, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scales
+    module, target = torch.nn.Linear(40, 1, bias=False).double(), torch.zeros(60, 1, dtype=torch.float64)
+    operator, b = hk.hessian_operator(module, x, target), torch.ones(40, dtype=torch.float64)
+    diagonal = hk.hessian_diagonal(module, x, target)
+    plain = operator.solve(b, damping=1e-3, tol=1e-9)
+    inverse = torch.linalg.inv(operator.to_matrix() + 1e-3 * torch.eye(40, dtype=torch.float64))
+    ways = [diagonal, diagonal.flat, inverse.__matmul__, aslinearoperator(inverse.numpy()), operator.inverse(1e-3, tol=1e-10)]
+    for way in ways:
+        found = operator.solve(b, damping=1e-3, tol=1e-9, preconditioner=way)
+        assert found.converged
+        assert found.products < 0.6 * plain.products
+        assert error(found.x, inverse @ b) < 1e-6
+
+
+def test_a_singular_system_that_has_solutions_and_one_that_has_none(G: HessianOperator, b: torch.Tensor) -> None:
+    found = G.solve(G @ b, method="lsmr", tol=1e-9, max_products=4000)
+    assert found.converged
+    shortest = torch.linalg.lstsq(G.to_matrix(), G @ b, driver="gelsd").solution
+    assert float(found.x.norm()) == pytest.approx(float(shortest.norm()), rel=1e-2)
+    none = G.solve(b, max_products=400)
+    assert not none.converged
+    assert 0 < none.residual < 1
+    assert "NOT CONVERGED" in str(none)
+
+
+def test_what_has_not_converged_is_returned_with_its_residual(G: HessianOperator, b: torch.Tensor) -> None:
+    found = G.solve(b, damping=1e-3, max_products=4)
+    off = b - G @ found.x - 1e-3 * found.x
+    assert not found.converged
+    assert found.residual == pytest.approx(float(off.norm() / b.norm()))
+    assert repr(found).startswith("<Solution: cg, damping 0.001: relative residual ")
+    json.dumps(found.to_dict())
+    with pytest.raises(
+        hk.ConvergenceError, match=r"^InverseOperator: relative residual .* after 5 products, asked for 1e-08"
+    ) as seen:
+        G.inverse(1e-3, max_products=4) @ b
+    assert torch.equal(seen.value.found.x[:, 0], found.x)
+
+
+def test_zero_is_solved_by_zero(G: HessianOperator, b: torch.Tensor) -> None:
+    for method in ("cg", "minres", "lsmr"):
+        found = G.solve(0 * b, damping=0.1, method=method)
+        assert (found.residual, found.converged, float(found.x.norm())) == (0.0, True, 0.0)
+
+
+def test_float32(b: torch.Tensor) -> None:
+    operator = hk.hessian_operator(block().float(), X.float(), T.float(), kind="ggn")
+    found = operator.solve(b.float(), damping=0.1)
+    assert found.converged
+    assert found.x.dtype == torch.float32
+    expected = exact(hk.hessian_operator(block(), X, T, kind="ggn"), 0.1, b)
+    assert error(found.x.double(), expected) < 1e-3
+
+
+BAD = {
+    "too short": (lambda H, b: H.solve(b[1:]), r"b has shape \(87,\); expected a vector \(88,\)"),
+    "integers": (lambda H, b: H.solve(b.long()), "b has dtype torch.int64"),
+    "NaN": (lambda H, b: H.solve(b * np.nan), "b has NaN or infinite entries"),
+    "damping": (lambda H, b: H.solve(b, damping=-1.0), "damping=-1.0; expected 0 or more"),
+    "method": (lambda H, b: H.solve(b, method="gmres"), "method='gmres' is not known"),
+    "tol": (lambda H, b: H.solve(b, tol=0.0), "tol=0.0"),
+    "cg of an indefinite one": (lambda H, b: H.solve(b, method="cg"), "H has an eigenvalue of -.* and damping=0; pass a larger"),
+    "diagonal": (lambda H, b: H.solve(b, preconditioner=b[1:]), r"preconditioner has shape \(87,\)"),
+    "preconditioner": (lambda H, b: H.solve(b, preconditioner=3), "preconditioner is int"),
+    "lsmr": (lambda H, b: H.solve(b, preconditioner=b, method="lsmr"), "takes no preconditioner"),
+    "operator": (lambda H, b: solve(H.to_matrix(), b), "operator is Tensor"),
+    "rectangle": (lambda H, b: solve(H["norm_1.weight", "attention.W_Q"], b), "operator is 4 x 8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_requests(name: str, H: HessianOperator, b: torch.Tensor) -> None:
+    call, message = BAD[name]
+    with pytest.raises(hk.InputError, match=message) as seen:
+        call(H, b)
+    assert str(seen.value).startswith("solve: ")
+    assert "\n" not in str(seen.value)
