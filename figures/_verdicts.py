@@ -8,8 +8,8 @@ follows from the outcomes of the runs (:func:`in_every`) or from an interval (:f
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -19,6 +19,9 @@ import hessiankit
 from hessiankit.ledger import PAPERS, Claim
 from hessiankit.studies.tuning.verdict import Interval
 from hessiankit.support.errors import InputError
+
+if TYPE_CHECKING:
+    from figures._digits import ImageSpec
 
 Status: TypeAlias = Literal["SUPPORTED", "CONTRADICTED", "OPEN"]
 COLOURS = {"SUPPORTED": "#00664a", "CONTRADICTED": "#b04a00", "OPEN": "#404040"}
@@ -142,6 +145,15 @@ def above_zero(criterion: str, intervals: Interval | Sequence[Interval], seen: s
     return Part(criterion, status, seen or ", ".join(map(str, each)))
 
 
+def negative(one: Interval) -> Interval:
+    """Return the interval of a mean with its sign turned.
+
+    >>> print(negative(Interval(1.0, 0.5, 2.0, 3, 0.95)))
+    -1.000 [-2.000, -0.500]
+    """
+    return replace(one, value=-one.value, low=-one.high, high=-one.low)
+
+
 def scale(seeds: int, blocks: int, width: int, parameters: int, data: str) -> str:
     """Return a scale in words.
 
@@ -151,6 +163,12 @@ def scale(seeds: int, blocks: int, width: int, parameters: int, data: str) -> st
     count = f"{parameters / 1e6:.2g} million" if parameters >= 1e5 else f"{parameters / 1e3:.2g} thousand"
     models, runs = (f"{n} {word}{'s' * (n != 1)}" for n, word in ((blocks, "block"), (seeds, "seed")))
     return f"{runs}; {models} of width {width}, {count} parameters; {data}"
+
+
+def scale_of_images(spec: ImageSpec, seeds: int, steps: int, size: int) -> str:
+    """Return the size of image classifiers in words, measured on a batch of ``size`` images after ``steps`` updates."""
+    count = sum(p.numel() for p in spec.model().parameters())
+    return scale(seeds, spec.n_blocks, spec.d_model, count, f"{steps} steps of AdamW; measured on {spec.shown(size)}")
 
 
 def print_below(figure: Figure, verdicts: Sequence[Verdict]) -> Bbox:

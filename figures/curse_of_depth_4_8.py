@@ -31,9 +31,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from figures._depth_models import TINY, Size, llama
-from figures._kit import DASHES, FAINT, METHOD_COLOURS, each, heading, page, save, style, write_rows
+from figures._depth_models import TINY, Size, llama, scale_of
+from figures._kit import DASHES, FAINT, METHOD_COLOURS, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import byte_run
+from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import GrowthLaws, growth_laws
 from hessiankit.diagnostics.depth.laws import FORMS, SHAPES
@@ -139,9 +140,40 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         for one, step, laws in fits(found, size)
         for law in laws.laws.values()
     ]  # fmt: skip
+    said = verdicts(found, size)
     with style():
-        drawn = save(picture(found, size), out / f"{NAME}{suffix}")
-    return [drawn, write_rows(out / f"{NAME}.csv", variances), write_rows(out / f"{NAME}_laws.csv", fitted)]
+        drawn = save(picture(found, size), out / f"{NAME}{suffix}", said)
+    numbers = [write_rows(out / f"{NAME}.csv", variances), write_rows(out / f"{NAME}_laws.csv", fitted)]
+    return [drawn, *numbers, write_verdicts(out, NAME, said)]
+
+
+def verdicts(found: Sequence[Followed], size: Size) -> list[Verdict]:
+    """Return what the runs show of Figures 4 and 8: one outcome a seed."""
+    scale = scale_of(llama("Pre-LN", size, SEEDS[0]), len(SEEDS))
+    last = {method: [one.variance[-1, -1] for one in found if one.method == method] for method in METHODS}
+    fig4 = [
+        in_every(
+            f"the last block's variance is at least 7 times LNS's with {method}, as in print (175 against 25)",
+            (a >= 7 * b for a, b in zip(last[method], last["LNS"], strict=True)),
+            f"{each(a / b for a, b in zip(last[method], last['LNS'], strict=True))} times",
+        )
+        for method in METHODS
+        if method != "LNS"
+    ]
+    larger = in_every(
+        "it is larger than LNS's with both",
+        (min(last[m][k] for m in METHODS if m != "LNS") > last["LNS"][k] for k in range(len(SEEDS))),
+        "; ".join(f"{method} {each(last[method])}" for method in METHODS),
+    )
+    fig8 = []
+    for step in stages(size):
+        laws = [law for one, at, law in fits(found, size) if one.method == "Pre-LN" and at == step]
+        seen = ", ".join(f"{law.best} {law.laws[law.best].r_squared:.3f}" for law in laws)
+        fig8.append(in_every(f"at step {step} the exponential law fits best", (x.best == "exponential" for x in laws), seen))
+    return [
+        Verdict("curse-of-depth/fig4", scale, (larger, *fig4)),
+        Verdict("curse-of-depth/fig8", scale, tuple(fig8)),
+    ]
 
 
 def picture(found: Sequence[Followed], size: Size) -> Picture:

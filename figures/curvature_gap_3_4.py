@@ -5,21 +5,25 @@ cross entropy on one batch of 128 training images. The images are scikit-learn's
 that there are 16 tokens where MNIST has 49. The paper names neither optimiser nor number of steps: here AdamW, lr 3e-3,
 1000 steps.
 
-Four pictures: both Hessians with all blocks drawn equally large, the same to scale, and the spectral norms of the blocks
-at both points. The paper sees every block grow and the Values' become the largest one. Here all blocks of two parameters
-before the last norm grow, while those of the last norm and the classifier shrink; and inside the transformer block W_2's
-is the largest, with initial weights of variance 1/fan_in, the Values' second.
+Three pictures: both Hessians with all blocks drawn equally large, the spectral norms of the blocks after training, and how many
+times larger they are than at the initial weights. The paper sees every block grow and the Values' become the largest one. Here
+all blocks of two parameters before the last norm grow, while those of the last norm and the classifier shrink; and inside the
+transformer block W_2's is the largest, with initial weights of variance 1/fan_in, the Values' second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import hessiankit
 from figures._digits import LOSS, ImageSpec, snapshots
+from figures._kit import save, write_verdicts
 from figures._store import writing
+from figures._verdicts import Verdict, in_every, scale_of_images
 from hessiankit.curvature.plots import block_norms_map, side_by_side
 from hessiankit.studies.training import accuracy
 
@@ -37,12 +41,50 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
 
     names, slices = before.names, before.slices
     titles = ("At initialisation", f"After {steps} steps (validation accuracy {seen['test']:.0%})")
-    paths = [out / f"{NAME}{part}{suffix}" for part in ("", "_to_scale", "_norms_before", "_norms_after")]
-    for path, scale in zip(paths, ("blocks", "parameters"), strict=False):
-        with writing(path):
-            side_by_side([before.matrix, after.matrix], names, slices, titles=titles, scale=scale, path=path)
-    for path, hessian, title in zip(paths[2:], (before, after), titles, strict=True):
-        norms = [[float(torch.linalg.matrix_norm(hessian.matrix[slices[i], slices[j]], 2)) for j in names] for i in names]
-        with writing(path):
-            block_norms_map(norms, names, title=f"Hessian blocks {title[0].lower()}{title[1:]}", path=path)
-    return [*paths, *(path.with_suffix(".csv") for path in paths)]
+    paths = [out / f"{NAME}{part}{suffix}" for part in ("", "_norms_after", "_growth")]
+    norms = [
+        torch.tensor([[float(torch.linalg.matrix_norm(one.matrix[slices[i], slices[j]], 2)) for j in names] for i in names])
+        for one in (before, after)
+    ]
+    said = verdicts(names, norms[0], norms[1], seen["test"], scale_of_images(spec, 1, steps, size))
+    with writing(paths[0]):
+        save(side_by_side([before.matrix, after.matrix], names, slices, titles=titles, path=paths[0]), paths[0], said)
+    with writing(paths[1]):
+        title = f"Spectral norms of the Hessian's blocks after {steps} steps"
+        save(block_norms_map(norms[1], names, title=title, path=paths[1]), paths[1], said[1:])
+    with writing(paths[2]):
+        growth = torch.where(norms[0] > 0, norms[1] / norms[0], 0.0)
+        title = f"Growth of the blocks' spectral norms, after {steps} steps over before"
+        save(block_norms_map(growth, names, title=title, norm="after / before", path=paths[2]), paths[2], said[1:])
+    return [*paths, *(path.with_suffix(".csv") for path in paths), write_verdicts(out, NAME, said)]
+
+
+def verdicts(names: Sequence[str], before: Tensor, after: Tensor, accuracy: float, scale: str) -> list[Verdict]:
+    """Return what the two Hessians show of Figures 3 and 4, by the spectral norms of their blocks."""
+    where = {name.rpartition(".")[2]: k for k, name in enumerate(names)}
+    q, k, v = (float(before[where[W], where[W]]) for W in ("W_Q", "W_K", "W_V"))
+    positive = before.diagonal()[before.diagonal() > 0]
+    spread = float(positive.max() / positive.min())
+    fig3 = (
+        in_every("the diagonal blocks' norms spread over more than a factor 10", [spread > 10], f"{spread:.0f}"),
+        in_every("the Values' is larger than the Queries' and the Keys'", [v > max(q, k)], f"{v:.2g} against {q:.2g}, {k:.2g}"),
+    )
+    grown, count = int((after > before).sum()), after.numel()
+    largest = [divmod(int(k), len(names)) for k in after.flatten().argsort(descending=True)[:2]]
+    shown = ", ".join(f"{short(names[i])} with {short(names[j])} {float(after[i, j]):.2g}" for i, j in largest)
+    both = (where["W_V"], where["W_V"])
+    fig4 = (
+        in_every("validation accuracy above 50 %", [accuracy > 0.5], f"{accuracy:.0%}"),
+        in_every("every block has grown", [grown == count], f"{grown} of {count}"),
+        in_every("the Values-Values block is the largest", [largest[0] == both], f"it has {float(after[both]):.2g}; {shown}"),
+    )
+    return [Verdict("curvature-gap/fig3", scale, fig3), Verdict("curvature-gap/fig4", scale, fig4)]
+
+
+def short(name: str) -> str:
+    """Return the last two parts of a parameter's name.
+
+    >>> short("blocks.0.attention.W_V")
+    'attention.W_V'
+    """
+    return ".".join(name.split(".")[-2:])

@@ -27,7 +27,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
 from figures._digits import MEASURED_BY, ImageSpec, block_norms, snapshots
-from figures._kit import FAINT, METHOD_COLOURS, cached, heading, page, save, style, write_rows
+from figures._kit import FAINT, METHOD_COLOURS, cached, heading, page, save, style, write_rows, write_verdicts
+from figures._verdicts import Verdict, in_every, scale_of_images
 from hessiankit.curvature.plot_frame import short_labels
 from hessiankit.support.progress import progress_bar
 
@@ -71,24 +72,59 @@ def largest(rows: list[Row], step: int, norm: str, within: str = "") -> str:
     return max(blocks, key=lambda block: statistics.median(of(rows, step, block, norm)))
 
 
+def verdict(rows: list[Row], spec: ImageSpec, seeds: int, last: int, size: int) -> Verdict:
+    """Return whether Keys and Values are the two largest of the transformer block, by spectral norm, at either point."""
+    parts = []
+    for kind, what in (("parameter", "parameters"), ("hessian", "Hessian blocks")):
+        for step in (0, last):
+            orders = [ranked(rows, seed, step, f"{kind}_spectral") for seed in range(seeds)]
+            when = f"after {step} steps" if step else "at the initial weights"
+            parts.append(
+                in_every(
+                    f"Keys and Values are the two largest {what} {when}",
+                    ({"attention.W_K", "attention.W_V"} == set(one[:2]) for one in orders),
+                    "largest " + " or ".join(dict.fromkeys(one[0] for one in orders))
+                    + "; ranks of Keys and Values " + ", ".join(
+                        f"{one.index('attention.W_K') + 1} and {one.index('attention.W_V') + 1}" for one in orders
+                    ),
+                )
+            )  # fmt: skip
+    return Verdict("curvature-gap/fig5", scale_of_images(spec, seeds, last, size), tuple(parts))
+
+
+def ranked(rows: list[Row], seed: int, step: int, norm: str) -> list[str]:
+    """Return the first block's parameters of one seed at one step, the largest first, without ``blocks.0.``.
+
+    >>> rows = [{"seed": 0, "step": 0, "block": f"blocks.0.{b}", "n": x} for b, x in (("u", 1.0), ("v", 2.0))]
+    >>> ranked(rows, 0, 0, "n")
+    ['v', 'u']
+    """
+    own = [row for row in rows if (row["seed"], row["step"]) == (seed, step) and row["block"].startswith("blocks.0.")]
+    return [row["block"].removeprefix("blocks.0.") for row in sorted(own, key=lambda row: -row[norm])]
+
+
 def panel(axes: Axes, rows: list[Row], step: int, kind: str, names: list[str], labels: list[str]) -> None:
-    """Draw the two norms of every block at one step."""
+    """Draw the two norms of every block at one step; a block that is 0 has a 0 at the lower edge."""
     for shift, norm, face in ((-0.14, "spectral", METHOD_COLOURS[1]), (0.14, "frobenius", "white")):
         for i, name in enumerate(names):
             values = of(rows, step, name, f"{kind}_{norm}")
             colour = METHOD_COLOURS[1]
+            if max(values) == 0:
+                if norm == "spectral":
+                    axes.text(i, 0.02, "0", transform=axes.get_xaxis_transform(), ha="center", fontsize=8, color=colour)
+                continue
             axes.plot([i + shift] * 2, [min(values), max(values)], color=colour, linewidth=1.0)
-            axes.plot(
-                i + shift, statistics.median(values), "o", markersize=4, color=colour, markerfacecolor=face,
-                label=norm.capitalize() if i == 0 else None,
-            )  # fmt: skip
+            axes.plot(i + shift, statistics.median(values), "o", markersize=4, color=colour, markerfacecolor=face)
+    for face, label in ((METHOD_COLOURS[1], "spectral norm, median"), ("white", "Frobenius norm, median")):
+        axes.plot([], [], "o", markersize=4, color=METHOD_COLOURS[1], markerfacecolor=face, label=label)
+    axes.plot([], [], color=METHOD_COLOURS[1], linewidth=1.0, label="smallest to largest seed")
     axes.set_xticks(range(len(names)), labels)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(LogLocator(10, subs=(2, 5)))
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.tick_params(which="minor", labelsize=7.5)
-    axes.margins(x=0.03)
+    axes.set_xlim(-0.6, len(names) - 0.4)
     inside = [i for i, name in enumerate(names) if name.startswith("blocks")]
     axes.axvspan(min(inside) - 0.5, max(inside) + 0.5, color="#f1f1f1", zorder=0, linewidth=0)
 
@@ -99,6 +135,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
     rows = measure(out, spec, seeds=seeds, steps=steps, size=size)
     names = list(dict.fromkeys(row["block"] for row in rows))
     labels = dict(zip(names, short_labels(names), strict=True))
+    said = [verdict(rows, spec, seeds, steps, size)]
     with style():
         figure = page(10.0, 6.2)
         for k, step in enumerate((0, steps)):
@@ -111,17 +148,15 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
                     axes, f"{shown}, {when}; largest of the block (median): {best}", "", r"$\|W\|$" if j == 0 else r"$\|H_{WW}\|$"
                 )
                 if k == j == 0:
-                    axes.legend(loc="upper right")
-        foot = (
-            f"median of {seeds} seeds, from smallest to largest; grey: the transformer block's own parameters; {spec.shown(size)}"
-        )
+                    figure.legend(*axes.get_legend_handles_labels(), loc="lower right", ncols=3, bbox_to_anchor=(0.99, -0.005))
+        foot = f"{seeds} seeds, {spec.shown(size)}; grey ground: the transformer block; 0: exactly zero in every seed"
         figure.text(0.012, 0.006, foot, fontsize=7.5, color=FAINT)
         figure.subplots_adjust(left=0.065, right=0.99, top=0.955, bottom=0.085, wspace=0.16, hspace=0.3)
-        picture = save(figure, out / f"{NAME}{suffix}")
+        picture = save(figure, out / f"{NAME}{suffix}", said)
     for step in (0, steps):
         order = sorted(names, key=lambda name: -statistics.median(of(rows, step, name, "hessian_spectral")))
         print(
             f"  step {step}: ||H_WW||_2 "
             + ", ".join(f"{n} {statistics.median(of(rows, step, n, 'hessian_spectral')):.3g}" for n in order[:6])
         )
-    return [picture, write_rows(out / f"{NAME}.csv", rows)]
+    return [picture, write_rows(out / f"{NAME}.csv", rows), write_verdicts(out, NAME, said)]

@@ -43,7 +43,21 @@ from torch import Tensor, nn
 
 import hessiankit
 from figures._digits import LOSS, ImageSpec, images_of, snapshots
-from figures._kit import CODE, DASHES, FAINT, METHOD_COLOURS, cached, heading, page, save, style, write_json, write_rows
+from figures._kit import (
+    CODE,
+    DASHES,
+    FAINT,
+    METHOD_COLOURS,
+    cached,
+    heading,
+    page,
+    save,
+    style,
+    write_json,
+    write_rows,
+    write_verdicts,
+)
+from figures._verdicts import Verdict, in_every, scale_of_images
 from hessiankit.blocks import TransformerBlock
 from hessiankit.bounding.loss_surface import SurfaceReport, loss_surface_bound
 from hessiankit.ledger.curvature_gap.convergence import average_differences, running_means, slope
@@ -352,8 +366,9 @@ def bound_panels(steps: Axes, ratios: Axes, reports: list[dict[str, Any]]) -> No
         "its gradient term": [step["gradient_term"] / (step["k"] + 1) for step in shown["steps"]],
         "its curvature term": [step["curvature_term"] / (step["k"] + 1) for step in shown["steps"]],
     }
-    for i, (name, values) in enumerate(lines.items()):
-        steps.loglog(k, values, color=METHOD_COLOURS[i], linestyle=DASHES[i], label=name)
+    for i, (name, values) in enumerate(lines.items()):  # the change and the bound are each all but one of the terms
+        look: dict[str, Any] = {"linewidth": 4.0, "alpha": 0.3} if i < 2 else {"linestyle": DASHES[i]}
+        steps.loglog(k, values, color=METHOD_COLOURS[i], label=name, **look)
     heading(steps, rf"(c) repaired theorem, $\|w - w^*\| = {shown['distance']:.3g}$", "samples $k$", "squared error")
     for i, report in enumerate(reports):
         values = [step["bound"] / step["change"] for step in report["steps"] if step["change"]]
@@ -367,7 +382,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
     """Measure and draw (about 60 s of CPU); ``quick`` takes 762 parameters, 60 steps and 150 digits."""
     spec = ImageSpec.of(images, quick=quick)
     data = measure(out, spec, 60, 150, 60, 60, 12) if quick else measure(out, spec, 1000, 1437, 400, 300, 60)
-    paths = []
+    paths, said = [], verdicts(data, spec)
     with style():
         figure = page(8.6, 6.4)
         a, b, c, d = (figure.add_subplot(2, 2, i + 1) for i in range(4))
@@ -375,7 +390,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
         controls(b, c, data)
         assumption(d, data)
         figure.subplots_adjust(left=0.085, right=0.985, top=0.955, bottom=0.07, wspace=0.24, hspace=0.3)
-        paths.append(save(figure, out / f"{NAME}{suffix}"))
+        paths.append(save(figure, out / f"{NAME}{suffix}", [said[0], said[2]]))
         figure = page(10.4, 6.4)
         axes = [figure.add_subplot(2, 3, i + 1) for i in range(6)]
         for i, (name, rows) in enumerate(data["test"].items()):
@@ -388,8 +403,36 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
         axes[5].set_ylim(top=1e3 * axes[5].get_ylim()[1])
         axes[5].legend(loc="upper center", ncol=2, fontsize=7, title=r"$\|w - w^*\|$", title_fontsize=7)
         figure.subplots_adjust(left=0.07, right=0.985, top=0.955, bottom=0.07, wspace=0.3, hspace=0.3)
-        paths.append(save(figure, out / f"{NAME}_test{suffix}"))
-    return [*paths, *numbers(out, data)]
+        paths.append(save(figure, out / f"{NAME}_test{suffix}", said[1:2]))
+    return [*paths, *numbers(out, data), write_verdicts(out, NAME, said)]
+
+
+def verdicts(data: dict[str, Any], spec: ImageSpec) -> list[Verdict]:
+    """Return what the protocol and the test show of Figures 6 and 12."""
+    slopes = {name: slope(averaged(data["losses"][name])) for name in POINTS}
+    trained, controls = slopes[POINTS[0]], [slopes[name] for name in POINTS[1:]]
+    seen = f"{trained:.3f} trained; controls {controls[0]:.3f} untrained, {controls[1]:.3f} random numbers"
+    best = {name: max(rows, key=lambda row: row["correlation_hessian"]) for name, rows in data["test"].items()}
+    alone = ", ".join(f"{row['correlation_hessian']:.2f} at distance {row['t']:.2g}" for row in best.values())
+    fig6 = (in_every(f"slope within 0.05 of -1, mean of {ORDERS} orders", [abs(trained + 1) < 0.05], f"{trained:.3f}"),)
+    evidence = (
+        in_every("the slope differs from both controls by more than 0.05", (abs(trained - x) > 0.05 for x in controls), seen),
+        in_every(
+            "at some w the Hessian's term alone has a correlation above 0.9 with the change",
+            (row["correlation_hessian"] > 0.9 for row in best.values()),
+            f"at most {alone}",
+        ),
+    )
+    norms = [values for name, values in data["gradients"].items() if name != "initial weights"]
+    tenth = data["samples"] // 10 - 1
+    fig12 = in_every(
+        "the gradient at w* of all samples is less than half of a tenth of them's",
+        (one[-1] < one[tenth] / 2 for one in norms),
+        ", ".join(f"{one[tenth]:.2g} to {one[-1]:.2g}" for one in norms),
+    )
+    scale = scale_of_images(spec, 1, data["steps"], data["samples"])
+    claims = {"fig6-slope": fig6, "fig6-evidence": evidence, "fig12": (fig12,)}
+    return [Verdict(f"curvature-gap/{claim}", scale, parts) for claim, parts in claims.items()]
 
 
 def numbers(out: Path, data: dict[str, Any]) -> list[Path]:

@@ -26,7 +26,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
 from figures._digits import MEASURED_BY, ImageSpec, block_norms, snapshots
-from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, heading, page, save, style, write_rows
+from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, heading, page, save, style, write_rows, write_verdicts
+from figures._verdicts import Verdict, in_every, scale_of_images
 from hessiankit.curvature.plot_frame import short_labels
 from hessiankit.support.progress import progress_bar
 
@@ -95,7 +96,7 @@ def row_of(axes: tuple[Axes, Axes, Axes], title: str, names: list[str], norms: l
         axes[1].plot(*series(norms, name, "spectral"), color=colour, label=letter, marker=mark, markevery=10)
         axes[2].plot(*series(norms, name, "hessian_spectral"), color=colour, marker=mark, label=letter)
         axes[2].plot(*series(norms, name, "hessian_frobenius"), color=colour, linestyle="--", linewidth=0.9)
-    heading(axes[0], f"Figure {title}", "", "entries")
+    heading(axes[0], f"Figure {title}", "", f"{ENTRIES} entries")
     heading(axes[1], "", "", r"$\|W\|_2$")
     heading(axes[2], "", "", r"$\|H_{WW}\|$")
     axes[2].set_yscale("log")
@@ -122,10 +123,33 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
                     one.set_xlabel("step", fontsize=8, labelpad=1)
                 else:
                     one.tick_params(labelbottom=False)
-        figure.text(0.012, 0.006, f"{spec.shown(size)}; solid: spectral norm, dashed: Frobenius norm", fontsize=7.5, color=FAINT)
-        figure.subplots_adjust(left=0.075, right=0.93, top=0.97, bottom=0.075, wspace=0.36, hspace=0.3)
-        picture = save(figure, out / f"{NAME}{suffix}")
+        foot = f"left: {ENTRIES} entries of each parameter, evenly spaced from the first to the last of vec_r"
+        figure.text(0.012, 0.018, foot, fontsize=7.5, color=FAINT)
+        foot = f"right: diagonal blocks of the Hessian on {spec.shown(size)}; solid: spectral norm, dashed: Frobenius norm"
+        figure.text(0.012, 0.003, foot, fontsize=7.5, color=FAINT)
+        figure.subplots_adjust(left=0.075, right=0.93, top=0.97, bottom=0.09, wspace=0.36, hspace=0.3)
+        said = [verdict(norms, spec, steps, size)]
+        picture = save(figure, out / f"{NAME}{suffix}", said)
     for name in dict.fromkeys(row["block"] for row in norms):
         values = series(norms, name, "hessian_spectral")[1]
         print(f"  ||H||_2 of {name}: {values[0]:.3g} -> {max(values):.3g} at most -> {values[-1]:.3g}")
-    return [picture, write_rows(out / f"{NAME}.csv", norms), write_rows(out / f"{NAME}_entries.csv", entries)]
+    numbers = [write_rows(out / f"{NAME}.csv", norms), write_rows(out / f"{NAME}_entries.csv", entries)]
+    return [picture, *numbers, write_verdicts(out, NAME, said)]
+
+
+def verdict(norms: list[Row], spec: ImageSpec, steps: int, size: int) -> Verdict:
+    """Return what the run shows of the text of Figures 4 and 5, over training: the Values' Hessian block is the largest."""
+    last = {row["block"]: row["hessian_spectral"] for row in norms if row["step"] == steps}
+    first = {row["block"]: row["hessian_spectral"] for row in norms if row["step"] == 0}
+    order = sorted(last, key=lambda name: -last[name])
+    values = next(name for name in last if name.endswith("W_V"))
+    seen = ", ".join(f"{name.rpartition('.')[2]} {last[name]:.2g}" for name in order[:3])
+    grown = [name.removeprefix("blocks.0.") for name in last if last[name] <= first[name]]
+    return Verdict(
+        "curvature-gap/fig7-11",
+        scale_of_images(spec, 1, steps, size),
+        (
+            in_every("the Values have the largest Hessian block at the end (text of Figure 4)", [order[0] == values], seen),
+            in_every("every Hessian block grows (text of Figure 4)", [not grown], f"smaller: {', '.join(grown) or 'none'}"),
+        ),
+    )

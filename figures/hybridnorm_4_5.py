@@ -33,9 +33,22 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from figures._depth_models import TINY, Size, olmo
-from figures._kit import DASHES, FAINT, METHOD_COLOURS, METHOD_MARKS, cached, heading, page, save, style, write_rows
+from figures._depth_models import TINY, Size, olmo, scale_of
+from figures._kit import (
+    DASHES,
+    FAINT,
+    METHOD_COLOURS,
+    METHOD_MARKS,
+    cached,
+    heading,
+    page,
+    save,
+    style,
+    write_rows,
+    write_verdicts,
+)
 from figures._runs import ByteRun, byte_run, measured_on, model_of
+from figures._verdicts import Verdict, above_zero, in_every, negative
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.studies.tuning.verdict import Interval, mean_interval, paired_difference
@@ -169,15 +182,79 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         for k, value in enumerate(row)
     ]
     paired = [{"first block": n, "step": s, "difference": i.value, "low": i.low, "high": i.high} for n, s, i in apart]
+    said = verdicts(apart, gradients, at_start, settings)
     with style():
-        drawn = save(picture(runs, apart, gradients, at_start, settings), out / f"{NAME}{suffix}")
+        drawn = save(picture(runs, apart, gradients, at_start, settings), out / f"{NAME}{suffix}", said)
     return [
         drawn,
         write_rows(out / f"{NAME}_losses.csv", losses),
         write_rows(out / f"{NAME}_differences.csv", paired),
         write_rows(out / f"{NAME}_gradients.csv", by_block),
         write_rows(out / f"{NAME}_ratios.csv", at_start),
+        write_verdicts(out, NAME, said),
     ]
+
+
+def verdicts(
+    apart: Sequence[tuple[str, int, Interval]],
+    gradients: dict[str, np.ndarray],
+    at_start: Sequence[dict[str, Any]],
+    settings: Settings,
+) -> list[Verdict]:
+    """Return what the runs show of Figures 4 and 5."""
+    last = {name: interval for name, _, interval in apart}
+    criteria = {
+        "HybridNorm*": "HybridNorm*'s loss is below HybridNorm's",
+        "First-QKV-Pre": "First-QKV-Pre's too",
+        "EmbedNorm": "EmbedNorm's is not: it is above",
+    }
+    fig4 = []
+    for name, text in criteria.items():
+        if name in last:
+            gain = last[name] if name == "EmbedNorm" else negative(last[name])
+            fig4.append(above_zero(text, gain, str(last[name])))
+    deepest = settings.depths[-1]
+    ends = {name: [r["last / first"] for r in at_start if (r["model"], r["blocks"]) == (name, deepest)] for name in FLOWS}
+    by_depth = {
+        name: [np.mean([r["last / first"] for r in at_start if (r["model"], r["blocks"]) == (name, n)]) for n in settings.depths]
+        for name in FLOWS
+    }
+    pre, post = ([name for name in FLOWS if name.startswith(kind)] for kind in ("Pre-Norm", "Post-Norm"))
+    amplifies = in_every(
+        f"Pre-Norm: at {deepest} blocks the last block's gradient is below half the first's",
+        (x < 0.5 for name in pre for x in ends[name]),
+        "mean quotient by depth " + "; ".join(_each(by_depth[name]) for name in pre),
+    )
+    vanishes = in_every(
+        f"Post-Norm: at {deepest} blocks the first block's is below half the last's",
+        (x > 2 for name in post for x in ends[name]),
+        "; ".join(_each(by_depth[name]) for name in post),
+    )
+    spread = {
+        name: [at[-1].max() / at[-1].min() for at in gradients[name]] for name in FLOWS if np.isfinite(gradients[name]).all()
+    }
+    balanced = [
+        in_every(
+            f"after {settings.deep.steps} steps {name}'s largest over smallest gradient is below that of every other placement",
+            (x < min(min(spread[other]) for other in spread if not other.startswith("HybridNorm")) for x in spread[name]),
+            f"{_each(spread[name])} against "
+            + ", ".join(f"{other} {_each(spread[other])}" for other in spread if not other.startswith("HybridNorm")),
+        )
+        for name in ("HybridNorm", "HybridNorm*")
+        if name in spread
+    ]
+    scales = [scale_of(olmo("hybridnorm", "megatron", size, 0), len(seeds)) for size, seeds in (
+        (settings.first, settings.seeds), (settings.deep, settings.flow_seeds))]  # fmt: skip
+    return [
+        Verdict("hybridnorm/fig4", scales[0], tuple(fig4)),
+        Verdict("hybridnorm/fig5-pre", scales[1], (amplifies,)),
+        Verdict("hybridnorm/fig5-post", scales[1], (vanishes,)),
+        Verdict("hybridnorm/fig5-step-100", scales[1], tuple(balanced)),
+    ]
+
+
+def _each(values: Sequence[float]) -> str:
+    return ", ".join(f"{x:.2g}" for x in values)
 
 
 def _tell(runs: dict[str, list[ByteRun]], apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray]) -> None:
@@ -204,26 +281,31 @@ def picture(
     with style():
         figure = page(7.6, 6.7)
         figure.text(0.08, 0.972, "First blocks, and gradients by layer (HybridNorm, Figures 4 and 5)", fontsize=10)
-        above = figure.add_gridspec(1, 2, left=0.08, right=0.83, top=0.915, bottom=0.595, wspace=0.28)
+        above = figure.add_gridspec(1, 2, left=0.08, right=0.83, top=0.915, bottom=0.595, wspace=0.32)
         losses, less = (figure.add_subplot(above[0, k]) for k in range(2))
-        heading(losses, "Held-out loss, mean of the seeds", "step", "nats a byte")
-        heading(less, "Less HybridNorm's, 95 % interval", "step", "nats a byte")
-        for name, own in runs.items():
+        heading(losses, f"Held-out loss after {settings.first.steps} steps, by seed", "", "loss (nats/byte)")
+        heading(less, "Difference from HybridNorm, 95 % interval", "step", "loss less HybridNorm's (nats/byte)")
+        lowest = settings.first.steps / 10
+        for k, (name, own) in enumerate(runs.items()):
             look: Any = LOOKS[name]
-            losses.plot(own[0].steps, np.mean([run.losses for run in own], axis=0), label=name, **look)
-            there = [(step, i) for n, step, i in apart if n == name]
+            for j, run in enumerate(own):
+                shift = 0.1 * (j - (len(own) - 1) / 2)
+                losses.plot(k + shift, run.losses[-1], marker=look["marker"], color=look["color"], markersize=4)
+            losses.plot([], [], label=name, **look)
+            losses.plot([k - 0.3, k + 0.3], [np.mean([run.losses[-1] for run in own])] * 2, color=look["color"], linewidth=1)
+            there = [(step + lowest * 0.15 * (k - 2), i) for n, step, i in apart if n == name and step >= lowest]
             if there:
-                steps = [step for step, _ in there]
-                less.plot(steps, [i.value for _, i in there], **look)
-                low, high = [i.low for _, i in there], [i.high for _, i in there]
-                less.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
+                bars = [[i.value - i.low for _, i in there], [i.high - i.value for _, i in there]]
+                less.errorbar([x for x, _ in there], [i.value for _, i in there], yerr=bars, elinewidth=0.8, **look)
+        losses.set_xticks(range(len(runs)), list(runs), fontsize=7)
+        losses.set_xlim(-0.5, len(runs) - 0.5)
         less.axhline(0, color=FAINT, linewidth=0.6)
         figure.legend(*losses.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.84, 0.92))
-        below = figure.add_gridspec(1, 3, left=0.08, right=0.985, top=0.415, bottom=0.065, wspace=0.3)
+        below = figure.add_gridspec(1, 3, left=0.08, right=0.985, top=0.415, bottom=0.065, wspace=0.36)
         panels = [figure.add_subplot(below[0, k]) for k in range(3)]
-        heading(panels[0], "Gradient at initialisation", "block", "norm; thin: single seeds")
-        heading(panels[1], f"After {settings.deep.steps} steps", "block")
-        heading(panels[2], "Last block's over first's, initially", "number of blocks")
+        heading(panels[0], "Gradient at initialisation", "block", "norm of the block's gradient; thin: seeds")
+        heading(panels[1], f"Gradient after {settings.deep.steps} steps", "block")
+        heading(panels[2], "Last / first block, initially", "number of blocks", "quotient of gradient norms")
         for name, values in gradients.items():
             look = {**LOOKS[name], "markersize": 2.5}
             blocks = range(1, values.shape[-1] + 1)

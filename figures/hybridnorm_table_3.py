@@ -27,9 +27,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from figures._depth_models import TINY, Size, olmo
-from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows
+from figures._depth_models import TINY, Size, olmo, scale_of
+from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run
+from figures._verdicts import Verdict, above_zero
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.studies.tuning.verdict import Interval, mean_interval, paired_difference, simultaneous
 from hessiankit.support.tables import as_text, table
@@ -131,9 +132,23 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
             **_ends("less the paper's choice", less), "diverged": sum(cell.diverged), "paper's loss": loss,
             "paper's C4 perplexity": perplexity,
         })  # fmt: skip
+    said = [verdict(apart, scale_of(olmo("pre", "normal", size, 0), len(seeds)))]
     with style():
-        drawn = save(picture(cells, apart), out / f"{NAME}{suffix}")
-    return [drawn, write_rows(out / f"{NAME}.csv", means), write_rows(out / f"{NAME}_runs.csv", rows)]
+        drawn = save(picture(cells, apart), out / f"{NAME}{suffix}", said)
+    numbers = [write_rows(out / f"{NAME}.csv", means), write_rows(out / f"{NAME}_runs.csv", rows)]
+    return [drawn, *numbers, write_verdicts(out, NAME, said)]
+
+
+def verdict(apart: dict[tuple[str, str], Interval | None], scale: str) -> Verdict:
+    """Return whether the initialisation that the paper chooses for a placement is better than its two others."""
+    parts = []
+    for placement, choice in CHOSEN.items():
+        others = {scheme: less for (name, scheme), less in apart.items() if name == placement}
+        seen = ", ".join(f"{scheme} {_text(less)}" for scheme, less in others.items())
+        known = [less for less in others.values() if less is not None]
+        decided = known if len(known) == len(others) else []
+        parts.append(above_zero(f"{placement}: the others' losses are above {choice}'s", decided, seen))
+    return Verdict("hybridnorm/table3-default", scale, tuple(parts))
 
 
 def picture(cells: Sequence[Cell], apart: dict[tuple[str, str], Interval | None]) -> Picture:

@@ -31,12 +31,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 
-from figures._kit import DASHES, FAINT, INK, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows
+from figures._kit import DASHES, FAINT, INK, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows, write_verdicts
+from figures._verdicts import Part, Verdict, above_zero, in_every, negative, scale
 from hessiankit.optim import PRESETS
 from hessiankit.studies.tuning.comparison import TUNING_SEED, run_arms
 from hessiankit.studies.tuning.comparison_report import draw_interval, draw_search
@@ -54,7 +56,7 @@ from hessiankit.studies.tuning.experiment import (
 )
 from hessiankit.studies.tuning.store import Runs
 from hessiankit.studies.tuning.sweep import Arm, SearchResult, lowered, rounded, runs_expected, sweep, together
-from hessiankit.studies.tuning.verdict import ArmResult, judge, mean_interval
+from hessiankit.studies.tuning.verdict import ArmResult, judge, mean_interval, paired_difference
 from hessiankit.support.progress import progress_bar
 
 NAME = Path(__file__).stem
@@ -162,6 +164,8 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         write_rows(out / f"{NAME}_searches.csv", searched(found)),
         write_rows(out / f"{NAME}_curves.csv", curves(found)),
     ]
+    said = verdicts(found)
+    files.append(write_verdicts(out, NAME, said))
     with style():
         figure = page(8.2, 7.0)
         title = "Learning rates by block type (The Sharpness Disparity Principle, Figures 4 and 10, Table 2)"
@@ -169,8 +173,48 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         _draw_curves(figure.add_axes((0.075, 0.565, 0.395, 0.355)), found)
         _draw_searches(figure.add_axes((0.585, 0.565, 0.395, 0.355)), found)
         _draw_differences(figure.add_axes((0.24, 0.065, 0.74, 0.4)), found)
-        files.append(save(figure, out / f"{NAME}{suffix}"))
+        files.append(save(figure, out / f"{NAME}{suffix}", said))
     return files
+
+
+def verdicts(found: Found) -> list[Verdict]:
+    """Return what the arms show of Figures 4 and 10 and of Table 2: 95 % intervals of differences paired by seed."""
+    less = {row.arm.name: row.difference for row in found.rows if row.difference is not None}
+    parameters = sum(entries_by_type(model_of(found.setting, 0)).values())
+    text = "the standard library" if found.setting.text == "stdlib" else found.setting.text
+    data = f"{found.setting.steps} steps of {found.setting.batch_size * found.setting.length} bytes of {text}"
+    scale_here = scale(len(found.arms[0][1]), found.setting.layers, found.setting.d_model, parameters, data)
+
+    def gain(criterion: str, *arms: str, above: bool = False) -> Part:
+        """An arm that diverged is left out of the intervals; without any the part is open."""
+        seen = ", ".join(f"{arm} {less[arm]}" if arm in less else f"{arm} diverged" for arm in arms)
+        turned = [less[arm] if above else negative(less[arm]) for arm in arms if arm in less]
+        return above_zero(criterion, turned if len(turned) == len(arms) else [], seen)
+
+    whole, own = "Emb, FFN, QK, VO", "(10, 8, 6, 4) at its own lr"
+    blocks = ("Emb", "Emb, FFN", whole)
+    steps = list(pairwise(blocks))
+    losses = {arm.name: [one.losses[-1] for one in runs] for arm, runs in found.arms}
+    added = [
+        above_zero(
+            f"adding {b.removeprefix(a + ', ')} to {a} lowers it",
+            paired_difference(losses[a], losses[b]) if all(map(math.isfinite, losses[a] + losses[b])) else [],
+        )
+        for a, b in steps
+    ]
+    settings = {f"({name}) at its own lr": less.get(f"({name}) at its own lr") for name in SETTINGS}
+    best = min((name for name, one in settings.items() if one), key=lambda name: settings[name].value, default="none")  # type: ignore[union-attr]
+    return [
+        Verdict("sharpness-disparity/fig4", scale_here, (
+            gain("eq. (5) at AdamW's learning rate ends below tuned AdamW", whole), gain("so it does at its own", own))),
+        Verdict("sharpness-disparity/eq5-best", scale_here, (
+            in_every("of three settings, each at its own rate, eq. (5) has the lowest mean", [best == own], f"lowest: {best}"),
+            gain("all of them end below AdamW", *settings))),
+        Verdict("sharpness-disparity/table2", scale_here, (
+            gain("ratios on Emb; on Emb and FFN; on all four end below AdamW", *blocks),
+            gain("Norm x 2 ends above it", "Norm x 2", above=True))),
+        Verdict("sharpness-disparity/table2-each", scale_here, (gain("Emb alone ends below AdamW", "Emb"), *added)),
+    ]  # fmt: skip
 
 
 def table(found: Found) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,7 @@ def test_block_norms():
 def test_figure_5(tmp_path, monkeypatch):
     monkeypatch.setattr("figures._digits.QUICK", QUICK)
     paths = curvature_gap_5.draw(tmp_path, quick=True)
-    assert [path.name for path in paths] == ["curvature_gap_5.png", "curvature_gap_5.csv"]
+    assert [path.name for path in paths] == ["curvature_gap_5.png", "curvature_gap_5.csv", "curvature_gap_5_verdicts.json"]
     rows = read(paths[1])
     assert len(rows) == 2 * 2 * 16
     assert len({row["hessian_spectral"] for row in rows if row["block"] == "head.W_C"}) == 4  # two seeds, two steps
@@ -65,7 +65,7 @@ def test_figure_5(tmp_path, monkeypatch):
 def test_figures_7_to_11(tmp_path, monkeypatch):
     monkeypatch.setattr("figures._digits.QUICK", QUICK)
     paths = curvature_gap_7_11.draw(tmp_path, quick=True)
-    assert [path.name for path in paths] == [f"curvature_gap_7_11{end}" for end in (".png", ".csv", "_entries.csv")]
+    assert [path.name for path in paths] == [f"curvature_gap_7_11{x}" for x in (".png", ".csv", "_entries.csv", "_verdicts.json")]
     rows = read(paths[1])
     assert len(rows) == 11 * 9
     assert [row["step"] for row in rows if row["hessian_spectral"]] == [str(20 * k) for k in range(6) for _ in range(9)]
@@ -138,7 +138,9 @@ def test_figures_6_and_12(tmp_path, monkeypatch, capsys):
     )
     paths = curvature_gap_6_12.draw(tmp_path, quick=True)
     stem = "curvature_gap_6_12"
-    assert [path.name for path in paths] == [f"{stem}.png", f"{stem}_test.png", f"{stem}.csv", f"{stem}_test.csv", f"{stem}.json"]
+    assert [path.name for path in paths] == [
+        f"{stem}{end}" for end in (".png", "_test.png", ".csv", "_test.csv", ".json", "_verdicts.json")
+    ]
     slopes = [float(part.split()[-1]) for part in capsys.readouterr().out.partition("slopes ")[2].splitlines()[0].split(", ")]
     assert len(slopes) == 3
     assert all(abs(slope + 1) < 0.15 for slope in slopes)
@@ -165,8 +167,9 @@ def test_curvature_gap_3_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr(hessiankit, "hessian", compared)
     assert main(["curvature_gap_3_4", "--quick", "--out", str(tmp_path)]) == 0
-    stems = [f"curvature_gap_3_4{part}" for part in ("", "_to_scale", "_norms_before", "_norms_after")]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["cache", *(f"{s}.{e}" for s in stems for e in ("csv", "png"))])
+    stems = [f"curvature_gap_3_4{part}" for part in ("", "_norms_after", "_growth")]
+    files = [f"{stem}.{end}" for stem in stems for end in ("csv", "png")]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["cache", "curvature_gap_3_4_verdicts.json", *files])
     assert "validation accuracy" in capsys.readouterr().out
     rows = read(tmp_path / "curvature_gap_3_4.csv")
     assert len(rows) == 2 * 16**2

@@ -105,7 +105,7 @@ def test_stretched_rows_span_the_scale_whatever_the_angles(out: Path) -> None:
 
 def test_variance_and_laws(out: Path) -> None:
     paths = variance.draw(out, quick=True)
-    assert [path.name for path in paths] == [f"curse_of_depth_4_8{x}" for x in (".png", ".csv", "_laws.csv")]
+    assert [path.name for path in paths] == [f"curse_of_depth_4_8{x}" for x in (".png", ".csv", "_laws.csv", "_verdicts.json")]
     rows = {
         (r["method"], int(r["seed"]), int(r["step"]), int(r["output of block"])): float(r["variance"]) for r in read(paths[1])
     }

@@ -61,7 +61,7 @@ def student(values: np.ndarray, confidence: float) -> tuple[float, float]:
 
 def test_first_blocks_and_gradients(out: Path) -> None:
     paths = first.draw(out, quick=True)
-    names = [".png", "_losses.csv", "_differences.csv", "_gradients.csv", "_ratios.csv"]
+    names = [".png", "_losses.csv", "_differences.csv", "_gradients.csv", "_ratios.csv", "_verdicts.json"]
     assert [path.name for path in paths] == [f"hybridnorm_4_5{name}" for name in names]
     last = [row for row in read(paths[1]) if int(row["step"]) == SMALL.steps]
     losses = {(row["first block"], int(row["seed"])): float(row["held-out loss"]) for row in last}
@@ -97,7 +97,9 @@ def test_star_and_first_qkv_pre_start_as_one_function() -> None:
 
 def test_initialisations(out: Path) -> None:
     paths = scheme.draw(out, quick=True)
-    assert [path.name for path in paths] == [f"hybridnorm_table_3{name}" for name in (".png", ".csv", "_runs.csv")]
+    assert [path.name for path in paths] == [
+        f"hybridnorm_table_3{name}" for name in (".png", ".csv", "_runs.csv", "_verdicts.json")
+    ]
     runs = {(r["placement"], r["initialisation"], int(r["seed"])): float(r["held-out loss"]) for r in read(paths[2])}
     assert len(runs) == 2 * 3 * 2
     model = byte_run(olmo("hybridnorm", "depth-scaled", SMALL, 1), out).model()

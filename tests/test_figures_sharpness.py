@@ -160,7 +160,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     setting = Setting(steps=6, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=3, windows=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparison, "QUICK", comparison.Protocol(setting, (0.03, 0.06), 3, 2))
-        assert len(comparison.draw(out, quick=True)) == 4
+        assert len(comparison.draw(out, quick=True)) == 5
         yield out
 
 
