@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import hessiankit as hk
 from hessiankit.engine.plan import make_plan
-from hessiankit.engine.recorder import recording
+from hessiankit.engine.recorder import PlanError, recording
 from hessiankit.support.errors import InputError, TraceError
 
 DOUBLE = torch.float64
@@ -255,12 +256,12 @@ def test_it_prints_what_it_runs() -> None:
 
 def test_a_plan_keeps_constants_and_uses_memory_again() -> None:
     x, total = torch.randn(64, 64), torch.zeros(64, 64)
-    with recording() as recorder:
+    with recording([x, total]) as record:
         y = x
         for k in range(8):
             y = (y + torch.eye(64) * k) @ x
         total += y
-    plan = make_plan(recorder.notes, [x], total, [])
+    plan = make_plan(record, [x], total, [])
     assert plan.workspace_bytes <= 3 * x.numel() * 4
     assert plan.counts()["eye"] == 0
     x.copy_(torch.randn(64, 64))
@@ -272,14 +273,31 @@ def test_a_plan_keeps_constants_and_uses_memory_again() -> None:
     assert torch.equal(found, y)
 
 
+def test_memory_is_released_while_recording() -> None:
+    x, total = torch.randn(64, 64), torch.zeros(64, 64)
+    size = x.numel() * 4
+    with recording([x, total], bytes_allowed=size) as record:
+        y = x @ x
+        first = StorageWeakRef(y.untyped_storage())
+        for _ in range(7):
+            y = y @ x
+        assert first.expired()
+        total += y
+    assert make_plan(record, [x], total, [], 2 * size).workspace_bytes == 2 * size
+    with pytest.raises(PlanError, match="intermediates take"):
+        make_plan(record, [x], total, [], size)
+    with pytest.raises(PlanError, match="what depends on no input"), recording([x], bytes_allowed=size):
+        _ = [torch.eye(64) for _ in range(2)]
+
+
 def test_a_constant_that_is_written_into_later_is_made_anew_each_time() -> None:
     x, total = torch.tensor([2.0]), torch.zeros(1)
-    with recording() as recorder:
+    with recording([x, total]) as record:
         step = torch.zeros(1)
         first = x + step
         step += 1.0
         total += first * step
-    plan = make_plan(recorder.notes, [x], total, [])
+    plan = make_plan(record, [x], total, [])
     for value in (2.0, 5.0):
         x.fill_(value)
         found = torch.zeros(1)

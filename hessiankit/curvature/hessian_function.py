@@ -31,7 +31,7 @@ from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
 
 WHO = "hessian_function"
-SHARE = 0.25  # of the free memory that all intermediates of one evaluation may take while a plan is made
+SHARE = 0.25  # of the free memory that a plan may take
 AGREE = 1e3  # times the rounding unit, relative to the largest entry: how close a plan has to come to the engine
 
 
@@ -123,11 +123,12 @@ class HessianFunction(Printed):
         task = self._task
         matrix = SymmetricStorage(task.slices, task.dtype, task.device)
         allowed = int(SHARE * available_memory(task.device))
-        with preserved_random_states(task.module) as states, recording(allowed) as recorder, task.at(), torch.no_grad():
+        record = recording([*self._tensors, matrix.data], allowed)
+        with preserved_random_states(task.module) as states, record as recorder, task.at(), torch.no_grad():
             value, _ = assemble_chunks(task, matrix, self._share, self._options["batch_size"])
             if states.drawn_from():
                 raise PlanError("an operation draws random numbers")
-        return make_plan(recorder.notes, self._tensors, matrix.data, [value])
+        return make_plan(recorder, self._tensors, matrix.data, [value], allowed)
 
     def _run(self, matrix: SymmetricStorage) -> float:
         assert self.plan is not None
@@ -317,7 +318,7 @@ def hessian_function(
 
     Returns:
         A callable ``f(inputs=None, target=None, *, out=None)`` that gives a :class:`~hessiankit.curvature.dense.Hessian`;
-        ``print(f)`` shows the plan. Where all intermediates together take more than a quarter of the free memory, or where
+        ``print(f)`` shows the plan. Where a plan would take more than a quarter of the free memory, or where
         Python computes with numbers of the module, there is no plan, ``f.reason`` says why, and f calls ``hessian``.
 
     Raises:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.jacobians import WeightJacobian
-from hessiankit.engine.recorder import Note, recorder
+from hessiankit.engine.recorder import recorder
 from hessiankit.support.kernels import kernels
 
 SINGLE = {torch.float32: 1, torch.float64: 0}
@@ -68,7 +68,7 @@ class KernelSum:
     def add(self, kernels: ctypes.CDLL) -> float:
         """Add it; return the largest |left - its transpose| where the mean was taken, relative to the largest on its diagonal."""
         if (watching := recorder()) is not None:
-            watching.notes.append(Note(kernels.hessiankit_lift, (self,), {}, None))
+            watching.add_sum(kernels.hessiankit_lift, self)
         call = BoundSum(self, kernels.hessiankit_lift)
         call()
         return call.skew
@@ -91,14 +91,14 @@ class KernelSum:
         yield self.into
         yield from (factor.data for factor, _ in self.factors() if factor is not None)
 
-    def bound(self, function: Any, moved: Callable[[Tensor], Tensor]) -> BoundSum:
-        """Return the call for other tensors in place of these, of the same shapes and strides."""
+    def mapped(self, moved: Callable[[Any], Any]) -> KernelSum:
+        """Return the sum of other tensors in place of these, of the same shapes and strides."""
 
         def other(factor: KernelFactor | None) -> Any:
             return None if factor is None else KernelFactor(moved(factor.data), factor.strides)
 
         terms = [(other(scalar), other(vector)) for scalar, vector in self.terms]
-        return BoundSum(replace(self, into=moved(self.into), a=other(self.a), b=other(self.b), terms=terms), function)
+        return replace(self, into=moved(self.into), a=other(self.a), b=other(self.b), terms=terms)
 
 
 class BoundSum:

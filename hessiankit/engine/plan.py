@@ -11,6 +11,7 @@ A number that Python reads on the way (how many labels count, say) is a *guard*:
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hessiankit.engine.recorder import Note, PlanError, storage_key
+from hessiankit.engine.kernel_sums import BoundSum
+from hessiankit.engine.recorder import Note, PlanError, Recorder, TensorSpec, storage_key
 
 aten = torch.ops.aten
 ALIGNMENT = 64  # bytes, at a multiple of which every intermediate starts
@@ -78,7 +80,7 @@ class ExecutionPlan:
     constant_bytes: int
     recorded: int
     _calls: list[Callable[[], Any]] = field(default_factory=list, repr=False)
-    _outputs: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
+    _outputs: list[tuple[Tensor, TensorSpec]] = field(default_factory=list, repr=False)
     _sums: list[Any] = field(default_factory=list, repr=False)
     _values: list[Tensor] = field(default_factory=list, repr=False)
 
@@ -96,7 +98,7 @@ class ExecutionPlan:
         """
         storage, start = output.untyped_storage(), output.storage_offset()
         for view, recorded in self._outputs:
-            view.set_(storage, start + recorded.storage_offset(), recorded.shape, recorded.stride())
+            view.set_(storage, start + recorded.offset, recorded.shape, recorded.strides)
         for call in self._calls:
             call()
         return [float(x) for x in self._values]
@@ -111,45 +113,50 @@ class ExecutionPlan:
         return Counter(step.name for step in self.steps)
 
 
-def make_plan(notes: Sequence[Note], inputs: Iterable[Tensor], output: Tensor, values: Sequence[Tensor]) -> ExecutionPlan:
+def make_plan(
+    record: Recorder, inputs: Iterable[Tensor], output: Tensor, values: Sequence[Tensor], bytes_allowed: int = 2**63
+) -> ExecutionPlan:
     """Make a plan of what was recorded.
 
     Args:
-        notes: The operations, in order. All their tensors still exist.
+        record: Of the inputs and the output.
         inputs: The tensors that may have other entries when the plan is run.
         output: What results are added to; when the plan is run another tensor takes its place.
         values: Scalars among the results that are returned as numbers.
+        bytes_allowed: Of intermediates.
 
     Raises:
-        PlanError: An operation writes into an input, or Python reads a number that is not an integer.
+        PlanError: An operation writes into an input, Python reads a number that is not an integer, or there is too little memory.
 
     >>> from hessiankit.engine.recorder import recording
     >>> x, total = torch.tensor([1.0, 2.0]), torch.zeros(2)
-    >>> with recording() as recorder:
+    >>> with recording([x, total]) as record:
     ...     _ = total.add_(x * x)
-    >>> plan, x[0], result = make_plan(recorder.notes, [x], total, []), 3.0, torch.zeros(2)
+    >>> plan, x[0], result = make_plan(record, [x], total, []), 3.0, torch.zeros(2)
     >>> _ = plan.run(result)
     >>> result.tolist(), [step.name for step in plan.steps]
     ([9.0, 4.0], ['mul', 'add_'])
     """
-    return _Maker(notes, inputs, output, values).plan()
+    return _Maker(record, inputs, output, values).plan(bytes_allowed)
 
 
 class _Maker:
-    def __init__(self, notes: Sequence[Note], inputs: Iterable[Tensor], output: Tensor, values: Sequence[Tensor]) -> None:
-        self.notes, self.output, self.values = list(notes), output, list(values)
+    def __init__(self, record: Recorder, inputs: Iterable[Tensor], output: Tensor, values: Sequence[Tensor]) -> None:
+        self.notes, self.kept, self.output = record.notes, record.kept, output
         self.given = {storage_key(x) for x in inputs}
         self.result = storage_key(output)
+        self.values = [record.spec(x) for x in values]
         self.memory: dict[int, _Memory] = {}
         self.made: set[int] = set()  # storages that an operation has made
-        self.moved: dict[int, Tensor] = {}
+        self.moved: dict[TensorSpec, Tensor] = {}
 
-    def plan(self) -> ExecutionPlan:
+    def plan(self, bytes_allowed: int) -> ExecutionPlan:
         reads, writes = self._flow()
         kept = self._needed(reads, writes)
         workspace = self._place(kept, reads, writes)
-        device = self.output.device
-        self.arena = torch.empty(workspace, dtype=torch.uint8, device=device)
+        if workspace > bytes_allowed:
+            raise PlanError(f"intermediates take {workspace / 2**30:.1f} GiB, more memory than a plan is worth")
+        self.arena = torch.empty(workspace, dtype=torch.uint8, device=self.output.device)
         constants = sum(m.bytes for key, m in self.memory.items() if key in self.made and not m.varies)
         plan = ExecutionPlan((), workspace, constants, len(self.notes))
         steps = []
@@ -160,7 +167,7 @@ class _Maker:
                 self._append(plan, note)
         plan.steps = tuple(steps)
         plan._values = [self._tensor(x) for x in self.values]
-        plan._outputs = [(self.moved[id(x)], x) for x in self._alive if id(x) in self.moved and storage_key(x) == self.result]
+        plan._outputs = [(moved, spec) for spec, moved in self.moved.items() if spec.storage == self.result]
         return plan
 
     # What is computed from what
@@ -168,23 +175,20 @@ class _Maker:
     def _flow(self) -> tuple[list[set[int]], list[set[int]]]:
         """Return the storages that each operation reads and writes; find out which of them vary."""
         reads, writes = [], []
-        self._alive: list[Tensor] = []
         for note in self.notes:
             read, mutated, after = note.read(), note.written(), note.returned()
-            self._alive += read + after
             for x in (*read, *after):
-                key = storage_key(x)
-                if key not in self.memory:
-                    varies = key in self.given or key == self.result
-                    self.memory[key] = _Memory(x.untyped_storage().nbytes(), varies)
-            new = {storage_key(x) for x in after} - {storage_key(x) for x in read}
+                if x.storage not in self.memory:
+                    varies = x.storage in self.given or x.storage == self.result
+                    self.memory[x.storage] = _Memory(x.storage_bytes, varies)
+            new = {x.storage for x in after} - {x.storage for x in read}
             self.made |= new
-            changed = new | {storage_key(x) for x in mutated}
+            changed = new | {x.storage for x in mutated}
             if changed & self.given:
                 raise PlanError(f"{note.name} writes into an input")
             for key in changed:
                 self.memory[key].writes += 1
-            reads.append({storage_key(x) for x in read})
+            reads.append({x.storage for x in read})
             writes.append(changed)
         for key, memory in self.memory.items():
             memory.varies |= key in self.made and memory.writes > 1
@@ -200,7 +204,7 @@ class _Maker:
 
     def _needed(self, reads: list[set[int]], writes: list[set[int]]) -> list[int]:
         """Return the operations that the result, the values and the guards need, and that have to be run each time."""
-        live, kept = {self.result, *(storage_key(x) for x in self.values)}, []
+        live, kept = {self.result, *(x.storage for x in self.values)}, []
         for n in reversed(range(len(self.notes))):
             varying = {key for key in reads[n] if self.memory[key].varies}
             is_guard = not self.notes[n].returned() and not writes[n] and bool(varying)
@@ -212,7 +216,7 @@ class _Maker:
         return kept[::-1]
 
     def _is_value(self, note: Note) -> bool:
-        return any(x is value for x in note.read() for value in self.values)
+        return any(x in self.values for x in note.read())
 
     # Where it is kept
 
@@ -224,7 +228,7 @@ class _Maker:
                 memory.first = n if memory.first < 0 else memory.first
                 memory.last = n
         for x in self.values:
-            self.memory[storage_key(x)].last = len(self.notes)
+            self.memory[x.storage].last = len(self.notes)
         starting = sorted((m.first, -m.bytes, key) for key, m in self.memory.items() if m.first >= 0 and self._is_scratch(key))
         free: list[tuple[int, int]] = []  # (place, bytes), by place
         ending: list[tuple[int, int, int]] = []  # (last, place, bytes)
@@ -250,28 +254,20 @@ class _Maker:
         return key in self.made and self.memory[key].varies and key != self.result and key not in self.given
 
     def _tensor(self, x: Any) -> Any:
-        """Return what takes the place of a recorded tensor: in the work space, in the output to come, or the tensor itself."""
-        if not isinstance(x, Tensor):
+        """Return what takes the place of a recorded tensor: in the work space, in the output to come, or on its own memory."""
+        if not isinstance(x, TensorSpec):
             return x
-        if id(x) not in self.moved:
-            key = storage_key(x)
-            if self._is_scratch(key):
-                memory, new = self.memory[key], torch.empty(0, dtype=x.dtype, device=x.device)
-                start = memory.place // x.element_size() + x.storage_offset()
-                new.set_(self.arena.untyped_storage(), start, x.shape, x.stride())
-            elif key == self.result:
-                new = torch.empty(0, dtype=x.dtype, device=x.device)
-                new.set_(self.output.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-            else:
-                new = x.detach()
-            self.moved[id(x)] = new
-        return self.moved[id(x)]
+        if x not in self.moved:
+            scratch = self._is_scratch(x.storage)
+            storage = self.arena.untyped_storage() if scratch else self.kept[x.storage]
+            self.moved[x] = x.on(storage, self.memory[x.storage].place if scratch else 0)
+        return self.moved[x]
 
     # How it is called
 
     def _append(self, plan: ExecutionPlan, note: Note) -> None:
         if getattr(note.function, "_schema", None) is None:
-            bound = note.args[0].bound(note.function, self._tensor)
+            bound = BoundSum(note.args[0].mapped(self._tensor), note.function)
             plan._sums.append(bound)
             plan._calls.append(bound)
             return
@@ -311,17 +307,15 @@ def _guard(function: Any, args: Any, kwargs: Any, expected: Any) -> None:
 
 def _planned(note: Note) -> PlannedStep:
     written = note.written() or note.returned()
-    tensors = {id(x): x for x in (*note.read(), *written)}.values()
     products = 0
     if note.name in ("mm", "bmm") and note.returned():
-        products = note.returned()[0].numel() * note.args[0].shape[-1]
+        products = math.prod(note.returned()[0].shape) * note.args[0].shape[-1]
     elif note.name in ("addmm", "baddbmm", "addmm_", "baddbmm_"):
-        products = written[0].numel() * note.args[1].shape[-1]
+        products = math.prod(written[0].shape) * note.args[1].shape[-1]
     elif getattr(note.function, "_schema", None) is None:
         products = note.args[0].multiplications
-    return PlannedStep(
-        note.name, tuple(tuple(x.shape) for x in written), sum(x.numel() * x.element_size() for x in tensors), products
-    )
+    touched = dict.fromkeys((*note.read(), *written))
+    return PlannedStep(note.name, tuple(x.shape for x in written), sum(x.bytes for x in touched), products)
 
 
 def _in_place(note: Note, args: Any, kwargs: Any) -> Callable[[], Any]:

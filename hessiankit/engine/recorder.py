@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -23,8 +26,41 @@ class PlanError(Exception):
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of a record, without its entries.
+
+    Attributes:
+        storage: What tensors that share memory have in common.
+        shape: Of the tensor.
+        strides: In entries.
+        offset: Of the first entry in the storage, in entries.
+        dtype: Of the entries.
+        device: Where they are.
+        storage_bytes: Of the storage.
+    """
+
+    storage: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    storage_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the entries."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def on(self, storage: torch.UntypedStorage, start: int = 0) -> Tensor:
+        """Return such a tensor on other memory, which starts so many bytes into a storage."""
+        x = torch.empty(0, dtype=self.dtype, device=self.device)
+        return x.set_(storage, start // self.dtype.itemsize + self.offset, self.shape, self.strides)
+
+
+@dataclass(frozen=True)
 class Note:
-    """One operation that ran: a function of torch, or a compiled sum, with its arguments and what it returned."""
+    """One operation that ran: a function of torch, or a compiled sum; of its tensors the specs."""
 
     function: Any
     args: tuple[Any, ...]
@@ -37,7 +73,7 @@ class Note:
         schema = getattr(self.function, "_schema", None)
         return "compiled sum" if schema is None else str(schema.name).rpartition("::")[2]
 
-    def written(self) -> list[Tensor]:
+    def written(self) -> list[TensorSpec]:
         """Return the arguments that it writes into."""
         schema = getattr(self.function, "_schema", None)
         if schema is None:
@@ -48,55 +84,86 @@ class Note:
         for n, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 found.append(self.kwargs.get(argument.name) if argument.kwarg_only or n >= len(self.args) else self.args[n])
-        return [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        return _specs(found)
 
-    def read(self) -> list[Tensor]:
+    def read(self) -> list[TensorSpec]:
         """Return the tensors among the arguments."""
         if getattr(self.function, "_schema", None) is None:
             return list(self.args[0].tensors())
-        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+        return _specs((self.args, self.kwargs))
 
-    def returned(self) -> list[Tensor]:
+    def returned(self) -> list[TensorSpec]:
         """Return the tensors that it returned."""
-        return [x for x in tree_leaves(self.result) if isinstance(x, Tensor)]
+        return _specs(self.result)
 
 
 class Recorder(TorchDispatchMode):
     """Notes every operation that runs within it.
 
-    >>> import torch
+    Memory whose entries follow from inputs is released as usual; what depends on no input is kept for the plan.
+
+    Args:
+        inputs: The tensors that may have other entries when the record is run again; what results are added to is one of them.
+        bytes_allowed: Of what is kept.
+
     >>> x = torch.ones(2)
-    >>> with Recorder() as recorder:
-    ...     y = (2 * x).sum()
-    >>> [note.name for note in recorder.notes]
-    ['mul', 'sum']
+    >>> with Recorder([x]) as recorder:
+    ...     y = (2 * x + torch.ones(2)).sum()
+    >>> [note.name for note in recorder.notes], [storage.nbytes() for storage in recorder.kept.values()]
+    (['mul', 'ones', 'add', 'sum'], [8, 8])
     """
 
-    def __init__(self, bytes_allowed: int = 2**63) -> None:
+    def __init__(self, inputs: Iterable[Tensor], bytes_allowed: int = 2**63) -> None:
         super().__init__()
         self.notes: list[Note] = []
+        self.kept: dict[int, torch.UntypedStorage] = {}  # of inputs, and of what depends on none of them
         self._left = bytes_allowed
-        self._made: set[int] = set()
-        self._given: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._seen: dict[int, tuple[int, StorageWeakRef]] = {}  # its number; a key is not used again while there is a reference
+        self._inputs = {self.spec(x).storage for x in inputs}
+        self._varying = set(self._inputs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation and note it."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        before: tuple[Any, Any] = tree_map(self._as_it_is, (args, kwargs))
-        self.notes.append(Note(func, *before, result))
-        self._made |= {id(x) for x in tree_leaves(result) if isinstance(x, Tensor)}
-        if isinstance(result, Tensor) and not result._is_view():
-            self._left -= result.numel() * result.element_size()
-        if self._left < 0 or len(self.notes) > LIMIT:
-            raise PlanError("intermediates take more memory, or more operations, than a plan is worth")
+        before: tuple[Any, Any] = tree_map(self.spec, (args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        earlier = len(self._seen)
+        self._add(Note(func, *before, tree_map(self.spec, result)), earlier)
         return result
 
-    def _as_it_is(self, x: Any) -> Any:
-        """Return a tensor from elsewhere, say a parameter, with the memory that it has now: it may be given another later."""
-        if not isinstance(x, Tensor) or id(x) in self._made:
+    def add_sum(self, function: Any, terms: Any) -> None:
+        """Note a compiled sum, which has not run yet."""
+        self._add(Note(function, (terms.mapped(self.spec),), {}, None), len(self._seen))
+
+    def _add(self, note: Note, earlier: int) -> None:
+        """Add a note, before which there were so many storages."""
+        self.notes.append(note)
+        varies = any(x.storage in self._varying for x in note.read())
+        new = [x for x in note.returned() if self._seen[x.storage][0] >= earlier]
+        for x in (*new, *note.written()) if varies else ():
+            if x.storage not in self._varying:
+                self._varying.add(x.storage)
+                self._left += 0 if x in new else x.storage_bytes
+                del self.kept[x.storage]
+        self._left -= 0 if varies else sum({x.storage: x.storage_bytes for x in new}.values())
+        if self._left < 0 or len(self.notes) > LIMIT:
+            raise PlanError("what depends on no input takes more memory, or there are more operations, than a plan is worth")
+
+    def spec(self, x: Any) -> Any:
+        """Return the spec of a tensor; its memory, if it was not seen before, is kept."""
+        if not isinstance(x, Tensor):
             return x
-        return self._given.setdefault((id(x), storage_key(x)), (x, x.detach()))[1]
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            raise PlanError("a tensor is sparse, or a conjugate that is not computed")
+        storage = x.untyped_storage()
+        key = storage_key(x)
+        if key not in self._seen:
+            self._seen[key] = (len(self._seen), StorageWeakRef(storage))
+            self.kept[key] = storage
+        return TensorSpec(key, tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype, x.device, storage.nbytes())
+
+
+def _specs(tree: Any) -> list[TensorSpec]:
+    return [x for x in tree_leaves(tree) if isinstance(x, TensorSpec)]
 
 
 def recorder() -> Recorder | None:
@@ -105,13 +172,13 @@ def recorder() -> Recorder | None:
 
 
 @contextmanager
-def recording(bytes_allowed: int = 2**63) -> Iterator[Recorder]:
-    """Record what runs within the block, as long as all that it makes fits into so many bytes.
+def recording(inputs: Iterable[Tensor], bytes_allowed: int = 2**63) -> Iterator[Recorder]:
+    """Record what runs within the block; arguments as in :class:`Recorder`.
 
     Raises:
-        PlanError: It does not.
+        PlanError: What is kept does not fit into so many bytes.
     """
-    mode = Recorder(bytes_allowed)
+    mode = Recorder(inputs, bytes_allowed)
     token = _recorder.set(mode)
     try:
         with noted(), mode:
