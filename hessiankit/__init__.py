@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hessiankit.support.package import MovedFinder, __version__, names_for_type_checkers
 
 if TYPE_CHECKING:  # the public names, listed here and nowhere else
+    from hessiankit.approximating import approximations
     from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
     from hessiankit.bounding.bounds import bounds
     from hessiankit.curvature.dense import Hessian, hessian

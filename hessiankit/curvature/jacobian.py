@@ -15,7 +15,7 @@ from derivations.primitive import Linearised, plus
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import loss_trace
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params
 from hessiankit.engine.problem.task import Task
@@ -41,7 +41,7 @@ class JacobianOperator(TensorOperator):
     """
 
     def __init__(self, task: Task) -> None:
-        traced = loss_trace(task, 1.0)
+        traced = loss_trace(task, normalizer_of(task))
         if traced.output is None:
             raise InputError(f"{WHO}: the module does not return one tensor; wrap it so that it does")
         trace, self._output = traced.trace, traced.output

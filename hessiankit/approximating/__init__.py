@@ -1,0 +1,6 @@
+"""Structured approximations of curvature matrices, each measured against the exact one."""
+
+from hessiankit.approximating.approximations import approximations
+from hessiankit.approximating.report import Approximation, ApproximationsReport
+
+__all__ = ["Approximation", "ApproximationsReport", "approximations"]

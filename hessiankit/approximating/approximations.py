@@ -1,0 +1,327 @@
+"""Approximations of a curvature matrix, built at one point and measured against the exact matrix there."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import eigsh
+from torch import Tensor, nn
+
+from hessiankit.approximating.kronecker import KroneckerFactors
+from hessiankit.approximating.measure import DenseTruth, Model, ProductTruth
+from hessiankit.approximating.optimizers import MiniBatchMoments, sample_gradients
+from hessiankit.approximating.report import Approximation, ApproximationsReport
+from hessiankit.approximating.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
+from hessiankit.curvature.diagonal import hessian_diagonal
+from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.curvature.suboperators import positions
+from hessiankit.engine.problem.batches import Weights, gather
+from hessiankit.engine.problem.fisher import KINDS
+from hessiankit.engine.problem.task import Loss, Params
+from hessiankit.partition import model_parts
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.torch_state import one_at_a_time
+
+WHO = "approximations"
+NAMES = {
+    "identity": "no preconditioner",
+    "diagonal": "the exact diagonal",
+    "tensor": "exact blocks of parameters",
+    "layer": "exact blocks of layers",
+    "type": "exact blocks of block types",
+    "kfac": "A (x) G of each weight (expand)",
+    "ekfac": "KFAC's basis, exact second moments in it",
+    "adam": "diag(v), divides by its root",
+    "shampoo": "L^(1/2) (x) R^(1/2), divides by its root",
+    "muon": "G G^T (x) I, divides by its root",
+    "low-rank": "top eigenpairs and the diagonal of the rest",
+}
+"""Approximations, in the order of the table."""
+DENSE = 2000
+"""Parameters up to which the exact matrix is formed unless asked otherwise."""
+METHODS = ("auto", "dense", "products")
+PRODUCTS_ONLY = ("tensor", "layer", "type")
+"""Left out where the exact matrix is not formed."""
+
+
+@checked(WHO)
+@one_at_a_time
+def approximations(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    loss: Loss = "mse",
+    against: str = "hessian",
+    of: Iterable[str] | None = None,
+    params: Params = None,
+    damping: float | None = None,
+    rank: int = 10,
+    minibatch: int = 1,
+    method: str = "auto",
+    products: int = 60,
+    batch_size: int | None = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    seed: int = 0,
+    draws: int = 1,
+) -> ApproximationsReport:
+    """Return structured approximations C of a curvature matrix A, each with its distance from the exact A.
+
+    Errors in the Frobenius and the spectral norm, whole and by pair of parameters; the cosine of the damped step
+    (C + damping I)^-1 g with the exact damped Newton (for ``against="ggn"`` natural) step (A + damping I)^-1 g; and the
+    condition number of the preconditioned (A + damping I). Adam, Shampoo and Muon divide by (C + d I)^(1/2), d in proportion
+    to the size of their C, which is not that of A: compare their alignment, cosine and condition number, not their errors.
+
+    KFAC is the expectation of KFAC-expand over the model's labels, with the factors of weights and of biases apart (Martens and
+    Grosse 2015; Eschenhagen et al. 2023), EKFAC its correction (George et al. 2018). Both have factors for weights and biases
+    that occur once, wherever the module multiplies by them; other parameters have their exact diagonal.
+
+    Args:
+        module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
+        inputs: The inputs, or several batches.
+        target: What the loss compares with.
+        loss: ``"mse"``, ``"cross_entropy"``, or a callable, for which there is no KFAC.
+        against: The kind of the exact matrix, as in :func:`hessiankit.hessian_operator`.
+        of: Which approximations, of ``"diagonal"``, ``"tensor"``, ``"layer"``, ``"type"``, ``"kfac"``, ``"ekfac"``, ``"adam"``,
+            ``"shampoo"``, ``"muon"``, ``"low-rank"``; by default all that can be made. The identity is always there.
+        params: Which parameters; whole parameters.
+        damping: Added to the diagonal of A; by default 1 % of its spectral norm, and on top of that minus its least eigenvalue
+            where that is negative.
+        rank: Eigenpairs of ``"low-rank"``, those of largest magnitude.
+        minibatch: Samples of the mini-batches whose gradients' moments Adam and Shampoo have.
+        method: ``"dense"``: with A in memory. ``"products"``: by products with A, with 95 % intervals of the Frobenius errors;
+            no errors by pair and no block-diagonal parts. ``"auto"``: dense up to 2000 parameters.
+        products: Products with A for each estimate.
+        batch_size: Samples treated at once.
+        weights: The number of terms of each batch, for losses whose mean is over an unknown number.
+        reduction: ``"mean"`` or ``"sum"`` over all terms.
+        seed: Of drawn labels and random vectors.
+        draws: Labels drawn for each term.
+
+    Raises:
+        InputError: If an argument cannot be used, or what was asked for in ``of`` cannot be made.
+        TraceError: If torch cannot trace the module.
+        OutOfMemoryError: If A does not fit where ``method="dense"``.
+
+    The Hessian 2/(L d_out) X^T X (x) I of one linear layer is a Kronecker product, so that KFAC is exact:
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> found = approximations(layer, x, torch.zeros(2, 1, dtype=torch.float64), of=["diagonal", "kfac"])
+    >>> round(found["diagonal"].measures.frobenius.value, 4), found["kfac"].measures.frobenius.value < 1e-12
+    (0.5345, True)
+    """
+    start = time.perf_counter()
+    check_name(WHO, "against", against, KINDS)
+    check_name(WHO, "method", method, METHODS)
+    asked = None if of is None else list(of)
+    for name in asked or ():
+        check_name(WHO, "of", name, NAMES)
+    for name, value, least in (("rank", rank, 1), ("minibatch", minibatch, 1), ("products", products, 6)):
+        if value < least:
+            raise InputError(f"{WHO}: {name}={value}; pass {least} or more")
+    if damping is not None and not (math.isfinite(damping) and damping >= 0):
+        raise InputError(f"{WHO}: damping={damping}; pass a finite number, 0 or more, or None")
+    data = [(inputs, target)] if target is not None else inputs
+    data = list(data) if not isinstance(data, (Tensor, Mapping, tuple)) else data
+    options: dict[str, Any] = {
+        "loss": loss, "params": params, "kind": against, "seed": seed, "draws": draws, "weights": weights, "reduction": reduction,
+    }  # fmt: skip
+    point = Point(module, data, options, batch_size, method, damping, products, minibatch, rank)
+    notes: list[str] = []
+    found: dict[str, Approximation] = {}
+    wanted = ["identity", *(name for name in NAMES if name != "identity" and (asked is None or name in asked))]
+    for name in wanted:
+        try:
+            model, about = point.model(name)
+        except InputError as error:
+            if asked is not None:
+                raise
+            notes.append(f"{name} left out: {error}")
+            continue
+        power = 0.5 if name in ("adam", "shampoo", "muon") else 1.0
+        found[name] = Approximation(name, about, model.numbers, power, point.truth.measure(model, power))
+    truth = point.truth
+    pairs, spectral_pairs = truth.pairs if isinstance(truth, DenseTruth) else (None, None)
+    notes += truth.notes if isinstance(truth, ProductTruth) else []
+    size, names = point.size, tuple(point.slices)
+    return ApproximationsReport(
+        against, size, names, point.loss, truth.damping, truth.least, truth.spectral, truth.frobenius,
+        found, pairs, spectral_pairs, tuple(dict.fromkeys(notes)), time.perf_counter() - start,
+    )  # fmt: skip
+
+
+@dataclass
+class Point:
+    """The exact matrix and what approximations are made of, at one point; each is computed when it is first needed.
+
+    Attributes:
+        module: The module.
+        data: Its batches.
+        options: Of :func:`hessiankit.hessian_operator`.
+        batch_size: Samples treated at once.
+        method: One of :data:`METHODS`.
+        damping: None: the default.
+        products: Products for each estimate.
+        minibatch: Samples of a mini-batch.
+        rank: Eigenpairs kept.
+    """
+
+    module: nn.Module
+    data: Any
+    options: dict[str, Any]
+    batch_size: int | None
+    method: str
+    damping: float | None
+    products: int
+    minibatch: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        """Check the data and make the requests."""
+        options = {k: v for k, v in self.options.items() if k not in ("loss", "params")}
+        loss, params = self.options["loss"], self.options["params"]
+        self.tasks, self.shares = gather(self.module, self.data, None, loss, params, batch_size=self.batch_size, **options)
+        self.slices, self.size = self.tasks[0].slices, self.tasks[0].size
+        self.shapes = {n: tuple(p.shape) for n, p in self.tasks[0].parameters.items()}
+        self.device, self.dtype = self.tasks[0].device, self.tasks[0].dtype
+        self.is_dense = self.method == "dense" or (self.method == "auto" and self.size <= DENSE)
+        if self.is_dense and self.size < 2:
+            raise InputError(f"{WHO}: there is one parameter, whose curvature is a number; take hessiankit.hessian")
+        losses = [task.reference.loss for task in self.tasks if task.reference is not None]
+        self.loss = math.fsum(s * x for s, x in zip(self.shares, losses, strict=True))
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """The exact matrix A, (P, P)."""
+        evaluation = Evaluation(self.tasks, self.shares, self.batch_size, None)
+        return evaluation.whole() if self.options["kind"] == "hessian" else evaluation.outer()
+
+    @cached_property
+    def operator(self) -> HessianOperator:
+        """A by its products."""
+        return hessian_operator(self.module, self.data, **self.options)
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """The gradient of the loss by the module's own call, (P,)."""
+        total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        for task, share in zip(self.tasks, self.shares, strict=True):
+            assert task.reference is not None
+            for name, rows in self.slices.items():
+                slope = task.reference.gradient[name]
+                if slope is not None:
+                    total[rows] += share * slope.reshape(-1).to(total)
+        return total
+
+    @cached_property
+    def truth(self) -> DenseTruth | ProductTruth:
+        """What approximations are held against."""
+        if self.is_dense:
+            return DenseTruth(self.matrix, self.gradient, self.slices, self.damping)
+        return ProductTruth(self.operator, self.damping, self.products, self.options["seed"])
+
+    @cached_property
+    def exact_diagonal(self) -> Tensor:
+        """The diagonal of A, (P,)."""
+        if self.is_dense:
+            return self.matrix.diagonal()
+        return hessian_diagonal(self.module, self.data, batch_size=self.batch_size, method="auto", **self.options).flat
+
+    @cached_property
+    def factors(self) -> KroneckerFactors:
+        """Kronecker factors of weights and biases."""
+        if not all(isinstance(task.loss, str) for task in self.tasks):
+            raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
+        return KroneckerFactors(self.tasks, self.shares)
+
+    @cached_property
+    def moments(self) -> MiniBatchMoments:
+        """Second moments of the gradients of mini-batches."""
+        if any(task.loss is None or task.whole for task in self.tasks):
+            raise InputError("gradients of single samples need the module's output as one tensor; pass loss=... and target=...")
+        return MiniBatchMoments(sample_gradients(self.tasks, self.shares), self.minibatch, self.shapes, self.slices)
+
+    def model(self, name: str) -> tuple[Model, str]:
+        """Return an approximation by name, and its structure in words.
+
+        Raises:
+            InputError: If it cannot be made here.
+        """
+        if name in PRODUCTS_ONLY and not self.is_dense:
+            raise InputError("exact blocks are cut from the exact matrix; pass method='dense', or fewer params")
+        if name == "low-rank":
+            return self._low_rank(), f"top {min(self.rank, self.size - 1)} eigenpairs, diagonal of the rest"
+        every = torch.arange(self.size, device=self.device)
+        makers: dict[str, Callable[[], list[Structure]]] = {
+            "identity": lambda: [],
+            "diagonal": lambda: [diagonal(every, self.exact_diagonal)],
+            "tensor": lambda: self._blocks({n: n for n in self.slices}),
+            "layer": lambda: self._blocks(self._groups(lambda part: part.layer)),
+            "type": lambda: self._blocks(self._groups(lambda part: part.type)),
+            "kfac": lambda: self._completed(self.factors.kfac()),
+            "ekfac": lambda: self._completed(self.factors.ekfac()),
+            "adam": lambda: self.moments.adam(),
+            "shampoo": lambda: self.moments.shampoo(),
+            "muon": lambda: self.moments.muon(),
+        }
+        model = StructuredOperator(self.size, makers[name](), self.dtype, self.device)
+        about = NAMES[name]
+        if name in ("kfac", "ekfac"):
+            covered = sum(len(part.at) for part in self.factors.kfac())
+            about += f"; {covered:,} of {self.size:,} entries" if covered < self.size else ""
+        return model, about
+
+    def _blocks(self, groups: Mapping[str, Any]) -> list[Structure]:
+        found: list[Structure] = []
+        for wanted in groups.values():
+            at = positions(WHO, wanted, self.shapes, self.slices).to(self.device)
+            found.append(dense_block(at, self.matrix[at.unsqueeze(1), at]))
+        return found
+
+    def _groups(self, key: Callable[[Any], Any]) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for part in model_parts(self.module):
+            if part.parameter in self.slices:
+                found.setdefault(str(key(part)), []).append(part.name)
+        return found
+
+    def _completed(self, structures: list[Structure]) -> list[Structure]:
+        """Add the exact diagonal of the entries without factors; that of the Gauss-Newton matrix, as the factors are."""
+        if not structures:
+            raise InputError("no weight or bias occurs just once, so that there are no Kronecker factors")
+        covered = torch.zeros(self.size, dtype=torch.bool, device=self.device)
+        for part in structures:
+            covered[part.at] = True
+        left = (~covered).nonzero()[:, 0]
+        return [*structures, diagonal(left, self._outer_diagonal[left])] if len(left) else structures
+
+    @cached_property
+    def _outer_diagonal(self) -> Tensor:
+        if self.options["kind"] != "hessian":
+            return self.exact_diagonal
+        options = {**self.options, "kind": "ggn"}
+        return hessian_diagonal(self.module, self.data, batch_size=self.batch_size, method="auto", **options).flat
+
+    def _low_rank(self) -> LowRankPlusDiagonal:
+        k = min(self.rank, self.size - 1)
+        if self.is_dense:
+            values, basis = torch.linalg.eigh(self.matrix)
+            top = values.abs().argsort(descending=True)[:k]
+            values, basis = values[top], basis[:, top]
+        else:
+            start = np.random.default_rng(self.options["seed"]).standard_normal(self.size).astype(self.operator.dtype)
+            found = eigsh(self.operator, k=k, which="LM", v0=start, tol=1e-3)
+            values, basis = (torch.from_numpy(x).to(self.device, self.dtype) for x in found)
+        rest = self.exact_diagonal - (basis.square() * values).sum(1)
+        return LowRankPlusDiagonal(basis, values, rest)

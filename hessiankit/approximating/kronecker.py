@@ -1,0 +1,243 @@
+"""Kronecker factors of weights, from their inputs and from gradients of their outputs for every column of L''."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hessiankit.approximating.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
+from hessiankit.curvature.jacobian import JacobianOperator
+from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian
+from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
+from hessiankit.engine.problem.loss_trace import samples_are_independent
+from hessiankit.engine.problem.task import Task
+from hessiankit.engine.sites import Site, find_sites
+from hessiankit.tracing.trace import Trace
+
+ENTRIES = 2**23
+"""Numbers of one chunk of gradients."""
+
+
+class SiteJacobian(JacobianOperator):
+    """The Jacobian of the output of one batch, with the sites of weights and biases on the way."""
+
+    sites: dict[int, Site]
+    leading: dict[int, int]
+
+    def _prepare(self, task: Task, trace: Trace) -> None:
+        super()._prepare(task, trace)
+        reached = {output for _, _, output in self._steps}
+        self.sites = {at: site for at, site in find_sites(trace).items() if at in reached}
+        self.leading = {at: trace.values[at].shape[0] for at in self.sites}
+        self.output = trace.values[self._output]
+
+    def at_sites(self, rows: Tensor) -> dict[int, Tensor]:
+        """Return covectors (S, outputs) pulled back to the value of each site: (S, rows, p)."""
+        bars: dict[int, Tensor] = {self._output: rows.reshape(-1, *self.output_shape)}
+        found = {}
+        with self._at_the_point():
+            for point, inputs, output in self._steps:
+                bar = bars.pop(output, None)
+                if bar is None:
+                    continue
+                if output in self.sites:
+                    found[output] = bar.reshape(len(bar), -1, bar.shape[-1])
+                for at, covector in zip(inputs, point.pull(bar), strict=True):
+                    if at is not None and covector is not None:
+                        bars[at] = bars[at] + covector if at in bars else covector
+        return found
+
+
+def columns(task: Task, Z: Tensor, share: float) -> Tensor:
+    """Return vectors s, (K, B, T, C), whose outer products sum to the second derivative of ``share`` times the loss in each row.
+
+    Squared error: sqrt(2/N) e_c. Cross entropy: sqrt(p_c / N) (e_c - p). A sampled Fisher: its gradients.
+
+    Args:
+        task: With a named loss.
+        Z: The output.
+        share: What the loss is multiplied by.
+    """
+    if task.loss == QUADRATIC_MODEL:
+        G = task.target[:, 3:]
+        return share**0.5 * G.transpose(0, 1).reshape(G.shape[1], len(G), -1, G.shape[-1])
+    count = known_count(task.loss, task.target)
+    assert count is not None
+    if task.loss == "mse":
+        rows = Z.reshape(-1, 1, 1) if Z.ndim < 2 else Z.reshape(len(Z), -1, Z.shape[-1])
+        eye = torch.eye(rows.shape[-1], dtype=Z.dtype, device=Z.device)
+        return (2 * share / count) ** 0.5 * eye[:, None, None, :].expand(-1, *rows.shape)
+    rows = Z.reshape(1 if Z.ndim == 1 else len(Z), -1, Z.shape[-1])
+    p = torch.softmax(rows, -1)
+    s = p.movedim(-1, 0).unsqueeze(-1).sqrt() * (torch.eye(p.shape[-1]).to(p)[:, None, None, :] - p)
+    counted = (task.target != IGNORE_INDEX).reshape(1, *rows.shape[:2], 1)
+    return (share / count) ** 0.5 * s * counted
+
+
+@dataclass
+class LayerFactors:
+    """A parameter's use at one site, with its Kronecker factors as they are summed.
+
+    Attributes:
+        parameter: Its name.
+        at: Positions in the parameter's vec_r, None: all.
+        transposed: Whether it is stored as (outputs, inputs).
+        inputs: sum of x x^T; None for a bias.
+        gradients: sum of g g^T.
+        rows: How many rows were summed.
+    """
+
+    parameter: str
+    at: Tensor | None
+    transposed: bool
+    inputs: Tensor | None
+    gradients: Tensor
+    rows: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class FactoredBatch:
+    """A batch: its Jacobian, the columns of L'' (K, B, T, C), and whether one covector may hold a column of every sample.
+
+    Attributes:
+        J: The Jacobian.
+        columns: See :func:`columns`.
+        together: Whether the rows of a site are those of the samples, one after the other, that do not depend on each other.
+        held: Weights and biases by the id of their site's value.
+    """
+
+    J: SiteJacobian
+    columns: Tensor
+    together: bool
+    held: list[tuple[int, ParameterJacobian]]
+
+
+class KroneckerFactors:
+    """Kronecker factors of the Gauss-Newton blocks of the weights and biases of some batches.
+
+    For z = X W, A = sum_n x_n x_n^T / rows and G = sum g_n g_n^T over rows n and over the columns of L'', each pulled back by
+    itself: the expectation of KFAC-expand over the model's labels (Martens and Grosse 2015; Eschenhagen et al. 2023). Weights
+    and biases are separate. Parameters that occur at several sites, or in other ways, have no factors.
+
+    Args:
+        tasks: The batches, with named losses, or those of a sampled Fisher.
+        shares: What each loss is multiplied by.
+
+    Attributes:
+        weights: What has factors.
+    """
+
+    def __init__(self, tasks: Sequence[Task], shares: Sequence[float]) -> None:
+        self.slices = tasks[0].slices
+        self.weights: list[LayerFactors] = []
+        self._batches: list[FactoredBatch] = []
+        for task, share in zip(tasks, shares, strict=True):
+            J = SiteJacobian(replace(task, reference=None))
+            together = J.output.ndim > 0 and len(J.output) == task.batch > 1 and samples_are_independent(task)
+            together = together and all(n == task.batch for n in J.leading.values())
+            self._batches.append(FactoredBatch(J, columns(task, J.output, share), together, self._used_once(J)))
+        held = self._batches[0].held
+        for other in self._batches[1:]:
+            held = [(at, one) for at, one in held if one.parameter in {x.parameter for _, x in other.held}]
+        names = {one.parameter for _, one in held}
+        for n, batch in enumerate(self._batches):
+            self._batches[n] = replace(batch, held=[(at, one) for at, one in batch.held if one.parameter in names])
+        zeros = self._batches[0].J.output.new_zeros
+        for _, one in self._batches[0].held:
+            is_weight = isinstance(one, WeightJacobian)
+            width, n = (one.width, one.X.shape[1]) if isinstance(one, WeightJacobian) else (one.size, 0)
+            transposed = isinstance(one, WeightJacobian) and one.transposed
+            inputs = zeros(n, n) if is_weight else None
+            self.weights.append(LayerFactors(one.parameter, one.at, transposed, inputs, zeros(width, width)))
+        for batch in self._batches:
+            self._add(batch)
+
+    def _used_once(self, J: SiteJacobian) -> list[tuple[int, ParameterJacobian]]:
+        """Return the weights and biases whose whole gradient comes from one site, in the order of the sites."""
+        generator = torch.Generator().manual_seed(0)
+        u = torch.randn(1, J.shape[0], generator=generator, dtype=torch.float64).to(J.device, J.torch_dtype)
+        bars, whole = J.at_sites(u), J.pull(u)[0]
+        found = []
+        for at, site in J.sites.items():
+            for one in site.jacobians:
+                bias = isinstance(one, GainJacobian) and one.is_ones
+                if at not in bars or not (isinstance(one, WeightJacobian) or bias):
+                    continue
+                own = one.vjp(bars[at][0].unsqueeze(-1))[:, 0]
+                of_whole = whole[J.slices[one.parameter]]
+                of_whole = of_whole if one.at is None else of_whole[one.at.to(J.device)]
+                if float((own - of_whole).abs().max()) <= torch.finfo(J.torch_dtype).eps ** 0.5 * float(own.abs().max()):
+                    found.append((at, one))
+        return found
+
+    def _add(self, batch: FactoredBatch) -> None:
+        for weight, (_, one) in zip(self.weights, batch.held, strict=True):
+            if isinstance(one, WeightJacobian):
+                assert weight.inputs is not None
+                weight.inputs += one.X.T @ one.X
+                weight.rows += len(one.X)
+        for bars in self._bars(batch):
+            for weight, (at, _) in zip(self.weights, batch.held, strict=True):
+                if at in bars:
+                    g = bars[at].reshape(-1, bars[at].shape[-1])
+                    weight.gradients += g.T @ g
+
+    def _bars(self, batch: FactoredBatch) -> Iterator[dict[int, Tensor]]:
+        """Yield gradients at the sites for some columns of L'' at a time."""
+        J, (K, B, T, C) = batch.J, batch.columns.shape
+        most = max(1, min(J.block_size, ENTRIES // J.output.numel()))
+        samples: list[Any] = [slice(None)] if batch.together else list(range(B))
+        places = [(k, t, b) for k in range(K) for t in range(T) for b in samples]
+        for start in range(0, len(places), most):
+            some = places[start : start + most]
+            rows = batch.columns.new_zeros(len(some), B, T, C)
+            for n, (k, t, b) in enumerate(some):
+                rows[n, b, t] = batch.columns[k, b, t]
+            yield J.at_sites(rows.reshape(len(some), -1))
+
+    def positions(self, weight: LayerFactors) -> Tensor:
+        """Return the positions of a weight's entries in a vector of all parameters, (i p,) in vec_r of how it is stored."""
+        rows = self.slices[weight.parameter]
+        every = torch.arange(rows.start, rows.stop, device=weight.gradients.device)
+        return every if weight.at is None else every[weight.at.to(every.device)]
+
+    def kfac(self) -> list[Structure]:
+        """Return A (x) G for every weight, G for every bias."""
+        found: list[Structure] = []
+        for w in self.weights:
+            if w.inputs is None:
+                found.append(dense_block(self.positions(w), w.gradients))
+            else:
+                pair = (w.inputs / w.rows, w.gradients)
+                found.append(kronecker_block(self.positions(w), *(pair[::-1] if w.transposed else pair)))
+        return found
+
+    def ekfac(self) -> list[Structure]:
+        """Return (U_A (x) U_G) diag(s) (U_A (x) U_G)^T, s the diagonal of the exact block in that basis (George et al. 2018)."""
+        kfac = self.kfac()
+        squares = [torch.zeros_like(part.values) for part in kfac]
+        for batch in self._batches:
+            for bars in self._bars(batch):
+                for part, total, (at, one) in zip(kfac, squares, batch.held, strict=True):
+                    if at in bars:
+                        groups = batch.J.leading[at] if batch.together else 1
+                        total += _squares(part, one, bars[at].reshape(len(bars[at]), groups, -1, bars[at].shape[-1]))
+        return [replace(part, values=total) for part, total in zip(kfac, squares, strict=True)]
+
+
+def _squares(part: Structure, one: ParameterJacobian, g: Tensor) -> Tensor:
+    """Return the sums of squares of gradients in the basis of a structure: g (S, samples, rows, p) to (n,)."""
+    if isinstance(part, DenseBlock):
+        return (g.sum(2) @ part.basis).square().sum((0, 1))
+    assert isinstance(part, KroneckerBlock)
+    assert isinstance(one, WeightJacobian)
+    U, V = (part.right, part.left) if one.transposed else (part.left, part.right)
+    x = one.X.reshape(g.shape[1], -1, one.X.shape[1]) @ U
+    total = x.new_zeros(U.shape[1], V.shape[1])
+    for some in (g @ V).split(max(1, ENTRIES // (g.shape[1] * total.numel()))):
+        total += torch.einsum("bti,sbtp->sbip", x, some).square().sum((0, 1))
+    return (total.T if one.transposed else total).reshape(-1)

@@ -1,0 +1,239 @@
+"""Errors of an approximation against the exact matrix, its step, the condition number it leaves: dense, or by products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from scipy.linalg import LinAlgError, eigh
+from scipy.sparse.linalg import LinearOperator, cg
+from torch import Tensor
+
+from hessiankit.approximating.structures import LowRankPlusDiagonal, StructuredOperator
+from hessiankit.curvature.dense import spectral_norm
+from hessiankit.curvature.estimators import Estimate, half_width, leave_one_out
+from hessiankit.curvature.operator import HessianOperator
+from hessiankit.support.errors import InputError
+from hessiankit.support.lanczos import lanczos
+
+Model = StructuredOperator | LowRankPlusDiagonal
+LEVEL = 0.95
+"""Confidence level of the intervals."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What is measured of an approximation C of a matrix A, with the preconditioner M that belongs to it.
+
+    Attributes:
+        frobenius: ||A - C||_F / ||A||_F.
+        spectral: ||A - C||_2 / ||A||_2.
+        alignment: <A, C>_F / (||A||_F ||C||_F), which does not depend on the scale of C; NaN by products.
+        step_cosine: The cosine of M^-1 g with (A + damping I)^-1 g, g the gradient.
+        condition: The condition number of M^(-1/2) (A + damping I) M^(-1/2); NaN where it is not known, infinite where M or
+            A + damping I is not positive definite.
+        pairs: ||(A - C)_ij||_F by pair of parameters, (n, n); None by products.
+        spectral_pairs: ||(A - C)_ij||_2 likewise.
+    """
+
+    frobenius: Estimate
+    spectral: Estimate
+    alignment: float
+    step_cosine: float
+    condition: float
+    pairs: Tensor | None = None
+    spectral_pairs: Tensor | None = None
+
+
+def cosine(u: Tensor, v: Tensor) -> float:
+    """Return the cosine of two vectors; NaN where one is zero.
+
+    >>> cosine(torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.0]))
+    1.0
+    """
+    size = float(u.norm() * v.norm())
+    return float(u @ v) / size if size else math.nan
+
+
+def block_norms(matrix: Tensor, slices: dict[str, slice]) -> tuple[Tensor, Tensor]:
+    """Return the Frobenius and the spectral norm of every block (i, j) of a symmetric matrix, (n, n) each."""
+    n, rows = len(slices), list(slices.values())
+    found = torch.zeros(2, n, n, dtype=torch.float64)
+    for i in range(n):
+        for j in range(i, n):
+            block = matrix[rows[i], rows[j]]
+            norms = torch.tensor([float(block.norm()), spectral_norm(block)], dtype=torch.float64)
+            found[:, i, j] = found[:, j, i] = norms
+    return found[0], found[1]
+
+
+class DenseTruth:
+    """The exact matrix A in memory, with what every comparison needs of it.
+
+    Args:
+        matrix: A, (P, P).
+        gradient: g, (P,).
+        slices: Entries of each parameter.
+        damping: None: 1 % of the spectral norm, and on top of it minus the least eigenvalue where that is negative.
+
+    Attributes:
+        least: The least eigenvalue of A.
+        spectral: Its spectral norm.
+        frobenius: Its Frobenius norm.
+        damping: The number that is added to the diagonal.
+        pairs: Norms of its blocks, see :func:`block_norms`.
+    """
+
+    def __init__(self, matrix: Tensor, gradient: Tensor, slices: dict[str, slice], damping: float | None) -> None:
+        self.matrix, self.gradient, self.slices = matrix.double().cpu(), gradient.double().cpu(), slices
+        values = torch.linalg.eigvalsh(self.matrix)
+        self.least, self.spectral = float(values[0]), float(values.abs().max())
+        if not self.spectral:
+            raise InputError("approximations: the exact matrix is zero, so that no error is defined; check loss and parameters")
+        self.frobenius = float(self.matrix.norm())
+        self.damping = default_damping(self.spectral, self.least) if damping is None else damping
+        self.damped = self.matrix + self.damping * torch.eye(len(values), dtype=torch.float64)
+        self.step = torch.linalg.solve(self.damped, self.gradient)
+        self.pairs = block_norms(self.matrix, slices)
+
+    def measure(self, model: Model, power: float) -> Measures:
+        """Return the measures of C, with M = (C + damping I)^power, the damping in proportion to the size of C if power < 1."""
+        C = model.to_matrix().double().cpu()
+        E = self.matrix - C
+        damping = self.damping if power == 1 else self.damping * model.largest / self.spectral
+        M = C + damping * torch.eye(len(C), dtype=torch.float64)
+        if power != 1:
+            values, basis = torch.linalg.eigh((M + M.T) / 2)
+            M = (basis * values.clamp(min=0) ** power) @ basis.T
+        pairs, spectral_pairs = block_norms(E, self.slices)
+        return Measures(
+            Estimate(float(E.norm()) / self.frobenius, 0.0),
+            Estimate(spectral_norm(E, symmetric=True) / self.spectral, 0.0),
+            cosine(self.matrix.flatten(), C.flatten()),
+            cosine(self.step, torch.linalg.lstsq(M, self.gradient.unsqueeze(1), driver="gelsd").solution[:, 0]),
+            self._condition(M),
+            pairs,
+            spectral_pairs,
+        )
+
+    def _condition(self, M: Tensor) -> float:
+        try:
+            values = eigh(self.damped.numpy(), M.numpy(), eigvals_only=True)
+        except LinAlgError:
+            return math.inf
+        return float(values[-1] / values[0]) if values[0] > 0 else math.inf
+
+
+def default_damping(spectral: float, least: float) -> float:
+    """Return 1 % of the spectral norm, and what makes the matrix positive semidefinite.
+
+    >>> default_damping(100.0, 2.0), default_damping(100.0, -3.0)
+    (1.0, 4.0)
+    """
+    return 0.01 * spectral + max(0.0, -least)
+
+
+class ProductTruth:
+    """The exact matrix A by its products: norms with intervals, the step by conjugate gradients, ends of spectra by Lanczos.
+
+    Args:
+        operator: A.
+        damping: As in :class:`DenseTruth`.
+        products: Products with A for each estimate.
+        seed: Of random vectors.
+
+    Attributes:
+        least: The least Ritz value of A.
+        spectral: Its largest magnitude of a Ritz value, a lower bound of the spectral norm.
+        frobenius: An estimate of the Frobenius norm.
+        damping: The number that is added to the diagonal.
+        notes: What has not converged.
+    """
+
+    def __init__(self, operator: HessianOperator, damping: float | None, products: int, seed: int) -> None:
+        self.operator, self.products, self.notes = operator, products, list[str]()
+        generator = torch.Generator().manual_seed(seed)
+        size = operator.shape[0]
+        self._start = torch.randn(size, generator=generator, dtype=torch.float64).to(operator.device, operator.torch_dtype)
+        signs = torch.randint(2, (size, min(products // 2, size - 1)), generator=generator)
+        self._signs = (signs.double() * 2 - 1).to(operator.device)
+        top, bottom = self._largest(operator.__matmul__, "A"), -self._largest(lambda v: -(operator @ v), "-A")
+        self.least, self.spectral = bottom, max(top, -bottom)
+        if not self.spectral:
+            raise InputError("approximations: the exact matrix is zero, so that no error is defined; check loss and parameters")
+        self._squares = self._norm(operator.__matmul__)
+        self.frobenius = self._squares.value
+        self.damping = default_damping(self.spectral, self.least) if damping is None else damping
+        self.gradient = operator.gradient
+        self.step = self._solve()
+
+    def _largest(self, product: Callable[[Tensor], Tensor], of: str) -> float:
+        found = lanczos(product, self._start, tol=1e-3, most=self.products)
+        if not found.converged:
+            state = f"a residual of {found.relative:.1%} after {found.products} products"
+            self.notes.append(f"the largest eigenvalue of {of} has {state}")
+        return found.value
+
+    def _norm(self, product: Callable[[Tensor], Tensor]) -> Estimate:
+        """Return the Frobenius norm with its interval."""
+        operator = self.operator
+        eps = torch.finfo(operator.torch_dtype).eps
+
+        def doubled(V: Tensor) -> Tensor:
+            return product(V.to(operator.torch_dtype)).double()
+
+        squares = leave_one_out(doubled, self._signs, eps)[1]
+        value, half = float(squares.mean()), float(half_width(squares, operator.shape[0], LEVEL))
+        root = math.sqrt(max(value, 0.0))
+        return Estimate(root, half / (2 * root) if root else 0.0)
+
+    def _solve(self) -> Tensor:
+        A = self.operator
+        damped = LinearOperator(A.shape, dtype=A.dtype, matvec=lambda v: A @ v + self.damping * v)
+        b = self.gradient.cpu().numpy()
+        x, failed = cg(damped, b, rtol=1e-6, maxiter=10 * self.products)
+        if failed:
+            self.notes.append(f"conjugate gradients for the exact step stopped after {failed} products, before rtol = 1e-6")
+        return torch.from_numpy(x).to(A.device)
+
+    def measure(self, model: Model, power: float) -> Measures:
+        """Return the measures of C, with M as in :meth:`DenseTruth.measure`."""
+        A = self.operator
+
+        def difference(V: Tensor) -> Tensor:
+            return A @ V - model @ V
+
+        norm = self._norm(difference)
+        relative = norm.value / self.frobenius
+        width = relative * math.hypot(
+            norm.half_width / norm.value if norm.value else 0.0, self._squares.half_width / self.frobenius
+        )
+        squared = lanczos(lambda v: difference(difference(v)), self._start, tol=1e-3, most=max(3, self.products // 2))
+        spectral = math.sqrt(max(squared.value, 0.0))
+        damping = self.damping if power == 1 else self.damping * model.largest / self.spectral
+        g = self.gradient.unsqueeze(0)
+        if isinstance(model, LowRankPlusDiagonal):
+            step, condition = model.solve(g, damping)[0], math.nan
+        else:
+            step = model.mapped(lambda v: (v + damping).clamp(min=0) ** -power)._rows(g)[0]
+            condition = self._condition(model.mapped(lambda v: (v + damping).clamp(min=0) ** (-power / 2)))
+        if not bool(torch.isfinite(step).all()):
+            return Measures(Estimate(relative, width), Estimate(spectral / self.spectral, 0.0), math.nan, math.nan, math.inf)
+        error = Estimate(spectral / self.spectral, squared.residual / (2 * spectral) / self.spectral if spectral else 0.0)
+        return Measures(Estimate(relative, width), error, math.nan, cosine(self.step, step), condition)
+
+    def _condition(self, root: StructuredOperator) -> float:
+        def product(v: Tensor) -> Tensor:
+            w = root @ v
+            return root @ (self.operator @ w + self.damping * w)
+
+        if not math.isfinite(root.largest):
+            return math.inf
+        top = self._largest(product, "M^(-1/2) (A + damping) M^(-1/2)")
+        found = lanczos(lambda v: top * v - product(v), self._start, tol=1e-7, most=self.products)
+        bottom = top - found.value
+        if bottom > 0 and found.residual > 0.1 * bottom:
+            self.notes.append("condition numbers are lower bounds: least eigenvalues have not converged; pass more products")
+        return top / bottom if bottom > 0 else math.inf

@@ -1,0 +1,96 @@
+"""The curvature that optimizers assume: Adam's second moment, Shampoo's and Muon's Kronecker factors, from gradients of samples.
+
+For mini-batches of b samples drawn with replacement, whose loss gradient has mean g and, for one sample, second moment E,
+
+    E[g_b g_b^T] = E / b + (1 - 1/b) g g^T,
+
+so that moments over mini-batches follow from the gradients of single samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hessiankit.approximating.structures import Structure, dense_block, diagonal, kronecker_block
+from hessiankit.curvature.jacobian import JacobianOperator
+from hessiankit.engine.problem.own_call import own_loss
+from hessiankit.engine.problem.task import Task
+
+
+def sample_gradients(tasks: Sequence[Task], shares: Sequence[float]) -> Tensor:
+    """Return the gradients of B samples' losses, scaled so that their mean is the gradient of the whole: (B, P)."""
+    found = []
+    samples = sum(len(task.read()) for task in tasks)
+    for task, share in zip(tasks, shares, strict=True):
+        J = JacobianOperator(replace(task, reference=None))
+        with task.at():
+            Z = task.read().detach().requires_grad_()
+            (slope,) = torch.autograd.grad(own_loss(task, Z), Z)
+        found.append(samples * share * J.sample_gradients(slope.detach().to(J.torch_dtype)))
+    return torch.cat(found)
+
+
+class MiniBatchMoments:
+    """Second moments of the gradients of mini-batches of b samples, from the gradients of single samples.
+
+    Args:
+        gradients: (B, P).
+        minibatch: b.
+        shapes: Shape of each parameter.
+        slices: Entries of each parameter.
+    """
+
+    def __init__(self, gradients: Tensor, minibatch: int, shapes: dict[str, tuple[int, ...]], slices: dict[str, slice]) -> None:
+        mean = gradients.mean(0, keepdim=True)
+        own = gradients * (1.0 / (len(gradients) * minibatch)) ** 0.5
+        self.rows = torch.cat([own, (1.0 - 1.0 / minibatch) ** 0.5 * mean]) if minibatch > 1 else own
+        self.mean, self.shapes, self.slices = mean[0], shapes, slices
+
+    def adam(self) -> list[Structure]:
+        """Return diag(v), v = E[g_b^2]: the stationary second moment of Adam (Kingma and Ba 2015), whose root it divides by."""
+        return [diagonal(torch.arange(self.rows.shape[1], device=self.rows.device), self.rows.square().sum(0))]
+
+    def shampoo(self) -> list[Structure]:
+        """Return L^(1/2) (x) R^(1/2), L = E[G_b G_b^T], R = E[G_b^T G_b], for matrices (Gupta, Koren and Singer 2018).
+
+        Its root is what Shampoo divides by: L^(-1/4) G R^(-1/4). For vectors it is E[g_b g_b^T].
+        """
+        found: list[Structure] = []
+        for name, rows in self.slices.items():
+            at = torch.arange(rows.start, rows.stop, device=self.rows.device)
+            G = self.rows[:, rows]
+            if len(self.shapes[name]) < 2:
+                found.append(dense_block(at, G.T @ G))
+                continue
+            G = G.reshape(len(G), self.shapes[name][0], -1)
+            left, right = torch.einsum("bij,bkj->ik", G, G), torch.einsum("bij,bik->jk", G, G)
+            found.append(kronecker_block(at, _root(left), _root(right)))
+        return found
+
+    def muon(self) -> list[Structure]:
+        """Return G G^T (x) I of the mean gradient G of each matrix, whose root turns G into its orthogonal factor U V^T.
+
+        Jordan et al., Muon, 2024. On the smaller side: I (x) G^T G where there are fewer columns. Vectors, which Muon leaves to
+        Adam, have Adam's second moment.
+        """
+        found: list[Structure] = []
+        for name, rows in self.slices.items():
+            at = torch.arange(rows.start, rows.stop, device=self.rows.device)
+            if len(self.shapes[name]) < 2:
+                found.append(diagonal(at, self.rows[:, rows].square().sum(0)))
+                continue
+            G = self.mean[rows].reshape(self.shapes[name][0], -1)
+            m, n = G.shape
+            pair = (G @ G.T, torch.eye(n).to(G)) if m <= n else (torch.eye(m).to(G), G.T @ G)
+            found.append(replace(kronecker_block(at, *pair), numbers=min(m, n) * (min(m, n) + 1) // 2))
+        return found
+
+
+def _root(matrix: Tensor) -> Tensor:
+    """Return the square root of a positive semidefinite matrix."""
+    values, basis = torch.linalg.eigh((matrix + matrix.T) / 2)
+    return (basis * values.clamp(min=0).sqrt()) @ basis.T

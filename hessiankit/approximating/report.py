@@ -1,0 +1,206 @@
+"""What approximations leave of a curvature matrix: a table, a picture and plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from torch import Tensor
+
+from hessiankit.approximating.measure import Measures
+from hessiankit.curvature.estimators import Estimate
+from hessiankit.curvature.plot_frame import DPI, INK, STYLE, Picture, write_picture
+from hessiankit.curvature.plots import block_norms_map, write_numbers
+from hessiankit.engine.problem.fisher import NAMES
+from hessiankit.support.errors import InputError, unknown
+from hessiankit.support.tables import Piece, Printed, table
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """One approximation and its measures.
+
+    Attributes:
+        name: As in :data:`hessiankit.approximating.approximations.NAMES`.
+        about: The structure in words.
+        numbers: How many numbers it stores.
+        power: Its step is (C + damping I)^-power g: 1, or 1/2 for optimizers that divide by a root.
+        measures: Errors, alignment, step and condition number.
+    """
+
+    name: str
+    about: str
+    numbers: int
+    power: float
+    measures: Measures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain Python numbers, without the errors by pair; infinite and unknown ones as None."""
+        m = self.measures
+        numbers = {"alignment": m.alignment, "step_cosine": m.step_cosine, "condition": m.condition}
+        return {
+            "about": self.about,
+            "numbers": self.numbers,
+            "power": self.power,
+            "frobenius": {"value": m.frobenius.value, "half_width": m.frobenius.half_width},
+            "spectral": {"value": m.spectral.value, "half_width": m.spectral.half_width},
+            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+        }
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ApproximationsReport(Printed):
+    """Approximations of a curvature matrix, each against the exact one; made by :func:`hessiankit.approximations`.
+
+    Attributes:
+        against: The kind of the exact matrix A.
+        parameters: P.
+        names: Of the parameters, in the order of the pairs.
+        loss: The loss at this point.
+        damping: The number added to the diagonal of A and, in proportion, of each approximation.
+        least: The least eigenvalue of A, or its Ritz value.
+        spectral: The spectral norm of A.
+        frobenius: Its Frobenius norm.
+        found: The approximations by name.
+        pairs: ||A_ij||_F by pair of parameters, (n, n); None where A was not formed.
+        spectral_pairs: ||A_ij||_2 likewise.
+        notes: What was left out or has not converged, and why.
+        seconds: Time taken.
+    """
+
+    against: str
+    parameters: int
+    names: tuple[str, ...]
+    loss: float
+    damping: float
+    least: float
+    spectral: float
+    frobenius: float
+    found: dict[str, Approximation]
+    pairs: Tensor | None
+    spectral_pairs: Tensor | None
+    notes: tuple[str, ...]
+    seconds: float
+
+    def __getitem__(self, name: str) -> Approximation:
+        if name not in self.found:
+            raise unknown("ApproximationsReport", "name", name, self.found)
+        return self.found[name]
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether norms are estimates, A not having been formed."""
+        return self.pairs is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python data; norms and errors by pair as nested lists."""
+        pairs = {name: one.measures.pairs for name, one in self.found.items()}
+        return {
+            "against": self.against,
+            "parameters": self.parameters,
+            "names": list(self.names),
+            "loss": self.loss,
+            "damping": self.damping,
+            "least_eigenvalue": self.least,
+            "spectral_norm": self.spectral,
+            "frobenius_norm": self.frobenius,
+            "approximations": {name: one.to_dict() for name, one in self.found.items()},
+            "pairs": None if self.pairs is None else self.pairs.tolist(),
+            "errors_by_pair": {name: x.tolist() for name, x in pairs.items() if x is not None},
+            "notes": list(self.notes),
+            "seconds": self.seconds,
+        }
+
+    def plot(self, path: Path | str | None = None) -> Picture:
+        """Draw error, cosine of the step and condition number of every approximation as bars.
+
+        Args:
+            path: Where to write the picture; its suffix chooses the format. The numbers go beside it as CSV.
+        """
+        rows = list(self.found.values())[::-1]
+        panels = [
+            (r"$\|A-C\|_F\,/\,\|A\|_F$", [r.measures.frobenius.value for r in rows], "linear"),
+            ("cosine with the exact step", [r.measures.step_cosine for r in rows], "linear"),
+            ("condition number left", [r.measures.condition for r in rows], "log"),
+        ]
+        with mpl.rc_context(STYLE):
+            figure = Picture(figsize=(7.5, 0.6 + 0.26 * len(rows)), dpi=DPI, layout="constrained")
+            FigureCanvasAgg(figure)
+            axes = figure.subplots(1, 3, sharey=True)
+            for axis, (title, values, scale) in zip(axes, panels, strict=True):
+                shown = [v if math.isfinite(v) else 0.0 for v in values]
+                if title.startswith("$"):
+                    shown = [min(v, 2.0) for v in shown]
+                    axis.set_xlim(0, 1.05 * max(1.0, *shown))
+                axis.barh([r.name for r in rows], shown, color="0.75", height=0.7)
+                axis.set_xscale(scale)
+                axis.set_title(title, fontsize=8)
+                for y, value in enumerate(values):
+                    text = f"{value:.2g}" if math.isfinite(value) else "not definite" if math.isinf(value) else "unknown"
+                    axis.annotate(text, (0.02, y), xycoords=("axes fraction", "data"), va="center", fontsize=7, color=INK)
+            of = f"{NAMES[self.against]}, {self.parameters:,} parameters, damping {self.damping:.3g}"
+            figure.suptitle(of, fontsize=9)
+        if path is not None:
+            write_picture("plot", figure, Path(path))
+            header = ("approximation", "frobenius", "spectral", "alignment", "step cosine", "condition")
+            write_numbers(Path(path).with_suffix(".csv"), header, [(r.name, *map(_full, _values(r))) for r in rows[::-1]])
+        return figure
+
+    def plot_pairs(self, name: str, path: Path | str | None = None) -> Picture:
+        """Draw ||(A - C)_ij||_F of one approximation by pair of parameters.
+
+        Args:
+            name: Of the approximation.
+            path: As in :meth:`plot`.
+
+        Raises:
+            InputError: If A was not formed.
+        """
+        errors = self[name].measures.pairs
+        if errors is None:
+            raise InputError("plot_pairs: errors by pair need the exact matrix in memory; pass method='dense', or fewer params")
+        return block_norms_map(errors, self.names, title=self[name].about, path=path, norm=r"$\|(A-C)_{ij}\|_F$")
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for one in self.found.values():
+            shown = map(_shown, _values(one)[2:])
+            m = one.measures
+            yield one.name, one.about, f"{one.numbers:,}", _interval(m.frobenius), _interval(m.spectral), *shown
+
+    def _headline(self) -> str:
+        exact = "estimated by products" if self.is_estimate else "exact"
+        return (
+            f"approximations of the {NAMES[self.against]}, {self.parameters:,} parameters: ||A||_2 {self.spectral:.4g}, "
+            f"||A||_F {self.frobenius:.4g} ({exact}), least eigenvalue {self.least:.3g}, damping {self.damping:.3g}, "
+            f"loss {self.loss:.4g}, {self.seconds:.2f} s"
+        )
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield table(_HEADERS, self._rows(), left=2, prose=("structure",), drop=("structure", "numbers", "alignment"))
+        yield from self.notes
+
+
+_HEADERS = ("approximation", "structure", "numbers", "error F", "error 2", "alignment", "cosine of step", "condition")
+
+
+def _values(one: Approximation) -> tuple[float, ...]:
+    m = one.measures
+    return m.frobenius.value, m.spectral.value, m.alignment, m.step_cosine, m.condition
+
+
+def _shown(value: float) -> str:
+    return "" if math.isnan(value) else "inf" if math.isinf(value) else f"{value:.3g}"
+
+
+def _full(value: float) -> str:
+    return f"{value:.9g}" if math.isfinite(value) else ""
+
+
+def _interval(value: Estimate) -> str:
+    return f"{value.value:.3g}" + (f" +- {value.half_width:.1g}" if value.half_width else "")

@@ -1,0 +1,194 @@
+"""Symmetric matrices whose eigenvectors are known by structure: diagonals, dense blocks, Kronecker products, and their sums."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hessiankit.curvature.tensor_operator import TensorOperator
+
+
+@dataclass(frozen=True, eq=False)
+class Structure(ABC):
+    """A symmetric matrix U diag(values) U^T on some entries of a vector.
+
+    Attributes:
+        at: Positions of the entries, (n,).
+        values: Eigenvalues, (n,), in the order of the columns of U.
+        numbers: How many numbers the structure stores.
+    """
+
+    at: Tensor
+    values: Tensor
+    numbers: int
+
+    @abstractmethod
+    def to_basis(self, rows: Tensor) -> Tensor:
+        """Return U^T times the rows, (S, n)."""
+
+    @abstractmethod
+    def from_basis(self, rows: Tensor) -> Tensor:
+        """Return U times the rows, (S, n)."""
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalBlock(Structure):
+    """A diagonal: U = I."""
+
+    def to_basis(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def from_basis(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class DenseBlock(Structure):
+    """A dense symmetric block.
+
+    Attributes:
+        basis: U, (n, n).
+    """
+
+    basis: Tensor
+
+    def to_basis(self, rows: Tensor) -> Tensor:
+        return rows @ self.basis
+
+    def from_basis(self, rows: Tensor) -> Tensor:
+        return rows @ self.basis.T
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerBlock(Structure):
+    """A matrix (U_1 (x) U_2) diag(values) (U_1 (x) U_2)^T on the entries of a weight (m, n) in vec_r.
+
+    Attributes:
+        left: U_1, (m, m).
+        right: U_2, (n, n).
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def to_basis(self, rows: Tensor) -> Tensor:
+        return (self.left.T @ self._matrices(rows) @ self.right).flatten(1)
+
+    def from_basis(self, rows: Tensor) -> Tensor:
+        return (self.left @ self._matrices(rows) @ self.right.T).flatten(1)
+
+    def _matrices(self, rows: Tensor) -> Tensor:
+        return rows.reshape(-1, len(self.left), len(self.right))
+
+
+def diagonal(at: Tensor, values: Tensor) -> DiagonalBlock:
+    """Return a diagonal structure from its entries (n,)."""
+    return DiagonalBlock(at, values, values.numel())
+
+
+def dense_block(at: Tensor, matrix: Tensor) -> DenseBlock:
+    """Return a dense block from a symmetric matrix (n, n).
+
+    >>> dense_block(torch.arange(2), torch.tensor([[2.0, 1.0], [1.0, 2.0]])).values.tolist()
+    [1.0, 3.0]
+    """
+    values, basis = torch.linalg.eigh((matrix + matrix.T) / 2)
+    n = len(at)
+    return DenseBlock(at, values, n * (n + 1) // 2, basis)
+
+
+def kronecker_block(at: Tensor, left: Tensor, right: Tensor) -> KroneckerBlock:
+    """Return left (x) right from two symmetric factors (m, m) and (n, n).
+
+    >>> kronecker_block(torch.arange(2), torch.tensor([[2.0]]), torch.diag(torch.tensor([3.0, 5.0]))).values.tolist()
+    [6.0, 10.0]
+    """
+    a, U = torch.linalg.eigh((left + left.T) / 2)
+    b, V = torch.linalg.eigh((right + right.T) / 2)
+    numbers = sum(len(x) * (len(x) + 1) // 2 for x in (a, b))
+    return KroneckerBlock(at, torch.outer(a, b).reshape(-1), numbers, U, V)
+
+
+class StructuredOperator(TensorOperator):
+    """A symmetric matrix that is a direct sum of structures on disjoint entries; entries in none of them are zero.
+
+    Attributes:
+        structures: The summands.
+    """
+
+    def __init__(self, size: int, structures: Sequence[Structure], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__((size, size), dtype, device)
+        self.structures, self.block_size = tuple(structures), 64
+        covered = torch.zeros(size, dtype=torch.bool)
+        for part in structures:
+            covered[part.at.cpu()] = True
+        self.rest = (~covered).nonzero()[:, 0].to(device)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the matrix stores."""
+        return sum(part.numbers for part in self.structures)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> StructuredOperator:
+        """Return f(A): the function applied to the eigenvalues, those that are zero for want of a structure too."""
+        found: list[Structure] = [replace(part, values=function(part.values)) for part in self.structures]
+        if len(self.rest):
+            zeros = torch.zeros(len(self.rest), dtype=self.torch_dtype, device=self.device)
+            found.append(DiagonalBlock(self.rest, function(zeros), 0))
+        return StructuredOperator(self.shape[0], found, self.torch_dtype, self.device)
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of an eigenvalue."""
+        return max((float(part.values.abs().max()) for part in self.structures), default=0.0)
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for part in self.structures:
+            out[:, part.at] = part.from_basis(part.to_basis(rows[:, part.at]) * part.values)
+        return out
+
+    def _adjoint(self) -> StructuredOperator:
+        return self
+
+
+class LowRankPlusDiagonal(TensorOperator):
+    """U diag(values) U^T + diag(d), with U (P, k) orthonormal.
+
+    Attributes:
+        basis: U.
+        values: (k,).
+        diagonal: d, (P,).
+    """
+
+    def __init__(self, basis: Tensor, values: Tensor, diagonal: Tensor) -> None:
+        super().__init__((len(basis), len(basis)), basis.dtype, basis.device)
+        self.basis, self.values, self.diagonal, self.block_size = basis, values, diagonal, 64
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the matrix stores."""
+        return self.basis.numel() + self.values.numel() + self.diagonal.numel()
+
+    @property
+    def largest(self) -> float:
+        """An upper bound of the largest magnitude of an eigenvalue."""
+        return float(self.values.abs().max()) + float(self.diagonal.abs().max())
+
+    def solve(self, rows: Tensor, damping: float) -> Tensor:
+        """Return (A + damping I)^-1 times the rows, (S, P), by the Woodbury identity."""
+        D = self.diagonal + damping
+        scaled = self.basis / D.unsqueeze(1)
+        kept = self.values != 0
+        inner = torch.diag(1 / self.values[kept]) + self.basis[:, kept].T @ scaled[:, kept]
+        return rows / D - (torch.linalg.solve(inner, (rows @ scaled[:, kept]).T)).T @ scaled[:, kept].T
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return rows * self.diagonal + (rows @ self.basis * self.values) @ self.basis.T
+
+    def _adjoint(self) -> LowRankPlusDiagonal:
+        return self
