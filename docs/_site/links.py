@@ -5,10 +5,15 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from notebook_pages import notebook_page
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
@@ -60,11 +65,13 @@ def _each_link(markdown: str, folder: str, change: Any) -> str:
 
 
 def text_of(target: str) -> str:
-    """Return the page of a file: a Markdown page as it is; code in a fence; a folder as a list."""
+    """Return the page of a file: a Markdown page as it is; a notebook with its outputs; code in a fence; a folder as a list."""
     path = ROOT / target
     if path.is_dir():
         rows = [f"| `{file.name}` | {_summary(file)} |" for file in sorted(path.glob("*.py"))]
         return "\n".join([f"# {target}/", "", "| file | |", "|---|---|", *rows])
+    if path.suffix == ".ipynb":
+        return rewritten(notebook_page(path), posixpath.dirname(target), page_of(target))
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return rewritten(text, posixpath.dirname(target), page_of(target))

@@ -1,0 +1,117 @@
+# %% [markdown]
+# # `check` in your own tests
+#
+# A module of one's own has a derivative that torch computes, and a second derivative that some of torch's routes compute wrongly.
+# This notebook writes a pytest file for a small attention block, runs it, breaks the block, and runs it again.
+#
+# 1. A test of one line; `pytest --hessian` lists what the tests of a project compared.
+# 2. A layer whose backward is wrong: what the test says.
+# 3. A reference that is wrong: it is named and not counted.
+
+# %%
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import hessiankit
+
+Path("block.py").write_text('''
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    """Pre-norm attention of one head with a gated residual connection."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.gate = nn.Parameter(torch.ones(d))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        a = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return x + torch.tanh(self.gate) * self.out(a @ v)
+''')
+
+Path("test_block.py").write_text('''
+import torch
+from block import Block
+from hessiankit.verify.testing import assert_hessian_matches
+
+
+def perturbed(module):
+    """Gains that are 1 and biases that are 0 hide errors."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p += 0.3 * torch.randn_like(p)
+    return module
+
+
+def test_second_derivatives():
+    torch.manual_seed(0)
+    assert_hessian_matches(perturbed(Block(4)), torch.randn(2, 3, 4), torch.randn(2, 3, 4), loss="mse")
+''')
+
+
+def run(*arguments):
+    """Run pytest in this folder and return what it printed, without the time it took."""
+    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False).stdout.rsplit(" in ", 1)[0]
+
+
+listed = run("test_block.py", "--hessian")
+print(listed)
+assert "1 passed" in listed
+
+# %% [markdown]
+# ## 2. A layer whose derivative is wrong
+#
+# A function with a backward of its own is where second derivatives go wrong: the gradient below is right, but as it is
+# computed from a detached value, autograd loses the second derivative. A test of the gradient passes; `gradgradcheck` would
+# notice, and so does this test.
+
+# %%
+broken = Path("block.py").read_text().replace("torch.tanh(self.gate)", "Tanh.apply(self.gate)")
+Path("block.py").write_text(
+    broken
+    + '''
+
+class Tanh(torch.autograd.Function):
+    """tanh with a backward that forgets how its own value depends on the input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.y = y.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.y**2)
+'''
+)
+said = run("test_block.py", "--tb=short")
+assert "1 failed" in said
+errors = [line for line in said.splitlines() if line.startswith("E ")]
+print("\n".join(line for line in errors if "NOT VERIFIED: " in line or "UNHEALTHY: " in line))
+
+# %% [markdown]
+# Backward is right, its derivative is not: what autograd makes of it and central differences of the gradient differ, so no
+# reference is left that counts, and a check without two of them does not pass.
+
+# %% [markdown]
+# ## 3. A reference that is wrong
+#
+# `torch.func.hessian` loses a term through `nn.LayerNorm` with a gain. Every reference is tested for symmetry and against the
+# others before it counts; the report says which were left out, and why.
+
+# %%
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+report = hessiankit.check(net, torch.randn(5, 3), torch.randn(5, 2), loss="mse")
+print("\n".join(report.health_lines()))
+print(report.verdict)
+assert report
