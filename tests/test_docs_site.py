@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 PACKAGES = (
-    "hessiankit", "hessiankit.blocks", "hessiankit.diagnostics.depth", "hessiankit.diagnostics.distributed", "hessiankit.diagnostics.sharpness", "hessiankit.ledger",
+    "hessiankit", "hessiankit.blocks", "hessiankit.diagnostics.depth", "hessiankit.diagnostics.distributed", "hessiankit.diagnostics.sharpness", "hessiankit.landscape", "hessiankit.ledger",
     "hessiankit.diagnostics.monitoring", "hessiankit.optim", "hessiankit.partition", "hessiankit.verify", "derivations.bounds", "derivations.matrix",
 )  # fmt: skip
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}

@@ -1,0 +1,338 @@
+r"""Slices of the loss along directions or to another checkpoint, beside the quadratic model of the exact Hessian.
+
+    L(theta + t d)   and   q(t) = L(theta) + t <g, d> + t^2 / 2 <d, H d> .
+
+Lines between checkpoints: Goodfellow, Vinyals and Saxe, "Qualitatively characterizing neural network optimization problems",
+2015. Directions of which every filter has the length of the module's: Li, Xu, Taylor, Studer and Goldstein, "Visualizing the
+loss landscape of neural nets", 2018, Sec. 4.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.curvature.operator import hessian_operator
+from hessiankit.engine.problem.batches import Weights, gather
+from hessiankit.engine.problem.own_call import own_value
+from hessiankit.engine.problem.task import Loss, Params, Task
+from hessiankit.landscape.spectrum_result import Spectrum
+from hessiankit.support.arguments import checked
+from hessiankit.support.errors import InputError, check_name, not_known
+from hessiankit.support.tables import Piece, Printed, table
+
+if TYPE_CHECKING:
+    from hessiankit.curvature.plot_frame import Picture
+
+WHO = "loss_slices"
+NORMALISED = ("none", "unit", "filter")
+HALVINGS = 20  # of the interval in which the quadratic model ceases to hold
+ROUNDING = 64  # times eps |L|: differences of losses that are rounding
+
+
+@dataclass(frozen=True, eq=False)
+class LossSlice:
+    """The loss along one direction d.
+
+    Attributes:
+        name: Of the direction.
+        t: Steps, (n,), ascending, 0 among them.
+        losses: L(theta + t d), by the module's own call, (n,).
+        slope: <g, d>.
+        curvature: <d, H d>.
+        length: |d|, so that t |d| is the distance in parameters.
+        tolerance: See ``radius``.
+        radius: The largest r, of both signs of t, such that for all steps |t| <= r the quadratic model is off by no more than
+            ``tolerance`` times its largest change up to there, |q(s) - L(theta)| for s between 0 and t.
+        bounded: Whether a step beyond the radius was seen to be off by more; if not, the radius is the end of the slice.
+    """
+
+    name: str
+    t: Tensor
+    losses: Tensor
+    slope: float
+    curvature: float
+    length: float
+    tolerance: float
+    radius: float
+    bounded: bool
+
+    @property
+    def loss(self) -> float:
+        """L(theta)."""
+        return float(self.losses[int((self.t == 0).nonzero()[0])])
+
+    @property
+    def quadratic(self) -> Tensor:
+        """The quadratic model q at the steps, (n,)."""
+        return self.loss + self.slope * self.t + 0.5 * self.curvature * self.t**2
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python data."""
+        plain = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        return {**plain, "quadratic": self.quadratic.tolist()}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class LossSlices(Printed):
+    """Slices of the loss through one point; made by :func:`hessiankit.loss_slices`.
+
+    Attributes:
+        slices: One for each direction.
+        notes: What differs between two checkpoints and is not moved.
+        seconds: Time taken.
+    """
+
+    slices: tuple[LossSlice, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def __getitem__(self, k: int) -> LossSlice:
+        return self.slices[k]
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python data."""
+        return {"slices": [one.to_dict() for one in self.slices], "notes": list(self.notes), "seconds": self.seconds}
+
+    def plot(self, path: Path | str | None = None) -> Picture:
+        """Draw every slice with its quadratic model and the radius in which that holds.
+
+        Args:
+            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        from hessiankit.landscape.slice_plot import plot  # only here: Matplotlib
+
+        titles = [f"{one.name}: model within {one.tolerance:.0%} for {_radius(one)}" for one in self.slices]
+        curves = [(one.t.numpy(), one.losses.numpy(), one.quadratic.numpy()) for one in self.slices]
+        return plot(titles, curves, [one.radius for one in self.slices], path)
+
+    def _headline(self) -> str:
+        first = self.slices[0]
+        return f"{len(self)} slices of {len(first.t)} steps through a loss of {first.loss:.6g}, {self.seconds:.2f} s"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        rows = []
+        for one in self.slices:
+            numbers = (one.slope, one.curvature, float(one.losses.min()), float(one.losses.max()))
+            rows.append((one.name, f"{one.length:.4g}", *(f"{x:.4g}" for x in numbers), _radius(one)))
+        yield table(("direction", "length", "slope", "curvature", "smallest loss", "largest loss", "model holds for"), rows)
+        yield f"the model holds where it is off by at most {self.slices[0].tolerance:.0%} of its largest change so far"
+        yield from self.notes
+
+
+def _radius(one: LossSlice) -> str:
+    return f"|t| <= {one.radius:.3g}" + ("" if one.bounded else ", the end")
+
+
+@checked(WHO, leave=("along",))
+def loss_slices(
+    module: nn.Module,
+    inputs: Any,
+    target: Any = None,
+    *,
+    along: Tensor | Spectrum | Mapping[str, Tensor],
+    loss: Loss = "mse",
+    params: Params = None,
+    weights: Weights = None,
+    reduction: str | None = None,
+    normalise: str = "none",
+    span: tuple[float, float] | None = None,
+    points: int = 41,
+    tolerance: float = 0.1,
+) -> LossSlices:
+    """Return the loss along directions through the module's parameters, and how far the exact quadratic model holds.
+
+    Args:
+        module: The module, at theta.
+        inputs: As in :func:`hessiankit.hessian`, one batch or several.
+        target: As there.
+        along: Directions as columns (P, k) or one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`; a
+            result of :func:`hessiankit.spectrum`, whose eigenvectors are taken; or the state dict of another checkpoint, which
+            is at t = 1.
+        loss: As in :func:`hessiankit.hessian`.
+        params: As there; whole parameters; only these are moved.
+        weights: As there.
+        reduction: As there.
+        normalise: ``"none"``; ``"unit"``: directions of length 1; ``"filter"``: each row of a matrix, each filter of a
+            convolution as long as the module's, biases and gains unmoved (Li et al. 2018).
+        span: First and last t, on both sides of 0; by default -1 to 1, to another checkpoint -0.5 to 1.5.
+        points: Steps between and with these; 0 is added where it is not among them.
+        tolerance: Of the quadratic model, see :attr:`LossSlice.radius`.
+
+    Raises:
+        InputError: An argument cannot be used, or a loss is not finite.
+        TraceError: If torch cannot trace the module.
+
+    Along the first weight of a linear layer under squared error, mean((t x_1)^2) = 2 t^2 at x_1 = 1, 3/2, ... is its own model:
+
+    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> _ = layer.weight.data.zero_()
+    >>> x = torch.tensor([[2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    >>> along = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    >>> found = loss_slices(layer, x, torch.zeros(2, 1, dtype=torch.float64), along=along, points=3)
+    >>> found[0].losses.tolist(), found[0].curvature, found[0].radius, found[0].bounded
+    ([2.0, 0.0, 2.0], 4.0, 1.0, False)
+    """
+    start = time.perf_counter()
+    low, high = span or ((-0.5, 1.5) if isinstance(along, Mapping) else (-1.0, 1.0))
+    check_name(WHO, "normalise", normalise, NORMALISED)
+    if not (math.isfinite(low) and math.isfinite(high) and low <= 0 <= high and low < high) or points < 2:
+        raise InputError(
+            f"{WHO}: span=({low}, {high}), points={points}; expected numbers on both sides of 0, and 2 points or more"
+        )
+    if not 0 < tolerance < 1:
+        raise InputError(f"{WHO}: tolerance={tolerance}; expected a share between 0 and 1, such as 0.1")
+    inputs = list(inputs) if hasattr(inputs, "__next__") else inputs
+    options: dict[str, Any] = {"weights": weights, "reduction": reduction}
+    tasks, factors = gather(module, inputs, target, loss, params, **options)
+    names, D, notes = _directions(along, tasks[0])
+    D = _normalised(D, tasks[0], normalise)
+    if not bool(torch.isfinite(D).all()) or not bool(D.norm(dim=0).all()):
+        raise InputError(f"{WHO}: a direction is zero, NaN or infinite; pass finite ones that move something")
+    operator = hessian_operator(module, inputs, target, loss=loss, params=params, **options)
+    HD = operator @ D
+    steps = torch.linspace(low, high, points, dtype=torch.float64)
+    least = 1e-9 * (high - low)  # 0 itself may come out as rounding
+    steps = torch.cat([steps[steps < -least], torch.zeros(1, dtype=torch.float64), steps[steps > least]])
+    eps = torch.finfo(operator.torch_dtype).eps
+    found = []
+    for name, d, Hd in zip(names, D.T, HD.T, strict=True):
+        losses = _Line(tasks, factors, d)
+        values = torch.tensor([losses(float(t)) for t in steps], dtype=torch.float64)
+        slope, curvature = float(operator.gradient.double() @ d.double()), float(d.double() @ Hd.double())
+        model = _Model(losses(0.0), slope, curvature, tolerance, ROUNDING * eps)
+        sides = [
+            model.extent(losses, [float(t) for t in side]) for side in (steps[steps > 0], steps[steps < 0].flip(0)) if len(side)
+        ]
+        radius = min(extent for extent, _ in sides)
+        bounded = any(over and extent == radius for extent, over in sides)
+        found.append(LossSlice(name, steps, values, slope, curvature, float(d.norm()), tolerance, radius, bounded))
+    return LossSlices(tuple(found), notes, time.perf_counter() - start)
+
+
+class _Line:
+    """The loss at theta + t d, by the module's own call."""
+
+    def __init__(self, tasks: list[Task], factors: list[float], d: Tensor) -> None:
+        self.tasks, self.factors = tasks, factors
+        self.d = {name: d[rows].reshape(tasks[0].parameters[name].shape) for name, rows in tasks[0].slices.items()}
+        self.known: dict[float, float] = {}
+
+    def __call__(self, t: float) -> float:
+        if t not in self.known:
+            at = {name: (p.double() + t * self.d[name].double()).to(p.dtype) for name, p in self.tasks[0].parameters.items()}
+            value = math.fsum(w * own_value(task, at) for task, w in zip(self.tasks, self.factors, strict=True))
+            if not math.isfinite(value):
+                raise InputError(f"{WHO}: the loss at t={t:.4g} is {value}; pass a smaller span")
+            self.known[t] = value
+        return self.known[t]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The quadratic model of a line, and how far it holds."""
+
+    loss: float
+    slope: float
+    curvature: float
+    tolerance: float
+    rounding: float
+
+    def change(self, t: float) -> float:
+        return self.slope * t + 0.5 * self.curvature * t * t
+
+    def largest_change(self, t: float) -> float:
+        """Return max |q(s) - L(theta)| for s between 0 and t."""
+        turn = -self.slope / self.curvature if self.curvature else math.inf
+        inside = 0 < turn * math.copysign(1.0, t) < abs(t)
+        return max(abs(self.change(t)), abs(self.change(turn)) if inside else 0.0)
+
+    def holds(self, t: float, value: float) -> bool:
+        off = abs(value - self.loss - self.change(t))
+        return off <= self.tolerance * self.largest_change(t) + self.rounding * max(abs(self.loss), abs(value))
+
+    def extent(self, losses: Callable[[float], float], steps: list[float]) -> tuple[float, bool]:
+        """Return the largest |t| up to which it holds along steps of one sign, and whether it was seen not to hold beyond."""
+        good = 0.0
+        for t in steps:
+            if not self.holds(t, losses(t)):
+                bad = t
+                for _ in range(HALVINGS):
+                    middle = (good + bad) / 2
+                    good, bad = (middle, bad) if self.holds(middle, losses(middle)) else (good, middle)
+                return abs(good), True
+            good = t
+        return abs(good), False
+
+
+def _directions(along: Any, task: Task) -> tuple[list[str], Tensor, tuple[str, ...]]:
+    """Return names, columns (P, k), and notes."""
+    like = {"device": task.device, "dtype": task.dtype}
+    if isinstance(along, Spectrum):
+        D = along.eigenvectors
+        if D.shape[0] != task.size:
+            raise InputError(
+                f"{WHO}: the eigenvectors have {D.shape[0]} entries, the parameters {task.size}; pass the same params"
+            )
+        return [f"eigenvalue {value:.4g}" for value in along.eigenvalues.tolist()], D.to(**like), ()  # type: ignore[call-overload]
+    if isinstance(along, Mapping):
+        d, notes = _to_checkpoint(along, task)
+        return ["to the checkpoint"], d.unsqueeze(1), notes
+    if not isinstance(along, Tensor) or along.ndim not in (1, 2) or along.shape[0] != task.size or not along.is_floating_point():
+        seen = f"{along.dtype} of shape {tuple(along.shape)}" if isinstance(along, Tensor) else type(along).__name__
+        raise InputError(
+            f"{WHO}: along is {seen}; expected a vector ({task.size},), columns ({task.size}, k), a spectrum or a state dict"
+        )
+    D = along.detach().to(**like)  # type: ignore[call-overload]
+    D = D.unsqueeze(1) if D.ndim == 1 else D
+    return [f"direction {k + 1}" for k in range(D.shape[1])], D, ()
+
+
+def _to_checkpoint(there: Mapping[str, Any], task: Task) -> tuple[Tensor, tuple[str, ...]]:
+    """Return there - here of the parameters that move, (P,), and what else differs."""
+    here, parts = dict(task.module.state_dict()), []
+    for name, x in there.items():
+        if name not in here:
+            raise InputError(f"{WHO}: the checkpoint's {name!r} {not_known(name, here)}")
+        if not isinstance(x, Tensor) or x.shape != here[name].shape:
+            seen = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"{WHO}: {name!r} of the checkpoint is {seen}, of the module {tuple(here[name].shape)}")
+    for name, p in task.parameters.items():
+        if name not in there:
+            raise InputError(f"{WHO}: the checkpoint has no {name!r}; pass a state_dict() of this module")
+        parts.append((there[name].to(p.device, torch.float64) - p.double()).reshape(-1))
+    left = [n for n, x in there.items() if n not in task.parameters and not torch.equal(x.to(here[n]), here[n])]
+    notes = (f"not moved, though the checkpoint has other values: {', '.join(map(repr, left))}",) if left else ()
+    return torch.cat(parts).to(task.dtype), notes
+
+
+def _normalised(D: Tensor, task: Task, how: str) -> Tensor:
+    if how == "none":
+        return D
+    if how == "unit":
+        return D / D.norm(dim=0)
+    D = D.clone()
+    for name, p in task.parameters.items():
+        rows = task.slices[name]
+        if p.ndim < 2:
+            D[rows] = 0.0
+            continue
+        filters = D[rows].reshape(p.shape[0], -1, D.shape[1])
+        lengths = filters.norm(dim=1, keepdim=True)
+        wanted = p.detach().reshape(p.shape[0], -1, 1).norm(dim=1, keepdim=True).to(D)
+        D[rows] = (filters * torch.where(lengths > 0, wanted / lengths, torch.zeros_like(lengths))).reshape(-1, D.shape[1])
+    return D
