@@ -15,11 +15,13 @@ from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.planning import check_matrix
 from hessiankit.engine.assembly import assemble_chunks
+from hessiankit.engine.block_terms import BlockTerms, block_terms
 from hessiankit.engine.diagnosis import check_finite
 from hessiankit.engine.plan import ExecutionPlan, GuardError, make_plan
 from hessiankit.engine.problem.batches import batches, gather
 from hessiankit.engine.problem.calling import arguments, map_tensors, named_tensors
 from hessiankit.engine.problem.handshake import ROUNDING
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import own_loss
 from hessiankit.engine.problem.selection import Params
 from hessiankit.engine.problem.task import Loss, Task, available_memory, gib
@@ -114,6 +116,7 @@ class HessianFunction(Printed):
         except (PlanError, NotImplementedError) as error:
             self.reason = str(error).splitlines()[0]
             return
+        self.plan._terms = self._block_terms
         matrix = SymmetricStorage(self._task.slices, self._task.dtype, self._task.device)
         self._run(matrix)
         matrix.mirror()
@@ -256,6 +259,12 @@ class HessianFunction(Printed):
         if out is not None:
             found._evaluation.take(self._checked_out(out).copy_(found.matrix), found.loss, found.asymmetry, found.fallbacks)  # type: ignore[union-attr]
         return found
+
+    def _block_terms(self, i: str, j: str) -> BlockTerms:
+        assert self.plan is not None
+        task = self._task
+        traced = loss_trace(task, normalizer_of(task)).trace
+        return block_terms(traced, i, j, scale=self._share, slices=task.slices, steps=self.plan.steps)
 
     # Printing
 

@@ -141,7 +141,7 @@ def _total(parts: Sequence[_Part], seeds: Sequence[tuple[slice, Tensor]], shape:
     for part, rows in some:
         total.index_add_(0, rows, part)
     for cut, columns in seeds:
-        total[:, cut] += columns
+        total[:, cut].add_(columns)
     return total
 
 

@@ -88,9 +88,9 @@ def _add_kronecker_pair(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: T
                 block = (part.T @ outer.T).reshape(bottom - top, q, stop - start, j - first).permute(2, 3, 0, 1)
             else:
                 block = (outer @ part).reshape(stop - start, j - first, bottom - top, q)
-            target[start:stop, first:, top:bottom] += block
+            target[start:stop, first:, top:bottom].add_(block)
             if same:
-                target[stop:, start:stop, top:bottom] += block[:, stop - start :].transpose(0, 1)
+                target[stop:, start:stop, top:bottom].add_(block[:, stop - start :].transpose(0, 1))
 
 
 def add_across_rows(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor) -> None:
@@ -117,7 +117,7 @@ def add_across_rows(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tenso
                 block = (half.mT @ b).reshape(*shape, q, j).transpose(2, 3)
             else:
                 block = (b.T @ half).reshape(*shape, j, q)
-            target[start:stop, top:bottom] += block
+            target[start:stop, top:bottom].add_(block)
 
 
 def add_rows(u: ParameterJacobian, columns: Tensor, width: int, into: Tensor) -> None:
@@ -134,7 +134,7 @@ def add_rows(u: ParameterJacobian, columns: Tensor, width: int, into: Tensor) ->
     few = max(1, CACHE // (i * c))
     for top, bottom in chunks(width, few):
         some = by_output[top:bottom]
-        target[top:bottom] += weights.expand(some.shape[0], -1, -1) @ some
+        target[top:bottom].add_(weights.expand(some.shape[0], -1, -1) @ some)
 
 
 def add_diagonal_pair(u: ParameterJacobian, v: ParameterJacobian, diagonal: Tensor, into: Tensor) -> None:
@@ -148,7 +148,7 @@ def add_diagonal_pair(u: ParameterJacobian, v: ParameterJacobian, diagonal: Tens
         step = max(1, OUTER // j)
         for start, stop in chunks(i, step):
             outer = (u.X[:, start:stop].unsqueeze(2) * v.X.unsqueeze(1)).flatten(1)
-            target[start:stop] += (outer.T @ diagonal).reshape(-1, j, u.width)
+            target[start:stop].add_((outer.T @ diagonal).reshape(-1, j, u.width))
     elif isinstance(u, WeightJacobian) and isinstance(v, GainJacobian):
         sums = u.X.T @ (diagonal if v.is_ones else diagonal * v.X)  # (i, p)
         split = into.unflatten(0, (u.width, -1) if u.transposed else (-1, u.width))

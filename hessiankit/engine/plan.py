@@ -11,7 +11,6 @@ A number that Python reads on the way (how many labels count, say) is a *guard*:
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hessiankit.engine.block_terms import BlockTerms
 from hessiankit.engine.kernel_sums import BoundSum
-from hessiankit.engine.recorder import Note, PlanError, Recorder, TensorSpec, storage_key
+from hessiankit.engine.recorder import Note, PlanError, PlannedStep, Recorder, TensorSpec, storage_key
+from hessiankit.support.errors import InputError
 
 aten = torch.ops.aten
 ALIGNMENT = 64  # bytes, at a multiple of which every intermediate starts
@@ -47,23 +48,6 @@ class _Memory:
     place: int = 0
 
 
-@dataclass(frozen=True)
-class PlannedStep:
-    """One operation of a plan.
-
-    Attributes:
-        name: Of the operation.
-        shapes: Of what it writes.
-        bytes: That it reads and writes.
-        multiplications: Of products of matrices; 0 for other operations.
-    """
-
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    bytes: int
-    multiplications: int
-
-
 @dataclass
 class ExecutionPlan:
     """Operations in order, on memory of their own.
@@ -83,6 +67,7 @@ class ExecutionPlan:
     _outputs: list[tuple[Tensor, TensorSpec]] = field(default_factory=list, repr=False)
     _sums: list[Any] = field(default_factory=list, repr=False)
     _values: list[Tensor] = field(default_factory=list, repr=False)
+    _terms: Callable[[str, str], BlockTerms] | None = field(default=None, repr=False)
 
     def run(self, output: Tensor) -> list[float]:
         """Run all operations on the present values of the inputs; the result is added to ``output``.
@@ -107,6 +92,20 @@ class ExecutionPlan:
     def skew(self) -> float:
         """The largest of what the compiled sums have found: how far from symmetric curvature was before it was averaged."""
         return max((bound.skew for bound in self._sums), default=0.0)
+
+    def explain(self, i: str, j: str) -> BlockTerms:
+        """Return the terms of the block (i, j) of the Hessian: whose second derivative, between which Jacobians.
+
+        Args:
+            i: A parameter, or the end of its name if no other parameter's ends so.
+            j: The same, for the columns.
+
+        Raises:
+            InputError: A name is not known, or the plan is not that of a Hessian.
+        """
+        if self._terms is None:
+            raise InputError("explain: this plan is not that of a Hessian; make one with hessiankit.hessian_function")
+        return self._terms(i, j)
 
     def counts(self) -> Counter[str]:
         """Return how often each operation is run."""
@@ -163,7 +162,7 @@ class _Maker:
         for n in kept:
             note = self.notes[n]
             if note.name not in UNINITIALISED:
-                steps.append(_planned(note))
+                steps.append(note.planned(self.result))
                 self._append(plan, note)
         plan.steps = tuple(steps)
         plan._values = [self._tensor(x) for x in self.values]
@@ -208,7 +207,7 @@ class _Maker:
         for n in reversed(range(len(self.notes))):
             varying = {key for key in reads[n] if self.memory[key].varies}
             is_guard = not self.notes[n].returned() and not writes[n] and bool(varying)
-            if is_guard and self._is_value(self.notes[n]):
+            if (is_guard and self._is_value(self.notes[n])) or _is_idle(self.notes[n]):
                 continue
             if is_guard or any(key in live and self.memory[key].varies for key in writes[n]):
                 kept.append(n)
@@ -285,6 +284,11 @@ class _Maker:
             plan._calls.append(_into(note, args, kwargs, outputs))
 
 
+def _is_idle(note: Note) -> bool:
+    """Tell whether an operation copies a tensor to itself, as ``x[rows] += y`` does after it has added."""
+    return note.name == "copy_" and note.args[0] == note.args[1]
+
+
 def _merged(holes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Join holes that touch.
 
@@ -303,19 +307,6 @@ def _merged(holes: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _guard(function: Any, args: Any, kwargs: Any, expected: Any) -> None:
     if function(*args, **kwargs) != expected:
         raise GuardError(str(function))
-
-
-def _planned(note: Note) -> PlannedStep:
-    written = note.written() or note.returned()
-    products = 0
-    if note.name in ("mm", "bmm") and note.returned():
-        products = math.prod(note.returned()[0].shape) * note.args[0].shape[-1]
-    elif note.name in ("addmm", "baddbmm", "addmm_", "baddbmm_"):
-        products = math.prod(written[0].shape) * note.args[1].shape[-1]
-    elif getattr(note.function, "_schema", None) is None:
-        products = note.args[0].multiplications
-    touched = dict.fromkeys((*note.read(), *written))
-    return PlannedStep(note.name, tuple(x.shape for x in written), sum(x.bytes for x in touched), products)
 
 
 def _in_place(note: Note, args: Any, kwargs: Any) -> Callable[[], Any]:

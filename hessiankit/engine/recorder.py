@@ -59,6 +59,25 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class PlannedStep:
+    """One operation of a plan.
+
+    Attributes:
+        name: Of the operation.
+        shapes: Of what it writes.
+        bytes: That it reads and writes.
+        multiplications: Of products of matrices; 0 for other operations.
+        start: Of what it writes into the result, the first entry; None where it writes elsewhere.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    bytes: int
+    multiplications: int
+    start: int | None = None
+
+
+@dataclass(frozen=True)
 class Note:
     """One operation that ran: a function of torch, or a compiled sum; of its tensors the specs."""
 
@@ -95,6 +114,20 @@ class Note:
     def returned(self) -> list[TensorSpec]:
         """Return the tensors that it returned."""
         return _specs(self.result)
+
+    def planned(self, result: int) -> PlannedStep:
+        """Return the step of a plan that it becomes; ``result`` is the storage of the result."""
+        written = self.written() or self.returned()
+        products = 0
+        if self.name in ("mm", "bmm") and self.returned():
+            products = math.prod(self.returned()[0].shape) * self.args[0].shape[-1]
+        elif self.name in ("addmm", "baddbmm", "addmm_", "baddbmm_"):
+            products = math.prod(written[0].shape) * self.args[1].shape[-1]
+        elif getattr(self.function, "_schema", None) is None:
+            products = self.args[0].multiplications
+        touched = sum(x.bytes for x in dict.fromkeys((*self.read(), *written)))
+        start = next((x.offset for x in self.written() if x.storage == result), None)
+        return PlannedStep(self.name, tuple(x.shape for x in written), touched, products, start)
 
 
 class Recorder(TorchDispatchMode):
