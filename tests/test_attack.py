@@ -123,7 +123,7 @@ def test_gainless_norms_at_the_end_need_no_gauss_newton_term():
 
 
 def test_an_attention_that_hardly_moves():
-    # the logits' gap lets one softmax weight underflow, so that a factor of a product has slopes of 1e-160
+    # the logits' gap lets one softmax weight underflow, so that a factor of a product has derivatives of 1e-160
     problem = draw_problem(100038)
     own = structured(make_task("bounds", problem.module, problem.x[None], problem.target[None], problem.loss))
     assert problem.hessian.spectral_norm() <= own.whole < 10 * problem.hessian.spectral_norm()
@@ -154,10 +154,10 @@ def test_ranges_and_rows_bound_what_they_say(seed):
     b = torch.ones(3, dtype=torch.float64)
     Y = affine(constant(X), BoundedParameter("W", W, 0.0), BoundedParameter("b", b, 0.0))
     assert float(torch.cdist(Y.centre, Y.centre).max()) <= Y.range <= 2 * Y.row
-    assert Y.row_slopes() == {"W": pytest.approx(float(X.norm(dim=1).max())), "b": 1.0}
+    assert Y.row_jacobians() == {"W": pytest.approx(float(X.norm(dim=1).max())), "b": 1.0}
     twice = affine(Y, BoundedParameter("V", torch.eye(3, dtype=torch.float64) * 2, 0.0))
-    assert twice.row_slopes()["b"] == pytest.approx(2.0)
-    assert twice.slope["b"] == pytest.approx(2 * 5**0.5)
+    assert twice.row_jacobians()["b"] == pytest.approx(2.0)
+    assert twice.jacobian["b"] == pytest.approx(2 * 5**0.5)
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.1, 1.0])

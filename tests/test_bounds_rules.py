@@ -28,10 +28,10 @@ def scalar(value: float) -> Tensor:
 
 
 def itself(name: str, centre: Tensor) -> Bounded:
-    """A value that is a parameter: it has slope 1 in itself, and bends nowhere."""
+    """A value that is a parameter: its Jacobian in itself is the identity, its second derivative zero."""
     one = {name: 1.0}
     sizes = float(torch.linalg.matrix_norm(centre, 2)), float(centre.norm()), float(centre.norm(dim=1).max())
-    return Bounded(centre, *sizes, one, {}, {}, diameter=float(torch.cdist(centre, centre).max()), slope_row=one)
+    return Bounded(centre, *sizes, one, {}, {}, diameter=float(torch.cdist(centre, centre).max()), jacobian_row=one)
 
 
 def context(Q: Tensor, K: Tensor, V: Tensor, c: float, heads: int, groups: int) -> Tensor:
@@ -52,14 +52,14 @@ def ratios(Q: Tensor, K: Tensor, V: Tensor, A: Tensor, c: float, heads: int = 1,
     named = {"Q": Q, "K": K, "V": V}
     Z = mixed(*(itself(n, Y) for n, Y in named.items()), c, context(Q, K, V, c, heads, groups), heads=heads, groups=groups)
     blocks = torch.autograd.functional.hessian(lambda *at: (A * context(*at, c, heads, groups)).sum(), (Q, K, V))
-    slopes = torch.autograd.functional.jacobian(lambda *at: context(*at, c, heads, groups), (Q, K, V))
+    jacobians = torch.autograd.functional.jacobian(lambda *at: context(*at, c, heads, groups), (Q, K, V))
     found = {}
     for a, (i, Y) in enumerate(named.items()):
-        J = slopes[a].reshape(-1, Y.numel())
-        found[i, "slope"] = share(float(torch.linalg.matrix_norm(J, 2)), Z.slope[i])
+        J = jacobians[a].reshape(-1, Y.numel())
+        found[i, "jacobian"] = share(float(torch.linalg.matrix_norm(J, 2)), Z.jacobian[i])
         for b, (j, W) in enumerate(named.items()):
             H = float(torch.linalg.matrix_norm(blocks[a][b].reshape(Y.numel(), W.numel()), 2))
-            limit = float(A.norm(dim=1).max()) * Z.bend_row.get((i, j), 0.0) + float(A.norm()) * Z.bend_all.get((i, j), 0.0)
+            limit = float(A.norm(dim=1).max()) * Z.hessian_row.get((i, j), 0.0) + float(A.norm()) * Z.hessian_all.get((i, j), 0.0)
             found[i, j] = share(H, limit)
     return found
 
@@ -79,7 +79,7 @@ def test_attention_stays_within_its_bounds(heads, groups, shift):
         assert max(ratios(Q, K + shift, V + shift, A, 0.7, heads, groups).values()) <= ROUNDING
 
 
-def test_the_bends_of_attention_are_attained():
+def test_the_second_derivatives_of_attention_are_attained():
     """Two keys, with the weight of one where its third cumulant is largest."""
     kappa, c = 0.8, 0.6
     K, V = torch.tensor([[kappa], [-kappa]], dtype=torch.float64), torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
@@ -90,7 +90,7 @@ def test_the_bends_of_attention_are_attained():
     assert found["Q", "Q"] == pytest.approx(1.0, rel=1e-6)
 
 
-def test_the_bends_of_two_heads_that_share_keys_and_values_are_nearly_attained():
+def test_the_second_derivatives_of_two_heads_that_share_keys_and_values_are_nearly_attained():
     """Each asks from a row of its own, so that nothing is lost between them."""
     kappa, c, eye = 0.8, 0.6, torch.eye(2, dtype=torch.float64)
     K, V = torch.tensor([[kappa], [-kappa]], dtype=torch.float64), torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
@@ -98,13 +98,13 @@ def test_the_bends_of_two_heads_that_share_keys_and_values_are_nearly_attained()
     assert ratios(1.5 * eye, 0 * K, V, eye, c, 2, 2)["V", "K"] == pytest.approx(1 / math.sqrt(2), rel=1e-9)
 
 
-def test_equal_keys_or_values_do_not_bend():
+def test_equal_keys_or_values_have_no_second_derivative():
     """Norms are large and ranges 0: the queries do not matter, or the keys do not."""
     Q, K, V = draw(3, 2), draw(1, 2, seed=2).expand(3, 2) * 9, draw(3, 2, seed=3)
     Z = mixed(itself("Q", Q), itself("K", K.clone()), itself("V", V), 0.7, context(Q, K, V, 0.7, 1, 1))
-    assert Z.bend_row["Q", "Q"] == Z.slope["Q"] == Z.bend_all["V", "Q"] == 0.0
+    assert Z.hessian_row["Q", "Q"] == Z.jacobian["Q"] == Z.hessian_all["V", "Q"] == 0.0
     Z = mixed(itself("Q", Q), itself("K", V), itself("V", K.clone()), 0.7, context(Q, V, K, 0.7, 1, 1))
-    assert Z.bend_row["Q", "Q"] == Z.bend_row["K", "K"] == Z.slope["K"] == Z.bend_all["Q", "K"] == 0.0
+    assert Z.hessian_row["Q", "Q"] == Z.hessian_row["K", "K"] == Z.jacobian["K"] == Z.hessian_all["Q", "K"] == 0.0
 
 
 def test_a_bound_scales_as_its_block_does():
@@ -147,11 +147,11 @@ def test_the_range_of_rows_is_attained_by_each_of_its_bounds():
 
 
 def test_a_learnable_scale_by_its_extremal_cases():
-    """A number multiplies every entry, so that its slope is |Y|_F; a scale for each feature has that of the largest column."""
+    """A number multiplies every entry, so that its Jacobian is |Y|_F; a scale for each feature has that of the largest column."""
     Y = constant(torch.tensor([[1.0, 2.0], [1.0, -2.0]], dtype=torch.float64))
     number, features = (BoundedParameter("s", torch.full((n,), 3.0, dtype=torch.float64), 0.5) for n in (1, 2))
-    assert (Y * number).slope["s"] == pytest.approx(math.sqrt(10), rel=1e-9)
-    assert (Y * features).slope["s"] == pytest.approx(math.sqrt(8), rel=1e-9)
+    assert (Y * number).jacobian["s"] == pytest.approx(math.sqrt(10), rel=1e-9)
+    assert (Y * features).jacobian["s"] == pytest.approx(math.sqrt(8), rel=1e-9)
     assert (Y * number).drift == pytest.approx(0.5 * math.sqrt(10), rel=1e-9)
 
 
@@ -190,13 +190,13 @@ def test_without_a_residual_only_the_gauss_newton_term_is_left(options):
 
 @pytest.mark.parametrize("layernorm", [True, False])
 def test_a_ball_that_reaches_a_row_of_scale_zero(layernorm):
-    """There the slope of a norm is 1 / sqrt(eps), and the bound is that; with half the radius, the slope where rows are smallest."""
+    """There the Jacobian of a norm is 1 / sqrt(eps), and the bound is that; with half the radius, the Jacobian where rows are smallest."""
     eps, x, W = 0.04, scalar(2.0), torch.tensor([[3.0, -3.0]], dtype=torch.float64)  # of mean 0, so centred or not is the same
     for share in (1.0, 0.5):
         X = affine(constant(x), BoundedParameter("W", W, share * float(W.norm())))
         Y = norm(X, layernorm=layernorm, eps=eps)
         smallest = math.sqrt((2 * 3 * (1 - share)) ** 2 + eps)
-        assert Y.slope["W"] == pytest.approx(2.0 / smallest, rel=1e-9)
+        assert Y.jacobian["W"] == pytest.approx(2.0 / smallest, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -4,7 +4,7 @@ What goes in are the norms of the input, of the weights (over a Frobenius ball a
 target, the smallest row scale of each norm's input, and the sizes; what comes out are bounds that hold for every problem with
 these. With loss ||Z - T||_F^2 / N and R = Z - T,
 
-    ||H_ij|| <= (2/N) [ g_i g_j + (largest row of R) bend_row_ij + ||R||_F bend_all_ij ],       ||H|| <= the norm of that matrix.
+    ||H_ij|| <= (2/N) [ g_i g_j + (largest row of R) hessian_row_ij + ||R||_F hessian_all_ij ],    ||H|| <= the norm of that matrix.
 
 Over a ball this bounds every Hessian in it, which is what a comparison of losses at two points needs.
 """
@@ -97,12 +97,12 @@ def a_priori(
     except ZeroScaleError as error:
         raise InputError(f"bounds: in {parts.at}, {error}") from error
     names = tuple(name for name, _ in block.named_parameters())
-    outer, row, whole, slope = _loss(Z, target, loss)
-    norms = _matrix(names, lambda i, j: outer * Z.slope.get(i, 0.0) * Z.slope.get(j, 0.0) + Z.bent(i, j, row, whole))
+    outer, row, whole, first = _loss(Z, target, loss)
+    norms = _matrix(names, lambda i, j: outer * Z.jacobian.get(i, 0.0) * Z.jacobian.get(j, 0.0) + Z.hessian(i, j, row, whole))
     if Z.sphere is not None and loss == "mse":
         on_a_sphere = _on_a_sphere(Z, Z.sphere, target.detach().double(), names)
         norms = torch.minimum(norms, on_a_sphere + ROUNDING * norms)
-    gradient = slope * math.sqrt(sum(g * g for g in Z.slope.values()))
+    gradient = first * math.sqrt(sum(g * g for g in Z.jacobian.values()))
     return NormTable(names, torch.maximum(norms, norms.T) * (1 + 1e-10), gradient)
 
 
@@ -141,12 +141,12 @@ def _on_a_sphere(Z: Bounded, sphere: Sphere, T: Tensor, names: tuple[str, ...]) 
     T = T - T.mean(1, keepdim=True) if sphere.centred else T
     n, M = Z.centre.numel(), sphere.before
     row, whole = float(T.norm(dim=1).max()), float(T.norm())
-    own, slope = 6 * sphere.eps / sphere.scale**4, 2 * sphere.eps * math.sqrt(Z.width) / sphere.scale**3
+    second, first = 6 * sphere.eps / sphere.scale**4, 2 * sphere.eps * math.sqrt(Z.width) / sphere.scale**3
     root = math.sqrt(Z.length)
 
     def entry(i: str, j: str) -> float:
-        lengths = own * M.slope.get(i, 0.0) * M.slope.get(j, 0.0) + slope * M.bent(i, j, 1.0, root)
-        return (2 * Z.bent(i, j, row, whole) + lengths) / n
+        lengths = second * M.jacobian.get(i, 0.0) * M.jacobian.get(j, 0.0) + first * M.hessian(i, j, 1.0, root)
+        return (2 * Z.hessian(i, j, row, whole) + lengths) / n
 
     return _matrix(names, entry)
 
@@ -224,7 +224,7 @@ class _BoundedParts:
         gain, shift = self._parameter(f"{name}.weight"), self._parameter(f"{name}.bias")
         bare = norm(split(X, groups), layernorm=kind == "layernorm", eps=eps)
         out = gain_and_shift(merge(bare, groups), gain, shift)
-        return replace(out, centre=part(X.centre.to(like)).double().detach(), slope_row=out.slope_row if groups > 1 else {})
+        return replace(out, centre=part(X.centre.to(like)).double().detach(), jacobian_row=out.jacobian_row if groups > 1 else {})
 
     def _context(self, Q: Bounded, K: Bounded, V: Bounded) -> Tensor:
         part = self.part

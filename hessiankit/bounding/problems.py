@@ -60,7 +60,7 @@ def draw_problem(seed: int, *, placement: str | None = None) -> BoundProblem:
     """Draw a problem with weights from 1e-3 to 1e3 and, by turns, one thing at its extreme.
 
     The regimes: "plain"; "peaked", logits scaled so that their largest gap is 1 to 1e3; "constant", rows of the input that
-    vary by 1e-8 to 1e-1 only; "pair", logits of a two-token attention, where the softmax bends most; "fitted", a target
+    vary by 1e-8 to 1e-1 only; "pair", logits of two tokens, at the softmax's largest second derivative; "fitted", a target
     that is the output or nearly so; "lopsided", one parameter times 1e-3 to 1e3.
     """
     choose, draw = random.Random(seed), torch.Generator().manual_seed(seed)

@@ -1,16 +1,16 @@
-"""Bounded values (norms, slopes and bends over a ball of parameters), and the rule of each part of a block for them.
+"""Norms, Jacobians and second derivatives bounded over a ball of parameters, and the rule of each part of a block for them.
 
-Written for the chain rule of second order with a bounded Jacobian j and a bounded own bend h,
+Written for the chain rule of second order with a bounded Jacobian j and a bounded own second derivative h,
 
     <Lambda, D^2(phi o X)[t_i, t_j]> = <Lambda, D^2 phi[X_i t_i, X_j t_j]> + <D phi^T Lambda, D^2 X [t_i, t_j]> .
 
 For Y of L rows, with a Frobenius ball of parameters around a point,
 
-    |Y|_2 <= spectral,   |Y|_F <= frobenius,   |Y_i| <= row for every row,   |dY/dtheta_i|_2 <= slope[i],
+    |Y|_2 <= spectral,   |Y|_F <= frobenius,   |Y_i| <= row for every row,   |dY/dtheta_i|_2 <= jacobian[i],
 
 and for every matrix Lambda of Y's shape, with largest row norm r and Frobenius norm f,
 
-    |<Lambda, D^2 Y [t_i, t_j]>| <= (r bend_row[i, j] + f bend_all[i, j]) |t_i|_F |t_j|_F .
+    |<Lambda, D^2 Y [t_i, t_j]>| <= (r hessian_row[i, j] + f hessian_all[i, j]) |t_i|_F |t_j|_F .
 
 Each operation has one rule: the chain rule of second order with the sharp constants of ``derivations.bounds`` for its
 derivatives. A placement's equation, run on bounded values, so gives a bound for its block.
@@ -41,7 +41,7 @@ class Bounded:
         spectral: Bound on its spectral norm over the ball, and so on.
         drift: Bound on |Y - centre|_F over the ball.
         diameter: Bound on the distance of two rows over the ball, infinite if none but that from the norms is known.
-        slope_row: Bounds on a row of dY/dtheta_i, where they are better than ``slope``.
+        jacobian_row: Bounds on a row of dY/dtheta_i, where they are better than ``jacobian``.
         sphere: The norm's input, if this is the output of a norm without gain and shift.
     """
 
@@ -49,12 +49,12 @@ class Bounded:
     spectral: float
     frobenius: float
     row: float
-    slope: Mapping[str, float]
-    bend_row: Mapping[Pair, float]
-    bend_all: Mapping[Pair, float]
+    jacobian: Mapping[str, float]
+    hessian_row: Mapping[Pair, float]
+    hessian_all: Mapping[Pair, float]
     drift: float = 0.0
     diameter: float = math.inf
-    slope_row: Mapping[str, float] = field(default_factory=dict)
+    jacobian_row: Mapping[str, float] = field(default_factory=dict)
     sphere: Sphere | None = None
 
     @property
@@ -72,9 +72,9 @@ class Bounded:
         """Bound on the distance of two rows; a variance of rows is at most its square over 4, in any direction."""
         return min(self.diameter, 2 * self.row, math.sqrt(2) * self.spectral)
 
-    def row_slopes(self) -> dict[str, float]:
+    def row_jacobians(self) -> dict[str, float]:
         """Return bounds on a row of dY/dtheta_i for every i."""
-        return {i: min(g, self.slope_row.get(i, math.inf)) for i, g in self.slope.items()}
+        return {i: min(g, self.jacobian_row.get(i, math.inf)) for i, g in self.jacobian.items()}
 
     def __add__(self, other: Bounded) -> Bounded:
         """Return the sum: everything adds up."""
@@ -83,34 +83,34 @@ class Bounded:
             self.spectral + other.spectral,
             self.frobenius + other.frobenius,
             self.row + other.row,
-            added(self.slope, other.slope),
-            added(self.bend_row, other.bend_row),
-            added(self.bend_all, other.bend_all),
+            added(self.jacobian, other.jacobian),
+            added(self.hessian_row, other.hessian_row),
+            added(self.hessian_all, other.hessian_all),
             self.drift + other.drift,
             self.range + other.range,
-            added(self.row_slopes(), other.row_slopes()),
+            added(self.row_jacobians(), other.row_jacobians()),
         )
 
     def __rmul__(self, c: float) -> Bounded:
         """Return c Y."""
         return self._times(abs(c), c * self.centre)
 
-    def bent(self, i: str, j: str, row: float, whole: float) -> float:
+    def hessian(self, i: str, j: str, row: float, whole: float) -> float:
         """Return the bound on <Lambda, D^2 Y [t_i, t_j]> for unit t_i and t_j, a longest row and a norm of Lambda."""
-        return row * self.bend_row.get((i, j), 0.0) + whole * self.bend_all.get((i, j), 0.0)
+        return row * self.hessian_row.get((i, j), 0.0) + whole * self.hessian_all.get((i, j), 0.0)
 
     def __mul__(self, factor: BoundedParameter) -> Bounded:
         """Return Y times a scale, a number or one for each feature, that is itself a parameter of the ball."""
         norm = factor.largest
-        one = {(factor.name, i): g for i, g in self.slope.items()}  # <Lambda, dY diag(dv)>: |dv|_inf |Lambda|_F |dY|_F
+        one = {(factor.name, i): g for i, g in self.jacobian.items()}  # <Lambda, dY diag(dv)>: |dv|_inf |Lambda|_F |dY|_F
         grown = self._times(norm, self.centre * factor.centre)
         # dY/dv = diag(vec Y) (1 (x) I) for a vector: its norm is the largest column norm, at most |Y|_2; |Y|_F for a number
         own = self.spectral if factor.centre.numel() > 1 else self.frobenius
         return replace(
             grown,
-            slope=added(grown.slope, {factor.name: own}),
-            slope_row=added(grown.slope_row, {factor.name: self.row}),
-            bend_all=added(grown.bend_all, symmetric(one)),
+            jacobian=added(grown.jacobian, {factor.name: own}),
+            jacobian_row=added(grown.jacobian_row, {factor.name: self.row}),
+            hessian_all=added(grown.hessian_all, symmetric(one)),
             drift=self.drift * norm + factor.radius * self.frobenius,
         )
 
@@ -120,12 +120,12 @@ class Bounded:
             c * self.spectral,
             c * self.frobenius,
             c * self.row,
-            scaled(c, self.slope),
-            scaled(c, self.bend_row),
-            scaled(c, self.bend_all),
+            scaled(c, self.jacobian),
+            scaled(c, self.hessian_row),
+            scaled(c, self.hessian_all),
             c * self.drift,
             c * self.diameter if c else 0.0,
-            scaled(c, self.row_slopes()),
+            scaled(c, self.row_jacobians()),
         )
 
 
@@ -210,9 +210,9 @@ def products(left: Mapping[str, float], right: Mapping[str, float], c: float = 1
     return {(i, j): c * g * h for i, g in left.items() for j, h in right.items()}
 
 
-def pushed(X: Bounded, slope: float) -> tuple[dict[str, float], dict[Pair, float], dict[Pair, float]]:
-    """Return slopes and bends of a map of the rows with Jacobian of norm ``slope``, without its own bend."""
-    return scaled(slope, X.slope), scaled(slope, X.bend_row), scaled(slope, X.bend_all)
+def pushed(X: Bounded, jacobian: float) -> tuple[dict[str, float], dict[Pair, float], dict[Pair, float]]:
+    """Return the bounds after a map of rows whose Jacobian has norm ``jacobian``, without its own second derivative."""
+    return scaled(jacobian, X.jacobian), scaled(jacobian, X.hessian_row), scaled(jacobian, X.hessian_all)
 
 
 ACTIVATION_CONSTANTS: dict[str, tuple[float, float, float]] = {
@@ -229,27 +229,27 @@ ACTIVATION_CONSTANTS: dict[str, tuple[float, float, float]] = {
 
 
 def affine(X: Bounded, W: BoundedParameter, b: BoundedParameter | None = None) -> Bounded:
-    """Return X W + 1 b^T: slope |X|_2 in W, sqrt(L) in b, and a bend between W and what moves X."""
+    """Return X W + 1 b^T: Jacobian norm |X|_2 in W, sqrt(L) in b, and a mixed second derivative in W and X."""
     w = W.norm
-    slope, bend_row, bend_all = pushed(X, w)
-    cross = symmetric(products({W.name: 1.0}, X.slope))  # <Lambda, dX dW> <= |Lambda|_F |dX|_F |dW|_2
+    jacobian, hessian_row, hessian_all = pushed(X, w)
+    cross = symmetric(products({W.name: 1.0}, X.jacobian))  # <Lambda, dX dW> <= |Lambda|_F |dX|_F |dW|_2
     out = Bounded(
         X.centre @ W.centre,
         X.spectral * w,
         X.frobenius * w,
         X.row * w,
-        added(slope, {W.name: X.spectral}),
-        bend_row,
-        added(bend_all, cross),
+        added(jacobian, {W.name: X.spectral}),
+        hessian_row,
+        added(hessian_all, cross),
         X.drift * w + W.radius * spectral_norm(X.centre),
         X.diameter * w if w else 0.0,
-        added(scaled(w, X.row_slopes()), {W.name: X.row}),
+        added(scaled(w, X.row_jacobians()), {W.name: X.row}),
     )
     return out if b is None else shifted(out, b)
 
 
 def shifted(X: Bounded, b: BoundedParameter) -> Bounded:
-    """Return X + 1 b^T: slope sqrt(L) in b, and 1 for a row."""
+    """Return X + 1 b^T: jacobian sqrt(L) in b, and 1 for a row."""
     beta, root = b.norm, math.sqrt(X.length)
     return replace(
         X,
@@ -257,8 +257,8 @@ def shifted(X: Bounded, b: BoundedParameter) -> Bounded:
         spectral=X.spectral + root * beta,
         frobenius=X.frobenius + root * beta,
         row=X.row + beta,
-        slope=added(X.slope, {b.name: root}),
-        slope_row=added(X.slope_row, {b.name: 1.0}),
+        jacobian=added(X.jacobian, {b.name: root}),
+        jacobian_row=added(X.jacobian_row, {b.name: 1.0}),
         drift=X.drift + root * b.radius,
         sphere=None,
     )
@@ -267,18 +267,26 @@ def shifted(X: Bounded, b: BoundedParameter) -> Bounded:
 def activation(X: Bounded, kind: str, value: Tensor) -> Bounded:
     """Return sigma(X), entry by entry."""
     ratio, first, second = ACTIVATION_CONSTANTS[kind]
-    slope, bend_row, bend_all = pushed(X, first)
+    jacobian, hessian_row, hessian_all = pushed(X, first)
     # |sigma(x)| <= ratio |x|, so |sigma(X)|_F <= ratio |X|_F; the spectral norm has no such bound
     frobenius = ratio * X.frobenius
-    own = products(X.slope, X.slope, second)  # max |Lambda_ij| <= the largest row norm
+    own = products(X.jacobian, X.jacobian, second)  # max |Lambda_ij| <= the largest row norm
     return Bounded(
-        value, frobenius, frobenius, ratio * X.row, slope, added(bend_row, own), bend_all, first * X.drift, first * X.range
+        value,
+        frobenius,
+        frobenius,
+        ratio * X.row,
+        jacobian,
+        added(hessian_row, own),
+        hessian_all,
+        first * X.drift,
+        first * X.range,
     )
 
 
 def hadamard(X: Bounded, Y: Bounded) -> Bounded:
     """Return X o Y, entry by entry: |X o Y|_F <= max |X_ij| |Y|_F."""
-    cross = symmetric(products(X.slope, Y.slope))
+    cross = symmetric(products(X.jacobian, Y.jacobian))
     frobenius = min(X.row * Y.frobenius, Y.row * X.frobenius)
     left, right = pushed(X, Y.row), pushed(Y, X.row)
     return Bounded(
@@ -296,7 +304,7 @@ def hadamard(X: Bounded, Y: Bounded) -> Bounded:
 def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
     r"""Return LayerNorm or RMSNorm without gain and shift, but for its value at the centre.
 
-    With s a lower bound of every row scale sqrt(var + eps) over the ball: the Jacobian is at most 1/s, and the bend
+    With s a lower bound of every row scale sqrt(var + eps) over the ball: the Jacobian is at most 1/s, and the second derivative
     2 / (sqrt(3 d) s^2) in the rows (bounds review, section 3.1; it holds with eps, and for RMSNorm).
 
     Raises:
@@ -309,16 +317,16 @@ def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
     s = float((lowest**2 + eps).sqrt().min())
     if s == 0:
         raise ZeroScaleError(int((lowest**2 + eps).argmin()), float(at_centre.min()), X.drift / math.sqrt(d))
-    slope, bend_row, bend_all = pushed(X, 1 / s)
-    own = products(X.slope, X.slope, 2 / (math.sqrt(3 * d) * s * s))
+    jacobian, hessian_row, hessian_all = pushed(X, 1 / s)
+    own = products(X.jacobian, X.jacobian, 2 / (math.sqrt(3 * d) * s * s))
     return Bounded(
         X.centre,
         math.sqrt(length * d),
         math.sqrt(length * d),
         math.sqrt(d),
-        slope,
-        added(bend_row, own),
-        bend_all,
+        jacobian,
+        added(hessian_row, own),
+        hessian_all,
         X.drift / s,
         2 * math.sqrt(d),
         sphere=Sphere(X, s, eps, layernorm),
@@ -328,7 +336,7 @@ def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
 def gain_and_shift(X: Bounded, gain: BoundedParameter | None, shift: BoundedParameter | None) -> Bounded:
     """Return X diag(gain) + 1 shift^T, either of which may be missing."""
     X = X if gain is None else X * gain
-    return X if shift is None else replace(shifted(X, shift), slope_row=X.slope_row)
+    return X if shift is None else replace(shifted(X, shift), jacobian_row=X.jacobian_row)
 
 
 class ZeroScaleError(ValueError):
@@ -349,7 +357,9 @@ def split(X: Bounded, heads: int) -> Bounded:
     root = math.sqrt(heads)
     centre = X.centre.reshape(X.length * heads, -1)
     # a row of Lambda is at most sqrt(H) times the longest of its heads
-    return replace(X, centre=centre, spectral=X.frobenius, bend_row=scaled(root, X.bend_row), diameter=math.inf, sphere=None)
+    return replace(
+        X, centre=centre, spectral=X.frobenius, hessian_row=scaled(root, X.hessian_row), diameter=math.inf, sphere=None
+    )
 
 
 def merge(X: Bounded, heads: int) -> Bounded:
@@ -358,7 +368,7 @@ def merge(X: Bounded, heads: int) -> Bounded:
         return X
     row = min(math.sqrt(heads) * X.row, X.frobenius)
     centre = X.centre.reshape(X.length // heads, -1)
-    return replace(X, centre=centre, spectral=X.frobenius, row=row, diameter=math.inf, slope_row={}, sphere=None)
+    return replace(X, centre=centre, spectral=X.frobenius, row=row, diameter=math.inf, jacobian_row={}, sphere=None)
 
 
 def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads: int = 1, groups: int = 1) -> Bounded:
@@ -386,17 +396,17 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
     around_v, around_k = V.range, K.range
     to_v, by_rows = math.sqrt(Q.length) * g, math.sqrt(Q.length * heads)
     to_q, to_k = c * around_v * around_k / 4, c * around_v * q / root * g
-    along_v = {i: min(to_v * slope, by_rows * V.row_slopes()[i]) for i, slope in V.slope.items()}
-    slope = added(along_v, scaled(to_q, Q.slope), scaled(to_k, K.slope))
+    along_v = {i: min(to_v * jacobian, by_rows * V.row_jacobians()[i]) for i, jacobian in V.jacobian.items()}
+    jacobian = added(along_v, scaled(to_q, Q.jacobian), scaled(to_k, K.jacobian))
     by_row = added(
-        products(Q.slope, Q.slope, c * c * min(sharp * v * k * k, around_v * around_k**2 / 4)),
-        products(K.slope, K.slope, c * c * min(sharp * v, around_v / 2) * q * q * g * g),
-        symmetric(products(Q.slope, K.slope, c * c * min(sharp * v * k, around_v * around_k / root) * q * g)),
+        products(Q.jacobian, Q.jacobian, c * c * min(sharp * v * k * k, around_v * around_k**2 / 4)),
+        products(K.jacobian, K.jacobian, c * c * min(sharp * v, around_v / 2) * q * q * g * g),
+        symmetric(products(Q.jacobian, K.jacobian, c * c * min(sharp * v * k, around_v * around_k / root) * q * g)),
     )
     by_all = added(
-        symmetric(products(Q.slope, K.slope, c * around_v / root * g)),
-        symmetric(products(V.slope, Q.slope, c * around_k / root * g)),
-        symmetric(products(V.slope, K.slope, c * q / 2 * g * g)),
+        symmetric(products(Q.jacobian, K.jacobian, c * around_v / root * g)),
+        symmetric(products(V.jacobian, Q.jacobian, c * around_k / root * g)),
+        symmetric(products(V.jacobian, K.jacobian, c * q / 2 * g * g)),
     )
     row = min(math.sqrt(heads) * V.row, g * V.frobenius)
     whole = math.sqrt(Q.length) * row
@@ -405,13 +415,13 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
         whole,
         whole,
         row,
-        slope,
-        added(by_row, scaled(to_q, Q.bend_row)),
+        jacobian,
+        added(by_row, scaled(to_q, Q.hessian_row)),
         added(
             by_all,
-            scaled(to_q, Q.bend_all),
-            scaled(to_k, added(K.bend_row, K.bend_all)),
-            scaled(to_v, added(V.bend_row, V.bend_all)),
+            scaled(to_q, Q.hessian_all),
+            scaled(to_k, added(K.hessian_row, K.hessian_all)),
+            scaled(to_v, added(V.hessian_row, V.hessian_all)),
         ),
         to_v * V.drift + to_q * Q.drift + to_k * K.drift,
         math.sqrt(heads) * V.range,  # within a head, contexts lie in the convex hull of the values

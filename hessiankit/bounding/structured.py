@@ -8,9 +8,9 @@ so that -N <= H <= P in the order of quadratic forms, with P = sum_v J_v^T K_v^+
 
     ||H||_2 <= max(lambda_max(P), lambda_max(N)),      ||H_ij||_2 <= (||P_ii|| ||P_jj||)^{1/2} + (||N_ii|| ||N_jj||)^{1/2} .
 
-A product of two moving factors bends by 2 a^T B b, and for every c > 0 that is |c^{1/2} a' + c^{-1/2} b'|^2/2 minus the same
+A product of two moving factors contributes 2 a^T B b, and for every c > 0 that is |c^{1/2} a' + c^{-1/2} b'|^2/2 minus the same
 with the other sign; c is chosen so that both sides have the same norm. All from the last sum to the loss is taken
-as one site, because the Gauss-Newton part and the last norm's curvature cancel there (bounds review, section 3.4).
+as one site, because the Gauss-Newton part and the last norm's curvature cancel there.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _tangents(trace: Trace, task: Task) -> dict[int, Tensor]:
 
 
 def _site(trace: Trace, a: Application, entering: Sequence[Tensor | None], adjoint: Tensor) -> SiteRoots | None:
-    """Return one application as a site, or None if it does not bend here."""
+    """Return one application as a site, or None if its second derivative is zero here."""
     inputs, name = trace.gather(a), type(a.primitive).__name__
     moving = [k for k, tangent in enumerate(entering) if tangent is not None]
     if len(moving) == 1 and isinstance(a.primitive, MatMul | Linear | Multiply):
@@ -133,9 +133,9 @@ def _site(trace: Trace, a: Application, entering: Sequence[Tensor | None], adjoi
             return _row_site(name, a, inputs, entering, adjoint, moving[0], rows)
     parts = [inputs[k] for k in moving]
     units = _units(name, [x for x in parts if x is not None])
-    bent = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), moving, units))  # type: ignore[arg-type]
+    curved = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), moving, units))  # type: ignore[arg-type]
     total = units[0].shape[0]
-    K = torch.cat([_flat(bent[k], total, inputs[k]) for k in moving], 1)
+    K = torch.cat([_flat(curved[k], total, inputs[k]) for k in moving], 1)
     J = torch.cat([_columns(entering[k]) for k in moving])
     return _from_matrix(name, K, J)
 
@@ -166,10 +166,10 @@ def _row_site(
     row = x.shape[axes:]
     width = row.numel()
     units = torch.eye(width, dtype=x.dtype, device=x.device).reshape(width, *([1] * axes), *row).expand(width, *x.shape)
-    bent = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), [k], [units]))[k]  # type: ignore[arg-type]
-    if bent is None:
+    curved = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), [k], [units]))[k]  # type: ignore[arg-type]
+    if curved is None:
         return None
-    K = bent.reshape(width, -1, width).transpose(0, 1)  # rows, width, width
+    K = curved.reshape(width, -1, width).transpose(0, 1)  # rows, width, width
     J = tangent.reshape(tangent.shape[0], -1, width).permute(1, 2, 0)  # rows, width, P
     return _from_matrix(name, K, J)
 
@@ -182,8 +182,8 @@ def _product_site(
     assert first is not None
     assert second is not None
     units = torch.eye(second.numel(), dtype=second.dtype, device=second.device).reshape(-1, *second.shape)
-    bent = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), [j], [units]))[i]  # type: ignore[arg-type]
-    B = _flat(bent, second.numel(), first).T  # entries of the first x entries of the second
+    curved = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), [j], [units]))[i]  # type: ignore[arg-type]
+    B = _flat(curved, second.numel(), first).T  # entries of the first x entries of the second
     (at_left, J), (at_right, G) = (_moving(_columns(entering[k])) for k in (i, j))
     lefts, rights = [J[:0]], [G[:0]]
     for rows, columns in _components(B):
@@ -226,11 +226,11 @@ def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> S
     for a, inputs, adjoint in reversed(tail):
         at_point, bar = trace.gather(a), bars.pop(a.output, None)
         pulled = [None] * len(inputs) if bar is None else a.primitive.vjp(at_point, bar)  # type: ignore[arg-type]
-        bent: Sequence[Tensor | None] = [None] * len(inputs)
+        curved: Sequence[Tensor | None] = [None] * len(inputs)
         if not a.primitive.is_linear:
             entering = [None if at is None else moved[at] for at in inputs]
-            bent = a.primitive.curvature(at_point, adjoint, entering)  # type: ignore[arg-type]
-        for at, *covectors in zip(inputs, pulled, bent, strict=True):
+            curved = a.primitive.curvature(at_point, adjoint, entering)  # type: ignore[arg-type]
+        for at, *covectors in zip(inputs, pulled, curved, strict=True):
             for covector in covectors:
                 if at is not None and covector is not None:
                     bars[at] = bars[at] + covector if at in bars else covector
@@ -282,10 +282,10 @@ def _placed(n: int, at: Sequence[int], values: Sequence[Tensor]) -> list[Tensor 
     return found
 
 
-def _flat(bent: Tensor | None, total: int, like: Tensor | None) -> Tensor:
+def _flat(curved: Tensor | None, total: int, like: Tensor | None) -> Tensor:
     """(total, *shape) -> total x entries; zeros for None."""
     assert like is not None
-    return like.new_zeros(total, like.numel()) if bent is None else bent.reshape(total, -1)
+    return like.new_zeros(total, like.numel()) if curved is None else curved.reshape(total, -1)
 
 
 def _columns(tangent: Tensor | None) -> Tensor:
