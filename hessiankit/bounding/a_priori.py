@@ -4,7 +4,7 @@ What goes in are the norms of the input, of the weights (over a Frobenius ball a
 target, the smallest row scale of each norm's input, and the sizes; what comes out are bounds that hold for every problem with
 these. With loss ||Z - T||_F^2 / N and R = Z - T,
 
-    ||H_ij|| <= (2/N) [ g_i g_j + (largest row of R) hessian_row_ij + ||R||_F hessian_all_ij ],    ||H|| <= the norm of that matrix.
+    ||H_ij|| <= (2/N) [ g_i g_j + (largest row of R) hessian_row_ij + ||R||_F hessian_all_ij ],   ||H|| <= that matrix's norm.
 
 Over a ball this bounds every Hessian in it, which is what a comparison of losses at two points needs.
 """
