@@ -110,7 +110,8 @@ class BlockTerms(Printed):
         return {"i": self.i, "j": self.j, "terms": terms, "steps": [asdict(s) for s in self.steps]}
 
     def _headline(self) -> str:
-        return f"block ({self.i}, {self.j}): {len(self.terms)} terms, {len(self.steps)} steps of the plan write it"
+        terms, steps = (f"{len(x)} {name}{'s' * (len(x) != 1)}" for x, name in ((self.terms, "term"), (self.steps, "step")))
+        return f"block ({self.i}, {self.j}): {terms}, written by {steps} of the plan"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
