@@ -297,7 +297,7 @@ def picture(
             if there:
                 bars = [[i.value - i.low for _, i in there], [i.high - i.value for _, i in there]]
                 less.errorbar([x for x, _ in there], [i.value for _, i in there], yerr=bars, elinewidth=0.8, **look)
-        losses.set_xticks(range(len(runs)), list(runs), fontsize=7)
+        losses.set_xticks(range(len(runs)), [name.replace("-QKV", "\n-QKV") for name in runs], fontsize=7)
         losses.set_xlim(-0.5, len(runs) - 0.5)
         less.axhline(0, color=FAINT, linewidth=0.6)
         figure.legend(*losses.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0.84, 0.92))

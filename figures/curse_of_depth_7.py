@@ -1,0 +1,254 @@
+"""Table 7 and Figure 7 of The Curse of Depth: other normalisations, and LayerNorm Scaling in a vision transformer.
+
+Table 7 trains LLaMA-130M once with six normalisations: perplexities of 26.73 (Pre-LN), 27.91 (Admin), 28.01 (Group-LN), 26.51
+(Sandwich-LN), 26.07 (Mix-LN) and 25.76 (LNS). Table 5 and Figure 7 train ViT-S on ImageNet without LayerScale: the accuracy is
+67.91 %, 66.43 with LNS after the norm, as in language models, and 68.75 with LNS after attention and MLP, which keeps the
+variance of the deepest block at 150 instead of 3000.
+
+Here: Table 7 with twelve blocks of width 64 on the bytes of Python's standard library, 400 steps, two seeds
+(:func:`figures._depth_models.llama`), each seed's loss less Pre-LN's; Figure 7 with a vision transformer of twelve pre-norm
+blocks of width 32 on scikit-learn's digits in patches of 2 x 2, AdamW at 1e-3, 300 steps, two seeds: the variance over
+features of each block's output, a mean over the tokens of 64 test images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator
+from torch import Tensor, nn
+
+from figures._depth_models import TINY, Size, llama, scale_of
+from figures._digits import ImageSpec, images_of
+from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, each, heading, page, save, style, write_rows, write_verdicts
+from figures._runs import ByteRun, byte_run
+from figures._verdicts import Verdict, in_every, scale
+from hessiankit.blocks import VisionTransformer
+from hessiankit.studies.training import updates
+
+NAME = Path(__file__).stem
+CODE = ("hessiankit/blocks", "hessiankit/studies/images.py", "hessiankit/studies/training.py", f"figures/{NAME}.py")
+TABLE_7 = {
+    "Pre-LN": ("pre", 26.73), "Admin": ("admin", 27.91), "Group-LN": ("group-ln", 28.01), "Sandwich-LN": ("sandwich", 26.51),
+    "Mix-LN": ("mix-ln", 26.07), "LNS": ("lns", 25.76),
+}  # fmt: skip
+"""Method -> placement, printed perplexity."""
+VARIANTS = {"Pre-LN": "pre", "LNS after the norm": "lns", "LNS after attention and MLP": "lns-after-branch"}
+PRINTED = {"Pre-LN": 67.91, "LNS after the norm": 66.43, "LNS after attention and MLP": 68.75}
+"""Table 5: accuracy in %."""
+SEEDS = (0, 1)
+FULL = Size(layers=12)
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The vision transformer and its budget."""
+
+    blocks: int = 12
+    d_model: int = 32
+    d_ff: int = 64
+    n_heads: int = 4
+    steps: int = 300
+    every: int = 20
+    batch_size: int = 64
+    lr: float = 1e-3
+    patch: int = 2
+
+
+TINY_VISION = Vision(blocks=3, d_model=8, d_ff=16, n_heads=2, steps=20, every=5, batch_size=16, patch=4)
+
+
+def vision_run(vision: Vision, placement: str, seed: int) -> dict[str, Any]:
+    """Train one vision transformer; return steps, variances (steps, blocks) and the test accuracy.
+
+    Raises:
+        InputError: The digits cannot be read.
+    """
+    spec = ImageSpec(patch=vision.patch)
+    (tokens, labels), (test, answers) = spec.data(), spec.data("test")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = VisionTransformer(
+            tokens.shape[2], tokens.shape[1], images_of("digits").n_classes, d_model=vision.d_model, d_ff=vision.d_ff,
+            n_heads=vision.n_heads, n_blocks=vision.blocks, placement=placement, activation="gelu", final_norm=True,
+        )  # fmt: skip
+    tokens, test = tokens.float(), test.float()
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch() -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(0, len(labels), (vision.batch_size,), generator=generator)
+        return tokens[chosen], labels[chosen]
+
+    steps, variances = [0], [variance_by_block(model, test[:64])]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=vision.lr, weight_decay=0.05)
+    for step, _ in updates(model, optimizer, batch, F.cross_entropy, range(1, vision.steps + 1), clip=1.0):
+        if step % vision.every == 0:
+            steps.append(step)
+            variances.append(variance_by_block(model, test[:64]))
+    with torch.no_grad():
+        right = float((model(test).argmax(-1) == answers).float().mean())
+    return {"steps": steps, "variances": variances, "accuracy": right}
+
+
+@torch.no_grad()
+def variance_by_block(model: VisionTransformer, inputs: Tensor) -> list[float]:
+    """Return the variance over features of each block's output, a mean over tokens and images."""
+    found: list[float] = []
+
+    def see(block: nn.Module, given: Any, x: Tensor) -> None:
+        found.append(float(x.var(-1, correction=0).mean()))
+
+    hooks = [block.register_forward_hook(see) for block in model.blocks]
+    model(inputs)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def language(size: Size, out: Path) -> dict[str, list[ByteRun]]:
+    """Train every method of Table 7 with every seed, or read what was trained before."""
+    return {
+        method: [
+            byte_run(replace(llama("Pre-LN", size, seed), name=f"curse-{name}-normal-{seed}", placement=name), out)
+            for seed in SEEDS
+        ]
+        for method, (name, _) in TABLE_7.items()
+    }
+
+
+def verdicts(runs: dict[str, list[ByteRun]], seen: dict[str, list[dict[str, Any]]], size: Size, vision: Vision) -> list[Verdict]:
+    """Return what the runs show of Table 7, and of Table 5 with Figure 7; one outcome a seed."""
+    last = {method: [run.losses[-1] for run in own] for method, own in runs.items()}
+    less = {method: [a - b for a, b in zip(own, last["Pre-LN"], strict=True)] for method, own in last.items()}
+    table_7 = [
+        in_every(
+            f"{method}'s loss is {'above' if sign > 0 else 'below'} Pre-LN's",
+            (sign * x > 0 for x in less[method]),
+            each(less[method]),
+        )
+        for method, sign in (("Admin", 1), ("Group-LN", 1), ("Sandwich-LN", -1), ("Mix-LN", -1), ("LNS", -1))
+    ]
+    lowest = [min(last, key=lambda method: last[method][k]) for k in range(len(SEEDS))]
+    table_7.append(in_every("LNS has the lowest loss", (one == "LNS" for one in lowest), f"lowest {' and '.join(lowest)}"))
+    deep = {name: [run["variances"][-1][-1] for run in own] for name, own in seen.items()}
+    right = {name: [run["accuracy"] for run in own] for name, own in seen.items()}
+    base, norm, branch = VARIANTS
+    table_5 = (
+        in_every(
+            "LNS after attention and MLP: the last block's variance ends at most at a tenth of Pre-LN's",
+            (b <= a / 10 for a, b in zip(deep[base], deep[branch], strict=True)),
+            f"{each(deep[branch])} against {each(deep[base])}",
+        ),
+        in_every(
+            "its accuracy is higher", (b > a for a, b in zip(right[base], right[branch], strict=True)),
+            f"{each(right[branch])} against {each(right[base])}",
+        ),
+        in_every(
+            "LNS after the norm: lower", (b < a for a, b in zip(right[base], right[norm], strict=True)), each(right[norm])
+        ),
+    )  # fmt: skip
+    data = f"{vision.steps} steps of {vision.batch_size} digits"
+    tokens = 64 // vision.patch**2
+    model = VisionTransformer(
+        vision.patch**2, tokens, 10, d_model=vision.d_model, d_ff=vision.d_ff, n_heads=vision.n_heads, n_blocks=vision.blocks
+    )
+    size_of = scale(len(SEEDS), vision.blocks, vision.d_model, sum(p.numel() for p in model.parameters()), data)
+    return [
+        Verdict("curse-of-depth/table7", scale_of(llama("Pre-LN", size, 0), len(SEEDS)), tuple(table_7)),
+        Verdict("curse-of-depth/table5", size_of, table_5),
+    ]
+
+
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
+    """Train twelve language models and six vision transformers (about 7 minutes of one core), draw, and write the numbers.
+
+    ``quick`` takes four blocks of width 16 and 30 steps, and three blocks of width 8 and 20 steps.
+    """
+    size, vision = (replace(TINY, text=text), TINY_VISION) if quick else (replace(FULL, text=text), Vision())
+    runs = language(size, out)
+    seen = {
+        name: [
+            cached(out, NAME, [vision, placement, seed], partial(vision_run, vision, placement, seed), code=CODE)
+            for seed in SEEDS
+        ]
+        for name, placement in VARIANTS.items()
+    }
+    said = verdicts(runs, seen, size, vision)
+    losses = [
+        {"method": method, "seed": seed, "held-out loss": run.losses[-1], "paper's perplexity": TABLE_7[method][1]}
+        for method, own in runs.items()
+        for seed, run in zip(SEEDS, own, strict=True)
+    ]
+    variances = [
+        {"variant": name, "seed": seed, "accuracy": run["accuracy"], "step": step, "block": block, "variance": value}
+        for name, own in seen.items()
+        for seed, run in zip(SEEDS, own, strict=True)
+        for step, row in zip(run["steps"], run["variances"], strict=True)
+        for block, value in enumerate(row, start=1)
+    ]
+    with style():
+        figure = page(8.2, 6.0)
+        table_7(figure.add_axes((0.13, 0.62, 0.6, 0.33)), runs)
+        highest = max(max(map(max, run["variances"])) for own in seen.values() for run in own)
+        lowest = min(min(map(min, run["variances"])) for own in seen.values() for run in own)
+        for k, (name, own) in enumerate(seen.items()):
+            axes = figure.add_axes((0.085 + 0.295 * k, 0.08, 0.24, 0.37))
+            figure_7(axes, own[0], (0.8 * lowest, 1.25 * highest))
+            right = each(100 * run["accuracy"] for run in own)
+            heading(
+                axes, f"{name}\naccuracy {right} % (print {PRINTED[name]})", "step", "" if k else "variance of block's output"
+            )
+        _key(figure.axes[-1], vision.blocks)
+        picture = save(figure, out / f"{NAME}{suffix}", said)
+    numbers = [write_rows(out / f"{NAME}.csv", losses), write_rows(out / f"{NAME}_variances.csv", variances)]
+    return [picture, *numbers, write_verdicts(out, NAME, said)]
+
+
+def table_7(axes: Axes, runs: dict[str, list[ByteRun]]) -> None:
+    """Each seed's loss less Pre-LN's of that seed; at the right the printed perplexity."""
+    base = [run.losses[-1] for run in runs["Pre-LN"]]
+    for y, (method, own) in enumerate(runs.items()):
+        for k, run in enumerate(own):
+            axes.plot(run.losses[-1] - base[k], y, METHOD_MARKS[k], color=METHOD_COLOURS[1], markersize=5)
+        text = f"loss {each(run.losses[-1] for run in own)}; printed perplexity {TABLE_7[method][1]}"
+        axes.text(1.01, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=7.5, color=FAINT)
+    axes.axvline(0, color=FAINT, linewidth=0.8)
+    axes.set_yticks(range(len(runs)), list(runs))
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    heading(axes, "Table 7: loss less Pre-LN's, a mark a seed", "loss difference (nats/byte)")
+
+
+def figure_7(axes: Axes, run: dict[str, Any], limits: tuple[float, float]) -> None:
+    """One line a block over training, pale and shallow to dark and deep; the first seed's."""
+    values = np.array(run["variances"])
+    for line, colour in zip(values.T, shades(values.shape[1]), strict=True):
+        axes.plot(run["steps"], line, color=colour)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.set_ylim(*limits)
+    axes.set_xlim(run["steps"][0], run["steps"][-1])
+
+
+def shades(count: int) -> Any:
+    """Return a colour a block, (count, 4)."""
+    return mpl.colormaps["viridis_r"](np.linspace(0.1, 1.0, count))
+
+
+def _key(axes: Axes, blocks: int) -> None:
+    key = axes.inset_axes((1.06, 0.0, 0.06, 1.0))
+    key.imshow(shades(blocks)[:, None, :], origin="lower", aspect="auto", extent=(0, 1, 0.5, blocks + 0.5))
+    key.set_xticks([])
+    key.yaxis.tick_right()
+    key.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    key.set_ylabel("block", fontsize=7.5)
+    key.yaxis.set_label_position("right")

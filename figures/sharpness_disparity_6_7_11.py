@@ -1,0 +1,369 @@
+"""Figures 6, 7 and 11 of The Sharpness Disparity Principle: Blockwise LR with Adam-mini, with Lion, and with another schedule.
+
+The paper finds Blockwise LR twice as fast with Adam-mini (ratios 4, 1, 4, 4 of Emb, QK, FFN, VO; Figure 6), with Lion (eq. 5;
+Figure 7, left) and with AdamW whose schedule is warm-up, stable, decay (Figure 7, right), single runs of 0.25 and 0.5 billion
+parameters, and the order of eq. 1 under Lion from 2 % of the steps on (Figure 11).
+
+Here: the model and budget of ``sharpness_disparity_4_10_table_2``, 300 steps, three seeds. As in App. A.3, AdamW's learning
+rate is tuned with the cosine schedule (seed 1000, which the comparison does not have) and taken for Adam-mini and for the other
+schedule, and Lion takes the best of 1/3, 1/5 and 1/10 of it with weight decays of 0.3, 0.5 and 1. Lion has beta 0.9 and 0.99;
+Adam-mini one second moment for each row of the embeddings, each head of W_Q and W_K, and each other tensor. Above: held-out
+losses, means over the seeds, bands from the lowest to the highest. Below: S by block type under Lion with eq. 5, 8 label draws.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+
+import hessiankit as hk
+from figures._kit import CODE as TOOLKIT
+from figures._kit import (
+    DASHES,
+    METHOD_COLOURS,
+    TYPE_COLOURS,
+    TYPE_MARKS,
+    cached,
+    heading,
+    page,
+    save,
+    style,
+    write_rows,
+    write_verdicts,
+)
+from figures._sharpness_runs import PRINTED
+from figures._verdicts import Part, Verdict, above_zero, in_every, scale
+from figures.sharpness_disparity_4_10_table_2 import FULL as TABLE_2
+from figures.sharpness_disparity_4_10_table_2 import QUICK as TINY
+from hessiankit.optim import blockwise_lr, blockwise_schedule
+from hessiankit.studies.training import updates
+from hessiankit.studies.tuning.experiment import (
+    BETAS,
+    CLIP,
+    SPIKE,
+    Setting,
+    cross_entropy,
+    digest_of,
+    evaluation_steps,
+    held_out_loss,
+    model_of,
+    one_thread,
+    texts,
+    warm_up_steps,
+)
+from hessiankit.studies.tuning.verdict import first_step, paired_difference
+from hessiankit.support.progress import progress_bar
+
+NAME = Path(__file__).stem
+CODE = (*TOOLKIT, f"figures/{NAME}.py")
+GRID, LION, TUNING_SEED = (2e-3, 4e-3, 8e-3), ((1 / 3, 0.3), (1 / 5, 0.5), (1 / 10, 1.0)), 1000
+DECAY = 0.1
+CASES = {"Adam-mini": ("adam_mini", "cosine"), "Lion": ("lion", "cosine"), "AdamW, wsd": ("adamw", "wsd")}
+"""Title -> optimizer, schedule."""
+CLAIMS = {"Adam-mini": "fig6", "Lion": "fig7-lion", "AdamW, wsd": "fig7-wsd"}
+ARMS = ("one rate", "by block type")
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2024): w - lr (sign(b1 m + (1 - b1) g) + decay w), then m = b2 m + (1 - b2) g."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * torch.lerp(p.grad, m, b1).sign())
+                m.lerp_(p.grad, 1 - b2)
+
+
+class AdamMini(torch.optim.Optimizer):
+    """Adam-mini (Zhang et al. 2024): Adam with the mean of g^2 over a group of entries for g^2.
+
+    Args:
+        params: Groups of one parameter each, with its ``name``.
+        n_heads: Heads, each a group of columns of W_Q and of W_K; each row of an embedding is one, and each other tensor.
+        betas: Decay rates of both moments.
+    """
+
+    def __init__(self, params: Iterable[Any], n_heads: int, betas: tuple[float, float] = BETAS) -> None:
+        self.n_heads = n_heads
+        super().__init__(params, {"lr": 1e-3, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["t"] = t = state.get("t", 0) + 1
+                m = state.setdefault("m", torch.zeros_like(p))
+                v = state.setdefault("v", torch.zeros_like(p))
+                m.lerp_(p.grad, 1 - b1)
+                v.lerp_(grouped_mean(p.grad.square(), group["name"], self.n_heads), 1 - b2)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + 1e-8))
+
+
+def grouped_mean(squares: Tensor, name: str, n_heads: int) -> Tensor:
+    """Return each entry's mean over its group in Adam-mini, in the shape of the parameter.
+
+    >>> x = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
+    >>> [grouped_mean(x, name, 2).tolist() for name in ("embedding.W_E", "attention.W_Q", "feedforward.W_1")]
+    [[[2.0, 2.0], [6.0, 6.0]], [[3.0, 5.0], [3.0, 5.0]], [[4.0, 4.0], [4.0, 4.0]]]
+    """
+    if name.startswith("embedding"):
+        return squares.mean(-1, keepdim=True).expand_as(squares)
+    if name.endswith(("W_Q", "W_K")):
+        heads = squares.reshape(len(squares), n_heads, -1)
+        return heads.mean((0, 2), keepdim=True).expand_as(heads).reshape_as(squares)
+    return squares.mean().expand_as(squares)
+
+
+def optimizer_of(model: nn.Module, kind: str, arm: str, lr: float, decay: float, setting: Setting) -> torch.optim.Optimizer:
+    """Return an optimizer over groups with a rate by block type."""
+    groups = blockwise_lr(model, lr, {} if arm == ARMS[0] else "paper", optimizer=kind, weight_decay=decay)
+    if kind == "lion":
+        return Lion(groups)
+    return AdamMini(groups, setting.heads) if kind == "adam_mini" else torch.optim.AdamW(groups, betas=BETAS)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run: optimizer, schedule, arm, rate, decay, seed, and the steps at which the sharpness is measured."""
+
+    setting: Setting
+    kind: str
+    schedule: str
+    arm: str
+    lr: float
+    decay: float
+    seed: int
+    measured: tuple[int, ...] = ()
+
+
+def run(spec: Spec) -> dict[str, Any]:
+    """Train; return steps and held-out losses (None from where one was no number), and S by type at the measured steps."""
+    setting = spec.setting
+    text, held_out = texts(setting.text)
+    generator = torch.Generator().manual_seed(spec.seed)
+    with one_thread():
+        model = model_of(setting, spec.seed)
+        windows = held_out.windows(setting.length, setting.windows)
+        optimizer = optimizer_of(model, spec.kind, spec.arm, spec.lr, spec.decay, setting)
+        schedule = blockwise_schedule(optimizer, warmup=warm_up_steps(setting), steps=setting.steps, kind=spec.schedule)
+        losses, sharp = {0: held_out_loss(model, windows)}, {}
+        batch = partial(text.batch, setting.batch_size, setting.length, generator)
+        if 0 in spec.measured:
+            sharp[0] = sharpness_by_type(model, windows, spec.seed)
+        for step, loss in updates(
+            model, optimizer, batch, cross_entropy, range(1, setting.steps + 1), clip=CLIP, schedule=schedule
+        ):
+            if not math.isfinite(loss):
+                break
+            if step in evaluation_steps(setting):
+                losses[step] = held_out_loss(model, windows)
+            if step in spec.measured:
+                sharp[step] = sharpness_by_type(model, windows, spec.seed)
+    steps = (0, *evaluation_steps(setting))
+    return {"steps": steps, "losses": [losses.get(step) for step in steps], "sharpness": sharp}
+
+
+def sharpness_by_type(model: nn.Module, windows: tuple[Tensor, Tensor], seed: int) -> dict[str, list[float]]:
+    """Return S, low and high by block type of a copy in float64."""
+    report = hk.sharpness(copy.deepcopy(model).double(), (windows[0][:32], windows[1][:32]), draws=8, seed=seed)
+    return {kind: [one.value, one.low, one.high] for kind, one in report.types.items()}
+
+
+def final(found: dict[str, Any]) -> float:
+    """Return the last held-out loss, infinite where the run broke off or ended half a nat above its best."""
+    seen = [x for x in found["losses"] if x is not None]
+    last = found["losses"][-1]
+    return math.inf if last is None or last > min(min(seen) + SPIKE, math.log(256)) else float(last)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The rates that were chosen, and the runs: case -> arm -> one a seed."""
+
+    setting: Setting
+    rates: dict[str, tuple[float, float]]
+    runs: dict[str, dict[str, list[dict[str, Any]]]]
+
+    def losses(self, case: str, arm: str) -> list[float]:
+        """Return the last losses of an arm."""
+        return [final(one) for one in self.runs[case][arm]]
+
+
+def measure(setting: Setting, seeds: int, out: Path) -> Found:
+    """Search the rates and do all runs that are not kept."""
+    with progress_bar() as tell:
+        total, done = len(GRID) + len(LION) + len(CASES) * len(ARMS) * seeds, 0
+
+        def kept(spec: Spec) -> dict[str, Any]:
+            nonlocal done
+            tell(f"{spec.kind}, {spec.schedule}, {spec.arm}", done, total)
+            done += 1
+            return cached(out, NAME, spec, partial(run, spec), code=CODE)
+
+        def best(kind: str, options: Sequence[tuple[float, float]]) -> tuple[float, float]:
+            ends = {one: final(kept(Spec(setting, kind, "cosine", ARMS[0], *one, TUNING_SEED))) for one in options}
+            return min(ends, key=ends.__getitem__)
+
+        tuned = best("adamw", [(lr, DECAY) for lr in GRID])
+        rates = dict.fromkeys(CASES, tuned)
+        rates["Lion"] = best("lion", [(float(f"{part * tuned[0]:.3g}"), decay) for part, decay in LION])
+        last = setting.steps
+        looked_at = sorted({0, 1, 2, 5, 10, 20, 50, last // 3, last} & set(range(last + 1)))
+        measured: dict[str, tuple[int, ...]] = {ARMS[0]: (), ARMS[1]: tuple(looked_at)}
+        runs = {
+            case: {
+                arm: [
+                    kept(Spec(setting, kind, schedule, arm, *rates[case], seed, measured[arm] if case == "Lion" else ()))
+                    for seed in range(seeds)
+                ]
+                for arm in ARMS
+            }
+            for case, (kind, schedule) in CASES.items()
+        }
+    return Found(setting, rates, runs)
+
+
+def verdicts(found: Found) -> list[Verdict]:
+    """Return what the runs show of Figures 6, 7 and 11."""
+    setting = found.setting
+    seeds = len(next(iter(found.runs.values()))[ARMS[0]])
+    text = "the standard library" if setting.text == "stdlib" else setting.text
+    count = sum(p.numel() for p in model_of(setting, 0).parameters())
+    data = f"{setting.steps} steps of {setting.batch_size * setting.length} bytes of {text}"
+    size = scale(seeds, setting.layers, setting.d_model, count, data)
+    found_verdicts = []
+    for case, claim in CLAIMS.items():
+        base, own = (found.losses(case, arm) for arm in ARMS)
+        finite = all(map(math.isfinite, base + own))
+        lower = above_zero(
+            "Blockwise LR ends lower", paired_difference(base, own) if finite else [],
+            "" if finite else f"{sum(map(math.isinf, base))} and {sum(map(math.isinf, own))} of {seeds} runs diverged",
+        )  # fmt: skip
+        parts = [lower, faster(found, case)]
+        if case == "Lion":
+            parts += order_parts(found.runs[case][ARMS[1]], setting.steps)
+        found_verdicts.append(Verdict(f"sharpness-disparity/{claim}", size, tuple(parts)))
+    return found_verdicts
+
+
+def faster(found: Found, case: str) -> Part:
+    """Return whether Blockwise LR reaches the other arm's last loss in half of the steps."""
+    at = []
+    for one, other in zip(*(found.runs[case][arm] for arm in ARMS), strict=True):
+        curve = [math.inf if x is None else x for x in other["losses"]]
+        at.append(first_step(other["steps"], curve, final(one)) if math.isfinite(final(one)) else None)
+    seen = "the other's last loss is reached at step " + ", ".join("none" if x is None else f"{x:.0f}" for x in at)
+    return in_every("it is twice as fast", (x is not None and x <= found.setting.steps / 2 for x in at), seen)
+
+
+def order_parts(runs: Sequence[dict[str, Any]], last: int) -> list[Part]:
+    """Return whether each step of eq. 1 is there at the end under Lion; one outcome a seed."""
+    ends = [one["sharpness"].get(str(last)) for one in runs]
+    seen = [one for one in ends if one is not None]
+    if len(seen) < len(runs):
+        return [Part("the order of eq. 1 at the end under Lion", "OPEN", "a run broke off")]
+    return [
+        in_every(
+            f"under Lion S({low}) < S({high}) at the end", (one[low][0] < one[high][0] for one in seen),
+            "quotients " + ", ".join(f"{one[high][0] / one[low][0]:.2g}" for one in seen),
+        )
+        for low, high in pairwise(PRINTED)
+    ]  # fmt: skip
+
+
+def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "stdlib") -> list[Path]:
+    """Do 24 runs (about 3 minutes of one core), draw loss curves and the sharpness under Lion, and write the numbers.
+
+    ``quick`` takes one block of width 16, 40 steps and two seeds.
+    """
+    setting, seeds = (TINY.setting, 2) if quick else (TABLE_2.setting, 3)
+    found = measure(replace(setting, text=text, digest=digest_of(text)), seeds, out)
+    said = verdicts(found)
+    rows = [
+        {
+            "case": case,
+            "arm": arm,
+            "lr": found.rates[case][0],
+            "decay": found.rates[case][1],
+            "seed": seed,
+            "step": step,
+            "loss": loss,
+        }
+        for case, arms in found.runs.items()
+        for arm, runs in arms.items()
+        for seed, one in enumerate(runs)
+        for step, loss in zip(one["steps"], one["losses"], strict=True)
+    ]  # fmt: skip
+    sharp = [
+        {"seed": seed, "step": int(step), "type": kind, "sharpness": value, "low": low, "high": high}
+        for seed, one in enumerate(found.runs["Lion"][ARMS[1]])
+        for step, types in one["sharpness"].items()
+        for kind, (value, low, high) in types.items()
+    ]
+    with style():
+        figure = page(8.4, 6.2)
+        for k, case in enumerate(CASES):
+            axes = figure.add_axes((0.075 + 0.315 * k, 0.57, 0.27, 0.37))
+            curves(axes, found, case)
+        eq_1(figure.add_axes((0.075, 0.075, 0.585, 0.375)), sharp)
+        picture = save(figure, out / f"{NAME}{suffix}", said)
+    numbers = [write_rows(out / f"{NAME}.csv", rows), write_rows(out / f"{NAME}_sharpness.csv", sharp)]
+    return [picture, *numbers, write_verdicts(out, NAME, said)]
+
+
+def curves(axes: Axes, found: Found, case: str) -> None:
+    """Held-out losses of both arms from a fifth of the steps on."""
+    number = {"Adam-mini": "Figure 6", "Lion": "Figure 7, left", "AdamW, wsd": "Figure 7, right"}[case]
+    for k, arm in enumerate(ARMS):
+        runs = found.runs[case][arm]
+        values = np.array([[math.nan if x is None else x for x in one["losses"]] for one in runs])
+        steps = np.array(runs[0]["steps"])
+        late = steps >= found.setting.steps / 5
+        look: Any = {"color": METHOD_COLOURS[(0, 2)[k]], "linestyle": DASHES[k]}
+        axes.plot(steps[late], values.mean(0)[late], label=arm, **look)
+        axes.fill_between(steps[late], values.min(0)[late], values.max(0)[late], alpha=0.15, linewidth=0, color=look["color"])
+    heading(
+        axes,
+        f"{number}: {case}, lr {found.rates[case][0]:.2g}",
+        "step",
+        "held-out loss (nats/byte)" if case == "Adam-mini" else "",
+    )
+    axes.legend(loc="upper right")
+
+
+def eq_1(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    """Figure 11: S by block type over the steps, means over the seeds with their range."""
+    steps = sorted({row["step"] for row in rows})
+    for kind in PRINTED:
+        values = np.array([[row["sharpness"] for row in rows if (row["type"], row["step"]) == (kind, step)] for step in steps])
+        axes.plot(steps, values.mean(1), marker=TYPE_MARKS[kind], color=TYPE_COLOURS[kind], label=kind)
+        axes.fill_between(steps, values.min(1), values.max(1), color=TYPE_COLOURS[kind], alpha=0.15, linewidth=0)
+    heading(axes, "Figure 11: under Lion, eq. (5)", "step (log scale from 1)", "average sharpness $S$")
+    axes.set_xscale("symlog", linthresh=1, linscale=0.4)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.legend(
+        loc="center left", bbox_to_anchor=(1.01, 0.5), title="in print, from flat\nto sharp: this order", title_fontsize=7.5
+    )
