@@ -151,6 +151,8 @@ COMMANDS = {
     "$ tune-lr": "tune-lr --quick --jobs 1 --seeds 2 --tuning-seeds 1 --grid 0.002 0.004 --text text.txt",
     "$ monitor": "monitor run.jsonl",
 }
+SLOW = ("$ tune-lr", "$ study --quick", "$ study --table", "$ study --placements", "$ bounds --attack", "$ sharpness")
+"""Commands that run at one width only."""
 
 
 def _child(folder: Path) -> None:
@@ -180,7 +182,7 @@ def _child(folder: Path) -> None:
     (folder / "terminal_models.py").write_text(SMALL)
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
     for name, line in COMMANDS.items():
-        for width in WIDTHS if name not in ("$ tune-lr", "$ study --table", "$ study --placements") else WIDTHS[:1]:
+        for width in WIDTHS[:1] if name in SLOW else WIDTHS:
             codes: list[int] = []
             print_at(name, width, lambda line=line, codes=codes: codes.append(main(line.split())))  # type: ignore[misc]
             assert codes == [0], (name, codes)

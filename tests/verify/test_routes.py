@@ -14,7 +14,7 @@ from torch.func import hessian as func_hessian
 from hessiankit.cli.main import main
 from hessiankit.support.errors import InputError
 from hessiankit.verify.operations import OPERATIONS, written_out_attention, written_out_layer_norm
-from hessiankit.verify.route_table import DISAGREE, RIGHT, UNSUPPORTED, WRONG, routes
+from hessiankit.verify.route_table import DISAGREE, PATH, RIGHT, UNSUPPORTED, WRONG, distilled, load, routes
 from hessiankit.verify.torch_routes import ROUTES, Route, central_differences
 
 pytestmark = pytest.mark.slow
@@ -116,6 +116,13 @@ def test_the_table_as_a_whole(whole):
     assert {"jvp(grad)", "jacfwd(grad)", "central differences"} <= set(whole.never_wrong)
     known = {"weight_norm", "autograd.Function (once)", "cdist"}  # cdist: in torch 2.15
     assert {cell.operation for cell in whole.wrong if cell.route in REVERSE} <= known
+
+
+@pytest.mark.skipif(torch.__version__.split("+")[0] != load()["torch"], reason="the shipped table is of another torch")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the shipped table is of the CPU build")
+def test_the_shipped_table_is_true(whole):
+    shipped = json.loads(PATH.read_text(encoding="utf-8"))
+    assert distilled(whole) == shipped, "run: python -c 'from hessiankit.verify.route_table import write; write()'"
 
 
 def test_layer_norm_with_a_gain_is_measured_as_it_is(whole):
