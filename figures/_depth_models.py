@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
-from figures._runs import ByteSpec, model_of
-from figures._verdicts import scale
+from figures._runs import ByteSpec
 
 
 @dataclass(frozen=True)
@@ -99,17 +98,6 @@ def olmo(placement: str, initialisation: str, size: Size, seed: int, *, measured
         std=None, block=(("n_kv_heads", max(1, size.heads // 4)),), lr=3e-3, floor=0.1, every=size.steps if measured else 0,
         log_spaced=False, measured=measured, **_shared(size, seed),
     )  # fmt: skip
-
-
-def scale_of(spec: ByteSpec, seeds: int) -> str:
-    """Return the size of byte-level runs in words.
-
-    >>> scale_of(llama("Pre-LN", TINY, 0), 2)
-    '2 seeds; 4 blocks of width 16, 21 thousand parameters; 30 steps of 64 bytes of the standard library'
-    """
-    text = "the standard library" if spec.text == "stdlib" else spec.text
-    data = f"{spec.steps} steps of {spec.batch_size * spec.length} bytes of {text}"
-    return scale(seeds, spec.layers, spec.d_model, sum(p.numel() for p in model_of(spec).parameters()), data)
 
 
 def _shared(size: Size, seed: int) -> dict[str, Any]:

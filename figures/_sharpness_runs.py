@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from figures._depth_models import scale_of
 from figures._runs import ByteSpec
+from figures._scales import scale_of
 from hessiankit.diagnostics.sharpness import SharpnessReport
 
 PRINTED = ("Emb", "QK", "FFN", "VO", "Norm")

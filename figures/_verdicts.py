@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -19,9 +19,6 @@ import hessiankit
 from hessiankit.ledger import PAPERS, Claim
 from hessiankit.studies.tuning.verdict import Interval
 from hessiankit.support.errors import InputError
-
-if TYPE_CHECKING:
-    from figures._digits import ImageSpec
 
 Status: TypeAlias = Literal["SUPPORTED", "CONTRADICTED", "OPEN"]
 COLOURS = {"SUPPORTED": "#00664a", "CONTRADICTED": "#b04a00", "OPEN": "#404040"}
@@ -152,23 +149,6 @@ def negative(one: Interval) -> Interval:
     -1.000 [-2.000, -0.500]
     """
     return replace(one, value=-one.value, low=-one.high, high=-one.low)
-
-
-def scale(seeds: int, blocks: int, width: int, parameters: int, data: str) -> str:
-    """Return a scale in words.
-
-    >>> scale(2, 1, 8, 2960, "60 digits")
-    '2 seeds; 1 block of width 8, 3 thousand parameters; 60 digits'
-    """
-    count = f"{parameters / 1e6:.2g} million" if parameters >= 1e5 else f"{parameters / 1e3:.2g} thousand"
-    models, runs = (f"{n} {word}{'s' * (n != 1)}" for n, word in ((blocks, "block"), (seeds, "seed")))
-    return f"{runs}; {models} of width {width}, {count} parameters; {data}"
-
-
-def scale_of_images(spec: ImageSpec, seeds: int, steps: int, size: int) -> str:
-    """Return the size of image classifiers in words, measured on a batch of ``size`` images after ``steps`` updates."""
-    count = sum(p.numel() for p in spec.model().parameters())
-    return scale(seeds, spec.n_blocks, spec.d_model, count, f"{steps} steps of AdamW; measured on {spec.shown(size)}")
 
 
 def print_below(figure: Figure, verdicts: Sequence[Verdict]) -> Bbox:

@@ -37,9 +37,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
 from scipy.stats import spearmanr
 
-from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, TINY, Size, llama, scale_of
+from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, TINY, Size, llama
 from figures._kit import FAINT, cached, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run, model_of
+from figures._scales import scale_of
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import AngularDistances, depth_diagnostics

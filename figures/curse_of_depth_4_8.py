@@ -31,9 +31,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from figures._depth_models import TINY, Size, llama, scale_of
+from figures._depth_models import TINY, Size, llama
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import byte_run
+from figures._scales import scale_of
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import GrowthLaws, growth_laws

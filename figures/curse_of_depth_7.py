@@ -26,11 +26,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor, nn
 
-from figures._depth_models import TINY, Size, llama, scale_of
+from figures._depth_models import TINY, Size, llama
 from figures._digits import ImageSpec, images_of
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run
-from figures._verdicts import Verdict, in_every, scale
+from figures._scales import scale, scale_of
+from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import VisionTransformer
 from hessiankit.studies.training import updates
 

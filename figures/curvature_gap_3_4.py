@@ -22,8 +22,9 @@ from torch import Tensor
 import hessiankit
 from figures._digits import LOSS, ImageSpec, snapshots
 from figures._kit import save, write_verdicts
+from figures._scales import scale_of_images
 from figures._store import writing
-from figures._verdicts import Verdict, in_every, scale_of_images
+from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plots import block_norms_map, side_by_side
 from hessiankit.studies.training import accuracy
 

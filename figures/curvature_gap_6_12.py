@@ -57,7 +57,8 @@ from figures._kit import (
     write_rows,
     write_verdicts,
 )
-from figures._verdicts import Verdict, in_every, scale_of_images
+from figures._scales import scale_of_images
+from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import TransformerBlock
 from hessiankit.bounding.loss_surface import SurfaceReport, loss_surface_bound
 from hessiankit.ledger.curvature_gap.convergence import average_differences, running_means, slope

@@ -33,7 +33,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from figures._depth_models import TINY, Size, olmo, scale_of
+from figures._depth_models import TINY, Size, olmo
 from figures._kit import (
     DASHES,
     FAINT,
@@ -48,6 +48,7 @@ from figures._kit import (
     write_verdicts,
 )
 from figures._runs import ByteRun, byte_run, measured_on, model_of
+from figures._scales import scale_of
 from figures._verdicts import Verdict, above_zero, in_every, negative
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import depth_diagnostics

@@ -27,9 +27,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from figures._depth_models import TINY, Size, olmo, scale_of
+from figures._depth_models import TINY, Size, olmo
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run
+from figures._scales import scale_of
 from figures._verdicts import Verdict, above_zero
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.studies.tuning.verdict import Interval, mean_interval, paired_difference, simultaneous

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from figures._depth_models import TINY, Size, olmo, scale_of
+from figures._depth_models import TINY, Size, olmo
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, METHOD_MARKS, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run
+from figures._scales import scale_of
 from figures._verdicts import Verdict, in_every
 
 NAME = Path(__file__).stem

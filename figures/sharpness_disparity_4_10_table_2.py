@@ -38,7 +38,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from figures._kit import DASHES, FAINT, INK, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows, write_verdicts
-from figures._verdicts import Part, Verdict, above_zero, in_every, negative, scale
+from figures._scales import scale
+from figures._verdicts import Part, Verdict, above_zero, in_every, negative
 from hessiankit.optim import PRESETS
 from hessiankit.studies.tuning.comparison import TUNING_SEED, run_arms
 from hessiankit.studies.tuning.comparison_report import draw_interval, draw_search

@@ -42,8 +42,9 @@ from figures._kit import (
     write_rows,
     write_verdicts,
 )
+from figures._scales import scale
 from figures._sharpness_runs import PRINTED
-from figures._verdicts import Part, Verdict, above_zero, in_every, scale
+from figures._verdicts import Part, Verdict, above_zero, in_every
 from figures.sharpness_disparity_4_10_table_2 import FULL as TABLE_2
 from figures.sharpness_disparity_4_10_table_2 import QUICK as TINY
 from hessiankit.optim import blockwise_lr, blockwise_schedule
