@@ -48,9 +48,9 @@ def add_bounds(commands: Commands) -> None:
     add("--d-ff", type=positive, default=6, help="hidden width of the feed-forward network (default 6)")
     add("--tokens", type=positive, default=4, help="tokens of the sequence (default 4)")
     add("--loss", default="mse", help="mse (default) or cross_entropy")
-    add_list(add, "--list-bounds", "hessiankit.bounding.bounds:BOUNDS", "print what every bound is computed from, and end")
+    add_list(add, "--list-bounds", "hessiankit.bounding.bounds:BOUNDS", "print what each bound is computed from and exit")
     add("--scale", type=positive_number, default=1.0, help="factor on the initial weights, above 0 (default 1)")
-    add("--seed", type=seed, default=0, help="of everything that is drawn (default 0)")
+    add("--seed", type=seed, default=0, help="random seed (default 0)")
     add(
         "--attack",
         type=positive,

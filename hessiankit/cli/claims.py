@@ -35,7 +35,7 @@ def add_claims(commands: Commands) -> None:
     add("--id", metavar="GLOB", help='only ids like this, e.g. "hybridnorm/eq3*"')
     add("--run", action="store_true", help="find the verdicts again")
     add("--show", metavar="ID", help="run one row and print all of it")
-    add("--seed", type=seed, default=0, help="of all random numbers (default 0)")
+    add("--seed", type=seed, default=0, help="random seed (default 0)")
     add_json(add)
     add_table(add)
     add("--html", type=Path, metavar="FILE", help="also write an HTML page")

@@ -37,7 +37,7 @@ def add_derive(commands: Commands) -> None:
     )
     add = command.add_argument
     add("what", nargs="?", help="a chapter or a statement of a paper; without it, the block that the options describe")
-    add("--list", action="store_true", help="print the chapters and the papers' statements, and end")
+    add("--list", action="store_true", help="print the chapters and the papers' statements and exit")
     add_block_options(add)
     add("--wrt", nargs="+", metavar="NAME", help="one or two arguments (default: query value of a block, else the theorem's)")
     add("--loss", help="mse or cross_entropy; without it, derivatives of the output")

@@ -183,13 +183,13 @@ def add_json(add: Add) -> None:
         nargs="?",
         const=STDOUT,
         metavar="PATH",
-        help="also write every number to this file; with - or without PATH to standard output, and all else to standard error",
+        help="also write all numbers as JSON to this file; with - or no PATH to standard output, everything else to standard error",
     )
 
 
 def add_table(add: Add) -> None:
     """Add ``--table``, which every command that prints a result has."""
-    add("--table", action="store_true", help="print every row and column; in a terminal the result else takes a screen")
+    add("--table", action="store_true", help="print all rows and columns (without it, a terminal gets one screen)")
 
 
 class ListEntries(argparse.Action):
@@ -212,14 +212,18 @@ class Shape(argparse.Action):
 def add_own_model(add: Add) -> None:
     """Add ``--model`` and what goes into it, for :func:`hessiankit.cli.module_options.asked_of`."""
     add_model(add)
-    add("--text", metavar="PATH", help="of --model: stdlib (default): Python's own standard library; or a text file, or a folder")
+    add(
+        "--text",
+        metavar="PATH",
+        help="with --model: stdlib (default), Python's own standard library; or a text file, or a folder",
+    )
     add(
         "--shape",
         type=sizes,
         action=Shape,
         nargs="+",
         metavar="N",
-        help="of --model: standard normal inputs of this shape instead of text, e.g. 4,16,32; the first counts the samples",
+        help="with --model: standard normal inputs of this shape instead of text, e.g. 4,16,32; the first counts the samples",
     )
     add("--tokens", type=positive, help="tokens of each sequence (default 4; of text 16)")
     add("--params", nargs="+", metavar="NAME", help="only these parameters; names, or patterns such as '*.attention.*'")
@@ -242,7 +246,7 @@ def add_problem(add: Add, block: Add) -> None:
     add("--batch", type=positive, help="sequences (default 1; of text 2)")
     add("--loss", choices=("mse", "cross_entropy"), help="default: mse; of text cross_entropy, of the next token")
     add_arithmetic(add)
-    add("--seed", type=seed, default=0, help="of everything that is drawn (default 0)")
+    add("--seed", type=seed, default=0, help="random seed (default 0)")
     block("--d-model", type=positive, help="width of a token (default 4)")
     block("--d-ff", type=positive, help="hidden width of the feed-forward network (default 6)")
 
@@ -270,9 +274,9 @@ def add_block_options(add: Add, **placement: Any) -> None:
         add: Of a parser or a group.
         **placement: What is otherwise with ``--placement``.
     """
-    usual = {"default": "post", "help": "where the norms stand: post (default), pre, hybridnorm, deepnorm, ..."}
+    usual = {"default": "post", "help": "norm placement: post (default), pre, hybridnorm, deepnorm, ..."}
     add("--placement", metavar="NAME", **usual | placement)
-    add_list(add, "--list-placements", "hessiankit.blocks:PLACEMENTS", "print every norm placement with its source, and end")
+    add_list(add, "--list-placements", "hessiankit.blocks:PLACEMENTS", "print all norm placements with their sources and exit")
     add("--norm", default="layernorm", help="layernorm (default) or rmsnorm")
     add("--no-affine", action="store_true", help="norms without gain and bias")
     add("--activation", default="relu", help="relu (default), gelu, gelu_tanh, silu, tanh, leaky_relu, identity, swiglu")

@@ -54,8 +54,8 @@ def add_sharpness(commands: Commands) -> None:
     add("--length", type=positive, default=64, help="tokens of each (default 64)")
     add("--draws", type=positive, default=8, help="draws of the labels, each one backward pass (default 8)")
     add("--micro-batch", type=positive, metavar="N", help="sequences per forward pass; S is averaged over them (default: all)")
-    add("--per", choices=("token", "sequence"), default="token", help="what the loss is a mean of (default token)")
-    add("--confidence", type=probability, default=0.95, help="of the intervals (default 0.95)")
+    add("--per", choices=("token", "sequence"), default="token", help="unit of the mean in the loss (default token)")
+    add("--confidence", type=probability, default=0.95, help="confidence level of the intervals (default 0.95)")
     add(
         "--type",
         action="append",
@@ -66,7 +66,7 @@ def add_sharpness(commands: Commands) -> None:
     add("--tensors", action="store_true", help="also print S of every tensor")
     add("--histograms", action="store_true", help="also print the share of entries that are 0, and write histograms to --json")
     add("--exact", action="store_true", help="also compute the exact values, which takes minutes, and print both")
-    add("--seed", type=seed, default=0, help="of the windows, the labels, and parameters that are drawn (default 0)")
+    add("--seed", type=seed, default=0, help="random seed of windows, labels and drawn parameters (default 0)")
     add_arithmetic(add, dtype="float32")
     add_json(add)
     add_table(add)

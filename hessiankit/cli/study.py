@@ -39,7 +39,7 @@ def add_study(commands: Commands) -> None:
     add("--steps", type=positive, help="training steps (default 300; --quick 40)")
     add("--batch", type=positive, help="images of the Hessian's batch (default 32; --quick 16)")
     add_arithmetic(add)
-    add("--seed", type=seed, default=0, help="of initialisation, batches and directions (default 0)")
+    add("--seed", type=seed, default=0, help="random seed of initialisation, batches and directions (default 0)")
     add("--directions", type=positive, help="generic directions a parameter for the comparison (default 1)")
     full = "compare and time every entry at the end (default only with --quick)"
     add("--full", action=argparse.BooleanOptionalAction, help=full)

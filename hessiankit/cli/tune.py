@@ -56,7 +56,7 @@ def add_tune(commands: Commands) -> None:
     add("--tuning-seeds", type=positive, help="other seeds, of the searches (default 3; --quick 2)")
     add("--grid", type=positive_number, nargs="+", metavar="LR", help="AdamW's learning rates, rising (default 1e-3 to 1.6e-2)")
     add("--text", default="stdlib", metavar="PATH", help="'stdlib' (default), or a text file, or a folder of them")
-    add("--confidence", type=probability, default=0.95, help="of each interval (default 0.95)")
+    add("--confidence", type=probability, default=0.95, help="confidence level of each interval (default 0.95)")
     add("--jobs", type=positive, help="processes that share the work, each with one thread (default: one a core, 8 at most)")
     add("--quick", action="store_true", help="a tiny model and budget, less than a minute: shows the tables, decides nothing")
     add("--out", type=Path, default=Path("results/tune-lr"), help="folder for the runs and the picture (default results/tune-lr)")
