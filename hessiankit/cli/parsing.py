@@ -183,7 +183,7 @@ def add_json(add: Add) -> None:
         nargs="?",
         const=STDOUT,
         metavar="PATH",
-        help="also write all numbers as JSON to this file; with - or no PATH to standard output, everything else to standard error",
+        help="also write all numbers as JSON to this file; with - or no PATH to standard output, the rest to standard error",
     )
 
 
@@ -215,7 +215,7 @@ def add_own_model(add: Add) -> None:
     add(
         "--text",
         metavar="PATH",
-        help="with --model: stdlib (default), Python's own standard library; or a text file, or a folder",
+        help="with --model: stdlib (default), Python's standard library; or a text file or folder",
     )
     add(
         "--shape",
