@@ -34,7 +34,7 @@ def page(text: str) -> str:
     symbols: dict[str, str] = {}
     for key, derivation in examples().items():
         story = derivation.story
-        pieces[f"{key}_block"], pieces[f"{key}_top"], pieces[f"{key}_rest"] = map(_math, (story.values, *story.parts))
+        pieces[f"{key}_block"], pieces[f"{key}_top"], pieces[f"{key}_rest"] = map(as_math, (story.values, *story.parts))
         pieces[f"{key}_terms"] = "\n".join(f"- {_inline(formula)}: {_words(meaning)}" for formula, meaning in story.terms)
         symbols.update(story.legend)
     pieces["chapters"] = "\n\n".join(chapter(name, symbols) for name in CHAPTERS)
@@ -52,10 +52,11 @@ def chapter(name: str, symbols: dict[str, str]) -> str:
         lines |= dict(derivation.story.rows)
         symbols.update(derivation.story.legend)
     call = f"`derive({name!r}, wrt=...)`".replace("'", '"')
-    return f"**{name}**: {call}\n\n{_math(list(lines.items()))}"
+    return f"**{name}**: {call}\n\n{as_math(list(lines.items()))}"
 
 
-def _math(rows: list[tuple[str, str]]) -> str:
+def as_math(rows: list[tuple[str, str]]) -> str:
+    """Return (symbol, formula) rows as a fence named math."""
     return f"```math\n{_allowed(align(rows, 'aligned', 75)).rstrip()}\n```"
 
 

@@ -93,7 +93,7 @@ class SizeName:
                 n //= number
         self.used.update(count)
         digits = str(n) if n > 1 or not count else ""
-        ordered = sorted(count, key=ORDER.index)
+        ordered = sorted(count, key=lambda letter: ORDER.index(letter) if letter in ORDER else len(ORDER))
         return digits + "".join(letter if count[letter] == 1 else _power(letter, count[letter]) for letter in ordered)
 
     def scalar(self, c: Any) -> str | None:
