@@ -53,6 +53,8 @@ FORWARD = {
     "attention": attention,
     "feedforward": lambda Y, W_1, W_2: gelu(Y @ W_1) @ W_2,
     "activation": lambda X: gelu(X),
+    "gain": lambda X, v: X * v,
+    "hadamard": lambda X, Y: X * Y,
     "mse": lambda Z: Z.square().mean(),
     "cross_entropy": lambda Z: (Z.exp().sum(1).log() - Z.diagonal()).mean(),
     "embedding": lambda E: E[[1, 3, 5]],

@@ -1,14 +1,50 @@
-"""Docstrings as the reference shows them: doctests in fences, roles such as ``:func:`` as links where their object is shown."""
+"""Docstrings as the reference shows them: doctests in fences, roles such as ``:func:`` and ledger rows as links.
+
+The class of a chapter of ``hessiankit.derive`` gets its formulas typeset: values, Jacobians, second derivatives.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import griffe
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from hessiankit.formulas.chapters import CHAPTERS
+from hessiankit.formulas.page import as_math, chapter_lines
+from hessiankit.ledger import PAPERS
+
 ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc|obj):`(~?)([\w.]+)(?:\(\))?`")
 DOCTEST = re.compile(r"(?:^|(?<=\n))(?P<indent> *)>>> .*(?:\n(?P=indent)\S.*)*")
+
+
+ROW = re.compile(rf"(?<![\w/`\"'.-])({'|'.join(PAPERS)})/([a-z0-9][\w.-]*\w)(?![\w*/])")
+FORMULAS = {
+    "AffineAt": "linear", "LayerNormAt": "layernorm", "RMSNormAt": "rmsnorm", "GroupNormRowsAt": "groupnorm",
+    "SoftmaxAt": "softmax", "LayerNormTheorems": "layernorm-paper", "AttentionAt": "attention", "FeedForwardAt": "feedforward",
+    "ActivationAt": "activation", "ColumnScaleAt": "gain", "HadamardAt": "hadamard", "MeanSquaredErrorAt": "mse",
+    "CrossEntropyAt": "cross_entropy", "TokenEmbeddingAt": "embedding", "MeanPoolHeadAt": "mean-pool-head",
+}  # fmt: skip
+"""Class of derivations -> the chapter that ``derive`` prints."""
+
+
+def typeset(chapter: str) -> str:
+    """Return a chapter's values, Jacobians and second derivatives as a fence named math."""
+    arguments = list(CHAPTERS[chapter].shapes)
+    wanted = [*((argument,) for argument in arguments), *itertools.product(arguments, repeat=2)]
+    call = f'hessiankit.derive("{chapter}", wrt=...)'
+    lines = as_math(list(chapter_lines(chapter, wanted, {}).items()))
+    return f"\n\nAs `{call}` prints it; second derivatives that are left out vanish:\n\n{lines}\n"
+
+
+def to_rows(text: str) -> str:
+    """Return a text whose rows of the ledger are links to their cards; pages of the reference lie one folder down."""
+    return ROW.sub(lambda m: f'<a href="../claims/{m[1]}.html#{m[1]}-{m[2]}">{m[0]}</a>', text)
 
 
 def linked(text: str, owner: Any) -> str:
@@ -61,7 +97,8 @@ class Docstrings(griffe.Extension):
 
     def _rewrite(self, obj: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = fenced(linked(escaped(obj.docstring.value), obj))
+            formulas = typeset(FORMULAS[obj.name]) if obj.is_class and obj.name in FORMULAS else ""
+            obj.docstring.value = fenced(to_rows(linked(escaped(obj.docstring.value), obj))) + formulas
         for member in obj.members.values():
             if not member.is_alias:
                 self._rewrite(member)

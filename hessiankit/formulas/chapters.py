@@ -21,6 +21,7 @@ from derivations.affine import AffineAt
 from derivations.arrays import Array, is_exact
 from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
+from derivations.gains import ColumnScaleAt, HadamardAt
 from derivations.group_normalization import GroupNormRowsAt
 from derivations.layernorm_theorems import LayerNormTheorems
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
@@ -203,6 +204,10 @@ CHAPTERS: dict[str, Chapter] = {
     "activation": Chapter(
         "N", r"\sigma(X)", {"X": ("L", "d")}, lambda X, kind: ActivationAt(kind, X), ("X", "X"), options={"kind": "gelu"},
     ),
+    "gain": Chapter(
+        "N", r"X\operatorname{diag}(v)", {"X": ("L", "d"), "v": ("d",)}, ColumnScaleAt, ("X", "v"), words={"weight": "v"},
+    ),
+    "hadamard": Chapter("N", r"X\odot Y", {"X": ("L", "d"), "Y": ("L", "d")}, HadamardAt, ("X", "Y")),
     "mse": Chapter(
         r"\mathcal{L}", r"\tfrac{1}{L d}\|Z - \text{Target}\|_F^2", {"Z": ("L", "d")}, _mean_squared_error, ("Z", "Z"),
         words={"input": "Z"},

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+from derivations.matrix import Zero
 from hessiankit.blocks import TransformerBlock
 from hessiankit.formulas.chapters import CHAPTERS
 from hessiankit.formulas.derive import derive
@@ -46,13 +48,26 @@ def page(text: str) -> str:
 def chapter(name: str, symbols: dict[str, str]) -> str:
     """Return a chapter: its value, its Jacobians, and its second derivative as ``derive(name)`` gives it."""
     row = CHAPTERS[name]
-    made = [derive(name, wrt=argument) for argument in row.shapes] + ([derive(name)] if len(row.wrt) == 2 else [])
-    lines = dict(made[0].story.values)
-    for derivation in made:
-        lines |= dict(derivation.story.rows)
-        symbols.update(derivation.story.legend)
+    lines = chapter_lines(name, [(argument,) for argument in row.shapes] + [row.wrt] * (len(row.wrt) == 2), symbols)
     call = f"`derive({name!r}, wrt=...)`".replace("'", '"')
     return f"**{name}**: {call}\n\n{as_math(list(lines.items()))}"
+
+
+def chapter_lines(name: str, wanted: Iterable[tuple[str, ...]], symbols: dict[str, str]) -> dict[str, str]:
+    """Return symbol -> formula of a chapter's values, of the derivatives that do not vanish, and of what these refer to.
+
+    Args:
+        name: of the chapter.
+        wanted: what is differentiated.
+        symbols: is given the legend.
+    """
+    lines: dict[str, str] = {}
+    for wrt in wanted:
+        found = derive(name, wrt=wrt)
+        if not isinstance(found.matrix, Zero):
+            lines |= dict(found.story.values) | dict(found.story.rows)
+            symbols.update(found.story.legend)
+    return lines
 
 
 def as_math(rows: list[tuple[str, str]]) -> str:
