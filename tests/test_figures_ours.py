@@ -8,7 +8,7 @@ import pytest
 import torch
 from figure_files import read
 
-from figures import analytic_minus_empirical, route_table, speed_against_peers
+from figures import analytic_minus_empirical, route_table, spectrum, speed_against_peers
 from figures._digits import ImageSpec
 from hessiankit.support.errors import InputError
 from hessiankit.verify.route_table import load
@@ -114,3 +114,13 @@ def test_speed_against_peers_draws_every_ratio_of_the_page(tmp_path):
             if row["ratio"]
             else row["note"]
         )
+
+
+def test_spectrum(tmp_path):
+    paths = spectrum.draw(tmp_path, quick=True)
+    assert [path.name for path in paths] == [f"spectrum{end}" for end in (".png", ".csv", ".json")]
+    assert len(read(paths[1])) == 2 * 2 * 10
+    summary = json.loads(paths[2].read_text())
+    assert all(run[kind]["converged"] for run in summary["runs"] for kind in ("ggn", "hessian"))
+    assert summary["density"]["within_3"] > 0.9
+    assert abs(summary["trace"]["quadrature"] - summary["trace"]["all"]) <= 2 * summary["trace"]["half_width"]

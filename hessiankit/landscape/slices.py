@@ -121,7 +121,8 @@ class LossSlices(Printed):
 
     def _headline(self) -> str:
         first = self.slices[0]
-        return f"{len(self)} slices of {len(first.t)} steps through a loss of {first.loss:.6g}, {self.seconds:.2f} s"
+        many = "1 slice" if len(self) == 1 else f"{len(self)} slices"
+        return f"{many} of {len(first.t)} steps through a loss of {first.loss:.6g}, {self.seconds:.2f} s"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
