@@ -75,8 +75,11 @@ def model_parts(
         raise InputError(f"model_parts: modules and flow of data contradict each other: {listed}; say which with overrides=")
     if unknown := [part for part in typed if part.type == _UNKNOWN]:
         listed = ", ".join(f"{part.name!r} ({part.reason})" for part in unknown)
-        more = "" if inputs is not None else "inputs=..., example inputs, so that the flow of data tells, or "
-        raise InputError(f"model_parts: not recognised: {listed}; pass {more}overrides={{regular expression: type}}")
+        more = "" if inputs is not None else "inputs=..., example inputs whose flow shows the types, or "
+        raise InputError(
+            f"model_parts: not recognised: {listed}; pass {more}overrides={{regular expression: type}} "
+            "to hessiankit.block_types, whose .parts are the parts= of other functions"
+        )
     return typed
 
 
