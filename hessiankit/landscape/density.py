@@ -108,6 +108,13 @@ class Density:
     zeros: float
     width: float
 
+    def __repr__(self) -> str:
+        """Return one line: scale, points, kernel and the largest standard error."""
+        per = "decade of |eigenvalue|" if self.scale == "log" else "eigenvalue"
+        span = f"{len(self.points)} points from {float(self.points[0]):.4g} to {float(self.points[-1]):.4g}"
+        error = float(self.standard_errors.max())
+        return f"<Density: per {per}, {span}, kernel width {self.width:.3g}, standard errors up to {error:.2g}>"
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain Python data."""
         return {name: x.tolist() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
