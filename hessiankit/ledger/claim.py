@@ -13,14 +13,26 @@ from hessiankit.ledger.autodiff import confirmations
 from hessiankit.support.tables import as_text
 
 Verdict: TypeAlias = Literal[
-    "HOLDS", "HOLDS UNDER ASSUMPTION", "WRONG AS PRINTED", "OMITTED", "LOOSE", "VAGUE", "REPRODUCED", "NOT REPRODUCED", "NOT RUN"
+    "HOLDS",
+    "HOLDS UNDER ASSUMPTION",
+    "WRONG AS PRINTED",
+    "OMITTED",
+    "LOOSE",
+    "VAGUE",
+    "REPRODUCED",
+    "NOT REPRODUCED",
+    "SUPPORTED AT SMALL SCALE",
+    "CONTRADICTED AT SMALL SCALE",
+    "OPEN AT SMALL SCALE",
+    "NOT RUN",
 ]
-"""OMITTED: the paper needs it and does not state it. NOT RUN: it takes training at a size that this code does not run."""
+"""OMITTED: the paper needs it and does not state it. NOT RUN: it takes training at a size that this code does not run; AT
+SMALL SCALE: so it does, and a figure of the gallery shows this at its own size (``small_scale.json``)."""
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 Shows: TypeAlias = Literal[
-    "agreement", "bound", "error", "violation", "condition", "looseness", "readings", "measurement", "nothing"
+    "agreement", "bound", "error", "violation", "condition", "looseness", "readings", "measurement", "figure", "nothing"
 ]
 """What a computation shows; see ``hessiankit.ledger.evidence``."""
 
@@ -36,6 +48,7 @@ SUPPORTED: dict[str, tuple[Shows, ...]] = {
     "VAGUE": ("readings",),
     "REPRODUCED": ("measurement", "agreement", "bound"),
     "NOT REPRODUCED": ("measurement", "error", "violation"),
+    **dict.fromkeys(("SUPPORTED AT SMALL SCALE", "CONTRADICTED AT SMALL SCALE", "OPEN AT SMALL SCALE"), ("figure",)),
     "NOT RUN": ("nothing",),
 }
 """Which computations can support a verdict: a row that says HOLDS and measures an error above a threshold is refused."""
@@ -131,6 +144,11 @@ class Claim:
     def paper(self) -> str:
         """The first part of the id, a key of ``PAPERS``."""
         return self.id.split("/")[0]
+
+    @property
+    def apart(self) -> bool:
+        """Whether nothing is computed: the row is not run, or a figure shows it at small scale."""
+        return SUPPORTED[self.verdict][0] in ("nothing", "figure")
 
     @property
     def anchor(self) -> str:

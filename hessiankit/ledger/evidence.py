@@ -186,6 +186,11 @@ def not_run(reason: str) -> Evidence:
     return Evidence(True, None, "", reason, "nothing")
 
 
+def at_small_scale(figure: str, seen: str, reason: str) -> Evidence:
+    """AT SMALL SCALE: what a figure of the gallery shows, and why it is not run at the paper's size."""
+    return Evidence(True, None, "", f"python -m figures {figure}: {seen}; at the paper's size: {reason}", "figure")
+
+
 def _both(printed: float, corrected: float, detail: str) -> str:
     return f"as printed {printed:.3g}, corrected {corrected:.2g}{'; ' if detail else ''}{detail}"
 

@@ -89,9 +89,9 @@ class LedgerReport(Printed):
     @property
     def summary(self) -> str:
         """One line: how many verdicts were found again, how long it took."""
-        ran = sum(row.claim.verdict != "NOT RUN" for row in self.rows)
+        ran = sum(not row.claim.apart for row in self.rows)
         apart = len(self.rows) - ran
-        good = sum(row.reproduced and row.claim.verdict != "NOT RUN" for row in self.rows)
+        good = sum(row.reproduced and not row.claim.apart for row in self.rows)
         rest = f", {apart} not run" if apart else ""
         return f"{good} of {ran} verdicts reproduced{rest}; seed {self.seed}, {self.seconds:.1f} s, torch {torch.__version__}"
 

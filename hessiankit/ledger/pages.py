@@ -27,6 +27,10 @@ MEANING = {
     "VAGUE": "it can be read in several ways, which give different results.",
     "REPRODUCED": "a small experiment gives what the paper says.",
     "NOT REPRODUCED": "a small experiment gives something else.",
+    "SUPPORTED AT SMALL SCALE": "a figure of the [gallery](gallery.md) gives what the paper says, at its own size and by the "
+    "criterion stated; at the paper's size it is not run.",
+    "CONTRADICTED AT SMALL SCALE": "such a figure gives something else.",
+    "OPEN AT SMALL SCALE": "such a figure does not decide.",
     "NOT RUN": "it takes training or data at a size that is not run here; the reason takes the place of evidence.",
 }
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Evidence, Verdict
-from hessiankit.ledger.evidence import not_run
+from hessiankit.ledger.evidence import at_small_scale, not_run
 from hessiankit.ledger.not_run import NOT_RUN
 
 _ROWS: dict[str, Claim] = {}
@@ -85,10 +87,14 @@ def rows(paper: str | None = None) -> tuple[Claim, ...]:
 
 @cache
 def _not_run() -> tuple[Claim, ...]:
-    return tuple(
-        Claim(id, place, statement, "NOT RUN", lambda seed, reason=reason: not_run(reason), chapter="not_run")  # type: ignore[misc]
-        for id, place, statement, reason in NOT_RUN
-    )
+    shown = json.loads((Path(__file__).parent / "small_scale.json").read_text(encoding="utf-8"))
+    found = []
+    for id, place, statement, reason in NOT_RUN:
+        one = shown.get(id)
+        verdict = f"{one['verdict']} AT SMALL SCALE" if one else "NOT RUN"
+        evidence = at_small_scale(one["figure"], one["seen"], reason) if one else not_run(reason)
+        found.append(Claim(id, place, statement, verdict, lambda seed, found=evidence: found, chapter="not_run"))  # type: ignore[arg-type, misc]
+    return tuple(found)
 
 
 @cache
