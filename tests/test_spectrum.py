@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import math
+import re
 
 import numpy as np
 import pytest
@@ -230,7 +230,9 @@ def test_prints_and_pictures(operator: HessianOperator, tmp_path) -> None:
     assert "attention.W_Q" in found.table()
     json.dumps(plain(found.to_dict()), allow_nan=False)
     json.dumps(found.density(scale="log").to_dict(), allow_nan=False)
-    assert re.fullmatch(r"<Density: per decade of \|eigenvalue\|, \d+ points from \S+ to \S+, .*>", repr(found.density(scale="log")))
+    assert re.fullmatch(
+        r"<Density: per decade of \|eigenvalue\|, \d+ points from \S+ to \S+, .*>", repr(found.density(scale="log"))
+    )
     one, two = tmp_path / "a.png", tmp_path / "b.png"
     found.plot(one)
     found.plot(two)
