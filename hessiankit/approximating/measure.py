@@ -112,11 +112,18 @@ class DenseTruth:
             Estimate(float(E.norm()) / self.frobenius, 0.0),
             Estimate(spectral_norm(E, symmetric=True) / self.spectral, 0.0),
             cosine(self.matrix.flatten(), C.flatten()),
-            cosine(self.step, torch.linalg.lstsq(M, self.gradient.unsqueeze(1), driver="gelsd").solution[:, 0]),
+            cosine(self.step, self._solution(M)),
             self._condition(M),
             pairs,
             spectral_pairs,
         )
+
+    def _solution(self, M: Tensor) -> Tensor:
+        """Return M^-1 g; where M is singular to rounding, the solution of least norm."""
+        solution, info = torch.linalg.solve_ex(M, self.gradient)
+        if int(info) == 0 and bool(torch.isfinite(solution).all()):
+            return solution
+        return torch.linalg.lstsq(M, self.gradient.unsqueeze(1), driver="gelsd").solution[:, 0]
 
     def _condition(self, M: Tensor) -> float:
         try:
