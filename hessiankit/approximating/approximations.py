@@ -32,7 +32,7 @@ from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import one_at_a_time
 
 WHO = "approximations"
-NAMES = {
+APPROXIMATIONS = {
     "identity": "no preconditioner",
     "diagonal": "the exact diagonal",
     "tensor": "exact blocks of parameters",
@@ -126,7 +126,7 @@ def approximations(
     check_name(WHO, "method", method, METHODS)
     asked = None if of is None else list(of)
     for name in asked or ():
-        check_name(WHO, "of", name, NAMES)
+        check_name(WHO, "of", name, APPROXIMATIONS)
     for name, value, least in (("rank", rank, 1), ("minibatch", minibatch, 1), ("products", products, 6)):
         if value < least:
             raise InputError(f"{WHO}: {name}={value}; pass {least} or more")
@@ -140,7 +140,7 @@ def approximations(
     point = Point(module, data, options, batch_size, method, damping, products, minibatch, rank)
     notes: list[str] = []
     found: dict[str, Approximation] = {}
-    wanted = ["identity", *(name for name in NAMES if name != "identity" and (asked is None or name in asked))]
+    wanted = ["identity", *(name for name in APPROXIMATIONS if name != "identity" and (asked is None or name in asked))]
     for name in wanted:
         try:
             model, about = point.model(name)
@@ -276,7 +276,7 @@ class Point:
             "muon": lambda: self.moments.muon(),
         }
         model = StructuredOperator(self.size, makers[name](), self.dtype, self.device)
-        about = NAMES[name]
+        about = APPROXIMATIONS[name]
         if name in ("kfac", "ekfac"):
             covered = sum(len(part.at) for part in self.factors.kfac())
             about += f"; {covered:,} of {self.size:,} entries" if covered < self.size else ""

@@ -26,7 +26,7 @@ class Approximation:
     """One approximation and its measures.
 
     Attributes:
-        name: As in :data:`hessiankit.approximating.approximations.NAMES`.
+        name: As in :data:`hessiankit.approximating.APPROXIMATIONS`.
         about: The structure in words.
         numbers: How many numbers it stores.
         power: Its step is (C + damping I)^-power g: 1, or 1/2 for optimizers that divide by a root.

@@ -290,6 +290,39 @@ def eigenvalue(axes: Axes, log: MonitorLog) -> None:
     log_scale(axes, value - residual)
 
 
+def spectrum(axes: Axes, log: MonitorLog) -> None:
+    """The largest and the smallest eigenvalues of the Hessian of the loss; hollow where their residuals have not converged."""
+    over_steps(axes, log, "eigenvalues of the Hessian")
+    values = log.series("spectrum", "eigenvalues")
+    converged = np.array([bool(x) for x in log.entries("spectrum", "converged")])
+    for k in range(values.shape[1]):
+        colour = "#d55e00" if np.nanmin(values[:, k]) < 0 else "#0072b2"
+        axes.plot(log.steps, values[:, k], color=colour, linewidth=0.8)
+        for there, face in ((converged, colour), (~converged, "white")):
+            axes.plot(log.steps[there], values[there, k], "o", color=colour, markerfacecolor=face, markersize=2.5)
+    axes.axhline(0.0, color=INK, linewidth=0.6)
+    axes.set_yscale("symlog", linthresh=max(1e-3 * float(np.nanmax(np.abs(values))), 1e-12))
+
+
+def approximations(axes: Axes, log: MonitorLog) -> None:
+    """Cosine of each approximation's step with the exact natural step."""
+    over_steps(axes, log, "cosine with the natural step")
+    names = next(list(x) for x in log.entries("approximations", "by_name") if x)
+    ends = {}
+    for name, colour in zip(names, [*COLOURS.values()] * len(names), strict=False):
+        values = log.series("approximations", "by_name", name, "step_cosine")
+        axes.plot(log.steps, values, color=colour, linewidth=1.2, marker="o", markersize=3, clip_on=False)
+        there = np.isfinite(values)
+        ends[name] = (float(values[there][-1]) if there.any() else np.nan, colour)
+    name_ends(axes, ends)
+
+
+def hessian(axes: Axes, log: MonitorLog) -> None:
+    """Spectral norm of the exact Hessian's diagonal block of each block type."""
+    over_steps(axes, log, "spectral norm of the Hessian's blocks")
+    _by_type(axes, log, {name: log.series("hessian", "types", name) for name in log.types if log.has("hessian", "types", name)})
+
+
 STEPS_SHOWN = 5
 """Lines of a panel over layers."""
 
@@ -435,6 +468,9 @@ PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (
     (("norms",), norms),
     (("loss",), loss),
     (("eigenvalue",), eigenvalue),
+    (("spectrum", "eigenvalues"), spectrum),
+    (("approximations", "by_name"), approximations),
+    (("hessian", "types"), hessian),
     (("depth", "stream"), variance),
     (("depth", "angles"), angles),
     (("depth", "drop"), drop),

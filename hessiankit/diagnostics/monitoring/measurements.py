@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hessiankit.approximating import approximations
+from hessiankit.curvature.dense import spectral_norm
+from hessiankit.curvature.hessian_function import HessianFunction, hessian_function
 from hessiankit.curvature.operator import hessian_operator
+from hessiankit.curvature.suboperators import positions
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.depth.autograd_products import HessianProducts
 from hessiankit.diagnostics.sharpness import SharpnessEstimate
@@ -18,6 +22,7 @@ from hessiankit.diagnostics.sharpness import sharpness as estimated
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
 from hessiankit.engine.problem.calling import IGNORE_INDEX, map_tensors, named_tensors
 from hessiankit.engine.problem.validation import check_dense
+from hessiankit.landscape.spectra import spectrum as spectrum_of
 from hessiankit.partition.part import Part
 from hessiankit.support.errors import HessiankitError, InputError, check_name
 from hessiankit.support.lanczos import RitzValue, lanczos
@@ -195,6 +200,86 @@ def depth(model: nn.Module, batches: Sequence[Batch], what: Sequence[str], **opt
     """
     found = depth_diagnostics(model, list(batches), what=tuple(what), **options).to_dict()
     return {name: part for name, part in found.items() if part is not None and name not in ("model", "memory", "seconds")}
+
+
+def spectrum(model: nn.Module, batches: Sequence[Batch], top: int, **options: Any) -> dict[str, Any]:
+    """Return the largest and smallest eigenvalues of the loss's Hessian with their residuals, its trace and |H|_F^2.
+
+    Args:
+        model: The model, in evaluation mode.
+        batches: Pairs (inputs, labels) on the model's device.
+        top: Eigenvalues of either end.
+        **options: Of :func:`hessiankit.spectrum`.
+    """
+    found = spectrum_of(model, list(batches), loss="cross_entropy", k=top, **options)
+    sums = {"trace": found.trace, "frobenius_squared": found.frobenius_squared}
+    return {
+        "eigenvalues": found.eigenvalues.tolist(),
+        "residuals": found.residuals.tolist(),
+        **{name: {"value": x.value, "half_width": x.half_width} for name, x in sums.items()},
+        "converged": found.converged,
+        "products": found.products,
+    }
+
+
+def approximated(model: nn.Module, batches: Sequence[Batch], names: Sequence[str], **options: Any) -> dict[str, Any]:
+    """Return what approximations of the Gauss-Newton matrix of the loss leave of it, as :func:`hessiankit.approximations` says.
+
+    Args:
+        model: The model, in evaluation mode.
+        batches: Pairs (inputs, labels) on the model's device.
+        names: The approximations.
+        **options: Of :func:`hessiankit.approximations`.
+    """
+    report = approximations(model, list(batches), loss="cross_entropy", against="ggn", of=names, **options)
+    found = report.to_dict()
+    kept = ("frobenius", "spectral", "step_cosine", "condition")
+    return {
+        "damping": found["damping"],
+        "spectral_norm": found["spectral_norm"],
+        "by_name": {name: {key: one[key] for key in kept} for name, one in found["approximations"].items()},
+        "notes": found["notes"],
+    }
+
+
+class HessianNorms:
+    """Norms of the exact Hessian of the loss by block type, from one function that is planned at the first measurement.
+
+    Args:
+        parts: The model's parts.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts, self._function = parts, None
+
+    _function: HessianFunction | None
+
+    def __call__(self, model: nn.Module, batches: Sequence[Batch]) -> dict[str, Any]:
+        """Return the spectral and Frobenius norm of the whole and of each type's diagonal block, and the extreme eigenvalues.
+
+        Raises:
+            InputError: There are several batches.
+        """
+        if len(batches) != 1:
+            raise InputError(f"{WHO}: hessian=True plans for one batch, the data hold {len(batches)}; join them into one")
+        if self._function is None or self._function.module is not model:
+            self._function = hessian_function(model, *batches[0], loss="cross_entropy")
+        found = self._function(*batches[0])
+        values = found.eigvalsh()
+        types: dict[str, list[str]] = {}
+        for part in self.parts:
+            if part.parameter in found.names:
+                types.setdefault(part.type, []).append(part.name)
+        shapes, slices = found.shapes, found.slices
+        at = {name: positions(WHO, names, shapes, slices) for name, names in types.items()}
+        blocks = {name: found.matrix[rows.unsqueeze(1), rows] for name, rows in at.items()}
+        return {
+            "top": float(values[-1]),
+            "bottom": float(values[0]),
+            "frobenius": float(found.matrix.norm()),
+            "types": {name: spectral_norm(block, symmetric=True) for name, block in blocks.items()},
+            "plans": self._function.plans,
+        }
 
 
 def _layer(layer: int | None) -> str:

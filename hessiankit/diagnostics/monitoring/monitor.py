@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hessiankit.approximating import APPROXIMATIONS
 from hessiankit.curvature.matrix_file import digest
 from hessiankit.diagnostics.depth import QUANTITIES
 from hessiankit.diagnostics.monitoring import measurements
@@ -42,6 +43,39 @@ def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
         raise InputError(f"monitor: step={step}; expected the number of updates done, 0 or more")
     early = log_spaced and step < every and str(step).rstrip("0") in ("1", "2", "5")
     return step % every == 0 or early
+
+
+class Budget:
+    """How much of the time since the first step measurements have taken.
+
+    Args:
+        share: The largest share, or None.
+
+    >>> budget = Budget(0.5)
+    >>> budget.allows(0), sorted(budget.spend(0.0))
+    (True, ['measuring', 'since_start', 'skipped'])
+    """
+
+    def __init__(self, share: float | None) -> None:
+        self.share, self._spent, self._skipped = share, 0.0, list[int]()
+        self._start: float | None = None
+
+    def allows(self, step: int) -> bool:
+        """Return whether a step that is due may be measured: the first one always, else while the share is not used up."""
+        if self._start is None:
+            self._start = time.perf_counter()
+            return True
+        if self.share is None or self._spent <= self.share * (time.perf_counter() - self._start):
+            return True
+        if step not in self._skipped:
+            self._skipped.append(step)
+        return False
+
+    def spend(self, seconds: float) -> dict[str, Any]:
+        """Take note of a measurement; return the seconds of all of them and since the first step, and the steps left out."""
+        self._spent, skipped, self._skipped = self._spent + seconds, self._skipped, []
+        since = self._spent if self._start is None else time.perf_counter() - self._start
+        return {"measuring": round(self._spent, 4), "since_start": round(since, 4), "skipped": skipped}
 
 
 WHO = "monitor"
@@ -97,6 +131,10 @@ class Monitor:
         norms: bool = True,
         eigenvalue: bool = True,
         depth: Sequence[str] = ("variance", "angles", "drop"),
+        spectrum: int = 0,
+        approximations: Sequence[str] = (),
+        hessian: bool = False,
+        share: float | None = None,
         draws: int = 4,
         seed: int = 0,
         per: str = "token",
@@ -121,6 +159,14 @@ class Monitor:
             norms: Whether to take the norms of the parameters.
             eigenvalue: Whether to find the top eigenvalue of the Hessian of the loss.
             depth: Which depth diagnostics to take, some of :data:`hessiankit.diagnostics.depth.QUANTITIES`; () for none.
+            spectrum: Eigenvalues of either end of the Hessian's spectrum, with its trace and Frobenius norm; 0 for none.
+            approximations: Which approximations of the Gauss-Newton matrix to hold against it, some of
+                :data:`hessiankit.approximating.APPROXIMATIONS`; () for none.
+            hessian: Whether to take norms of the exact Hessian by block type, from a :func:`hessiankit.hessian_function` that
+                is planned once; for small models, and one batch.
+            share: Measurements may take this share of the time since the first step, measurements included; a step that is due
+                while they have taken more is left out, and the next line says how many were. None: no limit. What is measured
+                then depends on the speed of the machine; training does not.
             draws: Label draws of the sharpness.
             seed: Of label draws, which differ from step to step, and of the start vector of the eigenvalue.
             per: Term of the sharpness: ``"token"`` or ``"sequence"``.
@@ -139,6 +185,10 @@ class Monitor:
         check_name(WHO, "per", per, PER)
         check_name(WHO, "eigenvalue_route", eigenvalue_route, ROUTES)
         check_name(WHO, "on_error", on_error, ON_ERROR)
+        if share is not None and not 0 < share < 1:
+            raise InputError(f"{WHO}: share={share} is no share of the time; pass a number between 0 and 1, or None")
+        if spectrum < 0:
+            raise InputError(f"{WHO}: spectrum={spectrum}; pass how many eigenvalues of either end, 0 for none")
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(data, target)
@@ -164,6 +214,27 @@ class Monitor:
             self._sections["depth"] = lambda model, batches, step: measurements.depth(
                 model, batches, depth, seed=seed, micro_batch=micro_batch
             )
+        if spectrum:
+            size = {"directions": 4, "steps": 30}
+            options["spectrum"] = {"top": spectrum, **size}
+            self._sections["spectrum"] = lambda model, batches, step: measurements.spectrum(
+                model, batches, spectrum, seed=seed, **size
+            )
+        if approximations:
+            names = list(approximations)
+            for name in names:
+                check_name(WHO, "approximations", name, APPROXIMATIONS)
+            options["approximations"] = names
+            self._sections["approximations"] = lambda model, batches, step: measurements.approximated(
+                model, batches, names, products=20, seed=seed
+            )
+        if hessian:
+            options["hessian"] = True
+            of_types = measurements.HessianNorms(self.parts)
+            self._sections["hessian"] = lambda model, batches, step: of_types(model, batches)
+        if share is not None:
+            options["share"] = share
+        self._budget = Budget(share)
         header = {
             "model": type(self._model).__name__,
             "entries": sum(part.size for part in self.parts),
@@ -191,7 +262,7 @@ class Monitor:
         Returns:
             What was measured, or None.
         """
-        wanted = force or due(step, self._every, log_spaced=self._log_spaced)
+        wanted = force or (due(step, self._every, log_spaced=self._log_spaced) and self._budget.allows(step))
         if self._at is None or step < self._at:  # training starts or goes on here
             self._lines.cut(step)
         repeated = step == self._at == self._measured
@@ -222,6 +293,9 @@ class Monitor:
                 seconds[name] = round(time.perf_counter() - start, 4)
         self._measured = step
         record["seconds"] = seconds
+        spent = self._budget.spend(sum(seconds.values()))
+        if self._budget.share is not None:
+            record["time"] = spent
         if extra:
             record["extra"] = extra
         if failed:
