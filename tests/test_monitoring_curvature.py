@@ -103,5 +103,5 @@ def test_bad_options_are_one_clear_error(options: dict[str, Any], said: str, tmp
 
 def test_several_batches_have_no_plan(tmp_path: Any) -> None:
     monitor = hk.Monitor(small(), [pair(1), pair(2)], tmp_path / "run.jsonl", hessian=True, **OFF)
-    with pytest.raises(InputError, match="hessian at step 0 failed.*plans for one batch, the data hold 2"):
+    with pytest.raises(InputError, match=r"hessian at step 0 failed.*plans for one batch, the data hold 2"):
         monitor.step(0)
