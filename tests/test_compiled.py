@@ -23,6 +23,7 @@ import hessiankit
 from hessiankit import TransformerBlock
 from hessiankit.cli.main import main
 from hessiankit.engine.jacobians import WeightJacobian
+from hessiankit.engine.kernel_products import KernelProduct, multiply
 from hessiankit.engine.kernel_sums import add_compiled, add_rows_compiled, mirror
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support import kernels as library
@@ -170,6 +171,29 @@ def test_nothing_is_left_out_of_several_ways_beside_what_is_not_finite(where: st
     into = torch.zeros(64, 72)
     add_compiled(u, [(v, K), (replace(v, X=torch.zeros(6, 8)), K)], into, same=False)
     assert bool(into.isnan().any())
+
+
+def test_products_of_small_matrices(kernels: ctypes.CDLL) -> None:
+    def strided(shape: tuple[int, ...], order: str, dtype: torch.dtype, seed: int) -> Tensor:
+        count, m, n = shape
+        if order == "shared":
+            return rows_of(1, m, n, dtype=dtype, seed=seed)[0].expand(count, m, n)
+        return rows_of(count, n, m, dtype=dtype, seed=seed).mT if order == "turned" else rows_of(*shape, dtype=dtype, seed=seed)
+
+    orders = ("plain", "turned", "shared")
+    for (count, m, k, n), dtype in itertools.product([(5, 7, 3, 21), (3, 16, 8, 16), (1, 1, 1, 1), (2, 9, 5, 8)], TOLERANCE):
+        for one, other in itertools.product(orders, orders):
+            a, b = strided((count, m, k), one, dtype, 1), strided((count, k, n), other, dtype, 2)
+            big = torch.ones(count, m + 1, n + 2, dtype=dtype)
+            KernelProduct(big[:, :m, :n], a, b).bound(kernels.hessiankit_multiply)()
+            expected = np.einsum("bmk,bkn->bmn", a.double().numpy(), b.double().numpy())
+            close(big[:, :m, :n], expected)
+            assert bool((big[:, m:] == 1).all())
+            assert bool((big[..., n:] == 1).all())
+            close(multiply(a, b[0] if other == "shared" else b), expected)
+    x = torch.zeros(2, 8, 8, dtype=torch.float64)
+    x[1, 2, 3] = torch.nan
+    assert torch.equal(multiply(x, x + 1).isnan(), (x @ (x + 1)).isnan())
 
 
 def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from hessiankit.engine.jacobians import ParameterJacobian, WeightJacobian
+from hessiankit.engine.kernel_products import multiply
 from hessiankit.engine.parameter_blocks import add_rows
 from hessiankit.engine.storage import EVERY, SymmetricStorage
 from hessiankit.engine.tangents import SelectedTangents, StackedTangents, Vertex, by_row, starts
@@ -155,7 +156,7 @@ def _pull(level: int, stack: StackedTangents, block: Tensor) -> Iterator[tuple[i
     rest = [(s, w) for s, w in zip(stack.vertices, stack.widths, strict=True) if s not in stack.identities]
     if rest:
         J = by_row(stack.part([s for s, _ in rest]), level)  # (R, columns of the parents, columns of t)
-        pulled = J @ block.unflatten(0, (J.shape[0], -1))
+        pulled = multiply(J, block.unflatten(0, (J.shape[0], -1)))
         for (s, _), cut in zip(rest, starts([w for _, w in rest]), strict=True):
             yield s, (pulled[:, cut].flatten(0, 1), None)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,12 +64,13 @@ class KernelSum:
     terms: Sequence[tuple[KernelFactor | None, KernelFactor]]
     symmetric: bool = False
     mean: bool = False
+    name: ClassVar[str] = "compiled sum"
 
     def add(self, kernels: ctypes.CDLL) -> float:
         """Add it; return the largest |left - its transpose| where the mean was taken, relative to the largest on its diagonal."""
         if (watching := recorder()) is not None:
-            watching.add_sum(kernels.hessiankit_lift, self)
-        call = BoundSum(self, kernels.hessiankit_lift)
+            watching.add_compiled(kernels.hessiankit_lift, self)
+        call = self.bound(kernels.hessiankit_lift)
         call()
         return call.skew
 
@@ -99,6 +100,10 @@ class KernelSum:
 
         terms = [(other(scalar), other(vector)) for scalar, vector in self.terms]
         return replace(self, into=moved(self.into), a=other(self.a), b=other(self.b), terms=terms)
+
+    def bound(self, function: Any) -> BoundSum:
+        """Return the call of the kernel."""
+        return BoundSum(self, function)
 
 
 class BoundSum:

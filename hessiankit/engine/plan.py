@@ -266,9 +266,9 @@ class _Maker:
 
     def _append(self, plan: ExecutionPlan, note: Note) -> None:
         if getattr(note.function, "_schema", None) is None:
-            bound = BoundSum(note.args[0].mapped(self._tensor), note.function)
-            plan._sums.append(bound)
-            plan._calls.append(bound)
+            compiled = note.args[0].mapped(self._tensor).bound(note.function)
+            plan._sums += [compiled] if isinstance(compiled, BoundSum) else []
+            plan._calls.append(compiled)
             return
         args, kwargs = tree_map(self._tensor, note.args), tree_map(self._tensor, note.kwargs)
         outputs = tree_map(self._tensor, note.result)

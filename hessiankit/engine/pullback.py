@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hessiankit.engine.kernel_products import multiply
 from hessiankit.engine.tangents import EntrywiseTangents, SelectedTangents, StackedTangents, Vertex, by_row, chain, starts
 from hessiankit.engine.vertex_blocks import VertexBlocks
 
@@ -67,7 +68,7 @@ class Pullback:
         for at, products in blocks.products.get((t, r), {}).items():
             for F, M in list(products.values()):
                 for s, J in self.through(F, at):
-                    blocks.add_half(s, r, at, J @ M)
+                    blocks.add_half(s, r, at, multiply(J, M))
         for at, diagonal in blocks.diagonal(t, r).items():
             for level, stack in self.parents:
                 pull_back_diagonal(self.vertex, level, stack, at, diagonal, r, blocks)
@@ -81,12 +82,12 @@ class Pullback:
             for F, C in squares.values():
                 found = self.through(F, at)
                 for s, J in found:
-                    left = J @ C
+                    left = multiply(J, C)
                     if with_parents:
                         blocks.add_product(t, s, at, F, left.mT)
                     for r, other in found:
                         if r <= s:
-                            blocks.add(r, s, at, other @ left.mT)
+                            blocks.add(r, s, at, multiply(other, left.mT))
 
     def through(self, F: Tensor, at: int) -> list[tuple[int, Tensor]]:
         """Return J F by parent, computed once for each F."""
@@ -124,7 +125,7 @@ class Pullback:
                 else:
                     blocks.add(s, r, here, chain(F, at, X.mT, here))
             for r, G in list(wide.items())[:n]:
-                blocks.add_product(s, r, at, F, K @ G.mT)
+                blocks.add_product(s, r, at, F, multiply(K, G.mT))
 
 
 def pull_back(

@@ -20,6 +20,7 @@ from derivations.linearised_norms import LinearisedNorm
 from derivations.loss import MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.primitive import Linearised, Primitive
+from hessiankit.engine.kernel_products import multiply
 from hessiankit.engine.tangents import EntrywiseTangents, StackedTangents, TangentGroup, by_row
 
 ENTRYWISE = (Activation, Elementwise)
@@ -71,7 +72,7 @@ def _times(g: TangentGroup, weight: Tensor) -> Tensor:
     alone = g.entrywise
     if alone is None:
         (t,) = (t for t in g.tangents if t is not None)
-        return by_row(t, g.level) @ weight
+        return multiply(by_row(t, g.level), weight)
     return weight.expand(len(alone.rows), -1, -1) if alone.identities else alone.rows.unsqueeze(2) * weight
 
 
@@ -85,7 +86,7 @@ def contract(g: TangentGroup, k: int, w: Tensor) -> Tensor:
     if g.entrywise is None:
         t = g.tangents[k]
         assert t is not None
-        return by_row(t, g.level) @ w.mT
+        return multiply(by_row(t, g.level), w.mT)
     if g.identities:
         return w.contiguous().mT
     return (w * g.entrywise.rows.unsqueeze(1)).mT

@@ -79,7 +79,7 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class Note:
-    """One operation that ran: a function of torch, or a compiled sum; of its tensors the specs."""
+    """One operation that ran: a function of torch, or a compiled sum or product; of its tensors the specs."""
 
     function: Any
     args: tuple[Any, ...]
@@ -90,7 +90,7 @@ class Note:
     def name(self) -> str:
         """Of the operation, without its namespace."""
         schema = getattr(self.function, "_schema", None)
-        return "compiled sum" if schema is None else str(schema.name).rpartition("::")[2]
+        return str(self.args[0].name) if schema is None else str(schema.name).rpartition("::")[2]
 
     def written(self) -> list[TensorSpec]:
         """Return the arguments that it writes into."""
@@ -163,8 +163,8 @@ class Recorder(TorchDispatchMode):
         self._add(Note(func, *before, tree_map(self.spec, result)), earlier)
         return result
 
-    def add_sum(self, function: Any, terms: Any) -> None:
-        """Note a compiled sum, which has not run yet."""
+    def add_compiled(self, function: Any, terms: Any) -> None:
+        """Note a compiled sum or product, which has not run yet."""
         self._add(Note(function, (terms.mapped(self.spec),), {}, None), len(self._seen))
 
     def _add(self, note: Note, earlier: int) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.jacobians import ParameterJacobian
+from hessiankit.engine.kernel_products import multiply
 
 
 @dataclass
@@ -264,7 +265,7 @@ def compose(before: Tensor, lower: int, after: Tensor, level: int) -> Tensor:
     assert lower <= level
     inner = by_row(after, level)  # (R, S, f)
     outer = before.reshape(before.shape[0], inner.shape[0], inner.shape[1]).transpose(0, 1)  # (R, S0, S)
-    return (outer @ inner).transpose(0, 1).reshape(before.shape[0], *after.shape[1:])
+    return multiply(outer, inner).transpose(0, 1).reshape(before.shape[0], *after.shape[1:])
 
 
 def chain(J: Tensor, lower: int, K: Tensor, level: int) -> Tensor:
@@ -273,15 +274,15 @@ def chain(J: Tensor, lower: int, K: Tensor, level: int) -> Tensor:
     Columns of a lower level are numbered (rows of a group, columns), so that K or J of the finer level is block diagonal there.
     """
     if lower == level:
-        return J @ K
+        return multiply(J, K)
     if lower > level:  # rows of K split into those of J
         groups, _, c = K.shape
         rows, s, w = J.shape
-        return (J @ K.reshape(rows, w, c)).reshape(groups, -1, c)
+        return multiply(J, K.reshape(rows, w, c)).reshape(groups, -1, c)
     groups, s, _ = J.shape
     rows, w, c = K.shape
     split = J.reshape(groups, s, rows // groups, w).transpose(1, 2).reshape(rows, s, w)
-    return (split @ K).reshape(groups, rows // groups, s, c).transpose(1, 2).reshape(groups, s, -1)
+    return multiply(split, K).reshape(groups, rows // groups, s, c).transpose(1, 2).reshape(groups, s, -1)
 
 
 def merged(K: Tensor, groups: int) -> Tensor:

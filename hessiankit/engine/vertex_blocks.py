@@ -12,6 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hessiankit.engine.kernel_products import multiply
+
 Factors: TypeAlias = "dict[int, tuple[Tensor, Tensor]]"  # F and M, or F and C, by the identity of F
 
 
@@ -61,7 +63,7 @@ class VertexBlocks:
         found = self.full(t, r)
         for level, squares in self.squares.get(t, {}).items() if t == r else ():
             for F, C in squares.values():
-                _add_product(found, level, F @ C, F.mT)
+                _add_product(found, level, multiply(F, C), F.mT)
         for level, diagonal in self.diagonal(t, r).items():
             found[level] = _with_diagonal(found[level], diagonal) if level in found else torch.diag_embed(diagonal)
         return found
@@ -132,4 +134,4 @@ def _gather(found: Factors, F: Tensor, M: Tensor) -> None:
 
 
 def _add_product(found: dict[int, Tensor], level: int, a: Tensor, b: Tensor) -> None:
-    found[level] = torch.baddbmm(found[level], a, b) if level in found else a @ b
+    found[level] = torch.baddbmm(found[level], a, b) if level in found else multiply(a, b)
