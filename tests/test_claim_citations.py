@@ -18,7 +18,7 @@ FILES = [
 NAME = r"[A-Za-z0-9](?:[\w.-]*[\w])?"
 ID = re.compile(rf"(?<![\w/.-])({'|'.join(PAPERS)})/({NAME})(?![\w*?\[/]|\.\w)")
 ANCHOR = re.compile(rf"claims(?:\.md|\.html)?(?:/(?:{'|'.join(PAPERS)})\.(?:md|html))?#((?:{'|'.join(PAPERS)})-{NAME})")
-OLD = re.compile(r"\b[Cc]laims? (?:T-|Thm|Phi_|G_K|Eq\d|Lem\d|L4-|MSE-|[A-H]\d+\b)")
+OLD = re.compile(r"\b[Cc]laims? (?:T-|Thm|Phi_|G_K|Eq\d|Lem\d|L4-|MSE-|[A-H]\d+\b)|\bb:[A-Z]|bounds review")
 
 
 @cache

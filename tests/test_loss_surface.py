@@ -27,7 +27,7 @@ def test_it_holds_at_any_distance(size, placement):
 
 
 def test_where_the_print_fails():
-    # CE13: at w* = 0 the Hessian and the loss vanish, and the printed right-hand side with them; the loss at w does not.
+    # at w* = 0 the Hessian and the loss vanish, and the printed right-hand side with them; the loss at w does not.
     attention = Attention(1).double()
     with torch.no_grad():
         for p in attention.parameters():

@@ -151,7 +151,7 @@ def attention_a_priori(norms: AttentionNorms) -> BlockNorms:
         f_QQ = s^2 x^2 kappa k^2 w r,  f_KK = s^2 x^2 kappa q^2 w r,  f_QK = s^2 x^2 kappa k q w r + s x c w R_F,
         f_VQ = s x c k o R_2,  f_VK = s x c q o R_2,  f_OQ = s x c k v R_2,  f_OK = s x c q v R_2,  f_VO = sqrt(L) rho R_2
 
-    (bounds review, section 3.2; W_O, several heads, whose f vanishes between heads, and the diameter of the tokens in c and
+    (W_O, several heads, whose f vanishes between heads, and the diameter of the tokens in c and
     kappa are added here). A causal mask changes nothing: no more is used than that rows of A are probabilities.
     It is a bound over the ball of ``norms.inflated(radius)``.
 

@@ -3,7 +3,7 @@ r"""Theorem 1 of "Closing the Curvature Gap" as printed: a bound on the Hessian 
 ``attention_a_priori`` is the bound to use. These are here to be compared with, in the letters of the paper: x = ||X||_2, w_Q,
 w_K, w_V the spectral norms of the weights, t = ||Target||_2, and the loss ||F - Target||_F^2 / (L d_V).
 
-Theorem 1 is violated without bound at a global minimum with uniform attention (bounds review, item 1): the maximum leaves out
+Theorem 1 is violated without bound at a global minimum with uniform attention: the maximum leaves out
 the blocks (K, K) and (V, K), so that nothing grows with ||W_Q||^2. With those blocks it holds for uniform attention only, as
 ||dA/dT|| <= 1/L does (claim b:dA/dT<=1/L).
 """
@@ -33,7 +33,7 @@ class PrintedAttentionBlocks(NamedTuple):
 def theorem_1_printed(
     length: int, d_V: int, d_K: int, x: float, w_Q: float, w_K: float, w_V: float, t: float, *, swapped: bool = False
 ) -> PrintedAttentionBlocks:
-    r"""Return the terms of Theorem 1, main text, as printed; VIOLATED without bound (bounds review, item 1).
+    r"""Return the terms of Theorem 1, main text, as printed; VIOLATED without bound.
 
     With m = sqrt(min(L, d_V)) and R = L x w_V + t,
 
@@ -57,7 +57,7 @@ def theorem_1_printed(
         w_V: ||W_V||_2.
         t: ||Target||_2.
         swapped: add the blocks (K, K) and (V, K), made from (Q, Q) and (V, Q) by exchanging W_Q and W_K. It then holds where
-            attention is uniform, and fails for long sequences otherwise (bounds review, item 3).
+            attention is uniform, and fails for long sequences otherwise.
     """
     L, m = length, math.sqrt(min(length, d_V))
     R = L * x * w_V + t
@@ -87,7 +87,7 @@ def theorem_1_appendix_printed(
     rank: int | None = None,
     swapped: bool = False,
 ) -> PrintedAttentionBlocks:
-    r"""Return the terms of Theorem 1 at the end of Appendix C.1, as printed; VIOLATED (item 2 of the bounds review).
+    r"""Return the terms of Theorem 1 at the end of Appendix C.1, as printed; VIOLATED.
 
     They are those of the main text with other constants, sums of ``outer_printed`` and ``functional_printed``. Never above the
     main text's.
@@ -117,10 +117,10 @@ def theorem_1_appendix_printed(
 
 
 def outer_printed(length: int, d_V: int, d_K: int, x: float, w_Q: float, w_K: float, w_V: float) -> PrintedAttentionBlocks:
-    r"""Return the bounds on the outer-product Hessian blocks of Appendix C.1, as printed (items 11-13 of the bounds review).
+    r"""Return the bounds on the outer-product Hessian blocks of Appendix C.1, as printed.
 
         VV  2 L x^2 / d_V                            VALID, L times the sharp 2 x^2 / d_V
-        QQ  2 w_K^2 w_V^2 x^6 / (L^3 d_V d_K)        uniform attention only, else off by up to L^2/4 (bounds review, item 12)
+        QQ  2 w_K^2 w_V^2 x^6 / (L^3 d_V d_K)        uniform attention only, else off by up to L^2/4
         VQ  2 w_V w_K x^4 / (L d_V sqrt(d_K))        VIOLATED for long sequences, valid for uniform attention
         QK  2 w_K w_Q w_V^2 x^6 / (L^3 d_V d_K)      as QQ
 
@@ -137,7 +137,7 @@ def outer_printed(length: int, d_V: int, d_K: int, x: float, w_Q: float, w_K: fl
 def functional_printed(
     length: int, d_V: int, d_K: int, x: float, w_Q: float, w_K: float, w_V: float, t: float, m: float
 ) -> PrintedAttentionBlocks:
-    r"""Return the bounds on the functional Hessian blocks of Appendix C.1, as printed (items 14-16 of the bounds review).
+    r"""Return the bounds on the functional Hessian blocks of Appendix C.1, as printed.
 
     With R = L x w_V + t:
 
@@ -180,7 +180,7 @@ class PrintedSteps(NamedTuple):
 
 
 def theorem_1_steps_printed(length: int, d_V: int, x: float, w_V: float, t: float, *, rank: int | None = None) -> PrintedSteps:
-    r"""Return the bounds of the steps of Appendix C.1, as printed (items 4-10 of the bounds review).
+    r"""Return the bounds of the steps of Appendix C.1, as printed.
 
         ||dA/dT|| <= 1/L       ONLY UNDER uniform attention or L <= 2; the sharp constant is 1/2
         ||A|| <= L             VALID, sharp is sqrt(L)
@@ -203,7 +203,7 @@ def theorem_7_printed(k: int, loss_bound: float, M: float, distance: float) -> f
     (Bounds review, items 38 and 39.)
 
     It is to bound |L_{k+1}(w) - L_k(w)|. The Taylor series it rests on is cut off without a remainder: H(w*) = 0 at
-    X = (1, -1)^T, Target = 0, w* = 0, but at w = (1, 1, 1) the loss is tanh(1)^2 (CE13). ``theorem_7_corrected`` holds.
+    X = (1, -1)^T, Target = 0, w* = 0, but at w = (1, 1, 1) the loss is tanh(1)^2. ``theorem_7_corrected`` holds.
 
     Args:
         k: number of samples so far.
@@ -211,7 +211,7 @@ def theorem_7_printed(k: int, loss_bound: float, M: float, distance: float) -> f
         M: the bound on the Hessians at w*.
         distance: ||w - w*||.
 
-    >>> theorem_7_printed(1, 0.0, 0.0, math.sqrt(3))  # CE13: the true difference is 0.29
+    >>> theorem_7_printed(1, 0.0, 0.0, math.sqrt(3))  # the true difference is 0.29
     0.0
     """
     return (2 * loss_bound + M * distance**2) / (k + 1)
@@ -224,7 +224,7 @@ def theorem_7_corrected(
 
     With D = w - w*, and M_seg a bound on the Hessians of the k + 1 losses on the segment from w* to w:
     ``attention_a_priori(norms.inflated(||D||)).whole``, for one. For smooth losses, or where no kink of a ReLU is crossed;
-    the difference of gradients is zero under Assumption 1 (bounds review, section 3.8).
+    the difference of gradients is zero under Assumption 1.
 
     Args:
         k: number of samples so far.

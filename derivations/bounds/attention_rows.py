@@ -10,7 +10,7 @@ a change D of the weights moves the output's row i by
     c x_i^T D_Q W_K^T C_i W,   c y_i^T D_K^T C_i W,   xbar_i^T D_V W_O,   xbar_i^T W_V D_O
 
 that is by (D^T u_i)^T N_i, or (D u_i)^T N_i for W_K: every first derivative is a row u_i and a matrix N_i. Both moments are
-sums over centred tokens: the uncentred formulas lose all digits where the softmax is saturated (bounds review, section 4).
+sums over centred tokens: the uncentred formulas lose all digits where the softmax is saturated.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def attention_structured(
 
     Diagonal blocks are exact; so are the others up to a size, beyond which sequences shorter than d are taken in the space of
     their rows (``block_norms.pair_norm``). The whole is bounded through both ends of the spectrum of the diagonal blocks
-    (``Pairs.bounds``), or by ||Gauss-Newton|| + the bound on <R, d2F>, whichever is less. Sharpens section 3.3 of the bounds
-    review, where C_i and M_i enter by their norms, row by row. All is float64, not rounded outwards.
+    (``Pairs.bounds``), or by ||Gauss-Newton|| + the bound on <R, d2F>, whichever is less. C_i and M_i enter as
+    matrices, and not by their norms, row by row. All is float64, not rounded outwards.
 
     Args:
         X: L x d.

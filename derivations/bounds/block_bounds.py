@@ -37,7 +37,7 @@ class PostBlockNorms:
         gain_1: largest |gamma| of the norm after attention.
         gain_2: largest |gamma| of the last norm.
         uniform: whether all gains of the last norm are equal, as they are without gains. Then ||Z||_F cancels from the loss but
-            for eps, and the shift of the last norm counts as a part of the target (bounds review, section 3.4).
+            for eps, and the shift of the last norm counts as a part of the target.
 
     >>> attention = AttentionNorms(2, 1, 1.0, (1.0,), (1.0,), (1.0,), 1.0, d_out=3)
     >>> PostBlockNorms(attention, 1.0, 2.0, 0.0, 1.0, eps=0.25).s_1
@@ -148,7 +148,7 @@ def post_block_a_priori(norms: PostBlockNorms, *, activation: str = "relu") -> B
         attention     f with the gradient j J_1 R (rows j J_1 r)  +  K_1 j r g g^T
         attention, W_1: w_2 R J_1 g,    attention, W_2: w_1 R J_1 g,    W_1, W_2: y R
 
-    (bounds review, section 3.5; gains, eps, W_O and heads added). Unless the last norm's gains are equal, tau is replaced by
+    (gains, eps, W_O and heads added). Unless the last norm's gains are equal, tau is replaced by
     gain_2 sqrt(d) + tau and K by gain_2^2 / s_2^2 + gain_2 c (gain_2 sqrt(d) + tau) / s_2^2.
 
     Args:

@@ -1,9 +1,9 @@
 r"""Theorem 6 of "Closing the Curvature Gap" as printed, with Lemma 4, Proposition 10 and Eqs. 8-24: the block's bound M_tr.
 
 ``post_block_a_priori`` and ``post_block_structured`` are the bounds to use. M_tr with sigma_min as the lemma states it is
-violated from d_V = 5 on (bounds review, items 19 and 36); with the smallest row deviation of the proof it holds, because broken
-pieces (claims b:Eq17-G_Q, b:C6-PhiVQ, b:Eq21) hide behind others that are loose by many orders of magnitude. Letters are the
-paper's, lower case for spectral norms: x = ||X||_2, w_Q, w_K, w_V, w_1, w_2, t = ||Target||_2.
+violated from d_V = 5 on; with the smallest row deviation of the proof it holds, because broken
+pieces (curvature-gap/eq17-g_q, curvature-gap/c6-phi_vq, curvature-gap/eq21) hide behind others that are loose by many orders of
+magnitude. Letters are the paper's, lower case for spectral norms: x = ||X||_2, w_Q, w_K, w_V, w_1, w_2, t = ||Target||_2.
 
 ``sigma_min`` and ``sigma_min'`` of Lemma 4 have two readings: "as stated" min_i ||M_i||_2, "as in the proof" min_i ||M_i||_2 /
 sqrt(d_V). The functions take the number.
@@ -42,7 +42,7 @@ def sigma_min_printed(X: Array, *, reading: str = "stated") -> float:
 def lemma_4_jacobian_printed(x: float, sigma: float, n: int) -> float:
     r"""Return 1/sigma + x^2 / (sqrt(n) sigma^3), Eq. 28 as printed.
 
-    VIOLATED for n >= 3 with sigma as stated (claim b:Lemma4-28), VALID and loose with that of the proof. The norm is
+    VIOLATED for n >= 3 with sigma as stated (curvature-gap/lemma4-28), VALID and loose with that of the proof. The norm is
     1/min_i sigma_i exactly: ``norm_jacobian_norm``.
 
     >>> lemma_4_jacobian_printed(2.0, 1.0, 4)
@@ -54,8 +54,8 @@ def lemma_4_jacobian_printed(x: float, sigma: float, n: int) -> float:
 def lemma_4_hessian_printed(x: float, sigma: float, m: int, n: int) -> float:
     r"""Return x (1 + sqrt(m/n)) / sigma^3 + x^2 / (sqrt(n) sigma^3) + 3 x^3 / (n sigma^5), Eq. 29 as printed.
 
-    VIOLATED for n >= 4 with sigma as stated (claim b:Lemma4-29M), VALID with that of the proof. The middle term has the wrong
-    degree in X, and is superfluous. The norm is ``norm_hessian_norm``.
+    VIOLATED for n >= 4 with sigma as stated (curvature-gap/lemma4-29m), VALID with that of the proof. The middle term has the
+    wrong degree in X, and is superfluous. The norm is ``norm_hessian_norm``.
 
     >>> lemma_4_hessian_printed(1.0, 1.0, 4, 4)
     3.25
@@ -74,7 +74,7 @@ class Proposition10(NamedTuple):
 def proposition_10_printed(length: int, d_V: int, d_ff: int, w_1: float, w_2: float) -> Proposition10:
     r"""Return Eqs. 25-27: sqrt(L d_V), m ||Y|| w_1 w_2 and sqrt(L d_V) (1 + m w_1 w_2), m = sqrt(min(L, d_ff)).
 
-    VALID (claim b:Prop10); m is not needed, as ||S||_F <= sqrt(L d_V) (1 + w_1 w_2).
+    VALID; m is not needed, as ||S||_F <= sqrt(L d_V) (1 + w_1 w_2).
 
     >>> proposition_10_printed(4, 9, 5, 1.0, 0.5)
     Proposition10(Y=6.0, FFN=6.0, S=12.0)
@@ -111,7 +111,8 @@ def attention_jacobians_printed(
 ) -> tuple[float, float, float]:
     r"""Return Eq. 17: ||G_Q|| <= w_V w_K x^3 / (L sqrt(d_K)), G_K with w_Q, ||G_V|| <= L x, in the order Q, K, V.
 
-    G_Q and G_K hold for uniform attention or L <= 2 only, else off by up to L/2 (claim b:Eq17-G_Q); G_V is loose by sqrt(L).
+    G_Q and G_K hold for uniform attention or L <= 2 only, else off by up to L/2 (curvature-gap/eq17-g_q); G_V is loose by
+    sqrt(L).
 
     >>> attention_jacobians_printed(2, 4, 2.0, 1.0, 3.0, 1.0)
     (6.0, 2.0, 4.0)
@@ -124,9 +125,9 @@ def phi_printed(length: int, d_V: int, d_K: int, x: float, w_Q: float, w_K: floa
     r"""Return the bounds on ||Phi_kl|| of Appendix C.6, with (K, K) and (V, K) read off by symmetry.
 
         QQ  12 w_V w_K^2 x^5 / (L d_V d_K)                                     VIOLATED for L d_V >~ 45
-        VQ  2 w_K x^3 / (L^2 sqrt(d_V d_K))                                    VIOLATED, uniform attention too (claim b:C6-PhiVQ)
-        QK  12 w_V w_K w_Q x^5 / (L d_V d_K) + 2 w_V x^3 / (L^2 sqrt(d_V d_K)) VIOLATED, uniform attention too
-        VV  0
+        VQ  2 w_K x^3 / (L^2 sqrt(d_V d_K))                                    VIOLATED, uniform attention too
+        (curvature-gap/c6-phi_vq) QK  12 w_V w_K w_Q x^5 / (L d_V d_K) + 2 w_V x^3 / (L^2 sqrt(d_V d_K)) VIOLATED, uniform
+        attention too VV  0
 
     Lemma 2 keeps the factor 2/(L d_V) of the loss in a derivative of F. Eq. 9 needs (K, K), which the print never gives.
 
@@ -194,12 +195,13 @@ def theorem_6_printed(
         M_tr = 5 max_ij (2/(L d_V) J_Z^2 B_i B_j + ||R|| ||H_tr^(i,j)||)                         (9), ||dZ/dW_i|| <= J_Z B_i
         B_1 = w_2 Y, B_2 = ||sigma(Y W_1)||, B_k = (w_1 w_2 + 1) J_Y G_k                         (13)-(16), VALID
         xi_11 = xi_22 = 0, xi_12 = sqrt(d_V) Y                                                   (18)-(20), VALID a.e.
-        xi_21 = sqrt(d_ff) w_2                                                                   (21), VIOLATED (claim b:Eq21)
+        xi_21 = sqrt(d_ff) w_2                                                                   (21), VIOLATED
+        (curvature-gap/eq21)
         xi_1k = sqrt(d_ff) w_2 J_Y G_k, xi_2k = sqrt(d_V) w_1 J_Y G_k                            (22), (23), VALID
         xi_kl = (w_1 w_2 + 1) (G_k H_Y G_l + J_Y Phi_kl)                                         (24), VIOLATED with printed Phi
 
     Eq. 9 is VALID for the loss 1/(L d_V) ||.||^2 and looser by L d_V / 2 than need be, and VIOLATED for the loss that Eq. 7
-    writes down, ||.||^2 (bounds review, items 34 and 35). (i, j) and (j, i) are made of the same numbers but for (21).
+    writes down, ||.||^2. (i, j) and (j, i) are made of the same numbers but for (21).
 
     Args:
         length: L.

@@ -61,8 +61,8 @@ def post_block_structured(
 ) -> BlockNorms:
     r"""Return bounds on the Hessian blocks of ||Z - target||_F^2 / (L d) for the post-norm block.
 
-    Z = N(S), S = Y + sigma(Y W_1 + b_1) W_2 + b_2, Y = N(X + F). Replaces Theorem 6 of Closing the Curvature Gap (bounds review,
-    section 3.5, sharpened). Diagonal blocks are exact, and the others up to a size, as in ``attention_structured``. The whole
+    Z = N(S), S = Y + sigma(Y W_1 + b_1) W_2 + b_2, Y = N(X + F). Replaces Theorem 6 of Closing the Curvature Gap.
+    Diagonal blocks are exact, and the others up to a size, as in ``attention_structured``. The whole
     is bounded through both ends of the spectrum of the diagonal blocks (``Pairs.bounds``).
     In the notation of ``derivations.bounds.attention_rows``, with the row Hessians K of the loss at S, and K_0 at X + F:
 

@@ -25,8 +25,8 @@ def norm_jacobian_norm(X: Array, eps: float = 0.0, *, norm: str = "layernorm") -
     """Return the spectral norm of dN/dX for N = LayerNorm(X) or RMSNorm(X), exactly (ours/norm-norms).
 
     ||dN/dX||_2 = 1 / min_i s_i if k >= 2 (LayerNorm d >= 3, RMSNorm d >= 2), else max_i (1 - rho_i^2) / s_i.
-    It replaces Eq. 28 (Lemma 4) of Closing the Curvature Gap, which is violated with its stated sigma_min (claim
-    b:Lemma4-28). With a gain the norm is at most this times max_j |gamma_j|.
+    It replaces Eq. 28 (Lemma 4) of Closing the Curvature Gap, which is violated with its stated sigma_min
+    (curvature-gap/lemma4-28). With a gain the norm is at most this times max_j |gamma_j|.
 
     Args:
         X: array of shape (L, d).
@@ -47,8 +47,8 @@ def norm_hessian_norm(X: Array, eps: float = 0.0, *, norm: str = "layernorm") ->
     """Return the spectral norm of d2N/dX2 as the L d * L d x L d matrix of the paper, exactly (ours/norm-norms).
 
     ||d2N/dX2||_2 = max_i rho_i / (sqrt(d) s_i^2) sqrt(max(k - 1 + 9 (1 - rho_i^2)^2, 2)), without the 2 if k = 1; it is
-    max_b ||D_b J||_F over unit b. With eps = 0 it is at most 1 / min_i s_i^2. It replaces Eq. 29 (Lemma 4; claim
-    b:Lemma4-29M).
+    max_b ||D_b J||_F over unit b. With eps = 0 it is at most 1 / min_i s_i^2. It replaces Eq. 29 (Lemma 4;
+    curvature-gap/lemma4-29m).
 
     Args: as ``norm_jacobian_norm``.
 
@@ -66,7 +66,7 @@ def norm_hessian_map_norm(X: Array, eps: float = 0.0, *, norm: str = "layernorm"
 
     It is max_i of 2 / (sqrt(3 d) s_i^2) where rho_i^2 >= 1/3 and k >= 2, else of 3 (1 - rho_i^2) rho_i / (sqrt(d) s_i^2):
     <w, D^2N[a, b]> is symmetric in its three arguments, so that the largest value is at w = a = b = t u + sqrt(1 - t^2) e,
-    where it is proportional to 3 t - 3 rho^2 t^3 (bounds review, section 3.1).
+    where it is proportional to 3 t - 3 rho^2 t^3.
 
     Args: as ``norm_jacobian_norm``.
 
@@ -90,7 +90,7 @@ def norm_constants(d: int, eps: float) -> NormConstants:
     """Return bounds on ||dN/dX||_2 and on the map norm of d2N/dX2 that hold for every input, given eps > 0.
 
     1 / sqrt(eps), attained at constant rows (LayerNorm d >= 2, RMSNorm d >= 1), and 48 / (25 sqrt(5 d) eps), attained at
-    rows of variance eps / 4 (bounds review, section 3.1).
+    rows of variance eps / 4.
 
     Raises:
         ValueError: if eps is not positive: then there is no bound, as the rows may be arbitrarily close to constant.
@@ -126,7 +126,7 @@ def softmax_hessian_map_bound() -> float:
 
     <w, D^2 softmax[a, b]> is the third cumulant of (a, b, w) under p, hence symmetric; of all laws on an interval of length
     r the third central moment is largest for two points, r^3 / (6 sqrt(3)), and ||a|| = 1 allows r = sqrt(2). It is attained
-    at p = ((1 + 1/sqrt(3))/2, (1 - 1/sqrt(3))/2, 0, ...), a = b = (1, -1, 0, ...) / sqrt(2) (bounds review, section 3.1).
+    at p = ((1 + 1/sqrt(3))/2, (1 - 1/sqrt(3))/2, 0, ...), a = b = (1, -1, 0, ...) / sqrt(2).
 
     >>> round(softmax_hessian_map_bound(), 6)
     0.272166
@@ -139,7 +139,7 @@ def softmax_hessian_stacked_bound() -> float:
 
     That norm is max_v ||D_v J||_F over a row and unit v. With q = J v and s = ||p||^2 its square is
     ||q||^2 (1 + 2s) - 4 sum_i p_i q_i^2 + 2 (p.q)^2 <= min(1/4, (1 - s)^2) (1 + 2s) <= 1/2. The paper's bound is 6; the true
-    supremum seems to be that of the map, sqrt(6)/9, which is proved as a lower bound only (bounds review, section 3.1).
+    supremum seems to be that of the map, sqrt(6)/9, which is proved as a lower bound only.
 
     >>> round(softmax_hessian_stacked_bound(), 6)
     0.707107
@@ -151,7 +151,7 @@ def row_stochastic_norm_bound(A: Array | int) -> float:
     """Return a bound on ||A||_2 for a matrix whose rows are probabilities: the root of its largest column sum.
 
     ||A||_2^2 <= ||A||_1 ||A||_inf = max_j sum_i A_ij <= L. Given only the number L of rows it is sqrt(L), attained when all
-    rows put everything on one column. Closing the Curvature Gap uses L (bounds review, section 3.1).
+    rows put everything on one column. Closing the Curvature Gap uses L.
 
     Args:
         A: array of shape (L, L'), or L.
@@ -167,7 +167,7 @@ def row_stochastic_norm_bound(A: Array | int) -> float:
 def token_range_bound(x: float, rho: float | None = None, diameter: float | None = None) -> float:
     """Return a bound on max_jk |<x_j - x_k, u>| over unit u: min(sqrt(2) ||X||_2, 2 max_i ||x_i||, diameter of the tokens).
 
-    <x_j - x_k, u> = (e_j - e_k)^T X u, and e_j - e_k has norm sqrt(2) (bounds review, section 3.1; the diameter is exact).
+    <x_j - x_k, u> = (e_j - e_k)^T X u, and e_j - e_k has norm sqrt(2) (the diameter is exact).
 
     Args:
         x: ||X||_2.

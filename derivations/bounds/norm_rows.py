@@ -6,7 +6,7 @@ xhat = C x / s and s^2 = ||C x||^2 / d + eps,
     J J + K(xhat) = (eps / s^4) (C - 4 xhat xhat^T / d)
 
 is half of D^2 ||xhat||^2: zero for eps = 0, where all rows have the same norm. Then the Hessian of ||xhat - t||^2 is that of
--2 <xhat, t>, without a Gauss-Newton term (bounds review, section 3.4, here for any eps). Sums of J J and K(xhat) as they stand
+-2 <xhat, t>, without a Gauss-Newton term (here for any eps). Sums of J J and K(xhat) as they stand
 would lose digits to that cancellation.
 """
 

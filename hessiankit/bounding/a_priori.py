@@ -134,7 +134,7 @@ def _on_a_sphere(Z: Bounded, sphere: Sphere, T: Tensor, names: tuple[str, ...]) 
 
         ||Z - T||^2 / N = const - (2/N) <Z, T> - (1/N) sum_i d^2 eps / S_i^2 ,
 
-    so there is no Gauss-Newton term: the targets, centred as Z is, take the residual's place (bounds review, section 3.4). The
+    so there is no Gauss-Newton term: the targets, centred as Z is, take the residual's place. The
     last sum has the gradient 2 d^2 eps M_i / S_i^4, of length at most 2 eps sqrt(d) / s^3, and the second derivative
     2 d^2 eps (I - 4 M_i M_i^T / S_i^2) / S_i^4, of norm at most 6 eps / s^4.
     """

@@ -305,7 +305,7 @@ def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
     r"""Return LayerNorm or RMSNorm without gain and shift, but for its value at the centre.
 
     With s a lower bound of every row scale sqrt(var + eps) over the ball: the Jacobian is at most 1/s, and the second derivative
-    2 / (sqrt(3 d) s^2) in the rows (bounds review, section 3.1; it holds with eps, and for RMSNorm).
+    2 / (sqrt(3 d) s^2) in the rows (it holds with eps, and for RMSNorm).
 
     Raises:
         ZeroScaleError: If eps = 0 and the ball holds rows whose scale may be 0.
@@ -375,7 +375,7 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
     r"""Return the context of softmax attention, C_i = sum_j softmax_j(c q_i.k_j) v_j, heads side by side.
 
     With p a row of weights, cov and cum the covariance and third cumulant under it, r(Y) the range of Y's rows, so that a
-    variance of rows is at most r^2 / 4, and one of a vector u at most |u|^2 / 2 (bounds review, sections 3.1 and 3.2),
+    variance of rows is at most r^2 / 4, and one of a vector u at most |u|^2 / 2,
 
         along V:     sum_j p_ij dv_j             sqrt(L), as |A|_2 <= sqrt(L); or sqrt(L) times the largest row of dV
         along Q:     c cov(v, k) dq_i            c r(V) r(K) / 4

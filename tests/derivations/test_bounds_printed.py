@@ -1,4 +1,5 @@
-"""Bounds of Closing the Curvature Gap as printed: what holds of them, and one point where each theorem does not (the ledger has all)."""
+"""Bounds of Closing the Curvature Gap as printed: what holds of them, and one point where each theorem does not (the ledger has
+all)."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def spectral(matrix) -> float:
 class TestTheorem1:
     @pytest.mark.parametrize("q", [10.0, 100.0])
     def test_violated_at_a_global_minimum(self, q: float) -> None:
-        """CE1: the true norm is 2 q^2 and M is 24, whichever version."""
+        """The true norm is 2 q^2 and M is 24, whichever version."""
         one = torch.ones(1, 1, dtype=F64)
         p = Problem(
             torch.tensor([[1.0], [-1.0]], dtype=F64), {"W_Q": q * one, "W_K": 0 * one, "W_V": one}, torch.zeros(2, 1, dtype=F64)
@@ -91,7 +92,7 @@ class TestSteps:
 
 class TestTheorem7:
     def test_violated_with_the_true_norm(self) -> None:
-        """CE13: the Hessian at w* = 0 is zero, so that the right side is; the loss at (1, 1, 1) is tanh(1)^2."""
+        """The Hessian at w* = 0 is zero, so that the right side is; the loss at (1, 1, 1) is tanh(1)^2."""
         one = torch.ones(1, 1, dtype=F64)
         p = Problem(
             torch.tensor([[1.0], [-1.0]], dtype=F64), dict.fromkeys(("W_Q", "W_K", "W_V"), 0 * one), torch.zeros(2, 1, dtype=F64)
