@@ -111,7 +111,7 @@ def page() -> str:
         "Every picture of these pages and the command that draws it; `python -m figures --list` has all figures, `--quick` a",
         "small version of each, `--images PATH` draws from MNIST or CIFAR and `--text PATH` from a text where the default is",
         "scikit-learn's digits and Python's standard library. A figure writes its numbers beside its picture; a picture opens at",
-        "full size. This page is made by `python docs/_site/gallery.py`.",
+        "full size.",
         "",
         "A figure of a paper says what came out of the paper's claims at its own, small scale: SUPPORTED or CONTRADICTED where",
         "every run meets the stated criterion or none does, or where the 95 % interval lies on one side; OPEN otherwise. The",
