@@ -97,7 +97,7 @@ def test_navigation_fits_a_screen() -> None:
     from mkdocs.utils.yaml import yaml_load
 
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    assert len(re.findall(r"\.md", str(yaml_load(text)["nav"]))) <= 30
+    assert len(re.findall(r"\.md", str(yaml_load(text)["nav"]))) <= 27
 
 
 def test_formulas_are_mathml(pages: dict[str, Page]) -> None:

@@ -136,7 +136,7 @@ def page(paper: str) -> str:
     lines = [f"# {known.title}", "", f"{source.rstrip('.')}. {found.about}", ""]
     lines += [
         "Each numbered statement: the call that gives it, the formula as it holds, and the verdicts on its print; "
-        f"`hessiankit claims --show {paper}/ROW` runs the counterexample of a row. "
+        f"`hessiankit claims --show ID` runs the counterexample of a row, `{paper}/` and its name. "
         f"All {count} rows: [the ledger](../claims.md#{paper}); what matters most: "
         f"[corrections](../errata/{paper}.md). {found.more}".rstrip(),
         "",
