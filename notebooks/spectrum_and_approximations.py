@@ -1,0 +1,86 @@
+# %% [markdown]
+# # A trained classifier: its spectrum, and what its approximations miss
+#
+# One transformer block on scikit-learn's digits, small enough for the whole Hessian. Where the matrix does not fit, all of this
+# works by products alone.
+#
+# 1. Train, and take the top of the spectrum: `spectrum`.
+# 2. How far does the quadratic model hold along the top eigenvectors? `loss_slices`.
+# 3. Which approximation of the curvature is near to it? `approximations`.
+# 4. Which parameters does a Kronecker factorisation miss?
+
+# %%
+import torch
+
+import hessiankit as hk
+from hessiankit.blocks import VisionTransformer
+from hessiankit.studies.images import load_images, patchify
+
+torch.manual_seed(0)
+digits = load_images("digits")
+images, labels = patchify(digits.images, 4)[:200].double(), digits.labels[:200]
+model = VisionTransformer(16, 4, 10, d_model=6, d_ff=8, placement="pre", final_norm=True, activation="gelu").double()
+print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(images)} images of {images.shape[1]} tokens")
+
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+for _ in range(150):
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(images), labels)
+    loss.backward()
+    optimizer.step()
+print(f"loss {loss.item():.4f}, {float((model(images).argmax(1) == labels).double().mean()):.0%} right")
+
+# %% [markdown]
+# ## 1. Spectrum
+#
+# The residual of an eigenpair bounds its error: some eigenvalue is within $\|Hu - \lambda u\|$ of $\lambda$.
+
+# %%
+S = hk.spectrum(model, images, labels, loss="cross_entropy", k=12)
+S
+
+# %%
+S.plot()
+
+# %% [markdown]
+# The Gauss-Newton matrix is a sum over samples of $J^\top(\mathrm{diag}(p) - pp^\top)J$; the middle factor has rank $C - 1 = 9$.
+# In a trained perceptron the widest gap of the spectrum comes after the ninth eigenvalue (the figure `spectrum` of the gallery).
+# Not so here: in this small transformer the ratios of neighbours say that no number of outliers stands apart.
+
+# %%
+G = hk.spectrum(model, images, labels, loss="cross_entropy", k=12, kind="ggn")
+top = G.eigenvalues[: G.top]
+print("eigenvalues", [f"{x:.3g}" for x in top.tolist()])
+print("ratios     ", [f"{x:.2f}" for x in (top[:-1] / top[1:]).tolist()])
+
+# %% [markdown]
+# ## 2. Loss slices
+#
+# The loss along the top eigenvectors beside the quadratic model of the exact Hessian, and the radius within which that is off
+# by at most a tenth of its change. (With ReLU in place of GELU the first radius is $2\cdot 10^{-5}$: the nearest kink.)
+
+# %%
+slices = hk.loss_slices(model, images, labels, loss="cross_entropy", along=S.eigenvectors[:, :2], span=(-1.0, 1.0))
+print(slices)
+slices.plot()
+
+# %% [markdown]
+# ## 3. Approximations
+#
+# Each approximation $C$ beside the exact matrix $A$: relative errors, the cosine of the damped step $(C + \delta I)^{-1}g$ with
+# the exact one, and the condition number that is left after preconditioning with it.
+
+# %%
+report = hk.approximations(model, images, labels, loss="cross_entropy", against="ggn")
+report
+
+# %%
+report.plot()
+
+# %% [markdown]
+# ## 4. By pair of parameters
+#
+# What a factorisation by layer cannot see is everything between layers; what it sees badly shows on the diagonal.
+
+# %%
+report.plot_pairs("kfac")
