@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from hessiankit.support.lanczos import LanczosBasis
 
 
 @dataclass(frozen=True)
@@ -22,34 +24,6 @@ class Extreme:
     value: float
     residual: float
     products: int
-
-
-def lanczos(start: Tensor, tol: float, most: int) -> Generator[Tensor, Tensor, Extreme]:
-    """Yield vectors, take their products with a symmetric matrix, return its eigenvalue of largest magnitude.
-
-    Lanczos with full reorthogonalisation; it stops where the residual is below ``tol`` times the value.
-    """
-    basis = [start / start.norm()]
-    diagonal: list[Tensor] = []
-    off: list[Tensor] = []
-    while True:
-        w = yield basis[-1]
-        diagonal.append(basis[-1] @ w)
-        Q = torch.stack(basis)
-        for _ in range(2):  # once leaves what rounding made of a large component
-            w = w - Q.T @ (Q @ w)
-        off.append(w.norm())
-        T = torch.diag(torch.stack(diagonal))
-        if len(basis) > 1:
-            side = torch.stack(off[:-1])
-            T += torch.diag(side, 1) + torch.diag(side, -1)
-        values, vectors = torch.linalg.eigh(T)
-        k = int(values.abs().argmax())
-        residual = float(off[-1] * vectors[-1, k].abs())
-        value = float(values[k])
-        if residual <= tol * abs(value) or len(basis) >= min(most, len(start)):
-            return Extreme(value, residual, len(basis))
-        basis.append(w / off[-1])
 
 
 def extremes(
@@ -70,21 +44,21 @@ def extremes(
     >>> {name: round(one.value, 6) for name, one in found.items()}
     {'first two': 3.0, 'all': -5.0}
     """
-    generator = torch.Generator()
-    running, vectors, found = {}, {}, {}
+    bases, found = {}, {}
     for k, (name, rows) in enumerate(groups.items()):
-        start = torch.randn(len(rows), generator=generator.manual_seed(seed + 1000 * k), dtype=torch.float64)
-        running[name] = lanczos(start, tol, most)
-        vectors[name] = next(running[name])
-    while vectors:
-        block = torch.zeros(size, len(vectors), dtype=torch.float64)
-        for column, (name, vector) in enumerate(vectors.items()):
-            block[groups[name], column] = vector
+        generator = torch.Generator().manual_seed(seed + 1000 * k)
+        bases[name] = LanczosBasis(torch.randn(len(rows), generator=generator, dtype=torch.float64), min(most, len(rows)))
+    while bases:
+        block = torch.zeros(size, len(bases), dtype=torch.float64)
+        for column, (name, basis) in enumerate(bases.items()):
+            block[groups[name], column] = basis.direction
         products = product(block)
-        for column, name in enumerate(list(vectors)):
-            try:
-                vectors[name] = running[name].send(products[groups[name], column])
-            except StopIteration as stop:
-                found[name] = stop.value
-                del vectors[name]
+        for column, (name, basis) in enumerate(list(bases.items())):
+            basis.take(products[groups[name], column])
+            values, vectors = basis.ritz()
+            k = int(values.abs().argmax())
+            value, residual = float(values[k]), basis.beta * float(vectors[-1, k].abs())
+            if residual <= tol * abs(value) or basis.n == len(basis.Q):
+                found[name] = Extreme(value, residual, basis.n)
+                del bases[name]
     return {name: found[name] for name in groups}

@@ -17,6 +17,7 @@ import hessiankit as hk
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.landscape import spectrum as called
 from hessiankit.landscape.density import SpectralMeasure
+from hessiankit.studies.images import load_images
 from hessiankit.support.files import plain
 from hessiankit.support.lanczos import EigenSearch, quadrature
 
@@ -171,6 +172,31 @@ def test_the_same_seed_gives_the_same_digits(operator: HessianOperator) -> None:
     one, two = (hk.spectrum(operator, k=2, method="lanczos", directions=2, steps=5, seed=3) for _ in range(2))
     assert torch.equal(one.eigenvalues, two.eigenvalues)
     assert torch.equal(one.measure.nodes, two.measure.nodes)
+
+
+def digits_classifier(steps: int, seed: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    images = load_images("digits", dtype=torch.float64).first(300)
+    x, y = images.images.reshape(300, -1), images.labels
+    x = x - x.mean(0)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)).double()
+    for _ in range(steps):
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p.sub_(0.3 * g)
+    return model, x, y
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("steps", [0, 100])
+def test_a_classifier_of_digits_has_one_outlier_less_than_classes(steps: int, seed: int) -> None:
+    """Sagun et al. 2017 and Papyan 2019, in the Gauss-Newton matrix; diag(p) - p p^T of 10 classes has rank 9."""
+    options = {"loss": "cross_entropy", "kind": "ggn", "method": "lanczos", "directions": 2, "steps": 2, "tol": 1e-5}
+    found = hk.spectrum(*digits_classifier(steps, seed), k=12, **options)
+    assert found.converged
+    assert found.outliers == 9
+    assert found.gap > 1.5
 
 
 class Interrupted(LinearOperator):

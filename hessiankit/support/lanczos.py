@@ -75,7 +75,7 @@ class LanczosBasis:
         self.against, self.seed, self.draws = against, seed, 0
         self.Q = start.new_empty(capacity, start.numel())
         self.T = torch.zeros(capacity, capacity, dtype=torch.float64)
-        self.n, self.largest, self.taken = 0, 0.0, 0
+        self.n, self.beta, self.largest, self.taken = 0, 0.0, 0.0, 0
         self.dropped = 0.0  # norm of the residuals that turns left out, by which <q_k, H q_n> may differ from ``known``
         self.known = torch.zeros(0, dtype=torch.float64)  # <H q_k, q_n> of the earlier q_k; symmetry makes it <q_k, H q_n>
         self._aim(start)
@@ -115,10 +115,9 @@ class LanczosBasis:
         w, again = self._orthogonal(w, n)
         found = (column + again).double().cpu()
         beta = float(w.norm())
-        self.taken += 1
         if not math.isfinite(beta):
             raise InputError(
-                f"lanczos: product {self.taken} with the matrix is NaN or infinite, so it has no eigenvalues to find"
+                f"lanczos: product {self.taken + 1} with the matrix is NaN or infinite, so it has no eigenvalues to find"
             )
         off = float((found[:-1] - self.known).abs().max()) - self.dropped if n > 1 else 0.0
         error = off / self.largest if self.largest else 0.0
@@ -129,7 +128,7 @@ class LanczosBasis:
                 "operation of the model has a wrong second derivative, or the model is not the same at every call"
             )
         self.T[:n, n - 1] = self.T[n - 1, :n] = found
-        self.n, self.beta, self.known = n, beta, torch.zeros(n, dtype=torch.float64)
+        self.n, self.beta, self.taken, self.known = n, beta, self.taken + 1, torch.zeros(n, dtype=torch.float64)
         self.known[-1] = beta
         if beta > SINGULAR * eps * self.largest:
             self.direction = w / beta
