@@ -45,56 +45,96 @@ def canvas(columns: int = 1, width: float = 7.0, height: float = 4.2) -> tuple[P
 
 
 def label(record: Record) -> str:
-    """Return a cell in few words."""
+    """Return a cell in few words; one thread and float64 go without saying."""
     cell = record["cell"]
     words = [str(cell["problem"]), f"B={cell['batch']}"]
-    return " ".join(words) + ("\n" + f"{cell['dtype']}, {cell['threads']} thr." if "dtype" in cell else "")
+    words += [str(cell["dtype"])] if cell.get("dtype", "float64") != "float64" else []
+    words += [f"{cell['threads']} threads"] if cell.get("threads", 1) != 1 else []
+    return ", ".join(words)
 
 
 def _median(row: dict[str, Any]) -> float | None:
     return row["time"]["median"] if row.get("time") else None
 
 
+BEST, REST = "#d55e00", "#8c8c8c"
+COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
+"""Okabe and Ito's."""
+ROW = 0.22
+"""Inches between two rows."""
+
+
 def methods(
-    records: Sequence[Record], title: str, unit: str = "seconds", value: Callable[[dict[str, Any]], float | None] = _median
+    records: Sequence[Record],
+    title: str,
+    unit: str = "seconds",
+    value: Callable[[dict[str, Any]], float | None] = _median,
+    *,
+    compared: bool = True,
 ) -> Picture | None:
-    """Draw every method of every cell: filled where measured, hollow where extrapolated, a faint cross where wrong."""
-    points: dict[str, list[tuple[int, float, str]]] = {}
-    labels: list[str] = []
+    """Draw a row a cell and quantity: the toolkit's methods, the best other one by name, the rest small.
+
+    A mark is filled where it was measured, hollow where extrapolated, a small cross where the result is wrong; the number at the
+    right is the best other method over the toolkit's first. Without ``compared`` all rows are the toolkit's, each with a mark of
+    its own.
+    """
+    rows: list[tuple[str, list[dict[str, Any]]]] = []
     for record in records:
-        rows = record["result"].get("rows", [])
-        for quantity in dict.fromkeys(row.get("quantity") for row in rows):
-            labels.append(label(record) + (f"\n{quantity}" if quantity else ""))
-            for row in rows:
-                height = value(row)
-                if row.get("quantity") == quantity and height:
-                    kind = "wrong" if row["status"] == "wrong" else "far" if row.get("extrapolated") else "right"
-                    points.setdefault(row["name"], []).append((len(labels) - 1, height, kind))
-    if not points:
+        found = record["result"].get("rows", [])
+        for quantity in dict.fromkeys(row.get("quantity") for row in found):
+            own = [row for row in found if row.get("quantity") == quantity and value(row)]
+            rows += [(label(record) + (f", {quantity}" if quantity else ""), own)] if own else []
+    if not rows:
         return None
-    figure, (axes,) = canvas(width=max(7.0, 2.6 + 0.5 * len(labels)), height=5.0)
-    for k, (name, found) in enumerate(points.items()):
-        ours = name in OURS
-        colour, marker = ("black", OURS[name]) if ours else (mpl.colormaps["tab20"](k % 20), MARKERS[k % len(MARKERS)])
-        shift = 0.6 * (k / max(1, len(points) - 1) - 0.5)  # side by side rather than on top of each other
-        for kind, suffix in (("right", ""), ("far", " (extrapolated)"), ("wrong", " (wrong)")):
-            chosen = [(x + shift, y) for x, y, what in found if what == kind]
-            if chosen:
-                face = "none" if kind == "far" else colour
-                look: dict[str, Any] = {"marker": "x", "color": colour, "alpha": 0.5} if kind == "wrong" else {}
-                look = look or {"marker": marker, "facecolors": face, "edgecolors": colour}
-                xs, ys = [x for x, _ in chosen], [y for _, y in chosen]
-                axes.scatter(xs, ys, s=70 if marker == "*" else 24, linewidths=1.1, label=name + suffix, **look)
-    axes.set_yscale("log")
-    for k in range(0, len(labels), 2):  # bands keep together what belongs to one cell
-        axes.axvspan(k - 0.5, k + 0.5, color="#f4f4f4", zorder=0)
-    axes.grid(False, axis="x")
-    axes.set_xlim(-0.5, len(labels) - 0.5)
-    axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6.5)
-    axes.set_ylabel(unit, fontsize=9)
-    axes.set_title(title, fontsize=10)
-    figure.legend(loc="outside right upper", fontsize=6.5, frameon=False)
+    figure, (axes,) = canvas(width=9.0, height=1.3 + ROW * len(rows))
+    handles: dict[str, Any] = {}
+    names = list(dict.fromkeys(row["name"] for _, own in rows for row in own))
+    for y, (_, own) in enumerate(rows):
+        against = compared and any(map(_ours, own))
+        rivals = [row for row in own if against and not _ours(row) and row["status"] != "wrong"]
+        rivals.sort(key=lambda row: value(row) or 0.0)
+        first = next((value(row) for row in own if _ours(row)), None)
+        for row in own:
+            best = bool(rivals) and row is rivals[0]
+            look = _look(row, best=best) if against else _own_look(row["name"], names)
+            other = "wrong" if row["status"] == "wrong" else "best other" if best else "others"
+            shown = row["name"] if not against or _ours(row) else other
+            face = "white" if row.get("extrapolated") else look["color"]
+            (mark,) = axes.plot(value(row), y, linestyle="", markerfacecolor=face, zorder=3 if _ours(row) or best else 2, **look)
+            if shown not in handles or not row.get("extrapolated"):
+                handles[shown] = mark
+        if rivals:
+            ratio = (rivals[0].get("ratio") or {}).get("median") or (value(rivals[0]) / first if first else None)  # type: ignore[operator]
+            times = f"{ratio:.3g} x, " if ratio else ""
+            axes.text(1.01, y, times + rivals[0]["name"], transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(unit, fontsize=9)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    note = "; at the right: the best other method over ours; hollow: extrapolated" if compared else ""
+    axes.set_title(title + note, fontsize=9, loc="left")
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=5, fontsize=7.5, frameon=False)
     return figure
+
+
+def _own_look(name: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return a look for each of the toolkit's own steps, where nothing is compared."""
+    k = names.index(name)
+    return {"marker": MARKERS[k % len(MARKERS)], "color": COLOURS[k % len(COLOURS)], "markersize": 5}
+
+
+def _ours(row: dict[str, Any]) -> bool:
+    return row["name"] in OURS
+
+
+def _look(row: dict[str, Any], *, best: bool) -> dict[str, Any]:
+    if _ours(row):
+        marker = OURS[row["name"]]
+        return {"marker": marker, "color": "black", "markersize": 8 if marker == "*" else 5}
+    if row["status"] == "wrong":
+        return {"marker": "x", "color": REST, "markersize": 3.5}
+    return {"marker": "D", "color": BEST, "markersize": 5.5} if best else {"marker": "o", "color": REST, "markersize": 3.5}
 
 
 @dataclass(frozen=True)
@@ -125,8 +165,7 @@ def lines(panels: Sequence[Panel], title: str, unit: str = "seconds") -> Picture
     drawn: dict[str, Any] = {}
     for one, panel in zip(axes, panels, strict=True):
         for name, curve in panel.curves.items():
-            k = names.index(name)
-            look: Any = {"marker": MARKERS[k % len(MARKERS)], "color": f"C{k}", "markersize": 4.5, "linewidth": 1.2}
+            look: Any = {**_own_look(name, names), "markersize": 4.5, "linewidth": 1.2}
             (drawn[name],) = one.plot(*zip(*curve, strict=True), **look)
         ticks = sorted({x for curve in panel.curves.values() for x, _ in curve})
         if panel.slope is not None and len(ticks) > 1:

@@ -115,7 +115,9 @@ def relative(difference: Tensor, H: Tensor, slices: dict[str, slice]) -> Tensor:
     return found
 
 
-def panel(axes: Axes, values: Tensor, slices: dict[str, slice], labels: list[str], norm: LogNorm, colours: str) -> None:
+def panel(
+    axes: Axes, values: Tensor, slices: dict[str, slice], labels: list[str], norm: LogNorm, colours: str, unit: str
+) -> None:
     """Draw entries by block, all blocks equally large; a pixel shows the largest entry that it covers, grey is 0."""
     sizes = [s.stop - s.start for s in slices.values()]
     widths = block_pixels(sizes, PIXELS, "blocks")
@@ -136,6 +138,7 @@ def panel(axes: Axes, values: Tensor, slices: dict[str, slice], labels: list[str
     axes.tick_params(length=0, pad=2)
     bar = axes.figure.colorbar(shown, ax=axes, fraction=0.046, pad=0.03)
     bar.ax.tick_params(labelsize=7.5)
+    bar.set_label(unit, fontsize=8)
 
 
 def judge(axes: Axes, differences: dict[str, float], columns: int) -> None:
@@ -144,11 +147,10 @@ def judge(axes: Axes, differences: dict[str, float], columns: int) -> None:
     axes.set_yticks(range(len(differences)), list(differences))
     axes.set_ylim(len(differences) - 0.5, -0.5)
     axes.set_xscale("log")
-    axes.set_xlim(1e-12, 1.0)
-    heading(axes, "Who is right: against central differences", f"{columns} columns, largest difference over largest |H|")
-    axes.title.set_position((1.0, 1.0))
-    axes.set_title(axes.get_title(loc="left"), fontsize=9, loc="right")
-    axes.set_title("", loc="left")
+    axes.set_xlim(1e-12, 10.0)
+    for k, value in enumerate(differences.values()):
+        axes.annotate(f"{value:.1e}", (value, k), (0, 7), textcoords="offset points", ha="center", fontsize=7.5)
+    heading(axes, f"Against central differences, {columns} columns", "largest difference / largest $|H|$")
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = "digits") -> list[Path]:
@@ -170,18 +172,20 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
     }
     labels = short_labels(list(slices))
     with style(**{"axes.spines.top": True, "axes.spines.right": True}):
-        figure = page(8.4, 8.0)
+        figure = page(8.4, 7.8)
         scale = LogNorm(1e-18, 1.0)
-        axes = [figure.add_axes(place) for place in ((0.05, 0.565, 0.4, 0.4), (0.54, 0.565, 0.4, 0.4), (0.05, 0.095, 0.4, 0.4))]
-        panel(axes[0], H, slices, labels, LogNorm(1e-8 * top, top), "viridis")
-        axes[0].set_title("$|H|$, closed forms", fontsize=9)
+        axes = [
+            figure.add_axes(place) for place in ((0.05, 0.575, 0.36, 0.385), (0.56, 0.575, 0.36, 0.385), (0.05, 0.1, 0.36, 0.385))
+        ]
+        panel(axes[0], H, slices, labels, LogNorm(1e-8 * top, top), "viridis", "$|H_{ij}|$")
+        axes[0].set_title("Hessian by closed forms", fontsize=9)
         for one, (name, error) in zip(axes[1:], errors.items(), strict=True):
-            panel(one, error, slices, labels, scale, "cividis")
-            one.set_title(f"less {name}: at most {float(error.max()):.1e} of the block", fontsize=9)
-        judge(figure.add_axes((0.68, 0.3, 0.255, 0.15)), differences, len(columns))
+            panel(one, error, slices, labels, scale, "cividis", "difference / largest of the block")
+            one.set_title(f"Closed forms minus {name}: at most {float(error.max()):.1e}", fontsize=9)
+        judge(figure.add_axes((0.68, 0.14, 0.29, 0.28)), differences, len(columns))
         foot = (
-            f"{len(H)} parameters, {spec.shown(size)}, float64. Differences: |difference| over the largest |H| of the block; "
-            "grey: exactly 0;\na pixel is the largest of the entries that it covers."
+            f"{len(H)} parameters, {spec.shown(size)}, float64; blocks drawn equally large; "
+            "a pixel is the largest of the entries that it covers; grey: exactly 0"
         )
         figure.text(0.012, 0.012, foot, fontsize=7.5, color=FAINT)
         picture = save(figure, out / f"{NAME}{suffix}")

@@ -224,18 +224,37 @@ def tables(summary: Summary) -> Iterator[tuple[str, list[str], list[list[str]]]]
         yield panel, [panel, *kinds], rows
 
 
-COLOURS = {"a priori": METHOD_COLOURS[2], "structured": METHOD_COLOURS[1], "certified, norm matrix": METHOD_COLOURS[3]}
-DRAWN = ("a priori", "structured", "certified, norm matrix")
-MARKS = {"a priori": "o", "structured": "s", "certified, norm matrix": "^"}
+AS_PRINTED = ("printed theorem 1", "printed theorem 6")
+"""Kinds that are drawn as "as printed", of the attention and of the block: they may be exceeded (``curvature_gap_theorem_1``)."""
+COLOURS = {
+    "as printed": METHOD_COLOURS[4], "a priori": METHOD_COLOURS[2], "structured": METHOD_COLOURS[1],
+    "certified, norm matrix": METHOD_COLOURS[3],
+}  # fmt: skip
+DRAWN = tuple(COLOURS)
+MARKS = {"as printed": "X", "a priori": "o", "structured": "s", "certified, norm matrix": "^"}
 DASHES: dict[str, Any] = {"attention": "--", "block": "-"}
 
 
-def draw_chart(summary: Summary, path: Path) -> Path:
+def drawn(columns: Columns) -> Columns:
+    """Return the kinds that are drawn, under their names in the picture.
+
+    >>> drawn({"init": {"printed theorem 6": (3.0, 4.0), "a priori": (1.0, 2.0), "certified, schatten": (1.0, 1.0)}})
+    {'init': {'as printed': (3.0, 4.0), 'a priori': (1.0, 2.0)}}
+    """
+    named = {
+        key: {("as printed" if kind in AS_PRINTED else kind): pair for kind, pair in one.items()} for key, one in columns.items()
+    }
+    return {key: {kind: pair for kind, pair in one.items() if kind in DRAWN} for key, one in named.items()}
+
+
+def draw_chart(whole: Summary, path: Path) -> Path:
     """Draw five panels of medians, with a thin line up to the worst of each, in log scale, and return the path."""
+    summary = {panel: drawn(columns) for panel, columns in whole.items()}
     with mpl.rc_context(STYLE):
         figure = page(8.6, 6.4)
         grid = figure.add_gridspec(2, 3, left=0.075, right=0.985, top=0.865, bottom=0.12, wspace=0.25, hspace=0.34)
-        figure.text(0.075, 0.965, "Upper bounds of a Hessian's norm, divided by the norm", fontsize=10.5, color=INK)
+        title = "Bounds on a Hessian's spectral norm over the norm; as printed: Theorem 1 (attention) and 6 (block), no bounds"
+        figure.text(0.075, 0.965, title, fontsize=9.5, color=INK)
         _legend(figure)
         for k, panel in enumerate(("attention", "block")):
             axes = figure.add_subplot(grid[0, k])
@@ -243,10 +262,10 @@ def draw_chart(summary: Summary, path: Path) -> Path:
             _dress(axes, {"attention": "self-attention", "block": "post-norm block"}[panel], labelled=k == 0)
         axes = figure.add_subplot(grid[0, 2])
         _lines(axes, summary["size"])
-        _dress(axes, "by width d = L, at initialisation")
+        _dress(axes, "by width d = L, at initialisation", x="width")
         axes = figure.add_subplot(grid[1, 0])
         _lines(axes, summary["training"])
-        _dress(axes, "by steps of training", labelled=True)
+        _dress(axes, "by steps of training", labelled=True, x="step")
         axes = figure.add_subplot(grid[1, 1:])
         _points(axes, summary["placement"], DRAWN)
         axes.tick_params(axis="x", labelrotation=35)
@@ -263,9 +282,9 @@ def _legend(figure: Picture) -> None:
     ]
     modules = [Line2D([], [], color=FAINT, linestyle=dash, label=module) for module, dash in DASHES.items()]
     look: Any = {"frameon": False, "fontsize": 8, "handletextpad": 0.4, "columnspacing": 1.4}
-    figure.legend(handles=kinds, loc="upper left", bbox_to_anchor=(0.065, 0.952), ncols=3, **look)
-    figure.legend(handles=modules, loc="upper left", bbox_to_anchor=(0.40, 0.952), ncols=2, **look)
-    figure.text(0.985, 0.925, "mark: median, thin line: up to the worst", fontsize=8, color=FAINT, ha="right")
+    figure.legend(handles=kinds, loc="upper left", bbox_to_anchor=(0.06, 0.952), ncols=4, **look)
+    figure.legend(handles=modules, loc="upper left", bbox_to_anchor=(0.55, 0.952), ncols=2, **look)
+    figure.text(0.985, 0.925, "mark: median; line: worst", fontsize=8, color=FAINT, ha="right")
 
 
 def _points(axes: Axes, columns: Columns, kinds: tuple[str, ...]) -> None:
@@ -275,7 +294,7 @@ def _points(axes: Axes, columns: Columns, kinds: tuple[str, ...]) -> None:
             if kind not in column:
                 continue
             median, worst = column[kind]
-            x = at + 0.26 * (k - (len(kinds) - 1) / 2)
+            x = at + 0.21 * (k - (len(kinds) - 1) / 2)
             axes.plot([x, x], [median, worst], color=COLOURS[kind], linewidth=1.0, alpha=0.6)
             axes.plot([x], [median], MARKS[kind], color=COLOURS[kind], markersize=4)
             if kind == "certified, norm matrix" and len(columns) > 6:
@@ -286,8 +305,8 @@ def _points(axes: Axes, columns: Columns, kinds: tuple[str, ...]) -> None:
 
 
 def _short(value: float) -> str:
-    """Return two significant digits, written out up to a million."""
-    return f"{value:.2g}" if value < 100 or value >= 1e6 else f"{float(f'{value:.2g}'):,.0f}"
+    """Return two significant digits, written out up to ten thousand."""
+    return f"{value:.2g}".replace("e+", "e") if value < 100 or value >= 1e4 else f"{float(f'{value:.2g}'):,.0f}"
 
 
 def _lines(axes: Axes, columns: Columns) -> None:
@@ -297,11 +316,14 @@ def _lines(axes: Axes, columns: Columns) -> None:
         for kind in DRAWN:
             own = {int(n.split()[1]): c[kind][0] for n, c in columns.items() if n.split()[0] == module and kind in c}
             found = [(k, own[number]) for k, number in enumerate(numbers) if number in own]
+            if not found:
+                continue
             axes.plot(*zip(*found, strict=True), dash, marker=MARKS[kind], color=COLOURS[kind], markersize=4, linewidth=1.0)
     axes.set_xticks(range(len(numbers)), [str(n) for n in numbers])
 
 
-def _dress(axes: Axes, title: str, *, labelled: bool = False) -> None:
+def _dress(axes: Axes, title: str, *, labelled: bool = False, x: str = "") -> None:
+    axes.set_xlabel(x, fontsize=8)
     if labelled:
         axes.set_ylabel("bound / norm", fontsize=8)
     axes.set_yscale("log")

@@ -1,10 +1,11 @@
 """Speed and memory against the peers, from the tables of docs/benchmarks.md.
 
 Ours. Nothing is measured here: the tables of the page, which ``python -m benchmarks`` made and which say on which machine, are
-drawn. Each mark is one row: the time (or the peak memory) of a method over that of the toolkit on the same problem, medians over
-the rounds, bars from the lower to the upper quartile of the rounds' ratios. Right of 1 the toolkit is faster or smaller, left of
-1 the other method is. A hollow mark was extrapolated from some of the columns. Rows that the page calls wrong, skipped or failed
-have no mark; the CSV has them with their reason.
+drawn. A row is a problem; every mark is one other method's time (or peak memory) over the toolkit's on that problem, medians over
+the rounds. The smallest, the best other method that gives the right matrix, is large and named, with the quartiles of its rounds'
+ratios; the rest are small. Right of 1 the toolkit is faster or smaller, left of 1 the other method is. A hollow mark was
+extrapolated from some of the columns. Other methods of the toolkit are crosses. Rows that the page calls wrong, skipped or
+failed have no mark; the CSV has them with their reason.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 
-from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows
+from figures._kit import FAINT, METHOD_COLOURS, heading, page, save, style, write_rows
 from hessiankit.support.errors import InputError
 
 NAME = Path(__file__).stem
@@ -25,8 +27,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 OURS = {"dense": "closed form", "hvp": "hessian_operator", "memory": "hessian"}
 """Section of the page -> the method of ours that its ratios are of."""
 TITLES = {"dense": "Dense Hessian: time", "hvp": "Products: time", "memory": "Dense Hessian: peak memory"}
-MARKS = (*METHOD_MARKS, "h", "<", ">", "p", "d")
-"""More marks than colours, so that a colour that comes again comes with another mark."""
 Row: TypeAlias = dict[str, Any]
 NUMBER = re.compile(r"(~?)([\d.eE+-]+)(?: \(([\d.eE+-]+) to ([\d.eE+-]+)\))?")
 
@@ -106,22 +106,33 @@ def machine(page_text: str) -> str:
     return match[0] if match else ""
 
 
+def ours(name: str) -> bool:
+    """Return whether a method is the toolkit's.
+
+    >>> ours("closed form, plain torch"), ours("curvlinops")
+    (True, False)
+    """
+    return name.startswith((*OURS.values(), "hessian_operator", "hessiankit.", "*"))
+
+
 def panel(axes: Axes, rows: list[Row], name: str) -> None:
-    """Draw the ratios of one benchmark: methods down, problems by colour and mark."""
+    """Draw a row a problem: the best other method with its name and quartiles, the rest as small marks."""
     drawn = [row for row in rows if row["ratio"] is not None]
-    methods = list(dict.fromkeys(row["method"] for row in drawn))
     problems = list(dict.fromkeys(row["problem"] for row in drawn))
-    for k, problem in enumerate(problems):
+    for y, problem in enumerate(problems):
         own = [row for row in drawn if row["problem"] == problem]
-        colour, mark = METHOD_COLOURS[k % 8], MARKS[k % len(MARKS)]
-        shift = 0.6 * ((k + 0.5) / len(problems) - 0.5)
-        for row in own:
-            y = methods.index(row["method"]) + shift
-            axes.plot([row["lower"], row["upper"]], [y, y], color=colour, linewidth=0.9)
-            axes.plot(
-                row["ratio"], y, mark, color=colour, markersize=4, markerfacecolor="white" if row["extrapolated"] else colour
-            )
-        axes.plot([], [], mark, color=colour, markersize=4, label=problem)
+        rivals = sorted((row for row in own if not ours(row["method"])), key=lambda row: row["ratio"])
+        for row in (row for row in own if ours(row["method"]) and not row["method"].startswith("*")):
+            axes.plot(row["ratio"], y, "x", color=METHOD_COLOURS[0], markersize=4)
+        for k, row in enumerate(reversed(rivals)):
+            best = k == len(rivals) - 1
+            colour = METHOD_COLOURS[2] if best else METHOD_COLOURS[6]
+            face = "white" if row["extrapolated"] else colour
+            axes.plot(row["ratio"], y, "D" if best else "o", color=colour, markersize=6 if best else 3.5, markerfacecolor=face)
+        if rivals:
+            axes.plot([rivals[0]["lower"], rivals[0]["upper"]], [y, y], color=METHOD_COLOURS[2], linewidth=1.0)
+            text = f"{rivals[0]['ratio']:.3g} x, {rivals[0]['method']}"
+            axes.text(1.02, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     low, high = axes.get_xlim()
@@ -129,10 +140,9 @@ def panel(axes: Axes, rows: list[Row], name: str) -> None:
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.tick_params(which="minor", labelsize=7.5)
     axes.axvline(1.0, color=METHOD_COLOURS[0], linewidth=0.8)
-    axes.set_yticks(range(len(methods)), [f"{one} (ours)" if one.startswith(tuple(OURS.values())) else one for one in methods])
-    axes.set_ylim(len(methods) - 0.5, -0.5)
-    heading(axes, TITLES[name], f"over that of {OURS[name]}")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=7.5)
+    axes.set_yticks(range(len(problems)), problems)
+    axes.set_ylim(len(problems) - 0.5, -0.5)
+    heading(axes, TITLES[name], f"other method over {OURS[name]}")
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
@@ -141,12 +151,21 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     rows = rows_of(text)
     names = [name for name in OURS if any(row["benchmark"] == name and row["ratio"] is not None for row in rows)]
     with style():
-        figure = page(8.2, 2.9 * len(names) + 0.45)
-        for k, name in enumerate(names):
-            panel(figure.add_subplot(len(names), 1, k + 1), [row for row in rows if row["benchmark"] == name], name)
+        count = [len({row["problem"] for row in rows if row["benchmark"] == name and row["ratio"] is not None}) for name in names]
+        height = 0.75 * len(names) + 0.19 * sum(count) + 0.85
+        figure, top = page(8.2, height), 0.3
+        for name, lines in zip(names, count, strict=True):
+            place = (0.27, 1 - (top + 0.19 * lines) / height, 0.47, 0.19 * lines / height)
+            panel(figure.add_axes(place), [row for row in rows if row["benchmark"] == name], name)
+            top += 0.19 * lines + 0.75
+        looks = {"best other method": ("D", 2, 6), "other methods": ("o", 6, 3.5), "ours, other ways": ("x", 0, 4)}
+        handles = [
+            Line2D([], [], linestyle="", marker=mark, color=METHOD_COLOURS[k], markersize=size, label=label)
+            for label, (mark, k, size) in looks.items()
+        ]
+        figure.legend(handles=handles, loc="lower right", bbox_to_anchor=(0.99, 0.45 / height), ncols=3)
         where = textwrap.fill(machine(text), 125) + "\nFilled: measured; hollow: extrapolated from some columns."
-        figure.text(0.012, 0.012, where, fontsize=7.5, color=FAINT)
-        figure.subplots_adjust(left=0.215, right=0.665, top=0.965, bottom=0.115, hspace=0.36)
+        figure.text(0.012, 0.08 / height, where, fontsize=7.5, color=FAINT)
         picture = save(figure, out / f"{NAME}{suffix}")
     for name in names:
         peers = [row for row in rows if row["benchmark"] == name and row["method"] not in OURS.values()]

@@ -75,7 +75,7 @@ BENCHMARK = Benchmark(
     cells,
     run,
     table,
-    lambda records: methods(records, "With and without the handshake"),
+    lambda records: methods(records, "With and without the handshake", compared=False),
     "- *without*: `handshake=False`. The module is called once as it is either way, to check arguments; the handshake adds the\n"
     "  backward and the comparison.\n"
     "- `check` compares loss and gradient as rows of its report and pays no handshake besides; it is here for scale.",

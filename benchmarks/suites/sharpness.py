@@ -157,7 +157,7 @@ BENCHMARK = Benchmark(
     cells,
     run,
     table,
-    lambda records: methods(records, "Sharpness beside training"),
+    lambda records: methods(records, "Sharpness beside training", compared=False),
     "- B: sequences, of 512 tokens for `gpt2-124M`, of 64 for `gpt2-0.1M`. Both are built from their configurations, with\n"
     "  drawn parameters and one micro-batch.\n"
     f"- one draw more: a measurement with {DRAWS} draws less one with 1 draw, over {DRAWS - 1}. The forward pass is shared.\n"
