@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.ledger.autodiff import confirmations
+from hessiankit.ledger.digests import digests, unchanged
 from hessiankit.support.tables import as_text
 
 Verdict: TypeAlias = Literal[
@@ -162,7 +163,7 @@ class Claim:
             TypeError: The computation is not one that can support this verdict, or a wrong formula has no second route.
         """
         if self.verdict != "WRONG AS PRINTED":
-            return replace(self._checked(self.compute(seed)), seed=seed)
+            return self._as_read(self._checked(self.compute(seed)), seed)
         with confirmations() as errors:
             found = self._checked(self.compute(seed))
         second = "; ".join([found.second] * bool(found.second) + ([_confirmed(errors)] if errors else []))
@@ -172,7 +173,13 @@ class Claim:
                 "derivative by hessiankit.ledger.autodiff, which is compared with differences"
             )
         good = found.reproduced and max(errors, default=0.0) <= CONFIRMED
-        return replace(found, seed=seed, second=second, reproduced=good)
+        return self._as_read(replace(found, second=second, reproduced=good), seed)
+
+    def _as_read(self, found: Evidence, seed: int) -> Evidence:
+        """Return the evidence with its seed; not reproduced where the printed side is not the one once read."""
+        if seed or self.id not in digests() or unchanged(self.id, found.arrays):
+            return replace(found, seed=seed)
+        return replace(found, seed=seed, reproduced=False, detail=f"the printed side has changed; {found.detail}")
 
     def _checked(self, found: Evidence) -> Evidence:
         if found.shows not in SUPPORTED[self.verdict]:

@@ -81,14 +81,16 @@ def bounded(ratios: Numbers, detail: str = "", *, attained: float | None = None)
         for r, w in zip(each, worst, strict=True)
     )
     good = max(worst) <= 1 + ROUNDING and min(worst) >= (attained or 0.0)
-    return Evidence(good, max(worst), "violation ratio", f"{detail}{'; ' if detail else ''}{said}", "bound")
+    text, arrays = f"{detail}{'; ' if detail else ''}{said}", {"ratios": [_sampled(r) for r in each]}
+    return Evidence(good, max(worst), "violation ratio", text, "bound", arrays=arrays)
 
 
 def loose(ratios: Numbers, detail: str = "", *, factor: float) -> Evidence:
     """LOOSE: never violated, and even the largest ratio stays below 1 / factor."""
     worst = _largest(ratios)
     text = f"{detail}{': ' if detail else ''}the bound is at least {1 / worst if worst else math.inf:.3g} times the true value"
-    return Evidence(worst <= (1 + ROUNDING) / factor, worst, "violation ratio", text, "looseness")
+    good, arrays = worst <= (1 + ROUNDING) / factor, {"ratios": _sampled(ratios)}
+    return Evidence(good, worst, "violation ratio", text, "looseness", arrays=arrays)
 
 
 def wrong(
@@ -163,7 +165,8 @@ def assumed(holds: Evidence, fails: Numbers, *, above: float) -> Evidence:
     without = _largest(fails)
     text = f"with the assumption: {holds}; without it {without:.3g}"
     good = holds.reproduced and without > above
-    return Evidence(good, holds.number, holds.unit, text, "condition", arrays=holds.arrays, second=holds.second)
+    arrays = {**holds.arrays, "without": without}
+    return Evidence(good, holds.number, holds.unit, text, "condition", arrays=arrays, second=holds.second)
 
 
 def readings(values: Mapping[str, float], detail: str = "", *, apart: float = 1e-3) -> Evidence:
@@ -171,8 +174,9 @@ def readings(values: Mapping[str, float], detail: str = "", *, apart: float = 1e
     low, high = min(values.values()), max(values.values())
     spread = (high - low) / (abs(high) or 1.0)
     text = "; ".join(f"{name}: {value:.4g}" for name, value in values.items())
+    arrays = {f"reading: {name}": value for name, value in values.items()}
     return Evidence(
-        spread > apart, spread, "relative error", f"{detail}{': ' if detail else ''}{text}", "readings", arrays=dict(values)
+        spread > apart, spread, "relative error", f"{detail}{': ' if detail else ''}{text}", "readings", arrays=arrays
     )
 
 
@@ -221,6 +225,10 @@ def _list(values: Numbers) -> list[float]:
 
 def _is_scalar(values: Any) -> bool:
     return isinstance(values, Tensor) and values.ndim == 0
+
+
+def _sampled(ratios: Numbers) -> float:
+    return ratios.sampled if isinstance(ratios, WorstRatio) else _largest(ratios)
 
 
 def _largest(values: Numbers) -> float:

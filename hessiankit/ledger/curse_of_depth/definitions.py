@@ -75,17 +75,6 @@ def lns_before_ln(seed: int) -> Evidence:
     return wrong(make_block(seed, 9, "lns")(X), before, detail, corrected=pre(X), second=second, by="torch's attention and norms")
 
 
-@claim("ours/lns-gain", "The Curse of Depth, Eq. 12", "HOLDS", uses=[eq.lns, eq.pre])
-def lns_gain(seed: int) -> Evidence:
-    r"""LNS is Pre-LN with gains $\gamma_\ell/\sqrt\ell$: the same function, so that the factor folds into the gain"""
-    X = Draw(seed).normal(5, 16)
-    lns, pre = make_block(seed, 5, "lns", affine=True), make_block(seed, 5, affine=True)
-    norms: Any = (pre.norm_1, pre.norm_2)
-    for norm in norms:
-        norm.weight /= math.sqrt(5)
-    return agrees(lns(X), pre(X), "l = 5")
-
-
 @claim("embedding-std", "Sec. 5.1; the theory, wherever sigma of x_1 enters", "OMITTED", uses=[initialise])
 def embedding_std(seed: int) -> Evidence:
     """the standard deviation of the embedding is not given

@@ -16,7 +16,7 @@ from hessiankit.ledger.ascent import worst
 from hessiankit.ledger.autodiff import hessian_of, jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, relative_error, small, violated, wrong
+from hessiankit.ledger.evidence import assumed, bounded, relative_error, small, violated, wrong
 from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
 from hessiankit.ledger.hybridnorm.theorem_pre import (
     equal_tokens,
@@ -338,15 +338,3 @@ def hessian_on_weight(seed: int) -> Evidence:
             expected = -g if i == k else torch.zeros_like(image)
             errors.append(float((image - expected).abs().max() / g.abs().max()))
     return small(errors, "12 blocks, Hessians by autograd twice")
-
-
-@claim("ours/qkv-curvature-scale", "HybridNorm, Eq. 13", "HOLDS")
-def curvature_scale(seed: int) -> Evidence:
-    r"""the eigenvalues of $H_{QQ}$ scale like $\|W_Q\|^{-2}$"""
-    head = HeadPoint.draw(Draw(seed), 3, 4, 2)
-    large = head.with_(W_Q=3 * head.W_Q)
-    spectra = [
-        torch.linalg.eigvalsh(hessian_of(loss_of(h, seed), *h.weights, wrt=(0, 0)))
-        for h in (head, HeadPoint(large.X, *large.weights))
-    ]
-    return agrees(9 * spectra[1], spectra[0], "W_Q times 3 gives one ninth")

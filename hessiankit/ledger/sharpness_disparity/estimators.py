@@ -257,14 +257,3 @@ def micro_batches(seed: int) -> Evidence:
     return bounded(
         math.inf if error > 1e-10 else ratio, f"variances {variances[0]:.3g} and {variances[1]:.3g}, all label vectors"
     )
-
-
-@claim("ours/eq3-dropout", "Sharpness Disparity, Eq. 3", "HOLDS UNDER ASSUMPTION")
-def dropout(seed: int) -> Evidence:
-    """labels have to come from the softmax of the same forward pass: those of another dropout mask bias the estimate
-    Needs: labels and gradient share one dropout mask, or dropout is off"""
-    point = Classifier.draw(seed)
-    keep = torch.ones(5, 1, dtype=torch.float64)
-    keep[:2] = 0
-    masked = Classifier(point.X, point.W_1, point.W_2 * 5 / 3 * keep)
-    return assumed(unbiased(point), bias(point, point.independent(masked.P)), above=0.005)

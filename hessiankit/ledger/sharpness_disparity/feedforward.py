@@ -128,15 +128,6 @@ def activation(seed: int) -> Evidence:
     return assumed(holds, max(errors["gelu"], errors["silu"]), above=0.05)
 
 
-@claim("ours/ffn-any-activation", "Sharpness Disparity, Theorem 4.1", "HOLDS", uses=[FeedForwardAt.jacobian, LayerNormAt])
-def any_activation(seed: int) -> Evidence:
-    r"""the three gradients hold for every $\sigma$, with $\frac{\partial Y}{\partial W_2} = A\otimes I_D$"""
-    points = [FeedForwardPoint.draw(seed, activation) for activation in ("gelu", "silu")]
-    letters = ("W_1", "W_2", "gamma")
-    found = [point.closed_gradient(letter) for point in points for letter in letters]
-    return agrees(found, [point.gradient(letter) for point in points for letter in letters], "GELU and SiLU against autograd")
-
-
 @claim("ours/ffn-euler", "Sharpness Disparity, Theorem 4.1", "HOLDS", uses=[FeedForwardAt.jacobian])
 def euler(seed: int) -> Evidence:
     r"""for (Leaky) ReLU $\langle W_1, \nabla_{W_1}\mathcal{Q}\rangle = \langle W_2, \nabla_{W_2}\mathcal{Q}\rangle =
