@@ -64,6 +64,20 @@ def claim(
     return enter
 
 
+def claims_of(
+    module: str, compute: Callable[..., Evidence], verdict: Verdict, uses: Sequence[Any], *rows: tuple[Any, ...]
+) -> None:
+    """Enter several rows of one computation: each an id, a place, what the computation takes after the seed, and the text of a
+    docstring; ``module`` is the one that they are written in, ``__name__``."""
+    for id, place, *arguments, text in rows:
+
+        def row(seed: int, arguments: tuple[Any, ...] = tuple(arguments)) -> Evidence:
+            return compute(seed, *arguments)
+
+        row.__doc__, row.__module__ = text, module
+        claim(id, place, verdict, uses=uses)(row)
+
+
 def _paragraphs(text: str) -> dict[str, str]:
     """Return the paragraphs of a row's docstring by name: statement, Needs, Correct."""
     found = {}

@@ -155,11 +155,13 @@ def eq15(seed: int) -> Evidence:
 
     J, sigma = jacobian_of(branches, X), float(X.square().mean().sqrt())
     left = float(torch.linalg.eigvalsh(J + J.T)[-1] / 2)  # ||I + J|| - 1 is at least the largest x J x
-    printed = size.A_printed / (layer * sigma) + size.B_printed / (layer * sigma) ** 2
-    root = math.sqrt(layer) * sigma
-    corrected = (size.ffn + size.attention) / root + size.ffn * size.attention / root**2
+    printed, at_2 = (size.A_printed / (k * sigma) + size.B_printed / (k * sigma) ** 2 for k in (layer, 2))
+    roots = (math.sqrt(layer) * sigma, math.sqrt(2) * sigma)
+    corrected, right_at_2 = ((size.ffn + size.attention) / r + size.ffn * size.attention / r**2 for r in roots)
     detail = f"one block at l = 10^9, d = 16, h = s = 1: norm less 1 against factor less 1, A = {size.A_printed:.0f}"
-    return violated(left, printed, detail, corrected=corrected)
+    return violated(
+        left, printed, detail, corrected=corrected, at={"printed at l = 2": at_2, "corrected right side at l = 2": right_at_2}
+    )
 
 
 @claim("eq16", "Theorem 4.2, Eq. 16; Eqs. 63-65", "WRONG AS PRINTED")

@@ -19,7 +19,7 @@ from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, BlockPoint, B
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, relative_error, wrong
 from hessiankit.ledger.notation import dense, eye, if_it_conforms, kron, spectral, turn
-from hessiankit.ledger.registry import claim
+from hessiankit.ledger.registry import claim, claims_of
 
 
 @claim("l2-hf", "Lemma 2", "WRONG AS PRINTED", uses=[GaussNewton])
@@ -129,27 +129,19 @@ def phi_vv(seed: int) -> Evidence:
     return same(seed, lambda p: printed_phi(p, "V", "V"), reference=lambda p: p.second("F", "V", "V"))
 
 
-@claim("phi_qq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
-def phi_qq(seed: int) -> Evidence:
-    r"""$\Phi_{QQ} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I_{d_V}\otimes W_K^\top)Z_2(I_{d_V}\otimes W_K)$
-    Correct: $\frac{1}{d_K}$ in front: the factor $\frac{2}{Ld_V}$ belongs to the loss"""
-    return wrong_phi(seed, "Q", "Q")
-
-
-@claim("phi_vq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
-def phi_vq(seed: int) -> Evidence:
-    r"""$\Phi_{VQ} = \frac{2}{Ld_V\sqrt{d_K}}(I_L\otimes S)Z_1(I_{d_V}\otimes W_K)$
-    Correct: $\frac{1}{\sqrt{d_K}}$ in front"""
-    return wrong_phi(seed, "V", "Q")
-
-
-@claim("phi_qk", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
-def phi_qk(seed: int) -> Evidence:
-    r"""$\Phi_{QK} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V} +
-    \frac{2}{Ld_V\sqrt{d_K}}[(I_{d_V}\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$, brackets ours
-    Correct: $\frac{1}{d_K}(\dots) + \frac{1}{\sqrt{d_K}}[(I_L\otimes W_V^\top\otimes I_{d_V})(Z_1\otimes I_{d_V})S]\otimes
-    I_{d_K}$: no loss factor, $I_L$ in place of $I_{d_V}$"""
-    return wrong_phi(seed, "Q", "K")
+claims_of(
+    __name__, wrong_phi, "WRONG AS PRINTED", [AttentionAt.Phi],
+    ("phi_qq", "Lemma 2", "Q", "Q", r"""
+     $\Phi_{QQ} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I_{d_V}\otimes W_K^\top)Z_2(I_{d_V}\otimes W_K)$
+     Correct: $\frac{1}{d_K}$ in front: the factor $\frac{2}{Ld_V}$ belongs to the loss"""),
+    ("phi_vq", "Lemma 2", "V", "Q", r"""$\Phi_{VQ} = \frac{2}{Ld_V\sqrt{d_K}}(I_L\otimes S)Z_1(I_{d_V}\otimes W_K)$
+     Correct: $\frac{1}{\sqrt{d_K}}$ in front"""),
+    ("phi_qk", "Lemma 2", "Q", "K", r"""
+     $\Phi_{QK} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V} +
+     \frac{2}{Ld_V\sqrt{d_K}}[(I_{d_V}\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$, brackets ours
+     Correct: $\frac{1}{d_K}(\dots) + \frac{1}{\sqrt{d_K}}[(I_L\otimes W_V^\top\otimes I_{d_V})(Z_1\otimes I_{d_V})S]\otimes
+     I_{d_K}$: no loss factor, $I_L$ in place of $I_{d_V}$"""),
+)  # fmt: skip
 
 
 @claim("phi_qk-lit", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
@@ -179,19 +171,6 @@ def phi_qk_f(seed: int) -> Evidence:
     return assumed(holds, relative_error(found, generic.second("F", "Q", "K")), above=1.0)
 
 
-@claim("phi_kk", "Lemma 2, needed by Theorem 6", "OMITTED", uses=[AttentionAt.Phi])
-def phi_kk(seed: int) -> Evidence:
-    r"""$\Phi_{KK} = \frac{1}{d_K}(I_L\otimes W_V^\top\otimes I\otimes W_Q^\top)\tilde Z_2(I\otimes W_Q)$, $\tilde Z_2 =
-    (I_{Ld_V}\otimes K)Z_2K$, $K = K_{d_V,d_V}$"""
-    return omitted(seed, "K", "K")
-
-
-@claim("phi_vk", "Lemma 2", "OMITTED", uses=[AttentionAt.Phi])
-def phi_vk(seed: int) -> Evidence:
-    r"""$\Phi_{VK} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(W_Q\otimes I)K_{d_K,d_V}$"""
-    return omitted(seed, "V", "K")
-
-
 @claim("phi_kq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_kq(seed: int) -> Evidence:
     r"""$\Phi_{KQ}$ is $\Phi_{QK}$ with $W_Q$ and $W_K$ exchanged ('commutation adjusted')
@@ -210,17 +189,18 @@ def phi_kq(seed: int) -> Evidence:
     )
 
 
-@claim("phi_qv", "Lemma 2, 'analogous'", "OMITTED", uses=[AttentionAt.Phi])
-def phi_qv(seed: int) -> Evidence:
-    r"""$\Phi_{QV} = (I_{Ld_V}\otimes R_Q^\top)(I_L\otimes K_{d_V,L}\otimes I)(\mathrm{vec}_r I_L\otimes
-    I_{d_V^2})K_{d_V,d_V}$, $R_Q = \frac{1}{\sqrt{d_K}}Z_1(I\otimes W_K)$"""
-    return omitted(seed, "Q", "V")
-
-
-@claim("phi_kv", "Lemma 2, 'analogous'", "OMITTED", uses=[AttentionAt.Phi])
-def phi_kv(seed: int) -> Evidence:
-    r"""$\Phi_{KV}$: the same with $R_K = \frac{1}{\sqrt{d_K}}Z_1(W_Q\otimes I)K_{d_K,d_V}$"""
-    return omitted(seed, "K", "V")
+claims_of(
+    __name__, omitted, "OMITTED", [AttentionAt.Phi],
+    ("phi_kk", "Lemma 2, needed by Theorem 6", "K", "K", r"""
+     $\Phi_{KK} = \frac{1}{d_K}(I_L\otimes W_V^\top\otimes I\otimes W_Q^\top)\tilde Z_2(I\otimes W_Q)$, $\tilde Z_2 =
+     (I_{Ld_V}\otimes K)Z_2K$, $K = K_{d_V,d_V}$"""),
+    ("phi_vk", "Lemma 2", "V", "K", r"""$\Phi_{VK} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(W_Q\otimes I)K_{d_K,d_V}$"""),
+    ("phi_qv", "Lemma 2, 'analogous'", "Q", "V", r"""
+     $\Phi_{QV} = (I_{Ld_V}\otimes R_Q^\top)(I_L\otimes K_{d_V,L}\otimes I)(\mathrm{vec}_r I_L\otimes
+     I_{d_V^2})K_{d_V,d_V}$, $R_Q = \frac{1}{\sqrt{d_K}}Z_1(I\otimes W_K)$"""),
+    ("phi_kv", "Lemma 2, 'analogous'", "K", "V", r"""
+     $\Phi_{KV}$: the same with $R_K = \frac{1}{\sqrt{d_K}}Z_1(W_Q\otimes I)K_{d_K,d_V}$"""),
+)  # fmt: skip
 
 
 # Uniform attention

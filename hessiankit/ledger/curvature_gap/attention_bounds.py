@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from hessiankit.ledger.curvature_gap.attention_problems import (
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import assumed, bounded, loose, readings, violated, wrong
 from hessiankit.ledger.notation import dense, spectral
-from hessiankit.ledger.registry import claim
+from hessiankit.ledger.registry import claim, claims_of
 
 
 @cache
@@ -61,7 +62,8 @@ def thm1(seed: int) -> Evidence:
     left, printed, corrected = zip(*((p.norm, p.theorem_1().M, p.a_priori) for p in problems), strict=True)
     generic = f"the worst of 40 random minima of generic weights: {left[1] / printed[1]:.3g}"
     p = problems[1]
-    at = {"X": p.X, "W_Q": p.W_Q, "W_K": p.W_K, "W_V": p.W_V, "target": p.target}
+    at: dict[str, Any] = {"X": p.X, "W_Q": p.W_Q, "W_K": p.W_K, "W_V": p.W_V, "target": p.target}
+    at |= {"printed terms, with (K, K) and (V, K)": [*problems[2].theorem_1(swapped=True)]}
     return violated(
         left, printed, f"tokens 1, -1, W_Q = 100, W_K = 0, W_V = 1, target 0; {generic}", corrected=corrected, above=800, at=at
     )
@@ -75,7 +77,8 @@ def thm1_appendix(seed: int) -> Evidence:
     p, q = global_minimum(100.0), generic_search(seed)
     bounds = [x.theorem_1_appendix().M for x in (p, q)]
     detail = f"the same points: {p.norm / bounds[0]:.3g} and {q.norm / bounds[1]:.3g}"
-    return violated([p.norm, q.norm], bounds, detail, corrected=[p.a_priori, q.a_priori], above=800)
+    at = {"printed terms, with (K, K) and (V, K)": [*sample(seed)[0].theorem_1_appendix(swapped=True)]}
+    return violated([p.norm, q.norm], bounds, detail, corrected=[p.a_priori, q.a_priori], above=800, at=at)
 
 
 @claim("thm1-constants", "Theorem 1 and C.1", "VAGUE", uses=[theorem_1_printed, theorem_1_appendix_printed])
@@ -206,28 +209,21 @@ def outer_under_uniform(seed: int, i: str, j: str, name: str, breaking: Attentio
     return assumed(bounded(found, detail), breaking.outer(i, j) / right(breaking), above=above)
 
 
-@claim("ho_qq-norm", "C.1", "HOLDS UNDER ASSUMPTION", uses=[outer_printed])
-def ho_qq_norm(seed: int) -> Evidence:
-    r"""$\|H_o(W_Q,W_Q)\|_2\le\frac{2}{L^3d_Vd_K}\|W_K\|_2^2\|W_V\|_2^2\|X\|_2^6$
-    Needs: uniform attention, $A = \frac1L 11^\top$, or $L\le 2$
-    Correct: $\frac{1}{2Ld_Vd_K}$ in front: the print is too small by up to $L^2/4$"""
-    return outer_under_uniform(seed, "Q", "Q", "QQ", two_attended_tokens(8), 15.9)
-
-
-@claim("ho_qk-norm", "C.1", "HOLDS UNDER ASSUMPTION", uses=[outer_printed])
-def ho_qk_norm(seed: int) -> Evidence:
-    r"""$\|H_o(W_Q,W_K)\|_2\le\frac{2}{L^3d_Vd_K}\|W_K\|_2\|W_Q\|_2\|W_V\|_2^2\|X\|_2^6$
-    Needs: uniform attention, $A = \frac1L 11^\top$, or $L\le 2$
-    Correct: $\frac{1}{2Ld_Vd_K}$ in front"""
-    return outer_under_uniform(seed, "Q", "K", "QK", two_attended_tokens(8), 2.0)
-
-
-@claim("ho_vq-norm", "C.1", "HOLDS UNDER ASSUMPTION", uses=[outer_printed])
-def ho_vq_norm(seed: int) -> Evidence:
-    r"""$\|H_o(W_V,W_Q)\|_2\le\frac{2}{Ld_V\sqrt{d_K}}\|W_V\|_2\|W_K\|_2\|X\|_2^4$
-    Needs: uniform attention; else it breaks in long sequences
-    Correct: $\frac{1}{\sqrt Ld_V\sqrt{d_K}}$ in front"""
-    return outer_under_uniform(seed, "V", "Q", "VQ", pair_and_followers(), 1.3)
+claims_of(
+    __name__, outer_under_uniform, "HOLDS UNDER ASSUMPTION", [outer_printed],
+    ("ho_qq-norm", "C.1", "Q", "Q", "QQ", two_attended_tokens(8), 15.9, r"""
+     $\|H_o(W_Q,W_Q)\|_2\le\frac{2}{L^3d_Vd_K}\|W_K\|_2^2\|W_V\|_2^2\|X\|_2^6$
+     Needs: uniform attention, $A = \frac1L 11^\top$, or $L\le 2$
+     Correct: $\frac{1}{2Ld_Vd_K}$ in front: the print is too small by up to $L^2/4$"""),
+    ("ho_qk-norm", "C.1", "Q", "K", "QK", two_attended_tokens(8), 2.0, r"""
+     $\|H_o(W_Q,W_K)\|_2\le\frac{2}{L^3d_Vd_K}\|W_K\|_2\|W_Q\|_2\|W_V\|_2^2\|X\|_2^6$
+     Needs: uniform attention, $A = \frac1L 11^\top$, or $L\le 2$
+     Correct: $\frac{1}{2Ld_Vd_K}$ in front"""),
+    ("ho_vq-norm", "C.1", "V", "Q", "VQ", pair_and_followers(), 1.3, r"""
+     $\|H_o(W_V,W_Q)\|_2\le\frac{2}{Ld_V\sqrt{d_K}}\|W_V\|_2\|W_K\|_2\|X\|_2^4$
+     Needs: uniform attention; else it breaks in long sequences
+     Correct: $\frac{1}{\sqrt Ld_V\sqrt{d_K}}$ in front"""),
+)  # fmt: skip
 
 
 @claim("hf_qq-norm", "C.1", "LOOSE", uses=[functional_printed])

@@ -31,7 +31,7 @@ from hessiankit.ledger.curvature_gap.point import (
 )
 from hessiankit.ledger.evidence import agrees, assumed, relative_error, wrong
 from hessiankit.ledger.notation import dense, eye, if_it_conforms, kron, ones, turn, vec_eye
-from hessiankit.ledger.registry import claim
+from hessiankit.ledger.registry import claim, claims_of
 
 
 @claim("thm4", "Theorem 4", "HOLDS", uses=[PostNormBlockAt.jacobian])
@@ -181,15 +181,6 @@ def printed_xi_12(p: BlockPoint) -> Tensor:
     return kron(eye(L), turn(d_V, d_ff), eye(d_V)) @ kron(eye(L * d_ff), vec_eye(d_V)) @ inner
 
 
-@claim("xi_12", "Theorem 10", "WRONG AS PRINTED", uses=[FeedForwardAt.hessian])
-def xi_12(seed: int) -> Evidence:
-    r"""$\xi_{12} = (I_L\otimes K_{d_V,d_{ff}}\otimes I_{d_V})(I_{Ld_{ff}}\otimes\mathrm{vec}_r I_{d_V})\,D_\sigma(Y\otimes
-    I_{d_{ff}})$
-    Correct: $(I_{Ld_V}\otimes[(Y\otimes I_{d_{ff}})^\top D_\sigma])(I_L\otimes K_{d_V,L}\otimes I_{d_{ff}})(\mathrm{vec}_r
-    I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$; the printed matrix is $\xi_{21} = \partial B_2/\partial W_1$"""
-    return misprint(seed, printed_xi_12, lambda p: dense(p.block.xi("1", "2")), lambda p: p.second("S", "1", "2"))
-
-
 def printed_xi_21(p: BlockPoint) -> Tensor:
     """Return the product printed as xi_21; it does not conform at any size."""
     L, d_V, _, d_ff = p.sizes
@@ -197,12 +188,18 @@ def printed_xi_21(p: BlockPoint) -> Tensor:
     return front @ kron(eye(L), turn(d_ff, d_V), eye(d_ff)) @ kron(eye(L * d_V), vec_eye(d_ff))
 
 
-@claim("xi_21", "Theorem 10", "WRONG AS PRINTED", uses=[FeedForwardAt.hessian])
-def xi_21(seed: int) -> Evidence:
-    r"""$\xi_{21} = (I_L\otimes W_2^\top)D_\sigma(I_L\otimes K_{d_{ff},d_V}\otimes I_{d_{ff}})(I_{Ld_V}\otimes\mathrm{vec}_r
-    I_{d_{ff}})$
-    Correct: what is printed as $\xi_{12}$; the product has inner sizes $Ld_{ff}$ and $Ld_Vd_{ff}^2$ and is no derivative"""
-    return misprint(seed, printed_xi_21, lambda p: dense(p.block.xi("2", "1")), lambda p: p.second("S", "2", "1"))
+claims_of(
+    __name__, misprint, "WRONG AS PRINTED", [FeedForwardAt.hessian],
+    ("xi_12", "Theorem 10", printed_xi_12, lambda p: dense(p.block.xi("1", "2")), lambda p: p.second("S", "1", "2"), r"""
+     $\xi_{12} = (I_L\otimes K_{d_V,d_{ff}}\otimes I_{d_V})(I_{Ld_{ff}}\otimes\mathrm{vec}_r I_{d_V})\,D_\sigma(Y\otimes
+     I_{d_{ff}})$
+     Correct: $(I_{Ld_V}\otimes[(Y\otimes I_{d_{ff}})^\top D_\sigma])(I_L\otimes K_{d_V,L}\otimes I_{d_{ff}})(\mathrm{vec}_r
+     I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$; the printed matrix is $\xi_{21} = \partial B_2/\partial W_1$"""),
+    ("xi_21", "Theorem 10", printed_xi_21, lambda p: dense(p.block.xi("2", "1")), lambda p: p.second("S", "2", "1"), r"""
+     $\xi_{21} = (I_L\otimes W_2^\top)D_\sigma(I_L\otimes K_{d_{ff},d_V}\otimes I_{d_{ff}})(I_{Ld_V}\otimes\mathrm{vec}_r
+     I_{d_{ff}})$
+     Correct: what is printed as $\xi_{12}$; the product has inner sizes $Ld_{ff}$ and $Ld_Vd_{ff}^2$ and is no derivative"""),
+)  # fmt: skip
 
 
 def lift_of_W_2(p: BlockPoint) -> Tensor:
@@ -251,32 +248,26 @@ def xi_1k(seed: int) -> Evidence:
     return assumed(agrees(found, references, "n_k = n_1; corrected at generic sizes"), fails, above=1.0)
 
 
-@claim("xi_2k", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
-def xi_2k(seed: int) -> Evidence:
-    r"""$\xi_{2k} = (I_L\otimes K_{d_V,d_{ff}}\otimes I_{d_V})(I_{Ld_{ff}}\otimes\mathrm{vec}_r I_{d_V})\,D_\sigma(I_L\otimes
-    W_1^\top)J_YG_k$"""
-    return blocks(seed, [("2", k) for k in ATTENTION], "k = K, Q, V, against autograd")
+claims_of(
+    __name__, blocks, "OMITTED", [PostNormBlockAt.xi],
+    ("xi_k1", "Theorem 10, 'for all pairs'", [(k, "1") for k in ATTENTION], "k = K, Q, V, against autograd", r"""
+     $\xi_{k1} = (I_{Ld_V}\otimes(J_YG_k)^\top)((I_L\otimes W_2^\top)D_\sigma\otimes I_{Ld_V})(I_L\otimes
+     K_{d_{ff},L}\otimes I_{d_V})(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_{ff},d_V}$"""),
+    ("xi_k2", "Theorem 10, 'for all pairs'", [(k, "2") for k in ATTENTION], "k = K, Q, V, against autograd", r"""
+     $\xi_{k2} = (I_{Ld_V}\otimes(J_YG_k)^\top(I_L\otimes W_1)D_\sigma)(I_L\otimes K_{d_V,L}\otimes
+     I_{d_{ff}})(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$"""),
+)  # fmt: skip
 
 
-@claim("xi_k1", "Theorem 10, 'for all pairs'", "OMITTED", uses=[PostNormBlockAt.xi])
-def xi_k1(seed: int) -> Evidence:
-    r"""$\xi_{k1} = (I_{Ld_V}\otimes(J_YG_k)^\top)((I_L\otimes W_2^\top)D_\sigma\otimes I_{Ld_V})(I_L\otimes
-    K_{d_{ff},L}\otimes I_{d_V})(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_{ff},d_V}$"""
-    return blocks(seed, [(k, "1") for k in ATTENTION], "k = K, Q, V, against autograd")
-
-
-@claim("xi_k2", "Theorem 10, 'for all pairs'", "OMITTED", uses=[PostNormBlockAt.xi])
-def xi_k2(seed: int) -> Evidence:
-    r"""$\xi_{k2} = (I_{Ld_V}\otimes(J_YG_k)^\top(I_L\otimes W_1)D_\sigma)(I_L\otimes K_{d_V,L}\otimes
-    I_{d_{ff}})(\mathrm{vec}_r I_L\otimes I_{d_Vd_{ff}})K_{d_V,d_{ff}}$"""
-    return blocks(seed, [(k, "2") for k in ATTENTION], "k = K, Q, V, against autograd")
-
-
-@claim("xi_kl", "Theorem 10", "HOLDS", uses=[PostNormBlockAt.xi])
-def xi_kl(seed: int) -> Evidence:
-    r"""$\xi_{k\ell} = (J_{SY}\otimes I_{n_k})[(I_{Ld_V}\otimes G_k^\top)H_YG_\ell + (J_Y\otimes I_{n_k})\Phi_{k\ell}]$
-    Correct: for ReLU, with exact $\Phi$"""
-    return blocks(seed, ATTENTION_PAIRS, "nine pairs, against autograd")
+claims_of(
+    __name__, blocks, "HOLDS", [PostNormBlockAt.xi],
+    ("xi_2k", "Theorem 10", [("2", k) for k in ATTENTION], "k = K, Q, V, against autograd", r"""
+     $\xi_{2k} = (I_L\otimes K_{d_V,d_{ff}}\otimes I_{d_V})(I_{Ld_{ff}}\otimes\mathrm{vec}_r I_{d_V})\,D_\sigma(I_L\otimes
+     W_1^\top)J_YG_k$"""),
+    ("xi_kl", "Theorem 10", ATTENTION_PAIRS, "nine pairs, against autograd", r"""
+     $\xi_{k\ell} = (J_{SY}\otimes I_{n_k})[(I_{Ld_V}\otimes G_k^\top)H_YG_\ell + (J_Y\otimes I_{n_k})\Phi_{k\ell}]$
+     Correct: for ReLU, with exact $\Phi$"""),
+)  # fmt: skip
 
 
 # Symmetry and sizes of the block's second derivatives: Theorem 10 and Step 4 of C.5

@@ -26,7 +26,7 @@ from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, PAIRS, WEIGHT
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, violated
 from hessiankit.ledger.notation import dense, eye, spectral
-from hessiankit.ledger.registry import claim
+from hessiankit.ledger.registry import claim, claims_of
 
 SIZES = (BlockSizes(3, 4, 2, 5), BlockSizes(2, 3, 2, 4), BlockSizes(3, 3, 3, 3))
 
@@ -193,25 +193,18 @@ def phi_row(seed: int, worst: BlockPoint, k: str, m: str, detail: str, above: fl
     return violated(left, printed, detail, corrected=corrected, above=above, at={"X": worst.X, "W_K": worst.weights["K"]})
 
 
-@claim("c6-phi_qq", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
-def c6_phi_qq(seed: int) -> Evidence:
-    r"""$\|\Phi_{QQ}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|^2\|X\|^5$
-    Correct: $\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2"""
-    return phi_row(seed, peaked_identity(8), "Q", "Q", "L = d_V = 8, X = I", 1.0)
-
-
-@claim("c6-phi_vq", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
-def c6_phi_vq(seed: int) -> Evidence:
-    r"""$\|\Phi_{VQ}\|_2\le\frac{2}{L^2\sqrt{d_Vd_K}}\|W_K\|\|X\|^3$, and $\Phi_{VK}$, $\Phi_{QV}$, $\Phi_{KV}$ likewise
-    Correct: $\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$"""
-    return phi_row(seed, uniform_pair(4), "V", "Q", "uniform attention, L = d_V = 4", 7.9)
-
-
-@claim("c6-phi_qk", "C.6", "WRONG AS PRINTED", uses=[phi_printed])
-def c6_phi_qk(seed: int) -> Evidence:
-    r"""$\|\Phi_{QK}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac{2}{L^2\sqrt{d_Vd_K}}\|W_V\|\|X\|^3$
-    Correct: $\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$"""
-    return phi_row(seed, uniform_pair(4), "Q", "K", "uniform attention, L = d_V = 4", 3.9)
+claims_of(
+    __name__, phi_row, "WRONG AS PRINTED", [phi_printed],
+    ("c6-phi_qq", "C.6", peaked_identity(8), "Q", "Q", "L = d_V = 8, X = I", 1.0, r"""
+     $\|\Phi_{QQ}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|^2\|X\|^5$
+     Correct: $\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2"""),
+    ("c6-phi_vq", "C.6", uniform_pair(4), "V", "Q", "uniform attention, L = d_V = 4", 7.9, r"""
+     $\|\Phi_{VQ}\|_2\le\frac{2}{L^2\sqrt{d_Vd_K}}\|W_K\|\|X\|^3$, and $\Phi_{VK}$, $\Phi_{QV}$, $\Phi_{KV}$ likewise
+     Correct: $\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$"""),
+    ("c6-phi_qk", "C.6", uniform_pair(4), "Q", "K", "uniform attention, L = d_V = 4", 3.9, r"""
+     $\|\Phi_{QK}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac{2}{L^2\sqrt{d_Vd_K}}\|W_V\|\|X\|^3$
+     Correct: $\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$"""),
+)  # fmt: skip
 
 
 @claim("eq21", "C.6, Eq. 21", "WRONG AS PRINTED", uses=[theorem_6_printed])

@@ -18,7 +18,7 @@ from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, loose, relative_error, violated, wrong
 from hessiankit.ledger.notation import basis_pairs, dense, eye, if_it_conforms, kron, layer_norm, ones, spectral, turn, vec_eye
-from hessiankit.ledger.registry import claim
+from hessiankit.ledger.registry import claim, claims_of
 
 GENERIC, EQUAL = (3, 4), (3, 3)
 """L x d_V."""
@@ -199,12 +199,9 @@ def thm3_dpkron(seed: int) -> Evidence:
     return assumed(found, relative_error(printed_dPkron(wide), references[1]), above=1.0)
 
 
-@claim("thm3-dd", "C.3", "WRONG AS PRINTED", uses=[LayerNormTheorems])
-def thm3_dd(seed: int) -> Evidence:
-    r"""$\partial D/\partial X = E\,[\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes
-    1^\top)\mathrm{diag}(\mathrm{vec}_r M)\,\partial M/\partial X]$
-    Correct: times $1/\sqrt{d_V}$"""
-    return misprint(seed, lambda at: at.B1(at.X), lambda at: dense(at.closed.dD), lambda at: at.reference("D"))
+def printed_dA3(at: Pieces) -> Tensor:
+    """Return (e_1 (x) e_1 ... e_L (x) e_L) I dM/dX."""
+    return basis_pairs(at.n)[:, : at.L] @ eye(at.n) @ at.dM
 
 
 def printed_d2P(at: Pieces, dA1: Tensor) -> Tensor:
@@ -213,33 +210,29 @@ def printed_d2P(at: Pieces, dA1: Tensor) -> Tensor:
     return kron(A1, eye(at.n)) @ at.reference("B1") / at.d**0.5 + kron(eye(at.L**2), B1.T) @ dA1
 
 
-@claim("thm3-d2p", "C.3, twice", "WRONG AS PRINTED", uses=[LayerNormTheorems])
-def thm3_d2p(seed: int) -> Evidence:
-    r"""$\frac{\partial^2 P}{\partial X^2} = \frac{1}{\sqrt{d_V}}(A_1\otimes I)\frac{\partial B_1}{\partial X} +
-    (I_{L^2}\otimes B_1^\top)\frac{\partial A_1}{\partial X}$, pieces exact
-    Correct: $\frac{1}{\sqrt{d_V}}$ multiplies both terms"""
-    return misprint(
-        seed, lambda at: printed_d2P(at, at.reference("A1")), lambda at: dense(at.closed.d2P), lambda at: at.reference("dP")
-    )
-
-
 @claim("thm3-da2", r"C.3, needed for $\partial B_1/\partial X$", "OMITTED", uses=[LayerNormTheorems])
 def thm3_da2(seed: int) -> Evidence:
     r"""$\partial A_2/\partial X = -(A_2\otimes A_2)\,E A_2 B_2$"""
     return holds(seed, lambda at: dense(at.closed.dA2), "A2")
 
 
-@claim("thm3-da3", "C.3", "WRONG AS PRINTED", uses=[LayerNormTheorems])
-def thm3_da3(seed: int) -> Evidence:
-    r"""$\partial A_3/\partial X = (e_1\otimes e_1\ \dots\ e_L\otimes e_L)\,I_{Ld_V}\,\partial M/\partial X$ with
-    $e_i\in\mathbb{R}^{Ld_V}$
-    Correct: $(e_1\otimes e_1\ \dots\ e_{Ld_V}\otimes e_{Ld_V})\,\partial M/\partial X$"""
-    return misprint(
-        seed,
-        lambda at: basis_pairs(at.n)[:, : at.L] @ eye(at.n) @ at.dM,
-        lambda at: dense(at.closed.dA3),
-        lambda at: at.reference("A3"),
-    )
+claims_of(
+    __name__, misprint, "WRONG AS PRINTED", [LayerNormTheorems],
+    ("thm3-dd", "C.3", lambda at: at.B1(at.X), lambda at: dense(at.closed.dD), lambda at: at.reference("D"), r"""
+     $\partial D/\partial X = E\,[\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes
+     1^\top)\mathrm{diag}(\mathrm{vec}_r M)\,\partial M/\partial X]$
+     Correct: times $1/\sqrt{d_V}$"""),
+    ("thm3-d2p", "C.3, twice",
+     lambda at: printed_d2P(at, at.reference("A1")), lambda at: dense(at.closed.d2P), lambda at: at.reference("dP"), r"""
+     $\frac{\partial^2 P}{\partial X^2} = \frac{1}{\sqrt{d_V}}(A_1\otimes I)\frac{\partial B_1}{\partial X} +
+     (I_{L^2}\otimes B_1^\top)\frac{\partial A_1}{\partial X}$, pieces exact
+     Correct: $\frac{1}{\sqrt{d_V}}$ multiplies both terms"""),
+    ("thm3-da3", "C.3",
+     printed_dA3, lambda at: dense(at.closed.dA3), lambda at: at.reference("A3"), r"""
+     $\partial A_3/\partial X = (e_1\otimes e_1\ \dots\ e_L\otimes e_L)\,I_{Ld_V}\,\partial M/\partial X$ with
+     $e_i\in\mathbb{R}^{Ld_V}$
+     Correct: $(e_1\otimes e_1\ \dots\ e_{Ld_V}\otimes e_{Ld_V})\,\partial M/\partial X$"""),
+)  # fmt: skip
 
 
 def printed_inner_d2P(at: Pieces) -> Tensor:

@@ -19,7 +19,7 @@ from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, wrong
 from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
 from hessiankit.ledger.notation import dense, eye, rms_norm
-from hessiankit.ledger.registry import claim
+from hessiankit.ledger.registry import claim, claims_of
 
 
 def printed_pre_norm(head: HeadPoint, letter: str) -> Tensor:
@@ -141,44 +141,29 @@ def qkv_norm_jacobian(seed: int, letter: str, *, causal: bool = False) -> Eviden
     return agrees([printed_qkv_norm(head, letter), closed], [reference, reference], DETAIL)
 
 
-@claim("eq17", "Lemma A.1, Eq. 17", "HOLDS", uses=[AttentionAt.jacobian])
-def eq17(seed: int) -> Evidence:
-    r"""$\frac{\partial S}{\partial W_Q} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial
-    M}\frac{X_N\otimes X_N W_K}{\sqrt{d_k}}$"""
-    return pre_norm_jacobian(seed, "W_Q")
+claims_of(
+    __name__, pre_norm_jacobian, "HOLDS", [AttentionAt.jacobian],
+    ("eq17", "Lemma A.1, Eq. 17", "W_Q", r"""
+     $\frac{\partial S}{\partial W_Q} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial
+     M}\frac{X_N\otimes X_N W_K}{\sqrt{d_k}}$"""),
+    ("eq18", "Lemma A.1, Eq. 18", "W_K", r"""
+     $\frac{\partial S}{\partial W_K} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}\frac{X_N
+     W_Q\otimes X_N}{\sqrt{d_k}} K_{d_k,d}$"""),
+)  # fmt: skip
 
 
-@claim("eq18", "Lemma A.1, Eq. 18", "HOLDS", uses=[AttentionAt.jacobian])
-def eq18(seed: int) -> Evidence:
-    r"""$\frac{\partial S}{\partial W_K} = (I_s\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}\frac{X_N
-    W_Q\otimes X_N}{\sqrt{d_k}} K_{d_k,d}$"""
-    return pre_norm_jacobian(seed, "W_K")
-
-
-@claim("eq22", "Lemma A.2, Eq. 22", "HOLDS", uses=[Stage.jacobian])
-def eq22(seed: int) -> Evidence:
-    r"""$\partial S_N/\partial W_O = A_N V_N\otimes I_d$"""
-    return qkv_norm_jacobian(seed, "W_O")
-
-
-@claim("eq23", "Lemma A.2, Eq. 23", "HOLDS", uses=[Stage.jacobian])
-def eq23(seed: int) -> Evidence:
-    r"""$\frac{\partial S_N}{\partial W_V} = (A_N\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$"""
-    return qkv_norm_jacobian(seed, "W_V")
-
-
-@claim("eq24", "Lemma A.2, Eq. 24", "HOLDS", uses=[Stage.jacobian])
-def eq24(seed: int) -> Evidence:
-    r"""$\frac{\partial S_N}{\partial W_Q} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}\frac{I_s\otimes
-    K_N}{\sqrt{d_k}}\frac{\partial Q_N}{\partial Q}(X\otimes I_{d_k})$"""
-    return qkv_norm_jacobian(seed, "W_Q")
-
-
-@claim("eq25", "Lemma A.2, Eq. 25", "HOLDS", uses=[Stage.jacobian])
-def eq25(seed: int) -> Evidence:
-    r"""$\frac{\partial S_N}{\partial W_K} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}\frac{Q_N\otimes
-    I_s}{\sqrt{d_k}} K_{d_k,s}\frac{\partial K_N}{\partial K}(X\otimes I_{d_k})$"""
-    return qkv_norm_jacobian(seed, "W_K")
+claims_of(
+    __name__, qkv_norm_jacobian, "HOLDS", [Stage.jacobian],
+    ("eq22", "Lemma A.2, Eq. 22", "W_O", r"""$\partial S_N/\partial W_O = A_N V_N\otimes I_d$"""),
+    ("eq23", "Lemma A.2, Eq. 23", "W_V", r"""
+     $\frac{\partial S_N}{\partial W_V} = (A_N\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$"""),
+    ("eq24", "Lemma A.2, Eq. 24", "W_Q", r"""
+     $\frac{\partial S_N}{\partial W_Q} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}\frac{I_s\otimes
+     K_N}{\sqrt{d_k}}\frac{\partial Q_N}{\partial Q}(X\otimes I_{d_k})$"""),
+    ("eq25", "Lemma A.2, Eq. 25", "W_K", r"""
+     $\frac{\partial S_N}{\partial W_K} = (I_s\otimes W_O^\top V_N^\top)\frac{\partial A_N}{\partial M_N}\frac{Q_N\otimes
+     I_s}{\sqrt{d_k}} K_{d_k,s}\frac{\partial K_N}{\partial K}(X\otimes I_{d_k})$"""),
+)  # fmt: skip
 
 
 @claim("lemma-a2-caption", "Lemma A.2, first line", "WRONG AS PRINTED", uses=[Stage.jacobian])

@@ -16,7 +16,7 @@ from hessiankit.ledger.evidence import assumed, bounded, loose, readings
 from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
 from hessiankit.ledger.hybridnorm.jacobians import printed_pre_norm, printed_qkv_norm
 from hessiankit.ledger.notation import spectral
-from hessiankit.ledger.registry import claim
+from hessiankit.ledger.registry import claim, claims_of
 
 
 def pre_norm_norms(head: HeadPoint) -> AttentionGradientBounds:
@@ -141,33 +141,20 @@ def sharp_ratio(seed: int, letter: str) -> Evidence:
     return bounded(found, f"{len(heads)} heads, attained at {where}", attained=1 - 1e-9)
 
 
-@claim("eq26", "Theorem A.3, Eq. 26", "LOOSE", uses=[pre_norm_gradient_bounds])
-def eq26(seed: int) -> Evidence:
-    r"""Pre-Norm: $\|\partial S/\partial W_O\|_F = O(sd\,\|W_V\|_2)$
-    Correct: $\le d\sqrt s\,\|W_V\|_2$"""
-    return printed_ratio(seed, "W_O")
-
-
-@claim("eq27", "Theorem A.3, Eq. 27", "LOOSE", uses=[pre_norm_gradient_bounds])
-def eq27(seed: int) -> Evidence:
-    r"""Pre-Norm: $\|\partial S/\partial W_V\|_F = O(s\sqrt d\,\|W_O\|_F)$
-    Correct: $\le\sqrt{sd}\,\|W_O\|_F$"""
-    return printed_ratio(seed, "W_V")
-
-
-@claim("eq28", "Theorem A.3, Eq. 28", "LOOSE", uses=[pre_norm_gradient_bounds])
-def eq28(seed: int) -> Evidence:
-    r"""Pre-Norm: $\|\partial S/\partial W_Q\|_F = O\left(\frac{(sd)^{3/2}}{2\sqrt{d_k}}\|W_K\|_2\|W_V\|_2\|W_O\|_2\right)$
-    Correct: $\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$: $s^{1/2}$, not $s^{3/2}$; the printed constant is
-    attained at $s = 2$ only"""
-    return printed_ratio(seed, "W_Q")
-
-
-@claim("eq29", "Theorem A.3, Eq. 29", "LOOSE", uses=[pre_norm_gradient_bounds])
-def eq29(seed: int) -> Evidence:
-    r"""Pre-Norm: $\|\partial S/\partial W_K\|_F = O\left(\frac{(sd)^{3/2}}{\sqrt{d_k}}\|W_Q\|_2\|W_V\|_2\|W_O\|_2\right)$
-    Correct: $\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_Q\|_2\|W_V\|_2\|W_O\|_2$"""
-    return printed_ratio(seed, "W_K")
+claims_of(
+    __name__, printed_ratio, "LOOSE", [pre_norm_gradient_bounds],
+    ("eq26", "Theorem A.3, Eq. 26", "W_O", r"""Pre-Norm: $\|\partial S/\partial W_O\|_F = O(sd\,\|W_V\|_2)$
+     Correct: $\le d\sqrt s\,\|W_V\|_2$"""),
+    ("eq27", "Theorem A.3, Eq. 27", "W_V", r"""Pre-Norm: $\|\partial S/\partial W_V\|_F = O(s\sqrt d\,\|W_O\|_F)$
+     Correct: $\le\sqrt{sd}\,\|W_O\|_F$"""),
+    ("eq28", "Theorem A.3, Eq. 28", "W_Q", r"""
+     Pre-Norm: $\|\partial S/\partial W_Q\|_F = O\left(\frac{(sd)^{3/2}}{2\sqrt{d_k}}\|W_K\|_2\|W_V\|_2\|W_O\|_2\right)$
+     Correct: $\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$: $s^{1/2}$, not $s^{3/2}$; the printed constant is
+     attained at $s = 2$ only"""),
+    ("eq29", "Theorem A.3, Eq. 29", "W_K", r"""
+     Pre-Norm: $\|\partial S/\partial W_K\|_F = O\left(\frac{(sd)^{3/2}}{\sqrt{d_k}}\|W_Q\|_2\|W_V\|_2\|W_O\|_2\right)$
+     Correct: $\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_Q\|_2\|W_V\|_2\|W_O\|_2$"""),
+)  # fmt: skip
 
 
 @claim("eq28-two-tokens", "Theorem A.3, Eqs. 28-29, constants of the proof", "HOLDS", uses=[pre_norm_gradient_bounds])
@@ -187,25 +174,14 @@ def eq28_eq29(seed: int) -> Evidence:
     return readings(values, "constants in front of the product of norms")
 
 
-@claim("ours/eq26-sharp", "HybridNorm, Theorem A.3, Eq. 26", "HOLDS", uses=[pre_norm_gradient_bounds])
-def eq26_sharp(seed: int) -> Evidence:
-    r"""$\|\partial S/\partial W_O\|_F\le d\sqrt s\,\|W_V\|_2$, attained by equal tokens"""
-    return sharp_ratio(seed, "W_O")
-
-
-@claim("ours/eq27-sharp", "HybridNorm, Theorem A.3, Eq. 27", "HOLDS", uses=[pre_norm_gradient_bounds])
-def eq27_sharp(seed: int) -> Evidence:
-    r"""$\|\partial S/\partial W_V\|_F\le\sqrt{sd}\,\|W_O\|_F$, attained by equal tokens"""
-    return sharp_ratio(seed, "W_V")
-
-
-@claim("ours/eq28-sharp", "HybridNorm, Theorem A.3, Eq. 28", "HOLDS", uses=[pre_norm_gradient_bounds])
-def eq28_sharp(seed: int) -> Evidence:
-    r"""$\|\partial S/\partial W_Q\|_F\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$, attained by tokens $\pm x$"""
-    return sharp_ratio(seed, "W_Q")
-
-
-@claim("ours/eq29-sharp", "HybridNorm, Theorem A.3, Eq. 29", "HOLDS", uses=[pre_norm_gradient_bounds])
-def eq29_sharp(seed: int) -> Evidence:
-    r"""$\|\partial S/\partial W_K\|_F\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_Q\|_2\|W_V\|_2\|W_O\|_2$, attained by tokens $\pm x$"""
-    return sharp_ratio(seed, "W_K")
+claims_of(
+    __name__, sharp_ratio, "HOLDS", [pre_norm_gradient_bounds],
+    ("ours/eq26-sharp", "HybridNorm, Theorem A.3, Eq. 26", "W_O", r"""
+     $\|\partial S/\partial W_O\|_F\le d\sqrt s\,\|W_V\|_2$, attained by equal tokens"""),
+    ("ours/eq27-sharp", "HybridNorm, Theorem A.3, Eq. 27", "W_V", r"""
+     $\|\partial S/\partial W_V\|_F\le\sqrt{sd}\,\|W_O\|_F$, attained by equal tokens"""),
+    ("ours/eq28-sharp", "HybridNorm, Theorem A.3, Eq. 28", "W_Q", r"""
+     $\|\partial S/\partial W_Q\|_F\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$, attained by tokens $\pm x$"""),
+    ("ours/eq29-sharp", "HybridNorm, Theorem A.3, Eq. 29", "W_K", r"""
+     $\|\partial S/\partial W_K\|_F\le\sqrt s\,d^{3/2}d_k^{-1/2}\|W_Q\|_2\|W_V\|_2\|W_O\|_2$, attained by tokens $\pm x$"""),
+)  # fmt: skip
