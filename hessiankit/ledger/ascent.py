@@ -32,6 +32,7 @@ class WorstRatio(NamedTuple):
 
     sampled: float
     climbed: float
+    sample: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         if self.climbed >= ATTAINED:
@@ -50,7 +51,7 @@ def worst(ratio: Callable[[Point], float], points: Iterable[Point], *, seed: int
     """
     found = [(ratio(point), point) for point in points]
     if any(math.isnan(value) for value, _ in found):
-        return WorstRatio(math.inf, math.inf)
+        return WorstRatio(math.inf, math.inf, ())
     best, point = max(found, key=lambda pair: pair[0])
     draw, sampled = Draw(seed), best
     names = [name for name, _ in _arrays(point)]
@@ -68,7 +69,7 @@ def worst(ratio: Callable[[Point], float], points: Iterable[Point], *, seed: int
             best, point, sizes[name] = value, moved, 1.5 * sizes[name]
         else:
             sizes[name] = max(0.8 * sizes[name], 1e-3)
-    return WorstRatio(sampled, best)
+    return WorstRatio(sampled, best, tuple(value for value, _ in found))
 
 
 def _arrays(point: Any) -> Iterator[tuple[str, Tensor]]:

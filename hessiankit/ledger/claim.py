@@ -211,7 +211,7 @@ class Claim:
 
 
 def _confirmed(errors: list[float]) -> str:
-    return f"{len(errors)} derivatives by autograd against central differences, to {max(errors):.1g}"
+    return f"{len(errors)} derivative{'s' * (len(errors) > 1)} by autograd against central differences, to {max(errors):.1g}"
 
 
 def _plain(value: Any) -> Any:

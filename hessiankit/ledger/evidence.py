@@ -81,7 +81,7 @@ def bounded(ratios: Numbers, detail: str = "", *, attained: float | None = None)
         for r, w in zip(each, worst, strict=True)
     )
     good = max(worst) <= 1 + ROUNDING and min(worst) >= (attained or 0.0)
-    text, arrays = f"{detail}{'; ' if detail else ''}{said}", {"ratios": [_sampled(r) for r in each]}
+    text, arrays = f"{detail}{'; ' if detail else ''}{said}", {"ratios": [x for r in each for x in _sampled(r)]}
     return Evidence(good, max(worst), "violation ratio", text, "bound", arrays=arrays)
 
 
@@ -227,10 +227,10 @@ def _is_scalar(values: Any) -> bool:
     return isinstance(values, Tensor) and values.ndim == 0
 
 
-def _sampled(ratios: Numbers) -> float:
-    return ratios.sampled if isinstance(ratios, WorstRatio) else _largest(ratios)
+def _sampled(ratios: Numbers) -> list[float]:
+    return _list(ratios.sample if isinstance(ratios, WorstRatio) else ratios)
 
 
 def _largest(values: Numbers) -> float:
-    numbers = _list(values)
+    numbers = [values.sampled, values.climbed] if isinstance(values, WorstRatio) else _list(values)
     return math.inf if any(math.isnan(v) for v in numbers) else max(numbers)

@@ -89,9 +89,18 @@ def _evidence(row: Claim, ran: Mapping[str, LedgerRow]) -> str:
     return evidence_text(ran[row.id]) if row.id in ran else ""
 
 
+def without_rounding(text: str) -> str:
+    """Write errors of rounding as such.
+
+    >>> without_rounding("agree to 2.2e-16")
+    'agree to < 1e-7'
+    """
+    return re.sub(r"\b\d+(\.\d+)?e-(0[89]|[1-9]\d)\b", "< 1e-7", text)
+
+
 def evidence_text(found: LedgerRow) -> str:
     """Return what was found, with errors of rounding written as such."""
-    text = found.error or re.sub(r"\b\d+(\.\d+)?e-(0[89]|[1-9]\d)\b", "< 1e-7", str(found.evidence))
+    text = found.error or without_rounding(str(found.evidence))
     return text if found.reproduced else f"not reproduced: {text}"
 
 

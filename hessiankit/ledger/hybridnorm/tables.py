@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from hessiankit.blocks import Transformer
 from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.evidence import small, wrong
+from hessiankit.ledger.evidence import counts, small, wrong
 from hessiankit.ledger.registry import claim
 from hessiankit.ledger.second import as_printed
 
@@ -117,15 +117,14 @@ def gains(seed: int) -> Evidence:
     return small(errors, "six differences", below=1e-9)
 
 
-@claim("table1-consistently", "Abstract, Sec. 4.2", "WRONG AS PRINTED")
+@claim("table1-consistently", "Sec. 4.2", "HOLDS")
 def table1_consistently(seed: int) -> Evidence:
-    """HybridNorm consistently outperforms Pre-Norm
-    Correct: in 5 of 8 tasks of Table 1; behind on ARC-C and PIQA, equal on COPA"""
-    ahead = sum(a > b for a, b in zip(TABLE_1["HybridNorm"], TABLE_1["Pre-Norm"], strict=True))
-    behind = sum(a <= b for a, b in zip(TABLE_1["HybridNorm"], TABLE_1["Pre-Norm"], strict=True))
-    gains = [a - b for a, b in zip(*(as_printed(TABLE_1[name]) for name in ("HybridNorm", "Pre-Norm")), strict=True)]
-    detail, second = "tasks of eight in which it is ahead", float(sum(gain > 0 for gain in gains))
-    return wrong(8.0, float(ahead), detail, corrected=8.0 - behind, second=second, by=RATIONAL)
+    """HybridNorm 'consistently outperforms Pre-Norm in most tasks, achieving the highest average score'
+    Correct: in 5 of the 8 tasks of Table 1, the starred variant in 6; behind on ARC-C and PIQA, and on SciQ and ARC-C"""
+    ahead = {name: beats(TABLE_1["Pre-Norm"], TABLE_1[name]) for name in ("HybridNorm", "HybridNorm*")}
+    highest = max(TABLE_1_AVERAGES, key=TABLE_1_AVERAGES.__getitem__) == "HybridNorm*"
+    detail = f"variants ahead in more than four of eight tasks: {ahead}; the starred one has the highest average: {highest}"
+    return counts(sum(number > 4 for number in ahead.values()) if highest else 0, 2, detail)
 
 
 @claim("table4-surpass", "Sec. 4.4, Table 4", "WRONG AS PRINTED")
