@@ -18,8 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.suites import BENCHMARKS  # noqa: E402
 from figures import names, summary  # noqa: E402
-from hessiankit.ledger import PAPERS  # noqa: E402
-from hessiankit.ledger.not_run import NOT_RUN  # noqa: E402
+from hessiankit.ledger import PAPERS, claims  # noqa: E402
 from hessiankit.ledger.pages import markdown_text  # noqa: E402
 
 GALLERY = ROOT / "docs" / "gallery"
@@ -68,7 +67,7 @@ def verdicts() -> dict[str, list[dict[str, Any]]]:
 
 def small_scale() -> dict[str, dict[str, str]]:
     """Return what figures show of the ledger's rows that are not run: by row, the figure, the verdict, and one sentence."""
-    rows = {row[0] for row in NOT_RUN}
+    rows = {row.id for row in claims() if row.chapter == "not_run"}
     return {
         one["claim"]: {"figure": name, "verdict": one["status"], "seen": f"{_said(one)} ({one['scale']})"}
         for name, each in verdicts().items()

@@ -81,7 +81,7 @@ ERRATA: dict[str, Errata] = {
             ("eq11", "The product of Eq. 9 grows like the exponential of a root, not linearly."),
             ("eq14-lower", "With LayerNorm Scaling uncorrelated branches have variances whose sum is logarithmic."),
             ("eq15", "The chain rule divides a branch's Jacobian by the root of the depth, not by the depth."),
-            ("eq16", "The sums converge: the bound is a constant, and an upper bound cannot be 'greater than a constant'."),
+            ("eq16", "The sums converge: the bound is a constant."),
             ("weierstrass", "Products of rotations are bounded and no factor is near the identity."),
             ("eq41", "The factor of Eq. 40 is inverted: the bound is exceeded by a random network."),
             ("eq47", "A square of the weights' deviation is lost on the way from Eq. 36."),

@@ -124,7 +124,9 @@ def wrong(
         apart = max(_errors(second, reference))
         good, confirmed = good and apart <= max(SECOND, below), f"{by}, to {apart:.1g}"
     arrays = {**(at or {}), "printed": printed, "reference": reference, "corrected": corrected}
-    return Evidence(good, error, "relative error", _both(error, rest, detail), "error", arrays=arrays, second=confirmed)
+    return Evidence(
+        good, error, "relative error", _both(error, rest, detail, "does not conform"), "error", arrays=arrays, second=confirmed
+    )
 
 
 def violated(
@@ -157,7 +159,9 @@ def violated(
         apart = relative_error(_list(second), a)
         good, confirmed = good and apart <= SECOND, f"{by}, to {apart:.1g}"
     arrays = {**(at or {}), "left side": left, "printed right side": printed, "corrected right side": corrected}
-    return Evidence(good, worst, "violation ratio", _both(worst, rest, detail), "violation", arrays=arrays, second=confirmed)
+    return Evidence(
+        good, worst, "violation ratio", _both(worst, rest, detail, "infinite"), "violation", arrays=arrays, second=confirmed
+    )
 
 
 def assumed(holds: Evidence, fails: Numbers, *, above: float) -> Evidence:
@@ -195,8 +199,9 @@ def at_small_scale(figure: str, seen: str, reason: str) -> Evidence:
     return Evidence(True, None, "", f"python -m figures {figure}: {seen}; at the paper's size: {reason}", "figure")
 
 
-def _both(printed: float, corrected: float, detail: str) -> str:
-    return f"as printed {printed:.3g}, corrected {corrected:.2g}{'; ' if detail else ''}{detail}"
+def _both(printed: float, corrected: float, detail: str, infinite: str) -> str:
+    found = f"{printed:.3g}" if math.isfinite(printed) else infinite
+    return f"as printed {found}, corrected {corrected:.2g}{'; ' if detail else ''}{detail}"
 
 
 def _tensor(value: Any) -> Tensor:

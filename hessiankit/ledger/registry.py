@@ -12,7 +12,6 @@ from typing import Any
 
 from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Evidence, Verdict
 from hessiankit.ledger.evidence import at_small_scale, not_run
-from hessiankit.ledger.not_run import NOT_RUN
 
 _ROWS: dict[str, Claim] = {}
 
@@ -101,9 +100,13 @@ def rows(paper: str | None = None) -> tuple[Claim, ...]:
 
 @cache
 def _not_run() -> tuple[Claim, ...]:
+    """Return the rows of not_run.txt: blocks of three lines, "id | place", the statement, the reason; and what figures show."""
     shown = json.loads((Path(__file__).parent / "small_scale.json").read_text(encoding="utf-8"))
+    blocks = Path(__file__).with_name("not_run.txt").read_text(encoding="utf-8").strip().split("\n\n")[1:]
     found = []
-    for id, place, statement, reason in NOT_RUN:
+    for block in blocks:
+        head, statement, reason = block.split("\n")
+        id, place = head.split(" | ")
         one = shown.get(id)
         verdict = f"{one['verdict']} AT SMALL SCALE" if one else "NOT RUN"
         evidence = at_small_scale(one["figure"], one["seen"], reason) if one else not_run(reason)

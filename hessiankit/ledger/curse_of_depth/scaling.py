@@ -168,8 +168,8 @@ def eq15(seed: int) -> Evidence:
 def eq16(seed: int) -> Evidence:
     r"""$\sigma_{x_\ell}^2\sim\ell^{2-\epsilon}$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\omega(1)$, 'a growth strictly
     greater than a constant'
-    Correct: the exponents $2-\frac\epsilon2$ and $4-\epsilon$ are above 1: the sums converge and the bound is $O(1)$; and
-    '$\le\omega(1)$' bounds nothing"""
+    Correct: the exponents $2-\frac\epsilon2$ and $4-\epsilon$ are above 1: the sums converge and the bound is $O(1)$; $\omega(1)$
+    is the sign of a lower bound"""
     A, B, epsilon = 1.0, 1.0, 0.75
     p, q, k = 2 - epsilon / 2, 4 - epsilon, layers(1_000_000)
     logs = torch.log1p(A / k**p + B / k**q).cumsum(0)

@@ -310,7 +310,7 @@ def s_gamma(seed: int) -> Evidence:
 def support(seed: int) -> Evidence:
     r"""since $D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$, the theorem supports
     $\mathcal{S}(\mathrm{QK}),\mathcal{S}(\mathrm{VO})\ll\mathcal{S}(\mathrm{Norm})$
-    Correct: upper bounds do not order what they bound; the bounds hold"""
+    Correct: the bounds hold on each gradient and leave the order open"""
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     to_gamma = torch.stack([point.with_(q=row[None]).gradient("gamma")[0] for row in eye(n * D)])

@@ -290,8 +290,8 @@ def s_gamma(seed: int) -> Evidence:
 def support(seed: int) -> Evidence:
     r"""since $D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$, the theorem supports
     $\mathcal{S}(\mathrm{FFN})\ll\mathcal{S}(\mathrm{Norm})$
-    Correct: two upper bounds do not order what they bound: $\mathcal{S}(W_1)/\mathcal{S}(\gamma)$ can be anything at one
-    value of $D^2\|W_1\|^2/(D\|\gamma\|^2)$; both bounds hold"""
+    Correct: $\mathcal{S}(W_1)/\mathcal{S}(\gamma)$ can be anything at one value of
+    $D^2\|W_1\|^2/(D\|\gamma\|^2)$; both bounds hold"""
     point = FeedForwardPoint.draw(seed)
     n, D, M = point.sizes
     to_gamma = torch.stack([point.with_(q=row[None]).gradient("gamma")[0] for row in eye(n * D)])  # dQ/dgamma = q to_gamma
