@@ -67,7 +67,14 @@ def read() -> dict[str, Page]:
 
 
 PAGES = read()
-NO_ROW = "No row of the ledger: a rule that the tests compare with automatic differentiation."
+NO_ROW = "No row of the ledger; the tests compare the call with automatic differentiation."
+SHORT = {
+    "curvature-gap": "Closing the Curvature Gap",
+    "sharpness-disparity": "Sharpness Disparity",
+    "curse-of-depth": "The Curse of Depth",
+    "hybridnorm": "HybridNorm",
+}
+"""How the places of our own rows name a paper."""
 
 
 def rows_of(paper: str, statement: Statement) -> list[Claim]:
@@ -78,6 +85,7 @@ def rows_of(paper: str, statement: Statement) -> list[Claim]:
     theorem = find(f"{paper}/{statement.number}")
     listed = theorem[1].claims if theorem is not None and theorem[1].place == statement.number else ()
     found = [row for row in claims(paper=paper) if at.search(row.place) or row.id.split("/")[1] in {*named, *listed}]
+    found += [row for row in claims(paper="ours") if row.place.startswith(SHORT[paper]) and at.search(row.place)]
     order = {name: k for k, name in enumerate(listed)}
     return sorted(found, key=lambda row: order.get(row.id.split("/")[1], len(order)))
 
@@ -115,7 +123,7 @@ def verdicts(rows: list[Claim]) -> list[str]:
     """Return the rows as a list: verdict, link, statement, correction."""
     lines = []
     for row in rows:
-        name = row.id.split("/")[1]
+        name = row.id if row.paper == "ours" else row.id.split("/")[1]
         place, statement = markdown_text(row.place), markdown_text(row.statement)
         text = f"- **{row.verdict}** [`{name}`](../claims.md#{row.anchor}) {place}: {statement}."
         parts = [(name, words) for name, words in (("Needs", row.assumption), ("Correct", row.corrected)) if words]
