@@ -177,6 +177,17 @@ def test_a_module_at_its_own_parameters(module, wrt):
     close(found, differentiated(forward, point, names)[0])
 
 
+def test_a_loss_at_a_target():
+    torch.manual_seed(2)
+    Z, T, labels = torch.randn(3, 4).double(), torch.randn(3, 4).double(), torch.tensor([3, 0, 1])
+    for module, name, target in ((nn.MSELoss(), "mse", T), (nn.CrossEntropyLoss(), "cross_entropy", labels)):
+        for wrt in (("Z",), ("Z", "Z")):
+            expected = differentiated(lambda Z, module=module, target=target: module(Z, target), {"Z": Z}, wrt)[0]
+            for what in (module, name):
+                close(derive(what, wrt=wrt, inputs=Z, target=target).dense(), expected)
+    assert derive("mse", wrt="Z", inputs=Z, target=T).sympy().shape == (1, 12)
+
+
 @pytest.mark.parametrize("asked", ids())
 def test_a_theorem_names_rows_of_the_ledger(asked):
     paper, row = find(asked)

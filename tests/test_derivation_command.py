@@ -143,11 +143,29 @@ def test_what_is_no_block(module, message):
         (torch.zeros(3), r"inputs are torch.float32 \(3,\); an embedding takes integer tokens"),
         (torch.tensor([0, 5]), "tokens run from 0 to 5; this embedding has rows 0 to 4"),
         (torch.zeros(0, dtype=torch.long), "an embedding takes integer tokens"),
+        ([0, 1], "inputs are list; an embedding takes integer tokens"),
     ],
 )
 def test_tokens_that_cannot_be_used(tokens, message):
     with pytest.raises(InputError, match=message):
         derive(nn.Embedding(5, 2), inputs=tokens)
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "message"),
+    [
+        ("embedding", {"length": 0}, "length=0, expected at least 1"),
+        ("mse", {"loss": "mse"}, "loss='mse' of 'mse', which is a loss itself; drop loss="),
+        ("linear", {"target": torch.zeros(3, 6)}, "there is a target and no loss"),
+        ("cross_entropy", {"target": torch.zeros(3)}, "cross_entropy needs 3 integers"),
+        (nn.LayerNorm(4, eps=0.0), {"inputs": torch.ones(3, 4)}, "derive: LayerNormAt: the scale of row 0 is 0"),
+        ("curvature-gap/thm6", {}, r"a statement that is no derivative: hessiankit.claims\(id=...\)"),
+    ],
+)
+def test_a_chapter_refuses(what, options, message):
+    with pytest.raises(InputError, match=message) as caught:
+        derive(what, **options)
+    assert "\n" not in str(caught.value)
 
 
 def test_options_are_named():

@@ -13,6 +13,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ from derivations.stage import Stage
 from derivations.token_embedding import TokenEmbeddingAt
 from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.engine.problem.validation import one_kind
-from hessiankit.formulas.subject import Subject, sequence
+from hessiankit.formulas.subject import LOSS, LOSSES, Subject, sequence, target_of
 from hessiankit.formulas.symbols import SizeName, index_of
 from hessiankit.support.errors import InputError
 
@@ -88,9 +89,8 @@ class Chapter:
             return Stage(self.symbol, operation, {}, {**symbols, **self.alphabet}, self.rule, index=index_of)
 
         def printed() -> tuple[Stage, SizeName]:
-            options = {
-                name: PRIMES["g"] if name == "groups" else value for name, value in self.options.items() if name != "tokens"
-            }
+            own = {name: value for name, value in self.options.items() if name not in ("tokens", "target")}
+            options = own | ({"groups": PRIMES["g"]} if "groups" in own else {})
             letters = [(PRIMES[letter], letter) for letter in dict.fromkeys(["L", *" ".join(sum(shapes.values(), ())).split()])]
             return stage(drawn(shapes, PRIMES, seed), options), SizeName(letters)
 
@@ -136,6 +136,8 @@ def _group_norm(*, groups: int, kind: str, eps: float, X: Array, **arrays: Array
 
 
 def _mean_squared_error(Z: Array, target: Any = None) -> Operation:
+    if is_exact(Z) and isinstance(target, Tensor):
+        target = np.vectorize(Fraction, otypes=[object])(target.double().numpy())
     return MeanSquaredErrorAt(Z, 0 * Z if target is None else target)
 
 
@@ -209,11 +211,11 @@ CHAPTERS: dict[str, Chapter] = {
     ),
     "hadamard": Chapter("N", r"X\odot Y", {"X": ("L", "d"), "Y": ("L", "d")}, HadamardAt, ("X", "Y")),
     "mse": Chapter(
-        r"\mathcal{L}", r"\tfrac{1}{L d}\|Z - \text{Target}\|_F^2", {"Z": ("L", "d")}, _mean_squared_error, ("Z", "Z"),
+        LOSS, r"\tfrac{1}{L d}\|Z - \text{Target}\|_F^2", {"Z": ("L", "d")}, _mean_squared_error, ("Z", "Z"),
         words={"input": "Z"},
     ),
     "cross_entropy": Chapter(
-        r"\mathcal{L}", r"-\tfrac{1}{L}\text{ sum of }Y\odot\log P", {"Z": ("L", "C")}, _cross_entropy, ("Z", "Z"),
+        LOSS, r"-\tfrac{1}{L}\text{ sum of }Y\odot\log P", {"Z": ("L", "C")}, _cross_entropy, ("Z", "Z"),
         values=(("P", r"\mathrm{softmax}(Z)\text{ by rows},\quad Y\text{ the labels, one-hot}"),), words={"input": "Z"},
     ),
     "embedding": Chapter(
@@ -232,13 +234,14 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 MODULES = "Linear, LayerNorm, RMSNorm, Softmax, Embedding, MSELoss, CrossEntropyLoss, GELU, SiLU, ReLU, LeakyReLU, Tanh"
 
 
-def of_chapter(name: str, asked: object, inputs: Tensor | None, length: int, seed: int) -> Subject:
+def of_chapter(name: str, asked: object, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
     """Return a chapter as a subject, at parameters that are drawn at small unequal sizes.
 
     Args:
         name: The chapter's.
         asked: What is differentiated, so that an optional argument such as W_O is there if it is named.
         inputs: The input (L, d), or None to draw one.
+        target: What a loss compares with, or None.
         length: Tokens of a drawn input.
         seed: Of what is drawn.
 
@@ -256,13 +259,14 @@ def of_chapter(name: str, asked: object, inputs: Tensor | None, length: int, see
     point = drawn(shapes, sizes, seed)
     options = dict(chapter.options)
     if name == "embedding":
-        options["tokens"] = [(2 * i + 1) % SMALL["V"] for i in range(max(length, 1))]
+        options["tokens"] = _tokens(inputs, length, SMALL["V"])
     else:
         point[first] = sequence(inputs, length, point[first].shape[1], seed, point[first])
+        options |= _target(name, target, point[first], seed)
     return replace(chapter, options=options).subject(f"of the chapter {name}", point, seed)
 
 
-def of_module(module: nn.Module, inputs: Tensor | None, length: int, seed: int) -> Subject:
+def of_module(module: nn.Module, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
     """Return a module of ``torch.nn`` as a subject, at its own parameters.
 
     Raises:
@@ -282,13 +286,16 @@ def of_module(module: nn.Module, inputs: Tensor | None, length: int, seed: int) 
         if width is None:
             width = 4 if not isinstance(inputs, Tensor) or inputs.ndim < 2 else int(inputs.shape[-1])
         point = {first: sequence(inputs, length, width, seed, like), **point}
+        chapter = replace(chapter, options={**chapter.options, **_target(name, target, point[first], seed)})
     return chapter.subject(f"of {type(module).__name__}", point, seed)
 
 
 def _tokens(inputs: object, length: int, vocabulary: int) -> list[int]:
     """Return the tokens of an embedding, the first ones of the vocabulary by default."""
+    if length < 1:
+        raise InputError(f"derive: length={length}, expected at least 1")
     if inputs is None:
-        return [i % vocabulary for i in range(max(length, 1))]
+        return [(2 * i + 1) % vocabulary for i in range(length)]
     if not isinstance(inputs, Tensor) or inputs.is_floating_point() or inputs.dtype == torch.bool or not inputs.numel():
         got = f"{inputs.dtype} {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise InputError(f"derive: inputs are {got}; an embedding takes integer tokens, (L,)")
@@ -296,6 +303,11 @@ def _tokens(inputs: object, length: int, vocabulary: int) -> list[int]:
     if low < 0 or high >= vocabulary:
         raise InputError(f"derive: tokens run from {low} to {high}; this embedding has rows 0 to {vocabulary - 1}")
     return [int(token) for token in inputs.reshape(-1)]
+
+
+def _target(name: str, target: Tensor | None, Z: Tensor, seed: int) -> dict[str, Any]:
+    """Return the target of a loss as an option, {} where none is given."""
+    return {"target": target_of(name, target, Z, seed)} if name in LOSSES and target is not None else {}
 
 
 def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[str, Any], int | None]:

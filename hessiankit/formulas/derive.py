@@ -21,32 +21,34 @@ from derivations.stage import Stage, Term
 from hessiankit.blocks import TransformerBlock
 from hessiankit.formulas.chapters import CHAPTERS, of_chapter, of_module
 from hessiankit.formulas.result import Derivation
-from hessiankit.formulas.subject import Subject, of_block
+from hessiankit.formulas.subject import LOSS, Subject, of_block, target_of
 from hessiankit.formulas.theorems import BLOCKS, PAPERS, find, ids
 from hessiankit.formulas.typesetting import Story, story_of
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, unknown
 
-LOSSES = ("mse", "cross_entropy")
 
-
-def subject_of(what: object, wrt: str | Sequence[str] | None, inputs: Tensor | None, length: int, seed: int) -> Subject:
+def subject_of(
+    what: object, wrt: str | Sequence[str] | None, inputs: Tensor | None, target: Tensor | None, length: int, seed: int
+) -> Subject:
     """Return what is to be derived: of a module, of a chapter by name, or of a paper's statement by number.
 
     Raises:
         InputError: If there is no such chapter or statement, or it is neither a name nor a module.
     """
     if isinstance(what, nn.Module):
-        holds_block = any(isinstance(part, TransformerBlock) for part in what.modules())
-        return (of_block if holds_block else of_module)(what, inputs, length, seed)
+        if any(isinstance(part, TransformerBlock) for part in what.modules()):
+            return of_block(what, inputs, length, seed)
+        return of_module(what, inputs, target, length, seed)
     if not isinstance(what, str):
         got = type(what).__name__
         raise InputError(f"derive: got {got}; pass a module, the name of a chapter or a statement such as 'curvature-gap/thm3'")
     if what.lower() in CHAPTERS:
-        return of_chapter(what.lower(), wrt, inputs, length, seed)
+        return of_chapter(what.lower(), wrt, inputs, target, length, seed)
     found = find(what)
     if found is None:
-        raise unknown("derive", "what", what, [*CHAPTERS, *ids()], "`hessiankit derive --list`")
+        known = "`hessiankit derive --list`; a statement that is no derivative: hessiankit.claims(id=...)"
+        raise unknown("derive", "what", what, [*CHAPTERS, *ids()], known)
     paper, theorem = found
     if theorem.chapter in BLOCKS:
         with torch.random.fork_rng(devices=[]):
@@ -55,46 +57,9 @@ def subject_of(what: object, wrt: str | Sequence[str] | None, inputs: Tensor | N
         subject = of_block(block, inputs, length, seed, branch=theorem.branch)
     else:
         named = [wrt] if isinstance(wrt, str) else list(wrt or ())
-        subject = of_chapter(theorem.chapter, [*theorem.given, *named], inputs, length, seed)
+        subject = of_chapter(theorem.chapter, [*theorem.given, *named], inputs, None, length, seed)
     title = f"of {theorem.place} of {PAPERS[paper]}"
     return replace(subject, wrt=subject.names(theorem.wrt), title=title, claims=theorem.ids(paper), loss=theorem.loss)
-
-
-def target_of(loss: str | None, target: Tensor | None, X: Any, seed: int) -> Any:
-    """Return the target of a loss, drawn where none is given: an array like X, labels, or None without a loss.
-
-    Raises:
-        InputError: If the loss is not known, there is a target without a loss, or the target does not fit.
-    """
-    length, d = X.shape
-    if loss is None:
-        if target is not None:
-            raise InputError("derive: there is a target and no loss; pass loss='mse' or 'cross_entropy', or drop target=")
-        return None
-    if loss not in LOSSES:
-        raise unknown("derive", "loss", loss, LOSSES)
-    if target is not None and not isinstance(target, Tensor):
-        raise InputError(f"derive: the target is a {type(target).__name__}; pass a tensor")
-    generator = torch.Generator().manual_seed(seed + 1)
-    if loss == "mse":
-        if target is None:
-            return torch.randn(length, d, generator=generator, dtype=torch.float64).to(X)
-        goal = target[0] if target.ndim == 3 and target.shape[0] == 1 else target
-        if goal.shape != X.shape or not goal.is_floating_point() or not bool(torch.isfinite(goal).all()):
-            got = f"{target.dtype} {tuple(target.shape)}"
-            raise InputError(f"derive: the target is {got}; mse needs finite numbers of shape {tuple(X.shape)}")
-        return goal.detach().to(X)
-    labels = torch.randint(d, (length,), generator=generator) if target is None else target.reshape(-1)
-    if labels.numel() != length or labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
-        raise InputError(
-            f"derive: the target is {labels.dtype} {tuple(labels.shape)}; cross_entropy needs {length} integers, one a token"
-        )
-    if not bool(((labels >= 0) & (labels < d)).all()):
-        raise InputError(
-            f"derive: labels run from {int(labels.min())} to {int(labels.max())}; cross_entropy compares {d} logits a token, "
-            f"so pass labels from 0 to {d - 1}"
-        )
-    return labels.tolist()
 
 
 _PROBABILITIES = {"P": r"\Pi", "Y": r"\text{Labels}", "p_i": r"\pi_i"}
@@ -122,7 +87,8 @@ def derive(
             "value", "output", "up", "down", "gate", "input". A name alone, or one name: the Jacobian. By default what the
             theorem differentiates; of a block ("query", "value").
         inputs: One sequence, ``(L, d)`` or ``(1, L, d)``. By default one is drawn. For ``Embedding``: integer tokens.
-        target: For a loss: the values or labels that the output is compared with. By default drawn.
+        target: For a loss: the values or labels that the output is compared with. By default drawn; of a loss itself zero,
+            and label i in row i.
         loss: ``"mse"`` (the mean of the squared differences), ``"cross_entropy"`` (of each token's output with a label)
             or ``None`` for the derivative of the output itself.
         length: Tokens to draw where no inputs are given.
@@ -143,12 +109,18 @@ def derive(
     >>> print(hk.derive("linear", wrt=("X", "W")))
     ∂²Y/(∂X ∂W) = (I_L ⊗ K_{d_o,L} ⊗ I_d) (vec_r(I_L) ⊗ I_{dd_o}) K_{d_o,d}      (216 x 24)
     """
-    subject = subject_of(what, wrt, inputs, length, seed)
+    subject = subject_of(what, wrt, inputs, target, length, seed)
     loss = subject.loss if loss is None else loss
     names = subject.names(subject.wrt if wrt is None else wrt)
     symbols = [subject.symbols[name] for name in names]
     Z = subject.stage(subject.point)
-    goal = target_of(loss, target, Z.value, seed)
+    if Z.symbol == LOSS and loss is not None:
+        raise InputError(f"derive: loss={loss!r} of {what!r}, which is a loss itself; drop loss=")
+    try:
+        output = Z.value
+    except ValueError as error:
+        raise InputError(f"derive: {error}") from error
+    goal = target_of(loss, None if Z.symbol == LOSS else target, output, seed)
 
     def story() -> Story:
         printed, sizes = subject.printed()
@@ -158,7 +130,7 @@ def derive(
 
     def symbolic() -> Matrix:
         exact = {name: _symbols_for(subject.symbols[name], shape_of(array)) for name, array in subject.point.items()}
-        answer = _symbols_for("T", shape_of(Z.value)) if loss == "mse" else goal
+        answer = _symbols_for("T", shape_of(output)) if loss == "mse" else goal
         return _sum(_terms(subject.stage(exact), symbols, loss, answer))
 
     return Derivation(names, loss, _sum(_terms(Z, symbols, loss, goal)), story, symbolic, subject.title, subject.claims)

@@ -24,6 +24,11 @@ WORDS = {
 """Words for the arguments, by their symbols; dotted names and the papers' letters (Q, W_Q, 1, ...) work too."""
 
 
+LOSSES = ("mse", "cross_entropy")
+LOSS = r"\mathcal{L}"
+"""The letter of a loss."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """A value that depends on named arguments.
@@ -140,3 +145,40 @@ def sequence(inputs: Any, length: int, width: int, seed: int, like: Tensor) -> T
     if not bool(torch.isfinite(X).all()):
         raise InputError("derive: inputs hold NaN or infinite entries; pass finite numbers")
     return X.detach().to(like)
+
+
+def target_of(loss: str | None, target: Tensor | None, X: Any, seed: int) -> Any:
+    """Return the target of a loss, drawn where none is given: an array like X, labels, or None without a loss.
+
+    Raises:
+        InputError: If the loss is not known, there is a target without a loss, or the target does not fit.
+    """
+    length, d = X.shape
+    if loss is None:
+        if target is not None:
+            raise InputError("derive: there is a target and no loss; pass loss='mse' or 'cross_entropy', or drop target=")
+        return None
+    if loss not in LOSSES:
+        raise unknown("derive", "loss", loss, LOSSES)
+    if target is not None and not isinstance(target, Tensor):
+        raise InputError(f"derive: the target is a {type(target).__name__}; pass a tensor")
+    generator = torch.Generator().manual_seed(seed + 1)
+    if loss == "mse":
+        if target is None:
+            return torch.randn(length, d, generator=generator, dtype=torch.float64).to(X)
+        goal = target[0] if target.ndim == 3 and target.shape[0] == 1 else target
+        if goal.shape != X.shape or not goal.is_floating_point() or not bool(torch.isfinite(goal).all()):
+            got = f"{target.dtype} {tuple(target.shape)}"
+            raise InputError(f"derive: the target is {got}; mse needs finite numbers of shape {tuple(X.shape)}")
+        return goal.detach().to(X)
+    labels = torch.randint(d, (length,), generator=generator) if target is None else target.reshape(-1)
+    if labels.numel() != length or labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+        raise InputError(
+            f"derive: the target is {labels.dtype} {tuple(labels.shape)}; cross_entropy needs {length} integers, one a token"
+        )
+    if not bool(((labels >= 0) & (labels < d)).all()):
+        raise InputError(
+            f"derive: labels run from {int(labels.min())} to {int(labels.max())}; cross_entropy compares {d} logits a token, "
+            f"so pass labels from 0 to {d - 1}"
+        )
+    return labels.tolist()
