@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hessiankit as hk
 from hessiankit.engine.plan import make_plan
 from hessiankit.engine.recorder import PlanError, recording
+from hessiankit.engine.storage import MatrixMemory
 from hessiankit.support.errors import InputError, TraceError
 
 DOUBLE = torch.float64
@@ -252,6 +254,22 @@ def test_it_prints_what_it_runs() -> None:
     assert "operations of" in repr(f)
     assert "bmm" in f.table()
     assert "multiplications" in str(f)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")
+def test_memory_of_a_matrix_that_is_gone_is_used_again() -> None:
+    memory = MatrixMemory({"a": slice(0, 200), "b": slice(200, 600)}, DOUBLE, torch.device("cpu"))
+    first = memory.matrix().fill_(7.0)
+    at, part = first.data_ptr(), first[0]
+    second = memory.matrix()
+    assert second.data_ptr() != at
+    del first
+    assert memory.matrix().data_ptr() != at  # a part of it is still in use
+    del part
+    third = memory.matrix()
+    assert third.data_ptr() == at
+    assert not third[:, 200:].any()
+    assert not third[:200].any()
 
 
 def test_a_plan_keeps_constants_and_uses_memory_again() -> None:

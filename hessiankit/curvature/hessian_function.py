@@ -26,7 +26,7 @@ from hessiankit.engine.problem.own_call import own_loss
 from hessiankit.engine.problem.selection import Params
 from hessiankit.engine.problem.task import Loss, Task, available_memory, gib
 from hessiankit.engine.recorder import PlanError, recording
-from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.engine.storage import MatrixMemory, SymmetricStorage
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.tables import Piece, Printed, table
@@ -117,6 +117,7 @@ class HessianFunction(Printed):
             self.reason = str(error).splitlines()[0]
             return
         self.plan._terms = self._block_terms
+        self._memory = MatrixMemory(self._task.slices, self._task.dtype, self._task.device)
         matrix = SymmetricStorage(self._task.slices, self._task.dtype, self._task.device)
         self._run(matrix)
         matrix.mirror()
@@ -238,10 +239,10 @@ class HessianFunction(Printed):
         inputs, target = map_tensors(copied, (task.inputs, task.target))
         return replace(task, state=state, parameters=parameters, inputs=inputs, target=target, reference=None)
 
-    def _checked_out(self, out: Tensor | None) -> Tensor | None:
+    def _checked_out(self, out: Tensor | None) -> Tensor:
         if out is None:
             check_matrix(self._task.size, self._task.dtype, self._task.device)
-            return None
+            return self._memory.matrix()
         n, dtype, device = self._task.size, self._task.dtype, self._task.device
         if out.shape != (n, n) or out.dtype != dtype or out.device != device or not out.is_contiguous() or out.requires_grad:
             raise InputError(

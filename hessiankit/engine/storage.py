@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.kernel_sums import SINGLE, mirror
@@ -20,6 +21,8 @@ Write: TypeAlias = Callable[[Tensor], float | None]  # adds something to a block
 EVERY = slice(None)
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
 TILE = 512
+SPARE = 2**28  # bytes of a matrix up to which its memory is kept for the next one
+KEPT = 2  # matrices whose memory is kept: in a loop the last result is alive while the next one is computed
 
 
 def zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -28,13 +31,56 @@ def zeros(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     >>> zeros(2, torch.float64, torch.device("cpu")).tolist()
     [[0.0, 0.0], [0.0, 0.0]]
     """
+    pages = _pages(n, dtype, device)
+    return torch.zeros(n, n, dtype=dtype, device=device) if pages is None else _on(pages, n, dtype)
+
+
+def _pages(n: int, dtype: torch.dtype, device: torch.device) -> mmap.mmap | None:
     size = n * n * dtype.itemsize
     if device.type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(n, n, dtype=dtype, device=device)
+        return None
     pages = mmap.mmap(-1, size + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zero when first touched
     pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _on(pages: mmap.mmap, n: int, dtype: torch.dtype) -> Tensor:
     start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE  # a large page starts at a multiple of its size
     return torch.frombuffer(pages, dtype=dtype, count=n * n, offset=start).reshape(n, n)
+
+
+class MatrixMemory:
+    """Memory for n x n matrices, one after the other: that of a matrix that is gone is used again.
+
+    New pages arrive zeroed by the system, which takes longer than to write zeros into old ones.
+
+    Args:
+        slices: Rows of each parameter; only blocks (i, j) with i not after j are made zero, the others are mirrored later.
+        dtype: Of the entries.
+        device: Where they are kept.
+    """
+
+    def __init__(self, slices: Mapping[str, slice], dtype: torch.dtype, device: torch.device) -> None:
+        self._rows, self._dtype, self._device = list(slices.values()), dtype, device
+        self._size = max((rows.stop for rows in self._rows), default=0)
+        self._kept: list[tuple[mmap.mmap, StorageWeakRef]] = []
+
+    def matrix(self) -> Tensor:
+        """Return a matrix whose blocks (i, j), i not after j, are zero."""
+        for k, (pages, reference) in enumerate(self._kept):
+            if reference.expired():
+                found = _on(pages, self._size, self._dtype)
+                self._kept[k] = (pages, StorageWeakRef(found.untyped_storage()))
+                for rows in self._rows:
+                    found[rows, rows.start :].zero_()
+                return found
+        fresh = _pages(self._size, self._dtype, self._device)
+        if fresh is None:
+            return zeros(self._size, self._dtype, self._device)
+        found = _on(fresh, self._size, self._dtype)
+        if len(self._kept) < KEPT and len(fresh) < SPARE:
+            self._kept.append((fresh, StorageWeakRef(found.untyped_storage())))
+        return found
 
 
 class SymmetricStorage:
