@@ -11,8 +11,12 @@ from operator_cases import T, X, block, error
 from scipy.sparse.linalg import aslinearoperator
 
 import hessiankit as hk
+from hessiankit.approximating.kronecker import KroneckerFactors
+from hessiankit.approximating.structures import StructuredOperator
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.solving import solve
+from hessiankit.engine.problem.batches import gather
+from hessiankit.studies.images import load_images
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,20 @@ def test_preconditioners_save_products() -> None:
         assert found.converged
         assert found.products < 0.6 * plain.products
         assert error(found.x, inverse @ b) < 1e-6
+
+
+def test_kfac_as_preconditioner() -> None:
+    images = load_images("digits", dtype=torch.float64).first(60)
+    x, y = images.images.reshape(60, -1)[:, 20:44], images.labels
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(24, 4), torch.nn.Tanh(), torch.nn.Linear(4, 10)).double()
+    G = hk.hessian_operator(module, x, y, loss="cross_entropy", kind="ggn")
+    parts = KroneckerFactors(*gather(module, x, y, "cross_entropy", None)).kfac()
+    kfac = StructuredOperator(G.shape[0], parts, torch.float64, torch.device("cpu"))
+    plain = G.solve(G.gradient, damping=1e-3, tol=1e-9)
+    found = G.solve(G.gradient, damping=1e-3, tol=1e-9, preconditioner=kfac.mapped(lambda values: 1 / (values + 1e-3)))
+    assert found.converged
+    assert error(found.x, plain.x) < 1e-6
 
 
 def test_a_singular_system_that_has_solutions_and_one_that_has_none(G: HessianOperator, b: torch.Tensor) -> None:

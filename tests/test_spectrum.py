@@ -57,6 +57,13 @@ def test_both_ends_with_their_multiplicities(name: str) -> None:
     assert float((V @ A - found.values.unsqueeze(1) * V).norm(dim=1).max()) <= 1e-8 * scale + 1e-14
 
 
+def test_multiple_eigenvalues_of_a_diagonal_matrix_which_rounding_does_not_separate() -> None:
+    values = SPECTRA["multiple"][0]
+    start = torch.randn(len(values), generator=torch.Generator().manual_seed(1), **DOUBLE)
+    found = EigenSearch(start, top=5, bottom=2, tol=1e-3, most=2000, basis=24).run(torch.diag(values).matmul)
+    assert found.values.tolist() == pytest.approx([9, 9, 9, 4, 4, -2, -2], abs=1e-6)
+
+
 def test_quadrature_is_exact_for_polynomials() -> None:
     values = torch.linspace(-1, 2, 40, **DOUBLE)
     A, starts = with_eigenvalues(values), torch.randn(3, 40, generator=torch.Generator().manual_seed(2), **DOUBLE)
@@ -322,6 +329,14 @@ def test_what_does_not_fit_in_memory(operator: HessianOperator, monkeypatch: pyt
         hk.spectrum(operator, k=1, method="lanczos")
     with pytest.raises(hk.OutOfMemoryError, match="all eigenvalues of"):
         hk.spectrum(operator, k=1)
+
+
+def test_sums_are_over_all_eigenvalues_and_linear_ones_have_the_jackknife_error_of_a_mean(operator: HessianOperator) -> None:
+    one = hk.spectrum(aslinearoperator(np.eye(30)), k=2, bottom=0, method="lanczos", directions=2, steps=2)
+    assert (one.trace.value, one.effective_rank.value) == (pytest.approx(30), pytest.approx(30))
+    found = hk.spectrum(operator, k=2, method="lanczos", directions=4, steps=6)
+    scale = found.measure.scale**2
+    assert found.stable_rank.half_width == pytest.approx(found.frobenius_squared.half_width / scale, rel=1e-9)
 
 
 def test_a_measure_of_one_direction_has_no_error() -> None:

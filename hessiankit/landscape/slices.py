@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 WHO = "loss_slices"
 NORMALISED = ("none", "unit", "filter")
-HALVINGS = 20  # of the interval in which the quadratic model ceases to hold
+HALVINGS = 14  # of the interval in which the quadratic model ceases to hold
 ROUNDING = 64  # times eps |L|: differences of losses that are rounding
 
 
