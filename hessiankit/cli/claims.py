@@ -82,7 +82,7 @@ def _show(args: argparse.Namespace) -> int:
     reproduced = f"{'reproduced':<12}{'yes' if row.reproduced else 'NO'} (seed {args.seed}, {row.seconds:.2f} s)"
     say(str(ledger[0]), reproduced, f"{'evidence':<12}{row.error or row.evidence}")
     if row.evidence is not None and row.evidence.second:
-        say(f"{'second route':<12}{row.evidence.second}")
+        say(f"{'confirmed':<12}{row.evidence.second}")
     if row.evidence is not None and row.evidence.arrays:
         say("", row.evidence.printed_arrays())
     write_json("claims", args.json, report.to_dict())

@@ -233,7 +233,9 @@ def _printed(name: str, value: Any) -> str:
 
 def _matrix(name: str, value: Any) -> str:
     M = torch.as_tensor(value).detach()
+    if not M.numel():
+        return f"{name}, {' x '.join(map(str, M.shape))}, empty"
     rows = M.reshape(-1, M.shape[-1]) if M.ndim else M.reshape(1, 1)
-    head = f"{name}, {' x '.join(map(str, M.shape))}, largest entry {float(M.abs().max()):.6g}" if M.numel() else f"{name}, empty"
+    head = f"{name}, {' x '.join(map(str, M.shape))}, largest entry {float(M.abs().max()):.6g}"
     lines = ["  " + " ".join(f"{float(v):>10.4g}" for v in row[:8]) + (" ..." if len(row) > 8 else "") for row in rows[:8]]
     return "\n".join([head, *lines, *(["  ..."] if len(rows) > 8 else [])])

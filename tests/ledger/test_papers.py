@@ -29,3 +29,12 @@ def test_a_numbered_statement_has_its_rows_and_its_formula() -> None:
     numbers = [statement.number for statement in MADE["PAGES"]["curvature-gap"].statements]
     assert {f"Theorem {k}" for k in range(1, 11)} | {f"Proposition {k}" for k in range(1, 11)} <= set(numbers)
     assert {f"Property {k}" for k in range(1, 13)} | {f"Lemma {k}" for k in range(1, 5)} <= set(numbers)
+
+
+def test_a_counterexample_whose_print_does_not_conform(capsys: pytest.CaptureFixture[str]) -> None:
+    from hessiankit.cli.main import main
+
+    assert main(["claims", "--show", "curvature-gap/thm3-full"]) == 0
+    text = capsys.readouterr().out
+    assert "printed 1, 0, empty" in text
+    assert "confirmed   8 derivatives" in text
