@@ -225,7 +225,7 @@ def _plain(value: Any) -> Any:
 
 def _printed(name: str, value: Any) -> str:
     values = list(value) if isinstance(value, list | tuple) else [value]
-    if any(isinstance(v, Tensor) and v.numel() > 1 for v in values):
+    if any(isinstance(v, Tensor) and v.numel() != 1 for v in values):
         return "\n".join(_matrix(name if len(values) == 1 else f"{name} {k}", v) for k, v in enumerate(values, 1))
     numbers = ", ".join(f"{float(v):.6g}" if isinstance(v, int | float | Tensor) else str(v) for v in values[:12])
     return f"{name} = {numbers}{', ...' if len(values) > 12 else ''}"
@@ -234,7 +234,7 @@ def _printed(name: str, value: Any) -> str:
 def _matrix(name: str, value: Any) -> str:
     M = torch.as_tensor(value).detach()
     if not M.numel():
-        return f"{name}, {' x '.join(map(str, M.shape))}, empty"
+        return f"{name}: does not conform"
     rows = M.reshape(-1, M.shape[-1]) if M.ndim else M.reshape(1, 1)
     head = f"{name}, {' x '.join(map(str, M.shape))}, largest entry {float(M.abs().max()):.6g}"
     lines = ["  " + " ".join(f"{float(v):>10.4g}" for v in row[:8]) + (" ..." if len(row) > 8 else "") for row in rows[:8]]
