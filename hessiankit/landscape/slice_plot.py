@@ -9,6 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.ticker import MaxNLocator
 
 from hessiankit.curvature.plot_frame import DPI, INK, STYLE, Picture, check_suffix, write_picture
 
@@ -38,7 +39,7 @@ def plot(
             draw_slice(axes, t, loss, model, radius)
             axes.set_title(title, fontsize=6.5, loc="left")
             if k == 0:
-                axes.legend(fontsize=6.5, frameon=False)
+                axes.legend(fontsize=6.5, frameon=False, loc="upper center")
         if path is not None:
             write_picture(WHO, figure, Path(path))
     return figure
@@ -52,5 +53,6 @@ def draw_slice(axes: Axes, t: np.ndarray, loss: np.ndarray, model: np.ndarray, r
     room = 0.1 * float(np.ptp(loss)) or 1.0
     axes.set_ylim(float(loss.min()) - room, float(loss.max()) + room)
     axes.set_xlim(float(t[0]), float(t[-1]))
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.set_xlabel("t", fontsize=7.5, labelpad=1)
     axes.tick_params(labelsize=7)

@@ -49,8 +49,8 @@ class LossSlice:
         curvature: <d, H d>.
         length: |d|, so that t |d| is the distance in parameters.
         tolerance: See ``radius``.
-        radius: The largest r, of both signs of t, such that for all steps |t| <= r the quadratic model is off by no more than
-            ``tolerance`` times its largest change up to there, |q(s) - L(theta)| for s between 0 and t.
+        radius: The largest r such that for all steps |t| <= r the quadratic model is off by no more than ``tolerance`` times its
+            largest change for |s| <= |t|, which is |<g, d> t| + |<d, H d>| t^2 / 2.
         bounded: Whether a step beyond the radius was seen to be off by more; if not, the radius is the end of the slice.
     """
 
@@ -131,7 +131,7 @@ class LossSlices(Printed):
             numbers = (one.slope, one.curvature, float(one.losses.min()), float(one.losses.max()))
             rows.append((one.name, f"{one.length:.4g}", *(f"{x:.4g}" for x in numbers), _radius(one)))
         yield table(("direction", "length", "slope", "curvature", "smallest loss", "largest loss", "model holds for"), rows)
-        yield f"the model holds where it is off by at most {self.slices[0].tolerance:.0%} of its largest change so far"
+        yield f"the model holds where it is off by at most {self.slices[0].tolerance:.0%} of its largest change up to |t|"
         yield from self.notes
 
 
@@ -257,10 +257,8 @@ class _Model:
         return self.slope * t + 0.5 * self.curvature * t * t
 
     def largest_change(self, t: float) -> float:
-        """Return max |q(s) - L(theta)| for s between 0 and t."""
-        turn = -self.slope / self.curvature if self.curvature else math.inf
-        inside = 0 < turn * math.copysign(1.0, t) < abs(t)
-        return max(abs(self.change(t)), abs(self.change(turn)) if inside else 0.0)
+        """Return max |q(s) - L(theta)| for |s| <= |t|: on one of the two sides the two terms have one sign."""
+        return abs(self.slope * t) + 0.5 * abs(self.curvature) * t * t
 
     def holds(self, t: float, value: float) -> bool:
         off = abs(value - self.loss - self.change(t))
