@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-BOOST = {"reference/hessians.md": 8, "reference/checks.md": 4, "quickstart.md": 2}
+BOOST = {"reference/hessians.md": 8, "papers/curvature-gap.md": 4, "reference/checks.md": 4, "quickstart.md": 2}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:

@@ -137,4 +137,5 @@ class Derivation(Printed):
         return f"$$\n{align([*self.story.values, *self.story.rows], 'aligned')}$$"
 
     def _repr_html_(self) -> str:
-        return html_of(self.story, self.shape)
+        judged = f"<p>{self.title}: {', '.join(self.claims)}</p>" if self.claims else ""
+        return html_of(self.story, self.shape) + judged

@@ -350,7 +350,7 @@ def html_of(story: Story, shape: tuple[int, int]) -> str:
     with_ = f"<p>with</p>$$\n{rest}$$" if rest else ""
     return (
         f"<div>$$\n{top}$$<p>{shape[0]} x {shape[1]}, the sum of</p><ul>{terms}</ul>{with_}"
-        f"<details><summary>Values of the block</summary>$$\n{values}$$</details>"
+        f"<details><summary>Values</summary>$$\n{values}$$</details>"
         f"<details><summary>Symbols</summary><ul>{meanings}</ul></details></div>"
     )
 
