@@ -5,7 +5,8 @@ A script is a module of this package with a docstring, whose first line says wha
 their numbers. Putting such a file here is all it takes. One that reads images or a text has ``images="digits"`` or
 ``text="stdlib"`` too, a source of :mod:`hessiankit.studies.images` or
 :mod:`hessiankit.studies.text`. ``_kit.py`` has the look and
-the files, ``_runs.py`` and ``_digits.py`` the training runs, which are kept below ``out/cache``.
+the files, ``_runs.py`` and ``_digits.py`` the training runs, which are kept below ``out/cache``, and ``_verdicts.py`` the
+verdicts on a paper's claims that a figure computes from what it draws.
 """
 
 from __future__ import annotations

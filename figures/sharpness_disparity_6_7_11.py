@@ -9,6 +9,12 @@ rate is tuned with the cosine schedule (seed 1000, which the comparison does not
 schedule, and Lion takes the best of 1/3, 1/5 and 1/10 of it with weight decays of 0.3, 0.5 and 1. Lion has beta 0.9 and 0.99;
 Adam-mini one second moment for each row of the embeddings, each head of W_Q and W_K, and each other tensor. Above: held-out
 losses, means over the seeds, bands from the lowest to the highest. Below: S by block type under Lion with eq. 5, 8 label draws.
+
+What came out: Blockwise LR ends lower with the other schedule (0.109 [0.075, 0.144] nats a byte) and reaches AdamW's last loss
+after 200 to 230 of 300 steps, not after half of them. With Adam-mini and with Lion the three seeds do not decide about the last
+loss; with Lion the curve of one rate is reached within 60 steps, in a model whose rate of 1/3 of AdamW's is the largest of the
+three that are tried. Under Lion FFN < VO < Norm is there at the end, Emb < QK is not. AdamW's tuned rate, 2e-3, is the smallest
+that was tried.
 """
 
 from __future__ import annotations

@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from figure_files import read, second_derivatives
 
-from figures import curse_of_depth_7, curvature_gap_theorem_1, hybridnorm_tables_4_5, sharpness_disparity_6_7_11
+from figures import (
+    curse_of_depth_7,
+    curvature_gap_table_1,
+    curvature_gap_theorem_1,
+    hybridnorm_tables_4_5,
+    sharpness_disparity_6_7_11,
+)
 from figures._depth_models import Size, llama
 from figures._runs import byte_run
 from figures.sharpness_disparity_6_7_11 import AdamMini, Lion
@@ -38,6 +44,17 @@ def test_the_norm_crosses_theorem_1_where_it_is_computed_by_hand(tmp_path: Path)
     )
     (said,) = json.loads(paths[2].read_text())
     assert (said["claim"], said["status"]) == ("curvature-gap/thm1", "CONTRADICTED")
+
+
+def test_blocks_of_table_1_are_those_of_the_whole_hessian() -> None:
+    row = curvature_gap_table_1.Row("tiny", 4, 4, 6, 2)
+    spec = row.spec(1)
+    model = spec.model()
+    tokens, labels = spec.data(count=curvature_gap_table_1.IMAGES)
+    values = [p for name, p in model.named_parameters() if name.endswith(".W_V")]
+    H = second_derivatives(F.cross_entropy(model(tokens), labels), values)
+    found = curvature_gap_table_1.measure(row, 1)
+    assert found["W_V"] == pytest.approx(float(torch.linalg.eigvalsh(H).abs().max()), rel=2e-2)
 
 
 def test_rescaled_queries_and_keys_are_the_same_function() -> None:

@@ -68,12 +68,13 @@ def verdicts() -> dict[str, list[dict[str, Any]]]:
 def small_scale() -> dict[str, dict[str, str]]:
     """Return what figures show of the ledger's rows that are not run: by row, the figure, the verdict, and one sentence."""
     rows = {row.id for row in claims() if row.chapter == "not_run"}
-    return {
-        one["claim"]: {"figure": name, "verdict": one["status"], "seen": f"{_said(one)} ({one['scale']})"}
-        for name, each in verdicts().items()
-        for one in each
-        if one["claim"] in rows
-    }
+    found: dict[str, dict[str, str]] = {}
+    for name, each in verdicts().items():
+        for one in each:
+            if one["claim"] in rows:  # of two figures, the first
+                seen = f"{_said(one)} ({one['scale']})"
+                found.setdefault(one["claim"], {"figure": name, "verdict": one["status"], "seen": seen})
+    return found
 
 
 def _said(verdict: dict[str, Any]) -> str:
