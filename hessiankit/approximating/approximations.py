@@ -14,7 +14,7 @@ import torch
 from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 
-from hessiankit.approximating.kronecker import KroneckerFactors
+from hessiankit.approximating.kronecker import DRAWS, KroneckerFactors
 from hessiankit.approximating.measure import DenseTruth, Model, ProductTruth
 from hessiankit.approximating.optimizers import MiniBatchMoments, sample_gradients
 from hessiankit.approximating.report import Approximation, ApproximationsReport
@@ -150,7 +150,7 @@ def approximations(
             notes.append(f"{name} left out: {error}")
             continue
         power = 0.5 if name in ("adam", "shampoo", "muon") else 1.0
-        found[name] = Approximation(name, about, model.numbers, power, point.truth.measure(model, power))
+        found[name] = Approximation(name, about, model.numbers, power, point.truth.measure(model, power), model)
     truth = point.truth
     pairs, spectral_pairs = truth.pairs if isinstance(truth, DenseTruth) else (None, None)
     notes += truth.notes if isinstance(truth, ProductTruth) else []
@@ -229,7 +229,9 @@ class Point:
         """What approximations are held against."""
         if self.is_dense:
             return DenseTruth(self.matrix, self.gradient, self.slices, self.damping)
-        return ProductTruth(self.operator, self.damping, self.products, self.options["seed"])
+        convex = all(isinstance(task.loss, str) for task in self.tasks)  # the named losses are
+        positive = self.options["kind"] != "hessian" and convex
+        return ProductTruth(self.operator, self.damping, self.products, self.options["seed"], positive=positive)
 
     @cached_property
     def exact_diagonal(self) -> Tensor:
@@ -243,7 +245,7 @@ class Point:
         """Kronecker factors of weights and biases."""
         if not all(isinstance(task.loss, str) for task in self.tasks):
             raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
-        return KroneckerFactors(self.tasks, self.shares)
+        return KroneckerFactors(self.tasks, self.shares, seed=self.options["seed"])
 
     @cached_property
     def moments(self) -> MiniBatchMoments:
@@ -280,6 +282,7 @@ class Point:
         if name in ("kfac", "ekfac"):
             covered = sum(len(part.at) for part in self.factors.kfac())
             about += f"; {covered:,} of {self.size:,} entries" if covered < self.size else ""
+            about += f"; from {DRAWS} drawn labels a term" if self.factors.is_drawn else ""
         return model, about
 
     def _blocks(self, groups: Mapping[str, Any]) -> list[Structure]:

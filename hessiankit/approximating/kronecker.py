@@ -13,6 +13,7 @@ from hessiankit.approximating.structures import DenseBlock, KroneckerBlock, Stru
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
+from hessiankit.engine.problem.fisher import as_gauss_newton, rows_of
 from hessiankit.engine.problem.loss_trace import samples_are_independent
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.sites import Site, find_sites
@@ -20,6 +21,8 @@ from hessiankit.tracing.trace import Trace
 
 ENTRIES = 2**23
 """Numbers of one chunk of gradients."""
+PULLED, DRAWS = 4096, 16
+"""Columns of L'' that are pulled back one by one at most; the labels drawn for each term in their place where there are more."""
 
 
 class SiteJacobian(JacobianOperator):
@@ -107,12 +110,14 @@ class FactoredBatch:
         J: The Jacobian.
         columns: See :func:`columns`.
         together: Whether the rows of a site are those of the samples, one after the other, that do not depend on each other.
+        drawn: Whether a column holds drawn labels of all terms, and is pulled back at once.
         held: Weights and biases by the id of their site's value.
     """
 
     J: SiteJacobian
     columns: Tensor
     together: bool
+    drawn: bool
     held: list[tuple[int, ParameterJacobian]]
 
 
@@ -120,18 +125,23 @@ class KroneckerFactors:
     """Kronecker factors of the Gauss-Newton blocks of the weights and biases of some batches.
 
     For z = X W, A = sum_n x_n x_n^T / rows and G = sum g_n g_n^T over rows n and over the columns of L'', each pulled back by
-    itself: the expectation of KFAC-expand over the model's labels (Martens and Grosse 2015; Eschenhagen et al. 2023). Weights
-    and biases are separate. Parameters that occur at several sites, or in other ways, have no factors.
+    itself: the expectation of KFAC-expand over the model's labels (Martens and Grosse 2015; Eschenhagen et al. 2023). Where that
+    takes more than :data:`PULLED` sweeps of a batch, :data:`DRAWS` labels are drawn for each term, and one draw for all terms is
+    pulled back at once: its mean is the same. Weights and biases are separate. Parameters that occur at several sites, or in
+    other ways, have no factors.
 
     Args:
         tasks: The batches, with named losses, or those of a sampled Fisher.
         shares: What each loss is multiplied by.
+        seed: Of drawn labels.
 
     Attributes:
         weights: What has factors.
+        is_drawn: Whether labels were drawn.
     """
 
-    def __init__(self, tasks: Sequence[Task], shares: Sequence[float]) -> None:
+    def __init__(self, tasks: Sequence[Task], shares: Sequence[float], *, seed: int = 0) -> None:
+        self.is_drawn, before = False, 0
         self.slices = tasks[0].slices
         self.weights: list[LayerFactors] = []
         self._batches: list[FactoredBatch] = []
@@ -139,7 +149,15 @@ class KroneckerFactors:
             J = SiteJacobian(replace(task, reference=None))
             together = J.output.ndim > 0 and len(J.output) == task.batch > 1 and samples_are_independent(task)
             together = together and all(n == task.batch for n in J.leading.values())
-            self._batches.append(FactoredBatch(J, columns(task, J.output, share), together, self._used_once(J)))
+            classes = J.output.shape[-1] if J.output.ndim else 1
+            sweeps = J.output.numel() if not together else J.output.numel() // task.batch
+            drawn = sweeps > PULLED and classes > 1 and task.loss != QUADRATIC_MODEL
+            if drawn:
+                task = as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS, before=before)
+                before += rows_of(task)
+                self.is_drawn = True
+            found = self._used_once(J)
+            self._batches.append(FactoredBatch(J, columns(task, J.output, share), together, drawn, found))
         held = self._batches[0].held
         for other in self._batches[1:]:
             held = [(at, one) for at, one in held if one.parameter in {x.parameter for _, x in other.held}]
@@ -191,7 +209,8 @@ class KroneckerFactors:
         J, (K, B, T, C) = batch.J, batch.columns.shape
         most = max(1, min(J.block_size, ENTRIES // J.output.numel()))
         samples: list[Any] = [slice(None)] if batch.together else list(range(B))
-        places = [(k, t, b) for k in range(K) for t in range(T) for b in samples]
+        terms: list[Any] = [slice(None)] if batch.drawn else list(range(T))
+        places = [(k, t, b) for k in range(K) for t in terms for b in samples]
         for start in range(0, len(places), most):
             some = places[start : start + most]
             rows = batch.columns.new_zeros(len(some), B, T, C)

@@ -150,23 +150,26 @@ class ProductTruth:
         damping: As in :class:`DenseTruth`.
         products: Products with A for each estimate.
         seed: Of random vectors.
+        positive: Whether A is known to have no negative eigenvalue.
 
     Attributes:
-        least: The least Ritz value of A.
+        least: The least Ritz value of A, or 0 where A is known to be positive semidefinite.
         spectral: Its largest magnitude of a Ritz value, a lower bound of the spectral norm.
         frobenius: An estimate of the Frobenius norm.
         damping: The number that is added to the diagonal.
         notes: What has not converged.
     """
 
-    def __init__(self, operator: HessianOperator, damping: float | None, products: int, seed: int) -> None:
+    def __init__(self, operator: HessianOperator, damping: float | None, products: int, seed: int, *, positive: bool) -> None:
         self.operator, self.products, self.notes = operator, products, list[str]()
         generator = torch.Generator().manual_seed(seed)
         size = operator.shape[0]
         self._start = torch.randn(size, generator=generator, dtype=torch.float64).to(operator.device, operator.torch_dtype)
         signs = torch.randint(2, (size, min(products // 2, size - 1)), generator=generator)
         self._signs = (signs.double() * 2 - 1).to(operator.device)
-        top, bottom = self._largest(operator.__matmul__, "A"), -self._largest(lambda v: -(operator @ v), "-A")
+        top, bottom = self._largest(operator.__matmul__, "A"), 0.0
+        if not positive:
+            bottom = -self._largest(lambda v: -(operator @ v), "-A")
         self.least, self.spectral = bottom, max(top, -bottom)
         if not self.spectral:
             raise InputError("approximations: the exact matrix is zero, so that no error is defined; check loss and parameters")

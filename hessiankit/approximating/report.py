@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import Tensor
 
-from hessiankit.approximating.measure import Measures
+from hessiankit.approximating.measure import Measures, Model
 from hessiankit.curvature.estimators import Estimate
 from hessiankit.curvature.plot_frame import DPI, INK, STYLE, Picture, write_picture
 from hessiankit.curvature.plots import block_norms_map, write_numbers
@@ -31,6 +31,8 @@ class Approximation:
         numbers: How many numbers it stores.
         power: Its step is (C + damping I)^-power g: 1, or 1/2 for optimizers that divide by a root.
         measures: Errors, alignment, step and condition number.
+        operator: C: ``@`` multiplies, ``.to_matrix()`` forms it; but for ``"low-rank"``, ``.mapped(f)`` is f(C), such as
+            ``.mapped(lambda v: 1 / (v + damping))`` for the damped inverse.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Approximation:
     numbers: int
     power: float
     measures: Measures
+    operator: Model = field(repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python numbers, without the errors by pair; infinite and unknown ones as None."""
