@@ -322,15 +322,15 @@ def eq49(seed: int) -> Evidence:
     printed = A / (e - 1) + B / (e**2 - 1) - square / 2
     own = log_product(A, B, torch.exp(layers(700)))  # with sigma = e^k, as the text has it
     right, corrected = log_product(A, B, torch.exp(layers(700) / 2)), A / (math.sqrt(e) - 1) + B / (e - 1)
-    second = mpmath.log(mpmath.nprod(lambda k: 1 + A * mpmath.exp(-k) + B * mpmath.exp(-2 * k), [1, 700]))
+    terms = ([mpmath.log(1 + A * mpmath.exp(-k * p) + B * mpmath.exp(-2 * k * p)) for k in range(1, 701)] for p in (1, 0.5))
     return violated(
         [math.exp(own), math.exp(right)],
         [math.exp(printed)] * 2,
         "A = B = 10; with the text's sigma = e^k and with sigma = e^(k / 2)",
         corrected=[math.exp(corrected)] * 2,
         above=10,
-        second=[math.exp(float(second)), math.exp(right)],
-        by="the first by mpmath",
+        second=[mpmath.exp(mpmath.fsum(each)) for each in terms],
+        by="mpmath",
     )
 
 

@@ -78,6 +78,7 @@ def thm1_appendix(seed: int) -> Evidence:
     bounds = [x.theorem_1_appendix().M for x in (p, q)]
     detail = f"the same points: {p.norm / bounds[0]:.3g} and {q.norm / bounds[1]:.3g}"
     at = {"printed terms, with (K, K) and (V, K)": [*sample(seed)[0].theorem_1_appendix(swapped=True)]}
+    at |= {"printed steps": [*sample(seed)[0].steps]}
     return violated([p.norm, q.norm], bounds, detail, corrected=[p.a_priori, q.a_priori], above=800, at=at)
 
 
