@@ -364,3 +364,12 @@ def test_a_wrong_formula_needs_a_second_route():
 def test_numbers_of_another_length_are_no_error_of_a_print():
     with pytest.raises(ValueError, match="numbers against"):
         show.wrong(100.0, [1.0], corrected=[1.0])
+
+
+def test_a_product_that_does_not_conform_is_shown():
+    found = show.wrong([torch.empty(0), ones], [ones, ones], corrected=[ones, ones])
+    assert "printed 1: does not conform" in found.printed_arrays()
+    assert "as printed 0" in str(found)
+    alone = show.wrong([torch.empty(0)], [ones], corrected=[ones])
+    assert "printed: does not conform" in alone.printed_arrays()
+    assert "as printed does not conform" in str(alone)
