@@ -12,10 +12,10 @@ from hessiankit.ledger.ledger_report import LedgerReport, LedgerRow
 
 HEADERS = ("row", "place", "statement", "verdict", "correct", "evidence")
 INTRODUCTION = (
-    "Statements of four papers, each with a verdict and the computation that finds it again: `hessiankit claims --run` runs all, "
-    "`hessiankit claims --show ID` prints one row with what was compared. The corrections that "
-    "matter most, paper by paper: [errata](errata/curvature-gap.md). This page is made by "
-    "`hessiankit claims --run --markdown docs/claims.md`; a test compares all but its last column with the rows."
+    "Statements of four papers, each with a verdict and the computation that finds it again: `hessiankit claims --run` "
+    "runs all, `hessiankit claims --show ID` prints one row with what was compared. The corrections that matter most, "
+    "paper by paper: [errata](errata/curvature-gap.md). Statement by statement, with formula and code: [the "
+    "papers](papers/index.md)."
 )
 MEANING = {
     "HOLDS": "the formula agrees with a route that shares nothing with it, to 1e-10 of the largest entry; an inequality is "
