@@ -132,9 +132,9 @@ def test_prints_and_pictures(tmp_path) -> None:
     json.dumps(found.to_dict(), allow_nan=False)
     one, two = tmp_path / "a.png", tmp_path / "b.png"
     found.plot(one)
-    found.plot(two)
+    picture = found.plot(two)
     assert one.read_bytes() == two.read_bytes()
-    assert len(found.plot().axes) == 4
+    assert len(picture.axes) == 4
 
 
 BAD = {

@@ -125,13 +125,13 @@ def test_a_density_integrates_to_one() -> None:
 
 
 def test_the_error_of_a_sum_over_directions_covers_it() -> None:
-    values = torch.linspace(0, 1, 300, **DOUBLE).square()
+    values = torch.linspace(0, 1, 100, **DOUBLE).square()
     A = aslinearoperator(np.diag(values.numpy()))
     hits = 0
-    for seed in range(20):
-        found = hk.spectrum(A, k=2, bottom=0, method="lanczos", directions=6, steps=8, seed=seed)
+    for seed in range(10):
+        found = hk.spectrum(A, k=1, bottom=0, method="lanczos", directions=6, steps=8, seed=seed)
         hits += abs(found.trace.value - float(values.sum())) <= found.trace.half_width
-    assert hits >= 16  # 19 of 20 are expected
+    assert hits >= 8  # 19 of 20 are expected
 
 
 def test_groups_are_diagonal_blocks(operator: HessianOperator) -> None:
@@ -268,9 +268,9 @@ def test_prints_and_pictures(operator: HessianOperator, tmp_path) -> None:
     )
     one, two = tmp_path / "a.png", tmp_path / "b.png"
     found.plot(one)
-    found.plot(two)
+    picture = found.plot(two)
     assert one.read_bytes() == two.read_bytes()
-    assert [axes.get_xscale() for axes in found.plot().axes] == ["linear", "log"]
+    assert [axes.get_xscale() for axes in picture.axes] == ["linear", "log"]
 
 
 def test_float32_operators() -> None:
