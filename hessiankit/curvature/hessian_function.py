@@ -324,7 +324,7 @@ def hessian_function(
 
     Returns:
         A callable ``f(inputs=None, target=None, *, out=None)`` that gives a :class:`~hessiankit.curvature.dense.Hessian`;
-        ``print(f)`` shows the plan. Where a plan would take more than a quarter of the free memory, or where
+        ``print(f)`` shows the plan, ``f.plan.explain(i, j)`` the terms of one block. Where a plan would take more than a quarter of the free memory, or where
         Python computes with numbers of the module, there is no plan, ``f.reason`` says why, and f calls ``hessian``.
 
     Raises:
