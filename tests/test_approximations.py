@@ -98,6 +98,26 @@ def test_kfac_and_ekfac_of_curvlinops_on_a_perceptron() -> None:
             assert error(point(module, X, target, loss=loss).model(name)[0].to_matrix(), expected) <= EXACT
 
 
+@pytest.mark.parametrize(("loss", "own", "target"), [("cross_entropy", nn.CrossEntropyLoss(), Y), ("mse", nn.MSELoss(), T)])
+def test_exact_matrices_and_inverses_of_curvlinops(loss: str, own: nn.Module, target: Tensor) -> None:
+    """Its Gauss-Newton matrix, its empirical Fisher and its KFAC's inverse with exact damping, on a perceptron."""
+    curvlinops = pytest.importorskip("curvlinops")
+    module = perceptron()
+    arguments = (module, own, list(module.parameters()), [(X, target)])
+
+    def dense(operator: Any) -> Tensor:
+        return torch.stack([operator @ e for e in torch.eye(operator.shape[0], dtype=torch.float64)], 1)
+
+    for kind, other in (("ggn", curvlinops.GGNLinearOperator), ("fisher-empirical", curvlinops.EFLinearOperator)):
+        found = hk.hessian_operator(module, X, target, loss=loss, kind=kind)
+        assert error(found.to_matrix(), dense(other(*arguments))) <= EXACT
+    kfac = curvlinops.KFACLinearOperator(*arguments, fisher_type="type-2", separate_weight_and_bias=True)
+    inverse = curvlinops.KFACInverseLinearOperator(kfac, damping=0.1, use_exact_damping=True)
+    model = point(module, X, target, loss=loss).model("kfac")[0]
+    assert isinstance(model, StructuredOperator)
+    assert error(model.mapped(lambda v: 1 / (v + 0.1)).to_matrix(), dense(inverse)) <= EXACT
+
+
 @pytest.mark.parametrize("make", [lambda: (perceptron(), X, Y), lambda: (language_model(), tokens(2, 3), tokens(2, 3, seed=5))])
 def test_ekfac_is_the_diagonal_of_the_exact_block_in_kfacs_basis(make: Any) -> None:
     module, inputs, target = make()
