@@ -324,8 +324,9 @@ def hessian_function(
 
     Returns:
         A callable ``f(inputs=None, target=None, *, out=None)`` that gives a :class:`~hessiankit.curvature.dense.Hessian`;
-        ``print(f)`` shows the plan, ``f.plan.explain(i, j)`` the terms of one block. Where a plan would take more than a quarter of the free memory, or where
-        Python computes with numbers of the module, there is no plan, ``f.reason`` says why, and f calls ``hessian``.
+        ``print(f)`` shows the plan, ``f.plan.explain(i, j)`` the terms of one block. Where a plan would take more than a quarter
+        of the free memory, or where Python computes with numbers of the module, there is no plan, ``f.reason`` says why, and f
+        calls ``hessian``.
 
     Raises:
         InputError: As :func:`hessiankit.hessian`; or several batches are given: call the function with one after the other.
