@@ -8,6 +8,11 @@ Here: eight blocks of width 64 on the bytes of Python's standard library, 240 st
 steps; the paper keeps the size, here the width is kept. A run counts as diverged that ends half a nat above its own best
 evaluation, or with no number. Left: each seed's held-out loss, a bar through the mean, and what the paper prints, nats a token
 of another model and data. Right: the two depths.
+
+What came out: nothing diverges, neither QK-Post nor Post-Norm at 29 blocks, and neither HybridNorm is among the first: ranks 8
+and 9, and 10 and 6, of sixteen in the two seeds; the lowest are Pre-Norm and Post-Pre. At 29 blocks, after 100 steps, Post-Norm
+has 2.45 and 2.44 nats a byte, Pre-Norm 2.56 and 2.57, HybridNorm 2.91 and 2.66 and HybridNorm* 2.86 and 3.23. A few hundred
+steps at width 64 are the beginning of training, where the paper's differences of 0.01 to 0.03 nats cannot be seen.
 """
 
 from __future__ import annotations
