@@ -3,7 +3,7 @@
 Each paper is a package, each chapter of it a module that reads from top to bottom like the paper. A row is a function under
 ``@claim`` that takes a seed and returns what it found, in one of the forms of ``evidence.py``; its docstring is the statement:
 
-    @claim("hybridnorm/eq14", "App. A.1, Eq. 14", "HOLDS", uses=[sandwich])
+    @claim("eq14", "App. A.1, Eq. 14", "HOLDS", uses=[sandwich])
     def eq14(seed: int) -> Evidence:
         r\"\"\"$\\partial(AWB)/\\partial W = A\\otimes B^\\top$\"\"\"
         ...
