@@ -37,7 +37,7 @@ first
 # ## Two names: a second derivative
 #
 # $W_Q$ and $W_V$ meet in attention, and again in each of the two norms above it. The result is the theorem of *Closing the
-# Curvature Gap* (Eq. 6 and 12): every norm adds one term with its slope and one with its curvature.
+# Curvature Gap* (Eq. 6 and 12): every norm adds one term with its first derivative and one with its second.
 
 # %%
 second = hk.derive(block, wrt=("query", "value"), inputs=X)
@@ -78,8 +78,8 @@ W_Q, W_V = (block.get_parameter(name).detach().clone().requires_grad_() for name
 Z = functional_call(block, dict(zip(names, (W_Q, W_V), strict=True)), (X,))
 rows = []
 for z in Z.reshape(-1):  # vec_r(Z)
-    (slope,) = torch.autograd.grad(z, W_Q, create_graph=True)
-    rows += [torch.autograd.grad(entry, W_V, retain_graph=True)[0].reshape(-1) for entry in slope.reshape(-1)]
+    (gradient,) = torch.autograd.grad(z, W_Q, create_graph=True)
+    rows += [torch.autograd.grad(entry, W_V, retain_graph=True)[0].reshape(-1) for entry in gradient.reshape(-1)]
 reference = torch.stack(rows)
 error = float((second.dense() - reference).abs().max() / reference.abs().max())
 print(f"{second.shape[0]} x {second.shape[1]}; largest difference {error:.1e} of the largest entry")

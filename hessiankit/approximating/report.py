@@ -144,7 +144,8 @@ class ApproximationsReport(Printed):
                 axis.set_xscale(scale)
                 axis.set_title(title, fontsize=8)
                 for y, value in enumerate(values):
-                    text = f"{value:.2g}" if math.isfinite(value) else "not definite" if math.isinf(value) else "unknown"
+                    number = f"{value:.0f}" if 100 <= value < 1e5 else f"{value:.2g}"
+                    text = number if math.isfinite(value) else "not definite" if math.isinf(value) else "unknown"
                     axis.annotate(text, (0.02, y), xycoords=("axes fraction", "data"), va="center", fontsize=7, color=INK)
             of = f"{NAMES[self.against]}, {self.parameters:,} parameters, damping {self.damping:.3g}"
             figure.suptitle(of, fontsize=9)
