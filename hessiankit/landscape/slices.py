@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,12 +190,10 @@ def loss_slices(
     ([2.0, 0.0, 2.0], 4.0, 1.0, False)
     """
     start = time.perf_counter()
-    low, high = span or ((-0.5, 1.5) if isinstance(along, Mapping) else (-1.0, 1.0))
+    low, high = _span(span if span is not None else (-0.5, 1.5) if isinstance(along, Mapping) else (-1.0, 1.0))
     check_name(WHO, "normalise", normalise, NORMALISED)
-    if not (math.isfinite(low) and math.isfinite(high) and low <= 0 <= high and low < high) or points < 2:
-        raise InputError(
-            f"{WHO}: span=({low}, {high}), points={points}; expected numbers on both sides of 0, and 2 points or more"
-        )
+    if points < 2:
+        raise InputError(f"{WHO}: points={points}; expected 2 or more")
     if not 0 < tolerance < 1:
         raise InputError(f"{WHO}: tolerance={tolerance}; expected a share between 0 and 1, such as 0.1")
     inputs = list(inputs) if hasattr(inputs, "__next__") else inputs
@@ -223,6 +222,13 @@ def loss_slices(
         bounded = any(over and extent == radius for extent, over in sides)
         found.append(LossSlice(name, steps, values, slope, curvature, float(d.norm()), tolerance, radius, bounded))
     return LossSlices(tuple(found), notes, time.perf_counter() - start)
+
+
+def _span(span: Any) -> tuple[float, float]:
+    real = isinstance(span, tuple | list) and len(span) == 2 and all(isinstance(t, Real) for t in span)
+    if not real or not (math.isfinite(span[0]) and math.isfinite(span[1]) and span[0] <= 0 <= span[1] and span[0] < span[1]):
+        raise InputError(f"{WHO}: span={span}; expected two numbers, one on each side of 0".replace("\n", " "))
+    return float(span[0]), float(span[1])
 
 
 class _Line:
@@ -291,7 +297,8 @@ def _directions(along: Any, task: Task) -> tuple[list[str], Tensor, tuple[str, .
     if isinstance(along, Mapping):
         d, notes = _to_checkpoint(along, task)
         return ["to the checkpoint"], d.unsqueeze(1), notes
-    if not isinstance(along, Tensor) or along.ndim not in (1, 2) or along.shape[0] != task.size or not along.is_floating_point():
+    plain = isinstance(along, Tensor) and along.layout == torch.strided and not along.is_meta and along.is_floating_point()
+    if not plain or along.ndim not in (1, 2) or along.shape[0] != task.size or not along.numel():
         seen = f"{along.dtype} of shape {tuple(along.shape)}" if isinstance(along, Tensor) else type(along).__name__
         raise InputError(
             f"{WHO}: along is {seen}; expected a vector ({task.size},), columns ({task.size}, k), a spectrum or a state dict"
@@ -306,7 +313,7 @@ def _to_checkpoint(there: Mapping[str, Any], task: Task) -> tuple[Tensor, tuple[
     here, parts = dict(task.module.state_dict()), []
     for name, x in there.items():
         if name not in here:
-            raise InputError(f"{WHO}: the checkpoint's {name!r} {not_known(name, here)}")
+            raise InputError(f"{WHO}: the checkpoint's {name!r} {not_known(str(name), here)}")
         if not isinstance(x, Tensor) or x.shape != here[name].shape:
             seen = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InputError(f"{WHO}: {name!r} of the checkpoint is {seen}, of the module {tuple(here[name].shape)}")

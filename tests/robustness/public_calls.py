@@ -58,6 +58,10 @@ def on_block(**more: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {"module": block(), "inputs": numbers(2, 3, 4), "target": numbers(2, 3, 4), "loss": "mse", **more}
 
 
+def _without_loss(**more: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"module": block(), "inputs": numbers(2, 3, 4), **more}
+
+
 def on_language(**more: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {"model": language_model(), "data": tokens(2, 4), "target": tokens(2, 4), **more}
 
@@ -96,7 +100,7 @@ def _loss_of(self: MonitorLog) -> Any:
 def _monitored(path: Path | None = None) -> dict[str, Any]:
     return {
         **on_language()(), "path": path or Path(tempfile.mkdtemp()) / "run.jsonl", "every": 1, "log_spaced": False, "sharpness": False,
-        "norms": True, "eigenvalue": False, "depth": (), "draws": 2, "seed": 0, "per": "token", "micro_batch": None, "parts": None,
+        "norms": True, "eigenvalue": False, "depth": (), "spectrum": 0, "approximations": (), "hessian": False, "share": None, "draws": 2, "seed": 0, "per": "token", "micro_batch": None, "parts": None,
         "eigenvalue_route": "auto", "eigenvalue_tol": 1e-3, "eigenvalue_products": 5, "on_error": "raise",
     }  # fmt: skip
 
@@ -154,6 +158,8 @@ PARTS_OF_MODELS = (
 COUNTS = ("huge",)
 """Values that ask for more work, not for something impossible."""
 
+SIZE = sum(p.numel() for p in block().parameters())
+
 CALLS = {
     "hessian": Call(
         hk.hessian,
@@ -208,10 +214,35 @@ CALLS = {
     "bounds": Call(hk.bounds, _renamed(on_block(), module="block"), ("bounds",)),
     "derive": Call(
         hk.derive,
-        lambda: {"block": block(), "wrt": ("query",), "inputs": None, "target": None, "loss": None, "length": 2, "seed": 0},
+        lambda: {"what": block(), "wrt": ("query",), "inputs": None, "target": None, "loss": None, "length": 2, "seed": 0},
         ("derive",),
         {"length": COUNTS},
     ),
+    "spectrum": Call(
+        hk.spectrum,
+        on_block(k=2, bottom=1, params=None, kind="ggn", directions=2, steps=4, by=None, method="products", tol=1e-3, max_products=40,
+                 seed=0, checkpoint=None, progress=False, weights=None, reduction=None),
+        ("spectrum",),
+        {"directions": COUNTS, "steps": COUNTS, "max_products": COUNTS, "checkpoint": ("text",)},
+    ),
+    "loss_slices": Call(
+        hk.loss_slices,
+        on_block(
+            along=numbers(SIZE, 1), params=None, weights=None, reduction=None, normalise="none", span=(-0.1, 0.1), points=3, tolerance=0.1,
+        ),
+        ("loss_slices",),
+        {"points": COUNTS},
+    ),
+    "approximations": Call(
+        hk.approximations,
+        on_block(
+            against="ggn", of=("diagonal", "kfac"), params=None, damping=0.1, rank=2, minibatch=1, method="dense", products=4,
+            batch_size=None, weights=None, reduction=None, seed=0, draws=1,
+        ),
+        ("approximations",),
+        {"products": COUNTS, "draws": COUNTS, "rank": COUNTS, "minibatch": COUNTS},
+    ),
+    "jacobian_operator": Call(hk.jacobian_operator, _without_loss(params=None), ("jacobian_operator",)),
     "trace_module": Call(
         hk.trace_module,
         lambda: {"function": lambda p, x: (x @ p["W"]).sum(), "parameters": {"W": numbers(2, 2)}, "inputs": (numbers(3, 2),)},

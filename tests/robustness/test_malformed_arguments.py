@@ -18,8 +18,8 @@ from hessiankit.diagnostics import depth, distributed, monitoring
 PAIRS = int(os.environ.get("FUZZ_PAIRS", "4"))
 """Random calls with two wrong arguments, for each function; more in a longer search."""
 RESULTS = {
-    "BlockTypes", "BoundsReport", "CheckReport", "CheckRow", "CurvatureDiagonal", "DepthReport", "Derivation", "Estimate", "Forecast",
-    "FrobeniusNorms", "Hessian", "HessianOperator", "HessiankitError", "InputError", "Ledger", "LedgerReport", "OutOfMemoryError",
+    "BlockTypes", "BoundsReport", "CheckReport", "CheckRow", "ConvergenceError", "CurvatureDiagonal", "DepthReport", "Derivation", "Estimate", "Forecast",
+    "FrobeniusNorms", "Hessian", "HessianOperator", "HessiankitError", "InputError", "JacobianOperator", "Ledger", "LedgerReport", "OutOfMemoryError",
     "ScalarEstimates", "SharpnessReport", "Trace", "TraceError",
 }  # fmt: skip
 """Public names that are made by the library, not by its user."""
