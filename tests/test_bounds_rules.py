@@ -239,3 +239,13 @@ def test_sizes_and_drift_of_a_norm_with_gain_are_attained(layernorm):
     gain = BoundedParameter("g", flat[0], 0.25)
     still, one = (gain_and_shift(norm(constant(rows), layernorm=False, eps=0.0), gain, None) for rows in (flat, peaked))
     assert still.drift == one.drift == pytest.approx(0.25 * math.sqrt(2), rel=1e-9)
+
+
+def test_a_shift_along_a_row_attains_the_longest_row():
+    X = constant(torch.tensor([[3.0, 4.0], [0.0, 1.0]], dtype=torch.float64))
+    Y = affine(
+        X,
+        BoundedParameter("W", torch.eye(2, dtype=torch.float64), 0.0),
+        BoundedParameter("b", torch.tensor([6.0, 8.0], dtype=torch.float64), 0.5),
+    )
+    assert Y.row == pytest.approx(5.0 + 10.5, rel=1e-9)
