@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.approximating.approximations import Point
-from hessiankit.approximating.kronecker import KroneckerFactors
-from hessiankit.approximating.structures import LowRankPlusDiagonal, StructuredOperator
+from hessiankit.curvature.kronecker import KroneckerFactors
+from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
 from hessiankit.engine.problem.batches import gather
 
 EXACT = 1e-10
@@ -258,10 +258,10 @@ def test_drawn_labels_tend_to_the_exact_factors(monkeypatch: pytest.MonkeyPatch)
     module, x = randomised(SequenceModel()), draw(2, 3, 3)
     labels = torch.tensor([[0, 2, -100], [1, -100, 2]])
     exact = point(module, x, labels).model("kfac")[0].to_matrix()
-    monkeypatch.setattr("hessiankit.approximating.kronecker.PULLED", 0)
+    monkeypatch.setattr("hessiankit.curvature.kronecker.PULLED", 0)
     errors = []
     for draws in (16, 4096):
-        monkeypatch.setattr("hessiankit.approximating.kronecker.DRAWS", draws)
+        monkeypatch.setattr("hessiankit.curvature.kronecker.DRAWS", draws)
         at = point(module, x, labels)
         assert at.factors.is_drawn
         errors.append(float((at.model("kfac")[0].to_matrix() - exact).norm() / exact.norm()))

@@ -11,10 +11,10 @@ from operator_cases import T, X, block, error
 from scipy.sparse.linalg import aslinearoperator
 
 import hessiankit as hk
-from hessiankit.approximating.kronecker import KroneckerFactors
-from hessiankit.approximating.structures import StructuredOperator
+from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.solving import solve
+from hessiankit.curvature.structures import StructuredOperator
 from hessiankit.engine.problem.batches import gather
 from hessiankit.studies.images import load_images
 

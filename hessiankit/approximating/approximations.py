@@ -14,14 +14,14 @@ import torch
 from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 
-from hessiankit.approximating.kronecker import DRAWS, KroneckerFactors
 from hessiankit.approximating.measure import DenseTruth, Model, ProductTruth
 from hessiankit.approximating.optimizers import MiniBatchMoments, sample_gradients
 from hessiankit.approximating.report import Approximation, ApproximationsReport
-from hessiankit.approximating.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.curvature.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.suboperators import positions
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import KINDS

@@ -11,10 +11,10 @@ from scipy.linalg import LinAlgError, eigh
 from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
-from hessiankit.approximating.structures import LowRankPlusDiagonal, StructuredOperator
 from hessiankit.curvature.dense import spectral_norm
 from hessiankit.curvature.estimators import Estimate, half_width, leave_one_out
 from hessiankit.curvature.operator import HessianOperator
+from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
 from hessiankit.support.errors import InputError
 from hessiankit.support.lanczos import lanczos
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hessiankit.approximating.structures import Structure, dense_block, diagonal, kronecker_block
 from hessiankit.curvature.jacobian import JacobianOperator
+from hessiankit.curvature.structures import Structure, dense_block, diagonal, kronecker_block
 from hessiankit.engine.problem.own_call import own_loss
 from hessiankit.engine.problem.task import Task
 

@@ -24,6 +24,8 @@ __version__ = "0.1.0"
 
 
 MOVED = {
+    "approximating.kronecker": "curvature.kronecker",
+    "approximating.structures": "curvature.structures",
     "data": "studies.images",
     "depth": "diagnostics.depth",
     "derivation": "formulas",
@@ -67,8 +69,8 @@ class MovedFinder(MetaPathFinder, Loader):
 
 def _new_name(name: str) -> str:
     package, _, rest = name.partition(".")
-    old, dot, inner = rest.partition(".")
-    return f"{package}.{MOVED[old]}{dot}{inner}" if package == "hessiankit" and old in MOVED else ""
+    old = next((old for old in MOVED if f"{rest}.".startswith(f"{old}.")), None)
+    return f"{package}.{MOVED[old]}{rest[len(old) :]}" if package == "hessiankit" and old else ""
 
 
 def names_for_type_checkers(path: str) -> dict[str, str]:

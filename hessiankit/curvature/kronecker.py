@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hessiankit.approximating.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
 from hessiankit.curvature.jacobian import JacobianOperator
+from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
 from hessiankit.engine.problem.fisher import as_gauss_newton, rows_of
