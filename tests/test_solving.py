@@ -11,11 +11,8 @@ from operator_cases import T, X, block, error
 from scipy.sparse.linalg import aslinearoperator
 
 import hessiankit as hk
-from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.solving import solve
-from hessiankit.curvature.structures import StructuredOperator
-from hessiankit.engine.problem.batches import gather
 from hessiankit.studies.images import load_images
 
 
@@ -98,18 +95,43 @@ def test_preconditioners_save_products() -> None:
         assert error(found.x, inverse @ b) < 1e-6
 
 
-def test_kfac_as_preconditioner() -> None:
+@pytest.mark.parametrize("name", ["diagonal", "kfac", "ekfac"])
+def test_preconditioners_by_name(name: str) -> None:
     images = load_images("digits", dtype=torch.float64).first(60)
     x, y = images.images.reshape(60, -1)[:, 20:44], images.labels
     torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(24, 4), torch.nn.Tanh(), torch.nn.Linear(4, 10)).double()
-    G = hk.hessian_operator(module, x, y, loss="cross_entropy", kind="ggn")
-    parts = KroneckerFactors(*gather(module, x, y, "cross_entropy", None)).kfac()
-    kfac = StructuredOperator(G.shape[0], parts, torch.float64, torch.device("cpu"))
-    plain = G.solve(G.gradient, damping=1e-3, tol=1e-9)
-    found = G.solve(G.gradient, damping=1e-3, tol=1e-9, preconditioner=kfac.mapped(lambda values: 1 / (values + 1e-3)))
+    module = torch.nn.Sequential(torch.nn.Linear(24, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 10)).double()
+    halves = [(x[:40], y[:40]), (x[40:], y[40:])]
+    G = hk.hessian_operator(module, halves, loss="cross_entropy", kind="ggn")
+    known = hk.approximations(module, x, y, loss="cross_entropy", against="ggn", of=[name])[name].operator.to_matrix()
+    C = G.approximation(name)
+    assert C is G.approximation(name)
+    assert error(C.to_matrix(), known) < 1e-12
+    eye = torch.eye(len(known), dtype=torch.float64)
+    assert error(C.inverse(1e-3).to_matrix(), torch.linalg.inv(known + 1e-3 * eye)) < 1e-10
+    found = G.solve(G.gradient, damping=1e-3, tol=1e-11, preconditioner=name)
     assert found.converged
-    assert error(found.x, plain.x) < 1e-6
+    assert error(found.x, exact(G, 1e-3, G.gradient)) < 1e-8
+
+
+def test_kfac_of_a_deep_linear_network_leaves_one_product_a_block() -> None:
+    """KFAC's blocks are exact there under squared error, so that only the coupling between blocks is left to iterate on."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 4, bias=False)).double()
+    x = torch.randn(50, 6, dtype=torch.float64) * torch.tensor([1.0, 3.0, 10.0, 30.0, 100.0, 300.0], dtype=torch.float64)
+    G = hk.hessian_operator(module, x, torch.randn(50, 4, dtype=torch.float64), kind="ggn")
+    plain, found = (G.solve(G.gradient, damping=1e-6, preconditioner=one, tol=1e-6) for one in (None, "kfac"))
+    assert found.converged
+    assert 2 * found.products < plain.products
+
+
+def test_an_operator_whose_parameters_have_moved_builds_nothing() -> None:
+    module = block()
+    shared = hk.hessian_operator(module, X, T, snapshot=False)
+    with torch.no_grad():
+        next(module.parameters()).add_(1.0)
+    with pytest.raises(hk.InputError, match="has been given other values since"):
+        shared.approximation("diagonal")
 
 
 def test_a_singular_system_that_has_solutions_and_one_that_has_none(G: HessianOperator, b: torch.Tensor) -> None:
@@ -163,6 +185,8 @@ BAD = {
     "diagonal": (lambda H, b: H.solve(b, preconditioner=b[1:]), r"preconditioner has shape \(87,\)"),
     "preconditioner": (lambda H, b: H.solve(b, preconditioner=3), "preconditioner is int"),
     "lsmr": (lambda H, b: H.solve(b, preconditioner=b, method="lsmr"), "takes no preconditioner"),
+    "name": (lambda H, b: H.solve(b, preconditioner="kfc"), "preconditioner='kfc' is not known"),
+    "name for a block": (lambda H, b: H.block_diagonal().solve(b, preconditioner="kfac"), "is a BlockDiagonalOperator; take"),
     "operator": (lambda H, b: solve(H.to_matrix(), b), "operator is Tensor"),
     "rectangle": (lambda H, b: solve(H["norm_1.weight", "attention.W_Q"], b), "operator is 4 x 8"),
 }

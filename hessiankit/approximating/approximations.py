@@ -19,7 +19,7 @@ from hessiankit.approximating.optimizers import MiniBatchMoments, sample_gradien
 from hessiankit.approximating.report import Approximation, ApproximationsReport
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.evaluation import Evaluation
-from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors
+from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors, completed
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.suboperators import positions
@@ -243,8 +243,6 @@ class Point:
     @cached_property
     def factors(self) -> KroneckerFactors:
         """Kronecker factors of weights and biases."""
-        if not all(isinstance(task.loss, str) for task in self.tasks):
-            raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
         return KroneckerFactors(self.tasks, self.shares, seed=self.options["seed"])
 
     @cached_property
@@ -271,8 +269,8 @@ class Point:
             "tensor": lambda: self._blocks({n: n for n in self.slices}),
             "layer": lambda: self._blocks(self._groups(lambda part: part.layer)),
             "type": lambda: self._blocks(self._groups(lambda part: part.type)),
-            "kfac": lambda: self._completed(self.factors.kfac()),
-            "ekfac": lambda: self._completed(self.factors.ekfac()),
+            "kfac": lambda: completed(self.factors.kfac(), self.size, lambda: self._outer_diagonal),
+            "ekfac": lambda: completed(self.factors.ekfac(), self.size, lambda: self._outer_diagonal),
             "adam": lambda: self.moments.adam(),
             "shampoo": lambda: self.moments.shampoo(),
             "muon": lambda: self.moments.muon(),
@@ -298,16 +296,6 @@ class Point:
             if part.parameter in self.slices:
                 found.setdefault(str(key(part)), []).append(part.name)
         return found
-
-    def _completed(self, structures: list[Structure]) -> list[Structure]:
-        """Add the exact diagonal of the entries without factors; that of the Gauss-Newton matrix, as the factors are."""
-        if not structures:
-            raise InputError("no weight or bias occurs just once, so that there are no Kronecker factors")
-        covered = torch.zeros(self.size, dtype=torch.bool, device=self.device)
-        for part in structures:
-            covered[part.at] = True
-        left = (~covered).nonzero()[:, 0]
-        return [*structures, diagonal(left, self._outer_diagonal[left])] if len(left) else structures
 
     @cached_property
     def _outer_diagonal(self) -> Tensor:

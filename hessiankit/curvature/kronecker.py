@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from hessiankit.curvature.jacobian import JacobianOperator
-from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
+from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, diagonal, kronecker_block
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
 from hessiankit.engine.problem.fisher import as_gauss_newton, rows_of
 from hessiankit.engine.problem.loss_trace import samples_are_independent
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.sites import Site, find_sites
+from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace
 
 ENTRIES = 2**23
@@ -141,6 +142,8 @@ class KroneckerFactors:
     """
 
     def __init__(self, tasks: Sequence[Task], shares: Sequence[float], *, seed: int = 0) -> None:
+        if not all(isinstance(task.loss, str) for task in tasks):
+            raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
         self.is_drawn, before = False, 0
         self.slices = tasks[0].slices
         self.weights: list[LayerFactors] = []
@@ -246,6 +249,26 @@ class KroneckerFactors:
                         groups = batch.J.leading[at] if batch.together else 1
                         total += _squares(part, one, bars[at].reshape(len(bars[at]), groups, -1, bars[at].shape[-1]))
         return [replace(part, values=total) for part, total in zip(kfac, squares, strict=True)]
+
+
+def completed(structures: list[Structure], size: int, whole: Callable[[], Tensor]) -> list[Structure]:
+    """Return Kronecker structures and the diagonal of the entries without factors.
+
+    Args:
+        structures: Of the entries that have factors.
+        size: Of the whole matrix.
+        whole: Makes the diagonal of the Gauss-Newton matrix, (size,), where there are other entries.
+
+    Raises:
+        InputError: There are no factors.
+    """
+    if not structures:
+        raise InputError("no weight or bias occurs just once, so that there are no Kronecker factors")
+    covered = torch.zeros(size, dtype=torch.bool, device=structures[0].values.device)
+    for part in structures:
+        covered[part.at] = True
+    left = (~covered).nonzero()[:, 0]
+    return [*structures, diagonal(left, whole()[left])] if len(left) else structures
 
 
 def _squares(part: Structure, one: ParameterJacobian, g: Tensor) -> Tensor:

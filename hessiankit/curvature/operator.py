@@ -6,7 +6,8 @@ one sweep forward and one sweep back for a whole block of vectors, through whate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -14,19 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hessiankit.curvature.solving import SymmetricOperator
+from hessiankit.curvature.kronecker import KroneckerFactors, completed
+from hessiankit.curvature.solving import PRECONDITIONERS, SymmetricOperator
+from hessiankit.curvature.structures import Structure, StructuredOperator, diagonal
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY
+from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
 from hessiankit.engine.problem.batches import Weights, requests, shares
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
 from hessiankit.engine.problem.task import Loss, Params, Task
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import one_at_a_time, without_autocast
 
 WHO = "hessian_operator"
+MOST = 1000  # products that take as long as the diagonal of an approximation may
 
 
 class HessianOperator(SymmetricOperator):
@@ -53,16 +58,19 @@ class HessianOperator(SymmetricOperator):
 
     def __init__(
         self,
-        task: Task,
+        tasks: Sequence[Task],
         batches: list[Batch],
         weights: list[float],
         kind: str,
         block_size: int | None,
     ) -> None:
+        task = tasks[0]
         super().__init__((task.size, task.size), task.dtype, task.device)
         self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
         self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
         self._batches, self._weights, self.handshake = batches, weights, task.reference is not None
+        self._tasks = [replace(task, reference=None) for task in tasks]
+        self._approximations: dict[str, StructuredOperator] = {}
         self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
@@ -143,6 +151,48 @@ class HessianOperator(SymmetricOperator):
         """
         chosen = {name: name for name in self.names} if groups is None else groups
         return BlockDiagonalOperator(self, {n: positions(WHO, of, self.shapes, self.slices) for n, of in chosen.items()})
+
+    @one_at_a_time
+    def approximation(self, name: str) -> StructuredOperator:
+        """Return an approximation C of the matrix by name, built at the operator's point at the first call and kept.
+
+        ``"diagonal"`` is the exact diagonal. ``"kfac"`` and ``"ekfac"`` are those of :func:`hessiankit.approximations`, of the
+        Gauss-Newton part where ``kind="hessian"``; what has no factors has its exact diagonal. ``.inverse(damping)`` of it is
+        what ``solve(b, damping=damping, preconditioner=name)`` takes.
+
+        Raises:
+            InputError: It cannot be made for this loss or module, or the exact diagonal takes longer than 1000 products.
+
+        KFAC of one linear layer is its Hessian 2/(L d_out) X^T X (x) I:
+
+        >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+        >>> H = hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+        >>> [[round(v, 9) for v in row] for row in H.approximation("kfac").to_matrix().tolist()]
+        [[2.0, 2.0], [2.0, 4.0]]
+        """
+        check_name(WHO, "approximation", name, PRECONDITIONERS)
+        if name not in self._approximations:
+            self._tasks[0].state.check_shared("HessianOperator")
+            if name == "diagonal":
+                every = torch.arange(self.shape[0], device=self.device)
+                parts: list[Structure] = [diagonal(every, self._diagonal(gauss_newton=self.kind != "hessian"))]
+            else:
+                factors = KroneckerFactors(self._tasks, self._weights)
+                parts = completed(getattr(factors, name)(), self.shape[0], lambda: self._diagonal(gauss_newton=True))
+            self._approximations[name] = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
+        return self._approximations[name]
+
+    def _diagonal(self, *, gauss_newton: bool) -> Tensor:
+        found = DiagonalSum(WHO, self._tasks, self._weights, None, None, MOST)
+        try:
+            found.run(gauss_newton=gauss_newton)
+        except TooCostly as error:
+            raise InputError(
+                f"{WHO}: the exact diagonal would take as long as about {error.products:,.0f} products, more than {MOST:,}; pass "
+                "the result of hessian_diagonal(..., method='auto') as preconditioner, or fewer params=[...]"
+            ) from None
+        return found.entries.data
 
     def _test_symmetry(self, rows: Tensor, found: Tensor) -> None:
         """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?
@@ -285,7 +335,7 @@ def hessian_operator(
     check_options(loss, kind, block_size, seed, draws)
     check_memory_options(recompute, micro_batch)
     lean = recompute is not None or micro_batch is not None or _is_large(module)
-    task, batches, counts = linearised(
+    tasks, batches, counts = linearised(
         module,
         data,
         target,
@@ -302,9 +352,9 @@ def hessian_operator(
         micro_batch=micro_batch,
     )
     if all(isinstance(batch, Constant) for batch in batches):
-        names = ", ".join(map(repr, task.parameters))
+        names = ", ".join(map(repr, tasks[0].parameters))
         raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
-    return HessianOperator(task, batches, shares(counts, loss, reduction), kind, block_size)
+    return HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size)
 
 
 @one_at_a_time
@@ -324,8 +374,9 @@ def linearised(
     share: bool = False,
     recompute: Recompute = None,
     micro_batch: int | None = None,
-) -> tuple[Task, list[Batch], list[float]]:
-    """Return the last request, and every batch linearised with its count; arguments as in :func:`hessian_operator`."""
+) -> tuple[list[Task], list[Batch], list[float]]:
+    """Return the requests, and every batch linearised with its count; arguments as in :func:`hessian_operator`."""
+    tasks: list[Task] = []
     batches: list[Batch] = []
     counts: list[float] = []
     made = requests(
@@ -333,12 +384,12 @@ def linearised(
     )
     before = 0
     for given, count in made:
-        task = as_gauss_newton(given, kind, seed=seed, draws=draws, before=before)
-        before += rows_of(task)
+        tasks.append(as_gauss_newton(given, kind, seed=seed, draws=draws, before=before))
+        before += rows_of(tasks[-1])
         with torch.no_grad():
-            batches.append(linearise(task, gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
+            batches.append(linearise(tasks[-1], gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
         counts.append(count)
-    return task, batches, counts
+    return tasks, batches, counts
 
 
 def check_options(loss: Loss, kind: str, block_size: int | None, seed: int = 0, draws: int = 1) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hessiankit.curvature.structures import StructuredOperator
+from hessiankit.curvature.structures import diagonal as diagonal_matrix
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import ConvergenceError, InputError, check_name
@@ -22,6 +24,7 @@ from hessiankit.support.lanczos import RitzValue, lanczos
 from hessiankit.support.tables import Piece, Printed
 
 METHODS = ("auto", "cg", "minres", "lsmr")
+PRECONDITIONERS = ("diagonal", "kfac", "ekfac")
 TOLERANCE = {torch.float64: 1e-8}
 """Of the residual, by dtype; 1e-4 for others."""
 LOWEST = 60  # products with the matrix for its most negative Ritz value
@@ -152,8 +155,9 @@ def solve(
         method: ``"cg"``, for a positive definite matrix; ``"minres"``, for any symmetric one; ``"lsmr"``, least squares, the
             shortest of all solutions where there are many, two products a step; ``"auto"``: "cg", and "minres" from the beginning
             where that meets a direction p with <p, (H + damping I) p> <= 0.
-        preconditioner: The diagonal of H, (P,), or a result with it as ``.flat``, as that of
-            :func:`hessiankit.hessian_diagonal`: the inverse of |diagonal| + damping is taken. Or an approximation of
+        preconditioner: ``"diagonal"``, ``"kfac"`` or ``"ekfac"``: the damped inverse of that
+            :meth:`hessiankit.HessianOperator.approximation`. Or the diagonal of H, (P,), or a result with it as ``.flat``, as
+            of :func:`hessiankit.hessian_diagonal`: the inverse of |diagonal| + damping is taken. Or an approximation of
             (H + damping I)^-1, symmetric and positive definite: an operator, or a function v (P,) -> tensor (P,). Not for "lsmr".
         tol: Of |b - (H + damping I) x| / |b|; by default 1e-8, in float32 1e-4.
         max_products: For each right-hand side. Where they run out, the last iterate is returned with its residual.
@@ -295,14 +299,21 @@ def _preconditioner(operator: TensorOperator, given: Any, damping: float) -> Cal
     """Return v -> M v in NumPy, or None."""
     if given is None:
         return None
-    size = operator.shape[0]
+    size, dtype = operator.shape[0], operator.torch_dtype
+    if isinstance(given, str):
+        check_name("solve", "preconditioner", given, PRECONDITIONERS)
+        if not hasattr(operator, "approximation"):
+            raise InputError(
+                f"solve: preconditioner={given!r} needs the operator of a module, and this one is a {type(operator).__name__}; "
+                "take hessian_operator(..., params=[...])"
+            )
+        given = operator.approximation(given).inverse(damping)
     diagonal = given if isinstance(given, Tensor) else getattr(given, "flat", None)
     if isinstance(diagonal, Tensor):
         if diagonal.shape != (size,) or not bool(torch.isfinite(diagonal).all()):
             raise InputError(f"solve: preconditioner has shape {tuple(diagonal.shape)}; expected a finite diagonal ({size},)")
-        scale = (diagonal.detach().double().abs() + damping).cpu().numpy()
-        scale = 1 / np.maximum(scale, (scale.max() or 1.0) * float(torch.finfo(operator.torch_dtype).eps) ** 0.5)
-        return lambda v: scale * v.reshape(-1)
+        entries = diagonal_matrix(torch.arange(size, device=operator.device), diagonal.detach().to(operator.device, dtype))
+        given = StructuredOperator(size, [entries], dtype, operator.device).inverse(damping)
     apply = given.__matmul__ if hasattr(given, "shape") and hasattr(given, "__matmul__") else given
     if not callable(apply) or tuple(getattr(given, "shape", (size, size))) != (size, size):
         seen = tuple(given.shape) if hasattr(given, "shape") else type(given).__name__

@@ -141,6 +141,16 @@ class StructuredOperator(TensorOperator):
             found.append(DiagonalBlock(self.rest, function(zeros), 0))
         return StructuredOperator(self.shape[0], found, self.torch_dtype, self.device)
 
+    def inverse(self, damping: float = 0.0) -> StructuredOperator:
+        """Return (|A| + damping I)^-1, |A| with the magnitudes of the eigenvalues, never below sqrt(eps) of the largest.
+
+        >>> A = StructuredOperator(2, [diagonal(torch.arange(2), torch.tensor([3.0, -1.0]))], torch.float32, torch.device("cpu"))
+        >>> A.inverse(damping=1.0).to_matrix().tolist()
+        [[0.25, 0.0], [0.0, 0.5]]
+        """
+        least = ((self.largest + damping) or 1.0) * torch.finfo(self.torch_dtype).eps ** 0.5
+        return self.mapped(lambda values: 1 / (values.abs() + damping).clamp(min=least))
+
     @property
     def largest(self) -> float:
         """The largest magnitude of an eigenvalue."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -54,10 +54,14 @@ class DistributedOperator(HessianOperator):
         self.ranks = ranks
         held = batches or [_Nothing(task)]
         most = max(ranks.gather(max(batch.bytes_per_vector for batch in held)))
-        super().__init__(task, held, weights or [0.0], kind, block_size or max(1, WORKSPACE // most))
+        super().__init__([task], held, weights or [0.0], kind, block_size or max(1, WORKSPACE // most))
         self.loss = math.fsum(ranks.gather(float(self.loss)))
         _ = self.gradient, self.symmetry_error  # all ranks take part; later one may read them alone
         self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
+
+    def approximation(self, name: str) -> NoReturn:
+        """Refuse: an approximation of all ranks' matrix is not built here."""
+        raise InputError(f"{WHO}: {name!r} is built by one process; pass a diagonal, an operator or a function as preconditioner")
 
     def _product(self, vectors: Tensor) -> Tensor:
         self._check_same(vectors)
@@ -151,14 +155,14 @@ def hessian_operator(
     check_same_tensors(ranks, {n: x for n, x in module.named_parameters() if n not in chosen}, "constant parameter")
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
 
-    def own() -> tuple[Task, list[Batch], list[float]]:
+    def own() -> tuple[list[Task], list[Batch], list[float]]:
         pairs, counts = _counting(data, target, loss, weights)
         if not pairs:
-            return Task(module, (), None, loss, dict(chosen), ModuleState(module)), [], []
+            return [Task(module, (), None, loss, dict(chosen), ModuleState(module))], [], []
         several = iter(pairs) if loss is not None else (inputs for inputs, _ in pairs)
         return linearised(module, several, None, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction)
 
-    task, linearisations, counts = ranks.together(own)
+    tasks, linearisations, counts = ranks.together(own)
     held = ranks.gather((counts, any(not isinstance(batch, Constant) for batch in linearisations)))
     terms = math.fsum(count for its, _ in held for count in its)
     if not terms:
@@ -167,7 +171,7 @@ def hessian_operator(
         raise InputError(f"{WHO}: none of the parameters has an effect on the loss; the module does not use them")
     if (reduction or known_reduction(loss)) != "sum":
         counts = [count / terms for count in counts]
-    return ranks.together(lambda: DistributedOperator(ranks, task, linearisations, counts, kind, block_size))
+    return ranks.together(lambda: DistributedOperator(ranks, tasks[0], linearisations, counts, kind, block_size))
 
 
 def _check(loss: Loss, kind: str, block_size: int | None, weights: Weights, reduction: str | None, size: int) -> None:
