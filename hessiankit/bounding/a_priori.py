@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
 from hessiankit.blocks.attention import rotate
 from hessiankit.blocks.norms import norm_of
+from hessiankit.blocks.parts import BlockParts
 from hessiankit.bounding.rules import (
     ACTIVATION_CONSTANTS,
     Bounded,
@@ -92,8 +93,7 @@ def a_priori(
     """
     parts = _BoundedParts(block, radius)
     try:
-        given = constant(X.detach().double())
-        Z = parts.attention(given) if isinstance(block, Attention) else block.equation(parts, given)
+        Z = parts(constant(X.detach().double()))
     except ZeroScaleError as error:
         raise InputError(f"bounds: in {parts.at}, {error}") from error
     names = tuple(name for name, _ in block.named_parameters())
@@ -151,92 +151,53 @@ def _on_a_sphere(Z: Bounded, sphere: Sphere, T: Tensor, names: tuple[str, ...]) 
     return _matrix(names, entry)
 
 
-class _BoundedParts:
+class _BoundedParts(BlockParts):
     """A block's parts, on bounded values."""
 
     def __init__(self, block: TransformerBlock | Attention, radius: float | Mapping[str, float]) -> None:
-        self.block, self.radius, self.at = block, radius, "the block"
-        self.named = dict(block.named_parameters())
-        self.prefix = "" if isinstance(block, Attention) else "attention."
-        self.part: Attention = block if isinstance(block, Attention) else block.attention
+        radii = radius if isinstance(radius, Mapping) else dict.fromkeys((name for name, _ in block.named_parameters()), radius)
+        balls = {n: BoundedParameter(n, p.detach().double(), radii.get(n, 0.0)) for n, p in block.named_parameters()}
+        super().__init__(block, balls)
+        self.at = "the block"
 
-    def attention(self, X: Bounded) -> Bounded:
-        """Self-attention."""
-        part = self.part
-        Q = self._projected("Q", X, part.n_heads)
-        K = self._projected("K", X, part.n_kv_heads)
-        V = self._projected("V", X, part.n_kv_heads)
+    def mixed(self, Q: Bounded, K: Bounded, V: Bounded) -> Bounded:
+        part, context = self.part, self._context(Q.centre, K.centre, V.centre)
         if part.rotary:  # each row by its own angle: rows keep their lengths, but equal keys part and others may line up
             Q, K = replace(Q, spectral=Q.frobenius), replace(K, spectral=K.frobenius, diameter=math.inf)
         scale, groups = 1 / math.sqrt(part.d_k), part.n_heads // part.n_kv_heads
-        C = mixed(Q, K, V, scale, self._context(Q, K, V), heads=part.n_heads, groups=groups)
-        C = self._inner("c", C, part.n_heads)
-        return C if part.W_O is None else self._affine(C, f"{self.prefix}W_O", f"{self.prefix}b_O")
+        return mixed(Q, K, V, scale, context, heads=part.n_heads, groups=groups)
 
-    def feedforward(self, Y: Bounded) -> Bounded:
-        """The feed-forward network."""
-        assert isinstance(self.block, TransformerBlock)
-        part = self.block.feedforward
-        U = self._affine(Y, "feedforward.W_1", "feedforward.b_1")
-        if part.W_G is not None:
-            G = self._affine(Y, "feedforward.W_G", "feedforward.b_G")
-            H = hadamard(activation(G, "silu", torch.nn.functional.silu(G.centre)), U)
-        elif part.activation in ACTIVATION_CONSTANTS:
-            H = activation(U, part.activation, ACTIVATIONS[part.activation](U.centre))
-        else:
-            raise InputError(f"bounds: the activation {part.activation!r} has no a-priori constants")
-        return self._affine(H, "feedforward.W_2", "feedforward.b_2")
+    def activation(self, X: Bounded, kind: str) -> Bounded:
+        if kind not in ACTIVATION_CONSTANTS:
+            raise InputError(f"bounds: the activation {kind!r} has no a-priori constants")
+        return activation(X, kind, ACTIVATIONS[kind](X.centre))
 
-    def __getattr__(self, name: str) -> Any:
-        part = getattr(self.__dict__["block"], name)
-        if isinstance(part, nn.Parameter):
-            return self._parameter(name)
-        if isinstance(part, nn.Module):
-            return lambda X: self._norm(X, part, name)
-        return part
+    def gated(self, G: Bounded, U: Bounded) -> Bounded:
+        return hadamard(activation(G, "silu", torch.nn.functional.silu(G.centre)), U)
 
-    def _parameter(self, name: str) -> BoundedParameter | None:
-        radius = self.radius.get(name, 0.0) if isinstance(self.radius, Mapping) else float(self.radius)
-        found = self.named.get(name)
-        return None if found is None else BoundedParameter(name, found.detach().double(), radius)
+    def affine(self, X: Bounded, prefix: str, letter: str) -> Bounded:
+        return affine(X, self.arrays[f"{prefix}W_{letter}"], self.arrays.get(f"{prefix}b_{letter}"))
 
-    def _affine(self, X: Bounded, weight: str, bias: str) -> Bounded:
-        W = self._parameter(weight)
-        assert W is not None
-        return affine(X, W, self._parameter(bias))
+    def split(self, X: Bounded, heads: int) -> Bounded:
+        return split(X, heads)
 
-    def _projected(self, letter: str, X: Bounded, heads: int) -> Bounded:
-        return self._inner(letter.lower(), self._affine(X, f"{self.prefix}W_{letter}", f"{self.prefix}b_{letter}"), heads)
+    def merge(self, X: Bounded, heads: int) -> Bounded:
+        return merge(X, heads)
 
-    def _inner(self, letter: str, X: Bounded, heads: int) -> Bounded:
-        part = getattr(self.part, f"norm_{letter}")
-        if part is None:
-            return X
-        name = f"{self.prefix}norm_{letter}"
-        if self.part.norm_scope == "full":
-            return self._norm(X, part, name)
-        return merge(self._norm(split(X, heads), part, name), heads)
-
-    def _norm(self, X: Bounded, part: nn.Module, name: str) -> Bounded:
+    def norm(self, X: Bounded, part: nn.Module, name: str) -> Bounded:
         self.at = name
         like = next(part.parameters(), X.centre)
         kind, groups, eps = norm_of(part, like.dtype)
-        gain, shift = self._parameter(f"{name}.weight"), self._parameter(f"{name}.bias")
+        gain, shift = self.arrays.get(f"{name}.weight"), self.arrays.get(f"{name}.bias")
         bare = norm(split(X, groups), layernorm=kind == "layernorm", eps=eps)
         out = gain_and_shift(merge(bare, groups), gain, shift)
         return replace(out, centre=part(X.centre.to(like)).double().detach(), jacobian_row=out.jacobian_row if groups > 1 else {})
 
-    def _context(self, Q: Bounded, K: Bounded, V: Bounded) -> Tensor:
+    def _context(self, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
         part = self.part
-
-        def heads(Y: Tensor, n: int) -> Tensor:
-            return Y.unflatten(-1, (n, -1)).transpose(0, 1)  # (heads, L, width)
-
-        q, k, v = heads(Q.centre, part.n_heads), heads(K.centre, part.n_kv_heads), heads(V.centre, part.n_kv_heads)
+        heads = ((Q, part.n_heads), (K, part.n_kv_heads), (V, part.n_kv_heads))
+        q, k, v = (Y.unflatten(-1, (n, -1)).transpose(0, 1) for Y, n in heads)  # (heads, L, width)
         if part.rotary:
             q, k = rotate(q, part.rotary_theta), rotate(k, part.rotary_theta)
-        repeats = part.n_heads // part.n_kv_heads
-        logits = q @ k.repeat_interleave(repeats, 0).mT / math.sqrt(part.d_k)
-        if part.causal:
-            logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-        return (torch.softmax(logits, -1) @ v.repeat_interleave(repeats, 0)).transpose(0, 1).flatten(1)
+        context = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=part.causal, enable_gqa=True)
+        return context.transpose(0, 1).flatten(1)

@@ -11,23 +11,21 @@ at h = 1e-25, which leaves some 25 digits. Only if this lower bound exceeds the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mpmath
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from derivations.rotary import angles
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.blocks.norms import norm_of
+from hessiankit.blocks.parts import Array, BlockParts
 from hessiankit.bounding.problems import BoundProblem
 
 DIGITS, STEP = 80, "1e-25"
-Array = Any
-"""An ndarray of mpf."""
 
-_exp, _tanh, _erf, _sqrt = (np.frompyfunc(f, 1, 1) for f in (mpmath.exp, mpmath.tanh, mpmath.erf, mpmath.sqrt))
+_exp, _tanh, _erf = (np.frompyfunc(f, 1, 1) for f in (mpmath.exp, mpmath.tanh, mpmath.erf))
 _positive = np.frompyfunc(lambda x: max(x, mpmath.mpf(0)), 1, 1)
 
 
@@ -87,8 +85,7 @@ def _loss(problem: BoundProblem) -> Callable[[Array], Any]:
         for name, shape in shapes:
             values[name] = theta[at : at + math.prod(shape)].reshape(shape)
             at += math.prod(shape)
-        parts = _MpfParts(problem.module, values)
-        Z = parts.attention(x) if isinstance(problem.module, Attention) else problem.module.equation(parts, x)
+        Z = _MpfParts(problem.module, values)(x)
         if problem.loss == "mse":
             return ((Z - target) ** 2).sum() / Z.size
         top = Z.max(1)
@@ -98,83 +95,21 @@ def _loss(problem: BoundProblem) -> Callable[[Array], Any]:
     return f
 
 
-class _MpfParts:
-    """A block's parts, on arrays of mpf."""
+class _MpfParts(BlockParts):
+    """A block on arrays of mpf."""
 
-    def __init__(self, block: TransformerBlock | Attention, values: dict[str, Array]) -> None:
-        self.block, self.values = block, values
-        self.prefix = "" if isinstance(block, Attention) else "attention."
-        self.part: Attention = block if isinstance(block, Attention) else block.attention
+    exp, root = staticmethod(mpmath.exp), staticmethod(mpmath.sqrt)
 
-    def __getattr__(self, name: str) -> Any:
-        part = getattr(self.__dict__["block"], name)
-        if isinstance(part, nn.Parameter):
-            return self.values[name]
-        return (lambda X: self._norm(X, part, name)) if isinstance(part, nn.Module) else part
+    def __init__(self, block: TransformerBlock | Attention, arrays: Mapping[str, Array]) -> None:
+        super().__init__(block, arrays)
+        self.scale = 1 / mpmath.sqrt(self.part.d_k)
 
-    def attention(self, X: Array) -> Array:
-        """Self-attention."""
-        part = self.part
-        q, k, v = (self._heads(X, letter, n) for letter, n in zip("QKV", (part.n_heads, *[part.n_kv_heads] * 2), strict=True))
-        shared = part.n_heads // part.n_kv_heads
-        heads = [self._context(q[h], k[h // shared], v[h // shared]) for h in range(part.n_heads)]
-        if part.norm_c is not None and part.norm_scope == "head":
-            heads = [self._norm(c, part.norm_c, f"{self.prefix}norm_c") for c in heads]
-        C = np.concatenate(heads, axis=1)
-        if part.norm_c is not None and part.norm_scope == "full":
-            C = self._norm(C, part.norm_c, f"{self.prefix}norm_c")
-        return C if part.W_O is None else self._affine(C, f"{self.prefix}W_O", f"{self.prefix}b_O")
+    def turns(self, length: int, pairs: int) -> tuple[Array, Array]:
+        turn = angles(length, 2 * pairs, self.part.rotary_theta)  # in float64 as the block has them: data of the problem
+        return _exact(turn.cos()), _exact(turn.sin())
 
-    def feedforward(self, Y: Array) -> Array:
-        """The feed-forward network."""
-        assert isinstance(self.block, TransformerBlock)
-        part = self.block.feedforward
-        H = self._affine(Y, "feedforward.W_1", "feedforward.b_1")
-        if part.W_G is not None:
-            H = _activation("silu", self._affine(Y, "feedforward.W_G", "feedforward.b_G")) * H
-        else:
-            H = _activation(part.activation, H)
-        return self._affine(H, "feedforward.W_2", "feedforward.b_2")
-
-    def _affine(self, X: Array, weight: str, bias: str) -> Array:
-        out = X @ self.values[weight]
-        return out + self.values[bias] if bias in self.values else out
-
-    def _heads(self, X: Array, letter: str, heads: int) -> list[Array]:
-        part, name = getattr(self.part, f"norm_{letter.lower()}"), f"{self.prefix}norm_{letter.lower()}"
-        Y = self._affine(X, f"{self.prefix}W_{letter}", f"{self.prefix}b_{letter}")
-        if part is not None and self.part.norm_scope == "full":
-            Y = self._norm(Y, part, name)
-        pieces = np.split(Y, heads, axis=1)
-        if part is not None and self.part.norm_scope == "head":
-            pieces = [self._norm(piece, part, name) for piece in pieces]
-        return [self._rotated(piece) for piece in pieces] if letter != "V" and self.part.rotary else pieces
-
-    def _rotated(self, Y: Array) -> Array:
-        # the angles as the block has them, in float64, since they are data of the problem
-        from derivations.rotary import angles
-
-        turn = angles(Y.shape[0], Y.shape[1], self.part.rotary_theta).repeat(1, 2).double()
-        half = Y.shape[1] // 2
-        return Y * _exact(turn.cos()) + np.concatenate([-Y[:, half:], Y[:, :half]], axis=1) * _exact(turn.sin())
-
-    def _context(self, q: Array, k: Array, v: Array) -> Array:
-        logits = q @ k.T / mpmath.sqrt(self.part.d_k)
-        rows = []
-        for i, row in enumerate(logits):
-            seen = i + 1 if self.part.causal else len(row)
-            p = _exp(row[:seen] - row[:seen].max())
-            rows.append((p / p.sum()) @ v[:seen])
-        return np.array(rows, dtype=object)
-
-    def _norm(self, X: Array, part: nn.Module, name: str) -> Array:
-        kind, groups, eps = norm_of(part, torch.float64)
-        rows = X.reshape(len(X) * groups, -1)
-        rows = rows - rows.sum(1)[:, None] / rows.shape[1] if kind == "layernorm" else rows
-        scale = _sqrt((rows * rows).sum(1) / rows.shape[1] + eps)
-        out = (rows / scale[:, None]).reshape(X.shape)
-        out = out * self.values[f"{name}.weight"] if f"{name}.weight" in self.values else out
-        return out + self.values[f"{name}.bias"] if f"{name}.bias" in self.values else out
+    def activation(self, X: Array, kind: str) -> Array:
+        return _activation(kind, X)
 
 
 def _activation(kind: str, x: Array) -> Array:

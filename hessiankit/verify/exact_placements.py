@@ -79,7 +79,7 @@ def block_comparisons(block: TransformerBlock, draw: RationalDraw) -> Iterator[E
     variables = Variables({"X": X, **{symbols[name]: value for name, value in point.items()}})
     with formal_activation(draw.seed, draw.function()) as smooth:
         jets = JetBlock(block, {n: variables[symbols[n]] for n in point}, draw.exponential(), smooth, draw.eps)
-        output = block.equation(jets, variables["X"])
+        output = jets(variables["X"])
         Z = block_stage(BlockAt(block, point, exact=_exact(block, jets)), input_stage(X))
         written = _Written()
         for comparison in against(Z, JetReference(variables, output)):
@@ -91,8 +91,8 @@ def _exact(block: TransformerBlock, jets: JetBlock) -> Exact:
     part, network = block.attention, block.feedforward
     smooth = network.W_G is not None or network.activation not in PIECEWISE
     return Exact(
-        eps=lambda _, X, norm: jets.eps_of(norm, X),
-        weights=jets.weights,
+        eps=lambda _, X, norm: jets.eps_at(norm, X),
+        weights=jets.stacked,
         scale=SCALE,
         turns=rational_turns(LENGTH, part.d_k // 2) if part.rotary else None,
         activation="formal" if smooth else None,
