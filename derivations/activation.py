@@ -70,13 +70,7 @@ def _gelu_tanh(x: Array, slope: Scalar) -> Derivatives:
 
 
 KINDS: dict[str, Callable[[Array, Scalar], Derivatives]] = {
-    "identity": _identity,
-    "relu": _relu,
-    "leaky_relu": _leaky_relu,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "silu": _silu,
-    "tanh": _tanh,
+    f.__name__[1:]: f for f in (_identity, _relu, _leaky_relu, _gelu, _gelu_tanh, _silu, _tanh)
 }
 SMOOTH = ("gelu", "gelu_tanh", "silu", "tanh")
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from derivations.broadcasting import align, unbroadcast
+from derivations.broadcasting import align, same_rows, unbroadcast
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 
 
@@ -38,14 +38,14 @@ def _power(a: Tensor, b: Tensor) -> Slopes:
 
 def _atan2(a: Tensor, b: Tensor) -> Slopes:
     r = 1 / (a * a + b * b)
-    bend = 2 * a * b * r * r
-    return Slopes(b * r, -a * r, -bend, (a * a - b * b) * r * r, bend)
+    second = 2 * a * b * r * r
+    return Slopes(b * r, -a * r, -second, (a * a - b * b) * r * r, second)
 
 
 def _logaddexp(a: Tensor, b: Tensor) -> Slopes:
     s, rest = torch.sigmoid(a - b), torch.sigmoid(b - a)
-    bend = s * rest
-    return Slopes(s, rest, bend, -bend, bend)
+    second = s * rest
+    return Slopes(s, rest, second, -second, second)
 
 
 def _maximum(a: Tensor, b: Tensor) -> Slopes:
@@ -53,29 +53,9 @@ def _maximum(a: Tensor, b: Tensor) -> Slopes:
     return Slopes(share, 1 - share)
 
 
-def _minimum(a: Tensor, b: Tensor) -> Slopes:
-    return _maximum(-a, -b)
-
-
 def _at_least(a: Tensor, b: Tensor) -> Slopes:
     chosen = (a >= b).to(a.dtype)
     return Slopes(chosen, 1 - chosen)
-
-
-def _at_most(a: Tensor, b: Tensor) -> Slopes:
-    return _at_least(-a, -b)
-
-
-def _remainder(a: Tensor, b: Tensor) -> Slopes:
-    return Slopes(torch.ones_like(a), -torch.floor(a / b))
-
-
-def _fmod(a: Tensor, b: Tensor) -> Slopes:
-    return Slopes(torch.ones_like(a), -torch.trunc(a / b))
-
-
-def _copysign(a: Tensor, b: Tensor) -> Slopes:
-    return Slopes(torch.sign(a) * torch.copysign(torch.ones_like(b), b), torch.zeros_like(b))
 
 
 KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Slopes]]] = {
@@ -83,12 +63,12 @@ KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Ten
     "atan2": (torch.atan2, _atan2),
     "logaddexp": (torch.logaddexp, _logaddexp),
     "maximum": (torch.maximum, _maximum),
-    "minimum": (torch.minimum, _minimum),
+    "minimum": (torch.minimum, lambda a, b: _maximum(-a, -b)),
     "at_least": (torch.maximum, _at_least),
-    "at_most": (torch.minimum, _at_most),
-    "remainder": (torch.remainder, _remainder),
-    "fmod": (torch.fmod, _fmod),
-    "copysign": (torch.copysign, _copysign),
+    "at_most": (torch.minimum, lambda a, b: _at_least(-a, -b)),
+    "remainder": (torch.remainder, lambda a, b: Slopes(torch.ones_like(a), -torch.floor(a / b))),
+    "fmod": (torch.fmod, lambda a, b: Slopes(torch.ones_like(a), -torch.trunc(a / b))),
+    "copysign": (torch.copysign, lambda a, b: Slopes(torch.sign(a) * torch.ones_like(b).copysign(b), torch.zeros_like(b))),
 }
 
 
@@ -143,13 +123,12 @@ class Binary(Primitive):
         a, b = self._aligned(inputs, tangents)
         found: list[Tensor | None] = []
         for x, pairs in zip(inputs, (((slopes.aa, a), (slopes.ab, b)), ((slopes.ab, a), (slopes.bb, b))), strict=True):
-            terms = [adjoint * bend * t for bend, t in pairs if bend is not None and t is not None]
+            terms = [adjoint * second * t for second, t in pairs if second is not None and t is not None]
             found.append(unbroadcast(sum(terms[1:], start=terms[0]), x.shape) if terms else None)
         return tuple(found)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        shape = torch.broadcast_shapes(*(x.shape for x in inputs))
-        return all(x.ndim == len(shape) and x.shape[:axes] == shape[:axes] for x, m in zip(inputs, moving, strict=True) if m)
+        return same_rows(inputs, axes, moving)
 
     def _slopes(self, inputs: Inputs) -> Slopes:
         a, b = torch.broadcast_tensors(*inputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,3 +34,9 @@ def unbroadcast(t: Tensor, shape: torch.Size) -> Tensor:
         t = t.sum(dim=tuple(range(1, 1 + extra)))
     repeated = tuple(i + 1 for i, n in enumerate(shape) if n == 1 and t.shape[i + 1] != 1)
     return t.sum(dim=repeated, keepdim=True) if repeated else t
+
+
+def same_rows(inputs: Sequence[Tensor], axes: int, moving: Sequence[bool], shape: torch.Size | None = None) -> bool:
+    """Tell whether the moving operands of a broadcasting operation have all of the leading axes of its output."""
+    out = joint_shape(*(x.shape for x in inputs)) if shape is None else shape
+    return all(x.ndim == len(out) and x.shape[:axes] == out[:axes] for x, m in zip(inputs, moving, strict=True) if m)

@@ -20,62 +20,9 @@ from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, 
 from derivations.scalar_functions import SMOOTH, Derivatives
 
 
-def _exp(x: Tensor) -> Derivatives:
-    e = torch.exp(x)
-    return e, e, e
-
-
-def _expm1(x: Tensor) -> Derivatives:
-    e = torch.exp(x)
-    return torch.expm1(x), e, e
-
-
-def _exponential(x: Tensor, base: float) -> Derivatives:
-    e, rate = torch.pow(base, x), math.log(base)
-    return e, rate * e, rate * rate * e
-
-
-def _log(x: Tensor) -> Derivatives:
-    r = 1 / x
-    return torch.log(x), r, -r * r
-
-
-def _log1p(x: Tensor) -> Derivatives:
-    r = 1 / (1 + x)
-    return torch.log1p(x), r, -r * r
-
-
-def _sqrt(x: Tensor) -> Derivatives:
-    root = torch.sqrt(x)
-    first = 0.5 / root
-    return root, first, -0.5 * first / x
-
-
-def _rsqrt(x: Tensor) -> Derivatives:
-    r = torch.rsqrt(x)
-    first = -0.5 * r / x
-    return r, first, -1.5 * first / x
-
-
-def _reciprocal(x: Tensor) -> Derivatives:
-    r = 1 / x
-    return r, -r * r, 2 * r * r * r
-
-
 def _power(x: Tensor, p: float) -> Derivatives:
     first = torch.zeros_like(x) if p == 0 else p * x ** (p - 1)
     return x**p, first, None if p in (0, 1) else p * (p - 1) * x ** (p - 2)
-
-
-def _sigmoid(x: Tensor) -> Derivatives:
-    s = torch.sigmoid(x)
-    first = s * torch.sigmoid(-x)  # 1 - s loses all digits for large x
-    return s, first, first * -torch.tanh(x / 2)
-
-
-def _log_sigmoid(x: Tensor) -> Derivatives:
-    first = torch.sigmoid(-x)
-    return torch.nn.functional.logsigmoid(x), first, -first * torch.sigmoid(x)
 
 
 def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Derivatives:
@@ -85,46 +32,28 @@ def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Derivati
     return value, s.masked_fill(straight, 1), (beta * s * torch.sigmoid(-beta * x)).masked_fill(straight, 0)
 
 
-def _erf(x: Tensor) -> Derivatives:
-    first = 2 / math.sqrt(math.pi) * torch.exp(-x * x)
-    return torch.erf(x), first, -2 * x * first
-
-
-def _sin(x: Tensor) -> Derivatives:
-    s = torch.sin(x)
-    return s, torch.cos(x), -s
-
-
-def _cos(x: Tensor) -> Derivatives:
-    c = torch.cos(x)
-    return c, -torch.sin(x), -c
-
-
-def _abs(x: Tensor) -> Derivatives:
-    return x.abs(), torch.sign(x), None
-
-
 def _clamp(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Derivatives:
     return x.clamp(low, high), ((x >= low) & (x <= high)).to(x.dtype), None
 
 
 KINDS: dict[str, Callable[..., Derivatives]] = {
-    "exp": _exp,
-    "expm1": _expm1,
-    "exponential": _exponential,
-    "log": _log,
-    "log1p": _log1p,
-    "sqrt": _sqrt,
-    "rsqrt": _rsqrt,
-    "reciprocal": _reciprocal,
+    "exp": lambda x: (e := torch.exp(x), e, e),
+    "expm1": lambda x: (torch.expm1(x), e := torch.exp(x), e),
+    "exponential": lambda x, base: (e := torch.pow(base, x), math.log(base) * e, math.log(base) ** 2 * e),
+    "log": lambda x: (torch.log(x), r := 1 / x, -r * r),
+    "log1p": lambda x: (torch.log1p(x), r := 1 / (1 + x), -r * r),
+    "sqrt": lambda x: (root := torch.sqrt(x), first := 0.5 / root, -0.5 * first / x),
+    "rsqrt": lambda x: (r := torch.rsqrt(x), first := -0.5 * r / x, -1.5 * first / x),
+    "reciprocal": lambda x: (r := 1 / x, -r * r, 2 * r * r * r),
     "power": _power,
-    "sigmoid": _sigmoid,
-    "log_sigmoid": _log_sigmoid,
+    # 1 - s loses all digits for large x
+    "sigmoid": lambda x: (s := torch.sigmoid(x), first := s * torch.sigmoid(-x), first * -torch.tanh(x / 2)),
+    "log_sigmoid": lambda x: (torch.nn.functional.logsigmoid(x), first := torch.sigmoid(-x), -first * torch.sigmoid(x)),
     "softplus": _softplus,
-    "erf": _erf,
-    "sin": _sin,
-    "cos": _cos,
-    "abs": _abs,
+    "erf": lambda x: (torch.erf(x), first := 2 / math.sqrt(math.pi) * torch.exp(-x * x), -2 * x * first),
+    "sin": lambda x: (s := torch.sin(x), torch.cos(x), -s),
+    "cos": lambda x: (c := torch.cos(x), -torch.sin(x), -c),
+    "abs": lambda x: (x.abs(), torch.sign(x), None),
     "clamp": _clamp,
     **SMOOTH,
     **KINKED,

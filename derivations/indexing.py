@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.broadcasting import align, unbroadcast
+from derivations.broadcasting import align, same_rows, unbroadcast
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 
 
@@ -203,8 +203,7 @@ class Where(Primitive):
         return unbroadcast(chosen, X.shape), unbroadcast(other, Y.shape)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        shape = self._shape(inputs)
-        return all(x.ndim == len(shape) and x.shape[:axes] == shape[:axes] for x, m in zip(inputs, moving, strict=True) if m)
+        return same_rows(inputs, axes, moving, self._shape(inputs))
 
     def _shape(self, inputs: Inputs) -> torch.Size:
         return torch.broadcast_shapes(self.condition.shape, *(x.shape for x in inputs))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from derivations.scalar_functions import Derivatives
 
@@ -17,26 +18,10 @@ def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, rate: float = 1.0) -
     return value, torch.where(bent, below, scale), torch.where(bent, rate * below, 0)
 
 
-def _hardsigmoid(x: Tensor) -> Derivatives:
-    return (x + 3).clamp(0, 6) / 6, _indicator((x > -3) & (x < 3), x) / 6, None
-
-
 def _hardswish(x: Tensor) -> Derivatives:
     bent = (x > -3) & (x < 3)
     first = torch.where(bent, x / 3 + 0.5, _indicator(x >= 3, x))
-    return torch.nn.functional.hardswish(x), first, _indicator(bent, x) / 3
-
-
-def _hardshrink(x: Tensor, width: float = 0.5) -> Derivatives:
-    return torch.nn.functional.hardshrink(x, width), _indicator((x < -width) | (x > width), x), None
-
-
-def _softshrink(x: Tensor, width: float = 0.5) -> Derivatives:
-    return torch.nn.functional.softshrink(x, width), _indicator((x < -width) | (x > width), x), None
-
-
-def _threshold(x: Tensor, level: float, fill: float) -> Derivatives:
-    return torch.nn.functional.threshold(x, level, fill), _indicator(x > level, x), None
+    return F.hardswish(x), first, _indicator(bent, x) / 3
 
 
 def _logit_within(x: Tensor, eps: float) -> Derivatives:
@@ -45,38 +30,26 @@ def _logit_within(x: Tensor, eps: float) -> Derivatives:
     return torch.logit(x, eps), r, (2 * x - 1) * r * r
 
 
-def _frac(x: Tensor) -> Derivatives:
-    return torch.frac(x), torch.ones_like(x), None
-
-
-def _remainder(x: Tensor, divisor: float) -> Derivatives:
-    return torch.remainder(x, divisor), torch.ones_like(x), None
-
-
-def _fmod(x: Tensor, divisor: float) -> Derivatives:
-    return torch.fmod(x, divisor), torch.ones_like(x), None
-
-
-def _finite(x: Tensor, nan: float = 0.0, above: float | None = None, below: float | None = None) -> Derivatives:
-    return torch.nan_to_num(x, nan, above, below), _indicator(torch.isfinite(x), x), None
-
-
 def _indicator(where: Tensor, x: Tensor) -> Tensor:
     return where.to(x.dtype)
 
 
 KINKED: dict[str, Callable[..., Derivatives]] = {
     "elu": _elu,
-    "hardsigmoid": _hardsigmoid,
+    "hardsigmoid": lambda x: ((x + 3).clamp(0, 6) / 6, _indicator((x > -3) & (x < 3), x) / 6, None),
     "hardswish": _hardswish,
-    "hardshrink": _hardshrink,
-    "softshrink": _softshrink,
-    "threshold": _threshold,
+    "hardshrink": lambda x, width=0.5: (F.hardshrink(x, width), _indicator((x < -width) | (x > width), x), None),
+    "softshrink": lambda x, width=0.5: (F.softshrink(x, width), _indicator((x < -width) | (x > width), x), None),
+    "threshold": lambda x, level, fill: (F.threshold(x, level, fill), _indicator(x > level, x), None),
     "logit_within": _logit_within,
-    "frac": _frac,
-    "remainder": _remainder,
-    "fmod": _fmod,
-    "finite": _finite,
+    "frac": lambda x: (torch.frac(x), torch.ones_like(x), None),
+    "remainder": lambda x, divisor: (torch.remainder(x, divisor), torch.ones_like(x), None),
+    "fmod": lambda x, divisor: (torch.fmod(x, divisor), torch.ones_like(x), None),
+    "finite": lambda x, nan=0.0, above=None, below=None: (
+        torch.nan_to_num(x, nan, above, below),
+        _indicator(torch.isfinite(x), x),
+        None,
+    ),
 }
 """
     elu           b x for x > 0, else a b (e^(cx) - 1):  b or a b c e^(cx),  0 or a b c^2 e^(cx);  at 0 the latter

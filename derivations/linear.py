@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array
-from derivations.broadcasting import align, joint_shape, unbroadcast
+from derivations.broadcasting import align, joint_shape, same_rows, unbroadcast
 from derivations.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
 from derivations.matrix import Dense, Identity, Matrix, kron
 from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, plus
@@ -43,12 +43,6 @@ def _aligned(inputs: Inputs, tangents: Tangents) -> tuple[torch.Size, list[Tenso
         return inputs[0].shape, list(tangents)
     shape = joint_shape(inputs[0].shape, inputs[1].shape)
     return shape, [None if t is None else align(t, x.shape, len(shape)) for x, t in zip(inputs, tangents, strict=True)]
-
-
-def _same_rows(inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-    """Tell whether the moving operands of a broadcasting operation have all of the output's leading axes."""
-    shape = joint_shape(*(x.shape for x in inputs))
-    return all(x.ndim == len(shape) and x.shape[:axes] == shape[:axes] for x, m in zip(inputs, moving, strict=True) if m)
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,7 @@ class Add(Primitive):
         return unbroadcast(adjoint, inputs[0].shape), unbroadcast(scaled, inputs[1].shape)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return _same_rows(inputs, axes, moving)
+        return same_rows(inputs, axes, moving)
 
 
 @dataclass(frozen=True)
@@ -139,7 +133,7 @@ class Multiply(Primitive):
         return tuple(to)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return _same_rows(inputs, axes, moving)
+        return same_rows(inputs, axes, moving)
 
 
 @dataclass(frozen=True)

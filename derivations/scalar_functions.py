@@ -15,78 +15,6 @@ Derivatives = tuple[Tensor, Tensor, "Tensor | None"]
 """The value, the first and the second derivative, entry by entry; None for a second that is zero."""
 
 
-def _log2(x: Tensor) -> Derivatives:
-    r = 1 / (math.log(2) * x)
-    return torch.log2(x), r, -r / x
-
-
-def _log10(x: Tensor) -> Derivatives:
-    r = 1 / (math.log(10) * x)
-    return torch.log10(x), r, -r / x
-
-
-def _logit(x: Tensor) -> Derivatives:
-    r = 1 / (x * (1 - x))
-    return torch.logit(x), r, (2 * x - 1) * r * r
-
-
-def _tan(x: Tensor) -> Derivatives:
-    t = torch.tan(x)
-    first = 1 + t * t
-    return t, first, 2 * t * first
-
-
-def _asin(x: Tensor) -> Derivatives:
-    first = torch.rsqrt((1 - x) * (1 + x))
-    return torch.asin(x), first, x * first**3
-
-
-def _acos(x: Tensor) -> Derivatives:
-    _, first, second = _asin(x)
-    return torch.acos(x), -first, None if second is None else -second
-
-
-def _atan(x: Tensor) -> Derivatives:
-    first = 1 / (1 + x * x)
-    return torch.atan(x), first, -2 * x * first * first
-
-
-def _sinh(x: Tensor) -> Derivatives:
-    s = torch.sinh(x)
-    return s, torch.cosh(x), s
-
-
-def _cosh(x: Tensor) -> Derivatives:
-    c = torch.cosh(x)
-    return c, torch.sinh(x), c
-
-
-def _asinh(x: Tensor) -> Derivatives:
-    first = torch.rsqrt(1 + x * x)
-    return torch.asinh(x), first, -x * first**3
-
-
-def _acosh(x: Tensor) -> Derivatives:
-    first = torch.rsqrt((x - 1) * (x + 1))
-    return torch.acosh(x), first, -x * first**3
-
-
-def _atanh(x: Tensor) -> Derivatives:
-    first = 1 / ((1 - x) * (1 + x))
-    return torch.atanh(x), first, 2 * x * first * first
-
-
-def _erfc(x: Tensor) -> Derivatives:
-    first = -2 / math.sqrt(math.pi) * torch.exp(-x * x)
-    return torch.erfc(x), first, -2 * x * first
-
-
-def _erfinv(x: Tensor) -> Derivatives:
-    y = torch.erfinv(x)
-    first = math.sqrt(math.pi) / 2 * torch.exp(y * y)
-    return y, first, 2 * y * first * first
-
-
 def _mish(x: Tensor) -> Derivatives:
     soft, s = torch.nn.functional.softplus(x), torch.sigmoid(x)
     t, steep = torch.tanh(soft), torch.cosh(soft).reciprocal().square()  # of tanh, in softplus
@@ -95,20 +23,20 @@ def _mish(x: Tensor) -> Derivatives:
 
 
 SMOOTH: dict[str, Callable[..., Derivatives]] = {
-    "log2": _log2,
-    "log10": _log10,
-    "logit": _logit,
-    "tan": _tan,
-    "asin": _asin,
-    "acos": _acos,
-    "atan": _atan,
-    "sinh": _sinh,
-    "cosh": _cosh,
-    "asinh": _asinh,
-    "acosh": _acosh,
-    "atanh": _atanh,
-    "erfc": _erfc,
-    "erfinv": _erfinv,
+    "log2": lambda x: (torch.log2(x), r := 1 / (math.log(2) * x), -r / x),
+    "log10": lambda x: (torch.log10(x), r := 1 / (math.log(10) * x), -r / x),
+    "logit": lambda x: (torch.logit(x), r := 1 / (x * (1 - x)), (2 * x - 1) * r * r),
+    "tan": lambda x: (t := torch.tan(x), first := 1 + t * t, 2 * t * first),
+    "asin": lambda x: (torch.asin(x), r := torch.rsqrt((1 - x) * (1 + x)), x * r**3),
+    "acos": lambda x: (torch.acos(x), -(r := torch.rsqrt((1 - x) * (1 + x))), -x * r**3),
+    "atan": lambda x: (torch.atan(x), r := 1 / (1 + x * x), -2 * x * r * r),
+    "sinh": lambda x: (s := torch.sinh(x), torch.cosh(x), s),
+    "cosh": lambda x: (c := torch.cosh(x), torch.sinh(x), c),
+    "asinh": lambda x: (torch.asinh(x), r := torch.rsqrt(1 + x * x), -x * r**3),
+    "acosh": lambda x: (torch.acosh(x), r := torch.rsqrt((x - 1) * (x + 1)), -x * r**3),
+    "atanh": lambda x: (torch.atanh(x), r := 1 / ((1 - x) * (1 + x)), 2 * x * r * r),
+    "erfc": lambda x: (torch.erfc(x), first := -2 / math.sqrt(math.pi) * torch.exp(-x * x), -2 * x * first),
+    "erfinv": lambda x: (y := torch.erfinv(x), first := math.sqrt(math.pi) / 2 * torch.exp(y * y), 2 * y * first * first),
     "mish": _mish,
 }
 """
