@@ -48,14 +48,8 @@ def theorem_1_printed(
     24.000000000000007
 
     Args:
-        length: L.
-        d_V: width of the tokens.
-        d_K: width of the queries.
-        x: ||X||_2.
-        w_Q: ||W_Q||_2.
-        w_K: ||W_K||_2.
-        w_V: ||W_V||_2.
-        t: ||Target||_2.
+        length, d_V, d_K: L and the widths of tokens and queries.
+        x, w_Q, w_K, w_V, t: spectral norms of X, the weights and the target.
         swapped: add the blocks (K, K) and (V, K), made from (Q, Q) and (V, Q) by exchanging W_Q and W_K. It then holds where
             attention is uniform, and fails for long sequences otherwise.
     """
@@ -93,16 +87,8 @@ def theorem_1_appendix_printed(
     main text's.
 
     Args:
-        length: L; the next seven as in ``theorem_1_printed``.
-        d_V: see there.
-        d_K: see there.
-        x: see there.
-        w_Q: see there.
-        w_K: see there.
-        w_V: see there.
-        t: see there.
+        length, d_V, d_K, x, w_Q, w_K, w_V, t, swapped: as in ``theorem_1_printed``.
         rank: of F(X) - Target; None for min(L, d_V), with which the paper simplifies.
-        swapped: see there.
 
     >>> theorem_1_appendix_printed(2, 1, 1, math.sqrt(2), 100.0, 0.0, 1.0, 0.0).M
     24.000000000000007
@@ -147,14 +133,7 @@ def functional_printed(
         QK  2 m R w_V (3 L w_K w_Q x^5 + d_V x^3 / L) / (L d_V sqrt(d_V d_K))      VALID by slack for d_V <= 121 L^2 d_K
 
     Args:
-        length: L; the next seven as in ``theorem_1_printed``.
-        d_V: see there.
-        d_K: see there.
-        x: see there.
-        w_Q: see there.
-        w_K: see there.
-        w_V: see there.
-        t: see there.
+        length, d_V, d_K, x, w_Q, w_K, w_V, t: as in ``theorem_1_printed``.
         m: the root of the rank of F - Target, or of min(L, d_V).
 
     >>> functional_printed(1, 1, 1, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0)

@@ -153,16 +153,8 @@ def theorem_6_factors_printed(
     r"""Return the closed-form factors: Eq. 17, Proposition 10 for Y and S, Lemma 4 at X + F and at S.
 
     Args:
-        length: L.
-        d_V: width.
-        d_K: width of the queries.
-        d_ff: hidden width.
-        x: ||X||_2; the next five are spectral norms of the weights.
-        w_Q: ||W_Q||_2.
-        w_K: ||W_K||_2.
-        w_V: ||W_V||_2.
-        w_1: ||W_1||_2.
-        w_2: ||W_2||_2.
+        length, d_V, d_K, d_ff: L and the widths of tokens, queries and hidden units.
+        x, w_Q, w_K, w_V, w_1, w_2: spectral norms of X and of the weights.
         sigma: sigma_min at X + F, in either reading.
         sigma_prime: sigma_min at S.
         input_norm: ||X + F||_2; None for x + L x w_V, as C.1 bounds F.
@@ -204,13 +196,10 @@ def theorem_6_printed(
     writes down, ||.||^2. (i, j) and (j, i) are made of the same numbers but for (21).
 
     Args:
-        length: L.
-        d_V: width.
-        d_ff: hidden width.
+        length, d_V, d_ff: L and the widths of tokens and hidden units.
         factors: the norms of the factors.
         phi: as ``phi_printed``.
-        w_1: ||W_1||_2.
-        w_2: ||W_2||_2.
+        w_1, w_2: spectral norms of the weights.
         residual: ||Z - Target||_F.
 
     Nothing is left of a residual's part where the residual is zero:

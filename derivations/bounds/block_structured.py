@@ -22,12 +22,12 @@ from derivations.bounds.norm_rows import NormRows
 
 
 class _Rows(NamedTuple):
-    """The row-wise part of the block: values, slopes, and the gradients and Hessians of the loss (times L d / 2)."""
+    """The row-wise part of the block: values, derivatives, and the gradients and Hessians of the loss (times L d / 2)."""
 
     Y: Tensor  # L x d
     hidden: Tensor  # L x d_ff, sigma(a)
-    slope: Tensor  # L x d_ff, sigma'(a)
-    bend: Tensor  # L x d_ff, sigma''(a) times the gradient at the hidden units
+    first: Tensor  # L x d_ff, sigma'(a)
+    second: Tensor  # L x d_ff, sigma''(a) times the gradient at the hidden units
     gradient_S: Tensor  # L x d
     hessian_S: Tensor  # L x d x d
     through: Tensor  # L x d x d: dY_i times it is dS_i
@@ -76,26 +76,17 @@ def post_block_structured(
     Gains, shifts and biases are taken as they are, but are no parameters here: only the weights are.
 
     Args:
-        X: L x d.
-        W_Q: as W_K, W_V and W_O in ``attention_structured``.
-        W_K: see there.
-        W_V: see there.
+        X, target: L x d.
+        W_Q, W_K, W_V, W_O, mask, heads, scale: as in ``attention_structured``.
         W_1: d x d_ff.
         W_2: d_ff x d.
-        target: L x d.
-        W_O: see there.
-        b_1: d_ff; b_2, gains and shifts: d.
-        b_2: d.
-        gamma_1: d, of the norm after attention.
-        beta_1: d.
-        gamma_2: d, of the last norm.
-        beta_2: d.
+        b_1: d_ff entries.
+        b_2: d entries.
+        gamma_1, beta_1: d entries, of the norm after attention.
+        gamma_2, beta_2: d entries, of the last norm.
         eps: of both norms.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
         activation: as in ``derivations.activation``.
-        mask: see there.
-        heads: see there.
-        scale: see there.
 
     Raises:
         ValueError: if shapes do not conform or a norm divides by zero.
@@ -117,10 +108,10 @@ def post_block_structured(
     F = torch.stack([one.value for one in attention]).sum(0)
     first = NormRows(x + F, dense(gamma_1), dense(beta_1), eps, norm)
     a = first.value @ w1 + (0.0 if b_1 is None else to_float(as_array(b_1)).double())
-    hidden, slope, second = activations.derivatives(activation, a)
+    hidden, sigma_1, sigma_2 = activations.derivatives(activation, a)
     S = first.value + hidden @ w2 + (0.0 if b_2 is None else to_float(as_array(b_2)).double())
     last = NormRows(S, dense(gamma_2), dense(beta_2), eps, norm)
-    rows = _rows(first, last, hidden, slope, torch.zeros_like(a) if second is None else second, w1, w2, t)
+    rows = _rows(first, last, hidden, sigma_1, torch.zeros_like(a) if sigma_2 is None else sigma_2, w1, w2, t)
 
     found = joint_pairs(attention, rows.hessian, rows.gradient)
     _add_feedforward(found, rows, w1, w2)
@@ -137,33 +128,33 @@ def post_block_structured(
 
 
 def _rows(
-    first: NormRows, last: NormRows, hidden: Tensor, slope: Tensor, second: Tensor, w1: Tensor, w2: Tensor, target: Tensor
+    norm: NormRows, last: NormRows, hidden: Tensor, first: Tensor, second: Tensor, w1: Tensor, w2: Tensor, target: Tensor
 ) -> _Rows:
     gradient_S, K = last.squared_error(target)
-    through = torch.eye(w1.shape[0], dtype=w1.dtype) + (w1 * slope.unsqueeze(1)) @ w2
-    bend = second * (gradient_S @ w2.mT)
+    through = torch.eye(w1.shape[0], dtype=w1.dtype) + (w1 * first.unsqueeze(1)) @ w2
+    second = second * (gradient_S @ w2.mT)
     gradient_Y = torch.einsum("ide,ie->id", through, gradient_S)
-    K_Y = through @ K @ through.mT + (w1 * bend.unsqueeze(1)) @ w1.mT
-    into = first.jacobian
-    at_input = into @ K_Y @ into.mT + first.curvature(gradient_Y)
-    return _Rows(first.value, hidden, slope, bend, gradient_S, K, through, into, first.pull(gradient_Y), at_input)
+    K_Y = through @ K @ through.mT + (w1 * second.unsqueeze(1)) @ w1.mT
+    into = norm.jacobian
+    at_input = into @ K_Y @ into.mT + norm.curvature(gradient_Y)
+    return _Rows(norm.value, hidden, first, second, gradient_S, K, through, into, norm.pull(gradient_Y), at_input)
 
 
 def _add_feedforward(found: Pairs, rows: _Rows, w1: Tensor, w2: Tensor) -> None:
-    reach = rows.slope.unsqueeze(2) * w2  # L x d_ff x d: d(Y W_1)_i times it is dS_i
-    found.ends["W_1"] = row_sum_ends(rows.Y, reach @ rows.hessian_S @ reach.mT + torch.diag_embed(rows.bend))
+    reach = rows.first.unsqueeze(2) * w2  # L x d_ff x d: d(Y W_1)_i times it is dS_i
+    found.ends["W_1"] = row_sum_ends(rows.Y, reach @ rows.hessian_S @ reach.mT + torch.diag_embed(rows.second))
     found.ends["W_2"] = row_sum_ends(rows.hidden, rows.hessian_S)
-    straight, crossed = (reach @ rows.hessian_S, rows.hidden), (torch.diag_embed(rows.slope), rows.gradient_S)
+    straight, crossed = (reach @ rows.hessian_S, rows.hidden), (torch.diag_embed(rows.first), rows.gradient_S)
     found.norms["W_1", "W_2"] = pair_norm(rows.Y, straight, crossed)
 
 
 def _add_mixed(found: Pairs, attention: list[AttentionRows], rows: _Rows, w1: Tensor, w2: Tensor) -> None:
-    reach = rows.slope.unsqueeze(2) * w2
-    at_W1 = rows.through @ rows.hessian_S @ reach.mT + w1 * rows.bend.unsqueeze(1)
-    units = rows.slope * (rows.gradient_S @ w2.mT)  # the gradient at Y W_1
+    reach = rows.first.unsqueeze(2) * w2
+    at_W1 = rows.through @ rows.hessian_S @ reach.mT + w1 * rows.second.unsqueeze(1)
+    units = rows.first * (rows.gradient_S @ w2.mT)  # the gradient at Y W_1
     at_W2 = rows.through @ rows.hessian_S
     for name, (u, N) in joint_factors(attention).items():
         to_Y = N @ rows.into
         found.norms[name, "W_1"] = pair_norm(u, (to_Y @ at_W1, rows.Y), (to_Y, units))
-        to_hidden = to_Y @ (w1 * rows.slope.unsqueeze(1))
+        to_hidden = to_Y @ (w1 * rows.first.unsqueeze(1))
         found.norms[name, "W_2"] = pair_norm(u, (to_Y @ at_W2, rows.hidden), (to_hidden, rows.gradient_S))
