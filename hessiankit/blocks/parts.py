@@ -53,6 +53,7 @@ class BlockParts:
 
     def feedforward(self, Y: Any) -> Any:
         """Return the feed-forward branch."""
+        assert isinstance(self.block, TransformerBlock)
         part, U = self.block.feedforward, self.affine(Y, "feedforward.", "1")
         gated = part.W_G is not None
         H = self.gated(self.affine(Y, "feedforward.", "G"), U) if gated else self.activation(U, part.activation)

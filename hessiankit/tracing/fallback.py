@@ -152,13 +152,13 @@ class AutomaticDifferentiation(Primitive):
             return central_differences(gradient, inputs, first)
 
         routes = {name: lambda by=by: by(first) for name, by in run.items()}  # type: ignore[misc]
-        route, bent = self._decided("second", routes, by_differences, y.dtype)
+        route, product = self._decided("second", routes, by_differences, y.dtype)
         if route is None:
             return None
-        if (gap := asymmetry(first, second, bent, run[route](second))) > rounding(torch.finfo(y.dtype).eps):
+        if (gap := asymmetry(first, second, product, run[route](second))) > rounding(torch.finfo(y.dtype).eps):
             raise self._refusal("second", f"by {route} it is not symmetric, by {gap:.2g} of its terms")
         if route == REVERSE_TWICE:
-            self._check_batch("second", reverse.curvature(y, x, u, [torch.stack([2 * t, t]) for t in first]), bent)
+            self._check_batch("second", reverse.curvature(y, x, u, [torch.stack([2 * t, t]) for t in first]), product)
         return route
 
     def _decided(

@@ -37,8 +37,8 @@ def jvp(y: Tensor, x: Places, tangents: Tangents) -> Tensor:
         return nothing
     with torch.enable_grad():
         w = torch.zeros_like(y, requires_grad=True)
-        slopes = _grad([y], x, [w], create_graph=True)
-    linear, directions = _paired(slopes, tangents)
+        gradients = _grad([y], x, [w], create_graph=True)
+    linear, directions = _paired(gradients, tangents)
     if not linear:
         return nothing
     (pushed,) = _batched(lambda *t: _grad(linear, [w], t), directions)
@@ -50,24 +50,24 @@ def curvature(y: Tensor, x: Places, adjoint: Tensor, tangents: Tangents) -> Cove
     if not y.requires_grad:
         return (None,) * len(x)
     with torch.enable_grad():
-        slopes = _grad([y], x, [adjoint], create_graph=True)
-    bent, directions = _paired(slopes, tangents)
-    if not bent:
+        gradients = _grad([y], x, [adjoint], create_graph=True)
+    nonlinear, directions = _paired(gradients, tangents)
+    if not nonlinear:
         return (None,) * len(x)
-    return _batched(lambda *t: _grad(bent, x, t), directions)
+    return _batched(lambda *t: _grad(nonlinear, x, t), directions)
 
 
 def is_affine(y: Tensor, x: Places) -> bool:
     """Tell whether autograd knows that the first derivative of y does not depend on the inputs."""
     with torch.enable_grad():
-        slopes = _grad([y], x, [torch.ones_like(y)], create_graph=True)
-    moving = [s for s in slopes if s is not None and s.requires_grad]
+        gradients = _grad([y], x, [torch.ones_like(y)], create_graph=True)
+    moving = [s for s in gradients if s is not None and s.requires_grad]
     return not moving or all(c is None for c in _grad(moving, x, [torch.ones_like(s) for s in moving]))
 
 
-def _paired(slopes: Covectors, tangents: Tangents) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the slopes that can be differentiated again and have a tangent, and these tangents."""
-    pairs = [(s, t) for s, t in zip(slopes, tangents, strict=True) if s is not None and t is not None and s.requires_grad]
+def _paired(gradients: Covectors, tangents: Tangents) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients that can be differentiated again and have a tangent, and these tangents."""
+    pairs = [(s, t) for s, t in zip(gradients, tangents, strict=True) if s is not None and t is not None and s.requires_grad]
     return [s for s, _ in pairs], [t for _, t in pairs]
 
 

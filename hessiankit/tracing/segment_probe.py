@@ -84,7 +84,7 @@ def verify_segments(
     names = tuple(dict.fromkeys(name for probe in probes for name in probe.names))
     direction = _direction(point, still)
     tangents = tuple(direction[name] for name in point)
-    slopes, bent = (
+    gradients, product = (
         tuple(torch.stack([kind[name] for kind in kinds]).sum(0) for name in point)
         for kinds in ([probe.gradient for probe in probes], [probe.product for probe in probes])
     )
@@ -92,10 +92,10 @@ def verify_segments(
     def call(at: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         loss, found = call_at(dict(zip(point, at, strict=True)))
         given = ((found[name], x) for name, x in point.items())
-        return (*(torch.zeros_like(x) if slope is None else slope for slope, x in given), at[0].new_tensor([loss]).double())
+        return (*(torch.zeros_like(x) if g is None else g for g, x in given), at[0].new_tensor([loss]).double())
 
     found = estimates(call, tuple(point.values()), tangents, STEPS, FEWER_WEIGHTS)
-    terms = torch.cat([(slope * t).double().flatten() for slope, t in zip(slopes, tangents, strict=True)])
+    terms = torch.cat([(g * t).double().flatten() for g, t in zip(gradients, tangents, strict=True)])
     change, unsure = settled([values[-1:] for values in found])
     off = terms.sum() - change[0] if change and change[0] is not None else terms.new_zeros(1)
     scale = float(terms.abs().sum())
@@ -103,7 +103,7 @@ def verify_segments(
     if gap > max(3 * unsure, allowed):
         raise _differs("first", gap, unsure, "the loss", names)
     theirs, unsure = settled([values[:-1] for values in found])
-    gap = difference(bent, theirs) if theirs else float("inf")
+    gap = difference(product, theirs) if theirs else float("inf")
     if gap > max(3 * unsure, allowed):
         raise _differs("second", gap, unsure, "its gradient", names)
     if not unsure <= 0.1 and allowed < COARSE:
