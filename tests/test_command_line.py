@@ -160,7 +160,7 @@ def test_json_alone_on_standard_output(command: str, here: Path, capfd: pytest.C
 
 def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monkeypatch) -> None:
     for command in ("bounds", "claims"):
-        monkeypatch.setattr(f"hessiankit.cli.{command}.run_{command}", lambda args: pytest.fail("computed"))
+        monkeypatch.setattr(f"hessiankit.cli.{command}.run", lambda args: pytest.fail("computed"))
     (here / "folder").mkdir()
     (here / "locked").write_text("")
     for path, why in (("no/such/x.json", "there is no folder no/such"), ("folder", "it is a folder")):
@@ -268,7 +268,7 @@ def test_an_error_of_the_system_is_one_line(monkeypatch, capsys) -> None:
     def broken(_: object) -> int:
         raise OSError(28, "No space left on device", "x.png")
 
-    monkeypatch.setattr("hessiankit.cli.claims.run_claims", broken)
+    monkeypatch.setattr("hessiankit.cli.claims.run", broken)
     assert main(["claims"]) == exit_codes.USAGE
     assert capsys.readouterr().err == "hessiankit: claims: cannot use x.png: No space left on device\n"
 
@@ -277,7 +277,7 @@ def test_interrupted(monkeypatch, capsys) -> None:
     def stopped(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hessiankit.cli.claims.run_claims", stopped)
+    monkeypatch.setattr("hessiankit.cli.claims.run", stopped)
     assert main(["claims"]) == exit_codes.INTERRUPTED == 130
     assert capsys.readouterr().err == "hessiankit: interrupted\n"
 
@@ -370,7 +370,7 @@ def test_check_is_the_library_s(here: Path, capsys) -> None:
 )
 def test_check_without_a_module_is_the_study_and_says_so(given: str, said: dict[str, object], capsys, monkeypatch) -> None:
     seen = []
-    monkeypatch.setattr("hessiankit.cli.study.run_study", lambda args: seen.append(vars(args)) or 0)
+    monkeypatch.setattr("hessiankit.cli.study.run", lambda args: seen.append(vars(args)) or 0)
     assert main(["check", *given.split()]) == 0
     assert capsys.readouterr().err == ("hessiankit: check without --model or --placement is called study now: hessiankit study\n")
     assert said.items() <= seen[0].items()

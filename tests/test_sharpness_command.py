@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from hessiankit.cli.sharpness import add_sharpness, run_sharpness
+from hessiankit.cli import sharpness
+from hessiankit.cli.main import parser
 from hessiankit.support.errors import InputError, OutOfMemoryError
 
 SMALL = """
@@ -27,14 +27,12 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run(*given: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_sharpness(parser.add_subparsers(dest="command"))
-    return run_sharpness(parser.parse_args(["sharpness", *QUICK, *given]))
+def run(*given: str) -> None:
+    sharpness.run(parser().parse_args(["sharpness", *QUICK, *given]))
 
 
 def test_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "small_models:model", "--text", "text.txt", "--layers", "--tensors", "--json", "out.json") == 0
+    run("--model", "small_models:model", "--text", "text.txt", "--layers", "--tensors", "--json", "out.json")
     printed = capsys.readouterr().out
     assert "small_models:model: Transformer" in printed
     assert "torch seeded with 0" in printed
@@ -52,7 +50,7 @@ def test_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_histograms_are_made_when_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "small_models:model", "--text", "text.txt", "--histograms", "--json", "out.json", "--table") == 0
+    run("--model", "small_models:model", "--text", "text.txt", "--histograms", "--json", "out.json", "--table")
     assert "zeros" in capsys.readouterr().out
     found = json.loads(Path("out.json").read_text())["sharpness"]
     assert found["histograms"].keys() == found["types"].keys()
@@ -60,7 +58,7 @@ def test_histograms_are_made_when_they_are_asked_for(capsys: pytest.CaptureFixtu
 
 def test_exact_values_stand_beside_the_estimates(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", "small_models:model", "--text", "text.txt", "--dtype", "float64", "--exact", "--json", "out.json"]
-    assert run(*given, "--draws", "40", "--micro-batch", "1") == 0
+    run(*given, "--draws", "40", "--micro-batch", "1")
     assert "beside the exact Gauss-Newton trace" in capsys.readouterr().out
     found = json.loads(Path("out.json").read_text())
     for kind, one in found["sharpness"]["types"].items():
@@ -81,14 +79,14 @@ def test_a_hugging_face_configuration(capsys: pytest.CaptureFixture[str]) -> Non
     pytest.importorskip("transformers")
     config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
     Path("config.json").write_text(json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0}))
-    assert run("--model", ".", "--text", "text.txt", "--per", "sequence") == 0
+    run("--model", ".", "--text", "text.txt", "--per", "sequence")
     printed = capsys.readouterr().out
     assert "without weights: parameters drawn with seed 0" in printed
     assert "mean over 2 sequences" in printed
 
 
 def test_types_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "small_models:odd", "--text", "text.txt", "--type", r"^1\.=FFN", "--type", r"^2\.=Head") == 0
+    run("--model", "small_models:odd", "--text", "text.txt", "--type", r"^1\.=FFN", "--type", r"^2\.=Head")
     assert "Head" in capsys.readouterr().out
 
 

@@ -7,7 +7,9 @@ import json
 
 import pytest
 
-from hessiankit.cli.tune import add_tune, command_of, run_tune
+from hessiankit.cli.main import parser
+from hessiankit.cli.tune_lr import command_of
+from hessiankit.cli.tune_lr import run as run_tune
 from hessiankit.studies.tuning import experiment, store
 from hessiankit.studies.tuning.experiment import Setting
 from hessiankit.studies.tuning.store import finished_runs
@@ -22,9 +24,7 @@ def _tiny(monkeypatch):
 
 
 def parsed(*given: str) -> argparse.Namespace:
-    top = argparse.ArgumentParser()
-    add_tune(top.add_subparsers(dest="command", required=True))
-    return top.parse_args(["tune-lr", "--quick", "--jobs", "1", *given])
+    return parser().parse_args(["tune-lr", "--quick", "--jobs", "1", *given])
 
 
 def refuse(spec):

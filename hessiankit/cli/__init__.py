@@ -1,5 +1,6 @@
-"""Parsers of the command line, one file a command; no parser imports torch, so that help and completion are quick.
+"""The command line, one file a command; no file imports torch before its command runs, so that help and completion are quick.
 
-A command is a function ``add_<name>(commands)`` that describes its options, and a function ``run_<name>(args)`` that
-:mod:`hessiankit.cli.main` calls with the parsed options.
+The first line of a command's file is its line in the list of commands, the paragraph below is the description in its help.
+``EXAMPLES`` are commands as they are typed, each with what it does; ``FAILS`` says when the exit code is 1, where that happens.
+``options(command)`` adds the options to the parser, and ``run(args)`` runs the command and returns an exit code, or None for 0.
 """

@@ -1,47 +1,37 @@
-"""``hessiankit bounds`` on the command line."""
+"""Print the norms of a block's Hessian beside every bound on them.
+
+Draw a block, an input and a target, compute the exact Hessian and print the norm of each of its blocks beside the bounds
+(--list-bounds): certified from the matrix, structured from the intermediate values, a priori from norms, and as printed in
+Closing the Curvature Gap where that is defined. With --attack N, try to violate the valid bounds on N random problems instead.
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from hessiankit.cli.parsing import (
-    FAILED,
     INTERRUPTED,
-    OK,
-    Commands,
+    Parser,
     add_block_options,
-    add_command,
-    add_json,
     add_list,
-    add_table,
+    add_output,
+    finish,
     positive,
     positive_number,
     refuse,
     seed,
 )
-from hessiankit.support.files import write_json
 
 EXAMPLES = (
     ("hessiankit bounds --placement pre --heads 2 --loss cross_entropy", "every bound beside the norm that it bounds"),
     ("hessiankit bounds --no-affine --scale 0.1 --json bounds.json", "the paper's norms, small weights; all numbers in a file"),
     ("hessiankit bounds --attack 100 --seed 7", "try to violate the bounds"),
 )
+FAILS = "a valid bound is exceeded"
 
 
-def add_bounds(commands: Commands) -> None:
-    """Add the command to the parser."""
-    command = add_command(
-        commands,
-        "bounds",
-        run_bounds,
-        help="print the norms of a block's Hessian beside every bound on them",
-        description="Draw a block, an input and a target, compute the exact Hessian and print the norm of each of its "
-        "blocks beside the bounds (--list-bounds): certified from the matrix, structured from the intermediate values, a priori "
-        "from norms, and as printed in Closing the Curvature Gap where that is defined. With --attack N, try to violate the "
-        "valid bounds on N random problems instead.",
-        examples=EXAMPLES,
-        failed="a valid bound is exceeded",
-    )
+def options(command: Parser) -> None:
+    """Add the options."""
     add = command.add_argument
     add_block_options(add)
     add("--d-model", type=positive, default=4, help="width of a token (default 4)")
@@ -51,28 +41,20 @@ def add_bounds(commands: Commands) -> None:
     add_list(add, "--list-bounds", "hessiankit.bounding.bounds:BOUNDS", "print what each bound is computed from and exit")
     add("--scale", type=positive_number, default=1.0, help="factor on the initial weights, above 0 (default 1)")
     add("--seed", type=seed, default=0, help="random seed (default 0)")
-    add(
-        "--attack",
-        type=positive,
-        metavar="N",
-        help="try to violate every valid bound on N problems of all placements and scales, problem k drawn from --seed + k; of "
-        "the other options only --json may be given; an interrupt keeps what is found",
+    attack = (
+        "try to violate every valid bound on N problems of all placements and scales, problem k drawn from --seed + k; of "
+        "the other options only --json may be given; an interrupt keeps what is found"
     )
-    add_json(add)
-    add_table(add)
+    add("--attack", type=positive, metavar="N", help=attack)
+    add_output(add)
 
 
-def run_bounds(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        InputError: If an option or the file cannot be used.
-    """
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     import torch
 
     from hessiankit.bounding.bounds import BOUNDS, bounds
     from hessiankit.cli.module_options import block_of
-    from hessiankit.support.tables import show
 
     if args.attack is not None:
         return _attack(args)
@@ -85,24 +67,18 @@ def run_bounds(args: argparse.Namespace) -> int:
     labels = torch.randint(args.d_model, (args.tokens,))
     target = labels if args.loss == "cross_entropy" else torch.randn_like(x)
     report = bounds(block, x, target, loss=args.loss)
-    show(report, args.table)
-    write_json("bounds", args.json, report.to_dict())
-    exceeded = any(not BOUNDS[kind].printed for _, kind, _ in report.violated)
-    return FAILED if exceeded else OK
+    finish(args, report)
+    return int(any(not BOUNDS[kind].printed for _, kind, _ in report.violated))
 
 
 def _attack(args: argparse.Namespace) -> int:
     from hessiankit.bounding.attack import attack
     from hessiankit.cli.module_options import SHAPE_OF_A_BLOCK
     from hessiankit.support.progress import progress_bar
-    from hessiankit.support.tables import show
 
     drawn = ("placement", "d_model", "d_ff", "tokens", "loss", "scale", *SHAPE_OF_A_BLOCK)
     refuse(args, drawn, "does not go with --attack, which draws all kinds of blocks; drop it")
     with progress_bar() as tell:
         report = attack(args.attack, seed=args.seed, tell=tell)
-    show(report, args.table)
-    write_json("bounds", args.json, report.to_dict())
-    if report.interrupted:
-        return INTERRUPTED
-    return OK if report else FAILED
+    finish(args, report)
+    return INTERRUPTED if report.interrupted else int(not report)

@@ -1,63 +1,40 @@
-"""``hessiankit check``: the exact Hessian of a model of your own, or of one transformer block, against its references."""
+"""Check the exact Hessian of your own model, or of a transformer block, against automatic differentiation.
+
+Compute the exact Hessian of the model of --model, or of the transformer block of --placement, and compare it block pair by block
+pair with references that take other routes. Prints a table. The whole study of the paper's classifier is hessiankit study.
+"""
 
 from __future__ import annotations
 
 import argparse
 
-from hessiankit.cli.parsing import (
-    FAILED,
-    OK,
-    Commands,
-    add_block_options,
-    add_command,
-    add_json,
-    add_problem,
-    add_table,
-    positive,
-    refuse,
-)
+from hessiankit.cli.parsing import Parser, add_output, add_problem, finish, positive, refuse
 from hessiankit.support.errors import InputError
-from hessiankit.support.files import write_json
 
 EXAMPLES = (
     ("hessiankit check --model my_models:make --shape 10,6", "your own model on ten drawn inputs of width 6"),
     ("hessiankit check --placement hybridnorm --heads 2 --exact", "one transformer block, its formulas in exact arithmetic too"),
 )
+FAILS = "something disagrees"
 
 
-def add_check(commands: Commands) -> None:
-    """Add the command to the parser."""
-    check = add_command(
-        commands,
-        "check",
-        run_check,
-        help="check the exact Hessian of your own model, or of a transformer block, against automatic differentiation",
-        description="Compute the exact Hessian of the model of --model, or of the transformer block of --placement, and compare "
-        "it block pair by block pair with references that take other routes. Prints a table. The whole study of the paper's "
-        "classifier is hessiankit study.",
-        examples=EXAMPLES,
-        failed="something disagrees",
+def options(command: Parser) -> None:
+    """Add the options."""
+    placement = {"default": None, "action": "append", "help": "check one block of this placement, e.g. pre"}
+    add_problem(command, "one transformer block", **placement)
+    command.add_argument(
+        "--directions", type=positive, help="generic directions a parameter for the comparison (default: by size)"
     )
-    add = check.add_argument
-    block = check.add_argument_group("one transformer block").add_argument
-    add_problem(add, block)
-    add("--directions", type=positive, help="generic directions a parameter for the comparison (default: by size)")
-    add("--exact", action="store_true", help="also check the formulas of the blocks in it in exact arithmetic")
-    add_json(add)
-    add_table(add)
-    add_block_options(block, default=None, action="append", help="check one block of this placement, e.g. pre")
+    command.add_argument("--exact", action="store_true", help="also check the formulas of the blocks in it in exact arithmetic")
+    add_output(command.add_argument)
 
 
-def run_check(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        InputError: If an option or a file cannot be used.
-    """
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     from hessiankit.cli.module_options import SHAPE_OF_A_BLOCK, asked_of
     from hessiankit.support.environment import environment
     from hessiankit.support.progress import progress_bar
-    from hessiankit.support.tables import say, show
+    from hessiankit.support.tables import say
     from hessiankit.verify.check import check
 
     if args.model is None and args.placement is None:
@@ -70,11 +47,9 @@ def run_check(args: argparse.Namespace) -> int:
         (args.placement,) = args.placement
     asked = asked_of(args)
     say(str(asked))
-    options = {"seed": args.seed, "directions": args.directions, "exact": args.exact, "params": args.params}
+    given = {"seed": args.seed, "directions": args.directions, "exact": args.exact, "params": args.params}
     with progress_bar() as tell:
-        report = check(asked.model, asked.inputs, asked.target, loss=asked.loss, dtype=None, progress=tell, **options)
-    show(report, args.table)
-    write_json(
-        "check", args.json, {**asked.to_dict(), "seed": args.seed, "report": report.to_dict(), "environment": environment()}
-    )
-    return OK if report else FAILED
+        report = check(asked.model, asked.inputs, asked.target, loss=asked.loss, dtype=None, progress=tell, **given)
+    numbers = {**asked.to_dict(), "seed": args.seed, "report": report.to_dict(), "environment": environment()}
+    finish(args, report, numbers)
+    return int(not report)

@@ -6,7 +6,6 @@ import importlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,10 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "spiece.model", "tokenizer.model")
 
 
-@dataclass(frozen=True, eq=False)
-class FromFiles:
-    """What files hold.
+def from_files(path: Path, seed: int) -> tuple[nn.Module, str, Any]:
+    """Return the model of a folder or of a configuration file, where its parameters come from, and its tokenizer or None.
 
-    Attributes:
-        model: The model.
-        origin: Where its parameters come from.
-        tokenizer: None where there is none.
-    """
-
-    model: nn.Module
-    origin: str
-    tokenizer: Any
-
-
-def from_files(path: Path, seed: int) -> FromFiles:
-    """Return the model of a folder or of a configuration file, without a look at the network.
+    Nothing is downloaded.
 
     Args:
         path: A folder with ``config.json``, or such a file: then its weights are drawn.
@@ -72,7 +58,7 @@ def from_files(path: Path, seed: int) -> FromFiles:
             "one, and would be random; save the whole model with save_pretrained, or name config.json to draw all of them"
         )
     origin = f"weights of {folder}" if weights else f"built from {config_file} without weights: parameters drawn with seed {seed}"
-    return FromFiles(model, origin, tokenizer)
+    return model, origin, tokenizer
 
 
 def _model_type(config_file: Path) -> str:

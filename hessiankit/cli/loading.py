@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +76,11 @@ def load_model(
     """
     path = Path(source).expanduser()
     if source == "tiny":
-        found = _tiny(seed)
+        model = Transformer(VOCAB_SIZE, **TINY, activation="gelu", causal=True, max_len=TINY_LENGTH, seed=seed)  # type: ignore[arg-type]
+        found = LoadedModel(model, "tiny", f"parameters drawn with seed {seed}", VOCAB_SIZE, TINY_LENGTH)
     elif path.exists():
-        found = _from_files(path, seed)
+        model, origin, tokenizer = from_files(path, seed)
+        found = LoadedModel(model, path.resolve().name if path.is_dir() else str(path), origin, *_known(model), tokenizer)
     elif ":" in source:
         found = _from_function(source, seed)
     else:
@@ -146,15 +146,11 @@ def _encoded(loaded: LoadedModel, text: TextDataset, batch_size: int, length: in
     return torch.tensor(ids)
 
 
-def _tiny(seed: int) -> LoadedModel:
-    model = Transformer(VOCAB_SIZE, **TINY, activation="gelu", causal=True, max_len=TINY_LENGTH, seed=seed)  # type: ignore[arg-type]
-    return LoadedModel(model, "tiny", f"parameters drawn with seed {seed}", VOCAB_SIZE, TINY_LENGTH)
-
-
 def _from_function(source: str, seed: int) -> LoadedModel:
     """Return what ``module:function`` makes."""
     where, _, what = source.partition(":")
-    with _importing_here():
+    sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does, and an installed command does not
+    try:
         try:
             module = importlib.import_module(where)
         except Exception as error:  # whatever a user's module raises
@@ -169,25 +165,11 @@ def _from_function(source: str, seed: int) -> LoadedModel:
                 model = function() if not isinstance(function, nn.Module) else function
             except Exception as error:
                 raise InputError(f"{WHO}: {source} raised {one_line(error)}; it is called without arguments") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
     if not isinstance(model, nn.Module):
         raise InputError(f"{WHO}: {source} returned {type(model).__name__}; expected an nn.Module that maps token ids to logits")
     return LoadedModel(model, source, f"as {source} made it, torch seeded with {seed}", *_known(model))
-
-
-@contextmanager
-def _importing_here() -> Iterator[None]:
-    """Let modules of the current folder be found, as ``python -m`` does and an installed command does not."""
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(Path.cwd()))
-
-
-def _from_files(path: Path, seed: int) -> LoadedModel:
-    found = from_files(path, seed)
-    name = path.resolve().name if path.is_dir() else str(path)
-    return LoadedModel(found.model, name, found.origin, *_known(found.model), found.tokenizer)
 
 
 def _known(model: nn.Module) -> tuple[int | None, int | None]:

@@ -6,38 +6,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from hessiankit.cli.bounds import add_bounds
-from hessiankit.cli.check import add_check
-from hessiankit.cli.claims import add_claims
-from hessiankit.cli.compile import add_compile
-from hessiankit.cli.derive import add_derive
-from hessiankit.cli.hessian import add_hessian
-from hessiankit.cli.monitor import add_monitor
-from hessiankit.cli.parsing import CLOSED, FAILED, INTERRUPTED, OK, USAGE, Help, Parser, in_options
-from hessiankit.cli.routes import add_routes
-from hessiankit.cli.sharpness import add_sharpness
-from hessiankit.cli.study import add_study
-from hessiankit.cli.tune import add_tune
+from hessiankit.cli.parsing import CLOSED, FAILED, INTERRUPTED, OK, USAGE, Help, Parser, add_command, in_options
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.files import check_writable, output_for
 from hessiankit.support.package import __version__
 
 __all__ = ["CLOSED", "FAILED", "INTERRUPTED", "OK", "USAGE", "main", "parser"]
 
-COMMANDS = (
-    add_study,
-    add_check,
-    add_hessian,
-    add_derive,
-    add_bounds,
-    add_sharpness,
-    add_tune,
-    add_monitor,
-    add_routes,
-    add_claims,
-    add_compile,
-)
+COMMANDS = ("study", "check", "hessian", "derive", "bounds", "sharpness", "tune_lr", "monitor", "routes", "claims", "compile")
 EXAMPLES = """\
 examples:
   hessiankit study --quick
@@ -58,8 +36,8 @@ def parser() -> Parser:
     top = Parser(prog="hessiankit", description=about, epilog=EXAMPLES, formatter_class=Help)
     top.add_argument("--version", action="version", version=f"hessiankit {__version__}")
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for add in COMMANDS:
-        add(commands)
+    for name in COMMANDS:
+        add_command(commands, name.replace("_", "-"), import_module(f"hessiankit.cli.{name}"))
     return top
 
 
@@ -79,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in FILES:
             check_writable(args.command, getattr(args, name, None))
         with output_for(vars(args).values()):
-            code: int = args.runner(args)
+            code: int | None = args.runner(args)
             sys.stdout.flush()
-        return code
+        return code or OK
     except HessiankitError as error:
         return _fail(in_options(str(error), args.command, args.parser), USAGE)
     except KeyboardInterrupt:

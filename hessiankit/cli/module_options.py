@@ -61,29 +61,12 @@ def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBl
     layers = args.layer if args.layers is None else args.layers
     if args.layer > layers:
         raise InputError(f"{args.command}: --layer {args.layer} of --layers {layers}; expected 1 to {layers}")
+    given = {name: getattr(args, name) for name in ("placement", "norm", "activation", "bias", "causal", "rotary", "layer")}
+    given |= {"attention_bias": args.bias, "affine": not args.no_affine, "n_kv_heads": args.kv_heads, "n_layers": layers}
     try:
-        return _block(args, d_model, d_ff, layers)
+        return TransformerBlock(d_model, d_ff, args.heads, **given).double()
     except OutOfMemoryError as error:
         raise OutOfMemoryError(str(error).replace("use smaller sizes", "pass a smaller --d-model or --d-ff")) from error
-
-
-def _block(args: argparse.Namespace, d_model: int, d_ff: int, layers: int) -> TransformerBlock:
-    return TransformerBlock(
-        d_model,
-        d_ff,
-        args.heads,
-        args.placement,
-        args.norm,
-        args.activation,
-        args.bias,
-        n_kv_heads=args.kv_heads,
-        attention_bias=args.bias,
-        causal=args.causal,
-        rotary=args.rotary,
-        affine=not args.no_affine,
-        layer=args.layer,
-        n_layers=layers,
-    ).double()
 
 
 def _of_block(args: argparse.Namespace) -> Asked:

@@ -1,12 +1,15 @@
-"""``hessiankit monitor`` on the command line."""
+"""Print and draw what a monitor wrote while a model was trained.
+
+Read the file of a hessiankit.Monitor, also while training goes on, and print for each step the block types from flat to sharp,
+loss, norm of the parameters and top eigenvalue.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from hessiankit.cli.parsing import OK, Commands, add_command, add_json, add_table
-from hessiankit.support.files import write_json
+from hessiankit.cli.parsing import Parser, add_output, finish
 
 EXAMPLES = (
     ("hessiankit monitor run.jsonl", "the table, also while training goes on"),
@@ -15,36 +18,18 @@ EXAMPLES = (
 )
 
 
-def add_monitor(commands: Commands) -> None:
-    """Add the command to the parser."""
-    command = add_command(
-        commands,
-        "monitor",
-        run_monitor,
-        help="print and draw what a monitor wrote while a model was trained",
-        description="Read the file of a hessiankit.Monitor, also while training goes on, and print for each step the "
-        "block types from flat to sharp, loss, norm of the parameters and top eigenvalue.",
-        examples=EXAMPLES,
-    )
-    add = command.add_argument
-    add("file", type=Path, metavar="FILE", help="the monitor's file")
-    add("--plot", type=Path, metavar="OUT", help="also draw it, as .png, .svg or .pdf")
-    add_json(add)
-    add_table(add)
+def options(command: Parser) -> None:
+    """Add the options."""
+    command.add_argument("file", type=Path, metavar="FILE", help="the monitor's file")
+    command.add_argument("--plot", type=Path, metavar="OUT", help="also draw it, as .png, .svg or .pdf")
+    add_output(command.add_argument)
 
 
-def run_monitor(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        InputError: If the file cannot be read, or the picture not be drawn.
-    """
-    from hessiankit.diagnostics.monitoring.log import plot_monitor, read_monitor
-    from hessiankit.support.tables import show
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
+    from hessiankit.diagnostics.monitoring.log import read_monitor
 
     log = read_monitor(args.file)
-    show(log, args.table)
-    write_json("monitor", args.json, log.to_dict())
+    finish(args, log)
     if args.plot is not None:
-        plot_monitor(log, args.plot)
-    return OK
+        log.plot(args.plot)

@@ -12,9 +12,11 @@ import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, TypeAlias
 
 from hessiankit.support.errors import InputError, did_you_mean, not_known
+from hessiankit.support.files import STDOUT, write_json
 
 OK = 0
 FAILED = 1
@@ -25,20 +27,6 @@ INTERRUPTED = 130
 """Ctrl-C. What a command keeps of its work is kept."""
 CLOSED = 141
 """What read the output stopped reading, as in ``hessiankit claims | head``; shells give the same to other programs."""
-
-
-def described(failed: str | None) -> str:
-    """Return the line of a command's help.
-
-    Args:
-        failed: When the command ends with 1; None if it never does.
-
-    >>> described(None)
-    '0 done; 2 an option or a file cannot be used; 130 interrupted'
-    """
-    found = f"{FAILED} {failed}; " if failed else ""
-    return f"{OK} done; {found}{USAGE} an option or a file cannot be used; {INTERRUPTED} interrupted"
-
 
 ARGUMENTS = {"n_heads": "heads", "n_kv_heads": "kv_heads", "n_layers": "layers", "batch_size": "batch", "length": "tokens"}
 """Arguments of the library -> the options that have another name."""
@@ -81,8 +69,6 @@ Add: TypeAlias = Callable[..., Any]
 Examples: TypeAlias = Sequence[tuple[str, str]]
 """Commands as they are typed, and what each does."""
 
-STDOUT = Path("-")
-"""The file that is standard output."""
 SEEDS = 2**32 - 1
 """The largest seed."""
 
@@ -143,52 +129,42 @@ def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
             raise InputError(f"{args.command}: {action.option_strings[0]} {why}")
 
 
-def add_command(
-    commands: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    help: str,
-    description: str,
-    examples: Examples,
-    failed: str | None = None,
-) -> Parser:
-    """Add a command and return its parser.
-
-    Args:
-        commands: What ``add_subparsers`` returned.
-        name: Of the command.
-        run: Runs the command with the parsed options and returns the exit code; imports torch only then.
-        help: The line in the list of commands.
-        description: What the command does, at the head of its help.
-        examples: Stand at the end of its help.
-        failed: When it ends with exit code 1; None if it never does.
-    """
-    parser = commands.add_parser(name, help=help, description=description, epilog=_epilog(examples, failed), formatter_class=Help)
-    parser.examples = examples
-    parser.set_defaults(runner=run, parser=parser)
-    return parser
+def add_command(commands: Commands, name: str, file: ModuleType) -> None:
+    """Add the command of a file, as :mod:`hessiankit.cli` describes them."""
+    about, _, description = (file.__doc__ or "").strip().partition("\n\n")
+    lines = [line for command, what in file.EXAMPLES for line in (f"  {command}", f"      {what}")]
+    failed = f"{FAILED} {file.FAILS}; " if hasattr(file, "FAILS") else ""
+    codes = f"exit codes: {OK} done; {failed}{USAGE} an option or a file cannot be used; {INTERRUPTED} interrupted"
+    parser = commands.add_parser(
+        name,
+        help=about[:1].lower() + about[1:].rstrip("."),
+        description=" ".join(description.split()),
+        epilog="\n".join(["examples:", *lines, "", codes]),
+        formatter_class=Help,
+    )
+    parser.examples = file.EXAMPLES
+    parser.set_defaults(runner=file.run, parser=parser)
+    file.options(parser)
 
 
-def _epilog(examples: Examples, failed: str | None) -> str:
-    lines = [line for command, what in examples for line in (f"  {command}", f"      {what}")]
-    return "\n".join(["examples:", *lines, "", f"exit codes: {described(failed)}"])
+def finish(args: argparse.Namespace, result: Any, numbers: Any = None) -> None:
+    """Print a command's result, and write it, or other numbers, to --json."""
+    from hessiankit.support.tables import show
+
+    show(result, args.table)
+    if args.json is not None:
+        write_json(args.command, args.json, result.to_dict() if numbers is None else numbers)
 
 
 def add_json(add: Add) -> None:
     """Add ``--json``, which every command has."""
-    add(
-        "--json",
-        type=Path,
-        nargs="?",
-        const=STDOUT,
-        metavar="PATH",
-        help="also write all numbers as JSON to this file; with - or no PATH to standard output, the rest to standard error",
-    )
+    text = "also write all numbers as JSON to this file; with - or no PATH to standard output, the rest to standard error"
+    add("--json", type=Path, nargs="?", const=STDOUT, metavar="PATH", help=text)
 
 
-def add_table(add: Add) -> None:
-    """Add ``--table``, which every command that prints a result has."""
+def add_output(add: Add) -> None:
+    """Add ``--json``, and ``--table``, which every command that prints a result has."""
+    add_json(add)
     add("--table", action="store_true", help="print all rows and columns (without it, a terminal gets one screen)")
 
 
@@ -209,24 +185,11 @@ class Shape(argparse.Action):
         setattr(namespace, self.dest, [size for part in values for size in part])
 
 
-def add_own_model(add: Add) -> None:
-    """Add ``--model`` and what goes into it, for :func:`hessiankit.cli.module_options.asked_of`."""
-    add_model(add)
-    add(
-        "--text",
-        metavar="PATH",
-        help="with --model: stdlib (default), Python's standard library; or a text file or folder",
-    )
-    add(
-        "--shape",
-        type=sizes,
-        action=Shape,
-        nargs="+",
-        metavar="N",
-        help="with --model: standard normal inputs of this shape instead of text, e.g. 4,16,32; the first counts the samples",
-    )
-    add("--tokens", type=positive, help="tokens of each sequence (default 4; of text 16)")
-    add("--params", nargs="+", metavar="NAME", help="only these parameters; names, or patterns such as '*.attention.*'")
+def add_model(add: Add, *, default: str | None = None) -> None:
+    """Add ``--model``, which :func:`hessiankit.cli.loading.load_model` reads."""
+    tiny = "tiny (default)" if default == "tiny" else "tiny"
+    sources = f"{tiny}: 3 blocks, bytes; a folder of save_pretrained; a config.json; module:function"
+    add("--model", metavar="SOURCE", default=default, help=sources)
 
 
 def add_arithmetic(add: Add, *, dtype: str = "float64") -> None:
@@ -235,31 +198,29 @@ def add_arithmetic(add: Add, *, dtype: str = "float64") -> None:
     add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
 
 
-def add_problem(add: Add, block: Add) -> None:
-    """Add the options that :func:`hessiankit.cli.module_options.asked_of` reads, a block's placement and shape aside.
+def add_problem(command: Parser, title: str, **placement: Any) -> None:
+    """Add the options that :func:`hessiankit.cli.module_options.asked_of` reads: of a model, and of a block in a group.
 
     Args:
-        add: Of the parser.
-        block: Of the group of the block's options.
+        command: The command's parser.
+        title: Of the group.
+        **placement: What is otherwise with ``--placement``.
     """
-    add_own_model(add)
+    add, block = command.add_argument, command.add_argument_group(title).add_argument
+    add_model(add)
+    text = "with --model: stdlib (default), Python's standard library; or a text file or folder"
+    shape = "with --model: standard normal inputs of this shape instead of text, e.g. 4,16,32; the first counts the samples"
+    add("--text", metavar="PATH", help=text)
+    add("--shape", type=sizes, action=Shape, nargs="+", metavar="N", help=shape)
+    add("--tokens", type=positive, help="tokens of each sequence (default 4; of text 16)")
+    add("--params", nargs="+", metavar="NAME", help="only these parameters; names, or patterns such as '*.attention.*'")
     add("--batch", type=positive, help="sequences (default 1; of text 2)")
     add("--loss", choices=("mse", "cross_entropy"), help="default: mse; of text cross_entropy, of the next token")
     add_arithmetic(add)
     add("--seed", type=seed, default=0, help="random seed (default 0)")
     block("--d-model", type=positive, help="width of a token (default 4)")
     block("--d-ff", type=positive, help="hidden width of the feed-forward network (default 6)")
-
-
-def add_model(add: Add, *, default: str | None = None) -> None:
-    """Add ``--model``, which :func:`hessiankit.cli.loading.load_model` reads."""
-    tiny = "tiny (default)" if default == "tiny" else "tiny"
-    add(
-        "--model",
-        metavar="SOURCE",
-        default=default,
-        help=f"{tiny}: 3 blocks, bytes; a folder of save_pretrained; a config.json; module:function",
-    )
+    add_block_options(block, **placement)
 
 
 def add_list(add: Add, option: str, registry: str, help: str) -> None:
@@ -268,12 +229,7 @@ def add_list(add: Add, option: str, registry: str, help: str) -> None:
 
 
 def add_block_options(add: Add, **placement: Any) -> None:
-    """Add the options of a block: placement, norm, activation, heads, biases, mask, positions, depth.
-
-    Args:
-        add: Of a parser or a group.
-        **placement: What is otherwise with ``--placement``.
-    """
+    """Add the options of a block; ``placement`` is what is otherwise with ``--placement``."""
     usual = {"default": "post", "help": "norm placement: post (default), pre, hybridnorm, deepnorm, ..."}
     add("--placement", metavar="NAME", **usual | placement)
     add_list(add, "--list-placements", "hessiankit.blocks:PLACEMENTS", "print all norm placements with their sources and exit")

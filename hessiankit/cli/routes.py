@@ -1,12 +1,16 @@
-"""``hessiankit routes`` on the command line."""
+"""Show which of torch's routes to second derivatives are right, wrong or missing, operation by operation.
+
+Differentiate every operation of a transformer twice by every route of the installed torch, on tiny float64 problems, and compare
+with the closed form and with central differences. Prints a table. The exit code is 0 whatever the table says: it is about torch.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from hessiankit.cli.parsing import OK, Commands, add_command, add_json, add_table
-from hessiankit.support.files import write_json, write_text
+from hessiankit.cli.parsing import Parser, add_output, finish
+from hessiankit.support.files import write_text
 
 EXAMPLES = (
     ("hessiankit routes", "all operations by all routes, about ten seconds"),
@@ -14,36 +18,18 @@ EXAMPLES = (
 )
 
 
-def add_routes(commands: Commands) -> None:
-    """Add the command to the parser."""
-    routes = add_command(
-        commands,
-        "routes",
-        run_routes,
-        help="show which of torch's routes to second derivatives are right, wrong or missing, operation by operation",
-        description="Differentiate every operation of a transformer twice by every route of the installed torch, on tiny "
-        "float64 problems, and compare with the closed form and with central differences. Prints a table. The exit code is 0 "
-        "whatever the table says: it is about torch.",
-        examples=EXAMPLES,
-    )
-    add = routes.add_argument
+def options(command: Parser) -> None:
+    """Add the options."""
+    add = command.add_argument
     add("--operation", action="append", metavar="NAME", help="only this operation, e.g. layer_norm (may be repeated)")
-    add_json(add)
-    add_table(add)
+    add_output(add)
     add("--markdown", type=Path, metavar="PATH", help="also write the table as Markdown (docs/routes.md is made so)")
 
 
-def run_routes(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        InputError: If an option or a file cannot be used.
-    """
-    from hessiankit.support.tables import show
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     from hessiankit.verify.route_table import routes
 
     found = routes(args.operation)
-    show(found, args.table)
-    write_json("routes", args.json, found.to_dict())
+    finish(args, found)
     write_text("routes", args.markdown, found.markdown)
-    return OK

@@ -1,28 +1,21 @@
-"""``hessiankit sharpness`` on the command line."""
+"""Measure how sharp each block type of a language model is, with error bars.
+
+Draw labels from the model's own predictions on windows of a text, and estimate the average sharpness S of embeddings, queries and
+keys, feed-forward networks, values and outputs, norms and head (The Sharpness Disparity Principle, Eqs. 3-4), with standard
+errors and intervals. Nothing of the paper's order is assumed. Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from hessiankit.cli.parsing import (
-    OK,
-    Commands,
-    add_arithmetic,
-    add_command,
-    add_json,
-    add_model,
-    add_table,
-    positive,
-    probability,
-    seed,
-)
+from hessiankit.cli.parsing import Parser, add_arithmetic, add_model, add_output, finish, positive, probability, seed
 from hessiankit.support.errors import InputError, OutOfMemoryError
-from hessiankit.support.files import write_json
 
 if TYPE_CHECKING:
-    from hessiankit.cli.loading import LoadedModel
     from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate
     from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport
     from hessiankit.support.tables import Table
@@ -32,21 +25,14 @@ EXAMPLES = (
     ("hessiankit sharpness --model my_models:make --text notes.txt --layers", "your own model and text, also layer by layer"),
     ("hessiankit sharpness --model path/to/folder --draws 16 --json sharpness.json", "what save_pretrained wrote"),
 )
+EXACT_PARAMETERS = 500_000
+"""Parameters up to which the exact values are computed."""
+FLOW_TOKENS = 8
+"""Tokens that are enough to see what flows where."""
 
 
-def add_sharpness(commands: Commands) -> None:
-    """Add the command to the parser."""
-    command = add_command(
-        commands,
-        "sharpness",
-        run_sharpness,
-        help="measure how sharp each block type of a language model is, with error bars",
-        description="Draw labels from the model's own predictions on windows of a text, and estimate the average sharpness S of "
-        "embeddings, queries and keys, feed-forward networks, values and outputs, norms and head (The Sharpness Disparity "
-        "Principle, Eqs. 3-4), with standard errors and intervals. Nothing of the paper's order is "
-        "assumed. Nothing is downloaded.",
-        examples=EXAMPLES,
-    )
+def options(command: Parser) -> None:
+    """Add the options."""
     add = command.add_argument
     add_model(add, default="tiny")
     add("--text", default="stdlib", help="stdlib (default): Python's own standard library; or a text file, or a folder of them")
@@ -56,34 +42,19 @@ def add_sharpness(commands: Commands) -> None:
     add("--micro-batch", type=positive, metavar="N", help="sequences per forward pass; S is averaged over them (default: all)")
     add("--per", choices=("token", "sequence"), default="token", help="unit of the mean in the loss (default token)")
     add("--confidence", type=probability, default=0.95, help="confidence level of the intervals (default 0.95)")
-    add(
-        "--type",
-        action="append",
-        metavar="REGEX=TYPE",
-        help="the type of the parameters whose names a regular expression finds, e.g. 'router=Other' (may be repeated)",
-    )
+    kind = "the type of the parameters whose names a regular expression finds, e.g. 'router=Other' (may be repeated)"
+    add("--type", action="append", metavar="REGEX=TYPE", help=kind)
     add("--layers", action="store_true", help="also print S by layer and type")
     add("--tensors", action="store_true", help="also print S of every tensor")
     add("--histograms", action="store_true", help="also print the share of entries that are 0, and write histograms to --json")
     add("--exact", action="store_true", help="also compute the exact values, which takes minutes, and print both")
     add("--seed", type=seed, default=0, help="random seed of windows, labels and drawn parameters (default 0)")
     add_arithmetic(add, dtype="float32")
-    add_json(add)
-    add_table(add)
+    add_output(add)
 
 
-EXACT_PARAMETERS = 500_000
-"""Parameters up to which the exact values are computed."""
-FLOW_TOKENS = 8
-"""Tokens that are enough to see what flows where."""
-
-
-def run_sharpness(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        InputError: If an option, a model or a file cannot be used.
-    """
+def run(args: argparse.Namespace) -> None:
+    """Run the command."""
     import torch
 
     from hessiankit.cli.loading import load_model, text_batch
@@ -91,8 +62,9 @@ def run_sharpness(args: argparse.Namespace) -> int:
     from hessiankit.diagnostics.sharpness.measure import exact_sharpness, sharpness
     from hessiankit.partition import model_parts
     from hessiankit.studies.text import load_text
+    from hessiankit.support.environment import environment
     from hessiankit.support.progress import progress_bar
-    from hessiankit.support.tables import say, show
+    from hessiankit.support.tables import say
 
     loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
     size = sum(p.numel() for p in loaded.model.parameters())
@@ -106,35 +78,28 @@ def run_sharpness(args: argparse.Namespace) -> int:
     say(f"{loaded}\n{args.batch} sequences of {args.length} {loaded.tokens}, {text.name}, {args.dtype}")
     few = inputs[:1, :FLOW_TOKENS]
     run_once(args, loaded.model, few)
-    parts = model_parts(loaded.model, inputs=few, overrides=_overrides(args.type))
-    with progress_bar() as tell:
-        try:
-            report = sharpness(
-                loaded.model,
-                inputs,
-                targets,
-                draws=args.draws,
-                micro_batch=args.micro_batch,
-                per=args.per,
-                parts=parts,
-                confidence=args.confidence,
-                histograms=args.histograms,
-                seed=args.seed,
-                progress=tell,
-            )
-        except OutOfMemoryError as error:
-            raise OutOfMemoryError(str(error).replace("a smaller micro_batch", "--micro-batch, or a smaller one")) from error
-    show(report, args.table)
+    given = {"per": args.per, "parts": model_parts(loaded.model, inputs=few, overrides=_overrides(args.type))}
+    drawn = {name: getattr(args, name) for name in ("draws", "micro_batch", "confidence", "histograms", "seed")}
+    try:
+        with progress_bar() as tell:
+            report = sharpness(loaded.model, inputs, targets, progress=tell, **given, **drawn)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(str(error).replace("a smaller micro_batch", "--micro-batch, or a smaller one")) from error
+    exact = exact_sharpness(loaded.model, inputs, targets, **given) if args.exact else None
+    numbers = {
+        "model": {"name": loaded.name, "class": type(loaded.model).__name__, "origin": loaded.origin},
+        **{name: getattr(args, name) for name in ("text", "batch", "length", "dtype", "device")},
+        "sharpness": report.to_dict(),
+        "exact": None if exact is None else exact.to_dict(),
+        "environment": environment(),
+    }
+    finish(args, report, numbers)
     if args.layers:
         say(_layers(report), whole=True)
     if args.tensors:
         say(_tensors(report), whole=True)
-    exact = exact_sharpness(loaded.model, inputs, targets, per=args.per, parts=parts) if args.exact else None
     if exact is not None:
         say(_beside(report, exact), whole=True)
-    if args.json is not None:
-        write_json("sharpness", args.json, _found(args, loaded, report, exact))
-    return OK
 
 
 def _overrides(given: list[str] | None) -> dict[str, str] | None:
@@ -150,11 +115,12 @@ def _layers(report: SharpnessReport) -> Table:
     """Return S by layer and type."""
     from hessiankit.support.tables import table
 
-    rows = []
-    for layer, whole in report.layers.items():
-        cells = [_value(report.type_layers.get((kind, layer))) for kind in report.types]
-        rows.append(("outside" if layer is None else str(layer), _value(whole), *cells))
-    return table(("layer", "all", *report.types), rows, title="S by layer and type")
+    def rows() -> Iterator[tuple[str, ...]]:
+        for layer, whole in report.layers.items():
+            cells = [_value(report.type_layers.get((kind, layer))) for kind in report.types]
+            yield "outside" if layer is None else str(layer), _value(whole), *cells
+
+    return table(("layer", "all", *report.types), rows(), title="S by layer and type")
 
 
 def _tensors(report: SharpnessReport) -> Table:
@@ -183,18 +149,3 @@ def _beside(report: SharpnessReport, exact: SharpnessReport) -> Table:
 
 def _value(one: SharpnessEstimate | None) -> str:
     return "" if one is None else f"{one.value:.3g}"
-
-
-def _found(
-    args: argparse.Namespace, loaded: LoadedModel, report: SharpnessReport, exact: SharpnessReport | None
-) -> dict[str, Any]:
-    """Return every number, and where it comes from."""
-    from hessiankit.support.environment import environment
-
-    return {
-        "model": {"name": loaded.name, "class": type(loaded.model).__name__, "origin": loaded.origin},
-        **{name: getattr(args, name) for name in ("text", "batch", "length", "dtype", "device")},
-        "sharpness": report.to_dict(),
-        "exact": None if exact is None else exact.to_dict(),
-        "environment": environment(),
-    }

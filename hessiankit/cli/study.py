@@ -1,4 +1,9 @@
-"""``hessiankit study``: the paper's classifier trained and its Hessian checked, or the grid of norm placements."""
+"""Train the paper's classifier and check its exact Hessian before and after; --placements: every norm placement.
+
+Train one post-norm transformer block on images, compute the exact Hessian of a batch at initialisation and after training, for
+squared error and cross entropy, and compare it block pair by block pair with references that take other routes. Prints a table,
+writes heat maps and a JSON report. With --placements, check every norm placement.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from hessiankit.cli.parsing import FAILED, OK, Commands, add_arithmetic, add_command, add_json, add_table, positive, refuse, seed
+from hessiankit.cli.parsing import Parser, add_arithmetic, add_output, positive, refuse, seed
 from hessiankit.support.files import write_json
 
 EXAMPLES = (
@@ -14,22 +19,13 @@ EXAMPLES = (
     ("hessiankit study --data path/to/mnist --loss cross_entropy --steps 1000", "on MNIST's files, one loss, longer training"),
     ("hessiankit study --placements --placement hybridnorm --sample 8", "eight tiny language models of one norm placement"),
 )
+FAILS = "something disagrees"
+OF_THE_GRID = ("placement", "sample", "jobs")
 
 
-def add_study(commands: Commands) -> None:
-    """Add the command to the parser."""
-    study = add_command(
-        commands,
-        "study",
-        run_study,
-        help="train the paper's classifier and check its exact Hessian before and after; --placements: every norm placement",
-        description="Train one post-norm transformer block on images, compute the exact Hessian of a batch at initialisation and "
-        "after training, for squared error and cross entropy, and compare it block pair by block pair with references that take "
-        "other routes. Prints a table, writes heat maps and a JSON report. With --placements, check every norm placement.",
-        examples=EXAMPLES,
-        failed="something disagrees",
-    )
-    add = study.add_argument
+def options(command: Parser) -> None:
+    """Add the options."""
+    add = command.add_argument
     add("--data", help="'digits' (default), or a path to MNIST's IDX files or the Python version of CIFAR")
     add("--d-model", type=positive, help="width of a token (default 16; --quick 8)")
     add("--d-ff", type=positive, help="hidden width of the feed-forward network (default 64; --quick 16)")
@@ -47,9 +43,8 @@ def add_study(commands: Commands) -> None:
     add("--exact", action="store_true", default=None, help=exact)
     add("--out", type=Path, help="folder for the report and the heat maps (default results/study)")
     add("--quick", action="store_true", help="a small model and batch: a few seconds; other options still count")
-    add_json(add)
-    add_table(add)
-    grid = study.add_argument_group(
+    add_output(add)
+    grid = command.add_argument_group(
         "every norm placement",
         "Instead of the classifier: the exact Hessian of tiny language models for every norm placement, combined with every "
         "kind of norm, activation, heads, mask, depth and loss (half an hour on one core). After an interruption the same "
@@ -61,16 +56,8 @@ def add_study(commands: Commands) -> None:
     grid("--jobs", type=positive, metavar="N", help="processes that share the work (default 1)")
 
 
-OF_THE_GRID = ("placement", "sample", "jobs")
-COUNT_WITH_THE_GRID = ("placements", *OF_THE_GRID, "seed", "json", "table", "out")
-
-
-def run_study(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        InputError: If an option or a file cannot be used.
-    """
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     if args.placements:
         return _placements(args)
     refuse(args, OF_THE_GRID, "is of the grid of norm placements; add --placements")
@@ -81,21 +68,22 @@ def run_study(args: argparse.Namespace) -> int:
     take_free_cores()
     given = {f.name: getattr(args, f.name) for f in fields(classifier.StudyOptions) if getattr(args, f.name, None) is not None}
     losses = ("mse", "cross_entropy") if args.loss in (None, "both") else (args.loss,)
-    options = classifier.StudyOptions(**{**(classifier.QUICK if args.quick else {}), **given, "losses": losses})
-    study = classifier.run_study(options, say, every=args.table)
+    chosen = classifier.StudyOptions(**{**(classifier.QUICK if args.quick else {}), **given, "losses": losses})
+    study = classifier.run_study(chosen, say, every=args.table)
     if args.json is not None:
         write_json("study", args.json, study.to_dict())
-    return OK if study.passed else FAILED
+    return int(not study.passed)
 
 
 def _placements(args: argparse.Namespace) -> int:
     from hessiankit.studies.placement_grid import run_placements
 
-    others = {action.dest for action in args.parser._actions} - {*COUNT_WITH_THE_GRID, "help"}
+    count = {"placements", *OF_THE_GRID, "seed", "json", "table", "out", "help"}
+    others = {action.dest for action in args.parser._actions} - count
     refuse(args, others, "does not go with --placements, whose sizes are fixed; drop it, or see --sample")
     words = ["hessiankit study --placements", *(f"--placement '{name}'" for name in args.placement or ())]
     words += [f"--sample {args.sample} --seed {args.seed}"] if args.sample else []
     out, jobs = args.out or Path("results/placements"), args.jobs or 1
     found = run_placements(args.placement, sample=args.sample, seed=args.seed, jobs=jobs, out=out, command=" ".join(words))
     write_json("study", args.json, found)
-    return FAILED if found["failed"] else OK
+    return int(bool(found["failed"]))

@@ -1,4 +1,11 @@
-"""``hessiankit tune-lr`` on the command line."""
+"""Compare learning rates by block type with tuned AdamW, at equal budget, with intervals.
+
+Train small byte-level language models on Python's standard library. First AdamW's learning rate is searched for, then those of
+learning rates by block type; then all of them, and controls with one change each, are trained with seeds that no search has seen,
+on the same batches. Prints the held-out losses, the paired differences from AdamW and the steps to equal loss with their
+intervals. Finished runs are kept in --out: after an interrupt the same command goes on. The exit code is 0 whatever the table
+says.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hessiankit.cli.parsing import (
-    INTERRUPTED,
-    OK,
-    Commands,
-    add_command,
-    add_json,
-    add_table,
-    positive,
-    positive_number,
-    probability,
-)
-from hessiankit.support.files import write_json
+from hessiankit.cli.parsing import INTERRUPTED, OK, Parser, add_output, finish, positive, positive_number, probability
 
 if TYPE_CHECKING:
-    from hessiankit.studies.tuning.comparison_report import TuneReport
     from hessiankit.studies.tuning.experiment import Setting
     from hessiankit.studies.tuning.store import Runs
 
@@ -34,22 +29,14 @@ EXAMPLES = (
     ("hessiankit tune-lr --steps 200 --seeds 8 --jobs 4", "a real comparison; after Ctrl-C the same command goes on"),
     ("hessiankit tune-lr --text notes.txt --json learning_rates.json", "on a text of your own"),
 )
+GRID = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+QUICK_GRID = (4e-3, 8e-3, 1.6e-2)
+TRIAL = 6
+"""Steps that are timed for the estimate."""
 
 
-def add_tune(commands: Commands) -> None:
-    """Add the command to the parser."""
-    command = add_command(
-        commands,
-        "tune-lr",
-        run_tune,
-        help="compare learning rates by block type with tuned AdamW, at equal budget, with intervals",
-        description="Train small byte-level language models on Python's standard library. First AdamW's learning rate is "
-        "searched for, then those of learning rates by block type; then all of them, and controls with one change each, are "
-        "trained with seeds that no search has seen, on the same batches. Prints the held-out losses, the paired "
-        "differences from AdamW and the steps to equal loss with their intervals. Finished runs are kept in --out: after an "
-        "interrupt the same command goes on. The exit code is 0 whatever the table says.",
-        examples=EXAMPLES,
-    )
+def options(command: Parser) -> None:
+    """Add the options."""
     add = command.add_argument
     add("--steps", type=positive, help="updates of a run, the budget (default 400; --quick 60)")
     add("--seeds", type=positive, help="seeds of the comparison (default 5; --quick 3)")
@@ -60,29 +47,18 @@ def add_tune(commands: Commands) -> None:
     add("--jobs", type=positive, help="processes that share the work, each with one thread (default: one a core, 8 at most)")
     add("--quick", action="store_true", help="a tiny model and budget, less than a minute: shows the tables, decides nothing")
     add("--out", type=Path, default=Path("results/tune-lr"), help="folder for the runs and the picture (default results/tune-lr)")
-    add_json(add)
-    add_table(add)
+    add_output(add)
     add("--markdown", type=Path, metavar="PATH", help="also write the tables into this page (docs/learning_rates.md is made so)")
 
 
-GRID = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-QUICK_GRID = (4e-3, 8e-3, 1.6e-2)
-TRIAL = 6
-"""Steps that are timed for the estimate."""
-
-
-def run_tune(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        InputError: If an option or a file cannot be used.
-    """
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     from hessiankit.studies.tuning.comparison import compare, expected_runs
-    from hessiankit.studies.tuning.comparison_report import TuneReport
+    from hessiankit.studies.tuning.comparison_report import TuneReport, draw, write_page
     from hessiankit.studies.tuning.experiment import QUICK, Setting, digest_of
     from hessiankit.studies.tuning.store import Runs
     from hessiankit.support.progress import progress_bar
-    from hessiankit.support.tables import as_text, say, show
+    from hessiankit.support.tables import as_text, say
 
     setting = replace(QUICK if args.quick else Setting(), text=args.text)
     setting = replace(setting, digest=digest_of(args.text), steps=args.steps or setting.steps)
@@ -100,10 +76,15 @@ def run_tune(args: argparse.Namespace) -> int:
         print(f"hessiankit: interrupted; finished runs are kept in {lines}, the same command goes on from there", file=sys.stderr)
         return INTERRUPTED
     report = TuneReport(comparison, setting, args.confidence, len(done), math.fsum(run.seconds for run in done))
-    show(report, args.table)
+    finish(args, report)
     if args.quick:
         say("--quick: the tables' form on a model that has hardly begun to learn, not a result.")
-    _write(args, report)
+    pictures = [args.out / "learning_rates.png"]
+    if args.markdown is not None:
+        pictures.append(args.markdown.with_suffix(".png"))
+        write_page(args.markdown, report, command_of(args), pictures[1].name)
+    for path in pictures:
+        draw(report, path)
     return OK
 
 
@@ -150,19 +131,3 @@ def command_of(args: argparse.Namespace) -> str:
     words += [f"--confidence {args.confidence:g}"] if args.confidence != 0.95 else []
     words += ["--quick"] if args.quick else []
     return " ".join([*words, f"--markdown {args.markdown}"])
-
-
-def _write(args: argparse.Namespace, report: TuneReport) -> None:
-    from hessiankit.studies.tuning.comparison_report import (
-        draw,  # Matplotlib takes a second that the other commands need not wait for
-        write_page,
-    )
-
-    pictures = [args.out / "learning_rates.png"]
-    if args.markdown is not None:
-        beside = args.markdown.with_suffix(".png")
-        write_page(args.markdown, report, command_of(args), beside.name)
-        pictures.append(beside)
-    for path in pictures:
-        draw(report, path)
-    write_json("tune-lr", args.json, report.to_dict())
