@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     from hessiankit.cli.module_options import asked_of
     from hessiankit.curvature.dense import Hessian, hessian
+    from hessiankit.curvature.forecast import Forecast
     from hessiankit.support.environment import environment
     from hessiankit.support.progress import progress_bar
     from hessiankit.support.tables import say, show
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     show(found, args.table)
     if args.out is not None and not args.dry_run:
         say(f"wrote {args.out}")
-    if args.plot is not None:
+    if args.plot is not None and isinstance(found, Hessian):
         from hessiankit.curvature.plots import heatmap  # Matplotlib takes a second that others need not wait for
 
         title = f"Hessian of {asked.name.partition(',')[0]}"
@@ -80,4 +81,4 @@ def run(args: argparse.Namespace) -> int:
         kind = "hessian" if isinstance(found, Hessian) else "forecast"
         own = {"seed": args.seed, "out": args.out, kind: found.to_dict(), "environment": environment()}
         write_json("hessian", args.json, {**asked.to_dict(), **own})
-    return int(args.dry_run and not found.fits)
+    return int(isinstance(found, Forecast) and not found.fits)

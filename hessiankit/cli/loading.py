@@ -76,8 +76,8 @@ def load_model(
     """
     path = Path(source).expanduser()
     if source == "tiny":
-        model = Transformer(VOCAB_SIZE, **TINY, activation="gelu", causal=True, max_len=TINY_LENGTH, seed=seed)  # type: ignore[arg-type]
-        found = LoadedModel(model, "tiny", f"parameters drawn with seed {seed}", VOCAB_SIZE, TINY_LENGTH)
+        tiny = Transformer(VOCAB_SIZE, **TINY, activation="gelu", causal=True, max_len=TINY_LENGTH, seed=seed)  # type: ignore[arg-type]
+        found = LoadedModel(tiny, "tiny", f"parameters drawn with seed {seed}", VOCAB_SIZE, TINY_LENGTH)
     elif path.exists():
         model, origin, tokenizer = from_files(path, seed)
         found = LoadedModel(model, path.resolve().name if path.is_dir() else str(path), origin, *_known(model), tokenizer)

@@ -135,12 +135,6 @@ def merged(structural: list[Finding], flowing: list[Finding], p: Tensor, *, in_b
     Two certain findings must have one type wherever they overlap. A certain one precedes an inference. Of two inferences, that
     of the modules counts within a block, that of the flow outside.
 
-    Args:
-        structural: Findings by the modules.
-        flowing: Findings by the flow of data.
-        p: The parameter.
-        in_block: Whether it lies in one of the model's blocks.
-
     >>> import torch
     >>> norm, scale = Finding("Norm", "gain", "LayerNorm"), Finding("FFN", "up", "flow: ...")
     >>> merged([norm], [scale], torch.ones(2), in_block=True)[0].reason

@@ -64,12 +64,7 @@ def name_of(node: Node) -> tuple[str, bool]:
 
 
 def factors(name: str, args: tuple[Any, ...]) -> tuple[list[Any], Any, bool] | None:
-    """Return the factors of a product, its bias, and whether the operation defines its second factor as the weight.
-
-    Args:
-        name: The operation's name.
-        args: Its arguments, as nodes.
-    """
+    """Return the factors of a product, its bias, and whether the operation defines its second factor as the weight."""
     if name == "linear" or name in _CONVOLUTIONS:
         return [args[0], args[1]], args[2] if len(args) > 2 else None, True
     if name in ("addmm", "baddbmm", "addmv", "addbmm"):

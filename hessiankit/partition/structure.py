@@ -113,10 +113,6 @@ class ModelStructure:
 def structure(model: nn.Module, places: dict[str, list[Owner]]) -> ModelStructure:
     """Return what the modules of a model say about its parameters.
 
-    Args:
-        model: Any module.
-        places: Its parameters' :func:`~hessiankit.partition.findings.owners`.
-
     >>> from hessiankit.partition.findings import owners
     >>> layer = nn.TransformerEncoderLayer(4, 2, 6)
     >>> found = structure(layer, owners(layer)).findings

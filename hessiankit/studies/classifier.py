@@ -126,10 +126,7 @@ def _silent(*parts: Piece, whole: bool = False) -> None:
 def run_study(options: StudyOptions, say: Callable[..., None] = _silent, *, every: bool = False) -> Study:
     """Run the study, print its tables, and write the heat maps and the JSON report into ``options.out``.
 
-    Args:
-        options: Of the study.
-        say: Prints tables and paragraphs; by default nothing is printed.
-        every: Whether all block pairs are printed, not the worst alone, and the health of each reference.
+    Without ``every``, the block pairs of the largest errors are printed alone, and not the health of each reference.
 
     Raises:
         InputError: If an option cannot be used, or the output folder cannot be written.

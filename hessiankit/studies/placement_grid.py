@@ -250,12 +250,6 @@ def run_grid(todo: list[PlacementCase], lines: Path, *, jobs: int = 1, tell: Tel
 
     Lines of other code or another torch do not count: their cases are done anew.
 
-    Args:
-        todo: The cases.
-        lines: The file of finished cases, made where it is missing.
-        jobs: How many processes share the work, each with one thread.
-        tell: Called with (placement, cases finished, cases in all).
-
     Raises:
         InputError: If the file cannot be read or written.
     """
@@ -412,15 +406,9 @@ def as_json(found: dict[str, Any]) -> str:
 def run_placements(
     placements: list[str] | None, *, sample: int | None, seed: int, jobs: int, out: Path, command: str
 ) -> dict[str, Any]:
-    """Run the grid or a part of it, print the table, write page and file, and return the summary that the file holds.
-
-    Args:
-        placements: Names, or None for all.
-        sample: Number of cases to draw, or None for all.
-        seed: Of the sample.
-        jobs: Number of processes.
-        out: Folder for ``cases.jsonl``, ``placement_grid.md`` and ``placement_grid.json``.
-        command: What the page says it was made by.
+    """Run the grid or a part of it, print the table, write ``cases.jsonl``, ``placement_grid.md`` and
+    ``placement_grid.json`` into ``out``, and return the summary that the last one holds. ``command`` is what the page says
+    it was made by.
 
     Raises:
         InputError: If a placement is not known or the folder cannot be used.

@@ -10,11 +10,10 @@ import io
 import itertools
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,15 +21,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from hessiankit.studies.images import one_hot_target
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.files import make_folder, write_bytes
+from hessiankit.support.progress import progress_bar
+from hessiankit.support.torch_state import evaluation_mode
 
-LOSSES = ("cross_entropy", "mse")
 CHECKPOINT_EVERY = 100
 
 
@@ -78,14 +76,7 @@ def updates(
 
     Where a loss is not finite it is yielded without an update, and the run ends.
 
-    Args:
-        model: Maps inputs to outputs.
-        optimizer: Of its parameters.
-        batch: Returns the inputs and targets of the next step.
-        loss: Maps outputs and targets to a scalar.
-        steps: Numbers of the steps, in their order.
-        clip: Bound on the norm of the gradient.
-        schedule: Learning rates; stepped after each update.
+    ``clip`` bounds the norm of the gradient; the schedule is stepped after each update.
     """
     for step in steps:
         inputs, targets = batch()
@@ -167,11 +158,11 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
     batches = _Batches(len(inputs), min(batch_size, len(inputs)), seed)
     run = _Run(model, optimizer, batches, settings, None if checkpoint is None else Path(checkpoint))
-    with torch.random.fork_rng(devices=run.cuda), _modes_kept(model):
+    with torch.random.fork_rng(devices=run.cuda), evaluation_mode(model):
         torch.manual_seed(seed)
         run.resume(steps)
         model.train()
-        with _bar(progress, len(run.losses), steps) as advance, _ctrl_c() as stopped:
+        with progress_bar() if progress else nullcontext(lambda *_: None) as tell, _ctrl_c() as stopped:
             left = itertools.takewhile(lambda _: not stopped.is_set(), range(len(run.losses) + 1, steps + 1))
             for step, value in updates(model, optimizer, lambda: batches.of(inputs, targets), LOSS_FUNCTIONS[loss], left):
                 if not math.isfinite(value):
@@ -180,7 +171,7 @@ def train(
                         "that are not finite in the inputs"
                     )
                 run.losses.append(value)
-                advance(value)
+                tell(f"training, loss {value:.4f}", step, steps)
                 if callback is not None:
                     callback(step, value)
                 if step % CHECKPOINT_EVERY == 0 and step < steps:
@@ -205,8 +196,7 @@ def accuracy(model: nn.Module, inputs: Tensor, targets: Tensor, batch_size: int 
     """
     if targets.is_floating_point():
         return None
-    with torch.no_grad(), _modes_kept(model):
-        model.eval()
+    with torch.no_grad(), evaluation_mode(model):
         pairs = zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
         right = sum(int((model(x).argmax(-1) == t).sum()) for x, t in pairs)
     return right / targets.numel()
@@ -234,8 +224,7 @@ LOSS_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy"
 
 
 def _check(model: nn.Module, inputs: Tensor, targets: Tensor, loss: str, steps: int, batch_size: int) -> None:
-    if loss not in LOSSES:
-        raise InputError(f"train: loss={loss!r} is not known; choose 'cross_entropy' or 'mse'")
+    check_name("train", "loss", loss, LOSS_FUNCTIONS)
     if len(inputs) != len(targets) or not len(inputs):
         raise InputError(f"train: {len(inputs)} inputs but {len(targets)} targets; expected one for each, and at least one")
     if steps < 0 or batch_size < 1:
@@ -324,28 +313,6 @@ class _Run:
         torch.set_rng_state(content["random"])
         for index, state in zip(self.cuda, content["cuda_random"], strict=True):
             torch.cuda.set_rng_state(state, index)
-
-
-@contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-@contextmanager
-def _bar(progress: bool, done: int, steps: int) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on standard error if that is a terminal."""
-    if not (progress and sys.stderr.isatty()):
-        yield lambda loss: None
-        return
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("training", total=steps, completed=done, loss="")
-        yield lambda loss: bar.update(task, advance=1, loss=f"{loss:.4f}")
 
 
 @contextmanager

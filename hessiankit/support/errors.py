@@ -69,12 +69,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def not_known(name: str, known: Iterable[str], everything: str = "") -> str:
-    """Return the words for a name that is not known: the nearest names first, then all, or where they are.
-
-    Args:
-        name: The given name.
-        known: The names that would have been accepted.
-        everything: Where the names are listed, for a list that is too long for one line.
+    """Return the words for a name that is not known: the nearest names first, then all, or ``everything``: where they are
+    listed.
 
     >>> not_known("rmsnrm", ["layernorm", "rmsnorm"])
     "is not known; did you mean 'rmsnorm'? Choose one of layernorm, rmsnorm"
@@ -88,15 +84,7 @@ def not_known(name: str, known: Iterable[str], everything: str = "") -> str:
 
 
 def unknown(who: str, option: str, value: object, known: Iterable[str], everything: str = "") -> InputError:
-    """Return the error for a name that is not known.
-
-    Args:
-        who: The function or class that was called.
-        option: The argument's name.
-        value: The given value.
-        known: As in :func:`not_known`.
-        everything: As in :func:`not_known`.
-    """
+    """Return the error for a name that is not known, as :func:`not_known` words it."""
     return InputError(f"{who}: {option}={value!r} {not_known(str(value), known, everything)}")
 
 

@@ -36,12 +36,8 @@ def check_writable(who: str, path: Path | None) -> None:
 
 
 def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> None:
-    """Write a file as a whole: where that fails, what was there before still is.
-
-    Args:
-        who: The command, for the error.
-        path: The file; ``-`` is standard output, None writes nothing.
-        text: The text, or a function that returns it.
+    """Write a file as a whole: where that fails, what was there before still is. ``-`` is standard output, None writes
+    nothing.
 
     Raises:
         InputError: If the file cannot be written.
@@ -113,12 +109,8 @@ def output_for(paths: Iterable[object]) -> Iterator[None]:
 
 
 def replace_file(path: Path, content: bytes | memoryview, *, durable: bool = False) -> None:
-    """Write a file as a whole, so that readers see the old or the new content; a device is written to directly.
-
-    Args:
-        path: The file.
-        content: Its new content.
-        durable: Whether to wait until the disk has the content and its name.
+    """Write a file as a whole, so that readers see the old or the new content; a device is written to directly. A
+    ``durable`` one waits until the disk has the content and its name.
 
     Raises:
         OSError: If it cannot be written; the file is as before.

@@ -17,15 +17,11 @@ T = TypeVar("T")
 def read_records(
     path: Path, decode: Callable[[Any], T], *, skipped: Callable[[int], object] = lambda number: None
 ) -> Iterator[T]:
-    """Yield ``decode(record)`` for every line of a JSON Lines file; nothing where there is no file.
+    """Yield ``decode(record)`` for every line of a JSON Lines file; nothing where there is no file. ``skipped`` is called
+    with the number, from 1, of every line that is skipped.
 
     A line that is not JSON (an interrupt cut it off), or that ``decode`` refuses by a ValueError, TypeError, KeyError or
     AttributeError, is skipped.
-
-    Args:
-        path: The file.
-        decode: From a parsed line to an object.
-        skipped: Called with the number, from 1, of every line that is skipped.
 
     Raises:
         OSError, UnicodeDecodeError: The file cannot be read; see :func:`usable`.

@@ -67,9 +67,6 @@ def noted() -> Iterator[None]:
 def build(*, verbose: bool = False) -> Path:
     """Compile the kernels for this machine, unless that was done before; what runs afterwards uses them.
 
-    Args:
-        verbose: Whether to print what the compiler says.
-
     Returns:
         The file.
 

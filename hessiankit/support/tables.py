@@ -141,9 +141,7 @@ def terminal_width() -> int | None:
 def as_text(*parts: Piece, whole: bool = False) -> str:
     """Return tables and paragraphs as plain text, as wide as the terminal, or as wide as they are where there is none.
 
-    Args:
-        *parts: In the order in which they stand.
-        whole: Whether a table too wide for the terminal keeps all its columns, over several lines a row.
+    With ``whole``, a table too wide for the terminal keeps all its columns, over several lines a row.
     """
     width = terminal_width()
     return "\n".join(line.rstrip() for part in parts for line in _lines(part, width, whole))

@@ -24,9 +24,6 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     Restored, also after an error: the random states of Python, NumPy, the CPU and the model's devices; the mode of every
     module; ``.grad`` (the same tensors) and ``requires_grad`` of every parameter; the values of every buffer.
 
-    Args:
-        model: The model that is measured.
-
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
     >>> before = torch.get_rng_state()
     >>> with preserved_state(model):
@@ -34,11 +31,10 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     >>> bool(torch.equal(before, torch.get_rng_state())), training, model.training
     (True, False, True)
     """
-    modes = [(module, module.training) for module in model.modules()]
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
-    with preserved_random_states(model), preserved_buffers(model), torch.inference_mode(False), torch.enable_grad():
+    states, buffers = preserved_random_states(model), preserved_buffers(model)
+    with states, buffers, evaluation_mode(model), torch.inference_mode(False), torch.enable_grad():
         try:
-            model.eval()
             for p, _, _ in parameters:
                 p.grad = None
             yield
@@ -46,8 +42,18 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
             for p, gradient, wanted in parameters:
                 p.grad = gradient
                 p.requires_grad_(wanted)
-            for module, mode in modes:
-                module.training = mode
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode, and every module of it back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -59,31 +60,6 @@ def operation_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 _ARRAYS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
 _SILENT_READS = _ARRAYS | {Tensor.tolist, torch.tensor, torch.as_tensor}
-
-
-class MarkReads(TorchFunctionMode):
-    """Leaves an ``aten.item`` in the graph wherever values are read in a way that by itself leaves nothing there.
-
-    >>> from torch.fx.experimental.proxy_tensor import make_fx
-    >>> def read(x):
-    ...     with MarkReads():
-    ...         return x * x.tolist()[0]
-    >>> graph = make_fx(read, pre_dispatch=True, _error_on_data_dependent_ops=False)(torch.ones(2)).graph
-    >>> any(node.target is torch.ops.aten.item.default for node in graph.nodes)
-    True
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call through, after a mark where it is needed."""
-        if func in _SILENT_READS:
-            for x in torch.utils._pytree.tree_leaves(args):
-                if isinstance(x, Tensor):
-                    x.sum().item()
-            if func in _ARRAYS:
-                args = (args[0].detach(), *args[1:])  # the mark is what refuses it, in words of its own
-        return func(*args, **(kwargs or {}))
 
 
 def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> torch.dtype | None:
@@ -314,10 +290,10 @@ class _Recorder(ProxyTorchDispatchMode):
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
 
-class _FunctionMode(MarkReads):
+class _FunctionMode(TorchFunctionMode):
     """Sees what Python calls: what takes values out of tensors, or gives one other ``.data``, without an operation that says so.
 
-    What is one operation is noted here at once.
+    What is one operation is noted here at once. A read that leaves nothing in the graph is marked there by an ``aten.item``.
     """
 
     def __init__(self, recorder: _Recorder) -> None:
@@ -330,12 +306,14 @@ class _FunctionMode(MarkReads):
             return value
         if func in _HOOKS:  # of gradients, which no one takes here but the tracer itself
             return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())
+        if func in _SILENT_READS:
+            for x in _tensors(args):
+                x.sum().item()
+            args = (args[0].detach(), *args[1:]) if func in _ARRAYS else args  # the mark is what refuses it, in words of its own
+        with torch._C._DisablePythonDispatcher() if func in _GRADIENTS else nullcontext():
+            value = func(*args, **(kwargs or {}))
         if func in _GRADIENTS:
-            with torch._C._DisablePythonDispatcher():
-                value = super().__torch_function__(func, types, args, kwargs)
             self.recorder.builder.add_untraced(value)
-            return value
-        value = super().__torch_function__(func, types, args, kwargs)
         if func == _SET_DATA:
             self.recorder.builder.given(*args)
         return value

@@ -138,10 +138,6 @@ class Segment(Primitive):
 def segment(unseen: Unseen, moving: Sequence[tuple[GradientEdge, Tensor]]) -> Segment:
     """Return the primitive for a value that autograd alone knows, as a function of those of its inputs that move.
 
-    Args:
-        unseen: What is known of the value.
-        moving: Where these inputs lie in the graph, and their values.
-
     Raises:
         TraceError: If torch cannot differentiate it.
     """

@@ -68,12 +68,8 @@ def verify_segments(
     Of both orders: of the loss, since a backward may be no derivative of its forward, and of its gradient, since it may be
     wrong when it is differentiated itself. Half precision leaves no digits to compare: nothing is done there.
 
-    Args:
-        probes: Of the traces that the loss is the sum of.
-        point: The values of the parameters, by name.
-        call_at: The loss, and its gradient by name (None where autograd does not reach one), of the module's own call at
-            given values of the parameters.
-        still: As in :func:`probe_segments`.
+    ``call_at`` returns the loss, and its gradient by name (None where autograd does not reach one), of the module's own call
+    at given values of the parameters; ``still`` is as in :func:`probe_segments`.
 
     Raises:
         TraceError: They differ.

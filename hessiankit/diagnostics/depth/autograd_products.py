@@ -42,10 +42,7 @@ class HessianProducts:
     H v = d/dtheta <g, v>, reverse over reverse. The Gauss-Newton part is J^T (L'' (J v)). The graph of a single micro-batch is
     cached; with several, every product recomputes them.
 
-    Args:
-        data: The data.
-        blocks: The parameters of each block, which require gradients.
-        kind: ``"hessian"`` or ``"ggn"``.
+    The parameters of ``blocks`` require gradients; ``kind`` is ``"hessian"`` or ``"ggn"``.
     """
 
     def __init__(self, data: BatchedLoss, blocks: Sequence[Sequence[nn.Parameter]], kind: str) -> None:

@@ -70,15 +70,9 @@ def layer_curvature(
 ) -> LayerCurvature:
     """Return lambda_max and trace of each block's matrix.
 
-    Args:
-        data: The data.
-        blocks: The parameters of each block, by name.
-        kind: ``"hessian"`` or ``"ggn"``.
-        method: ``"exact"``: :func:`hessiankit.hessian_operator` and :func:`hessiankit.hessian_diagonal`, for models small
-            enough to be traced; ``"autograd"``: double backward, for any size; ``"auto"``: exact where the blocks have at most
-            32768 parameters in all and a trace succeeds.
-        estimator: Lanczos, and probes of the traces where they are not exact.
-        tell: Called with (layers done, in all).
+    ``"exact"`` takes :func:`hessiankit.hessian_operator` and :func:`hessiankit.hessian_diagonal`, for models small enough to
+    be traced; ``"autograd"`` double backward, for any size; ``"auto"`` is exact where the blocks have at most 32768
+    parameters in all and a trace succeeds.
 
     Raises:
         InputError: If a block has no parameters.

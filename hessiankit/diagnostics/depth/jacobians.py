@@ -91,15 +91,9 @@ class _Sums:
 
 
 def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: Callable[[int, int], None]) -> Jacobians:
-    """Return the Jacobians' norms.
+    """Return the Jacobians' norms; all unit vectors are probes where the state of every micro-batch is small enough.
 
     Memory: the model's graph twice over for one micro-batch, as in a training step with second derivatives, and 20 states.
-
-    Args:
-        data: The data; labels are not read.
-        blocks: The blocks.
-        estimator: Lanczos of A^T A, and probes of the rms; all unit vectors where the state of every micro-batch is small enough.
-        tell: Called with (maps done, in all).
     """
     sums = [_Sums() for _ in range(len(blocks) + 1)]
     error, done = 0.0, 0

@@ -24,15 +24,8 @@ from hessiankit.support.torch_state import ordinary_path, preserved_state
 
 
 def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> BatchedLoss:
-    """Return the data as micro-batches.
-
-    Args:
-        model: The model.
-        data: As in :func:`hessiankit.diagnostics.sharpness.sharpness`; without labels where they are not needed.
-        target: The target of one batch.
-        loss: ``"cross_entropy"`` or ``"mse"``.
-        micro_batch: Sequences in a micro-batch, None for each batch as it is.
-        labelled: Whether a target is needed.
+    """Return data of the forms of :func:`hessiankit.sharpness` as micro-batches; where ``labelled`` is False, without labels
+    too.
 
     Raises:
         InputError: If the data are none of these forms, or lie on another device than the model.
@@ -178,12 +171,8 @@ SECOND = 3
 
 
 def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ...]) -> dict[str, int]:
-    """Return the bytes that each quantity is expected to hold beside the model: one micro-batch's states and graphs.
-
-    Args:
-        data: The data; the largest micro-batch is run once.
-        blocks: The blocks.
-        quantities: Some of ``QUANTITIES``.
+    """Return the bytes that each quantity is expected to hold beside the model: states and graphs of the largest
+    micro-batch, which is run once.
 
     Raises:
         OutOfMemoryError: If one of them does not fit.

@@ -58,12 +58,8 @@ class StreamSums:
         self.tokens = 0
 
     def add(self, stream: list[Tensor], middles: list[Tensor | None], keep: Tensor) -> None:
-        """Add the tokens of one batch.
-
-        Args:
-            stream: x_1, ..., x_{L+1}, each (..., d).
-            middles: x'_l, or None where it is not known.
-            keep: Which tokens count, booleans (...).
+        """Add the tokens of one batch that ``keep`` (...) counts: of x_1, ..., x_{L+1}, each (..., d), and x'_l, None
+        where not known.
         """
         self.tokens += int(keep.sum())
         self.has_middles &= all(x is not None for x in middles)
@@ -184,13 +180,7 @@ class AngleSums:
         self.tokens = [0, 0]
 
     def add(self, stream: list[Tensor], keep: Tensor, last: Tensor) -> None:
-        """Add the tokens of one batch.
-
-        Args:
-            stream: x_1, ..., x_{L+1}, each (..., d).
-            keep: Which tokens count, booleans (...).
-            last: Which of them are the last of a sequence.
-        """
+        """Add the tokens of one batch that ``keep`` (...) counts, and those of them that are the ``last`` of a sequence."""
         is_last = last[keep]
         self.tokens[0] += int(keep.sum())
         self.tokens[1] += int(is_last.sum())
@@ -212,10 +202,6 @@ def gradient_norms(data: BatchedLoss, blocks: list[dict[str, nn.Parameter]]) -> 
     """Return ||dL/dtheta_l||_2 for the parameters theta_l of each block, L the mean loss over all data.
 
     The paper's Theorem 4.3 speaks of dy_L/dW_1, a Jacobian; its bound does not hold as printed. This is what an optimiser sees.
-
-    Args:
-        data: The data.
-        blocks: The parameters of each block, which require gradients.
     """
     parameters = list({id(p): p for block in blocks for p in block.values()}.values())
     if not parameters:

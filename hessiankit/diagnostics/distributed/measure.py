@@ -57,15 +57,11 @@ def counts(batch: MicroBatch, loss: str) -> bool:
 
 
 def replicated(ranks: Ranks, model: nn.Module, measure: Callable[[], Replicates | None]) -> Replicates:
-    """Return the replicates of all ranks' micro-batches, rank by rank, to every rank.
+    """Return the replicates of all ranks' micro-batches, rank by rank, to every rank; ``measure`` returns None where no
+    label counts.
 
     Communication: for each micro-batch and draw one number a part, for each embedding one number a draw and row, and with
     histograms one number an entry of the model.
-
-    Args:
-        ranks: The ranks.
-        model: The same model on every rank.
-        measure: Returns this rank's replicates; None where it holds no label that counts.
 
     Raises:
         InputError: On every rank, as the first rank raised it that could not measure.

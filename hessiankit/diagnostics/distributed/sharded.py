@@ -54,11 +54,7 @@ class LocalShard:
     sharded: bool = True
 
     def of(self, part: Part, local: Tensor) -> tuple[Tensor, ...]:
-        """Return the views of a shard that belong to a part.
-
-        Args:
-            part: The part.
-            local: A tensor of the shard's shape.
+        """Return the views of a shard, or of a tensor of its shape, that belong to a part.
 
         The shard holds rows 2 to 4 of a parameter, the part consists of its rows 1 to 2 and 4 to 7:
 
@@ -81,14 +77,7 @@ class LocalShard:
 
 
 def local_shard(who: str, name: str, parameter: Tensor, size: int, rank: int) -> LocalShard:
-    """Return the place of this rank's shard in a parameter.
-
-    Args:
-        who: Prefix of error messages.
-        name: The parameter's name.
-        parameter: A DTensor, or a tensor that every rank holds whole.
-        size: Number of ranks.
-        rank: This rank.
+    """Return the place of this rank's shard in a DTensor, or in a tensor that every rank holds whole.
 
     Raises:
         InputError: If its layout is not that of FSDP2 on all ranks, with or without replicas.
@@ -117,14 +106,7 @@ def local(tensor: Tensor) -> Tensor:
 
 class ShardedSquares(SquaredGradients):
     """Squares of this rank's shards of the gradients; the ranks' sums add up to those of the whole gradients.
-
-    Args:
-        ranks: The ranks.
-        measured: The parts and their parameters.
-        shards: This rank's shard of every parameter.
-        draws: Draws of the labels of each micro-batch.
-        histograms: Whether to add up every entry.
-        embeddings: Parameters that are looked up by rows; the same on every rank.
+    ``embeddings``, the parameters that are looked up by rows, are the same on every rank.
     """
 
     def __init__(
@@ -193,12 +175,6 @@ def sharded_replicates(
 
     Memory on each rank: that of a training step with its own micro-batch, and with histograms one number for each entry
     of its shards. Communication beside FSDP2's own: a few numbers a step, and at the end one number a part, draw and step.
-
-    Args:
-        ranks: The ranks.
-        model: Sharded by ``fully_shard``.
-        batches: This rank's micro-batches; there may be none.
-        options: Of the measurement.
 
     Raises:
         InputError: On every rank, if one cannot use its data, or the model is set up in a way that changes its gradients.

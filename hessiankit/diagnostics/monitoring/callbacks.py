@@ -21,14 +21,8 @@ class MonitorEvents:
     """
 
     def __init__(self, data: Any, path: Path | str, *, log: bool = True, last: bool = True, **options: Any) -> None:
-        """Keep the arguments of the monitor.
-
-        Args:
-            data: The batches to measure on, e.g. a few that the data collator made of the validation set.
-            path: The file.
-            log: Whether to write into the trainer's log too.
-            last: Whether to measure after the last update in any case.
-            **options: Of :class:`~hessiankit.diagnostics.monitoring.Monitor`.
+        """Keep the arguments of the monitor; ``log``: write into the trainer's log too; ``last``: measure after the last
+        update too.
         """
         self.data, self.path, self.options = data, path, options
         self.monitor: Monitor | None = None

@@ -137,10 +137,6 @@ def top_eigenvalue(
 def norms(model: nn.Module, parts: Sequence[Part]) -> dict[str, Any]:
     """Return the Euclidean norm of every part, of every block type and of all (The Sharpness Disparity Principle, Figure 8).
 
-    Args:
-        model: The model.
-        parts: Its parts.
-
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> _ = nn.init.constant_(layer.weight, 3.0)
     >>> norms(layer, [Part("weight", "FFN", "up", 0, "", 2)])["types"]
@@ -165,13 +161,8 @@ def eigenvalue(model: nn.Module, batches: Sequence[Batch], **options: Any) -> di
 
 
 def sharpness(model: nn.Module, batches: Sequence[Batch], parts: Sequence[Part], **options: Any) -> dict[str, Any]:
-    """Return the average sharpness with its intervals: by type, by layer, by type and layer, by tensor.
-
-    Args:
-        model: The model, in evaluation mode.
-        batches: Pairs (inputs, labels); which labels count is read from them, their values are not.
-        parts: The model's parts.
-        **options: Of :func:`hessiankit.diagnostics.sharpness.sharpness`.
+    """Return the average sharpness with its intervals by type, layer, both and tensor; of the labels only which count is
+    read.
     """
     report = estimated(model, list(batches), parts=parts, **options)
     by_type_and_layer: dict[str, dict[str, Any]] = {}
@@ -190,27 +181,13 @@ def sharpness(model: nn.Module, batches: Sequence[Batch], parts: Sequence[Part],
 
 
 def depth(model: nn.Module, batches: Sequence[Batch], what: Sequence[str], **options: Any) -> dict[str, Any]:
-    """Return some depth diagnostics, as :class:`hessiankit.diagnostics.depth.DepthReport` writes them.
-
-    Args:
-        model: The model, in evaluation mode.
-        batches: Pairs (inputs, labels).
-        what: Some of :data:`hessiankit.diagnostics.depth.QUANTITIES`.
-        **options: Of :func:`hessiankit.diagnostics.depth.depth_diagnostics`.
-    """
+    """Return some depth diagnostics, as :class:`hessiankit.diagnostics.depth.DepthReport` writes them."""
     found = depth_diagnostics(model, list(batches), what=tuple(what), **options).to_dict()
     return {name: part for name, part in found.items() if part is not None and name not in ("model", "memory", "seconds")}
 
 
 def spectrum(model: nn.Module, batches: Sequence[Batch], top: int, **options: Any) -> dict[str, Any]:
-    """Return the largest and smallest eigenvalues of the loss's Hessian with their residuals, its trace and |H|_F^2.
-
-    Args:
-        model: The model, in evaluation mode.
-        batches: Pairs (inputs, labels) on the model's device.
-        top: Eigenvalues of either end.
-        **options: Of :func:`hessiankit.spectrum`.
-    """
+    """Return ``top`` largest and smallest eigenvalues of the loss's Hessian with their residuals, its trace and |H|_F^2."""
     found = spectrum_of(model, list(batches), loss="cross_entropy", k=top, **options)
     sums = {"trace": found.trace, "frobenius_squared": found.frobenius_squared}
     return {
@@ -223,14 +200,7 @@ def spectrum(model: nn.Module, batches: Sequence[Batch], top: int, **options: An
 
 
 def approximated(model: nn.Module, batches: Sequence[Batch], names: Sequence[str], **options: Any) -> dict[str, Any]:
-    """Return what approximations of the Gauss-Newton matrix of the loss leave of it, as :func:`hessiankit.approximations` says.
-
-    Args:
-        model: The model, in evaluation mode.
-        batches: Pairs (inputs, labels) on the model's device.
-        names: The approximations.
-        **options: Of :func:`hessiankit.approximations`.
-    """
+    """Return what approximations of the Gauss-Newton matrix of the loss leave of it, by :func:`hessiankit.approximations`."""
     report = approximations(model, list(batches), loss="cross_entropy", against="ggn", of=names, **options)
     found = report.to_dict()
     kept = ("frobenius", "spectral", "step_cosine", "condition")
@@ -243,11 +213,7 @@ def approximated(model: nn.Module, batches: Sequence[Batch], names: Sequence[str
 
 
 class HessianNorms:
-    """Norms of the exact Hessian of the loss by block type, from one function that is planned at the first measurement.
-
-    Args:
-        parts: The model's parts.
-    """
+    """Norms of the exact Hessian of the loss by block type, from one function that is planned at the first measurement."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts, self._function = parts, None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, known_count, map_tensors, named_tensors
 from hessiankit.engine.problem.validation import check_dense, check_module
 from hessiankit.support.errors import HessiankitError, InputError
-from hessiankit.support.torch_state import ordinary_path
+from hessiankit.support.torch_state import evaluation_mode, ordinary_path
 
 FORMS = (
     "inputs and target=..., a pair (inputs, target), a mapping of keyword arguments with 'labels' (a Hugging Face batch), "
@@ -172,12 +172,6 @@ def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
 def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Tensor:
     """Return the target laid beside the model's output, -100 where a row of logits has no label.
 
-    Args:
-        who: Prefix of error messages.
-        batch: The micro-batch.
-        shape: Shape of the model's output.
-        loss: ``"cross_entropy"`` or ``"mse"``.
-
     Raises:
         InputError: If they do not fit.
 
@@ -281,22 +275,16 @@ class BatchedLoss:
 
 @contextmanager
 def evaluating(model: nn.Module, who: str = "sharpness") -> Iterator[None]:
-    """Put a model into evaluation mode, and every submodule back into its own mode afterwards.
+    """As :func:`evaluation_mode`, off the fused inference path.
 
     Raises:
         InputError: If the model is no ``nn.Module``, or compiled or quantised.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(model).__name__}")
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
+    with evaluation_mode(model), ordinary_path():
         check_module(who, model)
-        with ordinary_path():
-            yield
-    finally:
-        for module, mode in before:
-            module.training = mode
+        yield
 
 
 def forward(model: nn.Module, batch: MicroBatch, who: str = "sharpness") -> Tensor:

@@ -78,14 +78,8 @@ class SharpnessEstimate:
 
 
 def estimate(x: Tensor, weights: Tensor, *, entries: int, confidence: float, exact: bool = False) -> SharpnessEstimate:
-    """Return the estimate that replicates give.
-
-    Args:
-        x: (micro-batches, draws), float64.
-        weights: (micro-batches,), which sum to 1.
-        entries: Number of entries that the result is the mean of.
-        confidence: Between 0 and 1.
-        exact: Nothing was drawn, so that there is no error.
+    """Return the estimate that replicates x (micro-batches, draws) give, with weights (micro-batches,) that sum to 1;
+    ``exact``: nothing was drawn, so that there is no error.
 
     >>> import torch
     >>> found = estimate(torch.tensor([[1.0, 3.0]]).double(), torch.ones(1).double(), entries=1, confidence=0.95)
@@ -104,15 +98,8 @@ def estimate(x: Tensor, weights: Tensor, *, entries: int, confidence: float, exa
 def ratio(
     top: Tensor, bottom: Tensor, weights: Tensor, *, entries: int, confidence: float, exact: bool = False
 ) -> SharpnessEstimate:
-    """Return the quotient of two means that the same draws gave, on the logarithmic scale by the delta method.
-
-    Args:
-        top: Replicates (micro-batches, draws) of the numerator.
-        bottom: Replicates of the denominator.
-        weights: As in :func:`estimate`, like the other arguments.
-        entries: Number of entries, for the result.
-        confidence: Between 0 and 1.
-        exact: Nothing was drawn.
+    """Return the quotient of two means that the same draws gave, on the logarithmic scale by the delta method; as
+    :func:`estimate`.
 
     >>> import torch
     >>> ones = torch.ones(1, 4).double()

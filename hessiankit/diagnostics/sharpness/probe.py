@@ -70,12 +70,7 @@ SAME = 1e-4
 def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward: bool, copies: int) -> list[MicroBatch]:
     """Call the model twice with one sequence, and return the micro-batches with the place of their labels settled.
 
-    Args:
-        who: Prefix of error messages.
-        model: The model, in evaluation mode.
-        batches: The micro-batches.
-        backward: Whether to forecast the memory of a backward pass.
-        copies: How many tensors of the parameters' size will be held at once.
+    With ``backward`` the memory of a backward pass is forecast, with as many ``copies`` of the parameters held at once.
 
     Raises:
         InputError: If two calls differ, or a call changes a buffer.

@@ -65,10 +65,8 @@ class Replicates:
 
 
 def joined(found: Sequence[Replicates]) -> Replicates:
-    """Return the replicates of several runs on different sequences as those of one run on all of them.
-
-    Args:
-        found: Replicates of the same model at the same point, parts, draws and seed, whose sequences have different numbers.
+    """Return the replicates of several runs, of one model at one point on sequences of different numbers, as those of one
+    run on all.
 
     Raises:
         InputError: If they do not go together.
@@ -103,14 +101,7 @@ def _summed(dicts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 def replicates(
     model: nn.Module, data: Any, target: Any = None, *, sampler: LabelSampler | None = None, **options: Any
 ) -> Replicates:
-    """Return h on some data by micro-batch, draw and part.
-
-    Args:
-        model: The model.
-        data: One batch or several.
-        target: The target of one batch.
-        sampler: Draws the labels instead; for tests of the estimator.
-        **options: Of :class:`SharpnessOptions`; :func:`hessiankit.sharpness` explains them.
+    """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`.
 
     Raises:
         InputError: If an argument cannot be used, or something is not finite.

@@ -209,10 +209,6 @@ def _groups(parts: Iterable[Part], key: Callable[[Part], K]) -> dict[K, list[int
 def report_of(own: Replicates, *, confidence: float = 0.95) -> SharpnessReport:
     """Return the report that replicates give.
 
-    Args:
-        own: The replicates.
-        confidence: Of the intervals, between 0 and 1.
-
     Raises:
         InputError: If the confidence is no such number.
     """

@@ -44,13 +44,6 @@ def row_sums(x: Tensor) -> Tensor:
 class SquaredGradients:
     """Sums of squared gradients over micro-batches and draws: by part, by row of an embedding, by entry.
 
-    Args:
-        who: Prefix of error messages.
-        parts: The parts.
-        parameters: Their parameters.
-        draws: Draws of the labels of each micro-batch.
-        histograms: Whether to add up every entry.
-
     Attributes:
         values: For each micro-batch the sums over the entries of each part, float64 (draws, parts).
         terms: For each micro-batch the number of terms of its loss.
@@ -75,12 +68,8 @@ class SquaredGradients:
         self.terms.append(terms)
 
     def add(self, draw: int, gradients: Mapping[str, Tensor], embeddings: Iterable[str]) -> None:
-        """Add the gradients of a draw.
-
-        Args:
-            draw: Its number.
-            gradients: By parameter; those that no output depends on are missing.
-            embeddings: Parameters that are looked up by rows.
+        """Add the gradients of a draw; those that no output depends on are missing. ``embeddings`` are looked up by
+        rows.
         """
         self.unused -= gradients.keys()
         self.values[-1][draw] = self.part_squares(gradients)

@@ -70,11 +70,6 @@ def measure(setting: Setting, lr: float, seed: int) -> Pilot:
 
     The warm-up's end is where the paper switches from one learning rate to several (App. A.2). The sharpness is eq. (4) with
     labels drawn from the model, on batches of the training text that the run has not read.
-
-    Args:
-        setting: What all runs share.
-        lr: The tuned baseline's.
-        seed: A tuning seed.
     """
     step = max(1, warm_up_steps(setting))
     text, _ = texts(setting.text)
@@ -121,15 +116,7 @@ def compare(
     tuning_seeds: int = 3,
     pilot: Callable[[Setting, float, int], Pilot] = measure,
 ) -> TuningComparison:
-    """Run the whole protocol.
-
-    Args:
-        runs: Does runs and remembers them.
-        setting: What all runs share.
-        grid: Coarse learning rates of the baseline; the blockwise searches have a power of 2 less.
-        seeds: Seeds of the comparison, 0, 1, ...
-        tuning_seeds: Seeds of the searches.
-        pilot: Measures the sharpness for the measured ratios: (setting, learning rate, seed) -> :class:`Pilot`.
+    """Run the whole protocol, with ``seeds`` 0, 1, ... of the comparison and other ones of the searches.
 
     Raises:
         InputError: As :func:`hessiankit.studies.tuning.sweep.sweep`.

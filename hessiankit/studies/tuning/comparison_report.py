@@ -190,13 +190,7 @@ MARK = "tune-lr"
 
 
 def section(report: TuneReport, command: str, picture: str | None) -> str:
-    """Return the section: command, setting, searches, arms, verdicts, picture.
-
-    Args:
-        report: What was found.
-        command: What makes the section anew.
-        picture: The picture's name beside the page, or None.
-    """
+    """Return the section: command, setting, searches, arms, verdicts, picture."""
     headers, rows = report.sweep_cells()
     place = ", ".join(f"{key} {report.place[key]}" for key in PLACE[1:])
     parts = [

@@ -25,12 +25,6 @@ CODE = (
 class Runs(Resumable[RunSpec, RunResult]):
     """Does runs and remembers them; lines of other code or another torch do not count.
 
-    Args:
-        lines: The file of finished runs.
-        jobs: How many processes share the work, each with one thread.
-        tell: Called with (name of the work, runs finished, runs expected).
-        expected: Runs expected in all.
-
     Raises:
         InputError: If the file cannot be read or written.
     """

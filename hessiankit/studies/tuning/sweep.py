@@ -64,12 +64,6 @@ def sweep(name: str, base: RunSpec, grid: Sequence[float], seeds: Sequence[int])
     2. Then the best and its neighbours at sqrt 2 are run with all tuning seeds, and while one of the neighbours has the lower
     mean, the search moves on to it.
 
-    Args:
-        name: What is tuned.
-        base: The run, of which lr and seed are varied.
-        grid: Learning rates, rising.
-        seeds: Tuning seeds; the first one runs the coarse grid.
-
     Raises:
         InputError: The grid has fewer than two learning rates, or one that is not positive; or all of them diverge.
     """
@@ -149,10 +143,6 @@ def runs_expected(grid: Sequence[float], seeds: Sequence[int]) -> int:
 def lowered(grid: Sequence[float], ratio: float) -> list[float]:
     """Return a grid a power of 2 lower, so that most parameters' learning rates stay about where they were.
 
-    Args:
-        grid: Learning rates of the baseline.
-        ratio: Mean factor over the parameters (:func:`weighted_ratio`).
-
     >>> lowered([0.002, 0.004], 5.5)
     [0.0005, 0.001]
     """
@@ -207,11 +197,6 @@ def baseline(lr: float) -> Arm:
 
 def at_baseline_lr(lr: float, entries: dict[str, int], measured: Ratios) -> tuple[Arm, ...]:
     """Return the arms that take the baseline's learning rate over, as the paper does, and its missing controls.
-
-    Args:
-        lr: Of the tuned baseline.
-        entries: Entries of each block type, by which the uniform factor is weighted.
-        measured: Ratios that follow from the measured sharpness.
 
     >>> [arm.name for arm in at_baseline_lr(0.004, {"Emb": 1, "Norm": 1}, ())][2:]
     ['Norm x 2', 'Emb x 10 only', 'all x 2', 'all x 5.5']

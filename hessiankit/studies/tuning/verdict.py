@@ -99,11 +99,6 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float], confid
 def first_step(steps: Sequence[int], losses: Sequence[float], level: float) -> float | None:
     """Return where a loss curve, straight between its points, first reaches a level from above; None if it never does.
 
-    Args:
-        steps: Steps of the evaluations, rising.
-        losses: Losses there.
-        level: The loss to reach.
-
     >>> first_step([0, 10, 20], [5.0, 3.0, 2.0], 4.0), first_step([0, 10], [5.0, 3.0], 2.9)
     (5.0, None)
     """

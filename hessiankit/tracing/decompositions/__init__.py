@@ -8,14 +8,5 @@ from hessiankit.tracing.decompositions import convolutions, functions, losses, n
 from hessiankit.tracing.decompositions.registry import COMPOSITE, DECOMPOSITIONS, aten, decomposes
 
 __all__ = [
-    "COMPOSITE",
-    "DECOMPOSITIONS",
-    "aten",
-    "convolutions",
-    "decomposes",
-    "functions",
-    "losses",
-    "norms",
-    "products",
-    "statistics",
-]
+    "COMPOSITE", "DECOMPOSITIONS", "aten", "convolutions", "decomposes", "functions", "losses", "norms", "products", "statistics",
+]  # fmt: skip

@@ -73,39 +73,23 @@ def _power_of(base: float, x: Tensor) -> Match:
 
 
 RULES |= {
-    aten.abs.default: _elementwise("abs"),
     aten.clamp.default: _clamp,
     aten.clamp_max.default: lambda x, high: _clamp(x, None, high),
     aten.clamp_min.default: _clamp,
-    aten.cos.default: _elementwise("cos"),
-    aten.erf.default: _elementwise("erf"),
-    aten.exp.default: _elementwise("exp"),
     aten.exp2.default: lambda x: _power_of(2.0, x),
-    aten.expm1.default: _elementwise("expm1"),
     aten.hardtanh.default: lambda x, low=-1.0, high=1.0: _clamp(x, low, high),
-    aten.log.default: _elementwise("log"),
-    aten.log1p.default: _elementwise("log1p"),
-    aten.log_sigmoid.default: _elementwise("log_sigmoid"),
     aten.pow.Scalar: _power_of,
     aten.pow.Tensor_Scalar: lambda x, p: (Elementwise("power", (p,)), (x,)),
-    aten.reciprocal.default: _elementwise("reciprocal"),
     aten.relu6.default: lambda x: _clamp(x, 0.0, 6.0),
-    aten.rsqrt.default: _elementwise("rsqrt"),
-    aten.sigmoid.default: _elementwise("sigmoid"),
-    aten.sin.default: _elementwise("sin"),
     aten.softplus.default: lambda x, beta=1.0, threshold=20.0: (Elementwise("softplus", (beta, threshold)), (x,)),
-    aten.sqrt.default: _elementwise("sqrt"),
 }
 RULES |= {
-    aten.relu.default: _activation("relu"),
-    aten.silu.default: _activation("silu"),
-    aten.tanh.default: _activation("tanh"),
     aten.gelu.default: lambda x, approximate="none": (Activation("gelu" if approximate == "none" else "gelu_tanh"), (x,)),
     aten.leaky_relu.default: lambda x, slope=0.01: (Activation("leaky_relu", slope), (x,)),
 }
-RULES |= {
-    getattr(aten, kind).default: _elementwise(kind) for kind in (*SMOOTH, "frac", "hardsigmoid", "hardswish") if kind != "logit"
-}
+_BY_NAME = "abs cos erf exp expm1 frac hardsigmoid hardswish log log1p log_sigmoid reciprocal rsqrt sigmoid sin sqrt"
+RULES |= {getattr(aten, kind).default: _elementwise(kind) for kind in (*SMOOTH, *_BY_NAME.split()) if kind != "logit"}
+RULES |= {getattr(aten, kind).default: _activation(kind) for kind in ("relu", "silu", "tanh")}
 RULES |= {getattr(aten, kind).default: _binary(kind) for kind in ("atan2", "logaddexp", "maximum", "minimum")}
 RULES |= {
     aten.clamp_max.Tensor: _binary("at_most"),
@@ -127,17 +111,7 @@ RULES |= {
     aten.deg2rad.default: lambda x: (Multiple(math.pi / 180), (x,)),
     aten.rad2deg.default: lambda x: (Multiple(180 / math.pi), (x,)),
 }
-RULES |= dict.fromkeys(
-    (
-        aten.ceil.default,
-        aten.floor.default,
-        aten.floor_divide.default,
-        aten.heaviside.default,
-        aten.round.decimals,
-        aten.round.default,
-        aten.sgn.default,
-        aten.sign.default,
-        aten.trunc.default,
-    ),
-    _step,
-)
+RULES |= {
+    getattr(aten, kind).default: _step for kind in ["ceil", "floor", "floor_divide", "heaviside", "round", "sgn", "sign", "trunc"]
+}
+RULES[aten.round.decimals] = _step
