@@ -54,7 +54,11 @@ def append_records(path: Path, *records: Mapping[str, Any]) -> None:
     >>> list(read_records(path, lambda record: record["seed"]))
     [1, 2]
     """
-    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    append_lines(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+
+
+def append_lines(path: Path, content: bytes) -> None:
+    """Append encoded lines, as :func:`append_records`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)

@@ -75,13 +75,6 @@ class DepthReport(WithDict, Printed):
                 found[f"tr {name}"] = tuple(map(str, part.trace))
         return found
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        layers = tuple(f"{k}" for k in range(1, len(self.blocks) + 1))
-        return list(zip(layers, self.blocks, *self.columns().values(), strict=True))
-
-    def _headings(self) -> tuple[str, ...]:
-        return ("l", "block", *self.columns())
-
     def _headline(self) -> str:
         loss = f", loss {self.drop.loss:.4g}" if self.drop is not None else ""
         accuracy = f", accuracy {self.drop.accuracy:.4g}" if self.drop is not None and self.drop.accuracy is not None else ""
@@ -98,9 +91,10 @@ class DepthReport(WithDict, Printed):
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
-        yield table(
-            self._headings(), self._rows(), left=2, names=self.blocks, drop=("block", "sigma^2(y_l)", "rms(J-I)", "||f||/||x||")
-        )
+        columns, drop = self.columns(), ("block", "sigma^2(y_l)", "rms(J-I)", "||f||/||x||")
+        layers = map(str, range(1, len(self.blocks) + 1))
+        rows = zip(layers, self.blocks, *columns.values(), strict=True)
+        yield table(("l", "block", *columns), rows, left=2, names=self.blocks, drop=drop)
         yield from self._remarks()
 
 

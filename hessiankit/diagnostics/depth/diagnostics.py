@@ -133,12 +133,13 @@ def depth_diagnostics(
         jacobian = jacobians(batched, found, estimator, tell=tell("jacobian")) if "jacobian" in chosen else None
         _require_gradients(model, wanted=True)
         gradient = gradient_norms(batched, parameters) if "gradient" in chosen else None
-        options: dict[str, Any] = {"method": curvature, "estimator": estimator}
         curved = {
-            kind: layer_curvature(batched, parameters, kind, **options, tell=tell(kind)) if kind in chosen else None
+            kind: layer_curvature(batched, parameters, kind, method=curvature, estimator=estimator, tell=tell(kind))
             for kind in KINDS
+            if kind in chosen
         }
-    laws = growth_laws(stream.variance, _theory(found)) if stream is not None and len(found) > 1 else None
+    placements = {b.own_placement.name if isinstance(b, TransformerBlock) else type(b).__name__ for b in found.modules}
+    laws = growth_laws(stream.variance, theory_of(placements)) if stream is not None and len(found) > 1 else None
     return DepthReport(
         model=type(model).__name__,
         blocks=found.names,
@@ -149,7 +150,8 @@ def depth_diagnostics(
         drop=drop,
         gradient=gradient,
         jacobians=jacobian,
-        **curved,
+        hessian=curved.get("hessian"),
+        ggn=curved.get("ggn"),
         memory=memory,
         seconds=time.perf_counter() - start,
     )
@@ -189,11 +191,6 @@ def _stream(
             if "angles" in chosen:
                 angles.add(found.stream, counted, last)
     return sums.result() if "variance" in chosen else None, angles.result() if "angles" in chosen else None
-
-
-def _theory(blocks: Blocks) -> str:
-    kinds = {b.own_placement.name if isinstance(b, TransformerBlock) else type(b).__name__ for b in blocks.modules}
-    return theory_of(kinds)
 
 
 def _require_gradients(model: nn.Module, *, wanted: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -75,28 +75,14 @@ class _Map:
         return found if draws is not None else [math.fsum(found)]
 
 
-NOTHING = RitzValue(-1.0, 0.0, 0, True)
-
-
-@dataclass
-class _Sums:
-    """Sums over micro-batches of one map: squared norms probe by probe, and the largest singular value."""
-
-    values: list[float] = field(default_factory=list)
-    spectral: RitzValue = NOTHING
-
-    def add(self, squares: list[float], spectral: RitzValue) -> None:
-        self.values = [a + b for a, b in zip(self.values or [0.0] * len(squares), squares, strict=True)]
-        self.spectral = max(self.spectral, spectral, key=lambda found: found.value)
-
-
 def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: Callable[[int, int], None]) -> Jacobians:
     """Return the Jacobians' norms; all unit vectors are probes where the state of every micro-batch is small enough.
 
     Memory: the model's graph twice over for one micro-batch, as in a training step with second derivatives, and 20 states.
     """
-    sums = [_Sums() for _ in range(len(blocks) + 1)]
-    error, done = 0.0, 0
+    spectral: list[list[RitzValue]] = [[] for _ in range(len(blocks) + 1)]  # of each map, by micro-batch
+    squares: list[list[list[float]]] = [[] for _ in spectral]
+    error, total = 0.0, len(data.batches) * len(spectral)
     sizes = [_state(data, batch, blocks).numel() for batch in data.batches]
     draws = estimator.draws_for(max(sizes))
     for number, batch in enumerate(data.batches):
@@ -107,19 +93,19 @@ def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: 
             data.output(batch)
         maps = [_Map(y, x, minus_identity=True) for x, y in zip(found.inputs, found.outputs, strict=True)]
         shift = 7919 * number
-        for total, one in zip(sums, (*maps, whole), strict=True):
-            tell(done, len(data.batches) * len(sums))
-            done += 1
-            spectral = estimator.largest_singular_value(one.gram, one.x.reshape(-1), shift)
-            total.add(one.squares(draws, estimator.seed + shift), spectral)
+        for k, one in enumerate((*maps, whole)):
+            tell(number * len(spectral) + k, total)
+            spectral[k].append(estimator.largest_singular_value(one.gram, one.x.reshape(-1), shift))
+            squares[k].append(one.squares(draws, estimator.seed + shift))
         (v,) = probes(whole.x, 1, estimator.seed + shift)
         product, expected = v, whole.forward(v)
         for one in maps:
             product = one.J.forward(product)
         error = max(error, float((product - expected).norm() / expected.norm()))
-    rms = [root(mean_of(s.values, exact=draws is None), sum(sizes)) for s in sums]
-    spectral_norms = [s.spectral for s in sums]
-    return Jacobians(tuple(spectral_norms[:-1]), tuple(rms[:-1]), spectral_norms[-1], rms[-1], error, sum(sizes), draws)
+    sums = [list(map(sum, zip(*of_map, strict=True))) for of_map in squares]
+    *rms, gain = (root(mean_of(values, exact=draws is None), sum(sizes)) for values in sums)
+    *norms, whole_norm = (max(of_map, key=lambda found: found.value) for of_map in spectral)
+    return Jacobians(tuple(norms), tuple(rms), whole_norm, gain, error, sum(sizes), draws)
 
 
 @torch.no_grad()

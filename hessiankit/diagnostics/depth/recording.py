@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hessiankit.diagnostics.depth.blocks import WHO, Blocks, first_tensor, hidden_state, hooks
 from hessiankit.diagnostics.sharpness.batches import FORMS, BatchedLoss, MicroBatch, check_devices, micro_batches
 from hessiankit.diagnostics.sharpness.options import LOSSES
+from hessiankit.diagnostics.sharpness.probe import CountedGraph
 from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.engine.problem.validation import check_module
@@ -178,8 +177,7 @@ def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ..
         OutOfMemoryError: If one of them does not fit.
     """
     batch = max(data.batches, key=lambda b: len(b.numbers))
-    saved = _Saved(data.model)
-    with torch.enable_grad(), recording(blocks) as found, saved_tensors_hooks(saved.count, saved.restore):
+    with torch.enable_grad(), recording(blocks) as found, CountedGraph(data.model, keep=False) as saved:
         out = data.output(batch)
     x = found.inputs[0]
     states = (len(blocks) + 1) * x.numel()
@@ -204,24 +202,3 @@ def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ..
                 f"are free on {x.device}; pass a smaller micro_batch=, or leave it out of what="
             )
     return needed
-
-
-class _Saved:
-    """Counts what autograd would keep beside the model, each storage once, and keeps none of it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.bytes = 0
-        self.seen: dict[int, StorageWeakRef] = {}
-        for x in (*model.parameters(), *model.buffers()):
-            self.seen[x.untyped_storage().data_ptr()] = StorageWeakRef(x.untyped_storage())
-
-    def count(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        earlier = self.seen.get(storage.data_ptr())
-        if earlier is None or earlier.expired():  # an address is used again once its storage is gone
-            self.seen[storage.data_ptr()] = StorageWeakRef(storage)
-            self.bytes += storage.nbytes()
-
-    @staticmethod
-    def restore(_: None) -> Tensor:
-        raise RuntimeError("this graph is only counted")

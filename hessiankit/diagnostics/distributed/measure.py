@@ -72,14 +72,14 @@ def replicated(ranks: Ranks, model: nn.Module, measure: Callable[[], Replicates 
         raise InputError(f"{ranks.who}: no rank holds a label that counts; pass data on one of them at least")
     dtypes = ranks.gather(None if own is None else {name: total.dtype for name, total in own.entries.items()})
     wanted: dict[str, torch.dtype] = next(held for held in dtypes if held is not None)
-    entries = {name: ranks.sum(_own(own, model, name, dtype)) for name, dtype in wanted.items()}
-    return replace(joined(found), entries=entries)
-
-
-def _own(own: Any, model: nn.Module, name: str, dtype: torch.dtype) -> Tensor:
-    if own is not None:
-        return own.entries[name]  # type: ignore[no-any-return]
-    return torch.zeros_like(model.get_parameter(name), dtype=dtype, requires_grad=False)
+    held = (
+        own.entries
+        if own is not None
+        else {
+            name: torch.zeros_like(model.get_parameter(name), dtype=dtype, requires_grad=False) for name, dtype in wanted.items()
+        }
+    )
+    return replace(joined(found), entries={name: ranks.sum(held[name]) for name in wanted})
 
 
 AGREED = ("loss", "draws", "seed", "per", "estimator", "histograms", "shift")
@@ -139,7 +139,7 @@ def sharpness(
         given["parts"] = tuple(getattr(given["parts"], "parts", given["parts"]))
     ranks.agree(**{name: given[name] for name in AGREED}, confidence=confidence)
     own = ranks.together(lambda: SharpnessOptions(**given))
-    module = ranks.together(lambda: _module(model))
+    module = ranks.together(lambda: unwrapped(WHO, model))
     ranks.agree(**{"whether fully_shard has spread the parameters": is_sharded(module)})
     data = list(data) if isinstance(data, Iterable) and not isinstance(data, (Tensor, Mapping, list, tuple)) else data
     batches = local_batches(ranks, data, target, own)
@@ -156,9 +156,3 @@ def sharpness(
         return replicates(module, data, target, **{**given, "numbers": numbers})
 
     return report_of(replicated(ranks, module, measure), confidence=confidence)
-
-
-def _module(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{WHO}: expected a torch.nn.Module, got {type(model).__name__}")
-    return unwrapped(WHO, model)

@@ -183,7 +183,8 @@ def sharded_replicates(
     draws = options.label_draws
     measured = ranks.together(lambda: measured_parts(model, options.parts))
     chosen, parameters = measured.parts, measured.parameters
-    _agree_on_parts(ranks, chosen)
+    named = {f"part {k}": (part.name, part.type, part.layer) for k, part in enumerate(chosen)}
+    ranks.agree(**{"the number of parts": len(chosen)}, **named)
     shards = ranks.together(lambda: {n: local_shard(ranks.who, n, p, ranks.size, ranks.rank) for n, p in parameters.items()})
     ranks.together(lambda: _check_reduction(ranks.who, model))
     steps, spare = _steps(ranks, batches)
@@ -195,11 +196,12 @@ def sharded_replicates(
 
     with gradients_aside(model) as clear, evaluating(model), watch_lookups(model, chosen) as seen, torch.enable_grad():
         sums = ShardedSquares(ranks, measured, shards, draws, options.histograms, seen)
-        spare = _on(spare, model)
+        spare = _on(spare, next(model.parameters()).device)
         with ranks.exchange():  # the same sequence on every rank, so that all of them find the same
             (spare,) = probe(ranks.who, model, [spare], backward=False, copies=0)
         for k in range(steps):
-            batch = _settled(batches[k], spare) if k < len(batches) else None
+            batch = batches[k] if k < len(batches) else None
+            batch = replace(batch, shifted=spare.shifted) if batch is not None and not _is_settled(batch) else batch
             with ranks.exchange():
                 output = forward(model, batch or spare)
             drawn = ranks.together(partial(draw, batch, output) if batch is not None else lambda: None)
@@ -242,8 +244,7 @@ def sharded_replicates(
 def _steps(ranks: Ranks, batches: Sequence[MicroBatch]) -> tuple[int, MicroBatch]:
     """Return the number of steps, and a sequence for ranks that have fewer: one whose label shift is not known yet, if any."""
     own = sorted(batches, key=_is_settled)[:1]
-    cut = [one.part(slice(0, 1)) for one in own]
-    sent = [replace(one, inputs=map_tensors(Tensor.cpu, one.inputs), target=one.target.cpu()) for one in cut]
+    sent = [_on(one.part(slice(0, 1)), torch.device("cpu")) for one in own]
     held = ranks.gather((len(batches), sent))
     found = sorted((one for _, of_rank in held for one in of_rank), key=_is_settled)
     if not found:
@@ -255,18 +256,8 @@ def _is_settled(batch: MicroBatch) -> bool:
     return batch.shifted is not None
 
 
-def _settled(batch: MicroBatch, probed: MicroBatch) -> MicroBatch:
-    return batch if _is_settled(batch) else replace(batch, shifted=probed.shifted)
-
-
-def _on(batch: MicroBatch, model: nn.Module) -> MicroBatch:
-    device = next(model.parameters()).device
+def _on(batch: MicroBatch, device: torch.device) -> MicroBatch:
     return replace(batch, inputs=map_tensors(lambda x: x.to(device), batch.inputs), target=batch.target.to(device))
-
-
-def _agree_on_parts(ranks: Ranks, parts: Sequence[Part]) -> None:
-    own = [(part.name, part.type, part.layer) for part in parts]
-    ranks.agree(**{"the number of parts": len(own)}, **{f"part {k}": each for k, each in enumerate(own)})
 
 
 def _check_reduction(who: str, model: nn.Module) -> None:

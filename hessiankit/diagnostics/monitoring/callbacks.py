@@ -37,28 +37,6 @@ class MonitorEvents:
         return {} if record is None or not self._log else scalars(record)
 
 
-def class_of(package: str, name: str, extra: str = "training") -> type:
-    """Return a class of an optional package.
-
-    Raises:
-        InputError: The package is missing, or cannot be imported.
-
-    >>> class_of("collections", "Counter").__name__
-    'Counter'
-    """
-    try:
-        found = getattr(importlib.import_module(package), name)
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a compiled half that does not fit the installed torch
-        raise InputError(
-            f"SharpnessCallback: needs the package {package} ({error}); install it with pip install 'hessiankit[{extra}]'"
-        ) from error
-    if not isinstance(found, type):
-        raise InputError(
-            f"SharpnessCallback: {package}.{name} is no class; install the version that 'hessiankit[{extra}]' asks for"
-        )
-    return found
-
-
 def on_first_use(module: dict[str, Any], events: type, package: str, base: str) -> Callable[[str], type]:
     """Return a module's ``__getattr__`` that derives ``SharpnessCallback`` from ``events`` and the package's class.
 
@@ -78,7 +56,13 @@ def on_first_use(module: dict[str, Any], events: type, package: str, base: str) 
         where = module["__name__"]
         if name != "SharpnessCallback":
             raise AttributeError(f"module {where!r} has no attribute {name!r}")
-        made = type(name, (events, class_of(package, base)), {"__doc__": events.__doc__, "__module__": where})
+        try:
+            parent = getattr(importlib.import_module(package), base)
+        except (ImportError, RuntimeError) as error:  # RuntimeError: a compiled half that does not fit the installed torch
+            raise InputError(
+                f"{name}: needs the package {package} ({error}); install it with pip install 'hessiankit[training]'"
+            ) from error
+        made = type(name, (events, parent), {"__doc__": events.__doc__, "__module__": where})
         module[name] = made
         return made
 

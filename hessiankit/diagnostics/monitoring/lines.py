@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain, replace_file
-from hessiankit.support.jsonl import append_records
+from hessiankit.support.jsonl import append_lines, append_records
 
 FORMAT = 1
 KEY = "hessiankit_monitor"
@@ -56,20 +55,12 @@ class Lines:
             ) from error
         content = "".join(line for _, line in self.waiting).encode()
         try:
-            with open(self.path, "r+b", buffering=0) as file:
-                if file.seek(0, os.SEEK_END) != self._size:
-                    raise InputError(
-                        f"{WHO}: {self.path} is not as this monitor left it: another process, or another monitor, writes to it. "
-                        f"Give each run its own file; {self._unwritten()}"
-                    )
-                try:
-                    left = memoryview(content)
-                    while left:
-                        left = left[file.write(left) :]
-                    os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(self._size)  # a part of the line may have been written
-                    raise
+            if self.path.stat().st_size != self._size:
+                raise InputError(
+                    f"{WHO}: {self.path} is not as this monitor left it: another process, or another monitor, writes to it. "
+                    f"Give each run its own file; {self._unwritten()}"
+                )
+            append_lines(self.path, content)
         except OSError as error:
             remedy = "make room" if self.path.exists() else "put the file back"
             raise InputError(

@@ -11,10 +11,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES, Picture, spread
+from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, Picture, check_suffix, spread, write_picture
 from hessiankit.diagnostics.monitoring.lines import read_lines
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
@@ -433,8 +432,8 @@ def plot_monitor(log: MonitorLog | Path | str, path: Path | str | None = None, *
         The figure, which shows itself in a notebook.
     """
     log = log if isinstance(log, MonitorLog) else read_monitor(log)
-    if path is not None and Path(path).suffix not in SUFFIXES:
-        raise InputError(f"plot_monitor: cannot write {Path(path).name!r}; name a file that ends in {', '.join(SUFFIXES)}")
+    if path is not None:
+        check_suffix("plot_monitor", Path(path))
     drawn = [draw for keys, draw in PANELS if log.has(*keys)]
     if not len(log) or not drawn:
         raise InputError(f"plot_monitor: {log.path} holds no measurement yet; nothing to draw")
@@ -442,8 +441,9 @@ def plot_monitor(log: MonitorLog | Path | str, path: Path | str | None = None, *
     with mpl.rc_context(STYLE):
         figure = Picture(figsize=(4.1 * across + 0.2, 3.05 * down + 0.4), dpi=DPI, facecolor="white")
         FigureCanvasAgg(figure)
-        _title(figure, title or f"{log.header['model']}, {log.header['entries']:,} parameters ({log.path.name})")
         wide, high = figure.get_size_inches()
+        heading = title or f"{log.header['model']}, {log.header['entries']:,} parameters ({log.path.name})"
+        figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top")
         for k, draw in enumerate(drawn):
             row, column = divmod(k, across)
             place = (4.1 * column + 0.72, high - 0.75 - 3.05 * row - 2.15, 2.78, 2.15)
@@ -451,16 +451,8 @@ def plot_monitor(log: MonitorLog | Path | str, path: Path | str | None = None, *
             dress(axes)
             draw(axes, log)
         if path is not None:
-            try:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                figure.savefig(path, dpi=DPI, metadata=SUFFIXES[Path(path).suffix])
-            except OSError as error:
-                raise InputError(f"plot_monitor: cannot write {path}: {error.strerror}; name a file elsewhere") from error
+            write_picture("plot_monitor", figure, Path(path))
     return figure
-
-
-def _title(figure: Figure, text: str) -> None:
-    figure.text(0.2 / figure.get_figwidth(), 1 - 0.12 / figure.get_figheight(), text, fontsize=11, color=INK, va="top")
 
 
 PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (

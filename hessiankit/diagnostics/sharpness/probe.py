@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hessiankit.blocks.embeddings import TokenEmbedding
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, call, output_of
@@ -79,14 +81,13 @@ def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward
     largest = max(batches, key=lambda batch: len(batch.numbers))
     one = _single(largest)
     before = {name: b.clone() for name, b in model.named_buffers()}
-    saved: dict[int, int] = {}
     try:
-        first = _held(who, model, one, saved, backward)
+        first, saved = _held(who, model, one, backward)
     except InputError:
         if len(one.numbers) == len(largest.numbers):
             raise
         one = largest  # something among the inputs does not go by sequences
-        first = _held(who, model, one, saved, backward)
+        first, saved = _held(who, model, one, backward)
     with torch.no_grad():
         again = call(who, model, _with_labels(model, one))
     _check_buffers(who, model, before)
@@ -97,7 +98,7 @@ def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward
             " numbers or depends on earlier calls; turn that off (a dropout that ignores eval(), a router's noise)"
         )
     if backward:
-        _check_memory(who, model, sum(saved.values()) * len(largest.numbers) / len(one.numbers), first, copies)
+        _check_memory(who, model, saved * len(largest.numbers) / len(one.numbers), first, copies)
     return _placed(batches, one, second, again)
 
 
@@ -110,22 +111,37 @@ def _single(batch: MicroBatch) -> MicroBatch:
     return batch.part(slice(k, k + 1))
 
 
-def _held(who: str, model: nn.Module, batch: MicroBatch, saved: dict[int, int], backward: bool) -> Tensor:
-    """Return the output, and record the bytes of every storage that a backward pass needs, without the parameters'."""
-    if not backward:
-        with torch.no_grad():
-            return output_of(who, call(who, model, batch.inputs))
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved.clear()
+def _held(who: str, model: nn.Module, batch: MicroBatch, backward: bool) -> tuple[Tensor, int]:
+    """Return the output, and the bytes that a backward pass needs."""
+    with torch.set_grad_enabled(backward), CountedGraph(model, keep=True) as saved:
+        return output_of(who, call(who, model, batch.inputs)).detach(), saved.bytes
 
-    def note(x: Tensor) -> Tensor:
+
+class CountedGraph(saved_tensors_hooks):
+    """Counts the ``bytes`` that autograd keeps beside the model, each storage once; without ``keep`` none of them is kept."""
+
+    def __init__(self, model: nn.Module, *, keep: bool) -> None:
+        super().__init__(self._count, self._restore)
+        self.bytes, self._keep = 0, keep
+        own = (x.untyped_storage() for x in (*model.parameters(), *model.buffers()))
+        self._seen = {storage.data_ptr(): StorageWeakRef(storage) for storage in own}
+
+    def __enter__(self) -> CountedGraph:
+        super().__enter__()
+        return self
+
+    def _count(self, x: Tensor) -> Tensor | None:
         storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return x
+        earlier = self._seen.get(storage.data_ptr())
+        if earlier is None or earlier.expired():  # an address is used again once its storage is gone
+            self._seen[storage.data_ptr()] = StorageWeakRef(storage)
+            self.bytes += storage.nbytes()
+        return x if self._keep else None
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        return output_of(who, call(who, model, batch.inputs)).detach()
+    def _restore(self, x: Tensor | None) -> Tensor:
+        if x is None:
+            raise RuntimeError("this graph is only counted")
+        return x
 
 
 def _check_buffers(who: str, model: nn.Module, before: dict[str, Tensor]) -> None:
