@@ -65,7 +65,7 @@ def test_what_cannot_be_used_is_exit_code_two(
 def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["study", "--quick", "--out", str(tmp_path / "file")]) == 2
-    assert "cannot write into --out" in capsys.readouterr().err
+    assert f"study: cannot make the folder {tmp_path}" in capsys.readouterr().err
 
 
 def test_options_count_beside_quick(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hessiankit.studies.images import load_images, one_hot_target, patch_for, pa
 from hessiankit.studies.training import train
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError
-from hessiankit.support.files import write_json
+from hessiankit.support.files import check_writable, make_folder, write_json
 from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import Piece, Table, table
 from hessiankit.verify.check import check
@@ -132,7 +132,9 @@ def run_study(options: StudyOptions, say: Callable[..., None] = _silent, *, ever
         InputError: If an option cannot be used, or the output folder cannot be written.
     """
     start = time.perf_counter()
-    _make_folder(options.out)
+    target = options.out / "report.json"
+    make_folder("study", options.out)
+    check_writable("study", target)
     patches, labels, n_classes, held_out, name = _load(options)
     length, patch_dim = int(patches.shape[1]), int(patches.shape[2])
     batch, batch_labels = patches[: options.batch], labels[: options.batch]
@@ -176,14 +178,15 @@ def run_study(options: StudyOptions, say: Callable[..., None] = _silent, *, ever
         say(f"exact arithmetic: {equal} of {len(exact)} sets of formulas equal entry by entry, without any tolerance")
     pictures = {loss: options.out / f"hessian_{loss}.png" for loss in options.losses}
     study = Study(options, reports, accuracy, timing, exact, time.perf_counter() - start, list(pictures.values()))
-    target = options.out / "report.json"
     if not every:
         pairs = {loss: (reports[loss, "initialisation"], reports[loss, "trained"]) for loss in options.losses}
         say("", _block_table(pairs).top(SHOWN))
     say("", _summary(study))
     write_json("study", target, study.to_dict())  # before the pictures, which take more room
     for loss, path in pictures.items():
-        _draw(reports[loss, "initialisation"].hessian, reports[loss, "trained"].hessian, loss, path)
+        titles, title = ["initialisation", "trained"], f"Hessian of the {LOSS_NAMES[loss]}"
+        before, after = (reports[loss, stage].hessian for stage in titles)
+        side_by_side([before.matrix, after.matrix], before.names, before.slices, titles=titles, title=title, path=path)
     say(f"wrote {target} and {', '.join(str(path) for path in study.pictures)}")
     if not every:
         say(f"every row: --table; every number: {target}, or --json")
@@ -214,17 +217,6 @@ def _time(model: torch.nn.Module, inputs: Tensor, target: Tensor, loss: str, fou
     error = float(block_errors(again.matrix, reference.value, problem).max())
     seconds = min(found.seconds, again.seconds)
     return Timing(problem.size, int(inputs.shape[0]), seconds, reference.seconds, error)
-
-
-def _draw(before: Hessian, after: Hessian, loss: str, path: Path) -> None:
-    side_by_side(
-        [before.matrix, after.matrix],
-        before.names,
-        before.slices,
-        titles=["initialisation", "trained"],
-        title=f"Hessian of the {LOSS_NAMES[loss]}",
-        path=path,
-    )
 
 
 def _block_table(pairs: Mapping[str, tuple[CheckReport, CheckReport]]) -> Table:
@@ -271,13 +263,3 @@ def _summary(study: Study) -> Table:
         rows.append((f"{LOSS_NAMES[loss]}, {stage}", *norms, *(f"{worst[r]:.1e}" for r in references), verdict))
     title = f"{'PASSED' if study.passed else 'FAILED'} in {study.seconds:.0f} s; largest error against each healthy reference:"
     return table(("Hessian", "loss", "||H||_2", *references, "verdict"), rows, title=title, drop=("loss", "||H||_2"))
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise InputError(f"study: cannot write into --out {out}: {error.strerror or error}; choose another folder") from error

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 
 GZIP_MAGIC = b"\x1f\x8b"
 PICKLE_MAGIC = b"\x80"
@@ -158,30 +158,26 @@ def _encode(text: object, encoding: object = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _allowed(module: str, name: str) -> Callable[..., Any] | None:
-    """Return a fresh stand-in for the few globals that a CIFAR file names."""
-    if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-        return lambda *_: _PickledArray()
-    if (module, name) == ("numpy", "ndarray"):
-        return lambda *_: _PickledArray()
-    if (module, name) == ("numpy", "dtype"):
-        return lambda code, *_: _PickledDType(code)
-    if (module, name) == ("_codecs", "encode"):
-        return lambda *arguments: _encode(*arguments)
-    return None
+STAND_INS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "numpy.core.multiarray._reconstruct": lambda: lambda *_: _PickledArray(),
+    "numpy._core.multiarray._reconstruct": lambda: lambda *_: _PickledArray(),
+    "numpy.ndarray": lambda: lambda *_: _PickledArray(),
+    "numpy.dtype": lambda: lambda code, *_: _PickledDType(code),
+    "_codecs.encode": lambda: lambda *arguments: _encode(*arguments),
+}
+"""The few globals that a CIFAR file names, and what makes a fresh stand-in, which the pickle may write into."""
 
 
 class _CifarUnpickler(pickle.Unpickler):
     """An unpickler that can build dictionaries, lists, numbers, strings and the stand-ins of this file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        stand_in = _allowed(module, name)
-        if stand_in is None:
+        if f"{module}.{name}" not in STAND_INS:
             raise InputError(
                 f"the pickle asks for {module}.{name}, which no CIFAR file needs and which could run code; "
                 f"nothing was executed: fetch the file from a source you trust"
             )
-        return stand_in
+        return STAND_INS[f"{module}.{name}"]()
 
     def persistent_load(self, pid: Any) -> Any:
         raise InputError("the pickle refers to objects outside of itself, which no CIFAR file does")
@@ -280,8 +276,7 @@ def load_images(
     >>> load_images("digits", split="test")
     ImageDataset(digits test: 360 images 8 x 8, 10 classes)
     """
-    if split not in SPLITS:
-        raise InputError(f"load_images: split={split!r} is not known; choose 'train' or 'test'")
+    check_name("load_images", "split", split, SPLITS)
     if source == "digits":
         return _digits(split, seed, dtype)
     path = Path(source).expanduser()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 
 SPLITS = ("train", "validation")
 VOCAB_SIZE = 256
@@ -121,8 +120,7 @@ def load_text(source: str | Path = "stdlib", *, split: str = "train", seed: int 
     >>> train.tokens.dtype, train.name, set(train.files) & set(held_out.files)
     (torch.uint8, 'stdlib train', set())
     """
-    if split not in SPLITS:
-        raise InputError(f"load_text: split={split!r} is not known; choose 'train' or 'validation'")
+    check_name("load_text", "split", split, SPLITS)
     if source == "stdlib":
         folder = Path(sysconfig.get_paths()["stdlib"])
         return _joined(folder, _files(folder, ".py", STDLIB_EXCLUDED, "_sysconfigdata"), "stdlib", split, seed)
@@ -147,18 +145,11 @@ def held_out(name: str, seed: int = 0) -> bool:
 
 def _files(folder: Path, suffix: str, excluded: tuple[str, ...], skipped: str) -> list[str]:
     """Return the names of the files below a folder, without folders of some names and files of some beginning, sorted."""
-    return sorted(
-        Path(root, name).relative_to(folder).as_posix()
-        for root, names in _walk(folder, excluded)
-        for name in names
-        if name.endswith(suffix) and not name.startswith(skipped)
-    )
-
-
-def _walk(folder: Path, excluded: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+    found: list[Path] = []
     for root, folders, names in os.walk(folder):  # os.walk enters the folders that are left in its list
         folders[:] = [f for f in folders if not any(fnmatch(f, pattern) for pattern in (*excluded, ".*"))]
-        yield root, names
+        found += [Path(root, name) for name in names if name.endswith(suffix) and not name.startswith(skipped)]
+    return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
 def _joined(folder: Path, names: list[str], title: str, split: str, seed: int) -> TextDataset:

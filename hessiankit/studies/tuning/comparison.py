@@ -30,8 +30,6 @@ from hessiankit.studies.tuning.sweep import (
     Asking,
     SearchResult,
     at_baseline_lr,
-    at_own_lr,
-    baseline,
     lowered,
     runs_expected,
     sweep,
@@ -128,14 +126,12 @@ def compare(
     def search(name: str, ratios: Ratios) -> Asking[SearchResult]:
         return sweep(name, RunSpec(setting, 0.0, ratios), lowered(grid, weighted_ratio(ratios, entries)), tuning)
 
-    adamw, paper = together(
-        [search("AdamW", ()), search("Blockwise eq (5)", PAPER)],
-        lambda specs: runs(specs, "tuning AdamW and Blockwise"),
-    )
-    measured = pilot(setting, adamw.best, tuning[0])
+    searches = [search("AdamW", ()), search("Blockwise eq (5)", PAPER)]
+    adamw, paper = together(searches, lambda specs: runs(specs, "tuning AdamW and Blockwise"))
+    measured, tuned = pilot(setting, adamw.best, tuning[0]), "tuned like the baseline"
     fixed = [
-        baseline(adamw.best),
-        at_own_lr(paper.name, paper.best, PAPER),
+        Arm(adamw.name, adamw.best, (), "the baseline, tuned first"),
+        Arm(f"{paper.name} at its own lr", paper.best, PAPER, tuned),
         *at_baseline_lr(adamw.best, entries, measured.ratios),
     ]
 
@@ -143,12 +139,9 @@ def compare(
         yield [spec_of(setting, arm, seed) for seed in own for arm in arms]
 
     name = "Blockwise measured"
-    searched, _ = together(
-        [search(name, measured.ratios), all_of(fixed)],
-        lambda specs: runs(specs, "comparing"),
-    )
+    searched, _ = together([search(name, measured.ratios), all_of(fixed)], lambda specs: runs(specs, "comparing"))
     assert isinstance(searched, SearchResult)
-    arms = [*fixed[:2], at_own_lr(name, searched.best, measured.ratios), *fixed[2:]]
+    arms = [*fixed[:2], Arm(f"{name} at its own lr", searched.best, measured.ratios, tuned), *fixed[2:]]
     return TuningComparison((adamw, paper, searched), measured, run_arms(runs, setting, arms, own), own)
 
 

@@ -66,8 +66,8 @@ class TuneReport(Printed):
                 row.arm.name,
                 f"{row.arm.lr:.3g}",
                 _shown(row.loss),
-                _signed(row.difference),
-                _shown(row.steps, digits=2),
+                _shown(row.difference, "+.3f"),
+                _shown(row.steps, ".2f"),
                 row.steps_to_baseline if k else str(self.setting.steps),
                 row.verdict,
             ]
@@ -153,16 +153,8 @@ class TuneReport(Printed):
         }
 
 
-def _shown(one: Interval | None, digits: int = 3) -> str:
-    if one is None:
-        return "-"
-    if one.high == float("inf"):
-        return f"{one.value:.{digits}f}"
-    return f"{one.value:.{digits}f} [{one.low:.{digits}f}, {one.high:.{digits}f}]"
-
-
-def _signed(one: Interval | None) -> str:
-    return "-" if one is None else f"{one.value:+.3f} [{one.low:+.3f}, {one.high:+.3f}]"
+def _shown(one: Interval | None, form: str = ".3f") -> str:
+    return "-" if one is None else one.text(form)
 
 
 def _of_sweep(losses: dict[int, float], best: bool) -> str:
@@ -183,7 +175,7 @@ def _sweep_dict(one: SearchResult) -> dict[str, Any]:
 
 
 def _finite(x: float) -> float | None:
-    return None if x in (float("inf"), float("-inf")) or x != x else x
+    return x if math.isfinite(x) else None
 
 
 MARK = "tune-lr"

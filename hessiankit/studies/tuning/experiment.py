@@ -159,7 +159,7 @@ def run(spec: RunSpec) -> RunResult:
     """
     setting = spec.setting
     text, held_out = texts(setting.text)
-    if setting.digest and setting.digest != _digest(text, held_out):
+    if setting.digest and setting.digest != digest_of(setting.text):
         raise InputError(f"tune-lr: the text {setting.text!r} changed since these runs were planned; start again")
     began = time.perf_counter()
     with one_thread():
@@ -253,11 +253,7 @@ def texts(source: str) -> tuple[TextDataset, TextDataset]:
 
 def digest_of(source: str) -> str:
     """Return the digests of the training split and of the held-out split of a text."""
-    return _digest(*texts(source))
-
-
-def _digest(text: TextDataset, held_out: TextDataset) -> str:
-    return f"{text.digest[:8]}-{held_out.digest[:8]}"
+    return "-".join(text.digest[:8] for text in texts(source))
 
 
 @contextmanager

@@ -100,20 +100,15 @@ def sweep(name: str, base: RunSpec, grid: Sequence[float], seeds: Sequence[int])
     if math.isinf(losses[best][seeds[0]]):
         raise InputError(f"tune-lr: {name} diverges at every learning rate from {max(losses):.2g} to {min(losses):.2g}")
     yield from ask([best / ROOT, best, best * ROOT], seeds)
-    inside = False
-    for _ in range(EXTENSIONS):
+    for moves in range(EXTENSIONS + 1):
         means = {lr: _mean(of) for lr, of in losses.items() if len(of) == len(seeds)}
         best = min(means, key=lambda lr: means[lr])
         missing = [lr for lr in (at(best / ROOT), at(best * ROOT)) if lr not in means]
-        if not missing:
-            inside = True
+        if not missing or moves == EXTENSIONS:
             break
         extended += [lr for lr in missing if not min(grid) <= lr <= max(grid)]
         yield from ask(missing, seeds)
-    else:
-        means = {lr: _mean(of) for lr, of in losses.items() if len(of) == len(seeds)}
-        best = min(means, key=lambda lr: means[lr])
-    return SearchResult(name, best, losses, tuple(seeds), tuple(extended), inside)
+    return SearchResult(name, best, losses, tuple(seeds), tuple(extended), inside=not missing)
 
 
 def together(asking: Sequence[Asking[T]], run_all: Callable[[list[RunSpec]], dict[RunSpec, RunResult]]) -> list[T]:
@@ -166,9 +161,6 @@ def _mean(of: dict[int, float]) -> float:
     return math.fsum(of.values()) / len(of)
 
 
-BASELINE = "AdamW"
-
-
 @dataclass(frozen=True)
 class Arm:
     """One way to set the learning rates.
@@ -190,11 +182,6 @@ class Arm:
         return f"{self.name}: lr {self.lr:.3g}{f' ({factors})' if factors else ''}"
 
 
-def baseline(lr: float) -> Arm:
-    """Return AdamW at its tuned learning rate."""
-    return Arm(BASELINE, lr, (), "the baseline, tuned first")
-
-
 def at_baseline_lr(lr: float, entries: dict[str, int], measured: Ratios) -> tuple[Arm, ...]:
     """Return the arms that take the baseline's learning rate over, as the paper does, and its missing controls.
 
@@ -210,8 +197,3 @@ def at_baseline_lr(lr: float, entries: dict[str, int], measured: Ratios) -> tupl
         Arm("all x 2", rounded(2 * lr), (), "control: a larger learning rate for all"),
         Arm(f"all x {uniform:g}", rounded(uniform * lr), (), "control: the integrated learning rate of eq (5), without blocks"),
     )
-
-
-def at_own_lr(name: str, lr: float, ratios: Ratios) -> Arm:
-    """Return an arm whose learning rate was searched for as the baseline's was."""
-    return Arm(f"{name} at its own lr", lr, ratios, "tuned like the baseline")

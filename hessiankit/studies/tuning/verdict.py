@@ -36,9 +36,17 @@ class Interval:
     confidence: float
 
     def __str__(self) -> str:
-        if math.isinf(self.high):
-            return f"{self.value:.3f}"
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return self.text()
+
+    def text(self, form: str = ".3f") -> str:
+        """Return the value and the ends, or the value alone where the interval is the whole line."""
+        value, low, high = (format(x, form) for x in (self.value, self.low, self.high))
+        return value if math.isinf(self.high) else f"{value} [{low}, {high}]"
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Return value, ends (None where infinite) and confidence."""
+        ends = {name: None if math.isinf(end) else end for name, end in (("low", self.low), ("high", self.high))}
+        return {"value": self.value, **ends, "confidence": self.confidence}
 
     @property
     def half_width(self) -> float:
@@ -202,17 +210,13 @@ class ArmResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON takes it."""
-        intervals = {
-            "loss": self.loss,
-            "difference": self.difference,
-            "simultaneous": self.together,
-            "relative_steps": self.steps,
-        }
+        intervals = {"loss": self.loss, "difference": self.difference}
+        intervals |= {"simultaneous": self.together, "relative_steps": self.steps}
         return {
             "arm": self.arm.name,
             "lr": self.arm.lr,
             "ratios": dict(self.arm.ratios),
-            **{name: _numbers(one) for name, one in intervals.items()},
+            **{name: None if one is None else one.to_dict() for name, one in intervals.items()},
             "reached_at": list(self.reached),
             "diverged": self.diverged,
             "verdict": self.verdict,
@@ -268,11 +272,3 @@ def summary(rows: Sequence[ArmResult]) -> str:
 
 def _reached(run: RunResult, other: RunResult) -> float | None:
     return first_step(run.steps, run.losses, other.final) if math.isfinite(other.final) else None
-
-
-def _numbers(one: Interval | None) -> dict[str, float | None] | None:
-    if one is None:
-        return None
-    ends = {"low": one.low, "high": one.high}
-    finite = {name: None if math.isinf(end) else end for name, end in ends.items()}
-    return {"value": one.value, **finite, "confidence": one.confidence}
