@@ -73,11 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _renamed(argv: list[str], top: Parser) -> list[str]:
-    """Return the arguments with ``study`` for a ``check`` of no module, its former name; say so on standard error.
-
-    Raises:
-        InputError: If a module is given with an option of the study.
-    """
+    """Return the arguments with ``study`` for a ``check`` of no module, its former name; say so on standard error."""
     if argv[:1] != ["check"]:
         return argv
     (commands,) = (action.choices for action in top._actions if action.dest == "command")

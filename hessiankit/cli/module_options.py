@@ -42,22 +42,12 @@ class Asked:
 
 
 def asked_of(args: argparse.Namespace) -> Asked:
-    """Return the model of --model, or the block that the options describe, with inputs and target.
-
-    Raises:
-        InputError: If an option, a model or a file cannot be used.
-        OutOfMemoryError: If the inputs, or what the model makes of them, do not fit.
-    """
+    """Return the model of --model, or the block that the options describe, with inputs and target."""
     return _of_block(args) if args.model is None else _of_model(args)
 
 
 def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBlock:
-    """Return the float64 block that the options describe.
-
-    Raises:
-        InputError: If a name is not known, or sizes do not go together.
-        OutOfMemoryError: If the host cannot hold the parameters.
-    """
+    """Return the float64 block that the options describe."""
     layers = args.layer if args.layers is None else args.layers
     if args.layer > layers:
         raise InputError(f"{args.command}: --layer {args.layer} of --layers {layers}; expected 1 to {layers}")
@@ -126,12 +116,7 @@ def _drawn(args: argparse.Namespace, model: nn.Module, shape: tuple[int, ...]) -
 
 
 def run_once(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:
-    """Return what the model makes of the inputs.
-
-    Raises:
-        InputError: If it does not take them; says which option gives others.
-        OutOfMemoryError: If they do not fit.
-    """
+    """Return what the model makes of the inputs."""
     shape = tuple(inputs.shape)
     try:
         with torch.no_grad():

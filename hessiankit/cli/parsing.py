@@ -120,9 +120,6 @@ def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
         args: What was parsed by a parser of :func:`add_command`.
         names: The options, as in ``args``.
         why: What follows the option's name in the message.
-
-    Raises:
-        InputError: That names the first of them.
     """
     for action in args.parser._actions:
         if action.dest in names and getattr(args, action.dest) != action.default:

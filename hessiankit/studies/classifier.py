@@ -127,9 +127,6 @@ def run_study(options: StudyOptions, say: Callable[..., None] = _silent, *, ever
     """Run the study, print its tables, and write the heat maps and the JSON report into ``options.out``.
 
     Without ``every``, the block pairs of the largest errors are printed alone, and not the health of each reference.
-
-    Raises:
-        InputError: If an option cannot be used, or the output folder cannot be written.
     """
     start = time.perf_counter()
     target = options.out / "report.json"

@@ -247,11 +247,7 @@ class ImageDataset:
         return self.images.shape[1], self.images.shape[2]
 
     def first(self, count: int) -> ImageDataset:
-        """Return the first ``count`` images, for instance as one batch.
-
-        Raises:
-            InputError: There are fewer.
-        """
+        """Return the first ``count`` images, for instance as one batch."""
         if not 0 < count <= len(self):
             raise InputError(f"ImageDataset.first: asked for {count} images, {self.name} has {len(self)}; ask for fewer")
         return ImageDataset(self.images[:count], self.labels[:count], self.n_classes, self.name)

@@ -249,9 +249,6 @@ def run_grid(todo: list[PlacementCase], lines: Path, *, jobs: int = 1, tell: Tel
     """Run the cases that ``lines`` does not hold yet, append each when it is finished, and return all of ``todo`` in its order.
 
     Lines of other code or another torch do not count: their cases are done anew.
-
-    Raises:
-        InputError: If the file cannot be read or written.
     """
     with Resumable(
         "placement_grid", lines, run_case, attrgetter("case"), asdict, lambda r: _current(finished_case(r)), jobs=jobs
@@ -409,9 +406,6 @@ def run_placements(
     """Run the grid or a part of it, print the table, write ``cases.jsonl``, ``placement_grid.md`` and
     ``placement_grid.json`` into ``out``, and return the summary that the last one holds. ``command`` is what the page says
     it was made by.
-
-    Raises:
-        InputError: If a placement is not known or the folder cannot be used.
     """
     todo = cases(placements, sample=sample, seed=seed)
     with progress_bar() as tell:

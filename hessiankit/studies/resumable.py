@@ -34,9 +34,6 @@ class Resumable(Generic[Task, Result]):
 
     Attributes:
         known: The results by task.
-
-    Raises:
-        InputError: The file cannot be read or written.
     """
 
     def __init__(

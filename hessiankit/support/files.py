@@ -38,9 +38,6 @@ def check_writable(who: str, path: Path | None) -> None:
 def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> None:
     """Write a file as a whole: where that fails, what was there before still is. ``-`` is standard output, None writes
     nothing.
-
-    Raises:
-        InputError: If the file cannot be written.
     """
     if path is None:
         return
@@ -61,11 +58,7 @@ def write_bytes(who: str, path: Path, content: bytes | memoryview, *, remedy: st
 
 
 def make_folder(who: str, folder: Path) -> None:
-    """Make a folder and its parents where they are missing.
-
-    Raises:
-        InputError: If that fails.
-    """
+    """Make a folder and its parents where they are missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -111,9 +104,6 @@ def output_for(paths: Iterable[object]) -> Iterator[None]:
 def replace_file(path: Path, content: bytes | memoryview, *, durable: bool = False) -> None:
     """Write a file as a whole, so that readers see the old or the new content; a device is written to directly. A
     ``durable`` one waits until the disk has the content and its name.
-
-    Raises:
-        OSError: If it cannot be written; the file is as before.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(content)

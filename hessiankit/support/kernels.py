@@ -69,9 +69,6 @@ def build(*, verbose: bool = False) -> Path:
 
     Returns:
         The file.
-
-    Raises:
-        InputError: There is no compiler, no ninja, or the compiler fails.
     """
     if not built().exists():
         if find_spec("ninja") is None or find_spec("setuptools") is None:

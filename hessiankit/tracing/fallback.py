@@ -87,11 +87,7 @@ class AutomaticDifferentiation(Primitive):
         return self.name + self._proof.remark
 
     def _require(self, order: int, inputs: Inputs, adjoint: Tensor | None = None) -> str:
-        """Return the route to a derivative, after its proof.
-
-        Raises:
-            TraceError: If there is none.
-        """
+        """Return the route to a derivative, after its proof."""
         proof = self._proof
         if len(proof.inputs) != len(inputs) or any(a is not b for a, b in zip(proof.inputs, inputs, strict=True)):
             proof.inputs, proof.routes, proof.refusals, proof.remark = tuple(inputs), {}, {}, ""

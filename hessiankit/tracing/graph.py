@@ -328,11 +328,7 @@ class GraphBuilder:
                 self.unseen.add(memory(plain))
 
     def write_untraced(self, tensors: Sequence[Any]) -> None:
-        """Remember that some tensors, and all others on their memory, have been written into out of sight.
-
-        Raises:
-            TraceError: If one of them is a parameter.
-        """
+        """Remember that some tensors, and all others on their memory, have been written into out of sight."""
         rewritten = {memory(unwrapped(x)) for x in tensors if isinstance(x, Tensor)}
         self.rewritten |= rewritten
         for x in self._sharing(rewritten):

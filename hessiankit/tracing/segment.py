@@ -136,11 +136,7 @@ class Segment(Primitive):
 
 
 def segment(unseen: Unseen, moving: Sequence[tuple[GradientEdge, Tensor]]) -> Segment:
-    """Return the primitive for a value that autograd alone knows, as a function of those of its inputs that move.
-
-    Raises:
-        TraceError: If torch cannot differentiate it.
-    """
+    """Return the primitive for a value that autograd alone knows, as a function of those of its inputs that move."""
     edges, inputs = zip(*moving, strict=True)
     found = Segment(unseen.root, edges, inputs, f"autograd: {shortened(unseen.names)}", unseen.leaves)
     with found._differentiated():

@@ -70,9 +70,6 @@ def verify_segments(
 
     ``call_at`` returns the loss, and its gradient by name (None where autograd does not reach one), of the module's own call
     at given values of the parameters; ``still`` is as in :func:`probe_segments`.
-
-    Raises:
-        TraceError: They differ.
     """
     allowed = 100 * max(probe.rounding for probe in probes)
     if allowed > 1:

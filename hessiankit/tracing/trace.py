@@ -141,9 +141,6 @@ def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor])
     Args:
         run: The call; it returns one tensor, and other values whose ids are wanted (:attr:`Trace.marked`).
         leaves: The tensors to differentiate with respect to, by name, recognised by what they are.
-
-    Raises:
-        TraceError: If torch cannot trace the call or it does not return one tensor first.
     """
     try:
         with torch.enable_grad(), warnings.catch_warnings(), ordinary_path():  # the graph says where gradients are turned off

@@ -73,9 +73,6 @@ def layer_curvature(
     ``"exact"`` takes :func:`hessiankit.hessian_operator` and :func:`hessiankit.hessian_diagonal`, for models small enough to
     be traced; ``"autograd"`` double backward, for any size; ``"auto"`` is exact where the blocks have at most 32768
     parameters in all and a trace succeeds.
-
-    Raises:
-        InputError: If a block has no parameters.
     """
     empty = next((k for k, block in enumerate(blocks) if not block), None)
     if empty is not None:

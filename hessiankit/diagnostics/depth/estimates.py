@@ -64,9 +64,6 @@ class Estimator:
         tol: Tolerance of Lanczos's residual, relative to the eigenvalue of largest magnitude.
         products: Products of one Lanczos run at most.
         seed: Of probes and first vectors.
-
-    Raises:
-        InputError: If one of them is out of its range.
     """
 
     draws: int = 8

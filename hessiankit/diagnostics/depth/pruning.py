@@ -40,9 +40,6 @@ def pruning_drop(data: BatchedLoss, blocks: Blocks, *, renumber: bool = False, t
 
     Every block keeps its layer-dependent factor (LayerNorm Scaling's 1 / sqrt(l)). The authors' script instead deletes a
     block and reloads the model, which gives every later block the factor of the layer before: ``renumber=True``.
-
-    Raises:
-        InputError: If blocks that are not hessiankit's, or whose kind of norm depends on the layer, are to be renumbered.
     """
     if renumber:
         _check_renumbering(blocks)

@@ -25,9 +25,6 @@ from hessiankit.support.torch_state import ordinary_path, preserved_state
 def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> BatchedLoss:
     """Return data of the forms of :func:`hessiankit.sharpness` as micro-batches; where ``labelled`` is False, without labels
     too.
-
-    Raises:
-        InputError: If the data are none of these forms, or lie on another device than the model.
     """
     check_name(WHO, "loss", loss, LOSSES)
     if target is None and not labelled:
@@ -74,11 +71,7 @@ def last_tokens(counted: Tensor) -> Tensor:
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, attention that has second derivatives, and afterwards everything of the model as it was.
-
-    Raises:
-        InputError: If the model is no ``nn.Module``, or compiled or quantised.
-    """
+    """Evaluation mode, attention that has second derivatives, and afterwards everything of the model as it was."""
     if not isinstance(model, nn.Module):
         raise InputError(f"{WHO}: expected a torch.nn.Module, got {type(model).__name__}")
     with preserved_state(model), ordinary_path(), sdpa_kernel(SDPBackend.MATH):
@@ -172,9 +165,6 @@ SECOND = 3
 def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ...]) -> dict[str, int]:
     """Return the bytes that each quantity is expected to hold beside the model: states and graphs of the largest
     micro-batch, which is run once.
-
-    Raises:
-        OutOfMemoryError: If one of them does not fit.
     """
     batch = max(data.batches, key=lambda b: len(b.numbers))
     with torch.enable_grad(), recording(blocks) as found, CountedGraph(data.model, keep=False) as saved:

@@ -62,9 +62,6 @@ def replicated(ranks: Ranks, model: nn.Module, measure: Callable[[], Replicates 
 
     Communication: for each micro-batch and draw one number a part, for each embedding one number a draw and row, and with
     histograms one number an entry of the model.
-
-    Raises:
-        InputError: On every rank, as the first rank raised it that could not measure.
     """
     own = ranks.together(measure)
     found: list[Replicates] = [one for one in ranks.gather(own and replace(own, entries={})) if one is not None]

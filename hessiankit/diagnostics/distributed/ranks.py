@@ -318,9 +318,6 @@ def check_versions(ranks: Ranks) -> None:
 def check_same_tensors(ranks: Ranks, tensors: Mapping[str, Tensor], what: str) -> None:
     """Raise an error on every rank unless all of them hold the same tensors, bit by bit; ``what`` names them, as in
     ``"parameter"``.
-
-    Raises:
-        InputError: It names the first that differs.
     """
     if ranks.size == 1:
         return

@@ -77,11 +77,7 @@ class LocalShard:
 
 
 def local_shard(who: str, name: str, parameter: Tensor, size: int, rank: int) -> LocalShard:
-    """Return the place of this rank's shard in a DTensor, or in a tensor that every rank holds whole.
-
-    Raises:
-        InputError: If its layout is not that of FSDP2 on all ranks, with or without replicas.
-    """
+    """Return the place of this rank's shard in a DTensor, or in a tensor that every rank holds whole."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return LocalShard(shape, (0,) * len(shape), size, rank == 0, sharded=False)
@@ -175,9 +171,6 @@ def sharded_replicates(
 
     Memory on each rank: that of a training step with its own micro-batch, and with histograms one number for each entry
     of its shards. Communication beside FSDP2's own: a few numbers a step, and at the end one number a part, draw and step.
-
-    Raises:
-        InputError: On every rank, if one cannot use its data, or the model is set up in a way that changes its gradients.
     """
     began = time.perf_counter()
     draws = options.label_draws

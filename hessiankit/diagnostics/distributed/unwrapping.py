@@ -52,9 +52,6 @@ def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Modu
         model: The sharded model.
         replica: A module of the same architecture that is not sharded. Its values are overwritten, its mode becomes the
             model's.
-
-    Raises:
-        InputError: If there is none, or it has other parameters.
     """
 
     def check() -> nn.Module:

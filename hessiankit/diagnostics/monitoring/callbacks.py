@@ -42,9 +42,6 @@ def on_first_use(module: dict[str, Any], events: type, package: str, base: str) 
 
     So the module can be imported without the trainer's package, and importing it does not import the package.
 
-    Raises:
-        InputError: By the returned function, if the package is not installed.
-
     >>> class Events:
     ...     "Counts."
     >>> made = on_first_use({"__name__": "here"}, Events, "collections", "Counter")("SharpnessCallback")

@@ -40,9 +40,6 @@ def batches_of(data: Any, target: Tensor | None = None) -> list[Batch]:
             left where they belong to tokens (logits t against label t + 1); or several of these, e.g. a ``DataLoader``.
         target: Labels, if ``data`` are inputs only.
 
-    Raises:
-        InputError: If it is none of these, or no label counts.
-
     >>> inputs, target = batches_of({"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])})[0]
     >>> list(inputs), target.tolist()
     (['input_ids'], [[6, 7, -100]])
@@ -221,11 +218,7 @@ class HessianNorms:
     _function: HessianFunction | None
 
     def __call__(self, model: nn.Module, batches: Sequence[Batch]) -> dict[str, Any]:
-        """Return the spectral and Frobenius norm of the whole and of each type's diagonal block, and the extreme eigenvalues.
-
-        Raises:
-            InputError: There are several batches.
-        """
+        """Return the spectral and Frobenius norm of the whole and of each type's diagonal block, and the extreme eigenvalues."""
         if len(batches) != 1:
             raise InputError(f"{WHO}: hessian=True plans for one batch, the data hold {len(batches)}; join them into one")
         if self._function is None or self._function.module is not model:

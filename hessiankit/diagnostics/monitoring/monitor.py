@@ -31,9 +31,6 @@ def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
     The order of the blocks forms in the first steps of training (The Sharpness Disparity Principle, Figure 3: the first 2 %),
     which even spacing misses.
 
-    Raises:
-        InputError: ``every`` is not positive, or the step is negative.
-
     >>> [step for step in range(101) if due(step, 50, log_spaced=True)]
     [0, 1, 2, 5, 10, 20, 50, 100]
     """

@@ -154,11 +154,7 @@ def _pair(who: str, name: str, inputs: Any, target: Any, shift: bool | None) -> 
 
 
 def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
-    """Refuse sparse data, and data that lie elsewhere than a model whose parameters are all on one device.
-
-    Raises:
-        InputError: If they do.
-    """
+    """Refuse sparse data, and data that lie elsewhere than a model whose parameters are all on one device."""
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         return
@@ -171,9 +167,6 @@ def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
 
 def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Tensor:
     """Return the target laid beside the model's output, -100 where a row of logits has no label.
-
-    Raises:
-        InputError: If they do not fit.
 
     >>> tokens = torch.tensor([[5, 6, 7]])
     >>> aligned("example", MicroBatch(tokens, tokens, (0,), True), (1, 3, 9), "cross_entropy").tolist()
@@ -240,11 +233,7 @@ class BatchedLoss:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float | None]:
-        """Return the mean loss, in double precision, and the accuracy: the share of counted labels with the largest logit.
-
-        Raises:
-            InputError: If no term counts.
-        """
+        """Return the mean loss, in double precision, and the accuracy: the share of counted labels with the largest logit."""
         loss = right = terms = 0.0
         for batch in self.batches:
             out = self.output(batch)
@@ -258,11 +247,7 @@ class BatchedLoss:
 
     @torch.no_grad()
     def pairs(self) -> list[tuple[Any, Tensor]]:
-        """Return (inputs, target laid beside the output) of each micro-batch, from one forward pass each.
-
-        Raises:
-            InputError: If no term counts.
-        """
+        """Return (inputs, target laid beside the output) of each micro-batch, from one forward pass each."""
         found = [(batch.inputs, self.target(batch, self.output(batch))) for batch in self.batches]
         self.check_terms(sum(self.count(target) for _, target in found))
         return found
@@ -275,11 +260,7 @@ class BatchedLoss:
 
 @contextmanager
 def evaluating(model: nn.Module, who: str = "sharpness") -> Iterator[None]:
-    """As :func:`evaluation_mode`, off the fused inference path.
-
-    Raises:
-        InputError: If the model is no ``nn.Module``, or compiled or quantised.
-    """
+    """As :func:`evaluation_mode`, off the fused inference path."""
     if not isinstance(model, nn.Module):
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(model).__name__}")
     with evaluation_mode(model), ordinary_path():
@@ -288,20 +269,12 @@ def evaluating(model: nn.Module, who: str = "sharpness") -> Iterator[None]:
 
 
 def forward(model: nn.Module, batch: MicroBatch, who: str = "sharpness") -> Tensor:
-    """Return the model's logits for a micro-batch, with their graph.
-
-    Raises:
-        InputError: If the model does not accept the inputs, or returns no logits.
-    """
+    """Return the model's logits for a micro-batch, with their graph."""
     return output_of(who, call(who, model, batch.inputs))
 
 
 def call(who: str, model: nn.Module, inputs: Any) -> Any:
-    """Return what a model returns for some inputs.
-
-    Raises:
-        InputError: If the model does not accept them.
-    """
+    """Return what a model returns for some inputs."""
     tree = dict(inputs) if isinstance(inputs, Mapping) else inputs
     positional, keywords = arguments(map_tensors(lambda x: x.clone() if x.is_inference() else x, tree))
     try:
@@ -316,9 +289,6 @@ def call(who: str, model: nn.Module, inputs: Any) -> Any:
 
 def output_of(who: str, outputs: Any) -> Tensor:
     """Return the tensor of logits that a model returned: itself, ``.logits``, entry ``"logits"``, or the first of a tuple.
-
-    Raises:
-        InputError: If there is none.
 
     >>> output_of("example", (torch.ones(1), "cache"))
     tensor([1.])

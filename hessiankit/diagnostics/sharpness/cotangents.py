@@ -68,9 +68,6 @@ def cotangents(
 
     Squared error, the mean over N entries of (f - y)^2, is minus the logarithm of a Gaussian of variance 1/2: with y drawn from
     it, f - y = sqrt(1/2) xi, and the mean of the squared gradients is the diagonal of (2 / N) J^T J, the Gauss-Newton matrix.
-
-    Raises:
-        InputError: If output and labels do not fit, the output is not finite, or it does not depend on the parameters.
     """
     if output.shape[:1] != (len(batch.numbers),):
         raise InputError(

@@ -19,11 +19,7 @@ ESTIMATORS = ("fisher", "empirical_fisher")
 
 @dataclass(frozen=True)
 class SharpnessOptions:
-    """Options of :func:`hessiankit.sharpness`, which explains them.
-
-    Raises:
-        InputError: If one of them cannot be used.
-    """
+    """Options of :func:`hessiankit.sharpness`, which explains them."""
 
     loss: str = "cross_entropy"
     draws: int = 8
@@ -68,11 +64,7 @@ class MeasuredParts:
 
 
 def measured_parts(model: nn.Module, parts: Iterable[Part] | None) -> MeasuredParts:
-    """Return those of the given parts, or of all of a model, that have a gradient.
-
-    Raises:
-        InputError: If there are none, or a part is not of this model.
-    """
+    """Return those of the given parts, or of all of a model, that have a gradient."""
     if not isinstance(model, nn.Module):
         raise InputError(f"{WHO}: expected a torch.nn.Module, got {type(model).__name__}")
     listed = tuple(model_parts(model) if parts is None else getattr(parts, "parts", parts))

@@ -67,9 +67,6 @@ class Replicates:
 def joined(found: Sequence[Replicates]) -> Replicates:
     """Return the replicates of several runs, of one model at one point on sequences of different numbers, as those of one
     run on all.
-
-    Raises:
-        InputError: If they do not go together.
     """
     if not found:
         raise InputError(f"{WHO}: joined() was given nothing; pass at least one Replicates")
@@ -101,11 +98,7 @@ def _summed(dicts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 def replicates(
     model: nn.Module, data: Any, target: Any = None, *, sampler: LabelSampler | None = None, **options: Any
 ) -> Replicates:
-    """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`.
-
-    Raises:
-        InputError: If an argument cannot be used, or something is not finite.
-    """
+    """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`."""
     start = time.perf_counter()
     own = SharpnessOptions(**options)
     batches = micro_batches(WHO, data, target, micro_batch=own.micro_batch, numbers=own.numbers, shift=own.shift)

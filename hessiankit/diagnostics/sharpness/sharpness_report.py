@@ -207,11 +207,7 @@ def _groups(parts: Iterable[Part], key: Callable[[Part], K]) -> dict[K, list[int
 
 
 def report_of(own: Replicates, *, confidence: float = 0.95) -> SharpnessReport:
-    """Return the report that replicates give.
-
-    Raises:
-        InputError: If the confidence is no such number.
-    """
+    """Return the report that replicates give."""
     if not 0 < confidence < 1:
         raise InputError(f"{WHO}: confidence={confidence!r}; pass a number between 0 and 1, e.g. 0.95")
     parts, weights = own.parts, as_weights(own.terms)

@@ -82,11 +82,7 @@ class SquaredGradients:
                 total.addcmul_(own, own, value=float(self.terms[-1]))
 
     def part_squares(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum of squares of each part's gradient, 0 where there is none: float64 (parts,) on the CPU.
-
-        Raises:
-            InputError: If one is not finite.
-        """
+        """Return the sum of squares of each part's gradient, 0 where there is none: float64 (parts,) on the CPU."""
         zero = torch.zeros(())
         squares = [
             torch.stack([sum_of_squares(view) for view in part.of(gradients[part.parameter])]).sum()
@@ -99,11 +95,7 @@ class SquaredGradients:
         return self.check_finite(torch.stack([x.to(wide(x.device)) for x in squares]).cpu().double())
 
     def check_finite(self, squares: Tensor) -> Tensor:
-        """Return sums (..., parts) after a check that they are finite.
-
-        Raises:
-            InputError: If one is not.
-        """
+        """Return sums (..., parts) after a check that they are finite."""
         bad = ~torch.isfinite(squares)
         if bool(bad.any()):
             part = self.parts[int(bad.nonzero()[0, -1])]

@@ -114,11 +114,7 @@ def compare(
     tuning_seeds: int = 3,
     pilot: Callable[[Setting, float, int], Pilot] = measure,
 ) -> TuningComparison:
-    """Run the whole protocol, with ``seeds`` 0, 1, ... of the comparison and other ones of the searches.
-
-    Raises:
-        InputError: As :func:`hessiankit.studies.tuning.sweep.sweep`.
-    """
+    """Run the whole protocol, with ``seeds`` 0, 1, ... of the comparison and other ones of the searches."""
     tuning = tuple(range(TUNING_SEED, TUNING_SEED + tuning_seeds))
     own = tuple(range(seeds))
     entries = entries_by_type(model_of(setting, 0))

@@ -217,11 +217,7 @@ def fill(page: str, text: str) -> str:
 
 
 def write_page(path: Path, report: TuneReport, command: str, picture: str | None) -> None:
-    """Write the section into a page, which is made if there is none.
-
-    Raises:
-        InputError: If the page cannot be read or written.
-    """
+    """Write the section into a page, which is made if there is none."""
     try:
         page = path.read_text(encoding="utf-8") if path.exists() else "# Learning rates compared\n"
     except OSError as error:

@@ -23,11 +23,7 @@ CODE = (
 
 
 class Runs(Resumable[RunSpec, RunResult]):
-    """Does runs and remembers them; lines of other code or another torch do not count.
-
-    Raises:
-        InputError: If the file cannot be read or written.
-    """
+    """Does runs and remembers them; lines of other code or another torch do not count."""
 
     def __init__(self, lines: Path, *, jobs: int = 1, tell: Tell | None = None, expected: int = 0) -> None:
         super().__init__("tune-lr", lines, run, attrgetter("spec"), record_of, _result, jobs=jobs)
