@@ -7,15 +7,15 @@ role, [q heads][k heads][v heads] (torch, GPT-2, ViT, Phi-3, with fewer key head
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import Tensor, nn
 
 from hessiankit.blocks import Attention
+from hessiankit.partition.part import indexed
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError
 
 Layout: TypeAlias = "dict[str, list[tuple[int, int]]]"  # role -> (first, after last) output of each head
 
@@ -65,10 +65,6 @@ class FusedSlice:
             found[-1:] = [(found[-1][0], after)] if adjacent else [*found[-1:], (first, after)]
         return tuple(found)
 
-    def index(self, segments: Iterable[tuple[int, int]]) -> str:
-        """Return the parameter's name with the index of some segments, as ``params=`` takes it."""
-        return f"{self.parameter}[{'; '.join(':, ' * self.axis + f'{first}:{after}' for first, after in segments)}]"
-
 
 def fused_slices(module: nn.Module, *, separate: bool = False) -> Iterator[FusedSlice]:
     """Yield the slices of a module's fused parameters; with ``separate``, also of query, key and value layers of their own."""
@@ -111,25 +107,20 @@ def named_slices(module: nn.Module, *, heads: bool = False) -> dict[str, str]:
     Returns:
         ``"<attention>.query.weight"``, or ``"<attention>.query.head_0.weight"``, to ``"<parameter>[...]"``.
 
-    Raises:
-        InputError: If this is not a module.
-
     >>> slices = named_slices(nn.MultiheadAttention(4, 2))
     >>> slices["key.weight"], slices["value.bias"]
     ('in_proj_weight[4:8]', 'in_proj_bias[8:12]')
     >>> named_slices(nn.MultiheadAttention(4, 2), heads=True)["key.head_1.weight"]
     'in_proj_weight[6:8]'
     """
-    if not isinstance(module, nn.Module):
-        raise InputError(f"named_slices: expected a torch.nn.Module, got {type(module).__name__}")
     found: dict[str, str] = {}
     for one in fused_slices(module, separate=heads):
         path = f"{one.owner}.{one.role}" if one.owner else one.role
         if heads and one.role in _ROLES:
             for h, segment in enumerate(one.segments):
-                found[f"{path}.head_{h}.{one.kind}"] = one.index([segment])
+                found[f"{path}.head_{h}.{one.kind}"] = indexed(one.parameter, one.axis, [segment])
         else:
-            found[f"{path}.{one.kind}"] = one.index(one.merged)
+            found[f"{path}.{one.kind}"] = indexed(one.parameter, one.axis, one.merged)
     return found
 
 

@@ -154,7 +154,8 @@ def own_types(module: nn.Module) -> Iterator[tuple[str, str, str]]:
     >>> [found for found in own_types(FeedForward(2, 3))][0]
     ('W_1', 'FFN', 'up')
     """
-    scales = _scales(module) if isinstance(module, TransformerBlock) else set()
+    placed = module.own_placement.scales if isinstance(module, TransformerBlock) else ()
+    scales = {f"{scale.name}_{k}" for scale in placed for k in (1, 2)}
     for letter, _ in module.named_parameters(recurse=False):
         if isinstance(module, GroupNorm):
             yield letter, "Norm", "gain" if letter == "weight" else "norm bias"
@@ -168,8 +169,3 @@ def own_types(module: nn.Module) -> Iterator[tuple[str, str, str]]:
             yield letter, *_OF_LETTER[letter]
         elif letter in scales:
             yield letter, "Norm", "scale"
-
-
-def _scales(block: TransformerBlock) -> set[str]:
-    """Return the names of a block's learnable scales."""
-    return {f"{scale.name}_{k}" for scale in block.own_placement.scales for k in (1, 2)}

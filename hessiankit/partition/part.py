@@ -47,17 +47,10 @@ class Part:
     @property
     def name(self) -> str:
         """The parameter's name with the index that selects the part, as ``params=`` takes it."""
-        if self.axis is None:
-            return self.parameter
-        before = ":, " * self.axis
-        return f"{self.parameter}[{'; '.join(f'{before}{first}:{after}' for first, after in self.segments)}]"
+        return self.parameter if self.axis is None else indexed(self.parameter, self.axis, self.segments)
 
     def of(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return the views of a tensor of the parameter's shape that make up this part.
-
-        Args:
-            tensor: The parameter, its gradient, or anything of that shape.
-        """
+        """Return the views of a tensor of the parameter's shape that make up this part."""
         if self.axis is None:
             return (tensor,)
         return tuple(tensor.narrow(self.axis, first, after - first) for first, after in self.segments)
@@ -67,7 +60,9 @@ class Part:
         return torch.stack([view.double().square().sum() for view in self.of(tensor)]).sum()
 
 
-_HEADERS = ("part", "type", "role", "found by", "layer", "entries")
+def indexed(parameter: str, axis: int, segments: Iterable[tuple[int, int]]) -> str:
+    """Return a parameter's name with the index of some segments along an axis, as ``params=`` takes it."""
+    return f"{parameter}[{'; '.join(':, ' * axis + f'{first}:{after}' for first, after in segments)}]"
 
 
 class BlockTypes(Printed, dict[str, str]):
@@ -97,22 +92,15 @@ class BlockTypes(Printed, dict[str, str]):
         """Return the parts of one type."""
         return tuple(part for part in self.parts if part.type == block_type)
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [(p.name, p.type, p.role, p.reason, "" if p.layer is None else str(p.layer), f"{p.size:,}") for p in self.parts]
-
-    def _totals(self) -> list[tuple[str, ...]]:
-        total = sum(self.entries.values())
-        return [
-            (kind, str(len(self.of_type(kind))), f"{size:,}", f"{100 * size / total:.1f} %")
-            for kind, size in self.entries.items()
-        ]
-
     __repr__ = dict.__repr__
 
     def _headline(self) -> str:
         return f"{len(self)} parts of {len(self.entries)} block types"
 
     def _parts(self) -> Iterator[Piece]:
-        names = [part.name for part in self.parts]
-        yield table(_HEADERS, self._rows(), left=4, names=names, prose=("found by",), drop=("found by", "role"))
-        yield table(("type", "parts", "entries", "share"), self._totals())
+        headers = ("part", "type", "role", "found by", "layer", "entries")
+        rows = [(p.name, p.type, p.role, p.reason, "" if p.layer is None else str(p.layer), f"{p.size:,}") for p in self.parts]
+        yield table(headers, rows, left=4, names=list(self), prose=("found by",), drop=("found by", "role"))
+        sizes = self.entries
+        shares = [(t, str(len(self.of_type(t))), f"{n:,}", f"{100 * n / sum(sizes.values()):.1f} %") for t, n in sizes.items()]
+        yield table(("type", "parts", "entries", "share"), shares)

@@ -60,8 +60,6 @@ def model_parts(
     >>> [(part.name, part.type) for part in parts][:3]
     [('self_attn.in_proj_weight[0:4]', 'QK'), ('self_attn.in_proj_weight[4:8]', 'QK'), ('self_attn.in_proj_weight[8:12]', 'VO')]
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model_parts: expected a torch.nn.Module, got {type(model).__name__}")
     policy = Policy(biases, final_norm, tied)
     places = owners(model)
     read = structure(model, places)

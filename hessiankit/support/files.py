@@ -36,9 +36,7 @@ def check_writable(who: str, path: Path | None) -> None:
 
 
 def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> None:
-    """Write a file as a whole: where that fails, what was there before still is. ``-`` is standard output, None writes
-    nothing.
-    """
+    """Write a file as a whole: where that fails, what was there still is. ``-`` is standard output, None writes nothing."""
     if path is None:
         return
     content = text if isinstance(text, str) else text()
