@@ -107,6 +107,32 @@ def test_the_line_to_a_checkpoint_ends_there() -> None:
     assert "not moved" in str(part)
 
 
+def test_a_plane_is_the_loss_of_moved_copies_beside_its_quadratic_model() -> None:
+    module, D = block(), torch.stack([vector(88), vector(88, 6)], dim=1)
+    found = hk.loss_slices(module, X, T, along=D, span=(-0.2, 0.4), points=4, plane=True)
+    H, g = hk.hessian(module, X, T).matrix, hk.hessian_operator(module, X, T).gradient
+    for i, a in enumerate(found.plane.t.tolist()):
+        for j, b in enumerate(found.plane.t.tolist()):
+            step = D @ torch.tensor([a, b], dtype=torch.float64)
+            assert float(found.plane.losses[i, j]) == pytest.approx(squared_error(moved(module, step)), rel=1e-12)
+            model = squared_error(module) + g @ step + 0.5 * step @ H @ step
+            assert float(found.plane.quadratic[i, j]) == pytest.approx(float(model), rel=1e-11)
+    zero = found.plane.t.tolist().index(0.0)
+    assert found.plane.losses[:, zero].tolist() == pytest.approx(found[0].losses.tolist(), rel=1e-13)
+    assert found.plane.quadratic[zero].tolist() == pytest.approx(found[1].quadratic.tolist(), rel=1e-12)
+    assert "2 slices of 4 steps, with their plane, through a loss of " in str(found)
+    assert len(found.plot().axes) == 3
+    assert json.loads(json.dumps(found.to_dict()))["plane"]["losses"] == found.plane.losses.tolist()
+
+
+def test_the_plane_through_three_checkpoints() -> None:
+    one, two = moved(block(), 0.1 * vector(88)), moved(block(), 0.1 * vector(88, 6))
+    found = hk.loss_slices(block(), X, T, along=[one.state_dict(), two.state_dict()], points=5, plane=True)
+    assert [piece.name for piece in found.slices] == ["to checkpoint 1", "to checkpoint 2"]
+    corners = found.plane.losses[3, 1], found.plane.losses[1, 3], found.plane.losses[1, 1]
+    assert [float(x) for x in corners] == pytest.approx([squared_error(m) for m in (one, two, block())], rel=1e-12)
+
+
 def test_filters_have_the_length_of_the_modules() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
     x, t = vector(12).reshape(4, 3), vector(4).reshape(4, 1)
@@ -154,6 +180,7 @@ BAD = {
         r"'norm_1.weight' of the checkpoint is \(1,\)",
     ),
     "missing": (lambda m: called(m, X, T, along={}), "the checkpoint has no 'attention.W_Q'"),
+    "plane": (lambda m: called(m, X, T, along=vector(88), plane=True), "plane=True needs two directions, and along has 1"),
     "dropout": (lambda m: called(nn.Sequential(m, nn.Dropout(0.1)), X, T, along=vector(88)), "dropout layer"),
 }
 

@@ -22,24 +22,29 @@ def plot(
     titles: Sequence[str],
     curves: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
     radii: Sequence[float],
+    plane: tuple[np.ndarray, np.ndarray, np.ndarray] | None,
+    names: Sequence[str],
     path: Path | str | None,
 ) -> Picture:
-    """Draw slices (t, loss, model) side by side; see :meth:`hessiankit.landscape.LossSlices.plot`."""
+    """Draw slices (t, loss, model) side by side, and the plane; see :meth:`hessiankit.landscape.LossSlices.plot`."""
     if path is not None:
         check_suffix(WHO, Path(path))
-    across, down = min(ACROSS, len(curves)), -(-len(curves) // ACROSS)
+    panels = len(curves) + (plane is not None)
+    across, down = min(ACROSS, panels), -(-panels // ACROSS)
     wide, high = 3.1 * across + 0.2, 2.4 * down + 0.2
     with mpl.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Picture(figsize=(wide, high), dpi=DPI, facecolor="white")
         FigureCanvasAgg(figure)
-        for k, (title, (t, loss, model), radius) in enumerate(zip(titles, curves, radii, strict=True)):
-            row, column = divmod(k, across)
-            place = (3.1 * column + 0.55, high - 2.4 * row - 2.0, 2.4, 1.55)
-            axes = figure.add_axes((place[0] / wide, place[1] / high, place[2] / wide, place[3] / high))
+        places = [(3.1 * (k % across) + 0.55, high - 2.4 * (k // across) - 2.0) for k in range(panels)]
+        every = [figure.add_axes((x / wide, y / high, 2.4 / wide, 1.55 / high)) for x, y in places]
+        for axes, title, (t, loss, model), radius in zip(every, titles, curves, radii, strict=False):
             draw_slice(axes, t, loss, model, radius)
             axes.set_title(title, fontsize=6.5, loc="left")
-            if k == 0:
-                axes.legend(fontsize=6.5, frameon=False, loc="upper center")
+        every[0].legend(fontsize=6.5, frameon=False, loc="upper center")
+        if plane is not None:
+            draw_plane(every[-1], *plane)
+            every[-1].set_xlabel(f"t, {names[0]}", fontsize=6.5, labelpad=1)
+            every[-1].set_ylabel(f"t, {names[1]}", fontsize=6.5, labelpad=1)
         if path is not None:
             write_picture(WHO, figure, Path(path))
     return figure
@@ -55,4 +60,17 @@ def draw_slice(axes: Axes, t: np.ndarray, loss: np.ndarray, model: np.ndarray, r
     axes.set_xlim(float(t[0]), float(t[-1]))
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.set_xlabel("t", fontsize=7.5, labelpad=1)
+    axes.tick_params(labelsize=7)
+
+
+def draw_plane(axes: Axes, t: np.ndarray, loss: np.ndarray, model: np.ndarray) -> None:
+    """Draw contours of loss and model at the same levels; ``loss[i, j]`` is at t_i on the horizontal axis, t_j on the other."""
+    levels = MaxNLocator(8).tick_values(float(loss.min()), float(loss.max()))
+    for values, color, style in ((loss, INK, "solid"), (model, MODEL, "dashed")):
+        lines = axes.contour(t, t, values.T, levels=levels, colors=color, linewidths=0.9, linestyles=style)
+        if style == "solid":
+            axes.clabel(lines, fontsize=5.5, inline_spacing=2)
+    axes.plot(0.0, 0.0, marker="+", color=INK, markersize=5)
+    axes.set_title("contours: loss, and the model's dashed", fontsize=6.5, loc="left")
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.tick_params(labelsize=7)

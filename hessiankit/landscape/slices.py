@@ -1,4 +1,4 @@
-r"""Slices of the loss along directions or to another checkpoint, beside the quadratic model of the exact Hessian.
+r"""The loss along directions or to other checkpoints, and on planes of two, beside the quadratic model of the exact Hessian.
 
     L(theta + t d)   and   q(t) = L(theta) + t <g, d> + t^2 / 2 <d, H d> .
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -81,17 +81,42 @@ class LossSlice:
         return {**plain, "quadratic": self.quadratic.tolist()}
 
 
+@dataclass(frozen=True, eq=False)
+class LossPlane:
+    """The loss on the plane of two directions d_1 and d_2.
+
+    Attributes:
+        t: Steps along either direction, (n,), as in the slices.
+        losses: L(theta + t_i d_1 + t_j d_2), by the module's own call, (n, n).
+        quadratic: The quadratic model there, (n, n).
+        slopes: <g, d_1> and <g, d_2>, (2,).
+        curvatures: <d_a, H d_b>, (2, 2).
+    """
+
+    t: Tensor
+    losses: Tensor
+    quadratic: Tensor
+    slopes: Tensor
+    curvatures: Tensor
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python data."""
+        return {name: x.tolist() for name, x in vars(self).items()}
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class LossSlices(Printed):
     """Slices of the loss through one point; made by :func:`hessiankit.loss_slices`.
 
     Attributes:
         slices: One for each direction.
+        plane: The loss on the plane of the two directions; None unless asked for.
         notes: What differs between two checkpoints and is not moved.
         seconds: Time taken.
     """
 
     slices: tuple[LossSlice, ...]
+    plane: LossPlane | None
     notes: tuple[str, ...]
     seconds: float
 
@@ -103,10 +128,12 @@ class LossSlices(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain Python data."""
-        return {"slices": [one.to_dict() for one in self.slices], "notes": list(self.notes), "seconds": self.seconds}
+        plane = None if self.plane is None else self.plane.to_dict()
+        slices = [one.to_dict() for one in self.slices]
+        return {"slices": slices, "plane": plane, "notes": list(self.notes), "seconds": self.seconds}
 
     def plot(self, path: Path | str | None = None) -> Picture:
-        """Draw every slice with its quadratic model and the radius in which that holds.
+        """Draw every slice with its quadratic model and the radius in which that holds, and contours of both on the plane.
 
         Args:
             path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
@@ -118,12 +145,15 @@ class LossSlices(Printed):
 
         titles = [f"{one.name}: model within {one.tolerance:.0%} for {_radius(one)}" for one in self.slices]
         curves = [(one.t.numpy(), one.losses.numpy(), one.quadratic.numpy()) for one in self.slices]
-        return plot(titles, curves, [one.radius for one in self.slices], path)
+        p = self.plane
+        plane = None if p is None else (p.t.numpy(), p.losses.numpy(), p.quadratic.numpy())
+        return plot(titles, curves, [one.radius for one in self.slices], plane, [one.name for one in self.slices], path)
 
     def _headline(self) -> str:
         first = self.slices[0]
         many = "1 slice" if len(self) == 1 else f"{len(self)} slices"
-        return f"{many} of {len(first.t)} steps through a loss of {first.loss:.6g}, {self.seconds:.2f} s"
+        plane = "" if self.plane is None else ", with their plane,"
+        return f"{many} of {len(first.t)} steps{plane} through a loss of {first.loss:.6g}, {self.seconds:.2f} s"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
@@ -133,6 +163,13 @@ class LossSlices(Printed):
             rows.append((one.name, f"{one.length:.4g}", *(f"{x:.4g}" for x in numbers), _radius(one)))
         yield table(("direction", "length", "slope", "curvature", "smallest loss", "largest loss", "model holds for"), rows)
         yield f"the model holds where it is off by at most {self.slices[0].tolerance:.0%} of its largest change up to |t|"
+        if self.plane is not None:
+            off = (self.plane.quadratic - self.plane.losses).abs().max()
+            losses, c = self.plane.losses, self.plane.curvatures
+            yield (
+                f"on the plane the loss is {float(losses.min()):.4g} to {float(losses.max()):.4g}, the model off by up to "
+                f"{float(off):.3g}; <d_1, H d_2> {float(c[0, 1]):.4g}"
+            )
         yield from self.notes
 
 
@@ -146,7 +183,7 @@ def loss_slices(
     inputs: Any,
     target: Any = None,
     *,
-    along: Tensor | Spectrum | Mapping[str, Tensor],
+    along: Tensor | Spectrum | Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
     loss: Loss = "mse",
     params: Params = None,
     weights: Weights = None,
@@ -155,6 +192,7 @@ def loss_slices(
     span: tuple[float, float] | None = None,
     points: int = 41,
     tolerance: float = 0.1,
+    plane: bool = False,
 ) -> LossSlices:
     """Return the loss along directions through the module's parameters, and how far the exact quadratic model holds.
 
@@ -164,7 +202,7 @@ def loss_slices(
         target: As there.
         along: Directions as columns (P, k) or one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`; a
             result of :func:`hessiankit.spectrum`, whose eigenvectors are taken; or the state dict of another checkpoint, which
-            is at t = 1.
+            is at t = 1, or a list of them.
         loss: As in :func:`hessiankit.hessian`.
         params: As there; whole parameters; only these are moved.
         weights: As there.
@@ -174,6 +212,7 @@ def loss_slices(
         span: First and last t, on both sides of 0; by default -1 to 1, to another checkpoint -0.5 to 1.5.
         points: Steps between and with these; 0 is added where it is not among them.
         tolerance: Of the quadratic model, see :attr:`LossSlice.radius`.
+        plane: Whether to evaluate the loss on the plane of the two directions too, at all pairs of steps.
 
     Raises:
         InputError: An argument cannot be used, or a loss is not finite.
@@ -190,7 +229,8 @@ def loss_slices(
     ([2.0, 0.0, 2.0], 4.0, 1.0, False)
     """
     start = time.perf_counter()
-    low, high = _span(span if span is not None else (-0.5, 1.5) if isinstance(along, Mapping) else (-1.0, 1.0))
+    to_others = isinstance(along, Mapping) or (isinstance(along, list | tuple) and all(isinstance(x, Mapping) for x in along))
+    low, high = _span(span if span is not None else (-0.5, 1.5) if to_others else (-1.0, 1.0))
     check_name(WHO, "normalise", normalise, NORMALISED)
     if points < 2:
         raise InputError(f"{WHO}: points={points}; expected 2 or more")
@@ -203,17 +243,20 @@ def loss_slices(
     D = _normalised(D, tasks[0], normalise)
     if not bool(torch.isfinite(D).all()) or not bool(D.norm(dim=0).all()):
         raise InputError(f"{WHO}: a direction is zero, NaN or infinite; pass finite ones that move something")
+    if plane and len(names) != 2:
+        raise InputError(f"{WHO}: plane=True needs two directions, and along has {len(names)}")
     operator = hessian_operator(module, inputs, target, loss=loss, params=params, **options)
     HD = operator @ D
     steps = torch.linspace(low, high, points, dtype=torch.float64)
     least = 1e-9 * (high - low)  # 0 itself may come out as rounding
     steps = torch.cat([steps[steps < -least], torch.zeros(1, dtype=torch.float64), steps[steps > least]])
     eps = torch.finfo(operator.torch_dtype).eps
+    slopes, curvatures = operator.gradient.double() @ D.double(), D.double().T @ HD.double()
     found = []
-    for name, d, Hd in zip(names, D.T, HD.T, strict=True):
-        losses = _Line(tasks, factors, d)
+    for k, (name, d) in enumerate(zip(names, D.T, strict=True)):
+        losses = _Around(tasks, factors, d.unsqueeze(1))
         values = torch.tensor([losses(float(t)) for t in steps], dtype=torch.float64)
-        slope, curvature = float(operator.gradient.double() @ d.double()), float(d.double() @ Hd.double())
+        slope, curvature = float(slopes[k]), float(curvatures[k, k])
         model = _Model(losses(0.0), slope, curvature, tolerance, ROUNDING * eps)
         sides = [
             model.extent(losses, [float(t) for t in side]) for side in (steps[steps > 0], steps[steps < 0].flip(0)) if len(side)
@@ -221,7 +264,15 @@ def loss_slices(
         radius = min(extent for extent, _ in sides)
         bounded = any(over and extent == radius for extent, over in sides)
         found.append(LossSlice(name, steps, values, slope, curvature, float(d.norm()), tolerance, radius, bounded))
-    return LossSlices(tuple(found), notes, time.perf_counter() - start)
+    whole = _plane(_Around(tasks, factors, D), steps, slopes.cpu(), curvatures.cpu()) if plane else None
+    return LossSlices(tuple(found), whole, notes, time.perf_counter() - start)
+
+
+def _plane(losses: _Around, t: Tensor, slopes: Tensor, curvatures: Tensor) -> LossPlane:
+    values = torch.tensor([[losses(float(a), float(b)) for b in t] for a in t], dtype=torch.float64)
+    at = torch.stack(torch.meshgrid(t, t, indexing="ij"), dim=-1)
+    quadratic = losses(0.0, 0.0) + at @ slopes + 0.5 * torch.einsum("ija,ab,ijb->ij", at, curvatures, at)
+    return LossPlane(t, values, quadratic, slopes, curvatures)
 
 
 def _span(span: Any) -> tuple[float, float]:
@@ -231,20 +282,21 @@ def _span(span: Any) -> tuple[float, float]:
     return float(span[0]), float(span[1])
 
 
-class _Line:
-    """The loss at theta + t d, by the module's own call."""
+class _Around:
+    """The loss at theta + sum_k t_k d_k, by the module's own call."""
 
-    def __init__(self, tasks: list[Task], factors: list[float], d: Tensor) -> None:
-        self.tasks, self.factors = tasks, factors
-        self.d = {name: d[rows].reshape(tasks[0].parameters[name].shape) for name, rows in tasks[0].slices.items()}
-        self.known: dict[float, float] = {}
+    def __init__(self, tasks: list[Task], factors: list[float], D: Tensor) -> None:
+        self.tasks, self.factors, self.D = tasks, factors, D.double()
+        self.known: dict[tuple[float, ...], float] = {}
 
-    def __call__(self, t: float) -> float:
+    def __call__(self, *t: float) -> float:
         if t not in self.known:
-            at = {name: (p.double() + t * self.d[name].double()).to(p.dtype) for name, p in self.tasks[0].parameters.items()}
+            step, first = self.D @ self.D.new_tensor(t), self.tasks[0]
+            moved = {name: step[rows].reshape(first.parameters[name].shape) for name, rows in first.slices.items()}
+            at = {name: (p.double() + moved[name]).to(p.dtype) for name, p in first.parameters.items()}
             value = math.fsum(w * own_value(task, at) for task, w in zip(self.tasks, self.factors, strict=True))
             if not math.isfinite(value):
-                raise InputError(f"{WHO}: the loss at t={t:.4g} is {value}; pass a smaller span")
+                raise InputError(f"{WHO}: the loss at t={', '.join(f'{x:.4g}' for x in t)} is {value}; pass a smaller span")
             self.known[t] = value
         return self.known[t]
 
@@ -297,11 +349,16 @@ def _directions(along: Any, task: Task) -> tuple[list[str], Tensor, tuple[str, .
     if isinstance(along, Mapping):
         d, notes = _to_checkpoint(along, task)
         return ["to the checkpoint"], d.unsqueeze(1), notes
+    if isinstance(along, list | tuple) and along and all(isinstance(there, Mapping) for there in along):
+        found = [_to_checkpoint(there, task) for there in along]
+        names = [f"to checkpoint {k + 1}" for k in range(len(along))]
+        notes = tuple(dict.fromkeys(note for _, several in found for note in several))
+        return names, torch.stack([d for d, _ in found], dim=1), notes
     plain = isinstance(along, Tensor) and along.layout == torch.strided and not along.is_meta and along.is_floating_point()
     if not plain or along.ndim not in (1, 2) or along.shape[0] != task.size or not along.numel():
         seen = f"{along.dtype} of shape {tuple(along.shape)}" if isinstance(along, Tensor) else type(along).__name__
         raise InputError(
-            f"{WHO}: along is {seen}; expected a vector ({task.size},), columns ({task.size}, k), a spectrum or a state dict"
+            f"{WHO}: along is {seen}; expected a vector ({task.size},), columns ({task.size}, k), a spectrum, or state dicts"
         )
     D = along.detach().to(**like)  # type: ignore[call-overload]
     D = D.unsqueeze(1) if D.ndim == 1 else D
