@@ -46,7 +46,7 @@ class Verdict:
     """What a figure shows of a claim; the strictest status of its parts.
 
     Attributes:
-        claim: Id of the ledger's row.
+        claim: Id of the ledger's row; "" for a claim that no paper makes.
         scale: Seeds, size of the model and of the data.
         parts: What the claim says, part by part.
     """
@@ -83,7 +83,7 @@ class Verdict:
         """
         word = {"SUPPORTED": "yes", "CONTRADICTED": "no", "OPEN": "undecided"}
         said = "; ".join(f"{part.criterion}: {word[part.status]}, {part.seen}" for part in self.parts)
-        return f"{title(self.claim)}, {self.row.place}: {said}"
+        return f"{title(self.claim)}, {self.row.place}: {said}" if self.claim else said
 
     def to_dict(self) -> dict[str, object]:
         """Return everything as plain values, with the statement as the ledger has it."""

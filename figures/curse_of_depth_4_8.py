@@ -11,13 +11,16 @@ coefficients each are fitted to x_1, ..., x_13 by least squares (:func:`hessiank
 For weights of one size at all depths theory allows L to L^2 for Pre-LN and log L to L for LNS (docs/depth.md): the
 exponential bound in print is never attained there, but training may leave that assumption.
 
-What came out: the order of Figure 4, at a smaller spread. After 400 steps the last block's output has a variance of 7.8 with
-Pre-LN, 3.3 with scaled initialisation and 2.5 and 2.9 with LNS, the embedding 0.3 to 0.4; all were higher before, Pre-LN's 15 at
-step 100. Of the four laws Pre-LN's variance is nearest to the exponential one early, at step 40 (R^2 1.000 and 0.998; the
-quadratic one 0.95 and 0.93), and to the quadratic one at steps 120 and 400 (0.997 to 0.998; exponential 0.987 to 0.991). LNS's is
-quadratic at step 40 (0.996, 0.992) and logarithmic at the end (0.989, 1.000). So Figure 8's "exponential" is seen during the
-warm-up and not after it; with 13 points and two coefficients, 0.99 against 0.997 is no wide margin. LNS pays for it here: its
-held-out loss is 2.19 and 2.22, Pre-LN's 2.04 and 2.06.
+The criteria are Sec. 5.4's words: LNS suppresses the growth, and the last layer's variance is up to 175 with and without scaled
+initialisation and capped at about 25 with LNS, so 7 times as large.
+
+What came out: the order of Figure 4, not its size: 2.7 to 3.1 times with Pre-LN, 1.1 to 1.3 with scaled initialisation. After
+400 steps the last block's output has a variance of 7.8 with Pre-LN, 3.3 with scaled initialisation and 2.5 and 2.9 with LNS,
+the embedding 0.3 to 0.4; all were higher before, Pre-LN's 15 at step 100. Of the four laws Pre-LN's variance is nearest to the
+exponential one early, at step 40 (R^2 1.000 and 0.998; the quadratic one 0.95 and 0.93), and to the quadratic one at steps 120
+and 400 (0.997 to 0.998; exponential 0.987 to 0.991). LNS's is quadratic at step 40 (0.996, 0.992) and logarithmic at the end
+(0.989, 1.000). So Figure 8's "exponential" is seen during the warm-up and not after it; with 13 points and two coefficients,
+0.99 against 0.997 is no wide margin. LNS pays for it here: its held-out loss is 2.19 and 2.22, Pre-LN's 2.04 and 2.06.
 """
 
 from __future__ import annotations
@@ -154,10 +157,11 @@ def verdicts(found: Sequence[Followed], size: Size) -> list[Verdict]:
     last = {method: [one.variance[-1, -1] for one in found if one.method == method] for method in METHODS}
     fig4 = [
         in_every(
-            f"the last block's variance is larger with {method} than with LNS",
-            (a > b for a, b in zip(last[method], last["LNS"], strict=True)),
-            f"{each(last[method])} against {each(last['LNS'])} (in print 175 against less than 25)",
+            f"the last block's variance with {method} is above {'' if times == 1 else f'{times} times '}LNS's",
+            (a > times * b for a, b in zip(last[method], last["LNS"], strict=True)),
+            f"{each(last[method])} against {each(last['LNS'])}" + " (in print up to 175 against about 25)" * (times > 1),
         )
+        for times in (1, 7)
         for method in METHODS
         if method != "LNS"
     ]

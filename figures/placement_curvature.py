@@ -29,19 +29,30 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LogNorm
 from torch import Tensor
 
 import hessiankit as hk
-from figures._kit import CODE, FAINT, INK, MACHINE, page, save, write_json, write_rows
+from figures._kit import (
+    CODE,
+    FAINT,
+    INK,
+    MACHINE,
+    TYPE_COLOURS,
+    TYPE_MARKS,
+    each,
+    heading,
+    page,
+    save,
+    style,
+    write_json,
+    write_rows,
+)  # fmt: skip
 from figures._lanczos import extremes
+from figures._scales import scale
 from figures._store import put
-from hessiankit.curvature.plot_frame import STYLE
+from figures._verdicts import Verdict, in_every
 from hessiankit.studies.resumable import Resumable
 from hessiankit.support.environment import code_version, environment
 from hessiankit.support.progress import progress_bar
@@ -282,86 +293,82 @@ def tables(found: Summary, settings: Settings) -> Iterator[tuple[str, list[str],
         yield initialisation, headers, rows
 
 
-CELL, ROW = 0.44, 0.22  # inches
-MOST = 30.0
-"""End of the colour scale of the growth; larger values have the same colour, and their number."""
+def claimed(measured: list[Measured], settings: Settings) -> Verdict:
+    """Return whether a norm on the residual in every block keeps the growth below that of the placements that never have one."""
+    whole = {m.cell: m.norms["all"] for m in measured}
+    shallow, deep = settings.depths
+    always, *_, never = settings.families.values()
+    parts = []
+    for initialisation in settings.initialisations:
 
+        def grown(names: tuple[str, ...], seed: int, init: str = initialisation) -> list[float]:
+            return [whole[Cell(name, init, deep, seed)] / whole[Cell(name, init, shallow, seed)] for name in names]
 
-def draw_map(found: Summary, settings: Settings, path: Path) -> Path:
-    """Draw medians as coloured cells with their numbers, one panel an initialisation, and return the path."""
-    placements = [name for family in settings.families.values() for name in family]
-    parts = (*map(str, settings.depths), "growth")
-    panels = {
-        init: {part: np.array([[found[p, init, part, g].median for g in GROUPS] for p in placements]) for part in parts}
-        for init in settings.initialisations
-    }
-    norms = np.concatenate([panel[part].ravel() for panel in panels.values() for part in parts[:2]])
-    growth = min(MOST, max(float(np.exp(np.abs(np.log(panel["growth"])).max())) for panel in panels.values()))
-    scales = {part: ScalarMappable(LogNorm(norms.min(), norms.max()), "viridis") for part in parts[:2]}
-    scales["growth"] = ScalarMappable(LogNorm(1 / growth, growth), "RdBu_r")
-
-    left, right, top, between, gap = 1.35, 0.5, 0.62, 0.75, 0.16
-    width = left + 3 * CELL * len(GROUPS) + 2 * gap + right
-    panel_height = ROW * len(placements)
-    height = top + len(panels) * (panel_height + between) - between + 0.15
-    with mpl.rc_context(STYLE):
-        figure = page(width, height)
-        figure.text(
-            left / width, 1 - 0.2 / height, "Spectral norms of the Hessian's diagonal blocks at initialisation", fontsize=10
+        most, least = ([pick(grown(names, seed)) for seed in settings.seeds] for pick, names in ((max, always), (min, never)))
+        parts.append(
+            in_every(
+                f"{initialisation} initialisation: every placement that normalises the residual in each block grows less than "
+                "every one that never does",
+                (a < b for a, b in zip(most, least, strict=True)),
+                f"by seed at most {each(most)} times against at least {each(least)}",
+            )
         )
-        for row, (init, panel) in enumerate(panels.items()):
-            bottom = height - top - (row + 1) * panel_height - row * between
-            for column, part in enumerate(parts):
-                x = left + column * (CELL * len(GROUPS) + gap)
-                place = (x / width, bottom / height, CELL * len(GROUPS) / width, panel_height / height)
-                axes = figure.add_axes(place)
-                _cells(axes, panel[part], scales[part])
-                title = f"{init}, {part} block{'s' if part != '1' else ''}"
-                title = f"growth, {parts[1]} / {parts[0]} blocks" if part == "growth" else title
-                axes.set_title(title, fontsize=8, loc="left", pad=14)
-                axes.set_yticks(range(len(placements)), placements if column == 0 else [], fontsize=7.5)
-                _separate(axes, settings.families, named=column == 2)
-        return save(figure, path)
+    parameters = sum(p.numel() for p in model_of(Cell("pre", settings.initialisations[0], deep, 0), settings).parameters())
+    data = f"{settings.sequences} sequences of {settings.tokens} bytes, initial weights"
+    return Verdict("", scale(len(settings.seeds), deep, settings.d_model, parameters, data), tuple(parts))
 
 
-def _cells(axes: Axes, values: np.ndarray, scale: ScalarMappable) -> None:
-    colours = scale.to_rgba(values)
-    axes.imshow(colours, aspect="auto", interpolation="nearest")
-    linear = np.where(colours[..., :3] <= 0.04045, colours[..., :3] / 12.92, ((colours[..., :3] + 0.055) / 1.055) ** 2.4)
-    luminance = linear @ (0.2126, 0.7152, 0.0722)
-    for i, j in np.ndindex(values.shape):
-        text = f"{values[i, j]:.2g}" if values[i, j] < 100 else f"{values[i, j]:.0f}"
-        ink = INK if luminance[i, j] > 0.18 else "white"  # the better contrast of the two, as WCAG measures it
-        axes.text(j, i, text, ha="center", va="center", fontsize=6.5, color=ink)
-    axes.set_xticks(range(len(GROUPS)), GROUPS)
-    axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0, labelsize=7, pad=2)
+ROW = 0.2
+"""Inches of a placement."""
 
 
-def _separate(axes: Axes, families: Mapping[str, tuple[str, ...]], *, named: bool) -> None:
-    """Draw a line between the families of placements and, beside the last map, their names."""
-    ends = list(accumulate(map(len, families.values())))
-    for name, end, size in zip(families, ends, map(len, families.values()), strict=True):
-        if end < ends[-1]:
-            axes.axhline(end - 0.5, color="white", linewidth=2.5)
-        if named:
-            where = (len(GROUPS) - 0.35, end - 0.5 - size / 2)
-            axes.text(*where, _folded(name, size), rotation=-90, ha="left", va="center", fontsize=6.5, color=FAINT)
+def draw_growth(found: Summary, settings: Settings, said: Verdict, path: Path) -> Path:
+    """Draw growth with depth, a row a placement and a panel an initialisation, and return the path."""
+    shallow, deep = settings.depths
+    count, panels = len(settings.placements), len(settings.initialisations)
+    width, height = 1.4 + 3.5 * panels, ROW * count + 1.3
+    with style():
+        figure = page(width, height)
+        for k, initialisation in enumerate(settings.initialisations):
+            place = ((1.3 + 3.5 * k) / width, 0.5 / height, 2.75 / width, ROW * count / height)
+            axes = figure.add_axes(place, xscale="log")
+            _growth(axes, {key[0::3]: one for key, one in found.items() if key[1:3] == (initialisation, "growth")}, settings)
+            heading(axes, f"{initialisation} initialisation", f"norm at {deep} blocks over norm at {shallow}")
+            axes.set_yticks(range(count), settings.placements if k == 0 else [])
+        title = f"Growth of the Hessian's spectral norm from {shallow} to {deep} blocks, by norm placement"
+        figure.text(0.1 / width, 1 - 0.2 / height, title, fontsize=10)
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0, 1 - 0.23 / height), ncols=5
+        )
+        return save(figure, path, [said])
 
 
-def _folded(name: str, rows: int) -> str:
-    """Break a family's name where it is longer than its rows are high."""
-    if len(name) * 0.055 < rows * ROW:
-        return name
-    words, lines = name.split(), [""]
-    for word in words:
-        if lines[-1] and (len(lines[-1]) + len(word)) * 0.055 > rows * ROW:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "\n".join(lines)
+def _growth(axes: Axes, growth: Mapping[tuple[str, str], Spread], settings: Settings) -> None:
+    """Medians of the seeds by block type; of the whole matrix with the range of the seeds, and in numbers at the right."""
+    rows = range(len(settings.placements))
+    for group in ("QK", "FFN", "VO"):
+        medians = [growth[name, group].median for name in settings.placements]
+        axes.plot(medians, rows, TYPE_MARKS[group], color=TYPE_COLOURS[group], markersize=3, linestyle="", label=f"block {group}")
+    whole = [growth[name, "all"] for name in settings.placements]
+    axes.hlines(
+        rows, [one.low for one in whole], [one.high for one in whole], color=INK, linewidth=1.4, label="range of the seeds"
+    )
+    axes.plot([one.median for one in whole], rows, "o", color=INK, markersize=5, linestyle="", label="whole Hessian, median")
+    for y, one in enumerate(whole):
+        text = f"{one.median:.2g} [{one.low:.2g}, {one.high:.2g}]"
+        axes.text(1.01, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=6.5, color=FAINT)
+    axes.axvline(1.0, color=FAINT, linewidth=0.8)
+    axes.xaxis.set_major_formatter("{x:g}")
+    for end, family in zip(accumulate(map(len, settings.families.values())), settings.families, strict=True):
+        axes.axhline(end - 0.5, color=FAINT, linewidth=0.5, linestyle=":")
+        axes.text(
+            0.99, end - 0.6, family, transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=6.5, color=FAINT
+        )
+    axes.set_ylim(len(rows) - 0.5, -0.5)
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
-    """Measure, print the tables and the check of the equal pairs, write CSV, JSON and Markdown, and draw the map.
+    """Measure, print the tables and the check of the equal pairs, write CSV, JSON and Markdown, and draw the growth.
 
     ``quick`` takes four placements, d_model 8, one and two blocks, one initialisation and two seeds: seconds.
     """
@@ -376,11 +383,13 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     print(as_text(table(*checked)))
     worst = max(max(m.residuals.values()) for m in measured)
     print(f"  largest residual {worst:.1e} of its eigenvalue; {sum(m.products for m in measured)} products")
+    said = claimed(measured, settings)
+    print(f"  {said.status}: {said.text}")
     text = put(out / f"{NAME}.md", "\n".join([*texts, as_markdown(*checked), ""]).encode())
     header = ("placement", "initialisation", "blocks", "block type", "median", "lowest", "highest")
     spreads = [dict(zip(header, (*key, *asdict(spread).values()), strict=True)) for key, spread in found.items()]
     return [
-        draw_map(found, settings, out / f"{NAME}{suffix}"), write_rows(out / f"{NAME}.csv", spreads),
+        draw_growth(found, settings, said, out / f"{NAME}{suffix}"), write_rows(out / f"{NAME}.csv", spreads),
         write_json(out / f"{NAME}.json", _as_data(measured, settings)), text,
     ]  # fmt: skip
 

@@ -9,15 +9,18 @@ faster, so that a baseline whose learning rate is too small would show the same.
 Here every setting of the ratios has its own search besides, and two controls multiply the learning rate of all blocks: by 2,
 and by the mean of eq. (5) over the parameters. Searches use seeds that the comparison does not. A byte-level GPT-2-like model
 (two blocks, d_model 32, 35 thousand parameters), 300 steps of 512 bytes of Python's standard library, warm-up and cosine to
-1/20; five seeds; the same code as ``hessiankit tune-lr``, which asks the question at five times the size
-(docs/learning_rates.md). Bands and bars are 95 % intervals over the seeds, differences are paired by seed.
+1/20; five seeds; criteria are Sec. 6.1's (a lower terminal loss; nearly twice as fast, 1.92 times in Figure 1) and App. A.2's
+(the third setting has "the largest improvement in terminal loss", all accelerate; only ratios are tuned, so at AdamW's learning
+rate). How fast is read off runs of one budget, where the paper also compares budgets. The same code as ``hessiankit tune-lr``,
+which asks the question at five times the size (docs/learning_rates.md). Bands and bars are 95 % intervals over the seeds,
+differences are paired by seed.
 
 What came out, in nats a byte less than AdamW tuned (learning rate 2.8e-3, 2.63): Emb 0.146, Emb and FFN 0.158, all of eq. (5)
-0.083 at AdamW's learning rate and 0.133 at its own, 2e-3; the smaller ratios 0.140 to 0.166. All of these but the 0.083 hold for
-the eleven comparisons together. Multiplying all learning rates, by 2 or by 7, gains nothing, so that AdamW's was not simply too
-small. Unlike Table 2, QK and VO take away from what Emb and FFN gain, the largest ratios are not the best ones, and Norm x 2 is
-not told apart from AdamW (-0.049 +- 0.054), where the paper has it worse by 0.003. Most of the gain is that of Emb x 10 alone, in
-a model whose embedding is 8 of 35 thousand parameters and starts at 0.02. The same question at five times the size
+0.083 at AdamW's learning rate and 0.133 at its own, 2e-3; the smaller ratios 0.140 to 0.166. All of these but the 0.083 hold
+for the eleven comparisons together. Multiplying all learning rates, by 2 or by 7, gains nothing, so that AdamW's was not simply
+too small. Unlike Table 2, QK and VO take away from what Emb and FFN gain, the largest ratios are not the best ones, and Norm x
+2 is not told apart from AdamW (-0.049 +- 0.054), where the paper has it worse by 0.003. Most of the gain is that of Emb x 10
+alone, in a model whose embedding is 8 of 35 thousand parameters and starts at 0.02. The same question at five times the size
 (docs/learning_rates.md) had another answer: eq. (5) at AdamW's learning rate worse than tuned AdamW, at its own not told apart,
 Emb x 10 alone better.
 
@@ -68,6 +71,8 @@ SETTINGS: dict[str, Ratios] = {
     "10, 8, 6, 4": PAPER,
 }
 """Figure 10: ratios of Emb, QK, FFN, VO."""
+SPEEDUP = 1.92
+"""Of LLaMA 1.1B in print (Figure 1, right); Sec. 6.1 says nearly 2 for all models."""
 MOST = 0.5
 """Nats a byte that the differences are drawn to; an interval that goes on ends in an arrow."""
 TABLE_2 = {"Emb": -0.016, "Emb, FFN": -0.043, "Emb, FFN, QK, VO": -0.050, "Norm x 2": 0.003}
@@ -208,24 +213,34 @@ def verdicts(found: Found) -> list[Verdict]:
         for a, b in steps
     ]
     settings = tuple(f"({name}) at its own lr" for name in SETTINGS)
-    others = [name for name in settings if name != own and all(map(math.isfinite, losses[name] + losses[own]))]
-    best = above_zero(
-        "of three settings, each at its own rate, eq. (5) ends below the two others",
-        [paired_difference(losses[name], losses[own]) for name in others] if len(others) == 2 else [],
-    )
+    as_printed = tuple(whole if ratios == PAPER else f"({name}) at AdamW's lr" for name, ratios in SETTINGS.items())
+
+    def best(criterion: str, arms: Sequence[str]) -> Part:
+        """Eq. (5) is the last of the arms; the paper ranks by the loss at the end alone, and so does this."""
+        means = {arm: math.fsum(losses[arm]) / len(losses[arm]) for arm in arms}
+        lowest = min(arms, key=means.__getitem__)
+        seen = ", ".join(f"{mean:.3f}" for mean in means.values())
+        if lowest != arms[-1] and all(map(math.isfinite, losses[lowest] + losses[arms[-1]])):
+            seen += f"; eq. (5) less the lowest {paired_difference(losses[lowest], losses[arms[-1]])}"
+        return in_every(criterion, [lowest == arms[-1]], seen)
+
     runs = {arm.name: each_seed for arm, each_seed in found.arms}
-    reached = [first_step(b.steps, b.losses, a.losses[-1]) for a, b in zip(runs[ADAMW], runs[own], strict=True)]
-    at = ", ".join("none" if step is None else f"{step:.0f}" for step in reached)
-    fast = in_every(
-        "there it is twice as fast",
-        (step is not None and step <= found.setting.steps / 2 for step in reached),
-        f"AdamW's last loss is reached at step {at}",
-    )
+
+    def fast(criterion: str, arm: str) -> Part:
+        reached = [first_step(b.steps, b.losses, a.losses[-1]) for a, b in zip(runs[ADAMW], runs[arm], strict=True)]
+        at = ", ".join("none" if step is None else f"{step:.0f}" for step in reached)
+        soon = (step is not None and step <= found.setting.steps / SPEEDUP for step in reached)
+        return in_every(criterion, soon, f"its last loss is reached at step {at} of {found.setting.steps}")
+
     return [
         Verdict("sharpness-disparity/fig4", scale_here, (
-            gain("eq. (5) at AdamW's learning rate ends below tuned AdamW", whole), gain("so it does at its own", own), fast)),
+            gain("eq. (5) at AdamW's learning rate, as in print, ends below tuned AdamW", whole),
+            fast(f"it is {SPEEDUP} times as fast (in print nearly 2, LLaMA 1.1B {SPEEDUP})", whole),
+            gain("at its own learning rate it ends below", own), fast(f"and is {SPEEDUP} times as fast", own))),
         Verdict("sharpness-disparity/eq5-best", scale_here, (
-            best, gain("all of them end below AdamW", *settings))),
+            best(f"at AdamW's learning rate, as in print, the third of ({'), ('.join(SETTINGS)}) ends lowest", as_printed),
+            best("each at its own learning rate it does too", settings),
+            gain("all of them end below AdamW", *settings))),
         Verdict("sharpness-disparity/table2", scale_here, (
             gain("ratios on Emb; on Emb and FFN; on all four end below AdamW", *blocks),
             gain("Norm x 2 ends above it", "Norm x 2", above=True))),
