@@ -325,7 +325,7 @@ ROW = 0.2
 def draw_growth(found: Summary, settings: Settings, said: Verdict, path: Path) -> Path:
     """Draw growth with depth, a row a placement and a panel an initialisation, and return the path."""
     shallow, deep = settings.depths
-    count, panels = len(settings.placements), len(settings.initialisations)
+    count, panels = len(settings.placements), max(2, len(settings.initialisations))
     width, height = 1.4 + 3.5 * panels, ROW * count + 1.3
     with style():
         figure = page(width, height)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,9 +16,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, check_suffix, write_picture
+from hessiankit.diagnostics.monitoring.log import dress
 from hessiankit.optim.ratios import CAP, POWER
 from hessiankit.studies.tuning.comparison import TuningComparison
-from hessiankit.studies.tuning.experiment import BETAS, CLIP, WEIGHT_DECAY, Setting, model_of, texts
+from hessiankit.studies.tuning.experiment import BETAS, CLIP, PAPER, WEIGHT_DECAY, Setting, model_of, texts
 from hessiankit.studies.tuning.sweep import SearchResult
 from hessiankit.studies.tuning.verdict import ArmResult, Interval, judge, summary
 from hessiankit.support.environment import environment
@@ -190,7 +192,7 @@ def section(report: TuneReport, command: str, picture: str | None) -> str:
         f"**{report.summary}**",
         as_markdown(HEADERS, report.cells()),
         report.notes,
-        *([f"![Loss against learning rate, loss curves, paired differences]({picture})"] if picture else []),
+        *([f"![Loss against learning rate; paired differences with their verdicts]({picture})"] if picture else []),
         "The searches that chose the learning rates: mean final loss (number of seeds), \\* the choice.",
         as_markdown(headers, [[cell.replace("*", "\\*") for cell in row] for row in rows]),
         "\n".join(f"- {one}" for one in report.comparison.sweeps),
@@ -225,111 +227,86 @@ def write_page(path: Path, report: TuneReport, command: str, picture: str | None
     write_text("tune-lr", path, fill(page, section(report, command, picture)))
 
 
-# Okabe and Ito's palette, distinct with every kind of colour vision; the dashes differ too
-COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#E69F00", "#8A8A8A", "#6B4C9A")
-DASHES = ("-", "-", "-", "--", "--", "-.", "-.", ":", ":")
-MARKS = ("o", "s", "^")
-ROOM = 0.5
-"""Nats a byte above the best that the pictures have room for."""
+COLOURS, MARKS, DASHES = ("#000000", "#0072b2", "#d55e00", "#009e73"), "os^D", ("-", "--", "-.", ":")
+"""Of searches: Okabe and Ito's colours, distinct with every kind of colour vision."""
+ROOM = 0.7
+"""Nats a byte above the best, and away from 0, that the pictures have room for."""
 
 
 def draw(report: TuneReport, path: Path) -> Path:
-    """Write the picture and return its path.
+    """Write the picture and return its path: the searches, each arm's difference with its verdict, and what eq. (5) did.
 
     Raises:
         InputError: If the suffix is not one of ``.png``, ``.svg``, ``.pdf``, or the file cannot be written.
     """
     check_suffix("tune-lr", path)
+    setting, baseline = report.setting, report.rows[0]
+    size = sum(p.numel() for p in model_of(setting, 0).parameters())
+    scale = f"{len(baseline.reached)} seeds, {size / 1e6:.2g} million parameters, {setting.steps} steps"
     with mpl.rc_context({**STYLE, "font.size": 8}):
-        figure = Figure(figsize=(11.0, 3.9), dpi=DPI, facecolor="white")
+        figure = Figure(figsize=(10.6, 0.27 * max(len(report.rows), 9) + 1.5), dpi=DPI, facecolor="white")
         FigureCanvasAgg(figure)
-        places = ((0.045, 0.24), (0.335, 0.24), (0.8, 0.19))  # left edge and width; the names stand before the last one
-        left, middle, right = (figure.add_axes((x, 0.13, width, 0.74)) for x, width in places)
-        _sweeps(left, report)
-        _curves(middle, report)
-        _differences(right, report)
-        for axes in (left, middle, right):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(which="both", labelsize=7, colors=INK, width=0.6, length=2.5)
+        left, right = (figure.add_axes((x, 0.14, width, 0.62)) for x, width in ((0.05, 0.27), (0.535, 0.23)))
+        figure.text(0.01, 0.94, f"Learning rates by block type beside tuned AdamW ({scale})", fontsize=10)
+        for row in report.rows[1:]:
+            if row.arm.ratios == PAPER and row.arm.lr == baseline.arm.lr and (one := row.difference) is not None:
+                status = "SUPPORTED" if one.high < 0 else "CONTRADICTED" if one.low > 0 else "OPEN"
+                claim = "The Sharpness Disparity Principle, Sec. 6.1: eq. (5) at AdamW's learning rate ends lower"
+                figure.text(0.01, 0.88, f"{status} at this scale: {claim}. Seen: {row.verdict}.", fontsize=8)
+        draw_searches(left, report.comparison.sweeps)
+        _titled(left, "searches: final loss by learning rate", "learning rate of the norms", "held-out loss (nats/byte)")
+        draw_differences(right, report.rows[1:])
+        title = f"loss less AdamW's, paired by seed, {100 * report.confidence:g} % interval"
+        _titled(right, title, "nats/byte; left of 0 the arm is better")
         write_picture("tune-lr", figure, path)
     return path
 
 
-def draw_search(axes: Axes, one: SearchResult, top: float, colour: str, mark: str, dash: Any = "-") -> None:
-    """Draw a search: a dot a run, a line through the means, a ring around the choice; larger losses lie on ``top``."""
-    dots = [(lr, min(x, top)) for lr, of in one.losses.items() for x in of.values()]
-    means = {lr: min(math.fsum(of.values()) / len(of), top) for lr, of in sorted(one.losses.items())}
-    axes.plot(*zip(*dots, strict=True), mark, color=colour, markersize=3, alpha=0.6, markeredgewidth=0)
-    axes.plot(list(means), list(means.values()), color=colour, linestyle=dash, linewidth=1.2)
-    axes.plot([one.best], [means[one.best]], "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.1)
-    axes.plot([], [], mark, color=colour, linestyle=dash, markersize=3.5, linewidth=1.2, label=one.name)
+def draw_searches(axes: Axes, searches: Sequence[SearchResult]) -> None:
+    """Draw final loss against learning rate: a mark a run, a line through the means, a ring around the choice.
 
-
-def draw_interval(axes: Axes, row: float, one: Interval, left: float, right: float, colour: str) -> None:
-    """Draw a value with its interval at a height; where the interval goes on beyond the axes it ends in an arrow."""
-    axes.plot([max(one.low, left), min(one.high, right)], [row, row], color=colour, linewidth=1.4, solid_capstyle="butt")
-    axes.plot([one.value], [row], "o", color=colour, markersize=4)
-    for x, mark in [(left, "<")] * (one.low < left) + [(right, ">")] * (one.high > right):
-        axes.plot([x], [row], mark, color=colour, markersize=4, clip_on=False)
-
-
-def _sweeps(axes: Axes, report: TuneReport) -> None:
-    """Final loss against learning rate; runs that diverged, or whose loss is above the axes, lie on the upper edge."""
-    sweeps = report.comparison.sweeps
-    finite = [x for one in sweeps for of in one.losses.values() for x in of.values() if math.isfinite(x)]
-    low = min(finite)
-    top = min(max(finite), low + ROOM)
+    Runs that diverged, or whose loss is above the axes, lie on the upper edge.
+    """
+    finite = [x for one in searches for of in one.losses.values() for x in of.values() if math.isfinite(x)]
+    low, top = min(finite), min(max(finite), min(finite) + ROOM)
     room = max(top - low, 1e-3)
-    for one, colour, mark in zip(sweeps, COLOURS, MARKS, strict=False):
-        draw_search(axes, one, top, colour, mark)
+    for one, colour, mark, dash in zip(searches, COLOURS, MARKS, DASHES, strict=False):
+        runs = [(lr, min(x, top)) for lr, of in one.losses.items() for x in of.values()]
+        means = {lr: min(math.fsum(of.values()) / len(of), top) for lr, of in sorted(one.losses.items())}
+        axes.plot(*zip(*runs, strict=True), mark, color=colour, markersize=3, alpha=0.6, markeredgewidth=0)
+        axes.plot([one.best], [means[one.best]], "o", color=colour, markersize=9, fillstyle="none", markeredgewidth=1.1)
+        axes.plot(*zip(*means.items(), strict=True), color=colour, linestyle=dash, linewidth=1.2)
+        axes.plot([], [], mark, color=colour, linestyle=dash, markersize=3.5, linewidth=1.2, label=one.name)
     axes.set_xscale("log")
-    axes.set_ylim(low - 0.06 * room, top + 0.3 * room)  # room for the legend
-    axes.legend(fontsize=6.8, frameon=False, loc="upper left", handlelength=1.8, borderaxespad=0.2)
-    _dress(axes, "searches: final loss by learning rate", "learning rate (of the norms)", "held-out loss (nats/byte)")
+    axes.set_ylim(low - 0.08 * room, top + 0.35 * room)  # room for the legend
+    axes.legend(fontsize=7, frameon=False, loc="upper left", ncols=2, handlelength=2.4, columnspacing=1.0)
 
 
-def _curves(axes: Axes, report: TuneReport) -> None:
-    """Mean loss of each arm with the band of its seeds, from the first fifth of the budget on."""
-    ends = []
-    for (_, runs), colour, dash in zip(report.comparison.arms, COLOURS, DASHES, strict=False):
-        columns = list(zip(*(run.losses for run in runs), strict=True))
-        points = [(s, c) for s, c in zip(runs[0].steps, columns, strict=True) if all(map(math.isfinite, c))]
-        steps = [s for s, _ in points]
-        axes.plot(steps, [math.fsum(c) / len(c) for _, c in points], color=colour, linestyle=dash, linewidth=1.2)
-        axes.fill_between(steps, [min(c) for _, c in points], [max(c) for _, c in points], color=colour, alpha=0.12, linewidth=0)
-        ends += [x for s, c in points for x in c if s >= report.setting.steps / 5]
-    low = min(ends)
-    axes.set_xlim(report.setting.steps / 5, report.setting.steps)
-    axes.set_ylim(low - 0.03, min(max(ends), low + 1.5 * ROOM))
-    _dress(axes, "loss curves: mean and range of the seeds", "step", "held-out loss (nats/byte)")
+def draw_differences(axes: Axes, rows: Sequence[ArmResult]) -> None:
+    """Draw a row an arm: its mean paired difference with the interval, blue below 0, orange above, grey where it holds 0.
 
-
-def _differences(axes: Axes, report: TuneReport) -> None:
-    """A row an arm: mean paired difference with its interval; the name carries the line that the curves have."""
-    rows = report.rows
-    ends = [x for row in rows if row.difference for x in (row.difference.low, row.difference.high) if math.isfinite(x)]
-    left, right = max(min(ends, default=-0.1), -ROOM), min(max(ends, default=0.1), ROOM)
-    room = max(right, 0.0) - min(left, 0.0) or 0.1
-    left, right = min(left, 0.0) - 0.04 * room, max(right, 0.0) + 0.04 * room
-    across = axes.get_yaxis_transform()  # x in fractions of the width
-    for k, (row, colour, dash) in enumerate(zip(rows, COLOURS, DASHES, strict=False)):
-        axes.text(-0.16, k, row.arm.name, transform=across, ha="right", va="center", fontsize=7.0)
-        axes.plot([-0.13, -0.02], [k, k], transform=across, linestyle=dash, clip_on=False, color=colour, linewidth=1.4)
-        one = row.difference
-        if row.diverged or (one is not None and one.value > right):
-            text = f"diverged in {row.diverged} of {len(row.reached)}" if row.diverged or one is None else f"{one.value:+.2f} →"
-            axes.text(0.98, k, text, transform=across, ha="right", va="center", fontsize=6.5, color=FAINT)
-        elif one is not None:
-            draw_interval(axes, k, one, left, right, colour)
+    The verdict is written at the right. An interval that goes on beyond the axes ends in an arrow.
+    """
+    found = [row.difference for row in rows if row.difference is not None]
+    ends = [x for one in found for x in (one.value, one.low, one.high) if abs(x) < ROOM]
+    left, right = min([*ends, -0.06]) - 0.02, max([*ends, 0.02]) + 0.02
+    for k, row in enumerate(rows):
+        text = textwrap.fill(row.verdict, 44)
+        axes.text(1.02, k, text, transform=axes.get_yaxis_transform(), va="center", fontsize=6.5, color=FAINT)
+        if (one := row.difference) is not None:
+            colour = "#0072b2" if one.high < 0 else "#d55e00" if one.low > 0 else FAINT
+            axes.plot([max(one.low, left), min(one.high, right)], [k, k], color=colour, linewidth=1.4, solid_capstyle="butt")
+            axes.plot([one.value], [k], "o", color=colour, markersize=4)
+            for x, mark in [(left, "<")] * (one.low < left) + [(right, ">")] * (one.high > right):
+                axes.plot([x], [k], mark, color=colour, markersize=4, clip_on=False)
     axes.axvline(0.0, color=INK, linewidth=0.6)
     axes.set_xlim(left, right)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    _dress(axes, f"paired difference, {100 * report.confidence:g} % interval", "nats/byte more than tuned AdamW", "")
+    axes.set_yticks(range(len(rows)), [row.arm.name for row in rows], fontsize=7.5)
 
 
-def _dress(axes: Axes, title: str, x: str, y: str) -> None:
+def _titled(axes: Axes, title: str, x: str, y: str = "") -> None:
+    dress(axes)
     axes.set_title(title, fontsize=8.5, loc="left", pad=8)
     axes.set_xlabel(x, fontsize=7.5, labelpad=3)
     axes.set_ylabel(y, fontsize=7.5, labelpad=3)
