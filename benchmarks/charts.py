@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from hessiankit.curvature.plot_frame import FAINT, STYLE, Picture
+from hessiankit.curvature.plot_frame import STYLE, Picture
 
 Record = dict[str, Any]
 MARKERS = "oD^vs<>PXhp*d"
@@ -21,6 +20,7 @@ OURS = {
     "closed form, planned once": "D",
     "hessian": "*",
     "hessian_operator": "P",
+    "hessian_operator:recompute=layers": "D",
     "hessiankit.hessian_diagonal": "*",
     "dense closed form": "s",
     "columns of the operator": "D",
@@ -47,7 +47,7 @@ def canvas(columns: int = 1, width: float = 7.0, height: float = 4.2) -> tuple[P
 def label(record: Record) -> str:
     """Return a cell in few words; one thread and float64 go without saying."""
     cell = record["cell"]
-    words = [str(cell["problem"]), f"B={cell['batch']}"]
+    words = [str(cell["problem"]), *([f"B={cell['batch']}"] if "batch" in cell else [])]
     words += [str(cell["dtype"])] if cell.get("dtype", "float64") != "float64" else []
     words += [f"{cell['threads']} threads"] if cell.get("threads", 1) != 1 else []
     return ", ".join(words)
@@ -64,32 +64,70 @@ ROW = 0.22
 """Inches between two rows."""
 
 
+Measure = tuple[str, Callable[[dict[str, Any]], float | None]]
+"""An axis: its unit, and the number of a row, None where it has none."""
+
+
 def methods(
     records: Sequence[Record],
     title: str,
-    unit: str = "seconds",
-    value: Callable[[dict[str, Any]], float | None] = _median,
-    *,
+    *measures: Measure,
     compared: bool = True,
+    name: Callable[[Record], str] = label,
 ) -> Picture | None:
-    """Draw a row a cell and quantity: the toolkit's methods, the best other one by name, the rest small.
+    """Draw a row a cell and quantity, an axis a measure: the toolkit's methods, the best other one by name, the rest small.
 
     A mark is filled where it was measured, hollow where extrapolated, a small cross where the result is wrong; the number at the
     right is the best other method over the toolkit's first. Without ``compared`` all rows are the toolkit's, each with a mark of
-    its own.
+    its own. Records of one name share their rows.
+
+    Args:
+        records: Finished cells, with ``rows`` in their results.
+        title: Of the picture.
+        measures: By default the median time in seconds.
+        compared: Whether there are other methods.
+        name: Of a record.
     """
-    rows: list[tuple[str, list[dict[str, Any]]]] = []
+    measures = measures or (("seconds", _median),)
+    rows: dict[str, list[dict[str, Any]]] = {}
     for record in records:
-        found = record["result"].get("rows", [])
-        for quantity in dict.fromkeys(row.get("quantity") for row in found):
-            own = [row for row in found if row.get("quantity") == quantity and value(row)]
-            rows += [(label(record) + (f", {quantity}" if quantity else ""), own)] if own else []
+        for row in record["result"].get("rows", []):
+            if any(value(row) for _, value in measures):
+                quantity = row.get("quantity")
+                rows.setdefault(name(record) + (f", {quantity}" if quantity else ""), []).append(row)
     if not rows:
         return None
-    figure, (axes,) = canvas(width=9.0, height=1.3 + ROW * len(rows))
+    figure, panels = canvas(len(measures), width=9.0 if len(measures) == 1 else 6.0 * len(measures), height=1.3 + ROW * len(rows))
     handles: dict[str, Any] = {}
-    names = list(dict.fromkeys(row["name"] for _, own in rows for row in own))
-    for y, (_, own) in enumerate(rows):
+    for axes, (unit, value) in zip(panels, measures, strict=True):
+        _rows(axes, [[row for row in own if value(row)] for own in rows.values()], value, handles, compared=compared)
+        axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(LogLocator(10, subs=(2, 5) if high < 50 * low else "auto"))
+        axes.xaxis.set_minor_formatter("{x:g}" if high < 50 * low else NullFormatter())
+        axes.tick_params(which="minor", labelsize=7.5)
+        axes.set_xlabel(unit, fontsize=9)
+        axes.set_yticks(range(len(rows)), list(rows) if axes is panels[0] else [])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+    note = "; at the right: the best other method over ours" if compared else ""
+    far = any(row.get("extrapolated") for own in rows.values() for row in own)
+    panels[0].set_title(title + note + "; hollow: extrapolated" * far, fontsize=9, loc="left")
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=5, fontsize=7.5, frameon=False)
+    return figure
+
+
+def _rows(
+    axes: Axes,
+    rows: Sequence[list[dict[str, Any]]],
+    value: Callable[[dict[str, Any]], float | None],
+    handles: dict[str, Any],
+    *,
+    compared: bool,
+) -> None:
+    """Draw the marks of each row, and name its best other method."""
+    names = list(dict.fromkeys(row["name"] for own in rows for row in own))
+    for y, own in enumerate(rows):
         against = compared and any(map(_ours, own))
         rivals = [row for row in own if against and not _ours(row) and row["status"] != "wrong"]
         rivals.sort(key=lambda row: value(row) or 0.0)
@@ -104,18 +142,12 @@ def methods(
             if shown not in handles or not row.get("extrapolated"):
                 handles[shown] = mark
         if rivals:
-            ratio = (rivals[0].get("ratio") or {}).get("median") or (value(rivals[0]) / first if first else None)  # type: ignore[operator]
+            measured = (rivals[0].get("ratio") or {}).get("median") if value is _median else None
+            ratio = measured or (value(rivals[0]) / first if first else None)  # type: ignore[operator]
             times = f"{ratio:.3g} x, " if ratio else ""
             axes.text(1.01, y, times + rivals[0]["name"], transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
-    axes.set_xscale("log")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel(unit, fontsize=9)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    note = "; at the right: the best other method over ours; hollow: extrapolated" if compared else ""
-    axes.set_title(title + note, fontsize=9, loc="left")
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=5, fontsize=7.5, frameon=False)
-    return figure
+        elif against:
+            axes.text(1.01, y, "no other finished", transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
 
 
 def _own_look(name: str, names: Sequence[str]) -> dict[str, Any]:
@@ -135,61 +167,3 @@ def _look(row: dict[str, Any], *, best: bool) -> dict[str, Any]:
     if row["status"] == "wrong":
         return {"marker": "x", "color": REST, "markersize": 3.5}
     return {"marker": "D", "color": BEST, "markersize": 5.5} if best else {"marker": "o", "color": REST, "markersize": 3.5}
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Log-log curves over one quantity.
-
-    Attributes:
-        x_label: The quantity.
-        curves: Name -> points (x, y), in ascending x.
-        note: A line under the quantity.
-        slope: If given, that of a dashed line beside the curves.
-        unit: If given, that of heights of its own.
-    """
-
-    x_label: str
-    curves: Mapping[str, Sequence[tuple[float, float]]]
-    note: str = ""
-    slope: float | None = None
-    unit: str = ""
-
-
-def lines(panels: Sequence[Panel], title: str, unit: str = "seconds") -> Picture | None:
-    """Draw panels in a row over the same heights, or each its own; a name has the same colour and marker in all of them."""
-    if not panels:
-        return None
-    figure, axes = canvas(len(panels), width=max(5.0, 3.0 * len(panels)), height=4.2)
-    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
-    drawn: dict[str, Any] = {}
-    for one, panel in zip(axes, panels, strict=True):
-        for name, curve in panel.curves.items():
-            look: Any = {**_own_look(name, names), "markersize": 4.5, "linewidth": 1.2}
-            (drawn[name],) = one.plot(*zip(*curve, strict=True), **look)
-        ticks = sorted({x for curve in panel.curves.values() for x, _ in curve})
-        if panel.slope is not None and len(ticks) > 1:
-            (drawn["predicted slope"],) = one.plot(*_slope(panel, ticks), "--", color=FAINT, linewidth=1.0)
-        one.set_xscale("log")
-        one.set_yscale("log")
-        same = [panel] if panel.unit else panels
-        heights = [y for each in same for curve in each.curves.values() for _, y in curve]
-        one.set_ylim(min(heights) / 2, max(heights) * 2)
-        one.set_ylabel(panel.unit, fontsize=9)
-        one.xaxis.set_major_locator(FixedLocator(ticks))
-        one.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        one.xaxis.set_minor_locator(NullLocator())
-        one.yaxis.set_minor_formatter(NullFormatter())
-        one.set_xlabel(f"{panel.x_label}\n{panel.note}", fontsize=8)
-    axes[0].set_ylabel(panels[0].unit or unit, fontsize=9)
-    figure.suptitle(title, fontsize=10)
-    figure.legend(list(drawn.values()), list(drawn), loc="outside lower center", ncols=len(drawn), fontsize=7.5, frameon=False)
-    return figure
-
-
-def _slope(panel: Panel, ticks: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return a line of the predicted slope over the larger half of the ticks, above the highest of the last points."""
-    assert panel.slope is not None
-    ends = [ticks[len(ticks) // 2 - (len(ticks) == 2)], ticks[-1]]
-    last = max(curve[-1][1] for curve in panel.curves.values() if curve)
-    return ends, [1.5 * last * (x / ends[1]) ** panel.slope for x in ends]

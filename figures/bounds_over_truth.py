@@ -253,7 +253,7 @@ def draw_chart(whole: Summary, path: Path) -> Path:
     with mpl.rc_context(STYLE):
         figure = page(8.6, 6.4)
         grid = figure.add_gridspec(2, 3, left=0.075, right=0.985, top=0.865, bottom=0.12, wspace=0.25, hspace=0.34)
-        title = "Bounds on a Hessian's spectral norm over the norm; as printed: Theorem 1 (attention) and 6 (block), no bounds"
+        title = "Bound over spectral norm of the Hessian; as printed: Theorems 1 (attention) and 6 (block), which can be exceeded"
         figure.text(0.075, 0.965, title, fontsize=9.5, color=INK)
         _legend(figure)
         for k, panel in enumerate(("attention", "block")):

@@ -38,26 +38,18 @@ def test_growth_keeps_to_the_limit_of_the_whole_cell(monkeypatch: pytest.MonkeyP
     assert [point["x"] for point in result["skipped_points"]] == [3, 4]
 
 
-def test_growth_is_drawn_over_the_same_heights_with_its_predicted_slopes() -> None:
-    def of(axis: str, dtype: str, y: float) -> dict[str, Any]:
-        points = [{"x": x, "operations": x**2.0, "time": {"median": y * x}} for x in (1, 2, 4)]
+def test_growth_is_drawn_as_exponents_beside_the_predicted_ones() -> None:
+    def of(axis: str, dtype: str) -> dict[str, Any]:
+        points = [{"x": x, "operations": x**2.0, "time": {"median": 3.0 * x}} for x in (1, 2, 4)]
         cell = {"axis": axis, "dtype": dtype, "threads": 1}
         return record("growth", cell, {"points": points, "skipped_points": [], **growth._exponents(points)})
 
-    records = [of("B", "float64", 1.0), of("B", "float32", 0.5), of("d", "float64", 9.0)]
-    figure = growth.plot(records)
-    left, right = figure.axes
-    assert left.get_ylim() == right.get_ylim()
-    assert [len(axes.lines) for axes in (left, right)] == [3, 2]
-    assert left.lines[0].get_color() == right.lines[0].get_color()
-    assert [text.get_text() for text in figure.legends[0].texts] == [
-        "float64, 1 thread",
-        "float32, 1 thread",
-        "predicted slope",
-    ]
-    assert left.get_xlabel().splitlines() == ["batch B", "predicted 2; last 3 points: 1.00, 1.00"]
-    (x, y) = left.lines[-1].get_data()
-    assert math.log(y[1] / y[0]) / math.log(x[1] / x[0]) == pytest.approx(2.0)
+    figure = growth.plot([of("B", "float64"), of("B", "float32"), of("d", "float64")])
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["batch B", "batch B, float32", "width d (d_ff = 4 d)"]
+    assert [float(line.get_xdata()[0]) for line in axes.lines] == pytest.approx([1.0, 1.0, 2.0] * 3)
+    texts = [text.get_text() for text in figure.legends[0].texts]
+    assert texts == ["fitted to all points", "fitted to the last 3", "predicted, of P^2 B L"]
 
 
 def test_growth_predicts_the_exponents_of_the_formula() -> None:

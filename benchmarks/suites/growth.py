@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.charts import Panel, lines
+from benchmarks.charts import label, methods
 from benchmarks.counting import exponent, lift_operations
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make, parameters_of, tokens_of
@@ -81,26 +81,19 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return markdown(headers, cell_rows(records, rows, 3, names))
 
 
-def _note(slopes: Sequence[str], predicted: float | None) -> str:
-    return ("" if predicted is None else f"predicted {predicted:.2g}; ") + f"last {TAIL} points: {', '.join(slopes)}"
-
-
 def plot(records: Sequence[dict[str, Any]]) -> Any:
-    """Draw a panel for each axis, its curves under the same names in all of them, and the predicted slope beside."""
-    panels = []
-    for axis in dict.fromkeys(record["cell"]["axis"] for record in records):
-        curves: dict[str, list[tuple[float, float]]] = {}
-        slopes, predicted = [], None
-        for record in records:
-            points, cell = record["result"].get("points"), record["cell"]
-            if cell["axis"] == axis and points:
-                name = f"{cell['dtype']}, {cell['threads']} thread{'s' if cell['threads'] > 1 else ''}"
-                curves[name] = [(p["x"], p["time"]["median"]) for p in points]
-                slopes.append("?" if record["result"]["tail"] is None else f"{record['result']['tail']:.2f}")
-                predicted = record["result"]["predicted"] if predicted is None else predicted
-        if curves:
-            panels.append(Panel(NAMES[axis], curves, _note(slopes, predicted), predicted))
-    return lines(panels, "Time of the dense Hessian")
+    """Draw the fitted exponents beside the predicted one, a row an axis; no other method was measured."""
+    named = {"fitted": "fitted to all points", "tail": f"fitted to the last {TAIL}", "predicted": "predicted, of P^2 B L"}
+
+    def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"name": text, "status": "right", "exponent": result.get(key)} for key, text in named.items()]
+
+    def name(record: dict[str, Any]) -> str:
+        return label({"cell": {**record["cell"], "problem": NAMES[record["cell"]["axis"]]}})
+
+    fitted = [{**record, "result": {"rows": rows(record["result"])}} for record in records]
+    exponent_of = ("exponent of the time", lambda row: row["exponent"])
+    return methods(fitted, "How the dense Hessian's time grows", exponent_of, compared=False, name=name)
 
 
 BENCHMARK = Benchmark(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.charts import canvas, label
+from benchmarks.charts import methods
 from benchmarks.counting import lift_operations
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES
@@ -73,18 +73,20 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]]) -> Any:
-    measured = [record for record in records if "rate" in record["result"]]
-    if not measured:
-        return None
-    figure, (axes,) = canvas(width=max(6.0, 1.5 + 0.5 * len(measured)), height=4.8)
-    series = {"rate": "dense Hessian", "square_rate": f"product, {SQUARE} square", "size_rate": "product at the problem's size"}
-    for marker, (key, name) in zip("o_x", series.items(), strict=True):
-        axes.scatter(range(len(measured)), [r["result"][key] / 1e9 for r in measured], marker=marker, label=name, s=36)
-    axes.set_yscale("log")
-    axes.set_ylabel("GFLOP/s", fontsize=9)
-    axes.set_xticks(range(len(measured)), [label(r) for r in measured], rotation=90, fontsize=6.5)
-    axes.legend(fontsize=7, frameon=False)
-    return figure
+    """Draw, a row a problem, the time of the dense Hessian and of bare matrix products with as many operations."""
+
+    def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+        rates = {
+            "closed form": "rate",
+            f"torch.mm, {SQUARE} square": "square_rate",
+            "torch.mm at the problem's size": "size_rate",
+        }
+        operations = result.get("operations", 0)
+        timed_rows = {name: operations / result[rate] for name, rate in rates.items() if rate in result}
+        return [{"name": name, "status": "right", "time": {"median": seconds}} for name, seconds in timed_rows.items()]
+
+    timed_records = [{**record, "result": {"rows": rows(record["result"])}} for record in records]
+    return methods(timed_records, "Dense Hessian and matrix products of as many operations")
 
 
 BENCHMARK = Benchmark(

@@ -123,7 +123,7 @@ BENCHMARK = Benchmark(
     cells,
     run,
     table,
-    lambda records: methods(records, "Peak memory", "MiB", lambda row: row["bytes"] / 2**20 if row["bytes"] else None),
+    lambda records: methods(records, "Peak memory", ("MiB", lambda row: row["bytes"] / 2**20 if row["bytes"] else None)),
     "- peak: highest resident size less the one after imports, inputs and a run on the smallest problem. The result is part of\n"
     f"  it, P x P for all but `hessian_operator`, which is made and multiplied with {CHUNK} vectors.\n"
     f"- `reverse over reverse` and `curvlinops` push {CHUNK} directions together.\n"

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.architectures import InDouble
-from benchmarks.charts import Panel, lines
+from benchmarks.charts import methods
 from benchmarks.models import differences
 from benchmarks.packaged import curvlinops_operator, eigenthings_operator, installed
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
@@ -337,22 +337,14 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(records: Sequence[dict[str, Any]]) -> Any:
-    """Draw memory and time of the layers of attention over their tokens."""
-    panels = []
-    for layer in ("attention-causal", "attention"):
-        bytes_of: dict[str, list[tuple[float, float]]] = {}
-        seconds_of: dict[str, list[tuple[float, float]]] = {}
-        for record in records:
-            known, result = read(record["cell"]["problem"]), record["result"]
-            for row in result.get("rows", []):
-                if known is not None and known[0] == layer and row["time"]:
-                    highest = max(row["setup_bytes"], row["bytes"])
-                    bytes_of.setdefault(row["name"], []).append((known[1], highest / 2**20))
-                    seconds_of.setdefault(row["name"], []).append((known[1], row["time"]["median"]))
-        for curves, unit in ((bytes_of, "peak (MiB)"), (seconds_of, "product (s)")):
-            if curves:
-                panels.append(Panel("tokens", {name: sorted(curve) for name, curve in curves.items()}, layer, unit=unit))
-    return lines(panels, "One layer of attention")
+    """Draw time and memory of the products, a row a problem."""
+    real = [record for record in records if options_of(record["cell"]["method"])[0] in PRODUCTS]
+    return methods(
+        real,
+        "Products at real sizes",
+        ("product, in gradients of the module", lambda row: row["ratio"] and row["ratio"]["median"]),
+        ("peak (MiB)", lambda row: row["bytes"] and max(row["setup_bytes"], row["bytes"]) / 2**20),
+    )
 
 
 BENCHMARK = Benchmark(
