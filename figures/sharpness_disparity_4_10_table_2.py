@@ -219,7 +219,7 @@ def verdicts(found: Found) -> list[Verdict]:
         lowest = min(arms, key=means.__getitem__)
         seen = ", ".join(f"{mean:.3f}" for mean in means.values())
         if lowest != arms[-1] and all(map(math.isfinite, losses[lowest] + losses[arms[-1]])):
-            seen += f"; eq. (5) less the lowest {paired_difference(losses[lowest], losses[arms[-1]])}"
+            seen += f"; eq. (5) less the lowest {paired_difference(losses[arms[-1]], losses[lowest])}"
         return in_every(criterion, [lowest == arms[-1]], seen)
 
     runs = {arm.name: each_seed for arm, each_seed in found.arms}
