@@ -250,8 +250,7 @@ def attentions(name: str) -> tuple[str, ...]:
 HEAD = f"""# Architectures
 
 Every model is tiny and made from its configuration, with generic parameters; a padded batch of tokens with the label -100 where
-there is padding, or two images; its own loss. One command measures and writes this page, and continues where it stopped:
-`python -m benchmarks.models --markdown docs/models.md`.
+there is padding, or two images; its own loss (`python -m benchmarks.models`).
 
 - **float64**: the largest difference of `hessian_operator`'s product in a generic direction from reverse over reverse through the
   model itself, parameter by parameter, relative to the largest entry of the parameter's part; {EXACT:.0e} is allowed. Casts to

@@ -119,7 +119,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 BENCHMARK = Benchmark(
     "memory",
-    "Peak memory of the dense Hessian and of the operator beside three other routes, each in a fresh process.",
+    "Peak memory of the dense Hessian and of the operator beside three other methods, each in a fresh process.",
     cells,
     run,
     table,
