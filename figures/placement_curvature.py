@@ -24,7 +24,6 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -325,46 +324,43 @@ ROW = 0.2
 def draw_growth(found: Summary, settings: Settings, said: Verdict, path: Path) -> Path:
     """Draw growth with depth, a row a placement and a panel an initialisation, and return the path."""
     shallow, deep = settings.depths
-    count, panels = len(settings.placements), max(2, len(settings.initialisations))
-    width, height = 1.4 + 3.5 * panels, ROW * count + 1.3
+    count, panels = len(settings.placements) + len(settings.families), max(2, len(settings.initialisations))
+    width, height = 1.4 + 3.6 * panels, ROW * count + 1.3
     with style():
         figure = page(width, height)
         for k, initialisation in enumerate(settings.initialisations):
-            place = ((1.3 + 3.5 * k) / width, 0.5 / height, 2.75 / width, ROW * count / height)
+            place = ((1.3 + 3.6 * k) / width, 0.5 / height, 2.75 / width, ROW * count / height)
             axes = figure.add_axes(place, xscale="log")
             _growth(axes, {key[0::3]: one for key, one in found.items() if key[1:3] == (initialisation, "growth")}, settings)
             heading(axes, f"{initialisation} initialisation", f"norm at {deep} blocks over norm at {shallow}")
-            axes.set_yticks(range(count), settings.placements if k == 0 else [])
+            axes.set_ylim(count - 0.5, -0.5)
+            axes.tick_params(labelleft=k == 0)
         title = f"Growth of the Hessian's spectral norm from {shallow} to {deep} blocks, by norm placement"
         figure.text(0.1 / width, 1 - 0.2 / height, title, fontsize=10)
-        figure.legend(
-            *figure.axes[0].get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(0, 1 - 0.23 / height), ncols=5
-        )
+        legend = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*legend, loc="upper left", bbox_to_anchor=(0, 1 - 0.23 / height), ncols=5)
         return save(figure, path, [said])
 
 
 def _growth(axes: Axes, growth: Mapping[tuple[str, str], Spread], settings: Settings) -> None:
     """Medians of the seeds by block type; of the whole matrix with the range of the seeds, and in numbers at the right."""
-    rows = range(len(settings.placements))
+    rows: dict[str, int] = {}
+    for k, (family, names) in enumerate(settings.families.items()):
+        axes.text(0.01, len(rows) + k, family, transform=axes.get_yaxis_transform(), va="center", fontsize=7, style="italic")
+        rows |= {name: len(rows) + k + 1 + j for j, name in enumerate(names)}
+    at, whole = list(rows.values()), {name: growth[name, "all"] for name in rows}
     for group in ("QK", "FFN", "VO"):
-        medians = [growth[name, group].median for name in settings.placements]
-        axes.plot(medians, rows, TYPE_MARKS[group], color=TYPE_COLOURS[group], markersize=3, linestyle="", label=f"block {group}")
-    whole = [growth[name, "all"] for name in settings.placements]
-    axes.hlines(
-        rows, [one.low for one in whole], [one.high for one in whole], color=INK, linewidth=1.4, label="range of the seeds"
-    )
-    axes.plot([one.median for one in whole], rows, "o", color=INK, markersize=5, linestyle="", label="whole Hessian, median")
-    for y, one in enumerate(whole):
+        look: Any = {"marker": TYPE_MARKS[group], "color": TYPE_COLOURS[group], "markersize": 3, "linestyle": ""}
+        axes.plot([growth[name, group].median for name in rows], at, label=f"block {group}", **look)
+    lows, highs = [one.low for one in whole.values()], [one.high for one in whole.values()]
+    axes.hlines(at, lows, highs, color=INK, linewidth=1.4, label="range of the seeds")
+    axes.plot([one.median for one in whole.values()], at, "o", color=INK, markersize=5, label="whole Hessian, median")
+    for name, one in whole.items():
         text = f"{one.median:.2g} [{one.low:.2g}, {one.high:.2g}]"
-        axes.text(1.01, y, text, transform=axes.get_yaxis_transform(), va="center", fontsize=6.5, color=FAINT)
+        axes.text(1.01, rows[name], text, transform=axes.get_yaxis_transform(), va="center", fontsize=6.5, color=FAINT)
     axes.axvline(1.0, color=FAINT, linewidth=0.8)
     axes.xaxis.set_major_formatter("{x:g}")
-    for end, family in zip(accumulate(map(len, settings.families.values())), settings.families, strict=True):
-        axes.axhline(end - 0.5, color=FAINT, linewidth=0.5, linestyle=":")
-        axes.text(
-            0.99, end - 0.6, family, transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=6.5, color=FAINT
-        )
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(at, list(rows))
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
