@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from importlib.util import find_spec
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if hasattr(item, "callspec") and any(isinstance(x, str) and x == "curvlinops" for x in item.callspec.params.values()):
             item.add_marker(pytest.mark.skip(reason="curvlinops is not installed"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of later garbage collections, each of which would walk through all of torch and sympy."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

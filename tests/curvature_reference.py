@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,6 +15,11 @@ import hessiankit as hk
 Loss = Callable[[Tensor, Tensor], Tensor]
 ZERO = 1e-14
 """Blocks whose entries are all below this, relative to the largest of the whole matrix, count as zero on both sides."""
+
+
+def sample(cases: Iterable[Any], every: int) -> list[Any]:
+    """One case in so many for parametrize; the others are run by ``-m exhaustive`` alone."""
+    return [case if not k % every else pytest.param(case, marks=pytest.mark.exhaustive) for k, case in enumerate(cases)]
 
 
 def draw(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:

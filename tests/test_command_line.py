@@ -128,7 +128,7 @@ def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "command",
     [
-        "study --quick --no-full --loss mse --steps 2 --batch 4",
+        "study --quick --no-full --loss mse --steps 2 --batch 4 --d-model 4 --d-ff 5",
         "check --model my_models:make --shape 2,6",
         "hessian --tokens 2",
         "hessian --tokens 2 --dry-run",

@@ -51,8 +51,6 @@ def transformer() -> tuple[nn.Module, Tensor, Tensor]:
 
 CASES = {
     "classifier": (classifier, "cross_entropy"),
-    "post": (lambda: block("post"), "mse"),
-    "pre, causal": (lambda: block("pre", causal=True), "mse"),
     "hybridnorm": (lambda: block("hybridnorm"), "mse"),
     "peri, swiglu": (lambda: block("sandwich", activation="swiglu", norm="rmsnorm"), "mse"),
     "language model": (transformer, "cross_entropy"),

@@ -6,6 +6,7 @@ Some of these models cast to float32 inside (norms, rotary angles, router, logit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,16 +79,14 @@ def padded(side: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return {"input_ids": TOKENS * mask, "attention_mask": mask}, LABELS.masked_fill(mask == 0, -100)
 
 
-@every_attention
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(("name", "attention"), zip(CAUSAL, itertools.cycle(ATTENTIONS)))
 def test_causal_model_with_padding(name, attention):
     side = "padded left" if name in ("GPT-2", "Qwen2") else "padded right"
     checked(build(CAUSAL[name], attention, use_cache=False), *padded(side), loss="cross_entropy")
 
 
 @pytest.mark.slow
-@every_attention
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(("name", "attention"), zip(CAUSAL, itertools.cycle(ATTENTIONS[::-1])))
 def test_loss_of_a_causal_model(name, attention):
     batch = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS), "labels": LABELS}
     report = checked(build(CAUSAL[name], attention, use_cache=False), batch, loss=None)
@@ -101,8 +100,7 @@ def test_cache(name):
 
 
 @pytest.mark.slow
-@every_attention
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(("name", "attention"), zip(MIXTURES, ATTENTIONS, strict=True))
 def test_mixture_of_experts(name, attention):
     checked(build(MIXTURES[name], attention, use_cache=False), *padded("padded right"), loss="cross_entropy", directions=1)
 
@@ -126,27 +124,24 @@ def test_grouped_products_of_experts_have_no_float64():
 
 
 @pytest.mark.slow
-@every_attention
-def test_masked_language_model(attention):
-    module = build(lambda **o: hf.BertForMaskedLM(hf.BertConfig(**BERT, **o)), attention)
+def test_masked_language_model():
+    module = build(lambda **o: hf.BertForMaskedLM(hf.BertConfig(**BERT, **o)), "sdpa")
     inputs, labels = padded("padded right")
     checked(module, inputs, labels, loss="cross_entropy")
     checked(module, {**inputs, "labels": labels}, loss=None)
 
 
 @pytest.mark.slow
-@every_attention
-def test_sequence_classification(attention):
-    module = build(lambda **o: hf.BertForSequenceClassification(hf.BertConfig(**BERT, num_labels=3, **o)), attention)
+def test_sequence_classification():
+    module = build(lambda **o: hf.BertForSequenceClassification(hf.BertConfig(**BERT, num_labels=3, **o)), "eager")
     inputs, _ = padded("padded right")
     checked(module, inputs, torch.tensor([0, 2]), loss="cross_entropy")
 
 
 @pytest.mark.slow
-@every_attention
-def test_image_classification(attention):
+def test_image_classification():
     sizes = {"image_size": 4, "patch_size": 2, "num_channels": 2, "num_labels": 3}
-    module = build(lambda **o: hf.ViTForImageClassification(hf.ViTConfig(**ENCODER, **sizes, **o)), attention)
+    module = build(lambda **o: hf.ViTForImageClassification(hf.ViTConfig(**ENCODER, **sizes, **o)), "sdpa")
     checked(module, {"pixel_values": images()}, torch.tensor([0, 2]), loss="cross_entropy")
     checked(module, {"pixel_values": images(), "labels": torch.tensor([0, 2])}, loss=None)
 
@@ -179,8 +174,7 @@ class Alone(nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
-@every_attention
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "attention"), zip(BLOCKS, itertools.cycle(ATTENTIONS[::-1])))
 def test_block(name, attention):
     width = 8 if name == "Llama" else 4
     x, fixed = draw(2, 5, width), {}

@@ -31,7 +31,7 @@ from hessiankit.support.jsonl import read_records
 
 pytestmark = pytest.mark.slow
 
-SAMPLE = len(PLACEMENTS)  # the placements take turns: one case each
+SAMPLE = len(PLACEMENTS) // 2  # the placements take turns
 ROOT = Path(__file__).parent.parent
 CHEAP = PlacementCase("post", "layernorm", "relu", "1", "none", 1, "mse")
 
@@ -50,11 +50,11 @@ def test_the_grid_is_the_whole_product():
     assert {case.placement for case in everything} == set(PLACEMENTS)
 
 
-def test_the_sample_passes_and_covers_every_placement_and_option(out):
+def test_the_sample_passes_and_covers_every_option(out):
     finished = list(read_records(out / "cases.jsonl", finished_case))
     assert all(one.passed and 0 < one.error <= 1e-10 and one.identities > 0 for one in finished)
     assert [one.case for one in finished] == cases(sample=SAMPLE)
-    assert {one.case.placement for one in finished} == set(PLACEMENTS)
+    assert len({one.case.placement for one in finished}) == SAMPLE
     for option, values in OPTIONS.items():
         assert {getattr(one.case, option) for one in finished} == set(values)
 

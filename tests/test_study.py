@@ -10,6 +10,8 @@ import pytest
 
 from hessiankit.cli.main import main
 
+SMALL = ("--d-model", "4", "--d-ff", "5", "--steps", "5", "--batch", "4")
+
 
 def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "--quick", "--table", "--out", str(tmp_path)]) == 0
@@ -43,7 +45,7 @@ def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.Monke
         return found if tangents is None or bar is not None else tuple(None if c is None else -c for c in found)
 
     monkeypatch.setattr(LinearisedSoftmax, "pull", other)
-    assert main(["study", "--quick", "--loss", "mse", "--no-full", "--out", str(tmp_path)]) == 1
+    assert main(["study", "--quick", "--loss", "mse", "--no-full", *SMALL, "--out", str(tmp_path)]) == 1
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,6 @@ def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_options_count_beside_quick(tmp_path: Path) -> None:
-    assert main(["study", "--quick", "--loss", "mse", "--d-ff", "5", "--seed", "3", "--no-full", "--out", str(tmp_path)]) == 0
+    assert main(["study", "--quick", "--loss", "mse", *SMALL, "--seed", "3", "--no-full", "--out", str(tmp_path)]) == 0
     options = json.loads((tmp_path / "report.json").read_text())["options"]
-    assert (options["d_ff"], options["d_model"], options["seed"], options["losses"]) == (5, 8, 3, ["mse"])
+    assert (options["d_ff"], options["d_model"], options["seed"], options["losses"]) == (5, 4, 3, ["mse"])

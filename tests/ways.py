@@ -176,7 +176,8 @@ def central_differences(make: Callable[[], Case], *, fresh: bool = False) -> Ten
 
 def picture(*things: Any) -> list[Any]:
     """Return all that can be seen of modules, tensors and containers, and the states of the random numbers: for ``==``."""
-    states = [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]  # noqa: NPY002
+    state: Any = np.random.get_state()  # noqa: NPY002
+    states = [torch.get_rng_state().tolist(), random.getstate(), str(state[0]), state[1].tobytes(), state[2:]]
     seen: dict[int, Any] = {}
     return [*states, torch.get_default_dtype(), torch.is_grad_enabled(), *(_picture(thing, seen) for thing in things)]
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from curvature_reference import sample
 from malformed import complaint, plainly_wrong, pool
 from public_calls import CALLS, PATIENT
 
@@ -42,11 +43,12 @@ def test_right_arguments_are_taken(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", sample(range(3), 3))
 @pytest.mark.parametrize("name", CALLS)
-def test_one_wrong_argument(name):
+def test_one_wrong_argument(name, part):
     call = CALLS[name]
     found = []
-    for argument, what in wrong(name):
+    for argument, what in list(wrong(name))[part::3]:
         arguments = call.right()
         arguments[argument] = pool(arguments[argument])[what]()
         if answer := complaint(call, arguments):
