@@ -48,14 +48,30 @@ def test_mean_over_all_label_vectors_is_the_fisher_diagonal(case, micro_batch, t
 def test_labels_of_the_data_are_biased(case):
     model, x, y, fisher = case
     parts, counted = model_parts(model), y != -100
-    found = replicates(model, x, y, estimator="empirical_fisher")
+    found = replicates(model, x, y, kind="fisher-empirical")
     assert found.draws == 1
     once = expectation(found, torch.ones(1).double())
     assert relative(once, fisher) > 0.1
     logs = torch.log_softmax(model(x), -1)[counted].gather(1, y[counted].unsqueeze(1))[:, 0]
     mean = sum(squares(log, model, parts) for log in logs) / len(logs)
     assert relative(once, mean) > 0.1  # nor the mean of the squares: cross terms remain
-    assert "EMPIRICAL Fisher" in sharpness(model, x, y, estimator="empirical_fisher").table()
+    report = sharpness(model, x, y, kind="fisher-empirical")
+    assert "EMPIRICAL Fisher" in report.table()
+    with pytest.warns(DeprecationWarning, match=r"estimator='empirical_fisher' is now kind='fisher-empirical'"):
+        former = sharpness(model, x, y, estimator="empirical_fisher")
+    assert (former.kind, former.to_dict()["types"]) == ("fisher-empirical", report.to_dict()["types"])
+
+
+@pytest.mark.parametrize("kind", ["ggn", "fisher", "hessian"])
+def test_exact_kinds(case, kind):
+    model, x, y, fisher = case
+    report = sharpness(model, x, y, kind=kind)
+    assert (report.kind, report.draws) == (kind, 0)
+    assert report.to_dict()["types"] == exact_sharpness(model, x, y, kind=kind).to_dict()["types"]
+    if kind != "hessian":
+        assert relative(report.replicates.values[0, 0], fisher) < 1e-12
+    with pytest.raises(InputError, match=f"draws= is for drawn labels, and kind='{kind}' draws none"):
+        sharpness(model, x, y, kind=kind, draws=3)
 
 
 def one_uniform_number(logits, counted):

@@ -259,7 +259,7 @@ CALLS = {
     "sharpness": Call(
         hk.sharpness,
         on_language(
-            loss="cross_entropy", draws=2, seed=0, per="token", estimator="fisher", micro_batch=None, parts=None, confidence=0.95,
+            loss="cross_entropy", draws=2, seed=0, per="token", kind="fisher-mc", micro_batch=None, parts=None, confidence=0.95,
             histograms=False, numbers=None, shift=None, progress=None,
         ),
         ("sharpness",),

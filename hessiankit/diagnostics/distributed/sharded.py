@@ -225,7 +225,7 @@ def sharded_replicates(
         sequences,
         options.per,
         options.loss,
-        options.estimator,
+        options.kind,
         options.seed,
         measured.frozen,
         tuple(name for name in parameters if name in set.intersection(*ranks.gather(sums.unused))),

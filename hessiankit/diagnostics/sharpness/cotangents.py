@@ -77,7 +77,7 @@ def cotangents(
     target = aligned(who, batch, output.shape, options.loss)
     _check_finite(who, output, batch, masked=options.loss == "cross_entropy")
     draws, seed, by_token = options.label_draws, options.seed, options.per == "token"
-    data = options.estimator == "empirical_fisher"
+    data = options.kind == "fisher-empirical"
     B, classes, z = output.shape[0], output.shape[-1], output.detach()
     rows: Tensor | None = None
     if options.loss == "mse":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, check_devices, evaluating, micro_batches
-from hessiankit.diagnostics.sharpness.options import LOSSES, PER, measured_parts
+from hessiankit.diagnostics.sharpness.options import EXACT, LOSSES, PER, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
 from hessiankit.diagnostics.sharpness.replicate import Replicates, replicates, squared_norms
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
@@ -48,8 +48,8 @@ def exact_sharpness(
         target: The target of one batch.
         loss: ``"cross_entropy"`` or ``"mse"``.
         per: ``"token"`` or ``"sequence"``.
-        kind: ``"ggn"``, the mean of h, which does not depend on the labels; or ``"hessian"``, the second derivative of the
-            loss with the data's labels, which may be negative.
+        kind: ``"ggn"``, which is ``"fisher"``, the mean of h, which does not depend on the labels; or ``"hessian"``, the second
+            derivative of the loss with the data's labels, which may be negative.
         micro_batch: Sequences that the model is called with at once; the result does not depend on it.
         parts: The parts that get a number each.
         histograms: Whether to make histograms of the diagonal's entries.
@@ -69,7 +69,7 @@ def exact_sharpness(
     start = time.perf_counter()
     check_name(WHO, "loss", loss, LOSSES)
     check_name(WHO, "per", per, PER)
-    check_name(WHO, "kind", kind, ("ggn", "hessian"))
+    check_name(WHO, "kind", kind, EXACT)
     measured = measured_parts(model, parts)
     pairs, tokens, sequences = [], 0, 0
     batches = micro_batches(WHO, data, target, micro_batch=micro_batch, shift=shift)
@@ -124,7 +124,7 @@ def sharpness(
     draws: int = 8,
     seed: int = 0,
     per: str = "token",
-    estimator: str = "fisher",
+    kind: str = "fisher-mc",
     micro_batch: int | None = None,
     parts: Iterable[Part] | None = None,
     confidence: float = 0.95,
@@ -133,6 +133,7 @@ def sharpness(
     shift: bool | None = None,
     progress: Tell | None = None,
     exact: bool = False,
+    estimator: str | None = None,
 ) -> SharpnessReport:
     r"""Return the average sharpness S = Tr h / # of each block type, eq. (3)-(4) of The Sharpness Disparity Principle.
 
@@ -160,8 +161,10 @@ def sharpness(
         per: Term of the mean: ``"token"`` (for squared error an entry), or ``"sequence"``: L is then the mean over
             sequences of the sum over a sequence's tokens, which makes every S larger by the tokens per sequence
             (sharpness-disparity/eq3-b).
-        estimator: ``"fisher"``, or ``"empirical_fisher"``: the same with the labels of the data, which is no estimate of the
-            Fisher information (sharpness-disparity/eq3-labels) and depends on the micro-batches.
+        kind: ``"fisher-mc"``; ``"fisher-empirical"``: the same with the labels of the data, which is no estimate of the Fisher
+            information (sharpness-disparity/eq3-labels) and depends on the micro-batches; or, exactly and for small models,
+            ``"ggn"``, which is ``"fisher"``, what infinitely many draws would give, and ``"hessian"``, see
+            :func:`hessiankit.diagnostics.sharpness.exact_sharpness`. Options of draws and labels are then refused.
         micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
         parts: The parts that get a number each; by default ``hessiankit.partition.model_parts(model)``.
         confidence: Of the intervals.
@@ -170,8 +173,8 @@ def sharpness(
         numbers: The numbers of the sequences in the whole data, if ``data`` are a part of it.
         shift: Whether the labels of a mapping are compared one place later; None: where they are sequences.
         progress: Called with (what, done, total), e.g. what :func:`hessiankit.support.progress.progress_bar` yields.
-        exact: Whether to take the exact diagonal of the Gauss-Newton matrix, which infinitely many draws would give; for small
-            models (:func:`hessiankit.diagnostics.sharpness.exact_sharpness`). Options of draws and labels are then refused.
+        exact: The same as ``kind="ggn"``.
+        estimator: The former name of ``kind``, whose words were ``"fisher"`` and ``"empirical_fisher"``.
 
     Raises:
         InputError: If an argument cannot be used, or an output or a gradient is not finite.
@@ -188,13 +191,14 @@ def sharpness(
     >>> report.types["Head"].value, report.types["Head"].standard_error
     (9.0, 0.0)
     """
-    if exact:
-        drawn = {"draws": (draws, 8), "seed": (seed, 0), "estimator": (estimator, "fisher"), "numbers": (numbers, None)}
+    if exact or kind in EXACT:
+        asked = "exact=True" if exact else f"kind={kind!r}"
+        drawn = {"draws": (draws, 8), "seed": (seed, 0), "estimator": (estimator, None), "numbers": (numbers, None)}
+        drawn |= {"kind": (kind, "fisher-mc")} if exact and kind != "ggn" else {}
         if unused := [name for name, (value, default) in drawn.items() if value != default]:
-            raise InputError(f"sharpness: {unused[0]}= is for drawn labels, and exact=True draws none; leave one out")
-        return exact_sharpness(
-            model, data, target, loss=loss, per=per, micro_batch=micro_batch, parts=parts, histograms=histograms, shift=shift
-        )
+            raise InputError(f"sharpness: {unused[0]}= is for drawn labels, and {asked} draws none; leave one out")
+        options: dict[str, Any] = {"micro_batch": micro_batch, "parts": parts, "histograms": histograms, "shift": shift}
+        return exact_sharpness(model, data, target, loss=loss, per=per, kind="ggn" if exact else kind, **options)
     found = replicates(
         model,
         data,
@@ -203,6 +207,7 @@ def sharpness(
         draws=draws,
         seed=seed,
         per=per,
+        kind=kind,
         estimator=estimator,
         micro_batch=micro_batch,
         parts=parts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,7 +15,9 @@ from hessiankit.support.progress import Tell
 WHO = "sharpness"
 LOSSES = ("cross_entropy", "mse")
 PER = ("token", "sequence")
-ESTIMATORS = ("fisher", "empirical_fisher")
+DRAWN, EXACT = ("fisher-mc", "fisher-empirical"), ("ggn", "fisher", "hessian")
+"""Kinds of :func:`hessiankit.hessian_operator` by their gradients, and those whose diagonal is exact."""
+ESTIMATORS = {"fisher": "fisher-mc", "empirical_fisher": "fisher-empirical"}  # former words for kinds
 
 
 @dataclass(frozen=True)
@@ -25,18 +28,26 @@ class SharpnessOptions:
     draws: int = 8
     seed: int = 0
     per: str = "token"
-    estimator: str = "fisher"
+    kind: str = "fisher-mc"
     micro_batch: int | None = None
     parts: Iterable[Part] | None = None
     histograms: bool = False
     numbers: Iterable[int] | None = None
     shift: bool | None = None
     progress: Tell | None = None
+    estimator: str | None = None
 
     def __post_init__(self) -> None:
         check_name(WHO, "loss", self.loss, LOSSES)
         check_name(WHO, "per", self.per, PER)
-        check_name(WHO, "estimator", self.estimator, ESTIMATORS)
+        if self.estimator is not None:
+            check_name(WHO, "estimator", self.estimator, ESTIMATORS)
+            new = ESTIMATORS[self.estimator]
+            message = f"sharpness: estimator={self.estimator!r} is now kind={new!r}; the old name goes with 1.0"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            object.__setattr__(self, "kind", new)
+            object.__setattr__(self, "estimator", None)
+        check_name(WHO, "kind", self.kind, DRAWN)
         if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 1:
             raise InputError(f"{WHO}: draws={self.draws!r} draws no labels; pass 1 or more (2 or more for a standard error)")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
@@ -45,7 +56,7 @@ class SharpnessOptions:
     @property
     def label_draws(self) -> int:
         """Label vectors of a micro-batch: one where the labels are those of the data."""
-        return self.draws if self.estimator == "fisher" else 1
+        return self.draws if self.kind == "fisher-mc" else 1
 
 
 @dataclass(frozen=True, eq=False)

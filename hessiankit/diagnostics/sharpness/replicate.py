@@ -35,7 +35,7 @@ class Replicates:
         sequences: Number of sequences, of which at least one position counts.
         per: ``"token"`` or ``"sequence"``: what a term is.
         loss: ``"cross_entropy"`` or ``"mse"``.
-        estimator: ``"fisher"``, ``"empirical_fisher"``, or ``"ggn"`` and ``"hessian"`` for exact values.
+        kind: ``"fisher-mc"``, ``"fisher-empirical"``, or ``"ggn"`` and ``"hessian"`` for exact values.
         seed: Of the labels.
         frozen: Parameters that were left out because they do not require a gradient.
         unused: Parameters that no output depended on; their h is 0.
@@ -52,7 +52,7 @@ class Replicates:
     sequences: int
     per: str
     loss: str
-    estimator: str
+    kind: str
     seed: int
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ def joined(found: Sequence[Replicates]) -> Replicates:
         raise InputError(f"{WHO}: joined() was given nothing; pass at least one Replicates")
     first = found[0]
     for other in found[1:]:
-        for name in ("parts", "draws", "per", "loss", "estimator", "seed"):
+        for name in ("parts", "draws", "per", "loss", "kind", "seed"):
             if getattr(first, name) != getattr(other, name):
                 raise InputError(f"{WHO}: joined() was given Replicates whose {name} differ; repeat the measurements alike")
         if not torch.allclose(first.squared_norms, other.squared_norms, rtol=1e-6, atol=0.0):
@@ -137,7 +137,7 @@ def replicates(
         sequences,
         own.per,
         own.loss,
-        own.estimator,
+        own.kind,
         own.seed,
         measured.frozen,
         tuple(name for name in measured.parameters if name in sums.unused),

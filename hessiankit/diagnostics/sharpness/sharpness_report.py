@@ -21,9 +21,10 @@ from hessiankit.support.tables import Piece, Printed, table
 
 K = TypeVar("K", bound=Hashable)
 NAMES = {
-    "fisher": "Fisher information (labels drawn from the model)",
-    "empirical_fisher": "EMPIRICAL Fisher (the data's own labels: not the Fisher information, and its cross terms do not cancel)",
+    "fisher-mc": "Fisher information (labels drawn from the model)",
+    "fisher-empirical": "EMPIRICAL Fisher (the data's own labels: not the Fisher information, and its cross terms do not cancel)",
     "ggn": "exact Gauss-Newton matrix",
+    "fisher": "exact Fisher information",
     "hessian": "exact Hessian",
 }
 
@@ -50,7 +51,7 @@ class SharpnessReport(Printed):
         micro_batches: How many; h is squared in each, then averaged.
         draws: Draws of the labels; 0 where the values are exact.
         per: ``"token"`` or ``"sequence"``.
-        estimator: ``"fisher"``, ``"empirical_fisher"``, ``"ggn"`` or ``"hessian"``.
+        kind: ``"fisher-mc"``, ``"fisher-empirical"``, ``"ggn"`` or ``"hessian"``.
         loss: ``"cross_entropy"`` or ``"mse"``.
         seed: Of the labels.
         confidence: Of the intervals.
@@ -73,7 +74,7 @@ class SharpnessReport(Printed):
     micro_batches: int
     draws: int
     per: str
-    estimator: str
+    kind: str
     loss: str
     seed: int
     confidence: float
@@ -141,7 +142,7 @@ class SharpnessReport(Printed):
     def _headline(self) -> str:
         term = {"token": "tokens" if self.loss == "cross_entropy" else "entries", "sequence": "sequences"}[self.per]
         terms = f"mean over {self.terms:,} {term}" + ("" if self.per == "sequence" else f" of {self.sequences:,} sequences")
-        parts = [f"average sharpness, {NAMES[self.estimator]}", self.loss.replace("_", " "), terms]
+        parts = [f"average sharpness, {NAMES[self.kind]}", self.loss.replace("_", " "), terms]
         if self.draws:
             parts += [_count(self.draws, "draw"), _count(self.micro_batches, "micro-batch", "es")]
         return ", ".join(parts) + f", {self.seconds:.1f} s"
@@ -178,7 +179,7 @@ class SharpnessReport(Printed):
         yield from self._remarks()
 
 
-_PLAIN = ("terms", "sequences", "micro_batches", "draws", "per", "estimator", "loss", "seed", "confidence", "seconds")
+_PLAIN = ("terms", "sequences", "micro_batches", "draws", "per", "kind", "loss", "seed", "confidence", "seconds")
 
 
 def _count(n: int, what: str, plural: str = "s") -> str:
@@ -190,7 +191,7 @@ def _listing(names: tuple[str, ...]) -> str:
 
 
 def _drawn(own: Replicates) -> bool:
-    return own.estimator == "fisher"
+    return own.kind == "fisher-mc"
 
 
 def _mean(own: Replicates, chosen: Callable[[Part], bool]) -> Tensor:
@@ -242,7 +243,7 @@ def report_of(own: Replicates, *, confidence: float = 0.95) -> SharpnessReport:
         micro_batches=len(own.terms),
         draws=own.draws if _drawn(own) else 0,
         per=own.per,
-        estimator=own.estimator,
+        kind=own.kind,
         loss=own.loss,
         seed=own.seed,
         confidence=confidence,
