@@ -4,8 +4,10 @@ T = c X W_Q W_K^T X^T with c = 1/sqrt(d_K), and A is the row-wise softmax of T (
 "Closing the Curvature Gap", Theorem 9 and Lemma 2. With W = W_V W_O (or W_V) and U = I_L (x) (X W)^T, every first
 derivative through the softmax is U A'(T) T_a, with T_a the derivative of the logits:
 
-    T_Q = c (X (x) X W_K),   T_K = c (X W_Q (x) X) K_{d_K,d_V},
-    T_X = c [I_L (x) X W_K W_Q^T + (X W_Q W_K^T (x) I_L) K_{d_V,L}].
+```math
+T_Q = c\,(X\otimes XW_K),\qquad T_K = c\,(XW_Q\otimes X)\,K_{d_K,d_V},\qquad
+T_X = c\,[I_L\otimes XW_KW_Q^\top + (XW_QW_K^\top\otimes I_L)\,K_{d_V,L}]
+```
 """
 
 from __future__ import annotations

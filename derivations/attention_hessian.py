@@ -59,12 +59,14 @@ def phi_kk(at: AttentionPoint) -> Matrix:
 
 
 def by_value_weight(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
-    """Return d2F/dW_i dW_j for W_i one of W_V and W_O, and W_j any argument, X included.
+    r"""Return d2F/dW_i dW_j for W_i one of W_V and W_O, and W_j any argument, X included.
 
     With R_j = d(A X)/dW_j, which vanishes for W_V and W_O,
 
-        W_V:  d(A X (x) W_O^T)/d(A X) R_j                       + [j = O]  d(A X (x) W_O^T)/dW_O
-        W_O:  d(A X W_V (x) I)/d(A X W_V) {(I_L (x) W_V^T) R_j  + [j = V]  A X (x) I} .
+    ```math
+    W_V:\ \frac{\partial(AX\otimes W_O^\top)}{\partial(AX)}\,R_j + [j = O]\,\frac{\partial(AX\otimes W_O^\top)}{\partial W_O}
+    \qquad W_O:\ \frac{\partial(AXW_V\otimes I)}{\partial(AXW_V)}\,\{(I_L\otimes W_V^\top)R_j + [j = V]\,AX\otimes I\}
+    ```
 
     Without W_O the first is Phi_VQ = c (I_L (x) S) Z_1 (I (x) W_K), and likewise Phi_VK (not printed) and Phi_VV = 0.
     Corrected (curvature-gap/phi_vq): the print keeps the loss factor. The blocks of W_O are new.
@@ -94,12 +96,15 @@ def by_query_or_key(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
 
 
 def input_hessian(at: AttentionPoint, name_i: str, name_j: str) -> Matrix:
-    """Return d2F where at least one argument is X, of shape (L d_out n_i) x n_j.
+    r"""Return d2F where at least one argument is X, of shape (L d_out n_i) x n_j.
 
     For i in {X, Q, K} the first derivative is U A' T_i, to which X adds A (x) W^T, so that by the product rule
 
-        d_j (U A' T_i)   = (I (x) (A' T_i)^T) dU/dj + (U (x) T_i^T) A'' T_j + (U A' (x) I) dT_i/dj
-        d_j (A (x) W^T)  = d(A (x) W^T)/dA A' T_j + d(A (x) W^T)/dW dW/dj .
+    ```math
+    \partial_j(UA'T_i) = (I\otimes(A'T_i)^\top)\,\partial_jU + (U\otimes T_i^\top)A''T_j + (UA'\otimes I)\,\partial_jT_i
+    \qquad \partial_j(A\otimes W^\top) = \frac{\partial(A\otimes W^\top)}{\partial A}A'T_j
+    + \frac{\partial(A\otimes W^\top)}{\partial W}\,\partial_jW
+    ```
     """
     if name_i in ("W_V", "W_O"):
         return by_value_weight(at, name_i, name_j)

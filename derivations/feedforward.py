@@ -3,9 +3,11 @@ r"""The feed-forward network with its residual, S = Y + sigma(Y W_1 + 1 b_1^T) W
 Five Jacobians and 25 second derivatives. With the pre-activations
 U = Y W_1 + 1 b_1^T, P_2 = I_L (x) W_2^T, D_r = diag(vec_r sigma^(r)(U)), and Q_a = dU/da for a in {Y, W_1, b_1},
 
-    Q_Y = I_L (x) W_1^T,   Q_{W_1} = Y (x) I_{d_ff},   Q_{b_1} = 1_L (x) I_{d_ff},
-
-    dS/da = P_2 D_1 Q_a  (+ I for Y),     dS/dW_2 = sigma(U) (x) I,     dS/db_2 = 1_L (x) I .
+```math
+Q_Y = I_L\otimes W_1^\top,\qquad Q_{W_1} = Y\otimes I_{d_{ff}},\qquad Q_{b_1} = 1_L\otimes I_{d_{ff}},\qquad
+\frac{\partial S}{\partial a} = P_2D_1Q_a + [a = Y]\,I,\qquad \frac{\partial S}{\partial W_2} = \sigma(U)\otimes I,\qquad
+\frac{\partial S}{\partial b_2} = 1_L\otimes I
+```
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ The d features of a row fall into g groups of d/g in a row, each of which is (fo
 scale; gain and shift have all d entries. The groups of X in R^{L x d} are the rows of X read as (L g) x (d/g), and reading
 it so leaves vec_r(X) as it is. So this is the norm of (L g) rows, then a gain of L rows, joined by the chain rule:
 
-    dN/dX = (I_L (x) diag gamma) (P (x) I) (I_{Lg} (x) C - V V^T / (d/g)),   with P, V those of the (L g) rows
+```math
+\frac{\partial N}{\partial X} = (I_L\otimes\mathrm{diag}\,\gamma)(P\otimes I)\Big(I_{Lg}\otimes C - \frac{VV^\top}{d/g}\Big)
+```
 
-and C the centring matrix, or the identity for RMSNorm.
+with P and V those of the (L g) rows and C the centring matrix, or the identity for RMSNorm.
 """
 
 from __future__ import annotations

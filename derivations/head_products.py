@@ -3,7 +3,10 @@ r"""The two matrix products of attention, head by head: the scores c Q_h K_h^T a
 The heads are stacked: Q is (H L) x d_k, with the L rows of the first head first. A product of two matrices is bilinear, so
 its second derivatives are the constant mixed ones. With one head,
 
-    dT/dQ = c (I_L (x) K),   dT/dK = c (Q (x) I_S) K_{d_k,S},   dC/dA = I_L (x) V^T,   dC/dV = A (x) I
+```math
+\frac{\partial T}{\partial Q} = c\,(I_L\otimes K),\qquad \frac{\partial T}{\partial K} = c\,(Q\otimes I_S)\,K_{d_k,S},\qquad
+\frac{\partial C}{\partial A} = I_L\otimes V^\top,\qquad \frac{\partial C}{\partial V} = A\otimes I
+```
 
 (Properties 2 and 5 of "Closing the Curvature Gap", and its G_K with the commutation of curvature-gap/g_k); with more,
 these are block diagonal over the heads.

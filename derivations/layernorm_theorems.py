@@ -2,7 +2,9 @@ r"""Theorems 2 and 3 of "Closing the Curvature Gap": the LayerNorm Jacobian and 
 
 LayerNorm(X) = P(X) M(X) for X in R^{L x d}, with gamma = 1, beta = 0, eps = 0, and
 
-    M = X - X 1 1^T / d,    sigma = (M^{o2} 1)^{o1/2} / sqrt(d),    D = diag(sigma),    P = D^{-1}.
+```math
+M = X - X11^\top/d,\qquad \sigma = (M^{\circ2}1)^{\circ1/2}/\sqrt d,\qquad D = \mathrm{diag}(\sigma),\qquad P = D^{-1}
+```
 
 ``derivations.normalization`` has the compact forms, for any gain, shift and eps, that these expand to. Every object of
 Appendix C.2 and C.3 is here under its own letter; a name ``dA1`` denotes dA_1/dX. The printed Hessian is right in its
@@ -222,9 +224,12 @@ class LayerNormTheorems:
 
     @cached_property
     def hessian(self) -> Matrix:
-        """d2LN/dX2, (Ld)^2 x Ld: the product rule applied to the two terms of Theorem 2 (curvature-gap/thm3-skel).
+        r"""d2LN/dX2, (Ld)^2 x Ld: the product rule applied to the two terms of Theorem 2 (curvature-gap/thm3-skel).
 
-            ((P (x) I_d) (x) I) d2M + (I (x) dM^T) d(P (x) I_d) + ((I_L (x) M^T) (x) I) d2P + (I (x) dP^T) d(I_L (x) M^T)
+        ```math
+        (P\otimes I_d\otimes I)\,\partial^2M + (I\otimes(\partial M)^\top)\,\partial(P\otimes I_d)
+        + (I_L\otimes M^\top\otimes I)\,\partial^2P + (I\otimes(\partial P)^\top)\,\partial(I_L\otimes M^\top)
+        ```
 
         Corrected (curvature-gap/thm3-full) through its pieces.
         """

@@ -3,7 +3,11 @@ r"""Squared error and cross entropy: value, gradient row and Hessian in vec_r, a
 Squared error is the mean over all entries, l = ||Z - target||_F^2 / (L d_V), with second derivative
 2/(L d_V) I. Cross entropy, which the paper does not have, is the mean over the tokens, with
 
-    L' = vec_r(P - Y)^T / L,    L'' = blockdiag(diag(p_i) - p_i p_i^T) / L,    P = softmax(logits), Y one-hot.
+```math
+\ell' = \tfrac1L\mathrm{vec}_r(P - Y)^\top,\qquad \ell'' = \tfrac1L\mathrm{blockdiag}(\mathrm{diag}(p_i) - p_ip_i^\top)
+```
+
+where P is the softmax of the logits and Y one-hot.
 
 Corrected (curvature-gap/eq7-l): below its Eq. 7 "Closing the Curvature Gap" prints the loss without 1/(L d_V) and its second
 derivative with it; the two belong together.

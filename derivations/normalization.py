@@ -2,7 +2,9 @@ r"""LayerNorm and RMSNorm at a point: one formula in vec_r, read with a centring
 
 Row i of X in R^{L x d} is centred and divided by its scale, with ^X = P X C the normalised rows:
 
-    s_i = sqrt(||C x_i||^2 / d + eps),    P = diag(1/s),    Y = ^X diag(gamma) + 1_L beta^T .
+```math
+s_i = \sqrt{\|Cx_i\|^2/d + \varepsilon},\qquad P = \mathrm{diag}(1/s),\qquad Y = \hat X\,\mathrm{diag}(\gamma) + 1_L\beta^\top
+```
 
 "Closing the Curvature Gap" treats LayerNorm with gamma = 1, beta = 0, eps = 0; its own formulas (Theorems 2 and 3) are
 in ``derivations.layernorm_theorems``. The forms below are shorter, hold for every gain, shift and eps, and give RMSNorm

@@ -2,8 +2,10 @@ r"""Row softmax: A = softmax(T), its Jacobian and its second derivative, in vec_
 
 With a a row of A, dA_j/dT_l = a_j (delta_jl - a_l), hence
 
-    dA/dT = blockdiag(diag(a_i) - a_i a_i^T)                                            (claim dA/dM)
-    d2A_ij/dT_i dT_i = A_ij (2 a a^T + E_jj - diag(a) - e_j a^T - a e_j^T)              (claim d2A/dT2).
+```math
+\frac{\partial A}{\partial T} = \mathrm{blockdiag}(\mathrm{diag}(a_i) - a_ia_i^\top),\qquad
+\frac{\partial^2A_{ij}}{\partial T_i\,\partial T_i} = A_{ij}\,(2aa^\top + E_{jj} - \mathrm{diag}(a) - e_ja^\top - ae_j^\top)
+```
 
 Derivatives read A alone. So masked logits need nothing more: the rows and columns of masked entries vanish with A (claim
 T-causal), and rational weights give exact derivatives without exponentials.

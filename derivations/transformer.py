@@ -2,7 +2,10 @@ r"""The post-norm transformer block Y = LN(X + F(X)), Z = LN(Y + FFN(Y)) in the 
 
 "Closing the Curvature Gap" writes every second derivative of the block as (Eq. 6 and 12)
 
-    H_tr^(i,j) = (J_Z (x) I_{n_i}) xi_ij + (I_{L d_V} (x) B_i^T) H_Z B_j ,     B_i = dS/dW_i,   xi_ij = dB_i/dW_j ,
+```math
+H_{tr}^{(i,j)} = (J_Z\otimes I_{n_i})\,\xi_{ij} + (I_{Ld_V}\otimes B_i^\top)\,H_ZB_j,\qquad
+B_i = \frac{\partial S}{\partial W_i},\qquad \xi_{ij} = \frac{\partial B_i}{\partial W_j},
+```
 
 with S = Y + FFN(Y). As printed, 5 of the 25 blocks of the five weights are right, 9 are wrong at generic sizes and 11
 lack a formula. Here are all of them, for smooth activations too, and those of the biases, of the
@@ -229,7 +232,9 @@ class PostNormBlockAt:
     def loss_hessian(self, target: Array, i: str, j: str) -> GaussNewton:
         r"""Return block (i, j) of the Hessian of ||Z - Target||_F^2 / (L d_V), in its outer and functional parts (Eq. 7).
 
-            2/(L d_V) [ J_i^T J_j  +  (vec_r(Z - Target)^T (x) I_{n_i}) H_tr^(i,j) ]
+        ```math
+        \frac{2}{Ld_V}\big(J_i^\top J_j + (\mathrm{vec}_r(Z - \mathrm{Target})^\top\otimes I_{n_i})\,H_{tr}^{(i,j)}\big)
+        ```
 
         Corrected (curvature-gap/eq7, curvature-gap/eq7-l): the print leaves 2/(L d_V) out of the second term, and does not
         normalise the loss.

@@ -246,8 +246,15 @@ def printed_inner_d2P(at: Pieces) -> Tensor:
 
 @claim("thm3-full", "Theorem 3; C.3", "WRONG AS PRINTED", uses=[theorem3_hessian])
 def thm3_full(seed: int) -> Evidence:
-    """the Hessian of LayerNorm, assembled from the pieces as printed
-    Correct: Theorem 3 with the corrected pieces"""
+    r"""the Hessian of LayerNorm, assembled from the pieces as printed
+    Correct: $\frac{\partial^2\mathrm{LN}}{\partial X^2} = (I\otimes G^\top)\frac{\partial(P\otimes I_{d_V})}{\partial X} +
+    (I_L\otimes M^\top\otimes I)\frac{\partial^2P}{\partial X^2} + (I\otimes H^\top)\frac{\partial(I_L\otimes M^\top)}{\partial
+    X}$ with $\frac{\partial(P\otimes I_{d_V})}{\partial X} = (I_L\otimes K_{d_V,L}\otimes I_{d_V})
+    (I_{L^2}\otimes\mathrm{vec}_r I_{d_V})\frac{\partial P}{\partial X}$,
+    $\frac{\partial^2P}{\partial X^2} = \frac{1}{\sqrt{d_V}}[(A_1\otimes I)\frac{\partial B_1}{\partial X} +
+    (I_{L^2}\otimes B_1^\top)\frac{\partial A_1}{\partial X}]$ and $\frac{\partial D}{\partial X} =
+    \frac{1}{\sqrt{d_V}}E\,\mathrm{diag}^{-1}(\mathrm{vec}_r^{1/2}(M^{\circ 2}1))(I_L\otimes 1^\top)
+    \mathrm{diag}(\mathrm{vec}_r M)\frac{\partial M}{\partial X}$"""
     return misprint(
         seed,
         lambda at: skeleton(at, printed_dPkron(at), printed_inner_d2P(at)),
