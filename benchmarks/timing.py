@@ -30,6 +30,7 @@ def in_turn(calls: Mapping[str, Callable[[int], float]], rounds: int) -> Iterato
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
+    others = gc.get_freeze_count()
     gc.freeze()  # existing objects need no further collection
     try:
         for k in range(rounds):
@@ -39,7 +40,8 @@ def in_turn(calls: Mapping[str, Callable[[int], float]], rounds: int) -> Iterato
                 seconds[name].append(calls[name](k))
             yield {name: list(values) for name, values in seconds.items()}
     finally:
-        gc.unfreeze()
+        if not others:  # what was frozen before stays so
+            gc.unfreeze()
 
 
 def all_rounds(calls: Mapping[str, Callable[[int], float]], rounds: int, limit: float = math.inf) -> dict[str, list[float]]:

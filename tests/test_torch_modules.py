@@ -61,9 +61,10 @@ def test_the_key_bias_has_no_curvature():
     assert rows[8:].abs().max() > 1e-3 * H.matrix.abs().max()
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("norm_first", "activation", "training"),
+    [(False, "relu", True), (False, "gelu", False), (True, "relu", False), (True, "gelu", True)],
+)
 def test_encoder_layer(norm_first, activation, training):
     layer = nn.TransformerEncoderLayer(4, 2, 5, 0.0, activation, batch_first=True, norm_first=norm_first)
     report = checked(randomised(layer).train(training), draw(2, 3, 4), draw(2, 3, 4, seed=7))
@@ -77,8 +78,7 @@ def test_encoder_layer_in_evaluation_mode_with_dropout():
         hk.hessian(layer.train(), draw(2, 3, 4), draw(2, 3, 4, seed=7))
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize(("norm_first", "activation"), [(False, "gelu"), (True, "relu")])
 def test_decoder_layer(norm_first, activation):
     layer = nn.TransformerDecoderLayer(4, 2, 5, 0.0, activation, batch_first=True, norm_first=norm_first)
     checked(randomised(layer).eval(), (draw(2, 3, 4), draw(2, 5, 4, seed=5)), draw(2, 3, 4, seed=7))

@@ -14,7 +14,7 @@ from second_order_reference import at, exact_hessian, exact_jacobian, same, symb
 from derivations.activation import ActivationAt, derivatives
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
 from derivations.matrix import Zero
-from derivations.normalization import LayerNormAt, RMSNormAt
+from derivations.normalization import LayerNormAt
 from derivations.pooling import MeanPoolHeadAt
 from derivations.softmax import SoftmaxAt, softmax
 
@@ -146,41 +146,3 @@ def test_rational_weights_stay_rational(name: str) -> None:
     assert second.tolist() == at(exact_hessian(outputs, T, T), values).tolist()
     if name == "cross entropy":
         assert sympy.simplify(point.value[0, 0] - outputs[0].subs(values)) == 0
-
-
-NUMBERS = {
-    "X": np.array([[Fraction(1), Fraction(-2), Fraction(4)], [Fraction(3, 2), Fraction(0), Fraction(1, 3)]], dtype=object),
-    "gamma": np.array([Fraction(2), Fraction(-1, 3), Fraction(5)], dtype=object),
-    "beta": np.array([Fraction(1), Fraction(7, 2), Fraction(0)], dtype=object),
-}
-SCALES = np.array([[Fraction(3)], [Fraction(5, 4)]], dtype=object)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [LayerNormAt, RMSNormAt])
-def test_norms_at_rational_numbers(kind: Any) -> None:
-    """eps is chosen for every row so that its scale is rational."""
-    names = ("X", "gamma", "beta") if kind is LayerNormAt else ("X", "gamma")
-    point, named = {n: NUMBERS[n] for n in names}, {n: symbols(n, *NUMBERS[n].shape) for n in names}
-
-    def centred(X: np.ndarray) -> np.ndarray:
-        return X - (X.sum(1) * Fraction(1, 3)).reshape(2, 1) if kind is LayerNormAt else X
-
-    eps = SCALES**2 - (centred(point["X"]) ** 2).sum(1).reshape(2, 1) / Fraction(3)
-    operation = kind(**point, eps=eps)
-    assert (operation.s == SCALES).all()
-    m = (
-        np.frompyfunc(sympy.nsimplify, 1, 1)(named["X"] - (named["X"].sum(1) * THIRD).reshape(2, 1))
-        if kind is LayerNormAt
-        else named["X"]
-    )
-    s = [sympy.sqrt((m[i] ** 2).sum() * THIRD + sympy.Rational(str(eps[i, 0]))) for i in range(2)]
-    outputs = np.array([[m[i, j] / s[i] * named["gamma"][j] for j in range(3)] for i in range(2)], dtype=object)
-    outputs = outputs + named["beta"] if "beta" in named else outputs
-    values = {x: v for n in names for x, v in zip(named[n].reshape(-1), point[n].reshape(-1), strict=True)}
-    for i in names:
-        assert operation.jacobian(i).dense(NUMBERS["X"]).tolist() == at(exact_jacobian(outputs, named[i]), values).tolist()
-        for j in names:
-            found = operation.hessian(i, j).dense(NUMBERS["X"])
-            assert all(isinstance(v, (int, Fraction)) for v in found.reshape(-1))
-            assert found.tolist() == at(exact_hessian(outputs, named[i], named[j]), values).tolist(), (i, j)
