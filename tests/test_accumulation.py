@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from curvature_reference import Formula, assert_exact, draw, largest_error, mse, reverse_over_reverse
+from curvature_reference import Formula, assert_exact, cross_entropy, draw, largest_error, mse, reverse_over_reverse
 from engine_cases import CASES, PRODUCTS, ROWS_MEET, SHAPES
 from torch import Tensor
+from torch.nn.functional import linear
 
 import hessiankit as hk
 from hessiankit.engine.reassociation import reassociate
@@ -78,3 +81,30 @@ def test_parameters_without_effect_have_zero_blocks() -> None:
     assert found.asymmetry <= 1e-14
     assert (found.block("V", "V") == 0).all()
     assert (found.block("V", "W") == 0).all()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_that_are_flattened_for_a_weight_cost_as_much_as_with_their_axes(batch: int) -> None:
+    """As in GPT-2, whose products with weights read tokens (B L, d), and whose loss reads logits (B L, C)."""
+
+    def attending(self: Formula, x: Tensor, *, flat: bool) -> Tensor:
+        for W, b in ((self.A, self.a), (self.C, self.c)):
+            z = (x.reshape(-1, 4) @ W + b).reshape(batch, 3, 12) if flat else x @ W + b
+            q, k, v = z.tanh().split(4, -1)
+            x = x + torch.softmax(q @ k.mT, -1) @ v
+        return linear(x.reshape(-1, 4), self.E) if flat else linear(x, self.E)
+
+    shapes = {"A": (4, 12), "a": (12,), "C": (4, 12), "c": (12,), "E": (5, 4)}
+    x, labels, found, work = draw(batch, 3, 4), torch.tensor([[0, 2, 4], [1, -100, 3]])[:batch], [], []
+    for flat in (True, False):
+        module = Formula(partial(attending, flat=flat), **shapes)
+
+        def loss(z: Tensor, t: Tensor) -> Tensor:
+            return torch.nn.functional.cross_entropy(z.reshape(-1, 5), t.reshape(-1))
+
+        f = hk.hessian_function(module, x, labels, loss=loss)
+        found.append(f())
+        work.append(sum(step.multiplications for step in f.plan.steps))
+        expected = reverse_over_reverse(module, x, labels, lambda z, t: cross_entropy(z.reshape(-1, 5), t.reshape(-1)))
+        assert largest_error(found[-1], expected) <= 1e-12
+    assert work[0] == work[1]

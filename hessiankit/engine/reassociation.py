@@ -1,16 +1,22 @@
-"""Reassociation of products of three matrices, so that rows stay apart.
+"""Rewriting of a trace so that rows stay apart: products of three matrices reassociated, axes of rows kept.
 
 Attention over tokens X at rest, A (X W_V) and Q (X W_K)^T, mixes the rows of X W. As (A X) W_V and (Q W_K^T) X^T each row of the
 result depends on one row of A or Q, and the weights multiply rows: curvature is a sum over rows and not over pairs of rows.
+
+Where a product with a weight takes X (B, L, d) as rows (B L, d), as in GPT-2, it is taken with the axes of X: attention after it
+keeps samples apart then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from derivations.linear import Linear, MatMul, Permute
+from derivations.linear import Add, Linear, MatMul, Permute, Reshape
+from derivations.loss import CrossEntropy
 from derivations.primitive import Primitive
 from derivations.softmax import Softmax
 from hessiankit.tracing.trace import Application, Trace
@@ -18,6 +24,7 @@ from hessiankit.tracing.trace import Application, Trace
 
 def reassociate(trace: Trace) -> None:
     """Rewrite the products of a trace, in place."""
+    _keep_axes(trace)
     made = {a.output: a for a in trace.applications}
     uses = Counter(at for a in trace.applications for at in a.inputs if at is not None)
     rewritten: list[Application] = []
@@ -30,6 +37,56 @@ def reassociate(trace: Trace) -> None:
             kept.append(a)
             used |= {at for at in a.inputs if at is not None}
     trace.applications[:] = kept[::-1]
+
+
+def _keep_axes(trace: Trace) -> None:
+    """Apply weights, biases and a cross entropy to values with their axes of rows, where these are flattened for it."""
+    rows: dict[int, torch.Size] = {}  # axes that values (B L, d) get again
+    for a in reversed(trace.applications):
+        before, out = a.inputs[0], trace.values[a.output]
+        if before is not None and isinstance(a.primitive, Reshape) and _flattens(out, trace.values[before]):
+            rows[before] = out.shape[:-1]
+        elif before is not None and a.output in rows and _acts_on_rows(trace, a):
+            rows[before] = rows[a.output]
+    asked = {trace.output, *trace.marked}
+    whole: dict[int, int] = {}  # values (B, L, d) by those of the same entries (B L, d)
+    same: dict[int, int] = {}  # values by those that they are a copy of
+    kept: list[Application] = []
+    for a in trace.applications:
+        a = replace(a, inputs=tuple(at if at is None else same.get(at, at) for at in a.inputs))
+        first, out = a.inputs[0], trace.values[a.output]
+        acts = first is not None and _acts_on_rows(trace, a)
+        if first in rows and first not in trace.moving and acts:
+            whole[first] = trace.add_value(trace.values[first].reshape(*rows[first], -1))
+        if isinstance(a.primitive, Reshape) and first is not None:
+            a = replace(a, inputs=(first := whole.get(first, first),))
+            if trace.values[first].shape == out.shape and a.output not in asked:
+                same[a.output] = first
+                continue
+            if _flattens(trace.values[first], out):
+                whole[a.output] = first
+        elif first in whole and isinstance(a.primitive, CrossEntropy):
+            labels = trace.values[a.inputs[1]].reshape(trace.values[whole[first]].shape[:-1])  # type: ignore[index]
+            a = replace(a, inputs=(whole[first], trace.add_value(labels)))
+        elif first in whole and acts:
+            at = trace.add_value(out.reshape(*trace.values[whole[first]].shape[:-1], -1), moving=True)
+            kept.append(replace(a, inputs=(whole[first], *a.inputs[1:]), output=at))
+            whole[a.output] = at
+            a = Application(Reshape(tuple(out.shape)), (at,), a.output, f"{a.name}_rows")
+        kept.append(a)
+    trace.applications[:] = kept
+
+
+def _flattens(x: Tensor, rows: Tensor) -> bool:
+    """Tell whether the second value is the first with its axes of rows as one."""
+    return rows.ndim == 2 < x.ndim and x.shape[-1] == rows.shape[-1]
+
+
+def _acts_on_rows(trace: Trace, a: Application) -> bool:
+    """Tell whether an application is X W, X W^T + b, or X + b for one row b."""
+    axes = 2 if isinstance(a.primitive, MatMul) else 1 if isinstance(a.primitive, Add) else 0
+    one = len(a.inputs) > 1 and a.inputs[1] is not None and trace.values[a.inputs[1]].ndim == axes
+    return one or isinstance(a.primitive, Linear)
 
 
 def _projection(trace: Trace, at: int | None, made: dict[int, Application], uses: Counter[int]) -> Application | None:
