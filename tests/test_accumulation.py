@@ -85,26 +85,27 @@ def test_parameters_without_effect_have_zero_blocks() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_that_are_flattened_for_a_weight_cost_as_much_as_with_their_axes(batch: int) -> None:
-    """As in GPT-2, whose products with weights read tokens (B L, d), and whose loss reads logits (B L, C)."""
+    """As in GPT-2, whose products with weights read tokens (B L, d), and whose loss reads the logits of some as (N, C)."""
 
     def attending(self: Formula, x: Tensor, *, flat: bool) -> Tensor:
         for W, b in ((self.A, self.a), (self.C, self.c)):
             z = (x.reshape(-1, 4) @ W + b).reshape(batch, 3, 12) if flat else x @ W + b
             q, k, v = z.tanh().split(4, -1)
             x = x + torch.softmax(q @ k.mT, -1) @ v
-        return linear(x.reshape(-1, 4), self.E) if flat else linear(x, self.E)
+        if flat:
+            return linear(x.reshape(-1, 4), self.E).reshape(batch, 3, 5)[:, 1:].reshape(batch, 2, 5)
+        return linear(x, self.E)[:, 1:]
 
-    shapes = {"A": (4, 12), "a": (12,), "C": (4, 12), "c": (12,), "E": (5, 4)}
-    x, labels, found, work = draw(batch, 3, 4), torch.tensor([[0, 2, 4], [1, -100, 3]])[:batch], [], []
-    for flat in (True, False):
-        module = Formula(partial(attending, flat=flat), **shapes)
+    def flattened(z: Tensor, t: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(z.reshape(-1, 5), t.reshape(-1))
 
-        def loss(z: Tensor, t: Tensor) -> Tensor:
-            return torch.nn.functional.cross_entropy(z.reshape(-1, 5), t.reshape(-1))
-
+    x, labels, found, work = draw(batch, 3, 4), torch.tensor([[0, 2], [1, -100]])[:batch], [], []
+    for flat, loss in ((True, flattened), (False, "cross_entropy")):
+        module = Formula(partial(attending, flat=flat), A=(4, 12), a=(12,), C=(4, 12), c=(12,), E=(5, 4))
         f = hk.hessian_function(module, x, labels, loss=loss)
         found.append(f())
         work.append(sum(step.multiplications for step in f.plan.steps))
         expected = reverse_over_reverse(module, x, labels, lambda z, t: cross_entropy(z.reshape(-1, 5), t.reshape(-1)))
         assert largest_error(found[-1], expected) <= 1e-12
-    assert work[0] == work[1]
+    assert work[0] < 1.01 * work[1]
+    assert torch.allclose(found[0].outer(), found[1].outer(), rtol=0, atol=1e-14)
