@@ -209,24 +209,41 @@ def token_cumulant_bound(x: float, rho: float | None = None, diameter: float | N
     return token_range_bound(x, rho, diameter) ** 3 / (6 * math.sqrt(3))
 
 
+def row_scales(who: str, X: Tensor, eps: float, norm: str) -> tuple[Tensor, Tensor]:
+    """Return the rows that a norm divides, centred for LayerNorm, and their scales s = sqrt(mean square + eps), a column.
+
+    Raises:
+        ValueError: if the norm is unknown, or the scale of a row is 0, where it is not differentiable.
+
+    >>> row_scales("f", torch.tensor([[3.0, 1.0]]), 0.0, "layernorm")
+    (tensor([[ 1., -1.]]), tensor([[1.]]))
+    """
+    rows = X - X.mean(-1, keepdim=True) if is_centred(who, norm) else X
+    s = (rows.square().mean(-1, keepdim=True) + eps).sqrt()
+    if not bool((s > 0).all()):
+        row, size = int((~(s > 0)).nonzero()[0, 0]), "variance" if norm == "layernorm" else "mean square"
+        raise ValueError(
+            f"{who}: row {row} has {size} 0 and eps = {eps}, so that {norm} is not differentiable there. "
+            "Pass eps > 0 or other rows."
+        )
+    return rows, s
+
+
+def is_centred(who: str, norm: str) -> bool:
+    """Tell whether a norm, "layernorm" or "rmsnorm", takes the mean of a row away."""
+    if norm not in ("layernorm", "rmsnorm"):
+        raise ValueError(f"{who}: unknown norm {norm!r}, expected 'layernorm' or 'rmsnorm'")
+    return norm == "layernorm"
+
+
 def _rows(name: str, X: Array, eps: float, norm: str) -> tuple[Tensor, Tensor, int, int]:
     """Return s_i and rho_i of every row, the width d and the dimension k of the space of centred rows."""
-    if norm not in ("layernorm", "rmsnorm"):
-        raise ValueError(f"{name}: unknown norm {norm!r}, expected 'layernorm' or 'rmsnorm'")
     x = to_float(as_array(X))
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"{name}: expected rows of shape (L, d), got {tuple(x.shape)}")
-    d = x.shape[1]
-    centred = x - x.mean(1, keepdim=True) if norm == "layernorm" else x
-    square = (centred**2).mean(1)
-    s = (square + eps).sqrt()
-    if not bool((s > 0).all()):
-        row = int((~(s > 0)).nonzero()[0])
-        raise ValueError(
-            f"{name}: row {row} has {'variance' if norm == 'layernorm' else 'mean square'} {float(square[row]):.3g} and "
-            f"eps = {eps}, so that {norm} is not differentiable there. Pass eps > 0 or other rows."
-        )
-    return s, square.sqrt() / s, d, d - 1 if norm == "layernorm" else d
+    rows, s = row_scales(name, x, eps, norm)
+    rho, d = rows.square().mean(1, keepdim=True).sqrt() / s, x.shape[1]
+    return s[:, 0], rho[:, 0], d, d - (norm == "layernorm")
 
 
 def _probabilities(name: str, A: Array) -> Tensor:

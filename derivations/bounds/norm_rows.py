@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from derivations.bounds.constants import row_scales
 from derivations.linearised_norms import LinearisedNorm
 from derivations.normalization import LayerNorm, RMSNorm
 
@@ -47,23 +48,21 @@ class NormRows:
     norm: str = "layernorm"
 
     def __post_init__(self) -> None:
-        if self.norm not in ("layernorm", "rmsnorm"):
-            raise ValueError(f"NormRows: unknown norm {self.norm!r}, expected 'layernorm' or 'rmsnorm'")
-        if not bool((self.s > 0).all()):
-            row = int((~(self.s > 0)).nonzero()[0])
-            raise ValueError(
-                f"NormRows: {self.norm} of row {row} divides by zero, as eps = {self.eps}. Pass eps > 0 or other rows."
-            )
+        _ = self._scales
 
     @property
     def centred(self) -> Tensor:
         """C x of every row, L x d."""
-        return self.X - self.X.mean(1, keepdim=True) if self.norm == "layernorm" else self.X
+        return self._scales[0]
 
-    @cached_property
+    @property
     def s(self) -> Tensor:
         """The divisors, L."""
-        return (self.centred.square().mean(1) + self.eps).sqrt()
+        return self._scales[1].squeeze(1)
+
+    @cached_property
+    def _scales(self) -> tuple[Tensor, Tensor]:
+        return row_scales("NormRows", self.X, self.eps, self.norm)
 
     @property
     def value(self) -> Tensor:

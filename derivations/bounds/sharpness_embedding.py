@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from derivations.bounds.sharpness_norms import GradientBounds, NormedInput, doubles, euler_bounds, row_scale, standardised
+from derivations.bounds.constants import row_scales
+from derivations.bounds.sharpness_norms import GradientBounds, NormedInput, doubles, euler_bounds
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,10 @@ class EmbeddingNorms:
         E, gamma, G = doubles("EmbeddingNorms", "dD D nD", W_E, gamma, gradient)
         Z = E[tokens] if positions is None else E[tokens] + positions.detach().double()
         doubles("EmbeddingNorms", "nD nD", G, Z)
-        Y = standardised(Z, eps=eps, norm=norm) * gamma
-        rows = Z - Z.mean(-1, keepdim=True) if norm == "layernorm" else Z
-        steep = torch.zeros(len(E), dtype=E.dtype).scatter_reduce(0, tokens, 1 / row_scale(rows, eps)[:, 0], "amax")
+        rows, scales = row_scales("EmbeddingNorms", Z, eps, norm)
+        steep = torch.zeros(len(E), dtype=E.dtype).scatter_reduce(0, tokens, 1 / scales[:, 0], "amax")
         stretch = float((steep * torch.bincount(tokens, minlength=len(E)).double().sqrt()).max())
-        lower = euler_bounds(float((G * Y).sum()), {"gamma": float(gamma.norm())})
+        lower = euler_bounds(float((G * rows / scales * gamma).sum()), {"gamma": float(gamma.norm())})
         return cls(NormedInput.measured(Z, gamma, eps=eps, norm=norm), len(E), float(G.norm()), stretch, lower)
 
 

@@ -18,29 +18,29 @@ import torch
 from torch import Tensor
 
 from derivations.bounds.block_norms import spectral_norm
-from derivations.bounds.constants import token_covariance_bound
-
-NORMALIZATIONS = ("layernorm", "rmsnorm")
+from derivations.bounds.constants import is_centred, row_scales, token_covariance_bound
 
 
 @dataclass(frozen=True)
 class Steepness:
-    """How steep an activation sigma with sigma(0) = 0 is: ``slope`` = sup |sigma'|, ``chord`` = sup |sigma(z) / z|."""
+    """Suprema of an activation sigma with sigma(0) = 0: ``slope`` |sigma'|, ``chord`` |sigma(z) / z|, ``second`` |sigma''|."""
 
     slope: float
     chord: float
+    second: float = 0.0
 
 
 STEEPNESS = {
     "identity": Steepness(1.0, 1.0),
     "relu": Steepness(1.0, 1.0),
     "leaky_relu": Steepness(1.0, 1.0),
-    "tanh": Steepness(1.0, 1.0),
-    "gelu": Steepness((1 + math.erf(1)) / 2 + math.exp(-1) / math.sqrt(math.pi), 1.0),  # at z = sqrt(2)
-    "gelu_tanh": Steepness(1.128993068658772, 1.0),  # at z = 1.41850
-    "silu": Steepness(1.099839320128867, 1.0),  # where z tanh(z / 2) = 2
+    "tanh": Steepness(1.0, 1.0, 4 / math.sqrt(27)),
+    "gelu": Steepness((1 + math.erf(1)) / 2 + math.exp(-1) / math.sqrt(math.pi), 1.0, math.sqrt(2 / math.pi)),  # at z = sqrt(2)
+    "gelu_tanh": Steepness(1.128993068658772, 1.0, math.sqrt(2 / math.pi)),  # at z = 1.41850
+    "silu": Steepness(1.099839320128867, 1.0, 0.5),  # where z tanh(z / 2) = 2
 }
-"""Of the kinds of ``derivations.activation``; a negative slope of leaky_relu is taken to be between -1 and 1."""
+"""Of the kinds of ``derivations.activation``; a negative slope of leaky_relu is taken to be between -1 and 1, and the second
+derivative of relu and leaky_relu is that off the kinks: a bound on the Hessian almost everywhere."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class NormedInput:
         >>> round(NormedInput.a_priori(4, 4, 2.0, 1.0).x, 12)  # sqrt(n D) max |gamma_j| = 4 < sqrt(n (D - 1)) ||gamma||
         4.0
         """
-        entry = math.sqrt(D - 1 if _centred("NormedInput.a_priori", norm) else D)
+        entry = math.sqrt(D - 1 if is_centred("NormedInput.a_priori", norm) else D)
         largest = gamma if gamma_max is None else gamma_max
         rho = min(entry * gamma, math.sqrt(D) * largest)
         return cls(n, D, gamma, largest, math.sqrt(n) * rho, rho, entry, math.sqrt(n) * entry)
@@ -120,13 +120,7 @@ def standardised(X: Tensor, *, eps: float = 0.0, norm: str = "layernorm") -> Ten
     >>> standardised(torch.tensor([[3.0, 1.0]])).tolist()
     [[1.0, -1.0]]
     """
-    rows = X.double()
-    if _centred("standardised", norm):
-        rows = rows - rows.mean(-1, keepdim=True)
-    scale = row_scale(rows, eps)
-    if not bool((scale > 0).all()):
-        where = "constant" if norm == "layernorm" else "zero"
-        raise ValueError(f"standardised: row {int(scale.argmin())} of X is {where} and eps is {eps}; expected a scale above 0")
+    rows, scale = row_scales("standardised", X.double(), eps, norm)
     return rows / scale
 
 
@@ -146,21 +140,6 @@ def doubles(who: str, shapes: str, *arrays: Tensor) -> tuple[Tensor, ...]:
             known = ", ".join(f"{letter} = {size}" for letter, size in sizes.items())
             raise ValueError(f"{who}: array {k} has shape {tuple(array.shape)}; expected ({', '.join(letters)}) with {known}")
     return tuple(array.detach().double() for array in arrays)
-
-
-def row_scale(rows: Tensor, eps: float = 0.0) -> Tensor:
-    """Return s = sqrt(mean of squares + eps) of centred rows (LayerNorm) or of rows (RMSNorm), a column.
-
-    >>> row_scale(torch.tensor([[3.0, -3.0]])).tolist()
-    [[3.0]]
-    """
-    return (rows.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-def _centred(who: str, norm: str) -> bool:
-    if norm not in NORMALIZATIONS:
-        raise ValueError(f"{who}: norm={norm!r}; expected one of {', '.join(map(repr, NORMALIZATIONS))}")
-    return norm == "layernorm"
 
 
 @dataclass(frozen=True)

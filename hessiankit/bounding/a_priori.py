@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from derivations.bounds import STEEPNESS
 from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
 from hessiankit.blocks.attention import rotate
 from hessiankit.blocks.norms import norm_of
 from hessiankit.blocks.parts import BlockParts
 from hessiankit.bounding.rules import (
-    ACTIVATION_CONSTANTS,
     Bounded,
     BoundedParameter,
     Sphere,
@@ -168,7 +168,7 @@ class _BoundedParts(BlockParts):
         return mixed(Q, K, V, scale, context, heads=part.n_heads, groups=groups)
 
     def activation(self, X: Bounded, kind: str) -> Bounded:
-        if kind not in ACTIVATION_CONSTANTS:
+        if kind not in STEEPNESS:
             raise InputError(f"bounds: the activation {kind!r} has no a-priori constants")
         return activation(X, kind, ACTIVATIONS[kind](X.centre))
 

@@ -26,7 +26,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from derivations.bounds import softmax_hessian_map_bound
+from derivations.bounds import STEEPNESS, softmax_hessian_map_bound
 
 Pair: TypeAlias = "tuple[str, str]"
 Key = TypeVar("Key")
@@ -215,19 +215,6 @@ def pushed(X: Bounded, jacobian: float) -> tuple[dict[str, float], dict[Pair, fl
     return scaled(jacobian, X.jacobian), scaled(jacobian, X.hessian_row), scaled(jacobian, X.hessian_all)
 
 
-ACTIVATION_CONSTANTS: dict[str, tuple[float, float, float]] = {
-    # sup |sigma(x) / x|, sup |sigma'|, sup |sigma''|, rounded up
-    "identity": (1.0, 1.0, 0.0),
-    "relu": (1.0, 1.0, 0.0),
-    "leaky_relu": (1.0, 1.0, 0.0),
-    "tanh": (1.0, 1.0, 0.769801),
-    "gelu": (1.0, 1.128905, 0.797885),
-    "gelu_tanh": (1.0, 1.129006, 0.797885),
-    "silu": (1.0, 1.099840, 0.5),
-}
-"""For relu and leaky_relu the second derivative is that off the kinks: a bound on the Hessian almost everywhere."""
-
-
 def affine(X: Bounded, W: BoundedParameter, b: BoundedParameter | None = None) -> Bounded:
     """Return X W + 1 b^T: Jacobian norm |X|_2 in W, sqrt(L) in b, and a mixed second derivative in W and X."""
     w = W.norm
@@ -266,16 +253,17 @@ def shifted(X: Bounded, b: BoundedParameter) -> Bounded:
 
 def activation(X: Bounded, kind: str, value: Tensor) -> Bounded:
     """Return sigma(X), entry by entry."""
-    ratio, first, second = ACTIVATION_CONSTANTS[kind]
+    sigma = STEEPNESS[kind]
+    first, second = sigma.slope, sigma.second
     jacobian, hessian_row, hessian_all = pushed(X, first)
-    # |sigma(x)| <= ratio |x|, so |sigma(X)|_F <= ratio |X|_F; the spectral norm has no such bound
-    frobenius = ratio * X.frobenius
+    # |sigma(x)| <= chord |x|, so |sigma(X)|_F <= chord |X|_F; the spectral norm has no such bound
+    frobenius = sigma.chord * X.frobenius
     own = products(X.jacobian, X.jacobian, second)  # max |Lambda_ij| <= the largest row norm
     return Bounded(
         value,
         frobenius,
         frobenius,
-        ratio * X.row,
+        sigma.chord * X.row,
         jacobian,
         added(hessian_row, own),
         hessian_all,

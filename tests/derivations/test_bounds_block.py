@@ -264,7 +264,7 @@ def test_errors() -> None:
     p = draw(3, 4, 2, 5)
     with pytest.raises(ValueError, match=r"post_block_structured: the target has shape \(2, 4\); expected that of X, \(3, 4\)"):
         post_block_structured(p.X, *arrays(p)[:-1], p.target[:2])
-    with pytest.raises(ValueError, match="divides by zero, as eps = 0"):
+    with pytest.raises(ValueError, match="row 0 has variance 0 and eps = 0"):
         post_block_structured(torch.zeros(3, 4, dtype=F64), *arrays(p))
     with pytest.raises(ValueError, match="'gelu', whose second derivative"):
         post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p)), activation="gelu")
