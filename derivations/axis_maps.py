@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +36,7 @@ class AxisMaps(Primitive):
         return self._apply(inputs[0].ndim, inputs[0], [M.mT for M in self.matrices])
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        if tangents[0] is None:
-            raise ValueError("AxisMaps.jvp: the tangent of X is None")
-        return self._apply(inputs[0].ndim, tangents[0], [M.mT for M in self.matrices])
+        return self._apply(inputs[0].ndim, total(self, tangents[0]), [M.mT for M in self.matrices])
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (self._apply(inputs[0].ndim, adjoint, self.matrices),)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from derivations.broadcasting import align, same_rows, unbroadcast
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 
 class Slopes(NamedTuple):
@@ -107,12 +107,8 @@ class Binary(Primitive):
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         slopes = self._slopes(inputs)
-        moved = [
-            slope * t for slope, t in zip((slopes.a, slopes.b), self._aligned(inputs, tangents), strict=True) if t is not None
-        ]
-        if not moved:
-            raise ValueError("Binary.jvp: every tangent is None; at least one input must move")
-        return moved[0] if len(moved) == 1 else moved[0] + moved[1]
+        a, b = self._aligned(inputs, tangents)
+        return total(self, None if a is None else slopes.a * a, None if b is None else slopes.b * b)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         slopes = self._slopes(inputs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class Cast(Primitive):
         return inputs[0].to(self.device or inputs[0].device, self.dtype)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        if tangents[0] is None:
-            raise ValueError("Cast.jvp: the tangent of X is None")
-        return self.value(tangents[0])
+        return self.value(total(self, tangents[0]))
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (adjoint.to(inputs[0].device, inputs[0].dtype),)

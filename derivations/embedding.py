@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from derivations.primitive import ByLinearising, Covectors, CovectorSum, Inputs, Linearised, Sums, Tangents
+from derivations.primitive import ByLinearising, Covectors, CovectorSum, Inputs, Linearised, Sums, Tangents, total
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,7 @@ class LinearisedEmbedding(Linearised):
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return the rows of the tangent."""
-        if tangents[0] is None:
-            raise ValueError("Embedding.jvp: the tangent of W is None")
-        return self._moving(tangents[0][:, self.primitive.indices])
+        return self._moving(total(self.primitive, tangents[0])[:, self.primitive.indices])
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the sums of the rows that were taken from the same place."""

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 from derivations.broadcasting import align, same_rows, unbroadcast
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
-
-
-def _only(tangents: Tangents) -> Tensor:
-    if tangents[0] is None:
-        raise ValueError("jvp: the tangent of X is None; the input must move")
-    return tangents[0]
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class Select(Primitive):
         return inputs[0].select(self.dim, self.index)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return _only(tangents).select(_axis(inputs[0], self.dim) + 1, self.index)
+        return total(self, tangents[0]).select(_axis(inputs[0], self.dim) + 1, self.index)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         out = adjoint.new_zeros(adjoint.shape[0], *inputs[0].shape)
@@ -67,7 +61,7 @@ class Slice(Primitive):
         return inputs[0][self._key(inputs[0], 0)]
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return _only(tangents)[self._key(inputs[0], 1)]
+        return total(self, tangents[0])[self._key(inputs[0], 1)]
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         out = adjoint.new_zeros(adjoint.shape[0], *inputs[0].shape)
@@ -159,7 +153,7 @@ class Take(Primitive):
         return inputs[0].reshape(-1)[self.at]
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        t = _only(tangents)
+        t = total(self, tangents[0])
         return t.reshape(t.shape[0], -1)[:, self.at]
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:

@@ -17,7 +17,7 @@ from derivations.arrays import Array
 from derivations.broadcasting import align, joint_shape, same_rows, unbroadcast
 from derivations.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
 from derivations.matrix import Dense, Identity, Matrix, kron
-from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, plus
+from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, total
 
 
 def weight_jacobian(X: Array, d_out: int) -> Matrix:
@@ -28,13 +28,6 @@ def weight_jacobian(X: Array, d_out: int) -> Matrix:
     [7.0, 10.0]
     """
     return kron(Dense(X, "X"), Identity(d_out))
-
-
-def _total(a: Tensor | None, b: Tensor | None) -> Tensor:
-    total = plus(a, b)
-    if total is None:
-        raise ValueError("jvp: every tangent is None; at least one input must move")
-    return total
 
 
 def _aligned(inputs: Inputs, tangents: Tangents) -> tuple[torch.Size, list[Tensor | None]]:
@@ -97,8 +90,8 @@ class Add(Primitive):
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         shape, (a, b) = _aligned(inputs, tangents)
-        total = _total(a, b if b is None or self.alpha == 1 else b * self.alpha)
-        return total if total.shape[1:] == shape else total.expand(total.shape[0], *shape)
+        moved = total(self, a, b if b is None or self.alpha == 1 else b * self.alpha)
+        return moved if moved.shape[1:] == shape else moved.expand(moved.shape[0], *shape)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         scaled = adjoint if self.alpha == 1 else self.alpha * adjoint
@@ -117,8 +110,8 @@ class Multiply(Primitive):
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         shape, (a, b) = _aligned(inputs, tangents)
-        total = _total(None if a is None else a * inputs[1], None if b is None else inputs[0] * b)
-        return total.expand(total.shape[0], *shape)
+        moved = total(self, None if a is None else a * inputs[1], None if b is None else inputs[0] * b)
+        return moved.expand(moved.shape[0], *shape)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         a, b = inputs
@@ -147,7 +140,7 @@ class Multiple(Primitive):
         return inputs[0] * self.c
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return _total(tangents[0], None) * self.c
+        return total(self, tangents[0]) * self.c
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (adjoint * self.c,)
@@ -167,7 +160,7 @@ class Shift(Primitive):
         return inputs[0] + self.c
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return _total(tangents[0], None)
+        return total(self, tangents[0])
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (adjoint,)
@@ -188,7 +181,7 @@ class MaskedFill(Primitive):
         return inputs[0].masked_fill(self.mask, self.fill)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return _total(tangents[0], None).masked_fill(self.mask, 0)
+        return total(self, tangents[0]).masked_fill(self.mask, 0)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (adjoint.masked_fill(self.mask, 0),)
@@ -208,7 +201,7 @@ class Reshape(Primitive):
         return inputs[0].reshape(self.shape)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        t = _total(tangents[0], None)
+        t = total(self, tangents[0])
         return t.reshape(t.shape[0], *self.shape)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
@@ -231,7 +224,7 @@ class Permute(Primitive):
         return inputs[0].permute(self.order)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return _total(tangents[0], None).permute(0, *(i + 1 for i in self.order))
+        return total(self, tangents[0]).permute(0, *(i + 1 for i in self.order))
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
@@ -252,7 +245,7 @@ class Expand(Primitive):
         return inputs[0].expand(self.shape)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        t = align(_total(tangents[0], None), inputs[0].shape, len(self.shape))
+        t = align(total(self, tangents[0]), inputs[0].shape, len(self.shape))
         return t.expand(t.shape[0], *self.shape)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:

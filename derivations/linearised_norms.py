@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from derivations.directions import stacks
-from derivations.primitive import Linearised, hollow
+from derivations.primitive import Linearised, hollow, total
 
 if TYPE_CHECKING:
     from derivations.primitive import Covectors, Inputs, Primitive, Tangents
@@ -82,9 +82,7 @@ class LinearisedNorm(Linearised):
             out = x * t_gamma if out is None else out.addcmul_(x, t_gamma)
         if t_beta is not None:
             out = t_beta.expand(-1, x.shape[0], -1) if out is None else out.add_(t_beta)
-        if out is None:
-            raise ValueError(f"{type(self.primitive).__name__}.jvp: every tangent is None; at least one input must move")
-        return out.reshape(-1, *self.inputs[0].shape)
+        return total(self.primitive, out).reshape(-1, *self.inputs[0].shape)
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the covectors of X, gamma and beta."""

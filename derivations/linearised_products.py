@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from derivations.broadcasting import align, unbroadcast
-from derivations.primitive import CovectorSum, Linearised, Sums, hollow, into, plus
+from derivations.primitive import CovectorSum, Linearised, Sums, hollow, into, plus, total
 from derivations.product_layouts import add_product, by_columns, stacked
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ class SharedProduct(Linearised):
         if c is not None:
             c = c if c.shape[0] == 1 else c.unsqueeze(1)  # (1, j) or (S, 1, j)
             out = c.expand(*c.shape[:-2], len(self.rows), -1) if out is None else out.add_(c)
-        if out is None:
-            raise ValueError("jvp: every tangent is None; at least one input must move")
-        return out.reshape(-1, *self.shape)
+        return total(self.primitive, out).reshape(-1, *self.shape)
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return bar B^T + w b^T, A^T bar + a^T w and the sum of bar over the rows."""
@@ -109,9 +107,7 @@ class BatchedProduct(Linearised):
         if b is not None:
             A = _repeated(self.A, count)
             out = torch.bmm(A, b) if out is None else out.baddbmm_(A, b)
-        if out is None:
-            raise ValueError("jvp: every tangent is None; at least one input must move")
-        return out.reshape(count, *self.shape)
+        return total(self.primitive, out).reshape(count, *self.shape)
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return bar B^T + w b^T and A^T bar + a^T w, each laid out as its input is."""
@@ -164,13 +160,7 @@ class BroadcastProduct(Linearised):
     def push(self, tangents: Tangents) -> Tensor:
         """Return a B + A b."""
         (A, B), (a, b) = self.inputs, self._aligned(tangents)
-        out = None if a is None else a @ B
-        if b is not None:
-            moved = A @ b
-            out = moved if out is None else out.add_(moved)
-        if out is None:
-            raise ValueError("jvp: every tangent is None; at least one input must move")
-        return out
+        return total(self.primitive, None if a is None else a @ B, None if b is None else A @ b)
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return bar B^T + w b^T and A^T bar + a^T w, summed over what was repeated."""

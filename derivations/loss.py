@@ -28,7 +28,7 @@ from torch import Tensor
 from derivations.arrays import Array, is_exact, scale, to_sympy
 from derivations.matrix import Dense, Identity, Matrix
 from derivations.operation import OperationAt, shape_of, size
-from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus
+from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus, total
 from derivations.row_blocks import RowCovariance
 from derivations.softmax import Covariance, softmax
 
@@ -172,9 +172,7 @@ class MeanSquaredError(Primitive):
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         slope = (2 / self.normalizer) * self._residual(inputs).reshape(-1)
-        moved = self._difference(tangents)
-        if moved is None:
-            raise ValueError("MeanSquaredError.jvp: every tangent is None; at least one input must move")
+        moved = total(self, self._difference(tangents))
         return moved.reshape(moved.shape[0], -1) @ slope
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:

@@ -16,7 +16,7 @@ from torch import Tensor
 from derivations.arrays import Array, scale
 from derivations.matrix import Commutation, Dense, Identity, Matrix, Ones, kron
 from derivations.operation import OperationAt, shape_of
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
 from derivations.vecr import kron_derivative_left, kron_derivative_right
 
 
@@ -101,9 +101,7 @@ class _Reduction(Primitive):
         return self._reduce(inputs[0], inputs[0], 0)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        if tangents[0] is None:
-            raise ValueError(f"{type(self).__name__}.jvp: the tangent of X is None")
-        return self._reduce(inputs[0], tangents[0], 1)
+        return self._reduce(inputs[0], total(self, tangents[0]), 1)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         X, axes = inputs[0], self._axes(inputs[0])
@@ -198,10 +196,8 @@ class Extreme(Primitive):
         return kept if self.keepdim else kept.squeeze(self._axes(inputs[0]))
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        if tangents[0] is None:
-            raise ValueError("Extreme.jvp: the tangent of X is None")
         axes = tuple(axis + 1 for axis in self._axes(inputs[0]))
-        moved = tangents[0] * self._share(inputs[0])
+        moved = total(self, tangents[0]) * self._share(inputs[0])
         return moved.sum(axes, keepdim=self.keepdim) if axes else moved
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:

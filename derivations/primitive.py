@@ -250,9 +250,7 @@ class LinearisedEntrywise(Linearised):
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return sigma' o t."""
-        if tangents[0] is None:
-            raise ValueError(f"{type(self.primitive).__name__}.jvp: the tangent of X is None")
-        return tangents[0] * self.first
+        return total(self.primitive, tangents[0]) * self.first
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return sigma' o bar + (adjoint o sigma'') o t."""
@@ -278,6 +276,18 @@ def hollow(x: Tensor) -> Tensor:
     4
     """
     return x if x is None else x.new_zeros(()).expand(x.shape)
+
+
+def total(owner: object, *terms: Tensor | None) -> Tensor:
+    """Return the sum of the terms of a tangent, where None is zero.
+
+    Raises:
+        ValueError: if every term is None.
+    """
+    found = [t for t in terms if t is not None]
+    if not found:
+        raise ValueError(f"{type(owner).__name__}.jvp: every tangent is None; at least one input must move")
+    return sum(found[1:], start=found[0])
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,17 +34,14 @@ class TakeAmong(Primitive):
         return torch.cat([x.reshape(-1) for x in inputs])[self.at]
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        total: Tensor | None = None
+        terms: list[Tensor] = []
         start = 0
         for x, t in zip(inputs, tangents, strict=True):
             if t is not None:
                 inside = (self.at >= start) & (self.at < start + x.numel())
-                moved = t.reshape(t.shape[0], -1)[:, torch.where(inside, self.at - start, 0)].masked_fill(~inside, 0)
-                total = moved if total is None else total + moved
+                terms.append(t.reshape(t.shape[0], -1)[:, torch.where(inside, self.at - start, 0)].masked_fill(~inside, 0))
             start += x.numel()
-        if total is None:
-            raise ValueError("TakeAmong.jvp: every tangent is None; at least one input must move")
-        return total
+        return total(self, *terms)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         out = adjoint.new_zeros(adjoint.shape[0], sum(x.numel() for x in inputs))
@@ -90,14 +87,8 @@ class AddAt(Primitive):
         return (X.reshape(-1) + self._put(Y.unsqueeze(0), X)[0]).reshape(X.shape)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        x, y = tangents
-        X = inputs[0]
-        if y is None:
-            if x is None:
-                raise ValueError("AddAt.jvp: every tangent is None; at least one input must move")
-            return x
-        put = self._put(y, X).reshape(-1, *X.shape)
-        return put if x is None else x + put
+        (x, y), X = tangents, inputs[0]
+        return total(self, x, None if y is None else self._put(y, X).reshape(-1, *X.shape))
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         taken = adjoint.reshape(adjoint.shape[0], -1)[:, self.at]

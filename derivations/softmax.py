@@ -26,7 +26,7 @@ from derivations.arrays import Array, exp, is_exact
 from derivations.directions import stacks
 from derivations.matrix import Commutation, DiagonalLift, Identity, Matrix, kron
 from derivations.operation import OperationAt, shape_of
-from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow
+from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, total
 from derivations.row_blocks import RowBlocks, RowCovariance
 
 
@@ -164,9 +164,7 @@ class LinearisedSoftmax(Linearised):
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return A o (t - A.t)."""
-        if tangents[0] is None:
-            raise ValueError("Softmax.jvp: the tangent of T is None")
-        return self.covariance(tangents[0])
+        return self.covariance(total(self.primitive, tangents[0]))
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return A o (bar - A.bar) + q o t - q (A.t) - A (q.t) = z - A (1.z) - q (A.t), with z = A o bar + q o t."""
@@ -275,10 +273,8 @@ class LogSoftmax(Primitive):
         return torch.log_softmax(inputs[0], self.dim)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        if tangents[0] is None:
-            raise ValueError("LogSoftmax.jvp: the tangent of T is None")
         a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])
-        t = from_peak(tangents[0], peaks(a, axis), axis)
+        t = from_peak(total(self, tangents[0]), peaks(a, axis), axis)
         return t - (a * t).sum(axis, keepdim=True)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:

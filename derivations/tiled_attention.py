@@ -20,13 +20,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 Moved: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
 
