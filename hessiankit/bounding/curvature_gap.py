@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -83,34 +83,27 @@ def _closed_form(form: Form, module: nn.Module, x: Tensor, t: Tensor) -> tuple[f
 
 
 def _a_priori_form(module: nn.Module, X: Tensor, T: Tensor) -> BlockNorms:
-    (q, k, v, o), mask = _attention_of(module, X)
+    arrays, options = _point_of(module, X)
     if isinstance(module, Attention):
-        return attention_a_priori(AttentionNorms.measured(X, q, k, v, T, W_O=o))
-    w_1, w_2, eps, kind = _network_of(module)
-    norms = PostBlockNorms.measured(X, q, k, v, w_1, w_2, T, W_O=o, eps=eps, leak=LEAKS[kind], mask=mask)
-    return post_block_a_priori(norms, activation=kind)
+        return attention_a_priori(AttentionNorms.measured(*arrays, T, W_O=options["W_O"]))
+    kind = options.pop("activation")
+    return post_block_a_priori(PostBlockNorms.measured(*arrays, T, leak=LEAKS[kind], **options), activation=kind)
 
 
 def _structured_form(module: nn.Module, X: Tensor, T: Tensor) -> BlockNorms:
-    (q, k, v, o), mask = _attention_of(module, X)
-    if isinstance(module, Attention):
-        return attention_structured(X, q, k, v, T, W_O=o, mask=mask)
-    w_1, w_2, eps, kind = _network_of(module)
-    return post_block_structured(X, q, k, v, w_1, w_2, T, W_O=o, eps=eps, mask=mask, activation=kind)
+    arrays, options = _point_of(module, X)
+    return (attention_structured if isinstance(module, Attention) else post_block_structured)(*arrays, T, **options)
 
 
-def _attention_of(module: nn.Module, X: Tensor) -> tuple[list[Tensor], Tensor | None]:
-    """Return W_Q, W_K, W_V and W_O (None if there is none), and the causal mask."""
+def _point_of(module: nn.Module, X: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return X, W_Q, W_K, W_V (and W_1, W_2 of a block), and W_O, the causal mask (the eps of the norms and the activation)."""
     part: Attention = module if isinstance(module, Attention) else module.attention  # type: ignore[assignment]
-    weights = [None if W is None else W.detach().double() for W in (part.W_Q, part.W_K, part.W_V, part.W_O)]
-    return weights, causal_mask(X.shape[0], 1) if part.causal else None  # type: ignore[return-value]
-
-
-def _network_of(module: nn.Module) -> tuple[Tensor, Tensor, float, str]:
-    """Return W_1, W_2, the eps of the norms and the activation of a post-norm block."""
-    assert isinstance(module, TransformerBlock)
-    network = module.feedforward
-    return network.W_1.detach().double(), network.W_2.detach().double(), float(module.norm_1.eps), network.activation  # type: ignore[union-attr, arg-type]
+    arrays, options = [X, part.W_Q, part.W_K, part.W_V], {"mask": causal_mask(X.shape[0], 1) if part.causal else None}
+    options["W_O"] = None if part.W_O is None else part.W_O.detach().double()
+    if isinstance(module, TransformerBlock):
+        arrays += [module.feedforward.W_1, module.feedforward.W_2]
+        options |= {"eps": float(module.norm_1.eps), "activation": module.feedforward.activation}  # type: ignore[union-attr, arg-type, dict-item]
+    return [A.detach().double() for A in arrays], options
 
 
 def undefined(module: nn.Module, x: Tensor, loss: str) -> str:

@@ -109,18 +109,15 @@ class _MpfParts(BlockParts):
         return _exact(turn.cos()), _exact(turn.sin())
 
     def activation(self, X: Array, kind: str) -> Array:
-        return _activation(kind, X)
+        return _ACTIVATIONS[kind](X)
 
 
-def _activation(kind: str, x: Array) -> Array:
-    if kind == "gelu":
-        return x * (1 + _erf(x / mpmath.sqrt(2))) / 2
-    if kind == "gelu_tanh":
-        return x * (1 + _tanh(mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3))) / 2
-    if kind == "silu":
-        return x / (1 + _exp(-x))
-    if kind == "tanh":
-        return _tanh(x)
-    if kind == "leaky_relu":
-        return _positive(x) - mpmath.mpf("0.01") * _positive(-x)
-    return _positive(x) if kind == "relu" else x
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "identity": lambda x: x,
+    "relu": _positive,
+    "leaky_relu": lambda x: _positive(x) - mpmath.mpf("0.01") * _positive(-x),
+    "tanh": _tanh,
+    "silu": lambda x: x / (1 + _exp(-x)),
+    "gelu": lambda x: x * (1 + _erf(x / mpmath.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + _tanh(mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3))) / 2,
+}

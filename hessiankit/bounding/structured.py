@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations_with_replacement
+from typing import Any
 
 import torch
 from scipy.sparse import bmat, csr_array
@@ -121,70 +122,41 @@ def _tangents(trace: Trace, task: Task) -> dict[int, Tensor]:
 
 def _site(trace: Trace, a: Application, entering: Sequence[Tensor | None], adjoint: Tensor) -> SiteRoots | None:
     """Return one application as a site, or None if its second derivative is zero here."""
-    inputs, name = trace.gather(a), type(a.primitive).__name__
-    moving = [k for k, tangent in enumerate(entering) if tangent is not None]
-    if len(moving) == 1 and isinstance(a.primitive, MatMul | Linear | Multiply):
-        return None  # linear in the one factor that moves
-    if len(moving) == 2 and isinstance(a.primitive, MatMul | Linear | Multiply):
-        return _product_site(name, a, inputs, entering, adjoint)
+    inputs: Sequence[Any] = trace.gather(a)
+    name, primitive = type(a.primitive).__name__, a.primitive
+    moving = {k: tangent for k, tangent in enumerate(entering) if tangent is not None}
+
+    def curved(units: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
+        return primitive.curvature(inputs, adjoint, [units.get(k) for k in range(len(inputs))])
+
+    if isinstance(primitive, MatMul | Linear | Multiply) and len(moving) < 3:
+        if len(moving) == 1:
+            return None  # linear in the one factor that moves
+        (i, left), (j, right) = moving.items()
+        units = torch.eye(inputs[j].numel(), dtype=adjoint.dtype, device=adjoint.device).reshape(-1, *inputs[j].shape)
+        B = _flat(curved({j: units})[i], len(units), inputs[i]).T  # entries of the first x entries of the second
+        return _product_site(name, B, _columns(left), _columns(right))
     if len(moving) == 1:
-        rows = _rows_of(a, inputs, moving[0])
-        if rows is not None:
-            return _row_site(name, a, inputs, entering, adjoint, moving[0], rows)
-    parts = [inputs[k] for k in moving]
-    units = _units(name, [x for x in parts if x is not None])
-    curved = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), moving, units))  # type: ignore[arg-type]
-    total = units[0].shape[0]
-    K = torch.cat([_flat(curved[k], total, inputs[k]) for k in moving], 1)
-    J = torch.cat([_columns(entering[k]) for k in moving])
-    return _from_matrix(name, K, J)
+        ((k, tangent),) = moving.items()
+        x, flags = inputs[k], [m == k for m in range(len(inputs))]
+        axes = next((n for n in range(x.ndim, 0, -1) if primitive.separable(inputs, n, flags)), None)
+        if axes is not None:  # the most leading axes whose rows the second derivative keeps apart
+            row, width = x.shape[axes:], x.shape[axes:].numel()
+            units = torch.eye(width, dtype=x.dtype, device=x.device).reshape(width, *([1] * axes), *row).expand(width, *x.shape)
+            found = curved({k: units})[k]
+            if found is None:
+                return None
+            K = found.reshape(width, -1, width).transpose(0, 1)  # rows, width, width
+            return _from_matrix(name, K, tangent.reshape(tangent.shape[0], -1, width).permute(1, 2, 0))  # J: rows, width, P
+    together = dict(zip(moving, _units(name, [inputs[k] for k in moving]), strict=True))
+    found_of, total = curved(together), len(next(iter(together.values())))
+    K = torch.cat([_flat(found_of[k], total, inputs[k]) for k in moving], 1)
+    return _from_matrix(name, K, torch.cat([_columns(tangent) for tangent in moving.values()]))
 
 
-def _rows_of(a: Application, inputs: Sequence[Tensor | None], k: int) -> int | None:
-    """Return the most leading axes whose rows the second derivative keeps apart, or None for none."""
-    x = inputs[k]
-    assert x is not None
-    flags = [m == k for m in range(len(inputs))]
-    for axes in range(x.ndim, 0, -1):
-        if a.primitive.separable(inputs, axes, flags):  # type: ignore[arg-type]
-            return axes
-    return None
-
-
-def _row_site(
-    name: str,
-    a: Application,
-    inputs: Sequence[Tensor | None],
-    entering: Sequence[Tensor | None],
-    adjoint: Tensor,
-    k: int,
-    axes: int,
-) -> SiteRoots | None:
-    x, tangent = inputs[k], entering[k]
-    assert x is not None
-    assert tangent is not None
-    row = x.shape[axes:]
-    width = row.numel()
-    units = torch.eye(width, dtype=x.dtype, device=x.device).reshape(width, *([1] * axes), *row).expand(width, *x.shape)
-    curved = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), [k], [units]))[k]  # type: ignore[arg-type]
-    if curved is None:
-        return None
-    K = curved.reshape(width, -1, width).transpose(0, 1)  # rows, width, width
-    J = tangent.reshape(tangent.shape[0], -1, width).permute(1, 2, 0)  # rows, width, P
-    return _from_matrix(name, K, J)
-
-
-def _product_site(
-    name: str, a: Application, inputs: Sequence[Tensor | None], entering: Sequence[Tensor | None], adjoint: Tensor
-) -> SiteRoots:
-    i, j = (k for k, tangent in enumerate(entering) if tangent is not None)
-    first, second = inputs[i], inputs[j]
-    assert first is not None
-    assert second is not None
-    units = torch.eye(second.numel(), dtype=second.dtype, device=second.device).reshape(-1, *second.shape)
-    curved = a.primitive.curvature(inputs, adjoint, _placed(len(inputs), [j], [units]))[i]  # type: ignore[arg-type]
-    B = _flat(curved, second.numel(), first).T  # entries of the first x entries of the second
-    (at_left, J), (at_right, G) = (_moving(_columns(entering[k])) for k in (i, j))
+def _product_site(name: str, B: Tensor, left_columns: Tensor, right_columns: Tensor) -> SiteRoots:
+    """Return 2 a^T B b for the tangents a and b of two factors, entries x P each."""
+    (at_left, J), (at_right, G) = _moving(left_columns), _moving(right_columns)
     lefts, rights = [J[:0]], [G[:0]]
     for rows, columns in _components(B):
         U, s, Vh = torch.linalg.svd(B[rows.unsqueeze(1), columns], full_matrices=False)
@@ -275,22 +247,13 @@ def _units(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
     return [piece.reshape(total, *x.shape) for piece, x in zip(pieces, parts, strict=True)]
 
 
-def _placed(n: int, at: Sequence[int], values: Sequence[Tensor]) -> list[Tensor | None]:
-    found: list[Tensor | None] = [None] * n
-    for k, value in zip(at, values, strict=True):
-        found[k] = value
-    return found
-
-
-def _flat(curved: Tensor | None, total: int, like: Tensor | None) -> Tensor:
+def _flat(curved: Tensor | None, total: int, like: Tensor) -> Tensor:
     """(total, *shape) -> total x entries; zeros for None."""
-    assert like is not None
     return like.new_zeros(total, like.numel()) if curved is None else curved.reshape(total, -1)
 
 
-def _columns(tangent: Tensor | None) -> Tensor:
+def _columns(tangent: Tensor) -> Tensor:
     """(P, *shape) -> entries x P."""
-    assert tangent is not None
     return tangent.reshape(tangent.shape[0], -1).T
 
 
