@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,28 +50,25 @@ class CentralDifferences(Reference):
             raise Unsupported(self.name, f"the module computes in {precision}, too coarse for differences")
         lengths = V.norm(dim=1, keepdim=True)
         units = V / torch.where(lengths > 0, lengths, 1)
-        values, errors, steps, lost = [], [], [], 0
+        found: list[_Found] = []
         try:
             with problem.at():
-                noise = gradient_noise(problem, partial(_gradients, problem), precision)
+                noise = gradient_noise(problem, precision)
                 for unit in units:
-                    ladder = _Ladder(problem, unit[None], precision, noise)
-                    ladder.descend()
-                    values.append(ladder.best)
-                    errors.append(ladder.error_per_entry())
-                    steps += ladder.steps_at_kinks
-                    lost += ladder.unresolved
-                    progress(len(values), len(V))
+                    found.append(_best_step(problem, unit, precision, noise))
+                    progress(len(found), len(V))
         except FAILURES as error:
             raise self.unsupported(error) from error
-        if not values:
+        if not found:
             return torch.zeros_like(V), torch.zeros_like(V), ""
-        notes = []
-        if steps:
-            notes.append(f"kinks near the point: {len(steps)} of {len(V)} directions needed steps down to {min(steps):.0e}")
+        notes, kinks = [], [one.kink for one in found if one.kink]
+        lost = sum(not one.resolved for one in found)
+        if kinks:
+            notes.append(f"kinks near the point: {len(kinks)} of {len(V)} directions needed steps down to {min(kinks):.0e}")
         if lost:
             notes.append(f"a kink at the point itself: along {lost} of {len(V)} directions the gradient has no derivative")
-        return torch.cat(values) * lengths, torch.cat(errors) * lengths, "; ".join(notes)
+        values, errors = torch.stack([one.value for one in found]), torch.stack([one.error for one in found])
+        return values * lengths, errors * lengths, "; ".join(notes)
 
     @contextmanager
     def along(self, problem: Problem) -> Iterator[Product]:
@@ -127,82 +125,58 @@ def _length(parts: Iterable[Tensor]) -> float:
     return sum(float(x.double().square().sum()) for x in parts) ** 0.5
 
 
-class _Ladder:
-    """The halving of the step for one chunk of unit directions (m, P), each row and block keeping its best level."""
+class _Found(NamedTuple):
+    """A product H v (P), its estimated error (P), the last step at which a kink was seen (0: none), and whether it converged."""
 
-    def __init__(self, problem: Problem, units: Tensor, precision: torch.dtype, noise: Tensor) -> None:
-        self.problem, self.units, self.precision = problem, units, precision
-        self.best = torch.zeros_like(units)
-        self.error = torch.full((len(units), len(problem.slices)), torch.inf, dtype=units.dtype, device=units.device)
-        self.noise = noise
-        self.steps_at_kinks: list[float] = []
-        self.unresolved = 0
+    value: Tensor
+    error: Tensor
+    kink: float
+    resolved: bool
 
-    def descend(self) -> None:
-        """Halve the step until every direction has either met the goal or seen its error grow from rounding alone."""
-        dtype, goal = self.units.dtype, GOOD_ENOUGH[self.precision]
-        h = FIRST_STEP[self.precision]
-        active = torch.arange(len(self.units), device=self.units.device)
-        odd = {k: self._odd_part(active, k * h) for k in (1, 2, 3, 4)}
-        coarse = _combine(odd, h)
-        rising = torch.zeros(len(active), dtype=torch.int64, device=active.device)
-        rough = torch.zeros(len(active), dtype=torch.bool, device=active.device)
-        lowest = torch.full((len(active),), torch.inf, dtype=dtype, device=active.device)
-        previous = lowest
-        suspicious = 10 * torch.finfo(self.precision).eps ** 0.5
-        for _ in range(HALVINGS[self.precision]):
-            h /= 2
-            odd = {1: self._odd_part(active, h), 2: odd[1], 3: self._odd_part(active, 3 * h), 4: odd[2]}
-            fine = _combine(odd, h)
-            error = torch.maximum(_per_block(self.problem, coarse - fine), self.noise / h)
-            self._keep(active, fine, error)
 
-            size = _per_block(self.problem, fine)
-            relative = (error / size.clamp_min(1e-4 * size.amax(1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny)).amax(1)
-            rounding = (error <= 8 * self.noise / h).all(1)
-            # Truncation falls 256 times a halving; a large error that hardly falls is a kink.
-            rough |= (relative > previous / 4) & (relative > suspicious) & ~rounding
-            rising = torch.where(relative > lowest, rising + 1, 0)
-            lowest = torch.minimum(lowest, relative)
-            previous = relative
-            done = (relative <= goal) | rounding | ((rising >= 2) & (lowest < suspicious))
-            self.steps_at_kinks += [h] * int((rough & done).sum())
-            if bool(done.all()):
-                return
-            active, rising, rough, lowest, previous = (x[~done] for x in (active, rising, rough, lowest, previous))
-            odd = {k: part[~done] for k, part in odd.items()}
-            coarse = fine[~done]
-        self.unresolved = int((lowest > UNRESOLVED).sum())
-        self.steps_at_kinks += [h] * int((rough & (lowest <= UNRESOLVED)).sum())
+def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Tensor) -> _Found:
+    """Halve the step along a unit vector until the goal is met or the error grows from rounding; each block keeps its best."""
 
-    def error_per_entry(self) -> Tensor:
-        """Return the estimated error in the layout of the products (m, P)."""
-        columns = [
-            self.error[:, i : i + 1].expand(-1, where.stop - where.start) for i, where in enumerate(self.problem.slices.values())
-        ]
-        return SAFETY * torch.cat(columns, dim=1)
-
-    def _odd_part(self, active: Tensor, reach: float) -> Tensor:
-        """Return g(theta + reach v) - g(theta - reach v) for the active directions."""
-        step = reach * self.units[active]
-        plus, minus = _gradients(self.problem, torch.cat([self.problem.theta + step, self.problem.theta - step])).chunk(2)
+    def odd_part(reach: float) -> Tensor:
+        plus, minus = _gradients(problem, [problem.theta + reach * unit, problem.theta - reach * unit])
         return plus - minus
 
-    def _keep(self, active: Tensor, fine: Tensor, error: Tensor) -> None:
-        best, known = self.best[active], self.error[active]
-        for i, where in enumerate(self.problem.slices.values()):
-            better = error[:, i] < known[:, i]
-            best[better, where] = fine[better, where]
-        self.best[active] = best
-        self.error[active] = torch.minimum(known, error)
+    tiny, suspicious, h = torch.finfo(unit.dtype).tiny, 10 * torch.finfo(precision).eps ** 0.5, FIRST_STEP[precision]
+    odd = [odd_part(k * h) for k in (1, 2, 3, 4)]
+    best, known = torch.zeros_like(unit), torch.full_like(noise, torch.inf)
+    coarse, rising, rough, lowest, previous = _combine(odd, h), 0, False, math.inf, math.inf
+    for _ in range(HALVINGS[precision]):
+        h /= 2
+        odd = [odd_part(h), odd[0], odd_part(3 * h), odd[1]]
+        fine = _combine(odd, h)
+        error = torch.maximum(_per_block(problem, coarse - fine), noise / h)
+        for where, better in zip(problem.slices.values(), (error < known).tolist(), strict=True):
+            if better:
+                best[where] = fine[where]
+        known = torch.minimum(known, error)
+
+        size = _per_block(problem, fine)
+        relative = float((error / size.clamp_min(1e-4 * float(size.amax())).clamp_min(tiny)).amax())
+        rounding = bool((error <= 8 * noise / h).all())
+        # Truncation falls 256 times a halving; a large error that hardly falls is a kink.
+        rough |= relative > previous / 4 and relative > suspicious and not rounding
+        rising = rising + 1 if relative > lowest else 0
+        lowest, previous, coarse = min(relative, lowest), relative, fine
+        if relative <= GOOD_ENOUGH[precision] or rounding or (rising >= 2 and lowest < suspicious):
+            resolved = True
+            break
+    else:
+        resolved = not lowest > UNRESOLVED
+    spread = [e.expand(where.stop - where.start) for e, where in zip(known, problem.slices.values(), strict=True)]
+    return _Found(best, SAFETY * torch.cat(spread), h if rough and resolved else 0.0, resolved)
 
 
-def _per_block(problem: Problem, rows: Tensor) -> Tensor:
-    """Return the largest absolute entry of every parameter's part of every row, (m, n)."""
-    return torch.stack([rows[:, where].abs().amax(1) for where in problem.slices.values()], dim=1)
+def _per_block(problem: Problem, row: Tensor) -> Tensor:
+    """Return the largest absolute entry of every parameter's part, (n)."""
+    return torch.stack([row[where].abs().amax() for where in problem.slices.values()])
 
 
-def gradient_noise(problem: Problem, gradient: Callable[[Tensor], Tensor], precision: torch.dtype) -> Tensor:
+def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
     """Return the size of the gradient's rounding errors, the largest of every parameter (n).
 
     Sixth differences over a tiny stretch cancel the smooth part and leave rounding, amplified by sqrt(924); the median of
@@ -215,23 +189,22 @@ def gradient_noise(problem: Problem, gradient: Callable[[Tensor], Tensor], preci
     reach = torch.finfo(precision).eps ** 0.4
     samples = []
     for direction in directions / directions.norm(dim=1, keepdim=True):
-        steps = reach * torch.arange(1, 8).to(direction)[:, None]
-        gradients = gradient(problem.theta + steps * direction)
+        gradients = _gradients(problem, [problem.theta + k * reach * direction for k in range(1, 8)])
         for _ in range(6):
             gradients = gradients[1:] - gradients[:-1]
-        samples.append(_per_block(problem, gradients)[0] / 924**0.5)
+        samples.append(_per_block(problem, gradients[0]) / 924**0.5)
     return torch.stack(samples).median(dim=0).values
 
 
-def _combine(odd: dict[int, Tensor], h: float) -> Tensor:
-    total = WEIGHTS[0] * odd[1]
-    for k in (2, 3, 4):
-        total = total + WEIGHTS[k - 1] * odd[k]
+def _combine(odd: Sequence[Tensor], h: float) -> Tensor:
+    total = WEIGHTS[0] * odd[0]
+    for weight, part in zip(WEIGHTS[1:], odd[1:], strict=True):
+        total = total + weight * part
     return total / h
 
 
-def _gradients(problem: Problem, points: Tensor) -> Tensor:
-    """Return the gradients (m, P) at points (m, P): the module's own parameters are moved, and the module is called as it is."""
+def _gradients(problem: Problem, points: Iterable[Tensor]) -> Tensor:
+    """Return the gradients (m, P) at points (P): the module's own parameters are moved, and the module is called as it is."""
     found = []
     for point in points:
         with placed((problem.own[n], x.contiguous()) for n, x in problem.unflatten(point).items()):
