@@ -297,7 +297,7 @@ ROUTES_OF: Mapping[str, tuple[str, ...]] = {name: reference.routes for name, ref
 CHOICES = (("reverse-over-reverse",), ("jvp(grad)", "torch.func.hessian"))
 """One of each group is taken, the first that is right everywhere; those of one group share a path."""
 
-DIFFERENCES = "central-differences"
+CENTRAL_DIFFERENCES = "central-differences"
 BY_CHOICE_OF_TORCH = frozenset({"sdpa (default)", "nn.MultiheadAttention", "nn.TransformerEncoderLayer"})
 """Attention on a fused kernel: the references switch these off."""
 UNLISTED = frozenset({"autograd.Function", "autograd.Function (once)"})
@@ -370,7 +370,7 @@ def choose(problem: Problem, default: tuple[str, ...]) -> Choice:
         return Choice(default, {}, f"not in the route table: {', '.join(missing)}")
     faults = {name: _faults(name, known) for name in ROUTES_OF}  # type: ignore[arg-type]
     chosen = [next((name for name in group if not faults[name]), None) for group in CHOICES]
-    names = (*(name for name in chosen if name is not None), DIFFERENCES)
+    names = (*(name for name in chosen if name is not None), CENTRAL_DIFFERENCES)
     if len(names) < 2:
         why = "; ".join(f"{name}: {faults[name]}" for name in ROUTES_OF if faults[name])
         return Choice(default, {}, f"no route is right for all operations ({why})")

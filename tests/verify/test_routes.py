@@ -105,7 +105,7 @@ def test_column_j_of_the_differences_is_the_derivative_along_parameter_j(name):
 def test_the_table_as_a_whole(whole):
     """The judges agree, right and wrong are far apart, and what is right by every route or never wrong."""
     assert [judged.operation for judged in whole.judgements] == list(OPERATIONS)
-    assert not [judged for judged in whole.judgements if judged.judge == DISAGREE]
+    assert {judged.judge for judged in whole.judgements} == {"closed form", "differences"}
     closed = {judged.operation for judged in whole.judgements if judged.judge == "closed form"}
     assert {"layer_norm", "layer_norm (w.r.t. its input)", "rms_norm", "softmax", "matmul", "linear", "cross_entropy"} <= closed
     assert all(judged.disagreement is None or judged.disagreement < 1e-11 for judged in whole.judgements)
