@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from torch import nn
 
@@ -63,15 +64,14 @@ class BlockStructure:
         d_v = d if self.n_heads == 1 and not self.output_projection else 2 if normed or self.n_heads == 1 else 1
         return {"d": d, "d_ff": 1 if self.n_heads > 1 or d > 2 else 2, "d_k": 2, "d_v": d_v}
 
+    def block(self, d_model: int, d_ff: int, **changed: Any) -> TransformerBlock:
+        """Return a block of this structure and these widths, some of its options changed."""
+        return TransformerBlock(d_model, d_ff, **{**vars(self), **changed})
+
     def small(self) -> TransformerBlock:
         """Return the block of this structure at these sizes, with a rational factor."""
-        sizes = self.sizes
-        block = TransformerBlock(
-            sizes["d"], sizes["d_ff"], self.n_heads, self.placement, self.norm, self.activation, self.bias,
-            n_kv_heads=self.n_kv_heads, d_k=sizes["d_k"], d_v=sizes["d_v"], attention_bias=self.attention_bias,
-            output_projection=self.n_heads > 1 or self.output_projection, causal=self.causal, rotary=self.rotary,
-            norm_scope=self.norm_scope, affine=self.affine, groups=2, layer=self.layer, n_layers=self.n_layers, alpha=self.alpha,
-        )  # fmt: skip
+        sizes, projected = self.sizes, self.n_heads > 1 or self.output_projection
+        block = self.block(sizes["d"], sizes["d_ff"], d_k=sizes["d_k"], d_v=sizes["d_v"], output_projection=projected)
         if block.factor is not None:
             block.factor = FACTOR  # type: ignore[assignment]
         return block

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,15 +22,15 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
 from hessiankit.verify.comparison import closed_form
-from hessiankit.verify.exact import ExactRow, check_exact_blocks
-from hessiankit.verify.health import Health, examine, rounding_noise
-from hessiankit.verify.identities import IdentityReport, examine_identities
+from hessiankit.verify.exact import check_exact_blocks
+from hessiankit.verify.health import examine, rounding_noise
+from hessiankit.verify.identities import examine_identities
 from hessiankit.verify.in_place import converted, preserved
 from hessiankit.verify.probes import directions, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.products import Products
 from hessiankit.verify.references import run_references
-from hessiankit.verify.route_table import Choice, choose
+from hessiankit.verify.route_table import CENTRAL_DIFFERENCES, Choice, choose
 from hessiankit.verify.rows import DenseComparison
 from hessiankit.verify.small_blocks import formula_errors, twin_rows
 from hessiankit.verify.traits import STOPPED, traits
@@ -169,39 +169,21 @@ def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> C
     found = traits(problem)
     rtol = options.rtol if options.rtol is not None else TOLERANCE.get(found.precision, 1e-10)
     if isinstance(closed, HessianOperator):
-        parts = _compared_products(problem, closed, make_operator, found.precision, rtol, options)
+        report = _compared_products(problem, closed, make_operator, found.precision, rtol, options)
     else:
-        parts = _compared_matrix(problem, closed, found.precision, rtol, options)
-    stopped = STOPPED.format(found.stopped_by) if found.stopped_by and not health_of_differences(parts.health) else ""
-    return CheckReport(
-        rows=tuple(parts.rows),
-        health=tuple(parts.health.values()),
-        closed_form=closed,
-        rtol=rtol,
-        comparison=parts.comparison,
+        report = _compared_matrix(problem, closed, found.precision, rtol, options)
+    moves = next((not h.healthy for h in report.health if h.reference == CENTRAL_DIFFERENCES), False)
+    stopped = STOPPED.format(found.stopped_by) if found.stopped_by and moves else ""
+    note, *others = report.remarks
+    return replace(
+        report,
         seconds=time.perf_counter() - start,
-        left_out=parts.choice.left_out,
-        remarks=tuple(remark for remark in (parts.choice.note, found.padding, stopped, *parts.remarks) if remark),
+        remarks=tuple(remark for remark in (note, found.padding, stopped, *others) if remark),
         lowered=f"{found.lowered_by} computes in {found.precision}" if options.rtol is None and found.lowered_by else "",
-        identities=parts.identities,
-        exact=parts.exact,
     )
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """The parts of a report that depend on whether the matrix or products are compared."""
-
-    rows: list[CheckRow]
-    health: Mapping[str, Health]
-    comparison: str
-    choice: Choice
-    remarks: list[str]
-    identities: IdentityReport = field(default_factory=IdentityReport)
-    exact: tuple[ExactRow, ...] = ()
-
-
-def _compared_matrix(problem: Problem, found: Hessian, precision: torch.dtype, rtol: float, options: _Options) -> _Parts:
+def _compared_matrix(problem: Problem, found: Hessian, precision: torch.dtype, rtol: float, options: _Options) -> CheckReport:
     """Compare the matrix with the references, every entry or along directions on each parameter."""
     module, seed = problem.module, options.seed
     probes, few = None, None  # few: of central differences, each of whose directions costs dozens of calls
@@ -225,9 +207,17 @@ def _compared_matrix(problem: Problem, found: Hessian, precision: torch.dtype, r
             seconds = time.perf_counter() - before
             rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
         exact = check_exact_blocks(module, seed=seed) if options.exact else ()
-    identities = examine_identities(problem, found.matrix, rtol=rtol, precision=precision)
-    comparison = "every entry" if probes is None else f"{options.directions or 4} generic directions a parameter"
-    return _Parts(rows, health, comparison, choice, remarks, identities, exact)
+    return CheckReport(
+        tuple(rows),
+        tuple(health.values()),
+        found,
+        rtol,
+        "every entry" if probes is None else f"{options.directions or 4} generic directions a parameter",
+        left_out=choice.left_out,
+        remarks=(choice.note, *remarks),
+        identities=examine_identities(problem, found.matrix, rtol=rtol, precision=precision),
+        exact=exact,
+    )
 
 
 def _compared_products(
@@ -237,7 +227,7 @@ def _compared_products(
     precision: torch.dtype,
     rtol: float,
     options: _Options,
-) -> _Parts:
+) -> CheckReport:
     """Compare products with those of the references, along directions on groups of parameters."""
     groups, per_group = roles(problem.params), options.directions or 1
     names, along = tuple(options.against or MULTIPLYING), directions(groups, per_group, options.seed)
@@ -256,7 +246,7 @@ def _compared_products(
     else:
         left_out += f", hessian_diagonal not beyond {DIAGONAL:,}"
     comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
-    return _Parts(rows, health, comparison, Choice(names, {}), [left_out])
+    return CheckReport(tuple(rows), tuple(health.values()), operator, rtol, comparison, remarks=("", left_out))
 
 
 def _named(loss: Loss) -> str:
@@ -278,11 +268,6 @@ def _shapes(inputs: Any) -> str:
 
 def _dtype(module: nn.Module) -> str:
     return str(next(module.parameters()).dtype).removeprefix("torch.")
-
-
-def health_of_differences(health: Mapping[str, Health]) -> bool:
-    """Return whether central differences are healthy, or were not run."""
-    return "central-differences" not in health or health["central-differences"].healthy
 
 
 def _choice(against: Iterable[str] | None, problem: Problem) -> Choice:

@@ -95,7 +95,7 @@ class CheckReport(Printed):
     closed_form: Hessian | HessianOperator
     rtol: float
     comparison: str
-    seconds: float
+    seconds: float = 0.0
     left_out: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     lowered: str = ""

@@ -131,64 +131,51 @@ def constant_along(columns: Tensor, axis: int) -> Tensor | None:
 
 
 @dataclass(frozen=True, eq=False)
-class LinearUse:
-    """A weight multiplies the last axis: entry n meets the entries at[:, n] of the parameter."""
+class Use:
+    """An operation that reads columns of a channel and does not pass them on."""
 
     channel: Channel
     columns: Tensor
+
+    @property
+    def reads(self) -> tuple[tuple[Channel, Tensor], ...]:
+        """The channels and the columns of each."""
+        return ((self.channel, self.columns),)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearUse(Use):
+    """A weight multiplies the last axis: entry n meets the entries at[:, n] of the parameter."""
+
     weight: Leg
 
 
 @dataclass(frozen=True, eq=False)
-class PairUse:
+class PairUse(Use):
     """Two channels are multiplied and summed: (m, k) columns on either side, paired entry by entry.
 
     ``softmax`` holds whether a softmax over the second side's rows follows.
     """
 
-    left: Channel
     right: Channel
-    left_columns: Tensor
     right_columns: Tensor
     softmax: list[bool]
 
+    @property
+    def reads(self) -> tuple[tuple[Channel, Tensor], ...]:
+        return ((self.channel, self.columns), (self.right, self.right_columns))
+
 
 @dataclass(frozen=True, eq=False)
-class RowUse:
+class RowUse(Use):
     """A norm or a softmax reads rows (m, k) of columns: ``centred`` loses their mean, ``eps`` 0 their length (None: never).
 
     ``passed`` holds where the channel goes on behind it.
     """
 
-    channel: Channel
-    rows: Tensor
     centred: bool
     eps: float | None
     passed: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class OtherUse:
-    """Anything else."""
-
-    channel: Channel
-
-
-Use = LinearUse | PairUse | RowUse | OtherUse
-
-
-def channels_of(use: Use) -> tuple[Channel, ...]:
-    """Return the channels that a use reads."""
-    return (use.left, use.right) if isinstance(use, PairUse) else (use.channel,)
-
-
-def read_columns(use: Use) -> tuple[Tensor, ...]:
-    """Return the columns that a use reads."""
-    if isinstance(use, PairUse):
-        return use.left_columns, use.right_columns
-    if isinstance(use, LinearUse):
-        return (use.columns,)
-    return (use.rows,) if isinstance(use, RowUse) else (use.channel.columns,)
 
 
 def homogeneous(primitive: Primitive) -> bool:
@@ -221,7 +208,7 @@ class Following:
         self._logits: dict[int, PairUse] = {}
         for a in trace.applications:
             self._channels[a.output] = self._step(a)
-        self.uses += [OtherUse(c) for c in self._channels.get(trace.output, [])]
+        self._read(self._channels.get(trace.output, []))
 
     # The columns of a value ------------------------------------------------------------------------------------------
 
@@ -252,7 +239,7 @@ class Following:
         return Channel(space, numbers.expand(out.shape), torch.zeros(size, dtype=torch.long, device=out.device))
 
     def _read(self, channels: list[Channel]) -> list[Channel]:
-        self.uses += [OtherUse(c) for c in channels]
+        self.uses += [Use(c, c.columns) for c in channels]
         return []
 
     # The effect of an operation -----------------------------------------------------------------------------------------
@@ -306,7 +293,7 @@ class Following:
         if weight is not None and value.ndim == 2:
             for c in left:
                 vector = None if c.summed else c.vector()
-                read = OtherUse(c) if vector is None else LinearUse(c, vector, Leg(weight.parameter, weight.at.T))
+                read = Use(c, c.columns) if vector is None else LinearUse(c, vector, Leg(weight.parameter, weight.at.T))
                 self.uses.append(read)
             bias = self._leg(a, 2)
             fixed = bias is None and len(a.inputs) > 2 and a.inputs[2] is not None  # added, and does not follow the weight
@@ -314,7 +301,7 @@ class Following:
         pair = self._pair(left, [c for c in right if constant_along(c.columns, -1) is not None], turned=False)
         if pair is not None:
             self._logits[a.output] = pair
-            return self._read([c for c in (*left, *right) if c not in (pair.left, pair.right)])
+            return self._read([c for c in (*left, *right) if c not in (pair.channel, pair.right)])
         return self._read(left) + self._weighted(right, self.trace.values[a.output].shape)
 
     def _weighted(self, values: list[Channel], shape: torch.Size) -> list[Channel]:
@@ -341,7 +328,7 @@ class Following:
         a, b = torch.broadcast_tensors(a[..., 0, :], b[..., 0, :] if turned else b[..., 0])
         width = a.shape[-1]
         both = torch.unique(torch.cat([a, b], -1).reshape(-1, 2 * width), dim=0)
-        pair = PairUse(q, k, both[:, :width], both[:, width:], [turned])
+        pair = PairUse(q, both[:, :width], k, both[:, width:], [turned])
         self.uses.append(pair)
         return pair
 
@@ -362,7 +349,7 @@ class Following:
 
         q, k, v = self._of(a, 0), [shared(c) for c in self._of(a, 1)], [shared(c) for c in self._of(a, 2)]
         pair = self._pair(q, k, turned=True)
-        self._read([c for c in (*q, *k) if pair is None or c not in (pair.left, pair.right)] + self._of(a, 3))
+        self._read([c for c in (*q, *k) if pair is None or c not in (pair.channel, pair.right)] + self._of(a, 3))
         return self._weighted(v, self.trace.values[a.output].shape)
 
     def _sum(self, a: Application) -> list[Channel]:
@@ -421,7 +408,7 @@ class Following:
         eps = torch.finfo(self.trace.values[a.output].dtype).eps if p.eps is None else p.eps
         signs = self.trace.values[a.output].shape[-1] <= 1 + centred  # all that is left of so short a row
         for c, r in rotated:
-            self.uses.append(OtherUse(c) if signs else RowUse(c, unique_rows(c.columns), centred, eps, r is not None))
+            self.uses.append(Use(c, c.columns) if signs else RowUse(c, unique_rows(c.columns), centred, eps, r is not None))
         if all(absent):
             return [r for _, r in rotated if r is not None]
         if gain is None or (bias is None and not absent[1]):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.tracing.trace import Trace
-from hessiankit.verify.identity_columns import Following, LinearUse, PairUse, RowUse, Space, Use, channels_of, read_columns
+from hessiankit.verify.identity_columns import Following, LinearUse, PairUse, RowUse, Space, Use
 from hessiankit.verify.identity_generators import GeneratorPart, Kind, Leg, Symmetry
 
 CURVED = "H Bθ = -Bᵀg"
@@ -55,7 +55,7 @@ def structures(trace: Trace) -> tuple[list[Symmetry], list[str]]:
     following = Following(trace)
     uses: dict[Space, list[Use]] = {space: [] for space in following.spaces}
     for use in following.uses:
-        for space in dict.fromkeys(c.space for c in channels_of(use)):
+        for space in dict.fromkeys(c.space for c, _ in use.reads):
             uses[space].append(use)
     found: list[Symmetry] = []
     skipped: list[str] = []
@@ -74,7 +74,7 @@ def _seen_by(space: Space, uses: Sequence[Use]) -> Tensor:
     device = space.legs[0][0].at.device
     seen = torch.zeros(space.size, dtype=torch.bool, device=device)
     for use in uses:
-        for channel, columns in zip(channels_of(use), read_columns(use), strict=True):
+        for channel, columns in use.reads:
             if channel.space is space:
                 seen[columns.reshape(-1) - space.first] = True
     return seen
@@ -116,7 +116,7 @@ def _rows_of(use: LinearUse, columns: Tensor) -> Iterator[Leg]:
 
 def _scale(space: Space, uses: Sequence[Use], skipped: list[str]) -> Iterator[Symmetry]:
     """Columns that only norms with eps = 0 read: their length does not matter."""
-    direct = [u for u in uses if not all(c.normed for c in channels_of(u) if c.space is space)]
+    direct = [u for u in uses if not all(c.normed for c, _ in u.reads if c.space is space)]
     norms = [u for u in direct if isinstance(u, RowUse) and u.eps is not None and not u.channel.summed]
     free = _seen_by(space, norms) & ~_seen_by(space, [u for u in direct if u not in norms])
     if any(role == "gain" for _, role in space.legs) or not bool(free.any()):
@@ -140,7 +140,7 @@ def _scale(space: Space, uses: Sequence[Use], skipped: list[str]) -> Iterator[Sy
 
 def _mean(space: Space, uses: Sequence[Use]) -> Iterator[Symmetry]:
     """Columns that only LayerNorms and softmaxes read: adding the same to all columns of a row changes nothing."""
-    direct = [u for u in uses if not all(c.normed for c in channels_of(u) if c.space is space)]
+    direct = [u for u in uses if not all(c.normed for c, _ in u.reads if c.space is space)]
     centred = [u for u in direct if isinstance(u, RowUse) and u.centred and u.channel.uniform]
     free = _seen_by(space, centred) & ~_seen_by(space, [u for u in direct if u not in centred])
     parts = []
@@ -156,7 +156,7 @@ def _joined(uses: Sequence[RowUse], free: Tensor, space: Space) -> list[Tensor]:
     """Return the sets of free columns that rows hold together."""
     components = _Components()
     for use in uses:
-        for row in (use.rows - space.first).tolist():
+        for row in (use.columns - space.first).tolist():
             components.join(row)
     sets = [torch.tensor(s, device=free.device) for s in components.sets()]
     return [s + space.first for s in sets if bool(free[s].all())]
@@ -164,13 +164,12 @@ def _joined(uses: Sequence[RowUse], free: Tensor, space: Space) -> list[Tensor]:
 
 def _logits(pair: PairUse, uses: dict[Space, list[Use]]) -> Iterator[Symmetry]:
     """Queries and keys that meet only each other: Q K^T keeps its value under (Q G, K G^-T), and softmax loses the key bias."""
-    sides = ((pair.left, pair.left_columns), (pair.right, pair.right_columns))
-    for channel, columns in sides:
+    for channel, columns in pair.reads:
         space = channel.space
         others = [u for u in uses[space] if u is not pair and not (isinstance(u, RowUse) and u.passed)]
         if bool(_seen_by(space, others)[columns.reshape(-1) - space.first].any()):
             return
-    kinds = {channel.freedom for channel, _ in sides}
+    kinds = {channel.freedom for channel, _ in pair.reads}
     if not {"diagonal", "rotation"} <= kinds:
         kind: Kind = next((k for k in ("diagonal", "rotation") if k in kinds), "linear")  # type: ignore[assignment]
         yield Symmetry("logits", STATEMENTS["logits", kind], tuple(_heads(pair, kind)))
@@ -184,14 +183,14 @@ def _logits(pair: PairUse, uses: dict[Space, list[Use]]) -> Iterator[Symmetry]:
 
 def _heads(pair: PairUse, kind: Kind) -> Iterator[GeneratorPart]:
     """Yield one part for each set of heads that share queries or keys."""
-    queries, keys = ([tuple(row) for row in side.tolist()] for side in (pair.left_columns, pair.right_columns))
+    queries, keys = ([tuple(row) for row in side.tolist()] for side in (pair.columns, pair.right_columns))
     numbers = {row: n for n, row in enumerate(dict.fromkeys([*queries, *keys]))}
     components = _Components()
     for q, k in zip(queries, keys, strict=True):
         components.join([numbers[q], numbers[k]])
     for members in components.sets():
         legs: list[list[Leg]] = [[], []]
-        for rows, channel, into in ((queries, pair.left, legs[0]), (keys, pair.right, legs[1])):
+        for rows, channel, into in ((queries, pair.channel, legs[0]), (keys, pair.right, legs[1])):
             for row in dict.fromkeys(r for r in rows if numbers[r] in members):
-                into += channel.space.restricted(torch.tensor(row, device=pair.left_columns.device))
+                into += channel.space.restricted(torch.tensor(row, device=pair.columns.device))
         yield GeneratorPart(kind, tuple(legs[0]), tuple(legs[1]))

@@ -49,18 +49,9 @@ class _Gaps:
 class Products:
     """Products of one operator and of references along the same directions, compared one direction at a time.
 
-    Only what one direction needs is in memory: about five vectors of the parameters' size, and a graph.
-
-    Args:
-        problem: The loss.
-        operator: The closed form.
-        names: Of the references.
-        groups: Label -> parameters, for the rows.
-        along: The directions; the last, on everything, is the one of central differences.
-        rtol: The tolerance.
-        precision: The lowest floating type that the module computes in.
-        make_operator: Makes the closed form again, at parameters moved by rounding.
-        progress: Called with (reference, directions done, directions in all).
+    Only what one direction needs is in memory: about five vectors of the parameters' size, and a graph. Of ``along``, the last
+    direction, on everything, is the one of central differences; ``make_operator`` makes the closed form again, at parameters
+    moved by rounding; ``progress`` is called with (reference, directions done, directions in all).
     """
 
     problem: Problem

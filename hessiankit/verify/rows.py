@@ -31,18 +31,7 @@ def loss_row(loss: float, problem: Problem, rtol: float, method: str) -> CheckRo
 
 @dataclass(frozen=True)
 class DenseComparison:
-    """The dense closed form and the references of one problem, ready to be compared.
-
-    Args:
-        problem: The loss.
-        found: The closed form.
-        results: The results of the references.
-        health: The health of each.
-        probes: The directions of the results; None where they are whole matrices.
-        precision: The lowest floating type that the module computes in.
-        noise: The rounding noise of blocks that vanish.
-        rtol: The tolerance.
-    """
+    """The dense closed form and the references of one problem; without ``probes`` the results are whole matrices."""
 
     problem: Problem
     found: Hessian

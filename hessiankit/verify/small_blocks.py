@@ -66,25 +66,8 @@ def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
     if not _written(block):
         return {}
     generator = torch.Generator().manual_seed(seed)
-    attention, feedforward = block.attention, block.feedforward
-    norm = block.norm_1
-    assert isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm))
-    affine = norm.weight is not None
-    twin = TransformerBlock(
-        TINY["width"],
-        TINY["hidden"],
-        attention.n_heads,
-        block.placement,
-        "layernorm" if isinstance(norm, torch.nn.LayerNorm) else "rmsnorm",
-        feedforward.activation,
-        feedforward.b_1 is not None,
-        attention_bias=attention.b_Q is not None,
-        output_projection=attention.W_O is not None,
-        d_k=TINY["head"],
-        causal=attention.causal,
-        eps=norm.eps or 1e-6,
-        affine=affine,
-    ).double()
+    eps = float(block.norm_1.eps or 1e-6)  # type: ignore[arg-type]
+    twin = structure_of(block).block(TINY["width"], TINY["hidden"], d_k=TINY["head"], eps=eps).double()
     x, target = (torch.randn(TINY["length"], TINY["width"], generator=generator, dtype=torch.float64) for _ in range(2))
     for p in twin.parameters():
         p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.7 + (0.5 if p.ndim == 1 else 0.0)
@@ -114,12 +97,10 @@ JUDGES = ("reverse-over-reverse", "jvp(grad)")
 def wide_twin(block: TransformerBlock, seed: int) -> tuple[TransformerBlock, torch.Tensor, torch.Tensor]:
     """Return a block of the same placement, norm and mask with four heads, W_O, biases and gelu; inputs and a target."""
     s = structure_of(block)
-    gated = s.activation == "swiglu"
-    twin = TransformerBlock(
-        WIDTH, HIDDEN, HEADS, s.placement, s.norm, "swiglu" if gated else "gelu", not gated,
-        n_kv_heads=HEADS if s.n_kv_heads == s.n_heads else HEADS // 2, d_k=HEAD, output_projection=True, causal=s.causal,
-        rotary=s.rotary, norm_scope=s.norm_scope, affine=s.affine, groups=2, layer=s.layer, n_layers=s.n_layers, alpha=s.alpha,
-    ).double()  # fmt: skip
+    gated, shared = s.activation == "swiglu", s.n_kv_heads < s.n_heads
+    kinds = {"activation": s.activation if gated else "gelu", "bias": not gated, "attention_bias": False}
+    heads = {"n_heads": HEADS, "n_kv_heads": HEADS // 2 if shared else HEADS, "d_k": HEAD, "output_projection": True}
+    twin = s.block(WIDTH, HIDDEN, **kinds, **heads).double()
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
