@@ -50,7 +50,7 @@ class CentralDifferences(Reference):
             raise Unsupported(self.name, f"the module computes in {precision}, too coarse for differences")
         lengths = V.norm(dim=1, keepdim=True)
         units = V / torch.where(lengths > 0, lengths, 1)
-        found: list[_Found] = []
+        found: list[_Settled] = []
         try:
             with problem.at():
                 noise = gradient_noise(problem, precision)
@@ -125,7 +125,7 @@ def _length(parts: Iterable[Tensor]) -> float:
     return sum(float(x.double().square().sum()) for x in parts) ** 0.5
 
 
-class _Found(NamedTuple):
+class _Settled(NamedTuple):
     """A product H v (P), its estimated error (P), the last step at which a kink was seen (0: none), and whether it converged."""
 
     value: Tensor
@@ -134,7 +134,7 @@ class _Found(NamedTuple):
     resolved: bool
 
 
-def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Tensor) -> _Found:
+def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Tensor) -> _Settled:
     """Halve the step along a unit vector until the goal is met or the error grows from rounding; each block keeps its best."""
 
     def odd_part(reach: float) -> Tensor:
@@ -168,7 +168,7 @@ def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Te
     else:
         resolved = not lowest > UNRESOLVED
     spread = [e.expand(where.stop - where.start) for e, where in zip(known, problem.slices.values(), strict=True)]
-    return _Found(best, SAFETY * torch.cat(spread), h if rough and resolved else 0.0, resolved)
+    return _Settled(best, SAFETY * torch.cat(spread), h if rough and resolved else 0.0, resolved)
 
 
 def _per_block(problem: Problem, row: Tensor) -> Tensor:
