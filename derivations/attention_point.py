@@ -185,16 +185,16 @@ class AttentionPoint(OperationAt):
     def logits_jacobian(self, name: str) -> Matrix:
         """Return T_a = dT/da for any argument; zero for W_V and W_O."""
         expect_names(self, "logits_jacobian", name)
-        named = {"X": "T_X", "W_Q": "T_Q", "W_K": "T_K"}
-        found: Matrix | None = getattr(self, named[name]) if name in named else None
-        return Zero(self.tokens.shape[0] ** 2, size(self.arguments[name])) if found is None else found
+        return self._derivative("T", name, self.tokens.shape[0] ** 2)
 
     def averaged_jacobian(self, name: str) -> Matrix:
         """Return R_a = d(A X)/da for any argument; zero for W_V and W_O."""
         expect_names(self, "averaged_jacobian", name)
-        named = {"X": "R_X", "W_Q": "R_Q", "W_K": "R_K"}
-        found: Matrix | None = getattr(self, named[name]) if name in named else None
-        return Zero(size(shape_of(self.X)), size(self.arguments[name])) if found is None else found
+        return self._derivative("R", name, size(shape_of(self.X)))
+
+    def _derivative(self, letter: str, name: str, rows: int) -> Matrix:
+        zero = Zero(rows, size(self.arguments[name]))
+        return zero if name in ("W_V", "W_O") else getattr(self, f"{letter}_{name.removeprefix('W_')}")
 
     @property
     def _turn(self) -> Matrix:

@@ -87,7 +87,7 @@ class MeanPoolHeadAt(OperationAt):
 
 
 class _Reduction(Primitive):
-    """Base class of Mean and SumOver: a sum over axes, times a constant."""
+    """Base class of Mean, SumOver and Extreme: a sum over axes, times a constant."""
 
     is_linear = True
     dims: tuple[int, ...]
@@ -162,7 +162,7 @@ class Mean(_Reduction):
 
 
 @dataclass(frozen=True)
-class Extreme(Primitive):
+class Extreme(_Reduction):
     """The largest, smallest or middle entry over some axes; inputs (X,).
 
     Off ties it is one of the entries, with that entry's derivatives and no curvature; among equal entries the derivative
@@ -184,7 +184,6 @@ class Extreme(Primitive):
     kind: str
     dims: tuple[int, ...] = ()
     keepdim: bool = False
-    is_linear = True
     reads_values = True  # they tell which entry is the extreme one
 
     def __post_init__(self) -> None:
@@ -196,20 +195,11 @@ class Extreme(Primitive):
         return kept if self.keepdim else kept.squeeze(self._axes(inputs[0]))
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        axes = tuple(axis + 1 for axis in self._axes(inputs[0]))
-        moved = total(self, tangents[0]) * self._share(inputs[0])
-        return moved.sum(axes, keepdim=self.keepdim) if axes else moved
+        return self._reduce(inputs[0], total(self, tangents[0]) * self._share(inputs[0]), 1)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        share, axes = self._share(inputs[0]), self._axes(inputs[0])
-        kept = [1 if i in axes else n for i, n in enumerate(share.shape)]
-        return (adjoint.reshape(-1, *kept) * share,)
-
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return axes <= inputs[0].ndim and all(axis >= axes for axis in self._axes(inputs[0]))
-
-    def _axes(self, X: Tensor) -> tuple[int, ...]:
-        return tuple(axis % X.ndim for axis in self.dims) or tuple(range(X.ndim))
+        (spread,) = super().vjp(inputs, adjoint)
+        return (spread * self._share(inputs[0]),)  # type: ignore[operator]
 
     def _kept(self, X: Tensor) -> Tensor:
         axes = self._axes(X)

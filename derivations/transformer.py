@@ -42,23 +42,15 @@ class PostNormBlockAt:
 
     Args:
         X: L x d_V, the tokens.
-        W_Q: d_V x d_K.
-        W_K: d_V x d_K.
+        W_Q, W_K: d_V x d_K.
         W_V: d_V x d_V, or d_V x d_v with W_O.
-        W_1: d_V x d_ff.
-        W_2: d_ff x d_V.
-        b_1: d_ff entries, or None, as are the next five.
-        b_2: d_V entries.
-        gamma_1: d_V entries, the gain of the first norm.
-        beta_1: d_V entries, the shift of the first norm.
-        gamma_2: d_V entries, the gain of the second norm.
-        beta_2: d_V entries, the shift of the second norm.
+        W_1, W_2: d_V x d_ff and d_ff x d_V.
+        b_1, b_2: d_ff and d_V entries, or None.
+        gamma_1, beta_1, gamma_2, beta_2: d_V entries, gain and shift of each norm, or None.
         W_O: d_v x d_V, or None.
-        mask: as in ``AttentionAt``.
+        mask, scale, weights: as in ``AttentionAt``.
         eps: that of both norms, or a pair (tuple); each a number or an array of one for each row.
         activation: as in ``FeedForwardAt``.
-        scale: as in ``AttentionAt``.
-        weights: as in ``AttentionAt``.
 
     Raises:
         ValueError: if the shapes do not conform.

@@ -188,29 +188,22 @@ def piecewise(kind: str, slope: Fraction) -> Build:
     return operation(lambda X: ActivationAt(kind, X, negative_slope=slope), lambda X: function(X), X=(2, 3))
 
 
-def smooth(kind: str, function: Callable[[Any], Any]) -> Build:
+def smooth(kind: str) -> Build:
     """Compare an activation of two symbols of either sign."""
 
     def build(draw: RationalDraw) -> Iterator[ExactComparison]:
         X = np.array([sympy.symbols("x_0 x_1", real=True)], dtype=object)
-        yield from against(ActivationAt(kind, X), SymbolicReference({"X": X}, np.frompyfunc(function, 1, 1)(X)))
+        yield from against(ActivationAt(kind, X), SymbolicReference({"X": X}, np.frompyfunc(SMOOTH[kind], 1, 1)(X)))
 
     return build
 
 
-def gelu(x: Any) -> Any:
-    """Return x (1 + erf(x / sqrt 2)) / 2."""
-    return x * (1 + sympy.erf(x / sympy.sqrt(2))) / 2
-
-
-def gelu_tanh(x: Any) -> Any:
-    """Return the tanh form of gelu."""
-    return x * (1 + sympy.tanh(sympy.sqrt(2 / sympy.pi) * (x + sympy.Rational(44715, 10**6) * x**3))) / 2
-
-
-def silu(x: Any) -> Any:
-    """Return x / (1 + exp(-x))."""
-    return x / (1 + sympy.exp(-x))
+SMOOTH: dict[str, Callable[[Any], Any]] = {
+    "gelu": lambda x: x * (1 + sympy.erf(x / sympy.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + sympy.tanh(sympy.sqrt(2 / sympy.pi) * (x + sympy.Rational(44715, 10**6) * x**3))) / 2,
+    "silu": lambda x: x / (1 + sympy.exp(-x)),
+    "tanh": sympy.tanh,
+}
 
 
 @contextmanager

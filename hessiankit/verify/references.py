@@ -1,16 +1,4 @@
-"""The registry of references for exact Hessians, each by a route of its own.
-
-| reference | route | independent group |
-|---|---|---|
-| reverse-over-reverse | ``torch.autograd.grad`` twice | reverse |
-| jvp(grad) | forward mode through one reverse sweep | forward-over-reverse |
-| central-differences | differences of the gradient, eighth order | differences |
-| complex-step | the imaginary part of the gradient | differences |
-| torch.func.hessian | jacfwd(jacrev) | jacfwd(jacrev) |
-| curvlinops | ``HessianLinearOperator`` | jacfwd(jacrev) |
-
-Members of one group share a differentiation path and its defects, and count once.
-"""
+"""The registry of references for exact Hessians; those of one independent group share a path and its defects: they count once."""
 
 from __future__ import annotations
 
@@ -28,17 +16,8 @@ from hessiankit.verify.reference_differences import CentralDifferences
 
 __all__ = ["REFERENCES", "Outcome", "Progress", "Reference", "Unsupported", "run_references"]
 
-REFERENCES: dict[str, Reference] = {
-    reference.name: reference
-    for reference in (
-        ReverseOverReverse(),
-        JvpOfGrad(),
-        CentralDifferences(),
-        ComplexStep(),
-        FuncHessian(),
-        Curvlinops(),
-    )
-}
+_ROUTES = (ReverseOverReverse(), JvpOfGrad(), CentralDifferences(), ComplexStep(), FuncHessian(), Curvlinops())
+REFERENCES: dict[str, Reference] = {reference.name: reference for reference in _ROUTES}
 
 
 def run_references(
