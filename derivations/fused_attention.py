@@ -132,11 +132,7 @@ class LinearisedAttention(Linearised):
     primitive: ScaledDotProductAttention
 
     def __init__(
-        self,
-        primitive: ScaledDotProductAttention,
-        inputs: Inputs,
-        adjoint: Tensor | None,
-        wanted: Sequence[bool] | None,
+        self, primitive: ScaledDotProductAttention, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None
     ) -> None:
         super().__init__(primitive, inputs, adjoint, wanted)
         self.Q, self.K, self.V = (self._arrange(x.unsqueeze(0)) for x in inputs[:3])
@@ -257,11 +253,7 @@ class TiledAttention(Linearised):
     primitive: ScaledDotProductAttention
 
     def __init__(
-        self,
-        primitive: ScaledDotProductAttention,
-        inputs: Inputs,
-        adjoint: Tensor | None,
-        wanted: Sequence[bool] | None,
+        self, primitive: ScaledDotProductAttention, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None
     ) -> None:
         super().__init__(primitive, inputs, adjoint, wanted)
         self._last: tuple[Tangents, list[tuple[Tensor, Tensor]]] | None = None

@@ -29,15 +29,7 @@ from derivations.operation import OperationAt, shape_of
 from derivations.row_blocks import Centring, RowBlocks
 from derivations.vecr import kron_derivative_right, vec_r_column
 
-__all__ = [
-    "LayerNorm",
-    "LayerNormAt",
-    "LayerNormTheorems",
-    "RMSNorm",
-    "RMSNormAt",
-    "theorem2_jacobian",
-    "theorem3_hessian",
-]
+__all__ = ["LayerNorm", "LayerNormAt", "LayerNormTheorems", "RMSNorm", "RMSNormAt", "theorem2_jacobian", "theorem3_hessian"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -229,13 +229,7 @@ class Linearised:
 class LinearisedEntrywise(Linearised):
     """One input, entry by entry: sigma'(x), and adjoint o sigma''(x), which is None where sigma'' vanishes."""
 
-    def __init__(
-        self,
-        primitive: Primitive,
-        inputs: Inputs,
-        first: Tensor,
-        bent: Tensor | None,
-    ) -> None:
+    def __init__(self, primitive: Primitive, inputs: Inputs, first: Tensor, bent: Tensor | None) -> None:
         super().__init__(primitive, inputs)
         self.first, self.bent = first, bent
 

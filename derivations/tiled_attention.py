@@ -123,10 +123,7 @@ class TiledHead:
                 tau = _zero(self._moved_logits(q, k, rows, cols).sub_(at_peak[rows]), peak).sub_(r[rows])
                 dM.addcmul_(M, tau)
                 bent = tau.mul_(A)
-            for into, left, right, turned, moved_right in (
-                (out[0], rows, cols, False, k),
-                (out[1], cols, rows, True, q),
-            ):
+            for into, left, right, turned, moved_right in ((out[0], rows, cols, False, k), (out[1], cols, rows, True, q)):
                 if into is not None:
                     other = self.Q if turned else self.K
                     into[left].addmm_(dM.mT if turned else dM, other[right], alpha=self.c)

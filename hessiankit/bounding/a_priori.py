@@ -72,12 +72,7 @@ class NormTable:
 
 
 def a_priori(
-    block: TransformerBlock | Attention,
-    X: Tensor,
-    target: Any,
-    *,
-    loss: str = "mse",
-    radius: float | Mapping[str, float] = 0.0,
+    block: TransformerBlock | Attention, X: Tensor, target: Any, *, loss: str = "mse", radius: float | Mapping[str, float] = 0.0
 ) -> NormTable:
     """Return a-priori bounds of a block's loss Hessian.
 

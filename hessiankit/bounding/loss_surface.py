@@ -102,12 +102,7 @@ class SurfaceReport(Printed):
 
 
 def loss_surface_bound(
-    block: TransformerBlock | Attention,
-    inputs: Tensor,
-    targets: Tensor,
-    point: Mapping[str, Tensor],
-    *,
-    loss: str = "mse",
+    block: TransformerBlock | Attention, inputs: Tensor, targets: Tensor, point: Mapping[str, Tensor], *, loss: str = "mse"
 ) -> SurfaceReport:
     """Return the repaired Theorem 7 for a data set that grows sample by sample.
 

@@ -102,9 +102,7 @@ CASES = {
     "ones row": Case(lambda leaf: Ones(1, 3), lambda: torch.ones(1, 3, dtype=F64), r"\mathbf{1}_{3}^\top"),
     "zero": Case(lambda leaf: Zero(2, 5), lambda: torch.zeros(2, 5, dtype=F64), r"0_{2\times 5}"),
     "diagonal": Case(
-        lambda leaf: Diagonal(leaf("v", 4, 1), "v"),
-        lambda: torch.diag(tensor("v", 4, 1).reshape(-1)),
-        r"\operatorname{diag}(v)",
+        lambda leaf: Diagonal(leaf("v", 4, 1), "v"), lambda: torch.diag(tensor("v", 4, 1).reshape(-1)), r"\operatorname{diag}(v)"
     ),
     "block diagonal": Case(
         lambda leaf: BlockDiagonal([Dense(leaf("A", 3, 2), "A"), Identity(2), Dense(leaf("B", 4, 5), "B")]),
@@ -122,9 +120,7 @@ CASES = {
     "vec of the identity": Case(lambda leaf: VecIdentity(3), lambda: eye(3).reshape(-1, 1), r"\operatorname{vec}_r(I_{3})"),
     "vec": Case(lambda leaf: Vec(Dense(leaf("A", 3, 2), "A")), lambda: A.reshape(-1, 1), r"\operatorname{vec}_r(A)"),
     "vec of structure": Case(
-        lambda leaf: Vec(Commutation(2, 3)),
-        lambda: commutation(2, 3).reshape(-1, 1),
-        r"\operatorname{vec}_r(K_{2,3})",
+        lambda leaf: Vec(Commutation(2, 3)), lambda: commutation(2, 3).reshape(-1, 1), r"\operatorname{vec}_r(K_{2,3})"
     ),
     "slice transpose": Case(
         lambda leaf: SliceTranspose(Dense(leaf("H", 12, 2), "H"), 4),
@@ -133,9 +129,7 @@ CASES = {
         sharp=False,
     ),
     "kronecker": Case(
-        lambda leaf: kron(Dense(leaf("A", 3, 2), "A"), Dense(leaf("B", 4, 5), "B")),
-        lambda: torch.kron(A, B),
-        r"A\otimes B",
+        lambda leaf: kron(Dense(leaf("A", 3, 2), "A"), Dense(leaf("B", 4, 5), "B")), lambda: torch.kron(A, B), r"A\otimes B"
     ),
     "kronecker, growing": Case(
         lambda leaf: kron(Dense(leaf("A", 3, 2), "A"), Dense(leaf("G", 5, 2), "G")),

@@ -250,11 +250,7 @@ case(
 )
 case("index_add", AddAt(POSITIONS.index_select(1, INDEX)), lambda x, y: x.index_add(1, INDEX, y), X, TWO)
 case(
-    "index_add, repeated",
-    AddAt(POSITIONS.index_select(1, TWICE), -2.0),
-    lambda x, y: x.index_add(1, TWICE, y, alpha=-2),
-    X,
-    TWO,
+    "index_add, repeated", AddAt(POSITIONS.index_select(1, TWICE), -2.0), lambda x, y: x.index_add(1, TWICE, y, alpha=-2), X, TWO
 )
 TABLE, TOKENS = draw((5, 3), seed=63)[0], torch.tensor([[4, 1, 1], [0, 4, 2]])
 LIVE = torch.ones(5, 1, dtype=torch.float64).index_fill(0, torch.tensor([4]), 0)

@@ -135,9 +135,7 @@ class TestCommon:
             assert [x.dtype for x in joined] == [dtype, dtype]
 
     @pytest.mark.parametrize(
-        ("a", "b"),
-        [(torch.float32, torch.float64), (torch.float64, torch.complex64), (torch.float16, torch.bfloat16)],
-        ids=str,
+        ("a", "b"), [(torch.float32, torch.float64), (torch.float64, torch.complex64), (torch.float16, torch.bfloat16)], ids=str
     )
     def test_precisions_stay_apart(self, a: torch.dtype, b: torch.dtype) -> None:
         with pytest.raises(TypeError, match="precision"):

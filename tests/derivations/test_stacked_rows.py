@@ -45,9 +45,7 @@ def test_norms_with_one_gain_for_the_rows_of_two_heads():
     check_all_blocks(LayerNormAt(**point, eps=0.1), layer_norm, point)
     del point["beta"]
     check_all_blocks(
-        RMSNormAt(**point, eps=0.1),
-        lambda X, gamma: X / (X.square().mean(-1, keepdim=True) + 0.1).sqrt() * gamma,
-        point,
+        RMSNormAt(**point, eps=0.1), lambda X, gamma: X / (X.square().mean(-1, keepdim=True) + 0.1).sqrt() * gamma, point
     )
 
 
