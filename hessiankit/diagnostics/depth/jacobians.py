@@ -102,7 +102,7 @@ def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: 
         for one in maps:
             product = one.J.forward(product)
         error = max(error, float((product - expected).norm() / expected.norm()))
-    sums = [list(map(sum, zip(*of_map, strict=True))) for of_map in squares]
+    sums = [[math.fsum(column) for column in zip(*of_map, strict=True)] for of_map in squares]
     *rms, gain = (root(mean_of(values, exact=draws is None), sum(sizes)) for values in sums)
     *norms, whole_norm = (max(of_map, key=lambda found: found.value) for of_map in spectral)
     return Jacobians(tuple(norms), tuple(rms), whole_norm, gain, error, sum(sizes), draws)

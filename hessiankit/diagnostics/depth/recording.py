@@ -165,7 +165,8 @@ def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ..
     micro-batch, which is run once.
     """
     batch = max(data.batches, key=lambda b: len(b.numbers))
-    with torch.enable_grad(), recording(blocks) as found, CountedGraph(data.model, keep=False) as saved:
+    saved = CountedGraph(data.model, keep=False)
+    with torch.enable_grad(), recording(blocks) as found, saved:
         out = data.output(batch)
     x = found.inputs[0]
     states = (len(blocks) + 1) * x.numel()

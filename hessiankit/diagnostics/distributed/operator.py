@@ -73,11 +73,10 @@ class DistributedOperator(HessianOperator):
         return self.ranks.sum(torch.stack(local).sum(0) if len(local) > 1 else local[0]).to(self.torch_dtype)
 
     def _check_same(self, vectors: Tensor) -> None:
-        shown = f"{tuple(vectors.shape)}, {vectors.dtype}"
-        held = self.ranks.gather((shown, fingerprint(vectors)))
-        for rank, (its, mark) in enumerate(held):
-            if (its, mark) != held[0]:
-                seen = f"{its} on rank {rank} and {held[0][0]} on rank 0" if its != held[0][0] else f"different on rank {rank}"
+        (first, mark), *others = self.ranks.gather((f"{tuple(vectors.shape)}, {vectors.dtype}", fingerprint(vectors)))
+        for rank, (its, other) in enumerate(others, start=1):
+            if (its, other) != (first, mark):
+                seen = f"{its} on rank {rank} and {first} on rank 0" if its != first else f"different on rank {rank}"
                 raise InputError(
                     f"{WHO}: the vectors to multiply with are {seen}; expected the same on every rank: draw them from one seed, "
                     "or broadcast them from rank 0"
@@ -116,14 +115,10 @@ def hessian_operator(
     Args:
         model: The same model on every rank: a plain module, DistributedDataParallel, or sharded by ``fully_shard``.
         data: This rank's inputs, with ``target``, or its batches, as in :func:`hessiankit.hessian_operator`; ``[]`` where it
-            has none.
-        target: Target of the loss.
-        loss: As in :func:`hessiankit.hessian`.
-        params: As in :func:`hessiankit.hessian`; whole parameters.
+            has none. ``loss``, ``reduction`` and ``weights``, of this rank's batches, are as there too.
+        params: As there; whole parameters.
         kind: ``"hessian"``, ``"ggn"``, ``"fisher"`` or ``"fisher-empirical"``.
         block_size: Vectors of a block treated at once; by default what all ranks have room for.
-        weights: As in :func:`hessiankit.hessian`, for this rank's batches.
-        reduction: As in :func:`hessiankit.hessian`.
         replica: For a sharded model: the same architecture, built once more and not sharded. The parameters are gathered
             into it, so each rank needs room for the whole model.
         group: The process group; by default all processes. Without torch.distributed, the only process.

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, Picture, check_suffix, spread, write_picture
+from hessiankit.diagnostics.depth.stream import AngularDistances
 from hessiankit.diagnostics.monitoring.lines import read_lines
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
@@ -204,17 +206,19 @@ def dress(axes: Axes) -> None:
     axes.tick_params(length=2.5)
     axes.grid(color="#e4e4e4", linewidth=0.5)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _name(axes: Axes, title: str, x: str) -> None:
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel(x, fontsize=8, labelpad=1)
 
 
 def over_steps(axes: Axes, log: MonitorLog, title: str) -> None:
     """Steps along the lower edge: in log scale from 1 on where measurements crowd at the beginning."""
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.set_xlabel("step", fontsize=8, labelpad=1)
+    _name(axes, title, "step")
     steps = log.steps
-    early = np.median(steps) < 0.25 * steps.max()
-    if early:
+    if np.median(steps) < 0.25 * steps.max():
         axes.set_xscale("symlog", linthresh=1, linscale=0.4)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if steps.max() > steps.min():
@@ -333,22 +337,18 @@ def variance(axes: Axes, log: MonitorLog) -> None:
     for layer, colour in enumerate(_shades(values.shape[1])):
         axes.plot(log.steps, values[:, layer], color=colour, linewidth=1.1, clip_on=False)
     log_scale(axes, values)
-    _shallow_to_deep(axes, values.shape[1], "after block")
+    _shallow_to_deep(axes, values.shape[1])
 
 
 def angles(axes: Axes, log: MonitorLog) -> None:
     """Angular distances of all pairs of layers at the last step (Figure 2, without the authors' rescaling of each row)."""
-    at, values = _last(log, "depth", "angles", "all")
-    L = values.shape[0] - 1
-    shown = np.full((L, L), np.nan)
-    for n in range(1, L + 1):
-        shown[n - 1, : L + 1 - n] = np.diagonal(values, n)
-    axes.set_title(f"angular distance $d(x_l, x_{{l+n}})$, step {at}", fontsize=9, loc="left")
+    found = [(step, x) for step, x in zip(log.steps, log.entries("depth", "angles", "all"), strict=True) if x is not None]
+    at, values = found[-1][0], np.asarray(found[-1][1], dtype=float)
+    shown = AngularDistances(torch.from_numpy(values), torch.empty(0)).by_distance().numpy()
+    edge = len(shown) + 0.5
+    _name(axes, f"angular distance $d(x_l, x_{{l+n}})$, step {at}", "layer $l$")
     axes.grid(False)
-    drawn = axes.imshow(
-        shown, cmap=mpl.colormaps["viridis_r"], origin="lower", aspect="auto", extent=(0.5, L + 0.5, 0.5, L + 0.5)
-    )
-    axes.set_xlabel("layer $l$", fontsize=8, labelpad=1)
+    drawn = axes.imshow(shown, cmap=mpl.colormaps["viridis_r"], origin="lower", aspect="auto", extent=(0.5, edge, 0.5, edge))
     axes.set_ylabel("$n$", fontsize=8, labelpad=1)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, nbins=6))
@@ -375,8 +375,7 @@ def _layers(title: str, *keys: str) -> Panel:
 
 def _along_depth(axes: Axes, log: MonitorLog, title: str, found: list[Any]) -> None:
     """One line over the layers for each of a few steps, the first and the last among them."""
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.set_xlabel("layer", fontsize=8, labelpad=1)
+    _name(axes, title, "layer")
     there = [k for k, values in enumerate(found) if values is not None]
     chosen = [there[k] for k in np.unique(np.linspace(0, len(there) - 1, STEPS_SHOWN).round().astype(int))]
     axes.text(1.04, 1.0, "step", transform=axes.transAxes, fontsize=7.5, color=FAINT, va="top")
@@ -389,17 +388,12 @@ def _along_depth(axes: Axes, log: MonitorLog, title: str, found: list[Any]) -> N
     axes.margins(x=0.02)
 
 
-def _last(log: MonitorLog, *keys: str) -> tuple[int, np.ndarray]:
-    found = [(record["step"], x) for record, x in zip(log.records, log.entries(*keys), strict=True) if x is not None]
-    return found[-1][0], np.asarray(found[-1][1], dtype=float)
-
-
 def _shades(count: int) -> np.ndarray:
     """Return colours from pale and shallow to dark and deep, which differ in lightness too."""
     return mpl.colormaps["viridis_r"](np.linspace(0.12, 1.0, count))
 
 
-def _shallow_to_deep(axes: Axes, count: int, what: str) -> None:
+def _shallow_to_deep(axes: Axes, count: int) -> None:
     """Draw a key: one patch a layer, from 0, the embedding, on."""
     key = axes.inset_axes((1.05, 0.0, 0.045, 1.0))
     key.imshow(_shades(count)[:, None, :], origin="lower", aspect="auto", extent=(0, 1, -0.5, count - 0.5))
@@ -407,7 +401,7 @@ def _shallow_to_deep(axes: Axes, count: int, what: str) -> None:
     key.yaxis.tick_right()
     key.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     key.tick_params(labelsize=7, length=2)
-    key.set_ylabel(what, fontsize=7.5, color=FAINT)
+    key.set_ylabel("after block", fontsize=7.5, color=FAINT)
     key.yaxis.set_label_position("right")
 
 

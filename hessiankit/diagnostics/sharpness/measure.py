@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, check_devices, evaluating, micro_batches
@@ -43,17 +43,11 @@ def exact_sharpness(
     The diagonal comes from :func:`hessiankit.hessian_diagonal`: closed forms and no sampling.
 
     Args:
-        model: As in :func:`hessiankit.sharpness`, like all arguments that are not explained here.
-        data: One batch or several.
-        target: The target of one batch.
-        loss: ``"cross_entropy"`` or ``"mse"``.
-        per: ``"token"`` or ``"sequence"``.
         kind: ``"ggn"``, which is ``"fisher"``, the mean of h, which does not depend on the labels; or ``"hessian"``, the second
             derivative of the loss with the data's labels, which may be negative.
         micro_batch: Sequences that the model is called with at once; the result does not depend on it.
-        parts: The parts that get a number each.
-        histograms: Whether to make histograms of the diagonal's entries.
-        shift: Whether the labels of a mapping are the tokens themselves.
+
+    The others are those of :func:`hessiankit.sharpness`.
 
     Raises:
         InputError: If an argument cannot be used.
@@ -95,7 +89,7 @@ def exact_sharpness(
         torch.tensor(values, dtype=torch.float64).reshape(1, 1, -1),
         torch.tensor([terms]),
         squared_norms(measured),
-        {name: _row_sums(diagonal[name], terms) for name in looked_up},
+        {name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in looked_up},
         looked_up,
         {name: x * terms for name, x in diagonal.items()} if histograms else {},
         sequences,
@@ -108,10 +102,6 @@ def exact_sharpness(
         time.perf_counter() - start,
     )
     return report_of(own)
-
-
-def _row_sums(diagonal: Tensor, terms: int) -> Tensor:
-    return terms * diagonal.double().flatten(1).sum(1).cpu().unsqueeze(0)
 
 
 @checked("sharpness")

@@ -113,7 +113,8 @@ def _single(batch: MicroBatch) -> MicroBatch:
 
 def _held(who: str, model: nn.Module, batch: MicroBatch, backward: bool) -> tuple[Tensor, int]:
     """Return the output, and the bytes that a backward pass needs."""
-    with torch.set_grad_enabled(backward), CountedGraph(model, keep=True) as saved:
+    saved = CountedGraph(model, keep=True)
+    with torch.set_grad_enabled(backward), saved:
         return output_of(who, call(who, model, batch.inputs)).detach(), saved.bytes
 
 
@@ -125,10 +126,6 @@ class CountedGraph(saved_tensors_hooks):
         self.bytes, self._keep = 0, keep
         own = (x.untyped_storage() for x in (*model.parameters(), *model.buffers()))
         self._seen = {storage.data_ptr(): StorageWeakRef(storage) for storage in own}
-
-    def __enter__(self) -> CountedGraph:
-        super().__enter__()
-        return self
 
     def _count(self, x: Tensor) -> Tensor | None:
         storage = x.untyped_storage()
