@@ -12,12 +12,13 @@ from hessiankit.tracing.decompositions.registry import aten, decomposes
 
 
 @decomposes(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+@decomposes(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
 def _convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Sequence[int] = (1,),
-    padding: Sequence[int] = (0,),
+    padding: Sequence[int] | str = (0,),
     dilation: Sequence[int] = (1,),
     groups: int = 1,
 ) -> Tensor:
@@ -25,9 +26,14 @@ def _convolution(
     axes = weight.ndim - 2
     if x.ndim == axes + 1:
         return _convolution(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
-    kernel, strides, pads, steps = weight.shape[2:], _each(stride, axes), _each(padding, axes), _each(dilation, axes)
-    if any(pads):
-        x = F.pad(x, [p for pad in reversed(pads) for p in (pad, pad)])
+    kernel, strides, steps = weight.shape[2:], _each(stride, axes), _each(dilation, axes)
+    if isinstance(padding, str):
+        totals = [step * (length - 1) if padding == "same" else 0 for step, length in zip(steps, kernel, strict=True)]
+        pads = [(total // 2, total - total // 2) for total in totals]
+    else:
+        pads = [(pad, pad) for pad in _each(padding, axes)]
+    if any(map(any, pads)):
+        x = F.pad(x, [p for pad in reversed(pads) for p in pad])
     windows = _tiles(x, kernel) if strides == list(kernel) and set(steps) == {1} else None
     if windows is None:
         windows = x
@@ -42,23 +48,6 @@ def _convolution(
         out = (grouped @ weight.flatten(1).unflatten(0, (groups, -1)).mT).flatten(-3)
         out = out if bias is None else out + bias
     return out.movedim(-1, 1)
-
-
-@decomposes(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
-def _convolution_padded_by_name(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Sequence[int] = (1,),
-    padding: str = "valid",
-    dilation: Sequence[int] = (1,),
-    groups: int = 1,
-) -> Tensor:
-    axes = weight.ndim - 2
-    if padding == "same":
-        totals = [step * (length - 1) for step, length in zip(_each(dilation, axes), weight.shape[2:], strict=True)]
-        x = F.pad(x, [p for total in reversed(totals) for p in (total // 2, total - total // 2)])
-    return _convolution(x, weight, bias, stride, (0,), dilation, groups)
 
 
 def _tiles(x: Tensor, kernel: Sequence[int]) -> Tensor | None:

@@ -193,20 +193,11 @@ def _scatter_reduce(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: 
     return _scatter_add(x, dim, index, source) if reduce == "sum" and include_self else None
 
 
-RULES |= {
-    operation: _along(operation)
-    for operation in (
-        aten.cummax.default,
-        aten.cummin.default,
-        aten.kthvalue.default,
-        aten.max.dim,
-        aten.median.dim,
-        aten.min.dim,
-        aten.sort.default,
-        aten.sort.stable,
-        aten.topk.default,
-    )
-}
+_ALONG = (
+    aten.cummax.default, aten.cummin.default, aten.kthvalue.default, aten.max.dim, aten.median.dim, aten.min.dim,
+    aten.sort.default, aten.sort.stable, aten.topk.default,
+)  # fmt: skip
+RULES |= {operation: _along(operation) for operation in _ALONG}
 RULES |= {
     aten.amax.default: _extreme("amax"),
     aten.amin.default: _extreme("amin"),

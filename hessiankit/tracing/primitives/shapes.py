@@ -32,21 +32,10 @@ def _permute(x: Tensor, order: Sequence[int]) -> Match:
 
 
 @rule(
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.unflatten.int,
-    aten.flatten.using_ints,
-    aten.unsqueeze.default,
-    aten.positive.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.alias.default,
-    aten.lift_fresh_copy.default,
-)
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int, aten.flatten.using_ints,
+    aten.unsqueeze.default, aten.positive.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+    aten.clone.default, aten.contiguous.default, aten.alias.default, aten.lift_fresh_copy.default,
+)  # fmt: skip
 def _reshape(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
     return Reshape(tuple(result.shape)), (x,)
 
@@ -125,22 +114,9 @@ def _taken(operation: Any) -> Rule:
     return taken
 
 
-RULES |= {
-    operation: _taken(operation)
-    for operation in (
-        aten.channel_shuffle.default,
-        aten.diagonal.default,
-        aten.flip.default,
-        aten.gather.default,
-        aten.index.Tensor,
-        aten.index_select.default,
-        aten.masked_select.default,
-        aten.pixel_shuffle.default,
-        aten.pixel_unshuffle.default,
-        aten.repeat.default,
-        aten.roll.default,
-        aten.rot90.default,
-        aten.take.default,
-        aten.unfold.default,
-    )
-}
+_TAKEN = (
+    aten.channel_shuffle.default, aten.diagonal.default, aten.flip.default, aten.gather.default, aten.index.Tensor,
+    aten.index_select.default, aten.masked_select.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
+    aten.repeat.default, aten.roll.default, aten.rot90.default, aten.take.default, aten.unfold.default,
+)  # fmt: skip
+RULES |= {operation: _taken(operation) for operation in _TAKEN}
