@@ -18,7 +18,6 @@ from hessiankit.support.errors import InputError, OutOfMemoryError
 
 SHAPE_OF_A_BLOCK = (*("norm", "no_affine", "activation", "heads", "kv_heads"), *("bias", "causal", "rotary", "layer", "layers"))
 """Options of a block besides its placement and its widths."""
-OF_A_MODEL = ("text", "shape")
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBl
 
 def _of_block(args: argparse.Namespace) -> Asked:
     """Return the block that the options describe, on drawn inputs and targets."""
-    refuse(args, OF_A_MODEL, "is of a model; add --model")
+    refuse(args, ("text", "shape"), "is of a model; add --model")
     torch.manual_seed(args.seed)
     d_model = args.d_model or 4
     block = block_of(args, d_model, args.d_ff or 6)
@@ -69,10 +68,8 @@ def _of_block(args: argparse.Namespace) -> Asked:
         block.to(args.device, getattr(torch, args.dtype))
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"{args.command}: --device {args.device} cannot be used: {one_line(error)}") from error
-    inputs, target, loss, data = _drawn(args, block, (args.batch or 1, args.tokens or 4, d_model))
-    size = sum(p.numel() for p in block.parameters())
-    name = f"TransformerBlock, {args.placement}, {size:,} parameters"
-    return Asked(block, inputs, target, loss, args.dtype, name, data)
+    name = f"TransformerBlock, {args.placement}, {sum(p.numel() for p in block.parameters()):,} parameters"
+    return _on_drawn(args, block, name, (args.batch or 1, args.tokens or 4, d_model))
 
 
 def _of_model(args: argparse.Namespace) -> Asked:
@@ -81,8 +78,7 @@ def _of_model(args: argparse.Namespace) -> Asked:
     loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
     if args.shape is not None:
         refuse(args, ("text", "batch", "tokens"), "does not go with --shape, which says how large the inputs are; drop one")
-        inputs, target, loss, data = _drawn(args, loaded.model, tuple(args.shape))
-        return Asked(loaded.model, inputs, target, loss, args.dtype, str(loaded), data)
+        return _on_drawn(args, loaded.model, str(loaded), tuple(size for part in args.shape for size in part))
     if args.loss == "mse":
         raise InputError(
             f"{args.command}: --loss mse of a text; the next token is a label: take cross_entropy, or drawn inputs: --shape"
@@ -95,8 +91,8 @@ def _of_model(args: argparse.Namespace) -> Asked:
     return Asked(loaded.model, inputs, target, "cross_entropy", args.dtype, str(loaded), data)
 
 
-def _drawn(args: argparse.Namespace, model: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, str, str]:
-    """Return standard normal inputs, a target of the output's shape or labels, the loss, and words."""
+def _on_drawn(args: argparse.Namespace, model: nn.Module, name: str, shape: tuple[int, ...]) -> Asked:
+    """Return a model on standard normal inputs, with a target of the output's shape, or labels."""
     generator = torch.Generator().manual_seed(args.seed)
     words = f"standard normal inputs of shape {' x '.join(map(str, shape))}, seed {args.seed}"
     try:
@@ -110,9 +106,9 @@ def _drawn(args: argparse.Namespace, model: nn.Module, shape: tuple[int, ...]) -
         raise InputError(f"{args.command}: the model returned {kind} of no shape; expected a tensor of outputs")
     if (args.loss or "mse") == "mse":
         target = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-        return inputs, target, "mse", f"{words}; targets likewise"
-    labels = torch.randint(output.shape[-1], output.shape[:-1], generator=generator)
-    return inputs, labels.to(args.device), "cross_entropy", f"{words}; drawn labels"
+        return Asked(model, inputs, target, "mse", args.dtype, name, f"{words}; targets likewise")
+    labels = torch.randint(output.shape[-1], output.shape[:-1], generator=generator).to(args.device)
+    return Asked(model, inputs, labels, "cross_entropy", args.dtype, name, f"{words}; drawn labels")
 
 
 def run_once(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:

@@ -35,15 +35,10 @@ READ = {"load_model": "model", "load_text": "text", "load_images": "data", "patc
 
 
 def in_options(message: str, command: str, parser: argparse.ArgumentParser) -> str:
-    """Return an error's message with the command's name at its head, and ``--name`` for ``name=...`` of Python.
+    """Return a library's message with the command's name at its head, and ``--name`` for ``name=...`` of Python.
 
     A value of which nothing but its place is meant, ``...``, ``[...]`` or ``True``, goes; another one stays. ``name=None``, which
     cannot be typed, stays as it is.
-
-    Args:
-        message: What the library says, the name of a function or class at its head.
-        command: The command.
-        parser: Of the command, whose options are meant.
 
     >>> parser = argparse.ArgumentParser()
     >>> for option in ("--out", "--overwrite", "--heads", "--text"):
@@ -66,8 +61,6 @@ def in_options(message: str, command: str, parser: argparse.ArgumentParser) -> s
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Add: TypeAlias = Callable[..., Any]
-Examples: TypeAlias = Sequence[tuple[str, str]]
-"""Commands as they are typed, and what each does."""
 
 SEEDS = 2**32 - 1
 """The largest seed."""
@@ -88,13 +81,9 @@ class Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like all errors of the command line.
+    """A parser whose errors are one line, like all errors of the command line; its help ends with the ``examples``."""
 
-    Attributes:
-        examples: Those at the end of its help.
-    """
-
-    examples: Examples = ()
+    examples: Sequence[tuple[str, str]] = ()
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}{' See' if message.endswith('?') else '; see'} {self.prog} --help\n")
@@ -114,13 +103,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
-    """Refuse options that were given and would not count.
-
-    Args:
-        args: What was parsed by a parser of :func:`add_command`.
-        names: The options, as in ``args``.
-        why: What follows the option's name in the message.
-    """
+    """Refuse the first of some options that was given and would not count; ``why`` follows its name in the message."""
     for action in args.parser._actions:
         if action.dest in names and getattr(args, action.dest) != action.default:
             raise InputError(f"{args.command}: {action.option_strings[0]} {why}")
@@ -175,13 +158,6 @@ class ListEntries(argparse.Action):
         parser.exit(OK)
 
 
-class Shape(argparse.Action):
-    """Joins what :func:`sizes` made of each word: ``4 16 32`` as well as ``4,16,32``."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, [size for part in values for size in part])
-
-
 def add_model(add: Add, *, default: str | None = None) -> None:
     """Add ``--model``, which :func:`hessiankit.cli.loading.load_model` reads."""
     tiny = "tiny (default)" if default == "tiny" else "tiny"
@@ -196,19 +172,13 @@ def add_arithmetic(add: Add, *, dtype: str = "float64") -> None:
 
 
 def add_problem(command: Parser, title: str, **placement: Any) -> None:
-    """Add the options that :func:`hessiankit.cli.module_options.asked_of` reads: of a model, and of a block in a group.
-
-    Args:
-        command: The command's parser.
-        title: Of the group.
-        **placement: What is otherwise with ``--placement``.
-    """
+    """Add the options that :func:`hessiankit.cli.module_options.asked_of` reads: of a model, and of a block in a group."""
     add, block = command.add_argument, command.add_argument_group(title).add_argument
     add_model(add)
     text = "with --model: stdlib (default), Python's standard library; or a text file or folder"
     shape = "with --model: standard normal inputs of this shape instead of text, e.g. 4,16,32; the first counts the samples"
     add("--text", metavar="PATH", help=text)
-    add("--shape", type=sizes, action=Shape, nargs="+", metavar="N", help=shape)
+    add("--shape", type=sizes, nargs="+", metavar="N", help=shape)
     add("--tokens", type=positive, help="tokens of each sequence (default 4; of text 16)")
     add("--params", nargs="+", metavar="NAME", help="only these parameters; names, or patterns such as '*.attention.*'")
     add("--batch", type=positive, help="sequences (default 1; of text 2)")
