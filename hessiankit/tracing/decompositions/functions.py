@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hessiankit.tracing.decompositions.registry import aten, decomposes
+from hessiankit.tracing.decompositions.registry import DECOMPOSITIONS, aten, decomposes
 
-
-@decomposes(aten.rsub.Scalar, aten.rsub.Tensor)
-def _subtract_from(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
-    return torch.add(x * -alpha, other)
+DECOMPOSITIONS |= dict.fromkeys((aten.rsub.Scalar, aten.rsub.Tensor), lambda x, other, alpha=1: torch.add(x * -alpha, other))
+DECOMPOSITIONS |= dict.fromkeys((aten.lerp.Scalar, aten.lerp.Tensor), lambda start, end, weight: start + (end - start) * weight)
+DECOMPOSITIONS |= {
+    aten.addcdiv.default: lambda c, a, b, value=1: c + (a / b if value == 1 else a / b * value),
+    aten.hypot.default: lambda a, b: torch.sqrt(a * a + b * b),
+    aten.ldexp.Tensor: lambda x, exponent: x * torch.pow(2.0, exponent),
+}
 
 
 @decomposes(aten.glu.default)
@@ -29,21 +32,6 @@ def _leaky_by_channel(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x > 0, x, slope * x)
 
 
-@decomposes(aten.addcdiv.default)
-def _add_quotient(c: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    return c + (a / b if value == 1 else a / b * value)
-
-
-@decomposes(aten.lerp.Scalar, aten.lerp.Tensor)
-def _between(start: Tensor, end: Tensor, weight: Any) -> Tensor:
-    return start + (end - start) * weight
-
-
-@decomposes(aten.hypot.default)
-def _hypotenuse(a: Tensor, b: Tensor) -> Tensor:
-    return torch.sqrt(a * a + b * b)
-
-
 @decomposes(aten.xlogy.Tensor)
 def _times_logarithm(a: Tensor, b: Tensor) -> Tensor:
     """a log b, and zero with all derivatives where a is zero and b is not positive."""
@@ -55,11 +43,6 @@ def _times_logarithm(a: Tensor, b: Tensor) -> Tensor:
 def _clamp(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
     x = x if low is None else torch.clamp_min(x, low)
     return x if high is None else torch.clamp_max(x, high)
-
-
-@decomposes(aten.ldexp.Tensor)
-def _times_power_of_two(x: Tensor, exponent: Tensor) -> Tensor:
-    return x * torch.pow(2.0, exponent)
 
 
 def _casts(x: Tensor, dim: int, dtype: Any = None) -> bool:

@@ -8,31 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hessiankit.tracing.decompositions.registry import aten, decomposes
+from hessiankit.tracing.decompositions.registry import DECOMPOSITIONS, aten, decomposes
 
 
 def _sum(c: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
     return (product if alpha == 1 else product * alpha) + (c if beta == 1 else c * beta)
 
 
-@decomposes(aten.addmm.default, aten.baddbmm.default)
-def _add_product(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _sum(c, a @ b, beta, alpha)
-
-
-@decomposes(aten.addbmm.default)
-def _add_sum_of_products(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _sum(c, (a @ b).sum(0), beta, alpha)
-
-
-@decomposes(aten.addmv.default)
-def _add_matrix_times_vector(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _sum(c.unsqueeze(-1), a @ b.unsqueeze(-1), beta, alpha).squeeze(-1)
-
-
-@decomposes(aten.addcmul.default)
-def _add_entrywise_product(c: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    return c + (a * b if value == 1 else a * b * value)
+DECOMPOSITIONS |= {
+    aten.addmm.default: lambda c, a, b, beta=1, alpha=1: _sum(c, a @ b, beta, alpha),
+    aten.baddbmm.default: lambda c, a, b, beta=1, alpha=1: _sum(c, a @ b, beta, alpha),
+    aten.addbmm.default: lambda c, a, b, beta=1, alpha=1: _sum(c, (a @ b).sum(0), beta, alpha),
+    aten.addmv.default: lambda c, a, b, beta=1, alpha=1: _sum(c.unsqueeze(-1), a @ b.unsqueeze(-1), beta, alpha).squeeze(-1),
+    aten.addr.default: lambda c, a, b, beta=1, alpha=1: _sum(c, a.unsqueeze(1) * b.unsqueeze(0), beta, alpha),
+    aten.addcmul.default: lambda c, a, b, value=1: c + (a * b if value == 1 else a * b * value),
+    aten.linalg_cross.default: lambda x, y, dim=-1: x.roll(-1, dim) * y.roll(1, dim) - x.roll(1, dim) * y.roll(-1, dim),
+    aten.trace.default: lambda x: x.diagonal().sum(),
+}
 
 
 @decomposes(aten.matmul.default, aten.mv.default, aten.dot.default, when=lambda a, b: min(a.ndim, b.ndim) < 2)
@@ -79,24 +71,9 @@ def _products_of_groups(
     return torch.cat([a[start:end] @ b[k] for k, (start, end) in enumerate(zip([0, *ends], ends, strict=False))])
 
 
-@decomposes(aten.addr.default)
-def _add_outer_product(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _sum(c, a.unsqueeze(1) * b.unsqueeze(0), beta, alpha)
-
-
 @decomposes(aten.bilinear.default)
 def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """N[..., o] = sum_ij x[..., i] W[o, i, j] y[..., j]."""
     left = (x.unsqueeze(-2).unsqueeze(-2) @ weight).squeeze(-2)  # (..., o, j)
     out = (left @ y.unsqueeze(-1)).squeeze(-1)
     return out if bias is None else out + bias
-
-
-@decomposes(aten.linalg_cross.default)
-def _cross(x: Tensor, y: Tensor, *, dim: int = -1) -> Tensor:
-    return x.roll(-1, dim) * y.roll(1, dim) - x.roll(1, dim) * y.roll(-1, dim)
-
-
-@decomposes(aten.trace.default)
-def _trace(x: Tensor) -> Tensor:
-    return x.diagonal().sum()

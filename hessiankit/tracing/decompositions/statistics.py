@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hessiankit.tracing.decompositions.registry import aten, decomposes
+from hessiankit.tracing.decompositions.registry import DECOMPOSITIONS, aten, decomposes
 
 LONGEST_PRODUCT = 64
 """More factors than this are left to automatic differentiation, as each would be an operation."""
@@ -83,9 +83,11 @@ def _sum_of_numbers(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype:
     return x.masked_fill(x.isnan(), 0).sum(_axes(x, dim), keepdim, dtype=dtype)
 
 
-@decomposes(aten.dist.default)
-def _distance(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
-    return torch.linalg.vector_norm(x - y, p)
+DECOMPOSITIONS |= {
+    aten.cdist.default: lambda x, y, p=2, compute_mode=None: _norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1),
+    aten.dist.default: lambda x, y, p=2: _norm(x - y, p),
+    aten.prod.default: lambda x, dtype=None: _product_along(x.reshape(-1), 0, dtype=dtype),
+}
 
 
 @decomposes(aten.cosine_similarity.default)
@@ -94,11 +96,6 @@ def _cosine(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     x, y = torch.broadcast_tensors(x, y)
     x, y = (z / torch.linalg.vector_norm(z, 2, dim, keepdim=True).clamp_min(eps) for z in (x, y))
     return (x * y).sum(dim)
-
-
-@decomposes(aten.cdist.default)
-def _distances(x: Tensor, y: Tensor, p: float = 2, compute_mode: int | None = None) -> Tensor:
-    return torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
 
 
 @decomposes(aten.prod.dim_int)
@@ -110,11 +107,6 @@ def _product_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: Any = N
     for factor in rest:
         product = product * factor
     return product.unsqueeze(dim) if keepdim else product
-
-
-@decomposes(aten.prod.default)
-def _product(x: Tensor, *, dtype: Any = None) -> Any:
-    return _product_along(x.reshape(-1), 0, dtype=dtype)
 
 
 @decomposes(aten.cumprod.default)

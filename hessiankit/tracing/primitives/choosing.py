@@ -22,11 +22,6 @@ def _masked_fill(x: Tensor, mask: Tensor, value: float) -> Match:
     return Where(mask), (x.new_full((), value), x)
 
 
-@rule(aten.masked_fill.Tensor)
-def _masked_fill_by_tensor(x: Tensor, mask: Tensor, value: Tensor) -> Match:
-    return _where(mask, value, x)
-
-
 @rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther)
 def _where(condition: Tensor, x: Any, y: Any) -> Match:
     if not isinstance(y, Tensor):
@@ -36,14 +31,8 @@ def _where(condition: Tensor, x: Any, y: Any) -> Match:
     return (Where(condition), (x, y)) if are_real(x, y) and condition.dtype == torch.bool else None
 
 
-@rule(aten.tril.default)
-def _tril(x: Tensor, diagonal: int = 0) -> Match:
-    return MaskedFill(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(diagonal + 1), 0.0), (x,)
-
-
-@rule(aten.triu.default)
-def _triu(x: Tensor, diagonal: int = 0) -> Match:
-    return MaskedFill(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(diagonal - 1), 0.0), (x,)
+def _everywhere(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device)
 
 
 def _along(operation: Any) -> Rule:
@@ -73,11 +62,6 @@ def _extreme(kind: str) -> Rule:
 @rule(aten.aminmax.default)
 def _both_extremes(x: Tensor, *, dim: int | None = None, keepdim: bool = False, output_index: int) -> Match:
     return _extreme(("amin", "amax")[output_index])(x, dim, keepdim)
-
-
-@rule(aten.msort.default)
-def _sort_first_axis(x: Tensor) -> Match:
-    return _along(aten.sort.default)(x, 0, output_index=0)
 
 
 def _pooled_by_maximum(operation: Callable[..., tuple[Tensor, Tensor]], axes: int) -> Rule:
@@ -199,6 +183,10 @@ _ALONG = (
 )  # fmt: skip
 RULES |= {operation: _along(operation) for operation in _ALONG}
 RULES |= {
+    aten.masked_fill.Tensor: lambda x, mask, value: _where(mask, value, x),
+    aten.msort.default: lambda x: _along(aten.sort.default)(x, 0, output_index=0),
+    aten.tril.default: lambda x, diagonal=0: (MaskedFill(_everywhere(x).triu(diagonal + 1), 0.0), (x,)),
+    aten.triu.default: lambda x, diagonal=0: (MaskedFill(_everywhere(x).tril(diagonal - 1), 0.0), (x,)),
     aten.amax.default: _extreme("amax"),
     aten.amin.default: _extreme("amin"),
     aten.max.default: _extreme("amax"),

@@ -16,7 +16,7 @@ from derivations.normalization import LayerNorm, RMSNorm
 from derivations.pooling import Mean, SumOver
 from derivations.softmax import LogSoftmax, Softmax
 from hessiankit.tracing.one_dtype import widest
-from hessiankit.tracing.primitives.registry import Match, aten, rule
+from hessiankit.tracing.primitives.registry import RULES, Match, aten, rule
 
 
 @rule(aten.layer_norm.default)
@@ -73,19 +73,15 @@ def _mean(x: Tensor, dims: Sequence[int] | int, keepdim: bool = False, dtype: An
     return (Mean(_axes(x, dims), keepdim), (x,)) if dtype in (None, x.dtype) else None
 
 
-@rule(aten.mean.default)
-def _mean_all(x: Tensor, dtype: Any = None) -> Match:
-    return _mean(x, tuple(range(x.ndim)), False, dtype)
-
-
 @rule(aten.sum.dim_IntList)
 def _sum(x: Tensor, dims: Sequence[int] | int | None, keepdim: bool = False, dtype: Any = None) -> Match:
     return (SumOver(_axes(x, dims), keepdim), (x,)) if dtype in (None, x.dtype) else None
 
 
-@rule(aten.sum.default)
-def _sum_all(x: Tensor, dtype: Any = None) -> Match:
-    return _sum(x, None, False, dtype)
+RULES |= {
+    aten.mean.default: lambda x, dtype=None: _mean(x, tuple(range(x.ndim)), False, dtype),
+    aten.sum.default: lambda x, dtype=None: _sum(x, None, False, dtype),
+}
 
 
 def _axes(x: Tensor, dims: Sequence[int] | int | None) -> tuple[int, ...]:

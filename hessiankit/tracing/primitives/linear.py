@@ -8,7 +8,7 @@ from torch import Tensor
 
 from derivations.elementwise import Divide
 from derivations.linear import Add, Linear, MatMul, Multiple, Multiply, Shift
-from hessiankit.tracing.primitives.registry import Match, aten, rule
+from hessiankit.tracing.primitives.registry import RULES, Match, aten, rule
 
 
 @rule(aten.matmul.default, aten.mm.default, aten.bmm.default)
@@ -49,6 +49,4 @@ def _div(a: Any, b: Any) -> Match:
     return (Divide(), (a, b)) if isinstance(a, Tensor) else None
 
 
-@rule(aten.neg.default)
-def _neg(a: Tensor) -> Match:
-    return Multiple(-1.0), (a,)
+RULES[aten.neg.default] = lambda a: (Multiple(-1.0), (a,))

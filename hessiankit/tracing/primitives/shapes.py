@@ -26,11 +26,6 @@ def _mt(x: Tensor) -> Match:
     return _transpose(x, -2, -1) if x.ndim >= 2 else None
 
 
-@rule(aten.permute.default)
-def _permute(x: Tensor, order: Sequence[int]) -> Match:
-    return Permute(tuple(i % x.ndim for i in order)), (x,)
-
-
 @rule(
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int, aten.flatten.using_ints,
     aten.unsqueeze.default, aten.positive.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
@@ -52,24 +47,15 @@ def _dropout(x: Tensor, p: float, train: bool) -> Match:
     return None if train and p else (Reshape(tuple(x.shape)), (x,))
 
 
-@rule(aten.expand.default)
-def _expand(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
-    return Expand(tuple(result.shape)), (x,)
-
-
-@rule(aten.select.int)
-def _select(x: Tensor, dim: int, index: int) -> Match:
-    return Select(dim, index), (x,)
-
-
-@rule(aten.slice.Tensor)
-def _slice(x: Tensor, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Match:
-    return Slice(dim, start, stop, step), (x,)
-
-
-@rule(aten.unbind.int)
-def _unbind(x: Tensor, dim: int = 0, *, output_index: int) -> Match:
-    return Select(dim, output_index), (x,)
+RULES |= {
+    aten.broadcast_tensors.default: lambda xs, *, output_index, result: (Expand(tuple(result.shape)), (xs[output_index],)),
+    aten.expand.default: lambda x, *_, result, **__: (Expand(tuple(result.shape)), (x,)),
+    aten.permute.default: lambda x, order: (Permute(tuple(i % x.ndim for i in order)), (x,)),
+    aten.select.int: lambda x, dim, index: (Select(dim, index), (x,)),
+    aten.slice.Tensor: lambda x, dim=0, start=None, stop=None, step=1: (Slice(dim, start, stop, step), (x,)),
+    aten.stack.default: lambda tensors, dim=0: (Stack(dim), tuple(tensors)) if are_real(*tensors) else None,
+    aten.unbind.int: lambda x, dim=0, *, output_index: (Select(dim, output_index), (x,)),
+}
 
 
 @rule(aten.split.Tensor, aten.unsafe_split.Tensor)
@@ -83,11 +69,6 @@ def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0, *, output_i
     return Slice(dim, start, start + sizes[output_index]), (x,)
 
 
-@rule(aten.broadcast_tensors.default)
-def _broadcast(tensors: Sequence[Tensor], *, output_index: int, result: Tensor) -> Match:
-    return Expand(tuple(result.shape)), (tensors[output_index],)
-
-
 @rule(aten.atleast_1d.Sequence, aten.atleast_2d.Sequence, aten.atleast_3d.Sequence)
 def _more_axes(tensors: Sequence[Tensor], *, output_index: int, result: Tensor) -> Match:
     return Reshape(tuple(result.shape)), (tensors[output_index],)
@@ -97,11 +78,6 @@ def _more_axes(tensors: Sequence[Tensor], *, output_index: int, result: Tensor) 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Match:
     joined = [x for x in tensors if x.shape != (0,)]  # torch lets empty vectors join anything, such as a cache to be
     return (Concatenate(dim), tuple(joined)) if are_real(*joined) and len({x.ndim for x in joined}) == 1 else None
-
-
-@rule(aten.stack.default)
-def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Match:
-    return (Stack(dim), tuple(tensors)) if are_real(*tensors) else None
 
 
 def _taken(operation: Any) -> Rule:
