@@ -113,8 +113,11 @@ def _single(batch: MicroBatch) -> MicroBatch:
 
 def _held(who: str, model: nn.Module, batch: MicroBatch, backward: bool) -> tuple[Tensor, int]:
     """Return the output, and the bytes that a backward pass needs."""
+    if not backward:  # parameters may be spread over ranks, where there is no memory to look at
+        with torch.no_grad():
+            return output_of(who, call(who, model, batch.inputs)), 0
     saved = CountedGraph(model, keep=True)
-    with torch.set_grad_enabled(backward), saved:
+    with saved:
         return output_of(who, call(who, model, batch.inputs)).detach(), saved.bytes
 
 
