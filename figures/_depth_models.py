@@ -1,11 +1,18 @@
-"""The models that the figures of The Curse of Depth and of HybridNorm train: the papers' recipes at a width of 64."""
+"""The models that the figures of The Curse of Depth and of HybridNorm train, and the picture of a run's variance by layer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+from figures._kit import FAINT
 from figures._runs import ByteSpec
 
 
@@ -106,3 +113,32 @@ def _shared(size: Size, seed: int) -> dict[str, Any]:
         "norm": "rmsnorm", "activation": "swiglu", "rotary": True, "steps": size.steps, "batch_size": size.batch_size,
         "evaluations": 10, "windows": size.windows, "seed": seed, "text": size.text,
     }  # fmt: skip
+
+
+def over_training(axes: Axes, steps: Sequence[int] | np.ndarray, variance: np.ndarray, limits: tuple[float, float]) -> None:
+    """Draw variances (steps, layers), one line a layer, pale and shallow to dark and deep."""
+    for values, colour in zip(variance.T, _shades(variance.shape[1]), strict=True):
+        axes.plot(steps, values, color=colour)
+    axes.set_yscale("log")
+    axes.set_ylim(*limits)
+    axes.set_xlim(steps[0], steps[-1])
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+
+
+def key(axes: Axes, first: int, last: int) -> None:
+    """Draw which colour is the output of which block, right of the axes; 0 is the embedding."""
+    bar = axes.inset_axes((1.05, 0.0, 0.05, 1.0))
+    extent = (0, 1, first - 0.5, last + 0.5)
+    bar.imshow(_shades(last - first + 1)[:, None, :], origin="lower", aspect="auto", extent=extent)
+    bar.set_xticks([])
+    bar.yaxis.tick_right()
+    bar.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    bar.set_ylabel("output of block", fontsize=7.5, color=FAINT)
+    bar.yaxis.set_label_position("right")
+
+
+def _shades(count: int) -> np.ndarray:
+    return mpl.colormaps["viridis_r"](np.linspace(0.1, 1.0, count))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from figures._digits import ImageSpec
 from figures._runs import ByteSpec, model_of
+from hessiankit.studies.tuning import experiment
+from hessiankit.studies.tuning.experiment import Setting
 
 
 def scale(seeds: int, blocks: int, width: int, parameters: int, data: str) -> str:
@@ -17,15 +19,16 @@ def scale(seeds: int, blocks: int, width: int, parameters: int, data: str) -> st
     return f"{runs}; {models} of width {width}, {count} parameters; {data}"
 
 
-def scale_of(spec: ByteSpec, seeds: int) -> str:
+def scale_of(run: ByteSpec | Setting, seeds: int) -> str:
     """Return the size of byte-level runs in words.
 
     >>> scale_of(ByteSpec("x", layers=1, d_model=8, heads=2, length=16, steps=30), 2)
     '2 seeds; 1 block of width 8, 3 thousand parameters; 30 steps of 256 bytes of the standard library'
     """
-    text = "the standard library" if spec.text == "stdlib" else spec.text
-    data = f"{spec.steps} steps of {spec.batch_size * spec.length} bytes of {text}"
-    return scale(seeds, spec.layers, spec.d_model, sum(p.numel() for p in model_of(spec).parameters()), data)
+    text = "the standard library" if run.text == "stdlib" else run.text
+    data = f"{run.steps} steps of {run.batch_size * run.length} bytes of {text}"
+    model = experiment.model_of(run, 0) if isinstance(run, Setting) else model_of(run)
+    return scale(seeds, run.layers, run.d_model, sum(p.numel() for p in model.parameters()), data)
 
 
 def scale_of_images(spec: ImageSpec, seeds: int, steps: int, size: int) -> str:

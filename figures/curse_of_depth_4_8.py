@@ -29,12 +29,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator
 
-from figures._depth_models import TINY, Size, llama
+from figures._depth_models import TINY, Size, key, llama, over_training
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import byte_run
 from figures._scales import scale_of
@@ -189,27 +188,14 @@ def picture(found: Sequence[Followed], size: Size) -> Picture:
         limits = _limits(np.concatenate([one.variance.ravel() for one in first.values()]))
         for k, (axes, method) in enumerate(zip(top, METHODS, strict=True)):
             heading(axes, method, "step", "variance" if k == 0 else "")
-            over_training(axes, first[method], limits)
-        _key(top[-1], size.layers)
+            over_training(axes, first[method].steps, first[method].variance, limits)
+        key(top[-1], 0, size.layers)
         for row, method in enumerate(FITTED, start=1):
             for k, step in enumerate(stages(size)):
                 axes = figure.add_subplot(grid[row, k])
                 heading(axes, f"{method}, step {step}", "output of block $l$ (0: embedding)", "variance" if k == 0 else "")
                 over_depth(axes, [one for one in found if one.method == method], step)
     return figure
-
-
-def over_training(axes: Axes, one: Followed, limits: tuple[float, float]) -> None:
-    """One line a layer, pale and shallow to dark and deep."""
-    for values, colour in zip(one.variance.T, _shades(one.variance.shape[1]), strict=True):
-        axes.plot(one.steps, values, color=colour)
-    axes.set_yscale("log")
-    axes.set_ylim(*limits)
-    axes.set_xlim(one.steps[0], one.steps[-1])
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
 
 
 def over_depth(axes: Axes, runs: Sequence[Followed], step: int) -> None:
@@ -227,21 +213,6 @@ def over_depth(axes: Axes, runs: Sequence[Followed], step: int) -> None:
     axes.set_ylim(0, 1.45 * max(float(one.at(step).max()) for one in runs))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.legend(loc="upper left", ncols=2, fontsize=6.5, labelspacing=0.2, columnspacing=0.8, handlelength=1.6)
-
-
-def _key(axes: Axes, layers: int) -> None:
-    """Draw which colour is which layer, right of the axes."""
-    key = axes.inset_axes((1.05, 0.0, 0.05, 1.0))
-    key.imshow(_shades(layers + 1)[:, None, :], origin="lower", aspect="auto", extent=(0, 1, -0.5, layers + 0.5))
-    key.set_xticks([])
-    key.yaxis.tick_right()
-    key.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    key.set_ylabel("output of block", fontsize=7.5, color=FAINT)
-    key.yaxis.set_label_position("right")
-
-
-def _shades(count: int) -> np.ndarray:
-    return mpl.colormaps["viridis_r"](np.linspace(0.1, 1.0, count))
 
 
 def _limits(values: np.ndarray) -> tuple[float, float]:

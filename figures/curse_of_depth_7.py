@@ -24,15 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor, nn
 
-from figures._depth_models import TINY, Size, llama
+from figures._depth_models import TINY, Size, key, llama, over_training
 from figures._digits import ImageSpec, images_of
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run
@@ -211,12 +209,12 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
         lowest = min(min(map(min, run["variances"])) for own in seen.values() for run in own)
         for k, (name, own) in enumerate(seen.items()):
             axes = figure.add_axes((0.085 + 0.295 * k, 0.08, 0.24, 0.37))
-            figure_7(axes, own[0], (0.8 * lowest, 1.25 * highest))
+            over_training(axes, own[0]["steps"], np.array(own[0]["variances"]), (0.8 * lowest, 1.25 * highest))
             right = each(100 * run["accuracy"] for run in own)
             heading(
                 axes, f"{name}\naccuracy {right} % (print {PRINTED[name]})", "step", "" if k else "variance of block's output"
             )
-        _key(figure.axes[-1], vision.blocks)
+        key(figure.axes[-1], 1, vision.blocks)
         picture = save(figure, out / f"{NAME}{suffix}", said)
     numbers = [write_rows(out / f"{NAME}.csv", losses), write_rows(out / f"{NAME}_variances.csv", variances)]
     return [picture, *numbers, write_verdicts(out, NAME, said)]
@@ -234,31 +232,3 @@ def table_7(axes: Axes, runs: dict[str, list[ByteRun]]) -> None:
     axes.set_yticks(range(len(runs)), list(runs))
     axes.set_ylim(len(runs) - 0.5, -0.5)
     heading(axes, "Table 7: loss less Pre-LN's, a mark a seed", "loss difference (nats/byte)")
-
-
-def figure_7(axes: Axes, run: dict[str, Any], limits: tuple[float, float]) -> None:
-    """One line a block over training, pale and shallow to dark and deep; the first seed's."""
-    values = np.array(run["variances"])
-    for line, colour in zip(values.T, shades(values.shape[1]), strict=True):
-        axes.plot(run["steps"], line, color=colour)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("")
-    axes.set_ylim(*limits)
-    axes.set_xlim(run["steps"][0], run["steps"][-1])
-
-
-def shades(count: int) -> Any:
-    """Return a colour a block, (count, 4)."""
-    return mpl.colormaps["viridis_r"](np.linspace(0.1, 1.0, count))
-
-
-def _key(axes: Axes, blocks: int) -> None:
-    key = axes.inset_axes((1.06, 0.0, 0.06, 1.0))
-    key.imshow(shades(blocks)[:, None, :], origin="lower", aspect="auto", extent=(0, 1, 0.5, blocks + 0.5))
-    key.set_xticks([])
-    key.yaxis.tick_right()
-    key.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    key.set_ylabel("block", fontsize=7.5)
-    key.yaxis.set_label_position("right")

@@ -41,7 +41,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, heading, page, save, style, write_rows, write_verdicts
-from figures._scales import scale
+from figures._scales import scale_of
 from figures._verdicts import Part, Verdict, above_zero, in_every, negative
 from hessiankit.optim import PRESETS
 from hessiankit.studies.tuning.comparison import TUNING_SEED, run_arms
@@ -188,10 +188,7 @@ def picture(found: Found, said: Sequence[Verdict], path: Path) -> Path:
 def verdicts(found: Found) -> list[Verdict]:
     """Return what the arms show of Figures 4 and 10 and of Table 2: 95 % intervals of differences paired by seed."""
     less = {row.arm.name: row.difference for row in found.rows if row.difference is not None}
-    parameters = sum(entries_by_type(model_of(found.setting, 0)).values())
-    text = "the standard library" if found.setting.text == "stdlib" else found.setting.text
-    data = f"{found.setting.steps} steps of {found.setting.batch_size * found.setting.length} bytes of {text}"
-    scale_here = scale(len(found.arms[0][1]), found.setting.layers, found.setting.d_model, parameters, data)
+    scale_here = scale_of(found.setting, len(found.arms[0][1]))
 
     def gain(criterion: str, *arms: str, above: bool = False) -> Part:
         """An arm that diverged is left out of the intervals; without any the part is open."""
@@ -289,7 +286,7 @@ def _draw_curves(axes: Axes, found: Found) -> None:
     names = {ADAMW: "AdamW, tuned", "Emb, FFN, QK, VO": "eq. (5) at AdamW's lr", "(10, 8, 6, 4) at its own lr": "eq. (5), tuned"}
     heading(axes, "Figure 4: loss curves", "step", "held-out loss (nats/byte)")
     shown = {arm.name: runs for arm, runs in found.arms if arm.name in names}
-    first, lows, highs = found.setting.steps / 5, [], []
+    first, means = found.setting.steps / 5, []
     colours = [METHOD_COLOURS[k] for k in (0, 4, 3)]  # eq. (5) tuned: that of the ratios 10, 8, 6, 4 in the next picture
     for (name, label), colour, dash in zip(names.items(), colours, DASHES, strict=False):
         steps, columns = shown[name][0].steps, zip(*(one.losses for one in shown[name]), strict=True)
@@ -297,10 +294,9 @@ def _draw_curves(axes: Axes, found: Found) -> None:
         x = [s for s, _ in points]
         axes.plot(x, [m.value for _, m in points], color=colour, linestyle=dash, label=label)
         axes.fill_between(x, [m.low for _, m in points], [m.high for _, m in points], color=colour, alpha=0.15, linewidth=0)
-        lows += [m.value for _, m in points]
-        highs += [m.value for _, m in points]
-    room = max(highs) - min(lows)
-    axes.set_ylim(min(lows) - 0.1 * room, max(highs) + 0.25 * room)
+        means += [m.value for _, m in points]
+    room = max(means) - min(means)
+    axes.set_ylim(min(means) - 0.1 * room, max(means) + 0.25 * room)
     axes.set_xlim(first, found.setting.steps)
     axes.legend(loc="upper right", handlelength=2.2)
 

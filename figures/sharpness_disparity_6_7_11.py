@@ -48,7 +48,7 @@ from figures._kit import (
     write_rows,
     write_verdicts,
 )
-from figures._scales import scale
+from figures._scales import scale_of
 from figures._sharpness_runs import PRINTED
 from figures._verdicts import Part, Verdict, above_zero, in_every
 from figures.sharpness_disparity_4_10_table_2 import FULL as TABLE_2
@@ -256,10 +256,7 @@ def verdicts(found: Found) -> list[Verdict]:
     """Return what the runs show of Figures 6, 7 and 11."""
     setting = found.setting
     seeds = len(next(iter(found.runs.values()))[ARMS[0]])
-    text = "the standard library" if setting.text == "stdlib" else setting.text
-    count = sum(p.numel() for p in model_of(setting, 0).parameters())
-    data = f"{setting.steps} steps of {setting.batch_size * setting.length} bytes of {text}"
-    size = scale(seeds, setting.layers, setting.d_model, count, data)
+    size = scale_of(setting, seeds)
     found_verdicts = []
     for case, claim in CLAIMS.items():
         base, own = (found.losses(case, arm) for arm in ARMS)

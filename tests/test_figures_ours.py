@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 from figure_files import read
 
-from figures import analytic_minus_empirical, route_table, spectrum, speed_against_peers
+from figures import analytic_minus_empirical, route_table, spectrum
 from figures._digits import ImageSpec
-from hessiankit.support.errors import InputError
 from hessiankit.verify.route_table import load
 
 QUICK = {"d_model": 4, "d_ff": 6}
@@ -63,57 +61,6 @@ def test_route_table(tmp_path, monkeypatch):
     assert (gain["torch.func.hessian"], gain["reverse-over-reverse"]) == ("wrong", "right")
     cells = {(row["operation"], row["route"]): row["status"] for row in read(paths[3])}
     assert cells["tanh", "torch.func.hessian"] == cells["layer_norm", "grad twice"] == "right"
-
-
-PAGE = """# Speed
-
-2026-01-02; processor X, cores 2.
-
-<!-- benchmark dense -->
-| problem | P | B | dtype | threads | closed form (s) | best right | its time (s) | ratio |
-|---|--:|--:|--:|--:|--:|--:|--:|--:|
-| small | 7 | 1 | float64 | 1 | 0.1 (0.1 to 0.1) | a | 0.2 | 2 |
-
-Against each route:
-
-| problem | P | B | dtype | threads | method | chunk | time (s) | ratio | error |
-|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|
-| small | 7 | 1 | float64 | 1 | closed form |  | 0.1 (0.1 to 0.1) |  | 1e-16 |
-| small | 7 | 1 | float32 | 2 | jax.hessian | 4 | ~0.2 (0.1 to 0.3) from 3 of 7 columns | ~2.5 (2 to 3) | 1e-7 |
-| small | 7 | 1 | float64 | 1 | torch.func.hessian |  |  | skipped: too large |  |
-<!-- /benchmark dense -->
-"""
-
-
-def test_rows_of_the_benchmark_page():
-    ours, jax, skipped = speed_against_peers.rows_of(PAGE)
-    assert (ours["ratio"], ours["note"]) == (None, "")
-    assert jax == {
-        "benchmark": "dense", "problem": "small, B = 1, float32, 2", "method": "jax.hessian", "ratio": 2.5, "lower": 2.0, "upper": 3.0,
-        "extrapolated": True, "note": "",
-    }  # fmt: skip
-    assert (skipped["ratio"], skipped["note"]) == (None, "skipped: too large")
-    assert speed_against_peers.machine(PAGE) == "2026-01-02; processor X, cores 2."
-    with pytest.raises(InputError, match=r"speed_against_peers: benchmarks\.md has no tables of dense, hvp, memory"):
-        speed_against_peers.rows_of("# nothing")
-
-
-def test_speed_against_peers_draws_every_ratio_of_the_page(tmp_path):
-    paths = speed_against_peers.draw(tmp_path, quick=True)
-    rows = read(paths[1])
-    page = speed_against_peers.PAGE.read_text(encoding="utf-8")
-    inside = page.partition("<!-- benchmark dense -->")[2].partition("<!-- /benchmark dense -->")[0]
-    against = inside.rpartition("| method |")[2].splitlines()[2:]
-    lines = [line for line in against if line.startswith("|") and "| closed form |" not in line]
-    drawn = [row for row in rows if row["benchmark"] == "dense" and row["method"] != "closed form"]
-    assert len(drawn) == len(lines)
-    for row, line in zip(drawn, lines, strict=True):
-        assert f"| {row['method']} |" in line
-        assert (
-            (float(row["ratio"]) == pytest.approx(float(line.split("|")[-3].strip(" ~").split()[0])))
-            if row["ratio"]
-            else row["note"]
-        )
 
 
 def test_spectrum(tmp_path):

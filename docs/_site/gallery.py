@@ -87,7 +87,7 @@ def group_of(name: str) -> str:
     paper = next((paper for key, paper in PAPERS.items() if name.startswith(key.replace("-", "_"))), None)
     if paper is not None:
         return paper.title
-    return "Benchmarks" if name.startswith(("benchmarks_", "speed_")) else "Curvature, bounds and derivations"
+    return "Benchmarks" if name.startswith("benchmarks_") else "Curvature, bounds and derivations"
 
 
 def section(name: str, shows: str, command: str, paths: Sequence[Path], said: Sequence[dict[str, Any]]) -> list[str]:
