@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from derivations.linear import Add, Linear, MatMul
-from hessiankit.engine.sites import find_sites
+from hessiankit.engine.jacobians import find_sites
 from hessiankit.tracing.decompositions import COMPOSITE, DECOMPOSITIONS, aten
 
 

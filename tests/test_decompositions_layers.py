@@ -13,10 +13,9 @@ import hessiankit as hk
 from derivations.cast import Cast
 from derivations.linear import Linear, MatMul
 from derivations.normalization import LayerNorm
-from hessiankit.engine.jacobians import GainJacobian, WeightJacobian
+from hessiankit.engine.jacobians import GainJacobian, WeightJacobian, find_sites
 from hessiankit.engine.problem.loss_trace import loss_trace
 from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.sites import find_sites
 
 T, B = draw(2, 3, 4, seed=13), draw(4, seed=11)
 CONVOLUTIONS = {

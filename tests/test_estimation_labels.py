@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hessiankit.engine.problem import label_draws as labels
-from hessiankit.engine.problem.label_draws import sample_labels, sample_residuals, uniforms
+from hessiankit.engine.problem import fisher as labels
+from hessiankit.engine.problem.fisher import sample_labels, sample_residuals, uniforms
 
 
 def logits(*shape, seed=0, dtype=torch.float64):
@@ -79,7 +79,7 @@ def test_a_class_of_probability_zero_is_never_drawn():
 
 def test_a_uniform_number_of_zero_draws_no_class_of_probability_zero(monkeypatch):
     monkeypatch.setattr(
-        "hessiankit.engine.problem.label_draws.uniforms",
+        "hessiankit.engine.problem.fisher.uniforms",
         lambda seed, draws, numbers, T: torch.zeros(draws, len(numbers), T).double(),
     )
     logits = torch.tensor([[[-torch.inf, -torch.inf, 0.0, 1.0]]])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hessiankit as hk
 from derivations.loss import QuadraticModel
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.engine.problem.label_draws import sample_labels, sample_residuals
+from hessiankit.engine.problem.fisher import sample_labels, sample_residuals
 
 X, Y = draw(5, 3), torch.tensor([0, 3, 1, -100, 2])
 

@@ -10,7 +10,7 @@ from curvature_reference import Formula, assert_exact, draw
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.engine.sites import find_sites
+from hessiankit.engine.jacobians import find_sites
 
 X = draw(2, 3, 4)
 

@@ -17,8 +17,8 @@ from hessiankit.bounding.certified import Certificate, certify
 from hessiankit.bounding.curvature_gap import sharpened_a_priori, sharpened_structured, theorem_1, theorem_6, undefined
 from hessiankit.bounding.structured import structured
 from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
+from hessiankit.engine.problem.calling import check_dense
 from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.problem.validation import check_dense
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Piece, Printed, table

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, diagonal, kronecker_block
-from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian
+from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, Site, WeightJacobian, find_sites
 from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
 from hessiankit.engine.problem.fisher import as_gauss_newton, rows_of
 from hessiankit.engine.problem.loss_trace import samples_are_independent
 from hessiankit.engine.problem.task import Task
-from hessiankit.engine.sites import Site, find_sites
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace
 

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hessiankit.engine.assembly import CHUNK, is_split, next_step
-from hessiankit.engine.chunks import counting_chunks
 from hessiankit.engine.forward_sweep import ForwardSweep
+from hessiankit.engine.parameter_blocks import counting_chunks
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import reached
 from hessiankit.engine.problem.task import Task, available_memory, check_memory, gib

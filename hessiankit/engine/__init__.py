@@ -16,7 +16,7 @@ it does in edge pushing (Griewank and Walther, Evaluating Derivatives, chapters 
 | level | how many leading axes of a value keep their rows apart: all (row by row), 1 (sample by sample), 0 (dense) | `tangents` |
 | parent | a vertex by which another one has tangents | `tangents` |
 | parameter Jacobian | the Jacobian of a vertex in one parameter: X (x) I, a diagonal, a selection or an identity | `jacobians` |
-| site | a value that is linear in some parameters, row by row, with their Jacobians | `sites` |
+| site | a value that is linear in some parameters, row by row, with their Jacobians | `jacobians` |
 | vertex block | curvature K_tr (R, columns of t, columns of r) between two vertices | `vertex_blocks` |
 | column block | the same with the columns of r already multiplied by its parameter Jacobian: columns of H | `column_blocks` |
 | step | an application linearised at the point, for products with H | `linearisation` |

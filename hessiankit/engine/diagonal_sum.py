@@ -25,14 +25,13 @@ from hessiankit.engine.diagonal_accumulation import (
     is_by_column,
     overlap,
 )
-from hessiankit.engine.jacobians import ParameterJacobian
+from hessiankit.engine.jacobians import ParameterJacobian, is_product
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.row_diagonal import RowDiagonal
-from hessiankit.engine.sites import is_product
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.tracing.trace import Trace
 

@@ -23,13 +23,11 @@ from derivations.fused_attention import ScaledDotProductAttention
 from derivations.indexing import Select, Slice
 from derivations.linear import Permute, Reshape
 from derivations.primitive import Primitive
-from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian, ParameterJacobian, WeightJacobian
-from hessiankit.engine.peak_memory import peak_entries
-from hessiankit.engine.pushforward import LazyLinearisation, contract, push_forward, structured_curvature
+from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian, ParameterJacobian, WeightJacobian, find_sites, is_product
 from hessiankit.engine.reassociation import reassociate
-from hessiankit.engine.sites import find_sites, is_product
 from hessiankit.engine.tangents import (
     EntrywiseTangents,
+    LazyLinearisation,
     SelectedTangents,
     StackedTangents,
     TangentGroup,
@@ -37,11 +35,14 @@ from hessiankit.engine.tangents import (
     by_row,
     coarsen,
     compose,
+    contract,
     joined,
+    push_forward,
     starts,
+    structured_curvature,
     tangent_group,
 )
-from hessiankit.engine.vertex_blocks import VertexBlocks
+from hessiankit.engine.vertex_blocks import VertexBlocks, peak_entries
 from hessiankit.tracing.trace import Application, Trace
 
 REARRANGING = (Permute, Reshape, Select, Slice)

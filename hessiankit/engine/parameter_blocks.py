@@ -1,20 +1,60 @@
 """Blocks of the Hessian from curvature between vertices: H_uv += sum over rows of U_n^T K_n V_n for two parameter Jacobians.
 
 Into a block, sums are added a chunk at a time, small enough for the processor's cache: blocks are far larger than their
-factors, and the time goes into passing over them.
+factors, and the time goes into passing over them. A dry run that counts operations sees each kind of chunk once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from hessiankit.engine.chunks import chunks
 from hessiankit.engine.jacobians import SCRATCH, GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.kernel_sums import add_compiled, add_rows_compiled
+
+_repeated: ContextVar[Callable[[int], AbstractContextManager[None]] | None] = ContextVar("repeated", default=None)
+
+
+@contextmanager
+def counting_chunks(repeated: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let :func:`chunks` yield two chunks of each length, the first within ``repeated(how many it represents)``.
+
+    Two, because memory of one chunk may still be alive while the next is computed. Chunks whose work differs are all yielded.
+    """
+    before = _repeated.set(repeated)
+    try:
+        yield
+    finally:
+        _repeated.reset(before)
+
+
+def chunks(length: int, step: int, *, alike: bool = True) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of chunks of ``step`` indices, and of the remainder.
+
+    Args:
+        length: Of the axis.
+        step: Of a chunk.
+        alike: Whether chunks of one length cost the same, wherever they lie.
+
+    >>> list(chunks(7, 3))
+    [(0, 3), (3, 6), (6, 7)]
+    """
+    repeated = _repeated.get()
+    whole, rest = divmod(length, step)
+    if repeated is None or not alike or whole < 3:
+        yield from ((start, start + step) for start in range(0, whole * step, step))
+    else:
+        with repeated(whole - 1):
+            yield 0, step
+        yield step, 2 * step
+    if rest:
+        yield whole * step, length
+
 
 CACHE = 2**17  # entries of a block that stay in a processor's cache while they are made and added
 OUTER = 256  # columns of an outer product of weights made at once: as many as a product of matrices needs to run at speed

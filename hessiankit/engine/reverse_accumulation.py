@@ -7,25 +7,205 @@ With J_ts the tangents of vertex t by its parent s, and E_t its parameter Jacobi
     H[parameters of t, parameters of r] += E_t^T K_tr E_r.
 
 The last sum goes pair by pair of vertices while rows stay apart, and by :mod:`hessiankit.engine.column_blocks` where they meet.
+
+No product is taken where J or K is an identity or a diagonal. Where a parent is much wider than t, curvature stays a product with
+the tangents F of t, and further back only J F is computed.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from hessiankit.engine.column_blocks import ColumnBlocks
 from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.jacobians import ParameterJacobian, WeightJacobian
+from hessiankit.engine.kernel_products import multiply
 from hessiankit.engine.parameter_blocks import add_across_rows, add_diagonal_pair, add_pair, add_pairs
-from hessiankit.engine.peak_memory import columns_are_cheaper, rows_coupled
-from hessiankit.engine.pullback import Pullback
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.engine.tangents import Vertex
-from hessiankit.engine.vertex_blocks import VertexBlocks
+from hessiankit.engine.tangents import EntrywiseTangents, SelectedTangents, StackedTangents, Vertex, by_row, chain, starts
+from hessiankit.engine.vertex_blocks import VertexBlocks, columns_are_cheaper, rows_coupled
+
+WIDE = 2  # a parent with so many times as many columns keeps its curvature as products
+Pulled: TypeAlias = Iterator[tuple[int, Tensor]]
+
+
+class Pullback:
+    """Tangents of one vertex by its parents, and the curvature that moves along them.
+
+    Args:
+        vertices: By number.
+        t: The number of the vertex.
+        blocks: Curvature between vertices.
+    """
+
+    def __init__(self, vertices: Mapping[int, Vertex], t: int, blocks: VertexBlocks) -> None:
+        self.vertex, self.t, self.blocks = vertices[t], t, blocks
+        self.parents = list(self.vertex.parents.items())
+        self.wide = self._wide(vertices)
+        self._through: dict[int, list[tuple[int, Tensor]]] = {}
+
+    def _wide(self, vertices: Mapping[int, Vertex]) -> dict[int, Tensor]:
+        """Return the tangents F (R, columns, few) by the parents at which curvature stays a product."""
+        found: dict[int, Tensor] = {}
+        seen = [s for _, stack in self.parents for s in stack.vertices]
+        for level, stack in self.parents:
+            if level != self.vertex.axes or isinstance(stack, (EntrywiseTangents, SelectedTangents)):
+                continue
+            for s in stack.vertices:
+                further = vertices[s].parents
+                if s in stack.identities or not further or any(at != level for at in further) or seen.count(s) > 1:
+                    continue
+                if vertices[s].columns(level) >= WIDE * self.vertex.columns(level):
+                    found[s] = by_row(stack.part([s]), level)
+        return found
+
+    def dense(self, at: int, level: int, stack: StackedTangents) -> list[int]:
+        """Return the parents to which curvature at a level goes as a dense block."""
+        return [s for s in stack.vertices if s not in self.wide or at != level]
+
+    def pair(self, r: int) -> None:
+        """Add J_ts^T K_tr for every parent s."""
+        blocks, t = self.blocks, self.t
+        for at, K in blocks.rest(t, r).items():
+            for level, stack in self.parents:
+                dense = self.dense(at, level, stack)
+                for s in stack.vertices:
+                    if s not in dense and s != r:
+                        blocks.add_product(s, r, at, self.wide[s], K)
+                for s, part in pull_back(self.vertex, level, stack, at, K, [s for s in stack.vertices if s in dense or s == r]):
+                    blocks.add_half(s, r, min(level, at), part)
+        for at, products in blocks.products.get((t, r), {}).items():
+            for F, M in list(products.values()):
+                for s, J in self.through(F, at):
+                    blocks.add_half(s, r, at, multiply(J, M))
+        for at, diagonal in blocks.diagonal(t, r).items():
+            for level, stack in self.parents:
+                pull_back_diagonal(self.vertex, level, stack, at, diagonal, r, blocks)
+
+    def square(self, *, with_parents: bool) -> None:
+        """Add J_ts^T K_tt J_tr for every two parents; ``with_parents`` also K_tt J_ts between t and s."""
+        blocks, t = self.blocks, self.t
+        for at, K in blocks.plain(t).items():
+            self._dense_square(at, K, with_parents=with_parents)
+        for at, squares in list(blocks.squares.get(t, {}).items()):
+            for F, C in squares.values():
+                found = self.through(F, at)
+                for s, J in found:
+                    left = multiply(J, C)
+                    if with_parents:
+                        blocks.add_product(t, s, at, F, left.mT)
+                    for r, other in found:
+                        if r <= s:
+                            blocks.add(r, s, at, multiply(other, left.mT))
+
+    def through(self, F: Tensor, at: int) -> list[tuple[int, Tensor]]:
+        """Return J F by parent, computed once for each F."""
+        if id(F) not in self._through:
+            self._through[id(F)] = [one for _, stack in self.parents for one in pull_back(self.vertex, at, stack, at, F)]
+        return self._through[id(F)]
+
+    def _dense_square(self, at: int, K: Tensor, *, with_parents: bool) -> None:
+        blocks, t = self.blocks, self.t
+        done: list[tuple[int, int, Tensor]] = []  # parents so far, with J^T K and its level
+        wide = {s: F for s, F in self.wide.items() if at == self.vertex.axes and K.ndim == 3}
+        for n, (level, stack) in enumerate(self.parents):
+            here = min(level, at)
+            some = [s for s in stack.vertices if s not in wide]
+            left = dict((pull_back if K.ndim == 3 else _pull_back_diagonal)(self.vertex, level, stack, at, K, some))
+            for s, X in left.items():
+                if with_parents:
+                    blocks.add(t, s, here, X.mT)
+                for below, older in self.parents[:n]:
+                    for r, Y in pull_back(self.vertex, below, older, here, X.mT, [r for r in older.vertices if r not in wide]):
+                        blocks.add_half(r, s, min(below, here), Y)
+                before = [r for r in some if r <= s]
+                pairs = left.items() if s in stack.identities else pull_back(self.vertex, level, stack, here, X.mT, before)
+                for r, Y in pairs:
+                    if r <= s:
+                        blocks.add(r, s, here, Y)
+                done.append((s, here, X))
+        for n, (s, F) in enumerate(wide.items()):
+            if with_parents:
+                blocks.add_product(s, t, at, F, K)
+            blocks.add_square(s, at, F, K)
+            for r, here, X in done:
+                if here == at:
+                    blocks.add_product(s, r, at, F, X.mT)
+                else:
+                    blocks.add(s, r, here, chain(F, at, X.mT, here))
+            for r, G in list(wide.items())[:n]:
+                blocks.add_product(s, r, at, F, multiply(K, G.mT))
+
+
+def pull_back(
+    vertex: Vertex, level: int, stack: StackedTangents, at: int, K: Tensor, wanted: Sequence[int] | None = None
+) -> Pulled:
+    """Yield J^T K, vertex by vertex of some parents.
+
+    Args:
+        vertex: The vertex t.
+        level: Of the tangents.
+        stack: Its tangents by some parents.
+        at: Level of K.
+        K: (R, columns of t, c).
+        wanted: Parents; None: all.
+    """
+    wanted = stack.vertices if wanted is None else wanted
+    if isinstance(stack, SelectedTangents) and wanted:
+        yield stack.vertices[0], stack.pull(K, at)
+        return
+    if isinstance(stack, EntrywiseTangents) and wanted and not stack.identities and level == at:
+        yield stack.vertices[0], K * stack.rows.unsqueeze(2)
+        return
+    for s in wanted:
+        if s in stack.identities:
+            yield s, K
+    rest = [s for s in wanted if s not in stack.identities]
+    if not rest:
+        return
+    block = chain(by_row(stack.part(rest), level), level, K, at)
+    if len(rest) == 1:
+        yield rest[0], block
+        return
+    groups, _, c = block.shape  # the columns of the stack are numbered (rows / groups, S)
+    split = block.reshape(groups, vertex.rows(level) // groups, -1, c)
+    widths = [w for s, w in zip(stack.vertices, stack.widths, strict=True) if s in rest]
+    for s, cut in zip(rest, starts(widths), strict=True):
+        yield s, split[:, :, cut].reshape(groups, -1, c)
+
+
+def pull_back_diagonal(
+    vertex: Vertex, level: int, stack: StackedTangents, at: int, diagonal: Tensor, r: int, blocks: VertexBlocks
+) -> None:
+    """Add J^T K between parents and another vertex r, for the diagonal (R, columns) of a K that couples equal columns only."""
+    kept = stack.vertices if isinstance(stack, EntrywiseTangents) else stack.identities
+    if level == at:
+        for s in kept:
+            slopes = stack.rows * diagonal if isinstance(stack, EntrywiseTangents) and not stack.identities else diagonal
+            blocks.add_diagonal(s, r, at, 2 * slopes if s == r else slopes)
+    for s, part in _pull_back_diagonal(vertex, level, stack, at, diagonal):
+        if level != at or s not in kept:
+            blocks.add_half(s, r, min(level, at), part)
+
+
+def _pull_back_diagonal(
+    vertex: Vertex, level: int, stack: StackedTangents, at: int, diagonal: Tensor, wanted: Sequence[int] | None = None
+) -> Pulled:
+    """Yield what :func:`pull_back` does, for the diagonal (R, columns) of K."""
+    if level != at or isinstance(stack, (EntrywiseTangents, SelectedTangents)):
+        yield from pull_back(vertex, level, stack, at, torch.diag_embed(diagonal), wanted)
+        return
+    for s in stack.vertices if wanted is None else wanted:
+        yield (
+            s,
+            torch.diag_embed(diagonal) if s in stack.identities else by_row(stack.part([s]), level) * diagonal.unsqueeze(1),
+        )
 
 
 class ParameterBlocks:

@@ -29,7 +29,7 @@ from derivations.loss import MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.row_curvature import DenseRows, RowCurvature, of_loss, through_entries, through_norm
 from hessiankit.engine.forward_sweep import ForwardSweep
-from hessiankit.engine.sites import is_product
+from hessiankit.engine.jacobians import is_product
 from hessiankit.engine.tangents import by_row
 from hessiankit.tracing.trace import Application
 

@@ -34,7 +34,7 @@ from derivations.softmax import SoftmaxAt
 from derivations.stage import Stage
 from derivations.token_embedding import TokenEmbeddingAt
 from hessiankit.blocks.norms import GroupNorm, norm_of
-from hessiankit.engine.problem.validation import one_kind
+from hessiankit.engine.problem.calling import one_kind
 from hessiankit.formulas.subject import LOSS, LOSSES, Subject, sequence, target_of
 from hessiankit.formulas.symbols import SizeName, index_of
 from hessiankit.support.errors import InputError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from derivations.arrays import Array
 from derivations.stage import Stage
 from hessiankit.blocks import TransformerBlock
-from hessiankit.engine.problem.validation import one_kind
+from hessiankit.engine.problem.calling import one_kind
 from hessiankit.formulas.block_at import BlockAt, attention_stage, block_stage, input_stage
 from hessiankit.formulas.symbols import SizeName, index_of, prime_copy, sizes_for, spelling, symbol_of
 from hessiankit.support.errors import InputError, unknown

@@ -26,7 +26,7 @@ from derivations.normalization import LayerNorm, RMSNorm
 from derivations.pooling import Mean, SumOver
 from derivations.primitive import Primitive
 from derivations.softmax import LogSoftmax, Softmax
-from hessiankit.engine.sites import SELECTING, selections
+from hessiankit.engine.jacobians import SELECTING, selections
 from hessiankit.tracing.trace import Application, Trace
 from hessiankit.verify.identity_generators import Leg
 

@@ -17,7 +17,6 @@ from hessiankit.diagnostics.sharpness.options import LOSSES
 from hessiankit.diagnostics.sharpness.probe import CountedGraph
 from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments
 from hessiankit.engine.problem.task import available_memory, gib
-from hessiankit.engine.problem.validation import check_module
 from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
 from hessiankit.support.torch_state import ordinary_path, preserved_state
 

@@ -20,8 +20,7 @@ from hessiankit.diagnostics.depth.autograd_products import HessianProducts
 from hessiankit.diagnostics.sharpness import SharpnessEstimate
 from hessiankit.diagnostics.sharpness import sharpness as estimated
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
-from hessiankit.engine.problem.calling import IGNORE_INDEX, map_tensors, named_tensors
-from hessiankit.engine.problem.validation import check_dense
+from hessiankit.engine.problem.calling import IGNORE_INDEX, check_dense, map_tensors, named_tensors
 from hessiankit.landscape.spectra import spectrum as spectrum_of
 from hessiankit.partition.part import Part
 from hessiankit.support.errors import HessiankitError, InputError, check_name

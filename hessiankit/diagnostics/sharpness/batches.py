@@ -11,8 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, known_count, map_tensors, named_tensors
-from hessiankit.engine.problem.validation import check_dense, check_module
+from hessiankit.engine.problem.calling import (
+    IGNORE_INDEX,
+    arguments,
+    check_dense,
+    check_module,
+    known_count,
+    map_tensors,
+    named_tensors,
+)
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import evaluation_mode, ordinary_path
 

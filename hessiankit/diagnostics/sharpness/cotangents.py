@@ -13,7 +13,7 @@ from torch import Tensor
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, aligned
 from hessiankit.diagnostics.sharpness.options import SharpnessOptions
 from hessiankit.engine.problem.calling import IGNORE_INDEX
-from hessiankit.engine.problem.label_draws import sample_labels, sample_residuals
+from hessiankit.engine.problem.fisher import sample_labels, sample_residuals
 from hessiankit.support.errors import InputError
 
 LabelSampler: TypeAlias = Callable[[Tensor, Sequence[int], int], Tensor]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.label_draws import wide
+from hessiankit.engine.problem.fisher import wide
 from hessiankit.partition import Part
 from hessiankit.support.errors import InputError
 

@@ -1,9 +1,13 @@
-"""The call of a module and the reading of its result: tensors, positional and keyword arguments, output objects."""
+"""The call of a module: its arguments read and checked before any work, its result read.
+
+Every message of a check says what was asked, what was seen, what was expected, what to do.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -12,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hessiankit.support.errors import InputError
+from hessiankit.tracing.source_line import source_line
 
 Loss: TypeAlias = "str | Callable[..., Tensor] | None"
 
@@ -210,3 +216,236 @@ def known_count(loss: Loss, target: Any) -> float | None:
     if kept.numel() and not (int(kept.min()) >= 0 and int(kept.max()) < weight.numel()):
         return math.nan  # the loss itself says what is wrong with the labels
     return float(weight.to(torch.float64)[kept].sum())
+
+
+def check_module(who: str, module: nn.Module) -> None:
+    """Refuse modules that cannot be traced as they are, or whose loss is random.
+
+    Raises:
+        InputError: A compiled, scripted or quantised module; dropout or batch norm in training mode.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    compiled = getattr(dynamo, "OptimizedModule", ())
+    for name, child in module.named_modules():
+        what = f"{name!r}" if name else "the module"
+        if isinstance(child, compiled):
+            remedy = f"replace {what} by its ._orig_mod" if name else "pass module._orig_mod"
+            raise InputError(
+                f"{who}: {what} is compiled (torch.compile), which hides its operations; {remedy}, which has the same parameters"
+            )
+        if getattr(child, "_compiled_call_impl", None) is not None:
+            raise InputError(
+                f"{who}: {what} was compiled in place by .compile(), which hides its operations; call hessiankit before, "
+                "or on a copy.deepcopy of the module from before"
+            )
+        if isinstance(child, torch.jit.ScriptModule):
+            raise InputError(f"{who}: {what} is a TorchScript module, which cannot be traced; pass the Python module behind it")
+        if type(child).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
+            raise InputError(
+                f"{who}: {what} is a {type(child).__name__} with quantised weights, of which the loss is not a smooth "
+                "function; pass the module from before quantisation"
+            )
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.training and child.p > 0:
+            raise InputError(
+                f"{who}: {what} is a dropout layer (p={child.p}) in training mode, so the loss is random; "
+                "call module.eval() first"
+            )
+        if isinstance(child, nn.MultiheadAttention) and child.training and child.dropout > 0:
+            raise InputError(
+                f"{who}: {what} has a dropout layer for its attention weights (dropout={child.dropout}) and is in training mode, "
+                "so the loss is random; call module.eval() first"
+            )
+        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
+            raise InputError(
+                f"{who}: {what} is a batch norm in training mode, which couples the samples and changes its buffers; "
+                "call module.eval() first"
+            )
+    for name, p in module.named_parameters():
+        if not p.is_floating_point() and not p.is_complex():
+            raise InputError(
+                f"{who}: the parameter {name!r} is {p.dtype}: quantised or integer weights, of which the loss is not a smooth "
+                "function; load the module in a floating-point dtype, or keep such a tensor as a buffer"
+            )
+
+
+def one_kind(
+    who: str, module: nn.Module, parameters: Mapping[str, Tensor], *, dtypes: bool = False
+) -> tuple[torch.dtype | None, torch.device]:
+    """Return the dtype and device of the chosen parameters; None for the dtype where they have several.
+
+    Raises:
+        InputError: They have several, of dtypes unless ``dtypes`` allows it, or something of the module holds no values, or not
+            finite ones.
+    """
+    several = len({p.dtype for p in parameters.values()}) > 1
+    for what in ("device",) if dtypes else ("dtype", "device"):
+        seen: dict[Any, str] = {}
+        for name, p in parameters.items():
+            seen.setdefault(getattr(p, what), name)
+        if len(seen) > 1:
+            listing = ", ".join(
+                f"{name!r} on {kind}" if what == "device" else f"{name!r} is {kind}" for kind, name in seen.items()
+            )
+            raise InputError(f"{who}: the parameters have several {what}s: {listing}. Bring them to one, e.g. module.to(...)")
+    first = next(iter(parameters.values()))
+    buffers = dict(module.named_buffers())  # which may hold the -inf of a mask
+    everything = [*module.named_parameters(), *buffers.items()]
+    meta = next((name for name, x in everything if x.is_meta), None)
+    if meta is not None:
+        raise InputError(f"{who}: {meta!r} is on the meta device, which holds no values; load the weights first")
+    odd = next((p.dtype for p in parameters.values() if not p.dtype.is_floating_point), None)
+    if odd is not None:
+        raise InputError(f"{who}: the parameters are {odd}; expected a real floating-point dtype, e.g. module.double()")
+    for name, x in everything:
+        check_dense(who, name, x)
+    for name, x in everything:
+        if x.is_floating_point() and spoiled_at(x, mask=name in buffers) is not None:
+            raise InputError(
+                f"{who}: {name!r} contains NaN or infinity; a Hessian at such a point is not defined. Re-initialise it."
+            )
+    return None if several else first.dtype, first.device
+
+
+def check_arguments(
+    who: str, module: nn.Module, inputs: Any, target: Any, loss: Loss, dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Check inputs, target and loss as far as one can without calling the module.
+
+    Raises:
+        InputError: If one of them cannot be used.
+    """
+    if isinstance(inputs, Mapping):
+        strange = next((key for key in inputs if not isinstance(key, str)), None)
+        if strange is not None:
+            raise InputError(f"{who}: inputs has the key {strange!r}; a mapping holds keyword arguments, whose keys are strings")
+    for name, x in named_tensors(inputs):
+        check_tensor(who, name, x, dtype, device, mask=True)
+    if isinstance(loss, str) and loss not in LOSSES:
+        raise InputError(
+            f"{who}: loss={loss!r} is not known; pass one of {', '.join(map(repr, LOSSES))}, a callable "
+            "(outputs, target) -> scalar, or None if the module returns the loss itself"
+        )
+    if loss is not None and not isinstance(loss, str) and not callable(loss):
+        raise InputError(f"{who}: loss is a {type(loss).__name__}; pass a name, a callable (outputs, target) -> scalar, or None")
+    if loss is not None and target is None:
+        asked = repr(loss) if isinstance(loss, str) else "a callable"
+        raise InputError(f"{who}: loss={asked} needs a target; pass target=..., or loss=None if the module returns its loss")
+    if loss is None and target is not None:
+        raise InputError(
+            f"{who}: loss=None means that the module returns its loss, so the target would not be used; pass loss=..., or put "
+            "the labels among the inputs"
+        )
+    if isinstance(loss, str) and not isinstance(target, Tensor):
+        raise InputError(f"{who}: target is a {type(target).__name__}; loss={loss!r} compares with one tensor")
+    for name, x in named_tensors(target, "target"):
+        if x.device != device:
+            raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
+        check_dense(who, name, x)
+
+
+def check_tensor(
+    who: str,
+    name: str,
+    x: Tensor,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    mask: bool = False,
+    other: str = "the parameters are",
+) -> None:
+    """Check one tensor that enters the computation; ``other`` is what has the dtype that is expected of it, None allows any.
+
+    Raises:
+        InputError: It is empty, elsewhere, of another dtype, or not finite.
+    """
+    if x.numel() == 0:
+        raise InputError(f"{who}: {name} has shape {tuple(x.shape)}, with no entries; pass at least one sample and one token")
+    if x.device != device:
+        raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
+    check_dense(who, name, x)
+    if x.is_complex():
+        raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype or 'a real one'}")
+    if x.is_floating_point():
+        if dtype is not None and x.dtype != dtype:
+            raise InputError(f"{who}: {name} is {x.dtype}, {other} {dtype}; convert one of them, e.g. {name}.to({dtype})")
+        where = spoiled_at(x, mask=mask)
+        if where is not None:
+            raise InputError(f"{who}: {name} contains NaN or infinity, first at index {where}; clean the data first")
+
+
+def check_dense(who: str, name: str, x: Tensor) -> None:
+    """Raise InputError for a sparse, nested or other tensor whose entries are not laid out in memory one by one."""
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
+
+
+def spoiled_at(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
+    """Return where the first entry is that is NaN or infinite; -inf is fine in what may be an additive mask."""
+    if is_finite(x):
+        return None
+    good = torch.isfinite(x) | (x == -float("inf")) if mask else torch.isfinite(x)
+    return None if bool(good.all()) else tuple(int(i) for i in (~good).nonzero()[0])
+
+
+def is_finite(x: Tensor) -> bool:
+    """Tell whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
+    summable = x.is_floating_point() and x.itemsize > 1
+    return (summable and math.isfinite(x.sum().item())) or bool(torch.isfinite(x).all())
+
+
+MASKED = "a softmax meets a row of -inf only: every key of that query is masked, so leave each query at least one key"
+NORM = "a norm meets a constant row with eps = 0: use eps > 0, or rows that are not constant"
+OTHER = (
+    "keep its inputs away from where it is not defined (a division by 0, a norm of a constant row), or use a wider dtype if a "
+    "value overflows"
+)
+
+
+class _Found(BaseException):
+    """Ends the forward pass at the operation in question."""
+
+
+class _NonFiniteWatch(TorchDispatchMode):
+    def __init__(self, spoiled: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.spoiled = spoiled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and stop where its result is spoiled and none of its inputs is."""
+        result = func(*args, **(kwargs or {}))
+        if self._any_spoiled(result) and not self._any_spoiled((args, kwargs)):
+            raise _Found(_reason(func, args))
+        return result
+
+    def _any_spoiled(self, tree: Any) -> bool:
+        tensors = (x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
+        return any(bool(self.spoiled(x).any()) for x in tensors)
+
+
+def first_spoiled(run: Callable[[], Any]) -> str:
+    """Return a phrase that names the first operation of a run to return NaN or infinity, and what to do; "" if there is none.
+
+    An entry of -inf counts only where there is no other: it masks.
+
+    >>> first_spoiled(lambda: torch.zeros(2) / 0).rpartition("aten")[2][:38]
+    '.div.Tensor is the first to return NaN'
+    """
+    for spoiled in (lambda x: x.isnan() | (x == torch.inf), lambda x: ~x.isfinite()):
+        try:
+            with torch.no_grad(), _NonFiniteWatch(spoiled):
+                run()
+        except _Found as found:
+            line = source_line(found)
+            return f"{f'at {line}: ' if line else ''}{found}"
+    return ""
+
+
+def _reason(func: Any, args: Any) -> str:
+    name = str(func)
+    first = next((x for x in args if isinstance(x, Tensor)), None)
+    if "softmax" in name and first is not None and bool((first == -torch.inf).all(-1).any()):
+        return MASKED
+    if "norm" in name and "weight_norm" not in name:
+        return NORM
+    return f"{name} is the first to return NaN or infinity; {OTHER}"

@@ -13,27 +13,25 @@ from torch import Tensor, nn
 from hessiankit.engine.problem.calling import (
     ELEMENTWISE,
     IGNORE_INDEX,
+    MASKED,
     QUADRATIC_MODEL,
     arguments,
-    loss_module,
-    map_tensors,
-    named_tensors,
-    read_outputs,
-    same_as,
-)
-from hessiankit.engine.problem.selection import ParameterSelection, select
-from hessiankit.engine.problem.state import Held, ModuleState, same_values
-from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
-from hessiankit.engine.problem.validation import (
-    MASKED,
     check_arguments,
     check_module,
     check_tensor,
     first_spoiled,
     is_finite,
+    loss_module,
+    map_tensors,
+    named_tensors,
     one_kind,
+    read_outputs,
+    same_as,
     spoiled_at,
 )
+from hessiankit.engine.problem.selection import ParameterSelection, select
+from hessiankit.engine.problem.state import Held, ModuleState, same_values
+from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import TORCH_LOCK, RandomStates
 from hessiankit.tracing.source_line import at_line, first_line
