@@ -178,7 +178,7 @@ def block_terms(
 
 def _contributing(trace: Trace, i: str, j: str) -> Iterator[tuple[Application, int, int]]:
     """Yield the applications and pairs of inputs that have a term, found by one random direction each."""
-    moved_i, moved_j = (_descendants(trace, trace.parameters[name]) for name in (i, j))
+    moved_i, moved_j = (trace.descendants(trace.parameters[name]) for name in (i, j))
     random = torch.Generator().manual_seed(0)
 
     def direction(x: Tensor) -> Tensor:
@@ -210,17 +210,9 @@ def _pushed(trace: Trace, path: Sequence[Application], parameter: int) -> dict[i
     return found
 
 
-def _descendants(trace: Trace, value: int) -> set[int]:
-    found = {value}
-    for a in trace.applications:
-        if found.intersection(at for at in a.inputs if at is not None):
-            found.add(a.output)
-    return found
-
-
 def _between(trace: Trace, made: Mapping[int, str], parameter: str, value: int | None) -> tuple[str, ...]:
     """Return the names of the operations that lead from a parameter to a value, in order."""
-    below, before = _descendants(trace, trace.parameters[parameter]), {value}
+    below, before = trace.descendants(trace.parameters[parameter]), {value}
     found = []
     for a in reversed(trace.applications):
         if a.output in before and a.output in below:

@@ -78,7 +78,7 @@ class ForwardSweep:
         self.trace = trace
         self.dtype = next((trace.values[at].dtype for at in trace.parameters.values()), None)
         self.adjoints = trace.adjoints(scale)
-        self.included = None if downstream_of is None else self._descendants(downstream_of)
+        self.included = None if downstream_of is None else trace.descendants(downstream_of) - {downstream_of}
         self.vertices: dict[int, Vertex] = {}
         self.blocks = VertexBlocks()
         self.tangents: dict[int, dict[int, StackedTangents]] = {}  # of the values that are read later, by level
@@ -144,13 +144,6 @@ class ForwardSweep:
         self.tangents[at] = {axes: EntrywiseTangents(ones, key, axes, identity=True)}
         if axes > 0:
             self._copies[at] = (key, torch.arange(value.numel(), device=value.device).reshape(value.shape))
-
-    def _descendants(self, value: int) -> set[int]:
-        reached = {value}
-        for application in self.trace.applications:
-            if any(at in reached for at in application.inputs):
-                reached.add(application.output)
-        return reached - {value}
 
     # One primitive
 

@@ -81,7 +81,8 @@ class Linearisation:
         own = set(self._ids.values())
         self._narrow, self._is_large = trace.narrow, task.size > LARGE
         self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
-        self._nonlinear = _downstream(trace, traced.output) if gauss_newton else None
+        output = traced.output if gauss_newton else None
+        self._nonlinear = None if output is None else trace.descendants(output) - {output}
         fuse_attention(trace, self._nonlinear)
         self._segments = split_at_checkpoints(trace, layers=recompute == "layers")
         path = ancestors_of_output(trace)
@@ -385,11 +386,3 @@ def _total(terms: Iterable[Tensor]) -> Tensor:
 
 def _of(sums: Mapping[int, CovectorSum], inputs: tuple[int | None, ...]) -> list[CovectorSum | None]:
     return [None if at is None else sums.get(at) for at in inputs]
-
-
-def _downstream(trace: Trace, value: int | None) -> set[int]:
-    found = {value}
-    for a in trace.applications:
-        if any(at in found for at in a.inputs if at is not None):
-            found.add(a.output)
-    return {at for at in found if at is not None and at != value}

@@ -93,6 +93,14 @@ class Trace:
         return tuple(None if i is None else self.values[i] for i in application.inputs)
 
     @torch.no_grad()
+    def descendants(self, value: int) -> set[int]:
+        """Return a value and those that are computed from it."""
+        found = {value}
+        for application in self.applications:
+            if any(at in found for at in application.inputs):
+                found.add(application.output)
+        return found
+
     def adjoints(self, scale: float = 1.0) -> dict[int, Tensor]:
         """Return lambda_v = d(scale * output) / d(value v) for every value on the way to the scalar output, by id.
 
