@@ -12,32 +12,16 @@ reach an entry from different columns (tied weights, the mixed term of a weight)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.jacobians import SCRATCH, GainJacobian, IdentityJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
-from hessiankit.engine.tangents import Vertex, chain, starts
-
-
-def by_column(K: Tensor, width: int) -> Tensor:
-    """Return D (G, m, m', width) of curvature K (G, m width, m' width).
-
-    >>> by_column(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), 2).tolist()
-    [[[[1.0, 4.0]]]]
-    """
-    return K.unflatten(2, (-1, width)).unflatten(1, (-1, width)).diagonal(dim1=2, dim2=4)
-
-
-def product_by_column(J: Tensor, X: Tensor, width: int) -> Tensor:
-    """Return ``by_column(J @ X, width)`` for J (G, m width, c) and X (G, c, m' width) without the product."""
-    if J.shape[1] == X.shape[2] == width:
-        return (J * X.mT).sum(2).reshape(-1, 1, 1, width)
-    left = J.unflatten(1, (-1, width)).transpose(1, 2)  # (G, width, m, c)
-    right = X.unflatten(2, (-1, width)).permute(0, 3, 1, 2)  # (G, width, c, m')
-    return (left @ right).permute(0, 2, 3, 1)
+from hessiankit.engine.reverse_accumulation import Everything, Pullback, by_column
+from hessiankit.engine.tangents import EntrywiseTangents, SelectedTangents, Vertex
 
 
 def is_by_column(u: ParameterJacobian, v: ParameterJacobian) -> bool:
@@ -233,12 +217,20 @@ class BoundedForwardSweep(ForwardSweep):
             raise TooLarge
 
 
-class Reach:
+class Reach(Everything):
     """The parameter entries that reach each vertex, by colours: one for all Jacobians that share entries.
 
     Args:
         vertices: By number; a vertex's parents have smaller numbers.
+
+    Attributes:
+        own: The colours of a vertex's own Jacobians.
+        all: The colours that reach a vertex.
+        leaves: The vertices that parameters alone move, by Jacobians that read curvature of equal columns only.
+        columns: Of the leaves: curvature of equal columns, by level.
     """
+
+    products = False
 
     def __init__(self, vertices: Mapping[int, Vertex]) -> None:
         self._colours: dict[int, int] = {}
@@ -248,11 +240,25 @@ class Reach:
                 by_parameter[jacobian.parameter].append(jacobian)
         for jacobians in by_parameter.values():
             self._colour(jacobians)
-        self.own = {t: self._of(vertex.jacobians) for t, vertex in vertices.items()}
+        self.own = {t: frozenset(self._colours[id(u)] for u in vertex.jacobians) for t, vertex in vertices.items()}
         self.all: dict[int, frozenset[int]] = {}
         for t in sorted(vertices):
             parents = {s for stack in vertices[t].parents.values() for s in stack.vertices}
             self.all[t] = self.own[t].union(*(self.all[s] for s in parents))
+        self.leaves = {t for t, vertex in vertices.items() if not vertex.parents and self._is_plain(vertex.jacobians)}
+        self.columns: dict[int, dict[int, Tensor]] = defaultdict(dict)
+
+    def keeps(self, t: int, s: int) -> bool:
+        """Tell whether a parameter that enters t reaches s: K_ts is read when s is eliminated."""
+        return not self.own[t].isdisjoint(self.all[s])
+
+    def add_columns(self, s: int, level: int, columns: Tensor) -> None:
+        """Add equal columns (R, m, m', width) of the curvature of a leaf with itself, in groups of m rows."""
+        self.columns[s][level] = self.columns[s].get(level, 0) + columns
+
+    def _is_plain(self, jacobians: Sequence[ParameterJacobian]) -> bool:
+        apart = not any(self.share(u, v) for n, u in enumerate(jacobians) for v in jacobians[:n])
+        return apart and all(is_by_column(u, u) for u in jacobians)
 
     def meet(self, t: int, r: int) -> bool:
         """Tell whether some entry reaches both vertices."""
@@ -273,122 +279,44 @@ class Reach:
                         if self._colours[id(jacobian)] == old:
                             self._colours[id(jacobian)] = new
 
-    def _of(self, jacobians: Iterable[ParameterJacobian]) -> frozenset[int]:
-        return frozenset(self._colours[id(jacobian)] for jacobian in jacobians)
-
 
 def accumulate_diagonal(sweep: ForwardSweep, into: Entries) -> None:
-    """Eliminate all vertices of a sweep, and add the diagonal of the Hessian of the parameters."""
-    _DiagonalAccumulation(sweep, into).run()
+    """Eliminate all vertices of a sweep, the last first, and add the diagonal of the Hessian of the parameters."""
+    vertices, blocks, reach = sweep.vertices, sweep.blocks, Reach(sweep.vertices)
+    for t in sorted(vertices, reverse=True):
+        for r in [r for r in blocks.neighbours[t] if r >= t and not reach.own[t].isdisjoint(reach.own[r])]:
+            for K in blocks.between(t, r).values():
+                _add_entries(reach, into, vertices[t], vertices[r], K)
+        for D in reach.columns.pop(t, {}).values():
+            for u in vertices[t].jacobians:
+                into.add(u.parameter, u.at, diagonal_by_column(u, u, D))
+        back = Pullback(vertices, t, blocks, reach)
+        for r in [r for r in blocks.neighbours[t] if r != t]:
+            back.pair(r)
+        if t in blocks.neighbours[t]:
+            back.square(partial(reach.keeps, t))
+        for r in [r for r in blocks.neighbours[t] if r >= t or not reach.keeps(t, r)]:
+            blocks.drop(t, r)
 
 
-class _DiagonalAccumulation:
-    def __init__(self, sweep: ForwardSweep, into: Entries) -> None:
-        self.vertices, self.blocks, self.into = sweep.vertices, sweep.blocks, into
-        self.reach = Reach(self.vertices)
-        self.leaves = {t for t, vertex in self.vertices.items() if not vertex.parents and self._is_plain(vertex)}
-        self.columns: dict[int, dict[int, Tensor]] = defaultdict(dict)  # of the leaves: curvature of equal columns, by level
-
-    def _is_plain(self, vertex: Vertex) -> bool:
-        """Tell whether the Jacobians of a vertex read curvature of equal columns only."""
-        jacobians = vertex.jacobians
-        apart = not any(self.reach.share(u, v) for n, u in enumerate(jacobians) for v in jacobians[:n])
-        return apart and all(is_by_column(u, u) for u in jacobians)
-
-    def run(self) -> None:
-        """Eliminate every vertex, the last first."""
-        blocks, reach = self.blocks, self.reach
-        for t in sorted(self.vertices, reverse=True):
-            vertex = self.vertices[t]
-            for r in [r for r in blocks.neighbours[t] if r >= t and not reach.own[t].isdisjoint(reach.own[r])]:
-                for level, K in blocks.between(t, r).items():
-                    self._add_entries(t, r, level, K)
-            for D in self.columns.pop(t, {}).values():
-                for u in vertex.jacobians:
-                    self.into.add(u.parameter, u.at, diagonal_by_column(u, u, D))
-            for r in [r for r in blocks.neighbours[t] if r != t]:
-                for at, K in list(blocks.between(t, r).items()):
-                    self._pull(t, r, at, K)
-            if t in blocks.neighbours[t]:
-                for at, K in list(blocks.between(t, t).items()):
-                    self._pull_square(t, at, K)
-            for r in list(blocks.neighbours[t]):
-                if r >= t or reach.own[t].isdisjoint(reach.all[r]):
-                    blocks.drop(t, r)
-
-    def _pull(self, t: int, r: int, at: int, K: Tensor) -> None:
-        """Add J_ts^T K_tr for the parents s of t."""
-        for level, s, J in self._tangents(t, K):
-            if not self.reach.meet(s, r):
+def _add_entries(reach: Reach, into: Entries, t: Vertex, r: Vertex, K: Tensor) -> None:
+    """Add the diagonal of E_t^T K_tr E_r."""
+    for n, u in enumerate(t.jacobians):
+        for m, v in enumerate(r.jacobians):
+            if (t is r and m > n) or not reach.share(u, v):
                 continue
-            if s == r and s in self.leaves:
-                self._add_columns(s, level, at, J, K, 2.0)
+            times = 1.0 if t is r and m == n else 2.0  # K and its transpose
+            if t.width == r.width and is_by_column(u, v):
+                at, values = u.at, diagonal_by_column(u, v, by_column(K, t.width))
             else:
-                self.blocks.add_half(s, r, min(level, at), _chain(J, level, K, at))
-
-    def _pull_square(self, t: int, at: int, K: Tensor) -> None:
-        """Add J_ts^T K_tt J_tr for all pairs of parents."""
-        own, parts = self.reach.own[t], self._tangents(t, K)
-        for n, (level, s, J) in enumerate(parts):
-            X, here = _chain(J, level, K, at).mT, min(level, at)
-            if not own.isdisjoint(self.reach.all[s]):
-                self.blocks.add(t, s, here, X)
-            for below, r, J_r in parts[:n]:
-                if not self.reach.meet(r, s):
-                    continue
-                if r == s and s in self.leaves:
-                    self._add_columns(s, below, here, J_r, X, 2.0)
-                else:
-                    self.blocks.add_half(r, s, min(below, here), _chain(J_r, below, X, here))
-            if s in self.leaves:
-                self._add_columns(s, level, here, J, X, 1.0)
-            else:
-                self.blocks.add(s, s, here, _chain(J, level, X, here))
-
-    def _tangents(self, t: int, K: Tensor) -> list[tuple[int, int, Tensor | None]]:
-        """Return (level, s, J^T) of each parent s of t, J^T (R, columns of s, entries of t in a row), None for an identity."""
-        vertex = self.vertices[t]
-        found: list[tuple[int, int, Tensor | None]] = []
-        for level, stack in vertex.parents.items():
-            for s, width, cut in zip(stack.vertices, stack.widths, starts(stack.widths), strict=True):
-                if s in stack.identities:
-                    found.append((level, s, None))
-                    continue
-                data = stack.data[cut].reshape(width, vertex.rows(level), -1)
-                found.append((level, s, data.transpose(0, 1)))
-        return found
-
-    def _add_columns(self, s: int, level: int, at: int, J: Tensor | None, X: Tensor, times: float) -> None:
-        """Add the equal columns of J X, curvature of a leaf with itself."""
-        width, here = self.vertices[s].width, min(level, at)
-        if J is not None and level == at:
-            D = product_by_column(J, X, width)
-        else:
-            D = by_column(_chain(J, level, X, at), width)
-        found = self.columns[s]
-        found[here] = found.get(here, 0) + times * D
-
-    def _add_entries(self, t: int, r: int, level: int, K: Tensor) -> None:
-        """Add the diagonal of E_t^T K_tr E_r."""
-        x, y = self.vertices[t], self.vertices[r]
-        for n, u in enumerate(x.jacobians):
-            for m, v in enumerate(y.jacobians):
-                if (t == r and m > n) or not self.reach.share(u, v):
-                    continue
-                times = 1.0 if t == r and m == n else 2.0  # K and its transpose
-                if x.width == y.width and is_by_column(u, v):
-                    at, values = u.at, diagonal_by_column(u, v, by_column(K, x.width))
-                else:
-                    split = K.unflatten(2, (-1, y.width)).unflatten(1, (-1, x.width))
-                    at, values = diagonal_of_entries(u, v, split)
-                self.into.add(u.parameter, at, times * values)
+                at, values = diagonal_of_entries(u, v, K.unflatten(2, (-1, r.width)).unflatten(1, (-1, t.width)))
+            into.add(u.parameter, at, times * values)
 
 
 def accumulation_work(sweep: ForwardSweep) -> float:
     """Return the multiply-adds of :func:`accumulate_diagonal` for a sweep that has run, from shapes."""
     vertices, blocks = sweep.vertices, sweep.blocks
-    plan = _DiagonalAccumulation(sweep, Entries({}, torch.float32, torch.device("cpu")))
-    reach, total = plan.reach, 0.0
+    reach, total = Reach(vertices), 0.0
     neighbours: dict[int, dict[int, set[int]]] = {t: {} for t in vertices}
     for t, others in blocks.neighbours.items():
         neighbours[t].update({r: neighbours[r].get(t) or blocks.levels(t, r) for r in others})  # one set for both orders
@@ -397,7 +325,9 @@ def accumulation_work(sweep: ForwardSweep) -> float:
         """Count J K, for the tangents of t by a parent s and curvature of t and r; of a leaf, equal columns only."""
         nonlocal total
         x, fine = vertices[t], max(level, at)
-        if s not in x.parents[level].identities:
+        stack = x.parents[level]
+        entrywise = isinstance(stack, EntrywiseTangents) and level == at
+        if s not in stack.identities and not entrywise and not isinstance(stack, SelectedTangents):
             columns = vertices[s].columns(level) // (vertices[s].width if leaf else 1)
             total += float(x.rows(fine) * columns) * x.columns(fine) * vertices[r].columns(at)
 
@@ -406,7 +336,7 @@ def accumulation_work(sweep: ForwardSweep) -> float:
         neighbours[s][r].add(level)
 
     def to_parent(t: int, s: int, level: int, r: int, at: int) -> None:
-        leaf = s == r and s in plan.leaves
+        leaf = s == r and s in reach.leaves
         chain_of(t, s, level, r, at, leaf=leaf)
         if not leaf:
             keep(s, r, min(level, at))
@@ -422,19 +352,15 @@ def accumulation_work(sweep: ForwardSweep) -> float:
             for n, (level, s) in enumerate(parents):
                 here = min(level, at)
                 chain_of(t, s, level, t, at, leaf=False)
-                if not reach.own[t].isdisjoint(reach.all[s]):
+                if reach.keeps(t, s):
                     keep(t, s, here)
                 for below, r in [one for one in parents[:n] if reach.meet(one[1], s)]:
                     to_parent(t, r, below, s, here)
                 to_parent(t, s, level, s, here)
-        for r in [r for r in neighbours[t] if r >= t or reach.own[t].isdisjoint(reach.all[r])]:
+        for r in [r for r in neighbours[t] if r >= t or not reach.keeps(t, r)]:
             neighbours[t].pop(r)
             neighbours[r].pop(t, None)
     return total
-
-
-def _chain(J: Tensor | None, level: int, K: Tensor, at: int) -> Tensor:
-    return K if J is None else chain(J, level, K, at)
 
 
 def overlap(a: Tensor | None, b: Tensor | None) -> bool:

@@ -15,7 +15,7 @@ the tangents F of t, and further back only J F is computed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -35,6 +35,43 @@ WIDE = 2  # a parent with so many times as many columns keeps its curvature as p
 Pulled: TypeAlias = Iterator[tuple[int, Tensor]]
 
 
+class Everything:
+    """The curvature between vertices that a result reads: all of it.
+
+    Attributes:
+        leaves: The vertices of which equal columns are enough.
+        products: Whether curvature of wide vertices stays a product.
+    """
+
+    leaves: Container[int] = ()
+    products = True
+
+    def meet(self, t: int, r: int) -> bool:
+        """Tell whether K_tr is read."""
+        return True
+
+    def add_columns(self, s: int, level: int, columns: Tensor) -> None:
+        """Add equal columns (R, m, m', width) of the curvature of a leaf with itself, in groups of m rows."""
+
+
+def by_column(K: Tensor, width: int) -> Tensor:
+    """Return D (G, m, m', width) of curvature K (G, m width, m' width).
+
+    >>> by_column(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), 2).tolist()
+    [[[[1.0, 4.0]]]]
+    """
+    return K.unflatten(2, (-1, width)).unflatten(1, (-1, width)).diagonal(dim1=2, dim2=4)
+
+
+def product_by_column(J: Tensor, X: Tensor, width: int) -> Tensor:
+    """Return ``by_column(J @ X, width)`` for J (G, m width, c) and X (G, c, m' width) without the product."""
+    if J.shape[1] == X.shape[2] == width:
+        return (J * X.mT).sum(2).reshape(-1, 1, 1, width)
+    left = J.unflatten(1, (-1, width)).transpose(1, 2)  # (G, width, m, c)
+    right = X.unflatten(2, (-1, width)).permute(0, 3, 1, 2)  # (G, width, c, m')
+    return (left @ right).permute(0, 2, 3, 1)
+
+
 class Pullback:
     """Tangents of one vertex by its parents, and the curvature that moves along them.
 
@@ -42,12 +79,13 @@ class Pullback:
         vertices: By number.
         t: The number of the vertex.
         blocks: Curvature between vertices.
+        wanted: Which of it is read.
     """
 
-    def __init__(self, vertices: Mapping[int, Vertex], t: int, blocks: VertexBlocks) -> None:
-        self.vertex, self.t, self.blocks = vertices[t], t, blocks
+    def __init__(self, vertices: Mapping[int, Vertex], t: int, blocks: VertexBlocks, wanted: Everything) -> None:
+        self.vertices, self.vertex, self.t, self.blocks, self.wanted = vertices, vertices[t], t, blocks, wanted
         self.parents = list(self.vertex.parents.items())
-        self.wide = self._wide(vertices)
+        self.wide = self._wide(vertices) if wanted.products else {}
         self._through: dict[int, list[tuple[int, Tensor]]] = {}
 
     def _wide(self, vertices: Mapping[int, Vertex]) -> dict[int, Tensor]:
@@ -65,44 +103,67 @@ class Pullback:
                     found[s] = by_row(stack.part([s]), level)
         return found
 
-    def dense(self, at: int, level: int, stack: StackedTangents) -> list[int]:
-        """Return the parents to which curvature at a level goes as a dense block."""
-        return [s for s in stack.vertices if s not in self.wide or at != level]
-
     def pair(self, r: int) -> None:
         """Add J_ts^T K_tr for every parent s."""
         blocks, t = self.blocks, self.t
         for at, K in blocks.rest(t, r).items():
             for level, stack in self.parents:
-                dense = self.dense(at, level, stack)
-                for s in stack.vertices:
-                    if s not in dense and s != r:
-                        blocks.add_product(s, r, at, self.wide[s], K)
-                for s, part in pull_back(self.vertex, level, stack, at, K, [s for s in stack.vertices if s in dense or s == r]):
+                wide = [s for s in stack.vertices if s in self.wide and at == level and s != r]
+                for s in wide:
+                    blocks.add_product(s, r, at, self.wide[s], K)
+                for s, part in pull_back(self.vertex, level, stack, at, K, self._met(stack, r, wide)):
                     blocks.add_half(s, r, min(level, at), part)
+                self._add_columns(r, level, stack, at, K, 2.0)
         for at, products in blocks.products.get((t, r), {}).items():
             for F, M in list(products.values()):
                 for s, J in self.through(F, at):
                     blocks.add_half(s, r, at, multiply(J, M))
         for at, diagonal in blocks.diagonal(t, r).items():
             for level, stack in self.parents:
-                pull_back_diagonal(self.vertex, level, stack, at, diagonal, r, blocks)
+                self._pull_diagonal(level, stack, at, diagonal, r)
 
-    def square(self, *, with_parents: bool) -> None:
-        """Add J_ts^T K_tt J_tr for every two parents; ``with_parents`` also K_tt J_ts between t and s."""
+    def _pull_diagonal(self, level: int, stack: StackedTangents, at: int, diagonal: Tensor, r: int) -> None:
+        """Add J^T K between parents and r, for the diagonal (R, columns) of a K_tr that couples equal columns only."""
+        met = [s for s in stack.vertices if self.wanted.meet(s, r)]
+        kept = [s for s in met if level == at and (isinstance(stack, EntrywiseTangents) or s in stack.identities)]
+        for s in kept:
+            slopes = stack.rows * diagonal if isinstance(stack, EntrywiseTangents) and not stack.identities else diagonal
+            self.blocks.add_diagonal(s, r, at, 2 * slopes if s == r else slopes)
+        for s, part in _pull_back_diagonal(self.vertex, level, stack, at, diagonal, [s for s in met if s not in kept]):
+            self.blocks.add_half(s, r, min(level, at), part)
+
+    def square(self, with_parents: Callable[[int], bool]) -> None:
+        """Add J_ts^T K_tt J_tr for every two parents; also K_tt J_ts between t and s, where that is kept."""
         blocks, t = self.blocks, self.t
         for at, K in blocks.plain(t).items():
-            self._dense_square(at, K, with_parents=with_parents)
+            self._dense_square(at, K, with_parents)
         for at, squares in list(blocks.squares.get(t, {}).items()):
             for F, C in squares.values():
                 found = self.through(F, at)
                 for s, J in found:
                     left = multiply(J, C)
-                    if with_parents:
+                    if with_parents(s):
                         blocks.add_product(t, s, at, F, left.mT)
                     for r, other in found:
                         if r <= s:
                             blocks.add(r, s, at, multiply(other, left.mT))
+
+    def _met(self, stack: StackedTangents, r: int, without: Container[int] = ()) -> list[int]:
+        """Return the parents s whose K_sr is read, a leaf r itself apart."""
+        leaf = r if r in self.wanted.leaves else None
+        return [s for s in stack.vertices if s != leaf and s not in without and self.wanted.meet(s, r)]
+
+    def _add_columns(self, s: int, level: int, stack: StackedTangents, at: int, X: Tensor, times: float) -> None:
+        """Add the equal columns of J^T X, curvature of a parent s with itself, if it is a leaf."""
+        if s not in self.wanted.leaves or s not in stack.vertices:
+            return
+        width = self.vertices[s].width
+        if level == at and s not in stack.identities and not isinstance(stack, (EntrywiseTangents, SelectedTangents)):
+            columns = product_by_column(by_row(stack.part([s]), level), X, width)
+        else:
+            ((_, product),) = pull_back(self.vertex, level, stack, at, X, [s])
+            columns = by_column(product, width)
+        self.wanted.add_columns(s, min(level, at), times * columns)
 
     def through(self, F: Tensor, at: int) -> list[tuple[int, Tensor]]:
         """Return J F by parent, computed once for each F."""
@@ -110,7 +171,7 @@ class Pullback:
             self._through[id(F)] = [one for _, stack in self.parents for one in pull_back(self.vertex, at, stack, at, F)]
         return self._through[id(F)]
 
-    def _dense_square(self, at: int, K: Tensor, *, with_parents: bool) -> None:
+    def _dense_square(self, at: int, K: Tensor, with_parents: Callable[[int], bool]) -> None:
         blocks, t = self.blocks, self.t
         done: list[tuple[int, int, Tensor]] = []  # parents so far, with J^T K and its level
         wide = {s: F for s, F in self.wide.items() if at == self.vertex.axes and K.ndim == 3}
@@ -119,19 +180,21 @@ class Pullback:
             some = [s for s in stack.vertices if s not in wide]
             left = dict((pull_back if K.ndim == 3 else _pull_back_diagonal)(self.vertex, level, stack, at, K, some))
             for s, X in left.items():
-                if with_parents:
+                if with_parents(s):
                     blocks.add(t, s, here, X.mT)
                 for below, older in self.parents[:n]:
-                    for r, Y in pull_back(self.vertex, below, older, here, X.mT, [r for r in older.vertices if r not in wide]):
+                    for r, Y in pull_back(self.vertex, below, older, here, X.mT, self._met(older, s, wide)):
                         blocks.add_half(r, s, min(below, here), Y)
-                before = [r for r in some if r <= s]
+                    self._add_columns(s, below, older, here, X.mT, 2.0)
+                before = [r for r in self._met(stack, s, wide) if r <= s]
                 pairs = left.items() if s in stack.identities else pull_back(self.vertex, level, stack, here, X.mT, before)
                 for r, Y in pairs:
-                    if r <= s:
+                    if r in before:
                         blocks.add(r, s, here, Y)
+                self._add_columns(s, level, stack, here, X.mT, 1.0)
                 done.append((s, here, X))
         for n, (s, F) in enumerate(wide.items()):
-            if with_parents:
+            if with_parents(s):
                 blocks.add_product(s, t, at, F, K)
             blocks.add_square(s, at, F, K)
             for r, here, X in done:
@@ -178,20 +241,6 @@ def pull_back(
     widths = [w for s, w in zip(stack.vertices, stack.widths, strict=True) if s in rest]
     for s, cut in zip(rest, starts(widths), strict=True):
         yield s, split[:, :, cut].reshape(groups, -1, c)
-
-
-def pull_back_diagonal(
-    vertex: Vertex, level: int, stack: StackedTangents, at: int, diagonal: Tensor, r: int, blocks: VertexBlocks
-) -> None:
-    """Add J^T K between parents and another vertex r, for the diagonal (R, columns) of a K that couples equal columns only."""
-    kept = stack.vertices if isinstance(stack, EntrywiseTangents) else stack.identities
-    if level == at:
-        for s in kept:
-            slopes = stack.rows * diagonal if isinstance(stack, EntrywiseTangents) and not stack.identities else diagonal
-            blocks.add_diagonal(s, r, at, 2 * slopes if s == r else slopes)
-    for s, part in _pull_back_diagonal(vertex, level, stack, at, diagonal):
-        if level != at or s not in kept:
-            blocks.add_half(s, r, min(level, at), part)
 
 
 def _pull_back_diagonal(
@@ -296,11 +345,11 @@ def accumulate(sweep: ForwardSweep, matrix: SymmetricStorage) -> None:
                 lifting.take(r)
         lifting.finish()
         if vertex.parents:
-            back = Pullback(vertices, t, blocks)
+            back = Pullback(vertices, t, blocks, Everything())
             for r in [r for r in blocks.neighbours[t] if r != t]:
                 back.pair(r)
             if t in blocks.neighbours[t]:
-                back.square(with_parents=bool(vertex.jacobians) and not own)
+                back.square(lambda _, kept=bool(vertex.jacobians) and not own: kept)  # type: ignore[misc]
         for r in [r for r in blocks.neighbours[t] if r >= t or not vertex.jacobians]:
             blocks.drop(t, r)
         for r in blocks.neighbours[t]:
