@@ -15,7 +15,7 @@ from hessiankit.diagnostics.depth.blocks import WHO, Blocks, first_tensor, hidde
 from hessiankit.diagnostics.sharpness.batches import FORMS, BatchedLoss, MicroBatch, check_devices, micro_batches
 from hessiankit.diagnostics.sharpness.options import LOSSES
 from hessiankit.diagnostics.sharpness.probe import CountedGraph
-from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments
+from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, check_module
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
 from hessiankit.support.torch_state import ordinary_path, preserved_state
