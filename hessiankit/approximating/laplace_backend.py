@@ -1,0 +1,82 @@
+"""Curvature for laplace-torch: full, diagonal and Kronecker-factored Gauss-Newton matrices by closed forms.
+
+Only ``HessiankitGGN``, made at its first use, needs laplace-torch: ``Laplace(model, "classification", backend=HessiankitGGN)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hessiankit.curvature.diagonal import hessian_diagonal
+from hessiankit.curvature.kronecker import KroneckerFactors
+from hessiankit.curvature.operator import hessian_operator
+from hessiankit.engine.problem.batches import gather
+from hessiankit.support.errors import InputError
+
+WHO = "HessiankitGGN"
+
+
+class GaussNewtonBackend:
+    """A backend of laplace-torch, for all weights or those of the last layer; KFAC with weights and biases apart.
+
+    Raises:
+        InputError: Weights are asked for as a subnetwork, labels as drawn, or a matrix has no Kronecker factors.
+    """
+
+    def _options(self: Any, **unknown: Any) -> dict[str, Any]:
+        unknown.pop("N", None)
+        if unknown or self.stochastic or self.subnetwork_indices is not None:
+            raise InputError(f"{WHO}: has no subnetworks, drawn labels or {sorted(unknown)}; take laplace-torch's own backend")
+        loss = "mse" if self.likelihood == "regression" else "cross_entropy"
+        return {"loss": loss, "params": self.params, "kind": "ggn", "reduction": "sum"}
+
+    def _scaled(self: Any, loss: float, matrix: Any) -> tuple[Tensor, Any]:
+        return self.factor * self.params[0].new_tensor(loss), self.factor * matrix
+
+    def full(self: Any, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss and the Gauss-Newton matrix, (P, P)."""
+        operator = hessian_operator(self.model, _inputs(x), y, **self._options(**kwargs))
+        return self._scaled(operator.loss, operator.to_matrix())  # type: ignore[no-any-return]
+
+    def diag(self: Any, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the loss and the exact diagonal of the Gauss-Newton matrix, (P,)."""
+        found = hessian_diagonal(self.model, _inputs(x), y, **self._options(**kwargs))
+        return self._scaled(found.loss, found.flat)  # type: ignore[no-any-return]
+
+    def kron(self: Any, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Return the loss and KFAC; vectors without factors, as the gains of norms, have their exact diagonal."""
+        from laplace.utils import Kron  # only here: laplace-torch
+
+        options = self._options(**kwargs)
+        tasks, shares = gather(self.model, _inputs(x), y, options.pop("loss"), options.pop("params"), **options)
+        factors = {w.parameter: w for w in KroneckerFactors(tasks, shares).weights if w.at is None}
+        left = {name: p for name, p in tasks[0].parameters.items() if name not in factors}
+        if bad := [name for name, p in left.items() if p.ndim != 1]:
+            raise InputError(f"{WHO}: {bad[0]!r} has no Kronecker factors; freeze it, or take hessian_structure='diag'")
+        rest = hessian_diagonal(self.model, _inputs(x), y, **{**self._options(), "params": list(left)}).values if left else {}
+        blocks, share = [], len(y) / N  # laplace-torch adds up the factors of the batches one by one
+        for name in tasks[0].parameters:
+            w = factors.get(name)
+            if w is None or w.inputs is None:
+                blocks.append([share * (torch.diag(rest[name]) if w is None else w.gradients)])
+            else:
+                pair = [w.inputs / w.rows, share * w.gradients]
+                blocks.append(pair[::-1] if w.transposed else pair)
+        return self._scaled(shares[0] * tasks[0].reference.loss, Kron(blocks))  # type: ignore[union-attr, no-any-return]
+
+
+def _inputs(x: Any) -> Any:
+    return (x,) if isinstance(x, Mapping) else x
+
+
+def __getattr__(name: str) -> Any:
+    if name != WHO:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from laplace.curvature import GGNInterface  # only here: laplace-torch
+
+    globals()[name] = type(name, (GaussNewtonBackend, GGNInterface), {"__module__": __name__})
+    return globals()[name]
