@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
+from derivations.primitive import AffineByEntry, Covectors, Inputs, Tangents, total
 
 
 @dataclass(frozen=True)
-class Cast(Primitive):
+class Cast(AffineByEntry):
     """N = x in another floating-point type, or on another device; inputs (X,).
 
     Tangents and covectors are cast on their way through, so a type with fewer digits rounds them too.
@@ -24,7 +23,6 @@ class Cast(Primitive):
 
     dtype: torch.dtype
     device: torch.device | None = None
-    is_linear = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0].to(self.device or inputs[0].device, self.dtype)
@@ -34,6 +32,3 @@ class Cast(Primitive):
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (adjoint.to(inputs[0].device, inputs[0].dtype),)
-
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return True

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from derivations.broadcasting import align, unbroadcast
 from derivations.directions import parts
-from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Tangents, hollow, plus
+from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus, total
 from derivations.softmax import covariance, from_peak, peaks
 from derivations.tiled_attention import NOT_NUMBERS, Moved, TiledHead
 
@@ -155,9 +155,7 @@ class LinearisedAttention(Linearised):
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return C_A(dT) V + A dV."""
-        count = _directions(tangents)
-        if count is None:
-            raise ValueError("ScaledDotProductAttention.jvp: every tangent is None; at least one input must move")
+        count = _moving(self.primitive, tangents)
         A, V, moved = self.A, self.V, self._moved(tangents)
         shape = (*torch.broadcast_shapes(A.shape[1:-2], V.shape[1:-2]), A.shape[-2], V.shape[-1])
         out = A.new_empty(count, *shape)
@@ -171,11 +169,9 @@ class LinearisedAttention(Linearised):
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the covectors of M' = C_A(bar V^T) + dM as logits, of A^T bar + dA^T W, and of M with dQ and dK."""
-        count = _directions(() if tangents is None else tangents)
-        if bar is None and count is None:
+        count = _directions((bar, *(tangents or ())))
+        if count is None:
             return (None,) * len(self.inputs)
-        count = count if bar is None else bar.shape[0]
-        assert count is not None
         moved = [None] * 4 if tangents is None else self._moved(tangents)
         bars = None if bar is None else self._arrange(bar)
         out: list[Tensor | None] = [
@@ -231,6 +227,10 @@ def _directions(tangents: Tangents) -> int | None:
     return next((int(t.shape[0]) for t in tangents if t is not None), None)
 
 
+def _moving(primitive: Primitive, tangents: Tangents) -> int:
+    return len(total(primitive, next((t for t in tangents if t is not None), None)))
+
+
 def _logits(c: float, Q: Tensor, K: Tensor, q: Tensor | None, k: Tensor | None, b: Tensor | None) -> Tensor | None:
     """dT = c (q K^T + Q k^T) + b."""
     terms = (None if q is None else c * _product(q, K.mT), None if k is None else c * _product(Q, k.mT), b)
@@ -282,9 +282,7 @@ class TiledAttention(Linearised):
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return (A o tau) V + A v; what :meth:`pull` needs of it is kept for the same tangents."""
-        count = next((t.shape[0] for t in tangents if t is not None), None)
-        if count is None:
-            raise ValueError("ScaledDotProductAttention.jvp: every tangent is None; at least one input must move")
+        count = _moving(self.primitive, tangents)
         out, known = self._pushed(tangents, count)
         if self.W is not None:
             self._last = (tangents, known)
@@ -303,7 +301,7 @@ class TiledAttention(Linearised):
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the covectors of Q, K and V; a mask is a constant."""
-        count = next((t.shape[0] for t in (bar, *(tangents or ())) if t is not None), None)
+        count = _directions((bar, *(tangents or ())))
         if count is None:
             return (None,) * len(self.inputs)
         known = None

@@ -17,7 +17,7 @@ from derivations.arrays import Array
 from derivations.broadcasting import align, joint_shape, same_rows, unbroadcast
 from derivations.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
 from derivations.matrix import Dense, Identity, Matrix, kron
-from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, total
+from derivations.primitive import AffineByEntry, ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, total
 
 
 def weight_jacobian(X: Array, d_out: int) -> Matrix:
@@ -130,11 +130,10 @@ class Multiply(Primitive):
 
 
 @dataclass(frozen=True)
-class Multiple(Primitive):
+class Multiple(AffineByEntry):
     """N = c x for a constant number c."""
 
     c: float
-    is_linear = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] * self.c
@@ -145,16 +144,12 @@ class Multiple(Primitive):
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (adjoint * self.c,)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
-class Shift(Primitive):
+class Shift(AffineByEntry):
     """N = x + c for a constant number c."""
 
     c: float
-    is_linear = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] + self.c
@@ -165,17 +160,13 @@ class Shift(Primitive):
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (adjoint,)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return True
-
 
 @dataclass(frozen=True, eq=False)
-class MaskedFill(Primitive):
+class MaskedFill(AffineByEntry):
     """N = x where the mask is False and a constant where it is True (minus infinity for attention masks)."""
 
     mask: Tensor
     fill: float
-    is_linear = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0].masked_fill(self.mask, self.fill)
@@ -185,9 +176,6 @@ class MaskedFill(Primitive):
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (adjoint.masked_fill(self.mask, 0),)
-
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,15 @@ class Primitive(metaclass=Kind):
         return self.rowwise(inputs, axes, moving)
 
 
+class AffineByEntry(Primitive):
+    """An affine map of each entry by itself."""
+
+    is_linear = True
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return True
+
+
 class ByLinearising(Primitive):
     """A primitive whose actions are those of what :meth:`linearise` returns. The actions are not themselves differentiable."""
 
