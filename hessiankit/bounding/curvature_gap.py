@@ -83,27 +83,30 @@ def _closed_form(form: Form, module: nn.Module, x: Tensor, t: Tensor) -> tuple[f
 
 
 def _a_priori_form(module: nn.Module, X: Tensor, T: Tensor) -> BlockNorms:
-    arrays, options = _point_of(module, X)
+    point = _point_of(module, X)
     if isinstance(module, Attention):
-        return attention_a_priori(AttentionNorms.measured(*arrays, T, W_O=options["W_O"]))
-    kind = options.pop("activation")
-    return post_block_a_priori(PostBlockNorms.measured(*arrays, T, leak=LEAKS[kind], **options), activation=kind)
+        del point["mask"]
+        return attention_a_priori(AttentionNorms.measured(target=T, **point))
+    kind = point.pop("activation")
+    return post_block_a_priori(PostBlockNorms.measured(target=T, leak=LEAKS[kind], **point), activation=kind)
 
 
 def _structured_form(module: nn.Module, X: Tensor, T: Tensor) -> BlockNorms:
-    arrays, options = _point_of(module, X)
-    return (attention_structured if isinstance(module, Attention) else post_block_structured)(*arrays, T, **options)
+    form: Callable[..., BlockNorms] = attention_structured if isinstance(module, Attention) else post_block_structured
+    return form(target=T, **_point_of(module, X))
 
 
-def _point_of(module: nn.Module, X: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return X, W_Q, W_K, W_V (and W_1, W_2 of a block), and W_O, the causal mask (the eps of the norms and the activation)."""
+def _point_of(module: nn.Module, X: Tensor) -> dict[str, Any]:
+    """Return X, the weights and the causal mask, of a block the eps of its norms and its activation too, by the forms' names."""
     part: Attention = module if isinstance(module, Attention) else module.attention  # type: ignore[assignment]
-    arrays, options = [X, part.W_Q, part.W_K, part.W_V], {"mask": causal_mask(X.shape[0], 1) if part.causal else None}
-    options["W_O"] = None if part.W_O is None else part.W_O.detach().double()
+    point: dict[str, Any] = {"W_Q": part.W_Q, "W_K": part.W_K, "W_V": part.W_V, "W_O": part.W_O}
     if isinstance(module, TransformerBlock):
-        arrays += [module.feedforward.W_1, module.feedforward.W_2]
-        options |= {"eps": float(module.norm_1.eps), "activation": module.feedforward.activation}  # type: ignore[union-attr, arg-type, dict-item]
-    return [A.detach().double() for A in arrays], options
+        point |= {"W_1": module.feedforward.W_1, "W_2": module.feedforward.W_2}
+    point = {name: None if W is None else W.detach().double() for name, W in point.items()}
+    point |= {"X": X, "mask": causal_mask(X.shape[0], 1) if part.causal else None}
+    if isinstance(module, TransformerBlock):
+        point |= {"eps": float(getattr(module.norm_1, "eps", 0.0)), "activation": module.feedforward.activation}
+    return point
 
 
 def undefined(module: nn.Module, x: Tensor, loss: str) -> str:

@@ -66,7 +66,7 @@ def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
     if not _written(block):
         return {}
     generator = torch.Generator().manual_seed(seed)
-    eps = float(block.norm_1.eps or 1e-6)  # type: ignore[arg-type]
+    eps = float(getattr(block.norm_1, "eps", None) or 1e-6)
     twin = structure_of(block).block(TINY["width"], TINY["hidden"], d_k=TINY["head"], eps=eps).double()
     x, target = (torch.randn(TINY["length"], TINY["width"], generator=generator, dtype=torch.float64) for _ in range(2))
     for p in twin.parameters():
