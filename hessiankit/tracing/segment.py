@@ -20,14 +20,7 @@ from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 from hessiankit.support.errors import TraceError
 from hessiankit.support.torch_state import TORCH_LOCK
 from hessiankit.tracing import reverse
-from hessiankit.tracing.derivative_tests import (
-    adjoint_difference,
-    asymmetry,
-    batch_difference,
-    generic,
-    rounding,
-    tangents_of,
-)
+from hessiankit.tracing.derivative_tests import adjoint_difference, asymmetry, batch_difference, generic, rounding, tangents_of
 from hessiankit.tracing.graph import Unseen
 from hessiankit.tracing.source_line import first_line
 

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from derivations.primitive import Covectors, Inputs
 from hessiankit.support.errors import TraceError
-from hessiankit.tracing.derivative_tests import (
-    FEWER_WEIGHTS,
-    difference,
-    estimates,
-    rounding,
-    settled,
-    tangents_of,
-)
+from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, difference, estimates, rounding, settled, tangents_of
 from hessiankit.tracing.segment import Segment
 from hessiankit.tracing.trace import Trace
 

@@ -216,13 +216,7 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor]) -> Trace:
 
 
 def _record(
-    node: Node,
-    target: Any,
-    ran: Tensor | None,
-    result: Trace,
-    ids: dict[Node, int],
-    known: dict[Node, Any],
-    differentiable: bool,
+    node: Node, target: Any, ran: Tensor | None, result: Trace, ids: dict[Node, int], known: dict[Node, Any], differentiable: bool
 ) -> list[str]:
     """Run one node, as ``target``, unless it ``ran`` already; if a moving value enters it, append its application.
 

@@ -167,11 +167,7 @@ def _quantities(what: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _stream(
-    data: BatchedLoss,
-    blocks: Blocks,
-    chosen: tuple[str, ...],
-    tokens: str,
-    tell: Callable[[str], Callable[[int, int], None]],
+    data: BatchedLoss, blocks: Blocks, chosen: tuple[str, ...], tokens: str, tell: Callable[[str], Callable[[int, int], None]]
 ) -> tuple[StreamStatistics | None, AngularDistances | None]:
     """Return statistics and angles of the hidden states, from one forward pass a batch; NaN is refused in any case."""
     sums, angles = StreamSums(len(blocks)), AngleSums(len(blocks))

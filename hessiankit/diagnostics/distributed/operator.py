@@ -43,13 +43,7 @@ class DistributedOperator(HessianOperator):
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        task: Task,
-        batches: list[Batch],
-        weights: list[float],
-        kind: str,
-        block_size: int | None,
+        self, ranks: Ranks, task: Task, batches: list[Batch], weights: list[float], kind: str, block_size: int | None
     ) -> None:
         self.ranks = ranks
         held = batches or [_Nothing(task)]

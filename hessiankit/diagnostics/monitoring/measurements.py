@@ -75,13 +75,7 @@ CLOSED_FORM_ENTRIES = 200_000
 
 
 def top_eigenvalue(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    *,
-    route: str = "auto",
-    tol: float = 1e-3,
-    products: int = 60,
-    seed: int = 0,
+    model: nn.Module, batches: Sequence[Batch], *, route: str = "auto", tol: float = 1e-3, products: int = 60, seed: int = 0
 ) -> tuple[RitzValue, str, str]:
     """Return the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count.
 

@@ -25,16 +25,7 @@ from hessiankit.studies.tuning.experiment import (
     weighted_ratio,
 )
 from hessiankit.studies.tuning.store import Runs
-from hessiankit.studies.tuning.sweep import (
-    Arm,
-    Asking,
-    SearchResult,
-    at_baseline_lr,
-    lowered,
-    runs_expected,
-    sweep,
-    together,
-)
+from hessiankit.studies.tuning.sweep import Arm, Asking, SearchResult, at_baseline_lr, lowered, runs_expected, sweep, together
 
 BATCHES, DRAWS = 8, 8
 

@@ -95,12 +95,7 @@ def _transposed_convolution(
 
 @decomposes(aten.col2im.default)
 def _fold(
-    x: Tensor,
-    size: Sequence[int],
-    kernel: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    stride: Sequence[int],
+    x: Tensor, size: Sequence[int], kernel: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
 ) -> Any:
     """Onto an image with its padding, which is then cut off; without padding it stays whole."""
     if not any(padding):
