@@ -18,6 +18,7 @@ from hessiankit.engine.problem.batches import requests
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import RecordedBlocks, SymmetricStorage
+from hessiankit.support.kernels import plain
 
 
 class Tied(nn.Module):
@@ -114,3 +115,12 @@ def test_live_bytes_go_up_and_down() -> None:
         assert (meter.live, meter.peak) == (1600, 1600)
         del y, z
     assert (meter.live, meter.peak) == (0, 1600)
+
+
+def test_curvature_of_a_vertex_without_parameters_goes_once_it_has_moved_to_its_parents() -> None:
+    """Kept until its other vertices are eliminated, it would be pulled back once more: 5.62 million products in place of 4.73."""
+    blocks = [hk.TransformerBlock(4, 5, n_heads=2, placement=placement, bias=True) for placement in ("post", "pre")]
+    module = randomised(nn.Sequential(*blocks))
+    with plain(), Meter() as meter:
+        hk.hessian(module, draw(2, 5, 4), draw(2, 5, 4, seed=3))
+    assert 3e6 < meter.flops < 5e6
