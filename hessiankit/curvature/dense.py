@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.forecast import forecast
 from hessiankit.curvature.matrix_file import check_out
-from hessiankit.curvature.planning import check_matrix
 from hessiankit.curvature.streaming import Writer
+from hessiankit.engine.assembly import check_matrix
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.handshake import UNCOMPARED
 from hessiankit.engine.problem.selection import Params, locate, select
@@ -287,7 +287,8 @@ def hessian(
     if dry_run:
         options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "out": out}
         return forecast(module, inputs, target, loss=loss, params=params, **options)  # type: ignore[return-value]
-    check_out(out)
+    if out is not None:
+        check_out(out)
     chosen = select("hessian", module, params)
     first = next(iter(chosen.values()))
     if not lazy and out is None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hessiankit.curvature.planning import check_matrix, check_workspace, measure
-from hessiankit.engine.assembly import WORKSPACE, assemble
+from hessiankit.curvature.planning import check_workspace, measure
+from hessiankit.engine.assembly import WORKSPACE, assemble, check_matrix
 from hessiankit.engine.diagnosis import check_finite, not_finite
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.loss_trace import LossTrace

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.curvature.evaluation import Evaluation
-from hessiankit.curvature.planning import check_matrix
-from hessiankit.engine.assembly import assemble_chunks
+from hessiankit.engine.assembly import assemble_chunks, check_matrix
 from hessiankit.engine.block_terms import BlockTerms, block_terms
 from hessiankit.engine.diagnosis import check_finite
 from hessiankit.engine.plan import ExecutionPlan, GuardError, make_plan

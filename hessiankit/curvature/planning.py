@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from hessiankit.engine.assembly import CHUNK, is_split, next_step
+from hessiankit.engine.assembly import is_split, next_step
 from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.parameter_blocks import counting_chunks
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import reached
-from hessiankit.engine.problem.task import Task, available_memory, check_memory, gib
+from hessiankit.engine.problem.task import Task, available_memory, gib
 from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import RecordedBlocks, SymmetricStorage
 from hessiankit.support.errors import OutOfMemoryError, TraceError
@@ -378,11 +378,6 @@ def _cost(traced: LossTrace, slices: Mapping[str, slice], dtype: torch.dtype, ke
         return measure(traced, slices, dtype, keep=limit)
     except (RuntimeError, NotImplementedError, TypeError):
         return measure(traced, slices, dtype, keep=limit, shapes=False)
-
-
-def check_matrix(size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise OutOfMemoryError if the matrix and a minimal workspace do not fit."""
-    check_memory("hessian", size, dtype, device, copies=1, workspace=min(CHUNK, size * size * dtype.itemsize))
 
 
 def check_workspace(need: int, matrix: int, device: torch.device, free: int | None = None) -> None:

@@ -61,7 +61,7 @@ class TensorOperator(LinearOperator):
             OutOfMemoryError: If it does not fit.
         """
         m, n = self.shape
-        check_memory(f"{self._name}.to_matrix", n, self.torch_dtype, self.device, rows=m, copies=1)
+        check_memory(f"{self._name}.to_matrix", n, self.torch_dtype, self.device, rows=m)
         out = torch.empty(n, m, dtype=self.torch_dtype, device=self.device)
         for start in range(0, n, self.block_size):
             units = out.new_zeros(min(self.block_size, n - start), n)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
-from hessiankit.engine.problem.task import Task
+from hessiankit.engine.problem.task import Task, check_memory
 from hessiankit.engine.recorder import unrecorded
 from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import SymmetricStorage
@@ -92,6 +92,11 @@ def assemble_chunks(
         if progress is not None:
             progress(done, batch)
     return value, fallbacks
+
+
+def check_matrix(size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise OutOfMemoryError if the matrix and a minimal workspace do not fit."""
+    check_memory("hessian", size, dtype, device, workspace=min(CHUNK, size * size * dtype.itemsize))
 
 
 def is_split(task: Task, batch_size: int | None) -> bool:

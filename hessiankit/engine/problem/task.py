@@ -168,13 +168,12 @@ def check_memory(
     device: torch.device,
     *,
     rows: int | None = None,
-    copies: int = 2,
     workspace: int = 0,
 ) -> None:
-    """Raise OutOfMemoryError if ``copies`` matrices, P x P or with some other number of rows, and the work space do not fit."""
+    """Raise OutOfMemoryError if a matrix, P x P or with some other number of rows, and the work space do not fit."""
     rows = size if rows is None else rows
     one = rows * size * dtype.itemsize
-    need, free = copies * one + workspace, available_memory(device)
+    need, free = one + workspace, available_memory(device)
     if need > free:
         raise OutOfMemoryError(
             f"{who}: {size:,} parameters make a {rows:,} x {size:,} {dtype} matrix of {gib(one)}, {gib(need)} with work space, "
