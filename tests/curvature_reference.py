@@ -19,7 +19,10 @@ ZERO = 1e-14
 
 def sample(cases: Iterable[Any], every: int) -> list[Any]:
     """One case in so many for parametrize; the others are run by ``-m exhaustive`` alone."""
-    return [case if not k % every else pytest.param(case, marks=pytest.mark.exhaustive) for k, case in enumerate(cases)]
+    return [
+        case if not k % every else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.exhaustive)
+        for k, case in enumerate(cases)
+    ]
 
 
 def draw(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:

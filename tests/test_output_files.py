@@ -57,5 +57,5 @@ def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
 def test_a_study_writes_its_numbers_before_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full_disk(monkeypatch, ".png")
     with pytest.raises(hk.InputError, match=r"cannot write .*hessian_mse\.png: No space left"):
-        run_study(StudyOptions(**QUICK | {"full": False}, out=tmp_path, losses=("mse",)))
+        run_study(StudyOptions(**QUICK | {"full": False, "d_model": 4, "d_ff": 5}, out=tmp_path, losses=("mse",)))
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]

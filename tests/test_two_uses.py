@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, assert_exact, draw
+from curvature_reference import Formula, assert_exact, draw, sample
 from engine_cases import PAIRS, USES, attend
 from torch import Tensor
 
 import hessiankit as hk
+
+WHERE = ("nowhere", "before", "behind")
 
 
 def paired(first: str, second: str, where: str, *, tied: bool) -> Formula:
@@ -24,13 +26,12 @@ def paired(first: str, second: str, where: str, *, tied: bool) -> Formula:
     return Formula(f, p=(20,), **({} if tied else {"q": (20,)}), **({"r": (4, 4)} if where == "before" else {}))
 
 
-@pytest.mark.parametrize("where", ["nowhere", "before", "behind"])
-@pytest.mark.parametrize(("first", "second"), PAIRS)
+@pytest.mark.parametrize(("first", "second", "where"), sample([(*pair, where) for pair in PAIRS for where in WHERE], 2))
 def test_of_two_parameters(first: str, second: str, where: str) -> None:
     assert_exact(paired(first, second, where, tied=False), draw(2, 3, 4))
 
 
-@pytest.mark.parametrize("where", ["nowhere", "before", "behind"])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(("first", "second"), sorted({(min(pair), max(pair)) for pair in PAIRS}))
 def test_of_one_parameter(first: str, second: str, where: str, request: pytest.FixtureRequest) -> None:
     """Whose entries both reach; also with axes walked in small chunks."""
