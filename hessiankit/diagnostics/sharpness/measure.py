@@ -183,7 +183,8 @@ def sharpness(
     """
     if exact or kind in EXACT:
         asked = "exact=True" if exact else f"kind={kind!r}"
-        drawn = {"draws": (draws, 8), "seed": (seed, 0), "estimator": (estimator, None), "numbers": (numbers, None)}
+        drawn: dict[str, Any] = {"draws": (draws, 8), "seed": (seed, 0)}
+        drawn |= {"estimator": (estimator, None), "numbers": (numbers, None)}
         drawn |= {"kind": (kind, "fisher-mc")} if exact and kind != "ggn" else {}
         if unused := [name for name, (value, default) in drawn.items() if value != default]:
             raise InputError(f"sharpness: {unused[0]}= is for drawn labels, and {asked} draws none; leave one out")
