@@ -27,8 +27,7 @@ class AttentionAt(AttentionPoint):
 
     Args:
         X: L x d_V, the tokens.
-        W_Q: d_V x d_K.
-        W_K: d_V x d_K.
+        W_Q, W_K: d_V x d_K.
         W_V: d_V x d_v (the paper has d_v = d_V).
         W_O: d_v x d_out, the output projection, or None for none (as in the paper).
         mask: L x L, boolean (True where a token may look) or additive, or None. Every formula holds unchanged with

@@ -60,8 +60,7 @@ def pre_norm_gradient_bounds(s: int, W_Q: Array, W_K: Array, W_V: Array, W_O: Ar
 
     Args:
         s: number of tokens.
-        W_Q: d x d_k; W_K alike.
-        W_K: d x d_k.
+        W_Q, W_K: d x d_k.
         W_V: d x d_v.
         W_O: d_v x d.
 
@@ -90,9 +89,7 @@ def qkv_norm_gradient_bounds(X: Array, W_Q: Array, W_K: Array, W_V: Array, W_O: 
 
     Args:
         X: s x d, not normalised.
-        W_Q: d x d_k; W_K and W_V alike.
-        W_K: d x d_k.
-        W_V: d x d_k.
+        W_Q, W_K, W_V: d x d_k.
         W_O: d_k x d.
 
     >>> I = torch.eye(4)

@@ -244,13 +244,10 @@ def _derivative(symbol: str, matrix: Matrix, rule: str) -> Matrix:
 
 
 def theorem2_jacobian(X: Array) -> Matrix:
-    """Return dLN/dX as in Theorem 2, for gamma = 1, beta = 0, eps = 0.
+    """Return dLN/dX, Ld x Ld, as in Theorem 2, for gamma = 1, beta = 0, eps = 0.
 
     Args:
         X: L x d, without constant rows.
-
-    Returns:
-        Matrix of shape Ld x Ld.
 
     >>> import torch
     >>> theorem2_jacobian(torch.tensor([[2.0, -2.0]])).dense().tolist()  # sign(x): flat
@@ -260,13 +257,10 @@ def theorem2_jacobian(X: Array) -> Matrix:
 
 
 def theorem3_hessian(X: Array) -> Matrix:
-    """Return d2LN/dX2 as in Theorem 3, with its pieces corrected, for gamma = 1, beta = 0, eps = 0.
+    """Return d2LN/dX2, (Ld)^2 x Ld, as in Theorem 3, with its pieces corrected, for gamma = 1, beta = 0, eps = 0.
 
     Args:
         X: L x d, without constant rows.
-
-    Returns:
-        Matrix of shape (Ld)^2 x Ld.
 
     >>> import torch
     >>> theorem3_hessian(torch.tensor([[2.0, -2.0]])).shape

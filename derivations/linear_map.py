@@ -63,16 +63,13 @@ class LinearMapAt(OperationAt):
 def split_heads(length: int, heads: int, width: int, repeat: int = 1) -> Matrix:
     r"""Return (I_H (x) 1_r (x) I_{Lw}) (K_{H,L} (x) I_w): L x (H w) -> (H r L) x w, with rows (head, copy, token).
 
-    With r > 1 each head of keys or values serves r query heads in a row (grouped-query attention).
+    It is HrLw x LHw, of norm sqrt(r): with r > 1 each head of keys or values serves r query heads (grouped-query attention).
 
     Args:
         length: L.
         heads: H, the heads that there are.
         width: w, the width of a head.
         repeat: r.
-
-    Returns:
-        Matrix of shape HrLw x LHw and norm sqrt(r).
 
     >>> split_heads(5, 2, 3), split_heads(5, 1, 3)
     (Kronecker(30x30: K_{2,5}\otimes I_{3}), Identity(15x15: I_{15}))

@@ -87,8 +87,7 @@ def split_heads(W_Q: Array, W_K: Array, W_V: Array, W_O: Array, n_heads: int) ->
     """Return the heads' weights from packed ones: columns of W_Q, W_K, W_V and rows of W_O, in equal runs.
 
     Args:
-        W_Q: d_V x (n_heads d_K).
-        W_K: d_V x (n_heads d_K).
+        W_Q, W_K: d_V x (n_heads d_K).
         W_V: d_V x (n_heads d_v).
         W_O: (n_heads d_v) x d_out.
         n_heads: how many heads there are.

@@ -160,13 +160,10 @@ def ones_norm(m: int, n: int | None = None) -> float:
 
 
 def block_norms(A: Matrix | Array, row_sizes: Sequence[int], column_sizes: Sequence[int]) -> torch.Tensor:
-    """Return the spectral norms of the blocks of a block matrix.
+    """Return the spectral norms of the blocks of a block matrix, of shape (len(row_sizes), len(column_sizes)).
 
     Args:
         A: array or expression with sum(row_sizes) rows and sum(column_sizes) columns.
-
-    Returns:
-        Tensor of shape (len(row_sizes), len(column_sizes)).
 
     Raises:
         ValueError: if the sizes do not add up to the shape of A.

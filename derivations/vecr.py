@@ -115,14 +115,11 @@ def hadamard_power(A: Array, alpha: Scalar) -> Array:
 
 
 def sandwich(A: Matrix, B: Matrix) -> Matrix:
-    r"""Return A (x) B^T: vec_r(A X B) = (A (x) B^T) vec_r(X) (Property 2), hence d(A X B)/dX (Property 5).
+    r"""Return A (x) B^T, pq x mn: vec_r(A X B) = (A (x) B^T) vec_r(X) (Property 2), hence d(A X B)/dX (Property 5).
 
     Args:
         A: p x m.
         B: n x q, for X in R^{m x n}.
-
-    Returns:
-        Matrix of shape pq x mn.
 
     >>> sandwich(Identity(2), Dense(torch.ones(3, 4), "B"))
     Kronecker(8x6: I_{2}\otimes B^\top)
@@ -163,7 +160,7 @@ def row_scaling(b: Array, symbol: str = "b") -> Matrix:
 
 
 def identify(differential: Callable[[Array], Array], X: Array) -> Matrix:
-    """Return the derivative J that a differential dX -> dF(X)[dX] holds: vec_r(dF) = J vec_r(dX) (Proposition 1).
+    """Return the derivative J, pq x mn, that a differential dX -> dF(X)[dX] holds: vec_r(dF) = J vec_r(dX) (Proposition 1).
 
     Column k of J is the differential in the direction of the k-th entry of X, so this is the rule to check a closed
     form with, and not one to compute with.
@@ -171,9 +168,6 @@ def identify(differential: Callable[[Array], Array], X: Array) -> Matrix:
     Args:
         differential: a linear map of arrays shaped like X, for instance ``lambda dX: A @ dX @ B``.
         X: array of shape (m, n), read for its shape and its arithmetic.
-
-    Returns:
-        Matrix of shape pq x mn, for F in R^{p x q}.
 
     >>> identify(lambda dX: dX.T, torch.zeros(1, 2)).dense().tolist()
     [[1.0, 0.0], [0.0, 1.0]]
@@ -211,16 +205,13 @@ def kron_derivative_right(X: Matrix, Y_shape: tuple[int, int]) -> Matrix:
 
 
 def product_rule(A: Matrix, dA: Matrix, B: Matrix, dB: Matrix) -> Matrix:
-    r"""Return d(A B)/dX = (A (x) I_q) dB/dX + (I_p (x) B^T) dA/dX (Proposition 3).
+    r"""Return d(A B)/dX = (A (x) I_q) dB/dX + (I_p (x) B^T) dA/dX, pq x n (Proposition 3).
 
     Args:
         A: p x r.
         dA: dA/dX, pr x n; a Zero if A does not depend on X.
         B: r x q.
         dB: dB/dX, rq x n; a Zero if B does not depend on X.
-
-    Returns:
-        Matrix of shape pq x n.
 
     >>> A, B = Dense(torch.ones(2, 3), "A"), Dense(torch.ones(3, 4), "B")
     >>> product_rule(A, Identity(6), B, Zero(12, 6))  # d(A B)/dA
@@ -237,13 +228,10 @@ def kronecker_rule(A: Matrix, dA: Matrix, B: Matrix, dB: Matrix) -> Matrix:
     r"""Return d(A (x) B)/dX = (I_n (x) K_{p,q} (x) I_r) [(vec_r A (x) I_{pr}) dB + (I_{nq} (x) vec_r B) dA] (Prop. 4).
 
     Args:
-        A: n x q.
+        A: n x q; the result is npqr x k.
         dA: dA/dX, nq x k; a Zero if A does not depend on X.
         B: p x r.
         dB: dB/dX, pr x k; a Zero if B does not depend on X.
-
-    Returns:
-        Matrix of shape npqr x k.
 
     >>> Y = Dense(torch.ones(3, 2), "Y")
     >>> kronecker_rule(Y, Identity(6), Identity(4), Zero(16, 6)).latex()  # d(Y (x) I_4)/dY
@@ -257,13 +245,10 @@ def kronecker_rule(A: Matrix, dA: Matrix, B: Matrix, dB: Matrix) -> Matrix:
 
 
 def inverse_rule(D_inverse: Matrix) -> Matrix:
-    r"""Return dD^{-1}/dD = -D^{-1} (x) D^{-T} (Proposition 5).
+    r"""Return dD^{-1}/dD = -D^{-1} (x) D^{-T}, n^2 x n^2 (Proposition 5).
 
     Args:
         D_inverse: the inverse itself, n x n (a chapter holds P = D^{-1}, and an exact inverse has no one spelling).
-
-    Returns:
-        Matrix of shape n^2 x n^2.
 
     >>> inverse_rule(Diagonal(torch.tensor([0.5, 0.25]), r"\sigma^{-1}")).latex()
     '-\\operatorname{diag}(\\sigma^{-1})\\otimes \\operatorname{diag}(\\sigma^{-1})'
@@ -320,16 +305,13 @@ def transpose_rule(m: int, n: int) -> Matrix:
 
 
 def slice_transpose(H: Matrix, out: int, n_i: int, n_j: int) -> Matrix:
-    r"""Return d2N/dW_j dW_i from H = d2N/dW_i dW_j: each output entry's slice is transposed.
+    r"""Return d2N/dW_j dW_i, (out n_j) x n_i, from H = d2N/dW_i dW_j: each output entry's slice is transposed.
 
     vec_r H^{(j,i)} = (I_out (x) K_{n_j,n_i}) vec_r H^{(i,j)}. Corrected (claims sym-agree, sym-claim): the print has
     H^{(i,j)} = H^{(j,i)}, which is true slice by slice only; the two have different shapes unless n_i = n_j.
 
     Args:
         H: (out n_i) x n_j, with rows ordered (output entry, entry of W_i).
-
-    Returns:
-        Matrix of shape (out n_j) x n_i.
 
     Raises:
         ValueError: if H does not have that shape.
@@ -350,14 +332,11 @@ def slice_transpose(H: Matrix, out: int, n_i: int, n_j: int) -> Matrix:
 
 
 def contract(adjoint_row: Any, H: Matrix, n_i: int) -> Matrix:
-    r"""Return (lambda^T (x) I_{n_i}) H, the block d2<lambda, vec_r N>/dW_i dW_j of a scalar (Eq. 3, functional part).
+    r"""Return (lambda^T (x) I_{n_i}) H, n_i x n_j, the block d2<lambda, vec_r N>/dW_i dW_j of a scalar (Eq. 3, functional part).
 
     Args:
         adjoint_row: lambda, an array of out entries, or an expression of shape 1 x out.
         H: d2N/dW_i dW_j, (out n_i) x n_j.
-
-    Returns:
-        Matrix of shape n_i x n_j.
 
     Raises:
         ValueError: if the adjoint, H and n_i do not conform.

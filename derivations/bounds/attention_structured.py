@@ -35,8 +35,7 @@ def attention_structured(
 
     Args:
         X: L x d.
-        W_Q: d x d_K, or d x heads d_K.
-        W_K: as W_Q.
+        W_Q, W_K: d x d_K, or d x heads d_K.
         W_V: d x d_v, or d x heads d_v.
         target: L x d_out.
         W_O: d_v x d_out, or heads d_v x d_out; needed for several heads.
