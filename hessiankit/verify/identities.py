@@ -154,9 +154,6 @@ def identities(
         params: The parameters to take, as in :func:`hessiankit.hessian`.
         rtol: Tolerance; 1e-10 in float64, 1e-3 below.
 
-    Returns:
-        An :class:`IdentityReport`; true when all hold.
-
     Raises:
         InputError: If an argument cannot be used.
 

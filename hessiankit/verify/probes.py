@@ -34,14 +34,11 @@ class Probes(NamedTuple):
 
 
 def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Probes:
-    """Draw ``per_block`` Gaussian directions of unit length for every parameter, zero outside that parameter.
+    """Draw ``per_block`` Gaussian directions (k, P) of unit length for every parameter, zero outside that parameter.
 
     The product H v of a direction v on parameter j shows in its rows i the block pair (i, j) alone, times a generic
     vector: an error in that block stays invisible only for directions of measure zero. With fewer entries in a parameter
     than ``per_block``, it gets one direction per entry.
-
-    Returns:
-        The directions (k, P) and the name of the parameter that each lies on.
 
     >>> problem = Problem(torch.nn.Linear(3, 2), torch.ones(1, 3), torch.ones(1, 2))
     >>> V, owners, _ = probe_directions(problem, per_block=1)

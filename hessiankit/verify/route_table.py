@@ -229,9 +229,6 @@ def routes(operations: str | Iterable[str] | None = None, *, seed: int = 0) -> R
         operations: Names of ``OPERATIONS``; all of them by default.
         seed: Of the inputs, targets and parameters, all normal.
 
-    Returns:
-        A :class:`RouteTable`.
-
     Raises:
         InputError: An unknown operation.
 

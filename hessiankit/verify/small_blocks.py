@@ -58,10 +58,9 @@ def _written(block: TransformerBlock) -> bool:
 
 
 def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
-    """Compare fast path and formulas for every pair of parameters on a twin of the block with tiny unequal widths.
+    """Return the largest difference of fast path and formulas on a twin of the block with tiny unequal widths.
 
-    Returns:
-        The largest difference of each block pair relative to its largest entry; empty where no formulas are written.
+    It is relative to the largest entry of each block pair; empty where no formulas are written.
     """
     if not _written(block):
         return {}

@@ -28,16 +28,13 @@ COMPARED: list[Compared] = []
 
 
 def assert_hessian_matches(module: Any, inputs: Any = None, target: Any = None, **options: Any) -> CheckReport:
-    """Raise an AssertionError with the whole table unless the exact Hessian agrees with automatic differentiation.
+    """Return the report, or raise an AssertionError with the whole table if the exact Hessian and its references disagree.
 
     Args:
         module: As in :func:`hessiankit.check`, like the other arguments.
         inputs: The inputs; drawn where they are left out.
         target: What the loss compares with.
         options: Any option of :func:`hessiankit.check`.
-
-    Returns:
-        The report, when all agrees.
 
     Raises:
         AssertionError: If an entry differs, or fewer than two healthy references are left.
