@@ -186,6 +186,7 @@ def _seed_columns(v: ParameterJacobian, width: int, K: Tensor, rows: slice | Non
     weights = v.X
     if rows is not None:
         split, weights = (split[..., rows], weights) if v.transposed else (split, weights[:, rows])
-    w = weights.reshape(groups, 1, -1, weights.shape[1])  # (R, 1, m, i)
-    out = split.mT @ w if v.transposed else w.mT @ split
-    return out.reshape(groups * wide, -1)
+    w = weights.reshape(groups, 1, -1, weights.shape[1]).expand(-1, wide, -1, -1).flatten(0, 1)  # (R columns of t, m, i)
+    split = split.flatten(0, 1)
+    out = multiply(split.mT, w) if v.transposed else multiply(w.mT, split)
+    return out.flatten(1)
