@@ -19,21 +19,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import matplotlib as mpl
 import torch
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from torch import Tensor
 
 import hessiankit as hk
-from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, page, save, write_json
+from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, heading, page, save, style, write_json
 from figures._store import put
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.bounds import BOUNDS, LossAt, UndefinedBound
 from hessiankit.bounding.certified import certify, schatten_upper
 from hessiankit.bounding.structured import structured
-from hessiankit.curvature.plot_frame import STYLE, Picture
+from hessiankit.curvature.plot_frame import Picture
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
@@ -250,7 +249,7 @@ def drawn(columns: Columns) -> Columns:
 def draw_chart(whole: Summary, path: Path) -> Path:
     """Draw five panels of medians, with a thin line up to the worst of each, in log scale, and return the path."""
     summary = {panel: drawn(columns) for panel, columns in whole.items()}
-    with mpl.rc_context(STYLE):
+    with style():
         figure = page(8.6, 6.4)
         grid = figure.add_gridspec(2, 3, left=0.075, right=0.985, top=0.865, bottom=0.12, wspace=0.25, hspace=0.34)
         title = "Bound over spectral norm of the Hessian; as printed: Theorems 1 (attention) and 6 (block), which can be exceeded"
@@ -274,16 +273,10 @@ def draw_chart(whole: Summary, path: Path) -> Path:
 
 
 def _legend(figure: Picture) -> None:
-    kinds = [
-        Line2D(
-            [], [], color=COLOURS[kind], marker=MARKS[kind], linestyle="", markersize=4.5, label=kind.removeprefix("certified, ")
-        )
-        for kind in DRAWN
-    ]
+    kinds = [Line2D([], [], color=COLOURS[kind], marker=MARKS[kind], linestyle="", label=kind.split(", ")[-1]) for kind in DRAWN]
     modules = [Line2D([], [], color=FAINT, linestyle=dash, label=module) for module, dash in DASHES.items()]
-    look: Any = {"frameon": False, "fontsize": 8, "handletextpad": 0.4, "columnspacing": 1.4}
-    figure.legend(handles=kinds, loc="upper left", bbox_to_anchor=(0.06, 0.952), ncols=4, **look)
-    figure.legend(handles=modules, loc="upper left", bbox_to_anchor=(0.55, 0.952), ncols=2, **look)
+    figure.legend(handles=kinds, loc="upper left", bbox_to_anchor=(0.06, 0.952), ncols=4)
+    figure.legend(handles=modules, loc="upper left", bbox_to_anchor=(0.55, 0.952), ncols=2)
     figure.text(0.985, 0.925, "mark: median; line: worst", fontsize=8, color=FAINT, ha="right")
 
 
@@ -323,18 +316,10 @@ def _lines(axes: Axes, columns: Columns) -> None:
 
 
 def _dress(axes: Axes, title: str, *, labelled: bool = False, x: str = "") -> None:
-    axes.set_xlabel(x, fontsize=8)
-    if labelled:
-        axes.set_ylabel("bound / norm", fontsize=8)
+    heading(axes, title, x, "bound / norm" if labelled else "")
     axes.set_yscale("log")
     axes.set_ylim(bottom=min(axes.get_ylim()[1] ** -0.12, 0.5))  # room for the numbers below 1
     axes.axhline(1.0, color=INK, linewidth=0.6)
-    axes.set_title(title, fontsize=8.5, loc="left")
-    axes.tick_params(labelsize=7.5, length=2)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.5)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:

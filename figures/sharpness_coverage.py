@@ -18,15 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import matplotlib as mpl
 import torch
 from matplotlib.lines import Line2D
 from torch import Tensor, nn
 
-from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, METHOD_MARKS, page, save, write_json
+from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_json
 from figures._store import put
 from hessiankit.blocks import Transformer, TransformerBlock
-from hessiankit.curvature.plot_frame import STYLE
 from hessiankit.diagnostics.sharpness import SharpnessEstimate, exact_sharpness, sharpness
 from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
 from hessiankit.partition import Part, model_parts
@@ -338,17 +336,16 @@ def draw_chart(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     rows = [row for row in rows if not row["estimator"]]
     models = list(dict.fromkeys(row["model"] for row in rows))
     draws = sorted({row["draws"] for row in rows})
-    with mpl.rc_context(STYLE):
+    with style():
         figure = page(8.6, 3.5)
         grid = figure.add_gridspec(1, 3, left=0.065, right=0.985, top=0.76, bottom=0.13, wspace=0.16)
         figure.text(0.065, 0.93, "How often the 95 % interval holds the exact value", fontsize=10.5, color=INK)
         looks: dict[str, Any] = {
-            model: {"color": colour, "marker": mark, "markersize": 3.5, "linewidth": 1.0}
+            model: {"color": colour, "marker": mark, "linewidth": 1.0}
             for model, colour, mark in zip(models, METHOD_COLOURS, METHOD_MARKS, strict=False)
         }
         handles = [Line2D([], [], label=model, **look) for model, look in looks.items()]
-        options: Any = {"frameon": False, "fontsize": 8, "columnspacing": 1.2, "handletextpad": 0.4}
-        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.055, 0.915), ncols=len(models), **options)
+        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.055, 0.915), ncols=len(models), columnspacing=1.2)
         note = "mean over the members; whole line: one micro-batch, dotted: four"
         figure.text(0.985, 0.937, note, fontsize=7.5, color=FAINT, ha="right")
         for k, (group, title) in enumerate(PANELS.items()):
@@ -362,13 +359,7 @@ def draw_chart(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
                     axes.plot(*zip(*points, strict=True), linestyle=line, **look)
             axes.set_xticks(range(len(draws)), [str(d) for d in draws])
             axes.set_ylim(min(89, axes.get_ylim()[0]), 100)
-            axes.set_xlabel("draws", fontsize=8)
-            if k == 0:
-                axes.set_ylabel("coverage, %", fontsize=8)
-            axes.set_title(title, fontsize=8.5, loc="left")
-            axes.tick_params(labelsize=7.5, length=2)
-            for side in ("top", "right"):
-                axes.spines[side].set_visible(False)
+            heading(axes, title, "draws", "" if k else "coverage, %")
         return save(figure, path)
 
 
