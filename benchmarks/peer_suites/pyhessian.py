@@ -19,7 +19,7 @@ import hessiankit as hk
 def main() -> None:
     """Print the numbers of both."""
     torch.manual_seed(0)
-    x, labels = torch.randn(8, 3, 16, 16), torch.arange(8) % 4
+    x, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
     model = resnet(num_classes=4, depth=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(10):
