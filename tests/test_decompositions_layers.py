@@ -91,6 +91,22 @@ def test_convolution(name):
     assert {Linear, MatMul} & {type(p) for p in applied(module_of(CONVOLUTIONS[name]))[2:]}
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Conv2d(3, 4, 2, stride=2),
+        nn.Conv2d(3, 3, 3, groups=3),
+        nn.ConvTranspose2d(3, 4, 3, padding=1),
+    ],
+    ids=str,
+)
+def test_views_of_an_image(layer):
+    """A result has the strides of torch's, which ``view`` needs."""
+    x, target = draw(2, 3, 4, 4, seed=3), torch.zeros(2, dtype=torch.float64)
+    assert_exact(Formula(lambda m, x: m.layer(x).view(2, -1).square().mean(1), layer=randomised(layer)), x, target)
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_norm(name):
     check_closed_form(NORMS[name], LayerNorm)

@@ -22,11 +22,12 @@ def _convolution(
     dilation: Sequence[int] = (1,),
     groups: int = 1,
 ) -> Tensor:
-    """The windows as rows (B, *positions, C, *kernel), and the weight as a linear map of each."""
+    """The windows as rows (B, *positions, C, *kernel), and the weight as a linear map of each; in the image's memory format."""
     axes = weight.ndim - 2
     if x.ndim == axes + 1:
         return _convolution(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     kernel, strides, steps = weight.shape[2:], _each(stride, axes), _each(dilation, axes)
+    is_channels_last = x.movedim(1, -1).is_contiguous() and not x.is_contiguous()
     if isinstance(padding, str):
         totals = [step * (length - 1) if padding == "same" else 0 for step, length in zip(steps, kernel, strict=True)]
         pads = [(total // 2, total - total // 2) for total in totals]
@@ -47,7 +48,8 @@ def _convolution(
         grouped = rows.unflatten(-2, (groups, -1)).flatten(-2).unsqueeze(-2)  # (B, *positions, groups, 1, inputs)
         out = (grouped @ weight.flatten(1).unflatten(0, (groups, -1)).mT).flatten(-3)
         out = out if bias is None else out + bias
-    return out.movedim(-1, 1)
+    out = out.movedim(-1, 1)
+    return out if is_channels_last else out.contiguous()  # as torch's own, of which a module may take views
 
 
 def _tiles(x: Tensor, kernel: Sequence[int]) -> Tensor | None:
@@ -103,4 +105,4 @@ def _fold(
     height, width = (n + 2 * p for n, p in zip(size, padding, strict=True))
     out = F.fold(x, (height, width), tuple(kernel), tuple(dilation), 0, tuple(stride))
     top, left = padding
-    return out[..., top : top + size[0], left : left + size[1]]
+    return out[..., top : top + size[0], left : left + size[1]].contiguous()
