@@ -188,7 +188,7 @@ class HessianFunction(Printed):
                         copy.copy_(x)
 
     def _own_loss(self) -> float:
-        with preserved_random_states(self.module), torch.no_grad():
+        with torch.no_grad():  # there is no plan of a module that draws random numbers
             return float(own_loss(self._task, self._task.run()))
 
     def _compare_loss(self, own: float, value: float) -> None:
