@@ -34,4 +34,5 @@ def scale_of(run: ByteSpec | Setting, seeds: int) -> str:
 def scale_of_images(spec: ImageSpec, seeds: int, steps: int, size: int) -> str:
     """Return the size of image classifiers in words, measured on a batch of ``size`` images after ``steps`` updates."""
     count = sum(p.numel() for p in spec.model().parameters())
-    return scale(seeds, spec.n_blocks, spec.d_model, count, f"{steps} steps of AdamW; measured on {spec.shown(size)}")
+    trained = f"{steps} steps of AdamW" if steps else "initial weights"
+    return scale(seeds, spec.n_blocks, spec.d_model, count, f"{trained}; measured on {spec.shown(size)}")

@@ -115,7 +115,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
         heading(axes, "Diagonal blocks of the Hessian, initial weights", "", r"$\|H_{WW}\|_2$, a mark a seed")
         for k, one in enumerate(table):
             shape = f"patch {one['patch in print']}, hidden {one['hidden dim']}, ff {one['ff dim']}, blocks {one['blocks']}"
-            dense = f"dense Hessian {one['bytes of the dense Hessian'] / 1e9:,.3g} GB"
+            dense = f"dense Hessian {one['bytes of the dense Hessian'] / 1e9:,.1f} GB"
             text = f"{one['row']}: {shape}; on digits {one['parameters on digits']:,} parameters, {dense}"
             figure.text(0.09, 0.09 - 0.055 * k, text, fontsize=8, color=METHOD_COLOURS[k + 1])
         picture = save(figure, out / f"{NAME}{suffix}", said)
