@@ -51,18 +51,16 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
         plan = hk.hessian_function(*problem()).plan
     assert plan is not None
     names = [name for name, _ in problem()[0].named_parameters()]
-    rows = []
-    for n, i in enumerate(names):
-        for j in names[n:]:
-            steps = plan.explain(i, j).steps
-            rows.append({"row": i, "column": j, "steps": len(steps), "bytes": sum(step.bytes for step in steps)})
+    steps = {(i, j): plan.explain(i, j).steps for n, i in enumerate(names) for j in names[n:]}
+    moved = {pair: sum(step.bytes for step in some) for pair, some in steps.items()}
+    rows = [{"row": i, "column": j, "steps": len(steps[i, j]), "bytes": count} for (i, j), count in moved.items()]
     with style():
         figure = page(11.0, 6.4)
         above, below = figure.subplots(
             2, 1, height_ratios=(1.0, 1.5), gridspec_kw={"left": 0.06, "right": 0.99, "top": 0.92, "bottom": 0.05, "hspace": 0.16}
         )
         _vertices(above, sweep)
-        _blocks(below, names, {(row["row"], row["column"]): row["bytes"] for row in rows})
+        _blocks(below, names, moved)
         return [save(figure, out / f"{NAME}{suffix}"), write_rows(out / f"{NAME}.csv", rows)]
 
 

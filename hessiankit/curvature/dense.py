@@ -18,6 +18,7 @@ from hessiankit.curvature.forecast import forecast
 from hessiankit.curvature.matrix_file import check_out
 from hessiankit.curvature.streaming import Writer
 from hessiankit.engine.assembly import check_matrix
+from hessiankit.engine.diagnosis import without_effect
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.handshake import UNCOMPARED
 from hessiankit.engine.problem.selection import Params, locate, select
@@ -305,9 +306,6 @@ def hessian(
             evaluation.take(written.matrix, written.loss, written.asymmetry, written.fallbacks)
         evaluation.whole()
         if len(evaluation.unused) == len(shapes):
-            raise InputError(
-                f"hessian: none of the parameters ({', '.join(map(repr, shapes))}) has an effect on the loss; the module does "
-                "not use them, or detaches what they enter"
-            )
+            raise without_effect("hessian", shapes)
         evaluation.seconds = time.perf_counter() - start if out is None else written.seconds
     return found

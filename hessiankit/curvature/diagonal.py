@@ -147,19 +147,11 @@ def hessian_diagonal(
 
     Args:
         module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
-        inputs: The inputs, or several batches.
-        target: What the loss compares with.
-        loss: ``"mse"``, ``"cross_entropy"``, a callable, or None where the module returns its loss.
         params: Which parameters; whole parameters.
-        batch_size: Samples treated at once; chosen by available work space by default.
-        weights: The number of terms of each batch, for losses whose mean is over an unknown number.
-        reduction: ``"mean"`` or ``"sum"`` over all terms.
         kind: ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"`` or ``"fisher-empirical"``, as in
             :func:`hessiankit.hessian_operator`.
         seed: Of the labels drawn for ``"fisher-mc"``.
         draws: Labels drawn for each term.
-        progress: Called with (samples done, samples in all).
-        handshake: As in :func:`hessiankit.hessian`.
         method: ``"exact"``; ``"estimate"``, from 100 products with the operator, with 95 % intervals, see
             :func:`hessiankit.scalar_estimates`; ``"auto"``: an estimate where the exact diagonal would be refused. An estimate
             says so in print, in ``is_estimate`` and in ``estimate``.

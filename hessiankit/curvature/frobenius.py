@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.planning import PANEL, Plan, check_workspace, make_plan, panels
 from hessiankit.curvature.streaming import PanelSum
-from hessiankit.engine.diagnosis import not_finite
+from hessiankit.engine.diagnosis import not_finite, without_effect
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.engine.problem.handshake import UNCOMPARED
@@ -157,13 +157,7 @@ def frobenius_norms(
 
     Args:
         module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
-        inputs: The inputs, or several batches.
-        target: What the loss compares with.
-        loss: ``"mse"``, ``"cross_entropy"``, a callable, or None where the module returns its loss.
         params: Which parameters; whole parameters.
-        batch_size: Samples treated at once; chosen by available work space by default.
-        weights: The number of terms of each batch, for losses whose mean is over an unknown number.
-        reduction: ``"mean"`` or ``"sum"`` over all terms.
         kind: ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"`` or ``"fisher-empirical"``, as in
             :func:`hessiankit.hessian_operator`.
         seed: Of the labels drawn for ``"fisher-mc"``.
@@ -171,7 +165,6 @@ def frobenius_norms(
         panel_bytes: Bytes of a panel of rows; None: the matrix at once, or 256 MiB and more, as above. A block of
             two parameters, m n numbers, is held in one piece, even where it takes more than that.
         progress: Called with (samples done, in all), each sample counted once for each panel.
-        handshake: As in :func:`hessiankit.hessian`.
 
     Raises:
         InputError: If an argument cannot be used, or if an entry of the Hessian is not finite.
@@ -198,7 +191,7 @@ def frobenius_norms(
     with torch.no_grad():
         plan = _plan(tasks, batch_size, panel_bytes)
         if not plan.chunks:
-            raise _without_effect(tasks[0])
+            raise without_effect(WHO, shapes)
         total = PanelSum(tasks, factors, plan.chunks, plan.panels.parts, plan.cached_chunks, progress, outer=kind != "hessian")
         found: dict[tuple[str, str], float] = {}
         for n in range(len(plan.panels.parts)):
@@ -229,13 +222,8 @@ def _dense(
     if (broken := next((pair for pair, norm in found.items() if not math.isfinite(norm)), None)) is not None:
         raise not_finite(WHO, *broken, tasks)
     if not any(found.values()) and not any(reached(task) for task in tasks):
-        raise _without_effect(first)
+        raise without_effect(WHO, names)
     return found, value, fallbacks
-
-
-def _without_effect(task: Task) -> InputError:
-    names = ", ".join(map(repr, task.parameters))
-    return InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
 
 
 def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> Plan:

@@ -15,7 +15,7 @@ from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.engine.assembly import assemble_chunks, check_matrix
 from hessiankit.engine.block_terms import BlockTerms, block_terms
-from hessiankit.engine.diagnosis import check_finite
+from hessiankit.engine.diagnosis import check_finite, without_effect
 from hessiankit.engine.plan import ExecutionPlan, GuardError, make_plan
 from hessiankit.engine.problem.batches import batches, gather
 from hessiankit.engine.problem.calling import arguments, map_tensors, named_tensors
@@ -104,7 +104,7 @@ class HessianFunction(Printed):
         evaluation = Evaluation(tasks, shares, self._options["batch_size"], None)
         expected = evaluation.whole()
         if len(evaluation.unused) == len(self._task.parameters):
-            raise InputError(f"{WHO}: none of the parameters has an effect on the loss")
+            raise without_effect(WHO, self._task.parameters)
         self._fallbacks, self._size = evaluation.fallbacks, abs(evaluation.loss)
         self._tensors = [values for _, _, values in self._task.state.tensors()]
         self._tensors += [x for _, x in named_tensors((self._task.inputs, self._task.target))]

@@ -20,7 +20,7 @@ from hessiankit.curvature.solving import PRECONDITIONERS, SymmetricOperator
 from hessiankit.curvature.structures import Structure, StructuredOperator, diagonal
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
 from hessiankit.engine.assembly import WORKSPACE
-from hessiankit.engine.diagnosis import REMEDY
+from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
 from hessiankit.engine.problem.batches import Weights, requests, shares
@@ -352,8 +352,7 @@ def hessian_operator(
         micro_batch=micro_batch,
     )
     if all(isinstance(batch, Constant) for batch in batches):
-        names = ", ".join(map(repr, tasks[0].parameters))
-        raise InputError(f"{WHO}: none of the parameters ({names}) has an effect on the loss; the module does not use them")
+        raise without_effect(WHO, tasks[0].parameters)
     return HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,14 @@ def check_finite(who: str, matrix: Tensor, slices: Mapping[str, slice], tasks: S
             continue
         j = next(name for name, columns in slices.items() if not bool(torch.isfinite(matrix[rows, columns]).all()))
         raise not_finite(who, i, j, tasks)
+
+
+def without_effect(who: str, names: Iterable[str]) -> InputError:
+    """Return the error for parameters that the loss does not depend on."""
+    return InputError(
+        f"{who}: none of the parameters ({', '.join(map(repr, names))}) has an effect on the loss; the module does not use them, "
+        "or detaches what they enter"
+    )
 
 
 def not_finite(who: str, i: str, j: str, tasks: Sequence[Task]) -> InputError:

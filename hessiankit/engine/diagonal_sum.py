@@ -15,6 +15,7 @@ from torch import Tensor
 
 from derivations.fused_attention import ScaledDotProductAttention
 from hessiankit.engine.assembly import CHUNK, WORKSPACE
+from hessiankit.engine.diagnosis import without_effect
 from hessiankit.engine.diagonal_accumulation import (
     BoundedForwardSweep,
     Entries,
@@ -32,7 +33,7 @@ from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normaliz
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.row_diagonal import RowDiagonal
-from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.errors import TraceError
 from hessiankit.tracing.trace import Trace
 
 DENSE = 5  # speed of a multiply-add in the matrix products of an accumulation, relative to one in a product with H
@@ -96,10 +97,7 @@ class DiagonalSum:
                 value = own_value(task)  # nothing that is asked for has an effect on this batch
             self.loss += share * value
         if not has_effect:
-            names = ", ".join(map(repr, self.tasks[0].parameters))
-            raise InputError(
-                f"{self.who}: none of the parameters ({names}) has an effect on the loss; the module does not use them"
-            )
+            raise without_effect(self.who, self.tasks[0].parameters)
 
     def _add(self, task: Task, share: float, handshake: Handshake, *, gauss_newton: bool) -> float:
         """Add one batch and return its loss: parameters that move it row by row, then the others."""

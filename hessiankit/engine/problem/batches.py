@@ -192,18 +192,10 @@ def gather(
 
     Args:
         module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
-        inputs: The inputs, or several batches.
-        target: What the loss compares with.
-        loss: The loss.
-        params: Which parameters.
         kind: One of :data:`hessiankit.engine.problem.fisher.KINDS`; all but ``"hessian"`` are Gauss-Newton matrices, of the
             requests that are returned.
         seed: Of drawn labels.
         draws: Labels drawn for each term.
-        batch_size: Samples treated at once, or None.
-        weights: The number of terms of each batch.
-        reduction: ``"mean"`` or ``"sum"`` over all terms.
-        handshake: Whether the result is compared with the module's own loss and gradient.
 
     Raises:
         InputError: If an argument cannot be used; the public function puts its name before the message.
