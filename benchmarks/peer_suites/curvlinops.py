@@ -54,6 +54,9 @@ def names(op: Any, module: nn.Module) -> list[str]:
 
 def operator(op: Any, kind: str, draws: int = 1) -> tuple[hk.HessianOperator, list[str]]:
     """Return hessiankit's operator of the same matrix, and the names of its parameters in the peer's order."""
+    key, kept = (kind, draws, *(p._version for p in op._params)), op.__dict__.setdefault("_hessiankit", {})
+    if key in kept:
+        return kept[key]  # type: ignore[no-any-return]
     module, loss = op._model_func, op._loss_func
     named: Any = {nn.MSELoss: "mse", nn.CrossEntropyLoss: "cross_entropy"}.get(type(loss), loss)
     if named is loss and kind.startswith("fisher"):
@@ -69,7 +72,8 @@ def operator(op: Any, kind: str, draws: int = 1) -> tuple[hk.HessianOperator, li
         "draws": draws,
         "seed": op.__dict__.get("_seed", 0),
     }
-    return hk.hessian_operator(module, batches(op), **options), order
+    kept[key] = hk.hessian_operator(module, batches(op), **options), order
+    return kept[key]  # type: ignore[no-any-return]
 
 
 def factored(op: Any) -> tuple[Any, hk.HessianOperator, list[str]]:

@@ -19,7 +19,7 @@ import hessiankit as hk
 def main() -> None:
     """Print the numbers of both."""
     torch.manual_seed(0)
-    x, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
+    x, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
     model = resnet(num_classes=4, depth=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(10):
@@ -29,12 +29,12 @@ def main() -> None:
     model = model.double().eval()
     optimizer.zero_grad()
     x = x.double()
-    found = hk.spectrum(model, x, labels, loss="cross_entropy", k=2, bottom=0, directions=4, steps=40, tol=1e-8)
+    found = hk.spectrum(model, x, labels, loss="cross_entropy", k=1, bottom=0, directions=4, steps=20)
     torch.set_default_dtype(torch.float64)
     its = peer(model, nn.CrossEntropyLoss(), data=(x, labels), cuda=False)
-    values, _ = its.eigenvalues(maxIter=200, tol=1e-8, top_n=2)
-    traces = its.trace(maxIter=40, tol=0.0)
-    nodes, weights = (np.array(one) for one in its.density(iter=40, n_v=4))
+    values, _ = its.eigenvalues(maxIter=60, tol=1e-8)
+    traces = its.trace(maxIter=20, tol=0.0)
+    nodes, weights = (np.array(one) for one in its.density(iter=20, n_v=4))
     print(f"{found.size:,} parameters, residuals here {found.residuals.tolist()}")
     print("eigenvalues", found.eigenvalues.tolist(), "PyHessian", values)
     print("trace", found.trace, "PyHessian", np.mean(traces), "standard error", np.std(traces) / len(traces) ** 0.5)
