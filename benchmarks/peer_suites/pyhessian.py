@@ -34,7 +34,7 @@ def main() -> None:
     its = peer(model, nn.CrossEntropyLoss(), data=(x, labels), cuda=False)
     values, _ = its.eigenvalues(maxIter=60, tol=1e-8)
     traces = its.trace(maxIter=20, tol=0.0)
-    nodes, weights = (np.array(one) for one in its.density(iter=20, n_v=4))
+    nodes, weights = (np.array(one).real for one in its.density(iter=20, n_v=4))
     print(f"{found.size:,} parameters, residuals here {found.residuals.tolist()}")
     print("eigenvalues", found.eigenvalues.tolist(), "PyHessian", values)
     print("trace", found.trace, "PyHessian", np.mean(traces), "standard error", np.std(traces) / len(traces) ** 0.5)
