@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from curvature_reference import Formula, assert_exact, cross_entropy, draw, largest_error, mse, reverse_over_reverse
+from curvature_reference import Formula, assert_exact, cross_entropy, draw, largest_error, mse, randomised, reverse_over_reverse
 from engine_cases import CASES, PRODUCTS, ROWS_MEET, SHAPES
 from torch import Tensor
 from torch.nn.functional import linear
@@ -27,7 +27,7 @@ def gauss_newton(module: torch.nn.Module, x: Tensor) -> Tensor:
     return 2 / len(J) * J.T @ J
 
 
-def assert_everywhere(module: Formula, x: Tensor) -> None:
+def assert_everywhere(module: torch.nn.Module, x: Tensor) -> None:
     """Compare every result of the engine for one module with the whole matrices."""
     target = draw(*module(x).shape, seed=7)
     matrices = {"hessian": reverse_over_reverse(module, x, target, mse), "ggn": gauss_newton(module, x)}
@@ -81,6 +81,12 @@ def test_parameters_without_effect_have_zero_blocks() -> None:
     assert found.asymmetry <= 1e-14
     assert (found.block("V", "V") == 0).all()
     assert (found.block("V", "W") == 0).all()
+
+
+def test_diagonal_curvature_between_two_vertices_goes_to_a_parent_as_a_diagonal_once() -> None:
+    """A gain of one block and the residual of the next, as in two blocks of OLMo 2."""
+    blocks = [hk.TransformerBlock(4, 3, placement="olmo2") for _ in range(2)]
+    assert_everywhere(randomised(torch.nn.Sequential(*blocks)), draw(2, 3, 4))
 
 
 @pytest.mark.parametrize("batch", [1, 2])

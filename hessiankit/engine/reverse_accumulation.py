@@ -127,8 +127,8 @@ class Pullback:
         met = [s for s in stack.vertices if self.wanted.meet(s, r)]
         kept = [s for s in met if level == at and (isinstance(stack, EntrywiseTangents) or s in stack.identities)]
         for s in kept:
-            slopes = stack.rows * diagonal if isinstance(stack, EntrywiseTangents) and not stack.identities else diagonal
-            self.blocks.add_diagonal(s, r, at, 2 * slopes if s == r else slopes)
+            part = stack.rows * diagonal if isinstance(stack, EntrywiseTangents) and not stack.identities else diagonal
+            self.blocks.add_diagonal(s, r, at, 2 * part if s == r else part)
         for s, part in _pull_back_diagonal(self.vertex, level, stack, at, diagonal, [s for s in met if s not in kept]):
             self.blocks.add_half(s, r, min(level, at), part)
 
