@@ -115,3 +115,38 @@ def test_rows_that_are_flattened_for_a_weight_cost_as_much_as_with_their_axes(ba
         assert largest_error(found[-1], expected) <= 1e-12
     assert work[0] < 1.01 * work[1]
     assert torch.allclose(found[0].outer(), found[1].outer(), rtol=0, atol=1e-14)
+
+
+OUTPUTS = {
+    "a product of tokens": lambda s, x: torch.tanh(x @ s.W) @ s.V,
+    "rows": lambda s, x: (torch.tanh(x @ s.W) @ s.V).reshape(-1, 5),
+    "rows, then a bias": lambda s, x: (torch.tanh(x @ s.W).reshape(-1, 4) @ s.V).reshape(-1, 5) + s.b,
+    "rows and back": lambda s, x: (torch.tanh(x.reshape(-1, 4) @ s.W) @ s.V + s.b).reshape(2, 3, 5),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse", "callable"])
+def test_the_output_stays_where_the_loss_begins(name: str, loss: str) -> None:
+    """The Gauss-Newton matrix J^T (d^2 loss / dz^2) J, for outputs whose rows have been flattened; J by autograd."""
+    module, x = Formula(OUTPUTS[name], W=(4, 4), V=(4, 5), b=(5,)), draw(2, 3, 4)
+    z = module(x).detach()
+    labels = torch.randint(5, z.shape[:-1], generator=torch.Generator().manual_seed(2))
+    target = draw(*z.shape, seed=7) if loss == "mse" else labels
+    flat = torch.nn.functional.cross_entropy
+    functions = {"mse": mse, "cross_entropy": cross_entropy, "callable": lambda z, t: flat(z.reshape(-1, 5), t.reshape(-1))}
+    names = [name for name, _ in module.named_parameters()]
+    J = torch.autograd.functional.jacobian(
+        lambda *values: torch.func.functional_call(module, dict(zip(names, values, strict=True)), (x,)).reshape(-1),
+        tuple(p.detach() for p in module.parameters()),
+    )
+    J = torch.cat([part.flatten(1) for part in J], 1)
+    middle = torch.autograd.functional.hessian(lambda v: functions[loss](v.reshape(z.shape), target), z.reshape(-1))
+    expected = J.T @ middle @ J
+    given = functions[loss] if loss == "callable" else loss
+    outer = hk.hessian(module, x, target, loss=given).outer()
+    assert (outer - expected).abs().max() <= 1e-12 * expected.abs().max()
+    diagonal = hk.hessian_diagonal(module, x, target, loss=given, kind="ggn").flat
+    assert (diagonal - expected.diagonal()).abs().max() <= 1e-12 * expected.abs().max()
+    operator = hk.hessian_operator(module, x, target, loss=given, kind="ggn")
+    assert (operator.to_matrix() - expected).abs().max() <= 1e-12 * expected.abs().max()

@@ -40,7 +40,10 @@ def reassociate(trace: Trace) -> None:
 
 
 def _keep_axes(trace: Trace) -> None:
-    """Apply weights, biases and a cross entropy to values with their axes of rows, where these are flattened for it."""
+    """Apply weights, biases and a cross entropy to values with their axes of rows, where these are flattened for it.
+
+    Values that are asked for, as the module's output, stay between what comes before and after them.
+    """
     rows: dict[int, torch.Size] = {}  # axes that values (B L, d) get again
     for a in reversed(trace.applications):
         before, out = a.inputs[0], trace.values[a.output]
@@ -63,12 +66,12 @@ def _keep_axes(trace: Trace) -> None:
             if trace.values[first].shape == out.shape and a.output not in asked:
                 same[a.output] = first
                 continue
-            if _flattens(trace.values[first], out):
+            if _flattens(trace.values[first], out) and a.output not in asked:
                 whole[a.output] = first
         elif first in whole and isinstance(a.primitive, CrossEntropy):
             labels = trace.values[a.inputs[1]].reshape(trace.values[whole[first]].shape[:-1])  # type: ignore[index]
             a = replace(a, inputs=(whole[first], trace.add_value(labels)))
-        elif first in whole and acts:
+        elif first in whole and acts and a.output not in asked:
             at = trace.add_value(out.reshape(*trace.values[whole[first]].shape[:-1], -1), moving=True)
             kept.append(replace(a, inputs=(whole[first], *a.inputs[1:]), output=at))
             whole[a.output] = at

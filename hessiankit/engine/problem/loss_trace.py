@@ -49,6 +49,7 @@ def loss_trace(task: Task, normalizer: float) -> LossTrace:
 def _named(task: Task, normalizer: float) -> LossTrace:
     traced = trace_call(lambda: (task.read(),), task.leaves)
     output, z = traced.output, traced.values[traced.output]
+    traced.marked = (output,)
     primitive = _primitive(task, normalizer)
     with torch.no_grad():
         value = primitive.value(z, task.target)
