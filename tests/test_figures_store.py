@@ -22,7 +22,6 @@ from figures._digits import ImageSpec, snapshots
 from figures._kit import cached
 from figures._runs import ByteRun, byte_run
 from figures._store import NOTHING, keep, put, recall, set_aside
-from hessiankit.diagnostics.monitoring import lines
 from hessiankit.studies.training import train
 from hessiankit.support.errors import InputError
 
@@ -161,7 +160,7 @@ def test_a_measurement_that_the_disk_refuses_ends_the_run(
         synced(file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lines.os, "fsync", full)
+        patch.setattr(os, "fsync", full)
         with (
             pytest.raises(InputError, match=r"^figures: cannot write .*monitor\.jsonl: it lacks step \d+; make room"),
             pytest.warns(),
