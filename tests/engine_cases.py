@@ -201,6 +201,9 @@ ROWS_APART = {
         lambda s, x: (lambda h: torch.tanh((h + torch.tanh(h @ s.B)) @ s.C))(x @ s.A + s.b),
         {"A": (4, 3), "b": (3,), "B": (3, 3), "C": (3, 2)},
     ),
+    "a scalar in place of entries of rows": Case(
+        lambda s, x: torch.where(x.reshape(-1, 4) > 0, (x @ s.W).reshape(-1, 4), s.t) @ s.V, {"W": (4, 4), "V": (4, 2), "t": ()}
+    ),
     "gated entries": Case(
         lambda s, x: (lambda h: h * torch.tanh(h) * torch.sigmoid(h @ s.B))(x @ s.A), {"A": (4, 3), "B": (3, 3)}
     ),

@@ -88,7 +88,7 @@ def _flattens(x: Tensor, rows: Tensor) -> bool:
 def _acts_on_rows(trace: Trace, a: Application) -> bool:
     """Tell whether an application is X W, X W^T + b, or X + b for one row b."""
     axes = 2 if isinstance(a.primitive, MatMul) else 1 if isinstance(a.primitive, Add) else 0
-    one = len(a.inputs) > 1 and a.inputs[1] is not None and trace.values[a.inputs[1]].ndim == axes
+    one = axes > 0 and len(a.inputs) > 1 and a.inputs[1] is not None and trace.values[a.inputs[1]].ndim == axes
     return one or isinstance(a.primitive, Linear)
 
 
