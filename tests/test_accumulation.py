@@ -23,7 +23,7 @@ def gauss_newton(module: torch.nn.Module, x: Tensor) -> Tensor:
         return torch.func.functional_call(module, dict(zip(names, values, strict=True)), (x,)).reshape(-1)
 
     parts = torch.autograd.functional.jacobian(output, tuple(p.detach() for p in module.parameters()))
-    J = torch.cat([part.flatten(1) for part in parts], 1)
+    J = torch.cat([part.reshape(len(part), -1) for part in parts], 1)
     return 2 / len(J) * J.T @ J
 
 
