@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +19,20 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files without a slow test where only those are asked for: to import them takes longer than many a test."""
+    only_slow = config.option.markexpr.startswith("slow") and collection_path.name.startswith("test_")
+    return True if only_slow and "slow" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests of a package that is not installed where they are parametrized by its name."""
+    """Skip tests parametrized by a package that is not installed; a file with slow tests has to name the marker itself."""
+    for path in {item.path for item in items if item.get_closest_marker("slow")}:
+        if "slow" not in path.read_text():
+            raise pytest.UsageError(
+                f"{path} has tests that are marked slow elsewhere: name the marker there, for `-m slow` to find it"
+            )
     if find_spec("curvlinops"):
         return
     for item in items:
