@@ -118,7 +118,6 @@ def contest(
     return {
         "parameters": case.size,
         "rows": rows,
-        "best": best(rows),
         "writing": spread(writing),
         "compared_columns": len(ring.picks),
         "rounds": len(own),
@@ -128,14 +127,3 @@ def contest(
 def _written(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a square matrix in memory of the kind that the closed form writes its result into, every entry touched."""
     return zeros(side, dtype, device).fill_(1.0)
-
-
-def best(rows: Sequence[dict[str, Any]]) -> str | None:
-    """Return the name of the fastest peer that is right.
-
-    >>> time = {"median": 1.0}
-    >>> best([{"name": "a", "status": "wrong", "time": time}, {"name": "b", "status": "right", "time": {"median": 2.0}}])
-    'b'
-    """
-    right = [row for row in rows if row["name"] != CLOSED and not row.get("ours") and row["status"] == "right" and row["time"]]
-    return str(min(right, key=lambda row: row["time"]["median"])["name"]) if right else None

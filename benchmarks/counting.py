@@ -15,11 +15,9 @@ It is the work of the product as the papers write it. It is no proven lower boun
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-PESSIMISTIC_RATE = 2e8
-"""Floating point operations a second that a forecast counts on before anything was measured; any computer does more."""
+import numpy as np
 
 
 def lift_operations(parameters: int, rows: int) -> float:
@@ -29,24 +27,6 @@ def lift_operations(parameters: int, rows: int) -> float:
     True
     """
     return float(parameters) ** 2 * rows
-
-
-def pair_operations(left: int, right: int, rows: int) -> float:
-    """Return the floating point operations of one block: 2 P_i P_j B L (a block of its own has no symmetry to use)."""
-    return 2.0 * left * right * rows
-
-
-def forward_operations(tokens: int, d_model: int, d_ff: int) -> float:
-    """Return the floating point operations of one block's forward pass on one sequence."""
-    return 2.0 * tokens * (3 * d_model**2 + 2 * d_model * d_ff) + 4.0 * tokens**2 * d_model
-
-
-def product_operations(tokens: int, d_model: int, d_ff: int, layers: int, batch: int) -> float:
-    """Return the floating point operations of one Hessian-vector product: tangent and second adjoint, about 9 forwards.
-
-    Forward 1, tangent 2, adjoint 2 and its tangent 4.
-    """
-    return 9.0 * layers * batch * forward_operations(tokens, d_model, d_ff)
 
 
 def dense_bytes(parameters: int, itemsize: int) -> int:
@@ -64,7 +44,4 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float:
     >>> round(exponent([1, 2, 4], [3, 12, 48]), 12)
     2.0
     """
-    u, v = [math.log(a) for a in x], [math.log(b) for b in y]
-    mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
-    spread = sum((a - mean_u) ** 2 for a in u)
-    return sum((a - mean_u) * (b - mean_v) for a, b in zip(u, v, strict=True)) / spread
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])

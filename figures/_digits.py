@@ -8,6 +8,7 @@ and CIFAR-100 are read from a path, in the paper's patches of 4 x 4.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import shutil
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from figures._kit import CODE as TOOLKIT
 from figures._kit import differentiable, short_digest
-from figures._store import checksum, read, set_aside, writing
+from figures._store import read, set_aside, writing
 from hessiankit.blocks import VisionTransformer
 from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.studies.images import ImageDataset, load_images, patchify
@@ -134,7 +135,8 @@ def snapshots(out: Path, spec: ImageSpec, steps: Iterable[int]) -> Iterator[tupl
         KeyboardInterrupt: Training was interrupted; what it did is kept.
     """
     tokens, labels = spec.data()
-    identity = {"spec": spec, "images": checksum(tokens.numpy().tobytes()), "made by": code_version(*CODE)}
+    pixels = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    identity = {"spec": spec, "images": pixels, "made by": code_version(*CODE)}
     folder = out / "cache" / f"digits-{short_digest(identity)}"
     previous: Path | None = None
     for step in sorted(set(steps)):

@@ -171,7 +171,7 @@ def cached(out: Path, name: str, key: Any, make: Callable[[], T], *, code: Itera
     (6, 6)
     """
     identity = {"key": plain(key), "made by": code_version(*code)}
-    path = out / "cache" / f"{name}-{short_digest(identity)}.json"
+    path = out / "cache" / f"{name}-{short_digest(identity)}.pt"
     answer: T = recall(path, identity)
     if answer is NOTHING:
         answer = plain(make())

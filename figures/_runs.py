@@ -1,15 +1,17 @@
 """Small byte-level language models, trained and followed by a monitor once for all figures that read of them.
 
 A run is a function of its description: the same description gives the same digits, whether it was stopped on the way or not. It
-is kept below ``out/cache``, with the monitor's file, the held-out losses, and the model at every measured step that is wanted.
-What is damaged there is set aside and made anew.
+is one file below ``out/cache``: the held-out losses, what the monitor wrote, the model at every step that is wanted, and until it
+is finished the state from which it goes on. A damaged file is set aside, and the run made anew.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from figures._kit import differentiable, plain, short_digest
-from figures._run_state import MONITORED, State
-from figures._store import NOTHING, checksum, keep, read, recall, set_aside, writing
+from figures._store import NOTHING, keep, put, read, recall
 from hessiankit.blocks import Transformer, initialise
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, read_monitor
 from hessiankit.studies.text import VOCAB_SIZE
@@ -42,11 +43,12 @@ from hessiankit.support.progress import Tell, progress_bar
 
 CODE = (
     "hessiankit/blocks", "hessiankit/optim", "hessiankit/partition", "hessiankit/diagnostics", "hessiankit/studies/text.py",
-    "hessiankit/studies/training.py", "hessiankit/studies/tuning/experiment.py", "figures/_runs.py", "figures/_run_state.py",
+    "hessiankit/studies/training.py", "hessiankit/studies/tuning/experiment.py", "figures/_runs.py",
 )  # fmt: skip
 """What the digits of a run depend on."""
 SAVE_EVERY = 100
 """Steps that an interruption loses at most."""
+MONITORED = "monitor.jsonl"
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ class ByteRun:
 
     Attributes:
         spec: Its description.
-        folder: Where it is kept.
+        folder: Where it is kept, with the monitor's file.
+        models: State of the model after each step that was kept; where a run broke off, as it was there.
         steps: Steps of the evaluations, 0 first.
         losses: Held-out nats a byte there; infinite from where the training loss was no number.
         train_losses: Nats a byte of each step's batch, before its update.
@@ -137,6 +140,7 @@ class ByteRun:
 
     spec: ByteSpec
     folder: Path
+    models: Mapping[int, Mapping[str, Tensor]]
     steps: tuple[int, ...]
     losses: tuple[float, ...]
     train_losses: tuple[float, ...]
@@ -149,10 +153,9 @@ class ByteRun:
         return not self.losses[-1] <= min(min(self.losses) + SPIKE, math.log(VOCAB_SIZE))
 
     def model(self, step: int | None = None) -> Transformer:
-        """Return the model after a step that was kept, the last one by default; where a run broke off, as it was there."""
+        """Return the model after a step that was kept, the last one by default."""
         model = model_of(self.spec)
-        at = self.spec.steps if step is None else step
-        model.load_state_dict(torch.load(self.folder / f"model_{at}.pt", weights_only=True))
+        model.load_state_dict(self.models[self.spec.steps if step is None else step])
         return model
 
 
@@ -173,19 +176,18 @@ def byte_run(spec: ByteSpec, out: Path, *, tell: Tell | None = None) -> ByteRun:
     made_by = f"{code_version(*CODE)}, {torch.get_default_dtype()}"
     identity = {"spec": plain(spec), "text": digest_of(spec.text), "made by": made_by}
     folder = out / "cache" / f"run-{spec.name}-{short_digest(identity)}"
-    found = recall(folder / "result.json", identity)
-    if found is not NOTHING:
-        changed = [name for name, expected in found["files"].items() if checksum(read(folder / name) or b"") != expected]
-        if changed:
-            set_aside(folder, f"{', '.join(changed)} changed after the run")
-            found = NOTHING
-    if found is NOTHING:
+    keep_state = partial(keep, folder / "run.pt", identity)
+    found: Any = recall(folder / "run.pt", identity)
+    if found is NOTHING or "unfinished" in found:
         with differentiable(), one_thread():
-            found = _train(spec, folder, tell, identity)
-        keep(folder / "result.json", identity, found)
-        with writing(folder / "unfinished.pt"):
-            (folder / "unfinished.pt").unlink(missing_ok=True)
-    return _run_of(spec, folder, found)
+            found = _train(spec, folder, tell, None if found is NOTHING else found, keep_state)
+        keep_state(found)
+    elif spec.every:
+        put(folder / MONITORED, found["monitored"].encode())
+    return ByteRun(
+        spec, folder, found["kept"], evaluated_at(spec), tuple(found["losses"]), tuple(found["train_losses"]),
+        read_monitor(folder / MONITORED) if spec.every else None, found["seconds"],
+    )  # fmt: skip
 
 
 def model_of(spec: ByteSpec) -> Transformer:
@@ -206,51 +208,63 @@ def measured_on(spec: ByteSpec) -> list[tuple[Tensor, Tensor]]:
     return [(inputs[r], targets[r]) for r in rows]
 
 
-def _train(spec: ByteSpec, folder: Path, tell: Tell, identity: dict[str, Any]) -> dict[str, Any]:
-    """Train to the end and return what the run showed, with checksums of its files."""
+def _train(
+    spec: ByteSpec, folder: Path, tell: Tell, found: dict[str, Any] | None, keep_state: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Train to the end, from the state in ``found`` if there is one, and return what the run showed."""
     text, held_out = texts(spec.text)
     windows = held_out.windows(spec.length, spec.windows)
     ends = evaluated_at(spec)
     model = model_of(spec)
     optimizer, schedule = adamw(model, spec.lr, spec.ratios, spec.steps, round(spec.warm_up * spec.steps), spec.floor)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     drawn = torch.Generator().manual_seed(spec.seed)
-    state = State(folder, identity, drawn, model=model, optimizer=optimizer, schedule=schedule)
-    so_far: tuple[int, list[int], list[float], list[float], float] | None = state.load()
-    first, steps, losses, train_losses, before = so_far or (0, [], [], [], 0.0)
+    so_far = found or {"losses": [], "train_losses": [], "kept": {}, "monitored": "", "seconds": 0.0}
+    if found is not None:
+        state = found.pop("unfinished")
+        drawn.set_state(state.pop("drawn"))
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+    if spec.every:  # what was measured after the state was kept is measured again
+        put(folder / MONITORED, so_far["monitored"].encode())
     monitor = _monitor(spec, model, folder)
-    began = time.perf_counter() - before
+    began = time.perf_counter() - so_far["seconds"]
 
     def look(step: int) -> None:
         if monitor is not None:
             _measure(monitor, step, force=step == spec.steps)
         if step in ends:
-            steps.append(step)
-            losses.append(held_out_loss(model, windows))
+            so_far["losses"].append(held_out_loss(model, windows))
         if step in (*spec.kept, spec.steps):
-            state.keep(f"model_{step}.pt", model.state_dict())
+            so_far["kept"][step] = copy.deepcopy(model.state_dict())
 
-    if so_far is None:
+    def update() -> None:
+        so_far["seconds"] = round(time.perf_counter() - began, 2)
+        so_far["monitored"] = "" if monitor is None else (read(monitor.path) or b"").decode()
+
+    if found is None:
         look(0)
-    left = range(first + 1, spec.steps + 1)
+    first = len(so_far["train_losses"])
     batch = partial(text.batch, spec.batch_size, spec.length, drawn)
     tell(f"training {spec.name}", first, spec.steps)
+    left = range(first + 1, spec.steps + 1)
     for step, loss in updates(model, optimizer, batch, cross_entropy, left, clip=CLIP, schedule=schedule):
-        train_losses.append(loss)
         if not math.isfinite(loss):
+            so_far["train_losses"].append(math.inf)
             break
+        so_far["train_losses"].append(loss)
         look(step)
-        if step % SAVE_EVERY == 0:
-            state.save((step, steps, losses, train_losses, time.perf_counter() - began))
+        if step % SAVE_EVERY == 0 and step < spec.steps:
+            update()
+            state = {name: part.state_dict() for name, part in parts.items()}
+            keep_state({**so_far, "unfinished": {**state, "drawn": drawn.get_state()}})
         if step < spec.steps:
             tell(f"training {spec.name}", step, spec.steps)
-    for name in {f"model_{step}.pt" for step in (*spec.kept, spec.steps)} - set(state.files):  # the run broke off before
-        state.keep(name, model.state_dict())
-    monitored = {} if monitor is None else {MONITORED: checksum(read(monitor.path) or b"")}
-    seconds = round(time.perf_counter() - began, 2)
-    found: dict[str, Any] = plain(
-        {"losses": losses, "train_losses": train_losses, "seconds": seconds, "files": state.files | monitored}
-    )
-    return found
+    update()
+    for step in {*spec.kept, spec.steps} - so_far["kept"].keys():  # the run broke off before
+        so_far["kept"][step] = model.state_dict()
+    losses = [loss if math.isfinite(loss) else math.inf for loss in so_far["losses"]]
+    return {**so_far, "losses": losses + [math.inf] * (len(ends) - len(losses))}
 
 
 def _measure(monitor: Monitor, step: int, *, force: bool) -> None:
@@ -284,12 +298,3 @@ def evaluated_at(spec: ByteSpec) -> tuple[int, ...]:
     """Return the steps after which the held-out loss is measured, evenly spread, 0 and the last one among them."""
     count = min(spec.evaluations, spec.steps)
     return tuple(sorted({round(k * spec.steps / count) for k in range(count + 1)}))
-
-
-def _run_of(spec: ByteSpec, folder: Path, found: dict[str, Any]) -> ByteRun:
-    ends = evaluated_at(spec)
-    losses = [math.inf if loss is None else loss for loss in found["losses"]]
-    losses += [math.inf] * (len(ends) - len(losses))
-    log = read_monitor(folder / MONITORED) if spec.every else None
-    train_losses = tuple(math.inf if loss is None else loss for loss in found["train_losses"])
-    return ByteRun(spec, folder, ends, tuple(losses), train_losses, log, found["seconds"])

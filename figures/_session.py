@@ -36,7 +36,7 @@ class DrawingSession:
         """
         command: dict[str, object] = {"names": list(names), "quick": quick, "suffix": suffix, "sources": dict(sources)}
         command["made by"] = code_version(*CODE)
-        path = out / "cache" / "unfinished.json"
+        path = out / "cache" / "unfinished.pt"
         before = recall(path, command, exclusive=False)
         drawn = {} if before is NOTHING else before
         return cls(path, command, {name: files for name, files in drawn.items() if all(Path(f).exists() for f in files)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -12,9 +12,14 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
+from hessiankit.studies.training import torch_bytes
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_bytes
 
+DIGEST = 32
+"""Bytes of the checksum that a kept file begins with."""
 NOTHING: Final = object()
 """What :func:`recall` returns where nothing is kept."""
 
@@ -71,13 +76,13 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def keep(path: Path, identity: Any, answer: Any) -> None:
-    """Write an answer with what it is the answer to and a checksum; both as JSON holds them.
+    """Write an answer, of what ``torch.load`` reads with ``weights_only``, with what it is the answer to and a checksum.
 
     Raises:
         InputError: The file cannot be written.
     """
-    content = {"identity": identity, "answer": answer, "sha256": checksum(_canonical(answer))}
-    put(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    content = torch_bytes({"identity": identity, "answer": answer})
+    put(path, _digest(content) + content)
 
 
 def recall(path: Path, identity: Any, *, exclusive: bool = True) -> Any:
@@ -92,33 +97,25 @@ def recall(path: Path, identity: Any, *, exclusive: bool = True) -> Any:
         InputError: The file cannot be read, or not be set aside.
 
     >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "a.json"
+    >>> path = Path(tempfile.mkdtemp()) / "a.pt"
     >>> keep(path, {"n": 3}, [1, 2])
     >>> recall(path, {"n": 3}), recall(path, {"n": 4}, exclusive=False) is NOTHING
     ([1, 2], True)
     """
-    content = read(path)
-    if content is None:
+    stored = read(path)
+    if stored is None:
         return NOTHING
-    try:
-        found = json.loads(content)
-        seen, answer, expected = found["identity"], found["answer"], found["sha256"]
-    except (ValueError, TypeError, KeyError) as error:
-        set_aside(path, f"it cannot be read ({type(error).__name__}: {error})")
-        return NOTHING
-    if checksum(_canonical(answer)) != expected:
+    expected, content = stored[:DIGEST], stored[DIGEST:]
+    if _digest(content) != expected:
         set_aside(path, "its content does not fit its checksum")
-    elif seen == identity:
-        return answer
-    elif exclusive:
+        return NOTHING
+    found = torch.load(io.BytesIO(content), weights_only=True)
+    if found["identity"] == identity:
+        return found["answer"]
+    if exclusive:
         set_aside(path, "it is of something else")
     return NOTHING
 
 
-def checksum(content: bytes) -> str:
-    """Return the SHA-256 of a file's content."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def _canonical(answer: Any) -> bytes:
-    return json.dumps(answer, sort_keys=True).encode()
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()

@@ -11,20 +11,17 @@ and v normalised by an RMSNorm of gain 1, a norm in front of them changes nothin
 placements have to agree: pre-qkv-post and hybridnorm, pre-qkv-pre and qkv-pre, hybridnorm* and first-qkv-pre. The output says
 how far they do, with the usual eps of 1e-5 and with 1e-14.
 
-Finished cells are lines of a file beside the picture: an interrupted run goes on where it was.
+Finished cells are kept: an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
 
 import codecs
-import json
 import statistics
-import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +31,12 @@ from torch import Tensor
 
 import hessiankit as hk
 from figures._kit import (
-    CODE,
     FAINT,
     INK,
     MACHINE,
     TYPE_COLOURS,
     TYPE_MARKS,
+    cached,
     each,
     heading,
     page,
@@ -52,8 +49,7 @@ from figures._lanczos import extremes
 from figures._scales import scale
 from figures._store import put
 from figures._verdicts import Verdict, in_every
-from hessiankit.studies.resumable import Resumable
-from hessiankit.support.environment import code_version, environment
+from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_markdown, as_text, table
 
@@ -112,7 +108,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found of a cell: norms and relative residuals by block type, the loss, and what they were found with."""
+    """What was found of a cell: norms and relative residuals by block type, and the loss."""
 
     cell: Cell
     norms: dict[str, float]
@@ -120,7 +116,6 @@ class Measured:
     residuals: dict[str, float]
     products: int
     loss: float
-    made_by: str
 
 
 def zen() -> bytes:
@@ -166,14 +161,7 @@ def measure(cell: Cell, settings: Settings) -> Measured:
         {name: one.residual / abs(one.value) for name, one in found.items()},
         sum(one.products for one in found.values()),
         float(operator.loss),
-        made_by(settings),
     )
-
-
-def made_by(settings: Settings) -> str:
-    """Return the code and the sizes that a line of the file depends on."""
-    sizes = {k: v for k, v in asdict(settings).items() if k not in ("families", "initialisations", "depths", "seeds")}
-    return f"{code_version(*CODE)}, {json.dumps(sizes)}"
 
 
 def cells(settings: Settings) -> list[Cell]:
@@ -199,22 +187,17 @@ def equal_pairs(settings: Settings) -> list[tuple[str, str]]:
     return [pair for pair in EQUAL if set(pair) <= set(settings.placements)]
 
 
-def measure_all(settings: Settings, lines: Path) -> list[Measured]:
-    """Measure every cell that ``lines`` does not hold yet, each a line when it is finished."""
-
-    def decode(record: Any) -> Measured | None:
-        found = Measured(**{**record, "cell": Cell(**record["cell"])})
-        return found if found.made_by == made_by(settings) else None
-
-    def skipped(number: int) -> None:
-        print(f"figures: line {number} of {lines} cannot be read; its cell is measured anew", file=sys.stderr)
-
-    todo = cells(settings)
-    run = partial(measure, settings=settings)
-    with progress_bar() as tell, Resumable("figures", lines, run, attrgetter("cell"), asdict, decode, skipped=skipped) as runs:
-        for k, found in enumerate(runs.finish(todo), start=len(todo) - len(runs.missing(todo)) + 1):
-            tell(f"{found.cell.placement}, {found.cell.blocks} blocks", k, len(todo))
-    return [runs.known[cell] for cell in todo]
+def measure_all(out: Path, settings: Settings) -> list[Measured]:
+    """Measure every cell that is not kept, and keep each when it is finished."""
+    varied = ("families", "initialisations", "depths", "seeds")
+    sizes = {name: value for name, value in asdict(settings).items() if name not in varied}
+    todo, found = cells(settings), []
+    with progress_bar() as tell:
+        for k, cell in enumerate(todo):
+            tell(f"{cell.placement}, {cell.blocks} blocks", k, len(todo))
+            answer: Any = cached(out, NAME, {"cell": cell, **sizes}, partial(measure, cell, settings))
+            found.append(Measured(**{**answer, "cell": cell}))
+    return found
 
 
 @dataclass(frozen=True)
@@ -369,7 +352,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     ``quick`` takes four placements, d_model 8, one and two blocks, one initialisation and two seeds: seconds.
     """
     settings = QUICK if quick else FULL
-    measured = measure_all(settings, out / f"{NAME}_cells.jsonl")
+    measured = measure_all(out, settings)
     found = summarise(measured, settings)
     texts = []
     for initialisation, headers, rows in tables(found, settings):
@@ -382,17 +365,10 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     said = claimed(measured, settings)
     print(f"  {said.status}: {said.text}")
     text = put(out / f"{NAME}.md", "\n".join([*texts, as_markdown(*checked), ""]).encode())
+    data = {"environment": environment(*MACHINE), "settings": asdict(settings), "cells": measured}
     header = ("placement", "initialisation", "blocks", "block type", "median", "lowest", "highest")
     spreads = [dict(zip(header, (*key, *asdict(spread).values()), strict=True)) for key, spread in found.items()]
     return [
         draw_growth(found, settings, said, out / f"{NAME}{suffix}"), write_rows(out / f"{NAME}.csv", spreads),
-        write_json(out / f"{NAME}.json", _as_data(measured, settings)), text,
+        write_json(out / f"{NAME}.json", data), text,
     ]  # fmt: skip
-
-
-def _as_data(measured: list[Measured], settings: Settings) -> dict[str, Any]:
-    return {
-        "environment": environment(*MACHINE),
-        "settings": asdict(settings),
-        "cells": [{k: v for k, v in asdict(m).items() if k != "made_by"} for m in measured],
-    }

@@ -11,13 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmark_cases import PLAN, QUIET, check_page, closed, first_cell, record
-from torch import Tensor, nn
 
 from benchmarks import tables
 from benchmarks.packaged import installed
 from benchmarks.peers import FUNC_HESSIAN, REVERSE
 from benchmarks.problems import make
-from benchmarks.suites import BENCHMARKS, hvp, limit, memory, scalars
+from benchmarks.suites import BENCHMARKS, common, hvp, limit, memory, scalars
 from hessiankit import hessian
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
@@ -76,20 +75,10 @@ def test_scalars_go_without_probes_and_stop_what_is_slow(monkeypatch: pytest.Mon
     assert by_name["trace", "Hutchinson"]["status"] == by_name["diagonal", "Hutchinson"]["status"] == "skipped"
     assert "1000000000 probes" in by_name["trace", "Hutchinson"]["why"]
     ways = {"slow": lambda: time.sleep(9.0) or torch.ones(()), "quick": lambda: torch.ones(())}
-    slow, quick = scalars._race("trace", ways, None, 1e-8, replace(PLAN, repeats=1, limit_seconds=0.3))
+    slow, quick = common.race("trace", scalars._made(ways), None, 1e-8, replace(PLAN, repeats=1, limit_seconds=0.3))
     assert (slow["status"], slow["why"], slow["time"]) == ("skipped", "over budget: slow took more than 0 s", None)
     assert quick["status"] == "right"
     assert quick["time"] is not None
-
-
-def test_scalars_take_a_later_diagonal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def diagonal(module: nn.Module, inputs: Tensor, target: Tensor, *, loss: str, max_products: None) -> dict[str, Tensor]:
-        found = hessian(module, inputs, target, loss=loss)
-        return {name: found.block(name, name).diagonal().reshape(found.shapes[name]) for name in found.names}
-
-    monkeypatch.setattr(scalars, "hook", lambda name: diagonal if name == "hessian_diagonal" else None)
-    result = scalars.run(first_cell("scalars"), replace(PLAN, repeats=1), QUIET)
-    assert [(r["name"], r["status"]) for r in result["rows"][:1]] == [("hessiankit.hessian_diagonal", "right")]
 
 
 def test_memory_measures_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:

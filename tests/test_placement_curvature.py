@@ -82,7 +82,7 @@ def test_the_text_is_the_same_everywhere():
 
 
 def test_equal_placements_are_equal_but_for_eps(out):
-    cells = [json.loads(line) for line in (out / "placement_curvature_cells.jsonl").read_text().splitlines()]
+    cells = json.loads((out / "placement_curvature.json").read_text())["cells"]
     rows = figure.equalities([figure.Measured(**{**c, "cell": figure.Cell(**c["cell"])}) for c in cells], figure.QUICK)
     assert [row[:2] for row in rows] == [("pre-qkv-post = hybridnorm", "1"), ("pre-qkv-post = hybridnorm", "2")]
     for *_, usual, tiny in rows:
@@ -91,7 +91,7 @@ def test_equal_placements_are_equal_but_for_eps(out):
 
 def test_files(out):
     names = {path.name.removeprefix("placement_curvature") for path in out.iterdir()}
-    assert names == {".png", ".csv", ".json", ".md", "_cells.jsonl"}
+    assert names == {".png", ".csv", ".json", ".md", "cache"}
     with (out / "placement_curvature.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 * 1 * 3 * 6
@@ -105,8 +105,6 @@ def test_files(out):
 def test_finished_cells_are_not_measured_again(out, monkeypatch, capsys):
     picture = (out / "placement_curvature.png").read_bytes()
     monkeypatch.setattr(figure, "measure", lambda *_: pytest.fail("a finished cell was measured again"))
-    lines = out / "placement_curvature_cells.jsonl"
-    lines.write_text(lines.read_text() + '{"cell": {"pla')  # cut off in the middle of a line
     assert main(["placement_curvature", "--quick", "--out", str(out)]) == 0
     assert "pre-qkv-post = hybridnorm" in capsys.readouterr().out
     assert (out / "placement_curvature.png").read_bytes() == picture

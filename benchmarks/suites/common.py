@@ -1,17 +1,20 @@
-"""Shared by several suites: the problem of a cell, and forecasts that a cell is too large."""
+"""Shared by several suites: the problem of a cell, forecasts that a cell is too large, and a race of a few methods."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import hessiankit
 from benchmarks.counting import dense_bytes, lift_operations
 from benchmarks.plan import Cell, Plan
 from benchmarks.problems import DTYPES, Case, make, parameters_of, tokens_of
-from benchmarks.timing import timed
+from benchmarks.timing import add_rounds, all_rounds, deadline, finite, rounds_within, several, timed
 from hessiankit.engine.problem.task import available_memory
+from hessiankit.verify.reference_base import first_line
 
 BLOCK_SIZES = ("tiny", "small", "small-affine", "paper-mnist", "paper-mnist-affine", "medium")
 FAST_RATE = 2e12
@@ -25,11 +28,6 @@ COPIES = 2.5
 def case_of(cell: Cell, plan: Plan, wanted: tuple[str, ...] | None = None) -> Case:
     """Return the problem of a cell."""
     return make(cell["problem"], cell["batch"], cell["dtype"], plan.device, wanted)
-
-
-def hook(name: str) -> Any:
-    """Return a public function of the toolkit by name; None in a version that does not have it (yet)."""
-    return getattr(hessiankit, name, None)
 
 
 def beyond_memory(cell: Cell, plan: Plan) -> dict[str, Any] | None:
@@ -70,6 +68,59 @@ def beyond_time(cell: Cell, plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def dense(case: Case) -> torch.Tensor:
+def dense(case: Case) -> Tensor:
     """Return the dense Hessian by closed form."""
     return hessiankit.hessian(case.module, case.inputs, case.target, loss=case.loss, params=case.wanted).matrix
+
+
+def race(
+    quantity: str,
+    prepared: Mapping[str, Callable[[], Callable[[], Tensor]]],
+    expected: Tensor | None,
+    tolerance: float,
+    plan: Plan,
+    *,
+    rounds: int | None = None,
+    too_large: str = "",
+) -> list[dict[str, Any]]:
+    """Return a row a method: set-up, a first call that is compared, then rounds in turn, relative to the first method.
+
+    Args:
+        quantity: What is computed.
+        prepared: Name -> a function that makes what is then called.
+        expected: The value, or its first entries; None: what the first method finds.
+        tolerance: Of the difference, relative to the largest entry.
+        plan: Limits, repeats and the device.
+        rounds: How many; by default what fits into the limit.
+        too_large: Why the others than the first are not tried, if they are not.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    calls: dict[str, Callable[[int], float]] = {}
+    for name, prepare in prepared.items():
+        row: dict[str, Any] = {"quantity": quantity, "name": name, "status": "right", "error": None, "why": "", "time": None}
+        rows[name] = row
+        if too_large and len(rows) > 1:
+            row.update(status="skipped", why=too_large)
+            continue
+        try:
+            with deadline(plan.limit_seconds, name):
+                method, row["setup_seconds"] = timed(plan.device, prepare)
+                found, row["first_seconds"] = timed(plan.device, method)
+        except TimeoutError as error:
+            row.update(status="skipped", why=f"over budget: {error}")
+            continue
+        except ModuleNotFoundError as error:
+            row.update(status="missing", why=str(error))
+            continue
+        except Exception as error:
+            row.update(status="failed", why=first_line(error))
+            continue
+        expected = found if expected is None else expected
+        off = (found.reshape(-1)[: expected.numel()].to(expected) - expected.reshape(-1)).abs().max() / expected.abs().max()
+        row["error"], row["status"] = finite(float(off)), "right" if off <= tolerance else "wrong"
+        calls[name] = lambda _, method=method: several(plan.device, method)  # type: ignore[misc]
+    if calls:
+        once = sum(rows[name]["first_seconds"] for name in calls)
+        rounds = max(1, rounds_within(plan.limit_seconds, once, plan.repeats)) if rounds is None else rounds
+        add_rounds(rows, all_rounds(calls, rounds), next(iter(calls)))
+    return list(rows.values())

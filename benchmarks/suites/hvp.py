@@ -16,12 +16,12 @@ from benchmarks.packaged import curvlinops_operator, installed, jax_products
 from benchmarks.peers import products_of
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make
-from benchmarks.suites.common import BLOCK_SIZES, case_of
+from benchmarks.suites.common import BLOCK_SIZES, case_of, race
 from benchmarks.tables import NOTES, contest_tables
-from benchmarks.timing import add_rounds, all_rounds, finite, rounds_within, several, timed
+from benchmarks.timing import rounds_within, timed
 from hessiankit import hessian_operator
 from hessiankit.engine.problem.task import available_memory
-from hessiankit.verify.reference_base import bytes_per_direction, first_line
+from hessiankit.verify.reference_base import bytes_per_direction
 from hessiankit.verify.torch_routes import GradientGraph, Products
 
 BLOCK = 16
@@ -120,9 +120,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     one = make(cell["problem"], 1, cell["dtype"], plan.device)
     runner, vector = _ours("hessian")(one), draws[:1]
     runner(vector)
-    forecast = (
-        min(timed(plan.device, lambda: runner(vector))[1] for _ in range(3)) * cell["batch"]
-    )  # of our product with one vector
+    forecast = cell["batch"] * min(timed(plan.device, lambda: runner(vector))[1] for _ in range(3))  # of our product
     graph_bytes = bytes_per_direction(one.flat_loss, one.theta) * cell["batch"]
     for matrix, methods_of in METHODS.items():
         for width in (1, BLOCK):
@@ -134,41 +132,18 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
                 rows.append({"quantity": quantity, "name": "hessian_operator", "status": "skipped", "why": why, "time": None})
                 continue
             reference = REFERENCES[matrix](case, V[:CHECKED])
-            rows += _compare(quantity, case, V, reference, methods_of, plan, rounds, graph_bytes * width)
+            need = graph_bytes * width
+            too_large = need > MEMORY_SHARE * available_memory(case.theta.device)
+            prepared = {name: partial(_applied, prepare, case, V) for name, prepare in methods_of.items()}
+            rows += race(
+                quantity, prepared, reference, TOLERANCE[case.theta.dtype], plan, rounds=rounds,
+                too_large=f"would take about {need / 2**30:.0f} GiB" if too_large else "",
+            )  # fmt: skip
     return {"parameters": case.size, "rows": rows, "extra": ["setup_seconds", "set-up (s)"]}
 
 
-def _compare(
-    quantity: str,
-    case: Case,
-    V: Tensor,
-    reference: Tensor,
-    prepared: dict[str, Callable[[Case], Products]],
-    plan: Plan,
-    rounds: int,
-    need: int,
-) -> list[dict[str, Any]]:
-    """Return a row a method: products of prepared operators, timed in turn."""
-    rows: dict[str, dict[str, Any]] = {}
-    calls: dict[str, Callable[[int], float]] = {}
-    for name, prepare in prepared.items():
-        row: dict[str, Any] = {"quantity": quantity, "name": name, "status": "right", "error": None, "why": "", "time": None}
-        rows[name] = row
-        if len(rows) > 1 and need > MEMORY_SHARE * available_memory(case.theta.device):
-            row.update(status="skipped", why=f"would take about {need / 2**30:.0f} GiB")
-            continue
-        try:
-            runner, row["setup_seconds"] = timed(plan.device, lambda prepare=prepare: prepare(case))  # type: ignore[misc]
-            found, row["first_seconds"] = timed(plan.device, lambda runner=runner: runner(V))  # type: ignore[misc]
-        except Exception as error:
-            absent = isinstance(error, ModuleNotFoundError)
-            row.update(status="missing" if absent else "failed", why=str(error) if absent else first_line(error))
-            continue
-        off = float((found[: len(reference)] - reference).abs().max() / reference.abs().max())
-        row["error"], row["status"] = finite(off), "right" if off <= TOLERANCE[case.theta.dtype] else "wrong"
-        calls[name] = lambda _, runner=runner: several(plan.device, lambda: runner(V))  # type: ignore[misc]
-    add_rounds(rows, all_rounds(calls, rounds) if calls else {}, next(iter(prepared)))
-    return list(rows.values())
+def _applied(prepare: Callable[[Case], Products], case: Case, V: Tensor) -> Callable[[], Tensor]:
+    return partial(prepare(case), V)
 
 
 BENCHMARK = Benchmark(

@@ -11,7 +11,7 @@ from benchmarks.charts import methods
 from benchmarks.contest import contest, contestants
 from benchmarks.entries import Part
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
-from benchmarks.suites.common import BLOCK_SIZES, case_of, hook
+from benchmarks.suites.common import BLOCK_SIZES, case_of
 from benchmarks.tables import NOTES, contest_tables
 
 PAIRS = {"W_1 x W_2": ("feedforward.W_1", "feedforward.W_2"), "Q x V": ("attention.W_Q", "attention.W_V")}
@@ -25,11 +25,8 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     rows, columns = PAIRS[cell["pair"]]
     case = case_of(cell, plan, (rows, columns))
     part = Part(case.slices[columns], case.slices[rows])
-    given = hook("hessian_block")
 
     def closed() -> Tensor:
-        if given is not None:
-            return given(case.module, case.inputs, case.target, rows, columns, loss=case.loss)
         found = hessiankit.hessian(case.module, case.inputs, case.target, loss=case.loss, params=(rows, columns))
         return found.block(rows, columns)
 
@@ -46,7 +43,7 @@ BENCHMARK = Benchmark(
     run,
     contest_tables,
     lambda records: methods(records, "One block of the Hessian"),
-    NOTES + "\n- The closed form computes the Hessian of the two parameters, three blocks, of which one is kept, unless the "
-    "toolkit has a call for one block.\n- P counts both parameters.",
+    NOTES + "\n- The closed form computes the Hessian of the two parameters, three blocks, of which one is kept.\n"
+    "- P counts both parameters.",
     title="One block",
 )

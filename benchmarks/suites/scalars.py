@@ -15,11 +15,10 @@ from benchmarks.entries import TOLERANCE
 from benchmarks.packaged import curvlinops_operator, installed
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make
-from benchmarks.suites.common import BLOCK_SIZES, beyond_memory, beyond_time, case_of, dense, hook
+from benchmarks.suites.common import BLOCK_SIZES, beyond_memory, beyond_time, case_of, dense, race
 from benchmarks.tables import NOTES, contest_tables
-from benchmarks.timing import add_rounds, all_rounds, deadline, finite, rounds_within, spread, timed
-from hessiankit import CurvatureDiagonal, HessianOperator, hessian_operator
-from hessiankit.verify.reference_base import first_line
+from benchmarks.timing import spread, timed
+from hessiankit import HessianOperator, hessian_diagonal, hessian_operator
 
 GOAL = 0.01
 BLOCK = 16
@@ -63,9 +62,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
         tell(quantity, 1 + k, 4)
         columns_fit = probed and per_product * case.size * (plan.repeats + 1) <= plan.limit_seconds
         ours = _diagonals(quantity, case, dense_fits=matrix is not None, columns_fit=columns_fit)
-        rows += _race(quantity, ours, exact.get(quantity), TOLERANCE[case.theta.dtype], plan)
-        if not ours:
-            rows.append(_skipped(quantity, (too_large or {}).get("skipped", "neither the matrix nor its columns fit")))
+        rows += race(quantity, _made(ours), exact.get(quantity), TOLERANCE[case.theta.dtype], plan)
         if not probed:
             why = f"forecast {probing:.3g} s for {PROBES} probes and their timing, limit {plan.limit_seconds:.3g} s"
             rows.append({**_skipped(quantity, why), "name": "Hutchinson"})
@@ -81,7 +78,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     top = _eigenvalues(case, operator, matrix) if 3 * lanczos <= plan.limit_seconds else {}
     if not top:
         rows.append(_skipped("top eigenvalue", f"forecast 3 x {lanczos:.3g} s, limit {plan.limit_seconds:.3g} s a cell"))
-    rows += _race("top eigenvalue", top, None, EIGENVALUE_TOLERANCE[case.theta.dtype], plan)
+    rows += race("top eigenvalue", _made(top), None, EIGENVALUE_TOLERANCE[case.theta.dtype], plan)
     result = {"parameters": case.size, "rows": rows, "trace": trace if probed else None, "extra": ["probes", "probes"]}
     return {**result, **({"dense_skipped": too_large["skipped"]} if too_large else {})}
 
@@ -124,22 +121,15 @@ def _diagonals(quantity: str, case: Case, *, dense_fits: bool, columns_fit: bool
             diagonal[start : start + step] = (made @ units)[start : start + step].diagonal()
         return finish(diagonal)
 
-    ways: dict[str, Callable[[], Tensor]] = {}
-    if (given := hook("hessian_diagonal")) is not None:
-        ways["hessiankit.hessian_diagonal"] = lambda: finish(
-            _flat(given(case.module, case.inputs, case.target, loss=case.loss, max_products=None), case)
-        )
+    def ours() -> Tensor:
+        return hessian_diagonal(case.module, case.inputs, case.target, loss=case.loss, max_products=None).flat
+
+    ways: dict[str, Callable[[], Tensor]] = {"hessiankit.hessian_diagonal": lambda: finish(ours())}
     if dense_fits:
         ways["dense closed form"] = lambda: finish(dense(case).diagonal())
     if columns_fit:
         ways["columns of the operator"] = columns
     return ways
-
-
-def _flat(found: Any, case: Case) -> Tensor:
-    """Return a diagonal as one vector, whether it came as one or by name."""
-    found = found.values if isinstance(found, CurvatureDiagonal) else found
-    return torch.cat([found[name].reshape(-1) for name in case.parameters]) if isinstance(found, dict) else found.reshape(-1)
 
 
 def _eigenvalues(case: Case, operator: HessianOperator, matrix: Tensor | None) -> dict[str, Callable[[], Tensor]]:
@@ -160,34 +150,9 @@ def _eigenvalues(case: Case, operator: HessianOperator, matrix: Tensor | None) -
     return ways
 
 
-def _race(
-    quantity: str, ways: dict[str, Callable[[], Tensor]], exact: Tensor | None, tolerance: float, plan: Plan
-) -> list[dict[str, Any]]:
-    """Return a row a way, timed in turn; compared with the exact value, or with what the first way found."""
-    rows: dict[str, dict[str, Any]] = {}
-    calls: dict[str, Callable[[int], float]] = {}
-    for name, way in ways.items():
-        row: dict[str, Any] = {"quantity": quantity, "name": name, "status": "right", "error": None, "why": "", "time": None}
-        rows[name] = row
-        try:
-            with deadline(plan.limit_seconds, name):
-                found, row["first_seconds"] = timed(plan.device, way)
-        except TimeoutError as error:
-            row.update(status="skipped", why=f"over budget: {error}")
-            continue
-        except Exception as error:
-            row.update(status="failed", why=first_line(error))
-            continue
-        exact = found if exact is None else exact
-        off = float((found.to(exact) - exact).abs().max() / exact.abs().max())
-        row["error"], row["status"] = finite(off), "right" if off <= tolerance else "wrong"
-        calls[name] = lambda _, way=way: timed(plan.device, way)[1]  # type: ignore[misc]
-    if not calls:
-        return list(rows.values())
-    once = sum(rows[name]["first_seconds"] for name in calls)
-    seconds = all_rounds(calls, max(1, rounds_within(plan.limit_seconds, once, plan.repeats)))
-    add_rounds(rows, seconds, next(iter(seconds), None))
-    return list(rows.values())
+def _made(ways: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Callable[[], Tensor]]]:
+    """Return ways without a set-up, as a race takes them."""
+    return {name: lambda way=way: way for name, way in ways.items()}  # type: ignore[misc]
 
 
 def _skipped(quantity: str, why: str) -> dict[str, Any]:
