@@ -177,10 +177,11 @@ def byte_run(spec: ByteSpec, out: Path, *, tell: Tell | None = None) -> ByteRun:
     identity = {"spec": plain(spec), "text": digest_of(spec.text), "made by": made_by}
     folder = out / "cache" / f"run-{spec.name}-{short_digest(identity)}"
     keep_state = partial(keep, folder / "run.pt", identity)
-    found: Any = recall(folder / "run.pt", identity)
-    if found is NOTHING or "unfinished" in found:
+    kept = recall(folder / "run.pt", identity)
+    found: dict[str, Any] = {} if kept is NOTHING else kept
+    if not found or "unfinished" in found:
         with differentiable(), one_thread():
-            found = _train(spec, folder, tell, None if found is NOTHING else found, keep_state)
+            found = _train(spec, folder, tell, found, keep_state)
         keep_state(found)
     elif spec.every:
         put(folder / MONITORED, found["monitored"].encode())
@@ -209,9 +210,9 @@ def measured_on(spec: ByteSpec) -> list[tuple[Tensor, Tensor]]:
 
 
 def _train(
-    spec: ByteSpec, folder: Path, tell: Tell, found: dict[str, Any] | None, keep_state: Callable[[dict[str, Any]], None]
+    spec: ByteSpec, folder: Path, tell: Tell, found: dict[str, Any], keep_state: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Train to the end, from the state in ``found`` if there is one, and return what the run showed."""
+    """Train to the end, from the state in ``found`` unless it is empty, and return what the run showed."""
     text, held_out = texts(spec.text)
     windows = held_out.windows(spec.length, spec.windows)
     ends = evaluated_at(spec)
@@ -220,7 +221,7 @@ def _train(
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     drawn = torch.Generator().manual_seed(spec.seed)
     so_far = found or {"losses": [], "train_losses": [], "kept": {}, "monitored": "", "seconds": 0.0}
-    if found is not None:
+    if found:
         state = found.pop("unfinished")
         drawn.set_state(state.pop("drawn"))
         for name, part in parts.items():
@@ -242,7 +243,7 @@ def _train(
         so_far["seconds"] = round(time.perf_counter() - began, 2)
         so_far["monitored"] = "" if monitor is None else (read(monitor.path) or b"").decode()
 
-    if found is None:
+    if not so_far["losses"]:
         look(0)
     first = len(so_far["train_losses"])
     batch = partial(text.batch, spec.batch_size, spec.length, drawn)
