@@ -36,10 +36,10 @@ def test_a_bound_of_ones_own_is_one_function(monkeypatch, capsys):
     assert json.loads(found)["violated"][0] == ["whole", "half", pytest.approx(2.0)]
     assert "VIOLATED" in report
     assert "half: it is no bound" in report
-    assert not {"half", "half, blocks"} & set(attack(1, seed=4).largest)
-    sixth = Bound("too_small", lambda at: (0.0, {}))
-    monkeypatch.setitem(BOUNDS, "too_small", sixth)
-    assert "too small" in {violation.bound for violation in attack(1, seed=4).violations}
+    monkeypatch.setitem(BOUNDS, "too_small", Bound("too_small", lambda at: (0.0, {})))
+    attacked = attack(1, seed=4)
+    assert not {"half", "half, blocks"} & set(attacked.largest)
+    assert "too small" in {violation.bound for violation in attacked.violations}
     with pytest.raises(SystemExit, match="0"):
         main(["bounds", "--list-bounds"])
     listed = capsys.readouterr().out.splitlines()

@@ -9,6 +9,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.diagnostics.depth.estimates import trace_of
 from hessiankit.support.errors import InputError, TraceError
 
 IDS, LABELS = tokens(2, 3), tokens(2, 3, seed=1)
@@ -52,20 +53,24 @@ def test_against_dense_matrices(placement, method):
             assert found.trace[k].standard_error == 0
 
 
+def test_probes_of_the_trace_have_the_errors_that_they_say():
+    """Normalised errors of 300 estimates of a matrix's trace: mean about 0, spread about 1 (Student with 15 degrees: 1.07)."""
+    A = torch.randn(12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    A = A + A.T
+    found = [trace_of(A.matmul, A[0], 16, seed) for seed in range(300)]
+    e = torch.tensor([(one.value - float(A.trace())) / one.standard_error for one in found])
+    assert abs(float(e.mean())) < 0.25
+    assert 0.9 < float(e.std()) < 1.3
+
+
 def test_probes_of_the_trace():
-    """Normalised errors over 15 seeds and 2 layers, as in the test of the Jacobians' probes."""
     model = language_model(2, d_model=2, d_ff=3, n_heads=1)
-    exact = depth_diagnostics(model, IDS, LABELS, what="hessian", curvature="autograd", exact_below=10_000, products=2).hessian
-    errors = []
-    for seed in range(15):
-        found = depth_diagnostics(
-            model, IDS, LABELS, what="hessian", curvature="autograd", exact_below=0, draws=16, products=2, seed=1000 * seed
-        ).hessian
-        assert found.draws == 16
-        errors += [(a.value - b.value) / a.standard_error for a, b in zip(found.trace, exact.trace, strict=True)]
-    e = torch.tensor(errors)
-    assert abs(float(e.mean())) < 0.6
-    assert 0.7 < float(e.std()) < 1.6
+    options = {"what": "hessian", "curvature": "autograd", "products": 2}
+    exact = depth_diagnostics(model, IDS, LABELS, exact_below=10_000, **options).hessian
+    found = depth_diagnostics(model, IDS, LABELS, exact_below=0, draws=32, **options).hessian
+    assert found.draws == 32
+    for a, b in zip(found.trace, exact.trace, strict=True):
+        assert 0 < abs(a.value - b.value) < 3.5 * a.standard_error
 
 
 def test_auto_takes_the_closed_forms_for_small_models_and_says_so(monkeypatch):

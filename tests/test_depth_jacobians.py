@@ -101,18 +101,12 @@ def test_a_loose_tolerance_gives_a_lower_bound_and_says_so():
 
 
 def test_probes_agree_with_the_exact_norms_within_their_standard_errors():
-    """Normalised errors of 3 blocks and the whole, 15 seeds: mean about 0, spread about 1 (Student with 15 degrees: 1.07)."""
     model = language_model(3, d_model=2, d_ff=3, n_heads=1)
     exact = depth_diagnostics(model, IDS, what="jacobian", products=2).jacobians
-    errors = []
-    for seed in range(15):
-        found = depth_diagnostics(model, IDS, what="jacobian", products=2, exact_below=0, draws=16, seed=1000 * seed).jacobians
-        assert found.draws == 16
-        pairs = zip((*found.rms, found.gain), (*exact.rms, exact.gain), strict=True)
-        errors += [(a.value - b.value) / a.standard_error for a, b in pairs]
-    e = torch.tensor(errors)
-    assert abs(float(e.mean())) < 0.5
-    assert 0.7 < float(e.std()) < 1.5
+    found = depth_diagnostics(model, IDS, what="jacobian", products=2, exact_below=0, draws=32).jacobians
+    assert found.draws == 32
+    for a, b in zip((*found.rms, found.gain), (*exact.rms, exact.gain), strict=True):
+        assert 0 < abs(a.value - b.value) < 3.5 * a.standard_error < b.value
 
 
 def test_one_probe_has_no_standard_error():

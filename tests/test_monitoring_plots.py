@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -147,14 +146,3 @@ def test_the_command(tmp_path, capsys):
     assert found["orders"]["10"] == ["Norm", "FFN"]
     assert main(["monitor", "nowhere.jsonl"]) == 2
     assert "monitor: cannot read nowhere.jsonl: No such file" in capsys.readouterr().err
-
-
-def test_the_page_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
-    text = (Path(__file__).parents[1] / "docs" / "monitoring.md").read_text()
-    first, *others = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(first, "monitoring.md", "exec"), {"__name__": "page"})
-    assert "measurements: 3, steps 0 to 2" in capsys.readouterr().out
-    assert (tmp_path / "run.png").exists()
-    for source in others:  # run with real trainers in test_monitoring_trainers.py
-        compile(source, "monitoring.md", "exec")

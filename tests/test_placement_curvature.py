@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,18 +20,21 @@ from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES
 
 ROOT = Path(__file__).parent.parent
+SMALL = replace(figure.QUICK, d_model=4, d_ff=4, tokens=4, sequences=1)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the quick run's result."""
+    """A folder with the result of a run smaller than the quick one."""
     folder = tmp_path_factory.mktemp("curvature")
-    assert main(["placement_curvature", "--quick", "--out", str(folder)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figure, "QUICK", SMALL)
+        assert main(["placement_curvature", "--quick", "--out", str(folder)]) == 0
     return folder
 
 
 def test_norms_against_dense_eigenvalues():
-    settings, cell = figure.QUICK, figure.Cell("hybridnorm", "megatron", 2, 1)
+    settings, cell = SMALL, figure.Cell("hybridnorm", "megatron", 2, 1)
     model = figure.model_of(cell, settings)
     ids, labels = figure.data(settings)
     problem = Problem(model, ids, labels, "cross_entropy")
@@ -83,7 +87,7 @@ def test_the_text_is_the_same_everywhere():
 
 def test_equal_placements_are_equal_but_for_eps(out):
     cells = json.loads((out / "placement_curvature.json").read_text())["cells"]
-    rows = figure.equalities([figure.Measured(**{**c, "cell": figure.Cell(**c["cell"])}) for c in cells], figure.QUICK)
+    rows = figure.equalities([figure.Measured(**{**c, "cell": figure.Cell(**c["cell"])}) for c in cells], SMALL)
     assert [row[:2] for row in rows] == [("pre-qkv-post = hybridnorm", "1"), ("pre-qkv-post = hybridnorm", "2")]
     for *_, usual, tiny in rows:
         assert float(tiny.split()[0]) < 1e-9 < 1e-4 < float(usual.split()[0]) < 0.1
@@ -103,6 +107,7 @@ def test_files(out):
 
 
 def test_finished_cells_are_not_measured_again(out, monkeypatch, capsys):
+    monkeypatch.setattr(figure, "QUICK", SMALL)
     picture = (out / "placement_curvature.png").read_bytes()
     monkeypatch.setattr(figure, "measure", lambda *_: pytest.fail("a finished cell was measured again"))
     assert main(["placement_curvature", "--quick", "--out", str(out)]) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -74,9 +73,3 @@ def test_the_page_says_what_was_measured():
     assert 0.92 <= lowest < 0.95 < highest <= 0.98
     fails = min(row.coverage["types"][1] for row in measured() if row.draws == 2 and row.micro_batches > 1)
     assert 0.87 <= fails < 0.88
-
-
-def test_the_pages_example_runs():
-    page = (ROOT / "docs" / "sharpness.md").read_text(encoding="utf-8")
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, {})

@@ -14,7 +14,8 @@ SMALL = ("--d-model", "4", "--d-ff", "5", "--steps", "5", "--batch", "4")
 
 
 def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "--quick", "--table", "--out", str(tmp_path)]) == 0
+    given = ["--quick", "--table", "--seed", "3", *SMALL, "--out", str(tmp_path), "--json", str(tmp_path / "all.json")]
+    assert main(["study", *given]) == 0
     printed = capsys.readouterr().out
     for expected in (
         "blocks.0.attention.W_Q x blocks.0.attention.W_K",
@@ -26,6 +27,9 @@ def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.C
         assert expected in printed
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["passed"] is True
+    assert json.loads((tmp_path / "all.json").read_text()).keys() == report.keys()
+    options = report["options"]
+    assert (options["d_ff"], options["d_model"], options["seed"], options["full"]) == (5, 4, 3, True)
     assert [(r["loss"], r["stage"]) for r in report["reports"]] == [
         ("mse", "initialisation"), ("mse", "trained"), ("cross_entropy", "initialisation"), ("cross_entropy", "trained"),
     ]  # fmt: skip
@@ -68,9 +72,3 @@ def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "file").write_text("")
     assert main(["study", "--quick", "--out", str(tmp_path / "file")]) == 2
     assert f"study: cannot make the folder {tmp_path}" in capsys.readouterr().err
-
-
-def test_options_count_beside_quick(tmp_path: Path) -> None:
-    assert main(["study", "--quick", "--loss", "mse", *SMALL, "--seed", "3", "--no-full", "--out", str(tmp_path)]) == 0
-    options = json.loads((tmp_path / "report.json").read_text())["options"]
-    assert (options["d_ff"], options["d_model"], options["seed"], options["losses"]) == (5, 4, 3, ["mse"])

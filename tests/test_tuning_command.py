@@ -92,9 +92,3 @@ def test_the_command_that_the_page_names():
 def test_errors(tmp_path, given, message):
     with pytest.raises(InputError, match=message):
         run_tune(parsed(*given, "--out", str(tmp_path)))
-
-
-def test_files_that_cannot_be_written(tmp_path):
-    given = ["--seeds", "1", "--tuning-seeds", "1", "--out", str(tmp_path), "--steps", "2"]
-    with pytest.raises(InputError, match="cannot write"):
-        run_tune(parsed(*given, "--markdown", "/no/such/folder/x.md"))

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from hessiankit.studies.tuning.comparison import Pilot, TuningComparison
-from hessiankit.studies.tuning.comparison_report import TuneReport, draw, fill, section
+from hessiankit.studies.tuning.comparison_report import TuneReport, draw, fill, section, write_page
 from hessiankit.studies.tuning.experiment import PAPER, RunResult, RunSpec, Setting
 from hessiankit.studies.tuning.sweep import Arm, SearchResult, at_baseline_lr
 from hessiankit.studies.tuning.verdict import judge, summary
@@ -121,6 +121,8 @@ def test_tables_json_page_and_picture(tmp_path):
     assert path.read_bytes() == draw(report, tmp_path / "y.png").read_bytes()
     with pytest.raises(InputError, match="ends in"):
         draw(report, tmp_path / "x.jpg")
+    with pytest.raises(InputError, match="tune-lr: cannot write"):
+        write_page(tmp_path / "no" / "x.md", report, "hessiankit tune-lr", None)
 
 
 def test_controls_have_the_factor_of_the_parameters():
