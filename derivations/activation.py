@@ -8,7 +8,7 @@ Curvature Gap". The smooth ones are ours; the paper has ReLU only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -21,7 +21,7 @@ from torch import Tensor
 from derivations.arrays import Array, Scalar, exp, full, is_exact, scale
 from derivations.matrix import Diagonal, DiagonalLift, Matrix
 from derivations.operation import OperationAt, shape_of, size
-from derivations.primitive import ByLinearising, Inputs, Linearised, LinearisedEntrywise
+from derivations.primitive import Entrywise
 
 Derivatives = tuple[Array, Array, "Array | None"]
 """The value, the first and the second derivative of an activation, entry by entry; None for a second that is zero."""
@@ -160,7 +160,7 @@ class ActivationAt(OperationAt):
 
 
 @dataclass(frozen=True)
-class Activation(ByLinearising):
+class Activation(Entrywise):
     """An entrywise activation as a primitive, for tensors of any shape; inputs (X,).
 
     Args:
@@ -180,18 +180,8 @@ class Activation(ByLinearising):
             raise ValueError(f"Activation: there is no kind {self.kind!r}; the kinds are {', '.join(KINDS)}")
         object.__setattr__(self, "is_linear", self.kind == "identity")
 
-    def value(self, *inputs: Tensor) -> Tensor:
-        return self._derivatives(inputs)[0]
-
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
-        _, first, second = self._derivatives(inputs)
-        return LinearisedEntrywise(self, inputs, first, None if adjoint is None or second is None else adjoint * second)
-
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return axes <= inputs[0].ndim
-
-    def _derivatives(self, inputs: Sequence[Tensor]) -> Derivatives:
-        return derivatives(self.kind, inputs[0], self.negative_slope)
+    def derivatives(self, x: Tensor) -> Derivatives:
+        return derivatives(self.kind, x, self.negative_slope)
 
 
 def _positive(x: Array) -> Array:

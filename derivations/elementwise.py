@@ -16,7 +16,7 @@ from torch import Tensor
 from derivations.broadcasting import unbroadcast
 from derivations.kinked_functions import KINKED
 from derivations.linear import Multiply
-from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, LinearisedEntrywise, Primitive, Tangents
+from derivations.primitive import Covectors, Entrywise, Inputs, Primitive, Tangents
 from derivations.scalar_functions import SMOOTH, Derivatives
 
 
@@ -61,7 +61,7 @@ KINDS: dict[str, Callable[..., Derivatives]] = {
 
 
 @dataclass(frozen=True)
-class Elementwise(ByLinearising):
+class Elementwise(Entrywise):
     """N = f(X), entry by entry; inputs (X,).
 
         exp          e^x            e^x                 e^x
@@ -103,17 +103,7 @@ class Elementwise(ByLinearising):
         if self.kind not in KINDS:
             raise ValueError(f"Elementwise: there is no kind {self.kind!r}; the kinds are {', '.join(KINDS)}")
 
-    def value(self, *inputs: Tensor) -> Tensor:
-        return self._derivatives(inputs[0])[0]
-
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
-        _, first, second = self._derivatives(inputs[0])
-        return LinearisedEntrywise(self, inputs, first, None if adjoint is None or second is None else adjoint * second)
-
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return axes <= inputs[0].ndim
-
-    def _derivatives(self, x: Tensor) -> Derivatives:
+    def derivatives(self, x: Tensor) -> Derivatives:
         return KINDS[self.kind](x, *self.constants)
 
 

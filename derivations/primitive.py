@@ -121,6 +121,24 @@ class ByLinearising(Primitive):
         return self.linearise(inputs, adjoint).pull(None, tangents)
 
 
+class Entrywise(ByLinearising):
+    """N = f(X), entry by entry; inputs (X,)."""
+
+    @abstractmethod
+    def derivatives(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return f(x), f'(x) and f''(x), entry by entry; None for a second derivative that is zero."""
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        return self.derivatives(inputs[0])[0]
+
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        _, first, second = self.derivatives(inputs[0])
+        return LinearisedEntrywise(self, inputs, first, None if adjoint is None or second is None else adjoint * second)
+
+    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim
+
+
 class CovectorSum:
     """A covector (S, *shape) summed in given memory: the first term is written, the others are added.
 
