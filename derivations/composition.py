@@ -21,11 +21,11 @@ from functools import cached_property
 
 from derivations.arrays import Array, is_exact
 from derivations.matrix import Identity, Matrix, Zero, add, kron
-from derivations.operation import Operation, Shape, Variable, expect_names, shape_of, size, union_of_arguments
+from derivations.operation import Operation, OperationAt, Shape, Variable, expect_names, shape_of, size, union_of_arguments
 
 
 @dataclass(frozen=True, eq=False)
-class Composite:
+class Composite(OperationAt):
     """An operation with other operations put in for some of its arguments: itself an operation, so that depth is free.
 
     Args:
@@ -79,14 +79,12 @@ class Composite:
         """The arguments of the inner operations and those of the outer one that stay open."""
         return union_of_arguments("Composite", *self._sources.values())
 
-    def jacobian(self, name: str) -> Matrix:
+    def _jacobian(self, name: str) -> Matrix:
         """Return J_i = sum_a g_a J_{a,i} over the arguments a that depend on the parameter."""
-        expect_names(self, "jacobian", name)
-        return self._once(("J", name), lambda: self._jacobian(name))
+        return self._once(("J", name), lambda: add(*(self.through(a, name) for a in self.reading(name))))
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         """Return H_ij = sum_a (g_a (x) I) H_{a,ij} + sum_{a,b} (I (x) J_{a,i}^T) g_ab J_{b,j}, without its zero terms."""
-        expect_names(self, "hessian", name_i, name_j)
         left, right = self.reading(name_i), self.reading(name_j)
         terms = [self.through(a, name_i, name_j) for a in left if a in right]
         return add(*terms, *(self.between(a, b, name_i, name_j) for a in left for b in right))
@@ -106,10 +104,6 @@ class Composite:
         if isinstance(curvature, Zero):
             return Zero(size(shape_of(self.value)) * size(self.arguments[name_i]), size(self.arguments[name_j]))
         return self._pull(a, name_i) @ curvature @ self._sources[b].jacobian(name_j)
-
-    def _jacobian(self, name: str) -> Matrix:
-        zero = Zero(size(shape_of(self.value)), size(self.arguments[name]))
-        return add(zero, *(self.through(a, name) for a in self.reading(name)))
 
     def _slope(self, a: str) -> Matrix:
         """g_a."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,10 +56,7 @@ def size(shape: Shape) -> int:
     >>> size((3, 4)), size(())
     (12, 1)
     """
-    n = 1
-    for length in shape:
-        n *= int(length)
-    return n
+    return math.prod(map(int, shape))
 
 
 def shape_of(array: Array) -> Shape:
@@ -176,7 +174,7 @@ class Variable:
 
 
 @dataclass(frozen=True, eq=False)
-class Renamed:
+class Renamed(OperationAt):
     """An operation whose arguments go by other names, so that two layers do not share theirs by accident.
 
     Args:
@@ -213,14 +211,12 @@ class Renamed:
         """The arguments under their new names."""
         return {self.names.get(old, old): tuple(shape) for old, shape in self.operation.arguments.items()}
 
-    def jacobian(self, name: str) -> Matrix:
+    def _jacobian(self, name: str) -> Matrix:
         """Return the operation's Jacobian by its new name."""
-        expect_names(self, "jacobian", name)
         return self.operation.jacobian(self._old[name])
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         """Return the operation's second derivative by new names."""
-        expect_names(self, "hessian", name_i, name_j)
         return self.operation.hessian(self._old[name_i], self._old[name_j])
 
 
@@ -263,7 +259,7 @@ class Lettered:
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class Total:
+class Total(OperationAt):
     """The sum of operations of one output shape, over the union of their arguments; equal names are one argument.
 
     A residual branch x + f(x) is ``Total(Variable("X", X), f)``: it adds I to the Jacobian and nothing to the Hessian.
@@ -299,16 +295,11 @@ class Total:
         """The arguments of all terms."""
         return union_of_arguments("Total", *self.terms)
 
-    def jacobian(self, name: str) -> Matrix:
+    def _jacobian(self, name: str) -> Matrix:
         """Return the sum of the Jacobians of the terms that depend on the argument."""
-        expect_names(self, "jacobian", name)
-        zero = Zero(size(shape_of(self.value)), size(self.arguments[name]))
-        return add(zero, *(term.jacobian(name) for term in self.terms if name in term.arguments))
+        return add(*(term.jacobian(name) for term in self.terms if name in term.arguments))
 
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
+    def _hessian(self, name_i: str, name_j: str) -> Matrix | None:
         """Return the sum of the second derivatives of the terms that depend on both arguments."""
-        expect_names(self, "hessian", name_i, name_j)
-        shapes = self.arguments
-        zero = Zero(size(shape_of(self.value)) * size(shapes[name_i]), size(shapes[name_j]))
         both = [term for term in self.terms if name_i in term.arguments and name_j in term.arguments]
-        return add(zero, *(term.hessian(name_i, name_j) for term in both))
+        return add(*(term.hessian(name_i, name_j) for term in both)) if both else None
