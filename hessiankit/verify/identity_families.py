@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from hessiankit.tracing.trace import Trace
@@ -27,27 +30,13 @@ STATEMENTS = {
 }
 
 
-class _Components:
-    """Sets of columns, joined when a row holds both."""
-
-    def __init__(self) -> None:
-        self._parent: dict[int, int] = {}
-
-    def find(self, x: int) -> int:
-        while self._parent.setdefault(x, x) != x:
-            x = self._parent[x]
-        return x
-
-    def join(self, row: Sequence[int]) -> None:
-        roots = {self.find(x) for x in row}
-        for root in roots:
-            self._parent[root] = min(roots)
-
-    def sets(self) -> list[list[int]]:
-        found: dict[int, list[int]] = {}
-        for x in sorted(self._parent):
-            found.setdefault(self.find(x), []).append(x)
-        return list(found.values())
+def _connected(edges: Tensor) -> list[Tensor]:
+    """Return the sets of columns that edges (n, 2) connect, in the order of their smallest columns."""
+    columns, ends = torch.unique(edges, return_inverse=True)
+    first, second = ends.cpu().numpy().T
+    graph = coo_array((np.ones(len(ends)), (first, second)), shape=(len(columns), len(columns)))
+    count, labels = connected_components(graph, directed=False)
+    return [columns[torch.from_numpy(labels == n).to(columns.device)] for n in range(count)]
 
 
 def structures(trace: Trace) -> tuple[list[Symmetry], list[str]]:
@@ -154,12 +143,10 @@ def _mean(space: Space, uses: Sequence[Use]) -> Iterator[Symmetry]:
 
 def _joined(uses: Sequence[RowUse], free: Tensor, space: Space) -> list[Tensor]:
     """Return the sets of free columns that rows hold together."""
-    components = _Components()
-    for use in uses:
-        for row in (use.columns - space.first).tolist():
-            components.join(row)
-    sets = [torch.tensor(s, device=free.device) for s in components.sets()]
-    return [s + space.first for s in sets if bool(free[s].all())]
+    if not uses:
+        return []
+    edges = [torch.stack(torch.broadcast_tensors(use.columns[:, :1], use.columns), -1).reshape(-1, 2) for use in uses]
+    return [columns for columns in _connected(torch.cat(edges)) if bool(free[columns - space.first].all())]
 
 
 def _logits(pair: PairUse, uses: dict[Space, list[Use]]) -> Iterator[Symmetry]:
@@ -183,14 +170,11 @@ def _logits(pair: PairUse, uses: dict[Space, list[Use]]) -> Iterator[Symmetry]:
 
 def _heads(pair: PairUse, kind: Kind) -> Iterator[GeneratorPart]:
     """Yield one part for each set of heads that share queries or keys."""
-    queries, keys = ([tuple(row) for row in side.tolist()] for side in (pair.columns, pair.right_columns))
-    numbers = {row: n for n, row in enumerate(dict.fromkeys([*queries, *keys]))}
-    components = _Components()
-    for q, k in zip(queries, keys, strict=True):
-        components.join([numbers[q], numbers[k]])
-    for members in components.sets():
+    sides = pair.columns, pair.right_columns
+    numbers = torch.unique(torch.cat(sides), dim=0, return_inverse=True)[1].reshape(2, -1)  # of equal rows
+    for members in _connected(numbers.T):
         legs: list[list[Leg]] = [[], []]
-        for rows, channel, into in ((queries, pair.channel, legs[0]), (keys, pair.right, legs[1])):
-            for row in dict.fromkeys(r for r in rows if numbers[r] in members):
-                into += channel.space.restricted(torch.tensor(row, device=pair.columns.device))
+        for side, own, (channel, _), into in zip(sides, numbers, pair.reads, legs, strict=True):
+            for row in torch.unique(side[torch.isin(own, members)], dim=0):
+                into += channel.space.restricted(row)
         yield GeneratorPart(kind, tuple(legs[0]), tuple(legs[1]))
