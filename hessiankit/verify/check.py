@@ -238,10 +238,7 @@ def _compared_products(
     left_out = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
     if problem.size <= DIAGONAL:
         before = time.perf_counter()
-        params = list(problem.params)
-        diagonal = hessian_diagonal(
-            problem.module, problem.inputs, problem.target, loss=problem.loss, params=params, handshake=False, max_products=None
-        )
+        diagonal = hessian_diagonal(*problem.arguments, **problem.options, max_products=None)
         rows += compare.diagonal(diagonal.flat, time.perf_counter() - before)
     else:
         left_out += f", hessian_diagonal not beyond {DIAGONAL:,}"

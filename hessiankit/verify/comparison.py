@@ -80,9 +80,7 @@ class RoundingNoise:
 def closed_form(problem: Problem, V: Tensor) -> Tensor:
     """Return H V by the closed form, at the values of a problem."""
     with problem.at():
-        found = hessian(
-            problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params), handshake=False
-        )
+        found = hessian(*problem.arguments, **problem.options)
     return V.to(found.matrix) @ found.matrix
 
 

@@ -162,48 +162,6 @@ def _combine(a: Any, x: Mapping[Any, Any], b: Any, y: Mapping[Any, Any]) -> dict
     return out
 
 
-class FormalExponential:
-    """An exponential with rational values: exp(t) is a positive rational u(t) drawn once for each t, with u' = u'' = u.
-
-    Why this is legitimate: a closed form and the derivative that it claims to be are both rational functions of the
-    inputs x and of the weights u_k = exp(t_k(x)), obtained from u' = u alone. If they are equal with the u_k as free
-    variables then they are equal at u_k = exp(t_k). Conversely, exponentials of functions t_k(x) that are linearly
-    independent over Q (up to constants) are algebraically independent over the rational functions of x (Ax), so that
-    nothing true is rejected. And two different rational functions differ at random u with probability one.
-
-    Args:
-        seed: of the weights.
-        number: a source of weights, in place of positive rationals.
-
-    >>> exp = FormalExponential(seed=0)
-    >>> exp.weight(Fraction(1, 2)) == exp.weight(Fraction(1, 2)) > 0
-    True
-    """
-
-    def __init__(self, seed: int | str = 0, number: Callable[[], Any] | None = None) -> None:
-        self._random, self._weights = random.Random(seed), dict[Any, Any]()
-        self._number = number or (lambda: Fraction(self._random.randint(1, 9), self._random.choice((1, 2))))
-
-    def weight(self, t: Number) -> Any:
-        """Return u(t)."""
-        return self._weights.setdefault(t, self._number())
-
-    def __call__(self, t: Jet | Number) -> Any:
-        """Return exp(t), a jet or a rational as t is."""
-        if not isinstance(t, Jet):
-            return self.weight(t)
-        u = self.weight(t.value)
-        return t.chain(u, u, u)
-
-    def weights(self, T: Array) -> Array:
-        """Return the array of u(t) for an array of jets or rationals."""
-        return _map(lambda t: self.weight(t.value if isinstance(t, Jet) else t), T)
-
-
-Exponential = Callable[[Any], Any]
-"""A ``FormalExponential``, or a function that SymPy differentiates as one."""
-
-
 class FormalFunction:
     """A smooth scalar function known at each argument by three drawn rationals: its value and first two derivatives.
 
@@ -221,17 +179,49 @@ class FormalFunction:
 
     def __init__(self, seed: int | str = 0, number: Callable[[], Any] | None = None) -> None:
         self._random, self._taylor = random.Random(seed), dict[Any, tuple[Any, Any, Any]]()
-        self._number = number or (lambda: Fraction(self._random.choice((-1, 1)) * self._random.randint(1, 9), 2))
+        self._number = number or self._rational
 
     def taylor(self, x: Number) -> tuple[Any, Any, Any]:
         """Return the value, the first and the second derivative at x."""
         if x not in self._taylor:
-            self._taylor[x] = self._number(), self._number(), self._number()
+            self._taylor[x] = self._draw()
         return self._taylor[x]
 
-    def __call__(self, x: Jet) -> Jet:
-        """Return the function of a jet."""
-        return x.chain(*self.taylor(x.value))
+    def __call__(self, x: Jet | Number) -> Any:
+        """Return the function of x, a jet or a number as x is."""
+        return x.chain(*self.taylor(x.value)) if isinstance(x, Jet) else self.taylor(x)[0]
+
+    def _draw(self) -> tuple[Any, Any, Any]:
+        return self._number(), self._number(), self._number()
+
+    def _rational(self) -> Fraction:
+        return Fraction(self._random.choice((-1, 1)) * self._random.randint(1, 9), 2)
+
+
+class FormalExponential(FormalFunction):
+    """An exponential with rational values: exp(t) is a positive rational u(t) drawn once for each t, with u' = u'' = u.
+
+    Why this is legitimate: a closed form and the derivative that it claims to be are both rational functions of the
+    inputs x and of the weights u_k = exp(t_k(x)), obtained from u' = u alone. If they are equal with the u_k as free
+    variables then they are equal at u_k = exp(t_k). Conversely, exponentials of functions t_k(x) that are linearly
+    independent over Q (up to constants) are algebraically independent over the rational functions of x (Ax), so that
+    nothing true is rejected. And two different rational functions differ at random u with probability one.
+
+    >>> exp = FormalExponential(seed=0)
+    >>> exp(Fraction(1, 2)) == exp(Fraction(1, 2)) > 0
+    True
+    """
+
+    def _draw(self) -> tuple[Any, Any, Any]:
+        u = self._number()
+        return u, u, u
+
+    def _rational(self) -> Fraction:
+        return Fraction(self._random.randint(1, 9), self._random.choice((1, 2)))
+
+
+Exponential = Callable[[Any], Any]
+"""A ``FormalExponential``, or a function that SymPy differentiates as one."""
 
 
 class Variables:
@@ -253,10 +243,6 @@ class Variables:
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
-
-    def get(self, name: str) -> Array | None:
-        """Return the array of jets called ``name``, or None if there is none."""
-        return self.arrays.get(name)
 
     def _indices(self, name: str) -> range:
         return range(self._offset[name], self._offset[name] + self.arrays[name].size)

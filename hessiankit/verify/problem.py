@@ -119,6 +119,16 @@ class Problem:
         """Where the parameters lie."""
         return next(iter(self.params.values())).device
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The module, its inputs and the target, as hessiankit's functions take them."""
+        return self.module, self.inputs, self.target
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The loss and the parameters as options of the same; the gradient is compared where they are called."""
+        return {"loss": self.loss, "params": list(self.params), "handshake": False}
+
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
         """Cut a flat vector into named parameters."""
         return {name: theta[self.slices[name]].reshape(value.shape) for name, value in self.params.items()}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,32 +89,38 @@ class DenseComparison:
         A function that refuses the call although there is a Hessian fails; one that only lacks the memory is left out.
         """
         rows, remarks = [loss_row(self.found.loss, self.problem, self.rtol, self._method)], []
-        problem = self.problem
-        arguments = (problem.module, problem.inputs, problem.target)
-        options = {"loss": problem.loss, "params": list(problem.params), "handshake": False}
-        start = time.perf_counter()
-        try:
-            operator = hessian_operator(*arguments, **options)  # type: ignore[arg-type]
+
+        def compare(kind: str, words: str, make: Callable[[], Any], against: Callable[[Any, float], Iterator[CheckRow]]) -> None:
+            start = time.perf_counter()
+            try:
+                found = make()
+            except OutOfMemoryError as reason:
+                remarks.append(f"no rows of {words}: {reason}")
+            except HessiankitError as reason:
+                remarks.append(f"hessian_{kind} refuses the same call: {reason}")
+                rows.append(CheckRow(kind, MODULE, math.inf, False, time.perf_counter() - start, self._method))
+            else:
+                rows.extend(against(found, time.perf_counter() - start))
+
+        def symmetric_operator() -> HessianOperator:
+            operator = self._operator(self.problem)
             _ = operator.symmetry_error  # refuses what is not symmetric
-        except OutOfMemoryError as reason:
-            remarks.append(f"no rows of gradient and operator: {reason}")
-        except HessiankitError as reason:
-            remarks.append(f"hessian_operator refuses the same call: {reason}")
-            rows.append(CheckRow("operator", MODULE, math.inf, False, time.perf_counter() - start, self._method))
-        else:
-            rows += self._gradient(operator, time.perf_counter() - start)
-            rows += self._operator(operator, seed, time.perf_counter() - start)
-        start = time.perf_counter()
-        try:
-            diagonal = hessian_diagonal(*arguments, **options, max_products=None)  # type: ignore[arg-type]
-        except OutOfMemoryError as reason:
-            remarks.append(f"no rows of the diagonal: {reason}")
-        except HessiankitError as reason:
-            remarks.append(f"hessian_diagonal refuses the same call: {reason}")
-            rows.append(CheckRow("diagonal", MODULE, math.inf, False, time.perf_counter() - start, self._method))
-        else:
-            rows += self._diagonal(diagonal.flat, time.perf_counter() - start)
+            return operator
+
+        def of_operator(operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
+            yield from self._gradient(operator, seconds)
+            yield from self._products(operator, seed, seconds)
+
+        compare("operator", "gradient and operator", symmetric_operator, of_operator)
+        compare("diagonal", "the diagonal", self._exact_diagonal, self._diagonal)
         return rows, remarks
+
+    @staticmethod
+    def _operator(problem: Problem) -> HessianOperator:
+        return hessian_operator(*problem.arguments, **problem.options)
+
+    def _exact_diagonal(self) -> Tensor:
+        return hessian_diagonal(*self.problem.arguments, **self.problem.options, max_products=None).flat
 
     def _gradient(self, operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
         """Compare with the gradient of the module's own call, each parameter against its largest entry."""
@@ -137,15 +144,12 @@ class DenseComparison:
                 change = torch.maximum(change, (after - before).abs())
         return {name: SAFETY * float(change[where].max()) for name, where in problem.slices.items()}
 
-    @staticmethod
-    def _gradients(problem: Problem) -> tuple[Tensor, Tensor]:
+    def _gradients(self, problem: Problem) -> tuple[Tensor, Tensor]:
         with problem.at():
-            made = hessian_operator(
-                problem.module, problem.inputs, problem.target, loss=problem.loss, params=list(problem.params), handshake=False
-            )
+            made = self._operator(problem)
         return problem.flat_gradient(), made.gradient
 
-    def _operator(self, operator: HessianOperator, seed: int, seconds: float) -> Iterator[CheckRow]:
+    def _products(self, operator: HessianOperator, seed: int, seconds: float) -> Iterator[CheckRow]:
         """Compare products along generic directions with one healthy reference that gives every entry or these products."""
         exact = next(((n, x) for n, x in self._healthy.items() if x.error is None), None)
         if exact is None:
