@@ -34,7 +34,6 @@ def plain() -> hk.CheckReport:
 @pytest.mark.parametrize(
     ("options", "loss"),
     [
-        ({"bias": True, "attention_bias": True}, "mse"),
         ({"placement": "pre", "norm": "rmsnorm", "activation": "silu"}, "cross_entropy"),
         ({"n_heads": 2, "causal": True, "activation": "gelu_tanh"}, "mse"),
         ({"affine": False, "activation": "tanh"}, "cross_entropy"),

@@ -23,7 +23,7 @@ from derivations.softmax import SoftmaxAt
 from hessiankit.verify.exact import ExactRow, chapters, check_exact, run_case
 from hessiankit.verify.exact_builders import by_head, by_token, linear_map
 from hessiankit.verify.exact_case import ExactCase, ExactComparison, JetReference, RationalDraw, against
-from hessiankit.verify.exact_cases import RATIONAL
+from hessiankit.verify.exact_cases import RATIONAL, SYMBOLIC
 from hessiankit.verify.exact_symbolic import is_identically_zero
 from hessiankit.verify.jets import KinkError, Variables
 
@@ -55,118 +55,110 @@ def test_chapters_are_named() -> None:
 # What must not pass --------------------------------------------------------------------------------------------------
 
 
-def failing(chapter: str) -> list[ExactRow]:
-    return [row for row in check_exact(chapter) if not row.passed]
+def named(chapter: str, *names: str) -> list[tuple[ExactCase, str]]:
+    """Return the cases of a chapter of these names, all if there are none, with the methods that run them."""
+    both = ((RATIONAL, "rational"), (SYMBOLIC, "symbolic"))
+    return [(c, how) for cases, how in both for c in cases if c.chapter == chapter and (not names or c.name in names)]
 
 
-def rational(chapter: str, containing: str = "") -> dict[str, ExactRow]:
-    cases = [case for case in RATIONAL if case.chapter == chapter and containing in case.name]
-    return {case.name: run_case(case, "rational") for case in cases}
+def at_pairs(change: Callable[[Matrix], Matrix], *pairs: tuple[str, str]) -> Callable[..., Matrix]:
+    """Return a second derivative that is changed at some pairs of arguments."""
+    return lambda right, at, *pair: change(right(at, *pair)) if pair in pairs else right(at, *pair)
 
 
-def replaced(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Callable[..., Any]) -> None:
-    """Let a method be ``wrong(right method, instance, *arguments)``."""
-    right = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *arguments: wrong(right, *arguments))
+def printed_G_K(right: Any, at: AttentionAt, name: str) -> Matrix:
+    """K_{d_V,d_K} in place of K_{d_K,d_V} (curvature-gap/g_k) conforms, and is right only where d_K = d_V."""
+    d_V, d_K = at.W_K.shape
+    return right(at, name) @ Commutation(d_V, d_K) @ Commutation(d_V, d_K) if name == "W_K" else right(at, name)
 
 
-def at_pair(i: str, j: str, change: Callable[[Matrix], Matrix]) -> Callable[..., Matrix]:
-    """Return a second derivative that is changed at one pair of arguments."""
-    return lambda right, at, *pair: change(right(at, *pair)) if pair == (i, j) else right(at, *pair)
+def printed_Phi_KQ(right: Any, at: AttentionAt, i: str, j: str) -> Matrix:
+    """Phi_KQ as Lemma 2 describes it (curvature-gap/phi_kq), by exchanging W_Q and W_K without turning the softmax."""
+    if (i, j) != ("W_K", "W_Q"):
+        return right(at, i, j)
+    return right(AttentionAt(at.X, at.W_K, at.W_Q, at.W_V, at.W_O, at.mask, at.scale, at.weights), "W_Q", "W_K")
 
 
-MISSING = at_pair("v", "X", lambda H: Zero(*H.shape))
-ONE_BLOCK = {
-    "a wrong sign": (LayerNormAt, at_pair("gamma", "X", lambda H: -H), "normalization", "1 of 13 blocks: hessian('gamma', 'X')"),
-    "a missing block": (ColumnScaleAt, MISSING, "gains", "1 of 7 blocks: hessian('v', 'X') differs in 6 of 108 entries"),
+def at_the_rows_of_another_head(right: Any, at: HeadProductAt, i: str, j: str) -> Matrix:
+    """The right entries in other rows, which one head cannot show."""
+    found = right(at, i, j)
+    alone = at.heads == 1 or isinstance(found, Zero)
+    return found if alone else Commutation(at.heads, found.shape[0] // at.heads) @ found
+
+
+SWAP = {("W_1", "W_2"): ("W_2", "W_1"), ("W_2", "W_1"): ("W_1", "W_2")}
+SCORES, MIXTURES, GROUPED = "scores, two heads", "mixtures, two heads", "grouped queries, rotations, causal mask, all pairs"
+WRONG: dict[str, tuple[Any, str, Callable[..., Any], list[tuple[ExactCase, str]], str]] = {
+    # the formula, what is made of it, the cases that see it, and what each of them says first
+    "a wrong sign": (
+        LayerNormAt,
+        "hessian",
+        at_pairs(lambda H: -H, ("gamma", "X")),
+        named("normalization", "layer norm, gamma, beta"),
+        "1 of 13 blocks: hessian('gamma', 'X')",
+    ),
+    "a missing block": (
+        ColumnScaleAt,
+        "hessian",
+        at_pairs(lambda H: Zero(*H.shape), ("v", "X")),
+        named("gains", "X diag(v)"),
+        "1 of 7 blocks: hessian('v', 'X') differs in 6 of 108 entries",
+    ),
+    "a wrong constant": (
+        SoftmaxAt,
+        "hessian",
+        lambda right, *at: Fraction(1000001, 1000000) * right(*at),
+        named("softmax"),
+        "1 of 3 blocks: hessian",
+    ),
+    "the printed G_K": (
+        AttentionAt,
+        "jacobian",
+        printed_G_K,
+        named("attention", "nine Phi, X blocks")[:1],
+        "1 of 21 blocks: jacobian('W_K')",
+    ),
+    "the printed Phi_KQ": (
+        AttentionAt,
+        "hessian",
+        printed_Phi_KQ,
+        named("attention", "nine Phi, X blocks")[:1],
+        "1 of 21 blocks: hessian('W_K', 'W_Q')",
+    ),
+    "a second derivative for its slice transpose (claim xi_12)": (
+        FeedForwardAt,
+        "hessian",
+        lambda right, at, *pair: right(at, *SWAP.get(pair, pair)),
+        named("feedforward", "relu"),
+        "2 of 13 blocks: hessian('W_1', 'W_2')",
+    ),
+    "other rows": (HeadProductAt, "hessian", at_the_rows_of_another_head, named("head_products", SCORES, MIXTURES, GROUPED), ""),
 }
 
 
-@pytest.mark.parametrize("name", ONE_BLOCK)
-def test_one_wrong_second_derivative_fails_in_both_methods(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, wrong, chapter, note = ONE_BLOCK[name]
-    replaced(monkeypatch, owner, "hessian", wrong)
-    rows = failing(chapter)
-    assert {row.method for row in rows} == {"rational", "symbolic"}
-    assert all(row.note.startswith(note) for row in rows)
-    if owner is ColumnScaleAt:  # which the gains of a group norm are made of
-        rows = list(check_exact("group_normalization"))
-        assert {row.name for row in rows if not row.passed} == {row.name for row in rows if "gamma" in row.name}
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_formula_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, wrong, cases, note = WRONG[name]
+    right = getattr(owner, method)
+    monkeypatch.setattr(owner, method, lambda *arguments: wrong(right, *arguments))
+    rows = [run_case(case, how) for case, how in cases]
+    assert rows
+    assert all(not row.passed and row.note.startswith(note) for row in rows), [row.note for row in rows]
 
 
 def test_a_commutation_turned_the_wrong_way_fails_in_both_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecr, "transpose_rule", lambda m, n: Commutation(m, n))
-    rows = failing("vecr")
-    assert {row.method for row in rows} == {"rational", "symbolic"}
+    rows = check_exact("vecr")
+    assert [row.method for row in rows] == ["rational", "symbolic"]
     assert all("1 of 16 blocks: dX^T/dX differs in 8 of 36 entries" in row.note for row in rows)
 
 
-def test_a_wrong_constant_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    replaced(monkeypatch, SoftmaxAt, "hessian", lambda right, *at: Fraction(1000001, 1000000) * right(*at))
-    assert not any(row.passed for row in check_exact("softmax"))
-
-
-def test_the_printed_commutation_of_G_K_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K_{d_V,d_K} in place of K_{d_K,d_V} (curvature-gap/g_k) conforms, and is right only where d_K = d_V: the cases avoid
-    that."""
-
-    def printed(right: Any, at: AttentionAt, name: str) -> Matrix:
-        d_V, d_K = at.W_K.shape
-        return right(at, name) @ Commutation(d_V, d_K) @ Commutation(d_V, d_K) if name == "W_K" else right(at, name)
-
-    replaced(monkeypatch, AttentionAt, "jacobian", printed)
-    rows = rational("attention", "Phi")
-    assert not any(row.passed for row in rows.values())
-    assert rows["sixteen Phi, X blocks, W_O"].note.startswith("1 of 31 blocks: jacobian('W_K')")
-
-
-def test_exchanging_queries_and_keys_without_turning_the_softmax_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phi_KQ as Lemma 2 describes it, by exchanging W_Q and W_K (curvature-gap/phi_kq), is wrong."""
-
-    def printed(right: Any, at: AttentionAt, i: str, j: str) -> Matrix:
-        if (i, j) != ("W_K", "W_Q"):
-            return right(at, i, j)
-        return right(AttentionAt(at.X, at.W_K, at.W_Q, at.W_V, at.W_O, at.mask, at.scale, at.weights), "W_Q", "W_K")
-
-    replaced(monkeypatch, AttentionAt, "hessian", printed)
-    rows = rational("attention")
-    assert not any(row.passed for row in rows.values())
-    assert rows["nine Phi, X blocks"].note.startswith("1 of 21 blocks: hessian('W_K', 'W_Q')")
-
-
 def test_a_formula_that_is_right_for_relu_only_fails_for_smooth_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without sigma'' the feed-forward layer and xi_kl of the block are right for ReLU alone."""
+    """Without sigma'' the feed-forward layer is right for ReLU alone."""
     monkeypatch.setattr(FeedForwardAt, "D_2", property(lambda at: Zero(at.U.size, at.U.size)))
-    rows = {**rational("feedforward"), **rational("transformer", "smooth")}
-    assert {name for name in rows if not rows[name].passed} == {name for name in rows if "smooth" in name}
-    assert len(rows) == 5
+    failed = [case.name for case, how in named("feedforward") if not run_case(case, how).passed]
+    assert failed == ["any smooth activation, biases"]
     assert "formal" not in KINDS
-
-
-def test_a_second_derivative_in_place_of_its_slice_transpose_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """d2S/dW_1dW_2 under the name of d2S/dW_2dW_1: same shape, as in the print (claim xi_12)."""
-    swap = {("W_1", "W_2"): ("W_2", "W_1"), ("W_2", "W_1"): ("W_1", "W_2")}
-    replaced(monkeypatch, FeedForwardAt, "hessian", lambda right, at, *pair: right(at, *swap.get(pair, pair)))
-    rows = failing("feedforward")
-    assert rows
-    assert all("hessian('W_1', 'W_2')" in row.note for row in rows)
-
-
-def test_second_derivatives_at_the_rows_of_another_head_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The right entries in other rows, which one head cannot show."""
-
-    def wrong(right: Any, at: HeadProductAt, i: str, j: str) -> Matrix:
-        found = right(at, i, j)
-        if at.heads == 1 or isinstance(found, Zero):
-            return found
-        return Commutation(at.heads, found.shape[0] // at.heads) @ found
-
-    replaced(monkeypatch, HeadProductAt, "hessian", wrong)
-    assert {row.name.partition(": ")[2] for row in failing("head_products")} == {
-        "scores, two heads",
-        "mixtures, two heads",
-        "grouped queries, rotations, causal mask, all pairs",
-    }
 
 
 def test_copies_of_all_heads_in_turn_are_not_copies_of_each_head() -> None:

@@ -9,12 +9,14 @@ import torch
 
 import hessiankit as hk
 from derivations import activation
+from derivations.composition import GaussNewton
 from derivations.linear import Multiple
 from derivations.linearised_norms import LinearisedNorm
 from derivations.loss import MeanSquaredError
 from derivations.matrix import Commutation
 from derivations.normalization import LayerNorm
 from derivations.softmax import LinearisedSoftmax
+from derivations.transformer import PostNormBlockAt
 from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.tracing import primitives
@@ -39,6 +41,64 @@ def test_without_mutation_it_passes() -> None:
     assert report.max_rel_error < 1e-10
 
 
+def negated_softmax(right: Any, self: LinearisedSoftmax, bar: Any, tangents: Any = None) -> Any:
+    """The second derivative with the other sign: still a function of Q K^T, whose identities it fulfils."""
+    found = right(self, bar, tangents)
+    return found if tangents is None or bar is not None else tuple(None if c is None else -c for c in found)
+
+
+def without_gain(right: Any, self: ForwardSweep, a: Any, *rest: Any) -> None:
+    if not isinstance(a.primitive, LayerNorm):
+        right(self, a, *rest)
+
+
+def swapped_slices(right: Any, self: SymmetricStorage, slices: dict[str, slice], *kind: Any) -> None:
+    q, k = slices["attention.W_Q"], slices["attention.W_K"]
+    right(self, {**slices, "attention.W_Q": k, "attention.W_K": q}, *kind)
+
+
+def normalised_twice(right: Any, self: MeanSquaredError, *args: Any) -> Any:
+    return tuple(None if c is None else c * 2 / self.normalizer for c in right(self, *args))
+
+
+def swapped_orders(right: Any, self: Commutation, y: torch.Tensor) -> torch.Tensor:
+    return y.reshape(self.m, self.n, -1).swapaxes(0, 1).reshape(self.m * self.n, -1)
+
+
+def normalised_twice_in_the_formulas(right: Any, self: PostNormBlockAt, target: torch.Tensor, i: str, j: str) -> GaussNewton:
+    found, c = right(self, target, i, j), 2 / target.numel()
+    return GaussNewton(c * found.outer, c * found.functional)
+
+
+Q_Q, V_V, W_1 = (f"{name} x {name}" for name in ("attention.W_Q", "attention.W_V", "feedforward.W_1"))
+MISTAKES: list[tuple[type, str, Any, str, str]] = [
+    # of a class, a method, what is in its place, a row that fails, and one that passes
+    (LinearisedSoftmax, "pull", negated_softmax, Q_Q, V_V),
+    (ForwardSweep, "_add_mixed_block", without_gain, "attention.W_V x norm_1.weight", W_1),
+    (SymmetricStorage, "__init__", swapped_slices, Q_Q, W_1),
+    (MeanSquaredError, "curvature", normalised_twice, W_1, "loss"),
+    (Commutation, "apply", swapped_orders, "attention.W_Q x attention.W_K (formula)", Q_Q),
+    (PostNormBlockAt, "loss_hessian", normalised_twice_in_the_formulas, f"{W_1} (formula)", W_1),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "wrong", "fails", "passes"), MISTAKES, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_a_mistake_is_seen_where_it_is(
+    owner: type, method: str, wrong: Any, fails: str, passes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(owner, method)
+    monkeypatch.setattr(owner, method, lambda *args, **options: wrong(right, *args, **options))
+    report = verdict(formulas=fails.endswith("(formula)"))
+    assert not report
+    failed = failed_names(report)
+    assert fails in failed
+    assert passes not in failed
+    assert passes in {row.name for row in report.rows}
+    assert wrong is not negated_softmax or report.identities  # identities are necessary, not sufficient
+
+
 def test_dropped_scale_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(primitives.RULES, torch.ops.aten.div.Tensor, lambda a, b: (Multiple(1.0), (a,)))
     report = verdict(formulas=False)
@@ -46,34 +106,6 @@ def test_dropped_scale_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "attention.W_Q x attention.W_K" in failed_names(report)
     assert "feedforward.W_1 x feedforward.W_1" not in failed_names(report)
     assert [row.family for row in report.identities.rows if not row.passed] == ["logits"]
-
-
-def test_softmax_second_derivative_with_the_other_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LinearisedSoftmax.pull
-
-    def other(self: LinearisedSoftmax, bar: Any, tangents: Any = None) -> Any:
-        found = right(self, bar, tangents)
-        return found if tangents is None or bar is not None else tuple(None if c is None else -c for c in found)
-
-    monkeypatch.setattr(LinearisedSoftmax, "pull", other)
-    report = verdict(formulas=False)
-    assert not report
-    assert "attention.W_Q x attention.W_Q" in failed_names(report)
-    assert "attention.W_V x attention.W_V" not in failed_names(report)
-    assert report.identities  # the mistaken loss is a function of Q K^T still: identities are necessary, not sufficient
-
-
-def test_layer_norm_without_its_gain_term(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ForwardSweep._add_mixed_block
-
-    def without(self: ForwardSweep, a: Any, inputs: Any, groups: Any, weight_jacobian: Any) -> None:
-        if not isinstance(a.primitive, LayerNorm):
-            right(self, a, inputs, groups, weight_jacobian)
-
-    monkeypatch.setattr(ForwardSweep, "_add_mixed_block", without)
-    report = verdict(formulas=False)
-    assert not report
-    assert "attention.W_V x norm_1.weight" in failed_names(report)
 
 
 def test_an_error_in_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,17 +125,6 @@ def test_an_error_in_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hessian_operator refuses the same call" in str(report)
 
 
-def test_query_and_key_swapped_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = SymmetricStorage.__init__
-
-    def swapped(self: SymmetricStorage, slices: dict[str, slice], *kind: Any) -> None:
-        q, k = slices["attention.W_Q"], slices["attention.W_K"]
-        right(self, {**slices, "attention.W_Q": k, "attention.W_K": q}, *kind)
-
-    monkeypatch.setattr(SymmetricStorage, "__init__", swapped)
-    assert not verdict(formulas=False)
-
-
 def test_query_and_key_swapped_in_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     right = formulas.letter
     swap = {"W_Q": "W_K", "W_K": "W_Q"}
@@ -120,40 +141,6 @@ def _with_letters(point_of, letter, block, x):  # type: ignore[no-untyped-def]
         return point_of(block, x)
     finally:
         formulas.letter = mistaken
-
-
-def test_commutation_with_its_orders_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def swapped(self: Commutation, y: torch.Tensor) -> torch.Tensor:
-        return y.reshape(self.m, self.n, -1).swapaxes(0, 1).reshape(self.m * self.n, -1)
-
-    monkeypatch.setattr(Commutation, "apply", swapped)
-    report = verdict()
-    assert not report
-    assert any(name.endswith("(formula)") for name in failed_names(report))
-
-
-def test_normalisation_of_the_loss_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = MeanSquaredError.curvature
-
-    def twice(self: MeanSquaredError, *args: object) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if c is None else c * 2 / self.normalizer for c in right(self, *args))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(MeanSquaredError, "curvature", twice)
-    assert not verdict(formulas=False)
-
-
-def test_normalisation_of_the_loss_twice_in_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    from derivations.composition import GaussNewton
-    from derivations.transformer import PostNormBlockAt
-
-    right = PostNormBlockAt.loss_hessian
-
-    def twice(self: PostNormBlockAt, target: torch.Tensor, i: str, j: str) -> GaussNewton:
-        found, c = right(self, target, i, j), 2 / target.numel()
-        return GaussNewton(c * found.outer, c * found.functional)
-
-    monkeypatch.setattr(PostNormBlockAt, "loss_hessian", twice)
-    assert not verdict()
 
 
 def test_an_error_in_a_block_that_is_a_billionth_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
