@@ -17,7 +17,6 @@ from torch import Tensor
 F64 = torch.float64
 ATTENTION_SIZES = ((4, 4, 2), (6, 6, 4), (5, 3, 2))  # L, d_V, d_K
 BLOCK_SIZES = ((4, 4, 2, 6), (5, 6, 3, 8), (6, 4, 2, 4))  # L, d_V, d_K, d_ff
-KINDS = ("init", "large", "trained")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def draw_weights(L: int, d: int, d_K: int, d_ff: int | None, generator: torch.Ge
 
 
 def problems(kind: str, sizes: tuple[tuple[int, ...], ...], count: int, seed: int = 0, steps: int = 400) -> Iterator[Problem]:
-    """Yield problems of one kind, the sizes in turn; with d_ff among the sizes they are for the block; ``steps`` are those of training."""
+    """Yield problems: "init", "large" or "trained" in so many steps. The sizes come in turn; with d_ff they are for the block."""
     for n in range(count):
         L, d, d_K, *rest = sizes[n % len(sizes)]
         g = torch.Generator().manual_seed(1000 * seed + n)
@@ -112,12 +111,10 @@ def problems(kind: str, sizes: tuple[tuple[int, ...], ...], count: int, seed: in
         X = torch.randn(L, d, generator=g, dtype=F64)
         if kind == "init":
             yield Problem(X, weights, torch.randn(L, d, generator=g, dtype=F64))
-        elif kind == "large":
+        else:
             weights = {name: 3 * W for name, W in weights.items()}
             out = f(X, weights)
             yield Problem(X, weights, out + 0.1 * out.std() * torch.randn(L, d, generator=g, dtype=F64))
-        else:
-            raise ValueError(f"problems: unknown kind {kind!r}")
 
 
 def _trained(f: Callable[..., Tensor], weights: dict[str, Tensor], L: int, d: int, g: torch.Generator, steps: int) -> Problem:

@@ -1,12 +1,10 @@
-"""References for closed forms: reverse-over-reverse autograd, and symbolic differentiation evaluated at exact numbers."""
+"""References for closed forms: reverse-over-reverse autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import sympy
 import torch
 from torch import Tensor
 
@@ -59,31 +57,3 @@ def check_all_blocks(operation: Any, f: Function, point: Point, tolerance: float
     for (i, j), expected in hessians.items():
         error = relative_error(operation.hessian(i, j).dense(like), expected)
         assert error <= tolerance, (i, j, error)
-
-
-def symbols(name: str, *shape: int) -> np.ndarray:
-    """An object array of real symbols."""
-    flat = [sympy.Symbol(f"{name}_{'_'.join(map(str, index))}", real=True) for index in np.ndindex(*shape)]
-    return np.array(flat, dtype=object).reshape(shape)
-
-
-def exact_jacobian(outputs: Any, inputs: np.ndarray) -> sympy.Matrix:
-    """d vec_r(outputs) / d vec_r(inputs)^T by symbolic differentiation."""
-    flat = np.array(outputs, dtype=object).reshape(-1)
-    return sympy.Matrix(len(flat), inputs.size, lambda i, j: sympy.diff(flat[i], inputs.reshape(-1)[j]))
-
-
-def exact_hessian(outputs: Any, inputs_i: np.ndarray, inputs_j: np.ndarray) -> sympy.Matrix:
-    """d vec_r(d outputs / d inputs_i) / d vec_r(inputs_j)^T by symbolic differentiation."""
-    return exact_jacobian(exact_jacobian(outputs, inputs_i).tolist(), inputs_j)
-
-
-def at(expression: sympy.Matrix, values: dict[Any, Any]) -> sympy.Matrix:
-    """Put exact numbers in for the symbols."""
-    numbers = {s: sympy.Rational(v.numerator, v.denominator) if hasattr(v, "numerator") else v for s, v in values.items()}
-    return expression.applyfunc(lambda entry: entry.subs(numbers))
-
-
-def same(left: sympy.Matrix, right: sympy.Matrix) -> bool:
-    """Exact equality, entry by entry."""
-    return left.shape == right.shape and all(sympy.simplify(entry) == 0 for entry in left - right)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from derivations.arrays import Array, as_array, to_float
 from derivations.matrix import Matrix
 
 
@@ -36,19 +33,3 @@ def check_structure_of_all_blocks(operation: Any, like: Tensor, *, sharp: tuple[
         check_structure(operation.jacobian(i), like, sharp=i in sharp)
         for j in operation.arguments:
             check_structure(operation.hessian(i, j), like)
-
-
-def integers(seed: int, *shape: int) -> Array:
-    """An object array of small Fractions."""
-    drawn = np.random.default_rng(seed).integers(1, 7, shape)
-    return np.frompyfunc(lambda n: Fraction(int(n), 2), 1, 1)(drawn)
-
-
-def check_exact_equals_floats(exact: Any, floating: Any) -> None:
-    """Compare the blocks of one operation at Fractions and at the tensors of the same numbers: no rounding may show."""
-    like = as_array([Fraction(1)])
-    assert torch.equal(to_float(exact.value), floating.value)
-    for i in exact.arguments:
-        assert torch.equal(to_float(exact.jacobian(i).dense(like)), floating.jacobian(i).dense())
-        for j in exact.arguments:
-            assert torch.equal(to_float(exact.hessian(i, j).dense(like)), floating.hessian(i, j).dense())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from second_order_reference import check_all_blocks, random_point, relative_error
@@ -115,17 +113,6 @@ def test_two_inner_operations_for_two_arguments():
     check_all_blocks(Composite(Times(X**3, W**3), inner), lambda X, W: X**3 @ W**3, point)
 
 
-def test_exact_numbers_stay_exact():
-    X = np.array([[Fraction(1, 2), Fraction(-1, 3)]], dtype=object)
-    V, W = (np.array([[Fraction(k, 2), 1], [2, Fraction(1, k)]], dtype=object) for k in (3, 5))
-    operation, floating = chain(X, V, W), chain(*(torch.tensor(M.astype(float)) for M in (X, V, W)))
-    for i in operation.arguments:
-        for j in operation.arguments:
-            block = operation.hessian(i, j) @ np.eye(operation.arguments[j][0] * 2, dtype=int).astype(object)
-            assert all(isinstance(entry, (int, Fraction)) for entry in block.reshape(-1))
-            assert relative_error(torch.tensor(block.astype(float)), floating.hessian(i, j).dense(floating.value)) <= 1e-13
-
-
 def test_what_vanishes_is_not_computed():
     point = random_point(3, X=(3, 2), W=(2, 2))
     both = Total(Times(**point), Untouchable())
@@ -180,14 +167,14 @@ def then(inner, argument, outer, prefix, **names):
 
 @pytest.mark.slow
 def test_two_blocks_with_heads_mask_gelu_biases_and_cross_entropy_end_to_end():
-    L, d, d_ff, classes, eps = 3, 4, 5, 3, 0.1
+    L, d, d_ff, classes, eps = 2, 4, 3, 3, 0.1
     shapes = {"gamma_1": (d,), "beta_1": (d,), "W_1": (d, d_ff), "W_2": (d_ff, d), "b_1": (d_ff,), "b_2": (d,)}
     shapes |= {"gamma_2": (d,), "beta_2": (d,)}
-    shapes |= {f"{name}[{h}]": (2, d) if name == "W_O" else (d, 2) for name in ("W_Q", "W_K", "W_V", "W_O") for h in (0, 1)}
+    shapes |= {f"{name}[{h}]": (1, d) if name == "W_O" else (d, 1) for name in ("W_Q", "W_K", "W_V", "W_O") for h in (0, 1)}
     point = random_point(
         5, X=(L, d), head=(d, classes), **{layer + name: s for layer in ("0.", "1.") for name, s in shapes.items()}
     )
-    labels = torch.tensor([2, 0, 1])
+    labels = torch.tensor([2, 0])
     model = two_blocks(point, torch.ones(L, L, dtype=torch.bool).tril(), eps)
     loss = CrossEntropyAt(model.value, labels)
     parameters = [name for name in point if name != "X"]

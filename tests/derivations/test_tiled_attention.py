@@ -56,6 +56,10 @@ CASES: dict[str, tuple[ScaledDotProductAttention, list[Tensor]]] = {
 }
 
 
+ALL = (True,) * 3
+MOVING = {"causal": list(itertools.product([False, True], repeat=3))}  # the tangents' paths are those of every mask and layout
+
+
 @pytest.mark.parametrize(("name", "count"), [("causal", 1), *((name, 2) for name in CASES)])
 def test_equals_the_whole_matrices(name: str, count: int) -> None:
     primitive, inputs = CASES[name]
@@ -64,13 +68,11 @@ def test_equals_the_whole_matrices(name: str, count: int) -> None:
     whole, tiled = (f(primitive, inputs, draw(*out.shape, seed=8), wanted) for f in (LinearisedAttention, TiledAttention))
     tiled.forget()
     bar, everything = draw(count, *out.shape, seed=9), [draw(count, *x.shape, seed=10 + k) for k, x in enumerate(inputs[:3])]
-    for moving in itertools.product([False, True], repeat=3):
+    for moving in MOVING.get(name, [ALL]):
         tangents = [*(t if m else None for t, m in zip(everything, moving, strict=True)), *[None] * (len(inputs) - 3)]
         if any(moving):
             close(tiled.push(tangents), whole.push(tangents))
-        for given, along in ((bar, tangents if any(moving) else None), (None, tangents)):
-            if given is None and not any(moving):
-                continue
+        for given, along in ((bar, tangents), (None, tangents)) if any(moving) else ((bar, None),):
             for found, expected in zip(tiled.pull(given, along), whole.pull(given, along), strict=True):
                 if expected is None or found is None:
                     assert found is None
@@ -114,7 +116,7 @@ class Attention(nn.Module):
 def test_products_through_tiles_equal_reverse_over_reverse(recompute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_attention, "TILED", 0)
     torch.manual_seed(0)
-    module, x, t = Attention().double(), draw(2, 9, 4), draw(2, 9, 8, seed=1)
+    module, x, t = Attention().double(), draw(1, 5, 4), draw(1, 5, 8, seed=1)
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     operator = hessian_operator(module, x, t, params=names, recompute=recompute)
     expected = reverse_over_reverse(module, x, t, lambda z, target: (z - target).square().mean())
